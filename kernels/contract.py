@@ -1,0 +1,206 @@
+"""What every kernel set computes: the types it is given and the formula it obeys.
+
+Owns the interface between the ring and the kernels. Knows nothing of ranks, groups or transports, and computes nothing.
+
+Shape legend: `b` batch, `s` query rows, `t` key rows, `h` query heads, `hk` key/value heads (`hk` divides `h`),
+`d` head_dim of q and k, `dv` head_dim of v, `n` tokens of the whole key sequence, `r` runs.
+
+Note [One visit]
+    A kernel call is one *visit*: the query rows of one rank against one buffer of keys. Row `x` of q sits at the global
+    position `rows.positions[x]` and sees the keys whose global position p satisfies `rows.lo[b, x] <= p < rows.hi[b, x]`.
+    The same relation read from the other side: key row `y` is seen by the queries at global positions
+    `keys.lo[b, y] <= i < keys.hi[b, y]`. Both readings are given, so that forward and dq walk keys while dk and dv walk queries.
+
+Note [Score]
+    s   = softmax_scale * (q . k)
+    s   = softcap * tanh(s / softcap)                        when softcap > 0
+    s  -= alibi_slopes[h] * |i - j|                          i, j: global positions
+    s  += key_bias[b, y]                                     y: row of the key buffer
+    s  += bias[b, h, x, j]                                   x: row of q, j: global key position
+    p   = exp(s - lse) on visible pairs, 0 elsewhere
+    o   = sum_j keep(b, h, i, j) / (1 - dropout_p) * p * v   keep: Note [Dropout]
+    A sink is one more logit `sinks[h]` in the denominator only: the partial (sink, 1, 0) that a first visit starts from.
+
+Note [Dropout]
+    keep(b, h, i, j) is a pure function of the seed and of global indices, so the mask is the same at any world size, in
+    any kernel and in the backward. With philox = Philox-2x32-10 (Salmon et al., "Parallel random numbers: as easy as
+    1, 2, 3", SC 2011; multiplier 0xD256D193, Weyl constant 0x9E3779B9) and H query heads:
+    key = philox(counter=(b * H + h, seed >> 32), key=seed & 0xFFFFFFFF)[0]
+    keep iff philox(counter=(i, j), key=key)[0] >= floor(dropout_p * 2^32)
+
+Note [Carry]
+    Between visits the state of a query row is the partial (m, l, acc) of the online softmax, fp32 (fp64 for fp64 inputs):
+    m = max s * log2(e), l = sum 2^(s*log2(e) - m), acc = sum 2^(s*log2(e) - m) v. The identity is (-inf, 0, 0).
+    The last visit normalises: o = acc / l and lse = ln(2) * m + ln(l); a row that saw nothing has o = 0, lse = -inf.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Side:
+    """The rows of one side (queries, or keys) of a visit: where they sit and what they see on the other side.
+
+    Attributes:
+        runs: `r 4` int32 on the device: (offset, length, start, stride). Rows offset .. offset + length - 1 of the buffer
+            sit at global positions start + stride * i. Runs cover every row of the buffer once, in row order; positions
+            ascend over the whole buffer.
+        positions: `s` int32 on the device: the global position of each row.
+        lo: `b s` or `1 s` int32: first visible global position of the other side; not decreasing along rows.
+        hi: `b s` or `1 s` int32: one past the last; lo <= hi; not decreasing along rows. lo == hi: sees nothing.
+        run_list: The content of `runs` as Python integers, for kernels that loop on the host.
+    """
+
+    runs: Tensor
+    positions: Tensor
+    lo: Tensor
+    hi: Tensor
+    run_list: tuple[tuple[int, int, int, int], ...]
+
+
+@dataclass(frozen=True)
+class Score:
+    """How a score is made from q . k (Note [Score]); None and 0.0 mean absent.
+
+    Attributes:
+        softmax_scale: Factor on q . k.
+        softcap: Bound of the soft cap, in score units; 0.0 for none.
+        dropout_p: Probability of dropping one attention weight.
+        dropout_seed: 64-bit seed of the counter-based mask.
+        sinks: `h` fp32.
+        alibi_slopes: `h` fp32.
+        key_bias: `b t` fp32, rows of this visit's key buffer.
+        bias: `b h s n` (expanded: strides may be 0), fp32 or q's dtype, columns by global key position.
+    """
+
+    softmax_scale: float
+    softcap: float = 0.0
+    dropout_p: float = 0.0
+    dropout_seed: int = 0
+    sinks: Tensor | None = None
+    alibi_slopes: Tensor | None = None
+    key_bias: Tensor | None = None
+    bias: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Carry:
+    """The running partial of every query row (Note [Carry]).
+
+    Attributes:
+        m: `b h s`, log2 units.
+        l: `b h s`.
+        acc: `b s h dv`.
+    """
+
+    m: Tensor
+    l: Tensor  # noqa: E741
+    acc: Tensor
+
+
+@dataclass(frozen=True)
+class Grads:
+    """Where a backward visit puts what it finds, all in the accumulation dtype (fp32, or fp64 for fp64 inputs).
+
+    `accumulate_rows` / `accumulate_keys` say whether the visit adds to what is there or overwrites it (every element is
+    then written, zeros included, so the buffer may be uninitialised). None: not wanted.
+
+    Attributes:
+        dq: `b s h d`; rows.
+        dk: `b t hk d`; keys.
+        dv: `b t hk dv`; keys.
+        dkey_bias: `b t`; keys.
+        dalibi: `b h s`, one partial sum per query row (the caller sums b and s); rows.
+        dbias: `b h s n`, dense. Each visit writes only its own visible pairs; the caller zeroes it once.
+        accumulate_rows: Add to dq and dalibi instead of overwriting.
+        accumulate_keys: Add to dk, dv and dkey_bias instead of overwriting.
+    """
+
+    dq: Tensor
+    dk: Tensor
+    dv: Tensor
+    dkey_bias: Tensor | None = None
+    dalibi: Tensor | None = None
+    dbias: Tensor | None = None
+    accumulate_rows: bool = field(default=False)
+    accumulate_keys: bool = field(default=False)
+
+
+class KernelSet(Protocol):
+    """One way to compute visits. A kernel set is a module with these functions; it holds no state."""
+
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        rows: Side,
+        keys: Side,
+        score: Score,
+        *,
+        carry: Carry | None,
+        first: bool,
+        last: bool,
+        o: Tensor,
+        lse: Tensor,
+    ) -> None:
+        """Visits one buffer of keys.
+
+        Args:
+            q: `b s h d`; any strides with a contiguous last dim.
+            k: `b t hk d`, likewise.
+            v: `b t hk dv`, likewise.
+            rows: The query side.
+            keys: The key side.
+            score: How scores are made.
+            carry: Running partial, updated in place; None only when first and last.
+            first: Start from the identity (or from the sinks) instead of reading the carry, which may be uninitialised.
+            last: Normalise into `o` and `lse` and leave the carry alone; otherwise write the carry.
+            o: `b s h dv`, q's dtype: written when last.
+            lse: `b h s`, natural log, accumulation dtype: written when last.
+        """
+        ...
+
+    def delta(self, o: Tensor, do: Tensor, dlse: Tensor | None) -> Tensor:
+        """rowsum(o * do) - dlse as `b h s` in the accumulation dtype; o, do `b s h dv`, dlse `b h s`."""
+        ...
+
+    def backward(
+        self,
+        do: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        lse: Tensor,
+        delta: Tensor,
+        rows: Side,
+        keys: Side,
+        score: Score,
+        grads: Grads,
+    ) -> None:
+        """Gradients of one visit. With ds = p * (dp - delta): dq = scale * ds k, dk = scale * ds^T q, dv = p^T do.
+
+        Args:
+            do: `b s h dv`, contiguous last dim.
+            q: As in forward.
+            k: As in forward.
+            v: As in forward.
+            lse: `b h s`, natural log: of the finished rows, over all visits.
+            delta: `b h s`, from `delta`.
+            rows: The query side.
+            keys: The key side.
+            score: How scores are made.
+            grads: Where results go.
+        """
+        ...
+
+
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of partials, lse and gradient accumulators: fp64 for fp64 inputs, else fp32."""
+    return torch.float64 if dtype == torch.float64 else torch.float32

@@ -1,0 +1,1 @@
+"""Exact attention over sequences that no single device can hold."""

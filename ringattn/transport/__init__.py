@@ -1,0 +1,1 @@
+"""How shards move: the protocol and its implementations."""
