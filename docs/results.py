@@ -1,0 +1,1155 @@
+"""Writes the result tables and the figures they show from the JSON rows in docs/results.
+
+    python docs/results.py            rewrites what stands between the result marks of docs/results.md, where all tables are, and
+                                      of README.md, which has those that say most; and the figures
+    python docs/results.py --check    fails when one of them is not what the rows say
+
+Owns the shape of the tables. Refuses to know how anything was measured: every file says that itself. What has no rows has
+no section.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import json
+import re
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+HERE = Path(__file__).parent
+README = HERE.parent / "README.md"
+PAGE = HERE / "results.md"
+BEGIN, END = "<!-- results: written by docs/results.py -->", "<!-- end of results -->"
+
+Row = dict[str, Any]
+FIGURE, RING_FIGURE, SCALING_FIGURE, MODEL_FIGURE = "kernels.svg", "ring-speed.svg", "ring-scaling.svg", "model.svg"
+INFERENCE_FIGURE, REPLAYS_FIGURE = "inference-speed.svg", "replays.svg"
+PROBLEM = ("mask", "seq_len", "batch", "heads", "kv_heads", "head_dim", "dtype", "window", "document")
+NAMES = {
+    "hopper": "ringattn hopper",
+    "portable": "ringattn portable",
+    "auto": "ringattn auto",
+    "in_place": "ringattn in place",
+    "cudnn": "cuDNN",
+    "fa2": "FA2",
+    "flex": "FlexAttention",
+    "fa4": "FA4",
+}
+"""Contenders in the order they are shown."""
+RING_PROBLEM = ("world_size", "mask", "seq_len", "batch", "heads", "kv_heads", "head_dim", "dtype", "window")
+WAYS = ("forward", "both")
+
+
+def drawing() -> ModuleType:
+    """`figures.py` by its path: it needs nothing of the package, and the package needs seconds to import."""
+    spec = importlib.util.spec_from_file_location("figures", Path(__file__).parent / "figures.py")
+    assert spec is not None, "a Python file"
+    assert spec.loader is not None, "a Python file"
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def load(name: str) -> Any:
+    """The content of a result file.
+
+    Raises:
+        SystemExit: It is no JSON; the message names it.
+    """
+    try:
+        return json.loads((HERE / "results" / name).read_text())
+    except ValueError as error:
+        raise SystemExit(
+            f"error: docs/results/{name} must be JSON, got {error}; copy it again from where it was made"
+        ) from None
+
+
+def table(heads: list[str], rows: Iterable[list[object]]) -> str:
+    """A markdown table."""
+    lines = [heads, ["---"] * len(heads), *([str(cell) for cell in row] for row in rows)]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def source(machine: Row) -> str:
+    """One line that says where numbers come from."""
+    gpus = machine.get("gpus") or [machine.get("device")]
+    version = f"commit {machine['commit'][:12]}" if machine["commit"] else f"ringattn {machine['ringattn']}"
+    return (
+        f"{len(gpus)} x {gpus[0]}, torch {machine['torch']}, triton {machine['triton']}, {version}: "
+        f"`{machine['command']}`"
+    )
+
+
+def runs_of(kind: str) -> list[Any]:
+    """The content of every file of one bench, oldest first.
+
+    Raises:
+        SystemExit: One is of no bench; the message names it.
+    """
+    found = []
+    for path in sorted((HERE / "results").glob(f"{kind}*.json")):
+        run = load(path.name)
+        if not (isinstance(run, dict) and "rows" in run and "date" in (run.get("machine") or {})):
+            raise SystemExit(
+                f"error: docs/results/{path.name} must be what a bench wrote, got no rows, machine and date; remove it"
+            )
+        found.append(run)
+    return sorted(found, key=lambda one: one["machine"]["date"])
+
+
+def correctness() -> str:
+    """Runs inside the budget, and the worst error over it by dtype; a line per run of `check`."""
+    runs = runs_of("check")
+    if not runs:
+        return ""
+    there = {row["dtype"] for run in runs for row in run["rows"]}
+    dtypes = [dtype for dtype in ("bf16", "fp16", "fp32") if dtype in there]
+    lines = []
+    for index, run in enumerate(runs):
+        rows, machine = run["rows"], run["machine"]
+        asked = re.search(r"--schedule (\w+)", machine["command"])
+        worst = ([row["ratio"] for row in rows if row["dtype"] == dtype] for dtype in dtypes)
+        lines.append(
+            [
+                len(machine["gpus"]),
+                asked[1] if asked else "auto",
+                f"{sum(row['ratio'] <= 1 for row in rows)} of {len(rows)}",
+                *(f"{max(ratios):.2f} ({len(ratios)})" if ratios else "-" for ratios in worst),
+                index + 1,
+            ]
+        )
+    columns = [
+        "GPUs",
+        "schedule",
+        "inside the budget",
+        *(f"worst error / budget, {dtype} (of)" for dtype in dtypes),
+        "run",
+    ]
+    parts = ["### Correctness", table(columns, lines)]
+    return "\n\n".join([*parts, *(f"Run {index + 1}: {source(run['machine'])}" for index, run in enumerate(runs))])
+
+
+def kernel_runs() -> list[Any]:
+    """The content of every file of `bench kernels`, oldest first."""
+    return runs_of("kernels")
+
+
+def kernel_rows(runs: list[Any]) -> list[Row]:
+    """The rows of all runs; a problem that several runs measured is shown from the last one alone.
+
+    Contenders are compared within one run only: they took turns there.
+    """
+    last: dict[tuple[Any, ...], list[Row]] = {}
+    for index, run in enumerate(runs):
+        found: dict[tuple[Any, ...], list[Row]] = {}
+        for row in run["rows"]:
+            key = (row["group"] == "carry", *(row.get(name) for name in PROBLEM))
+            found.setdefault(key, []).append(row | {"run": index})
+        last |= found
+    return [row for rows in last.values() for row in rows]
+
+
+def shown_names(rows: list[Row]) -> list[str]:
+    """Contenders that have a speed somewhere, in the order of the figures; ours as functions."""
+    timed = {row["who"] for row in rows if "tflops" in row}
+    return [name for name in NAMES if name in timed] + sorted(timed - set(NAMES))
+
+
+def speed(row: Row | None) -> str:
+    """TFLOP/s, with a star where the host was timed too; a dash where there is no speed."""
+    if row is None or "tflops" not in row:
+        return "-"
+    return f"{row['tflops']:.0f}{'' if row['timing'] == 'graph' else '*'}"
+
+
+def table_of_targets(rows: list[Row]) -> str:
+    """Forward and backward by head_dim, a column per contender: full / causal."""
+    rows = [row for row in rows if row["level"] == "op"]
+    names = shown_names(rows)
+    cells = {(row["direction"], row["head_dim"], row["mask"], row["who"]): row for row in rows}
+    lines = []
+    for direction in ("forward", "backward"):
+        for d in sorted({row["head_dim"] for row in rows}, key=lambda d: (d != 128, d)):
+            pair = ([speed(cells.get((direction, d, mask, who))) for mask in ("full", "causal")] for who in names)
+            lines.append(
+                [f"{direction}, head_dim {d}", *(" / ".join(one) if set(one) != {"-"} else "-" for one in pair)]
+            )
+    return table(["full / causal", *(NAMES.get(who, who) for who in names)], lines)
+
+
+def table_of_masks(rows: list[Row]) -> str:
+    """A line per problem, a column per contender: forward / backward."""
+    rows = [row for row in rows if row["level"] == "op"]
+    names = shown_names(rows)
+    keys = ("head_dim", "mask", "window", "document", "batch", "seq_len", "heads", "kv_heads")
+    problems = list(dict.fromkeys(tuple(row[key] for key in keys) for row in rows))
+    cells = {(tuple(row[key] for key in keys), row["direction"], row["who"]): row for row in rows}
+    lines = []
+    for problem in problems:
+        d, mask, window, document, b, n, h, hk = problem
+        kind = f"{mask} {window + 1}" if mask == "window" else f"{mask} of {document}" if document else mask
+        cut = kind if mask in ("window", "documents") else mask
+        pair = ([speed(cells.get((problem, way, who))) for way in ("forward", "backward")] for who in names)
+        speeds = (" / ".join(one) if set(one) != {"-"} else "-" for one in pair)
+        lines.append([d, cut, f"{b} x {n}", f"{h}" if h == hk else f"{h}/{hk}", *speeds])
+    return table(["head_dim", "mask", "tokens", "heads", *(NAMES.get(who, who) for who in names)], lines)
+
+
+def kernels_alone(rows: list[Row]) -> str:
+    """Our kernel sets without autograd, on the problems of the target table."""
+    rows = [row | {"level": "op"} for row in rows if row["level"] == "kernel" and "tflops" in row]
+    return table_of_targets(rows) if rows else ""
+
+
+def carries(rows: list[Row]) -> str:
+    """What the carry costs, in words."""
+    found = [row for row in rows if row["level"] == "carried" and "cost_percent" in row]
+    return "; ".join(
+        f"{row['who']}, {row['mask']}, {row['seq_len']} tokens, head_dim {row['head_dim']}: {row['cost_percent']:+.1f}%"
+        for row in found
+    )
+
+
+def kernels() -> str:
+    """TFLOP/s of the contenders."""
+    runs = kernel_runs()
+    rows = kernel_rows(runs)
+    by_group: dict[str, list[Row]] = {}
+    for row in rows:
+        by_group.setdefault(row["group"], []).append(row)
+    target = by_group.get("target", [])
+    dtypes = ", ".join(sorted({row["dtype"] for row in rows}))
+    parts = [
+        f"### Kernels\n\nTFLOP/s, {dtypes}, visible pairs only (4 b h d pairs, backward 2.5 times that), all contenders of a "
+        "problem taking turns in one run. Without a star: the calls were replayed from a CUDA graph; with one (`*`): plain "
+        "calls, launches on the host included.",
+        *(f"Run {index + 1}: {source(run['machine'])}" for index, run in enumerate(runs)),
+    ]
+    if target:
+        shapes = sorted({f"B{row['batch']} H{row['heads']} N{row['seq_len']}" for row in target})
+        parts += [f"#### Targets\n\n{', '.join(shapes)}.", table_of_targets(target)]
+        if alone := kernels_alone(target):
+            parts += ["The kernels alone, as the ring calls them (backward with delta):", alone]
+    if said := carries(rows):
+        parts.append(f"Carrying a partial in and out costs the forward ({said}).")
+    others = [row for group in ("batch", "masks", "grouped") for row in by_group.get(group, [])]
+    if others:
+        parts += ["#### Other shapes\n\nForward / backward.", table_of_masks(others)]
+    if (HERE / FIGURE).exists():
+        parts.append(f"![TFLOP/s over tokens, one line per implementation](docs/{FIGURE})")
+    return "\n\n".join(parts)
+
+
+def digest(rows: list[Row]) -> str:
+    """What a figure was drawn from."""
+    return hashlib.sha256(json.dumps(rows, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def figure_rows() -> list[Row]:
+    """The rows a figure is drawn from."""
+    return [row for row in kernel_rows(kernel_runs()) if row["group"] != "carry"]
+
+
+def figures() -> Iterator[tuple[str, Callable[..., bool], list[Row], bool]]:
+    """Every figure: its file, what draws it, the rows it is drawn from, and whether they give a line."""
+    module = drawing()
+    rows = figure_rows()
+    yield FIGURE, module.draw_lengths, rows, bool(module.lines_over_length(rows))
+    rows = ring_rows(runs_of("ring"))
+    largest = [row for row in rows if row["world_size"] == max(row["world_size"] for row in rows)]
+    yield RING_FIGURE, module.draw_ring, largest, bool(module.ring_lines(largest))
+    grown = scaling_rows(rows)
+    yield SCALING_FIGURE, module.draw_scaling, grown, bool(module.scaling_lines(grown))
+    rows = replay_rows(runs_of("replays"))
+    yield REPLAYS_FIGURE, module.draw_replays, rows, bool(module.replay_panels(rows))
+    rows = model_rows(runs_of("model"))
+    yield MODEL_FIGURE, module.draw_model, rows, bool(module.model_lines(rows))
+    rows = inference_rows(runs_of("inference"))
+    yield INFERENCE_FIGURE, module.draw_inference, rows, bool(module.inference_lines(rows))
+
+
+def draw_figures() -> None:
+    """Draws every figure, or removes it when there is no line to draw."""
+    for name, draw, rows, any_line in figures():
+        if not any_line or not draw(rows, HERE / name, f"rows {digest(rows)}"):
+            (HERE / name).unlink(missing_ok=True)
+
+
+def figures_are_true() -> bool:
+    """Whether every figure says that it was drawn from the committed rows; true too where there is none to draw."""
+    for name, _, rows, any_line in figures():
+        path = HERE / name
+        if path.exists() != any_line or (any_line and f"rows {digest(rows)}" not in path.read_text()):
+            return False
+    return True
+
+
+def ring_rows(runs: list[Any]) -> list[Row]:
+    """The rows of all runs of `bench ring`; a problem that several runs measured is shown from the last one alone."""
+    last: dict[tuple[Any, ...], list[Row]] = {}
+    for index, run in enumerate(runs):
+        found: dict[tuple[Any, ...], list[Row]] = {}
+        for row in run["rows"]:
+            row = {"who": run["machine"].get("backend") or "auto", "ours": True, **row, "run": index}
+            if "refused" not in row:
+                for way in WAYS:
+                    row.setdefault(f"{way}_alone_tflops", row[f"{way}_tflops"] * 100 / row[f"{way}_percent"])
+            found.setdefault(tuple(row[name] for name in RING_PROBLEM), []).append(row)
+        last |= found
+    return [row for key in sorted(last, key=lambda key: tuple(map(str, key))) for row in last[key]]
+
+
+def main_ring(rows: list[Row]) -> list[Row]:
+    """Our rows of the ring that users get: auto where it was measured, else gathered, else whichever there is."""
+    order = ("auto", "gathered", "staged")
+    chosen: dict[tuple[Any, ...], Row] = {}
+    for row in rows:
+        if row["ours"] and "refused" not in row:
+            key = tuple(row[name] for name in RING_PROBLEM)
+            best = chosen.get(key)
+            ranks = [order.index(one["who"]) if one["who"] in order else len(order) for one in (row, best or row)]
+            if best is None or ranks[0] < ranks[1]:
+                chosen[key] = row
+    return list(chosen.values())
+
+
+def heads(row: Row) -> str:
+    """Query heads / key/value heads."""
+    return f"{row['heads']}/{row['kv_heads']}"
+
+
+def mask_of(row: Row) -> str:
+    """The mask in words."""
+    return f"window {row['window'] + 1}" if row["mask"] == "window" else row["mask"]
+
+
+def both_ways(form: Callable[[str], str]) -> str:
+    """Forward / forward + backward."""
+    return " / ".join(form(way) for way in WAYS)
+
+
+def by_length(rows: list[Row]) -> list[Row]:
+    """Masks, then head groups, then lengths."""
+    return sorted(
+        rows, key=lambda row: (row["mask"] != "causal", row["mask"], -row["heads"] / row["kv_heads"], row["seq_len"])
+    )
+
+
+def table_of_shares(rows: list[Row]) -> str:
+    """A line per problem, a column per ring: TFLOP/s and the share of the kernel alone."""
+    names = drawing().RING_NAMES
+    timed = {row["who"] for row in rows if "refused" not in row}
+    shown = [who for who in names if who in timed] + sorted(timed - set(names))
+    problems: dict[tuple[Any, ...], dict[str, Row]] = {}
+    for row in by_length(rows):
+        key = (mask_of(row), row["layout"], row["tokens_per_rank"], heads(row))
+        problems.setdefault(key, {})[row["who"]] = row
+
+    def cell(row: Row | None) -> str:
+        if row is None or "refused" in row:
+            return "-"
+        return both_ways(lambda way: f"{row[f'{way}_tflops']:.0f} ({row[f'{way}_percent']:.0f}%)")
+
+    lines = []
+    for key, cells in problems.items():
+        timed_row = next((row for row in cells.values() if "refused" not in row), None)
+        if timed_row is not None:
+            alone = both_ways(lambda way, row=timed_row: f"{row[f'{way}_alone_tflops']:.0f}")
+            lines.append([key[0], key[1], key[2], key[3], alone, *(cell(cells.get(who)) for who in shown)])
+    columns = ["mask", "layout", "tokens per GPU", "heads", "kernel alone", *(names.get(who, who) for who in shown)]
+    return table(columns, lines)
+
+
+def table_of_costs(rows: list[Row]) -> str:
+    """What a call of the ring costs besides arithmetic: exposed time, host time, memory; and the share as a CUDA graph."""
+    lines = []
+    for row in by_length([row for row in rows if row["ours"] and row.get("forward_host_us") is not None]):
+
+        def number(way: str, name: str, form: str, row: Row = row) -> str:
+            value = row.get(f"{way}_{name}")
+            return "-" if value is None else form.format(value)
+
+        lines.append(
+            [
+                f"{mask_of(row)}, {row['tokens_per_rank']}, {heads(row)}",
+                drawing().RING_NAMES.get(row["who"], row["who"]),
+                both_ways(lambda way, number=number: number(way, "exposed_ms", "{:.2f}")),
+                both_ways(lambda way, number=number: number(way, "host_us", "{:.0f}")),
+                both_ways(lambda way, number=number: number(way, "graph_percent", "{:.0f}%")),
+                "-" if row.get("peak_gib") is None else f"{row['peak_gib']:.2f}",
+            ]
+        )
+    columns = ["mask, tokens per GPU, heads", "ring", "exposed ms", "host us", "of alone, as a CUDA graph", "peak GiB"]
+    return table(columns, lines) if lines else ""
+
+
+def scaling_rows(rows: list[Row]) -> list[Row]:
+    """Causal rows of our ring whose length per GPU was measured on several numbers of GPUs."""
+    causal = [row for row in main_ring(rows) if row["mask"] == "causal"]
+    sizes: dict[tuple[Any, ...], set[int]] = {}
+    for row in causal:
+        sizes.setdefault((row["tokens_per_rank"], heads(row)), set()).add(row["world_size"])
+    return [row for row in causal if len(sizes[row["tokens_per_rank"], heads(row)]) > 1]
+
+
+def table_of_scaling(rows: list[Row], fixed: str) -> str:
+    """A line per length that several numbers of GPUs measured, a column per number.
+
+    Args:
+        rows: Of our ring.
+        fixed: "tokens_per_rank" (weak: TFLOP/s per GPU) or "seq_len" (strong: ms, and times as fast as the fewest GPUs).
+    """
+    causal = [row for row in main_ring(rows) if row["mask"] == "causal"]
+    lines: dict[tuple[str, int], dict[int, Row]] = {}
+    for row in by_length(causal):
+        lines.setdefault((heads(row), row[fixed]), {})[row["world_size"]] = row
+    lines = {key: found for key, found in lines.items() if len(found) > 1}
+    sizes = sorted({size for found in lines.values() for size in found})
+    if not lines:
+        return ""
+
+    def cell(found: dict[int, Row], size: int) -> str:
+        if size not in found:
+            return "-"
+        row, least = found[size], found[min(found)]
+        if fixed == "tokens_per_rank":
+            return both_ways(lambda way: f"{row[f'{way}_tflops']:.0f}")
+        return both_ways(lambda way: f"{row[f'{way}_ms']:.2f} ({least[f'{way}_ms'] / row[f'{way}_ms']:.2f} x)")
+
+    what = "tokens per GPU" if fixed == "tokens_per_rank" else "tokens in all"
+    columns = ["heads", what, *(f"{size} GPU{'s' if size > 1 else ''}" for size in sizes)]
+    return table(columns, ([*key, *(cell(found, size) for size in sizes)] for key, found in lines.items()))
+
+
+def table_of_windows(rows: list[Row]) -> str:
+    """Bytes and exposed time under a window by number of GPUs, at lengths per GPU that several of them measured."""
+    windows = [row for row in main_ring(rows) if row["mask"] == "window" and row["world_size"] > 1]
+    sizes: dict[tuple[Any, ...], set[int]] = {}
+    for row in windows:
+        sizes.setdefault((row["tokens_per_rank"], heads(row), row["window"]), set()).add(row["world_size"])
+    lines = []
+    for row in sorted(windows, key=lambda row: (heads(row), row["tokens_per_rank"], row["world_size"])):
+        if len(sizes[row["tokens_per_rank"], heads(row), row["window"]]) > 1:
+            moved = row["bytes_received"]
+            line = [mask_of(row), row["layout"], row["tokens_per_rank"], heads(row), row["world_size"]]
+            line += [both_ways(lambda way, moved=moved: f"{_moved(moved, way) / 1e6:.1f}")]
+            line += [both_ways(lambda way, row=row: f"{row[f'{way}_exposed_ms']:.2f} of {row[f'{way}_ms']:.2f}")]
+            lines.append(line)
+    columns = ["mask", "layout", "tokens per GPU", "heads", "GPUs", "MB received by the busiest rank", "exposed ms"]
+    return table(columns, lines) if lines else ""
+
+
+def _moved(moved: Row, way: str) -> int:
+    return moved["forward_most"] + (moved["backward_most"] if way == "both" else 0)
+
+
+def ring() -> str:
+    """The ring as a share of the kernel alone, beside others, over lengths and numbers of GPUs."""
+    runs = runs_of("ring")
+    rows = ring_rows(runs)
+    if not rows:
+        return ""
+    parts = [
+        "### Ring\n\nForward / forward + backward, TFLOP/s per GPU over visible pairs. In brackets the share of the kernel alone: "
+        "our own ring of one rank on the same GPUs, with a rank's share of the work, taking turns in the same run. Every answer is "
+        "checked before its time counts.",
+        *(f"Run {index + 1}: {source(run['machine'])}" for index, run in enumerate(runs)),
+    ]
+    for size in sorted({row["world_size"] for row in rows if row["world_size"] > 1}, reverse=True):
+        some = [row for row in rows if row["world_size"] == size]
+        parts += [f"#### {size} GPUs", table_of_shares(some)]
+        if costs := table_of_costs(some):
+            parts += [
+                f"#### Time, host and memory on {size} GPUs\n\nExposed is the time beyond the kernel alone; host is the time until "
+                "a call returns; peak memory is of one step.",
+                costs,
+            ]
+        refused = sorted({f"{row['who']}: {row['refused']}" for row in some if "refused" in row})
+        if refused:
+            parts.append(f"Without a speed: {'; '.join(refused)}.")
+    if (HERE / RING_FIGURE).exists():
+        parts.append(f"![Share of the kernel alone over tokens per GPU, one line per ring](docs/{RING_FIGURE})")
+    for title, said, body in (
+        (
+            "Weak scaling",
+            "A fixed number of tokens per GPU: TFLOP/s per GPU.",
+            table_of_scaling(rows, "tokens_per_rank"),
+        ),
+        (
+            "Strong scaling",
+            "A fixed length: ms, and how much faster than the fewest GPUs.",
+            table_of_scaling(rows, "seq_len"),
+        ),
+        ("Windows move their halo", "What is moved does not grow with the number of GPUs.", table_of_windows(rows)),
+    ):
+        if body:
+            parts += [f"#### {title}\n\n{said}", body]
+        if title == "Weak scaling" and body and (HERE / SCALING_FIGURE).exists():
+            parts.append(f"![TFLOP/s per GPU over the number of GPUs](docs/{SCALING_FIGURE})")
+    return "\n\n".join(parts)
+
+
+def replay_rows(runs: list[Any]) -> list[Row]:
+    """The rows of all runs of `bench ring --profile`; a call that several runs looked at is shown from the last one alone."""
+    last = {}
+    for index, run in enumerate(runs):
+        for row in run["rows"]:
+            last[tuple(row[name] for name in (*RING_PROBLEM, "way", "layout", "schedule"))] = row | {"run": index}
+    return sorted(last.values(), key=lambda row: (-row["world_size"], row["kv_heads"], row["tokens_per_rank"]))
+
+
+def replays() -> str:
+    """Where the time of calls goes that are replayed from a graph."""
+    runs = runs_of("replays")
+    rows = replay_rows(runs)
+    if not rows:
+        return ""
+    names = ("period_us", "alone_us", "waiting_us", "idle_us", "copying_us")
+    lines = []
+    for row in rows:
+        means = [sum(one[name] for one in row["ranks"]) / len(row["ranks"]) for name in names]
+        forward = "forward" if row["way"] == "forward" else "forward + backward"
+        lines.append(
+            [row["world_size"], heads(row), f"{row['tokens_per_rank']:,}", forward, *(f"{mean:.0f}" for mean in means)]
+        )
+    parts = [
+        "### Where a short call's time goes\n\nCalls in a row, replayed from a CUDA graph under the profiler, in microseconds, on "
+        "average over ranks. A call takes the time of the same work alone, the time that its kernels take longer (they wait for "
+        "rows), and the time in which no kernel runs (words in stream order, and launches). Copies run beside. "
+        "`launch/bench/details/graph_profile.py` has the definitions.",
+        *(f"Run {index + 1}: {source(run['machine'])}" for index, run in enumerate(runs)),
+        table(["GPUs", "heads", "tokens per GPU", "call", "takes", "alone", "waiting", "idle", "copies"], lines),
+    ]
+    if (HERE / REPLAYS_FIGURE).exists():
+        parts.append(f"![Kernels and copies of every GPU on one clock](docs/{REPLAYS_FIGURE})")
+    return "\n\n".join(parts)
+
+
+def memory() -> str:
+    """Peak memory of a step, measured and predicted, from the last run of each problem."""
+    runs = runs_of("memory")
+    last: dict[tuple[Any, ...], Row] = {}
+    for run in runs:
+        for row in run["rows"]:
+            last[tuple(row[name] for name in (*RING_PROBLEM, "who"))] = row
+    if not last:
+        return ""
+
+    def size(value: float | None) -> str:
+        # JSON readers may have no infinity, and what does not fit has no size
+        return "-" if value is None else f"{value:.2f}" if value < 1e6 else "does not fit"
+
+    names = drawing().RING_NAMES
+    body = table(
+        ["tokens", "GPUs", "heads", "ring", "tensors GiB", "predicted GiB", "measured GiB"],
+        (
+            [
+                f"{row['seq_len']:,}",
+                row["world_size"],
+                heads(row),
+                names.get(row["who"], row["who"]),
+                size(row["tensors_gib"]),
+                size(row["predicted_gib"]),
+                size(row["peak_gib"]),
+            ]
+            for row in sorted(last.values(), key=lambda row: (row["seq_len"], -row["world_size"], row["kv_heads"]))
+        ),
+    )
+    said = " ".join(f"Run {index + 1}: {source(run['machine'])}" for index, run in enumerate(runs))
+    return (
+        "### Memory\n\nThe peak of one forward and backward on the fullest GPU, inputs and gradients included; predicted from "
+        f"integers before anything is allocated (`launch/bench/details/memory.py`). {said}\n\n{body}"
+    )
+
+
+def softmax() -> str:
+    """Bandwidth of the online softmax as a share of a device copy."""
+    rows = load("softmax.json")
+    body = table(
+        ["dtype", "row length", "online_softmax", "torch.softmax", "online backward", "torch backward"],
+        (
+            [
+                row["dtype"],
+                row["n"],
+                *(
+                    f"{100 * row[key]:.0f}%"
+                    for key in (
+                        "share_of_copy",
+                        "torch_share_of_copy",
+                        "backward_share_of_copy",
+                        "torch_backward_share_of_copy",
+                    )
+                ),
+            ]
+            for row in rows
+        ),
+    )
+    return (
+        "### Online softmax\n\nBytes per second, counted as two reads and one write of every element, as a share of a device "
+        f"copy in the same run; above 100% where the second read hits the cache. {source(rows[0])}\n\n{body}"
+    )
+
+
+def training_rows(runs: list[Any]) -> list[Row]:
+    """The rows of all runs of the training job by context and number of GPUs; of several alike the last one's."""
+    last = {
+        (row["seq_len"], row["world_size"], row["parameters"]): row | {"run": index}
+        for index, run in enumerate(runs)
+        for row in run["rows"]
+    }
+    return [last[key] for key in sorted(last)]
+
+
+def training() -> str:
+    """Loss, speed and memory of the main job by context and number of GPUs."""
+    runs = runs_of("train")
+    rows = training_rows(runs)
+    if not rows:
+        return ""
+    body = table(
+        [
+            "GPUs",
+            "context",
+            "loss, first step",
+            "loss, last step",
+            "tokens/s",
+            "MFU",
+            "exposed ms",
+            "GiB per GPU",
+            "run",
+        ],
+        (
+            [
+                row["world_size"],
+                f"{row['seq_len']:,}",
+                f"{row['losses'][0]:.4f}",
+                f"{row['losses'][-1]:.4f} ({row['steps']})",
+                f"{row['tokens_per_s']:,.0f}",
+                "-" if row["mfu"] is None else f"{100 * row['mfu']:.1f}%",
+                cell_of(row, "exposed_ms", "{:.1f}"),
+                f"{max(row['peak_memory_mib']) / 1024:.1f}",
+                row["run"] + 1,
+            ]
+            for row in rows
+        ),
+    )
+    shown = {row["run"] for row in rows}
+    said = " ".join(f"Run {index + 1}: {source(run['machine'])}" for index, run in enumerate(runs) if index in shown)
+    old = sorted({row["run"] + 1 for row in rows if row.get("replicated")})
+    caution = (
+        f" Run(s) {', '.join(map(str, old))}: a version that replicated the parameters and computed under autocast, with 2 GiB of "
+        "weights, gradients and optimizer state on every GPU."
+        if old
+        else ""
+    )
+    return (
+        f"### Training\n\nThe training job, {_millions(rows)} parameters. Tokens/s are of all GPUs together, the median "
+        "of the steps; memory is of the fullest GPU; [the page on training](docs/training.md) defines MFU and exposed "
+        f"communication.{caution} {said}\n\n{body}"
+    )
+
+
+def _millions(rows: list[Row]) -> str:
+    return " and ".join(sorted({f"{row['parameters'] / 1e6:.1f}M" for row in rows}))
+
+
+def model_rows(runs: list[Any]) -> list[Row]:
+    """The rows of all runs of `bench model`, shortest context first; what several runs measured is shown from the last one."""
+    last: dict[tuple[Any, ...], list[Row]] = {}
+    for index, run in enumerate(runs):
+        found: dict[tuple[Any, ...], list[Row]] = {}
+        for row in run["rows"]:
+            found.setdefault((row["world_size"], row["seq_len"], row["layers"]), []).append(row | {"run": index})
+        last |= found
+    return [row for key in sorted(last) for row in last[key]]
+
+
+def models() -> str:
+    """Training steps of a whole model, ours and torch's."""
+    runs = runs_of("model")
+    rows = model_rows(runs)
+    if not rows:
+        return ""
+    names = drawing().RING_NAMES
+    first = rows[0]
+    body = table(
+        [
+            "GPUs",
+            "context",
+            "layers",
+            "attention",
+            "seconds per step",
+            "tokens/s per GPU",
+            "MFU",
+            "GiB per GPU",
+            "run",
+        ],
+        (
+            [
+                row["world_size"],
+                f"{row['seq_len']:,}",
+                row["layers"],
+                names.get(row["who"], row["who"]),
+                *(
+                    [row["refused"], "", "", ""]
+                    if "refused" in row
+                    else [
+                        f"{row['step_s']:.2f}",
+                        f"{row['tokens_per_s_per_gpu']:,.0f}",
+                        "-" if row["mfu_percent"] is None else f"{row['mfu_percent']:.1f}%",
+                        "-" if row["peak_gib"] is None else f"{row['peak_gib']:.1f}",
+                    ]
+                ),
+                row["run"] + 1,
+            ]
+            for row in rows
+        ),
+    )
+    said = " ".join(f"Run {index + 1}: {source(run['machine'])}" for index, run in enumerate(runs))
+    text = (
+        f"### Whole models\n\nTraining steps of a model with the shape of Llama 3 8B (dim {first['dim']:,}, "
+        f"{first['heads']}/{first['kv_heads']} heads of {first['head_dim']}, SwiGLU {first['mlp_dim']:,}, vocabulary "
+        f"{first['vocab_size']:,}) cut to the given number of layers, random weights, FSDP2, AdamW, blocks checkpointed; "
+        "`ringattn` keeps what attention returned, the others compute it again. MFU counts nothing that is computed again, beside "
+        f"989 TFLOP/s. `launch/bench/model.py` has the definitions. {said}\n\n{body}"
+    )
+    if drawing().model_lines(rows):
+        text += f"\n\n![MFU of training steps over the context](docs/{MODEL_FIGURE})"
+    return text
+
+
+def inference_rows(runs: list[Any]) -> list[Row]:
+    """The rows of all runs of `bench inference`, fewest GPUs first; what several runs measured is shown from the last one."""
+    naming = ("part", "world_size", "seq_len", "batch", "layers", "kv_dtype", "chunk", "who", "how")
+    last: dict[tuple[Any, ...], Row] = {}
+    for index, run in enumerate(runs):
+        for row in run["rows"]:
+            if row["part"] != "bandwidth":
+                last[tuple(row.get(name) for name in naming)] = row | {"run": index}
+    order = ("world_size", "seq_len", "batch", "layers")
+    return sorted(last.values(), key=lambda row: tuple(row.get(name) or 0 for name in order))
+
+
+def cell_of(row: Row | None, name: str, form: str) -> str:
+    """A number of a row; a dash where there is none."""
+    return "-" if row is None or row.get(name) is None else form.format(row[name])
+
+
+def table_of_prompts(rows: list[Row]) -> str:
+    """Time to first token, ours and transformers'."""
+    peers = {(row["seq_len"], row["layers"]): row for row in rows if row.get("who") == "transformers"}
+    lines = []
+    for row in rows:
+        if row["part"] == "first" and "ttft_s" in row:
+            peer = peers.get((row["seq_len"], row["layers"]))
+            line = [row["world_size"], f"{row['seq_len']:,}", row["layers"], f"{row['chunk']:,}"]
+            line += [cell_of(row, "ttft_s", "{:.2f}"), cell_of(row, "tokens_per_s", "{:,.0f}")]
+            line += [cell_of(row, "tflops", "{:.0f}"), cell_of(row, "mfu_percent", "{:.1f}%")]
+            line += [cell_of(peer, "ttft_s", "{:.2f}"), cell_of(row, "peak_gib", "{:.1f}"), row["run"] + 1]
+            lines.append(line)
+    columns = ["GPUs", "context", "layers", "chunk", "seconds", "tokens/s", "TFLOP/s per GPU", "MFU"]
+    return table([*columns, "transformers, 1 GPU, s", "GiB per GPU", "run"], lines) if lines else ""
+
+
+def table_of_prompt_attention(rows: list[Row]) -> str:
+    """The attention of a prompt beside the forward of training."""
+    found: dict[tuple[Any, ...], dict[str, Row]] = {}
+    for row in rows:
+        if row["part"] == "prefill" and "ms" in row:
+            key = (row["world_size"], row["seq_len"], row.get("kv_dtype"), row["run"])
+            found.setdefault(key, {})[row["who"]] = row
+
+    def cell(row: Row | None) -> str:
+        if row is None:
+            return "-"
+        cut = f"chunks of {row['chunk']:,}: " if row.get("chunk") else ""
+        return f"{cut}{row['ms']:.1f} ms, {row['tflops']:.0f} TFLOP/s ({row['percent_of_training']:.0f}%)"
+
+    lines = []
+    for key in sorted(found, key=str):
+        gpus, length, kept, run = key
+        base = found[key].get("ring")
+        alone = "-" if base is None else f"{base['ms']:.1f} ms, {base['tflops']:.0f} TFLOP/s"
+        cells = (cell(found[key].get(who)) for who in ("attend", "attend_chunked"))
+        lines.append([gpus, f"{length:,}", kept_in(kept, base), alone, *cells, run + 1])
+    columns = ["GPUs", "context", "K/V", "training's forward", "prompt, whole", "prompt, in chunks", "run"]
+    return table(columns, lines) if lines else ""
+
+
+def kept_in(kv_dtype: str | None, row: Row | None) -> str:
+    """What keys and values are kept in."""
+    return "-" if row is None else row["dtype"] if kv_dtype in (None, "same") else kv_dtype
+
+
+def table_of_tokens(rows: list[Row]) -> str:
+    """Time per token, eager and as a CUDA graph, beside the bound and transformers."""
+    peers = {(row["seq_len"], row["layers"], row["batch"]): row for row in rows if row.get("who") == "transformers"}
+    found: dict[str, dict[tuple[Any, ...], dict[str, Row]]] = {"token": {}, "written": {}}
+    for row in rows:
+        if row["part"] in found and "ms_per_token" in row:
+            key = tuple(row.get(name) for name in ("world_size", "seq_len", "layers", "batch", "kv_dtype"))
+            found[row["part"]].setdefault(key, {})[row["how"]] = row
+    lines = []
+    for key, ways in found["token"].items():
+        gpus, length, layers, batch, kept = key
+        best = ways.get("graph") or ways["eager"]
+        line = [gpus, f"{length:,}", layers, kept_in(kept, best), batch]
+        line += [cell_of(ways.get(how), "ms_per_token", "{:.2f}") for how in ("eager", "graph")]
+        line += [cell_of(found["written"].get(key, {}).get("graph"), "ms_per_token", "{:.2f}")]
+        line += [f"{best['bound_ms']:.2f}", f"{best['ratio']:.2f}", f"{best['tokens_per_s']:,.1f}"]
+        line += [cell_of(peers.get((length, layers, batch)), "ms_per_token", "{:.2f}"), best["run"] + 1]
+        lines.append(line)
+    columns = ["GPUs", "context", "layers", "K/V", "batch", "eager ms", "graph ms", "as written, graph ms"]
+    columns += ["bytes / bandwidth ms", "ratio"]
+    return table([*columns, "tokens/s", "transformers, 1 GPU, ms", "run"], lines) if lines else ""
+
+
+def table_of_generate(rows: list[Row]) -> str:
+    """`generate`, ours and transformers' own."""
+    names = {"ringattn": "ringattn", "transformers": "transformers, sdpa"}
+    lines = [
+        [
+            row["world_size"] if row["who"] == "ringattn" else 1,
+            f"{row['seq_len']:,}",
+            row["layers"],
+            names[row["who"]],
+            cell_of(row, "ttft_s", "{:.2f}"),
+            cell_of(row, "ms_per_token", "{:.2f}"),
+            row["run"] + 1,
+        ]
+        for row in rows
+        if row["part"] == "generate" and "ttft_s" in row
+    ]
+    columns = ["GPUs", "context", "layers", "cache and attention", "first token s", "ms per token", "run"]
+    return table(columns, lines) if lines else ""
+
+
+def table_of_cached_attention(rows: list[Row]) -> str:
+    """One layer's attention over the cache beside its bytes."""
+    lines = [
+        [
+            row["world_size"],
+            f"{row['seq_len']:,}",
+            kept_in(row.get("kv_dtype"), row),
+            row["batch"],
+            f"{row['us_per_layer']:.1f}{'' if row['how'] == 'graph' else '*'}",
+            f"{row['bound_us']:.1f}",
+            f"{row['ratio']:.2f}",
+            f"{row['ratio_with_15us']:.2f}",
+            f"{row['goal_us']:.1f}, {'met' if row['goal_met'] else 'missed'}",
+            row["run"] + 1,
+        ]
+        for row in rows
+        if row["part"] == "attention" and "us_per_layer" in row
+    ]
+    columns = [
+        "GPUs",
+        "context",
+        "K/V",
+        "batch",
+        "us per layer",
+        "bytes / bandwidth us",
+        "ratio",
+        "ratio with 15 us more",
+    ]
+    return table([*columns, "goal us", "run"], lines) if lines else ""
+
+
+def table_of_throughput(rows: list[Row]) -> str:
+    """Tokens per second by batch, and which batch is the largest within the latency."""
+    lines = [
+        [
+            row["world_size"],
+            f"{row['seq_len']:,}",
+            row["layers"],
+            f"**{row['batch']}**" if row.get("largest") else row["batch"],
+            f"{row['ms_per_token']:.2f}",
+            f"{row['tokens_per_s']:,.0f}",
+            f"{'yes' if row['within'] else 'no'} ({row['latency_ms']:g} ms)",
+            row["run"] + 1,
+        ]
+        for row in rows
+        if row["part"] == "throughput" and "ms_per_token" in row
+    ]
+    columns = ["GPUs", "context", "layers", "batch", "ms per token", "tokens/s", "within the latency", "run"]
+    return table(columns, lines) if lines else ""
+
+
+def inference() -> str:
+    """Prompts and tokens over a sharded cache."""
+    runs = runs_of("inference")
+    rows = inference_rows(runs)
+    if not rows:
+        return ""
+    bandwidths = [next(row for row in run["rows"] if row["part"] == "bandwidth") for run in runs]
+    parts = [
+        "### Inference\n\nA model with the shape of Llama 3 8B, cut to the given number of layers, random weights, in "
+        "transformers; its K/V in a cache that is sharded over the GPUs. Everything is checked before it is timed. "
+        "`launch/bench/inference.py` has the definitions.",
+        *(
+            f"Run {index + 1}, {band['read_gbps']:,.0f} GB/s read ({band['who']}): {source(run['machine'])}"
+            for index, (run, band) in enumerate(zip(runs, bandwidths, strict=True))
+        ),
+    ]
+    if drawing().inference_lines(rows):
+        parts.append(f"![Times of prompts and tokens over the context](docs/{INFERENCE_FIGURE})")
+    for title, said, body in (
+        (
+            "Time to first token",
+            "From a prompt to its first token on every host, median.",
+            table_of_prompts(rows),
+        ),
+        (
+            "Attention of a prompt",
+            "One layer: bringing a prompt to the cache, beside the forward of training over as many tokens, in turns; TFLOP/s per "
+            "GPU.",
+            table_of_prompt_attention(rows),
+        ),
+        (
+            "Time per token",
+            "Every token is on the host before the next one begins. The bound is the bytes of weights, keys and values on a GPU "
+            "over the bandwidth; ratio and tokens/s are the graph's where there is one. From 0.11 on the model is fused and split, "
+            "and the bytes are those that a GPU reads then; beside it the model as transformers writes it, in the same run.",
+            table_of_tokens(rows),
+        ),
+        (
+            "generate()",
+            "`model.generate` of transformers, greedy, the same weights and prompt.",
+            table_of_generate(rows),
+        ),
+        (
+            "Attention over the cache",
+            "One new token, all that `attend` does for a layer, replayed from a CUDA graph (with `*`: plain calls), beside the "
+            "bytes of K and V on a GPU over the bandwidth. The goal is 1.25 times that and 15 us, from batch 8 on 1.15 times.",
+            table_of_cached_attention(rows),
+        ),
+        (
+            "Throughput at a latency",
+            "Requests of equal context that decode together; the largest batch within the latency is bold.",
+            table_of_throughput(rows),
+        ),
+    ):
+        if body:
+            parts += [f"#### {title}\n\n{said}", body]
+    names = ("part", "world_size", "seq_len", "batch", "who", "how")
+    refused = {
+        f"{', '.join(str(row[name]) for name in names if row.get(name) is not None)}: {row['refused']}": None
+        for row in rows
+        if "refused" in row
+    }
+    if refused:
+        parts.append(f"Without a number (part, GPUs, context, batch): {'; '.join(refused)}.")
+    return "\n\n".join(parts)
+
+
+def server_rows(runs: list[Any]) -> list[Row]:
+    """The rows of all runs of `bench server`, fewest GPUs first; of a server that several runs measured alike, the last one's."""
+    naming = ("part", "model", "world_size", "context", "clients", "tokens", "prompt_lengths", "reuse", "latency_ms")
+    last: dict[str, Row] = {}
+    for index, run in enumerate(runs):
+        machine = run["machine"]
+        how = [machine.get("flags"), machine.get("dtype"), bool(machine.get("graphs"))]
+        for row in run["rows"]:
+            last[json.dumps([how, *(row.get(name) for name in naming)])] = row | {"run": index}
+    order = ("world_size", "context", "clients", "run")
+    return sorted(last.values(), key=lambda row: tuple(row.get(name) or 0 for name in order))
+
+
+def server_told(machine: Row) -> str:
+    """How a server was started, in words."""
+    if not machine.get("flags"):
+        return f"{machine['model']}, by a server that does not say more"
+    flags = ", ".join(f"{name} {value}" for name, value in machine["flags"].items())
+    graphs = f"{machine['graphs']} CUDA graphs" if machine["graphs"] else "no CUDA graphs"
+    return f"{machine['model']} ({machine['parameters'] / 1e9:.2f} billion parameters, {machine['dtype']}), {graphs}, {flags}"
+
+
+def with_p95(row: Row, name: str, form: str) -> str:
+    """The median and the 95th percentile of a time."""
+    return f"{cell_of(row, f'{name}_ms', form)} / {cell_of(row, f'{name}_p95_ms', form)}"
+
+
+def table_of_lone_requests(rows: list[Row]) -> str:
+    """One request at a time."""
+    lines = [
+        [
+            cell_of(row, "world_size", "{}"),
+            row["model"],
+            f"{row['context']:,}{' again' if row.get('reuse') else ''}",
+            with_p95(row, "ttft", "{:,.1f}"),
+            with_p95(row, "tpot", "{:.2f}"),
+            cell_of(row, "gap_p99_ms", "{:.2f}"),
+            row["run"] + 1,
+        ]
+        for row in rows
+        if row["part"] == "alone" and "refused" not in row
+    ]
+    columns = ["GPUs", "model", "tokens of prompt", "first token ms", "ms per token", "p99 between tokens ms", "run"]
+    return table(columns, lines) if lines else ""
+
+
+def table_of_loads(rows: list[Row]) -> str:
+    """Many clients at once."""
+    lines = [
+        [
+            cell_of(row, "world_size", "{}"),
+            row["model"],
+            row["clients"],
+            "{} to {}, {}".format(*row["prompt_lengths"], row["tokens"]),
+            f"{row['requests_per_s']:.2f}",
+            f"{row['tokens_per_s']:,.0f}",
+            with_p95(row, "ttft", "{:,.1f}"),
+            with_p95(row, "tpot", "{:.2f}"),
+            row["failed"],
+            row["run"] + 1,
+        ]
+        for row in rows
+        if row["part"] == "load"
+    ]
+    columns = ["GPUs", "model", "clients", "tokens of prompts, new", "requests/s", "tokens/s", "first token ms"]
+    return table([*columns, "ms per token", "failed", "run"], lines) if lines else ""
+
+
+def table_of_held_latencies(rows: list[Row]) -> str:
+    """Clients by the latency that they have, and which number is the largest within it."""
+    lines = [
+        [
+            cell_of(row, "world_size", "{}"),
+            row["model"],
+            f"**{row['clients']}**" if row["largest"] else row["clients"],
+            cell_of(row, "tpot_p95_ms", "{:.2f}"),
+            f"{row['tokens_per_s']:,.0f}",
+            f"{'yes' if row['within'] else 'no'} ({row['latency_ms']:g} ms)",
+            row["run"] + 1,
+        ]
+        for row in rows
+        if row["part"] == "latency"
+    ]
+    columns = ["GPUs", "model", "clients", "ms per token, p95", "tokens/s", "within the latency", "run"]
+    return table(columns, lines) if lines else ""
+
+
+def serving() -> str:
+    """The server, asked over HTTP."""
+    runs = runs_of("server")
+    rows = server_rows(runs)
+    if not rows:
+        return ""
+    parts = [
+        "### The server\n\nStreamed greedy answers over HTTP, from a client beside the server; median / 95th percentile. Prompts "
+        "are random tokens, each one new. `launch/bench/server.py` has the definitions. m8 and m32 have the shape of Llama 3 8B "
+        "with 8 and 4 layers and random weights, whose scores lie close together: in bfloat16 other batches round to other tokens.",
+        *(
+            f"Run {index + 1}, {server_told(run['machine'])}; {source(run['machine'])}"
+            for index, run in enumerate(runs)
+        ),
+    ]
+    compared = [
+        f"{row['differ']} of {row['prompts']} differ among {row['clients']} (run {row['run'] + 1})"
+        for row in rows
+        if row["part"] == "check"
+    ]
+    if compared:
+        parts.append(f"Answers beside others, compared with those alone, token by token: {'; '.join(compared)}.")
+    for title, said, body in (
+        ("One request at a time", "", table_of_lone_requests(rows)),
+        (
+            "Many clients",
+            "Each asks again as soon as it has its answer; times are of all answers, queue included.",
+            table_of_loads(rows),
+        ),
+        (
+            "Clients within a latency",
+            "The most clients, doubled from one, whose 95th percentile of the time per token holds it are bold.",
+            table_of_held_latencies(rows),
+        ),
+    ):
+        if body:
+            parts += [f"#### {title}" + (f"\n\n{said}" if said else ""), body]
+    refused = [
+        f"{row['context']:,} tokens of prompt: {row['refused']} (run {row['run'] + 1})"
+        for row in rows
+        if "refused" in row
+    ]
+    if refused:
+        parts.append(f"Without a number: {'; '.join(refused)}.")
+    return "\n\n".join(parts)
+
+
+SECTIONS: tuple[Callable[[], str], ...] = (
+    correctness,
+    kernels,
+    ring,
+    replays,
+    memory,
+    softmax,
+    training,
+    models,
+    inference,
+    serving,
+)
+ELSEWHERE = (
+    "Online softmax",
+    "Other shapes",
+    "2 GPUs",
+    "Time, host and memory on 4 GPUs",
+    "Time, host and memory on 2 GPUs",
+    "Attention of a prompt",
+    "generate()",
+    "Attention over the cache",
+    "Clients within a latency",
+)
+"""Headings of what the README leaves to the page of all results."""
+
+
+def everything() -> list[str]:
+    """All sections that have rows."""
+    return [body for section in SECTIONS if (body := section())]
+
+
+def shortened(body: str) -> str:
+    """A section as the README has it: without what stands elsewhere, of which it keeps figures and a link."""
+    kept, links = list[str](), list[str]()
+    for part in re.split(r"\n\n(?=####? )", body):
+        title = part.splitlines()[0].lstrip("# ")
+        if title not in ELSEWHERE:
+            kept.append(part)
+            continue
+        slug = re.sub(r"[^a-z0-9 -]", "", title.lower()).replace(" ", "-")
+        links.append(f"[{title}](docs/results.md#{slug})")
+        kept += [line for line in part.splitlines() if line.startswith("![")]
+    if links and not any(part.startswith("#") for part in kept):
+        return ""
+    return "\n\n".join([*kept, *([f"And: {', '.join(links)}."] if links else [])])
+
+
+def written(path: Path, sections: Iterable[str]) -> str:
+    """A file with these sections between its marks."""
+    before, rest = path.read_text().split(BEGIN)
+    after = rest.split(END)[1]
+    return f"{before}{BEGIN}\n\n" + "\n\n".join(sections) + f"\n\n{END}{after}"
+
+
+def main() -> int:
+    """Rewrites or checks the README and the page; returns the exit code."""
+    if "--check" not in sys.argv:
+        draw_figures()
+    bodies = everything()
+    wanted = {
+        README: written(README, filter(None, map(shortened, bodies))),
+        # seen from docs/
+        PAGE: written(PAGE, (body.replace("](docs/", "](") for body in bodies)),
+    }
+    if "--check" in sys.argv:
+        return int(any(path.read_text() != text for path, text in wanted.items()) or not figures_are_true())
+    for path, text in wanted.items():
+        path.write_text(text)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

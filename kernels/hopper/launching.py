@@ -1,0 +1,133 @@
+"""What Hopper kernels are given: tensors as descriptors of the bulk copy engine.
+
+Owns what the hardware asks of addresses and strides, and which descriptors are alike. Refuses to know what kernels compute,
+and how a launch reaches the driver (Note [Bound launch] in launch_triton.py).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Hashable
+from typing import cast
+
+import torch
+from torch import Tensor
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from ringattn.kernels.launch_triton import WORD, Template
+from ringattn.kernels.record_triton import Tape
+
+CAPACITY = 1024
+"""Templates of descriptors that are kept; beyond it all are forgotten, and made again as they come."""
+
+_DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32}
+
+_templates: dict[Hashable, Template] = {}
+
+
+def describable(x: Tensor) -> bool:
+    """Whether the bulk copy engine can address it: aligned base and strides, nothing expanded, something there."""
+    return _is_describable(x.shape, x.stride(), x.element_size()) and x.data_ptr() % WORD == 0
+
+
+def addressable(tape: Tape, x: Tensor) -> Tensor:
+    """The tensor itself, or a contiguous copy of one that the bulk copy engine cannot address."""
+    return x if describable(x) else tape.call(_copy, x)
+
+
+def places(
+    tape: Tape, near: tuple[Tensor, Tensor], far: tuple[Tensor, Tensor] | None
+) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor] | None]:
+    """K and v of near and far as the engine can address them; one that has no rows stands for the other, untouched."""
+    if far is None:
+        return (addressable(tape, near[0]), addressable(tape, near[1])), None
+    near, far = (near if near[0].numel() else far), (far if far[0].numel() else near)
+    near, far = ((addressable(tape, k), addressable(tape, v)) for k, v in (near, far))
+    return near, far
+
+
+def rows_of(x: Tensor, rows: int, columns: int) -> TensorDescriptor:
+    """A `b s h d` tensor in tiles of `rows` rows of one head, as blocks [1, 1, rows, columns] at (b, h, row, 0).
+
+    Rows and columns beyond the tensor read as zero and are not written.
+    """
+
+    def make() -> TensorDescriptor:
+        b, s, h, d = x.shape
+        sb, ss, sh, _ = _strides(x)
+        block = [1, 1, rows, columns]
+        return TensorDescriptor(x, [b, h, s, d], [sb, sh, ss, 1], block, layout_of(tuple(block), x.dtype))
+
+    return _described(x, (rows, columns), make)
+
+
+def groups_of(x: Tensor, rows: int, group: int, columns: int) -> TensorDescriptor:
+    """A `b s h d` tensor in tiles of `rows` rows of `group` neighbouring heads: blocks [1, rows, 1, group, columns].
+
+    The block at (b, row, head group, 0, 0) holds the heads of a row next to each other.
+    """
+
+    def make() -> TensorDescriptor:
+        b, s, h, d = x.shape
+        sb, ss, sh, _ = _strides(x)
+        block = [1, rows, 1, group, columns]
+        shape, strides = [b, s, h // group, group, d], [sb, ss, group * sh, sh, 1]
+        return TensorDescriptor(x, shape, strides, block, layout_of(tuple(block), x.dtype))
+
+    return _described(x, (rows, group, columns), make)
+
+
+def numbers_of(x: Tensor, block: int) -> TensorDescriptor:
+    """A contiguous tensor as one list, in blocks of `block` numbers; loads begin at multiples of 16 bytes."""
+
+    def make() -> TensorDescriptor:
+        return TensorDescriptor(x, [x.numel()], [1], [block], layout_of((block,), x.dtype))
+
+    return _described(x, (block,), make)
+
+
+@functools.lru_cache
+def layout_of(block: tuple[int, ...], dtype: torch.dtype) -> gl.NVMMASharedLayout:
+    """The shared-memory layout of a block that products read."""
+    return cast(gl.NVMMASharedLayout, gl.NVMMASharedLayout.get_default_for(list(block), _DTYPES[dtype]))
+
+
+@functools.lru_cache
+def multiprocessors(device: torch.device) -> int:
+    """How many programs run side by side; on a CPU, where kernels are emulated, a few."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 3
+
+
+def _copy(x: Tensor) -> Tensor:
+    return x.clone(memory_format=torch.contiguous_format)
+
+
+def _described(x: Tensor, block: tuple[int, ...], make: Callable[[], TensorDescriptor]) -> TensorDescriptor:
+    """The descriptor that `make` gives; it is asked, and so checked, at the first sight of a shape, strides and block."""
+    facts = (x.shape, x.stride(), x.dtype, block)
+    template = _templates.get(facts)
+    if template is None:
+        if len(_templates) >= CAPACITY:
+            _templates.clear()
+        template = _templates[facts] = Template(make())
+    return template.over(x)
+
+
+@functools.lru_cache(maxsize=4096)
+def _is_describable(shape: tuple[int, ...], strides: tuple[int, ...], size: int) -> bool:
+    aligned = all(
+        stride > 0 and stride * size % WORD == 0
+        for stride, length in zip(strides[:-1], shape[:-1], strict=True)
+        if length > 1
+    )
+    return aligned and strides[-1] == 1 and 0 not in shape
+
+
+def _strides(x: Tensor) -> list[int]:
+    # the stride of a dimension of length 1 means nothing, but a descriptor wants it aligned
+    size = x.element_size()
+    return [
+        stride if length > 1 else max(WORD // size, x.shape[-1])
+        for stride, length in zip(x.stride(), x.shape, strict=True)
+    ]

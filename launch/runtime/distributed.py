@@ -1,0 +1,306 @@
+"""Starts the ranks of a command, and joins them.
+
+Owns the launcher (torch's own elastic agent, on one host, on a free port), the process group of a rank, the words said
+when a rank dies, and how a run is told that it has been started again. Refuses to know what the ranks compute, and whether
+starting again is worth it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import os
+import signal
+import sys
+import tempfile
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from ringattn.transport.symmetric import may_share_gpus
+
+T = TypeVar("T")
+
+
+REFUSED = 3
+"""The exit code of a rank that refuses to go on and has said why: starting it again would change nothing."""
+
+CONTINUES = "the same command continues from the last checkpoint"
+"""What to do when a training job has been stopped."""
+
+RESTARTS = "RINGATTN_RESTARTS"
+"""The environment variable that counts how often `launch_ranks` has started a run again."""
+
+
+class Refusal(Exception):
+    """A run cannot go on, and every rank knows why; the message is for the user."""
+
+
+@dataclass(frozen=True)
+class Rank:
+    """This process among the ranks of a run.
+
+    Attributes:
+        index: This rank.
+        world_size: Ranks in all.
+        device: Where this rank computes.
+        backend: "nccl", "gloo", or "none" when the run is one process on its own.
+        launcher: Process id of the parent when the run began.
+    """
+
+    index: int
+    world_size: int
+    device: torch.device
+    backend: str
+    launcher: int
+
+    @property
+    def first(self) -> bool:
+        """Whether this rank speaks and writes for the run."""
+        return self.index == 0
+
+    @property
+    def orphaned(self) -> bool:
+        """Whether the launcher of this rank is gone; nobody would end the rank any more."""
+        return self.backend != "none" and os.getppid() != self.launcher
+
+    def lead(self, action: Callable[[], T]) -> T | None:
+        """Has rank 0 do something; every rank gets what it returned, if that is data, or the Refusal it raised."""
+        result, refusal = None, None
+        if self.first:
+            try:
+                result = action()
+            except Refusal as error:
+                refusal = str(error)
+        if refusal := self.broadcast(refusal):
+            raise Refusal(refusal)
+        return self.broadcast(result)
+
+    def broadcast(self, value: Any) -> Any:
+        """Rank 0's value, on every rank."""
+        if self.world_size == 1:
+            return value
+        box = [value if self.first else None]
+        dist.broadcast_object_list(box, src=0, device=self.device)
+        return box[0]
+
+    def gather(self, value: Any) -> list[Any]:
+        """The value of every rank, in rank order, on every rank."""
+        if self.world_size == 1:
+            return [value]
+        values: list[Any] = [None] * self.world_size
+        dist.all_gather_object(values, value)
+        return values
+
+
+def is_rank() -> bool:
+    """Whether this process was started as a rank (by torchrun or by `launch_ranks`)."""
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+def was_restarted() -> bool:
+    """Whether this rank was started in place of one that died, by torchrun or by `launch_ranks`."""
+    return any(os.environ.get(name, "0") != "0" for name in (RESTARTS, "TORCHELASTIC_RESTART_COUNT"))
+
+
+def default_ranks(device: str) -> int:
+    """One rank per GPU; two ranks where there are none or none are wanted."""
+    return 2 if device == "cpu" or not torch.cuda.is_available() else torch.cuda.device_count()
+
+
+def resolve_device(device: str, local_rank: int, local_world_size: int) -> torch.device:
+    """The device of one rank: a GPU of its own where there are GPUs, else the CPU.
+
+    Ranks share GPUs where torch is told that they may (`may_share_gpus`).
+
+    Args:
+        device: "auto", "cpu" or "cuda".
+        local_rank: Rank on this host.
+        local_world_size: Ranks on this host.
+
+    Raises:
+        ValueError: The name is none of these, or GPUs are wanted and there are fewer of them than ranks on this host.
+    """
+    if device not in ("auto", "cpu", "cuda"):
+        raise ValueError(
+            f"device must be auto, cpu or cuda, got {device!r}; leave it out to take GPUs where there are any"
+        )
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if device == "cpu" or (device == "auto" and count == 0):
+        return torch.device("cpu")
+    if local_world_size > count and not (count and may_share_gpus()):
+        raise ValueError(
+            f"the number of ranks on a host must be at most its number of GPUs, got {local_world_size} ranks "
+            f"and {count} GPUs; start fewer with --nproc_per_node or pass --device cpu"
+        )
+    return torch.device("cuda", local_rank % count)
+
+
+def choose_backend(device: torch.device, local_world_size: int) -> str:
+    """Between GPUs "nccl"; "gloo" between CPUs, and between ranks that share GPUs, which NCCL refuses."""
+    alone = device.type == "cuda" and local_world_size <= torch.cuda.device_count()
+    return "nccl" if alone else "gloo"
+
+
+@contextlib.contextmanager
+def join_ranks(device: str, timeout_s: float) -> Iterator[Rank]:
+    """Joins the process group of the run, or stands alone when this process is the whole run.
+
+    A process group that already exists is used and left as it is.
+
+    Args:
+        device: "auto", "cpu" or "cuda".
+        timeout_s: Seconds after which a collective that not every rank enters raises.
+
+    Yields:
+        This rank. No process group is left behind.
+
+    Raises:
+        Refusal: The ranks of this host can not have such devices.
+    """
+    # NVLink multicast is of no use here, and setting it up has hung hosts whose fabric manager disagrees
+    os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
+    os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
+    index, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    if dist.is_initialized():
+        index, world_size = dist.get_rank(), dist.get_world_size()
+    local_rank = int(os.environ.get("LOCAL_RANK", index))
+    local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
+    try:
+        chosen = resolve_device(device, local_rank, local_world_size)
+    except ValueError as error:
+        raise Refusal(str(error)) from None
+    if chosen.type == "cuda":
+        torch.cuda.set_device(chosen)
+        # makes the context current in autograd's thread: it warns where its first call is a product, and set_device of a
+        # device that is current already does nothing
+        torch.ones((), device=chosen, requires_grad=True).square().backward()
+    if dist.is_initialized():
+        yield Rank(index, world_size, chosen, dist.get_backend(), os.getppid())
+        return
+    if not is_rank():
+        yield Rank(0, 1, chosen, "none", os.getppid())
+        return
+    backend = choose_backend(chosen, local_world_size)
+    if backend == "gloo" and sys.platform == "linux" and os.environ.get("LOCAL_WORLD_SIZE") == str(world_size):
+        # on one host the loopback serves; not every host can resolve its own name
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    timeout = datetime.timedelta(seconds=timeout_s)
+    dist.init_process_group(
+        backend, device_id=chosen if backend == "nccl" else None, timeout=timeout, **_place(world_size, timeout)
+    )
+    try:
+        yield Rank(index, world_size, chosen, backend, os.getppid())
+    finally:
+        dist.destroy_process_group()
+
+
+def _place(world_size: int, timeout: datetime.timedelta) -> dict[str, Any]:
+    """Where ranks meet: nothing said, or for ranks that torchrun restarted, a part of its store that no earlier ones used.
+
+    Agents keep one store over restarts, in which ranks would find the addresses of those that died. Agents of several
+    hosts count restarts differently, so there the store is used as it is.
+    """
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    if attempt == "0" or os.environ.get("LOCAL_WORLD_SIZE") != str(world_size):
+        return {}
+    store, rank, world_size = next(dist.rendezvous("env://", timeout=timeout))  # pyright: ignore[reportPrivateImportUsage]
+    own = dist.PrefixStore(f"restart {attempt}", store)  # pyright: ignore[reportPrivateImportUsage]
+    return {"store": own, "rank": rank, "world_size": world_size}
+
+
+def launch_ranks(
+    module: str,
+    arguments: Sequence[str],
+    nproc: int,
+    again: Callable[[str], bool] = lambda _: False,
+    hint: str = CONTINUES,
+) -> int:
+    """Runs `python -m module arguments` as `nproc` ranks of this host and waits for them.
+
+    When one rank dies the others are ended. An interrupt is passed on, and the ranks get the time to save their work.
+
+    Args:
+        module: What every rank runs.
+        arguments: Its command line.
+        nproc: How many ranks.
+        again: Asked when a rank has died, with what happened as a sentence; whether to start all ranks again. Not asked
+            when a rank left with the code `REFUSED`.
+        hint: What to do when the run has been stopped or killed.
+
+    Returns:
+        The exit code of the run: 0, 1 when a rank failed, 128 + n after signal n.
+    """
+    from torch.distributed.elastic.multiprocessing import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+    # ranks share the cores; left alone each would take all of them
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // nproc)))
+    starts = 0
+    try:
+        while True:
+            os.environ[RESTARTS] = str(starts)
+            try:
+                _run_once(module, arguments, nproc)
+            except ChildFailedError as error:
+                what = describe_failures(error.failures, hint)
+                refused = any(failure.exitcode == REFUSED for failure in error.failures.values())
+                if not refused and again(what):
+                    starts += 1
+                    continue
+                print(what, file=sys.stderr, flush=True)
+                return 1
+            return 0
+    except SignalException as error:
+        print(f"stopped by {error.sigval.name}; {hint}", flush=True)
+        return 128 + int(error.sigval)
+    finally:
+        os.environ.pop(RESTARTS, None)
+
+
+def _run_once(module: str, arguments: Sequence[str], nproc: int) -> None:
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    with tempfile.TemporaryDirectory(prefix="ringattn-") as reports:
+        config = LaunchConfig(
+            min_nodes=1,
+            max_nodes=1,
+            nproc_per_node=nproc,
+            run_id=uuid.uuid4().hex,
+            rdzv_backend="c10d",
+            rdzv_endpoint="localhost:0",
+            local_addr="localhost",
+            max_restarts=0,
+            logs_specs=DefaultLogsSpecs(log_dir=reports),
+        )
+        elastic_launch(config, sys.executable)("-u", "-m", module, *arguments)
+
+
+def describe_failures(failures: dict[int, Any], then: str = CONTINUES) -> str:
+    """What ended a run, in one line: the rank that refused or that a signal killed, else the rank that failed first.
+
+    Args:
+        failures: By rank: records with `exitcode`, `pid` and `timestamp`.
+        then: What to do when a rank was killed.
+    """
+
+    def order(rank: int) -> tuple[int, float, int]:
+        # a peer's broken connection is an effect; a refusal or a kill is a cause, unless that is how survivors are ended
+        code = failures[rank].exitcode
+        cause = code == REFUSED or (code < 0 and code != -signal.SIGTERM)
+        return (0 if cause else 1, failures[rank].timestamp, rank)
+
+    rank = min(failures, key=order)
+    code, pid = failures[rank].exitcode, failures[rank].pid
+    if code < 0:
+        how = f"was killed by {signal.Signals(-code).name}"
+        hint = " (out of memory?)" if -code == signal.SIGKILL else ""
+        hint += f"; {then}"
+    else:
+        how, hint = f"exited with code {code}", "; its message is above"
+    return f"the run ended because rank {rank} (process {pid}) {how}{hint}"

@@ -1,0 +1,9 @@
+"""Inference over contexts that no single device can hold: a sharded, paged cache of keys and values, prefill and decode."""
+
+from ringattn.inference.attention import attend
+from ringattn.inference.cache import PagedKVCache
+from ringattn.inference.pages import CacheFull
+from ringattn.inference.static import StaticStep
+from ringattn.inference.step import Step
+
+__all__ = ["CacheFull", "PagedKVCache", "StaticStep", "Step", "attend"]

@@ -1,0 +1,646 @@
+"""Who holds which tokens of each request: blocks, pages and reservations.
+
+Owns the bookkeeping of a sharded, paged cache, with the values of blocks.py. Every rank keeps the same books: the same calls in the
+same order give the same answers everywhere, so nothing is ever said between ranks. Refuses to know tensors, layers and kernels,
+and by what rule new pages are shared out (dealing.py). Standard library only.
+
+Note [Who writes]
+    A page that has one user is written by it. A page that has several is written by the one that opened it, its writer, and only
+    behind the rows that the others may see: forks take their rows when they are made and never write there. So no row that
+    somebody else sees is ever overwritten, whatever is cropped. A page whose writer has gone is written by nobody until one
+    user is left.
+
+Note [Reservations]
+    A request says at the beginning how long it may become. What it may still have to open is promised to it: the pages for
+    all of its tokens to come, less the room in the page that it writes. A promise is only made while pages that are free
+    cover all promises, and all that follows keeps it so: what was accepted always fits.
+    A promise is one of pages anywhere, unless requests joined alike: they need pages on the same ranks, and have them
+    promised rank by rank.
+    A server asks what is left whenever somebody comes or goes, and keeps a thousand requests that have ended. So promises are
+    summed as they change: when a request comes, opens a page, is cropped or goes. To be forked changes nothing: who wrote the
+    last page goes on writing it. Only a request that may grow and whose last page has other users may be owed less when these
+    leave: such ones, few at a time, are asked.
+    To crop is free as long as it gives up pages that nobody else uses. A request that crops into pages it shares gives up
+    rows that do not become free: it asks for the difference, and is refused when it is not there.
+
+Note [Ends]
+    Decoding adds a token to most requests in most steps, and nothing else happens to them: a step must cost the host little.
+    So what follows from a request's blocks is worked out when they change, and not when tokens are added to the last one: how
+    long the request may become in that block, for it keeps the right to its page until it is cropped or reordered itself
+    (Note [Who writes]), and a number by which whoever has looked sees that it is still so (`layout`).
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Collection, Sequence
+from itertools import count
+
+from ringattn.inference.blocks import (
+    LONGEST,
+    Block,
+    Move,
+    Piece,
+    Request,
+    Stretch,
+    Table,
+    blocks_in_common,
+    first_stretches,
+    parting,
+)
+from ringattn.inference.dealing import deal, share_out
+
+
+class CacheFull(RuntimeError):
+    """A request does not fit, now; the message has the numbers. Ranks with equal books are answered alike, and tell no other."""
+
+
+class Pages:
+    """The books of a cache that is spread over ranks.
+
+    A call that raises has changed nothing.
+
+    Args:
+        world_size: Ranks.
+        pages: Pages of each rank.
+        page_size: Tokens of a page.
+        page_bytes: Bytes of a page, for the texts of refusals; 0: unknown.
+
+    Attributes:
+        world_size: As given.
+        pages: As given.
+        page_size: As given.
+        changes: How often tokens or requests went away: what was found before may be gone when it has changed.
+
+    Raises:
+        ValueError: A number is less than 1.
+
+    Example:
+        >>> books = Pages(world_size=2, pages=4, page_size=4)
+        >>> request = books.join(reserve=12)
+        >>> books.place([request], [10])
+        >>> [(block.rank, block.start, block.length) for block in books.blocks(request)]
+        [(0, 0, 4), (1, 4, 4), (0, 8, 2)]
+        >>> books.free, books.available
+        ((2, 3), 5)
+    """
+
+    def __init__(self, world_size: int, pages: int, page_size: int, page_bytes: int = 0) -> None:
+        for name, value in (("world_size", world_size), ("pages", pages), ("page_size", page_size)):
+            if value < 1:
+                raise ValueError(f"{name} must be at least 1, got {value}; give the cache room for one page")
+        self.world_size, self.pages, self.page_size = world_size, pages, page_size
+        self.changes = 0
+        self._page_bytes = page_bytes
+        # the lowest page is handed out first: a list is a stack
+        self._free = [list(range(pages - 1, -1, -1)) for _ in range(world_size)]
+        self._users = [[0] * pages for _ in range(world_size)]
+        self._writer = [[-1] * pages for _ in range(world_size)]
+        self._seen = [
+            [0] * pages for _ in range(world_size)
+        ]  # rows that others than the writer may see, of shared pages
+        self._fixed = [0] * world_size  # pages promised on this rank
+        self._owed_anywhere = 0  # of requests that no others can change
+        self._asked: dict[int, Request] = {}  # those that others can
+        self._requests: dict[int, Request] = {}
+        self._names = count()
+        self._layouts = count()
+
+    @property
+    def free(self) -> tuple[int, ...]:
+        """Pages of each rank that are not used."""
+        return tuple(map(len, self._free))
+
+    @property
+    def available(self) -> int:
+        """Pages of all ranks that are neither used nor promised."""
+        free = sum(map(len, self._free))
+        return free - sum(self._fixed) - self._owed_anywhere - sum(map(self._owed, self._asked.values()))
+
+    @property
+    def requests(self) -> tuple[int, ...]:
+        """Requests that are here, in the order in which they came."""
+        return tuple(self._requests)
+
+    def length(self, request: int) -> int:
+        """Tokens of a request."""
+        return self._find(request).length
+
+    def first(self, request: int) -> int:
+        """The first token of a request that anybody sees: what lies before it is padding."""
+        return self._find(request).first
+
+    def reserved(self, request: int) -> int:
+        """Tokens that a request may grow to."""
+        return self._find(request).promised
+
+    def table(self, request: int, rank: int) -> Table:
+        """A request's blocks on a rank."""
+        return self._find(request).tables[rank]
+
+    def look(self, requests: Collection[int]) -> list[Request]:
+        """Requests as decoding wants to know them, step by step: their books, and all at once."""
+        try:
+            return list(map(self._requests.__getitem__, requests))
+        except KeyError:
+            return list(map(self._find, requests))
+
+    def blocks(self, request: int) -> tuple[Block, ...]:
+        """A request's blocks, ascending; they cover its tokens."""
+        found = [
+            Block(rank, *block)
+            for rank, table in enumerate(self._find(request).tables)
+            for block in zip(table.pages, table.starts, table.lengths, strict=True)
+        ]
+        return tuple(sorted(found, key=lambda block: block.start))
+
+    def pieces(self, request: int, start: int = 0) -> list[Piece]:
+        """Where a request's tokens from `start` on are, ascending."""
+        found = []
+        for block in self.blocks(request):
+            skipped = max(0, start - block.start)
+            if skipped < block.length:
+                found.append(Piece(block.rank, block.page, skipped, block.start + skipped, block.length - skipped))
+        return found
+
+    def stretches(self, request: int, start: int = 0) -> list[Stretch]:
+        """The ranks of a request's tokens from `start` on, ascending; neighbours are on different ranks."""
+        one = self._find(request)
+        stops = [begin for _, begin in one.stretches[1:]] + [one.length]
+        return [
+            Stretch(rank, max(begin, start), stop)
+            for (rank, begin), stop in zip(one.stretches, stops, strict=False)
+            if stop > start
+        ]
+
+    def stayed(self, request: int, change: int) -> int:
+        """Tokens at the beginning of a request that have been where they are since `changes` was `change`, as far as there were.
+
+        Example:
+            >>> books = Pages(world_size=1, pages=4, page_size=4)
+            >>> request = books.join(reserve=12)
+            >>> books.place([request], [10])
+            >>> seen = books.changes
+            >>> books.crop(request, 6)
+            >>> books.place([request], [3])
+            >>> books.stayed(request, seen), books.stayed(request, books.changes)
+            (6, 9)
+        """
+        return self._find(request).stayed(change)
+
+    def are_alike(self, requests: Sequence[int]) -> bool:
+        """Whether requests are equally long and have each token on the same rank."""
+        first, *others = self.look(requests)
+        return all(first.length == other.length and first.stretches == other.stretches for other in others)
+
+    def join(self, reserve: int, first: int = 0) -> int:
+        """Lets a request in.
+
+        Args:
+            reserve: Tokens it may grow to, at least 1.
+            first: Tokens of padding in front.
+
+        Returns:
+            Its name.
+
+        Raises:
+            ValueError: reserve or first is out of range.
+            CacheFull: There is no room for so many tokens now.
+        """
+        self._check_reserve(reserve, first)
+        self._check_room(self._pages_of(reserve), "a request", reserve)
+        one = self._admit(reserve, first)
+        self._promise(one)
+        return one.name
+
+    def join_alike(self, reserve: int, firsts: Sequence[int]) -> list[int]:
+        """Lets a batch of requests in, which are given room on the same ranks (Note [Reservations]).
+
+        Args:
+            reserve: Tokens that each may grow to, at least 1.
+            firsts: Tokens of padding in front of each.
+
+        Returns:
+            Their names.
+
+        Raises:
+            ValueError: reserve or one of firsts is out of range, or there are none.
+            CacheFull: There is no room for so many tokens now.
+        """
+        if not firsts:
+            raise ValueError("firsts must have one number per request, got none; give 0 for a request without padding")
+        for first in firsts:
+            self._check_reserve(reserve, first)
+        batch, pages = len(firsts), self._pages_of(reserve)
+        self._check_room(batch * pages, f"a batch of {batch} requests", reserve)
+        room = [there // batch for there in self._anywhere()]
+        if pages > sum(room):
+            raise CacheFull(
+                f"a batch of {batch} requests of up to {reserve} tokens needs {pages} pages of {self.page_size} for each "
+                f"of them on the same ranks, got {room} by rank; wait until others leave, reserve less, use smaller "
+                "pages, or give the cache more memory"
+            )
+        shares = share_out(pages, room)
+        names = []
+        for first in firsts:
+            one = self._admit(reserve, first)
+            one.fixed = list(shares)
+            names.append(one.name)
+        self._fixed = [promised + batch * share for promised, share in zip(self._fixed, shares, strict=True)]
+        return names
+
+    def fork(self, request: int, length: int | None = None, reserve: int | None = None) -> int:
+        """Lets a request in that begins like another one and shares its pages.
+
+        Args:
+            request: The other one.
+            length: How many of its tokens to share; None: all.
+            reserve: Tokens the new one may grow to; None: as many as the other one.
+
+        Returns:
+            Its name.
+
+        Raises:
+            ValueError: length or reserve is out of range.
+            CacheFull: There is no room for what it may add.
+        """
+        parent = self._find(request)
+        length = parent.length if length is None else length
+        reserve = parent.promised if reserve is None else reserve
+        if not 0 <= length <= parent.length or not max(length, 1) <= reserve <= LONGEST:
+            raise ValueError(
+                f"length must be from 0 to the {parent.length} tokens there are and reserve at least as long, "
+                f"got {length} and {reserve}; share fewer tokens or reserve more"
+            )
+        self._check_room(self._pages_of(reserve - length), "a fork", reserve)
+        child = self._admit(reserve, parent.first)
+        child.length, child.stretches = length, first_stretches(parent.stretches, length)
+        for rank, table in enumerate(parent.tables):
+            kept = child.tables[rank] = table.head(bisect_left(table.starts, length))
+            if kept and kept.starts[-1] + kept.lengths[-1] > length:
+                kept.lengths[-1] = length - kept.starts[-1]
+            self._use(parent, rank, kept, 0, len(kept))
+        self._find_end(child)
+        self._promise(child)
+        return child.name
+
+    def crop(self, request: int, length: int, reserve: int | None = None) -> None:
+        """Forgets a request's last tokens.
+
+        Args:
+            request: Which one.
+            length: Tokens to keep.
+            reserve: Tokens it may grow to from now on, not more than before; None: as before.
+
+        Raises:
+            ValueError: There are fewer tokens, or reserve is out of range.
+            CacheFull: What it gives up is shared, so that there is no room to grow as far again (Note [Reservations]).
+        """
+        one = self._find(request)
+        reserve = one.promised if reserve is None else reserve
+        if not 0 <= length <= one.length or not max(length, 1) <= reserve <= one.promised:
+            raise ValueError(
+                f"length must be from 0 to the {one.length} tokens there are and reserve from there to the {one.promised} "
+                f"that were reserved, got {length} and {reserve}; nothing grows by cropping"
+            )
+        kept = [bisect_left(table.starts, length) for table in one.tables]
+        freed = [
+            sum(self._users[rank][page] == 1 for page in table.pages[blocks:])
+            for rank, (table, blocks) in enumerate(zip(one.tables, kept, strict=True))
+        ]
+        stretches = first_stretches(one.stretches, length)
+        room = 0
+        if stretches:
+            last = stretches[-1][0]
+            table, block = one.tables[last], kept[last] - 1
+            room = self._room_behind(one, last, table.pages[block], length - table.starts[block])
+        more = self._pages_of(reserve - length - room) - self._owed(one)
+        there = self.available + sum(freed)
+        if more > there:
+            raise CacheFull(
+                f"request {request} gives up pages that others use when it is cropped to {length} tokens, and to grow to "
+                f"{reserve} again needs {more} pages more, got {there} that are neither used nor promised; "
+                "crop less, wait until the others leave, or reserve less by crop(..., reserve=)"
+            )
+        self.changes += 1
+        one.note(self.changes, length)
+        for rank, (table, blocks) in enumerate(zip(one.tables, kept, strict=True)):
+            for page in reversed(table.pages[blocks:]):
+                self._drop(one, rank, page)
+            table.cut(blocks)
+        if stretches:
+            table = one.tables[stretches[-1][0]]
+            table.lengths[-1] = length - table.starts[-1]
+        one.length, one.promised, one.stretches = length, reserve, stretches
+        self._find_end(one)
+        if one.fixed is not None:
+            self._fix(one.fixed, more, freed)
+        self._promise(one)
+
+    def leave(self, request: int) -> None:
+        """Lets a request go; pages that nobody else uses are free again."""
+        one = self._find(request)
+        self.changes += 1
+        for rank, table in enumerate(one.tables):
+            for page in reversed(table.pages):
+                self._drop(one, rank, page)
+            self._fixed[rank] -= 0 if one.fixed is None else one.fixed[rank]
+        self._release(one)
+        del self._requests[request]
+
+    def place(
+        self, requests: Sequence[int], counts: Sequence[int], *, alike: bool = False, one_by_one: bool = False
+    ) -> None:
+        """Makes room for new tokens of requests.
+
+        Args:
+            requests: Which ones, each once.
+            counts: New tokens of each.
+            alike: Each new token is on the same rank for all requests, which are equally long and get equally many.
+            one_by_one: Tokens of a decoding step, which every rank computes: they go where most pages are free.
+
+        Raises:
+            ValueError: A request is not here, would outgrow its reservation, occurs twice, or they are not alike.
+            CacheFull: alike: ranks do not have a page for each of the requests. Never of those that joined alike and were
+                placed, cropped and reordered alike since, short of a crop that asked (`crop`).
+        """
+        if not requests or len(set(requests)) != len(requests) or len(counts) != len(requests) or min(counts) < 1:
+            raise ValueError(
+                f"requests must occur once each, with at least one new token, got {list(requests)} and {list(counts)}; "
+                "name each once and give each its number of new tokens"
+            )
+        found = self.look(requests)
+        crowded = [(one, new) for one, new in zip(found, counts, strict=True) if one.length + new > one.full]
+        for one, new in crowded:
+            if one.length + new > one.promised:
+                raise ValueError(
+                    f"request {one.name} must stay within the {one.promised} tokens it reserved, got {one.length} and "
+                    f"{new} more; reserve more when it joins"
+                )
+        if alike and len(found) > 1:
+            self._place_alike(found, counts, one_by_one)
+            return
+        for one, new in zip(found, counts, strict=True):
+            length = one.length + new
+            if length <= one.full:
+                # most requests in most steps: `_append`, in place
+                one.length = length
+                one.last.lengths[-1] += new
+                continue
+            room = self._room(one)
+            if new > room:
+                there = self._anywhere() if one.fixed is None else one.fixed
+                dealt = deal(self._pages_of(new - room), there, one_by_one)
+                self._append(one, room)
+                self._open(one, new - room, dealt)
+            else:
+                # others have left its last page
+                self._append(one, new)
+                self._find_end(one)
+
+    def reorder(self, requests: Sequence[int], index: Sequence[int]) -> list[Move]:
+        """Makes request i of a batch what request index[i] of it was, as beam search wants; names and reservations stay.
+
+        Full pages are shared. The last page of each request is its own, so that all can go on: its rows are to be moved.
+
+        Args:
+            requests: A batch that is alike, and whose last pages are filled alike and used by one request each: what
+                joined alike and was only placed alike, cropped alike and reordered.
+            index: For each the place in `requests` of the one that it becomes.
+
+        Returns:
+            What must be moved, all at once: a page may be both source and target.
+
+        Raises:
+            ValueError: index is out of range, or the requests are not so.
+        """
+        found = self.look(requests)
+        if len(index) != len(found) or not all(0 <= i < len(found) for i in index) or len(set(requests)) != len(found):
+            raise ValueError(
+                f"index must name one of {len(found)} different requests for each of them, got {list(index)} for "
+                f"{list(requests)}; give a place in the batch for each"
+            )
+        ends = [end for one in found if (end := self._end(one)) is not None]
+        partial = any(rows < self.page_size for _, _, rows in ends)
+        alone = not partial or all(self._users[rank][page] == 1 for rank, page, _ in ends)
+        if not alone or len({rows for _, _, rows in ends}) > 1 or (found and not self.are_alike(requests)):
+            raise ValueError(
+                f"requests must have joined alike and grown alike to be reordered, got {list(requests)} that are not; "
+                "let them in by join_alike, or fork one by one"
+            )
+        self.changes += 1
+        before = [([table.head(len(table)) for table in one.tables], one.first) for one in found]
+        common = [
+            [blocks_in_common(mine, his) for mine, his in zip(before[i][0], before[j][0], strict=True)]
+            for i, j in enumerate(index)
+        ]
+        for i, (source, same) in enumerate(zip(index, common, strict=True)):
+            if source != i:
+                tables = zip(before[i][0], before[source][0], same, strict=True)
+                found[i].note(self.changes, min(parting(*one) for one in tables))
+        last = ends[0][0] if partial else None
+        # all take before any gives up: what stays in use must not become free in between
+        for one, source, same in zip(found, index, common, strict=True):
+            tables, one.first = before[source]
+            one.tables = [table.head(len(table)) for table in tables]
+            for rank, (table, begin) in enumerate(zip(tables, same, strict=True)):
+                self._use(found[source], rank, table, begin, len(table) - (rank == last))
+        moves = []
+        for i, (one, source, same) in enumerate(zip(found, index, common, strict=True)):
+            for rank, (table, begin) in enumerate(zip(before[i][0], same, strict=True)):
+                for page in reversed(table.pages[begin : len(table) - (rank == last)]):
+                    self._drop(one, rank, page)
+            if partial:
+                rank, page, rows = ends[i]
+                one.tables[rank].pages[-1] = page
+                if source != i:
+                    moves.append(Move(rank, ends[source][1], page, rows))
+        for one in found:
+            self._find_end(one)
+        return moves
+
+    def _place_alike(self, group: list[Request], counts: Sequence[int], one_by_one: bool) -> None:
+        if len(set(counts)) != 1 or not self.are_alike([one.name for one in group]):
+            raise ValueError(
+                f"requests must be equally long, on the same ranks, and get equally many tokens to be placed alike, got "
+                f"lengths {[one.length for one in group]} and {list(counts)} more; place them without alike"
+            )
+        new = counts[0]
+        # ends may differ: behind the room that all have, all go on in new pages
+        here = min(new, *map(self._room, group))
+        pages = self._pages_of(new - here)
+        if not pages:
+            for one in group:
+                self._append(one, here)
+            return
+        there = self._anywhere()
+        anywhere = [one for one in group if one.fixed is None]
+        limits = [one.fixed for one in group if one.fixed is not None]
+        if anywhere:
+            limits.append([x // len(anywhere) for x in there])
+        limit = [min(column) for column in zip(*limits, strict=True)]
+        # who leaves room behind needs more than was promised, now or later
+        rest = here + pages * self.page_size
+        needed = {one.name: pages + self._pages_of(one.promised - one.length - rest) for one in group}
+        more = sum(needed[one.name] - self._owed(one) for one in anywhere)
+        short = [one.name for one in group if one.fixed is not None and sum(one.fixed) < needed[one.name]]
+        if pages > sum(limit) or more > self.available or short:
+            raise CacheFull(
+                f"{pages} pages must be free for each of {len(group)} requests on the same ranks, got {limit} by rank"
+                f"{f' and {self.available} in all for {more} beyond those promised' if more > 0 else ''}"
+                f"{f', and requests {short} that would leave room in pages they were promised' if short else ''}; "
+                "let them join by join_alike, place them without alike, or let fewer requests in"
+            )
+        dealt = deal(pages, limit, one_by_one)
+        for one in group:
+            self._append(one, here)
+            self._open(one, new - here, dealt)
+
+    def _use(self, one: Request, rank: int, table: Table, begin: int, end: int) -> None:
+        """Counts one user more of the pages of blocks begin .. end - 1, which are those of a request (Note [Who writes])."""
+        users, writer, seen = self._users[rank], self._writer[rank], self._seen[rank]
+        for page, rows in zip(table.pages[begin:end], table.lengths[begin:end], strict=True):
+            before = users[page]
+            users[page] = before + 1
+            if before == 1:
+                writer[page], seen[page] = one.name, rows
+            elif seen[page] < rows:
+                seen[page] = rows
+
+    def _append(self, one: Request, new: int) -> None:
+        """Adds tokens to the page that a request writes."""
+        if new:
+            one.last.lengths[-1] += new
+            one.length += new
+
+    def _open(self, one: Request, new: int, dealt: Sequence[tuple[int, int]]) -> None:
+        """Adds tokens in new pages: so many of each rank, in this order."""
+        for rank, pages in dealt:
+            here = min(new, pages * self.page_size)
+            new -= here
+            free, table = self._free[rank], one.tables[rank]
+            opened = free[: -pages - 1 : -1]
+            assert len(opened) == pages, f"{pages} promised pages must be there on rank {rank}, got {len(opened)}"
+            del free[-pages:]
+            users, writer = self._users[rank], self._writer[rank]
+            for page in opened:
+                users[page] = 1
+                writer[page] = one.name
+            table.pages.extend(opened)
+            table.starts.extend(range(one.length, one.length + here, self.page_size))
+            table.lengths.extend([self.page_size] * (pages - 1))
+            table.lengths.append(here - (pages - 1) * self.page_size)
+            if not one.stretches or one.stretches[-1][0] != rank:
+                one.stretches.append((rank, one.length))
+            one.length += here
+            if one.fixed is not None:
+                one.fixed[rank] -= pages
+                self._fixed[rank] -= pages
+        self._find_end(one)
+        self._promise(one)
+
+    def _anywhere(self) -> list[int]:
+        """Free pages of each rank that are not promised on it."""
+        return [len(free) - fixed for free, fixed in zip(self._free, self._fixed, strict=True)]
+
+    def _fix(self, fixed: list[int], more: int, freed: Sequence[int]) -> None:
+        """Changes what is promised rank by rank: pages that became free first, then where most are."""
+        for rank, pages in enumerate(freed):
+            here = max(0, min(pages, more))
+            fixed[rank] += here
+            self._fixed[rank] += here
+            more -= here
+        while more:
+            there = self._anywhere() if more > 0 else fixed
+            rank, step = max(range(self.world_size), key=there.__getitem__), 1 if more > 0 else -1
+            fixed[rank] += step
+            self._fixed[rank] += step
+            more -= step
+
+    def _pages_of(self, tokens: int) -> int:
+        return max(0, -(-tokens // self.page_size))
+
+    def _end(self, one: Request) -> tuple[int, int, int] | None:
+        """The rank, page and rows of a request's last block."""
+        if not one.stretches:
+            return None
+        return one.stretches[-1][0], one.last.pages[-1], one.last.lengths[-1]
+
+    def _room(self, one: Request) -> int:
+        """Tokens that a request may add to its last page (Note [Who writes])."""
+        end = self._end(one)
+        return 0 if end is None else self._room_behind(one, *end)
+
+    def _find_end(self, one: Request) -> None:
+        """Works out what follows from a request's blocks; called when they have changed (Note [Ends])."""
+        one.layout = next(self._layouts)
+        one.most_blocks = max([len(table.pages) for table in one.tables])
+        one.last = one.tables[one.stretches[-1][0]] if one.stretches else Table()
+        one.full = min(one.promised, one.length + self._room(one))
+
+    def _room_behind(self, one: Request, rank: int, page: int, rows: int) -> int:
+        """What `_room` is when a request's last block is this one."""
+        if self._users[rank][page] > 1 and (self._writer[rank][page] != one.name or rows < self._seen[rank][page]):
+            return 0
+        return self.page_size - rows
+
+    def _owed(self, one: Request) -> int:
+        """Pages that a request may still open."""
+        return self._pages_of(one.promised - one.length - self._room(one))
+
+    def _promise(self, one: Request) -> None:
+        """Sums anew what a request may still open; called when that has changed (Note [Reservations])."""
+        self._release(one)
+        if one.fixed is not None or one.length == one.promised:
+            return
+        end = self._end(one)
+        if end is not None and self._users[end[0]][end[1]] > 1:
+            self._asked[one.name] = one
+            return
+        one.owed = self._owed(one)
+        self._owed_anywhere += one.owed
+
+    def _release(self, one: Request) -> None:
+        """Takes a request out of the sum of promises."""
+        self._owed_anywhere -= one.owed
+        one.owed = 0
+        self._asked.pop(one.name, None)
+
+    def _check_reserve(self, reserve: int, first: int) -> None:
+        if not 1 <= reserve <= LONGEST or not 0 <= first <= reserve:
+            raise ValueError(
+                f"reserve must be from 1 to {LONGEST} tokens and first from 0 to reserve, got {reserve} and {first}; "
+                "reserve the prompt and all that may follow"
+            )
+
+    def _check_room(self, needed: int, what: str, reserve: int) -> None:
+        there = self.available
+        if needed > there:
+            size = f" ({needed * self._page_bytes} bytes)" if self._page_bytes else ""
+            raise CacheFull(
+                f"{what} of up to {reserve} tokens needs {needed} pages of {self.page_size}{size}, got {there} of "
+                f"{self.pages * self.world_size} on {self.world_size} ranks that are neither used nor promised; "
+                "wait until others leave, reserve less, or give the cache more memory"
+            )
+
+    def _admit(self, reserve: int, first: int) -> Request:
+        name = next(self._names)
+        one = Request(name, reserve, first, 0, [Table() for _ in range(self.world_size)])
+        self._requests[name] = one
+        return one
+
+    def _drop(self, one: Request, rank: int, page: int) -> None:
+        users, writer = self._users[rank], self._writer[rank]
+        users[page] -= 1
+        if writer[page] == one.name:
+            writer[page] = -1
+        if users[page] == 0:
+            self._free[rank].append(page)
+
+    def _find(self, request: int) -> Request:
+        found = self._requests.get(request)
+        if found is None:
+            raise ValueError(
+                f"request must be one of those that joined and have not left, got {request!r}; let it join first"
+            )
+        return found

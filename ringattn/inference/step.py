@@ -1,0 +1,310 @@
+"""How one call of a model brings new tokens to a cache: who computes which rows, where they are kept, what they see.
+
+Owns `Step`, which is made once per call and serves all layers. Refuses to know keys and values themselves (cache.py), how
+attention is computed (attention.py), how numbers lie in an upload (upload.py), and steps that are used again (static.py).
+
+Note [Two modes]
+    prefill: the rows of the new tokens are shared out. A rank computes the rows that it will keep, so their keys need not move
+        to be kept. Requests stand one after another in one virtual sequence, each a document: its tokens of before, then the
+        new ones; what is computed are rows of that sequence. A batch of requests that are alike keeps its batch dimension
+        instead.
+    decode: each request brings the same few tokens, every rank computes them all, and whoever keeps a token writes it.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import Tensor
+
+from ringattn.inference.blocks import LONGEST, Stretch, Table
+from ringattn.inference.pages import Pages
+from ringattn.inference.upload import Lines, Places, Rows, uploaded
+from ringattn.kernels.decode.dispatch import PageTable
+from ringattn.plan.layouts import Run, Shard
+from ringattn.plan.sharding import Sharding
+
+if TYPE_CHECKING:
+    from ringattn.inference.cache import PagedKVCache
+
+MOST_DECODED = 16
+"""New tokens per request up to which a step may be one of decoding."""
+Mask = tuple[bool, tuple[int | None, int | None] | None, int | None]
+"""causal, window and chunk_len."""
+
+
+@dataclass(eq=False)
+class Step:
+    """One call of a model, seen from this rank (Note [Two modes]).
+
+    Attributes:
+        cache: What the new tokens are added to.
+        mode: "prefill" or "decode".
+        requests: Who brings tokens.
+        counts: How many each.
+        lengths: Tokens of each request after the step.
+        firsts: The first token of each request that is seen.
+        batch: The model's batch: 1 when requests are packed, else one per request.
+        rows: Rows per batch element that this rank computes; may be 0.
+        positions: `batch rows` int64 on the device: the place of each row in its request, which is what rotary embeddings want.
+        taken: `rows` int64 on the device: which of the new tokens this rank computes, packed one request after another (for a
+            batch: of each request).
+        slots: `batch rows` int64 on the device: page * page_size + row where a row's keys are kept here; -1: on another rank.
+        last_rows: Where the last new token of each request is among this rank's rows, as (batch element, row), or None on other
+            ranks.
+        sharding: prefill: who computes which rows of the virtual sequence.
+        kv_sharding: prefill: who keeps which.
+        kept_slots: prefill: `batch t` int64 on the device: where the keys of kv_sharding's rows of this rank are.
+        table: decode: the blocks of this rank.
+        positions32: decode: `tiles` int32 on the device: positions.
+        starts: decode: `tiles` int32 on the device: the first token that each row may see.
+        ends: decode: `tiles` int32 on the device: tokens of the row's request.
+        causal_ends: decode: `tiles` int32 on the device: one past the row itself, or starts where it lies before that: where a
+            causal mask ends.
+        memo: What is worked out once for all layers.
+        known: How many changes the cache had seen when the step was last found to be in place (`Pages.changes`).
+        met: Ranks have compared the step, as far as they do (accord.py).
+        calls: What was decided about calls with this step, by their options and shapes (attention.py).
+        shared: What layers have found for each other (`once`).
+        pieces: decode: how many there are, and rows of each, where requests are packed (Note [Pieces] of static.py); else None.
+    """
+
+    cache: PagedKVCache
+    mode: Literal["prefill", "decode"]
+    requests: tuple[int, ...]
+    counts: tuple[int, ...]
+    lengths: tuple[int, ...]
+    firsts: tuple[int, ...]
+    batch: int
+    rows: int
+    positions: Tensor
+    taken: Tensor
+    slots: Tensor
+    last_rows: tuple[tuple[int, int] | None, ...]
+    sharding: Sharding | None = None
+    kv_sharding: Sharding | None = None
+    kept_slots: Tensor | None = None
+    table: PageTable | None = None
+    positions32: Tensor | None = None
+    starts: Tensor | None = None
+    ends: Tensor | None = None
+    causal_ends: Tensor | None = None
+    memo: dict[object, tuple[Tensor, Tensor]] = field(default_factory=dict, repr=False)
+    known: int = -1
+    met: bool = False
+    calls: dict[object, Any] = field(default_factory=dict, repr=False)
+    shared: dict[Hashable, Tensor | None] = field(default_factory=dict, repr=False)
+    pieces: tuple[int, int] | None = None
+
+    @property
+    def tiles(self) -> tuple[int, int]:
+        """Decode: the rows as kernels take them, which is how tables and bounds are laid out: `batch rows`, or pieces."""
+        return self.pieces or (self.batch, self.rows)
+
+    @property
+    def moved(self) -> tuple[str, ...]:
+        """What went round the ring in each kind of call of this step so far: "keys" or "queries"; empty for decode."""
+        return tuple(known.moves for known in self.calls.values() if hasattr(known, "moves"))
+
+    @property
+    def read(self) -> tuple[str, ...]:
+        """How each kind of call of this step so far read what was kept: "copies" or "pages"; empty for decode."""
+        return tuple(known.reads for known in self.calls.values() if hasattr(known, "reads"))
+
+    def take(self, tokens: Tensor, dim: int = 1) -> Tensor:
+        """This rank's rows of the new tokens.
+
+        Args:
+            tokens: All new tokens: of a packed prefill one request after another in `dim`; otherwise one request per batch
+                element.
+            dim: Where they are.
+        """
+        return tokens if self.mode == "decode" else tokens.index_select(dim, self.taken.to(tokens.device))
+
+    @property
+    def seen_from(self) -> Tensor:
+        """Decode: `tiles` int32 on the device: the first token that each row may see."""
+        assert self.starts is not None, "rows of a prefill see documents"
+        return self.starts
+
+    def bounds(
+        self, causal: bool, window: tuple[int | None, int | None] | None, chunk_len: int | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Decode: what each row sees, lo <= position < hi, as `tiles` int32 on the device; found once for all layers."""
+        mask = (causal, window, chunk_len)
+        known = self._said_bounds(mask) or self.memo.get(mask)
+        if known is None:
+            known = self.memo[mask] = self._empty_bounds()
+            self._find_bounds(mask, *known)
+        return known
+
+    @contextmanager
+    def one_call(self) -> Iterator[None]:
+        """Inside, layers of one call of a model may share what they find (`once`)."""
+        yield
+
+    def once(self, key: Hashable, find: Callable[[], Tensor | None]) -> Tensor | None:
+        """Decode: what does not differ between layers, found by the first of them; None where nobody says which are of one call.
+
+        Args:
+            key: What else it depends on.
+            find: Finds it, in stream order on a GPU.
+        """
+        if key not in self.shared:
+            self.shared[key] = find()
+        return self.shared[key]
+
+    def _said_bounds(self, mask: Mask) -> tuple[Tensor, Tensor] | None:
+        """Bounds that came with the upload, those of most models; None: they are to be found."""
+        causal, window, chunk_len = mask
+        if not causal or chunk_len is not None or window not in (None, (None, None), (None, 0)):
+            return None
+        assert self.causal_ends is not None, "rows of a prefill see documents"
+        return self.seen_from, self.causal_ends
+
+    def _empty_bounds(self) -> tuple[Tensor, Tensor]:
+        # a static step that is said anew outside of inference mode writes there
+        with torch.inference_mode(False):
+            return torch.empty_like(self.seen_from), torch.empty_like(self.seen_from)
+
+    def _find_bounds(self, mask: Mask, lo: Tensor, hi: Tensor) -> None:
+        causal, window, chunk_len = mask
+        here, ends = self.positions32, self.ends
+        assert here is not None, "rows of a prefill see documents"
+        assert ends is not None, "rows of a prefill see documents"
+        left, right = (None, None) if window is None else window
+        right = 0 if causal and (right is None or right > 0) else right
+        # sums of a position and a width may be no int32, their differences from other positions are
+        if left is None:
+            lo.copy_(self.seen_from)
+        else:
+            torch.maximum(self.seen_from, here - min(left, LONGEST), out=lo)
+        if right is None:
+            hi.copy_(ends)
+        else:
+            torch.sub(ends, here, out=hi).clamp_(max=min(right + 1, LONGEST)).add_(here)
+        if chunk_len is not None:
+            # chunks are counted from the first token that is seen
+            chunk_len = min(chunk_len, LONGEST)
+            begin = here - torch.remainder(here - self.seen_from, chunk_len)
+            torch.maximum(lo, begin, out=lo)
+            hi.sub_(begin).clamp_(max=chunk_len).add_(begin)
+        torch.maximum(lo, hi, out=hi)
+
+
+def make_step(
+    cache: PagedKVCache, requests: Sequence[int], counts: Sequence[int], mode: Literal["prefill", "decode"], alike: bool
+) -> Step:
+    """The step that brings tokens for which room was made.
+
+    Args:
+        cache: Where to.
+        requests: Who brings tokens.
+        counts: How many each.
+        mode: How they are computed.
+        alike: prefill: the requests keep a batch dimension.
+    """
+    books = cache.pages
+    lengths = tuple(map(books.length, requests))
+    firsts = tuple(map(books.first, requests))
+    common = (cache, mode, tuple(requests), tuple(counts), lengths, firsts)
+    if mode == "decode":
+        places = Places(len(requests), counts[0])
+        here = books.look(requests)
+        lines = Lines(here, lengths, counts, [1] * len(here), cache.ring.rank, places.new)
+        # a kernel wants one column at least
+        columns = max(1, *map(len, lines.tables))
+        words = uploaded(places.fill(books.page_size, lines, columns), cache.device)
+        last = tuple((i, counts[0] - 1) for i in range(len(requests)))
+        found = places.view(words, places.table(words[places.words(0) :], columns), (places.batch, places.new))
+        return Step(*common, places.batch, places.new, **found, last_rows=last, known=books.changes)
+    return _prefill_step(common, alike)
+
+
+def _prefill_step(common: tuple, alike: bool) -> Step:
+    cache, _, requests, counts, lengths, _ = common
+    books, rank, world = cache.pages, cache.ring.rank, range(cache.ring.world_size)
+    befores = [length - new for length, new in zip(lengths, counts, strict=True)]
+    batch = len(requests) if alike else 1
+    documents = None if alike else tuple(accumulate(lengths, initial=0))
+    # where a request begins in the virtual sequence, and its new tokens among all new ones
+    origins = (0,) * batch if documents is None else documents[:-1]
+    firsts_new = (0,) * batch if alike else tuple(accumulate(counts[:-1], initial=0))
+    total = lengths[0] if alike else sum(lengths)
+    # those of a batch are on the same ranks
+    stood_for = range(1 if alike else len(requests))
+    new = [(i, stretch) for i in stood_for for stretch in books.stretches(requests[i], befores[i])]
+    kept = [(i, stretch) for i in stood_for for stretch in books.stretches(requests[i])]
+    sharding, kv_sharding = (
+        Sharding(total, "part", _shards(found, origins, world), rank, documents, ring=cache.ring, device=cache.device)
+        for found in (new, kept)
+    )
+    tables = [books.table(request, rank) for request in requests]
+    added = [_since(table, before) for table, before in zip(tables, befores, strict=True)]
+    shifts = [first - before for first, before in zip(firsts_new, befores, strict=True)]
+    ours = Rows.of([table for table, _ in added], [skipped for _, skipped in added], shifts)
+    held = Rows.of(tables)
+    words = uploaded(ours.data() + held.data(), cache.device)
+    pages, starts, row, skipped, shift = ours.count(words, sharding.shard_len * batch)
+    held_pages, _, held_row = held.count(words[len(ours.words) :], kv_sharding.shard_len * batch)
+    positions = (starts + row).view(batch, sharding.shard_len)
+    slots = (pages * cache.page_size + skipped + row).view(batch, sharding.shard_len)
+    taken = (starts + row + shift)[: sharding.shard_len]
+    kept_slots = (held_pages * cache.page_size + held_row).view(batch, kv_sharding.shard_len)
+    return Step(
+        *common,
+        batch=batch,
+        rows=sharding.shard_len,
+        positions=positions,
+        taken=taken,
+        slots=slots,
+        last_rows=_last_rows(books, requests, befores, rank, alike),
+        sharding=sharding,
+        kv_sharding=kv_sharding,
+        kept_slots=kept_slots,
+        known=books.changes,
+    )
+
+
+def _last_rows(
+    books: Pages, requests: Sequence[int], befores: Sequence[int], rank: int, alike: bool
+) -> tuple[tuple[int, int] | None, ...]:
+    found: list[tuple[int, int] | None] = []
+    row = 0
+    for i, (request, before) in enumerate(zip(requests, befores, strict=True)):
+        stretches = books.stretches(request, before)
+        here = sum(stretch.stop - stretch.start for stretch in stretches if stretch.rank == rank)
+        row = here if alike else row + here
+        found.append((i if alike else 0, row - 1) if stretches[-1].rank == rank else None)
+    return tuple(found)
+
+
+def _shards(found: Sequence[tuple[int, Stretch]], origins: Sequence[int], world: range) -> tuple[Shard, ...]:
+    """Every rank's runs of the virtual sequence, those that touch joined."""
+    shards: list[list[Run]] = [[] for _ in world]
+    for i, (rank, start, stop) in found:
+        runs, begin = shards[rank], origins[i] + start
+        if runs and runs[-1].last + 1 == begin:
+            runs[-1] = Run(runs[-1].start, 1, runs[-1].length + stop - start)
+        else:
+            runs.append(Run(begin, 1, stop - start))
+    return tuple(map(tuple, shards))
+
+
+def _since(table: Table, before: int) -> tuple[Table, int]:
+    """The part of a request's blocks from a token on, and how many rows of the first page lie before it."""
+    begin = bisect_right(table.starts, before)
+    if begin and table.starts[begin - 1] + table.lengths[begin - 1] > before:
+        begin -= 1
+    part = Table(table.pages[begin:], table.starts[begin:], table.lengths[begin:])
+    skipped = max(0, before - part.starts[0]) if part else 0
+    if skipped:
+        part.starts[0] += skipped
+        part.lengths[0] -= skipped
+    return part, skipped

@@ -1,0 +1,247 @@
+"""`transformers.Trainer` whose ranks share sequences: only what it reads is changed.
+
+Owns which samples a rank of a ring reads, and the mean of what its ranks report. Refuses to touch training itself: losses, their
+scaling, gradients and their mean are those of Trainer and DDP. Needs accelerate, as Trainer does.
+
+Note [A loss that counts]
+    Shares of a loss add up to it if the model divides its sum by `num_items_in_batch` (Note [Shares of the loss] of batch.py). Many
+    models take that number and do not look at it: encoders, and classifiers of tokens. So the first batch is tried with twice the
+    number, for which the loss must be half as large.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from accelerate.data_loader import BatchSamplerShard
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+from transformers import Trainer, TrainingArguments
+
+from ringattn.integrations.transformers import NAME
+from ringattn.integrations.transformers.attention import calls_so_far
+from ringattn.integrations.transformers.batch import RingCollator
+from ringattn.integrations.transformers.positions import find_table
+from ringattn.integrations.transformers.rotations import find_ends
+from ringattn.ring import Ring
+
+
+class RingTrainer(Trainer):
+    """A Trainer whose `data_collator` is a `RingCollator`: all ranks of its ring read the same samples, each its rows of them.
+
+    Where there are more ranks than the ring has, rings are data parallel replicas; ranks of a ring must be consecutive, as those
+    of the innermost dimension of a device mesh are. Losses, of training and evaluation, are those of whole sequences.
+
+    Raises:
+        ValueError: The collator is not a RingCollator, the ranks of the ring are not consecutive, or an option would weigh the
+            ranks wrongly; or another rank of the ring was refused its RingTrainer, or makes one for another model.
+        NotImplementedError: An option would see labels of a shard; the message names it. Of a model whose loss is averaged over the
+            labels of a shard, at its first batch.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        collator = self.data_collator
+        if not isinstance(collator, RingCollator):
+            raise ValueError(
+                f"data_collator must be a RingCollator, got {type(collator).__name__}; wrap it: RingCollator(collator, ring)"
+            )
+        self.ring = collator.ring
+        self._table = find_table(self.model)
+        self._counts = False  # whether the loss was found to be divided by its labels
+        with self.ring.shared_refusals():
+            self._check_options()
+        # to wrap the model, too, ranks wait for each other, and would for one whose options were refused
+        self.ring.agree("the model of a RingTrainer", type(self.model).__name__)
+
+    def get_train_dataloader(self) -> DataLoader:
+        """As Trainer's; the ranks of a ring read the same samples, and their workers draw the same."""
+        dataloader = self._share(super().get_train_dataloader())
+        loader: Any = getattr(dataloader, "base_dataloader", dataloader)
+        seed = loader.worker_init_fn
+        if isinstance(seed, partial) and "rank" in seed.keywords:
+            replica = self.args.process_index // self.ring.world_size
+            loader.worker_init_fn = partial(seed.func, *seed.args, **{**seed.keywords, "rank": replica})
+        return dataloader
+
+    def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader:
+        """As Trainer's; the ranks of a ring read the same samples, which several rings must be able to share evenly."""
+        return self._share(super().get_eval_dataloader(eval_dataset), evenly=True)
+
+    def get_test_dataloader(self, test_dataset: Any) -> DataLoader:
+        """As Trainer's; the ranks of a ring read the same samples, which several rings must be able to share evenly."""
+        return self._share(super().get_test_dataloader(test_dataset), evenly=True)
+
+    def compute_loss(
+        self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        """As Trainer's; refuses a model that attends to the rows of its rank only, or averages the loss over them."""
+        sharding = inputs.get("sharding")
+        if self._table is not None and sharding is not None:
+            longest = max(find_ends(sharding), default=0)
+            if longest > self._table:
+                raise ValueError(
+                    f"sequences must be of at most {self._table} tokens, the positions that {type(self.model).__name__} has "
+                    f"learned, got one of {longest}; cut them, or train a model with rotary positions"
+                )
+        if not self._counts and self.ring.world_size > 1 and "num_items_in_batch" in inputs:
+            self._check_count(model, inputs, num_items_in_batch)
+        before = calls_so_far()
+        result = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        if calls_so_far() == before and not self.args.torch_compile:
+            whole: Any = self.model
+            config = getattr(whole, "config", None)
+            if getattr(config, "_attn_implementation", None) == NAME:
+                raise RuntimeError(
+                    f"the model must attend with ringattn, got {type(whole).__name__}, which takes the name and attends "
+                    "by itself, or not at all; train this model on one process, with a Trainer"
+                )
+            raise RuntimeError(
+                "the model must attend with ringattn, got one that did not; make it with attn_implementation='ringattn', or call "
+                "model.set_attn_implementation('ringattn')"
+            )
+        return result
+
+    def prediction_step(
+        self, model: nn.Module, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: list[str] | None = None
+    ) -> tuple[Tensor | None, Any, Any]:
+        """As Trainer's; the loss is that of whole sequences, on every rank. Refuses logits where ranks share a sequence."""
+        if not prediction_loss_only and self.ring.world_size > 1:
+            error = NotImplementedError(
+                "prediction_loss_only must be True where ranks share a sequence, got False: logits and labels would be those of "
+                "shards, each in the order of its rows; set args.prediction_loss_only = True, or predict on one process"
+            )
+            self.ring.refuse(error)
+        loss, logits, labels = super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
+        if loss is not None and self.ring.world_size > 1:
+            shares = self.ring.gather(loss.reshape(1), 0, [1] * self.ring.world_size)
+            loss = torch.stack(shares).mean()
+            state = self.accelerator.gradient_state
+            if state.active_dataloader is not None and state.end_of_dataloader and state.remainder > 0:
+                # what accelerate keeps of the reports on a last batch that is short: each rank of the ring reports on all of it
+                state.active_dataloader.remainder *= self.ring.world_size
+        return loss, logits, labels
+
+    def _check_options(self) -> None:
+        """Refuses what would see a shard, or weigh the ranks wrongly."""
+        if self.ring.world_size > 1:
+            _check_shared(self.args)
+        _place(self.ring, self.args.world_size, self.args.process_index)
+        if not self.args.average_tokens_across_devices:
+            raise ValueError(
+                "average_tokens_across_devices must be True, got False: ranks of a ring see different numbers of labels"
+            )
+        refused = {
+            "compute_metrics": self.compute_metrics is not None,
+            "compute_loss_func": self.compute_loss_func is not None,
+            "label_smoothing_factor": self.args.label_smoothing_factor != 0,
+        }
+        for name, given in refused.items():
+            if given:
+                raise NotImplementedError(
+                    f"{name} must be left out: it would see this rank's rows, with labels that are shifted already; evaluate with "
+                    "the loss, or on one process"
+                )
+
+    def _check_count(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any) -> None:
+        """Refuses a model that does not divide its loss by the labels of all ranks (Note [A loss that counts])."""
+        losses = []
+        for times in (1, 2):
+            tried = {**inputs, "num_items_in_batch": times * inputs["num_items_in_batch"]}
+            number = None if num_items_in_batch is None else times * num_items_in_batch
+            devices = [self.args.device] if self.args.device.type == "cuda" else []
+            # training drops what it drops without a trial
+            with torch.no_grad(), torch.random.fork_rng(devices):
+                loss: Any = super().compute_loss(model, tried, num_items_in_batch=number)
+                losses.append(float(loss))
+        # a rank without labels has nothing to say
+        halved = not abs(losses[0] - 2 * losses[1]) > abs(losses[0]) / 4
+        if not self.ring.least(int(halved)):
+            raise NotImplementedError(
+                "the loss must be divided by num_items_in_batch where ranks share a sequence, got that of "
+                f"{type(self.model).__name__}, which is averaged over the labels of each rank; train this model on one process, or "
+                "let its forward divide the sum by num_items_in_batch"
+            )
+        self._counts = True
+
+    def _share(self, dataloader: DataLoader, evenly: bool = False) -> DataLoader:
+        return share_batches(dataloader, self.ring, self.args.world_size, self.args.process_index, evenly=evenly)
+
+
+def share_batches(
+    dataloader: DataLoader, ring: Ring, world_size: int, process_index: int, *, evenly: bool = False
+) -> DataLoader:
+    """Lets the ranks of a ring read the same batches of a DataLoader that `Accelerator.prepare` made.
+
+    It deals batches to processes; now it deals them to rings.
+
+    Args:
+        dataloader: What `Accelerator.prepare` returned; changed.
+        ring: Who shares a sequence.
+        world_size: Processes.
+        process_index: This one.
+        evenly: Refuse samples that several rings cannot share evenly, for which accelerate would read some twice.
+
+    Returns:
+        The DataLoader.
+
+    Raises:
+        ValueError: The ranks of the ring are not consecutive, or samples are left over.
+        NotImplementedError: The DataLoader does not deal batches by their index.
+    """
+    replicas, index = _place(ring, world_size, process_index)
+    if world_size == 1 or ring.world_size == 1:
+        return dataloader
+    sampler = getattr(dataloader, "batch_sampler", None)
+    if not isinstance(sampler, BatchSamplerShard):
+        raise NotImplementedError(
+            f"a dataset must have a length and be read by every rank, got batches from {type(sampler).__name__}; pass one with "
+            "__len__ and __getitem__, and leave dispatch_batches out"
+        )
+    sampler.num_processes, sampler.process_index = replicas, index
+    if replicas == 1:
+        # a last batch that is short is then read as one process reads it
+        sampler.even_batches = False
+    elif evenly and (left := len(sampler.batch_sampler) % replicas or _samples(dataloader) % (sampler.batch_size or 1)):
+        raise ValueError(
+            f"samples to evaluate must be full batches for each of {replicas} rings, got {_samples(dataloader)} in batches of "
+            f"{sampler.batch_size} with {left} left over; drop those, or evaluate with one ring"
+        )
+    return dataloader
+
+
+def _samples(dataloader: DataLoader) -> int:
+    return len(dataloader.dataset)  # pyright: ignore[reportArgumentType]
+
+
+def _place(ring: Ring, world_size: int, process_index: int) -> tuple[int, int]:
+    """How many rings there are, and which this one is."""
+    replicas, rest = divmod(world_size, ring.world_size)
+    index, rank = divmod(process_index, ring.world_size)
+    if rest or rank != ring.rank:
+        raise ValueError(
+            f"a ring must be of consecutive processes that divide all of them, got {ring.world_size} of {world_size} and process "
+            f"{process_index} as its rank {ring.rank}; make it of the innermost dimension of a device mesh"
+        )
+    return replicas, index
+
+
+def _check_shared(args: TrainingArguments) -> None:
+    """Refuses options that would go wrong where ranks share a sequence, and say nothing."""
+    if getattr(args, "train_sampling_strategy", None) == "batch_rebalance":  # of 5.x
+        raise NotImplementedError(
+            "train_sampling_strategy must be 'random', 'sequential' or 'group_by_length' where ranks share a sequence, got "
+            "'batch_rebalance', which gives each rank samples of its own; use another one"
+        )
+    if args.neftune_noise_alpha:
+        raise NotImplementedError(
+            f"neftune_noise_alpha must be left out where ranks share a sequence, got {args.neftune_noise_alpha}: the noise would "
+            "be scaled by the length of a shard, not of the sequence; train on one process"
+        )
+    if args.include_num_input_tokens_seen == "non_padding":
+        raise NotImplementedError(
+            "include_num_input_tokens_seen must be 'all' or 'no' where ranks share a sequence, got 'non_padding', for which every "
+            "rank counts the attention_mask of the whole; use 'all'"
+        )

@@ -1,0 +1,434 @@
+"""A whole sequence and its shards: cutting tensors, putting them together, and the positions of the rows.
+
+Owns `Sharding`, the record that a batch is sharded by. Refuses to know groups and transports (gathering is injected)
+and masks other than the documents of the batch.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Hashable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import cached_property
+from itertools import accumulate, pairwise
+from typing import Any, NoReturn, Protocol
+
+import torch
+from torch import Tensor
+
+from ringattn.plan.layouts import LAYOUTS, PART, Run, Shard, check_sizes, make_shards, shard_len
+from ringattn.plan.mask import AttentionMask, check_documents
+from ringattn.plan.options import resolve_balance, resolve_documents, resolve_integer
+from ringattn.ring_registry import living_ring
+from ringattn.tensor_checks import check_plain
+
+
+class Gathering(Protocol):
+    """What a sharding needs of the ring that made it."""
+
+    name: str
+    impl: str
+    rank: int
+    world_size: int
+
+    def gather(self, x: Tensor, dim: int, lengths: Sequence[int]) -> list[Tensor]:
+        """Every rank's tensor, in rank order; lengths along dim differ by rank."""
+        ...
+
+    def shared_refusals(self) -> AbstractContextManager[None]:
+        """Lets the other ranks know of what is raised inside."""
+        ...
+
+    def refuse(self, error: Exception) -> NoReturn:
+        """Raises an error of which the other ranks hear."""
+        ...
+
+    def agree_once(self, what: str, text: str, doing: str = "") -> None:
+        """Raises on every rank where a text that is new differs between ranks."""
+        ...
+
+
+class Sharding:
+    """Who holds which positions of one batch's sequence. Immutable; equal when the content is equal.
+
+    The sharding belongs to the batch and the mask to the layer: one sharding serves layers with different masks.
+
+    Args:
+        seq_len: Tokens of the whole sequence.
+        layout: The name of the layout; "part" for shards that hold only some of the positions.
+        shards: Every rank's shard; together they hold every position once ("part": at most once).
+        rank: This rank.
+        documents: Cumulative boundaries (0, ..., seq_len) of packed documents; None: one document.
+        ring: The ring that made it; needed by `unshard` among several ranks, and by attention.
+        device: Where `positions` lives; None: the CPU.
+
+    Attributes:
+        text: `spec` as JSON in a Python literal: equal on all ranks, and read within milliseconds however long it is.
+        texts: The texts of attention calls with this sharding, by their options (Note [Said once] in attention_spec.py).
+
+    Raises:
+        ValueError: The shards do not hold every position exactly once, an argument is out of range, or the ring is another
+            rank, or of another size.
+
+    Example:
+        >>> from ringattn.plan.layouts import zigzag
+        >>> sharding = Sharding(8, "zigzag", zigzag(8, 2), rank=0)
+        >>> sharding.positions.tolist(), sharding.shard_lens
+        ([0, 1, 6, 7], (4, 4))
+        >>> sharding.shard(torch.arange(80, 88), dim=0).tolist()
+        [80, 81, 86, 87]
+    """
+
+    def __init__(
+        self,
+        seq_len: int,
+        layout: str,
+        shards: Sequence[Shard],
+        rank: int,
+        documents: Sequence[int] | None = None,
+        *,
+        ring: Gathering | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        check_sizes(seq_len, len(shards))
+        if layout not in (*LAYOUTS, PART):
+            raise ValueError(
+                f"layout must be one of {', '.join(LAYOUTS)}, {PART}, got {layout!r}; 'zigzag' suits causal masks"
+            )
+        if not 0 <= rank < len(shards):
+            raise ValueError(
+                f"rank must be from 0 to {len(shards) - 1}, got {rank}; give one shard per rank of the ring"
+            )
+        if ring is not None and (rank, len(shards)) != (ring.rank, ring.world_size):
+            raise ValueError(
+                f"the sharding must be that of rank {ring.rank} of {ring.world_size}, as its ring is here, got one for rank "
+                f"{rank} of {len(shards)}; make it with ring.sharding(...)"
+            )
+        if documents is not None:
+            check_documents(tuple(documents), seq_len)
+        self._seq_len = seq_len
+        self._layout = layout
+        self._shards = tuple(shards)
+        self._rank = rank
+        self._documents = None if documents is None else tuple(documents)
+        self._ring = ring
+        self._device = torch.device("cpu" if device is None else device)
+        _check_partition(self._shards, seq_len, whole=layout != PART)
+        # not cached_property, whose lock torch.compile does not trace
+        self._shard_lens = tuple(shard_len(shard) for shard in self._shards)
+        self.text = repr(json.dumps(self.spec))
+        self.texts: dict[Hashable, str] = {}
+
+    @property
+    def seq_len(self) -> int:
+        """Tokens of the whole sequence."""
+        return self._seq_len
+
+    @property
+    def layout(self) -> str:
+        """The name of the layout."""
+        return self._layout
+
+    @property
+    def documents(self) -> tuple[int, ...] | None:
+        """Cumulative boundaries of packed documents; None: one document."""
+        return self._documents
+
+    @property
+    def shards(self) -> tuple[Shard, ...]:
+        """Every rank's shard."""
+        return self._shards
+
+    @property
+    def rank(self) -> int:
+        """This rank."""
+        return self._rank
+
+    @property
+    def world_size(self) -> int:
+        """Ranks of the ring."""
+        return len(self._shards)
+
+    @property
+    def ring(self) -> Gathering:
+        """The ring that made this sharding.
+
+        Raises:
+            RuntimeError: It was made without one.
+        """
+        if self._ring is None:
+            raise RuntimeError(
+                "a sharding must be made by a ring to attend with it, got one without; use Ring.sharding"
+            )
+        return self._ring
+
+    @property
+    def device(self) -> torch.device:
+        """Where `positions` lives."""
+        return self._device
+
+    @property
+    def shard_lens(self) -> tuple[int, ...]:
+        """Rows of every rank's shard."""
+        return self._shard_lens
+
+    @property
+    def shard_len(self) -> int:
+        """Rows of this rank's shard; may be 0."""
+        return self.shard_lens[self._rank]
+
+    @cached_property
+    def positions(self) -> Tensor:
+        """The global position of each of this rank's rows: `s` int64, ascending, on `device`."""
+        # they outlive the call that makes them: ordinary tensors even when made under inference mode
+        with torch.inference_mode(False):
+            return positions_of(self._shards[self._rank]).to(self._device)
+
+    def shard(self, x: Tensor, dim: int = 1) -> Tensor:
+        """This rank's rows of a whole tensor, as a new contiguous tensor; differentiable.
+
+        Args:
+            x: The whole tensor, seq_len long in `dim`; the same on every rank.
+            dim: The sequence dimension; negative counts from the end.
+
+        Raises:
+            ValueError: x does not have seq_len rows in `dim`; other ranks of the ring find it when they compare their next call.
+            TypeError: x is no tensor, or dim no integer.
+            NotImplementedError: x is a DTensor, or another tensor with a meaning of its own.
+        """
+        with self._shared_refusals():
+            dim = self._check_rows("x", x, dim, "seq_len", self._seq_len, "the whole sequence, or name its dim")
+        mine = self._shards[self._rank]
+        parts = [_run_of(x, dim, run) for run in mine] or [x.narrow(dim, 0, 0)]
+        # cat copies even a single part: a view would keep the whole sequence in memory
+        return torch.cat(parts, dim).contiguous()
+
+    def unshard(self, x_local: Tensor, dim: int = 1) -> Tensor:
+        """The whole tensor from every rank's rows; the inverse of `shard`. Every rank must call it.
+
+        Args:
+            x_local: This rank's rows, shard_len long in `dim`.
+            dim: The sequence dimension; negative counts from the end.
+
+        Raises:
+            ValueError: x_local does not have shard_len rows in `dim`, or ranks have different tensors; raised on every rank where
+                a tensor of this kind is the first.
+            RuntimeError: The ring has several ranks and this sharding was made without one.
+            TypeError: x_local is no tensor, or dim no integer.
+            NotImplementedError: x_local is a DTensor, or another tensor with a meaning of its own.
+        """
+        ring = self._ring
+        with self._shared_refusals():
+            dim = self._check_rows(
+                "x_local", x_local, dim, "shard_len", self.shard_len, "this rank's rows, or name their dim"
+            )
+        if self.world_size == 1:
+            return self.assemble([x_local], dim)
+        if ring is None:
+            raise RuntimeError(
+                f"unshard must reach the other {self.world_size - 1} ranks, got a sharding without a ring; "
+                "make it with Ring.sharding, or pass all parts to assemble"
+            )
+        if not torch.compiler.is_compiling():  # a trace has no other ranks
+            shape = [*x_local.shape[:dim], self._shard_lens, *x_local.shape[dim + 1 :]]
+            kind = f"{x_local.dtype} {x_local.device.type}"
+            differentiable = torch.is_grad_enabled() and x_local.requires_grad
+            text = f"{shape} {kind} with gradients: {differentiable}"
+            ring.agree_once("a tensor to unshard", text, f"Sharding.unshard({shape}, {kind})")
+        return self.assemble(ring.gather(x_local, dim, self.shard_lens), dim)
+
+    def _shared_refusals(self) -> AbstractContextManager[None]:
+        """Lets the other ranks of the ring, if there is one, know of what is raised inside."""
+        return nullcontext() if self._ring is None else self._ring.shared_refusals()
+
+    @staticmethod
+    def _check_rows(name: str, x: Tensor, dim: int, wanted: str, rows: int, instead: str) -> int:
+        """The dim, counted from the front, in which a tensor has so many rows; refuses others."""
+        check_plain(name, x)
+        dim = _resolve_dim(x, dim)
+        if x.shape[dim] != rows:
+            raise ValueError(
+                f"{name} must have {wanted} {rows} in dim {dim}, got {x.shape[dim]} (shape {tuple(x.shape)}); pass {instead}"
+            )
+        return dim
+
+    def assemble(self, parts: Sequence[Tensor], dim: int = 1) -> Tensor:
+        """The whole tensor from the local tensors of all ranks, in rank order; pure and differentiable.
+
+        Args:
+            parts: One tensor per rank, shard_lens[r] long in `dim`, alike otherwise.
+            dim: The sequence dimension; negative counts from the end.
+
+        Raises:
+            ValueError: There is not one part per rank, or a part has the wrong length.
+            TypeError: parts is no sequence of tensors.
+            NotImplementedError: A part is a DTensor, or another tensor with a meaning of its own.
+        """
+        if not isinstance(parts, Sequence):
+            raise TypeError(f"parts must be a sequence of tensors, got {type(parts).__name__}; pass one per rank")
+        for rank, part in enumerate(parts):
+            check_plain(f"parts[{rank}]", part)
+        if len(parts) != self.world_size:
+            raise ValueError(
+                f"parts must have one tensor per rank, {self.world_size}, got {len(parts)}; pass all ranks'"
+            )
+        dim = _resolve_dim(parts[self._rank], dim)
+        lengths = tuple(part.shape[dim] for part in parts)
+        if lengths != self.shard_lens:
+            raise ValueError(
+                f"parts must have the lengths {self.shard_lens} in dim {dim}, got {lengths}; pass them in rank order"
+            )
+        if all(run.stride == 1 for shard in self._shards for run in shard):
+            stretches = [
+                (run.start, part.narrow(dim, offset, run.length))
+                for part, shard in zip(parts, self._shards, strict=True)
+                for run, offset in zip(shard, accumulate((run.length for run in shard), initial=0), strict=False)
+            ]
+            return torch.cat([stretch for _, stretch in sorted(stretches, key=lambda item: item[0])], dim)
+        order = torch.cat([positions_of(shard) for shard in self._shards]).argsort()
+        return torch.cat(list(parts), dim).index_select(dim, order.to(parts[0].device))
+
+    @cached_property
+    def spec(self) -> tuple[Any, ...]:
+        """The content as nested tuples of primitives (JSON-able, hashable); `from_spec` makes an equal sharding of it.
+
+        (seq_len, layout, world_size, documents, shards): shards is None where the layout's name says it all. The rank is
+        not part of it: all ranks have the same text.
+        """
+        shards = None
+        if self._layout in ("balanced", PART) or self._shards != make_shards(
+            self._layout, self._seq_len, self.world_size
+        ):
+            shards = tuple(tuple((run.start, run.stride, run.length) for run in shard) for shard in self._shards)
+        return self._seq_len, self._layout, self.world_size, self._documents, shards
+
+    @property
+    def _content(self) -> tuple[Any, ...]:
+        return self._rank, self.spec
+
+    @classmethod
+    def from_spec(
+        cls, spec: Sequence[Any], rank: int, *, ring: Gathering | None = None, device: torch.device | str | None = None
+    ) -> Sharding:
+        """The sharding that `spec` describes; lists serve as well as tuples, so a spec survives JSON.
+
+        Args:
+            spec: What `Sharding.spec` gave, on any rank.
+            rank: This rank.
+            ring: As in the constructor.
+            device: As in the constructor.
+        """
+        seq_len, layout, world_size, documents, runs = spec
+        if runs is None:
+            shards = make_shards(layout, seq_len, world_size)
+        else:
+            shards = tuple(tuple(Run(*run) for run in shard) for shard in runs)
+        return cls(seq_len, layout, shards, rank, documents, ring=ring, device=device)
+
+    def __eq__(self, other: object) -> bool:
+        return self is other or (isinstance(other, Sharding) and self._content == other._content)
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash(self._content)
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # a ring has connections and is found by its name: workers of a DataLoader send shardings to the process that holds it,
+        # other ranks of the ring get their own view, and a process that does not hold it gets a sharding without
+        return _restore, (self.spec, self._rank, None if self._ring is None else self._ring.name, self._device)
+
+    def __repr__(self) -> str:
+        documents = "" if self._documents is None else f", {len(self._documents) - 1} documents"
+        return (
+            f"Sharding({self._seq_len} tokens, {self._layout}, rank {self._rank} of {self.world_size}, "
+            f"{self.shard_len} rows{documents})"
+        )
+
+
+def _restore(spec: Sequence[Any], rank: int, ring: str | None, device: torch.device) -> Sharding:
+    found: Gathering | None = living_ring(ring)
+    if found is None or found.world_size != spec[2]:  # perhaps a ring of another job
+        return Sharding.from_spec(spec, rank, device=device)
+    return Sharding.from_spec(spec, found.rank, ring=found, device=device)
+
+
+def check_sharding(x: object, name: str = "sharding") -> None:
+    """Refuses what is no sharding.
+
+    Raises:
+        TypeError: It is something else.
+    """
+    if not isinstance(x, Sharding):
+        raise TypeError(f"{name} must be what ring.sharding(seq_len) gives, got {type(x).__name__}")
+
+
+def resolve_shards(
+    seq_len: int,
+    layout: str,
+    documents: Sequence[int] | Tensor | None,
+    balance: Mapping[str, Any] | None,
+    world_size: int,
+) -> tuple[int, tuple[int, ...] | None, tuple[Shard, ...]]:
+    """Length, documents and shards of a sequence, of what users give `Ring.sharding`.
+
+    Raises:
+        ValueError: An unknown layout, boundaries that do not fit, or an option of a mask that does not.
+        TypeError: The length or a boundary is no integer, or balance no dict.
+    """
+    seq_len, documents = resolve_integer("seq_len", seq_len), resolve_documents(documents)
+    if balance is not None and layout != "balanced":
+        raise ValueError(f"balance must be given with layout='balanced' only, got layout={layout!r}; leave it out")
+    mask = AttentionMask(seq_len=seq_len, kv_len=seq_len, documents=documents, **resolve_balance(balance))
+    return seq_len, documents, make_shards(layout, seq_len, world_size, mask)
+
+
+def positions_of(shard: Shard) -> Tensor:
+    """The global position of each row of a shard: `s` int64, ascending, on the CPU."""
+    if not shard:
+        return torch.empty(0, dtype=torch.int64, device="cpu")
+    return torch.cat([torch.arange(run.start, run.last + 1, run.stride, device="cpu") for run in shard])
+
+
+def _run_of(x: Tensor, dim: int, run: Run) -> Tensor:
+    stretch = x.narrow(dim, run.start, run.last - run.start + 1)
+    return stretch if run.stride == 1 else stretch[(slice(None),) * dim + (slice(None, None, run.stride),)]
+
+
+def _resolve_dim(x: Tensor, dim: int) -> int:
+    dim = resolve_integer("dim", dim)
+    if not -x.ndim <= dim < x.ndim:
+        raise ValueError(
+            f"dim must be from {-x.ndim} to {x.ndim - 1}, got {dim}; the tensor has shape {tuple(x.shape)}"
+        )
+    return dim % x.ndim
+
+
+def _check_partition(shards: tuple[Shard, ...], seq_len: int, *, whole: bool) -> None:
+    for rank, shard in enumerate(shards):
+        end = 0
+        for run in shard:
+            if run.length < 1 or run.stride < 1 or run.start < end or run.last >= seq_len:
+                raise ValueError(
+                    f"shards must hold ascending, non-empty runs below {seq_len}, got {run} on rank {rank}; "
+                    "make them with ringattn.plan.layouts.make_shards"
+                )
+            end = run.last + 1
+    held = sum(shard_len(shard) for shard in shards)
+    if (whole and held != seq_len) or not _is_disjoint(shards, seq_len):
+        raise ValueError(
+            f"shards must hold each of {seq_len} positions once, got {held} rows; "
+            "make them with ringattn.plan.layouts.make_shards"
+        )
+
+
+def _is_disjoint(shards: tuple[Shard, ...], seq_len: int) -> bool:
+    runs = sorted(run for shard in shards for run in shard)
+    if all(run.stride == 1 for run in runs):
+        return all(a.last < b.start for a, b in pairwise(runs))
+    held = bytearray(seq_len)
+    for run in runs:
+        held[run.start : run.last + 1 : run.stride] = b"\1" * run.length
+    return sum(held) == sum(run.length for run in runs)

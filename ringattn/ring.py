@@ -1,0 +1,594 @@
+"""Ring: the long-lived thing that knows the group, the transport and the buffers.
+
+Owns who is in the ring, the shardings made for it, and that all ranks make the same calls. Refuses to know attention.
+
+Note [Names]
+    A custom operator takes strings, and a live ProcessGroup at interpreter exit aborts gloo processes. So a group is kept
+    by name and resolved at each use, and a Ring is found by its name in a table of weak references: it lives as long as
+    a Ring, a Sharding or an autograd graph holds it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import json
+import socket
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
+from datetime import timedelta
+from functools import partial
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from ringattn.kernels.registry import resolve_impl
+from ringattn.plan.attention_spec import describe_record, parse
+from ringattn.plan.flops import register_flops
+from ringattn.plan.layouts import shard_len
+from ringattn.plan.options import resolve_flag, resolve_integer
+from ringattn.plan.ring_plan import make_nodes
+from ringattn.plan.sharding import Sharding, resolve_shards
+from ringattn.ring_registry import add_ring, find_ring
+from ringattn.transport.base import Buffers, Choice, NoTransport, Seat, Transport
+from ringattn.transport.call_order import CallMark, CallOrder
+from ringattn.transport.choose import TRANSPORTS, choose
+from ringattn.transport.double import WithinNode, group_by_host
+from ringattn.transport.exchange import AloneExchange, Exchange, GroupExchange
+from ringattn.transport.gathering import gather_rows
+from ringattn.transport.patience import Marks, Patience, mark_now
+from ringattn.transport.process_group import (
+    Agreement,
+    ProcessGroupTransport,
+    let_go,
+    resolve_group,
+)
+
+_COUNTS: Counter[str] = Counter()
+
+
+class Ring:
+    """The ranks that share a sequence, and what they reuse from call to call.
+
+    Make it once and keep it. All ranks of the group make their rings in the same order and the same calls on them.
+
+    Args:
+        group: A ProcessGroup, a one-dimensional DeviceMesh (`mesh["cp"]`), or None for the default group; a ring of one
+            rank when torch.distributed is not initialised.
+        impl: Kernel set for calls that do not name one: "auto", "hopper", "portable" or "eager".
+        transport: "copy_engine" (GPUs of one host that reach each other; with several nodes, within each), "process_group"
+            (NCCL or gloo), or "auto": the copy engine where it can serve, decided by all ranks together at the first call
+            with tensors on a GPU. With several nodes "auto" is the process group.
+        memory_budget: Bytes per rank that gathered keys, and gradients on their way home, may take; None for a quarter of
+            the memory that is free on the fullest GPU at the first call. The same on all ranks.
+        keep_keys: What a gathered forward has brought stays until its backward has run, which then fetches nothing: less
+            traffic for the memory of all other ranks' visible keys per layer, beyond the memory budget. A permission: calls
+            that go step by step, with `key_bias`, or through `torch.compile` or selective checkpointing, keep nothing. The same
+            on all ranks.
+        timeout: How long a rank waits for the others: when a call of a new shape is compared, for rows that come by copy
+            engine, and for replays of graphs (`wait`). Plain transfers of the process group obey the group's own timeout.
+        nodes: Over how many nodes the ranks are spread, consecutive ranks sharing one, or "auto": by host name. With more
+            than one the ring has two levels, and each shard crosses between nodes once per node.
+        nccl_max_ctas: Thread blocks, and so SMs, that NCCL may use for a transfer, in communicators of the ring's own; more
+            are faster and leave less to attention. None: the group's own communicator, for within and between nodes.
+
+    Attributes:
+        name: Text by which operators find this ring.
+        rank: This process's place, 0 .. world_size - 1.
+        world_size: Number of ranks.
+        impl: Default kernel set.
+        keep_keys: As given.
+        closings: How often it was closed.
+
+    Raises:
+        ValueError: The mesh has more than one dimension, this process is not in the group, the transport or impl is unknown,
+            the memory budget is negative, the nodes cannot hold equally many ranks each, or an option is out of range.
+        TypeError: The timeout is no timedelta, the group is something else, or what counts is no integer.
+
+    Example:
+        >>> ring = Ring()                       # one process: no group needed
+        >>> ring.rank, ring.world_size
+        (0, 1)
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup | DeviceMesh | None = None,
+        *,
+        impl: str = "auto",
+        transport: str = "auto",
+        memory_budget: int | None = None,
+        keep_keys: bool = False,
+        timeout: timedelta = timedelta(minutes=5),
+        nodes: int | str = 1,
+        nccl_max_ctas: int | None = 4,
+    ) -> None:
+        if transport not in TRANSPORTS:
+            raise ValueError(f"transport must be one of {TRANSPORTS}, got {transport!r}; leave it out for 'auto'")
+        impl, keep_keys = resolve_impl(impl), resolve_flag("keep_keys", keep_keys)
+        memory_budget = None if memory_budget is None else resolve_integer("memory_budget", memory_budget)
+        if memory_budget is not None and memory_budget < 0:
+            raise ValueError(f"memory_budget must be a number of bytes, got {memory_budget}; None for a default")
+        if not isinstance(timeout, timedelta):
+            raise TypeError(f"timeout must be a datetime.timedelta, got {timeout!r}; timedelta(seconds=60) is a minute")
+        if timeout <= timedelta(0):
+            raise ValueError(f"timeout must be longer than 0, got {timeout!r}; leave it out for 5 minutes")
+        is_member = group is not dist.GroupMember.NON_GROUP_MEMBER
+        if isinstance(group, DeviceMesh):
+            if group.ndim != 1:
+                raise ValueError(f"a mesh must have one dimension, got {group.ndim}; pass a slice such as mesh['cp']")
+            is_member = group.get_coordinate() is not None
+            group = group.get_group() if is_member else None
+        if not is_member:
+            raise ValueError(
+                "this process must be a member of the group, got a group without it; make the Ring on members only"
+            )
+        if group is not None and not isinstance(group, dist.ProcessGroup):
+            raise TypeError(f"group must be a ProcessGroup, a DeviceMesh or None, got {type(group).__name__}")
+        if group is None and dist.is_available() and dist.is_initialized():
+            group = dist.group.WORLD
+        self._group_name = "" if group is None else str(group.group_name)
+        self.rank = 0 if group is None else dist.get_rank(group)
+        self.world_size = 1 if group is None else dist.get_world_size(group)
+        self.impl = impl
+        self.keep_keys = keep_keys
+        self.closings = 0
+        nccl_max_ctas = None if nccl_max_ctas is None else resolve_integer("nccl_max_ctas", nccl_max_ctas)
+        if nccl_max_ctas is not None and nccl_max_ctas < 1:
+            raise ValueError(f"nccl_max_ctas must be at least 1, got {nccl_max_ctas}; or None for no limit")
+        if isinstance(nodes, str) and nodes != "auto":
+            raise ValueError(f"nodes must be a number or 'auto', got {nodes!r}; 'auto' groups ranks by host name")
+        levels = None if isinstance(nodes, str) else make_nodes(self.world_size, resolve_integer("nodes", nodes))
+        # every rank counts its rings per group, so equal rings have equal names: what one rank alone may refuse comes first
+        self.name = f"{self._group_name}#{_COUNTS[self._group_name]}"
+        _COUNTS[self._group_name] += 1
+        alone = self.world_size == 1
+        self._wanted_transport, self._memory_budget, self._timeout = transport, memory_budget, timeout
+        self._settled = alone
+        undecided = Choice("undecided", f"transport={transport!r} is decided at the first call with tensors on a GPU")
+        self._choice = Choice("none", "one rank: every key is here already") if alone else undecided
+        self._agreement = None if alone else Agreement(self._group_name, self.rank, self.world_size, self.name, timeout)
+        if levels is None:
+            hosts = (
+                [""]
+                if self._agreement is None
+                else self._agreement.share("host", socket.gethostname(), "Ring(nodes='auto')")
+            )
+            levels = group_by_host(hosts)
+        levels = None if len(levels) == 1 else levels
+        names = [
+            f"{self.name}/{level}"
+            for level in (() if alone else ("ring",) if levels is None else ("ring", "between nodes"))
+        ]
+        self._links = [
+            ProcessGroupTransport(self._group_name, self.rank, self.world_size, name, nccl_max_ctas) for name in names
+        ]
+        self._order = None if self._agreement is None else CallOrder(self._agreement, self._links[0])
+        mover: Transport = NoTransport() if alone else self._links[0]
+        between: Transport | None = None
+        if levels is not None:
+            mover, between = WithinNode(mover), self._links[1]
+        self.seat = Seat(self.rank, self.world_size, mover, Buffers(), memory_budget or 0, levels, between)
+        self._mover = mover
+        self._kept = Buffers()  # what kv_buffer has lent
+        release = partial(let_go, self._group_name, names)
+        self._patience = Patience(self.rank, self.world_size, self.name, timeout.total_seconds(), release)
+        self._agreed: set[bytes] = set()  # digests: a job with packed documents makes a new call in every step
+        self._warm: set[torch.device] = set()
+        self._exchanges: dict[torch.device, Exchange] = {}
+        add_ring(self)
+        # not at import: torch's counter imports triton, and nothing is to be counted before there is a ring
+        register_flops()
+
+    @property
+    def transport(self) -> Choice:
+        """How shards move between the ranks, and why so; prints as text."""
+        return self._choice
+
+    def __repr__(self) -> str:
+        return f"Ring(rank={self.rank}, world_size={self.world_size}, impl={self.impl!r})"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # copies of a model share its ring: a second one would meet the other ranks under the name of the first
+        return find_ring, (self.name,)
+
+    def sharding(
+        self,
+        seq_len: int,
+        layout: str = "zigzag",
+        documents: Sequence[int] | Tensor | None = None,
+        *,
+        balance: dict[str, Any] | None = None,
+        device: torch.device | str | None = None,
+    ) -> Sharding:
+        """Who holds which positions of a sequence.
+
+        Args:
+            seq_len: Tokens of the whole sequence, at least 1; nothing has to divide it.
+            layout: "contiguous", "striped", "zigzag" (even work under a causal mask) or "balanced" (even work under
+                the mask given by `balance` and documents).
+            documents: Cumulative boundaries (0, ..., seq_len) of packed documents: attention stays inside them.
+            balance: For "balanced": the mask to balance for, as in `ring_attention`; default {"causal": True}.
+            device: Where `sharding.positions` lives; default the CPU.
+
+        Returns:
+            The sharding, seen from this rank.
+
+        Raises:
+            ValueError: An unknown layout, or boundaries that do not fit; other ranks find it when they compare their next call.
+            TypeError: The length or a boundary is no integer, or balance no dict.
+        """
+        with self.shared_refusals():
+            size, boundaries, shards = resolve_shards(seq_len, layout, documents, balance, self.world_size)
+            sharding = Sharding(size, layout, shards, self.rank, boundaries, ring=self, device=device)
+            # torch.compile reads what is there, and cannot make it: cached_property takes a lock
+            _ = sharding.positions, sharding.shard_lens
+            return sharding
+
+    @property
+    def failures(self) -> int:
+        """How many calls have been refused, here or on another rank, or were not made by all: for what ranks remember in step."""
+        return 0 if self._agreement is None else self._agreement.failures
+
+    @contextmanager
+    def refusals(self, call: str, tensors: Sequence[Tensor | None], seed: int = 0) -> Iterator[None]:
+        """Makes what is raised inside, and any difference between ranks, an error on every rank.
+
+        The first call of each signature compares texts; later ones pay a set lookup.
+
+        Args:
+            call: The call as text: must be equal on all ranks.
+            tensors: Their dtypes, devices, shapes but for the row counts, and whether they require gradients must be equal on
+                all ranks.
+            seed: The dropout seed, compared with the first call of the signature; 0 where seeds may differ between ranks.
+
+        Raises:
+            ValueError: Inconsistent here, on another rank, or between ranks; the ranks are named.
+        """
+        here = json.dumps(
+            [None if x is None else (list(x.shape), str(x.dtype), x.device.type, x.requires_grad) for x in tensors]
+        )
+        signature = hashlib.blake2b((here + call).encode(), digest_size=16).digest()
+        known = signature in self._agreed
+        try:
+            yield
+        except Exception as error:
+            if not known:
+                self.refuse(error)
+            raise
+        if known:
+            return
+        if self._agreement is not None:
+            record = {**parse(call), "tensors": _without_rows(tensors), "nodes": self.seat.nodes}
+            record |= {"keep_keys": self.keep_keys, "dropout_seed": seed}
+            self._agreement.compare_calls(record, describe_record(record))
+            self.settle(next(x.device for x in tensors if x is not None))
+        self._agreed.add(signature)
+
+    def mark_call(self, call: str, tensors: Sequence[Tensor | None]) -> CallMark:
+        """The mark of a call's signature (Note [Call marks] of call_order.py); arguments as in `refusals`."""
+        if self._order is None:
+            return CallMark(0, "")
+        text = json.dumps([call, _without_rows(tensors)])
+        digest = hashlib.blake2b(text.encode(), digest_size=7)
+        return CallMark(
+            int.from_bytes(digest.digest()), f"{describe_record(parse(call))}, digest {digest.hexdigest()[:6]}"
+        )
+
+    def begin_call(self, call: CallMark, seed: int, forward: int, device: torch.device) -> int:
+        """The number of a call that is about to move rows; arguments and errors as in `CallOrder.begin`."""
+        return 0 if self._order is None else self._order.begin(call, seed, forward, device)
+
+    def refuse(self, error: Exception) -> NoReturn:
+        """Raises an error of this rank that ranks which compare their next call find there, instead of waiting for this one.
+
+        For what is checked before a call is made and may be wrong on some ranks only. An error is told once, however many places
+        it passes on its way.
+
+        Args:
+            error: What to raise.
+
+        Raises:
+            Exception: The error.
+        """
+        if self._agreement is not None:
+            self._agreement.tell(error)
+        raise error
+
+    def shared_refusals(self) -> AbstractContextManager[None]:
+        """Lets what is raised inside be found by ranks that compare their next call (`refuse`); in a trace, nobody else.
+
+        A refusal stands in place of this rank's next comparison: the call has failed here, and where the others next compare. A
+        program that catches such errors goes on to the same call on all ranks then. What all ranks are refused alike costs none of
+        them a later call.
+
+        Raises:
+            Exception: What is raised inside.
+        """
+        return nullcontext() if torch.compiler.is_compiling() or self._agreement is None else self._agreement
+
+    def agree(self, what: str, text: str, doing: str = "") -> None:
+        """Compares a text between all ranks, each of which must call it: for what must be equal and no call shows.
+
+        Args:
+            what: What the text says, in words for the message.
+            text: Must be equal on all ranks.
+            doing: The call that this rank is in, for ranks that are in another one; default what and the text.
+
+        Raises:
+            ValueError: It is not; raised on every rank, naming those that differ from most.
+        """
+        if self._agreement is not None:
+            self._agreement.agree(what, text, doing)
+
+    def agree_once(self, what: str, text: str, doing: str = "") -> None:
+        """`agree`, at the first call with a text; later ones pay a set lookup.
+
+        Args:
+            what: As there.
+            text: Likewise.
+            doing: See `agree`.
+
+        Raises:
+            ValueError: Likewise.
+        """
+        known = hashlib.blake2b(f"{what}: {text}".encode(), digest_size=16).digest()
+        if known not in self._agreed:
+            self.agree(what, text, doing)
+            self._agreed.add(known)
+
+    def settle(self, device: torch.device) -> None:
+        """Decides how rows move, as the first attention call does; every rank calls it, when the ranks have agreed on a call.
+
+        Args:
+            device: Where rows are.
+
+        Raises:
+            RuntimeError: `transport="copy_engine"` was asked for and can not serve; raised on every rank.
+        """
+        self._settle(device)
+        self._warm_up(device)
+
+    def least(self, number: int) -> int:
+        """The least of all ranks' numbers, each of which must call it.
+
+        Args:
+            number: This rank's.
+
+        Raises:
+            ValueError: Another rank has refused its call.
+        """
+        if self._agreement is None:
+            return number
+        return min(self._agreement.share("number", number, "the least of all ranks' numbers"))
+
+    def gather(self, x: Tensor, dim: int, lengths: Sequence[int]) -> list[Tensor]:
+        """Every rank's tensor, which differ in length along dim only; differentiable (gradients are summed over ranks).
+
+        Args:
+            x: This rank's tensor.
+            dim: The dimension along which lengths differ.
+            lengths: Every rank's length.
+        """
+        if len(lengths) == 1:
+            return [x.clone()]
+        return gather_rows(x, dim, lengths, self.rank, self._group_name)
+
+    def sum(self, x: Tensor) -> Tensor:
+        """The sum of all ranks' tensors, the same bits on every rank; not differentiable.
+
+        Exact where at most one rank has a number other than 0: so rows that one rank has come to all of them.
+
+        Args:
+            x: This rank's tensor, contiguous, of one shape and dtype on all ranks; overwritten with the sum.
+
+        Returns:
+            x.
+        """
+        if self.world_size > 1 and x.numel():
+            dist.all_reduce(x, group=resolve_group(self._group_name, (self.rank, self.world_size)))
+        return x
+
+    def kv_buffer(
+        self,
+        sharding: Sharding,
+        batch: int,
+        kv_heads: int,
+        head_dim: int,
+        v_head_dim: int | None = None,
+        *,
+        dtype: torch.dtype,
+        name: str,
+        device: torch.device | str | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Where a model can write its keys so that they leave for other ranks from there: these are not packed.
+
+        (With `key_bias` they are packed like others.)
+
+        The rows belong to the name until it is asked for again; work enqueued after that may overwrite them. A backward reads
+        its keys again, so use one name per layer: writing before the backward has run changes what it reads. Every rank calls
+        it alike, and passes either all of both tensors or neither of them to an attention call. Where shards do not move by
+        copy engine it is plain memory.
+
+        Args:
+            sharding: Who holds which keys.
+            batch: Batch elements.
+            kv_heads: Key heads.
+            head_dim: Of the keys.
+            v_head_dim: Of the values; default head_dim.
+            dtype: Of both.
+            name: Which buffer of this ring.
+            device: Where; default the current GPU, or the CPU where there is none.
+
+        Returns:
+            K `b t hk d` and v `b t hk dv`, this rank's rows, uninitialised; the last dim is contiguous.
+        """
+        with self.shared_refusals():
+            if device is None:
+                device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else "cpu"
+            device = torch.device(device)
+            dims = (head_dim, head_dim if v_head_dim is None else v_head_dim)
+            rows, mine = max(map(shard_len, sharding.shards)), sharding.shard_len
+        self._settle(device)
+        lend = getattr(self.seat.transport, "lend", None)
+        if lend is not None and device.type == "cuda":
+            k, v = lend(name, batch, rows, mine, kv_heads, dims, dtype)
+        else:
+            with self.shared_refusals():
+                whole = self._kept.take(name, (batch, rows, kv_heads, sum(dims)), dtype, device)
+            k, v = whole[:, :mine, :, :head_dim], whole[:, :mine, :, head_dim:]
+        # fresh tensors each time: what autograd ties to them in one step is not there in the next
+        return k.detach(), v.detach()
+
+    def exchange(self, device: torch.device | str) -> Exchange:
+        """What makes one answer of what all ranks bring: made at the first call for a device, which all ranks make.
+
+        Args:
+            device: Where partials are, or addends, or columns.
+
+        Returns:
+            The exchange; `print` says which one it is, and why. It lives until the ring is closed.
+
+        Raises:
+            RuntimeError: `transport="copy_engine"` was asked for and can not serve; raised on every rank.
+        """
+        device = torch.device(device)
+        if device.type == "cuda" and device.index is None:
+            device = torch.device("cuda", torch.cuda.current_device())
+        found = self._exchanges.get(device)
+        if found is None:
+            found = self._exchanges[device] = self._make_exchange(device)
+        return found
+
+    def _make_exchange(self, device: torch.device) -> Exchange:
+        if self._agreement is None:
+            return AloneExchange()
+        self._settle(device)
+        why = f"the partials are in {device.type} memory" if self._choice.name == "undecided" else str(self._choice)
+        one_shot = getattr(self._mover, "one_shot", None)
+        if one_shot is not None and self.seat.nodes is not None:
+            why = f"partials cross between nodes ({why})"
+        elif one_shot is not None and device.type == "cuda":
+            missing = None if importlib.util.find_spec("triton") else f"ring rank {self.rank} has no triton"
+            missing = next(
+                (text for text in self._agreement.share("what an exchange lacks", missing) if text is not None), None
+            )
+            if missing is None:
+                return one_shot(self._agreement, why)
+            why = missing
+        return GroupExchange(self._group_name, self.rank, self.world_size, self._agreement, self._patience, why)
+
+    def wait(self, device: torch.device | str, *, marks: Marks | None = None, what: str = "a replay") -> None:
+        """Waits, on the host, for what the current stream of a device holds, and no longer than ranks may be waited for.
+
+        For replays of CUDA graphs that hold calls of this ring: no watchdog of torch knows the collectives in a graph, so a host
+        that blocks behind a replay whose peer has died (`torch.cuda.synchronize()`, `.item()`) may do so without end. Call it
+        after a replay, and before what blocks.
+
+        Args:
+            device: Where the work is; nothing is waited for on a CPU, whose calls have ended when they return.
+            marks: Where the work begins and ends, from when on time counts; None: all that the current stream holds, and now.
+            what: What it is, for the message.
+
+        Raises:
+            RuntimeError: It has not ended within the ring's `timeout` and 2 s of its beginning, so a rank did not come; or one
+                did not come in an earlier call, and results since then are NaN. The message names ranks. The ring can not be used
+                any more then, and with NCCL the process group can not, either.
+
+        Example:
+            >>> graph.replay()  # doctest: +SKIP
+            >>> ring.wait("cuda", what=f"decoding step {number}")  # doctest: +SKIP
+            >>> token = tokens.tolist()  # doctest: +SKIP
+        """
+        device = torch.device(device)
+        if device.type == "cuda" and device.index is None:
+            device = torch.device("cuda", torch.cuda.current_device())
+        if marks is None and device.type == "cuda":
+            marks = mark_now(device)
+        ended = marks is None or self._patience.wait(marks)
+        # who gave up by itself knows more
+        exchange = self._exchanges.get(device)
+        if exchange is not None:
+            exchange.check()
+        watch = getattr(self._mover, "watch", None)
+        if watch is not None:
+            watch.check()
+        if not ended:
+            self._patience.give_up(what, device)
+
+    def close(self) -> None:
+        """Lets go of buffers and NCCL communicators; every rank must call it, when its calls are over.
+
+        The ring may be used again; they are then made anew.
+        """
+        self.closings += 1
+        for exchange in self._exchanges.values():
+            exchange.close()
+        self._exchanges.clear()
+        release = getattr(self._mover, "close", None)
+        if release is not None:
+            release()
+        self.seat.buffers.clear()
+        self._kept.clear()
+        self._agreed.clear()
+        self._warm.clear()
+        for link in self._links:
+            link.close()
+
+    def _settle(self, device: torch.device) -> None:
+        """Decides the transport, once, together with all ranks."""
+        if self._settled or (device.type != "cuda" and self._wanted_transport == "auto"):
+            return
+        assert self._agreement is not None, "a ring of one rank is settled from the start"
+        mover, self._choice, budget, rate = choose(
+            self._wanted_transport,
+            self._group_name,
+            self.rank,
+            self.world_size,
+            self.name,
+            device,
+            self._agreement,
+            self._timeout,
+            self._memory_budget,
+            self._links[0],
+            self.seat.nodes,
+        )
+        if self.keep_keys and (self._choice.name != "copy_engine" or self.seat.nodes is not None):
+            self._choice = replace(self._choice, why=f"{self._choice.why}; keep_keys finds nothing to keep")
+        self._mover = mover
+        between = self.seat.between_nodes
+        if between is not None:
+            watched = getattr(mover, "watched", None)
+            mover, between = (WithinNode(mover), between) if watched is None else (mover, watched(between))
+        self.seat = replace(self.seat, transport=mover, between_nodes=between, budget=budget, push_rate=rate)
+        self._settled = True
+
+    def _warm_up(self, device: torch.device) -> None:
+        if device not in self._warm:
+            for link in self._links[self._choice.name == "copy_engine" :]:
+                link.prepare(device)
+            self._warm.add(device)
+
+
+def default_world_size() -> int:
+    """Ranks of the default group, in which a `Ring` without a group is made; 1 when torch.distributed is not initialised."""
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+
+
+def _without_rows(tensors: Sequence[Tensor | None]) -> list[Any]:
+    """Row counts differ by rank and were checked against the sharding: dim 1 of `b s h d` and `b t`, dim 2 of bias."""
+    result: list[Any] = []
+    for x in tensors:
+        if x is None:
+            result.append(None)
+            continue
+        shape: list[Any] = list(x.shape)
+        if x.dim() in (2, 4):
+            shape[1 if x.dim() == 2 or len(result) < 3 else 2] = "rows"
+        result.append([shape, str(x.dtype), x.device.type, x.requires_grad])
+    return result

@@ -1,0 +1,171 @@
+"""Every refusal of a call, in one place, before the first byte is sent.
+
+Owns the checks of tensors against a decoded call. Masks check themselves (`AttentionMask`), kernels are chosen in
+`kernels.registry`. Refuses to fix anything.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ringattn.plan.attention_spec import Call
+from ringattn.tensor_checks import check_plain
+
+DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+SOFTCAPS = {torch.float16: 2.0**13, torch.bfloat16: 2.0**16, torch.float32: 2.0**100, torch.float64: 2.0**100}
+"""The widest soft cap by dtype. In half precision kernels take a tanh that is rounded by 2**-24, which makes a score wrong by
+softcap times that: up to here less than one rounding of the dtype. Wider dtypes only need a number to multiply with."""
+
+
+def check_tensors(q: Tensor, k: Tensor, v: Tensor, **options: Tensor | None) -> None:
+    """Raises when a call is given something else than plain tensors with numbers in them; else returns.
+
+    Args:
+        q: Queries.
+        k: Keys.
+        v: Values.
+        **options: Others, by name; None: not given.
+
+    Raises:
+        TypeError: As `check_plain`.
+        ValueError: As `check_plain`; or it is a meta tensor.
+        NotImplementedError: As `check_plain`.
+    """
+    given = [(name, x) for name, x in options.items() if x is not None]
+    for name, x in (("q", q), ("k", k), ("v", v), *given):
+        check_plain(name, x)
+        if x.is_meta:
+            raise ValueError(f"{name} must have numbers, got a meta tensor; make it real")
+
+
+def expand_bias(bias: Tensor, q: Tensor, kv_len: int) -> Tensor:
+    """A bias as `b h s n`, without a copy; as it is where q, which is refused later, has other dims.
+
+    Raises:
+        ValueError: It is not broadcastable to that.
+    """
+    if q.dim() != 4:
+        return bias
+    b, s, h, _ = q.shape
+    wanted = (b, h, s, kv_len)
+    sizes = (1,) * (4 - bias.dim()) + tuple(bias.shape)
+    if len(sizes) != 4 or any(x not in (1, y) for x, y in zip(sizes, wanted, strict=True)):
+        raise ValueError(
+            f"bias must be broadcastable to {wanted} (this rank's query rows x all keys), got {tuple(bias.shape)}; "
+            "cut a whole one with sharding.shard(bias, dim=-2)"
+        )
+    return bias.expand(wanted)
+
+
+def check_call(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    call: Call,
+    *,
+    sinks: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    key_bias: Tensor | None = None,
+    bias: Tensor | None = None,
+) -> None:
+    """Raises ValueError or NotImplementedError when the tensors do not fit each other or the call; else returns.
+
+    Args:
+        q: Queries, must be `b s h d`.
+        k: Keys, must be `b t hk d`.
+        v: Values, must be `b t hk dv`.
+        call: The decoded call.
+        sinks: Must be `h`.
+        alibi_slopes: Must be `h`.
+        key_bias: Must be `b t`.
+        bias: Must be `b h s n` after expansion.
+    """
+    options = {"sinks": sinks, "alibi_slopes": alibi_slopes, "key_bias": key_bias, "bias": bias}
+    given = {name: x for name, x in options.items() if x is not None}
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if x.dim() != 4:
+            raise ValueError(f"{name} must be 4-dimensional, `batch rows heads head_dim`, got shape {tuple(x.shape)}")
+    if q.dtype not in DTYPES:
+        raise ValueError(f"q must be float16, bfloat16, float32 or float64, got {q.dtype}")
+    for name, x in (("k", k), ("v", v)):
+        if x.dtype != q.dtype:
+            raise ValueError(f"{name} must have the dtype of q, {q.dtype}, got {x.dtype}; convert it first")
+    for name, x in (("k", k), ("v", v), *given.items()):
+        if x.device != q.device:
+            raise ValueError(f"{name} must be on the device of q, {q.device}, got {x.device}")
+    for name, x in given.items():
+        if not x.is_floating_point():
+            raise ValueError(f"{name} must be floating point, got {x.dtype}")
+    _check_rows(q, k, call)
+    _check_shapes(q, k, v)
+    b, s, h, _ = q.shape
+    wanted = {
+        "sinks": ((h,), "one logit per query head"),
+        "alibi_slopes": ((h,), "one slope per query head"),
+        "key_bias": ((b, k.shape[1]), "this rank's keys"),
+        "bias": ((b, h, s, call.kv_sharding.seq_len), "this rank's query rows x all keys"),
+    }
+    for name, x in given.items():
+        shape, meaning = wanted[name]
+        if tuple(x.shape) != shape:
+            raise ValueError(f"{name} must have shape {shape} ({meaning}), got {tuple(x.shape)}")
+    _check_options(call, q.dtype, b, bias is not None)
+
+
+def _check_shapes(q: Tensor, k: Tensor, v: Tensor) -> None:
+    b, _, h, d = q.shape
+    if k.shape[0] != b or v.shape[0] != b:
+        raise ValueError(f"k and v must have batch {b} like q, got {k.shape[0]} and {v.shape[0]}")
+    if k.shape[-1] != d:
+        raise ValueError(f"k must have head_dim {d} like q, got {k.shape[-1]}")
+    if v.shape[1:3] != k.shape[1:3]:
+        raise ValueError(f"v must have rows and heads {tuple(k.shape[1:3])} like k, got {tuple(v.shape[1:3])}")
+    if h == 0 or k.shape[2] == 0 or h % k.shape[2]:
+        raise ValueError(f"the number of query heads must be a multiple of the key heads, got {h} and {k.shape[2]}")
+    if d == 0 or v.shape[-1] == 0:
+        raise ValueError(f"head_dim must be at least 1, got {d} for q and {v.shape[-1]} for v")
+
+
+def _check_rows(q: Tensor, k: Tensor, call: Call) -> None:
+    for name, sharding, x in (("q", call.sharding, q), ("k", call.kv_sharding, k)):
+        if x.shape[1] != sharding.shard_len:
+            raise ValueError(
+                f"{name} must have the {sharding.shard_len} rows that rank {sharding.rank} holds of {sharding.seq_len}, got "
+                f"{x.shape[1]}; pass this rank's rows, as sharding.shard(x, dim=1) gives them"
+            )
+    if call.kv_sharding.documents not in (None, call.sharding.documents):
+        raise ValueError(
+            "kv_sharding must have no documents, or those of sharding, which alone are part of the mask, got others; make it "
+            "without documents=, and hide pairs across documents by bias"
+        )
+
+
+def check_softcap(softcap: float, dtype: torch.dtype) -> None:
+    """Raises ValueError when a soft cap is below 0, or so wide or tight that kernels would lose the scores; else returns.
+
+    Args:
+        softcap: Finite.
+        dtype: Of q.
+    """
+    if softcap < 0:
+        raise ValueError(f"softcap must be at least 0 (0 for none), got {softcap}")
+    widest = SOFTCAPS[dtype]
+    if softcap and not 2.0**-100 <= softcap <= widest:
+        raise ValueError(
+            f"softcap must be from {2.0**-100:.3g} to {widest:.5g} for {dtype}, got {softcap:.5g}: scores would lose their digits; "
+            "leave out a cap that is never reached (0.0 is none), or pass float32"
+        )
+
+
+def _check_options(call: Call, dtype: torch.dtype, batch: int, has_bias: bool) -> None:
+    check_softcap(call.softcap, dtype)
+    if not 0 <= call.dropout_p < 1:
+        raise ValueError(f"dropout_p must be in [0, 1), got {call.dropout_p}")
+    lengths = call.mask.lengths
+    if lengths is not None and len(lengths) != batch:
+        raise ValueError(f"lengths must have one (start, stop) per batch element, {batch}, got {len(lengths)}")
+    if has_bias and call.backward == "queries":
+        raise NotImplementedError(
+            "backward='queries' must go without bias, whose rows cannot leave their rank; use backward='keys' or 'auto'"
+        )

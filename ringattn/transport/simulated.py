@@ -1,0 +1,349 @@
+"""All ranks in one process: the oracle for distribution.
+
+Owns mailboxes between threads of which exactly one runs at a time, so that kernels and interpreters that are not
+thread-safe see one caller. Moves copies, so that a rank that reads too early or writes too late is found out.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Hashable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from ringattn.kernels.interface import Lease, ReadyFlags, Reels
+from ringattn.plan.ring_plan import GatherPlan, Nodes
+from ringattn.schedule.packed_message import slices
+from ringattn.transport.base import Homecoming, Parcel, Pending, Reply, Seat
+
+T = TypeVar("T")
+
+Mark = tuple[int, bool]
+"""(number of the post, a reply or not): equal on both sides (`Transport.post`)."""
+
+
+class _Receipt:
+    def __init__(self, hub: _Hub, rank: int, receives: list[tuple[Parcel, Mark]], what: str) -> None:
+        self._hub = hub
+        self._rank = rank
+        self._receives = receives
+        self._what = what
+
+    def wait(self) -> None:
+        for (peer, x), mark in self._receives:
+            x.copy_(self._hub.collect(peer, self._rank, self._what, mark))
+
+
+class _Hub:
+    """Mailboxes of all pairs of ranks, and the baton that lets one rank run at a time."""
+
+    def __init__(self, world_size: int) -> None:
+        self.baton = threading.Condition()
+        self.failed: BaseException | None = None
+        self.world_size = world_size
+        self._running = world_size
+        self._waiting: dict[int, int] = {}
+        self._mail: dict[tuple[int, int], deque[tuple[Tensor, Mark | None]]] = {
+            (a, b): deque() for a in range(world_size) for b in range(world_size)
+        }
+
+    def deliver(self, source: int, target: int, x: Tensor, mark: Mark | None = None) -> None:
+        self._mail[source, target].append((x.clone(), mark))
+        self.baton.notify_all()
+
+    def collect(self, source: int, target: int, what: str, mark: Mark | None = None) -> Tensor:
+        box = self._mail[source, target]
+        self._waiting[target] = source
+        while not box:
+            if self.failed is None and self._stuck():
+                self.failed = RuntimeError(f"ring rank {target}: {what}: every rank waits; rank {source} never sent")
+                self.baton.notify_all()
+            if self.failed is not None:
+                raise RuntimeError(f"ring rank {target}: {what}: another rank failed first") from self.failed
+            self.baton.wait()
+        del self._waiting[target]
+        x, found = box.popleft()
+        assert found == mark, (
+            f"{what}: rank {source} sent in post and kind {found} what rank {target} expects in {mark}"
+        )
+        return x
+
+    def _stuck(self) -> bool:
+        return len(self._waiting) == self._running and not any(
+            self._mail[source, target] for target, source in self._waiting.items()
+        )
+
+    def leave(self, error: BaseException | None) -> None:
+        self._running -= 1
+        self.failed = self.failed or error
+        self.baton.notify_all()
+
+
+class SimulatedTransport:
+    """One rank's end of the mailboxes.
+
+    Args:
+        hub: The mailboxes.
+        rank: This rank.
+        sm_margin: See `Gatherer.sm_margin`.
+    """
+
+    def __init__(self, hub: _Hub, rank: int, sm_margin: int = 0) -> None:
+        self._hub = hub
+        self._rank = rank
+        self._sm_margin = sm_margin
+        self._posts = 0
+
+    def post(self, sends: Sequence[Parcel], receives: Sequence[Parcel], what: str) -> Pending:
+        """See `Transport.post`."""
+        self._posts += 1
+        peers: dict[bool, int] = {}
+        for parcel in sends:
+            peer, x = parcel
+            if x.numel():
+                assert peers.setdefault(isinstance(parcel, Reply), peer) == peer, f"{what}: one peer per kind of parcel"
+                self._hub.deliver(self._rank, peer, x, (self._posts, isinstance(parcel, Reply)))
+        for _, x in receives:
+            # all bits set is NaN in every float dtype, in messages of bytes too
+            x.view(-1).view(torch.uint8).fill_(255)
+        expected = [(parcel, (self._posts, isinstance(parcel, Reply))) for parcel in receives if parcel[1].numel()]
+        return _Receipt(self._hub, self._rank, expected, what)
+
+    def reserve(self, num_bytes: int, replies: int = 0) -> None:
+        """Mailboxes hold whatever is sent."""
+
+    def gatherer(self) -> SimulatedGatherer:
+        """Everything is fetched before the kernel starts."""
+        return SimulatedGatherer(self._hub, self._rank, self._sm_margin)
+
+
+class SimulatedGatherer:
+    """Gathers by mail: what a kernel reads and writes is poisoned unless it is owed to it.
+
+    Args:
+        hub: The mailboxes.
+        rank: This rank.
+        sm_margin: See `Gatherer.sm_margin`.
+    """
+
+    def __init__(self, hub: _Hub, rank: int, sm_margin: int) -> None:
+        self._hub = hub
+        self._rank = rank
+        self.sm_margin = sm_margin
+
+    def make_room(self, slot_bytes: int, far_bytes: int, *, remote_shards: bool = False) -> None:
+        """Mailboxes hold whatever is sent."""
+
+    def remote_shard(
+        self,
+        turn: int,
+        shape: tuple[int, int, int],
+        rows: int,
+        dims: tuple[int, int],
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> Tensor:
+        """See `Gatherer.remote_shard`."""
+        del turn  # nobody reads here what has been delivered
+        return torch.full((*shape, sum(dims)), float("nan"), dtype=dtype, device=device)[:, :rows]
+
+    def gather(
+        self,
+        k: Tensor,
+        v: Tensor,
+        gather_plan: GatherPlan,
+        groups: int,
+        what: str,
+        *,
+        key_bias: Tensor | None = None,
+        keep: bool = False,
+        home: Homecoming | None = None,
+    ) -> _Gathered:
+        """See `Gatherer.gather`."""
+        assert k.shape[2] % groups == 0, "head groups divide the key heads"
+        mine = torch.cat((k, v), -1)
+        far = self._fetch(
+            mine, mine.new_zeros(mine.shape[0], gather_plan.remote_rows, *mine.shape[2:]), gather_plan, what
+        )
+        table = None
+        if key_bias is not None:
+            # what belongs to nobody is no number
+            nobody = key_bias.new_full((key_bias.shape[0], gather_plan.remote_rows), float("nan"))
+            table = torch.cat((key_bias, self._fetch(key_bias, nobody, gather_plan, what)), 1)
+        ready_flags = self.arrived(gather_plan, groups, k.device)
+        kept = far.clone() if keep else None
+        gathered = _Gathered(far, far[..., : k.shape[-1]], far[..., k.shape[-1] :], kept, table, ready_flags)
+        if home is not None:
+            assert isinstance(home, _Homes), "a homecoming of the same ring"
+            home.begin()
+            home.gathered = gathered
+        return gathered
+
+    def repeat(
+        self,
+        key: tuple[Hashable, ...],
+        given: Sequence[Tensor],
+        made: Sequence[Tensor],
+        enqueue: Callable[[], object],
+        leased: Callable[[Lease], AbstractContextManager[None]],
+        held: tuple[Any, ...],
+    ) -> None:
+        """See `Gatherer.repeat`; each call is a new one."""
+        del key, given, made, leased, held
+        enqueue()
+
+    def _fetch(self, mine: Tensor, far: Tensor, gather_plan: GatherPlan, what: str) -> Tensor:
+        """Far, with the rows of all others in it; rows are dimension 1."""
+        for reader in gather_plan.sends:
+            self._hub.deliver(self._rank, reader.peer, torch.cat(slices(mine, 1, reader.rows), 1))
+        for fetch in gather_plan.recvs:
+            rows = self._hub.collect(
+                fetch.owner, self._rank, f"{what}, keys of ring step {gather_plan.first + fetch.step}"
+            )
+            far[:, fetch.at : fetch.at + rows.shape[1]] = rows
+        return far
+
+    def arrived(self, gather_plan: GatherPlan, groups: int, device: torch.device) -> ReadyFlags:
+        """See `Gatherer.arrived`."""
+        del gather_plan
+        # there from the start, but said as on real ranks, so that the same kernels run
+        flags = torch.ones(groups, self._hub.world_size, dtype=torch.int32, device=device)
+        return ReadyFlags(flags, torch.zeros(1, dtype=torch.int32, device=device), timeout_ns=10**9)
+
+    def homecoming(
+        self,
+        shape: tuple[int, int, int],
+        gather_plan: GatherPlan,
+        device: torch.device,
+        what: str,
+        *,
+        biased: bool = False,
+    ) -> _Homes:
+        """See `Gatherer.homecoming`."""
+        return _Homes(self._hub, self._rank, shape, gather_plan, device, what, biased=biased)
+
+
+@dataclass
+class _Gathered:
+    far: Tensor
+    k: Tensor
+    v: Tensor
+    kept: Tensor | None
+    key_bias: Tensor | None
+    ready_flags: ReadyFlags | None
+    reels: Reels = field(default_factory=Reels)
+
+    def close(self) -> None:
+        # a kernel that is launched later would be too late
+        self.far.fill_(float("nan"))
+        if self.key_bias is not None:
+            self.key_bias.fill_(float("nan"))
+
+
+class _Homes:
+    def __init__(
+        self,
+        hub: _Hub,
+        rank: int,
+        shape: tuple[int, int, int],
+        gather_plan: GatherPlan,
+        device: torch.device,
+        what: str,
+        *,
+        biased: bool,
+    ) -> None:
+        b, hk, width = shape
+        self._hub, self._rank, self._gather_plan, self._what = hub, rank, gather_plan, what
+        self.rows = gather_plan.slot_rows
+        self.gathered: _Gathered | None = None
+        self._begun = False
+        sides = len(gather_plan.recvs) + 1
+        self._made = torch.full((sides, b, self.rows, hk, width), float("nan"), dtype=torch.float32, device=device)
+        self.own = self._made[0]
+        self.addresses = _addresses(self._made)
+        self.reels = Reels()
+        self._biases = None
+        if biased:
+            self._biases = torch.full((sides, b, hk, self.rows), float("nan"), dtype=torch.float32, device=device)
+        self.own_bias = None if self._biases is None else self._biases[0]
+        self.bias_addresses = None if self._biases is None else _addresses(self._biases)
+
+    def begin(self) -> None:
+        self._begun = True
+
+    def receive(self) -> tuple[list[Tensor], list[Tensor]]:
+        assert self._begun, "a homecoming begins before its backward"
+        if self.gathered is not None:
+            self.gathered.close()
+        return self._exchange(self._made), [] if self._biases is None else self._exchange(self._biases)
+
+    def _exchange(self, regions: Tensor) -> list[Tensor]:
+        for fetch, made in zip(self._gather_plan.recvs, regions[1:], strict=True):
+            self._hub.deliver(self._rank, fetch.owner, made)
+        return [
+            self._hub.collect(
+                reader.peer,
+                self._rank,
+                f"{self._what}, gradients of ring step {self._gather_plan.first + reader.step}",
+            )
+            for reader in self._gather_plan.sends
+        ]
+
+    def close(self) -> None:
+        self._made.fill_(float("nan"))
+        if self._biases is not None:
+            self._biases.fill_(float("nan"))
+
+
+def _addresses(regions: Tensor) -> Tensor:
+    """Where each region begins, int64."""
+    return torch.tensor([x.data_ptr() for x in regions], dtype=torch.int64, device=regions.device)
+
+
+def run_ranks(
+    world_size: int, body: Callable[[Seat], T], nodes: Nodes | None = None, *, budget: int = 0, sm_margin: int = 0
+) -> list[T]:
+    """Runs `body` once per rank in lockstep and returns the results in rank order.
+
+    Args:
+        world_size: Ranks to simulate.
+        body: The work of one rank.
+        nodes: Who shares a node, in a ring of two levels.
+        budget: Bytes that gathered keys may take on a rank (`Seat.budget`); 0: visits one by one.
+        sm_margin: See `Gatherer.sm_margin`.
+
+    Raises:
+        BaseException: Whatever the first failing rank raised.
+    """
+    hub = _Hub(world_size)
+    results: dict[int, T] = {}
+    grad = torch.is_grad_enabled()
+    device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
+
+    def run(rank: int) -> None:
+        error: BaseException | None = None
+        with hub.baton:
+            try:
+                if device is not None:
+                    torch.cuda.set_device(device)
+                with torch.set_grad_enabled(grad):
+                    transport = SimulatedTransport(hub, rank, sm_margin)
+                    seat = Seat(rank, world_size, transport, budget=budget, nodes=nodes)
+                    results[rank] = body(seat)
+            except BaseException as caught:  # the caller's thread raises it
+                error = caught
+            hub.leave(error)
+
+    threads = [threading.Thread(target=run, args=(rank,), name=f"ring rank {rank}") for rank in range(world_size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if hub.failed is not None:
+        raise hub.failed
+    return [results[rank] for rank in range(world_size)]

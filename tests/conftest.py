@@ -1,0 +1,33 @@
+"""Fixtures of the whole suite."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+from tests.pool import Pools
+from tests.thinning import thin
+
+
+@pytest.fixture(scope="session")
+def pool() -> Iterator[Pools]:
+    """`pool(world_size).run(fn, *args, **kwargs)`: per-rank results of a module-level function on gloo workers."""
+    pools = Pools()
+    yield pools
+    pools.close()
+
+
+@pytest.fixture(autouse=True)
+def nothing_recorded() -> Iterator[None]:
+    """No test plays back what another one, which may have put something in place of a part, has recorded."""
+    yield
+    records = sys.modules.get("ringattn.kernels.runtime.record_triton")
+    if records is not None:
+        records.forget()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    thin(items)

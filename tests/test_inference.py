@@ -1,0 +1,687 @@
+"""Attention over a cache is attention: whatever the history, however it was cut, whoever else is there."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import itertools
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from ringattn import Ring, attention_reference, ring_attention
+from ringattn.inference import PagedKVCache, Step, attend
+from ringattn.inference.in_place import is_in_place_faster
+from ringattn.launch.check.cache_scenarios import (
+    CHUNKS,
+    CROWD,
+    OPTIONS,
+    PACKED,
+    PADDED,
+    Answer,
+    Definition,
+    History,
+    Op,
+    Sizes,
+    extend,
+    has_same_bits,
+    join_answers,
+    play,
+)
+from tests.budget import assert_within_budget
+from tests.isolation import BAD, SPOILT, attend_beside
+from tests.pool import Pools
+
+WORLDS = [1, 2, 4]
+
+
+def play_on_ring(history: History) -> list[Answer]:
+    return play(history, Ring(), "cpu")
+
+
+def judge(history: History, by_rank: list[list[Answer]]) -> None:
+    """Holds what ranks answered to a history against its definition."""
+    low = min(history.sizes.dtype, torch.float32, key=lambda dtype: dtype.itemsize)
+    exact, rounded = Definition(history, torch.float64).play(), Definition(history, low).play()
+    for index, answers in enumerate(zip(*by_rank, strict=True)):
+        assert answers[0].mode == "prefill" or has_same_bits(list(answers)), f"step {index} of {history}"
+        for layer, o in enumerate(join_answers(list(answers))):
+            what = f"o of layer {layer} of step {index} ({answers[0].mode}, {answers[0].moved}) of {history}"
+            assert_within_budget(o, exact[index][layer], rounded[index][layer], what, history.sizes.dtype)
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("moves", ["keys", "queries"])
+@pytest.mark.parametrize("world_size", WORLDS)
+def test_every_option_is_right_for_every_history(pool: Pools, world_size: int, moves: str) -> None:
+    # every option meets every history, and both of them either movement
+    turn = moves == "queries"
+    for (row, named), (column, ops) in itertools.product(
+        enumerate(OPTIONS.values()), enumerate((CHUNKS, CROWD, PACKED, PADDED))
+    ):
+        if (row + column) % 2 == turn:
+            history = History(Sizes(), ops, moves=moves, **named)
+            judge(history, pool(world_size).run(play_on_ring, history))
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("world_size", WORLDS)
+def test_pages_that_are_read_in_place_say_the_same(pool: Pools, world_size: int) -> None:
+    # a third of the options on each number of ranks
+    for named in (*OPTIONS.values(),)[WORLDS.index(world_size) :: len(WORLDS)]:
+        for ops in (CHUNKS, CROWD, PACKED, PADDED):
+            history = History(Sizes(layers=1), ops, reads="pages", **named)
+            judge(history, pool(world_size).run(play_on_ring, history))
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_every_dtype_is_right(pool: Pools, dtype: torch.dtype) -> None:
+    for moves in ("keys", "queries"):
+        for ops in (CHUNKS, CROWD, PACKED, PADDED):
+            history = History(Sizes(dtype=dtype), ops, moves=moves, features=("sinks", "alibi_slopes"))
+            judge(history, pool(2).run(play_on_ring, history))
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        Sizes(heads=3, kv_heads=3),
+        Sizes(heads=8, kv_heads=1),
+        Sizes(head_dim=24, v_head_dim=16),
+        Sizes(page_size=1),
+        Sizes(page_size=64, pages=9),
+    ],
+    ids=["mha", "mqa", "dims", "page 1", "page 64"],
+)
+def test_every_shape_is_right(pool: Pools, sizes: Sizes) -> None:
+    if sizes.page_size == 1:
+        sizes = dataclasses.replace(sizes, pages=400)
+    for moves, ops in (("keys", CROWD), ("queries", CROWD), ("auto", CROWD), ("auto", PACKED)):
+        history = History(sizes, ops, moves=moves)
+        judge(history, pool(4).run(play_on_ring, history))
+
+
+@st.composite
+def histories(draw: st.DrawFn) -> History:
+    """Any history: whatever the books allow."""
+    lengths: dict[int, tuple[int, int]] = {}  # tokens and reservation
+    ops: list[Op] = []
+    for turn in range(draw(st.integers(2, 9))):
+        kind = (
+            draw(st.sampled_from(["join", "extend", "extend", "extend", "fork", "crop", "leave"]))
+            if lengths
+            else "join"
+        )
+        name = draw(st.sampled_from(sorted(lengths))) if lengths else 0
+        if kind == "join" and len(lengths) < 4:
+            lengths[turn] = (0, 120)
+            ops.append(("join", turn, 120, 0))
+        elif kind == "fork" and len(lengths) < 4:
+            length = draw(st.integers(0, lengths[name][0]))
+            lengths[turn] = (length, 120)
+            ops.append(("fork", turn, name, length, 120))
+        elif kind == "crop":
+            length = draw(st.integers(0, lengths[name][0]))
+            lengths[name] = (length, lengths[name][1])
+            ops.append(("crop", name, length))
+        elif kind == "leave" and len(lengths) > 1:
+            del lengths[name]
+            ops.append(("leave", name))
+        elif kind == "extend":
+            names = draw(st.lists(st.sampled_from(sorted(lengths)), min_size=1, unique=True))
+            if draw(st.booleans()):
+                counts, mode = (draw(st.integers(1, 16)),) * len(names), "decode"
+            else:
+                counts, mode = (
+                    tuple(draw(st.sampled_from([1, 2, 5, 17, 33, 50])) for _ in names),
+                    draw(st.sampled_from(["prefill", "packed", "rows"])),
+                )
+            kept = [(name, count) for name, count in zip(names, counts, strict=True) if lengths[name][0] + count <= 120]
+            if kept:
+                for name, count in kept:
+                    lengths[name] = (lengths[name][0] + count, 120)
+                names, counts = zip(*kept, strict=True)
+                ops.append(extend(names, counts, mode))
+    sizes = Sizes(page_size=draw(st.sampled_from([1, 3, 4, 16])), pages=600, layers=1)
+    sizes = dataclasses.replace(sizes, pages=4 * 600 // sizes.page_size)
+    named = OPTIONS[draw(st.sampled_from(sorted(OPTIONS)))]
+    reads = draw(st.sampled_from(["auto", "pages"]))
+    return History(
+        sizes,
+        tuple(ops),
+        moves=draw(st.sampled_from(["auto", "keys", "queries"])) if reads == "auto" else "auto",
+        reads=reads,
+        seed=draw(st.integers(0, 99)),
+        **named,
+    )
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("world_size", WORLDS)
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(history=histories())
+def test_any_history_is_right(pool: Pools, world_size: int, history: History) -> None:
+    judge(history, pool(world_size).run(play_on_ring, history))
+
+
+TOKENS = 20
+
+
+def small(ring: Ring | None = None, **changes: Any) -> PagedKVCache:
+    facts: dict[str, Any] = {"layers": 2, "kv_heads": 2, "head_dim": 16, "v_head_dim": 8, "pages": 40, "page_size": 4}
+    facts |= {"dtype": torch.float32, "device": "cpu"} | changes
+    return PagedKVCache(Ring() if ring is None else ring, **facts)
+
+
+def rows_of(step: Step, **changes: Any) -> dict[str, Any]:
+    """Right tensors for a step of `small`, but for what is changed."""
+    shapes = {"q": (4, 16), "k": (2, 16), "v": (2, 8)}
+    given = {name: torch.ones(step.batch, step.rows, *shape) for name, shape in shapes.items()}
+    return given | changes
+
+
+WRONG: dict[str, tuple[dict[str, Any], str]] = {
+    "rows": ({"q": torch.ones(1, 3, 4, 16)}, r"q must have shape `1 20 h 16`.*got \(1, 3, 4, 16\)"),
+    "dims": ({"k": torch.ones(20, 2, 16)}, r"k must have shape \(1, 20, 2, 16\).*got \(20, 2, 16\)"),
+    "head dim": ({"v": torch.ones(1, 20, 2, 16)}, r"v must have shape \(1, 20, 2, 8\)"),
+    "heads": ({"q": torch.ones(1, 20, 3, 16)}, "query heads must be a multiple of the cache's 2 key heads, got 3"),
+    "dtype": (
+        {"q": torch.ones(1, 20, 4, 16).bfloat16()},
+        "q must have the dtype of the cache, torch.float32, got torch.bfloat16",
+    ),
+    "device": ({"v": torch.ones(1, 20, 2, 8, device="meta")}, "v must be on the device of the cache, cpu, got meta"),
+    "gradients": ({"q": torch.ones(1, 20, 4, 16, requires_grad=True)}, "q must not require gradients.*ring_attention"),
+    "sink gradients": ({"sinks": torch.ones(4, requires_grad=True)}, "sinks must not require gradients"),
+    "layer": ({"layer": 2}, "layer must be from 0 to 1, got 2"),
+    "negative layer": ({"layer": -1}, "layer must be from 0 to 1, got -1"),
+    "sinks": ({"sinks": torch.ones(3)}, r"sinks must be floating point of shape \(4,\)"),
+    "slopes": ({"alibi_slopes": torch.ones(4, dtype=torch.int64)}, "alibi_slopes must be floating point"),
+    "scale": ({"softmax_scale": float("nan")}, "softmax_scale must be finite, got nan"),
+    "softcap": ({"softcap": -1.0}, "softcap must be at least 0"),
+    "a wide softcap": ({"softcap": 3e38}, "softcap must be from .* for torch.float32, got 3e"),
+    "a word as scale": ({"softmax_scale": "0.5"}, "softmax_scale must be a number, got '0.5'; convert it first"),
+    "no softcap": ({"softcap": None}, "softcap must be a number, got None"),
+    "a word as flag": ({"causal": "no"}, "causal must be True or False, got 'no'"),
+    "window": ({"window": (-1, 0)}, "window must have sides of at least 0 or None"),
+    "int window": ({"window": 0}, "window must have sides of at least 0 or None"),
+    "a flag as window": ({"window": True}, r"window must be an int, \(left, right\) or None, got True"),
+    "fractions of a window": ({"window": (1.5, 0)}, r"window must be of integers, got \(1.5, 0\)"),
+    "chunks": ({"chunk_len": 0}, "chunk_len must be at least 1 or None, got 0"),
+    "moves": ({"moves": "values"}, "moves must be one of auto, keys, queries, got 'values'"),
+    "reads": ({"reads": "memory"}, "reads must be one of auto, pages, copies, got 'memory'"),
+    "copies move": (
+        {"reads": "pages", "moves": "keys"},
+        "moves must be 'queries' or 'auto' with reads='pages', got 'keys'",
+    ),
+}
+
+
+@pytest.mark.parametrize("mode", ["prefill", "decode"])
+@pytest.mark.parametrize("name", WRONG)
+def test_what_is_wrong_is_refused_with_its_name(name: str, mode: Any) -> None:
+    changes, message = WRONG[name]
+    cache = small()
+    count = TOKENS if mode == "prefill" else 2
+    step = cache.extend([cache.join(30)], [count], mode=mode)
+    before = cache.k.clone()
+    changes = {
+        key: x[:, :2] if torch.is_tensor(x) and x.shape[:2] == (1, 20) and mode == "decode" else x
+        for key, x in changes.items()
+    }
+    given: dict[str, Any] = rows_of(step) | changes
+    if "gradients" in name:  # a slice of a leaf requires gradients too
+        given = {key: x.requires_grad_() if torch.is_tensor(x) and x.requires_grad else x for key, x in given.items()}
+    with pytest.raises(ValueError, match=message.replace("1 20", f"1 {count}").replace("1, 20", f"1, {count}")):
+        attend(step, given.pop("layer", 0), **given)
+    assert torch.equal(cache.k, before), "what is refused is not kept"
+    attend(step, 0, **rows_of(step))
+
+
+def test_a_step_whose_tokens_are_gone_is_refused() -> None:
+    cache = small()
+    request = cache.join(40)
+    step = cache.extend([request], [TOKENS])
+    cache.crop(request, 7)
+    with pytest.raises(ValueError, match="request 0 of 20 tokens, which was cropped to 7 tokens since; extend again"):
+        attend(step, 0, **rows_of(step))
+    step = cache.extend([request], [3])
+    cache.leave(request)
+    with pytest.raises(ValueError, match="request 0 of 10 tokens, which has left since"):
+        attend(step, 0, **rows_of(step))
+
+
+@pytest.mark.parametrize("mode", ["prefill", "decode"])
+def test_a_step_whose_tokens_are_others_now_is_refused_and_writes_to_nobodys_pages(mode: Any) -> None:
+    cache = small()
+    request, other = cache.join(40), cache.join(40)
+    first = cache.extend([request], [7])
+    step = cache.extend([request], [13], mode=mode)
+    cache.crop(request, 7)
+    # of pages that were given up, some are another request's now
+    cache.extend([other], [20])
+    again = cache.extend([request], [13], mode=mode)
+    with pytest.raises(
+        ValueError, match="request 0 of 20 tokens, which has had others behind the first 7 since; exten"
+    ):
+        attend(step, 0, **rows_of(step))
+    assert not cache.k.any()
+    for one in (first, again):
+        attend(one, 0, **rows_of(one))
+
+
+def test_results_carry_no_graph() -> None:
+    cache = small()
+    step = cache.extend([cache.join(30)], [TOKENS])
+    weight = torch.ones(16, requires_grad=True)
+    with torch.no_grad():
+        assert not attend(step, 0, **rows_of(step, q=torch.ones(1, TOKENS, 4, 16) * weight)).requires_grad
+    with torch.inference_mode():
+        attend(step, 1, **rows_of(step, q=torch.ones(1, TOKENS, 4, 16) * weight))
+    # what inference mode made of it serves outside, too
+    step = cache.extend([0], [4])
+    assert not attend(step, 1, **rows_of(step)).requires_grad
+
+
+@pytest.mark.parametrize("inside", [(True, False, False), (False, True, False), (False, False, True)], ids=str)
+def test_a_cache_and_a_static_step_serve_inside_and_outside_of_inference_mode(inside: tuple[bool, bool, bool]) -> None:
+    modes = iter([*inside, False, False, True])
+    with torch.inference_mode(next(modes)):
+        cache = small()
+    with torch.inference_mode(next(modes)):
+        static = cache.static_step(2, 4, max_tokens=40)
+    request = cache.join(40)
+    for mode in modes:
+        with torch.inference_mode(mode):
+            cache.extend([request], [4], into=static)
+            attend(static, 0, **rows_of(static), window=(3, 0))
+
+
+def ask_and_train() -> Tensor:
+    """A chunk of a prompt and a forward in inference mode, and then again with gradients, on one ring."""
+    ring = Ring()
+    cache, sharding = small(ring), ring.sharding(TOKENS)
+    for mode in (True, False):
+        for moves in ("keys", "queries"):
+            request = cache.join(40)
+            with torch.inference_mode(mode):
+                for count in (TOKENS, 3, 1):
+                    step = cache.extend([request], [count], mode="prefill" if count > 1 else "decode")
+                    attend(step, 0, **rows_of(step), moves=moves)
+            cache.leave(request)
+        with torch.inference_mode(mode):
+            q, k, v = (torch.ones(1, sharding.shard_len, h, 16, requires_grad=not mode) for h in (4, 2, 2))
+            o = ring_attention(q, k, v, sharding, causal=True)
+    o.sum().backward()
+    assert v.grad is not None
+    return v.grad.sum()
+
+
+@pytest.mark.dist
+def test_what_a_ring_made_in_inference_mode_serves_training(pool: Pools) -> None:
+    # each row of values adds 1 to a row of every query head
+    assert float(sum(pool(2).run(ask_and_train))) == pytest.approx(TOKENS * 4 * 16)
+
+
+def test_a_step_goes_when_nobody_has_it() -> None:
+    cache = small()
+    request = cache.join(60)
+    for count in (TOKENS, 30, 2):
+        step = cache.extend([request], [count])
+        attend(step, 0, **rows_of(step), window=(9, 0))
+        gone = weakref.ref(step)
+        gc.disable()
+        try:
+            del step
+            assert gone() is None
+        finally:
+            gc.enable()
+
+
+def refuse_together(fault: str) -> str:
+    """What this rank raises when rank 1 does something else, and whether all go on afterwards."""
+    ring = Ring()
+    odd = ring.rank == 1
+    cache = small(ring)
+    request = cache.join(100)
+    if fault.startswith("decode"):
+        step = cache.extend([request], [TOKENS])
+        for layer in (0, 1):
+            attend(step, layer, **rows_of(step))
+    counts = [3 + odd] if fault == "decode longer" else [TOKENS + 2 * odd] if fault == "longer" else [TOKENS]
+    if fault == "another request":
+        other = cache.join(40)
+        request = other if odd else request
+    if fault == "decode crop" and odd:
+        cache.crop(request, TOKENS - 1)
+    if fault.startswith("decode"):
+        counts = [3 + (odd and fault == "decode longer")]
+    step = cache.extend([request], counts)
+    given: dict[str, Any] = rows_of(step)
+    options: dict[str, Any] = {}
+    if odd and fault == "dtype":
+        given["k"] = given["k"].double()
+    if odd and fault == "layer":
+        options["layer"] = 5
+    if odd and fault == "window":
+        options["window"] = (5, 0)
+    if odd and fault == "kind of window":
+        options["window"] = 5.5
+    if odd and fault == "heads":
+        given["q"] = given["q"][:, :, :2]
+    if odd and fault == "gradients":
+        given["q"].requires_grad_()
+    if odd and fault == "sinks":
+        options["sinks"] = torch.zeros(4)
+    before = cache.k.clone()
+    try:
+        attend(step, options.pop("layer", 0), **given, **options)
+    except ValueError as error:
+        assert torch.equal(cache.k, before), "nothing is kept of what is refused"
+        if fault in ("dtype", "layer", "window", "kind of window", "heads", "gradients", "sinks"):
+            attend(step, 0, **rows_of(step))
+        return str(error)
+    return "nothing"
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        ("dtype", "k must have the dtype of the cache"),
+        ("layer", "layer must be from 0 to 1, got 5"),
+        ("window", "window"),
+        ("kind of window", "window must be an int"),
+        ("heads", "attend"),
+        ("gradients", "q must not require gradients"),
+        ("sinks", "attend"),
+        ("longer", "requests (0,) with (22,) new tokens"),
+        ("another request", "requests (1,) with (20,) new tokens"),
+        ("decode longer", "decode of requests (0,) with (4,) new tokens"),
+        ("decode crop", "digest"),
+    ],
+)
+def test_what_differs_on_one_rank_is_refused_on_every_rank(pool: Pools, fault: str, message: str) -> None:
+    for rank, said in enumerate(pool(2).run(refuse_together, fault)):
+        assert message in said, f"rank {rank}"
+        assert "rank 1" in said or rank == 1, f"rank {rank}: {said}"
+
+
+def count_comparisons() -> list[int]:
+    """How often ranks compare in each step of a model of four layers of two kinds."""
+    ring = Ring()
+    cache = small(ring, layers=4)
+    calls = []
+    agreement: Any = ring._agreement
+    compare = agreement.compare
+    agreement.compare = lambda *texts: (calls.append(texts), compare(*texts))[1]
+    request, found = cache.join(140), []
+    for count in (16, 31, 20, *[1] * 40):
+        step = cache.extend([request], [count], mode="prefill" if count > 1 else "decode")
+        before = len(calls)
+        for layer in range(4):
+            attend(step, layer, **rows_of(step), window=(9, 0) if layer % 2 else None)
+        found.append(len(calls) - before)
+    return found
+
+
+@pytest.mark.dist
+def test_ranks_compare_once_per_chunk_and_seldom_per_token(pool: Pools) -> None:
+    for found in pool(2).run(count_comparisons):
+        first, second, third, *decoded = found
+        assert (second, third) == (1, 1)
+        assert first <= 3
+        # the first token compares its kinds and its exchange, then every sixteenth one
+        assert decoded[0] <= 3
+        assert sum(decoded[1:]) == 2
+
+
+def whole_prompt(world_size: int) -> tuple[Tensor, Tensor]:
+    """A prompt by attend and the same rows by ring_attention."""
+    ring = Ring()
+    cache = small(ring)
+    step = cache.extend([cache.join(100)], [97])
+    generator = torch.Generator().manual_seed(0)
+    whole = [torch.randn(1, 97, *shape, generator=generator) for shape in ((4, 16), (2, 16), (2, 8))]
+    q, k, v = (step.take(x) for x in whole)
+    assert step.sharding is not None
+    o = attend(step, 0, q, k, v)
+    assert step.moved == ("keys",)
+    return o, ring_attention(q, k, v, step.sharding, causal=True)
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("world_size", WORLDS)
+def test_a_whole_prompt_is_the_forward_of_training_to_the_bit(pool: Pools, world_size: int) -> None:
+    for o, expected in pool(world_size).run(whole_prompt, world_size):
+        assert torch.equal(o, expected)
+
+
+def announce(reserve: int) -> tuple[list[int], int]:
+    """What a chunked prompt says to the transport about the size of its messages, and the bytes of its largest one."""
+    ring = Ring()
+    cache = small(ring, layers=1, pages=600)
+    said, largest = [], 0
+    transport: Any = ring.seat.transport
+    post = transport.post
+
+    def watched(sends: Any, receives: Any, what: str) -> Any:
+        nonlocal largest
+        largest = max([largest, *(x.numel() * x.element_size() for _, x in sends)])
+        return post(sends, receives, what)
+
+    transport.reserve, transport.post = lambda size, replies=0: said.append(size), watched
+    request = cache.join(reserve)
+    for _ in range(10):
+        attend(step := cache.extend([request], [100]), 0, **rows_of(step), moves="keys")
+    del transport.reserve, transport.post
+    return said, largest
+
+
+@pytest.mark.dist
+def test_the_first_chunk_makes_room_for_all_that_its_request_has_reserved(pool: Pools) -> None:
+    for said, largest in pool(4).run(announce, 1000):
+        # twice for each chunk: ahead, and what the forward itself needs, which is never more than what was first
+        assert len(said) == 20
+        assert said[0] == max(said)
+        assert largest <= said[0] <= 1.2 * largest
+
+
+def order_of_events() -> list[str]:
+    """What a chunk whose queries move does with its transport and its pages, in order."""
+    ring = Ring()
+    cache: Any = small(ring)
+    events: list[str] = []
+    request = cache.join(100)
+    attend(step := cache.extend([request], [40]), 0, **rows_of(step))
+    transport: Any = ring.seat.transport
+    post, take = transport.post, cache.take
+    transport.post = lambda *given: (events.append(given[-1].partition(" ")[2]), post(*given))[1]
+    cache.take = lambda *given: (events.append("pages"), take(*given))[1]
+    attend(step := cache.extend([request], [33]), 0, **rows_of(step), moves="queries")
+    del transport.post
+    return events
+
+
+@pytest.mark.dist
+def test_queries_are_under_way_while_pages_are_copied(pool: Pools) -> None:
+    for events in pool(4).run(order_of_events):
+        queries, partials = ([f"{what} ring step {i}" for i in (1, 2, 3)] for what in ("queries for", "partials of"))
+        assert events == [*queries, "pages", *partials]
+
+
+def what_moves(new: int) -> tuple[str, ...]:
+    ring = Ring()
+    cache = small(ring, layers=1, kv_heads=1, pages=400, v_head_dim=16, dtype=torch.bfloat16)
+    request = cache.join(1200)
+    for count in (1000, new):
+        step = cache.extend([request], [count], mode="prefill")
+        x = torch.ones(1, step.rows, 4, 16, dtype=torch.bfloat16)
+        attend(step, 0, x, x[:, :, :1], x[:, :, :1])
+    return step.moved
+
+
+@pytest.mark.dist
+def test_queries_move_while_they_are_fewer_bytes(pool: Pools) -> None:
+    # a key row is 64 bytes, a query row and its partial 4 x (32 + 72): queries move below 2 new tokens in 13
+    assert pool(4).run(what_moves, 100) == [("queries",)] * 4
+    assert pool(4).run(what_moves, 200) == [("keys",)] * 4
+
+
+# (kept tokens, new rows): microseconds of a layer on one H200, over copies and in place
+MEASURED = {
+    (32768, 32): (123, 56), (32768, 64): (133, 107), (32768, 128): (177, 195), (32768, 256): (275, 368), (32768, 512): (473, 768),
+    (131072, 32): (411, 197), (131072, 64): (481, 398), (131072, 128): (676, 745), (131072, 256): (1067, 1433),
+    (262144, 32): (789, 384), (262144, 64): (945, 838), (262144, 128): (1310, 1482),
+}  # fmt: skip
+
+
+def test_the_counts_choose_what_was_faster() -> None:
+    sizes = {"heads": 32, "kv_heads": 8, "element_size": 2, "most": 32}
+    for (kept, new), (copies, in_place) in MEASURED.items():
+        assert is_in_place_faster([new], [kept + new], **sizes) == (in_place < copies), (kept, new)
+    # several requests: few rows on a long one outweigh many on a short one, and not the other way round
+    assert is_in_place_faster([32, 512], [200_000, 2_000], **sizes)
+    assert not is_in_place_faster([512, 32], [200_000, 2_000], **sizes)
+    # a window is all that is read in place, and all would be copied
+    assert is_in_place_faster([512], [200_000], left=4095, **sizes)
+    assert not is_in_place_faster([32] * 257, [200_000] * 257, **sizes)
+    # more heads on a key head are more products for the same bytes; half the bytes are half the copy
+    assert not is_in_place_faster([64], [100_000], **sizes | {"heads": 64, "most": 16})
+    assert not is_in_place_faster([64], [100_000], **sizes | {"element_size": 1})
+
+
+@pytest.mark.dist
+def test_few_rows_of_one_rank_visit_all_pages_in_place(pool: Pools) -> None:
+    assert pool(4).run(what_is_read) == [(("queries",), ("pages",))] * 4
+
+
+def what_is_read() -> tuple[tuple[str, ...], tuple[str, ...]]:
+    cache = small(Ring())
+    request = cache.join(40)
+    cache.extend([request], [30], mode="prefill")
+    step = cache.extend([request], [2], mode="prefill")
+    # one rank computes them, the others have none and read their pages all the same
+    assert step.rows in (0, 2)
+    attend(step, 0, **rows_of(step), reads="pages")
+    return step.moved, step.read
+
+
+@pytest.mark.parametrize("reads", ["pages", "copies"])
+@pytest.mark.parametrize(
+    "mask",
+    [
+        {"causal": False, "window": (2, 2**63 - 2)},
+        {"causal": False, "window": (2, 2**70), "chunk_len": 2**63 - 1},
+        {"causal": True, "chunk_len": 2**70},
+    ],
+    ids=str,
+)
+def test_a_prefill_sees_all_that_huge_windows_and_chunks_see(mask: dict[str, Any], reads: str) -> None:
+    cache = small(layers=1)
+    # chunks are counted from the first token that is seen
+    request, first = cache.join(30, 3), 3
+    draw = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, 30, h, d, generator=draw) for h, d in ((4, 16), (2, 16), (2, 8)))
+    found = []
+    for done, count in ((0, 20), (20, 10)):
+        step = cache.extend([request], [count], mode="prefill")
+        rows = (x[:, done : done + count] for x in (q, k, v))
+        found.append(attend(step, 0, *rows, **mask, reads=reads)[:, max(0, first - done) :])
+    near = mask | {"window": (2, 30) if "window" in mask else None, "chunk_len": None}
+    for o, end, new in zip(found, (20, 30), (17, 10), strict=True):
+        expected = attention_reference(*(x[:, first:end] for x in (q, k, v)), **near)[:, -new:]
+        torch.testing.assert_close(o, expected)
+
+
+def test_compilers_leave_it_alone() -> None:
+    from torch._dynamo.testing import CompileCounterWithBackend
+
+    def model(x: Tensor, step: Step) -> Tensor:
+        x = x + attend(step, 0, x.sin(), x.cos()[:, :, :2], x[:, :, :2, :8].cos()).repeat(1, 1, 1, 2)
+        return 2 * attend(step, 1, x.sin(), x.cos()[:, :, :2], x[:, :, :2, :8].cos())
+
+    found = []
+    counter = CompileCounterWithBackend("eager")
+    for run in (model, torch.compile(model, backend=counter)):
+        cache, answers = small(), []
+        request = cache.join(60)
+        for count in (20, 3, 1):
+            step = cache.extend([request], [count])
+            with torch.no_grad():
+                answers.append(run(torch.arange(count * 64.0).view(1, count, 4, 16).sin(), step))
+        found.append(answers)
+    for x, y in zip(*found, strict=True):
+        assert torch.equal(x, y)
+    # before, between and behind the two calls, for each of a few shapes
+    assert 0 < counter.frame_count <= 12
+
+
+def play_on_nodes(history: History) -> list[Answer]:
+    return play(history, Ring(nodes=2), "cpu")
+
+
+@pytest.mark.dist
+def test_rings_of_two_levels_are_right(pool: Pools) -> None:
+    for moves in ("keys", "queries"):
+        for ops in (CHUNKS, CROWD, PACKED):
+            history = History(Sizes(), ops, moves=moves, **OPTIONS["everything"])
+            judge(history, pool(4).run(play_on_nodes, history))
+
+
+MIXED = ((30, 41, 17), (19, 5, 33), (1, 1, 1), (2, 2, 2))
+"""New tokens of three requests: two prefills and two decodes."""
+
+
+def beside(spoilt: str | None, bad: float, moves: str, reads: str, kv_dtype: torch.dtype | None) -> list[Tensor]:
+    cache = small(kv_dtype=kv_dtype, pages=60)
+    return attend_beside(cache, 4, MIXED, spoilt, bad, moves=moves, reads=reads)
+
+
+@pytest.mark.parametrize("kv_dtype", [None, torch.float8_e4m3fn])
+@pytest.mark.parametrize("reads", ["copies", "pages"])
+@pytest.mark.parametrize("bad", BAD)
+@pytest.mark.parametrize("spoilt", SPOILT)
+def test_what_is_not_finite_stays_with_its_request(
+    spoilt: str, bad: float, reads: str, kv_dtype: torch.dtype | None
+) -> None:
+    healthy, found = (beside(which, bad, "auto", reads, kv_dtype) for which in (None, spoilt))
+    assert all(map(torch.equal, healthy, found))
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize(("moves", "reads"), [("keys", "copies"), ("queries", "copies"), ("queries", "pages")])
+@pytest.mark.parametrize("spoilt", SPOILT)
+def test_what_is_not_finite_stays_with_its_request_on_ranks(pool: Pools, spoilt: str, moves: str, reads: str) -> None:
+    ranks = pool(2)
+    healthy, found = (ranks.run(beside, which, BAD[0], moves, reads, None) for which in (None, spoilt))
+    for mine, other in zip(healthy, found, strict=True):
+        assert all(map(torch.equal, mine, other))
+
+
+@pytest.mark.parametrize("reads", ["copies", "pages"])
+def test_rows_in_fp8_are_seen_as_they_read_back(reads: str) -> None:
+    cache = small(kv_dtype=torch.float8_e4m3fn)
+    request = cache.join(100)
+    generator = torch.Generator().manual_seed(0)
+    for count, mode in ((20, "prefill"), (33, "prefill"), (2, "decode"), (19, "prefill")):
+        step = cache.extend([request], [count], mode=mode)  # pyright: ignore[reportArgumentType]
+        q, k, v = (torch.randn(1, count, *shape, generator=generator) for shape in ((4, 16), (2, 16), (2, 8)))
+        o = attend(step, 0, q, k, v, reads=reads)
+        assert step.read == ((reads,) if mode == "prefill" else ())
+        if count == 20 and reads == "copies":
+            continue  # nothing was kept before: the new rows are seen as they came
+        pages = cache.pages.table(request, 0)
+        slots = [page * 4 + row for page, n in zip(pages.pages, pages.lengths, strict=True) for row in range(n)]
+        keys, values = cache.take(0, torch.tensor([slots]))
+        n = keys.shape[1]
+        whole = torch.cat((torch.zeros(1, n - count, 4, 16), q), 1)
+        exact = attention_reference(*(x.double() for x in (whole, keys, values)), causal=True)[:, -count:]
+        low = attention_reference(whole, keys, values, causal=True)[:, -count:]
+        assert_within_budget(o, exact, low, f"{mode} of {count}")
