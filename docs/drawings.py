@@ -227,12 +227,12 @@ def seen_at(step: int, mask: AttentionMask, queries: list[int], keys: list[int])
     return found
 
 
-def draw_mask(mask: Mask) -> str:
+def draw_mask(drawn: Mask) -> str:
     """The mask, and what each ring step computes and moves."""
-    mask, plan = mask.mask, mask.plan
-    queries, keys = holders(mask.shards("queries")), holders(mask.shards("keys"))
+    mask, plan = drawn.mask, drawn.plan
+    queries, keys = holders(drawn.shards("queries")), holders(drawn.shards("keys"))
     whole = Grid(24, 44, 11, queries, keys)
-    parts = [text(14, 18, f"{mask.layout}, 4 ranks", "small"), *whole.frame(), *whole.pairs(visible(mask))]
+    parts = [text(14, 18, f"{drawn.layout}, 4 ranks", "small"), *whole.frame(), *whole.pairs(visible(mask))]
     for step in range(WORLD_SIZE):
         small = Grid(244 + 137 * step, 44, 7, queries, keys)
         parts.append(text(small.x - 6, 18, f"step {step}", "small"))
@@ -252,7 +252,7 @@ def draw_mask(mask: Mask) -> str:
     parts.append(text(whole.x - 10, whole.y + whole.height + 26, f"busiest rank receives {most} rows", "small"))
     height = whole.y + whole.height + 40
     return svg(
-        790, height, f"Mask {mask.call or 'without options'}, who computes it, and what each ring step moves", parts
+        790, height, f"Mask {drawn.call or 'without options'}, who computes it, and what each ring step moves", parts
     )
 
 

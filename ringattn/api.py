@@ -11,11 +11,12 @@ import torch
 from torch import Tensor
 
 from ringattn.autograd import attend
-from ringattn.plan.attention_spec import describe
+from ringattn.dispatch import call_text
 from ringattn.plan.options import resolve_integer, resolve_real
 from ringattn.plan.sharding import Sharding, check_sharding
 from ringattn.schedule.validation import check_tensors, expand_bias
 
+_PLAIN = (Tensor, torch.nn.Parameter)
 _AUTOCAST = ("cpu", "cuda", "hip", "xpu")
 """Devices with autocast. Named, because torch.compile of torch 2.11 does not trace the question."""
 
@@ -164,17 +165,21 @@ def ring_attention_with_lse(
         the sink), fp32 (fp64 for fp64 inputs); -inf on rows that see nothing.
     """
     try:
-        check_sharding(sharding)
+        if type(sharding) is not Sharding:
+            check_sharding(sharding)
         if kv_sharding is not None:
             check_sharding(kv_sharding, "kv_sharding")
-        check_tensors(q, k, v, sinks=sinks, alibi_slopes=alibi_slopes, key_bias=key_bias, bias=bias)
+        tensors = (q, k, v, sinks, alibi_slopes, key_bias, bias)
+        if not all(map(_is_plain, tensors)) or q is None or k is None or v is None:
+            check_tensors(q, k, v, sinks=sinks, alibi_slopes=alibi_slopes, key_bias=key_bias, bias=bias)
         kind = q.device.type
         if kind in _AUTOCAST and torch.is_autocast_enabled(kind):
             lower = torch.get_autocast_dtype(kind)
             q, k, v = (x.to(lower) if x.is_floating_point() and x.dtype != torch.float64 else x for x in (q, k, v))
         if bias is not None:
             bias = expand_bias(bias, q, (kv_sharding or sharding).seq_len)
-        dropout_p = resolve_real("dropout_p", dropout_p)
+        if type(dropout_p) is not float:
+            dropout_p = resolve_real("dropout_p", dropout_p)
         if dropout_p and dropout_seed is None:
             raise ValueError(
                 f"dropout_seed must be given when dropout_p is {dropout_p}; pass one integer per call, the same on all ranks"
@@ -184,30 +189,39 @@ def ring_attention_with_lse(
         scale = (d**-0.5 if d else 1.0) if softmax_scale is None else softmax_scale
         # a seed may be a symbol of a trace, which has no truth
         seed = 0 if dropout_seed is None else dropout_seed
-        if not isinstance(seed, torch.SymInt):
+        if type(seed) is not int and not isinstance(seed, torch.SymInt):
             seed = resolve_integer("dropout_seed", seed)
         if type(seed) is int and not torch.compiler.is_compiling() and not -(2**63) <= seed < 2**63:
             if not 0 <= seed < 2**64:
                 raise ValueError(f"dropout_seed must have 64 bits, got {seed}; take it modulo 2**64")
             seed -= 2**64  # the same bits: operators take signed integers
-        call = describe(
-            sharding,
-            kv_sharding,
-            softmax_scale=scale,
-            causal=causal,
-            window=window,
-            prefix_len=prefix_len,
-            chunk_len=chunk_len,
-            lengths=lengths,
-            softcap=softcap,
-            dropout_p=dropout_p,
-            impl=sharding.ring.impl if impl is None else impl,
-            backward=backward,
-            deterministic=deterministic,
-        )
+        options = {
+            "softmax_scale": scale,
+            "causal": causal,
+            "window": window,
+            "prefix_len": prefix_len,
+            "chunk_len": chunk_len,
+            "lengths": lengths,
+            "softcap": softcap,
+            "dropout_p": dropout_p,
+            "impl": impl,
+            "backward": backward,
+            "deterministic": deterministic,
+        }
+        call = call_text(sharding, kv_sharding, options)
     except Exception as error:
         # what is refused here on one rank, others hear of (not in a trace, which has no other ranks)
         if isinstance(sharding, Sharding) and not torch.compiler.is_compiling():
             sharding.ring.refuse(error)
         raise
-    return attend(q, k, v, sinks, alibi_slopes, key_bias, bias, seed, sharding.ring.name, call)
+    # the property raises where there is no ring
+    ring = sharding.ring_name or sharding.ring.name
+    return attend(q, k, v, sinks, alibi_slopes, key_bias, bias, seed, ring, call)
+
+
+def _is_plain(x: Tensor | None) -> bool:
+    """Whether a tensor is absent, or surely one of those that `check_tensors` takes."""
+    if x is None:
+        return True
+    is_usual = type(x) in _PLAIN and x.layout is torch.strided
+    return is_usual and not (x.is_nested or x.is_quantized or x.is_meta)

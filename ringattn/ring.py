@@ -83,7 +83,8 @@ class Ring:
         world_size: Number of ranks.
         impl: Default kernel set.
         keep_keys: As given.
-        closings: How often it was closed.
+        closings: How often it was closed, or its transport was decided.
+        call_order: The comparison of the order of calls between ranks; None: there are no others.
 
     Raises:
         ValueError: The mesh has more than one dimension, this process is not in the group, the transport or impl is unknown,
@@ -168,7 +169,7 @@ class Ring:
         self._links = [
             ProcessGroupTransport(self._group_name, self.rank, self.world_size, name, nccl_max_ctas) for name in names
         ]
-        self._order = None if self._agreement is None else CallOrder(self._agreement, self._links[0])
+        self.call_order = None if self._agreement is None else CallOrder(self._agreement, self._links[0])
         mover: Transport = NoTransport() if alone else self._links[0]
         between: Transport | None = None
         if levels is not None:
@@ -272,17 +273,13 @@ class Ring:
 
     def mark_call(self, call: str, tensors: Sequence[Tensor | None]) -> CallMark:
         """The mark of a call's signature (Note [Call marks] of call_order.py); arguments as in `refusals`."""
-        if self._order is None:
+        if self.call_order is None:
             return CallMark(0, "")
         text = json.dumps([call, _without_rows(tensors)])
         digest = hashlib.blake2b(text.encode(), digest_size=7)
         return CallMark(
             int.from_bytes(digest.digest()), f"{describe_record(parse(call))}, digest {digest.hexdigest()[:6]}"
         )
-
-    def begin_call(self, call: CallMark, seed: int, forward: int, device: torch.device) -> int:
-        """The number of a call that is about to move rows; arguments and errors as in `CallOrder.begin`."""
-        return 0 if self._order is None else self._order.begin(call, seed, forward, device)
 
     def refuse(self, error: Exception) -> NoReturn:
         """Raises an error of this rank that ranks which compare their next call find there, instead of waiting for this one.
@@ -566,6 +563,7 @@ class Ring:
             watched = getattr(mover, "watched", None)
             mover, between = (WithinNode(mover), between) if watched is None else (mover, watched(between))
         self.seat = replace(self.seat, transport=mover, between_nodes=between, budget=budget, push_rate=rate)
+        self.closings += 1
         self._settled = True
 
     def _warm_up(self, device: torch.device) -> None:

@@ -15,6 +15,10 @@ from ringattn.kernels.comm import grad_reduce
 from ringattn.kernels.interface import GatheredKeys, Grads, ReadyFlags, RowMetadata, Score, SoftmaxState
 
 
+def can_capture() -> bool:
+    return True
+
+
 def can_fuse(head_dim: int, v_head_dim: int, score: Score) -> bool:
     return score.bias is None
 

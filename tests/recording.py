@@ -24,13 +24,13 @@ class Reruns:
         self.records = self.replays = 0
         self.shapes: list[tuple[int, ...]] = []
 
-    def record(self, call: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], Marks | None]]:
+    def capture(self, call: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], Marks | None]]:
         self.records += 1
         out = call().clone()
         if self.records == self.fails:
-            from ringattn.integrations.transformers.decoding import CannotRecord
+            from ringattn.integrations.transformers.cuda_graph_runner import CaptureError
 
-            raise CannotRecord("the model looks at numbers")
+            raise CaptureError("the model looks at numbers")
         self.shapes.append(tuple(out.shape[:2]))
         out.fill_(math.nan)
 

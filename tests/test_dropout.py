@@ -7,12 +7,12 @@ import torch
 from torch import Tensor
 
 from ringattn import attention_reference
+from ringattn.dispatch import resolve_simulated, run_backward, run_forward
 from ringattn.kernels.attention.dropout import keep_mask, philox
-from ringattn.kernels.registry import select_kernels
-from ringattn.plan.attention_spec import Call, describe
+from ringattn.plan.attention_spec import ScoreTensors, serialize
 from ringattn.plan.layouts import zigzag
 from ringattn.plan.sharding import Sharding
-from ringattn.schedule import fused
+from ringattn.schedule.stepwise_backward import WantedGrads
 from ringattn.transport.base import Seat
 from ringattn.transport.simulated import run_ranks
 
@@ -91,11 +91,11 @@ def test_dropout_seeds_that_differ_give_the_gradients_of_what_each_rank_dropped(
 
     def run(seat: Seat) -> tuple[Tensor, Any]:
         mine = shardings[seat.rank]
-        call = Call.decode(describe(mine, softmax_scale=0.25, causal=True, dropout_p=0.4), seat.rank)
-        kernels = select_kernels(q.device, q.dtype, 16, 16, impl="eager", features=call.features()).kernels
-        local, score = (mine.shard(q), mine.shard(k), mine.shard(v)), call.score(q.dtype, 5 + seat.rank)
-        o, lse, _ = fused.forward(*local, score, call, kernels, seat)
-        return o, fused.backward(mine.shard(do), None, *local, o, lse, score, call, kernels, seat)
+        text = serialize(mine, softmax_scale=0.25, causal=True, dropout_p=0.4, impl="eager")
+        local = mine.shard(q), mine.shard(k), mine.shard(v)
+        plan, score = resolve_simulated(*local, ScoreTensors(), 5 + seat.rank, seat, text)
+        o, lse, _ = run_forward(*local, score, plan, seat)
+        return o, run_backward(mine.shard(do), None, *local, o, lse, score, plan, seat, WantedGrads())
 
     with torch.no_grad():
         parts = run_ranks(world, run)

@@ -9,17 +9,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from ringattn import simulate
+from ringattn import dispatch, simulate
 from ringattn.kernels.attention import eager
 from ringattn.kernels.interface import PAD_ROWS
+from ringattn.kernels.table_cache import find
 from ringattn.numerics.reference import attention_reference
-from ringattn.plan.attention_spec import Call, describe
-from ringattn.plan.device_tables import find, returning_key
+from ringattn.plan.attention_spec import AttentionSpec, serialize
+from ringattn.plan.device_tables import fused_tables, returning_key, step_tables
 from ringattn.plan.layouts import make_shards
 from ringattn.plan.mask import AttentionMask
 from ringattn.plan.ring_plan import GatherPlan, make_gather_plan, make_plan
 from ringattn.plan.sharding import Sharding
-from ringattn.schedule.fused import choose_groups, gathered_bytes
+from ringattn.schedule.execution_plan import choose_groups, fused_bytes
 from ringattn.simulate import simulate_ring
 from tests import gathering_kernels
 
@@ -46,7 +47,15 @@ def gathering(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
         return call
 
-    for name in ("can_fuse", "forward_fused", "backward_fused", "reduce_kv_grads", "reduce_key_bias_grads"):
+    monkeypatch.setattr(dispatch, "_plans", {})
+    for name in (
+        "can_fuse",
+        "can_capture",
+        "forward_fused",
+        "backward_fused",
+        "reduce_kv_grads",
+        "reduce_key_bias_grads",
+    ):
         monkeypatch.setattr(eager, name, noted(name), raising=False)
     return asked
 
@@ -147,7 +156,7 @@ def test_each_direction_is_gathered_where_it_fits(gathering):
     mask = AttentionMask(61, 61, causal=True)
     shards = make_shards("zigzag", 61, 3)
     gather_plan = make_gather_plan(make_plan(shards, shards, mask, "keys"), 0, PAD_ROWS)
-    forward, backward = (gathered_bytes(k, v, gather_plan, 3, backward=either) for either in (False, True))
+    forward, backward = (fused_bytes(k, v, gather_plan, 3, backward=either) for either in (False, True))
     found = []
     for budget in (forward - 1, forward, backward - 1, backward):
         gathering.clear()
@@ -216,15 +225,17 @@ def test_one_table_holds_the_bounds_of_all_sources():
     shards = make_shards("zigzag", n, world_size, AttentionMask(n, n, causal=True))
     for rank in range(world_size):
         sharding = Sharding(n, "zigzag", shards, rank)
-        call = Call.decode(describe(sharding, softmax_scale=1.0, causal=True, window=50), rank)
-        found = call.gathered(torch.device("cpu"))
-        assert found is call.gathered(torch.device("cpu"))
+        call = AttentionSpec.deserialize(serialize(sharding, softmax_scale=1.0, causal=True, window=50), rank)
+        keys = fused_tables(call, torch.device("cpu")).keys[0]
+        moving = step_tables(call, "keys", torch.device("cpu")).moving
+        found = find(keys)
+        assert found is find(keys)
         assert found.steps[0] == 0
         assert list(found.steps) == sorted(found.steps)
         for step, side in zip(found.steps, found.sides, strict=True):
-            ring_step = call.ring_steps("keys").ring_steps[step]
-            assert ring_step is not None
-            alone = call.moving("keys", ring_step, torch.device("cpu"))
+            key = moving[step]
+            assert key is not None
+            alone = find(key)
             first = side.run_list[0][0] + (found.local_rows if step else 0)
             place = slice(first, first + alone.positions.shape[0])
             for name in ("positions", "lo", "hi"):

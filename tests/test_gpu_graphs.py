@@ -22,24 +22,23 @@ from torch import Tensor
 
 from ringattn import Ring
 from ringattn.inference import PagedKVCache
-from ringattn.integrations.transformers import RingCache, fuse, run_step, split
-from ringattn.integrations.transformers.decoding import (
-    CudaGraphs,
-    Decoding,
+from ringattn.integrations.transformers import RingCache, apply_tensor_parallel, compile_for_decode, run_step
+from ringattn.integrations.transformers.cuda_graph_runner import (
+    CUDAGraphCapturer,
+    CUDAGraphRunner,
     batch_sizes,
-    choose_recorder,
-    find_obstacle,
+    capture_obstacle,
+    select_capturer,
 )
-from ringattn.kernels import few_rows
 from ringattn.launch.bench.inference_model import Shape, make_cache, make_model
+from tests.integrations.transformers.models import make, tokens
 from tests.test_copy_engine_gpu import RANKS, SHARED, run
-from tests.transformers.models import make, tokens
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 BF16, SHORT = torch.bfloat16, timedelta(seconds=3)
 SHAPE = Shape(dim=512, layers=4, heads=8, kv_heads=2, head_dim=64, mlp_dim=1024, vocab_size=1000)
 WIDE = Shape(dim=1024, layers=4, heads=16, kv_heads=4, head_dim=64, mlp_dim=8192, vocab_size=1000)
-"""With weights that few rows take to kernels of our own."""
+"""With wide MLPs, whose shards differ most."""
 
 
 def here() -> torch.device:
@@ -66,13 +65,18 @@ def apart(x: Tensor, y: Tensor) -> float:
     return float((x.float() - y.float()).square().mean().sqrt() / y.float().square().mean().sqrt())
 
 
-def twins(ring: Ring, lengths: Sequence[int], **how: Any) -> tuple[Any, Decoding, Decoding, list[int]]:
+def twins(ring: Ring, lengths: Sequence[int], **how: Any) -> tuple[Any, CUDAGraphRunner, CUDAGraphRunner, list[int]]:
     """A model, two caches with the same requests, decoded by graphs and by plain calls, and the requests."""
     model = make_model(SHAPE, 4096, BF16, here())
     caches = [make_cache(ring, SHAPE, 400, BF16, here()) for _ in range(2)]
     requests, _ = [fill(model, cache, lengths) for cache in caches]
-    assert find_obstacle(model, caches[0]) is None
-    return model, Decoding(model, caches[0], CudaGraphs(here()), **how), Decoding(model, caches[1], None), requests
+    assert capture_obstacle(model, caches[0]) is None
+    return (
+        model,
+        CUDAGraphRunner(model, caches[0], CUDAGraphCapturer(here()), **how),
+        CUDAGraphRunner(model, caches[1], None),
+        requests,
+    )
 
 
 def _batches(rank: int, world_size: int) -> None:
@@ -80,7 +84,7 @@ def _batches(rank: int, world_size: int) -> None:
     for name, ring in rings(world_size).items():
         model, graphs, plain, requests = twins(ring, (700, 90, 333, 1500, 64, 65), batches=batch_sizes(8))
         graphs.prepare()
-        assert (graphs.recorded, graphs.refusal) == (4, None)
+        assert (graphs.captured, graphs.refusal) == (4, None)
         draw, found = random.Random(0), torch.empty(0)
         for seed in range(40):
             chosen = draw.sample(requests, draw.randint(1, 6))
@@ -92,7 +96,7 @@ def _batches(rank: int, world_size: int) -> None:
                 # prompts between replays
                 late, _ = [fill(model, one._cache, (1000,)) for one in (graphs, plain)]
                 requests += late
-        assert (graphs.recorded, graphs.refusal) == (4, None)
+        assert (graphs.captured, graphs.refusal) == (4, None)
         # what ranks hold must be the same bits, or they would go on with other tokens
         bits = found.contiguous().view(torch.uint8)
         if world_size > 1:
@@ -106,7 +110,7 @@ def _prompts(rank: int, world_size: int) -> None:
     for name, ring in rings(world_size).items():
         model, graphs, plain, requests = twins(ring, (700, 90, 333, 64), pieces=(2, 8, 32), batches=batch_sizes(8))
         graphs.prepare()
-        assert (graphs.recorded, graphs.most_pieces, graphs.refusal) == (7, 32, None)
+        assert (graphs.captured, graphs.most_pieces, graphs.refusal) == (7, 32, None)
         draw = random.Random(0)
         for seed in range(24):
             if seed % 3 == 0:
@@ -115,7 +119,7 @@ def _prompts(rank: int, world_size: int) -> None:
             chosen = draw.sample(requests[-8:], draw.randint(1, 4))
             counts = [draw.choice((1, 3, 16, 33, 100, 128)) for _ in chosen]
             ids = torch.randint(1000, (sum(counts),), generator=torch.Generator().manual_seed(seed))
-            found = graphs.run_packed(chosen, counts, ids)
+            found = graphs.run_mixed(chosen, counts, ids)
             assert found is not None
             found = found.clone()
             wanted = run_step(model, plain._cache.extend(chosen, counts, mode="prefill"), ids)
@@ -125,26 +129,24 @@ def _prompts(rank: int, world_size: int) -> None:
             ids = ids[: len(chosen), None]  # any tokens will do
             found_next, wanted_next = (one.run(chosen, ids).logits for one in (graphs, plain))
             assert apart(found_next, wanted_next) < 0.03, f"rank {rank}, {name}, token after step {seed}"
-        assert (graphs.recorded, graphs.refusal) == (7, None)
+        assert (graphs.captured, graphs.refusal) == (7, None)
 
 
 def _changed(rank: int, world_size: int) -> None:
-    """A model that is fused, and split over the ranks, is as near to fp32 as the one it was, and all ranks hold the same bits."""
+    """A tensor parallel and compiled model is as near to fp32 as the one it was, and all ranks hold the same bits."""
     for name, ring in rings(world_size).items():
         model = make_model(WIDE, 4096, BF16, here())
         exact, changed = copy.deepcopy(model).float(), copy.deepcopy(model)
-        kernels = few_rows.has_kernel(model.lm_head.weight)
-        # o of each layer, and the head where it is not split
-        assert fuse(changed, ring) == 4 * (2 + 1 + 1 + 3 + kernels) + 1 + (kernels and world_size == 1)
-        assert split(changed, ring, backend="inductor") == (0 if world_size == 1 else 4 + 1)
+        assert apply_tensor_parallel(changed, ring) == (0 if world_size == 1 else 4 + 1)
+        assert compile_for_decode(changed, ring) == 4 + 1
         caches = [make_cache(ring, WIDE, 400, dtype, here()) for dtype in (BF16, BF16, torch.float32)]
         made = [
-            Decoding(changed, caches[0], CudaGraphs(here()), batches=batch_sizes(4), rows=(64,)),
-            Decoding(model, caches[1], None),
-            Decoding(exact, caches[2], None),
+            CUDAGraphRunner(changed, caches[0], CUDAGraphCapturer(here()), batches=batch_sizes(4), rows=(64,)),
+            CUDAGraphRunner(model, caches[1], None),
+            CUDAGraphRunner(exact, caches[2], None),
         ]
         made[0].prepare()
-        assert (made[0].recorded, made[0].refusal) == (4, None)
+        assert (made[0].captured, made[0].refusal) == (4, None)
         requests, _, _ = [fill(one._forward, one._cache, (700, 90, 333)) for one in made]
         errors = []
         for seed in range(12):
@@ -152,7 +154,7 @@ def _changed(rank: int, world_size: int) -> None:
             found, plain, truth = (one.run(requests, ids).logits for one in made)
             errors.append((apart(found, truth), apart(plain, truth)))
             if seed == 6:
-                packed = made[0].run_packed(requests, [20, 1, 30], torch.arange(51), piece=1)
+                packed = made[0].run_mixed(requests, [20, 1, 30], torch.arange(51), piece=1)
                 assert packed is not None
                 packed = packed.clone()
                 for model_of, one in zip((model, exact), made[1:], strict=True):
@@ -187,8 +189,8 @@ def _generation(rank: int, world_size: int) -> None:
                     for call in calls:
                         answers.append(model.generate(**call, past_key_values=cache).tolist())
                         cache.reset()
-                    (decoding,) = cache._decodings.values()
-                    assert (decoding.recorded > 0) == graphs
+                    (decoding,) = cache._runners.values()
+                    assert (decoding.captured > 0) == graphs
             half = len(calls)
             assert answers[:half] == answers[half:], f"rank {rank}, {kind}, {name}"
 
@@ -223,7 +225,7 @@ def _refusals(rank: int, world_size: int) -> None:
             assert len(told) == (seed == 0), f"rank {rank}, {hook.__name__}: {told}"
             if hook is not remembers:
                 assert apart(found, plain.run(requests, ids).logits) < 0.03
-        assert graphs.recorded == 0
+        assert graphs.captured == 0
         assert graphs.refusal is not None
         assert why in graphs.refusal, graphs.refusal
         assert torch.cuda.current_stream() == stream
@@ -232,9 +234,9 @@ def _refusals(rank: int, world_size: int) -> None:
         x = torch.randn(1000, device="cuda")
         assert float(x.std()) > 0.5
         torch.cuda.empty_cache()  # an error while a capture is under way
-        again = Decoding(model, graphs._cache, choose_recorder(None, model, graphs._cache))
+        again = CUDAGraphRunner(model, graphs._cache, select_capturer(None, model, graphs._cache))
         again.run(requests, ids)
-        assert again.recorded == 1, f"after {hook.__name__}: {again.refusal}"
+        assert again.captured == 1, f"after {hook.__name__}: {again.refusal}"
 
 
 def _lost(rank: int, world_size: int) -> None:

@@ -16,8 +16,9 @@ from torch import Tensor
 from ringattn.kernels.attention.hopper import tile_scheduler as planning
 from ringattn.kernels.attention.hopper.tile_scheduler import EPILOGUE, MIN_PART, OVERHEAD, Shape, WorkPlan, make_plan
 from ringattn.kernels.interface import PAD_ROWS, GatheredKeys, RowMetadata
+from ringattn.kernels.table_cache import find
 from ringattn.numerics.reference import visible_pairs
-from ringattn.plan.device_tables import find, gathered_key, stationary_side
+from ringattn.plan.device_tables import gathered_key, stationary_side
 from ringattn.plan.layouts import contiguous, shard_len, zigzag
 from ringattn.plan.mask import AttentionMask
 from ringattn.plan.ring_plan import GatherPlan, make_gather_plan

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from ringattn.kernels.attention import eager
-from ringattn.plan.attention_spec import Call, describe
+from ringattn.plan.attention_spec import AttentionSpec, serialize
 from ringattn.plan.layouts import Shard, make_shards
 from ringattn.plan.mask import AttentionMask
 from ringattn.plan.ring_plan import GatherPlan, Nodes, RankPlan, make_gather_plan, make_nodes, make_plan
@@ -131,10 +131,12 @@ class Double:
 
     def attend(self, shape: Shape, shards: Sequence[Shard], mask: AttentionMask, salt: int, backward: bool) -> None:
         world = len(shards)
-        mask = {"causal": mask.causal, "window": mask.window}
+        options = {"causal": mask.causal, "window": mask.window}
         n = mask.seq_len
         calls = [
-            Call.decode(describe(Sharding(n, "contiguous", tuple(shards), rank), softmax_scale=1.0, **mask), rank)
+            AttentionSpec.deserialize(
+                serialize(Sharding(n, "contiguous", tuple(shards), rank), softmax_scale=1.0, **options), rank
+            )
             for rank in range(world)
         ]
         plan = calls[0].plan("keys", self.nodes)
@@ -158,7 +160,8 @@ class Double:
             seat = Seat(rank, world, end, nodes=self.nodes, between_nodes=self.links[rank])
             # what a caller may do to its rows once the call is enqueued
             k, v = (x.clone() for x in held(rank, 0))
-            remote_shards = _RemoteShards(k, v, calls[rank], seat, end, Fresh(), f"call {salt}")
+            slot_rows = levels[0][rank].slot_rows
+            remote_shards = _RemoteShards(k, v, parts[rank], slot_rows, seat, end, Fresh(), f"call {salt}")
             for outer, gather_plans in enumerate(levels):
                 here = Shape(
                     shape.batch, shape.heads, shape.dims, shape.groups, gather_plans, (), shape.dtype
@@ -356,7 +359,7 @@ def test_one_launch_per_outer_step_makes_scores_alike(gathering: list[str]) -> N
 
 def test_launches_leave_room_for_what_crosses_beside_them(monkeypatch: pytest.MonkeyPatch) -> None:
     found: Counter[tuple[str, int]] = Counter()
-    for name in ("can_fuse", "forward_fused", "backward_fused", "reduce_kv_grads"):
+    for name in ("can_fuse", "can_capture", "forward_fused", "backward_fused", "reduce_kv_grads"):
 
         def noted(*args: Any, name: str = name, **kwargs: Any) -> Any:
             if "sm_margin" in kwargs:

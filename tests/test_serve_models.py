@@ -197,7 +197,7 @@ def test_a_checkpoint_brings_its_weights_its_tokenizer_and_its_stops(folder):
 
 
 def test_no_mixed_step_is_planned_for_which_there_is_no_room():
-    from ringattn.integrations.transformers.decoding import ROW_TOKENS
+    from ringattn.integrations.transformers.cuda_graph_runner import ROW_TOKENS
 
     assert scheduling.MIXED_LENGTH <= ROW_TOKENS
 
@@ -482,37 +482,34 @@ def test_logits_that_are_no_numbers_are_found():
 @pytest.mark.parametrize(
     ("flags", "fails", "asked", "said"),
     [
-        ({}, "", [("fuse", None), ("split", "inductor")], ["7 parts compiled or joined", "its own of 3 parts"]),
-        ({}, "fuse", [("fuse", None), ("split", None)], ["stays as it was: no compiler", "its own of 3 parts"]),
-        (
-            {},
-            "split",
-            [("fuse", None), ("split", "inductor")],
-            ["7 parts", "every rank reads all weights: no compiler"],
-        ),
-        ({"fuse": False}, "", [("split", None)], ["its own of 3 parts"]),
-        ({"split": False}, "", [("fuse", None)], ["7 parts compiled or joined"]),
-        ({"ranks": 1}, "", [("fuse", None)], ["7 parts compiled or joined"]),
+        ({}, "", ["parallel", "compile"], ["tensor parallelism: 3 modules", "compiled for decode: 7 modules"]),
+        ({}, "compile", ["parallel", "compile"], ["tensor parallelism: 3 modules", "compiled for decode: none"]),
+        ({}, "parallel", ["parallel", "compile"], ["every rank reads all weights: no memory", "7 modules"]),
+        ({"fuse": False}, "", ["parallel"], ["3 modules"]),
+        ({"split": False}, "", ["compile"], ["7 modules"]),
+        ({"ranks": 1}, "", ["compile"], ["7 modules"]),
     ],
 )
 def test_a_model_that_can_not_be_changed_is_served_as_it_is(monkeypatch, flags, fails, asked, said):
     transformers = pytest.importorskip("ringattn.integrations.transformers")
     calls = []
 
-    def change(name: str, error: type[Exception], parts: int, backend: str | None = None) -> int:
-        calls.append((name, backend))
-        if name == fails:
-            raise error("no compiler")
-        return parts
+    def apply(*_: Any) -> int:
+        calls.append("parallel")
+        if fails == "parallel":
+            raise transformers.TensorParallelError("no memory")
+        return 3
 
-    monkeypatch.setattr(transformers, "fuse", lambda *_: change("fuse", transformers.CannotFuse, 7))
-    monkeypatch.setattr(
-        transformers, "split", lambda *_, backend: change("split", transformers.CannotSplit, 3, backend)
-    )
+    def compile_(*_: Any) -> int:
+        calls.append("compile")
+        return 0 if fails == "compile" else 7
+
+    monkeypatch.setattr(transformers, "apply_tensor_parallel", apply)
+    monkeypatch.setattr(transformers, "compile_for_decode", compile_)
     ring: Any = SimpleNamespace(world_size=flags.get("ranks", 2))
     found = change_model(None, ring, fused=flags.get("fuse", True), split=flags.get("split", True))
     assert calls == asked
-    done = [name for name, _ in asked if name != fails]
-    assert (found.fused, found.split) == (7 * ("fuse" in done), 3 * ("split" in done))
+    done = set(asked) - {fails}
+    assert (found.fused, found.split) == (7 * ("compile" in done), 3 * ("parallel" in done))
     assert len(found.said) == len(said)
     assert all(words in line for words, line in zip(said, found.said, strict=True))

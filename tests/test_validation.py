@@ -29,7 +29,7 @@ from ringattn import (
     scaled_dot_product_attention,
     simulate_ring,
 )
-from ringattn.plan.attention_spec import Call, describe
+from ringattn.plan.attention_spec import AttentionSpec, ScoreTensors, serialize
 from ringattn.plan.layouts import make_shards
 from ringattn.plan.mask import AttentionMask
 from ringattn.schedule.validation import check_call
@@ -475,9 +475,9 @@ def test_derivatives_that_are_not_there_are_refused(derive: Callable[[], Any], m
 
 
 def test_tensors_on_different_devices_are_refused() -> None:
-    call = Call.decode(describe(SHARDING, softmax_scale=1.0), rank=0)
+    call = AttentionSpec.deserialize(serialize(SHARDING, softmax_scale=1.0), rank=0)
     with pytest.raises(ValueError, match="k must be on the device of q, cpu, got meta"):
-        check_call(Q, K.to("meta"), K, call)
+        check_call(Q, K.to("meta"), K, call, ScoreTensors())
 
 
 def test_bias_cannot_travel_with_queries() -> None:

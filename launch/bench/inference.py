@@ -24,7 +24,7 @@ Note [What a token must take]
 
 Note [Which model]
     "generate" and "written" are measured with the model as transformers writes it. Then, on GPUs, it is what the server computes
-    with: `fuse`d and `split`, checked once more; a row says how many parts that were. `--no-fuse` and `--no-split` leave it.
+    with: tensor parallel and compiled, checked once more; a row says how many modules. `--no-split` and `--no-fuse` leave it.
 
 Note [The same prompt]
     "attend" brings a prompt to a cache of one layer, whole or in chunks, bookkeeping included; "ring" is the forward of training
@@ -113,7 +113,7 @@ class Inference:
         vocab_size: Tokens in the vocabulary.
         dtype: Of parameters, activations, keys and values.
         kv_dtype: Keep keys and values in fp8 ("fp8"), or in dtype ("same").
-        fuse: Compile and join what is around attention (Note [Which model]).
+        fuse: Compile decoder layers for decode (Note [Which model]).
         split: Read a slice of MLPs and of the head on each rank in decoding (likewise).
         tokens: Tokens that are timed one by one.
         rounds: Rounds of everything else; fewer where one takes long.
@@ -625,11 +625,11 @@ def _replayed(
     model: PreTrainedModel, cache: PagedKVCache, requests: Sequence[int]
 ) -> tuple[Callable[[], list[list[int]]] | None, str | None]:
     """The next tokens by CUDA graphs, on every rank or on none, and why not."""
-    from ringattn.integrations.transformers import decoding
+    from ringattn.integrations.transformers import cuda_graph_runner
 
-    if why := decoding.find_obstacle(model, cache):
+    if why := cuda_graph_runner.capture_obstacle(model, cache):
         return None, why
-    decoder = Decoder(model, cache, requests, decoding.CudaGraphs(cache.device))
+    decoder = Decoder(model, cache, requests, cuda_graph_runner.CUDAGraphCapturer(cache.device))
     # which is recorded, and checked beside a plain call
     decoder.next_tokens()
     return (decoder.next_tokens if decoder.refusal is None else None), decoder.refusal

@@ -33,7 +33,7 @@ from ringattn.inference import PagedKVCache, Step
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from ringattn.integrations.transformers.decoding import Recorder
+    from ringattn.integrations.transformers.cuda_graph_runner import GraphCapturer
 
 PAGE_SIZE = 64
 
@@ -258,12 +258,16 @@ class Decoder:
     logits: Tensor
 
     def __init__(
-        self, model: PreTrainedModel, cache: PagedKVCache, requests: Sequence[int], recorder: Recorder | None = None
+        self,
+        model: PreTrainedModel,
+        cache: PagedKVCache,
+        requests: Sequence[int],
+        recorder: GraphCapturer | None = None,
     ) -> None:
-        from ringattn.integrations.transformers.decoding import Decoding
+        from ringattn.integrations.transformers.cuda_graph_runner import CUDAGraphRunner
 
         self._requests = list(requests)
-        self._decoding = Decoding(model, cache, recorder)
+        self._decoding = CUDAGraphRunner(model, cache, recorder)
         self.tokens = torch.zeros(len(requests), 1, dtype=torch.int64, device=cache.device)
 
     @property

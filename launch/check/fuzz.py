@@ -31,6 +31,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ringattn.kernels import table_cache
 from ringattn.kernels.interface import Grads, KernelSet, RowMetadata, Score, SoftmaxState, accumulation_dtype
 from ringattn.kernels.registry import select_kernels
 from ringattn.launch.runtime.session import Session
@@ -579,7 +580,7 @@ def _run_one(case: FuzzCase, impl: str, device: torch.device, tally: Tally) -> N
         return
     tally.cases += 1
     tally.served[choice.name] = tally.served.get(choice.name, 0) + 1
-    device_tables.clear()
+    table_cache.clear()
     try:
         ratios = examine(case, choice.kernels, device)
     except Exception as error:

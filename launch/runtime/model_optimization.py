@@ -1,6 +1,6 @@
-"""What becomes of a model before it decodes, the same in the server and in the bench: fused and split, as far as it can be.
+"""Tensor parallelism and compilation of a model before it decodes, the same in the server and in the bench.
 
-Owns the order of both, that one goes on without the other, and the words about it. Refuses to know how parts are changed
+Owns the order of both, that one goes on without the other, and the messages about it. Refuses to know how modules are changed
 (`ringattn.integrations.transformers`), and whether a model is asked for it.
 """
 
@@ -15,12 +15,12 @@ from ringattn.ring import Ring
 
 @dataclass(frozen=True)
 class Changed:
-    """How it went.
+    """The modules that were changed.
 
     Attributes:
-        fused: Parts that were compiled or joined; 0: none.
-        split: Parts of which each rank reads a slice; 0: none.
-        said: That in words, a line for each that was tried.
+        fused: Modules that were compiled; 0: none.
+        split: Modules of which each rank reads a shard; 0: none.
+        said: The same as text, a line for each that was tried.
     """
 
     fused: int
@@ -29,28 +29,26 @@ class Changed:
 
 
 def change_model(model: Any, ring: Ring, *, fused: bool, split: bool) -> Changed:
-    """Compiles, joins and splits what can be of a model, for inference on GPUs; every rank calls it alike.
+    """Apply tensor parallelism to a model and compile it, for decode on GPUs; collective over the ring.
 
     Args:
         model: Of transformers; on its device.
         ring: All ranks.
-        fused: Whether it is to be fused.
-        split: Whether it is to be split, where there are several ranks.
+        fused: Whether to compile it.
+        split: Whether to apply tensor parallelism, where there are several ranks.
     """
     from ringattn.integrations import transformers
 
-    said, parts, slices, began = list[str](), 0, 0, time.monotonic()
-    if fused:
-        try:
-            parts = transformers.fuse(model, ring)
-            said.append(f"around attention: {parts} parts compiled or joined in {time.monotonic() - began:.1f} s")
-        except transformers.CannotFuse as error:
-            said.append(f"what is around attention stays as it was: {error}")
-    began = time.monotonic()
+    said, compiled, parallel, began = list[str](), 0, 0, time.monotonic()
     if split and ring.world_size > 1:
         try:
-            slices = transformers.split(model, ring, backend="inductor" if parts else None)
-            said.append(f"slices: each rank reads its own of {slices} parts, tried in {time.monotonic() - began:.1f} s")
-        except transformers.CannotSplit as error:
+            parallel = transformers.apply_tensor_parallel(model, ring)
+            said.append(f"tensor parallelism: {parallel} modules in {time.monotonic() - began:.1f} s")
+        except transformers.TensorParallelError as error:
             said.append(f"every rank reads all weights: {error}")
-    return Changed(parts, slices, tuple(said))
+    began = time.monotonic()
+    if fused:
+        compiled = transformers.compile_for_decode(model, ring)
+        how = f"{compiled} modules in {time.monotonic() - began:.1f} s" if compiled else "none, as a warning says"
+        said.append(f"compiled for decode: {how}")
+    return Changed(compiled, parallel, tuple(said))

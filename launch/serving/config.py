@@ -66,7 +66,7 @@ class ServeArgs:
         max_body_mib: MiB of a request; more gets status 413.
         time_limit: Seconds that a request may take, waiting included; then it gets status 503.
         graphs: Whether decoding steps are captured in CUDA graphs, on GPUs, before the server answers.
-        fuse: Whether what is around the model's attention is compiled and joined, on GPUs, before the server answers.
+        fuse: Whether the model's decoder layers are compiled for decode, on GPUs, before the server answers.
         split: Whether each GPU reads a slice of MLPs and of the output head in steps whose rows all GPUs have.
         keep_prefixes: Whether beginnings of requests are kept for later ones that begin alike.
         grace: Seconds that running requests get to end when the server is told to stop.

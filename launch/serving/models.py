@@ -83,8 +83,7 @@ def load(
     from transformers import AutoConfig, AutoModelForCausalLM
 
     from ringattn.integrations.transformers import NAME, register
-    from ringattn.integrations.transformers.positions import find_table
-    from ringattn.integrations.transformers.rotations import find_turns
+    from ringattn.integrations.transformers.positions import max_learned_positions, rope_scaling_limits
 
     register()
     check_model(path)
@@ -95,7 +94,7 @@ def load(
         config = read_config(path)
     text = config.get_text_config(decoder=True)
     length = getattr(text, "max_position_embeddings", None)
-    for rope_type, most in find_turns(text):
+    for rope_type, most in rope_scaling_limits(text):
         # the longest request of a step would choose for those beside it
         if (max_len or length or most) > most:
             raise Refusal(
@@ -129,7 +128,7 @@ def load(
     if "device_map" not in options:
         model = model.to(device)
     model.eval().requires_grad_(False)
-    table = find_table(model)
+    table = max_learned_positions(model)
     if table is not None:
         if (max_len or table) > table:
             # a request that came there would end the server
@@ -195,7 +194,7 @@ def make_cache(model: Any, ring: Ring, *, gib: float | None, page_size: int, kv_
     Raises:
         Refusal: Not even one page fits, or the model keeps more than keys; raised on every rank.
     """
-    from ringattn.integrations.transformers.generation import cache_sizes
+    from ringattn.integrations.transformers.ring_cache import cache_sizes
 
     names = ("layers", "kv_heads", "head_dim", "v_head_dim")
     try:

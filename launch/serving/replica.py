@@ -10,8 +10,8 @@ Note [Tokens that stay]
     plan calls `carried`. The exchange is the one that attention makes, and lays all ranks' columns side by side, of which those of
     rank 0 count: two columns of bits make a token. It is always of one size, so that ranks compare it once.
     The host reads them later, when the device has come there. That wait ends where the step may have been a replay (Note [A
-    replay that does not end] of decoding.py). Steps around the ring take as long as they take, and are bounded by what bounds
-    plain calls. No rank starts more than one step before the last one has ended.
+    replay that does not end] of cuda_graph_runner.py). Steps around the ring take as long as they take, and are bounded by what
+    bounds plain calls. No rank starts more than one step before the last one has ended.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from ringattn.launch.serving.scheduling import Plan
 from ringattn.transport.patience import Marks
 
 if TYPE_CHECKING:
-    from ringattn.integrations.transformers.decoding import Recorder
+    from ringattn.integrations.transformers.cuda_graph_runner import GraphCapturer
 
 TRIED = ((0, 24), (0, 56), (0, 120), (0, 520), (0, 1024), (1024, 350), (8192, 12), (8192, 50), (8192, 200), (8192, 550))
 """Prompts that are computed before the first request: tokens on each rank that are there already, and new ones. From them follow
@@ -61,17 +61,17 @@ class Replica:
         ahead: Whether `start` returns before a step is computed, so that another one may be started (Note [Tokens that stay]).
     """
 
-    def __init__(self, model: Any, cache: PagedKVCache, most: int, graphs: bool | Recorder | None = None) -> None:
-        from ringattn.integrations.transformers.decoding import Decoding, batch_sizes, choose_recorder
+    def __init__(self, model: Any, cache: PagedKVCache, most: int, graphs: bool | GraphCapturer | None = None) -> None:
+        from ringattn.integrations.transformers.cuda_graph_runner import CUDAGraphRunner, batch_sizes, select_capturer
 
         self._model, self._cache = model, cache
         self.books = cache.pages
         sizes = batch_sizes(most)
-        recorder = choose_recorder(graphs, model, cache)
+        recorder = select_capturer(graphs, model, cache)
         rows = [most + more for more in ROWS]
         most_shapes = len(sizes) + len(PIECES) + len(rows)
-        self._decoding = Decoding(
-            model, cache, recorder, batches=sizes, pieces=PIECES, rows=rows, most=most_shapes, awaited=False
+        self._decoding = CUDAGraphRunner(
+            model, cache, recorder, batches=sizes, pieces=PIECES, rows=rows, max_graphs=most_shapes, awaited=False
         )
         self.ahead = cache.device.type == "cuda"
         self._chosen = torch.empty(0, dtype=torch.int64, device=cache.device)  # by the last step, on every rank
@@ -82,7 +82,7 @@ class Replica:
     @property
     def graphs(self) -> int:
         """CUDA graphs that steps are replayed from."""
-        return self._decoding.recorded
+        return self._decoding.captured
 
     @property
     def pieces(self) -> int:
@@ -187,7 +187,7 @@ class Replica:
 
     def _compute_scored(self, plan: Plan, tokens: Tensor) -> tuple[Tensor, list[Tensor]]:
         """`_compute` where logits of all rows of some are wanted."""
-        from ringattn.integrations.transformers.steps import forward_step
+        from ringattn.integrations.transformers.model_forward import forward_step
 
         step = self._cache.extend(plan.requests, plan.counts, mode="prefill")
         ends = list(accumulate(plan.counts, initial=0))
@@ -216,7 +216,7 @@ class Replica:
             return self._decoding.run(plan.requests, tokens[:, None]).logits[:, -1]
         if plan.packed or plan.mixed:
             piece = 1 if plan.mixed else MOST_DECODED
-            logits = self._decoding.run_packed(plan.requests, plan.counts, tokens, piece=piece)
+            logits = self._decoding.run_mixed(plan.requests, plan.counts, tokens, piece=piece)
             if logits is not None:
                 return self._rows(logits, plan.wanted)
         step = self._cache.extend(plan.requests, plan.counts)

@@ -1,41 +1,32 @@
 """The integers of a plan as the device tensors that kernels read.
 
-Owns the making and caching of `ringattn.kernels.interface.RowMetadata` and `GatheredKeys`. Refuses to know ranks, groups and how bytes move.
+Owns the making of `ringattn.kernels.interface.RowMetadata` and `GatheredKeys`, which kernels/table_cache.py keeps. Refuses to know groups
+and how bytes move.
 
-Note [Forwards alone]
+Note [Forward only]
     A forward asks of keys where they sit, and of queries what they see. What sees a key is asked by backwards, and costs most of
-    what these tables cost. So a call that will have no backward (`Call.forward_only`) leaves it out: lo and hi of its keys
+    what these tables cost. So a call that will have no backward (`AttentionSpec.forward_only`) leaves it out: lo and hi of its keys
     have no columns.
 
-Note [Kept sides]
-    The four tensors of a side are views of one int32 buffer (Note [One upload] of kernels/runtime/host_to_device.py). Finished sides are kept,
-    least recently used first out, under a budget of bytes; their memory goes when all streams have read them (Note [Whose
-    memory] there). A CUDA graph reads the sides it was captured with at every replay, and nobody says when it is gone: these are
-    kept for good.
 """
 
 from __future__ import annotations
 
-import threading
-from collections import OrderedDict
-from collections.abc import Callable, Hashable, Sequence
-from typing import Any, Generic, TypeVar
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from ringattn.kernels.interface import GatheredKeys, RowMetadata
-from ringattn.kernels.runtime.host_to_device import join, meet, upload
+from ringattn.kernels.runtime.host_to_device import upload
+from ringattn.kernels.table_cache import Key, find
+from ringattn.plan.attention_spec import AttentionSpec
 from ringattn.plan.layouts import Shard
 from ringattn.plan.mask import AttentionMask, MaskAxis
-from ringattn.plan.ring_plan import GatherPlan, RingStep, Send, pack
+from ringattn.plan.ring_plan import GatherPlan, Nodes, RingStep, Send, pack
 
 Runs = tuple[tuple[int, int, int, int], ...]
-
-CACHE_BYTES = 128 * 1024 * 1024
-"""Device bytes of sides that are kept for the next call."""
-
-T = TypeVar("T")
 
 
 class _Tensors:
@@ -58,44 +49,77 @@ class _Tensors:
 
 _TENSORS = _Tensors()
 
-_cache: OrderedDict[Key[Any], Any] = OrderedDict()
-_held = 0  # bytes of these
-_lock = threading.RLock()
-"""Held where these change: a look at them moves them, too, and threads of several rings look at once."""
-_captured: dict[Key[Any], Any] = {}
 
-
-class Key(Generic[T]):
-    """What a table is made of; hashed once, because masks of many documents are long to hash.
+@dataclass(frozen=True, eq=False)
+class StepTables:
+    """Tables of one side that stays and one that moves, for a loop over ring steps; keys, which `find` turns into tables.
 
     Attributes:
-        device: Where the kernels run.
-        facts: All that decides the content.
-        make: Makes the table at first sight.
-        stream: Of a GPU: the last that has met it.
+        stationary: The side that stays: this rank's queries when keys move, and the other way round.
+        moving: The rows that each ring step brings; None where nothing is visible.
+        nothing: A moving side without rows.
     """
 
-    __slots__ = ("_hash", "device", "facts", "make", "stream")
+    stationary: Key[RowMetadata]
+    moving: tuple[Key[RowMetadata] | None, ...]
+    nothing: Key[RowMetadata]
 
-    def __init__(
-        self, device: torch.device | str, facts: tuple[Hashable, ...], make: Callable[[torch.device], T]
-    ) -> None:
-        place = torch.device(device)
-        if place.type == "cuda" and place.index is None:
-            place = torch.device("cuda", torch.cuda.current_device())
-        self.device, self.facts, self.make = place, facts, make
-        self.stream: int | None = None
-        self._hash = hash((place, facts))
 
-    def __hash__(self) -> int:
-        return self._hash
+@dataclass(frozen=True, eq=False)
+class FusedTables:
+    """Tables of a fused launch, one per outer step; keys, which `find` turns into tables.
 
-    def __eq__(self, other: object) -> bool:
-        return self is other or (
-            isinstance(other, Key)
-            and self._hash == other._hash
-            and (self.device, self.facts) == (other.device, other.facts)
-        )
+    Attributes:
+        rows: This rank's queries.
+        keys: The keys of all owners.
+        returning: Which row of each reader's contribution belongs to each row that this rank holds, or -1.
+    """
+
+    rows: Key[RowMetadata]
+    keys: tuple[Key[GatheredKeys], ...]
+    returning: tuple[Key[Tensor], ...]
+
+
+def step_tables(spec: AttentionSpec, moving: str, device: torch.device, nodes: Nodes | None = None) -> StepTables:
+    """Return the keys of the tables of a stepwise loop.
+
+    Args:
+        spec: The call.
+        moving: The side that moves: "keys" or "queries".
+        device: Where the kernels run.
+        nodes: The nodes of a hierarchical ring.
+    """
+    of_keys: MaskAxis | None = None if spec.forward_only else "queries"
+    shards, stays, moves = (
+        (spec.sharding.shards, "keys", of_keys) if moving == "keys" else (spec.kv_sharding.shards, of_keys, "keys")
+    )
+    ring_steps = spec.plan(moving, nodes).ranks[spec.rank].ring_steps
+    return StepTables(
+        stationary_key(shards[spec.rank], spec.mask, device, stays),
+        tuple(
+            None if ring_step is None else moving_key(ring_step, spec.mask, device, moves) for ring_step in ring_steps
+        ),
+        moving_key(RingStep(0, spec.rank, (), (), 0), spec.mask, device, moves),
+    )
+
+
+def fused_tables(spec: AttentionSpec, device: torch.device, nodes: Nodes | None = None) -> FusedTables:
+    """Return the keys of the tables of fused launches.
+
+    Args:
+        spec: The call.
+        device: Where the kernels run.
+        nodes: The nodes of a hierarchical ring.
+    """
+    plan, size = spec.plan("keys", nodes).ranks[spec.rank], len(nodes[0]) if nodes else len(spec.sharding.shards)
+    keys, returning = list[Key[GatheredKeys]](), list[Key[Tensor]]()
+    for outer in range(len(plan.remote_shards)):
+        held, gather_plan = plan.held(outer), spec.gather_plan(nodes, outer)
+        ring_steps = (held, *plan.ring_steps[outer * size + 1 : (outer + 1) * size])
+        keys.append(gathered_key(ring_steps, gather_plan, spec.mask, device, forward_only=spec.forward_only))
+        returning.append(returning_key(gather_plan.sends, held.num_rows, device))
+    rows = stationary_key(spec.sharding.shards[spec.rank], spec.mask, device)
+    return FusedTables(rows, tuple(keys), tuple(returning))
 
 
 def stationary_key(
@@ -107,7 +131,7 @@ def stationary_key(
         shard: The rows.
         mask: The mask.
         device: Where the kernels run.
-        axis: What the rows see: "keys" when they are queries, "queries" when they are keys; None: Note [Forwards alone].
+        axis: What the rows see: "keys" when they are queries, "queries" when they are keys; None: Note [Forward only].
     """
     return _side_key(pack(shard), mask, device, axis)
 
@@ -122,7 +146,7 @@ def moving_key(
         mask: The mask.
         device: Where the kernels run.
         axis: What the rows see: "queries" when they are keys (moving="keys"), "keys" when they are queries; None:
-            Note [Forwards alone].
+            Note [Forward only].
     """
     return _side_key(ring_step.runs, mask, device, axis)
 
@@ -141,48 +165,6 @@ def moving_side(
     return find(moving_key(ring_step, mask, device, axis))
 
 
-def find(key: Key[T]) -> T:
-    """The table of a key, made at first sight and kept under the budget.
-
-    Raises:
-        RuntimeError: A CUDA graph is being captured and the table is not there yet.
-    """
-    join(key.device)
-    with _lock:
-        found = _cache.get(key)
-        if found is not None:
-            _cache.move_to_end(key)
-    capturing = False
-    if key.device.type == "cuda":
-        capturing = torch.cuda.is_current_stream_capturing()
-        if torch._C._cuda_getCurrentRawStream(key.device.index) != key.stream:
-            key.stream = meet(key.device)
-    if found is None:
-        if capturing:
-            raise RuntimeError(
-                "the tables of a call must be on the device before it is captured, got a first call during a capture; "
-                "make the call once outside it"
-            )
-        # it outlives the call that makes it: it must hold ordinary tensors even when made under inference mode
-        with torch.inference_mode(False):
-            found = key.make(key.device)
-        _keep(key, found)
-    if capturing:
-        _captured[key] = found
-    return found
-
-
-def _keep(key: Key[T], made: T) -> None:
-    """Puts a new table in the place of an equal one, if another thread has made that, and lets go of the oldest."""
-    global _held
-    with _lock:
-        before = _cache.pop(key, None)
-        _held += _bytes_of(made) - (0 if before is None else _bytes_of(before))
-        _cache[key] = made
-        while _held > CACHE_BYTES and len(_cache) > 1:
-            _held -= _bytes_of(_cache.popitem(last=False)[1])
-
-
 def gathered_key(
     ring_steps: Sequence[RingStep | None],
     gather_plan: GatherPlan,
@@ -198,7 +180,7 @@ def gathered_key(
         gather_plan: Where the rows of each visit stand in far.
         mask: The mask.
         device: Where the kernels run.
-        forward_only: Note [Forwards alone].
+        forward_only: Note [Forward only].
     """
     own = ring_steps[0]
     assert own is not None, "a rank without keys of its own visits one by one"
@@ -240,7 +222,7 @@ def bounds_of(positions: Tensor, mask: AttentionMask, axis: MaskAxis | None) -> 
     Args:
         positions: `s` int64, global positions of the rows.
         mask: The mask.
-        axis: "keys" when the rows are queries, "queries" when they are keys; None: Note [Forwards alone].
+        axis: "keys" when the rows are queries, "queries" when they are keys; None: Note [Forward only].
 
     Returns:
         lo and hi, `b s` int64; b is 1 when all batch elements share one mask. `1 0` where nobody asks.
@@ -254,15 +236,6 @@ def bounds_of(positions: Tensor, mask: AttentionMask, axis: MaskAxis | None) -> 
         extent = (lengths[:, :1], lengths[:, 1:])
     lo, hi = mask.interval(positions[None], axis, extent, _TENSORS)
     return lo, hi
-
-
-def clear() -> None:
-    """Forgets every kept side, and so frees its device memory. CUDA graphs that read them must not be replayed any more."""
-    global _held
-    with _lock:
-        _cache.clear()
-        _held = 0
-    _captured.clear()
 
 
 def _side_key(runs: Runs, mask: AttentionMask, device: torch.device | str, axis: MaskAxis | None) -> Key[RowMetadata]:
@@ -323,7 +296,3 @@ def _positions(runs: Runs, dtype: torch.dtype) -> Tensor:
         torch.arange(start, start + stride * n, stride, dtype=dtype, device="cpu") for _, n, start, stride in runs
     ]
     return torch.cat(stretches) if stretches else torch.empty(0, dtype=dtype, device="cpu")
-
-
-def _bytes_of(kept: Any) -> int:
-    return (kept if isinstance(kept, Tensor) else kept.positions).untyped_storage().nbytes()

@@ -64,7 +64,8 @@ class Sharding:
 
     Attributes:
         text: `spec` as JSON in a Python literal: equal on all ranks, and read within milliseconds however long it is.
-        texts: The texts of attention calls with this sharding, by their options (Note [Said once] in attention_spec.py).
+        texts: The texts of attention calls with this sharding, by their options as given (`dispatch.call_text`).
+        ring_name: The name of the ring that made it; None: it was made without one.
 
     Raises:
         ValueError: The shards do not hold every position exactly once, an argument is out of range, or the ring is another
@@ -112,6 +113,7 @@ class Sharding:
         self._rank = rank
         self._documents = None if documents is None else tuple(documents)
         self._ring = ring
+        self.ring_name = None if ring is None else ring.name
         self._device = torch.device("cpu" if device is None else device)
         _check_partition(self._shards, seq_len, whole=layout != PART)
         # not cached_property, whose lock torch.compile does not trace
@@ -198,8 +200,11 @@ class Sharding:
         """
         with self._shared_refusals():
             dim = self._check_rows("x", x, dim, "seq_len", self._seq_len, "the whole sequence, or name its dim")
-        mine = self._shards[self._rank]
-        parts = [_run_of(x, dim, run) for run in mine] or [x.narrow(dim, 0, 0)]
+        return self.cut(x, dim)
+
+    def cut(self, x: Tensor, dim: int) -> Tensor:
+        """Return `shard` of a tensor that was checked; dim counts from the front."""
+        parts = [_run_of(x, dim, run) for run in self._shards[self._rank]] or [x.narrow(dim, 0, 0)]
         # cat copies even a single part: a view would keep the whole sequence in memory
         return torch.cat(parts, dim).contiguous()
 
@@ -278,6 +283,10 @@ class Sharding:
             raise ValueError(
                 f"parts must have the lengths {self.shard_lens} in dim {dim}, got {lengths}; pass them in rank order"
             )
+        return self.concatenate(parts, dim)
+
+    def concatenate(self, parts: Sequence[Tensor], dim: int) -> Tensor:
+        """Return `assemble` of tensors that were checked; dim counts from the front."""
         if all(run.stride == 1 for shard in self._shards for run in shard):
             stretches = [
                 (run.start, part.narrow(dim, offset, run.length))
@@ -393,7 +402,7 @@ def positions_of(shard: Shard) -> Tensor:
 
 
 def _run_of(x: Tensor, dim: int, run: Run) -> Tensor:
-    stretch = x.narrow(dim, run.start, run.last - run.start + 1)
+    stretch = x.narrow(dim, run.start, run.stride * (run.length - 1) + 1)
     return stretch if run.stride == 1 else stretch[(slice(None),) * dim + (slice(None, None, run.stride),)]
 
 

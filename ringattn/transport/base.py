@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Hashable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
+from torch.autograd import profiler
 
-from ringattn.kernels.interface import Lease, ReadyFlags, Reels
+from ringattn.kernels.interface import ReadyFlags
 from ringattn.plan.ring_plan import GatherPlan, Nodes
 
 Parcel = tuple[int, Tensor]
@@ -32,6 +33,19 @@ class Reply(NamedTuple):
 
     peer: int
     x: Tensor
+
+
+_NO_SPAN = nullcontext()
+
+
+def span(name: str, *values: object) -> AbstractContextManager[Any]:
+    """Name the work inside for a profiler, while one runs: a name costs the host several microseconds.
+
+    Args:
+        name: A template of `str.format`.
+        *values: Fill the template.
+    """
+    return profiler.record_function(name.format(*values)) if profiler._is_profiler_enabled else _NO_SPAN
 
 
 SM_MARGIN = 4
@@ -108,7 +122,6 @@ class Gathering(Protocol):
         kept: Like far, a tensor of the caller's own, complete behind `close`; None: nothing is kept.
         key_bias: `b t+remote_rows`, what is added to the scores of keys: this rank's own, then those of far; None: nothing is.
         ready_flags: How kernels wait; None when everything is there.
-        reels: What was launched over such a gather, for later ones with the same memory (`FusedKernelSet.replay`).
     """
 
     far: Tensor
@@ -117,7 +130,6 @@ class Gathering(Protocol):
     kept: Tensor | None
     key_bias: Tensor | None
     ready_flags: ReadyFlags | None
-    reels: Reels
 
     def close(self) -> None:
         """To be called once the kernels that read far are launched, on the same stream; `Homecoming.receive` may do it.
@@ -138,7 +150,6 @@ class Homecoming(Protocol):
         rows: grad_buffer_rows of every region.
         bias_addresses: Likewise, of what goes to the gradient of key_bias; None: it is not wanted.
         own_bias: `b hk grad_buffer_rows` fp32, likewise.
-        reels: As in `Gathering`.
     """
 
     addresses: Tensor
@@ -146,7 +157,6 @@ class Homecoming(Protocol):
     rows: int
     bias_addresses: Tensor | None
     own_bias: Tensor | None
-    reels: Reels
 
     def begin(self) -> None:
         """To be called in front of the backward where nothing is gathered: its owners let this rank write."""
@@ -277,7 +287,6 @@ class Gatherer(Protocol):
         given: Sequence[Tensor],
         made: Sequence[Tensor],
         enqueue: Callable[[], object],
-        leased: Callable[[Lease], AbstractContextManager[None]],
         held: tuple[Any, ...],
     ) -> None:
         """Enqueues a call: a whole gather, a whole homecoming or both, and what is launched between.
@@ -289,7 +298,6 @@ class Gatherer(Protocol):
             given: Tensors that it is given.
             made: Tensors that its caller has made for it, whose shapes, strides and dtypes follow from the others.
             enqueue: Enqueues it, on the current stream; returns what else must live for as long as it may be repeated.
-            leased: `FusedKernelSet.leased` of its kernels.
             held: The objects that the key names.
         """
         ...

@@ -9,16 +9,14 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Hashable, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from ringattn.kernels.interface import Lease, ReadyFlags, Reels
+from ringattn.kernels.interface import ReadyFlags
 from ringattn.plan.ring_plan import GatherPlan, Nodes
-from ringattn.schedule.packed_message import slices
 from ringattn.transport.base import Homecoming, Parcel, Pending, Reply, Seat
 
 T = TypeVar("T")
@@ -190,17 +188,20 @@ class SimulatedGatherer:
         given: Sequence[Tensor],
         made: Sequence[Tensor],
         enqueue: Callable[[], object],
-        leased: Callable[[Lease], AbstractContextManager[None]],
         held: tuple[Any, ...],
     ) -> None:
         """See `Gatherer.repeat`; each call is a new one."""
-        del key, given, made, leased, held
+        del key, given, made, held
         enqueue()
 
     def _fetch(self, mine: Tensor, far: Tensor, gather_plan: GatherPlan, what: str) -> Tensor:
         """Far, with the rows of all others in it; rows are dimension 1."""
         for reader in gather_plan.sends:
-            self._hub.deliver(self._rank, reader.peer, torch.cat(slices(mine, 1, reader.rows), 1))
+            self._hub.deliver(
+                self._rank,
+                reader.peer,
+                torch.cat([mine.narrow(1, offset, length) for offset, length in reader.rows], 1),
+            )
         for fetch in gather_plan.recvs:
             rows = self._hub.collect(
                 fetch.owner, self._rank, f"{what}, keys of ring step {gather_plan.first + fetch.step}"
@@ -236,7 +237,6 @@ class _Gathered:
     kept: Tensor | None
     key_bias: Tensor | None
     ready_flags: ReadyFlags | None
-    reels: Reels = field(default_factory=Reels)
 
     def close(self) -> None:
         # a kernel that is launched later would be too late
@@ -266,7 +266,6 @@ class _Homes:
         self._made = torch.full((sides, b, self.rows, hk, width), float("nan"), dtype=torch.float32, device=device)
         self.own = self._made[0]
         self.addresses = _addresses(self._made)
-        self.reels = Reels()
         self._biases = None
         if biased:
             self._biases = torch.full((sides, b, hk, self.rows), float("nan"), dtype=torch.float32, device=device)

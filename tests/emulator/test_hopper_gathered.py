@@ -19,6 +19,8 @@ from ringattn.kernels.attention.hopper import forward_launch as launcher
 from ringattn.kernels.attention.hopper import tile_scheduler
 from ringattn.kernels.attention.hopper.configs import ForwardConfig
 from ringattn.kernels.interface import Score
+from ringattn.kernels.table_cache import find
+from ringattn.plan.device_tables import step_tables
 from ringattn.plan.layouts import Run
 from tests.emulator.arriving import Gathering, assert_right, make_scene, run
 
@@ -95,11 +97,11 @@ def test_one_launch_equals_one_visit_that_meets_the_same_blocks(name: str):
     call, x = case.call, scene.whole
     alone = replace(case, world_size=1, rank=0).call
     device = torch.device("cpu")
-    ring_step = alone.ring_steps("keys").ring_steps[0]
-    assert ring_step is not None
+    rows, keys = step_tables(call, "keys", device).stationary, step_tables(alone, "keys", device).moving[0]
+    assert keys is not None
     other_o, other_lse = torch.empty_like(o), torch.empty_like(lse)
     launcher.launch_forward(
-        scene.q, x["k"], x["v"], call.stationary("keys", device), alone.moving("keys", ring_step, device), scene.score,
+        scene.q, x["k"], x["v"], find(rows), find(keys), scene.score,
         carry=None, first=True, last=True, o=other_o, lse=other_lse, config=SMALL,
     )  # fmt: skip
     assert torch.equal(o, other_o)

@@ -5,42 +5,41 @@ its public interfaces for attention and masks are used, the same on the 4.57 and
 
     register()                                     once, before models are made
     model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="ringattn")
-    loss = model(**shard_batch(batch, ring)).loss  the whole batch in, this rank's part of it out
+    loss = model(**shard_batch(batch, ring)).loss  the whole batch in, the loss of this rank's shard out
 
-Importing registers nothing: a program says so by calling `register`. With `Trainer`, see `trainer.RingTrainer`.
+Importing registers nothing: a program calls `register`. With `Trainer`, see `trainer.RingTrainer`.
 """
 
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from ringattn.integrations.transformers.attention import attend
 from ringattn.integrations.transformers.batch import RingCollator, shard_batch
-from ringattn.integrations.transformers.fusing import CannotFuse, fuse
-from ringattn.integrations.transformers.generation import RingCache
+from ringattn.integrations.transformers.decode_compile import compile_for_decode
 from ringattn.integrations.transformers.masks import RingMask, describe_mask
-from ringattn.integrations.transformers.splitting import CannotSplit, split
-from ringattn.integrations.transformers.steps import run_step
+from ringattn.integrations.transformers.model_forward import run_step
+from ringattn.integrations.transformers.ring_cache import RingCache
+from ringattn.integrations.transformers.tensor_parallel import TensorParallelError, apply_tensor_parallel
 
 NAME = "ringattn"
 
 __all__ = [
     "NAME",
-    "CannotFuse",
-    "CannotSplit",
     "RingCache",
     "RingCollator",
     "RingMask",
+    "TensorParallelError",
+    "apply_tensor_parallel",
     "attend",
+    "compile_for_decode",
     "describe_mask",
-    "fuse",
     "register",
     "run_step",
     "shard_batch",
-    "split",
 ]
 
 
 def register() -> None:
-    """Lets transformers find ring attention under the name "ringattn"; calling it again changes nothing.
+    """Register ring attention with transformers under the name "ringattn"; calling it again changes nothing.
 
     Call it before a model is made with `attn_implementation="ringattn"`, or before `model.set_attn_implementation("ringattn")`.
     """

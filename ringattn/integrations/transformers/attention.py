@@ -1,75 +1,72 @@
-"""What a transformers layer passes to attention, as a call of ring attention.
+"""The attention function of transformers layers, as a call of ring attention.
 
-Owns the attention function of the name "ringattn", and every refusal of what such a layer may pass. Refuses to know where
-batches come from (batch.py).
+Owns the attention function of the name "ringattn", and how its arguments become options of ring attention. Refuses to know where
+batches come from (batch.py), and which models and options are not supported (support.py).
 
 Legend: b batch, s rows of this rank, n tokens of the whole sequence, h query heads, hk key heads, d and dv head dims.
 
-Note [Tempered queries]
-    Layers of Llama 4 without rotary embeddings make a query longer the further back its place: by a factor of it that is 1 for
-    the first floor_scale - 1 tokens. They count places themselves, the rows of the call from 0 on, whatever positions the model
-    was given. So what they multiplied by is taken back, and what belongs to a row's place is put there. Calls of fewer rows than
-    floor_scale (8192 in the models there are) were multiplied by 1, and get the bits of one process.
+Note [Attention temperature of Llama 4]
+    Layers of Llama 4 without rotary embeddings scale a query by a factor of its position, which is 1 for the first floor_scale - 1
+    tokens. They count positions themselves, from 0 in each call, whatever position_ids the model was given. So their factor is
+    divided out, and that of the true position is applied. Calls of fewer rows than floor_scale (8192 in published models) were
+    multiplied by 1, and get the bits of one process.
+
+Note [Graph break in decode]
+    A step of a cache is no traceable object, and its attention communicates. Compiled decoder layers (decode_compile.py) therefore
+    break their graph here. Training with a sharding is traceable as a whole.
 """
 
 from __future__ import annotations
 
 import functools
-import inspect
-import sys
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from ringattn.api import ring_attention
 from ringattn.inference import Step
 from ringattn.inference import attend as attend_step
 from ringattn.integrations.transformers.masks import RingMask
-from ringattn.integrations.transformers.positions import check_positions, read_cumulative, read_documents
-from ringattn.integrations.transformers.rotations import check_rotation, find_ends, find_turns
-from ringattn.integrations.transformers.steps import attends_again
+from ringattn.integrations.transformers.model_forward import attended_before, untraced
+from ringattn.integrations.transformers.positions import (
+    check_positions,
+    check_rope_scaling,
+    rank_end_positions,
+    read_cumulative,
+    read_documents,
+    rope_scaling_limits,
+)
+from ringattn.integrations.transformers.support import check_supported, first_learned_position
 from ringattn.plan.sharding import Sharding, positions_of
 from ringattn.ring import Ring, default_world_size
 
-UNSAID = "unsaid"
-"""In place of position ids that a model does not pass; None are those that it passes without having any."""
+NOT_PASSED = "not passed"
+"""In place of position ids that a model does not pass to attention; None when it passes them and has none."""
 
-IGNORED = frozenset(
-    {
-        "cache_position",
-        "labels",
-        "logits_to_keep",
-        "max_length_k",
-        "max_length_q",
-        "num_items_in_batch",
-        "output_hidden_states",
-        "output_router_logits",
-        "return_dict",
-        "shift_labels",
-    }
-)
-"""Keywords that reach attention because models hand on what they are given, and that say nothing about attention."""
-
-OF_ATTENTION = frozenset(
-    {"attention", "chunked_attention", "dense", "full_attention", "mlp", "moe", "sliding_attention", "sparse"}
-)
-"""Kinds of layers, as configs name them, in which tokens meet in attention or not at all."""
-
-NUMBERING = "create_position_ids_from_input_ids"
-"""What RoBERTa and its kin call the function that numbers tokens behind `padding_idx`."""
-
-_alone: list[Ring] = []
+_ring_of_one: list[Ring] = []
 _calls = [0]
 
 
-def calls_so_far() -> int:
-    """How often `attend` was called outside of compiled code."""
+def num_attention_calls() -> int:
+    """Return how often `attend` was called outside of compiled code."""
     return _calls[0]
 
 
+def _not_traced_with_step(attend: Callable[..., Any]) -> Callable[..., Any]:
+    """Let torch.compile trace calls without a step only (Note [Graph break in decode])."""
+    not_traced: Callable[..., Any] = untraced(attend)
+
+    @functools.wraps(attend)
+    def call(*args: Any, step: Step | None = None, **kwargs: Any) -> Any:
+        return attend(*args, **kwargs) if step is None else not_traced(*args, step=step, **kwargs)
+
+    return call
+
+
+@_not_traced_with_step
 def attend(
     module: nn.Module,
     query: Tensor,
@@ -81,7 +78,7 @@ def attend(
     scaling: float | None = None,
     sharding: Sharding | None = None,
     step: Step | None = None,
-    position_ids: Tensor | str | None = UNSAID,
+    position_ids: Tensor | str | None = NOT_PASSED,
     is_causal: bool | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
@@ -91,68 +88,69 @@ def attend(
     cu_seq_lens_k: Tensor | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """The attention function of the name "ringattn", which layers of transformers models call.
+    """Attention function of the name "ringattn", called by the layers of transformers models.
 
     Args:
         module: The layer; its `is_causal` is the default of is_causal.
-        query: `b h s d`, this rank's rows, with their positions applied.
+        query: `b h s d`, this rank's rows, with rotary embeddings applied.
         key: `b hk s d`.
         value: `b hk s dv`.
-        attention_mask: What `describe_mask` returned.
+        attention_mask: As returned by `describe_mask`.
         dropout: Probability of dropping an attention weight. Its seed comes from torch's generator of the CPU: ranks with equal
             seeds drop what one process drops.
         scaling: Factor on q.k; default d ** -0.5.
-        sharding: Who holds which rows: the keyword `sharding` that the model was called with. None: all rows are here.
-        step: What a cache said of the new tokens: the keyword `step` that the model was called with. Their keys are kept in
-            the cache, and they see what is there (`ringattn.inference.attend`).
+        sharding: Rows held by each rank: the keyword `sharding` of the model's call. None: all rows are here.
+        step: New tokens of a cache: the keyword `step` of the model's call. Their keys are stored in the cache, and they attend to
+            what is there (`ringattn.inference.attend`).
         position_ids: `b s` or `1 s`; checked against the sharding.
         is_causal: Whether rows see earlier ones only.
         sliding_window: w: the last w keys; in bidirectional layers the w - 1 to each side.
         softcap: Bound of the soft cap.
         s_aux: `h`: sinks.
         deterministic: Demand bitwise repeatable gradients.
-        cu_seq_lens_q: Cumulative lengths of packed documents; without a sharding only, which knows its own.
+        cu_seq_lens_q: Cumulative lengths of packed documents; only without a sharding, which has its own.
         cu_seq_lens_k: The same.
-        others: What else the model was called with; refused unless it has nothing to say about attention.
+        others: Other keywords of the model's call; refused unless they do not change attention.
 
     Returns:
         `b s h dv` and None.
 
     Raises:
         ValueError: Positions, padding or documents do not fit the sharding.
-        NotImplementedError: The model passes something that is not supported, or has layers of other kinds; the message names it.
+        NotImplementedError: The model passes something that is not supported, or has unsupported layers; the message names it.
         RuntimeError: There are several ranks and no sharding.
     """
     if not torch.compiler.is_compiling():
         _calls[0] += 1
     ring = step.cache.ring if isinstance(step, Step) else sharding.ring if isinstance(sharding, Sharding) else None
     lengths = key_bias = tokens = None
-    # what is refused here on one rank, others hear of
+    # an error raised here on one rank is raised on the others too
     with nullcontext() if ring is None else ring.shared_refusals():
-        _refuse_others(others, sharding)
+        check_supported(others, "attention")
+        if sharding is not None:
+            check_supported(others, "sharded attention")
         mask = _check_mask(attention_mask)
         causal = _resolve_causal(module, is_causal, mask)
         if step is not None:
             _check_step(step, module, query, key, mask, causal, dropout, sharding, (cu_seq_lens_q, cu_seq_lens_k))
-            if step.sharding is not None and (turns := find_turns(getattr(module, "config", None))):
-                check_rotation(turns, [*find_ends(step.sharding), *step.lengths])
+            if step.sharding is not None and (limits := rope_scaling_limits(getattr(module, "config", None))):
+                check_rope_scaling(limits, [*rank_end_positions(step.sharding), *step.lengths])
             window, chunk_len = _resolve_window(mask, causal, sliding_window, packed=False)
-            if _is_tempered(module):
-                query = _temper(module, query, step.positions)
+            if _has_temperature(module):
+                query = _apply_temperature(module, query, step.positions)
         else:
             if sharding is None:
-                sharding = _whole(module, query, key, mask, position_ids, cu_seq_lens_q, cu_seq_lens_k)
+                sharding = _unsharded(module, query, key, mask, position_ids, cu_seq_lens_q, cu_seq_lens_k)
             else:
                 if cu_seq_lens_q is not None or cu_seq_lens_k is not None:
                     raise ValueError(
                         "cu_seq_lens must be left out when there is a sharding, which knows the documents; "
                         "pass the whole batch through shard_batch"
                     )
-                _check_sharded(module, position_ids, sharding, mask)
-                if sharding.world_size > 1:
-                    _check_router(module, others)
-                if _is_tempered(module):
-                    query = _temper(module, query, positions_of(sharding.shards[sharding.rank])[None])
+                _check_sharded(module, position_ids, sharding, mask, others)
+                if _has_temperature(module):
+                    positions = positions_of(sharding.shards[sharding.rank])[None]
+                    query = _apply_temperature(module, query, positions)
             packed = sharding.documents is not None
             window, chunk_len = _resolve_window(mask, causal, sliding_window, packed=packed)
             lengths, key_bias, tokens = _resolve_padding(mask, query, sharding, chunk_len)
@@ -182,47 +180,12 @@ def attend(
         dropout_p=dropout,
         dropout_seed=seed,
         deterministic=bool(deterministic),
-        # whoever drops then is the owner of the query, forward and backward: right even when ranks differ in their seeds
+        # the owner of the query then draws the dropout, forward and backward: right even when ranks differ in their seeds
         backward="keys" if dropout else "auto",
     )
     if tokens is not None:
         out = out.masked_fill(~tokens[:, :, None, None], 0.0)
     return out, None
-
-
-def check_layers(config: Any) -> None:
-    """Refuses models in some of whose layers tokens meet otherwise than in attention, where rows are split or keys kept.
-
-    Such layers (recurrent ones, convolutions) would see the rows of a call as a sequence of its own.
-    """
-    others: list[str] = sorted(set(getattr(config, "layer_types", None) or ()) - OF_ATTENTION)
-    # MobileBERT embeds tokens with their neighbours, ESM scales their embeddings by how many of all are masked
-    others += [name for name in ("trigram_input", "token_dropout") if getattr(config, name, False)]
-    if others:
-        raise NotImplementedError(
-            f"tokens must meet in layers of attention only where ranks share them or a RingCache keeps them, got {others} layers "
-            f"in the config of {config.model_type}; run this model on one process, without a RingCache"
-        )
-
-
-def _refuse_others(others: dict[str, Any], sharding: Sharding | None) -> None:
-    for name, value in others.items():
-        if value is None or value is False or name in IGNORED:
-            continue
-        if name == "use_cache":
-            if sharding is not None:
-                raise NotImplementedError(
-                    "use_cache must be False when there is a sharding, whose keys are kept nowhere; pass use_cache=False, as "
-                    "shard_batch does. To generate, use RingCache"
-                )
-        elif name == "output_attentions":
-            raise NotImplementedError(
-                "output_attentions must be False: ring attention never has the weights; use attn_implementation='eager'"
-            )
-        else:
-            raise NotImplementedError(
-                f"{name} must be left out: ring attention does not know it; use attn_implementation='eager' for this model"
-            )
 
 
 def _check_mask(attention_mask: RingMask | Tensor | None) -> RingMask | None:
@@ -253,7 +216,7 @@ def _resolve_causal(module: nn.Module, is_causal: bool | None, mask: RingMask | 
     return True if found is None else found
 
 
-def _whole(
+def _unsharded(
     module: nn.Module,
     query: Tensor,
     key: Tensor,
@@ -262,7 +225,7 @@ def _whole(
     cu_seq_lens_q: Tensor | None,
     cu_seq_lens_k: Tensor | None,
 ) -> Sharding:
-    """The sharding of a sequence that is all here."""
+    """Return the sharding of a sequence that is all on this rank."""
     ranks = default_world_size()
     if ranks > 1:
         raise RuntimeError(
@@ -289,15 +252,19 @@ def _whole(
             )
         documents = read_cumulative(cu_seq_lens_q, rows)
     elif isinstance(position_ids, Tensor) and (mask is None or not (mask.given or mask.causal is False)):
-        # as transformers reads them, which takes an attention mask for a sign that nothing is packed
-        documents = read_documents(position_ids, mask, _number(module))
-    if not _alone:
-        _alone.append(Ring())
-    return _alone[0].sharding(rows, "contiguous", documents)
+        # as in transformers, where an attention mask means that nothing is packed
+        documents = read_documents(position_ids, mask, _layer_index(module))
+    if not _ring_of_one:
+        _ring_of_one.append(Ring())
+    return _ring_of_one[0].sharding(rows, "contiguous", documents)
 
 
 def _check_sharded(
-    module: nn.Module, position_ids: Tensor | str | None, sharding: Sharding, mask: RingMask | None
+    module: nn.Module,
+    position_ids: Tensor | str | None,
+    sharding: Sharding,
+    mask: RingMask | None,
+    others: dict[str, Any],
 ) -> None:
     if not isinstance(sharding, Sharding):
         raise ValueError(
@@ -310,71 +277,24 @@ def _check_sharded(
         )
     if sharding.world_size == 1:
         return
-    check_layers(getattr(module, "config", None))
-    _check_told(module, "where ranks share a sequence, got one with {}, which numbers the rows of each rank by itself")
+    config = getattr(module, "config", None)
+    check_supported(config, "model")
+    check_supported(module, "sharded layer")
     if position_ids is None:
         raise ValueError(
             "position_ids must be given to a model whose rows are sharded, got none; pass the batch through shard_batch"
         )
-    turns, begin = find_turns(getattr(module, "config", None)), _begin(module)
-    if position_ids is UNSAID and begin:
-        raise NotImplementedError(
-            f"a model that counts positions from {begin} (padding_idx + 1) must hand them to its attention, to be checked, got "
-            f"one with {type(module).__name__}, which does not; run this model on one process"
-        )
+    limits, first_position = rope_scaling_limits(config), first_learned_position(module)
+    if position_ids is NOT_PASSED:
+        check_supported(module, "unchecked positions")
     if isinstance(position_ids, Tensor):
-        check_positions(position_ids, sharding, mask, _number(module), begin, turns)
-    if turns and (position_ids is UNSAID or torch.compiler.is_compiling()):
-        check_rotation(turns, find_ends(sharding))
+        check_positions(position_ids, sharding, mask, _layer_index(module), first_position, limits)
+    if limits and (position_ids is NOT_PASSED or torch.compiler.is_compiling()):
+        check_rope_scaling(limits, rank_end_positions(sharding))
+    check_supported(others if "output_router_logits" in others else config, "sharded router")
 
 
-def _check_router(module: nn.Module, others: dict[str, Any]) -> None:
-    """Refuses a loss that is no mean over tokens, of which each rank would compute that of its own."""
-    config = getattr(module, "config", None)
-    if others.get("output_router_logits", getattr(config, "output_router_logits", False)):
-        raise NotImplementedError(
-            "output_router_logits must be False where ranks share a sequence, got True: the loss that balances experts would be "
-            "of each rank's tokens alone; leave it out, and set model.config.output_router_logits = False"
-        )
-
-
-def _check_told(module: nn.Module, where: str) -> None:
-    """Refuses a model that can not be told where its rows are."""
-    if not torch.compiler.is_compiling() and not _takes_positions(type(module)):
-        raise NotImplementedError(
-            f"a model must take position_ids {where.format(type(module).__name__)}; run this model on one process, with "
-            "attn_implementation='sdpa' to generate"
-        )
-
-
-@functools.cache
-def _takes_positions(kind: type[nn.Module]) -> bool:
-    """Whether a model in the file of a kind of layer is told positions; True where there is no model."""
-    home = vars(sys.modules[kind.__module__]).values() if kind.__module__ in sys.modules else ()
-    models = [
-        x for x in home if isinstance(x, type) and issubclass(x, PreTrainedModel) and x.__module__ == kind.__module__
-    ]
-    return not models or any("position_ids" in inspect.signature(model.forward).parameters for model in models)
-
-
-def _begin(module: nn.Module) -> int:
-    """Where a model counts positions from: padding_idx + 1 where it is of RoBERTa's kin."""
-    config = getattr(module, "config", None)
-    padding = getattr(config, "pad_token_id", None)
-    if torch.compiler.is_compiling() or padding is None or not _counts_behind_padding(type(module)):
-        return 0
-    return padding + 1 if getattr(config, "position_embedding_type", "absolute") == "absolute" else 0
-
-
-@functools.cache
-def _counts_behind_padding(kind: type[nn.Module]) -> bool:
-    """Whether the file of a kind of layer has what numbers tokens from padding_idx + 1 on."""
-    home = vars(sys.modules[kind.__module__]) if kind.__module__ in sys.modules else {}
-    parts = [x for x in home.values() if isinstance(x, type) and x.__module__ == kind.__module__]
-    return NUMBERING in home or any(NUMBERING in vars(part) for part in parts)
-
-
-def _number(module: nn.Module) -> int | None:
+def _layer_index(module: nn.Module) -> int | None:
     layer = getattr(module, "layer_idx", None)
     return layer if isinstance(layer, int) else None
 
@@ -409,17 +329,17 @@ def _check_step(
         )
     if dropout:
         raise ValueError(f"dropout must be 0 in a call with a step, got {dropout}; call model.eval()")
-    if _number(module) is None:
+    if _layer_index(module) is None:
         raise NotImplementedError(
             f"a layer must have a layer_idx to find its keys in a cache, got {type(module).__name__} without; "
             "use attn_implementation='sdpa' for this model"
         )
-    if not torch.compiler.is_compiling() and attends_again(module.layer_idx):  # pyright: ignore[reportArgumentType]
+    if not torch.compiler.is_compiling() and attended_before(module.layer_idx):  # pyright: ignore[reportArgumentType]
         raise NotImplementedError(
             f"a layer must attend once in a call whose keys a cache keeps, got {type(module).__name__} that does so twice, whose "
             "second values would be kept in place of the first ones; generate on one process with attn_implementation='sdpa'"
         )
-    _check_told(module, "where a cache keeps its keys, got one with {}, which numbers the rows of each call by itself")
+    check_supported(module, "cached layer")
     rows = tuple(query.shape[::2][:2])
     if key.shape[2] != query.shape[2] or rows != (step.batch, max(step.rows, min(1, query.shape[2]))):
         raise ValueError(
@@ -440,7 +360,7 @@ def _attend_with_cache(
     softcap: float | None,
     sinks: Tensor | None,
 ) -> Tensor:
-    # a rank without rows brings one that nobody sees (Note [A row for nobody] in steps.py)
+    # Note [Ranks without rows] of model_forward.py
     q, k, v = (x.transpose(1, 2)[:, : step.rows] for x in (query, key, value))
     layer: Any = module.layer_idx
     options: dict[str, Any] = {"window": window, "chunk_len": chunk_len, "sinks": sinks}
@@ -449,14 +369,14 @@ def _attend_with_cache(
     return torch.nn.functional.pad(out, (0, 0, 0, 0, 0, missing)) if missing else out
 
 
-def _is_tempered(module: nn.Module) -> bool:
+def _has_temperature(module: nn.Module) -> bool:
     return bool(getattr(module, "attn_temperature_tuning", False)) and not getattr(module, "use_rope", True)
 
 
-def _temper(layer: Any, query: Tensor, positions: Tensor) -> Tensor:
-    """Queries `b h s d` of a layer, tempered for their places `b s` or `1 s` (Note [Tempered queries])."""
+def _apply_temperature(layer: Any, query: Tensor, positions: Tensor) -> Tensor:
+    """Scale queries `b h s d` for their positions `b s` or `1 s` (Note [Attention temperature of Llama 4])."""
     if positions.shape[1] != query.shape[2]:
-        # a row for nobody
+        # a rank without rows, and its padding row
         return query
     counted = torch.arange(query.shape[2], device=query.device)
     wanted, was = (
@@ -469,7 +389,7 @@ def _temper(layer: Any, query: Tensor, positions: Tensor) -> Tensor:
 def _resolve_window(
     mask: RingMask | None, causal: bool, sliding_window: int | None, *, packed: bool
 ) -> tuple[tuple[int, int] | None, int | None]:
-    """(window, chunk_len) of what the layer and the mask function say."""
+    """Return (window, chunk_len) from the layer and the mask."""
     size = None if mask is None else mask.local_size
     if size is not None and sliding_window is None and mask is not None and mask.chunked is not False:
         if mask.chunked is None:
@@ -499,7 +419,7 @@ def _resolve_window(
 def _resolve_padding(
     mask: RingMask | None, query: Tensor, sharding: Sharding, chunk_len: int | None
 ) -> tuple[tuple[tuple[int, int], ...] | None, Tensor | None, Tensor | None]:
-    """(lengths, key_bias `b s`, tokens `b s`): padding as lengths, or as a bias and the rows that are tokens."""
+    """Return (lengths, key_bias `b s`, tokens `b s`): padding as lengths, or as a bias and the rows that are tokens."""
     if mask is None or mask.padding is None:
         return None, None, None
     if chunk_len is not None and mask.lengths is None:
@@ -508,7 +428,7 @@ def _resolve_padding(
         raise NotImplementedError(
             "chunked attention must go without padding on the left, where chunks would start later; pad on the right"
         )
-    # lengths would be constants of compiled code, which would be compiled again for every batch
+    # lengths are constants of compiled code, which would be recompiled for every batch
     if mask.lengths is not None and not torch.compiler.is_compiling():
         return mask.lengths, None, None
     tokens = sharding.shard(mask.padding, dim=1)

@@ -1,12 +1,12 @@
-"""A whole batch in, this rank's part of it out.
+"""A whole batch in, this rank's shard of it out.
 
-Owns what becomes of each entry of a batch, and the counting of labels. Refuses to know models and how attention is computed.
+Owns how each entry of a batch is sharded, and the number of labels. Refuses to know models and how attention is computed.
 
-Note [Shares of the loss]
-    A model averages the loss over the labels it sees, and ranks see different numbers of them. So the batch brings a count of its
-    own: labels of the whole batch over ranks. A model divides its sum by `num_items_in_batch`, and the mean over ranks, which is
-    what DDP and FSDP take of gradients, is then the loss of one process, whoever holds how many labels. `Trainer` brings its own
-    count, over gradient accumulation too, and multiplies by the number of ranks: the same.
+Note [Loss of a shard]
+    A model averages the loss over the labels of its input, and ranks have different numbers of labels. So the batch contains a
+    count: labels of the whole batch, divided by ranks. A model divides its sum by `num_items_in_batch`. The mean over ranks, which
+    DDP and FSDP compute of gradients, is then the loss of one process, however labels are distributed. `Trainer` adds its own
+    count, over gradient accumulation too, and multiplies by the number of ranks, with the same result.
 """
 
 from __future__ import annotations
@@ -21,21 +21,22 @@ from torch import Tensor
 from torch.utils.data import get_worker_info
 
 from ringattn.integrations.transformers.positions import read_cumulative, read_documents
+from ringattn.integrations.transformers.support import check_supported
 from ringattn.plan.sharding import Sharding
 from ringattn.ring import Ring
 
 IGNORE_INDEX = -100
-"""The label of a token that is not to be predicted, as transformers has it."""
+"""Label of a token that is not predicted, as in transformers."""
 
 COMPARED = 2
-"""Batches of a ring whose tokens are compared between ranks: the first ones, since mistakes in reading data are there at once."""
+"""Batches of a ring whose tokens are compared between ranks: the first ones show mistakes in reading data."""
 
 _ROWS = ("input_ids", "inputs_embeds", "token_type_ids")
 _KEPT = ("num_items_in_batch", "output_hidden_states", "return_dict", "return_loss")
 _CUMULATIVE = ("cu_seq_lens_q", "cu_seq_lens_k")
 _HANDLED = ("labels", "shift_labels", "position_ids", "attention_mask", "max_length_q", "max_length_k", "use_cache")
 
-_seen: weakref.WeakKeyDictionary[Ring, int] = weakref.WeakKeyDictionary()
+_compared: weakref.WeakKeyDictionary[Ring, int] = weakref.WeakKeyDictionary()
 
 
 def shard_batch(
@@ -46,18 +47,18 @@ def shard_batch(
     shift_labels: bool = True,
     balance: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """This rank's part of a batch, to call a model with: `model(**shard_batch(batch, ring))`.
+    """Return this rank's shard of a batch, to call a model with: `model(**shard_batch(batch, ring))`.
 
     Every rank of the ring passes the same batch. The tokens of its first batches are compared between ranks, which is why the
     calls must be made on all ranks alike (not in the workers of a DataLoader, which compare nothing).
 
-    Average losses and gradients over the ranks of the ring, as DDP and FSDP do (Note [Shares of the loss]).
+    Average losses and gradients over the ranks of the ring, as DDP and FSDP do (Note [Loss of a shard]).
 
     Args:
-        batch: What a collator makes: `input_ids` `b n` or `inputs_embeds` `b n e`, and any of `labels`, `shift_labels`,
+        batch: Output of a collator: `input_ids` `b n` or `inputs_embeds` `b n e`, and any of `labels`, `shift_labels`,
             `position_ids` (`b n` or `1 n`), `attention_mask` (`b n`), `token_type_ids`, `cu_seq_lens_q`, `cu_seq_lens_k`,
-            `max_length_q`, `max_length_k`. Without an attention mask, positions that restart tell of packed documents.
-        ring: Who shares the sequence.
+            `max_length_q`, `max_length_k`. Without an attention mask, positions that restart mean packed documents.
+        ring: The ranks that share the sequence.
         layout: As in `ring.sharding`: "zigzag", "contiguous", "striped" or "balanced".
         shift_labels: Whether the model predicts the next token; False for models that predict tokens in place, as encoders.
         balance: As in `ring.sharding`: the mask to balance for.
@@ -67,9 +68,9 @@ def shard_batch(
         sharding, the `attention_mask` of the whole sequence, `num_items_in_batch`, `use_cache` False, and `sharding`.
 
     Raises:
-        ValueError: Entries do not fit each other, ranks pass different tokens, or a rank would get no row; other ranks find it
+        ValueError: Entries do not fit each other, ranks pass different tokens, or a rank would get no row; other ranks raise it
             when they compare their next call.
-        NotImplementedError: An entry cannot be sharded; likewise.
+        NotImplementedError: An entry cannot be sharded; raised on other ranks like the former.
 
     Example:
         >>> ids = torch.arange(6)[None]
@@ -124,17 +125,17 @@ def shard_batch(
 
 
 class RingCollator:
-    """A collator that hands out this rank's part of what another one makes; for the DataLoader of any training loop.
+    """Collator that returns this rank's shard of another collator's batch; for the DataLoader of any training loop.
 
     Args:
         collator: Makes whole batches.
-        ring: Who shares the sequence.
-        layout: As in `shard_batch`.
-        shift_labels: As in `shard_batch`.
-        balance: As in `shard_batch`.
+        ring: The ranks that share the sequence.
+        layout: See `shard_batch`.
+        shift_labels: See `shard_batch`.
+        balance: See `shard_batch`.
 
     Attributes:
-        ring: Who shares the sequence.
+        ring: The ranks that share the sequence.
     """
 
     def __init__(
@@ -151,7 +152,7 @@ class RingCollator:
         self._layout, self._shift_labels, self._balance = layout, shift_labels, balance
 
     def __call__(self, features: list[Any]) -> dict[str, Any]:
-        """This rank's part of the batch of these samples."""
+        """Return this rank's shard of the batch of these samples."""
         whole = self._collator(features)
         return shard_batch(whole, self.ring, self._layout, shift_labels=self._shift_labels, balance=self._balance)
 
@@ -182,22 +183,19 @@ def _check_entries(batch: Mapping[str, Any]) -> None:
         raise NotImplementedError(
             f"attention_mask must be a tensor, batch x tokens, got {type(mask).__name__}; ringattn makes masks itself"
         )
-    if batch.get("use_cache"):
-        raise NotImplementedError(
-            "use_cache must be False: decoding over a sharded cache is not supported yet; leave it out of the batch"
-        )
+    check_supported(batch, "batch")
 
 
 def _documents(batch: Mapping[str, Any], positions: Tensor | None, n: int) -> tuple[int, ...] | None:
-    """The boundaries of packed documents, which must be told before sharding: afterwards every shard looks packed."""
-    told = [batch[name] for name in _CUMULATIVE if batch.get(name) is not None]
+    """Return the boundaries of packed documents, which must be read before sharding: afterwards every shard looks packed."""
+    cumulative = [batch[name] for name in _CUMULATIVE if batch.get(name) is not None]
     mask = batch.get("attention_mask")
-    if told:
-        if len(told) == 1 or not torch.equal(told[0], told[1]):
+    if cumulative:
+        if len(cumulative) == 1 or not torch.equal(*cumulative):
             raise ValueError(
                 "cu_seq_lens_q and cu_seq_lens_k must be equal, got different ones; pass the same documents"
             )
-        documents = read_cumulative(told[0], n)
+        documents = read_cumulative(cumulative[0], n)
     elif positions is None:
         return None
     elif mask is None:
@@ -216,7 +214,7 @@ def _documents(batch: Mapping[str, Any], positions: Tensor | None, n: int) -> tu
 
 
 def _count(documents: tuple[int, ...] | None, n: int) -> Tensor:
-    """Positions as a model would count them, from the start of each document."""
+    """Return positions as a model would number them, from the start of each document."""
     positions = torch.arange(n, device="cpu")
     if documents is None:
         return positions
@@ -240,12 +238,12 @@ def _labels(batch: Mapping[str, Any], sharding: Sharding, shift: bool) -> dict[s
 
 
 def _compare(tokens: Tensor, ring: Ring) -> None:
-    """Refuses different tokens on different ranks, which no shape would show."""
-    seen = _seen.get(ring, 0)
-    if seen >= COMPARED or ring.world_size == 1 or get_worker_info() is not None:
+    """Raise when ranks have different tokens, which no shape would show."""
+    compared = _compared.get(ring, 0)
+    if compared >= COMPARED or ring.world_size == 1 or get_worker_info() is not None:
         return
     there = tokens.detach().contiguous().cpu().view(torch.uint8)
     text = f"{list(tokens.shape)} with checksum {zlib.crc32(there.numpy().tobytes()):08x}"
     ring.agree("the tokens of a batch", text)
-    # not before: a rank that was refused its batch did not come
-    _seen[ring] = seen + 1
+    # not before: a rank whose batch was refused did not take part
+    _compared[ring] = compared + 1

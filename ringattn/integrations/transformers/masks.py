@@ -1,20 +1,20 @@
-"""What transformers would have drawn a mask of, as a few words.
+"""The mask function of transformers, which returns a description instead of a tensor.
 
-Owns the mask function of the name "ringattn" and the record it returns, which transformers hands to attention untouched. Refuses
-to draw a mask: transformers numbers the rows of a shard 0, 1, 2, ..., so what it draws of them would be wrong.
+Owns the mask function of the name "ringattn" and the record it returns, which transformers passes to attention untouched. Refuses
+to make a mask tensor: transformers numbers the rows of a shard 0, 1, 2, ..., so its masks of them would be wrong.
 
 Note [Probing a mask function]
     Models compose mask functions of causal, window, chunk and packing parts, and some add parts of their own (blocks of image
-    tokens that see each other). A composed function does not say what it is made of. Asked about neighbours it shows whether
-    any row sees the one after it: no causal part lets it, and blocks do. transformers itself does not tell a shard from packed
-    documents, and may hide any two rows from each other that are not neighbours in the sequence; so a pair that is hidden
-    says nothing, and a pair that is visible says something.
+    tokens that see each other). A composed function does not expose its parts. Evaluated at neighbouring rows it shows whether
+    any row sees the next one: a causal part forbids that, blocks allow it. transformers does not distinguish a shard from packed
+    documents, and may hide any two rows from each other that are not neighbours in the sequence. So a hidden pair proves
+    nothing, and a visible pair does.
 
 Note [Parts by name]
-    An answer is a value on the device, and waiting for it is an error while a CUDA graph is captured; a graph that is replayed
-    would not ask again either. So a function that transformers made of its own causal part, windows and chunks is known by
-    the names of its parts, which say all there is to say and are the same in every replay. Only others are asked, in every
-    forward; a forward that is captured refuses them.
+    A result is a value on the device, and waiting for it is an error while a CUDA graph is captured; a replay would not evaluate
+    it again either. So functions that transformers composed of its own causal part, windows and chunks are recognised by the
+    names of their parts, which are complete and the same in every replay. Only others are evaluated, in every forward; they are
+    refused during a capture.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ _INSTEAD = "it computes attention itself: use attn_implementation='eager' or 'sd
 
 @dataclass(frozen=True, eq=False)
 class RingMask:
-    """A mask in words; one per forward and kind of layer, shared by the layers.
+    """Description of a mask; one per forward and kind of layer, shared by the layers.
 
     Attributes:
         padding: `b n` bool, True where there is a token, for the whole sequence; None when nothing is padded.
         lengths: (start, stop) of the tokens of each batch element; None without padding, when padding has holes, and under
             `torch.compile`, where values must not be read.
-        given: Whether the model was given an attention mask; transformers then takes restarting positions for no sign of packing.
-        causal: Whether rows see earlier ones only; None when the function does not say.
-        window: What a row reaches in a bidirectional window, in tokens to each side; None when the function does not say.
-        local_size: Of a sliding window or of chunks, in tokens; None for neither.
-        chunked: Whether local_size is that of chunks; None when the config says both.
-        overlay: What the model added to the mask, in words for a message; empty for nothing.
+        given: Whether the model was given an attention mask; restarting positions then do not mean packing in transformers.
+        causal: Whether rows see earlier ones only; None when unknown.
+        window: Tokens to each side that a row sees in a bidirectional window; None when unknown.
+        local_size: Size of a sliding window or of chunks, in tokens; None for neither.
+        chunked: Whether local_size is that of chunks; None when the config allows both.
+        overlay: Part that the model added to the mask, as text for a message; empty for none.
     """
 
     padding: Tensor | None = None
@@ -57,15 +57,15 @@ class RingMask:
     overlay: str = ""
 
     def __getattr__(self, name: str) -> NoReturn:
-        """Refused: a model that asks for more computes attention itself, with what it takes for a tensor."""
+        """Raise: the model computes attention itself, with a mask tensor."""
         raise AttributeError(f"{_UNTOUCHED}, got one that reads its {name!r}; {_INSTEAD}")
 
     def __getitem__(self, index: Any) -> NoReturn:
-        """Refused likewise."""
+        """Raise: the model slices the mask."""
         raise NotImplementedError(f"{_UNTOUCHED}, got one that takes a part of it; {_INSTEAD}")
 
     def __radd__(self, scores: Any) -> NoReturn:
-        """Refused likewise."""
+        """Raise: the model adds the mask to scores."""
         raise NotImplementedError(f"{_UNTOUCHED}, got one that adds it to scores; {_INSTEAD}")
 
 
@@ -78,21 +78,21 @@ def describe_mask(
     config: Any = None,
     **others: Any,
 ) -> RingMask:
-    """The mask function of the name "ringattn": describes instead of drawing.
+    """Mask function of the name "ringattn".
 
     Args:
         batch_size: Batch elements.
         mask_function: transformers' function of (batch, head, query, key) indices of this rank's rows.
         attention_mask: `b n`, true where there is a token, for the whole sequence.
-        local_size: Of a sliding window or of chunks, in tokens.
-        config: The model's.
+        local_size: Size of a sliding window or of chunks, in tokens.
+        config: The model's config.
         others: Sizes and offsets, which must be those of a call without a cache, and hints for other implementations.
 
     Returns:
-        The description.
+        The description of the mask.
 
     Raises:
-        NotImplementedError: The mask has a form that is not supported; the message says which.
+        NotImplementedError: The mask has a form that is not supported; the message names it.
     """
     if attention_mask is not None and attention_mask.dim() != 2:
         raise NotImplementedError(
@@ -118,7 +118,7 @@ def describe_mask(
 
 
 def _refuse_caches(attention_mask: Tensor | None, others: dict[str, Any]) -> None:
-    """Refuses keys that a cache of transformers made room for; a RingCache, and calls without a cache, speak of new tokens only."""
+    """Raise when there are keys of a cache of transformers; a RingCache, and calls without a cache, have new tokens only."""
     keys, where = others.get("kv_length"), others.get("cache_position")
     rows = others.get("q_length", None if where is None else where.shape[0])
     if torch.compiler.is_compiling() or not isinstance(keys, int) or rows is None:
@@ -137,15 +137,15 @@ def _read_padding(attention_mask: Tensor | None) -> tuple[Tensor | None, tuple[t
     padding = attention_mask.to(torch.bool)
     if torch.compiler.is_compiling():
         return padding, None
-    lengths = _stretches(padding)
+    lengths = _token_spans(padding)
     whole = (0, padding.shape[1])
-    if lengths is not None and all(stretch == whole for stretch in lengths):
+    if lengths is not None and all(span == whole for span in lengths):
         return None, None
     return padding, lengths
 
 
-def _stretches(padding: Tensor) -> tuple[tuple[int, int], ...] | None:
-    """The (start, stop) of the tokens of each row; None when a row has a hole."""
+def _token_spans(padding: Tensor) -> tuple[tuple[int, int], ...] | None:
+    """Return the (start, stop) of the tokens of each row; None when a row has a hole."""
     count = padding.sum(-1)
     first = padding.int().argmax(-1)
     end = padding.shape[-1] - padding.flip(-1).int().argmax(-1)
@@ -158,9 +158,9 @@ def _stretches(padding: Tensor) -> tuple[tuple[int, int], ...] | None:
 def _read_order(
     mask_function: Callable[..., Any] | None, batch_size: int, attention_mask: Tensor | None, others: dict[str, Any]
 ) -> tuple[bool | None, str]:
-    """Whether a mask that started causal still is, and what was added to it (Note [Probing a mask function])."""
+    """Return whether a mask is causal, and what the model added to it (Note [Probing a mask function])."""
     added = bool(others.get("use_vmap"))
-    if mask_function is not None and not torch.compiler.is_compiling() and _is_plain(mask_function):
+    if mask_function is not None and not torch.compiler.is_compiling() and _is_composed_by_transformers(mask_function):
         return True, ""
     if torch.compiler.is_compiling():
         # values must not be read
@@ -187,8 +187,8 @@ def _read_order(
     return (True if attention_mask is not None or "use_vmap" in others else None), ""
 
 
-def _is_plain(mask_function: Callable[..., Any]) -> bool:
-    """Whether a function is transformers' causal one, in a window or in chunks or not (Note [Parts by name])."""
+def _is_composed_by_transformers(mask_function: Callable[..., Any]) -> bool:
+    """Return whether a function is transformers' causal one, with or without a window or chunks (Note [Parts by name])."""
     if getattr(mask_function, "__module__", None) != "transformers.masking_utils":
         return False
     name = mask_function.__qualname__.partition(".")[0]
@@ -197,7 +197,12 @@ def _is_plain(mask_function: Callable[..., Any]) -> bool:
     window, *rest = inspect.getclosurevars(mask_function).nonlocals.get("mask_functions", (None,))
     maker = getattr(window, "__qualname__", "").partition(".")[0]
     own = getattr(window, "__module__", None) == "transformers.masking_utils"
-    return own and maker in ("sliding_window_overlay", "chunked_overlay") and len(rest) == 1 and _is_plain(rest[0])
+    return (
+        own
+        and maker in ("sliding_window_overlay", "chunked_overlay")
+        and len(rest) == 1
+        and _is_composed_by_transformers(rest[0])
+    )
 
 
 def _is_captured(device: torch.device) -> bool:
@@ -205,7 +210,7 @@ def _is_captured(device: torch.device) -> bool:
 
 
 def _reach(mask_function: Callable[..., Any] | None, local_size: int | None) -> int | None:
-    """How far a row of a bidirectional window sees; models disagree whether its size counts the last one."""
+    """Return the tokens to each side that a bidirectional window shows; models disagree whether its size counts the last one."""
     if local_size is None or mask_function is None or torch.compiler.is_compiling():
         return None
     zero = torch.zeros((), dtype=torch.long, device="cpu")

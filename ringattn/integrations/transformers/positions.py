@@ -1,19 +1,25 @@
-"""Whether positions that reach attention are those of the sharding, and which documents they tell of.
+"""Position ids: whether they match the sharding, which packed documents they describe, and RoPE scaling limits.
 
-Owns reading position ids. Refuses to correct them.
+Owns reading position ids, and the config of rotary and learned position embeddings. Refuses to correct positions or to rotate.
 
-Note [Read once]
-    Reading values from a GPU makes the host wait, so what was found of a tensor is kept as long as the tensor lives: all layers
-    of a forward, and their recomputation, pass the same one. It is kept by mask, of which a forward makes one per kind of layer;
-    those without padding are alike. A tensor made in inference mode does not say that it was written to, so what was found of it
-    serves one forward: layers that have the very same mask and whose numbers grow. Under `torch.compile` values cannot be read:
-    shapes are checked.
+Note [Position ids are read once]
+    Reading values from a GPU makes the host wait. So a result is kept as long as the tensor lives: all layers of a forward, and
+    their recomputation, pass the same tensor. Results are kept per mask, of which a forward makes one per kind of layer; masks
+    without padding are equal. A tensor made in inference mode does not record writes, so its results serve one forward: layers
+    that have the very same mask and whose numbers grow. Under `torch.compile` values cannot be read, and only shapes are checked.
+
+Note [RoPE frequencies that depend on the length]
+    Models with rope_type 'longrope' or 'dynamic' choose frequencies by the last position of a call. A rank is called with its
+    own rows, so its last position is not that of the sequence. Its queries and keys may then be rotated differently from those
+    of other ranks. 'longrope' has one set of frequencies up to a length and another one beyond it: results are right when all
+    ranks are on the same side. The frequencies of 'dynamic' depend on the exact length beyond the trained one.
 """
 
 from __future__ import annotations
 
 import math
 import weakref
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -21,60 +27,59 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig
 
 from ringattn.integrations.transformers.masks import RingMask
-from ringattn.integrations.transformers.rotations import check_rotation, find_ends
-from ringattn.plan.sharding import Sharding
+from ringattn.plan.sharding import Sharding, positions_of
 
 _UNPADDED = RingMask()
 
 
-def find_table(model: Any) -> int | None:
-    """Positions that a model can count where it learned an embedding of each; None: there is no such table.
+def max_learned_positions(model: Any) -> int | None:
+    """Return the length of a learned position embedding; None when the model has none.
 
-    Beyond it a model raises IndexError, on the rank that has the row; on a GPU its process can do nothing more then.
+    Beyond it a model raises IndexError on the rank that has the row. On a GPU that process cannot go on.
     """
-    # Trainer takes any module, and a config is then that of a part, if there is one
+    # Trainer takes any module; a config then belongs to a part, if there is one
     configs = (getattr(part, "config", None) for part in model.modules())
     config = next((one for one in configs if isinstance(one, PretrainedConfig)), None)
     most = None if config is None else getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
     for name, part in model.named_modules():
         leaf = name.rpartition(".")[2]
         if most is not None and isinstance(part, nn.Embedding) and ("position" in leaf or leaf == "wpe"):
-            # OPT and its kin have two rows more than they count; towers for images have tables of their own
+            # OPT and similar models have two more rows than positions; image towers have their own embeddings
             if 0 <= part.num_embeddings - most <= 2:
                 return most if part.padding_idx is None else most - part.padding_idx - 1
     return None
 
 
-class _Last:
-    """What was found of the last tensor, by mask (Note [Read once])."""
+class _LastRead:
+    """Results for the last tensor that was read, by mask (Note [Position ids are read once])."""
 
     def __init__(self) -> None:
         self._tensor: weakref.ref[Tensor] | None = None
-        self._seen: float = -1
-        self._found: weakref.WeakKeyDictionary[RingMask, Any] = weakref.WeakKeyDictionary()
+        self._version: float = -1
+        self._results: weakref.WeakKeyDictionary[RingMask, Any] = weakref.WeakKeyDictionary()
 
     def of(self, tensor: Tensor, layer: int | None) -> weakref.WeakKeyDictionary[RingMask, Any]:
-        """What is still true of a tensor; what is found now is added to it."""
+        """Return the results that are still valid for a tensor; new ones are added to the dictionary."""
         same = self._tensor is not None and self._tensor() is tensor
         if tensor.is_inference():
             now = math.inf if layer is None else layer
-            same = same and self._seen < now < math.inf
+            same = same and self._version < now < math.inf
         else:
             now = tensor._version
-            same = same and self._seen == now
-        self._seen = now
+            same = same and self._version == now
+        self._version = now
         if not same:
-            self._tensor, self._found = weakref.ref(tensor), weakref.WeakKeyDictionary()
-        return self._found
+            self._tensor, self._results = weakref.ref(tensor), weakref.WeakKeyDictionary()
+        return self._results
 
 
-_checked = _Last()
-_packed = _Last()
+_checked = _LastRead()
+_packed = _LastRead()
 
 
 def _key(tensor: Tensor, mask: RingMask | None) -> RingMask:
     if tensor.is_inference():
-        # without a mask nobody says which forward this is: what is kept by a new one is gone at once
+        # without a mask nothing identifies the forward: a result under a new key is dropped at once
         return RingMask() if mask is None else mask
     return _UNPADDED if mask is None or mask.padding is None else mask
 
@@ -84,25 +89,25 @@ def check_positions(
     sharding: Sharding,
     mask: RingMask | None,
     layer: int | None = None,
-    begin: int = 0,
-    turns: tuple[tuple[str, int], ...] = (),
+    first_position: int = 0,
+    rope_limits: tuple[tuple[str, int], ...] = (),
 ) -> None:
-    """Refuses position ids that are not those of this rank's rows.
+    """Raise when position ids are not those of this rank's rows.
 
-    They may count from the start of the sequence, of each document, or of each row's first token after padding; counts that start
-    above 0, as some encoders number, are right too. Positions of padding are not looked at.
+    Positions may count from the start of the sequence, of each document, or of each row's first token after padding. Counts that
+    start above 0, as in some encoders, are accepted. Positions of padding are not checked.
 
     Args:
         position_ids: `b s` or `1 s`.
-        sharding: Who holds which positions.
-        mask: Tells where padding is.
-        layer: The number of the layer that asks; None when it has none.
-        begin: Where the model counts from.
-        turns: Where its rotary embeddings take other frequencies (`rotations.find_turns`).
+        sharding: Positions held by each rank.
+        mask: Padding.
+        layer: Index of the calling layer; None when it has none.
+        first_position: First position of the model's own numbering.
+        rope_limits: As returned by `rope_scaling_limits`.
 
     Raises:
-        ValueError: They are not.
-        NotImplementedError: They have several dimensions per token, or ranks would rotate by different frequencies.
+        ValueError: The positions do not match.
+        NotImplementedError: Several positions per token, or ranks would rotate with different frequencies.
     """
     if position_ids.dim() != 2:
         raise NotImplementedError(
@@ -116,29 +121,29 @@ def check_positions(
         )
     if torch.compiler.is_compiling():
         return
-    known, key = _checked.of(position_ids, layer), _key(position_ids, mask)
-    found = known.get(key)
-    if found is not None and found[0] is sharding and found[1:] == (begin, turns):
+    results, key = _checked.of(position_ids, layer), _key(position_ids, mask)
+    found = results.get(key)
+    if found is not None and found[0] is sharding and found[1:] == (first_position, rope_limits):
         return
     here = position_ids.detach().to("cpu", torch.int64)
     padding = None if mask is None else mask.padding
-    if begin and not _fit(here, sharding, padding, begin) and _fit(here, sharding, padding):
+    if first_position and not _match(here, sharding, padding, first_position) and _match(here, sharding, padding):
         raise ValueError(
-            f"position_ids must begin at {begin} for this model (padding_idx + 1), got positions that count from 0; give the batch "
-            "position_ids as the model makes them, and pass it through shard_batch"
+            f"position_ids must begin at {first_position} for this model (padding_idx + 1), got positions that count from 0; "
+            "give the batch position_ids as the model makes them, and pass it through shard_batch"
         )
-    if not _fit(here, sharding, padding):
+    if not _match(here, sharding, padding):
         raise ValueError(
-            f"position_ids must be the global positions of this rank's rows, {_ends(sharding.positions)}, or count from the "
-            f"start of their document or first token, got {_ends(here[0])} on rank {sharding.rank} of {sharding.world_size}; "
+            f"position_ids must be the global positions of this rank's rows, {_shorten(sharding.positions)}, or count from the "
+            f"start of their document or first token, got {_shorten(here[0])} on rank {sharding.rank} of {sharding.world_size}; "
             "pass the whole batch through shard_batch (a model that is given none numbers the rows of a shard from 0)"
         )
-    if turns:
-        check_rotation(turns, find_ends(sharding, int(here.max())))
-    known[key] = sharding, begin, turns
+    if rope_limits:
+        check_rope_scaling(rope_limits, rank_end_positions(sharding, int(here.max())))
+    results[key] = sharding, first_position, rope_limits
 
 
-def _fit(here: Tensor, sharding: Sharding, padding: Tensor | None, begin: int = 0) -> bool:
+def _match(here: Tensor, sharding: Sharding, padding: Tensor | None, first_position: int = 0) -> bool:
     positions = sharding.positions.cpu()
     bases = [positions]
     if sharding.documents is not None:
@@ -158,12 +163,12 @@ def _fit(here: Tensor, sharding: Sharding, padding: Tensor | None, begin: int = 
         least = offset.masked_fill(~held, far).amin(-1) if len(positions) else torch.zeros(1, device="cpu")
         most = offset.masked_fill(~held, -far).amax(-1) if len(positions) else torch.zeros(1, device="cpu")
         empty = ~held.any(-1)
-        if bool((empty | ((least == most) & ((least >= begin) | (least == begin - begins)))).all()):
+        if bool((empty | ((least == most) & ((least >= first_position) | (least == first_position - begins)))).all()):
             return True
     return False
 
 
-def _ends(positions: Tensor) -> str:
+def _shorten(positions: Tensor) -> str:
     shown = positions.tolist()
     return str(shown) if len(shown) <= 6 else f"[{', '.join(map(str, shown[:4]))}, ..., {shown[-1]}]"
 
@@ -171,19 +176,19 @@ def _ends(positions: Tensor) -> str:
 def read_documents(
     position_ids: Tensor, mask: RingMask | None = None, layer: int | None = None
 ) -> tuple[int, ...] | None:
-    """The cumulative boundaries of documents, where positions do not go on by one; None for one document.
+    """Return the cumulative boundaries of documents, where positions do not go on by one; None for one document.
 
     Args:
         position_ids: `b n`, of the whole sequence.
-        mask: The layer's.
-        layer: The number of the layer that asks; None when it has none.
+        mask: Mask of the layer.
+        layer: Index of the calling layer; None when it has none.
 
     Raises:
         NotImplementedError: Batch elements have different documents.
     """
-    known, key = _packed.of(position_ids, layer), _key(position_ids, mask)
-    if key in known:
-        return known[key]
+    results, key = _packed.of(position_ids, layer), _key(position_ids, mask)
+    if key in results:
+        return results[key]
     starts = position_ids.diff(dim=-1) != 1
     if bool((starts != starts[:1]).any()):
         raise NotImplementedError(
@@ -192,15 +197,15 @@ def read_documents(
         )
     inner = (starts[0].nonzero()[:, 0] + 1).tolist()
     found = (0, *inner, position_ids.shape[1]) if inner else None
-    known[key] = found
+    results[key] = found
     return found
 
 
 def read_cumulative(cu_seq_lens: Tensor, seq_len: int) -> tuple[int, ...]:
-    """The documents that cumulative lengths tell of.
+    """Return the boundaries of documents given as cumulative lengths.
 
     Raises:
-        ValueError: They do not bound the sequence.
+        ValueError: They do not span the sequence.
     """
     found = tuple(int(x) for x in cu_seq_lens.tolist())
     if len(found) < 2 or found[0] != 0 or found[-1] != seq_len:
@@ -209,3 +214,76 @@ def read_cumulative(cu_seq_lens: Tensor, seq_len: int) -> tuple[int, ...]:
             "pass the cumulative lengths of all documents"
         )
     return found
+
+
+def rope_scaling_limits(config: Any) -> tuple[tuple[str, int], ...]:
+    """Return (rope_type, length) for each kind of layer whose RoPE frequencies change beyond that length."""
+    scaling = getattr(config, "rope_parameters", None)  # of 5.x
+    scaling = getattr(config, "rope_scaling", None) if scaling is None else scaling
+    return tuple(_limits_of(scaling, config)) if isinstance(scaling, dict) else ()
+
+
+def _limits_of(scaling: dict[str, Any], config: Any) -> Iterator[tuple[str, int]]:
+    for per_layer_kind in scaling.values():
+        if isinstance(per_layer_kind, dict):
+            yield from _limits_of(per_layer_kind, config)
+    kind = scaling.get("rope_type", scaling.get("type")) or ""
+    if kind == "longrope":
+        of_config = getattr(config, "original_max_position_embeddings", None)
+        yield kind, scaling.get("original_max_position_embeddings") or of_config or config.max_position_embeddings
+    elif "dynamic" in kind:
+        yield kind, config.max_position_embeddings
+
+
+def rank_end_positions(sharding: Sharding, last: int | None = None) -> list[int]:
+    """Return one past the last position of each rank that has rows.
+
+    Args:
+        sharding: Positions held by each rank.
+        last: The last position of this rank, which shows where positions count from; None: from the start of each document.
+    """
+    mine = sharding.rank
+    found = [ends for ends in (_ends_in_documents(sharding), _ends_in_sequence(sharding)) if ends is not None]
+    chosen = found[0] if last is None else next((ends for ends in found if ends[mine] == last + 1), found[-1])
+    shift = 0 if last is None else last + 1 - chosen[mine]
+    return [end + shift for end in chosen if end]
+
+
+def _ends_in_sequence(sharding: Sharding) -> list[int]:
+    return [shard[-1].last + 1 if shard else 0 for shard in sharding.shards]
+
+
+def _ends_in_documents(sharding: Sharding) -> list[int] | None:
+    if sharding.documents is None:
+        return None
+    if torch.compiler.is_compiling():
+        # positions cannot be read: any rank may hold the end of the longest document, or none
+        lengths = [stop - start for start, stop in zip(sharding.documents[:-1], sharding.documents[1:], strict=True)]
+        return [max(lengths)] + [1] * (len(sharding.shards) - 1)
+    edges, found = torch.tensor(sharding.documents, device="cpu"), list[int]()
+    for positions in map(positions_of, sharding.shards):
+        inside = positions - edges[torch.searchsorted(edges, positions, right=True) - 1]
+        found.append(int(inside.max()) + 1 if len(positions) else 0)
+    return found
+
+
+def check_rope_scaling(rope_limits: Iterable[tuple[str, int]], ends: Iterable[int]) -> None:
+    """Raise when ranks or requests of one call would rotate with frequencies that one process would not use.
+
+    Args:
+        rope_limits: As returned by `rope_scaling_limits`.
+        ends: One past the last position, of each rank and each request.
+
+    Raises:
+        NotImplementedError: Frequencies would differ.
+    """
+    lengths = sorted(set(ends))
+    for kind, limit in rope_limits:
+        if len(lengths) < 2 or lengths[-1] <= limit or (kind == "longrope" and lengths[0] > limit):
+            continue
+        instead = "" if kind != "longrope" else f", or longer ones, of which all have positions beyond {limit}"
+        raise NotImplementedError(
+            f"rows of all ranks and requests must end by position {limit} where rope_type is {kind!r}, whose frequencies depend on "
+            f"the last position of a call, got some that end at {lengths[0]} and at {lengths[-1]}; use shorter "
+            f"sequences{instead}, or one process and one request at a time"
+        )

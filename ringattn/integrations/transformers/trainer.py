@@ -1,12 +1,12 @@
-"""`transformers.Trainer` whose ranks share sequences: only what it reads is changed.
+"""`transformers.Trainer` with context parallelism: only its data loading is changed.
 
-Owns which samples a rank of a ring reads, and the mean of what its ranks report. Refuses to touch training itself: losses, their
-scaling, gradients and their mean are those of Trainer and DDP. Needs accelerate, as Trainer does.
+Owns the samples that a rank of a ring reads, and the mean of the losses that its ranks report. Refuses to change training itself:
+losses, their scaling, gradients and their mean are those of Trainer and DDP. Needs accelerate, as Trainer does.
 
-Note [A loss that counts]
-    Shares of a loss add up to it if the model divides its sum by `num_items_in_batch` (Note [Shares of the loss] of batch.py). Many
-    models take that number and do not look at it: encoders, and classifiers of tokens. So the first batch is tried with twice the
-    number, for which the loss must be half as large.
+Note [Losses must use num_items_in_batch]
+    The losses of shards average to that of the sequence if the model divides its sum by `num_items_in_batch` (Note [Loss of a
+    shard] of batch.py). Many models accept that number and ignore it: encoders, and token classifiers. So the first batch is tried
+    with twice the number, for which the loss must be half as large.
 """
 
 from __future__ import annotations
@@ -18,27 +18,27 @@ import torch
 from accelerate.data_loader import BatchSamplerShard
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
-from transformers import Trainer, TrainingArguments
+from transformers import Trainer
 
 from ringattn.integrations.transformers import NAME
-from ringattn.integrations.transformers.attention import calls_so_far
+from ringattn.integrations.transformers.attention import num_attention_calls
 from ringattn.integrations.transformers.batch import RingCollator
-from ringattn.integrations.transformers.positions import find_table
-from ringattn.integrations.transformers.rotations import find_ends
+from ringattn.integrations.transformers.positions import max_learned_positions, rank_end_positions
+from ringattn.integrations.transformers.support import check_supported
 from ringattn.ring import Ring
 
 
 class RingTrainer(Trainer):
-    """A Trainer whose `data_collator` is a `RingCollator`: all ranks of its ring read the same samples, each its rows of them.
+    """Trainer whose `data_collator` is a `RingCollator`: all ranks of its ring read the same samples, each its rows of them.
 
-    Where there are more ranks than the ring has, rings are data parallel replicas; ranks of a ring must be consecutive, as those
-    of the innermost dimension of a device mesh are. Losses, of training and evaluation, are those of whole sequences.
+    With more ranks than the ring has, rings are data parallel replicas. Ranks of a ring must be consecutive, as in the innermost
+    dimension of a device mesh. Losses, of training and evaluation, are those of whole sequences.
 
     Raises:
-        ValueError: The collator is not a RingCollator, the ranks of the ring are not consecutive, or an option would weigh the
-            ranks wrongly; or another rank of the ring was refused its RingTrainer, or makes one for another model.
-        NotImplementedError: An option would see labels of a shard; the message names it. Of a model whose loss is averaged over the
-            labels of a shard, at its first batch.
+        ValueError: The collator is not a RingCollator, the ranks of the ring are not consecutive, or an option would weight the
+            ranks wrongly; or another rank of the ring failed to make its RingTrainer, or makes one for another model.
+        NotImplementedError: An option would see labels of a shard; the message names it. At the first batch: the model averages
+            the loss over the labels of a shard.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -49,15 +49,15 @@ class RingTrainer(Trainer):
                 f"data_collator must be a RingCollator, got {type(collator).__name__}; wrap it: RingCollator(collator, ring)"
             )
         self.ring = collator.ring
-        self._table = find_table(self.model)
-        self._counts = False  # whether the loss was found to be divided by its labels
+        self._max_positions = max_learned_positions(self.model)
+        self._loss_checked = False
         with self.ring.shared_refusals():
             self._check_options()
-        # to wrap the model, too, ranks wait for each other, and would for one whose options were refused
+        # ranks wait for each other when the model is wrapped, and would for one whose options were refused
         self.ring.agree("the model of a RingTrainer", type(self.model).__name__)
 
     def get_train_dataloader(self) -> DataLoader:
-        """As Trainer's; the ranks of a ring read the same samples, and their workers draw the same."""
+        """Return Trainer's, with the same samples and worker seeds on all ranks of a ring."""
         dataloader = self._share(super().get_train_dataloader())
         loader: Any = getattr(dataloader, "base_dataloader", dataloader)
         seed = loader.worker_init_fn
@@ -67,30 +67,30 @@ class RingTrainer(Trainer):
         return dataloader
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader:
-        """As Trainer's; the ranks of a ring read the same samples, which several rings must be able to share evenly."""
+        """Return Trainer's, with the same samples on all ranks of a ring; several rings must be able to share them evenly."""
         return self._share(super().get_eval_dataloader(eval_dataset), evenly=True)
 
     def get_test_dataloader(self, test_dataset: Any) -> DataLoader:
-        """As Trainer's; the ranks of a ring read the same samples, which several rings must be able to share evenly."""
+        """Return Trainer's, with the same samples on all ranks of a ring; several rings must be able to share them evenly."""
         return self._share(super().get_test_dataloader(test_dataset), evenly=True)
 
     def compute_loss(
         self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
-        """As Trainer's; refuses a model that attends to the rows of its rank only, or averages the loss over them."""
+        """Compute Trainer's loss; raise for a model that attends to the rows of its rank only, or averages the loss over them."""
         sharding = inputs.get("sharding")
-        if self._table is not None and sharding is not None:
-            longest = max(find_ends(sharding), default=0)
-            if longest > self._table:
+        if self._max_positions is not None and sharding is not None:
+            longest = max(rank_end_positions(sharding), default=0)
+            if longest > self._max_positions:
                 raise ValueError(
-                    f"sequences must be of at most {self._table} tokens, the positions that {type(self.model).__name__} has "
-                    f"learned, got one of {longest}; cut them, or train a model with rotary positions"
+                    f"sequences must be of at most {self._max_positions} tokens, the positions that {type(self.model).__name__} "
+                    f"has learned, got one of {longest}; cut them, or train a model with rotary positions"
                 )
-        if not self._counts and self.ring.world_size > 1 and "num_items_in_batch" in inputs:
+        if not self._loss_checked and self.ring.world_size > 1 and "num_items_in_batch" in inputs:
             self._check_count(model, inputs, num_items_in_batch)
-        before = calls_so_far()
+        before = num_attention_calls()
         result = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
-        if calls_so_far() == before and not self.args.torch_compile:
+        if num_attention_calls() == before and not self.args.torch_compile:
             whole: Any = self.model
             config = getattr(whole, "config", None)
             if getattr(config, "_attn_implementation", None) == NAME:
@@ -107,7 +107,7 @@ class RingTrainer(Trainer):
     def prediction_step(
         self, model: nn.Module, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: list[str] | None = None
     ) -> tuple[Tensor | None, Any, Any]:
-        """As Trainer's; the loss is that of whole sequences, on every rank. Refuses logits where ranks share a sequence."""
+        """Run Trainer's; the loss is that of whole sequences, on every rank. Raises for logits where ranks share a sequence."""
         if not prediction_loss_only and self.ring.world_size > 1:
             error = NotImplementedError(
                 "prediction_loss_only must be True where ranks share a sequence, got False: logits and labels would be those of "
@@ -120,43 +120,29 @@ class RingTrainer(Trainer):
             loss = torch.stack(shares).mean()
             state = self.accelerator.gradient_state
             if state.active_dataloader is not None and state.end_of_dataloader and state.remainder > 0:
-                # what accelerate keeps of the reports on a last batch that is short: each rank of the ring reports on all of it
+                # accelerate keeps so many losses of a short last batch: each rank of the ring reports all of it
                 state.active_dataloader.remainder *= self.ring.world_size
         return loss, logits, labels
 
     def _check_options(self) -> None:
-        """Refuses what would see a shard, or weigh the ranks wrongly."""
+        """Raise for options that would see a shard, or weight the ranks wrongly."""
         if self.ring.world_size > 1:
-            _check_shared(self.args)
-        _place(self.ring, self.args.world_size, self.args.process_index)
-        if not self.args.average_tokens_across_devices:
-            raise ValueError(
-                "average_tokens_across_devices must be True, got False: ranks of a ring see different numbers of labels"
-            )
-        refused = {
-            "compute_metrics": self.compute_metrics is not None,
-            "compute_loss_func": self.compute_loss_func is not None,
-            "label_smoothing_factor": self.args.label_smoothing_factor != 0,
-        }
-        for name, given in refused.items():
-            if given:
-                raise NotImplementedError(
-                    f"{name} must be left out: it would see this rank's rows, with labels that are shifted already; evaluate with "
-                    "the loss, or on one process"
-                )
+            check_supported(self.args, "shared training")
+        _replica_of(self.ring, self.args.world_size, self.args.process_index)
+        check_supported(self, "trainer")
 
     def _check_count(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any) -> None:
-        """Refuses a model that does not divide its loss by the labels of all ranks (Note [A loss that counts])."""
+        """Raise unless the model divides its loss by the labels of all ranks (Note [Losses must use num_items_in_batch])."""
         losses = []
         for times in (1, 2):
             tried = {**inputs, "num_items_in_batch": times * inputs["num_items_in_batch"]}
             number = None if num_items_in_batch is None else times * num_items_in_batch
             devices = [self.args.device] if self.args.device.type == "cuda" else []
-            # training drops what it drops without a trial
+            # the dropout of training stays the same without a trial
             with torch.no_grad(), torch.random.fork_rng(devices):
                 loss: Any = super().compute_loss(model, tried, num_items_in_batch=number)
                 losses.append(float(loss))
-        # a rank without labels has nothing to say
+        # a rank without labels has a loss of 0, and passes
         halved = not abs(losses[0] - 2 * losses[1]) > abs(losses[0]) / 4
         if not self.ring.least(int(halved)):
             raise NotImplementedError(
@@ -164,7 +150,7 @@ class RingTrainer(Trainer):
                 f"{type(self.model).__name__}, which is averaged over the labels of each rank; train this model on one process, or "
                 "let its forward divide the sum by num_items_in_batch"
             )
-        self._counts = True
+        self._loss_checked = True
 
     def _share(self, dataloader: DataLoader, evenly: bool = False) -> DataLoader:
         return share_batches(dataloader, self.ring, self.args.world_size, self.args.process_index, evenly=evenly)
@@ -173,25 +159,25 @@ class RingTrainer(Trainer):
 def share_batches(
     dataloader: DataLoader, ring: Ring, world_size: int, process_index: int, *, evenly: bool = False
 ) -> DataLoader:
-    """Lets the ranks of a ring read the same batches of a DataLoader that `Accelerator.prepare` made.
+    """Let the ranks of a ring read the same batches of a DataLoader that `Accelerator.prepare` made.
 
-    It deals batches to processes; now it deals them to rings.
+    Batches are then distributed over rings instead of processes.
 
     Args:
-        dataloader: What `Accelerator.prepare` returned; changed.
-        ring: Who shares a sequence.
-        world_size: Processes.
-        process_index: This one.
-        evenly: Refuse samples that several rings cannot share evenly, for which accelerate would read some twice.
+        dataloader: As returned by `Accelerator.prepare`; changed in place.
+        ring: The ranks that share a sequence.
+        world_size: Number of processes.
+        process_index: Index of this one.
+        evenly: Raise for samples that several rings cannot share evenly, some of which accelerate would read twice.
 
     Returns:
         The DataLoader.
 
     Raises:
         ValueError: The ranks of the ring are not consecutive, or samples are left over.
-        NotImplementedError: The DataLoader does not deal batches by their index.
+        NotImplementedError: The DataLoader does not distribute batches by their index.
     """
-    replicas, index = _place(ring, world_size, process_index)
+    replicas, index = _replica_of(ring, world_size, process_index)
     if world_size == 1 or ring.world_size == 1:
         return dataloader
     sampler = getattr(dataloader, "batch_sampler", None)
@@ -216,8 +202,8 @@ def _samples(dataloader: DataLoader) -> int:
     return len(dataloader.dataset)  # pyright: ignore[reportArgumentType]
 
 
-def _place(ring: Ring, world_size: int, process_index: int) -> tuple[int, int]:
-    """How many rings there are, and which this one is."""
+def _replica_of(ring: Ring, world_size: int, process_index: int) -> tuple[int, int]:
+    """Return the number of rings, and the index of this one."""
     replicas, rest = divmod(world_size, ring.world_size)
     index, rank = divmod(process_index, ring.world_size)
     if rest or rank != ring.rank:
@@ -226,22 +212,3 @@ def _place(ring: Ring, world_size: int, process_index: int) -> tuple[int, int]:
             f"{process_index} as its rank {ring.rank}; make it of the innermost dimension of a device mesh"
         )
     return replicas, index
-
-
-def _check_shared(args: TrainingArguments) -> None:
-    """Refuses options that would go wrong where ranks share a sequence, and say nothing."""
-    if getattr(args, "train_sampling_strategy", None) == "batch_rebalance":  # of 5.x
-        raise NotImplementedError(
-            "train_sampling_strategy must be 'random', 'sequential' or 'group_by_length' where ranks share a sequence, got "
-            "'batch_rebalance', which gives each rank samples of its own; use another one"
-        )
-    if args.neftune_noise_alpha:
-        raise NotImplementedError(
-            f"neftune_noise_alpha must be left out where ranks share a sequence, got {args.neftune_noise_alpha}: the noise would "
-            "be scaled by the length of a shard, not of the sequence; train on one process"
-        )
-    if args.include_num_input_tokens_seen == "non_padding":
-        raise NotImplementedError(
-            "include_num_input_tokens_seen must be 'all' or 'no' where ranks share a sequence, got 'non_padding', for which every "
-            "rank counts the attention_mask of the whole; use 'all'"
-        )

@@ -1,0 +1,549 @@
+"""Model calls with few new tokens over a sharded cache, replayed from CUDA graphs where that is possible.
+
+Owns the static inputs of such calls, which of them are captured and when, and that all ranks decide alike. Refuses to know where
+tokens come from: ring_cache.py, the server and the bench bring them.
+
+Legend: b requests, n new tokens of each.
+
+Note [Replays]
+    A call of a model with one token is hundreds of launches, which take the host longer than the device. Captured once in a CUDA
+    graph, they are one launch. A graph reads the addresses that it was captured with, so tokens and the step (`StaticStep`) are
+    written in place and the graph is replayed. Its logits stay valid until the next replay, of this or another graph: graphs
+    share their memory.
+
+Note [Batches]
+    A graph has one shape: requests, new tokens, rows of logits. It also serves fewer requests: the other rows hold token 0, attend
+    to nothing, are stored nowhere, and their logits are dropped. So a few batch sizes serve all (`batch_sizes`). They double as
+    long as a call's time is that of reading the weights. A graph has room for so many blocks of a request on one rank: a power
+    of two, at least LEAST_BLOCKS, and enough for what requests have reserved at capture. Requests that need more have it captured
+    again.
+
+Note [Mixed calls]
+    A prompt of a few hundred tokens is a call with few rows and as many launches as any other, so it is replayed too: as a packed
+    step (Note [Pieces] of inference/static.py), with a number of pieces that doubles from shape to shape. Prompts, or parts of
+    prompts, share a call as far as there are pieces. In pieces of a single row they share it with the next tokens of answers,
+    which would leave 15 of 16 rows of a larger piece empty; but every row then reads the keys before it separately.
+
+Note [All ranks alike]
+    Captures and replays follow from numbers that all ranks hold alike. Before a capture the call is made once with no requests,
+    which compiles kernels and lets ranks compare what they have not compared, and once more with waits for the device as errors.
+    Then ranks agree: when one of them cannot capture a call, all make it without a graph, and nothing more is captured. The first
+    replay of a graph is compared with a plain call, because a number that a model computes on the host is constant in the graph.
+    Logits that differ by more than rounding end captures likewise.
+
+Note [A replay that does not end]
+    A rank that dies leaves the others in a replay whose all-reduce never ends, and torch's watchdog does not see it. So after a
+    replay the host waits with a timeout (`Ring.wait`), before anything blocks to read the result. A caller that enqueues calls
+    before it reads earlier results waits so itself (`awaited=False`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from ringattn.inference import PagedKVCache, StaticStep
+from ringattn.inference.static import most_blocks
+from ringattn.inference.step import MOST_DECODED
+from ringattn.integrations.transformers.model_forward import forward_step, rms_difference
+from ringattn.transport.patience import Marks
+
+LEAST_BLOCKS = 1024
+"""Blocks of a request on one rank for which a first graph has room."""
+PACKED_BLOCKS = 16384
+"""The same for mixed calls, which are not captured again: longer contexts are prompts for the ring."""
+DOUBLED = 64
+"""Batch sizes double up to this one, and then grow by it (Note [Batches])."""
+ROW_TOKENS = 8192
+"""Tokens of a request on one rank for which mixed calls in pieces of one row have room, in blocks that are half full; each row
+has blocks of its own."""
+MAX_GRAPHS = 16
+"""Shapes that are captured by default."""
+
+
+class CaptureError(RuntimeError):
+    """A call cannot be captured; the message says why."""
+
+
+class GraphCapturer(Protocol):
+    """Captures a call so that it can be replayed at the same addresses."""
+
+    def capture(self, call: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], Marks | None]]:
+        """Capture a call, after calling it to warm up.
+
+        Args:
+            call: Reads and writes at fixed addresses.
+
+        Returns:
+            The result of the call, and a function that computes it again in place. That function returns the events at its begin
+            and end; None for the current stream, from now on.
+
+        Raises:
+            CaptureError: It cannot be captured.
+        """
+        ...
+
+
+class CUDAGraphCapturer:
+    """Captures CUDA graphs that share one memory pool.
+
+    Args:
+        device: Device of all calls.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device)
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def capture(self, call: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], Marks | None]]:
+        """See `GraphCapturer.capture`."""
+        current = torch.cuda.current_stream(self._device)
+        self._stream.wait_stream(current)
+        # the default stream cannot be captured; an error here is one without a graph, too
+        with torch.cuda.stream(self._stream):
+            call()
+        current.wait_stream(self._stream)
+        graph = torch.cuda.CUDAGraph()
+        try:
+            # an error in a plain call leaves less behind than one in a capture
+            with torch.cuda.stream(self._stream), _syncs_are_errors():
+                call()
+            # torch leaves its stream current when a capture fails
+            with (
+                torch.cuda.stream(self._stream),
+                torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"),
+            ):
+                out = call()
+        except Exception as error:
+            torch.cuda.synchronize(self._device)
+            _reset_generator(self._device)
+            _end_allocation_to_pool(self._device, self._pool)
+            self._pool = torch.cuda.graph_pool_handle()  # torch refuses one without graphs
+            lines = str(error).strip().splitlines() or ["no message"]
+            raise CaptureError(f"{type(error).__name__}: {lines[0]}") from error
+        current.wait_stream(self._stream)
+        begun, ended = torch.cuda.Event(), torch.cuda.Event()
+        marks = Marks(begun, ended)
+
+        def replay() -> Marks:
+            stream = torch.cuda.current_stream(self._device)
+            begun.record(stream)
+            graph.replay()
+            ended.record(stream)
+            return marks
+
+        return out, replay
+
+
+@contextlib.contextmanager
+def _syncs_are_errors() -> Iterator[None]:
+    """Make operations that wait for the device errors, as they are in a capture."""
+    before = torch.cuda.get_sync_debug_mode()
+    with warnings.catch_warnings():
+        # torch warns that it does not find all of them; the capture does
+        warnings.simplefilter("ignore")
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
+
+
+def _reset_generator(device: torch.device) -> None:
+    """Reset a device's random generator, which a failed capture may leave in capture state."""
+    index = torch.cuda.current_device() if device.index is None else device.index
+    generator = torch.cuda.default_generators[index]
+    generator.graphsafe_set_state(generator.clone_state())
+
+
+def _end_allocation_to_pool(device: torch.device, pool: tuple[int, int]) -> None:
+    """End the allocator's redirection to a graph pool, which torch leaves open when a capture ends in an error.
+
+    While it is open, `torch.cuda.empty_cache` raises, and so does the end of the process; torch has no public function for it.
+    """
+    index = torch.cuda.current_device() if device.index is None else device.index
+    with contextlib.suppress(AttributeError, RuntimeError):  # another torch; no capture is open
+        torch._C._cuda_endAllocateToPool(index, pool)
+        torch._C._cuda_releasePool(index, pool)
+
+
+def batch_sizes(most: int) -> tuple[int, ...]:
+    """Return batch sizes that serve all up to the largest one (Note [Batches]).
+
+    Example:
+        >>> batch_sizes(48)
+        (1, 2, 4, 8, 16, 32, 48)
+        >>> batch_sizes(200)
+        (1, 2, 4, 8, 16, 32, 64, 128, 192, 200)
+    """
+    sizes = [1]
+    while sizes[-1] < most:
+        sizes.append(min(most, 2 * sizes[-1] if sizes[-1] < DOUBLED else sizes[-1] + DOUBLED))
+    return tuple(sizes)
+
+
+def capture_obstacle(model: nn.Module, cache: PagedKVCache) -> str | None:
+    """Return why calls of a model over a cache cannot be captured, as far as that is known before; None when they may be.
+
+    Collective over the ring: its exchange is made at the first use.
+
+    Args:
+        model: The model.
+        cache: The cache.
+    """
+    device = cache.device
+    if device.type != "cuda":
+        return f"graphs need a GPU, and the cache is in {device.type} memory"
+    exchange = cache.ring.exchange(device)
+    if not exchange.capturable:
+        return f"the exchange of partials can not be captured ({exchange})"
+    elsewhere = sorted({str(x.device) for x in model.parameters() if x.device != device})
+    if elsewhere:
+        return f"the model has weights on {', '.join(elsewhere)} beside {device}"
+    return None
+
+
+def select_capturer(graphs: bool | GraphCapturer | None, model: nn.Module, cache: PagedKVCache) -> GraphCapturer | None:
+    """Return the capturer for calls of a model over a cache; collective over the ring.
+
+    Args:
+        graphs: True: CUDA graphs; False: none; None: CUDA graphs on GPUs where they are possible, with a warning where not; or a
+            capturer to use.
+        model: The model.
+        cache: The cache.
+
+    Raises:
+        ValueError: Graphs are demanded where there can be none.
+    """
+    if graphs is False or not isinstance(graphs, bool | None):
+        return None if graphs is False else graphs
+    if graphs is None and cache.device.type != "cuda":
+        return None
+    why = capture_obstacle(model, cache)
+    if why is None:
+        return CUDAGraphCapturer(cache.device)
+    if graphs:
+        raise ValueError(f"graphs must be False or left out where calls can not be captured, got True: {why}")
+    warnings.warn(f"decoding goes without CUDA graphs: {why}", stacklevel=2)
+    return None
+
+
+class _Shape(NamedTuple):
+    """Shape of the calls that a graph serves.
+
+    Attributes:
+        batch: Requests, or pieces.
+        new: New tokens of each.
+        last: Last tokens of each whose logits are wanted; 0: packed requests, of each the last token.
+        requests: Packed: maximum number of requests.
+    """
+
+    batch: int
+    new: int
+    last: int
+    requests: int = 0
+
+    @property
+    def packed(self) -> bool:
+        """Whether requests are cut into pieces."""
+        return self.last == 0
+
+
+@dataclass(eq=False)
+class _Captured:
+    """One captured call.
+
+    Attributes:
+        step: Its static step.
+        tokens: Its tokens: `batch new` int64; packed: `1 (batch new)`.
+        wanted: Rows whose logits it writes; packed: `requests` int64, read by the graph.
+        logits: Its output: `batch last vocab`; packed: `1 requests vocab`.
+        replay: Runs it again; returns the events at its begin and end.
+        kind: Output type of the model.
+        checked: Its first replay was compared with a plain call.
+    """
+
+    step: StaticStep
+    tokens: Tensor
+    wanted: range | Tensor
+    logits: Tensor
+    replay: Callable[[], Marks | None]
+    kind: Callable[..., Any]
+    checked: bool = False
+
+
+class CUDAGraphRunner:
+    """Calls of a model with few new tokens of each request, replayed where possible (Note [Replays]).
+
+    Every rank makes the same one, and the same calls.
+
+    Args:
+        forward: A causal model of transformers with `attn_implementation="ringattn"`, in eval mode, or its forward.
+        cache: The cache of the requests.
+        capturer: Captures calls; None: all calls are plain.
+        batches: Batch sizes, ascending (`batch_sizes`); None: each batch size has a graph of its own.
+        pieces: Numbers of pieces of mixed calls, ascending (Note [Mixed calls]); none: prompts are not replayed.
+        rows: Numbers of rows of mixed calls in pieces of one row, ascending; none: there are no such calls. They take as many
+            requests as the largest of `batches`.
+        capture_at: Occurrence of a shape at which it is captured. A capture takes about as long as three calls.
+        max_graphs: Maximum number of shapes.
+        awaited: Whether replays are waited for (Note [A replay that does not end]); False: the caller does it.
+
+    Attributes:
+        refusal: Why nothing more is captured; None as long as calls are.
+    """
+
+    def __init__(
+        self,
+        forward: Callable[..., Any],
+        cache: PagedKVCache,
+        capturer: GraphCapturer | None,
+        *,
+        batches: Sequence[int] | None = None,
+        pieces: Sequence[int] = (),
+        rows: Sequence[int] = (),
+        capture_at: int = 1,
+        max_graphs: int = MAX_GRAPHS,
+        awaited: bool = True,
+    ) -> None:
+        self._forward, self._cache, self._capturer = forward, cache, capturer
+        self._batches, self._capture_at, self._max_graphs = batches, capture_at, max_graphs
+        few = max(batches or (1,))
+        self._packed = [
+            *(_Shape(batch, MOST_DECODED, 0, batch) for batch in pieces),
+            *(_Shape(batch, 1, 0, min(batch, few)) for batch in rows),
+        ]
+        self._graphs: dict[_Shape, _Captured] = {}
+        self._occurrences: Counter[_Shape] = Counter()
+        self._replays = 0
+        self._awaited = awaited
+        self.refusal: str | None = None if capturer is not None else "there is no capturer"
+
+    @property
+    def captured(self) -> int:
+        """Number of captured shapes."""
+        return len(self._graphs)
+
+    @property
+    def most_pieces(self) -> int:
+        """Maximum number of pieces of MOST_DECODED rows in one mixed call; 0: there are no such calls."""
+        return max((shape.batch for shape in self._graphs if shape.packed and shape.new == MOST_DECODED), default=0)
+
+    @property
+    def most_rows(self) -> int:
+        """Maximum number of rows of a mixed call in pieces of one row; 0: there are no such calls."""
+        return max((shape.batch for shape in self._graphs if shape.packed and shape.new == 1), default=0)
+
+    def prepare(self, new: int = 1) -> None:
+        """Capture all batch sizes and numbers of pieces, so that no later call waits for it.
+
+        Args:
+            new: New tokens of each request.
+        """
+        # the largest first: the others reuse its memory
+        for shape in reversed([*(_Shape(batch, new, 1) for batch in self._batches or ()), *self._packed]):
+            if self.refusal is None and shape not in self._graphs:
+                rows = -(-2 * ROW_TOKENS // self._cache.page_size)
+                self._capture(shape, 1 if not shape.packed else PACKED_BLOCKS if shape.new > 1 else rows)
+
+    @torch.no_grad()
+    def run(
+        self,
+        requests: Sequence[int],
+        tokens: Tensor,
+        *,
+        positions: Tensor | None = None,
+        last: int = 1,
+        alike: bool = False,
+    ) -> Any:
+        """Append new tokens of requests to the cache, and compute their logits.
+
+        Args:
+            requests: The requests.
+            tokens: `b n` int64, 1 <= n <= 16, the same on every rank, on any device.
+            positions: `b n` or `1 n`: positions for rotary embeddings; None: those of the tokens in their requests.
+            last: Number of last tokens whose logits are wanted, at least 1.
+            alike: As in `PagedKVCache.extend`.
+
+        Returns:
+            The output of the model, with logits `b last vocab`, the same bits on every rank. After a replay it has nothing else,
+            and the next call overwrites the logits.
+
+        Raises:
+            ValueError: See `PagedKVCache.extend`.
+            CacheFull: See `PagedKVCache.extend`.
+            RuntimeError: A rank did not join within the ring's timeout; of a replay see `Ring.wait`.
+        """
+        b, new = tokens.shape
+        captured = self._find(requests, new, last)
+        if captured is None:
+            step = self._cache.extend(requests, [new] * b, mode="decode", alike=alike)
+            return self._call(step, tokens, step.positions if positions is None else positions, range(new - last, new))
+        self._check_ring()
+        self._cache.extend(requests, [new] * b, mode="decode", alike=alike, into=captured.step)
+        captured.tokens[:b].copy_(_pinned(tokens, captured.tokens), non_blocking=True)
+        if positions is not None:
+            captured.step.positions[:b].copy_(positions)
+        logits = self._replay(captured, "decoding step", f"{b} requests, {new} new tokens each")[:b]
+        if not captured.checked:
+            logits = self._check(captured, logits)
+        return captured.kind(logits=logits)
+
+    @torch.no_grad()
+    def run_mixed(
+        self, requests: Sequence[int], counts: Sequence[int], tokens: Tensor, *, piece: int = MOST_DECODED
+    ) -> Tensor | None:
+        """Append short prompts, parts of prompts or next tokens, and compute the logits of their last tokens (Note [Mixed calls]).
+
+        Args:
+            requests: The requests.
+            counts: New tokens of each.
+            tokens: `sum(counts)` int64, one request after another, the same on every rank, on any device.
+            piece: Rows of the pieces into which requests are cut: 1 when many bring one token.
+
+        Returns:
+            Logits `requests vocab`, the same bits on every rank, which the next call overwrites; None: no captured call has room
+            for them, and nothing was done.
+
+        Raises:
+            ValueError: See `PagedKVCache.extend`.
+            RuntimeError: See `run`.
+        """
+        pieces, many = sum(-(-count // piece) for count in counts), len(requests)
+        found = [
+            one
+            for shape, one in self._graphs.items()
+            if shape.packed and shape.new == piece and shape.batch >= pieces and shape.requests >= many
+        ]
+        captured = min(found, key=lambda one: one.step.tiles[0], default=None)
+        books = self._cache.pages
+        if captured is None or most_blocks(books, requests, max(counts)) > captured.step.max_blocks:
+            return None
+        self._check_ring()
+        step = captured.step
+        self._cache.extend(requests, counts, into=step)
+        # pieces of one row leave no gaps, and tokens on the device stay there
+        laid = tokens[None] if piece == 1 else step.lay(tokens)
+        captured.tokens[:, : laid.shape[1]].copy_(_pinned(laid, captured.tokens), non_blocking=True)
+        lasts = torch.tensor([row for one in step.last_rows if one is not None for row in one[1:]], device="cpu")
+        assert isinstance(captured.wanted, Tensor), "rows of packed requests are written in place"
+        captured.wanted[: len(lasts)].copy_(_pinned(lasts, captured.wanted), non_blocking=True)
+        described = f"{len(requests)} requests, {sum(counts)} new tokens"
+        logits = self._replay(captured, "step of short prompts", described)[:, : len(requests)]
+        if not captured.checked:
+            logits = self._check(captured, logits)
+        return logits[0]
+
+    def _call(self, step: Any, tokens: Tensor, positions: Tensor, wanted: range | Tensor) -> Any:
+        return forward_step(self._forward, step, {"input_ids": tokens}, positions, wanted)
+
+    def _check_ring(self) -> None:
+        """Raise if the ring has failed, which a replay does not check."""
+        self._cache.ring.exchange(self._cache.device).check()
+
+    def _replay(self, captured: _Captured, name: str, described: str) -> Tensor:
+        """Return all logits of a call whose inputs are written (Note [A replay that does not end]); the texts are for errors."""
+        marks, ring = captured.replay(), self._cache.ring
+        self._replays += 1
+        if ring.world_size > 1 and (self._awaited or not captured.checked):
+            ring.wait(self._cache.device, marks=marks, what=f"replayed {name} {self._replays} ({described})")
+        return captured.logits
+
+    def _find(self, requests: Sequence[int], new: int, last: int) -> _Captured | None:
+        """Return the graph for a call, captured now if it is time; None: the call is plain."""
+        if self._capturer is None:
+            return None
+        sizes = (len(requests),) if self._batches is None else self._batches
+        batch = next((size for size in sizes if size >= len(requests)), None)
+        if batch is None:
+            return None
+        shape = _Shape(batch, new, last)
+        books = self._cache.pages
+        blocks = most_blocks(books, requests, new)
+        found = self._graphs.get(shape)
+        if found is not None and blocks <= found.step.max_blocks:
+            return found
+        self._occurrences[shape] += 1
+        if self.refusal is not None or (found is None and len(self._graphs) >= self._max_graphs):
+            return None
+        if found is None and self._occurrences[shape] < self._capture_at:
+            return None
+        ahead = max(books.reserved(request) - books.length(request) for request in requests)
+        return self._capture(shape, max(blocks, most_blocks(books, requests, ahead)))
+
+    def _capture(self, shape: _Shape, blocks: int) -> _Captured | None:
+        """Capture a shape with room for so many blocks; None when a rank cannot (Note [All ranks alike])."""
+        assert self._capturer is not None, "without a capturer nothing is captured"
+        # a graph that is too small is freed first
+        self._graphs.pop(shape, None)
+        cache = self._cache
+        if shape.packed:
+            room = min(blocks, cache.pages.pages + 1)
+        else:
+            room = min(LEAST_BLOCKS, cache.pages.pages + 1)
+            while room < blocks:
+                room *= 2
+        kinds: list[Callable[..., Any]] = []
+        made, why = None, ""
+        # tensors that are written in place must not be inference tensors of the first caller
+        with torch.inference_mode(False), torch.no_grad():
+            step = cache.static_step(
+                shape.batch, shape.new, max_tokens=cache.capacity_tokens, max_blocks=room, packed=shape.packed
+            )
+            tokens = torch.zeros(step.batch, step.rows, dtype=torch.int64, device=cache.device)
+            wanted = (
+                torch.zeros(shape.requests, dtype=torch.int64, device=cache.device)
+                if shape.packed
+                else range(shape.new - shape.last, shape.new)
+            )
+
+            def call() -> Tensor:
+                out = self._call(step, tokens, step.positions, wanted)
+                kinds.append(type(out))
+                return out.logits
+
+            try:
+                logits, replay = self._capturer.capture(call)
+                made = _Captured(step, tokens, wanted, logits, replay, kinds[-1])
+            except CaptureError as error:
+                why = str(error)
+        if not cache.ring.least(int(made is not None)):
+            self._refuse(why or "another rank could not capture a call", own=bool(why))
+            return None
+        assert made is not None, "the least of all ranks is not more than this one's"
+        self._graphs[shape] = made
+        return made
+
+    def _check(self, captured: _Captured, found: Tensor) -> Tensor:
+        """Return the logits of a first replay when they equal a plain call's on every rank; else the latter, and drop the graph."""
+        plain = self._call(captured.step, captured.tokens, captured.step.positions, captured.wanted).logits
+        plain = plain[: len(found), : found.shape[1]]
+        # NaN in both is equal
+        difference, size = rms_difference(found.float().nan_to_num(), plain.float().nan_to_num())
+        good = difference <= 4 * torch.finfo(plain.dtype).eps * size
+        captured.checked = bool(self._cache.ring.least(int(good)))
+        if captured.checked:
+            return found
+        self._graphs = {shape: one for shape, one in self._graphs.items() if one is not captured}
+        here = f"a replay's logits differ from a plain call's by {difference:.2g} where these are of {size:.2g}"
+        self._refuse("another rank was answered wrongly" if good else f"wrong answer: {here}", own=not good)
+        return plain
+
+    def _refuse(self, why: str, own: bool) -> None:
+        """Capture nothing more; warn on the rank that has the reason and on rank 0."""
+        self.refusal = why
+        if own or self._cache.ring.rank == 0:
+            warnings.warn(f"decoding goes on without more CUDA graphs: {why}", stacklevel=2)
+
+
+def _pinned(tokens: Tensor, target: Tensor) -> Tensor:
+    """Return tokens in memory from which they can be copied without waiting."""
+    return tokens.pin_memory() if target.is_cuda and not tokens.is_cuda else tokens

@@ -1,0 +1,204 @@
+"""`torch.compile` of a model's decoder layers, for decode.
+
+Owns which modules are compiled, when the compiled code runs, and the comparison with the model as it was. Refuses to know caches,
+attention, and how CUDA graphs are captured.
+
+Note [Decode under torch.compile]
+    A decode step reads all weights for few rows. Beside its matrix products, a layer of a model as transformers writes it launches
+    about 45 small kernels: norms, rotary embeddings, residuals, and the activation of the MLP. torch.compile fuses them. Attention
+    over a step of a cache is no traceable code, so the graph breaks there, once per layer: before it the norm, q, k, v and the
+    rotary embeddings; behind it the output projection, the residuals, the norm and the MLP. Layers of one kind share their code.
+    Row counts are dynamic, but a single row gets code of its own, as torch.compile does by default: the smallest batch is compiled
+    for its very shape, and all others need no compiler when a request arrives. CUDA graphs are captured around the layers
+    (cuda_graph_runner.py), so none are made inside. Inductor is asked to be deterministic: it then chooses the order of sums by
+    rules and not by timing, and all ranks get the same bits.
+    Prefill and training run the code of transformers.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from hashlib import blake2b
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._dynamo.exc import RestartAnalysis
+from transformers import PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from ringattn.inference import PagedKVCache
+from ringattn.integrations.transformers.model_forward import (
+    BoundPatch,
+    describe_difference,
+    describe_error,
+    failure_on_any_rank,
+    forward_step,
+    has_hooks,
+    one_forward,
+    replicated_rows_ring,
+)
+from ringattn.integrations.transformers.ring_cache import cache_sizes
+from ringattn.ring import Ring
+
+TRIED = (1, 4)
+"""Batch sizes with which compiled layers are compared: a single row has code of its own, all others share it."""
+VARIANTS = 64
+"""Variants of compiled code per function: shapes of calls times kinds of layers; torch's default is 8."""
+REFUSAL = "a model must be copied or saved whole before its layers are compiled, got one after; copy it before"
+
+
+@torch.no_grad()
+def compile_for_decode(model: PreTrainedModel, ring: Ring, *, backend: str | Callable = "inductor") -> int:
+    """Compile the decoder layers of a model for decode, where that works; collective over the ring.
+
+    One decode step is computed with both: the layers must give the same numbers within rounding, and the same bits on all ranks,
+    because ranks choose tokens separately. Otherwise all layers stay as they are on all ranks, with a warning. Call it before
+    CUDA graphs are captured, and after `apply_tensor_parallel`.
+
+    Args:
+        model: Of transformers with `attn_implementation="ringattn"`, whole on every rank, in eval mode.
+        ring: The ranks that decode together.
+        backend: Of torch.compile.
+
+    Returns:
+        The number of modules that were compiled; 0 when none could be.
+    """
+    shared = _EagerOnError(backend)
+    compiled = [_Compiled(module, shared) for module in _modules(model)]
+    name = type(model).__name__
+    if not compiled:
+        warnings.warn(f"{name} decodes without torch.compile: it has no decoder layers to compile", stacklevel=2)
+        return 0
+    failure = failure_on_any_rank(_compare(model, compiled, shared, ring), ring)
+    if not failure:
+        digest = blake2b(digest_size=8)
+        for one in compiled:
+            digest.update(one.digest.digest())
+        try:
+            ring.agree("the output of compiled layers", digest.hexdigest())
+        except ValueError as error:
+            failure = str(error)
+    if failure:
+        warnings.warn(f"{name} decodes without torch.compile: {failure}", stacklevel=2)
+        return 0
+    shared.warns = True
+    for one in compiled:
+        one.module.forward = BoundPatch(one.forward, one.plain, REFUSAL)
+    return len(compiled)
+
+
+def _modules(model: PreTrainedModel) -> list[nn.Module]:
+    """Return the decoder layers and the norm behind them, without those whose calls someone observes."""
+    found: list[nn.Module] = []
+    for parent in model.modules():
+        lists = [one for one in parent.children() if isinstance(one, nn.ModuleList)]
+        layers = [layer for one in lists for layer in one if isinstance(layer, GradientCheckpointingLayer)]
+        norms = [one for one in parent.children() if layers and type(one).__name__.endswith("Norm")]
+        found += [*layers, *norms]
+    return [one for one in found if "forward" not in vars(one) and not any(map(has_hooks, one.modules()))]
+
+
+def _compare(model: PreTrainedModel, compiled: list[_Compiled], shared: _EagerOnError, ring: Ring) -> str:
+    """Return how compiled modules differ from plain ones in a decode step over an empty cache; empty when they do not."""
+    try:
+        sizes = dict(zip(("layers", "kv_heads", "head_dim", "v_head_dim"), cache_sizes(model), strict=True))
+        pages = max(TRIED)
+        cache = PagedKVCache(ring, **sizes, dtype=model.dtype, pages=pages, page_size=16, device=model.device)
+        for one in compiled:
+            one.module.forward = one.compare
+        for batch in TRIED:
+            requests = [cache.join(1) for _ in range(batch)]
+            step = cache.extend(requests, [1] * batch, mode="decode")
+            tokens = torch.arange(batch, device="cpu")[:, None]
+            forward_step(model, step, {"input_ids": tokens}, step.positions, [0])
+            for request in requests:
+                cache.leave(request)
+    except Exception as error:  # compilers raise errors of any type
+        return describe_error(error)
+    finally:
+        for one in compiled:
+            vars(one.module).pop("forward", None)
+    return next((one.failure for one in compiled if one.failure), "") or next(iter(shared.failures), "")
+
+
+class _EagerOnError:
+    """A backend of torch.compile that runs what it cannot compile as plain torch, so that a step never fails on one rank alone.
+
+    Args:
+        backend: The backend.
+
+    Attributes:
+        module: Class of the module that is compiled.
+        warns: Whether it warns of each failure.
+        failures: All of them.
+    """
+
+    def __init__(self, backend: str | Callable) -> None:
+        self._backend = _inductor if backend == "inductor" else backend
+        self.module, self.warns = "", False
+        self.failures: list[str] = []
+
+    def __call__(self, graph: Any, inputs: Any) -> Any:
+        try:
+            return torch._dynamo.lookup_backend(self._backend)(graph, inputs)
+        except RestartAnalysis:
+            raise  # dynamo traces again
+        except Exception as error:  # compilers raise errors of any type
+            self.failures.append(f"{self.module}: {describe_error(error)}")
+            if self.warns:
+                warnings.warn(f"{self.module} runs without torch.compile: {describe_error(error)}", stacklevel=2)
+            return graph.forward
+
+
+def _inductor(graph: Any, inputs: Any) -> Any:
+    """Compile with inductor: no timing in its choices, and no processes beside this one for so few kernels."""
+    import torch._inductor.config
+
+    options: dict[str, Any] = {"compile_threads": 1}
+    if hasattr(torch._inductor.config, "deterministic"):
+        options["deterministic"] = True
+    return torch._inductor.compile(graph, inputs, options=options)
+
+
+class _Compiled:
+    """One module, and its compiled forward.
+
+    Args:
+        module: The module.
+        backend: Shared by all modules of a model: dynamo keeps code per backend.
+
+    Attributes:
+        plain: Its forward before.
+        failure: How the compiled forward differed; empty when it did not.
+        digest: Of the outputs of the compiled forward.
+    """
+
+    def __init__(self, module: nn.Module, backend: _EagerOnError) -> None:
+        self.module, self.plain, self._backend = module, module.forward, backend
+        self._compiled = torch.compile(self.plain, dynamic=True, backend=backend)
+        self.failure, self.digest = "", blake2b(digest_size=8)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the compiled code in decode, and the plain forward elsewhere."""
+        if replicated_rows_ring() is None or torch.is_grad_enabled():
+            return self.plain(*args, **kwargs)
+        self._backend.module = type(self.module).__name__
+        with torch._dynamo.config.patch(recompile_limit=VARIANTS):
+            return self._compiled(*args, **kwargs)
+
+    def compare(self, *args: Any, **kwargs: Any) -> Any:
+        """Run both, note how they differ, and return the plain output."""
+        expected = self.plain(*args, **kwargs)
+        with one_forward():
+            found = self.forward(*args, **kwargs)
+        for x, y in zip(_tensors(found), _tensors(expected), strict=True):
+            self.digest.update(x.cpu().contiguous().view(torch.uint8).numpy().tobytes())
+            name = f"compiled {type(self.module).__name__}"
+            self.failure = self.failure or describe_difference(name, x, y, self.module)
+        return expected
+
+
+def _tensors(output: Any) -> list[Tensor]:
+    return [one for one in (output if isinstance(output, tuple) else (output,)) if isinstance(one, Tensor)]

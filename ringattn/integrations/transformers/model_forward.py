@@ -1,0 +1,309 @@
+"""Forward of a causal model over a sharded KV cache: this rank's rows in, logits on every rank out.
+
+Owns how a model is called with a step of a cache, and the replacement of forwards by others that were compared with them. Refuses
+to know generation (ring_cache.py) and how requests are scheduled.
+
+Legend: b batch, s rows of this rank, n new tokens per batch element of the model, k rows whose logits are wanted.
+
+Note [Ranks without rows]
+    Rows of a prefill are assigned in pages, so a rank may get none. Its layers must still run, because the KV shards of other
+    ranks pass through them. Not all model code accepts tensors without rows. Such a rank computes one padding row, whose keys are
+    not stored and whose attention output is 0.
+
+Note [Wanted rows]
+    In a prefill one rank holds the last token, and every rank needs its logits. Each rank computes the logits of its wanted rows
+    and leaves the others zero. In the all-reduce every number is added to zeros only, so the sum is exact.
+
+Note [Replicated rows]
+    In decode all ranks compute the same rows, to the same bits. Parts of a model may then use tensor parallelism
+    (tensor_parallel.py). They read `replicated_rows_ring`, because a model passes them nothing but rows.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from itertools import accumulate
+from typing import Any, NoReturn, SupportsIndex, TypeVar
+
+import torch
+from torch import Tensor, nn
+from transformers import Cache
+
+from ringattn.inference import Step
+from ringattn.ring import Ring
+
+ROUNDINGS = 4
+"""Rounding errors by which outputs may differ in the mean: a layer rounds between its matrix products."""
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+_replicated: ContextVar[Ring | None] = ContextVar("replicated_rows", default=None)
+_attended: ContextVar[set[int] | None] = ContextVar("attended", default=None)
+
+
+@contextmanager
+def replicated_rows(ring: Ring | None) -> Iterator[None]:
+    """Declare that all ranks of a ring compute the same rows inside; None: each rank has its own."""
+    before = _replicated.set(ring)
+    try:
+        yield
+    finally:
+        _replicated.reset(before)
+
+
+def replicated_rows_ring() -> Ring | None:
+    """Return the ring whose ranks all compute the current rows (Note [Replicated rows]); None: there is none."""
+    return _replicated.get()
+
+
+@contextmanager
+def one_forward() -> Iterator[None]:
+    """Inside is one call of a model, in which each layer attends once."""
+    before = _attended.set(set())
+    try:
+        yield
+    finally:
+        _attended.reset(before)
+
+
+def attended_before(layer: int) -> bool:
+    """Return whether a layer has attended before in this call of a model, and record that it does now."""
+    layers = _attended.get()
+    again = layers is not None and layer in layers
+    if layers is not None:
+        layers.add(layer)
+    return again
+
+
+class PassthroughCache(Cache):
+    """The past_key_values of a call with a step: returns new keys and values unchanged; attention stores them.
+
+    With one, models neither create a cache of their own nor search positions for packed documents.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(layers=[])
+
+    def __bool__(self) -> bool:
+        return True
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:  # noqa: ARG002
+        """Return the new keys and values."""
+        return key_states, value_states
+
+    def get_seq_length(self, layer_idx: int | None = 0) -> int:  # noqa: ARG002
+        """Return 0: positions are given, so the model need not know what is cached."""
+        return 0
+
+    def get_mask_sizes(self, query_length: int | Tensor, layer_idx: int | None = 0) -> tuple[int, int]:  # noqa: ARG002
+        """Return the number of keys of this call and the index of the first (4.x passes positions, 5.x a number)."""
+        return (query_length if isinstance(query_length, int) else query_length.shape[0]), 0
+
+
+def run_step(model: nn.Module, step: Step, tokens: Tensor, *, wanted: Sequence[int] | None = None) -> Tensor:
+    """Run a causal model of transformers over the new tokens of a step; collective over the ring.
+
+    Args:
+        model: With `attn_implementation="ringattn"`, in eval mode; whole on every rank.
+        step: As returned by `PagedKVCache.extend`.
+        tokens: All new tokens, the same on every rank: of packed requests one after another, `n` or `1 n`; of a batch with equal
+            lengths, and in decode, `b n`. int64, on any device.
+        wanted: Indices into `step.requests` of those whose logits are wanted, ascending; None: all. Chunks of a prompt before its
+            last one want none, and then none are computed.
+
+    Returns:
+        Logits of the last new token of each wanted request, `wanted vocab`, the same bits on every rank.
+
+    Raises:
+        ValueError: The tokens are not those that the step counts; other ranks raise when they compare the step.
+        RuntimeError: The model does not attend with ringattn.
+
+    Example:
+        >>> step = cache.extend([first, second], [700, 300])  # doctest: +SKIP
+        >>> run_step(model, step, torch.cat([prompt, other]), wanted=[1]).shape  # doctest: +SKIP
+        torch.Size([1, 32000])
+    """
+    with step.cache.ring.shared_refusals():
+        tokens = tokens[None] if tokens.dim() == 1 else tokens
+        new = _new_tokens(step)
+        if tuple(tokens.shape) != (step.batch, new):
+            raise ValueError(
+                f"tokens must be the {step.batch} x {new} new tokens that the step counts, got {tuple(tokens.shape)}; "
+                "pass all of them on every rank"
+            )
+        chosen = list(range(len(step.requests))) if wanted is None else list(wanted)
+        packed = step.mode == "prefill" and step.batch == 1
+        ends = [end - 1 for end in accumulate(step.counts)]
+        rows = [ends[place] for place in chosen] if packed else [new - 1] if chosen else []
+    with torch.no_grad():
+        out = forward_step(model, step, {"input_ids": tokens}, step.positions, rows)
+    if packed:
+        return out.logits[0]
+    logits = out.logits[:, 0] if chosen else out.logits[:0].flatten(0, 1)
+    return logits if len(chosen) in (0, step.batch) else logits[chosen]
+
+
+def forward_step(
+    forward: Callable[..., Any],
+    step: Step,
+    inputs: dict[str, Tensor],
+    positions: Tensor,
+    wanted: Sequence[int] | Tensor | None,
+    **others: Any,
+) -> Any:
+    """Call a model with the rows of this rank, and return the logits of the wanted rows of all ranks.
+
+    Args:
+        forward: The model, or its forward.
+        step: The new tokens.
+        inputs: `input_ids` `b n` or `inputs_embeds` `b n e`: all new tokens, the same on every rank.
+        positions: `b s` or `1 s`: positions for rotary embeddings, of this rank's rows.
+        wanted: Rows among n whose logits are wanted, ascending; None: all. In decode also as `k` int64 on the device, in any order.
+        others: Keywords for the model.
+
+    Returns:
+        The output of the model, with logits `b k vocab` that are the same on every rank.
+
+    Raises:
+        RuntimeError: The model does not attend with ringattn.
+    """
+    device = step.cache.device
+    rows = {name: step.take(x.to(device), dim=1) for name, x in inputs.items()}
+    positions = positions.to(device)
+    if step.rows == 0:
+        # Note [Ranks without rows]
+        rows = {name: x[:, :1].to(device) for name, x in inputs.items()}
+        positions = positions.new_zeros(positions.shape[0], 1)
+    new = _new_tokens(step)
+    wanted = range(new) if wanted is None else wanted
+    keep, places = _kept_rows(step, new, wanted, device)
+    can_keep = "logits_to_keep" in inspect.signature(getattr(forward, "forward", forward)).parameters
+    if can_keep:
+        others["logits_to_keep"] = keep
+    with one_forward(), replicated_rows(step.cache.ring if step.mode == "decode" else None), step.one_call():
+        out = forward(
+            **rows,
+            position_ids=positions,
+            past_key_values=PassthroughCache(),
+            use_cache=True,
+            step=step,
+            return_dict=True,
+            **others,
+        )
+    if not step.calls:
+        raise RuntimeError(
+            "the model must attend with ringattn, got one that did not, whose tokens saw no cache; make it with "
+            "attn_implementation='ringattn', or call model.set_attn_implementation('ringattn'); one that was made so and hands no "
+            "keywords on to attention (as StableLM and Nemotron) is not supported"
+        )
+    logits = out.logits
+    if not can_keep:
+        logits = logits[:, logits.shape[1] - keep :] if isinstance(keep, int) else logits[:, keep]
+    if places is not None:
+        # Note [Wanted rows]
+        whole = logits.new_zeros(logits.shape[0], len(wanted), logits.shape[2])
+        whole[:, places] = logits
+        logits = step.cache.ring.sum(whole)
+    out.logits = logits
+    return out
+
+
+def _new_tokens(step: Step) -> int:
+    """Return the new tokens of each batch element of the model."""
+    if step.mode == "decode":
+        return step.rows
+    return sum(step.counts) if step.batch == 1 else step.counts[0]
+
+
+def _kept_rows(
+    step: Step, new: int, wanted: Sequence[int] | Tensor, device: torch.device
+) -> tuple[int | Tensor, Tensor | None]:
+    """Return the wanted rows of this rank as `logits_to_keep`, and their places among all wanted (None: there are no others)."""
+    if isinstance(wanted, Tensor):
+        assert step.mode == "decode", "rows of a prefill are looked up on the host"
+        return wanted, None
+    if step.mode == "decode":
+        last = len(wanted)
+        tail = last > 0 and list(wanted) == list(range(new - last, new))
+        return (last if tail else torch.tensor(list(wanted), dtype=torch.int64, device=device)), None
+    where = torch.full((new,), -1, device="cpu")
+    where[step.taken.cpu()] = torch.arange(step.rows, device="cpu")
+    rows = where[torch.tensor(list(wanted), dtype=torch.int64, device="cpu")]
+    places = (rows >= 0).nonzero()[:, 0]
+    keep = rows[places].to(device)
+    return keep, None if step.cache.ring.world_size == 1 else places.to(device)
+
+
+class BoundPatch:
+    """A method that replaces one of a module's own, and refuses to be copied: a copy would run the first module's weights.
+
+    Args:
+        call: The new method.
+        original: The method whose name and signature it takes.
+        refusal: Message of the error that copying raises.
+    """
+
+    def __init__(self, call: Callable[..., Any], original: Callable[..., Any], refusal: str) -> None:
+        functools.update_wrapper(self, original)
+        self._call, self._refusal = call, refusal
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the new method."""
+        return self._call(*args, **kwargs)
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
+        raise RuntimeError(self._refusal)
+
+
+def untraced(function: Function, *, nested: bool = True) -> Function:
+    """Return a function at which torch.compile breaks its graph; nested: it does not compile what the function calls, either."""
+    disabled: Any = torch.compiler.disable(function, recursive=nested)
+    return disabled
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Return whether someone else observes a module's calls or has replaced its forward."""
+    replaced = not isinstance(vars(module).get("forward"), BoundPatch | None)
+    return replaced or hasattr(module, "_hf_hook") or bool(module._forward_hooks or module._forward_pre_hooks)
+
+
+def failure_on_any_rank(failure: str, ring: Ring) -> str:
+    """Return this rank's failure, or that another rank has one; empty when none has. Collective over the ring."""
+    if ring.least(int(not failure)):
+        return ""
+    return failure or "another rank failed"
+
+
+def describe_error(error: Exception) -> str:
+    """Return an error in one line; for a compiler's error, its cause."""
+    cause = getattr(error, "inner_exception", error)
+    lines = str(cause).strip().splitlines() or ["no message"]
+    return f"{type(cause).__name__}: {lines[0]}"
+
+
+def rms_difference(found: Tensor, expected: Tensor) -> tuple[float, float]:
+    """Return the root mean square of the difference, and of the expected numbers."""
+    x, y = found.float(), expected.float()
+    difference, size = (float(z.square().mean().sqrt()) for z in (x - y, y))
+    return difference, size
+
+
+def describe_difference(name: str, found: Tensor, expected: Tensor, module: nn.Module) -> str:
+    """Return how a new forward's output differs from the old one's by more than rounding; empty when it does not.
+
+    The tolerance is `ROUNDINGS` units of the dtype, plus the error of a sum of n fp32 products in another order, sqrt(n) units
+    of fp32. n is the largest dimension of the module's weights.
+    """
+    if found.shape != expected.shape or found.dtype != expected.dtype:
+        before, after = (f"{tuple(x.shape)} {x.dtype}" for x in (expected, found))
+        return f"{name} gives {after} instead of {before}"
+    difference, size = rms_difference(found, expected)
+    terms = max((length for x in module.parameters() for length in x.shape), default=1)
+    tolerance = ROUNDINGS * torch.finfo(expected.dtype).eps + terms**0.5 * torch.finfo(torch.float32).eps
+    return (
+        "" if difference <= tolerance * size else f"{name} differs by {difference:.2g} where numbers are of {size:.2g}"
+    )

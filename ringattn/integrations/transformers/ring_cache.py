@@ -1,0 +1,694 @@
+"""`model.generate` on the ranks of a ring, over a KV cache that is sharded between them.
+
+Owns `RingCache`: the cache interface of transformers as calls of a sharded, paged cache, and the model's forward and generate while
+it is entered. Refuses to know attention, and how a call's rows and logits are divided (model_forward.py).
+
+    with RingCache(model, ring, max_tokens=100_000) as cache:
+        ids = model.generate(**inputs, past_key_values=cache, max_new_tokens=200)
+
+Note [Same tokens on all ranks]
+    Every rank runs all of `generate` on the whole inputs, and computes and stores a part of it. That requires all ranks to choose
+    the same tokens. Logits are the same bits everywhere, and the random generators of all ranks are set to the state of rank 0's
+    when `generate` begins, and by calls outside of it that bring a prompt.
+    Ranks compare their inputs, and a difference is an error on every rank before anything is computed:
+    - when `generate` begins: its arguments;
+    - at its first call of the model, and at any other call with more than a few tokens: tokens, padding, positions, and the rows
+      whose logits are wanted. So do calls outside of `generate` with more than one token.
+    A later call brings tokens that every rank has chosen from the same logits. It sends nothing. Its inputs are recorded and
+    compared together with steps (Note [Words that travel along] of accord.py), once in 17 tokens. The rest is compared with the
+    result when `generate` ends, and when the cache is left. So a rank with other tokens is found by the end, and a result that is
+    returned was the same on all ranks.
+    When such a call raises on one rank alone, that rank publishes the error to the next comparison. So does an error between two
+    calls (in a streamer or a logits processor of one rank). Ranks that are in the all-reduce already wait until the timeout.
+
+Note [Beams]
+    Sequences that continue the same one share its full pages, so beams take no more memory than sequences do: reordering copies
+    at most the last, partly filled page of each.
+
+Note [Drafts]
+    With `assistant_early_exit` the model drafts tokens with its first layers and checks them with all. The keys of the first layers
+    are the same either way. So a draft continues in the cache itself, and the cache is cropped to the old length when it ends: the
+    check brings the draft's tokens again, for all layers. A draft needs no memory, and ranks share its calls like any other.
+    transformers would keep the cache of one draft for the next. It is given a `_DraftCache` instead, which is always empty.
+    transformers sets the number of layers in the model's config, and restores it only if no error is raised. So `generate`
+    restores what was changed on the model (`_restored_configs`), however it ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Callable, Iterator
+from hashlib import blake2b
+from math import ceil
+from types import TracebackType
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+from transformers import Cache, GenerationConfig, PretrainedConfig, PreTrainedModel
+
+from ringattn.inference import PagedKVCache
+from ringattn.inference.step import MOST_DECODED
+from ringattn.integrations.transformers.cuda_graph_runner import CUDAGraphRunner, GraphCapturer, select_capturer
+from ringattn.integrations.transformers.model_forward import BoundPatch, forward_step
+from ringattn.integrations.transformers.positions import max_learned_positions
+from ringattn.integrations.transformers.support import (
+    GenerateCall,
+    check_supported,
+    key_sizes,
+    layer_configs,
+    num_layers,
+)
+from ringattn.ring import Ring
+
+CROPS_BY_COUNT = "tokens_to_remove" in inspect.signature(Cache.crop).parameters
+"""Whether `crop` takes a number of tokens to remove, as a negative number, and nothing else; older releases take a length too."""
+
+COPY_REFUSAL = "a model must be copied or saved whole outside of `with RingCache(...)`, got one inside; copy it before"
+
+MAX_SHOWN = 400
+"""Characters of the arguments of generate that an error shows."""
+_PER_RANK = ("past_key_values", "streamer")
+"""Arguments of generate that may differ between ranks: a streamer may be on one rank only."""
+_ADAPTED = ("num_assistant_tokens", "assistant_confidence_threshold")
+"""Entries of the generation config that a call of generate may change for the next one, if asked to."""
+_PASSED_ON = ("output_router_logits", "output_attentions")
+
+
+class RingCache(Cache):
+    """KV cache of `model.generate`, sharded between the ranks of a ring.
+
+    Inside of `with`, calls of the model with this cache as past_key_values share their work: every rank makes the same calls with
+    the whole inputs, computes its rows of a prompt, and gets the same logits. Calls without it are as before. A second call
+    continues where the first ended; `reset` empties the cache.
+
+    Args:
+        model: A causal language model with `attn_implementation="ringattn"`, whole on every rank, in eval mode.
+        ring: The ranks that share the work.
+        max_tokens: Maximum length of a sequence: prompt, padding and answer.
+        batch: Sequences at a time: prompts times beams or returned sequences.
+        page_size: Tokens of a page.
+        kv_dtype: As in `PagedKVCache`: torch.float8_e4m3fn halves the memory of 16-bit keys; default the dtype of the model.
+        graphs: Whether calls with few tokens are captured in CUDA graphs at their second occurrence, and replayed (Note [Replays]
+            of cuda_graph_runner.py): None where that is possible, or True, False, or a `GraphCapturer`. A model whose call cannot
+            be captured, or whose replay gives other numbers, goes on without graphs, with a warning.
+
+    Attributes:
+        ring: As given.
+        max_tokens: As given.
+        kv: The paged cache; None after the `with`, which frees its memory.
+
+    Raises:
+        ValueError: A number is less than 1, max_tokens exceeds the learned positions of the model, memory is missing, or graphs
+            are demanded where there can be none; raised on every rank.
+        NotImplementedError: Tokens interact in some layers other than by attention, or layers have keys of different sizes.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        ring: Ring,
+        *,
+        max_tokens: int,
+        batch: int = 1,
+        page_size: int = 64,
+        kv_dtype: torch.dtype | None = None,
+        graphs: bool | GraphCapturer | None = None,
+    ) -> None:
+        with ring.shared_refusals():
+            for name, value in (("max_tokens", max_tokens), ("batch", batch), ("page_size", page_size)):
+                if value < 1:
+                    raise ValueError(f"{name} must be at least 1, got {value}")
+            layers, kv_heads, head_dim, v_head_dim = cache_sizes(model)
+            positions = max_learned_positions(model)
+            if positions is not None and max_tokens > positions:
+                raise ValueError(
+                    f"max_tokens must be at most {positions}, the positions that {type(model).__name__} has learned, got "
+                    f"{max_tokens}; pass max_tokens={positions}"
+                )
+        super().__init__(layers=[_Layer() for _ in range(layers)])  # pyright: ignore[reportArgumentType]
+        self.ring, self.max_tokens = ring, max_tokens
+        # sequences of a batch get their pages from the same ranks
+        pages = batch * ceil(ceil(max_tokens / page_size) / ring.world_size)
+        self.kv: PagedKVCache | None = PagedKVCache(
+            ring,
+            layers=layers,
+            kv_heads=kv_heads,
+            head_dim=head_dim,
+            v_head_dim=v_head_dim,
+            dtype=model.dtype,
+            pages=pages,
+            page_size=page_size,
+            kv_dtype=kv_dtype,
+            device=model.device,
+        )
+        self._model = model
+        self._requests: list[int] = []
+        self._paddings: list[int] = []  # tokens in front of each sequence
+        self._generating = 0  # nested calls of generate
+        self._compared = False  # the current generate has made its first call
+        self._calling = False  # a call of the model has begun and has not ended
+        self._forked = False  # sequences were repeated; different ranks may then hold their last pages
+        self._unwrap: Callable[[], None] | None = None
+        with ring.shared_refusals():
+            self._capturer = select_capturer(graphs, model, self.kv)
+        # neither the cache nor every call compares these
+        ring.agree("a RingCache", f"max_tokens={max_tokens}, batch={batch}, CUDA graphs: {self._capturer is not None}")
+        # by number of layers (Note [Drafts]); made with the model's own forward, at the first call
+        self._runners: dict[int, CUDAGraphRunner] = {}
+
+    def __enter__(self) -> RingCache:
+        """Patch forward and generate of the model instance."""
+        if self._unwrap is not None or self.kv is None:
+            raise RuntimeError("a RingCache must be entered once, got a second time; make another one")
+        self._unwrap = _wrap(self._model)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Restore the model, free the memory, and compare the remaining records of ranks unless an error ends it."""
+        assert self._unwrap is not None, "a cache that is left was entered"
+        self._unwrap()
+        kv, self.kv, self._requests = self.kv, None, []
+        self._capturer, self._runners = None, {}
+        if kind is None and kv is not None:
+            kv.accord.compare("what the model was called with before the RingCache was left")
+
+    def __repr__(self) -> str:
+        if self.kv is None:
+            return "RingCache(left)"
+        sequences = f"{len(self._requests)} sequences of {self.get_seq_length()} tokens"
+        return f"RingCache({sequences}, at most {self.max_tokens}, {self.ring})"
+
+    def get_seq_length(self, layer_idx: int | None = 0) -> int:  # noqa: ARG002
+        """Return the tokens of each sequence, over all ranks."""
+        kv = self._open()
+        return kv.length(self._requests[0]) if self._requests else 0
+
+    def get_max_length(self, layer_idx: int | None = None) -> int:  # noqa: ARG002
+        """Return the maximum length of a sequence."""
+        return self.max_tokens
+
+    def get_max_cache_shape(self, layer_idx: int | None = 0) -> int:  # noqa: ARG002
+        """Return the maximum length of a sequence, under its name of 4.x."""
+        return self.max_tokens
+
+    def get_mask_sizes(self, query_length: int | Tensor, layer_idx: int | None = 0) -> tuple[int, int]:  # noqa: ARG002
+        """Return the keys after a call with so many new tokens (4.x gives their positions), and the index of the first."""
+        new = query_length if isinstance(query_length, int) else query_length.shape[0]
+        return self.get_seq_length() + new, 0
+
+    def update(self, *args: Any, **kwargs: Any) -> NoReturn:  # noqa: ARG002
+        """Raise: the model was called outside of `with`."""
+        raise RuntimeError(
+            "a RingCache must be entered before its model is called: with RingCache(model, ring, max_tokens=...) as cache"
+        )
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Remove the last tokens: a negative number of them, or, in older releases, all beyond a length."""
+        length = self.get_seq_length()
+        with self.ring.shared_refusals():
+            tokens_to_remove = int(tokens_to_remove)  # it may be a tensor
+            if CROPS_BY_COUNT and tokens_to_remove > 0:
+                raise ValueError(
+                    f"crop must be told a negative number of tokens to remove, got {tokens_to_remove}, which earlier releases of "
+                    "transformers took for a length; subtract get_seq_length() from it"
+                )
+        by_count = tokens_to_remove < 0 or CROPS_BY_COUNT
+        self._crop(max(0, length + tokens_to_remove) if by_count else min(length, tokens_to_remove))
+
+    def reset(self) -> None:
+        """Remove all sequences."""
+        for request in self._requests:
+            self._open().leave(request)
+        self._requests, self._paddings, self._forked = [], [], False
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Let sequence i continue sequence beam_idx[i], without a copy (Note [Beams])."""
+        self._select(beam_idx.tolist())
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat each sequence, without a copy."""
+        self._select([i for i in range(len(self._requests)) for _ in range(repeats)])
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep some sequences, by index or by a bool for each."""
+        self._select((indices.nonzero()[:, 0] if indices.dtype == torch.bool else indices).tolist())
+
+    def activate_past_recording(self) -> None:
+        """Do nothing: all tokens are kept until they are cropped."""
+
+    def offload(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Raise: pages stay on their device."""
+        raise NotImplementedError(
+            "a RingCache must stay on its device, got a call of offload; use more ranks for more room"
+        )
+
+    def prefetch(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Raise: pages stay on their device."""
+        raise NotImplementedError(
+            "a RingCache must stay on its device, got a call of prefetch; use more ranks for more room"
+        )
+
+    @property
+    def batch_size(self) -> int:
+        """Number of sequences; -1 before the first call."""
+        return len(self._requests) or -1
+
+    @property
+    def max_batch_size(self) -> int:
+        """Number of sequences; -1 before the first call."""
+        return self.batch_size
+
+    @property
+    def max_cache_len(self) -> int:
+        """Maximum length of a sequence."""
+        return self.max_tokens
+
+    @property
+    def is_initialized(self) -> bool:
+        """True: the memory is allocated by the constructor."""
+        return True
+
+    def _open(self) -> PagedKVCache:
+        if self.kv is None:
+            raise RuntimeError("a RingCache must be used inside of its `with`, got a call after it; make another one")
+        return self.kv
+
+    def _generate(self, generate: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call the model's own generate with this cache (Note [Same tokens on all ranks])."""
+        kv = self._open()
+        with self.ring.shared_refusals():
+            call = GenerateCall(self._model, args, kwargs, self.ring.world_size, self.get_seq_length())
+            check_supported(call, "generate")
+        if self.ring.world_size == 1:
+            return self._run(generate, args, kwargs)
+        given = {name: value for name, value in kwargs.items() if name not in _PER_RANK}
+        text = _describe([*args, given, self._model.generation_config])
+        digest = blake2b(text.encode(), digest_size=8).hexdigest()
+        self.ring.agree("what generate is called with", f"{text[:MAX_SHOWN]}, digest {digest}")
+        _share_generators(self.ring, kv.device)
+        self._compared = self._calling = False
+        try:
+            out = self._run(generate, args, kwargs)
+        except Exception as error:
+            if self._calling:
+                raise  # raised on all ranks, or published to them
+            kv.accord.forget()
+            self.ring.refuse(error)
+        kv.accord.note("generate", _hash(out if isinstance(out, Tensor) else out.sequences)[None])
+        kv.accord.compare("what generate returns")
+        return out
+
+    def _run(self, generate: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call generate and leave the configs of the model as they were."""
+        self._generating += 1
+        try:
+            with _restored_configs(self._model):
+                return generate(*args, **kwargs)
+        finally:
+            self._generating -= 1
+
+    def _draft(self, generate: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call the model's own generate for a draft (Note [Drafts])."""
+        before, settings = self.get_seq_length(), kwargs["generation_config"]  # the draft's own
+        settings.cache_implementation = None  # 4.x sets one for a new cache
+        if before:
+            settings.prefill_chunk_size = None  # after the prompt there are few tokens
+        try:
+            out = generate(*args, **{**kwargs, "past_key_values": self})
+        finally:
+            self._crop(before)
+        out.past_key_values = _DraftCache()
+        return out
+
+    def _crop(self, length: int) -> None:
+        if length == 0:
+            # other sequences may come next
+            return self.reset()
+        for request in self._requests:
+            self._open().crop(request, length)
+
+    def _select(self, sources: list[int]) -> None:
+        """Let sequence i continue the former sequence sources[i]."""
+        kv, were = self._open(), self._requests
+        kv.accord.note(f"sequences {sources}")
+        if sources == list(range(len(were))):
+            return
+        if len(sources) == len(were) and not self._forked:
+            kv.reorder(were, sources)
+        else:
+            for place, request in enumerate(were):
+                if place not in sources:
+                    kv.leave(request)
+            seen: set[int] = set()
+            self._requests = []
+            for source in sources:
+                self._requests.append(kv.fork(were[source]) if source in seen else were[source])
+                self._forked = self._forked or source in seen
+                seen.add(source)
+        self._paddings = [self._paddings[source] for source in sources]
+
+    def _has_same_owners(self) -> bool:
+        return not self._forked or self._open().pages.are_alike(self._requests)
+
+    def _call(self, forward: Callable[..., Any], given: dict[str, Any]) -> Any:
+        """Call the model, whose own forward is given, with this cache and these arguments."""
+        kv = self._open()
+        self._calling = True
+        name = "inputs_embeds" if given.get("input_ids") is None else "input_ids"
+        if self._generating:
+            given = _drop_cached(given, name, self._paddings, self.get_seq_length())
+        paddings, compared = self._agree(given, name)
+        new = given[name].to(kv.device)
+        n, before = new.shape[1], self.get_seq_length()
+        if compared and not self._generating:
+            _share_generators(self.ring, kv.device)
+        if not self._requests:
+            self._requests, self._paddings = kv.join_alike(self.max_tokens, paddings), paddings
+        keep = given.get("logits_to_keep", 0)
+        wanted = [x % n for x in keep.tolist()] if isinstance(keep, Tensor) else list(range(n)[-keep:])
+        positions = given.get("position_ids")
+        positions = torch.arange(before, before + n, device="cpu")[None] if positions is None else positions
+        options = {name: given[name] for name in _PASSED_ON if given.get(name) is not None}
+        try:
+            if (
+                name == "input_ids"
+                and n <= MOST_DECODED
+                and wanted == list(range(n))[-len(wanted) :]
+                and not any(options.values())
+            ):
+                out = self._decode(forward, new, positions, len(wanted))
+            else:
+                out = self._prefill(forward, name, new, positions, wanted, options)
+        except BaseException:
+            # some layers have not written these rows
+            self._crop(before)
+            kv.accord.forget()
+            raise
+        out.past_key_values = self
+        self._calling = False
+        return out
+
+    def _decode(self, forward: Callable[..., Any], new: Tensor, positions: Tensor, last: int) -> Any:
+        """Call the model with few tokens, for the logits of the last ones."""
+        layers = num_layers(self._model)
+        if layers not in self._runners:
+            self._runners[layers] = CUDAGraphRunner(forward, self._open(), self._capturer, capture_at=2)
+        out = self._runners[layers].run(
+            self._requests, new, positions=positions, last=last, alike=self._has_same_owners()
+        )
+        # callers may keep them, and the next replay overwrites them
+        out.logits = out.logits.clone()
+        return out
+
+    def _prefill(
+        self,
+        forward: Callable[..., Any],
+        name: str,
+        new: Tensor,
+        positions: Tensor,
+        wanted: list[int],
+        options: dict[str, Any],
+    ) -> Any:
+        """Call the model with any other new tokens."""
+        kv, (b, n) = self._open(), new.shape[:2]
+        step = kv.extend(self._requests, [n] * b, alike=self._has_same_owners())
+        if step.batch != b:
+            # sequences whose pages are on different ranks are packed
+            new, positions = new.flatten(0, 1)[None], positions.expand(b, -1).flatten()[None]
+            wanted = [i * n + x for i in range(b) for x in wanted]
+        out = forward_step(forward, step, {name: new}, step.take(positions.to(kv.device)), wanted, **options)
+        if step.batch != b:
+            out.logits = out.logits.unflatten(1, (b, -1))[0]
+        return out
+
+    def _agree(self, given: dict[str, Any], name: str) -> tuple[list[int], bool]:
+        """Return the padding in front of each sequence, and whether ranks compared the call (Note [Same tokens on all ranks]).
+
+        Raises what is wrong, or differs between ranks.
+        """
+        with self.ring.shared_refusals():
+            paddings = self._read(given, name)
+        if self.ring.world_size == 1:
+            return paddings, True
+        new, positions, keep = given[name], given.get("position_ids"), given.get("logits_to_keep", 0)
+        b, n = new.shape[:2]
+        few = 1 if not self._generating else MOST_DECODED
+        continues = (
+            bool(self._requests) and n <= few and name == "input_ids" and (self._compared or not self._generating)
+        )
+        options = [
+            keep if isinstance(keep, int) else keep.tolist(),
+            *(bool(given.get(option)) for option in _PASSED_ON),
+        ]
+        text = f"{b} sequences, {n} new tokens after {self.get_seq_length()}, options {options}"
+        if continues:
+            self._open().accord.note(text, new, *(() if positions is None else (positions.to(new.device),)))
+            return paddings, False
+        numbers = [
+            int(_hash(x))
+            for x in (new, torch.tensor(paddings, device="cpu"), *(() if positions is None else (positions,)))
+        ]
+        self.ring.agree("what the model is called with", f"{text}, digests of tokens, padding and places {numbers}")
+        self._compared = True
+        return paddings, True
+
+    def _read(self, given: dict[str, Any], name: str) -> list[int]:
+        """Return the padding in front of each sequence, of a call that is supported."""
+        check_supported(given, "RingCache call")
+        if self._model.training and self.ring.world_size > 1:
+            raise NotImplementedError(
+                f"a model must be in eval mode among {self.ring.world_size} ranks, got {type(self._model).__name__} in training, "
+                "which drops other numbers on each of them; call model.eval()"
+            )
+        new, mask, positions = (given.get(one) for one in (name, "attention_mask", "position_ids"))
+        if new is None:
+            raise ValueError("the model must be called with input_ids or inputs_embeds, got neither")
+        if positions is not None and positions.dim() != 2:
+            raise NotImplementedError(
+                f"position_ids must be 2-dimensional, sequences x new tokens, got shape {tuple(positions.shape)}; several "
+                "positions per token (images, video) are not supported"
+            )
+        (b, n), before = new.shape[:2], self.get_seq_length()
+        if self._requests and len(self._requests) != b:
+            raise ValueError(
+                f"the batch must be of the {len(self._requests)} sequences that the cache has, got {b}; "
+                "call reset() before other prompts"
+            )
+        if before + n > self.max_tokens:
+            raise ValueError(
+                f"a sequence must stay within max_tokens={self.max_tokens}, got {before} tokens and {n} more; "
+                "make the RingCache with more, or call reset() between prompts"
+            )
+        known = self._paddings or [0] * b
+        paddings = known if mask is None else _padding(mask, b, before + n)
+        if self._requests and paddings != known:
+            raise ValueError(
+                f"attention_mask must begin with the padding that the cache knows of, {known} tokens by sequence, got {paddings}; "
+                "call reset() before other prompts"
+            )
+        if any(paddings) and n > MOST_DECODED and not self._has_same_owners():
+            raise NotImplementedError(
+                f"sequences with padding must be kept by the same ranks to go on with {n} tokens, got some that were repeated; "
+                "call reset() and give the whole prompts again"
+            )
+        return paddings
+
+
+class _Layer:
+    """Attributes that transformers reads of a layer of a cache."""
+
+    is_compileable = False
+    is_croppable = True
+    is_initialized = True
+    is_sliding = False
+    supports_early_init = False
+
+
+class _DraftCache:
+    """Empty past_key_values of a draft that has ended (Note [Drafts])."""
+
+    def get_seq_length(self) -> int:
+        return 0
+
+    def crop(self, tokens_to_remove: int) -> None:
+        pass
+
+
+def cache_sizes(model: PreTrainedModel) -> tuple[int, int, int, int]:
+    """Return layers, key/value heads, and the head dims of keys and values; raises for models that one cache cannot serve."""
+    config = model.config.get_text_config(decoder=True)
+    check_supported(config, "model")
+    check_supported(config, "cached model")
+    return num_layers(model), *key_sizes(layer_configs(config)[0])
+
+
+def _wrap(model: PreTrainedModel) -> Callable[[], None]:
+    """Route calls of a model with a RingCache through that cache; return a function that undoes it.
+
+    Forward is patched on the instance, because parts of generation call `self.forward`, which hooks do not see.
+    """
+    original, original_generate = model.forward, getattr(model, "generate", None)
+    signature = inspect.signature(original)
+    spread = next((name for name, p in signature.parameters.items() if p.kind is p.VAR_KEYWORD), None)
+    generating: list[RingCache] = []
+
+    def call_without(cache: Any, /, *args: Any, **kwargs: Any) -> Any:
+        if generating and cache is None:
+            generating[-1]._calling = True
+            generating[-1].ring.refuse(
+                NotImplementedError(
+                    f"generation must hand the RingCache to every call of the model, got one of {type(model).__name__} without, "
+                    "which drops a cache at this length to compute all tokens anew (Phi 3 and its kin do beyond "
+                    "original_max_position_embeddings); keep sequences shorter, or use attn_implementation='sdpa' on one process"
+                )
+            )
+        return original(*args, **kwargs)
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        cache = kwargs.get("past_key_values")
+        if not args and not isinstance(cache, RingCache):
+            return call_without(cache, **kwargs)
+        given = dict(signature.bind(*args, **kwargs).arguments)
+        given |= given.pop(spread, {}) if spread is not None else {}
+        cache = given.get("past_key_values")
+        if not isinstance(cache, RingCache):
+            return call_without(cache, *args, **kwargs)
+        if cache._model is not model:
+            cache._calling = True
+            cache.ring.refuse(
+                ValueError(
+                    f"past_key_values must be a RingCache of the model that is called, a {type(model).__name__}, got one of "
+                    f"another {type(cache._model).__name__}; make each model a RingCache of its own"
+                )
+            )
+        return cache._call(original, given)
+
+    wrapped: dict[str, Callable[..., Any]] = {"forward": BoundPatch(forward, original, COPY_REFUSAL)}
+    if callable(original_generate):
+
+        def generate(*args: Any, **kwargs: Any) -> Any:
+            cache = kwargs.get("past_key_values")
+            if isinstance(cache, RingCache) and cache._model is model:
+                generating.append(cache)
+                try:
+                    return cache._generate(original_generate, args, kwargs)
+                finally:
+                    generating.pop()
+            if generating and _is_draft(kwargs):
+                return generating[-1]._draft(original_generate, args, kwargs)
+            return original_generate(*args, **kwargs)
+
+        wrapped["generate"] = BoundPatch(generate, original_generate, COPY_REFUSAL)
+    owns = {name: model.__dict__.get(name) for name in wrapped}
+    for name, call in wrapped.items():
+        setattr(model, name, call)
+
+    def unwrap() -> None:
+        if model.__dict__.get("forward") is not wrapped["forward"]:
+            raise RuntimeError(
+                "RingCaches of one model must be left in the reverse order in which they were entered; nest them"
+            )
+        for name, own in owns.items():
+            if own is None:
+                del model.__dict__[name]
+            else:
+                model.__dict__[name] = own
+
+    return unwrap
+
+
+def _is_draft(given: dict[str, Any]) -> bool:
+    """Return whether these arguments of generate ask for a draft."""
+    ours = isinstance(given.get("past_key_values"), _DraftCache | None)
+    return ours and bool(getattr(given.get("generation_config"), "is_assistant", False))
+
+
+@contextlib.contextmanager
+def _restored_configs(model: PreTrainedModel) -> Iterator[None]:
+    """Restore the configs of a model at the end, but for the entries that generation adapts for the next call."""
+    found = (getattr(part, "config", None) for part in model.modules())
+    settings = model.generation_config
+    changeable = {id(x): x for x in (*found, settings) if isinstance(x, PretrainedConfig | GenerationConfig)}
+    were = [(x, dict(vars(x))) for x in changeable.values()]
+    try:
+        yield
+    finally:
+        for config, was in were:
+            now = vars(config)
+            adapted = {name: now[name] for name in _ADAPTED if config is settings and name in now}
+            # entries are never missing in between: another thread may read them
+            now.update(was | adapted)
+            for name in now.keys() - was.keys() - adapted.keys():
+                del now[name]
+
+
+def _drop_cached(given: dict[str, Any], name: str, paddings: list[int], before: int) -> dict[str, Any]:
+    """Drop the cached tokens from a call's arguments: 5.x passes them again when a turn begins with candidates."""
+    new, positions = given.get(name), given.get("position_ids")
+    if new is None or positions is None or positions.dim() != 2 or not 0 < before < new.shape[1]:
+        return given
+    n = new.shape[1]
+    if not bool((positions[:, -1].cpu() + torch.tensor(paddings, device="cpu") == n - 1).all()):
+        return given
+    return {**given, name: new[:, before:], "position_ids": positions[:, before:]}
+
+
+def _describe(value: Any) -> str:
+    """Return a text of arguments of generate, equal on all ranks that pass equal ones."""
+    if isinstance(value, Tensor):
+        return f"{tuple(value.shape)} {int(_hash(value))}"
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{name}: {_describe(value[name])}" for name in sorted(value, key=repr)) + "}"
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(map(_describe, value)) + "]"
+    if isinstance(value, GenerationConfig):
+        return _describe(value.to_diff_dict())
+    # the repr of other objects (streamers, criteria) has an address
+    return repr(value) if isinstance(value, bool | int | float | str | None) else type(value).__name__
+
+
+def _padding(mask: Tensor, b: int, length: int) -> list[int]:
+    """Return the tokens of padding in front of each sequence."""
+    if tuple(mask.shape) != (b, length):
+        raise ValueError(
+            f"attention_mask must be of {b} sequences and the {length} tokens that they have with this call, got "
+            f"{tuple(mask.shape)}; pass that of the whole sequences"
+        )
+    held = mask != 0
+    first = held.int().argmax(-1)
+    *paddings, others = torch.cat([first, (held.sum(-1) + first != length).sum()[None]]).tolist()
+    if others:
+        raise NotImplementedError(
+            f"attention_mask must have padding on the left only, got other padding in {others} of {b} sequences; "
+            "set tokenizer.padding_side='left'"
+        )
+    return paddings
+
+
+def _hash(x: Tensor) -> Tensor:
+    """Return a checksum of tokens or embeddings."""
+    if x.is_floating_point():
+        x = x.contiguous().view({2: torch.int16, 4: torch.int32, 8: torch.int64}[x.element_size()])
+    x = x.flatten().to(torch.int64)
+    # odd factors without a pattern; overflow wraps around
+    factors = torch.arange(1, x.numel() + 1, device=x.device) * -7046029254386353131 | 1
+    return (x * factors).sum()
+
+
+def _share_generators(ring: Ring, device: torch.device) -> None:
+    """Set the random generators that sampling draws from to the state of rank 0's, on all ranks."""
+    if ring.world_size == 1:
+        return
+    states = [torch.get_rng_state()]
+    if device.type == "cuda":
+        states.append(torch.cuda.get_rng_state(device))
+    lengths = [len(state) for state in states]
+    mine = torch.cat(states).to(device)
+    shared = ring.gather(mine, 0, [len(mine)] * ring.world_size)[0].cpu().split(lengths)
+    torch.set_rng_state(shared[0].clone())
+    if device.type == "cuda":
+        torch.cuda.set_rng_state(shared[1].clone(), device)

@@ -1,0 +1,422 @@
+"""Models, options and keywords of transformers that ring attention does not support: one table.
+
+Owns these refusals as data: each row finds one unsupported thing in a config, a layer, keywords or options, and has its message.
+`check_supported` reads the table for one purpose. Refuses to know shapes and values of tensors: those are checked where they are
+read (positions.py, masks.py, batch.py, attention.py).
+
+To refuse another model or option, add a row. To support one, remove its row.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import MaxTimeCriteria, PreTrainedModel
+
+ATTENTION_LAYERS = frozenset(
+    {"attention", "chunked_attention", "dense", "full_attention", "mlp", "moe", "sliding_attention", "sparse"}
+)
+"""Kinds of layers, as configs name them, in which tokens interact by attention or not at all."""
+
+POSITIONS_FROM_PADDING = "create_position_ids_from_input_ids"
+"""Function by which RoBERTa and similar models number tokens from padding_idx + 1 on."""
+
+ATTENTION_KEYWORDS = frozenset(
+    {
+        "cache_position",
+        "labels",
+        "logits_to_keep",
+        "max_length_k",
+        "max_length_q",
+        "num_items_in_batch",
+        "output_hidden_states",
+        "output_router_logits",
+        "return_dict",
+        "shift_labels",
+        "use_cache",
+    }
+)
+"""Keywords that reach attention because models pass on what they are given, and that do not change attention."""
+
+RING_CACHE_KEYWORDS = frozenset(
+    {
+        "attention_mask",
+        "cache_position",
+        "input_ids",
+        "inputs_embeds",
+        "logits_to_keep",
+        "output_attentions",
+        "output_hidden_states",
+        "output_router_logits",
+        "past_key_values",
+        "position_ids",
+        "return_dict",
+        "use_cache",
+    }
+)
+"""Keywords of a model call with a RingCache."""
+
+
+@dataclass(frozen=True)
+class Unsupported:
+    """One row of the table.
+
+    Attributes:
+        find: Returns the unsupported thing in the subject, for the message; None when there is none.
+        message: Of the error; `{got}` is what was found, `{subject}` where.
+        error: Its type.
+    """
+
+    find: Callable[[Any], Any]
+    message: str
+    error: type[Exception] = NotImplementedError
+
+
+def check_supported(subject: Any, purpose: str) -> None:
+    """Raise when the table has a row for a purpose that finds something in the subject.
+
+    Args:
+        subject: A config, an attention layer, keywords, options or a trainer, as the purpose says.
+        purpose: Key of `TABLE`.
+
+    Raises:
+        NotImplementedError: There is such a row.
+        ValueError: There is one for an option that the caller can correct.
+    """
+    for row in TABLE[purpose]:
+        if (got := row.find(subject)) is not None:
+            raise row.error(row.message.format(got=got, subject=subject))
+
+
+def first_learned_position(layer: nn.Module) -> int:
+    """Return the position that the model of a layer gives its first token: padding_idx + 1 for RoBERTa and similar models."""
+    config = getattr(layer, "config", None)
+    padding = getattr(config, "pad_token_id", None)
+    if torch.compiler.is_compiling() or padding is None or not _counts_from_padding(type(layer)):
+        return 0
+    return padding + 1 if getattr(config, "position_embedding_type", "absolute") == "absolute" else 0
+
+
+def num_layers(model: PreTrainedModel) -> int:
+    """Return the decoder layers of a model, as its config says now: drafts change it."""
+    return model.config.get_text_config(decoder=True).num_hidden_layers
+
+
+@dataclass(frozen=True)
+class GenerateCall:
+    """The arguments of a call of `generate` with a RingCache.
+
+    Attributes:
+        model: The model.
+        args: Positional arguments.
+        kwargs: Keywords.
+        ranks: Ranks of the ring.
+        cached: Tokens in the cache.
+    """
+
+    model: PreTrainedModel
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    ranks: int
+    cached: int
+
+    def option(self, name: str) -> Any:
+        """Return an option, given by keyword, by the generation config of the call, or by that of the model."""
+        given = self.kwargs.get("generation_config", self.args[1] if len(self.args) > 1 else None)
+        sources = (self.kwargs, vars(given) if given is not None else {}, vars(self.model.generation_config))
+        return next((x for source in sources if (x := source.get(name)) is not None), None)
+
+    @property
+    def layers(self) -> int:
+        """Decoder layers of the model."""
+        return num_layers(self.model)
+
+    @property
+    def max_time(self) -> Any:
+        """Seconds after which the call is to stop."""
+        criteria = self.kwargs.get("stopping_criteria", self.args[3] if len(self.args) > 3 else None) or ()
+        clocks = [one.max_time for one in criteria if isinstance(one, MaxTimeCriteria)]
+        return clocks[0] if clocks else self.option("max_time")
+
+    @property
+    def new_sequences(self) -> int | None:
+        """Tokens of whole sequences that are given; None when the new tokens alone are, with a mask of all."""
+        named = (self.kwargs.get(name) for name in ("inputs_embeds", "input_ids", "inputs"))
+        whole = next((x for x in (*named, *self.args[:1]) if x is not None), None)
+        mask = self.kwargs.get("attention_mask")
+        return None if whole is None or (mask is not None and mask.shape[1] != whole.shape[1]) else whole.shape[1]
+
+
+def _option(name: str, refused: Callable[[Any], bool] = bool) -> Callable[[Any], Any]:
+    """Return what finds a value of a keyword or an attribute that is refused."""
+
+    def find(subject: Any) -> Any:
+        value = subject.get(name) if isinstance(subject, Mapping) else getattr(subject, name, None)
+        return value if refused(value) else None
+
+    return find
+
+
+def _unknown(known: frozenset[str]) -> Callable[[Mapping[str, Any]], str | None]:
+    """Return what finds a keyword that is not known, unless it has no value."""
+
+    def find(keywords: Mapping[str, Any]) -> str | None:
+        for name, value in keywords.items():
+            # generate of 5.x passes an empty dict when there are no images
+            given = value is not None and value is not False and not (isinstance(value, dict) and not value)
+            if given and name not in known:
+                return name
+        return None
+
+    return find
+
+
+def _other_layers(config: Any) -> list[str] | None:
+    # MobileBERT embeds tokens with their neighbours, ESM scales embeddings by the share of masked tokens
+    flags = [name for name in ("trigram_input", "token_dropout") if getattr(config, name, False)]
+    return sorted(set(getattr(config, "layer_types", None) or ()) - ATTENTION_LAYERS) + flags or None
+
+
+def _without_positions(layer: nn.Module) -> str | None:
+    compiling = torch.compiler.is_compiling()
+    return None if compiling or _takes_positions(type(layer)) else type(layer).__name__
+
+
+@functools.cache
+def _takes_positions(kind: type[nn.Module]) -> bool:
+    """Return whether a model in the file of a kind of layer takes positions; True when the file has no model."""
+    home = vars(sys.modules[kind.__module__]).values() if kind.__module__ in sys.modules else ()
+    models = [
+        x for x in home if isinstance(x, type) and issubclass(x, PreTrainedModel) and x.__module__ == kind.__module__
+    ]
+    return not models or any("position_ids" in inspect.signature(model.forward).parameters for model in models)
+
+
+@functools.cache
+def _counts_from_padding(kind: type[nn.Module]) -> bool:
+    """Return whether the file of a kind of layer numbers tokens from padding_idx + 1 on."""
+    home = vars(sys.modules[kind.__module__]) if kind.__module__ in sys.modules else {}
+    parts = [x for x in home.values() if isinstance(x, type) and x.__module__ == kind.__module__]
+    return POSITIONS_FROM_PADDING in home or any(POSITIONS_FROM_PADDING in vars(part) for part in parts)
+
+
+def _unequal_layers(config: Any) -> list[tuple[int, int, int]] | None:
+    sizes = {key_sizes(one) for one in layer_configs(config)}
+    return sorted(sizes) if len(sizes) > 1 else None
+
+
+def layer_configs(config: Any) -> Sequence[Any]:
+    """Return the configs of all layers; later releases of 5.x allow layers that differ."""
+    return config.per_layer_config if getattr(config, "is_heterogeneous", False) else [config]
+
+
+def key_sizes(config: Any) -> tuple[int, int, int]:
+    """Return the key/value heads of a layer, and the head dims of keys and values, from its config."""
+    heads = config.num_attention_heads
+    kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    if getattr(config, "qk_rope_head_dim", None) and getattr(config, "qk_nope_head_dim", None):
+        # latent attention passes keys of all heads to attention
+        head_dim = config.qk_nope_head_dim + config.qk_rope_head_dim
+    return kv_heads, head_dim, getattr(config, "v_head_dim", None) or head_dim
+
+
+def _exit_layers_out_of_range(call: GenerateCall) -> Any:
+    layers = call.option("assistant_early_exit")
+    fits = layers is None or (isinstance(layers, int) and 1 <= layers <= call.layers)
+    return None if fits else f"{layers!r}"
+
+
+def _exit_layers_unsupported(call: GenerateCall) -> Any:
+    if (layers := call.option("assistant_early_exit")) is None:
+        return None
+    base: Any = getattr(call.model, call.model.base_model_prefix, None)
+    shares_config = getattr(base, "config", None) is call.model.config.get_text_config(decoder=True)
+    can_leave_out = shares_config and any(map(_reads_num_layers, {type(part) for part in base.modules()}))
+    return None if can_leave_out else layers
+
+
+def _reads_num_layers(kind: type[nn.Module]) -> bool:
+    """Return whether the forward of a kind of module reads the number of layers from the config; True when unknown."""
+    code = getattr(inspect.unwrap(kind.forward), "__code__", None)
+    return code is None or "num_hidden_layers" in code.co_names
+
+
+def _cached_already(call: GenerateCall) -> int | None:
+    length = call.new_sequences
+    return length if call.cached and length is not None and length <= call.cached else None
+
+
+_SEES_SHARD = (
+    "{name} must be left out: it would see this rank's rows, with labels that are shifted already; evaluate with the loss, or on "
+    "one process"
+)
+
+TABLE: dict[str, tuple[Unsupported, ...]] = {
+    # a config, where ranks share a sequence or a RingCache keeps its keys
+    "model": (
+        Unsupported(
+            _other_layers,
+            "tokens must meet in layers of attention only where ranks share them or a RingCache keeps them, got {got} layers in "
+            "the config of {subject.model_type}; run this model on one process, without a RingCache",
+        ),
+    ),
+    # a config, where a RingCache keeps the keys
+    "cached model": (
+        Unsupported(
+            _unequal_layers,
+            "all layers must have as many key heads, of the same width, for one cache to keep, got {got} (heads, width of keys, of "
+            "values) in the config of {subject.model_type}; use attn_implementation='sdpa' on one process",
+        ),
+    ),
+    # an attention layer whose rows are sharded
+    "sharded layer": (
+        Unsupported(
+            _without_positions,
+            "a model must take position_ids where ranks share a sequence, got one with {got}, which numbers the rows of each "
+            "rank by itself; run this model on one process, with attn_implementation='sdpa' to generate",
+        ),
+    ),
+    # an attention layer whose keys a cache keeps
+    "cached layer": (
+        Unsupported(
+            _without_positions,
+            "a model must take position_ids where a cache keeps its keys, got one with {got}, which numbers the rows of each "
+            "call by itself; run this model on one process, with attn_implementation='sdpa' to generate",
+        ),
+    ),
+    # an attention layer that does not pass its positions to attention
+    "unchecked positions": (
+        Unsupported(
+            lambda layer: first_learned_position(layer) or None,
+            "a model that counts positions from {got} (padding_idx + 1) must hand them to its attention, to be checked, got one "
+            "with {subject.__class__.__name__}, which does not; run this model on one process",
+        ),
+    ),
+    # the keywords that reach attention
+    "attention": (
+        Unsupported(
+            _option("output_attentions"),
+            "output_attentions must be False: ring attention never has the weights; use attn_implementation='eager'",
+        ),
+        Unsupported(
+            _unknown(ATTENTION_KEYWORDS | {"output_attentions"}),
+            "{got} must be left out: ring attention does not know it; use attn_implementation='eager' for this model",
+        ),
+    ),
+    # the same, of a call with a sharding
+    "sharded attention": (
+        Unsupported(
+            _option("use_cache"),
+            "use_cache must be False when there is a sharding, whose keys are kept nowhere; pass use_cache=False, as shard_batch "
+            "does. To generate, use RingCache",
+        ),
+    ),
+    # keywords, or else the config, of a call whose rows are on several ranks
+    "sharded router": (
+        Unsupported(
+            _option("output_router_logits"),
+            "output_router_logits must be False where ranks share a sequence, got True: the loss that balances experts would be of "
+            "each rank's tokens alone; leave it out, and set model.config.output_router_logits = False",
+        ),
+    ),
+    # the keywords of a model call with a RingCache
+    "RingCache call": (
+        Unsupported(
+            _option("use_cache", lambda value: value is False),
+            "use_cache must be True in a call with a RingCache, got False; leave past_key_values out",
+        ),
+        Unsupported(
+            _option("return_dict", lambda value: value is False),
+            "return_dict must be True in a call with a RingCache, got False; leave it out",
+        ),
+        Unsupported(
+            _option("output_hidden_states"),
+            "output_hidden_states must be False in a call with a RingCache, whose ranks have rows of their own each; use "
+            "attn_implementation='sdpa' on one process",
+        ),
+        Unsupported(
+            _unknown(RING_CACHE_KEYWORDS),
+            "{got} must be left out of a call with a RingCache, which does not know how to share it between ranks",
+        ),
+    ),
+    # a call of generate with a RingCache
+    "generate": (
+        Unsupported(
+            lambda call: call.max_time if call.ranks > 1 else None,
+            "max_time must be left out among {subject.ranks} ranks, whose clocks would stop some of them a token before others, "
+            "got {got}; pass max_new_tokens",
+        ),
+        Unsupported(
+            lambda call: None if (scale := call.option("guidance_scale")) in (None, 1) else scale,
+            "guidance_scale must be left out with a RingCache, got {got}: the keys of the answer without the prompt would be in a "
+            "cache of transformers; generate on one process with attn_implementation='sdpa'",
+        ),
+        Unsupported(
+            _exit_layers_out_of_range,
+            "assistant_early_exit must be from 1 to the {subject.layers} layers of the model, got {got}; leave it out to decode "
+            "without drafts",
+            ValueError,
+        ),
+        Unsupported(
+            _exit_layers_unsupported,
+            "assistant_early_exit must be left out with {subject.model.__class__.__name__}, whose layers transformers can not "
+            "leave out, got {got}; pass a smaller model as assistant_model, or prompt_lookup_num_tokens",
+        ),
+        Unsupported(
+            _cached_already,
+            "sequences must be longer than the {subject.cached} tokens that the cache has, got {got}; give them whole, or call "
+            "reset() before other prompts and after a call of generate that failed",
+            ValueError,
+        ),
+    ),
+    # the entries of a batch
+    "batch": (
+        Unsupported(
+            _option("use_cache"),
+            "use_cache must be False: decoding over a sharded cache is not supported yet; leave it out of the batch",
+        ),
+    ),
+    # a RingTrainer
+    "trainer": (
+        Unsupported(
+            lambda trainer: None if trainer.args.average_tokens_across_devices else False,
+            "average_tokens_across_devices must be True, got {got}: ranks of a ring see different numbers of labels",
+            ValueError,
+        ),
+        *(
+            Unsupported(find, _SEES_SHARD.replace("{name}", name))
+            for name, find in (
+                ("compute_metrics", lambda trainer: trainer.compute_metrics),
+                ("compute_loss_func", lambda trainer: trainer.compute_loss_func),
+                ("label_smoothing_factor", lambda trainer: trainer.args.label_smoothing_factor or None),
+            )
+        ),
+    ),
+    # the TrainingArguments of a RingTrainer whose ring has several ranks
+    "shared training": (
+        Unsupported(
+            _option("train_sampling_strategy", lambda value: value == "batch_rebalance"),  # of 5.x
+            "train_sampling_strategy must be 'random', 'sequential' or 'group_by_length' where ranks share a sequence, got "
+            "{got!r}, which gives each rank samples of its own; use another one",
+        ),
+        Unsupported(
+            _option("neftune_noise_alpha"),
+            "neftune_noise_alpha must be left out where ranks share a sequence, got {got}: the noise would be scaled by the length "
+            "of a shard, not of the sequence; train on one process",
+        ),
+        Unsupported(
+            _option("include_num_input_tokens_seen", lambda value: value == "non_padding"),
+            "include_num_input_tokens_seen must be 'all' or 'no' where ranks share a sequence, got {got!r}, for which every rank "
+            "counts the attention_mask of the whole; use 'all'",
+        ),
+    ),
+}
+"""Refusals by purpose; the comments say what the subject is."""

@@ -1,0 +1,214 @@
+"""Packed documents, batches and collators: what each rank gets, and that the documents stay apart."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils.data import DataLoader
+from transformers import DataCollatorWithFlattening
+
+from ringattn import Ring
+from ringattn.integrations.transformers import RingCollator, shard_batch
+from ringattn.integrations.transformers.masks import RingMask
+from ringattn.integrations.transformers.positions import check_positions, read_documents
+from ringattn.plan.layouts import contiguous
+from ringattn.plan.sharding import Sharding
+from tests.integrations.transformers.models import make, tokens
+from tests.integrations.transformers.test_models import alone, assert_equal, on_ranks
+from tests.pool import Pools
+
+LENGTHS = (5, 11, 1, 8)
+
+
+def samples() -> list[dict[str, list[int]]]:
+    """Documents of which the last has a label that counts for nothing."""
+    found = [{"input_ids": tokens(length, seed=length)[0].tolist()} for length in LENGTHS]
+    for sample in found:
+        sample["labels"] = list(sample["input_ids"])
+    found[-1]["labels"][3] = -100
+    return found
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("layout", ["zigzag", "balanced", "striped"])
+@pytest.mark.parametrize("told", [False, True])
+@pytest.mark.parametrize("kind", ["llama", "mistral"])
+def test_packed_documents_learn_what_one_process_learns(pool: Pools, kind: str, told: bool, layout: str) -> None:
+    batch = DataCollatorWithFlattening(return_flash_attn_kwargs=told)(samples())
+    plain = DataCollatorWithFlattening()(samples())
+    assert_equal(pool(2).run(on_ranks, kind, batch, layout, {})[0], alone(kind, plain))
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma2"])
+@pytest.mark.parametrize("told", [False, True])
+def test_packed_documents_stay_apart_without_a_sharding(kind: str, told: bool) -> None:
+    batch = DataCollatorWithFlattening(return_flash_attn_kwargs=told)(samples())
+    plain = DataCollatorWithFlattening()(samples())
+    assert_equal(alone(kind, batch, "ringattn"), alone(kind, plain))
+
+
+def test_packed_documents_are_each_alone_in_the_model() -> None:
+    """An independent reference: documents one by one."""
+    model = make("llama", "ringattn")
+    batch = shard_batch(DataCollatorWithFlattening()(samples()), Ring())
+    assert batch["sharding"].documents == (0, 5, 16, 17, 25)
+    with torch.no_grad():
+        packed = model(**batch).logits[0]
+        single = [model(input_ids=torch.tensor([x["input_ids"]])).logits[0] for x in samples()]
+    torch.testing.assert_close(packed, torch.cat(single), rtol=1e-5, atol=1e-5)
+
+
+@torch.inference_mode()
+def test_positions_that_were_written_in_place_are_read_again() -> None:
+    """Tensors made in inference mode do not count what is written to them."""
+    model, ids = make("llama", "ringattn").eval(), tokens(12)
+    whole = torch.arange(12)[None]
+    positions = whole % 6
+    apart = model(ids, position_ids=positions, use_cache=False).logits
+    expected = model(ids, position_ids=whole, use_cache=False).logits
+    model(ids, position_ids=positions, use_cache=False)
+    positions.copy_(whole)
+    assert model(ids, position_ids=positions, use_cache=False).logits.equal(expected)
+    assert not apart.allclose(expected)
+
+
+@pytest.mark.parametrize(
+    ("kind", "layers"), [("llama", {}), ("gemma2", {"layer_types": ["sliding_attention", "full_attention"] * 2})]
+)
+def test_positions_made_in_inference_mode_are_read_once_for_each_kind_of_layer(
+    kind: str, layers: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, ids = make(kind, "ringattn", num_hidden_layers=4, **layers).eval(), tokens(12)
+    with torch.inference_mode():
+        told = torch.arange(12)[None] % 6
+        read, diff = [], Tensor.diff
+        monkeypatch.setattr(Tensor, "diff", lambda x, *given, **named: (read.append(x), diff(x, *given, **named))[1])
+        for forward in (1, 2):
+            model(ids, position_ids=told, use_cache=False)
+            assert sum(x is told for x in read) == forward * (2 if layers else 1)
+
+
+def test_positions_that_were_read_in_one_forward_are_not_trusted_in_another() -> None:
+    """Whatever layers the forwards have: each has masks of its own."""
+    masks = RingMask(), RingMask()
+    with torch.inference_mode():
+        told = torch.arange(6)[None]
+        assert read_documents(told, masks[0], 0) is None
+        told.remainder_(3)
+        assert read_documents(told, masks[0], 0) == (0, 3, 6)
+        told.copy_(torch.arange(6))
+        assert read_documents(told, masks[1], 1) is None
+        told.remainder_(3)
+        for layer, mask in ((None, masks[1]), (2, None), (3, None)):
+            assert read_documents(told, mask, layer) == (0, 3, 6)
+            told.copy_(torch.arange(6))
+            assert read_documents(told, mask, layer and layer + 1) is None
+            told.remainder_(3)
+
+
+def test_positions_are_checked_again_for_other_padding() -> None:
+    """The same tensor of positions may count from the first token of one batch and not of the next."""
+    sharding = Sharding(8, "contiguous", contiguous(8, 2), 0)
+    counted = torch.tensor([[1, 0, 1, 2]])
+    left = RingMask(torch.tensor([[False] + [True] * 7]), ((1, 8),), given=True)
+    check_positions(counted, sharding, left)
+    check_positions(counted, sharding, left)
+    for other in (RingMask(), RingMask(torch.tensor([[True] * 7 + [False]]), ((0, 7),), given=True)):
+        with pytest.raises(ValueError, match="position_ids must be the global positions of this rank's rows"):
+            check_positions(counted, sharding, other)
+
+
+def parts(batch: dict[str, Any], layout: str, options: dict[str, Any]) -> dict[str, Any]:
+    return shard_batch(batch, Ring(), layout, **options)
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("layout", ["zigzag", "contiguous", "striped"])
+@pytest.mark.parametrize("length", [2, 5, 22])
+def test_the_parts_of_a_batch_are_the_batch(pool: Pools, layout: str, length: int) -> None:
+    ids = tokens(length, rows=2)
+    batch = {
+        "input_ids": ids,
+        "labels": ids.masked_fill(ids < 20, -100),
+        "position_ids": torch.arange(length)[None],
+        "attention_mask": torch.ones_like(ids),
+        "token_type_ids": ids % 2,
+    }
+    ranks = pool(2).run(parts, batch, layout, {})
+    sharding = ranks[0]["sharding"]
+    shifted = torch.nn.functional.pad(batch["labels"][:, 1:], (0, 1), value=-100)
+    wholes = {"input_ids": ids, "labels": shifted, "shift_labels": shifted, "token_type_ids": ids % 2}
+    for name, whole in {**wholes, "position_ids": batch["position_ids"]}.items():
+        assert torch.equal(sharding.assemble([part[name] for part in ranks], dim=1), whole), name
+    for part in ranks:
+        assert torch.equal(part["attention_mask"], batch["attention_mask"])
+        assert part["use_cache"] is False
+        assert part["num_items_in_batch"] == max(1, int(shifted.ne(-100).sum())) / 2
+
+
+def test_labels_are_shifted_once_however_they_come() -> None:
+    ids = tokens(6)
+    shifted = torch.nn.functional.pad(ids[:, 1:], (0, 1), value=-100)
+    for batch in ({"labels": ids}, {"shift_labels": shifted}, {"labels": ids, "shift_labels": shifted}):
+        part = shard_batch({"input_ids": ids, **batch}, Ring())
+        assert torch.equal(part["labels"], shifted)
+        assert torch.equal(part["shift_labels"], shifted)
+    part = shard_batch({"input_ids": ids, "labels": ids}, Ring(), shift_labels=False)
+    assert torch.equal(part["labels"], ids)
+    assert "shift_labels" not in part
+
+
+def test_the_first_label_of_a_document_is_nobodys() -> None:
+    part = shard_batch(DataCollatorWithFlattening()(samples()), Ring())
+    ends = torch.tensor(LENGTHS).cumsum(0) - 1
+    assert (part["labels"][0, ends] == -100).all()
+    assert part["num_items_in_batch"] == sum(LENGTHS) - len(LENGTHS) - 1
+
+
+def test_positions_of_documents_restart_when_only_their_lengths_are_told() -> None:
+    batch = DataCollatorWithFlattening(return_flash_attn_kwargs=True, return_position_ids=False)(samples())
+    part = shard_batch(batch, Ring())
+    assert part["position_ids"][0].tolist() == [i for length in LENGTHS for i in range(length)]
+    assert not {name for name in part if name.startswith(("cu_seq", "max_length"))}
+
+
+@pytest.mark.dist
+def test_a_rank_without_labels_has_a_loss_of_zero(pool: Pools) -> None:
+    ids = tokens(16)
+    labels = ids.clone()
+    labels[:, 5:] = -100
+    batch = {"input_ids": ids, "labels": labels}
+    found = pool(2).run(on_ranks, "llama", batch, "contiguous", {})
+    assert_equal(found[0], alone("llama", batch))
+
+
+def stack(features: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    return {name: torch.stack([x[name] for x in features]) for name in features[0]}
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_collator_shards_what_another_one_makes_here_or_in_workers(workers: int) -> None:
+    ring = Ring()
+    data: Any = [{"input_ids": tokens(9, seed=seed)[0]} for seed in range(4)]
+    loader = DataLoader(data, batch_size=2, collate_fn=RingCollator(stack, ring), num_workers=workers)
+    found = list(loader)
+    assert [part["sharding"].ring for part in found] == [ring, ring]
+    assert torch.equal(torch.cat([part["input_ids"] for part in found]), torch.stack([x["input_ids"] for x in data]))
+    make("llama", "ringattn")(**found[0])
+
+
+def disagree() -> str:
+    with pytest.raises(ValueError, match="the tokens of a batch must be the same on all ranks") as caught:
+        shard_batch({"input_ids": tokens(8, seed=dist.get_rank())}, Ring())
+    return str(caught.value)
+
+
+@pytest.mark.dist
+def test_ranks_that_read_different_samples_are_told_so(pool: Pools) -> None:
+    for text in pool(2).run(disagree):
+        assert "checksum" in text
+        assert "ring ranks [1] differ" in text

@@ -1,0 +1,375 @@
+"""Trainer on a ring: the same loss curve and the same parameters as one process, with only what it reads changed."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import transformers
+from accelerate.data_loader import BatchSamplerShard
+from accelerate.state import AcceleratorState, GradientState, PartialState
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.utils.data import BatchSampler, Dataset, IterableDataset
+from transformers import DataCollatorWithFlattening, Trainer, TrainingArguments
+
+from ringattn import Ring
+from ringattn.integrations.transformers import RingCollator, register
+from ringattn.integrations.transformers.trainer import RingTrainer
+from tests.integrations.transformers.models import make, tokens
+from tests.pool import Pools
+
+FIVE = transformers.__version__.startswith("5.")
+
+
+class Samples(Dataset[dict[str, list[int]]]):
+    """Eleven documents of different lengths; most labels of some count for nothing."""
+
+    def __len__(self) -> int:
+        return 11
+
+    def __getitem__(self, index: int) -> dict[str, list[int]]:
+        ids = tokens(6 + 5 * index % 13, seed=index)[0].tolist()
+        labels = [-100 if index % 3 == 0 and i > 4 else x for i, x in enumerate(ids)]
+        return {"input_ids": ids, "labels": labels}
+
+
+class Stream(IterableDataset[dict[str, list[int]]]):
+    def __iter__(self) -> Any:
+        return iter([Samples()[0]])
+
+
+def arguments(folder: str, **options: Any) -> TrainingArguments:
+    settings = {
+        "output_dir": folder,
+        "per_device_train_batch_size": 2,
+        "per_device_eval_batch_size": 2,
+        "gradient_accumulation_steps": 2,
+        "num_train_epochs": 2,
+        "learning_rate": 0.3,
+        "optim": "sgd",
+        "logging_steps": 1,
+        "eval_strategy": "epoch",
+        "save_strategy": "no",
+        "report_to": [],
+        "use_cpu": True,
+        "disable_tqdm": True,
+        "seed": 3,
+        "prediction_loss_only": True,
+        "remove_unused_columns": False,
+    }
+    return TrainingArguments(**{**settings, **options})
+
+
+@contextlib.contextmanager
+def processes() -> Iterator[int]:
+    """Inside, accelerate finds the process's place as it does under torchrun; how many there are."""
+    world_size = dist.get_world_size() if dist.is_initialized() else 1
+    places = {"RANK": dist.get_rank() if world_size > 1 else 0, "WORLD_SIZE": world_size, "MASTER_PORT": 1}
+    places |= {"LOCAL_RANK": places["RANK"], "LOCAL_WORLD_SIZE": world_size}
+    names = {"MASTER_ADDR": "127.0.0.1", **{name: str(number) for name, number in places.items()}}
+    os.environ |= names if world_size > 1 else {}
+    try:
+        yield world_size
+    finally:
+        for state in (AcceleratorState, PartialState, GradientState):
+            state._reset_state()
+        for name in names:
+            os.environ.pop(name, None)
+
+
+def train(
+    folder: str, cp: int, implementation: str, **options: Any
+) -> tuple[list[dict[str, float]], dict[str, Tensor]]:
+    """The losses that are logged, and the parameters at the end."""
+    with processes() as world_size:
+        ring = Ring()
+        if world_size > 1:
+            ring = Ring(init_device_mesh("cpu", (world_size // cp, cp), mesh_dim_names=("dp", "cp"))["cp"])
+        collator = DataCollatorWithFlattening()
+        ringed = implementation == "ringattn"
+        trainer = (RingTrainer if ringed else Trainer)(
+            # with a cache, which 4.57 makes in training too, transformers does not see that documents are packed
+            model=make("llama", implementation, torch.float32, use_cache=False),
+            args=arguments(folder, **options),
+            data_collator=RingCollator(collator, ring) if ringed else collator,
+            train_dataset=Samples(),
+            eval_dataset=Samples(),
+        )
+        trainer.train()
+    assert trainer.model is not None
+    kept = ("loss", "eval_loss", "grad_norm", "epoch")
+    history = [{name: row[name] for name in kept if name in row} for row in trainer.state.log_history[:-1]]
+    return history, {name: x.detach().clone() for name, x in trainer.model.named_parameters()}
+
+
+def assert_same(found: tuple[list[dict[str, float]], dict[str, Tensor]], expected: Any) -> None:
+    assert len(expected[0]) >= 6
+    assert [row.keys() for row in found[0]] == [row.keys() for row in expected[0]]
+    for mine, theirs in zip(found[0], expected[0], strict=True):
+        # the history is rounded to four digits
+        assert mine == pytest.approx(theirs, rel=1e-4, abs=1e-4)
+    start = dict(make("llama", "sdpa", torch.float32).named_parameters())
+    for name, x in expected[1].items():
+        moved = (x - start[name]).norm()
+        assert moved > 0, name
+        assert (found[1][name] - x).norm() < 1e-4 * moved, name
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_two_ranks_train_as_one_process_does(pool: Pools, tmp_path: Path, checkpointing: bool) -> None:
+    folder = str(tmp_path)
+    options: dict[str, Any] = {"gradient_checkpointing": checkpointing}
+    expected = train(folder, 1, "sdpa")
+    for found in pool(2).run(train, folder, 2, "ringattn", **options):
+        assert_same(found, expected)
+
+
+@pytest.mark.dist
+def test_two_rings_of_two_train_as_one_process_on_twice_the_batch(pool: Pools, tmp_path: Path) -> None:
+    # twelve samples would be even: the last batches are filled up from the first ones, as accelerate does for any two replicas
+    options = {"max_steps": 2, "num_train_epochs": 1, "eval_strategy": "no"}
+    expected = train(str(tmp_path), 1, "sdpa", **{**options, "gradient_accumulation_steps": 2})
+    found = pool(4).run(train, str(tmp_path), 2, "ringattn", **{**options, "gradient_accumulation_steps": 1})
+    assert [row["loss"] for row in found[0][0]] == pytest.approx([row["loss"] for row in expected[0]], abs=1e-4)
+    for name, x in expected[1].items():
+        for _, parameters in found:
+            torch.testing.assert_close(parameters[name], x, rtol=1e-4, atol=1e-5)
+
+
+def build(
+    folder: str,
+    collator: Any = None,
+    implementation: str = "ringattn",
+    data: Any = None,
+    model: Any = None,
+    **options: Any,
+) -> RingTrainer:
+    extras = {name: options.pop(name) for name in ("compute_metrics", "compute_loss_func") if name in options}
+    collator = RingCollator(DataCollatorWithFlattening(), Ring()) if collator is None else collator
+    return RingTrainer(
+        model=make("llama", implementation, torch.float32) if model is None else model,
+        args=arguments(folder, **options),
+        data_collator=collator,
+        train_dataset=data or Samples(),
+        eval_dataset=Samples(),
+        **extras,
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        (
+            {"collator": DataCollatorWithFlattening()},
+            "data_collator must be a RingCollator, got DataCollatorWithFlattening",
+        ),
+        ({"average_tokens_across_devices": False}, "average_tokens_across_devices must be True"),
+        ({"compute_metrics": len}, "compute_metrics must be left out"),
+        ({"compute_loss_func": len}, "compute_loss_func must be left out"),
+        ({"label_smoothing_factor": 0.1}, "label_smoothing_factor must be left out"),
+    ],
+)
+def test_options_that_would_see_a_shard_are_refused(tmp_path: Path, options: dict[str, Any], match: str) -> None:
+    with pytest.raises((ValueError, NotImplementedError), match=match):
+        build(str(tmp_path), **options)
+
+
+def test_a_model_that_does_not_attend_around_the_ring_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match="the model must attend with ringattn"):
+        build(str(tmp_path), implementation="sdpa").train()
+
+
+def test_a_model_that_takes_the_name_and_attends_by_itself_is_not_told_to_take_the_name(tmp_path: Path) -> None:
+    register()
+    config = transformers.OpenAIGPTConfig(vocab_size=61, n_positions=64, n_embd=16, n_layer=1, n_head=2)
+    model = transformers.OpenAIGPTLMHeadModel._from_config(config, attn_implementation="ringattn")
+    with pytest.raises(RuntimeError, match="got OpenAIGPTLMHeadModel, which takes the name and attends by itself"):
+        build(str(tmp_path), model=model).train()
+
+
+class Wrapped(nn.Module):
+    """A model that is a part of a module without a config, which Trainer takes too."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, **kwargs: Any) -> Any:
+        return self.model(**kwargs)
+
+
+def test_a_module_without_a_config_that_does_not_attend_around_the_ring_is_refused(tmp_path: Path) -> None:
+    register()
+    config = transformers.AutoConfig.for_model("gpt2", n_positions=64, n_embd=16, n_layer=1, n_head=2, vocab_size=300)
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
+    with pytest.raises(RuntimeError, match="must attend with ringattn, got one that did not"):
+        build(str(tmp_path), model=Wrapped(model), max_steps=3).train()
+
+
+@pytest.mark.parametrize("wraps", [False, True], ids=["model", "part"])
+@pytest.mark.parametrize("positions", [18, 17])
+def test_sequences_beyond_the_positions_that_a_model_learned_are_refused(
+    tmp_path: Path, positions: int, wraps: bool
+) -> None:
+    """The longest of the samples has 18 tokens, and others stand in front of it."""
+    register()
+    sizes = {"n_positions": positions, "n_embd": 16, "n_layer": 1, "n_head": 2, "vocab_size": 300}
+    config = transformers.AutoConfig.for_model("gpt2", **sizes)
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="ringattn")
+    trainer = build(str(tmp_path), model=Wrapped(model) if wraps else model, max_steps=3)
+    name = "Wrapped" if wraps else "GPT2LMHeadModel"
+    refused = pytest.raises(
+        ValueError, match=rf"at most 17 tokens, the positions that {name} has learned, got one of 18"
+    )
+    with refused if positions == 17 else contextlib.nullcontext():
+        trainer.train()
+
+
+def drawn(folder: str, cp: int) -> list[float]:
+    """What a worker of the DataLoader draws when it begins."""
+    with processes() as world_size:
+        ring = Ring()
+        if world_size > 1:
+            ring = Ring(init_device_mesh("cpu", (world_size // cp, cp), mesh_dim_names=("dp", "cp"))["cp"])
+        trainer = build(folder, RingCollator(DataCollatorWithFlattening(), ring), dataloader_num_workers=1)
+        begin = trainer.get_train_dataloader().worker_init_fn
+        assert begin is not None
+        torch.manual_seed(0)
+        begin(0)
+        return torch.rand(4).tolist()
+
+
+@pytest.mark.dist
+def test_workers_of_a_ring_draw_the_same(pool: Pools, tmp_path: Path) -> None:
+    """Each rank would cut its rows out of another random crop, which nobody compares in workers."""
+    alone = drawn(str(tmp_path), 1)
+    assert pool(2).run(drawn, str(tmp_path), 2) == [alone, alone]
+    first, second, third, fourth = pool(4).run(drawn, str(tmp_path), 2)
+    assert first == second == alone
+    assert third == fourth != alone
+
+
+def average(logits: Tensor, labels: Tensor, shift_labels: Tensor | None = None, **_: Any) -> Tensor:
+    """A loss that does not look at num_items_in_batch."""
+    labels = labels if shift_labels is None else shift_labels
+    return torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
+def average_labels(folder: str, training: bool) -> str:
+    with processes():
+        trainer = build(folder)
+        model: Any = trainer.model
+        model.loss_function = average
+        try:
+            return str(trainer.train().metrics if training else trainer.evaluate())
+        except NotImplementedError as error:
+            return str(error)
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("training", [True, False])
+def test_a_loss_that_is_averaged_over_the_labels_of_a_shard_is_refused(
+    pool: Pools, tmp_path: Path, training: bool
+) -> None:
+    """It was taken for a share of the loss: twice as large, and wrong where ranks have different numbers of labels."""
+    assert "loss" in average_labels(str(tmp_path), training), "one rank has all labels"
+    for told in pool(2).run(average_labels, str(tmp_path), training):
+        assert told.startswith(
+            "the loss must be divided by num_items_in_batch where ranks share a sequence, got that of Llama"
+        )
+
+
+def build_shared(folder: str, name: str, value: Any) -> str:
+    with processes():
+        try:
+            return repr(getattr(build(folder, **{name: value}).args, name))
+        except NotImplementedError as error:
+            return str(error)
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        pytest.param("train_sampling_strategy", "batch_rebalance", marks=pytest.mark.skipif(not FIVE, reason="of 5.x")),
+        ("neftune_noise_alpha", 5.0),
+        ("include_num_input_tokens_seen", "non_padding"),
+    ],
+)
+def test_options_that_take_a_shard_for_a_batch_are_refused(pool: Pools, tmp_path: Path, name: str, value: Any) -> None:
+    assert build_shared(str(tmp_path), name, value) == repr(value), "one rank has the whole batch"
+    for told in pool(2).run(build_shared, str(tmp_path), name, value):
+        assert told.startswith(f"{name} must be ")
+        assert "where ranks share a sequence" in told
+
+
+def build_alone(folder: str) -> str:
+    """What a rank hears where rank 1 alone gives an option that is refused."""
+    wrong: dict[str, Any] = {"label_smoothing_factor": 0.1} if dist.get_rank() else {}
+    with processes():
+        try:
+            build(folder, **wrong)
+        except (ValueError, NotImplementedError) as error:
+            return str(error)
+    return ""
+
+
+@pytest.mark.dist
+def test_an_option_that_one_rank_alone_is_refused_is_an_error_on_all(pool: Pools, tmp_path: Path) -> None:
+    """The others would wait for it where models are wrapped."""
+    for told in pool(2).run(build_alone, str(tmp_path)):
+        assert "label_smoothing_factor must be left out" in told
+
+
+def predict(folder: str) -> tuple[float, str]:
+    """The loss of samples, and what comes of asking for their logits."""
+    with processes():
+        trainer = build(folder)
+        loss = (trainer.predict(Samples()).metrics or {})["test_loss"]
+        trainer.args.prediction_loss_only = False
+        try:
+            found: Any = trainer.predict(Samples()).predictions
+            return loss, str(found.shape)
+        except NotImplementedError as error:
+            return loss, str(error)
+
+
+@pytest.mark.dist
+def test_logits_of_shards_are_not_handed_out_as_predictions(pool: Pools, tmp_path: Path) -> None:
+    expected, shape = predict(str(tmp_path))
+    assert shape.endswith(", 61)"), "one rank has whole sequences"
+    for loss, told in pool(2).run(predict, str(tmp_path)):
+        assert loss == pytest.approx(expected, rel=1e-4)
+        assert told.startswith("prediction_loss_only must be True where ranks share a sequence, got False")
+
+
+class _Place:
+    """A ring as far as its place among processes goes."""
+
+    def __init__(self, rank: int, world_size: int) -> None:
+        self.rank, self.world_size = rank, world_size
+
+
+def test_data_that_not_every_rank_reads_by_index_is_refused() -> None:
+    from torch.utils.data import DataLoader
+
+    from ringattn.integrations.transformers.trainer import share_batches
+
+    ring: Any = _Place(1, 2)
+    with pytest.raises(NotImplementedError, match="a dataset must have a length and be read by every rank"):
+        share_batches(DataLoader(Stream()), ring, 2, 1)
+    with pytest.raises(ValueError, match="a ring must be of consecutive processes"):
+        share_batches(DataLoader(Samples()), ring, 4, 2)
+    dealt = DataLoader(Samples(), batch_sampler=BatchSamplerShard(BatchSampler(range(11), 2, False), 4, 1))
+    with pytest.raises(
+        ValueError, match="samples to evaluate must be full batches for each of 2 rings, got 11 in batches of 2"
+    ):
+        share_batches(dealt, ring, 4, 1, evenly=True)
