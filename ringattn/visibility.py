@@ -22,6 +22,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from typing import Any, Literal, Protocol
 
 from ringattn.layout import Run, Shard
@@ -221,23 +222,25 @@ class Visibility:
 
     def _trace(self, reading: Reading, extent: tuple[int, int] | None) -> Bounds:
         rows, limit = (self.seq_len, self.kv_len) if reading == "keys" else (self.kv_len, self.seq_len)
-        starts = {0, limit}
-        if self.documents is not None:
-            starts.update(self.documents)
-        if self.chunk_len is not None:
-            starts.update(range(0, max(rows, limit) + self.chunk_len, self.chunk_len))
-        if extent is not None:
-            starts.update(extent)
-        bends = set(starts)
-        if self.prefix_len:
-            starts.add(self.prefix_len)
-            bends.update((self.prefix_len - 1, self.prefix_len))
+        back, ahead = None, None
         if self.window is not None:
             back, ahead = self.window if reading == "keys" else self.window[::-1]
-            if back is not None:
-                bends.update([p + back for p in starts])
-            if ahead is not None:
-                bends.update([p - ahead - 1 for p in starts])
+        segments = {0}
+        if self.documents is not None:
+            segments.update(self.documents)
+        if self.chunk_len is not None:
+            segments.update(range(0, rows + self.chunk_len, self.chunk_len))
+        if extent is not None:
+            segments.update(extent)
+        bends = set(segments)
+        # a window bends a bound its width after a segment begins and before it ends, in segments that are longer
+        for a, b in pairwise([*sorted(segments), rows + limit]):
+            if back is not None and a + back < b:
+                bends.add(a + back)
+            if ahead is not None and b - ahead - 1 > a:
+                bends.add(b - ahead - 1)
+        for p in (limit, self.prefix_len - 1, self.prefix_len):
+            bends.update((p, p + (back or 0), p - (ahead or 0) - 1))
         edges = sorted(p for p in bends if 0 <= p < rows)
         lower, upper = Staircase(rows), Staircase(rows)
         for a, b in zip(edges, [*edges[1:], rows], strict=True):
