@@ -41,6 +41,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
 DEFAULT_TIMEOUT = 60.0
 GROUP_TIMEOUT = 30.0
@@ -66,7 +67,7 @@ class Pool:
         self.world_size = world_size
         self.timeout = timeout
         self._workers: list[_Worker] = []
-        self._store: dist.TCPStore | None = None
+        self._store: TCPStore | None = None
 
     def run(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
         """Calls `fn(*args, **kwargs)` once on every rank, inside a gloo group of `world_size`.
@@ -122,7 +123,7 @@ class Pool:
         if self._workers and all(worker.process.is_alive() for worker in self._workers):
             return
         self.close(kill=True)
-        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # port 0: the system picks
+        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # port 0: the system picks
         self._store = store
         self._workers = [_Worker(rank, self.world_size, store.port) for rank in range(self.world_size)]
 
@@ -248,7 +249,7 @@ def _serve(connection: Connection, stacks: str, rank: int, world_size: int, port
         if sys.platform == "linux":
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # host names do not resolve on every build machine
         timeout = datetime.timedelta(seconds=GROUP_TIMEOUT)
-        store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timeout)
+        store = TCPStore("127.0.0.1", port, is_master=False, timeout=timeout)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timeout)
         while (call := _receive(connection)) is not None:
             answer = _answer(call)
