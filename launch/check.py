@@ -352,7 +352,10 @@ def run_cases(session: Session, cases: Sequence[Case], args: CheckArgs) -> tuple
             except (ValueError, NotImplementedError) as refusal:
                 findings.append(Finding(case, layout, broken=f"{type(refusal).__name__}: {refusal}"))
             except Exception:
-                print(f"rank {session.rank}: check broke in {case.name!r} ({case.dtype} {case.shape}), {layout}", file=sys.stderr)
+                print(
+                    f"rank {session.rank}: check broke in {case.name!r} ({case.dtype} {case.shape}), {layout}",
+                    file=sys.stderr,
+                )
                 raise
     return findings, skipped
 
@@ -429,7 +432,11 @@ def show(verdict: Verdict) -> None:
         "error / budget, the largest over tensors and ranks",
         ["case", "dtype", "shape", *LAYOUTS, "worst"],
         [
-            [*key, *(f"{line[one]['ratio']:.2f}" if one in line else None for one in LAYOUTS), _name_worst(line["worst"])]
+            [
+                *key,
+                *(f"{line[one]['ratio']:.2f}" if one in line else None for one in LAYOUTS),
+                _name_worst(line["worst"]),
+            ]
             for key, line in lines.items()
         ],
     )
@@ -437,7 +444,9 @@ def show(verdict: Verdict) -> None:
         print(f"not served: {one['case']} in {one['dtype']}: {one['why']}")
     for row in verdict.red:
         what = row["broken"] or f"error {row['error']} over budget {row['budget']} ({row['ratio']:.3g} x)"
-        print(f"RED: {row['case']} ({row['dtype']} {row['shape']}), {row['layout']}, {row['tensor']} on rank {row['rank']}: {what}")
+        print(
+            f"RED: {row['case']} ({row['dtype']} {row['shape']}), {row['layout']}, {row['tensor']} on rank {row['rank']}: {what}"
+        )
 
 
 def _name_worst(row: dict[str, Any]) -> str:

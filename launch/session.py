@@ -89,7 +89,9 @@ def choose_device(device: str, local_rank: int, local_world_size: int) -> torch.
         ValueError: GPUs are wanted and there are fewer of them than ranks on this host.
     """
     if device not in ("auto", "cpu", "cuda"):
-        raise ValueError(f"device must be auto, cpu or cuda, got {device!r}; leave it out to take GPUs where there are any")
+        raise ValueError(
+            f"device must be auto, cpu or cuda, got {device!r}; leave it out to take GPUs where there are any"
+        )
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if device == "cpu" or (device == "auto" and count == 0):
         return torch.device("cpu")
