@@ -6,11 +6,11 @@ Owns the cases and the verdict. Refuses to know speed, and how an answer was mad
     torchrun --nproc_per_node 4 -m ringattn.launch.check
 
 Note [What is compared]
-    Every rank draws the same whole-sequence inputs, and computes from them, alone, the definition in fp64 and in the dtype
-    under test. The budget of each tensor (o, lse, dq, dk, dv, and the gradients of tensor-valued options) follows from
-    these two and from nothing else, so it is the same at every world size. Then the ring runs with random cotangents for o
-    and for lse, and each rank compares the rows it holds. A ratio is error / budget; the largest over ranks is shown; above
-    1 the row is red. The exit code is 0 when no row is red, on every rank alike.
+    Every rank draws the same whole-sequence inputs, and computes from them, alone, the definition in fp64 and in the
+    dtype under test. The budget of each tensor (o, lse, dq, dk, dv, and the gradients of tensor-valued options) follows
+    from these two and from nothing else, so it is the same at every world size. Then the ring runs with random
+    cotangents for o and for lse, and each rank compares the rows it holds. A ratio is error / budget; the largest over
+    ranks is shown; above 1 the row is red. The exit code is 0 when no row is red, on every rank alike.
 """
 
 from __future__ import annotations
@@ -168,8 +168,8 @@ def quick_cases(world_size: int, device: str) -> Iterator[Case]:
 def full_cases(world_size: int, device: str) -> Iterator[Case]:
     """`quick_cases` at real sizes, in all dtypes, with both sides moving, head dims, head groups and odd lengths.
 
-    On GPUs a kernel is compiled per dtype, head dim and set of options; so each option meets each layout at one dtype and
-    head dim, all options together meet the other dtypes, and head dims meet one layout.
+    On GPUs a kernel is compiled per dtype, head dim and set of options; so each option meets each layout at one dtype
+    and head dim, all options together meet the other dtypes, and head dims meet one layout.
     """
     gpu = device == "cuda"
     n, n_odd = (1021, 509) if gpu else (131, 67)
@@ -284,10 +284,7 @@ def _local(x: Tensor, name: str, sharding: ringattn.Sharding) -> Tensor:
 
 def compare(found: Tensor, exact: Tensor, budget: float) -> tuple[float, float]:
     """Error and error / budget of a tensor; infinite where one is -inf or NaN and the other is not."""
-    empty = torch.isneginf(exact)
-    if found.shape != exact.shape or not torch.equal(torch.isneginf(found), empty) or bool(torch.isnan(found).any()):
-        return float("inf"), float("inf")
-    error = budgets.error(found.masked_fill(empty, 0), exact.masked_fill(empty, 0)) if found.numel() else 0.0
+    error = budgets.error(found, exact)
     return error, error / budget if budget > 0 else (0.0 if error == 0 else float("inf"))
 
 
@@ -364,7 +361,7 @@ def make_standard(case: Case, inputs: dict[str, Tensor], seed: int) -> Standard:
     """The fp64 definition of every tensor of a case, and the error it may have."""
     exact = define(case, inputs, seed, torch.float64)
     rounded = define(case, inputs, seed, DTYPES[case.dtype])
-    return {name: (x, budgets.error_budget(rounded[name], x, DTYPES[case.dtype])) for name, x in exact.items()}
+    return {name: (x, budgets.error_budget(x, rounded[name])) for name, x in exact.items()}
 
 
 @dataclass(frozen=True)
@@ -444,9 +441,8 @@ def show(verdict: Verdict) -> None:
         print(f"not served: {one['case']} in {one['dtype']}: {one['why']}")
     for row in verdict.red:
         what = row["broken"] or f"error {row['error']} over budget {row['budget']} ({row['ratio']:.3g} x)"
-        print(
-            f"RED: {row['case']} ({row['dtype']} {row['shape']}), {row['layout']}, {row['tensor']} on rank {row['rank']}: {what}"
-        )
+        where = f"{row['case']} ({row['dtype']} {row['shape']}), {row['layout']}, {row['tensor']} on rank {row['rank']}"
+        print(f"RED: {where}: {what}")
 
 
 def _name_worst(row: dict[str, Any]) -> str:

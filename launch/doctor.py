@@ -254,9 +254,8 @@ def show(report: dict[str, Any]) -> None:
         table("links: each rank to the next, all at once", ["MiB", "ms", "GB/s"], links)
     elif len(report["ranks"]) == 1:
         print("links: not measured with one rank; start with torchrun --nproc_per_node N\n")
-    print(
-        f"a tiny attention: {report['attention']['said']} ({report['attention']['seconds']} s, first compilation included)"
-    )
+    seconds = report["attention"]["seconds"]
+    print(f"a tiny attention: {report['attention']['said']} ({seconds} s, first compilation included)")
     for fault in report["faults"]:
         print(f"broken: {fault}")
     print("broken" if report["faults"] else "healthy")
