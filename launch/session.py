@@ -197,7 +197,9 @@ def nccl_version() -> str | None:
     """The NCCL that torch was built with."""
     if not (torch.cuda.is_available() and dist.is_nccl_available()):
         return None
-    return ".".join(str(part) for part in torch.cuda.nccl.version())
+    from torch.cuda import nccl
+
+    return ".".join(str(part) for part in nccl.version())
 
 
 def machine(session: Session) -> dict[str, Any]:

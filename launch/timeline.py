@@ -6,8 +6,8 @@ Owns the profiled step and the arithmetic on the trace. Refuses to know what a r
     # then open runs/timeline/rank0.json in https://ui.perfetto.dev or chrome://tracing
 
 Note [Reading a trace]
-    On a GPU, communication is what NCCL kernels and copies between devices take, computation every other kernel. On a CPU,
-    communication is what gloo's sends and receives take from posting to arrival, computation every torch operation.
+    On a GPU, communication is what NCCL kernels and copies between devices take, computation every other kernel. On a
+    CPU, communication is what gloo's sends and receives take from posting to arrival, computation every torch call.
     Both are unions of intervals, so that nothing is counted twice; hidden is their intersection, exposed is the
     communication that is left: time in which bytes moved and nothing was computed.
 """
