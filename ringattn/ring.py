@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _resolve_process_group
 
+from ringattn.call import parse
 from ringattn.layout import make_shards
 from ringattn.sharding import Sharding
 from ringattn.transport.base import Buffers, NoTransport, Seat
@@ -160,7 +161,7 @@ class Ring:
         if known:
             return
         if self._agreement is not None:
-            texts = self._agreement.compare(json.dumps({**json.loads(call), "tensors": _without_rows(tensors)}))
+            texts = self._agreement.compare(json.dumps({**parse(call), "tensors": _without_rows(tensors)}))
             _raise_differences([json.loads(text) for text in texts])
             self._warm_up(next(x.device for x in tensors if x is not None))
         self._agreed.add(here + call)

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -81,7 +82,7 @@ def test_compiling_a_block_with_the_ring_in_one_graph_changes_nothing(pool: Pool
 def test_compiled_calls_of_equal_shape_do_not_compile_again() -> None:
     torch._dynamo.reset()
     sharding = Ring().sharding(12)
-    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(
         lambda q, k, v: ring_attention(q, k, v, sharding, causal=True), fullgraph=True, backend=counter
     )
