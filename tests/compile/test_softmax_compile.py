@@ -46,7 +46,7 @@ def spilled_bytes(ptx: str, capability: int, tmp_path: Path) -> int:
 
 def kernels(dtype: str, n: int):
     """(kernel, types, constexprs, warps) of every launch for rows of n logits."""
-    how = choose_launch(1, n, 256, unit_columns=True, itemsize=4 if dtype == "fp32" else 2, num_sms=132)
+    how = choose_launch(1, n, (1 << 28) // n, unit_columns=True, itemsize=4 if dtype == "fp32" else 2, num_sms=132)
     tensors = {name: f"*{dtype}" for name in ("x_ptr", "y_ptr", "dy_ptr", "dx_ptr")}
     stats = {name: "*fp32" for name in ("lse_ptr", "m_ptr", "l_ptr", "dot_ptr", "g_ptr")}
     types = {**tensors, **stats}
