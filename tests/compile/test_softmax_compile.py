@@ -3,6 +3,7 @@
 import os
 import re
 import subprocess
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -21,7 +22,7 @@ pytestmark = pytest.mark.compile
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 
 
-def build(fn, types: dict[str, str], constexprs: dict[str, object], num_warps: int, capability: int):
+def build(fn, types: dict[str, str], constexprs: Mapping[str, object], num_warps: int, capability: int):
     """Compiles as the JIT does for 16-byte aligned pointers, sizes divisible by 16 and unit column strides."""
     names = fn.arg_names
     constexprs = {**constexprs, **{n: 1 for n in names if n.endswith("_sn")}}
