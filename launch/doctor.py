@@ -116,7 +116,7 @@ def look_at_kernels(device: torch.device) -> list[dict[str, Any]]:
                 "head_dim": head_dim,
             }
             try:
-                choice = pick(device, dtype, head_dim, head_dim, "auto")
+                choice = pick(device, dtype, head_dim, head_dim, impl="auto")
             except (NotImplementedError, ValueError) as refusal:
                 rows.append(row | {"kernels": None, "why": str(refusal), "rejected": {}})
                 continue
