@@ -9,8 +9,9 @@ Note [What is compared]
     Every rank draws the same whole-sequence inputs, and computes from them, alone, the definition in fp64 and in the
     dtype under test. The budget of each tensor (o, lse, dq, dk, dv, and the gradients of tensor-valued options) follows
     from these two and from nothing else, so it is the same at every world size. Then the ring runs with random
-    cotangents for o and for lse, and each rank compares the rows it holds. A ratio is error / budget; the largest over
-    ranks is shown; above 1 the row is red. The exit code is 0 when no row is red, on every rank alike.
+    cotangents for o and for lse, and the rows of all ranks are put together; gradients of which every rank has a share
+    are summed. A ratio is the part of the budget that is used up; above 1 the row is red, and the rank with the largest
+    error is named. The exit code is 0 when no row is red, on every rank alike.
 
 Note [One process]
     With one rank every layout is the same. So a single process runs the public functions on its ring of one (the column
@@ -29,11 +30,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 import ringattn
-from ringattn import budget as budgets
+from ringattn.budget import Budget, error
 from ringattn.launch.session import Session, describe, machine, open_session, parse, table, write_json
 
 LAYOUTS = ("contiguous", "striped", "zigzag", "balanced")
@@ -43,12 +43,10 @@ OPTIONS = ("softmax_scale", "softcap", "sinks", "alibi_slopes", "key_bias", "bia
 MOVEMENTS = ("keys", "queries")
 SEQUENCE_DIM = {"q": 1, "k": 1, "v": 1, "o": 1, "lse": 2, "key_bias": 1, "bias": 2}
 """The dim that is sharded; tensors that are not named here are whole on every rank."""
-SHARED = ("dsinks", "dalibi_slopes")
-"""Gradients of which every rank has a share: the sum over ranks is compared."""
-Standard = dict[str, tuple[Tensor, float]]
+Standard = dict[str, tuple[Tensor, Budget]]
 """Per tensor: its fp64 definition on the whole sequence, and the error it may have."""
 Answer = tuple[dict[str, Tensor], Callable[[Tensor, str], Tensor]]
-"""What was computed, by name, and how to take its rows from a whole tensor of that name."""
+"""Whole tensors by name, the same on every rank, and how to take this rank's rows from one of them."""
 
 
 @dataclass(frozen=True)
@@ -122,9 +120,9 @@ class Finding:
     Attributes:
         case: The case.
         layout: The layout, or "alone".
-        ratios: Error / budget per tensor.
-        errors: Error per tensor.
-        budgets: Budget per tensor.
+        ratios: Part of the budget used up, per tensor; the same on every rank.
+        errors: The largest error per tensor, in the rows of this rank.
+        budgets: The largest error that each tensor may have.
         broken: Why there is no answer at all, if so.
     """
 
@@ -276,7 +274,7 @@ def gradients(answer: Callable[..., tuple[Tensor, Tensor]], inputs: dict[str, Te
 
 def define(case: Case, inputs: dict[str, Tensor], seed: int, dtype: torch.dtype) -> dict[str, Tensor]:
     """The definition on the whole sequence, computed in `dtype`."""
-    cast = {name: x.to(torch.float64) if dtype == torch.float64 else x for name, x in inputs.items()}
+    cast = {name: x.to(dtype) if torch.float64 in (dtype, x.dtype) else x for name, x in inputs.items()}
 
     def answer(**leaves: Tensor) -> tuple[Tensor, Tensor]:
         options = plain_options(case, seed)
@@ -285,8 +283,10 @@ def define(case: Case, inputs: dict[str, Tensor], seed: int, dtype: torch.dtype)
     return gradients(answer, cast)
 
 
-def solve(case: Case, layout: str, ring: ringattn.Ring, inputs: dict[str, Tensor], args: CheckArgs) -> Answer:
-    """The ring's answer on this rank's rows, and how to take these rows from a whole tensor."""
+def solve(
+    case: Case, layout: str, ring: ringattn.Ring, inputs: dict[str, Tensor], args: CheckArgs, session: Session
+) -> Answer:
+    """The ring's answer, the rows of all ranks put together."""
     sharding = ring.sharding(case.seq_len, layout=layout, documents=case.documents)
     local = {name: _local(x, name, sharding) for name, x in inputs.items()}
 
@@ -296,12 +296,11 @@ def solve(case: Case, layout: str, ring: ringattn.Ring, inputs: dict[str, Tensor
         options["deterministic"] = "deterministic" in case.options
         return ringattn.ring_attention_with_lse(q, k, v, sharding, **leaves, **options)
 
-    found = gradients(answer, local)
-    if ring.world_size > 1:
-        for name in SHARED:
-            if name in found:
-                dist.all_reduce(found[name])
-    return found, lambda x, name: _local(x, name, sharding)
+    whole = {}
+    for name, x in gradients(answer, local).items():
+        dim = _sequence_dim(name)
+        whole[name] = session.sum(x) if dim is None else sharding.unshard(x, dim=dim)
+    return whole, lambda x, name: _local(x, name, sharding)
 
 
 def solve_simulated(case: Case, layout: str, world_size: int, inputs: dict[str, Tensor], args: CheckArgs) -> Answer:
@@ -319,15 +318,13 @@ def solve_simulated(case: Case, layout: str, world_size: int, inputs: dict[str, 
     return {"o": whole.o, "lse": whole.lse, **found}, lambda x, name: x  # noqa: ARG005
 
 
+def _sequence_dim(name: str) -> int | None:
+    return SEQUENCE_DIM.get(name, SEQUENCE_DIM.get(name.removeprefix("d")))
+
+
 def _local(x: Tensor, name: str, sharding: ringattn.Sharding) -> Tensor:
-    dim = SEQUENCE_DIM.get(name, SEQUENCE_DIM.get(name.removeprefix("d")))
+    dim = _sequence_dim(name)
     return x if dim is None else sharding.shard(x, dim=dim)
-
-
-def compare(found: Tensor, exact: Tensor, budget: float) -> tuple[float, float]:
-    """Error and error / budget of a tensor; infinite where one is -inf or NaN and the other is not."""
-    error = budgets.error(found, exact)
-    return error, error / budget if budget > 0 else (0.0 if error == 0 else float("inf"))
 
 
 def examine(case: Case, layout: str, solver: Callable[[], Answer], standard: Standard) -> Finding:
@@ -336,8 +333,9 @@ def examine(case: Case, layout: str, solver: Callable[[], Answer], standard: Sta
     found, rows_of = solver()
     for name, x in found.items():
         exact, budget = standard[name]
-        finding.budgets[name] = budget
-        finding.errors[name], finding.ratios[name] = compare(x, rows_of(exact, name), budget)
+        finding.ratios[name] = budget.ratio(x, exact)
+        finding.budgets[name] = budget.largest
+        finding.errors[name] = error(rows_of(x, name), rows_of(exact, name))
     if "deterministic" in case.options:
         again, _ = solver()
         same = all(torch.equal(again[name], x) for name, x in found.items())
@@ -346,14 +344,14 @@ def examine(case: Case, layout: str, solver: Callable[[], Answer], standard: Sta
 
 
 def solvers(
-    case: Case, ring: ringattn.Ring, inputs: dict[str, Tensor], args: CheckArgs
+    case: Case, ring: ringattn.Ring, inputs: dict[str, Tensor], args: CheckArgs, session: Session
 ) -> Iterator[tuple[str, Callable[[], Answer]]]:
     """The layouts of a case, each with what solves it (Note [One process])."""
     if ring.world_size == 1:
-        yield ALONE, lambda: solve(case, "contiguous", ring, inputs, args)
+        yield ALONE, lambda: solve(case, "contiguous", ring, inputs, args, session)
     for layout in case.layouts:
         if ring.world_size > 1:
-            yield layout, functools.partial(solve, case, layout, ring, inputs, args)
+            yield layout, functools.partial(solve, case, layout, ring, inputs, args, session)
         elif args.simulate:
             yield layout, functools.partial(solve_simulated, case, layout, args.simulate, inputs, args)
 
@@ -396,7 +394,7 @@ def run_cases(session: Session, cases: Sequence[Case], args: CheckArgs) -> tuple
             continue
         inputs = draw(case, args.seed, session.device)
         standard = make_standard(case, inputs, args.seed)
-        for layout, solver in solvers(case, ring, inputs, args):
+        for layout, solver in solvers(case, ring, inputs, args, session):
             try:
                 findings.append(examine(case, layout, solver, standard))
             except (ValueError, NotImplementedError) as refusal:
@@ -413,8 +411,10 @@ def run_cases(session: Session, cases: Sequence[Case], args: CheckArgs) -> tuple
 def make_standard(case: Case, inputs: dict[str, Tensor], seed: int) -> Standard:
     """The fp64 definition of every tensor of a case, and the error it may have."""
     exact = define(case, inputs, seed, torch.float64)
-    rounded = define(case, inputs, seed, DTYPES[case.dtype])
-    return {name: (x, budgets.error_budget(x, rounded[name])) for name, x in exact.items()}
+    # fp64 has nothing wider to be compared with: its budget is that of fp32, scaled
+    rounded = define(case, inputs, seed, torch.float32 if case.dtype == "fp64" else DTYPES[case.dtype])
+    scaled = torch.float64 if case.dtype == "fp64" else None
+    return {name: (x, Budget.of(x, rounded[name], scaled)) for name, x in exact.items()}
 
 
 @dataclass(frozen=True)
@@ -441,13 +441,13 @@ def agree(session: Session, findings: Sequence[Finding], skipped: Sequence[tuple
     rows = []
     for index, finding in enumerate(findings):
         ratios: dict[str, float] = {}
-        worst = (-1.0, "", 0)
-        for rank, (of_rank, _, broken) in enumerate(one[index] for one in said):
+        worst = (-1.0, 0.0, "", 0)
+        for rank, (of_rank, errors, broken) in enumerate(one[index] for one in said):
             for tensor, ratio in (of_rank if broken is None else {"answer": float("inf")}).items():
                 ratio = float("inf") if ratio != ratio else ratio
                 ratios[tensor] = max(ratios.get(tensor, 0.0), ratio)
-                worst = max(worst, (ratio, tensor, rank))
-        ratio, tensor, rank = worst
+                worst = max(worst, (ratio, errors.get(tensor, 0.0), tensor, rank))
+        ratio, _, tensor, rank = worst
         row = {
             "case": finding.case.name,
             "dtype": finding.case.dtype,
@@ -480,7 +480,7 @@ def show(verdict: Verdict) -> None:
         line[row["layout"]] = row
         line["worst"] = max(line["worst"], row, key=lambda one: one["ratio"])
     table(
-        "error / budget, the largest over tensors and ranks",
+        "part of the error budget that is used up (largest tensor)",
         ["case", "dtype", "shape", *columns, "worst"],
         [
             [
@@ -494,9 +494,10 @@ def show(verdict: Verdict) -> None:
     for one in verdict.skipped:
         print(f"not served: {one['case']} in {one['dtype']}: {one['why']}")
     for row in verdict.red:
-        what = row["broken"] or f"error {row['error']} over budget {row['budget']} ({row['ratio']:.3g} x)"
+        what = row["broken"] or f"error {row['error']} where {row['budget']} is allowed"
+        others = ", ".join(f"{tensor} {ratio:.3g} x" for tensor, ratio in row["ratios"].items() if not ratio <= 1)
         where = f"{row['case']} ({row['dtype']} {row['shape']}), {row['layout']}, {row['tensor']} on rank {row['rank']}"
-        print(f"RED: {where}: {what}")
+        print(f"RED: {where}: {what}; over budget: {others}")
 
 
 def _name_worst(row: dict[str, Any]) -> str:

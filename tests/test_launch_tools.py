@@ -17,6 +17,7 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ringattn.budget import Budget
 from ringattn.kernels import eager
 from ringattn.launch import bench, check, doctor, timeline
 from ringattn.launch.session import Session, choose_device, open_session
@@ -111,14 +112,15 @@ def test_check_is_green_under_torchrun() -> None:
 def test_check_is_red_when_the_forward_is_off_by_a_thousandth(capsys: pytest.CaptureFixture[str]) -> None:
     assert check.main(["--quick", "--device", "cpu", "--only", "window"]) == 1
     said = capsys.readouterr().out
-    assert "RED: causal window (fp32 b1 n37 h4/2 d16), zigzag, o on rank 0" in said
+    assert "RED: causal window (fp32 b1 n37 h4/2 d16), zigzag, " in said
+    assert "over budget: o " in said
     assert "green: " not in said
 
 
 @pytest.mark.usefixtures("_wrong_backward")
 def test_check_is_red_when_the_backward_is_off_by_a_thousandth(capsys: pytest.CaptureFixture[str]) -> None:
     assert check.main(["--quick", "--device", "cpu", "--only", "window"]) == 1
-    assert "zigzag, dv on rank 0" in capsys.readouterr().out
+    assert "zigzag, dv on rank " in capsys.readouterr().out
 
 
 def _check_with_one_wrong_rank() -> int:
@@ -141,10 +143,15 @@ def test_check_is_red_when_nothing_was_checked() -> None:
 
 
 def test_nan_is_outside_every_budget() -> None:
+    case = check.Case("x", "fp32", 3)
     exact = torch.zeros(3, dtype=torch.float64)
-    assert check.compare(torch.tensor([0.0, math.nan, 0.0]), exact, 1.0)[1] == math.inf
-    assert check.compare(torch.tensor([0.0, -math.inf, 0.0]), exact, 1.0)[1] == math.inf
-    assert check.compare(torch.tensor([0.0, 0.5, 0.0]), exact, 1.0) == (0.5, 0.5)
+    standard: check.Standard = {"o": (exact, Budget(1.0, 1.0))}
+    for wrong in (math.nan, math.inf, -math.inf):
+        x = torch.tensor([0.0, wrong, 0.0])
+        finding = check.examine(case, "zigzag", lambda x=x: ({"o": x}, lambda x, name: x), standard)
+        assert finding.ratios["o"] > 1
+        verdict = check.agree(Session(0, 1, torch.device("cpu"), None), [finding], [])
+        assert [row["tensor"] for row in verdict.red] == ["o"]
     assert Session(0, 1, torch.device("cpu"), None).maximum([math.nan, 1.0]) == [math.inf, 1.0]
 
 
@@ -178,9 +185,9 @@ def test_bench_ring_writes_rows_and_a_plot(pool, tmp_path: Path) -> None:
         assert row["both_ms"] > row["forward_ms"] > 0
         assert row["forward_tflops"] * row["forward_ms"] * 1e9 == pytest.approx(4 * 4 * 16 * row["pairs"] / 2)
         assert row["forward_exposed_ms"] == pytest.approx(row["forward_ms"] - row["forward_alone_ms"])
-        # zigzag, 96 tokens, 2 ranks: each rank needs all 48 rows of the other's keys, 2 heads of 16, k and v, fp32
+        # rank 0 needs all 48 keys of rank 1, rank 1 only the first 24 of rank 0; k and v, 2 heads of 16, fp32
         if (row["mask"], row["layout"]) == ("causal", "zigzag"):
-            assert row["bytes_received"]["forward"] == 48 * 2 * 16 * 2 * 4
+            assert row["bytes_received"]["forward"] == (48 + 24) // 2 * 2 * 16 * 2 * 4
     assert (tmp_path / "ring.png").read_bytes().startswith(b"\x89PNG")
 
 
