@@ -299,7 +299,8 @@ def solve(
 
     def answer(**leaves: Tensor) -> tuple[Tensor, Tensor]:
         q, k, v = leaves.pop("q"), leaves.pop("k"), leaves.pop("v")
-        options = plain_options(case, args.seed) | {"impl": args.impl, "backward": case.backward}
+        options: dict[str, Any] = plain_options(case, args.seed)
+        options |= {"impl": args.impl, "backward": case.backward}
         options["deterministic"] = "deterministic" in case.options
         return ringattn.ring_attention_with_lse(q, k, v, sharding, **leaves, **options)
 
