@@ -462,6 +462,7 @@ def lonely_ring(session: Session) -> ringattn.Ring:
     if session.world_size == 1:
         return ringattn.Ring()
     group, _ = dist.new_subgroups(group_size=1)
+    assert isinstance(group, dist.ProcessGroup), "this rank belongs to the group made for it"
     return ringattn.Ring(group)
 
 
