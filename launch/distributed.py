@@ -204,10 +204,8 @@ def describe_failures(failures: dict[int, Any]) -> str:
     code, pid = failures[rank].exitcode, failures[rank].pid
     if code < 0:
         how = f"was killed by {signal.Signals(-code).name}"
-        hint = " (often: out of memory)" if -code == signal.SIGKILL else ""
+        hint = " (out of memory?)" if -code == signal.SIGKILL else ""
+        hint += "; the same command continues from the last checkpoint"
     else:
-        how, hint = f"exited with code {code}", "; its own message is above"
-    return (
-        f"the run ended because rank {rank} (process {pid}) {how}{hint}; "
-        "the same command continues from the last checkpoint"
-    )
+        how, hint = f"exited with code {code}", "; its message is above"
+    return f"the run ended because rank {rank} (process {pid}) {how}{hint}"

@@ -40,7 +40,7 @@ class Config:
         num_kv_heads: Key/value heads; divides num_heads.
         head_dim: Width of a head.
         mlp_dim: Hidden width of SwiGLU.
-        window: Each token sees this many tokens before itself; by default all of them.
+        window: Each token sees this many tokens, itself the last of them; by default all before it.
         tie_embeddings: Whether the output projection is the embedding.
         lr: Learning rate after the warm-up; falls along a cosine to a tenth.
         warmup_steps: Steps over which the learning rate rises.
@@ -206,7 +206,7 @@ def parse(arguments: Sequence[str], prog: str, description: str | None) -> Confi
     preset = early.preset
     if preset == "auto":
         preset = "gpu" if early.device != "cpu" and torch.cuda.is_available() else "cpu"
-    # an unknown preset is left for tyro to refuse, with the list of those that exist
-    default = replace(PRESETS.get(preset, _CPU), preset="auto" if early.preset == "auto" else preset)
+    # the defaults are of the preset, and an unknown one is left for tyro to refuse
+    default = replace(PRESETS.get(preset, _CPU), preset="auto")
     parsed = tyro.cli(Config, args=list(arguments), default=default, prog=prog, description=description)
     return replace(parsed, preset=preset)  # type: ignore[arg-type]

@@ -33,7 +33,7 @@ class ModelConfig:
         head_dim: Width of a head; even.
         mlp_dim: Hidden width of SwiGLU.
         vocab_size: Tokens in the vocabulary.
-        window: Each token sees this many tokens before itself; None: all of them.
+        window: Each token sees the last `window` tokens, itself among them; None: all before it.
         rope_theta: Base of the rotary frequencies.
         tie_embeddings: Whether the output projection is the embedding.
     """
@@ -60,8 +60,8 @@ class ModelConfig:
             )
         if self.head_dim % 2:
             raise ValueError(f"head_dim must be even, got {self.head_dim}; rotary embedding turns pairs")
-        if self.window is not None and self.window < 0:
-            raise ValueError(f"window must be at least 0, got {self.window}; leave it out for full attention")
+        if self.window is not None and self.window < 1:
+            raise ValueError(f"window must be at least 1, got {self.window}; leave it out for full attention")
 
 
 def rope_tables(positions: Tensor, head_dim: int, theta: float) -> tuple[Tensor, Tensor]:
@@ -104,8 +104,7 @@ class Attention(nn.Module):
         q = apply_rope(rearrange(self.q(x), "b s (h d) -> b s h d", h=heads, d=d), cos, sin)
         k = apply_rope(rearrange(self.k(x), "b s (hk d) -> b s hk d", hk=kv_heads, d=d), cos, sin)
         v = rearrange(self.v(x), "b s (hk d) -> b s hk d", hk=kv_heads, d=d)
-        window = None if self.config.window is None else (self.config.window, 0)
-        o = ringattn.ring_attention(q, k, v, sharding, causal=True, window=window)
+        o = ringattn.ring_attention(q, k, v, sharding, causal=True, window=self.config.window)
         return self.out(rearrange(o, "b s h d -> b s (h d)"))
 
 
