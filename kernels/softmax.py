@@ -71,7 +71,7 @@ def logsumexp(x: Tensor, dim: int, block_size: int | None = None) -> Tensor:
 
 
 def softmax_backward(dy: Tensor, y: Tensor, dim: int, block_size: int | None = None) -> Tensor:
-    """dx = y * (dy - sum(y * dy)), with the strides of y: one pass for the sum, one to write."""
+    """Dx = y * (dy - sum(y * dy)), with the strides of y: one pass for the sum, one to write."""
     dx = torch.empty_like(y)
     grads, probs, out = dy.movedim(dim, -1), y.movedim(dim, -1), dx.movedim(dim, -1)
     acc = accumulation_dtype(y.dtype)
@@ -84,7 +84,7 @@ def softmax_backward(dy: Tensor, y: Tensor, dim: int, block_size: int | None = N
 
 
 def logsumexp_backward(g: Tensor, x: Tensor, lse: Tensor, dim: int, block_size: int | None = None) -> Tensor:
-    """dx = g * exp(x - lse), with the strides of x; g and lse have x's shape without dim. Empty rows get 0."""
+    """Dx = g * exp(x - lse), with the strides of x; g and lse have x's shape without dim. Empty rows get 0."""
     dx = torch.empty_like(x)
     rows, out = x.movedim(dim, -1), dx.movedim(dim, -1)
     shift = torch.where(lse == float("-inf"), 0.0, lse).unsqueeze(-1)

@@ -121,7 +121,7 @@ def ring_attention(
     )[0]
 
 
-def ring_attention_with_lse(  # noqa: D417
+def ring_attention_with_lse(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -180,6 +180,11 @@ def ring_attention_with_lse(  # noqa: D417
 
 def _autocast(x: Tensor) -> Tensor:
     kind = x.device.type
-    if torch.is_autocast_enabled(kind) and x.is_floating_point() and x.dtype != torch.float64:
+    if (
+        torch.amp.is_autocast_available(kind)
+        and torch.is_autocast_enabled(kind)
+        and x.is_floating_point()
+        and x.dtype != torch.float64
+    ):
         return x.to(torch.get_autocast_dtype(kind))
     return x

@@ -74,7 +74,9 @@ class Call:
     def stationary(self, moving: str, device: torch.device) -> Side:
         """Tables of the side that stays: this rank's queries when keys move, and the other way round."""
         shards = self.sharding.shards if moving == "keys" else self.kv_sharding.shards
-        return stationary_side(shards[self.rank], self.visibility, device, reading="keys" if moving == "keys" else "queries")
+        return stationary_side(
+            shards[self.rank], self.visibility, device, reading="keys" if moving == "keys" else "queries"
+        )
 
     def moving(self, moving: str, visit: Visit, device: torch.device) -> Side:
         """Tables of the rows that a visit brings."""

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+
 from ringattn import Ring, ring_attention
 
 RING = Ring()

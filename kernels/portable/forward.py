@@ -36,7 +36,18 @@ def _absorb(
         if bias is not None:
             columns = (k_pos.to(tl.int64) * bias_sn)[None, :]
             bias_tile = tl.load(bias + columns, mask=row_exists[:, None] & inside[None, :], other=0.0)
-        s, _ = score(qk, q_pos[:, None], k_pos[None, :], slope, key_bias_tile, bias_tile, scale, cap, SOFTCAP, PRECISION == "tf32x3")
+        s, _ = score(
+            qk,
+            q_pos[:, None],
+            k_pos[None, :],
+            slope,
+            key_bias_tile,
+            bias_tile,
+            scale,
+            cap,
+            SOFTCAP,
+            PRECISION == "tf32x3",
+        )
     if MASKED:
         visible = (k_pos[None, :] >= lo[:, None]) & (k_pos[None, :] < hi[:, None]) & inside[None, :]
         s = tl.where(visible, s, float("-inf"))

@@ -93,7 +93,9 @@ def load_rows(
 
 
 @triton.jit
-def store_rows(dst, tile, row, end, stride, ROWS: tl.constexpr, COLS: tl.constexpr, WIDTH: tl.constexpr, ADD: tl.constexpr):
+def store_rows(
+    dst, tile, row, end, stride, ROWS: tl.constexpr, COLS: tl.constexpr, WIDTH: tl.constexpr, ADD: tl.constexpr
+):
     """Writes (or under ADD adds) the rows before `end` and the columns before WIDTH of a tile."""
     x = tl.arange(0, ROWS)[:, None]
     c = tl.arange(0, COLS)[None, :]
