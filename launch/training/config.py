@@ -67,7 +67,7 @@ class Config:
     data: str | None = None
     out: str = "runs/train"
     resume: str = "auto"
-    steps: int = 400
+    steps: int = 300
     seq_len: int = 1024
     batch_size: int = 4
     dim: int = 128
