@@ -7,10 +7,11 @@ Shape legend beside the contract's: `g` query heads per key head, `c = b hk` ind
 of a tile. Inside, tensors are head-major: queries `c (g x) d`, keys `c y d`, logits `c (g x) y`.
 
 Note [Tiles]
-    Query rows are cut into tiles of TILE_ROWS. Positions ascend and bounds never decrease, so the keys seen by any row of
-    a tile are one range of key rows, and those seen by all of its rows are a range inside it. Both are found for all tiles
-    by one binary search on the device and one copy to the host per call; keys outside the first are skipped, tiles
-    within the second need no mask. With bounds per batch element the first is the union and the second the intersection.
+    Query rows are cut into tiles of TILE_ROWS. Positions ascend and bounds never decrease, so the keys seen by any row
+    of a tile are one range of key rows, and those seen by all of its rows are a range inside it. Both are found for all
+    tiles by one binary search on the device and one copy to the host per call; keys outside the first are skipped,
+    tiles within the second need no mask. With bounds per batch element the first is the union over the batch and the
+    second the intersection.
 """
 
 from __future__ import annotations
@@ -52,6 +53,10 @@ class _RowTile:
     @property
     def rows(self) -> slice:
         return slice(self.start, self.stop)
+
+    @property
+    def sees_keys(self) -> bool:
+        return self.seen[0] < self.seen[1]
 
     def key_tiles(self) -> Iterator[tuple[slice, bool]]:
         """Key rows to visit in ascending order, and whether they need a mask."""
@@ -202,6 +207,8 @@ def forward(
         for tile in _row_tiles(rows, keys):
             x = tile.rows
             num = tile.stop - tile.start
+            if not (first or last or tile.sees_keys):
+                continue  # the carry stays as it is
             if first:
                 m = visit.keys_h.new_full((b * hk, g * num, 1), -math.inf)
                 if score.sinks is not None:

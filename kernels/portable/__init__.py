@@ -1,0 +1,1 @@
+"""Plain Triton kernels: any CUDA or ROCm device, and the interpreter."""

@@ -1,0 +1,59 @@
+"""The portable kernel set: `KernelSet` of the contract in plain Triton, for any GPU Triton serves and for its interpreter.
+
+Owns nothing but the three names. Everything is computed in fp32 from fp16, bf16 or fp32 operands; the backward is
+deterministic.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from ringattn.kernels.contract import Carry, Grads, Score, Side
+from ringattn.kernels.portable.launch import launch_backward, launch_delta, launch_forward
+
+
+def forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    rows: Side,
+    keys: Side,
+    score: Score,
+    *,
+    carry: Carry | None,
+    first: bool,
+    last: bool,
+    o: Tensor,
+    lse: Tensor,
+) -> None:
+    """Visits one buffer of keys (`KernelSet.forward`).
+
+    Raises:
+        NotImplementedError: The dtype is not fp16, bf16 or fp32, or head_dim exceeds 256.
+    """
+    launch_forward(q, k, v, rows, keys, score, carry=carry, first=first, last=last, o=o, lse=lse)
+
+
+def delta(o: Tensor, do: Tensor, dlse: Tensor | None) -> Tensor:
+    """rowsum(o * do) - dlse as `b h s`, fp32 (`KernelSet.delta`)."""
+    return launch_delta(o, do, dlse)
+
+
+def backward(
+    do: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lse: Tensor,
+    delta: Tensor,
+    rows: Side,
+    keys: Side,
+    score: Score,
+    grads: Grads,
+) -> None:
+    """Gradients of one visit (`KernelSet.backward`), the same bits from run to run.
+
+    Raises:
+        NotImplementedError: The dtype is not fp16, bf16 or fp32, or head_dim exceeds 256.
+    """
+    launch_backward(do, q, k, v, lse, delta, rows, keys, score, grads)

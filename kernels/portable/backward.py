@@ -1,0 +1,326 @@
+"""The backward kernels: delta, then dk and dv by tiles of keys, then dq by tiles of queries.
+
+Owns the gradients of one visit. Every output element has exactly one writer and every sum has a fixed order, so that the
+result is the same bits from run to run. That costs q . k and do . v twice (seven products instead of five).
+Refuses to know how it is launched.
+
+Note [Two readings]
+    dk and dv hold a tile of keys and walk the runs of the query side by `keys.lo, keys.hi`; dq holds a tile of queries and
+    walks the runs of the key side by `rows.lo, rows.hi`. Both are the loop of Note [Tile ranges], with the sides exchanged.
+    A dk/dv program takes all query heads of its key head in turn: a shared key head needs no atomics.
+"""
+
+import triton
+import triton.language as tl
+
+from ringattn.kernels.portable.scores import LOG2E, dropout_key, kept, score
+from ringattn.kernels.portable.tiles import load_rows, reduce_bounds, store_rows, swizzle, tile_ranges
+
+
+@triton.jit(do_not_specialize=["dlse_sb", "dlse_sh", "rows", "num_heads"])
+def delta_kernel(
+    o, do, dlse, delta, o_sb, o_ss, o_sh, do_sb, do_ss, do_sh, dlse_sb, dlse_sh, num_heads, rows,
+    BLOCK_M: tl.constexpr, DV: tl.constexpr, DV_WIDTH: tl.constexpr,
+):  # fmt: skip
+    """rowsum(o * do) - dlse into a contiguous `b h s`; a program owns BLOCK_M rows of one head."""
+    row0 = tl.program_id(0) * BLOCK_M
+    head = tl.program_id(1)
+    b = (head // num_heads).to(tl.int64)
+    h = head % num_heads
+    x = row0 + tl.arange(0, BLOCK_M)
+    o_tile = load_rows(o + b * o_sb + h * o_sh, b, h, row0, rows, o_ss, BLOCK_M, DV, DV_WIDTH, True, False)
+    do_tile = load_rows(do + b * do_sb + h * do_sh, b, h, row0, rows, do_ss, BLOCK_M, DV, DV_WIDTH, True, False)
+    total = tl.sum(o_tile.to(tl.float32) * do_tile.to(tl.float32), 1)
+    if dlse is not None:
+        total -= tl.load(dlse + b * dlse_sb + h * dlse_sh + x, mask=x < rows, other=0.0)
+    tl.store(delta + head.to(tl.int64) * rows + x, total, mask=x < rows)
+
+
+@triton.jit
+def _log2_lse(lse, x, mask, MASKED: tl.constexpr):
+    """lse in log2 units; rows that saw nothing, and rows that are not there, get +inf: all their weights are 0."""
+    if MASKED:
+        value = tl.load(lse + x, mask=mask, other=float("-inf"))
+    else:
+        value = tl.load(lse + x)
+    return tl.where(value == float("-inf"), float("inf"), value * LOG2E)
+
+
+@triton.jit
+def _keys_step(
+    dk, dv, dkey_bias, k_tile, v_tile, q, do, lse, delta, b, h, row, index, end, start, stride, lo, hi, k_pos, key_exists,
+    key_bias_tile, bias, bias_ss, q_ss, do_ss, slope, scale, cap, key, drop_threshold, drop_factor,
+    BLOCK_M: tl.constexpr, D: tl.constexpr, D_WIDTH: tl.constexpr, DV: tl.constexpr, DV_WIDTH: tl.constexpr,
+    MASKED: tl.constexpr, SOFTCAP: tl.constexpr, DROPOUT: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
+    WANT_KEY_BIAS: tl.constexpr,
+):  # fmt: skip
+    """Adds what one tile of queries of one head sends to a tile of keys. Tiles of scores are keys x queries."""
+    x = index + tl.arange(0, BLOCK_M)  # row in the run
+    inside = x < end
+    q_pos = start + stride * x
+    q_tile = load_rows(q, b, h, row, row - index + end, q_ss, BLOCK_M, D, D_WIDTH, MASKED, TMA)
+    qk = tl.dot(k_tile, tl.trans(q_tile), input_precision=PRECISION)
+    rows_here = row + tl.arange(0, BLOCK_M)
+    lse2 = _log2_lse(lse, rows_here, inside, MASKED)
+    bias_tile = None
+    if bias is not None:
+        at = (row.to(tl.int64) * bias_ss + tl.arange(0, BLOCK_M) * bias_ss)[None, :]
+        bias_tile = tl.load(bias + at, mask=inside[None, :] & key_exists[:, None], other=0.0)
+    s, t = score(
+        qk, q_pos[None, :], k_pos[:, None], slope, key_bias_tile, bias_tile, scale, cap, SOFTCAP, PRECISION == "tf32x3"
+    )
+    p = tl.exp2(s - lse2[None, :])
+    if MASKED:
+        visible = (q_pos[None, :] >= lo[:, None]) & (q_pos[None, :] < hi[:, None])
+        p = tl.where(visible, p, 0.0)
+    do_tile = load_rows(do, b, h, row, row - index + end, do_ss, BLOCK_M, DV, DV_WIDTH, MASKED, TMA)
+    dp = tl.dot(v_tile, tl.trans(do_tile), input_precision=PRECISION)
+    weights = p
+    if DROPOUT:
+        keep = kept(key, q_pos[None, :], k_pos[:, None], drop_threshold)
+        weights = tl.where(keep, p * drop_factor, 0.0)
+        dp = tl.where(keep, dp * drop_factor, 0.0)
+    dv = tl.dot(weights.to(do_tile.dtype), do_tile, dv, input_precision=PRECISION)
+    if MASKED:
+        delta_i = tl.load(delta + rows_here, mask=inside, other=0.0)
+    else:
+        delta_i = tl.load(delta + rows_here)
+    ds = p * (dp - delta_i[None, :])
+    if WANT_KEY_BIAS:
+        dkey_bias += tl.sum(ds, 1)
+    if SOFTCAP:
+        ds = ds * (1.0 - t * t)
+    dk = tl.dot(ds.to(q_tile.dtype), q_tile, dk, input_precision=PRECISION)
+    return dk, dv, dkey_bias
+
+
+@triton.jit(
+    do_not_specialize=[
+        "lse_sb", "lse_sh", "delta_sb", "delta_sh", "lo_sb", "hi_sb", "key_bias_sb", "rows", "num_runs", "tiles", "sweep", "heads",
+        "seed_low", "seed_high", "drop_threshold",
+    ]
+)  # fmt: skip
+def keys_kernel(
+    do, q, k, v, lse, delta, dk_out, dv_out, dkey_bias_out, positions, lo_ptr, hi_ptr, runs, alibi_slopes, key_bias, bias,
+    do_sb, do_ss, do_sh, q_sb, q_ss, q_sh, k_sb, k_ss, k_sh, v_sb, v_ss, v_sh, dk_sb, dk_ss, dk_sh, dv_sb, dv_ss, dv_sh,
+    lse_sb, lse_sh, delta_sb, delta_sh, lo_sb, hi_sb, key_bias_sb, bias_sb, bias_sh, bias_ss, bias_sn,
+    heads, num_heads, group, rows, num_runs, tiles, sweep, softmax_scale, scale, cap, seed_low, seed_high, drop_threshold,
+    drop_factor,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, D: tl.constexpr, D_WIDTH: tl.constexpr, DV: tl.constexpr,
+    DV_WIDTH: tl.constexpr, ADD: tl.constexpr, SOFTCAP: tl.constexpr, DROPOUT: tl.constexpr, TMA: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """dk, dv of BLOCK_N keys (`rows` in all) of one key head; `runs` and num_runs are those of the query side.
+
+    `heads` counts batch x key heads, `num_heads` key heads. `dkey_bias_out` is a contiguous `b hk t`: one sum per key head.
+    """
+    tile, head = swizzle(tiles, heads, sweep)
+    row0 = tile * BLOCK_N  # under a causal mask the first keys are seen most: longest first
+    b = head // num_heads
+    h_kv = head % num_heads
+    b64 = b.to(tl.int64)
+    y = row0 + tl.arange(0, BLOCK_N)
+    key_exists = y < rows
+    lo = tl.load(lo_ptr + b64 * lo_sb + y, mask=key_exists, other=0)
+    hi = tl.load(hi_ptr + b64 * hi_sb + y, mask=key_exists, other=0)
+    any_lo, any_hi, full_lo, full_hi = reduce_bounds(lo, hi, key_exists)
+    if ADD:
+        if any_lo >= any_hi:
+            return
+
+    k_tile = load_rows(k + b64 * k_sb + h_kv * k_sh, b, h_kv, row0, rows, k_ss, BLOCK_N, D, D_WIDTH, True, False)
+    v_tile = load_rows(v + b64 * v_sb + h_kv * v_sh, b, h_kv, row0, rows, v_ss, BLOCK_N, DV, DV_WIDTH, True, False)
+    k_pos = tl.load(positions + y, mask=key_exists, other=0)
+    key_bias_tile = None
+    if key_bias is not None:
+        key_bias_tile = tl.load(key_bias + b64 * key_bias_sb + y, mask=key_exists, other=0.0)[:, None]
+    dk = tl.zeros([BLOCK_N, D], tl.float32)
+    dv = tl.zeros([BLOCK_N, DV], tl.float32)
+    dkey_bias = tl.zeros([BLOCK_N], tl.float32)
+
+    for r in tl.range(0, num_runs):
+        offset = tl.load(runs + 4 * r)
+        length = tl.load(runs + 4 * r + 1)
+        start = tl.load(runs + 4 * r + 2)
+        stride = tl.load(runs + 4 * r + 3)
+        first, end, count, head_end, tail = tile_ranges(
+            any_lo, any_hi, full_lo, full_hi, length, start, stride, BLOCK_M
+        )
+        if count > 0:
+            for g in tl.range(0, group):
+                h = h_kv * group + g
+                lse_base = lse + b64 * lse_sb + h * lse_sh
+                delta_base = delta + b64 * delta_sb + h * delta_sh
+                if TMA:
+                    q_base = q
+                    do_base = do
+                else:
+                    q_base = q + b64 * q_sb + h * q_sh
+                    do_base = do + b64 * do_sb + h * do_sh
+                bias_base = None
+                if bias is not None:
+                    bias_base = bias + b64 * bias_sb + h * bias_sh + (k_pos.to(tl.int64) * bias_sn)[:, None]
+                slope = tl.load(alibi_slopes + h) if alibi_slopes is not None else None
+                key = dropout_key(b * num_heads * group + h, seed_low, seed_high) if DROPOUT else None
+                for i in tl.range(head_end, tail):
+                    index = first + i * BLOCK_M
+                    dk, dv, dkey_bias = _keys_step(
+                        dk, dv, dkey_bias, k_tile, v_tile, q_base, do_base, lse_base, delta_base, b, h, offset + index, index,
+                        end, start, stride, lo, hi, k_pos, key_exists, key_bias_tile, bias_base, bias_ss, q_ss, do_ss, slope,
+                        scale, cap, key, drop_threshold, drop_factor, BLOCK_M, D, D_WIDTH, DV, DV_WIDTH, False, SOFTCAP,
+                        DROPOUT, TMA, PRECISION, dkey_bias_out is not None,
+                    )  # fmt: skip
+                for j in tl.range(0, head_end + count - tail):
+                    i = tl.where(j < head_end, j, j - head_end + tail)
+                    index = first + i * BLOCK_M
+                    dk, dv, dkey_bias = _keys_step(
+                        dk, dv, dkey_bias, k_tile, v_tile, q_base, do_base, lse_base, delta_base, b, h, offset + index, index,
+                        end, start, stride, lo, hi, k_pos, key_exists, key_bias_tile, bias_base, bias_ss, q_ss, do_ss, slope,
+                        scale, cap, key, drop_threshold, drop_factor, BLOCK_M, D, D_WIDTH, DV, DV_WIDTH, True, SOFTCAP,
+                        DROPOUT, TMA, PRECISION, dkey_bias_out is not None,
+                    )  # fmt: skip
+
+    store_rows(dv_out + b64 * dv_sb + h_kv * dv_sh, dv, row0, rows, dv_ss, BLOCK_N, DV, DV_WIDTH, ADD)
+    dk = dk * softmax_scale
+    store_rows(dk_out + b64 * dk_sb + h_kv * dk_sh, dk, row0, rows, dk_ss, BLOCK_N, D, D_WIDTH, ADD)
+    if dkey_bias_out is not None:
+        tl.store(dkey_bias_out + head.to(tl.int64) * rows + y, dkey_bias, mask=key_exists)
+
+
+@triton.jit
+def _rows_step(
+    dq, dalibi, q_tile, do_tile, lse2, delta_i, k, v, b, h_kv, row, index, end, start, stride, lo, hi, q_pos, row_exists,
+    key_bias, bias, bias_sn, dbias, dbias_sn, k_ss, v_ss, slope, scale, cap, key, drop_threshold, drop_factor,
+    BLOCK_N: tl.constexpr, D: tl.constexpr, D_WIDTH: tl.constexpr, DV: tl.constexpr, DV_WIDTH: tl.constexpr,
+    MASKED: tl.constexpr, SOFTCAP: tl.constexpr, DROPOUT: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
+    WANT_ALIBI: tl.constexpr,
+):  # fmt: skip
+    """Adds what one tile of keys sends to a tile of queries. Tiles of scores are queries x keys."""
+    y = index + tl.arange(0, BLOCK_N)  # row in the run
+    inside = y < end
+    k_pos = start + stride * y
+    k_tile = load_rows(k, b, h_kv, row, row - index + end, k_ss, BLOCK_N, D, D_WIDTH, MASKED, TMA)
+    qk = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
+    key_bias_tile = None
+    bias_tile = None
+    if key_bias is not None:
+        key_bias_tile = tl.load(key_bias + (row + tl.arange(0, BLOCK_N)), mask=inside, other=0.0)[None, :]
+    if bias is not None:
+        columns = (k_pos.to(tl.int64) * bias_sn)[None, :]
+        bias_tile = tl.load(bias + columns, mask=row_exists[:, None] & inside[None, :], other=0.0)
+    s, t = score(
+        qk, q_pos[:, None], k_pos[None, :], slope, key_bias_tile, bias_tile, scale, cap, SOFTCAP, PRECISION == "tf32x3"
+    )
+    p = tl.exp2(s - lse2[:, None])
+    visible = row_exists[:, None]
+    if MASKED:
+        visible = (k_pos[None, :] >= lo[:, None]) & (k_pos[None, :] < hi[:, None]) & inside[None, :]
+        p = tl.where(visible, p, 0.0)
+    v_tile = load_rows(v, b, h_kv, row, row - index + end, v_ss, BLOCK_N, DV, DV_WIDTH, MASKED, TMA)
+    dp = tl.dot(do_tile, tl.trans(v_tile), input_precision=PRECISION)
+    if DROPOUT:
+        dp = tl.where(kept(key, q_pos[:, None], k_pos[None, :], drop_threshold), dp * drop_factor, 0.0)
+    ds = p * (dp - delta_i[:, None])
+    if dbias is not None:
+        tl.store(dbias + (k_pos.to(tl.int64) * dbias_sn)[None, :], ds, mask=visible)
+    if WANT_ALIBI:
+        dalibi -= tl.sum(ds * tl.abs(q_pos[:, None] - k_pos[None, :]).to(tl.float32), 1)
+    if SOFTCAP:
+        ds = ds * (1.0 - t * t)
+    dq = tl.dot(ds.to(k_tile.dtype), k_tile, dq, input_precision=PRECISION)
+    return dq, dalibi
+
+
+@triton.jit(
+    do_not_specialize=[
+        "lse_sb", "lse_sh", "delta_sb", "delta_sh", "dalibi_sb", "dalibi_sh", "lo_sb", "hi_sb", "key_bias_sb", "rows", "num_runs",
+        "tiles", "sweep", "heads", "seed_low", "seed_high", "drop_threshold",
+    ]
+)  # fmt: skip
+def rows_kernel(
+    do, q, k, v, lse, delta, dq_out, dalibi_out, dbias, positions, lo_ptr, hi_ptr, runs, alibi_slopes, key_bias, bias,
+    do_sb, do_ss, do_sh, q_sb, q_ss, q_sh, k_sb, k_ss, k_sh, v_sb, v_ss, v_sh, dq_sb, dq_ss, dq_sh,
+    lse_sb, lse_sh, delta_sb, delta_sh, dalibi_sb, dalibi_sh, lo_sb, hi_sb, key_bias_sb, bias_sb, bias_sh, bias_ss, bias_sn,
+    dbias_sb, dbias_sh, dbias_ss, dbias_sn,
+    heads, num_heads, group, rows, num_runs, tiles, sweep, softmax_scale, scale, cap, seed_low, seed_high, drop_threshold,
+    drop_factor,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, D: tl.constexpr, D_WIDTH: tl.constexpr, DV: tl.constexpr,
+    DV_WIDTH: tl.constexpr, ADD: tl.constexpr, SOFTCAP: tl.constexpr, DROPOUT: tl.constexpr, TMA: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """dq (and dalibi, dbias) of BLOCK_M queries of one head; `runs` and num_runs are those of the key side."""
+    tile, head = swizzle(tiles, heads, sweep)
+    row0 = (tiles - 1 - tile) * BLOCK_M
+    b = head // num_heads
+    h = head % num_heads
+    h_kv = h // group
+    b64 = b.to(tl.int64)
+    x = row0 + tl.arange(0, BLOCK_M)
+    row_exists = x < rows
+    lo = tl.load(lo_ptr + b64 * lo_sb + x, mask=row_exists, other=0)
+    hi = tl.load(hi_ptr + b64 * hi_sb + x, mask=row_exists, other=0)
+    any_lo, any_hi, full_lo, full_hi = reduce_bounds(lo, hi, row_exists)
+    if ADD:
+        if any_lo >= any_hi:
+            return
+
+    q_tile = load_rows(q + b64 * q_sb + h * q_sh, b, h, row0, rows, q_ss, BLOCK_M, D, D_WIDTH, True, False)
+    do_tile = load_rows(do + b64 * do_sb + h * do_sh, b, h, row0, rows, do_ss, BLOCK_M, DV, DV_WIDTH, True, False)
+    lse2 = _log2_lse(lse + b64 * lse_sb + h * lse_sh, x, row_exists, True)
+    delta_i = tl.load(delta + b64 * delta_sb + h * delta_sh + x, mask=row_exists, other=0.0)
+    q_pos = tl.load(positions + x, mask=row_exists, other=0)
+    if TMA:
+        k_base = k
+        v_base = v
+    else:
+        k_base = k + b64 * k_sb + h_kv * k_sh
+        v_base = v + b64 * v_sb + h_kv * v_sh
+    key_bias_base = key_bias + b64 * key_bias_sb if key_bias is not None else None
+    bias_base = None
+    if bias is not None:
+        bias_base = (bias + b64 * bias_sb + h * bias_sh + row0.to(tl.int64) * bias_ss) + (
+            tl.arange(0, BLOCK_M) * bias_ss
+        )[:, None]
+    dbias_base = None
+    if dbias is not None:
+        dbias_base = (dbias + b64 * dbias_sb + h * dbias_sh + row0.to(tl.int64) * dbias_ss) + (
+            tl.arange(0, BLOCK_M) * dbias_ss
+        )[:, None]
+    slope = tl.load(alibi_slopes + h) if alibi_slopes is not None else None
+    key = dropout_key(head, seed_low, seed_high) if DROPOUT else None
+    dq = tl.zeros([BLOCK_M, D], tl.float32)
+    dalibi = tl.zeros([BLOCK_M], tl.float32)
+
+    for r in tl.range(0, num_runs):
+        offset = tl.load(runs + 4 * r)
+        length = tl.load(runs + 4 * r + 1)
+        start = tl.load(runs + 4 * r + 2)
+        stride = tl.load(runs + 4 * r + 3)
+        first, end, count, head_end, tail = tile_ranges(
+            any_lo, any_hi, full_lo, full_hi, length, start, stride, BLOCK_N
+        )
+        for i in tl.range(head_end, tail):
+            index = first + i * BLOCK_N
+            dq, dalibi = _rows_step(
+                dq, dalibi, q_tile, do_tile, lse2, delta_i, k_base, v_base, b, h_kv, offset + index, index, end, start, stride,
+                lo, hi, q_pos, row_exists, key_bias_base, bias_base, bias_sn, dbias_base, dbias_sn, k_ss, v_ss, slope, scale,
+                cap, key, drop_threshold, drop_factor, BLOCK_N, D, D_WIDTH, DV, DV_WIDTH, False, SOFTCAP, DROPOUT, TMA,
+                PRECISION, dalibi_out is not None,
+            )  # fmt: skip
+        for j in tl.range(0, head_end + count - tail):
+            i = tl.where(j < head_end, j, j - head_end + tail)
+            index = first + i * BLOCK_N
+            dq, dalibi = _rows_step(
+                dq, dalibi, q_tile, do_tile, lse2, delta_i, k_base, v_base, b, h_kv, offset + index, index, end, start, stride,
+                lo, hi, q_pos, row_exists, key_bias_base, bias_base, bias_sn, dbias_base, dbias_sn, k_ss, v_ss, slope, scale,
+                cap, key, drop_threshold, drop_factor, BLOCK_N, D, D_WIDTH, DV, DV_WIDTH, True, SOFTCAP, DROPOUT, TMA,
+                PRECISION, dalibi_out is not None,
+            )  # fmt: skip
+
+    dq = dq * softmax_scale
+    store_rows(dq_out + b64 * dq_sb + h * dq_sh, dq, row0, rows, dq_ss, BLOCK_M, D, D_WIDTH, ADD)
+    if dalibi_out is not None:
+        at = dalibi_out + b64 * dalibi_sb + h * dalibi_sh + x
+        if ADD:
+            dalibi += tl.load(at, mask=row_exists, other=0.0)
+        tl.store(at, dalibi, mask=row_exists)
