@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 import ringattn
-from ringattn import budget as budgets
+from ringattn.budget import Budget, error
 from ringattn.launch.session import Session, describe, machine, open_session, parse, table, write_json
 
 LAYOUTS = ("contiguous", "striped", "zigzag", "balanced")
@@ -35,7 +35,7 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, 
 OPTIONS = ("softmax_scale", "softcap", "sinks", "alibi_slopes", "key_bias", "bias", "dropout", "deterministic")
 SEQUENCE_DIM = {"q": 1, "k": 1, "v": 1, "o": 1, "lse": 2, "key_bias": 1, "bias": 2}
 """The dim that is sharded; tensors that are not named here are whole on every rank."""
-Standard = dict[str, tuple[Tensor, float]]
+Standard = dict[str, tuple[Tensor, Budget]]
 """Per tensor: its fp64 definition on the whole sequence, and the error it may have."""
 
 
@@ -282,22 +282,35 @@ def _local(x: Tensor, name: str, sharding: ringattn.Sharding) -> Tensor:
     return x if dim is None else sharding.shard(x, dim=dim)
 
 
-def compare(found: Tensor, exact: Tensor, budget: float) -> tuple[float, float]:
-    """Error and error / budget of a tensor; infinite where one is -inf or NaN and the other is not."""
-    error = budgets.error(found, exact)
-    return error, error / budget if budget > 0 else (0.0 if error == 0 else float("inf"))
+def whole(found: dict[str, Tensor], sharding: ringattn.Sharding, session: Session) -> dict[str, Tensor]:
+    """Every rank's rows put together; what is replicated (sinks, slopes) has its shares summed."""
+    joined = {}
+    for name, x in found.items():
+        dim = SEQUENCE_DIM.get(name, SEQUENCE_DIM.get(name.removeprefix("d")))
+        joined[name] = session.sum(x) if dim is None else sharding.unshard(x, dim=dim)
+    return joined
 
 
 def examine(
-    case: Case, layout: str, ring: ringattn.Ring, inputs: dict[str, Tensor], standard: Standard, args: CheckArgs
+    case: Case,
+    layout: str,
+    ring: ringattn.Ring,
+    inputs: dict[str, Tensor],
+    standard: Standard,
+    args: CheckArgs,
+    session: Session,
 ) -> Finding:
     """Solves one case in one layout and holds the answer against the definition."""
     finding = Finding(case, layout)
     found, sharding = solve(case, layout, ring, inputs, args.seed, args.impl)
-    for name, x in found.items():
+    for name, x in whole(found, sharding, session).items():
         exact, budget = standard[name]
-        finding.budgets[name] = budget
-        finding.errors[name], finding.ratios[name] = compare(x, _local(exact, name, sharding), budget)
+        finding.budgets[name] = budget.largest
+        finding.ratios[name] = budget.ratio(x, exact)
+        if name.removeprefix("d") in SEQUENCE_DIM:
+            finding.errors[name] = error(found[name], _local(exact, name, sharding))
+        else:
+            finding.errors[name] = error(x, exact)
     if "deterministic" in case.options:
         again, _ = solve(case, layout, ring, inputs, args.seed, args.impl)
         same = all(torch.equal(again[name], x) for name, x in found.items())
@@ -345,7 +358,7 @@ def run_cases(session: Session, cases: Sequence[Case], args: CheckArgs) -> tuple
         standard = make_standard(case, inputs, args.seed)
         for layout in case.layouts:
             try:
-                findings.append(examine(case, layout, ring, inputs, standard, args))
+                findings.append(examine(case, layout, ring, inputs, standard, args, session))
             except (ValueError, NotImplementedError) as refusal:
                 findings.append(Finding(case, layout, broken=f"{type(refusal).__name__}: {refusal}"))
             except Exception:
@@ -361,7 +374,7 @@ def make_standard(case: Case, inputs: dict[str, Tensor], seed: int) -> Standard:
     """The fp64 definition of every tensor of a case, and the error it may have."""
     exact = define(case, inputs, seed, torch.float64)
     rounded = define(case, inputs, seed, DTYPES[case.dtype])
-    return {name: (x, budgets.error_budget(x, rounded[name])) for name, x in exact.items()}
+    return {name: (x, Budget.of(x, rounded[name])) for name, x in exact.items()}
 
 
 @dataclass(frozen=True)
@@ -388,13 +401,14 @@ def agree(session: Session, findings: Sequence[Finding], skipped: Sequence[tuple
     rows = []
     for index, finding in enumerate(findings):
         ratios: dict[str, float] = {}
-        worst = (-1.0, "", 0)
-        for rank, (of_rank, _, broken) in enumerate(one[index] for one in said):
+        worst = (-1.0, 0.0, "", 0)
+        for rank, (of_rank, errors, broken) in enumerate(one[index] for one in said):
             for tensor, ratio in (of_rank if broken is None else {"answer": float("inf")}).items():
                 ratio = float("inf") if ratio != ratio else ratio
                 ratios[tensor] = max(ratios.get(tensor, 0.0), ratio)
-                worst = max(worst, (ratio, tensor, rank))
-        ratio, tensor, rank = worst
+                # ranks share the ratio of the whole tensor; the one with the largest error is named
+                worst = max(worst, (ratio, errors.get(tensor, 0.0), tensor, rank))
+        ratio, _, tensor, rank = worst
         row = {
             "case": finding.case.name,
             "dtype": finding.case.dtype,

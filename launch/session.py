@@ -22,6 +22,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 Args = TypeVar("Args")
 
@@ -64,6 +65,13 @@ class Session:
         tensor = torch.tensor(clean, dtype=torch.float64, device=self.device)
         dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
         return tensor.tolist()
+
+    def sum(self, x: Tensor) -> Tensor:
+        """The sum of every rank's tensor."""
+        if self.world_size > 1:
+            x = x.clone()
+            dist.all_reduce(x)
+        return x
 
     def gather(self, value: Any) -> list[Any]:
         """What every rank says, in rank order, on every rank."""

@@ -5,6 +5,7 @@ Owns the contract that users read. Refuses to know how a ring works: it only des
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -121,7 +122,7 @@ def ring_attention(
     )[0]
 
 
-def ring_attention_with_lse(  # noqa: D417
+def ring_attention_with_lse(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -161,10 +162,14 @@ def ring_attention_with_lse(  # noqa: D417
     q, k, v = (_autocast(x) for x in (q, k, v))
     if bias is not None:
         bias = bias.expand(q.shape[0], q.shape[2], q.shape[1], (kv_sharding or sharding).seq_len)
+    scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
+    for name, value in (("softmax_scale", scale), ("softcap", softcap), ("dropout_p", dropout_p)):
+        if not math.isfinite(value):
+            raise ValueError(f"{name} must be finite, got {value}")
     call = describe(
         sharding,
         kv_sharding,
-        softmax_scale=q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale,
+        softmax_scale=scale,
         causal=causal,
         window=window,
         prefix_len=prefix_len,
@@ -180,6 +185,11 @@ def ring_attention_with_lse(  # noqa: D417
 
 def _autocast(x: Tensor) -> Tensor:
     kind = x.device.type
-    if torch.is_autocast_enabled(kind) and x.is_floating_point() and x.dtype != torch.float64:
+    if (
+        torch.amp.is_autocast_available(kind)
+        and torch.is_autocast_enabled(kind)
+        and x.is_floating_point()
+        and x.dtype != torch.float64
+    ):
         return x.to(torch.get_autocast_dtype(kind))
     return x

@@ -48,7 +48,7 @@ def ring_attention_op(
     ring: str,
     call: str,
 ) -> tuple[Tensor, Tensor]:
-    """o `b s h dv` and lse `b h s` of this rank's rows; arguments as in `ring_attention`, ring and call as text."""
+    """O `b s h dv` and lse `b h s` of this rank's rows; arguments as in `ring_attention`, ring and call as text."""
     extras = {"sinks": sinks, "alibi_slopes": alibi_slopes, "key_bias": key_bias, "bias": bias}
     with torch.autocast(q.device.type, enabled=False):
         here, decoded, kernels, score = _resolve(q, k, v, extras, dropout_seed, ring, call)
@@ -104,7 +104,7 @@ def ring_attention_backward_op(
 
 
 def _rows(x: Tensor) -> Tensor:
-    """x with a contiguous last dimension, which is all that kernels ask of strides."""
+    """X with a contiguous last dimension, which is all that kernels ask of strides."""
     return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
 
 
@@ -164,7 +164,21 @@ def _backward(ctx: Any, do: Tensor | None, dlse: Tensor | None) -> tuple[Tensor 
     q, k, v, sinks, alibi_slopes, key_bias, bias, o, lse = ctx.saved_tensors
     grads = iter(
         torch.ops.ringattn.backward(
-            do, dlse, q, k, v, o, lse, sinks, alibi_slopes, key_bias, bias, ctx.dropout_seed, ctx.ring, ctx.call, ctx.wanted
+            do,
+            dlse,
+            q,
+            k,
+            v,
+            o,
+            lse,
+            sinks,
+            alibi_slopes,
+            key_bias,
+            bias,
+            ctx.dropout_seed,
+            ctx.ring,
+            ctx.call,
+            ctx.wanted,
         )
     )
     qkv = [next(grads) for _ in range(3)]
@@ -182,7 +196,9 @@ def _forward_flops(q_shape: Any, k_shape: Any, v_shape: Any, *args: Any, out_sha
     return 2 * call.pairs(q_shape[0]) * q_shape[2] * (q_shape[3] + v_shape[3])
 
 
-def _backward_flops(do_shape: Any, dlse_shape: Any, q_shape: Any, k_shape: Any, v_shape: Any, *args: Any, **kwargs: Any) -> int:
+def _backward_flops(
+    do_shape: Any, dlse_shape: Any, q_shape: Any, k_shape: Any, v_shape: Any, *args: Any, **kwargs: Any
+) -> int:
     """Five products per visible pair and head: three of width d, two of width dv."""
     del do_shape, dlse_shape, k_shape, kwargs
     ring, text = args[-3:-1]
@@ -192,4 +208,3 @@ def _backward_flops(do_shape: Any, dlse_shape: Any, q_shape: Any, k_shape: Any, 
 
 register_flop_formula(torch.ops.ringattn.forward)(_forward_flops)
 register_flop_formula(torch.ops.ringattn.backward)(_backward_flops)
-

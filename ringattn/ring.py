@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _resolve_process_group
 
+from ringattn.call import parse
 from ringattn.layout import make_shards
 from ringattn.sharding import Sharding
 from ringattn.transport.base import Buffers, NoTransport, Seat
@@ -38,7 +39,9 @@ def find_ring(name: str) -> Ring:
     """The living ring of that name."""
     ring = _RINGS.get(name)
     if ring is None:
-        raise RuntimeError(f"the ring {name!r} is gone; keep the Ring or its Sharding alive as long as its results are used")
+        raise RuntimeError(
+            f"the ring {name!r} is gone; keep the Ring or its Sharding alive as long as its results are used"
+        )
     return ring
 
 
@@ -86,7 +89,9 @@ class Ring:
         self.rank = 0 if group is None else dist.get_rank(group)
         self.world_size = 1 if group is None else dist.get_world_size(group)
         if self.rank < 0:
-            raise ValueError("this process must be a member of the group, got a group without it; make the Ring on members only")
+            raise ValueError(
+                "this process must be a member of the group, got a group without it; make the Ring on members only"
+            )
         self.impl = impl
         # every rank counts its rings per group, so equal rings have equal names
         self.name = f"{self._group_name}#{_COUNTS[self._group_name]}"
@@ -94,9 +99,7 @@ class Ring:
         alone = self.world_size == 1
         transport = NoTransport() if alone else ProcessGroupTransport(self._group_name, self.rank)
         self.seat = Seat(self.rank, self.world_size, transport, Buffers())
-        self._agreement = (
-            None if alone else Agreement(self._group_name, self.rank, self.world_size, self.name, timeout)
-        )
+        self._agreement = None if alone else Agreement(self._group_name, self.rank, self.world_size, self.name, timeout)
         self._agreed: set[str] = set()
         _RINGS[self.name] = self
 
@@ -158,7 +161,7 @@ class Ring:
         if known:
             return
         if self._agreement is not None:
-            texts = self._agreement.compare(json.dumps({"call": call, "tensors": _without_rows(tensors)}))
+            texts = self._agreement.compare(json.dumps({**parse(call), "tensors": _without_rows(tensors)}))
             _raise_differences([json.loads(text) for text in texts])
             self._warm_up(next(x.device for x in tensors if x is not None))
         self._agreed.add(here + call)
@@ -208,7 +211,9 @@ def _raise_differences(records: list[dict[str, Any]]) -> None:
         return
     usual, odd = json.loads(common), records[differing[0]]
     parts = [
-        f"{key}: {usual[key]} on most ranks, {odd[key]} on ring rank {differing[0]}" for key in usual if usual[key] != odd[key]
+        f"{key}: {usual[key]} on most ranks, {odd[key]} on ring rank {differing[0]}"
+        for key in usual
+        if usual[key] != odd[key]
     ]
     raise ValueError(
         f"all ranks must make the same call, got a different one on ring ranks {differing} ({'; '.join(parts)}); "
@@ -244,4 +249,3 @@ class _Gather(torch.autograd.Function):
             dist.all_reduce(whole, group=_resolve_process_group(ctx.group_name))
             mine = whole.split([grad.shape[ctx.dim] for grad in grads], ctx.dim)[ctx.rank]
         return mine, None, None, None, None
-

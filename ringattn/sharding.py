@@ -6,10 +6,10 @@ and masks other than the documents of the batch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cached_property
 from itertools import accumulate, pairwise
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -17,8 +17,16 @@ from torch import Tensor
 from ringattn.layout import LAYOUTS, Run, Shard, check_sizes, make_shards, shard_len
 from ringattn.visibility import check_documents
 
-Gather = Callable[[Tensor, int], list[Tensor]]
-"""Every rank's local tensor, in rank order, from mine and the sharded dim; lengths along the dim may differ by rank."""
+
+class Gathering(Protocol):
+    """What a sharding needs of the ring that made it."""
+
+    name: str
+    impl: str
+
+    def gather(self, x: Tensor, dim: int, lengths: Sequence[int]) -> list[Tensor]:
+        """Every rank's tensor, in rank order; lengths along dim differ by rank."""
+        ...
 
 
 class Sharding:
@@ -32,8 +40,11 @@ class Sharding:
         shards: Every rank's shard; together they hold every position once.
         rank: This rank.
         documents: Cumulative boundaries (0, ..., seq_len) of packed documents; None: one document.
-        gather: Collects every rank's local tensor; needed by `unshard` in a ring of more than one rank.
+        ring: The ring that made it; needed by `unshard` among several ranks, and by attention.
         device: Where `positions` lives; None: the CPU.
+
+    Attributes:
+        text: `spec` as a Python literal: equal on all ranks.
 
     Raises:
         ValueError: The shards do not hold every position exactly once, or an argument is out of range.
@@ -55,7 +66,7 @@ class Sharding:
         rank: int,
         documents: Sequence[int] | None = None,
         *,
-        gather: Gather | None = None,
+        ring: Gathering | None = None,
         device: torch.device | str | None = None,
     ) -> None:
         check_sizes(seq_len, len(shards))
@@ -72,9 +83,10 @@ class Sharding:
         self._shards = tuple(shards)
         self._rank = rank
         self._documents = None if documents is None else tuple(documents)
-        self._gather = gather
+        self._ring = ring
         self._device = torch.device("cpu" if device is None else device)
         _check_partition(self._shards, seq_len)
+        self.text = repr(self.spec)
 
     @property
     def seq_len(self) -> int:
@@ -105,6 +117,19 @@ class Sharding:
     def world_size(self) -> int:
         """Ranks of the ring."""
         return len(self._shards)
+
+    @property
+    def ring(self) -> Gathering:
+        """The ring that made this sharding.
+
+        Raises:
+            RuntimeError: It was made without one.
+        """
+        if self._ring is None:
+            raise RuntimeError(
+                "a sharding must be made by a ring to attend with it, got one without; use Ring.sharding"
+            )
+        return self._ring
 
     @property
     def device(self) -> torch.device:
@@ -166,12 +191,12 @@ class Sharding:
             )
         if self.world_size == 1:
             return self.assemble([x_local], dim)
-        if self._gather is None:
+        if self._ring is None:
             raise RuntimeError(
                 f"unshard must reach the other {self.world_size - 1} ranks, got a sharding without a ring; "
                 "make it with Ring.sharding, or pass all parts to assemble"
             )
-        return self.assemble(self._gather(x_local, dim), dim)
+        return self.assemble(self._ring.gather(x_local, dim, self.shard_lens), dim)
 
     def assemble(self, parts: Sequence[Tensor], dim: int = 1) -> Tensor:
         """The whole tensor from the local tensors of all ranks, in rank order; pure and differentiable.
@@ -207,37 +232,43 @@ class Sharding:
     def spec(self) -> tuple[Any, ...]:
         """The content as nested tuples of primitives (JSON-able, hashable); `from_spec` makes an equal sharding of it.
 
-        (seq_len, layout, world_size, rank, documents, shards): shards is None where the layout's name says it all.
+        (seq_len, layout, world_size, documents, shards): shards is None where the layout's name says it all. The rank is
+        not part of it: all ranks have the same text.
         """
         shards = None
         if self._layout == "balanced" or self._shards != make_shards(self._layout, self._seq_len, self.world_size):
             shards = tuple(tuple((run.start, run.stride, run.length) for run in shard) for shard in self._shards)
-        return self._seq_len, self._layout, self.world_size, self._rank, self._documents, shards
+        return self._seq_len, self._layout, self.world_size, self._documents, shards
+
+    @property
+    def _content(self) -> tuple[Any, ...]:
+        return self._rank, self.spec
 
     @classmethod
     def from_spec(
-        cls, spec: Sequence[Any], *, gather: Gather | None = None, device: torch.device | str | None = None
+        cls, spec: Sequence[Any], rank: int, *, ring: Gathering | None = None, device: torch.device | str | None = None
     ) -> Sharding:
         """The sharding that `spec` describes; lists serve as well as tuples, so a spec survives JSON.
 
         Args:
-            spec: What `Sharding.spec` gave.
-            gather: As in the constructor.
+            spec: What `Sharding.spec` gave, on any rank.
+            rank: This rank.
+            ring: As in the constructor.
             device: As in the constructor.
         """
-        seq_len, layout, world_size, rank, documents, runs = spec
+        seq_len, layout, world_size, documents, runs = spec
         if runs is None:
             shards = make_shards(layout, seq_len, world_size)
         else:
             shards = tuple(tuple(Run(*run) for run in shard) for shard in runs)
-        return cls(seq_len, layout, shards, rank, documents, gather=gather, device=device)
+        return cls(seq_len, layout, shards, rank, documents, ring=ring, device=device)
 
     def __eq__(self, other: object) -> bool:
-        return self is other or (isinstance(other, Sharding) and self.spec == other.spec)
+        return self is other or (isinstance(other, Sharding) and self._content == other._content)
 
     @cached_property
     def _hash(self) -> int:
-        return hash(self.spec)
+        return hash(self._content)
 
     def __hash__(self) -> int:
         return self._hash

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
-from ringattn.budget import error, error_budget
+from ringattn.budget import Budget, error
 
 
 def assert_within_budget(
-    actual: Tensor, exact_fp64: Tensor, low_precision: Tensor, name: str, *, unit: float = 1.0
+    actual: Tensor, exact_fp64: Tensor, low_precision: Tensor, name: str, dtype: torch.dtype | None = None
 ) -> None:
     """Fails unless `actual` is as close to the exact answer as Note [Budget] asks.
 
@@ -17,8 +18,8 @@ def assert_within_budget(
         exact_fp64: The exact answer.
         low_precision: A plain low-precision computation from the same inputs.
         name: Said in the failure.
-        unit: Factor on the budget. For fp64 results no lower precision is at hand: pass an fp32 `low_precision` and the
-            ratio of both machine epsilons.
+        dtype: The dtype under test, where it is wider than that of `low_precision`.
     """
-    found, allowed = error(actual, exact_fp64), unit * error_budget(exact_fp64, low_precision)
-    assert found <= allowed, f"{name} must be within {allowed:.3e} of the exact answer, got {found:.3e}"
+    budget = Budget.of(exact_fp64, low_precision, dtype)
+    ratio = budget.ratio(actual, exact_fp64)
+    assert ratio <= 1, f"{name} uses {ratio:.2f} of {budget}: largest error {error(actual, exact_fp64):.3e}"

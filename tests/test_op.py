@@ -10,11 +10,12 @@ from typing import Any
 
 import pytest
 import torch
-from ringattn import Ring, ring_attention, ring_attention_with_lse
 from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from torch.utils.flop_counter import FlopCounterMode
 
+from ringattn import Ring, ring_attention, ring_attention_with_lse
 from tests.pool import Pools
 
 ROOT = Path(__file__).parent.parent
@@ -39,7 +40,9 @@ def opcheck() -> None:
 
     q, k, v = qkv(sharding.shard_len)
     with Record():
-        ring_attention(q, k, v, sharding, causal=True, sinks=torch.zeros(4), key_bias=torch.zeros(1, sharding.shard_len))
+        ring_attention(
+            q, k, v, sharding, causal=True, sinks=torch.zeros(4), key_bias=torch.zeros(1, sharding.shard_len)
+        )
     _, _, _, *rest = recorded[0]
     torch.library.opcheck(torch.ops.ringattn.forward.default, (q, k, v, *rest))
 
@@ -79,8 +82,10 @@ def test_compiling_a_block_with_the_ring_in_one_graph_changes_nothing(pool: Pool
 def test_compiled_calls_of_equal_shape_do_not_compile_again() -> None:
     torch._dynamo.reset()
     sharding = Ring().sharding(12)
-    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
-    compiled = torch.compile(lambda q, k, v: ring_attention(q, k, v, sharding, causal=True), fullgraph=True, backend=counter)
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(
+        lambda q, k, v: ring_attention(q, k, v, sharding, causal=True), fullgraph=True, backend=counter
+    )
     for _ in range(3):
         compiled(*qkv(12)).sum().backward()
     assert counter.frame_count == 1

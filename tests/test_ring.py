@@ -11,15 +11,15 @@ import torch
 import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
+
 from ringattn import Ring, attention_reference, ring_attention, ring_attention_with_lse, simulate_ring
-from ringattn.budget import budget_ratio
 from ringattn.layout import make_shards
 from ringattn.schedule import make_plan
 from ringattn.visibility import Visibility
-from torch import Tensor
-
+from tests.budget import assert_within_budget
 from tests.cases import Attention
-from tests.pool import Pools, RankError
+from tests.pool import Pools
 
 LAYOUTS = ("contiguous", "striped", "zigzag", "balanced")
 ROW_DIMS = {"q": 1, "k": 1, "v": 1, "key_bias": 1, "bias": 2}
@@ -83,9 +83,7 @@ def simulate(case: Attention, layout: str, world_size: int, backward: str = "aut
 def define(case: Attention, dtype: torch.dtype) -> dict[str, Tensor]:
     """The definition in the given dtype, by plain autograd."""
     leaves = {name: x.to(dtype).requires_grad_() for name, x in case.tensors().items()}
-    o, lse = attention_reference(
-        **leaves, documents=case.documents, return_lse=True, **case.mask, **case.options
-    )
+    o, lse = attention_reference(**leaves, documents=case.documents, return_lse=True, **case.mask, **case.options)
     do, dlse = case.cotangents()
     grads = torch.autograd.grad((o, lse), list(leaves.values()), (do.to(o.dtype), dlse.to(lse.dtype)))
     return {"o": o.detach(), "lse": lse.detach()} | {"d" + name: g for name, g in zip(leaves, grads, strict=True)}
@@ -96,12 +94,15 @@ class Standard:
 
     def __init__(self, case: Attention) -> None:
         self.case = case
-        self.exact, self.low = define(case, torch.float64), define(case, case.dtype)
+        self.exact, self.low = (
+            define(case, torch.float64),
+            define(case, min(case.dtype, torch.float32, key=lambda d: d.itemsize)),
+        )
 
     def check(self, found: dict[str, Tensor]) -> None:
         assert found.keys() == self.exact.keys()
         for name, exact in self.exact.items():
-            assert budget_ratio(found[name], exact, self.low[name]) <= 1, f"{name} of {self.case}"
+            assert_within_budget(found[name], exact, self.low[name], f"{name} of {self.case}", self.case.dtype)
 
 
 CASES = {
@@ -146,7 +147,9 @@ def test_the_simulated_ring_is_attention_at_every_world_size(name: str, world_si
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
 def test_errors_do_not_grow_with_the_number_of_ranks(dtype: torch.dtype) -> None:
-    case = Attention(seq_len=64, num_heads=4, num_kv_heads=2, head_dim=32, v_head_dim=32, dtype=dtype, mask={"causal": True})
+    case = Attention(
+        seq_len=64, num_heads=4, num_kv_heads=2, head_dim=32, v_head_dim=32, dtype=dtype, mask={"causal": True}
+    )
     standard = Standard(case)
     for world_size in (1, 2, 4, 8):
         standard.check(simulate(case, "zigzag", world_size))
@@ -260,12 +263,11 @@ def refuse(kind: str) -> None:
 @pytest.mark.dist
 @pytest.mark.parametrize("kind", ["mask", "dtype", "rows", "heads", "mixed"])
 def test_disagreeing_ranks_all_refuse_and_name_the_odd_one(pool: Pools, kind: str) -> None:
-    with pytest.raises(RankError) as caught:
+    with pytest.raises(ValueError, match="must") as caught:
         pool(3).run(refuse, kind)
-    text = str(caught.value)
-    assert text.count("ValueError: ") >= 3, text
-    assert "ring rank" in text
-    assert "[1]" in text or "ring rank 1 refused" in text
+    every_rank = str(caught.value.__cause__)
+    assert every_rank.count("ValueError: ") >= 3
+    assert "ring ranks [1]" in every_rank or "ring rank 1 refused" in every_rank
 
 
 def absent() -> None:
@@ -278,7 +280,7 @@ def absent() -> None:
 
 @pytest.mark.dist
 def test_a_missing_rank_is_named(pool: Pools) -> None:
-    with pytest.raises(RankError, match=r"ring ranks \[1\] did not make this attention call"):
+    with pytest.raises(RuntimeError, match=r"ring ranks \[1\] did not make this attention call"):
         pool(3).run(absent)
 
 

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from ringattn.kernels.portable.scores import LOG2E, dropout_key, kept, score
-from ringattn.kernels.portable.tiles import load_rows, reduce_bounds, store_rows, swizzle, tile_ranges
+from ringattn.kernels.portable.tiles import load_bounds, load_rows, reduce_bounds, store_rows, swizzle, tile_ranges
 
 
 @triton.jit(do_not_specialize=["dlse_sb", "dlse_sh", "rows", "num_heads"])
@@ -38,7 +38,7 @@ def delta_kernel(
 
 @triton.jit
 def _log2_lse(lse, x, mask, MASKED: tl.constexpr):
-    """lse in log2 units; rows that saw nothing, and rows that are not there, get +inf: all their weights are 0."""
+    """Lse in log2 units; rows that saw nothing, and rows that are not there, get +inf: all their weights are 0."""
     if MASKED:
         value = tl.load(lse + x, mask=mask, other=float("-inf"))
     else:
@@ -48,9 +48,9 @@ def _log2_lse(lse, x, mask, MASKED: tl.constexpr):
 
 @triton.jit
 def _keys_step(
-    dk, dv, dkey_bias, k_tile, v_tile, q, do, lse, delta, b, h, row, index, end, start, stride, lo, hi, k_pos, key_exists,
-    key_bias_tile, bias, bias_ss, q_ss, do_ss, slope, scale, cap, key, drop_threshold, drop_factor,
-    BLOCK_M: tl.constexpr, D: tl.constexpr, D_WIDTH: tl.constexpr, DV: tl.constexpr, DV_WIDTH: tl.constexpr,
+    dk, dv, dkey_bias, k_tile, v_tile, q, do, lse, delta, b, h, row, index, end, start, stride, lo_ptr, hi_ptr, row0, rows, k_pos,
+    key_exists, key_bias_tile, bias, bias_ss, q_ss, do_ss, slope, scale, cap, key, drop_threshold, drop_factor,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, D: tl.constexpr, D_WIDTH: tl.constexpr, DV: tl.constexpr, DV_WIDTH: tl.constexpr,
     MASKED: tl.constexpr, SOFTCAP: tl.constexpr, DROPOUT: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
     WANT_KEY_BIAS: tl.constexpr,
 ):  # fmt: skip
@@ -71,6 +71,7 @@ def _keys_step(
     )
     p = tl.exp2(s - lse2[None, :])
     if MASKED:
+        lo, hi = load_bounds(lo_ptr, hi_ptr, row0, rows, BLOCK_N)
         visible = (q_pos[None, :] >= lo[:, None]) & (q_pos[None, :] < hi[:, None])
         p = tl.where(visible, p, 0.0)
     do_tile = load_rows(do, b, h, row, row - index + end, do_ss, BLOCK_M, DV, DV_WIDTH, MASKED, TMA)
@@ -121,8 +122,9 @@ def keys_kernel(
     b64 = b.to(tl.int64)
     y = row0 + tl.arange(0, BLOCK_N)
     key_exists = y < rows
-    lo = tl.load(lo_ptr + b64 * lo_sb + y, mask=key_exists, other=0)
-    hi = tl.load(hi_ptr + b64 * hi_sb + y, mask=key_exists, other=0)
+    lo_ptr += b64 * lo_sb
+    hi_ptr += b64 * hi_sb
+    lo, hi = load_bounds(lo_ptr, hi_ptr, row0, rows, BLOCK_N)
     any_lo, any_hi, full_lo, full_hi = reduce_bounds(lo, hi, key_exists)
     if ADD:
         if any_lo >= any_hi:
@@ -166,8 +168,9 @@ def keys_kernel(
                     index = first + i * BLOCK_M
                     dk, dv, dkey_bias = _keys_step(
                         dk, dv, dkey_bias, k_tile, v_tile, q_base, do_base, lse_base, delta_base, b, h, offset + index, index,
-                        end, start, stride, lo, hi, k_pos, key_exists, key_bias_tile, bias_base, bias_ss, q_ss, do_ss, slope,
-                        scale, cap, key, drop_threshold, drop_factor, BLOCK_M, D, D_WIDTH, DV, DV_WIDTH, False, SOFTCAP,
+                        end, start, stride, lo_ptr, hi_ptr, row0, rows, k_pos, key_exists, key_bias_tile, bias_base, bias_ss, q_ss,
+                        do_ss, slope,
+                        scale, cap, key, drop_threshold, drop_factor, BLOCK_M, BLOCK_N, D, D_WIDTH, DV, DV_WIDTH, False, SOFTCAP,
                         DROPOUT, TMA, PRECISION, dkey_bias_out is not None,
                     )  # fmt: skip
                 for j in tl.range(0, head_end + count - tail):
@@ -175,8 +178,9 @@ def keys_kernel(
                     index = first + i * BLOCK_M
                     dk, dv, dkey_bias = _keys_step(
                         dk, dv, dkey_bias, k_tile, v_tile, q_base, do_base, lse_base, delta_base, b, h, offset + index, index,
-                        end, start, stride, lo, hi, k_pos, key_exists, key_bias_tile, bias_base, bias_ss, q_ss, do_ss, slope,
-                        scale, cap, key, drop_threshold, drop_factor, BLOCK_M, D, D_WIDTH, DV, DV_WIDTH, True, SOFTCAP,
+                        end, start, stride, lo_ptr, hi_ptr, row0, rows, k_pos, key_exists, key_bias_tile, bias_base, bias_ss, q_ss,
+                        do_ss, slope,
+                        scale, cap, key, drop_threshold, drop_factor, BLOCK_M, BLOCK_N, D, D_WIDTH, DV, DV_WIDTH, True, SOFTCAP,
                         DROPOUT, TMA, PRECISION, dkey_bias_out is not None,
                     )  # fmt: skip
 
@@ -189,9 +193,9 @@ def keys_kernel(
 
 @triton.jit
 def _rows_step(
-    dq, dalibi, q_tile, do_tile, lse2, delta_i, k, v, b, h_kv, row, index, end, start, stride, lo, hi, q_pos, row_exists,
-    key_bias, bias, bias_sn, dbias, dbias_sn, k_ss, v_ss, slope, scale, cap, key, drop_threshold, drop_factor,
-    BLOCK_N: tl.constexpr, D: tl.constexpr, D_WIDTH: tl.constexpr, DV: tl.constexpr, DV_WIDTH: tl.constexpr,
+    dq, dalibi, q_tile, do_tile, lse2, delta_i, k, v, b, h_kv, row, index, end, start, stride, lo_ptr, hi_ptr, row0, rows, q_pos,
+    row_exists, key_bias, bias, bias_sn, dbias, dbias_sn, k_ss, v_ss, slope, scale, cap, key, drop_threshold, drop_factor,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, D: tl.constexpr, D_WIDTH: tl.constexpr, DV: tl.constexpr, DV_WIDTH: tl.constexpr,
     MASKED: tl.constexpr, SOFTCAP: tl.constexpr, DROPOUT: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
     WANT_ALIBI: tl.constexpr,
 ):  # fmt: skip
@@ -214,6 +218,7 @@ def _rows_step(
     p = tl.exp2(s - lse2[:, None])
     visible = row_exists[:, None]
     if MASKED:
+        lo, hi = load_bounds(lo_ptr, hi_ptr, row0, rows, BLOCK_M)
         visible = (k_pos[None, :] >= lo[:, None]) & (k_pos[None, :] < hi[:, None]) & inside[None, :]
         p = tl.where(visible, p, 0.0)
     v_tile = load_rows(v, b, h_kv, row, row - index + end, v_ss, BLOCK_N, DV, DV_WIDTH, MASKED, TMA)
@@ -248,7 +253,7 @@ def rows_kernel(
     DV_WIDTH: tl.constexpr, ADD: tl.constexpr, SOFTCAP: tl.constexpr, DROPOUT: tl.constexpr, TMA: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """dq (and dalibi, dbias) of BLOCK_M queries of one head; `runs` and num_runs are those of the key side."""
+    """Dq (and dalibi, dbias) of BLOCK_M queries of one head; `runs` and num_runs are those of the key side."""
     tile, head = swizzle(tiles, heads, sweep)
     row0 = (tiles - 1 - tile) * BLOCK_M
     b = head // num_heads
@@ -257,8 +262,9 @@ def rows_kernel(
     b64 = b.to(tl.int64)
     x = row0 + tl.arange(0, BLOCK_M)
     row_exists = x < rows
-    lo = tl.load(lo_ptr + b64 * lo_sb + x, mask=row_exists, other=0)
-    hi = tl.load(hi_ptr + b64 * hi_sb + x, mask=row_exists, other=0)
+    lo_ptr += b64 * lo_sb
+    hi_ptr += b64 * hi_sb
+    lo, hi = load_bounds(lo_ptr, hi_ptr, row0, rows, BLOCK_M)
     any_lo, any_hi, full_lo, full_hi = reduce_bounds(lo, hi, row_exists)
     if ADD:
         if any_lo >= any_hi:
@@ -303,8 +309,8 @@ def rows_kernel(
             index = first + i * BLOCK_N
             dq, dalibi = _rows_step(
                 dq, dalibi, q_tile, do_tile, lse2, delta_i, k_base, v_base, b, h_kv, offset + index, index, end, start, stride,
-                lo, hi, q_pos, row_exists, key_bias_base, bias_base, bias_sn, dbias_base, dbias_sn, k_ss, v_ss, slope, scale,
-                cap, key, drop_threshold, drop_factor, BLOCK_N, D, D_WIDTH, DV, DV_WIDTH, False, SOFTCAP, DROPOUT, TMA,
+                lo_ptr, hi_ptr, row0, rows, q_pos, row_exists, key_bias_base, bias_base, bias_sn, dbias_base, dbias_sn, k_ss, v_ss, slope, scale,
+                cap, key, drop_threshold, drop_factor, BLOCK_M, BLOCK_N, D, D_WIDTH, DV, DV_WIDTH, False, SOFTCAP, DROPOUT, TMA,
                 PRECISION, dalibi_out is not None,
             )  # fmt: skip
         for j in tl.range(0, head_end + count - tail):
@@ -312,8 +318,8 @@ def rows_kernel(
             index = first + i * BLOCK_N
             dq, dalibi = _rows_step(
                 dq, dalibi, q_tile, do_tile, lse2, delta_i, k_base, v_base, b, h_kv, offset + index, index, end, start, stride,
-                lo, hi, q_pos, row_exists, key_bias_base, bias_base, bias_sn, dbias_base, dbias_sn, k_ss, v_ss, slope, scale,
-                cap, key, drop_threshold, drop_factor, BLOCK_N, D, D_WIDTH, DV, DV_WIDTH, True, SOFTCAP, DROPOUT, TMA,
+                lo_ptr, hi_ptr, row0, rows, q_pos, row_exists, key_bias_base, bias_base, bias_sn, dbias_base, dbias_sn, k_ss, v_ss, slope, scale,
+                cap, key, drop_threshold, drop_factor, BLOCK_M, BLOCK_N, D, D_WIDTH, DV, DV_WIDTH, True, SOFTCAP, DROPOUT, TMA,
                 PRECISION, dalibi_out is not None,
             )  # fmt: skip
 

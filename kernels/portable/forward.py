@@ -12,15 +12,15 @@ import triton
 import triton.language as tl
 
 from ringattn.kernels.portable.scores import LN2, LOG2E, dropout_key, kept, score
-from ringattn.kernels.portable.tiles import load_rows, reduce_bounds, store_rows, swizzle, tile_ranges
+from ringattn.kernels.portable.tiles import load_bounds, load_rows, reduce_bounds, store_rows, swizzle, tile_ranges
 
 
 @triton.jit
 def _absorb(
-    qk, m_i, l_i, acc, v, b, h_kv, row, index, end, start, stride, lo, hi, q_pos, row_exists,
-    key_bias, bias, bias_sn, v_ss, slope, scale, cap, key, drop_threshold, drop_factor,
-    BLOCK_N: tl.constexpr, DV: tl.constexpr, DV_WIDTH: tl.constexpr, MASKED: tl.constexpr, PLAIN: tl.constexpr,
-    SOFTCAP: tl.constexpr, DROPOUT: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
+    qk, m_i, l_i, acc, v, b, h_kv, row, index, end, start, stride, lo_ptr, hi_ptr, row0, rows, q_pos,
+    row_exists, key_bias, bias, bias_sn, v_ss, slope, scale, cap, key, drop_threshold, drop_factor,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, DV: tl.constexpr, DV_WIDTH: tl.constexpr, MASKED: tl.constexpr,
+    PLAIN: tl.constexpr, SOFTCAP: tl.constexpr, DROPOUT: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One step of the online softmax: q . k of a tile of keys goes into (m_i, l_i, acc)."""
     y = index + tl.arange(0, BLOCK_N)  # row in the run
@@ -36,8 +36,20 @@ def _absorb(
         if bias is not None:
             columns = (k_pos.to(tl.int64) * bias_sn)[None, :]
             bias_tile = tl.load(bias + columns, mask=row_exists[:, None] & inside[None, :], other=0.0)
-        s, _ = score(qk, q_pos[:, None], k_pos[None, :], slope, key_bias_tile, bias_tile, scale, cap, SOFTCAP, PRECISION == "tf32x3")
+        s, _ = score(
+            qk,
+            q_pos[:, None],
+            k_pos[None, :],
+            slope,
+            key_bias_tile,
+            bias_tile,
+            scale,
+            cap,
+            SOFTCAP,
+            PRECISION == "tf32x3",
+        )
     if MASKED:
+        lo, hi = load_bounds(lo_ptr, hi_ptr, row0, rows, BLOCK_M)
         visible = (k_pos[None, :] >= lo[:, None]) & (k_pos[None, :] < hi[:, None]) & inside[None, :]
         s = tl.where(visible, s, float("-inf"))
     if PLAIN:
@@ -88,8 +100,9 @@ def forward_kernel(
     b64 = b.to(tl.int64)
     x = row0 + tl.arange(0, BLOCK_M)
     row_exists = x < rows
-    lo = tl.load(lo_ptr + b64 * lo_sb + x, mask=row_exists, other=0)
-    hi = tl.load(hi_ptr + b64 * hi_sb + x, mask=row_exists, other=0)
+    lo_ptr += b64 * lo_sb
+    hi_ptr += b64 * hi_sb
+    lo, hi = load_bounds(lo_ptr, hi_ptr, row0, rows, BLOCK_M)
     any_lo, any_hi, full_lo, full_hi = reduce_bounds(lo, hi, row_exists)
     if not (FIRST or LAST):
         if any_lo >= any_hi:
@@ -147,15 +160,17 @@ def forward_kernel(
                     qk_next = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
                     m_i, l_i, acc = _absorb(
                         qk, m_i, l_i, acc, v_base, b, h_kv, offset + index - BLOCK_N, index - BLOCK_N, end, start, stride,
-                        lo, hi, q_pos, row_exists, key_bias_base, bias_base, bias_sn, v_ss, slope, scale, cap, key,
-                        drop_threshold, drop_factor, BLOCK_N, DV, DV_WIDTH, False, PLAIN, SOFTCAP, DROPOUT, TMA, PRECISION,
+                        lo_ptr, hi_ptr, row0, rows, q_pos, row_exists, key_bias_base, bias_base, bias_sn, v_ss, slope,
+                    scale, cap, key,
+                        drop_threshold, drop_factor, BLOCK_M, BLOCK_N, DV, DV_WIDTH, False, PLAIN, SOFTCAP, DROPOUT, TMA, PRECISION,
                     )  # fmt: skip
                     qk = qk_next
                 index = first + (tail - 1) * BLOCK_N
                 m_i, l_i, acc = _absorb(
                     qk, m_i, l_i, acc, v_base, b, h_kv, offset + index, index, end, start, stride,
-                    lo, hi, q_pos, row_exists, key_bias_base, bias_base, bias_sn, v_ss, slope, scale, cap, key,
-                    drop_threshold, drop_factor, BLOCK_N, DV, DV_WIDTH, False, PLAIN, SOFTCAP, DROPOUT, TMA, PRECISION,
+                    lo_ptr, hi_ptr, row0, rows, q_pos, row_exists, key_bias_base, bias_base, bias_sn, v_ss, slope,
+                    scale, cap, key,
+                    drop_threshold, drop_factor, BLOCK_M, BLOCK_N, DV, DV_WIDTH, False, PLAIN, SOFTCAP, DROPOUT, TMA, PRECISION,
                 )  # fmt: skip
         else:
             for i in tl.range(head_end, tail):
@@ -164,8 +179,9 @@ def forward_kernel(
                 qk = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
                 m_i, l_i, acc = _absorb(
                     qk, m_i, l_i, acc, v_base, b, h_kv, offset + index, index, end, start, stride,
-                    lo, hi, q_pos, row_exists, key_bias_base, bias_base, bias_sn, v_ss, slope, scale, cap, key,
-                    drop_threshold, drop_factor, BLOCK_N, DV, DV_WIDTH, False, PLAIN, SOFTCAP, DROPOUT, TMA, PRECISION,
+                    lo_ptr, hi_ptr, row0, rows, q_pos, row_exists, key_bias_base, bias_base, bias_sn, v_ss, slope,
+                    scale, cap, key,
+                    drop_threshold, drop_factor, BLOCK_M, BLOCK_N, DV, DV_WIDTH, False, PLAIN, SOFTCAP, DROPOUT, TMA, PRECISION,
                 )  # fmt: skip
         for j in tl.range(0, head_end + count - tail):
             i = tl.where(j < head_end, j, j - head_end + tail)
@@ -174,8 +190,9 @@ def forward_kernel(
             qk = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
             m_i, l_i, acc = _absorb(
                 qk, m_i, l_i, acc, v_base, b, h_kv, offset + index, index, end, start, stride,
-                lo, hi, q_pos, row_exists, key_bias_base, bias_base, bias_sn, v_ss, slope, scale, cap, key,
-                drop_threshold, drop_factor, BLOCK_N, DV, DV_WIDTH, True, PLAIN, SOFTCAP, DROPOUT, TMA, PRECISION,
+                lo_ptr, hi_ptr, row0, rows, q_pos, row_exists, key_bias_base, bias_base, bias_sn, v_ss, slope,
+                    scale, cap, key,
+                drop_threshold, drop_factor, BLOCK_M, BLOCK_N, DV, DV_WIDTH, True, PLAIN, SOFTCAP, DROPOUT, TMA, PRECISION,
             )  # fmt: skip
 
     if LAST:

@@ -36,6 +36,16 @@ def swizzle(tiles, heads, sweep):
 
 
 @triton.jit
+def load_bounds(lo, hi, row, end, ROWS: tl.constexpr):
+    """(lo, hi) of rows row .. row + ROWS - 1; rows from `end` on see nothing.
+
+    Tiles that need a mask load them again: held through the full tiles they would cost registers.
+    """
+    x = row + tl.arange(0, ROWS)
+    return tl.load(lo + x, mask=x < end, other=0), tl.load(hi + x, mask=x < end, other=0)
+
+
+@triton.jit
 def reduce_bounds(lo, hi, exists):
     """(any_lo, any_hi, full_lo, full_hi) of a tile of rows, in global positions.
 
@@ -79,21 +89,26 @@ def load_rows(
     `src` points at row 0 of one head, or is a descriptor over `b h s d` under TMA (which ends at the end of the buffer).
     """
     if TMA:
-        return tl.reshape(src.load([b, h, row, 0]), [ROWS, COLS])
-    x = tl.arange(0, ROWS)[:, None]
-    c = tl.arange(0, COLS)[None, :]
-    ptrs = src + row.to(tl.int64) * stride + (x * stride + c)
-    if GUARD:
-        if WIDTH == COLS:
-            return tl.load(ptrs, mask=x < end - row, other=0.0)
-        return tl.load(ptrs, mask=(x < end - row) & (c < WIDTH), other=0.0)
-    if WIDTH == COLS:
-        return tl.load(ptrs)
-    return tl.load(ptrs, mask=c < WIDTH, other=0.0)
+        tile = tl.reshape(src.load([b, h, row, 0]), [ROWS, COLS])
+    else:
+        x = tl.arange(0, ROWS)[:, None]
+        c = tl.arange(0, COLS)[None, :]
+        ptrs = src + row.to(tl.int64) * stride + (x * stride + c)
+        if GUARD and WIDTH == COLS:
+            tile = tl.load(ptrs, mask=x < end - row, other=0.0)
+        elif GUARD:
+            tile = tl.load(ptrs, mask=(x < end - row) & (c < WIDTH), other=0.0)
+        elif WIDTH == COLS:
+            tile = tl.load(ptrs)
+        else:
+            tile = tl.load(ptrs, mask=c < WIDTH, other=0.0)
+    return tile
 
 
 @triton.jit
-def store_rows(dst, tile, row, end, stride, ROWS: tl.constexpr, COLS: tl.constexpr, WIDTH: tl.constexpr, ADD: tl.constexpr):
+def store_rows(
+    dst, tile, row, end, stride, ROWS: tl.constexpr, COLS: tl.constexpr, WIDTH: tl.constexpr, ADD: tl.constexpr
+):
     """Writes (or under ADD adds) the rows before `end` and the columns before WIDTH of a tile."""
     x = tl.arange(0, ROWS)[:, None]
     c = tl.arange(0, COLS)[None, :]

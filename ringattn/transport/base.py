@@ -58,7 +58,7 @@ class NoTransport:
 
     def post(self, sends: Sequence[Parcel], receives: Sequence[Parcel], what: str) -> Pending:
         """Accepts only empty groups."""
-        assert not sends and not receives, f"a ring of one rank has no peers, yet {what} wants to move tensors"
+        assert not (sends or receives), f"a ring of one rank has no peers, yet {what} wants to move tensors"
         return Done()
 
 
