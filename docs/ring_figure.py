@@ -27,7 +27,7 @@ def block(x: float, y: float, rank: int, text: str, opacity: float = 1.0) -> str
 
 def figure() -> str:
     """The picture as SVG."""
-    center_x, center_y = 200, 165
+    center_x, center_y = 205, 165
     parts = []
     for rank in range(4):
         angle = math.radians(-90 + 90 * rank)
@@ -45,7 +45,7 @@ def figure() -> str:
     parts.append(f'<text x="{center_x}" y="{center_y - 2}">keys and values travel,</text>')
     parts.append(f'<text x="{center_x}" y="{center_y + 17}">queries stay</text>')
     left = 435
-    parts.append(f'<text x="{left + 150}" y="42">on rank 0: one partial per visit, merged as they come</text>')
+    parts.append(f'<text x="{left + 150}" y="42">on rank 0: a partial per visit, merged</text>')
     for step in range(4):
         owner, y = -step % 4, 82 + 44 * step
         parts.append(f'<text class="small" x="{left}" y="{y + 4}">step {step}</text>')
