@@ -136,9 +136,9 @@ def sweep(x: Tensor) -> list[tuple[float, str]]:
     n, vec = x.shape[1], 16 // x.element_size()
     times = {}
     for warps in (4, 8, 16):
-        for vectors in (2, 4, 8):
+        for per_thread in (8, 16, 32):
             for share in (n, 1 << 14, 1 << 15, 1 << 16, 1 << 17):
-                lanes = 32 * warps * vectors
+                lanes = 32 * warps * per_thread // vec
                 if share > n or lanes * vec * 2 > share:
                     continue
                 how = softmax_triton.Launch(rows=1, lanes=lanes, vec=vec, splits=n // share, warps=warps)
