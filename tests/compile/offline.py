@@ -102,7 +102,9 @@ def compile_kernel(
     options: dict[str, Any] = {"num_warps": config.num_warps, "num_stages": config.num_stages}
     if config.maxnreg is not None:
         options["maxnreg"] = config.maxnreg
-    compiled = triton.compile(ASTSource(fn, signature, known, attributes), target=GPUTarget("cuda", arch, 32), options=options)
+    compiled = triton.compile(
+        ASTSource(fn, signature, known, attributes), target=GPUTarget("cuda", arch, 32), options=options
+    )
     ptx = compiled.asm["ptx"]
     if dump is not None:
         os.makedirs(dump, exist_ok=True)

@@ -58,7 +58,15 @@ def keep_mask(seed: int, dropout_p: float, b: int, h: int, num_heads: int, i: Te
 
 
 def attend(
-    q: Tensor, k: Tensor, v: Tensor, q_pos: Tensor, k_pos: Tensor, lo: Tensor, hi: Tensor, score: Score, sinks: Tensor | None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    q_pos: Tensor,
+    k_pos: Tensor,
+    lo: Tensor,
+    hi: Tensor,
+    score: Score,
+    sinks: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """o `b s h dv` and lse `b h s`; differentiable in q, k, v and in the tensors of the score."""
     batch, s, h, _ = q.shape

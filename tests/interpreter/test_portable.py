@@ -46,7 +46,9 @@ def whole(n: int) -> Runs:
 def pack(*runs: tuple[int, int, int]) -> Runs:
     """Runs (start, stride, length) as a packed buffer."""
     offsets = itertools.accumulate([0, *(length for _, _, length in runs)])
-    return tuple((offset, length, start, stride) for offset, (start, stride, length) in zip(offsets, runs, strict=False))
+    return tuple(
+        (offset, length, start, stride) for offset, (start, stride, length) in zip(offsets, runs, strict=False)
+    )
 
 
 @dataclasses.dataclass
@@ -93,7 +95,9 @@ def run(case: Case) -> dict[str, tuple[Tensor, Tensor]]:
     dlse = torch.randn(case.batch, case.heads, s, generator=g)
     sinks = torch.randn(case.heads, generator=g) if "sinks" in case.features else None
     slopes = torch.rand(case.heads, generator=g) * 0.1 if "alibi" in case.features else None
-    key_biases = [torch.randn(case.batch, len(p), generator=g) for p in key_pos] if "key_bias" in case.features else None
+    key_biases = (
+        [torch.randn(case.batch, len(p), generator=g) for p in key_pos] if "key_bias" in case.features else None
+    )
     bias = None
     if "bias" in case.features:
         bias = torch.randn(case.batch, case.heads, s, n_k, generator=g)
@@ -115,7 +119,8 @@ def run(case: Case) -> dict[str, tuple[Tensor, Tensor]]:
         side(runs, *bounds(case.visible.transpose(1, 2), p), p) for runs, p in zip(case.visits, key_pos, strict=True)
     ]
     scores = [
-        dataclasses.replace(score, key_bias=None if key_biases is None else key_biases[i]) for i in range(len(case.visits))
+        dataclasses.replace(score, key_bias=None if key_biases is None else key_biases[i])
+        for i in range(len(case.visits))
     ]
 
     o = torch.full((case.batch, s, case.heads, case.dv), float("nan"), dtype=case.dtype)
@@ -125,7 +130,17 @@ def run(case: Case) -> dict[str, tuple[Tensor, Tensor]]:
         carry = Carry(lse.clone(), lse.clone(), poison(case.batch, s, case.heads, case.dv))
     for i in range(len(case.visits)):
         portable.forward(
-            q, ks[i], vs[i], rows, sides[i], scores[i], carry=carry, first=i == 0, last=i == len(case.visits) - 1, o=o, lse=lse
+            q,
+            ks[i],
+            vs[i],
+            rows,
+            sides[i],
+            scores[i],
+            carry=carry,
+            first=i == 0,
+            last=i == len(case.visits) - 1,
+            o=o,
+            lse=lse,
         )
     delta = portable.delta(o, do, dlse)
     # dk and dv of a buffer come from one visit; the second half of the time they add to what is there
@@ -336,5 +351,15 @@ def test_what_is_not_served_is_refused(dtype, d, match):
     rows = side(whole(4), bound, bound, torch.arange(4))
     with pytest.raises(NotImplementedError, match=match):
         portable.forward(
-            q, q, q, rows, rows, Score(1.0), carry=None, first=True, last=True, o=q, lse=torch.zeros(1, 1, 4, dtype=dtype)
+            q,
+            q,
+            q,
+            rows,
+            rows,
+            Score(1.0),
+            carry=None,
+            first=True,
+            last=True,
+            o=q,
+            lse=torch.zeros(1, 1, 4, dtype=dtype),
         )
