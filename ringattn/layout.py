@@ -2,11 +2,20 @@
 
 Owns `Run` and the layouts (contiguous, striped, zigzag, balanced) as pure integer functions. Refuses to know tensors,
 groups and masks (balanced is told the work of a stretch of queries, not why). Standard library only.
+
+Every layout returns one shard per rank. The runs of a shard are sorted and do not interleave, so positions ascend over
+its rows; no run is empty; a rank that holds nothing has the empty shard `()`.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left
+from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
+from typing import Protocol
+
+LAYOUTS = ("contiguous", "striped", "zigzag", "balanced")
 
 
 @dataclass(frozen=True, order=True)
@@ -17,5 +26,223 @@ class Run:
     stride: int
     length: int
 
+    @property
+    def last(self) -> int:
+        """The greatest position (start - stride when the run is empty)."""
+        return self.start + self.stride * (self.length - 1)
+
+    def position(self, i: int) -> int:
+        """The position of row i of the run."""
+        return self.start + self.stride * i
+
+    def index_of(self, position: int) -> int | None:
+        """The row of the run that sits at a position; None when the run does not hold it."""
+        i, rest = divmod(position - self.start, self.stride)
+        return i if rest == 0 and 0 <= i < self.length else None
+
 
 Shard = tuple[Run, ...]
+
+
+class Workload(Protocol):
+    """Anything that can say how much work a stretch of queries is; `Visibility` can."""
+
+    def work(self, a: int, b: int) -> int:
+        """Work of the queries [a, b): the pairs they see."""
+        ...
+
+
+def shard_len(shard: Shard) -> int:
+    """Rows of a shard.
+
+    Example:
+        >>> shard_len((Run(0, 1, 3), Run(9, 1, 2)))
+        5
+    """
+    return sum(run.length for run in shard)
+
+
+def contiguous(seq_len: int, world_size: int) -> tuple[Shard, ...]:
+    """One stretch per rank, in rank order; lengths differ by one at most.
+
+    Example:
+        >>> contiguous(5, 2)
+        ((Run(start=0, stride=1, length=3),), (Run(start=3, stride=1, length=2),))
+    """
+    check_sizes(seq_len, world_size)
+    edges = _edges(seq_len, world_size)
+    return tuple(_merge([(edges[r], edges[r + 1])]) for r in range(world_size))
+
+
+def striped(seq_len: int, world_size: int) -> tuple[Shard, ...]:
+    """Rank r holds the positions r, r + world_size, r + 2 * world_size, ...
+
+    Example:
+        >>> striped(5, 2)
+        ((Run(start=0, stride=2, length=3),), (Run(start=1, stride=2, length=2),))
+    """
+    check_sizes(seq_len, world_size)
+    lengths = [max(0, -((r - seq_len) // world_size)) for r in range(world_size)]
+    # a single row has no stride: 1 keeps equal shards equal
+    return tuple(
+        (Run(r, world_size if length > 1 else 1, length),) if length else () for r, length in enumerate(lengths)
+    )
+
+
+def zigzag(seq_len: int, world_size: int) -> tuple[Shard, ...]:
+    """Rank r holds chunks r and 2 * world_size - 1 - r of 2 * world_size equal ones: equal work under a causal mask.
+
+    Shard lengths differ by one at most, whatever the sequence length.
+
+    Example:
+        >>> zigzag(8, 2)
+        ((Run(start=0, stride=1, length=2), Run(start=6, stride=1, length=2)), (Run(start=2, stride=1, length=4),))
+    """
+    check_sizes(seq_len, world_size)
+    edges = _edges(seq_len, 2 * world_size)
+    return tuple(_merge([(edges[c], edges[c + 1]) for c in (r, 2 * world_size - 1 - r)]) for r in range(world_size))
+
+
+def balanced(
+    seq_len: int,
+    world_size: int,
+    work: Callable[[int, int], int],
+    *,
+    chunks_per_rank: int = 1,
+    tolerance: float = 1.02,
+    min_chunk_len: int = 128,
+) -> tuple[Shard, ...]:
+    """Equal chunks dealt to ranks so that every rank has the same work, and the same number of chunks up to one.
+
+    Starts from `chunks_per_rank` chunks per rank and doubles until the greatest work of a rank is within `tolerance` of
+    the mean, or chunks would be shorter than `min_chunk_len`; the best assignment seen is returned. So a mask that is
+    already even keeps one stretch per rank (and moves only its halo), a causal mask becomes a zigzag, and packed
+    documents get chunks as coarse as their lengths allow. The same arguments give the same shards on every rank.
+
+    Args:
+        seq_len: Tokens of the whole sequence.
+        world_size: Ranks.
+        work: The work of the queries [a, b); additive over adjacent stretches.
+        chunks_per_rank: Chunks per rank to start from.
+        tolerance: Greatest accepted ratio of the work of a rank to the mean.
+        min_chunk_len: Tokens; refinement stops before chunks get shorter than this.
+
+    Raises:
+        ValueError: A size is out of range.
+
+    Example:
+        >>> balanced(8, 2, lambda a, b: sum(i + 1 for i in range(a, b)), min_chunk_len=1)
+        ((Run(start=0, stride=1, length=2), Run(start=6, stride=1, length=2)), (Run(start=2, stride=1, length=4),))
+    """
+    check_sizes(seq_len, world_size)
+    if chunks_per_rank < 1:
+        raise ValueError(f"chunks_per_rank must be at least 1, got {chunks_per_rank}; 1 lets the layout choose")
+    if tolerance < 1:
+        raise ValueError(f"tolerance must be at least 1 (greatest work over mean work), got {tolerance}; 1.02 is usual")
+    if min_chunk_len < 1:
+        raise ValueError(f"min_chunk_len must be at least 1 token, got {min_chunk_len}; 128 is usual")
+    chunks_per_rank = min(chunks_per_rank, max(1, seq_len // world_size))
+    best, best_load = None, 0
+    while True:
+        edges = _edges(seq_len, world_size * chunks_per_rank)
+        weights = [work(a, b) if a < b else 0 for a, b in pairwise(edges)]
+        goal = int(tolerance * sum(weights) / world_size)
+        dealt = _deal(weights, world_size, goal)
+        load = max(sum(weights[c] for c in chunks) for chunks in dealt)
+        if best is None or load < best_load:
+            best, best_load = [[(edges[c], edges[c + 1]) for c in sorted(chunks)] for chunks in dealt], load
+        chunks_per_rank *= 2
+        if load <= goal or seq_len < world_size * chunks_per_rank * min_chunk_len:
+            # ranks in order of their first position: what a window needs then comes from the rank before
+            return tuple(_merge(chunks) for chunks in sorted(best))
+
+
+def make_shards(layout: str, seq_len: int, world_size: int, visibility: Workload | None = None) -> tuple[Shard, ...]:
+    """The shards of a layout given by name.
+
+    Args:
+        layout: "contiguous", "striped", "zigzag" or "balanced".
+        seq_len: Tokens of the whole sequence.
+        world_size: Ranks.
+        visibility: The mask whose work "balanced" equalises; the other layouts do not look at it.
+
+    Raises:
+        ValueError: The layout is unknown, a size is out of range, or balanced has no mask.
+    """
+    if layout == "balanced":
+        if visibility is None:
+            raise ValueError("layout 'balanced' must be given the mask to balance, got none; use 'zigzag' without one")
+        return balanced(seq_len, world_size, visibility.work)
+    if layout not in LAYOUTS:
+        raise ValueError(f"layout must be one of {', '.join(LAYOUTS)}, got {layout!r}; 'zigzag' suits causal masks")
+    return {"contiguous": contiguous, "striped": striped, "zigzag": zigzag}[layout](seq_len, world_size)
+
+
+def check_sizes(seq_len: int, world_size: int) -> None:
+    """Refuses sequences without tokens and rings without ranks."""
+    if seq_len < 1:
+        raise ValueError(f"seq_len must be at least 1, got {seq_len}; give the length of the whole sequence")
+    if world_size < 1:
+        raise ValueError(f"world_size must be at least 1, got {world_size}; give the number of ranks of the ring")
+
+
+def _edges(seq_len: int, count: int) -> list[int]:
+    # the first chunks are one longer: then zigzag's pairs, first with last, differ by one token at most
+    length, longer = divmod(seq_len, count)
+    return [c * length + min(c, longer) for c in range(count + 1)]
+
+
+def _merge(stretches: list[tuple[int, int]]) -> Shard:
+    merged: list[tuple[int, int]] = []
+    for a, b in sorted(stretches):
+        if a == b:
+            continue
+        if merged and merged[-1][1] == a:
+            a = merged.pop()[0]
+        merged.append((a, b))
+    return tuple(Run(a, 1, b - a) for a, b in merged)
+
+
+def _deal(weights: list[int], world_size: int, goal: int) -> list[list[int]]:
+    """Chunks per rank: the same number each, loads as equal as exchanges of two chunks can make them."""
+    order = sorted(range(len(weights)), key=lambda c: (-weights[c], c))
+    dealt: list[list[int]] = [[] for _ in range(world_size)]
+    loads = [0] * world_size
+    # longest first, one round of chunks at a time, so that counts stay equal: the heaviest goes to the lightest rank
+    for begin in range(0, len(order), world_size):
+        lightest = sorted(range(world_size), key=lambda r: (loads[r], r))
+        for rank, c in zip(lightest, order[begin : begin + world_size], strict=False):
+            dealt[rank].append(c)
+            loads[rank] += weights[c]
+    while max(loads) > goal and _exchange(weights, dealt, loads, loads.index(max(loads))):
+        pass
+    return dealt
+
+
+def _exchange(weights: list[int], dealt: list[list[int]], loads: list[int], heavy: int) -> bool:
+    """Swaps one chunk of the heaviest rank so that the heavier of the two gets lightest; False when nothing helps."""
+    found: tuple[int, int, int, int] | None = None
+    mine = sorted(dealt[heavy], key=lambda c: (weights[c], c))
+    for other in range(len(loads)):
+        surplus = loads[heavy] - loads[other]
+        if other == heavy or surplus <= 1:
+            continue
+        theirs = sorted(dealt[other], key=lambda c: (weights[c], c))
+        values = [weights[c] for c in theirs]
+        for c in mine:
+            # the ideal partner is lighter by half the surplus; its neighbours in weight are the only candidates
+            at = bisect_left(values, weights[c] - surplus / 2)
+            for k in (at - 1, at):
+                if 0 <= k < len(theirs) and 0 < (moved := weights[c] - values[k]) < surplus:
+                    peak = max(loads[heavy] - moved, loads[other] + moved)
+                    if found is None or peak < found[0]:
+                        found = (peak, other, c, theirs[k])
+    if found is None:
+        return False
+    _, other, mine_out, theirs_out = found
+    moved = weights[mine_out] - weights[theirs_out]
+    dealt[heavy][dealt[heavy].index(mine_out)] = theirs_out
+    dealt[other][dealt[other].index(theirs_out)] = mine_out
+    loads[heavy] -= moved
+    loads[other] += moved
+    return True

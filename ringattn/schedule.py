@@ -1,17 +1,26 @@
 """The plan: who visits whom, which rows move, and where they land. Pure integers.
 
 Owns the ring order and what is skipped. Refuses to know tensors, groups, devices and how bytes move.
+
+Note [Two directions]
+    One side of the attention stays and the other travels. With moving="keys" a rank's queries stay and the keys of
+    every owner come to them; with moving="queries" its keys stay and the queries come. The plan of the second is the
+    plan of the first with the two readings of the mask exchanged. At step s, rank r visits owner (r - s) % world_size:
+    every rank reads from one rank and is read by one, and nothing is forwarded.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
+from functools import lru_cache
 
 from ringattn.layout import Shard
-from ringattn.visibility import Visibility
+from ringattn.layout import shard_len as rows_of
+from ringattn.visibility import Reach, Reading, Visibility, count_pairs
 
 Rows = tuple[tuple[int, int], ...]
-"""Row ranges of a shard, as (offset, length): ascending, disjoint, never empty."""
+"""Row ranges of a shard, as (offset, length): ascending, disjoint, never empty, joined where they touch."""
 
 
 @dataclass(frozen=True)
@@ -21,7 +30,8 @@ class Visit:
     Attributes:
         step: Ring step, 0 .. world_size - 1; owner == (rank - step) % world_size.
         owner: The rank whose moving rows are visited.
-        rows: The owner's rows that are needed here (per run: from the first to the last needed row).
+        rows: The owner's rows that are needed here (per run: from the first to the last needed row). At step 0 the
+            whole shard, which is at home.
         runs: The same rows as a packed buffer: (offset in the buffer, length, start, stride) each.
         pairs: Visible (query, key) pairs of this visit, summed over batch elements when the mask has lengths.
     """
@@ -49,7 +59,10 @@ class Send:
 
 @dataclass(frozen=True)
 class RankPlan:
-    """One rank's part. `visits[s]` and `sends[s]` belong to step s; None where nothing is visible. sends[0] is None."""
+    """One rank's part. `visits[s]` and `sends[s]` belong to step s.
+
+    A visit is None where nothing is visible, at step 0 only where the rank's moving shard is empty. sends[0] is None.
+    """
 
     rank: int
     visits: tuple[Visit | None, ...]
@@ -58,12 +71,170 @@ class RankPlan:
 
 @dataclass(frozen=True)
 class Plan:
-    """Every rank's part. `moving` says which side travels: "keys" (forward, dk/dv go home) or "queries" (dq goes home)."""
+    """Every rank's part.
+
+    Attributes:
+        moving: The side that travels: "keys" (forward; dk and dv go home) or "queries" (dq goes home).
+        ranks: One part per rank.
+    """
 
     moving: str
     ranks: tuple[RankPlan, ...]
 
 
+@lru_cache(maxsize=128)
 def make_plan(q_shards: tuple[Shard, ...], kv_shards: tuple[Shard, ...], visibility: Visibility, moving: str) -> Plan:
-    """The plan of one mask over one pair of shardings; cached on its arguments."""
-    raise NotImplementedError
+    """The plan of one mask over one pair of shardings; cached on its arguments.
+
+    Every visible pair belongs to exactly one visit of one rank. From step 1 on, a run of moving rows that no stationary
+    row of the visitor sees is left out, and the others are cut to the first and last row that one of them sees (in any
+    batch element).
+
+    Args:
+        q_shards: The queries of every rank.
+        kv_shards: The keys of every rank.
+        visibility: The mask.
+        moving: The side that travels: "keys" or "queries".
+
+    Raises:
+        ValueError: `moving` is unknown, the shardings have different world sizes, or a shard leaves the sequence.
+    """
+    if moving not in ("keys", "queries"):
+        raise ValueError(f"moving must be 'keys' or 'queries', got {moving!r}; 'keys' is the forward direction")
+    if len(q_shards) != len(kv_shards):
+        raise ValueError(
+            f"kv_shards must have the world size of q_shards, {len(q_shards)}, got {len(kv_shards)}; "
+            "shard both sequences for one ring"
+        )
+    _check_inside(q_shards, visibility.seq_len, "q_shards")
+    _check_inside(kv_shards, visibility.kv_len, "kv_shards")
+
+    stationary, travelling = (q_shards, kv_shards) if moving == "keys" else (kv_shards, q_shards)
+    reading: Reading = "keys" if moving == "keys" else "queries"
+    world_size = len(stationary)
+    counts = [[0] * world_size for _ in stationary]
+    reaches: list[list[Reach]] = [[] for _ in stationary]
+    for extent, times in Counter(visibility.lengths or (None,)).items():
+        bounds = visibility.bounds(reading, extent)
+        for rank, row in enumerate(count_pairs(bounds, stationary, travelling)):
+            counts[rank] = [count + times * more for count, more in zip(counts[rank], row, strict=True)]
+            reaches[rank].append(Reach(bounds, stationary[rank]))
+
+    visits = [
+        tuple(
+            _visit(step, owner := (rank - step) % world_size, travelling[owner], reaches[rank], counts[rank][owner])
+            for step in range(world_size)
+        )
+        for rank in range(world_size)
+    ]
+    ranks = []
+    for rank in range(world_size):
+        sends: list[Send | None] = [None]
+        for step in range(1, world_size):
+            peer = (rank + step) % world_size
+            wanted = visits[peer][step]
+            sends.append(None if wanted is None else Send(step, peer, wanted.rows))
+        ranks.append(RankPlan(rank, visits[rank], tuple(sends)))
+    return Plan(moving, tuple(ranks))
+
+
+def moved_rows(plan: Plan) -> int:
+    """The rows that the busiest rank receives from others, over all steps."""
+    return max(sum(visit.num_rows for visit in rank.visits[1:] if visit is not None) for rank in plan.ranks)
+
+
+def describe(plan: Plan) -> str:
+    """The plan as a short table: per rank the rows received at each step, and its share of the work.
+
+    Example:
+        >>> from ringattn.layout import contiguous
+        >>> shards = contiguous(8, 2)
+        >>> print(describe(make_plan(shards, shards, Visibility(8, 8, causal=True), "keys")))
+        2 ranks, keys move
+        rank  step 1       pairs
+           0       -          10
+           1       4          26
+        work max/mean 1.444, 4 rows received by the busiest rank
+    """
+    world_size = len(plan.ranks)
+    work = [sum(visit.pairs for visit in rank.visits if visit is not None) for rank in plan.ranks]
+    lines = [f"{world_size} ranks, {plan.moving} move"]
+    lines.append("rank" + "".join(f"{f'step {step}':>8}" for step in range(1, world_size)) + f"{'pairs':>12}")
+    for rank, pairs in zip(plan.ranks, work, strict=True):
+        cells = "".join(f"{'-' if visit is None else visit.num_rows:>8}" for visit in rank.visits[1:])
+        lines.append(f"{rank.rank:>4}{cells}{pairs:>12}")
+    ratio = max(work) * world_size / sum(work) if sum(work) else 1.0
+    lines.append(f"work max/mean {ratio:.3f}, {moved_rows(plan)} rows received by the busiest rank")
+    return "\n".join(lines)
+
+
+def draw(visibility: Visibility, shards: tuple[Shard, ...], b: int = 0) -> str:
+    """A small mask as text: a line per query, a character per key; which rank computes the pair, or `.` where hidden.
+
+    Args:
+        visibility: The mask; best below a hundred tokens.
+        shards: The queries of every rank, at most 36 (ranks are drawn as 0-9, a-z).
+        b: The batch element.
+
+    Raises:
+        ValueError: There are more ranks than characters.
+
+    Example:
+        >>> from ringattn.layout import zigzag
+        >>> print(draw(Visibility(4, 4, causal=True), zigzag(4, 2)))
+        0...
+        11..
+        111.
+        0000
+    """
+    digits = "0123456789abcdefghijklmnopqrstuvwxyz"
+    if len(shards) > len(digits):
+        raise ValueError(f"shards must be at most {len(digits)} to be drawn, got {len(shards)}; draw a smaller ring")
+    lines = ["." * visibility.kv_len] * visibility.seq_len
+    for rank, shard in enumerate(shards):
+        for run in shard:
+            for i in range(run.start, run.last + 1, run.stride):
+                lo, hi = visibility.keys_of(i, b)
+                lines[i] = "." * lo + digits[rank] * (hi - lo) + "." * (visibility.kv_len - hi)
+    return "\n".join(lines)
+
+
+def _visit(step: int, owner: int, shard: Shard, reaches: list[Reach], pairs: int) -> Visit | None:
+    if step == 0:
+        return Visit(0, owner, ((0, rows_of(shard)),), pack(shard), pairs) if shard else None
+    if not pairs:
+        return None
+    rows: list[tuple[int, int]] = []
+    runs: list[tuple[int, int, int, int]] = []
+    base = packed = 0
+    for run in shard:
+        spans = [span for reach in reaches if (span := reach.span(run)) is not None]
+        if spans:
+            first = min(offset for offset, _ in spans)
+            length = max(offset + length for offset, length in spans) - first
+            if rows and sum(rows[-1]) == base + first:
+                rows[-1] = (rows[-1][0], rows[-1][1] + length)
+            else:
+                rows.append((base + first, length))
+            runs.append((packed, length, run.position(first), run.stride))
+            packed += length
+        base += run.length
+    return Visit(step, owner, tuple(rows), tuple(runs), pairs)
+
+
+def pack(shard: Shard) -> tuple[tuple[int, int, int, int], ...]:
+    """The whole shard as a packed buffer: (offset in the buffer, length, start, stride) per run."""
+    runs, offset = [], 0
+    for run in shard:
+        runs.append((offset, run.length, run.start, run.stride))
+        offset += run.length
+    return tuple(runs)
+
+
+def _check_inside(shards: tuple[Shard, ...], length: int, name: str) -> None:
+    for rank, shard in enumerate(shards):
+        if shard and not 0 <= shard[0].start <= shard[-1].last < length:
+            raise ValueError(
+                f"{name} must hold positions below {length}, got {shard[-1].last} on rank {rank}; "
+                "make the sharding and the mask for the same sequence"
+            )

@@ -38,7 +38,7 @@ def delta_kernel(
 
 @triton.jit
 def _log2_lse(lse, x, mask, MASKED: tl.constexpr):
-    """lse in log2 units; rows that saw nothing, and rows that are not there, get +inf: all their weights are 0."""
+    """Lse in log2 units; rows that saw nothing, and rows that are not there, get +inf: all their weights are 0."""
     if MASKED:
         value = tl.load(lse + x, mask=mask, other=float("-inf"))
     else:
@@ -246,7 +246,7 @@ def rows_kernel(
     DV_WIDTH: tl.constexpr, ADD: tl.constexpr, SOFTCAP: tl.constexpr, DROPOUT: tl.constexpr, TMA: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """dq (and dalibi, dbias) of BLOCK_M queries of one head; `runs` and num_runs are those of the key side."""
+    """Dq (and dalibi, dbias) of BLOCK_M queries of one head; `runs` and num_runs are those of the key side."""
     tile, head = swizzle(tiles, heads, sweep)
     row0 = (tiles - 1 - tile) * BLOCK_M
     b = head // num_heads

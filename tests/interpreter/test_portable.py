@@ -3,7 +3,6 @@ import itertools
 
 import pytest
 import torch
-
 from torch import Tensor
 
 from ringattn.kernels.contract import Carry, Grads, Score

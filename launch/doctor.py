@@ -1,0 +1,277 @@
+"""What is this machine, and what would the library do on it? Versions, devices, links, transports and kernels.
+
+Owns the report and what counts as broken. Refuses to change anything: it looks, sends a few messages when there are
+ranks, and runs one tiny attention.
+
+    python -m ringattn.launch.doctor
+    torchrun --nproc_per_node 4 -m ringattn.launch.doctor      # and measures the links
+"""
+
+from __future__ import annotations
+
+import shutil
+import socket
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+
+from ringattn.launch.session import Session, describe, installed, machine, open_session, parse, table, write_json
+
+MIB = 2**20
+MESSAGE_MIB = (1, 8, 64)
+HEAD_DIMS = (64, 128)
+
+
+@dataclass(frozen=True)
+class DoctorArgs:
+    """Says what this machine has and what the library would use on it, and why.
+
+    Attributes:
+        device: GPUs where there are any, or the CPU.
+        json: Where to write the report as JSON.
+        links: Measure the links between ranks (when started under torchrun).
+    """
+
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    json: Path | None = None
+    links: bool = True
+
+
+def look_at_versions() -> dict[str, str | None]:
+    """Installed versions, without importing anything that is not already here; None: not installed."""
+    names = ("einops", "triton", "numpy", "tyro", "rich", "tqdm", "matplotlib", "transformers")
+    return {name: installed(name) for name in names}
+
+
+def look_at_devices() -> list[dict[str, Any]]:
+    """Name, architecture and memory of every GPU this process can see."""
+    rows = []
+    for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
+        known = torch.cuda.get_device_properties(index)
+        rows.append(
+            {
+                "index": index,
+                "name": known.name,
+                "architecture": f"sm_{known.major}{known.minor}",
+                "multiprocessors": known.multi_processor_count,
+                "memory_gib": round(known.total_memory / 2**30, 1),
+            }
+        )
+    return rows
+
+
+def look_at_peers() -> list[list[bool]]:
+    """Whether GPU x can read the memory of GPU y directly; a square, true on its diagonal."""
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    return [[x == y or torch.cuda.can_device_access_peer(x, y) for y in range(count)] for x in range(count)]
+
+
+def look_at_topology() -> str | None:
+    """What nvidia-smi says about the links between GPUs, as it says it."""
+    if shutil.which("nvidia-smi") is None:
+        return None
+    done = subprocess.run(["nvidia-smi", "topo", "-m"], capture_output=True, text=True, timeout=30, check=False)
+    return done.stdout.rstrip() if done.returncode == 0 else None
+
+
+def look_at_backends() -> dict[str, str]:
+    """Which ways of moving bytes torch was built with."""
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    nccl = "built in" if dist.is_nccl_available() else "not in this build of torch"
+    return {
+        "gloo": "built in" if dist.is_gloo_available() else "not in this build of torch",
+        "nccl": nccl if gpus else f"{nccl}; no GPU to use it on",
+    }
+
+
+def look_at_transport(session: Session) -> dict[str, str]:
+    """The transport a ring over all ranks would use, and why."""
+    if session.world_size == 1:
+        return {"name": "none", "why": "one rank: every key is here already"}
+    where = "GPU memory" if session.device.type == "cuda" else "host memory"
+    return {
+        "name": f"process group ({session.backend})",
+        "why": f"{session.world_size} ranks with shards in {where}; one batched group of sends and receives per step",
+    }
+
+
+def look_at_kernels(device: torch.device) -> list[dict[str, Any]]:
+    """Per dtype and head dim: the kernel set `impl="auto"` picks, why, and why not the others."""
+    from ringattn.kernels.select import pick
+
+    rows = []
+    for dtype in (torch.bfloat16, torch.float16, torch.float32, torch.float64):
+        for head_dim in HEAD_DIMS:
+            row: dict[str, Any] = {
+                "device": device.type,
+                "dtype": str(dtype).removeprefix("torch."),
+                "head_dim": head_dim,
+            }
+            try:
+                choice = pick(device, dtype, head_dim, head_dim, impl="auto")
+            except (NotImplementedError, ValueError) as refusal:
+                rows.append(row | {"kernels": None, "why": str(refusal), "rejected": {}})
+                continue
+            rows.append(row | {"kernels": choice.name, "why": choice.reason, "rejected": dict(choice.rejected)})
+    return rows
+
+
+def try_attention(session: Session) -> dict[str, Any]:
+    """One tiny causal attention, forward and backward, over all ranks: does anything come back, and is it finite?"""
+    import ringattn
+
+    started = time.perf_counter()
+    dtype = torch.bfloat16 if session.device.type == "cuda" else torch.float32
+    sharding = ringattn.Ring().sharding(32 * session.world_size, layout="zigzag")
+    q, k, v = (
+        torch.randn(1, sharding.shard_len, 2, 64, device=session.device, dtype=dtype, requires_grad=True)
+        for _ in range(3)
+    )
+    o = ringattn.ring_attention(q, k, v, sharding, causal=True)
+    o.sum().backward()
+    finite = all(bool(x.isfinite().all()) for x in (o, q.grad, k.grad, v.grad) if x is not None)
+    said = "forward and backward are finite" if finite else "results are not finite"
+    return {"ok": finite, "said": said, "seconds": round(time.perf_counter() - started, 2)}
+
+
+def measure_links(session: Session) -> list[dict[str, Any]]:
+    """Every rank sends to the next and receives from the one before, at once, as the ring does.
+
+    GB/s is what one rank receives per second, in 10^9 bytes, of the slowest rank; the median of many.
+    """
+    rows = []
+    after, before = (session.rank + 1) % session.world_size, (session.rank - 1) % session.world_size
+    for mib in MESSAGE_MIB:
+        sent = torch.ones(mib * MIB, dtype=torch.uint8, device=session.device)
+        received = torch.empty_like(sent)
+        times = []
+        for _ in range(12 if session.device.type == "cuda" else 4):
+            session.barrier()
+            started = time.perf_counter()
+            operations = [dist.P2POp(dist.isend, sent, after), dist.P2POp(dist.irecv, received, before)]
+            for work in dist.batch_isend_irecv(operations):
+                work.wait()
+            if session.device.type == "cuda":
+                torch.cuda.synchronize(session.device)
+            times.append(time.perf_counter() - started)
+        seconds = statistics.median(session.maximum(times)[1:])
+        whole = bool((received == 1).all())
+        rows.append({"mib": mib, "ms": seconds * 1e3, "gb_per_s": mib * MIB / seconds / 1e9, "intact": whole})
+    return rows
+
+
+def find_faults(report: dict[str, Any]) -> list[str]:
+    """What in a report means that the library cannot do its work here."""
+    faults = []
+    if report["versions"]["einops"] is None:
+        faults.append("einops must be installed, got nothing; pip install einops")
+    if report["devices"] and report["versions"]["triton"] is None:
+        faults.append("triton must be installed to use the GPUs, got nothing; install the CUDA wheel of torch")
+    if not report["devices"] and report["machine"]["driver"]:
+        faults.append("torch must see the GPUs that nvidia-smi sees, got none; install the CUDA wheel of torch")
+    if not any(row["kernels"] for row in report["kernels"]):
+        faults.append("one kernel set must serve this device, got none; see the table of kernels")
+    if not report["attention"]["ok"]:
+        faults.append(
+            f"a tiny attention must work, got: {report['attention']['said']}; run the check command for details"
+        )
+    faults += [
+        f"messages of {row['mib']} MiB must arrive whole, got other bytes"
+        for row in report["links"]
+        if not row["intact"]
+    ]
+    return faults
+
+
+def examine(session: Session, links: bool = True) -> dict[str, Any]:
+    """The whole report, ready for JSON; the same on every rank."""
+    try:
+        attention = try_attention(session)
+    except Exception as error:  # the report is where a failure is told
+        attention = {"ok": False, "said": f"{type(error).__name__}: {error}", "seconds": None}
+    works = session.maximum([0.0 if attention["ok"] else 1.0])[0] == 0
+    where = session.gather((session.rank, socket.gethostname(), str(session.device), attention))
+    if not works:
+        attention = next(one for *_, one in where if not one["ok"])
+    report: dict[str, Any] = {
+        "machine": machine(session),
+        "versions": look_at_versions(),
+        "devices": look_at_devices(),
+        "peer_access": look_at_peers(),
+        "topology": look_at_topology(),
+        "ranks": [{"rank": rank, "host": host, "device": device} for rank, host, device, _ in where],
+        "backends": look_at_backends(),
+        "transport": look_at_transport(session),
+        "kernels": look_at_kernels(session.device),
+        "attention": attention,
+        "links": measure_links(session) if links and works and session.world_size > 1 else [],
+    }
+    report["faults"] = sorted({fault for one in session.gather(find_faults(report)) for fault in one})
+    return report
+
+
+def show(report: dict[str, Any]) -> None:
+    """Prints a report for people."""
+    line = report["machine"]
+    print(describe(line))
+    built = ("ringattn", "commit", "python", "torch", "cuda", "cudnn", "nccl", "driver", "cpu")
+    versions = [*((name, line[name]) for name in built), *report["versions"].items()]
+    table(
+        "versions",
+        ["what", "version"],
+        [[name, value or ("source tree" if name == "ringattn" else "not here")] for name, value in versions],
+    )
+    if report["devices"]:
+        columns = ["index", "name", "architecture", "multiprocessors", "memory_gib"]
+        table("GPUs", columns, [[row[column] for column in columns] for row in report["devices"]])
+        names = [str(index) for index in range(len(report["peer_access"]))]
+        peers = [
+            [x, *("yes" if one else "no" for one in row)] for x, row in zip(names, report["peer_access"], strict=True)
+        ]
+        table("peer access: can the GPU of the row read the GPU of the column", ["GPU", *names], peers)
+    else:
+        print("no GPU is visible to torch: everything runs on the CPU, which is for tests and small problems\n")
+    if report["topology"]:
+        print(f"nvidia-smi topo -m\n{report['topology']}\n")
+    table("ranks", ["rank", "host", "device"], [list(row.values()) for row in report["ranks"]])
+    table("ways to move bytes", ["backend", "state"], [list(row) for row in report["backends"].items()])
+    print(f"transport: {report['transport']['name']}: {report['transport']['why']}\n")
+    kernels = []
+    for row in report["kernels"]:
+        others = "; ".join(f"{name}: {why}" for name, why in row["rejected"].items())
+        kernels.append([row["device"], row["dtype"], row["head_dim"], row["kernels"], row["why"], others or None])
+    table('kernels with impl="auto"', ["device", "dtype", "head_dim", "kernels", "why", "why not others"], kernels)
+    if report["links"]:
+        links = [[row["mib"], f"{row['ms']:.3f}", f"{row['gb_per_s']:.2f}"] for row in report["links"]]
+        table("links: each rank to the next, all at once", ["MiB", "ms", "GB/s"], links)
+    elif len(report["ranks"]) == 1:
+        print("links: not measured with one rank; start with torchrun --nproc_per_node N\n")
+    seconds = report["attention"]["seconds"]
+    print(f"a tiny attention: {report['attention']['said']} ({seconds} s, first compilation included)")
+    for fault in report["faults"]:
+        print(f"broken: {fault}")
+    print("broken" if report["faults"] else "healthy")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the command; returns its exit code: 0 unless something is broken."""
+    args: DoctorArgs = parse(DoctorArgs, arguments, "doctor", (DoctorArgs.__doc__ or "").split("\n")[0])
+    with open_session(args.device) as session:
+        report = examine(session, args.links)
+        if session.rank == 0:
+            show(report)
+            if args.json is not None:
+                write_json(args.json, report)
+    return int(bool(report["faults"]))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,284 @@
+"""What a measuring command needs around its work: its ranks, its device, and the line that says on what it ran.
+
+Owns set-up and tear-down of the process group, the choice of the device, agreement between ranks, and how results are
+shown and kept. Refuses to know attention.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import functools
+import json
+import os
+import platform
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+Args = TypeVar("Args")
+
+
+@dataclass(frozen=True)
+class Session:
+    """This process among the ranks of a command.
+
+    Attributes:
+        rank: This rank.
+        world_size: Ranks in all; 1 without torchrun.
+        device: Where this rank computes.
+        backend: "nccl", "gloo", or None without a process group.
+    """
+
+    rank: int
+    world_size: int
+    device: torch.device
+    backend: str | None
+
+    def say(self, *words: object) -> None:
+        """Prints on rank 0 only."""
+        if self.rank == 0:
+            print(*words, flush=True)
+
+    def barrier(self) -> None:
+        """Waits for every rank, and for the device."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        if self.world_size > 1:
+            flag = torch.zeros(1, device=self.device)
+            dist.all_reduce(flag)
+            flag.item()
+
+    def maximum(self, values: Sequence[float]) -> list[float]:
+        """The element-wise maximum over ranks; NaN counts as infinity, so that no rank can hide it."""
+        clean = [float("inf") if value != value else float(value) for value in values]
+        if self.world_size == 1 or not clean:
+            return clean
+        tensor = torch.tensor(clean, dtype=torch.float64, device=self.device)
+        dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
+        return tensor.tolist()
+
+    def sum(self, x: Tensor) -> Tensor:
+        """The sum of every rank's tensor."""
+        if self.world_size > 1:
+            x = x.clone()
+            dist.all_reduce(x)
+        return x
+
+    def gather(self, value: Any) -> list[Any]:
+        """What every rank says, in rank order, on every rank."""
+        if self.world_size == 1:
+            return [value]
+        said: list[Any] = [None] * self.world_size
+        dist.all_gather_object(said, value)
+        return said
+
+
+def choose_device(device: str, local_rank: int, local_world_size: int) -> torch.device:
+    """One GPU per local rank where there are GPUs, else the CPU.
+
+    Args:
+        device: "auto", "cpu" or "cuda".
+        local_rank: Rank on this host.
+        local_world_size: Ranks on this host.
+
+    Returns:
+        The device of this rank.
+
+    Raises:
+        ValueError: GPUs are wanted and there are fewer of them than ranks on this host.
+    """
+    if device not in ("auto", "cpu", "cuda"):
+        raise ValueError(
+            f"device must be auto, cpu or cuda, got {device!r}; leave it out to take GPUs where there are any"
+        )
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if device == "cpu" or (device == "auto" and count == 0):
+        return torch.device("cpu")
+    if local_world_size > count:
+        raise ValueError(
+            f"ranks per host must be at most the number of GPUs, got {local_world_size} ranks and {count} GPUs; "
+            "start fewer with --nproc_per_node or pass --device cpu"
+        )
+    return torch.device("cuda", local_rank)
+
+
+@contextlib.contextmanager
+def open_session(device: str = "auto", timeout_s: float = 120.0) -> Iterator[Session]:
+    """Joins the ranks torchrun started, or stands alone; leaves no process group behind.
+
+    A process group that already exists is used and left as it is.
+
+    Args:
+        device: "auto", "cpu" or "cuda".
+        timeout_s: Seconds after which a collective that nobody answers raises.
+
+    Yields:
+        The session.
+    """
+    # these commands need no NVLink multicast, and setting it up has hung hosts whose fabric manager disagrees
+    os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
+    os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
+    world_size, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
+    local_rank = int(os.environ.get("LOCAL_RANK", rank))
+    owner = "RANK" in os.environ and not dist.is_initialized()
+    if dist.is_initialized():
+        rank, world_size = dist.get_rank(), dist.get_world_size()
+    chosen = choose_device(device, local_rank, int(os.environ.get("LOCAL_WORLD_SIZE", world_size)))
+    if chosen.type == "cuda":
+        torch.cuda.set_device(chosen)
+    if owner:
+        dist.init_process_group(
+            "nccl" if chosen.type == "cuda" else "gloo",
+            device_id=chosen if chosen.type == "cuda" else None,
+            timeout=datetime.timedelta(seconds=timeout_s),
+        )
+    try:
+        yield Session(rank, world_size, chosen, dist.get_backend() if dist.is_initialized() else None)
+    finally:
+        if owner:
+            dist.destroy_process_group()
+
+
+def parse(kind: Any, arguments: Sequence[str] | None, prog: str, description: str) -> Any:
+    """The command line as the dataclass `kind` (or a union of dataclasses: one sub-command each)."""
+    try:
+        import tyro
+    except ModuleNotFoundError as error:
+        raise SystemExit(f"{prog} needs {error.name}; install it with: pip install 'ringattn[launch]'") from error
+    return tyro.cli(kind, args=arguments, prog=f"python -m ringattn.launch.{prog}", description=description)
+
+
+def _first_line(*command: str) -> str | None:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip().split("\n")[0] or None
+
+
+@functools.cache
+def commit() -> str | None:
+    """The commit of the source tree this package lies in, with "+changes" when it is not clean; None when installed."""
+    home = Path(__file__).resolve().parent.parent
+    if not (home / ".git").exists():
+        return None
+    found = _first_line("git", "-C", str(home), "rev-parse", "--short=12", "HEAD")
+    changed = _first_line("git", "-C", str(home), "status", "--porcelain", "--untracked-files=no")
+    return found and found + ("+changes" if changed else "")
+
+
+def installed(distribution: str) -> str | None:
+    """The installed version of a distribution, without importing it."""
+    from importlib import metadata
+
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+@functools.cache
+def driver() -> str | None:
+    """The version of the NVIDIA driver, if there is one."""
+    return _first_line("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+
+
+def cpu_name() -> str:
+    """The model of this host's processor."""
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    return platform.processor() or platform.machine()
+
+
+def nccl_version() -> str | None:
+    """The NCCL that torch was built with."""
+    if not (torch.cuda.is_available() and dist.is_nccl_available()):
+        return None
+    from torch.cuda import nccl
+
+    return ".".join(str(part) for part in nccl.version())
+
+
+def machine(session: Session) -> dict[str, Any]:
+    """The machine line: what the numbers of a run depend on, ready for JSON."""
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    return {
+        "ringattn": installed("ringattn"),
+        "commit": commit(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "triton": installed("triton"),
+        "einops": installed("einops"),
+        "cuda": torch.version.cuda,
+        "cudnn": torch.backends.cudnn.version() if count else None,
+        "nccl": nccl_version(),
+        "driver": driver(),
+        "cpu": f"{cpu_name()} x {os.cpu_count()}",
+        "gpus": [torch.cuda.get_device_name(index) for index in range(count)],
+        "device": session.device.type,
+        "world_size": session.world_size,
+        "backend": session.backend,
+        "command": command_line(),
+        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+    }
+
+
+def command_line() -> str:
+    """How this process was started, as far as it matters for doing it again."""
+    program = Path(sys.argv[0])
+    here = "python"
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        here = f"torchrun --nproc_per_node {os.environ.get('LOCAL_WORLD_SIZE', '1')}"
+    name = f"-m ringattn.launch.{program.stem}" if program.parent.name == "launch" else program.name
+    return shlex.join([*here.split(), *name.split(), *sys.argv[1:]])
+
+
+def describe(line: dict[str, Any]) -> str:
+    """The machine line for people: one line of text."""
+    gpus = line["gpus"]
+    where = f"{len(gpus)} x {gpus[0]}" if line["device"] == "cuda" else line["cpu"]
+    parts = [where, f"{line['world_size']} rank(s)", line["backend"] or "no process group", f"torch {line['torch']}"]
+    parts += [f"{name} {line[name]}" for name in ("triton", "nccl", "driver", "commit") if line[name]]
+    return ", ".join(parts)
+
+
+def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
+    """Prints a table: drawn on a terminal, aligned plain text elsewhere. None is shown as "-"."""
+    cells = [["-" if cell is None else str(cell) for cell in row] for row in rows]
+    if sys.stdout.isatty():
+        with contextlib.suppress(ModuleNotFoundError):
+            from rich.console import Console
+            from rich.table import Table
+            from rich.text import Text
+
+            drawn = Table(title=title, title_justify="left")
+            for column in columns:
+                drawn.add_column(column, overflow="fold")
+            for row in cells:
+                drawn.add_row(*(Text(cell) for cell in row))
+            Console().print(drawn)
+            return
+    widths = [max(len(row[index]) for row in [list(columns), *cells]) for index in range(len(columns))]
+    print(title)
+    for row in [list(columns), *cells]:
+        print(("  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True))).rstrip())
+    print(flush=True)
+
+
+def write_json(path: Path, content: Any) -> None:
+    """Writes `content` as JSON, whole or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(path.name + ".part")
+    part.write_text(json.dumps(content, indent=1) + "\n")
+    part.replace(path)

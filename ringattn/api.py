@@ -1,0 +1,195 @@
+"""The public functions: resolve options, describe the call, run the operator.
+
+Owns the contract that users read. Refuses to know how a ring works: it only describes a call.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ringattn.autograd import ring_attention_op
+from ringattn.call import describe
+from ringattn.sharding import Sharding
+
+
+def ring_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sharding: Sharding,
+    *,
+    kv_sharding: Sharding | None = None,
+    causal: bool = False,
+    window: int | tuple[int | None, int | None] | None = None,
+    prefix_len: int = 0,
+    chunk_len: int | None = None,
+    lengths: Sequence[Sequence[int]] | Tensor | None = None,
+    softmax_scale: float | None = None,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    key_bias: Tensor | None = None,
+    bias: Tensor | None = None,
+    dropout_p: float = 0.0,
+    dropout_seed: int | None = None,
+    deterministic: bool = False,
+    impl: str | None = None,
+    backward: str = "auto",
+) -> Tensor:
+    """Exact attention over a sequence sharded around a ring of ranks.
+
+    Each rank passes the rows it holds and receives the output of its own query rows over the keys of *all* ranks. Equals
+    `attention_reference` on the whole sequence up to rounding; softmax statistics, sums over ring steps and gradient
+    accumulators are fp32 (fp64 for fp64 inputs). A row that sees nothing gives 0 and has zero gradients. All ranks must
+    make the same call; the first call of each signature is compared between them.
+
+    Positions are global: query i, key j. Score: `softmax_scale * q.k`, then `softcap * tanh(score / softcap)`, then
+    ALiBi `- slope * |i - j|`, then key_bias, then bias. All masks are intersected.
+
+    Args:
+        q: Queries of this rank, `b s h d`, fp16, bf16, fp32 or fp64.
+        k: Keys of this rank, `b s hk d`; hk divides h (grouped-query attention).
+        v: Values of this rank, `b s hk dv`.
+        sharding: Who holds which positions, from `ring.sharding`; its documents are part of the mask.
+        kv_sharding: For cross attention: the sharding of the keys' own sequence.
+        causal: Keys j <= i.
+        window: (left, right): i - left <= j <= i + right, None for unbounded on a side. An int w is (w - 1, 0):
+            the last w keys, as sliding-window models count.
+        prefix_len: With causal: keys j < prefix_len are visible to every row too.
+        chunk_len: i // chunk_len == j // chunk_len.
+        lengths: (start, stop) per batch element: rows and keys outside it see nothing and are not seen.
+        softmax_scale: Factor on q.k; default d ** -0.5.
+        softcap: Bound of the soft cap; 0.0 for none.
+        sinks: `h`: one more logit per head, in the denominator only.
+        alibi_slopes: `h`.
+        key_bias: `b s`, added to every score of a key; this rank's keys.
+        bias: Broadcastable to `b h s n`: this rank's query rows x all n keys by global position.
+        dropout_p: Probability of dropping an attention weight.
+        dropout_seed: Seed of the mask; needed when dropout_p > 0, and equal on all ranks. The mask is a function of
+            the seed and global indices, so it is the same at any world size.
+        deterministic: Demand bitwise repeatable gradients. All present kernels give that at no extra cost.
+        impl: Kernel set: "auto", "eager", "portable"; default: the ring's.
+        backward: What the backward moves: "keys", "queries", or "auto" for whichever moves fewer bytes.
+
+    Returns:
+        `b s h dv`, this rank's rows, q's dtype.
+
+    Raises:
+        ValueError: A shape, dtype, device or option is inconsistent, here or between ranks; raised on every rank before
+            any shard moves.
+        NotImplementedError: Meaningful but not supported; the message names the alternative.
+        RuntimeError: A transfer failed or timed out; the message names the rank, the step and the peers.
+
+    Gradients flow to q, k, v, sinks, alibi_slopes, key_bias and bias. Those of sinks and alibi_slopes are this rank's
+    share, as for any replicated parameter: sum them over ranks.
+
+    The method is blockwise attention over a ring (Liu, Zaharia, Abbeel 2023, "Ring Attention with Blockwise Transformers
+    for Near-Infinite Context") with the online softmax (Milakov and Gimelshein 2018).
+
+    Example:
+        >>> ring = Ring()
+        >>> sharding = ring.sharding(seq_len=5)
+        >>> q = k = v = torch.ones(1, 5, 1, 16)
+        >>> ring_attention(q, k, v, sharding, causal=True).shape
+        torch.Size([1, 5, 1, 16])
+    """
+    return ring_attention_with_lse(
+        q,
+        k,
+        v,
+        sharding,
+        kv_sharding=kv_sharding,
+        causal=causal,
+        window=window,
+        prefix_len=prefix_len,
+        chunk_len=chunk_len,
+        lengths=lengths,
+        softmax_scale=softmax_scale,
+        softcap=softcap,
+        sinks=sinks,
+        alibi_slopes=alibi_slopes,
+        key_bias=key_bias,
+        bias=bias,
+        dropout_p=dropout_p,
+        dropout_seed=dropout_seed,
+        deterministic=deterministic,
+        impl=impl,
+        backward=backward,
+    )[0]
+
+
+def ring_attention_with_lse(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sharding: Sharding,
+    *,
+    kv_sharding: Sharding | None = None,
+    causal: bool = False,
+    window: int | tuple[int | None, int | None] | None = None,
+    prefix_len: int = 0,
+    chunk_len: int | None = None,
+    lengths: Sequence[Sequence[int]] | Tensor | None = None,
+    softmax_scale: float | None = None,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    key_bias: Tensor | None = None,
+    bias: Tensor | None = None,
+    dropout_p: float = 0.0,
+    dropout_seed: int | None = None,
+    deterministic: bool = False,
+    impl: str | None = None,
+    backward: str = "auto",
+) -> tuple[Tensor, Tensor]:
+    """`ring_attention` that also returns lse, which is differentiable.
+
+    Takes the arguments of `ring_attention` and raises what it raises.
+
+    Returns:
+        o `b s h dv` in q's dtype, and lse `b h s`: natural log of the sum of exponentials over all visible keys (and
+        the sink), fp32 (fp64 for fp64 inputs); -inf on rows that see nothing.
+    """
+    del deterministic  # every kernel set repeats to the bit
+    if dropout_p and dropout_seed is None:
+        raise ValueError(
+            f"dropout_seed must be given when dropout_p is {dropout_p}; pass one integer per call, the same on all ranks"
+        )
+    q, k, v = (_autocast(x) for x in (q, k, v))
+    if bias is not None:
+        bias = bias.expand(q.shape[0], q.shape[2], q.shape[1], (kv_sharding or sharding).seq_len)
+    scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
+    for name, value in (("softmax_scale", scale), ("softcap", softcap), ("dropout_p", dropout_p)):
+        if not math.isfinite(value):
+            raise ValueError(f"{name} must be finite, got {value}")
+    call = describe(
+        sharding,
+        kv_sharding,
+        softmax_scale=scale,
+        causal=causal,
+        window=window,
+        prefix_len=prefix_len,
+        chunk_len=chunk_len,
+        lengths=lengths,
+        softcap=softcap,
+        dropout_p=dropout_p,
+        impl=sharding.ring.impl if impl is None else impl,
+        backward=backward,
+    )
+    return ring_attention_op(q, k, v, sinks, alibi_slopes, key_bias, bias, dropout_seed or 0, sharding.ring.name, call)
+
+
+def _autocast(x: Tensor) -> Tensor:
+    kind = x.device.type
+    if (
+        torch.amp.is_autocast_available(kind)
+        and torch.is_autocast_enabled(kind)
+        and x.is_floating_point()
+        and x.dtype != torch.float64
+    ):
+        return x.to(torch.get_autocast_dtype(kind))
+    return x

@@ -1,0 +1,243 @@
+"""The backward loop of one rank: one side stays, the other visits, and its gradients are sent home.
+
+Owns the order of post, compute and wait, and where contributions are added. Refuses to know how bytes move, how a visit
+is computed, and what a mask means.
+
+Note [Coming home]
+    What moves is either keys (k, v; dk and dv go home in fp32) or queries (q, do, lse, delta; dq goes home in fp32),
+    whichever moves fewer bytes. A visit writes its contribution into a buffer of its own, which travels straight to the
+    owner in the next step's group, so no gradient waits for another. The owner adds contributions in step order: sums
+    are fp32, in a fixed order, and the same in the simulated ring.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.profiler import record_function
+
+from ringattn.call import Call
+from ringattn.forward import exchange, travellers
+from ringattn.kernels.contract import Grads, KernelSet, Score, accumulation_dtype
+from ringattn.parcels import add_rows_
+from ringattn.schedule import RankPlan, moved_rows
+from ringattn.transport.base import Parcel, Pending, Seat
+
+
+@dataclass(frozen=True)
+class Gradients:
+    """Gradients of this rank's tensors, in the accumulation dtype; None where not wanted.
+
+    Attributes:
+        dq: `b s h d`.
+        dk: `b t hk d`.
+        dv: `b t hk dv`.
+        dalibi: `h`: this rank's share; the sum over ranks is the gradient.
+        dsinks: `h`: this rank's share, likewise.
+        dkey_bias: `b t`.
+        dbias: `b h s n`.
+    """
+
+    dq: Tensor
+    dk: Tensor
+    dv: Tensor
+    dsinks: Tensor | None
+    dalibi: Tensor | None
+    dkey_bias: Tensor | None
+    dbias: Tensor | None
+
+
+def resolve_moving(call: Call, q: Tensor, k: Tensor, v: Tensor, score: Score) -> str:
+    """What the backward moves: the call's choice, or the side that costs fewer bytes on the busiest rank.
+
+    bias is indexed by this rank's rows, so its rows cannot leave: keys move then.
+    """
+    if score.bias is not None:
+        return "keys"
+    if call.backward != "auto":
+        return call.backward
+    e, wide = q.element_size(), accumulation_dtype(q.dtype).itemsize
+    _, _, hk, d = k.shape
+    h, dv = q.shape[2], v.shape[-1]
+    per_key = (e + wide) * hk * (d + dv)
+    per_query = e * h * (d + dv) + wide * h * (d + 2)
+    cost = {"keys": per_key * moved_rows(call.plan("keys")), "queries": per_query * moved_rows(call.plan("queries"))}
+    return min(cost, key=lambda moving: cost[moving])
+
+
+def ring_backward(
+    do: Tensor,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    o: Tensor,
+    lse: Tensor,
+    score: Score,
+    call: Call,
+    kernels: KernelSet,
+    seat: Seat,
+    *,
+    want_sinks: bool = False,
+    want_alibi: bool = False,
+    want_key_bias: bool = False,
+    want_bias: bool = False,
+) -> Gradients:
+    """Gradients of `ring_forward`.
+
+    Args:
+        do: `b s h dv`, cotangent of o.
+        dlse: `b h s`, cotangent of lse; ignored on rows that saw nothing.
+        q: `b s h d`.
+        k: `b t hk d`.
+        v: `b t hk dv`.
+        o: From the forward.
+        lse: From the forward.
+        score: As in the forward.
+        call: As in the forward.
+        kernels: As in the forward.
+        seat: As in the forward.
+        want_sinks: Compute dsinks.
+        want_alibi: Compute dalibi.
+        want_key_bias: Compute dkey_bias.
+        want_bias: Compute dbias.
+    """
+    wide = accumulation_dtype(q.dtype)
+    if dlse is not None:
+        dlse = dlse.masked_fill(lse == float("-inf"), 0.0)
+    delta = kernels.delta(o, do, dlse)
+    moving = resolve_moving(call, q, k, v, score)
+    plan = call.visits(moving)
+    stationary = call.stationary(moving, q.device)
+    payload = travellers(moving, q, k, v, score, do, lse, delta)
+    b, s, h, _ = q.shape
+
+    def wide_like(x: Tensor) -> Tensor:
+        return torch.empty(x.shape, dtype=wide, device=x.device)
+
+    key_side = [wide_like(k), wide_like(v)] + ([wide_like(k[..., 0, 0])] if want_key_bias else [])
+    query_side = [wide_like(q)] + ([wide_like(lse)] if want_alibi else [])
+    dbias = torch.zeros(b, h, s, call.kv_sharding.seq_len, dtype=wide, device=q.device) if want_bias else None
+    home, stay = (key_side, query_side) if moving == "keys" else (query_side, key_side)
+    row_dims = [1, 1, 1] if moving == "keys" else [1, 2]
+    if plan.visits[0] is None:
+        for x in (*home, *stay):
+            x.zero_()
+
+    def compute(step: int, held: list[Tensor], contribution: list[Tensor]) -> None:
+        visit = plan.visits[step]
+        assert visit is not None, "an empty visit is never computed"
+        guest = call.moving(moving, visit, q.device)
+        if moving == "keys":
+            keys_out, rows_out = contribution, stay
+            args = (do, q, held[0], held[1], lse, delta, stationary, guest)
+            here = dataclasses.replace(score, key_bias=held[2] if score.key_bias is not None else None)
+        else:
+            keys_out, rows_out = stay, contribution
+            args = (held[1], held[0], k, v, held[2], held[3], guest, stationary)
+            here = score
+        stay_started = step > 0
+        kernels.backward(
+            *args,
+            here,
+            Grads(
+                dq=rows_out[0],
+                dk=keys_out[0],
+                dv=keys_out[1],
+                dkey_bias=keys_out[2] if want_key_bias else None,
+                dalibi=rows_out[1] if want_alibi else None,
+                dbias=dbias,
+                accumulate_rows=stay_started and moving == "keys",
+                accumulate_keys=stay_started and moving == "queries",
+            ),
+        )
+
+    under_way: Pending | None = None
+    fetched: list[Tensor] = []
+    made: list[Tensor] = []
+    returning: list[Tensor] = []
+    # two steps past the last: one sends its contributions home, one adds them
+    for step in range(seat.world_size + 2):
+        if under_way is not None:
+            under_way.wait()
+        _add_returned(home, row_dims, returning, plan, step - 2)
+        if step > seat.world_size:
+            break
+        held = [x for x, _ in payload] if step == 0 else fetched
+        sends, receives, fetched = exchange(step + 1, payload, plan, seat)
+        back_sends, back_receives, returning = _home(step - 1, home, row_dims, made, plan, seat)
+        under_way = seat.transport.post(
+            [*sends, *back_sends],
+            [*receives, *back_receives],
+            f"backward, {moving} for ring step {step + 1} and gradients of step {step - 1}",
+        )
+        made = []
+        visit = plan.visits[step] if step < seat.world_size else None
+        if visit is None:
+            continue
+        with record_function(f"ring step {step} backward: {moving} of rank {visit.owner}"):
+            made = home if step == 0 else _contribution(visit.num_rows, home, row_dims, step % 2, seat)
+            compute(step, held, made)
+    return Gradients(
+        dq=query_side[0],
+        dk=key_side[0],
+        dv=key_side[1],
+        dsinks=_sinks_gradient(score, lse, delta) if want_sinks else None,
+        dalibi=query_side[1].sum((0, 2)) if want_alibi else None,
+        dkey_bias=key_side[2] if want_key_bias else None,
+        dbias=dbias,
+    )
+
+
+def _sinks_gradient(score: Score, lse: Tensor, delta: Tensor) -> Tensor:
+    # a sink is a logit whose value row is zero: dp = 0, so ds = p * (0 - delta)
+    assert score.sinks is not None, "a gradient of sinks needs sinks"
+    p = torch.exp(score.sinks.to(lse.dtype)[:, None] - lse)
+    return -(p * delta).sum((0, 2))
+
+
+def _sized(x: Tensor, dim: int, rows: int) -> list[int]:
+    shape = list(x.shape)
+    shape[dim] = rows
+    return shape
+
+
+def _contribution(rows: int, home: list[Tensor], dims: list[int], slot: int, seat: Seat) -> list[Tensor]:
+    return [
+        seat.buffers.take(f"made {i} {slot}", _sized(x, dim, rows), x.dtype, x.device)
+        for i, (x, dim) in enumerate(zip(home, dims, strict=False))
+    ]
+
+
+def _home(
+    step: int, home: list[Tensor], dims: list[int], made: list[Tensor], plan: RankPlan, seat: Seat
+) -> tuple[list[Parcel], list[Parcel], list[Tensor]]:
+    """The contributions of `step`: mine to their owner, and the ones to me from the rank that I visited."""
+    sends: list[Parcel] = []
+    receives: list[Parcel] = []
+    returning: list[Tensor] = []
+    if step < 1 or step >= seat.world_size:
+        return sends, receives, returning
+    visit, send = plan.visits[step], plan.sends[step]
+    if visit is not None:
+        sends = [(visit.owner, x) for x in made]
+    if send is not None:
+        rows = sum(length for _, length in send.rows)
+        returning = [
+            seat.buffers.take(f"returning {i}", _sized(x, dim, rows), x.dtype, x.device)
+            for i, (x, dim) in enumerate(zip(home, dims, strict=False))
+        ]
+        receives = [(send.peer, x) for x in returning]
+    return sends, receives, returning
+
+
+def _add_returned(home: list[Tensor], dims: list[int], returning: list[Tensor], plan: RankPlan, step: int) -> None:
+    if not returning:
+        return
+    send = plan.sends[step]
+    assert send is not None, "only rows that were sent come back"
+    for x, dim, part in zip(home, dims, returning, strict=False):
+        add_rows_(x, dim, send.rows, part)

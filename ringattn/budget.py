@@ -1,0 +1,108 @@
+"""How wrong a result may be: the error budget against an exact answer.
+
+Owns the one measure of error and the one rule for what is allowed, used by tests and by the check that users run on
+their own machine. Knows nothing of attention.
+
+Note [Budget]
+    Let `exact` be the fp64 answer, `low` the same quantity computed from the same inputs by plain torch in the dtype under
+    test on one device, eps the machine epsilon of that dtype and eps_acc that of the accumulators (fp32, or fp64 for fp64).
+    With noise = 16 * eps_acc * max(1, max|exact|), a result passes when
+        rms(x - exact) <= 2 * rms(low - exact) + eps * rms(exact) + noise            typical elements
+        max|x - exact| <= 4 * max|low - exact| + 4 * eps * max|exact| + noise        no element is far out
+    Twice the error that everyone accepts already, and one rounding. The root mean square is the measure that a few
+    lucky or unlucky roundings do not move; the maximum, a noisy statistic of small tensors, has twice the room and finds
+    the single wrong element that a mean would hide. The noise is about 2e-6 below fp64: it lets a result differ from a
+    reference that happens to cancel exactly (one key: dp - delta = 0), where a blockwise order of operations leaves a
+    rounding. Nothing in it grows with the number of ranks or visits.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Budget:
+    """The error that one tensor may have (Note [Budget]).
+
+    Attributes:
+        rms: Allowed root mean square of the error.
+        largest: Allowed largest absolute error.
+    """
+
+    rms: float
+    largest: float
+
+    @classmethod
+    def of(cls, exact: Tensor, low: Tensor, dtype: torch.dtype | None = None) -> Budget:
+        """The budget that follows from two references.
+
+        Args:
+            exact: The exact answer, fp64.
+            low: The answer of a plain low-precision computation, in its own dtype.
+            dtype: The dtype under test; default that of `low`. For fp64, which has no wider exact answer, pass an fp32
+                `low`: its error is scaled by the ratio of the epsilons.
+
+        Raises:
+            ValueError: The shapes differ.
+        """
+        accepted = _difference(low, exact)
+        size = exact.detach().double().abs()
+        size = size.masked_fill(size.isinf(), 0.0)
+        eps = torch.finfo(dtype or low.dtype).eps
+        unit = eps / torch.finfo(low.dtype).eps
+        noise = 16 * min(eps, torch.finfo(torch.float32).eps) * max(1.0, _largest(size))
+        return cls(
+            rms=2 * unit * _rms(accepted) + eps * _rms(size) + noise,
+            largest=4 * unit * _largest(accepted) + 4 * eps * _largest(size) + noise,
+        )
+
+    def ratio(self, actual: Tensor, exact: Tensor) -> float:
+        """How much of the budget is used up; at most 1 passes; inf when an element is NaN or wrongly infinite.
+
+        Args:
+            actual: The result.
+            exact: The exact answer, fp64.
+
+        Raises:
+            ValueError: The shapes differ.
+        """
+        found = _difference(actual, exact)
+        if _largest(found) == math.inf:
+            return math.inf
+        return max(_rms(found) / self.rms, _largest(found) / self.largest)
+
+
+def error(actual: Tensor, exact: Tensor) -> float:
+    """The largest absolute difference, in fp64; infinities agree with themselves, NaN agrees with nothing.
+
+    Args:
+        actual: Any float dtype.
+        exact: The same shape.
+
+    Returns:
+        The difference; inf when an element is NaN or only one of the two is infinite; 0.0 for empty tensors.
+
+    Raises:
+        ValueError: The shapes differ.
+    """
+    return _largest(_difference(actual, exact))
+
+
+def _difference(actual: Tensor, exact: Tensor) -> Tensor:
+    if actual.shape != exact.shape:
+        raise ValueError(f"actual must have the shape of exact, {tuple(exact.shape)}, got {tuple(actual.shape)}")
+    actual, exact = actual.detach().to(exact.device, torch.float64), exact.detach().double()
+    return (actual - exact).abs().masked_fill(actual == exact, 0.0).nan_to_num(nan=math.inf)
+
+
+def _largest(x: Tensor) -> float:
+    return x.max().item() if x.numel() else 0.0
+
+
+def _rms(x: Tensor) -> float:
+    return x.square().mean().sqrt().item() if x.numel() else 0.0

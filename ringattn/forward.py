@@ -1,0 +1,131 @@
+"""The forward loop of one rank: keys visit queries, step by step.
+
+Owns the order of post, compute and wait. Refuses to know how bytes move, how a visit is computed, and what a mask means.
+
+Note [Ring order]
+    At step s rank r meets the keys of owner (r - s) % world_size, fetched from the owner directly: every pair of ranks
+    is used once, nothing is forwarded, and rows that r cannot see stay where they are. The keys of step s + 1 are on
+    their way while step s is computed; two receive buffers take turns.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.profiler import record_function
+
+from ringattn.call import Call
+from ringattn.kernels.contract import Carry, KernelSet, Score, accumulation_dtype
+from ringattn.parcels import pack
+from ringattn.schedule import RankPlan, Visit
+from ringattn.transport.base import Parcel, Pending, Seat
+
+Moving = Sequence[tuple[Tensor, int]]
+"""What travels with the moving side: (tensor, its row dimension)."""
+
+
+def ring_forward(
+    q: Tensor, k: Tensor, v: Tensor, score: Score, call: Call, kernels: KernelSet, seat: Seat
+) -> tuple[Tensor, Tensor]:
+    """The finished attention of this rank's query rows over the keys of all ranks.
+
+    Args:
+        q: `b s h d`, this rank's rows.
+        k: `b t hk d`, this rank's rows.
+        v: `b t hk dv`, this rank's rows.
+        score: How scores are made; key_bias holds this rank's keys.
+        call: Shardings and mask.
+        kernels: What computes a visit.
+        seat: This rank's place at the ring.
+
+    Returns:
+        o `b s h dv` in q's dtype and lse `b h s` (natural log, accumulation dtype).
+    """
+    b, s, h, _ = q.shape
+    o = torch.empty(b, s, h, v.shape[-1], dtype=q.dtype, device=q.device)
+    lse = torch.empty(b, h, s, dtype=accumulation_dtype(q.dtype), device=q.device)
+    plan = call.visits("keys")
+    rows = call.stationary("keys", q.device)
+    moving = travellers("keys", q, k, v, score)
+    steps = [step for step, visit in enumerate(plan.visits) if visit is not None]
+    carry = _carry(o, lse, seat) if len(steps) > 1 else None
+    if not steps and s:
+        # this rank sees no key at all: one visit to an empty buffer writes the empty rows
+        keys = call.moving("keys", Visit(0, seat.rank, (), (), 0), q.device)
+        kernels.forward(
+            q, k[:, :0], v[:, :0], rows, keys, _local(score, 0), carry=None, first=True, last=True, o=o, lse=lse
+        )
+    arriving: Pending | None = None
+    fetched: list[Tensor] = []
+    for step in range(seat.world_size):
+        if arriving is not None:
+            arriving.wait()
+        held = [x for x, _ in moving] if step == 0 else fetched
+        sends, receives, fetched = exchange(step + 1, moving, plan, seat)
+        arriving = seat.transport.post(sends, receives, f"forward, keys for ring step {step + 1}")
+        visit = plan.visits[step]
+        if visit is None or s == 0:
+            continue
+        with record_function(f"ring step {step}: keys of rank {visit.owner}"):
+            kernels.forward(
+                q,
+                held[0],
+                held[1],
+                rows,
+                call.moving("keys", visit, q.device),
+                dataclasses.replace(score, key_bias=held[2] if score.key_bias is not None else None),
+                carry=carry,
+                first=step == steps[0],
+                last=step == steps[-1],
+                o=o,
+                lse=lse,
+            )
+    return o, lse
+
+
+def travellers(moving: str, q: Tensor, k: Tensor, v: Tensor, score: Score, *rows: Tensor) -> Moving:
+    """What travels when keys (k, v, key_bias) or queries (q and the given `b s h dv` and `b h s` rows) move."""
+    if moving == "keys":
+        bias = [] if score.key_bias is None else [(score.key_bias, 1)]
+        return [(k.contiguous(), 1), (v.contiguous(), 1), *bias]
+    return [(q.contiguous(), 1), *((x.contiguous(), 1 if x.dim() == 4 else 2) for x in rows)]
+
+
+def exchange(step: int, moving: Moving, plan: RankPlan, seat: Seat) -> tuple[list[Parcel], list[Parcel], list[Tensor]]:
+    """What this rank sends and receives so that `step` can be computed, and where the received rows will be."""
+    sends: list[Parcel] = []
+    receives: list[Parcel] = []
+    if step >= seat.world_size:
+        return sends, receives, []
+    slot = step % 2
+    send = plan.sends[step]
+    if send is not None:
+        sends = [
+            (send.peer, pack(x, dim, send.rows, seat.buffers, f"send {i} {slot}")) for i, (x, dim) in enumerate(moving)
+        ]
+    visit = plan.visits[step]
+    if visit is None:
+        return sends, receives, []
+    fetched = []
+    for i, (x, dim) in enumerate(moving):
+        shape = list(x.shape)
+        shape[dim] = visit.num_rows
+        fetched.append(seat.buffers.take(f"receive {i} {slot}", shape, x.dtype, x.device))
+    receives = [(visit.owner, x) for x in fetched]
+    return sends, receives, fetched
+
+
+def _carry(o: Tensor, lse: Tensor, seat: Seat) -> Carry:
+    take = seat.buffers.take
+    return Carry(
+        m=take("carry m", lse.shape, lse.dtype, lse.device),
+        l=take("carry l", lse.shape, lse.dtype, lse.device),
+        acc=take("carry acc", o.shape, lse.dtype, o.device),
+    )
+
+
+def _local(score: Score, length: int) -> Score:
+    return dataclasses.replace(score, key_bias=None if score.key_bias is None else score.key_bias[:, :length])

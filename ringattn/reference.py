@@ -1,0 +1,303 @@
+"""Attention as it is defined: dense, whole, differentiable by plain autograd. The oracle of every test.
+
+Owns `attention_reference` and the mask pair by pair. Refuses to be fast or frugal: it holds `n x n` tensors, and it
+shares no code with the intervals, the kernels or the ring that it judges, except for the counter-based dropout mask.
+
+Shape legend: `b` batch, `s` queries, `t` keys, `h` query heads, `hk` key/value heads (`hk` divides `h`), `d` head_dim
+of q and k, `dv` head_dim of v.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from typing import Literal, overload
+
+import torch
+from torch import Tensor
+
+from ringattn.kernels.contract import accumulation_dtype
+from ringattn.kernels.dropout import keep_mask
+
+
+def visible_pairs(
+    seq_len: int,
+    kv_len: int | None = None,
+    *,
+    causal: bool = False,
+    window: tuple[int | None, int | None] | None = None,
+    documents: Sequence[int] | None = None,
+    prefix_len: int = 0,
+    chunk_len: int | None = None,
+    lengths: Sequence[tuple[int, int]] | None = None,
+    device: torch.device | str | None = None,
+) -> Tensor:
+    """Which query sees which key, decided for every pair by the definitions.
+
+    Args:
+        seq_len: Queries in the whole sequence.
+        kv_len: Keys in the whole sequence; None: as many as queries.
+        causal: `j <= i`.
+        window: (left, right): `i - left <= j <= i + right`; None on a side means unbounded.
+        documents: Boundaries `[0, ..., seq_len]`; i and j lie in the same document. Empty documents are allowed.
+        prefix_len: With causal, the keys `j < prefix_len` count as `j <= i` for every row.
+        chunk_len: `i // chunk_len == j // chunk_len`.
+        lengths: (start, stop) per batch element: rows and keys outside see nothing and are seen by nobody.
+        device: Where the mask is made.
+
+    Returns:
+        Boolean `b s t`, or `1 s t` without lengths.
+
+    Raises:
+        ValueError: prefix_len is given without causal.
+
+    Example:
+        >>> visible_pairs(4, causal=True, window=(1, None))[0].int().tolist()
+        [[1, 0, 0, 0], [1, 1, 0, 0], [0, 1, 1, 0], [0, 0, 1, 1]]
+    """
+    if prefix_len and not causal:
+        raise ValueError(f"prefix_len must be 0 without causal, got {prefix_len}; pass causal=True or drop prefix_len")
+    kv_len = seq_len if kv_len is None else kv_len
+    i = torch.arange(seq_len, device=device)[:, None]
+    j = torch.arange(kv_len, device=device)[None, :]
+    visible = torch.ones(1, seq_len, kv_len, dtype=torch.bool, device=device)
+    if causal:
+        visible = visible & ((j <= i) | (j < prefix_len))
+    if window is not None:
+        left, right = window
+        if left is not None:
+            visible = visible & (i - left <= j)
+        if right is not None:
+            visible = visible & (j <= i + right)
+    if documents is not None:
+        together = torch.zeros_like(visible)
+        for start, stop in itertools.pairwise(documents):
+            together = together | ((start <= i) & (i < stop) & (start <= j) & (j < stop))
+        visible = visible & together
+    if chunk_len is not None:
+        visible = visible & (i // chunk_len == j // chunk_len)
+    if lengths is not None:
+        inside = [(start <= i) & (i < stop) & (start <= j) & (j < stop) for start, stop in lengths]
+        visible = visible & torch.stack(inside)
+    return visible
+
+
+def dense_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    visible: Tensor,
+    *,
+    q_positions: Tensor,
+    k_positions: Tensor,
+    softmax_scale: float | None = None,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    key_bias: Tensor | None = None,
+    bias: Tensor | None = None,
+    dropout_p: float = 0.0,
+    dropout_seed: int = 0,
+) -> tuple[Tensor, Tensor]:
+    """Attention of any rows over any keys under a given mask: what `attention_reference` is made of.
+
+    Matmuls take and give the dtype of the inputs, as one device running plain torch would; scores are then softmaxed in
+    fp32 (fp64 for fp64 inputs). So fp64 inputs give the exact answer and 16-bit inputs the usual low-precision one.
+
+    Args:
+        q: Queries, `b s h d`.
+        k: Keys, `b t hk d`.
+        v: Values, `b t hk dv`.
+        visible: Boolean `b s t` or `1 s t`.
+        q_positions: Global positions of the queries, `s`.
+        k_positions: Global positions of the keys, `t`.
+        softmax_scale: Factor on q . k; None: `d ** -0.5`.
+        softcap: The score becomes `softcap * tanh(score / softcap)`; 0.0 for none.
+        sinks: One more logit per head in the denominator only, `h`.
+        alibi_slopes: `- slope * |i - j|` is added to the score; `h`, or `b h s` for one slope per row.
+        key_bias: Added to the scores of a key, `b t`.
+        bias: Added to the scores, broadcast to `b h s t`; -inf hides a pair.
+        dropout_p: Probability of dropping one attention weight.
+        dropout_seed: 64-bit seed; the mask is a function of it and of global indices.
+
+    Returns:
+        o `b s h dv` in q's dtype; lse `b h s`, natural log, fp32 (fp64 for fp64 inputs). A row without any weight has
+        o = 0 and lse = -inf, and no gradient.
+    """
+    b, _, h, d = q.shape
+    hk = k.shape[2]
+    stat_dtype = accumulation_dtype(q.dtype)
+    with torch.autocast(q.device.type, enabled=False):
+        k = k.repeat_interleave(h // hk, dim=2)
+        v = v.repeat_interleave(h // hk, dim=2)
+        scale = d**-0.5 if softmax_scale is None else softmax_scale
+        s = (torch.einsum("bshd,bthd->bhst", q, k) * scale).to(stat_dtype)
+        if softcap:
+            s = softcap * torch.tanh(s / softcap)
+        if alibi_slopes is not None:
+            distance = (q_positions.long()[:, None] - k_positions.long()[None, :]).abs().to(stat_dtype)
+            slopes = alibi_slopes.to(stat_dtype)
+            s = s - (slopes.view(1, h, 1, 1) if slopes.dim() == 1 else slopes[..., None]) * distance
+        if key_bias is not None:
+            s = s + key_bias.to(stat_dtype)[:, None, None, :]
+        if bias is not None:
+            s = s + bias.to(stat_dtype)
+        s = s.masked_fill(~visible[:, None], -math.inf)
+
+        # the sink is one more column whose value is never read; with it every row has at least one
+        sink = s.new_full((h,), -math.inf) if sinks is None else sinks.to(stat_dtype)
+        s = torch.cat([s, sink.view(1, h, 1, 1).expand(b, h, s.shape[2], 1)], dim=3)
+        m = s.detach().amax(3, keepdim=True)
+        weight = torch.exp(s - m.masked_fill(m == -math.inf, 0.0))
+        total = weight.sum(3, keepdim=True)
+        empty = total == 0
+        total = total.masked_fill(empty, 1.0)
+        lse = (m.masked_fill(empty, 0.0) + total.log()).masked_fill(empty, -math.inf).squeeze(3)
+        p = (weight / total)[..., :-1]
+        if dropout_p:
+            keep = keep_mask(
+                dropout_seed,
+                torch.arange(b, device=q.device)[:, None, None, None],
+                torch.arange(h, device=q.device)[:, None, None],
+                q_positions[:, None],
+                k_positions,
+                h,
+                dropout_p,
+            )
+            p = torch.where(keep, p / (1 - dropout_p), 0.0)
+        return torch.einsum("bhst,bthd->bshd", p.to(v.dtype), v), lse
+
+
+@overload
+def attention_reference(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool = False,
+    window: tuple[int | None, int | None] | None = None,
+    documents: Sequence[int] | None = None,
+    prefix_len: int = 0,
+    chunk_len: int | None = None,
+    lengths: Sequence[tuple[int, int]] | None = None,
+    softmax_scale: float | None = None,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    key_bias: Tensor | None = None,
+    bias: Tensor | None = None,
+    dropout_p: float = 0.0,
+    dropout_seed: int = 0,
+    return_lse: Literal[False] = False,
+) -> Tensor: ...
+@overload
+def attention_reference(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool = False,
+    window: tuple[int | None, int | None] | None = None,
+    documents: Sequence[int] | None = None,
+    prefix_len: int = 0,
+    chunk_len: int | None = None,
+    lengths: Sequence[tuple[int, int]] | None = None,
+    softmax_scale: float | None = None,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    key_bias: Tensor | None = None,
+    bias: Tensor | None = None,
+    dropout_p: float = 0.0,
+    dropout_seed: int = 0,
+    return_lse: Literal[True],
+) -> tuple[Tensor, Tensor]: ...
+def attention_reference(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool = False,
+    window: tuple[int | None, int | None] | None = None,
+    documents: Sequence[int] | None = None,
+    prefix_len: int = 0,
+    chunk_len: int | None = None,
+    lengths: Sequence[tuple[int, int]] | None = None,
+    softmax_scale: float | None = None,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    key_bias: Tensor | None = None,
+    bias: Tensor | None = None,
+    dropout_p: float = 0.0,
+    dropout_seed: int = 0,
+    return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """The definition of attention in this library, over a whole sequence on one device.
+
+    Query i and key j sit at global positions i and j; keys may belong to another, longer or shorter sequence. Memory
+    grows as `s x t`. Exact for fp64 inputs; for 16-bit inputs it is the ordinary low-precision computation.
+
+    Args:
+        q: Queries, `b s h d`, any float dtype.
+        k: Keys, `b t hk d`.
+        v: Values, `b t hk dv`.
+        causal: Keys `j <= i` are visible.
+        window: (left, right): `i - left <= j <= i + right`; None on a side means unbounded.
+        documents: Boundaries `[0, ..., s]` of packed documents; i and j lie in the same one.
+        prefix_len: With causal, the keys `j < prefix_len` are visible to every row too.
+        chunk_len: `i // chunk_len == j // chunk_len`.
+        lengths: (start, stop) per batch element: rows and keys outside see nothing and are seen by nobody.
+        softmax_scale: Factor on q . k; None: `d ** -0.5`.
+        softcap: The score becomes `softcap * tanh(score / softcap)`; 0.0 for none.
+        sinks: One more logit per head in the denominator only, `h`.
+        alibi_slopes: `- slope * |i - j|` is added to the score, `h`.
+        key_bias: Added to the scores of a key, `b t`.
+        bias: Added to the scores, broadcast to `b h s t`.
+        dropout_p: Probability of dropping one attention weight.
+        dropout_seed: 64-bit seed of the dropout mask.
+        return_lse: Return the log-sum-exp of each row too.
+
+    Returns:
+        o `b s h dv` in q's dtype; with return_lse also lse `b h s`, natural log, fp32 (fp64 for fp64 inputs). A row
+        that sees nothing (and has no sink) has o = 0, lse = -inf and gradients 0.
+
+    Raises:
+        ValueError: prefix_len is given without causal.
+
+    Example:
+        >>> q = k = torch.zeros(1, 2, 1, 4)
+        >>> v = torch.tensor([1.0, 3.0]).view(1, 2, 1, 1)
+        >>> attention_reference(q, k, v, causal=True).flatten().tolist()
+        [1.0, 2.0]
+    """
+    s, t = q.shape[1], k.shape[1]
+    visible = visible_pairs(
+        s,
+        t,
+        causal=causal,
+        window=window,
+        documents=documents,
+        prefix_len=prefix_len,
+        chunk_len=chunk_len,
+        lengths=lengths,
+        device=q.device,
+    )
+    o, lse = dense_attention(
+        q,
+        k,
+        v,
+        visible,
+        q_positions=torch.arange(s, device=q.device),
+        k_positions=torch.arange(t, device=q.device),
+        softmax_scale=softmax_scale,
+        softcap=softcap,
+        sinks=sinks,
+        alibi_slopes=alibi_slopes,
+        key_bias=key_bias,
+        bias=bias,
+        dropout_p=dropout_p,
+        dropout_seed=dropout_seed,
+    )
+    return (o, lse) if return_lse else o

@@ -1,0 +1,251 @@
+"""Ring: the long-lived thing that knows the group, the transport and the buffers.
+
+Owns who is in the ring, the shardings made for it, and that all ranks make the same calls. Refuses to know attention.
+
+Note [Names]
+    A custom operator takes strings, and a live ProcessGroup at interpreter exit aborts gloo processes. So a group is kept
+    by name and resolved at each use, and a Ring is found by its name in a table of weak references: it lives as long as
+    a Ring, a Sharding or an autograd graph holds it.
+"""
+
+from __future__ import annotations
+
+import json
+import weakref
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.distributed_c10d import _resolve_process_group
+
+from ringattn.call import parse
+from ringattn.layout import make_shards
+from ringattn.sharding import Sharding
+from ringattn.transport.base import Buffers, NoTransport, Seat
+from ringattn.transport.process_group import Agreement, ProcessGroupTransport
+from ringattn.visibility import Visibility
+
+_RINGS: weakref.WeakValueDictionary[str, Ring] = weakref.WeakValueDictionary()
+_COUNTS: Counter[str] = Counter()
+
+
+def find_ring(name: str) -> Ring:
+    """The living ring of that name."""
+    ring = _RINGS.get(name)
+    if ring is None:
+        raise RuntimeError(
+            f"the ring {name!r} is gone; keep the Ring or its Sharding alive as long as its results are used"
+        )
+    return ring
+
+
+class Ring:
+    """The ranks that share a sequence, and what they reuse from call to call.
+
+    Make it once and keep it. All ranks of the group make their rings in the same order and the same calls on them.
+
+    Args:
+        group: A ProcessGroup, a one-dimensional DeviceMesh (`mesh["cp"]`), or None for the default group; a ring of one
+            rank when torch.distributed is not initialised.
+        impl: Kernel set for calls that do not name one: "auto", "eager" or "portable".
+        timeout: How long a rank waits for the others when a call of a new shape is compared. Transfers obey the group's
+            own timeout.
+
+    Attributes:
+        name: Text by which operators find this ring.
+        rank: This process's place, 0 .. world_size - 1.
+        world_size: Number of ranks.
+        impl: Default kernel set.
+
+    Raises:
+        ValueError: The mesh has more than one dimension, or this process is not in the group.
+
+    Example:
+        >>> ring = Ring()                       # one process: no group needed
+        >>> ring.rank, ring.world_size
+        (0, 1)
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup | DeviceMesh | None = None,
+        *,
+        impl: str = "auto",
+        timeout: timedelta = timedelta(minutes=5),
+    ) -> None:
+        if isinstance(group, DeviceMesh):
+            if group.ndim != 1:
+                raise ValueError(f"a mesh must have one dimension, got {group.ndim}; pass a slice such as mesh['cp']")
+            group = group.get_group()
+        if group is None and dist.is_available() and dist.is_initialized():
+            group = dist.group.WORLD
+        self._group_name = "" if group is None else group.group_name
+        self.rank = 0 if group is None else dist.get_rank(group)
+        self.world_size = 1 if group is None else dist.get_world_size(group)
+        if self.rank < 0:
+            raise ValueError(
+                "this process must be a member of the group, got a group without it; make the Ring on members only"
+            )
+        self.impl = impl
+        # every rank counts its rings per group, so equal rings have equal names
+        self.name = f"{self._group_name}#{_COUNTS[self._group_name]}"
+        _COUNTS[self._group_name] += 1
+        alone = self.world_size == 1
+        transport = NoTransport() if alone else ProcessGroupTransport(self._group_name, self.rank)
+        self.seat = Seat(self.rank, self.world_size, transport, Buffers())
+        self._agreement = None if alone else Agreement(self._group_name, self.rank, self.world_size, self.name, timeout)
+        self._agreed: set[str] = set()
+        _RINGS[self.name] = self
+
+    def __repr__(self) -> str:
+        return f"Ring(rank={self.rank}, world_size={self.world_size}, impl={self.impl!r})"
+
+    def sharding(
+        self,
+        seq_len: int,
+        layout: str = "zigzag",
+        documents: Sequence[int] | None = None,
+        *,
+        balance: dict[str, Any] | None = None,
+    ) -> Sharding:
+        """Who holds which positions of a sequence.
+
+        Args:
+            seq_len: Tokens of the whole sequence, at least 1; nothing has to divide it.
+            layout: "contiguous", "striped", "zigzag" (even work under a causal mask) or "balanced" (even work under
+                the mask given by `balance` and documents).
+            documents: Cumulative boundaries (0, ..., seq_len) of packed documents: attention stays inside them.
+            balance: For "balanced": the mask to balance for, as in `ring_attention`; default {"causal": True}.
+
+        Returns:
+            The sharding, seen from this rank.
+
+        Raises:
+            ValueError: An unknown layout, or boundaries that do not fit.
+        """
+        documents = None if documents is None else tuple(int(x) for x in documents)
+        if balance is not None and layout != "balanced":
+            raise ValueError(f"balance must be given with layout='balanced' only, got layout={layout!r}; leave it out")
+        mask = {"causal": True} if balance is None else balance
+        visibility = Visibility(seq_len=seq_len, kv_len=seq_len, documents=documents, **mask)
+        shards = make_shards(layout, seq_len, self.world_size, visibility)
+        return Sharding(seq_len, layout, shards, self.rank, documents, ring=self)
+
+    @contextmanager
+    def refusals(self, call: str, tensors: Sequence[Tensor | None]) -> Iterator[None]:
+        """Makes what is raised inside, and any difference between ranks, an error on every rank.
+
+        The first call of each signature compares texts; later ones pay a set lookup.
+
+        Args:
+            call: The call as text: must be equal on all ranks.
+            tensors: Their dtypes, devices and shapes but for the row counts must be equal on all ranks.
+
+        Raises:
+            ValueError: Inconsistent here, on another rank, or between ranks; the ranks are named.
+        """
+        here = json.dumps([None if x is None else (list(x.shape), str(x.dtype), x.device.type) for x in tensors])
+        known = here + call in self._agreed
+        try:
+            yield
+        except (ValueError, NotImplementedError) as error:
+            if not known and self._agreement is not None:
+                self._agreement.leave(json.dumps({"refused": f"{type(error).__name__}: {error}"}))
+            raise
+        if known:
+            return
+        if self._agreement is not None:
+            texts = self._agreement.compare(json.dumps({**parse(call), "tensors": _without_rows(tensors)}))
+            _raise_differences([json.loads(text) for text in texts])
+            self._warm_up(next(x.device for x in tensors if x is not None))
+        self._agreed.add(here + call)
+
+    def gather(self, x: Tensor, dim: int, lengths: Sequence[int]) -> list[Tensor]:
+        """Every rank's tensor, which differ in length along dim only; differentiable (gradients are summed over ranks).
+
+        Args:
+            x: This rank's tensor.
+            dim: The dimension along which lengths differ.
+            lengths: Every rank's length.
+        """
+        return list(_Gather.apply(x, dim, tuple(lengths), self._group_name, self.rank))
+
+    def close(self) -> None:
+        """Lets go of the buffers. The ring may be used again; buffers are then made anew."""
+        self.seat.buffers.clear()
+
+    def _warm_up(self, device: torch.device) -> None:
+        # NCCL wants its first operation on a group to be one that all ranks take part in
+        if device.type == "cuda" and not self._agreed:
+            dist.all_reduce(torch.zeros(1, device=device), group=_resolve_process_group(self._group_name))
+
+
+def _without_rows(tensors: Sequence[Tensor | None]) -> list[Any]:
+    """Row counts differ by rank and were checked against the sharding: dim 1 of `b s h d` and `b t`, dim 2 of bias."""
+    result: list[Any] = []
+    for x in tensors:
+        if x is None:
+            result.append(None)
+            continue
+        shape: list[Any] = list(x.shape)
+        if x.dim() in (2, 4):
+            shape[1 if x.dim() == 2 or len(result) < 3 else 2] = "rows"
+        result.append([shape, str(x.dtype), x.device.type, x.requires_grad])
+    return result
+
+
+def _raise_differences(records: list[dict[str, Any]]) -> None:
+    refused = {rank: record["refused"] for rank, record in enumerate(records) if "refused" in record}
+    if refused:
+        listed = "; ".join(f"ring rank {rank} refused: {text}" for rank, text in refused.items())
+        raise ValueError(f"{listed}; every rank of the ring refuses with it")
+    common = Counter(json.dumps(record) for record in records).most_common(1)[0][0]
+    differing = [rank for rank, record in enumerate(records) if json.dumps(record) != common]
+    if not differing:
+        return
+    usual, odd = json.loads(common), records[differing[0]]
+    parts = [
+        f"{key}: {usual[key]} on most ranks, {odd[key]} on ring rank {differing[0]}"
+        for key in usual
+        if usual[key] != odd[key]
+    ]
+    raise ValueError(
+        f"all ranks must make the same call, got a different one on ring ranks {differing} ({'; '.join(parts)}); "
+        f"pass the same options, dtypes and head counts everywhere"
+    )
+
+
+class _Gather(torch.autograd.Function):
+    """All ranks' tensors of unequal length; each is padded to the longest on the way."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, dim: int, lengths: tuple[int, ...], group_name: str, rank: int
+    ) -> tuple[Tensor, ...]:
+        ctx.dim, ctx.group_name, ctx.rank = dim, group_name, rank
+        if len(lengths) == 1:
+            return (x.clone(),)
+        group = _resolve_process_group(group_name)
+        longest = max(lengths)
+        shape = list(x.shape)
+        shape[dim] = longest
+        padded = x.new_zeros(shape)
+        padded.narrow(dim, 0, x.shape[dim]).copy_(x)
+        parts = [torch.empty_like(padded) for _ in lengths]
+        dist.all_gather(parts, padded, group=group)
+        return tuple(part.narrow(dim, 0, length) for part, length in zip(parts, lengths, strict=True))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        mine = grads[ctx.rank]
+        if len(grads) > 1:
+            whole = torch.cat(grads, ctx.dim)
+            dist.all_reduce(whole, group=_resolve_process_group(ctx.group_name))
+            mine = whole.split([grad.shape[ctx.dim] for grad in grads], ctx.dim)[ctx.rank]
+        return mine, None, None, None, None

@@ -1,0 +1,329 @@
+"""A whole sequence and its shards: cutting tensors, putting them together, and the positions of the rows.
+
+Owns `Sharding`, the record that a batch is sharded by. Refuses to know groups and transports (gathering is injected)
+and masks other than the documents of the batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+from itertools import accumulate, pairwise
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from ringattn.layout import LAYOUTS, Run, Shard, check_sizes, make_shards, shard_len
+from ringattn.visibility import check_documents
+
+
+class Gathering(Protocol):
+    """What a sharding needs of the ring that made it."""
+
+    name: str
+    impl: str
+
+    def gather(self, x: Tensor, dim: int, lengths: Sequence[int]) -> list[Tensor]:
+        """Every rank's tensor, in rank order; lengths along dim differ by rank."""
+        ...
+
+
+class Sharding:
+    """Who holds which positions of one batch's sequence. Immutable; equal when the content is equal.
+
+    The sharding belongs to the batch and the mask to the layer: one sharding serves layers with different masks.
+
+    Args:
+        seq_len: Tokens of the whole sequence.
+        layout: The name of the layout.
+        shards: Every rank's shard; together they hold every position once.
+        rank: This rank.
+        documents: Cumulative boundaries (0, ..., seq_len) of packed documents; None: one document.
+        ring: The ring that made it; needed by `unshard` among several ranks, and by attention.
+        device: Where `positions` lives; None: the CPU.
+
+    Attributes:
+        text: `spec` as a Python literal: equal on all ranks.
+
+    Raises:
+        ValueError: The shards do not hold every position exactly once, or an argument is out of range.
+
+    Example:
+        >>> from ringattn.layout import zigzag
+        >>> sharding = Sharding(8, "zigzag", zigzag(8, 2), rank=0)
+        >>> sharding.positions.tolist(), sharding.shard_lens
+        ([0, 1, 6, 7], (4, 4))
+        >>> sharding.shard(torch.arange(80, 88), dim=0).tolist()
+        [80, 81, 86, 87]
+    """
+
+    def __init__(
+        self,
+        seq_len: int,
+        layout: str,
+        shards: Sequence[Shard],
+        rank: int,
+        documents: Sequence[int] | None = None,
+        *,
+        ring: Gathering | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        check_sizes(seq_len, len(shards))
+        if layout not in LAYOUTS:
+            raise ValueError(f"layout must be one of {', '.join(LAYOUTS)}, got {layout!r}; 'zigzag' suits causal masks")
+        if not 0 <= rank < len(shards):
+            raise ValueError(
+                f"rank must be from 0 to {len(shards) - 1}, got {rank}; give one shard per rank of the ring"
+            )
+        if documents is not None:
+            check_documents(tuple(documents), seq_len)
+        self._seq_len = seq_len
+        self._layout = layout
+        self._shards = tuple(shards)
+        self._rank = rank
+        self._documents = None if documents is None else tuple(documents)
+        self._ring = ring
+        self._device = torch.device("cpu" if device is None else device)
+        _check_partition(self._shards, seq_len)
+        self.text = repr(self.spec)
+
+    @property
+    def seq_len(self) -> int:
+        """Tokens of the whole sequence."""
+        return self._seq_len
+
+    @property
+    def layout(self) -> str:
+        """The name of the layout."""
+        return self._layout
+
+    @property
+    def documents(self) -> tuple[int, ...] | None:
+        """Cumulative boundaries of packed documents; None: one document."""
+        return self._documents
+
+    @property
+    def shards(self) -> tuple[Shard, ...]:
+        """Every rank's shard."""
+        return self._shards
+
+    @property
+    def rank(self) -> int:
+        """This rank."""
+        return self._rank
+
+    @property
+    def world_size(self) -> int:
+        """Ranks of the ring."""
+        return len(self._shards)
+
+    @property
+    def ring(self) -> Gathering:
+        """The ring that made this sharding.
+
+        Raises:
+            RuntimeError: It was made without one.
+        """
+        if self._ring is None:
+            raise RuntimeError(
+                "a sharding must be made by a ring to attend with it, got one without; use Ring.sharding"
+            )
+        return self._ring
+
+    @property
+    def device(self) -> torch.device:
+        """Where `positions` lives."""
+        return self._device
+
+    @cached_property
+    def shard_lens(self) -> tuple[int, ...]:
+        """Rows of every rank's shard."""
+        return tuple(shard_len(shard) for shard in self._shards)
+
+    @property
+    def shard_len(self) -> int:
+        """Rows of this rank's shard; may be 0."""
+        return self.shard_lens[self._rank]
+
+    @cached_property
+    def positions(self) -> Tensor:
+        """The global position of each of this rank's rows: `s` int64, ascending, on `device`."""
+        return positions_of(self._shards[self._rank]).to(self._device)
+
+    def shard(self, x: Tensor, dim: int = 1) -> Tensor:
+        """This rank's rows of a whole tensor, as a new contiguous tensor; differentiable.
+
+        Args:
+            x: The whole tensor, seq_len long in `dim`; the same on every rank.
+            dim: The sequence dimension; negative counts from the end.
+
+        Raises:
+            ValueError: x does not have seq_len rows in `dim`.
+        """
+        dim = _resolve_dim(x, dim)
+        if x.shape[dim] != self._seq_len:
+            raise ValueError(
+                f"x must have seq_len {self._seq_len} in dim {dim}, got {x.shape[dim]} (shape {tuple(x.shape)}); "
+                "pass the whole sequence, or name its dim"
+            )
+        mine = self._shards[self._rank]
+        parts = [_run_of(x, dim, run) for run in mine] or [x.narrow(dim, 0, 0)]
+        # cat copies even a single part: a view would keep the whole sequence in memory
+        return torch.cat(parts, dim).contiguous()
+
+    def unshard(self, x_local: Tensor, dim: int = 1) -> Tensor:
+        """The whole tensor from every rank's rows; the inverse of `shard`. Every rank must call it.
+
+        Args:
+            x_local: This rank's rows, shard_len long in `dim`.
+            dim: The sequence dimension; negative counts from the end.
+
+        Raises:
+            ValueError: x_local does not have shard_len rows in `dim`.
+            RuntimeError: The ring has several ranks and this sharding was made without one.
+        """
+        dim = _resolve_dim(x_local, dim)
+        if x_local.shape[dim] != self.shard_len:
+            raise ValueError(
+                f"x_local must have shard_len {self.shard_len} in dim {dim}, got {x_local.shape[dim]} "
+                f"(shape {tuple(x_local.shape)}); pass this rank's rows, or name their dim"
+            )
+        if self.world_size == 1:
+            return self.assemble([x_local], dim)
+        if self._ring is None:
+            raise RuntimeError(
+                f"unshard must reach the other {self.world_size - 1} ranks, got a sharding without a ring; "
+                "make it with Ring.sharding, or pass all parts to assemble"
+            )
+        return self.assemble(self._ring.gather(x_local, dim, self.shard_lens), dim)
+
+    def assemble(self, parts: Sequence[Tensor], dim: int = 1) -> Tensor:
+        """The whole tensor from the local tensors of all ranks, in rank order; pure and differentiable.
+
+        Args:
+            parts: One tensor per rank, shard_lens[r] long in `dim`, alike otherwise.
+            dim: The sequence dimension; negative counts from the end.
+
+        Raises:
+            ValueError: There is not one part per rank, or a part has the wrong length.
+        """
+        if len(parts) != self.world_size:
+            raise ValueError(
+                f"parts must have one tensor per rank, {self.world_size}, got {len(parts)}; pass all ranks'"
+            )
+        dim = _resolve_dim(parts[self._rank], dim)
+        lengths = tuple(part.shape[dim] for part in parts)
+        if lengths != self.shard_lens:
+            raise ValueError(
+                f"parts must have the lengths {self.shard_lens} in dim {dim}, got {lengths}; pass them in rank order"
+            )
+        if all(run.stride == 1 for shard in self._shards for run in shard):
+            stretches = [
+                (run.start, part.narrow(dim, offset, run.length))
+                for part, shard in zip(parts, self._shards, strict=True)
+                for run, offset in zip(shard, accumulate((run.length for run in shard), initial=0), strict=False)
+            ]
+            return torch.cat([stretch for _, stretch in sorted(stretches, key=lambda item: item[0])], dim)
+        order = torch.cat([positions_of(shard) for shard in self._shards]).argsort()
+        return torch.cat(list(parts), dim).index_select(dim, order.to(parts[0].device))
+
+    @cached_property
+    def spec(self) -> tuple[Any, ...]:
+        """The content as nested tuples of primitives (JSON-able, hashable); `from_spec` makes an equal sharding of it.
+
+        (seq_len, layout, world_size, documents, shards): shards is None where the layout's name says it all. The rank is
+        not part of it: all ranks have the same text.
+        """
+        shards = None
+        if self._layout == "balanced" or self._shards != make_shards(self._layout, self._seq_len, self.world_size):
+            shards = tuple(tuple((run.start, run.stride, run.length) for run in shard) for shard in self._shards)
+        return self._seq_len, self._layout, self.world_size, self._documents, shards
+
+    @property
+    def _content(self) -> tuple[Any, ...]:
+        return self._rank, self.spec
+
+    @classmethod
+    def from_spec(
+        cls, spec: Sequence[Any], rank: int, *, ring: Gathering | None = None, device: torch.device | str | None = None
+    ) -> Sharding:
+        """The sharding that `spec` describes; lists serve as well as tuples, so a spec survives JSON.
+
+        Args:
+            spec: What `Sharding.spec` gave, on any rank.
+            rank: This rank.
+            ring: As in the constructor.
+            device: As in the constructor.
+        """
+        seq_len, layout, world_size, documents, runs = spec
+        if runs is None:
+            shards = make_shards(layout, seq_len, world_size)
+        else:
+            shards = tuple(tuple(Run(*run) for run in shard) for shard in runs)
+        return cls(seq_len, layout, shards, rank, documents, ring=ring, device=device)
+
+    def __eq__(self, other: object) -> bool:
+        return self is other or (isinstance(other, Sharding) and self._content == other._content)
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash(self._content)
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __repr__(self) -> str:
+        documents = "" if self._documents is None else f", {len(self._documents) - 1} documents"
+        return (
+            f"Sharding({self._seq_len} tokens, {self._layout}, rank {self._rank} of {self.world_size}, "
+            f"{self.shard_len} rows{documents})"
+        )
+
+
+def positions_of(shard: Shard) -> Tensor:
+    """The global position of each row of a shard: `s` int64, ascending, on the CPU."""
+    if not shard:
+        return torch.empty(0, dtype=torch.int64)
+    return torch.cat([torch.arange(run.start, run.last + 1, run.stride, device="cpu") for run in shard])
+
+
+def _run_of(x: Tensor, dim: int, run: Run) -> Tensor:
+    stretch = x.narrow(dim, run.start, run.last - run.start + 1)
+    return stretch if run.stride == 1 else stretch[(slice(None),) * dim + (slice(None, None, run.stride),)]
+
+
+def _resolve_dim(x: Tensor, dim: int) -> int:
+    if not -x.ndim <= dim < x.ndim:
+        raise ValueError(
+            f"dim must be from {-x.ndim} to {x.ndim - 1}, got {dim}; the tensor has shape {tuple(x.shape)}"
+        )
+    return dim % x.ndim
+
+
+def _check_partition(shards: tuple[Shard, ...], seq_len: int) -> None:
+    for rank, shard in enumerate(shards):
+        end = 0
+        for run in shard:
+            if run.length < 1 or run.stride < 1 or run.start < end or run.last >= seq_len:
+                raise ValueError(
+                    f"shards must hold ascending, non-empty runs below {seq_len}, got {run} on rank {rank}; "
+                    "make them with ringattn.layout.make_shards"
+                )
+            end = run.last + 1
+    held = sum(shard_len(shard) for shard in shards)
+    if held != seq_len or not _is_disjoint(shards, seq_len):
+        raise ValueError(
+            f"shards must hold each of {seq_len} positions once, got {held} rows; "
+            "make them with ringattn.layout.make_shards"
+        )
+
+
+def _is_disjoint(shards: tuple[Shard, ...], seq_len: int) -> bool:
+    runs = sorted(run for shard in shards for run in shard)
+    if all(run.stride == 1 for run in runs):
+        return all(a.last < b.start for a, b in pairwise(runs))
+    held = bytearray(seq_len)
+    for run in runs:
+        held[run.start : run.last + 1 : run.stride] = b"\1" * run.length
+    return all(held)

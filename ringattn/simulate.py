@@ -1,0 +1,160 @@
+"""The whole ring in one process: the oracle for distribution.
+
+Owns running the loops of all ranks in lockstep over a simulated transport, on whole sequences. Same plans, same loops,
+same kernels in the same order: what real ranks compute must equal this to the bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ringattn.backward import Gradients, ring_backward
+from ringattn.call import Call, describe
+from ringattn.forward import ring_forward
+from ringattn.kernels.select import pick
+from ringattn.layout import make_shards
+from ringattn.sharding import Sharding
+from ringattn.transport.base import Seat
+from ringattn.transport.simulated import run_ranks
+from ringattn.validation import check_call
+from ringattn.visibility import Visibility
+
+
+@dataclass(frozen=True)
+class Simulated:
+    """What a simulated ring computed, whole sequences put together again.
+
+    Attributes:
+        o: `b n h dv`.
+        lse: `b h n`.
+        grads: By tensor name: q, k, v and, where given, sinks, alibi_slopes, key_bias, bias; None without cotangents.
+            Unlike on real ranks, those of sinks and alibi_slopes are summed over ranks.
+    """
+
+    o: Tensor
+    lse: Tensor
+    grads: dict[str, Tensor] | None
+
+
+def simulate_ring(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    world_size: int,
+    *,
+    layout: str = "zigzag",
+    documents: Sequence[int] | None = None,
+    balance: dict[str, Any] | None = None,
+    do: Tensor | None = None,
+    dlse: Tensor | None = None,
+    softmax_scale: float | None = None,
+    sinks: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    key_bias: Tensor | None = None,
+    bias: Tensor | None = None,
+    dropout_seed: int = 0,
+    **options: Any,
+) -> Simulated:
+    """Runs all ranks of a ring in this process and puts the results together.
+
+    Args:
+        q: Whole queries, `b n h d`.
+        k: Whole keys, `b m hk d`; m differs from n in cross attention.
+        v: Whole values, `b m hk dv`.
+        world_size: Ranks to simulate.
+        layout: Layout of both sequences.
+        documents: As in `Ring.sharding`.
+        balance: As in `Ring.sharding`.
+        do: Cotangent of o; with it (or dlse) the backward runs too.
+        dlse: Cotangent of lse.
+        softmax_scale: As in `ring_attention`, like the rest.
+        sinks: `h`.
+        alibi_slopes: `h`.
+        key_bias: `b m`, whole.
+        bias: Broadcastable to `b h n m`, whole.
+        dropout_seed: Seed of the dropout mask.
+        **options: causal, window, prefix_len, chunk_len, lengths, softcap, dropout_p, impl, backward.
+
+    Returns:
+        Whole outputs and gradients.
+    """
+    (b, n, h, d), m = q.shape, k.shape[1]
+    whole_bias = None if bias is None else bias.expand(b, h, n, m)
+    shardings = _shardings(n, layout, documents, world_size, balance)
+    kv_shardings = shardings if m == n else _shardings(m, layout, None, world_size, balance)
+    scale = d**-0.5 if softmax_scale is None else softmax_scale
+
+    def run(seat: Seat) -> tuple[Tensor, Tensor, Gradients | None]:
+        mine, keys = shardings[seat.rank], kv_shardings[seat.rank]
+        text = describe(mine, None if keys is mine else keys, softmax_scale=scale, **options)
+        call = Call.decode(text, seat.rank)
+        extras = {
+            "sinks": sinks,
+            "alibi_slopes": alibi_slopes,
+            "key_bias": None if key_bias is None else keys.shard(key_bias, 1),
+            "bias": None if whole_bias is None else mine.shard(whole_bias, 2),
+        }
+        local = mine.shard(q, 1), keys.shard(k, 1), keys.shard(v, 1)
+        check_call(*local, call, seat.rank, world_size, **extras)
+        kernels = pick(q.device, q.dtype, d, v.shape[-1], impl=call.impl).kernels
+        score = call.score(q.dtype, dropout_seed, **extras)
+        o, lse = ring_forward(*local, score, call, kernels, seat)
+        if do is None and dlse is None:
+            return o, lse, None
+        grads = ring_backward(
+            torch.zeros_like(o) if do is None else mine.shard(do, 1),
+            None if dlse is None else mine.shard(dlse, 2),
+            *local,
+            o,
+            lse,
+            score,
+            call,
+            kernels,
+            seat,
+            want_sinks=sinks is not None,
+            want_alibi=alibi_slopes is not None,
+            want_key_bias=key_bias is not None,
+            want_bias=bias is not None,
+        )
+        return o, lse, grads
+
+    with torch.no_grad():
+        parts = run_ranks(world_size, run)
+        o = shardings[0].assemble([part[0] for part in parts], 1)
+        lse = shardings[0].assemble([part[1] for part in parts], 2)
+        found = [part[2] for part in parts if part[2] is not None]
+        if not found:
+            return Simulated(o, lse, None)
+        queries, keys = shardings[0], kv_shardings[0]
+        grads = {
+            "q": queries.assemble([grad.dq for grad in found], 1).to(q.dtype),
+            "k": keys.assemble([grad.dk for grad in found], 1).to(q.dtype),
+            "v": keys.assemble([grad.dv for grad in found], 1).to(q.dtype),
+        }
+        shares = {"sinks": [g.dsinks for g in found], "alibi_slopes": [g.dalibi for g in found]}
+        for name, share in shares.items():
+            present = [x for x in share if x is not None]
+            if present:
+                grads[name] = torch.stack(present).sum(0)
+        rows = {"key_bias": ([g.dkey_bias for g in found], keys, 1), "bias": ([g.dbias for g in found], queries, 2)}
+        for name, (row_parts, sharding, dim) in rows.items():
+            present = [x for x in row_parts if x is not None]
+            if present:
+                grads[name] = sharding.assemble(present, dim)
+        if bias is not None:
+            grads["bias"] = grads["bias"].sum_to_size(bias.shape)
+        return Simulated(o, lse, grads)
+
+
+def _shardings(
+    seq_len: int, layout: str, documents: Sequence[int] | None, world_size: int, balance: dict[str, Any] | None
+) -> list[Sharding]:
+    documents = None if documents is None else tuple(documents)
+    mask = Visibility(seq_len=seq_len, kv_len=seq_len, documents=documents, **(balance or {"causal": True}))
+    shards = make_shards(layout, seq_len, world_size, mask)
+    return [Sharding(seq_len, layout, shards, rank, documents) for rank in range(world_size)]

@@ -1,0 +1,126 @@
+"""All ranks in one process: the oracle for distribution.
+
+Owns mailboxes between threads of which exactly one runs at a time, so that kernels and interpreters that are not
+thread-safe see one caller. Moves copies, so that a rank that reads too early or writes too late is found out.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from ringattn.transport.base import Parcel, Pending, Seat
+
+T = TypeVar("T")
+
+
+class _Receipt:
+    def __init__(self, hub: _Hub, rank: int, receives: list[Parcel], what: str) -> None:
+        self._hub = hub
+        self._rank = rank
+        self._receives = receives
+        self._what = what
+
+    def wait(self) -> None:
+        for peer, x in self._receives:
+            x.copy_(self._hub.collect(peer, self._rank, self._what))
+
+
+class _Hub:
+    """Mailboxes of all pairs of ranks, and the baton that lets one rank run at a time."""
+
+    def __init__(self, world_size: int) -> None:
+        self.baton = threading.Condition()
+        self.failed: BaseException | None = None
+        self._running = world_size
+        self._waiting: dict[int, int] = {}
+        self._mail: dict[tuple[int, int], deque[Tensor]] = {
+            (a, b): deque() for a in range(world_size) for b in range(world_size)
+        }
+
+    def deliver(self, source: int, target: int, x: Tensor) -> None:
+        self._mail[source, target].append(x.clone())
+        self.baton.notify_all()
+
+    def collect(self, source: int, target: int, what: str) -> Tensor:
+        box = self._mail[source, target]
+        self._waiting[target] = source
+        while not box:
+            if self.failed is None and self._stuck():
+                self.failed = RuntimeError(f"ring rank {target}: {what}: every rank waits; rank {source} never sent")
+                self.baton.notify_all()
+            if self.failed is not None:
+                raise RuntimeError(f"ring rank {target}: {what}: another rank failed first") from self.failed
+            self.baton.wait()
+        del self._waiting[target]
+        return box.popleft()
+
+    def _stuck(self) -> bool:
+        return len(self._waiting) == self._running and not any(
+            self._mail[source, target] for target, source in self._waiting.items()
+        )
+
+    def leave(self, error: BaseException | None) -> None:
+        self._running -= 1
+        self.failed = self.failed or error
+        self.baton.notify_all()
+
+
+class SimulatedTransport:
+    """One rank's end of the mailboxes."""
+
+    def __init__(self, hub: _Hub, rank: int) -> None:
+        self._hub = hub
+        self._rank = rank
+
+    def post(self, sends: Sequence[Parcel], receives: Sequence[Parcel], what: str) -> Pending:
+        """See `Transport.post`."""
+        for peer, x in sends:
+            if x.numel():
+                self._hub.deliver(self._rank, peer, x)
+        for _, x in receives:
+            if x.is_floating_point():
+                x.fill_(float("nan"))
+        return _Receipt(self._hub, self._rank, [(peer, x) for peer, x in receives if x.numel()], what)
+
+
+def run_ranks(world_size: int, body: Callable[[Seat], T]) -> list[T]:
+    """Runs `body` once per rank in lockstep and returns the results in rank order.
+
+    Args:
+        world_size: Ranks to simulate.
+        body: The work of one rank.
+
+    Raises:
+        BaseException: Whatever the first failing rank raised.
+    """
+    hub = _Hub(world_size)
+    results: dict[int, T] = {}
+    grad = torch.is_grad_enabled()
+    device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
+
+    def run(rank: int) -> None:
+        error: BaseException | None = None
+        with hub.baton:
+            try:
+                if device is not None:
+                    torch.cuda.set_device(device)
+                with torch.set_grad_enabled(grad):
+                    results[rank] = body(Seat(rank, world_size, SimulatedTransport(hub, rank)))
+            except BaseException as caught:  # the caller's thread raises it
+                error = caught
+            hub.leave(error)
+
+    threads = [threading.Thread(target=run, args=(rank,), name=f"ring rank {rank}") for rank in range(world_size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if hub.failed is not None:
+        raise hub.failed
+    return [results[rank] for rank in range(world_size)]

@@ -1,0 +1,122 @@
+"""Every refusal of a call, in one place, before the first byte is sent.
+
+Owns the checks of tensors against a decoded call. Masks check themselves (`Visibility`), kernels are chosen in
+`kernels.select`. Refuses to fix anything.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ringattn.call import MOVEMENTS, Call
+
+DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+def check_call(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    call: Call,
+    rank: int,
+    world_size: int,
+    *,
+    sinks: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    key_bias: Tensor | None = None,
+    bias: Tensor | None = None,
+) -> None:
+    """Raises ValueError or NotImplementedError when the tensors do not fit each other or the call; else returns.
+
+    Args:
+        q: Queries, must be `b s h d`.
+        k: Keys, must be `b t hk d`.
+        v: Values, must be `b t hk dv`.
+        call: The decoded call.
+        rank: This rank.
+        world_size: Ranks in the ring.
+        sinks: Must be `h`.
+        alibi_slopes: Must be `h`.
+        key_bias: Must be `b t`.
+        bias: Must be `b h s n` after expansion.
+    """
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if x.dim() != 4:
+            raise ValueError(f"{name} must be 4-dimensional, `batch rows heads head_dim`, got shape {tuple(x.shape)}")
+        if type(x).__name__ == "DTensor":
+            raise NotImplementedError(
+                f"{name} must be a plain tensor, got a DTensor; wrap the call in "
+                f"torch.distributed.tensor.experimental.local_map, or pass {name}.to_local()"
+            )
+    if q.dtype not in DTYPES:
+        raise ValueError(f"q must be float16, bfloat16, float32 or float64, got {q.dtype}")
+    for name, x in (("k", k), ("v", v)):
+        if x.dtype != q.dtype:
+            raise ValueError(f"{name} must have the dtype of q, {q.dtype}, got {x.dtype}; convert it first")
+    options = {"sinks": sinks, "alibi_slopes": alibi_slopes, "key_bias": key_bias, "bias": bias}
+    given = {name: x for name, x in options.items() if x is not None}
+    for name, x in (("k", k), ("v", v), *given.items()):
+        if x.device != q.device:
+            raise ValueError(f"{name} must be on the device of q, {q.device}, got {x.device}")
+    for name, x in given.items():
+        if not x.is_floating_point():
+            raise ValueError(f"{name} must be floating point, got {x.dtype}")
+    _check_shapes(q, k, v)
+    _check_shardings(q, k, call, rank, world_size)
+    b, s, h, _ = q.shape
+    wanted = {
+        "sinks": ((h,), "one logit per query head"),
+        "alibi_slopes": ((h,), "one slope per query head"),
+        "key_bias": ((b, k.shape[1]), "this rank's keys"),
+        "bias": ((b, h, s, call.kv_sharding.seq_len), "this rank's query rows x all keys"),
+    }
+    for name, x in given.items():
+        shape, meaning = wanted[name]
+        if tuple(x.shape) != shape:
+            raise ValueError(f"{name} must have shape {shape} ({meaning}), got {tuple(x.shape)}")
+    _check_options(call, b, bias is not None)
+
+
+def _check_shapes(q: Tensor, k: Tensor, v: Tensor) -> None:
+    b, _, h, d = q.shape
+    if k.shape[0] != b or v.shape[0] != b:
+        raise ValueError(f"k and v must have batch {b} like q, got {k.shape[0]} and {v.shape[0]}")
+    if k.shape[-1] != d:
+        raise ValueError(f"k must have head_dim {d} like q, got {k.shape[-1]}")
+    if v.shape[1:3] != k.shape[1:3]:
+        raise ValueError(f"v must have rows and heads {tuple(k.shape[1:3])} like k, got {tuple(v.shape[1:3])}")
+    if k.shape[2] == 0 or h % k.shape[2]:
+        raise ValueError(f"the number of query heads must be a multiple of the key heads, got {h} and {k.shape[2]}")
+    if d == 0 or v.shape[-1] == 0:
+        raise ValueError(f"head_dim must be at least 1, got {d} for q and {v.shape[-1]} for v")
+
+
+def _check_shardings(q: Tensor, k: Tensor, call: Call, rank: int, world_size: int) -> None:
+    for name, sharding, x in (("q", call.sharding, q), ("k", call.kv_sharding, k)):
+        if (sharding.rank, len(sharding.shards)) != (rank, world_size):
+            raise ValueError(
+                f"the sharding of {name} must be made by this ring (rank {rank} of {world_size}), got one for rank "
+                f"{sharding.rank} of {len(sharding.shards)}; make it with ring.sharding(...)"
+            )
+        if x.shape[1] != sharding.shard_len:
+            raise ValueError(
+                f"{name} must have the {sharding.shard_len} rows that rank {rank} holds of {sharding.seq_len}, got "
+                f"{x.shape[1]}; pass this rank's rows, as sharding.shard(x, dim=1) gives them"
+            )
+
+
+def _check_options(call: Call, batch: int, has_bias: bool) -> None:
+    if call.softcap < 0:
+        raise ValueError(f"softcap must be at least 0 (0 for none), got {call.softcap}")
+    if not 0 <= call.dropout_p < 1:
+        raise ValueError(f"dropout_p must be in [0, 1), got {call.dropout_p}")
+    lengths = call.visibility.lengths
+    if lengths is not None and len(lengths) != batch:
+        raise ValueError(f"lengths must have one (start, stop) per batch element, {batch}, got {len(lengths)}")
+    if call.backward not in MOVEMENTS:
+        raise ValueError(f"backward must be one of {', '.join(MOVEMENTS)}, got {call.backward!r}")
+    if has_bias and call.backward == "queries":
+        raise NotImplementedError(
+            "backward='queries' must go without bias, whose rows cannot leave their rank; use backward='keys' or 'auto'"
+        )

@@ -1,0 +1,17 @@
+"""Fixtures of the whole suite."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.pool import Pools
+
+
+@pytest.fixture(scope="session")
+def pool() -> Iterator[Pools]:
+    """`pool(world_size).run(fn, *args, **kwargs)`: per-rank results of a module-level function on gloo workers."""
+    pools = Pools()
+    yield pools
+    pools.close()

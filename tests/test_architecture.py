@@ -1,0 +1,257 @@
+"""The direction of imports, and what no file may contain: read from the source, never by importing it."""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+ROOMS = {"ringattn": ROOT / "ringattn", "ringattn.kernels": ROOT / "kernels", "ringattn.launch": ROOT / "launch"}
+INTEGERS = ["layout", "visibility", "schedule"]  # each may import those before it
+DISTRIBUTED = ("torch.distributed", "torch._C._distributed", "torch._C._functional_collectives")
+
+
+def _modules() -> dict[str, Path]:
+    """Dotted name -> file, each file once, by its real path."""
+    found = {}
+    for room, folder in ROOMS.items():
+        for parent, folders, files in os.walk(folder, followlinks=False):
+            folders[:] = [f for f in folders if f != "__pycache__"]
+            for file in files:
+                if file.endswith(".py"):
+                    path = Path(parent, file)
+                    parts = path.relative_to(folder).with_suffix("").parts
+                    found[".".join((room, *parts)).removesuffix(".__init__")] = path
+    return found
+
+
+MODULES = _modules()
+everywhere = pytest.mark.parametrize("module", sorted(MODULES))
+
+
+@cache
+def _tree(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(), str(path))
+
+
+def _type_checking(node: ast.AST) -> bool:
+    return isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
+
+
+def _statements(tree: ast.Module, top_level: bool) -> Iterator[ast.AST]:
+    """Every statement, or only those that run when the module is imported."""
+    stack: list[ast.AST] = list(tree.body)
+    while stack:
+        node = stack.pop()
+        yield node
+        runs_later = isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)) or _type_checking(node)
+        if not (top_level and runs_later):
+            stack.extend(ast.iter_child_nodes(node))
+
+
+def imports(module: str, path: Path, *, top_level: bool = False) -> set[str]:
+    """The dotted names a file imports, relative ones resolved; `from a import b` gives both a and a.b.
+
+    Attribute chains of an imported package (`torch.distributed.send`) count too: they need no import of their own.
+    """
+    package = module if path.name == "__init__.py" else module.rpartition(".")[0]
+    names: set[str] = set()
+    bound: set[str] = set()
+    for node in _statements(_tree(path), top_level):
+        if isinstance(node, ast.Import):
+            names.update(alias.name for alias in node.names)
+            bound.update(alias.name.partition(".")[0] for alias in node.names if alias.asname is None)
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                above = package.split(".")[: len(package.split(".")) - node.level + 1]
+                base = ".".join([*above, *filter(None, [base])])
+            names.add(base)
+            names.update(f"{base}.{alias.name}" for alias in node.names)
+    for node in _statements(_tree(path), top_level):
+        if isinstance(node, ast.Attribute):
+            chain = ast.unparse(node)
+            if chain.partition(".")[0] in bound and re.fullmatch(r"[\w.]+", chain):
+                names.add(chain)
+    return names
+
+
+def _within(name: str, *packages: str) -> bool:
+    return any(name == package or name.startswith(package + ".") for package in packages)
+
+
+def test_the_reader_sees_every_kind_of_import(tmp_path):
+    file = tmp_path / "mod.py"
+    file.write_text(
+        "import torch\nfrom . import a\nfrom ..up import b\nx = torch.distributed.get_rank\n"
+        "def f():\n    import late\nclass C:\n    import early\n"
+    )
+    seen = imports("pkg.sub.mod", file)
+    assert {"torch", "pkg.sub.a", "pkg.up.b", "torch.distributed", "late", "early"} <= seen
+    assert "late" not in imports("pkg.sub.mod", file, top_level=True)
+
+
+@pytest.mark.parametrize("module", sorted(m for m in MODULES if _within(m, "ringattn.kernels")))
+def test_kernels_know_neither_the_ring_nor_processes(module):
+    for name in imports(module, MODULES[module]):
+        assert not _within(name, "ringattn") or _within(name, "ringattn.kernels"), f"{module} imports {name}"
+        assert not _within(name, *DISTRIBUTED), f"{module} uses {name}"
+
+
+@pytest.mark.parametrize("module", sorted(m for m in MODULES if not _within(m, "ringattn.launch")))
+def test_nothing_below_launch_imports_launch(module):
+    assert not [name for name in imports(module, MODULES[module]) if _within(name, "ringattn.launch")]
+
+
+@pytest.mark.parametrize("module", INTEGERS)
+def test_the_plan_is_integers_and_standard_library_only(module):
+    allowed = {f"ringattn.{earlier}" for earlier in INTEGERS[: INTEGERS.index(module)]}
+    for name in imports(f"ringattn.{module}", MODULES[f"ringattn.{module}"]):
+        own = any(_within(name, earlier) for earlier in allowed)
+        assert own or name.partition(".")[0] in sys.stdlib_module_names, f"{module} imports {name}"
+
+
+@everywhere
+def test_only_transports_the_ring_and_launch_touch_process_groups(module):
+    if not _within(module, "ringattn.transport", "ringattn.ring", "ringattn.launch"):
+        assert not [name for name in imports(module, MODULES[module]) if _within(name, *DISTRIBUTED)]
+
+
+@everywhere
+def test_triton_is_imported_at_the_top_of_triton_kernels_only(module):
+    name = MODULES[module].stem
+    if _within(module, "ringattn.kernels.portable", "ringattn.kernels.hopper") or (
+        _within(module, "ringattn.kernels") and "triton" in name
+    ):
+        return
+    assert not [name for name in imports(module, MODULES[module], top_level=True) if _within(name, "triton")]
+
+
+@everywhere
+def test_optional_packages_are_imported_where_they_are_used(module):
+    optional = ("transformers", "matplotlib", "tyro", "tqdm", "rich", "psutil", "fastapi", "uvicorn")
+    if not _within(module, "ringattn.launch", "ringattn.integrations"):
+        assert not [name for name in imports(module, MODULES[module], top_level=True) if _within(name, *optional)]
+
+
+def _library(module: str) -> bool:
+    return not _within(module, "ringattn.launch")
+
+
+@pytest.mark.parametrize("module", sorted(filter(_library, MODULES)))
+def test_the_library_does_not_print(module):
+    calls = [node for node in ast.walk(_tree(MODULES[module])) if isinstance(node, ast.Call)]
+    printed = [c.lineno for c in calls if isinstance(c.func, ast.Name) and c.func.id == "print"]
+    assert not printed, f"{module} prints in lines {printed}"
+
+
+@everywhere
+def test_every_module_says_what_it_owns(module):
+    assert ast.get_docstring(_tree(MODULES[module])), f"{MODULES[module]} has no docstring"
+
+
+@pytest.mark.parametrize("module", sorted(filter(_library, MODULES)))
+def test_every_refusal_says_something(module):
+    for node in ast.walk(_tree(MODULES[module])):
+        if not isinstance(node, ast.Raise) or node.exc is None:
+            continue
+        call = node.exc
+        name = ast.unparse(call.func if isinstance(call, ast.Call) else call)
+        if name in ("ValueError", "NotImplementedError", "RuntimeError", "TypeError"):
+            where = f"{MODULES[module]}:{node.lineno}"
+            assert isinstance(call, ast.Call), f"{where} raises {name} without a message"
+            assert call.args, f"{where} raises {name} without a message"
+            assert ast.unparse(call.args[0]) not in ("''", "f''"), f"{where} raises {name} with an empty message"
+
+
+def _public() -> dict[str, ast.AST | None]:
+    """Every name of `ringattn.__all__` and where it is defined, following `from ringattn.x import name`."""
+    init = _tree(MODULES["ringattn"])
+    names: list[str] = []
+    sources: dict[str, tuple[str, str]] = {}
+    for node in ast.walk(init):
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
+            names = ast.literal_eval(node.value)
+        if isinstance(node, ast.ImportFrom) and node.module:
+            base = node.module if node.level == 0 else f"ringattn.{node.module}"
+            sources.update({alias.asname or alias.name: (base, alias.name) for alias in node.names})
+    found: dict[str, ast.AST | None] = {}
+    for name in names:
+        module, original = sources.get(name, ("ringattn", name))
+        if f"{module}.{original}" in MODULES:
+            found[name] = None  # a module: its docstring is asked for above
+            continue
+        body = _tree(MODULES[module]).body
+        found[name] = next((n for n in body if getattr(n, "name", None) == original), None)
+    return found
+
+
+def test_every_public_name_is_described():
+    for name, node in _public().items():
+        if not isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            continue
+        doc = ast.get_docstring(node)
+        assert doc, f"ringattn.{name} has no docstring"
+        if isinstance(node, ast.FunctionDef):
+            arguments = [a.arg for a in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)]
+            assert not arguments or "Args:" in doc, f"ringattn.{name} does not describe its arguments"
+            assert "Returns:" in doc or (node.returns and ast.unparse(node.returns) == "None"), name
+            for argument in arguments:
+                assert re.search(rf"\b{argument}\b", doc), f"ringattn.{name} does not mention {argument}"
+            annotated = [a for a in (*node.args.args, *node.args.kwonlyargs) if a.annotation is None]
+            assert not annotated, f"ringattn.{name} leaves {[a.arg for a in annotated]} without a type"
+
+
+@pytest.mark.parametrize("name", ["kernels", "launch"])
+def test_the_rooms_hang_on_relative_links(name):
+    link = ROOT / "ringattn" / name
+    assert link.is_symlink()
+    assert os.readlink(link) == f"../{name}"
+
+
+@pytest.mark.skipif(not (ROOT / ".git").exists(), reason="not a git checkout")
+def test_the_links_are_committed_as_links():
+    listed = subprocess.run(
+        ["git", "ls-files", "-s", "ringattn/kernels", "ringattn/launch"], cwd=ROOT, capture_output=True, text=True
+    )
+    assert [line.split()[0] for line in listed.stdout.splitlines()] == ["120000", "120000"], listed.stderr
+
+
+def test_names_that_break_things_are_not_used():
+    assert not (ROOT / "kernels" / "__init__.py").exists(), "kernels/__init__.py would shadow the package `kernels`"
+    assert not (ROOT / "launch" / "profile.py").exists(), "launch/profile.py would shadow the standard library"
+    assert not [str(path) for path in MODULES.values() if path.stem in ("utils", "util", "helpers", "misc", "common")]
+
+
+def _text_files() -> list[Path]:
+    suffixes = {".py", ".md", ".toml", ".txt", ".svg", ".yml", ".yaml", ".cfg", ".sh", ""}
+    skipped = {".git", "__pycache__", "runs", "build", "dist", "site"}
+    found = []
+    for parent, folders, files in os.walk(ROOT, followlinks=False):
+        hidden = {f for f in folders if f.startswith(".") and f not in (".ci", ".github")}
+        folders[:] = sorted(f for f in folders if f not in skipped | hidden and not f.endswith(".egg-info"))
+        for file in files:
+            path = Path(parent, file)
+            if path.suffix in suffixes and file != ".git" and not path.is_symlink():
+                found.append(path)
+    return found
+
+
+def test_no_file_names_a_machine():
+    # built from parts, so that this file does not contain what it looks for
+    folder = re.compile(r"(?<![\w.{}$)])/(?:" + "|".join(["work", "home", "root", "mnt", "Users", "data"]) + r")/\w")
+    address = re.compile(r"\b(?:\d{1,3}\.){3}\d{1,3}\b")
+    host = re.compile(r"https?://[\w.-]*(?:pypi|pythonhosted|download)[\w.-]*", re.IGNORECASE)
+    for path in _text_files():
+        text = path.read_text(errors="replace")
+        found = folder.findall(text) + host.findall(text)
+        found += [a for a in address.findall(text) if a not in ("127.0.0.1", "0.0.0.0")]
+        assert not found, f"{path.relative_to(ROOT)} names a machine: {found}"

@@ -1,0 +1,198 @@
+"""The operator is a good citizen: opcheck, compile, checkpointing, autocast, FLOP counts, clean exits."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.flop_counter import FlopCounterMode
+
+from ringattn import Ring, ring_attention, ring_attention_with_lse
+from tests.pool import Pools
+
+ROOT = Path(__file__).parent.parent
+
+
+def qkv(rows: int, *, dtype: torch.dtype = torch.float32, grad: bool = True) -> list[Tensor]:
+    g = torch.Generator().manual_seed(rows)
+    shapes = [(1, rows, 4, 16), (1, rows, 2, 16), (1, rows, 2, 16)]
+    return [torch.randn(shape, generator=g).to(dtype).requires_grad_(grad) for shape in shapes]
+
+
+def opcheck() -> None:
+    ring = Ring()
+    sharding = ring.sharding(13)
+    recorded: list[tuple[Any, ...]] = []
+
+    class Record(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func is torch.ops.ringattn.forward.default:
+                recorded.append(args)
+            return func(*args, **(kwargs or {}))
+
+    q, k, v = qkv(sharding.shard_len)
+    with Record():
+        ring_attention(
+            q, k, v, sharding, causal=True, sinks=torch.zeros(4), key_bias=torch.zeros(1, sharding.shard_len)
+        )
+    _, _, _, *rest = recorded[0]
+    torch.library.opcheck(torch.ops.ringattn.forward.default, (q, k, v, *rest))
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_the_operator_passes_opcheck(pool: Pools, world_size: int) -> None:
+    pool(world_size).run(opcheck)
+
+
+def compiled_equals_eager() -> None:
+    torch._dynamo.reset()
+    ring = Ring()
+    sharding = ring.sharding(21, documents=(0, 5, 21))
+
+    def block(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        o, lse = ring_attention_with_lse(q * 2, k, v, sharding, causal=True, window=(9, 0), softcap=5.0)
+        return o.tanh(), lse
+
+    compiled = torch.compile(block, fullgraph=True, backend="aot_eager")
+    results = []
+    for fn in (block, compiled, compiled):
+        leaves = qkv(sharding.shard_len)
+        o, lse = fn(*leaves)
+        (o.square().sum() + lse.sum()).backward()
+        results.append([o.detach(), lse.detach(), *(x.grad for x in leaves)])
+    for found in results[1:]:
+        torch.testing.assert_close(found, results[0])
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_compiling_a_block_with_the_ring_in_one_graph_changes_nothing(pool: Pools, world_size: int) -> None:
+    pool(world_size).run(compiled_equals_eager)
+
+
+def test_compiled_calls_of_equal_shape_do_not_compile_again() -> None:
+    torch._dynamo.reset()
+    sharding = Ring().sharding(12)
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(
+        lambda q, k, v: ring_attention(q, k, v, sharding, causal=True), fullgraph=True, backend=counter
+    )
+    for _ in range(3):
+        compiled(*qkv(12)).sum().backward()
+    assert counter.frame_count == 1
+
+
+def count_forwards(run: Any) -> int:
+    count = 0
+
+    class Count(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            nonlocal count
+            count += func is torch.ops.ringattn.forward.default
+            return func(*args, **(kwargs or {}))
+
+    with Count():
+        run()
+    return count
+
+
+def test_checkpointing_recomputes_and_selective_checkpointing_keeps_the_ring() -> None:
+    sharding = Ring().sharding(12)
+
+    def block(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return ring_attention(q.sin(), k, v, sharding, causal=True).cos()
+
+    def policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        keep = op is torch.ops.ringattn.forward.default
+        return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
+
+    grads = []
+    counts = []
+    for options in (None, {}, {"context_fn": partial(create_selective_checkpoint_contexts, policy)}):
+        leaves = qkv(12)
+
+        def run(leaves: list[Tensor] = leaves, options: dict[str, Any] | None = options) -> None:
+            out = block(*leaves) if options is None else checkpoint(block, *leaves, use_reentrant=False, **options)
+            assert isinstance(out, Tensor)
+            out.sum().backward()
+
+        counts.append(count_forwards(run))
+        grads.append([x.grad for x in leaves])
+    assert counts == [1, 2, 1]
+    torch.testing.assert_close(grads[1], grads[0], rtol=0, atol=0)
+    torch.testing.assert_close(grads[2], grads[0], rtol=0, atol=0)
+
+
+def test_autocast_lowers_the_inputs_and_nothing_inside() -> None:
+    sharding = Ring().sharding(12)
+    leaves = qkv(12)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        o, lse = ring_attention_with_lse(*leaves, sharding, causal=True)
+    low = [x.detach().bfloat16() for x in leaves]
+    expected = ring_attention_with_lse(*low, sharding, causal=True)
+    assert o.dtype == torch.bfloat16
+    assert lse.dtype == torch.float32
+    torch.testing.assert_close((o, lse), expected, rtol=0, atol=0)
+    o.float().sum().backward()
+    assert all(x.grad is not None and x.grad.dtype == torch.float32 for x in leaves)
+
+
+def test_flops_count_visible_pairs() -> None:
+    sharding = Ring().sharding(12)
+    leaves = qkv(12)
+    with FlopCounterMode(display=False) as counter:
+        ring_attention(*leaves, sharding, causal=True).sum().backward()
+    pairs = 12 * 13 // 2
+    assert counter.get_total_flops() == (4 + 10) * pairs * 4 * 16
+
+
+def test_frozen_inputs_get_no_gradient() -> None:
+    sharding = Ring().sharding(12)
+    q, k, v = qkv(12)
+    sinks = torch.zeros(4)
+    ring_attention(q, k.detach(), v.detach(), sharding, sinks=sinks).sum().backward()
+    assert q.grad is not None
+    assert k.grad is None
+    assert sinks.grad is None
+
+
+def test_a_dropped_ring_lives_until_backward() -> None:
+    leaves = qkv(12)
+    o = ring_attention(*leaves, Ring().sharding(12), causal=True)
+    o.sum().backward()
+    assert leaves[0].grad is not None
+
+
+def test_processes_exit_cleanly_with_living_rings(tmp_path: Path) -> None:
+    script = tmp_path / "job.py"
+    script.write_text(
+        "import torch, torch.distributed as dist\n"
+        "from ringattn import Ring, ring_attention\n"
+        "dist.init_process_group('gloo')\n"
+        "ring = Ring(); sharding = ring.sharding(10)\n"
+        "x = torch.randn(1, sharding.shard_len, 2, 16, requires_grad=True)\n"
+        "ring_attention(x, x, x, sharding, causal=True).sum().backward()\n"
+        "print('done', flush=True)\n"
+    )
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", str(script)]
+    for _ in range(3):
+        done = subprocess.run(
+            command, cwd=tmp_path, env=_environment(), capture_output=True, text=True, timeout=120, check=False
+        )
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.count("done") == 2
+
+
+def _environment() -> dict[str, str]:
+    import os
+
+    return {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}

@@ -1,0 +1,304 @@
+"""Is the distribution right? Ranks equal the simulated ring to the bit, and the simulated ring stays in the budget."""
+
+from __future__ import annotations
+
+import datetime
+import itertools
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from ringattn import Ring, attention_reference, ring_attention, ring_attention_with_lse, simulate_ring
+from ringattn.layout import make_shards
+from ringattn.schedule import make_plan
+from ringattn.visibility import Visibility
+from tests.budget import assert_within_budget
+from tests.cases import Attention
+from tests.pool import Pools
+
+LAYOUTS = ("contiguous", "striped", "zigzag", "balanced")
+ROW_DIMS = {"q": 1, "k": 1, "v": 1, "key_bias": 1, "bias": 2}
+
+
+def attend(case: Attention, layout: str, backward: str = "auto") -> dict[str, Tensor]:
+    """One rank: shards the whole tensors, attends, and returns whole outputs and gradients."""
+    ring = Ring()
+    sharding = ring.sharding(case.seq_len, layout, case.documents)
+    keys = sharding if case.kv_len is None else ring.sharding(case.kv_len, layout)
+    whole = case.tensors()
+    local = {
+        name: (sharding if name in ("q", "bias") else keys).shard(x, ROW_DIMS[name]) if name in ROW_DIMS else x
+        for name, x in whole.items()
+    }
+    leaves = {name: x.detach().clone().requires_grad_() for name, x in local.items()}
+    q, k, v = (leaves[name] for name in "qkv")
+    extras = {name: x for name, x in leaves.items() if name not in "qkv"}
+    o, lse = ring_attention_with_lse(
+        q,
+        k,
+        v,
+        sharding,
+        kv_sharding=None if keys is sharding else keys,
+        backward=backward,
+        **case.mask,
+        **case.options,
+        **extras,
+    )
+    do, dlse = case.cotangents()
+    grads = torch.autograd.grad((o, lse), list(leaves.values()), (sharding.shard(do, 1), sharding.shard(dlse, 2)))
+    found = {"o": sharding.unshard(o.detach(), 1), "lse": sharding.unshard(lse.detach(), 2)}
+    for name, grad in zip(leaves, grads, strict=True):
+        if name in ROW_DIMS:
+            found["d" + name] = (sharding if name in ("q", "bias") else keys).unshard(grad, ROW_DIMS[name])
+        else:
+            parts = [torch.empty_like(grad) for _ in range(dist.get_world_size())] if ring.world_size > 1 else [grad]
+            if ring.world_size > 1:
+                dist.all_gather(parts, grad.contiguous())
+            found["d" + name] = torch.stack(parts).sum(0)
+    return found
+
+
+def simulate(case: Attention, layout: str, world_size: int, backward: str = "auto") -> dict[str, Tensor]:
+    do, dlse = case.cotangents()
+    result = simulate_ring(
+        **case.tensors(),
+        world_size=world_size,
+        layout=layout,
+        documents=case.documents,
+        do=do,
+        dlse=dlse,
+        backward=backward,
+        **case.mask,
+        **case.options,
+    )
+    assert result.grads is not None
+    return {"o": result.o, "lse": result.lse} | {"d" + name: grad for name, grad in result.grads.items()}
+
+
+def define(case: Attention, dtype: torch.dtype) -> dict[str, Tensor]:
+    """The definition in the given dtype, by plain autograd."""
+    leaves = {name: x.to(dtype).requires_grad_() for name, x in case.tensors().items()}
+    o, lse = attention_reference(**leaves, documents=case.documents, return_lse=True, **case.mask, **case.options)
+    do, dlse = case.cotangents()
+    grads = torch.autograd.grad((o, lse), list(leaves.values()), (do.to(o.dtype), dlse.to(lse.dtype)))
+    return {"o": o.detach(), "lse": lse.detach()} | {"d" + name: g for name, g in zip(leaves, grads, strict=True)}
+
+
+class Standard:
+    """What a case should give, and how far a result may be from it."""
+
+    def __init__(self, case: Attention) -> None:
+        self.case = case
+        self.exact, self.low = (
+            define(case, torch.float64),
+            define(case, min(case.dtype, torch.float32, key=lambda d: d.itemsize)),
+        )
+
+    def check(self, found: dict[str, Tensor]) -> None:
+        assert found.keys() == self.exact.keys()
+        for name, exact in self.exact.items():
+            assert_within_budget(found[name], exact, self.low[name], f"{name} of {self.case}", self.case.dtype)
+
+
+CASES = {
+    "plain": Attention(),
+    "causal": Attention(mask={"causal": True}, num_heads=4, num_kv_heads=2),
+    "window": Attention(seq_len=41, mask={"causal": True, "window": (5, 0)}),
+    "both sides": Attention(mask={"window": (3, 6)}),
+    "documents": Attention(seq_len=37, mask={"causal": True}, documents=(0, 3, 3, 20, 37)),
+    "prefix": Attention(mask={"causal": True, "prefix_len": 9}),
+    "chunks": Attention(mask={"chunk_len": 7}),
+    "lengths": Attention(batch=3, mask={"causal": True, "lengths": ((0, 33), (4, 20), (9, 9))}),
+    "sinks": Attention(mask={"causal": True}, features=("sinks",)),
+    "alibi": Attention(mask={"causal": True}, features=("alibi_slopes",)),
+    "key_bias": Attention(batch=2, features=("key_bias",)),
+    "bias": Attention(batch=2, features=("bias",), mask={"causal": True}),
+    "softcap": Attention(options={"softcap": 2.0}, mask={"causal": True}),
+    "dropout": Attention(options={"dropout_p": 0.3, "dropout_seed": 2**40 + 5}, mask={"causal": True}),
+    "cross": Attention(seq_len=19, kv_len=30),
+    "cross causal": Attention(seq_len=19, kv_len=7, mask={"causal": True}),
+    "many heads": Attention(num_heads=8, num_kv_heads=1, head_dim=24, v_head_dim=40),
+    "everything": Attention(
+        batch=2,
+        num_heads=4,
+        num_kv_heads=2,
+        mask={"causal": True, "window": (12, 0)},
+        documents=(0, 10, 33),
+        features=("sinks", "alibi_slopes", "key_bias", "bias"),
+        options={"softcap": 3.0, "dropout_p": 0.2, "dropout_seed": 3, "softmax_scale": 0.3},
+    ),
+    "short": Attention(seq_len=3, mask={"causal": True}),
+    "one token": Attention(seq_len=1),
+}
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4, 8])
+@pytest.mark.parametrize("name", CASES)
+def test_the_simulated_ring_is_attention_at_every_world_size(name: str, world_size: int) -> None:
+    standard = Standard(CASES[name])
+    for layout in LAYOUTS:
+        standard.check(simulate(CASES[name], layout, world_size))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_errors_do_not_grow_with_the_number_of_ranks(dtype: torch.dtype) -> None:
+    case = Attention(
+        seq_len=64, num_heads=4, num_kv_heads=2, head_dim=32, v_head_dim=32, dtype=dtype, mask={"causal": True}
+    )
+    standard = Standard(case)
+    for world_size in (1, 2, 4, 8):
+        standard.check(simulate(case, "zigzag", world_size))
+
+
+@pytest.mark.parametrize("backward", ["keys", "queries"])
+@pytest.mark.parametrize("name", [name for name in CASES if "bias" not in CASES[name].features])
+def test_gradients_come_home_whatever_moves(name: str, backward: str) -> None:
+    standard = Standard(CASES[name])
+    for world_size in (3, 4):
+        standard.check(simulate(CASES[name], "zigzag", world_size, backward))
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize("name", CASES)
+def test_ranks_equal_the_simulated_ring_to_the_bit(pool: Pools, name: str, world_size: int) -> None:
+    for layout in LAYOUTS:
+        expected = simulate(CASES[name], layout, world_size)
+        for found in pool(world_size).run(attend, CASES[name], layout):
+            for key, x in expected.items():
+                torch.testing.assert_close(found[key], x, rtol=0, atol=0, equal_nan=True, msg=f"{key} {layout}")
+
+
+@st.composite
+def attentions(draw: st.DrawFn) -> Attention:
+    n = draw(st.integers(1, 40))
+    hk, g = draw(st.sampled_from([1, 2])), draw(st.sampled_from([1, 4]))
+    batch = draw(st.integers(1, 2))
+    mask: dict[str, Any] = {"causal": draw(st.booleans())}
+    side = st.one_of(st.none(), st.integers(0, 12))
+    if draw(st.booleans()):
+        mask["window"] = (draw(side), draw(side))
+    if mask["causal"] and draw(st.booleans()):
+        mask["prefix_len"] = draw(st.integers(0, n))
+    if draw(st.booleans()):
+        mask["chunk_len"] = draw(st.integers(1, n + 2))
+    if draw(st.booleans()):
+        mask["lengths"] = tuple(tuple(sorted((draw(st.integers(0, n)), draw(st.integers(0, n))))) for _ in range(batch))
+    cuts = draw(st.lists(st.integers(0, n), max_size=4))
+    names = ("sinks", "alibi_slopes", "key_bias", "bias")
+    options: dict[str, Any] = {"softcap": draw(st.sampled_from([0.0, 2.0]))}
+    if draw(st.booleans()):
+        options |= {"dropout_p": 0.25, "dropout_seed": draw(st.integers(0, 2**63 - 1))}
+    return Attention(
+        seq_len=n,
+        batch=batch,
+        num_heads=hk * g,
+        num_kv_heads=hk,
+        features=tuple(name for name in names if draw(st.booleans())),
+        mask=mask,
+        documents=(0, *sorted(cuts), n) if cuts else None,
+        options=options,
+        seed=draw(st.integers(0, 1000)),
+    )
+
+
+@settings(max_examples=40, deadline=None)
+@given(case=attentions(), layout=st.sampled_from(LAYOUTS), world_size=st.integers(1, 8))
+def test_any_call_on_any_ring_is_attention(case: Attention, layout: str, world_size: int) -> None:
+    Standard(case).check(simulate(case, layout, world_size))
+
+
+@pytest.mark.dist
+@settings(max_examples=25, deadline=None)
+@given(case=attentions(), layout=st.sampled_from(LAYOUTS), world_size=st.integers(1, 4))
+def test_any_call_on_real_ranks_equals_the_simulated_ring(
+    pool: Pools, case: Attention, layout: str, world_size: int
+) -> None:
+    expected = simulate(case, layout, world_size)
+    for found in pool(world_size).run(attend, case, layout):
+        for key, x in expected.items():
+            torch.testing.assert_close(found[key], x, rtol=0, atol=0, equal_nan=True, msg=key)
+
+
+def test_dropout_is_the_same_at_every_world_size() -> None:
+    case = Attention(seq_len=24, dtype=torch.float64, options={"dropout_p": 0.5, "dropout_seed": 7})
+    one = simulate(case, "zigzag", 1)["o"]
+    for world_size, layout in itertools.product((2, 5), LAYOUTS):
+        torch.testing.assert_close(simulate(case, layout, world_size)["o"], one)
+
+
+def test_a_window_moves_only_its_halo() -> None:
+    mask = Visibility(seq_len=400, kv_len=400, causal=True, window=(10, 0))
+    shards = make_shards("contiguous", 400, 4, mask)
+    plan = make_plan(shards, shards, mask, "keys")
+    received = [sum(v.num_rows for v in rank.visits if v is not None and v.step) for rank in plan.ranks]
+    assert received == [0, 10, 10, 10]
+
+
+def refuse(kind: str) -> None:
+    ring = Ring()
+    sharding = ring.sharding(16)
+    x = torch.randn(1, sharding.shard_len, 2, 16)
+    odd = ring.rank == 1
+    options: dict[str, Any] = {"causal": True}
+    q = x
+    if kind == "mask":
+        options["causal"] = not odd
+    elif kind == "dtype" and odd:
+        q = x = x.half()
+    elif kind == "rows" and odd:
+        q = x = x[:, :-1]
+    elif kind == "heads" and odd:
+        q = x = torch.cat([x, x], 2)
+    elif kind == "mixed" and odd:
+        q = x.double()
+    ring_attention(q, x, x, sharding, **options)
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("kind", ["mask", "dtype", "rows", "heads", "mixed"])
+def test_disagreeing_ranks_all_refuse_and_name_the_odd_one(pool: Pools, kind: str) -> None:
+    with pytest.raises(ValueError, match="must") as caught:
+        pool(3).run(refuse, kind)
+    every_rank = str(caught.value.__cause__)
+    assert every_rank.count("ValueError: ") >= 3
+    assert "ring ranks [1]" in every_rank or "ring rank 1 refused" in every_rank
+
+
+def absent() -> None:
+    ring = Ring(timeout=datetime.timedelta(seconds=1))
+    sharding = ring.sharding(16)
+    x = torch.randn(1, sharding.shard_len, 2, 16)
+    if ring.rank != 1:
+        ring_attention(x, x, x, sharding)
+
+
+@pytest.mark.dist
+def test_a_missing_rank_is_named(pool: Pools) -> None:
+    with pytest.raises(RuntimeError, match=r"ring ranks \[1\] did not make this attention call"):
+        pool(3).run(absent)
+
+
+def reuse() -> tuple[int, int]:
+    ring = Ring()
+    sharding = ring.sharding(64)
+    x = torch.randn(1, sharding.shard_len, 2, 16, requires_grad=True)
+    sizes = []
+    for _ in range(3):
+        ring_attention(x, x, x, sharding, causal=True).sum().backward()
+        sizes.append(ring.seat.buffers.num_bytes())
+    assert sizes[0] == sizes[2] > 0
+    ring.close()
+    return sizes[0], ring.seat.buffers.num_bytes()
+
+
+@pytest.mark.dist
+def test_buffers_are_reused_across_calls(pool: Pools) -> None:
+    for held, left in pool(2).run(reuse):
+        assert held > 0
+        assert left == 0
