@@ -417,7 +417,7 @@ def run_case(kernels: KernelSet, case: Case, dtype: torch.dtype, device: torch.d
         for name, x in (("lse", found_lse), ("o", found_o)):
             if name == "lse" or not case.dropout_p:
                 what = f"{case.name} {dtype}: {name} of the carry after visit {step}"
-                assert_within_budget(x, wanted[name], yardstick[name], what, unit=unit)
+                assert_within_budget(x, wanted[name], yardstick[name], what, dtype)
 
     def within_budget(actual: Tensor, name: str, base: Tensor | None = None) -> None:
         shift = torch.zeros((), dtype=torch.float64, device=actual.device) if base is None else base.double()

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from ringattn.budget import error, error_budget
+from ringattn.budget import Budget, error
 from ringattn.kernels.dropout import keep_mask
 from ringattn.reference import attention_reference, dense_attention, visible_pairs
 
@@ -215,9 +215,22 @@ def test_dense_attention_of_a_part_is_the_part_of_the_whole():
 def test_budget_is_twice_the_low_error_and_a_band():
     exact = torch.tensor([1.0, -4.0, -math.inf], dtype=torch.float64)
     low = torch.tensor([1.5, -4.0, -math.inf], dtype=torch.bfloat16)
-    band = (torch.finfo(torch.bfloat16).eps + 16 * torch.finfo(torch.float32).eps) * 4
-    assert error_budget(exact, low) == pytest.approx(1.0 + band)
+    eps, noise = torch.finfo(torch.bfloat16).eps, 16 * torch.finfo(torch.float32).eps * 4
+    budget = Budget.of(exact, low)
+    assert budget.largest == pytest.approx(4 * 0.5 + 4 * eps * 4 + noise)
+    assert budget.rms == pytest.approx(2 * math.sqrt(0.25 / 3) + eps * math.sqrt(17 / 3) + noise)
+    assert budget.ratio(low, exact) < 1
+    assert budget.ratio(exact + 3, exact) > 1
     assert error(low, exact) == 0.5
+
+
+def test_one_wrong_element_among_many_is_over_budget():
+    exact = torch.randn(1000, 1000, dtype=torch.float64)
+    low = exact.bfloat16()
+    wrong = low.clone()
+    wrong[3, 4] += 1
+    assert Budget.of(exact, low).ratio(low, exact) < 1
+    assert Budget.of(exact, low).ratio(wrong, exact) > 1
 
 
 @pytest.mark.parametrize("wrong", [math.nan, math.inf, 0.0])

@@ -83,7 +83,7 @@ def poison(*shape: int) -> Tensor:
 def run(case: Case) -> dict[str, tuple[Tensor, Tensor]]:
     """Every result of the portable kernels beside the oracle's."""
     g = torch.Generator().manual_seed(case.seed)
-    n_q, n_k = case.visible.shape[1:]
+    n_k = case.visible.shape[2]
     q_pos = positions_of(case.q_runs)
     s = len(q_pos)
     key_pos = [positions_of(runs) for runs in case.visits]
