@@ -75,7 +75,8 @@ def check_case(x: Tensor) -> list[str]:
     whole = torch.softmax(x, -1)
     whole[1] = 0
     gap = (y.detach() - whole).abs().max().item()
-    if not gap <= max(8 * eps, torch.finfo(x.dtype).eps):
+    # two sums of a million terms in different orders; what this finds is an element that was not written
+    if not gap <= max(64 * eps, torch.finfo(x.dtype).eps):
         wrong.append(f"softmax: {gap:.2e} from torch.softmax somewhere")
     if lse.detach()[1].item() != float("-inf"):
         wrong.append("logsumexp: a row of -inf must give -inf")

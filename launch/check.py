@@ -27,6 +27,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import os
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -68,6 +70,7 @@ class CheckArgs:
         only: Only cases whose name contains this.
         json: Where to write every row as JSON.
         seed: Seed of all inputs.
+        compile_share: "i/n": compile the i-th share of n and stop; what the check starts by itself on GPUs.
     """
 
     quick: bool = False
@@ -77,6 +80,7 @@ class CheckArgs:
     only: str = ""
     json: Path | None = None
     seed: int = 0
+    compile_share: str = ""
 
 
 @dataclass(frozen=True)
@@ -364,6 +368,52 @@ def solvers(
             yield layout, functools.partial(solve_simulated, case, layout, args.simulate, inputs, args)
 
 
+def compile_ahead(cases: Sequence[Case], args: CheckArgs, ranks: int, session: Session) -> None:
+    """Fills the compiler's cache from many processes, because one process compiles one kernel at a time.
+
+    One process per share of the cases that differ in their kernels runs a simulated ring, on the GPU of local rank 0,
+    and throws the answers away. A share that fails is left to the check itself, which will say what is wrong.
+
+    Args:
+        cases: What will be checked.
+        args: Of the check.
+        ranks: World size of the simulated ring, so that first, middle and last visits are all met.
+        session: The ranks; all wait for the cache.
+    """
+    if int(os.environ.get("LOCAL_RANK", "0")) == 0:
+        jobs = max(1, min((os.cpu_count() or 2) // 2, 24, len(cases) // 4))
+        alone = {key: value for key, value in os.environ.items() if not key.startswith(("TORCHELASTIC", "MASTER_"))}
+        for key in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK"):
+            alone.pop(key, None)
+        command = [sys.executable, "-m", "ringattn.launch.check", "--impl", args.impl, "--only", args.only]
+        command += ["--simulate", str(ranks), *(["--quick"] if args.quick else []), "--compile-share"]
+        shares = [
+            subprocess.Popen(
+                [*command, f"{job}/{jobs}"], env=alone, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+            )
+            for job in range(jobs)
+        ]
+        for share in shares:
+            share.wait()
+    session.barrier()
+
+
+def compile_share(cases: Sequence[Case], args: CheckArgs, session: Session) -> None:
+    """What one process of `compile_ahead` does."""
+    distinct = {
+        (case.dtype, case.head_dim, case.v_head_dim, case.options, case.backward, case.batch > 1): case
+        for case in cases
+        if unserved(case, args, session.device) is None
+    }
+    job, jobs = (int(number) for number in args.compile_share.split("/"))
+    ring = ringattn.Ring()
+    for case in list(distinct.values())[job::jobs]:
+        inputs = draw(case, args.seed, session.device)
+        for layout, solver in solvers(case, ring, inputs, args, session):
+            if layout in (ALONE, case.layouts[0]):
+                solver()
+
+
 def unserved(case: Case, args: CheckArgs, device: torch.device) -> str | None:
     """Why no kernel set serves the dtype and head dims of a case here, if none does."""
     from ringattn.kernels.select import pick
@@ -524,13 +574,19 @@ def _name_worst(row: dict[str, Any]) -> str:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command; returns its exit code: 0 when every row is green on every rank."""
     args: CheckArgs = parse(CheckArgs, arguments, "check", (CheckArgs.__doc__ or "").split("\n")[0])
-    with open_session(args.device) as session:
+    # ranks wait for local rank 0 to compile
+    with open_session(args.device, timeout_s=600) as session:
         started = time.perf_counter()
         line = machine(session)
         session.say(describe(line))
         make = quick_cases if args.quick else full_cases
         ranks = max(session.world_size, args.simulate if session.world_size == 1 else 0)
         cases = [case for case in make(ranks, session.device.type) if args.only in case.name]
+        if args.compile_share:
+            compile_share(cases, args, session)
+            return 0
+        if session.device.type == "cuda":
+            compile_ahead(cases, args, ranks, session)
         verdict = check(session, cases, args)
         code = int(session.maximum([float(bool(verdict.red) or not verdict.rows)])[0])
         if session.rank == 0:
