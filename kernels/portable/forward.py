@@ -161,8 +161,7 @@ def forward_kernel(
                 row = first + head_end * BLOCK_N
                 k_tile = load_rows(k_base, b, h_kv, row, 0, k_ss, BLOCK_N, D, D_WIDTH, False, TMA)
                 qk = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
-                for i in tl.range(head_end + 1, tail):
-                    row = first + i * BLOCK_N
+                for row in tl.range(first + (head_end + 1) * BLOCK_N, first + tail * BLOCK_N, BLOCK_N):
                     k_tile = load_rows(k_base, b, h_kv, row, 0, k_ss, BLOCK_N, D, D_WIDTH, False, TMA)
                     qk_next = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
                     m_i, l_i, acc = _absorb(
@@ -180,8 +179,7 @@ def forward_kernel(
                     drop_threshold, drop_factor, BLOCK_M, BLOCK_N, DV, DV_WIDTH, False, PLAIN, SOFTCAP, DROPOUT, TMA, PRECISION,
                 )  # fmt: skip
         else:
-            for i in tl.range(head_end, tail):
-                row = first + i * BLOCK_N
+            for row in tl.range(first + head_end * BLOCK_N, first + tail * BLOCK_N, BLOCK_N):
                 k_tile = load_rows(k_base, b, h_kv, row, 0, k_ss, BLOCK_N, D, D_WIDTH, False, TMA)
                 qk = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
                 m_i, l_i, acc = _absorb(
