@@ -22,13 +22,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.distributed_c10d import _resolve_process_group
 
 from ringattn.call import parse
 from ringattn.layout import make_shards
 from ringattn.sharding import Sharding
 from ringattn.transport.base import Buffers, NoTransport, Seat
-from ringattn.transport.process_group import Agreement, ProcessGroupTransport
+from ringattn.transport.process_group import Agreement, ProcessGroupTransport, resolve_group
 from ringattn.visibility import Visibility
 
 _RINGS: weakref.WeakValueDictionary[str, Ring] = weakref.WeakValueDictionary()
@@ -85,7 +84,7 @@ class Ring:
             group = group.get_group()
         if group is None and dist.is_available() and dist.is_initialized():
             group = dist.group.WORLD
-        self._group_name = "" if group is None else group.group_name
+        self._group_name = "" if group is None else str(group.group_name)
         self.rank = 0 if group is None else dist.get_rank(group)
         self.world_size = 1 if group is None else dist.get_world_size(group)
         if self.rank < 0:
@@ -136,7 +135,7 @@ class Ring:
         documents = None if documents is None else tuple(int(x) for x in documents)
         if balance is not None and layout != "balanced":
             raise ValueError(f"balance must be given with layout='balanced' only, got layout={layout!r}; leave it out")
-        mask = {"causal": True} if balance is None else balance
+        mask: dict[str, Any] = {"causal": True} if balance is None else balance
         visibility = Visibility(seq_len=seq_len, kv_len=seq_len, documents=documents, **mask)
         shards = make_shards(layout, seq_len, self.world_size, visibility)
         return Sharding(seq_len, layout, shards, self.rank, documents, ring=self)
@@ -187,7 +186,7 @@ class Ring:
     def _warm_up(self, device: torch.device) -> None:
         # NCCL wants its first operation on a group to be one that all ranks take part in
         if device.type == "cuda" and not self._agreed:
-            dist.all_reduce(torch.zeros(1, device=device), group=_resolve_process_group(self._group_name))
+            dist.all_reduce(torch.zeros(1, device=device), group=resolve_group(self._group_name))
 
 
 def _without_rows(tensors: Sequence[Tensor | None]) -> list[Any]:
@@ -235,7 +234,7 @@ class _Gather(torch.autograd.Function):
         ctx.dim, ctx.group_name, ctx.rank = dim, group_name, rank
         if len(lengths) == 1:
             return (x.clone(),)
-        group = _resolve_process_group(group_name)
+        group = resolve_group(group_name)
         longest = max(lengths)
         shape = list(x.shape)
         shape[dim] = longest
@@ -250,6 +249,6 @@ class _Gather(torch.autograd.Function):
         mine = grads[ctx.rank]
         if len(grads) > 1:
             whole = torch.cat(grads, ctx.dim)
-            dist.all_reduce(whole, group=_resolve_process_group(ctx.group_name))
+            dist.all_reduce(whole, group=resolve_group(ctx.group_name))
             mine = whole.split([grad.shape[ctx.dim] for grad in grads], ctx.dim)[ctx.rank]
         return mine, None, None, None, None

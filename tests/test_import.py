@@ -22,7 +22,6 @@ class Refuse:
 REFUSED = set(json.loads(sys.argv[1]))
 sys.meta_path.insert(0, Refuse())
 import torch
-import torch.utils.flop_counter  # brings triton along where that is installed: torch's doing, told apart below
 before, threads = set(sys.modules), threading.active_count()
 import ringattn
 for name in getattr(ringattn, "__all__", []):
