@@ -136,6 +136,12 @@ def join_ranks(device: str, timeout_s: float) -> Iterator[Rank]:
         yield Rank(0, 1, chosen, "none", os.getppid())
         return
     backend = "nccl" if chosen.type == "cuda" else "gloo"
+    if backend == "nccl":
+        # NVLink multicast is of no use here, and setting it up has hung hosts whose fabric manager disagrees
+        os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
+    elif sys.platform == "linux" and os.environ.get("LOCAL_WORLD_SIZE") == str(world_size):
+        # on one host the loopback serves; not every host can resolve its own name
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     dist.init_process_group(
         backend,
         device_id=chosen if chosen.type == "cuda" else None,
@@ -174,6 +180,7 @@ def launch_ranks(module: str, arguments: Sequence[str], nproc: int) -> int:
             run_id=uuid.uuid4().hex,
             rdzv_backend="c10d",
             rdzv_endpoint="localhost:0",
+            local_addr="localhost",
             max_restarts=0,
             logs_specs=DefaultLogsSpecs(log_dir=reports),
         )

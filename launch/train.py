@@ -24,6 +24,10 @@ from ringattn.launch.training.data import Batches, load_corpus
 from ringattn.launch.training.run import Run
 
 MODULE = "ringattn.launch.train"
+DESCRIPTION = """Trains a byte-level transformer on real text, every sequence split over all ranks of a ring.
+
+Starts its own ranks (one per GPU, or two on the CPU) unless torchrun did: torchrun --nproc_per_node 4 -m ringattn.launch.train
+The same command continues a run that was stopped or killed."""
 
 
 @contextlib.contextmanager
@@ -100,7 +104,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     warnings.showwarning = lambda message, *_: print(f"warning: {message}", file=sys.stderr, flush=True)
     try:
-        config = parse(arguments, prog=f"python -m {MODULE}", description=__doc__)
+        config = parse(arguments, prog=f"python -m {MODULE}", description=DESCRIPTION)
         if is_rank():
             return record(run_rank)(config) or 0
         # what the flags alone make impossible is said once, not by every rank

@@ -15,6 +15,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import ringattn
 from ringattn.launch.distributed import Refusal, describe_failures
@@ -136,6 +137,26 @@ def test_recomputation_changes_no_gradient(recompute):
         model(tokens, ringattn.Ring().sharding(16)).logsumexp(-1).sum().backward()
         gradients.append([parameter.grad for parameter in model.parameters()])
     torch.testing.assert_close(gradients[0], gradients[1], atol=0, rtol=0)
+
+
+class CountRingOperators(TorchDispatchMode):
+    """Counts the calls of this package's operators."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += func.namespace == "ringattn"
+        return func(*args, **(kwargs or {}))
+
+
+def test_selective_recomputation_runs_no_ring_twice():
+    counts = {}
+    for how in ("none", "selective", "full"):
+        model, sharding = make_model(recompute=how), ringattn.Ring().sharding(16)
+        with CountRingOperators() as calls:
+            model(some_tokens(2, 16), sharding).sum().backward()
+        counts[how] = calls.count
+    assert 0 < counts["none"] == counts["selective"] < counts["full"]
 
 
 def test_initialisation_depends_on_the_seed_alone():
@@ -574,3 +595,14 @@ def test_ctrl_c_saves_and_stops_after_a_step_and_another_number_of_ranks_continu
     assert again.returncode == 0, again.stderr
     for one, two in zip(losses(tmp_path), losses(whole_run[0]), strict=True):
         assert one[1] == pytest.approx(two[1], rel=1e-5)
+
+
+def test_every_flag_and_preset_is_documented():
+    page = (ROOT / "docs" / "training.md").read_text()
+    for field in dataclasses.fields(Config):
+        value = getattr(PRESETS["cpu"], field.name)
+        shown = "auto" if field.name == "preset" else f"{value:g}" if isinstance(value, float) else str(value)
+        shown = {"None": "none", "True": "on", "False": "off"}.get(shown, shown)
+        assert f"| `--{field.name.replace('_', '-')}` | {shown} |" in page
+    for name in PRESETS:
+        assert f"`{name}`" in page

@@ -111,4 +111,4 @@ def find_checkpoint(folder: Path) -> Path | None:
 
 def load_checkpoint(path: Path) -> dict[str, Any]:
     """The state of a checkpoint, on the CPU. Holds data only: reading it runs no code."""
-    return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    return torch.load(path, map_location="cpu", weights_only=True)

@@ -209,8 +209,6 @@ class Run:
                 torch.cuda.empty_cache()
                 torch.cuda.reset_peak_memory_stats(self.rank.device)
         steps = self.rank.broadcast(steps)
-        if self.rank.first:
-            dist.destroy_process_group(group)
         return steps or []
 
     def introduce(self) -> None:
