@@ -18,6 +18,12 @@ Note [A handful of numbers]
     is luck: one draw of the low-precision definition may come out ten times better than the next. So what is accepted
     there is the largest error in nine draws of the same problem, under the rule for single elements, without the mean.
 
+Note [Compiling]
+    On a GPU nearly all of the time goes into compiling kernels: one per dtype, head dim and set of options, and per place
+    in the ring. So helpers compile them first, side by side: each runs a few problems of its share on a simulated ring
+    and throws the answers away; what it leaves behind is the compiler's cache on disk. Ranks divide the shares among
+    themselves. A helper that fails or is late changes nothing but the time.
+
 Note [One process]
     With one rank every layout is the same. So a single process runs the public functions on its ring of one (the column
     "alone"), and each layout on a simulated ring: the same plans, loops and kernels, all ranks in this process.
@@ -25,8 +31,11 @@ Note [One process]
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
+import multiprocessing
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -64,6 +73,7 @@ class CheckArgs:
         quick: The smallest problems only: every layout, mask and option once, in seconds.
         impl: Kernels to use: "auto", or the name of a kernel set.
         device: GPUs where there are any, or the CPU.
+        helpers: Processes per rank that compile kernels beforehand on a GPU; 0 for none, by default one per core to spare.
         simulate: Ranks of the simulated ring in a single process; 0 for none.
         only: Only cases whose name contains this.
         json: Where to write every row as JSON.
@@ -73,6 +83,7 @@ class CheckArgs:
     quick: bool = False
     impl: str = "auto"
     device: Literal["auto", "cpu", "cuda"] = "auto"
+    helpers: int | None = None
     simulate: int = 4
     only: str = ""
     json: Path | None = None
@@ -364,6 +375,70 @@ def solvers(
             yield layout, functools.partial(solve_simulated, case, layout, args.simulate, inputs, args)
 
 
+def shares(cases: Sequence[Case], count: int) -> list[list[Case]]:
+    """Divides the kernels that cases need into `count` shares: two cases for each dtype, head dims, options, movement."""
+    groups: dict[tuple[object, ...], list[Case]] = {}
+    for case in cases:
+        key = case.dtype, case.head_dim, case.v_head_dim, case.options, case.backward
+        groups.setdefault(key, []).append(dataclasses.replace(case, layouts=("zigzag",)))
+    return [[case for group in list(groups.values())[share::count] for case in group[:2]] for share in range(count)]
+
+
+def _compile_share(cases: Sequence[Case], args: CheckArgs, device: str, world_size: int) -> None:
+    chosen = torch.device(device)
+    if chosen.type == "cuda":
+        torch.cuda.set_device(chosen)
+    session = Session(0, 1, chosen, None)
+    args = dataclasses.replace(args, simulate=world_size)
+    for case in cases:
+        with contextlib.suppress(ValueError, NotImplementedError):
+            inputs = draw(case, args.seed, chosen)
+            for _, solver in solvers(case, ringattn.Ring(), inputs, args, session):
+                solver()
+
+
+def compile_kernels(
+    session: Session, cases: Sequence[Case], args: CheckArgs, timeout_s: float = 120.0
+) -> list[int | None]:
+    """Fills the compiler's cache before the cases run (Note [Compiling]).
+
+    Args:
+        session: The ranks.
+        cases: What will be checked.
+        args: Kernels, helpers and seed.
+        timeout_s: Seconds after which helpers that are not done are ended.
+
+    Returns:
+        The exit codes of this rank's helpers; None for one that was ended.
+    """
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    spare = min(12, cores // int(os.environ.get("LOCAL_WORLD_SIZE", "1")) - 1) if session.device.type == "cuda" else 0
+    count = max(0, spare) if args.helpers is None else args.helpers
+    count = int(-session.maximum([-float(count)])[0])
+    if count < 1:
+        return []
+    mine = shares(cases, count * session.world_size)[session.rank :: session.world_size]
+    world_size = session.world_size if session.world_size > 1 else args.simulate
+    spawn = multiprocessing.get_context("spawn")
+    helpers = [
+        spawn.Process(target=_compile_share, args=(share, args, str(session.device), world_size), daemon=True)
+        for share in mine
+        if share
+    ]
+    for helper in helpers:
+        helper.start()
+    deadline = time.monotonic() + timeout_s
+    for helper in helpers:
+        helper.join(max(0.0, deadline - time.monotonic()))
+    codes = [helper.exitcode for helper in helpers]
+    for helper in helpers:
+        if helper.is_alive():
+            helper.kill()
+            helper.join()
+    session.barrier()
+    return codes
+
+
 def unserved(case: Case, args: CheckArgs, device: torch.device) -> str | None:
     """Why no kernel set serves the dtype and head dims of a case here, if none does."""
     from ringattn.kernels.select import pick
@@ -531,6 +606,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         make = quick_cases if args.quick else full_cases
         ranks = max(session.world_size, args.simulate if session.world_size == 1 else 0)
         cases = [case for case in make(ranks, session.device.type) if args.only in case.name]
+        compile_kernels(session, cases, args)
         verdict = check(session, cases, args)
         code = int(session.maximum([float(bool(verdict.red) or not verdict.rows)])[0])
         if session.rank == 0:
