@@ -36,7 +36,7 @@ from torch import Tensor
 
 from ringattn.kernels.contract import accumulation_dtype
 
-MAX_BLOCK = 8192  # logits of the longest row that is held on chip whole: 32 registers a thread at 8 warps
+MAX_BLOCK = 8192  # logits of the longest row that is held on chip whole: 16 registers a thread at 16 warps
 MAX_SHARE = 65536  # logits one program walks; above it the second read comes from memory anyway, and shares balance
 MAX_SPLITS = 1024
 
@@ -322,7 +322,7 @@ def choose_launch(
     itemsize: int,
     num_sms: int,
     block_size: int | None = None,
-    vectors: int = 4,
+    per_thread: int = 16,
 ) -> Launch:
     """The launch for a tensor seen as `o n i`: integers in, integers out.
 
@@ -334,7 +334,7 @@ def choose_launch(
         itemsize: Bytes of a logit.
         num_sms: Multiprocessors of the device.
         block_size: Tile to use, a power of two; None chooses.
-        vectors: 16-byte loads of one tensor that a thread has in flight.
+        per_thread: Logits of a tile that fall to one thread.
 
     Returns:
         The launch. `n <= tile` means one block per row.
@@ -342,18 +342,19 @@ def choose_launch(
     vec = 16 // itemsize if unit_columns else 4
     most_rows = triton.next_power_of_2(inner)
     if unit_columns:
-        # four 16-byte loads in flight per thread cover the memory latency at two programs of 16 warps per SM
+        # 16 logits per thread need 40 registers at most, so that three or four programs of 16 warps share an SM: 64 KiB
+        # or more are then on their way at any time, about twice what covers the latency of its memory
         single = min(MAX_BLOCK, block_size or MAX_BLOCK)
         warps = 16 if n <= MAX_SHARE else 8
-        tile = triton.next_power_of_2(max(n, vec)) if n <= single else block_size or 32 * warps * vec * vectors
+        tile = triton.next_power_of_2(max(n, vec)) if n <= single else block_size or 32 * warps * per_thread
         rows = min(max(4096 // tile, 1), most_rows) if n <= single else 1
     else:
         # rows are adjacent instead: 64 of them side by side are two full cache lines of fp32
         single = block_size or 128
-        tile = triton.next_power_of_2(max(n, vec)) if n <= single else block_size or 8 * vectors
+        tile = triton.next_power_of_2(max(n, vec)) if n <= single else block_size or 2 * per_thread
         rows = min(64, most_rows, max(MAX_BLOCK // tile, 1))
     vec = min(vec, tile)
-    warps = min(max(rows * tile // (32 * vec * vectors), 1), 16)
+    warps = min(max(rows * tile // (32 * per_thread), 1), 16)
     programs = outer * -(-inner // rows)
     splits = 1
     if n > tile:
@@ -391,7 +392,7 @@ def _num_sms(x: Tensor) -> int:
     return torch.cuda.get_device_properties(x.device).multi_processor_count if x.is_cuda else 4
 
 
-def _launch(x: _View, block_size: int | None, vectors: int = 4) -> Launch:
+def _launch(x: _View, block_size: int | None, per_thread: int = 16) -> Launch:
     return choose_launch(
         x.outer,
         x.n,
@@ -400,7 +401,7 @@ def _launch(x: _View, block_size: int | None, vectors: int = 4) -> Launch:
         itemsize=x.flat.element_size(),
         num_sms=_num_sms(x.flat),
         block_size=block_size,
-        vectors=vectors,
+        per_thread=per_thread,
     )
 
 
@@ -472,7 +473,7 @@ def softmax_backward(
     if y.numel() == 0:
         return dx
     dyv, yv, dxv = _view(dy, dim), _view(y, dim), _view(dx, dim)
-    how = how or _launch(yv, block_size, vectors=2)  # of each of two tensors
+    how = how or _launch(yv, block_size, per_thread=8)  # of each of two tensors
     row_blocks = yv.outer * triton.cdiv(yv.inner, how.rows)
     strides = (*dyv.strides, *yv.strides, *dxv.strides)
     with torch.cuda.device_of(y):

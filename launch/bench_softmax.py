@@ -75,7 +75,8 @@ def check_case(x: Tensor) -> list[str]:
     whole = torch.softmax(x, -1)
     whole[1] = 0
     gap = (y.detach() - whole).abs().max().item()
-    if not gap <= max(8 * eps, torch.finfo(x.dtype).eps):
+    # two sums of a million terms in different orders; what this finds is an element that was not written
+    if not gap <= max(64 * eps, torch.finfo(x.dtype).eps):
         wrong.append(f"softmax: {gap:.2e} from torch.softmax somewhere")
     if lse.detach()[1].item() != float("-inf"):
         wrong.append("logsumexp: a row of -inf must give -inf")
@@ -136,9 +137,9 @@ def sweep(x: Tensor) -> list[tuple[float, str]]:
     n, vec = x.shape[1], 16 // x.element_size()
     times = {}
     for warps in (4, 8, 16):
-        for vectors in (2, 4, 8):
+        for per_thread in (8, 16, 32):
             for share in (n, 1 << 14, 1 << 15, 1 << 16, 1 << 17):
-                lanes = 32 * warps * vectors
+                lanes = 32 * warps * per_thread // vec
                 if share > n or lanes * vec * 2 > share:
                     continue
                 how = softmax_triton.Launch(rows=1, lanes=lanes, vec=vec, splits=n // share, warps=warps)

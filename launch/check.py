@@ -18,12 +18,6 @@ Note [A handful of numbers]
     is luck: one draw of the low-precision definition may come out ten times better than the next. So what is accepted
     there is the largest error in nine draws of the same problem, under the rule for single elements, without the mean.
 
-Note [Compiling]
-    On a GPU nearly all of the time goes into compiling kernels: one per dtype, head dim and set of options, and per place
-    in the ring. So helpers compile them first, side by side: each runs a few problems of its share on a simulated ring
-    and throws the answers away; what it leaves behind is the compiler's cache on disk. Ranks divide the shares among
-    themselves. A helper that fails or is late changes nothing but the time.
-
 Note [One process]
     With one rank every layout is the same. So a single process runs the public functions on its ring of one (the column
     "alone"), and each layout on a simulated ring: the same plans, loops and kernels, all ranks in this process.
@@ -31,11 +25,10 @@ Note [One process]
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
-import multiprocessing
 import os
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -73,21 +66,21 @@ class CheckArgs:
         quick: The smallest problems only: every layout, mask and option once, in seconds.
         impl: Kernels to use: "auto", or the name of a kernel set.
         device: GPUs where there are any, or the CPU.
-        helpers: Processes per rank that compile kernels beforehand on a GPU; 0 for none, by default one per core to spare.
         simulate: Ranks of the simulated ring in a single process; 0 for none.
         only: Only cases whose name contains this.
         json: Where to write every row as JSON.
         seed: Seed of all inputs.
+        compile_share: "i/n": compile the i-th share of n and stop; what the check starts by itself on GPUs.
     """
 
     quick: bool = False
     impl: str = "auto"
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    helpers: int | None = None
     simulate: int = 4
     only: str = ""
     json: Path | None = None
     seed: int = 0
+    compile_share: str = ""
 
 
 @dataclass(frozen=True)
@@ -375,68 +368,50 @@ def solvers(
             yield layout, functools.partial(solve_simulated, case, layout, args.simulate, inputs, args)
 
 
-def shares(cases: Sequence[Case], count: int) -> list[list[Case]]:
-    """Divides the kernels that cases need into `count` shares: two cases for each dtype, head dims, options, movement."""
-    groups: dict[tuple[object, ...], list[Case]] = {}
-    for case in cases:
-        key = case.dtype, case.head_dim, case.v_head_dim, case.options, case.backward
-        groups.setdefault(key, []).append(dataclasses.replace(case, layouts=("zigzag",)))
-    return [[case for group in list(groups.values())[share::count] for case in group[:2]] for share in range(count)]
+def compile_ahead(cases: Sequence[Case], args: CheckArgs, ranks: int, session: Session) -> None:
+    """Fills the compiler's cache from many processes, because one process compiles one kernel at a time.
 
-
-def _compile_share(cases: Sequence[Case], args: CheckArgs, device: str, world_size: int) -> None:
-    chosen = torch.device(device)
-    if chosen.type == "cuda":
-        torch.cuda.set_device(chosen)
-    session = Session(0, 1, chosen, None)
-    args = dataclasses.replace(args, simulate=world_size)
-    for case in cases:
-        with contextlib.suppress(ValueError, NotImplementedError):
-            inputs = draw(case, args.seed, chosen)
-            for _, solver in solvers(case, ringattn.Ring(), inputs, args, session):
-                solver()
-
-
-def compile_kernels(
-    session: Session, cases: Sequence[Case], args: CheckArgs, timeout_s: float = 120.0
-) -> list[int | None]:
-    """Fills the compiler's cache before the cases run (Note [Compiling]).
+    One process per share of the cases that differ in their kernels runs a simulated ring, on the GPU of local rank 0,
+    and throws the answers away. A share that fails is left to the check itself, which will say what is wrong.
 
     Args:
-        session: The ranks.
         cases: What will be checked.
-        args: Kernels, helpers and seed.
-        timeout_s: Seconds after which helpers that are not done are ended.
-
-    Returns:
-        The exit codes of this rank's helpers; None for one that was ended.
+        args: Of the check.
+        ranks: World size of the simulated ring, so that first, middle and last visits are all met.
+        session: The ranks; all wait for the cache.
     """
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    spare = min(12, cores // int(os.environ.get("LOCAL_WORLD_SIZE", "1")) - 1) if session.device.type == "cuda" else 0
-    count = max(0, spare) if args.helpers is None else args.helpers
-    count = int(-session.maximum([-float(count)])[0])
-    if count < 1:
-        return []
-    mine = shares(cases, count * session.world_size)[session.rank :: session.world_size]
-    world_size = session.world_size if session.world_size > 1 else args.simulate
-    spawn = multiprocessing.get_context("spawn")
-    helpers = [
-        spawn.Process(target=_compile_share, args=(share, args, str(session.device), world_size), daemon=True)
-        for share in mine
-        if share
-    ]
-    for helper in helpers:
-        helper.start()
-    deadline = time.monotonic() + timeout_s
-    for helper in helpers:
-        helper.join(max(0.0, deadline - time.monotonic()))
-    codes = [helper.exitcode for helper in helpers]
-    for helper in helpers:
-        if helper.is_alive():
-            helper.kill()
-            helper.join()
+    if int(os.environ.get("LOCAL_RANK", "0")) == 0:
+        jobs = max(1, min((os.cpu_count() or 2) // 2, 24, len(cases) // 4))
+        alone = {key: value for key, value in os.environ.items() if not key.startswith(("TORCHELASTIC", "MASTER_"))}
+        for key in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK"):
+            alone.pop(key, None)
+        command = [sys.executable, "-m", "ringattn.launch.check", "--impl", args.impl, "--only", args.only]
+        command += ["--simulate", str(ranks), *(["--quick"] if args.quick else []), "--compile-share"]
+        shares = [
+            subprocess.Popen(
+                [*command, f"{job}/{jobs}"], env=alone, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+            )
+            for job in range(jobs)
+        ]
+        for share in shares:
+            share.wait()
     session.barrier()
-    return codes
+
+
+def compile_share(cases: Sequence[Case], args: CheckArgs, session: Session) -> None:
+    """What one process of `compile_ahead` does."""
+    distinct = {
+        (case.dtype, case.head_dim, case.v_head_dim, case.options, case.backward, case.batch > 1): case
+        for case in cases
+        if unserved(case, args, session.device) is None
+    }
+    job, jobs = (int(number) for number in args.compile_share.split("/"))
+    ring = ringattn.Ring()
+    for case in list(distinct.values())[job::jobs]:
+        inputs = draw(case, args.seed, session.device)
+        for layout, solver in solvers(case, ring, inputs, args, session):
+            if layout in (ALONE, case.layouts[0]):
+                solver()
 
 
 def unserved(case: Case, args: CheckArgs, device: torch.device) -> str | None:
@@ -599,14 +574,19 @@ def _name_worst(row: dict[str, Any]) -> str:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command; returns its exit code: 0 when every row is green on every rank."""
     args: CheckArgs = parse(CheckArgs, arguments, "check", (CheckArgs.__doc__ or "").split("\n")[0])
-    with open_session(args.device) as session:
+    # ranks wait for local rank 0 to compile
+    with open_session(args.device, timeout_s=600) as session:
         started = time.perf_counter()
         line = machine(session)
         session.say(describe(line))
         make = quick_cases if args.quick else full_cases
         ranks = max(session.world_size, args.simulate if session.world_size == 1 else 0)
         cases = [case for case in make(ranks, session.device.type) if args.only in case.name]
-        compile_kernels(session, cases, args)
+        if args.compile_share:
+            compile_share(cases, args, session)
+            return 0
+        if session.device.type == "cuda":
+            compile_ahead(cases, args, ranks, session)
         verdict = check(session, cases, args)
         code = int(session.maximum([float(bool(verdict.red) or not verdict.rows)])[0])
         if session.rank == 0:

@@ -102,6 +102,10 @@ class Ring:
         self._agreement = None if alone else Agreement(self._group_name, self.rank, self.world_size, self.name, timeout)
         self._agreed: set[str] = set()
         _RINGS[self.name] = self
+        # deferred: torch's counter imports triton, and nothing is to be counted before there is a ring
+        from ringattn.flops import register_flops
+
+        register_flops()
 
     def __repr__(self) -> str:
         return f"Ring(rank={self.rank}, world_size={self.world_size}, impl={self.impl!r})"

@@ -88,6 +88,17 @@ def runs(draw: st.DrawFn, limit: int) -> Run:
     return Run(start, stride, draw(st.integers(1, (limit - 1 - start) // stride + 1)))
 
 
+@st.composite
+def run_shards(draw: st.DrawFn, limit: int) -> Shard:
+    """Any shard: ascending runs of any strides, more mixed than a layout makes them."""
+    shard, begin = [], 0
+    while begin < limit and len(shard) < 4:
+        run = draw(runs(limit - begin))
+        shard.append(Run(begin + run.start, run.stride, run.length))
+        begin = shard[-1].last + 1
+    return tuple(shard)
+
+
 def log_normal_documents(seq_len: int, mean: int, sigma: float, seed: int) -> tuple[int, ...]:
     """Packed documents with log-normal lengths, as in text corpora; the last one is cut at seq_len."""
     rng, edges = random.Random(seed), [0]

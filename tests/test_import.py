@@ -22,6 +22,7 @@ class Refuse:
 REFUSED = set(json.loads(sys.argv[1]))
 sys.meta_path.insert(0, Refuse())
 import torch
+import torch.utils.flop_counter  # brings triton along where that is installed: torch's doing, told apart below
 before, threads = set(sys.modules), threading.active_count()
 import ringattn
 for name in getattr(ringattn, "__all__", []):
@@ -58,6 +59,10 @@ def test_import_works_where_no_optional_package_is_installed():
 def test_import_brings_no_optional_package(plain):
     optional = {"triton", "transformers", "matplotlib", "tyro", "tqdm", "rich", "fastapi", "hypothesis", "pytest"}
     assert not optional & {name.partition(".")[0] for name in plain["modules"]}
+
+
+def test_import_loads_no_triton_kernels(plain):
+    assert not [name for name in plain["modules"] if name.startswith("ringattn.kernels.portable") or "triton" in name]
 
 
 def test_import_does_not_start_the_compiler(plain):

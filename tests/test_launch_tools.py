@@ -142,21 +142,6 @@ def test_check_is_red_when_nothing_was_checked() -> None:
     assert check.main(["--quick", "--device", "cpu", "--only", "no such case"]) == 1
 
 
-def test_helpers_share_every_kernel_and_finish() -> None:
-    cases = list(check.full_cases(4, "cuda"))
-    kernels = {(case.dtype, case.head_dim, case.v_head_dim, case.options, case.backward) for case in cases}
-    divided = check.shares(cases, 12)
-    dealt = [
-        (case.dtype, case.head_dim, case.v_head_dim, case.options, case.backward) for part in divided for case in part
-    ]
-    assert set(dealt) == kernels
-    assert max(dealt.count(kernel) for kernel in kernels) <= 2
-    session = Session(0, 1, torch.device("cpu"), None)
-    few = list(check.quick_cases(1, "cpu"))[:1]
-    assert check.compile_kernels(session, few, check.CheckArgs(helpers=1)) == [0]
-    assert check.compile_kernels(session, few, check.CheckArgs()) == []
-
-
 def test_nan_is_outside_every_budget() -> None:
     case = check.Case("x", "fp32", 3)
     exact = torch.zeros(3, dtype=torch.float64)

@@ -68,7 +68,6 @@ def test_unshard_gathers_every_rank(layout: str) -> None:
     everyone = ring(13, layout, 4)
     parts = [sharding.shard(x, dim) for sharding in everyone]
     for rank, mine in enumerate(parts):
-
         sharding = Sharding(13, layout, everyone[rank].shards, rank, ring=Neighbours(mine, parts))
         assert torch.equal(sharding.unshard(mine, dim), x)
 

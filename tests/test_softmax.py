@@ -1,5 +1,6 @@
 """online_softmax and online_logsumexp on the eager kernels: formulas, blocks, strides, gradients, registrations."""
 
+import doctest
 import itertools
 import subprocess
 import sys
@@ -10,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+import ringattn.partial
 import ringattn.softmax
 from ringattn.kernels.contract import accumulation_dtype
 from ringattn.softmax import online_logsumexp, online_softmax
@@ -173,6 +175,13 @@ def test_refusals_say_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
             patch.setattr(ringattn.softmax, "_has_triton", lambda: False)
             with pytest.raises(ValueError, match="got 'portable'; triton is not installed"):
                 op(x, impl="portable")
+
+
+def test_the_examples_in_the_docstrings_are_true() -> None:
+    for module in (ringattn.softmax, ringattn.partial):
+        result = doctest.testmod(module)
+        assert result.attempted > 0
+        assert result.failed == 0
 
 
 def test_importing_the_ops_imports_no_triton() -> None:

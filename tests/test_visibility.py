@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import copy
 import doctest
+import itertools
 import pickle
 import time
-from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 import ringattn.visibility
 from ringattn.layout import Run, striped
-from ringattn.visibility import Reading, Tally, Visibility, count_pairs, floor_sum
-from tests.masks import is_visible, layouts, log_normal_documents, masks, positions, runs
+from ringattn.visibility import Reach, Reading, Tally, Visibility, count_pairs, floor_sum
+from tests.masks import is_visible, layouts, log_normal_documents, masks, positions, run_shards, runs
 
 
 @settings(max_examples=150, deadline=None)
@@ -111,6 +111,43 @@ def test_both_readings_count_the_same_pairs(mask: Visibility, data: st.DataObjec
         assert forth == [list(column) for column in zip(*back, strict=True)]
 
 
+@settings(max_examples=150, deadline=None)
+@given(masks(), st.data(), st.sampled_from(["keys", "queries"]))
+def test_reach_spans_what_the_rows_of_a_shard_see(mask: Visibility, data: st.DataObject, reading: Reading) -> None:
+    rows, limit = (mask.seq_len, mask.kv_len) if reading == "keys" else (mask.kv_len, mask.seq_len)
+    shard, run = data.draw(run_shards(rows)), data.draw(runs(limit))
+    for b in range(mask.batch_size):
+
+        def sees(row: int, other: int, b: int = b) -> bool:
+            return is_visible(mask, *((row, other) if reading == "keys" else (other, row)), b)
+
+        seen = [y for y in range(run.length) if any(sees(p, run.position(y)) for p in positions(shard))]
+        span = (seen[0], seen[-1] - seen[0] + 1) if seen else None
+        assert Reach(mask.bounds(reading, mask.extent(b)), shard).span(run) == span
+
+
+@pytest.mark.parametrize("window", [(0, 0), (1, 0), (0, 2), (2, 1)])
+def test_reach_sees_the_gaps_that_strided_rows_leave(window: tuple[int, int]) -> None:
+    left, right = window
+    bounds = Visibility(40, 40, window=window).bounds("keys")
+    for start, stride in itertools.product(range(4), range(1, 8)):
+        row_run = Run(start, stride, (39 - start) // stride + 1 - start)
+        held = {p for i in positions((row_run,)) for p in range(i - left, i + right + 1)}
+        reach = Reach(bounds, (row_run,))
+        for first, other, length in itertools.product(range(9), range(1, 8), (1, 2, 3, 4)):
+            run = Run(first, other, length)
+            seen = [y for y in range(length) if run.position(y) in held]
+            assert reach.span(run) == ((seen[0], seen[-1] - seen[0] + 1) if seen else None), (row_run, run)
+
+
+def test_reach_begins_where_a_widening_interval_is_no_longer_empty() -> None:
+    # before `start` rows see nothing at start; the upper bound climbs from there in one straight piece
+    mask = Visibility(8, 8, causal=True, lengths=((1, 8),))
+    bounds = mask.bounds("keys", (1, 8))
+    assert Reach(bounds, (Run(0, 1, 3),)).span(Run(0, 1, 8)) == (1, 2)
+    assert Reach(bounds, (Run(0, 1, 1),)).span(Run(0, 1, 8)) is None
+
+
 @given(st.integers(0, 50), st.integers(1, 30), st.integers(0, 60), st.integers(0, 60))
 def test_floor_sum_is_the_sum_of_floors(terms: int, modulus: int, slope: int, offset: int) -> None:
     assert floor_sum(terms, modulus, slope, offset) == sum((slope * x + offset) // modulus for x in range(terms))
@@ -119,7 +156,7 @@ def test_floor_sum_is_the_sum_of_floors(terms: int, modulus: int, slope: int, of
 @settings(deadline=None)
 @given(st.data(), st.integers(0, 50), st.integers(1, 9), st.integers(1, 20))
 def test_tally_counts_rows_below_a_position(data: st.DataObject, position: int, step: int, terms: int) -> None:
-    for shard in data.draw(layouts(40, 3)):
+    for shard in (data.draw(run_shards(40)), *data.draw(layouts(40, 3))):
         tally, held = Tally(shard), positions(shard)
 
         def below(p: int, held: list[int] = held) -> int:
@@ -139,7 +176,7 @@ def test_counting_a_million_tokens_takes_no_pass_over_tokens() -> None:
     total = sum(mask.count(q[0], k[0]) for q in shards for k in shards)
     assert time.process_time() - begin < 1.0  # about 60 ms on a quiet core
     assert total == mask.pairs(0, seq_len)
-    lengths = [b - a for a, b in pairwise(documents)]
+    lengths = [b - a for a, b in itertools.pairwise(documents)]
     assert total == sum(min(x, 4096) + 1 for length in lengths for x in range(length))
 
 

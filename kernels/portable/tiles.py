@@ -12,7 +12,7 @@ Note [Tile ranges]
           |  head tiles  |    full tiles      |  tail tiles |
 
     Full tiles are one loop. Head and tail tiles are one loop as well, which jumps over the full ones, so that the
-    masked code exists once. A run that nobody sees costs a handful of scalar instructions.
+    masked code exists once; it comes first, so that what only it needs holds no registers during the other. A run that nobody sees costs a handful of scalar instructions.
 """
 
 import triton
@@ -67,8 +67,15 @@ def first_row_from(position, length, start, stride):
 
 
 @triton.jit
-def tile_ranges(any_lo, any_hi, full_lo, full_hi, length, start, stride, BLOCK: tl.constexpr):
-    """(first row, end row, tiles, first full tile, end of full tiles) of a run; Note [Tile ranges]."""
+def run_tiles(runs, r, any_lo, any_hi, full_lo, full_hi, BLOCK: tl.constexpr):
+    """(first row, end row, tiles, first full tile, end of full tiles, origin, stride) of run r; Note [Tile ranges].
+
+    Rows are rows of the buffer; row x sits at global position origin + stride * x.
+    """
+    offset = tl.load(runs + 4 * r)
+    length = tl.load(runs + 4 * r + 1)
+    start = tl.load(runs + 4 * r + 2)
+    stride = tl.load(runs + 4 * r + 3)
     first = first_row_from(any_lo, length, start, stride)
     end = first_row_from(any_hi, length, start, stride)
     full_first = first_row_from(full_lo, length, start, stride)
@@ -76,7 +83,7 @@ def tile_ranges(any_lo, any_hi, full_lo, full_hi, length, start, stride, BLOCK: 
     count = tl.maximum(end - first + BLOCK - 1, 0) // BLOCK
     head = tl.minimum(tl.maximum(full_first - first + BLOCK - 1, 0) // BLOCK, count)
     tail = tl.maximum(tl.minimum(tl.maximum(full_end - first, 0) // BLOCK, count), head)
-    return first, end, count, head, tail
+    return first + offset, end + offset, count, head, tail, start - stride * offset, stride
 
 
 @triton.jit

@@ -1,0 +1,211 @@
+"""Starts the ranks of a command, and joins them.
+
+Owns the launcher (torch's own elastic agent, on one host, on a free port), the process group of a rank, and the words
+said when a rank dies. Refuses to know what the ranks compute.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import os
+import signal
+import sys
+import tempfile
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+T = TypeVar("T")
+
+
+class Refusal(Exception):
+    """A run cannot go on, and every rank knows why; the message is for the user."""
+
+
+@dataclass(frozen=True)
+class Rank:
+    """This process among the ranks of a run.
+
+    Attributes:
+        index: This rank.
+        world_size: Ranks in all.
+        device: Where this rank computes.
+        backend: "nccl", "gloo", or "none" when the run is one process on its own.
+        launcher: Process id of the parent when the run began.
+    """
+
+    index: int
+    world_size: int
+    device: torch.device
+    backend: str
+    launcher: int
+
+    @property
+    def first(self) -> bool:
+        """Whether this rank speaks and writes for the run."""
+        return self.index == 0
+
+    @property
+    def orphaned(self) -> bool:
+        """Whether the launcher of this rank is gone; nobody would end the rank any more."""
+        return self.backend != "none" and os.getppid() != self.launcher
+
+    def lead(self, action: Callable[[], T]) -> T | None:
+        """Has rank 0 do something; every rank gets what it returned, if that is data, or the Refusal it raised."""
+        result, refusal = None, None
+        if self.first:
+            try:
+                result = action()
+            except Refusal as error:
+                refusal = str(error)
+        if refusal := self.broadcast(refusal):
+            raise Refusal(refusal)
+        return self.broadcast(result)
+
+    def broadcast(self, value: Any) -> Any:
+        """Rank 0's value, on every rank."""
+        if self.world_size == 1:
+            return value
+        box = [value if self.first else None]
+        dist.broadcast_object_list(box, src=0, device=self.device)
+        return box[0]
+
+    def gather(self, value: Any) -> list[Any]:
+        """The value of every rank, in rank order, on every rank."""
+        if self.world_size == 1:
+            return [value]
+        values: list[Any] = [None] * self.world_size
+        dist.all_gather_object(values, value)
+        return values
+
+
+def is_rank() -> bool:
+    """Whether this process was started as a rank (by torchrun or by `launch_ranks`)."""
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+def default_ranks(device: str) -> int:
+    """One rank per GPU; two ranks where there are none or none are wanted."""
+    return 2 if device == "cpu" or not torch.cuda.is_available() else torch.cuda.device_count()
+
+
+def resolve_device(device: str, local_rank: int, local_world_size: int) -> torch.device:
+    """The device of one rank: a GPU of its own where there are GPUs, else the CPU.
+
+    Args:
+        device: "auto", "cpu" or "cuda".
+        local_rank: Rank on this host.
+        local_world_size: Ranks on this host.
+
+    Raises:
+        ValueError: GPUs are wanted, and there are fewer of them than ranks on this host.
+    """
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if device == "cpu" or (device == "auto" and count == 0):
+        return torch.device("cpu")
+    if local_world_size > count:
+        raise ValueError(
+            f"the number of ranks on a host must be at most its number of GPUs, got {local_world_size} ranks "
+            f"and {count} GPUs; start fewer ranks or pass --device cpu"
+        )
+    return torch.device("cuda", local_rank)
+
+
+@contextlib.contextmanager
+def join_ranks(device: str, timeout_s: float) -> Iterator[Rank]:
+    """Joins the process group of the run, or stands alone when this process is the whole run.
+
+    Args:
+        device: "auto", "cpu" or "cuda".
+        timeout_s: Seconds after which a collective that not every rank enters raises.
+
+    Yields:
+        This rank. No process group is left behind.
+    """
+    index, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    local_rank = int(os.environ.get("LOCAL_RANK", index))
+    chosen = resolve_device(device, local_rank, int(os.environ.get("LOCAL_WORLD_SIZE", world_size)))
+    if chosen.type == "cuda":
+        torch.cuda.set_device(chosen)
+    if not is_rank():
+        yield Rank(0, 1, chosen, "none", os.getppid())
+        return
+    backend = "nccl" if chosen.type == "cuda" else "gloo"
+    dist.init_process_group(
+        backend,
+        device_id=chosen if chosen.type == "cuda" else None,
+        timeout=datetime.timedelta(seconds=timeout_s),
+    )
+    try:
+        yield Rank(index, world_size, chosen, backend, os.getppid())
+    finally:
+        dist.destroy_process_group()
+
+
+def launch_ranks(module: str, arguments: Sequence[str], nproc: int) -> int:
+    """Runs `python -m module arguments` as `nproc` ranks of this host and waits for them.
+
+    When one rank dies the others are ended. An interrupt is passed on, and the ranks get the time to save their work.
+
+    Args:
+        module: What every rank runs.
+        arguments: Its command line.
+        nproc: How many ranks.
+
+    Returns:
+        The exit code of the run: 0, 1 when a rank failed, 128 + n after signal n.
+    """
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    # ranks share the cores; left alone each would take all of them
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // nproc)))
+    with tempfile.TemporaryDirectory(prefix="ringattn-") as reports:
+        config = LaunchConfig(
+            min_nodes=1,
+            max_nodes=1,
+            nproc_per_node=nproc,
+            run_id=uuid.uuid4().hex,
+            rdzv_backend="c10d",
+            rdzv_endpoint="localhost:0",
+            max_restarts=0,
+            logs_specs=DefaultLogsSpecs(log_dir=reports),
+        )
+        try:
+            elastic_launch(config, sys.executable)("-u", "-m", module, *arguments)
+        except ChildFailedError as error:
+            print(describe_failures(error.failures), file=sys.stderr, flush=True)
+            return 1
+        except SignalException as error:
+            print(f"stopped by {error.sigval.name}; the same command continues from the last checkpoint", flush=True)
+            return 128 + int(error.sigval)
+    return 0
+
+
+def describe_failures(failures: dict[int, Any]) -> str:
+    """What ended a run, in one line: the rank that a signal killed, else the rank that failed first.
+
+    Args:
+        failures: By rank: records with `exitcode`, `pid` and `timestamp`.
+    """
+
+    def order(rank: int) -> tuple[int, float, int]:
+        # a peer's broken connection is an effect; a kill is a cause, unless it is how survivors are ended
+        code = failures[rank].exitcode
+        return (0 if code < 0 and code != -signal.SIGTERM else 1, failures[rank].timestamp, rank)
+
+    rank = min(failures, key=order)
+    code, pid = failures[rank].exitcode, failures[rank].pid
+    if code < 0:
+        how = f"was killed by {signal.Signals(-code).name}"
+        hint = " (out of memory?)" if -code == signal.SIGKILL else ""
+        hint += "; the same command continues from the last checkpoint"
+    else:
+        how, hint = f"exited with code {code}", "; its message is above"
+    return f"the run ended because rank {rank} (process {pid}) {how}{hint}"

@@ -1,0 +1,212 @@
+"""The flags of the training job and their presets.
+
+Owns names, defaults and limits of flags. Refuses to know how they are obeyed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+
+from ringattn.launch.training.model import ModelConfig
+from ringattn.launch.training.trainer import Recipe
+
+
+@dataclass(frozen=True)
+class Config:
+    """Flags of the training job. Values shown as defaults are those of the chosen preset.
+
+    Attributes:
+        preset: Where the other defaults come from: tiny (seconds), cpu (minutes on two cores), gpu, gpu-128k, gpu-1m;
+            auto is gpu where there are GPUs, else cpu.
+        nproc: Ranks to start; by default one per GPU, or two where there are none. Under torchrun, leave it out.
+        device: auto takes GPUs where there are any.
+        data: A file or a folder of text; by default the sources of Python's standard library.
+        out: Folder of the log, the loss curve, the checkpoints and the sample.
+        resume: auto continues from the newest intact checkpoint in out; never refuses a folder that has any; else the
+            checkpoint file to continue from.
+        steps: Updates in all, counting those before a resume.
+        seq_len: Context in tokens; the part that is split over ranks.
+        batch_size: Sequences per step.
+        dim: Width of the residual stream.
+        num_layers: Blocks.
+        num_heads: Query heads.
+        num_kv_heads: Key/value heads; divides num_heads.
+        head_dim: Width of a head.
+        mlp_dim: Hidden width of SwiGLU.
+        window: Each token sees this many tokens, itself the last of them; by default all before it.
+        tie_embeddings: Whether the output projection is the embedding.
+        lr: Learning rate after the warm-up; falls along a cosine to a tenth.
+        warmup_steps: Steps over which the learning rate rises.
+        weight_decay: Of matrices.
+        max_grad_norm: Gradients are scaled down to this norm.
+        layout: How sequences are sharded over ranks.
+        seed: Of initialisation, batches and sample.
+        dtype: auto is bfloat16 (autocast) on GPUs, float32 on CPUs.
+        recompute: What the backward recomputes to save memory: selective is everything but attention.
+        compile: Whether blocks are compiled.
+        eval_interval: Steps between validations.
+        eval_batches: Batches of a validation.
+        checkpoint_interval: Steps between checkpoints; the last two are kept.
+        compare_steps: First steps of a fresh run that are also run on one rank alone, and compared; 0 for none.
+        sample_len: Bytes of text to generate at the end; 0 for none.
+        prompt_len: Bytes of validation text the sample begins with.
+        temperature: Of the sample.
+        timeout: Seconds after which ranks that wait for each other give up.
+    """
+
+    preset: Literal["auto", "tiny", "cpu", "gpu", "gpu-128k", "gpu-1m"] = "auto"
+    nproc: int | None = None
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    data: str | None = None
+    out: str = "runs/train"
+    resume: str = "auto"
+    steps: int = 300
+    seq_len: int = 1024
+    batch_size: int = 4
+    dim: int = 128
+    num_layers: int = 4
+    num_heads: int = 4
+    num_kv_heads: int = 2
+    head_dim: int = 32
+    mlp_dim: int = 352
+    window: int | None = None
+    tie_embeddings: bool = True
+    lr: float = 3e-3
+    warmup_steps: int = 30
+    weight_decay: float = 0.1
+    max_grad_norm: float = 1.0
+    layout: Literal["contiguous", "striped", "zigzag", "balanced"] = "zigzag"
+    seed: int = 0
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    recompute: Literal["none", "selective", "full"] = "none"
+    compile: bool = False
+    eval_interval: int = 50
+    eval_batches: int = 4
+    checkpoint_interval: int = 50
+    compare_steps: int = 3
+    sample_len: int = 200
+    prompt_len: int = 100
+    temperature: float = 0.7
+    timeout: float = 600.0
+
+    def __post_init__(self) -> None:
+        at_least = {"steps": 1, "seq_len": 1, "batch_size": 1, "warmup_steps": 0, "eval_interval": 1, "eval_batches": 1}
+        at_least |= {"checkpoint_interval": 1, "compare_steps": 0, "sample_len": 0, "prompt_len": 1, "temperature": 0}
+        for name, least in at_least.items():
+            if getattr(self, name) < least:
+                flag = "--" + name.replace("_", "-")
+                raise ValueError(f"{name} must be at least {least}, got {getattr(self, name)}; pass another {flag}")
+        if self.nproc is not None and self.nproc < 1:
+            raise ValueError(f"nproc must be at least 1, got {self.nproc}; leave it out for one rank per GPU, or two")
+        self.model()
+
+    def model(self) -> ModelConfig:
+        """The shape of the model."""
+        names = [field.name for field in dataclasses.fields(ModelConfig) if hasattr(self, field.name)]
+        return ModelConfig(**{name: getattr(self, name) for name in names})
+
+    def recipe(self, device: torch.device) -> Recipe:
+        """How the model is trained on a device."""
+        name = {"cpu": "float32", "cuda": "bfloat16"}[device.type] if self.dtype == "auto" else self.dtype
+        return Recipe(
+            seed=self.seed,
+            layout=self.layout,
+            dtype=getattr(torch, name),
+            recompute=self.recompute,
+            compile=self.compile,
+            weight_decay=self.weight_decay,
+            max_grad_norm=self.max_grad_norm,
+        )
+
+    def lr_at(self, step: int) -> float:
+        """The learning rate of the step after `step` steps: a linear warm-up, then a cosine to a tenth."""
+        if step < self.warmup_steps:
+            return self.lr * (step + 1) / self.warmup_steps
+        done = (step - self.warmup_steps) / max(1, self.steps - self.warmup_steps)
+        return self.lr * (0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * min(done, 1.0))))
+
+
+_CPU = Config(preset="cpu")
+_GPU = Config(
+    preset="gpu",
+    steps=1000,
+    seq_len=32_768,
+    batch_size=4,
+    dim=768,
+    num_layers=12,
+    num_heads=12,
+    num_kv_heads=4,
+    head_dim=64,
+    mlp_dim=2048,
+    lr=1e-3,
+    warmup_steps=100,
+    eval_interval=100,
+    checkpoint_interval=100,
+    sample_len=400,
+)
+_GPU_128K = replace(
+    _GPU,
+    preset="gpu-128k",
+    steps=200,
+    seq_len=131_072,
+    batch_size=1,
+    dim=1024,
+    num_heads=8,
+    num_kv_heads=2,
+    head_dim=128,
+    mlp_dim=2816,
+    recompute="selective",
+    lr=6e-4,
+    warmup_steps=20,
+    eval_interval=50,
+    eval_batches=2,
+    checkpoint_interval=50,
+)
+PRESETS = {
+    "tiny": Config(
+        preset="tiny",
+        steps=20,
+        seq_len=64,
+        batch_size=2,
+        dim=32,
+        num_layers=2,
+        head_dim=8,
+        mlp_dim=64,
+        warmup_steps=5,
+        eval_interval=10,
+        eval_batches=2,
+        checkpoint_interval=5,
+        sample_len=16,
+        prompt_len=16,
+    ),
+    "cpu": _CPU,
+    "gpu": _GPU,
+    "gpu-128k": _GPU_128K,
+    "gpu-1m": replace(
+        _GPU_128K, preset="gpu-1m", steps=20, seq_len=1_048_576, eval_batches=1, eval_interval=20, compare_steps=0
+    ),
+}
+
+
+def parse(arguments: Sequence[str], prog: str, description: str | None) -> Config:
+    """The flags, with the defaults of the preset that they choose."""
+    import tyro
+
+    first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    first.add_argument("--preset", default="auto")
+    first.add_argument("--device", default="auto")
+    early, _ = first.parse_known_args(list(arguments))
+    preset = early.preset
+    if preset == "auto":
+        preset = "gpu" if early.device != "cpu" and torch.cuda.is_available() else "cpu"
+    # the defaults are of the preset, and an unknown one is left for tyro to refuse
+    default = replace(PRESETS.get(preset, _CPU), preset="auto")
+    parsed = tyro.cli(Config, args=list(arguments), default=default, prog=prog, description=description)
+    return replace(parsed, preset=preset)  # type: ignore[arg-type]

@@ -1,0 +1,86 @@
+"""The record of a run: one JSON object per line, and its picture.
+
+Owns the log file and the loss curve. Refuses to know how the numbers were made.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+
+class History:
+    """The rows of `log.jsonl`, each with a "step": losses of training ("loss") and of validation ("validation_loss").
+
+    Args:
+        folder: Where the log lies; made if absent.
+        step: Rows of later steps are dropped, as the run repeats them.
+        writes: Whether this process writes to the log; others keep their rows in memory.
+    """
+
+    def __init__(self, folder: Path, step: int, writes: bool) -> None:
+        self.path, self.writes = folder / "log.jsonl", writes
+        self.rows: list[dict[str, Any]] = []
+        if not writes:
+            return
+        folder.mkdir(parents=True, exist_ok=True)
+        if step and self.path.exists():
+            self.rows = [row for row in read_rows(self.path) if row["step"] <= step]
+        part = self.path.with_suffix(".part")
+        part.write_text("".join(json.dumps(row) + "\n" for row in self.rows))
+        part.replace(self.path)
+
+    def add(self, **row: Any) -> None:
+        """Appends one row; it is in the file when this returns."""
+        self.rows.append(row)
+        if self.writes:
+            with self.path.open("a") as file:
+                file.write(json.dumps(row) + "\n")
+
+    def flush(self) -> None:
+        """Makes the rows so far survive a loss of power."""
+        if self.writes and self.rows:
+            with self.path.open("a") as file:
+                os.fsync(file.fileno())
+
+
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    """The rows of a log; a last line that was cut short is left out."""
+    rows = []
+    for line in path.read_text().splitlines():
+        try:
+            rows.append(json.loads(line))
+        except json.JSONDecodeError:
+            break
+    return rows
+
+
+def draw_curve(rows: list[dict[str, Any]], path: Path, title: str) -> None:
+    """Draws training and validation loss over steps.
+
+    Args:
+        rows: Rows of a log.
+        path: The picture; its suffix is the format.
+        title: Above the picture.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots()
+    training = [(row["step"], row["loss"]) for row in rows if "loss" in row]
+    validation = [(row["step"], row["validation_loss"]) for row in rows if "validation_loss" in row]
+    if training:
+        axes.plot(*zip(*training, strict=True), color="tab:blue", linewidth=0.8, label="training")
+    if validation:
+        axes.plot(*zip(*validation, strict=True), color="tab:orange", marker="o", markersize=3, label="validation")
+    axes.set(xlabel="step", ylabel="loss (nats per byte)", title=title)
+    axes.grid(alpha=0.3)
+    if training or validation:
+        axes.legend()
+    part = path.with_name(f".{path.name}")
+    figure.savefig(part, dpi=120, format=path.suffix[1:])
+    part.replace(path)
