@@ -1,7 +1,7 @@
 """Which kernel set serves a call, and why not the others.
 
-Owns the table of kernel sets, fastest first, and what each refuses. Knows nothing of ranks. Imports a kernel set only when it
-is picked, and probes nothing at import time.
+Owns the table of kernel sets, fastest first, and what each refuses. Knows nothing of ranks. Imports a kernel set only
+when it is picked, and probes nothing at import time.
 """
 
 from __future__ import annotations
@@ -17,9 +17,7 @@ import torch
 
 from ringattn.kernels.contract import KernelSet
 
-FEATURES = frozenset(
-    {"softcap", "dropout", "sinks", "alibi_slopes", "key_bias", "bias", "per_batch_bounds", "deterministic"}
-)
+FEATURES = frozenset({"softcap", "dropout", "sinks", "alibi", "key_bias", "bias", "per_batch_bounds", "deterministic"})
 """What a call may use beyond q . k and an interval; a kernel set may refuse some of them."""
 
 
@@ -119,7 +117,8 @@ def pick(
 
     Raises:
         ValueError: impl or a feature is unknown.
-        NotImplementedError: The kernel set that is asked for cannot serve (the message names one that can), or none can.
+        NotImplementedError: The kernel set that is asked for cannot serve (the message names one that can), or none
+            can.
 
     Example:
         >>> print(pick(torch.device("cpu"), torch.float64, 64, 64, impl="eager"))

@@ -1,7 +1,7 @@
-"""Online softmax and log-sum-exp of rows of any length, in plain torch: CPUs, fp64, and the oracle of the Triton kernels.
+"""Online softmax and log-sum-exp of rows of any length, in plain torch: for CPUs and fp64, and as the Triton oracle.
 
-Owns the block-by-block formulas, forward and backward. `softmax_triton` has the same four functions for GPUs. Refuses to
-know autograd, `torch.library` and which of the two is used.
+Owns the block-by-block formulas, forward and backward. `softmax_triton` has the same four functions for GPUs. Refuses
+to know autograd, `torch.library` and which of the two is used.
 
 Note [Online softmax]
     One pass over a row x in blocks keeps a running maximum m and a running sum l, two numbers however long the row is:
@@ -71,7 +71,7 @@ def logsumexp(x: Tensor, dim: int, block_size: int | None = None) -> Tensor:
 
 
 def softmax_backward(dy: Tensor, y: Tensor, dim: int, block_size: int | None = None) -> Tensor:
-    """Dx = y * (dy - sum(y * dy)), with the strides of y: one pass for the sum, one to write."""
+    """Returns dx = y * (dy - sum(y * dy)), with the strides of y: one pass for the sum, one to write."""
     dx = torch.empty_like(y)
     grads, probs, out = dy.movedim(dim, -1), y.movedim(dim, -1), dx.movedim(dim, -1)
     acc = accumulation_dtype(y.dtype)
@@ -84,7 +84,7 @@ def softmax_backward(dy: Tensor, y: Tensor, dim: int, block_size: int | None = N
 
 
 def logsumexp_backward(g: Tensor, x: Tensor, lse: Tensor, dim: int, block_size: int | None = None) -> Tensor:
-    """Dx = g * exp(x - lse), with the strides of x; g and lse have x's shape without dim. Empty rows get 0."""
+    """Returns dx = g * exp(x - lse), with the strides of x; g and lse lack dim. Empty rows get 0."""
     dx = torch.empty_like(x)
     rows, out = x.movedim(dim, -1), dx.movedim(dim, -1)
     shift = torch.where(lse == float("-inf"), 0.0, lse).unsqueeze(-1)

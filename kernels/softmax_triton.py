@@ -4,8 +4,8 @@ Owns the kernels, how rows are given to programs (`choose_launch`) and the launc
 `kernels.softmax`. Runs on CUDA and ROCm devices, and on CPU tensors in the Triton interpreter (TRITON_INTERPRET=1).
 Refuses to know autograd and `torch.library`.
 
-Shape legend: a tensor and the dim to normalise are seen as `o n i`: `o` outer rows, `n` logits of a row, `i` inner rows.
-The last dim of a contiguous tensor becomes `1 n i` with strides (0, 1, n).
+Shape legend: a tensor and the dim to normalise are seen as `o n i`: `o` outer rows, `n` logits of a row, `i` inner
+rows. The last dim of a contiguous tensor becomes `1 n i` with strides (0, 1, n).
 
 Note [Which program owns what]
     A program owns ROWS adjacent inner rows, or one share of them, and walks its columns in tiles of LANES * VEC. Every
@@ -22,6 +22,9 @@ Note [Which program owns what]
     then program 0 merges both partials and writes columns 4-7 and 0-3, program 1 merges them too and writes 8-9.
 """
 
+# pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
+# (a launch passes plain integers for constexpr parameters and num_warps beside them; device functions return tuples)
+
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -33,7 +36,7 @@ from torch import Tensor
 
 from ringattn.kernels.contract import accumulation_dtype
 
-MAX_BLOCK = 8192  # logits of the longest row that is held on chip whole: 32 registers a thread at 8 warps
+MAX_BLOCK = 8192  # logits of the longest row that is held on chip whole: 16 registers a thread at 16 warps
 MAX_SHARE = 65536  # logits one program walks; above it the second read comes from memory anyway, and shares balance
 MAX_SPLITS = 1024
 
@@ -83,7 +86,7 @@ def _shift(m):
 
 
 @triton.jit
-def _absorb(m, l, x):
+def _absorb(m, l, x):  # noqa: E741
     # one online step of every lane; m, l: r lanes, x: r lanes vec
     m_new = tl.maximum(m, tl.max(x, axis=2))
     shift = _shift(m_new)
@@ -92,7 +95,7 @@ def _absorb(m, l, x):
 
 
 @triton.jit
-def _merge_lanes(m, l):
+def _merge_lanes(m, l):  # noqa: E741
     # r p -> r: partials merged over the last dim
     top = tl.max(m, axis=1)
     return top, tl.sum(l * tl.exp(m - _shift(top)[:, None]), axis=1)
@@ -156,9 +159,9 @@ def _softmax_rows_kernel(
     else:
         s = tl.arange(0, SPLITS)
         ok = row_ok[:, None] & (s < splits)[None, :]
-        at = row[:, None] * splits + s[None, :]
-        m = tl.load(m_ptr + at, mask=ok, other=float("-inf"))
-        l = tl.load(l_ptr + at, mask=ok, other=0.0)  # noqa: E741
+        stored = row[:, None] * splits + s[None, :]
+        m = tl.load(m_ptr + stored, mask=ok, other=float("-inf"))
+        l = tl.load(l_ptr + stored, mask=ok, other=0.0)  # noqa: E741
         m, l = _merge_lanes(m, l)  # noqa: E741
 
     if not WRITE:
@@ -311,7 +314,15 @@ def _pow2_at_most(x: int) -> int:
 
 
 def choose_launch(
-    outer: int, n: int, inner: int, *, unit_columns: bool, itemsize: int, num_sms: int, block_size: int | None = None
+    outer: int,
+    n: int,
+    inner: int,
+    *,
+    unit_columns: bool,
+    itemsize: int,
+    num_sms: int,
+    block_size: int | None = None,
+    per_thread: int = 16,
 ) -> Launch:
     """The launch for a tensor seen as `o n i`: integers in, integers out.
 
@@ -323,6 +334,7 @@ def choose_launch(
         itemsize: Bytes of a logit.
         num_sms: Multiprocessors of the device.
         block_size: Tile to use, a power of two; None chooses.
+        per_thread: Logits of a tile that fall to one thread.
 
     Returns:
         The launch. `n <= tile` means one block per row.
@@ -330,18 +342,19 @@ def choose_launch(
     vec = 16 // itemsize if unit_columns else 4
     most_rows = triton.next_power_of_2(inner)
     if unit_columns:
-        # four 16-byte loads are in flight per thread: enough to cover memory latency at two programs per SM
+        # 16 logits per thread need 40 registers at most, so that three or four programs of 16 warps share an SM: 64 KiB
+        # or more are then on their way at any time, about twice what covers the latency of its memory
         single = min(MAX_BLOCK, block_size or MAX_BLOCK)
         warps = 16 if n <= MAX_SHARE else 8
-        tile = triton.next_power_of_2(max(n, vec)) if n <= single else block_size or 32 * warps * vec * 4
+        tile = triton.next_power_of_2(max(n, vec)) if n <= single else block_size or 32 * warps * per_thread
         rows = min(max(4096 // tile, 1), most_rows) if n <= single else 1
     else:
         # rows are adjacent instead: 64 of them side by side are two full cache lines of fp32
         single = block_size or 128
-        rows = min(64, most_rows)
-        tile = triton.next_power_of_2(max(n, vec)) if n <= single else block_size or 32
+        tile = triton.next_power_of_2(max(n, vec)) if n <= single else block_size or 2 * per_thread
+        rows = min(64, most_rows, max(MAX_BLOCK // tile, 1))
     vec = min(vec, tile)
-    warps = min(max(rows * tile // (32 * vec * 4), 1), 16)
+    warps = min(max(rows * tile // (32 * per_thread), 1), 16)
     programs = outer * -(-inner // rows)
     splits = 1
     if n > tile:
@@ -379,7 +392,7 @@ def _num_sms(x: Tensor) -> int:
     return torch.cuda.get_device_properties(x.device).multi_processor_count if x.is_cuda else 4
 
 
-def _launch(x: _View, block_size: int | None) -> Launch:
+def _launch(x: _View, block_size: int | None, per_thread: int = 16) -> Launch:
     return choose_launch(
         x.outer,
         x.n,
@@ -388,6 +401,7 @@ def _launch(x: _View, block_size: int | None) -> Launch:
         itemsize=x.flat.element_size(),
         num_sms=_num_sms(x.flat),
         block_size=block_size,
+        per_thread=per_thread,
     )
 
 
@@ -459,7 +473,7 @@ def softmax_backward(
     if y.numel() == 0:
         return dx
     dyv, yv, dxv = _view(dy, dim), _view(y, dim), _view(dx, dim)
-    how = how or _launch(yv, block_size)
+    how = how or _launch(yv, block_size, per_thread=8)  # of each of two tensors
     row_blocks = yv.outer * triton.cdiv(yv.inner, how.rows)
     strides = (*dyv.strides, *yv.strides, *dxv.strides)
     with torch.cuda.device_of(y):

@@ -262,9 +262,15 @@ Run = tuple[Callable[[], Any], Callable[[], Any]]
 """Forward alone, and backward alone (of a forward that was done once)."""
 
 
+def deal(problem: Problem, ring: ringattn.Ring, layout: str) -> ringattn.Sharding:
+    """Who holds which positions; "balanced" is balanced for the mask of the problem."""
+    balance = problem.options if layout == "balanced" else None
+    return ring.sharding(problem.seq_len, layout=layout, documents=problem.documents, balance=balance)
+
+
 def prepare_ours(problem: Problem, ring: ringattn.Ring, layout: str, device: torch.device, impl: str) -> Run:
     """Our attention on this rank's rows of a problem, b s h d."""
-    sharding = ring.sharding(problem.seq_len, layout=layout, documents=problem.documents)
+    sharding = deal(problem, ring, layout)
     q, k, v, do = _draw(problem, sharding.shard_len, device, "bshd")
 
     def forward() -> Tensor:
@@ -456,6 +462,7 @@ def lonely_ring(session: Session) -> ringattn.Ring:
     if session.world_size == 1:
         return ringattn.Ring()
     group, _ = dist.new_subgroups(group_size=1)
+    assert isinstance(group, dist.ProcessGroup), "this rank belongs to the group made for it"
     return ringattn.Ring(group)
 
 
@@ -474,7 +481,8 @@ def bytes_received(problem: Problem, sharding: ringattn.Sharding) -> dict[str, i
         visits = [visit for rank in plan.ranks for visit in rank.visits if visit is not None and visit.step > 0]
         rows[moving] = sum(visit.num_rows for visit in visits) // len(plan.ranks)
     keys = rows["keys"] * per_row * problem.kv_heads * 2 * (element + wide)
-    queries = rows["queries"] * per_row * problem.heads * (2 * element + wide)
+    # lse and delta travel with the queries, two numbers per row and head
+    queries = rows["queries"] * problem.batch * problem.heads * (problem.head_dim * (2 * element + wide) + 2 * wide)
     return {"forward": rows["keys"] * per_row * problem.kv_heads * 2 * element, "backward": min(keys, queries)}
 
 
@@ -512,9 +520,7 @@ def bench_ring(args: Ring, session: Session) -> list[dict[str, Any]] | None:
                 "layout": layout,
                 **dataclasses.asdict(problem),
                 "pairs": problem.pairs,
-                "bytes_received": bytes_received(
-                    problem, ring.sharding(problem.seq_len, layout, documents=problem.documents)
-                ),
+                "bytes_received": bytes_received(problem, deal(problem, ring, layout)),
             }
             for name, factor in (("forward", 1.0), ("both", 3.5)):
                 flops = factor * problem.flops / session.world_size
@@ -578,7 +584,7 @@ def peak_of_a_step(problem: Problem, ring: ringattn.Ring, layout: str, session: 
     """
 
     def step() -> None:
-        sharding = ring.sharding(problem.seq_len, layout=layout, documents=problem.documents)
+        sharding = deal(problem, ring, layout)
         q, k, v, do = _draw(problem, sharding.shard_len, session.device, "bshd")
         o = ringattn.ring_attention(q, k, v, sharding, impl=impl, **problem.options)
         torch.autograd.grad(o, (q, k, v), do)

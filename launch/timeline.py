@@ -170,7 +170,7 @@ def record(args: TimelineArgs, session: Session) -> Path:
 
     def step() -> None:
         with record_function("forward"):
-            o = ringattn.ring_attention(*leaves, sharding, causal=args.causal, window=window, impl=args.impl)
+            o = ringattn.ring_attention(q, k, v, sharding, causal=args.causal, window=window, impl=args.impl)
         with record_function("backward"):
             torch.autograd.grad(o, leaves, do)
 

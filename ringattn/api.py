@@ -5,6 +5,7 @@ Owns the contract that users read. Refuses to know how a ring works: it only des
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -161,10 +162,14 @@ def ring_attention_with_lse(
     q, k, v = (_autocast(x) for x in (q, k, v))
     if bias is not None:
         bias = bias.expand(q.shape[0], q.shape[2], q.shape[1], (kv_sharding or sharding).seq_len)
+    scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
+    for name, value in (("softmax_scale", scale), ("softcap", softcap), ("dropout_p", dropout_p)):
+        if not math.isfinite(value):
+            raise ValueError(f"{name} must be finite, got {value}")
     call = describe(
         sharding,
         kv_sharding,
-        softmax_scale=q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale,
+        softmax_scale=scale,
         causal=causal,
         window=window,
         prefix_len=prefix_len,

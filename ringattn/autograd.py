@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.flop_counter import register_flop_formula
 
 from ringattn.backward import ring_backward
 from ringattn.call import Call
@@ -186,25 +185,3 @@ def _backward(ctx: Any, do: Tensor | None, dlse: Tensor | None) -> tuple[Tensor 
 
 
 ring_attention_op.register_autograd(_backward, setup_context=_setup_context)
-
-
-def _forward_flops(q_shape: Any, k_shape: Any, v_shape: Any, *args: Any, out_shape: Any = None, **kwargs: Any) -> int:
-    """Two products per visible pair and head: 2 * (d + dv). Counts this rank's pairs only."""
-    del k_shape, out_shape, kwargs
-    ring, text = args[-2:]
-    call = Call.decode(text, find_ring(ring).rank)
-    return 2 * call.pairs(q_shape[0]) * q_shape[2] * (q_shape[3] + v_shape[3])
-
-
-def _backward_flops(
-    do_shape: Any, dlse_shape: Any, q_shape: Any, k_shape: Any, v_shape: Any, *args: Any, **kwargs: Any
-) -> int:
-    """Five products per visible pair and head: three of width d, two of width dv."""
-    del do_shape, dlse_shape, k_shape, kwargs
-    ring, text = args[-3:-1]
-    call = Call.decode(text, find_ring(ring).rank)
-    return 2 * call.pairs(q_shape[0]) * q_shape[2] * (3 * q_shape[3] + 2 * v_shape[3])
-
-
-register_flop_formula(torch.ops.ringattn.forward)(_forward_flops)
-register_flop_formula(torch.ops.ringattn.backward)(_backward_flops)

@@ -7,7 +7,7 @@ and how anything is computed.
 
 from __future__ import annotations
 
-import json
+import ast
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -126,32 +126,31 @@ def describe(
     impl: str = "auto",
     backward: str = "auto",
 ) -> str:
-    """The text of a call, equal on all ranks, which `Call.decode` reads; options as in `ring_attention`."""
-    return json.dumps(
-        {
-            "sharding": sharding.spec,
-            "kv_sharding": None if kv_sharding is None else kv_sharding.spec,
-            "causal": causal,
-            "window": (window - 1, 0) if isinstance(window, int) else window,
-            "prefix_len": prefix_len,
-            "chunk_len": chunk_len,
-            "lengths": lengths.tolist() if isinstance(lengths, Tensor) else lengths,
-            "softmax_scale": softmax_scale,
-            "softcap": softcap,
-            "dropout_p": dropout_p,
-            "impl": impl,
-            "backward": backward,
-        }
+    """The text of a call, equal on all ranks, which `Call.decode` reads; options as in `ring_attention`.
+
+    A dict literal: `torch.compile` traces formatting of constants, and the literal keeps tuples and floats as they are.
+    """
+    window = (window - 1, 0) if isinstance(window, int) else window if window is None else tuple(window)
+    if lengths is not None:
+        rows = lengths.tolist() if isinstance(lengths, Tensor) else lengths
+        lengths = tuple((int(start), int(stop)) for start, stop in rows)
+    keys = None if kv_sharding is None else kv_sharding.text
+    return (
+        f"{{'sharding': {sharding.text}, 'kv_sharding': {keys}, 'causal': {bool(causal)}, 'window': {window}, "
+        f"'prefix_len': {prefix_len}, 'chunk_len': {chunk_len}, 'lengths': {lengths}, "
+        f"'softmax_scale': {float(softmax_scale)}, 'softcap': {float(softcap)}, 'dropout_p': {float(dropout_p)}, "
+        f"'impl': '{impl}', 'backward': '{backward}'}}"
     )
 
 
-def _freeze(x: object) -> object:
-    return tuple(_freeze(y) for y in x) if isinstance(x, list) else x
+def parse(text: str) -> dict[str, Any]:
+    """The record that `describe` wrote, as plain Python values."""
+    return ast.literal_eval(text)
 
 
 @lru_cache(maxsize=512)
 def _decode(text: str, rank: int) -> Call:
-    record: dict[str, Any] = {key: _freeze(value) for key, value in json.loads(text).items()}
+    record = parse(text)
     sharding = Sharding.from_spec(record["sharding"], rank)
     kv_sharding = sharding if record["kv_sharding"] is None else Sharding.from_spec(record["kv_sharding"], rank)
     return Call(

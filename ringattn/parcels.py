@@ -5,8 +5,6 @@ Owns row ranges on tensors. Refuses to know why rows move.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
@@ -39,6 +37,6 @@ def add_rows_(x: Tensor, dim: int, rows: Rows, packed: Tensor) -> None:
         target.add_(part)
 
 
-def slices(x: Tensor, dim: int, rows: Rows) -> Sequence[Tensor]:
+def slices(x: Tensor, dim: int, rows: Rows) -> list[Tensor]:
     """Views of the row ranges along dim."""
     return [x.narrow(dim, offset, length) for offset, length in rows]

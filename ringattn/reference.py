@@ -12,7 +12,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
-from typing import Any, Literal, overload
+from typing import Literal, overload
 
 import torch
 from torch import Tensor
@@ -171,11 +171,47 @@ def dense_attention(
 
 @overload
 def attention_reference(
-    q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[False] = False, **options: Any
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool = False,
+    window: tuple[int | None, int | None] | None = None,
+    documents: Sequence[int] | None = None,
+    prefix_len: int = 0,
+    chunk_len: int | None = None,
+    lengths: Sequence[tuple[int, int]] | None = None,
+    softmax_scale: float | None = None,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    key_bias: Tensor | None = None,
+    bias: Tensor | None = None,
+    dropout_p: float = 0.0,
+    dropout_seed: int = 0,
+    return_lse: Literal[False] = False,
 ) -> Tensor: ...
 @overload
 def attention_reference(
-    q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[True], **options: Any
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool = False,
+    window: tuple[int | None, int | None] | None = None,
+    documents: Sequence[int] | None = None,
+    prefix_len: int = 0,
+    chunk_len: int | None = None,
+    lengths: Sequence[tuple[int, int]] | None = None,
+    softmax_scale: float | None = None,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    key_bias: Tensor | None = None,
+    bias: Tensor | None = None,
+    dropout_p: float = 0.0,
+    dropout_seed: int = 0,
+    return_lse: Literal[True],
 ) -> tuple[Tensor, Tensor]: ...
 def attention_reference(
     q: Tensor,

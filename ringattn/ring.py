@@ -22,12 +22,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.distributed_c10d import _resolve_process_group
 
+from ringattn.call import parse
 from ringattn.layout import make_shards
 from ringattn.sharding import Sharding
 from ringattn.transport.base import Buffers, NoTransport, Seat
-from ringattn.transport.process_group import Agreement, ProcessGroupTransport
+from ringattn.transport.process_group import Agreement, ProcessGroupTransport, resolve_group
 from ringattn.visibility import Visibility
 
 _RINGS: weakref.WeakValueDictionary[str, Ring] = weakref.WeakValueDictionary()
@@ -84,7 +84,7 @@ class Ring:
             group = group.get_group()
         if group is None and dist.is_available() and dist.is_initialized():
             group = dist.group.WORLD
-        self._group_name = "" if group is None else group.group_name
+        self._group_name = "" if group is None else str(group.group_name)
         self.rank = 0 if group is None else dist.get_rank(group)
         self.world_size = 1 if group is None else dist.get_world_size(group)
         if self.rank < 0:
@@ -101,6 +101,10 @@ class Ring:
         self._agreement = None if alone else Agreement(self._group_name, self.rank, self.world_size, self.name, timeout)
         self._agreed: set[str] = set()
         _RINGS[self.name] = self
+        # deferred: torch's counter imports triton, and nothing is to be counted before there is a ring
+        from ringattn.flops import register_flops
+
+        register_flops()
 
     def __repr__(self) -> str:
         return f"Ring(rank={self.rank}, world_size={self.world_size}, impl={self.impl!r})"
@@ -131,7 +135,7 @@ class Ring:
         documents = None if documents is None else tuple(int(x) for x in documents)
         if balance is not None and layout != "balanced":
             raise ValueError(f"balance must be given with layout='balanced' only, got layout={layout!r}; leave it out")
-        mask = {"causal": True} if balance is None else balance
+        mask: dict[str, Any] = {"causal": True} if balance is None else balance
         visibility = Visibility(seq_len=seq_len, kv_len=seq_len, documents=documents, **mask)
         shards = make_shards(layout, seq_len, self.world_size, visibility)
         return Sharding(seq_len, layout, shards, self.rank, documents, ring=self)
@@ -160,7 +164,7 @@ class Ring:
         if known:
             return
         if self._agreement is not None:
-            texts = self._agreement.compare(json.dumps({**json.loads(call), "tensors": _without_rows(tensors)}))
+            texts = self._agreement.compare(json.dumps({**parse(call), "tensors": _without_rows(tensors)}))
             _raise_differences([json.loads(text) for text in texts])
             self._warm_up(next(x.device for x in tensors if x is not None))
         self._agreed.add(here + call)
@@ -182,7 +186,7 @@ class Ring:
     def _warm_up(self, device: torch.device) -> None:
         # NCCL wants its first operation on a group to be one that all ranks take part in
         if device.type == "cuda" and not self._agreed:
-            dist.all_reduce(torch.zeros(1, device=device), group=_resolve_process_group(self._group_name))
+            dist.all_reduce(torch.zeros(1, device=device), group=resolve_group(self._group_name))
 
 
 def _without_rows(tensors: Sequence[Tensor | None]) -> list[Any]:
@@ -230,7 +234,7 @@ class _Gather(torch.autograd.Function):
         ctx.dim, ctx.group_name, ctx.rank = dim, group_name, rank
         if len(lengths) == 1:
             return (x.clone(),)
-        group = _resolve_process_group(group_name)
+        group = resolve_group(group_name)
         longest = max(lengths)
         shape = list(x.shape)
         shape[dim] = longest
@@ -245,6 +249,6 @@ class _Gather(torch.autograd.Function):
         mine = grads[ctx.rank]
         if len(grads) > 1:
             whole = torch.cat(grads, ctx.dim)
-            dist.all_reduce(whole, group=_resolve_process_group(ctx.group_name))
+            dist.all_reduce(whole, group=resolve_group(ctx.group_name))
             mine = whole.split([grad.shape[ctx.dim] for grad in grads], ctx.dim)[ctx.rank]
         return mine, None, None, None, None

@@ -43,6 +43,9 @@ class Sharding:
         ring: The ring that made it; needed by `unshard` among several ranks, and by attention.
         device: Where `positions` lives; None: the CPU.
 
+    Attributes:
+        text: `spec` as a Python literal: equal on all ranks.
+
     Raises:
         ValueError: The shards do not hold every position exactly once, or an argument is out of range.
 
@@ -83,6 +86,7 @@ class Sharding:
         self._ring = ring
         self._device = torch.device("cpu" if device is None else device)
         _check_partition(self._shards, seq_len)
+        self.text = repr(self.spec)
 
     @property
     def seq_len(self) -> int:

@@ -12,7 +12,7 @@ budget of `ringattn.budget`. Lengths stay below 80 rows: the suite also runs in 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -251,15 +251,18 @@ def positions_of(runs: Runs) -> list[int]:
 
 def _intervals(visible: Tensor) -> Tensor:
     """(lo, hi) of every row of a mask `b n m`, as `2 b n` int32: empty rows are placed so that neither decreases."""
-    bounds = torch.zeros(2, *visible.shape[:2], dtype=torch.int32)
-    for b, mask in enumerate(visible.tolist()):
+    per_batch: list[list[tuple[int, int]]] = []
+    for mask in visible.tolist():
         seen = [[y for y, visible_pair in enumerate(row) if visible_pair] for row in mask]
         empty_at = next((row[0] for row in seen if row), 0)
-        for x, row in enumerate(seen):
+        intervals: list[tuple[int, int]] = []
+        for row in seen:
             lo, hi = (row[0], row[-1] + 1) if row else (empty_at, empty_at)
             assert not row or len(row) == hi - lo, "visibility is an interval"
-            bounds[:, b, x] = torch.tensor([lo, hi])
-            empty_at = max(empty_at, hi) if row else empty_at
+            intervals.append((lo, hi))
+            empty_at = hi
+        per_batch.append(intervals)
+    bounds = torch.tensor(per_batch, dtype=torch.int32).view(*visible.shape[:2], 2).permute(2, 0, 1)
     assert (bounds.diff(dim=2) >= 0).all(), "bounds do not decrease"
     return bounds
 
@@ -377,7 +380,8 @@ def run_case(kernels: KernelSet, case: Case, dtype: torch.dtype, device: torch.d
     """Runs forward over all visits, delta and backward, and asserts every output and gradient within the error budget.
 
     Asserts besides that a visit writes all it owns (buffers start as NaN) and nothing else: no o and lse before the
-    last visit, no carry in the last one, no bias gradient outside the visit's own columns.
+    last visit, no carry in the last one, no bias gradient outside the visit's own columns. Every
+    carry on the way is the partial of the keys so far.
 
     Args:
         kernels: The kernel set.
@@ -400,6 +404,20 @@ def run_case(kernels: KernelSet, case: Case, dtype: torch.dtype, device: torch.d
     # no dtype is lower than fp64 and exact at that scale: the fp32 error is scaled to fp64's epsilon
     low_dtype = torch.float32 if dtype == torch.float64 else dtype
     low = _oracle(case, inputs, i, j, visible, low_dtype)
+
+    def carry_within_budget(step: int) -> None:
+        """The carry is the partial of the keys so far, m in log2 units (the maximum itself is the kernel's choice)."""
+        n = sum(widths[: step + 1])
+        key_bias = None if inputs.key_bias is None else inputs.key_bias[:, :n]
+        so_far = replace(inputs, k=inputs.k[:, :n], v=inputs.v[:, :n], key_bias=key_bias)
+        wanted, yardstick = (_oracle(case, so_far, i, j[:n], visible, to) for to in (torch.float64, low_dtype))
+        safe_m = carry.m.masked_fill(carry.l == 0, 0.0)
+        found_lse = (math.log(2) * safe_m + carry.l.log()).masked_fill(carry.l == 0, -math.inf)
+        found_o = carry.acc / carry.l.masked_fill(carry.l == 0, 1.0).transpose(1, 2)[..., None]
+        for name, x in (("lse", found_lse), ("o", found_o)):
+            if name == "lse" or not case.dropout_p:
+                what = f"{case.name} {dtype}: {name} of the carry after visit {step}"
+                assert_within_budget(x, wanted[name], yardstick[name], what, dtype)
 
     def within_budget(actual: Tensor, name: str, base: Tensor | None = None) -> None:
         shift = torch.zeros((), dtype=torch.float64, device=actual.device) if base is None else base.double()
@@ -455,6 +473,7 @@ def run_case(kernels: KernelSet, case: Case, dtype: torch.dtype, device: torch.d
             assert lse.isnan().all(), "only the last visit writes lse"
             for x in (carry.m, carry.l, carry.acc):
                 assert not x.isnan().any(), "a visit writes the whole carry"
+            carry_within_budget(step)
     within_budget(o, "o")
     within_budget(lse, "lse")
 

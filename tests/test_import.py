@@ -60,6 +60,10 @@ def test_import_brings_no_optional_package(plain):
     assert not optional & {name.partition(".")[0] for name in plain["modules"]}
 
 
+def test_import_loads_no_triton_kernels(plain):
+    assert not [name for name in plain["modules"] if name.startswith("ringattn.kernels.portable") or "triton" in name]
+
+
 def test_import_does_not_start_the_compiler(plain):
     assert not [name for name in plain["modules"] if name.startswith(("torch._inductor", "torch._dynamo"))]
 

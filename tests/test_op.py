@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -20,10 +22,11 @@ from tests.pool import Pools
 ROOT = Path(__file__).parent.parent
 
 
-def qkv(rows: int, *, dtype: torch.dtype = torch.float32, grad: bool = True) -> list[Tensor]:
+def qkv(rows: int) -> tuple[Tensor, Tensor, Tensor]:
     g = torch.Generator().manual_seed(rows)
-    shapes = [(1, rows, 4, 16), (1, rows, 2, 16), (1, rows, 2, 16)]
-    return [torch.randn(shape, generator=g).to(dtype).requires_grad_(grad) for shape in shapes]
+    q = torch.randn(1, rows, 4, 16, generator=g, requires_grad=True)
+    k, v = (torch.randn(1, rows, 2, 16, generator=g, requires_grad=True) for _ in range(2))
+    return q, k, v
 
 
 def opcheck() -> None:
@@ -31,7 +34,7 @@ def opcheck() -> None:
     sharding = ring.sharding(13)
     recorded: list[tuple[Any, ...]] = []
 
-    class Record(torch.utils._python_dispatch.TorchDispatchMode):
+    class Record(TorchDispatchMode):
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             if func is torch.ops.ringattn.forward.default:
                 recorded.append(args)
@@ -81,7 +84,7 @@ def test_compiling_a_block_with_the_ring_in_one_graph_changes_nothing(pool: Pool
 def test_compiled_calls_of_equal_shape_do_not_compile_again() -> None:
     torch._dynamo.reset()
     sharding = Ring().sharding(12)
-    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(
         lambda q, k, v: ring_attention(q, k, v, sharding, causal=True), fullgraph=True, backend=counter
     )
@@ -93,7 +96,7 @@ def test_compiled_calls_of_equal_shape_do_not_compile_again() -> None:
 def count_forwards(run: Any) -> int:
     count = 0
 
-    class Count(torch.utils._python_dispatch.TorchDispatchMode):
+    class Count(TorchDispatchMode):
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             nonlocal count
             count += func is torch.ops.ringattn.forward.default
@@ -119,7 +122,7 @@ def test_checkpointing_recomputes_and_selective_checkpointing_keeps_the_ring() -
     for options in (None, {}, {"context_fn": partial(create_selective_checkpoint_contexts, policy)}):
         leaves = qkv(12)
 
-        def run(leaves: list[Tensor] = leaves, options: dict[str, Any] | None = options) -> None:
+        def run(leaves: tuple[Tensor, Tensor, Tensor] = leaves, options: dict[str, Any] | None = options) -> None:
             out = block(*leaves) if options is None else checkpoint(block, *leaves, use_reentrant=False, **options)
             assert isinstance(out, Tensor)
             out.sum().backward()
@@ -136,8 +139,8 @@ def test_autocast_lowers_the_inputs_and_nothing_inside() -> None:
     leaves = qkv(12)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         o, lse = ring_attention_with_lse(*leaves, sharding, causal=True)
-    low = [x.detach().bfloat16() for x in leaves]
-    expected = ring_attention_with_lse(*low, sharding, causal=True)
+    q, k, v = (x.detach().bfloat16() for x in leaves)
+    expected = ring_attention_with_lse(q, k, v, sharding, causal=True)
     assert o.dtype == torch.bfloat16
     assert lse.dtype == torch.float32
     torch.testing.assert_close((o, lse), expected, rtol=0, atol=0)

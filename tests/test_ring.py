@@ -37,7 +37,7 @@ def attend(case: Attention, layout: str, backward: str = "auto") -> dict[str, Te
     }
     leaves = {name: x.detach().clone().requires_grad_() for name, x in local.items()}
     q, k, v = (leaves[name] for name in "qkv")
-    extras = {name: x for name, x in leaves.items() if name not in "qkv"}
+    extras: dict[str, Any] = {name: x for name, x in leaves.items() if name not in "qkv"}
     o, lse = ring_attention_with_lse(
         q,
         k,

@@ -7,7 +7,11 @@ from typing import Any
 import pytest
 import torch
 
-from ringattn import Ring, ring_attention
+from ringattn import Ring, Sharding, ring_attention
+from ringattn.call import Call, describe
+from ringattn.layout import make_shards
+from ringattn.validation import check_call
+from ringattn.visibility import Visibility
 
 RING = Ring()
 SHARDING = RING.sharding(8)
@@ -29,13 +33,12 @@ REFUSED: dict[str, tuple[tuple[torch.Tensor, torch.Tensor, torch.Tensor], dict[s
     "heads": ((Q, x(2, 8, 3, 16), x(2, 8, 3, 16)), {}, "must be a multiple of the key heads, got 4 and 3"),
     "rows": ((x(2, 7, 4, 16), K, K), {}, "q must have the 8 rows that rank 0 holds of 8, got 7"),
     "key rows": ((Q, x(2, 9, 2, 16), x(2, 9, 2, 16)), {}, "k must have the 8 rows that rank 0 holds of 8, got 9"),
-    "device": ((Q, x(2, 8, 2, 16).to("meta"), K), {}, "k must be on the device of q, cpu, got meta"),
     "sinks": ((Q, K, K), {"sinks": x(2)}, r"sinks must have shape \(4,\) \(one logit per query head\), got \(2,\)"),
     "integer sinks": ((Q, K, K), {"sinks": x(4).long()}, "sinks must be floating point, got torch.int64"),
     "alibi": ((Q, K, K), {"alibi_slopes": x(1)}, r"alibi_slopes must have shape \(4,\)"),
     "key_bias": ((Q, K, K), {"key_bias": x(2, 9)}, r"key_bias must have shape \(2, 8\) \(this rank's keys\)"),
     "scale": ((Q, K, K), {"softmax_scale": float("nan")}, "softmax_scale must be finite, got nan"),
-    "softcap": ((Q, K, K), {"softcap": -1.0}, "softcap must be finite and at least 0"),
+    "softcap": ((Q, K, K), {"softcap": -1.0}, "softcap must be at least 0"),
     "dropout": ((Q, K, K), {"dropout_p": 1.0, "dropout_seed": 0}, r"dropout_p must be in \[0, 1\), got 1.0"),
     "seed": ((Q, K, K), {"dropout_p": 0.1}, "dropout_seed must be given when dropout_p is 0.1"),
     "lengths": ((Q, K, K), {"lengths": ((0, 3),)}, r"one \(start, stop\) per batch element, 2, got 1"),
@@ -52,6 +55,12 @@ def test_inconsistent_calls_are_refused(name: str) -> None:
     (q, k, v), options, message = REFUSED[name]
     with pytest.raises(ValueError, match=message):
         ring_attention(q, k, v, SHARDING, **options)
+
+
+def test_tensors_on_different_devices_are_refused() -> None:
+    call = Call.decode(describe(SHARDING, softmax_scale=1.0), rank=0)
+    with pytest.raises(ValueError, match="k must be on the device of q, cpu, got meta"):
+        check_call(Q, K.to("meta"), K, call, 0, 1)
 
 
 def test_bias_cannot_travel_with_queries() -> None:
@@ -71,10 +80,6 @@ def test_unknown_options_are_refused() -> None:
 
 
 def test_a_sharding_of_another_ring_is_refused() -> None:
-    from ringattn.layout import make_shards
-    from ringattn.sharding import Sharding
-    from ringattn.visibility import Visibility
-
     shards = make_shards("zigzag", 8, 2, Visibility(8, 8))
     foreign = Sharding(8, "zigzag", shards, 0, ring=RING)
     with pytest.raises(ValueError, match="must be made by this ring"):

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from ringattn.kernels.portable.scores import LOG2E, dropout_key, kept, score
-from ringattn.kernels.portable.tiles import load_rows, reduce_bounds, store_rows, swizzle, tile_ranges
+from ringattn.kernels.portable.tiles import load_bounds, load_rows, reduce_bounds, run_tiles, store_rows, swizzle
 
 
 @triton.jit(do_not_specialize=["dlse_sb", "dlse_sh", "rows", "num_heads"])
@@ -48,20 +48,19 @@ def _log2_lse(lse, x, mask, MASKED: tl.constexpr):
 
 @triton.jit
 def _keys_step(
-    dk, dv, dkey_bias, k_tile, v_tile, q, do, lse, delta, b, h, row, index, end, start, stride, lo, hi, k_pos, key_exists,
-    key_bias_tile, bias, bias_ss, q_ss, do_ss, slope, scale, cap, key, drop_threshold, drop_factor,
-    BLOCK_M: tl.constexpr, D: tl.constexpr, D_WIDTH: tl.constexpr, DV: tl.constexpr, DV_WIDTH: tl.constexpr,
+    dk, dv, dkey_bias, k_tile, v_tile, q, do, lse, delta, b, h, row, end, origin, stride, lo_ptr, hi_ptr, row0, rows, k_pos,
+    key_exists, key_bias_tile, bias, bias_ss, q_ss, do_ss, slope, scale, cap, key, drop_threshold, drop_factor,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, D: tl.constexpr, D_WIDTH: tl.constexpr, DV: tl.constexpr, DV_WIDTH: tl.constexpr,
     MASKED: tl.constexpr, SOFTCAP: tl.constexpr, DROPOUT: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
     WANT_KEY_BIAS: tl.constexpr,
 ):  # fmt: skip
     """Adds what one tile of queries of one head sends to a tile of keys. Tiles of scores are keys x queries."""
-    x = index + tl.arange(0, BLOCK_M)  # row in the run
+    x = row + tl.arange(0, BLOCK_M)
     inside = x < end
-    q_pos = start + stride * x
-    q_tile = load_rows(q, b, h, row, row - index + end, q_ss, BLOCK_M, D, D_WIDTH, MASKED, TMA)
+    q_pos = origin + stride * x
+    q_tile = load_rows(q, b, h, row, end, q_ss, BLOCK_M, D, D_WIDTH, MASKED, TMA)
     qk = tl.dot(k_tile, tl.trans(q_tile), input_precision=PRECISION)
-    rows_here = row + tl.arange(0, BLOCK_M)
-    lse2 = _log2_lse(lse, rows_here, inside, MASKED)
+    lse2 = _log2_lse(lse, x, inside, MASKED)
     bias_tile = None
     if bias is not None:
         at = (row.to(tl.int64) * bias_ss + tl.arange(0, BLOCK_M) * bias_ss)[None, :]
@@ -71,9 +70,10 @@ def _keys_step(
     )
     p = tl.exp2(s - lse2[None, :])
     if MASKED:
+        lo, hi = load_bounds(lo_ptr, hi_ptr, row0, rows, BLOCK_N)
         visible = (q_pos[None, :] >= lo[:, None]) & (q_pos[None, :] < hi[:, None])
         p = tl.where(visible, p, 0.0)
-    do_tile = load_rows(do, b, h, row, row - index + end, do_ss, BLOCK_M, DV, DV_WIDTH, MASKED, TMA)
+    do_tile = load_rows(do, b, h, row, end, do_ss, BLOCK_M, DV, DV_WIDTH, MASKED, TMA)
     dp = tl.dot(v_tile, tl.trans(do_tile), input_precision=PRECISION)
     weights = p
     if DROPOUT:
@@ -82,9 +82,9 @@ def _keys_step(
         dp = tl.where(keep, dp * drop_factor, 0.0)
     dv = tl.dot(weights.to(do_tile.dtype), do_tile, dv, input_precision=PRECISION)
     if MASKED:
-        delta_i = tl.load(delta + rows_here, mask=inside, other=0.0)
+        delta_i = tl.load(delta + x, mask=inside, other=0.0)
     else:
-        delta_i = tl.load(delta + rows_here)
+        delta_i = tl.load(delta + x)
     ds = p * (dp - delta_i[None, :])
     if WANT_KEY_BIAS:
         dkey_bias += tl.sum(ds, 1)
@@ -121,8 +121,9 @@ def keys_kernel(
     b64 = b.to(tl.int64)
     y = row0 + tl.arange(0, BLOCK_N)
     key_exists = y < rows
-    lo = tl.load(lo_ptr + b64 * lo_sb + y, mask=key_exists, other=0)
-    hi = tl.load(hi_ptr + b64 * hi_sb + y, mask=key_exists, other=0)
+    lo_ptr += b64 * lo_sb
+    hi_ptr += b64 * hi_sb
+    lo, hi = load_bounds(lo_ptr, hi_ptr, row0, rows, BLOCK_N)
     any_lo, any_hi, full_lo, full_hi = reduce_bounds(lo, hi, key_exists)
     if ADD:
         if any_lo >= any_hi:
@@ -139,12 +140,8 @@ def keys_kernel(
     dkey_bias = tl.zeros([BLOCK_N], tl.float32)
 
     for r in tl.range(0, num_runs):
-        offset = tl.load(runs + 4 * r)
-        length = tl.load(runs + 4 * r + 1)
-        start = tl.load(runs + 4 * r + 2)
-        stride = tl.load(runs + 4 * r + 3)
-        first, end, count, head_end, tail = tile_ranges(
-            any_lo, any_hi, full_lo, full_hi, length, start, stride, BLOCK_M
+        first, end, count, head_end, tail, origin, stride = run_tiles(
+            runs, r, any_lo, any_hi, full_lo, full_hi, BLOCK_M
         )
         if count > 0:
             for g in tl.range(0, group):
@@ -162,21 +159,20 @@ def keys_kernel(
                     bias_base = bias + b64 * bias_sb + h * bias_sh + (k_pos.to(tl.int64) * bias_sn)[:, None]
                 slope = tl.load(alibi_slopes + h) if alibi_slopes is not None else None
                 key = dropout_key(b * num_heads * group + h, seed_low, seed_high) if DROPOUT else None
-                for i in tl.range(head_end, tail):
-                    index = first + i * BLOCK_M
-                    dk, dv, dkey_bias = _keys_step(
-                        dk, dv, dkey_bias, k_tile, v_tile, q_base, do_base, lse_base, delta_base, b, h, offset + index, index,
-                        end, start, stride, lo, hi, k_pos, key_exists, key_bias_tile, bias_base, bias_ss, q_ss, do_ss, slope,
-                        scale, cap, key, drop_threshold, drop_factor, BLOCK_M, D, D_WIDTH, DV, DV_WIDTH, False, SOFTCAP,
-                        DROPOUT, TMA, PRECISION, dkey_bias_out is not None,
-                    )  # fmt: skip
                 for j in tl.range(0, head_end + count - tail):
                     i = tl.where(j < head_end, j, j - head_end + tail)
-                    index = first + i * BLOCK_M
+                    row = first + i * BLOCK_M
                     dk, dv, dkey_bias = _keys_step(
-                        dk, dv, dkey_bias, k_tile, v_tile, q_base, do_base, lse_base, delta_base, b, h, offset + index, index,
-                        end, start, stride, lo, hi, k_pos, key_exists, key_bias_tile, bias_base, bias_ss, q_ss, do_ss, slope,
-                        scale, cap, key, drop_threshold, drop_factor, BLOCK_M, D, D_WIDTH, DV, DV_WIDTH, True, SOFTCAP,
+                        dk, dv, dkey_bias, k_tile, v_tile, q_base, do_base, lse_base, delta_base, b, h, row, end, origin, stride, lo_ptr, hi_ptr, row0, rows, k_pos, key_exists, key_bias_tile, bias_base, bias_ss, q_ss,
+                        do_ss, slope,
+                        scale, cap, key, drop_threshold, drop_factor, BLOCK_M, BLOCK_N, D, D_WIDTH, DV, DV_WIDTH, True, SOFTCAP,
+                        DROPOUT, TMA, PRECISION, dkey_bias_out is not None,
+                    )  # fmt: skip
+                for row in tl.range(first + head_end * BLOCK_M, first + tail * BLOCK_M, BLOCK_M):
+                    dk, dv, dkey_bias = _keys_step(
+                        dk, dv, dkey_bias, k_tile, v_tile, q_base, do_base, lse_base, delta_base, b, h, row, end, origin, stride, lo_ptr, hi_ptr, row0, rows, k_pos, key_exists, key_bias_tile, bias_base, bias_ss, q_ss,
+                        do_ss, slope,
+                        scale, cap, key, drop_threshold, drop_factor, BLOCK_M, BLOCK_N, D, D_WIDTH, DV, DV_WIDTH, False, SOFTCAP,
                         DROPOUT, TMA, PRECISION, dkey_bias_out is not None,
                     )  # fmt: skip
 
@@ -189,22 +185,22 @@ def keys_kernel(
 
 @triton.jit
 def _rows_step(
-    dq, dalibi, q_tile, do_tile, lse2, delta_i, k, v, b, h_kv, row, index, end, start, stride, lo, hi, q_pos, row_exists,
-    key_bias, bias, bias_sn, dbias, dbias_sn, k_ss, v_ss, slope, scale, cap, key, drop_threshold, drop_factor,
-    BLOCK_N: tl.constexpr, D: tl.constexpr, D_WIDTH: tl.constexpr, DV: tl.constexpr, DV_WIDTH: tl.constexpr,
+    dq, dalibi, q_tile, do_tile, lse2, delta_i, k, v, b, h_kv, row, end, origin, stride, lo_ptr, hi_ptr, row0, rows, q_pos,
+    row_exists, key_bias, bias, bias_sn, dbias, dbias_sn, k_ss, v_ss, slope, scale, cap, key, drop_threshold, drop_factor,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, D: tl.constexpr, D_WIDTH: tl.constexpr, DV: tl.constexpr, DV_WIDTH: tl.constexpr,
     MASKED: tl.constexpr, SOFTCAP: tl.constexpr, DROPOUT: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
     WANT_ALIBI: tl.constexpr,
 ):  # fmt: skip
     """Adds what one tile of keys sends to a tile of queries. Tiles of scores are queries x keys."""
-    y = index + tl.arange(0, BLOCK_N)  # row in the run
+    y = row + tl.arange(0, BLOCK_N)
     inside = y < end
-    k_pos = start + stride * y
-    k_tile = load_rows(k, b, h_kv, row, row - index + end, k_ss, BLOCK_N, D, D_WIDTH, MASKED, TMA)
+    k_pos = origin + stride * y
+    k_tile = load_rows(k, b, h_kv, row, end, k_ss, BLOCK_N, D, D_WIDTH, MASKED, TMA)
     qk = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
     key_bias_tile = None
     bias_tile = None
     if key_bias is not None:
-        key_bias_tile = tl.load(key_bias + (row + tl.arange(0, BLOCK_N)), mask=inside, other=0.0)[None, :]
+        key_bias_tile = tl.load(key_bias + y, mask=inside, other=0.0)[None, :]
     if bias is not None:
         columns = (k_pos.to(tl.int64) * bias_sn)[None, :]
         bias_tile = tl.load(bias + columns, mask=row_exists[:, None] & inside[None, :], other=0.0)
@@ -214,9 +210,10 @@ def _rows_step(
     p = tl.exp2(s - lse2[:, None])
     visible = row_exists[:, None]
     if MASKED:
+        lo, hi = load_bounds(lo_ptr, hi_ptr, row0, rows, BLOCK_M)
         visible = (k_pos[None, :] >= lo[:, None]) & (k_pos[None, :] < hi[:, None]) & inside[None, :]
         p = tl.where(visible, p, 0.0)
-    v_tile = load_rows(v, b, h_kv, row, row - index + end, v_ss, BLOCK_N, DV, DV_WIDTH, MASKED, TMA)
+    v_tile = load_rows(v, b, h_kv, row, end, v_ss, BLOCK_N, DV, DV_WIDTH, MASKED, TMA)
     dp = tl.dot(do_tile, tl.trans(v_tile), input_precision=PRECISION)
     if DROPOUT:
         dp = tl.where(kept(key, q_pos[:, None], k_pos[None, :], drop_threshold), dp * drop_factor, 0.0)
@@ -257,8 +254,9 @@ def rows_kernel(
     b64 = b.to(tl.int64)
     x = row0 + tl.arange(0, BLOCK_M)
     row_exists = x < rows
-    lo = tl.load(lo_ptr + b64 * lo_sb + x, mask=row_exists, other=0)
-    hi = tl.load(hi_ptr + b64 * hi_sb + x, mask=row_exists, other=0)
+    lo_ptr += b64 * lo_sb
+    hi_ptr += b64 * hi_sb
+    lo, hi = load_bounds(lo_ptr, hi_ptr, row0, rows, BLOCK_M)
     any_lo, any_hi, full_lo, full_hi = reduce_bounds(lo, hi, row_exists)
     if ADD:
         if any_lo >= any_hi:
@@ -292,28 +290,23 @@ def rows_kernel(
     dalibi = tl.zeros([BLOCK_M], tl.float32)
 
     for r in tl.range(0, num_runs):
-        offset = tl.load(runs + 4 * r)
-        length = tl.load(runs + 4 * r + 1)
-        start = tl.load(runs + 4 * r + 2)
-        stride = tl.load(runs + 4 * r + 3)
-        first, end, count, head_end, tail = tile_ranges(
-            any_lo, any_hi, full_lo, full_hi, length, start, stride, BLOCK_N
+        first, end, count, head_end, tail, origin, stride = run_tiles(
+            runs, r, any_lo, any_hi, full_lo, full_hi, BLOCK_N
         )
-        for i in tl.range(head_end, tail):
-            index = first + i * BLOCK_N
-            dq, dalibi = _rows_step(
-                dq, dalibi, q_tile, do_tile, lse2, delta_i, k_base, v_base, b, h_kv, offset + index, index, end, start, stride,
-                lo, hi, q_pos, row_exists, key_bias_base, bias_base, bias_sn, dbias_base, dbias_sn, k_ss, v_ss, slope, scale,
-                cap, key, drop_threshold, drop_factor, BLOCK_N, D, D_WIDTH, DV, DV_WIDTH, False, SOFTCAP, DROPOUT, TMA,
-                PRECISION, dalibi_out is not None,
-            )  # fmt: skip
         for j in tl.range(0, head_end + count - tail):
             i = tl.where(j < head_end, j, j - head_end + tail)
-            index = first + i * BLOCK_N
+            row = first + i * BLOCK_N
             dq, dalibi = _rows_step(
-                dq, dalibi, q_tile, do_tile, lse2, delta_i, k_base, v_base, b, h_kv, offset + index, index, end, start, stride,
-                lo, hi, q_pos, row_exists, key_bias_base, bias_base, bias_sn, dbias_base, dbias_sn, k_ss, v_ss, slope, scale,
-                cap, key, drop_threshold, drop_factor, BLOCK_N, D, D_WIDTH, DV, DV_WIDTH, True, SOFTCAP, DROPOUT, TMA,
+                dq, dalibi, q_tile, do_tile, lse2, delta_i, k_base, v_base, b, h_kv, row, end, origin, stride,
+                lo_ptr, hi_ptr, row0, rows, q_pos, row_exists, key_bias_base, bias_base, bias_sn, dbias_base, dbias_sn, k_ss, v_ss, slope, scale,
+                cap, key, drop_threshold, drop_factor, BLOCK_M, BLOCK_N, D, D_WIDTH, DV, DV_WIDTH, True, SOFTCAP, DROPOUT, TMA,
+                PRECISION, dalibi_out is not None,
+            )  # fmt: skip
+        for row in tl.range(first + head_end * BLOCK_N, first + tail * BLOCK_N, BLOCK_N):
+            dq, dalibi = _rows_step(
+                dq, dalibi, q_tile, do_tile, lse2, delta_i, k_base, v_base, b, h_kv, row, end, origin, stride,
+                lo_ptr, hi_ptr, row0, rows, q_pos, row_exists, key_bias_base, bias_base, bias_sn, dbias_base, dbias_sn, k_ss, v_ss, slope, scale,
+                cap, key, drop_threshold, drop_factor, BLOCK_M, BLOCK_N, D, D_WIDTH, DV, DV_WIDTH, False, SOFTCAP, DROPOUT, TMA,
                 PRECISION, dalibi_out is not None,
             )  # fmt: skip
 

@@ -12,27 +12,27 @@ import triton
 import triton.language as tl
 
 from ringattn.kernels.portable.scores import LN2, LOG2E, dropout_key, kept, score
-from ringattn.kernels.portable.tiles import load_rows, reduce_bounds, store_rows, swizzle, tile_ranges
+from ringattn.kernels.portable.tiles import load_bounds, load_rows, reduce_bounds, run_tiles, store_rows, swizzle
 
 
 @triton.jit
 def _absorb(
-    qk, m_i, l_i, acc, v, b, h_kv, row, index, end, start, stride, lo, hi, q_pos, row_exists,
-    key_bias, bias, bias_sn, v_ss, slope, scale, cap, key, drop_threshold, drop_factor,
-    BLOCK_N: tl.constexpr, DV: tl.constexpr, DV_WIDTH: tl.constexpr, MASKED: tl.constexpr, PLAIN: tl.constexpr,
-    SOFTCAP: tl.constexpr, DROPOUT: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
+    qk, m_i, l_i, acc, v, b, h_kv, row, end, origin, stride, lo_ptr, hi_ptr, row0, rows, q_pos,
+    row_exists, key_bias, bias, bias_sn, v_ss, slope, scale, cap, key, drop_threshold, drop_factor,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, DV: tl.constexpr, DV_WIDTH: tl.constexpr, MASKED: tl.constexpr,
+    PLAIN: tl.constexpr, SOFTCAP: tl.constexpr, DROPOUT: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One step of the online softmax: q . k of a tile of keys goes into (m_i, l_i, acc)."""
-    y = index + tl.arange(0, BLOCK_N)  # row in the run
+    y = row + tl.arange(0, BLOCK_N)
     inside = y < end
-    k_pos = start + stride * y
+    k_pos = origin + stride * y
     if PLAIN:
         s = qk
     else:
         key_bias_tile = None
         bias_tile = None
         if key_bias is not None:
-            key_bias_tile = tl.load(key_bias + (row + tl.arange(0, BLOCK_N)), mask=inside, other=0.0)[None, :]
+            key_bias_tile = tl.load(key_bias + y, mask=inside, other=0.0)[None, :]
         if bias is not None:
             columns = (k_pos.to(tl.int64) * bias_sn)[None, :]
             bias_tile = tl.load(bias + columns, mask=row_exists[:, None] & inside[None, :], other=0.0)
@@ -49,6 +49,7 @@ def _absorb(
             PRECISION == "tf32x3",
         )
     if MASKED:
+        lo, hi = load_bounds(lo_ptr, hi_ptr, row0, rows, BLOCK_M)
         visible = (k_pos[None, :] >= lo[:, None]) & (k_pos[None, :] < hi[:, None]) & inside[None, :]
         s = tl.where(visible, s, float("-inf"))
     if PLAIN:
@@ -67,7 +68,7 @@ def _absorb(
     if DROPOUT:
         p = tl.where(kept(key, q_pos[:, None], k_pos[None, :], drop_threshold), p * drop_factor, 0.0)
     acc = acc * alpha[:, None]
-    v_tile = load_rows(v, b, h_kv, row, row - index + end, v_ss, BLOCK_N, DV, DV_WIDTH, MASKED, TMA)
+    v_tile = load_rows(v, b, h_kv, row, end, v_ss, BLOCK_N, DV, DV_WIDTH, MASKED, TMA)
     acc = tl.dot(p.to(v_tile.dtype), v_tile, acc, input_precision=PRECISION)
     return m_new, l_i, acc
 
@@ -99,8 +100,9 @@ def forward_kernel(
     b64 = b.to(tl.int64)
     x = row0 + tl.arange(0, BLOCK_M)
     row_exists = x < rows
-    lo = tl.load(lo_ptr + b64 * lo_sb + x, mask=row_exists, other=0)
-    hi = tl.load(hi_ptr + b64 * hi_sb + x, mask=row_exists, other=0)
+    lo_ptr += b64 * lo_sb
+    hi_ptr += b64 * hi_sb
+    lo, hi = load_bounds(lo_ptr, hi_ptr, row0, rows, BLOCK_M)
     any_lo, any_hi, full_lo, full_hi = reduce_bounds(lo, hi, row_exists)
     if not (FIRST or LAST):
         if any_lo >= any_hi:
@@ -140,54 +142,52 @@ def forward_kernel(
     key = dropout_key(head, seed_low, seed_high) if DROPOUT else None
 
     for r in tl.range(0, num_runs):
-        offset = tl.load(runs + 4 * r)
-        length = tl.load(runs + 4 * r + 1)
-        start = tl.load(runs + 4 * r + 2)
-        stride = tl.load(runs + 4 * r + 3)
-        first, end, count, head_end, tail = tile_ranges(
-            any_lo, any_hi, full_lo, full_hi, length, start, stride, BLOCK_N
+        first, end, count, head_end, tail, origin, stride = run_tiles(
+            runs, r, any_lo, any_hi, full_lo, full_hi, BLOCK_N
         )
-        if SKEW:
-            if tail > head_end:
-                index = first + head_end * BLOCK_N
-                k_tile = load_rows(k_base, b, h_kv, offset + index, 0, k_ss, BLOCK_N, D, D_WIDTH, False, TMA)
-                qk = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
-                for i in tl.range(head_end + 1, tail):
-                    index = first + i * BLOCK_N
-                    k_tile = load_rows(k_base, b, h_kv, offset + index, 0, k_ss, BLOCK_N, D, D_WIDTH, False, TMA)
-                    qk_next = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
-                    m_i, l_i, acc = _absorb(
-                        qk, m_i, l_i, acc, v_base, b, h_kv, offset + index - BLOCK_N, index - BLOCK_N, end, start, stride,
-                        lo, hi, q_pos, row_exists, key_bias_base, bias_base, bias_sn, v_ss, slope, scale, cap, key,
-                        drop_threshold, drop_factor, BLOCK_N, DV, DV_WIDTH, False, PLAIN, SOFTCAP, DROPOUT, TMA, PRECISION,
-                    )  # fmt: skip
-                    qk = qk_next
-                index = first + (tail - 1) * BLOCK_N
-                m_i, l_i, acc = _absorb(
-                    qk, m_i, l_i, acc, v_base, b, h_kv, offset + index, index, end, start, stride,
-                    lo, hi, q_pos, row_exists, key_bias_base, bias_base, bias_sn, v_ss, slope, scale, cap, key,
-                    drop_threshold, drop_factor, BLOCK_N, DV, DV_WIDTH, False, PLAIN, SOFTCAP, DROPOUT, TMA, PRECISION,
-                )  # fmt: skip
-        else:
-            for i in tl.range(head_end, tail):
-                index = first + i * BLOCK_N
-                k_tile = load_rows(k_base, b, h_kv, offset + index, 0, k_ss, BLOCK_N, D, D_WIDTH, False, TMA)
-                qk = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
-                m_i, l_i, acc = _absorb(
-                    qk, m_i, l_i, acc, v_base, b, h_kv, offset + index, index, end, start, stride,
-                    lo, hi, q_pos, row_exists, key_bias_base, bias_base, bias_sn, v_ss, slope, scale, cap, key,
-                    drop_threshold, drop_factor, BLOCK_N, DV, DV_WIDTH, False, PLAIN, SOFTCAP, DROPOUT, TMA, PRECISION,
-                )  # fmt: skip
         for j in tl.range(0, head_end + count - tail):
             i = tl.where(j < head_end, j, j - head_end + tail)
-            index = first + i * BLOCK_N
-            k_tile = load_rows(k_base, b, h_kv, offset + index, offset + end, k_ss, BLOCK_N, D, D_WIDTH, True, TMA)
+            row = first + i * BLOCK_N
+            k_tile = load_rows(k_base, b, h_kv, row, end, k_ss, BLOCK_N, D, D_WIDTH, True, TMA)
             qk = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
             m_i, l_i, acc = _absorb(
-                qk, m_i, l_i, acc, v_base, b, h_kv, offset + index, index, end, start, stride,
-                lo, hi, q_pos, row_exists, key_bias_base, bias_base, bias_sn, v_ss, slope, scale, cap, key,
-                drop_threshold, drop_factor, BLOCK_N, DV, DV_WIDTH, True, PLAIN, SOFTCAP, DROPOUT, TMA, PRECISION,
+                qk, m_i, l_i, acc, v_base, b, h_kv, row, end, origin, stride,
+                lo_ptr, hi_ptr, row0, rows, q_pos, row_exists, key_bias_base, bias_base, bias_sn, v_ss, slope,
+                    scale, cap, key,
+                drop_threshold, drop_factor, BLOCK_M, BLOCK_N, DV, DV_WIDTH, True, PLAIN, SOFTCAP, DROPOUT, TMA, PRECISION,
             )  # fmt: skip
+        if SKEW:
+            if tail > head_end:
+                row = first + head_end * BLOCK_N
+                k_tile = load_rows(k_base, b, h_kv, row, 0, k_ss, BLOCK_N, D, D_WIDTH, False, TMA)
+                qk = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
+                for row in tl.range(first + (head_end + 1) * BLOCK_N, first + tail * BLOCK_N, BLOCK_N):
+                    k_tile = load_rows(k_base, b, h_kv, row, 0, k_ss, BLOCK_N, D, D_WIDTH, False, TMA)
+                    qk_next = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
+                    m_i, l_i, acc = _absorb(
+                        qk, m_i, l_i, acc, v_base, b, h_kv, row - BLOCK_N, end, origin, stride,
+                        lo_ptr, hi_ptr, row0, rows, q_pos, row_exists, key_bias_base, bias_base, bias_sn, v_ss, slope,
+                    scale, cap, key,
+                        drop_threshold, drop_factor, BLOCK_M, BLOCK_N, DV, DV_WIDTH, False, PLAIN, SOFTCAP, DROPOUT, TMA, PRECISION,
+                    )  # fmt: skip
+                    qk = qk_next
+                row = first + (tail - 1) * BLOCK_N
+                m_i, l_i, acc = _absorb(
+                    qk, m_i, l_i, acc, v_base, b, h_kv, row, end, origin, stride,
+                    lo_ptr, hi_ptr, row0, rows, q_pos, row_exists, key_bias_base, bias_base, bias_sn, v_ss, slope,
+                    scale, cap, key,
+                    drop_threshold, drop_factor, BLOCK_M, BLOCK_N, DV, DV_WIDTH, False, PLAIN, SOFTCAP, DROPOUT, TMA, PRECISION,
+                )  # fmt: skip
+        else:
+            for row in tl.range(first + head_end * BLOCK_N, first + tail * BLOCK_N, BLOCK_N):
+                k_tile = load_rows(k_base, b, h_kv, row, 0, k_ss, BLOCK_N, D, D_WIDTH, False, TMA)
+                qk = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
+                m_i, l_i, acc = _absorb(
+                    qk, m_i, l_i, acc, v_base, b, h_kv, row, end, origin, stride,
+                    lo_ptr, hi_ptr, row0, rows, q_pos, row_exists, key_bias_base, bias_base, bias_sn, v_ss, slope,
+                    scale, cap, key,
+                    drop_threshold, drop_factor, BLOCK_M, BLOCK_N, DV, DV_WIDTH, False, PLAIN, SOFTCAP, DROPOUT, TMA, PRECISION,
+                )  # fmt: skip
 
     if LAST:
         divisor = tl.where(l_i > 0.0, l_i, 1.0)

@@ -12,7 +12,7 @@ Note [Tile ranges]
           |  head tiles  |    full tiles      |  tail tiles |
 
     Full tiles are one loop. Head and tail tiles are one loop as well, which jumps over the full ones, so that the
-    masked code exists once. A run that nobody sees costs a handful of scalar instructions.
+    masked code exists once; it comes first, so that what only it needs holds no registers during the other. A run that nobody sees costs a handful of scalar instructions.
 """
 
 import triton
@@ -33,6 +33,16 @@ def swizzle(tiles, heads, sweep):
     width = tl.minimum(sweep, heads - first)
     rest = pid - first * tiles
     return rest // width, first + rest % width
+
+
+@triton.jit
+def load_bounds(lo, hi, row, end, ROWS: tl.constexpr):
+    """(lo, hi) of rows row .. row + ROWS - 1; rows from `end` on see nothing.
+
+    Tiles that need a mask load them again: held through the full tiles they would cost registers.
+    """
+    x = row + tl.arange(0, ROWS)
+    return tl.load(lo + x, mask=x < end, other=0), tl.load(hi + x, mask=x < end, other=0)
 
 
 @triton.jit
@@ -57,8 +67,15 @@ def first_row_from(position, length, start, stride):
 
 
 @triton.jit
-def tile_ranges(any_lo, any_hi, full_lo, full_hi, length, start, stride, BLOCK: tl.constexpr):
-    """(first row, end row, tiles, first full tile, end of full tiles) of a run; Note [Tile ranges]."""
+def run_tiles(runs, r, any_lo, any_hi, full_lo, full_hi, BLOCK: tl.constexpr):
+    """(first row, end row, tiles, first full tile, end of full tiles, origin, stride) of run r; Note [Tile ranges].
+
+    Rows are rows of the buffer; row x sits at global position origin + stride * x.
+    """
+    offset = tl.load(runs + 4 * r)
+    length = tl.load(runs + 4 * r + 1)
+    start = tl.load(runs + 4 * r + 2)
+    stride = tl.load(runs + 4 * r + 3)
     first = first_row_from(any_lo, length, start, stride)
     end = first_row_from(any_hi, length, start, stride)
     full_first = first_row_from(full_lo, length, start, stride)
@@ -66,7 +83,7 @@ def tile_ranges(any_lo, any_hi, full_lo, full_hi, length, start, stride, BLOCK: 
     count = tl.maximum(end - first + BLOCK - 1, 0) // BLOCK
     head = tl.minimum(tl.maximum(full_first - first + BLOCK - 1, 0) // BLOCK, count)
     tail = tl.maximum(tl.minimum(tl.maximum(full_end - first, 0) // BLOCK, count), head)
-    return first, end, count, head, tail
+    return first + offset, end + offset, count, head, tail, start - stride * offset, stride
 
 
 @triton.jit
@@ -79,17 +96,20 @@ def load_rows(
     `src` points at row 0 of one head, or is a descriptor over `b h s d` under TMA (which ends at the end of the buffer).
     """
     if TMA:
-        return tl.reshape(src.load([b, h, row, 0]), [ROWS, COLS])
-    x = tl.arange(0, ROWS)[:, None]
-    c = tl.arange(0, COLS)[None, :]
-    ptrs = src + row.to(tl.int64) * stride + (x * stride + c)
-    if GUARD:
-        if WIDTH == COLS:
-            return tl.load(ptrs, mask=x < end - row, other=0.0)
-        return tl.load(ptrs, mask=(x < end - row) & (c < WIDTH), other=0.0)
-    if WIDTH == COLS:
-        return tl.load(ptrs)
-    return tl.load(ptrs, mask=c < WIDTH, other=0.0)
+        tile = tl.reshape(src.load([b, h, row, 0]), [ROWS, COLS])
+    else:
+        x = tl.arange(0, ROWS)[:, None]
+        c = tl.arange(0, COLS)[None, :]
+        ptrs = src + row.to(tl.int64) * stride + (x * stride + c)
+        if GUARD and WIDTH == COLS:
+            tile = tl.load(ptrs, mask=x < end - row, other=0.0)
+        elif GUARD:
+            tile = tl.load(ptrs, mask=(x < end - row) & (c < WIDTH), other=0.0)
+        elif WIDTH == COLS:
+            tile = tl.load(ptrs)
+        else:
+            tile = tl.load(ptrs, mask=c < WIDTH, other=0.0)
+    return tile
 
 
 @triton.jit

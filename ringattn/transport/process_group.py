@@ -8,11 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import timedelta
+from typing import Any
 
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import _resolve_process_group
+from torch.distributed import distributed_c10d
 
 from ringattn.transport.base import Done, Parcel, Pending
+
+
+def resolve_group(name: str) -> dist.ProcessGroup:
+    """The living process group of that name, as `ProcessGroup.group_name` gives it."""
+    return distributed_c10d._resolve_process_group(name)  # pyright: ignore
 
 
 class _Works:
@@ -49,7 +55,7 @@ class ProcessGroupTransport:
 
     def post(self, sends: Sequence[Parcel], receives: Sequence[Parcel], what: str) -> Pending:
         """See `Transport.post`."""
-        group = _resolve_process_group(self._group_name)
+        group = resolve_group(self._group_name)
         ops = [dist.P2POp(dist.isend, x, group=group, group_peer=peer) for peer, x in sends if x.numel()]
         ops += [dist.P2POp(dist.irecv, x, group=group, group_peer=peer) for peer, x in receives if x.numel()]
         if not ops:
@@ -112,6 +118,6 @@ class Agreement:
     def _key(self, peer: int) -> str:
         return f"ringattn/{self._name}/{self._round}/{peer}"
 
-    def _store(self) -> dist.Store:
-        group = _resolve_process_group(self._group_name)
-        return dist.distributed_c10d._get_process_group_store(group)
+    def _store(self) -> Any:
+        group = resolve_group(self._group_name)
+        return distributed_c10d._get_process_group_store(group)

@@ -1,8 +1,9 @@
-"""The softmax kernels compile for every GPU generation without a GPU, stay on chip and load 16 bytes at a time."""
+"""The softmax and merge kernels compile for every GPU generation without a GPU, and stay in registers."""
 
 import os
 import re
 import subprocess
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -14,14 +15,14 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
-from ringattn.kernels import softmax_triton  # noqa: E402
+from ringattn.kernels import merge_triton, softmax_triton  # noqa: E402
 from ringattn.kernels.softmax_triton import choose_launch  # noqa: E402
 
 pytestmark = pytest.mark.compile
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 
 
-def build(fn, types: dict[str, str], constexprs: dict[str, object], num_warps: int, capability: int):
+def build(fn, types: dict[str, str], constexprs: Mapping[str, object], num_warps: int, capability: int):
     """Compiles as the JIT does for 16-byte aligned pointers, sizes divisible by 16 and unit column strides."""
     names = fn.arg_names
     constexprs = {**constexprs, **{n: 1 for n in names if n.endswith("_sn")}}
@@ -46,26 +47,38 @@ def spilled_bytes(ptx: str, capability: int, tmp_path: Path) -> int:
 
 def kernels(dtype: str, n: int):
     """(kernel, types, constexprs, warps) of every launch for rows of n logits."""
-    how = choose_launch(1, n, 256, unit_columns=True, itemsize=4 if dtype == "fp32" else 2, num_sms=132)
+    itemsize = 4 if dtype == "fp32" else 2
+    how, back = (
+        choose_launch(1, n, (1 << 28) // n, unit_columns=True, itemsize=itemsize, num_sms=132, per_thread=per_thread)
+        for per_thread in (16, 8)
+    )
     tensors = {name: f"*{dtype}" for name in ("x_ptr", "y_ptr", "dy_ptr", "dx_ptr")}
     stats = {name: "*fp32" for name in ("lse_ptr", "m_ptr", "l_ptr", "dot_ptr", "g_ptr")}
     types = {**tensors, **stats}
-    tiling = {"ROWS": how.rows, "LANES": how.lanes, "VEC": how.vec}
+    tiling, back_tiling = ({"ROWS": x.rows, "LANES": x.lanes, "VEC": x.vec} for x in (how, back))
     if n <= how.tile:
         block = {"ROWS": how.rows, "BLOCK": how.tile}
         yield softmax_triton._softmax_block_kernel, types, {**block, "WANT_LSE": False}, how.warps
-        yield softmax_triton._softmax_backward_block_kernel, types, block, how.warps
+        yield softmax_triton._softmax_backward_block_kernel, types, block, back.warps
         return
     splits = triton.next_power_of_2(how.splits)
     for reduce, write in [(True, True)] if splits == 1 else [(True, False), (False, True)]:
-        phase = {**tiling, "SPLITS": splits, "REDUCE": reduce, "WRITE": write}
-        yield softmax_triton._softmax_rows_kernel, types, {**phase, "WANT_LSE": False}, how.warps
-        yield softmax_triton._softmax_backward_rows_kernel, types, phase, how.warps
+        phase = {"SPLITS": splits, "REDUCE": reduce, "WRITE": write}
+        yield softmax_triton._softmax_rows_kernel, types, {**tiling, **phase, "WANT_LSE": False}, how.warps
+        yield softmax_triton._softmax_backward_rows_kernel, types, {**back_tiling, **phase}, back.warps
     yield softmax_triton._logsumexp_backward_kernel, types, tiling, how.warps
 
 
-@pytest.mark.parametrize("capability", [80, 90, 100])
-@pytest.mark.parametrize(("dtype", "n"), [("fp32", 1024), ("bf16", 32768), ("fp32", 1 << 20)])
+@pytest.mark.parametrize(
+    ("dtype", "n", "capability"),
+    [
+        ("bf16", 1 << 15, 80),
+        ("bf16", 1 << 15, 90),
+        ("bf16", 1 << 15, 100),
+        ("fp32", 1024, 90),
+        ("fp32", 1 << 20, 90),
+    ],
+)
 def test_kernels_compile_without_spills_and_load_whole_vectors(dtype, n, capability, tmp_path) -> None:
     seen = 0
     for fn, types, constexprs, warps in kernels(dtype, n):
@@ -75,3 +88,11 @@ def test_kernels_compile_without_spills_and_load_whole_vectors(dtype, n, capabil
         assert re.search(r"st\.global\S*\.v4\.b32|st\.global\S*\.v2\.b64", ptx) or constexprs.get("WRITE") is False, fn
         seen += 1
     assert seen >= 2
+
+
+@pytest.mark.parametrize("capability", [80, 90, 100])
+def test_the_merge_compiles_without_spills(capability, tmp_path) -> None:
+    fn = merge_triton._merge_stack_kernel
+    types = {name: "*fp32" for name in fn.arg_names if name.endswith("_ptr")}
+    options = {"ROWS": 16, "DV": 128, "LOG2": True, "FINISH": True}
+    assert spilled_bytes(build(fn, types, options, 4, capability).asm["ptx"], capability, tmp_path) == 0

@@ -1,0 +1,83 @@
+"""Merging a stack of fp32 partials in one Triton launch; the formula is Note [Merging a stack] in `kernels.merge`.
+
+Owns the kernel and its launcher. Runs on CUDA and ROCm devices, and on CPU tensors in the Triton interpreter.
+"""
+
+# pyright: reportArgumentType=false, reportCallIssue=false
+# (a launch passes plain integers for constexpr parameters, and num_warps beside them)
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+
+@triton.jit
+def _merge_stack_kernel(
+    m_ptr, l_ptr, o_ptr, top_ptr, total_ptr, acc_ptr, parts, rows, dv, m_sp, m_sr, l_sp, l_sr, o_sp, o_sr, acc_sr,
+    ROWS: tl.constexpr, DV: tl.constexpr, LOG2: tl.constexpr, FINISH: tl.constexpr,
+):  # fmt: skip
+    """One program owns ROWS rows and walks the parts twice: once for the maximum, once for the sums.
+
+    Example: parts (m, l) = (3, 2), (-inf, 0), (5, 1) of one row: top 5, total 2 e^-2 + 0 + 1 = 1.2707.
+    """
+    r = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    c = tl.arange(0, DV)
+    row_ok = r < rows
+    ok = row_ok[:, None] & (c < dv)[None, :]
+    top = tl.full([ROWS], float("-inf"), tl.float32)
+    m_at = m_ptr + r * m_sr
+    for _ in range(0, parts):
+        top = tl.maximum(top, tl.load(m_at, mask=row_ok, other=float("-inf")))
+        m_at += m_sp
+    shift = tl.where(top == float("-inf"), 0.0, top)
+    total = tl.zeros([ROWS], tl.float32)
+    acc = tl.zeros([ROWS, DV], tl.float32)
+    m_at = m_ptr + r * m_sr
+    l_at = l_ptr + r * l_sr
+    o_at = o_ptr + (r * o_sr)[:, None] + c[None, :]
+    for _ in range(0, parts):
+        d = tl.load(m_at, mask=row_ok, other=float("-inf")) - shift
+        scale = tl.exp2(d) if LOG2 else tl.exp(d)
+        total += scale * tl.load(l_at, mask=row_ok, other=0.0)
+        acc += scale[:, None] * tl.load(o_at, mask=ok, other=0.0)
+        m_at += m_sp
+        l_at += l_sp
+        o_at += o_sp
+    if FINISH:
+        empty = total == 0
+        divisor = tl.where(empty, 1.0, total)
+        acc = acc / divisor[:, None]
+        lse = top * (0.6931471805599453 if LOG2 else 1.0) + tl.log(divisor)
+        tl.store(top_ptr + r, tl.where(empty, float("-inf"), lse), mask=row_ok)
+    else:
+        tl.store(top_ptr + r, top, mask=row_ok)
+        tl.store(total_ptr + r, total, mask=row_ok)
+    tl.store(acc_ptr + (r * acc_sr)[:, None] + c[None, :], acc.to(acc_ptr.dtype.element_ty), mask=ok)
+
+
+def merge_stack(
+    m: Tensor,
+    l: Tensor,  # noqa: E741
+    o: Tensor,
+    *,
+    log2: bool = False,
+    finish: bool = False,
+    out_dtype: torch.dtype | None = None,
+) -> tuple[Tensor, ...]:
+    """As `kernels.merge.merge_stack`, for fp32 partials."""
+    parts, rows, dv = o.shape
+    top = torch.empty(rows, dtype=torch.float32, device=o.device)
+    total = top if finish else torch.empty_like(top)
+    acc = torch.empty((rows, dv), dtype=(out_dtype or o.dtype) if finish else o.dtype, device=o.device)
+    block = triton.next_power_of_2(max(dv, 1))
+    per_program = max(1, min(2048 // block, triton.next_power_of_2(max(rows, 1))))
+    if rows:
+        with torch.cuda.device_of(o):
+            _merge_stack_kernel[(triton.cdiv(rows, per_program),)](
+                m, l, o, top, total, acc, parts, rows, dv, *m.stride(), *l.stride(), *o.stride()[:2], acc.stride(0),
+                ROWS=per_program, DV=block, LOG2=log2, FINISH=finish, num_warps=4,
+            )  # fmt: skip
+    return (acc, top) if finish else (top, total, acc)

@@ -1,0 +1,276 @@
+"""The plan computes every visible pair exactly once and moves nothing that nobody sees."""
+
+from __future__ import annotations
+
+import doctest
+import time
+from collections import Counter
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import ringattn.schedule
+from ringattn.layout import Run, Shard, balanced, contiguous, make_shards, striped, zigzag
+from ringattn.schedule import Plan, Visit, describe, draw, make_plan, moved_rows
+from ringattn.visibility import Visibility
+from tests.masks import is_visible, layouts, log_normal_documents, masks, positions, visible_times
+
+DIRECTIONS = ["keys", "queries"]
+
+
+@st.composite
+def cases(draw_value: st.DrawFn) -> tuple[Visibility, tuple[Shard, ...], tuple[Shard, ...], str]:
+    """A mask, shards of both sides and a direction."""
+    mask = draw_value(masks(max_len=26))
+    world_size = draw_value(st.integers(1, 8))
+    queries = draw_value(layouts(mask.seq_len, world_size))
+    keys = draw_value(layouts(mask.kv_len, world_size))
+    return mask, queries, keys, draw_value(st.sampled_from(DIRECTIONS))
+
+
+def visits_of(plan: Plan) -> list[tuple[int, Visit]]:
+    return [(part.rank, visit) for part in plan.ranks for visit in part.visits if visit is not None]
+
+
+def sides(plan: Plan, queries: tuple[Shard, ...], keys: tuple[Shard, ...]) -> tuple[list[list[int]], list[list[int]]]:
+    """Positions of every rank's stationary and moving rows."""
+    stay, move = (queries, keys) if plan.moving == "keys" else (keys, queries)
+    return [positions(shard) for shard in stay], [positions(shard) for shard in move]
+
+
+def packed_positions(visit: Visit) -> list[int]:
+    return [start + stride * x for _, length, start, stride in visit.runs for x in range(length)]
+
+
+@settings(max_examples=150, deadline=None)
+@given(cases())
+def test_every_visible_pair_is_computed_exactly_once(case) -> None:
+    mask, queries, keys, moving = case
+    plan = make_plan(queries, keys, mask, moving)
+    stay, _ = sides(plan, queries, keys)
+    computed: Counter[tuple[int, int]] = Counter()
+    for rank, visit in visits_of(plan):
+        for mine in stay[rank]:
+            computed.update((mine, other) if moving == "keys" else (other, mine) for other in packed_positions(visit))
+    assert max(computed.values()) == 1
+    hidden = [pair for pair in computed if not visible_times(mask, *pair)]
+    everything = {(i, j) for i in range(mask.seq_len) for j in range(mask.kv_len) if visible_times(mask, i, j)}
+    assert set(computed) - set(hidden) == everything
+
+
+@settings(max_examples=150, deadline=None)
+@given(cases())
+def test_rows_move_from_the_first_to_the_last_that_is_seen_in_each_run(case) -> None:
+    mask, queries, keys, moving = case
+    plan = make_plan(queries, keys, mask, moving)
+    stay, _ = sides(plan, queries, keys)
+    for part in plan.ranks:
+        for step in range(1, len(plan.ranks)):
+            owner = (part.rank - step) % len(plan.ranks)
+            wanted, base = [], 0
+            for run in (keys if moving == "keys" else queries)[owner]:
+                seen = [
+                    x
+                    for x in range(run.length)
+                    for other in [run.position(x)]
+                    if any(
+                        visible_times(mask, *((p, other) if moving == "keys" else (other, p))) for p in stay[part.rank]
+                    )
+                ]
+                if seen:
+                    wanted.extend(range(base + seen[0], base + seen[-1] + 1))
+                base += run.length
+            visit = part.visits[step]
+            moved = (
+                [] if visit is None else [x for offset, length in visit.rows for x in range(offset, offset + length)]
+            )
+            assert moved == wanted
+            assert visit is None or (visit.step, visit.owner) == (step, owner)
+
+
+@settings(max_examples=150, deadline=None)
+@given(cases())
+def test_pairs_of_a_visit_are_exact(case) -> None:
+    mask, queries, keys, moving = case
+    plan = make_plan(queries, keys, mask, moving)
+    stay, move = sides(plan, queries, keys)
+    for part in plan.ranks:
+        for step, visit in enumerate(part.visits):
+            others = move[(part.rank - step) % len(plan.ranks)]
+            pairs = ((p, other) if moving == "keys" else (other, p) for p in stay[part.rank] for other in others)
+            assert (0 if visit is None else visit.pairs) == sum(visible_times(mask, *pair) for pair in pairs)
+
+
+@settings(max_examples=100, deadline=None)
+@given(cases())
+def test_runs_are_the_rows_packed(case) -> None:
+    mask, queries, keys, moving = case
+    plan = make_plan(queries, keys, mask, moving)
+    _, move = sides(plan, queries, keys)
+    for _, visit in visits_of(plan):
+        rows = [x for offset, length in visit.rows for x in range(offset, offset + length)]
+        assert packed_positions(visit) == [move[visit.owner][x] for x in rows]
+        assert visit.num_rows == len(rows)
+        offset = 0
+        for begin, length, _, _ in visit.runs:
+            assert begin == offset
+            assert length > 0
+            offset += length
+        ends = [offset + length for offset, length in visit.rows]
+        assert all(end < begin for end, (begin, _) in zip(ends, visit.rows[1:], strict=False))
+
+
+@settings(max_examples=100, deadline=None)
+@given(cases())
+def test_sends_mirror_visits(case) -> None:
+    mask, queries, keys, moving = case
+    plan = make_plan(queries, keys, mask, moving)
+    world_size = len(plan.ranks)
+    for part in plan.ranks:
+        assert part.sends[0] is None
+        for step in range(1, world_size):
+            peer = (part.rank + step) % world_size
+            visit, send = plan.ranks[peer].visits[step], part.sends[step]
+            assert (visit is None) == (send is None)
+            if visit is not None and send is not None:
+                assert (send.step, send.peer, send.rows) == (step, peer, visit.rows)
+                assert visit.owner == part.rank
+
+
+@settings(max_examples=100, deadline=None)
+@given(cases())
+def test_the_step_at_home_holds_the_whole_shard(case) -> None:
+    mask, queries, keys, moving = case
+    plan = make_plan(queries, keys, mask, moving)
+    for part, shard in zip(plan.ranks, keys if moving == "keys" else queries, strict=True):
+        visit = part.visits[0]
+        if visit is None:
+            assert not shard
+        else:
+            assert visit.rows == ((0, len(positions(shard))),)
+            assert packed_positions(visit) == positions(shard)
+
+
+def test_a_window_moves_only_its_halo() -> None:
+    seq_len, world_size, left = 4096, 8, 100
+    shards = contiguous(seq_len, world_size)
+    plan = make_plan(shards, shards, Visibility(seq_len, seq_len, causal=True, window=(left, 0)), "keys")
+    for part in plan.ranks:
+        received = [0 if visit is None else visit.num_rows for visit in part.visits[1:]]
+        assert received == [left if part.rank else 0] + [0] * (world_size - 2)
+    assert moved_rows(plan) == left
+
+
+def test_narrow_windows_over_stripes_visit_only_neighbours() -> None:
+    shards = striped(64, 8)
+    plan = make_plan(shards, shards, Visibility(64, 64, window=(1, 0)), "keys")
+    for part in plan.ranks:
+        assert [visit is not None for visit in part.visits] == [True, True] + [False] * 6
+    alone = make_plan(shards, shards, Visibility(64, 64, window=(0, 0)), "queries")
+    assert moved_rows(alone) == 0
+
+
+def test_causal_zigzag_shares_the_work_and_skips_nothing_visible() -> None:
+    shards = zigzag(64, 4)
+    plan = make_plan(shards, shards, Visibility(64, 64, causal=True), "keys")
+    work = [sum(visit.pairs for visit in part.visits if visit) for part in plan.ranks]
+    assert work == [64 * 65 // 2 // 4] * 4
+    # rank 0 holds the last chunk and so needs all keys; rank 3, in the middle, misses every later second half
+    assert [visit.num_rows for visit in plan.ranks[0].visits if visit] == [16, 16, 16, 16]
+    assert [visit.num_rows for visit in plan.ranks[3].visits if visit] == [16, 8, 8, 8]
+
+
+def test_documents_inside_a_shard_move_nothing() -> None:
+    shards = contiguous(40, 4)
+    for moving in DIRECTIONS:
+        plan = make_plan(shards, shards, Visibility(40, 40, documents=(0, 10, 13, 20, 30, 40)), moving)
+        assert moved_rows(plan) == 0
+
+
+def test_batch_elements_share_the_union_of_their_rows() -> None:
+    shards = contiguous(12, 2)
+    plan = make_plan(shards, shards, Visibility(12, 12, lengths=((4, 8), (5, 12), (4, 8))), "keys")
+    visit = plan.ranks[1].visits[1]
+    assert visit is not None
+    assert visit.rows == ((4, 2),)
+    assert visit.pairs == 2 * (2 * 2) + 6 * 1
+
+
+def test_shards_need_not_cover_the_sequence() -> None:
+    cached, fresh = contiguous(32, 4), tuple((Run(32 + 2 * r, 1, 2),) for r in range(4))
+    plan = make_plan(fresh, cached, Visibility(40, 40, causal=True), "keys")
+    assert [sum(visit.pairs for visit in part.visits if visit) for part in plan.ranks] == [64] * 4
+
+
+def test_plans_are_cached_on_their_arguments() -> None:
+    def plan() -> Plan:
+        return make_plan(zigzag(24, 4), zigzag(24, 4), Visibility(24, 24, causal=True), "keys")
+
+    assert plan() is plan()
+
+
+@pytest.mark.parametrize("moving", DIRECTIONS)
+def test_plans_of_a_million_tokens_are_quick(moving: str) -> None:
+    seq_len = 1 << 20
+    documents = log_normal_documents(seq_len, 500, 1.5, seed=6)
+    assert len(documents) > 2000
+    mask = Visibility(seq_len, seq_len, causal=True, documents=documents)
+    shards = balanced(seq_len, 8, mask.work, chunks_per_rank=64)
+    begin = time.process_time()
+    plan = make_plan(shards, shards, Visibility(seq_len, seq_len, causal=True, documents=documents), moving)
+    assert time.process_time() - begin < 0.5  # about 50 ms on a quiet core
+    assert sum(visit.pairs for _, visit in visits_of(plan)) == mask.pairs(0, seq_len)
+
+
+def test_the_plan_of_a_zigzag_takes_about_a_millisecond() -> None:
+    shards, taken = zigzag(1 << 20, 8), []
+    for extra in range(5):
+        begin = time.process_time()
+        make_plan(shards, shards, Visibility((1 << 20) + extra, (1 << 20) + extra, causal=True), "keys")
+        taken.append(time.process_time() - begin)
+    assert min(taken) < 0.01
+
+
+def test_describe_says_what_moves_and_who_works() -> None:
+    shards = zigzag(16, 2)
+    text = describe(make_plan(shards, shards, Visibility(16, 16, causal=True), "keys"))
+    assert text.splitlines() == [
+        "2 ranks, keys move",
+        "rank  step 1       pairs",
+        "   0       8          68",
+        "   1       4          68",
+        "work max/mean 1.000, 8 rows received by the busiest rank",
+    ]
+    nothing = make_plan(shards, shards, Visibility(16, 16, lengths=((3, 3),)), "keys")
+    assert describe(nothing).endswith("work max/mean 1.000, 0 rows received by the busiest rank")
+
+
+@settings(max_examples=50, deadline=None)
+@given(masks(max_len=16), st.data())
+def test_drawings_show_who_computes_each_pair(mask: Visibility, data: st.DataObject) -> None:
+    shards = data.draw(layouts(mask.seq_len, 3))
+    b = mask.batch_size - 1
+    owner = {p: str(rank) for rank, shard in enumerate(shards) for p in positions(shard)}
+    expected = [
+        "".join(owner[i] if is_visible(mask, i, j, b) else "." for j in range(mask.kv_len)) for i in range(mask.seq_len)
+    ]
+    assert draw(mask, shards, b).splitlines() == expected
+
+
+def test_wrong_arguments_are_refused() -> None:
+    shards, mask = contiguous(8, 2), Visibility(8, 8)
+    with pytest.raises(ValueError, match="moving must be 'keys' or 'queries', got 'values'"):
+        make_plan(shards, shards, mask, "values")
+    with pytest.raises(ValueError, match="kv_shards must have the world size of q_shards, 2, got 4"):
+        make_plan(shards, contiguous(8, 4), mask, "keys")
+    with pytest.raises(ValueError, match="q_shards must hold positions below 8, got 9 on rank 1"):
+        make_plan(contiguous(10, 2), shards, mask, "keys")
+    with pytest.raises(ValueError, match="shards must be at most 36 to be drawn, got 40"):
+        draw(Visibility(40, 40), make_shards("contiguous", 40, 40))
+
+
+def test_examples_in_the_docstrings_hold() -> None:
+    result = doctest.testmod(ringattn.schedule)
+    assert result.attempted
+    assert not result.failed

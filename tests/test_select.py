@@ -1,0 +1,125 @@
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+import sys
+import types
+
+import pytest
+import torch
+
+from ringattn.kernels import eager, select
+from ringattn.kernels.select import pick
+
+CPU = torch.device("cpu")
+GPU = torch.device("cuda", 0)
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
+    """A machine that looks like one H100 with triton; returns what stands in for the portable kernels."""
+    portable = types.ModuleType("ringattn.kernels.portable.api")
+    monkeypatch.setitem(sys.modules, "ringattn.kernels.portable.api", portable)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    return portable
+
+
+def test_cpu_tensors_are_served_by_eager_and_the_choice_says_why():
+    choice = pick(CPU, torch.float32, 64, 64)
+    assert choice.name == "eager"
+    assert choice.kernels is eager
+    assert [name for name, _ in choice.rejected] == ["portable"]
+    assert str(choice).startswith("eager: plain torch serves")
+    assert "not portable: device must be a CUDA or ROCm GPU" in str(choice)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("dims", [(16, 16), (40, 96), (256, 256)])
+def test_a_gpu_is_served_by_portable(gpu: types.ModuleType, dtype: torch.dtype, dims: tuple[int, int]):
+    choice = pick(GPU, dtype, *dims)
+    assert choice.name == "portable"
+    assert choice.kernels is gpu
+    assert choice.rejected == ()
+    assert "compute capability 9.0" in str(choice)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "dims", "why"),
+    [
+        (torch.float64, (64, 64), "dtype must be float16, bfloat16 or float32, got float64"),
+        (torch.float32, (8, 64), "head_dim must be between 16 and 256, got 8"),
+        (torch.float32, (64, 512), "v_head_dim must be between 16 and 256, got 512"),
+    ],
+)
+def test_what_portable_refuses_falls_to_eager_with_a_reason(
+    gpu: types.ModuleType, dtype: torch.dtype, dims: tuple[int, int], why: str
+):
+    choice = pick(GPU, dtype, *dims)
+    assert choice.name == "eager"
+    assert choice.rejected == (("portable", why),)
+    with pytest.raises(NotImplementedError, match=f'impl="portable" cannot serve .*{why}; use impl="eager"'):
+        pick(GPU, dtype, *dims, impl="portable")
+
+
+def test_an_old_gpu_is_served_by_eager(gpu: types.ModuleType, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (7, 5))
+    choice = pick(GPU, torch.float16, 64, 64)
+    assert choice.name == "eager"
+    assert choice.rejected == (("portable", "compute capability must be at least 8.0, got 7.5"),)
+
+
+def test_a_rocm_gpu_is_served_by_portable(gpu: types.ModuleType, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    monkeypatch.delattr(torch.cuda, "get_device_capability")
+    assert pick(GPU, torch.bfloat16, 64, 64).name == "portable"
+
+
+def test_without_triton_a_gpu_is_served_by_eager(gpu: types.ModuleType, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    choice = pick(GPU, torch.float16, 64, 64)
+    assert choice.name == "eager"
+    assert choice.rejected == (("portable", "triton must be installed, got none"),)
+
+
+def test_portable_on_a_cpu_needs_the_interpreter_and_an_explicit_wish(
+    gpu: types.ModuleType, monkeypatch: pytest.MonkeyPatch
+):
+    with pytest.raises(NotImplementedError, match=r'TRITON_INTERPRET=1 be set.*use impl="eager"'):
+        pick(CPU, torch.float32, 64, 64, impl="portable")
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    assert pick(CPU, torch.float32, 64, 64, impl="portable").kernels is gpu
+    assert pick(CPU, torch.float32, 64, 64).name == "eager"
+
+
+def test_an_explicit_eager_is_taken_without_looking_at_the_others(gpu: types.ModuleType):
+    choice = pick(GPU, torch.float16, 64, 64, impl="eager")
+    assert choice.kernels is eager
+    assert choice.rejected == ()
+
+
+def test_a_dtype_that_nobody_serves_is_refused():
+    with pytest.raises(NotImplementedError, match=r"no kernel set serves .*got int32; cast q, k and v"):
+        pick(CPU, torch.int32, 64, 64)
+    with pytest.raises(NotImplementedError, match=r'impl="eager" cannot serve .*got int32; cast q, k and v'):
+        pick(CPU, torch.int32, 64, 64, impl="eager")
+
+
+def test_unknown_names_are_refused():
+    with pytest.raises(ValueError, match='impl must be "auto" or one of portable, eager, got "flash"'):
+        pick(CPU, torch.float32, 64, 64, impl="flash")
+    with pytest.raises(ValueError, match=r"features must be among .*, got rope"):
+        pick(CPU, torch.float32, 64, 64, features={"rope", "sinks"})
+
+
+def test_every_feature_is_served_by_eager():
+    assert pick(CPU, torch.float32, 64, 64, features=select.FEATURES).name == "eager"
+
+
+def test_picking_eager_imports_no_triton():
+    code = (
+        "import sys, torch; from ringattn.kernels.select import pick;"
+        "pick(torch.device('cpu'), torch.float32, 64, 64); assert 'triton' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)

@@ -1,0 +1,174 @@
+"""Cutting a tensor into shards and putting it together are inverse, for any layout and dim."""
+
+from __future__ import annotations
+
+import doctest
+import json
+from collections.abc import Sequence
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+import ringattn.sharding
+from ringattn.layout import LAYOUTS, Run, contiguous, make_shards, striped, zigzag
+from ringattn.sharding import Sharding
+from ringattn.visibility import Visibility
+from tests.masks import layouts, positions
+
+
+def ring(seq_len: int, layout: str, world_size: int, documents: tuple[int, ...] | None = None) -> list[Sharding]:
+    """The shardings of all ranks."""
+    mask = Visibility(seq_len, seq_len, causal=True, documents=documents)
+    shards = make_shards(layout, seq_len, world_size, mask)
+    return [Sharding(seq_len, layout, shards, rank, documents) for rank in range(world_size)]
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.data(), st.integers(1, 40), st.integers(1, 8), st.integers(1, 4))
+def test_assemble_undoes_shard(data: st.DataObject, seq_len: int, world_size: int, ndim: int) -> None:
+    shards = data.draw(layouts(seq_len, world_size))
+    dim = data.draw(st.integers(-ndim, ndim - 1))
+    shape = [2, 3, 1, 2][:ndim]
+    shape[dim] = seq_len
+    x = torch.randn(shape)
+    everyone = [Sharding(seq_len, "balanced", shards, rank) for rank in range(world_size)]
+    parts = [sharding.shard(x, dim) for sharding in everyone]
+    for sharding, part in zip(everyone, parts, strict=True):
+        held = torch.tensor(positions(shards[sharding.rank]), dtype=torch.int64)
+        assert torch.equal(sharding.positions, held)
+        assert sharding.positions.dtype == torch.int64
+        assert torch.equal(part, x.index_select(dim, held))
+        assert part.is_contiguous()
+        assert part.shape[dim] == sharding.shard_len == sharding.shard_lens[sharding.rank]
+    for sharding in everyone:
+        assert torch.equal(sharding.assemble(parts, dim), x)
+
+
+class Neighbours:
+    """A ring that hands out the parts of all ranks to the one that shows its own."""
+
+    name = "neighbours"
+    impl = "auto"
+
+    def __init__(self, mine: Tensor, parts: list[Tensor]) -> None:
+        self.mine, self.parts = mine, parts
+
+    def gather(self, x: Tensor, dim: int, lengths: Sequence[int]) -> list[Tensor]:
+        assert x is self.mine
+        assert list(lengths) == [part.shape[dim] for part in self.parts]
+        return self.parts
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_unshard_gathers_every_rank(layout: str) -> None:
+    x, dim = torch.randn(2, 3, 13), -1
+    everyone = ring(13, layout, 4)
+    parts = [sharding.shard(x, dim) for sharding in everyone]
+    for rank, mine in enumerate(parts):
+        sharding = Sharding(13, layout, everyone[rank].shards, rank, ring=Neighbours(mine, parts))
+        assert torch.equal(sharding.unshard(mine, dim), x)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_one_rank_needs_no_ring(layout: str) -> None:
+    (sharding,) = ring(9, layout, 1)
+    x = torch.randn(2, 9, 3)
+    assert torch.equal(sharding.unshard(sharding.shard(x)), x)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_gradients_come_home(layout: str) -> None:
+    x = torch.randn(2, 11, 3, dtype=torch.float64, requires_grad=True)
+    everyone = ring(11, layout, 3)
+    whole = everyone[0].assemble([sharding.shard(x) for sharding in everyone])
+    weight = torch.randn_like(whole)
+    (dx,) = torch.autograd.grad((whole * weight).sum(), x)
+    assert torch.equal(dx, weight)
+    local = torch.randn(2, everyone[1].shard_len, 3, dtype=torch.float64)
+    (dx,) = torch.autograd.grad((everyone[1].shard(x) * local).sum(), x)
+    assert torch.equal(everyone[1].shard(dx), local)
+    assert dx.count_nonzero() == local.numel()
+
+
+def test_shards_do_not_alias_the_whole() -> None:
+    x = torch.zeros(8)
+    for sharding in [*ring(8, "contiguous", 2), *ring(8, "contiguous", 1), *ring(8, "striped", 2)]:
+        sharding.shard(x, 0).fill_(1)
+    assert not x.any()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("documents", [None, (0, 3, 3, 21)])
+def test_a_spec_survives_json(layout: str, documents: tuple[int, ...] | None) -> None:
+    for sharding in ring(21, layout, 3, documents):
+        assert isinstance(hash(sharding.spec), int)
+        twin = Sharding.from_spec(json.loads(json.dumps(sharding.spec)), sharding.rank)
+        assert twin == sharding
+        assert hash(twin) == hash(sharding)
+        assert twin.spec == sharding.spec
+        assert twin.shards == sharding.shards
+        assert twin.documents == documents
+
+
+def test_specs_of_named_layouts_are_compact() -> None:
+    sharding = Sharding(1 << 20, "zigzag", zigzag(1 << 20, 64), 5)
+    assert sharding.spec == (1 << 20, "zigzag", 64, None, None)
+    unusual = Sharding(4, "striped", contiguous(4, 2), 0)
+    assert Sharding.from_spec(unusual.spec, 0).shards == contiguous(4, 2)
+
+
+def test_equality_is_by_content() -> None:
+    one, other = ring(12, "zigzag", 2)
+    assert one == Sharding(12, "zigzag", zigzag(12, 2), 0, device="cpu")
+    assert one != other
+    assert one != Sharding(12, "striped", striped(12, 2), 0)
+    assert one != Sharding(12, "zigzag", zigzag(12, 2), 0, (0, 5, 12))
+    assert one != "zigzag"
+    assert len({one, other, ring(12, "zigzag", 2)[0]}) == 2
+    assert repr(one) == "Sharding(12 tokens, zigzag, rank 0 of 2, 6 rows)"
+
+
+def test_a_rank_that_holds_nothing_has_empty_rows() -> None:
+    sharding = Sharding(2, "contiguous", contiguous(2, 3), 2)
+    assert sharding.shard_len == 0
+    assert sharding.positions.shape == (0,)
+    assert sharding.shard(torch.randn(4, 2, 3)).shape == (4, 0, 3)
+
+
+def test_wrong_tensors_and_shards_are_refused() -> None:
+    one, other = ring(12, "zigzag", 2)
+    with pytest.raises(ValueError, match=r"x must have seq_len 12 in dim 1, got 6 \(shape \(1, 6\)\)"):
+        one.shard(torch.zeros(1, 6))
+    with pytest.raises(ValueError, match="dim must be from -2 to 1, got 2"):
+        one.shard(torch.zeros(12, 12), 2)
+    with pytest.raises(ValueError, match="x_local must have shard_len 6 in dim 1, got 12"):
+        one.unshard(torch.zeros(1, 12))
+    with pytest.raises(RuntimeError, match="unshard must reach the other 1 ranks"):
+        one.unshard(torch.zeros(1, 6))
+    with pytest.raises(ValueError, match="parts must have one tensor per rank, 2, got 1"):
+        other.assemble([torch.zeros(1, 6)])
+    with pytest.raises(ValueError, match=r"parts must have the lengths \(6, 6\) in dim 1, got \(6, 5\)"):
+        one.assemble([torch.zeros(1, 6), torch.zeros(1, 5)])
+    with pytest.raises(ValueError, match=r"layout must be one of .*, got 'ring'"):
+        Sharding(4, "ring", contiguous(4, 2), 0)
+    with pytest.raises(ValueError, match="rank must be from 0 to 1, got 2"):
+        Sharding(4, "zigzag", zigzag(4, 2), 2)
+    with pytest.raises(ValueError, match="documents must be boundaries"):
+        Sharding(4, "zigzag", zigzag(4, 2), 0, (0, 3))
+    with pytest.raises(ValueError, match="shards must hold each of 5 positions once, got 4 rows"):
+        Sharding(5, "zigzag", zigzag(4, 2), 0)
+    with pytest.raises(ValueError, match="shards must hold each of 4 positions once"):
+        Sharding(4, "balanced", ((Run(0, 1, 2),), (Run(1, 1, 2),)), 0)
+    with pytest.raises(ValueError, match="shards must hold each of 4 positions once"):
+        Sharding(4, "balanced", ((Run(0, 2, 2),), (Run(2, 1, 2),)), 0)
+    with pytest.raises(ValueError, match=r"ascending, non-empty runs below 4, got .* on rank 0"):
+        Sharding(4, "balanced", ((Run(2, 1, 2), Run(0, 1, 2)),), 0)
+
+
+def test_examples_in_the_docstrings_hold() -> None:
+    result = doctest.testmod(ringattn.sharding)
+    assert result.attempted
+    assert not result.failed

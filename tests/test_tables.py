@@ -1,0 +1,109 @@
+"""The tensors that kernels read say what the plan and the mask say."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ringattn import tables
+from ringattn.layout import contiguous, zigzag
+from ringattn.schedule import make_plan
+from ringattn.tables import bounds_of, moving_side, stationary_side
+from ringattn.visibility import Reading, Visibility
+from tests.masks import layouts, masks, positions
+
+
+@pytest.fixture(autouse=True)
+def _fresh_cache() -> Iterator[None]:
+    tables.clear()
+    yield
+    tables.clear()
+
+
+@settings(max_examples=150, deadline=None)
+@given(masks(), st.sampled_from(["keys", "queries"]))
+def test_tensors_and_integers_obey_one_formula(mask: Visibility, reading: Reading) -> None:
+    rows = mask.seq_len if reading == "keys" else mask.kv_len
+    read = mask.keys_of if reading == "keys" else mask.queries_of
+    lo, hi = bounds_of(torch.arange(rows), mask, reading)
+    expected = [[read(x, b) for x in range(rows)] for b in range(mask.batch_size)]
+    assert torch.stack([lo, hi], -1).tolist() == [[list(pair) for pair in element] for element in expected]
+
+
+@settings(max_examples=100, deadline=None)
+@given(masks(max_len=20), st.data(), st.integers(1, 5), st.sampled_from(["keys", "queries"]))
+def test_sides_hold_the_runs_positions_and_intervals_of_a_visit(
+    mask: Visibility, data: st.DataObject, world_size: int, moving: str
+) -> None:
+    queries = data.draw(layouts(mask.seq_len, world_size))
+    keys = data.draw(layouts(mask.kv_len, world_size))
+    stay, read_stay, read_move = (
+        (queries, mask.keys_of, mask.queries_of) if moving == "keys" else (keys, mask.queries_of, mask.keys_of)
+    )
+    of_stay, of_move = ("keys", "queries") if moving == "keys" else ("queries", "keys")
+    for part in make_plan(queries, keys, mask, moving).ranks:
+        mine = stationary_side(stay[part.rank], mask, "cpu", of_stay)
+        checked = [(mine, positions(stay[part.rank]), read_stay)]
+        for visit in part.visits:
+            if visit is not None:
+                rows = [start + stride * x for _, length, start, stride in visit.runs for x in range(length)]
+                side = moving_side(visit, mask, "cpu", of_move)
+                assert side.run_list == visit.runs
+                checked.append((side, rows, read_move))
+        for side, rows, read in checked:
+            assert side.positions.tolist() == rows
+            assert side.runs.tolist() == [list(run) for run in side.run_list]
+            assert sum(length for _, length, _, _ in side.run_list) == len(rows)
+            assert side.lo.tolist() == [[read(x, b)[0] for x in rows] for b in range(mask.batch_size)]
+            assert side.hi.tolist() == [[read(x, b)[1] for x in rows] for b in range(mask.batch_size)]
+
+
+def test_sides_are_int32_contiguous_and_aligned() -> None:
+    side = stationary_side(zigzag(50, 3)[0], Visibility(50, 50, lengths=((0, 50), (3, 9))), "cpu")
+    assert side.runs.shape == (2, 4)
+    assert side.lo.shape == side.hi.shape == (2, 17)
+    for tensor in (side.runs, side.positions, side.lo, side.hi):
+        assert tensor.dtype == torch.int32
+        assert tensor.is_contiguous()
+        assert tensor.storage_offset() * 4 % 128 == 0
+
+
+def test_equal_arguments_share_one_side() -> None:
+    def side(length: int = 8, reading: Reading = "keys"):
+        return stationary_side(contiguous(8, 2)[1], Visibility(8, length, causal=True), torch.device("cpu"), reading)
+
+    assert side() is side()
+    assert side() is not side(length=9)
+    assert side() is not side(reading="queries")
+
+
+def test_the_cache_keeps_the_latest_sides_within_its_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    shards = contiguous(256, 4)
+    mask = Visibility(256, 256)
+    first = stationary_side(shards[0], mask, "cpu")
+    monkeypatch.setattr(tables, "CACHE_BYTES", 2 * first.runs.untyped_storage().nbytes())
+    second = stationary_side(shards[1], mask, "cpu")
+    assert stationary_side(shards[0], mask, "cpu") is first
+    stationary_side(shards[2], mask, "cpu")
+    assert stationary_side(shards[0], mask, "cpu") is first
+    assert stationary_side(shards[1], mask, "cpu") is not second
+    monkeypatch.setattr(tables, "CACHE_BYTES", 0)
+    only = stationary_side(shards[3], mask, "cpu")
+    assert stationary_side(shards[3], mask, "cpu") is only
+
+
+def test_sides_made_under_inference_mode_are_ordinary_tensors() -> None:
+    with torch.inference_mode():
+        side = stationary_side(contiguous(8, 2)[0], Visibility(8, 8), "cpu")
+    assert not side.lo.is_inference()
+
+
+def test_a_shard_without_rows_has_an_empty_side() -> None:
+    side = stationary_side((), Visibility(2, 2), "cpu")
+    assert side.runs.shape == (0, 4)
+    assert side.lo.shape == (1, 0)
+    assert side.run_list == ()
