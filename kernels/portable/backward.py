@@ -108,12 +108,14 @@ def keys_kernel(
     drop_factor,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, D: tl.constexpr, D_WIDTH: tl.constexpr, DV: tl.constexpr,
     DV_WIDTH: tl.constexpr, ADD: tl.constexpr, SOFTCAP: tl.constexpr, DROPOUT: tl.constexpr, TMA: tl.constexpr,
-    PRECISION: tl.constexpr,
+    SAME_STRIDE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """dk, dv of BLOCK_N keys (`rows` in all) of one key head; `runs` and num_runs are those of the query side.
 
     `heads` counts batch x key heads, `num_heads` key heads. `dkey_bias_out` is a contiguous `b hk t`: one sum per key head.
     """
+    if SAME_STRIDE:
+        do_ss = q_ss  # one set of offsets in registers serves both
     tile, head = swizzle(tiles, heads, sweep)
     row0 = tile * BLOCK_N  # under a causal mask the first keys are seen most: longest first
     b = head // num_heads
@@ -243,9 +245,11 @@ def rows_kernel(
     drop_factor,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, D: tl.constexpr, D_WIDTH: tl.constexpr, DV: tl.constexpr,
     DV_WIDTH: tl.constexpr, ADD: tl.constexpr, SOFTCAP: tl.constexpr, DROPOUT: tl.constexpr, TMA: tl.constexpr,
-    PRECISION: tl.constexpr,
+    SAME_STRIDE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Dq (and dalibi, dbias) of BLOCK_M queries of one head; `runs` and num_runs are those of the key side."""
+    if SAME_STRIDE:
+        v_ss = k_ss
     tile, head = swizzle(tiles, heads, sweep)
     row0 = (tiles - 1 - tile) * BLOCK_M
     b = head // num_heads

@@ -65,6 +65,7 @@ def compile_kernel(
     features: tuple[str, ...] = (),
     first: bool = True,
     last: bool = True,
+    group: int = 1,
     dump: str | None = None,
 ) -> Report:
     """Compiles one kernel for compute capability `arch` (80, 90, 100)."""
@@ -74,7 +75,7 @@ def compile_kernel(
         "BLOCK_M": config.block_m, "BLOCK_N": config.block_n, "D": padded, "D_WIDTH": head_dim, "DV": padded, "DV_WIDTH": head_dim,
         "SOFTCAP": "softcap" in features, "DROPOUT": "dropout" in features, "TMA": config.tma,
         "PRECISION": "tf32x3" if dtype == "fp32" else "ieee", "FIRST": first, "LAST": last, "PLAIN": not features,
-        "SKEW": config.skew, "ADD": not first,
+        "SKEW": config.skew, "ADD": not first, "SAME_STRIDE": True,
     }  # fmt: skip
     present = set(features) | ({"carry"} if not (first and last) else set())
     signature: dict[str, str] = {}
@@ -82,7 +83,10 @@ def compile_kernel(
     dynamic = {fn.arg_names[i] if isinstance(i, int) else i for i in fn.do_not_specialize or ()}
     block = config.block_m if kernel == "keys" else config.block_n
     for i, name in enumerate(fn.arg_names):
-        if name in constants:
+        if name == "group" and group == 1:
+            signature[name] = "constexpr"  # what a launch makes of an argument that is 1
+            constants[name] = 1
+        elif name in constants:
             signature[name] = "constexpr"
         elif name in OPTIONAL and OPTIONAL[name] not in present:
             signature[name] = "constexpr"
