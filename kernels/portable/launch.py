@@ -54,6 +54,8 @@ def launch_forward(
     if config is None:
         config = configs.choose(kind, q.element_size(), max(_padded(d), _padded(dv)), "forward", plain)
     tma = config.tma and _describable(k) and _describable(v)
+    if config.tma and not tma:
+        config = configs.without_tma(config)
     tiles = triton.cdiv(s, config.block_m)
     per_head = t * (d + dv) * k.element_size() * hk // h
     dropout = _dropout(score)
@@ -68,7 +70,7 @@ def launch_forward(
             batch * h, h, h // hk, s, len(keys.run_list) if t else 0, tiles, _sweep(per_head, batch * h), *cap, *dropout,
             BLOCK_M=config.block_m, BLOCK_N=config.block_n, D=_padded(d), D_WIDTH=d, DV=_padded(dv), DV_WIDTH=dv,
             FIRST=first, LAST=last, PLAIN=plain, SOFTCAP=score.softcap > 0, DROPOUT=score.dropout_p > 0, SKEW=config.skew,
-            TMA=tma, PRECISION=_precision(q, kind), **_options(config),
+            TMA=tma, SAME_STRIDE=_same_stride(k, v), PRECISION=_precision(q, kind), **_options(config),
         )  # fmt: skip
 
 
@@ -146,7 +148,7 @@ def _launch_keys(
             score.softmax_scale, *_scale_and_cap(score), *_dropout(score),
             BLOCK_M=config.block_m, BLOCK_N=config.block_n, D=_padded(d), D_WIDTH=d, DV=_padded(dv), DV_WIDTH=dv,
             ADD=grads.accumulate_keys, SOFTCAP=score.softcap > 0, DROPOUT=score.dropout_p > 0, TMA=tma,
-            PRECISION=_precision(q, kind), **_options(config),
+            SAME_STRIDE=_same_stride(q, do), PRECISION=_precision(q, kind), **_options(config),
         )  # fmt: skip
     if grads.dkey_bias is not None and partial is not None:
         if grads.accumulate_keys:
@@ -189,7 +191,7 @@ def _launch_rows(
             score.softmax_scale, *_scale_and_cap(score), *_dropout(score),
             BLOCK_M=config.block_m, BLOCK_N=config.block_n, D=_padded(d), D_WIDTH=d, DV=_padded(dv), DV_WIDTH=dv,
             ADD=grads.accumulate_rows, SOFTCAP=score.softcap > 0, DROPOUT=score.dropout_p > 0, TMA=tma,
-            PRECISION=_precision(q, kind), **_options(config),
+            SAME_STRIDE=_same_stride(k, v), PRECISION=_precision(q, kind), **_options(config),
         )  # fmt: skip
 
 
@@ -264,6 +266,10 @@ def _streamed(x: Tensor, block: int, tma: bool) -> Any:
     batch, s, h, d = x.shape
     shape, strides = [batch, h, s, d], [x.stride(0), x.stride(2), x.stride(1), 1]
     return TensorDescriptor(x, shape, strides, [1, 1, block, _padded(d)])
+
+
+def _same_stride(x: Tensor, y: Tensor) -> bool:
+    return x.stride(1) == y.stride(1)
 
 
 def _strides(x: Tensor | None) -> tuple[int, int, int]:

@@ -12,7 +12,8 @@ Note [Tile ranges]
           |  head tiles  |    full tiles      |  tail tiles |
 
     Full tiles are one loop. Head and tail tiles are one loop as well, which jumps over the full ones, so that the
-    masked code exists once; it comes first, so that what only it needs holds no registers during the other. A run that nobody sees costs a handful of scalar instructions.
+    masked code exists once; it comes first, so that what only it needs holds no registers during the other. A run
+    that nobody sees costs a handful of scalar instructions.
 """
 
 import triton
