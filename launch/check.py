@@ -52,6 +52,8 @@ SEQUENCE_DIM = {"q": 1, "k": 1, "v": 1, "o": 1, "lse": 2, "key_bias": 1, "bias":
 """The dim that is sharded; tensors that are not named here are whole on every rank."""
 HANDFUL = ("dsinks", "dalibi_slopes")
 """Gradients that are one number per head (Note [A handful of numbers])."""
+COMPILE_SECONDS = 300.0
+"""What compiling ahead may take; whatever is not compiled by then, the check compiles itself."""
 Standard = dict[str, tuple[Tensor, Budget]]
 """Per tensor: its fp64 definition on the whole sequence, and the error it may have."""
 Answer = tuple[dict[str, Tensor], Callable[[Tensor, str], Tensor]]
@@ -393,8 +395,12 @@ def compile_ahead(cases: Sequence[Case], args: CheckArgs, ranks: int, session: S
             )
             for job in range(jobs)
         ]
+        deadline = time.monotonic() + COMPILE_SECONDS
         for share in shares:
-            share.wait()
+            try:
+                share.wait(max(0.0, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                share.kill()
     session.barrier()
 
 

@@ -97,7 +97,7 @@ def _difference(actual: Tensor, exact: Tensor) -> Tensor:
     if actual.shape != exact.shape:
         raise ValueError(f"actual must have the shape of exact, {tuple(exact.shape)}, got {tuple(actual.shape)}")
     actual, exact = actual.detach().to(exact.device, torch.float64), exact.detach().double()
-    return (actual - exact).abs().masked_fill(actual == exact, 0.0).nan_to_num(nan=math.inf)
+    return (actual - exact).abs().masked_fill(actual == exact, 0.0).nan_to_num(nan=math.inf, posinf=math.inf)
 
 
 def _largest(x: Tensor) -> float:
