@@ -10,6 +10,7 @@ Note [Two readings]
     A dk/dv program takes all query heads of its key head in turn: a shared key head needs no atomics.
 """
 
+# pyright: reportGeneralTypeIssues=false
 import triton
 import triton.language as tl
 
@@ -63,7 +64,7 @@ def _keys_step(
     lse2 = _log2_lse(lse, x, inside, MASKED)
     bias_tile = None
     if bias is not None:
-        at = (row.to(tl.int64) * bias_ss + tl.arange(0, BLOCK_M) * bias_ss)[None, :]
+        at = (tl.cast(row, tl.int64) * bias_ss + tl.arange(0, BLOCK_M) * bias_ss)[None, :]
         bias_tile = tl.load(bias + at, mask=inside[None, :] & key_exists[:, None], other=0.0)
     s, t = score(
         qk, q_pos[None, :], k_pos[:, None], slope, key_bias_tile, bias_tile, scale, cap, SOFTCAP, PRECISION == "tf32x3"

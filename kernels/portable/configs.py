@@ -49,7 +49,7 @@ _TABLE: dict[tuple[str, int, int], tuple[Config, Config, Config]] = {
     ("sm90", 4, 128): (Config(64, 32, 4, 2), Config(32, 32, 4, 2), Config(32, 32, 4, 2)),
     ("sm90", 4, 256): (Config(32, 32, 4, 1), Config(16, 32, 4, 1), Config(32, 16, 4, 1)),
     # 227 KiB, tensor memory
-    ("sm100", 2, 64): (Config(128, 128, 8, 2), Config(64, 128, 8, 2), Config(128, 64, 8, 2)),
+    ("sm100", 2, 64): (Config(128, 64, 8, 3), Config(64, 128, 8, 2), Config(128, 64, 8, 2)),
     ("sm100", 2, 128): (Config(128, 64, 8, 2), Config(64, 128, 8, 2), Config(128, 64, 8, 2)),
     ("sm100", 2, 256): (Config(128, 64, 8, 2), Config(32, 64, 8, 2), Config(64, 32, 4, 2)),
     ("sm100", 4, 64): (Config(64, 32, 4, 2), Config(32, 32, 4, 2), Config(32, 32, 4, 2)),

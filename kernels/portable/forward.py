@@ -8,6 +8,7 @@ Note [Skew]
     beneath the exponentials. It costs one more score tile of registers and leaves the arithmetic as it is.
 """
 
+# pyright: reportGeneralTypeIssues=false
 import triton
 import triton.language as tl
 

@@ -11,15 +11,18 @@ import math
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ringattn.kernels.contract import Carry, Grads, Score, Side
-from ringattn.kernels.portable import configs
-from ringattn.kernels.portable.backward import delta_kernel, keys_kernel, rows_kernel
+from ringattn.kernels.portable import backward, configs, forward
 from ringattn.kernels.portable.configs import Config
-from ringattn.kernels.portable.forward import forward_kernel
+
+# what @triton.jit makes of a function has a type that says neither [grid] nor that constants are plain values
+_forward: Any = forward.forward_kernel
+_delta: Any = backward.delta_kernel
+_keys: Any = backward.keys_kernel
+_rows: Any = backward.rows_kernel
 
 LOG2E = math.log2(math.e)
 L2_BYTES = 32 * 2**20  # of the level-two cache, what one sweep of heads may stream
@@ -56,12 +59,12 @@ def launch_forward(
     tma = config.tma and _describable(k) and _describable(v)
     if config.tma and not tma:
         config = configs.without_tma(config)
-    tiles = triton.cdiv(s, config.block_m)
+    tiles = -(-s // config.block_m)
     per_head = t * (d + dv) * k.element_size() * hk // h
     dropout = _dropout(score)
     carry_m, carry_l, carry_acc = (carry.m, carry.l, carry.acc) if carry is not None else (None, None, None)
     with _device(q):
-        forward_kernel[(tiles * batch * h,)](
+        _forward[(tiles * batch * h,)](
             q, _streamed(k, config.block_n, tma), _streamed(v, config.block_n, tma), o, lse, carry_m, carry_l, carry_acc,
             rows.positions, rows.lo, rows.hi, keys.runs, score.sinks, score.alibi_slopes, score.key_bias, score.bias,
             *_strides(q), *_strides(k), *_strides(v), *_strides(o), *_strides(carry_acc),
@@ -82,7 +85,7 @@ def launch_delta(o: Tensor, do: Tensor, dlse: Tensor | None) -> Tensor:
         return delta
     block_m = 64
     with _device(o):
-        delta_kernel[(triton.cdiv(s, block_m), batch * h)](
+        _delta[(-(-s // block_m), batch * h)](
             o, do, dlse, delta, *_strides(o), *_strides(do), *_pair(dlse), h, s,
             BLOCK_M=block_m, DV=_padded(dv), DV_WIDTH=dv, num_warps=4,
         )  # fmt: skip
@@ -131,7 +134,7 @@ def _launch_keys(
     if config is None:
         config = configs.choose(kind, q.element_size(), max(_padded(d), _padded(dv)), "keys", _is_plain(score))
     tma = config.tma and _describable(q) and _describable(do)
-    tiles = triton.cdiv(t, config.block_n)
+    tiles = -(-t // config.block_n)
     per_head = s * (d + dv) * q.element_size()
     partial = None
     if grads.dkey_bias is not None:
@@ -139,7 +142,7 @@ def _launch_keys(
         if grads.accumulate_keys:
             partial.zero_()  # tiles that see nothing return at once
     with _device(q):
-        keys_kernel[(tiles * batch * hk,)](
+        _keys[(tiles * batch * hk,)](
             _streamed(do, config.block_m, tma), _streamed(q, config.block_m, tma), k, v, lse, delta, grads.dk, grads.dv,
             partial, keys.positions, keys.lo, keys.hi, rows.runs, score.alibi_slopes, score.key_bias, score.bias,
             *_strides(do), *_strides(q), *_strides(k), *_strides(v), *_strides(grads.dk), *_strides(grads.dv),
@@ -178,10 +181,10 @@ def _launch_rows(
     if config is None:
         config = configs.choose(kind, q.element_size(), max(_padded(d), _padded(dv)), "rows", _is_plain(score))
     tma = config.tma and _describable(k) and _describable(v)
-    tiles = triton.cdiv(s, config.block_m)
+    tiles = -(-s // config.block_m)
     per_head = t * (d + dv) * k.element_size() * hk // h
     with _device(q):
-        rows_kernel[(tiles * batch * h,)](
+        _rows[(tiles * batch * h,)](
             do, q, _streamed(k, config.block_n, tma), _streamed(v, config.block_n, tma), lse, delta, grads.dq, grads.dalibi,
             grads.dbias, rows.positions, rows.lo, rows.hi, keys.runs, score.alibi_slopes, score.key_bias, score.bias,
             *_strides(do), *_strides(q), *_strides(k), *_strides(v), *_strides(grads.dq),
@@ -207,7 +210,7 @@ def _check(q: Tensor, d: int, dv: int) -> None:
 
 
 def _padded(head_dim: int) -> int:
-    return max(16, triton.next_power_of_2(head_dim))
+    return max(16, 1 << (head_dim - 1).bit_length())
 
 
 def _is_plain(score: Score) -> bool:

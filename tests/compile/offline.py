@@ -166,8 +166,8 @@ def _loop_spills(cubin: bytes) -> int:
         target = int(branch.group(1), 16) if branch else address
         if target < address and target in line_at:
             body = [line for _, line in code[line_at[target] : i + 1]]
-            # a wait that failed jumps back into the loop it came from: such a loop loads no tile
-            if any("MMA" in line for line in body) and any(re.search("LDGSTS|UTMALDG", line) for line in body):
+            # a wait that failed retries beyond the end of the kernel and jumps back from there: not a loop
+            if any("MMA" in line for line in body) and not any("EXIT" in line for line in body):
                 loops.append((line_at[target], i, body))
     inner = [x for x in loops if not any(y is not x and x[0] <= y[0] and y[1] <= x[1] for y in loops)]
     return sum(bool(re.search(r"\b(STL|LDL)\b", line)) for _, _, body in inner for line in body)
