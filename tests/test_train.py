@@ -473,6 +473,10 @@ def test_the_rank_that_was_killed_is_named_before_those_it_took_along():
     assert failed.startswith("the run ended because rank 2 (process 104) exited with code 3")
 
 
+# a validation and a picture after each step: time to disturb a run before it ends
+SLOW = ("--compare-steps", "0", "--eval-interval", "1")
+
+
 def command(out: Path, nproc: int, *flags: str) -> list[str]:
     given = ["--preset", "tiny", "--device", "cpu", "--out", str(out), "--nproc", str(nproc)]
     return [sys.executable, "-m", "ringattn.launch.train", *given, *(flags or ("--compare-steps", "0"))]
@@ -551,7 +555,12 @@ def test_one_rank_has_the_loss_curve_of_two(whole_run, tmp_path):
 @pytest.mark.dist
 def test_a_killed_rank_ends_the_run_and_the_same_command_continues_it_exactly(whole_run, tmp_path):
     process = subprocess.Popen(
-        command(tmp_path, 2), cwd=ROOT, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        command(tmp_path, 2, *SLOW),
+        cwd=ROOT,
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
     )
     wait_for_step(tmp_path, 7, process)
     victim = ranks_of(process.pid)[1]
@@ -576,7 +585,7 @@ def test_a_killed_rank_ends_the_run_and_the_same_command_continues_it_exactly(wh
 @pytest.mark.dist
 def test_ctrl_c_saves_and_stops_after_a_step_and_another_number_of_ranks_continues(whole_run, tmp_path):
     process = subprocess.Popen(
-        command(tmp_path, 2, "--checkpoint-interval", "100", "--compare-steps", "0"),
+        command(tmp_path, 2, *SLOW, "--checkpoint-interval", "100"),
         cwd=ROOT,
         env=environment(),
         stdout=subprocess.PIPE,

@@ -269,8 +269,8 @@ def steps_on_one_rank(
 def rounding_band(value: float, dtype: torch.dtype) -> float:
     """How far two orders of the same sums may put a loss or a norm.
 
-    64 rounding units of float32, or a quarter of one of bfloat16, whose runs still add in float32: each about ten times
-    what was seen over the first steps of a run.
+    64 rounding units of float32, or a quarter of one of bfloat16, whose runs still add in float32: each several times
+    what is seen over the first steps of a run.
     """
     units = 64 if dtype == torch.float32 else 0.25
     return units * torch.finfo(dtype).eps * abs(value)
