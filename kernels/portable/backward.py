@@ -10,6 +10,7 @@ Note [Two readings]
     A dk/dv program takes all query heads of its key head in turn: a shared key head needs no atomics.
 """
 
+# pyright: reportGeneralTypeIssues=false
 import triton
 import triton.language as tl
 
@@ -52,8 +53,8 @@ def _load_stat(src, at, row, x, inside, ROWS: tl.constexpr, MASKED: tl.constexpr
 
 @triton.jit
 def _keys_step(
-    dk, dv, dkey_bias, k_tile, v_tile, q, do, lse2, delta, stat_at, b, h, row, end, origin, stride, lo_ptr, hi_ptr, row0, rows, k_pos,
-    key_exists, key_bias_tile, bias, bias_ss, q_ss, do_ss, slope, scale, cap, key, drop_threshold, drop_factor,
+    dk, dv, dkey_bias, k_tile, v_tile, q, do, lse2, delta, stat_at, b, h, row, end, origin, stride, lo_ptr, hi_ptr, row0, rows,
+    k_pos, key_exists, key_bias_tile, bias, bias_ss, q_ss, do_ss, slope, scale, cap, key, drop_threshold, drop_factor,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, D: tl.constexpr, D_WIDTH: tl.constexpr, DV: tl.constexpr, DV_WIDTH: tl.constexpr,
     MASKED: tl.constexpr, SOFTCAP: tl.constexpr, DROPOUT: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
     WANT_KEY_BIAS: tl.constexpr,
@@ -68,7 +69,7 @@ def _keys_step(
     lse2_i = _load_stat(lse2, stat_at, row, x, inside, BLOCK_M, MASKED, TMA)
     bias_tile = None
     if bias is not None:
-        at = (row.to(tl.int64) * bias_ss + tl.arange(0, BLOCK_M) * bias_ss)[None, :]
+        at = (tl.cast(row, tl.int64) * bias_ss + tl.arange(0, BLOCK_M) * bias_ss)[None, :]
         bias_tile = tl.load(bias + at, mask=inside[None, :] & key_exists[:, None], other=0.0)
     s, t = score(
         qk, q_pos[None, :], k_pos[:, None], slope, key_bias_tile, bias_tile, scale, cap, SOFTCAP, PRECISION == "tf32x3"
@@ -112,13 +113,15 @@ def keys_kernel(
     drop_factor,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, D: tl.constexpr, D_WIDTH: tl.constexpr, DV: tl.constexpr,
     DV_WIDTH: tl.constexpr, ADD: tl.constexpr, SOFTCAP: tl.constexpr, DROPOUT: tl.constexpr, TMA: tl.constexpr,
-    PRECISION: tl.constexpr,
+    SAME_STRIDE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """dk, dv of BLOCK_N keys (`rows` in all) of one key head; `runs` and num_runs are those of the query side.
 
     `lse2` (lse in log2 units) and `delta` are contiguous `b h s` of `queries` rows, or under TMA descriptors of that memory.
     `heads` counts batch x key heads, `num_heads` key heads. `dkey_bias_out` is a contiguous `b hk t`: one sum per key head.
     """
+    if SAME_STRIDE:
+        do_ss = q_ss  # one set of offsets in registers serves both
     tile, head = swizzle(tiles, heads, sweep)
     row0 = tile * BLOCK_N  # under a causal mask the first keys are seen most: longest first
     b = head // num_heads
@@ -171,14 +174,18 @@ def keys_kernel(
                     i = tl.where(j < head_end, j, j - head_end + tail)
                     row = first + i * BLOCK_M
                     dk, dv, dkey_bias = _keys_step(
-                        dk, dv, dkey_bias, k_tile, v_tile, q_base, do_base, lse2_base, delta_base, stat_at, b, h, row, end, origin, stride, lo_ptr, hi_ptr, row0, rows, k_pos, key_exists, key_bias_tile, bias_base, bias_ss, q_ss,
+                        dk, dv, dkey_bias, k_tile, v_tile, q_base, do_base, lse2_base, delta_base, stat_at, b, h, row,
+                        end, origin, stride, lo_ptr, hi_ptr, row0, rows, k_pos, key_exists, key_bias_tile, bias_base,
+                        bias_ss, q_ss,
                         do_ss, slope,
                         scale, cap, key, drop_threshold, drop_factor, BLOCK_M, BLOCK_N, D, D_WIDTH, DV, DV_WIDTH, True, SOFTCAP,
                         DROPOUT, TMA, PRECISION, dkey_bias_out is not None,
                     )  # fmt: skip
                 for row in tl.range(first + head_end * BLOCK_M, first + tail * BLOCK_M, BLOCK_M):
                     dk, dv, dkey_bias = _keys_step(
-                        dk, dv, dkey_bias, k_tile, v_tile, q_base, do_base, lse2_base, delta_base, stat_at, b, h, row, end, origin, stride, lo_ptr, hi_ptr, row0, rows, k_pos, key_exists, key_bias_tile, bias_base, bias_ss, q_ss,
+                        dk, dv, dkey_bias, k_tile, v_tile, q_base, do_base, lse2_base, delta_base, stat_at, b, h, row,
+                        end, origin, stride, lo_ptr, hi_ptr, row0, rows, k_pos, key_exists, key_bias_tile, bias_base,
+                        bias_ss, q_ss,
                         do_ss, slope,
                         scale, cap, key, drop_threshold, drop_factor, BLOCK_M, BLOCK_N, D, D_WIDTH, DV, DV_WIDTH, False, SOFTCAP,
                         DROPOUT, TMA, PRECISION, dkey_bias_out is not None,
@@ -251,9 +258,11 @@ def rows_kernel(
     drop_factor,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, D: tl.constexpr, D_WIDTH: tl.constexpr, DV: tl.constexpr,
     DV_WIDTH: tl.constexpr, ADD: tl.constexpr, SOFTCAP: tl.constexpr, DROPOUT: tl.constexpr, TMA: tl.constexpr,
-    PRECISION: tl.constexpr,
+    SAME_STRIDE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Dq (and dalibi, dbias) of BLOCK_M queries of one head; `runs` and num_runs are those of the key side."""
+    if SAME_STRIDE:
+        v_ss = k_ss
     tile, head = swizzle(tiles, heads, sweep)
     row0 = (tiles - 1 - tile) * BLOCK_M
     b = head // num_heads
@@ -307,14 +316,16 @@ def rows_kernel(
             row = first + i * BLOCK_N
             dq, dalibi = _rows_step(
                 dq, dalibi, q_tile, do_tile, lse2, delta_i, k_base, v_base, b, h_kv, row, end, origin, stride,
-                lo_ptr, hi_ptr, row0, rows, q_pos, row_exists, key_bias_base, bias_base, bias_sn, dbias_base, dbias_sn, k_ss, v_ss, slope, scale,
+                lo_ptr, hi_ptr, row0, rows, q_pos, row_exists, key_bias_base, bias_base, bias_sn, dbias_base,
+                dbias_sn, k_ss, v_ss, slope, scale,
                 cap, key, drop_threshold, drop_factor, BLOCK_M, BLOCK_N, D, D_WIDTH, DV, DV_WIDTH, True, SOFTCAP, DROPOUT, TMA,
                 PRECISION, dalibi_out is not None,
             )  # fmt: skip
         for row in tl.range(first + head_end * BLOCK_N, first + tail * BLOCK_N, BLOCK_N):
             dq, dalibi = _rows_step(
                 dq, dalibi, q_tile, do_tile, lse2, delta_i, k_base, v_base, b, h_kv, row, end, origin, stride,
-                lo_ptr, hi_ptr, row0, rows, q_pos, row_exists, key_bias_base, bias_base, bias_sn, dbias_base, dbias_sn, k_ss, v_ss, slope, scale,
+                lo_ptr, hi_ptr, row0, rows, q_pos, row_exists, key_bias_base, bias_base, bias_sn, dbias_base,
+                dbias_sn, k_ss, v_ss, slope, scale,
                 cap, key, drop_threshold, drop_factor, BLOCK_M, BLOCK_N, D, D_WIDTH, DV, DV_WIDTH, False, SOFTCAP, DROPOUT, TMA,
                 PRECISION, dalibi_out is not None,
             )  # fmt: skip

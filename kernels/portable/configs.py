@@ -43,13 +43,13 @@ _KERNELS = ("forward", "keys", "rows")
 _TABLE: dict[tuple[str, int, int], tuple[Config, Config, Config]] = {
     # 227 KiB of shared memory, wgmma
     ("sm90", 2, 64): (Config(128, 64, 4, 3, tma=True), Config(64, 64, 4, 3, tma=True), Config(64, 64, 4, 3, tma=True)),
-    ("sm90", 2, 128): (Config(128, 128, 8, 3, tma=True), Config(64, 64, 4, 2, tma=True), Config(128, 64, 8, 3)),
+    ("sm90", 2, 128): (Config(128, 128, 8, 3, tma=True), Config(64, 128, 8, 3, tma=True), Config(128, 64, 8, 3)),
     ("sm90", 2, 256): (Config(128, 64, 8, 2), Config(32, 64, 8, 2), Config(64, 32, 4, 2)),
     ("sm90", 4, 64): (Config(64, 32, 4, 2), Config(32, 32, 4, 2), Config(32, 32, 4, 2)),
     ("sm90", 4, 128): (Config(64, 32, 4, 2), Config(32, 32, 4, 2), Config(32, 32, 4, 2)),
     ("sm90", 4, 256): (Config(32, 32, 4, 1), Config(16, 32, 4, 1), Config(32, 16, 4, 1)),
     # 227 KiB, tensor memory
-    ("sm100", 2, 64): (Config(128, 128, 8, 2), Config(64, 128, 8, 2), Config(128, 64, 8, 2)),
+    ("sm100", 2, 64): (Config(128, 64, 8, 3), Config(64, 128, 8, 2), Config(128, 64, 8, 2)),
     ("sm100", 2, 128): (Config(128, 64, 8, 2), Config(64, 128, 8, 2), Config(128, 64, 8, 2)),
     ("sm100", 2, 256): (Config(128, 64, 8, 2), Config(32, 64, 8, 2), Config(64, 32, 4, 2)),
     ("sm100", 4, 64): (Config(64, 32, 4, 2), Config(32, 32, 4, 2), Config(32, 32, 4, 2)),
@@ -116,3 +116,8 @@ def choose(kind: str, itemsize: int, head_dim: int, kernel: str, plain: bool) ->
     if plain or kind == INTERPRETER:
         return config
     return replace(config, block_n=min(config.block_n, 64), skew=False)
+
+
+def without_tma(config: Config) -> Config:
+    """What replaces a forward configuration when a tensor cannot be described: pointers take registers, so narrower."""
+    return replace(config, tma=False, skew=False, block_n=min(config.block_n, 64))

@@ -8,6 +8,7 @@ Note [Skew]
     beneath the exponentials. It costs one more score tile of registers and leaves the arithmetic as it is.
 """
 
+# pyright: reportGeneralTypeIssues=false
 import triton
 import triton.language as tl
 
@@ -86,12 +87,15 @@ def forward_kernel(
     heads, num_heads, group, rows, num_runs, tiles, sweep, scale, cap, seed_low, seed_high, drop_threshold, drop_factor,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, D: tl.constexpr, D_WIDTH: tl.constexpr, DV: tl.constexpr,
     DV_WIDTH: tl.constexpr, FIRST: tl.constexpr, LAST: tl.constexpr, PLAIN: tl.constexpr, SOFTCAP: tl.constexpr,
-    DROPOUT: tl.constexpr, SKEW: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
+    DROPOUT: tl.constexpr, SKEW: tl.constexpr, TMA: tl.constexpr, SAME_STRIDE: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Visits the keys of `runs`. Strides are in elements; last dims are contiguous; absent tensors are None.
 
     PLAIN: the score is q . k times a positive scale, so that the scale is folded into the exponent.
     """
+    if SAME_STRIDE:
+        v_ss = k_ss  # one set of offsets in registers serves both
     tile, head = swizzle(tiles, heads, sweep)
     row0 = (tiles - 1 - tile) * BLOCK_M  # under a causal mask the last rows see most: longest first
     b = head // num_heads

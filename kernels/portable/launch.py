@@ -12,15 +12,18 @@ import math
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ringattn.kernels.contract import Carry, Grads, Score, Side
-from ringattn.kernels.portable import configs
-from ringattn.kernels.portable.backward import delta_kernel, keys_kernel, rows_kernel
+from ringattn.kernels.portable import backward, configs, forward
 from ringattn.kernels.portable.configs import Config
-from ringattn.kernels.portable.forward import forward_kernel
+
+# what @triton.jit makes of a function has a type that says neither [grid] nor that constants are plain values
+_forward: Any = forward.forward_kernel
+_delta: Any = backward.delta_kernel
+_keys: Any = backward.keys_kernel
+_rows: Any = backward.rows_kernel
 
 LOG2E = math.log2(math.e)
 L2_BYTES = 32 * 2**20  # of the level-two cache, what one sweep of heads may stream
@@ -55,12 +58,14 @@ def launch_forward(
     if config is None:
         config = configs.choose(kind, q.element_size(), max(_padded(d), _padded(dv)), "forward", plain)
     tma = config.tma and _describable(k) and _describable(v)
-    tiles = triton.cdiv(s, config.block_m)
+    if config.tma and not tma:
+        config = configs.without_tma(config)
+    tiles = -(-s // config.block_m)
     per_head = t * (d + dv) * k.element_size() * hk // h
     dropout = _dropout(score)
     carry_m, carry_l, carry_acc = (carry.m, carry.l, carry.acc) if carry is not None else (None, None, None)
     with _device(q):
-        forward_kernel[(tiles * batch * h,)](
+        _forward[(tiles * batch * h,)](
             q, _streamed(k, config.block_n, tma), _streamed(v, config.block_n, tma), o, lse, carry_m, carry_l, carry_acc,
             rows.positions, rows.lo, rows.hi, keys.runs, score.sinks, score.alibi_slopes, score.key_bias, score.bias,
             *_strides(q), *_strides(k), *_strides(v), *_strides(o), *_strides(carry_acc),
@@ -69,7 +74,7 @@ def launch_forward(
             batch * h, h, h // hk, s, len(keys.run_list) if t else 0, tiles, _sweep(per_head, batch * h), *cap, *dropout,
             BLOCK_M=config.block_m, BLOCK_N=config.block_n, D=_padded(d), D_WIDTH=d, DV=_padded(dv), DV_WIDTH=dv,
             FIRST=first, LAST=last, PLAIN=plain, SOFTCAP=score.softcap > 0, DROPOUT=score.dropout_p > 0, SKEW=config.skew,
-            TMA=tma, PRECISION=_precision(q, kind), **_options(config),
+            TMA=tma, SAME_STRIDE=_same_stride(k, v), PRECISION=_precision(q, kind), **_options(config),
         )  # fmt: skip
 
 
@@ -81,7 +86,7 @@ def launch_delta(o: Tensor, do: Tensor, dlse: Tensor | None) -> Tensor:
         return delta
     block_m = 64
     with _device(o):
-        delta_kernel[(triton.cdiv(s, block_m), batch * h)](
+        _delta[(-(-s // block_m), batch * h)](
             o, do, dlse, delta, *_strides(o), *_strides(do), *_pair(dlse), h, s,
             BLOCK_M=block_m, DV=_padded(dv), DV_WIDTH=dv, num_warps=4,
         )  # fmt: skip
@@ -131,8 +136,9 @@ def _launch_keys(
         config = configs.choose(kind, q.element_size(), max(_padded(d), _padded(dv)), "keys", _is_plain(score))
     # times log2(e) once here, not once per tile of keys
     lse2, delta = lse.contiguous() * LOG2E, delta.contiguous()
-    tma = config.tma and all(_describable(x) for x in (q, do, lse2, delta))
-    tiles = triton.cdiv(t, config.block_n)
+    tma = config.tma and all(_describable(x) for x in (q, do, lse2.flatten(), delta.flatten()))
+    tma = tma and delta.numel() < 2**31  # coordinates of a descriptor have 32 bits
+    tiles = -(-t // config.block_n)
     per_head = s * (d + dv) * q.element_size()
     partial = None
     if grads.dkey_bias is not None:
@@ -140,7 +146,7 @@ def _launch_keys(
         if grads.accumulate_keys:
             partial.zero_()  # tiles that see nothing return at once
     with _device(q):
-        keys_kernel[(tiles * batch * hk,)](
+        _keys[(tiles * batch * hk,)](
             _streamed(do, config.block_m, tma), _streamed(q, config.block_m, tma), k, v,
             _listed(lse2, config.block_m, tma), _listed(delta, config.block_m, tma), grads.dk, grads.dv,
             partial, keys.positions, keys.lo, keys.hi, rows.runs, score.alibi_slopes, score.key_bias, score.bias,
@@ -150,7 +156,7 @@ def _launch_keys(
             score.softmax_scale, *_scale_and_cap(score), *_dropout(score),
             BLOCK_M=config.block_m, BLOCK_N=config.block_n, D=_padded(d), D_WIDTH=d, DV=_padded(dv), DV_WIDTH=dv,
             ADD=grads.accumulate_keys, SOFTCAP=score.softcap > 0, DROPOUT=score.dropout_p > 0, TMA=tma,
-            PRECISION=_precision(q, kind), **_options(config),
+            SAME_STRIDE=_same_stride(q, do), PRECISION=_precision(q, kind), **_options(config),
         )  # fmt: skip
     if grads.dkey_bias is not None and partial is not None:
         if grads.accumulate_keys:
@@ -180,10 +186,10 @@ def _launch_rows(
     if config is None:
         config = configs.choose(kind, q.element_size(), max(_padded(d), _padded(dv)), "rows", _is_plain(score))
     tma = config.tma and _describable(k) and _describable(v)
-    tiles = triton.cdiv(s, config.block_m)
+    tiles = -(-s // config.block_m)
     per_head = t * (d + dv) * k.element_size() * hk // h
     with _device(q):
-        rows_kernel[(tiles * batch * h,)](
+        _rows[(tiles * batch * h,)](
             do, q, _streamed(k, config.block_n, tma), _streamed(v, config.block_n, tma), lse, delta, grads.dq, grads.dalibi,
             grads.dbias, rows.positions, rows.lo, rows.hi, keys.runs, score.alibi_slopes, score.key_bias, score.bias,
             *_strides(do), *_strides(q), *_strides(k), *_strides(v), *_strides(grads.dq),
@@ -193,7 +199,7 @@ def _launch_rows(
             score.softmax_scale, *_scale_and_cap(score), *_dropout(score),
             BLOCK_M=config.block_m, BLOCK_N=config.block_n, D=_padded(d), D_WIDTH=d, DV=_padded(dv), DV_WIDTH=dv,
             ADD=grads.accumulate_rows, SOFTCAP=score.softcap > 0, DROPOUT=score.dropout_p > 0, TMA=tma,
-            PRECISION=_precision(q, kind), **_options(config),
+            SAME_STRIDE=_same_stride(k, v), PRECISION=_precision(q, kind), **_options(config),
         )  # fmt: skip
 
 
@@ -209,7 +215,7 @@ def _check(q: Tensor, d: int, dv: int) -> None:
 
 
 def _padded(head_dim: int) -> int:
-    return max(16, triton.next_power_of_2(head_dim))
+    return max(16, 1 << (head_dim - 1).bit_length())
 
 
 def _is_plain(score: Score) -> bool:
@@ -273,6 +279,10 @@ def _streamed(x: Tensor, block: int, tma: bool) -> Any:
 def _listed(x: Tensor, block: int, tma: bool) -> Any:
     """A contiguous tensor, or a descriptor over it as one list with tiles of `block` numbers."""
     return TensorDescriptor(x, [x.numel()], [1], [block]) if tma else x
+
+
+def _same_stride(x: Tensor, y: Tensor) -> bool:
+    return x.stride(1) == y.stride(1)
 
 
 def _strides(x: Tensor | None) -> tuple[int, int, int]:

@@ -4,6 +4,7 @@ Owns Note [Score] and Note [Dropout] of the contract, inside kernels. Refuses to
 already broadcastable to the tile, so the same code serves tiles of queries x keys and of keys x queries.
 """
 
+# pyright: reportGeneralTypeIssues=false
 import triton
 import triton.language as tl
 

@@ -12,7 +12,8 @@ Note [Tile ranges]
           |  head tiles  |    full tiles      |  tail tiles |
 
     Full tiles are one loop. Head and tail tiles are one loop as well, which jumps over the full ones, so that the
-    masked code exists once; it comes first, so that what only it needs holds no registers during the other. A run that nobody sees costs a handful of scalar instructions.
+    masked code exists once; it comes first, so that what only it needs holds no registers during the other. A run
+    that nobody sees costs a handful of scalar instructions.
 """
 
 import triton
@@ -100,7 +101,7 @@ def load_rows(
     else:
         x = tl.arange(0, ROWS)[:, None]
         c = tl.arange(0, COLS)[None, :]
-        ptrs = src + row.to(tl.int64) * stride + (x * stride + c)
+        ptrs = src + tl.cast(row, tl.int64) * stride + (x * stride + c)
         if GUARD and WIDTH == COLS:
             tile = tl.load(ptrs, mask=x < end - row, other=0.0)
         elif GUARD:
@@ -119,7 +120,7 @@ def store_rows(
     """Writes (or under ADD adds) the rows before `end` and the columns before WIDTH of a tile."""
     x = tl.arange(0, ROWS)[:, None]
     c = tl.arange(0, COLS)[None, :]
-    ptrs = dst + row.to(tl.int64) * stride + (x * stride + c)
+    ptrs = dst + tl.cast(row, tl.int64) * stride + (x * stride + c)
     mask = (x < end - row) & (c < WIDTH)
     if ADD:
         tile += tl.load(ptrs, mask=mask, other=0.0)

@@ -23,7 +23,7 @@ from ringattn.kernels.portable.forward import forward_kernel
 
 KERNELS = {"forward": forward_kernel, "keys": keys_kernel, "rows": rows_kernel}
 STREAMED = {"forward": ("k", "v"), "keys": ("do", "q"), "rows": ("k", "v")}
-TYPES = {"bf16": "bf16", "fp16": "fp16", "fp32": "fp32"}
+TOOLS = os.path.join(os.path.dirname(triton.__file__), "backends", "nvidia", "bin")
 FLOATS = {"scale", "cap", "softmax_scale", "drop_factor"}
 POINTERS = {
     "lse": "fp32", "lse2": "fp32", "delta": "fp32", "carry_m": "fp32", "carry_l": "fp32", "carry_acc": "fp32",
@@ -45,6 +45,7 @@ class Report:
         shared: Bytes of shared memory.
         registers: Per thread.
         spills: Bytes of spill stores and loads, outside and inside loops.
+        loop_spills: Accesses to local memory inside the innermost loops that hold products.
         tensor_ops: The tensor core instruction of each product in the PTX.
         warnings: Lines of the assembler that say so.
     """
@@ -52,6 +53,7 @@ class Report:
     shared: int
     registers: int
     spills: int
+    loop_spills: int
     tensor_ops: frozenset[str]
     warnings: tuple[str, ...]
 
@@ -66,6 +68,7 @@ def compile_kernel(
     features: tuple[str, ...] = (),
     first: bool = True,
     last: bool = True,
+    group: int = 1,
     dump: str | None = None,
 ) -> Report:
     """Compiles one kernel for compute capability `arch` (80, 90, 100)."""
@@ -75,7 +78,7 @@ def compile_kernel(
         "BLOCK_M": config.block_m, "BLOCK_N": config.block_n, "D": padded, "D_WIDTH": head_dim, "DV": padded, "DV_WIDTH": head_dim,
         "SOFTCAP": "softcap" in features, "DROPOUT": "dropout" in features, "TMA": config.tma,
         "PRECISION": "tf32x3" if dtype == "fp32" else "ieee", "FIRST": first, "LAST": last, "PLAIN": not features,
-        "SKEW": config.skew, "ADD": not first,
+        "SKEW": config.skew, "ADD": not first, "SAME_STRIDE": True,
     }  # fmt: skip
     present = set(features) | ({"carry"} if not (first and last) else set())
     signature: dict[str, str] = {}
@@ -83,7 +86,10 @@ def compile_kernel(
     dynamic = {fn.arg_names[i] if isinstance(i, int) else i for i in fn.do_not_specialize or ()}
     block = config.block_m if kernel == "keys" else config.block_n
     for i, name in enumerate(fn.arg_names):
-        if name in constants:
+        if name == "group" and group == 1:
+            signature[name] = "constexpr"  # what a launch makes of an argument that is 1
+            constants[name] = 1
+        elif name in constants:
             signature[name] = "constexpr"
         elif name in OPTIONAL and OPTIONAL[name] not in present:
             signature[name] = "constexpr"
@@ -124,6 +130,7 @@ def compile_kernel(
         shared=compiled.metadata.shared,
         registers=int(used.group(1)),
         spills=int(spilled.group(1)) + int(spilled.group(2)),
+        loop_spills=_loop_spills(compiled.asm["cubin"]) if spilled.group(1) != "0" else 0,
         tensor_ops=frozenset(re.findall(r"\b(wgmma\.mma_async|tcgen05\.mma|mma\.sync)", ptx)),
         warnings=tuple(line for line in said.splitlines() if "warning" in line.lower() or "serializ" in line.lower()),
     )
@@ -134,10 +141,9 @@ def _assemble(ptx: str) -> str:
     target = re.search(r"\.target\s+(\w+)", ptx)
     assert target is not None, "PTX without a target"
     name = "ptxas-blackwell" if target.group(1).startswith("sm_10") else "ptxas"
-    folder = os.path.join(os.path.dirname(triton.__file__), "backends", "nvidia", "bin")
-    binary = os.path.join(folder, name)
+    binary = os.path.join(TOOLS, name)
     if not os.path.exists(binary):
-        binary = os.path.join(folder, "ptxas")
+        binary = os.path.join(TOOLS, "ptxas")
     with tempfile.TemporaryDirectory() as scratch:
         source = os.path.join(scratch, "kernel.ptx")
         with open(source, "w") as f:
@@ -145,3 +151,26 @@ def _assemble(ptx: str) -> str:
         command = [binary, "-v", f"--gpu-name={target.group(1)}", source, "-o", os.path.join(scratch, "kernel.cubin")]
         done = subprocess.run(command, capture_output=True, text=True, check=True)
     return done.stdout + done.stderr
+
+
+def _loop_spills(cubin: bytes) -> int:
+    """Accesses to local memory between the target of a backward branch and the branch, in innermost loops with products."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as f:
+        f.write(cubin)
+        f.flush()
+        done = subprocess.run(
+            [os.path.join(TOOLS, "cuobjdump"), "-sass", f.name], capture_output=True, text=True, check=True
+        )
+    code = [(int(m.group(1), 16), m.group(2)) for m in re.finditer(r"/\*([0-9a-f]{4,})\*/\s+(.*?)\s*;", done.stdout)]
+    line_at = {address: i for i, (address, _) in enumerate(code)}
+    loops = []
+    for i, (address, text) in enumerate(code):
+        branch = re.search(r"BRA\S* .*?0x([0-9a-f]+)", text)
+        target = int(branch.group(1), 16) if branch else address
+        if target < address and target in line_at:
+            body = [line for _, line in code[line_at[target] : i + 1]]
+            # a wait that failed retries beyond the end of the kernel and jumps back from there: not a loop
+            if any("MMA" in line for line in body) and not any("EXIT" in line for line in body):
+                loops.append((line_at[target], i, body))
+    inner = [x for x in loops if not any(y is not x and x[0] <= y[0] and y[1] <= x[1] for y in loops)]
+    return sum(bool(re.search(r"\b(STL|LDL)\b", line)) for _, _, body in inner for line in body)

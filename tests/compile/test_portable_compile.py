@@ -1,0 +1,55 @@
+from __future__ import annotations
+
+import multiprocessing
+from collections.abc import Iterator
+from concurrent.futures import Future, ProcessPoolExecutor
+
+import pytest
+
+pytest.importorskip("triton")
+configs = pytest.importorskip("ringattn.kernels.portable.configs")
+
+from tests.compile import offline  # noqa: E402
+
+KERNELS = ("forward", "keys", "rows")
+SHARED = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
+TENSOR_OPS = {80: "mma.sync", 90: "wgmma.mma_async", 100: "tcgen05.mma"}
+EVERYTHING = ("softcap", "sinks", "alibi", "key_bias", "bias", "dropout")
+
+PLAIN = [(kernel, arch, head_dim) for arch in SHARED for head_dim in (64, 128) for kernel in KERNELS]
+RICH = [(kernel, 90, 128) for kernel in KERNELS]
+
+pytestmark = pytest.mark.compile
+
+
+@pytest.fixture(scope="module")
+def reports() -> Iterator[dict[tuple[str, int, int, bool], Future[offline.Report]]]:
+    """Every kernel of this module, on its way through two compilers at a time."""
+    with ProcessPoolExecutor(2, multiprocessing.get_context("spawn")) as pool:
+        jobs = {}
+        for plain, cases in ((True, PLAIN), (False, RICH)):
+            for kernel, arch, head_dim in cases:
+                config = configs.choose(f"sm{arch}", 2, head_dim, kernel, plain)
+                features = () if plain else EVERYTHING
+                jobs[kernel, arch, head_dim, plain] = pool.submit(
+                    offline.compile_kernel, kernel, arch, config, head_dim=head_dim, features=features
+                )
+        yield jobs
+        for job in jobs.values():
+            job.cancel()
+
+
+@pytest.mark.parametrize(("kernel", "arch", "head_dim"), PLAIN)
+def test_plain_kernels_fit_and_do_not_spill_in_their_loops(reports, kernel: str, arch: int, head_dim: int):
+    report = reports[kernel, arch, head_dim, True].result()
+    assert report.loop_spills == 0, report
+    assert report.shared <= SHARED[arch], report
+    assert TENSOR_OPS[arch] in report.tensor_ops, report
+    assert not report.warnings, report
+
+
+@pytest.mark.parametrize(("kernel", "arch", "head_dim"), RICH)
+def test_kernels_with_every_feature_fit(reports, kernel: str, arch: int, head_dim: int):
+    report = reports[kernel, arch, head_dim, False].result()
+    assert report.shared <= SHARED[arch], report
+    assert TENSOR_OPS[arch] in report.tensor_ops, report
