@@ -38,7 +38,7 @@ def delta_kernel(
 
 
 @triton.jit
-def _load_stat(src, at, row, x, inside, ROWS: tl.constexpr, MASKED: tl.constexpr, TMA: tl.constexpr):
+def _load_stat(src, at, row, x, inside, MASKED: tl.constexpr, TMA: tl.constexpr):
     """One number per row; `src` points at a head's row 0, or describes all heads end to end, this one from `at` on."""
     if TMA:
         value = src.load([at + row])
@@ -66,7 +66,7 @@ def _keys_step(
     q_tile = load_rows(q, b, h, row, end, q_ss, BLOCK_M, D, D_WIDTH, MASKED, TMA)
     do_tile = load_rows(do, b, h, row, end, do_ss, BLOCK_M, DV, DV_WIDTH, MASKED, TMA)
     qk = tl.dot(k_tile, tl.trans(q_tile), input_precision=PRECISION)
-    lse2_i = _load_stat(lse2, stat_at, row, x, inside, BLOCK_M, MASKED, TMA)
+    lse2_i = _load_stat(lse2, stat_at, row, x, inside, MASKED, TMA)
     bias_tile = None
     if bias is not None:
         at = (tl.cast(row, tl.int64) * bias_ss + tl.arange(0, BLOCK_M) * bias_ss)[None, :]
@@ -83,7 +83,7 @@ def _keys_step(
         p = tl.where(visible, p, 0.0)
     dp = tl.dot(v_tile, tl.trans(do_tile), input_precision=PRECISION)
     # not before dp: that costs registers; not after dv: waiting for it would serialize the products in flight
-    delta_i = _load_stat(delta, stat_at, row, x, inside, BLOCK_M, MASKED, TMA)
+    delta_i = _load_stat(delta, stat_at, row, x, inside, MASKED, TMA)
     weights = p
     if DROPOUT:
         keep = kept(key, q_pos[None, :], k_pos[:, None], drop_threshold)
@@ -211,7 +211,6 @@ def _rows_step(
     inside = y < end
     k_pos = origin + stride * y
     k_tile = load_rows(k, b, h_kv, row, end, k_ss, BLOCK_N, D, D_WIDTH, MASKED, TMA)
-    v_tile = load_rows(v, b, h_kv, row, end, v_ss, BLOCK_N, DV, DV_WIDTH, MASKED, TMA)
     qk = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
     key_bias_tile = None
     bias_tile = None
@@ -229,6 +228,7 @@ def _rows_step(
         lo, hi = load_bounds(lo_ptr, hi_ptr, row0, rows, BLOCK_M)
         visible = (k_pos[None, :] >= lo[:, None]) & (k_pos[None, :] < hi[:, None]) & inside[None, :]
         p = tl.where(visible, p, 0.0)
+    v_tile = load_rows(v, b, h_kv, row, end, v_ss, BLOCK_N, DV, DV_WIDTH, MASKED, TMA)
     dp = tl.dot(do_tile, tl.trans(v_tile), input_precision=PRECISION)
     if DROPOUT:
         dp = tl.where(kept(key, q_pos[:, None], k_pos[None, :], drop_threshold), dp * drop_factor, 0.0)
