@@ -38,19 +38,23 @@ def delta_kernel(
 
 
 @triton.jit
-def _log2_lse(lse, x, mask, MASKED: tl.constexpr):
-    """Lse in log2 units; rows that saw nothing, and rows that are not there, get +inf: all their weights are 0."""
-    if MASKED:
-        value = tl.load(lse + x, mask=mask, other=float("-inf"))
+def _load_stat(src, at, row, x, inside, MASKED: tl.constexpr, TMA: tl.constexpr):
+    """One number per row; `src` points at a head's row 0, or describes all heads end to end, this one from `at` on."""
+    if TMA:
+        value = src.load([at + row])
+        if MASKED:
+            value = tl.where(inside, value, 0.0)  # beyond the run may be another head
+    elif MASKED:
+        value = tl.load(src + x, mask=inside, other=0.0)
     else:
-        value = tl.load(lse + x)
-    return tl.where(value == float("-inf"), float("inf"), value * LOG2E)
+        value = tl.load(src + x)
+    return value
 
 
 @triton.jit
 def _keys_step(
-    dk, dv, dkey_bias, k_tile, v_tile, q, do, lse, delta, b, h, row, end, origin, stride, lo_ptr, hi_ptr, row0, rows, k_pos,
-    key_exists, key_bias_tile, bias, bias_ss, q_ss, do_ss, slope, scale, cap, key, drop_threshold, drop_factor,
+    dk, dv, dkey_bias, k_tile, v_tile, q, do, lse2, delta, stat_at, b, h, row, end, origin, stride, lo_ptr, hi_ptr, row0, rows,
+    k_pos, key_exists, key_bias_tile, bias, bias_ss, q_ss, do_ss, slope, scale, cap, key, drop_threshold, drop_factor,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, D: tl.constexpr, D_WIDTH: tl.constexpr, DV: tl.constexpr, DV_WIDTH: tl.constexpr,
     MASKED: tl.constexpr, SOFTCAP: tl.constexpr, DROPOUT: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
     WANT_KEY_BIAS: tl.constexpr,
@@ -60,8 +64,9 @@ def _keys_step(
     inside = x < end
     q_pos = origin + stride * x
     q_tile = load_rows(q, b, h, row, end, q_ss, BLOCK_M, D, D_WIDTH, MASKED, TMA)
+    do_tile = load_rows(do, b, h, row, end, do_ss, BLOCK_M, DV, DV_WIDTH, MASKED, TMA)
     qk = tl.dot(k_tile, tl.trans(q_tile), input_precision=PRECISION)
-    lse2 = _log2_lse(lse, x, inside, MASKED)
+    lse2_i = _load_stat(lse2, stat_at, row, x, inside, MASKED, TMA)
     bias_tile = None
     if bias is not None:
         at = (tl.cast(row, tl.int64) * bias_ss + tl.arange(0, BLOCK_M) * bias_ss)[None, :]
@@ -69,23 +74,22 @@ def _keys_step(
     s, t = score(
         qk, q_pos[None, :], k_pos[:, None], slope, key_bias_tile, bias_tile, scale, cap, SOFTCAP, PRECISION == "tf32x3"
     )
-    p = tl.exp2(s - lse2[None, :])
+    if key_bias_tile is not None or bias is not None:
+        lse2_i = tl.where(lse2_i == float("-inf"), float("inf"), lse2_i)  # a bias of -inf on all that a row sees
+    p = tl.exp2(s - lse2_i[None, :])
     if MASKED:
         lo, hi = load_bounds(lo_ptr, hi_ptr, row0, rows, BLOCK_N)
         visible = (q_pos[None, :] >= lo[:, None]) & (q_pos[None, :] < hi[:, None])
         p = tl.where(visible, p, 0.0)
-    do_tile = load_rows(do, b, h, row, end, do_ss, BLOCK_M, DV, DV_WIDTH, MASKED, TMA)
     dp = tl.dot(v_tile, tl.trans(do_tile), input_precision=PRECISION)
+    # not before dp: that costs registers; not after dv: waiting for it would serialize the products in flight
+    delta_i = _load_stat(delta, stat_at, row, x, inside, MASKED, TMA)
     weights = p
     if DROPOUT:
         keep = kept(key, q_pos[None, :], k_pos[:, None], drop_threshold)
         weights = tl.where(keep, p * drop_factor, 0.0)
         dp = tl.where(keep, dp * drop_factor, 0.0)
     dv = tl.dot(weights.to(do_tile.dtype), do_tile, dv, input_precision=PRECISION)
-    if MASKED:
-        delta_i = tl.load(delta + x, mask=inside, other=0.0)
-    else:
-        delta_i = tl.load(delta + x)
     ds = p * (dp - delta_i[None, :])
     if WANT_KEY_BIAS:
         dkey_bias += tl.sum(ds, 1)
@@ -97,14 +101,14 @@ def _keys_step(
 
 @triton.jit(
     do_not_specialize=[
-        "lse_sb", "lse_sh", "delta_sb", "delta_sh", "lo_sb", "hi_sb", "key_bias_sb", "rows", "num_runs", "tiles", "sweep", "heads",
-        "seed_low", "seed_high", "drop_threshold",
+        "queries", "lo_sb", "hi_sb", "key_bias_sb", "rows", "num_runs", "tiles", "sweep", "heads", "seed_low", "seed_high",
+        "drop_threshold",
     ]
 )  # fmt: skip
 def keys_kernel(
-    do, q, k, v, lse, delta, dk_out, dv_out, dkey_bias_out, positions, lo_ptr, hi_ptr, runs, alibi_slopes, key_bias, bias,
+    do, q, k, v, lse2, delta, dk_out, dv_out, dkey_bias_out, positions, lo_ptr, hi_ptr, runs, alibi_slopes, key_bias, bias,
     do_sb, do_ss, do_sh, q_sb, q_ss, q_sh, k_sb, k_ss, k_sh, v_sb, v_ss, v_sh, dk_sb, dk_ss, dk_sh, dv_sb, dv_ss, dv_sh,
-    lse_sb, lse_sh, delta_sb, delta_sh, lo_sb, hi_sb, key_bias_sb, bias_sb, bias_sh, bias_ss, bias_sn,
+    queries, lo_sb, hi_sb, key_bias_sb, bias_sb, bias_sh, bias_ss, bias_sn,
     heads, num_heads, group, rows, num_runs, tiles, sweep, softmax_scale, scale, cap, seed_low, seed_high, drop_threshold,
     drop_factor,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, D: tl.constexpr, D_WIDTH: tl.constexpr, DV: tl.constexpr,
@@ -113,6 +117,7 @@ def keys_kernel(
 ):  # fmt: skip
     """dk, dv of BLOCK_N keys (`rows` in all) of one key head; `runs` and num_runs are those of the query side.
 
+    `lse2` (lse in log2 units) and `delta` are contiguous `b h s` of `queries` rows, or under TMA descriptors of that memory.
     `heads` counts batch x key heads, `num_heads` key heads. `dkey_bias_out` is a contiguous `b hk t`: one sum per key head.
     """
     if SAME_STRIDE:
@@ -149,12 +154,15 @@ def keys_kernel(
         if count > 0:
             for g in tl.range(0, group):
                 h = h_kv * group + g
-                lse_base = lse + b64 * lse_sb + h * lse_sh
-                delta_base = delta + b64 * delta_sb + h * delta_sh
+                stat_at = (b * num_heads * group + h) * queries
                 if TMA:
                     q_base = q
                     do_base = do
+                    lse2_base = lse2
+                    delta_base = delta
                 else:
+                    lse2_base = lse2 + (b64 * num_heads * group + h) * queries
+                    delta_base = delta + (b64 * num_heads * group + h) * queries
                     q_base = q + b64 * q_sb + h * q_sh
                     do_base = do + b64 * do_sb + h * do_sh
                 bias_base = None
@@ -166,8 +174,8 @@ def keys_kernel(
                     i = tl.where(j < head_end, j, j - head_end + tail)
                     row = first + i * BLOCK_M
                     dk, dv, dkey_bias = _keys_step(
-                        dk, dv, dkey_bias, k_tile, v_tile, q_base, do_base, lse_base, delta_base, b, h, row, end,
-                        origin, stride, lo_ptr, hi_ptr, row0, rows, k_pos, key_exists, key_bias_tile, bias_base,
+                        dk, dv, dkey_bias, k_tile, v_tile, q_base, do_base, lse2_base, delta_base, stat_at, b, h, row,
+                        end, origin, stride, lo_ptr, hi_ptr, row0, rows, k_pos, key_exists, key_bias_tile, bias_base,
                         bias_ss, q_ss,
                         do_ss, slope,
                         scale, cap, key, drop_threshold, drop_factor, BLOCK_M, BLOCK_N, D, D_WIDTH, DV, DV_WIDTH, True, SOFTCAP,
@@ -175,8 +183,8 @@ def keys_kernel(
                     )  # fmt: skip
                 for row in tl.range(first + head_end * BLOCK_M, first + tail * BLOCK_M, BLOCK_M):
                     dk, dv, dkey_bias = _keys_step(
-                        dk, dv, dkey_bias, k_tile, v_tile, q_base, do_base, lse_base, delta_base, b, h, row, end,
-                        origin, stride, lo_ptr, hi_ptr, row0, rows, k_pos, key_exists, key_bias_tile, bias_base,
+                        dk, dv, dkey_bias, k_tile, v_tile, q_base, do_base, lse2_base, delta_base, stat_at, b, h, row,
+                        end, origin, stride, lo_ptr, hi_ptr, row0, rows, k_pos, key_exists, key_bias_tile, bias_base,
                         bias_ss, q_ss,
                         do_ss, slope,
                         scale, cap, key, drop_threshold, drop_factor, BLOCK_M, BLOCK_N, D, D_WIDTH, DV, DV_WIDTH, False, SOFTCAP,
@@ -273,7 +281,8 @@ def rows_kernel(
 
     q_tile = load_rows(q + b64 * q_sb + h * q_sh, b, h, row0, rows, q_ss, BLOCK_M, D, D_WIDTH, True, False)
     do_tile = load_rows(do + b64 * do_sb + h * do_sh, b, h, row0, rows, do_ss, BLOCK_M, DV, DV_WIDTH, True, False)
-    lse2 = _log2_lse(lse + b64 * lse_sb + h * lse_sh, x, row_exists, True)
+    lse2 = tl.load(lse + b64 * lse_sb + h * lse_sh + x, mask=row_exists, other=float("-inf")) * LOG2E
+    lse2 = tl.where(lse2 == float("-inf"), float("inf"), lse2)  # rows that saw nothing: all their weights are 0
     delta_i = tl.load(delta + b64 * delta_sb + h * delta_sh + x, mask=row_exists, other=0.0)
     q_pos = tl.load(positions + x, mask=row_exists, other=0)
     if TMA:

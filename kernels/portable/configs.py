@@ -42,7 +42,7 @@ _KERNELS = ("forward", "keys", "rows")
 # (kind of device, bytes per element, largest padded head_dim) -> forward, keys (dk and dv), rows (dq)
 _TABLE: dict[tuple[str, int, int], tuple[Config, Config, Config]] = {
     # 227 KiB of shared memory, wgmma
-    ("sm90", 2, 64): (Config(128, 64, 4, 3, tma=True), Config(64, 64, 4, 2, tma=True), Config(64, 64, 4, 3, tma=True)),
+    ("sm90", 2, 64): (Config(128, 64, 4, 3, tma=True), Config(64, 64, 4, 3, tma=True), Config(64, 64, 4, 3, tma=True)),
     ("sm90", 2, 128): (Config(128, 128, 8, 3, tma=True), Config(64, 128, 8, 3, tma=True), Config(128, 64, 8, 3)),
     ("sm90", 2, 256): (Config(128, 64, 8, 2), Config(32, 64, 8, 2), Config(64, 32, 4, 2)),
     ("sm90", 4, 64): (Config(64, 32, 4, 2), Config(32, 32, 4, 2), Config(32, 32, 4, 2)),
@@ -109,13 +109,14 @@ def choose(kind: str, itemsize: int, head_dim: int, kernel: str, plain: bool) ->
         itemsize: Bytes per element of q, k and v.
         head_dim: The larger of the padded head_dim of q and of v.
         kernel: "forward", "keys" or "rows".
-        plain: False when the score has a cap, a bias or dropout: those need registers, so tiles of scores get narrower.
+        plain: False when the score has a cap, a bias or dropout: those need registers and shared memory, so tiles of
+            scores get narrower and the pipeline shorter.
     """
     bucket = next(b for b in (64, 128, 256) if head_dim <= b)
     config = _TABLE[kind, itemsize, bucket][_KERNELS.index(kernel)]
     if plain or kind == INTERPRETER:
         return config
-    return replace(config, block_n=min(config.block_n, 64), skew=False)
+    return replace(config, block_n=min(config.block_n, 64), num_stages=min(config.num_stages, 2), skew=False)
 
 
 def without_tma(config: Config) -> Config:

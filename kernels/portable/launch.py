@@ -1,7 +1,8 @@
 """From tensors to kernel launches.
 
 Owns grids, strides and compile-time switches. Refuses to know the mathematics of the kernels and anything of a ring. Never
-waits for the device, and allocates nothing beyond delta and, with a key bias that wants a gradient, one sum per key head.
+waits for the device, and allocates nothing beyond delta, lse in log2 units and, with a key bias that wants a gradient, one
+sum per key head.
 """
 
 from __future__ import annotations
@@ -133,7 +134,10 @@ def _launch_keys(
     kind = configs.kind_of(q.device)
     if config is None:
         config = configs.choose(kind, q.element_size(), max(_padded(d), _padded(dv)), "keys", _is_plain(score))
-    tma = config.tma and _describable(q) and _describable(do)
+    # times log2(e) once here, not once per tile of keys
+    lse2, delta = lse.contiguous() * LOG2E, delta.contiguous()
+    tma = config.tma and all(_describable(x) for x in (q, do, lse2.flatten(), delta.flatten()))
+    tma = tma and delta.numel() < 2**31  # coordinates of a descriptor have 32 bits
     tiles = -(-t // config.block_n)
     per_head = s * (d + dv) * q.element_size()
     partial = None
@@ -143,10 +147,11 @@ def _launch_keys(
             partial.zero_()  # tiles that see nothing return at once
     with _device(q):
         _keys[(tiles * batch * hk,)](
-            _streamed(do, config.block_m, tma), _streamed(q, config.block_m, tma), k, v, lse, delta, grads.dk, grads.dv,
+            _streamed(do, config.block_m, tma), _streamed(q, config.block_m, tma), k, v,
+            _listed(lse2, config.block_m, tma), _listed(delta, config.block_m, tma), grads.dk, grads.dv,
             partial, keys.positions, keys.lo, keys.hi, rows.runs, score.alibi_slopes, score.key_bias, score.bias,
             *_strides(do), *_strides(q), *_strides(k), *_strides(v), *_strides(grads.dk), *_strides(grads.dv),
-            *_pair(lse), *_pair(delta), _batch(keys.lo), _batch(keys.hi), _batch(score.key_bias), *_bias_strides(score.bias),
+            s, _batch(keys.lo), _batch(keys.hi), _batch(score.key_bias), *_bias_strides(score.bias),
             batch * hk, hk, h // hk, t, len(rows.run_list) if s else 0, tiles, _sweep(per_head, batch * hk),
             score.softmax_scale, *_scale_and_cap(score), *_dropout(score),
             BLOCK_M=config.block_m, BLOCK_N=config.block_n, D=_padded(d), D_WIDTH=d, DV=_padded(dv), DV_WIDTH=dv,
@@ -269,6 +274,11 @@ def _streamed(x: Tensor, block: int, tma: bool) -> Any:
     batch, s, h, d = x.shape
     shape, strides = [batch, h, s, d], [x.stride(0), x.stride(2), x.stride(1), 1]
     return TensorDescriptor(x, shape, strides, [1, 1, block, _padded(d)])
+
+
+def _listed(x: Tensor, block: int, tma: bool) -> Any:
+    """A contiguous tensor, or a descriptor over it as one list with tiles of `block` numbers."""
+    return TensorDescriptor(x, [x.numel()], [1], [block]) if tma else x
 
 
 def _same_stride(x: Tensor, y: Tensor) -> bool:

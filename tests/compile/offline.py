@@ -26,7 +26,8 @@ STREAMED = {"forward": ("k", "v"), "keys": ("do", "q"), "rows": ("k", "v")}
 TOOLS = os.path.join(os.path.dirname(triton.__file__), "backends", "nvidia", "bin")
 FLOATS = {"scale", "cap", "softmax_scale", "drop_factor"}
 POINTERS = {
-    "lse": "fp32", "delta": "fp32", "carry_m": "fp32", "carry_l": "fp32", "carry_acc": "fp32", "dk_out": "fp32", "dv_out": "fp32",
+    "lse": "fp32", "lse2": "fp32", "delta": "fp32", "carry_m": "fp32", "carry_l": "fp32", "carry_acc": "fp32",
+    "dk_out": "fp32", "dv_out": "fp32",
     "dq_out": "fp32", "dkey_bias_out": "fp32", "dalibi_out": "fp32", "dbias": "fp32", "positions": "i32", "lo_ptr": "i32",
     "hi_ptr": "i32", "runs": "i32", "sinks": "fp32", "alibi_slopes": "fp32", "key_bias": "fp32", "bias": "fp32",
 }  # fmt: skip
@@ -95,6 +96,8 @@ def compile_kernel(
             constants[name] = None
         elif config.tma and name in STREAMED[kernel]:
             signature[name] = f"tensordesc<{dtype}[1, 1, {block}, {padded}]>"
+        elif config.tma and kernel == "keys" and name in ("lse2", "delta"):
+            signature[name] = f"tensordesc<fp32[{block}]>"
         elif name in ("q", "k", "v", "o", "do") or name in POINTERS:
             signature[name] = "*" + POINTERS.get(name, dtype)
             attributes[i,] = [["tt.divisibility", 16]]
