@@ -145,7 +145,14 @@ def training() -> str:
     found = load("train.json")
     runs = found["runs"]
     body = table(
-        ["GPUs", "context", "loss at step 1", f"loss at step {runs[0]['last_step']}", "tokens/s", "peak memory per GPU"],
+        [
+            "GPUs",
+            "context",
+            "loss at step 1",
+            f"loss at step {runs[0]['last_step']}",
+            "tokens/s",
+            "peak memory per GPU",
+        ],
         (
             [
                 run["world_size"],

@@ -39,11 +39,12 @@ def delta_kernel(
 
 @triton.jit
 def _load_stat(src, at, row, x, inside, MASKED: tl.constexpr, TMA: tl.constexpr):
-    """One number per row; `src` points at a head's row 0, or describes all heads end to end, this one from `at` on."""
+    """One number per row; `src` points at a head's row 0, or describes all heads end to end, this one from `at` on.
+
+    Under TMA `at` and `row` are multiples of four: a bulk load must begin at a multiple of 16 bytes.
+    """
     if TMA:
         value = src.load([at + row])
-        if MASKED:
-            value = tl.where(inside, value, 0.0)  # beyond the run may be another head
     elif MASKED:
         value = tl.load(src + x, mask=inside, other=0.0)
     else:
@@ -53,7 +54,7 @@ def _load_stat(src, at, row, x, inside, MASKED: tl.constexpr, TMA: tl.constexpr)
 
 @triton.jit
 def _keys_step(
-    dk, dv, dkey_bias, k_tile, v_tile, q, do, lse2, delta, stat_at, b, h, row, end, origin, stride, lo_ptr, hi_ptr, row0, rows,
+    dk, dv, dkey_bias, k_tile, v_tile, q, do, lse2, delta, stat_at, b, h, row, begin, end, origin, stride, lo_ptr, hi_ptr, row0, rows,
     k_pos, key_exists, key_bias_tile, bias, bias_ss, q_ss, do_ss, slope, scale, cap, key, drop_threshold, drop_factor,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, D: tl.constexpr, D_WIDTH: tl.constexpr, DV: tl.constexpr, DV_WIDTH: tl.constexpr,
     MASKED: tl.constexpr, SOFTCAP: tl.constexpr, DROPOUT: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
@@ -61,7 +62,7 @@ def _keys_step(
 ):  # fmt: skip
     """Adds what one tile of queries of one head sends to a tile of keys. Tiles of scores are keys x queries."""
     x = row + tl.arange(0, BLOCK_M)
-    inside = x < end
+    inside = (x >= begin) & (x < end)
     q_pos = origin + stride * x
     q_tile = load_rows(q, b, h, row, end, q_ss, BLOCK_M, D, D_WIDTH, MASKED, TMA)
     do_tile = load_rows(do, b, h, row, end, do_ss, BLOCK_M, DV, DV_WIDTH, MASKED, TMA)
@@ -79,7 +80,8 @@ def _keys_step(
     p = tl.exp2(s - lse2_i[None, :])
     if MASKED:
         lo, hi = load_bounds(lo_ptr, hi_ptr, row0, rows, BLOCK_N)
-        visible = (q_pos[None, :] >= lo[:, None]) & (q_pos[None, :] < hi[:, None])
+        # rows outside the run belong to other positions, whatever their q_pos says
+        visible = (q_pos[None, :] >= lo[:, None]) & (q_pos[None, :] < hi[:, None]) & inside[None, :]
         p = tl.where(visible, p, 0.0)
     dp = tl.dot(v_tile, tl.trans(do_tile), input_precision=PRECISION)
     # not before dp: that costs registers; not after dv: waiting for it would serialize the products in flight
@@ -117,7 +119,8 @@ def keys_kernel(
 ):  # fmt: skip
     """dk, dv of BLOCK_N keys (`rows` in all) of one key head; `runs` and num_runs are those of the query side.
 
-    `lse2` (lse in log2 units) and `delta` are contiguous `b h s` of `queries` rows, or under TMA descriptors of that memory.
+    `lse2` (lse in log2 units) and `delta` are contiguous `b h queries`, or under TMA descriptors of that memory; `queries`
+    is s, or under TMA s rounded up to a multiple of four.
     `heads` counts batch x key heads, `num_heads` key heads. `dkey_bias_out` is a contiguous `b hk t`: one sum per key head.
     """
     if SAME_STRIDE:
@@ -148,8 +151,8 @@ def keys_kernel(
     dkey_bias = tl.zeros([BLOCK_N], tl.float32)
 
     for r in tl.range(0, num_runs):
-        first, end, count, head_end, tail, origin, stride = run_tiles(
-            runs, r, any_lo, any_hi, full_lo, full_hi, BLOCK_M
+        begin, first, end, count, head_end, tail, origin, stride = run_tiles(
+            runs, r, any_lo, any_hi, full_lo, full_hi, BLOCK_M, 4 if TMA else 1
         )
         if count > 0:
             for g in tl.range(0, group):
@@ -175,7 +178,7 @@ def keys_kernel(
                     row = first + i * BLOCK_M
                     dk, dv, dkey_bias = _keys_step(
                         dk, dv, dkey_bias, k_tile, v_tile, q_base, do_base, lse2_base, delta_base, stat_at, b, h, row,
-                        end, origin, stride, lo_ptr, hi_ptr, row0, rows, k_pos, key_exists, key_bias_tile, bias_base,
+                        begin, end, origin, stride, lo_ptr, hi_ptr, row0, rows, k_pos, key_exists, key_bias_tile, bias_base,
                         bias_ss, q_ss,
                         do_ss, slope,
                         scale, cap, key, drop_threshold, drop_factor, BLOCK_M, BLOCK_N, D, D_WIDTH, DV, DV_WIDTH, True, SOFTCAP,
@@ -184,7 +187,7 @@ def keys_kernel(
                 for row in tl.range(first + head_end * BLOCK_M, first + tail * BLOCK_M, BLOCK_M):
                     dk, dv, dkey_bias = _keys_step(
                         dk, dv, dkey_bias, k_tile, v_tile, q_base, do_base, lse2_base, delta_base, stat_at, b, h, row,
-                        end, origin, stride, lo_ptr, hi_ptr, row0, rows, k_pos, key_exists, key_bias_tile, bias_base,
+                        begin, end, origin, stride, lo_ptr, hi_ptr, row0, rows, k_pos, key_exists, key_bias_tile, bias_base,
                         bias_ss, q_ss,
                         do_ss, slope,
                         scale, cap, key, drop_threshold, drop_factor, BLOCK_M, BLOCK_N, D, D_WIDTH, DV, DV_WIDTH, False, SOFTCAP,
@@ -308,7 +311,7 @@ def rows_kernel(
     dalibi = tl.zeros([BLOCK_M], tl.float32)
 
     for r in tl.range(0, num_runs):
-        first, end, count, head_end, tail, origin, stride = run_tiles(
+        _, first, end, count, head_end, tail, origin, stride = run_tiles(
             runs, r, any_lo, any_hi, full_lo, full_hi, BLOCK_N
         )
         for j in tl.range(0, head_end + count - tail):

@@ -146,7 +146,7 @@ def forward_kernel(
     key = dropout_key(head, seed_low, seed_high) if DROPOUT else None
 
     for r in tl.range(0, num_runs):
-        first, end, count, head_end, tail, origin, stride = run_tiles(
+        _, first, end, count, head_end, tail, origin, stride = run_tiles(
             runs, r, any_lo, any_hi, full_lo, full_hi, BLOCK_N
         )
         for j in tl.range(0, head_end + count - tail):

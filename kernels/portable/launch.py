@@ -134,10 +134,13 @@ def _launch_keys(
     kind = configs.kind_of(q.device)
     if config is None:
         config = configs.choose(kind, q.element_size(), max(_padded(d), _padded(dv)), "keys", _is_plain(score))
+    # coordinates of a descriptor have 32 bits
+    tma = config.tma and _describable(q) and _describable(do) and batch * h * (s + 3) < 2**31
     # times log2(e) once here, not once per tile of keys
     lse2, delta = lse.contiguous() * LOG2E, delta.contiguous()
-    tma = config.tma and all(_describable(x) for x in (q, do, lse2.flatten(), delta.flatten()))
-    tma = tma and delta.numel() < 2**31  # coordinates of a descriptor have 32 bits
+    if tma:
+        # bulk loads begin at multiples of 16 bytes, so every head does
+        lse2, delta = (_padded_rows(x, 4) for x in (lse2, delta))
     tiles = -(-t // config.block_n)
     per_head = s * (d + dv) * q.element_size()
     partial = None
@@ -151,7 +154,7 @@ def _launch_keys(
             _listed(lse2, config.block_m, tma), _listed(delta, config.block_m, tma), grads.dk, grads.dv,
             partial, keys.positions, keys.lo, keys.hi, rows.runs, score.alibi_slopes, score.key_bias, score.bias,
             *_strides(do), *_strides(q), *_strides(k), *_strides(v), *_strides(grads.dk), *_strides(grads.dv),
-            s, _batch(keys.lo), _batch(keys.hi), _batch(score.key_bias), *_bias_strides(score.bias),
+            lse2.shape[2], _batch(keys.lo), _batch(keys.hi), _batch(score.key_bias), *_bias_strides(score.bias),
             batch * hk, hk, h // hk, t, len(rows.run_list) if s else 0, tiles, _sweep(per_head, batch * hk),
             score.softmax_scale, *_scale_and_cap(score), *_dropout(score),
             BLOCK_M=config.block_m, BLOCK_N=config.block_n, D=_padded(d), D_WIDTH=d, DV=_padded(dv), DV_WIDTH=dv,
@@ -274,6 +277,12 @@ def _streamed(x: Tensor, block: int, tma: bool) -> Any:
     batch, s, h, d = x.shape
     shape, strides = [batch, h, s, d], [x.stride(0), x.stride(2), x.stride(1), 1]
     return TensorDescriptor(x, shape, strides, [1, 1, block, _padded(d)])
+
+
+def _padded_rows(x: Tensor, multiple: int) -> Tensor:
+    """`b h s` with s rounded up and a base that a descriptor takes."""
+    missing = -x.shape[2] % multiple
+    return torch.nn.functional.pad(x, (0, missing)) if missing else x if x.data_ptr() % 16 == 0 else x.clone()
 
 
 def _listed(x: Tensor, block: int, tma: bool) -> Any:

@@ -68,10 +68,11 @@ def first_row_from(position, length, start, stride):
 
 
 @triton.jit
-def run_tiles(runs, r, any_lo, any_hi, full_lo, full_hi, BLOCK: tl.constexpr):
-    """(first row, end row, tiles, first full tile, end of full tiles, origin, stride) of run r; Note [Tile ranges].
+def run_tiles(runs, r, any_lo, any_hi, full_lo, full_hi, BLOCK: tl.constexpr, ALIGN: tl.constexpr = 1):
+    """(begin, first row, end row, tiles, first full tile, end of full tiles, origin, stride) of run r; Note [Tile ranges].
 
-    Rows are rows of the buffer; row x sits at global position origin + stride * x.
+    Rows are rows of the buffer; row x sits at global position origin + stride * x. The run begins at row `begin`. Tiles
+    start at a multiple of ALIGN, so the first tile may begin with rows that are hidden, or even before the run.
     """
     offset = tl.load(runs + 4 * r)
     length = tl.load(runs + 4 * r + 1)
@@ -81,10 +82,12 @@ def run_tiles(runs, r, any_lo, any_hi, full_lo, full_hi, BLOCK: tl.constexpr):
     end = first_row_from(any_hi, length, start, stride)
     full_first = first_row_from(full_lo, length, start, stride)
     full_end = first_row_from(full_hi, length, start, stride)
-    count = tl.maximum(end - first + BLOCK - 1, 0) // BLOCK
+    seen = end > first
+    first -= (first + offset) % ALIGN
+    count = tl.where(seen, (end - first + BLOCK - 1) // BLOCK, 0)
     head = tl.minimum(tl.maximum(full_first - first + BLOCK - 1, 0) // BLOCK, count)
     tail = tl.maximum(tl.minimum(tl.maximum(full_end - first, 0) // BLOCK, count), head)
-    return first + offset, end + offset, count, head, tail, start - stride * offset, stride
+    return offset, first + offset, end + offset, count, head, tail, start - stride * offset, stride
 
 
 @triton.jit

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -8,7 +10,20 @@ from tests.kernel_conformance import CASES, Case, run_case
 
 pytest.importorskip("triton")
 portable = pytest.importorskip("ringattn.kernels.portable.api")
+configs = pytest.importorskip("ringattn.kernels.portable.configs")
 
+BULK_CASES = (
+    "causal",
+    "zigzag",
+    "zigzag_window",
+    "striped",
+    "many_runs",
+    "everything",
+    "window_both_sides",
+    "gqa_3",
+    "documents",
+    "padded_ring",
+)
 HALF_CASES = ("causal", "head_dim_40", "zigzag", "everything", "shared_bias", "window_both_sides")
 
 
@@ -29,6 +44,13 @@ def test_forward_and_backward_stay_within_budget(case: Case):
 @pytest.mark.parametrize("case", [case for case in CASES if case.name in HALF_CASES], ids=str)
 def test_half_precision_stays_within_budget(case: Case):
     run_case(portable, case, torch.float16, "cpu")
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case.name in BULK_CASES], ids=str)
+def test_bulk_loads_stay_within_budget_at_any_offset(case: Case, monkeypatch: pytest.MonkeyPatch):
+    choose = configs.choose
+    monkeypatch.setattr(configs, "choose", lambda *args: replace(choose(*args), tma=True))
+    run_case(portable, case, torch.float32, "cpu")
 
 
 def test_the_backward_is_the_same_bits_every_time():
