@@ -86,11 +86,17 @@ def _shift(m):
 
 
 @triton.jit
+def _exp(x):
+    # tl.exp guards against subnormal results with three more instructions per logit; exp2 flushes them to zero
+    return tl.exp2(x * 1.4426950408889634)
+
+
+@triton.jit
 def _absorb(m, l, x):  # noqa: E741
     # one online step of every lane; m, l: r lanes, x: r lanes vec
     m_new = tl.maximum(m, tl.max(x, axis=2))
     shift = _shift(m_new)
-    l = l * tl.exp(m - shift) + tl.sum(tl.exp(x - shift[:, :, None]), axis=2)  # noqa: E741
+    l = l * _exp(m - shift) + tl.sum(_exp(x - shift[:, :, None]), axis=2)  # noqa: E741
     return m_new, l
 
 
@@ -98,7 +104,23 @@ def _absorb(m, l, x):  # noqa: E741
 def _merge_lanes(m, l):  # noqa: E741
     # r p -> r: partials merged over the last dim
     top = tl.max(m, axis=1)
-    return top, tl.sum(l * tl.exp(m - _shift(top)[:, None]), axis=1)
+    return top, tl.sum(l * _exp(m - _shift(top)[:, None]), axis=1)
+
+
+@triton.jit
+def _partials(row, row_ok, splits, SPLITS: tl.constexpr):
+    # offsets of the stored partials of the rows, r splits, and which of them exist
+    s = tl.arange(0, SPLITS)
+    return row[:, None] * splits + s[None, :], row_ok[:, None] & (s < splits)[None, :]
+
+
+@triton.jit
+def _uniform(x, ROWS: tl.constexpr):
+    # a single row's statistic goes through a scalar, which no layout belongs to. As a tensor it would keep the layout
+    # of the partials, and the compiler would turn its broadcast over a whole tile into the tile's, in shared memory
+    if ROWS == 1:
+        x = tl.sum(x, axis=0) + tl.zeros([1], tl.float32)
+    return x
 
 
 @triton.jit
@@ -113,7 +135,7 @@ def _softmax_block_kernel(
     offs = cols.to(tl.int64)[None, :]
     x = tl.load((x_ptr + outer * x_so + i * x_si)[:, None] + offs * x_sn, mask=ok, other=float("-inf")).to(tl.float32)
     m = tl.max(x, axis=1)
-    e = tl.exp(x - _shift(m)[:, None])
+    e = _exp(x - _shift(m)[:, None])
     l = tl.sum(e, axis=1)  # noqa: E741
     if WANT_LSE:
         tl.store(lse_ptr + outer * inner + i, m + tl.log(tl.where(l == 0, 1.0, l)), mask=row_ok)
@@ -157,12 +179,11 @@ def _softmax_rows_kernel(
             m, l = _absorb(m, l, x.to(tl.float32))  # noqa: E741
         m, l = _merge_lanes(m, l)  # noqa: E741
     else:
-        s = tl.arange(0, SPLITS)
-        ok = row_ok[:, None] & (s < splits)[None, :]
-        stored = row[:, None] * splits + s[None, :]
+        stored, ok = _partials(row, row_ok, splits, SPLITS)
         m = tl.load(m_ptr + stored, mask=ok, other=float("-inf"))
         l = tl.load(l_ptr + stored, mask=ok, other=0.0)  # noqa: E741
         m, l = _merge_lanes(m, l)  # noqa: E741
+        m, l = _uniform(m, ROWS), _uniform(l, ROWS)  # noqa: E741
 
     if not WRITE:
         tl.store(m_ptr + row * splits + split, m, mask=row_ok)
@@ -176,11 +197,11 @@ def _softmax_rows_kernel(
         if rest > 0:
             at = start + full_tiles * TILE
             x = tl.load(x_tile + at * x_sn, mask=tail_ok, other=float("-inf")).to(tl.float32)
-            tl.store(y_tile + at * y_sn, (tl.exp(x - shift) * scale).to(y_ptr.dtype.element_ty), mask=tail_ok)
+            tl.store(y_tile + at * y_sn, (_exp(x - shift) * scale).to(y_ptr.dtype.element_ty), mask=tail_ok)
         for t in range(0, full_tiles):
             at = start + (full_tiles - 1 - t) * TILE
             x = _load_full(x_tile + at * x_sn, row_ok, float("-inf"), ROWS, "evict_first")
-            _store_full(y_tile + at * y_sn, tl.exp(x - shift) * scale, row_ok, ROWS, "evict_first")
+            _store_full(y_tile + at * y_sn, _exp(x - shift) * scale, row_ok, ROWS, "evict_first")
 
 
 @triton.jit
@@ -234,9 +255,8 @@ def _softmax_backward_rows_kernel(
             acc += tl.sum(y * tl.load(dy_tile + at * dy_sn, mask=tail_ok, other=0.0).to(tl.float32), axis=2)
         dot = tl.sum(acc, axis=1)
     else:
-        s = tl.arange(0, SPLITS)
-        ok = row_ok[:, None] & (s < splits)[None, :]
-        dot = tl.sum(tl.load(dot_ptr + row[:, None] * splits + s[None, :], mask=ok, other=0.0), axis=1)
+        stored, ok = _partials(row, row_ok, splits, SPLITS)
+        dot = _uniform(tl.sum(tl.load(dot_ptr + stored, mask=ok, other=0.0), axis=1), ROWS)
 
     if not WRITE:
         tl.store(dot_ptr + row * splits + split, dot, mask=row_ok)
@@ -277,12 +297,12 @@ def _logsumexp_backward_kernel(
     for t in range(0, full_tiles):
         at = start + t * TILE
         x = _load_full(x_tile + at * x_sn, row_ok, 0.0, ROWS, "")
-        _store_full(dx_tile + at * dx_sn, g * tl.exp(x - shift), row_ok, ROWS, "")
+        _store_full(dx_tile + at * dx_sn, g * _exp(x - shift), row_ok, ROWS, "")
     if rest > 0:
         at = start + full_tiles * TILE
         tail_ok = row_ok[:, None, None] & (_columns(LANES, VEC) < rest)
         x = tl.load(x_tile + at * x_sn, mask=tail_ok, other=0.0).to(tl.float32)
-        tl.store(dx_tile + at * dx_sn, (g * tl.exp(x - shift)).to(dx_ptr.dtype.element_ty), mask=tail_ok)
+        tl.store(dx_tile + at * dx_sn, (g * _exp(x - shift)).to(dx_ptr.dtype.element_ty), mask=tail_ok)
 
 
 @dataclass(frozen=True)

@@ -130,22 +130,39 @@ def measure(x: Tensor) -> dict[str, float]:
     }
 
 
-def sweep(x: Tensor) -> list[tuple[float, str]]:
-    """(ms, launch) of other ways to give the rows of x to programs, fastest first."""
+def launches(n: int, itemsize: int) -> list[Any]:
+    """Other ways to give long rows to programs: larger tiles, more warps, other shares, and a program for each row."""
     from ringattn.kernels import softmax_triton
 
-    n, vec = x.shape[1], 16 // x.element_size()
-    times = {}
-    for warps in (4, 8, 16):
-        for per_thread in (8, 16, 32):
-            for share in (n, 1 << 14, 1 << 15, 1 << 16, 1 << 17):
-                lanes = 32 * warps * per_thread // vec
-                if share > n or lanes * vec * 2 > share:
-                    continue
-                how = softmax_triton.Launch(rows=1, lanes=lanes, vec=vec, splits=n // share, warps=warps)
-                run = lambda how=how: softmax_triton.softmax(x, -1, how=how)  # noqa: E731
-                times[str(how)] = take_turns({"run": run}, rounds=3)["run"]
-    return sorted((ms, name) for name, ms in times.items())
+    shapes = [(8, 16, 1 << 16), (8, 32, 1 << 16), (16, 16, 1 << 16), (8, 16, 1 << 15), (8, 16, 1 << 17), (16, 16, n)]
+    vec = 16 // itemsize
+    return [
+        softmax_triton.Launch(rows=1, lanes=32 * warps * per_thread // vec, vec=vec, splits=n // share, warps=warps)
+        for warps, per_thread, share in shapes
+    ]
+
+
+def sweep(elements: int) -> None:
+    """Prints GB/s by the formula of each of `launches`, fastest first, for rows of 256K and 1M."""
+    from ringattn.kernels import softmax_triton
+
+    for name, n in [(name, n) for name in DTYPES for n in LENGTHS[-2:]]:
+        x = make_case(elements, n, DTYPES[name])
+        want, target = online_softmax(x, impl="portable"), torch.empty_like(x)
+        runs: dict[str, Callable[[], Any]] = {"copy": lambda x=x, target=target: target.copy_(x)}
+        runs["the present choice"] = lambda x=x: online_softmax(x, impl="portable")
+        for how in launches(n, x.element_size()):
+            runs[str(how)] = lambda x=x, how=how: softmax_triton.softmax(x, -1, how=how)
+            # sums in another order; an element that was not written is found by this
+            if not (runs[str(how)]() - want).abs().max() <= torch.finfo(x.dtype).eps:
+                raise RuntimeError(f"{how} must give the softmax of the present choice; its kernel is wrong")
+        del want
+        ms = take_turns(runs, rounds=5)
+        copy = ms.pop("copy")
+        print(f"{name} rows of {n}: copy {2 * x.numel() * x.element_size() / 1e6 / copy:.0f} GB/s")
+        for variant, time in sorted(ms.items(), key=lambda item: item[1]):
+            rate = 3 * x.numel() * x.element_size() / 1e6 / time
+            print(f"  {rate:6.0f} {1.5 * copy / time:4.0%}  {variant}", flush=True)
 
 
 def provenance(argv: list[str]) -> dict[str, str]:
@@ -170,7 +187,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m ringattn.launch.bench_softmax", description=__doc__)
     parser.add_argument("--json", type=Path, help="write one row per case to this file")
     parser.add_argument("--elements", type=int, default=1 << 28, help="elements of a case (default 2^28)")
-    parser.add_argument("--sweep", action="store_true", help="time other launches for long rows as well (minutes)")
+    parser.add_argument("--sweep", action="store_true", help="only time other launches, for rows of 256K and 1M")
     args = parser.parse_args(argv)
     if not torch.cuda.is_available():
         print(
@@ -178,6 +195,9 @@ def main(argv: list[str] | None = None) -> int:
         )
         return 2
 
+    if args.sweep:
+        sweep(args.elements)
+        return 0
     cases = [(name, n) for name in DTYPES for n in LENGTHS]
     failures = []
     for name, n in cases:
@@ -206,9 +226,6 @@ def main(argv: list[str] | None = None) -> int:
         )
         if n >= 1 << 15 and row["share_of_copy"] < GOAL:
             missed.append(f"{name} rows of {n}: {row['share_of_copy']:.0%}")
-        if args.sweep and n > 1 << 13:
-            for ms, how in sweep(x)[:4]:
-                print(f"      {3 * x.numel() * x.element_size() / 1e6 / ms:7.0f}  {how}", flush=True)
     print(f"goal of {GOAL:.0%} for rows of 32K to 1M: " + ("met" if not missed else "missed by " + "; ".join(missed)))
     if args.json:
         args.json.parent.mkdir(parents=True, exist_ok=True)
