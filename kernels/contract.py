@@ -109,7 +109,8 @@ class Grads:
     """Where a backward visit puts what it finds, all in the accumulation dtype (fp32, or fp64 for fp64 inputs).
 
     `accumulate_rows` / `accumulate_keys` say whether the visit adds to what is there or overwrites it (every element is
-    then written, zeros included, so the buffer may be uninitialised). None: not wanted.
+    then written, zeros included, so the buffer may be uninitialised). None: not wanted. Buffers for dq, dk and dv that are
+    only overwritten may have the dtype of the inputs instead.
 
     Attributes:
         dq: `b s h d`; rows.

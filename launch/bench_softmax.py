@@ -154,7 +154,10 @@ def sweep(elements: int) -> None:
         for how in launches(n, x.element_size()):
             runs[str(how)] = lambda x=x, how=how: softmax_triton.softmax(x, -1, how=how)
             # sums in another order; an element that was not written is found by this
-            if not (runs[str(how)]() - want).abs().max() <= torch.finfo(x.dtype).eps:
+            if (
+                not (runs[str(how)]() - want).abs().max()
+                <= 64 * torch.finfo(torch.float32).eps + torch.finfo(x.dtype).eps
+            ):
                 raise RuntimeError(f"{how} must give the softmax of the present choice; its kernel is wrong")
         del want
         ms = take_turns(runs, rounds=5)

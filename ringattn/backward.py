@@ -29,7 +29,9 @@ from ringattn.transport.base import Parcel, Pending, Seat
 
 @dataclass(frozen=True)
 class Gradients:
-    """Gradients of this rank's tensors, in the accumulation dtype; None where not wanted.
+    """Gradients of this rank's tensors; None where not wanted.
+
+    In the accumulation dtype; in a ring of one rank dq, dk and dv are in the dtype of the inputs.
 
     Attributes:
         dq: `b s h d`.
@@ -118,8 +120,12 @@ def ring_backward(
     def wide_like(x: Tensor) -> Tensor:
         return torch.empty(x.shape, dtype=wide, device=x.device)
 
-    key_side = [wide_like(k), wide_like(v)] + ([wide_like(k[..., 0, 0])] if want_key_bias else [])
-    query_side = [wide_like(q)] + ([wide_like(lse)] if want_alibi else [])
+    def grad_like(x: Tensor) -> Tensor:
+        # alone there is one visit: nothing is added to what it writes, so it may round at once
+        return torch.empty_like(x, memory_format=torch.contiguous_format) if seat.world_size == 1 else wide_like(x)
+
+    key_side = [grad_like(k), grad_like(v)] + ([wide_like(k[..., 0, 0])] if want_key_bias else [])
+    query_side = [grad_like(q)] + ([wide_like(lse)] if want_alibi else [])
     dbias = torch.zeros(b, h, s, call.kv_sharding.seq_len, dtype=wide, device=q.device) if want_bias else None
     home, stay = (key_side, query_side) if moving == "keys" else (query_side, key_side)
     row_dims = [1, 1, 1] if moving == "keys" else [1, 2]
