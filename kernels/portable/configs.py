@@ -43,11 +43,7 @@ _KERNELS = ("forward", "keys", "rows")
 _TABLE: dict[tuple[str, int, int], tuple[Config, Config, Config]] = {
     # 227 KiB of shared memory, wgmma
     ("sm90", 2, 64): (Config(128, 64, 4, 3, tma=True), Config(64, 64, 4, 3, tma=True), Config(64, 64, 4, 3, tma=True)),
-    ("sm90", 2, 128): (
-        Config(128, 64, 8, 3, skew=True, tma=True),
-        Config(64, 128, 8, 3, tma=True),
-        Config(128, 64, 8, 3),
-    ),
+    ("sm90", 2, 128): (Config(128, 128, 8, 3, tma=True), Config(64, 128, 8, 3, tma=True), Config(128, 64, 8, 3)),
     ("sm90", 2, 256): (Config(128, 64, 8, 2), Config(32, 64, 8, 2), Config(64, 32, 4, 2)),
     ("sm90", 4, 64): (Config(64, 32, 4, 2), Config(32, 32, 4, 2), Config(32, 32, 4, 2)),
     ("sm90", 4, 128): (Config(64, 32, 4, 2), Config(32, 32, 4, 2), Config(32, 32, 4, 2)),
