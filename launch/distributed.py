@@ -103,15 +103,19 @@ def resolve_device(device: str, local_rank: int, local_world_size: int) -> torch
         local_world_size: Ranks on this host.
 
     Raises:
-        ValueError: GPUs are wanted, and there are fewer of them than ranks on this host.
+        ValueError: The name is none of these, or GPUs are wanted and there are fewer of them than ranks on this host.
     """
+    if device not in ("auto", "cpu", "cuda"):
+        raise ValueError(
+            f"device must be auto, cpu or cuda, got {device!r}; leave it out to take GPUs where there are any"
+        )
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if device == "cpu" or (device == "auto" and count == 0):
         return torch.device("cpu")
     if local_world_size > count:
         raise ValueError(
             f"the number of ranks on a host must be at most its number of GPUs, got {local_world_size} ranks "
-            f"and {count} GPUs; start fewer ranks or pass --device cpu"
+            f"and {count} GPUs; start fewer with --nproc_per_node or pass --device cpu"
         )
     return torch.device("cuda", local_rank)
 
@@ -120,6 +124,8 @@ def resolve_device(device: str, local_rank: int, local_world_size: int) -> torch
 def join_ranks(device: str, timeout_s: float) -> Iterator[Rank]:
     """Joins the process group of the run, or stands alone when this process is the whole run.
 
+    A process group that already exists is used and left as it is.
+
     Args:
         device: "auto", "cpu" or "cuda".
         timeout_s: Seconds after which a collective that not every rank enters raises.
@@ -127,19 +133,24 @@ def join_ranks(device: str, timeout_s: float) -> Iterator[Rank]:
     Yields:
         This rank. No process group is left behind.
     """
+    # NVLink multicast is of no use here, and setting it up has hung hosts whose fabric manager disagrees
+    os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
+    os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
     index, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    if dist.is_initialized():
+        index, world_size = dist.get_rank(), dist.get_world_size()
     local_rank = int(os.environ.get("LOCAL_RANK", index))
     chosen = resolve_device(device, local_rank, int(os.environ.get("LOCAL_WORLD_SIZE", world_size)))
     if chosen.type == "cuda":
         torch.cuda.set_device(chosen)
+    if dist.is_initialized():
+        yield Rank(index, world_size, chosen, dist.get_backend(), os.getppid())
+        return
     if not is_rank():
         yield Rank(0, 1, chosen, "none", os.getppid())
         return
     backend = "nccl" if chosen.type == "cuda" else "gloo"
-    if backend == "nccl":
-        # NVLink multicast is of no use here, and setting it up has hung hosts whose fabric manager disagrees
-        os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
-    elif sys.platform == "linux" and os.environ.get("LOCAL_WORLD_SIZE") == str(world_size):
+    if backend == "gloo" and sys.platform == "linux" and os.environ.get("LOCAL_WORLD_SIZE") == str(world_size):
         # on one host the loopback serves; not every host can resolve its own name
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     dist.init_process_group(

@@ -1,7 +1,7 @@
 """What a measuring command needs around its work: its ranks, its device, and the line that says on what it ran.
 
-Owns set-up and tear-down of the process group, the choice of the device, agreement between ranks, and how results are
-shown and kept. Refuses to know attention.
+Owns agreement between ranks, and how results are shown and kept. Refuses to know attention, and how ranks join
+(`distributed`).
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from ringattn.launch.distributed import join_ranks
 
 Args = TypeVar("Args")
 
@@ -82,35 +84,6 @@ class Session:
         return said
 
 
-def choose_device(device: str, local_rank: int, local_world_size: int) -> torch.device:
-    """One GPU per local rank where there are GPUs, else the CPU.
-
-    Args:
-        device: "auto", "cpu" or "cuda".
-        local_rank: Rank on this host.
-        local_world_size: Ranks on this host.
-
-    Returns:
-        The device of this rank.
-
-    Raises:
-        ValueError: GPUs are wanted and there are fewer of them than ranks on this host.
-    """
-    if device not in ("auto", "cpu", "cuda"):
-        raise ValueError(
-            f"device must be auto, cpu or cuda, got {device!r}; leave it out to take GPUs where there are any"
-        )
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if device == "cpu" or (device == "auto" and count == 0):
-        return torch.device("cpu")
-    if local_world_size > count:
-        raise ValueError(
-            f"ranks per host must be at most the number of GPUs, got {local_world_size} ranks and {count} GPUs; "
-            "start fewer with --nproc_per_node or pass --device cpu"
-        )
-    return torch.device("cuda", local_rank)
-
-
 @contextlib.contextmanager
 def open_session(device: str = "auto", timeout_s: float = 120.0) -> Iterator[Session]:
     """Joins the ranks torchrun started, or stands alone; leaves no process group behind.
@@ -124,28 +97,8 @@ def open_session(device: str = "auto", timeout_s: float = 120.0) -> Iterator[Ses
     Yields:
         The session.
     """
-    # these commands need no NVLink multicast, and setting it up has hung hosts whose fabric manager disagrees
-    os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
-    os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
-    world_size, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
-    local_rank = int(os.environ.get("LOCAL_RANK", rank))
-    owner = "RANK" in os.environ and not dist.is_initialized()
-    if dist.is_initialized():
-        rank, world_size = dist.get_rank(), dist.get_world_size()
-    chosen = choose_device(device, local_rank, int(os.environ.get("LOCAL_WORLD_SIZE", world_size)))
-    if chosen.type == "cuda":
-        torch.cuda.set_device(chosen)
-    if owner:
-        dist.init_process_group(
-            "nccl" if chosen.type == "cuda" else "gloo",
-            device_id=chosen if chosen.type == "cuda" else None,
-            timeout=datetime.timedelta(seconds=timeout_s),
-        )
-    try:
-        yield Session(rank, world_size, chosen, dist.get_backend() if dist.is_initialized() else None)
-    finally:
-        if owner:
-            dist.destroy_process_group()
+    with join_ranks(device, timeout_s) as rank:
+        yield Session(rank.index, rank.world_size, rank.device, None if rank.backend == "none" else rank.backend)
 
 
 def parse(kind: Any, arguments: Sequence[str] | None, prog: str, description: str) -> Any:

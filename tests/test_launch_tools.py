@@ -20,7 +20,8 @@ from hypothesis import strategies as st
 from ringattn.budget import Budget
 from ringattn.kernels import eager
 from ringattn.launch import bench, check, doctor, timeline
-from ringattn.launch.session import Session, choose_device, open_session
+from ringattn.launch.distributed import resolve_device
+from ringattn.launch.session import Session, open_session
 from ringattn.reference import visible_pairs
 
 ROOT = Path(__file__).parents[1]
@@ -269,10 +270,10 @@ def test_intervals_count_each_moment_once(these: list[Any], those: list[Any]) ->
 
 def test_a_device_is_refused_with_what_to_do() -> None:
     with pytest.raises(ValueError, match="device must be auto, cpu or cuda, got 'tpu'"):
-        choose_device("tpu", 0, 1)
+        resolve_device("tpu", 0, 1)
     with pytest.raises(ValueError, match="start fewer with --nproc_per_node or pass --device cpu"):
-        choose_device("cuda", 0, 1000)
-    assert choose_device("cpu", 3, 4) == torch.device("cpu")
+        resolve_device("cuda", 0, 1000)
+    assert resolve_device("cpu", 3, 4) == torch.device("cpu")
 
 
 @pytest.mark.parametrize("module", [bench, check, timeline])
