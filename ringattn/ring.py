@@ -116,6 +116,7 @@ class Ring:
         documents: Sequence[int] | None = None,
         *,
         balance: dict[str, Any] | None = None,
+        device: torch.device | str | None = None,
     ) -> Sharding:
         """Who holds which positions of a sequence.
 
@@ -125,6 +126,7 @@ class Ring:
                 the mask given by `balance` and documents).
             documents: Cumulative boundaries (0, ..., seq_len) of packed documents: attention stays inside them.
             balance: For "balanced": the mask to balance for, as in `ring_attention`; default {"causal": True}.
+            device: Where `sharding.positions` lives; default the CPU.
 
         Returns:
             The sharding, seen from this rank.
@@ -138,7 +140,7 @@ class Ring:
         mask: dict[str, Any] = {"causal": True} if balance is None else balance
         visibility = Visibility(seq_len=seq_len, kv_len=seq_len, documents=documents, **mask)
         shards = make_shards(layout, seq_len, self.world_size, visibility)
-        return Sharding(seq_len, layout, shards, self.rank, documents, ring=self)
+        return Sharding(seq_len, layout, shards, self.rank, documents, ring=self, device=device)
 
     @contextmanager
     def refusals(self, call: str, tensors: Sequence[Tensor | None]) -> Iterator[None]:

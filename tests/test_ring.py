@@ -12,6 +12,7 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
 
 from ringattn import Ring, attention_reference, ring_attention, ring_attention_with_lse, simulate_ring
 from ringattn.layout import make_shards
@@ -282,6 +283,39 @@ def absent() -> None:
 def test_a_missing_rank_is_named(pool: Pools) -> None:
     with pytest.raises(RuntimeError, match=r"ring ranks \[1\] did not make this attention call"):
         pool(3).run(absent)
+
+
+def attend_on_a_mesh(cases: tuple[Attention, Attention]) -> tuple[int, dict[str, Tensor]]:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
+    replica = mesh["dp"].get_local_rank()
+    ring = Ring(mesh["cp"])
+    case = cases[replica]
+    sharding = ring.sharding(case.seq_len, "zigzag")
+    leaves = {name: sharding.shard(x, 1).requires_grad_() for name, x in case.tensors().items()}
+    o, lse = ring_attention_with_lse(leaves["q"], leaves["k"], leaves["v"], sharding, **case.mask)
+    do, dlse = case.cotangents()
+    grads = torch.autograd.grad((o, lse), list(leaves.values()), (sharding.shard(do, 1), sharding.shard(dlse, 2)))
+    found = {"o": sharding.unshard(o.detach(), 1), "lse": sharding.unshard(lse.detach(), 2)}
+    return replica, found | {"d" + name: sharding.unshard(g, 1) for name, g in zip(leaves, grads, strict=True)}
+
+
+@pytest.mark.dist
+def test_rings_of_a_mesh_keep_to_themselves(pool: Pools) -> None:
+    cases = (CASES["causal"], Attention(seq_len=21, seed=9, mask={"causal": True}))
+    expected = [simulate(case, "zigzag", 2) for case in cases]
+    for replica, found in pool(4).run(attend_on_a_mesh, cases):
+        for key, x in expected[replica].items():
+            torch.testing.assert_close(found[key], x, rtol=0, atol=0, msg=key)
+
+
+@pytest.mark.dist
+def test_a_mesh_of_two_dimensions_is_refused(pool: Pools) -> None:
+    with pytest.raises(ValueError, match=r"a mesh must have one dimension, got 2; pass a slice such as mesh\['cp'\]"):
+        pool(4).run(ring_of_a_whole_mesh)
+
+
+def ring_of_a_whole_mesh() -> None:
+    Ring(init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp")))
 
 
 def reuse() -> tuple[int, int]:
