@@ -17,7 +17,8 @@ from ringattn.call import Call
 from ringattn.forward import ring_forward
 from ringattn.kernels.contract import KernelSet, Score, accumulation_dtype
 from ringattn.kernels.select import pick
-from ringattn.ring import Ring, find_ring
+from ringattn.living import find_ring
+from ringattn.ring import Ring
 from ringattn.validation import check_call
 
 
@@ -25,7 +26,7 @@ def _resolve(
     q: Tensor, k: Tensor, v: Tensor, extras: dict[str, Tensor | None], seed: int, ring: str, call: str
 ) -> tuple[Ring, Call, KernelSet, Score]:
     """The ring, the decoded call, its kernels and score; every refusal happens here, on every rank."""
-    here = find_ring(ring)
+    here: Ring = find_ring(ring)
     with here.refusals(call, (q, k, v, *extras.values())):
         decoded = Call.decode(call, here.rank)
         check_call(q, k, v, decoded, here.rank, here.world_size, **extras)

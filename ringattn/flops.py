@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from ringattn.call import Call
-from ringattn.ring import find_ring
+from ringattn.living import find_ring
 
 
 @lru_cache(maxsize=1)

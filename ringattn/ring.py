@@ -11,7 +11,6 @@ Note [Names]
 from __future__ import annotations
 
 import json
-import weakref
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -24,24 +23,15 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from ringattn.call import parse
+from ringattn.flops import register_flops
 from ringattn.layout import make_shards
+from ringattn.living import add_ring
 from ringattn.sharding import Sharding
 from ringattn.transport.base import Buffers, NoTransport, Seat
 from ringattn.transport.process_group import Agreement, ProcessGroupTransport, resolve_group
 from ringattn.visibility import Visibility
 
-_RINGS: weakref.WeakValueDictionary[str, Ring] = weakref.WeakValueDictionary()
 _COUNTS: Counter[str] = Counter()
-
-
-def find_ring(name: str) -> Ring:
-    """The living ring of that name."""
-    ring = _RINGS.get(name)
-    if ring is None:
-        raise RuntimeError(
-            f"the ring {name!r} is gone; keep the Ring or its Sharding alive as long as its results are used"
-        )
-    return ring
 
 
 class Ring:
@@ -100,10 +90,8 @@ class Ring:
         self.seat = Seat(self.rank, self.world_size, transport, Buffers())
         self._agreement = None if alone else Agreement(self._group_name, self.rank, self.world_size, self.name, timeout)
         self._agreed: set[str] = set()
-        _RINGS[self.name] = self
-        # deferred: torch's counter imports triton, and nothing is to be counted before there is a ring
-        from ringattn.flops import register_flops
-
+        add_ring(self)
+        # not at import: torch's counter imports triton, and nothing is to be counted before there is a ring
         register_flops()
 
     def __repr__(self) -> str:
