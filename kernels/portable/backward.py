@@ -62,7 +62,7 @@ def _keys_step(
 ):  # fmt: skip
     """Adds what one tile of queries of one head sends to a tile of keys. Tiles of scores are keys x queries."""
     x = row + tl.arange(0, BLOCK_M)
-    inside = (x >= begin) & (x < end)
+    inside = x < end
     q_pos = origin + stride * x
     q_tile = load_rows(q, b, h, row, end, q_ss, BLOCK_M, D, D_WIDTH, MASKED, TMA)
     do_tile = load_rows(do, b, h, row, end, do_ss, BLOCK_M, DV, DV_WIDTH, MASKED, TMA)
@@ -80,8 +80,10 @@ def _keys_step(
     p = tl.exp2(s - lse2_i[None, :])
     if MASKED:
         lo, hi = load_bounds(lo_ptr, hi_ptr, row0, rows, BLOCK_N)
-        # rows outside the run belong to other positions, whatever their q_pos says
-        visible = (q_pos[None, :] >= lo[:, None]) & (q_pos[None, :] < hi[:, None]) & inside[None, :]
+        visible = (q_pos[None, :] >= lo[:, None]) & (q_pos[None, :] < hi[:, None])
+        if TMA:
+            # a bulk load brings rows outside the run, which belong to other positions; a guarded one brings zeros
+            visible &= (inside & (x >= begin))[None, :]
         p = tl.where(visible, p, 0.0)
     dp = tl.dot(v_tile, tl.trans(do_tile), input_precision=PRECISION)
     # not before dp: that costs registers; not after dv: waiting for it would serialize the products in flight

@@ -57,7 +57,7 @@ _TABLE: dict[tuple[str, int, int], tuple[Config, Config, Config]] = {
     ("sm100", 4, 256): (Config(32, 32, 4, 1), Config(16, 32, 4, 1), Config(32, 16, 4, 1)),
     # 163 KiB
     ("sm80", 2, 64): (Config(128, 64, 4, 3), Config(64, 128, 8, 2), Config(128, 64, 8, 2)),
-    ("sm80", 2, 128): (Config(128, 64, 8, 2), Config(32, 128, 8, 2), Config(64, 64, 4, 2)),
+    ("sm80", 2, 128): (Config(128, 64, 8, 2), Config(64, 64, 8, 2), Config(64, 64, 4, 2)),
     ("sm80", 2, 256): (Config(64, 32, 4, 2), Config(32, 64, 8, 1), Config(64, 32, 4, 1)),
     ("sm80", 4, 64): (Config(64, 32, 4, 2), Config(32, 32, 4, 2), Config(32, 32, 4, 2)),
     ("sm80", 4, 128): (Config(64, 32, 4, 2), Config(32, 32, 4, 1), Config(32, 32, 4, 1)),
