@@ -109,7 +109,7 @@ def ring() -> str:
     return (
         "### Ring\n\nCausal, zigzag, head_dim 128, bf16, NCCL; alone is one GPU with no ring at the same work. At few tokens "
         "per GPU a step is shorter than its launches on the host; at many, NCCL's copies take multiprocessors from the "
-        f"kernel. {source(found['machine'])}\n\n{body}\n\n![Share of the kernel alone](docs/results/ring.png)"
+        f"kernel. {source(found['machine'])}\n\n{body}\n\n![TFLOP/s per GPU over tokens per GPU](docs/results/ring.png)"
     )
 
 
@@ -152,7 +152,8 @@ def training() -> str:
             "loss at step 1",
             f"loss at step {runs[0]['last_step']}",
             "tokens/s",
-            "peak memory per GPU",
+            "peak memory",
+            "commit",
         ],
         (
             [

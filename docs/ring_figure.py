@@ -42,8 +42,8 @@ def figure() -> str:
             f'<path class="line" marker-end="url(#head)" d="M{start[0]:.0f} {start[1]:.0f} '
             f'A{1.2 * RADIUS:.0f} {RADIUS} 0 0 1 {end[0]:.0f} {end[1]:.0f}"/>'
         )
-    parts.append(f'<text x="{center_x}" y="{center_y - 2}">keys and values travel,</text>')
-    parts.append(f'<text x="{center_x}" y="{center_y + 17}">queries stay</text>')
+    parts.append(f'<text x="{center_x}" y="{center_y - 2}">keys and values</text>')
+    parts.append(f'<text x="{center_x}" y="{center_y + 17}">travel, queries stay</text>')
     left = 435
     parts.append(f'<text x="{left + 150}" y="42">on rank 0: a partial per visit, merged</text>')
     for step in range(4):
@@ -55,7 +55,7 @@ def figure() -> str:
         if step:
             parts.append(f'<path class="line" marker-end="url(#head)" d="M{left + 215} {y - 32} V{y - 16}"/>')
     parts.append(f'<path class="line" marker-end="url(#head)" d="M{left + 215} 226 V250"/>')
-    parts.append(f'<text x="{left + 170}" y="276">output = o / l    lse = m + ln l</text>')
+    parts.append(f'<text x="{left + 170}" y="276">output = o / l,  lse = m + ln l</text>')
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" role="img" '
         f'aria-label="Four ranks in a ring pass key/value shards on and merge partial results">\n<style>{STYLE}</style>\n'

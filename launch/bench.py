@@ -683,7 +683,7 @@ def plot(kind: str, rows: Sequence[dict[str, Any]], title: str, path: Path) -> N
         for label, points in lines.items():
             axis.plot(*zip(*sorted(points), strict=True), marker="o", label=label)
         axis.set_xlabel(x.replace("_", " "))
-        axis.set_ylabel(y.replace("_", " "))
+        axis.set_ylabel(y.replace("both", "forward + backward").replace("tflops", "TFLOP/s per GPU").replace("_", " "))
         axis.set_xscale("log", base=2)
         axis.set_ylim(bottom=0)
         axis.grid(alpha=0.3)
