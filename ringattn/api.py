@@ -91,8 +91,8 @@ def ring_attention(
     for Near-Infinite Context") with the online softmax (Milakov and Gimelshein 2018).
 
     Example:
-        >>> ring = Ring()
-        >>> sharding = ring.sharding(seq_len=5)
+        >>> from ringattn import Ring
+        >>> sharding = Ring().sharding(seq_len=5)
         >>> q = k = v = torch.ones(1, 5, 1, 16)
         >>> ring_attention(q, k, v, sharding, causal=True).shape
         torch.Size([1, 5, 1, 16])
