@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import itertools
+import time
 from typing import Any
 
 import pytest
@@ -283,6 +284,26 @@ def absent() -> None:
 def test_a_missing_rank_is_named(pool: Pools) -> None:
     with pytest.raises(RuntimeError, match=r"ring ranks \[1\] did not make this attention call"):
         pool(3).run(absent)
+
+
+def stop_answering() -> None:
+    ring = Ring(dist.new_group(timeout=datetime.timedelta(seconds=2)))
+    sharding = ring.sharding(16)
+    x = torch.randn(1, sharding.shard_len, 2, 16)
+    ring_attention(x, x, x, sharding)
+    if ring.rank != 1:
+        ring_attention(x, x, x, sharding)
+    else:
+        time.sleep(4)
+
+
+@pytest.mark.dist
+def test_a_transfer_that_never_comes_names_rank_and_step(pool: Pools) -> None:
+    message = (
+        r"ring rank [02]: forward, keys for ring step \d: the transfer with ring ranks \[.*1.*\] failed or timed out"
+    )
+    with pytest.raises(RuntimeError, match=message):
+        pool(3).run(stop_answering)
 
 
 def attend_on_a_mesh(cases: tuple[Attention, Attention]) -> tuple[int, dict[str, Tensor]]:
