@@ -287,7 +287,9 @@ def test_a_missing_rank_is_named(pool: Pools) -> None:
 
 
 def stop_answering() -> None:
-    ring = Ring(dist.new_group(timeout=datetime.timedelta(seconds=2)))
+    group = dist.new_group(timeout=datetime.timedelta(seconds=2))
+    assert isinstance(group, dist.ProcessGroup)
+    ring = Ring(group)
     sharding = ring.sharding(16)
     x = torch.randn(1, sharding.shard_len, 2, 16)
     ring_attention(x, x, x, sharding)
