@@ -84,8 +84,8 @@ def kernels() -> str:
     )
     return (
         "### Kernels\n\nTFLOP/s forward / backward, bf16, visible pairs only (4 b h d pairs, backward 2.5 times that), all "
-        "contenders taking turns in one run. Whole calls are timed; ours take about 0.7 ms "
-        f"at least, whatever the mask leaves to compute: launches on the host. {source(found['machine'])}\n\n{body}"
+        "contenders taking turns in one run. Whole calls are timed. That our short "
+        f"ones (windows, documents) are held up by launches on the host is likely, but was not profiled. {source(found['machine'])}\n\n{body}"
     )
 
 
@@ -107,9 +107,9 @@ def ring() -> str:
         ),
     )
     return (
-        "### Ring\n\nCausal, zigzag, head_dim 128, bf16, NCCL; alone is one GPU with no ring at the same work. At few tokens "
-        "per GPU a step is shorter than its launches on the host; at many, NCCL's copies take multiprocessors from the "
-        f"kernel. {source(found['machine'])}\n\n{body}\n\n![TFLOP/s per GPU over tokens per GPU](docs/results/ring.png)"
+        "### Ring\n\nCausal, zigzag, head_dim 128, bf16, NCCL; alone is one GPU with no ring at the same work. Measured "
+        "with skewed 128x64 forward tiles, which were given up for 128x128 afterwards. What is lost was not profiled; likely "
+        f"causes are host launches at few tokens, and NCCL's use of multiprocessors at many. {source(found['machine'])}\n\n{body}\n\n![TFLOP/s per GPU over tokens per GPU](docs/results/ring.png)"
     )
 
 
@@ -174,7 +174,8 @@ def training() -> str:
         "every GPU; the rest is activations and falls with the number of GPUs). Tokens/s are of the whole ring, peak memory "
         f"is of the fullest GPU. {source(found['machine'])}\n\n{body}\n\nAt {far['seq_len']:,} tokens of context "
         f"{far['world_size']} GPUs make {far['tokens_per_s']:,.0f} tokens/s and need "
-        f"{max(far['peak_memory_mib']) / 1024:.1f} GiB each."
+        f"{max(far['peak_memory_mib']) / 1024:.1f} GiB each "
+        f"(`{far['command']}`)."
     )
 
 
