@@ -85,7 +85,8 @@ def kernels() -> str:
     return (
         "### Kernels\n\nTFLOP/s forward / backward, bf16, visible pairs only (4 b h d pairs, backward 2.5 times that), all "
         "contenders taking turns in one run. Whole calls are timed. That our short "
-        f"ones (windows, documents) are held up by launches on the host is likely, but was not profiled. {source(found['machine'])}\n\n{body}"
+        f"ones (windows, documents) are held up by launches on the host is likely, but was not profiled. "
+        f"{source(found['machine'])}\n\n{body}"
     )
 
 
@@ -109,7 +110,8 @@ def ring() -> str:
     return (
         "### Ring\n\nCausal, zigzag, head_dim 128, bf16, NCCL; alone is one GPU with no ring at the same work. Measured "
         "with skewed 128x64 forward tiles, which were given up for 128x128 afterwards. What is lost was not profiled; likely "
-        f"causes are host launches at few tokens, and NCCL's use of multiprocessors at many. {source(found['machine'])}\n\n{body}\n\n![TFLOP/s per GPU over tokens per GPU](docs/results/ring.png)"
+        f"causes are host launches at few tokens, and NCCL's use of multiprocessors at many. "
+        f"{source(found['machine'])}\n\n{body}\n\n![TFLOP/s per GPU over tokens per GPU](docs/results/ring.png)"
     )
 
 
