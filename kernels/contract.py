@@ -43,9 +43,11 @@ import torch
 from torch import Tensor
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Side:
     """The rows of one side (queries, or keys) of a visit: where they sit and what they see on the other side.
+
+    Compared and hashed by identity, so that a kernel set may keep what it derives from a side as long as the side lives.
 
     Attributes:
         runs: `r 4` int32 on the device: (offset, length, start, stride). Rows offset .. offset + length - 1 of the buffer
@@ -54,7 +56,9 @@ class Side:
         positions: `s` int32 on the device: the global position of each row.
         lo: `b s` or `1 s` int32: first visible global position of the other side; not decreasing along rows.
         hi: `b s` or `1 s` int32: one past the last; lo <= hi; not decreasing along rows. lo == hi: sees nothing.
-        run_list: The content of `runs` as Python integers, for kernels that loop on the host.
+        run_list: The content of `runs` as Python integers, for kernels that plan on the host.
+        lo_host: The content of `lo` on the CPU, likewise.
+        hi_host: The content of `hi` on the CPU, likewise.
     """
 
     runs: Tensor
@@ -62,6 +66,8 @@ class Side:
     lo: Tensor
     hi: Tensor
     run_list: tuple[tuple[int, int, int, int], ...]
+    lo_host: Tensor
+    hi_host: Tensor
 
 
 @dataclass(frozen=True)
@@ -121,6 +127,7 @@ class Grads:
         dbias: `b h s n`, dense. Each visit writes only its own visible pairs; the caller zeroes it once.
         accumulate_rows: Add to dq and dalibi instead of overwriting.
         accumulate_keys: Add to dk, dv and dkey_bias instead of overwriting.
+        deterministic: Sum in a fixed order: the same bits from run to run. A kernel set that always does may ignore it.
     """
 
     dq: Tensor
@@ -131,6 +138,7 @@ class Grads:
     dbias: Tensor | None = None
     accumulate_rows: bool = field(default=False)
     accumulate_keys: bool = field(default=False)
+    deterministic: bool = field(default=False)
 
 
 class KernelSet(Protocol):

@@ -71,8 +71,9 @@ def ring_attention(
         dropout_p: Probability of dropping an attention weight.
         dropout_seed: Seed of the mask; needed when dropout_p > 0, and equal on all ranks. The mask is a function of
             the seed and global indices, so it is the same at any world size.
-        deterministic: Demand bitwise repeatable gradients. All present kernels give that at no extra cost.
-        impl: Kernel set: "auto", "eager", "portable"; default: the ring's.
+        deterministic: Demand bitwise repeatable gradients. The eager and portable kernels always give them; the Hopper
+            kernels then compute two products more. The forward always repeats.
+        impl: Kernel set: "auto", "hopper", "portable", "eager"; default: the ring's.
         backward: What the backward moves: "keys", "queries", or "auto" for whichever moves fewer bytes.
 
     Returns:
@@ -154,7 +155,6 @@ def ring_attention_with_lse(
         o `b s h dv` in q's dtype, and lse `b h s`: natural log of the sum of exponentials over all visible keys (and
         the sink), fp32 (fp64 for fp64 inputs); -inf on rows that see nothing.
     """
-    del deterministic  # every kernel set repeats to the bit
     if dropout_p and dropout_seed is None:
         raise ValueError(
             f"dropout_seed must be given when dropout_p is {dropout_p}; pass one integer per call, the same on all ranks"
@@ -179,6 +179,7 @@ def ring_attention_with_lse(
         dropout_p=dropout_p,
         impl=sharding.ring.impl if impl is None else impl,
         backward=backward,
+        deterministic=deterministic,
     )
     return ring_attention_op(q, k, v, sinks, alibi_slopes, key_bias, bias, dropout_seed or 0, sharding.ring.name, call)
 

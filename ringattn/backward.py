@@ -158,6 +158,7 @@ def ring_backward(
                 dbias=dbias,
                 accumulate_rows=stay_started and moving == "keys",
                 accumulate_keys=stay_started and moving == "queries",
+                deterministic=call.deterministic,
             ),
         )
 

@@ -38,6 +38,7 @@ class Call:
         dropout_p: Probability of dropping an attention weight.
         impl: Which kernel set: auto, or a name that `kernels.select` knows.
         backward: What the backward moves: "keys", "queries", or "auto" for whichever moves fewer bytes.
+        deterministic: Gradients are the same bits from run to run.
     """
 
     sharding: Sharding
@@ -48,6 +49,7 @@ class Call:
     dropout_p: float
     impl: str
     backward: str
+    deterministic: bool
 
     @staticmethod
     def decode(text: str, rank: int) -> Call:
@@ -125,6 +127,7 @@ def describe(
     dropout_p: float = 0.0,
     impl: str = "auto",
     backward: str = "auto",
+    deterministic: bool = False,
 ) -> str:
     """The text of a call, equal on all ranks, which `Call.decode` reads; options as in `ring_attention`.
 
@@ -139,7 +142,7 @@ def describe(
         f"{{'sharding': {sharding.text}, 'kv_sharding': {keys}, 'causal': {bool(causal)}, 'window': {window}, "
         f"'prefix_len': {prefix_len}, 'chunk_len': {chunk_len}, 'lengths': {lengths}, "
         f"'softmax_scale': {float(softmax_scale)}, 'softcap': {float(softcap)}, 'dropout_p': {float(dropout_p)}, "
-        f"'impl': '{impl}', 'backward': '{backward}'}}"
+        f"'impl': '{impl}', 'backward': '{backward}', 'deterministic': {bool(deterministic)}}}"
     )
 
 
@@ -171,4 +174,5 @@ def _decode(text: str, rank: int) -> Call:
         dropout_p=record["dropout_p"],
         impl=record["impl"],
         backward=record["backward"],
+        deterministic=record["deterministic"],
     )

@@ -131,7 +131,8 @@ def _make(runs: Runs, visibility: Visibility, device: torch.device, reading: Rea
         _view(staging, offset, part.shape).copy_(part)
     buffer = staging.to(device, non_blocking=True)
     views = [_view(buffer, offset, part.shape) for part, offset in zip(parts, offsets, strict=False)]
-    return Side(*views, run_list=runs)
+    # staging may be pinned, which is scarce: what is kept on the host is ordinary memory
+    return Side(*views, run_list=runs, lo_host=lo.to(torch.int32), hi_host=hi.to(torch.int32))
 
 
 def _view(buffer: Tensor, offset: int, shape: torch.Size) -> Tensor:

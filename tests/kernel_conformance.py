@@ -282,6 +282,8 @@ def make_side(runs: Runs, visible: Tensor, device: torch.device | str) -> Side:
         lo=lo.contiguous().to(device),
         hi=hi.contiguous().to(device),
         run_list=tuple(run_list),
+        lo_host=lo.contiguous(),
+        hi_host=hi.contiguous(),
     )
 
 

@@ -163,7 +163,7 @@ def test_distances_between_far_positions_are_exact():
     far = 2**30
     positions = torch.tensor([far, far + 1, far + 3], dtype=torch.int32)
     lo, hi = torch.full((1, 3), far, dtype=torch.int32), torch.full((1, 3), far + 4, dtype=torch.int32)
-    side = Side(torch.empty(0, 4, dtype=torch.int32), positions, lo, hi, ())
+    side = Side(torch.empty(0, 4, dtype=torch.int32), positions, lo, hi, (), lo, hi)
     q, v = torch.zeros(1, 3, 1, 16), torch.eye(3, 16)[None, :, None].contiguous()
     o, lse = torch.empty(1, 3, 1, 16), torch.empty(1, 1, 3)
     score = Score(1.0, alibi_slopes=torch.ones(1))

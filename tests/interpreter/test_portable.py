@@ -33,7 +33,8 @@ def whole(n: int) -> tuple[tuple[int, int, int, int], ...]:
 
 def side(n: int, lo: torch.Tensor, hi: torch.Tensor) -> Side:
     runs = torch.tensor(whole(n), dtype=torch.int32)
-    return Side(runs, torch.arange(n, dtype=torch.int32), lo[None].int(), hi[None].int(), whole(n))
+    lo, hi = lo[None].int(), hi[None].int()
+    return Side(runs, torch.arange(n, dtype=torch.int32), lo, hi, whole(n), lo, hi)
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
