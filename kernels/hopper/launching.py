@@ -1,0 +1,133 @@
+"""How a Hopper kernel is called: tensors as descriptors of the bulk copy engine, and launches that are bound once.
+
+Owns what the hardware asks of addresses and strides, and the cache of compiled kernels. Refuses to know what kernels
+compute.
+
+Note [Bound launch]
+    Binding the arguments of a kernel with several descriptors costs the host more than a short kernel takes. What binding
+    decides depends on a few facts about each argument (dtype, alignment, width of an integer, constants), so the compiled
+    kernel is looked up by these and called with the arguments as they are. Run-time integers are never specialised on:
+    every kernel here is declared with `RUNTIME` names in do_not_specialize.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+WORD = 16  # bytes: what bases and strides of a descriptor are multiples of
+
+_DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32}
+
+_compiled: dict[tuple[Any, ...], Any] = {}
+
+
+def launch(
+    kernel: Any, programs: int, args: Sequence[Any], constants: Mapping[str, Any], *, num_warps: int, maxnreg: int
+) -> None:
+    """Launches `programs` programs of a kernel.
+
+    Args:
+        kernel: A `gluon.jit` function whose integers are all in do_not_specialize.
+        programs: Size of the grid.
+        args: Its run-time arguments, in order.
+        constants: Its compile-time arguments, which come last in its signature, in order; the last one is num_warps.
+        num_warps: Warps of the default partition.
+        maxnreg: Registers per thread at entry.
+    """
+    values = (*constants.values(), num_warps)
+    device = torch.cuda.current_device() if torch.cuda.is_available() else -1
+    key = (kernel, device, maxnreg, *map(repr, values), *map(_fact, args))
+    compiled = _compiled.get(key)
+    if compiled is None:
+        _compiled[key] = kernel[(programs,)](*args, **constants, num_warps=num_warps, maxnreg=maxnreg)
+    else:
+        compiled[(programs, 1, 1)](*args, *values)
+
+
+def describable(x: Tensor) -> bool:
+    """Whether the bulk copy engine can address it: aligned base and strides, nothing expanded, something there."""
+    size = x.element_size()
+    aligned = all(
+        stride > 0 and stride * size % WORD == 0
+        for stride, length in zip(x.stride()[:-1], x.shape[:-1], strict=True)
+        if length > 1
+    )
+    return aligned and x.stride(-1) == 1 and x.data_ptr() % WORD == 0 and x.numel() > 0
+
+
+def addressable(x: Tensor) -> Tensor:
+    """The tensor itself, or a contiguous copy of one that the bulk copy engine cannot address."""
+    return x if describable(x) else x.clone(memory_format=torch.contiguous_format)
+
+
+def rows_of(x: Tensor, rows: int, columns: int) -> TensorDescriptor:
+    """A `b s h d` tensor in tiles of `rows` rows of one head, as blocks [1, 1, rows, columns] at (b, h, row, 0).
+
+    Rows and columns beyond the tensor read as zero and are not written.
+    """
+    b, s, h, d = x.shape
+    sb, ss, sh, _ = _strides(x)
+    block = [1, 1, rows, columns]
+    return TensorDescriptor(x, [b, h, s, d], [sb, sh, ss, 1], block, layout_of(tuple(block), x.dtype))
+
+
+def groups_of(x: Tensor, rows: int, group: int, columns: int) -> TensorDescriptor:
+    """A `b s h d` tensor in tiles of `rows` rows of `group` neighbouring heads: blocks [1, rows, 1, group, columns].
+
+    The block at (b, row, head group, 0, 0) holds the heads of a row next to each other.
+    """
+    b, s, h, d = x.shape
+    sb, ss, sh, _ = _strides(x)
+    block = [1, rows, 1, group, columns]
+    shape, strides = [b, s, h // group, group, d], [sb, ss, group * sh, sh, 1]
+    return TensorDescriptor(x, shape, strides, block, layout_of(tuple(block), x.dtype))
+
+
+def numbers_of(x: Tensor, block: int) -> TensorDescriptor:
+    """A contiguous tensor as one list, in blocks of `block` numbers; loads begin at multiples of 16 bytes."""
+    return TensorDescriptor(x, [x.numel()], [1], [block], layout_of((block,), x.dtype))
+
+
+@functools.lru_cache
+def layout_of(block: tuple[int, ...], dtype: torch.dtype) -> gl.NVMMASharedLayout:
+    """The shared-memory layout of a block that products read."""
+    return gl.NVMMASharedLayout.get_default_for(list(block), _DTYPES[dtype])
+
+
+@functools.lru_cache
+def multiprocessors(device: torch.device) -> int:
+    """How many programs run side by side; on a CPU, where kernels are emulated, a few."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 3
+
+
+def on(device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    """Makes the device of a launch the current one."""
+    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
+
+
+def _strides(x: Tensor) -> list[int]:
+    # the stride of a dimension of length 1 means nothing, but a descriptor wants it aligned
+    size = x.element_size()
+    return [
+        stride if length > 1 else max(WORD // size, x.shape[-1])
+        for stride, length in zip(x.stride(), x.shape, strict=True)
+    ]
+
+
+def _fact(x: Any) -> Any:
+    """What the binding of a run-time argument depends on."""
+    if isinstance(x, Tensor):
+        return x.dtype, x.data_ptr() % WORD == 0
+    if isinstance(x, TensorDescriptor):
+        return x.base.dtype, *x.block_shape
+    if isinstance(x, int):
+        return -(2**31) <= x < 2**31
+    return type(x)

@@ -1,0 +1,77 @@
+"""What every Hopper kernel is made of: named barriers, copies that add, tiles of the work plan, limits of visibility.
+
+Owns the inline assembly. Refuses to know scores, softmax and gradients.
+
+Note [Named barriers]
+    Triton gives the barriers 0, 1, 2, ... to the partitions of a kernel; 8 to 15 are free and are named by the kernels.
+    `sync` waits for `threads` threads to have arrived, `arrive` counts this warp without stopping it.
+
+Note [Limits]
+    A masked block compares the row numbers of the streamed side with two limits per row of the tile, so that positions are
+    divided once per segment and not compared at every pair: row y of the buffer is visible iff low <= y < high.
+"""
+
+# pyright: reportGeneralTypeIssues=false
+from triton._C.libtriton import ir
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language._core import builtin
+
+
+@gluon.constexpr_function
+def _barrier(kind, threads):
+    return f"bar.{kind} $1, {threads}; mov.u32 $0, 0;"
+
+
+@gluon.jit
+def sync(barrier, THREADS: gl.constexpr):
+    """Waits until THREADS threads, this warpgroup's among them, have arrived at a named barrier."""
+    asm: gl.constexpr = _barrier("sync", THREADS)
+    gl.inline_asm_elementwise(asm, "=r,r", [gl.to_tensor(barrier)], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def arrive(barrier, THREADS: gl.constexpr):
+    """Counts the threads of this partition at a named barrier without waiting."""
+    asm: gl.constexpr = _barrier("arrive", THREADS)
+    gl.inline_asm_elementwise(asm, "=r,r", [gl.to_tensor(barrier)], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@builtin
+def reduce_add(descriptor, coordinates, source, _semantic=None):
+    """Adds a tile of shared memory to global memory through the bulk copy engine; `tma.store_wait` waits for it."""
+    coordinates = _semantic._convert_to_ir_values(coordinates, require_i64=False)
+    _semantic.builder.create_async_tma_reduce(
+        ir.DESCRIPTOR_REDUCE_KIND.ADD, descriptor.handle, coordinates, source.handle
+    )
+
+
+@gluon.jit
+def opaque(x):
+    """The same int32 tensor, computed where it stands: hoisted out of a loop it would hold registers through it."""
+    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def entry(work, at):
+    """(head, row, segment, masked, full, masked_blocks, full_blocks, slot) of entry `at`; Note [Work] in plan.py."""
+    base = work + at * 8
+    return (
+        gl.load(base), gl.load(base + 1), gl.load(base + 2), gl.load(base + 3),
+        gl.load(base + 4), gl.load(base + 5), gl.load(base + 6), gl.load(base + 7),
+    )  # fmt: skip
+
+
+@gluon.jit
+def limits(lo, hi, begin, end, origin, stride):
+    """(low, high): rows of the streamed buffer that a tile row with bounds lo, hi sees of a run; Note [Limits]."""
+    low = begin + _rows_before(lo, begin, end, origin, stride)
+    high = begin + _rows_before(hi, begin, end, origin, stride)
+    return low, high
+
+
+@gluon.jit
+def _rows_before(position, begin, end, origin, stride):
+    start = origin + stride * begin
+    distance = gl.minimum(gl.maximum(position - start, 0), (end - begin) * stride)
+    return (distance + stride - 1) // stride
