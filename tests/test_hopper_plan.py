@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import time
 import weakref
-from itertools import pairwise
+from itertools import pairwise, product
 from threading import Barrier, Thread
 
 import pytest
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ringattn.kernels.contract import Side
 from ringattn.kernels.hopper import plan as planning
-from ringattn.kernels.hopper.plan import EPILOGUE, OVERHEAD, Shape, WorkPlan, make_plan
+from ringattn.kernels.hopper.plan import EPILOGUE, MIN_PART, OVERHEAD, Shape, WorkPlan, make_plan
 from ringattn.layout import contiguous, zigzag
 from ringattn.reference import visible_pairs
 from ringattn.tables import stationary_side
@@ -83,7 +83,14 @@ def assert_lawful(plan: WorkPlan, stationary: Side, streamed: Side, shape: Shape
     assert not of_splits
     assert sum(parts for *_, parts in splits) == plan.slots
     assert all(parts > 1 for *_, parts in splits)
+    assert_parts_are_worth_it(plan, shape)
     assert shape.split or not splits
+
+
+def assert_parts_are_worth_it(plan: WorkPlan, shape: Shape) -> None:
+    """No part is shorter than MIN_PART."""
+    parts = plan.work[plan.work[:, 7] >= 0]
+    assert ((parts[:, 5] + parts[:, 6]) * shape.repeats >= MIN_PART).all()
 
 
 def excess(plan: WorkPlan, shape: Shape) -> float:
@@ -196,7 +203,9 @@ def test_no_program_works_much_longer_than_the_mean(name: str, mask: Visibility,
     for block in (64, 128):
         shape = device_shape(**{**options, "block": block, "streamed_bytes": bytes_of_head})
         for stationary, streamed in ((queries, keys), (keys, queries)):
-            assert excess(make_plan(stationary, streamed, shape), shape) <= bound, name
+            plan = make_plan(stationary, streamed, shape)
+            assert excess(plan, shape) <= bound, name
+            assert_parts_are_worth_it(plan, shape)
 
 
 def test_few_tiles_with_long_key_ranges_are_spread_over_all_programs() -> None:
@@ -223,9 +232,9 @@ def test_a_window_pays_for_its_boundaries_only() -> None:
 
 
 def test_the_phase_of_the_blocks_is_the_cheapest() -> None:
-    tokens = 96
-    for left in range(4, 40, 3):
-        visible = visible_pairs(tokens, window=(left, 5))
+    tokens = 91
+    for left, right in product(range(3, 40, 3), (0, 5, None)):
+        visible = visible_pairs(tokens, window=(left, right))
         queries, keys = (make_side(((0, 1, tokens),), x, "cpu") for x in (visible, visible.transpose(1, 2)))
         plan = make_plan(queries, keys, Shape(1, 1, 8, 8, 1, 0))
         for _, row, _, _, _, masked_blocks, full_blocks, _ in plan.work.tolist():
@@ -239,6 +248,11 @@ def test_the_phase_of_the_blocks_is_the_cheapest() -> None:
 
             best = min(price(phase) for phase in range(max(0, first - 7), first + 1))
             assert (masked_blocks + full_blocks, masked_blocks) == best
+
+
+def test_rows_that_do_not_exist_make_no_block_masked() -> None:
+    plan = make_plan(*make_sides(Visibility(128 * 5 + 7, 128 * 5 + 7)), device_shape(heads=1, split=0))
+    assert plan.work[:, 5:7].tolist() == [[1, 5]] * 6, "only the last block, which ends beyond the run"
 
 
 def test_heads_that_fit_the_cache_together_come_before_others_and_longest_first() -> None:

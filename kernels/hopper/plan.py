@@ -68,7 +68,7 @@ MIN_PART = 4
 SLACK = 0.02
 """Excess of the most loaded program over the mean that is left alone."""
 
-_LIMITS = (0.0, 0.005, 0.01, 0.015, 0.02, 0.03, 0.04, 0.06, 0.08, 0.12, 0.16, 0.24, 0.32, 0.5)  # over the mean
+_FINEST = 0.005  # the first step from the mean to the limit that splitting keeps
 _FAR = 2**31 - 1  # beyond every position
 _ALIGNMENT = 32  # int32 elements: every view starts on a 128-byte line
 
@@ -313,22 +313,23 @@ def _deal(blocks: Tensor, shape: Shape) -> _Dealt:
     mean = sum(costs) / programs
     if not shape.split or whole.makespan <= mean * (1 + SLACK):
         return whole
-    best = whole
     least = max(mean, MIN_PART + OVERHEAD + EPILOGUE)
-    for excess in _LIMITS:
+    excess = 0.0
+    while True:
         limit = int(least * (1 + excess)) + 1
-        if limit + MERGE >= best.makespan:
-            break
+        if limit + MERGE >= whole.makespan:
+            return whole
         dealt = _deal_within(counts, costs, limit, shape)
-        if dealt.makespan + MERGE < whole.makespan and dealt.makespan < best.makespan:
-            best = dealt
         if dealt.makespan <= limit:
-            break
-    return best
+            return dealt
+        excess = max(_FINEST, excess * 1.5)
 
 
 def _deal_within(counts: list[int], costs: list[int], limit: int, shape: Shape) -> _Dealt:
-    """Deals likewise, but splits what would lift the least loaded program over a limit."""
+    """Deals likewise, but splits what would lift the least loaded program over a limit.
+
+    The makespan exceeds the limit if that cannot be kept.
+    """
     programs = shape.programs
     loads = list(range(programs))
     owners: list[int] = []
@@ -372,7 +373,7 @@ def _cut(loads: list[int], blocks: int, limit: int, shape: Shape) -> list[tuple[
                 number = min(room, rest - smallest)
         load = loads.pop(place)
         parts.append((first, number, load % programs))
-        load += (number * repeats + (OVERHEAD if number == blocks else fixed)) * programs
+        load += (number * repeats + fixed) * programs
         loads.insert(bisect_right(loads, load), load)
         first += number
     return parts
