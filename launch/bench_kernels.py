@@ -157,9 +157,9 @@ def list_carries(args: Kernels) -> list[Problem]:
 
 def schedule(args: Kernels) -> list[tuple[Group, Problem]]:
     """Everything in order; the carry stands before the lengths."""
-    listed = [(group, problem) for problem, group in list_problems(args).items()]
-    carry: Group = "carry"
-    listed += [(carry, problem) for problem in list_carries(args)]
+    listed: list[tuple[Group, Problem]] = []
+    listed.extend((group, problem) for problem, group in list_problems(args).items())
+    listed.extend(("carry", problem) for problem in list_carries(args))
     return sorted(listed, key=lambda item: item[0] == "lengths")
 
 

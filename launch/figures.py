@@ -50,7 +50,7 @@ def lines_over_length(rows: Sequence[dict[str, Any]]) -> dict[tuple[int, str, st
 
 
 def draw_lengths(rows: Sequence[dict[str, Any]], path: Path, note: str = "") -> bool:
-    """Draws TFLOP/s over length: a column per mask and direction, a row per head_dim, a line per contender.
+    """Draws TFLOP/s over length: a column per mask, a row per direction and head_dim, a line per contender.
 
     Args:
         rows: Of `bench kernels`.
@@ -68,10 +68,9 @@ def draw_lengths(rows: Sequence[dict[str, Any]], path: Path, note: str = "") -> 
     panels = lines_over_length(rows)
     if not panels:
         return False
-    directions = [one for one in ("forward", "backward") if any(key[2] == one for key in panels)]
     masks = [one for one in ("full", "causal", "window", "documents") if any(key[1] == one for key in panels)]
-    columns = [(mask, direction) for direction in directions for mask in masks]
-    dims = sorted({key[0] for key in panels})
+    rank = {"forward": 0, "backward": 1}
+    kinds = sorted({(direction, dim) for dim, _, direction in panels}, key=lambda kind: (rank[kind[0]], kind[1]))
     style: Any = {
         "svg.fonttype": "none",
         "svg.hashsalt": "ringattn",
@@ -84,12 +83,13 @@ def draw_lengths(rows: Sequence[dict[str, Any]], path: Path, note: str = "") -> 
         "ytick.color": INK,
         "savefig.transparent": True,
     }
+    lengths = sorted({n for lines in panels.values() for points in lines.values() for n, _ in points})
     with mpl.rc_context(style):
         figure, axes = plt.subplots(
-            len(dims), len(columns), figsize=(2.6 * len(columns), 2.4 * len(dims) + 0.6), squeeze=False, sharex=True
+            len(kinds), len(masks), figsize=(2.7 * len(masks), 2.1 * len(kinds) + 0.6), squeeze=False, sharex=True
         )
-        for i, dim in enumerate(dims):
-            for axis, (mask, direction) in zip(axes[i], columns, strict=True):
+        for i, (direction, dim) in enumerate(kinds):
+            for axis, mask in zip(axes[i], masks, strict=True):
                 lines = panels.get((dim, mask, direction), {})
                 for who in [*NAMES, *sorted(set(lines) - set(NAMES))]:
                     if who in lines:
@@ -106,15 +106,14 @@ def draw_lengths(rows: Sequence[dict[str, Any]], path: Path, note: str = "") -> 
                 axis.set_ylim(bottom=0)
                 axis.grid(color=INK, alpha=0.25, linewidth=0.6)
                 axis.set_title(f"{direction}, {mask}, head_dim {dim}", fontsize=9)
-                lengths = sorted({n for points in lines.values() for n, _ in points})
                 axis.set_xticks(lengths, [f"{n // 1024}K" if n >= 1024 else str(n) for n in lengths])
                 axis.minorticks_off()
             axes[i][0].set_ylabel("TFLOP/s")
         for axis in axes[-1]:
             axis.set_xlabel("tokens")
         shown = {line.get_label(): line for axis in axes.flat for line in axis.get_lines()}
-        figure.legend(shown.values(), shown.keys(), loc="lower center", ncols=len(shown), frameon=False)
-        figure.tight_layout(rect=(0, 0.35 / figure.get_figheight(), 1, 1))
+        figure.legend(shown.values(), shown.keys(), loc="lower center", ncols=min(4, len(shown)), frameon=False)
+        figure.tight_layout(rect=(0, 0.5 / figure.get_figheight(), 1, 1))
         path.parent.mkdir(parents=True, exist_ok=True)
         metadata = {"Date": None, "Description": note} if path.suffix == ".svg" else None
         figure.savefig(path, dpi=130, metadata=metadata)

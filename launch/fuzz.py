@@ -509,7 +509,8 @@ def examine(case: FuzzCase, kernels: KernelSet, device: torch.device) -> dict[st
             for seed in range(case.seed + len(draws), case.seed + 8):
                 other = draw_tensors(case, seed, device)
                 draws.append((define(case, other, torch.float64), define(case, other, low)))
-            pooled = Budget.of(*(torch.cat([draw[side][name] for draw in draws]) for side in (0, 1)), scaled)
+            every, roughly = (torch.cat([draw[side][name] for draw in draws]) for side in (0, 1))
+            pooled = Budget.of(every, roughly, scaled)
             few = Budget(rms=pooled.largest, largest=pooled.largest) if x.numel() < 64 else pooled
             ratio = few.ratio(x, exact[name])
         ratios[name] = math.inf if math.isnan(ratio) else ratio
