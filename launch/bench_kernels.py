@@ -292,11 +292,13 @@ def measure(
     directions: tuple[str, ...] = ("forward",) if group == "carry" else args.directions
     inputs = Inputs(problem, session.device)
     common = {"bench": "kernels", "group": group, **dataclasses.asdict(problem), "pairs": problem.pairs}
-    watch.expect(common | {"who": "standard", "level": "fp64"}, "the definition")
+    everybody = common | {"who": "everybody", "level": "op", "direction": directions[0]}
+    watch.expect(everybody, "the definition")
     standard = make_standard(inputs, backward="backward" in directions)
     entries = [_Entry(who, level) for who, level in names(args, group)]
     for entry in entries:
-        watch.expect(common | {"who": entry.who, "level": entry.level}, "first call, compilation included")
+        asked = common | {"who": entry.who, "level": entry.level, "direction": directions[0]}
+        watch.expect(asked, "first calls, compilation included")
         try:
             entry.contender = prepare(entry.who, entry.level, inputs, ring)
             judge(entry, standard, directions)
@@ -306,7 +308,7 @@ def measure(
             # who fails in the backward still has a forward
             if not entry.ratios:
                 entry.refused = reason(error)
-            still_alive(session)
+            leave_if_lost(asked | {"refused": reason(error)}, session, book)
         if entry.refused and entry.ours and entry.refused.startswith("wrong answer"):
             book.red.append(f"{entry.who} {entry.level}, {describe_problem(problem)}: {entry.refused}")
     rows = []
@@ -316,9 +318,10 @@ def measure(
             for entry in entries
             if entry.refused is None and (call := getattr(entry.contender, direction)) is not None
         }
-        watch.expect(common | {"who": "everybody", "level": "timing", "direction": direction}, "the rounds")
+        asked = everybody | {"direction": direction}
+        watch.expect(asked, "the rounds")
         times = time_calls(calls, session, args.rounds, args.timing, args.round_s)
-        still_alive(session)
+        leave_if_lost(asked | {"refused": "the device was lost while turns were taken"}, session, book)
         for entry in entries:
             time_ = times.get(f"{entry.who} {entry.level}", Time(refused=entry.refused or f"no {direction}"))
             rows.append(make_row(common, problem, direction, entry, time_))
@@ -361,14 +364,18 @@ def add_costs(rows: list[dict[str, Any]]) -> None:
             row["cost_percent"] = 100 * (row["ms"] / beside["ms"] - 1)
 
 
-def still_alive(session: Session) -> None:
-    """Raises when the device no longer answers: after a fault everything that follows would be blamed on others."""
+def leave_if_lost(row: dict[str, Any], session: Session, book: Book) -> None:
+    """Keeps a row and ends the run when the device no longer answers: what follows would be blamed on others."""
     if session.device.type != "cuda":
         return
     try:
         torch.cuda.synchronize(session.device)
     except Exception as error:
-        raise SystemExit(f"the device is lost: {reason(error)}; start again without the last contender") from error
+        book.rows.append(row)
+        book.write()
+        raise SystemExit(
+            f"the device must answer, got {reason(error)} after {row['who']}; start again without it"
+        ) from error
 
 
 def describe_problem(problem: Problem) -> str:
@@ -484,8 +491,9 @@ def _measure_all(args: Kernels, session: Session, book: Book, began: float) -> B
         try:
             rows = measure(args, group, problem, ring, session, book, watch)
         except torch.OutOfMemoryError as error:
-            rows = [{"bench": "kernels", "group": group, **dataclasses.asdict(problem), "who": "standard"}]
-            rows[0] |= {"level": "fp64", "direction": "forward", "refused": reason(error)}
+            watch.rest()
+            rows = [{"bench": "kernels", "group": group, **dataclasses.asdict(problem), "pairs": problem.pairs}]
+            rows[0] |= {"who": "everybody", "level": "op", "direction": "forward", "refused": reason(error)}
         took = time.monotonic() - started
         guessed, spent = guessed + ahead, spent + took
         slower = min(3.0, max(0.3, spent / guessed))

@@ -119,6 +119,8 @@ def time_calls(
     for name, call in calls.items():
         try:
             turn = _plan(call, session)
+            if session.device.type == "cuda":
+                _refuse_other_streams(call, session.device)
         except Exception as error:
             found[name].refused = reason(error)
             continue
@@ -146,6 +148,19 @@ def _plan(call: Callable[[], Any], session: Session) -> _Turn:
     once = session.maximum([clock(call, 1, session.device)])[0]
     repeats = max(1, min(50, math.ceil(TURN_MS / once))) if session.device.type == "cuda" else 1
     return _Turn(call, repeats, 1, repeats * once)
+
+
+def _refuse_other_streams(call: Callable[[], Any], device: torch.device) -> None:
+    """Raises when the device is busy well after the events of a call say that it is done (thrice: hosts may pause)."""
+    behind = []
+    for _ in range(3):
+        torch.cuda.synchronize(device)
+        began = time.perf_counter()
+        ms = clock(call, 1, device)
+        torch.cuda.synchronize(device)
+        behind.append((time.perf_counter() - began) * 1e3 - ms > max(0.5 * ms, 0.5))
+    if all(behind):
+        raise RuntimeError("its work must run on the current stream, got work elsewhere; it cannot be timed here")
 
 
 def _run(turns: dict[tuple[str, str], _Turn], session: Session, rounds: int) -> dict[tuple[str, str], float]:

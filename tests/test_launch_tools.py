@@ -292,13 +292,13 @@ def test_a_contender_that_does_not_answer_ends_the_run_and_is_named(tmp_path: Pa
         "import sys, time\nfrom ringattn.launch import bench, contenders\n"
         "contenders.prepare_flex = lambda inputs: time.sleep(100)\nsys.exit(bench.main(sys.argv[1:]))"
     )
-    words = ["--who", "flex", "--groups", "target", "--patience-s", "15", "--out", str(tmp_path)]
+    words = ["--who", "flex", "--groups", "target", "--patience-s", "8", "--out", str(tmp_path)]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-c", program, *SMALL, *words]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 3
     rows = json.loads((tmp_path / "kernels.json").read_text())["rows"]
-    assert (rows[-1]["who"], rows[-1]["refused"][:19]) == ("flex", "no answer in 15 s: ")
+    assert (rows[-1]["who"], rows[-1]["refused"][:18]) == ("flex", "no answer in 8 s: ")
 
 
 def test_what_matters_most_is_measured_first() -> None:
