@@ -183,9 +183,9 @@ def estimate(args: Kernels, group: Group, problem: Problem, compiled: set[tuple[
     for who, level in names(args, group):
         for direction in args.directions if group != "carry" else ("forward",):
             once = FACTORS[direction] * problem.flops / 1e12 / GUESSED_TFLOPS.get(who, 450.0)
-            ways = 2 if args.timing == "both" else 1
+            ways = 2 if args.timing == "both" and once < 0.1 else 1
             turns += ways * max(0.02, once)
-            seconds += (4 + ways) * once + 0.1
+            seconds += 5 * once + 0.1
             key = (
                 who,
                 level == "carried",

@@ -29,6 +29,8 @@ from ringattn.launch.session import Session
 Timing = Literal["calls", "graph", "both"]
 TURN_MS = 20.0
 """What a turn should last on a GPU: many short calls, or one long one."""
+LONG_MS = 100.0
+"""A call beyond this hides its host; it is not timed both ways."""
 
 
 @dataclass
@@ -111,7 +113,7 @@ def time_calls(
         calls: The contenders.
         session: One rank: an exception on one of several would leave the others waiting.
         rounds: Rounds; fewer, but three at least, where they would take more than `seconds`.
-        timing: Plain calls, graphs where they can be made and plain calls elsewhere, or both.
+        timing: Plain calls, graphs where they can be made and plain calls elsewhere, or both for calls up to LONG_MS.
         seconds: What all rounds together should take.
     """
     found = {name: Time() for name in calls}
@@ -132,7 +134,8 @@ def time_calls(
                 turns[name, "graph"] = _Turn(graph, 1, turn.repeats, turn.expected_ms)
             except Exception as error:
                 found[name].graph_refused = reason(error)
-        if timing != "graph" or (name, "graph") not in turns:
+        wanted = timing == "calls" or (timing == "both" and turn.expected_ms <= LONG_MS)
+        if wanted or (name, "graph") not in turns:
             turns[name, "calls"] = turn
     expected = sum(turn.expected_ms for turn in turns.values())
     rounds = max(min(rounds, 3), min(rounds, int(1e3 * seconds / expected))) if expected else rounds
@@ -152,15 +155,14 @@ def _plan(call: Callable[[], Any], session: Session) -> _Turn:
 
 def _refuse_other_streams(call: Callable[[], Any], device: torch.device) -> None:
     """Raises when the device is busy well after the events of a call say that it is done (thrice: hosts may pause)."""
-    behind = []
     for _ in range(3):
         torch.cuda.synchronize(device)
         began = time.perf_counter()
         ms = clock(call, 1, device)
         torch.cuda.synchronize(device)
-        behind.append((time.perf_counter() - began) * 1e3 - ms > max(0.5 * ms, 0.5))
-    if all(behind):
-        raise RuntimeError("its work must run on the current stream, got work elsewhere; it cannot be timed here")
+        if (time.perf_counter() - began) * 1e3 - ms <= max(0.5 * ms, 0.5):
+            return
+    raise RuntimeError("its work must run on the current stream, got work elsewhere; it cannot be timed here")
 
 
 def _run(turns: dict[tuple[str, str], _Turn], session: Session, rounds: int) -> dict[tuple[str, str], float]:
