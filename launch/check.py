@@ -4,6 +4,7 @@ Owns the cases and the verdict. Refuses to know speed, and how an answer was mad
 
     python -m ringattn.launch.check --quick
     torchrun --nproc_per_node 4 -m ringattn.launch.check
+    python -m ringattn.launch.check --fuzz 300 --impl hopper
 
 Note [What is compared]
     Every rank draws the same whole-sequence inputs, and computes from them, alone, the definition in fp64 and in the
@@ -72,6 +73,9 @@ class CheckArgs:
         only: Only cases whose name contains this.
         json: Where to write every row as JSON.
         seed: Seed of all inputs.
+        fuzz: Seconds of random visits of the kernels alone instead of the cases; 0 for a single one.
+        fuzz_seed: Seed of the first random visit.
+        ahead: On GPUs, fill the compiler's cache from many processes first; not under a tool that watches one process.
         compile_share: "i/n": compile the i-th share of n and stop; what the check starts by itself on GPUs.
     """
 
@@ -82,6 +86,9 @@ class CheckArgs:
     only: str = ""
     json: Path | None = None
     seed: int = 0
+    fuzz: float | None = None
+    fuzz_seed: int = 0
+    ahead: bool = True
     compile_share: str = ""
 
 
@@ -577,6 +584,42 @@ def _name_worst(row: dict[str, Any]) -> str:
     return f"{row['tensor']} on rank {row['rank']}, {row['layout']}"
 
 
+def fuzz_all(args: CheckArgs, session: Session, line: dict[str, Any]) -> int:
+    """Random visits on every rank, each with its own seeds; returns the exit code, the same on every rank."""
+    from ringattn.launch import fuzz
+
+    assert args.fuzz is not None, "seconds"
+
+    def keep(tally: fuzz.Tally) -> None:
+        if args.json is not None:
+            path = args.json.with_name(f"{args.json.stem}-rank{session.rank}.red.json")
+            write_json(path, {"machine": line, "impl": args.impl, **dataclasses.asdict(tally)})
+
+    tally = fuzz.fuzz(args.fuzz, args.fuzz_seed + session.rank * 10**6, args.impl, session, keep)
+    found = session.gather(tally)
+    cases, red = sum(one.cases for one in found), [row for one in found for row in one.red]
+    code = int(bool(red) or not cases)
+    if session.rank == 0:
+        worst = {name: max(one.worst.get(name, (0.0, 0)) for one in found) for name in tally.worst}
+        table(
+            "part of the error budget that is used up by the worst case",
+            ["tensor", "ratio", "seed"],
+            [[name, f"{ratio:.2f}", seed] for name, (ratio, seed) in sorted(worst.items())],
+        )
+        for why, times in tally.skipped.items():
+            print(f"not served: {times} x {why}")
+        largest = max((ratio for ratio, _ in worst.values()), default=0.0)
+        print(
+            f"{'red' if code else 'green'}: {cases - len(red)} of {cases} random visits inside the budget, "
+            f"worst ratio {largest:.2f}, {tally.seconds:.1f} s, seeds from {args.fuzz_seed}"
+        )
+        if args.json is not None:
+            ranks = [dataclasses.asdict(one) for one in found]
+            kept = {"machine": line, "impl": args.impl, "fuzz_seed": args.fuzz_seed, "green": not code}
+            write_json(args.json, kept | {"cases": cases, "worst": worst, "red": red, "ranks": ranks})
+    return code
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command; returns its exit code: 0 when every row is green on every rank."""
     args: CheckArgs = parse(CheckArgs, arguments, "check", (CheckArgs.__doc__ or "").split("\n")[0])
@@ -585,13 +628,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         started = time.perf_counter()
         line = machine(session)
         session.say(describe(line))
+        if args.fuzz is not None:
+            return fuzz_all(args, session, line)
         make = quick_cases if args.quick else full_cases
         ranks = max(session.world_size, args.simulate if session.world_size == 1 else 0)
         cases = [case for case in make(ranks, session.device.type) if args.only in case.name]
         if args.compile_share:
             compile_share(cases, args, session)
             return 0
-        if session.device.type == "cuda":
+        if args.ahead and session.device.type == "cuda":
             compile_ahead(cases, args, ranks, session)
         verdict = check(session, cases, args)
         code = int(session.maximum([float(bool(verdict.red) or not verdict.rows)])[0])

@@ -1,4 +1,4 @@
-"""What only a GPU can show: the compiled kernels on the shared cases, and addresses beyond 32 bits."""
+"""What only a GPU can show: the compiled kernels on shared and random cases, long addresses, and how time is taken."""
 
 from __future__ import annotations
 
@@ -10,6 +10,9 @@ import torch
 
 from ringattn import Ring, attention_reference, ring_attention_with_lse
 from ringattn.kernels.contract import KernelSet
+from ringattn.launch import fuzz
+from ringattn.launch.session import Session
+from ringattn.launch.turns import time_calls
 from tests.budget import assert_within_budget
 from tests.kernel_conformance import CASES, LONG_CASES, Case, run_case
 
@@ -80,3 +83,37 @@ def test_elements_beyond_32_bits_are_found() -> None:
     found = [o, lse.transpose(1, 2), dq, dk, dv]
     for name, x, exact, low in zip("o lse dq dk dv".split(), found, *answers.values(), strict=True):
         assert_within_budget(x[:, -tail:], exact[:, -tail:], low[:, -tail:], name)
+
+
+def test_a_graph_holds_all_the_work_of_a_backward_and_no_host() -> None:
+    session = Session(0, 1, torch.device("cuda"), None)
+    with torch.cuda.stream(torch.cuda.Stream()):
+        x = torch.randn(4096, 4096, device="cuda", requires_grad=True)
+        y = (x @ x).sum()
+        calls = {"backward": lambda: torch.autograd.grad(y, x, retain_graph=True)}
+        found = time_calls(calls, session, 5, "both")["backward"]
+    assert found.graph_refused is None
+    assert found.calls_ms is not None
+    assert found.graph_ms is not None
+    assert 0.5 * found.calls_ms < found.graph_ms < 1.2 * found.calls_ms
+
+
+def test_work_on_another_stream_gets_no_time() -> None:
+    session, other = Session(0, 1, torch.device("cuda"), None), torch.cuda.Stream()
+    x = torch.randn(8192, 8192, device="cuda")
+    torch.cuda.synchronize()
+
+    def elsewhere() -> None:
+        with torch.cuda.stream(other):
+            torch.mm(x, x)
+
+    found = time_calls({"elsewhere": elsewhere}, session, 3, "calls")["elsewhere"]
+    assert found.refused is not None
+    assert "its work must run on the current stream" in found.refused
+
+
+def test_random_visits_are_inside_the_budget() -> None:
+    session = Session(0, 1, torch.device("cuda"), None)
+    tally = fuzz.fuzz(20.0, 0, "auto", session)
+    assert tally.red == []
+    assert tally.cases
