@@ -360,9 +360,9 @@ def _consumer(
             for g in range(group):
                 h = h_kv * group + g
                 slope = gl.load(alibi_slopes + h) * LOG2E if alibi_slopes is not None else None
-            dalibi = None
-            if dalibi_out is not None:
-                dalibi = dalibi_out + gl.cast(b, gl.int64) * dalibi_sb + gl.cast(h, gl.int64) * dalibi_sh
+                dalibi = None
+                if dalibi_out is not None:
+                    dalibi = dalibi_out + gl.cast(b, gl.int64) * dalibi_sb + gl.cast(h, gl.int64) * dalibi_sh
                 for part in range(segment + masked, segment + masked + full):
                     x, blocks, begin, end, origin, stride = _segment(segments, part)
                     for _j in range(blocks):
