@@ -32,7 +32,8 @@ Note [Roles]
     the dq buffer is free; 14 + half it is full.
 """
 
-# pyright: reportGeneralTypeIssues=false
+# pyright: reportGeneralTypeIssues=false, reportArgumentType=false, reportCallIssue=false, reportAttributeAccessIssue=false
+# pyright: reportOperatorIssue=false, reportIndexIssue=false, reportOptionalMemberAccess=false, reportPossiblyUnbound=false
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -43,7 +44,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ringattn.kernels.hopper.pieces import arrive, entry, limits, opaque, pinned, reduce_add, sync
+from ringattn.kernels.hopper.pieces import arrive, entry, limits, opaque, pinned, reciprocal, reduce_add, sync
 
 TILE = gl.constexpr(128)  # keys
 HALF = gl.constexpr(64)  # keys of a consumer
@@ -161,7 +162,57 @@ def _storer(
 
 @gluon.jit
 def _tanh(x):
-    return 1.0 - 2.0 / (1.0 + gl.exp2(x * (2.0 * LOG2E)))
+    return 1.0 - 2.0 * reciprocal(1.0 + gl.exp2(x * (2.0 * LOG2E)))
+
+
+@gluon.jit
+def _away(i_pos, k_pos):
+    """|i - j| of keys x queries."""
+    away = gl.expand_dims(i_pos, 0) - gl.expand_dims(k_pos, 1)
+    return gl.maximum(away, -away).to(gl.float32)
+
+
+@gluon.jit
+def _spread(numbers_s, BM: gl.constexpr):
+    """One number per query as keys x queries, from which a product may start."""
+    s_l: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BM, 16])
+    numbers = gl.expand_dims(numbers_s.load(gl.SliceLayout(0, s_l)), 0)
+    start, _zero = gl.broadcast(numbers, gl.zeros([HALF, BM], gl.float32, s_l))
+    return start
+
+
+@gluon.jit
+def _send(
+    WHICH: gl.constexpr, st, weights, ds, dk, dv, q, do, k_h, ds_s, D: gl.constexpr, DV: gl.constexpr, BM: gl.constexpr
+):  # fmt: skip
+    """Issues dv += p do, dq = ds^T k and dk += ds q in this order; dq once both warpgroups have stored their ds."""
+    dk_l: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
+    dv_l: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DV, 16])
+    dq_l: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D * BM // 128, 16])
+    ds_block = ds_s.index(st)
+    ds_block.slice(WHICH * HALF, HALF, 0).store(ds)
+    dv_token = warpgroup_mma(gl.convert_layout(weights, gl.DotOperandLayout(0, dv_l, 2)), do, dv, is_async=True)
+    fence_async_shared()
+    sync(DS_STORED, 256)
+    if BM == 64:
+        ds_t = ds_block.permute((1, 0))
+    else:
+        ds_t = ds_block.slice(WHICH * 64, 64, 1).permute((1, 0))
+    dq_zero = gl.zeros([64, D * BM // 128], gl.float32, dq_l)
+    dq_token = warpgroup_mma(ds_t, k_h, dq_zero, use_acc=False, is_async=True)
+    dk_token = warpgroup_mma(gl.convert_layout(ds, gl.DotOperandLayout(0, dk_l, 2)), q, dk, is_async=True)
+    return dv_token, dq_token, dk_token
+
+
+@gluon.jit
+def _put_dq(WHICH: gl.constexpr, dq, dq_half, softmax_scale, SCALE_DQ: gl.constexpr):
+    """Hands this warpgroup's half of dq to the storer."""
+    if SCALE_DQ:
+        dq = dq * softmax_scale
+    sync(DQ_FREE + WHICH, 160)
+    dq_half.store(dq)
+    fence_async_shared()
+    arrive(DQ_FULL + WHICH, 160)
 
 
 @gluon.jit
@@ -177,26 +228,23 @@ def _step(
     global position origin + stride * y. `slope` and `key_bias` are in log2 units.
     """
     dtype: gl.constexpr = q_s.dtype
-    COLUMNS: gl.constexpr = D * BM // 128
     s_l: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BM, 16])
     dk_l: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     dv_l: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DV, 16])
-    dq_l: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
     columns_l: gl.constexpr = gl.SliceLayout(0, s_l)
-    zero = gl.zeros([HALF, BM], gl.float32, s_l)
     st = count & 1
     phase = (count >> 1) & 1
     q = q_s.index(st).reshape([BM, D])
     do = do_s.index(st).reshape([BM, DV])
 
     mbarrier.wait(q_full.index(st), phase)
-    statistic = gl.expand_dims(lse_s.index(st).load(columns_l), 0)
     if MASKED:
         column = x + gl.expand_dims(columns_s.slice(0, BM).load(columns_l), 0)
         visible = (column >= gl.expand_dims(low, 1)) & (column < gl.expand_dims(high, 1))
-    start_dp, _dp = gl.broadcast(gl.expand_dims(delta_s.index(st).load(columns_l), 0), zero)
+    start_s = _spread(lse_s.index(st), BM)
+    if PIN or not PLAIN:
+        start_dp = _spread(delta_s.index(st), BM)
     if PLAIN:
-        start_s, _s = gl.broadcast(statistic, zero)
         if MASKED:
             start_s = gl.where(visible, start_s, HIDDEN)
         if PIN:
@@ -204,8 +252,11 @@ def _step(
             start_dp = pinned(start_dp)
         s_token = warpgroup_mma(k_w, q.permute((1, 0)), start_s, is_async=True)
     else:
+        zero = gl.zeros([HALF, BM], gl.float32, s_l)
         s_token = warpgroup_mma(k_w, q.permute((1, 0)), zero, use_acc=False, is_async=True)
     mbarrier.wait(do_full.index(st), phase)
+    if PLAIN and not PIN:
+        start_dp = _spread(delta_s.index(st), BM)
     dp_token = warpgroup_mma(v_w, do.permute((1, 0)), start_dp, is_async=True)
     s = warpgroup_mma_wait(1, deps=[s_token])
     if PLAIN:
@@ -216,49 +267,38 @@ def _step(
             t = _tanh(s)
             s = t * cap
         if slope is not None:
-            i_pos = origin + stride * (x + columns_s.slice(0, BM).load(columns_l))
-            away = gl.expand_dims(i_pos, 0) - gl.expand_dims(k_pos, 1)
-            away = gl.maximum(away, -away).to(gl.float32)
-            s -= slope * away
+            s -= slope * _away(origin + stride * (x + columns_s.slice(0, BM).load(columns_l)), k_pos)
         if key_bias is not None:
             s += gl.expand_dims(key_bias, 1)
-        p = gl.exp2(s - statistic)
+        p = gl.exp2(s - start_s)
         if MASKED:
             p = gl.where(visible, p, 0.0)
     weights = p.to(dtype)
+    if SOFTCAP:
+        if WANT_KEY_BIAS or dalibi is not None:
+            steepness = 1.0 - t * t
+        else:
+            p = p * (1.0 - t * t)  # now, so that the tanh is not kept until dp is there
     dp = warpgroup_mma_wait(0, deps=[dp_token])
     ds = p * dp
     if WANT_KEY_BIAS:
         dkey_bias += gl.sum(ds, 1)
     if dalibi is not None:
-        at = x + columns_s.slice(0, BM).load(columns_l)
-        gl.atomic_add(dalibi + at, -gl.sum(ds * away, 0), mask=at < queries, sem="relaxed")
+        column = x + columns_s.slice(0, BM).load(columns_l)
+        # distances once more: kept until dp is there they would not fit into registers
+        away = _away(origin + stride * column, opaque(k_pos))
+        gl.atomic_add(dalibi + column, -gl.sum(ds * away, 0), mask=column < queries, sem="relaxed")
     if SOFTCAP:
-        ds = ds * (1.0 - t * t)
+        if WANT_KEY_BIAS or dalibi is not None:
+            ds = ds * steepness
     ds = ds.to(dtype)
     if WANT_DQ:
-        ds_block = ds_s.index(st)
-        ds_block.slice(WHICH * HALF, HALF, 0).store(ds)
-    dv_token = warpgroup_mma(gl.convert_layout(weights, gl.DotOperandLayout(0, dv_l, 2)), do, dv, is_async=True)
-    if WANT_DQ:
-        fence_async_shared()
-        sync(DS_STORED, 256)
-        if BM == 64:
-            ds_t = ds_block.permute((1, 0))
-        else:
-            ds_t = ds_block.slice(WHICH * 64, 64, 1).permute((1, 0))
-        dq_zero = gl.zeros([64, COLUMNS], gl.float32, dq_l)
-        dq_token = warpgroup_mma(ds_t, k_h, dq_zero, use_acc=False, is_async=True)
-        dk_token = warpgroup_mma(gl.convert_layout(ds, gl.DotOperandLayout(0, dk_l, 2)), q, dk, is_async=True)
+        dv_token, dq_token, dk_token = _send(WHICH, st, weights, ds, dk, dv, q, do, k_h, ds_s, D, DV, BM)
         dv = warpgroup_mma_wait(2, deps=[dv_token])
         dq = warpgroup_mma_wait(1, deps=[dq_token])
-        if SCALE_DQ:
-            dq = dq * softmax_scale
-        sync(DQ_FREE + WHICH, 160)
-        dq_half.store(dq)
-        fence_async_shared()
-        arrive(DQ_FULL + WHICH, 160)
+        _put_dq(WHICH, dq, dq_half, softmax_scale, SCALE_DQ)
     else:
+        dv_token = warpgroup_mma(gl.convert_layout(weights, gl.DotOperandLayout(0, dv_l, 2)), do, dv, is_async=True)
         dk_token = warpgroup_mma(gl.convert_layout(ds, gl.DotOperandLayout(0, dk_l, 2)), q, dk, is_async=True)
         dv = warpgroup_mma_wait(1, deps=[dv_token])
     dk = warpgroup_mma_wait(0, deps=[dk_token])

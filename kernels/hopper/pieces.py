@@ -59,6 +59,12 @@ def pinned(x):
 
 
 @gluon.jit
+def reciprocal(x):
+    """1 / x to the last bit or so; 0 for infinity."""
+    return gl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
+
+
+@gluon.jit
 def entry(work, at):
     """(head, row, segment, masked, full, masked_blocks, full_blocks, slot) of entry `at`; Note [Work] in plan.py."""
     base = work + at * 8
