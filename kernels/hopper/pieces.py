@@ -53,6 +53,18 @@ def opaque(x):
 
 
 @gluon.jit
+def pinned(x):
+    """The same fp32 tensor in registers of its own, made here: the copy cannot move behind a product that needs it."""
+    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def reciprocal(x):
+    """1 / x to the last bit or so; 0 for infinity."""
+    return gl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
+
+
+@gluon.jit
 def entry(work, at):
     """(head, row, segment, masked, full, masked_blocks, full_blocks, slot) of entry `at`; Note [Work] in plan.py."""
     base = work + at * 8

@@ -1,0 +1,147 @@
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from ringattn.kernels import eager
+from ringattn.kernels.contract import Grads, KernelSet, Score
+from ringattn.kernels.hopper.backward_configs import BackwardConfig
+from ringattn.reference import visible_pairs
+from tests.emulator import gluon as machine
+from tests.kernel_conformance import CASES, Case, make_side, run_case
+
+launch: Any = pytest.importorskip("ringattn.kernels.hopper.backward_launch")
+
+
+CAUSAL: dict[str, Any] = {"causal": True}
+LONG: tuple[Case, ...] = (
+    Case("long_full", seq_len=260, kv_len=384, head_dim=64),
+    Case("long_causal", seq_len=400, mask=CAUSAL, head_dim=64),
+    Case("long_wide", seq_len=300, mask=CAUSAL, heads=4, kv_heads=2, head_dim=128),
+    Case("long_128_v_64", seq_len=290, kv_len=256, head_dim=128, v_head_dim=64),
+    Case("long_64_v_128", seq_len=290, kv_len=256, head_dim=64, v_head_dim=128),
+    Case("long_window", seq_len=500, mask={"causal": True, "window": (200, None)}, head_dim=128, batch=2),
+    Case(
+        "long_zigzag",
+        seq_len=800,
+        q_runs=((130, 1, 270), (401, 2, 190)),
+        visits=(((0, 1, 130), (400, 1, 130)), ((130, 1, 140), (600, 1, 200))),
+        mask=CAUSAL,
+        heads=4,
+        kv_heads=1,
+        head_dim=64,
+        accumulate=True,
+    ),
+    Case(
+        "long_everything",
+        seq_len=300,
+        kv_len=256,
+        batch=2,
+        heads=4,
+        kv_heads=2,
+        head_dim=64,
+        v_head_dim=40,
+        softcap=3.0,
+        softmax_scale=0.3,
+        alibi=True,
+        key_bias=True,
+        sinks=True,
+    ),
+    Case(
+        "long_everything_wide",
+        seq_len=330,
+        mask=CAUSAL,
+        head_dim=128,
+        v_head_dim=96,
+        softcap=3.0,
+        alibi=True,
+        key_bias=True,
+        accumulate=True,
+    ),
+)
+"""Long enough for blocks without a mask, several tiles per program and tiles that are split."""
+
+
+def served(case: Case) -> bool:
+    wide = max(case.head_dim, case.v_head_dim or 0) > 128
+    return not (wide or case.dropout_p or case.bias)
+
+
+def kernels(config: BackwardConfig | None = None) -> KernelSet:
+    """The backward of this room behind a forward that needs no emulator."""
+
+    def backward(*args: Any) -> None:
+        launch.launch_backward(*args, config=config)
+
+    return cast(KernelSet, SimpleNamespace(forward=eager.forward, delta=launch.launch_delta, backward=backward))
+
+
+@pytest.mark.parametrize("case", [case for case in (*CASES, *LONG) if served(case)], ids=str)
+def test_backward_stays_within_budget(case: Case):
+    run_case(kernels(), case, torch.bfloat16, "cpu")
+
+
+@pytest.mark.parametrize("mode", [{"eager": True}, {"seed": 0}, {"seed": 1, "eager": True}], ids=str)
+@pytest.mark.parametrize("name", ["causal", "long_wide", "long_128_v_64"])
+def test_results_stay_within_budget_in_every_order_of_events(name: str, mode: dict[str, Any]):
+    case = next(case for case in (*CASES, *LONG) if case.name == name)
+    with machine.mode(**mode):
+        run_case(kernels(), case, torch.float16, "cpu")
+
+
+@pytest.mark.parametrize(
+    "config", [BackwardConfig(block=64, pin=True), BackwardConfig(block=64, persistent=False)], ids=str
+)
+def test_a_schedule_does_not_change_what_is_computed(config: BackwardConfig):
+    run_case(kernels(config), next(case for case in LONG if case.name == "long_wide"), torch.bfloat16, "cpu")
+
+
+def visit(launch_it: Any, grads_dtype: torch.dtype, scale: float = 1.0) -> Grads:
+    """One causal visit of 200 keys by 200 queries, gradients overwritten; scores far below zero under a large scale."""
+    generator = torch.Generator().manual_seed(0)
+    visible = visible_pairs(200, 200, causal=True)
+    runs = ((0, 1, 200),)
+    rows, keys = make_side(runs, visible, "cpu"), make_side(runs, visible.transpose(1, 2), "cpu")
+    q, do = (torch.randn(1, 200, 2, 64, generator=generator).half() for _ in range(2))
+    k, v = (torch.randn(1, 200, 1, 64, generator=generator).half() for _ in range(2))
+    if scale > 1:
+        q, k = q.abs() * scale, -k.abs() * scale
+    scores = torch.einsum("bshd,btgd->bhst", q.float(), k.float()) / 8
+    lse = scores.masked_fill(~visible[:, None], float("-inf")).logsumexp(-1)
+    grads = Grads(*(torch.full_like(x, float("nan"), dtype=grads_dtype) for x in (q, k, v)))
+    launch_it(
+        do, q, k, v, lse, torch.randn(1, 2, 200, generator=generator), rows, keys, Score(softmax_scale=1 / 8), grads
+    )
+    return grads
+
+
+def test_gradients_in_the_dtype_of_the_inputs_are_the_rounded_ones():
+    wide, narrow = (visit(launch.launch_backward, dtype) for dtype in (torch.float32, torch.float16))
+    for name in ("dq", "dk", "dv"):
+        assert torch.allclose(getattr(wide, name), getattr(narrow, name).float(), rtol=2**-10, atol=1e-6), name
+
+
+def test_keys_alone_are_the_same_bits_and_leave_rows_alone():
+    both, alone = (visit(one, torch.float32) for one in (launch.launch_backward, launch.launch_keys))
+    assert torch.equal(both.dk, alone.dk)
+    assert torch.equal(both.dv, alone.dv)
+    assert alone.dq.isnan().all()
+
+
+def test_keys_beyond_the_buffer_reach_nothing_where_every_score_is_very_low():
+    grads = visit(launch.launch_backward, torch.float32, scale=8.0)
+    for name in ("dq", "dk", "dv"):
+        assert getattr(grads, name).isfinite().all(), name
+
+
+@pytest.mark.parametrize("field", ["bias", "dropout_p"])
+def test_what_these_kernels_do_not_compute_is_refused(field: str):
+    score = Score(softmax_scale=1.0, **{field: torch.zeros(1) if field == "bias" else 0.5})
+    q = torch.zeros(1, 8, 1, 64, dtype=torch.bfloat16)
+    with pytest.raises(NotImplementedError, match="neither bias nor dropout; use the portable kernels"):
+        launch.launch_backward(q, q, q, q, None, None, None, None, score, None)
