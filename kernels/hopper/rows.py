@@ -17,14 +17,15 @@ Note [Rows]
 Named barriers: V_EMPTY + stage, K_EMPTY + stage: both warpgroups have read the stage. ROWS_EMPTY: likewise Q and dO.
 """
 
-# pyright: reportGeneralTypeIssues=false
+# pyright: reportGeneralTypeIssues=false, reportArgumentType=false, reportAssignmentType=false, reportCallIssue=false
+# pyright: reportAttributeAccessIssue=false, reportIndexIssue=false, reportOperatorIssue=false
 import triton
 import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
-from ringattn.kernels.hopper.pieces import arrive, entry, limits, sync
+from ringattn.kernels.hopper.pieces import arrive, entry, limits, opaque, sync
 
 LOG2E = gl.constexpr(1.4426950408889634)
 V_EMPTY = gl.constexpr(8)
@@ -63,7 +64,9 @@ def _produce(
                         sync(ROWS_EMPTY, 288)
                     for w in gl.static_range(2):
                         mbarrier.expect(q_full.index(w), q_desc.block_type.nbytes)
-                        tma.async_copy_global_to_shared(q_desc, [b, h, row + w * HALF, 0], q_full.index(w), q_s.index(w))
+                        tma.async_copy_global_to_shared(
+                            q_desc, [b, h, row + w * HALF, 0], q_full.index(w), q_s.index(w)
+                        )
                 stage = count % V_STAGES
                 if count >= V_STAGES:
                     sync(V_EMPTY + stage, 288)
@@ -87,10 +90,10 @@ def _tanh(x):
 
 @gluon.jit
 def _step(
-    dq, dalibi, count, q, do, k_s, v_s, k_full, v_full, lse2, delta, q_pos, low, high, y, origin, stride, slope, key_bias, t,
-    scale, cap, K_LAYOUT: gl.constexpr, V_LAYOUT: gl.constexpr,
-    MASKED: gl.constexpr, SOFTCAP: gl.constexpr, WANT_ALIBI: gl.constexpr, START: gl.constexpr, D: gl.constexpr,
-    DV: gl.constexpr, BLOCK: gl.constexpr, K_STAGES: gl.constexpr, V_STAGES: gl.constexpr,
+    W: gl.constexpr, dq, dalibi, count, q_s, do_s, k_s, v_s, k_full, v_full, lse2, delta, q_pos, low, high, y, origin,
+    stride, slope, key_bias, t, scale, cap, MASKED: gl.constexpr, SOFTCAP: gl.constexpr, WANT_ALIBI: gl.constexpr,
+    START: gl.constexpr, D: gl.constexpr, DV: gl.constexpr, BLOCK: gl.constexpr, K_STAGES: gl.constexpr, V_STAGES:
+    gl.constexpr,
 ):  # fmt: skip
     """Adds what a block of keys, rows `y` onwards of the buffer, sends to the 64 queries of a warpgroup."""
     dtype: gl.constexpr = k_s.dtype
@@ -100,8 +103,14 @@ def _step(
     zero = gl.zeros([HALF, BLOCK], gl.float32, s_layout)
     k_stage = count % K_STAGES
     v_stage = count % V_STAGES
-    k = k_s.index(k_stage)._reinterpret(dtype, [BLOCK, D], K_LAYOUT)
-    v = v_s.index(v_stage)._reinterpret(dtype, [BLOCK, DV], V_LAYOUT)
+    # the same address, computed where it stands: held through the loop, the descriptors of all its slices fill 100 registers
+    warpgroup = opaque(gl.to_tensor(W))
+    q = q_s.index(warpgroup).reshape([HALF, D])
+    do = do_s.index(warpgroup).reshape([HALF, DV])
+    if V_STAGES == 1:
+        v_stage = opaque(v_stage)
+    k = k_s.index(k_stage).reshape([BLOCK, D])
+    v = v_s.index(v_stage).reshape([BLOCK, DV])
 
     mbarrier.wait(k_full.index(k_stage), (count // K_STAGES) & 1)
     s_token = warpgroup_mma(q, k.permute((1, 0)), zero, use_acc=False, is_async=True)
@@ -112,11 +121,13 @@ def _step(
     else:
         dp_token = warpgroup_mma(do, v.permute((1, 0)), zero, use_acc=False, is_async=True)
     x = y + gl.arange(0, BLOCK, columns)
+    bias = zero
     if key_bias is not None:
         bias = gl.load(key_bias + x, mask=x < t, other=0.0) * LOG2E
     s = warpgroup_mma_wait(1, deps=[s_token])
 
     s = s * scale
+    tanh = s
     if SOFTCAP:
         tanh = _tanh(s)
         s = tanh * cap
@@ -139,7 +150,9 @@ def _step(
     else:
         ds = p * (dp - gl.expand_dims(delta, 1))
     if WANT_ALIBI:
-        dalibi -= gl.sum(ds * distance, 1)
+        # made again: held since the scores it would cost as many registers as they
+        here = gl.expand_dims(opaque(q_pos), 1)
+        dalibi -= gl.sum(ds * gl.abs(here - gl.expand_dims(origin + stride * x, 0)).to(gl.float32), 1)
     if SOFTCAP:
         ds = ds * (1.0 - tanh * tanh)
     ds = gl.convert_layout(ds.to(dtype), gl.DotOperandLayout(0, dq_layout, 2))
@@ -151,12 +164,12 @@ def _step(
 
 @gluon.jit
 def _consume(
-    W: gl.constexpr, work, starts, segments, q_s, do_s, k_s, v_s, q_full, do_full, k_full, v_full, lse, delta_ptr, dq_out, dalibi_out,
-    part, dalibi_part, positions, lo_ptr, hi_ptr, alibi_slopes, key_bias, lse_sb, lse_sh, delta_sb, delta_sh, dq_sb, dq_ss, dq_sh,
-    dalibi_sb, dalibi_sh, lo_sb, hi_sb, key_bias_sb, num_heads, rows, t, softmax_scale, scale, cap,
-    Q_LAYOUT: gl.constexpr, DO_LAYOUT: gl.constexpr, K_LAYOUT: gl.constexpr, V_LAYOUT: gl.constexpr,
-    SOFTCAP: gl.constexpr, START: gl.constexpr, ADD: gl.constexpr, D: gl.constexpr, D_WIDTH: gl.constexpr, DV: gl.constexpr,
-    BLOCK: gl.constexpr, K_STAGES: gl.constexpr, V_STAGES: gl.constexpr,
+    W: gl.constexpr, work, starts, segments, q_s, do_s, k_s, v_s, q_full, do_full, k_full, v_full, lse, delta_ptr,
+    dq_out, dalibi_out, part, dalibi_part, positions, lo_ptr, hi_ptr, alibi_slopes, key_bias, lse_sb, lse_sh,
+    delta_sb, delta_sh, dq_sb, dq_ss, dq_sh, dalibi_sb, dalibi_sh, lo_sb, hi_sb, key_bias_sb, num_heads, rows, t,
+    softmax_scale, scale, cap, SOFTCAP: gl.constexpr, START: gl.constexpr, ADD: gl.constexpr, UNIT: gl.constexpr, D:
+    gl.constexpr, D_WIDTH: gl.constexpr, DV: gl.constexpr, BLOCK: gl.constexpr, K_STAGES: gl.constexpr, V_STAGES:
+    gl.constexpr,
 ):  # fmt: skip
     """Makes rows W * 64 .. W * 64 + 63 of every tile of this program."""
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 16])
@@ -164,8 +177,6 @@ def _consume(
     of_s: gl.constexpr = gl.SliceLayout(1, s_layout)
     of_dq: gl.constexpr = gl.SliceLayout(1, dq_layout)
     WANT_ALIBI: gl.constexpr = dalibi_out is not None
-    q = q_s.index(W)._reinterpret(q_s.dtype, [HALF, D], Q_LAYOUT)
-    do = do_s.index(W)._reinterpret(do_s.dtype, [HALF, DV], DO_LAYOUT)
     first = gl.load(starts + gl.program_id(0))
     last = gl.load(starts + gl.program_id(0) + 1)
     count = 0
@@ -205,8 +216,9 @@ def _consume(
             low, high = limits(lo, hi, begin, end, origin, stride)
             for _j in range(blocks):
                 dq, dalibi = _step(
-                    dq, dalibi, count, q, do, k_s, v_s, k_full, v_full, lse2, delta, q_pos, low, high, y, origin, stride, slope,
-                    bias, t, scale, cap, K_LAYOUT, V_LAYOUT, True, SOFTCAP, WANT_ALIBI, START, D, DV, BLOCK, K_STAGES, V_STAGES,
+                    W, dq, dalibi, count, q_s, do_s, k_s, v_s, k_full, v_full, lse2, delta, q_pos, low, high, y,
+                    origin, stride, slope, bias, t, scale, cap, True, SOFTCAP, WANT_ALIBI, START, D, DV, BLOCK,
+                    K_STAGES, V_STAGES,
                 )  # fmt: skip
                 y += BLOCK
                 count += 1
@@ -217,8 +229,9 @@ def _consume(
             stride = gl.load(segments + i * 8 + 5)
             for _j in range(blocks):
                 dq, dalibi = _step(
-                    dq, dalibi, count, q, do, k_s, v_s, k_full, v_full, lse2, delta, q_pos, x, x, y, origin, stride, slope,
-                    bias, t, scale, cap, K_LAYOUT, V_LAYOUT, False, SOFTCAP, WANT_ALIBI, START, D, DV, BLOCK, K_STAGES, V_STAGES,
+                    W, dq, dalibi, count, q_s, do_s, k_s, v_s, k_full, v_full, lse2, delta, q_pos, x, x, y, origin,
+                    stride, slope, bias, t, scale, cap, False, SOFTCAP, WANT_ALIBI, START, D, DV, BLOCK, K_STAGES,
+                    V_STAGES,
                 )  # fmt: skip
                 y += BLOCK
                 count += 1
@@ -234,7 +247,7 @@ def _consume(
         else:
             at_row = gl.cast(r + (row + W * HALF), gl.int64)
             mask = (at_row < rows) & (c < D_WIDTH)
-            target = dq_out + b64 * dq_sb + h * dq_sh + (at_row * dq_ss + c)
+            target = dq_out + b64 * (dq_sb * UNIT) + h * (dq_sh * UNIT) + (at_row * (dq_ss * UNIT) + c)
             result = dq * softmax_scale
             if ADD:
                 result += gl.load(target, mask=mask, other=0.0)
@@ -254,18 +267,19 @@ def _consume(
     ]
 )  # fmt: skip
 def rows_kernel(
-    work, starts, segments, q_desc, do_desc, k_desc, v_desc, lse, delta, dq_out, dalibi_out, part, dalibi_part, positions, lo, hi,
-    alibi_slopes, key_bias, lse_sb, lse_sh, delta_sb, delta_sh, dq_sb, dq_ss, dq_sh, dalibi_sb, dalibi_sh, lo_sb, hi_sb, key_bias_sb,
-    num_heads, group, rows, t, softmax_scale, scale, cap,
-    Q_LAYOUT: gl.constexpr, DO_LAYOUT: gl.constexpr, K_LAYOUT: gl.constexpr, V_LAYOUT: gl.constexpr,
-    SOFTCAP: gl.constexpr, START: gl.constexpr, ADD: gl.constexpr, D: gl.constexpr, D_WIDTH: gl.constexpr, DV: gl.constexpr,
-    BLOCK: gl.constexpr, K_STAGES: gl.constexpr, V_STAGES: gl.constexpr, num_warps: gl.constexpr,
+    work, starts, segments, q_desc, do_desc, k_desc, v_desc, lse, delta, dq_out, dalibi_out, part, dalibi_part,
+    positions, lo, hi, alibi_slopes, key_bias, lse_sb, lse_sh, delta_sb, delta_sh, dq_sb, dq_ss, dq_sh, dalibi_sb,
+    dalibi_sh, lo_sb, hi_sb, key_bias_sb, num_heads, group, rows, t, softmax_scale, scale, cap, SOFTCAP: gl.constexpr,
+    START: gl.constexpr, ADD: gl.constexpr, UNIT: gl.constexpr, D: gl.constexpr, D_WIDTH: gl.constexpr, DV:
+    gl.constexpr, BLOCK: gl.constexpr, K_STAGES: gl.constexpr, V_STAGES: gl.constexpr,
+    num_warps: gl.constexpr,  # noqa: ARG001
 ):  # fmt: skip
     """Dq and dalibi of the tiles dealt to this program (Note [Rows]).
 
-    `lse` (natural log), `delta` and `dalibi_out` are `b h s`; `dq_out` is `b s h d`. `scale` is softmax_scale * log2(e), or
-    under SOFTCAP softmax_scale / softcap, `cap` softcap * log2(e). `part` (`slots 128 D`) and `dalibi_part` take unscaled
-    sums of tiles that were split. START: the products of dP start from -delta, otherwise delta is subtracted afterwards.
+    `lse` (natural log), `delta` and `dalibi_out` are `b h s`; `dq_out` is `b s h d`, its strides counted in UNIT elements,
+    so that the compiler sees when pairs of columns are aligned. `scale` is softmax_scale * log2(e), or under SOFTCAP
+    softmax_scale / softcap, `cap` softcap * log2(e). `part` (`slots 128 D`) and `dalibi_part` take unscaled sums of tiles
+    that were split. START: the products of dP start from -delta, otherwise delta is subtracted afterwards.
     """
     q_s = gl.allocate_shared_memory(q_desc.dtype, [2, 1, 1, HALF, D], q_desc.layout)
     do_s = gl.allocate_shared_memory(do_desc.dtype, [2, 1, 1, HALF, DV], do_desc.layout)
@@ -283,16 +297,22 @@ def rows_kernel(
     for i in gl.static_range(V_STAGES):
         mbarrier.init(v_full.index(i), count=1)
     gl.warp_specialize([
-        (_consume, (gl.constexpr(0), work, starts, segments, q_s, do_s, k_s, v_s, q_full, do_full, k_full, v_full, lse, delta, dq_out,
-                    dalibi_out, part, dalibi_part, positions, lo, hi, alibi_slopes, key_bias, lse_sb, lse_sh, delta_sb, delta_sh,
-                    dq_sb, dq_ss, dq_sh, dalibi_sb, dalibi_sh, lo_sb, hi_sb, key_bias_sb, num_heads, rows, t, softmax_scale, scale, cap,
-                    Q_LAYOUT, DO_LAYOUT, K_LAYOUT, V_LAYOUT, SOFTCAP, START, ADD, D, D_WIDTH, DV, BLOCK, K_STAGES, V_STAGES)),
-        (_consume, (gl.constexpr(1), work, starts, segments, q_s, do_s, k_s, v_s, q_full, do_full, k_full, v_full, lse, delta, dq_out,
-                    dalibi_out, part, dalibi_part, positions, lo, hi, alibi_slopes, key_bias, lse_sb, lse_sh, delta_sb, delta_sh,
-                    dq_sb, dq_ss, dq_sh, dalibi_sb, dalibi_sh, lo_sb, hi_sb, key_bias_sb, num_heads, rows, t, softmax_scale, scale, cap,
-                    Q_LAYOUT, DO_LAYOUT, K_LAYOUT, V_LAYOUT, SOFTCAP, START, ADD, D, D_WIDTH, DV, BLOCK, K_STAGES, V_STAGES)),
-        (_produce, (work, starts, segments, q_desc, do_desc, k_desc, v_desc, q_s, do_s, k_s, v_s, q_full, do_full, k_full, v_full,
-                    num_heads, group, K_STAGES, V_STAGES)),
+        (_consume, (
+            gl.constexpr(0), work, starts, segments, q_s, do_s, k_s, v_s, q_full, do_full, k_full, v_full, lse, delta,
+            dq_out, dalibi_out, part, dalibi_part, positions, lo, hi, alibi_slopes, key_bias, lse_sb, lse_sh,
+            delta_sb, delta_sh, dq_sb, dq_ss, dq_sh, dalibi_sb, dalibi_sh, lo_sb, hi_sb, key_bias_sb, num_heads, rows,
+            t, softmax_scale, scale, cap, SOFTCAP, START, ADD, UNIT, D, D_WIDTH, DV, BLOCK, K_STAGES, V_STAGES,
+        )),
+        (_consume, (
+            gl.constexpr(1), work, starts, segments, q_s, do_s, k_s, v_s, q_full, do_full, k_full, v_full, lse, delta,
+            dq_out, dalibi_out, part, dalibi_part, positions, lo, hi, alibi_slopes, key_bias, lse_sb, lse_sh,
+            delta_sb, delta_sh, dq_sb, dq_ss, dq_sh, dalibi_sb, dalibi_sh, lo_sb, hi_sb, key_bias_sb, num_heads, rows,
+            t, softmax_scale, scale, cap, SOFTCAP, START, ADD, UNIT, D, D_WIDTH, DV, BLOCK, K_STAGES, V_STAGES,
+        )),
+        (_produce, (
+            work, starts, segments, q_desc, do_desc, k_desc, v_desc, q_s, do_s, k_s, v_s, q_full, do_full, k_full,
+            v_full, num_heads, group, K_STAGES, V_STAGES,
+        )),
     ], [4, 1], [240, 24])  # fmt: skip
 
 
