@@ -53,6 +53,12 @@ def opaque(x):
 
 
 @gluon.jit
+def pinned(x):
+    """The same fp32 tensor in registers of its own, made here: the copy cannot move behind a product that needs it."""
+    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=False, pack=1)
+
+
+@gluon.jit
 def entry(work, at):
     """(head, row, segment, masked, full, masked_blocks, full_blocks, slot) of entry `at`; Note [Work] in plan.py."""
     base = work + at * 8

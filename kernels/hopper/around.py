@@ -1,0 +1,94 @@
+"""What runs before and after the fused backward, in plain Triton: row statistics, zeroed sums, scaled and summed results.
+
+Owns the form in which the fused kernel wants lse and delta, and what becomes of its fp32 sums. Refuses to know scores.
+"""
+
+# pyright: reportGeneralTypeIssues=false
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _offsets(row0, stride, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Offsets of a tile of ROWS x COLUMNS whose columns are next to each other."""
+    r = tl.arange(0, ROWS)[:, None]
+    return tl.cast(row0, tl.int64) * stride + (r * stride + tl.arange(0, COLUMNS)[None, :])
+
+
+@triton.jit(
+    do_not_specialize=[
+        "lse_sb", "lse_sh", "delta_sb", "delta_sh", "num_heads", "rows", "padded_rows", "factor", "empty",
+    ]
+)  # fmt: skip
+def prepare_kernel(
+    lse, delta, start_s, start_dp, dq, lse_sb, lse_sh, delta_sb, delta_sh, dq_sb, dq_ss, dq_sh, num_heads, rows,
+    padded_rows, factor, empty, ROWS: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """Stores lse * factor (`empty` where a row saw nothing) and -delta as `b h padded_rows`; dq, unless None, becomes zero.
+
+    A program owns ROWS rows of one head.
+    """
+    row0 = tl.program_id(0) * ROWS
+    head = tl.program_id(1)
+    b = (head // num_heads).to(tl.int64)
+    h = head % num_heads
+    x = row0 + tl.arange(0, ROWS)
+    inside = x < rows
+    lse_i = tl.load(lse + b * lse_sb + h * lse_sh + x, mask=inside, other=0.0)
+    delta_i = tl.load(delta + b * delta_sb + h * delta_sh + x, mask=inside, other=0.0)
+    at = head.to(tl.int64) * padded_rows + x
+    tl.store(start_s + at, tl.where(lse_i == float("-inf"), empty, lse_i * factor), mask=x < padded_rows)
+    tl.store(start_dp + at, -delta_i, mask=x < padded_rows)
+    if dq is not None:
+        ptrs = dq + b * dq_sb + h * dq_sh + _offsets(row0, dq_ss, ROWS, COLUMNS)
+        mask = inside[:, None] & (tl.arange(0, COLUMNS) < WIDTH)[None, :]
+        tl.store(ptrs, tl.zeros([ROWS, COLUMNS], tl.float32), mask=mask)
+
+
+@triton.jit(do_not_specialize=["num_heads", "rows", "scale"])
+def finish_rows_kernel(
+    total, dq, total_sb, total_ss, total_sh, dq_sb, dq_ss, dq_sh, num_heads, rows, scale,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr, ADD: tl.constexpr,
+):  # fmt: skip
+    """Writes, or under ADD adds, scale * total to dq in its dtype; a program owns ROWS rows of one head."""
+    row0 = tl.program_id(0) * ROWS
+    head = tl.program_id(1)
+    b = (head // num_heads).to(tl.int64)
+    h = head % num_heads
+    inside = row0 + tl.arange(0, ROWS) < rows
+    mask = inside[:, None] & (tl.arange(0, COLUMNS) < WIDTH)[None, :]
+    ptrs = total + b * total_sb + h * total_sh + _offsets(row0, total_ss, ROWS, COLUMNS)
+    value = tl.load(ptrs, mask=mask, other=0.0) * scale
+    ptrs = dq + b * dq_sb + h * dq_sh + _offsets(row0, dq_ss, ROWS, COLUMNS)
+    if ADD:
+        value += tl.load(ptrs, mask=mask, other=0.0)
+    tl.store(ptrs, value.to(dq.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=["num_heads", "rows"])
+def finish_keys_kernel(
+    splits, parts, out, out_sb, out_ss, out_sh, num_heads, rows,
+    AT: tl.constexpr, SIZE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    WIDTH: tl.constexpr, ADD: tl.constexpr,
+):  # fmt: skip
+    """Adds up the parts of split tiles in the order of their slots, and writes or adds the sum.
+
+    The part of a slot is 128 rows of COLUMNS numbers, AT numbers into the SIZE numbers of the slot. A program owns ROWS rows of a tile.
+    """
+    split = splits + tl.program_id(0) * 4
+    head = tl.load(split)
+    first = tl.program_id(1) * ROWS
+    row0 = tl.load(split + 1) + first
+    slot = tl.load(split + 2).to(tl.int64)
+    b = (head // num_heads).to(tl.int64)
+    h = head % num_heads
+    ptrs = parts + slot * SIZE + AT + _offsets(first, COLUMNS, ROWS, COLUMNS)
+    total = tl.zeros([ROWS, COLUMNS], tl.float32)
+    for _ in tl.range(0, tl.load(split + 3)):
+        total += tl.load(ptrs)
+        ptrs += SIZE
+    mask = (row0 + tl.arange(0, ROWS) < rows)[:, None] & (tl.arange(0, COLUMNS) < WIDTH)[None, :]
+    ptrs = out + b * out_sb + h * out_sh + _offsets(row0, out_ss, ROWS, COLUMNS)
+    if ADD:
+        total += tl.load(ptrs, mask=mask, other=0.0)
+    tl.store(ptrs, total.to(out.dtype.element_ty), mask=mask)

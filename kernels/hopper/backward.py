@@ -1,0 +1,501 @@
+"""The fused backward kernel for sm_90: one pass over the scores makes dq, dk and dv (five products instead of seven).
+
+Owns the gradients of one visit for head dims up to 128. Refuses to know how it is launched, how work is dealt
+(`plan.py`), and what runs before and after it (`around.py`).
+
+Note [Tile of keys]
+    A tile is 128 keys of one key head: two consumer warpgroups of 64 keys each. Blocks of BM queries of every query head of
+    the group stream past it, first those that need a mask, then those that do not. Per block, in keys x queries:
+
+        s  = k q^T            p  = 2^(scale * s - lse)         S and P of 64 x BM in registers
+        dp = v do^T           ds = p * (dp - delta)
+        dv += p do            dk += ds q                       64 x D in registers through the whole tile
+        dq = ds^T k                                            of both warpgroups together, each makes half of it
+
+    ds goes through shared memory, so that dq leaves the program once per block: in fp32, added to global memory by the
+    bulk copy engine, which a warp of its own drives.
+
+Note [Start values]
+    A product may start from any accumulator. S starts from -lse / softmax_scale (hidden pairs: from -1e30) and dP from
+    -delta, so that p = 2^(scale * S) and ds = p * dP: no subtraction, no mask and no register is left for them. Scores
+    that are more than a scaled product (softcap, ALiBi, key bias, a scale that is not positive) start from zero instead.
+
+Note [Rows beyond the keys]
+    In a tile that the end of the buffer cuts, every block is masked: p of a key that does not exist could overflow,
+    and infinity times the zeros read in its place would reach dq.
+
+Note [Roles]
+    warps 0-3, 4-7   consumers: keys 0 .. 63 and 64 .. 127 of the tile
+    warp 8           producer: loads K and V of a tile, and Q, dO, lse and delta of a block
+    warp 9           storer: adds dq to global memory
+    Named barriers: 8 both halves of ds are stored; 9 + stage the consumers are done with a stage; 12 + half that half of
+    the dq buffer is free; 14 + half it is full.
+"""
+
+# pyright: reportGeneralTypeIssues=false
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from ringattn.kernels.hopper.pieces import arrive, entry, limits, opaque, pinned, reduce_add, sync
+
+TILE = gl.constexpr(128)  # keys
+HALF = gl.constexpr(64)  # keys of a consumer
+HIDDEN = gl.constexpr(-1.0e30)  # start value of a score whose weight is zero
+LOG2E = gl.constexpr(1.4426950408889634)
+STAGES = gl.constexpr(2)  # blocks of queries in shared memory
+DS_STORED = gl.constexpr(8)
+STAGE_FREE = gl.constexpr(9)
+DQ_FREE = gl.constexpr(12)
+DQ_FULL = gl.constexpr(14)
+
+RUNTIME = (
+    "dk_sb", "dk_ss", "dk_sh", "dv_sb", "dv_ss", "dv_sh", "lo_sb", "hi_sb", "key_bias_sb", "dalibi_sb", "dalibi_sh",
+    "heads", "group", "rows", "queries", "padded_queries",
+)  # fmt: skip
+
+
+@gluon.jit
+def _tile(work, at, rows):
+    """(head, row, segment, masked, full, masked_blocks, full_blocks, slot); Note [Rows beyond the keys]."""
+    head, row, segment, masked, full, masked_blocks, full_blocks, slot = entry(work, at)
+    cut = row + TILE > rows
+    masked = gl.where(cut, masked + full, masked)
+    full = gl.where(cut, 0, full)
+    masked_blocks = gl.where(cut, masked_blocks + full_blocks, masked_blocks)
+    full_blocks = gl.where(cut, 0, full_blocks)
+    return head, row, segment, masked, full, masked_blocks, full_blocks, slot
+
+
+@gluon.jit
+def _turn(turn, group, segment, masked, full):
+    """(query head of the group, first segment, end): masked segments of all heads come before full ones of all heads."""
+    late = turn >= group
+    first = gl.where(late, segment + masked, segment)
+    return gl.where(late, turn - group, turn), first, first + gl.where(late, full, masked)
+
+
+@gluon.jit
+def _producer(
+    work, segments, starts, q_desc, do_desc, k_desc, v_desc, lse_desc, delta_desc, q_s, do_s, k_s, v_s, lse_s, delta_s,
+    k_full, k_free, v_full, v_free, q_full, do_full, heads, group, rows, padded_queries,
+    BM: gl.constexpr, K_STAGES: gl.constexpr, V_STAGES: gl.constexpr,
+):  # fmt: skip
+    at = gl.load(starts + gl.program_id(0))
+    last = gl.load(starts + gl.program_id(0) + 1)
+    count = 0
+    tiles = 0
+    for i in range(at, last):
+        head, row, segment, masked, full, _masked_blocks, _full_blocks, _slot = _tile(work, i, rows)
+        b = head // heads
+        h_kv = head % heads
+        stage = tiles & (K_STAGES - 1)
+        if tiles >= K_STAGES:
+            mbarrier.wait(k_free.index(stage), ((tiles // K_STAGES) & 1) ^ 1)
+        mbarrier.expect(k_full.index(stage), k_desc.block_type.nbytes)
+        tma.async_copy_global_to_shared(k_desc, [b, h_kv, row, 0], k_full.index(stage), k_s.index(stage))
+        fresh = True
+        for turn in range(2 * group):
+            g, first, end = _turn(turn, group, segment, masked, full)
+            h = h_kv * group + g
+            stat = (b * heads * group + h) * padded_queries
+            for part in range(first, end):
+                x = gl.load(segments + part * 8)
+                blocks = gl.load(segments + part * 8 + 1)
+                for _j in range(blocks):
+                    st = count & 1
+                    if count >= STAGES:
+                        sync(STAGE_FREE + st, 288)
+                    mbarrier.expect(q_full.index(st), q_desc.block_type.nbytes + BM * 8)
+                    tma.async_copy_global_to_shared(q_desc, [b, h, x, 0], q_full.index(st), q_s.index(st))
+                    tma.async_copy_global_to_shared(lse_desc, [stat + x], q_full.index(st), lse_s.index(st))
+                    tma.async_copy_global_to_shared(delta_desc, [stat + x], q_full.index(st), delta_s.index(st))
+                    mbarrier.expect(do_full.index(st), do_desc.block_type.nbytes)
+                    tma.async_copy_global_to_shared(do_desc, [b, h, x, 0], do_full.index(st), do_s.index(st))
+                    if fresh:
+                        # not before the first block: that may come while the tile before still holds the buffer
+                        stage = tiles & (V_STAGES - 1)
+                        if tiles >= V_STAGES:
+                            mbarrier.wait(v_free.index(stage), ((tiles // V_STAGES) & 1) ^ 1)
+                        mbarrier.expect(v_full.index(stage), v_desc.block_type.nbytes)
+                        tma.async_copy_global_to_shared(
+                            v_desc, [b, h_kv, row, 0], v_full.index(stage), v_s.index(stage)
+                        )
+                        fresh = False
+                    x += BM
+                    count += 1
+        tiles += 1
+
+
+@gluon.jit
+def _storer(
+    work, segments, starts, dq_desc, dq_s, heads, group, rows, BM: gl.constexpr, COLUMNS: gl.constexpr
+):  # fmt: skip
+    at = gl.load(starts + gl.program_id(0))
+    last = gl.load(starts + gl.program_id(0) + 1)
+    for i in range(at, last):
+        head, _row, segment, masked, full, _masked_blocks, _full_blocks, _slot = _tile(work, i, rows)
+        b = head // heads
+        h_kv = head % heads
+        for turn in range(2 * group):
+            g, first, end = _turn(turn, group, segment, masked, full)
+            h = h_kv * group + g
+            for part in range(first, end):
+                x = gl.load(segments + part * 8)
+                blocks = gl.load(segments + part * 8 + 1)
+                for _j in range(blocks):
+                    tma.store_wait(1)
+                    arrive(DQ_FREE, 160)
+                    tma.store_wait(0)
+                    arrive(DQ_FREE + 1, 160)
+                    sync(DQ_FULL, 160)
+                    reduce_add(dq_desc, [b, h, x, 0], dq_s.index(0))
+                    sync(DQ_FULL + 1, 160)
+                    if BM == 64:
+                        reduce_add(dq_desc, [b, h, x, COLUMNS], dq_s.index(1))
+                    else:
+                        reduce_add(dq_desc, [b, h, x + 64, 0], dq_s.index(1))
+                    x += BM
+    tma.store_wait(0)
+
+
+@gluon.jit
+def _tanh(x):
+    return 1.0 - 2.0 / (1.0 + gl.exp2(x * (2.0 * LOG2E)))
+
+
+@gluon.jit
+def _step(
+    WHICH: gl.constexpr, count, dk, dv, dkey_bias, low, high, x, origin, stride, k_pos, slope, key_bias, dalibi, queries,
+    q_s, do_s, k_w, v_w, k_h, lse_s, delta_s, ds_s, dq_half, columns_s, q_full, do_full, scale, cap, softmax_scale,
+    MASKED: gl.constexpr, D: gl.constexpr, DV: gl.constexpr, BM: gl.constexpr, PLAIN: gl.constexpr,
+    SOFTCAP: gl.constexpr, WANT_KEY_BIAS: gl.constexpr, WANT_DQ: gl.constexpr, SCALE_DQ: gl.constexpr, PIN: gl.constexpr,
+):  # fmt: skip
+    """Adds what one block of queries sends to 64 keys, and makes this warpgroup's half of the block's dq.
+
+    `low`, `high`: limits of each key (Note [Limits] of pieces.py). `x`: first query row of the block; row y sits at the
+    global position origin + stride * y. `slope` and `key_bias` are in log2 units.
+    """
+    dtype: gl.constexpr = q_s.dtype
+    COLUMNS: gl.constexpr = D * BM // 128
+    s_l: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BM, 16])
+    dk_l: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
+    dv_l: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DV, 16])
+    dq_l: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
+    columns_l: gl.constexpr = gl.SliceLayout(0, s_l)
+    zero = gl.zeros([HALF, BM], gl.float32, s_l)
+    st = count & 1
+    phase = (count >> 1) & 1
+    q = q_s.index(st).reshape([BM, D])
+    do = do_s.index(st).reshape([BM, DV])
+
+    mbarrier.wait(q_full.index(st), phase)
+    statistic = gl.expand_dims(lse_s.index(st).load(columns_l), 0)
+    if MASKED:
+        column = x + gl.expand_dims(columns_s.slice(0, BM).load(columns_l), 0)
+        visible = (column >= gl.expand_dims(low, 1)) & (column < gl.expand_dims(high, 1))
+    start_dp, _dp = gl.broadcast(gl.expand_dims(delta_s.index(st).load(columns_l), 0), zero)
+    if PLAIN:
+        start_s, _s = gl.broadcast(statistic, zero)
+        if MASKED:
+            start_s = gl.where(visible, start_s, HIDDEN)
+        if PIN:
+            start_s = pinned(start_s)
+            start_dp = pinned(start_dp)
+        s_token = warpgroup_mma(k_w, q.permute((1, 0)), start_s, is_async=True)
+    else:
+        s_token = warpgroup_mma(k_w, q.permute((1, 0)), zero, use_acc=False, is_async=True)
+    mbarrier.wait(do_full.index(st), phase)
+    dp_token = warpgroup_mma(v_w, do.permute((1, 0)), start_dp, is_async=True)
+    s = warpgroup_mma_wait(1, deps=[s_token])
+    if PLAIN:
+        p = gl.exp2(s * scale)
+    else:
+        s = s * scale
+        if SOFTCAP:
+            t = _tanh(s)
+            s = t * cap
+        if slope is not None:
+            i_pos = origin + stride * (x + columns_s.slice(0, BM).load(columns_l))
+            away = gl.expand_dims(i_pos, 0) - gl.expand_dims(k_pos, 1)
+            away = gl.maximum(away, -away).to(gl.float32)
+            s -= slope * away
+        if key_bias is not None:
+            s += gl.expand_dims(key_bias, 1)
+        p = gl.exp2(s - statistic)
+        if MASKED:
+            p = gl.where(visible, p, 0.0)
+    weights = p.to(dtype)
+    dp = warpgroup_mma_wait(0, deps=[dp_token])
+    ds = p * dp
+    if WANT_KEY_BIAS:
+        dkey_bias += gl.sum(ds, 1)
+    if dalibi is not None:
+        at = x + columns_s.slice(0, BM).load(columns_l)
+        gl.atomic_add(dalibi + at, -gl.sum(ds * away, 0), mask=at < queries, sem="relaxed")
+    if SOFTCAP:
+        ds = ds * (1.0 - t * t)
+    ds = ds.to(dtype)
+    if WANT_DQ:
+        ds_block = ds_s.index(st)
+        ds_block.slice(WHICH * HALF, HALF, 0).store(ds)
+    dv_token = warpgroup_mma(gl.convert_layout(weights, gl.DotOperandLayout(0, dv_l, 2)), do, dv, is_async=True)
+    if WANT_DQ:
+        fence_async_shared()
+        sync(DS_STORED, 256)
+        if BM == 64:
+            ds_t = ds_block.permute((1, 0))
+        else:
+            ds_t = ds_block.slice(WHICH * 64, 64, 1).permute((1, 0))
+        dq_zero = gl.zeros([64, COLUMNS], gl.float32, dq_l)
+        dq_token = warpgroup_mma(ds_t, k_h, dq_zero, use_acc=False, is_async=True)
+        dk_token = warpgroup_mma(gl.convert_layout(ds, gl.DotOperandLayout(0, dk_l, 2)), q, dk, is_async=True)
+        dv = warpgroup_mma_wait(2, deps=[dv_token])
+        dq = warpgroup_mma_wait(1, deps=[dq_token])
+        if SCALE_DQ:
+            dq = dq * softmax_scale
+        sync(DQ_FREE + WHICH, 160)
+        dq_half.store(dq)
+        fence_async_shared()
+        arrive(DQ_FULL + WHICH, 160)
+    else:
+        dk_token = warpgroup_mma(gl.convert_layout(ds, gl.DotOperandLayout(0, dk_l, 2)), q, dk, is_async=True)
+        dv = warpgroup_mma_wait(1, deps=[dv_token])
+    dk = warpgroup_mma_wait(0, deps=[dk_token])
+    arrive(STAGE_FREE + st, 288)
+    return dk, dv, dkey_bias
+
+
+@gluon.jit
+def _put(target, stride, value, y, rows, columns_s, WIDTH: gl.constexpr, COLUMNS: gl.constexpr, ADD: gl.constexpr):
+    """Writes, or adds to what is there, the rows before `rows` of 64 rows from y on; `target` points at row 0."""
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
+    r = gl.expand_dims(opaque(gl.arange(0, HALF, gl.SliceLayout(1, layout))), 1)
+    c = gl.expand_dims(gl.arange(0, COLUMNS, gl.SliceLayout(0, layout)), 0)
+    at = (target + gl.cast(y, gl.int64) * stride + r * stride) + c
+    mask = r < rows - y
+    if WIDTH < COLUMNS:
+        column = columns_s.slice(0, COLUMNS).load(gl.SliceLayout(0, layout))
+        mask = mask & gl.expand_dims(column < WIDTH, 0)
+    if ADD:
+        value += gl.load(at, mask=mask, other=0.0)
+    gl.store(at, value.to(target.dtype.element_ty), mask=mask)
+
+
+@gluon.jit
+def _consumer(
+    WHICH: gl.constexpr, work, segments, starts, q_s, do_s, k_s, v_s, lse_s, delta_s, ds_s, dq_s, columns_s,
+    k_full, k_free, v_full, v_free, q_full, do_full, dk_out, dv_out, parts, dkey_bias_out, dkey_bias_parts, dalibi_out,
+    positions, lo_ptr, hi_ptr, alibi_slopes, key_bias_ptr,
+    dk_sb, dk_ss, dk_sh, dv_sb, dv_ss, dv_sh, lo_sb, hi_sb, key_bias_sb, dalibi_sb, dalibi_sh, heads, group, rows, queries,
+    scale, cap, softmax_scale,
+    D: gl.constexpr, DV: gl.constexpr, D_WIDTH: gl.constexpr, DV_WIDTH: gl.constexpr, BM: gl.constexpr,
+    K_STAGES: gl.constexpr, V_STAGES: gl.constexpr, PLAIN: gl.constexpr, SOFTCAP: gl.constexpr, ADD: gl.constexpr,
+    WANT_DQ: gl.constexpr, SCALE_DQ: gl.constexpr, PIN: gl.constexpr, UNIT: gl.constexpr,
+):  # fmt: skip
+    COLUMNS: gl.constexpr = D * BM // 128
+    WANT_KEY_BIAS: gl.constexpr = dkey_bias_out is not None
+    s_l: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BM, 16])
+    dk_l: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
+    dv_l: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DV, 16])
+    rows_l: gl.constexpr = gl.SliceLayout(1, s_l)
+    at = gl.load(starts + gl.program_id(0))
+    last = gl.load(starts + gl.program_id(0) + 1)
+    count = 0
+    tiles = 0
+    dq_half = dq_s.index(WHICH).reshape([64, COLUMNS]) if WANT_DQ else None
+    for i in range(at, last):
+        head, row, segment, masked, full, _masked_blocks, full_blocks, slot = _tile(work, i, rows)
+        b = head // heads
+        h_kv = head % heads
+        y = row + WHICH * HALF
+        k_stage = tiles & (K_STAGES - 1)
+        v_stage = tiles & (V_STAGES - 1)
+        k = k_s.index(k_stage).reshape([TILE, D])
+        v = v_s.index(v_stage).reshape([TILE, DV])
+        k_w = k.slice(WHICH * HALF, HALF, 0)
+        v_w = v.slice(WHICH * HALF, HALF, 0)
+        k_h = k.slice(WHICH * COLUMNS, COLUMNS, 1) if BM == 64 else k
+        dk = gl.zeros([HALF, D], gl.float32, dk_l)
+        dv = gl.zeros([HALF, DV], gl.float32, dv_l)
+        y_own = y + opaque(gl.arange(0, HALF, rows_l))
+        exists = y_own < rows
+        dkey_bias = gl.zeros([HALF], gl.float32, rows_l)
+        key_bias = None
+        if key_bias_ptr is not None:
+            key_bias = (
+                gl.load(key_bias_ptr + gl.cast(b, gl.int64) * key_bias_sb + y_own, mask=exists, other=0.0) * LOG2E
+            )
+        k_pos = None
+        if alibi_slopes is not None:
+            k_pos = gl.load(positions + y_own, mask=exists, other=0)
+        lo = gl.load(lo_ptr + gl.cast(b, gl.int64) * lo_sb + y_own, mask=exists, other=0)
+        hi = gl.load(hi_ptr + gl.cast(b, gl.int64) * hi_sb + y_own, mask=exists, other=0)
+        mbarrier.wait(k_full.index(k_stage), (tiles // K_STAGES) & 1)
+        mbarrier.wait(v_full.index(v_stage), (tiles // V_STAGES) & 1)
+
+        for g in range(group):
+            h = h_kv * group + g
+            slope = gl.load(alibi_slopes + h) * LOG2E if alibi_slopes is not None else None
+            dalibi = None
+            if dalibi_out is not None:
+                dalibi = dalibi_out + gl.cast(b, gl.int64) * dalibi_sb + gl.cast(h, gl.int64) * dalibi_sh
+            for part in range(segment, segment + masked):
+                x, blocks, begin, end, origin, stride = _segment(segments, part)
+                low, high = limits(lo, hi, begin, end, origin, stride)
+                for _j in range(blocks):
+                    dk, dv, dkey_bias = _step(
+                        WHICH, count, dk, dv, dkey_bias, low, high, x, origin, stride, k_pos, slope, key_bias, dalibi,
+                        queries, q_s, do_s, k_w, v_w, k_h, lse_s, delta_s, ds_s, dq_half, columns_s, q_full, do_full, scale, cap,
+                        softmax_scale, True, D, DV, BM, PLAIN, SOFTCAP, WANT_KEY_BIAS, WANT_DQ, SCALE_DQ, PIN,
+                    )  # fmt: skip
+                    x += BM
+                    count += 1
+        if PLAIN:
+            for _j in range(full_blocks * group):
+                dk, dv, dkey_bias = _step(
+                    WHICH, count, dk, dv, dkey_bias, None, None, 0, 0, 0, None, None, None, None, queries, q_s, do_s, k_w,
+                    v_w, k_h, lse_s, delta_s, ds_s, dq_half, columns_s, q_full, do_full, scale, cap, softmax_scale, False,
+                    D, DV, BM, PLAIN, SOFTCAP, WANT_KEY_BIAS, WANT_DQ, SCALE_DQ, PIN,
+                )  # fmt: skip
+                count += 1
+        else:
+            for g in range(group):
+                h = h_kv * group + g
+                slope = gl.load(alibi_slopes + h) * LOG2E if alibi_slopes is not None else None
+            dalibi = None
+            if dalibi_out is not None:
+                dalibi = dalibi_out + gl.cast(b, gl.int64) * dalibi_sb + gl.cast(h, gl.int64) * dalibi_sh
+                for part in range(segment + masked, segment + masked + full):
+                    x, blocks, begin, end, origin, stride = _segment(segments, part)
+                    for _j in range(blocks):
+                        dk, dv, dkey_bias = _step(
+                            WHICH, count, dk, dv, dkey_bias, None, None, x, origin, stride, k_pos, slope, key_bias, dalibi,
+                            queries, q_s, do_s, k_w, v_w, k_h, lse_s, delta_s, ds_s, dq_half, columns_s, q_full, do_full,
+                            scale, cap, softmax_scale, False, D, DV, BM, PLAIN, SOFTCAP, WANT_KEY_BIAS, WANT_DQ, SCALE_DQ, PIN,
+                        )  # fmt: skip
+                        x += BM
+                        count += 1
+
+        mbarrier.arrive(k_free.index(k_stage), count=1)
+        mbarrier.arrive(v_free.index(v_stage), count=1)
+        # read again: kept through the loops it would cost registers there
+        head, row, segment, masked, full, _masked_blocks, full_blocks, slot = entry(work, opaque(gl.to_tensor(i)))
+        b = head // heads
+        h_kv = head % heads
+        y = row + WHICH * HALF
+        dk = dk * softmax_scale
+        if slot >= 0:
+            part_out = parts + gl.cast(slot, gl.int64) * (TILE * (D + DV))
+            _put(part_out, D, dk, WHICH * HALF, TILE, columns_s, D, D, False)
+            _put(part_out + TILE * D, DV, dv, WHICH * HALF, TILE, columns_s, DV, DV, False)
+        else:
+            dk_at = dk_out + (gl.cast(b, gl.int64) * dk_sb + gl.cast(h_kv, gl.int64) * dk_sh) * UNIT
+            dv_at = dv_out + (gl.cast(b, gl.int64) * dv_sb + gl.cast(h_kv, gl.int64) * dv_sh) * UNIT
+            _put(dk_at, dk_ss * UNIT, dk, y, rows, columns_s, D_WIDTH, D, ADD)
+            _put(dv_at, dv_ss * UNIT, dv, y, rows, columns_s, DV_WIDTH, DV, ADD)
+        if WANT_KEY_BIAS:
+            if slot >= 0:
+                gl.store(dkey_bias_parts + slot * TILE + (y_own - row), dkey_bias)
+            else:
+                gl.store(dkey_bias_out + gl.cast(head, gl.int64) * rows + y_own, dkey_bias, mask=exists)
+        tiles += 1
+
+
+@gluon.jit
+def _segment(segments, part):
+    """(first row, blocks, begin, end, origin, stride) of a segment; Note [Work] of plan.py."""
+    at = segments + part * 8
+    return gl.load(at), gl.load(at + 1), gl.load(at + 2), gl.load(at + 3), gl.load(at + 4), gl.load(at + 5)
+
+
+@gluon.jit(do_not_specialize=list(RUNTIME))
+def backward_kernel(
+    work, segments, starts, q_desc, do_desc, k_desc, v_desc, lse_desc, delta_desc, dq_desc,
+    dk_out, dv_out, parts, dkey_bias_out, dkey_bias_parts, dalibi_out, positions, lo_ptr, hi_ptr, alibi_slopes, key_bias,
+    dk_sb, dk_ss, dk_sh, dv_sb, dv_ss, dv_sh, lo_sb, hi_sb, key_bias_sb, dalibi_sb, dalibi_sh,
+    heads, group, rows, queries, padded_queries, scale, cap, softmax_scale,
+    D: gl.constexpr, DV: gl.constexpr, D_WIDTH: gl.constexpr, DV_WIDTH: gl.constexpr, BM: gl.constexpr,
+    K_STAGES: gl.constexpr, V_STAGES: gl.constexpr, PLAIN: gl.constexpr, SOFTCAP: gl.constexpr, ADD: gl.constexpr,
+    WANT_DQ: gl.constexpr, SCALE_DQ: gl.constexpr, PIN: gl.constexpr, UNIT: gl.constexpr, DS_LAYOUT: gl.constexpr,
+    num_warps: gl.constexpr,
+):  # fmt: skip
+    """dq, dk and dv of one visit, or dk and dv alone; `rows` are keys, `heads` key heads.
+
+    q, do, k and v are described as rows of one head (`launching.rows_of`), lse and delta as lists with heads of
+    `padded_queries` numbers: start values (Note [Start values]), or for scores that are not plain lse in log2 units and
+    -delta. dq is fp32 and added to, times softmax_scale under SCALE_DQ. dk and dv are written (under ADD: added to) in
+    the dtype of their tensors, whose strides are in units of UNIT elements; `parts` takes those of split tiles, `slots
+    128 D` and `slots 128 DV` for each slot, fp32. `dkey_bias_out` is `b hk t`, one sum per key head, and `dkey_bias_parts`
+    `slots 128`. `scale` is softmax_scale * log2(e), or under SOFTCAP softmax_scale / softcap; `cap` is softcap * log2(e).
+    """
+    COLUMNS: gl.constexpr = D * BM // 128
+    q_s = gl.allocate_shared_memory(q_desc.dtype, [STAGES, 1, 1, BM, D], q_desc.layout)
+    do_s = gl.allocate_shared_memory(do_desc.dtype, [STAGES, 1, 1, BM, DV], do_desc.layout)
+    k_s = gl.allocate_shared_memory(k_desc.dtype, [K_STAGES, 1, 1, TILE, D], k_desc.layout)
+    v_s = gl.allocate_shared_memory(v_desc.dtype, [V_STAGES, 1, 1, TILE, DV], v_desc.layout)
+    lse_s = gl.allocate_shared_memory(gl.float32, [STAGES, BM], lse_desc.layout)
+    delta_s = gl.allocate_shared_memory(gl.float32, [STAGES, BM], delta_desc.layout)
+    k_full = gl.allocate_shared_memory(gl.int64, [K_STAGES, 1], mbarrier.MBarrierLayout())
+    k_free = gl.allocate_shared_memory(gl.int64, [K_STAGES, 1], mbarrier.MBarrierLayout())
+    v_full = gl.allocate_shared_memory(gl.int64, [V_STAGES, 1], mbarrier.MBarrierLayout())
+    v_free = gl.allocate_shared_memory(gl.int64, [V_STAGES, 1], mbarrier.MBarrierLayout())
+    q_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    do_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    # column numbers: as constants they would be computed before all loops and kept in registers through them
+    columns_s = gl.allocate_shared_memory(gl.int32, [128], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    columns_s.store(gl.arange(0, 128, gl.BlockedLayout([1], [32], [num_warps], [0])))
+    for n in gl.static_range(K_STAGES):
+        mbarrier.init(k_full.index(n), count=1)
+        mbarrier.init(k_free.index(n), count=2)
+    for n in gl.static_range(V_STAGES):
+        mbarrier.init(v_full.index(n), count=1)
+        mbarrier.init(v_free.index(n), count=2)
+    for n in gl.static_range(STAGES):
+        mbarrier.init(q_full.index(n), count=1)
+        mbarrier.init(do_full.index(n), count=1)
+    if WANT_DQ:
+        ds_s = gl.allocate_shared_memory(q_desc.dtype, [2, TILE, BM], DS_LAYOUT)
+        dq_s = gl.allocate_shared_memory(gl.float32, [2, 1, 1, 64, COLUMNS], dq_desc.layout)
+        gl.warp_specialize([
+            (_consumer, (gl.constexpr(0), work, segments, starts, q_s, do_s, k_s, v_s, lse_s, delta_s, ds_s, dq_s, columns_s,
+                     k_full, k_free, v_full, v_free, q_full, do_full, dk_out, dv_out, parts, dkey_bias_out, dkey_bias_parts,
+                     dalibi_out, positions, lo_ptr, hi_ptr, alibi_slopes, key_bias, dk_sb, dk_ss, dk_sh, dv_sb, dv_ss, dv_sh,
+                     lo_sb, hi_sb, key_bias_sb, dalibi_sb, dalibi_sh, heads, group, rows, queries, scale, cap, softmax_scale,
+                     D, DV, D_WIDTH, DV_WIDTH, BM, K_STAGES, V_STAGES, PLAIN, SOFTCAP, ADD, WANT_DQ, SCALE_DQ, PIN,
+                     UNIT)),
+            (_consumer, (gl.constexpr(1), work, segments, starts, q_s, do_s, k_s, v_s, lse_s, delta_s, ds_s, dq_s, columns_s,
+                     k_full, k_free, v_full, v_free, q_full, do_full, dk_out, dv_out, parts, dkey_bias_out, dkey_bias_parts,
+                     dalibi_out, positions, lo_ptr, hi_ptr, alibi_slopes, key_bias, dk_sb, dk_ss, dk_sh, dv_sb, dv_ss, dv_sh,
+                     lo_sb, hi_sb, key_bias_sb, dalibi_sb, dalibi_sh, heads, group, rows, queries, scale, cap, softmax_scale,
+                     D, DV, D_WIDTH, DV_WIDTH, BM, K_STAGES, V_STAGES, PLAIN, SOFTCAP, ADD, WANT_DQ, SCALE_DQ, PIN,
+                     UNIT)),
+            (_producer, (work, segments, starts, q_desc, do_desc, k_desc, v_desc, lse_desc, delta_desc, q_s, do_s, k_s, v_s,
+                     lse_s, delta_s, k_full, k_free, v_full, v_free, q_full, do_full, heads, group, rows, padded_queries,
+                     BM, K_STAGES, V_STAGES)),
+            (_storer, (work, segments, starts, dq_desc, dq_s, heads, group, rows, BM, COLUMNS)),
+        ], [4, 1, 1], [240, 24, 24])  # fmt: skip
+    else:
+        gl.warp_specialize([
+            (_consumer, (gl.constexpr(0), work, segments, starts, q_s, do_s, k_s, v_s, lse_s, delta_s, None, None, columns_s,
+                     k_full, k_free, v_full, v_free, q_full, do_full, dk_out, dv_out, parts, dkey_bias_out, dkey_bias_parts,
+                     dalibi_out, positions, lo_ptr, hi_ptr, alibi_slopes, key_bias, dk_sb, dk_ss, dk_sh, dv_sb, dv_ss, dv_sh,
+                     lo_sb, hi_sb, key_bias_sb, dalibi_sb, dalibi_sh, heads, group, rows, queries, scale, cap, softmax_scale,
+                     D, DV, D_WIDTH, DV_WIDTH, BM, K_STAGES, V_STAGES, PLAIN, SOFTCAP, ADD, WANT_DQ, SCALE_DQ, PIN,
+                     UNIT)),
+            (_consumer, (gl.constexpr(1), work, segments, starts, q_s, do_s, k_s, v_s, lse_s, delta_s, None, None, columns_s,
+                     k_full, k_free, v_full, v_free, q_full, do_full, dk_out, dv_out, parts, dkey_bias_out, dkey_bias_parts,
+                     dalibi_out, positions, lo_ptr, hi_ptr, alibi_slopes, key_bias, dk_sb, dk_ss, dk_sh, dv_sb, dv_ss, dv_sh,
+                     lo_sb, hi_sb, key_bias_sb, dalibi_sb, dalibi_sh, heads, group, rows, queries, scale, cap, softmax_scale,
+                     D, DV, D_WIDTH, DV_WIDTH, BM, K_STAGES, V_STAGES, PLAIN, SOFTCAP, ADD, WANT_DQ, SCALE_DQ, PIN,
+                     UNIT)),
+            (_producer, (work, segments, starts, q_desc, do_desc, k_desc, v_desc, lse_desc, delta_desc, q_s, do_s, k_s, v_s,
+                     lse_s, delta_s, k_full, k_free, v_full, v_free, q_full, do_full, heads, group, rows, padded_queries,
+                     BM, K_STAGES, V_STAGES)),
+        ], [4, 1], [240, 24])  # fmt: skip
