@@ -577,9 +577,6 @@ class Shared:
         _touch(self, writes=True)
         self.t.copy_(value.value())
 
-    def _keep_alive(self) -> None:
-        pass
-
 
 def _touch(
     view: Shared, *, writes: bool, agent: Any = None, epoch: int = 0, by_threads: bool = True, what: str = ""
@@ -638,7 +635,8 @@ class Barrier:
     dtype = tl.int64
 
     def __str__(self) -> str:
-        return f"{self.name} (phase {self.phases}: {self.count - self.pending} of {self.count} arrivals, {self.bytes} bytes missing)"
+        arrived = f"{self.count - self.pending} of {self.count} arrivals"
+        return f"{self.name} (phase {self.phases}: {arrived}, {self.bytes} bytes missing)"
 
     def index(self, i: Any) -> Barrier:
         assert int(_plain(i)) == 0, "a single barrier has index 0"
@@ -824,7 +822,7 @@ class _Program:
 
     def specialize(self, functions: Sequence[tuple[Any, tuple[Any, ...]]], warps: Sequence[int]) -> Any:
         main = self.partitions[0]
-        assert self.current is main and len(self.partitions) == 1, "warp_specialize is not nested"
+        assert len(self.partitions) == 1, "warp_specialize is not nested"
         known = main.publish()
         workers = [
             _Partition(f"partition {i + 1} ({_name_of(functions[i + 1][0])})", n, dict(known))
@@ -1902,7 +1900,7 @@ def _modules() -> dict[str, types.ModuleType]:
             "set_auto_layout": convert_layout,
             **{
                 function.__name__: function
-                for function in (  # fmt: skip
+                for function in (
                     allocate_shared_memory,
                     warp_specialize,
                     inline_asm_elementwise,
@@ -1931,7 +1929,7 @@ def _modules() -> dict[str, types.ModuleType]:
                     cdiv,
                     device_assert,
                     static_assert,
-                )  # fmt: skip
+                )
             },
         },
     )
