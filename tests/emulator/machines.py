@@ -1,6 +1,8 @@
 """Small kernels that do one thing right, and, asked to, one thing wrong."""
 
-# pyright: reportGeneralTypeIssues=false, reportArgumentType=false, reportCallIssue=false, reportIndexIssue=false, reportUnusedExpression=false
+# pyright: reportGeneralTypeIssues=false, reportArgumentType=false, reportCallIssue=false, reportIndexIssue=false
+# pyright: reportAssignmentType=false, reportOperatorIssue=false, reportAttributeAccessIssue=false
+# pyright: reportUnusedExpression=false
 import torch
 from torch import Tensor
 from triton.experimental import gluon
@@ -14,7 +16,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-ROWS, BLOCK, STAGES = 64, 32, 2
+ROWS, BLOCK = 64, 32
+BLOCK_ROWS = gl.constexpr(BLOCK)
 
 
 @gluon.jit
@@ -52,12 +55,9 @@ def producer(a_desc, b_desc, a_s, b_s, a_full, full, empty, blocks, BUG: gl.cons
         gl.static_assert(False, "of its own")
 
 
-BLOCK_ROWS = gl.constexpr(BLOCK)
-
-
 @gluon.jit
-def consumer(a_s, b_s, o_s, a_full, full, empty, blocks, D: gl.constexpr, BUG: gl.constexpr):
-    """o[:, j] = a b_j^T, one block of columns after the other, each handed to the storer; the sum of all is the last one."""
+def consumer(a_s, b_s, o_s, a_full, full, empty, blocks, BUG: gl.constexpr):
+    """The running sum of a b_j^T over the blocks j of b; every sum on the way is handed to the storer."""
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_ROWS, 16])
     total = gl.zeros([64, BLOCK_ROWS], gl.float32, layout)
     mbarrier.wait(a_full.index(0), 0)
@@ -130,7 +130,7 @@ def pipeline(a_desc, b_desc, o_desc, blocks, D: gl.constexpr, BUG: gl.constexpr,
         if BUG != "barrier not made":
             mbarrier.init(empty.index(i), count=1)
     gl.warp_specialize([
-        (consumer, (a_s, b_s, o_s, a_full, full, empty, blocks, D, BUG)),
+        (consumer, (a_s, b_s, o_s, a_full, full, empty, blocks, BUG)),
         (producer, (a_desc, b_desc, a_s, b_s, a_full, full, empty, blocks, BUG)),
         (storer, (o_desc, o_s, blocks, BUG)),
     ], [1, 1], [24, 24])  # fmt: skip
@@ -155,9 +155,7 @@ def run_pipeline(bug: str = "", blocks: int = 5) -> tuple[Tensor, Tensor]:
 
 
 @gluon.jit
-def copy_block(
-    x_desc, y_desc, row, head, column, BLOCK_SHAPE: gl.constexpr, ADD: gl.constexpr, num_warps: gl.constexpr
-):
+def copy_block(x_desc, y_desc, row, head, column, BLOCK_SHAPE: gl.constexpr, num_warps: gl.constexpr):
     smem = gl.allocate_shared_memory(x_desc.dtype, BLOCK_SHAPE, x_desc.layout)
     ready = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
     mbarrier.init(ready.index(0), count=1)
