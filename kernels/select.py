@@ -26,7 +26,7 @@ class Choice:
     """The kernel set that serves a call; `print(choice)` says what and why.
 
     Attributes:
-        name: "portable" or "eager".
+        name: "hopper", "portable" or "eager".
         kernels: The module with forward, delta and backward.
         reason: Why this one.
         rejected: (name, why not) of every faster one that was passed over.
@@ -60,6 +60,33 @@ class _Row:
     answer: Callable[[_Request], tuple[bool, str]]
 
 
+HOPPER_TRITON = ("3.6", "3.7")
+"""Triton versions the Hopper kernels were emulated, compiled and run on. Gluon is young: another one may compile them to
+something else, so it is refused until the tests have passed there."""
+
+
+def _hopper(request: _Request) -> tuple[bool, str]:
+    if request.dtype not in (torch.float16, torch.bfloat16):
+        return False, f"dtype must be float16 or bfloat16, got {_short(request.dtype)}"
+    for name, dim in (("head_dim", request.head_dim), ("v_head_dim", request.v_head_dim)):
+        if not 16 <= dim <= 256 or dim % 8:
+            return False, f"{name} must be a multiple of 8 between 16 and 256, got {dim}"
+    for feature in ("bias", "dropout"):
+        if feature in request.features:
+            return False, f"{feature} is served by the portable kernels"
+    if request.device.type != "cuda" or torch.version.hip is not None:
+        return False, f"device must be a CUDA GPU of compute capability 9.0, got {request.device}"
+    major, minor = torch.cuda.get_device_capability(request.device)
+    if (major, minor) != (9, 0):
+        return False, f"compute capability must be 9.0, got {major}.{minor}"
+    if importlib.util.find_spec("triton") is None:
+        return False, "triton must be installed, got none"
+    found = importlib.import_module("triton").__version__
+    if found.rpartition(".")[0] not in HOPPER_TRITON:
+        return False, f"triton must be {' or '.join(HOPPER_TRITON)}, on which these kernels were proven, got {found}"
+    return True, f"compute capability 9.0 and triton {found}"
+
+
 def _portable(request: _Request) -> tuple[bool, str]:
     if request.dtype not in (torch.float16, torch.bfloat16, torch.float32):
         return False, f"dtype must be float16, bfloat16 or float32, got {_short(request.dtype)}"
@@ -88,6 +115,7 @@ def _eager(request: _Request) -> tuple[bool, str]:
 
 
 _TABLE = (
+    _Row("hopper", "ringattn.kernels.hopper.api", _hopper),
     _Row("portable", "ringattn.kernels.portable.api", _portable),
     _Row("eager", "ringattn.kernels.eager", _eager),
 )

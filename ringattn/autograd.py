@@ -30,7 +30,9 @@ def _resolve(
     with here.refusals(call, (q, k, v, *extras.values())):
         decoded = Call.decode(call, here.rank)
         check_call(q, k, v, decoded, here.rank, here.world_size, **extras)
-        choice = pick(q.device, q.dtype, q.shape[-1], v.shape[-1], impl=decoded.impl)
+        choice = pick(
+            q.device, q.dtype, q.shape[-1], v.shape[-1], impl=decoded.impl, features=decoded.features(**extras)
+        )
     score = decoded.score(q.dtype, seed, **extras)
     return here, decoded, choice.kernels, score
 

@@ -107,6 +107,27 @@ class Call:
             bias=bias,
         )
 
+    def features(
+        self,
+        *,
+        sinks: Tensor | None = None,
+        alibi_slopes: Tensor | None = None,
+        key_bias: Tensor | None = None,
+        bias: Tensor | None = None,
+    ) -> frozenset[str]:
+        """What the call asks of a kernel set, in the words of `kernels.select.FEATURES`."""
+        asked = {
+            "softcap": self.softcap > 0,
+            "dropout": self.dropout_p > 0,
+            "sinks": sinks is not None,
+            "alibi": alibi_slopes is not None,
+            "key_bias": key_bias is not None,
+            "bias": bias is not None,
+            "per_batch_bounds": self.visibility.lengths is not None,
+            "deterministic": self.deterministic,
+        }
+        return frozenset(name for name, is_asked in asked.items() if is_asked)
+
     def pairs(self, batch: int) -> int:
         """Visible (query, key) pairs that this rank computes in the forward, over all batch elements."""
         total = sum(visit.pairs for visit in self.visits("keys").visits if visit is not None)

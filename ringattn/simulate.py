@@ -101,7 +101,8 @@ def simulate_ring(
         }
         local = mine.shard(q, 1), keys.shard(k, 1), keys.shard(v, 1)
         check_call(*local, call, seat.rank, world_size, **extras)
-        kernels = pick(q.device, q.dtype, d, v.shape[-1], impl=call.impl).kernels
+        choice = pick(q.device, q.dtype, d, v.shape[-1], impl=call.impl, features=call.features(**extras))
+        kernels = choice.kernels
         score = call.score(q.dtype, dropout_seed, **extras)
         o, lse = ring_forward(*local, score, call, kernels, seat)
         if do is None and dlse is None:

@@ -2,7 +2,7 @@
 
 Sides are built here from dense masks and global positions, in plain Python, so that neither the intervals of the
 library nor a kernel set judges itself. The judge is `dense_attention` in fp64 on the rows and keys of the case, under the error
-budget of `ringattn.budget`. Lengths stay below 80 rows: the suite also runs in the Triton interpreter.
+budget of `ringattn.budget`. Lengths of CASES stay below 80 rows: they also run in the Triton interpreter.
 
     @pytest.mark.parametrize("case", CASES, ids=str)
     def test_forward_and_backward_stay_within_budget(case):
@@ -52,6 +52,7 @@ class Case:
         bias: None, "dense" (fp32, `b h s n`), or "shared" (q's dtype, one row of batch and heads, expanded).
         heads_first: q, k, v and do are transposed views of `b h s d`.
         accumulate: Key gradients and the first visit's row gradients are added to what is there.
+        deterministic: Gradients are summed in a fixed order.
         seed: Of the random inputs.
     """
 
@@ -76,6 +77,7 @@ class Case:
     bias: str | None = None
     heads_first: bool = False
     accumulate: bool = False
+    deterministic: bool = False
     seed: int = 0
 
     def __str__(self) -> str:
@@ -240,6 +242,97 @@ CASES: tuple[Case, ...] = (
     ),
 )
 """Small, and each in the list for a reason that its name says."""
+
+
+NOT_PLAIN: dict[str, Any] = {"softcap": 3.0, "sinks": True, "alibi": True, "key_bias": True}
+
+LONG_CASES: tuple[Case, ...] = (
+    Case("long_full", seq_len=333, kv_len=450, head_dim=64),
+    Case("long_causal_64", seq_len=400, mask=CAUSAL, heads=2, kv_heads=1, head_dim=64),
+    Case("long_causal_128", seq_len=385, mask=CAUSAL, heads=2, kv_heads=1, head_dim=128),
+    Case("long_causal_256", seq_len=260, mask=CAUSAL, heads=1, kv_heads=1, head_dim=256),
+    Case("long_v_narrower", seq_len=270, mask=CAUSAL, head_dim=192, v_head_dim=128, heads=1, kv_heads=1),
+    Case("long_v_wider", seq_len=270, mask=CAUSAL, head_dim=64, v_head_dim=128, heads=1, kv_heads=1),
+    Case("long_window", seq_len=500, mask={"causal": True, "window": (150, None)}, head_dim=64),
+    Case("long_window_both_sides", seq_len=420, mask={"window": (70, 133)}, head_dim=128, heads=1, kv_heads=1),
+    Case(
+        "long_documents",
+        seq_len=520,
+        mask={"causal": True, "documents": (0, 128, 131, 131, 400, 520)},
+        head_dim=64,
+        heads=4,
+        kv_heads=2,
+    ),
+    Case(
+        "long_lengths",
+        seq_len=300,
+        batch=3,
+        mask={"causal": True, "lengths": ((0, 300), (170, 290), (5, 5))},
+        head_dim=64,
+        accumulate=True,
+    ),
+    Case(
+        "long_zigzag",
+        seq_len=600,
+        q_runs=_zigzag(1, 2, 150),
+        visits=(_zigzag(1, 2, 150), _zigzag(0, 2, 150)),
+        mask=CAUSAL,
+        heads=2,
+        kv_heads=1,
+        head_dim=128,
+    ),
+    Case(
+        "long_striped",
+        seq_len=600,
+        q_runs=_striped(1, 2, 600),
+        visits=(_striped(1, 2, 600), _striped(0, 2, 600)),
+        mask={"causal": True, "window": (333, None)},
+        head_dim=64,
+        accumulate=True,
+    ),
+    Case(
+        "long_runs",
+        seq_len=700,
+        q_runs=((3, 1, 70), (100, 3, 60), (300, 1, 150)),
+        visits=(((0, 1, 3), (5, 2, 40), (131, 1, 200)), ((90, 1, 1), (400, 2, 90))),
+        mask=CAUSAL,
+        head_dim=64,
+    ),
+    Case("few_rows_many_keys", seq_len=900, q_runs=((880, 1, 9),), mask=CAUSAL, heads=16, kv_heads=2, head_dim=64),
+    Case(
+        "few_rows_many_keys_not_plain",
+        seq_len=700,
+        q_runs=((650, 1, 21),),
+        visits=(((0, 1, 350),), ((350, 1, 350),)),
+        mask={"causal": True, "window": (600, None)},
+        heads=8,
+        kv_heads=2,
+        head_dim=128,
+        **NOT_PLAIN,
+    ),
+    Case(
+        "long_not_plain",
+        seq_len=300,
+        mask={"causal": True, "window": (200, None)},
+        batch=2,
+        heads=4,
+        kv_heads=2,
+        head_dim=64,
+        heads_first=True,
+        **NOT_PLAIN,
+    ),
+    Case("long_negative_scale", seq_len=270, mask=CAUSAL, head_dim=128, softmax_scale=-0.1, heads=1, kv_heads=1),
+    Case(
+        "long_hidden_rows",
+        seq_len=600,
+        q_runs=((0, 1, 300),),
+        visits=(((140, 1, 160),), ((400, 1, 200),)),
+        mask=CAUSAL,
+        head_dim=64,
+        accumulate=True,
+    ),
+)
+"""Several tiles of 128 and 192 rows, for kernels whose tiles are larger than CASES."""
 
 
 def positions_of(runs: Runs) -> list[int]:
@@ -535,6 +628,7 @@ def run_case(kernels: KernelSet, case: Case, dtype: torch.dtype, device: torch.d
                 dbias=dbias,
                 accumulate_rows=case.accumulate or step > 0,
                 accumulate_keys=case.accumulate,
+                deterministic=case.deterministic,
             ),
         )
         if dbias is not None and others is not None:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import importlib
+from dataclasses import replace
+
 import pytest
 import torch
 
 from ringattn import Ring, attention_reference, ring_attention_with_lse
+from ringattn.kernels.contract import KernelSet
 from tests.budget import assert_within_budget
-from tests.kernel_conformance import CASES, Case, run_case
+from tests.kernel_conformance import CASES, LONG_CASES, Case, run_case
 
 pytestmark = [
     pytest.mark.gpu,
@@ -17,10 +21,32 @@ pytestmark = [
 FP32_CASES = ("causal", "zigzag_window", "head_dim_128", "everything", "gqa_3", "dropout")
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+IS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+HOPPER_CASES = [
+    replace(case, name=f"{case.name}{'_deterministic' if deterministic else ''}", deterministic=deterministic)
+    for case in (*CASES, *LONG_CASES)
+    for deterministic in (False, True)
+    if case.bias is None and not case.dropout_p
+]
+
+
+@pytest.mark.parametrize("case", [*CASES, *LONG_CASES], ids=str)
 def test_compiled_kernels_stay_within_budget(case: Case) -> None:
     portable = pytest.importorskip("ringattn.kernels.portable.api")
     run_case(portable, case, torch.bfloat16, "cuda")
+
+
+@pytest.fixture
+def hopper() -> KernelSet:
+    if not IS_HOPPER:
+        pytest.skip("needs compute capability 9.0")
+    return importlib.import_module("ringattn.kernels.hopper.api")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+@pytest.mark.parametrize("case", HOPPER_CASES, ids=str)
+def test_hopper_kernels_stay_within_budget(hopper: KernelSet, case: Case, dtype: torch.dtype) -> None:
+    run_case(hopper, case, dtype, "cuda")
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if case.name in FP32_CASES], ids=str)
