@@ -120,7 +120,10 @@ def _step(
         dp_token = warpgroup_mma(do, v.permute((1, 0)), start, is_async=True)
     else:
         dp_token = warpgroup_mma(do, v.permute((1, 0)), zero, use_acc=False, is_async=True)
-    x = y + gl.arange(0, BLOCK, columns)
+    x = gl.arange(0, BLOCK, columns)
+    if slope is not None or key_bias is not None:
+        x = opaque(x)  # hoisted it would cost registers; masks alone are better off without
+    x = y + x
     bias = zero
     if key_bias is not None:
         bias = gl.load(key_bias + x, mask=x < t, other=0.0) * LOG2E
@@ -185,12 +188,13 @@ def _consume(
         b = head // num_heads
         h = head % num_heads
         b64 = gl.cast(b, gl.int64)
+        h64 = gl.cast(h, gl.int64)
         x = row + W * HALF + gl.arange(0, HALF, of_s)
         exists = x < rows
-        lse2 = gl.load(lse + b64 * lse_sb + h * lse_sh + x, mask=exists, other=float("-inf")) * LOG2E
+        lse2 = gl.load(lse + b64 * lse_sb + h64 * lse_sh + x, mask=exists, other=float("-inf")) * LOG2E
         # rows that saw nothing: all their weights are 0
         lse2 = gl.where(lse2 == float("-inf"), float("inf"), lse2)
-        delta = gl.load(delta_ptr + b64 * delta_sb + h * delta_sh + x, mask=exists, other=0.0)
+        delta = gl.load(delta_ptr + b64 * delta_sb + h64 * delta_sh + x, mask=exists, other=0.0)
         q_pos = x
         slope = None
         if alibi_slopes is not None:
@@ -247,13 +251,13 @@ def _consume(
         else:
             at_row = gl.cast(r + (row + W * HALF), gl.int64)
             mask = (at_row < rows) & (c < D_WIDTH)
-            target = dq_out + b64 * (dq_sb * UNIT) + h * (dq_sh * UNIT) + (at_row * (dq_ss * UNIT) + c)
+            target = dq_out + (b64 * dq_sb + h64 * dq_sh) * UNIT + (at_row * (dq_ss * UNIT) + c)
             result = dq * softmax_scale
             if ADD:
                 result += gl.load(target, mask=mask, other=0.0)
             gl.store(target, result.to(dq_out.dtype.element_ty), mask=mask)
             if WANT_ALIBI:
-                sums = dalibi_out + b64 * dalibi_sb + h * dalibi_sh + x
+                sums = dalibi_out + b64 * dalibi_sb + h64 * dalibi_sh + x
                 if ADD:
                     gl.store(sums, dalibi + gl.load(sums, mask=exists, other=0.0), mask=exists)
                 else:
@@ -328,7 +332,7 @@ def add_parts_kernel(
     slot = tl.load(base + 2)
     parts = tl.load(base + 3)
     b = (head // num_heads).to(tl.int64)
-    h = head % num_heads
+    h = (head % num_heads).to(tl.int64)
     r = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
     c = tl.arange(0, D)[None, :]
     dq = tl.zeros([CHUNK, D], tl.float32)

@@ -122,7 +122,7 @@ def _weigh(
     if SOFTCAP:
         tanh = _tanh(s)
         s = tanh * cap
-    row = x + gl.arange(0, BLOCK, columns_l)
+    row = x + opaque(gl.arange(0, BLOCK, columns_l))
     if slope is not None:
         away = gl.expand_dims(origin + stride * row, 0) - gl.expand_dims(k_pos, 1)
         s -= slope * gl.abs(away).to(gl.float32)
