@@ -73,7 +73,8 @@ def finish_keys_kernel(
 ):  # fmt: skip
     """Adds up the parts of split tiles in the order of their slots, and writes or adds the sum.
 
-    The part of a slot is 128 rows of COLUMNS numbers, AT numbers into the SIZE numbers of the slot. A program owns ROWS rows of a tile.
+    The part of a slot is 128 rows of COLUMNS numbers, AT numbers into the SIZE numbers of the slot. A program owns ROWS
+    rows of a tile.
     """
     split = splits + tl.program_id(0) * 4
     head = tl.load(split)

@@ -84,8 +84,8 @@ def _turn(turn, group, segment, masked, full):
 @gluon.jit
 def _producer(
     work, segments, starts, q_desc, do_desc, k_desc, v_desc, lse_desc, delta_desc, q_s, do_s, k_s, v_s, lse_s, delta_s,
-    k_full, k_free, v_full, v_free, q_full, do_full, heads, group, rows, padded_queries,
-    BM: gl.constexpr, K_STAGES: gl.constexpr, V_STAGES: gl.constexpr,
+    kv_full, kv_free, q_full, do_full, heads, group, rows, padded_queries,
+    BM: gl.constexpr,
 ):  # fmt: skip
     at = gl.load(starts + gl.program_id(0))
     last = gl.load(starts + gl.program_id(0) + 1)
@@ -95,11 +95,10 @@ def _producer(
         head, row, segment, masked, full, _masked_blocks, _full_blocks, _slot = _tile(work, i, rows)
         b = head // heads
         h_kv = head % heads
-        stage = tiles & (K_STAGES - 1)
-        if tiles >= K_STAGES:
-            mbarrier.wait(k_free.index(stage), ((tiles // K_STAGES) & 1) ^ 1)
-        mbarrier.expect(k_full.index(stage), k_desc.block_type.nbytes)
-        tma.async_copy_global_to_shared(k_desc, [b, h_kv, row, 0], k_full.index(stage), k_s.index(stage))
+        if tiles > 0:
+            mbarrier.wait(kv_free.index(0), (tiles & 1) ^ 1)
+        mbarrier.expect(kv_full.index(0), k_desc.block_type.nbytes)
+        tma.async_copy_global_to_shared(k_desc, [b, h_kv, row, 0], kv_full.index(0), k_s)
         fresh = True
         for turn in range(2 * group):
             g, first, end = _turn(turn, group, segment, masked, full)
@@ -119,14 +118,9 @@ def _producer(
                     mbarrier.expect(do_full.index(st), do_desc.block_type.nbytes)
                     tma.async_copy_global_to_shared(do_desc, [b, h, x, 0], do_full.index(st), do_s.index(st))
                     if fresh:
-                        # not before the first block: that may come while the tile before still holds the buffer
-                        stage = tiles & (V_STAGES - 1)
-                        if tiles >= V_STAGES:
-                            mbarrier.wait(v_free.index(stage), ((tiles // V_STAGES) & 1) ^ 1)
-                        mbarrier.expect(v_full.index(stage), v_desc.block_type.nbytes)
-                        tma.async_copy_global_to_shared(
-                            v_desc, [b, h_kv, row, 0], v_full.index(stage), v_s.index(stage)
-                        )
+                        # after the first block: S needs K and Q, and only then does dP need V and dO
+                        mbarrier.expect(kv_full.index(1), v_desc.block_type.nbytes)
+                        tma.async_copy_global_to_shared(v_desc, [b, h_kv, row, 0], kv_full.index(1), v_s)
                         fresh = False
                     x += BM
                     count += 1
@@ -291,12 +285,12 @@ def _put(target, stride, value, y, rows, columns_s, WIDTH: gl.constexpr, COLUMNS
 @gluon.jit
 def _consumer(
     WHICH: gl.constexpr, work, segments, starts, q_s, do_s, k_s, v_s, lse_s, delta_s, ds_s, dq_s, columns_s,
-    k_full, k_free, v_full, v_free, q_full, do_full, dk_out, dv_out, parts, dkey_bias_out, dkey_bias_parts, dalibi_out,
+    kv_full, kv_free, q_full, do_full, dk_out, dv_out, parts, dkey_bias_out, dkey_bias_parts, dalibi_out,
     positions, lo_ptr, hi_ptr, alibi_slopes, key_bias_ptr,
     dk_sb, dk_ss, dk_sh, dv_sb, dv_ss, dv_sh, lo_sb, hi_sb, key_bias_sb, dalibi_sb, dalibi_sh, heads, group, rows, queries,
     scale, cap, softmax_scale,
     D: gl.constexpr, DV: gl.constexpr, D_WIDTH: gl.constexpr, DV_WIDTH: gl.constexpr, BM: gl.constexpr,
-    K_STAGES: gl.constexpr, V_STAGES: gl.constexpr, PLAIN: gl.constexpr, SOFTCAP: gl.constexpr, ADD: gl.constexpr,
+    PLAIN: gl.constexpr, SOFTCAP: gl.constexpr, ADD: gl.constexpr,
     WANT_DQ: gl.constexpr, SCALE_DQ: gl.constexpr, PIN: gl.constexpr, UNIT: gl.constexpr,
 ):  # fmt: skip
     COLUMNS: gl.constexpr = D * BM // 128
@@ -309,19 +303,16 @@ def _consumer(
     last = gl.load(starts + gl.program_id(0) + 1)
     count = 0
     tiles = 0
+    k = k_s.reshape([TILE, D])
+    k_w = k.slice(WHICH * HALF, HALF, 0)
+    v_w = v_s.reshape([TILE, DV]).slice(WHICH * HALF, HALF, 0)
+    k_h = k.slice(WHICH * COLUMNS, COLUMNS, 1) if BM == 64 else k
     dq_half = dq_s.index(WHICH).reshape([64, COLUMNS]) if WANT_DQ else None
     for i in range(at, last):
         head, row, segment, masked, full, _masked_blocks, full_blocks, slot = _tile(work, i, rows)
         b = head // heads
         h_kv = head % heads
         y = row + WHICH * HALF
-        k_stage = tiles & (K_STAGES - 1)
-        v_stage = tiles & (V_STAGES - 1)
-        k = k_s.index(k_stage).reshape([TILE, D])
-        v = v_s.index(v_stage).reshape([TILE, DV])
-        k_w = k.slice(WHICH * HALF, HALF, 0)
-        v_w = v.slice(WHICH * HALF, HALF, 0)
-        k_h = k.slice(WHICH * COLUMNS, COLUMNS, 1) if BM == 64 else k
         dk = gl.zeros([HALF, D], gl.float32, dk_l)
         dv = gl.zeros([HALF, DV], gl.float32, dv_l)
         y_own = y + opaque(gl.arange(0, HALF, rows_l))
@@ -337,8 +328,8 @@ def _consumer(
             k_pos = gl.load(positions + y_own, mask=exists, other=0)
         lo = gl.load(lo_ptr + gl.cast(b, gl.int64) * lo_sb + y_own, mask=exists, other=0)
         hi = gl.load(hi_ptr + gl.cast(b, gl.int64) * hi_sb + y_own, mask=exists, other=0)
-        mbarrier.wait(k_full.index(k_stage), (tiles // K_STAGES) & 1)
-        mbarrier.wait(v_full.index(v_stage), (tiles // V_STAGES) & 1)
+        mbarrier.wait(kv_full.index(0), tiles & 1)
+        mbarrier.wait(kv_full.index(1), tiles & 1)
 
         for g in range(group):
             h = h_kv * group + g
@@ -369,9 +360,9 @@ def _consumer(
             for g in range(group):
                 h = h_kv * group + g
                 slope = gl.load(alibi_slopes + h) * LOG2E if alibi_slopes is not None else None
-            dalibi = None
-            if dalibi_out is not None:
-                dalibi = dalibi_out + gl.cast(b, gl.int64) * dalibi_sb + gl.cast(h, gl.int64) * dalibi_sh
+                dalibi = None
+                if dalibi_out is not None:
+                    dalibi = dalibi_out + gl.cast(b, gl.int64) * dalibi_sb + gl.cast(h, gl.int64) * dalibi_sh
                 for part in range(segment + masked, segment + masked + full):
                     x, blocks, begin, end, origin, stride = _segment(segments, part)
                     for _j in range(blocks):
@@ -383,8 +374,7 @@ def _consumer(
                         x += BM
                         count += 1
 
-        mbarrier.arrive(k_free.index(k_stage), count=1)
-        mbarrier.arrive(v_free.index(v_stage), count=1)
+        mbarrier.arrive(kv_free.index(0), count=1)
         # read again: kept through the loops it would cost registers there
         head, row, segment, masked, full, _masked_blocks, full_blocks, slot = entry(work, opaque(gl.to_tensor(i)))
         b = head // heads
@@ -422,7 +412,7 @@ def backward_kernel(
     dk_sb, dk_ss, dk_sh, dv_sb, dv_ss, dv_sh, lo_sb, hi_sb, key_bias_sb, dalibi_sb, dalibi_sh,
     heads, group, rows, queries, padded_queries, scale, cap, softmax_scale,
     D: gl.constexpr, DV: gl.constexpr, D_WIDTH: gl.constexpr, DV_WIDTH: gl.constexpr, BM: gl.constexpr,
-    K_STAGES: gl.constexpr, V_STAGES: gl.constexpr, PLAIN: gl.constexpr, SOFTCAP: gl.constexpr, ADD: gl.constexpr,
+    PLAIN: gl.constexpr, SOFTCAP: gl.constexpr, ADD: gl.constexpr,
     WANT_DQ: gl.constexpr, SCALE_DQ: gl.constexpr, PIN: gl.constexpr, UNIT: gl.constexpr, DS_LAYOUT: gl.constexpr,
     num_warps: gl.constexpr,
 ):  # fmt: skip
@@ -438,26 +428,20 @@ def backward_kernel(
     COLUMNS: gl.constexpr = D * BM // 128
     q_s = gl.allocate_shared_memory(q_desc.dtype, [STAGES, 1, 1, BM, D], q_desc.layout)
     do_s = gl.allocate_shared_memory(do_desc.dtype, [STAGES, 1, 1, BM, DV], do_desc.layout)
-    k_s = gl.allocate_shared_memory(k_desc.dtype, [K_STAGES, 1, 1, TILE, D], k_desc.layout)
-    v_s = gl.allocate_shared_memory(v_desc.dtype, [V_STAGES, 1, 1, TILE, DV], v_desc.layout)
+    k_s = gl.allocate_shared_memory(k_desc.dtype, [1, 1, TILE, D], k_desc.layout)
+    v_s = gl.allocate_shared_memory(v_desc.dtype, [1, 1, TILE, DV], v_desc.layout)
     lse_s = gl.allocate_shared_memory(gl.float32, [STAGES, BM], lse_desc.layout)
     delta_s = gl.allocate_shared_memory(gl.float32, [STAGES, BM], delta_desc.layout)
-    k_full = gl.allocate_shared_memory(gl.int64, [K_STAGES, 1], mbarrier.MBarrierLayout())
-    k_free = gl.allocate_shared_memory(gl.int64, [K_STAGES, 1], mbarrier.MBarrierLayout())
-    v_full = gl.allocate_shared_memory(gl.int64, [V_STAGES, 1], mbarrier.MBarrierLayout())
-    v_free = gl.allocate_shared_memory(gl.int64, [V_STAGES, 1], mbarrier.MBarrierLayout())
+    kv_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    kv_free = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
     q_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     do_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     # column numbers: as constants they would be computed before all loops and kept in registers through them
     columns_s = gl.allocate_shared_memory(gl.int32, [128], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     columns_s.store(gl.arange(0, 128, gl.BlockedLayout([1], [32], [num_warps], [0])))
-    for n in gl.static_range(K_STAGES):
-        mbarrier.init(k_full.index(n), count=1)
-        mbarrier.init(k_free.index(n), count=2)
-    for n in gl.static_range(V_STAGES):
-        mbarrier.init(v_full.index(n), count=1)
-        mbarrier.init(v_free.index(n), count=2)
-    for n in gl.static_range(STAGES):
+    mbarrier.init(kv_free.index(0), count=2)
+    for n in gl.static_range(2):
+        mbarrier.init(kv_full.index(n), count=1)
         mbarrier.init(q_full.index(n), count=1)
         mbarrier.init(do_full.index(n), count=1)
     if WANT_DQ:
@@ -465,37 +449,37 @@ def backward_kernel(
         dq_s = gl.allocate_shared_memory(gl.float32, [2, 1, 1, 64, COLUMNS], dq_desc.layout)
         gl.warp_specialize([
             (_consumer, (gl.constexpr(0), work, segments, starts, q_s, do_s, k_s, v_s, lse_s, delta_s, ds_s, dq_s, columns_s,
-                     k_full, k_free, v_full, v_free, q_full, do_full, dk_out, dv_out, parts, dkey_bias_out, dkey_bias_parts,
+                     kv_full, kv_free, q_full, do_full, dk_out, dv_out, parts, dkey_bias_out, dkey_bias_parts,
                      dalibi_out, positions, lo_ptr, hi_ptr, alibi_slopes, key_bias, dk_sb, dk_ss, dk_sh, dv_sb, dv_ss, dv_sh,
                      lo_sb, hi_sb, key_bias_sb, dalibi_sb, dalibi_sh, heads, group, rows, queries, scale, cap, softmax_scale,
-                     D, DV, D_WIDTH, DV_WIDTH, BM, K_STAGES, V_STAGES, PLAIN, SOFTCAP, ADD, WANT_DQ, SCALE_DQ, PIN,
+                     D, DV, D_WIDTH, DV_WIDTH, BM, PLAIN, SOFTCAP, ADD, WANT_DQ, SCALE_DQ, PIN,
                      UNIT)),
             (_consumer, (gl.constexpr(1), work, segments, starts, q_s, do_s, k_s, v_s, lse_s, delta_s, ds_s, dq_s, columns_s,
-                     k_full, k_free, v_full, v_free, q_full, do_full, dk_out, dv_out, parts, dkey_bias_out, dkey_bias_parts,
+                     kv_full, kv_free, q_full, do_full, dk_out, dv_out, parts, dkey_bias_out, dkey_bias_parts,
                      dalibi_out, positions, lo_ptr, hi_ptr, alibi_slopes, key_bias, dk_sb, dk_ss, dk_sh, dv_sb, dv_ss, dv_sh,
                      lo_sb, hi_sb, key_bias_sb, dalibi_sb, dalibi_sh, heads, group, rows, queries, scale, cap, softmax_scale,
-                     D, DV, D_WIDTH, DV_WIDTH, BM, K_STAGES, V_STAGES, PLAIN, SOFTCAP, ADD, WANT_DQ, SCALE_DQ, PIN,
+                     D, DV, D_WIDTH, DV_WIDTH, BM, PLAIN, SOFTCAP, ADD, WANT_DQ, SCALE_DQ, PIN,
                      UNIT)),
             (_producer, (work, segments, starts, q_desc, do_desc, k_desc, v_desc, lse_desc, delta_desc, q_s, do_s, k_s, v_s,
-                     lse_s, delta_s, k_full, k_free, v_full, v_free, q_full, do_full, heads, group, rows, padded_queries,
-                     BM, K_STAGES, V_STAGES)),
+                     lse_s, delta_s, kv_full, kv_free, q_full, do_full, heads, group, rows, padded_queries,
+                     BM)),
             (_storer, (work, segments, starts, dq_desc, dq_s, heads, group, rows, BM, COLUMNS)),
         ], [4, 1, 1], [240, 24, 24])  # fmt: skip
     else:
         gl.warp_specialize([
             (_consumer, (gl.constexpr(0), work, segments, starts, q_s, do_s, k_s, v_s, lse_s, delta_s, None, None, columns_s,
-                     k_full, k_free, v_full, v_free, q_full, do_full, dk_out, dv_out, parts, dkey_bias_out, dkey_bias_parts,
+                     kv_full, kv_free, q_full, do_full, dk_out, dv_out, parts, dkey_bias_out, dkey_bias_parts,
                      dalibi_out, positions, lo_ptr, hi_ptr, alibi_slopes, key_bias, dk_sb, dk_ss, dk_sh, dv_sb, dv_ss, dv_sh,
                      lo_sb, hi_sb, key_bias_sb, dalibi_sb, dalibi_sh, heads, group, rows, queries, scale, cap, softmax_scale,
-                     D, DV, D_WIDTH, DV_WIDTH, BM, K_STAGES, V_STAGES, PLAIN, SOFTCAP, ADD, WANT_DQ, SCALE_DQ, PIN,
+                     D, DV, D_WIDTH, DV_WIDTH, BM, PLAIN, SOFTCAP, ADD, WANT_DQ, SCALE_DQ, PIN,
                      UNIT)),
             (_consumer, (gl.constexpr(1), work, segments, starts, q_s, do_s, k_s, v_s, lse_s, delta_s, None, None, columns_s,
-                     k_full, k_free, v_full, v_free, q_full, do_full, dk_out, dv_out, parts, dkey_bias_out, dkey_bias_parts,
+                     kv_full, kv_free, q_full, do_full, dk_out, dv_out, parts, dkey_bias_out, dkey_bias_parts,
                      dalibi_out, positions, lo_ptr, hi_ptr, alibi_slopes, key_bias, dk_sb, dk_ss, dk_sh, dv_sb, dv_ss, dv_sh,
                      lo_sb, hi_sb, key_bias_sb, dalibi_sb, dalibi_sh, heads, group, rows, queries, scale, cap, softmax_scale,
-                     D, DV, D_WIDTH, DV_WIDTH, BM, K_STAGES, V_STAGES, PLAIN, SOFTCAP, ADD, WANT_DQ, SCALE_DQ, PIN,
+                     D, DV, D_WIDTH, DV_WIDTH, BM, PLAIN, SOFTCAP, ADD, WANT_DQ, SCALE_DQ, PIN,
                      UNIT)),
             (_producer, (work, segments, starts, q_desc, do_desc, k_desc, v_desc, lse_desc, delta_desc, q_s, do_s, k_s, v_s,
-                     lse_s, delta_s, k_full, k_free, v_full, v_free, q_full, do_full, heads, group, rows, padded_queries,
-                     BM, K_STAGES, V_STAGES)),
+                     lse_s, delta_s, kv_full, kv_free, q_full, do_full, heads, group, rows, padded_queries,
+                     BM)),
         ], [4, 1], [240, 24])  # fmt: skip

@@ -1,6 +1,6 @@
 """How the fused backward is shaped: one table, so that a measured choice is a changed number.
 
-Owns block sizes and pipeline depths of the backward. Refuses to know tensors and kernels.
+Owns block sizes and schedules of the backward. Refuses to know tensors and kernels.
 """
 
 from __future__ import annotations
@@ -14,24 +14,20 @@ class BackwardConfig:
 
     Attributes:
         block: Query rows of a block, 64 or 128.
-        k_stages: Tiles of keys in shared memory, 1 or 2: with 2 the next tile's are loaded during the current one.
-        v_stages: Likewise for values.
         pin: Start values get registers of their own before the first product, so that both products are in flight at once.
         persistent: As many programs as multiprocessors, which take several tiles each; else one tile per program.
     """
 
     block: int
-    k_stages: int = 1
-    v_stages: int = 1
     pin: bool = False
     persistent: bool = True
 
 
 # (padded head_dim, padded v_head_dim) -> the launch
 BACKWARD: dict[tuple[int, int], BackwardConfig] = {
-    (64, 64): BackwardConfig(block=128, k_stages=1, v_stages=1),
-    (128, 64): BackwardConfig(block=64, k_stages=1, v_stages=1),
-    (128, 128): BackwardConfig(block=64, k_stages=1, v_stages=1),
+    (64, 64): BackwardConfig(block=128),
+    (128, 64): BackwardConfig(block=64),
+    (128, 128): BackwardConfig(block=64),
 }
 
 

@@ -147,7 +147,7 @@ def _launch(
     )  # fmt: skip
     constants = {
         "D": padded_d, "DV": padded_dv, "D_WIDTH": d, "DV_WIDTH": dv, "BM": block,
-        "K_STAGES": config.k_stages, "V_STAGES": config.v_stages, "PLAIN": plain, "SOFTCAP": score.softcap > 0,
+        "PLAIN": plain, "SOFTCAP": score.softcap > 0,
         "ADD": grads.accumulate_keys, "WANT_DQ": want_rows, "SCALE_DQ": direct, "PIN": config.pin and plain, "UNIT": unit,
         "DS_LAYOUT": layout_of((TILE, block), q.dtype),
     }  # fmt: skip
