@@ -230,6 +230,21 @@ def compile_call(call: Call, dump: str | None = None) -> list[Report]:
     return [report(*launch, dump=dump) for launch in launches]
 
 
+def reason_of(error: BaseException) -> str:
+    """What the compiler says first: the innermost of the errors that it wraps into one another."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return f"{type(error).__name__}: {error}"
+
+
+def compile_or_say(call: Call) -> list[Report] | str:
+    """The reports of a call, or why it does not compile."""
+    try:
+        return compile_call(call)
+    except Exception as error:
+        return reason_of(error)
+
+
 def _parse(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m tests.compile.gluon_offline", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
@@ -274,7 +289,12 @@ def main(arguments: list[str]) -> None:
             options.through,
         )
         dump = None if options.dump is None else os.path.join(options.dump, f"{options.kernel}_{head_dim}")
-        for found in compile_call(call, dump):
+        try:
+            reports = compile_call(call, dump)
+        except triton.CompilationError as error:
+            say(f"hd {head_dim:3} does not compile: {reason_of(error)}\n")
+            continue
+        for found in reports:
             say(f"hd {head_dim:3} {found}\n")
             for warning in found.warnings:
                 say(f"    {warning}\n")

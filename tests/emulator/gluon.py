@@ -888,7 +888,7 @@ class Mode:
 
     Attributes:
         eager: wgmma and bulk stores read shared memory when issued, not when waited for.
-        seed: None: each partition runs until it blocks, copies come as late as possible. Else all of it at random.
+        seed: None: programs run in order, each partition until it blocks, copies come as late as possible. Else at random.
         trace: Write every event to stderr.
     """
 
@@ -1734,7 +1734,10 @@ class _Compiled:
         assert _program is None, "a kernel does not launch kernels"
         x, y, z = (*grid, 1, 1)[:3]
         with torch.no_grad():
-            for at in ((i, j, k) for k in range(z) for j in range(y) for i in range(x)):
+            programs = [(i, j, k) for k in range(z) for j in range(y) for i in range(x)]
+            if _MODE.seed is not None:
+                random.Random(_MODE.seed).shuffle(programs)
+            for at in programs:
                 values = [
                     _plain(v) if name in self.function.constants else _argument(name, v)
                     for name, v in arguments.items()
