@@ -241,7 +241,7 @@ def _make_dk(
     last = gl.load(starts + gl.program_id(0) + 1)
     count = 0
     for at in range(first, last):
-        head, row, _segment_, _masked, _full, masked_blocks, full_blocks, slot = entry(work, at)
+        head, row, _s, _masked, _full, masked_blocks, full_blocks, slot = entry(work, at)
         dk = gl.zeros([TILE, D], gl.float32, dk_l)
         dkey_bias = gl.zeros([TILE], gl.float32, rows_l)
         mbarrier.wait(v_full, (at - first) & 1)
