@@ -11,7 +11,8 @@ Note [Limits]
     divided once per segment and not compared at every pair: row y of the buffer is visible iff low <= y < high.
 """
 
-# pyright: reportGeneralTypeIssues=false, reportArgumentType=false, reportAssignmentType=false
+# pyright: reportGeneralTypeIssues=false, reportArgumentType=false, reportAssignmentType=false, reportCallIssue=false
+# pyright: reportOptionalMemberAccess=false
 from triton._C.libtriton import ir
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
