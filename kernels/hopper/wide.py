@@ -223,10 +223,42 @@ def _make_dv(
 
 
 @gluon.jit
+def _slopes(count, do_s, v_s, delta_s, do_full, DV: gl.constexpr):
+    """Begins dp - delta of a block, a product that starts from -delta."""
+    s_l: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 16])
+    st = count & 1
+    do = do_s.index(st).reshape([BLOCK, DV])
+    v = v_s.index(opaque(gl.to_tensor(0))).reshape([TILE, DV])
+    mbarrier.wait(do_full.index(st), (count >> 1) & 1)
+    minus_delta = gl.expand_dims(delta_s.index(st).load(gl.SliceLayout(0, s_l)), 0)
+    start, _zero = gl.broadcast(minus_delta, gl.zeros([TILE, BLOCK], gl.float32, s_l))
+    return warpgroup_mma(v, do.permute((1, 0)), start, is_async=True)
+
+
+@gluon.jit
+def _take(
+    count, dp, dkey_bias, p_s, D: gl.constexpr, DTYPE: gl.constexpr, SOFTCAP: gl.constexpr, WANT_KEY_BIAS: gl.constexpr
+):  # fmt: skip
+    """(ds as an operand, dkey_bias) from the weights of a block, when they come."""
+    s_l: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 16])
+    dk_l: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
+    st = count & 1
+    sync(P_FULL + st, 256)
+    ds = p_s.index(st).load(s_l).to(gl.float32) * dp
+    if WANT_KEY_BIAS:
+        if SOFTCAP:
+            dkey_bias += gl.sum(p_s.index(st + STAGES).load(s_l).to(gl.float32) * dp, 1)
+        else:
+            dkey_bias += gl.sum(ds, 1)
+    arrive(P_FREE + st, 256)
+    return gl.convert_layout(ds.to(DTYPE), gl.DotOperandLayout(0, dk_l, 2)), dkey_bias
+
+
+@gluon.jit
 def _make_dk(
     work, starts, q_s, do_s, v_s, delta_s, p_s, v_full, v_free, q_full, do_full, dk_out, parts, dkey_bias_out,
     dkey_bias_parts, dk_sb, dk_ss, dk_sh, heads, group, rows, softmax_scale,
-    D: gl.constexpr, DV: gl.constexpr, D_WIDTH: gl.constexpr, SOFTCAP: gl.constexpr, START: gl.constexpr, ADD: gl.constexpr,
+    D: gl.constexpr, DV: gl.constexpr, D_WIDTH: gl.constexpr, SOFTCAP: gl.constexpr, AHEAD: gl.constexpr, ADD: gl.constexpr,
     UNIT: gl.constexpr,
 ):  # fmt: skip
     """dp, ds and dk of every tile of this program; which pairs are hidden is known from their weights."""
@@ -234,9 +266,7 @@ def _make_dk(
     WANT_KEY_BIAS: gl.constexpr = dkey_bias_out is not None
     s_l: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 16])
     dk_l: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
-    columns_l: gl.constexpr = gl.SliceLayout(0, s_l)
     rows_l: gl.constexpr = gl.SliceLayout(1, s_l)
-    zero = gl.zeros([TILE, BLOCK], gl.float32, s_l)
     first = gl.load(starts + gl.program_id(0))
     last = gl.load(starts + gl.program_id(0) + 1)
     count = 0
@@ -245,37 +275,36 @@ def _make_dk(
         dk = gl.zeros([TILE, D], gl.float32, dk_l)
         dkey_bias = gl.zeros([TILE], gl.float32, rows_l)
         mbarrier.wait(v_full, (at - first) & 1)
-        for _j in range((masked_blocks + full_blocks) * group):
-            st = count & 1
-            phase = (count >> 1) & 1
-            q = q_s.index(st).reshape([BLOCK, D])
-            do = do_s.index(st).reshape([BLOCK, DV])
-            v = v_s.index(opaque(gl.to_tensor(0))).reshape([TILE, DV])
-            mbarrier.wait(do_full.index(st), phase)
-            minus_delta = gl.expand_dims(delta_s.index(st).load(columns_l), 0)
-            if START:
-                start, _zero = gl.broadcast(minus_delta, zero)
-                dp_token = warpgroup_mma(v, do.permute((1, 0)), start, is_async=True)
-            else:
-                dp_token = warpgroup_mma(v, do.permute((1, 0)), zero, use_acc=False, is_async=True)
-            dp = warpgroup_mma_wait(0, deps=[dp_token])
-            arrive(DO_FREE + st, 288)
-            if not START:
-                dp = dp + minus_delta
-            sync(P_FULL + st, 256)
-            ds = p_s.index(st).load(s_l).to(gl.float32) * dp
-            if WANT_KEY_BIAS:
-                if SOFTCAP:
-                    dkey_bias += gl.sum(p_s.index(st + STAGES).load(s_l).to(gl.float32) * dp, 1)
-                else:
-                    dkey_bias += gl.sum(ds, 1)
-            arrive(P_FREE + st, 256)
-            ds = gl.convert_layout(ds.to(dtype), gl.DotOperandLayout(0, dk_l, 2))
-            mbarrier.wait(q_full.index(st), phase)
-            dk_token = warpgroup_mma(ds, q, dk, is_async=True)
+        blocks = (masked_blocks + full_blocks) * group
+        if AHEAD:
+            dp = warpgroup_mma_wait(0, deps=[_slopes(count, do_s, v_s, delta_s, do_full, DV)])
+            arrive(DO_FREE + (count & 1), 288)
+            for _j in range(blocks - 1):
+                ds, dkey_bias = _take(count, dp, dkey_bias, p_s, D, dtype, SOFTCAP, WANT_KEY_BIAS)
+                dp_token = _slopes(count + 1, do_s, v_s, delta_s, do_full, DV)
+                mbarrier.wait(q_full.index(count & 1), (count >> 1) & 1)
+                dk_token = warpgroup_mma(ds, q_s.index(count & 1).reshape([BLOCK, D]), dk, is_async=True)
+                dp = warpgroup_mma_wait(1, deps=[dp_token])
+                arrive(DO_FREE + ((count + 1) & 1), 288)
+                dk = warpgroup_mma_wait(0, deps=[dk_token])
+                arrive(Q_FREE + (count & 1), 288)
+                count += 1
+            ds, dkey_bias = _take(count, dp, dkey_bias, p_s, D, dtype, SOFTCAP, WANT_KEY_BIAS)
+            mbarrier.wait(q_full.index(count & 1), (count >> 1) & 1)
+            dk_token = warpgroup_mma(ds, q_s.index(count & 1).reshape([BLOCK, D]), dk, is_async=True)
             dk = warpgroup_mma_wait(0, deps=[dk_token])
-            arrive(Q_FREE + st, 288)
+            arrive(Q_FREE + (count & 1), 288)
             count += 1
+        else:
+            for _j in range(blocks):
+                dp = warpgroup_mma_wait(0, deps=[_slopes(count, do_s, v_s, delta_s, do_full, DV)])
+                arrive(DO_FREE + (count & 1), 288)
+                ds, dkey_bias = _take(count, dp, dkey_bias, p_s, D, dtype, SOFTCAP, WANT_KEY_BIAS)
+                mbarrier.wait(q_full.index(count & 1), (count >> 1) & 1)
+                dk_token = warpgroup_mma(ds, q_s.index(count & 1).reshape([BLOCK, D]), dk, is_async=True)
+                dk = warpgroup_mma_wait(0, deps=[dk_token])
+                arrive(Q_FREE + (count & 1), 288)
+                count += 1
         mbarrier.arrive(v_free, count=1)
 
         b = gl.cast(head // heads, gl.int64)
@@ -310,7 +339,7 @@ def wide_keys_kernel(
     dkey_bias_parts, positions, lo_ptr, hi_ptr, alibi_slopes, key_bias, dk_sb, dk_ss, dk_sh, dv_sb, dv_ss, dv_sh, lo_sb, hi_sb,
     key_bias_sb, heads, group, rows, padded_queries, scale, cap, softmax_scale,
     D: gl.constexpr, DV: gl.constexpr, D_WIDTH: gl.constexpr, DV_WIDTH: gl.constexpr, SOFTCAP: gl.constexpr,
-    START: gl.constexpr, ADD: gl.constexpr, UNIT: gl.constexpr, P_LAYOUT: gl.constexpr,
+    AHEAD: gl.constexpr, ADD: gl.constexpr, UNIT: gl.constexpr, P_LAYOUT: gl.constexpr,
     num_warps: gl.constexpr,  # noqa: ARG001
 ):  # fmt: skip
     """dk, dv and dkey_bias of one visit (Note [Roles of the wide kernel]); `rows` are keys, `heads` key heads.
@@ -319,8 +348,8 @@ def wide_keys_kernel(
     nothing) and -delta as lists with heads of `padded_queries` numbers. dk and dv are written (under ADD: added to) in the
     dtype of their tensors, whose strides are in units of UNIT elements; `parts` takes those of split tiles, `64 D` and
     `64 DV` numbers for each slot. `dkey_bias_out` is `b hk t`, one sum per key head, `dkey_bias_parts` `slots 64`.
-    `scale` is softmax_scale * log2(e), or under SOFTCAP softmax_scale / softcap; `cap` is softcap * log2(e). START: dP
-    starts from -delta instead of having it added.
+    `scale` is softmax_scale * log2(e), or under SOFTCAP softmax_scale / softcap; `cap` is softcap * log2(e). AHEAD: dP
+    of the next block is made beside dk of this one.
     """
     WANT_KEY_BIAS: gl.constexpr = dkey_bias_out is not None
     P_TILES: gl.constexpr = 2 * STAGES if SOFTCAP and dkey_bias_out is not None else STAGES
@@ -351,7 +380,7 @@ def wide_keys_kernel(
         )),
         (_make_dk, (
             work, starts, q_s, do_s, v_s, delta_s, p_s, v_full, v_free, q_full, do_full, dk_out, parts, dkey_bias_out,
-            dkey_bias_parts, dk_sb, dk_ss, dk_sh, heads, group, rows, softmax_scale, D, DV, D_WIDTH, SOFTCAP, START, ADD,
+            dkey_bias_parts, dk_sb, dk_ss, dk_sh, heads, group, rows, softmax_scale, D, DV, D_WIDTH, SOFTCAP, AHEAD, ADD,
             UNIT,
         )),
         (_produce, (

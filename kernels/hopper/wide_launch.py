@@ -34,11 +34,11 @@ class WideConfig:
     """Switches of the wide keys kernel.
 
     Attributes:
-        start: dP starts from -delta instead of having it added.
+        ahead: dP of the next block is made beside dk of this one, so that it is there when the weights come.
         split: Tiles may be split among programs.
     """
 
-    start: bool = True
+    ahead: bool = True
     split: bool = True
 
 
@@ -157,7 +157,7 @@ def launch_wide_keys(
                 "D_WIDTH": d,
                 "DV_WIDTH": dv,
                 "SOFTCAP": score.softcap > 0,
-                "START": config.start,
+                "AHEAD": config.ahead,
                 "ADD": grads.accumulate_keys,
                 "UNIT": unit,
                 "P_LAYOUT": layout_of((TILE, BLOCK), q.dtype),

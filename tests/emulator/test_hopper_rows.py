@@ -73,7 +73,7 @@ def test_rows_and_wide_keys_stay_within_budget(case: Case):
 
 @pytest.mark.parametrize("case", LONG, ids=str)
 def test_switches_and_float16_stay_within_budget(case: Case):
-    run_case(kernels(NARROW, WideConfig(start=False, split=False)), case, torch.float16, "cpu")
+    run_case(kernels(NARROW, WideConfig(ahead=False, split=False)), case, torch.float16, "cpu")
 
 
 @pytest.mark.parametrize("mode", [{"eager": True}, {"seed": 0}, {"seed": 1, "eager": True}], ids=str)
