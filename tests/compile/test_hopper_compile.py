@@ -10,7 +10,6 @@ import pytest
 pytest.importorskip("triton")
 if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("the interpreter is on, and it replaces the compiler", allow_module_level=True)
-pytest.importorskip("ringattn.kernels.hopper.api")
 
 from tests.compile.gluon_offline import FEATURES, Call, Report, compile_or_say
 
