@@ -49,6 +49,7 @@ class Report:
         loops: (warpgroup products, accesses to local memory) of each innermost loop with products, in code order.
         products: Warpgroup products in the whole kernel.
         warnings: Notes of the assembler: warnings, serialised wgmma.
+        injected: Notes of the assembler on waits that it put in before products are used.
         schedule: Those loops as lists of events.
         seconds: Of compilation.
     """
@@ -61,6 +62,7 @@ class Report:
     loops: tuple[tuple[int, int], ...]
     products: int
     warnings: tuple[str, ...]
+    injected: tuple[str, ...]
     schedule: tuple[tuple[str, ...], ...]
     seconds: float
 
@@ -74,6 +76,7 @@ class Report:
         return (
             f"{self.name:22} {self.registers:4} registers {self.spills:5} bytes spilled, {self.loop_spills:3} in loops, "
             f"{self.shared:6} bytes shared, {self.products:4} HGMMA, loops [{loops}], {len(self.warnings)} warnings, "
+            f"{len(self.injected)} waits injected, "
             f"{self.seconds:.1f} s"
         )
 
@@ -149,6 +152,7 @@ def report(function: Any, kernel: Any, seconds: float, dump: str | None = None) 
         loops=tuple((loop.products, loop.spills) for loop in loops),
         products=sum("HGMMA" in line for _, line in code),
         warnings=notes.warnings,
+        injected=notes.injected,
         schedule=tuple(tuple(sass.events(loop)) for loop in loops),
         seconds=seconds,
     )
@@ -296,7 +300,7 @@ def main(arguments: list[str]) -> None:
             continue
         for found in reports:
             say(f"hd {head_dim:3} {found}\n")
-            for warning in found.warnings:
+            for warning in (*found.warnings, *found.injected):
                 say(f"    {warning}\n")
             if options.constants:
                 say(f"    {dict(found.constants)}\n")

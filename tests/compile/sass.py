@@ -53,11 +53,14 @@ class Notes:
         registers: Per thread.
         spills: Bytes of spill stores and loads.
         warnings: Lines that say so, those on serialised wgmma (C7510 to C7518) among them.
+        injected: Lines on waits for products that the assembler put in (C7517): it then waits earlier than the source
+            says, which costs overlap and may not cost time.
     """
 
     registers: int
     spills: int
     warnings: tuple[str, ...]
+    injected: tuple[str, ...]
 
 
 def assemble(ptx: str) -> Notes:
@@ -77,12 +80,12 @@ def assemble(ptx: str) -> Notes:
     used = re.search(r"Used (\d+) registers", said)
     assert spilled is not None, said
     assert used is not None, said
+    remarks = [line for line in said.splitlines() if re.search(r"warning|serializ|C75\d\d", line, re.IGNORECASE)]
     return Notes(
         registers=int(used.group(1)),
         spills=int(spilled.group(1)) + int(spilled.group(2)),
-        warnings=tuple(
-            line for line in said.splitlines() if re.search(r"warning|serializ|C75\d\d", line, re.IGNORECASE)
-        ),
+        warnings=tuple(line for line in remarks if "C7517" not in line),
+        injected=tuple(line for line in remarks if "C7517" in line),
     )
 
 

@@ -10,7 +10,6 @@ import pytest
 pytest.importorskip("triton")
 if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("the interpreter is on, and it replaces the compiler", allow_module_level=True)
-pytest.importorskip("ringattn.kernels.hopper.api")
 
 from tests.compile.gluon_offline import FEATURES, Call, Report, compile_or_say
 
@@ -23,7 +22,7 @@ CALLS = {
     **{f"forward_{d}_every_feature": Call("forward", d, features=FEATURES) for d in (64, 128, 256)},
     "forward_192_128": Call("forward", 192, 128),
     "forward_128_packed_group": Call("forward", 128, group=8, seq_len=40),
-    **{f"backward_{d}": Call("backward", d) for d in (64, 96, 128, 192, 256)},
+    **{f"backward_{d}": Call("backward", d) for d in (64, 96, 128, 256)},
     **{f"backward_{d}_every_feature": Call("backward", d, features=FEATURES) for d in (64, 128, 256)},
     "backward_128_accumulated": Call("backward", 128, accumulate=True, group=4),
     "backward_192_128": Call("backward", 192, 128),
