@@ -19,6 +19,7 @@ from ringattn.kernels.hopper.rows import add_parts_kernel, rows_kernel
 _add_parts: Any = add_parts_kernel
 
 TILE = 128  # rows of a tile
+MAX_HEAD_DIM = 256
 LOG2E = 1.4426950408889634
 
 
@@ -82,9 +83,13 @@ def launch_rows(
         score: Without bias and dropout.
         grads: Only dq and dalibi are touched; dq in the dtype of q unless it is added to.
         config: In place of the table's.
+
+    Raises:
+        NotImplementedError: A dtype, head_dim or score that these kernels do not take.
     """
     batch, s, h, d = q.shape
     t, hk, dv = v.shape[1:]
+    check(q, d, dv, score)
     if batch * s * h == 0:
         return
     if t == 0:
@@ -157,6 +162,25 @@ def launch_rows(
                 plan.splits, part, dalibi_part, grads.dq, grads.dalibi, *dq_strides, *dalibi_strides, h, s, score.softmax_scale,
                 ADD=grads.accumulate_rows, D=columns, D_WIDTH=d, CHUNK=chunk, num_warps=4,
             )  # fmt: skip
+
+
+def check(q: Tensor, d: int, dv: int, score: Score) -> None:
+    """Refuses what the dq kernel and the wide keys kernel do not compute.
+
+    Raises:
+        NotImplementedError: The dtype is not fp16 or bf16, a head_dim is beyond 256 or no multiple of 8, or the score has a
+            dense bias or dropout.
+    """
+    if q.dtype not in (torch.float16, torch.bfloat16):
+        raise NotImplementedError(
+            f"the Hopper kernels take float16 or bfloat16, got {q.dtype}; use the portable kernels"
+        )
+    if max(d, dv) > MAX_HEAD_DIM or d % 8 or dv % 8:
+        raise NotImplementedError(
+            f"the Hopper kernels take head dims up to {MAX_HEAD_DIM} in steps of 8, got {d} and {dv}; use the portable kernels"
+        )
+    if score.bias is not None or score.dropout_p > 0:
+        raise NotImplementedError("the Hopper kernels take neither bias nor dropout; use the portable kernels")
 
 
 def padded(head_dim: int) -> int:

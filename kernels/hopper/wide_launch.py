@@ -17,7 +17,7 @@ from ringattn.kernels.contract import Grads, Score, Side
 from ringattn.kernels.hopper import around
 from ringattn.kernels.hopper.launching import addressable, launch, layout_of, multiprocessors, numbers_of, on, rows_of
 from ringattn.kernels.hopper.plan import Shape, WorkPlan, make_plan
-from ringattn.kernels.hopper.rows_launch import RowsConfig, launch_rows, padded, per_batch, scale_and_cap
+from ringattn.kernels.hopper.rows_launch import RowsConfig, check, launch_rows, padded, per_batch, scale_and_cap
 from ringattn.kernels.hopper.wide import wide_keys_kernel
 
 _prepare: Any = around.prepare_kernel
@@ -90,9 +90,13 @@ def launch_wide_keys(
         score: Without bias and dropout.
         grads: Only dk, dv and dkey_bias are touched; dk and dv in the dtype of k unless they are added to.
         config: In place of the default.
+
+    Raises:
+        NotImplementedError: A dtype, head_dim or score that these kernels do not take.
     """
     batch, s, h, d = q.shape
     t, hk, dv = v.shape[1:]
+    check(q, d, dv, score)
     config = config or WideConfig()
     plan = None
     if batch * s * t * h > 0:

@@ -140,3 +140,25 @@ def test_gradients_reach_narrow_targets():
         kernels().backward(do, q, k, v, lse, delta, rows, keys, score, grads)
     for x, y in zip((wide.dq, wide.dk, wide.dv), (narrow.dq, narrow.dk, narrow.dv), strict=True):
         assert torch.equal(x.bfloat16(), y)
+
+
+@pytest.mark.parametrize("launch", [launch_rows, launch_wide_keys])
+def test_what_is_not_computed_is_refused(launch: Any):
+    n = 8
+    rows = make_side(((0, 1, n),), visible_pairs(n, n), "cpu")
+
+    def call(score: Score, d: int, dtype: torch.dtype) -> None:
+        x = torch.zeros(1, n, 1, d, dtype=dtype)
+        lse = torch.zeros(1, 1, n)
+        launch(x, x, x, x, lse, lse, rows, rows, score, Grads(x.float(), x.float(), x.float()))
+
+    with pytest.raises(NotImplementedError, match="take float16 or bfloat16, got"):
+        call(Score(1.0), 64, torch.float32)
+    with pytest.raises(NotImplementedError, match="head dims up to 256 in steps of 8, got 264 and 264"):
+        call(Score(1.0), 264, torch.bfloat16)
+    with pytest.raises(NotImplementedError, match="in steps of 8, got 20 and 20"):
+        call(Score(1.0), 20, torch.bfloat16)
+    with pytest.raises(NotImplementedError, match="neither bias nor dropout"):
+        call(Score(1.0, dropout_p=0.5), 64, torch.bfloat16)
+    with pytest.raises(NotImplementedError, match="neither bias nor dropout"):
+        call(Score(1.0, bias=torch.zeros(1, 1, n, n)), 64, torch.bfloat16)
