@@ -11,7 +11,8 @@ Note [Limits]
     divided once per segment and not compared at every pair: row y of the buffer is visible iff low <= y < high.
 """
 
-# pyright: reportGeneralTypeIssues=false
+# pyright: reportGeneralTypeIssues=false, reportArgumentType=false, reportAssignmentType=false, reportCallIssue=false
+# pyright: reportOptionalMemberAccess=false
 from triton._C.libtriton import ir
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -87,3 +88,23 @@ def _rows_before(position, begin, end, origin, stride):
     start = origin + stride * begin
     distance = gl.minimum(gl.maximum(position - start, 0), (end - begin) * stride)
     return (distance + stride - 1) // stride
+
+
+@gluon.jit
+def put(
+    target, stride, value, y, rows, WIDTH: gl.constexpr, COLUMNS: gl.constexpr, ADD: gl.constexpr
+):  # fmt: skip
+    """Writes, or adds to what is there, the rows before `rows` of the 64 rows of an accumulator from row y on.
+
+    `target` points at row 0; WIDTH of the COLUMNS columns exist.
+    """
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
+    r = gl.expand_dims(opaque(gl.arange(0, 64, gl.SliceLayout(1, layout))), 1)
+    c = gl.expand_dims(gl.arange(0, COLUMNS, gl.SliceLayout(0, layout)), 0)
+    at = (target + gl.cast(y, gl.int64) * stride + r * stride) + c
+    mask = r < rows - y
+    if WIDTH < COLUMNS:
+        mask = mask & (c < WIDTH)
+    if ADD:
+        value += gl.load(at, mask=mask, other=0.0)
+    gl.store(at, value.to(target.dtype.element_ty), mask=mask)

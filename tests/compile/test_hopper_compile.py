@@ -30,11 +30,12 @@ CALLS = {
     "backward_128_deterministic_every_feature": Call("backward", 128, deterministic=True, features=FEATURES),
 }
 
-# HGMMA of one warpgroup in one round of a loop, from tile shapes: an instruction does 64 x n x 16, n up to 256
-PRODUCTS: dict[str, Callable[[dict[str, int]], int]] = {
-    "forward_kernel": lambda c: (c["D"] + c["BLOCK_N"]) // 16,
-    "rows_kernel": lambda c: (c["D"] + c["DV"] + c["BLOCK"]) // 16,
-    "backward_kernel": lambda c: (c["D"] + c["DV"] + 2 * c["BM"] + 128 * c["WANT_DQ"]) // 16,
+# HGMMA of one warpgroup in one round of each loop, from tile shapes: an instruction does 64 x n x 16, n up to 256
+PRODUCTS: dict[str, Callable[[dict[str, int]], set[int]]] = {
+    "forward_kernel": lambda c: {(c["D"] + c["BLOCK_N"]) // 16},
+    "rows_kernel": lambda c: {(c["D"] + c["DV"] + c["BLOCK"]) // 16},
+    "backward_kernel": lambda c: {(c["D"] + c["DV"] + 2 * c["BM"] + 128 * c["WANT_DQ"]) // 16},
+    "wide_keys_kernel": lambda c: {(c["D"] + 64) // 16, (c["DV"] + 64) // 16},
 }
 
 
@@ -67,4 +68,4 @@ def test_every_launch_fits_and_keeps_its_loops_in_registers(reports: dict[str, F
         assert not report.warnings, f"{report}: {report.warnings}"
         if report.products or report.name in PRODUCTS:
             each = PRODUCTS[report.name](constants_of(report))
-            assert {products for products, _ in report.loops} == {each}, f"{report}: {each} per round"
+            assert {products for products, _ in report.loops} == each, f"{report}: {each} per round"

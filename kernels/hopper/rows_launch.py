@@ -1,0 +1,200 @@
+"""How the dq kernel is called: which tiles and stages a head_dim gets, and how a visit becomes its arguments.
+
+Owns configurations of the dq kernel. Refuses to know the keys half of the backward.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ringattn.kernels.contract import Grads, Score, Side
+from ringattn.kernels.hopper import launching
+from ringattn.kernels.hopper.plan import Shape, make_plan
+from ringattn.kernels.hopper.rows import add_parts_kernel, rows_kernel
+
+_add_parts: Any = add_parts_kernel
+
+TILE = 128  # rows of a tile
+MAX_HEAD_DIM = 256
+LOG2E = 1.4426950408889634
+
+
+@dataclass(frozen=True)
+class RowsConfig:
+    """Switches of the dq kernel.
+
+    Attributes:
+        block: Keys per step.
+        k_stages: Blocks of K in flight.
+        v_stages: Blocks of V in flight.
+        start: dP starts from -delta instead of having delta subtracted.
+        split: Tiles may be split among programs.
+    """
+
+    block: int
+    k_stages: int
+    v_stages: int
+    start: bool = False
+    split: bool = True
+
+
+def choose(columns: int, score: Score) -> RowsConfig:
+    """The configuration for head_dims padded to `columns` at most.
+
+    Scores with a soft cap or terms of their own hold more numbers per pair: smaller blocks keep them in registers.
+    """
+    terms = (score.softcap > 0) + (score.alibi_slopes is not None) + (score.key_bias is not None)
+    if columns <= 64:
+        return RowsConfig(64, 3, 3) if terms else RowsConfig(128, 3, 3)
+    if columns <= 128:
+        return RowsConfig(32, 3, 3) if terms == 3 else RowsConfig(64, 3, 3) if terms else RowsConfig(128, 2, 2)
+    return RowsConfig(32, 3, 2) if terms else RowsConfig(64, 2, 1)
+
+
+def launch_rows(
+    do: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lse: Tensor,
+    delta: Tensor,
+    rows: Side,
+    keys: Side,
+    score: Score,
+    grads: Grads,
+    *,
+    config: RowsConfig | None = None,
+) -> None:
+    """Makes dq and dalibi of one visit, the same bits from run to run; other gradients are left alone.
+
+    Args:
+        do: As in `KernelSet.backward`.
+        q: Likewise; fp16 or bf16, head_dim a multiple of 8 up to 256.
+        k: Likewise.
+        v: Likewise.
+        lse: `b h s`, natural log; contiguous last dim.
+        delta: `b h s`; contiguous last dim.
+        rows: The query side.
+        keys: The key side.
+        score: Without bias and dropout.
+        grads: Only dq and dalibi are touched; dq in the dtype of q unless it is added to.
+        config: In place of the table's.
+
+    Raises:
+        NotImplementedError: A dtype, head_dim or score that these kernels do not take.
+    """
+    batch, s, h, d = q.shape
+    t, hk, dv = v.shape[1:]
+    check(q, d, dv, score)
+    if batch * s * h == 0:
+        return
+    if t == 0:
+        if not grads.accumulate_rows:
+            grads.dq.zero_()
+            if grads.dalibi is not None:
+                grads.dalibi.zero_()
+        return
+    columns, v_columns = padded(d), padded(dv)
+    config = config or choose(max(columns, v_columns), score)
+    do, q, k, v = (launching.addressable(x) for x in (do, q, k, v))
+    plan = make_plan(
+        rows,
+        keys,
+        Shape(
+            batch=batch,
+            heads=h,
+            tile=TILE,
+            block=config.block,
+            programs=launching.multiprocessors(q.device),
+            streamed_bytes=t * (d + dv) * k.element_size() * hk // h,
+            every_tile=not grads.accumulate_rows,
+            split=config.split,
+        ),
+    )
+    if plan.programs == 0:
+        return
+    part = dalibi_part = None
+    if plan.slots:
+        part = torch.empty(plan.slots, TILE, columns, dtype=torch.float32, device=q.device)
+        if grads.dalibi is not None:
+            dalibi_part = torch.empty(plan.slots, TILE, dtype=torch.float32, device=q.device)
+    q_tile, do_tile = launching.rows_of(q, TILE // 2, columns), launching.rows_of(do, TILE // 2, v_columns)
+    k_tile, v_tile = launching.rows_of(k, config.block, columns), launching.rows_of(v, config.block, v_columns)
+    dq_strides = grads.dq.stride()[:3]
+    unit = 2 if all(stride % 2 == 0 for stride in dq_strides) else 1
+    dalibi_strides = grads.dalibi.stride()[:2] if grads.dalibi is not None else (0, 0)
+    scale, cap = scale_and_cap(score)
+    with launching.on(q.device):
+        launching.launch(
+            rows_kernel,
+            plan.programs,
+            (
+                plan.work, plan.starts, plan.segments, q_tile, do_tile, k_tile, v_tile, lse, delta, grads.dq, grads.dalibi,
+                # lse stands in for the workspace of a plan that splits nothing: it is not touched
+                part if part is not None else lse, dalibi_part if dalibi_part is not None else grads.dalibi,
+                rows.positions, rows.lo, rows.hi, score.alibi_slopes, score.key_bias,
+                *lse.stride()[:2], *delta.stride()[:2], *(stride // unit for stride in dq_strides), *dalibi_strides,
+                per_batch(rows.lo), per_batch(rows.hi), per_batch(score.key_bias),
+                h, h // hk, s, t, score.softmax_scale, scale, cap,
+            ),
+            {
+                "SOFTCAP": score.softcap > 0,
+                "START": config.start,
+                "ADD": grads.accumulate_rows,
+                "UNIT": unit,
+                "D": columns,
+                "D_WIDTH": d,
+                "DV": v_columns,
+                "BLOCK": config.block,
+                "K_STAGES": config.k_stages,
+                "V_STAGES": config.v_stages,
+            },
+            num_warps=4,
+            maxnreg=168,
+        )  # fmt: skip
+        if plan.slots:
+            chunk = 16
+            _add_parts[(TILE // chunk, plan.splits.shape[0])](
+                plan.splits, part, dalibi_part, grads.dq, grads.dalibi, *dq_strides, *dalibi_strides, h, s, score.softmax_scale,
+                ADD=grads.accumulate_rows, D=columns, D_WIDTH=d, CHUNK=chunk, num_warps=4,
+            )  # fmt: skip
+
+
+def check(q: Tensor, d: int, dv: int, score: Score) -> None:
+    """Refuses what the dq kernel and the wide keys kernel do not compute.
+
+    Raises:
+        NotImplementedError: The dtype is not fp16 or bf16, a head_dim is beyond 256 or no multiple of 8, or the score has a
+            dense bias or dropout.
+    """
+    if q.dtype not in (torch.float16, torch.bfloat16):
+        raise NotImplementedError(
+            f"the Hopper kernels take float16 or bfloat16, got {q.dtype}; use the portable kernels"
+        )
+    if max(d, dv) > MAX_HEAD_DIM or d % 8 or dv % 8:
+        raise NotImplementedError(
+            f"the Hopper kernels take head dims up to {MAX_HEAD_DIM} in steps of 8, got {d} and {dv}; use the portable kernels"
+        )
+    if score.bias is not None or score.dropout_p > 0:
+        raise NotImplementedError("the Hopper kernels take neither bias nor dropout; use the portable kernels")
+
+
+def padded(head_dim: int) -> int:
+    """The columns of a tile that holds head_dim columns."""
+    return 64 if head_dim <= 64 else 128 if head_dim <= 128 else 256
+
+
+def per_batch(x: Tensor | None) -> int:
+    """The batch stride of a tensor with one row per batch element, or one row for all."""
+    return 0 if x is None or x.shape[0] == 1 else x.stride(0)
+
+
+def scale_and_cap(score: Score) -> tuple[float, float]:
+    """The kernels' `scale` and `cap`."""
+    if score.softcap > 0:
+        return score.softmax_scale / score.softcap, score.softcap * LOG2E
+    return score.softmax_scale * LOG2E, 0.0
