@@ -101,7 +101,9 @@ def _producer(
                     if j == 0:
                         for other in gl.static_range(1, CONSUMERS):
                             _fill_queries(other, q, b, h, row, q_s, q_full, q_empty, tile_parity, PACK)
-                _fill(v, b, h // group, key, v_s, v_full, v_empty, stage, parity, used, EMPTY_K + STAGES, threads, NAMED)
+                _fill(
+                    v, b, h // group, key, v_s, v_full, v_empty, stage, parity, used, EMPTY_K + STAGES, threads, NAMED
+                )
                 key += BLOCK_N
                 stage += 1
                 if stage == STAGES:
@@ -126,9 +128,7 @@ def _hide(s, low, high, key, COLUMNS: gl.constexpr):
 
 
 @gluon.jit
-def _score(
-    s, distance, key, stride, slope, key_bias, keys, scale, cap, SOFTCAP: gl.constexpr, COLUMNS: gl.constexpr
-):
+def _score(s, distance, key, stride, slope, key_bias, keys, scale, cap, SOFTCAP: gl.constexpr, COLUMNS: gl.constexpr):
     """Scores in log2 units from q . k; `distance`: of each row's position from that of key row 0 of the run's buffer."""
     if SOFTCAP:
         s = cap - (2.0 * cap) / (1.0 + gl.exp2(s * (2.0 * LOG2E * scale)))
@@ -165,6 +165,12 @@ def _softmax(s, m_i, l_i, scale, PLAIN: gl.constexpr, GUARD: gl.constexpr):
 
 
 @gluon.jit
+def _packed(p):
+    """The same weights, two to a register: what a loop carries as halves costs a permutation of each in each round."""
+    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [p], dtype=p.dtype, is_pure=False, pack=2)
+
+
+@gluon.jit
 def _products(q, k_s, v_s, k_full, k_empty, v_full, stage, parity, p, acc, STAGES: gl.constexpr, BLOCK_N: gl.constexpr,
               D: gl.constexpr, DV: gl.constexpr, S_LAYOUT: gl.constexpr, THREADS: gl.constexpr, NAMED: gl.constexpr):  # fmt: skip
     """Issues q . k of the next block and p v of the block in `stage`; (s, p v in flight, next stage, its parity)."""
@@ -177,9 +183,7 @@ def _products(q, k_s, v_s, k_full, k_empty, v_full, stage, parity, p, acc, STAGE
     k_tile = k_s.index(stage).reshape([BLOCK_N, D]).permute((1, 0))
     v_tile = v_s.index(v_stage).reshape([BLOCK_N, DV])
     mbarrier.wait(k_full.index(stage), parity)
-    qk = warpgroup_mma(
-        q, k_tile, gl.zeros([64, BLOCK_N], gl.float32, S_LAYOUT), use_acc=False, is_async=True
-    )
+    qk = warpgroup_mma(q, k_tile, gl.zeros([64, BLOCK_N], gl.float32, S_LAYOUT), use_acc=False, is_async=True)
     mbarrier.wait(v_full.index(v_stage), v_parity)
     acc = warpgroup_mma(p, v_tile, acc, is_async=True)
     s = warpgroup_mma_wait(1, deps=[qk])
@@ -199,7 +203,9 @@ def _consumer(
     q_s, k_s, v_s, q_full, q_empty, k_full, k_empty, v_full, v_empty = shared
     o, lse, carry_m, carry_l, carry_acc, part_m, part_l, part_acc = state
     positions, lo_ptr, hi_ptr = sides
-    o_sb, o_ss, o_sh, acc_sb, acc_ss, acc_sh, lse_sb, lse_sh, m_sb, m_sh, l_sb, l_sh, lo_sb, hi_sb, key_bias_sb = strides
+    o_sb, o_ss, o_sh, acc_sb, acc_ss, acc_sh, lse_sb, lse_sh, m_sb, m_sh, l_sb, l_sh, lo_sb, hi_sb, key_bias_sb = (
+        strides
+    )
     heads, rows, keys, scale, cap = sizes
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DV, 16])
@@ -251,9 +257,7 @@ def _consumer(
             there = exists & whole
             m_i = gl.load(carry_m + b64 * m_sb + head_of_row * m_sh + x, mask=there, other=-float("inf"))
             l_i = gl.load(carry_l + b64 * l_sb + head_of_row * l_sh + x, mask=there, other=0.0)
-            place, inside = _place(
-                I, b64, h, row, rows, acc_sb, acc_ss, acc_sh, o_layout, PACK, DV, DV_WIDTH, ACC_UNIT
-            )
+            place, inside = _place(I, b64, h, row, rows, acc_sb, acc_ss, acc_sh, o_layout, PACK, DV, DV_WIDTH, ACC_UNIT)
             acc = gl.load(carry_acc + place, mask=inside & whole, other=0.0)
         slope = None
         distance = None
@@ -299,6 +303,7 @@ def _consumer(
             acc = acc * gl.expand_dims(gl.convert_layout(alpha, o_rows), 1)
             p = gl.convert_layout(p.to(dtype), p_layout)
 
+        p = _packed(p)
         for _ in range(gl.where(masked_blocks == 0, 1, 0), full_blocks):
             if PLACED:
                 key += BLOCK_N
@@ -344,7 +349,9 @@ def _consumer(
                 divisor = gl.where(l_i > 0.0, l_i, 1.0)
                 found = gl.where(l_i > 0.0, (m_i + gl.log2(divisor)) * LN2, -float("inf"))
                 gl.store(lse + b64 * lse_sb + head_of_row * lse_sh + x, found, mask=exists)
-                place, inside = _place(I, b64, h, this_row, rows, o_sb, o_ss, o_sh, o_layout, PACK, DV, DV_WIDTH, O_UNIT)
+                place, inside = _place(
+                    I, b64, h, this_row, rows, o_sb, o_ss, o_sh, o_layout, PACK, DV, DV_WIDTH, O_UNIT
+                )
                 acc = acc * gl.expand_dims(gl.convert_layout(1.0 / divisor, o_rows), 1)
                 gl.store(o + place, acc.to(dtype), mask=inside)
             else:
@@ -420,7 +427,23 @@ def forward_kernel(
     plan = (work, segments, starts)
     state = (o, lse, carry_m, carry_l, carry_acc, part_m, part_l, part_acc)
     sides = (positions, lo_ptr, hi_ptr)
-    strides = (o_sb, o_ss, o_sh, acc_sb, acc_ss, acc_sh, lse_sb, lse_sh, m_sb, m_sh, l_sb, l_sh, lo_sb, hi_sb, key_bias_sb)
+    strides = (
+        o_sb,
+        o_ss,
+        o_sh,
+        acc_sb,
+        acc_ss,
+        acc_sh,
+        lse_sb,
+        lse_sh,
+        m_sb,
+        m_sh,
+        l_sb,
+        l_sh,
+        lo_sb,
+        hi_sb,
+        key_bias_sb,
+    )
     sizes = (heads, rows, keys, scale, cap)
     # registers: of what a multiprocessor has, the workers name their share and the first consumer gets the rest
     if CONSUMERS == 1:
