@@ -23,20 +23,55 @@ Note [Work]
     Every tile in `work` has at least one block; a tile that sees nothing is left out, or, when its rows must be written
     all the same (`every_tile`), has one masked block in which everything is hidden.
 
+Note [Phase]
+    Where the grid of blocks begins is free for every tile and run, and decides how many blocks are met and how many of
+    them need a mask. The fewest blocks come from beginning at the first row that is seen, or at any row that the slack of
+    the last block allows; among those, the most full blocks come from beginning such that a block begins where the rows
+    that all see begin, or, when the slack does not reach so far, as early as it allows. These three are compared.
+
 Note [Dealing]
-    Cost of a tile: its blocks + OVERHEAD for prologue and epilogue. Heads go in groups that stream no more than L2_BYTES
-    together, so that what they stream stays in the level-two cache; within a group the longest tiles come first, and each
-    goes to the program that is free first (the greedy longest-processing-time rule). If the most loaded program would
-    still exceed the mean by more than SLACK, the longest or last tiles are split along the streamed side.
+    Cost of a tile: its blocks (times `repeats`) + OVERHEAD for prologue and epilogue. Heads go in groups that stream no
+    more than L2_BYTES together, so that what they stream stays in the level-two cache; within a group the longest tiles
+    come first, heads change fastest among equals, and each goes to the program that is free first (the greedy
+    longest-processing-time rule). If the most loaded program would still exceed the mean by more than SLACK, tiles are
+    split along the streamed side: under a limit a little above the mean, a tile that no program can take whole fills up
+    the least loaded programs one after another, and its rest goes where it fits most tightly. So long tiles are cut into
+    programs' shares, and of equal tiles those of the last round are. A part costs EPILOGUE more than a tile, for its
+    partial result, and the second launch costs MERGE: a split that gains less is not made.
 """
 
 from __future__ import annotations
 
+import threading
+from bisect import bisect_right
 from dataclasses import dataclass
+from heapq import heapreplace
+from weakref import WeakKeyDictionary
 
+import torch
 from torch import Tensor
 
 from ringattn.kernels.contract import Side
+
+L2_BYTES = 32 * 2**20
+"""Of the level-two cache, what one group of heads may stream."""
+OVERHEAD = 1
+"""Prologue and epilogue of a tile, in blocks."""
+EPILOGUE = 1
+"""What a part costs beyond that, because it leaves a partial result in fp32, in blocks."""
+MERGE = 3
+"""The launch that adds partial results up, in blocks."""
+MIN_PART = 4
+"""Work of the smallest part, in blocks."""
+SLACK = 0.02
+"""Excess of the most loaded program over the mean that is left alone."""
+
+_LIMITS = (0.0, 0.005, 0.01, 0.015, 0.02, 0.03, 0.04, 0.06, 0.08, 0.12, 0.16, 0.24, 0.32, 0.5)  # over the mean
+_FAR = 2**31 - 1  # beyond every position
+_ALIGNMENT = 32  # int32 elements: every view starts on a 128-byte line
+
+_plans: WeakKeyDictionary[Side, WeakKeyDictionary[Side, dict[Shape, WorkPlan]]] = WeakKeyDictionary()
+_lock = threading.Lock()  # the ranks of a simulated ring are threads
 
 
 @dataclass(frozen=True)
@@ -94,6 +129,297 @@ class Shape:
 def make_plan(stationary: Side, streamed: Side, shape: Shape) -> WorkPlan:
     """The plan of a launch whose tiles are rows of `stationary` and whose blocks are rows of `streamed`; cached.
 
-    Visibility is read from `stationary.lo_host` and `hi_host`, positions from both run lists.
+    Visibility is read from `stationary.lo_host` and `hi_host`, positions from both run lists. A plan without work has no
+    programs. Must not be asked for tiles that are written in any case (`every_tile`) when nothing streams past them.
     """
-    raise NotImplementedError
+    with _lock:
+        of_stationary = _plans.setdefault(stationary, WeakKeyDictionary())
+        of_pair = of_stationary.setdefault(streamed, {})
+        plan = of_pair.get(shape)
+        if plan is None:
+            # a plan outlives the call that makes it: its tensors must be ordinary even when made under inference mode
+            with torch.inference_mode(False):
+                plan = of_pair[shape] = _make(stationary, streamed, shape)
+        return plan
+
+
+@dataclass(frozen=True)
+class _Tiles:
+    """What every tile meets, before heads: int64 on the CPU, tiles of all batch elements that have bounds of their own.
+
+    Attributes:
+        segments: `n 8`, as in Note [Work].
+        table: `tiles 5`: segment, masked, full, masked_blocks, full_blocks, as in Note [Work].
+    """
+
+    segments: Tensor
+    table: Tensor
+
+
+@dataclass(frozen=True)
+class _Dealt:
+    """Which program takes what, entries by their index.
+
+    Attributes:
+        owners: The program of each entry; -1 for those that are split.
+        parts: Of the entries that are split: first block, blocks and program of each part.
+        makespan: Cost of the most loaded program.
+    """
+
+    owners: list[int]
+    parts: dict[int, list[tuple[int, int, int]]]
+    makespan: int
+
+
+def _make(stationary: Side, streamed: Side, shape: Shape) -> WorkPlan:
+    assert shape.block % shape.align == 0, "blocks must keep the alignment of their segment"
+    tiles = _meet(stationary, streamed, shape)
+    per_batch = -(-stationary.lo_host.shape[1] // shape.tile)
+    shared = tiles.table.shape[0] == per_batch
+    blocks = tiles.table[:, 3] + tiles.table[:, 4]
+
+    # entries: tiles of all heads, in the order of Note [Dealing]
+    heads = shape.batch * shape.heads
+    tile, head = (x.flatten() for x in torch.meshgrid(torch.arange(per_batch), torch.arange(heads), indexing="ij"))
+    index = tile if shared else tile + head // shape.heads * per_batch
+    count = blocks[index]
+    groups = max(1, min(heads, -(-heads * shape.streamed_bytes // L2_BYTES)))
+    longest = int(count.max()) if count.numel() else 0
+    order = torch.argsort(head // -(-heads // groups) * (longest + 1) + longest - count, stable=True)
+    order = order[count[order] > 0]
+    index, head, row, count = index[order], head[order], tile[order] * shape.tile, count[order]
+
+    dealt = _deal(count, shape)
+    return _assemble(tiles, index, head, row, dealt, shape, stationary.runs.device)
+
+
+def _meet(stationary: Side, streamed: Side, shape: Shape) -> _Tiles:
+    """The segments of every tile."""
+    block, align = shape.block, shape.align
+    any_lo, any_hi, full_lo, full_hi = _reduce_bounds(stationary, shape)
+    offset, length, start, stride = torch.tensor(streamed.run_list, dtype=torch.int64).reshape(-1, 4).unbind(1)
+
+    def row_from(position: Tensor) -> Tensor:
+        """The first row of each run at or after a position, as a row of the buffer; `tiles runs`."""
+        distance = torch.minimum((position[:, None] - start).clamp(min=0), length * stride)
+        return offset + (distance + stride - 1) // stride
+
+    first, end, full_first, full_end = (row_from(x) for x in (any_lo, any_hi, full_lo, full_hi))
+    seen, has_full = end > first, full_end > full_first
+
+    # where the grid begins is chosen as Note [Phase] says
+    def blocks_from(row: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """(blocks, head blocks, full blocks) of the grid that begins at a row."""
+        count = -((row - end) // block)
+        head = -((row - full_first).clamp(max=0) // block)
+        full = torch.where(has_full, (full_end - row - head * block) // block, 0).clamp(min=0)
+        return count, torch.where(full > 0, head, count), full
+
+    at_first = first - first % align
+    aligned = full_first + (-full_first) % align
+    at_full = aligned - -((first - aligned) // block) * block
+    earliest = end + (at_first - end) // block * block
+    row = at_first
+    count, head, full = blocks_from(row)
+    for candidate in (at_full, earliest + (-earliest) % align):
+        other = blocks_from(candidate)
+        fewer = (other[0] < count) | ((other[0] == count) & (other[2] > full))
+        better = fewer & (candidate >= 0) & (candidate <= first)
+        row = torch.where(better, candidate, row)
+        count, head, full = (torch.where(better, y, x) for x, y in zip((count, head, full), other, strict=True))
+    count, head, full = (torch.where(seen, x, 0) for x in (count, head, full))
+
+    # per tile head and tail of every run, then what is full of every run
+    tiles = row.shape[0]
+    tail = count - head - full
+    masked = torch.stack((head, tail), 2).flatten(1)
+    numbers = torch.cat((masked, full), 1)
+    masked_rows = torch.stack((row, row + (head + full) * block), 2).flatten(1)
+    rows = torch.cat((masked_rows, row + head * block), 1)
+    origin = start - stride * offset
+    of_run = torch.stack((offset, offset + length, origin, stride), 1)
+    of_run = torch.cat((of_run.repeat_interleave(2, 0), of_run))
+    if shape.every_tile and tiles:
+        assert int(length.sum()) > 0, "a tile that nothing streams past has no work to plan"
+        hidden = (~seen.any(1)).to(torch.int64)[:, None]
+        numbers, rows = torch.cat((hidden, numbers), 1), torch.cat((torch.zeros_like(hidden), rows), 1)
+        masked = torch.cat((hidden, masked), 1)
+        of_run = torch.cat((torch.tensor([[0, 0, 0, 1]]), of_run))
+    kept = numbers > 0
+    segments = torch.zeros(int(kept.sum()), 8, dtype=torch.int64)
+    segments[:, 0], segments[:, 1] = rows[kept], numbers[kept]
+    segments[:, 2:6] = of_run.expand(tiles, -1, -1)[kept]
+    each = kept.sum(1)
+    table = torch.stack((each.cumsum(0) - each, (masked > 0).sum(1), (full > 0).sum(1), masked.sum(1), full.sum(1)), 1)
+    return _Tiles(segments, table)
+
+
+def _reduce_bounds(side: Side, shape: Shape) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(any_lo, any_hi, full_lo, full_hi) of every tile, in global positions.
+
+    Rows that see nothing do not widen `any`, and empty `full`; rows past the end touch neither.
+    """
+    lo, hi = torch.broadcast_tensors(side.lo_host.to(torch.int64), side.hi_host.to(torch.int64))
+    assert lo.shape[0] in (1, shape.batch), "bounds are per batch element or shared by all"
+    batches, rows = lo.shape
+    tiles = -(-rows // shape.tile)
+    sees = lo < hi
+
+    def reduced(x: Tensor, neutral: int) -> Tensor:
+        padded = x.new_full((batches, tiles * shape.tile), neutral)
+        padded[:, :rows] = x
+        cut = padded.view(batches * tiles, shape.tile)
+        return cut.amax(1) if neutral == 0 else cut.amin(1)
+
+    return (
+        reduced(torch.where(sees, lo, _FAR), _FAR),
+        reduced(torch.where(sees, hi, 0), 0),
+        reduced(lo, 0),
+        reduced(hi, _FAR),
+    )
+
+
+def _deal(blocks: Tensor, shape: Shape) -> _Dealt:
+    """Deals entries of so many blocks, in this order (Note [Dealing])."""
+    counts = blocks.tolist()
+    costs = (blocks * shape.repeats + OVERHEAD).tolist()
+    programs = shape.programs
+    loads = list(range(programs))  # a heap of load * programs + program
+    owners = []
+    for cost in costs:
+        owners.append(loads[0] % programs)
+        heapreplace(loads, loads[0] + cost * programs)
+    whole = _Dealt(owners, {}, max(loads) // programs)
+    mean = sum(costs) / programs
+    if not shape.split or whole.makespan <= mean * (1 + SLACK):
+        return whole
+    best = whole
+    least = max(mean, MIN_PART + OVERHEAD + EPILOGUE)
+    for excess in _LIMITS:
+        limit = int(least * (1 + excess)) + 1
+        if limit + MERGE >= best.makespan:
+            break
+        dealt = _deal_within(counts, costs, limit, shape)
+        if dealt.makespan + MERGE < whole.makespan and dealt.makespan < best.makespan:
+            best = dealt
+        if dealt.makespan <= limit:
+            break
+    return best
+
+
+def _deal_within(counts: list[int], costs: list[int], limit: int, shape: Shape) -> _Dealt:
+    """Deals likewise, but splits what would lift the least loaded program over a limit."""
+    programs = shape.programs
+    loads = list(range(programs))
+    owners: list[int] = []
+    parts: dict[int, list[tuple[int, int, int]]] = {}
+    top = limit * programs + programs  # beyond every load that is within the limit
+    for entry, cost in enumerate(costs):
+        least = loads[0]
+        if least + cost * programs < top:
+            owners.append(least % programs)
+            heapreplace(loads, least + cost * programs)
+            continue
+        loads.sort()  # stays a heap
+        cut = _cut(loads, counts[entry], limit, shape)
+        if len(cut) > 1:
+            parts[entry] = cut
+            owners.append(-1)
+        else:
+            owners.append(cut[0][2])
+    return _Dealt(owners, parts, max(loads) // programs)
+
+
+def _cut(loads: list[int], blocks: int, limit: int, shape: Shape) -> list[tuple[int, int, int]]:
+    """Cuts one tile into (first block, blocks, program) and updates the sorted loads.
+
+    What fits nowhere goes to the least loaded program all the same, over the limit.
+    """
+    programs, repeats = shape.programs, shape.repeats
+    smallest = -(-MIN_PART // repeats)
+    fixed = OVERHEAD + EPILOGUE
+    parts: list[tuple[int, int, int]] = []
+    first = 0
+    while first < blocks:
+        rest = blocks - first
+        # the most loaded program that can still take the rest
+        place = bisect_right(loads, (limit - rest * repeats - fixed) * programs + programs - 1) - 1
+        number = rest
+        if place < 0:
+            place = 0
+            room = (limit - loads[0] // programs - fixed) // repeats
+            if room >= smallest and rest >= 2 * smallest:
+                number = min(room, rest - smallest)
+        load = loads.pop(place)
+        parts.append((first, number, load % programs))
+        load += (number * repeats + (OVERHEAD if number == blocks else fixed)) * programs
+        loads.insert(bisect_right(loads, load), load)
+        first += number
+    return parts
+
+
+def _assemble(
+    tiles: _Tiles, index: Tensor, head: Tensor, row: Tensor, dealt: _Dealt, shape: Shape, device: torch.device
+) -> WorkPlan:
+    """The tables of a plan from what was dealt; index, head, row: of every entry, index into the tiles."""
+    owners = torch.tensor(dealt.owners, dtype=torch.int64)
+    entries = torch.cat((head[:, None], row[:, None], tiles.table[index], torch.full_like(head, -1)[:, None]), 1)
+    whole = owners >= 0
+    position = torch.arange(len(owners))
+    work, owner, sequence = [entries[whole]], [owners[whole]], [position[whole]]
+    segments = [tiles.segments]
+    splits: list[tuple[int, int, int, int]] = []
+    slot, following = 0, tiles.segments.shape[0]
+    for entry, parts in dealt.parts.items():
+        of_head, of_row, segment, masked, full = entries[entry, :5].tolist()
+        own = tiles.segments[segment : segment + masked + full].tolist()
+        splits.append((of_head, of_row, slot, len(parts)))
+        for first, number, program in parts:
+            cut = _cut_segments(own, first, number, masked, shape.block)
+            numbers = [sum(x[1] for x in cut[kind]) for kind in (0, 1)]
+            line = [of_head, of_row, following, len(cut[0]), len(cut[1]), *numbers, slot]
+            work.append(torch.tensor([line]))
+            owner.append(torch.tensor([program]))
+            sequence.append(torch.tensor([entry]))
+            segments.append(torch.tensor(cut[0] + cut[1]))
+            following += len(cut[0]) + len(cut[1])
+            slot += 1
+    table, owners = torch.cat(work), torch.cat(owner)
+    table = table[torch.argsort(owners * len(position) + torch.cat(sequence), stable=True)]
+    taken = torch.bincount(owners, minlength=1)
+    taken = taken[taken > 0]
+    starts = torch.cat((torch.zeros(1, dtype=torch.int64), taken.cumsum(0)))
+    merged = torch.tensor(splits, dtype=torch.int64).reshape(-1, 4)
+    blocks = int(table[:, 5:7].sum())
+    uploaded = _upload((table, torch.cat(segments), starts, merged), device)
+    return WorkPlan(*uploaded, programs=taken.shape[0], slots=slot, blocks=blocks)
+
+
+def _cut_segments(
+    segments: list[list[int]], first: int, number: int, masked: int, block: int
+) -> tuple[list[list[int]], list[list[int]]]:
+    """(masked, full) segments of `number` blocks of a tile from its block `first` on."""
+    cut: tuple[list[list[int]], list[list[int]]] = ([], [])
+    begin = 0
+    for k, (row, blocks, *run) in enumerate(segments):
+        a, e = max(first, begin), min(first + number, begin + blocks)
+        if a < e:
+            cut[k >= masked].append([row + (a - begin) * block, e - a, *run])
+        begin += blocks
+    return cut
+
+
+def _upload(tables: tuple[Tensor, ...], device: torch.device) -> list[Tensor]:
+    """The tables as int32 on the device: views of one buffer that is copied once, without waiting for the device."""
+    offsets = [0]
+    for table in tables:
+        offsets.append(-(-(offsets[-1] + table.numel()) // _ALIGNMENT) * _ALIGNMENT)
+    staging = torch.empty(offsets[-1], dtype=torch.int32, device="cpu", pin_memory=device.type == "cuda")
+
+    def view(buffer: Tensor, k: int) -> Tensor:
+        return buffer[offsets[k] : offsets[k] + tables[k].numel()].view(tables[k].shape)
+
+    for k, table in enumerate(tables):
+        view(staging, k).copy_(table)
+    buffer = staging.to(device, non_blocking=True)
+    return [view(buffer, k) for k in range(len(tables))]
