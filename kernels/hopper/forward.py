@@ -26,8 +26,6 @@ Note [Packed heads]
 """
 
 # pyright: reportGeneralTypeIssues=false, reportOptionalOperand=false, reportOptionalMemberAccess=false
-import triton
-import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
@@ -63,13 +61,15 @@ def _fill(
 
 
 @gluon.jit
-def _fill_queries(I: gl.constexpr, desc, b, h, row, smem, full, empty, parity, PACK: gl.constexpr):
-    mbarrier.wait(empty.index(I), parity ^ 1)
-    mbarrier.expect(full.index(I), desc.block_type.nbytes)
+def _fill_queries(INDEX: gl.constexpr, desc, b, h, row, smem, full, empty, parity, PACK: gl.constexpr):
+    mbarrier.wait(empty.index(INDEX), parity ^ 1)
+    mbarrier.expect(full.index(INDEX), desc.block_type.nbytes)
     if PACK == 1:
-        tma.async_copy_global_to_shared(desc, [b, h, row + I * 64, 0], full.index(I), smem.index(I))
+        tma.async_copy_global_to_shared(desc, [b, h, row + INDEX * 64, 0], full.index(INDEX), smem.index(INDEX))
     else:
-        tma.async_copy_global_to_shared(desc, [b, row + I * (64 // PACK), h, 0, 0], full.index(I), smem.index(I))
+        tma.async_copy_global_to_shared(
+            desc, [b, row + INDEX * (64 // PACK), h, 0, 0], full.index(INDEX), smem.index(INDEX)
+        )
 
 
 @gluon.jit
@@ -165,6 +165,16 @@ def _softmax(s, m_i, l_i, scale, PLAIN: gl.constexpr, GUARD: gl.constexpr):
 
 
 @gluon.jit
+def _join(m_a, l_a, m_b, l_b):
+    """(m, l, weight of a, weight of b) of the merge of two partials; merging two empty ones is empty."""
+    m = gl.maximum(m_a, m_b)
+    shift = gl.where(m == -float("inf"), 0.0, m)
+    alpha = gl.exp2(m_a - shift)
+    beta = gl.exp2(m_b - shift)
+    return m, l_a * alpha + l_b * beta, alpha, beta
+
+
+@gluon.jit
 def _packed(p):
     """The same weights, two to a register: what a loop carries as halves costs a permutation of each in each round."""
     return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [p], dtype=p.dtype, is_pure=False, pack=2)
@@ -193,12 +203,12 @@ def _products(q, k_s, v_s, k_full, k_empty, v_full, stage, parity, p, acc, STAGE
 
 @gluon.jit
 def _consumer(
-    I: gl.constexpr, plan, shared, state, sides, strides, sizes, sinks, alibi_slopes, key_bias,
+    INDEX: gl.constexpr, plan, shared, state, sides, strides, sizes, sinks, alibi_slopes, key_bias,
     CONSUMERS: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, D: gl.constexpr, DV: gl.constexpr,
     DV_WIDTH: gl.constexpr, PACK: gl.constexpr, O_UNIT: gl.constexpr, ACC_UNIT: gl.constexpr, FIRST: gl.constexpr,
     LAST: gl.constexpr, PLAIN: gl.constexpr, SOFTCAP: gl.constexpr, NAMED: gl.constexpr,
 ):  # fmt: skip
-    """One warpgroup: rows I * 64 .. I * 64 + 63 of every tile of this program; Note [Pipeline]."""
+    """One warpgroup: rows INDEX * 64 .. INDEX * 64 + 63 of every tile of this program; Note [Pipeline]."""
     work, segments, starts = plan
     q_s, k_s, v_s, q_full, q_empty, k_full, k_empty, v_full, v_empty = shared
     o, lse, carry_m, carry_l, carry_acc, part_m, part_l, part_acc = state
@@ -220,23 +230,25 @@ def _consumer(
     GUARD: gl.constexpr = key_bias is not None
     dtype: gl.constexpr = q_s.dtype
 
-    q = q_s.index(I).reshape([64, D])
+    q = q_s.index(INDEX).reshape([64, D])
     first = gl.load(starts + gl.program_id(0))
     stop = gl.load(starts + gl.program_id(0) + 1)
     stage = 0
     parity = 0
-    head, row, segment, masked, full, masked_blocks, full_blocks, slot = entry(work, gl.minimum(first, stop - 1))
+    head, row, segment, masked, _, masked_blocks, full_blocks, slot = entry(
+        work, gl.maximum(gl.minimum(first, stop - 1), 0)
+    )
     for at in range(first, stop):
         b = head // heads
         b64 = gl.cast(b, gl.int64)
         h = head % heads
 
-        # the first block; the state and the limits arrive beneath its product
-        mbarrier.wait(q_full.index(I), (at - first) & 1)
+        # the first block; the limits arrive beneath its product
+        mbarrier.wait(q_full.index(INDEX), (at - first) & 1)
         mbarrier.wait(k_full.index(stage), parity)
         k_tile = k_s.index(stage).reshape([BLOCK_N, D]).permute((1, 0))
         qk = warpgroup_mma(q, k_tile, gl.zeros([64, BLOCK_N], gl.float32, s_layout), use_acc=False, is_async=True)
-        r = I * 64 + gl.arange(0, 64, s_rows)
+        r = INDEX * 64 + gl.arange(0, 64, s_rows)
         x = row + r // PACK
         head_of_row = h * PACK + r % PACK
         exists = x < rows
@@ -244,23 +256,12 @@ def _consumer(
         hi = gl.load(hi_ptr + b64 * hi_sb + x, mask=exists, other=0)
         key, blocks, begin, end, origin, stride = _segment(segments, segment)
         low, high = limits(lo, hi, begin, end, origin, stride)
-        whole = slot < 0  # the parts of a split tile start from nothing; what was carried joins when they are merged
-        if FIRST:
-            acc = gl.zeros([64, DV], gl.float32, o_layout)
-            m_i = gl.full([64], -float("inf"), gl.float32, s_rows)
-            l_i = gl.full([64], 0.0, gl.float32, s_rows)
-            if sinks is not None:
-                sink = gl.load(sinks + head_of_row) * LOG2E
-                m_i = gl.where(whole, sink, m_i)
-                l_i = gl.where(whole, 1.0, l_i)
-        else:
-            there = exists & whole
-            m_i = gl.load(carry_m + b64 * m_sb + head_of_row * m_sh + x, mask=there, other=-float("inf"))
-            l_i = gl.load(carry_l + b64 * l_sb + head_of_row * l_sh + x, mask=there, other=0.0)
-            place, inside = _place(I, b64, h, row, rows, acc_sb, acc_ss, acc_sh, o_layout, PACK, DV, DV_WIDTH, ACC_UNIT)
-            acc = gl.load(carry_acc + place, mask=inside & whole, other=0.0)
+        m_i = gl.full([64], -float("inf"), gl.float32, s_rows)
+        l_i = gl.full([64], 0.0, gl.float32, s_rows)
+        acc = gl.zeros([64, DV], gl.float32, o_layout)
         slope = None
         distance = None
+        position = None
         bias = None
         if alibi_slopes is not None:
             slope = gl.load(alibi_slopes + head_of_row) * LOG2E
@@ -275,8 +276,6 @@ def _consumer(
         if masked > 0:
             s = _hide(s, low, high, key, s_columns)
         p, m_i, l_i, alpha = _softmax(s, m_i, l_i, scale, PLAIN, True)
-        if not FIRST:
-            acc = acc * gl.expand_dims(gl.convert_layout(alpha, o_rows), 1)
         p = gl.convert_layout(p.to(dtype), p_layout)
 
         left = blocks
@@ -326,13 +325,26 @@ def _consumer(
             acc = acc * gl.expand_dims(gl.convert_layout(alpha, o_rows), 1)
             p = gl.convert_layout(p.to(dtype), p_layout)
 
-        # the last p v; the next entry arrives beneath it
-        mbarrier.arrive(q_empty.index(I), count=1)
+        # the last p v; the next entry and what was carried arrive beneath it
+        mbarrier.arrive(q_empty.index(INDEX), count=1)
         mbarrier.wait(v_full.index(stage), parity)
         product = warpgroup_mma(p, v_s.index(stage).reshape([BLOCK_N, DV]), acc, is_async=True)
         this_row = row
         this_slot = slot
-        head, row, segment, masked, full, masked_blocks, full_blocks, slot = entry(work, gl.minimum(at + 1, stop - 1))
+        head, row, segment, masked, _, masked_blocks, full_blocks, slot = entry(work, gl.minimum(at + 1, stop - 1))
+        r = INDEX * 64 + gl.arange(0, 64, s_rows)
+        x = this_row + r // PACK
+        head_of_row = h * PACK + r % PACK
+        exists = x < rows
+        whole = this_slot < 0  # the parts of a split tile start from nothing; finish.py lets the carry join
+        place, inside = _place(
+            INDEX, b64, h, this_row, rows, acc_sb, acc_ss, acc_sh, o_layout, PACK, DV, DV_WIDTH, ACC_UNIT
+        )
+        if not FIRST:
+            m_0 = gl.load(carry_m + b64 * m_sb + head_of_row * m_sh + x, mask=exists & whole, other=-float("inf"))
+            l_0 = gl.load(carry_l + b64 * l_sb + head_of_row * l_sh + x, mask=exists & whole, other=0.0)
+            if DV <= 128:
+                acc_0 = gl.load(carry_acc + place, mask=inside & whole, other=0.0)
         acc = warpgroup_mma_wait(0, deps=[product])
         _release(v_empty, stage, EMPTY_K + STAGES, threads, NAMED)
         stage += 1
@@ -340,26 +352,30 @@ def _consumer(
             stage = 0
             parity ^= 1
 
-        r = I * 64 + gl.arange(0, 64, s_rows)
-        x = this_row + r // PACK
-        head_of_row = h * PACK + r % PACK
-        exists = x < rows
-        if this_slot < 0:
+        if whole:
+            if FIRST:
+                if sinks is not None:
+                    m_0 = gl.load(sinks + head_of_row) * LOG2E
+                    m_i, l_i, alpha, _beta = _join(m_i, l_i, m_0, 1.0)
+                    acc = acc * gl.expand_dims(gl.convert_layout(alpha, o_rows), 1)
+            else:
+                if DV > 128:  # no room for both before
+                    acc_0 = gl.load(carry_acc + place, mask=inside, other=0.0)
+                m_i, l_i, alpha, beta = _join(m_i, l_i, m_0, l_0)
+                acc = acc * gl.expand_dims(gl.convert_layout(alpha, o_rows), 1)
+                acc += acc_0 * gl.expand_dims(gl.convert_layout(beta, o_rows), 1)
             if LAST:
                 divisor = gl.where(l_i > 0.0, l_i, 1.0)
                 found = gl.where(l_i > 0.0, (m_i + gl.log2(divisor)) * LN2, -float("inf"))
                 gl.store(lse + b64 * lse_sb + head_of_row * lse_sh + x, found, mask=exists)
                 place, inside = _place(
-                    I, b64, h, this_row, rows, o_sb, o_ss, o_sh, o_layout, PACK, DV, DV_WIDTH, O_UNIT
+                    INDEX, b64, h, this_row, rows, o_sb, o_ss, o_sh, o_layout, PACK, DV, DV_WIDTH, O_UNIT
                 )
                 acc = acc * gl.expand_dims(gl.convert_layout(1.0 / divisor, o_rows), 1)
                 gl.store(o + place, acc.to(dtype), mask=inside)
             else:
                 gl.store(carry_m + b64 * m_sb + head_of_row * m_sh + x, m_i, mask=exists)
                 gl.store(carry_l + b64 * l_sb + head_of_row * l_sh + x, l_i, mask=exists)
-                place, inside = _place(
-                    I, b64, h, this_row, rows, acc_sb, acc_ss, acc_sh, o_layout, PACK, DV, DV_WIDTH, ACC_UNIT
-                )
                 gl.store(carry_acc + place, acc, mask=inside)
         else:
             at_row = gl.cast(this_slot, gl.int64) * tile + r
@@ -370,10 +386,10 @@ def _consumer(
 
 
 @gluon.jit
-def _place(I: gl.constexpr, b, h, row, rows, sb, ss, sh, LAYOUT: gl.constexpr, PACK: gl.constexpr, DV: gl.constexpr,
+def _place(INDEX: gl.constexpr, b, h, row, rows, sb, ss, sh, LAYOUT: gl.constexpr, PACK: gl.constexpr, DV: gl.constexpr,
            DV_WIDTH: gl.constexpr, UNIT: gl.constexpr):  # fmt: skip
     """(offsets, which exist) of this warpgroup's rows in a `b s h dv` tensor; strides in units of UNIT elements."""
-    r = I * 64 + gl.arange(0, 64, gl.SliceLayout(1, LAYOUT))
+    r = INDEX * 64 + gl.arange(0, 64, gl.SliceLayout(1, LAYOUT))
     column = gl.expand_dims(gl.arange(0, DV, gl.SliceLayout(0, LAYOUT)), 0)
     x = row + r // PACK
     offsets = (b * sb + gl.cast(x, gl.int64) * ss + gl.cast(h * PACK + r % PACK, gl.int64) * sh) * UNIT
@@ -397,7 +413,7 @@ def forward_kernel(
     heads, group, rows, keys, scale, cap,
     CONSUMERS: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, D: gl.constexpr, DV: gl.constexpr,
     DV_WIDTH: gl.constexpr, PACK: gl.constexpr, O_UNIT: gl.constexpr, ACC_UNIT: gl.constexpr, FIRST: gl.constexpr,
-    LAST: gl.constexpr, PLAIN: gl.constexpr, SOFTCAP: gl.constexpr, NAMED: gl.constexpr, num_warps: gl.constexpr,
+    LAST: gl.constexpr, PLAIN: gl.constexpr, SOFTCAP: gl.constexpr, NAMED: gl.constexpr, num_warps: gl.constexpr,  # noqa: ARG001
 ):  # fmt: skip
     """Works through starts[p] .. starts[p + 1] of `work`; absent tensors are None.
 
@@ -405,9 +421,9 @@ def forward_kernel(
     score is q . k times a positive scale, which is folded into the exponent. Strides of o and carry_acc are counted in
     O_UNIT and ACC_UNIT elements, which tells the compiler how wide a store may be.
     """
-    q_s = gl.allocate_shared_memory(q.dtype, [CONSUMERS] + q.block_type.shape, q.layout)
-    k_s = gl.allocate_shared_memory(k.dtype, [STAGES] + k.block_type.shape, k.layout)
-    v_s = gl.allocate_shared_memory(v.dtype, [STAGES] + v.block_type.shape, v.layout)
+    q_s = gl.allocate_shared_memory(q.dtype, [CONSUMERS] + q.block_type.shape, q.layout)  # noqa: RUF005
+    k_s = gl.allocate_shared_memory(k.dtype, [STAGES] + k.block_type.shape, k.layout)  # noqa: RUF005
+    v_s = gl.allocate_shared_memory(v.dtype, [STAGES] + v.block_type.shape, v.layout)  # noqa: RUF005
     q_full = gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], mbarrier.MBarrierLayout())
     q_empty = gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], mbarrier.MBarrierLayout())
     k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
