@@ -27,7 +27,9 @@ Note [Phase]
     Where the grid of blocks begins is free for every tile and run, and decides how many blocks are met and how many of
     them need a mask. The fewest blocks come from beginning at the first row that is seen, or at any row that the slack of
     the last block allows; among those, the most full blocks come from beginning such that a block begins where the rows
-    that all see begin, or, when the slack does not reach so far, as early as it allows. These three are compared.
+    that all see begin, or, when the slack does not reach so far, as early as it allows. These three are compared. A tile
+    that holds the end of one run and the beginning of a distant one may see two stretches of a run with a hole between
+    them: nothing is full then, and the blocks before the hole and those after it are two masked segments.
 
 Note [Dealing]
     Cost of a tile: its blocks (times `repeats`) + OVERHEAD for prologue and epilogue. Heads go in groups that stream no
@@ -66,7 +68,7 @@ MIN_PART = 4
 SLACK = 0.02
 """Excess of the most loaded program over the mean that is left alone."""
 
-_LIMITS = (0.0, 0.005, 0.01, 0.015, 0.02, 0.03, 0.04, 0.06, 0.08, 0.12, 0.16, 0.24, 0.32, 0.5)  # over the mean
+_FINEST = 0.005  # the first step from the mean to the limit that splitting keeps
 _FAR = 2**31 - 1  # beyond every position
 _ALIGNMENT = 32  # int32 elements: every view starts on a 128-byte line
 
@@ -196,7 +198,7 @@ def _make(stationary: Side, streamed: Side, shape: Shape) -> WorkPlan:
 def _meet(stationary: Side, streamed: Side, shape: Shape) -> _Tiles:
     """The segments of every tile."""
     block, align = shape.block, shape.align
-    any_lo, any_hi, full_lo, full_hi = _reduce_bounds(stationary, shape)
+    bounds = _reduce_bounds(stationary, shape)
     offset, length, start, stride = torch.tensor(streamed.run_list, dtype=torch.int64).reshape(-1, 4).unbind(1)
 
     def row_from(position: Tensor) -> Tensor:
@@ -204,7 +206,7 @@ def _meet(stationary: Side, streamed: Side, shape: Shape) -> _Tiles:
         distance = torch.minimum((position[:, None] - start).clamp(min=0), length * stride)
         return offset + (distance + stride - 1) // stride
 
-    first, end, full_first, full_end = (row_from(x) for x in (any_lo, any_hi, full_lo, full_hi))
+    first, end, full_first, full_end, hole_first, hole_end = (row_from(x) for x in bounds)
     seen, has_full = end > first, full_end > full_first
 
     # where the grid begins is chosen as Note [Phase] says
@@ -227,14 +229,19 @@ def _meet(stationary: Side, streamed: Side, shape: Shape) -> _Tiles:
         better = fewer & (candidate >= 0) & (candidate <= first)
         row = torch.where(better, candidate, row)
         count, head, full = (torch.where(better, y, x) for x, y in zip((count, head, full), other, strict=True))
-    count, head, full = (torch.where(seen, x, 0) for x in (count, head, full))
+    # where nothing is full, head and tail may lie on either side of a hole
+    before_hole = -((row - torch.minimum(hole_first, end)).clamp(max=0) // block)
+    head = torch.where(full > 0, head, before_hole)
+    tail_row = row + (head + full) * block
+    tail_row = torch.where(full > 0, tail_row, torch.maximum(tail_row, hole_end - hole_end % align))
+    tail = -((tail_row - end).clamp(max=0) // block)
+    head, full, tail = (torch.where(seen, x, 0) for x in (head, full, tail))
 
     # per tile head and tail of every run, then what is full of every run
     tiles = row.shape[0]
-    tail = count - head - full
     masked = torch.stack((head, tail), 2).flatten(1)
     numbers = torch.cat((masked, full), 1)
-    masked_rows = torch.stack((row, row + (head + full) * block), 2).flatten(1)
+    masked_rows = torch.stack((row, tail_row), 2).flatten(1)
     rows = torch.cat((masked_rows, row + head * block), 1)
     origin = start - stride * offset
     of_run = torch.stack((offset, offset + length, origin, stride), 1)
@@ -254,10 +261,12 @@ def _meet(stationary: Side, streamed: Side, shape: Shape) -> _Tiles:
     return _Tiles(segments, table)
 
 
-def _reduce_bounds(side: Side, shape: Shape) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(any_lo, any_hi, full_lo, full_hi) of every tile, in global positions.
+def _reduce_bounds(side: Side, shape: Shape) -> tuple[Tensor, ...]:
+    """(any_lo, any_hi, full_lo, full_hi, hole_lo, hole_hi) of every tile, in global positions.
 
-    Rows that see nothing do not widen `any`, and empty `full`; rows past the end touch neither.
+    Rows that see nothing do not widen `any`, and empty `full`; rows past the end touch neither. The hole is the longest
+    stretch within `any` that no row sees, as where a tile holds the end of one run and the beginning of a distant one;
+    a tile without a hole has it beyond every position.
     """
     lo, hi = torch.broadcast_tensors(side.lo_host.to(torch.int64), side.hi_host.to(torch.int64))
     assert lo.shape[0] in (1, shape.batch), "bounds are per batch element or shared by all"
@@ -265,17 +274,28 @@ def _reduce_bounds(side: Side, shape: Shape) -> tuple[Tensor, Tensor, Tensor, Te
     tiles = -(-rows // shape.tile)
     sees = lo < hi
 
-    def reduced(x: Tensor, neutral: int) -> Tensor:
-        padded = x.new_full((batches, tiles * shape.tile), neutral)
+    def cut(x: Tensor, beyond: int) -> Tensor:
+        """`tiles rows`, with a value for rows past the end."""
+        padded = x.new_full((batches, tiles * shape.tile), beyond)
         padded[:, :rows] = x
-        cut = padded.view(batches * tiles, shape.tile)
-        return cut.amax(1) if neutral == 0 else cut.amin(1)
+        return padded.view(batches * tiles, shape.tile)
 
+    seen_lo, seen_hi = cut(torch.where(sees, lo, _FAR), _FAR), cut(torch.where(sees, hi, 0), 0)
+    hole_lo = seen_hi.cummax(1).values[:, :-1]
+    hole_hi = seen_lo.flip(1).cummin(1).values.flip(1)[:, 1:]
+    real = (hole_lo > 0) & (hole_hi < _FAR) & (hole_lo < hole_hi)
+    # one column more, so that tiles of one row have a hole to choose
+    hole_lo, hole_hi = (
+        torch.nn.functional.pad(torch.where(real, x, _FAR), (0, 1), value=_FAR) for x in (hole_lo, hole_hi)
+    )
+    longest = (hole_hi - hole_lo).argmax(1, keepdim=True)
     return (
-        reduced(torch.where(sees, lo, _FAR), _FAR),
-        reduced(torch.where(sees, hi, 0), 0),
-        reduced(lo, 0),
-        reduced(hi, _FAR),
+        seen_lo.amin(1),
+        seen_hi.amax(1),
+        cut(lo, 0).amax(1),
+        cut(hi, _FAR).amin(1),
+        hole_lo.gather(1, longest)[:, 0],
+        hole_hi.gather(1, longest)[:, 0],
     )
 
 
@@ -293,22 +313,23 @@ def _deal(blocks: Tensor, shape: Shape) -> _Dealt:
     mean = sum(costs) / programs
     if not shape.split or whole.makespan <= mean * (1 + SLACK):
         return whole
-    best = whole
     least = max(mean, MIN_PART + OVERHEAD + EPILOGUE)
-    for excess in _LIMITS:
+    excess = 0.0
+    while True:
         limit = int(least * (1 + excess)) + 1
-        if limit + MERGE >= best.makespan:
-            break
+        if limit + MERGE >= whole.makespan:
+            return whole
         dealt = _deal_within(counts, costs, limit, shape)
-        if dealt.makespan + MERGE < whole.makespan and dealt.makespan < best.makespan:
-            best = dealt
         if dealt.makespan <= limit:
-            break
-    return best
+            return dealt
+        excess = max(_FINEST, excess * 1.5)
 
 
 def _deal_within(counts: list[int], costs: list[int], limit: int, shape: Shape) -> _Dealt:
-    """Deals likewise, but splits what would lift the least loaded program over a limit."""
+    """Deals likewise, but splits what would lift the least loaded program over a limit.
+
+    The makespan exceeds the limit if that cannot be kept.
+    """
     programs = shape.programs
     loads = list(range(programs))
     owners: list[int] = []
@@ -352,7 +373,7 @@ def _cut(loads: list[int], blocks: int, limit: int, shape: Shape) -> list[tuple[
                 number = min(room, rest - smallest)
         load = loads.pop(place)
         parts.append((first, number, load % programs))
-        load += (number * repeats + (OVERHEAD if number == blocks else fixed)) * programs
+        load += (number * repeats + fixed) * programs
         loads.insert(bisect_right(loads, load), load)
         first += number
     return parts
