@@ -30,7 +30,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
-from ringattn.kernels.hopper.pieces import arrive, entry, limits, opaque, sync
+from ringattn.kernels.hopper.pieces import arrive, entry, limits, sync
 
 EMPTY_K = gl.constexpr(8)  # the first free named barrier
 LOG2E = gl.constexpr(1.4426950408889634)
@@ -122,8 +122,8 @@ def _segment(segments, i):
 @gluon.jit
 def _hide(s, low, high, key, COLUMNS: gl.constexpr):
     """Scores of a block whose first key row is `key`, with the pairs outside [low, high) at -inf; Note [Limits]."""
-    y = gl.expand_dims(opaque(gl.arange(0, s.shape[1], COLUMNS)), 0)
-    visible = (y >= gl.expand_dims(low - key, 1)) & (y < gl.expand_dims(high - key, 1))
+    y = gl.expand_dims(key + gl.arange(0, s.shape[1], COLUMNS), 0)
+    visible = (y >= gl.expand_dims(low, 1)) & (y < gl.expand_dims(high, 1))
     return gl.where(visible, s, -float("inf"))
 
 
