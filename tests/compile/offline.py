@@ -1,6 +1,6 @@
 """Compiles a portable kernel for a GPU that is not there, with the arguments and switches a launch would have.
 
-Owns the translation of a configuration into types and constants, and the reading of what the assembler reports.
+Owns the translation of a configuration into types and constants; `sass` reads what the assembler made of it.
 """
 
 from __future__ import annotations
@@ -8,8 +8,6 @@ from __future__ import annotations
 import math
 import os
 import re
-import subprocess
-import tempfile
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,10 +18,10 @@ from triton.compiler import ASTSource
 from ringattn.kernels.portable.backward import keys_kernel, rows_kernel
 from ringattn.kernels.portable.configs import Config
 from ringattn.kernels.portable.forward import forward_kernel
+from tests.compile import sass
 
 KERNELS = {"forward": forward_kernel, "keys": keys_kernel, "rows": rows_kernel}
 STREAMED = {"forward": ("k", "v"), "keys": ("do", "q"), "rows": ("k", "v")}
-TOOLS = os.path.join(os.path.dirname(triton.__file__), "backends", "nvidia", "bin")
 FLOATS = {"scale", "cap", "softmax_scale", "drop_factor"}
 POINTERS = {
     "lse": "fp32", "lse2": "fp32", "delta": "fp32", "carry_m": "fp32", "carry_l": "fp32", "carry_acc": "fp32",
@@ -121,56 +119,13 @@ def compile_kernel(
             mode = "wb" if kind == "cubin" else "w"
             with open(os.path.join(dump, f"{kernel}.{kind}"), mode) as f:
                 f.write(compiled.asm[kind])
-    said = _assemble(ptx)
-    spilled = re.search(r"(\d+) bytes spill stores, (\d+) bytes spill loads", said)
-    used = re.search(r"Used (\d+) registers", said)
-    assert spilled is not None, said
-    assert used is not None, said
+    notes = sass.assemble(ptx)
+    loops = sass.loops_with_products(sass.disassemble(compiled.asm["cubin"])) if notes.spills else []
     return Report(
         shared=compiled.metadata.shared,
-        registers=int(used.group(1)),
-        spills=int(spilled.group(1)) + int(spilled.group(2)),
-        loop_spills=_loop_spills(compiled.asm["cubin"]) if spilled.group(1) != "0" else 0,
+        registers=notes.registers,
+        spills=notes.spills,
+        loop_spills=sum(loop.spills for loop in loops),
         tensor_ops=frozenset(re.findall(r"\b(wgmma\.mma_async|tcgen05\.mma|mma\.sync)", ptx)),
-        warnings=tuple(line for line in said.splitlines() if "warning" in line.lower() or "serializ" in line.lower()),
+        warnings=notes.warnings,
     )
-
-
-def _assemble(ptx: str) -> str:
-    """What ptxas reports on the final PTX."""
-    target = re.search(r"\.target\s+(\w+)", ptx)
-    assert target is not None, "PTX without a target"
-    name = "ptxas-blackwell" if target.group(1).startswith("sm_10") else "ptxas"
-    binary = os.path.join(TOOLS, name)
-    if not os.path.exists(binary):
-        binary = os.path.join(TOOLS, "ptxas")
-    with tempfile.TemporaryDirectory() as scratch:
-        source = os.path.join(scratch, "kernel.ptx")
-        with open(source, "w") as f:
-            f.write(ptx)
-        command = [binary, "-v", f"--gpu-name={target.group(1)}", source, "-o", os.path.join(scratch, "kernel.cubin")]
-        done = subprocess.run(command, capture_output=True, text=True, check=True)
-    return done.stdout + done.stderr
-
-
-def _loop_spills(cubin: bytes) -> int:
-    """Accesses to local memory between the target of a backward branch and the branch, in innermost loops with products."""
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as f:
-        f.write(cubin)
-        f.flush()
-        done = subprocess.run(
-            [os.path.join(TOOLS, "cuobjdump"), "-sass", f.name], capture_output=True, text=True, check=True
-        )
-    code = [(int(m.group(1), 16), m.group(2)) for m in re.finditer(r"/\*([0-9a-f]{4,})\*/\s+(.*?)\s*;", done.stdout)]
-    line_at = {address: i for i, (address, _) in enumerate(code)}
-    loops = []
-    for i, (address, text) in enumerate(code):
-        branch = re.search(r"BRA\S* .*?0x([0-9a-f]+)", text)
-        target = int(branch.group(1), 16) if branch else address
-        if target < address and target in line_at:
-            body = [line for _, line in code[line_at[target] : i + 1]]
-            # a wait that failed retries beyond the end of the kernel and jumps back from there: not a loop
-            if any("MMA" in line for line in body) and not any("EXIT" in line for line in body):
-                loops.append((line_at[target], i, body))
-    inner = [x for x in loops if not any(y is not x and x[0] <= y[0] and y[1] <= x[1] for y in loops)]
-    return sum(bool(re.search(r"\b(STL|LDL)\b", line)) for _, _, body in inner for line in body)

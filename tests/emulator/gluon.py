@@ -23,6 +23,7 @@ from __future__ import annotations
 import builtins
 import contextlib
 import dataclasses
+import importlib
 import inspect
 import linecache
 import math
@@ -81,9 +82,6 @@ class Overflow(EmulationError):
 
 class _Abandoned(BaseException):
     """Ends the threads of a program that has failed elsewhere."""
-
-
-# values -------------------------------------------------------------------------------------------------------------
 
 
 class Int(int):
@@ -330,7 +328,7 @@ def _tensor_operation(name: str, function: Callable[[torch.Tensor, torch.Tensor]
         else:
             x, y, dtype = _join(a, Tensor.of(b, a.dtype))
         if dtype == tl.int1 and kind == "arithmetic":
-            x, y, dtype = x.long(), y.long(), tl.int32
+            x, y, dtype = x.long(), torch.as_tensor(y).long(), tl.int32
         if flipped:
             x, y = y, x
         if kind == "compare":
@@ -395,9 +393,9 @@ class Pointer:
     @staticmethod
     def to_tensor(x: torch.Tensor) -> Pointer:
         flat = torch.empty(0, dtype=x.dtype).set_(x.untyped_storage())  # type: ignore[call-overload]
-        first = x.storage_offset()
+        first = int(x.storage_offset())
         span = 1 + sum((n - 1) * s for n, s in zip(x.shape, x.stride(), strict=True)) if x.numel() else 0
-        return Pointer(flat, first, first + span, first)
+        return Pointer(flat, first, first + int(span), first)
 
     dtype = property(lambda self: tl.pointer_type(_TRITON[self.memory.dtype]))
     handle = property(lambda self: self)
@@ -449,9 +447,6 @@ class Pointer:
                     f"{self.end - self.first} are touched at {_where()}"
                 )
         return at
-
-
-# shared memory ------------------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -577,9 +572,6 @@ class Shared:
         _touch(self, writes=True)
         self.t.copy_(value.value())
 
-    def _keep_alive(self) -> None:
-        pass
-
 
 def _touch(
     view: Shared, *, writes: bool, agent: Any = None, epoch: int = 0, by_threads: bool = True, what: str = ""
@@ -611,8 +603,6 @@ def _touch(
         me.unfenced.append(access)
 
 
-# barriers -----------------------------------------------------------------------------------------------------------
-
 Clock = dict[Any, int]
 
 
@@ -638,7 +628,8 @@ class Barrier:
     dtype = tl.int64
 
     def __str__(self) -> str:
-        return f"{self.name} (phase {self.phases}: {self.count - self.pending} of {self.count} arrivals, {self.bytes} bytes missing)"
+        arrived = f"{self.count - self.pending} of {self.count} arrivals"
+        return f"{self.name} (phase {self.phases}: {arrived}, {self.bytes} bytes missing)"
 
     def index(self, i: Any) -> Barrier:
         assert int(_plain(i)) == 0, "a single barrier has index 0"
@@ -706,9 +697,6 @@ class _NamedBarrier:
             self.here = 0
             self.times += 1
             self.clock = dict(self.coming)
-
-
-# the program --------------------------------------------------------------------------------------------------------
 
 
 @dataclass(eq=False)
@@ -824,7 +812,7 @@ class _Program:
 
     def specialize(self, functions: Sequence[tuple[Any, tuple[Any, ...]]], warps: Sequence[int]) -> Any:
         main = self.partitions[0]
-        assert self.current is main and len(self.partitions) == 1, "warp_specialize is not nested"
+        assert len(self.partitions) == 1, "warp_specialize is not nested"
         known = main.publish()
         workers = [
             _Partition(f"partition {i + 1} ({_name_of(functions[i + 1][0])})", n, dict(known))
@@ -855,6 +843,7 @@ class _Program:
         ]
         for thread in threads:
             thread.start()
+        result = None
         try:
             result = functions[0][0](*functions[0][1])
             _finish_partition(main)
@@ -891,9 +880,6 @@ def _finish_partition(partition: _Partition) -> None:
 
 def _name_of(function: Any) -> str:
     return getattr(function, "__name__", "?")
-
-
-# modes --------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -955,9 +941,6 @@ def _point(what: str) -> None:
 
 def _plain(x: Any) -> Any:
     return x.value if isinstance(x, tl.constexpr) else x
-
-
-# wgmma --------------------------------------------------------------------------------------------------------------
 
 
 class Accumulator:
@@ -1076,9 +1059,6 @@ def fence_async_shared(cluster: Any = False) -> None:
     me.unfenced = []
 
 
-# the bulk copy engine -----------------------------------------------------------------------------------------------
-
-
 class Descriptor:
     """A tensor descriptor in a kernel."""
 
@@ -1187,9 +1167,6 @@ def _store_wait(pendings: Any) -> None:
     me.clock[me.bulk] = me.stores_issued - len(me.stores)
 
 
-# mbarriers ----------------------------------------------------------------------------------------------------------
-
-
 class BarrierLayout:
     """Marks an allocation of mbarriers."""
 
@@ -1227,8 +1204,6 @@ def _allocate_barriers(batch: Any = None, two_ctas: Any = False) -> Any:
     made = allocate_shared_memory(tl.int64, [_plain(batch) or 1, 1], BarrierLayout())
     return made if batch is not None else made.index(0)
 
-
-# inline assembly ----------------------------------------------------------------------------------------------------
 
 _ASSEMBLY: list[tuple[re.Pattern[str], Callable[..., Any]]] = []
 
@@ -1293,9 +1268,6 @@ def inline_asm_elementwise(asm: Any, constraints: Any, args: Any, dtype: Any, is
     raise EmulationError(
         f"no meaning is known for the inline assembly {text!r} at {_where()}; register one with `assembly`"
     )
-
-
-# the language -------------------------------------------------------------------------------------------------------
 
 
 def allocate_shared_memory(dtype: Any, shape: Any, layout: Any, value: Any = None) -> Shared:
@@ -1485,15 +1457,14 @@ def _pair(a: Any, b: Any) -> tuple[torch.Tensor, torch.Tensor, tl.dtype, Any]:
     return x, y, dtype, a.layout or b.layout
 
 
-def _minimum(function: Any, scalar: Any) -> Callable[..., Any]:
+def _of_two(whole: Any, real: Any, plain: Any) -> Callable[..., Any]:
     def operate(a: Any, b: Any, propagate_nan: Any = None, **_: Any) -> Any:
         a, b = _plain(a), _plain(b)
         if type(a) in (int, float) and type(b) in (int, float):
-            return scalar(a, b)
+            return plain(a, b)
         x, y, dtype, layout = _pair(a, b)
         # without propagate_nan the hardware returns the operand that is a number
-        chosen = {torch.maximum: torch.fmax, torch.minimum: torch.fmin}[function] if dtype.is_floating() else function
-        return _scalar(Tensor(chosen(x, y), dtype, layout))
+        return _scalar(Tensor((real if dtype.is_floating() else whole)(x, y), dtype, layout))
 
     return operate
 
@@ -1553,7 +1524,7 @@ def _reduction(function: Callable[[torch.Tensor, int], torch.Tensor]) -> Callabl
         if x.dtype in (tl.float16, tl.bfloat16):
             t = t.float()
         t = function(t.reshape(-1) if axis is None else t, 0 if axis is None else axis)
-        if _plain(keep_dims):
+        if _plain(keep_dims) and axis is not None:
             t = t.unsqueeze(axis)
         return _scalar(Tensor(t.to(_TORCH[x.dtype]) if x.dtype.is_floating() else t, x.dtype))
 
@@ -1674,8 +1645,6 @@ def aggregate(cls: type) -> type:
     """A record of values; one without a constructor gets that of a dataclass."""
     return cls if "__init__" in cls.__dict__ else dataclass(cls)
 
-
-# functions and launches ---------------------------------------------------------------------------------------------
 
 _BUILTINS = {
     **vars(builtins),
@@ -1800,9 +1769,6 @@ def jit(function: Any = None, **options: Any) -> Any:
     return JitFunction(function, **options) if function is not None else lambda f: JitFunction(f, **options)
 
 
-# the modules --------------------------------------------------------------------------------------------------------
-
-
 def _module(name: str, names: dict[str, Any]) -> types.ModuleType:
     module = types.ModuleType(name, "Emulated.")
     module.__dict__.update(names)
@@ -1875,8 +1841,8 @@ def _modules() -> dict[str, types.ModuleType]:
             "abs": lambda x: (
                 Int(abs(int(x)), x.dtype) if isinstance(x, Int) else Tensor(x.value().abs(), x.dtype, x.layout)
             ),
-            "maximum": _minimum(torch.maximum, max),
-            "minimum": _minimum(torch.minimum, min),
+            "maximum": _of_two(torch.maximum, torch.fmax, max),
+            "minimum": _of_two(torch.minimum, torch.fmin, min),
             "fdiv": lambda a, b: Tensor.of(a) / b,
             "div_rn": lambda a, b: Tensor.of(a) / b,
             "add": lambda a, b: a + b,
@@ -1902,7 +1868,7 @@ def _modules() -> dict[str, types.ModuleType]:
             "set_auto_layout": convert_layout,
             **{
                 function.__name__: function
-                for function in (  # fmt: skip
+                for function in (
                     allocate_shared_memory,
                     warp_specialize,
                     inline_asm_elementwise,
@@ -1931,7 +1897,7 @@ def _modules() -> dict[str, types.ModuleType]:
                     cdiv,
                     device_assert,
                     static_assert,
-                )  # fmt: skip
+                )
             },
         },
     )
@@ -1966,18 +1932,17 @@ def emulated() -> Iterator[None]:
     early = [name for name in sys.modules if name.startswith("ringattn.kernels.hopper.") and not name.endswith(".plan")]
     if early:
         raise RuntimeError(f"kernels must be imported after the emulator is installed, got {', '.join(early)} before")
-    import triton.experimental
-
+    parent: Any = importlib.import_module("triton.experimental")
     modules = _modules()
     before = {name: sys.modules.get(name) for name in modules}
-    real = triton.experimental.gluon
+    real = parent.gluon
     language = modules["triton.experimental.gluon.language"]
     sys.modules.update(modules)
-    triton.experimental.gluon = modules["triton.experimental.gluon"]  # type: ignore[assignment]
+    parent.gluon = modules["triton.experimental.gluon"]
     try:
         yield
     finally:
-        triton.experimental.gluon = real
+        parent.gluon = real
         for name, module in before.items():
             if module is None:
                 del sys.modules[name]
