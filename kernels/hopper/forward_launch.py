@@ -82,8 +82,7 @@ def launch_forward(
     o_unit = _unit(o, 8)
     acc_unit = 1 if carry is None else _unit(carry.acc, 4)
     acc_strides = (0, 0, 0) if carry is None else _strides(carry.acc, acc_unit)
-    pairs = (*_pair(lse), *(_pair(x) if carry is not None else (0, 0) for x in state[:2]))
-    pairs = (*pairs[:2], *pairs[2], *pairs[3])
+    pairs = (*_pair(lse), *_pair(state[0]), *_pair(state[1]))
     with on(q.device):
         launch(
             forward.forward_kernel,
@@ -113,15 +112,17 @@ def launch_forward(
 
 
 def choose_pack(s: int, group: int, tile: int) -> int:
-    """How many neighbouring heads share a tile: the power of two in the group with the fewest tiles; fewest heads first.
+    """How many neighbouring heads share a tile: one, unless more save at least an eighth of the tiles.
 
     Args:
         s: Query rows.
         group: Query heads per key head.
         tile: Rows of a tile.
     """
-    sizes = [1 << i for i in range(MAX_PACK.bit_length()) if group % (1 << i) == 0 and 1 << i <= MAX_PACK]
-    return min((size for size in sizes if tile % size == 0), key=lambda size: (-(-s * size // tile) / size, size))
+    powers = [1 << i for i in range(MAX_PACK.bit_length()) if group % (1 << i) == 0 and tile % (1 << i) == 0]
+    tiles = {pack: -(-s * pack // tile) / pack for pack in powers}  # per head
+    best = min(powers, key=lambda pack: (tiles[pack], pack))
+    return best if tiles[best] <= 0.875 * tiles[1] else 1
 
 
 def is_plain(score: Score) -> bool:
