@@ -18,12 +18,27 @@ class ForwardConfig:
         block_n: Key rows of a block.
         stages: Blocks of k, and of v, in shared memory.
         named: "Stage is empty" goes through named barriers; needs at most four stages.
+        early: The first q . k of the next tile runs beneath the end of this one; q then takes two stages.
+        turns: Consumers issue their products in turn, so that one multiplies while another exponentiates.
+        held: q stays in registers, which spares shared memory a third of the reads of q . k.
     """
 
     consumers: int
     block_n: int
     stages: int
     named: bool = True
+    early: bool = False
+    turns: bool = False
+    held: bool = False
+
+    @property
+    def turn(self) -> int:
+        """The first named barrier of the turns; 0: none."""
+        if not self.turns or self.consumers == 1:
+            return 0
+        first = FIRST_BARRIER + 2 * self.stages * self.named
+        assert first + self.consumers <= 16, "named barriers must be at most eight; take fewer stages"
+        return first
 
     @property
     def maxnreg(self) -> int:
@@ -31,6 +46,7 @@ class ForwardConfig:
         return {1: 232, 2: 168, 3: 128}[self.consumers]
 
 
+FIRST_BARRIER = 8  # Note [Named barriers] in pieces.py
 BUCKETS = (64, 128, 256)  # columns of a head in shared memory
 MAX_HEAD_DIM = BUCKETS[-1]
 

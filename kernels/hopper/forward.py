@@ -61,21 +61,21 @@ def _fill(
 
 
 @gluon.jit
-def _fill_queries(INDEX: gl.constexpr, desc, b, h, row, smem, full, empty, parity, PACK: gl.constexpr):
-    mbarrier.wait(empty.index(INDEX), parity ^ 1)
-    mbarrier.expect(full.index(INDEX), desc.block_type.nbytes)
+def _fill_queries(INDEX: gl.constexpr, desc, b, h, row, smem, full, empty, place, parity, PACK: gl.constexpr):
+    mbarrier.wait(empty.index(place + INDEX), parity ^ 1)
+    mbarrier.expect(full.index(place + INDEX), desc.block_type.nbytes)
+    bar = full.index(place + INDEX)
     if PACK == 1:
-        tma.async_copy_global_to_shared(desc, [b, h, row + INDEX * 64, 0], full.index(INDEX), smem.index(INDEX))
+        tma.async_copy_global_to_shared(desc, [b, h, row + INDEX * 64, 0], bar, smem.index(place + INDEX))
     else:
-        tma.async_copy_global_to_shared(
-            desc, [b, row + INDEX * (64 // PACK), h, 0, 0], full.index(INDEX), smem.index(INDEX)
-        )
+        tma.async_copy_global_to_shared(desc, [b, row + INDEX * (64 // PACK), h, 0, 0], bar, smem.index(place + INDEX))
 
 
 @gluon.jit
 def _producer(
     q, k, v, plan, shared, heads, group,
     CONSUMERS: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, PACK: gl.constexpr, NAMED: gl.constexpr,
+    Q_STAGES: gl.constexpr,
 ):  # fmt: skip
     """One warp that copies, in the order in which the consumers wait: q of the first, k, the other q, v, k, v, ..."""
     threads: gl.constexpr = 128 * CONSUMERS + 32
@@ -90,8 +90,9 @@ def _producer(
         head, row, segment, masked, full, _masked_blocks, _full_blocks, _slot = entry(work, at)
         b = head // heads
         h = head % heads
-        tile_parity = (at - first) & 1
-        _fill_queries(0, q, b, h, row, q_s, q_full, q_empty, tile_parity, PACK)
+        place = (at - first) % Q_STAGES * CONSUMERS
+        q_parity = (at - first) // Q_STAGES & 1
+        _fill_queries(0, q, b, h, row, q_s, q_full, q_empty, place, q_parity, PACK)
         for i in range(segment, segment + masked + full):
             key = gl.load(segments + i * 8)
             blocks = gl.load(segments + i * 8 + 1)
@@ -100,7 +101,7 @@ def _producer(
                 if i == segment:
                     if j == 0:
                         for other in gl.static_range(1, CONSUMERS):
-                            _fill_queries(other, q, b, h, row, q_s, q_full, q_empty, tile_parity, PACK)
+                            _fill_queries(other, q, b, h, row, q_s, q_full, q_empty, place, q_parity, PACK)
                 _fill(
                     v, b, h // group, key, v_s, v_full, v_empty, stage, parity, used, EMPTY_K + STAGES, threads, NAMED
                 )
@@ -181,8 +182,40 @@ def _packed(p):
 
 
 @gluon.jit
-def _products(q, k_s, v_s, k_full, k_empty, v_full, stage, parity, p, acc, STAGES: gl.constexpr, BLOCK_N: gl.constexpr,
-              D: gl.constexpr, DV: gl.constexpr, S_LAYOUT: gl.constexpr, THREADS: gl.constexpr, NAMED: gl.constexpr):  # fmt: skip
+def _take_turn(INDEX: gl.constexpr, TURN: gl.constexpr):
+    """Waits until the consumer before this one has issued its products; TURN: the first of the named barriers, 0: none."""
+    if TURN > 0:
+        sync(TURN + INDEX, 256)
+
+
+@gluon.jit
+def _pass_turn(INDEX: gl.constexpr, CONSUMERS: gl.constexpr, TURN: gl.constexpr):
+    if TURN > 0:
+        arrive(TURN + (INDEX + 1) % CONSUMERS, 256)
+
+
+@gluon.jit
+def _first_product(
+    INDEX: gl.constexpr, q_s, k_s, q_full, k_full, tile, stage, parity, there, BLOCK_N: gl.constexpr, D: gl.constexpr,
+    S_LAYOUT: gl.constexpr, CONSUMERS: gl.constexpr, Q_STAGES: gl.constexpr, TURN: gl.constexpr,
+):  # fmt: skip
+    """Issues q . k of the first block of this program's tile number `tile`; of what lies there if it has no such tile."""
+    place = tile % Q_STAGES * CONSUMERS + INDEX
+    if there:
+        mbarrier.wait(q_full.index(place), tile // Q_STAGES & 1)
+        mbarrier.wait(k_full.index(stage), parity)
+    _take_turn(INDEX, TURN)
+    q = q_s.index(place).reshape([64, D])
+    k_tile = k_s.index(stage).reshape([BLOCK_N, D]).permute((1, 0))
+    qk = warpgroup_mma(q, k_tile, gl.zeros([64, BLOCK_N], gl.float32, S_LAYOUT), use_acc=False, is_async=True)
+    _pass_turn(INDEX, CONSUMERS, TURN)
+    return qk
+
+
+@gluon.jit
+def _products(INDEX: gl.constexpr, q, k_s, v_s, k_full, k_empty, v_full, stage, parity, p, acc, STAGES: gl.constexpr,
+              BLOCK_N: gl.constexpr, D: gl.constexpr, DV: gl.constexpr, S_LAYOUT: gl.constexpr, THREADS: gl.constexpr,
+              NAMED: gl.constexpr, CONSUMERS: gl.constexpr, TURN: gl.constexpr):  # fmt: skip
     """Issues q . k of the next block and p v of the block in `stage`; (s, p v in flight, next stage, its parity)."""
     v_stage = stage
     v_parity = parity
@@ -193,9 +226,11 @@ def _products(q, k_s, v_s, k_full, k_empty, v_full, stage, parity, p, acc, STAGE
     k_tile = k_s.index(stage).reshape([BLOCK_N, D]).permute((1, 0))
     v_tile = v_s.index(v_stage).reshape([BLOCK_N, DV])
     mbarrier.wait(k_full.index(stage), parity)
+    _take_turn(INDEX, TURN)
     qk = warpgroup_mma(q, k_tile, gl.zeros([64, BLOCK_N], gl.float32, S_LAYOUT), use_acc=False, is_async=True)
     mbarrier.wait(v_full.index(v_stage), v_parity)
     acc = warpgroup_mma(p, v_tile, acc, is_async=True)
+    _pass_turn(INDEX, CONSUMERS, TURN)
     s = warpgroup_mma_wait(1, deps=[qk])
     _release(k_empty, stage, EMPTY_K, THREADS, NAMED)
     return s, acc, stage, parity
@@ -206,7 +241,8 @@ def _consumer(
     INDEX: gl.constexpr, plan, shared, state, sides, strides, sizes, sinks, alibi_slopes, key_bias,
     CONSUMERS: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, D: gl.constexpr, DV: gl.constexpr,
     DV_WIDTH: gl.constexpr, PACK: gl.constexpr, O_UNIT: gl.constexpr, ACC_UNIT: gl.constexpr, FIRST: gl.constexpr,
-    LAST: gl.constexpr, PLAIN: gl.constexpr, SOFTCAP: gl.constexpr, NAMED: gl.constexpr,
+    LAST: gl.constexpr, PLAIN: gl.constexpr, SOFTCAP: gl.constexpr, NAMED: gl.constexpr, Q_STAGES: gl.constexpr,
+    TURN: gl.constexpr, EARLY: gl.constexpr, HELD: gl.constexpr,
 ):  # fmt: skip
     """One warpgroup: rows INDEX * 64 .. INDEX * 64 + 63 of every tile of this program; Note [Pipeline]."""
     work, segments, starts = plan
@@ -230,24 +266,32 @@ def _consumer(
     GUARD: gl.constexpr = key_bias is not None
     dtype: gl.constexpr = q_s.dtype
 
-    q = q_s.index(INDEX).reshape([64, D])
     first = gl.load(starts + gl.program_id(0))
     stop = gl.load(starts + gl.program_id(0) + 1)
     stage = 0
     parity = 0
-    head, row, segment, masked, _, masked_blocks, full_blocks, slot = entry(
+    head, row, segment, masked, _, masked_blocks, full_blocks, _ = entry(
         work, gl.maximum(gl.minimum(first, stop - 1), 0)
     )
+    if TURN > 0 and INDEX == CONSUMERS - 1:
+        _pass_turn(INDEX, CONSUMERS, TURN)
+    if EARLY:
+        qk = _first_product(
+            INDEX, q_s, k_s, q_full, k_full, 0, stage, parity, first < stop, BLOCK_N, D, s_layout, CONSUMERS, Q_STAGES, TURN
+        )  # fmt: skip
+        s = warpgroup_mma_wait(0, deps=[qk])
+        if first < stop:
+            _release(k_empty, stage, EMPTY_K, threads, NAMED)
     for at in range(first, stop):
-        b = head // heads
-        b64 = gl.cast(b, gl.int64)
+        b64 = gl.cast(head // heads, gl.int64)
         h = head % heads
 
         # the first block; the limits arrive beneath its product
-        mbarrier.wait(q_full.index(INDEX), (at - first) & 1)
-        mbarrier.wait(k_full.index(stage), parity)
-        k_tile = k_s.index(stage).reshape([BLOCK_N, D]).permute((1, 0))
-        qk = warpgroup_mma(q, k_tile, gl.zeros([64, BLOCK_N], gl.float32, s_layout), use_acc=False, is_async=True)
+        if not EARLY:
+            qk = _first_product(
+                INDEX, q_s, k_s, q_full, k_full, at - first, stage, parity, True, BLOCK_N, D, s_layout, CONSUMERS,
+                Q_STAGES, TURN,
+            )  # fmt: skip
         r = INDEX * 64 + gl.arange(0, 64, s_rows)
         x = row + r // PACK
         head_of_row = h * PACK + r % PACK
@@ -269,8 +313,12 @@ def _consumer(
             distance = position - origin
         if key_bias is not None:
             bias = key_bias + b64 * key_bias_sb
-        s = warpgroup_mma_wait(0, deps=[qk])
-        _release(k_empty, stage, EMPTY_K, threads, NAMED)
+        if not EARLY:
+            s = warpgroup_mma_wait(0, deps=[qk])
+            _release(k_empty, stage, EMPTY_K, threads, NAMED)
+        q = q_s.index((at - first) % Q_STAGES * CONSUMERS + INDEX).reshape([64, D])
+        if HELD:
+            q = q.load(gl.DotOperandLayout(0, s_layout, 2))
         if not PLAIN:
             s = _score(s, distance, key, stride, slope, bias, keys, scale, cap, SOFTCAP, s_columns)
         if masked > 0:
@@ -290,8 +338,8 @@ def _consumer(
                     distance = position - origin
             v_stage = stage
             s, product, stage, parity = _products(
-                q, k_s, v_s, k_full, k_empty, v_full, stage, parity, p, acc,
-                STAGES, BLOCK_N, D, DV, s_layout, threads, NAMED,
+                INDEX, q, k_s, v_s, k_full, k_empty, v_full, stage, parity, p, acc,
+                STAGES, BLOCK_N, D, DV, s_layout, threads, NAMED, CONSUMERS, TURN,
             )  # fmt: skip
             if not PLAIN:
                 s = _score(s, distance, key, stride, slope, bias, keys, scale, cap, SOFTCAP, s_columns)
@@ -314,8 +362,8 @@ def _consumer(
                         distance = position - origin
             v_stage = stage
             s, product, stage, parity = _products(
-                q, k_s, v_s, k_full, k_empty, v_full, stage, parity, p, acc,
-                STAGES, BLOCK_N, D, DV, s_layout, threads, NAMED,
+                INDEX, q, k_s, v_s, k_full, k_empty, v_full, stage, parity, p, acc,
+                STAGES, BLOCK_N, D, DV, s_layout, threads, NAMED, CONSUMERS, TURN,
             )  # fmt: skip
             if not PLAIN:
                 s = _score(s, distance, key, stride, slope, bias, keys, scale, cap, SOFTCAP, s_columns)
@@ -326,12 +374,24 @@ def _consumer(
             p = gl.convert_layout(p.to(dtype), p_layout)
 
         # the last p v; the next entry and what was carried arrive beneath it
-        mbarrier.arrive(q_empty.index(INDEX), count=1)
+        mbarrier.arrive(q_empty.index((at - first) % Q_STAGES * CONSUMERS + INDEX), count=1)
         mbarrier.wait(v_full.index(stage), parity)
         product = warpgroup_mma(p, v_s.index(stage).reshape([BLOCK_N, DV]), acc, is_async=True)
-        this_row = row
-        this_slot = slot
-        head, row, segment, masked, _, masked_blocks, full_blocks, slot = entry(work, gl.minimum(at + 1, stop - 1))
+        v_stage = stage
+        stage += 1
+        if stage == STAGES:
+            stage = 0
+            parity ^= 1
+        if EARLY:
+            qk = _first_product(
+                INDEX, q_s, k_s, q_full, k_full, at + 1 - first, stage, parity, at + 1 < stop, BLOCK_N, D, s_layout,
+                CONSUMERS, Q_STAGES, TURN,
+            )  # fmt: skip
+        # read again, so that it holds no registers through the loops
+        this_head, this_row, _, _, _, _, _, this_slot = entry(work, at)
+        b64 = gl.cast(this_head // heads, gl.int64)
+        h = this_head % heads
+        head, row, segment, masked, _, masked_blocks, full_blocks, _ = entry(work, gl.minimum(at + 1, stop - 1))
         r = INDEX * 64 + gl.arange(0, 64, s_rows)
         x = this_row + r // PACK
         head_of_row = h * PACK + r % PACK
@@ -345,12 +405,8 @@ def _consumer(
             l_0 = gl.load(carry_l + b64 * l_sb + head_of_row * l_sh + x, mask=exists & whole, other=0.0)
             if DV <= 128:
                 acc_0 = gl.load(carry_acc + place, mask=inside & whole, other=0.0)
-        acc = warpgroup_mma_wait(0, deps=[product])
-        _release(v_empty, stage, EMPTY_K + STAGES, threads, NAMED)
-        stage += 1
-        if stage == STAGES:
-            stage = 0
-            parity ^= 1
+        acc = warpgroup_mma_wait(1 if EARLY else 0, deps=[product])
+        _release(v_empty, v_stage, EMPTY_K + STAGES, threads, NAMED)
 
         if whole:
             if FIRST:
@@ -383,6 +439,10 @@ def _consumer(
             gl.store(part_l + at_row, l_i)
             y = gl.expand_dims(gl.convert_layout(at_row, o_rows), 1) * DV
             gl.store(part_acc + y + gl.expand_dims(gl.arange(0, DV, gl.SliceLayout(0, o_layout)), 0), acc)
+        if EARLY:
+            s = warpgroup_mma_wait(0, deps=[qk])
+            if at + 1 < stop:
+                _release(k_empty, stage, EMPTY_K, threads, NAMED)
 
 
 @gluon.jit
@@ -413,7 +473,8 @@ def forward_kernel(
     heads, group, rows, keys, scale, cap,
     CONSUMERS: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, D: gl.constexpr, DV: gl.constexpr,
     DV_WIDTH: gl.constexpr, PACK: gl.constexpr, O_UNIT: gl.constexpr, ACC_UNIT: gl.constexpr, FIRST: gl.constexpr,
-    LAST: gl.constexpr, PLAIN: gl.constexpr, SOFTCAP: gl.constexpr, NAMED: gl.constexpr, num_warps: gl.constexpr,  # noqa: ARG001
+    LAST: gl.constexpr, PLAIN: gl.constexpr, SOFTCAP: gl.constexpr, NAMED: gl.constexpr, Q_STAGES: gl.constexpr,
+    TURN: gl.constexpr, EARLY: gl.constexpr, HELD: gl.constexpr, num_warps: gl.constexpr,  # noqa: ARG001
 ):  # fmt: skip
     """Works through starts[p] .. starts[p + 1] of `work`; absent tensors are None.
 
@@ -421,16 +482,16 @@ def forward_kernel(
     score is q . k times a positive scale, which is folded into the exponent. Strides of o and carry_acc are counted in
     O_UNIT and ACC_UNIT elements, which tells the compiler how wide a store may be.
     """
-    q_s = gl.allocate_shared_memory(q.dtype, [CONSUMERS] + q.block_type.shape, q.layout)  # noqa: RUF005
+    q_s = gl.allocate_shared_memory(q.dtype, [Q_STAGES * CONSUMERS] + q.block_type.shape, q.layout)  # noqa: RUF005
     k_s = gl.allocate_shared_memory(k.dtype, [STAGES] + k.block_type.shape, k.layout)  # noqa: RUF005
     v_s = gl.allocate_shared_memory(v.dtype, [STAGES] + v.block_type.shape, v.layout)  # noqa: RUF005
-    q_full = gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], mbarrier.MBarrierLayout())
-    q_empty = gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], mbarrier.MBarrierLayout())
+    q_full = gl.allocate_shared_memory(gl.int64, [Q_STAGES * CONSUMERS, 1], mbarrier.MBarrierLayout())
+    q_empty = gl.allocate_shared_memory(gl.int64, [Q_STAGES * CONSUMERS, 1], mbarrier.MBarrierLayout())
     k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(CONSUMERS):
+    for i in gl.static_range(Q_STAGES * CONSUMERS):
         mbarrier.init(q_full.index(i), count=1)
         mbarrier.init(q_empty.index(i), count=1)
     for i in gl.static_range(STAGES):
@@ -465,24 +526,30 @@ def forward_kernel(
     if CONSUMERS == 1:
         gl.warp_specialize([
             (_consumer, (gl.constexpr(0), plan, shared, state, sides, strides, sizes, sinks, alibi_slopes, key_bias,
-                CONSUMERS, BLOCK_N, STAGES, D, DV, DV_WIDTH, PACK, O_UNIT, ACC_UNIT, FIRST, LAST, PLAIN, SOFTCAP, NAMED)),
-            (_producer, (q, k, v, plan, shared, heads, group, CONSUMERS, BLOCK_N, STAGES, PACK, NAMED)),
+                CONSUMERS, BLOCK_N, STAGES, D, DV, DV_WIDTH, PACK, O_UNIT, ACC_UNIT, FIRST, LAST, PLAIN, SOFTCAP, NAMED,
+                Q_STAGES, TURN, EARLY, HELD)),
+            (_producer, (q, k, v, plan, shared, heads, group, CONSUMERS, BLOCK_N, STAGES, PACK, NAMED, Q_STAGES)),
         ], [1], [24])  # fmt: skip
     elif CONSUMERS == 2:
         gl.warp_specialize([
             (_consumer, (gl.constexpr(0), plan, shared, state, sides, strides, sizes, sinks, alibi_slopes, key_bias,
-                CONSUMERS, BLOCK_N, STAGES, D, DV, DV_WIDTH, PACK, O_UNIT, ACC_UNIT, FIRST, LAST, PLAIN, SOFTCAP, NAMED)),
+                CONSUMERS, BLOCK_N, STAGES, D, DV, DV_WIDTH, PACK, O_UNIT, ACC_UNIT, FIRST, LAST, PLAIN, SOFTCAP, NAMED,
+                Q_STAGES, TURN, EARLY, HELD)),
             (_consumer, (gl.constexpr(1), plan, shared, state, sides, strides, sizes, sinks, alibi_slopes, key_bias,
-                CONSUMERS, BLOCK_N, STAGES, D, DV, DV_WIDTH, PACK, O_UNIT, ACC_UNIT, FIRST, LAST, PLAIN, SOFTCAP, NAMED)),
-            (_producer, (q, k, v, plan, shared, heads, group, CONSUMERS, BLOCK_N, STAGES, PACK, NAMED)),
+                CONSUMERS, BLOCK_N, STAGES, D, DV, DV_WIDTH, PACK, O_UNIT, ACC_UNIT, FIRST, LAST, PLAIN, SOFTCAP, NAMED,
+                Q_STAGES, TURN, EARLY, HELD)),
+            (_producer, (q, k, v, plan, shared, heads, group, CONSUMERS, BLOCK_N, STAGES, PACK, NAMED, Q_STAGES)),
         ], [4, 1], [240, 24])  # fmt: skip
     else:
         gl.warp_specialize([
             (_consumer, (gl.constexpr(0), plan, shared, state, sides, strides, sizes, sinks, alibi_slopes, key_bias,
-                CONSUMERS, BLOCK_N, STAGES, D, DV, DV_WIDTH, PACK, O_UNIT, ACC_UNIT, FIRST, LAST, PLAIN, SOFTCAP, NAMED)),
+                CONSUMERS, BLOCK_N, STAGES, D, DV, DV_WIDTH, PACK, O_UNIT, ACC_UNIT, FIRST, LAST, PLAIN, SOFTCAP, NAMED,
+                Q_STAGES, TURN, EARLY, HELD)),
             (_consumer, (gl.constexpr(1), plan, shared, state, sides, strides, sizes, sinks, alibi_slopes, key_bias,
-                CONSUMERS, BLOCK_N, STAGES, D, DV, DV_WIDTH, PACK, O_UNIT, ACC_UNIT, FIRST, LAST, PLAIN, SOFTCAP, NAMED)),
+                CONSUMERS, BLOCK_N, STAGES, D, DV, DV_WIDTH, PACK, O_UNIT, ACC_UNIT, FIRST, LAST, PLAIN, SOFTCAP, NAMED,
+                Q_STAGES, TURN, EARLY, HELD)),
             (_consumer, (gl.constexpr(2), plan, shared, state, sides, strides, sizes, sinks, alibi_slopes, key_bias,
-                CONSUMERS, BLOCK_N, STAGES, D, DV, DV_WIDTH, PACK, O_UNIT, ACC_UNIT, FIRST, LAST, PLAIN, SOFTCAP, NAMED)),
-            (_producer, (q, k, v, plan, shared, heads, group, CONSUMERS, BLOCK_N, STAGES, PACK, NAMED)),
+                CONSUMERS, BLOCK_N, STAGES, D, DV, DV_WIDTH, PACK, O_UNIT, ACC_UNIT, FIRST, LAST, PLAIN, SOFTCAP, NAMED,
+                Q_STAGES, TURN, EARLY, HELD)),
+            (_producer, (q, k, v, plan, shared, heads, group, CONSUMERS, BLOCK_N, STAGES, PACK, NAMED, Q_STAGES)),
         ], [4, 4, 1], [160, 160, 24])  # fmt: skip

@@ -98,6 +98,7 @@ def launch_forward(
                 "CONSUMERS": config.consumers, "BLOCK_N": config.block_n, "STAGES": config.stages, "D": columns,
                 "DV": v_columns, "DV_WIDTH": dv, "PACK": pack, "O_UNIT": o_unit, "ACC_UNIT": acc_unit, "FIRST": first,
                 "LAST": last, "PLAIN": plain, "SOFTCAP": score.softcap > 0, "NAMED": config.named,
+                "Q_STAGES": 2 if config.early else 1, "TURN": config.turn, "EARLY": config.early, "HELD": config.held,
             },
             num_warps=4,
             maxnreg=config.maxnreg,

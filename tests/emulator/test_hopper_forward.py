@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from ringattn.kernels import eager
+from tests.emulator import gluon as machine
 from tests.kernel_conformance import CASES, Case, KernelSet, run_case
 
 pytest.importorskip("triton")
@@ -18,7 +19,7 @@ plan = pytest.importorskip("ringattn.kernels.hopper.plan")
 
 CAUSAL: dict[str, Any] = {"causal": True}
 SERVED = [case for case in CASES if case.bias is None and case.dropout_p == 0]
-TILES = Case("tiles", seq_len=300, mask=CAUSAL, heads=1, kv_heads=1)
+TILES = Case("tiles", seq_len=300, mask=CAUSAL, heads=4, kv_heads=2)  # several tiles per program
 CARRIES = Case(
     "carries",
     seq_len=400,
@@ -60,6 +61,15 @@ def test_any_number_of_consumers_computes_the_same_attention(case: Case, consume
 def test_any_number_of_stages_computes_the_same_attention(stages: int, named: bool):
     config = configs.ForwardConfig(2, 32, stages, named=named)
     run_case(hopper_forward(config=config), TILES, torch.bfloat16, "cpu")
+
+
+@pytest.mark.parametrize("seed", [None, 1, 2])
+@pytest.mark.parametrize("switch", ["early", "turns", "held"])
+@pytest.mark.parametrize("case", [TILES, SCORES], ids=str)
+def test_no_switch_changes_what_is_computed(case: Case, switch: str, seed: int | None):
+    config = configs.ForwardConfig(2, 32, 2, **{switch: True})
+    with machine.mode(seed=seed):
+        run_case(hopper_forward(config=config), case, torch.bfloat16, "cpu")
 
 
 @pytest.mark.parametrize("pack", [1, 2, 8])
