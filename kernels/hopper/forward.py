@@ -213,9 +213,11 @@ def _first_product(
 
 
 @gluon.jit
-def _products(INDEX: gl.constexpr, q, k_s, v_s, k_full, k_empty, v_full, stage, parity, p, acc, STAGES: gl.constexpr,
-              BLOCK_N: gl.constexpr, D: gl.constexpr, DV: gl.constexpr, S_LAYOUT: gl.constexpr, THREADS: gl.constexpr,
-              NAMED: gl.constexpr, CONSUMERS: gl.constexpr, TURN: gl.constexpr):  # fmt: skip
+def _products(
+    INDEX: gl.constexpr, q, k_s, v_s, k_full, k_empty, v_full, stage, parity, p, acc, alpha,
+    STAGES: gl.constexpr, BLOCK_N: gl.constexpr, D: gl.constexpr, DV: gl.constexpr, S_LAYOUT: gl.constexpr,
+    THREADS: gl.constexpr, NAMED: gl.constexpr, CONSUMERS: gl.constexpr, TURN: gl.constexpr,
+):  # fmt: skip
     """Issues q . k of the next block and p v of the block in `stage`; (s, p v in flight, next stage, its parity)."""
     v_stage = stage
     v_parity = parity
@@ -229,6 +231,7 @@ def _products(INDEX: gl.constexpr, q, k_s, v_s, k_full, k_empty, v_full, stage, 
     _take_turn(INDEX, TURN)
     qk = warpgroup_mma(q, k_tile, gl.zeros([64, BLOCK_N], gl.float32, S_LAYOUT), use_acc=False, is_async=True)
     mbarrier.wait(v_full.index(v_stage), v_parity)
+    acc = acc * gl.expand_dims(alpha, 1)  # here, so that q . k does not wait for it
     acc = warpgroup_mma(p, v_tile, acc, is_async=True)
     _pass_turn(INDEX, CONSUMERS, TURN)
     s = warpgroup_mma_wait(1, deps=[qk])
@@ -264,6 +267,7 @@ def _consumer(
     # full blocks of other scores need to know where they are
     PLACED: gl.constexpr = alibi_slopes is not None or key_bias is not None
     GUARD: gl.constexpr = key_bias is not None
+    ROOM: gl.constexpr = DV <= 128 and not EARLY  # in registers, for what was carried beside the last p v
     dtype: gl.constexpr = q_s.dtype
 
     first = gl.load(starts + gl.program_id(0))
@@ -324,6 +328,7 @@ def _consumer(
         if masked > 0:
             s = _hide(s, low, high, key, s_columns)
         p, m_i, l_i, alpha = _softmax(s, m_i, l_i, scale, PLAIN, True)
+        alpha = gl.convert_layout(alpha, o_rows)
         p = gl.convert_layout(p.to(dtype), p_layout)
 
         left = blocks
@@ -338,7 +343,7 @@ def _consumer(
                     distance = position - origin
             v_stage = stage
             s, product, stage, parity = _products(
-                INDEX, q, k_s, v_s, k_full, k_empty, v_full, stage, parity, p, acc,
+                INDEX, q, k_s, v_s, k_full, k_empty, v_full, stage, parity, p, acc, alpha,
                 STAGES, BLOCK_N, D, DV, s_layout, threads, NAMED, CONSUMERS, TURN,
             )  # fmt: skip
             if not PLAIN:
@@ -347,7 +352,7 @@ def _consumer(
             p, m_i, l_i, alpha = _softmax(s, m_i, l_i, scale, PLAIN, True)
             acc = warpgroup_mma_wait(0, deps=[product])
             _release(v_empty, v_stage, EMPTY_K + STAGES, threads, NAMED)
-            acc = acc * gl.expand_dims(gl.convert_layout(alpha, o_rows), 1)
+            alpha = gl.convert_layout(alpha, o_rows)
             p = gl.convert_layout(p.to(dtype), p_layout)
 
         p = _packed(p)
@@ -362,7 +367,7 @@ def _consumer(
                         distance = position - origin
             v_stage = stage
             s, product, stage, parity = _products(
-                INDEX, q, k_s, v_s, k_full, k_empty, v_full, stage, parity, p, acc,
+                INDEX, q, k_s, v_s, k_full, k_empty, v_full, stage, parity, p, acc, alpha,
                 STAGES, BLOCK_N, D, DV, s_layout, threads, NAMED, CONSUMERS, TURN,
             )  # fmt: skip
             if not PLAIN:
@@ -370,12 +375,13 @@ def _consumer(
             p, m_i, l_i, alpha = _softmax(s, m_i, l_i, scale, PLAIN, GUARD)
             acc = warpgroup_mma_wait(0, deps=[product])
             _release(v_empty, v_stage, EMPTY_K + STAGES, threads, NAMED)
-            acc = acc * gl.expand_dims(gl.convert_layout(alpha, o_rows), 1)
+            alpha = gl.convert_layout(alpha, o_rows)
             p = gl.convert_layout(p.to(dtype), p_layout)
 
         # the last p v; the next entry and what was carried arrive beneath it
         mbarrier.arrive(q_empty.index((at - first) % Q_STAGES * CONSUMERS + INDEX), count=1)
         mbarrier.wait(v_full.index(stage), parity)
+        acc = acc * gl.expand_dims(alpha, 1)
         product = warpgroup_mma(p, v_s.index(stage).reshape([BLOCK_N, DV]), acc, is_async=True)
         v_stage = stage
         stage += 1
@@ -403,7 +409,7 @@ def _consumer(
         if not FIRST:
             m_0 = gl.load(carry_m + b64 * m_sb + head_of_row * m_sh + x, mask=exists & whole, other=-float("inf"))
             l_0 = gl.load(carry_l + b64 * l_sb + head_of_row * l_sh + x, mask=exists & whole, other=0.0)
-            if DV <= 128:
+            if ROOM:
                 acc_0 = gl.load(carry_acc + place, mask=inside & whole, other=0.0)
         acc = warpgroup_mma_wait(1 if EARLY else 0, deps=[product])
         _release(v_empty, v_stage, EMPTY_K + STAGES, threads, NAMED)
@@ -412,14 +418,14 @@ def _consumer(
             if FIRST:
                 if sinks is not None:
                     m_0 = gl.load(sinks + head_of_row) * LOG2E
-                    m_i, l_i, alpha, _beta = _join(m_i, l_i, m_0, 1.0)
-                    acc = acc * gl.expand_dims(gl.convert_layout(alpha, o_rows), 1)
+                    m_i, l_i, mine, _sink = _join(m_i, l_i, m_0, 1.0)
+                    acc = acc * gl.expand_dims(gl.convert_layout(mine, o_rows), 1)
             else:
-                if DV > 128:  # no room for both before
+                if not ROOM:
                     acc_0 = gl.load(carry_acc + place, mask=inside, other=0.0)
-                m_i, l_i, alpha, beta = _join(m_i, l_i, m_0, l_0)
-                acc = acc * gl.expand_dims(gl.convert_layout(alpha, o_rows), 1)
-                acc += acc_0 * gl.expand_dims(gl.convert_layout(beta, o_rows), 1)
+                m_i, l_i, mine, carried = _join(m_i, l_i, m_0, l_0)
+                acc = acc * gl.expand_dims(gl.convert_layout(mine, o_rows), 1)
+                acc += acc_0 * gl.expand_dims(gl.convert_layout(carried, o_rows), 1)
             if LAST:
                 divisor = gl.where(l_i > 0.0, l_i, 1.0)
                 found = gl.where(l_i > 0.0, (m_i + gl.log2(divisor)) * LN2, -float("inf"))
