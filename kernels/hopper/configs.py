@@ -52,11 +52,11 @@ MAX_HEAD_DIM = BUCKETS[-1]
 
 # (columns of q and k, columns of v) -> plain scores, other scores (their operands need registers, so fewer consumers)
 _FORWARD: dict[tuple[int, int], tuple[ForwardConfig, ForwardConfig]] = {
-    (64, 64): (ForwardConfig(3, 128, 4), ForwardConfig(2, 128, 4)),
+    (64, 64): (ForwardConfig(3, 128, 4, early=True), ForwardConfig(2, 128, 4)),
     (64, 128): (ForwardConfig(2, 128, 4), ForwardConfig(2, 64, 4)),
     (64, 256): (ForwardConfig(2, 64, 4), ForwardConfig(2, 64, 4)),
     (128, 64): (ForwardConfig(2, 128, 3), ForwardConfig(2, 64, 4)),
-    (128, 128): (ForwardConfig(2, 128, 2), ForwardConfig(2, 64, 4)),
+    (128, 128): (ForwardConfig(2, 128, 2, early=True), ForwardConfig(2, 64, 4)),
     (128, 256): (ForwardConfig(2, 64, 3), ForwardConfig(2, 64, 3)),
     (256, 64): (ForwardConfig(2, 64, 4), ForwardConfig(2, 64, 4)),
     (256, 128): (ForwardConfig(2, 64, 3), ForwardConfig(2, 64, 3)),

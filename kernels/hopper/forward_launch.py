@@ -74,7 +74,7 @@ def launch_forward(
     if plan.work.shape[0] == 0:
         return
     columns, v_columns = columns_of(d), columns_of(dv)
-    q = addressable(q)
+    q, k, v = _described(q), _described(k), _described(v)
     queries = rows_of(q, 64, columns) if pack == 1 else groups_of(q, 64 // pack, pack, columns)
     # absent tensors of the carry and of the workspace are never touched; lse is a pointer of their kind
     state = (carry.m, carry.l, carry.acc) if carry is not None else (lse, lse, lse)
@@ -88,7 +88,7 @@ def launch_forward(
             forward.forward_kernel,
             plan.programs,
             (
-                queries, rows_of(addressable(k), config.block_n, columns), rows_of(addressable(v), config.block_n, v_columns),
+                queries, rows_of(k, config.block_n, columns), rows_of(v, config.block_n, v_columns),
                 plan.work, plan.segments, plan.starts, o, lse, *state, *parts, rows.positions, rows.lo, rows.hi,
                 score.sinks, score.alibi_slopes, score.key_bias,
                 *_strides(o, o_unit), *acc_strides, *pairs, _batch(rows.lo), _batch(rows.hi), _batch(score.key_bias),
@@ -145,6 +145,12 @@ def _check(q: Tensor, d: int, dv: int, score: Score) -> None:
     if score.bias is not None or score.dropout_p > 0:
         what = "bias" if score.bias is not None else "dropout"
         raise NotImplementedError(f'the hopper kernels take no {what}, got one; use impl="portable" or "auto"')
+
+
+def _described(x: Tensor) -> Tensor:
+    """The tensor itself where the copy engine can address it, or a copy; rows are whole words of 16 bytes."""
+    missing = -x.shape[-1] % 8
+    return addressable(torch.nn.functional.pad(x, (0, missing)) if missing else x)
 
 
 def _workspace(slots: int, tile: int, columns: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:

@@ -99,6 +99,11 @@ def test_splitting_tiles_computes_the_same_attention(case: Case, monkeypatch: py
         assert max(slots) > 0, "nothing was split"
 
 
+@pytest.mark.parametrize("case", [replace(TILES, name="dim_20_v_12", head_dim=20, v_head_dim=12, batch=2)], ids=str)
+def test_rows_of_any_width_are_served(case: Case):
+    run_case(hopper_forward(), case, torch.bfloat16, "cpu")
+
+
 def test_heads_are_packed_when_that_saves_tiles():
     assert launcher.choose_pack(5, 8, 128) == 8
     assert launcher.choose_pack(5, 6, 128) == 2
