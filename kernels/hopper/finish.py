@@ -4,7 +4,7 @@ Owns what the end of a tile does when several programs shared it: parts are merg
 the sinks joining once, first. Refuses to know scores and keys.
 """
 
-# pyright: reportGeneralTypeIssues=false, reportOptionalOperand=false
+# pyright: reportGeneralTypeIssues=false, reportOptionalOperand=false, reportOptionalMemberAccess=false
 import triton
 import triton.language as tl
 
