@@ -26,7 +26,7 @@ Note [Packed heads]
 """
 
 # pyright: reportGeneralTypeIssues=false, reportArgumentType=false, reportAssignmentType=false, reportCallIssue=false
-# pyright: reportPossiblyUnbound=false, reportOptionalOperand=false, reportOptionalMemberAccess=false
+# pyright: reportPossiblyUnboundVariable=false, reportOptionalOperand=false, reportOptionalMemberAccess=false
 # (the compiler of kernels fills in builders, folds constants and drops the branches that they close)
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
