@@ -1,0 +1,563 @@
+"""The Hopper forward: a tile of queries in registers, blocks of keys and values streaming past it, from carry to output.
+
+Owns the pipeline between the copy engine, the tensor cores and the online softmax of Note [Carry], and the merge of tiles
+that were split among programs. Refuses to know how it is launched, and which blocks a tile meets: that is data (plan.py).
+
+Note [Pipeline]
+    One producer warp copies; each consumer warpgroup owns 64 rows of the tile and keeps q . k of block j and p v of
+    block j - 1 in flight together, so that the tensor cores have work beneath the exponentials:
+
+        q . k (j)      |====|          |====|
+        p v (j - 1)         |====|          |====|
+        softmax (j)         |---------|     |---------|
+
+    The first block of a tile has no p v beneath it and the last p v no softmax above it: both stand outside the loops.
+    Masked blocks come first, in a loop of their own; what only they need holds no registers during the full ones.
+
+Note [Empty stages]
+    A consumer that has read a stage of shared memory says so. A named barrier takes the arrivals of single warps without
+    stopping them; barriers of shared memory want the whole warpgroup at one point. A stage is never released twice before
+    it is filled again, so a named barrier never collects arrivals of two rounds. There are eight names: enough for four
+    stages of k and of v.
+
+Note [Packed heads]
+    Row r of a tile is query row r // PACK of head r % PACK among PACK neighbouring heads that share keys: few query rows
+    then still fill a tile.
+"""
+
+# pyright: reportGeneralTypeIssues=false, reportArgumentType=false, reportAssignmentType=false, reportCallIssue=false
+# pyright: reportPossiblyUnboundVariable=false, reportOptionalOperand=false, reportOptionalMemberAccess=false
+# (the compiler of kernels fills in builders, folds constants and drops the branches that they close)
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
+
+from ringattn.kernels.hopper.pieces import arrive, entry, limits, sync
+
+EMPTY_K = gl.constexpr(8)  # the first free named barrier
+LOG2E = gl.constexpr(1.4426950408889634)
+LN2 = gl.constexpr(0.6931471805599453)
+
+
+@gluon.jit
+def _release(empty, stage, name, THREADS: gl.constexpr, NAMED: gl.constexpr):
+    """Says that this partition has read a stage; Note [Empty stages]."""
+    if NAMED:
+        arrive(name + stage, THREADS)
+    else:
+        mbarrier.arrive(empty.index(stage), count=1)
+
+
+@gluon.jit
+def _fill(
+    desc, b, h, row, smem, full, empty, stage, parity, used, name, THREADS: gl.constexpr, NAMED: gl.constexpr
+):  # fmt: skip
+    """Copies a block of k or v into a stage once every consumer has left it; `used`: it has been filled before."""
+    if NAMED:
+        if used:
+            sync(name + stage, THREADS)
+    else:
+        mbarrier.wait(empty.index(stage), parity ^ 1)
+    mbarrier.expect(full.index(stage), desc.block_type.nbytes)
+    tma.async_copy_global_to_shared(desc, [b, h, row, 0], full.index(stage), smem.index(stage))
+
+
+@gluon.jit
+def _fill_queries(INDEX: gl.constexpr, desc, b, h, row, smem, full, empty, place, parity, PACK: gl.constexpr):
+    mbarrier.wait(empty.index(place + INDEX), parity ^ 1)
+    mbarrier.expect(full.index(place + INDEX), desc.block_type.nbytes)
+    bar = full.index(place + INDEX)
+    if PACK == 1:
+        tma.async_copy_global_to_shared(desc, [b, h, row + INDEX * 64, 0], bar, smem.index(place + INDEX))
+    else:
+        tma.async_copy_global_to_shared(desc, [b, row + INDEX * (64 // PACK), h, 0, 0], bar, smem.index(place + INDEX))
+
+
+@gluon.jit
+def _producer(
+    q, k, v, plan, shared, heads, group,
+    CONSUMERS: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, PACK: gl.constexpr, NAMED: gl.constexpr,
+    Q_STAGES: gl.constexpr,
+):  # fmt: skip
+    """One warp that copies, in the order in which the consumers wait: q of the first, k, the other q, v, k, v, ..."""
+    threads: gl.constexpr = 128 * CONSUMERS + 32
+    work, segments, starts = plan
+    q_s, k_s, v_s, q_full, q_empty, k_full, k_empty, v_full, v_empty = shared
+    first = gl.load(starts + gl.program_id(0))
+    stop = gl.load(starts + gl.program_id(0) + 1)
+    stage = 0
+    parity = 0
+    used = False
+    for at in range(first, stop):
+        head, row, segment, masked, full, _masked_blocks, _full_blocks, _slot = entry(work, at)
+        b = head // heads
+        h = head % heads
+        place = (at - first) % Q_STAGES * CONSUMERS
+        q_parity = (at - first) // Q_STAGES & 1
+        _fill_queries(0, q, b, h, row, q_s, q_full, q_empty, place, q_parity, PACK)
+        for i in range(segment, segment + masked + full):
+            key = gl.load(segments + i * 8)
+            blocks = gl.load(segments + i * 8 + 1)
+            for j in range(blocks):
+                _fill(k, b, h // group, key, k_s, k_full, k_empty, stage, parity, used, EMPTY_K, threads, NAMED)
+                if i == segment:
+                    if j == 0:
+                        for other in gl.static_range(1, CONSUMERS):
+                            _fill_queries(other, q, b, h, row, q_s, q_full, q_empty, place, q_parity, PACK)
+                _fill(
+                    v, b, h // group, key, v_s, v_full, v_empty, stage, parity, used, EMPTY_K + STAGES, threads, NAMED
+                )
+                key += BLOCK_N
+                stage += 1
+                if stage == STAGES:
+                    stage = 0
+                    parity ^= 1
+                    used = True
+
+
+@gluon.jit
+def _segment(segments, i):
+    """(row, blocks, begin, end, origin, stride) of segment i; Note [Work] in plan.py."""
+    base = segments + i * 8
+    return gl.load(base), gl.load(base + 1), gl.load(base + 2), gl.load(base + 3), gl.load(base + 4), gl.load(base + 5)
+
+
+@gluon.jit
+def _hide(s, low, high, key, COLUMNS: gl.constexpr):
+    """Scores of a block whose first key row is `key`, with the pairs outside [low, high) at -inf; Note [Limits]."""
+    y = gl.expand_dims(key + gl.arange(0, s.shape[1], COLUMNS), 0)
+    visible = (y >= gl.expand_dims(low, 1)) & (y < gl.expand_dims(high, 1))
+    return gl.where(visible, s, -float("inf"))
+
+
+@gluon.jit
+def _score(s, distance, key, stride, slope, key_bias, keys, scale, cap, SOFTCAP: gl.constexpr, COLUMNS: gl.constexpr):
+    """Scores in log2 units from q . k; `distance`: of each row's position from that of key row 0 of the run's buffer."""
+    if SOFTCAP:
+        s = cap - (2.0 * cap) / (1.0 + gl.exp2(s * (2.0 * LOG2E * scale)))
+    else:
+        s = s * scale
+    if slope is not None:
+        # exact: what is subtracted stays below 2^24, and beyond that distance one position is less than a rounding
+        y = (gl.arange(0, s.shape[1], COLUMNS) * stride).to(gl.float32)
+        near = (distance - stride * key).to(gl.float32)
+        s -= gl.expand_dims(slope, 1) * gl.abs(gl.expand_dims(near, 1) - gl.expand_dims(y, 0))
+    if key_bias is not None:
+        y = key + gl.arange(0, s.shape[1], COLUMNS)
+        bias = gl.load(key_bias + y, mask=(y >= 0) & (y < keys), other=0.0)
+        s += gl.expand_dims(bias * LOG2E, 0)
+    return s
+
+
+@gluon.jit
+def _softmax(s, m_i, l_i, scale, PLAIN: gl.constexpr, GUARD: gl.constexpr):
+    """(p, m, l, alpha): weights of a block and what they make of the state; GUARD: a row may have seen nothing so far."""
+    top = gl.max(s, 1)
+    if PLAIN:
+        top = top * scale
+    m_new = gl.maximum(m_i, top)
+    m_ref = m_new
+    if GUARD:
+        m_ref = gl.where(m_new == -float("inf"), 0.0, m_new)
+    alpha = gl.exp2(m_i - m_ref)
+    if PLAIN:
+        p = gl.exp2(s * scale - gl.expand_dims(m_ref, 1))
+    else:
+        p = gl.exp2(s - gl.expand_dims(m_ref, 1))
+    return p, m_new, l_i * alpha + gl.sum(p, 1), alpha
+
+
+@gluon.jit
+def _join(m_a, l_a, m_b, l_b):
+    """(m, l, weight of a, weight of b) of the merge of two partials; merging two empty ones is empty."""
+    m = gl.maximum(m_a, m_b)
+    shift = gl.where(m == -float("inf"), 0.0, m)
+    alpha = gl.exp2(m_a - shift)
+    beta = gl.exp2(m_b - shift)
+    return m, l_a * alpha + l_b * beta, alpha, beta
+
+
+@gluon.jit
+def _packed(p):
+    """The same weights, two to a register: what a loop carries as halves costs a permutation of each in each round."""
+    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [p], dtype=p.dtype, is_pure=False, pack=2)
+
+
+@gluon.jit
+def _take_turn(INDEX: gl.constexpr, TURN: gl.constexpr):
+    """Waits until the consumer before this one has issued its products; TURN: the first of the named barriers, 0: none."""
+    if TURN > 0:
+        sync(TURN + INDEX, 256)
+
+
+@gluon.jit
+def _pass_turn(INDEX: gl.constexpr, CONSUMERS: gl.constexpr, TURN: gl.constexpr):
+    if TURN > 0:
+        arrive(TURN + (INDEX + 1) % CONSUMERS, 256)
+
+
+@gluon.jit
+def _first_product(
+    INDEX: gl.constexpr, q_s, k_s, q_full, k_full, tile, stage, parity, there, BLOCK_N: gl.constexpr, D: gl.constexpr,
+    S_LAYOUT: gl.constexpr, CONSUMERS: gl.constexpr, Q_STAGES: gl.constexpr, TURN: gl.constexpr,
+):  # fmt: skip
+    """Issues q . k of the first block of this program's tile number `tile`; of what lies there if it has no such tile."""
+    place = tile % Q_STAGES * CONSUMERS + INDEX
+    if there:
+        mbarrier.wait(q_full.index(place), tile // Q_STAGES & 1)
+        mbarrier.wait(k_full.index(stage), parity)
+    _take_turn(INDEX, TURN)
+    q = q_s.index(place).reshape([64, D])
+    k_tile = k_s.index(stage).reshape([BLOCK_N, D]).permute((1, 0))
+    qk = warpgroup_mma(q, k_tile, gl.zeros([64, BLOCK_N], gl.float32, S_LAYOUT), use_acc=False, is_async=True)
+    _pass_turn(INDEX, CONSUMERS, TURN)
+    return qk
+
+
+@gluon.jit
+def _products(
+    INDEX: gl.constexpr, q, k_s, v_s, k_full, k_empty, v_full, stage, parity, p, acc, alpha,
+    STAGES: gl.constexpr, BLOCK_N: gl.constexpr, D: gl.constexpr, DV: gl.constexpr, S_LAYOUT: gl.constexpr,
+    THREADS: gl.constexpr, NAMED: gl.constexpr, CONSUMERS: gl.constexpr, TURN: gl.constexpr,
+):  # fmt: skip
+    """Issues q . k of the next block and p v of the block in `stage`; (s, p v in flight, next stage, its parity)."""
+    v_stage = stage
+    v_parity = parity
+    stage += 1
+    if stage == STAGES:
+        stage = 0
+        parity ^= 1
+    k_tile = k_s.index(stage).reshape([BLOCK_N, D]).permute((1, 0))
+    v_tile = v_s.index(v_stage).reshape([BLOCK_N, DV])
+    mbarrier.wait(k_full.index(stage), parity)
+    _take_turn(INDEX, TURN)
+    qk = warpgroup_mma(q, k_tile, gl.zeros([64, BLOCK_N], gl.float32, S_LAYOUT), use_acc=False, is_async=True)
+    mbarrier.wait(v_full.index(v_stage), v_parity)
+    acc = acc * gl.expand_dims(alpha, 1)  # here, so that q . k does not wait for it
+    acc = warpgroup_mma(p, v_tile, acc, is_async=True)
+    _pass_turn(INDEX, CONSUMERS, TURN)
+    s = warpgroup_mma_wait(1, deps=[qk])
+    _release(k_empty, stage, EMPTY_K, THREADS, NAMED)
+    return s, acc, stage, parity
+
+
+@gluon.jit
+def _consumer(
+    INDEX: gl.constexpr, plan, shared, state, sides, strides, sizes, sinks, alibi_slopes, key_bias,
+    CONSUMERS: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, D: gl.constexpr, DV: gl.constexpr,
+    DV_WIDTH: gl.constexpr, PACK: gl.constexpr, O_UNIT: gl.constexpr, ACC_UNIT: gl.constexpr, FIRST: gl.constexpr,
+    LAST: gl.constexpr, PLAIN: gl.constexpr, SOFTCAP: gl.constexpr, NAMED: gl.constexpr, Q_STAGES: gl.constexpr,
+    TURN: gl.constexpr, EARLY: gl.constexpr, HELD: gl.constexpr,
+):  # fmt: skip
+    """One warpgroup: rows INDEX * 64 .. INDEX * 64 + 63 of every tile of this program; Note [Pipeline]."""
+    work, segments, starts = plan
+    q_s, k_s, v_s, q_full, q_empty, k_full, k_empty, v_full, v_empty = shared
+    o, lse, carry_m, carry_l, carry_acc, part_m, part_l, part_acc = state
+    positions, lo_ptr, hi_ptr = sides
+    o_sb, o_ss, o_sh, acc_sb, acc_ss, acc_sh, lse_sb, lse_sh, m_sb, m_sh, l_sb, l_sh, lo_sb, hi_sb, key_bias_sb = (
+        strides
+    )
+    heads, rows, keys, scale, cap = sizes
+    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
+    o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DV, 16])
+    p_layout: gl.constexpr = gl.DotOperandLayout(0, o_layout, 2)
+    s_rows: gl.constexpr = gl.SliceLayout(1, s_layout)
+    s_columns: gl.constexpr = gl.SliceLayout(0, s_layout)
+    o_rows: gl.constexpr = gl.SliceLayout(1, o_layout)
+    threads: gl.constexpr = 128 * CONSUMERS + 32
+    tile: gl.constexpr = 64 * CONSUMERS
+    # full blocks of other scores need to know where they are
+    PLACED: gl.constexpr = alibi_slopes is not None or key_bias is not None
+    GUARD: gl.constexpr = key_bias is not None
+    ROOM: gl.constexpr = DV <= 128 and not EARLY  # in registers, for what was carried beside the last p v
+    dtype: gl.constexpr = q_s.dtype
+
+    first = gl.load(starts + gl.program_id(0))
+    stop = gl.load(starts + gl.program_id(0) + 1)
+    stage = 0
+    parity = 0
+    head, row, segment, masked, _, masked_blocks, full_blocks, _ = entry(
+        work, gl.maximum(gl.minimum(first, stop - 1), 0)
+    )
+    if TURN > 0 and INDEX == CONSUMERS - 1:
+        _pass_turn(INDEX, CONSUMERS, TURN)
+    if EARLY:
+        qk = _first_product(
+            INDEX, q_s, k_s, q_full, k_full, 0, stage, parity, first < stop, BLOCK_N, D, s_layout, CONSUMERS, Q_STAGES, TURN
+        )  # fmt: skip
+        s = warpgroup_mma_wait(0, deps=[qk])
+        if first < stop:
+            _release(k_empty, stage, EMPTY_K, threads, NAMED)
+    for at in range(first, stop):
+        b64 = gl.cast(head // heads, gl.int64)
+        h = head % heads
+
+        # the first block; the limits arrive beneath its product
+        if not EARLY:
+            qk = _first_product(
+                INDEX, q_s, k_s, q_full, k_full, at - first, stage, parity, True, BLOCK_N, D, s_layout, CONSUMERS,
+                Q_STAGES, TURN,
+            )  # fmt: skip
+        r = INDEX * 64 + gl.arange(0, 64, s_rows)
+        x = row + r // PACK
+        head_of_row = h * PACK + r % PACK
+        exists = x < rows
+        lo = gl.load(lo_ptr + b64 * lo_sb + x, mask=exists, other=0)
+        hi = gl.load(hi_ptr + b64 * hi_sb + x, mask=exists, other=0)
+        key, blocks, begin, end, origin, stride = _segment(segments, segment)
+        low, high = limits(lo, hi, begin, end, origin, stride)
+        m_i = gl.full([64], -float("inf"), gl.float32, s_rows)
+        l_i = gl.full([64], 0.0, gl.float32, s_rows)
+        acc = gl.zeros([64, DV], gl.float32, o_layout)
+        slope = None
+        distance = None
+        position = None
+        bias = None
+        if alibi_slopes is not None:
+            slope = gl.load(alibi_slopes + head_of_row) * LOG2E
+            position = gl.load(positions + x, mask=exists, other=0)
+            distance = position - origin
+        if key_bias is not None:
+            bias = key_bias + b64 * key_bias_sb
+        if not EARLY:
+            s = warpgroup_mma_wait(0, deps=[qk])
+            _release(k_empty, stage, EMPTY_K, threads, NAMED)
+        q = q_s.index((at - first) % Q_STAGES * CONSUMERS + INDEX).reshape([64, D])
+        if HELD:
+            q = q.load(gl.DotOperandLayout(0, s_layout, 2))
+        if not PLAIN:
+            s = _score(s, distance, key, stride, slope, bias, keys, scale, cap, SOFTCAP, s_columns)
+        if masked > 0:
+            s = _hide(s, low, high, key, s_columns)
+        p, m_i, l_i, alpha = _softmax(s, m_i, l_i, scale, PLAIN, True)
+        alpha = gl.convert_layout(alpha, o_rows)
+        p = gl.convert_layout(p.to(dtype), p_layout)
+
+        left = blocks
+        for _ in range(1, masked_blocks):
+            key += BLOCK_N
+            left -= 1
+            if left == 0:
+                segment += 1
+                key, left, begin, end, origin, stride = _segment(segments, segment)
+                low, high = limits(lo, hi, begin, end, origin, stride)
+                if alibi_slopes is not None:
+                    distance = position - origin
+            v_stage = stage
+            s, product, stage, parity = _products(
+                INDEX, q, k_s, v_s, k_full, k_empty, v_full, stage, parity, p, acc, alpha,
+                STAGES, BLOCK_N, D, DV, s_layout, threads, NAMED, CONSUMERS, TURN,
+            )  # fmt: skip
+            if not PLAIN:
+                s = _score(s, distance, key, stride, slope, bias, keys, scale, cap, SOFTCAP, s_columns)
+            s = _hide(s, low, high, key, s_columns)
+            p, m_i, l_i, alpha = _softmax(s, m_i, l_i, scale, PLAIN, True)
+            acc = warpgroup_mma_wait(0, deps=[product])
+            _release(v_empty, v_stage, EMPTY_K + STAGES, threads, NAMED)
+            alpha = gl.convert_layout(alpha, o_rows)
+            p = gl.convert_layout(p.to(dtype), p_layout)
+
+        p = _packed(p)
+        for _ in range(gl.where(masked_blocks == 0, 1, 0), full_blocks):
+            if PLACED:
+                key += BLOCK_N
+                left -= 1
+                if left == 0:
+                    segment += 1
+                    key, left, begin, end, origin, stride = _segment(segments, segment)
+                    if alibi_slopes is not None:
+                        distance = position - origin
+            v_stage = stage
+            s, product, stage, parity = _products(
+                INDEX, q, k_s, v_s, k_full, k_empty, v_full, stage, parity, p, acc, alpha,
+                STAGES, BLOCK_N, D, DV, s_layout, threads, NAMED, CONSUMERS, TURN,
+            )  # fmt: skip
+            if not PLAIN:
+                s = _score(s, distance, key, stride, slope, bias, keys, scale, cap, SOFTCAP, s_columns)
+            p, m_i, l_i, alpha = _softmax(s, m_i, l_i, scale, PLAIN, GUARD)
+            acc = warpgroup_mma_wait(0, deps=[product])
+            _release(v_empty, v_stage, EMPTY_K + STAGES, threads, NAMED)
+            alpha = gl.convert_layout(alpha, o_rows)
+            p = gl.convert_layout(p.to(dtype), p_layout)
+
+        # the last p v; the next entry and what was carried arrive beneath it
+        mbarrier.arrive(q_empty.index((at - first) % Q_STAGES * CONSUMERS + INDEX), count=1)
+        mbarrier.wait(v_full.index(stage), parity)
+        acc = acc * gl.expand_dims(alpha, 1)
+        product = warpgroup_mma(p, v_s.index(stage).reshape([BLOCK_N, DV]), acc, is_async=True)
+        v_stage = stage
+        stage += 1
+        if stage == STAGES:
+            stage = 0
+            parity ^= 1
+        if EARLY:
+            qk = _first_product(
+                INDEX, q_s, k_s, q_full, k_full, at + 1 - first, stage, parity, at + 1 < stop, BLOCK_N, D, s_layout,
+                CONSUMERS, Q_STAGES, TURN,
+            )  # fmt: skip
+        # read again, so that it holds no registers through the loops
+        this_head, this_row, _, _, _, _, _, this_slot = entry(work, at)
+        b64 = gl.cast(this_head // heads, gl.int64)
+        h = this_head % heads
+        head, row, segment, masked, _, masked_blocks, full_blocks, _ = entry(work, gl.minimum(at + 1, stop - 1))
+        r = INDEX * 64 + gl.arange(0, 64, s_rows)
+        x = this_row + r // PACK
+        head_of_row = h * PACK + r % PACK
+        exists = x < rows
+        whole = this_slot < 0  # the parts of a split tile start from nothing; finish.py lets the carry join
+        place, inside = _place(
+            INDEX, b64, h, this_row, rows, acc_sb, acc_ss, acc_sh, o_layout, PACK, DV, DV_WIDTH, ACC_UNIT
+        )
+        if not FIRST:
+            m_0 = gl.load(carry_m + b64 * m_sb + head_of_row * m_sh + x, mask=exists & whole, other=-float("inf"))
+            l_0 = gl.load(carry_l + b64 * l_sb + head_of_row * l_sh + x, mask=exists & whole, other=0.0)
+            if ROOM:
+                acc_0 = gl.load(carry_acc + place, mask=inside & whole, other=0.0)
+        acc = warpgroup_mma_wait(1 if EARLY else 0, deps=[product])
+        _release(v_empty, v_stage, EMPTY_K + STAGES, threads, NAMED)
+
+        if whole:
+            if FIRST:
+                if sinks is not None:
+                    m_0 = gl.load(sinks + head_of_row) * LOG2E
+                    m_i, l_i, mine, _sink = _join(m_i, l_i, m_0, 1.0)
+                    acc = acc * gl.expand_dims(gl.convert_layout(mine, o_rows), 1)
+            else:
+                if not ROOM:
+                    acc_0 = gl.load(carry_acc + place, mask=inside, other=0.0)
+                m_i, l_i, mine, carried = _join(m_i, l_i, m_0, l_0)
+                acc = acc * gl.expand_dims(gl.convert_layout(mine, o_rows), 1)
+                acc += acc_0 * gl.expand_dims(gl.convert_layout(carried, o_rows), 1)
+            if LAST:
+                divisor = gl.where(l_i > 0.0, l_i, 1.0)
+                found = gl.where(l_i > 0.0, (m_i + gl.log2(divisor)) * LN2, -float("inf"))
+                gl.store(lse + b64 * lse_sb + head_of_row * lse_sh + x, found, mask=exists)
+                place, inside = _place(
+                    INDEX, b64, h, this_row, rows, o_sb, o_ss, o_sh, o_layout, PACK, DV, DV_WIDTH, O_UNIT
+                )
+                acc = acc * gl.expand_dims(gl.convert_layout(1.0 / divisor, o_rows), 1)
+                gl.store(o + place, acc.to(dtype), mask=inside)
+            else:
+                gl.store(carry_m + b64 * m_sb + head_of_row * m_sh + x, m_i, mask=exists)
+                gl.store(carry_l + b64 * l_sb + head_of_row * l_sh + x, l_i, mask=exists)
+                gl.store(carry_acc + place, acc, mask=inside)
+        else:
+            at_row = gl.cast(this_slot, gl.int64) * tile + r
+            gl.store(part_m + at_row, m_i)
+            gl.store(part_l + at_row, l_i)
+            y = gl.expand_dims(gl.convert_layout(at_row, o_rows), 1) * DV
+            gl.store(part_acc + y + gl.expand_dims(gl.arange(0, DV, gl.SliceLayout(0, o_layout)), 0), acc)
+        if EARLY:
+            s = warpgroup_mma_wait(0, deps=[qk])
+            if at + 1 < stop:
+                _release(k_empty, stage, EMPTY_K, threads, NAMED)
+
+
+@gluon.jit
+def _place(INDEX: gl.constexpr, b, h, row, rows, sb, ss, sh, LAYOUT: gl.constexpr, PACK: gl.constexpr, DV: gl.constexpr,
+           DV_WIDTH: gl.constexpr, UNIT: gl.constexpr):  # fmt: skip
+    """(offsets, which exist) of this warpgroup's rows in a `b s h dv` tensor; strides in units of UNIT elements."""
+    r = INDEX * 64 + gl.arange(0, 64, gl.SliceLayout(1, LAYOUT))
+    column = gl.expand_dims(gl.arange(0, DV, gl.SliceLayout(0, LAYOUT)), 0)
+    x = row + r // PACK
+    offsets = (b * sb + gl.cast(x, gl.int64) * ss + gl.cast(h * PACK + r % PACK, gl.int64) * sh) * UNIT
+    inside = gl.expand_dims(x < rows, 1)
+    if DV_WIDTH < DV:
+        inside = inside & (column < DV_WIDTH)
+    return gl.expand_dims(offsets, 1) + column, inside
+
+
+RUNTIME = [
+    "o_sb", "o_ss", "o_sh", "acc_sb", "acc_ss", "acc_sh", "lse_sb", "lse_sh", "m_sb", "m_sh", "l_sb", "l_sh", "lo_sb",
+    "hi_sb", "key_bias_sb", "heads", "group", "rows", "keys",
+]  # fmt: skip
+
+
+@gluon.jit(do_not_specialize=RUNTIME)
+def forward_kernel(
+    q, k, v, work, segments, starts, o, lse, carry_m, carry_l, carry_acc, part_m, part_l, part_acc, positions, lo_ptr, hi_ptr,
+    sinks, alibi_slopes, key_bias,
+    o_sb, o_ss, o_sh, acc_sb, acc_ss, acc_sh, lse_sb, lse_sh, m_sb, m_sh, l_sb, l_sh, lo_sb, hi_sb, key_bias_sb,
+    heads, group, rows, keys, scale, cap,
+    CONSUMERS: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, D: gl.constexpr, DV: gl.constexpr,
+    DV_WIDTH: gl.constexpr, PACK: gl.constexpr, O_UNIT: gl.constexpr, ACC_UNIT: gl.constexpr, FIRST: gl.constexpr,
+    LAST: gl.constexpr, PLAIN: gl.constexpr, SOFTCAP: gl.constexpr, NAMED: gl.constexpr, Q_STAGES: gl.constexpr,
+    TURN: gl.constexpr, EARLY: gl.constexpr, HELD: gl.constexpr, num_warps: gl.constexpr,  # noqa: ARG001
+):  # fmt: skip
+    """Works through starts[p] .. starts[p + 1] of `work`; absent tensors are None.
+
+    `scale` is softmax_scale * log2(e), or under SOFTCAP softmax_scale / softcap; `cap` is softcap * log2(e). PLAIN: the
+    score is q . k times a positive scale, which is folded into the exponent. Strides of o and carry_acc are counted in
+    O_UNIT and ACC_UNIT elements, which tells the compiler how wide a store may be.
+    """
+    q_s = gl.allocate_shared_memory(q.dtype, [Q_STAGES * CONSUMERS] + q.block_type.shape, q.layout)  # noqa: RUF005
+    k_s = gl.allocate_shared_memory(k.dtype, [STAGES] + k.block_type.shape, k.layout)  # noqa: RUF005
+    v_s = gl.allocate_shared_memory(v.dtype, [STAGES] + v.block_type.shape, v.layout)  # noqa: RUF005
+    q_full = gl.allocate_shared_memory(gl.int64, [Q_STAGES * CONSUMERS, 1], mbarrier.MBarrierLayout())
+    q_empty = gl.allocate_shared_memory(gl.int64, [Q_STAGES * CONSUMERS, 1], mbarrier.MBarrierLayout())
+    k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(Q_STAGES * CONSUMERS):
+        mbarrier.init(q_full.index(i), count=1)
+        mbarrier.init(q_empty.index(i), count=1)
+    for i in gl.static_range(STAGES):
+        mbarrier.init(k_full.index(i), count=1)
+        mbarrier.init(k_empty.index(i), count=CONSUMERS)
+        mbarrier.init(v_full.index(i), count=1)
+        mbarrier.init(v_empty.index(i), count=CONSUMERS)
+
+    shared = (q_s, k_s, v_s, q_full, q_empty, k_full, k_empty, v_full, v_empty)
+    plan = (work, segments, starts)
+    state = (o, lse, carry_m, carry_l, carry_acc, part_m, part_l, part_acc)
+    sides = (positions, lo_ptr, hi_ptr)
+    strides = (
+        o_sb,
+        o_ss,
+        o_sh,
+        acc_sb,
+        acc_ss,
+        acc_sh,
+        lse_sb,
+        lse_sh,
+        m_sb,
+        m_sh,
+        l_sb,
+        l_sh,
+        lo_sb,
+        hi_sb,
+        key_bias_sb,
+    )
+    sizes = (heads, rows, keys, scale, cap)
+    # registers: of what a multiprocessor has, the workers name their share and the first consumer gets the rest
+    if CONSUMERS == 1:
+        gl.warp_specialize([
+            (_consumer, (gl.constexpr(0), plan, shared, state, sides, strides, sizes, sinks, alibi_slopes, key_bias,
+                CONSUMERS, BLOCK_N, STAGES, D, DV, DV_WIDTH, PACK, O_UNIT, ACC_UNIT, FIRST, LAST, PLAIN, SOFTCAP, NAMED,
+                Q_STAGES, TURN, EARLY, HELD)),
+            (_producer, (q, k, v, plan, shared, heads, group, CONSUMERS, BLOCK_N, STAGES, PACK, NAMED, Q_STAGES)),
+        ], [1], [24])  # fmt: skip
+    elif CONSUMERS == 2:
+        gl.warp_specialize([
+            (_consumer, (gl.constexpr(0), plan, shared, state, sides, strides, sizes, sinks, alibi_slopes, key_bias,
+                CONSUMERS, BLOCK_N, STAGES, D, DV, DV_WIDTH, PACK, O_UNIT, ACC_UNIT, FIRST, LAST, PLAIN, SOFTCAP, NAMED,
+                Q_STAGES, TURN, EARLY, HELD)),
+            (_consumer, (gl.constexpr(1), plan, shared, state, sides, strides, sizes, sinks, alibi_slopes, key_bias,
+                CONSUMERS, BLOCK_N, STAGES, D, DV, DV_WIDTH, PACK, O_UNIT, ACC_UNIT, FIRST, LAST, PLAIN, SOFTCAP, NAMED,
+                Q_STAGES, TURN, EARLY, HELD)),
+            (_producer, (q, k, v, plan, shared, heads, group, CONSUMERS, BLOCK_N, STAGES, PACK, NAMED, Q_STAGES)),
+        ], [4, 1], [240, 24])  # fmt: skip
+    else:
+        gl.warp_specialize([
+            (_consumer, (gl.constexpr(0), plan, shared, state, sides, strides, sizes, sinks, alibi_slopes, key_bias,
+                CONSUMERS, BLOCK_N, STAGES, D, DV, DV_WIDTH, PACK, O_UNIT, ACC_UNIT, FIRST, LAST, PLAIN, SOFTCAP, NAMED,
+                Q_STAGES, TURN, EARLY, HELD)),
+            (_consumer, (gl.constexpr(1), plan, shared, state, sides, strides, sizes, sinks, alibi_slopes, key_bias,
+                CONSUMERS, BLOCK_N, STAGES, D, DV, DV_WIDTH, PACK, O_UNIT, ACC_UNIT, FIRST, LAST, PLAIN, SOFTCAP, NAMED,
+                Q_STAGES, TURN, EARLY, HELD)),
+            (_consumer, (gl.constexpr(2), plan, shared, state, sides, strides, sizes, sinks, alibi_slopes, key_bias,
+                CONSUMERS, BLOCK_N, STAGES, D, DV, DV_WIDTH, PACK, O_UNIT, ACC_UNIT, FIRST, LAST, PLAIN, SOFTCAP, NAMED,
+                Q_STAGES, TURN, EARLY, HELD)),
+            (_producer, (q, k, v, plan, shared, heads, group, CONSUMERS, BLOCK_N, STAGES, PACK, NAMED, Q_STAGES)),
+        ], [4, 4, 1], [160, 160, 24])  # fmt: skip
