@@ -1,6 +1,6 @@
 """The Hopper kernel set: `KernelSet` of the contract in Gluon, for fp16 and bf16 on compute capability 9.0.
 
-Owns the three names and the choice between the fused backward and the deterministic pair. Products are of fp16 or bf16
+Owns the three names and the choice between the fused backward and the pair of kernels that sums in a fixed order. Products are of fp16 or bf16
 operands, everything else is fp32.
 """
 
@@ -9,8 +9,10 @@ from __future__ import annotations
 from torch import Tensor
 
 from ringattn.kernels.contract import Carry, Grads, Score, Side
-from ringattn.kernels.hopper.backward_launch import launch_backward
+from ringattn.kernels.hopper.backward_launch import MAX_HEAD_DIM, launch_backward, launch_keys
 from ringattn.kernels.hopper.forward_launch import launch_forward
+from ringattn.kernels.hopper.rows_launch import launch_rows
+from ringattn.kernels.hopper.wide_launch import launch_wide
 from ringattn.kernels.portable.launch import launch_delta
 
 
@@ -49,5 +51,15 @@ def backward(
     score: Score,
     grads: Grads,
 ) -> None:
-    """Gradients of one visit (`KernelSet.backward`); in a fixed order of sums only when `grads.deterministic`."""
-    launch_backward(do, q, k, v, lse, delta, rows, keys, score, grads)
+    """Gradients of one visit (`KernelSet.backward`).
+
+    Up to a head_dim of 128 sums are made in a fixed order only when `grads.deterministic`; beyond it always.
+    """
+    args = (do, q, k, v, lse, delta, rows, keys, score, grads)
+    if max(q.shape[-1], v.shape[-1]) > MAX_HEAD_DIM:
+        launch_wide(*args)
+    elif grads.deterministic:
+        launch_keys(*args)
+        launch_rows(*args)
+    else:
+        launch_backward(*args)

@@ -127,6 +127,9 @@ def _launch(
         dkey_bias = empty((batch, hk, t), dtype=torch.float32, device=q.device)
         if plan.slots:
             dkey_bias_parts = torch.empty((plan.slots, TILE), dtype=torch.float32, device=q.device)
+    # the kernel asks at run time whether a tile was split: what it would then write to must be a pointer of its kind
+    parts_out = start_s if parts is None else parts
+    dkey_bias_parts_out = dkey_bias if dkey_bias_parts is None else dkey_bias_parts
     dalibi = grads.dalibi if want_rows else None
     if dalibi is not None and not grads.accumulate_rows:
         dalibi.zero_()
@@ -139,7 +142,7 @@ def _launch(
         plan.work, plan.segments, plan.starts,
         rows_of(q, block, padded_d), rows_of(do, block, padded_dv), rows_of(k, TILE, padded_d), rows_of(v, TILE, padded_dv),
         numbers_of(start_s, block), numbers_of(start_dp, block), None if total is None else rows_of(total, 64, columns),
-        grads.dk, grads.dv, parts, dkey_bias, dkey_bias_parts, dalibi, keys.positions, keys.lo, keys.hi,
+        grads.dk, grads.dv, parts_out, dkey_bias, dkey_bias_parts_out, dalibi, keys.positions, keys.lo, keys.hi,
         score.alibi_slopes, score.key_bias,
         *(x // unit for x in _strides(grads.dk)), *(x // unit for x in _strides(grads.dv)),
         _batch(keys.lo), _batch(keys.hi), _batch(score.key_bias), *_pair(dalibi),

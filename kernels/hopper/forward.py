@@ -276,9 +276,6 @@ def _consumer(
     stop = gl.load(starts + gl.program_id(0) + 1)
     stage = 0
     parity = 0
-    head, row, segment, masked, _, masked_blocks, full_blocks, _ = entry(
-        work, gl.maximum(gl.minimum(first, stop - 1), 0)
-    )
     if TURN > 0 and INDEX == CONSUMERS - 1:
         _pass_turn(INDEX, CONSUMERS, TURN)
     if EARLY:
@@ -289,6 +286,7 @@ def _consumer(
         if first < stop:
             _release(k_empty, stage, EMPTY_K, threads, NAMED)
     for at in range(first, stop):
+        head, row, segment, masked, _full, masked_blocks, full_blocks, _slot = entry(work, at)
         b64 = gl.cast(head // heads, gl.int64)
         h = head % heads
 
@@ -380,7 +378,7 @@ def _consumer(
             alpha = gl.convert_layout(alpha, o_rows)
             p = gl.convert_layout(p.to(dtype), p_layout)
 
-        # the last p v; the next entry and what was carried arrive beneath it
+        # the last p v; what was carried arrives beneath it
         mbarrier.arrive(q_empty.index((at - first) % Q_STAGES * CONSUMERS + INDEX), count=1)
         mbarrier.wait(v_full.index(stage), parity)
         acc = acc * gl.expand_dims(alpha, 1)
@@ -399,7 +397,6 @@ def _consumer(
         this_head, this_row, _, _, _, _, _, this_slot = entry(work, at)
         b64 = gl.cast(this_head // heads, gl.int64)
         h = this_head % heads
-        head, row, segment, masked, _, masked_blocks, full_blocks, _ = entry(work, gl.minimum(at + 1, stop - 1))
         r = INDEX * 64 + gl.arange(0, 64, s_rows)
         x = this_row + r // PACK
         head_of_row = h * PACK + r % PACK
