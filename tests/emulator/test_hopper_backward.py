@@ -37,6 +37,7 @@ LONG: tuple[Case, ...] = (
         head_dim=64,
         accumulate=True,
     ),
+    Case("long_split", seq_len=1200, kv_len=120, heads=1, kv_heads=1, head_dim=64, key_bias=True, alibi=True),
     Case(
         "long_everything",
         seq_len=300,
