@@ -33,7 +33,7 @@ Note [Roles]
 """
 
 # pyright: reportGeneralTypeIssues=false, reportArgumentType=false, reportCallIssue=false, reportAttributeAccessIssue=false
-# pyright: reportOperatorIssue=false, reportIndexIssue=false, reportOptionalMemberAccess=false, reportPossiblyUnbound=false
+# pyright: reportOperatorIssue=false, reportIndexIssue=false, reportAssignmentType=false, reportPossiblyUnboundVariable=false
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
