@@ -33,7 +33,7 @@ Note [Roles]
 """
 
 # pyright: reportGeneralTypeIssues=false, reportArgumentType=false, reportCallIssue=false, reportAttributeAccessIssue=false
-# pyright: reportOperatorIssue=false, reportIndexIssue=false, reportOptionalMemberAccess=false, reportPossiblyUnbound=false
+# pyright: reportOperatorIssue=false, reportIndexIssue=false, reportAssignmentType=false, reportPossiblyUnboundVariable=false
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -232,6 +232,8 @@ def _step(
     dk_l: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     dv_l: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DV, 16])
     columns_l: gl.constexpr = gl.SliceLayout(0, s_l)
+    # behind the selects of a mask the compiler would wait for S before it issues dP
+    EARLY: gl.constexpr = PIN or MASKED
     st = count & 1
     phase = (count >> 1) & 1
     q = q_s.index(st).reshape([BM, D])
@@ -242,12 +244,12 @@ def _step(
         column = x + gl.expand_dims(columns_s.slice(0, BM).load(columns_l), 0)
         visible = (column >= gl.expand_dims(low, 1)) & (column < gl.expand_dims(high, 1))
     start_s = _spread(lse_s.index(st), BM)
-    if PIN or not PLAIN:
+    if EARLY or not PLAIN:
         start_dp = _spread(delta_s.index(st), BM)
     if PLAIN:
         if MASKED:
             start_s = gl.where(visible, start_s, HIDDEN)
-        if PIN:
+        if EARLY:
             start_s = pinned(start_s)
             start_dp = pinned(start_dp)
         s_token = warpgroup_mma(k_w, q.permute((1, 0)), start_s, is_async=True)
@@ -255,7 +257,7 @@ def _step(
         zero = gl.zeros([HALF, BM], gl.float32, s_l)
         s_token = warpgroup_mma(k_w, q.permute((1, 0)), zero, use_acc=False, is_async=True)
     mbarrier.wait(do_full.index(st), phase)
-    if PLAIN and not PIN:
+    if PLAIN and not EARLY:
         start_dp = _spread(delta_s.index(st), BM)
     dp_token = warpgroup_mma(v_w, do.permute((1, 0)), start_dp, is_async=True)
     s = warpgroup_mma_wait(1, deps=[s_token])

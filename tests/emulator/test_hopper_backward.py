@@ -37,6 +37,7 @@ LONG: tuple[Case, ...] = (
         head_dim=64,
         accumulate=True,
     ),
+    Case("long_split", seq_len=1200, kv_len=120, heads=1, kv_heads=1, head_dim=64, key_bias=True, alibi=True),
     Case(
         "long_everything",
         seq_len=300,
@@ -113,7 +114,8 @@ def visit(launch_it: Any, grads_dtype: torch.dtype, scale: float = 1.0) -> Grads
         q, k = q.abs() * scale, -k.abs() * scale
     scores = torch.einsum("bshd,btgd->bhst", q.float(), k.float()) / 8
     lse = scores.masked_fill(~visible[:, None], float("-inf")).logsumexp(-1)
-    grads = Grads(*(torch.full_like(x, float("nan"), dtype=grads_dtype) for x in (q, k, v)))
+    dq, dk, dv = (torch.full_like(x, float("nan"), dtype=grads_dtype) for x in (q, k, v))
+    grads = Grads(dq=dq, dk=dk, dv=dv)
     launch_it(
         do, q, k, v, lse, torch.randn(1, 2, 200, generator=generator), rows, keys, Score(softmax_scale=1 / 8), grads
     )
@@ -139,9 +141,12 @@ def test_keys_beyond_the_buffer_reach_nothing_where_every_score_is_very_low():
         assert getattr(grads, name).isfinite().all(), name
 
 
-@pytest.mark.parametrize("field", ["bias", "dropout_p"])
-def test_what_these_kernels_do_not_compute_is_refused(field: str):
-    score = Score(softmax_scale=1.0, **{field: torch.zeros(1) if field == "bias" else 0.5})
+@pytest.mark.parametrize(
+    "score",
+    [Score(softmax_scale=1.0, bias=torch.zeros(1)), Score(softmax_scale=1.0, dropout_p=0.5)],
+    ids=["bias", "dropout"],
+)
+def test_what_these_kernels_do_not_compute_is_refused(score: Score):
     q = torch.zeros(1, 8, 1, 64, dtype=torch.bfloat16)
     with pytest.raises(NotImplementedError, match="neither bias nor dropout; use the portable kernels"):
         launch.launch_backward(q, q, q, q, None, None, None, None, score, None)
