@@ -3,9 +3,11 @@
 Owns clocks, rounds and CUDA graphs of calls. Refuses to know what is timed.
 
 Note [Times]
-    One time is the median over rounds; in a round every contender runs once in its turn, several calls back to back
-    between two CUDA events, so that a machine that slows down slows all of them. With ranks, a round is as slow as its
-    slowest rank. On a CPU a clock takes the place of the events.
+    One time is the median over rounds; in a round every contender has one turn, several calls back to back between two
+    CUDA events, so that a machine that slows down slows all of them. Clocks follow the power that was drawn in the last
+    tens of milliseconds: a turn on a GPU therefore begins with calls that are not timed, and rounds go in shuffled order, so
+    that nobody always follows the one who leaves the chip cool. With ranks, a round is as slow as its slowest rank. On a CPU
+    a clock takes the place of the events.
 
 Note [Graphs]
     Calls back to back still show the host wherever it is slower than the device. So the same calls are captured, where
@@ -16,6 +18,7 @@ Note [Graphs]
 from __future__ import annotations
 
 import math
+import random
 import statistics
 import time
 from collections.abc import Callable
@@ -27,8 +30,10 @@ import torch
 from ringattn.launch.session import Session
 
 Timing = Literal["calls", "graph", "both"]
-TURN_MS = 20.0
-"""What a turn should last on a GPU: many short calls, or one long one."""
+TURN_MS = 40.0
+"""What the timed part of a turn should last on a GPU: many short calls, or one long one."""
+WARM_MS = 40.0
+"""What comes before it untimed."""
 LONG_MS = 100.0
 """A call beyond this hides its host; it is not timed both ways."""
 
@@ -57,6 +62,7 @@ class _Turn:
     call: Callable[[], Any]
     repeats: int
     inside: int
+    warm: int
     expected_ms: float
 
 
@@ -131,10 +137,10 @@ def time_calls(
                 if session.device.type != "cuda":
                     raise NotImplementedError("graphs need a GPU")
                 graph = capture(call, turn.repeats)
-                turns[name, "graph"] = _Turn(graph, 1, turn.repeats, turn.expected_ms)
+                turns[name, "graph"] = _Turn(graph, 1, turn.repeats, -(-turn.warm // turn.repeats), turn.expected_ms)
             except Exception as error:
                 found[name].graph_refused = reason(error)
-        wanted = timing == "calls" or (timing == "both" and turn.expected_ms <= LONG_MS)
+        wanted = timing == "calls" or (timing == "both" and turn.expected_ms <= LONG_MS * (turn.repeats + turn.warm))
         if wanted or (name, "graph") not in turns:
             turns[name, "calls"] = turn
     expected = sum(turn.expected_ms for turn in turns.values())
@@ -149,8 +155,9 @@ def _plan(call: Callable[[], Any], session: Session) -> _Turn:
     call()
     session.barrier()
     once = session.maximum([clock(call, 1, session.device)])[0]
-    repeats = max(1, min(50, math.ceil(TURN_MS / once))) if session.device.type == "cuda" else 1
-    return _Turn(call, repeats, 1, repeats * once)
+    gpu = session.device.type == "cuda"
+    repeats, warm = (max(1, min(100, math.ceil(ms / once))) if gpu else n for ms, n in ((TURN_MS, 1), (WARM_MS, 0)))
+    return _Turn(call, repeats, 1, warm, (repeats + warm) * once)
 
 
 def _refuse_other_streams(call: Callable[[], Any], device: torch.device) -> None:
@@ -167,8 +174,13 @@ def _refuse_other_streams(call: Callable[[], Any], device: torch.device) -> None
 
 def _run(turns: dict[tuple[str, str], _Turn], session: Session, rounds: int) -> dict[tuple[str, str], float]:
     times: dict[tuple[str, str], list[float]] = {key: [] for key in turns}
-    for _ in range(rounds):
-        for key, turn in turns.items():
+    order = list(turns)
+    for number in range(rounds):
+        random.Random(number).shuffle(order)  # alike on every rank
+        for key in order:
+            turn = turns[key]
             session.barrier()
+            for _ in range(turn.warm):
+                turn.call()
             times[key].append(clock(turn.call, turn.repeats, session.device) / turn.inside)
     return {key: statistics.median(session.maximum(found)) for key, found in times.items()}

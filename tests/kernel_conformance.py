@@ -154,6 +154,13 @@ CASES: tuple[Case, ...] = (
     Case("empty_queries", q_runs=(), visits=(((0, 1, 20),),), mask=CAUSAL),
     Case("empty_queries_accumulate", q_runs=(), visits=(((0, 1, 20),),), mask=CAUSAL, accumulate=True),
     Case(
+        "keys_in_a_hole",
+        seq_len=7,
+        q_runs=((2, 4, 2),),
+        visits=(((2, 4, 2),), ((3, 1, 1),)),
+        mask={"causal": True, "chunk_len": 3},
+    ),
+    Case(
         "empty_visits_between",
         q_runs=((20, 1, 20),),
         visits=((), ((20, 1, 20),), (), ((0, 1, 20),), ()),

@@ -248,7 +248,7 @@ def _meet(stationary: Side, streamed: Side, shape: Shape) -> _Tiles:
     of_run = torch.cat((of_run.repeat_interleave(2, 0), of_run))
     if shape.every_tile and tiles:
         assert int(length.sum()) > 0, "a tile that nothing streams past has no work to plan"
-        hidden = (~seen.any(1)).to(torch.int64)[:, None]
+        hidden = (numbers.sum(1, keepdim=True) == 0).to(torch.int64)  # sees nothing, or has only a hole here
         numbers, rows = torch.cat((hidden, numbers), 1), torch.cat((torch.zeros_like(hidden), rows), 1)
         masked = torch.cat((hidden, masked), 1)
         of_run = torch.cat((torch.tensor([[0, 0, 0, 1]]), of_run))
