@@ -66,7 +66,7 @@ _FORWARD: dict[tuple[int, int], tuple[ForwardConfig, ForwardConfig]] = {
     (128, 256): (ForwardConfig(2, 64, 3), ForwardConfig(2, 64, 3)),
     (256, 64): (ForwardConfig(2, 64, 4), ForwardConfig(2, 64, 4)),
     (256, 128): (ForwardConfig(2, 64, 3), ForwardConfig(2, 64, 3)),
-    (256, 256): (ForwardConfig(2, 64, 2), ForwardConfig(2, 64, 2)),
+    (256, 256): (ForwardConfig(2, 64, 2, lazy=True), ForwardConfig(2, 64, 2)),
 }
 
 

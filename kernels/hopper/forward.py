@@ -461,11 +461,8 @@ def _consumer(
         q_place = (at - first) % Q_STAGES * CONSUMERS + INDEX
         if not STORE:
             mbarrier.arrive(q_empty.index(q_place), count=1)
-        if LAZY:
-            acc = _scaled(acc, alpha)
         mbarrier.wait(v_full.index(stage), parity)
-        if not LAZY:
-            acc = acc * gl.expand_dims(alpha, 1)
+        acc = acc * gl.expand_dims(alpha, 1)
         product = warpgroup_mma(p, v_s.index(stage).reshape([BLOCK_N, DV]), acc, is_async=True)
         v_stage = stage
         stage += 1

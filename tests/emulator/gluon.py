@@ -1243,7 +1243,9 @@ def _move(match: re.Match[str], args: Sequence[Any], dtype: Any) -> Any:
     return args[0]
 
 
-@assembly(r"\{ \.reg \.pred p; (setp\.[^;]*; )+vote\.sync\.any\.pred p, p, -1; @!p bra SAME; (mul\.f32 [^;]*; )+SAME: \}")
+@assembly(
+    r"\{ \.reg \.pred p; (setp\.[^;]*; )+vote\.sync\.any\.pred p, p, -1; @!p bra SAME; (mul\.f32 [^;]*; )+SAME: \}"
+)
 def _scale_unless_one(match: re.Match[str], args: Sequence[Any], dtype: Any) -> Any:
     return args[0] * args[1]
 
