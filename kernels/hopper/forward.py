@@ -210,7 +210,7 @@ def _scaling(count):
 
 @gluon.jit
 def _scaled(acc, alpha):
-    """acc * alpha, skipped by warps in whose rows alpha is 1."""
+    """The accumulator times alpha, skipped by warps in whose rows alpha is 1."""
     asm: gl.constexpr = _scaling(acc.shape[1] // 2)
     alpha, acc = gl.broadcast(gl.expand_dims(alpha, 1), acc)
     return gl.inline_asm_elementwise(
