@@ -21,6 +21,9 @@ class ForwardConfig:
         early: The first q . k of the next tile runs beneath the end of this one; q then takes two stages.
         turns: Consumers issue their products in turn, so that one multiplies while another exponentiates.
         held: q stays in registers, which spares shared memory a third of the reads of q . k.
+        store: o leaves through the shared memory of its q tile and the copy engine, where the engine can address it.
+        ahead: The limits of the next tile are computed at the end of this one, beneath its products.
+        lazy: The accumulator is scaled only in warps in which a maximum has grown by more than 2^8.
     """
 
     consumers: int
@@ -30,6 +33,9 @@ class ForwardConfig:
     early: bool = False
     turns: bool = False
     held: bool = False
+    store: bool = False
+    ahead: bool = False
+    lazy: bool = False
 
     @property
     def turn(self) -> int:
@@ -52,15 +58,15 @@ MAX_HEAD_DIM = BUCKETS[-1]
 
 # (columns of q and k, columns of v) -> plain scores, other scores (their operands need registers, so fewer consumers)
 _FORWARD: dict[tuple[int, int], tuple[ForwardConfig, ForwardConfig]] = {
-    (64, 64): (ForwardConfig(3, 128, 4, early=True), ForwardConfig(2, 128, 4)),
+    (64, 64): (ForwardConfig(3, 128, 4, early=True, store=True, ahead=True, lazy=True), ForwardConfig(2, 128, 4)),
     (64, 128): (ForwardConfig(2, 128, 4), ForwardConfig(2, 64, 4)),
     (64, 256): (ForwardConfig(2, 64, 4), ForwardConfig(2, 64, 4)),
     (128, 64): (ForwardConfig(2, 128, 3), ForwardConfig(2, 64, 4)),
-    (128, 128): (ForwardConfig(2, 128, 2, early=True), ForwardConfig(2, 64, 4)),
+    (128, 128): (ForwardConfig(2, 128, 2, early=True, store=True, ahead=True, lazy=True), ForwardConfig(2, 64, 4)),
     (128, 256): (ForwardConfig(2, 64, 3), ForwardConfig(2, 64, 3)),
     (256, 64): (ForwardConfig(2, 64, 4), ForwardConfig(2, 64, 4)),
     (256, 128): (ForwardConfig(2, 64, 3), ForwardConfig(2, 64, 3)),
-    (256, 256): (ForwardConfig(2, 64, 2), ForwardConfig(2, 64, 2)),
+    (256, 256): (ForwardConfig(2, 64, 2, lazy=True), ForwardConfig(2, 64, 2)),
 }
 
 

@@ -30,13 +30,20 @@ Note [Packed heads]
 # (the compiler of kernels fills in builders, folds constants and drops the branches that they close)
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
 
-from ringattn.kernels.hopper.pieces import arrive, entry, limits, sync
+from ringattn.kernels.hopper.pieces import arrive, entry, sync
 
 EMPTY_K = gl.constexpr(8)  # the first free named barrier
 LOG2E = gl.constexpr(1.4426950408889634)
 LN2 = gl.constexpr(0.6931471805599453)
+GROWTH = gl.constexpr(8.0)  # weights stay below 2^8, which every dtype holds
 
 
 @gluon.jit
@@ -123,6 +130,48 @@ def _segment(segments, i):
 
 
 @gluon.jit
+def _limits(lo, hi, begin, end, origin, stride):
+    """As `limits` of pieces.py; dense runs, which are most, go without the divisions."""
+    start = origin + stride * begin
+    length = (end - begin) * stride
+    low = gl.minimum(gl.maximum(lo - start, 0), length)
+    high = gl.minimum(gl.maximum(hi - start, 0), length)
+    if stride != 1:
+        low = (low + stride - 1) // stride
+        high = (high + stride - 1) // stride
+    return begin + low, begin + high
+
+
+@gluon.jit
+def _limits_in(
+    INDEX: gl.constexpr, at, segment, anything, plan, sides, heads, rows, lo_sb, hi_sb, PACK: gl.constexpr,
+    LAYOUT: gl.constexpr,
+):  # fmt: skip
+    """The limits of the rows of entry `at` in a segment, from memory alone; without `anything` nobody asks for them."""
+    work, segments, _starts = plan
+    _positions, lo_ptr, hi_ptr = sides
+    head = gl.load(work + at * 8)
+    x = gl.load(work + at * 8 + 1) + (INDEX * 64 + gl.arange(0, 64, LAYOUT)) // PACK
+    b = gl.cast(head // heads, gl.int64)
+    exists = (x < rows) & anything
+    lo = gl.load(lo_ptr + b * lo_sb + x, mask=exists, other=0)
+    hi = gl.load(hi_ptr + b * hi_sb + x, mask=exists, other=0)
+    _key, _blocks, begin, end, origin, stride = _segment(segments, segment)
+    return _limits(lo, hi, begin, end, origin, stride)
+
+
+@gluon.jit
+def _first_limits(
+    INDEX: gl.constexpr, at, plan, sides, heads, rows, lo_sb, hi_sb, PACK: gl.constexpr, LAYOUT: gl.constexpr
+):  # fmt: skip
+    """The limits of the rows of entry `at` in its first segment, if that is masked."""
+    work = plan[0]
+    segment = gl.load(work + at * 8 + 2)
+    masked = gl.load(work + at * 8 + 3)
+    return _limits_in(INDEX, at, segment, masked > 0, plan, sides, heads, rows, lo_sb, hi_sb, PACK, LAYOUT)
+
+
+@gluon.jit
 def _hide(s, low, high, key, COLUMNS: gl.constexpr):
     """Scores of a block whose first key row is `key`, with the pairs outside [low, high) at -inf; Note [Limits]."""
     y = gl.expand_dims(key + gl.arange(0, s.shape[1], COLUMNS), 0)
@@ -149,13 +198,38 @@ def _score(s, distance, key, stride, slope, key_bias, keys, scale, cap, SOFTCAP:
     return s
 
 
+@gluon.constexpr_function
+def _scaling(count):
+    """(assembly, constraints) that multiply `count` registers by as many others unless no row of the warp changes."""
+    products = " ".join(f"mul.f32 ${i}, ${i}, ${2 * count + i};" for i in range(count))
+    # the elements 0 and 2 of an accumulator lie in the two rows of a thread
+    changes = f"setp.neu.f32 p, ${2 * count}, 0f3F800000; setp.neu.or.f32 p, ${2 * count + 2}, 0f3F800000, p;"
+    asm = f"{{ .reg .pred p; {changes} vote.sync.any.pred p, p, -1; @!p bra SAME; {products} SAME: }}"
+    return asm, ",".join(["=f"] * count + [str(i) for i in range(count)] + ["f"] * count)
+
+
 @gluon.jit
-def _softmax(s, m_i, l_i, scale, PLAIN: gl.constexpr, GUARD: gl.constexpr):
-    """(p, m, l, alpha): weights of a block and what they make of the state; GUARD: a row may have seen nothing so far."""
+def _scaled(acc, alpha):
+    """The accumulator times alpha, skipped by warps in whose rows alpha is 1."""
+    asm: gl.constexpr = _scaling(acc.shape[1] // 2)
+    alpha, acc = gl.broadcast(gl.expand_dims(alpha, 1), acc)
+    return gl.inline_asm_elementwise(
+        asm[0], asm[1], [acc, alpha], dtype=gl.float32, is_pure=True, pack=acc.shape[1] // 2
+    )
+
+
+@gluon.jit
+def _softmax(s, m_i, l_i, scale, PLAIN: gl.constexpr, GUARD: gl.constexpr, LAZY: gl.constexpr):
+    """(p, m, l, alpha): weights of a block and what they make of the state; GUARD: a row may have seen nothing so far.
+
+    LAZY: m follows the maximum only once that has grown by GROWTH, so that alpha is 1 in most blocks.
+    """
     top = gl.max(s, 1)
     if PLAIN:
         top = top * scale
     m_new = gl.maximum(m_i, top)
+    if LAZY:
+        m_new = gl.where(m_new > m_i + GROWTH, m_new, m_i)
     m_ref = m_new
     if GUARD:
         m_ref = gl.where(m_new == -float("inf"), 0.0, m_new)
@@ -218,7 +292,7 @@ def _first_product(
 def _products(
     INDEX: gl.constexpr, q, k_s, v_s, k_full, k_empty, v_full, stage, parity, p, acc, alpha,
     STAGES: gl.constexpr, BLOCK_N: gl.constexpr, D: gl.constexpr, DV: gl.constexpr, S_LAYOUT: gl.constexpr,
-    THREADS: gl.constexpr, NAMED: gl.constexpr, CONSUMERS: gl.constexpr, TURN: gl.constexpr,
+    THREADS: gl.constexpr, NAMED: gl.constexpr, CONSUMERS: gl.constexpr, TURN: gl.constexpr, LAZY: gl.constexpr,
 ):  # fmt: skip
     """Issues q . k of the next block and p v of the block in `stage`; (s, p v in flight, next stage, its parity)."""
     v_stage = stage
@@ -229,11 +303,14 @@ def _products(
         parity ^= 1
     k_tile = k_s.index(stage).reshape([BLOCK_N, D]).permute((1, 0))
     v_tile = v_s.index(v_stage).reshape([BLOCK_N, DV])
+    if LAZY:
+        acc = _scaled(acc, alpha)
     mbarrier.wait(k_full.index(stage), parity)
     _take_turn(INDEX, TURN)
     qk = warpgroup_mma(q, k_tile, gl.zeros([64, BLOCK_N], gl.float32, S_LAYOUT), use_acc=False, is_async=True)
     mbarrier.wait(v_full.index(v_stage), v_parity)
-    acc = acc * gl.expand_dims(alpha, 1)  # here, so that q . k does not wait for it
+    if not LAZY:
+        acc = acc * gl.expand_dims(alpha, 1)  # here, so that q . k does not wait for it
     acc = warpgroup_mma(p, v_tile, acc, is_async=True)
     _pass_turn(INDEX, CONSUMERS, TURN)
     s = warpgroup_mma_wait(1, deps=[qk])
@@ -243,17 +320,18 @@ def _products(
 
 @gluon.jit
 def _consumer(
-    INDEX: gl.constexpr, plan, shared, state, sides, strides, sizes, sinks, alibi_slopes, key_bias,
+    INDEX: gl.constexpr, o_desc, plan, shared, state, sides, strides, sizes, sinks, alibi_slopes, key_bias,
     CONSUMERS: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, D: gl.constexpr, DV: gl.constexpr,
     DV_WIDTH: gl.constexpr, PACK: gl.constexpr, O_UNIT: gl.constexpr, ACC_UNIT: gl.constexpr, FIRST: gl.constexpr,
     LAST: gl.constexpr, PLAIN: gl.constexpr, SOFTCAP: gl.constexpr, NAMED: gl.constexpr, Q_STAGES: gl.constexpr,
-    TURN: gl.constexpr, EARLY: gl.constexpr, HELD: gl.constexpr,
+    TURN: gl.constexpr, EARLY: gl.constexpr, HELD: gl.constexpr, STORE: gl.constexpr, AHEAD: gl.constexpr,
+    LAZY: gl.constexpr,
 ):  # fmt: skip
     """One warpgroup: rows INDEX * 64 .. INDEX * 64 + 63 of every tile of this program; Note [Pipeline]."""
     work, segments, starts = plan
     q_s, k_s, v_s, q_full, q_empty, k_full, k_empty, v_full, v_empty = shared
     o, lse, carry_m, carry_l, carry_acc, part_m, part_l, part_acc = state
-    positions, lo_ptr, hi_ptr = sides
+    positions, _lo_ptr, _hi_ptr = sides
     o_sb, o_ss, o_sh, acc_sb, acc_ss, acc_sh, lse_sb, lse_sh, m_sb, m_sh, l_sb, l_sh, lo_sb, hi_sb, key_bias_sb = (
         strides
     )
@@ -285,6 +363,8 @@ def _consumer(
         s = warpgroup_mma_wait(0, deps=[qk])
         if first < stop:
             _release(k_empty, stage, EMPTY_K, threads, NAMED)
+    if AHEAD:
+        low, high = _first_limits(INDEX, first, plan, sides, heads, rows, lo_sb, hi_sb, PACK, s_rows)
     for at in range(first, stop):
         head, row, segment, masked, _full, masked_blocks, full_blocks, _slot = entry(work, at)
         b64 = gl.cast(head // heads, gl.int64)
@@ -300,10 +380,9 @@ def _consumer(
         x = row + r // PACK
         head_of_row = h * PACK + r % PACK
         exists = x < rows
-        lo = gl.load(lo_ptr + b64 * lo_sb + x, mask=exists, other=0)
-        hi = gl.load(hi_ptr + b64 * hi_sb + x, mask=exists, other=0)
-        key, blocks, begin, end, origin, stride = _segment(segments, segment)
-        low, high = limits(lo, hi, begin, end, origin, stride)
+        key, blocks, _begin, _end, origin, stride = _segment(segments, segment)
+        if not AHEAD:
+            low, high = _first_limits(INDEX, at, plan, sides, heads, rows, lo_sb, hi_sb, PACK, s_rows)
         m_i = gl.full([64], -float("inf"), gl.float32, s_rows)
         l_i = gl.full([64], 0.0, gl.float32, s_rows)
         acc = gl.zeros([64, DV], gl.float32, o_layout)
@@ -327,7 +406,7 @@ def _consumer(
             s = _score(s, distance, key, stride, slope, bias, keys, scale, cap, SOFTCAP, s_columns)
         if masked > 0:
             s = _hide(s, low, high, key, s_columns)
-        p, m_i, l_i, alpha = _softmax(s, m_i, l_i, scale, PLAIN, True)
+        p, m_i, l_i, alpha = _softmax(s, m_i, l_i, scale, PLAIN, True, LAZY)
         alpha = gl.convert_layout(alpha, o_rows)
         p = gl.convert_layout(p.to(dtype), p_layout)
 
@@ -337,19 +416,19 @@ def _consumer(
             left -= 1
             if left == 0:
                 segment += 1
-                key, left, begin, end, origin, stride = _segment(segments, segment)
-                low, high = limits(lo, hi, begin, end, origin, stride)
+                key, left, _begin, _end, origin, stride = _segment(segments, segment)
+                low, high = _limits_in(INDEX, at, segment, True, plan, sides, heads, rows, lo_sb, hi_sb, PACK, s_rows)
                 if alibi_slopes is not None:
                     distance = position - origin
             v_stage = stage
             s, product, stage, parity = _products(
                 INDEX, q, k_s, v_s, k_full, k_empty, v_full, stage, parity, p, acc, alpha,
-                STAGES, BLOCK_N, D, DV, s_layout, threads, NAMED, CONSUMERS, TURN,
+                STAGES, BLOCK_N, D, DV, s_layout, threads, NAMED, CONSUMERS, TURN, LAZY,
             )  # fmt: skip
             if not PLAIN:
                 s = _score(s, distance, key, stride, slope, bias, keys, scale, cap, SOFTCAP, s_columns)
             s = _hide(s, low, high, key, s_columns)
-            p, m_i, l_i, alpha = _softmax(s, m_i, l_i, scale, PLAIN, True)
+            p, m_i, l_i, alpha = _softmax(s, m_i, l_i, scale, PLAIN, True, LAZY)
             acc = warpgroup_mma_wait(0, deps=[product])
             _release(v_empty, v_stage, EMPTY_K + STAGES, threads, NAMED)
             alpha = gl.convert_layout(alpha, o_rows)
@@ -362,24 +441,26 @@ def _consumer(
                 left -= 1
                 if left == 0:
                     segment += 1
-                    key, left, begin, end, origin, stride = _segment(segments, segment)
+                    key, left, _begin, _end, origin, stride = _segment(segments, segment)
                     if alibi_slopes is not None:
                         distance = position - origin
             v_stage = stage
             s, product, stage, parity = _products(
                 INDEX, q, k_s, v_s, k_full, k_empty, v_full, stage, parity, p, acc, alpha,
-                STAGES, BLOCK_N, D, DV, s_layout, threads, NAMED, CONSUMERS, TURN,
+                STAGES, BLOCK_N, D, DV, s_layout, threads, NAMED, CONSUMERS, TURN, LAZY,
             )  # fmt: skip
             if not PLAIN:
                 s = _score(s, distance, key, stride, slope, bias, keys, scale, cap, SOFTCAP, s_columns)
-            p, m_i, l_i, alpha = _softmax(s, m_i, l_i, scale, PLAIN, GUARD)
+            p, m_i, l_i, alpha = _softmax(s, m_i, l_i, scale, PLAIN, GUARD, LAZY)
             acc = warpgroup_mma_wait(0, deps=[product])
             _release(v_empty, v_stage, EMPTY_K + STAGES, threads, NAMED)
             alpha = gl.convert_layout(alpha, o_rows)
             p = gl.convert_layout(p.to(dtype), p_layout)
 
         # the last p v; what was carried arrives beneath it
-        mbarrier.arrive(q_empty.index((at - first) % Q_STAGES * CONSUMERS + INDEX), count=1)
+        q_place = (at - first) % Q_STAGES * CONSUMERS + INDEX
+        if not STORE:
+            mbarrier.arrive(q_empty.index(q_place), count=1)
         mbarrier.wait(v_full.index(stage), parity)
         acc = acc * gl.expand_dims(alpha, 1)
         product = warpgroup_mma(p, v_s.index(stage).reshape([BLOCK_N, DV]), acc, is_async=True)
@@ -393,6 +474,10 @@ def _consumer(
                 INDEX, q_s, k_s, q_full, k_full, at + 1 - first, stage, parity, at + 1 < stop, BLOCK_N, D, s_layout,
                 CONSUMERS, Q_STAGES, TURN,
             )  # fmt: skip
+        if AHEAD:
+            low, high = _first_limits(
+                INDEX, gl.minimum(at + 1, stop - 1), plan, sides, heads, rows, lo_sb, hi_sb, PACK, s_rows
+            )
         # read again, so that it holds no registers through the loops
         this_head, this_row, _, _, _, _, _, this_slot = entry(work, at)
         b64 = gl.cast(this_head // heads, gl.int64)
@@ -402,9 +487,10 @@ def _consumer(
         head_of_row = h * PACK + r % PACK
         exists = x < rows
         whole = this_slot < 0  # the parts of a split tile start from nothing; finish.py lets the carry join
-        place, inside = _place(
-            INDEX, b64, h, this_row, rows, acc_sb, acc_ss, acc_sh, o_layout, PACK, DV, DV_WIDTH, ACC_UNIT
-        )
+        if not FIRST or not LAST:
+            place, inside = _place(
+                INDEX, b64, h, this_row, rows, acc_sb, acc_ss, acc_sh, o_layout, PACK, DV, DV_WIDTH, ACC_UNIT
+            )
         if not FIRST:
             m_0 = gl.load(carry_m + b64 * m_sb + head_of_row * m_sh + x, mask=exists & whole, other=-float("inf"))
             l_0 = gl.load(carry_l + b64 * l_sb + head_of_row * l_sh + x, mask=exists & whole, other=0.0)
@@ -428,12 +514,22 @@ def _consumer(
             if LAST:
                 divisor = gl.where(l_i > 0.0, l_i, 1.0)
                 found = gl.where(l_i > 0.0, (m_i + gl.log2(divisor)) * LN2, -float("inf"))
-                gl.store(lse + b64 * lse_sb + head_of_row * lse_sh + x, found, mask=exists)
-                place, inside = _place(
-                    INDEX, b64, h, this_row, rows, o_sb, o_ss, o_sh, o_layout, PACK, DV, DV_WIDTH, O_UNIT
-                )
                 acc = acc * gl.expand_dims(gl.convert_layout(1.0 / divisor, o_rows), 1)
-                gl.store(o + place, acc.to(dtype), mask=inside)
+                if STORE:
+                    o_tile = q_s.index(q_place)
+                    o_tile.reshape([64, D]).store(acc.to(dtype))
+                    fence_async_shared()
+                    if PACK == 1:
+                        corner = [this_head // heads, h, this_row + INDEX * 64, 0]
+                    else:
+                        corner = [this_head // heads, this_row + INDEX * (64 // PACK), h, 0, 0]
+                    tma.async_copy_shared_to_global(o_desc, corner, o_tile)
+                else:
+                    place, inside = _place(
+                        INDEX, b64, h, this_row, rows, o_sb, o_ss, o_sh, o_layout, PACK, DV, DV_WIDTH, O_UNIT
+                    )
+                    gl.store(o + place, acc.to(dtype), mask=inside)
+                gl.store(lse + b64 * lse_sb + head_of_row * lse_sh + x, found, mask=exists)
             else:
                 gl.store(carry_m + b64 * m_sb + head_of_row * m_sh + x, m_i, mask=exists)
                 gl.store(carry_l + b64 * l_sb + head_of_row * l_sh + x, l_i, mask=exists)
@@ -448,6 +544,9 @@ def _consumer(
             s = warpgroup_mma_wait(0, deps=[qk])
             if at + 1 < stop:
                 _release(k_empty, stage, EMPTY_K, threads, NAMED)
+        if STORE:
+            tma.store_wait(0)
+            mbarrier.arrive(q_empty.index(q_place), count=1)
 
 
 @gluon.jit
@@ -472,14 +571,15 @@ RUNTIME = [
 
 @gluon.jit(do_not_specialize=RUNTIME)
 def forward_kernel(
-    q, k, v, work, segments, starts, o, lse, carry_m, carry_l, carry_acc, part_m, part_l, part_acc, positions, lo_ptr, hi_ptr,
-    sinks, alibi_slopes, key_bias,
+    q, k, v, o_desc, work, segments, starts, o, lse, carry_m, carry_l, carry_acc, part_m, part_l, part_acc, positions,
+    lo_ptr, hi_ptr, sinks, alibi_slopes, key_bias,
     o_sb, o_ss, o_sh, acc_sb, acc_ss, acc_sh, lse_sb, lse_sh, m_sb, m_sh, l_sb, l_sh, lo_sb, hi_sb, key_bias_sb,
     heads, group, rows, keys, scale, cap,
     CONSUMERS: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, D: gl.constexpr, DV: gl.constexpr,
     DV_WIDTH: gl.constexpr, PACK: gl.constexpr, O_UNIT: gl.constexpr, ACC_UNIT: gl.constexpr, FIRST: gl.constexpr,
     LAST: gl.constexpr, PLAIN: gl.constexpr, SOFTCAP: gl.constexpr, NAMED: gl.constexpr, Q_STAGES: gl.constexpr,
-    TURN: gl.constexpr, EARLY: gl.constexpr, HELD: gl.constexpr, num_warps: gl.constexpr,  # noqa: ARG001
+    TURN: gl.constexpr, EARLY: gl.constexpr, HELD: gl.constexpr, STORE: gl.constexpr, AHEAD: gl.constexpr,
+    LAZY: gl.constexpr, num_warps: gl.constexpr,  # noqa: ARG001
 ):  # fmt: skip
     """Works through starts[p] .. starts[p + 1] of `work`; absent tensors are None.
 
@@ -530,31 +630,31 @@ def forward_kernel(
     # registers: of what a multiprocessor has, the workers name their share and the first consumer gets the rest
     if CONSUMERS == 1:
         gl.warp_specialize([
-            (_consumer, (gl.constexpr(0), plan, shared, state, sides, strides, sizes, sinks, alibi_slopes, key_bias,
+            (_consumer, (gl.constexpr(0), o_desc, plan, shared, state, sides, strides, sizes, sinks, alibi_slopes, key_bias,
                 CONSUMERS, BLOCK_N, STAGES, D, DV, DV_WIDTH, PACK, O_UNIT, ACC_UNIT, FIRST, LAST, PLAIN, SOFTCAP, NAMED,
-                Q_STAGES, TURN, EARLY, HELD)),
+                Q_STAGES, TURN, EARLY, HELD, STORE, AHEAD, LAZY)),
             (_producer, (q, k, v, plan, shared, heads, group, CONSUMERS, BLOCK_N, STAGES, PACK, NAMED, Q_STAGES)),
         ], [1], [24])  # fmt: skip
     elif CONSUMERS == 2:
         gl.warp_specialize([
-            (_consumer, (gl.constexpr(0), plan, shared, state, sides, strides, sizes, sinks, alibi_slopes, key_bias,
+            (_consumer, (gl.constexpr(0), o_desc, plan, shared, state, sides, strides, sizes, sinks, alibi_slopes, key_bias,
                 CONSUMERS, BLOCK_N, STAGES, D, DV, DV_WIDTH, PACK, O_UNIT, ACC_UNIT, FIRST, LAST, PLAIN, SOFTCAP, NAMED,
-                Q_STAGES, TURN, EARLY, HELD)),
-            (_consumer, (gl.constexpr(1), plan, shared, state, sides, strides, sizes, sinks, alibi_slopes, key_bias,
+                Q_STAGES, TURN, EARLY, HELD, STORE, AHEAD, LAZY)),
+            (_consumer, (gl.constexpr(1), o_desc, plan, shared, state, sides, strides, sizes, sinks, alibi_slopes, key_bias,
                 CONSUMERS, BLOCK_N, STAGES, D, DV, DV_WIDTH, PACK, O_UNIT, ACC_UNIT, FIRST, LAST, PLAIN, SOFTCAP, NAMED,
-                Q_STAGES, TURN, EARLY, HELD)),
+                Q_STAGES, TURN, EARLY, HELD, STORE, AHEAD, LAZY)),
             (_producer, (q, k, v, plan, shared, heads, group, CONSUMERS, BLOCK_N, STAGES, PACK, NAMED, Q_STAGES)),
         ], [4, 1], [240, 24])  # fmt: skip
     else:
         gl.warp_specialize([
-            (_consumer, (gl.constexpr(0), plan, shared, state, sides, strides, sizes, sinks, alibi_slopes, key_bias,
+            (_consumer, (gl.constexpr(0), o_desc, plan, shared, state, sides, strides, sizes, sinks, alibi_slopes, key_bias,
                 CONSUMERS, BLOCK_N, STAGES, D, DV, DV_WIDTH, PACK, O_UNIT, ACC_UNIT, FIRST, LAST, PLAIN, SOFTCAP, NAMED,
-                Q_STAGES, TURN, EARLY, HELD)),
-            (_consumer, (gl.constexpr(1), plan, shared, state, sides, strides, sizes, sinks, alibi_slopes, key_bias,
+                Q_STAGES, TURN, EARLY, HELD, STORE, AHEAD, LAZY)),
+            (_consumer, (gl.constexpr(1), o_desc, plan, shared, state, sides, strides, sizes, sinks, alibi_slopes, key_bias,
                 CONSUMERS, BLOCK_N, STAGES, D, DV, DV_WIDTH, PACK, O_UNIT, ACC_UNIT, FIRST, LAST, PLAIN, SOFTCAP, NAMED,
-                Q_STAGES, TURN, EARLY, HELD)),
-            (_consumer, (gl.constexpr(2), plan, shared, state, sides, strides, sizes, sinks, alibi_slopes, key_bias,
+                Q_STAGES, TURN, EARLY, HELD, STORE, AHEAD, LAZY)),
+            (_consumer, (gl.constexpr(2), o_desc, plan, shared, state, sides, strides, sizes, sinks, alibi_slopes, key_bias,
                 CONSUMERS, BLOCK_N, STAGES, D, DV, DV_WIDTH, PACK, O_UNIT, ACC_UNIT, FIRST, LAST, PLAIN, SOFTCAP, NAMED,
-                Q_STAGES, TURN, EARLY, HELD)),
+                Q_STAGES, TURN, EARLY, HELD, STORE, AHEAD, LAZY)),
             (_producer, (q, k, v, plan, shared, heads, group, CONSUMERS, BLOCK_N, STAGES, PACK, NAMED, Q_STAGES)),
         ], [4, 4, 1], [160, 160, 24])  # fmt: skip

@@ -16,7 +16,7 @@ from torch import Tensor
 from ringattn.kernels.contract import Carry, Score, Side
 from ringattn.kernels.hopper import finish, forward
 from ringattn.kernels.hopper.configs import MAX_HEAD_DIM, ForwardConfig, choose_forward, columns_of
-from ringattn.kernels.hopper.launching import addressable, groups_of, launch, multiprocessors, on, rows_of
+from ringattn.kernels.hopper.launching import addressable, describable, groups_of, launch, multiprocessors, on, rows_of
 from ringattn.kernels.hopper.plan import Shape, make_plan
 
 LOG2E = math.log2(math.e)
@@ -75,7 +75,11 @@ def launch_forward(
         return
     columns, v_columns = columns_of(d), columns_of(dv)
     q, k, v = _described(q), _described(k), _described(v)
-    queries = rows_of(q, 64, columns) if pack == 1 else groups_of(q, 64 // pack, pack, columns)
+    store = config.store and last and o.dtype == q.dtype and columns == v_columns and describable(o)
+    queries, outputs = (
+        rows_of(x, 64, columns) if pack == 1 else groups_of(x, 64 // pack, pack, columns)
+        for x in (q, o if store else q)
+    )
     # absent tensors of the carry and of the workspace are never touched; lse is a pointer of their kind
     state = (carry.m, carry.l, carry.acc) if carry is not None else (lse, lse, lse)
     parts = _workspace(plan.slots, tile, v_columns, q.device) if plan.slots else (lse, lse, lse)
@@ -89,8 +93,8 @@ def launch_forward(
             plan.programs,
             (
                 queries, rows_of(k, config.block_n, columns), rows_of(v, config.block_n, v_columns),
-                plan.work, plan.segments, plan.starts, o, lse, *state, *parts, rows.positions, rows.lo, rows.hi,
-                score.sinks, score.alibi_slopes, score.key_bias,
+                outputs if store else None, plan.work, plan.segments, plan.starts, o, lse, *state, *parts,
+                rows.positions, rows.lo, rows.hi, score.sinks, score.alibi_slopes, score.key_bias,
                 *_strides(o, o_unit), *acc_strides, *pairs, _batch(rows.lo), _batch(rows.hi), _batch(score.key_bias),
                 h // pack, h // hk // pack, s, t, *_scale_and_cap(score),
             ),
@@ -99,6 +103,7 @@ def launch_forward(
                 "DV": v_columns, "DV_WIDTH": dv, "PACK": pack, "O_UNIT": o_unit, "ACC_UNIT": acc_unit, "FIRST": first,
                 "LAST": last, "PLAIN": plain, "SOFTCAP": score.softcap > 0, "NAMED": config.named,
                 "Q_STAGES": 2 if config.early else 1, "TURN": config.turn, "EARLY": config.early, "HELD": config.held,
+                "STORE": store, "AHEAD": config.ahead, "LAZY": config.lazy,
             },
             num_warps=4,
             maxnreg=config.maxnreg,

@@ -1243,6 +1243,13 @@ def _move(match: re.Match[str], args: Sequence[Any], dtype: Any) -> Any:
     return args[0]
 
 
+@assembly(
+    r"\{ \.reg \.pred p; (setp\.[^;]*; )+vote\.sync\.any\.pred p, p, -1; @!p bra SAME; (mul\.f32 [^;]*; )+SAME: \}"
+)
+def _scale_unless_one(match: re.Match[str], args: Sequence[Any], dtype: Any) -> Any:
+    return args[0] * args[1]
+
+
 @assembly(r"fence\.proxy\.async(\.shared::cta)?;( mov\.[us]32 \$0, (0|\$1);)?")
 def _fence(match: re.Match[str], args: Sequence[Any], dtype: Any) -> Any:
     fence_async_shared()

@@ -64,10 +64,18 @@ def test_any_number_of_stages_computes_the_same_attention(stages: int, named: bo
 
 
 @pytest.mark.parametrize("seed", [None, 1, 2])
-@pytest.mark.parametrize("switch", ["early", "turns", "held"])
+@pytest.mark.parametrize("switch", ["early", "turns", "held", "store", "ahead", "lazy"])
 @pytest.mark.parametrize("case", [TILES, SCORES], ids=str)
 def test_no_switch_changes_what_is_computed(case: Case, switch: str, seed: int | None):
     config = configs.ForwardConfig(2, 32, 2, **{switch: True})
+    with machine.mode(seed=seed):
+        run_case(hopper_forward(config=config), case, torch.bfloat16, "cpu")
+
+
+@pytest.mark.parametrize("seed", [None, 1, 2])
+@pytest.mark.parametrize("case", [TILES, CARRIES], ids=str)
+def test_all_switches_together_compute_the_same_attention(case: Case, seed: int | None):
+    config = configs.ForwardConfig(2, 32, 2, early=True, store=True, ahead=True, lazy=True)
     with machine.mode(seed=seed):
         run_case(hopper_forward(config=config), case, torch.bfloat16, "cpu")
 
