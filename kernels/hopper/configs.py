@@ -58,7 +58,7 @@ MAX_HEAD_DIM = BUCKETS[-1]
 
 # (columns of q and k, columns of v) -> plain scores, other scores (their operands need registers, so fewer consumers)
 _FORWARD: dict[tuple[int, int], tuple[ForwardConfig, ForwardConfig]] = {
-    (64, 64): (ForwardConfig(3, 128, 4, early=True, store=True, ahead=True, lazy=True), ForwardConfig(2, 128, 4)),
+    (64, 64): (ForwardConfig(3, 128, 4, early=True, store=True, ahead=True), ForwardConfig(2, 128, 4)),
     (64, 128): (ForwardConfig(2, 128, 4), ForwardConfig(2, 64, 4)),
     (64, 256): (ForwardConfig(2, 64, 4), ForwardConfig(2, 64, 4)),
     (128, 64): (ForwardConfig(2, 128, 3), ForwardConfig(2, 64, 4)),
