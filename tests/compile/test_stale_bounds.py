@@ -1,3 +1,4 @@
+# pyright: reportCallIssue=false
 from __future__ import annotations
 
 import os
