@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 from dataclasses import replace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -31,6 +32,7 @@ HOPPER_CASES = [
     for deterministic in (False, True)
     if case.bias is None and not case.dropout_p
 ]
+LONG = tuple(case.name for case in LONG_CASES)
 
 
 @pytest.mark.parametrize("case", [*CASES, *LONG_CASES], ids=str)
@@ -43,13 +45,58 @@ def test_compiled_kernels_stay_within_budget(case: Case) -> None:
 def hopper() -> KernelSet:
     if not IS_HOPPER:
         pytest.skip("needs compute capability 9.0")
-    return importlib.import_module("ringattn.kernels.hopper.api")
+    return cast(KernelSet, importlib.import_module("ringattn.kernels.hopper.api"))
+
+
+@pytest.fixture
+def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three programs take all tiles of a Hopper launch: several each, of different lengths, which a device has room to avoid."""
+    for name in ("launching", "forward_launch", "backward_launch", "rows_launch", "wide_launch"):
+        module = importlib.import_module(f"ringattn.kernels.hopper.{name}")
+        if hasattr(module, "multiprocessors"):
+            monkeypatch.setattr(module, "multiprocessors", lambda device: 3)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
 @pytest.mark.parametrize("case", HOPPER_CASES, ids=str)
 def test_hopper_kernels_stay_within_budget(hopper: KernelSet, case: Case, dtype: torch.dtype) -> None:
     run_case(hopper, case, dtype, "cuda")
+
+
+@pytest.mark.usefixtures("few_programs")
+@pytest.mark.parametrize("case", [case for case in HOPPER_CASES if case.name.startswith(LONG)], ids=str)
+def test_few_programs_work_through_many_tiles(hopper: KernelSet, case: Case) -> None:
+    run_case(hopper, case, torch.bfloat16, "cuda")
+
+
+@pytest.mark.parametrize("programs", ["few", "many"])
+@pytest.mark.parametrize("features", [(), ("softcap", "alibi")], ids=["plain", "features"])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.usefixtures("hopper")
+def test_fixed_order_gives_the_same_bits_from_run_to_run(
+    head_dim: int, features: tuple[str, ...], programs: str, request: pytest.FixtureRequest
+) -> None:
+    if programs == "few":
+        request.getfixturevalue("few_programs")
+    n, heads, kv_heads = 3000, 8, 2
+    g = torch.Generator("cuda").manual_seed(0)
+    q, k, v, do = (
+        torch.randn(1, n, h, head_dim, device="cuda", dtype=torch.bfloat16, generator=g)
+        for h in (heads, kv_heads, kv_heads, heads)
+    )
+    score: dict[str, Any] = {"softcap": 20.0} if "softcap" in features else {}
+    if "alibi" in features:
+        score["alibi_slopes"] = torch.rand(heads, device="cuda", generator=g)
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    runs = []
+    for _ in range(4):
+        o, lse = ring_attention_with_lse(
+            q, k, v, Ring().sharding(n), causal=True, window=1700, deterministic=True, impl="hopper", **score
+        )
+        runs.append((o, lse, *torch.autograd.grad(o, leaves, do)))
+    for again in runs[1:]:
+        for name, x, y in zip("o lse dq dk dv".split(), runs[0], again, strict=True):
+            assert torch.equal(x, y), name
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if case.name in FP32_CASES], ids=str)

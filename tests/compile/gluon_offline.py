@@ -29,7 +29,7 @@ from triton.runtime.driver import driver
 
 from ringattn.kernels.contract import Carry, Grads, Score
 from ringattn.reference import visible_pairs
-from tests.compile import sass
+from tests.compile import sass, ttgir
 from tests.kernel_conformance import make_side
 
 HOPPER = GPUTarget("cuda", 90, 32)
@@ -51,6 +51,7 @@ class Report:
         warnings: Notes of the assembler: warnings, serialised wgmma.
         injected: Notes of the assembler on waits that it put in before products are used.
         schedule: Those loops as lists of events.
+        stale: Loops whose bounds the compiler took out of the loop around them; Note [Stale bounds] in ttgir.py.
         seconds: Of compilation.
     """
 
@@ -64,6 +65,7 @@ class Report:
     warnings: tuple[str, ...]
     injected: tuple[str, ...]
     schedule: tuple[tuple[str, ...], ...]
+    stale: tuple[str, ...]
     seconds: float
 
     @property
@@ -76,8 +78,7 @@ class Report:
         return (
             f"{self.name:22} {self.registers:4} registers {self.spills:5} bytes spilled, {self.loop_spills:3} in loops, "
             f"{self.shared:6} bytes shared, {self.products:4} HGMMA, loops [{loops}], {len(self.warnings)} warnings, "
-            f"{len(self.injected)} waits injected, "
-            f"{self.seconds:.1f} s"
+            f"{len(self.injected)} waits injected, {len(self.stale)} stale bounds, {self.seconds:.1f} s"
         )
 
 
@@ -154,6 +155,7 @@ def report(function: Any, kernel: Any, seconds: float, dump: str | None = None) 
         warnings=notes.warnings,
         injected=notes.injected,
         schedule=tuple(tuple(sass.events(loop)) for loop in loops),
+        stale=ttgir.stale_bounds(kernel.asm["ttgir"]),
         seconds=seconds,
     )
 
@@ -300,7 +302,7 @@ def main(arguments: list[str]) -> None:
             continue
         for found in reports:
             say(f"hd {head_dim:3} {found}\n")
-            for warning in (*found.warnings, *found.injected):
+            for warning in (*found.warnings, *found.injected, *found.stale):
                 say(f"    {warning}\n")
             if options.constants:
                 say(f"    {dict(found.constants)}\n")

@@ -1,9 +1,5 @@
 from __future__ import annotations
 
-import multiprocessing
-from collections.abc import Iterator
-from concurrent.futures import Future, ProcessPoolExecutor
-
 import pytest
 
 pytest.importorskip("triton")
@@ -22,26 +18,15 @@ RICH = [(kernel, 90, 128) for kernel in KERNELS]
 pytestmark = pytest.mark.compile
 
 
-@pytest.fixture(scope="module")
-def reports() -> Iterator[dict[tuple[str, int, int, bool], Future[offline.Report]]]:
-    """Every kernel of this module, on its way through two compilers at a time."""
-    with ProcessPoolExecutor(2, multiprocessing.get_context("spawn")) as pool:
-        jobs = {}
-        for plain, cases in ((True, PLAIN), (False, RICH)):
-            for kernel, arch, head_dim in cases:
-                config = configs.choose(f"sm{arch}", 2, head_dim, kernel, plain)
-                features = () if plain else EVERYTHING
-                jobs[kernel, arch, head_dim, plain] = pool.submit(
-                    offline.compile_kernel, kernel, arch, config, head_dim=head_dim, features=features
-                )
-        yield jobs
-        for job in jobs.values():
-            job.cancel()
+def compiled(kernel: str, arch: int, head_dim: int, *, plain: bool) -> offline.Report:
+    config = configs.choose(f"sm{arch}", 2, head_dim, kernel, plain)
+    features = () if plain else EVERYTHING
+    return offline.compile_kernel(kernel, arch, config, head_dim=head_dim, features=features)
 
 
 @pytest.mark.parametrize(("kernel", "arch", "head_dim"), PLAIN)
-def test_plain_kernels_fit_and_do_not_spill_in_their_loops(reports, kernel: str, arch: int, head_dim: int):
-    report = reports[kernel, arch, head_dim, True].result()
+def test_plain_kernels_fit_and_do_not_spill_in_their_loops(kernel: str, arch: int, head_dim: int):
+    report = compiled(kernel, arch, head_dim, plain=True)
     assert report.loop_spills == 0, report
     assert report.shared <= SHARED[arch], report
     assert TENSOR_OPS[arch] in report.tensor_ops, report
@@ -49,7 +34,7 @@ def test_plain_kernels_fit_and_do_not_spill_in_their_loops(reports, kernel: str,
 
 
 @pytest.mark.parametrize(("kernel", "arch", "head_dim"), RICH)
-def test_kernels_with_every_feature_fit(reports, kernel: str, arch: int, head_dim: int):
-    report = reports[kernel, arch, head_dim, False].result()
+def test_kernels_with_every_feature_fit(kernel: str, arch: int, head_dim: int):
+    report = compiled(kernel, arch, head_dim, plain=False)
     assert report.shared <= SHARED[arch], report
     assert TENSOR_OPS[arch] in report.tensor_ops, report

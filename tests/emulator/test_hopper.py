@@ -23,13 +23,19 @@ LONG = (
     Case("long_causal_96", seq_len=270, mask={"causal": True}, head_dim=96, heads=1, kv_heads=1),
     Case("long_group", seq_len=130, mask={"causal": True}, head_dim=64, heads=8, kv_heads=1, batch=2, accumulate=True),
 )
-FIXED = {"hidden_rows", "per_batch_gqa", "many_runs", "padded_ring", "empty_keys", "empty_queries_accumulate"}
-IN_FIXED_ORDER = [
-    replace(case, deterministic=True) for case in (*LONG, *SERVED) if case.name.startswith("long") or case.name in FIXED
-]
-HALF = ("long_zigzag", "long_not_plain")
-UNORDERED = ("long_zigzag", "long_not_plain", "long_lengths")
-MODES = ({"eager": True}, {"seed": 0}, {"seed": 1, "eager": True})
+FIXED = {
+    "hidden_rows", "per_batch_gqa", "many_runs", "padded_ring", "empty_keys", "empty_queries_accumulate", "long_full",
+    "long_causal_96", "long_causal_128", "long_v_wider", "long_window_both_sides", "long_documents", "long_lengths",
+    "long_striped", "long_group", "long_not_plain", "long_negative_scale", "long_hidden_rows", "few_rows_many_keys_not_plain",
+}  # fmt: skip
+IN_FIXED_ORDER = [replace(case, deterministic=True) for case in (*LONG, *SERVED) if case.name in FIXED]
+"""Beyond a head_dim of 128 the order is always fixed, so that these cases are not among them."""
+EAGER, SHUFFLED, BOTH = {"eager": True}, {"seed": 0}, {"seed": 1, "eager": True}
+UNORDERED = [("long_zigzag", EAGER), ("long_zigzag", SHUFFLED), ("long_not_plain", BOTH), ("long_lengths", BOTH)]
+
+
+def named(name: str) -> Case:
+    return next(case for case in LONG if case.name == name)
 
 
 @pytest.mark.parametrize("case", [*SERVED, *LONG], ids=str)
@@ -42,20 +48,19 @@ def test_the_backward_of_fixed_order_stays_within_budget(case: Case):
     run_case(hopper, case, torch.bfloat16, "cpu")
 
 
-@pytest.mark.parametrize("case", [case for case in LONG if case.name in HALF], ids=str)
-def test_float16_stays_within_budget(case: Case):
-    run_case(hopper, case, torch.float16, "cpu")
+@pytest.mark.parametrize("name", ["long_zigzag", "few_rows_many_keys_not_plain"])
+def test_float16_stays_within_budget(name: str):
+    run_case(hopper, named(name), torch.float16, "cpu")
 
 
-@pytest.mark.parametrize("mode", MODES, ids=str)
-@pytest.mark.parametrize("case", [case for case in LONG if case.name in UNORDERED], ids=str)
-def test_no_order_of_events_changes_what_is_computed(case: Case, mode: dict[str, Any]):
+@pytest.mark.parametrize(("name", "mode"), UNORDERED, ids=str)
+def test_no_order_of_events_changes_what_is_computed(name: str, mode: dict[str, Any]):
     with machine.mode(**mode):
-        run_case(hopper, case, torch.bfloat16, "cpu")
+        run_case(hopper, named(name), torch.bfloat16, "cpu")
 
 
 def test_no_order_of_events_changes_a_bit_in_fixed_order():
-    n, heads = 300, 2
+    n, heads = 300, 1
     visible = visible_pairs(n, n, causal=True)
     rows, keys = (make_side(((0, 1, n),), x, "cpu") for x in (visible, visible.transpose(1, 2)))
     generator = torch.Generator().manual_seed(0)
@@ -64,7 +69,7 @@ def test_no_order_of_events_changes_a_bit_in_fixed_order():
     slopes, bias = torch.rand(2 * heads, generator=generator), torch.randn(1, n, generator=generator)
     score = Score(0.125, alibi_slopes=slopes, key_bias=bias)
     found = []
-    for changes in ({}, *MODES):
+    for changes in ({}, SHUFFLED, BOTH):
         o, lse = torch.full_like(q, float("nan")), torch.full((1, 2 * heads, n), float("nan"))
         grads = Grads(
             *(torch.full(x.shape, float("nan")) for x in (q, k, v)),

@@ -13,30 +13,15 @@ from ringattn.kernels.contract import Grads, KernelSet, Score
 from ringattn.kernels.hopper.backward_configs import BackwardConfig
 from ringattn.reference import visible_pairs
 from tests.emulator import gluon as machine
-from tests.kernel_conformance import CASES, Case, make_side, run_case
+from tests.kernel_conformance import Case, make_side, run_case
 
 launch: Any = pytest.importorskip("ringattn.kernels.hopper.backward_launch")
 
 
 CAUSAL: dict[str, Any] = {"causal": True}
 LONG: tuple[Case, ...] = (
-    Case("long_full", seq_len=260, kv_len=384, head_dim=64),
-    Case("long_causal", seq_len=400, mask=CAUSAL, head_dim=64),
     Case("long_wide", seq_len=300, mask=CAUSAL, heads=4, kv_heads=2, head_dim=128),
     Case("long_128_v_64", seq_len=290, kv_len=256, head_dim=128, v_head_dim=64),
-    Case("long_64_v_128", seq_len=290, kv_len=256, head_dim=64, v_head_dim=128),
-    Case("long_window", seq_len=500, mask={"causal": True, "window": (200, None)}, head_dim=128, batch=2),
-    Case(
-        "long_zigzag",
-        seq_len=800,
-        q_runs=((130, 1, 270), (401, 2, 190)),
-        visits=(((0, 1, 130), (400, 1, 130)), ((130, 1, 140), (600, 1, 200))),
-        mask=CAUSAL,
-        heads=4,
-        kv_heads=1,
-        head_dim=64,
-        accumulate=True,
-    ),
     Case("long_split", seq_len=1200, kv_len=120, heads=1, kv_heads=1, head_dim=64, key_bias=True, alibi=True),
     Case(
         "long_everything",
@@ -65,12 +50,7 @@ LONG: tuple[Case, ...] = (
         accumulate=True,
     ),
 )
-"""Long enough for blocks without a mask, several tiles per program and tiles that are split."""
-
-
-def served(case: Case) -> bool:
-    wide = max(case.head_dim, case.v_head_dim or 0) > 128
-    return not (wide or case.dropout_p or case.bias)
+"""What the shared cases leave out: padded columns under every feature, and tiles that are split under some."""
 
 
 def kernels(config: BackwardConfig | None = None) -> KernelSet:
@@ -82,15 +62,14 @@ def kernels(config: BackwardConfig | None = None) -> KernelSet:
     return cast(KernelSet, SimpleNamespace(forward=eager.forward, delta=launch.launch_delta, backward=backward))
 
 
-@pytest.mark.parametrize("case", [case for case in (*CASES, *LONG) if served(case)], ids=str)
+@pytest.mark.parametrize("case", LONG, ids=str)
 def test_backward_stays_within_budget(case: Case):
     run_case(kernels(), case, torch.bfloat16, "cpu")
 
 
 @pytest.mark.parametrize("mode", [{"eager": True}, {"seed": 0}, {"seed": 1, "eager": True}], ids=str)
-@pytest.mark.parametrize("name", ["causal", "long_wide", "long_128_v_64"])
-def test_results_stay_within_budget_in_every_order_of_events(name: str, mode: dict[str, Any]):
-    case = next(case for case in (*CASES, *LONG) if case.name == name)
+def test_results_stay_within_budget_in_every_order_of_events(mode: dict[str, Any]):
+    case = next(case for case in LONG if case.name == "long_128_v_64")
     with machine.mode(**mode):
         run_case(kernels(), case, torch.float16, "cpu")
 
