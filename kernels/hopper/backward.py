@@ -134,12 +134,14 @@ def _producer(
 
 @gluon.jit
 def _storer(
-    work, segments, starts, dq_desc, dq_s, heads, group, rows, BM: gl.constexpr, COLUMNS: gl.constexpr
+    work, segments, starts, dq_desc, dk_desc, dv_desc, dq_s, heads, group, rows, D: gl.constexpr, DV: gl.constexpr,
+    BM: gl.constexpr, ADD: gl.constexpr,
 ):  # fmt: skip
+    COLUMNS: gl.constexpr = D * BM // 128
     at = gl.load(starts + gl.program_id(0))
     last = gl.load(starts + gl.program_id(0) + 1)
     for i in range(at, last):
-        head, _row, segment, masked, full, _masked_blocks, _full_blocks, _slot = _tile(work, i, rows)
+        head, row, segment, masked, full, _masked_blocks, _full_blocks, slot = _tile(work, i, rows)
         b = head // heads
         h_kv = head % heads
         for turn in range(2 * group):
@@ -161,7 +163,28 @@ def _storer(
                     else:
                         reduce_add(dq_desc, [b, h, x + 64, 0], dq_s.index(1))
                     x += BM
+        if dk_desc is not None:
+            if slot < 0:
+                for n in gl.static_range((D + DV) // COLUMNS):
+                    tma.store_wait(1)
+                    arrive(DQ_FREE, 160)
+                    tma.store_wait(0)
+                    arrive(DQ_FREE + 1, 160)
+                    for which in gl.static_range(2):
+                        sync(DQ_FULL + which, 160)
+                        if n * COLUMNS < D:
+                            _move(dk_desc, [b, h_kv, row + which * HALF, n * COLUMNS], dq_s.index(which), ADD)
+                        else:
+                            _move(dv_desc, [b, h_kv, row + which * HALF, n * COLUMNS - D], dq_s.index(which), ADD)
     tma.store_wait(0)
+
+
+@gluon.jit
+def _move(descriptor, coordinates, source, ADD: gl.constexpr):
+    if ADD:
+        reduce_add(descriptor, coordinates, source)
+    else:
+        tma.async_copy_shared_to_global(descriptor, coordinates, source)
 
 
 @gluon.jit
@@ -217,6 +240,17 @@ def _put_dq(WHICH: gl.constexpr, dq, dq_half, softmax_scale, SCALE_DQ: gl.conste
     dq_half.store(dq)
     fence_async_shared()
     arrive(DQ_FULL + WHICH, 160)
+
+
+@gluon.jit
+def _hand(WHICH: gl.constexpr, sums, half, WIDTH: gl.constexpr, COLUMNS: gl.constexpr):
+    """Hands 64 x WIDTH sums to the storer, COLUMNS at a time, through the buffer of dq."""
+    if WIDTH == COLUMNS:
+        _put_dq(WHICH, sums, half, 1.0, False)
+    else:
+        left, right = gl.split(gl.permute(gl.reshape(sums, [HALF, 2, COLUMNS]), [0, 2, 1]))
+        _put_dq(WHICH, left, half, 1.0, False)
+        _put_dq(WHICH, right, half, 1.0, False)
 
 
 @gluon.jit
@@ -344,7 +378,8 @@ def _consumer(
     scale, cap, softmax_scale,
     D: gl.constexpr, DV: gl.constexpr, D_WIDTH: gl.constexpr, DV_WIDTH: gl.constexpr, BM: gl.constexpr,
     PLAIN: gl.constexpr, SOFTCAP: gl.constexpr, ADD: gl.constexpr,
-    WANT_DQ: gl.constexpr, SCALE_DQ: gl.constexpr, PIN: gl.constexpr, NEAR: gl.constexpr, UNIT: gl.constexpr,
+    WANT_DQ: gl.constexpr, SCALE_DQ: gl.constexpr, PIN: gl.constexpr, NEAR: gl.constexpr, STAGED: gl.constexpr,
+    UNIT: gl.constexpr,
 ):  # fmt: skip
     COLUMNS: gl.constexpr = D * BM // 128
     WANT_KEY_BIAS: gl.constexpr = dkey_bias_out is not None
@@ -435,6 +470,9 @@ def _consumer(
             part_out = parts + gl.cast(slot, gl.int64) * (TILE * (D + DV))
             _put(part_out, D, dk, WHICH * HALF, TILE, columns_s, D, D, False)
             _put(part_out + TILE * D, DV, dv, WHICH * HALF, TILE, columns_s, DV, DV, False)
+        elif STAGED:
+            _hand(WHICH, dk, dq_half, D, COLUMNS)
+            _hand(WHICH, dv, dq_half, DV, COLUMNS)
         else:
             dk_at = dk_out + (gl.cast(b, gl.int64) * dk_sb + gl.cast(h_kv, gl.int64) * dk_sh) * UNIT
             dv_at = dv_out + (gl.cast(b, gl.int64) * dv_sb + gl.cast(h_kv, gl.int64) * dv_sh) * UNIT
@@ -457,7 +495,7 @@ def _segment(segments, part):
 
 @gluon.jit(do_not_specialize=list(RUNTIME))
 def backward_kernel(
-    work, segments, starts, q_desc, do_desc, k_desc, v_desc, lse_desc, delta_desc, dq_desc,
+    work, segments, starts, q_desc, do_desc, k_desc, v_desc, lse_desc, delta_desc, dq_desc, dk_desc, dv_desc,
     dk_out, dv_out, parts, dkey_bias_out, dkey_bias_parts, dalibi_out, positions, lo_ptr, hi_ptr, alibi_slopes, key_bias,
     dk_sb, dk_ss, dk_sh, dv_sb, dv_ss, dv_sh, lo_sb, hi_sb, key_bias_sb, dalibi_sb, dalibi_sh,
     heads, group, rows, queries, padded_queries, scale, cap, softmax_scale,
@@ -503,17 +541,17 @@ def backward_kernel(
                      dalibi_out, positions, lo_ptr, hi_ptr, alibi_slopes, key_bias, dk_sb, dk_ss, dk_sh, dv_sb, dv_ss, dv_sh,
                      lo_sb, hi_sb, key_bias_sb, dalibi_sb, dalibi_sh, heads, group, rows, queries, scale, cap, softmax_scale,
                      D, DV, D_WIDTH, DV_WIDTH, BM, PLAIN, SOFTCAP, ADD, WANT_DQ, SCALE_DQ, PIN,
-                     NEAR, UNIT)),
+                     NEAR, dk_desc is not None, UNIT)),
             (_consumer, (gl.constexpr(1), work, segments, starts, q_s, do_s, k_s, v_s, lse_s, delta_s, ds_s, dq_s, columns_s,
                      kv_full, kv_free, q_full, do_full, dk_out, dv_out, parts, dkey_bias_out, dkey_bias_parts,
                      dalibi_out, positions, lo_ptr, hi_ptr, alibi_slopes, key_bias, dk_sb, dk_ss, dk_sh, dv_sb, dv_ss, dv_sh,
                      lo_sb, hi_sb, key_bias_sb, dalibi_sb, dalibi_sh, heads, group, rows, queries, scale, cap, softmax_scale,
                      D, DV, D_WIDTH, DV_WIDTH, BM, PLAIN, SOFTCAP, ADD, WANT_DQ, SCALE_DQ, PIN,
-                     NEAR, UNIT)),
+                     NEAR, dk_desc is not None, UNIT)),
             (_producer, (work, segments, starts, q_desc, do_desc, k_desc, v_desc, lse_desc, delta_desc, q_s, do_s, k_s, v_s,
                      lse_s, delta_s, kv_full, kv_free, q_full, do_full, heads, group, rows, padded_queries,
                      BM)),
-            (_storer, (work, segments, starts, dq_desc, dq_s, heads, group, rows, BM, COLUMNS)),
+            (_storer, (work, segments, starts, dq_desc, dk_desc, dv_desc, dq_s, heads, group, rows, D, DV, BM, ADD)),
         ], [4, 1, 1], [240, 24, 24])  # fmt: skip
     else:
         gl.warp_specialize([
@@ -522,13 +560,13 @@ def backward_kernel(
                      dalibi_out, positions, lo_ptr, hi_ptr, alibi_slopes, key_bias, dk_sb, dk_ss, dk_sh, dv_sb, dv_ss, dv_sh,
                      lo_sb, hi_sb, key_bias_sb, dalibi_sb, dalibi_sh, heads, group, rows, queries, scale, cap, softmax_scale,
                      D, DV, D_WIDTH, DV_WIDTH, BM, PLAIN, SOFTCAP, ADD, WANT_DQ, SCALE_DQ, PIN,
-                     NEAR, UNIT)),
+                     NEAR, dk_desc is not None, UNIT)),
             (_consumer, (gl.constexpr(1), work, segments, starts, q_s, do_s, k_s, v_s, lse_s, delta_s, None, None, columns_s,
                      kv_full, kv_free, q_full, do_full, dk_out, dv_out, parts, dkey_bias_out, dkey_bias_parts,
                      dalibi_out, positions, lo_ptr, hi_ptr, alibi_slopes, key_bias, dk_sb, dk_ss, dk_sh, dv_sb, dv_ss, dv_sh,
                      lo_sb, hi_sb, key_bias_sb, dalibi_sb, dalibi_sh, heads, group, rows, queries, scale, cap, softmax_scale,
                      D, DV, D_WIDTH, DV_WIDTH, BM, PLAIN, SOFTCAP, ADD, WANT_DQ, SCALE_DQ, PIN,
-                     NEAR, UNIT)),
+                     NEAR, dk_desc is not None, UNIT)),
             (_producer, (work, segments, starts, q_desc, do_desc, k_desc, v_desc, lse_desc, delta_desc, q_s, do_s, k_s, v_s,
                      lse_s, delta_s, kv_full, kv_free, q_full, do_full, heads, group, rows, padded_queries,
                      BM)),

@@ -27,12 +27,14 @@ class BackwardConfig:
         persistent: As many programs as multiprocessors, which take several tiles each; else one tile per program.
         near: Addresses of K and V are made where products use them, in uniform registers; else they are kept through all
             loops. Costs some 40 uniform instructions a block.
+        staged: dk and dv in fp32 leave through the buffer of dq and the bulk copy engine, not from registers.
     """
 
     block: int
     pin: bool = False
     persistent: bool = True
     near: bool = True
+    staged: bool = False
 
 
 # (padded head_dim, padded v_head_dim) -> plain scores, other scores (their terms need registers, so smaller blocks)

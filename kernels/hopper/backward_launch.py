@@ -138,10 +138,14 @@ def _launch(
         scale, cap = score.softmax_scale / score.softcap, score.softcap * LOG2E
     block, columns = config.block, padded_d * config.block // 128
     unit = 8 if all(x % 8 == 0 for out in (grads.dk, grads.dv) for x in out.stride()[:3]) else 1
+    staged = (
+        config.staged and want_rows and all(x.dtype == torch.float32 and describable(x) for x in (grads.dk, grads.dv))
+    )
     args = (
         plan.work, plan.segments, plan.starts,
         rows_of(q, block, padded_d), rows_of(do, block, padded_dv), rows_of(k, TILE, padded_d), rows_of(v, TILE, padded_dv),
         numbers_of(start_s, block), numbers_of(start_dp, block), None if total is None else rows_of(total, 64, columns),
+        *(rows_of(x, 64, columns) if staged else None for x in (grads.dk, grads.dv)),
         grads.dk, grads.dv, parts_out, dkey_bias, dkey_bias_parts_out, dalibi, keys.positions, keys.lo, keys.hi,
         score.alibi_slopes, score.key_bias,
         *(x // unit for x in _strides(grads.dk)), *(x // unit for x in _strides(grads.dv)),
