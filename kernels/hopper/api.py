@@ -9,7 +9,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from ringattn.kernels.contract import Carry, Grads, Score, Side
-from ringattn.kernels.hopper.backward_launch import MAX_HEAD_DIM, launch_backward, launch_keys
+from ringattn.kernels.hopper.backward_launch import MAX_HEAD_DIM, launch_backward, launch_keys, prefers_pair
 from ringattn.kernels.hopper.forward_launch import launch_forward
 from ringattn.kernels.hopper.rows_launch import launch_rows
 from ringattn.kernels.hopper.wide_launch import launch_wide
@@ -53,12 +53,13 @@ def backward(
 ) -> None:
     """Gradients of one visit (`KernelSet.backward`).
 
-    Up to a head_dim of 128 sums are made in a fixed order only when `grads.deterministic`; beyond it always.
+    Beyond a head_dim of 128 sums are made in a fixed order always, up to it where `grads.deterministic` asks for it or the
+    pair of kernels suits the score better.
     """
     args = (do, q, k, v, lse, delta, rows, keys, score, grads)
     if max(q.shape[-1], v.shape[-1]) > MAX_HEAD_DIM:
         launch_wide(*args)
-    elif grads.deterministic:
+    elif grads.deterministic or prefers_pair(q, v, score, grads):
         launch_keys(*args)
         launch_rows(*args)
     else:

@@ -24,6 +24,10 @@ Note [Rows beyond the keys]
     In a tile that the end of the buffer cuts, every block is masked: p of a key that does not exist could overflow,
     and infinity times the zeros read in its place would reach dq.
 
+Note [Addresses]
+    K and V stay where they are through all loops, so the compiler makes the descriptors of all their slices once and keeps
+    them, in registers that the products need. An index that it cannot see through makes them where they are used (NEAR).
+
 Note [Roles]
     warps 0-3, 4-7   consumers: keys 0 .. 63 and 64 .. 127 of the tile
     warp 8           producer: loads K and V of a tile, and Q, dO, lse and delta of a block
@@ -99,7 +103,7 @@ def _producer(
         if tiles > 0:
             mbarrier.wait(kv_free.index(0), (tiles & 1) ^ 1)
         mbarrier.expect(kv_full.index(0), k_desc.block_type.nbytes)
-        tma.async_copy_global_to_shared(k_desc, [b, h_kv, row, 0], kv_full.index(0), k_s)
+        tma.async_copy_global_to_shared(k_desc, [b, h_kv, row, 0], kv_full.index(0), k_s.index(0))
         fresh = True
         for turn in range(2 * group):
             g, first, end = _turn(turn, group, segment, masked, full)
@@ -121,7 +125,7 @@ def _producer(
                     if fresh:
                         # after the first block: S needs K and Q, and only then does dP need V and dO
                         mbarrier.expect(kv_full.index(1), v_desc.block_type.nbytes)
-                        tma.async_copy_global_to_shared(v_desc, [b, h_kv, row, 0], kv_full.index(1), v_s)
+                        tma.async_copy_global_to_shared(v_desc, [b, h_kv, row, 0], kv_full.index(1), v_s.index(0))
                         fresh = False
                     x += BM
                     count += 1
@@ -130,12 +134,14 @@ def _producer(
 
 @gluon.jit
 def _storer(
-    work, segments, starts, dq_desc, dq_s, heads, group, rows, BM: gl.constexpr, COLUMNS: gl.constexpr
+    work, segments, starts, dq_desc, dk_desc, dv_desc, dq_s, heads, group, rows, D: gl.constexpr, DV: gl.constexpr,
+    BM: gl.constexpr, ADD: gl.constexpr,
 ):  # fmt: skip
+    COLUMNS: gl.constexpr = D * BM // 128
     at = gl.load(starts + gl.program_id(0))
     last = gl.load(starts + gl.program_id(0) + 1)
     for i in range(at, last):
-        head, _row, segment, masked, full, _masked_blocks, _full_blocks, _slot = _tile(work, i, rows)
+        head, row, segment, masked, full, _masked_blocks, _full_blocks, slot = _tile(work, i, rows)
         b = head // heads
         h_kv = head % heads
         for turn in range(2 * group):
@@ -157,7 +163,28 @@ def _storer(
                     else:
                         reduce_add(dq_desc, [b, h, x + 64, 0], dq_s.index(1))
                     x += BM
+        if dk_desc is not None:
+            if slot < 0:
+                for n in gl.static_range((D + DV) // COLUMNS):
+                    tma.store_wait(1)
+                    arrive(DQ_FREE, 160)
+                    tma.store_wait(0)
+                    arrive(DQ_FREE + 1, 160)
+                    for which in gl.static_range(2):
+                        sync(DQ_FULL + which, 160)
+                        if n * COLUMNS < D:
+                            _move(dk_desc, [b, h_kv, row + which * HALF, n * COLUMNS], dq_s.index(which), ADD)
+                        else:
+                            _move(dv_desc, [b, h_kv, row + which * HALF, n * COLUMNS - D], dq_s.index(which), ADD)
     tma.store_wait(0)
+
+
+@gluon.jit
+def _move(descriptor, coordinates, source, ADD: gl.constexpr):
+    if ADD:
+        reduce_add(descriptor, coordinates, source)
+    else:
+        tma.async_copy_shared_to_global(descriptor, coordinates, source)
 
 
 @gluon.jit
@@ -216,11 +243,23 @@ def _put_dq(WHICH: gl.constexpr, dq, dq_half, softmax_scale, SCALE_DQ: gl.conste
 
 
 @gluon.jit
+def _hand(WHICH: gl.constexpr, sums, half, WIDTH: gl.constexpr, COLUMNS: gl.constexpr):
+    """Hands 64 x WIDTH sums to the storer, COLUMNS at a time, through the buffer of dq."""
+    if WIDTH == COLUMNS:
+        _put_dq(WHICH, sums, half, 1.0, False)
+    else:
+        left, right = gl.split(gl.permute(gl.reshape(sums, [HALF, 2, COLUMNS]), [0, 2, 1]))
+        _put_dq(WHICH, left, half, 1.0, False)
+        _put_dq(WHICH, right, half, 1.0, False)
+
+
+@gluon.jit
 def _step(
     WHICH: gl.constexpr, count, dk, dv, dkey_bias, low, high, x, origin, stride, k_pos, slope, key_bias, dalibi, queries,
-    q_s, do_s, k_w, v_w, k_h, lse_s, delta_s, ds_s, dq_half, columns_s, q_full, do_full, scale, cap, softmax_scale,
+    q_s, do_s, k_s, v_s, lse_s, delta_s, ds_s, dq_half, columns_s, q_full, do_full, scale, cap, softmax_scale,
     MASKED: gl.constexpr, D: gl.constexpr, DV: gl.constexpr, BM: gl.constexpr, PLAIN: gl.constexpr,
     SOFTCAP: gl.constexpr, WANT_KEY_BIAS: gl.constexpr, WANT_DQ: gl.constexpr, SCALE_DQ: gl.constexpr, PIN: gl.constexpr,
+    NEAR: gl.constexpr,
 ):  # fmt: skip
     """Adds what one block of queries sends to 64 keys, and makes this warpgroup's half of the block's dq.
 
@@ -236,6 +275,12 @@ def _step(
     EARLY: gl.constexpr = PIN or MASKED
     st = count & 1
     phase = (count >> 1) & 1
+    COLUMNS: gl.constexpr = D * BM // 128
+    tile = opaque(gl.to_tensor(0)) if NEAR else 0  # Note [Addresses]
+    k = k_s.index(tile).reshape([TILE, D])
+    k_w = k.slice(WHICH * HALF, HALF, 0)
+    v_w = v_s.index(tile).reshape([TILE, DV]).slice(WHICH * HALF, HALF, 0)
+    k_h = k.slice(WHICH * COLUMNS, COLUMNS, 1) if BM == 64 else k
     q = q_s.index(st).reshape([BM, D])
     do = do_s.index(st).reshape([BM, DV])
 
@@ -244,8 +289,7 @@ def _step(
         column = x + gl.expand_dims(columns_s.slice(0, BM).load(columns_l), 0)
         visible = (column >= gl.expand_dims(low, 1)) & (column < gl.expand_dims(high, 1))
     start_s = _spread(lse_s.index(st), BM)
-    if EARLY or not PLAIN:
-        start_dp = _spread(delta_s.index(st), BM)
+    start_dp = _spread(delta_s.index(st), BM)
     if PLAIN:
         if MASKED:
             start_s = gl.where(visible, start_s, HIDDEN)
@@ -257,8 +301,6 @@ def _step(
         zero = gl.zeros([HALF, BM], gl.float32, s_l)
         s_token = warpgroup_mma(k_w, q.permute((1, 0)), zero, use_acc=False, is_async=True)
     mbarrier.wait(do_full.index(st), phase)
-    if PLAIN and not EARLY:
-        start_dp = _spread(delta_s.index(st), BM)
     dp_token = warpgroup_mma(v_w, do.permute((1, 0)), start_dp, is_async=True)
     s = warpgroup_mma_wait(1, deps=[s_token])
     if PLAIN:
@@ -333,7 +375,8 @@ def _consumer(
     scale, cap, softmax_scale,
     D: gl.constexpr, DV: gl.constexpr, D_WIDTH: gl.constexpr, DV_WIDTH: gl.constexpr, BM: gl.constexpr,
     PLAIN: gl.constexpr, SOFTCAP: gl.constexpr, ADD: gl.constexpr,
-    WANT_DQ: gl.constexpr, SCALE_DQ: gl.constexpr, PIN: gl.constexpr, UNIT: gl.constexpr,
+    WANT_DQ: gl.constexpr, SCALE_DQ: gl.constexpr, PIN: gl.constexpr, NEAR: gl.constexpr, STAGED: gl.constexpr,
+    UNIT: gl.constexpr,
 ):  # fmt: skip
     COLUMNS: gl.constexpr = D * BM // 128
     WANT_KEY_BIAS: gl.constexpr = dkey_bias_out is not None
@@ -345,10 +388,6 @@ def _consumer(
     last = gl.load(starts + gl.program_id(0) + 1)
     count = 0
     tiles = 0
-    k = k_s.reshape([TILE, D])
-    k_w = k.slice(WHICH * HALF, HALF, 0)
-    v_w = v_s.reshape([TILE, DV]).slice(WHICH * HALF, HALF, 0)
-    k_h = k.slice(WHICH * COLUMNS, COLUMNS, 1) if BM == 64 else k
     dq_half = dq_s.index(WHICH).reshape([64, COLUMNS]) if WANT_DQ else None
     for i in range(at, last):
         head, row, segment, masked, full, _masked_blocks, full_blocks, slot = _tile(work, i, rows)
@@ -385,17 +424,17 @@ def _consumer(
                 for _j in range(blocks):
                     dk, dv, dkey_bias = _step(
                         WHICH, count, dk, dv, dkey_bias, low, high, x, origin, stride, k_pos, slope, key_bias, dalibi,
-                        queries, q_s, do_s, k_w, v_w, k_h, lse_s, delta_s, ds_s, dq_half, columns_s, q_full, do_full, scale, cap,
-                        softmax_scale, True, D, DV, BM, PLAIN, SOFTCAP, WANT_KEY_BIAS, WANT_DQ, SCALE_DQ, PIN,
+                        queries, q_s, do_s, k_s, v_s, lse_s, delta_s, ds_s, dq_half, columns_s, q_full, do_full, scale, cap,
+                        softmax_scale, True, D, DV, BM, PLAIN, SOFTCAP, WANT_KEY_BIAS, WANT_DQ, SCALE_DQ, PIN, NEAR,
                     )  # fmt: skip
                     x += BM
                     count += 1
         if PLAIN:
             for _j in range(full_blocks * group):
                 dk, dv, dkey_bias = _step(
-                    WHICH, count, dk, dv, dkey_bias, None, None, 0, 0, 0, None, None, None, None, queries, q_s, do_s, k_w,
-                    v_w, k_h, lse_s, delta_s, ds_s, dq_half, columns_s, q_full, do_full, scale, cap, softmax_scale, False,
-                    D, DV, BM, PLAIN, SOFTCAP, WANT_KEY_BIAS, WANT_DQ, SCALE_DQ, PIN,
+                    WHICH, count, dk, dv, dkey_bias, None, None, 0, 0, 0, None, None, None, None, queries, q_s, do_s, k_s,
+                    v_s, lse_s, delta_s, ds_s, dq_half, columns_s, q_full, do_full, scale, cap, softmax_scale, False,
+                    D, DV, BM, PLAIN, SOFTCAP, WANT_KEY_BIAS, WANT_DQ, SCALE_DQ, PIN, NEAR,
                 )  # fmt: skip
                 count += 1
         else:
@@ -410,8 +449,9 @@ def _consumer(
                     for _j in range(blocks):
                         dk, dv, dkey_bias = _step(
                             WHICH, count, dk, dv, dkey_bias, None, None, x, origin, stride, k_pos, slope, key_bias, dalibi,
-                            queries, q_s, do_s, k_w, v_w, k_h, lse_s, delta_s, ds_s, dq_half, columns_s, q_full, do_full,
-                            scale, cap, softmax_scale, False, D, DV, BM, PLAIN, SOFTCAP, WANT_KEY_BIAS, WANT_DQ, SCALE_DQ, PIN,
+                            queries, q_s, do_s, k_s, v_s, lse_s, delta_s, ds_s, dq_half, columns_s, q_full, do_full,
+                            scale, cap, softmax_scale, False, D, DV, BM, PLAIN, SOFTCAP, WANT_KEY_BIAS, WANT_DQ, SCALE_DQ,
+                            PIN, NEAR,
                         )  # fmt: skip
                         x += BM
                         count += 1
@@ -427,6 +467,9 @@ def _consumer(
             part_out = parts + gl.cast(slot, gl.int64) * (TILE * (D + DV))
             _put(part_out, D, dk, WHICH * HALF, TILE, columns_s, D, D, False)
             _put(part_out + TILE * D, DV, dv, WHICH * HALF, TILE, columns_s, DV, DV, False)
+        elif STAGED:
+            _hand(WHICH, dk, dq_half, D, COLUMNS)
+            _hand(WHICH, dv, dq_half, DV, COLUMNS)
         else:
             dk_at = dk_out + (gl.cast(b, gl.int64) * dk_sb + gl.cast(h_kv, gl.int64) * dk_sh) * UNIT
             dv_at = dv_out + (gl.cast(b, gl.int64) * dv_sb + gl.cast(h_kv, gl.int64) * dv_sh) * UNIT
@@ -449,14 +492,14 @@ def _segment(segments, part):
 
 @gluon.jit(do_not_specialize=list(RUNTIME))
 def backward_kernel(
-    work, segments, starts, q_desc, do_desc, k_desc, v_desc, lse_desc, delta_desc, dq_desc,
+    work, segments, starts, q_desc, do_desc, k_desc, v_desc, lse_desc, delta_desc, dq_desc, dk_desc, dv_desc,
     dk_out, dv_out, parts, dkey_bias_out, dkey_bias_parts, dalibi_out, positions, lo_ptr, hi_ptr, alibi_slopes, key_bias,
     dk_sb, dk_ss, dk_sh, dv_sb, dv_ss, dv_sh, lo_sb, hi_sb, key_bias_sb, dalibi_sb, dalibi_sh,
     heads, group, rows, queries, padded_queries, scale, cap, softmax_scale,
     D: gl.constexpr, DV: gl.constexpr, D_WIDTH: gl.constexpr, DV_WIDTH: gl.constexpr, BM: gl.constexpr,
     PLAIN: gl.constexpr, SOFTCAP: gl.constexpr, ADD: gl.constexpr,
-    WANT_DQ: gl.constexpr, SCALE_DQ: gl.constexpr, PIN: gl.constexpr, UNIT: gl.constexpr, DS_LAYOUT: gl.constexpr,
-    num_warps: gl.constexpr,
+    WANT_DQ: gl.constexpr, SCALE_DQ: gl.constexpr, PIN: gl.constexpr, NEAR: gl.constexpr, UNIT: gl.constexpr,
+    DS_LAYOUT: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     """dq, dk and dv of one visit, or dk and dv alone; `rows` are keys, `heads` key heads.
 
@@ -470,8 +513,8 @@ def backward_kernel(
     COLUMNS: gl.constexpr = D * BM // 128
     q_s = gl.allocate_shared_memory(q_desc.dtype, [STAGES, 1, 1, BM, D], q_desc.layout)
     do_s = gl.allocate_shared_memory(do_desc.dtype, [STAGES, 1, 1, BM, DV], do_desc.layout)
-    k_s = gl.allocate_shared_memory(k_desc.dtype, [1, 1, TILE, D], k_desc.layout)
-    v_s = gl.allocate_shared_memory(v_desc.dtype, [1, 1, TILE, DV], v_desc.layout)
+    k_s = gl.allocate_shared_memory(k_desc.dtype, [1, 1, 1, TILE, D], k_desc.layout)
+    v_s = gl.allocate_shared_memory(v_desc.dtype, [1, 1, 1, TILE, DV], v_desc.layout)
     lse_s = gl.allocate_shared_memory(gl.float32, [STAGES, BM], lse_desc.layout)
     delta_s = gl.allocate_shared_memory(gl.float32, [STAGES, BM], delta_desc.layout)
     kv_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
@@ -495,17 +538,17 @@ def backward_kernel(
                      dalibi_out, positions, lo_ptr, hi_ptr, alibi_slopes, key_bias, dk_sb, dk_ss, dk_sh, dv_sb, dv_ss, dv_sh,
                      lo_sb, hi_sb, key_bias_sb, dalibi_sb, dalibi_sh, heads, group, rows, queries, scale, cap, softmax_scale,
                      D, DV, D_WIDTH, DV_WIDTH, BM, PLAIN, SOFTCAP, ADD, WANT_DQ, SCALE_DQ, PIN,
-                     UNIT)),
+                     NEAR, dk_desc is not None, UNIT)),
             (_consumer, (gl.constexpr(1), work, segments, starts, q_s, do_s, k_s, v_s, lse_s, delta_s, ds_s, dq_s, columns_s,
                      kv_full, kv_free, q_full, do_full, dk_out, dv_out, parts, dkey_bias_out, dkey_bias_parts,
                      dalibi_out, positions, lo_ptr, hi_ptr, alibi_slopes, key_bias, dk_sb, dk_ss, dk_sh, dv_sb, dv_ss, dv_sh,
                      lo_sb, hi_sb, key_bias_sb, dalibi_sb, dalibi_sh, heads, group, rows, queries, scale, cap, softmax_scale,
                      D, DV, D_WIDTH, DV_WIDTH, BM, PLAIN, SOFTCAP, ADD, WANT_DQ, SCALE_DQ, PIN,
-                     UNIT)),
+                     NEAR, dk_desc is not None, UNIT)),
             (_producer, (work, segments, starts, q_desc, do_desc, k_desc, v_desc, lse_desc, delta_desc, q_s, do_s, k_s, v_s,
                      lse_s, delta_s, kv_full, kv_free, q_full, do_full, heads, group, rows, padded_queries,
                      BM)),
-            (_storer, (work, segments, starts, dq_desc, dq_s, heads, group, rows, BM, COLUMNS)),
+            (_storer, (work, segments, starts, dq_desc, dk_desc, dv_desc, dq_s, heads, group, rows, D, DV, BM, ADD)),
         ], [4, 1, 1], [240, 24, 24])  # fmt: skip
     else:
         gl.warp_specialize([
@@ -514,13 +557,13 @@ def backward_kernel(
                      dalibi_out, positions, lo_ptr, hi_ptr, alibi_slopes, key_bias, dk_sb, dk_ss, dk_sh, dv_sb, dv_ss, dv_sh,
                      lo_sb, hi_sb, key_bias_sb, dalibi_sb, dalibi_sh, heads, group, rows, queries, scale, cap, softmax_scale,
                      D, DV, D_WIDTH, DV_WIDTH, BM, PLAIN, SOFTCAP, ADD, WANT_DQ, SCALE_DQ, PIN,
-                     UNIT)),
+                     NEAR, dk_desc is not None, UNIT)),
             (_consumer, (gl.constexpr(1), work, segments, starts, q_s, do_s, k_s, v_s, lse_s, delta_s, None, None, columns_s,
                      kv_full, kv_free, q_full, do_full, dk_out, dv_out, parts, dkey_bias_out, dkey_bias_parts,
                      dalibi_out, positions, lo_ptr, hi_ptr, alibi_slopes, key_bias, dk_sb, dk_ss, dk_sh, dv_sb, dv_ss, dv_sh,
                      lo_sb, hi_sb, key_bias_sb, dalibi_sb, dalibi_sh, heads, group, rows, queries, scale, cap, softmax_scale,
                      D, DV, D_WIDTH, DV_WIDTH, BM, PLAIN, SOFTCAP, ADD, WANT_DQ, SCALE_DQ, PIN,
-                     UNIT)),
+                     NEAR, dk_desc is not None, UNIT)),
             (_producer, (work, segments, starts, q_desc, do_desc, k_desc, v_desc, lse_desc, delta_desc, q_s, do_s, k_s, v_s,
                      lse_s, delta_s, kv_full, kv_free, q_full, do_full, heads, group, rows, padded_queries,
                      BM)),

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ringattn.kernels.contract import Grads, Score, Side
 from ringattn.kernels.hopper import around, backward
-from ringattn.kernels.hopper.backward_configs import BACKWARD, BackwardConfig, padded_dims
+from ringattn.kernels.hopper.backward_configs import BackwardConfig, choose_backward, is_for_pair, padded_dims
 from ringattn.kernels.hopper.launching import (
     addressable,
     describable,
@@ -29,7 +29,7 @@ from ringattn.kernels.hopper.launching import (
 from ringattn.kernels.hopper.plan import Shape, WorkPlan, make_plan
 from ringattn.kernels.portable.launch import launch_delta
 
-__all__ = ["launch_backward", "launch_delta", "launch_keys"]
+__all__ = ["launch_backward", "launch_delta", "launch_keys", "prefers_pair"]
 
 _prepare: Any = around.prepare_kernel
 _finish_rows: Any = around.finish_rows_kernel
@@ -101,7 +101,8 @@ def _launch(
     t, hk, dv = v.shape[1:]
     _check(q, d, dv, score)
     padded_d, padded_dv = padded_dims(d, dv)
-    config = config or BACKWARD[padded_d, padded_dv]
+    plain = _is_plain(score)
+    config = config or choose_backward(d, dv, plain, _terms(score), rows=want_rows)
     plan = None
     if batch * s * t * h > 0:
         plan = _plan(q, v, rows, keys, grads, config)
@@ -109,7 +110,6 @@ def _launch(
         _write_zeros(grads, want_rows=want_rows)
         return
 
-    plain = _is_plain(score)
     do, q, k, v = (addressable(x) for x in (do, q, k, v))
     padded_rows = s + -s % 4  # bulk loads begin at multiples of 16 bytes, so every head does
     start_s, start_dp = (torch.empty((batch, h, padded_rows), dtype=torch.float32, device=q.device) for _ in range(2))
@@ -138,10 +138,14 @@ def _launch(
         scale, cap = score.softmax_scale / score.softcap, score.softcap * LOG2E
     block, columns = config.block, padded_d * config.block // 128
     unit = 8 if all(x % 8 == 0 for out in (grads.dk, grads.dv) for x in out.stride()[:3]) else 1
+    staged = (
+        config.staged and want_rows and all(x.dtype == torch.float32 and describable(x) for x in (grads.dk, grads.dv))
+    )
     args = (
         plan.work, plan.segments, plan.starts,
         rows_of(q, block, padded_d), rows_of(do, block, padded_dv), rows_of(k, TILE, padded_d), rows_of(v, TILE, padded_dv),
         numbers_of(start_s, block), numbers_of(start_dp, block), None if total is None else rows_of(total, 64, columns),
+        *(rows_of(x, 64, columns) if staged else None for x in (grads.dk, grads.dv)),
         grads.dk, grads.dv, parts_out, dkey_bias, dkey_bias_parts_out, dalibi, keys.positions, keys.lo, keys.hi,
         score.alibi_slopes, score.key_bias,
         *(x // unit for x in _strides(grads.dk)), *(x // unit for x in _strides(grads.dv)),
@@ -151,7 +155,8 @@ def _launch(
     constants = {
         "D": padded_d, "DV": padded_dv, "D_WIDTH": d, "DV_WIDTH": dv, "BM": block,
         "PLAIN": plain, "SOFTCAP": score.softcap > 0,
-        "ADD": grads.accumulate_keys, "WANT_DQ": want_rows, "SCALE_DQ": direct, "PIN": config.pin and plain, "UNIT": unit,
+        "ADD": grads.accumulate_keys, "WANT_DQ": want_rows, "SCALE_DQ": direct, "PIN": config.pin and plain,
+        "NEAR": config.near, "UNIT": unit,
         "DS_LAYOUT": layout_of((TILE, block), q.dtype),
     }  # fmt: skip
     with on(q.device):
@@ -178,6 +183,12 @@ def _launch(
             grads.dkey_bias.add_(dkey_bias.sum(1))
         else:
             torch.sum(dkey_bias, 1, out=grads.dkey_bias)
+
+
+def prefers_pair(q: Tensor, v: Tensor, score: Score, grads: Grads) -> bool:
+    """Whether `launch_keys` and the rows kernel should make what `launch_backward` could."""
+    wants_terms = grads.dalibi is not None or grads.dkey_bias is not None
+    return is_for_pair(q.shape[-1], v.shape[-1], _terms(score), wants_terms)
 
 
 def _plan(q: Tensor, v: Tensor, rows: Side, keys: Side, grads: Grads, config: BackwardConfig) -> WorkPlan:
@@ -243,6 +254,10 @@ def _is_plain(score: Score) -> bool:
         and not score.softcap > 0
         and score.softmax_scale >= TINIEST_SCALE
     )
+
+
+def _terms(score: Score) -> int:
+    return (score.softcap > 0) + (score.alibi_slopes is not None) + (score.key_bias is not None)
 
 
 def _strides(x: Tensor | None) -> tuple[int, int, int]:

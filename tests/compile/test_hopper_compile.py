@@ -40,6 +40,9 @@ CALLS = {
         for d in (64, 128)
     },
     "backward_128_deterministic_softcap": Call("backward", 128, deterministic=True, features=("softcap",)),
+    # scores that the fused kernel keeps at 128 columns
+    "backward_128_softcap": Call("backward", 128, features=("softcap",)),
+    "backward_64_softcap": Call("backward", 64, features=("softcap",)),
 }
 
 # HGMMA of one warpgroup in one round of each loop, from tile shapes: an instruction does 64 x n x 16, n up to 256

@@ -81,6 +81,13 @@ def test_a_schedule_does_not_change_what_is_computed(config: BackwardConfig):
     run_case(kernels(config), next(case for case in LONG if case.name == "long_wide"), torch.bfloat16, "cpu")
 
 
+@pytest.mark.parametrize("name", ["long_wide", "long_128_v_64", "long_zigzag", "long_split", "long_everything_wide"])
+def test_sums_that_leave_through_shared_memory_stay_within_budget(name: str):
+    case = next(case for case in LONG if case.name == name)
+    with machine.mode(seed=0):
+        run_case(kernels(BackwardConfig(block=64, staged=True)), case, torch.bfloat16, "cpu")
+
+
 def visit(launch_it: Any, grads_dtype: torch.dtype, scale: float = 1.0) -> Grads:
     """One causal visit of 200 keys by 200 queries, gradients overwritten; scores far below zero under a large scale."""
     generator = torch.Generator().manual_seed(0)
