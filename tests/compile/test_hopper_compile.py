@@ -68,9 +68,9 @@ def test_every_launch_fits_and_keeps_its_loops_in_registers(name: str):
     assert not isinstance(found, str), found
     assert any(report.products for report in found), found
     for report in found:
-        assert report.shared <= SHARED, report
+        assert report.shared <= SHARED, str(report)
         assert not report.stale, f"{report}: {report.stale}"
-        assert report.loop_spills == 0, report
+        assert report.loop_spills == 0, str(report)
         assert not report.warnings, f"{report}: {report.warnings}"
         if report.products or report.name in PRODUCTS:
             each = PRODUCTS[report.name](constants_of(report))
