@@ -236,8 +236,8 @@ def ring() -> str:
         ),
     )
     return (
-        "### Ring\n\nCausal, zigzag, head_dim 128, bf16, NCCL; alone is one GPU with no ring at the same work. Measured "
-        "with skewed 128x64 forward tiles, which were given up for 128x128 afterwards. What is lost was not profiled; likely "
+        "### Ring\n\nCausal, zigzag, head_dim 128, bf16, NCCL; alone is one GPU with no ring at the same work. "
+        "Kernels as picked by themselves (here the Hopper ones). What is lost was not profiled; likely "
         f"causes are host launches at few tokens, and NCCL's use of multiprocessors at many. "
         f"{source(found['machine'])}\n\n{body}\n\n![TFLOP/s per GPU over tokens per GPU](docs/results/ring.png)"
     )
