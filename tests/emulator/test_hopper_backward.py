@@ -13,7 +13,7 @@ from ringattn.kernels.contract import Grads, KernelSet, Score
 from ringattn.kernels.hopper.backward_configs import BackwardConfig
 from ringattn.reference import visible_pairs
 from tests.emulator import gluon as machine
-from tests.kernel_conformance import Case, make_side, run_case
+from tests.kernel_conformance import LONG_CASES, Case, make_side, run_case
 
 launch: Any = pytest.importorskip("ringattn.kernels.hopper.backward_launch")
 
@@ -83,7 +83,7 @@ def test_a_schedule_does_not_change_what_is_computed(config: BackwardConfig):
 
 @pytest.mark.parametrize("name", ["long_wide", "long_128_v_64", "long_zigzag", "long_split", "long_everything_wide"])
 def test_sums_that_leave_through_shared_memory_stay_within_budget(name: str):
-    case = next(case for case in LONG if case.name == name)
+    case = next(case for case in (*LONG, *LONG_CASES) if case.name == name)
     with machine.mode(seed=0):
         run_case(kernels(BackwardConfig(block=64, staged=True)), case, torch.bfloat16, "cpu")
 
