@@ -31,6 +31,7 @@ Note [Dropout]
 Note [Carry]
     Between visits the state of a query row is the partial (m, l, acc) of the online softmax, fp32 (fp64 for fp64 inputs):
     m = max s * log2(e), l = sum 2^(s*log2(e) - m), acc = sum 2^(s*log2(e) - m) v. The identity is (-inf, 0, 0).
+    A kernel may let m lag behind the maximum by up to 8: partials merge for any reference point, and 2^8 leaves room.
     The last visit normalises: o = acc / l and lse = ln(2) * m + ln(l); a row that saw nothing has o = 0, lse = -inf.
 """
 
