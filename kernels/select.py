@@ -61,8 +61,9 @@ class _Row:
 
 
 HOPPER_TRITON = ("3.6", "3.7")
-"""Triton versions the Hopper kernels were emulated, compiled and run on. Gluon is young: another one may compile them to
-something else, so it is refused until the tests have passed there."""
+"""Triton versions the Hopper kernels were compiled for and emulated on by the tests; 3.6 is the one they were run with.
+
+Gluon is young: another version may compile them to something else, so it is refused until the tests have passed there."""
 
 
 def _hopper(request: _Request) -> tuple[bool, str]:
