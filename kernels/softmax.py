@@ -1,7 +1,7 @@
 """Online softmax and log-sum-exp of rows of any length, in plain torch: for CPUs and fp64, and as the Triton oracle.
 
 Owns the block-by-block formulas, forward and backward. `softmax_triton` has the same four functions for GPUs. Refuses
-to know autograd, `torch.library` and which of the two is used.
+to know autograd, operators and which of the two is used.
 
 Note [Online softmax]
     One pass over a row x in blocks keeps a running maximum m and a running sum l, two numbers however long the row is:

@@ -2,7 +2,7 @@
 
 Owns the kernels, how rows are given to programs (`choose_launch`) and the launchers, which have the signatures of
 `kernels.softmax`. Runs on CUDA and ROCm devices, and on CPU tensors in the Triton interpreter (TRITON_INTERPRET=1).
-Refuses to know autograd and `torch.library`.
+Refuses to know autograd and operators.
 
 Shape legend: a tensor and the dim to normalise are seen as `o n i`: `o` outer rows, `n` logits of a row, `i` inner
 rows. The last dim of a contiguous tensor becomes `1 n i` with strides (0, 1, n).

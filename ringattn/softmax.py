@@ -1,6 +1,6 @@
 """Softmax and log-sum-exp of rows of any length, with a fixed number of logits on chip, as public differentiable ops.
 
-Owns what `online_softmax` and `online_logsumexp` promise, their `torch.library` registrations (fake, autograd, second
+Owns what `online_softmax` and `online_logsumexp` promise, their registrations as operators (fake, autograd, second
 derivatives) and the choice of an implementation. Refuses to know how a row is walked: that is `kernels.softmax` (plain
 torch) and `kernels.softmax_triton` (GPUs).
 """

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ringattn.kernels.contract import Grads, Score, Side
 from ringattn.kernels.hopper import around, backward
+from ringattn.kernels.hopper.arguments import LOG2E, pair, per_batch, scale_and_cap
 from ringattn.kernels.hopper.backward_configs import BackwardConfig, choose_backward, is_for_pair, padded_dims
 from ringattn.kernels.hopper.launching import (
     addressable,
@@ -35,7 +36,6 @@ _prepare: Any = around.prepare_kernel
 _finish_rows: Any = around.finish_rows_kernel
 _finish_keys: Any = around.finish_keys_kernel
 
-LOG2E = math.log2(math.e)
 TILE = 128  # keys
 MAX_HEAD_DIM = 128
 TINIEST_SCALE = 1e-6  # lse over a smaller softmax_scale may overflow
@@ -133,9 +133,6 @@ def _launch(
     dalibi = grads.dalibi if want_rows else None
     if dalibi is not None and not grads.accumulate_rows:
         dalibi.zero_()
-    scale, cap = score.softmax_scale * LOG2E, 0.0
-    if score.softcap > 0:
-        scale, cap = score.softmax_scale / score.softcap, score.softcap * LOG2E
     block, columns = config.block, padded_d * config.block // 128
     unit = 8 if all(x % 8 == 0 for out in (grads.dk, grads.dv) for x in out.stride()[:3]) else 1
     staged = (
@@ -149,8 +146,8 @@ def _launch(
         grads.dk, grads.dv, parts_out, dkey_bias, dkey_bias_parts_out, dalibi, keys.positions, keys.lo, keys.hi,
         score.alibi_slopes, score.key_bias,
         *(x // unit for x in _strides(grads.dk)), *(x // unit for x in _strides(grads.dv)),
-        _batch(keys.lo), _batch(keys.hi), _batch(score.key_bias), *_pair(dalibi),
-        hk, h // hk, t, s, padded_rows, scale, cap, score.softmax_scale,
+        per_batch(keys.lo), per_batch(keys.hi), per_batch(score.key_bias), *pair(dalibi),
+        hk, h // hk, t, s, padded_rows, *scale_and_cap(score), score.softmax_scale,
     )  # fmt: skip
     constants = {
         "D": padded_d, "DV": padded_dv, "D_WIDTH": d, "DV_WIDTH": dv, "BM": block,
@@ -161,7 +158,7 @@ def _launch(
     }  # fmt: skip
     with on(q.device):
         _prepare[(-(-padded_rows // ROWS), batch * h)](
-            lse, delta, start_s, start_dp, zeroed, *_pair(lse), *_pair(delta), *_strides(zeroed), h, s, padded_rows,
+            lse, delta, start_s, start_dp, zeroed, *pair(lse), *pair(delta), *_strides(zeroed), h, s, padded_rows,
             -1 / score.softmax_scale if plain else LOG2E, HIDDEN if plain else math.inf,
             ROWS=ROWS, COLUMNS=padded_d, WIDTH=d, num_warps=4,
         )  # fmt: skip
@@ -262,11 +259,3 @@ def _terms(score: Score) -> int:
 
 def _strides(x: Tensor | None) -> tuple[int, int, int]:
     return (0, 0, 0) if x is None else (x.stride(0), x.stride(1), x.stride(2))
-
-
-def _pair(x: Tensor | None) -> tuple[int, int]:
-    return (0, 0) if x is None else (x.stride(0), x.stride(1))
-
-
-def _batch(x: Tensor | None) -> int:
-    return 0 if x is None or x.shape[0] == 1 else x.stride(0)

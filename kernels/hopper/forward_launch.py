@@ -15,11 +15,11 @@ from torch import Tensor
 
 from ringattn.kernels.contract import Carry, Score, Side
 from ringattn.kernels.hopper import finish, forward
+from ringattn.kernels.hopper.arguments import pair, per_batch, scale_and_cap
 from ringattn.kernels.hopper.configs import MAX_HEAD_DIM, ForwardConfig, choose_forward, columns_of
 from ringattn.kernels.hopper.launching import addressable, describable, groups_of, launch, multiprocessors, on, rows_of
 from ringattn.kernels.hopper.plan import Shape, make_plan
 
-LOG2E = math.log2(math.e)
 DTYPES = (torch.float16, torch.bfloat16)
 MAX_PACK = 64  # heads in the rows of one warpgroup
 
@@ -86,7 +86,7 @@ def launch_forward(
     o_unit = _unit(o, 8)
     acc_unit = 1 if carry is None else _unit(carry.acc, 4)
     acc_strides = (0, 0, 0) if carry is None else _strides(carry.acc, acc_unit)
-    pairs = (*_pair(lse), *_pair(state[0]), *_pair(state[1]))
+    pairs = (*pair(lse), *pair(state[0]), *pair(state[1]))
     with on(q.device):
         launch(
             forward.forward_kernel,
@@ -95,8 +95,8 @@ def launch_forward(
                 queries, rows_of(k, config.block_n, columns), rows_of(v, config.block_n, v_columns),
                 outputs if store else None, plan.work, plan.segments, plan.starts, o, lse, *state, *parts,
                 rows.positions, rows.lo, rows.hi, score.sinks, score.alibi_slopes, score.key_bias,
-                *_strides(o, o_unit), *acc_strides, *pairs, _batch(rows.lo), _batch(rows.hi), _batch(score.key_bias),
-                h // pack, h // hk // pack, s, t, *_scale_and_cap(score),
+                *_strides(o, o_unit), *acc_strides, *pairs, per_batch(rows.lo), per_batch(rows.hi), per_batch(score.key_bias),
+                h // pack, h // hk // pack, s, t, *scale_and_cap(score),
             ),
             {
                 "CONSUMERS": config.consumers, "BLOCK_N": config.block_n, "STAGES": config.stages, "D": columns,
@@ -164,13 +164,6 @@ def _workspace(slots: int, tile: int, columns: int, device: torch.device) -> tup
     return m, l, torch.empty((slots, tile, columns), dtype=torch.float32, device=device)
 
 
-def _scale_and_cap(score: Score) -> tuple[float, float]:
-    """The kernel's `scale` and `cap`."""
-    if score.softcap > 0:
-        return score.softmax_scale / score.softcap, score.softcap * LOG2E
-    return score.softmax_scale * LOG2E, 0.0
-
-
 def _unit(x: Tensor, widest: int) -> int:
     """The largest power of two up to `widest` that divides all strides: how many elements one store may take."""
     whole = math.gcd(
@@ -181,11 +174,3 @@ def _unit(x: Tensor, widest: int) -> int:
 
 def _strides(x: Tensor, unit: int) -> tuple[int, int, int]:
     return x.stride(0) // unit, x.stride(1) // unit, x.stride(2) // unit
-
-
-def _pair(x: Tensor) -> tuple[int, int]:
-    return x.stride(0), x.stride(1)
-
-
-def _batch(x: Tensor | None) -> int:
-    return 0 if x is None or x.shape[0] == 1 else x.stride(0)

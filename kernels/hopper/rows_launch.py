@@ -13,6 +13,8 @@ from torch import Tensor
 
 from ringattn.kernels.contract import Grads, Score, Side
 from ringattn.kernels.hopper import launching
+from ringattn.kernels.hopper.arguments import per_batch, scale_and_cap
+from ringattn.kernels.hopper.configs import columns_of
 from ringattn.kernels.hopper.plan import Shape, make_plan
 from ringattn.kernels.hopper.rows import add_parts_kernel, rows_kernel
 
@@ -20,7 +22,6 @@ _add_parts: Any = add_parts_kernel
 
 TILE = 128  # rows of a tile
 MAX_HEAD_DIM = 256
-LOG2E = 1.4426950408889634
 
 
 @dataclass(frozen=True)
@@ -98,7 +99,7 @@ def launch_rows(
             if grads.dalibi is not None:
                 grads.dalibi.zero_()
         return
-    columns, v_columns = padded(d), padded(dv)
+    columns, v_columns = columns_of(d), columns_of(dv)
     config = config or choose(max(columns, v_columns), score)
     do, q, k, v = (launching.addressable(x) for x in (do, q, k, v))
     plan = make_plan(
@@ -181,20 +182,3 @@ def check(q: Tensor, d: int, dv: int, score: Score) -> None:
         )
     if score.bias is not None or score.dropout_p > 0:
         raise NotImplementedError("the Hopper kernels take neither bias nor dropout; use the portable kernels")
-
-
-def padded(head_dim: int) -> int:
-    """The columns of a tile that holds head_dim columns."""
-    return 64 if head_dim <= 64 else 128 if head_dim <= 128 else 256
-
-
-def per_batch(x: Tensor | None) -> int:
-    """The batch stride of a tensor with one row per batch element, or one row for all."""
-    return 0 if x is None or x.shape[0] == 1 else x.stride(0)
-
-
-def scale_and_cap(score: Score) -> tuple[float, float]:
-    """The kernels' `scale` and `cap`."""
-    if score.softcap > 0:
-        return score.softmax_scale / score.softcap, score.softcap * LOG2E
-    return score.softmax_scale * LOG2E, 0.0

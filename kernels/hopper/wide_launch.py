@@ -15,9 +15,11 @@ from torch import Tensor
 
 from ringattn.kernels.contract import Grads, Score, Side
 from ringattn.kernels.hopper import around
+from ringattn.kernels.hopper.arguments import LOG2E, per_batch, scale_and_cap
+from ringattn.kernels.hopper.configs import columns_of
 from ringattn.kernels.hopper.launching import addressable, launch, layout_of, multiprocessors, numbers_of, on, rows_of
 from ringattn.kernels.hopper.plan import Shape, WorkPlan, make_plan
-from ringattn.kernels.hopper.rows_launch import RowsConfig, check, launch_rows, padded, per_batch, scale_and_cap
+from ringattn.kernels.hopper.rows_launch import RowsConfig, check, launch_rows
 from ringattn.kernels.hopper.wide import wide_keys_kernel
 
 _prepare: Any = around.prepare_kernel
@@ -25,7 +27,6 @@ _finish_keys: Any = around.finish_keys_kernel
 
 TILE = 64  # keys
 BLOCK = 64  # queries
-LOG2E = math.log2(math.e)
 ROWS = 32  # of a program of the small kernels
 
 
@@ -120,7 +121,7 @@ def launch_wide_keys(
                     x.zero_()
         return
 
-    columns, v_columns = padded(d), padded(dv)
+    columns, v_columns = columns_of(d), columns_of(dv)
     do, q, k, v = (addressable(x) for x in (do, q, k, v))
     padded_rows = s + -s % 4
     lse2, minus_delta = (torch.empty((batch, h, padded_rows), dtype=torch.float32, device=q.device) for _ in range(2))
