@@ -33,10 +33,27 @@ Note [Carry]
     m = max s * log2(e), l = sum 2^(s*log2(e) - m), acc = sum 2^(s*log2(e) - m) v. The identity is (-inf, 0, 0).
     A kernel may let m lag behind the maximum by up to 8: partials merge for any reference point, and 2^8 leaves room.
     The last visit normalises: o = acc / l and lse = ln(2) * m + ln(l); a row that saw nothing has o = 0, lse = -inf.
+
+Note [Gathered visit]
+    A gathered visit is all visits of a rank in one launch. Its keys lie in two places: `near`, the rank's own k and v, and
+    `far`, one buffer with the rows of all other owners. A *source* is an owner's rows; source 0 is near, source s the owner
+    at ring step s. The rows of a source stand together in far, in the order of its side, and begin at a multiple of GUARD;
+    behind them lie at least GUARD rows of zeros that belong to nobody, so that a block of up to GUARD rows that begins in
+    a source meets finite numbers only. Where the sides say so, a source has no rows at all.
+    far fills while the kernel runs. Key heads come in `groups` equal groups: flags[g, s] becomes 1 once the rows of source s
+    for the heads of group g are there; they come in the order of (g, s), and near needs no flag. A flag that becomes
+    negative says that its rows will never come. A kernel that meets one, or waits longer than `patience`, sets the error
+    word, goes on, and makes every output that it writes from then on NaN: it never hangs and never returns a number that
+    could be taken for a result.
+    In the backward each source's gradients leave the kernel in fp32 and are added up by their owner: homes[s] is the
+    address of a contiguous `b home_rows hk (d + dv)` region, in this or another device's memory, where the kernel writes
+    dk (first d columns) and dv (the others) of row x of the source, x counted from the source's first row. Every row of
+    every source is written, zeros included.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -142,6 +159,47 @@ class Grads:
     deterministic: bool = field(default=False)
 
 
+GUARD = 128
+"""Rows of zeros behind every source of a gathered visit, and what its first row is a multiple of."""
+
+
+@dataclass(frozen=True, eq=False)
+class Gathered:
+    """The key sides of a gathered visit (Note [Gathered visit]); compared and hashed by identity, like `Side`.
+
+    Attributes:
+        sides: One per source, near first. Offsets of near's runs count rows of near; those of the others count rows of far.
+            Positions ascend within a side, not from side to side.
+        steps: The ring step of each side, ascending, the first one 0: the second index of its flag. Steps at which nothing
+            is visible are left out.
+        far_rows: Rows of far, guards included; 0 when near is alone.
+    """
+
+    sides: tuple[Side, ...]
+    steps: tuple[int, ...]
+    far_rows: int
+
+
+@dataclass(frozen=True)
+class Arrivals:
+    """How a kernel knows that rows of far are there (Note [Gathered visit]).
+
+    Attributes:
+        flags: `groups steps` int32, on the device; column 0 is not used.
+        error: `1` int32, on the device or in memory that it can write; 0 until a kernel has waited in vain.
+        patience: Nanoseconds a kernel waits for one flag.
+    """
+
+    flags: Tensor
+    error: Tensor
+    patience: int
+
+    @property
+    def groups(self) -> int:
+        """Groups of key heads."""
+        return self.flags.shape[0]
+
+
 class KernelSet(Protocol):
     """One way to compute visits. A kernel set is a module with these functions; it holds no state."""
 
@@ -207,6 +265,94 @@ class KernelSet(Protocol):
             keys: The key side.
             score: How scores are made.
             grads: Where results go.
+        """
+        ...
+
+
+class GatheringKernelSet(KernelSet, Protocol):
+    """A kernel set that can also compute all visits of a rank in one launch (Note [Gathered visit])."""
+
+    def gathers(self, head_dim: int, v_head_dim: int, score: Score) -> bool:
+        """Whether `forward_gathered` and `backward_gathered` serve such a call; what they refuse goes visit by visit."""
+        ...
+
+    def forward_gathered(
+        self,
+        q: Tensor,
+        near: tuple[Tensor, Tensor],
+        far: tuple[Tensor, Tensor],
+        rows: Side,
+        keys: Gathered,
+        score: Score,
+        arrivals: Arrivals | None,
+        *,
+        o: Tensor,
+        lse: Tensor,
+    ) -> None:
+        """The finished attention of q over all sources.
+
+        Args:
+            q: `b s h d`; any strides with a contiguous last dim.
+            near: k `b t hk d` and v `b t hk dv` of this rank, likewise.
+            far: k `b far_rows hk d` and v `b far_rows hk dv`: views of one `b far_rows hk (d + dv)` buffer.
+            rows: The query side.
+            keys: The key sides.
+            score: How scores are made; key_bias and bias are absent.
+            arrivals: None when all of far is there.
+            o: `b s h dv`, q's dtype; written.
+            lse: `b h s`, natural log, fp32; written.
+        """
+        ...
+
+    def backward_gathered(
+        self,
+        do: Tensor,
+        q: Tensor,
+        near: tuple[Tensor, Tensor],
+        far: tuple[Tensor, Tensor],
+        lse: Tensor,
+        delta: Tensor,
+        rows: Side,
+        keys: Gathered,
+        score: Score,
+        arrivals: Arrivals | None,
+        homes: Tensor,
+        home_rows: int,
+        *,
+        dq: Tensor,
+        dalibi: Tensor | None,
+        deterministic: bool,
+    ) -> None:
+        """Dq of this rank's queries, and every source's dk and dv sent home.
+
+        Args:
+            do: `b s h dv`, contiguous last dim.
+            q: As in `forward_gathered`, like the next five.
+            near: Likewise.
+            far: Likewise.
+            lse: `b h s`, natural log.
+            delta: `b h s`, from `delta`.
+            rows: The query side; `keys.sides` hold what every key row is seen by.
+            keys: The key sides.
+            score: Likewise.
+            arrivals: Likewise.
+            homes: int64, on the device: the address of the region of each of `keys.sides`, in their order.
+            home_rows: Rows of a region, the same for all.
+            dq: `b s h d`, q's dtype or fp32; overwritten.
+            dalibi: `b h s` fp32, one partial sum per query row; overwritten. None: not wanted.
+            deterministic: Sum in a fixed order.
+        """
+        ...
+
+    def add_homes(self, dk: Tensor, dv: Tensor, own: Tensor, parts: Sequence[Tensor], rows: Tensor) -> None:
+        """Dk and dv of this rank's keys: its own contribution and, in order, those that came home.
+
+        Args:
+            dk: `b t hk d`, contiguous, any floating dtype; written.
+            dv: `b t hk dv`, likewise.
+            own: `b home_rows hk (d + dv)` fp32: row x belongs to key row x.
+            parts: Like own, one per rank that visited, in ring order.
+            rows: int32 `parts t` on the device: the row of a part that belongs to a key row, or -1.
         """
         ...
 

@@ -82,6 +82,68 @@ class Plan:
     ranks: tuple[RankPlan, ...]
 
 
+@dataclass(frozen=True)
+class Fetch:
+    """Rows of one owner on their way into the far buffer of a gathered visit.
+
+    Attributes:
+        step: Ring step.
+        owner: The rank they belong to.
+        rows: Row ranges of the owner's shard.
+        at: Where they begin in far.
+    """
+
+    step: int
+    owner: int
+    rows: Rows
+    at: int
+
+
+@dataclass(frozen=True)
+class Collection:
+    """Who fetches which rows of whom when a rank's visits are computed in one launch.
+
+    Attributes:
+        fetches: What this rank fetches, in ring order.
+        readers: What others fetch from this rank, in ring order.
+        far_rows: Rows of this rank's far buffer, guards included; 0 when nothing is fetched.
+        slot_rows: Rows of the longest moving shard of all ranks.
+        most_far_rows: The largest far_rows of all ranks.
+    """
+
+    fetches: tuple[Fetch, ...]
+    readers: tuple[Send, ...]
+    far_rows: int
+    slot_rows: int
+    most_far_rows: int
+
+
+@lru_cache(maxsize=128)
+def collect(plan: Plan, rank: int, guard: int) -> Collection:
+    """The gathered form of a plan for one rank; cached.
+
+    Args:
+        plan: The plan.
+        rank: The rank.
+        guard: What the first row of each owner in far is a multiple of, and the least number of rows between owners.
+    """
+    everyone = [_fetches(part, guard) for part in plan.ranks]
+    fetches, far_rows = everyone[rank]
+    readers = tuple(send for send in plan.ranks[rank].sends if send is not None)
+    homes = [visit for part in plan.ranks for visit in part.visits if visit is not None and visit.step == 0]
+    slot_rows = max((visit.num_rows for visit in homes), default=0)
+    return Collection(fetches, readers, far_rows, slot_rows, max(rows for _, rows in everyone))
+
+
+def _fetches(part: RankPlan, guard: int) -> tuple[tuple[Fetch, ...], int]:
+    fetches, at = [], 0
+    for visit in part.visits[1:]:
+        if visit is not None:
+            fetches.append(Fetch(visit.step, visit.owner, visit.rows, at))
+            at += -(-(visit.num_rows + guard) // guard) * guard
+    return tuple(fetches), at
+
+
 @lru_cache(maxsize=128)
 def make_plan(q_shards: tuple[Shard, ...], kv_shards: tuple[Shard, ...], visibility: Visibility, moving: str) -> Plan:
     """The plan of one mask over one pair of shardings; cached on its arguments.

@@ -13,6 +13,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from ringattn.kernels.contract import Arrivals
+from ringattn.schedule import Collection
+
 Parcel = tuple[int, Tensor]
 """(ring rank of the peer, contiguous tensor)."""
 
@@ -45,6 +48,91 @@ class Transport(Protocol):
         """
         ...
 
+    def reserve(self, num_bytes: int) -> None:
+        """Announces how much one post will send to one peer at most, so that nothing is allocated between two steps.
+
+        Args:
+            num_bytes: The largest over all ranks: every rank passes the same number.
+        """
+        ...
+
+    def gatherer(self) -> Gatherer | None:
+        """What brings all owners' keys at once while one kernel computes; None where this transport cannot."""
+        ...
+
+
+class Gathering(Protocol):
+    """Keys of other owners that are on their way.
+
+    Attributes:
+        far: `b far_rows hk (d + dv)`: fills while kernels wait for `arrivals`; guard rows are zero.
+        arrivals: How kernels wait; None when everything is there.
+    """
+
+    far: Tensor
+    arrivals: Arrivals | None
+
+    def close(self) -> None:
+        """To be called once the kernels that read far are launched, on the same stream.
+
+        Work that is enqueued later may overwrite far and this rank's k and v.
+        """
+        ...
+
+
+class Homecoming(Protocol):
+    """Contributions to gradients on their way to their owners.
+
+    Attributes:
+        addresses: int64, one per side of the gathered visit: where the backward writes (`KernelSet.backward_gathered`).
+        own: `b home_rows hk (d + dv)` fp32: the contribution of this rank to its own rows (addresses[0] points at it).
+        rows: home_rows of every region.
+    """
+
+    addresses: Tensor
+    own: Tensor
+    rows: int
+
+    def receive(self) -> list[Tensor]:
+        """To be called once the backward is launched, on the same stream: what came home, one region per reader, in order.
+
+        Work that is enqueued later on this stream sees them complete.
+        """
+        ...
+
+    def close(self) -> None:
+        """To be called once what reads the regions is launched: their writers may use them again."""
+        ...
+
+
+class Gatherer(Protocol):
+    """Brings the keys of all owners at once (Note [Gathered visit] of the kernels' contract)."""
+
+    def gather(self, k: Tensor, v: Tensor, collection: Collection, groups: int, what: str) -> Gathering:
+        """Publishes this rank's keys, starts fetching those of others, and returns at once.
+
+        Args:
+            k: `b t hk d`, this rank's rows; any strides with a contiguous last dim.
+            v: `b t hk dv`, likewise.
+            collection: Who fetches what.
+            groups: Groups of key heads in which rows come; divides hk. The same on all ranks.
+            what: Names the call in errors.
+        """
+        ...
+
+    def homecoming(
+        self, shape: tuple[int, int, int], collection: Collection, device: torch.device, what: str
+    ) -> Homecoming:
+        """Regions for the gradients of one gathered backward.
+
+        Args:
+            shape: (b, hk, d + dv) of the contributions.
+            collection: That of the gather.
+            device: Where kernels run.
+            what: Names the call in errors.
+        """
+        ...
+
 
 class Done:
     """Nothing was under way."""
@@ -60,6 +148,13 @@ class NoTransport:
         """Accepts only empty groups."""
         assert len(sends) + len(receives) == 0, f"a ring of one rank has no peers, yet {what} wants to move tensors"
         return Done()
+
+    def reserve(self, num_bytes: int) -> None:
+        """Nothing is ever sent."""
+
+    def gatherer(self) -> None:
+        """There is nothing to gather."""
+        return
 
 
 class Buffers:

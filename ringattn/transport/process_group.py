@@ -67,6 +67,13 @@ class ProcessGroupTransport:
             raise RuntimeError(f"ring rank {self._rank}: {what}: cannot reach ring ranks {peers} ({error})") from error
         return _Works(works, peers, self._rank, what)
 
+    def reserve(self, num_bytes: int) -> None:
+        """Sends leave from where they are: nothing is needed."""
+
+    def gatherer(self) -> None:
+        """Transfers are matched by both sides, group by group: nothing is fetched behind a peer's back."""
+        return
+
 
 class Agreement:
     """Lets the ranks of a group compare what they are about to do, through the group's key-value store.

@@ -88,6 +88,13 @@ class SimulatedTransport:
                 x.fill_(float("nan"))
         return _Receipt(self._hub, self._rank, [(peer, x) for peer, x in receives if x.numel()], what)
 
+    def reserve(self, num_bytes: int) -> None:
+        """Mailboxes hold whatever is sent."""
+
+    def gatherer(self) -> None:
+        """Shards come visit by visit."""
+        return
+
 
 def run_ranks(world_size: int, body: Callable[[Seat], T]) -> list[T]:
     """Runs `body` once per rank in lockstep and returns the results in rank order.
