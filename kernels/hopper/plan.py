@@ -14,11 +14,15 @@ Note [Work]
               segment: index of the tile's first segment; `masked` segments, then `full` segments follow one another,
               and hold masked_blocks and full_blocks blocks. slot: -1, or where this part of a tile that was split among
               programs leaves its partial result.
-    segments  `n 8` int32: row, blocks, begin, end, origin, stride, 0, 0
+    segments  `n 8` int32: row, blocks, begin, end, origin, stride, step, 0
               row: first streamed row of the first block. begin, end: the rows of the run that the segment lies in; row x
               sits at global position origin + stride * x. A masked block's rows outside [begin, end) are hidden.
+              step: 0, or the ring step of a gathered source; Note [Sources].
     starts    `programs + 1` int32: program p takes entries starts[p] .. starts[p + 1] - 1, in order.
     splits    `tiles 4` int32: head, row, first slot, parts: the tiles whose partial results a second kernel adds up.
+    tiles     `entries 4` int32, only when the stationary side is gathered: side, step, begin, end of each entry's source:
+              its index among the sides, its ring step, and its rows in near or far.
+    split_tiles  `tiles 4` int32, likewise: the same of each line of splits.
 
     Every tile in `work` has at least one block; a tile that sees nothing is left out, or, when its rows must be written
     all the same (`every_tile`), has one masked block in which everything is hidden.
@@ -30,6 +34,15 @@ Note [Phase]
     that all see begin, or, when the slack does not reach so far, as early as it allows. These three are compared. A tile
     that holds the end of one run and the beginning of a distant one may see two stretches of a run with a hole between
     them: nothing is full then, and the blocks before the hole and those after it are two masked segments.
+
+Note [Sources]
+    Either side may be gathered: the rows of several owners (Note [Gathered visit] of the contract). Near's rows and far's
+    rows are counted each from zero, and what a segment or a tile says of rows is meant in the buffer of its source: near
+    for step 0, far for the others. Blocks begin inside their source; where they leave it they meet guard rows. A tile never
+    holds rows of two sources. Streamed sources come in ring order, among masked segments and among full ones, so that what
+    arrives last is met last. Of stationary sources, tiles are taken in the order in which their rows arrive: the longer half
+    of near first, then far group by group and step by step, then the rest of near, beneath which the last contributions
+    travel home.
 
 Note [Dealing]
     Cost of a tile: its blocks (times `repeats`) + OVERHEAD for prologue and epilogue. Heads go in groups that stream no
@@ -53,7 +66,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from ringattn.kernels.contract import Side
+from ringattn.kernels.contract import Gathered, Side
 
 L2_BYTES = 32 * 2**20
 """Of the level-two cache, what one group of heads may stream."""
@@ -72,7 +85,10 @@ _FINEST = 0.005  # the first step from the mean to the limit that splitting keep
 _FAR = 2**31 - 1  # beyond every position
 _ALIGNMENT = 32  # int32 elements: every view starts on a 128-byte line
 
-_plans: WeakKeyDictionary[Side, WeakKeyDictionary[Side, dict[Shape, WorkPlan]]] = WeakKeyDictionary()
+Sides = Side | Gathered
+"""One side of a launch."""
+
+_plans: WeakKeyDictionary[Sides, WeakKeyDictionary[Sides, dict[Shape, WorkPlan]]] = WeakKeyDictionary()
 _lock = threading.Lock()  # the ranks of a simulated ring are threads
 
 
@@ -85,6 +101,8 @@ class WorkPlan:
         segments: `n 8`.
         starts: `programs + 1`.
         splits: `tiles 4`; no rows when nothing is split.
+        tiles: `entries 4`; no rows unless the stationary side is gathered.
+        split_tiles: `tiles 4`; likewise.
         programs: Persistent programs.
         slots: Partial results that the launch leaves.
         blocks: Blocks of all entries together, for tests and for judging balance.
@@ -94,6 +112,8 @@ class WorkPlan:
     segments: Tensor
     starts: Tensor
     splits: Tensor
+    tiles: Tensor
+    split_tiles: Tensor
     programs: int
     slots: int
     blocks: int
@@ -114,6 +134,7 @@ class Shape:
         align: Segments begin at multiples of this many rows (bulk loads of row statistics need 4).
         every_tile: Tiles that see nothing are written too.
         split: Whether tiles may be split.
+        groups: Groups of heads in which rows of a gathered stationary side arrive; divides heads.
     """
 
     batch: int
@@ -126,9 +147,10 @@ class Shape:
     align: int = 1
     every_tile: bool = True
     split: bool = True
+    groups: int = 1
 
 
-def make_plan(stationary: Side, streamed: Side, shape: Shape) -> WorkPlan:
+def make_plan(stationary: Sides, streamed: Sides, shape: Shape) -> WorkPlan:
     """The plan of a launch whose tiles are rows of `stationary` and whose blocks are rows of `streamed`; cached.
 
     Visibility is read from `stationary.lo_host` and `hi_host`, positions from both run lists. A plan without work has no
@@ -152,10 +174,14 @@ class _Tiles:
     Attributes:
         segments: `n 8`, as in Note [Work].
         table: `tiles 5`: segment, masked, full, masked_blocks, full_blocks, as in Note [Work].
+        row: First row of each tile of one batch element.
+        source: `tiles 4` of one batch element: side, step, begin, end, as in Note [Work].
     """
 
     segments: Tensor
     table: Tensor
+    row: Tensor
+    source: Tensor
 
 
 @dataclass(frozen=True)
@@ -173,10 +199,10 @@ class _Dealt:
     makespan: int
 
 
-def _make(stationary: Side, streamed: Side, shape: Shape) -> WorkPlan:
+def _make(stationary: Sides, streamed: Sides, shape: Shape) -> WorkPlan:
     assert shape.block % shape.align == 0, "blocks must keep the alignment of their segment"
-    tiles = _meet(stationary, streamed, shape)
-    per_batch = -(-stationary.lo_host.shape[1] // shape.tile)
+    tiles = _meet(_sources(stationary), _sources(streamed), shape)
+    per_batch = tiles.row.shape[0]
     shared = tiles.table.shape[0] == per_batch
     blocks = tiles.table[:, 3] + tiles.table[:, 4]
 
@@ -187,19 +213,61 @@ def _make(stationary: Side, streamed: Side, shape: Shape) -> WorkPlan:
     count = blocks[index]
     groups = max(1, min(heads, -(-heads * shape.streamed_bytes // L2_BYTES)))
     longest = int(count.max()) if count.numel() else 0
-    order = torch.argsort(head // -(-heads // groups) * (longest + 1) + longest - count, stable=True)
+    turn = head // -(-heads // groups)
+    if isinstance(stationary, Gathered):
+        turn += _wave(tile, head, count, tiles, shape) * groups
+    order = torch.argsort(turn * (longest + 1) + longest - count, stable=True)
     order = order[count[order] > 0]
-    index, head, row, count = index[order], head[order], tile[order] * shape.tile, count[order]
+    index, head, tile, count = index[order], head[order], tile[order], count[order]
+    source = tiles.source[tile] if isinstance(stationary, Gathered) else None
 
     dealt = _deal(count, shape)
-    return _assemble(tiles, index, head, row, dealt, shape, stationary.runs.device)
+    device = _sources(stationary)[0][0].runs.device
+    return _assemble(tiles, index, head, tiles.row[tile], source, dealt, shape, device)
 
 
-def _meet(stationary: Side, streamed: Side, shape: Shape) -> _Tiles:
-    """The segments of every tile."""
+def _sources(sides: Sides) -> list[tuple[Side, int]]:
+    """Every source and its ring step."""
+    return list(zip(sides.sides, sides.steps, strict=True)) if isinstance(sides, Gathered) else [(sides, 0)]
+
+
+def _wave(tile: Tensor, head: Tensor, count: Tensor, tiles: _Tiles, shape: Shape) -> Tensor:
+    """When the rows of each entry are to be taken, if they are those of gathered sources; Note [Sources]."""
+    step = tiles.source[tile, 1]
+    steps = int(step.max()) + 1 if step.numel() else 1
+    group = head % shape.heads // (shape.heads // shape.groups)
+    last = shape.groups * steps
+    near = (step == 0).nonzero()[:, 0]
+    longest_first = near[torch.argsort(-count[near], stable=True)]
+    done = count[longest_first].cumsum(0)
+    late = longest_first[done * 2 > done[-1:]]
+    wave = torch.where(step == 0, 0, group * steps + step)
+    wave[late] = last
+    return wave
+
+
+def _meet(stationary: list[tuple[Side, int]], streamed: list[tuple[Side, int]], shape: Shape) -> _Tiles:
+    """The segments of every tile of all stationary sources."""
+    parts = [_reduce_bounds(side, shape) for side, _ in stationary]
+    batches = max(side.lo_host.shape[0] for side, _ in stationary)
+    bounds = tuple(torch.cat(x, 1).flatten() for x in zip(*parts, strict=True))
+    row, source = [], []
+    for number, ((side, step), part) in enumerate(zip(stationary, parts, strict=True)):
+        assert part[0].shape[0] == batches, "either all sources have bounds per batch element or none"
+        first = side.run_list[0][0] if side.run_list else 0
+        begin_of = first + torch.arange(part[0].shape[1]) * shape.tile
+        row.append(begin_of)
+        rows = side.lo_host.shape[1]
+        source.append(torch.tensor([[number, step, first, first + rows]]).expand(begin_of.shape[0], -1))
+    segments, table = _stream(bounds, streamed, shape)
+    return _Tiles(segments, table, torch.cat(row), torch.cat(source))
+
+
+def _stream(bounds: tuple[Tensor, ...], streamed: list[tuple[Side, int]], shape: Shape) -> tuple[Tensor, Tensor]:
+    """(segments, table) of tiles with these bounds."""
     block, align = shape.block, shape.align
-    bounds = _reduce_bounds(stationary, shape)
-    offset, length, start, stride = torch.tensor(streamed.run_list, dtype=torch.int64).reshape(-1, 4).unbind(1)
+    runs = [(*run, side.run_list[0][0], step) for side, step in streamed for run in side.run_list]
+    offset, length, start, stride, floor, step = torch.tensor(runs, dtype=torch.int64).reshape(-1, 6).unbind(1)
 
     def row_from(position: Tensor) -> Tensor:
         """The first row of each run at or after a position, as a row of the buffer; `tiles runs`."""
@@ -226,7 +294,7 @@ def _meet(stationary: Side, streamed: Side, shape: Shape) -> _Tiles:
     for candidate in (at_full, earliest + (-earliest) % align):
         other = blocks_from(candidate)
         fewer = (other[0] < count) | ((other[0] == count) & (other[2] > full))
-        better = fewer & (candidate >= 0) & (candidate <= first)
+        better = fewer & (candidate >= floor) & (candidate <= first)
         row = torch.where(better, candidate, row)
         count, head, full = (torch.where(better, y, x) for x, y in zip((count, head, full), other, strict=True))
     # where nothing is full, head and tail may lie on either side of a hole
@@ -244,25 +312,25 @@ def _meet(stationary: Side, streamed: Side, shape: Shape) -> _Tiles:
     masked_rows = torch.stack((row, tail_row), 2).flatten(1)
     rows = torch.cat((masked_rows, row + head * block), 1)
     origin = start - stride * offset
-    of_run = torch.stack((offset, offset + length, origin, stride), 1)
+    of_run = torch.stack((offset, offset + length, origin, stride, step), 1)
     of_run = torch.cat((of_run.repeat_interleave(2, 0), of_run))
     if shape.every_tile and tiles:
         assert int(length.sum()) > 0, "a tile that nothing streams past has no work to plan"
         hidden = (numbers.sum(1, keepdim=True) == 0).to(torch.int64)  # sees nothing, or has only a hole here
         numbers, rows = torch.cat((hidden, numbers), 1), torch.cat((torch.zeros_like(hidden), rows), 1)
         masked = torch.cat((hidden, masked), 1)
-        of_run = torch.cat((torch.tensor([[0, 0, 0, 1]]), of_run))
+        of_run = torch.cat((torch.tensor([[0, 0, 0, 1, 0]]), of_run))
     kept = numbers > 0
     segments = torch.zeros(int(kept.sum()), 8, dtype=torch.int64)
     segments[:, 0], segments[:, 1] = rows[kept], numbers[kept]
-    segments[:, 2:6] = of_run.expand(tiles, -1, -1)[kept]
+    segments[:, 2:7] = of_run.expand(tiles, -1, -1)[kept]
     each = kept.sum(1)
     table = torch.stack((each.cumsum(0) - each, (masked > 0).sum(1), (full > 0).sum(1), masked.sum(1), full.sum(1)), 1)
-    return _Tiles(segments, table)
+    return segments, table
 
 
 def _reduce_bounds(side: Side, shape: Shape) -> tuple[Tensor, ...]:
-    """(any_lo, any_hi, full_lo, full_hi, hole_lo, hole_hi) of every tile, in global positions.
+    """(any_lo, any_hi, full_lo, full_hi, hole_lo, hole_hi) of every tile as `batches tiles`, in global positions.
 
     Rows that see nothing do not widen `any`, and empty `full`; rows past the end touch neither. The hole is the longest
     stretch within `any` that no row sees, as where a tile holds the end of one run and the beginning of a distant one;
@@ -289,7 +357,7 @@ def _reduce_bounds(side: Side, shape: Shape) -> tuple[Tensor, ...]:
         torch.nn.functional.pad(torch.where(real, x, _FAR), (0, 1), value=_FAR) for x in (hole_lo, hole_hi)
     )
     longest = (hole_hi - hole_lo).argmax(1, keepdim=True)
-    return (
+    found = (
         seen_lo.amin(1),
         seen_hi.amax(1),
         cut(lo, 0).amax(1),
@@ -297,6 +365,7 @@ def _reduce_bounds(side: Side, shape: Shape) -> tuple[Tensor, ...]:
         hole_lo.gather(1, longest)[:, 0],
         hole_hi.gather(1, longest)[:, 0],
     )
+    return tuple(x.view(batches, tiles) for x in found)
 
 
 def _deal(blocks: Tensor, shape: Shape) -> _Dealt:
@@ -380,14 +449,22 @@ def _cut(loads: list[int], blocks: int, limit: int, shape: Shape) -> list[tuple[
 
 
 def _assemble(
-    tiles: _Tiles, index: Tensor, head: Tensor, row: Tensor, dealt: _Dealt, shape: Shape, device: torch.device
+    tiles: _Tiles,
+    index: Tensor,
+    head: Tensor,
+    row: Tensor,
+    source: Tensor | None,
+    dealt: _Dealt,
+    shape: Shape,
+    device: torch.device,
 ) -> WorkPlan:
-    """The tables of a plan from what was dealt; index, head, row: of every entry, index into the tiles."""
+    """The tables of a plan from what was dealt; index, head, row, source: of every entry, index into the tiles."""
     owners = torch.tensor(dealt.owners, dtype=torch.int64)
     entries = torch.cat((head[:, None], row[:, None], tiles.table[index], torch.full_like(head, -1)[:, None]), 1)
     whole = owners >= 0
     position = torch.arange(len(owners))
     work, owner, sequence = [entries[whole]], [owners[whole]], [position[whole]]
+    split = torch.tensor(list(dealt.parts), dtype=torch.int64)
     segments = [tiles.segments]
     splits: list[tuple[int, int, int, int]] = []
     slot, following = 0, tiles.segments.shape[0]
@@ -405,14 +482,17 @@ def _assemble(
             segments.append(torch.tensor(cut[0] + cut[1]))
             following += len(cut[0]) + len(cut[1])
             slot += 1
-    table, owners = torch.cat(work), torch.cat(owner)
-    table = table[torch.argsort(owners * len(position) + torch.cat(sequence), stable=True)]
+    table, owners, sequence = torch.cat(work), torch.cat(owner), torch.cat(sequence)
+    order = torch.argsort(owners * len(position) + sequence, stable=True)
+    table = table[order]
     taken = torch.bincount(owners, minlength=1)
     taken = taken[taken > 0]
     starts = torch.cat((torch.zeros(1, dtype=torch.int64), taken.cumsum(0)))
     merged = torch.tensor(splits, dtype=torch.int64).reshape(-1, 4)
     blocks = int(table[:, 5:7].sum())
-    uploaded = _upload((table, torch.cat(segments), starts, merged), device)
+    none = torch.zeros(0, 4, dtype=torch.int64)
+    sources = (none, none) if source is None else (source[sequence[order]], source[split])
+    uploaded = _upload((table, torch.cat(segments), starts, merged, *sources), device)
     return WorkPlan(*uploaded, programs=taken.shape[0], slots=slot, blocks=blocks)
 
 
