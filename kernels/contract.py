@@ -172,12 +172,21 @@ class Gathered:
             Positions ascend within a side, not from side to side.
         steps: The ring step of each side, ascending, the first one 0: the second index of its flag. Steps at which nothing
             is visible are left out.
+        near_rows: Rows of near.
         far_rows: Rows of far, guards included; 0 when near is alone.
+        positions: `near_rows + far_rows` int32 on the device: as `Side.positions`, row x of near at x and row x of far at
+            near_rows + x, so that one pointer serves all sources; guards hold zeros. Those of the sides are views of it.
+        lo: `b|1 near_rows+far_rows` int32, likewise.
+        hi: `b|1 near_rows+far_rows` int32, likewise.
     """
 
     sides: tuple[Side, ...]
     steps: tuple[int, ...]
+    near_rows: int
     far_rows: int
+    positions: Tensor
+    lo: Tensor
+    hi: Tensor
 
 
 @dataclass(frozen=True)
