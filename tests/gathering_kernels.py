@@ -29,7 +29,8 @@ def forward_gathered(
     o: Tensor,
     lse: Tensor,
 ) -> None:
-    assert arrivals is None
+    assert arrivals is not None
+    assert bool(arrivals.flags.all())
     carry = Carry(torch.empty_like(lse), torch.empty_like(lse), torch.empty_like(o, dtype=lse.dtype))
     for number, side in enumerate(keys.sides):
         k, v = _source(near, far, side, number)
@@ -55,7 +56,8 @@ def backward_gathered(
     dalibi: Tensor | None,
     deterministic: bool,
 ) -> None:
-    assert arrivals is None
+    assert arrivals is not None
+    assert bool(arrivals.flags.all())
     total = torch.empty_like(dq, dtype=lse.dtype)
     for number, (side, address) in enumerate(zip(keys.sides, homes.tolist(), strict=True)):
         k, v = _source(near, far, side, number)

@@ -41,6 +41,7 @@ class _Hub:
     def __init__(self, world_size: int) -> None:
         self.baton = threading.Condition()
         self.failed: BaseException | None = None
+        self.world_size = world_size
         self._running = world_size
         self._waiting: dict[int, int] = {}
         self._mail: dict[tuple[int, int], deque[Tensor]] = {
@@ -125,7 +126,9 @@ class SimulatedGatherer:
         for fetch in collection.fetches:
             rows = self._hub.collect(fetch.owner, self._rank, f"{what}, keys of ring step {fetch.step}")
             far[:, fetch.at : fetch.at + rows.shape[1]] = rows
-        return _Gathered(far)
+        # there from the start, but said as on real ranks, so that the same kernels run
+        flags = torch.ones(groups, self._hub.world_size, dtype=torch.int32, device=k.device)
+        return _Gathered(far, Arrivals(flags, torch.zeros(1, dtype=torch.int32, device=k.device), patience=10**9))
 
     def homecoming(
         self, shape: tuple[int, int, int], collection: Collection, device: torch.device, what: str
@@ -137,7 +140,7 @@ class SimulatedGatherer:
 @dataclass
 class _Gathered:
     far: Tensor
-    arrivals: Arrivals | None = None
+    arrivals: Arrivals | None
 
     def close(self) -> None:
         # a kernel that is launched later would be too late
