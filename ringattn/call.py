@@ -3,13 +3,18 @@
 Owns the record of shardings, mask and score options, its text form (a custom op takes strings, and a text can be
 compared between ranks), and what follows from it by integers alone: plans and sides. Refuses to know groups, buffers
 and how anything is computed.
+
+Note [Said once]
+    The options of a layer are the same at every step, so what follows from them is kept where it is found without
+    comparing long records: the text on the sharding, plans and the keys of sides on the call, which `decode` gives again
+    for an equal text. Finding them costs the host a microsecond or two, however many documents there are.
 """
 
 from __future__ import annotations
 
 import ast
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
@@ -19,10 +24,12 @@ from torch import Tensor
 from ringattn.kernels.contract import Score, Side, accumulation_dtype
 from ringattn.schedule import Plan, RankPlan, Visit, make_plan
 from ringattn.sharding import Sharding
-from ringattn.tables import moving_side, stationary_side
+from ringattn.tables import SideKey, find_side, moving_key, stationary_key
 from ringattn.visibility import Visibility
 
 MOVEMENTS = ("auto", "keys", "queries")
+
+_STAYS = -1  # in place of a ring step
 
 
 @dataclass(frozen=True)
@@ -50,6 +57,10 @@ class Call:
     impl: str
     backward: str
     deterministic: bool
+    _plans: dict[str, Plan] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _keys: dict[tuple[str, int, torch.device], tuple[Visit | None, SideKey]] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
 
     @staticmethod
     def decode(text: str, rank: int) -> Call:
@@ -67,7 +78,11 @@ class Call:
 
     def plan(self, moving: str) -> Plan:
         """The plan with keys or queries moving."""
-        return make_plan(self.sharding.shards, self.kv_sharding.shards, self.visibility, moving)
+        plan = self._plans.get(moving)
+        if plan is None:
+            plan = make_plan(self.sharding.shards, self.kv_sharding.shards, self.visibility, moving)
+            self._plans[moving] = plan
+        return plan
 
     def visits(self, moving: str) -> RankPlan:
         """This rank's part of the plan."""
@@ -75,14 +90,21 @@ class Call:
 
     def stationary(self, moving: str, device: torch.device) -> Side:
         """Tables of the side that stays: this rank's queries when keys move, and the other way round."""
-        shards = self.sharding.shards if moving == "keys" else self.kv_sharding.shards
-        return stationary_side(
-            shards[self.rank], self.visibility, device, reading="keys" if moving == "keys" else "queries"
-        )
+        known = self._keys.get((moving, _STAYS, device))
+        if known is None:
+            shards = self.sharding.shards if moving == "keys" else self.kv_sharding.shards
+            reading = "keys" if moving == "keys" else "queries"
+            known = None, stationary_key(shards[self.rank], self.visibility, device, reading)
+            self._keys[moving, _STAYS, device] = known
+        return find_side(known[1])
 
     def moving(self, moving: str, visit: Visit, device: torch.device) -> Side:
         """Tables of the rows that a visit brings."""
-        return moving_side(visit, self.visibility, device, reading="queries" if moving == "keys" else "keys")
+        known = self._keys.get((moving, visit.step, device))
+        if known is None or known[0] is not visit:
+            known = visit, moving_key(visit, self.visibility, device, "queries" if moving == "keys" else "keys")
+            self._keys[moving, visit.step, device] = known
+        return find_side(known[1])
 
     def score(
         self,
@@ -153,18 +175,39 @@ def describe(
     """The text of a call, equal on all ranks, which `Call.decode` reads; options as in `ring_attention`.
 
     A dict literal: `torch.compile` traces formatting of constants, and the literal keeps tuples and floats as they are.
+    Kept on the sharding (Note [Said once]), but for lengths, which belong to a batch.
     """
     window = (window - 1, 0) if isinstance(window, int) else window if window is None else tuple(window)
     if lengths is not None:
         rows = lengths.tolist() if isinstance(lengths, Tensor) else lengths
         lengths = tuple((int(start), int(stop)) for start, stop in rows)
     keys = None if kv_sharding is None else kv_sharding.text
-    return (
-        f"{{'sharding': {sharding.text}, 'kv_sharding': {keys}, 'causal': {bool(causal)}, 'window': {window}, "
-        f"'prefix_len': {prefix_len}, 'chunk_len': {chunk_len}, 'lengths': {lengths}, "
-        f"'softmax_scale': {float(softmax_scale)}, 'softcap': {float(softcap)}, 'dropout_p': {float(dropout_p)}, "
-        f"'impl': '{impl}', 'backward': '{backward}', 'deterministic': {bool(deterministic)}}}"
+    # in the words of the text, in which 1 is not True: options with equal words have equal texts
+    mask = f"'window': {window}, 'prefix_len': {prefix_len}, 'chunk_len': {chunk_len}"
+    # tracing must not see a table that changes
+    keep = lengths is None and not torch.compiler.is_compiling()
+    words = (
+        keys,
+        mask,
+        bool(causal),
+        float(softmax_scale),
+        float(softcap),
+        float(dropout_p),
+        impl,
+        backward,
+        deterministic,
     )
+    text = sharding.texts.get(words) if keep else None
+    if text is None:
+        text = (
+            f"{{'sharding': {sharding.text}, 'kv_sharding': {keys}, 'causal': {bool(causal)}, {mask}, "
+            f"'lengths': {lengths}, 'softmax_scale': {float(softmax_scale)}, 'softcap': {float(softcap)}, "
+            f"'dropout_p': {float(dropout_p)}, 'impl': '{impl}', 'backward': '{backward}', "
+            f"'deterministic': {bool(deterministic)}}}"
+        )
+        if keep:
+            sharding.texts[words] = text
+    return text
 
 
 def parse(text: str) -> dict[str, Any]:

@@ -5,6 +5,8 @@ Owns the making and caching of `ringattn.kernels.contract.Side`. Refuses to know
 Note [One upload]
     The four tensors of a side are views of one int32 buffer, computed on the CPU and copied once, from pinned memory
     and without waiting for the device. Finished sides are kept, least recently used first out, under a budget of bytes.
+    A CUDA graph reads the sides it was captured with at every replay, and nobody says when it is gone: these are kept
+    for good.
 """
 
 from __future__ import annotations
@@ -25,8 +27,6 @@ CACHE_BYTES = 128 * 1024 * 1024
 """Device bytes of sides that are kept for the next call."""
 
 _ALIGNMENT = 32  # int32 elements: every view starts on a 128-byte line
-
-_cache: OrderedDict[tuple[Runs, Visibility, torch.device, Reading], Side] = OrderedDict()
 
 
 class _Tensors:
@@ -49,11 +49,46 @@ class _Tensors:
 
 _TENSORS = _Tensors()
 
+_cache: OrderedDict[SideKey, Side] = OrderedDict()
+_captured: dict[SideKey, Side] = {}
 
-def stationary_side(
+
+class SideKey:
+    """What a side is made of; hashed once, because masks of many documents are long to hash.
+
+    Attributes:
+        runs: The rows, as `Side.run_list`.
+        visibility: The mask.
+        device: Where the kernels run.
+        reading: What the rows see.
+    """
+
+    __slots__ = ("_hash", "device", "reading", "runs", "visibility")
+
+    def __init__(self, runs: Runs, visibility: Visibility, device: torch.device | str, reading: Reading) -> None:
+        place = torch.device(device)
+        if place.type == "cuda" and place.index is None:
+            place = torch.device("cuda", torch.cuda.current_device())
+        self.runs, self.visibility, self.device = runs, visibility, place
+        self.reading: Reading = reading
+        self._hash = hash((runs, visibility, place, reading))
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __eq__(self, other: object) -> bool:
+        return self is other or (
+            isinstance(other, SideKey)
+            and self._hash == other._hash
+            and (self.runs, self.visibility, self.device, self.reading)
+            == (other.runs, other.visibility, other.device, other.reading)
+        )
+
+
+def stationary_key(
     shard: Shard, visibility: Visibility, device: torch.device | str, reading: Reading = "keys"
-) -> Side:
-    """The side of a rank's own rows, which stay.
+) -> SideKey:
+    """The key of the side of a rank's own rows, which stay.
 
     Args:
         shard: The rows.
@@ -61,11 +96,13 @@ def stationary_side(
         device: Where the kernels run.
         reading: What the rows see: "keys" when they are queries, "queries" when they are keys.
     """
-    return _side(pack(shard), visibility, torch.device(device), reading)
+    return SideKey(pack(shard), visibility, device, reading)
 
 
-def moving_side(visit: Visit, visibility: Visibility, device: torch.device | str, reading: Reading = "queries") -> Side:
-    """The side of the rows that a visit brings, packed in its buffer.
+def moving_key(
+    visit: Visit, visibility: Visibility, device: torch.device | str, reading: Reading = "queries"
+) -> SideKey:
+    """The key of the side of the rows that a visit brings, packed in its buffer.
 
     Args:
         visit: The visit.
@@ -73,7 +110,45 @@ def moving_side(visit: Visit, visibility: Visibility, device: torch.device | str
         device: Where the kernels run.
         reading: What the rows see: "queries" when they are keys (moving="keys"), "keys" when they are queries.
     """
-    return _side(visit.runs, visibility, torch.device(device), reading)
+    return SideKey(visit.runs, visibility, device, reading)
+
+
+def stationary_side(
+    shard: Shard, visibility: Visibility, device: torch.device | str, reading: Reading = "keys"
+) -> Side:
+    """The side of `stationary_key`."""
+    return find_side(stationary_key(shard, visibility, device, reading))
+
+
+def moving_side(visit: Visit, visibility: Visibility, device: torch.device | str, reading: Reading = "queries") -> Side:
+    """The side of `moving_key`."""
+    return find_side(moving_key(visit, visibility, device, reading))
+
+
+def find_side(key: SideKey) -> Side:
+    """The side of a key, made at first sight and kept under the budget.
+
+    Raises:
+        RuntimeError: A CUDA graph is being captured and the side is not there yet.
+    """
+    side = _cache.get(key)
+    capturing = key.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+    if side is None:
+        if capturing:
+            raise RuntimeError(
+                "the tables of a call must be on the device before it is captured, got a first call during a capture; "
+                "make the call once outside it"
+            )
+        # a side outlives the call that makes it: it must be an ordinary tensor even when made under inference mode
+        with torch.inference_mode(False):
+            side = _cache[key] = _make(key.runs, key.visibility, key.device, key.reading)
+        held = sum(_bytes_of(kept) for kept in _cache.values())
+        while held > CACHE_BYTES and len(_cache) > 1:
+            held -= _bytes_of(_cache.popitem(last=False)[1])
+    _cache.move_to_end(key)
+    if capturing:
+        _captured[key] = side
+    return side
 
 
 def bounds_of(positions: Tensor, visibility: Visibility, reading: Reading) -> tuple[Tensor, Tensor]:
@@ -96,24 +171,9 @@ def bounds_of(positions: Tensor, visibility: Visibility, reading: Reading) -> tu
 
 
 def clear() -> None:
-    """Forgets every kept side, and so frees its device memory."""
+    """Forgets every kept side, and so frees its device memory. CUDA graphs that read them must not be replayed any more."""
     _cache.clear()
-
-
-def _side(runs: Runs, visibility: Visibility, device: torch.device, reading: Reading) -> Side:
-    if device.type == "cuda" and device.index is None:
-        device = torch.device("cuda", torch.cuda.current_device())
-    key = (runs, visibility, device, reading)
-    side = _cache.get(key)
-    if side is None:
-        # a side outlives the call that makes it: it must be an ordinary tensor even when made under inference mode
-        with torch.inference_mode(False):
-            side = _cache[key] = _make(runs, visibility, device, reading)
-        held = sum(_bytes_of(kept) for kept in _cache.values())
-        while held > CACHE_BYTES and len(_cache) > 1:
-            held -= _bytes_of(_cache.popitem(last=False)[1])
-    _cache.move_to_end(key)
-    return side
+    _captured.clear()
 
 
 def _make(runs: Runs, visibility: Visibility, device: torch.device, reading: Reading) -> Side:
