@@ -170,15 +170,28 @@ class _Attention(torch.autograd.Function):
         return o, lse
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         do, dlse = grads
         q, k, v, *options, o, lse = ctx.saved_tensors
-        dq, dk, dv, *others = ring_attention_backward_op(
-            do, dlse, q, k, v, o, lse, *options, ctx.dropout_seed, ctx.ring, ctx.call, ctx.wanted
-        )
+        run = _Gradients.apply if torch.is_grad_enabled() else ring_attention_backward_op
+        dq, dk, dv, *others = run(do, dlse, q, k, v, o, lse, *options, ctx.dropout_seed, ctx.ring, ctx.call, ctx.wanted)
         rest = iter(others)
         return None, dq, dk, dv, *(next(rest) if want else None for want in ctx.wanted), None, None, None
+
+
+class _Gradients(torch.autograd.Function):
+    """What autograd does with gradients that are differentiated themselves: it refuses."""
+
+    @staticmethod
+    def forward(ctx: Any, *args: Any) -> tuple[Tensor, ...]:
+        del ctx
+        return tuple(ring_attention_backward_op(*args))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        raise NotImplementedError(
+            "ring attention must be differentiated once, got a gradient of its gradients; use attention_reference for it"
+        )
 
 
 def _below_autograd(keys: Any, *args: Any) -> tuple[Tensor, Tensor]:

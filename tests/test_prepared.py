@@ -59,7 +59,8 @@ def variants(draw: st.DrawFn) -> dict[str, Any]:
 def test_a_call_is_never_taken_for_another(sequence: list[dict[str, Any]]) -> None:
     for one in [*sequence, *sequence]:
         documents = one["documents"] if one["n"] == 5 else None
-        q, k, v = draw_qkv(one["n"], *one["heads"], one["d"], one["dtype"], transposed=one["transposed"])
+        h, hk = one["heads"]
+        q, k, v = draw_qkv(one["n"], h, hk, one["d"], one["dtype"], transposed=one["transposed"])
         sinks = torch.arange(q.shape[2], dtype=torch.float32) if one["sinks"] else None
         found = ring_attention(q, k, v, RING.sharding(one["n"], documents=documents), sinks=sinks, **one["options"])
         expected = attention_reference(q, k, v, documents=documents, sinks=sinks, **one["options"])
@@ -172,7 +173,7 @@ def test_a_kept_call_does_not_keep_its_ring() -> None:
 def test_gradients_of_gradients_are_refused() -> None:
     q, k, v = (x.requires_grad_() for x in draw_qkv(4, 1, 1, 8, torch.float32, transposed=False))
     (dq,) = torch.autograd.grad(ring_attention(q, k, v, RING.sharding(4)).sum(), q, create_graph=True)
-    with pytest.raises(RuntimeError, match="differentiate twice"):
+    with pytest.raises(NotImplementedError, match="must be differentiated once"):
         dq.sum().backward()
 
 
