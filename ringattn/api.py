@@ -159,7 +159,10 @@ def ring_attention_with_lse(
         raise ValueError(
             f"dropout_seed must be given when dropout_p is {dropout_p}; pass one integer per call, the same on all ranks"
         )
-    q, k, v = (_autocast(x) for x in (q, k, v))
+    kind = q.device.type
+    if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
+        lower = torch.get_autocast_dtype(kind)
+        q, k, v = (x.to(lower) if x.is_floating_point() and x.dtype != torch.float64 else x for x in (q, k, v))
     if bias is not None:
         bias = bias.expand(q.shape[0], q.shape[2], q.shape[1], (kv_sharding or sharding).seq_len)
     scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
@@ -182,15 +185,3 @@ def ring_attention_with_lse(
         deterministic=deterministic,
     )
     return ring_attention_op(q, k, v, sinks, alibi_slopes, key_bias, bias, dropout_seed or 0, sharding.ring.name, call)
-
-
-def _autocast(x: Tensor) -> Tensor:
-    kind = x.device.type
-    if (
-        torch.amp.is_autocast_available(kind)
-        and torch.is_autocast_enabled(kind)
-        and x.is_floating_point()
-        and x.dtype != torch.float64
-    ):
-        return x.to(torch.get_autocast_dtype(kind))
-    return x

@@ -1,8 +1,14 @@
-"""The whole ring as one custom operator: forward, backward, fakes and FLOP counts.
+"""The whole ring as one custom operator: forward, backward, fakes and gradients.
 
 Owns what is saved and what is handed back. One operator per direction, because communication cannot be traced through:
 `torch.compile` sees two opaque calls, selective checkpointing can keep the one that is expensive, and FLOP counters see
 the visible pairs. Groups travel by name (Note [Names] in ring.py).
+
+Note [Operators by hand]
+    `torch.library.custom_op` and `register_autograd` would say the same in fewer lines, and cost the host 100 microseconds
+    more per call: they ask at each call whether outputs alias inputs, which ours never do, and carry arguments through
+    general containers. So the operators are defined with their schemas, and what autograd does with them is one
+    `torch.autograd.Function`.
 """
 
 from __future__ import annotations
@@ -13,31 +19,28 @@ import torch
 from torch import Tensor
 
 from ringattn import gathered
-from ringattn.call import Call
-from ringattn.kernels.contract import KernelSet, Score, accumulation_dtype
-from ringattn.kernels.select import pick
+from ringattn.kernels.contract import accumulation_dtype
 from ringattn.living import find_ring
-from ringattn.ring import Ring
-from ringattn.validation import check_call
+from ringattn.prepared import prepare
+
+_LIBRARY = torch.library.Library("ringattn", "DEF")
+_OPTIONS = (
+    "Tensor? sinks, Tensor? alibi_slopes, Tensor? key_bias, Tensor? bias, SymInt dropout_seed, str ring, str call"
+)
+_LIBRARY.define(
+    f"forward(Tensor q, Tensor k, Tensor v, {_OPTIONS}) -> (Tensor, Tensor)", tags=(torch.Tag.pt2_compliant_tag,)
+)
+_LIBRARY.define(
+    f"backward(Tensor? do, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor o, Tensor lse, {_OPTIONS}, bool[] wanted) "
+    "-> Tensor[]",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+
+ring_attention_op = torch.ops.ringattn.forward.default
+ring_attention_backward_op = torch.ops.ringattn.backward.default
 
 
-def _resolve(
-    q: Tensor, k: Tensor, v: Tensor, extras: dict[str, Tensor | None], seed: int, ring: str, call: str
-) -> tuple[Ring, Call, KernelSet, Score]:
-    """The ring, the decoded call, its kernels and score; every refusal happens here, on every rank."""
-    here: Ring = find_ring(ring)
-    with here.refusals(call, (q, k, v, *extras.values())):
-        decoded = Call.decode(call, here.rank)
-        check_call(q, k, v, decoded, here.rank, here.world_size, **extras)
-        choice = pick(
-            q.device, q.dtype, q.shape[-1], v.shape[-1], impl=decoded.impl, features=decoded.features(**extras)
-        )
-    score = decoded.score(q.dtype, seed, **extras)
-    return here, decoded, choice.kernels, score
-
-
-@torch.library.custom_op("ringattn::forward", mutates_args=())
-def ring_attention_op(
+def _forward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -50,14 +53,15 @@ def ring_attention_op(
     call: str,
 ) -> tuple[Tensor, Tensor]:
     """O `b s h dv` and lse `b h s` of this rank's rows; arguments as in `ring_attention`, ring and call as text."""
-    extras = {"sinks": sinks, "alibi_slopes": alibi_slopes, "key_bias": key_bias, "bias": bias}
-    with torch.autocast(q.device.type, enabled=False):
-        here, decoded, kernels, score = _resolve(q, k, v, extras, dropout_seed, ring, call)
-        return gathered.forward(_rows(q), _rows(k), _rows(v), score, decoded, kernels, here.seat)
+    args = (q, k, v, sinks, alibi_slopes, key_bias, bias, dropout_seed, ring, call)
+    if torch.is_autocast_enabled(q.device.type):
+        with torch.autocast(q.device.type, enabled=False):
+            return _forward(*args)
+    here, decoded, kernels, score = prepare(*args)
+    return gathered.forward(_rows(q), _rows(k), _rows(v), score, decoded, kernels, here.seat)
 
 
-@torch.library.custom_op("ringattn::backward", mutates_args=())
-def ring_attention_backward_op(
+def _backward(
     do: Tensor | None,
     dlse: Tensor | None,
     q: Tensor,
@@ -75,28 +79,29 @@ def ring_attention_backward_op(
     wanted: list[bool],
 ) -> list[Tensor]:
     """dq, dk, dv and those of dsinks, dalibi_slopes, dkey_bias, dbias that are wanted, each in its tensor's dtype."""
-    extras = {"sinks": sinks, "alibi_slopes": alibi_slopes, "key_bias": key_bias, "bias": bias}
-    options = list(extras.values())
-    with torch.autocast(q.device.type, enabled=False):
-        here, decoded, kernels, score = _resolve(q, k, v, extras, dropout_seed, ring, call)
-        grads = gathered.backward(
-            torch.zeros_like(o) if do is None else _rows(do.to(o.dtype)),
-            dlse,
-            _rows(q),
-            _rows(k),
-            _rows(v),
-            o,
-            lse,
-            score,
-            decoded,
-            kernels,
-            here.seat,
-            want_sinks=wanted[0],
-            want_alibi=wanted[1],
-            want_key_bias=wanted[2],
-            want_bias=wanted[3],
-        )
-    found = [grads.dsinks, grads.dalibi, grads.dkey_bias, grads.dbias]
+    options = (sinks, alibi_slopes, key_bias, bias)
+    if torch.is_autocast_enabled(q.device.type):
+        with torch.autocast(q.device.type, enabled=False):
+            return _backward(do, dlse, q, k, v, o, lse, *options, dropout_seed, ring, call, wanted)
+    here, decoded, kernels, score = prepare(q, k, v, *options, dropout_seed, ring, call)
+    grads = gathered.backward(
+        torch.zeros_like(o) if do is None else _rows(do.to(o.dtype)),
+        dlse,
+        _rows(q),
+        _rows(k),
+        _rows(v),
+        o,
+        lse,
+        score,
+        decoded,
+        kernels,
+        here.seat,
+        want_sinks=wanted[0],
+        want_alibi=wanted[1],
+        want_key_bias=wanted[2],
+        want_bias=wanted[3],
+    )
+    found = (grads.dsinks, grads.dalibi, grads.dkey_bias, grads.dbias)
     result = [grads.dq.to(q.dtype), grads.dk.to(k.dtype), grads.dv.to(v.dtype)]
     for grad, option in zip(found, options, strict=True):
         if grad is not None and option is not None:
@@ -109,8 +114,7 @@ def _rows(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
 
 
-@ring_attention_op.register_fake
-def _(
+def _fake_forward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -127,8 +131,7 @@ def _(
     return q.new_empty(b, s, h, v.shape[-1]), q.new_empty(b, h, s, dtype=accumulation_dtype(q.dtype))
 
 
-@ring_attention_backward_op.register_fake
-def _(
+def _fake_backward(
     do: Tensor | None,
     dlse: Tensor | None,
     q: Tensor,
@@ -151,39 +154,59 @@ def _(
     return [x.new_empty(x.shape) for x in (q, k, v, *kept)]
 
 
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    *tensors, dropout_seed, ring, call = inputs
-    ctx.save_for_backward(*tensors, *output)
-    ctx.dropout_seed, ctx.ring, ctx.call = dropout_seed, ring, call
-    # the graph keeps the ring alive until it is used up
-    ctx.living_ring = find_ring(ring)
-    ctx.wanted = [tensor is not None and tensor.requires_grad for tensor in tensors[3:]]
-    ctx.set_materialize_grads(False)
+class _Attention(torch.autograd.Function):
+    """What autograd does with a call of the forward operator."""
+
+    @staticmethod
+    def forward(ctx: Any, keys: Any, *args: Any) -> tuple[Tensor, Tensor]:
+        o, lse = _below_autograd(keys, *args)
+        *tensors, ctx.dropout_seed, ctx.ring, ctx.call = args
+        ctx.save_for_backward(*tensors, o, lse)
+        # the graph keeps the ring alive until it is used up
+        ctx.living_ring = find_ring(ctx.ring)
+        ctx.wanted = [tensor is not None and tensor.requires_grad for tensor in tensors[3:]]
+        ctx.set_materialize_grads(False)
+        return o, lse
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        do, dlse = grads
+        q, k, v, *options, o, lse = ctx.saved_tensors
+        run = _Gradients.apply if torch.is_grad_enabled() else ring_attention_backward_op
+        dq, dk, dv, *others = run(do, dlse, q, k, v, o, lse, *options, ctx.dropout_seed, ctx.ring, ctx.call, ctx.wanted)
+        rest = iter(others)
+        return None, dq, dk, dv, *(next(rest) if want else None for want in ctx.wanted), None, None, None
 
 
-def _backward(ctx: Any, do: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
-    q, k, v, sinks, alibi_slopes, key_bias, bias, o, lse = ctx.saved_tensors
-    grads = iter(
-        torch.ops.ringattn.backward(
-            do,
-            dlse,
-            q,
-            k,
-            v,
-            o,
-            lse,
-            sinks,
-            alibi_slopes,
-            key_bias,
-            bias,
-            ctx.dropout_seed,
-            ctx.ring,
-            ctx.call,
-            ctx.wanted,
+class _Gradients(torch.autograd.Function):
+    """What autograd does with gradients that are differentiated themselves: it refuses."""
+
+    @staticmethod
+    def forward(ctx: Any, *args: Any) -> tuple[Tensor, ...]:
+        del ctx
+        return tuple(ring_attention_backward_op(*args))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        raise NotImplementedError(
+            "ring attention must be differentiated once, got a gradient of its gradients; use attention_reference for it"
         )
-    )
-    qkv = [next(grads) for _ in range(3)]
-    return *qkv, *(next(grads) if want else None for want in ctx.wanted), None, None, None
 
 
-ring_attention_op.register_autograd(_backward, setup_context=_setup_context)
+def _below_autograd(keys: Any, *args: Any) -> tuple[Tensor, Tensor]:
+    with torch._C._AutoDispatchBelowAutograd():
+        return ring_attention_op.redispatch(keys & torch._C._after_autograd_keyset, *args)
+
+
+def _differentiably(keys: Any, *args: Any) -> tuple[Tensor, Tensor]:
+    """The forward operator as autograd sees it."""
+    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in args[:7]):
+        return _Attention.apply(keys, *args)
+    return _below_autograd(keys, *args)
+
+
+_LIBRARY.impl("forward", _forward, "CompositeExplicitAutograd")
+_LIBRARY.impl("backward", _backward, "CompositeExplicitAutograd")
+_LIBRARY.impl("forward", _differentiably, "Autograd", with_keyset=True)
+torch.library.register_fake("ringattn::forward", _fake_forward, lib=_LIBRARY)
+torch.library.register_fake("ringattn::backward", _fake_backward, lib=_LIBRARY)

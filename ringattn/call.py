@@ -3,13 +3,18 @@
 Owns the record of shardings, mask and score options, its text form (a custom op takes strings, and a text can be
 compared between ranks), and what follows from it by integers alone: plans and sides. Refuses to know groups, buffers
 and how anything is computed.
+
+Note [Said once]
+    The options of a layer are the same at every step, so what follows from them is kept where it is found without
+    comparing long records: the text on the sharding, plans and the keys of sides on the call, which `decode` gives again
+    for an equal text. Finding them costs the host a microsecond or two, however many documents there are.
 """
 
 from __future__ import annotations
 
 import ast
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
@@ -19,10 +24,12 @@ from torch import Tensor
 from ringattn.kernels.contract import GUARD, Gathered, Score, Side, accumulation_dtype
 from ringattn.schedule import Collection, Plan, RankPlan, Visit, collect, make_plan
 from ringattn.sharding import Sharding
-from ringattn.tables import gathered_sides, moving_side, stationary_side
+from ringattn.tables import Key, find, gathered_key, moving_key, returning_key, stationary_key
 from ringattn.visibility import Visibility
 
 MOVEMENTS = ("auto", "keys", "queries")
+
+_STAYS = -1  # in place of a ring step
 
 
 @dataclass(frozen=True)
@@ -50,6 +57,13 @@ class Call:
     impl: str
     backward: str
     deterministic: bool
+    _plans: dict[str, Plan] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _keys: dict[tuple[str, int, torch.device], tuple[Visit | None, Key[Side]]] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
+    _collections: list[Collection] = field(default_factory=list, init=False, repr=False, compare=False)
+    _gathered: dict[torch.device, Key[Gathered]] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _returning: dict[torch.device, Key[Tensor]] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @staticmethod
     def decode(text: str, rank: int) -> Call:
@@ -67,7 +81,11 @@ class Call:
 
     def plan(self, moving: str) -> Plan:
         """The plan with keys or queries moving."""
-        return make_plan(self.sharding.shards, self.kv_sharding.shards, self.visibility, moving)
+        plan = self._plans.get(moving)
+        if plan is None:
+            plan = make_plan(self.sharding.shards, self.kv_sharding.shards, self.visibility, moving)
+            self._plans[moving] = plan
+        return plan
 
     def visits(self, moving: str) -> RankPlan:
         """This rank's part of the plan."""
@@ -75,22 +93,43 @@ class Call:
 
     def stationary(self, moving: str, device: torch.device) -> Side:
         """Tables of the side that stays: this rank's queries when keys move, and the other way round."""
-        shards = self.sharding.shards if moving == "keys" else self.kv_sharding.shards
-        return stationary_side(
-            shards[self.rank], self.visibility, device, reading="keys" if moving == "keys" else "queries"
-        )
+        known = self._keys.get((moving, _STAYS, device))
+        if known is None:
+            shards = self.sharding.shards if moving == "keys" else self.kv_sharding.shards
+            reading = "keys" if moving == "keys" else "queries"
+            known = None, stationary_key(shards[self.rank], self.visibility, device, reading)
+            self._keys[moving, _STAYS, device] = known
+        return find(known[1])
 
     def moving(self, moving: str, visit: Visit, device: torch.device) -> Side:
         """Tables of the rows that a visit brings."""
-        return moving_side(visit, self.visibility, device, reading="queries" if moving == "keys" else "keys")
+        known = self._keys.get((moving, visit.step, device))
+        if known is None or known[0] is not visit:
+            known = visit, moving_key(visit, self.visibility, device, "queries" if moving == "keys" else "keys")
+            self._keys[moving, visit.step, device] = known
+        return find(known[1])
 
     def collection(self) -> Collection:
         """What this rank fetches, and who fetches from it, when all visits are computed in one launch."""
-        return collect(self.plan("keys"), self.rank, GUARD)
+        if not self._collections:
+            self._collections.append(collect(self.plan("keys"), self.rank, GUARD))
+        return self._collections[0]
 
     def gathered(self, device: torch.device) -> Gathered:
         """Tables of the keys of all visits, likewise."""
-        return gathered_sides(self.visits("keys"), self.collection(), self.visibility, device)
+        known = self._gathered.get(device)
+        if known is None:
+            known = gathered_key(self.visits("keys"), self.collection(), self.visibility, device)
+            self._gathered[device] = known
+        return find(known)
+
+    def returning(self, device: torch.device) -> Tensor:
+        """Which row of each reader's contribution belongs to each of this rank's key rows, or -1, likewise."""
+        known = self._returning.get(device)
+        if known is None:
+            known = returning_key(self.collection().readers, self.kv_sharding.shard_len, device)
+            self._returning[device] = known
+        return find(known)
 
     def score(
         self,
@@ -161,18 +200,39 @@ def describe(
     """The text of a call, equal on all ranks, which `Call.decode` reads; options as in `ring_attention`.
 
     A dict literal: `torch.compile` traces formatting of constants, and the literal keeps tuples and floats as they are.
+    Kept on the sharding (Note [Said once]), but for lengths, which belong to a batch.
     """
     window = (window - 1, 0) if isinstance(window, int) else window if window is None else tuple(window)
     if lengths is not None:
         rows = lengths.tolist() if isinstance(lengths, Tensor) else lengths
         lengths = tuple((int(start), int(stop)) for start, stop in rows)
     keys = None if kv_sharding is None else kv_sharding.text
-    return (
-        f"{{'sharding': {sharding.text}, 'kv_sharding': {keys}, 'causal': {bool(causal)}, 'window': {window}, "
-        f"'prefix_len': {prefix_len}, 'chunk_len': {chunk_len}, 'lengths': {lengths}, "
-        f"'softmax_scale': {float(softmax_scale)}, 'softcap': {float(softcap)}, 'dropout_p': {float(dropout_p)}, "
-        f"'impl': '{impl}', 'backward': '{backward}', 'deterministic': {bool(deterministic)}}}"
+    # in the words of the text, in which 1 is not True: options with equal words have equal texts
+    mask = f"'window': {window}, 'prefix_len': {prefix_len}, 'chunk_len': {chunk_len}"
+    # tracing must not see a table that changes
+    keep = lengths is None and not torch.compiler.is_compiling()
+    words = (
+        keys,
+        mask,
+        bool(causal),
+        float(softmax_scale),
+        float(softcap),
+        float(dropout_p),
+        impl,
+        backward,
+        deterministic,
     )
+    text = sharding.texts.get(words) if keep else None
+    if text is None:
+        text = (
+            f"{{'sharding': {sharding.text}, 'kv_sharding': {keys}, 'causal': {bool(causal)}, {mask}, "
+            f"'lengths': {lengths}, 'softmax_scale': {float(softmax_scale)}, 'softcap': {float(softcap)}, "
+            f"'dropout_p': {float(dropout_p)}, 'impl': '{impl}', 'backward': '{backward}', "
+            f"'deterministic': {bool(deterministic)}}}"
+        )
+        if keep:
+            sharding.texts[words] = text
+    return text
 
 
 def parse(text: str) -> dict[str, Any]:

@@ -26,7 +26,6 @@ from ringattn.forward import ring_forward
 from ringattn.kernels.contract import GatheringKernelSet, KernelSet, Score, accumulation_dtype
 from ringattn.layout import shard_len
 from ringattn.schedule import Collection
-from ringattn.tables import rows_that_return
 from ringattn.transport.base import Gatherer, Seat
 
 PULL_BYTES = 8 * 2**20
@@ -112,8 +111,7 @@ def backward(
         )
     gathering.close()
     dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (k, v))
-    returned = rows_that_return(collection.readers, k.shape[1], k.device)
-    gathering_kernels.add_homes(dk, dv, home.own, home.receive(), returned)
+    gathering_kernels.add_homes(dk, dv, home.own, home.receive(), call.returning(k.device))
     home.close()
     return Gradients(
         dq=dq,

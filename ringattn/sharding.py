@@ -6,7 +6,7 @@ and masks other than the documents of the batch.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import Any, Protocol
@@ -45,6 +45,7 @@ class Sharding:
 
     Attributes:
         text: `spec` as a Python literal: equal on all ranks.
+        texts: The texts of attention calls with this sharding, by their options (Note [Said once] in call.py).
 
     Raises:
         ValueError: The shards do not hold every position exactly once, or an argument is out of range.
@@ -87,6 +88,7 @@ class Sharding:
         self._device = torch.device("cpu" if device is None else device)
         _check_partition(self._shards, seq_len)
         self.text = repr(self.spec)
+        self.texts: dict[Hashable, str] = {}
 
     @property
     def seq_len(self) -> int:

@@ -5,13 +5,15 @@ Owns the making and caching of `ringattn.kernels.contract.Side` and `Gathered`. 
 Note [One upload]
     The four tensors of a side are views of one int32 buffer, computed on the CPU and copied once, from pinned memory
     and without waiting for the device. Finished sides are kept, least recently used first out, under a budget of bytes.
+    A CUDA graph reads the sides it was captured with at every replay, and nobody says when it is gone: these are kept
+    for good.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable
-from typing import Any, TypeVar, cast
+from collections.abc import Callable, Hashable
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -26,11 +28,9 @@ Runs = tuple[tuple[int, int, int, int], ...]
 CACHE_BYTES = 128 * 1024 * 1024
 """Device bytes of sides that are kept for the next call."""
 
-T = TypeVar("T", Side, Gathered, Tensor)
+T = TypeVar("T")
 
 _ALIGNMENT = 32  # int32 elements: every view starts on a 128-byte line
-
-_cache: OrderedDict[tuple[Any, ...], Side | Gathered | Tensor] = OrderedDict()
 
 
 class _Tensors:
@@ -53,11 +53,45 @@ class _Tensors:
 
 _TENSORS = _Tensors()
 
+_cache: OrderedDict[Key[Any], Any] = OrderedDict()
+_captured: dict[Key[Any], Any] = {}
 
-def stationary_side(
+
+class Key(Generic[T]):
+    """What a table is made of; hashed once, because masks of many documents are long to hash.
+
+    Attributes:
+        device: Where the kernels run.
+        facts: All that decides the content.
+        make: Makes the table at first sight.
+    """
+
+    __slots__ = ("_hash", "device", "facts", "make")
+
+    def __init__(
+        self, device: torch.device | str, facts: tuple[Hashable, ...], make: Callable[[torch.device], T]
+    ) -> None:
+        place = torch.device(device)
+        if place.type == "cuda" and place.index is None:
+            place = torch.device("cuda", torch.cuda.current_device())
+        self.device, self.facts, self.make = place, facts, make
+        self._hash = hash((place, facts))
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __eq__(self, other: object) -> bool:
+        return self is other or (
+            isinstance(other, Key)
+            and self._hash == other._hash
+            and (self.device, self.facts) == (other.device, other.facts)
+        )
+
+
+def stationary_key(
     shard: Shard, visibility: Visibility, device: torch.device | str, reading: Reading = "keys"
-) -> Side:
-    """The side of a rank's own rows, which stay.
+) -> Key[Side]:
+    """The key of the side of a rank's own rows, which stay.
 
     Args:
         shard: The rows.
@@ -65,11 +99,13 @@ def stationary_side(
         device: Where the kernels run.
         reading: What the rows see: "keys" when they are queries, "queries" when they are keys.
     """
-    return _side(pack(shard), visibility, torch.device(device), reading)
+    return _side_key(pack(shard), visibility, device, reading)
 
 
-def moving_side(visit: Visit, visibility: Visibility, device: torch.device | str, reading: Reading = "queries") -> Side:
-    """The side of the rows that a visit brings, packed in its buffer.
+def moving_key(
+    visit: Visit, visibility: Visibility, device: torch.device | str, reading: Reading = "queries"
+) -> Key[Side]:
+    """The key of the side of the rows that a visit brings, packed in its buffer.
 
     Args:
         visit: The visit.
@@ -77,13 +113,51 @@ def moving_side(visit: Visit, visibility: Visibility, device: torch.device | str
         device: Where the kernels run.
         reading: What the rows see: "queries" when they are keys (moving="keys"), "keys" when they are queries.
     """
-    return _side(visit.runs, visibility, torch.device(device), reading)
+    return _side_key(visit.runs, visibility, device, reading)
 
 
-def gathered_sides(
+def stationary_side(
+    shard: Shard, visibility: Visibility, device: torch.device | str, reading: Reading = "keys"
+) -> Side:
+    """The side of `stationary_key`."""
+    return find(stationary_key(shard, visibility, device, reading))
+
+
+def moving_side(visit: Visit, visibility: Visibility, device: torch.device | str, reading: Reading = "queries") -> Side:
+    """The side of `moving_key`."""
+    return find(moving_key(visit, visibility, device, reading))
+
+
+def find(key: Key[T]) -> T:
+    """The table of a key, made at first sight and kept under the budget.
+
+    Raises:
+        RuntimeError: A CUDA graph is being captured and the table is not there yet.
+    """
+    found = _cache.get(key)
+    capturing = key.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+    if found is None:
+        if capturing:
+            raise RuntimeError(
+                "the tables of a call must be on the device before it is captured, got a first call during a capture; "
+                "make the call once outside it"
+            )
+        # it outlives the call that makes it: it must hold ordinary tensors even when made under inference mode
+        with torch.inference_mode(False):
+            found = _cache[key] = key.make(key.device)
+        held = sum(_bytes_of(kept) for kept in _cache.values())
+        while held > CACHE_BYTES and len(_cache) > 1:
+            held -= _bytes_of(_cache.popitem(last=False)[1])
+    _cache.move_to_end(key)
+    if capturing:
+        _captured[key] = found
+    return found
+
+
+def gathered_key(
     visits: RankPlan, collection: Collection, visibility: Visibility, device: torch.device | str
-) -> Gathered:
-    """The key sides of all visits of a rank, when they are computed in one launch.
+) -> Key[Gathered]:
+    """The key of the sides of all visits of a rank, when they are computed in one launch.
 
     Args:
         visits: The rank's part of a plan in which keys move; its own shard is not empty.
@@ -93,32 +167,33 @@ def gathered_sides(
     """
     own = visits.visits[0]
     assert own is not None, "a rank without keys of its own visits one by one"
-    sources = [(0, own.runs)]
+    near_rows, sources = own.num_rows, [(0, own.runs)]
     for fetch in collection.fetches:
         visit = visits.visits[fetch.step]
         assert visit is not None, "only rows that are visited are fetched"
         sources.append(
             (fetch.step, tuple((fetch.at + offset, rows, start, stride) for offset, rows, start, stride in visit.runs))
         )
-    device = _placed(device)
-    key = (tuple(sources), collection.far_rows, visibility, device)
-    return _kept(key, lambda: _make_gathered(own.num_rows, sources, collection.far_rows, visibility, device))
+    return Key(
+        device,
+        (tuple(sources), collection.far_rows, visibility),
+        lambda place: _make_gathered(near_rows, sources, collection.far_rows, visibility, place),
+    )
 
 
-def rows_that_return(readers: tuple[Send, ...], rows: int, device: torch.device | str) -> Tensor:
-    """Which row of each reader's contribution belongs to each of this rank's rows, or -1: `readers rows` int32."""
-    device = _placed(device)
+def returning_key(readers: tuple[Send, ...], rows: int, device: torch.device | str) -> Key[Tensor]:
+    """The key of `readers rows` int32: which row of each reader's contribution belongs to each own row, or -1."""
 
-    def make() -> Tensor:
-        table = torch.full((len(readers), rows), -1, dtype=torch.int32)
+    def make(place: torch.device) -> Tensor:
+        table = torch.full((len(readers), rows), -1, dtype=torch.int32, device="cpu")
         for line, reader in zip(table, readers, strict=True):
             packed = 0
             for offset, length in reader.rows:
                 line[offset : offset + length] = torch.arange(packed, packed + length, dtype=torch.int32)
                 packed += length
-        return _uploaded([table], device)[0]
+        return _uploaded([table], place)[0]
 
-    return _kept((readers, rows, device), make)
+    return Key(device, (readers, rows), make)
 
 
 def bounds_of(positions: Tensor, visibility: Visibility, reading: Reading) -> tuple[Tensor, Tensor]:
@@ -141,34 +216,13 @@ def bounds_of(positions: Tensor, visibility: Visibility, reading: Reading) -> tu
 
 
 def clear() -> None:
-    """Forgets every kept side, and so frees its device memory."""
+    """Forgets every kept side, and so frees its device memory. CUDA graphs that read them must not be replayed any more."""
     _cache.clear()
+    _captured.clear()
 
 
-def _side(runs: Runs, visibility: Visibility, device: torch.device, reading: Reading) -> Side:
-    device = _placed(device)
-    return _kept((runs, visibility, device, reading), lambda: _make(runs, visibility, device, reading))
-
-
-def _placed(device: torch.device | str) -> torch.device:
-    device = torch.device(device)
-    if device.type == "cuda" and device.index is None:
-        return torch.device("cuda", torch.cuda.current_device())
-    return device
-
-
-def _kept(key: tuple[Any, ...], make: Callable[[], T]) -> T:
-    """What was made for a key before, or is made now."""
-    found = _cache.get(key)
-    if found is None:
-        # it outlives the call that makes it: it must hold ordinary tensors even when made under inference mode
-        with torch.inference_mode(False):
-            found = _cache[key] = make()
-        held = sum(_bytes_of(kept) for kept in _cache.values())
-        while held > CACHE_BYTES and len(_cache) > 1:
-            held -= _bytes_of(_cache.popitem(last=False)[1])
-    _cache.move_to_end(key)
-    return cast(T, found)
+def _side_key(runs: Runs, visibility: Visibility, device: torch.device | str, reading: Reading) -> Key[Side]:
+    return Key(device, (runs, visibility, reading), lambda place: _make(runs, visibility, place, reading))
 
 
 def _make(runs: Runs, visibility: Visibility, device: torch.device, reading: Reading) -> Side:

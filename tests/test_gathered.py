@@ -15,7 +15,7 @@ from ringattn.reference import attention_reference
 from ringattn.schedule import Collection, collect, make_plan
 from ringattn.sharding import Sharding
 from ringattn.simulate import simulate_ring
-from ringattn.tables import rows_that_return
+from ringattn.tables import find, returning_key
 from ringattn.visibility import Visibility
 from tests import gathering_kernels
 
@@ -163,7 +163,7 @@ def test_every_returning_row_finds_its_own():
     visibility = Visibility(n, n, causal=True, window=(19, 0))
     plan = make_plan(*(2 * [make_shards("zigzag", n, world_size, visibility)]), visibility, "keys")
     readers = collect(plan, 1, GUARD).readers
-    table = rows_that_return(readers, 30, "cpu")
+    table = find(returning_key(readers, 30, "cpu"))
     for line, reader in zip(table, readers, strict=True):
         own = [x for offset, length in reader.rows for x in range(offset, offset + length)]
         assert line[own].tolist() == list(range(len(own)))

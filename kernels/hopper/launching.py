@@ -1,20 +1,15 @@
-"""How a Hopper kernel is called: tensors as descriptors of the bulk copy engine, and launches that are bound once.
+"""How a Hopper kernel is called: tensors as descriptors of the bulk copy engine, and launches.
 
-Owns what the hardware asks of addresses and strides, and the cache of compiled kernels. Refuses to know what kernels
-compute.
-
-Note [Bound launch]
-    Binding the arguments of a kernel with several descriptors costs the host more than a short kernel takes. What binding
-    decides depends on a few facts about each argument (dtype, alignment, width of an integer, constants), so the compiled
-    kernel is looked up by these and called with the arguments as they are. Run-time integers are never specialised on:
-    every kernel here is declared with `RUNTIME` names in do_not_specialize.
+Owns what the hardware asks of addresses and strides, and which descriptors are alike. Refuses to know what kernels compute,
+and how a launch reaches the driver (Note [Bound launch] in launch_triton.py). Run-time integers are never specialised on:
+every kernel here is declared with `RUNTIME` names in do_not_specialize.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -22,11 +17,17 @@ from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-WORD = 16  # bytes: what bases and strides of a descriptor are multiples of
+from ringattn.kernels import launch_triton
+from ringattn.kernels.launch_triton import WORD, Template
+
+CAPACITY = 1024
+"""Templates of descriptors that are kept; beyond it all are forgotten, and made again as they come."""
 
 _DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32}
 
-_compiled: dict[tuple[Any, ...], Any] = {}
+_HERE = contextlib.nullcontext()
+
+_templates: dict[Hashable, Template] = {}
 
 
 def launch(
@@ -38,29 +39,16 @@ def launch(
         kernel: A `gluon.jit` function whose integers are all in do_not_specialize.
         programs: Size of the grid.
         args: Its run-time arguments, in order.
-        constants: Its compile-time arguments, which come last in its signature, in order; the last one is num_warps.
+        constants: Its compile-time arguments, which come last in its signature; its last one is num_warps.
         num_warps: Warps of the default partition.
         maxnreg: Registers per thread at entry.
     """
-    values = (*constants.values(), num_warps)
-    device = torch.cuda.current_device() if torch.cuda.is_available() else -1
-    key = (kernel, device, maxnreg, *map(repr, values), *map(_fact, args))
-    compiled = _compiled.get(key)
-    if compiled is None:
-        _compiled[key] = kernel[(programs,)](*args, **constants, num_warps=num_warps, maxnreg=maxnreg)
-    else:
-        compiled[(programs, 1, 1)](*args, *values)
+    launch_triton.launch(kernel, (programs,), args, constants, num_warps=num_warps, maxnreg=maxnreg)
 
 
 def describable(x: Tensor) -> bool:
     """Whether the bulk copy engine can address it: aligned base and strides, nothing expanded, something there."""
-    size = x.element_size()
-    aligned = all(
-        stride > 0 and stride * size % WORD == 0
-        for stride, length in zip(x.stride()[:-1], x.shape[:-1], strict=True)
-        if length > 1
-    )
-    return aligned and x.stride(-1) == 1 and x.data_ptr() % WORD == 0 and x.numel() > 0
+    return _is_describable(x.shape, x.stride(), x.element_size()) and x.data_ptr() % WORD == 0
 
 
 def addressable(x: Tensor) -> Tensor:
@@ -73,10 +61,14 @@ def rows_of(x: Tensor, rows: int, columns: int) -> TensorDescriptor:
 
     Rows and columns beyond the tensor read as zero and are not written.
     """
-    b, s, h, d = x.shape
-    sb, ss, sh, _ = _strides(x)
-    block = [1, 1, rows, columns]
-    return TensorDescriptor(x, [b, h, s, d], [sb, sh, ss, 1], block, layout_of(tuple(block), x.dtype))
+
+    def make() -> TensorDescriptor:
+        b, s, h, d = x.shape
+        sb, ss, sh, _ = _strides(x)
+        block = [1, 1, rows, columns]
+        return TensorDescriptor(x, [b, h, s, d], [sb, sh, ss, 1], block, layout_of(tuple(block), x.dtype))
+
+    return _described(x, (rows, columns), make)
 
 
 def groups_of(x: Tensor, rows: int, group: int, columns: int) -> TensorDescriptor:
@@ -84,16 +76,24 @@ def groups_of(x: Tensor, rows: int, group: int, columns: int) -> TensorDescripto
 
     The block at (b, row, head group, 0, 0) holds the heads of a row next to each other.
     """
-    b, s, h, d = x.shape
-    sb, ss, sh, _ = _strides(x)
-    block = [1, rows, 1, group, columns]
-    shape, strides = [b, s, h // group, group, d], [sb, ss, group * sh, sh, 1]
-    return TensorDescriptor(x, shape, strides, block, layout_of(tuple(block), x.dtype))
+
+    def make() -> TensorDescriptor:
+        b, s, h, d = x.shape
+        sb, ss, sh, _ = _strides(x)
+        block = [1, rows, 1, group, columns]
+        shape, strides = [b, s, h // group, group, d], [sb, ss, group * sh, sh, 1]
+        return TensorDescriptor(x, shape, strides, block, layout_of(tuple(block), x.dtype))
+
+    return _described(x, (rows, group, columns), make)
 
 
 def numbers_of(x: Tensor, block: int) -> TensorDescriptor:
     """A contiguous tensor as one list, in blocks of `block` numbers; loads begin at multiples of 16 bytes."""
-    return TensorDescriptor(x, [x.numel()], [1], [block], layout_of((block,), x.dtype))
+
+    def make() -> TensorDescriptor:
+        return TensorDescriptor(x, [x.numel()], [1], [block], layout_of((block,), x.dtype))
+
+    return _described(x, (block,), make)
 
 
 @functools.lru_cache
@@ -110,7 +110,30 @@ def multiprocessors(device: torch.device) -> int:
 
 def on(device: torch.device) -> contextlib.AbstractContextManager[Any]:
     """Makes the device of a launch the current one."""
-    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
+    if device.type != "cuda" or torch.cuda.current_device() == device.index:
+        return _HERE
+    return torch.cuda.device(device)
+
+
+def _described(x: Tensor, block: tuple[int, ...], make: Callable[[], TensorDescriptor]) -> TensorDescriptor:
+    """The descriptor that `make` gives; it is asked, and so checked, at the first sight of a shape, strides and block."""
+    facts = (x.shape, x.stride(), x.dtype, block)
+    template = _templates.get(facts)
+    if template is None:
+        if len(_templates) >= CAPACITY:
+            _templates.clear()
+        template = _templates[facts] = Template(make())
+    return template.over(x)
+
+
+@functools.lru_cache(maxsize=4096)
+def _is_describable(shape: tuple[int, ...], strides: tuple[int, ...], size: int) -> bool:
+    aligned = all(
+        stride > 0 and stride * size % WORD == 0
+        for stride, length in zip(strides[:-1], shape[:-1], strict=True)
+        if length > 1
+    )
+    return aligned and strides[-1] == 1 and 0 not in shape
 
 
 def _strides(x: Tensor) -> list[int]:
@@ -120,14 +143,3 @@ def _strides(x: Tensor) -> list[int]:
         stride if length > 1 else max(WORD // size, x.shape[-1])
         for stride, length in zip(x.stride(), x.shape, strict=True)
     ]
-
-
-def _fact(x: Any) -> Any:
-    """What the binding of a run-time argument depends on."""
-    if isinstance(x, Tensor):
-        return x.dtype, x.data_ptr() % WORD == 0
-    if isinstance(x, TensorDescriptor):
-        return x.base.dtype, *x.block_shape
-    if isinstance(x, int):
-        return -(2**31) <= x < 2**31
-    return type(x)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from ringattn.kernels import launch_triton
 from ringattn.kernels.contract import Carry, Grads, Score, Side
 from ringattn.kernels.portable import backward, configs, forward
 from ringattn.kernels.portable.configs import Config
@@ -86,10 +87,13 @@ def launch_delta(o: Tensor, do: Tensor, dlse: Tensor | None) -> Tensor:
         return delta
     block_m = 64
     with _device(o):
-        _delta[(-(-s // block_m), batch * h)](
-            o, do, dlse, delta, *_strides(o), *_strides(do), *_pair(dlse), h, s,
-            BLOCK_M=block_m, DV=_padded(dv), DV_WIDTH=dv, num_warps=4,
-        )  # fmt: skip
+        launch_triton.launch(
+            _delta,
+            (-(-s // block_m), batch * h),
+            (o, do, dlse, delta, *_strides(o), *_strides(do), *_pair(dlse), h, s),
+            {"BLOCK_M": block_m, "DV": _padded(dv), "DV_WIDTH": dv},
+            num_warps=4,
+        )
     return delta
 
 
@@ -311,4 +315,6 @@ def _bias_strides(x: Tensor | None) -> tuple[int, int, int, int]:
 
 
 def _device(x: Tensor) -> contextlib.AbstractContextManager[Any]:
-    return torch.cuda.device(x.device) if x.is_cuda else contextlib.nullcontext()
+    if not x.is_cuda or torch.cuda.current_device() == x.device.index:
+        return contextlib.nullcontext()
+    return torch.cuda.device(x.device)

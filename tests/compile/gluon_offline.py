@@ -117,9 +117,8 @@ def captured() -> Iterator[list[tuple[Any, Any, float]]]:
         launches.append((self, kernel, time.perf_counter() - began))
         return _Launched()
 
-    launching = importlib.import_module("ringattn.kernels.hopper.launching")
-    compiled = dict(launching._compiled)
-    launching._compiled.clear()
+    launches_of = importlib.import_module("ringattn.kernels.launch_triton")
+    launches_of.forget()
     driver.set_active(_Driver())  # type: ignore[arg-type]
     jit.JITFunction.run = compile_only
     try:
@@ -127,8 +126,7 @@ def captured() -> Iterator[list[tuple[Any, Any, float]]]:
     finally:
         jit.JITFunction.run = run
         driver._active = before
-        launching._compiled.clear()
-        launching._compiled.update(compiled)
+        launches_of.forget()
 
 
 def report(function: Any, kernel: Any, seconds: float, dump: str | None = None) -> Report:

@@ -1,0 +1,233 @@
+"""Launches of Triton kernels that are bound once.
+
+Owns the table of compiled kernels, what is handed to the driver, and the one place that knows how Triton is built inside.
+Refuses to know what kernels compute, and Gluon: a descriptor is anything that has a base, a shape, strides and a block.
+
+Note [Bound launch]
+    Binding the arguments of a kernel costs the host more than a short kernel takes. What binding decides depends on a few
+    facts about each argument: dtype and alignment of a tensor, width of an integer and, unless the kernel declares it in
+    do_not_specialize, whether it is 1 or a multiple of 16, the block of a descriptor, and the constants. The compiled
+    kernel is looked up by these, and launched with arguments as the driver wants them: addresses in place of tensors, and
+    descriptors encoded. The caching allocator hands the same addresses out again and again, so encoded descriptors are
+    kept, by address, and only by address: keeping one keeps no memory alive.
+
+Note [Inside Triton]
+    A compiled kernel is launched by `compiled[grid](*args)`, which is public and takes tens of microseconds: it asks for
+    the device, makes metadata for profilers, and encodes every descriptor. `_open` takes it apart: it finds the function
+    below all that, which Triton 3.6 and 3.7 keep in the same places. Where it does not find what it expects (another
+    version, another vendor, the interpreter, a test that compiles without launching), and whenever a profiler has hooked
+    itself to launches, the public way is taken.
+"""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import inspect
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+from triton import knobs
+from triton.runtime import driver
+
+WORD = 16  # bytes and multiples of integers: what Triton specialises on
+CAPACITY = 512
+"""Encoded descriptors that a compiled kernel keeps; beyond it all are forgotten, and encoded again as they come."""
+
+_LEADING = ("self", "gridX", "gridY", "gridZ", "stream", "function")
+
+
+class Template:
+    """What is the same for all tensors of one shape, strides and dtype that a kernel sees through one block.
+
+    Args:
+        descriptor: A descriptor of such a tensor, made and checked by its own class.
+    """
+
+    __slots__ = ("_fields", "_kind", "fact")
+
+    def __init__(self, descriptor: Any) -> None:
+        self._kind = type(descriptor)
+        self._fields = {name: value for name, value in vars(descriptor).items() if name != "base"}
+        self._fields["template"] = self
+        self.fact = _fact_of_descriptor(descriptor)
+
+    def over(self, x: Tensor) -> Any:
+        """The descriptor of a tensor, 16-byte aligned; nothing is checked again."""
+        descriptor = object.__new__(self._kind)
+        vars(descriptor).update(self._fields, base=x)
+        return descriptor
+
+
+@dataclass(eq=False)
+class _Bound:
+    """A compiled kernel and what its launches have in common.
+
+    Attributes:
+        compiled: Triton's own.
+        tail: The values of the compile-time arguments, in order.
+        run: Launches with flat arguments; None: only the public way is known.
+        encode: What a descriptor becomes, by its number among the descriptors.
+        encoded: What they became, by number, address and template.
+    """
+
+    compiled: Any
+    tail: tuple[Any, ...]
+    run: Callable[..., None] | None = None
+    encode: Callable[[int, Any], list[Any]] | None = None
+    encoded: dict[tuple[int, int, Template], list[Any]] = field(default_factory=dict)
+
+
+@dataclass(eq=False)
+class _Kernel:
+    """A kernel and what it was compiled to.
+
+    Attributes:
+        kernel: The function.
+        names: Of its arguments, in order.
+        general: Per argument: integers are not specialised on.
+        variants: What it was compiled to, by the facts that this depends on.
+    """
+
+    kernel: Any
+    names: tuple[str, ...]
+    general: tuple[bool, ...]
+    variants: dict[Hashable, _Bound] = field(default_factory=dict)
+
+
+_kernels: dict[int, _Kernel] = {}
+
+
+def launch(
+    kernel: Any, grid: tuple[int, ...], args: Sequence[Any], constants: Mapping[str, Any], **options: int
+) -> None:
+    """Launches a kernel on the current stream of the device that its tensors are on, which must be the current one.
+
+    Args:
+        kernel: A `triton.jit` or `gluon.jit` function.
+        grid: One to three sizes.
+        args: Its run-time arguments, in order.
+        constants: Its compile-time arguments, which come after them in its signature.
+        **options: num_warps and the like; may be compile-time arguments too. A constant or option is of one type always.
+    """
+    known = _kernels.get(id(kernel))
+    if known is None:
+        known = _kernels[id(kernel)] = _describe(kernel)
+    facts: list[Hashable] = []
+    flat: list[Any] = []
+    descriptors: list[int] = []
+    device = None
+    for i, x in enumerate(args):
+        kind = type(x)
+        if kind is int:
+            if known.general[i]:
+                facts.append(-(2**31) <= x < 2**31)
+            else:
+                facts.append((-(2**31) <= x < 2**31, x == 1, x % WORD == 0))
+            flat.append(x)
+        elif x is None or kind is float or kind is bool:
+            facts.append(kind)
+            flat.append(x)
+        elif isinstance(x, Tensor):
+            address = x.data_ptr()
+            facts.append(x.dtype if address % WORD == 0 else (x.dtype,))
+            flat.append(address)
+            device = x.device
+        else:
+            template = getattr(x, "template", None)
+            facts.append(_fact_of_descriptor(x) if template is None else template.fact)
+            descriptors.append(len(flat))
+            flat.append(x)
+            device = x.base.device
+    index = None if device is None else device.index
+    key = (index, *constants, *constants.values(), *options, *options.values(), *facts)
+    bound = known.variants.get(key)
+    if bound is None:
+        compiled = kernel[grid](*args, **constants, **options)
+        if compiled is not None:
+            known.variants[key] = _open(compiled, _tail(known, len(args), constants, options))
+        return
+    grid = (*grid, 1, 1)[:3]
+    if bound.run is None or bound.encode is None or _is_hooked():
+        bound.compiled[grid](*args, *bound.tail)
+        return
+    # from the last to the first, so that the places of the others stay what they are
+    for number in range(len(descriptors) - 1, -1, -1):
+        at = descriptors[number]
+        flat[at : at + 1] = _encoded(bound, number, flat[at])
+    active: Any = driver.active  # its declared class does not say that devices have streams
+    bound.run(*grid, active.get_current_stream(index), *flat, *bound.tail)
+
+
+def forget() -> None:
+    """Forgets every compiled kernel; Triton's own cache keeps them."""
+    _kernels.clear()
+
+
+def _describe(kernel: Any) -> _Kernel:
+    names = tuple(getattr(kernel, "arg_names", ()))
+    params = getattr(kernel, "params", None) or ()
+    general = tuple(bool(getattr(param, "do_not_specialize", False)) for param in params)
+    # an emulated kernel declares nothing
+    return _Kernel(kernel, names, general + (False,) * 256)
+
+
+def _tail(
+    known: _Kernel, count: int, constants: Mapping[str, Any], options: Mapping[str, int]
+) -> tuple[Any, ...] | None:
+    """The compile-time arguments in the order of the signature; None where a default stands for one."""
+    values = {**options, **constants}
+    names = known.names[count:]
+    return tuple(values[name] for name in names) if all(name in values for name in names) else None
+
+
+def _fact_of_descriptor(x: Any) -> Hashable:
+    return x.base.dtype, *x.block_shape
+
+
+def _encoded(bound: _Bound, number: int, x: Any) -> list[Any]:
+    assert bound.encode is not None, "only kernels that were taken apart encode descriptors here"
+    template = getattr(x, "template", None)
+    if template is None:
+        return bound.encode(number, x)
+    key = (number, x.base.data_ptr(), template)
+    found = bound.encoded.get(key)
+    if found is None:
+        if len(bound.encoded) >= CAPACITY:
+            bound.encoded.clear()
+        found = bound.encoded[key] = bound.encode(number, x)
+    return found
+
+
+def _is_hooked() -> bool:
+    """Whether somebody wants to hear of launches."""
+    before, after = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
+    return bool(getattr(before, "calls", before)) or bool(getattr(after, "calls", after))
+
+
+def _open(compiled: Any, tail: tuple[Any, ...] | None) -> _Bound:
+    """Takes a compiled kernel apart (Note [Inside Triton])."""
+    public = _Bound(compiled, () if tail is None else tail)
+    try:
+        inside = importlib.import_module("triton.backends.nvidia.driver")
+        outer = compiled.run
+        if tail is None or type(outer) is not inside.CudaLauncher:
+            return public
+        if tuple(inspect.signature(type(outer).__call__).parameters)[:6] != _LEADING:
+            return public
+        bare, metas = copy.copy(outer), []
+        if inspect.isfunction(outer.launch):
+            # what encodes descriptors, around what launches
+            cells = inspect.getclosurevars(outer.launch).nonlocals
+            bare.launch, metas = cells["launcher"], cells["tensordesc_meta"]
+        function, packed, encode = compiled.function, compiled.packed_metadata, inside.make_tensordesc_arg
+    except (ImportError, AttributeError, KeyError):
+        return public
+
+    def run(x: int, y: int, z: int, stream: int, *args: Any) -> None:
+        bare(x, y, z, stream, function, packed, None, None, None, *args)
+
+    public.run, public.encode = run, lambda number, descriptor: encode(descriptor, metas[number])
+    return public

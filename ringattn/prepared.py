@@ -1,0 +1,100 @@
+"""What is decided about a call at first sight, and found again at each later one.
+
+Owns the table of calls that were checked, agreed upon between the ranks, and given kernels. Refuses to know how anything
+is computed, and what travels.
+
+Note [Prepared calls]
+    Whether a call is right, what it means and which kernels serve it depends on its text, on the ring, and on a few facts
+    about its tensors: shapes, dtypes and devices, never on values. So all of it is decided once, and a later call with the
+    same facts is found by one look into a table. A call that was refused is not there: it is checked, and refused, again.
+    The table says nothing of what other ranks agreed upon (`Ring.refusals` does), so forgetting an entry is harmless.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from ringattn.call import Call
+from ringattn.kernels.contract import KernelSet, Score
+from ringattn.kernels.select import pick
+from ringattn.living import find_ring
+from ringattn.ring import Ring
+from ringattn.validation import check_call
+
+CAPACITY = 1024
+"""Calls that are kept; beyond it all are forgotten, and prepared again as they come."""
+
+_prepared: dict[Hashable, Prepared] = {}
+
+
+@dataclass(frozen=True, eq=False)
+class Prepared:
+    """What is known of a call.
+
+    Attributes:
+        call: The decoded text.
+        kernels: What computes visits.
+        score: How scores are made, where that needs no tensor and no seed.
+    """
+
+    call: Call
+    kernels: KernelSet
+    score: Score | None
+
+
+def prepare(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: Tensor | None,
+    alibi_slopes: Tensor | None,
+    key_bias: Tensor | None,
+    bias: Tensor | None,
+    dropout_seed: int,
+    ring: str,
+    text: str,
+) -> tuple[Ring, Call, KernelSet, Score]:
+    """The ring, the decoded call, its kernels and score; every refusal happens here, on every rank.
+
+    Args:
+        q: `b s h d`.
+        k: `b t hk d`.
+        v: `b t hk dv`.
+        sinks: `h`.
+        alibi_slopes: `h`.
+        key_bias: `b t`.
+        bias: `b h s n`.
+        dropout_seed: Seed of the mask.
+        ring: The name of the ring.
+        text: The call as `describe` wrote it.
+
+    Raises:
+        ValueError: As `ring_attention` does.
+        NotImplementedError: Likewise.
+        RuntimeError: The ring is gone.
+    """
+    here: Ring = find_ring(ring)
+    facts = (
+        ring, text, q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.device, k.device, v.device,
+        *((x.shape, x.dtype, x.device) if x is not None else None for x in (sinks, alibi_slopes, key_bias, bias)),
+    )  # fmt: skip
+    known = _prepared.get(facts)
+    extras = {"sinks": sinks, "alibi_slopes": alibi_slopes, "key_bias": key_bias, "bias": bias}
+    if known is None:
+        with here.refusals(text, (q, k, v, *extras.values())):
+            call = Call.decode(text, here.rank)
+            check_call(q, k, v, call, here.rank, here.world_size, **extras)
+            features = call.features(**extras)
+            choice = pick(q.device, q.dtype, q.shape[-1], v.shape[-1], impl=call.impl, features=features)
+        plain = call.dropout_p == 0 and all(x is None for x in extras.values())
+        known = Prepared(call, choice.kernels, call.score(q.dtype, 0) if plain else None)
+        if len(_prepared) >= CAPACITY:
+            _prepared.clear()
+        _prepared[facts] = known
+    score = known.score
+    if score is None:
+        score = known.call.score(q.dtype, dropout_seed, **extras)
+    return here, known.call, known.kernels, score
