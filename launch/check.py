@@ -42,6 +42,7 @@ from torch import Tensor
 
 import ringattn
 from ringattn.budget import Budget, error
+from ringattn.launch.rings import ScheduleName, make_ring
 from ringattn.launch.session import Session, describe, machine, open_session, parse, table, write_json
 
 LAYOUTS = ("contiguous", "striped", "zigzag", "balanced")
@@ -68,6 +69,8 @@ class CheckArgs:
     Attributes:
         quick: The smallest problems only: every layout, mask and option once, in seconds.
         impl: Kernels to use: "auto", or the name of a kernel set.
+        schedule: How keys move: "auto", "gathered" (one launch), "staged" (step by step over the copy engine) or
+            "process_group" (step by step over NCCL or gloo).
         device: GPUs where there are any, or the CPU.
         simulate: Ranks of the simulated ring in a single process; 0 for none.
         only: Only cases whose name contains this.
@@ -81,6 +84,7 @@ class CheckArgs:
 
     quick: bool = False
     impl: str = "auto"
+    schedule: ScheduleName = "auto"
     device: Literal["auto", "cpu", "cuda"] = "auto"
     simulate: int = 4
     only: str = ""
@@ -456,7 +460,7 @@ def run_cases(session: Session, cases: Sequence[Case], args: CheckArgs) -> tuple
     """
     from tqdm import tqdm
 
-    ring = ringattn.Ring()
+    ring = make_ring(args.schedule)
     findings: list[Finding] = []
     skipped: list[tuple[Case, str]] = []
     hidden = None if session.rank == 0 else True
