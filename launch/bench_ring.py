@@ -190,7 +190,7 @@ def bench_ring(args: Ring, session: Session) -> list[dict[str, Any]] | None:
     rings, refused = open_rings(args.schedules, session)
     for name, why in refused.items():
         session.say(f"no {name} ring: {why}")
-    able = [schedule for schedule in args.schedules if shown_name(schedule, session) in rings]
+    able: list[ScheduleName] = [schedule for schedule in args.schedules if shown_name(schedule, session) in rings]
     if not able or not verify(problems, args.layouts, session, args.impl, able):
         return None
     alone = lonely_ring(session)
