@@ -438,4 +438,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    # children run this module again beside the one that their server has imported, which is meant
+    os.environ.setdefault("PYTHONWARNINGS", "ignore::RuntimeWarning:runpy")
     sys.exit(main())
