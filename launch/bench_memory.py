@@ -58,6 +58,8 @@ class Memory:
         dtype: Of q, k and v.
         impl: Kernels: "auto", or the name of a kernel set.
         alone: Also measure one GPU with the whole sequence, where it fits.
+        steps: Steps that each row makes, the last of which counts; 1 where steps take long: a first step may hold
+            buffers twice while they grow.
         device: GPUs where there are any, or the CPU.
         out: Folder for the JSON and the plot.
         name: Of the files.
@@ -75,6 +77,7 @@ class Memory:
     dtype: DTypeName = "bf16"
     impl: str = "auto"
     alone: bool = True
+    steps: int = 2
     device: Literal["auto", "cpu", "cuda"] = "auto"
     out: Path = Path("runs/bench")
     name: str = "memory"
@@ -226,7 +229,10 @@ def _memory_row(args: Memory, problem: Problem, who: str, ring: ringattn.Ring, s
         "predicted_gib": sum(parts.values()) / GIB,
         "tensors_gib": (parts["inputs"] + parts["output"] + _gradients(problem, ring.world_size)) / GIB,
         "peak_gib": peak_of(
-            lambda: prepare_ours(problem, ring, layout, session.device, args.impl, session.rank), [ring], session
+            lambda: prepare_ours(problem, ring, layout, session.device, args.impl, session.rank),
+            [ring],
+            session,
+            args.steps,
         ),
     }
 

@@ -203,7 +203,7 @@ def bench_ring(args: Ring, session: Session) -> list[dict[str, Any]] | None:
                 for row in found:
                     session.say(_brief(row))
                 rows += found
-                _forget(rings)
+                _forget(rings, session)
     return rows
 
 
@@ -216,8 +216,10 @@ def _stream_of_its_own(session: Session) -> contextlib.AbstractContextManager[An
     )
 
 
-def _forget(rings: dict[str, ringattn.Ring]) -> None:
+def _forget(rings: dict[str, ringattn.Ring], session: Session) -> None:
     """Saved tensors and buffers of one problem must not crowd the next."""
+    # nobody may still read what another rank lets go of
+    session.barrier()
     for ring in rings.values():
         ring.close()
     gc.collect()
@@ -332,33 +334,35 @@ def outside_torch(device: torch.device) -> int:
     return total - free - torch.cuda.memory_reserved(device)
 
 
-def peak_of(make: Callable[[], RingContender], rings: Sequence[ringattn.Ring], session: Session) -> float | None:
+def peak_of(
+    make: Callable[[], RingContender], rings: Sequence[ringattn.Ring], session: Session, steps: int = 2
+) -> float | None:
     """GiB at the peak of one forward and backward, inputs and gradients included (Note [Peak]).
 
     Args:
         make: Draws the inputs and prepares the call.
         rings: Whose buffers belong to it.
         session: The ranks.
+        steps: Steps to make; the last one counts.
 
     Returns:
         The peak of the rank that holds most; infinity when it does not fit; None on a CPU, where nobody counts.
     """
     if session.device.type != "cuda":
         return None
+    session.barrier()
     for ring in rings:
         ring.close()
     gc.collect()
-    session.barrier()
     torch.cuda.empty_cache()
     before, outside = torch.cuda.memory_allocated(session.device), outside_torch(session.device)
     try:
         contender = make()
-        contender.both()
-        session.barrier()
-        torch.cuda.reset_peak_memory_stats(session.device)
-        found = contender.both()
+        for _ in range(steps):
+            session.barrier()
+            torch.cuda.reset_peak_memory_stats(session.device)
+            contender.both()
         torch.cuda.synchronize(session.device)
-        del found
         peak = torch.cuda.max_memory_allocated(session.device) - before
         peak += max(0, outside_torch(session.device) - outside)
     except torch.OutOfMemoryError:
