@@ -1,18 +1,21 @@
-"""Writes the README's result tables, and docs/kernels.svg, from the JSON rows in docs/results.
+"""Writes the README's result tables and the figures they show from the JSON rows in docs/results.
 
-    python docs/results.py            rewrites the part of README.md between the two result marks, and the figure
-    python docs/results.py --check    fails when README.md or the figure is not what the rows say
+    python docs/results.py            rewrites the part of README.md between the two result marks, and the figures
+    python docs/results.py --check    fails when README.md or a figure is not what the rows say
 
-Owns the shape of the tables. Refuses to know how anything was measured: every file says that itself.
+Owns the shape of the tables. Refuses to know how anything was measured: every file says that itself. What has no rows has
+no section.
 """
 
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 import json
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 HERE = Path(__file__).parent
@@ -20,7 +23,7 @@ README = HERE.parent / "README.md"
 BEGIN, END = "<!-- results: written by docs/results.py -->", "<!-- end of results -->"
 
 Row = dict[str, Any]
-FIGURE = "kernels.svg"
+FIGURE, RING_FIGURE, SCALING_FIGURE = "kernels.svg", "ring-speed.svg", "ring-scaling.svg"
 PROBLEM = ("mask", "seq_len", "batch", "heads", "kv_heads", "head_dim", "dtype", "window", "document")
 NAMES = {
     "hopper": "ringattn hopper",
@@ -32,6 +35,18 @@ NAMES = {
     "fa4": "FA4",
 }
 """Contenders in the order they are shown."""
+RING_PROBLEM = ("world_size", "mask", "seq_len", "batch", "heads", "kv_heads", "head_dim", "dtype", "window")
+WAYS = ("forward", "both")
+
+
+def drawing() -> ModuleType:
+    """`launch/figures.py` by its path: it needs nothing of the package, and the package needs seconds to import."""
+    spec = importlib.util.spec_from_file_location("figures", Path(__file__).parents[1] / "launch/figures.py")
+    assert spec is not None, "a Python file"
+    assert spec.loader is not None, "a Python file"
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def load(name: str) -> Any:
@@ -73,10 +88,15 @@ def correctness() -> str:
     return "### Correctness\n\n" + "\n\n".join(parts)
 
 
+def runs_of(kind: str) -> list[Any]:
+    """The content of every file of one bench, oldest first."""
+    found = [json.loads(path.read_text()) for path in sorted((HERE / "results").glob(f"{kind}*.json"))]
+    return sorted(found, key=lambda one: one["machine"]["date"])
+
+
 def kernel_runs() -> list[Any]:
     """The content of every file of `bench kernels`, oldest first."""
-    found = [json.loads(path.read_text()) for path in sorted((HERE / "results").glob("kernels*.json"))]
-    return sorted(found, key=lambda one: one["machine"]["date"])
+    return runs_of("kernels")
 
 
 def kernel_rows(runs: list[Any]) -> list[Row]:
@@ -195,51 +215,272 @@ def figure_rows() -> list[Row]:
     return [row for row in kernel_rows(kernel_runs()) if row["group"] != "carry"]
 
 
-def draw_figure() -> None:
-    """Draws docs/kernels.svg, or removes it when no contender met two lengths."""
-    sys.path.insert(0, str(HERE.parent))
-    from ringattn.launch.figures import draw_lengths
+def figures() -> Iterator[tuple[str, Callable[..., bool], list[Row], bool]]:
+    """Every figure: its file, what draws it, the rows it is drawn from, and whether they give a line."""
+    module = drawing()
+    rows = figure_rows()
+    yield FIGURE, module.draw_lengths, rows, bool(module.lines_over_length(rows))
+    rows = ring_rows(runs_of("ring"))
+    largest = [row for row in rows if row["world_size"] == max(row["world_size"] for row in rows)]
+    yield RING_FIGURE, module.draw_ring, largest, bool(module.ring_lines(largest))
+    grown = scaling_rows(rows)
+    yield SCALING_FIGURE, module.draw_scaling, grown, bool(module.scaling_lines(grown))
 
-    rows, path = figure_rows(), HERE / FIGURE
-    if not draw_lengths(rows, path, f"rows {digest(rows)}"):
-        path.unlink(missing_ok=True)
+
+def draw_figures() -> None:
+    """Draws every figure, or removes it when there is no line to draw."""
+    for name, draw, rows, any_line in figures():
+        if not any_line or not draw(rows, HERE / name, f"rows {digest(rows)}"):
+            (HERE / name).unlink(missing_ok=True)
 
 
-def figure_is_true() -> bool:
-    """Whether docs/kernels.svg says that it was drawn from the committed rows; true too where there is none to draw."""
-    rows, path = figure_rows(), HERE / FIGURE
-    lengths: dict[tuple[Any, ...], set[int]] = {}
+def figures_are_true() -> bool:
+    """Whether every figure says that it was drawn from the committed rows; true too where there is none to draw."""
+    for name, _, rows, any_line in figures():
+        path = HERE / name
+        if path.exists() != any_line or (any_line and f"rows {digest(rows)}" not in path.read_text()):
+            return False
+    return True
+
+
+def ring_rows(runs: list[Any]) -> list[Row]:
+    """The rows of all runs of `bench ring`; a problem that several runs measured is shown from the last one alone."""
+    last: dict[tuple[Any, ...], list[Row]] = {}
+    for index, run in enumerate(runs):
+        found: dict[tuple[Any, ...], list[Row]] = {}
+        for row in run["rows"]:
+            row = {"who": run["machine"].get("backend") or "auto", "ours": True, **row, "run": index}
+            if "refused" not in row:
+                for way in WAYS:
+                    row.setdefault(f"{way}_alone_tflops", row[f"{way}_tflops"] * 100 / row[f"{way}_percent"])
+            found.setdefault(tuple(row[name] for name in RING_PROBLEM), []).append(row)
+        last |= found
+    return [row for key in sorted(last, key=lambda key: tuple(map(str, key))) for row in last[key]]
+
+
+def main_ring(rows: list[Row]) -> list[Row]:
+    """Our rows of the ring that users get: auto where it was measured, else gathered, else whichever there is."""
+    order = ("auto", "gathered", "staged")
+    chosen: dict[tuple[Any, ...], Row] = {}
     for row in rows:
-        if "tflops" in row and row["level"] == "op" and row["batch"] == 1 and row["heads"] == row["kv_heads"]:
-            line = tuple(row[key] for key in ("who", "direction", "head_dim", "mask"))
-            lengths.setdefault(line, set()).add(row["seq_len"])
-    if not any(len(found) > 1 for found in lengths.values()):
-        return not path.exists()
-    return path.exists() and f"rows {digest(rows)}" in path.read_text()
+        if row["ours"] and "refused" not in row:
+            key = tuple(row[name] for name in RING_PROBLEM)
+            best = chosen.get(key)
+            ranks = [order.index(one["who"]) if one["who"] in order else len(order) for one in (row, best or row)]
+            if best is None or ranks[0] < ranks[1]:
+                chosen[key] = row
+    return list(chosen.values())
+
+
+def heads(row: Row) -> str:
+    """Query heads / key/value heads."""
+    return f"{row['heads']}/{row['kv_heads']}"
+
+
+def mask_of(row: Row) -> str:
+    """The mask in words."""
+    return f"window {row['window'] + 1}" if row["mask"] == "window" else row["mask"]
+
+
+def both_ways(form: Callable[[str], str]) -> str:
+    """Forward / forward + backward."""
+    return " / ".join(form(way) for way in WAYS)
+
+
+def by_length(rows: list[Row]) -> list[Row]:
+    """Masks, then head groups, then lengths."""
+    return sorted(
+        rows, key=lambda row: (row["mask"] != "causal", row["mask"], -row["heads"] / row["kv_heads"], row["seq_len"])
+    )
+
+
+def table_of_shares(rows: list[Row]) -> str:
+    """A line per problem, a column per ring: TFLOP/s and the share of the kernel alone."""
+    names = drawing().RING_NAMES
+    timed = {row["who"] for row in rows if "refused" not in row}
+    shown = [who for who in names if who in timed] + sorted(timed - set(names))
+    problems: dict[tuple[Any, ...], dict[str, Row]] = {}
+    for row in by_length(rows):
+        key = (mask_of(row), row["layout"], row["tokens_per_rank"], heads(row))
+        problems.setdefault(key, {})[row["who"]] = row
+
+    def cell(row: Row | None) -> str:
+        if row is None or "refused" in row:
+            return "-"
+        return both_ways(lambda way: f"{row[f'{way}_tflops']:.0f} ({row[f'{way}_percent']:.0f}%)")
+
+    lines = []
+    for key, cells in problems.items():
+        timed_row = next((row for row in cells.values() if "refused" not in row), None)
+        if timed_row is not None:
+            alone = both_ways(lambda way, row=timed_row: f"{row[f'{way}_alone_tflops']:.0f}")
+            lines.append([key[0], key[1], key[2], key[3], alone, *(cell(cells.get(who)) for who in shown)])
+    columns = ["mask", "layout", "tokens per GPU", "heads", "kernel alone", *(names.get(who, who) for who in shown)]
+    return table(columns, lines)
+
+
+def table_of_costs(rows: list[Row]) -> str:
+    """What a call of the ring costs besides arithmetic: exposed time, host time, memory; and the share as a CUDA graph."""
+    lines = []
+    for row in by_length([row for row in rows if row["ours"] and row.get("forward_host_us") is not None]):
+
+        def number(way: str, name: str, form: str, row: Row = row) -> str:
+            value = row.get(f"{way}_{name}")
+            return "-" if value is None else form.format(value)
+
+        lines.append(
+            [
+                f"{mask_of(row)}, {row['tokens_per_rank']}, {heads(row)}",
+                drawing().RING_NAMES.get(row["who"], row["who"]),
+                both_ways(lambda way, number=number: number(way, "exposed_ms", "{:.2f}")),
+                both_ways(lambda way, number=number: number(way, "host_us", "{:.0f}")),
+                both_ways(lambda way, number=number: number(way, "graph_percent", "{:.0f}%")),
+                "-" if row.get("peak_gib") is None else f"{row['peak_gib']:.2f}",
+            ]
+        )
+    columns = ["mask, tokens per GPU, heads", "ring", "exposed ms", "host us", "of alone, as a CUDA graph", "peak GiB"]
+    return table(columns, lines) if lines else ""
+
+
+def scaling_rows(rows: list[Row]) -> list[Row]:
+    """Causal rows of our ring whose length per GPU was measured on several numbers of GPUs."""
+    causal = [row for row in main_ring(rows) if row["mask"] == "causal"]
+    sizes: dict[tuple[Any, ...], set[int]] = {}
+    for row in causal:
+        sizes.setdefault((row["tokens_per_rank"], heads(row)), set()).add(row["world_size"])
+    return [row for row in causal if len(sizes[row["tokens_per_rank"], heads(row)]) > 1]
+
+
+def table_of_scaling(rows: list[Row], fixed: str) -> str:
+    """A line per length that several numbers of GPUs measured, a column per number.
+
+    Args:
+        rows: Of our ring.
+        fixed: "tokens_per_rank" (weak: TFLOP/s per GPU) or "seq_len" (strong: ms, and times as fast as the fewest GPUs).
+    """
+    causal = [row for row in main_ring(rows) if row["mask"] == "causal"]
+    lines: dict[tuple[str, int], dict[int, Row]] = {}
+    for row in by_length(causal):
+        lines.setdefault((heads(row), row[fixed]), {})[row["world_size"]] = row
+    lines = {key: found for key, found in lines.items() if len(found) > 1}
+    sizes = sorted({size for found in lines.values() for size in found})
+    if not lines:
+        return ""
+
+    def cell(found: dict[int, Row], size: int) -> str:
+        if size not in found:
+            return "-"
+        row, least = found[size], found[min(found)]
+        if fixed == "tokens_per_rank":
+            return both_ways(lambda way: f"{row[f'{way}_tflops']:.0f}")
+        return both_ways(lambda way: f"{row[f'{way}_ms']:.2f} ({least[f'{way}_ms'] / row[f'{way}_ms']:.2f} x)")
+
+    what = "tokens per GPU" if fixed == "tokens_per_rank" else "tokens in all"
+    columns = ["heads", what, *(f"{size} GPU{'s' if size > 1 else ''}" for size in sizes)]
+    return table(columns, ([*key, *(cell(found, size) for size in sizes)] for key, found in lines.items()))
+
+
+def table_of_windows(rows: list[Row]) -> str:
+    """Bytes and exposed time under a window by number of GPUs, at lengths per GPU that several of them measured."""
+    windows = [row for row in main_ring(rows) if row["mask"] == "window" and row["world_size"] > 1]
+    sizes: dict[tuple[Any, ...], set[int]] = {}
+    for row in windows:
+        sizes.setdefault((row["tokens_per_rank"], heads(row), row["window"]), set()).add(row["world_size"])
+    lines = []
+    for row in sorted(windows, key=lambda row: (heads(row), row["tokens_per_rank"], row["world_size"])):
+        if len(sizes[row["tokens_per_rank"], heads(row), row["window"]]) > 1:
+            moved = row["bytes_received"]
+            line = [mask_of(row), row["layout"], row["tokens_per_rank"], heads(row), row["world_size"]]
+            line += [both_ways(lambda way, moved=moved: f"{_moved(moved, way) / 1e6:.1f}")]
+            line += [both_ways(lambda way, row=row: f"{row[f'{way}_exposed_ms']:.2f} of {row[f'{way}_ms']:.2f}")]
+            lines.append(line)
+    columns = ["mask", "layout", "tokens per GPU", "heads", "GPUs", "MB received by the busiest rank", "exposed ms"]
+    return table(columns, lines) if lines else ""
+
+
+def _moved(moved: Row, way: str) -> int:
+    return moved["forward_most"] + (moved["backward_most"] if way == "both" else 0)
 
 
 def ring() -> str:
-    """The ring as a share of the kernel alone."""
-    found = load("ring.json")
+    """The ring as a share of the kernel alone, beside others, over lengths and numbers of GPUs."""
+    runs = runs_of("ring")
+    rows = ring_rows(runs)
+    if not rows:
+        return ""
+    parts = [
+        "### Ring\n\nForward / forward + backward, TFLOP/s per GPU over visible pairs. In brackets the share of the kernel alone: "
+        "our own ring of one rank on the same GPUs, with a rank's share of the work, taking turns in the same run. Every answer is "
+        "checked before its time counts.",
+        *(f"Run {index + 1}: {source(run['machine'])}" for index, run in enumerate(runs)),
+    ]
+    for size in sorted({row["world_size"] for row in rows if row["world_size"] > 1}, reverse=True):
+        some = [row for row in rows if row["world_size"] == size]
+        parts += [f"#### {size} GPUs", table_of_shares(some)]
+        if costs := table_of_costs(some):
+            parts += [
+                "Exposed is the time beyond the kernel alone; host is the time until a call returns; peak memory is of one step.",
+                costs,
+            ]
+        refused = sorted({f"{row['who']}: {row['refused']}" for row in some if "refused" in row})
+        if refused:
+            parts.append(f"Without a speed: {'; '.join(refused)}.")
+    if (HERE / RING_FIGURE).exists():
+        parts.append(f"![Share of the kernel alone over tokens per GPU, one line per ring](docs/{RING_FIGURE})")
+    for title, said, body in (
+        (
+            "Weak scaling",
+            "A fixed number of tokens per GPU: TFLOP/s per GPU.",
+            table_of_scaling(rows, "tokens_per_rank"),
+        ),
+        (
+            "Strong scaling",
+            "A fixed length: ms, and how much faster than the fewest GPUs.",
+            table_of_scaling(rows, "seq_len"),
+        ),
+        ("Windows move their halo", "What is moved does not grow with the number of GPUs.", table_of_windows(rows)),
+    ):
+        if body:
+            parts += [f"#### {title}\n\n{said}", body]
+        if title == "Weak scaling" and body and (HERE / SCALING_FIGURE).exists():
+            parts.append(f"![TFLOP/s per GPU over the number of GPUs](docs/{SCALING_FIGURE})")
+    return "\n\n".join(parts)
+
+
+def memory() -> str:
+    """Peak memory of a step, measured and predicted, from the last run of each problem."""
+    runs = runs_of("memory")
+    last: dict[tuple[Any, ...], Row] = {}
+    for run in runs:
+        for row in run["rows"]:
+            last[tuple(row[name] for name in (*RING_PROBLEM, "who"))] = row
+    if not last:
+        return ""
+
+    def size(value: float | None) -> str:
+        # JSON readers may have no infinity, and what does not fit has no size
+        return "-" if value is None else f"{value:.2f}" if value < 1e6 else "does not fit"
+
+    names = drawing().RING_NAMES
     body = table(
-        ["tokens per GPU", "heads", "forward TFLOP/s per GPU", "of the kernel alone", "forward + backward", "of alone"],
+        ["tokens", "GPUs", "heads", "ring", "tensors GiB", "predicted GiB", "measured GiB"],
         (
             [
-                row["tokens_per_rank"],
-                f"{row['heads']}/{row['kv_heads']}",
-                f"{row['forward_tflops']:.0f}",
-                f"{row['forward_percent']:.0f}%",
-                f"{row['both_tflops']:.0f}",
-                f"{row['both_percent']:.0f}%",
+                f"{row['seq_len']:,}",
+                row["world_size"],
+                heads(row),
+                names.get(row["who"], row["who"]),
+                size(row["tensors_gib"]),
+                size(row["predicted_gib"]),
+                size(row["peak_gib"]),
             ]
-            for row in found["rows"]
+            for row in sorted(last.values(), key=lambda row: (row["seq_len"], -row["world_size"], row["kv_heads"]))
         ),
     )
+    said = " ".join(f"Run {index + 1}: {source(run['machine'])}" for index, run in enumerate(runs))
     return (
-        "### Ring\n\nCausal, zigzag, head_dim 128, bf16, NCCL; alone is one GPU with no ring at the same work. "
-        "Kernels as picked by themselves (here the Hopper ones). What is lost was not profiled; likely "
-        f"causes are host launches at few tokens, and NCCL's use of multiprocessors at many. "
-        f"{source(found['machine'])}\n\n{body}\n\n![TFLOP/s per GPU over tokens per GPU](docs/results/ring.png)"
+        "### Memory\n\nThe peak of one forward and backward on the fullest GPU, inputs and gradients included; predicted from "
+        f"integers before anything is allocated (`launch/bench_memory.py`). {said}\n\n{body}"
     )
 
 
@@ -309,19 +550,21 @@ def training() -> str:
     )
 
 
-SECTIONS: tuple[Callable[[], str], ...] = (correctness, kernels, ring, softmax, training)
+SECTIONS: tuple[Callable[[], str], ...] = (correctness, kernels, ring, memory, softmax, training)
 
 
 def main() -> int:
     """Rewrites or checks the README; returns the exit code."""
     if "--check" not in sys.argv:
-        draw_figure()
+        draw_figures()
     text = README.read_text()
     before, rest = text.split(BEGIN)
     after = rest.split(END)[1]
-    wanted = f"{before}{BEGIN}\n\n" + "\n\n".join(section() for section in SECTIONS) + f"\n\n{END}{after}"
+    wanted = (
+        f"{before}{BEGIN}\n\n" + "\n\n".join(body for section in SECTIONS if (body := section())) + f"\n\n{END}{after}"
+    )
     if "--check" in sys.argv:
-        return int(text != wanted or not figure_is_true())
+        return int(text != wanted or not figures_are_true())
     README.write_text(wanted)
     return 0
 

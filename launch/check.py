@@ -5,6 +5,7 @@ Owns the cases and the verdict. Refuses to know speed, and how an answer was mad
     python -m ringattn.launch.check --quick
     torchrun --nproc_per_node 4 -m ringattn.launch.check
     python -m ringattn.launch.check --fuzz 300 --impl hopper
+    torchrun --nproc_per_node 4 -m ringattn.launch.check --soak 1000 --delay --poison
 
 Note [What is compared]
     Every rank draws the same whole-sequence inputs, and computes from them, alone, the definition in fp64 and in the
@@ -42,6 +43,7 @@ from torch import Tensor
 
 import ringattn
 from ringattn.budget import Budget, error
+from ringattn.launch.rings import ScheduleName, make_ring
 from ringattn.launch.session import Session, describe, machine, open_session, parse, table, write_json
 
 LAYOUTS = ("contiguous", "striped", "zigzag", "balanced")
@@ -68,11 +70,16 @@ class CheckArgs:
     Attributes:
         quick: The smallest problems only: every layout, mask and option once, in seconds.
         impl: Kernels to use: "auto", or the name of a kernel set.
+        schedule: How keys move: "auto", "gathered" (one launch), "staged" (step by step over the copy engine) or
+            "process_group" (step by step over NCCL or gloo).
         device: GPUs where there are any, or the CPU.
         simulate: Ranks of the simulated ring in a single process; 0 for none.
         only: Only cases whose name contains this.
         json: Where to write every row as JSON.
         seed: Seed of all inputs.
+        soak: Random calls on one ring instead of the cases, without a pause between them; all ranks.
+        delay: While soaking, hosts pause at random, up to 20 ms.
+        poison: While soaking, the ring's buffers are filled with NaN between calls, where its transport can.
         fuzz: Seconds of random visits of the kernels alone instead of the cases; 0 for a single one.
         fuzz_seed: Seed of the first random visit.
         ahead: On GPUs, fill the compiler's cache from many processes first; not under a tool that watches one process.
@@ -81,11 +88,15 @@ class CheckArgs:
 
     quick: bool = False
     impl: str = "auto"
+    schedule: ScheduleName = "auto"
     device: Literal["auto", "cpu", "cuda"] = "auto"
     simulate: int = 4
     only: str = ""
     json: Path | None = None
     seed: int = 0
+    soak: int = 0
+    delay: bool = False
+    poison: bool = False
     fuzz: float | None = None
     fuzz_seed: int = 0
     ahead: bool = True
@@ -333,6 +344,7 @@ def solve_simulated(case: Case, layout: str, world_size: int, inputs: dict[str, 
         documents=case.documents,
         impl=args.impl,
         backward=case.backward,
+        deterministic="deterministic" in case.options,
         **plain_options(case, args.seed),
     )
     found = {f"d{name}": x for name, x in (whole.grads or {}).items()}
@@ -456,7 +468,7 @@ def run_cases(session: Session, cases: Sequence[Case], args: CheckArgs) -> tuple
     """
     from tqdm import tqdm
 
-    ring = ringattn.Ring()
+    ring = make_ring(args.schedule)
     findings: list[Finding] = []
     skipped: list[tuple[Case, str]] = []
     hidden = None if session.rank == 0 else True
@@ -621,6 +633,32 @@ def fuzz_all(args: CheckArgs, session: Session, line: dict[str, Any]) -> int:
     return code
 
 
+def soak_all(args: CheckArgs, session: Session, line: dict[str, Any]) -> int:
+    """Many calls on one ring; returns the exit code, the same on every rank."""
+    from ringattn.launch import soak
+
+    tally = soak.soak(args, session)
+    found = session.gather(tally)
+    red = [f"rank {rank}: {one}" for rank, tally in enumerate(found) for one in tally.red]
+    code = int(bool(red) or not tally.cases or tally.calls < args.soak)
+    if session.rank == 0:
+        for one in red:
+            print(f"RED: {one}")
+        if args.poison and tally.poisoned is None:
+            print("not poisoned: this ring offers no way")
+        poisoned = f", poisoned {tally.poisoned} times" if tally.poisoned is not None else ""
+        print(
+            f"{'red' if code else 'green'}: {tally.calls} calls on one ring, {tally.backwards} with a backward, of {tally.cases} "
+            f"cases ({tally.equal_to_simulation} calm answers equal to the simulated ring to the bit), looked at "
+            f"{tally.checks} times{poisoned}; {tally.prepare_s:.1f} s to prepare, {tally.seconds:.1f} s, "
+            f"seed {args.seed}"
+        )
+        if args.json is not None:
+            kept = {"machine": line, "impl": args.impl, "schedule": args.schedule, "green": not code}
+            write_json(args.json, kept | {"delay": args.delay, "ranks": [dataclasses.asdict(one) for one in found]})
+    return code
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command; returns its exit code: 0 when every row is green on every rank."""
     args: CheckArgs = parse(CheckArgs, arguments, "check", (CheckArgs.__doc__ or "").split("\n")[0])
@@ -631,6 +669,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         session.say(describe(line))
         if args.fuzz is not None:
             return fuzz_all(args, session, line)
+        if args.soak:
+            return soak_all(args, session, line)
         make = quick_cases if args.quick else full_cases
         ranks = max(session.world_size, args.simulate if session.world_size == 1 else 0)
         cases = [case for case in make(ranks, session.device.type) if args.only in case.name]

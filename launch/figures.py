@@ -1,7 +1,7 @@
 """Pictures of measured rows that can be read on a light and on a dark page.
 
-Owns how kernel speeds are drawn over length. Refuses to know how they were measured, and which rows are good enough to
-be shown.
+Owns how the speeds of kernels and rings are drawn. Refuses to know how they were measured, and which rows are good enough
+to be shown.
 """
 
 from __future__ import annotations
@@ -29,8 +29,42 @@ COLORS = {
     "flex": "#a371f7",
     "fa4": "#388bfd",
 }
+RING_NAMES = {
+    "auto": "ringattn",
+    "gathered": "ringattn gathered",
+    "staged": "ringattn staged",
+    "nccl": "ringattn NCCL",
+    "gloo": "ringattn gloo",
+    "torch_cp_allgather": "torch CP all-gather",
+    "torch_cp_alltoall": "torch CP all-to-all",
+    "ring_flash_attn": "ring-flash-attention",
+}
+"""What rings are called in tables and figures, in the order they are shown."""
+RING_COLORS = {
+    "auto": "#e5484d",
+    "gathered": "#e5484d",
+    "staged": "#f0883e",
+    "nccl": "#bf8700",
+    "gloo": "#bf8700",
+    "torch_cp_allgather": "#2da44e",
+    "torch_cp_alltoall": "#388bfd",
+    "ring_flash_attn": "#8b949e",
+}
+DIRECTIONS = {"forward": "forward", "both": "forward + backward"}
 INK = "#7d8590"
 """Gray that stands out from white and from near black alike."""
+STYLE: Any = {
+    "svg.fonttype": "none",
+    "svg.hashsalt": "ringattn",
+    "font.family": "sans-serif",
+    "font.size": 9,
+    "axes.edgecolor": INK,
+    "axes.labelcolor": INK,
+    "text.color": INK,
+    "xtick.color": INK,
+    "ytick.color": INK,
+    "savefig.transparent": True,
+}
 
 
 def lines_over_length(rows: Sequence[dict[str, Any]]) -> dict[tuple[int, str, str], dict[str, list[tuple[int, float]]]]:
@@ -71,20 +105,8 @@ def draw_lengths(rows: Sequence[dict[str, Any]], path: Path, note: str = "") -> 
     masks = [one for one in ("full", "causal", "window", "documents") if any(key[1] == one for key in panels)]
     rank = {"forward": 0, "backward": 1}
     kinds = sorted({(direction, dim) for dim, _, direction in panels}, key=lambda kind: (rank[kind[0]], kind[1]))
-    style: Any = {
-        "svg.fonttype": "none",
-        "svg.hashsalt": "ringattn",
-        "font.family": "sans-serif",
-        "font.size": 9,
-        "axes.edgecolor": INK,
-        "axes.labelcolor": INK,
-        "text.color": INK,
-        "xtick.color": INK,
-        "ytick.color": INK,
-        "savefig.transparent": True,
-    }
     lengths = sorted({n for lines in panels.values() for points in lines.values() for n, _ in points})
-    with mpl.rc_context(style):
+    with mpl.rc_context(STYLE):
         figure, axes = plt.subplots(
             len(kinds), len(masks), figsize=(2.7 * len(masks), 2.1 * len(kinds) + 0.6), squeeze=False, sharex=True
         )
@@ -106,16 +128,140 @@ def draw_lengths(rows: Sequence[dict[str, Any]], path: Path, note: str = "") -> 
                 axis.set_ylim(bottom=0)
                 axis.grid(color=INK, alpha=0.25, linewidth=0.6)
                 axis.set_title(f"{direction}, {mask}, head_dim {dim}", fontsize=9)
-                axis.set_xticks(lengths, [f"{n // 1024}K" if n >= 1024 else str(n) for n in lengths])
+                axis.set_xticks(lengths, [thousands(n) for n in lengths])
                 axis.minorticks_off()
             axes[i][0].set_ylabel("TFLOP/s")
         for axis in axes[-1]:
             axis.set_xlabel("tokens")
-        shown = {line.get_label(): line for axis in axes.flat for line in axis.get_lines()}
-        figure.legend(shown.values(), shown.keys(), loc="lower center", ncols=min(4, len(shown)), frameon=False)
-        figure.tight_layout(rect=(0, 0.5 / figure.get_figheight(), 1, 1))
-        path.parent.mkdir(parents=True, exist_ok=True)
-        metadata = {"Date": None, "Description": note} if path.suffix == ".svg" else None
-        figure.savefig(path, dpi=130, metadata=metadata)
-        plt.close(figure)
+        _finish(figure, axes, path, note)
+    return True
+
+
+def thousands(n: int) -> str:
+    """A length as people write it.
+
+    Example:
+        >>> thousands(512), thousands(65536), thousands(1048576)
+        ('512', '64K', '1M')
+    """
+    for size, letter in ((2**20, "M"), (2**10, "K")):
+        if n >= size and n % size == 0:
+            return f"{n // size}{letter}"
+    return str(n)
+
+
+def _finish(figure: Any, axes: Any, path: Path, note: str) -> None:
+    """One legend below all panels, and the file."""
+    from matplotlib import pyplot as plt
+
+    shown = {line.get_label(): line for axis in axes.flat for line in axis.get_lines()}
+    columns = min(4, len(shown))
+    figure.legend(shown.values(), shown.keys(), loc="lower center", ncols=columns, frameon=False)
+    deep = 0.25 + 0.25 * -(-len(shown) // columns)
+    figure.tight_layout(rect=(0, deep / figure.get_figheight(), 1, 1))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    metadata = {"Date": None, "Description": note} if path.suffix == ".svg" else None
+    figure.savefig(path, dpi=130, metadata=metadata)
+    plt.close(figure)
+
+
+Panels = dict[tuple[str, str], dict[str, list[tuple[int, float]]]]
+
+
+def ring_lines(rows: Sequence[dict[str, Any]]) -> Panels:
+    """Per (direction, mask and heads), per contender: (tokens per GPU, percent of the kernel alone), shortest first.
+
+    What does not vary in length is left out, and so is a ring of one.
+    """
+    panels: Panels = {}
+    for row in rows:
+        if row["world_size"] > 1 and "refused" not in row:
+            for way in DIRECTIONS:
+                lines = panels.setdefault((way, f"{row['mask']}, {row['heads']}/{row['kv_heads']} heads"), {})
+                points = lines.setdefault(row.get("who", "auto"), [])
+                points.append((row["tokens_per_rank"], row[f"{way}_percent"]))
+    return _with_a_line(panels)
+
+
+def scaling_lines(rows: Sequence[dict[str, Any]]) -> Panels:
+    """Per (direction, heads and mask), per length per GPU of our rings: (GPUs, TFLOP/s per GPU)."""
+    panels: Panels = {}
+    for row in rows:
+        if row.get("ours", True) and "refused" not in row:
+            for way in DIRECTIONS:
+                lines = panels.setdefault((way, f"{row['mask']}, {row['heads']}/{row['kv_heads']} heads"), {})
+                points = lines.setdefault(f"{thousands(row['tokens_per_rank'])} tokens per GPU", [])
+                points.append((row["world_size"], row[f"{way}_tflops"]))
+    return _with_a_line(panels)
+
+
+def _with_a_line(panels: Panels) -> Panels:
+    found = {key: {who: sorted(dict(points).items()) for who, points in lines.items()} for key, lines in panels.items()}
+    kept = {key: {who: points for who, points in lines.items() if len(points) > 1} for key, lines in found.items()}
+    return {key: lines for key, lines in kept.items() if lines}
+
+
+def draw_ring(rows: Sequence[dict[str, Any]], path: Path, note: str = "") -> bool:
+    """Draws percent of the kernel alone over tokens per GPU: a column per mask and heads, a row per direction.
+
+    Args:
+        rows: Of `bench ring`, of one world size.
+        path: An .svg or .png.
+        note: Kept in an SVG as its description.
+
+    Returns:
+        Whether there was anything to draw.
+    """
+    return _draw_panels(ring_lines(rows), path, note, "tokens per GPU", "% of the kernel alone", 105.0)
+
+
+def draw_scaling(rows: Sequence[dict[str, Any]], path: Path, note: str = "") -> bool:
+    """Draws TFLOP/s per GPU over the number of GPUs, a line per length per GPU; arguments as in `draw_ring`."""
+    return _draw_panels(scaling_lines(rows), path, note, "GPUs", "TFLOP/s per GPU", None)
+
+
+def _draw_panels(panels: Panels, path: Path, note: str, x: str, y: str, top: float | None) -> bool:
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    from matplotlib import pyplot as plt
+
+    if not panels:
+        return False
+    ways = [way for way in DIRECTIONS if any(key[0] == way for key in panels)]
+    kinds = list(dict.fromkeys(kind for _, kind in panels))
+    ticks = sorted({n for lines in panels.values() for points in lines.values() for n, _ in points})
+    names = list(dict.fromkeys(who for lines in panels.values() for who in lines))
+    names = [*(who for who in RING_NAMES if who in names), *(who for who in names if who not in RING_NAMES)]
+    palette = dict(
+        zip(names, ["#e5484d", "#f0883e", "#bf8700", "#2da44e", "#388bfd", "#a371f7", "#8b949e"], strict=False)
+    )
+    with mpl.rc_context(STYLE):
+        size = (3.1 * len(kinds) + 0.4, 2.3 * len(ways) + 0.8)
+        figure, axes = plt.subplots(len(ways), len(kinds), figsize=size, squeeze=False, sharex=True)
+        for i, way in enumerate(ways):
+            for axis, kind in zip(axes[i], kinds, strict=True):
+                lines = panels.get((way, kind), {})
+                for who in names:
+                    if who in lines:
+                        axis.plot(
+                            *zip(*lines[who], strict=True),
+                            color=RING_COLORS.get(who, palette.get(who, INK)),
+                            marker="o",
+                            markersize=3,
+                            linewidth=1.2
+                            if who in ("torch_cp_allgather", "torch_cp_alltoall", "ring_flash_attn")
+                            else 2.0,
+                            label=RING_NAMES.get(who, who),
+                        )
+                axis.set_xscale("log", base=2)
+                axis.set_ylim(bottom=0, top=top)
+                axis.grid(color=INK, alpha=0.25, linewidth=0.6)
+                axis.set_title(f"{DIRECTIONS[way]}, {kind}", fontsize=9)
+                axis.set_xticks(ticks, [thousands(n) for n in ticks])
+                axis.minorticks_off()
+            axes[i][0].set_ylabel(y)
+        for axis in axes[-1]:
+            axis.set_xlabel(x)
+        _finish(figure, axes, path, note)
     return True

@@ -152,9 +152,9 @@ def same_work(problem: Problem, world_size: int) -> Problem:
     return dataclasses.replace(problem, seq_len=low)
 
 
-def draw_inputs(problem: Problem, rows: int, device: torch.device) -> list[Tensor]:
+def draw_inputs(problem: Problem, rows: int, device: torch.device, seed: int = 0) -> list[Tensor]:
     """q, k, v and do of `rows` tokens, `b s h d`; the first three require gradients."""
-    generator = torch.Generator(device).manual_seed(0)
+    generator = torch.Generator(device).manual_seed(seed)
     drawn = []
     for heads in (problem.heads, problem.kv_heads, problem.kv_heads, problem.heads):
         shape = (problem.batch, rows, heads, problem.head_dim)

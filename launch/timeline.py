@@ -9,7 +9,8 @@ Note [Reading a trace]
     On a GPU, communication is what NCCL kernels and copies between devices take, computation every other kernel. On a
     CPU, communication is what gloo's sends and receives take from posting to arrival, computation every torch call.
     Both are unions of intervals, so that nothing is counted twice; hidden is their intersection, exposed is the
-    communication that is left: time in which bytes moved and nothing was computed.
+    communication that is left: time in which bytes moved and nothing was computed. A gathered ring is one kernel, which may
+    wait for rows while it counts as computation: what it lost is its time minus that of the kernel alone (`bench ring`).
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ import torch
 
 import ringattn
 from ringattn.launch.check import DTYPES
+from ringattn.launch.rings import ScheduleName, make_ring
 from ringattn.launch.session import Session, describe, machine, open_session, parse, table, write_json
 
 Interval = tuple[float, float]
@@ -45,6 +47,7 @@ class TimelineArgs:
         batch: Batch elements.
         dtype: Of q, k and v.
         impl: Kernels: "auto", or the name of a kernel set.
+        schedule: How keys move, as in `check`.
         warmup: Steps before the one that is profiled.
         device: GPUs where there are any, or the CPU.
         out: Folder for the traces.
@@ -60,6 +63,7 @@ class TimelineArgs:
     batch: int = 1
     dtype: Literal["bf16", "fp16", "fp32", "fp64"] = "bf16"
     impl: str = "auto"
+    schedule: ScheduleName = "auto"
     warmup: int = 3
     device: Literal["auto", "cpu", "cuda"] = "auto"
     out: Path = Path("runs/timeline")
@@ -157,7 +161,7 @@ def record(args: TimelineArgs, session: Session) -> Path:
     """Profiles one step on this rank and returns its trace."""
     from torch.profiler import ProfilerActivity, profile, record_function
 
-    sharding = ringattn.Ring().sharding(args.tokens * session.world_size, layout=args.layout)
+    sharding = make_ring(args.schedule).sharding(args.tokens * session.world_size, layout=args.layout)
     generator = torch.Generator(session.device).manual_seed(session.rank)
     q, k, v, do = (
         torch.randn(

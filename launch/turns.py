@@ -5,14 +5,18 @@ Owns clocks, rounds and CUDA graphs of calls. Refuses to know what is timed.
 Note [Times]
     One time is the median over rounds; in a round every contender has one turn, several calls back to back between two
     CUDA events, so that a machine that slows down slows all of them. Clocks follow the power that was drawn in the last
-    tens of milliseconds: a turn on a GPU therefore begins with calls that are not timed, and rounds go in shuffled order, so
-    that nobody always follows the one who leaves the chip cool. With ranks, a round is as slow as its slowest rank. On a CPU
-    a clock takes the place of the events.
+    tens of milliseconds: a turn on a GPU therefore begins with calls that are not timed (a call much longer than that needs
+    none), and rounds go in shuffled order, so that nobody always follows the one who leaves the chip cool. With ranks, a
+    round is as slow as its slowest rank. On a CPU a clock takes the place of the events.
 
 Note [Graphs]
     Calls back to back still show the host wherever it is slower than the device. So the same calls are captured, where
     they can be, into one CUDA graph that holds several of them, and its replays take turns like everybody else: time
     without a host. What cannot be captured keeps its plain time, and the reason is kept with it.
+
+Note [Host time]
+    What a call costs its host is the time until it returns while the device has room in its queue: short bursts of calls,
+    each taken alone, after the device has come to rest. The median over all of them, on the rank where it is largest.
 """
 
 from __future__ import annotations
@@ -21,7 +25,7 @@ import math
 import random
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -36,6 +40,10 @@ WARM_MS = 40.0
 """What comes before it untimed."""
 LONG_MS = 100.0
 """A call beyond this hides its host; it is not timed both ways."""
+BURST, BURSTS = 4, 6
+"""Calls that are enqueued without a pause, and how often, to find the host's time (Note [Host time])."""
+INSIDE = 10
+"""Calls of several ranks that one graph holds at most."""
 
 
 @dataclass
@@ -47,11 +55,13 @@ class Time:
         graph_ms: Milliseconds per call inside a replayed CUDA graph (Note [Graphs]).
         graph_refused: Why there is no graph, if one was wanted.
         refused: Why there is no time at all.
+        host_us: Microseconds until a plain call returns (Note [Host time]).
         rounds: Rounds the medians are taken over.
     """
 
     calls_ms: float | None = None
     graph_ms: float | None = None
+    host_us: float | None = None
     graph_refused: str | None = None
     refused: str | None = None
     rounds: int = 0
@@ -64,6 +74,7 @@ class _Turn:
     inside: int
     warm: int
     expected_ms: float
+    once_ms: float
 
 
 def reason(error: BaseException) -> str:
@@ -94,20 +105,92 @@ def capture(call: Callable[[], Any], calls: int) -> Callable[[], None]:
     The current stream is captured, so it must not be the default one, and what `call` differentiates must have been
     computed on it: autograd runs a backward on the stream of its forward.
     """
-    graph = torch.cuda.CUDAGraph()
-    torch.cuda.synchronize()
-    with torch.cuda.graph(graph, stream=torch.cuda.current_stream(), capture_error_mode="thread_local"):
-        for _ in range(calls):
-            call()
+    graph = _record(call, calls)
     graph.replay()
     torch.cuda.synchronize()
     return graph.replay
 
 
-def take_turns(calls: dict[str, Callable[[], Any]], session: Session, rounds: int) -> dict[str, float]:
-    """Milliseconds per plain call of every contender (Note [Times]); the same on every rank."""
-    turns = {(name, "calls"): _plan(call, session) for name, call in calls.items()}
-    return {name: ms for (name, _), ms in _run(turns, session, rounds).items()}
+def _record(call: Callable[[], Any], calls: int) -> torch.cuda.CUDAGraph:
+    graph = torch.cuda.CUDAGraph()
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph, stream=torch.cuda.current_stream(), capture_error_mode="thread_local"):
+        for _ in range(calls):
+            call()
+    return graph
+
+
+def capture_together(
+    call: Callable[[], Any], calls: int, session: Session
+) -> tuple[Callable[[], None] | None, str | None]:
+    """`capture` on every rank, or on none.
+
+    Returns:
+        The replay, or None and the reason, the same on every rank.
+    """
+    graph, why = None, None
+    session.barrier()
+    try:
+        if session.device.type != "cuda":
+            raise NotImplementedError("graphs need a GPU")
+        graph = _record(call, calls)
+    except Exception as error:
+        why = reason(error)
+    said = {rank: one for rank, one in enumerate(session.gather(why)) if one is not None}
+    if said or graph is None:
+        return None, "; ".join(sorted(set(said.values())))
+    graph.replay()
+    session.barrier()
+    return graph.replay, None
+
+
+def host_us(call: Callable[[], Any], session: Session) -> float:
+    """Microseconds until a call returns (Note [Host time])."""
+    found = []
+    for _ in range(BURSTS):
+        session.barrier()
+        for _ in range(BURST):
+            began = time.perf_counter()
+            call()
+            found.append((time.perf_counter() - began) * 1e6)
+    return session.maximum([statistics.median(found)])[0]
+
+
+def time_together(
+    calls: dict[str, Callable[[], Any]],
+    session: Session,
+    rounds: int,
+    seconds: float = math.inf,
+    captured: Collection[str] = (),
+) -> dict[str, Time]:
+    """Times calls that several ranks make together (Note [Times]); the same answer on every rank.
+
+    A call that raises on one rank ends the run: the others may be waiting for it.
+
+    Args:
+        calls: The contenders.
+        session: The ranks.
+        rounds: Rounds; fewer, but three at least, where they would take more than `seconds`.
+        seconds: What all rounds together should take.
+        captured: Those that are also replayed from a CUDA graph, where one can be made, and whose host is timed.
+    """
+    found = {name: Time() for name in calls}
+    turns: dict[tuple[str, str], _Turn] = {}
+    for name, call in calls.items():
+        turn = turns[name, "calls"] = _plan(call, session)
+        if name in captured and turn.once_ms <= LONG_MS:
+            found[name].host_us = host_us(call, session)
+            inside = min(INSIDE, turn.repeats)
+            graph, found[name].graph_refused = capture_together(call, inside, session)
+            if graph is not None:
+                repeats, warm = (-(-count // inside) for count in (turn.repeats, turn.warm))
+                turns[name, "graph"] = _Turn(graph, repeats, inside, warm, turn.expected_ms, turn.once_ms)
+    expected = sum(turn.expected_ms for turn in turns.values())
+    rounds = max(min(rounds, 3), min(rounds, int(1e3 * seconds / expected))) if seconds < math.inf else rounds
+    for (name, how), ms in _run(turns, session, rounds).items():
+        setattr(found[name], f"{how}_ms", ms)
+        found[name].rounds = rounds
+    return found
 
 
 def time_calls(
@@ -137,7 +220,8 @@ def time_calls(
                 if session.device.type != "cuda":
                     raise NotImplementedError("graphs need a GPU")
                 graph = capture(call, turn.repeats)
-                turns[name, "graph"] = _Turn(graph, 1, turn.repeats, -(-turn.warm // turn.repeats), turn.expected_ms)
+                warm = -(-turn.warm // turn.repeats)
+                turns[name, "graph"] = _Turn(graph, 1, turn.repeats, warm, turn.expected_ms, turn.once_ms)
             except Exception as error:
                 found[name].graph_refused = reason(error)
         wanted = timing == "calls" or (timing == "both" and turn.expected_ms <= LONG_MS * (turn.repeats + turn.warm))
@@ -157,7 +241,9 @@ def _plan(call: Callable[[], Any], session: Session) -> _Turn:
     once = session.maximum([clock(call, 1, session.device)])[0]
     gpu = session.device.type == "cuda"
     repeats, warm = (max(1, min(100, math.ceil(ms / once))) if gpu else n for ms, n in ((TURN_MS, 1), (WARM_MS, 0)))
-    return _Turn(call, repeats, 1, warm, (repeats + warm) * once)
+    if once > LONG_MS:
+        warm = 0
+    return _Turn(call, repeats, 1, warm, (repeats + warm) * once, once)
 
 
 def _refuse_other_streams(call: Callable[[], Any], device: torch.device) -> None:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import json
 import math
 import os
 import subprocess
 import sys
+import tempfile
+import time
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -18,12 +21,35 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import ringattn
+from ringattn.backward import ring_backward
 from ringattn.budget import Budget
+from ringattn.call import Call, describe
+from ringattn.forward import ring_forward
 from ringattn.kernels import eager
-from ringattn.launch import bench, bench_kernels, check, contenders, doctor, problems, timeline
+from ringattn.kernels.contract import Score, accumulation_dtype
+from ringattn.launch import (
+    bench,
+    bench_kernels,
+    bench_memory,
+    bench_ring,
+    check,
+    contenders,
+    doctor,
+    figures,
+    problems,
+    ring_contenders,
+    rings,
+    timeline,
+    turns,
+)
 from ringattn.launch.distributed import resolve_device
 from ringattn.launch.session import Session, open_session
+from ringattn.layout import make_shards
 from ringattn.reference import visible_pairs
+from ringattn.sharding import Sharding
+from ringattn.transport import base
+from ringattn.visibility import Visibility
 
 ROOT = Path(__file__).parents[1]
 TINY = ["--heads", "4", "--kv-heads", "2", "--head-dim", "16", "--dtype", "fp32"]
@@ -171,8 +197,21 @@ def test_every_layout_meets_every_mask_and_option(make: Any, world_size: int, de
 
 
 def _bench(out: str) -> int:
-    words = ["--tokens", "48", "--layouts", "zigzag", "balanced", "--rounds", "2", "--device", "cpu", "--out", out]
-    return bench.main(["ring", *TINY, "--masks", "causal", "window", *words])
+    words = [
+        "--tokens",
+        "24",
+        "48",
+        "--layouts",
+        "zigzag",
+        "balanced",
+        "--rounds",
+        "2",
+        "--device",
+        "cpu",
+        "--out",
+        out,
+    ]
+    return bench.main(["ring", *TINY, "--masks", "causal", "--no-graphs", *words])
 
 
 @pytest.mark.dist
@@ -180,8 +219,8 @@ def test_bench_ring_writes_rows_and_a_plot(pool, tmp_path: Path) -> None:
     assert pool(2).run(_bench, str(tmp_path)) == [0, 0]
     kept = json.loads((tmp_path / "ring.json").read_text())
     assert kept["machine"]["world_size"] == 2
-    assert [(row["mask"], row["layout"]) for row in kept["rows"]] == [
-        (mask, layout) for mask in ("causal", "window") for layout in ("zigzag", "balanced")
+    assert [(row["tokens_per_rank"], row["layout"], row["who"]) for row in kept["rows"]] == [
+        (tokens, layout, "auto") for tokens in (24, 48) for layout in ("zigzag", "balanced")
     ]
     for row in kept["rows"]:
         assert row["both_ms"] > 0
@@ -189,9 +228,168 @@ def test_bench_ring_writes_rows_and_a_plot(pool, tmp_path: Path) -> None:
         assert row["forward_tflops"] * row["forward_ms"] * 1e9 == pytest.approx(4 * 4 * 16 * row["pairs"] / 2)
         assert row["forward_exposed_ms"] == pytest.approx(row["forward_ms"] - row["forward_alone_ms"])
         # rank 0 needs all 48 keys of rank 1, rank 1 only the first 24 of rank 0; k and v, 2 heads of 16, fp32
-        if (row["mask"], row["layout"]) == ("causal", "zigzag"):
+        if (row["tokens_per_rank"], row["layout"]) == (48, "zigzag"):
             assert row["bytes_received"]["forward"] == (48 + 24) // 2 * 2 * 16 * 2 * 4
+            assert row["bytes_received"]["forward_most"] == 48 * 2 * 16 * 2 * 4
     assert (tmp_path / "ring.png").read_bytes().startswith(b"\x89PNG")
+
+
+def _bench_with_others(out: str) -> int:
+    """Two schedules, a third that cannot be, and peers: one right, one that mistakes its order, one that raises."""
+    rings.SCHEDULES.update(staged={}, process_group={})
+
+    def refuse(schedule: str, group: Any = None) -> Any:
+        if schedule == "gathered":
+            raise NotImplementedError("peers must reach each other's memory, got CPUs; use process_group")
+        return make(schedule, group)
+
+    def peer(self: Any, who: str, problem: Any, seed: int) -> ring_contenders.RingContender:
+        if who == "ring_flash_attn":
+            raise contenders.Refused("not installed")
+        ring = peer_ring
+        right = ring_contenders.prepare_ours(problem, ring, "zigzag", torch.device("cpu"), "auto", seed)
+        if who == "torch_cp_allgather":
+            return right
+        return dataclasses.replace(right, answers=lambda: [x.flip(1) for x in right.answers()])
+
+    make, peer_ring = rings.make_ring, ringattn.Ring()
+    rings.make_ring = refuse
+    ring_contenders.Peers.prepare = peer
+    words = ["--schedules", "gathered", "staged", "process_group", "--tokens", "24", "--rounds", "1", "--device", "cpu"]
+    words += ["--peers", "torch_cp_allgather", "torch_cp_alltoall", "ring_flash_attn", "--no-graphs", "--out", out]
+    return bench.main(["ring", *TINY, *words])
+
+
+@pytest.mark.dist
+def test_rings_and_peers_take_turns_and_a_wrong_one_has_no_speed(pool, tmp_path: Path) -> None:
+    workers = pool(2)
+    try:
+        assert workers.run(_bench_with_others, str(tmp_path)) == [0, 0]
+    finally:
+        workers.close(kill=True)  # what was patched there ends with them
+    rows = {row["who"]: row for row in json.loads((tmp_path / "ring.json").read_text())["rows"]}
+    assert list(rows) == ["staged", "gloo", "torch_cp_allgather", "torch_cp_alltoall", "ring_flash_attn"]
+    assert [who for who, row in rows.items() if "forward_ms" in row] == ["staged", "gloo", "torch_cp_allgather"]
+    assert rows["torch_cp_alltoall"]["refused"].startswith("wrong answer: differs from ours in o by ")
+    assert rows["ring_flash_attn"]["refused"] == "not installed"
+    assert (rows["gloo"]["ours"], rows["torch_cp_allgather"]["ours"]) == (True, False)
+
+
+def test_a_window_is_dealt_out_so_that_fewer_rows_move() -> None:
+    wide = problems.Problem("window", 4 * 32768, 1, 32, 8, 128, "bf16", window=4095)
+    assert bench_ring.best_layout(wide, 4) == "contiguous"
+    moved = {}
+    for world_size in (2, 4, 8):
+        problem = dataclasses.replace(wide, seq_len=world_size * 32768)
+        sharding = bench_ring.deal(problem, FakeRing(world_size), "contiguous")  # pyright: ignore[reportArgumentType]
+        moved[world_size] = bench_ring.bytes_received(problem, sharding)["forward_most"]
+    assert set(moved.values()) == {4095 * 2 * 8 * 128 * 2}, "the halo, at any number of ranks"
+
+
+class FakeRing:
+    """Deals out positions among ranks that are not there."""
+
+    def __init__(self, world_size: int) -> None:
+        self.world_size = world_size
+
+    def sharding(self, seq_len: int, layout: str, documents: Any = None, balance: Any = None) -> Any:
+        options: dict[str, Any] = balance or {"causal": True}
+        mask = Visibility(seq_len, seq_len, documents=documents, **options)
+        return Sharding(seq_len, layout, make_shards(layout, seq_len, self.world_size, mask), 0, documents)
+
+
+def test_the_flash_attn_that_is_lent_answers_ring_flash_attn(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "modules", dict(sys.modules))
+    with pytest.raises(contenders.Refused, match="not installed"):
+        ring_contenders.find_ring_flash_attn()
+    ring_contenders.lend_flash_attn()
+    lent = sys.modules["flash_attn.flash_attn_interface"]
+    signature = inspect.signature(lent._flash_attn_backward)
+    assert {"dout", "q", "k", "v", "out", "softmax_lse", "dq", "dk", "dv", "causal"} <= set(signature.parameters)
+    with pytest.raises(NotImplementedError, match="window_size_left must be left out, got 5"):
+        lent._flash_attn_forward(None, None, None, window_size_left=5)
+
+
+def test_calls_of_several_ranks_are_timed_with_their_host() -> None:
+    here = Session(0, 1, torch.device("cpu"), None)
+    found = turns.time_together({"a": lambda: None, "b": lambda: time.sleep(1e-3)}, here, 3, math.inf, ["b"])
+    assert found["a"].host_us is None
+    assert found["b"].host_us is not None
+    assert found["b"].host_us >= 1e3
+    assert found["b"].calls_ms is not None
+    assert found["b"].calls_ms >= 1
+    assert found["b"].graph_refused == "NotImplementedError: graphs need a GPU"
+
+
+class _NoKernels:
+    """Kernels that write nothing: what is left is what the loops hold."""
+
+    @staticmethod
+    def forward(*args: Any, **kwargs: Any) -> None:
+        """Nothing."""
+
+    backward = forward
+
+    @staticmethod
+    def delta(o: torch.Tensor, do: torch.Tensor, dlse: Any) -> torch.Tensor:
+        return torch.empty(o.shape[0], o.shape[2], o.shape[1], dtype=accumulation_dtype(o.dtype))
+
+
+class _NoWire(base.NoTransport):
+    def post(self, sends: Any, receives: Any, what: str) -> Any:
+        return base.Done()
+
+
+def _held(problem: Any, layout: str, world_size: int, rank: int) -> int:
+    """Bytes that torch's allocator handed out at the peak of the second of two steps."""
+    ring = FakeRing(world_size)
+    dealt = bench_ring.deal(problem, ring, layout)  # pyright: ignore[reportArgumentType]
+    sharding = Sharding(problem.seq_len, layout, dealt.shards, rank, problem.documents)
+    call = Call.decode(describe(sharding, softmax_scale=1.0, impl="eager", **problem.options), rank)
+    seat = base.Seat(rank, world_size, _NoWire())
+    kernels: Any = _NoKernels()
+
+    def step() -> list[torch.Tensor]:
+        q, k, v, do = (x.detach() for x in problems.draw_inputs(problem, sharding.shard_len, torch.device("cpu")))
+        o, lse = ring_forward(q, k, v, Score(1.0), call, kernels, seat)
+        grads = ring_backward(do, None, q, k, v, o, lse, Score(1.0), call, kernels, seat)
+        return [grads.dq.to(q.dtype), grads.dk.to(q.dtype), grads.dv.to(q.dtype)]
+
+    step()
+    kept = seat.buffers.num_bytes()
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=activities, profile_memory=True) as profiler:
+        step()
+    assert seat.buffers.num_bytes() == kept
+    with tempfile.NamedTemporaryFile(suffix=".json") as file:
+        profiler.export_chrome_trace(file.name)
+        events = json.loads(Path(file.name).read_text())["traceEvents"]
+    changes = [event["args"] for event in events if event["name"] == "[memory]"]
+    before = changes[0]["Total Allocated"] - changes[0]["Bytes"]
+    return kept + max(change["Total Allocated"] for change in changes) - before
+
+
+@pytest.mark.parametrize(
+    ("mask", "kv_heads", "batch", "dtype"),
+    [("causal", 1, 1, "bf16"), ("causal", 4, 2, "bf16"), ("window", 2, 1, "fp16"), ("full", 4, 1, "fp32")],
+)
+def test_the_predicted_peak_is_what_the_allocator_saw(mask: Any, kv_heads: int, batch: int, dtype: Any) -> None:
+    problem = problems.Problem(mask, 1536, batch, 4, kv_heads, 32, dtype, window=100)
+    for world_size in (1, 3):
+        layout = bench_ring.best_layout(problem, world_size)
+        held = max(_held(problem, layout, world_size, rank) for rank in range(world_size))
+        predicted = sum(bench_memory.predict_bytes(problem, world_size).values())
+        assert held == pytest.approx(predicted, rel=0.01)
+
+
+def test_a_million_tokens_on_four_gpus_are_predicted_to_fit() -> None:
+    problem = problems.Problem("causal", 2**20, 1, 32, 8, 128, "bf16", window=0)
+    staged, gathered = (bench_memory.predict_bytes(problem, 4, schedule) for schedule in ("staged", "gathered"))
+    per_rank = 2**18 * 8 * 2 * 128
+    assert gathered["far"] == pytest.approx(2 * 3 * per_rank, rel=0.01), "rank 0 holds the last rows"
+    assert gathered["homes"] == 4 * 4 * per_rank
+    assert sum(staged.values()) < sum(gathered.values()) + 2**33
+    assert max(sum(staged.values()), sum(gathered.values())) < 100 * 2**30
 
 
 SMALL = ["kernels", "--device", "cpu", "--dtype", "fp32", "--rounds", "1", "--head-dims", "16", "--heads", "2"]
@@ -262,7 +460,7 @@ def test_a_peer_that_raises_stops_nobody_else(tmp_path: Path, monkeypatch: pytes
         raise AssertionError("only SM100 is supported")
 
     def half(inputs: contenders.Inputs) -> contenders.Contender:
-        whole = contenders.prepare("auto", "op", inputs, bench.ringattn.Ring())
+        whole = contenders.prepare("auto", "op", inputs, ringattn.Ring())
 
         def answers() -> Any:
             yield next(whole.answers())
@@ -315,11 +513,11 @@ def test_what_matters_most_is_measured_first() -> None:
 @pytest.mark.parametrize("mask", ["full", "causal", "window", "documents"])
 def test_the_standard_of_a_problem_is_the_reference_on_its_last_heads(mask: Any, monkeypatch: Any) -> None:
     monkeypatch.setitem(contenders.CHUNK_ELEMENTS, "cpu", 300)
-    problem = bench.Problem(mask, 41, 2, 4, 2, 16, "fp32", window=7, document=9)
+    problem = problems.Problem(mask, 41, 2, 4, 2, 16, "fp32", window=7, document=9)
     inputs = contenders.Inputs(problem, torch.device("cpu"))
     standard = contenders.make_standard(inputs)
     leaves = [x.detach().double().requires_grad_() for x in inputs.take("bshd")[:3]]
-    o = bench.ringattn.attention_reference(*leaves, documents=problem.documents, **problem.options)
+    o = ringattn.attention_reference(*leaves, documents=problem.documents, **problem.options)
     grads = torch.autograd.grad(o, leaves, inputs.take("bshd")[3].double())
     for name, x in zip(("o", "dq", "dk", "dv"), (o, *grads), strict=True):
         head = slice(2, 4) if name in ("o", "dq") else slice(1, 2)
@@ -343,7 +541,7 @@ def test_no_speed_is_shown_on_a_red_check(kind: str, tmp_path: Path, capsys: pyt
 @pytest.mark.parametrize("n", [1, 5, 64, 1000])
 def test_counted_pairs_are_the_visible_ones(mask: Any, n: int) -> None:
     for document in (0, 6):
-        problem = bench.Problem(mask, n, 1, 1, 1, 16, "fp32", window=7, document=document)
+        problem = problems.Problem(mask, n, 1, 1, 1, 16, "fp32", window=7, document=document)
         visible = visible_pairs(n, documents=problem.documents, **problem.options)
         assert problem.pairs == int(visible.sum())
         assert torch.equal(problems.visible_rows(problem, 0, n, torch.device("cpu")), visible)
@@ -352,8 +550,8 @@ def test_counted_pairs_are_the_visible_ones(mask: Any, n: int) -> None:
 @pytest.mark.parametrize("mask", ["full", "causal", "window", "documents"])
 @pytest.mark.parametrize("world_size", [1, 2, 8])
 def test_the_same_work_is_the_shortest_length_with_a_share_of_the_pairs(mask: Any, world_size: int) -> None:
-    problem = bench.Problem(mask, 5000, 1, 1, 1, 16, "fp32", window=100)
-    share = bench.same_work(problem, world_size)
+    problem = problems.Problem(mask, 5000, 1, 1, 1, 16, "fp32", window=100)
+    share = problems.same_work(problem, world_size)
     shorter = dataclasses.replace(share, seq_len=share.seq_len - 1)
     assert shorter.pairs < problem.pairs / world_size <= share.pairs
     assert (share == problem) == (world_size == 1)
@@ -406,7 +604,7 @@ def test_a_device_is_refused_with_what_to_do() -> None:
     assert resolve_device("cpu", 3, 4) == torch.device("cpu")
 
 
-@pytest.mark.parametrize("module", [problems, check, timeline])
+@pytest.mark.parametrize("module", [problems, check, timeline, rings, bench_ring, bench_memory, figures])
 def test_examples_run(module: Any) -> None:
     import doctest
 

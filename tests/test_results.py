@@ -79,15 +79,103 @@ def test_other_shapes_say_their_mask_and_heads(results: ModuleType) -> None:
 
 def test_the_figure_is_drawn_from_the_rows_and_known_to_be(results: ModuleType) -> None:
     _keep(results, "kernels.json", "2026-01-01", [_row("fa4", "forward")])
-    results.draw_figure()
+    results.draw_figures()
     assert not (results.HERE / "kernels.svg").exists(), "one length is no line"
-    assert results.figure_is_true()
+    assert results.figures_are_true()
     lines = [_row(who, "forward", n=n, group="lengths") for who in ("hopper", "fa4") for n in LENGTHS]
     _keep(results, "kernels.json", "2026-01-01", lines)
-    assert not results.figure_is_true()
-    results.draw_figure()
-    assert results.figure_is_true()
+    assert not results.figures_are_true()
+    results.draw_figures()
+    assert results.figures_are_true()
     text = (results.HERE / "kernels.svg").read_text()
     assert all(word in text for word in ("ringattn hopper", "FlashAttention-4", "forward, full, head_dim 128", "2K"))
     _keep(results, "kernels.json", "2026-01-01", [*lines[:-1], lines[-1] | {"tflops": 101.0}])
-    assert not results.figure_is_true()
+    assert not results.figures_are_true()
+
+
+def _ring_row(who: str, world_size: int, tokens: int, **other: Any) -> dict[str, Any]:
+    """A row of `bench ring` with made-up numbers: 100 ms of work per GPU at 500 TFLOP/s alone."""
+    shape = {"batch": 1, "heads": 32, "kv_heads": 8, "head_dim": 128, "dtype": "bf16", "window": 4095}
+    row = {"who": who, "ours": not who.startswith("torch"), "world_size": world_size, "tokens_per_rank": tokens}
+    row |= {"seq_len": world_size * tokens, "mask": "causal", "layout": "zigzag", **shape, "peak_gib": 1.5}
+    for way, speed in (("forward", 450.0), ("both", 400.0)):
+        row |= {f"{way}_tflops": speed, f"{way}_percent": speed / 5, f"{way}_ms": 200.0 / world_size}
+        row |= {
+            f"{way}_exposed_ms": 0.25,
+            f"{way}_host_us": 120.4,
+            f"{way}_graph_percent": 95.0,
+            f"{way}_alone_tflops": 500.0,
+        }
+    row["bytes_received"] = {"forward_most": 16_000_000, "backward_most": 48_000_000}
+    return row | other
+
+
+def test_without_rows_there_is_no_section_and_no_figure(results: ModuleType) -> None:
+    assert results.ring() == results.memory() == ""
+    results.draw_figures()
+    assert results.figures_are_true()
+    assert [path.name for path in results.HERE.iterdir()] == ["results"]
+
+
+def test_rings_and_peers_stand_in_one_line_per_problem(results: ModuleType) -> None:
+    rows = [_ring_row(who, 4, n) for n in (1024, 16384) for who in ("gathered", "staged", "nccl", "torch_cp_alltoall")]
+    wrong = _ring_row("ring_flash_attn", 4, 1024, refused="wrong answer: differs from ours in dk by 9%", ours=False)
+    rows.append({key: value for key, value in wrong.items() if "_ms" not in key and "_tflops" not in key})
+    _keep(results, "ring4.json", "2026-01-01", rows)
+    results.draw_figures()
+    text = results.ring()
+    head = "| mask | layout | tokens per GPU | heads | kernel alone | ringattn gathered | ringattn staged | ringattn NCCL |"
+    assert f"{head} torch CP all-to-all |" in text
+    cells = "450 (90%) / 400 (80%)"
+    assert f"| causal | zigzag | 1024 | 32/8 | 500 / 500 | {cells} | {cells} | {cells} | {cells} |" in text
+    assert "| causal, 1024, 32/8 | ringattn gathered | 0.25 / 0.25 | 120 / 120 | 95% / 95% | 1.50 |" in text
+    assert "Without a speed: ring_flash_attn: wrong answer: differs from ours in dk by 9%." in text
+    assert "scaling" not in text
+    assert results.figures_are_true()
+    drawn = (results.HERE / "ring-speed.svg").read_text()
+    names = ("ringattn gathered", "ringattn staged", "ringattn NCCL", "torch CP all-to-all", "forward + backward")
+    assert all(name in drawn for name in (*names, "causal, 32/8 heads", "16K"))
+    assert "ring-flash-attention" not in drawn
+    _keep(results, "ring4.json", "2026-01-01", rows[:-2])
+    assert not results.figures_are_true()
+
+
+def test_runs_of_several_numbers_of_gpus_are_merged_into_scaling(results: ModuleType) -> None:
+    for size in (1, 2, 4):
+        rows = [_ring_row("auto", size, 8192), _ring_row("auto", size, 16384 // size), _ring_row("nccl", size, 8192)]
+        window = {"mask": "window", "layout": "contiguous"}
+        rows.append(_ring_row("auto", size, 32768, **window))
+        _keep(results, f"ring{size}.json", f"2026-01-0{size}", rows)
+    results.draw_figures()
+    text = results.ring()
+    assert text.count("Run ") == 3
+    weak, strong = text.split("#### Strong scaling")
+    assert "| heads | tokens per GPU | 1 GPU | 2 GPUs | 4 GPUs |" in weak
+    assert "| 32/8 | 8192 | 450 / 400 | 450 / 400 | 450 / 400 |" in weak
+    assert (
+        "| 32/8 | 16384 | 200.00 (1.00 x) / 200.00 (1.00 x) | 100.00 (2.00 x) / 100.00 (2.00 x) | 50.00 (4.00 x)"
+        in strong
+    )
+    for size in (2, 4):
+        moved = f"| window 4096 | contiguous | 32768 | 32/8 | {size} | 16.0 / 64.0 | 0.25 of {200 / size:.2f}"
+        assert moved in text.split("#### Windows move their halo")[1]
+    assert "8K tokens per GPU" in (results.HERE / "ring-scaling.svg").read_text()
+    assert results.figures_are_true()
+
+
+def test_rows_of_before_there_were_names_are_still_shown(results: ModuleType) -> None:
+    row = _ring_row("", 4, 1024)
+    for name in ("who", "ours", "forward_alone_tflops", "both_alone_tflops", "forward_host_us", "both_host_us"):
+        del row[name]
+    _keep(results, "ring.json", "2026-01-01", [row])
+    text = results.ring()
+    assert "| causal | zigzag | 1024 | 32/8 | 500 / 500 | 450 (90%) / 400 (80%) |" in text
+
+
+def test_memory_shows_the_prediction_beside_the_peak(results: ModuleType) -> None:
+    row = _ring_row("gathered", 4, 2**18, tensors_gib=20.0, predicted_gib=42.125, peak_gib=43.0)
+    full = _ring_row("alone", 1, 2**20, tensors_gib=80.0, predicted_gib=200.0, peak_gib=float("inf"))
+    _keep(results, "memory.json", "2026-01-01", [row, full])
+    text = results.memory()
+    assert "| 1,048,576 | 4 | 32/8 | ringattn gathered | 20.00 | 42.12 | 43.00 |" in text
+    assert "| 1,048,576 | 1 | 32/8 | alone | 80.00 | 200.00 | does not fit |" in text

@@ -1,0 +1,74 @@
+"""Rings by the name of how they move keys, so that commands can compare one way with another.
+
+Owns the names and what each asks of a `Ring`. Refuses to know how bytes move, and what a ring is used for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import torch.distributed as dist
+
+import ringattn
+from ringattn.launch.session import Session
+
+ScheduleName = Literal["auto", "gathered", "staged", "process_group"]
+SCHEDULES: dict[str, dict[str, Any]] = {
+    "auto": {},
+    "gathered": {"transport": "copy_engine"},
+    "staged": {"transport": "copy_engine", "memory_budget": 0},
+    "process_group": {"transport": "process_group"},
+}
+"""What a ring of each name is made with. Without a budget for other ranks' keys, they come step by step."""
+
+
+def make_ring(schedule: str, group: dist.ProcessGroup | None = None) -> ringattn.Ring:
+    """A ring that moves keys as its name says.
+
+    Args:
+        schedule: One of SCHEDULES.
+        group: Its ranks; None: all.
+
+    Raises:
+        Exception: Whatever the ring refuses with, where it cannot.
+    """
+    return ringattn.Ring(group, **SCHEDULES[schedule])
+
+
+def shown_name(schedule: str, session: Session) -> str:
+    """What rows call it: a ring over the process group goes by the name of the group's backend.
+
+    Example:
+        >>> import torch
+        >>> shown_name("process_group", Session(0, 4, torch.device("cuda"), "nccl"))
+        'nccl'
+    """
+    return (session.backend or schedule) if schedule == "process_group" else schedule
+
+
+def open_rings(schedules: Sequence[str], session: Session) -> tuple[dict[str, ringattn.Ring], dict[str, str]]:
+    """A ring per schedule, by shown name, and why the others cannot be; the same names on every rank."""
+    rings: dict[str, ringattn.Ring] = {}
+    refused: dict[str, str] = {}
+    for schedule in schedules:
+        name, ring, why = shown_name(schedule, session), None, None
+        try:
+            ring = make_ring(schedule)
+        except (ValueError, NotImplementedError, RuntimeError) as error:
+            why = f"{type(error).__name__}: {error}"
+        said = {rank: one for rank, one in enumerate(session.gather(why)) if one is not None}
+        if said:
+            refused[name] = "; ".join(f"rank {rank}: {one}" for rank, one in said.items())
+        elif ring is not None:
+            rings[name] = ring
+    return rings, refused
+
+
+def lonely_ring(session: Session) -> ringattn.Ring:
+    """A ring of this rank alone."""
+    if session.world_size == 1:
+        return ringattn.Ring()
+    group, _ = dist.new_subgroups(group_size=1)
+    assert isinstance(group, dist.ProcessGroup), "this rank belongs to the group made for it"
+    return ringattn.Ring(group)
