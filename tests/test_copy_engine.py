@@ -6,6 +6,7 @@ import ctypes
 import gc
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from torch import Tensor
 from ringattn.kernels.pack import pack
 from ringattn.layout import make_shards, shard_len
 from ringattn.schedule import Collection, collect, make_plan
+from ringattn.transport.base import Gathering
 from ringattn.transport.copy_engine import CopyEngineTransport
 from ringattn.transport.watch import ERROR, Watch
 from ringattn.visibility import Visibility
@@ -69,7 +71,9 @@ class Shape:
 @st.composite
 def shapes(draw: st.DrawFn, ranks: int) -> Shape:
     n = draw(st.integers(1, 40))
-    mask = draw(st.sampled_from([{}, {"causal": True}, {"causal": True, "window": (3, 0)}, {"window": (6, 2)}]))
+    mask: dict[str, Any] = draw(
+        st.sampled_from([{}, {"causal": True}, {"causal": True, "window": (3, 0)}, {"window": (6, 2)}])
+    )
     cut = draw(st.integers(0, n))
     documents = (0, cut, n) if draw(st.booleans()) else None
     visibility = Visibility(seq_len=n, kv_len=n, documents=documents, **mask)
@@ -98,7 +102,9 @@ def picked(x: Tensor, rows: tuple[tuple[int, int], ...]) -> Tensor:
     return torch.cat([x[:, offset : offset + length] for offset, length in rows], 1)
 
 
-def run_kernel(ranks: Ranks, rank: int, shape: Shape, gathering, keys: Callable[[int], tuple[Tensor, Tensor]]) -> None:
+def run_kernel(
+    ranks: Ranks, rank: int, shape: Shape, gathering: Gathering, keys: Callable[[int], tuple[Tensor, Tensor]]
+) -> None:
     """Waits for each flag as a kernel does, and compares what came with what the owner has."""
     collection, streams = shape.collections[rank], ranks.streams[rank]
     far, arrivals = gathering.far, gathering.arrivals

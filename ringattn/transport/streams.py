@@ -53,8 +53,8 @@ class Copy(NamedTuple):
 Op = Write | Wait | Copy
 
 
-class Program(Protocol):
-    """A constant list of operations, made ready once and enqueued many times."""
+Program = Any
+"""A constant list of operations, made ready by `Streams.compile` and enqueued many times."""
 
 
 class Streams(Protocol):
@@ -168,7 +168,7 @@ class CudaStreams:
         self._flush(words, calls)
         return _Calls(calls)
 
-    def launch(self, program: _Calls, lane: int) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def launch(self, program: _Calls, lane: int) -> None:
         """See `Streams.launch`."""
         if program.graph is not None and not self.capturing():
             self._done(self._cu.cuGraphLaunch(program.graph.handle, lane), "launch a graph")
