@@ -96,11 +96,18 @@ def look_at_transport(session: Session) -> dict[str, str]:
     """The transport a ring over all ranks would use, and why."""
     if session.world_size == 1:
         return {"name": "none", "why": "one rank: every key is here already"}
+    import ringattn
+
+    ring = ringattn.Ring()
+    x = torch.zeros(1, 1, 1, 64, device=session.device, dtype=torch.float32)
+    ringattn.ring_attention(x, x, x, ring.sharding(session.world_size))
+    if ring.transport.name == "copy_engine":
+        return {"name": "copy engine", "why": ring.transport.why}
     where = "GPU memory" if session.device.type == "cuda" else "host memory"
-    return {
-        "name": f"process group ({session.backend})",
-        "why": f"{session.world_size} ranks with shards in {where}; one batched group of sends and receives per step",
-    }
+    why = f"{session.world_size} ranks with shards in {where}; one batched group of sends and receives per step"
+    if session.device.type == "cuda":
+        why += f"; not the copy engine: {ring.transport.why}"
+    return {"name": f"process group ({session.backend})", "why": why}
 
 
 def look_at_kernels(device: torch.device) -> list[dict[str, Any]]:

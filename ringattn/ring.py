@@ -14,6 +14,7 @@ import json
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -24,10 +25,11 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ringattn.call import parse
 from ringattn.flops import register_flops
-from ringattn.layout import make_shards
+from ringattn.layout import make_shards, shard_len
 from ringattn.living import add_ring
 from ringattn.sharding import Sharding
 from ringattn.transport.base import Buffers, NoTransport, Seat
+from ringattn.transport.choose import TRANSPORTS, Choice, choose
 from ringattn.transport.process_group import Agreement, ProcessGroupTransport, resolve_group
 from ringattn.visibility import Visibility
 
@@ -43,8 +45,12 @@ class Ring:
         group: A ProcessGroup, a one-dimensional DeviceMesh (`mesh["cp"]`), or None for the default group; a ring of one
             rank when torch.distributed is not initialised.
         impl: Kernel set for calls that do not name one: "auto", "eager" or "portable".
-        timeout: How long a rank waits for the others when a call of a new shape is compared. Transfers obey the group's
-            own timeout.
+        transport: "copy_engine" (GPUs of one host that reach each other), "process_group" (NCCL or gloo), or "auto": the
+            copy engine where it can serve, decided by all ranks together at the first call with tensors on a GPU.
+        memory_budget: Bytes per rank that gathered keys, and gradients on their way home, may take; None for a quarter of
+            the memory that is free on the fullest GPU at the first call. The same on all ranks.
+        timeout: How long a rank waits for the others: when a call of a new shape is compared, and for rows that come by copy
+            engine. Transfers of the process group obey the group's own timeout.
 
     Attributes:
         name: Text by which operators find this ring.
@@ -53,7 +59,8 @@ class Ring:
         impl: Default kernel set.
 
     Raises:
-        ValueError: The mesh has more than one dimension, or this process is not in the group.
+        ValueError: The mesh has more than one dimension, this process is not in the group, the transport is unknown, or the
+            memory budget is negative.
 
     Example:
         >>> ring = Ring()                       # one process: no group needed
@@ -66,8 +73,14 @@ class Ring:
         group: dist.ProcessGroup | DeviceMesh | None = None,
         *,
         impl: str = "auto",
+        transport: str = "auto",
+        memory_budget: int | None = None,
         timeout: timedelta = timedelta(minutes=5),
     ) -> None:
+        if transport not in TRANSPORTS:
+            raise ValueError(f"transport must be one of {TRANSPORTS}, got {transport!r}; leave it out for 'auto'")
+        if memory_budget is not None and memory_budget < 0:
+            raise ValueError(f"memory_budget must be a number of bytes, got {memory_budget}; None for a default")
         if isinstance(group, DeviceMesh):
             if group.ndim != 1:
                 raise ValueError(f"a mesh must have one dimension, got {group.ndim}; pass a slice such as mesh['cp']")
@@ -86,13 +99,22 @@ class Ring:
         self.name = f"{self._group_name}#{_COUNTS[self._group_name]}"
         _COUNTS[self._group_name] += 1
         alone = self.world_size == 1
-        transport = NoTransport() if alone else ProcessGroupTransport(self._group_name, self.rank)
-        self.seat = Seat(self.rank, self.world_size, transport, Buffers())
+        mover = NoTransport() if alone else ProcessGroupTransport(self._group_name, self.rank)
+        self.seat = Seat(self.rank, self.world_size, mover, Buffers(), memory_budget or 0)
+        self._wanted_transport, self._memory_budget, self._timeout = transport, memory_budget, timeout
+        self._settled = alone
+        undecided = Choice("undecided", f"transport={transport!r} is decided at the first call with tensors on a GPU")
+        self._choice = Choice("none", "one rank: every key is here already") if alone else undecided
         self._agreement = None if alone else Agreement(self._group_name, self.rank, self.world_size, self.name, timeout)
         self._agreed: set[str] = set()
         add_ring(self)
         # not at import: torch's counter imports triton, and nothing is to be counted before there is a ring
         register_flops()
+
+    @property
+    def transport(self) -> Choice:
+        """How shards move between the ranks, and why so; prints as text."""
+        return self._choice
 
     def __repr__(self) -> str:
         return f"Ring(rank={self.rank}, world_size={self.world_size}, impl={self.impl!r})"
@@ -156,7 +178,9 @@ class Ring:
         if self._agreement is not None:
             texts = self._agreement.compare(json.dumps({**parse(call), "tensors": _without_rows(tensors)}))
             _raise_differences([json.loads(text) for text in texts])
-            self._warm_up(next(x.device for x in tensors if x is not None))
+            device = next(x.device for x in tensors if x is not None)
+            self._warm_up(device)
+            self._settle(device)
         self._agreed.add(here + call)
 
     def gather(self, x: Tensor, dim: int, lengths: Sequence[int]) -> list[Tensor]:
@@ -169,9 +193,75 @@ class Ring:
         """
         return list(_Gather.apply(x, dim, tuple(lengths), self._group_name, self.rank))
 
+    def kv_buffer(
+        self,
+        sharding: Sharding,
+        batch: int,
+        kv_heads: int,
+        head_dim: int,
+        v_head_dim: int | None = None,
+        *,
+        dtype: torch.dtype,
+        name: str,
+        device: torch.device | str | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Where a model can write its keys so that other ranks read them there: attention of exactly these copies nothing.
+
+        The rows belong to the name until it is asked for again; work enqueued after that may overwrite them, and waits, on
+        the current stream, for ranks that still read. A backward reads its keys again, so use one name per layer: writing
+        before the backward has run changes what it reads. Every rank calls it alike, and passes either all of both tensors
+        or neither of them to an attention call. Where shards do not move by copy engine it is plain memory.
+
+        Args:
+            sharding: Who holds which keys.
+            batch: Batch elements.
+            kv_heads: Key heads.
+            head_dim: Of the keys.
+            v_head_dim: Of the values; default head_dim.
+            dtype: Of both.
+            name: Which buffer of this ring.
+            device: Where; default the current GPU, or the CPU where there is none.
+
+        Returns:
+            K `b t hk d` and v `b t hk dv`, this rank's rows, uninitialised; the last dim is contiguous.
+        """
+        if device is None:
+            device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else "cpu"
+        device = torch.device(device)
+        dims = (head_dim, head_dim if v_head_dim is None else v_head_dim)
+        rows, mine = max(map(shard_len, sharding.shards)), sharding.shard_len
+        self._settle(device)
+        lend = getattr(self.seat.transport, "lend", None)
+        if lend is not None and device.type == "cuda":
+            return lend(name, batch, rows, mine, kv_heads, dims, dtype)
+        whole = self.seat.buffers.take(f"kv_buffer {name}", (batch, rows, kv_heads, sum(dims)), dtype, device)
+        return whole[:, :mine, :, :head_dim], whole[:, :mine, :, head_dim:]
+
     def close(self) -> None:
-        """Lets go of the buffers. The ring may be used again; buffers are then made anew."""
+        """Lets go of the buffers; called by every rank. The ring may be used again; buffers are then made anew."""
+        release = getattr(self.seat.transport, "close", None)
+        if release is not None:
+            release()
         self.seat.buffers.clear()
+
+    def _settle(self, device: torch.device) -> None:
+        """Decides the transport, once, together with all ranks."""
+        if self._settled or (device.type != "cuda" and self._wanted_transport == "auto"):
+            return
+        assert self._agreement is not None, "a ring of one rank is settled from the start"
+        mover, self._choice, budget = choose(
+            self._wanted_transport,
+            self._group_name,
+            self.rank,
+            self.world_size,
+            self.name,
+            device,
+            self._agreement,
+            self._timeout,
+            self._memory_budget,
+        )
+        self.seat = replace(self.seat, transport=mover, budget=budget)
+        self._settled = True
 
     def _warm_up(self, device: torch.device) -> None:
         # NCCL wants its first operation on a group to be one that all ranks take part in

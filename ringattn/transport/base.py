@@ -200,9 +200,18 @@ class Buffers:
 
 @dataclass(frozen=True)
 class Seat:
-    """One rank's place at the ring, which is all that the loops know of it."""
+    """One rank's place at the ring, which is all that the loops know of it.
+
+    Attributes:
+        rank: Ring rank.
+        world_size: Ranks of the ring.
+        transport: How shards move.
+        buffers: What is reused from call to call.
+        budget: Bytes that gathered keys and their gradients may take per rank; the same on all ranks.
+    """
 
     rank: int
     world_size: int
     transport: Transport
     buffers: Buffers = field(default_factory=Buffers)
+    budget: int = 0

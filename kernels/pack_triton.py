@@ -1,0 +1,64 @@
+"""Packing keys and values into one buffer in one Triton launch; `kernels.pack` says what and has the torch version.
+
+Owns the kernel and its launcher. Runs on CUDA and ROCm devices, and on CPU tensors in the Triton interpreter.
+"""
+
+# pyright: reportArgumentType=false, reportCallIssue=false
+# (a launch passes plain integers for constexpr parameters, and num_warps beside them)
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+BYTES = 16384
+"""What one program copies of each tensor: enough in flight to keep memory busy, few enough rows to fill the device."""
+
+
+@triton.jit
+def _pack_kernel(
+    slot_ptr, k_ptr, v_ptr, rows,
+    slot_sb, slot_st, slot_sh, k_sb, k_st, k_sh, v_sb, v_st, v_sh,
+    HK: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, COLS_V: tl.constexpr,
+):  # fmt: skip
+    """One program owns ROWS of the t * hk rows of one batch element, of k and of v.
+
+    Example: HK = 2, D = DV = 4: row 5 is token 2, head 1; its k goes to columns 0 .. 3 of the slot, its v to 4 .. 7.
+    """
+    b = tl.program_id(1).to(tl.int64)
+    r = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    ok = r < rows
+    t = (r // HK).to(tl.int64)
+    h = (r % HK).to(tl.int64)
+    to = slot_ptr + b * slot_sb + t * slot_st + h * slot_sh
+    c = tl.arange(0, COLS)
+    mask = ok[:, None] & (c < D)[None, :]
+    x = tl.load((k_ptr + b * k_sb + t * k_st + h * k_sh)[:, None] + c[None, :], mask=mask)
+    c_v = tl.arange(0, COLS_V)
+    mask_v = ok[:, None] & (c_v < DV)[None, :]
+    y = tl.load((v_ptr + b * v_sb + t * v_st + h * v_sh)[:, None] + c_v[None, :], mask=mask_v)
+    tl.store(to[:, None] + c[None, :], x, mask=mask)
+    tl.store(to[:, None] + (D + c_v)[None, :], y, mask=mask_v)
+
+
+def pack(slot: Tensor, k: Tensor, v: Tensor) -> None:
+    """Takes the arguments of `kernels.pack.pack`."""
+    b, t, hk, d = k.shape
+    dv = v.shape[-1]
+    rows = t * hk
+    if not b * rows:
+        return
+    # same bytes in integers: nothing is computed, and every dtype of a width shares one kernel
+    integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[k.element_size()]
+    slot, k, v = (x if x.dtype == integers else x.view(integers) for x in (slot, k, v))
+    cols, cols_v = triton.next_power_of_2(d), triton.next_power_of_2(dv)
+    block = max(1, min(triton.next_power_of_2(rows), BYTES // (max(cols, cols_v) * k.element_size())))
+    _pack_kernel[(triton.cdiv(rows, block), b)](
+        slot, k, v, rows,
+        slot.stride(0), slot.stride(1), slot.stride(2),
+        k.stride(0), k.stride(1), k.stride(2),
+        v.stride(0), v.stride(1), v.stride(2),
+        HK=hk, D=d, DV=dv, ROWS=block, COLS=cols, COLS_V=cols_v, num_warps=4,
+    )  # fmt: skip

@@ -1,0 +1,146 @@
+"""Which transport a ring takes, and why: decided by all ranks together, so that they decide alike.
+
+Owns the question whether the GPUs of a group can reach each other, and the memory that gathered keys may take. Refuses to
+know how either transport works.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ringattn.transport.base import Transport
+from ringattn.transport.process_group import Agreement, ProcessGroupTransport
+
+TRANSPORTS = ("auto", "copy_engine", "process_group")
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A transport and the reason for it.
+
+    Attributes:
+        name: "none", "process_group" or "copy_engine"; "undecided" before the first call.
+        why: One clause.
+    """
+
+    name: str
+    why: str
+
+    def __str__(self) -> str:
+        return f"{self.name}: {self.why}"
+
+
+def look(device: torch.device) -> dict[str, Any]:
+    """What this rank can do for a copy engine, ready to be compared with the others."""
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    host = f"{socket.gethostname()} {boot.read_text().strip() if boot.exists() else ''}"
+    missing = None
+    if device.type != "cuda":
+        missing = f"its tensors are in {device.type} memory"
+    elif torch.version.hip is not None:
+        missing = "it has an AMD GPU"
+    elif importlib.util.find_spec("cuda") is None or importlib.util.find_spec("cuda.bindings") is None:
+        missing = "cuda-bindings is not installed"
+    elif importlib.util.find_spec("torch.distributed._symmetric_memory") is None:
+        missing = "torch has no symmetric memory"
+    uuid = str(torch.cuda.get_device_properties(device).uuid) if missing is None else None
+    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else 0
+    return {"host": host, "missing": missing, "uuid": uuid, "free": free}
+
+
+def find_obstacle(rank: int, device: torch.device, found: Sequence[dict[str, Any]]) -> str | None:
+    """Why the GPU of this rank and those of the others can not reach each other; None where they can.
+
+    Args:
+        rank: This ring rank.
+        device: Its device.
+        found: What `look` said on every rank.
+    """
+    for peer, other in enumerate(found):
+        if other["missing"] is not None:
+            return f"ring rank {peer} can not take part: {other['missing']}"
+        if other["host"] != found[rank]["host"]:
+            return f"ring ranks {rank} and {peer} are on different hosts"
+    here = {str(torch.cuda.get_device_properties(i).uuid): i for i in range(torch.cuda.device_count())}
+    mine = here.get(found[rank]["uuid"])
+    for peer, other in enumerate(found):
+        if peer == rank:
+            continue
+        theirs = here.get(other["uuid"])
+        if theirs is None:
+            return f"ring rank {rank} does not see the GPU of ring rank {peer}; do not hide it by CUDA_VISIBLE_DEVICES"
+        if theirs == mine:
+            return f"ring ranks {rank} and {peer} share a GPU"
+        if not torch.cuda.can_device_access_peer(device, theirs):
+            return f"the GPU of ring rank {rank} has no access to that of ring rank {peer}"
+    return None
+
+
+def choose(
+    wanted: str,
+    group_name: str,
+    rank: int,
+    world_size: int,
+    name: str,
+    device: torch.device,
+    agreement: Agreement,
+    timeout: timedelta,
+    memory_budget: int | None,
+) -> tuple[Transport, Choice, int]:
+    """The transport of a ring, the reason, and the bytes that gathered keys may take per rank. Every rank calls it.
+
+    Args:
+        wanted: One of `TRANSPORTS`.
+        group_name: Name of the process group.
+        rank: This ring rank.
+        world_size: Ranks of the ring.
+        name: The ring's name.
+        device: Where this rank's tensors are.
+        agreement: How ranks compare.
+        timeout: How long the ring may stand still.
+        memory_budget: Bytes; None for a quarter of what is free on the fullest device.
+
+    Raises:
+        RuntimeError: `copy_engine` was asked for and can not serve; raised on every rank.
+    """
+    if wanted == "process_group":
+        return ProcessGroupTransport(group_name, rank), Choice("process_group", "asked for"), memory_budget or 0
+    found = [json.loads(text) for text in agreement.compare(json.dumps(look(device)))]
+    budget = memory_budget if memory_budget is not None else min(other["free"] for other in found) // 4
+    transport, obstacle = None, find_obstacle(rank, device, found)
+    obstacles = [json.loads(text) for text in agreement.compare(json.dumps(obstacle))]
+    obstacle = next((text for text in obstacles if text is not None), None)
+    if obstacle is None:
+        from ringattn.transport.copy_engine import CopyEngineTransport
+        from ringattn.transport.streams import CudaStreams
+        from ringattn.transport.symmetric import SymmetricMemory
+
+        try:
+            streams = CudaStreams(device)
+            error = None
+        except (ImportError, RuntimeError) as refusal:
+            streams, error = None, f"ring rank {rank}: {refusal}"
+        # one rank may have a broken installation: nobody makes memory before all are ready
+        errors = [json.loads(text) for text in agreement.compare(json.dumps(error))]
+        obstacle = next((text for text in errors if text is not None), None)
+        if obstacle is None and streams is not None:
+            memory = SymmetricMemory(group_name, agreement, device, streams.synchronize)
+            transport = CopyEngineTransport(rank, world_size, name, streams, memory, timeout.total_seconds())
+    if transport is not None:
+        why = f"the {world_size} GPUs of the ring are on one host and reach each other"
+        return transport, Choice("copy_engine", "asked for" if wanted == "copy_engine" else why), budget
+    if wanted == "copy_engine":
+        raise RuntimeError(
+            f"transport 'copy_engine' must have GPUs of one host that reach each other, got: {obstacle}; "
+            "use transport='auto' or 'process_group'"
+        )
+    return ProcessGroupTransport(group_name, rank), Choice("process_group", f"{obstacle}"), budget

@@ -1,0 +1,879 @@
+"""Shards between the GPUs of one host by copy engine: every rank keeps its rows where peers can reach them, and peers pull.
+
+Owns the protocol: which words say what, in which order they are written and waited for, and which bytes are pulled. Refuses
+to know devices: it speaks to `Streams` and `Memory`, so that the whole protocol also runs on a CPU, in any interleaving.
+
+Note [Binary semaphores]
+    A signal between two ranks is one 32-bit word in the memory of the rank that waits: the other side writes 1, the waiter
+    waits for 1 and writes 0. There are no counters, so a program of waits, copies and writes is a constant: it is built once
+    and enqueued again and again, also by a graph that somebody captured, any number of times and in any order with other
+    calls, as long as all ranks do the same. Each place where rows wait for a peer has two words per pair of ranks:
+    `full` (at the reader: "the rows are there") and `free` (at the writer: "they have been read"). `free` begins as 1.
+
+Note [A gather]
+    The caller's stream waits until the slot is free, clears the flags, packs k and v into the slot, and starts the side
+    stream, which says `full` to every reader, pulls what this rank needs, group by group and owner by owner, raises a flag
+    after each pull and tells the owner `free` after its last. All of this is enqueued before the caller launches the kernel,
+    and nothing of it needs an SM: the kernel may hold all of them while it waits. Packing, and zeroing the guard rows of
+    far, do need SMs: they stand on the caller's stream in front of the kernel. `close` joins the two streams. Two slots take
+    turns, so that a rank may pack for the next call while a slower one still reads.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ringattn.kernels.contract import Arrivals
+from ringattn.kernels.pack import pack
+from ringattn.schedule import Collection, Fetch, Rows
+from ringattn.transport.base import Done, Gathering, Homecoming, Parcel, Pending
+from ringattn.transport.streams import MAX_PITCH, Copy, Op, Program, Streams, Wait, Write
+from ringattn.transport.symmetric import ALIGNMENT, Memory, Region
+from ringattn.transport.watch import (
+    DEVICE_WORDS,
+    DONE,
+    ELSEWHERE,
+    ERROR,
+    FETCHING,
+    GATE,
+    HOST_WORDS,
+    JOINING,
+    KERNEL,
+    PLACE,
+    PLACES,
+    POSTED,
+    POSTS,
+    PROCEED,
+    QUIET,
+    RECEIVING,
+    SIDE,
+    SIDE_AT,
+    START,
+    STARTING,
+    Course,
+    Watch,
+)
+
+COURSES = 64
+"""Constant programs that a ring keeps."""
+NUMBERED = 4096
+"""Programs that the message of a failure can name."""
+PAYLOAD_ALIGNMENT = 16
+PAYLOADS = 16
+"""Tensors that one post may send to one peer beyond what it reserved, as padding: 16 bytes each."""
+
+
+class _Station:
+    """A region whose rows wait for peers: `full` and `free` words for every pair, then the rows."""
+
+    def __init__(self, memory: Memory, ranks: int, num_bytes: int, what: str) -> None:
+        self._ranks = ranks
+        self._header = _aligned(8 * ranks)
+        self.num_bytes = num_bytes
+        self.region: Region = memory.region(self._header + _aligned(num_bytes), what)
+        # nobody reads what was never written
+        self.region.local[4 * ranks : 8 * ranks].view(torch.int32).fill_(1)
+        memory.meet(f"{what} begins")
+
+    def full(self, at: int, of: int) -> int:
+        """Address of the word by which rank `of` tells rank `at` that its rows are there."""
+        return self.region.addresses[at] + 4 * of
+
+    def free(self, at: int, of: int) -> int:
+        """Address of the word by which rank `of` tells rank `at` that it has read its rows."""
+        return self.region.addresses[at] + 4 * (self._ranks + of)
+
+    def rows(self, at: int) -> int:
+        """Address of the rows of rank `at`."""
+        return self.region.addresses[at] + self._header
+
+    def view(self, shape: Sequence[int], dtype: torch.dtype, offset: int = 0) -> Tensor:
+        """This rank's rows, from a byte offset on."""
+        return _view(self.region.local[self._header + offset :], shape, dtype)
+
+
+@dataclass(frozen=True, eq=False)
+class _Lent:
+    """A slot that the caller fills itself."""
+
+    station: _Station
+    slot: Tensor
+    k: Tensor
+    v: Tensor
+
+
+@dataclass(eq=False)
+class _Gather:
+    """The constant part of a gather: one collection, slot, shape and far buffer."""
+
+    number: int
+    start: Program
+    announce: Program | None
+    pulls: Program | None
+    joining: Program
+    join: Program
+    far: Tensor
+    arrivals: Arrivals | None
+    keep: Any
+
+
+@dataclass(eq=False)
+class _Home:
+    """The constant part of a homecoming."""
+
+    start: Program
+    receive: Program
+    close: Program
+    addresses: Tensor
+    own: Tensor
+    regions: list[Tensor]
+    keep: Any
+
+
+class CopyEngineTransport:
+    """One rank's end: its slots, its programs, and the watch over them.
+
+    Args:
+        rank: This rank within the ring.
+        world_size: Ranks of the ring.
+        name: The ring's name.
+        streams: The way to the device.
+        memory: Where regions come from.
+        timeout: Seconds that the ring may stand still.
+        watched: Look after the ring in a thread.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        world_size: int,
+        name: str,
+        streams: Streams,
+        memory: Memory,
+        timeout: float,
+        *,
+        watched: bool = True,
+    ) -> None:
+        self._rank = rank
+        self._world_size = world_size
+        self._name = name
+        self._streams = streams
+        self._memory = memory
+        self._patience = int(timeout * 1e9)
+        self._host = memory.host_words(HOST_WORDS)
+        self._error = self._host[ERROR : ERROR + 1]
+        self._control = memory.region(_aligned(4 * DEVICE_WORDS), "words")
+        self._control.local[: 4 * DEVICE_WORDS].view(torch.int32)[[GATE, PROCEED]] = 1
+        memory.meet("words begin")
+        words = tuple(self._control.addresses[rank] + 4 * i for i in range(DEVICE_WORDS))
+        self._words = words
+        self.watch = Watch(rank, name, self._host, words, streams, timeout)
+        peers = (address for peer, address in enumerate(self._control.addresses) if peer != rank)
+        self.watch.territory.gates.update(address + 4 * GATE for address in peers)
+        self._slots: list[_Station] = []
+        self._homes: list[_Station] = []
+        self._boxes: list[_Station] = []
+        self._lent: dict[tuple[str, tuple[Any, ...]], _Lent] = {}
+        self._turn = self._home_turn = 0
+        self._reserved = self._posted = 0
+        self._sent = [0] * world_size
+        self._received = [0] * world_size
+        self._far = self._flags = self._own = torch.empty(0, dtype=torch.uint8, device=memory.device)
+        self._far_layout: object = None
+        self._courses: OrderedDict[Any, Any] = OrderedDict()
+        self._numbers = 0
+        self._captured = False
+        self._lane: int | None = None
+        self._gathering: _Arriving | None = None
+        self._homecoming: _Coming | None = None
+        self._posts: list[_Fetching | None] = [None] * POSTS
+        if watched:
+            self.watch.start()
+
+    def __del__(self) -> None:
+        watch = getattr(self, "watch", None)
+        if watch is not None:
+            watch.retire()
+
+    def gatherer(self) -> CopyEngineTransport:
+        """See `Transport.gatherer`."""
+        return self
+
+    def num_bytes(self) -> int:
+        """Bytes of device memory held now."""
+        stations = [*self._slots, *self._homes, *self._boxes, *(lent.station for lent in self._lent.values())]
+        local = sum(x.untyped_storage().nbytes() for x in (self._far, self._flags, self._own))
+        return local + sum(station.region.local.numel() for station in stations)
+
+    def gather(self, k: Tensor, v: Tensor, collection: Collection, groups: int, what: str) -> Gathering:
+        """See `Gatherer.gather`."""
+        self._enter()
+        b, _, hk, d = k.shape
+        width = d + v.shape[-1]
+        if hk % groups:
+            raise ValueError(f"groups must divide the {hk} key heads, got {groups}; pass a divisor")
+        lent = self._find_lent(k, v)
+        if lent is None:
+            slots = self._stations(self._slots, b * collection.slot_rows * hk * width * k.element_size(), "slots")
+            station = slots[self._turn]
+            self._turn = 1 - self._turn
+            slot = station.view((b, collection.slot_rows, hk, width), k.dtype)
+        else:
+            station, slot = lent.station, lent.slot
+        far, layout = self._make_far(collection, (b, collection.far_rows, hk, width), k.dtype)
+        flags = self._make_flags(groups * self._world_size).view(groups, self._world_size)
+        key = (
+            "gather",
+            id(collection),
+            id(station),
+            tuple(slot.shape),
+            k.dtype,
+            d,
+            groups,
+            *map(Tensor.data_ptr, (far, flags)),
+        )
+        found: _Gather | None = self._find(key)
+        if found is None:
+            found = self._keep(
+                key, self._plan_gather(collection, station, slot, far, flags, packs=lent is None, what=what)
+            )
+        self._rename(found.number, what)
+
+        self._launch(found.start)
+        if layout != self._far_layout or self._captured:
+            self._streams.call(lambda: _zero_guards(far, collection.fetches))
+            self._far_layout = layout
+        if lent is None and collection.readers:
+            self._streams.call(lambda: pack(slot[:, : k.shape[1]], k, v))
+        if found.announce is not None:
+            self._launch(found.announce)
+        if found.pulls is not None:
+            if self._streams.capturing():
+                self._streams.order(self._streams.main(), self._streams.side)
+            self._streams.launch(found.pulls, self._streams.side)
+        self._gathering = _Arriving(self, found)
+        return self._gathering
+
+    def homecoming(
+        self, shape: tuple[int, int, int], collection: Collection, device: torch.device, what: str
+    ) -> Homecoming:
+        """See `Gatherer.homecoming`."""
+        del device  # that of this transport
+        if self._homecoming is not None:
+            self._homecoming.receive()
+            self._homecoming.close()
+        self._enter(closing=False)
+        b, hk, width = shape
+        size = b * collection.slot_rows * hk * width * 4
+        homes = self._stations(self._homes, (self._world_size - 1) * _aligned(size), "homes")
+        own = self._make_own(size)
+        plans: list[_Home] = []
+        for station in homes:  # both at once: a capture may begin at either
+            key = ("home", id(collection), id(station), shape, own.data_ptr())
+            found = self._find(key)
+            if found is None:
+                found = self._keep(key, self._plan_home(collection, station, own, shape, what))
+            plans.append(found)
+        chosen = plans[self._home_turn]
+        self._home_turn = 1 - self._home_turn
+        self._launch(chosen.start)
+        self._homecoming = _Coming(self, chosen)
+        return self._homecoming
+
+    def reserve(self, num_bytes: int) -> None:
+        """See `Transport.reserve`."""
+        if num_bytes > self._reserved:
+            self._enter()
+            capacity = _aligned(num_bytes + PAYLOADS * PAYLOAD_ALIGNMENT)
+            self._stations(self._boxes, (self._world_size - 1) * capacity, "mailboxes")
+            self._reserved = num_bytes
+
+    def post(self, sends: Sequence[Parcel], receives: Sequence[Parcel], what: str) -> Pending:
+        """See `Transport.post`."""
+        out, into = _by_peer(sends), _by_peer(receives)
+        if not out and not into:
+            return Done()
+        self._check_sizes(out, what)
+        self._check_sizes(into, what)
+        self._enter()
+        index = next((i for i, pending in enumerate(self._posts) if pending is None), None)
+        if index is None:  # the oldest is joined a little early
+            oldest = min((pending for pending in self._posts if pending is not None), key=lambda pending: pending.order)
+            oldest.wait()
+            index = oldest.index
+        halves_out = {peer: self._count(self._sent, peer) for peer in out}
+        halves_in = {peer: self._count(self._received, peer) for peer in into}
+        moved = tuple(
+            (peer, half, tuple((x.data_ptr(), _size(x)) for x in parcels[peer]))
+            for halves, parcels in ((halves_out, out), (halves_in, into))
+            for peer, half in halves.items()
+        )
+        key = ("post", len(out), moved, index)
+        found = self._find(key)
+        if found is None:
+            found = self._keep(key, self._plan_post(moved[: len(out)], moved[len(out) :], index, what))
+        number, start, pulls, join = found
+        self._rename(number, what)
+        self._remember_received([x for tensors in into.values() for x in tensors])
+        self._launch(start)
+        if pulls is None:
+            return Done()
+        if self._streams.capturing():
+            self._streams.order(self._streams.main(), self._streams.side)
+        self._streams.launch(pulls, self._streams.side)
+        self._posted += 1
+        pending = _Fetching(self, index, join, self._posted)
+        self._posts[index] = pending
+        return pending
+
+    def lend(
+        self, name: str, batch: int, rows: int, mine: int, heads: int, dims: tuple[int, int], dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor]:
+        """A slot that the caller fills itself, so that a gather of exactly these tensors packs nothing.
+
+        Waits, on the caller's stream, until no peer reads what was there before. Collective when a name is used for the
+        first time or with a new shape.
+
+        Args:
+            name: Which slot.
+            batch: Batch elements.
+            rows: Rows of the longest shard.
+            mine: Rows of this rank's shard.
+            heads: Key heads.
+            dims: Head dims of k and of v.
+            dtype: Of both.
+
+        Returns:
+            K `b t hk d` and v `b t hk dv`, views of one buffer.
+        """
+        self._enter()
+        d, dv = dims
+        shape = (batch, rows, heads, d + dv)
+        key = (name, (shape, d, dtype))
+        lent = self._lent.get(key)
+        if lent is None:
+            self._refuse_in_capture(f"kv_buffer {name!r}")
+            for old in [other for other in self._lent if other[0] == name]:
+                self._memory.meet(f"kv_buffer {name!r} changes")
+                self._retire(self._lent.pop(old))
+            station = _Station(self._memory, self._world_size, math.prod(shape) * dtype.itemsize, f"kv_buffer {name!r}")
+            self._know(station)
+            slot = station.view(shape, dtype)
+            lent = self._lent[key] = _Lent(station, slot, slot[:, :mine, :, :d], slot[:, :mine, :, d:])
+        peers = [peer for peer in range(self._world_size) if peer != self._rank]
+        place = ("lend", id(lent))
+        found: Program | None = self._find(place)
+        if found is None:
+            number = self._number(Course(f"kv_buffer {name!r}", tuple(peers)))
+            ops: list[Op] = [self._at(number, STARTING)]
+            ops += [Wait(lent.station.free(self._rank, peer), 1) for peer in peers]
+            ops += [Wait(self._words[PROCEED], 1), *self._leave()]
+            found = self._keep(place, self._streams.compile(ops))
+        self._launch(found)
+        return lent.k, lent.v
+
+    def close(self) -> None:
+        """Lets go of all memory; every rank of the ring calls it. A later call makes what it needs anew."""
+        self._finish()
+        if self.watch.failure is None:
+            self._memory.meet("close")
+        else:
+            self._streams.synchronize()
+        self._courses.clear()
+        self._slots, self._homes, self._boxes, self._lent = [], [], [], {}
+        self._reserved = self._turn = self._home_turn = 0
+        self._sent, self._received = [0] * self._world_size, [0] * self._world_size
+        self._far = self._flags = self._own = torch.empty(0, dtype=torch.uint8, device=self._memory.device)
+        self._far_layout = None
+        here = self.watch.territory
+        for known in (here.free, here.full, here.home, here.flags, here.own, here.received, here.kept):
+            known.clear()
+
+    def _finish(self) -> None:
+        """Joins whatever the caller has left open."""
+        if self._gathering is not None:
+            self._gathering.close()
+        if self._homecoming is not None:
+            self._homecoming.receive()
+            self._homecoming.close()
+        for pending in self._posts:
+            if pending is not None:
+                pending.wait()
+
+    def _enter(self, *, closing: bool = True) -> None:
+        """The beginning of every call: refuses on a failed ring and orders the call behind the one before."""
+        if self._gathering is not None and (closing or self.watch.failure is not None):
+            self._gathering.close()
+        self.watch.check()
+        lane = self._streams.main()
+        if self._streams.capturing():
+            self._captured = True
+        elif lane != self._lane:
+            if self._lane is not None:
+                self._streams.order(self._lane, lane)
+            self._lane = lane
+
+    def _launch(self, program: Program) -> None:
+        self._streams.launch(program, self._streams.main())
+
+    def _number(self, course: Course) -> int:
+        self._numbers += 1
+        courses = self.watch.courses
+        courses[self._numbers] = course
+        if len(courses) > NUMBERED:
+            courses.pop(next(iter(courses)), None)
+        return self._numbers
+
+    def _rename(self, number: int, what: str) -> None:
+        course = self.watch.courses.get(number)
+        if course is not None:
+            course.what = what
+
+    def _find(self, key: Any) -> Any:
+        found = self._courses.get(key)
+        if found is not None:
+            self._courses.move_to_end(key)
+        return found
+
+    def _keep(self, key: Any, made: Any) -> Any:
+        self._courses[key] = made
+        if len(self._courses) > COURSES:
+            _, old = self._courses.popitem(last=False)
+            self._retire(old)
+        return made
+
+    def _drop_courses(self) -> None:
+        self._retire(list(self._courses.values()))
+        self._courses.clear()
+
+    def _retire(self, old: Any) -> None:
+        """Lets go, unless a captured graph may use it (Note [Old memory] of symmetric.py)."""
+        if self._captured:
+            self.watch.territory.kept.append(old)
+
+    def _refuse_in_capture(self, what: str) -> None:
+        if self._streams.capturing():
+            raise RuntimeError(
+                f"{what} must have its buffers before a capture begins, got a larger or new shape in a capture; "
+                "make the same call once before capturing it"
+            )
+
+    def _stations(self, kind: list[_Station], num_bytes: int, what: str) -> list[_Station]:
+        """The two stations of a kind, at least so large. `num_bytes` is the same on all ranks, and so is growing."""
+        if not kind or kind[0].num_bytes < num_bytes:
+            self._refuse_in_capture(what)
+            if kind:
+                # whoever still reads the old ones is let finish, on all ranks
+                self._memory.meet(f"{what} grow")
+                for station in kind:
+                    self._forget(station)
+            self._drop_courses()
+            kind[:] = [_Station(self._memory, self._world_size, num_bytes, f"{what} {turn}") for turn in (0, 1)]
+            for station in kind:
+                self._know(station)
+        return kind
+
+    def _know(self, station: _Station) -> None:
+        here, me = self.watch.territory, self._rank
+        peers = [peer for peer in range(self._world_size) if peer != me]
+        here.free.update(station.free(me, peer) for peer in peers)
+        (here.home if station in self._homes else here.full).update(station.full(me, peer) for peer in peers)
+
+    def _forget(self, station: _Station) -> None:
+        if self._captured:
+            self._retire(station)
+            return
+        here = self.watch.territory
+        for peer in range(self._world_size):
+            here.free.discard(station.free(self._rank, peer))
+            here.full.discard(station.full(self._rank, peer))
+            here.home.discard(station.full(self._rank, peer))
+
+    def _local(self, old: Tensor, num_bytes: int, known: set[tuple[int, int]] | None, unit: int) -> Tensor:
+        """A plain buffer of at least so many bytes; the old one where it is large enough."""
+        if old.numel() >= num_bytes:
+            return old
+        self._refuse_in_capture("a buffer")
+        if old.numel():
+            self._streams.synchronize()
+            self._drop_courses()
+            if self._captured:
+                self._retire(old)
+            elif known is not None:
+                known.discard((old.data_ptr(), old.numel() // unit))
+        new = torch.empty(_aligned(num_bytes), dtype=torch.uint8, device=self._memory.device)
+        if known is not None:
+            known.add((new.data_ptr(), new.numel() // unit))
+        return new
+
+    def _make_far(
+        self, collection: Collection, shape: tuple[int, ...], dtype: torch.dtype
+    ) -> tuple[Tensor, tuple[Any, ...]]:
+        before = self._far
+        self._far = self._local(before, math.prod(shape) * dtype.itemsize, None, 1)
+        if self._far is not before:
+            self._far_layout = None
+        layout = (tuple((fetch.at, fetch.rows) for fetch in collection.fetches), shape, dtype)
+        return _view(self._far, shape, dtype), layout
+
+    def _make_flags(self, count: int) -> Tensor:
+        self._flags = self._local(self._flags, 4 * count, self.watch.territory.flags, 4)
+        return self._flags.view(torch.int32)[:count]
+
+    def _make_own(self, num_bytes: int) -> Tensor:
+        self._own = self._local(self._own, num_bytes, self.watch.territory.own, 1)
+        return self._own
+
+    def _at(self, number: int, place: int) -> Write:
+        return Write(self._host.data_ptr() + 4 * PLACE, number * PLACES + place)
+
+    def _leave(self) -> list[Op]:
+        host = self._host.data_ptr()
+        return [Write(host + 4 * QUIET, 0), Write(host + 4 * PLACE, ELSEWHERE)]
+
+    def _take(self, word: int) -> list[Op]:
+        return [Wait(word, 1), Write(word, 0)]
+
+    def _side_begins(self, number: int) -> list[Op]:
+        host = self._host.data_ptr()
+        return [*self._take(self._words[START]), Write(host + 4 * SIDE_AT, 0), Write(host + 4 * SIDE, number)]
+
+    def _side_ends(self, done: int) -> list[Op]:
+        host = self._host.data_ptr()
+        return [
+            Wait(self._words[GATE], 1),
+            Write(host + 4 * QUIET, 0),
+            Write(host + 4 * SIDE, 0),
+            Write(self._words[done], 1),
+        ]
+
+    def _start_side(self) -> list[Op]:
+        return [Write(self._words[START], 1)]
+
+    def _plan_gather(
+        self,
+        collection: Collection,
+        station: _Station,
+        slot: Tensor,
+        far: Tensor,
+        flags: Tensor,
+        *,
+        packs: bool,
+        what: str,
+    ) -> _Gather:
+        """Note [A gather]."""
+        me, words, compile_ = self._rank, self._words, self._streams.compile
+        fetches, readers = collection.fetches, collection.readers
+        groups = flags.shape[0]
+        stops = tuple((fetch.step, fetch.owner) for fetch in fetches)
+        number = self._number(Course(what, tuple(send.peer for send in readers), stops))
+        moves = bool(fetches or readers)
+        packs = packs and bool(readers)
+
+        def flag(g: int, step: int) -> int:
+            return flags.data_ptr() + 4 * (g * flags.shape[1] + step)
+
+        start: list[Op] = [self._at(number, STARTING)]
+        for send in readers:
+            start += self._take(station.free(me, send.peer))
+        start += [Wait(words[START], 0), Wait(words[PROCEED], 1)]
+        start += [Write(flag(g, fetch.step), 0) for g in range(groups) for fetch in fetches]
+        start += [Write(self._host.data_ptr() + 4 * QUIET, 0), self._at(number, KERNEL)]
+        start += [] if packs else self._start_side()
+
+        side = self._side_begins(number)
+        side += [Write(station.full(send.peer, me), 1) for send in readers]
+        at = self._host.data_ptr() + 4 * SIDE_AT
+        for g in range(groups):
+            for i, fetch in enumerate(fetches):
+                if g == 0:
+                    side += self._take(station.full(me, fetch.owner))
+                side += _pulls(station.rows(fetch.owner), slot, far, fetch, g, groups)
+                side += [Wait(words[GATE], 1), Write(flag(g, fetch.step), 1)]
+                if g == 0:
+                    side.append(Write(at, i + 1))
+                if g == groups - 1:
+                    side.append(Write(station.free(fetch.owner, me), 1))
+        side += self._side_ends(DONE)
+
+        joining = [self._at(number, JOINING)]
+        join = [*self._take(words[DONE]), Wait(words[PROCEED], 1), *self._leave()]
+        if not moves:
+            start, joining, join = [], [], []
+        return _Gather(
+            number,
+            start=compile_(start),
+            announce=compile_(self._start_side()) if packs else None,
+            pulls=compile_(side) if moves else None,
+            joining=compile_(joining),
+            join=compile_([*joining, *join]),
+            far=far,
+            arrivals=Arrivals(flags, self._error, self._patience) if fetches else None,
+            keep=(collection, station, far, flags),
+        )
+
+    def _plan_home(
+        self,
+        collection: Collection,
+        station: _Station,
+        own: Tensor,
+        shape: tuple[int, int, int],
+        what: str,
+    ) -> _Home:
+        self._refuse_in_capture("homecoming")
+        me, compile_ = self._rank, self._streams.compile
+        b, hk, width = shape
+        whole = (b, collection.slot_rows, hk, width)
+        stride = _aligned(math.prod(whole) * 4)
+        owners = [fetch.owner for fetch in collection.fetches]
+        readers = [send.peer for send in collection.readers]
+        number = self._number(Course(what, tuple(dict.fromkeys((*owners, *readers)))))
+        start: list[Op] = [self._at(number, STARTING)]
+        for owner in owners:
+            start += self._take(station.free(me, owner))
+        start += [Wait(self._words[PROCEED], 1), Write(self._host.data_ptr() + 4 * QUIET, 0), self._at(number, KERNEL)]
+        start = start if owners or readers else []
+        receive: list[Op] = [self._at(number, RECEIVING)]
+        receive += [Write(station.full(owner, me), 1) for owner in owners]
+        for reader in readers:
+            receive += self._take(station.full(me, reader))
+        receive += [Wait(self._words[PROCEED], 1), *self._leave()]
+        receive = receive if owners or readers else []
+        close = [Write(station.free(reader, me), 1) for reader in readers]
+        addresses = [own.data_ptr()]
+        addresses += [station.rows(fetch.owner) + (fetch.step - 1) * stride for fetch in collection.fetches]
+        return _Home(
+            start=compile_(start),
+            receive=compile_(receive),
+            close=compile_(close),
+            addresses=torch.tensor(addresses, dtype=torch.int64).to(self._memory.device),
+            own=_view(own, whole, torch.float32),
+            regions=[station.view(whole, torch.float32, (send.step - 1) * stride) for send in collection.readers],
+            keep=(collection, station, own),
+        )
+
+    def _plan_post(
+        self,
+        out: Sequence[tuple[int, int, tuple[tuple[int, int], ...]]],
+        into: Sequence[tuple[int, int, tuple[tuple[int, int], ...]]],
+        index: int,
+        what: str,
+    ) -> tuple[int, Program, Program | None, Program]:
+        me, words, compile_ = self._rank, self._words, self._streams.compile
+        number = self._number(Course(what, tuple(peer for peer, *_ in out), tuple((None, peer) for peer, *_ in into)))
+        start: list[Op] = [self._at(number, STARTING)]
+        for peer, half, _ in out:
+            start += self._take(self._boxes[half].free(me, peer))
+        start += [Wait(words[START], 0)] if into else []
+        start += [Wait(words[PROCEED], 1)]
+        for peer, half, payloads in out:
+            start += _stack(payloads, self._box(half, me, peer), inward=False)
+        start += [Write(self._boxes[half].full(peer, me), 1) for peer, half, _ in out]
+        start += [*self._leave(), *(self._start_side() if into else [])]
+        if not into:
+            return number, compile_(start), None, compile_([])
+        side = self._side_begins(number)
+        for i, (peer, half, payloads) in enumerate(into):
+            side += self._take(self._boxes[half].full(me, peer))
+            side += _stack(payloads, self._box(half, peer, me), inward=True)
+            side += [Wait(words[GATE], 1), Write(self._boxes[half].free(peer, me), 1)]
+            side += [Write(self._host.data_ptr() + 4 * SIDE_AT, i + 1)]
+        side += self._side_ends(POSTED + index)
+        join = [self._at(number, FETCHING), *self._take(words[POSTED + index])]
+        join += [Wait(words[PROCEED], 1), *self._leave()]
+        return number, compile_(start), compile_(side), compile_(join)
+
+    def _box(self, half: int, sender: int, receiver: int) -> int:
+        """Where rank `sender` keeps what it sends to rank `receiver`."""
+        station = self._boxes[half]
+        place = (receiver - sender) % self._world_size - 1
+        return station.rows(sender) + place * (station.num_bytes // (self._world_size - 1))
+
+    def _check_sizes(self, groups: dict[int, list[Tensor]], what: str) -> None:
+        capacity = self._boxes[0].num_bytes // (self._world_size - 1) if self._boxes else 0
+        for peer, tensors in groups.items():
+            total, padded = sum(map(_size, tensors)), sum(_padded(_size(x)) for x in tensors)
+            if total > self._reserved or padded > capacity:
+                raise RuntimeError(
+                    f"ring rank {self._rank}: {what}: a post must move at most the {self._reserved} bytes per peer that were "
+                    f"reserved, got {total} in {len(tensors)} tensors with ring rank {peer}; reserve more before the loop"
+                )
+            if any(not x.is_contiguous() for x in tensors):
+                raise RuntimeError(f"ring rank {self._rank}: {what}: what is posted must be contiguous, got strides")
+
+    def _remember_received(self, tensors: Sequence[Tensor]) -> None:
+        received = self.watch.territory.received
+        for x in tensors:
+            key = (x.data_ptr(), _size(x))
+            if key not in received:
+                received[key] = x
+                if len(received) > 4 * COURSES and not self._captured:
+                    received.pop(next(iter(received)), None)
+
+    @staticmethod
+    def _count(counts: list[int], peer: int) -> int:
+        counts[peer] += 1
+        return (counts[peer] - 1) % 2
+
+    def _find_lent(self, k: Tensor, v: Tensor) -> _Lent | None:
+        for lent in self._lent.values():
+            if _same(k, lent.k) and _same(v, lent.v):
+                return lent
+        return None
+
+
+class _Arriving:
+    """See `Gathering`."""
+
+    def __init__(self, transport: CopyEngineTransport, plan: _Gather) -> None:
+        self._transport = transport
+        self._plan = plan
+        self._closed = False
+        self.far = plan.far
+        self.arrivals = plan.arrivals
+
+    def close(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        here, plan = self._transport, self._plan
+        if here._gathering is self:
+            here._gathering = None
+        streams = here._streams
+        if streams.capturing():
+            # a graph knows dependencies by events only; the place is written in front of the join (Note [The way out])
+            here._launch(plan.joining)
+            if plan.pulls is not None:
+                streams.order(streams.side, streams.main())
+        here._launch(plan.join)
+
+
+class _Coming:
+    """See `Homecoming`."""
+
+    def __init__(self, transport: CopyEngineTransport, plan: _Home) -> None:
+        self._transport = transport
+        self._plan = plan
+        self._received = self._closed = False
+        self.addresses = plan.addresses
+        self.own = plan.own
+        self.rows = plan.own.shape[1]
+
+    def receive(self) -> list[Tensor]:
+        if not self._received:
+            self._received = True
+            self._transport._launch(self._plan.receive)
+        return list(self._plan.regions)
+
+    def close(self) -> None:
+        if not self._closed:
+            self._closed = True
+            if self._transport._homecoming is self:
+                self._transport._homecoming = None
+            self._transport._launch(self._plan.close)
+
+
+class _Fetching:
+    """See `Pending`."""
+
+    def __init__(self, transport: CopyEngineTransport, index: int, join: Program, order: int) -> None:
+        self._transport = transport
+        self.index = index
+        self._join = join
+        self._waited = False
+        self.order = order
+
+    def wait(self) -> None:
+        if self._waited:
+            return
+        self._waited = True
+        here = self._transport
+        if here._posts[self.index] is self:
+            here._posts[self.index] = None
+        if here._streams.capturing():
+            here._streams.order(here._streams.side, here._streams.main())
+        here._launch(self._join)
+        here.watch.check()
+
+
+def _pulls(source: int, slot: Tensor, far: Tensor, fetch: Fetch, group: int, groups: int) -> list[Op]:
+    """The copies of one group of heads of one owner's rows into far."""
+    b, slot_rows, hk, width = slot.shape
+    row = hk * width * slot.element_size()
+    part = row // groups
+    found: list[Op] = []
+    at = fetch.at
+    for offset, length in fetch.rows:
+        start, target = source + offset * row + group * part, far.data_ptr() + at * row + group * part
+        pitches = far.shape[1] * row, slot_rows * row
+        if groups > 1:
+            for i in range(b):
+                found.append(Copy(target + i * pitches[0], start + i * pitches[1], part, length, row, row))
+        elif b > 1 and max(pitches) <= MAX_PITCH:
+            found.append(Copy(target, start, length * row, b, *pitches))
+        else:
+            for i in range(b):
+                found.append(Copy(target + i * pitches[0], start + i * pitches[1], length * row))
+        at += length
+    return found
+
+
+def _zero_guards(far: Tensor, fetches: Sequence[Fetch]) -> None:
+    ends = [fetch.at for fetch in fetches[1:]] + [far.shape[1]]
+    for fetch, end in zip(fetches, ends, strict=False):
+        far[:, fetch.at + _num_rows(fetch.rows) : end].zero_()
+
+
+def _num_rows(rows: Rows) -> int:
+    return sum(length for _, length in rows)
+
+
+def _stack(payloads: Sequence[tuple[int, int]], box: int, *, inward: bool) -> list[Op]:
+    """Copies between tensors, given as (address, bytes), and a box in which they stand one after another."""
+    found: list[Op] = []
+    for address, num_bytes in payloads:
+        found.append(Copy(address, box, num_bytes) if inward else Copy(box, address, num_bytes))
+        box += _padded(num_bytes)
+    return found
+
+
+def _by_peer(parcels: Sequence[Parcel]) -> dict[int, list[Tensor]]:
+    found: dict[int, list[Tensor]] = {}
+    for peer, x in parcels:
+        if x.numel():
+            found.setdefault(peer, []).append(x)
+    return found
+
+
+def _size(x: Tensor) -> int:
+    return x.numel() * x.element_size()
+
+
+def _padded(num_bytes: int) -> int:
+    return -(-num_bytes // PAYLOAD_ALIGNMENT) * PAYLOAD_ALIGNMENT
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // ALIGNMENT) * ALIGNMENT
+
+
+def _view(flat: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    return flat[: math.prod(shape) * dtype.itemsize].view(dtype).view(tuple(shape))
+
+
+def _same(x: Tensor, y: Tensor) -> bool:
+    # an empty tensor has no address, but it has a storage
+    return (
+        x.untyped_storage().data_ptr() == y.untyped_storage().data_ptr()
+        and x.storage_offset() == y.storage_offset()
+        and x.shape == y.shape
+        and x.stride() == y.stride()
+        and x.dtype == y.dtype
+    )
