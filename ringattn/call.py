@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ringattn.kernels.contract import Score, Side, accumulation_dtype
-from ringattn.schedule import Plan, RankPlan, Visit, make_plan
+from ringattn.schedule import Nodes, Plan, RankPlan, Visit, make_plan
 from ringattn.sharding import Sharding
 from ringattn.tables import moving_side, stationary_side
 from ringattn.visibility import Visibility
@@ -65,9 +65,9 @@ class Call:
         """The ring rank whose rows these shardings describe."""
         return self.sharding.rank
 
-    def plan(self, moving: str) -> Plan:
-        """The plan with keys or queries moving."""
-        return make_plan(self.sharding.shards, self.kv_sharding.shards, self.visibility, moving)
+    def plan(self, moving: str, nodes: Nodes | None = None) -> Plan:
+        """The plan with keys or queries moving, in one node or several."""
+        return make_plan(self.sharding.shards, self.kv_sharding.shards, self.visibility, moving, nodes)
 
     def visits(self, moving: str) -> RankPlan:
         """This rank's part of the plan."""

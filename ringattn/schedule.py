@@ -260,7 +260,10 @@ def make_plan(
     nodes = _check_nodes(nodes, world_size)
     routes = [_route(rank, nodes) for rank in range(world_size)]
     guests = [
-        (None, *(_guest(rank, outer, routes[rank], nodes, travelling, reaches, counts) for outer in range(1, len(nodes))))
+        (
+            None,
+            *(_guest(rank, outer, routes[rank], nodes, travelling, reaches, counts) for outer in range(1, len(nodes))),
+        )
         for rank in range(world_size)
     ]
     size = len(nodes[0])

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ringattn.kernels.contract import Arrivals
-from ringattn.schedule import Collection
+from ringattn.schedule import Collection, Nodes
 
 Parcel = tuple[int, Tensor]
 """(ring rank of the peer, contiguous tensor)."""
@@ -194,9 +194,25 @@ class Buffers:
 
 @dataclass(frozen=True)
 class Seat:
-    """One rank's place at the ring, which is all that the loops know of it."""
+    """One rank's place at the ring, which is all that the loops know of it.
+
+    Attributes:
+        rank: This rank.
+        world_size: Ranks of the ring.
+        transport: What moves bytes, within a node where there are several.
+        buffers: Where received and packed rows live.
+        nodes: Who shares a node, in a ring of two levels (Note [Double ring] in schedule.py); None: one level.
+        between_nodes: What moves bytes between nodes; None: `transport` does.
+    """
 
     rank: int
     world_size: int
     transport: Transport
     buffers: Buffers = field(default_factory=Buffers)
+    nodes: Nodes | None = None
+    between_nodes: Transport | None = None
+
+    @property
+    def slow_transport(self) -> Transport:
+        """What crosses between nodes: `between_nodes`, or the one transport where that serves both."""
+        return self.transport if self.between_nodes is None else self.between_nodes

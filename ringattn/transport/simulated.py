@@ -14,6 +14,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from ringattn.schedule import Nodes
 from ringattn.transport.base import Parcel, Pending, Seat
 
 T = TypeVar("T")
@@ -84,8 +85,8 @@ class SimulatedTransport:
             if x.numel():
                 self._hub.deliver(self._rank, peer, x)
         for _, x in receives:
-            if x.is_floating_point():
-                x.fill_(float("nan"))
+            # all bits set is NaN in every float dtype, in messages of bytes too
+            x.view(-1).view(torch.uint8).fill_(255)
         return _Receipt(self._hub, self._rank, [(peer, x) for peer, x in receives if x.numel()], what)
 
     def reserve(self, num_bytes: int) -> None:
@@ -96,12 +97,13 @@ class SimulatedTransport:
         return
 
 
-def run_ranks(world_size: int, body: Callable[[Seat], T]) -> list[T]:
+def run_ranks(world_size: int, body: Callable[[Seat], T], nodes: Nodes | None = None) -> list[T]:
     """Runs `body` once per rank in lockstep and returns the results in rank order.
 
     Args:
         world_size: Ranks to simulate.
         body: The work of one rank.
+        nodes: Who shares a node, in a ring of two levels.
 
     Raises:
         BaseException: Whatever the first failing rank raised.
@@ -118,7 +120,7 @@ def run_ranks(world_size: int, body: Callable[[Seat], T]) -> list[T]:
                 if device is not None:
                     torch.cuda.set_device(device)
                 with torch.set_grad_enabled(grad):
-                    results[rank] = body(Seat(rank, world_size, SimulatedTransport(hub, rank)))
+                    results[rank] = body(Seat(rank, world_size, SimulatedTransport(hub, rank), nodes=nodes))
             except BaseException as caught:  # the caller's thread raises it
                 error = caught
             hub.leave(error)
