@@ -73,7 +73,7 @@ def in_place(moving: Moving) -> Tensor | None:
         at = x.storage_offset() * x.element_size()
         if not x.is_contiguous() or x.untyped_storage().data_ptr() != storage.data_ptr() or at != begin + offset:
             return None
-    return torch.empty(0, dtype=torch.uint8, device=first.device).set_(storage, begin, (size,))
+    return torch.empty(0, dtype=torch.uint8, device=first.device).set_(storage, begin, (size,), (1,))
 
 
 def pack_(moving: Moving, rows: Rows, bundle: Bundle) -> None:

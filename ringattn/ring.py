@@ -11,6 +11,7 @@ Note [Names]
 from __future__ import annotations
 
 import json
+import socket
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -26,8 +27,10 @@ from ringattn.call import parse
 from ringattn.flops import register_flops
 from ringattn.layout import make_shards
 from ringattn.living import add_ring
+from ringattn.schedule import Nodes, make_nodes
 from ringattn.sharding import Sharding
-from ringattn.transport.base import Buffers, NoTransport, Seat
+from ringattn.transport.base import Buffers, NoTransport, Seat, Transport
+from ringattn.transport.double import Throttled, WithinNode, group_by_host
 from ringattn.transport.process_group import Agreement, ProcessGroupTransport, resolve_group
 from ringattn.visibility import Visibility
 
@@ -45,6 +48,11 @@ class Ring:
         impl: Kernel set for calls that do not name one: "auto", "eager" or "portable".
         timeout: How long a rank waits for the others when a call of a new shape is compared. Transfers obey the group's
             own timeout.
+        nodes: Over how many nodes the ranks are spread, consecutive ranks sharing one, or "auto": by host name. With more
+            than one the ring has two levels, and each shard crosses between nodes once per node.
+        nccl_max_ctas: Thread blocks, and so SMs, that NCCL may use for a transfer, in communicators of the ring's own; more
+            are faster and leave less to attention. None: the group's own communicator, for within and between nodes.
+        outer_gbps: A measuring aid: lets nothing pass between nodes faster than this many gigabits per second.
 
     Attributes:
         name: Text by which operators find this ring.
@@ -53,7 +61,8 @@ class Ring:
         impl: Default kernel set.
 
     Raises:
-        ValueError: The mesh has more than one dimension, or this process is not in the group.
+        ValueError: The mesh has more than one dimension, this process is not in the group, the nodes cannot hold equally
+            many ranks each, or an option is out of range.
 
     Example:
         >>> ring = Ring()                       # one process: no group needed
@@ -67,6 +76,9 @@ class Ring:
         *,
         impl: str = "auto",
         timeout: timedelta = timedelta(minutes=5),
+        nodes: int | str = 1,
+        nccl_max_ctas: int | None = 4,
+        outer_gbps: float | None = None,
     ) -> None:
         if isinstance(group, DeviceMesh):
             if group.ndim != 1:
@@ -85,10 +97,24 @@ class Ring:
         # every rank counts its rings per group, so equal rings have equal names
         self.name = f"{self._group_name}#{_COUNTS[self._group_name]}"
         _COUNTS[self._group_name] += 1
+        if nccl_max_ctas is not None and nccl_max_ctas < 1:
+            raise ValueError(f"nccl_max_ctas must be at least 1, got {nccl_max_ctas}; or None for no limit")
         alone = self.world_size == 1
-        transport = NoTransport() if alone else ProcessGroupTransport(self._group_name, self.rank)
-        self.seat = Seat(self.rank, self.world_size, transport, Buffers())
         self._agreement = None if alone else Agreement(self._group_name, self.rank, self.world_size, self.name, timeout)
+        levels = self._resolve_nodes(nodes)
+        self._links = [
+            ProcessGroupTransport(self._group_name, self.rank, f"{self.name}/{level}", nccl_max_ctas)
+            for level in (() if alone else ("ring",) if levels is None else ("ring", "between nodes"))
+        ]
+        transport: Transport = NoTransport() if alone else self._links[0]
+        between: Transport | None = None
+        if levels is not None:
+            transport, between = WithinNode(transport), self._links[1]
+        if outer_gbps is not None:
+            if between is None:
+                raise ValueError(f"outer_gbps must be given with several nodes, got {outer_gbps} and one; leave it out")
+            between = Throttled(between, outer_gbps)
+        self.seat = Seat(self.rank, self.world_size, transport, Buffers(), nodes=levels, between_nodes=between)
         self._agreed: set[str] = set()
         add_ring(self)
         # not at import: torch's counter imports triton, and nothing is to be counted before there is a ring
@@ -96,6 +122,17 @@ class Ring:
 
     def __repr__(self) -> str:
         return f"Ring(rank={self.rank}, world_size={self.world_size}, impl={self.impl!r})"
+
+    def _resolve_nodes(self, nodes: int | str) -> Nodes | None:
+        """Who shares a node; None for a ring of one level."""
+        if isinstance(nodes, str):
+            if nodes != "auto":
+                raise ValueError(f"nodes must be a number or 'auto', got {nodes!r}; 'auto' groups ranks by host name")
+            hosts = [""] if self._agreement is None else self._agreement.compare(socket.gethostname())
+            levels = group_by_host(hosts)
+        else:
+            levels = make_nodes(self.world_size, nodes)
+        return None if len(levels) == 1 else levels
 
     def sharding(
         self,
@@ -154,7 +191,8 @@ class Ring:
         if known:
             return
         if self._agreement is not None:
-            texts = self._agreement.compare(json.dumps({**parse(call), "tensors": _without_rows(tensors)}))
+            record = {**parse(call), "tensors": _without_rows(tensors), "nodes": self.seat.nodes}
+            texts = self._agreement.compare(json.dumps(record))
             _raise_differences([json.loads(text) for text in texts])
             self._warm_up(next(x.device for x in tensors if x is not None))
         self._agreed.add(here + call)
@@ -170,13 +208,19 @@ class Ring:
         return list(_Gather.apply(x, dim, tuple(lengths), self._group_name, self.rank))
 
     def close(self) -> None:
-        """Lets go of the buffers. The ring may be used again; buffers are then made anew."""
+        """Lets go of buffers and NCCL communicators; every rank must call it, when its calls are over.
+
+        The ring may be used again; they are then made anew.
+        """
         self.seat.buffers.clear()
+        self._agreed.clear()
+        for link in self._links:
+            link.close()
 
     def _warm_up(self, device: torch.device) -> None:
-        # NCCL wants its first operation on a group to be one that all ranks take part in
-        if device.type == "cuda" and not self._agreed:
-            dist.all_reduce(torch.zeros(1, device=device), group=resolve_group(self._group_name))
+        if not self._agreed:
+            for link in self._links:
+                link.prepare(device)
 
 
 def _without_rows(tensors: Sequence[Tensor | None]) -> list[Any]:
