@@ -116,6 +116,7 @@ class Ring:
             between = Throttled(between, outer_gbps)
         self.seat = Seat(self.rank, self.world_size, transport, Buffers(), nodes=levels, between_nodes=between)
         self._agreed: set[str] = set()
+        self._warm: set[torch.device] = set()
         add_ring(self)
         # not at import: torch's counter imports triton, and nothing is to be counted before there is a ring
         register_flops()
@@ -214,13 +215,15 @@ class Ring:
         """
         self.seat.buffers.clear()
         self._agreed.clear()
+        self._warm.clear()
         for link in self._links:
             link.close()
 
     def _warm_up(self, device: torch.device) -> None:
-        if not self._agreed:
+        if device not in self._warm:
             for link in self._links:
                 link.prepare(device)
+            self._warm.add(device)
 
 
 def _without_rows(tensors: Sequence[Tensor | None]) -> list[Any]:
