@@ -83,6 +83,9 @@ class CheckArgs:
         fuzz: Seconds of random visits of the kernels alone instead of the cases; 0 for a single one.
         fuzz_seed: Seed of the first random visit.
         ahead: On GPUs, fill the compiler's cache from many processes first; not under a tool that watches one process.
+        nodes: Nodes of equal size that the ranks share; more than one makes a ring of two levels.
+        outer_gbps: Lets nothing pass between nodes faster than this many gigabits per second; 0 for no limit.
+        nccl_max_ctas: Thread blocks that NCCL may use for a transfer; 0 for the group's own communicator.
         compile_share: "i/n": compile the i-th share of n and stop; what the check starts by itself on GPUs.
     """
 
@@ -100,6 +103,9 @@ class CheckArgs:
     fuzz: float | None = None
     fuzz_seed: int = 0
     ahead: bool = True
+    nodes: int = 1
+    outer_gbps: float = 0.0
+    nccl_max_ctas: int = 4
     compile_share: str = ""
 
 
@@ -340,6 +346,7 @@ def solve_simulated(case: Case, layout: str, world_size: int, inputs: dict[str, 
     whole = ringattn.simulate_ring(
         **inputs,
         world_size=world_size,
+        nodes=args.nodes,
         layout=layout,
         documents=case.documents,
         impl=args.impl,
@@ -451,6 +458,14 @@ def unserved(case: Case, args: CheckArgs, device: torch.device) -> str | None:
     return None
 
 
+def open_ring(session: Session, args: CheckArgs) -> ringattn.Ring:
+    """The ring of all ranks, with the levels and links that were asked for."""
+    if session.world_size == 1:
+        return ringattn.Ring()
+    limits = {"nccl_max_ctas": args.nccl_max_ctas or None, "outer_gbps": args.outer_gbps or None}
+    return make_ring(args.schedule, nodes=args.nodes, **limits)
+
+
 def run_cases(session: Session, cases: Sequence[Case], args: CheckArgs) -> tuple[list[Finding], list[tuple[Case, str]]]:
     """Examines every case in each of its layouts on this rank.
 
@@ -468,7 +483,7 @@ def run_cases(session: Session, cases: Sequence[Case], args: CheckArgs) -> tuple
     """
     from tqdm import tqdm
 
-    ring = make_ring(args.schedule)
+    ring = open_ring(session, args)
     findings: list[Finding] = []
     skipped: list[tuple[Case, str]] = []
     hidden = None if session.rank == 0 else True

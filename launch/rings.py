@@ -23,17 +23,18 @@ SCHEDULES: dict[str, dict[str, Any]] = {
 """What a ring of each name is made with. Without a budget for other ranks' keys, they come step by step."""
 
 
-def make_ring(schedule: str, group: dist.ProcessGroup | None = None) -> ringattn.Ring:
+def make_ring(schedule: str, group: dist.ProcessGroup | None = None, **options: Any) -> ringattn.Ring:
     """A ring that moves keys as its name says.
 
     Args:
         schedule: One of SCHEDULES.
         group: Its ranks; None: all.
+        **options: Others of the ring.
 
     Raises:
         Exception: Whatever the ring refuses with, where it cannot.
     """
-    return ringattn.Ring(group, **SCHEDULES[schedule])
+    return ringattn.Ring(group, **SCHEDULES[schedule], **options)
 
 
 def shown_name(schedule: str, session: Session) -> str:

@@ -1,13 +1,13 @@
 """The backward loop of one rank: one side stays, the other visits, and its gradients are sent home.
 
-Owns the order of post, compute and wait, and where contributions are added. Refuses to know how bytes move, how a visit
-is computed, and what a mask means.
+Owns the order of visits, what each is given and what it writes. Refuses to know how rows and contributions travel
+(traffic.py), how a visit is computed, and what a mask means.
 
 Note [Coming home]
     What moves is either keys (k, v; dk and dv go home in fp32) or queries (q, do, lse, delta; dq goes home in fp32),
     whichever moves fewer bytes. A visit writes its contribution into a buffer of its own, which travels straight to the
-    owner in the next step's group, so no gradient waits for another. The owner adds contributions in step order: sums
-    are fp32, in a fixed order, and the same in the simulated ring.
+    owner (or to the holder of a guest) in the next step's group, so no gradient waits for another. Who receives adds
+    contributions in step order: sums are fp32, in a fixed order, and the same in the simulated ring.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from ringattn.call import Call
-from ringattn.forward import exchange, travellers
+from ringattn.forward import travellers
 from ringattn.kernels.contract import Grads, KernelSet, Score, accumulation_dtype
-from ringattn.parcels import add_rows_
-from ringattn.schedule import RankPlan, moved_rows
-from ringattn.transport.base import Parcel, Pending, Seat
+from ringattn.schedule import Nodes, moved_rows
+from ringattn.traffic import Homeward, Traffic, reserve
+from ringattn.transport.base import Seat
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Gradients:
     dbias: Tensor | None
 
 
-def resolve_moving(call: Call, q: Tensor, k: Tensor, v: Tensor, score: Score) -> str:
+def resolve_moving(call: Call, q: Tensor, k: Tensor, v: Tensor, score: Score, nodes: Nodes | None = None) -> str:
     """What the backward moves: the call's choice, or the side that costs fewer bytes on the busiest rank.
 
     bias is indexed by this rank's rows, so its rows cannot leave: keys move then.
@@ -66,7 +66,8 @@ def resolve_moving(call: Call, q: Tensor, k: Tensor, v: Tensor, score: Score) ->
     h, dv = q.shape[2], v.shape[-1]
     per_key = (e + wide) * hk * (d + dv)
     per_query = e * h * (d + dv) + wide * h * (d + 2)
-    cost = {"keys": per_key * moved_rows(call.plan("keys")), "queries": per_query * moved_rows(call.plan("queries"))}
+    rows = {moving: moved_rows(call.plan(moving, nodes)) for moving in ("keys", "queries")}
+    cost = {"keys": per_key * rows["keys"], "queries": per_query * rows["queries"]}
     return min(cost, key=lambda moving: cost[moving])
 
 
@@ -111,8 +112,9 @@ def ring_backward(
     if dlse is not None:
         dlse = dlse.masked_fill(lse == float("-inf"), 0.0)
     delta = kernels.delta(o, do, dlse)
-    moving = resolve_moving(call, q, k, v, score)
-    plan = call.visits(moving)
+    moving = resolve_moving(call, q, k, v, score, seat.nodes)
+    everyone = call.plan(moving, seat.nodes)
+    plan = everyone.ranks[seat.rank]
     stationary = call.stationary(moving, q.device)
     payload = travellers(moving, q, k, v, score, do, lse, delta)
     b, s, h, _ = q.shape
@@ -162,32 +164,23 @@ def ring_backward(
             ),
         )
 
-    under_way: Pending | None = None
-    fetched: list[Tensor] = []
-    made: list[Tensor] = []
-    returning: list[Tensor] = []
+    returned = list(zip(home, row_dims, strict=False))
+    reserve(everyone, seat, payload, returned)
+    traffic = Traffic(payload, plan, seat, f"backward, {moving}")
+    homeward = Homeward(returned, plan, seat, "backward, gradients")
     # two steps past the last: one sends its contributions home, one adds them
     for step in range(seat.world_size + 2):
-        if under_way is not None:
-            under_way.wait()
-        _add_returned(home, row_dims, returning, plan, step - 2)
-        if step > seat.world_size:
-            break
-        held = [x for x, _ in payload] if step == 0 else fetched
-        sends, receives, fetched = exchange(step + 1, payload, plan, seat)
-        back_sends, back_receives, returning = _home(step - 1, home, row_dims, made, plan, seat)
-        under_way = seat.transport.post(
-            [*sends, *back_sends],
-            [*receives, *back_receives],
-            f"backward, {moving} for ring step {step + 1} and gradients of step {step - 1}",
-        )
-        made = []
+        held = traffic.arrive(step)
+        homeward.add(step)
+        if step <= seat.world_size:
+            traffic.post(step, *homeward.parcels(step), f" and gradients of step {step - 1}")
+        homeward.cross(step)
         visit = plan.visits[step] if step < seat.world_size else None
         if visit is None:
             continue
         with record_function(f"ring step {step} backward: {moving} of rank {visit.owner}"):
-            made = home if step == 0 else _contribution(visit.num_rows, home, row_dims, step % 2, seat)
-            compute(step, held, made)
+            compute(step, held, homeward.room(step))
+    homeward.finish()
     return Gradients(
         dq=query_side[0],
         dk=key_side[0],
@@ -205,47 +198,3 @@ def sinks_gradient(score: Score, lse: Tensor, delta: Tensor) -> Tensor:
     assert score.sinks is not None, "a gradient of sinks needs sinks"
     p = torch.exp(score.sinks.to(lse.dtype)[:, None] - lse)
     return -(p * delta).sum((0, 2))
-
-
-def _sized(x: Tensor, dim: int, rows: int) -> list[int]:
-    shape = list(x.shape)
-    shape[dim] = rows
-    return shape
-
-
-def _contribution(rows: int, home: list[Tensor], dims: list[int], slot: int, seat: Seat) -> list[Tensor]:
-    return [
-        seat.buffers.take(f"made {i} {slot}", _sized(x, dim, rows), x.dtype, x.device)
-        for i, (x, dim) in enumerate(zip(home, dims, strict=False))
-    ]
-
-
-def _home(
-    step: int, home: list[Tensor], dims: list[int], made: list[Tensor], plan: RankPlan, seat: Seat
-) -> tuple[list[Parcel], list[Parcel], list[Tensor]]:
-    """The contributions of `step`: mine to their owner, and the ones to me from the rank that I visited."""
-    sends: list[Parcel] = []
-    receives: list[Parcel] = []
-    returning: list[Tensor] = []
-    if step < 1 or step >= seat.world_size:
-        return sends, receives, returning
-    visit, send = plan.visits[step], plan.sends[step]
-    if visit is not None:
-        sends = [(visit.owner, x) for x in made]
-    if send is not None:
-        rows = sum(length for _, length in send.rows)
-        returning = [
-            seat.buffers.take(f"returning {i}", _sized(x, dim, rows), x.dtype, x.device)
-            for i, (x, dim) in enumerate(zip(home, dims, strict=False))
-        ]
-        receives = [(send.peer, x) for x in returning]
-    return sends, receives, returning
-
-
-def _add_returned(home: list[Tensor], dims: list[int], returning: list[Tensor], plan: RankPlan, step: int) -> None:
-    if not returning:
-        return
-    send = plan.sends[step]
-    assert send is not None, "only rows that were sent come back"
-    for x, dim, part in zip(home, dims, returning, strict=False):
-        add_rows_(x, dim, send.rows, part)

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from ringattn.kernels.contract import GUARD, Gathered, Score, Side, accumulation_dtype
-from ringattn.schedule import Collection, Plan, RankPlan, Visit, collect, make_plan
+from ringattn.schedule import Collection, Nodes, Plan, RankPlan, Visit, collect, make_plan
 from ringattn.sharding import Sharding
 from ringattn.tables import Key, find, gathered_key, moving_key, returning_key, stationary_key
 from ringattn.visibility import Visibility
@@ -57,7 +57,7 @@ class Call:
     impl: str
     backward: str
     deterministic: bool
-    _plans: dict[str, Plan] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _plans: dict[tuple[str, Nodes | None], Plan] = field(default_factory=dict, init=False, repr=False, compare=False)
     _keys: dict[tuple[str, int, torch.device], tuple[Visit | None, Key[Side]]] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
@@ -79,12 +79,12 @@ class Call:
         """The ring rank whose rows these shardings describe."""
         return self.sharding.rank
 
-    def plan(self, moving: str) -> Plan:
-        """The plan with keys or queries moving."""
-        plan = self._plans.get(moving)
+    def plan(self, moving: str, nodes: Nodes | None = None) -> Plan:
+        """The plan with keys or queries moving, in one node or several."""
+        plan = self._plans.get((moving, nodes))
         if plan is None:
-            plan = make_plan(self.sharding.shards, self.kv_sharding.shards, self.visibility, moving)
-            self._plans[moving] = plan
+            plan = make_plan(self.sharding.shards, self.kv_sharding.shards, self.visibility, moving, nodes)
+            self._plans[moving, nodes] = plan
         return plan
 
     def visits(self, moving: str) -> RankPlan:

@@ -1,17 +1,12 @@
 """The forward loop of one rank: keys visit queries, step by step.
 
-Owns the order of post, compute and wait. Refuses to know how bytes move, how a visit is computed, and what a mask means.
-
-Note [Ring order]
-    At step s rank r meets the keys of owner (r - s) % world_size, fetched from the owner directly: every pair of ranks
-    is used once, nothing is forwarded, and rows that r cannot see stay where they are. The keys of step s + 1 are on
-    their way while step s is computed; two receive buffers take turns.
+Owns the order of visits and what each is given. Refuses to know how rows travel (Note [Ring order] in traffic.py), how a
+visit is computed, and what a mask means.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -19,12 +14,10 @@ from torch.profiler import record_function
 
 from ringattn.call import Call
 from ringattn.kernels.contract import Carry, KernelSet, Score, accumulation_dtype
-from ringattn.parcels import pack
-from ringattn.schedule import RankPlan, Visit
-from ringattn.transport.base import Parcel, Pending, Seat
-
-Moving = Sequence[tuple[Tensor, int]]
-"""What travels with the moving side: (tensor, its row dimension)."""
+from ringattn.parcels import Moving
+from ringattn.schedule import Visit
+from ringattn.traffic import Traffic, reserve
+from ringattn.transport.base import Seat
 
 
 def ring_forward(
@@ -47,7 +40,8 @@ def ring_forward(
     b, s, h, _ = q.shape
     o = torch.empty(b, s, h, v.shape[-1], dtype=q.dtype, device=q.device)
     lse = torch.empty(b, h, s, dtype=accumulation_dtype(q.dtype), device=q.device)
-    plan = call.visits("keys")
+    everyone = call.plan("keys", seat.nodes)
+    plan = everyone.ranks[seat.rank]
     rows = call.stationary("keys", q.device)
     moving = travellers("keys", q, k, v, score)
     steps = [step for step, visit in enumerate(plan.visits) if visit is not None]
@@ -58,14 +52,11 @@ def ring_forward(
         kernels.forward(
             q, k[:, :0], v[:, :0], rows, keys, _local(score, 0), carry=None, first=True, last=True, o=o, lse=lse
         )
-    arriving: Pending | None = None
-    fetched: list[Tensor] = []
+    reserve(everyone, seat, moving)
+    traffic = Traffic(moving, plan, seat, "forward, keys")
     for step in range(seat.world_size):
-        if arriving is not None:
-            arriving.wait()
-        held = [x for x, _ in moving] if step == 0 else fetched
-        sends, receives, fetched = exchange(step + 1, moving, plan, seat)
-        arriving = seat.transport.post(sends, receives, f"forward, keys for ring step {step + 1}")
+        held = traffic.arrive(step)
+        traffic.post(step)
         visit = plan.visits[step]
         if visit is None or s == 0:
             continue
@@ -92,30 +83,6 @@ def travellers(moving: str, q: Tensor, k: Tensor, v: Tensor, score: Score, *rows
         bias = [] if score.key_bias is None else [(score.key_bias, 1)]
         return [(k.contiguous(), 1), (v.contiguous(), 1), *bias]
     return [(q.contiguous(), 1), *((x.contiguous(), 1 if x.dim() == 4 else 2) for x in rows)]
-
-
-def exchange(step: int, moving: Moving, plan: RankPlan, seat: Seat) -> tuple[list[Parcel], list[Parcel], list[Tensor]]:
-    """What this rank sends and receives so that `step` can be computed, and where the received rows will be."""
-    sends: list[Parcel] = []
-    receives: list[Parcel] = []
-    if step >= seat.world_size:
-        return sends, receives, []
-    slot = step % 2
-    send = plan.sends[step]
-    if send is not None:
-        sends = [
-            (send.peer, pack(x, dim, send.rows, seat.buffers, f"send {i} {slot}")) for i, (x, dim) in enumerate(moving)
-        ]
-    visit = plan.visits[step]
-    if visit is None:
-        return sends, receives, []
-    fetched = []
-    for i, (x, dim) in enumerate(moving):
-        shape = list(x.shape)
-        shape[dim] = visit.num_rows
-        fetched.append(seat.buffers.take(f"receive {i} {slot}", shape, x.dtype, x.device))
-    receives = [(visit.owner, x) for x in fetched]
-    return sends, receives, fetched
 
 
 def _carry(o: Tensor, lse: Tensor, seat: Seat) -> Carry:

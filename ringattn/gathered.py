@@ -149,7 +149,7 @@ def _gathering(
 ) -> tuple[Gatherer, GatheringKernelSet] | None:
     """What serves the gathered schedule; None for visits one by one."""
     serves: Any = getattr(kernels, "gathers", None)
-    if seat.world_size == 1 or serves is None:
+    if seat.world_size == 1 or seat.nodes is not None or serves is None:
         return None
     gatherer = seat.transport.gatherer()
     if gatherer is None or not serves(k.shape[-1], v.shape[-1], score):
@@ -160,4 +160,4 @@ def _gathering(
     if backward and call.backward == "queries":
         return None
     needed = gathered_bytes(k, v, call.collection(), seat.world_size, backward=backward)
-    return (gatherer, cast(GatheringKernelSet, kernels)) if needed <= gatherer.budget else None
+    return (gatherer, cast(GatheringKernelSet, kernels)) if needed <= seat.budget else None

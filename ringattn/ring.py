@@ -11,6 +11,7 @@ Note [Names]
 from __future__ import annotations
 
 import json
+import socket
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -27,9 +28,11 @@ from ringattn.call import parse
 from ringattn.flops import register_flops
 from ringattn.layout import make_shards, shard_len
 from ringattn.living import add_ring
+from ringattn.schedule import Nodes, make_nodes
 from ringattn.sharding import Sharding
-from ringattn.transport.base import Buffers, NoTransport, Seat
+from ringattn.transport.base import Buffers, NoTransport, Seat, Transport
 from ringattn.transport.choose import TRANSPORTS, Choice, choose
+from ringattn.transport.double import Throttled, WithinNode, group_by_host
 from ringattn.transport.process_group import Agreement, ProcessGroupTransport, resolve_group
 from ringattn.visibility import Visibility
 
@@ -51,6 +54,11 @@ class Ring:
             the memory that is free on the fullest GPU at the first call. The same on all ranks.
         timeout: How long a rank waits for the others: when a call of a new shape is compared, and for rows that come by copy
             engine. Transfers of the process group obey the group's own timeout.
+        nodes: Over how many nodes the ranks are spread, consecutive ranks sharing one, or "auto": by host name. With more
+            than one the ring has two levels, and each shard crosses between nodes once per node.
+        nccl_max_ctas: Thread blocks, and so SMs, that NCCL may use for a transfer, in communicators of the ring's own; more
+            are faster and leave less to attention. None: the group's own communicator, for within and between nodes.
+        outer_gbps: A measuring aid: lets nothing pass between nodes faster than this many gigabits per second.
 
     Attributes:
         name: Text by which operators find this ring.
@@ -59,8 +67,8 @@ class Ring:
         impl: Default kernel set.
 
     Raises:
-        ValueError: The mesh has more than one dimension, this process is not in the group, the transport is unknown, or the
-            memory budget is negative.
+        ValueError: The mesh has more than one dimension, this process is not in the group, the transport is unknown, the
+            memory budget is negative, the nodes cannot hold equally many ranks each, or an option is out of range.
 
     Example:
         >>> ring = Ring()                       # one process: no group needed
@@ -76,6 +84,9 @@ class Ring:
         transport: str = "auto",
         memory_budget: int | None = None,
         timeout: timedelta = timedelta(minutes=5),
+        nodes: int | str = 1,
+        nccl_max_ctas: int | None = 4,
+        outer_gbps: float | None = None,
     ) -> None:
         if transport not in TRANSPORTS:
             raise ValueError(f"transport must be one of {TRANSPORTS}, got {transport!r}; leave it out for 'auto'")
@@ -98,15 +109,30 @@ class Ring:
         # every rank counts its rings per group, so equal rings have equal names
         self.name = f"{self._group_name}#{_COUNTS[self._group_name]}"
         _COUNTS[self._group_name] += 1
+        if nccl_max_ctas is not None and nccl_max_ctas < 1:
+            raise ValueError(f"nccl_max_ctas must be at least 1, got {nccl_max_ctas}; or None for no limit")
         alone = self.world_size == 1
-        mover = NoTransport() if alone else ProcessGroupTransport(self._group_name, self.rank)
-        self.seat = Seat(self.rank, self.world_size, mover, Buffers(), memory_budget or 0)
         self._wanted_transport, self._memory_budget, self._timeout = transport, memory_budget, timeout
         self._settled = alone
         undecided = Choice("undecided", f"transport={transport!r} is decided at the first call with tensors on a GPU")
         self._choice = Choice("none", "one rank: every key is here already") if alone else undecided
         self._agreement = None if alone else Agreement(self._group_name, self.rank, self.world_size, self.name, timeout)
+        levels = self._resolve_nodes(nodes)
+        self._links = [
+            ProcessGroupTransport(self._group_name, self.rank, f"{self.name}/{level}", nccl_max_ctas)
+            for level in (() if alone else ("ring",) if levels is None else ("ring", "between nodes"))
+        ]
+        mover: Transport = NoTransport() if alone else self._links[0]
+        between: Transport | None = None
+        if levels is not None:
+            mover, between = WithinNode(mover), self._links[1]
+        if outer_gbps is not None:
+            if between is None:
+                raise ValueError(f"outer_gbps must be given with several nodes, got {outer_gbps} and one; leave it out")
+            between = Throttled(between, outer_gbps)
+        self.seat = Seat(self.rank, self.world_size, mover, Buffers(), memory_budget or 0, levels, between)
         self._agreed: set[str] = set()
+        self._warm: set[torch.device] = set()
         add_ring(self)
         # not at import: torch's counter imports triton, and nothing is to be counted before there is a ring
         register_flops()
@@ -118,6 +144,17 @@ class Ring:
 
     def __repr__(self) -> str:
         return f"Ring(rank={self.rank}, world_size={self.world_size}, impl={self.impl!r})"
+
+    def _resolve_nodes(self, nodes: int | str) -> Nodes | None:
+        """Who shares a node; None for a ring of one level."""
+        if isinstance(nodes, str):
+            if nodes != "auto":
+                raise ValueError(f"nodes must be a number or 'auto', got {nodes!r}; 'auto' groups ranks by host name")
+            hosts = [""] if self._agreement is None else self._agreement.compare(socket.gethostname())
+            levels = group_by_host(hosts)
+        else:
+            levels = make_nodes(self.world_size, nodes)
+        return None if len(levels) == 1 else levels
 
     def sharding(
         self,
@@ -176,11 +213,12 @@ class Ring:
         if known:
             return
         if self._agreement is not None:
-            texts = self._agreement.compare(json.dumps({**parse(call), "tensors": _without_rows(tensors)}))
+            record = {**parse(call), "tensors": _without_rows(tensors), "nodes": self.seat.nodes}
+            texts = self._agreement.compare(json.dumps(record))
             _raise_differences([json.loads(text) for text in texts])
             device = next(x.device for x in tensors if x is not None)
-            self._warm_up(device)
             self._settle(device)
+            self._warm_up(device)
         self._agreed.add(here + call)
 
     def gather(self, x: Tensor, dim: int, lengths: Sequence[int]) -> list[Tensor]:
@@ -238,11 +276,18 @@ class Ring:
         return whole[:, :mine, :, :head_dim], whole[:, :mine, :, head_dim:]
 
     def close(self) -> None:
-        """Lets go of the buffers; called by every rank. The ring may be used again; buffers are then made anew."""
+        """Lets go of buffers and NCCL communicators; every rank must call it, when its calls are over.
+
+        The ring may be used again; they are then made anew.
+        """
         release = getattr(self.seat.transport, "close", None)
         if release is not None:
             release()
         self.seat.buffers.clear()
+        self._agreed.clear()
+        self._warm.clear()
+        for link in self._links:
+            link.close()
 
     def _settle(self, device: torch.device) -> None:
         """Decides the transport, once, together with all ranks."""
@@ -259,14 +304,16 @@ class Ring:
             self._agreement,
             self._timeout,
             self._memory_budget,
+            self._links[0],
         )
-        self.seat = replace(self.seat, transport=mover, budget=budget)
+        self.seat = replace(self.seat, transport=mover if self.seat.nodes is None else WithinNode(mover), budget=budget)
         self._settled = True
 
     def _warm_up(self, device: torch.device) -> None:
-        # NCCL wants its first operation on a group to be one that all ranks take part in
-        if device.type == "cuda" and not self._agreed:
-            dist.all_reduce(torch.zeros(1, device=device), group=resolve_group(self._group_name))
+        if device not in self._warm:
+            for link in self._links[self._choice.name == "copy_engine" :]:
+                link.prepare(device)
+            self._warm.add(device)
 
 
 def _without_rows(tensors: Sequence[Tensor | None]) -> list[Any]:

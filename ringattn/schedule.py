@@ -7,12 +7,21 @@ Note [Two directions]
     every owner come to them; with moving="queries" its keys stay and the queries come. The plan of the second is the
     plan of the first with the two readings of the mask exchanged. At step s, rank r visits owner (r - s) % world_size:
     every rank reads from one rank and is read by one, and nothing is forwarded.
+
+Note [Double ring]
+    Where some ranks share a node and the link between nodes is slow, the ring has two levels: N nodes of L ranks. Step
+    s = o * L + i is inner step i of outer step o, and the rank at place l of node n visits the owner at place (l - i) % L
+    of node (n - o) % N. Rows cross the slow link once per node: for outer step o, every rank sends its counterpart, at
+    the same place of node n + o, the rows that anybody there needs. They are a *guest* in that node: the counterpart
+    visits the whole guest at inner step 0, and at inner step i hands (l + i) % L the part that it needs. Contributions to
+    gradients go the same way back: first to the holder, who adds those of its node to its own in the order of steps, and
+    then home, once. The one-level ring is the double ring of one node.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from ringattn.layout import Shard
@@ -22,18 +31,22 @@ from ringattn.visibility import Reach, Reading, Visibility, count_pairs
 Rows = tuple[tuple[int, int], ...]
 """Row ranges of a shard, as (offset, length): ascending, disjoint, never empty, joined where they touch."""
 
+Nodes = tuple[tuple[int, ...], ...]
+"""Who shares a node: ranks by node and place; every rank once, equally many in each node."""
+
 
 @dataclass(frozen=True)
 class Visit:
     """One stationary shard meets the rows of one moving shard.
 
     Attributes:
-        step: Ring step, 0 .. world_size - 1; owner == (rank - step) % world_size.
+        step: Ring step, 0 .. world_size - 1; within one node owner == (rank - step) % world_size.
         owner: The rank whose moving rows are visited.
         rows: The owner's rows that are needed here (per run: from the first to the last needed row). At step 0 the
-            whole shard, which is at home.
+            whole shard, which is at home; at inner step 0 of a guest, what the whole node needs (Note [Double ring]).
         runs: The same rows as a packed buffer: (offset in the buffer, length, start, stride) each.
         pairs: Visible (query, key) pairs of this visit, summed over batch elements when the mask has lengths.
+        holder: The rank of this node that holds the rows as a guest; None where they come from their owner.
     """
 
     step: int
@@ -41,6 +54,29 @@ class Visit:
     rows: Rows
     runs: tuple[tuple[int, int, int, int], ...]
     pairs: int
+    holder: int | None = None
+
+    @property
+    def num_rows(self) -> int:
+        """Rows that move."""
+        return sum(length for _, length in self.rows)
+
+    @property
+    def source(self) -> int:
+        """The rank that sends the rows, and that contributions to their gradients are sent to."""
+        return self.owner if self.holder is None else self.holder
+
+
+@dataclass(frozen=True)
+class Send:
+    """What `peer` fetches from this rank at `step` (within one node peer == (rank + step) % world_size).
+
+    The rows are those of the buffer that this rank holds: its own shard or, at inner steps of a guest, the guest.
+    """
+
+    step: int
+    peer: int
+    rows: Rows
 
     @property
     def num_rows(self) -> int:
@@ -49,24 +85,29 @@ class Visit:
 
 
 @dataclass(frozen=True)
-class Send:
-    """What `peer` fetches from this rank at `step` (peer == (rank + step) % world_size)."""
-
-    step: int
-    peer: int
-    rows: Rows
-
-
-@dataclass(frozen=True)
 class RankPlan:
-    """One rank's part. `visits[s]` and `sends[s]` belong to step s.
+    """One rank's part. `visits[s]` and `sends[s]` belong to step s, `guests[o]` to outer step o.
 
-    A visit is None where nothing is visible, at step 0 only where the rank's moving shard is empty. sends[0] is None.
+    A visit is None where nothing is visible, at step 0 only where the rank's moving shard is empty. sends[0] is None;
+    sends[o * local_size] crosses the slow link. guests[0] is None; a guest is there when anybody of the node needs it, and
+    is the visit of inner step 0 when its holder needs it too.
     """
 
     rank: int
     visits: tuple[Visit | None, ...]
     sends: tuple[Send | None, ...]
+    guests: tuple[Visit | None, ...] = (None,)
+
+    @property
+    def local_size(self) -> int:
+        """Ranks of a node, which is the number of inner steps."""
+        return len(self.visits) // len(self.guests)
+
+    @property
+    def received_rows(self) -> int:
+        """Rows that this rank receives from others, over all steps."""
+        inner = (visit for step, visit in enumerate(self.visits) if step % self.local_size)
+        return sum(visit.num_rows for visit in (*inner, *self.guests) if visit is not None)
 
 
 @dataclass(frozen=True)
@@ -76,10 +117,14 @@ class Plan:
     Attributes:
         moving: The side that travels: "keys" (forward; dk and dv go home) or "queries" (dq goes home).
         ranks: One part per rank.
+        largest_send: The largest number of rows that a rank sends to a rank of its node in one step.
+        largest_crossing: The largest number of rows that a rank sends over the slow link in one step.
     """
 
     moving: str
     ranks: tuple[RankPlan, ...]
+    largest_send: int = 0
+    largest_crossing: int = 0
 
 
 @dataclass(frozen=True)
@@ -144,8 +189,36 @@ def _fetches(part: RankPlan, guard: int) -> tuple[tuple[Fetch, ...], int]:
     return tuple(fetches), at
 
 
+def make_nodes(world_size: int, num_nodes: int) -> Nodes:
+    """Consecutive ranks in nodes of equal size.
+
+    Args:
+        world_size: Number of ranks.
+        num_nodes: Number of nodes; divides world_size.
+
+    Raises:
+        ValueError: It does not.
+
+    Example:
+        >>> make_nodes(4, 2)
+        ((0, 1), (2, 3))
+    """
+    if num_nodes < 1 or world_size % num_nodes:
+        raise ValueError(
+            f"nodes must divide the ring of {world_size} ranks, got {num_nodes}; use nodes of equal size, or nodes=1"
+        )
+    size = world_size // num_nodes
+    return tuple(tuple(range(first, first + size)) for first in range(0, world_size, size))
+
+
 @lru_cache(maxsize=128)
-def make_plan(q_shards: tuple[Shard, ...], kv_shards: tuple[Shard, ...], visibility: Visibility, moving: str) -> Plan:
+def make_plan(
+    q_shards: tuple[Shard, ...],
+    kv_shards: tuple[Shard, ...],
+    visibility: Visibility,
+    moving: str,
+    nodes: Nodes | None = None,
+) -> Plan:
     """The plan of one mask over one pair of shardings; cached on its arguments.
 
     Every visible pair belongs to exactly one visit of one rank. From step 1 on, a run of moving rows that no stationary
@@ -157,9 +230,11 @@ def make_plan(q_shards: tuple[Shard, ...], kv_shards: tuple[Shard, ...], visibil
         kv_shards: The keys of every rank.
         visibility: The mask.
         moving: The side that travels: "keys" or "queries".
+        nodes: Who shares a node (Note [Double ring]); None: all.
 
     Raises:
-        ValueError: `moving` is unknown, the shardings have different world sizes, or a shard leaves the sequence.
+        ValueError: `moving` is unknown, the shardings have different world sizes, the nodes do not hold every rank once
+            and equally many each, or a shard leaves the sequence.
     """
     if moving not in ("keys", "queries"):
         raise ValueError(f"moving must be 'keys' or 'queries', got {moving!r}; 'keys' is the forward direction")
@@ -182,27 +257,111 @@ def make_plan(q_shards: tuple[Shard, ...], kv_shards: tuple[Shard, ...], visibil
             counts[rank] = [count + times * more for count, more in zip(counts[rank], row, strict=True)]
             reaches[rank].append(Reach(bounds, stationary[rank]))
 
-    visits = [
-        tuple(
-            _visit(step, owner := (rank - step) % world_size, travelling[owner], reaches[rank], counts[rank][owner])
-            for step in range(world_size)
+    nodes = _check_nodes(nodes, world_size)
+    routes = [_route(rank, nodes) for rank in range(world_size)]
+    guests = [
+        (
+            None,
+            *(_guest(rank, outer, routes[rank], nodes, travelling, reaches, counts) for outer in range(1, len(nodes))),
         )
         for rank in range(world_size)
     ]
-    ranks = []
-    for rank in range(world_size):
-        sends: list[Send | None] = [None]
-        for step in range(1, world_size):
-            peer = (rank + step) % world_size
-            wanted = visits[peer][step]
-            sends.append(None if wanted is None else Send(step, peer, wanted.rows))
-        ranks.append(RankPlan(rank, visits[rank], tuple(sends)))
-    return Plan(moving, tuple(ranks))
+    size = len(nodes[0])
+    visits = []
+    for rank, stops in enumerate(routes):
+        mine: list[Visit | None] = []
+        for step, (owner, source) in enumerate(stops):
+            guest = guests[rank][step // size] if step % size == 0 else None
+            if guest is not None:
+                mine.append(guest if guest.pairs else None)
+                continue
+            visit = _visit(step, owner, travelling[owner], reaches[rank], counts[rank][owner])
+            holder = None if source == owner else source
+            mine.append(visit if visit is None else replace(visit, holder=holder))
+        visits.append(tuple(mine))
+
+    sends: list[list[Send | None]] = [[None] * world_size for _ in range(world_size)]
+    for rank, stops in enumerate(routes):
+        for step, (_, source) in enumerate(stops):
+            outer, inner = divmod(step, size)
+            wanted = visits[rank][step] if inner else guests[rank][outer]
+            if wanted is not None and step:
+                held = guests[source][outer] if inner else None
+                rows = wanted.rows if held is None else _within(wanted.rows, held.rows)
+                sends[source][step] = Send(step, rank, rows)
+    ranks = tuple(RankPlan(rank, visits[rank], tuple(sends[rank]), guests[rank]) for rank in range(world_size))
+    most = [0, 0]
+    for part in ranks:
+        for send in part.sends:
+            if send is not None:
+                crossing = send.step % size == 0
+                most[crossing] = max(most[crossing], send.num_rows)
+    return Plan(moving, ranks, *most)
+
+
+def _check_nodes(nodes: Nodes | None, world_size: int) -> Nodes:
+    if nodes is None:
+        return (tuple(range(world_size)),)
+    ranks = sorted(rank for node in nodes for rank in node)
+    if ranks != list(range(world_size)) or len({len(node) for node in nodes}) != 1:
+        raise ValueError(
+            f"nodes must hold each of {world_size} ranks once and equally many each, got {nodes}; "
+            "use nodes of equal size, or nodes=1"
+        )
+    return nodes
+
+
+def _route(rank: int, nodes: Nodes) -> list[tuple[int, int]]:
+    """The owner that a rank visits at every step, and who sends it the rows."""
+    n = next(n for n, node in enumerate(nodes) if rank in node)
+    place, size = nodes[n].index(rank), len(nodes[n])
+    stops = []
+    for outer in range(len(nodes)):
+        for inner in range(size):
+            seat = (place - inner) % size
+            owner = nodes[(n - outer) % len(nodes)][seat]
+            stops.append((owner, nodes[n][seat] if inner else owner))
+    return stops
+
+
+def _guest(
+    rank: int,
+    outer: int,
+    stops: list[tuple[int, int]],
+    nodes: Nodes,
+    travelling: tuple[Shard, ...],
+    reaches: list[list[Reach]],
+    counts: list[list[int]],
+) -> Visit | None:
+    """What a rank receives over the slow link for an outer step, for its whole node."""
+    node = next(node for node in nodes if rank in node)
+    step = outer * len(node)
+    owner = stops[step][0]
+    everyone = [reach for member in node for reach in reaches[member] if counts[member][owner]]
+    visit = _visit(step, owner, travelling[owner], everyone, sum(counts[member][owner] for member in node))
+    return None if visit is None else replace(visit, pairs=counts[rank][owner])
+
+
+def _within(rows: Rows, held: Rows) -> Rows:
+    """Row ranges of a shard as row ranges of a buffer that holds some of its rows."""
+    found: list[tuple[int, int]] = []
+    packed = 0
+    for begin, length in held:
+        for offset, count in rows:
+            first, last = max(begin, offset), min(begin + length, offset + count)
+            if first < last:
+                at = packed + first - begin
+                if found and sum(found[-1]) == at:
+                    found[-1] = (found[-1][0], found[-1][1] + last - first)
+                else:
+                    found.append((at, last - first))
+        packed += length
+    return tuple(found)
 
 
 def moved_rows(plan: Plan) -> int:
     """The rows that the busiest rank receives from others, over all steps."""
-    return max(sum(visit.num_rows for visit in rank.visits[1:] if visit is not None) for rank in plan.ranks)
+    return max(rank.received_rows for rank in plan.ranks)
 
 
 def describe(plan: Plan) -> str:

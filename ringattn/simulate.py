@@ -18,6 +18,7 @@ from ringattn.backward import Gradients
 from ringattn.call import Call, describe
 from ringattn.kernels.select import pick
 from ringattn.layout import make_shards
+from ringattn.schedule import make_nodes
 from ringattn.sharding import Sharding
 from ringattn.transport.base import Seat
 from ringattn.transport.simulated import run_ranks
@@ -47,6 +48,7 @@ def simulate_ring(
     v: Tensor,
     world_size: int,
     *,
+    nodes: int = 1,
     layout: str = "zigzag",
     documents: Sequence[int] | None = None,
     balance: dict[str, Any] | None = None,
@@ -68,6 +70,7 @@ def simulate_ring(
         k: Whole keys, `b m hk d`; m differs from n in cross attention.
         v: Whole values, `b m hk dv`.
         world_size: Ranks to simulate.
+        nodes: Nodes of equal size that they share, as in `Ring`.
         layout: Layout of both sequences.
         documents: As in `Ring.sharding`.
         balance: As in `Ring.sharding`.
@@ -127,7 +130,8 @@ def simulate_ring(
         return o, lse, grads
 
     with torch.no_grad():
-        parts = run_ranks(world_size, run, budget=memory_budget)
+        levels = None if nodes == 1 else make_nodes(world_size, nodes)
+        parts = run_ranks(world_size, run, levels, budget=memory_budget)
         o = shardings[0].assemble([part[0] for part in parts], 1)
         lse = shardings[0].assemble([part[1] for part in parts], 2)
         found = [part[2] for part in parts if part[2] is not None]

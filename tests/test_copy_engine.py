@@ -3,25 +3,21 @@
 from __future__ import annotations
 
 import ctypes
-import gc
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from ringattn.kernels.pack import pack
 from ringattn.layout import make_shards, shard_len
 from ringattn.schedule import Collection, collect, make_plan
 from ringattn.transport.base import Gathering
 from ringattn.transport.copy_engine import CopyEngineTransport
-from ringattn.transport.watch import ERROR, Watch
 from ringattn.visibility import Visibility
-from tests.fake_streams import MAIN, FakeMemory, FakeStreams, Item, World, always, read
+from tests.fake_streams import MAIN, FakeMemory, FakeStreams, Item, World, read
 
 NAN = float("nan")
 

@@ -129,6 +129,17 @@ def test_check_is_green_in_one_process(tmp_path: Path) -> None:
 
 
 @pytest.mark.dist
+def test_links_are_timed_after_their_bits(tmp_path: Path) -> None:
+    words = ["--tokens", "16", "--ctas", "4", "--gbps", "0", "1", "--rounds", "1", "--calls", "1", "--device", "cpu"]
+    done = _torchrun(2, "ringattn.launch.bench_links", *words, *TINY, "--out", str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    assert "green: 4 rings give the bits of the simulated ring" in done.stdout
+    rows = json.loads((tmp_path / "links.json").read_text())["rows"]
+    assert [row["link"] for row in rows] == ["alone", "one ring, 4 ctas", "2 x 1, no limit", "2 x 1, 1 Gb/s"]
+    assert all(row["forward_ms"] > 0 for row in rows)
+
+
+@pytest.mark.dist
 def test_check_is_green_under_torchrun() -> None:
     done = _torchrun(2, "ringattn.launch.check", "--quick", "--device", "cpu")
     assert done.returncode == 0, done.stdout + done.stderr

@@ -27,9 +27,9 @@ LAYOUTS = ("contiguous", "striped", "zigzag", "balanced")
 ROW_DIMS = {"q": 1, "k": 1, "v": 1, "key_bias": 1, "bias": 2}
 
 
-def attend(case: Attention, layout: str, backward: str = "auto") -> dict[str, Tensor]:
+def attend(case: Attention, layout: str, backward: str = "auto", nodes: int = 1) -> dict[str, Tensor]:
     """One rank: shards the whole tensors, attends, and returns whole outputs and gradients."""
-    ring = Ring()
+    ring = Ring(nodes=nodes)
     sharding = ring.sharding(case.seq_len, layout, case.documents)
     keys = sharding if case.kv_len is None else ring.sharding(case.kv_len, layout)
     whole = case.tensors()
@@ -65,11 +65,14 @@ def attend(case: Attention, layout: str, backward: str = "auto") -> dict[str, Te
     return found
 
 
-def simulate(case: Attention, layout: str, world_size: int, backward: str = "auto") -> dict[str, Tensor]:
+def simulate(
+    case: Attention, layout: str, world_size: int, backward: str = "auto", nodes: int = 1
+) -> dict[str, Tensor]:
     do, dlse = case.cotangents()
     result = simulate_ring(
         **case.tensors(),
         world_size=world_size,
+        nodes=nodes,
         layout=layout,
         documents=case.documents,
         do=do,

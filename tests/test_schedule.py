@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import ringattn.schedule
 from ringattn.layout import Run, Shard, balanced, contiguous, make_shards, striped, zigzag
-from ringattn.schedule import Plan, Visit, describe, draw, make_plan, moved_rows
+from ringattn.schedule import Nodes, Plan, Rows, Visit, describe, draw, make_nodes, make_plan, moved_rows
 from ringattn.visibility import Visibility
 from tests.masks import is_visible, layouts, log_normal_documents, masks, positions, visible_times
 
@@ -152,6 +152,110 @@ def test_the_step_at_home_holds_the_whole_shard(case) -> None:
             assert packed_positions(visit) == positions(shard)
 
 
+def nodes_of(data: st.DataObject, world_size: int) -> Nodes:
+    """Any spread of ranks over nodes of equal size."""
+    order = data.draw(st.permutations(range(world_size)))
+    size = data.draw(st.sampled_from([x for x in range(1, world_size + 1) if world_size % x == 0]))
+    return tuple(tuple(order[first : first + size]) for first in range(0, world_size, size))
+
+
+def node_of(rank: int, nodes: Nodes) -> tuple[int, ...]:
+    return next(node for node in nodes if rank in node)
+
+
+def rows_in(rows: Rows) -> list[int]:
+    return [x for offset, length in rows for x in range(offset, offset + length)]
+
+
+@settings(max_examples=150, deadline=None)
+@given(cases(), st.data())
+def test_a_double_ring_computes_every_visible_pair_exactly_once(case, data: st.DataObject) -> None:
+    mask, queries, keys, moving = case
+    nodes = nodes_of(data, len(queries))
+    plan, flat = make_plan(queries, keys, mask, moving, nodes), make_plan(queries, keys, mask, moving)
+    stay, _ = sides(plan, queries, keys)
+    computed: Counter[tuple[int, int]] = Counter()
+    for rank, visit in visits_of(plan):
+        for mine in stay[rank]:
+            computed.update((mine, other) if moving == "keys" else (other, mine) for other in packed_positions(visit))
+    everything = {(i, j) for i in range(mask.seq_len) for j in range(mask.kv_len) if visible_times(mask, i, j)}
+    assert max(computed.values()) == 1
+    assert everything <= set(computed)
+    for part, alone in zip(plan.ranks, flat.ranks, strict=True):
+        work, same = ({v.owner: v.pairs for v in x.visits if v is not None and v.pairs} for x in (part, alone))
+        assert work == same
+
+
+@settings(max_examples=150, deadline=None)
+@given(cases(), st.data())
+def test_rows_cross_between_nodes_at_most_once_per_node(case, data: st.DataObject) -> None:
+    mask, queries, keys, moving = case
+    nodes = nodes_of(data, len(queries))
+    plan, flat = make_plan(queries, keys, mask, moving, nodes), make_plan(queries, keys, mask, moving)
+    needed: dict[tuple[int, tuple[int, ...]], set[int]] = {}
+    for rank, visit in visits_of(flat):
+        if visit.owner not in node_of(rank, nodes):
+            needed.setdefault((visit.owner, node_of(rank, nodes)), set()).update(rows_in(visit.rows))
+    crossed: Counter[tuple[int, tuple[int, ...]]] = Counter()
+    for part in plan.ranks:
+        for send in part.sends:
+            if send is None:
+                continue
+            crosses = send.peer not in node_of(part.rank, nodes)
+            assert crosses == (len(nodes) > 1 and send.step % part.local_size == 0)
+            if crosses:
+                crossed[part.rank, node_of(send.peer, nodes)] += 1
+                assert needed[part.rank, node_of(send.peer, nodes)] <= set(rows_in(send.rows))
+    assert crossed.keys() == needed.keys()
+    assert all(times == 1 for times in crossed.values())
+
+
+@settings(max_examples=150, deadline=None)
+@given(cases(), st.data())
+def test_every_visit_is_given_its_rows_by_who_holds_them(case, data: st.DataObject) -> None:
+    mask, queries, keys, moving = case
+    nodes = nodes_of(data, len(queries))
+    plan = make_plan(queries, keys, mask, moving, nodes)
+    _, move = sides(plan, queries, keys)
+    given_rows = 0
+    for part in plan.ranks:
+        for step in range(1, len(plan.ranks)):
+            outer, inner = divmod(step, part.local_size)
+            visit = part.visits[step] if inner else part.guests[outer]
+            senders = [other for other in plan.ranks if (s := other.sends[step]) is not None and s.peer == part.rank]
+            assert len(senders) == (visit is not None)
+            if visit is None:
+                assert part.visits[step] is None
+                continue
+            source = plan.ranks[visit.source]
+            send = source.sends[step]
+            assert senders == [source]
+            assert send is not None
+            guest = source.guests[outer] if inner else None
+            held = packed_positions(guest) if guest is not None else move[visit.source]
+            assert [held[x] for x in rows_in(send.rows)] == packed_positions(visit)
+            given_rows += visit.num_rows
+            assert visit.num_rows <= (plan.largest_send if inner else plan.largest_crossing)
+    assert sum(part.received_rows for part in plan.ranks) == given_rows
+
+
+@settings(max_examples=60, deadline=None)
+@given(cases())
+def test_a_ring_of_one_node_is_the_ring(case) -> None:
+    mask, queries, keys, moving = case
+    nodes = (tuple(range(len(queries))),)
+    assert make_plan(queries, keys, mask, moving, nodes) == make_plan(queries, keys, mask, moving)
+
+
+def test_a_full_mask_crosses_between_nodes_half_as_often_as_one_ring() -> None:
+    shards, mask = contiguous(64, 4), Visibility(64, 64)
+    plan = make_plan(shards, shards, mask, "keys", make_nodes(4, 2))
+    visits = [(v.owner, v.holder) for v in plan.ranks[0].visits if v is not None]
+    assert visits == [(0, None), (1, None), (2, None), (3, 1)]
+    crossing = [s.peer for part in plan.ranks for s in part.sends if s is not None and s.peer // 2 != part.rank // 2]
+    assert crossing == [2, 3, 0, 1]
+
+
 def test_a_window_moves_only_its_halo() -> None:
     seq_len, world_size, left = 4096, 8, 100
     shards = contiguous(seq_len, world_size)
@@ -266,6 +370,10 @@ def test_wrong_arguments_are_refused() -> None:
         make_plan(shards, contiguous(8, 4), mask, "keys")
     with pytest.raises(ValueError, match="q_shards must hold positions below 8, got 9 on rank 1"):
         make_plan(contiguous(10, 2), shards, mask, "keys")
+    with pytest.raises(ValueError, match="nodes must hold each of 2 ranks once and equally many each"):
+        make_plan(shards, shards, mask, "keys", ((0,), (0,)))
+    with pytest.raises(ValueError, match="nodes must divide the ring of 4 ranks, got 3"):
+        make_nodes(4, 3)
     with pytest.raises(ValueError, match="shards must be at most 36 to be drawn, got 40"):
         draw(Visibility(40, 40), make_shards("contiguous", 40, 40))
 

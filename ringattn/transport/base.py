@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ringattn.kernels.contract import Arrivals
-from ringattn.schedule import Collection
+from ringattn.schedule import Collection, Nodes
 
 Parcel = tuple[int, Tensor]
 """(ring rank of the peer, contiguous tensor)."""
@@ -106,13 +106,7 @@ class Homecoming(Protocol):
 
 
 class Gatherer(Protocol):
-    """Brings the keys of all owners at once (Note [Gathered visit] of the kernels' contract).
-
-    Attributes:
-        budget: Bytes that gathered keys and contributions may take on a rank; the same number on all ranks.
-    """
-
-    budget: int
+    """Brings the keys of all owners at once (Note [Gathered visit] of the kernels' contract)."""
 
     def gather(self, k: Tensor, v: Tensor, collection: Collection, groups: int, what: str) -> Gathering:
         """Publishes this rank's keys, starts fetching those of others, and returns at once.
@@ -205,9 +199,11 @@ class Seat:
     Attributes:
         rank: Ring rank.
         world_size: Ranks of the ring.
-        transport: How shards move.
-        buffers: What is reused from call to call.
+        transport: What moves bytes, within a node where there are several.
+        buffers: Where received and packed rows live.
         budget: Bytes that gathered keys and their gradients may take per rank; the same on all ranks.
+        nodes: Who shares a node, in a ring of two levels (Note [Double ring] in schedule.py); None: one level.
+        between_nodes: What moves bytes between nodes; None: `transport` does.
     """
 
     rank: int
@@ -215,3 +211,10 @@ class Seat:
     transport: Transport
     buffers: Buffers = field(default_factory=Buffers)
     budget: int = 0
+    nodes: Nodes | None = None
+    between_nodes: Transport | None = None
+
+    @property
+    def slow_transport(self) -> Transport:
+        """What crosses between nodes: `between_nodes`, or the one transport where that serves both."""
+        return self.transport if self.between_nodes is None else self.between_nodes

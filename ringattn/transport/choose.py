@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from ringattn.transport.base import Transport
-from ringattn.transport.process_group import Agreement, ProcessGroupTransport
+from ringattn.transport.process_group import Agreement
 
 TRANSPORTS = ("auto", "copy_engine", "process_group")
 
@@ -95,6 +95,7 @@ def choose(
     agreement: Agreement,
     timeout: timedelta,
     memory_budget: int | None,
+    fallback: Transport,
 ) -> tuple[Transport, Choice, int]:
     """The transport of a ring, the reason, and the bytes that gathered keys may take per rank. Every rank calls it.
 
@@ -108,12 +109,13 @@ def choose(
         agreement: How ranks compare.
         timeout: How long the ring may stand still.
         memory_budget: Bytes; None for a quarter of what is free on the fullest device.
+        fallback: The transport over the process group.
 
     Raises:
         RuntimeError: `copy_engine` was asked for and can not serve; raised on every rank.
     """
     if wanted == "process_group":
-        return ProcessGroupTransport(group_name, rank), Choice("process_group", "asked for"), memory_budget or 0
+        return fallback, Choice("process_group", "asked for"), memory_budget or 0
     found = [json.loads(text) for text in agreement.compare(json.dumps(look(device)))]
     budget = memory_budget if memory_budget is not None else min(other["free"] for other in found) // 4
     transport, obstacle = None, find_obstacle(rank, device, found)
@@ -143,4 +145,4 @@ def choose(
             f"transport 'copy_engine' must have GPUs of one host that reach each other, got: {obstacle}; "
             "use transport='auto' or 'process_group'"
         )
-    return ProcessGroupTransport(group_name, rank), Choice("process_group", f"{obstacle}"), budget
+    return fallback, Choice("process_group", f"{obstacle}"), budget

@@ -2,14 +2,26 @@
 
 Owns batched point-to-point transfers and their errors. Keeps the group's name, never the group: a live ProcessGroup at
 interpreter exit aborts gloo processes.
+
+Note [Few channels]
+    NCCL moves bytes with SMs that the attention kernel then lacks, as many as its communicator has channels. A ring
+    therefore has NCCL communicators of its own, limited to a few channels (`max_ctas` also limits sends and receives),
+    on a stream of high priority, so that a transfer is not queued behind the kernel that it should run beside, and
+    without thread block clusters, which would have to wait for neighbouring SMs. They are no process groups that torch
+    knows of: `dist.new_group` finds the name of a group that only its members create by counting the groups of this
+    process, which need not agree between members, and such names, and with them the keys in the store, come again.
+    All members make them at the first call of a ring, by its name; they end with `close`, or with the process.
 """
 
 from __future__ import annotations
 
+import atexit
+from collections import Counter
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
@@ -41,31 +53,121 @@ class _Works:
                 ) from error
 
 
+_COMMUNICATORS: dict[str, dist.ProcessGroup] = {}
+_MADE: Counter[str] = Counter()
+
+
+def make_communicator(name: str, parent: dist.ProcessGroup, device: torch.device, max_ctas: int) -> None:
+    """Makes an NCCL communicator of a group's ranks, in their order (Note [Few channels]); every rank must call it.
+
+    Args:
+        name: How it is found; the same on all ranks.
+        parent: The group; its timeout is obeyed.
+        device: This rank's GPU.
+        max_ctas: Most thread blocks, and so SMs, that NCCL may use.
+
+    Raises:
+        RuntimeError: NCCL refuses.
+    """
+    _MADE[name] += 1
+    rank, size = dist.get_rank(parent), dist.get_world_size(parent)
+    # a store keeps the keys of a communicator that has ended: each one needs a prefix of its own
+    prefix = f"ringattn/nccl/{name}/{_MADE[name]}"
+    try:
+        options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+        options.config.max_ctas = max_ctas
+        options.config.cga_cluster_size = 0
+        options._timeout = parent._get_backend(device).options._timeout
+        options.global_ranks_in_group = dist.get_process_group_ranks(parent)
+        options.group_name = prefix  # pyright: ignore[reportAttributeAccessIssue]
+        store = dist.PrefixStore(prefix, distributed_c10d._get_process_group_store(parent))  # pyright: ignore
+        backend = dist.ProcessGroupNCCL(store, rank, size, options)
+        backend._set_sequence_number_for_group()
+        group = dist.ProcessGroup(store, rank, size)
+        group._set_default_backend(dist.ProcessGroup.BackendType.NCCL)
+        group._register_backend(torch.device("cuda"), dist.ProcessGroup.BackendType.NCCL, backend)
+        # NCCL wants its first operation on a communicator to be one that all ranks take part in
+        group.allreduce([torch.zeros(1, device=device)]).wait()
+        torch.cuda.synchronize(device)
+    except (RuntimeError, AttributeError) as error:
+        raise RuntimeError(
+            f"ring rank {rank}: NCCL must make a communicator of at most {max_ctas} thread blocks, got {error}; "
+            f"pass another nccl_max_ctas to the Ring, or None for the group's own communicator"
+        ) from error
+    _COMMUNICATORS[name] = group
+
+
+def end_communicator(name: str) -> None:
+    """Ends the communicator of that name, if there is one; every rank must call it."""
+    group = _COMMUNICATORS.pop(name, None)
+    if group is not None:
+        group.shutdown()
+
+
+@atexit.register
+def _end_all() -> None:
+    for name in sorted(_COMMUNICATORS):
+        end_communicator(name)
+
+
 class ProcessGroupTransport:
     """One batched group of sends and receives per call.
 
     Args:
         group_name: Name of the process group.
         rank: This rank within the group.
+        name: Names what belongs to this transport alone; the same on all ranks.
+        max_ctas: Between GPUs: thread blocks of an NCCL communicator of its own (Note [Few channels]); None: the
+            group's own communicator.
     """
 
-    def __init__(self, group_name: str, rank: int) -> None:
+    def __init__(self, group_name: str, rank: int, name: str = "", max_ctas: int | None = None) -> None:
         self._group_name = group_name
         self._rank = rank
+        self._name = name
+        self._max_ctas = max_ctas
+
+    def prepare(self, device: torch.device) -> None:
+        """To be called by all ranks before the first post.
+
+        Args:
+            device: Where tensors will be.
+
+        Raises:
+            RuntimeError: NCCL refuses a communicator.
+        """
+        group = resolve_group(self._group_name)
+        if device.type != "cuda" or self._name in _COMMUNICATORS:
+            return
+        is_nccl = dist.is_nccl_available() and isinstance(group._get_backend(device), dist.ProcessGroupNCCL)
+        if is_nccl and self._max_ctas is not None:
+            make_communicator(self._name, group, device, self._max_ctas)
+        else:
+            dist.all_reduce(torch.zeros(1, device=device), group=group)
+
+    def close(self) -> None:
+        """Ends what `prepare` made; every rank must call it."""
+        end_communicator(self._name)
 
     def post(self, sends: Sequence[Parcel], receives: Sequence[Parcel], what: str) -> Pending:
         """See `Transport.post`."""
-        group = resolve_group(self._group_name)
-        ops = [dist.P2POp(dist.isend, x, group=group, group_peer=peer) for peer, x in sends if x.numel()]
-        ops += [dist.P2POp(dist.irecv, x, group=group, group_peer=peer) for peer, x in receives if x.numel()]
-        if not ops:
+        sends = [(peer, x) for peer, x in sends if x.numel()]
+        receives = [(peer, x) for peer, x in receives if x.numel()]
+        if not sends and not receives:
             return Done()
         peers = sorted({peer for peer, _ in (*sends, *receives)})
+        own = _COMMUNICATORS.get(self._name)
         try:
-            works = dist.batch_isend_irecv(ops)
+            works = self._batch(sends, receives) if own is None else _coalesce(own, sends, receives)
         except RuntimeError as error:
             raise RuntimeError(f"ring rank {self._rank}: {what}: cannot reach ring ranks {peers} ({error})") from error
         return _Works(works, peers, self._rank, what)
+
+    def _batch(self, sends: Sequence[Parcel], receives: Sequence[Parcel]) -> list[dist.Work]:
+        group = resolve_group(self._group_name)
+        ops = [dist.P2POp(dist.isend, x, group=group, group_peer=peer) for peer, x in sends]
+        ops += [dist.P2POp(dist.irecv, x, group=group, group_peer=peer) for peer, x in receives]
+        return dist.batch_isend_irecv(ops)
 
     def reserve(self, num_bytes: int) -> None:
         """Sends leave from where they are: nothing is needed."""
@@ -73,6 +175,17 @@ class ProcessGroupTransport:
     def gatherer(self) -> None:
         """Transfers are matched by both sides, group by group: nothing is fetched behind a peer's back."""
         return
+
+
+def _coalesce(group: dist.ProcessGroup, sends: Sequence[Parcel], receives: Sequence[Parcel]) -> list[dist.Work]:
+    """What `dist.batch_isend_irecv` does, on a group that torch does not know of."""
+    device = (sends or receives)[0][1].device
+    group._start_coalescing(device)
+    for peer, x in sends:
+        group.send([x], peer, 0)
+    for peer, x in receives:
+        group.recv([x], peer, 0)
+    return [group._end_coalescing(device)]
 
 
 class Agreement:

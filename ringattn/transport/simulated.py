@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ringattn.kernels.contract import Arrivals
 from ringattn.parcels import slices
-from ringattn.schedule import Collection
+from ringattn.schedule import Collection, Nodes
 from ringattn.transport.base import Parcel, Pending, Seat
 
 T = TypeVar("T")
@@ -79,10 +79,9 @@ class _Hub:
 class SimulatedTransport:
     """One rank's end of the mailboxes."""
 
-    def __init__(self, hub: _Hub, rank: int, budget: int) -> None:
+    def __init__(self, hub: _Hub, rank: int) -> None:
         self._hub = hub
         self._rank = rank
-        self._budget = budget
 
     def post(self, sends: Sequence[Parcel], receives: Sequence[Parcel], what: str) -> Pending:
         """See `Transport.post`."""
@@ -90,8 +89,8 @@ class SimulatedTransport:
             if x.numel():
                 self._hub.deliver(self._rank, peer, x)
         for _, x in receives:
-            if x.is_floating_point():
-                x.fill_(float("nan"))
+            # all bits set is NaN in every float dtype, in messages of bytes too
+            x.view(-1).view(torch.uint8).fill_(255)
         return _Receipt(self._hub, self._rank, [(peer, x) for peer, x in receives if x.numel()], what)
 
     def reserve(self, num_bytes: int) -> None:
@@ -99,7 +98,7 @@ class SimulatedTransport:
 
     def gatherer(self) -> SimulatedGatherer:
         """Everything is fetched before the kernel starts."""
-        return SimulatedGatherer(self._hub, self._rank, self._budget)
+        return SimulatedGatherer(self._hub, self._rank)
 
 
 class SimulatedGatherer:
@@ -108,13 +107,11 @@ class SimulatedGatherer:
     Args:
         hub: The mailboxes.
         rank: This rank.
-        budget: See `Gatherer.budget`.
     """
 
-    def __init__(self, hub: _Hub, rank: int, budget: int) -> None:
+    def __init__(self, hub: _Hub, rank: int) -> None:
         self._hub = hub
         self._rank = rank
-        self.budget = budget
 
     def gather(self, k: Tensor, v: Tensor, collection: Collection, groups: int, what: str) -> _Gathered:
         """See `Gatherer.gather`."""
@@ -177,13 +174,14 @@ class _Homes:
         self._made.fill_(float("nan"))
 
 
-def run_ranks(world_size: int, body: Callable[[Seat], T], *, budget: int = 0) -> list[T]:
+def run_ranks(world_size: int, body: Callable[[Seat], T], nodes: Nodes | None = None, *, budget: int = 0) -> list[T]:
     """Runs `body` once per rank in lockstep and returns the results in rank order.
 
     Args:
         world_size: Ranks to simulate.
         body: The work of one rank.
-        budget: Bytes that gathered keys may take on a rank (`Gatherer.budget`); 0: visits one by one.
+        nodes: Who shares a node, in a ring of two levels.
+        budget: Bytes that gathered keys may take on a rank (`Seat.budget`); 0: visits one by one.
 
     Raises:
         BaseException: Whatever the first failing rank raised.
@@ -200,7 +198,8 @@ def run_ranks(world_size: int, body: Callable[[Seat], T], *, budget: int = 0) ->
                 if device is not None:
                     torch.cuda.set_device(device)
                 with torch.set_grad_enabled(grad):
-                    results[rank] = body(Seat(rank, world_size, SimulatedTransport(hub, rank, budget)))
+                    seat = Seat(rank, world_size, SimulatedTransport(hub, rank), budget=budget, nodes=nodes)
+                    results[rank] = body(seat)
             except BaseException as caught:  # the caller's thread raises it
                 error = caught
             hub.leave(error)

@@ -1,0 +1,283 @@
+"""What comes to a rank step by step, what it passes on, and how contributions go home: posts ahead of time, waits late.
+
+Owns which rows are on their way at every step of a staged loop, over both levels of the ring, and the buffers they land
+in. Refuses to know what the rows are and what is computed from them.
+
+Note [Ring order]
+    At step s rank r meets the rows of owner (r - s) % world_size, fetched from the owner directly: every pair of ranks
+    is used once, nothing is forwarded, and rows that r cannot see stay where they are. The rows of step s + 1 are on
+    their way while step s is computed; two receive buffers take turns.
+
+Note [Slow link]
+    In a double ring (Note [Double ring] in schedule.py) the guest of outer step o + 1 is on its way during all inner
+    steps of outer step o, over a transport of its own, so that inner posts never queue behind the slow link. What a node
+    adds up for a guest leaves as soon as its last inner contribution is in, and has until outer step o + 2 to arrive.
+    Two buffers take turns for guests, and two for the sums.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from ringattn.parcels import Bundle, Moving, add_rows_, in_place, make_bundle, message_bytes, pack_
+from ringattn.schedule import Plan, RankPlan, Rows
+from ringattn.transport.base import Parcel, Pending, Seat
+
+
+def reserve(plan: Plan, seat: Seat, *movings: Moving) -> None:
+    """Announces the largest messages of a call to the transports.
+
+    Args:
+        plan: The plan.
+        seat: This rank's place at the ring.
+        movings: What may travel in one post.
+    """
+    if plan.largest_send:
+        seat.transport.reserve(sum(message_bytes(moving, plan.largest_send) for moving in movings))
+    if plan.largest_crossing:
+        seat.slow_transport.reserve(sum(message_bytes(moving, plan.largest_crossing) for moving in movings))
+
+
+class Traffic:
+    """The moving side on its way round the ring, seen from one rank: for each step in turn, `arrive` and then `post`.
+
+    Args:
+        moving: What travels: this rank's own rows.
+        plan: This rank's part of the plan.
+        seat: This rank's place at the ring.
+        what: Names the direction in errors and traces.
+    """
+
+    def __init__(self, moving: Moving, plan: RankPlan, seat: Seat, what: str) -> None:
+        self._plan = plan
+        self._seat = seat
+        self._what = what
+        self._own = moving
+        self._held = moving  # what inner sends are cut from: the own shard, or a guest
+        self._near: Pending | None = None
+        self._far: Pending | None = None
+        self._coming: Bundle | None = None
+        self._guest: Bundle | None = None
+        self._whole: Tensor | None = None
+        self._cut: tuple[Rows, Tensor] | None = None
+
+    def arrive(self, step: int) -> list[Tensor]:
+        """Waits for what `step` needs and returns it; whatever else was posted with it is there too."""
+        if self._near is not None:
+            self._near.wait()
+            self._near = None
+        if step == 0:
+            return [x for x, _ in self._own]
+        if step >= self._seat.world_size:
+            return []
+        if step % self._plan.local_size:
+            return [] if self._coming is None else self._coming.parts
+        if self._far is not None:
+            self._far.wait()
+            self._far = None
+        parts = [] if self._guest is None else self._guest.parts
+        self._held = [(part, dim) for part, (_, dim) in zip(parts, self._own, strict=False)]
+        self._cut = None
+        return parts
+
+    def post(self, step: int, sends: Sequence[Parcel] = (), receives: Sequence[Parcel] = (), besides: str = "") -> None:
+        """Starts bringing what comes after `step`, together with other parcels within the node.
+
+        Args:
+            step: What is computed next; the rest is on its way meanwhile.
+            sends: Other parcels.
+            receives: Likewise.
+            besides: Names them in errors and traces.
+        """
+        plan, coming = self._plan, step + 1
+        outer, inner = divmod(step, plan.local_size)
+        if inner == 0 and outer + 1 < len(plan.guests):
+            self._cross(outer + 1)
+        gives: list[Parcel] = []
+        fetches: list[Parcel] = []
+        self._coming = None
+        if coming < self._seat.world_size and coming % plan.local_size:
+            send, visit = plan.sends[coming], plan.visits[coming]
+            if send is not None:
+                gives = [(send.peer, self._message(send.rows))]
+            if visit is not None:
+                self._coming = self._room(visit.num_rows, f"receive {coming % 2}")
+                fetches = [(visit.source, self._coming.message)]
+        what = f"{self._what} for ring step {coming}{besides}"
+        self._near = self._seat.transport.post([*gives, *sends], [*fetches, *receives], what)
+
+    def _cross(self, outer: int) -> None:
+        """Sends this rank's rows to another node and receives the next guest."""
+        step = outer * self._plan.local_size
+        send, guest = self._plan.sends[step], self._plan.guests[outer]
+        gives: list[Parcel] = []
+        fetches: list[Parcel] = []
+        if send is not None:
+            gives = [(send.peer, self._export(send.rows))]
+        self._guest = None
+        if guest is not None:
+            self._guest = self._room(guest.num_rows, f"guest {outer % 2}")
+            fetches = [(guest.owner, self._guest.message)]
+        what = f"{self._what} for ring step {step}, between nodes"
+        self._far = self._seat.slow_transport.post(gives, fetches, what)
+
+    def _export(self, rows: Rows) -> Tensor:
+        if self._is_whole(rows, self._own):
+            return self._all()
+        return self._packed(self._own, rows, "cross")
+
+    def _message(self, rows: Rows) -> Tensor:
+        """The rows of what is held, as they leave; packed once for all steps that send the same."""
+        if self._is_whole(rows, self._held):
+            if self._held is self._own:
+                return self._all()
+            message = in_place(self._held)
+            assert message is not None, "a guest lies in memory as it came: as one message"
+            return message
+        if self._cut is None or self._cut[0] != rows:
+            self._cut = rows, self._packed(self._held, rows, "send")
+        return self._cut[1]
+
+    def _all(self) -> Tensor:
+        if self._whole is None:
+            x, dim = self._own[0]
+            self._whole = self._packed(self._own, ((0, x.shape[dim]),), "send all")
+        return self._whole
+
+    def _packed(self, moving: Moving, rows: Rows, name: str) -> Tensor:
+        if len(rows) == 1:
+            offset, length = rows[0]
+            message = in_place([(x.narrow(dim, offset, length), dim) for x, dim in moving])
+            if message is not None:
+                return message
+        bundle = make_bundle(moving, sum(length for _, length in rows), self._seat.buffers, name)
+        pack_(moving, rows, bundle)
+        return bundle.message
+
+    def _room(self, rows: int, name: str) -> Bundle:
+        return make_bundle(self._own, rows, self._seat.buffers, name)
+
+    @staticmethod
+    def _is_whole(rows: Rows, moving: Moving) -> bool:
+        x, dim = moving[0]
+        return rows == ((0, x.shape[dim]),)
+
+
+class Homeward:
+    """Contributions on their way to the owners of the rows: in each step `add`, `parcels`, `cross`, `room`.
+
+    Contributions of a step leave with the post of the next one and are added at the one after, so two more steps follow
+    the last, and `finish`. Sums are made in the order of steps on every rank.
+
+    Args:
+        home: Where contributions to this rank's own rows are added; step 0 writes it.
+        plan: This rank's part of the plan.
+        seat: This rank's place at the ring.
+        what: Names the direction in errors and traces.
+    """
+
+    def __init__(self, home: Moving, plan: RankPlan, seat: Seat, what: str) -> None:
+        self._home = home
+        self._plan = plan
+        self._seat = seat
+        self._what = what
+        self._made: Bundle | None = None
+        self._returning: list[Tensor] = []
+        self._sums: dict[int, Bundle] = {}  # by outer step: what this node has for a guest
+        self._far: Pending | None = None
+        self._landing: list[Tensor] = []
+        self._crossing = 0  # the outer step whose sums are between nodes; 0: none
+
+    def room(self, step: int) -> list[Tensor]:
+        """Where the contribution of `step` is to be written."""
+        visit = self._plan.visits[step]
+        assert visit is not None, "an empty visit contributes nothing"
+        outer, inner = divmod(step, self._plan.local_size)
+        if step == 0:
+            return [x for x, _ in self._home]
+        if inner == 0:
+            return self._sums[outer].parts
+        self._made = self._bundle(visit.num_rows, f"made {step % 2}")
+        return self._made.parts
+
+    def add(self, step: int) -> None:
+        """Adds what has come back when `step` begins."""
+        plan = self._plan
+        outer, inner = divmod(step, plan.local_size)
+        if self._returning:
+            send = plan.sends[step - 2]
+            assert send is not None, "only rows that were sent come back"
+            self._add(self._returning, send.rows, (step - 2) // plan.local_size)
+            self._returning = []
+        if inner:
+            return
+        if self._crossing and outer == self._crossing + 2:
+            self._land()
+        guest = plan.guests[outer] if outer < len(plan.guests) else None
+        if guest is not None:
+            self._sums[outer] = self._bundle(guest.num_rows, f"sum {outer % 2}")
+            if plan.visits[step] is None:
+                self._sums[outer].message.zero_()
+
+    def parcels(self, step: int) -> tuple[list[Parcel], list[Parcel]]:
+        """What leaves and comes back within the node while `step` is computed: contributions of the step before."""
+        last = step - 1
+        sends: list[Parcel] = []
+        receives: list[Parcel] = []
+        if not 0 < last < self._seat.world_size or last % self._plan.local_size == 0:
+            return sends, receives
+        visit, send = self._plan.visits[last], self._plan.sends[last]
+        if visit is not None:
+            assert self._made is not None, "a visit writes its contribution before the next step is posted"
+            sends = [(visit.source, self._made.message)]
+        if send is not None:
+            bundle = self._bundle(send.num_rows, "returning")
+            self._returning = bundle.parts
+            receives = [(send.peer, bundle.message)]
+        return sends, receives
+
+    def cross(self, step: int) -> None:
+        """Sends the sums of an outer step over the slow link once they are complete; after the post of `step`."""
+        size = self._plan.local_size
+        outer, rest = divmod(step - (size > 1), size)
+        outer -= 1
+        if rest or not 0 < outer < len(self._plan.guests):
+            return
+        guest, send = self._plan.guests[outer], self._plan.sends[outer * size]
+        gives: list[Parcel] = []
+        fetches: list[Parcel] = []
+        self._crossing, self._landing = outer, []
+        if guest is not None:
+            gives = [(guest.owner, self._sums[outer].message)]
+        if send is not None:
+            bundle = self._bundle(send.num_rows, "landing")
+            self._landing = bundle.parts
+            fetches = [(send.peer, bundle.message)]
+        what = f"{self._what} of ring step {outer * size}, between nodes"
+        self._far = self._seat.slow_transport.post(gives, fetches, what)
+
+    def finish(self) -> None:
+        """Adds the last that is on its way."""
+        if self._crossing:
+            self._land()
+
+    def _land(self) -> None:
+        assert self._far is not None, "what crosses was posted"
+        self._far.wait()
+        outer = self._crossing
+        send = self._plan.sends[outer * self._plan.local_size]
+        if send is not None:
+            self._add(self._landing, send.rows, 0)
+        self._sums.pop(outer, None)
+        self._far, self._landing, self._crossing = None, [], 0
+
+    def _add(self, parts: list[Tensor], rows: Rows, outer: int) -> None:
+        """Into the home gradients at outer step 0, else into the sums for a guest."""
+        into = [x for x, _ in self._home] if outer == 0 else self._sums[outer].parts
+        for x, part, (_, dim) in zip(into, parts, self._home, strict=True):
+            add_rows_(x, dim, rows, part)
+
+    def _bundle(self, rows: int, name: str) -> Bundle:
+        return make_bundle(self._home, rows, self._seat.buffers, name)

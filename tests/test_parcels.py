@@ -1,0 +1,72 @@
+"""What travels together is one message, and nothing is copied that already lies like one."""
+
+from __future__ import annotations
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from ringattn.parcels import add_rows_, in_place, make_bundle, message_bytes, pack_
+from ringattn.transport.base import Buffers
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float64)
+
+
+@st.composite
+def travellers(draw: st.DrawFn) -> list[tuple[Tensor, int]]:
+    rows = draw(st.integers(1, 9))
+    found = []
+    for seed in range(draw(st.integers(1, 4))):
+        shape, dim = [draw(st.integers(1, 3)) for _ in range(draw(st.integers(1, 4)))], 0
+        dim = draw(st.integers(0, len(shape) - 1))
+        shape[dim] = rows
+        x = torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(draw(st.sampled_from(DTYPES)))
+        found.append((x, dim))
+    return found
+
+
+@settings(max_examples=100, deadline=None)
+@given(travellers(), st.data())
+def test_a_message_holds_the_rows_of_every_tensor(moving: list[tuple[Tensor, int]], data: st.DataObject) -> None:
+    x, dim = moving[0]
+    picked = sorted(data.draw(st.sets(st.integers(0, x.shape[dim] - 1), min_size=1)))
+    rows = tuple((i, 1) for i in picked)
+    sent = make_bundle(moving, len(picked), Buffers(), "sent")
+    sent.message.fill_(255)
+    pack_(moving, rows, sent)
+    received = make_bundle(moving, len(picked), Buffers(), "received")
+    received.message.copy_(sent.message)
+    assert sent.message.numel() == message_bytes(moving, len(picked))
+    for (whole, along), part in zip(moving, received.parts, strict=True):
+        torch.testing.assert_close(part, whole.index_select(along, torch.tensor(picked)), rtol=0, atol=0)
+        assert part.is_contiguous()
+        assert (part.data_ptr() - received.message.data_ptr()) % 16 == 0
+        back = torch.zeros_like(whole)
+        add_rows_(back, along, rows, part)
+        expected = torch.zeros_like(whole).index_copy_(along, torch.tensor(picked), part)
+        torch.testing.assert_close(back, expected, rtol=0, atol=0)
+
+
+@settings(max_examples=50, deadline=None)
+@given(travellers())
+def test_what_lies_in_memory_like_a_message_is_not_copied(moving: list[tuple[Tensor, int]]) -> None:
+    x, dim = moving[0]
+    bundle = make_bundle(moving, x.shape[dim], Buffers(), "own")
+    bundle.message.zero_()
+    pack_(moving, ((0, x.shape[dim]),), bundle)
+    message = in_place([(part, along) for part, (_, along) in zip(bundle.parts, moving, strict=True)])
+    assert message is not None
+    assert message.data_ptr() == bundle.message.data_ptr()
+    assert torch.equal(message, bundle.message)
+
+
+def test_keys_and_values_of_one_tensor_are_a_message_and_separate_ones_are_not() -> None:
+    both = torch.randn(2, 1, 8, 2, 16)
+    message = in_place([(both[0], 1), (both[1], 1)])
+    assert message is not None
+    assert message.data_ptr() == both.data_ptr()
+    assert message.numel() == both.numel() * 4
+    assert in_place([(both[1], 1), (both[0], 1)]) is None
+    assert in_place([(both[0], 1), (both[1].clone(), 1)]) is None
+    assert in_place([(both[0][..., :8], 1), (both[1], 1)]) is None

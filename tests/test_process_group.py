@@ -1,0 +1,92 @@
+"""Transfers over process groups: a ring's own communicator carries a post as one group of messages, and ends with it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from ringattn import Ring, ring_attention
+from ringattn.transport import process_group
+from ringattn.transport.process_group import ProcessGroupTransport, end_communicator, make_communicator
+from tests.pool import Pools
+
+
+class FakeGroup:
+    """Writes down what it is asked to do."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[Any, ...]] = []
+
+    def _start_coalescing(self, device: torch.device) -> None:
+        self.asked.append(("start", device))
+
+    def _end_coalescing(self, device: torch.device) -> Any:
+        self.asked.append(("end", device))
+        return self
+
+    def send(self, tensors: list[torch.Tensor], peer: int, tag: int) -> None:
+        self.asked.append(("send", tensors[0].numel(), peer, tag))
+
+    def recv(self, tensors: list[torch.Tensor], peer: int, tag: int) -> None:
+        self.asked.append(("recv", tensors[0].numel(), peer, tag))
+
+    def wait(self) -> None:
+        self.asked.append(("wait",))
+
+    def shutdown(self) -> None:
+        self.asked.append(("shutdown",))
+
+
+def test_a_post_is_one_group_of_messages_on_the_communicator_of_the_ring(monkeypatch: pytest.MonkeyPatch) -> None:
+    group, cpu = FakeGroup(), torch.device("cpu")
+    monkeypatch.setitem(process_group._COMMUNICATORS, "mine", group)  # pyright: ignore[reportArgumentType]
+    transport = ProcessGroupTransport("no such group", 0, "mine", 4)
+    sends = [(1, torch.zeros(3)), (2, torch.zeros(0))]
+    transport.post(sends, [(2, torch.zeros(5)), (1, torch.zeros(7))], "test").wait()
+    assert group.asked == [
+        ("start", cpu),
+        ("send", 3, 1, 0),
+        ("recv", 5, 2, 0),
+        ("recv", 7, 1, 0),
+        ("end", cpu),
+        ("wait",),
+    ]
+    transport.post([(1, torch.zeros(0))], [], "nothing").wait()
+    assert group.asked[-1] == ("wait",)
+    transport.close()
+    transport.close()
+    assert group.asked[-2:] == [("wait",), ("shutdown",)]
+    assert "mine" not in process_group._COMMUNICATORS
+
+
+def refuse() -> None:
+    parent = dist.group.WORLD
+    assert parent is not None, "the pool made a group"
+    make_communicator("refused", parent, torch.device("cpu"), 4)
+
+
+@pytest.mark.dist
+@pytest.mark.skipif(dist.is_nccl_available(), reason="NCCL is there")
+def test_a_communicator_that_cannot_be_made_names_the_option(pool: Pools) -> None:
+    with pytest.raises(
+        RuntimeError, match=r"NCCL must make a communicator of at most 4 thread blocks, got .*nccl_max_ctas"
+    ):
+        pool(2).run(refuse)
+    end_communicator("refused")
+
+
+def close_and_go_on() -> bool:
+    ring = Ring(nodes=2)
+    sharding = ring.sharding(16)
+    x = torch.ones(1, 8, 1, 16)
+    first = ring_attention(x, x, x, sharding)
+    ring.close()
+    return torch.equal(first, ring_attention(x, x, x, sharding))
+
+
+@pytest.mark.dist
+def test_a_closed_ring_may_be_used_again(pool: Pools) -> None:
+    assert pool(2).run(close_and_go_on) == [True, True]
