@@ -26,6 +26,7 @@ import importlib
 import inspect
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import itemgetter
 from typing import Any
 
 from torch import Tensor
@@ -36,6 +37,7 @@ WORD = 16  # bytes and multiples of integers: what Triton specialises on
 CAPACITY = 512
 """Encoded descriptors that a compiled kernel keeps; beyond it all are forgotten, and encoded again as they come."""
 
+_NARROW = "all in 32 bits"
 _LEADING = ("self", "gridX", "gridY", "gridZ", "stream", "function")
 
 
@@ -80,20 +82,39 @@ class _Bound:
     encoded: dict[tuple[int, int, Template], list[Any]] = field(default_factory=dict)
 
 
+@dataclass(frozen=True, eq=False)
+class _Places:
+    """Which run-time arguments are what, for one combination of types; facts about the others follow from their types.
+
+    Attributes:
+        general: Gives the integers that are never specialised on, the first of them twice; two zeros where there is none.
+        special: Of the other integers.
+        tensors: Of tensors.
+        descriptors: Of descriptors.
+    """
+
+    general: Callable[[Sequence[Any]], tuple[int, ...]]
+    special: tuple[int, ...]
+    tensors: tuple[int, ...]
+    descriptors: tuple[int, ...]
+
+
 @dataclass(eq=False)
 class _Kernel:
     """A kernel and what it was compiled to.
 
     Attributes:
-        kernel: The function.
+        kernel: The function; held, so that its id stays its own.
         names: Of its arguments, in order.
-        general: Per argument: integers are not specialised on.
+        general: Per argument: integers are not specialised on; nothing is known of an emulated kernel.
+        places: Which arguments are what, by their types.
         variants: What it was compiled to, by the facts that this depends on.
     """
 
     kernel: Any
     names: tuple[str, ...]
     general: tuple[bool, ...]
+    places: dict[tuple[type, ...], _Places] = field(default_factory=dict)
     variants: dict[Hashable, _Bound] = field(default_factory=dict)
 
 
@@ -115,33 +136,29 @@ def launch(
     known = _kernels.get(id(kernel))
     if known is None:
         known = _kernels[id(kernel)] = _describe(kernel)
-    facts: list[Hashable] = []
-    flat: list[Any] = []
-    descriptors: list[int] = []
-    device = None
-    for i, x in enumerate(args):
-        kind = type(x)
-        if kind is int:
-            if known.general[i]:
-                facts.append(-(2**31) <= x < 2**31)
-            else:
-                facts.append((-(2**31) <= x < 2**31, x == 1, x % WORD == 0))
-            flat.append(x)
-        elif x is None or kind is float or kind is bool:
-            facts.append(kind)
-            flat.append(x)
-        elif isinstance(x, Tensor):
-            address = x.data_ptr()
-            facts.append(x.dtype if address % WORD == 0 else (x.dtype,))
-            flat.append(address)
-            device = x.device
-        else:
-            template = getattr(x, "template", None)
-            facts.append(_fact_of_descriptor(x) if template is None else template.fact)
-            descriptors.append(len(flat))
-            flat.append(x)
-            device = x.base.device
-    index = None if device is None else device.index
+    types = tuple(map(type, args))
+    places = known.places.get(types)
+    if places is None:
+        places = known.places[types] = _find_places(known, args)
+    flat = list(args)
+    facts: list[Hashable] = [types]
+    general = places.general(args)
+    facts.append(_NARROW if max(general) < 2**31 and min(general) >= -(2**31) else tuple(map(_is_narrow, general)))
+    for i in places.special:
+        x = args[i]
+        facts.append((_is_narrow(x), x == 1, x % WORD == 0))
+    for i in places.tensors:
+        x = args[i]
+        flat[i] = address = x.data_ptr()
+        facts.append(x.dtype if address % WORD == 0 else (x.dtype,))
+    for i in places.descriptors:
+        x = args[i]
+        template = getattr(x, "template", None)
+        facts.append(_fact_of_descriptor(x) if template is None else template.fact)
+    # tensors of one launch are on one device
+    index = args[places.tensors[0]].device.index if places.tensors else None
+    if index is None and places.descriptors:
+        index = args[places.descriptors[0]].base.device.index
     key = (index, *constants, *constants.values(), *options, *options.values(), *facts)
     bound = known.variants.get(key)
     if bound is None:
@@ -154,8 +171,8 @@ def launch(
         bound.compiled[grid](*args, *bound.tail)
         return
     # from the last to the first, so that the places of the others stay what they are
-    for number in range(len(descriptors) - 1, -1, -1):
-        at = descriptors[number]
+    for number in range(len(places.descriptors) - 1, -1, -1):
+        at = places.descriptors[number]
         flat[at : at + 1] = _encoded(bound, number, flat[at])
     active: Any = driver.active  # its declared class does not say that devices have streams
     bound.run(*grid, active.get_current_stream(index), *flat, *bound.tail)
@@ -167,11 +184,24 @@ def forget() -> None:
 
 
 def _describe(kernel: Any) -> _Kernel:
-    names = tuple(getattr(kernel, "arg_names", ()))
     params = getattr(kernel, "params", None) or ()
     general = tuple(bool(getattr(param, "do_not_specialize", False)) for param in params)
-    # an emulated kernel declares nothing
-    return _Kernel(kernel, names, general + (False,) * 256)
+    return _Kernel(kernel, tuple(getattr(kernel, "arg_names", ())), general)
+
+
+def _find_places(known: _Kernel, args: Sequence[Any]) -> _Places:
+    integers = [i for i, x in enumerate(args) if type(x) is int]
+    general = [i for i in integers if i < len(known.general) and known.general[i]]
+    return _Places(
+        general=(lambda _: (0, 0)) if not general else itemgetter(general[0], *general),
+        special=tuple(i for i in integers if i not in general),
+        tensors=tuple(i for i, x in enumerate(args) if isinstance(x, Tensor)),
+        descriptors=tuple(i for i, x in enumerate(args) if hasattr(x, "block_shape")),
+    )
+
+
+def _is_narrow(x: int) -> bool:
+    return -(2**31) <= x < 2**31
 
 
 def _tail(

@@ -6,6 +6,7 @@ Owns the commands, and what tables and plots show. Refuses to know what is measu
     python -m ringattn.launch.bench kernels
     torchrun --nproc_per_node 4 -m ringattn.launch.bench ring
     torchrun --nproc_per_node 4 -m ringattn.launch.bench memory
+    torchrun --nproc_per_node 4 -m ringattn.launch.bench host
 
 FLOPs are those of `problems` (Note [FLOPs]), times those of `turns` (Note [Times]).
 """
@@ -20,6 +21,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from ringattn.launch.bench_host import Host, bench_host
 from ringattn.launch.bench_kernels import Kernels, bench_kernels, describe_problem
 from ringattn.launch.bench_memory import Memory, bench_memory
 from ringattn.launch.bench_ring import Ring, bench_ring
@@ -61,6 +63,14 @@ COLUMNS: dict[str, dict[str, str]] = {
         "tensors_gib": "{:.2f}",
         "predicted_gib": "{:.2f}",
         "peak_gib": "{:.2f}",
+    },
+    "host": {
+        "world_size": "{}",
+        "mask": "{}",
+        "seq_len": "{}",
+        "inference_us": "{:.0f}",
+        "forward_us": "{:.0f}",
+        "both_us": "{:.0f}",
     },
 }
 """What the table of each bench shows of its rows, and how."""
@@ -146,12 +156,16 @@ def plot_memory(rows: Sequence[dict[str, Any]], title: str, path: Path) -> None:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command; returns its exit code: 1 when the check is red, and then no speed is shown."""
     words = sys.argv[1:] if arguments is None else list(arguments)
-    args: Kernels | Ring | Memory = parse(Kernels | Ring | Memory, words, "bench", "Measures, after checking.")
+    args: Kernels | Ring | Memory | Host = parse(
+        Kernels | Ring | Memory | Host, words, "bench", "Measures, after checking."
+    )
     with open_session(args.device) as session:
         line = machine(session)
         session.say(describe(line))
         if isinstance(args, Kernels):
             return report_kernels(args, session, line, words)
+        if isinstance(args, Host):
+            return report_host(args, session, line)
         kind = "ring" if isinstance(args, Ring) else "memory"
         rows = bench_ring(args, session) if isinstance(args, Ring) else bench_memory(args, session)
         if rows is None:
@@ -195,6 +209,19 @@ def report_kernels(args: Kernels, session: Session, line: dict[str, Any], words:
     picture = path.with_suffix(".png")
     print(f"rows: {path}{f' and {picture}' if drawn else ''}")
     return int(bool(book.red))
+
+
+def report_host(args: Host, session: Session, line: dict[str, Any]) -> int:
+    """Measures the host after a check; returns the exit code."""
+    if not verify([args.problem(session.world_size)], ("zigzag",), session, args.impl):
+        session.say("red: no speed is shown until the check is green")
+        return 1
+    rows = bench_host(args, session)
+    if session.rank == 0:
+        tabulate("host", rows)
+        write_json(args.out / "host.json", {"machine": line, "rows": rows})
+        print(f"rows: {args.out / 'host.json'}")
+    return 0
 
 
 if __name__ == "__main__":

@@ -225,6 +225,19 @@ def _bench(out: str) -> int:
     return bench.main(["ring", *TINY, "--masks", "causal", "--no-graphs", *words])
 
 
+def _bench_host(out: str) -> int:
+    words = ["--tokens", "8", "--calls", "3", "--device", "cpu", "--out", out]
+    return bench.main(["host", *TINY, *words])
+
+
+@pytest.mark.dist
+def test_bench_host_times_every_direction(pool, tmp_path: Path) -> None:
+    assert pool(2).run(_bench_host, str(tmp_path)) == [0, 0]
+    (row,) = json.loads((tmp_path / "host.json").read_text())["rows"]
+    assert row["world_size"] == 2
+    assert 0 < row["inference_us"] < row["both_us"]
+
+
 @pytest.mark.dist
 def test_bench_ring_writes_rows_and_a_plot(pool, tmp_path: Path) -> None:
     assert pool(2).run(_bench, str(tmp_path)) == [0, 0]
@@ -539,7 +552,7 @@ def test_the_standard_of_a_problem_is_the_reference_on_its_last_heads(mask: Any,
 
 
 @pytest.mark.usefixtures("_wrong_backward")
-@pytest.mark.parametrize("kind", ["ring", "memory"])
+@pytest.mark.parametrize("kind", ["ring", "memory", "host"])
 def test_no_speed_is_shown_on_a_red_check(kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert bench.main([kind, *TINY, "--device", "cpu", "--out", str(tmp_path)]) == 1
     said = capsys.readouterr().out

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -99,7 +99,7 @@ def numbers_of(x: Tensor, block: int) -> TensorDescriptor:
 @functools.lru_cache
 def layout_of(block: tuple[int, ...], dtype: torch.dtype) -> gl.NVMMASharedLayout:
     """The shared-memory layout of a block that products read."""
-    return gl.NVMMASharedLayout.get_default_for(list(block), _DTYPES[dtype])
+    return cast(gl.NVMMASharedLayout, gl.NVMMASharedLayout.get_default_for(list(block), _DTYPES[dtype]))
 
 
 @functools.lru_cache

@@ -196,7 +196,8 @@ def test_kept_descriptors_are_bounded_and_keep_nothing_alive(machine: Driver, mo
     monkeypatch.setattr(launch_triton, "CAPACITY", 7)
     fields = [64, 64], [64, 1], [32, 64]
     template = launch_triton.Template(TensorDescriptor(torch.zeros(64, 64, dtype=torch.float16), *fields))
-    held = []
+    held: list[torch.Tensor] = []
+    x = d = None
     for _ in range(20):
         x = torch.zeros(64, 64, dtype=torch.float16)
         held.append(x)
