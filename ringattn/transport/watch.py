@@ -185,10 +185,8 @@ class Watch:
         )
         # both closed before anybody is told that there is a failure to get out of
         with self._last_resort():
-            self._streams.rescue(
-                [Write(self._control[PROCEED], 0), *(Write(gate, 0) for gate in self.territory.gates)]
-                + [Write(self._control[GATE], 0)]
-            )
+            gates = (self._control[GATE], *self.territory.gates)
+            self._streams.rescue([Write(word, 0) for word in (self._control[PROCEED], *gates)])
         self.failure = text
         sys.stderr.write(text + "\n")
         sys.stderr.flush()
