@@ -380,6 +380,11 @@ def test_survivors_of_a_lost_rank_end_in_nan_and_refuse_further_calls(
     lost = world_size - 1
     results: list[tuple[int, int, list[float]]] = []
 
+    def whole_of(rank: int, salt: int) -> float:
+        """What the kernel of a healthy rank ends with: the sum over the heads of its last fetch's last group."""
+        owner = shape.collections[rank].fetches[-1].owner
+        return float(torch.cat(keys_of(shape, owner, salt), -1)[:, :, 2 * (groups - 1) // groups :].sum())
+
     def attend(rank: int, salt: int) -> None:
         """A kernel that ends in NaN when a flag is negative, and whose output is otherwise the sum of what it read."""
         streams, end, collection = ranks.streams[rank], ranks.ends[rank], shape.collections[rank]
@@ -408,8 +413,9 @@ def test_survivors_of_a_lost_rank_end_in_nan_and_refuse_further_calls(
             def send() -> None:
                 value = total[-1] if total else 0.0
                 coming.own.fill_(value)
+                mark = torch.full((1,), value)
                 for address in coming.addresses[1:].tolist():
-                    ctypes.memmove(address, torch.full((1,), value).data_ptr(), 4)
+                    ctypes.memmove(address, mark.data_ptr(), 4)
 
             streams.call(send)
         found.close()
@@ -418,14 +424,7 @@ def test_survivors_of_a_lost_rank_end_in_nan_and_refuse_further_calls(
 
             def add() -> None:
                 parts = [float(coming.own.flatten()[0]), *(float(region.flatten()[0]) for region in regions)]
-                expected = [
-                    float(
-                        torch.cat(keys_of(shape, (reader.peer + 1) % world_size, salt), -1)[
-                            :, :, 2 // groups * (groups - 1) :
-                        ].sum()
-                    )
-                    for reader in collection.readers
-                ]
+                expected = [whole_of(reader.peer, salt) for reader in collection.readers]
                 whole = sum(parts)
                 assert whole != whole or parts[1:] == expected, "a gradient that could be taken for a result"
                 for region in regions:

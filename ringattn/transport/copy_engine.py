@@ -40,6 +40,7 @@ from ringattn.transport.watch import (
     DEVICE_WORDS,
     DONE,
     ELSEWHERE,
+    ENTERING,
     ERROR,
     FETCHING,
     GATE,
@@ -654,7 +655,7 @@ class CopyEngineTransport:
         owners = [fetch.owner for fetch in collection.fetches]
         readers = [send.peer for send in collection.readers]
         number = self._number(Course(what, tuple(dict.fromkeys((*owners, *readers)))))
-        start: list[Op] = [self._at(number, STARTING)]
+        start: list[Op] = [self._at(number, ENTERING)]
         for owner in owners:
             start += self._take(station.free(me, owner))
         start += [Wait(self._words[PROCEED], 1), Write(self._host.data_ptr() + 4 * QUIET, 0), self._at(number, KERNEL)]
