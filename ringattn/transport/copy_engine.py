@@ -242,7 +242,7 @@ class CopyEngineTransport:
             *map(Tensor.data_ptr, (far, flags)),
             self._streams.capturing(),
         )
-        found: _Gather | None = self._find(key)
+        found = self._find(key)
         if found is None:
             found = self._keep(
                 key, self._plan_gather(collection, station, slot, far, flags, packs=lent is None, what=what)
