@@ -40,6 +40,7 @@ from ringattn.transport.watch import (
     DEVICE_WORDS,
     DONE,
     ELSEWHERE,
+    ENTERING,
     ERROR,
     FETCHING,
     GATE,
@@ -128,6 +129,7 @@ class _Gather:
 class _Home:
     """The constant part of a homecoming."""
 
+    number: int
     start: Program
     receive: Program
     close: Program
@@ -238,8 +240,9 @@ class CopyEngineTransport:
             d,
             groups,
             *map(Tensor.data_ptr, (far, flags)),
+            self._streams.capturing(),
         )
-        found: _Gather | None = self._find(key)
+        found = self._find(key)
         if found is None:
             found = self._keep(
                 key, self._plan_gather(collection, station, slot, far, flags, packs=lent is None, what=what)
@@ -283,6 +286,7 @@ class CopyEngineTransport:
             plans.append(found)
         chosen = plans[self._home_turn]
         self._home_turn = 1 - self._home_turn
+        self._rename(chosen.number, what)
         self._launch(chosen.start)
         self._homecoming = _Coming(self, chosen)
         return self._homecoming
@@ -315,11 +319,11 @@ class CopyEngineTransport:
             for halves, parcels in ((halves_out, out), (halves_in, into))
             for peer, half in halves.items()
         )
-        key = ("post", len(out), moved, index)
+        key = ("post", len(out), moved, index, self._streams.capturing())
         found = self._find(key)
         if found is None:
             found = self._keep(key, self._plan_post(moved[: len(out)], moved[len(out) :], index, what))
-        number, start, pulls, join = found
+        number, start, pulls, joins = found
         self._rename(number, what)
         self._remember_received([x for tensors in into.values() for x in tensors])
         self._launch(start)
@@ -329,7 +333,7 @@ class CopyEngineTransport:
             self._streams.order(self._streams.main(), self._streams.side)
         self._streams.launch(pulls, self._streams.side)
         self._posted += 1
-        pending = _Fetching(self, index, join, self._posted)
+        pending = _Fetching(self, index, joins, self._posted)
         self._posts[index] = pending
         return pending
 
@@ -541,9 +545,13 @@ class CopyEngineTransport:
     def _take(self, word: int) -> list[Op]:
         return [Wait(word, 1), Write(word, 0)]
 
+    # Inside a capture events order the two streams, and words must not: the side stream of a graph is not the ring's own,
+    # whose next work may be enqueued while the graph still runs, and each would take the other's signals.
+
     def _side_begins(self, number: int) -> list[Op]:
         host = self._host.data_ptr()
-        return [*self._take(self._words[START]), Write(host + 4 * SIDE_AT, 0), Write(host + 4 * SIDE, number)]
+        started = [] if self._streams.capturing() else self._take(self._words[START])
+        return [*started, Write(host + 4 * SIDE_AT, 0), Write(host + 4 * SIDE, number)]
 
     def _side_ends(self, done: int) -> list[Op]:
         host = self._host.data_ptr()
@@ -551,11 +559,17 @@ class CopyEngineTransport:
             Wait(self._words[GATE], 1),
             Write(host + 4 * QUIET, 0),
             Write(host + 4 * SIDE, 0),
-            Write(self._words[done], 1),
+            *([] if self._streams.capturing() else [Write(self._words[done], 1)]),
         ]
 
+    def _side_is_free(self) -> list[Op]:
+        return [] if self._streams.capturing() else [Wait(self._words[START], 0)]
+
     def _start_side(self) -> list[Op]:
-        return [Write(self._words[START], 1)]
+        return [] if self._streams.capturing() else [Write(self._words[START], 1)]
+
+    def _take_done(self, done: int) -> list[Op]:
+        return [] if self._streams.capturing() else self._take(self._words[done])
 
     def _plan_gather(
         self,
@@ -581,9 +595,14 @@ class CopyEngineTransport:
             return flags.data_ptr() + 4 * (g * flags.shape[1] + step)
 
         start: list[Op] = [self._at(number, STARTING)]
-        for send in readers:
-            start += self._take(station.free(me, send.peer))
-        start += [Wait(words[START], 0), Wait(words[PROCEED], 1)]
+        reading = {send.peer for send in readers}
+        for peer in range(self._world_size):
+            if peer in reading:
+                start += self._take(station.free(me, peer))
+            elif peer != me:
+                # it may still read what an earlier call left in this slot
+                start.append(Wait(station.free(me, peer), 1))
+        start += [*self._side_is_free(), Wait(words[PROCEED], 1)]
         start += [Write(flag(g, fetch.step), 0) for g in range(groups) for fetch in fetches]
         start += [Write(self._host.data_ptr() + 4 * QUIET, 0), self._at(number, KERNEL)]
         start += [] if packs else self._start_side()
@@ -604,7 +623,7 @@ class CopyEngineTransport:
         side += self._side_ends(DONE)
 
         joining = [self._at(number, JOINING)]
-        join = [*self._take(words[DONE]), Wait(words[PROCEED], 1), *self._leave()]
+        join = [*self._take_done(DONE), Wait(words[PROCEED], 1), *self._leave()]
         if not moves:
             start, joining, join = [], [], []
         return _Gather(
@@ -631,11 +650,12 @@ class CopyEngineTransport:
         me, compile_ = self._rank, self._streams.compile
         b, hk, width = shape
         whole = (b, collection.slot_rows, hk, width)
-        stride = _aligned(math.prod(whole) * 4)
+        # of the station, not of the call: the region of a pair never overlaps what another shape gave to another pair
+        stride = station.num_bytes // (self._world_size - 1)
         owners = [fetch.owner for fetch in collection.fetches]
         readers = [send.peer for send in collection.readers]
         number = self._number(Course(what, tuple(dict.fromkeys((*owners, *readers)))))
-        start: list[Op] = [self._at(number, STARTING)]
+        start: list[Op] = [self._at(number, ENTERING)]
         for owner in owners:
             start += self._take(station.free(me, owner))
         start += [Wait(self._words[PROCEED], 1), Write(self._host.data_ptr() + 4 * QUIET, 0), self._at(number, KERNEL)]
@@ -650,6 +670,7 @@ class CopyEngineTransport:
         addresses = [own.data_ptr()]
         addresses += [station.rows(fetch.owner) + (fetch.step - 1) * stride for fetch in collection.fetches]
         return _Home(
+            number,
             start=compile_(start),
             receive=compile_(receive),
             close=compile_(close),
@@ -665,20 +686,20 @@ class CopyEngineTransport:
         into: Sequence[tuple[int, int, tuple[tuple[int, int], ...]]],
         index: int,
         what: str,
-    ) -> tuple[int, Program, Program | None, Program]:
+    ) -> tuple[int, Program, Program | None, tuple[Program, Program]]:
         me, words, compile_ = self._rank, self._words, self._streams.compile
         number = self._number(Course(what, tuple(peer for peer, *_ in out), tuple((None, peer) for peer, *_ in into)))
         start: list[Op] = [self._at(number, STARTING)]
         for peer, half, _ in out:
             start += self._take(self._boxes[half].free(me, peer))
-        start += [Wait(words[START], 0)] if into else []
+        start += self._side_is_free() if into else []
         start += [Wait(words[PROCEED], 1)]
         for peer, half, payloads in out:
             start += _stack(payloads, self._box(half, me, peer), inward=False)
         start += [Write(self._boxes[half].full(peer, me), 1) for peer, half, _ in out]
         start += [*self._leave(), *(self._start_side() if into else [])]
         if not into:
-            return number, compile_(start), None, compile_([])
+            return number, compile_(start), None, (compile_([]), compile_([]))
         side = self._side_begins(number)
         for i, (peer, half, payloads) in enumerate(into):
             side += self._take(self._boxes[half].full(me, peer))
@@ -686,9 +707,9 @@ class CopyEngineTransport:
             side += [Wait(words[GATE], 1), Write(self._boxes[half].free(peer, me), 1)]
             side += [Write(self._host.data_ptr() + 4 * SIDE_AT, i + 1)]
         side += self._side_ends(POSTED + index)
-        join = [self._at(number, FETCHING), *self._take(words[POSTED + index])]
-        join += [Wait(words[PROCEED], 1), *self._leave()]
-        return number, compile_(start), compile_(side), compile_(join)
+        fetching = [self._at(number, FETCHING)]
+        join = [*fetching, *self._take_done(POSTED + index), Wait(words[PROCEED], 1), *self._leave()]
+        return number, compile_(start), compile_(side), (compile_(fetching), compile_(join))
 
     def _box(self, half: int, sender: int, receiver: int) -> int:
         """Where rank `sender` keeps what it sends to rank `receiver`."""
@@ -783,10 +804,10 @@ class _Coming:
 class _Fetching:
     """See `Pending`."""
 
-    def __init__(self, transport: CopyEngineTransport, index: int, join: Program, order: int) -> None:
+    def __init__(self, transport: CopyEngineTransport, index: int, joins: tuple[Program, Program], order: int) -> None:
         self._transport = transport
         self.index = index
-        self._join = join
+        self._fetching, self._join = joins
         self._waited = False
         self.order = order
 
@@ -798,6 +819,7 @@ class _Fetching:
         if here._posts[self.index] is self:
             here._posts[self.index] = None
         if here._streams.capturing():
+            here._launch(self._fetching)
             here._streams.order(here._streams.side, here._streams.main())
         here._launch(self._join)
         here.watch.check()

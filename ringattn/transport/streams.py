@@ -136,7 +136,8 @@ class CudaStreams:
         self._cu = import_driver()
         self._device = device
         self._index = device.index if device.index is not None else torch.cuda.current_device()
-        lowest, highest = torch.cuda.Stream.priority_range()
+        ends = self._cu.cuCtxGetStreamPriorityRange()
+        lowest, highest = self._checked(ends, "say its priorities"), ends[2]
         # torch hands out its streams in turn: one that a caller waits on would be no rescue
         self.side: int = self._own_stream(min(highest + 1, lowest))
         self._scribe = self._own_stream(lowest)

@@ -37,7 +37,8 @@ PLACE, SIDE, SIDE_AT, QUIET, ERROR = range(5)
 HOST_WORDS = 16
 
 # where the caller's stream is: the low bits of PLACE. The others name the course it is on
-ELSEWHERE, STARTING, KERNEL, JOINING, RECEIVING, FETCHING = range(6)
+# ENTERING waits for peers too, but a kernel comes next whose rows are already on their way
+ELSEWHERE, STARTING, KERNEL, JOINING, RECEIVING, FETCHING, ENTERING = range(7)
 PLACES = 8
 
 GATE, PROCEED, START, DONE, POSTED = range(5)  # words of the device; POSTED is the first of POSTS
@@ -185,13 +186,8 @@ class Watch:
         )
         # both closed before anybody is told that there is a failure to get out of
         with self._last_resort():
-            self._streams.rescue(
-                [
-                    Write(self._control[PROCEED], 0),
-                    *(Write(gate, 0) for gate in self.territory.gates),
-                    Write(self._control[GATE], 0),
-                ]
-            )
+            gates = (self._control[GATE], *self.territory.gates)
+            self._streams.rescue([Write(word, 0) for word in (self._control[PROCEED], *gates)])
         self.failure = text
         sys.stderr.write(text + "\n")
         sys.stderr.flush()
@@ -214,11 +210,11 @@ class Watch:
                 flags = [(address + 4 * i) for address, count in list(here.flags) for i in range(count)]
                 self._streams.rescue([Write(address, -1) for address in flags])
                 return
-            if self._words[SIDE]:
+            if self._words[SIDE] and place != ENTERING:
                 self._streams.rescue([Write(word, 1) for word in (*list(here.full), gate)])
                 return
             self._streams.rescue([Write(gate, 0)])
-            if self._words[SIDE] or place in (ELSEWHERE, KERNEL):
+            if place in (ELSEWHERE, KERNEL) or (self._words[SIDE] and place != ENTERING):
                 return  # it had more to do
             if place == RECEIVING:
                 for address, num_bytes in list(here.own):
@@ -226,7 +222,7 @@ class Watch:
             if place in (JOINING, FETCHING):
                 for address, num_bytes in list(here.received):
                     self._streams.fill(address, num_bytes)
-            let_go = {STARTING: here.free, RECEIVING: here.home}.get(place, set())
+            let_go = {STARTING: here.free, ENTERING: here.free, RECEIVING: here.home}.get(place, set())
             self._stepping = True
             self._streams.rescue([*(Write(word, 1) for word in list(let_go)), Write(proceed, 1)])
 
