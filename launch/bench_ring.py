@@ -254,7 +254,11 @@ def measure(
         if contender is None:
             refused[who] = why
             continue
-        standard = standard or answers
+        if who in rings:
+            standard = standard or answers
+        elif not standard:
+            refused[who] = "no answer of ours to hold it against"
+            continue
         if wrong := judge(answers, standard, problem.dtype, session):
             refused[who] = wrong
             continue

@@ -28,7 +28,6 @@ import os
 import random
 import re
 import signal
-import socket
 import sys
 import tempfile
 import threading
@@ -212,15 +211,17 @@ def _live(args: FaultArgs, trial: Trial, rank: int, port: int, device: str, cloc
     # joining, and compiling in the first step, take longer than any other
     patient = datetime.timedelta(seconds=START_S)
     store = dist.TCPStore(  # pyright: ignore[reportPrivateImportUsage]
-        "127.0.0.1", port, args.ranks, is_master=rank == 0, timeout=patient, wait_for_workers=False
+        "127.0.0.1", port, is_master=False, timeout=patient
     )
+    _meet(store, "joined", args.ranks)
     backend = "nccl" if device == "cuda" else "gloo"
     dist.init_process_group(
         backend,
         store=dist.PrefixStore("ring", store),  # pyright: ignore[reportPrivateImportUsage]
         rank=rank,
         world_size=args.ranks,
-        timeout=patient,
+        # gloo keeps the timeout it starts with, and has nothing to compile
+        timeout=patient if device == "cuda" else timeout,
         device_id=where if device == "cuda" else None,
     )
 
@@ -236,7 +237,8 @@ def _live(args: FaultArgs, trial: Trial, rank: int, port: int, device: str, cloc
     warm = ringattn.Ring(timeout=patient, **SCHEDULES[args.schedule])
     step(warm.sharding(args.tokens))
     warm.close()
-    distributed_c10d._set_pg_timeout(timeout)
+    if device == "cuda":
+        distributed_c10d._set_pg_timeout(timeout)
     sharding = ringattn.Ring(timeout=timeout, **SCHEDULES[args.schedule]).sharding(args.tokens)
     _meet(store, "warm", args.ranks)
     for _ in range(trial.steps):
@@ -283,20 +285,15 @@ def compute_afresh(device: str) -> None:
         assert float((x @ torch.eye(8, device=where) - x).abs().sum()) == 0.0, f"device {index} computes wrong numbers"
 
 
-def free_port() -> int:
-    """A port that nobody listens on now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
 class _Running:
     """The processes of one trial."""
 
     def __init__(self, args: FaultArgs, trial: Trial, device: str, context: Any, folder: Path) -> None:
         self.trial, self.timeout = trial, args.timeout
         self.clock, self.ready = context.Value("d", 0.0), context.Value("i", 0)
-        port = free_port()
+        # the store outlives every rank, as that of a launcher does; port 0: the system picks
+        self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # pyright: ignore[reportPrivateImportUsage]
+        port = self.store.port
         self.logs = [folder / f"rank{rank}.txt" for rank in range(args.ranks)]
         folder.mkdir(parents=True, exist_ok=True)
         self.processes: list[BaseProcess] = []
