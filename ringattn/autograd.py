@@ -12,9 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ringattn.backward import ring_backward
+from ringattn import gathered
 from ringattn.call import Call
-from ringattn.forward import ring_forward
 from ringattn.kernels.contract import KernelSet, Score, accumulation_dtype
 from ringattn.kernels.select import pick
 from ringattn.living import find_ring
@@ -54,7 +53,7 @@ def ring_attention_op(
     extras = {"sinks": sinks, "alibi_slopes": alibi_slopes, "key_bias": key_bias, "bias": bias}
     with torch.autocast(q.device.type, enabled=False):
         here, decoded, kernels, score = _resolve(q, k, v, extras, dropout_seed, ring, call)
-        return ring_forward(_rows(q), _rows(k), _rows(v), score, decoded, kernels, here.seat)
+        return gathered.forward(_rows(q), _rows(k), _rows(v), score, decoded, kernels, here.seat)
 
 
 @torch.library.custom_op("ringattn::backward", mutates_args=())
@@ -80,7 +79,7 @@ def ring_attention_backward_op(
     options = list(extras.values())
     with torch.autocast(q.device.type, enabled=False):
         here, decoded, kernels, score = _resolve(q, k, v, extras, dropout_seed, ring, call)
-        grads = ring_backward(
+        grads = gathered.backward(
             torch.zeros_like(o) if do is None else _rows(do.to(o.dtype)),
             dlse,
             _rows(q),

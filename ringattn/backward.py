@@ -192,14 +192,15 @@ def ring_backward(
         dq=query_side[0],
         dk=key_side[0],
         dv=key_side[1],
-        dsinks=_sinks_gradient(score, lse, delta) if want_sinks else None,
+        dsinks=sinks_gradient(score, lse, delta) if want_sinks else None,
         dalibi=query_side[1].sum((0, 2)) if want_alibi else None,
         dkey_bias=key_side[2] if want_key_bias else None,
         dbias=dbias,
     )
 
 
-def _sinks_gradient(score: Score, lse: Tensor, delta: Tensor) -> Tensor:
+def sinks_gradient(score: Score, lse: Tensor, delta: Tensor) -> Tensor:
+    """This rank's share of the gradient of sinks, `h`; lse and delta `b h s`."""
     # a sink is a logit whose value row is zero: dp = 0, so ds = p * (0 - delta)
     assert score.sinks is not None, "a gradient of sinks needs sinks"
     p = torch.exp(score.sinks.to(lse.dtype)[:, None] - lse)

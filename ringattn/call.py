@@ -16,10 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ringattn.kernels.contract import Score, Side, accumulation_dtype
-from ringattn.schedule import Plan, RankPlan, Visit, make_plan
+from ringattn.kernels.contract import GUARD, Gathered, Score, Side, accumulation_dtype
+from ringattn.schedule import Collection, Plan, RankPlan, Visit, collect, make_plan
 from ringattn.sharding import Sharding
-from ringattn.tables import moving_side, stationary_side
+from ringattn.tables import gathered_sides, moving_side, stationary_side
 from ringattn.visibility import Visibility
 
 MOVEMENTS = ("auto", "keys", "queries")
@@ -83,6 +83,14 @@ class Call:
     def moving(self, moving: str, visit: Visit, device: torch.device) -> Side:
         """Tables of the rows that a visit brings."""
         return moving_side(visit, self.visibility, device, reading="queries" if moving == "keys" else "keys")
+
+    def collection(self) -> Collection:
+        """What this rank fetches, and who fetches from it, when all visits are computed in one launch."""
+        return collect(self.plan("keys"), self.rank, GUARD)
+
+    def gathered(self, device: torch.device) -> Gathered:
+        """Tables of the keys of all visits, likewise."""
+        return gathered_sides(self.visits("keys"), self.collection(), self.visibility, device)
 
     def score(
         self,

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ringattn.backward import Gradients, ring_backward
+from ringattn import gathered
+from ringattn.backward import Gradients
 from ringattn.call import Call, describe
-from ringattn.forward import ring_forward
 from ringattn.kernels.select import pick
 from ringattn.layout import make_shards
 from ringattn.sharding import Sharding
@@ -58,6 +58,7 @@ def simulate_ring(
     key_bias: Tensor | None = None,
     bias: Tensor | None = None,
     dropout_seed: int = 0,
+    memory_budget: int = 0,
     **options: Any,
 ) -> Simulated:
     """Runs all ranks of a ring in this process and puts the results together.
@@ -78,6 +79,7 @@ def simulate_ring(
         key_bias: `b m`, whole.
         bias: Broadcastable to `b h n m`, whole.
         dropout_seed: Seed of the dropout mask.
+        memory_budget: As in `Ring`: bytes that gathered keys may take on a rank; 0: visits one by one.
         **options: causal, window, prefix_len, chunk_len, lengths, softcap, dropout_p, impl, backward.
 
     Returns:
@@ -104,10 +106,10 @@ def simulate_ring(
         choice = pick(q.device, q.dtype, d, v.shape[-1], impl=call.impl, features=call.features(**extras))
         kernels = choice.kernels
         score = call.score(q.dtype, dropout_seed, **extras)
-        o, lse = ring_forward(*local, score, call, kernels, seat)
+        o, lse = gathered.forward(*local, score, call, kernels, seat)
         if do is None and dlse is None:
             return o, lse, None
-        grads = ring_backward(
+        grads = gathered.backward(
             torch.zeros_like(o) if do is None else mine.shard(do, 1),
             None if dlse is None else mine.shard(dlse, 2),
             *local,
@@ -125,7 +127,7 @@ def simulate_ring(
         return o, lse, grads
 
     with torch.no_grad():
-        parts = run_ranks(world_size, run)
+        parts = run_ranks(world_size, run, budget=memory_budget)
         o = shardings[0].assemble([part[0] for part in parts], 1)
         lse = shardings[0].assemble([part[1] for part in parts], 2)
         found = [part[2] for part in parts if part[2] is not None]

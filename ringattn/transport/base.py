@@ -106,7 +106,13 @@ class Homecoming(Protocol):
 
 
 class Gatherer(Protocol):
-    """Brings the keys of all owners at once (Note [Gathered visit] of the kernels' contract)."""
+    """Brings the keys of all owners at once (Note [Gathered visit] of the kernels' contract).
+
+    Attributes:
+        budget: Bytes that gathered keys and contributions may take on a rank; the same number on all ranks.
+    """
+
+    budget: int
 
     def gather(self, k: Tensor, v: Tensor, collection: Collection, groups: int, what: str) -> Gathering:
         """Publishes this rank's keys, starts fetching those of others, and returns at once.

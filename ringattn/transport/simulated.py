@@ -9,11 +9,15 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import TypeVar
 
 import torch
 from torch import Tensor
 
+from ringattn.kernels.contract import Arrivals
+from ringattn.parcels import slices
+from ringattn.schedule import Collection
 from ringattn.transport.base import Parcel, Pending, Seat
 
 T = TypeVar("T")
@@ -74,9 +78,10 @@ class _Hub:
 class SimulatedTransport:
     """One rank's end of the mailboxes."""
 
-    def __init__(self, hub: _Hub, rank: int) -> None:
+    def __init__(self, hub: _Hub, rank: int, budget: int) -> None:
         self._hub = hub
         self._rank = rank
+        self._budget = budget
 
     def post(self, sends: Sequence[Parcel], receives: Sequence[Parcel], what: str) -> Pending:
         """See `Transport.post`."""
@@ -91,17 +96,91 @@ class SimulatedTransport:
     def reserve(self, num_bytes: int) -> None:
         """Mailboxes hold whatever is sent."""
 
-    def gatherer(self) -> None:
-        """Shards come visit by visit."""
-        return
+    def gatherer(self) -> SimulatedGatherer:
+        """Everything is fetched before the kernel starts."""
+        return SimulatedGatherer(self._hub, self._rank, self._budget)
 
 
-def run_ranks(world_size: int, body: Callable[[Seat], T]) -> list[T]:
+class SimulatedGatherer:
+    """Gathers by mail: what a kernel reads and writes is poisoned unless it is owed to it.
+
+    Args:
+        hub: The mailboxes.
+        rank: This rank.
+        budget: See `Gatherer.budget`.
+    """
+
+    def __init__(self, hub: _Hub, rank: int, budget: int) -> None:
+        self._hub = hub
+        self._rank = rank
+        self.budget = budget
+
+    def gather(self, k: Tensor, v: Tensor, collection: Collection, groups: int, what: str) -> _Gathered:
+        """See `Gatherer.gather`."""
+        assert k.shape[2] % groups == 0, "head groups divide the key heads"
+        mine = torch.cat((k, v), -1)
+        for reader in collection.readers:
+            self._hub.deliver(self._rank, reader.peer, torch.cat(slices(mine, 1, reader.rows), 1))
+        far = mine.new_zeros(mine.shape[0], collection.far_rows, *mine.shape[2:])
+        for fetch in collection.fetches:
+            rows = self._hub.collect(fetch.owner, self._rank, f"{what}, keys of ring step {fetch.step}")
+            far[:, fetch.at : fetch.at + rows.shape[1]] = rows
+        return _Gathered(far)
+
+    def homecoming(
+        self, shape: tuple[int, int, int], collection: Collection, device: torch.device, what: str
+    ) -> _Homes:
+        """See `Gatherer.homecoming`."""
+        return _Homes(self._hub, self._rank, shape, collection, device, what)
+
+
+@dataclass
+class _Gathered:
+    far: Tensor
+    arrivals: Arrivals | None = None
+
+    def close(self) -> None:
+        # a kernel that is launched later would be too late
+        self.far.fill_(float("nan"))
+
+
+class _Homes:
+    def __init__(
+        self,
+        hub: _Hub,
+        rank: int,
+        shape: tuple[int, int, int],
+        collection: Collection,
+        device: torch.device,
+        what: str,
+    ) -> None:
+        b, hk, width = shape
+        self._hub, self._rank, self._collection, self._what = hub, rank, collection, what
+        self.rows = collection.slot_rows
+        sides = len(collection.fetches) + 1
+        self._made = torch.full((sides, b, self.rows, hk, width), float("nan"), dtype=torch.float32, device=device)
+        self.own = self._made[0]
+        self.addresses = torch.tensor([x.data_ptr() for x in self._made], dtype=torch.int64, device=device)
+
+    def receive(self) -> list[Tensor]:
+        for fetch, made in zip(self._collection.fetches, self._made[1:], strict=True):
+            self._hub.deliver(self._rank, fetch.owner, made)
+        return [
+            self._hub.collect(reader.peer, self._rank, f"{self._what}, gradients of ring step {reader.step}")
+            for reader in self._collection.readers
+        ]
+
+    def close(self) -> None:
+        self._made.fill_(float("nan"))
+
+
+def run_ranks(world_size: int, body: Callable[[Seat], T], *, budget: int = 0) -> list[T]:
     """Runs `body` once per rank in lockstep and returns the results in rank order.
 
     Args:
         world_size: Ranks to simulate.
         body: The work of one rank.
+        budget: Bytes that gathered keys may take on a rank (`Gatherer.budget`); 0: visits one by one.
 
     Raises:
         BaseException: Whatever the first failing rank raised.
@@ -118,7 +197,7 @@ def run_ranks(world_size: int, body: Callable[[Seat], T]) -> list[T]:
                 if device is not None:
                     torch.cuda.set_device(device)
                 with torch.set_grad_enabled(grad):
-                    results[rank] = body(Seat(rank, world_size, SimulatedTransport(hub, rank)))
+                    results[rank] = body(Seat(rank, world_size, SimulatedTransport(hub, rank, budget)))
             except BaseException as caught:  # the caller's thread raises it
                 error = caught
             hub.leave(error)

@@ -1,0 +1,165 @@
+"""All visits of a rank in one launch: keys of all owners come while one kernel computes.
+
+Owns the choice between this schedule and the visits one by one (`forward.py`, `backward.py`), and the order of gather,
+launch and release. Refuses to know how bytes move and how a kernel waits for them.
+
+Note [Two schedules]
+    gathered  one launch forward, one backward (plus the sum of what came home). A query row stays in registers from its
+              first key to its last, and no partial touches memory. The keys of all owners need room on every rank.
+    staged    one launch per ring step, partials in fp32 between them, two receive buffers: room for two shards, whatever the
+              number of ranks. Serves every kernel set, every option and every transport.
+    Both give the same partials merged in ring order; they round at different places. Which one is taken follows from
+    numbers that are equal on all ranks, so all ranks take the same.
+"""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.profiler import record_function
+
+from ringattn.backward import Gradients, ring_backward, sinks_gradient
+from ringattn.call import Call
+from ringattn.forward import ring_forward
+from ringattn.kernels.contract import GatheringKernelSet, KernelSet, Score, accumulation_dtype
+from ringattn.layout import shard_len
+from ringattn.schedule import Collection
+from ringattn.tables import rows_that_return
+from ringattn.transport.base import Gatherer, Seat
+
+PULL_BYTES = 8 * 2**20
+"""Bytes of one pull below which another head group costs more than it hides."""
+GROUP_HEADS = 8
+"""Key heads of the smallest head group."""
+
+
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, score: Score, call: Call, kernels: KernelSet, seat: Seat
+) -> tuple[Tensor, Tensor]:
+    """`ring_forward` by the schedule that suits the call; the same arguments and results."""
+    found = _gathering(k, v, score, call, kernels, seat, backward=False)
+    if found is None:
+        return ring_forward(q, k, v, score, call, kernels, seat)
+    gatherer, gathering_kernels = found
+    b, s, h, d = q.shape
+    o = torch.empty(b, s, h, v.shape[-1], dtype=q.dtype, device=q.device)
+    lse = torch.empty(b, h, s, dtype=accumulation_dtype(q.dtype), device=q.device)
+    collection = call.collection()
+    gathering = gatherer.gather(k, v, collection, choose_groups(k, v, collection), "forward")
+    with record_function("ring forward: all visits in one launch"):
+        gathering_kernels.forward_gathered(
+            q,
+            (k, v),
+            (gathering.far[..., :d], gathering.far[..., d:]),
+            call.stationary("keys", q.device),
+            call.gathered(q.device),
+            score,
+            gathering.arrivals,
+            o=o,
+            lse=lse,
+        )
+    gathering.close()
+    return o, lse
+
+
+def backward(
+    do: Tensor,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    o: Tensor,
+    lse: Tensor,
+    score: Score,
+    call: Call,
+    kernels: KernelSet,
+    seat: Seat,
+    **wanted: bool,
+) -> Gradients:
+    """`ring_backward` by the schedule that suits the call; the same arguments and results."""
+    found = _gathering(k, v, score, call, kernels, seat, backward=True)
+    if found is None:
+        return ring_backward(do, dlse, q, k, v, o, lse, score, call, kernels, seat, **wanted)
+    gatherer, gathering_kernels = found
+    if dlse is not None:
+        dlse = dlse.masked_fill(lse == float("-inf"), 0.0)
+    b, _, hk, d = k.shape
+    collection = call.collection()
+    gathering = gatherer.gather(k, v, collection, choose_groups(k, v, collection), "backward")
+    home = gatherer.homecoming((b, hk, d + v.shape[-1]), collection, q.device, "backward")
+    delta = kernels.delta(o, do, dlse)
+    dq = torch.empty_like(q, memory_format=torch.contiguous_format)
+    dalibi = torch.empty_like(lse) if wanted.get("want_alibi") else None
+    with record_function("ring backward: all visits in one launch"):
+        gathering_kernels.backward_gathered(
+            do,
+            q,
+            (k, v),
+            (gathering.far[..., :d], gathering.far[..., d:]),
+            lse,
+            delta,
+            call.stationary("keys", q.device),
+            call.gathered(q.device),
+            score,
+            gathering.arrivals,
+            home.addresses,
+            home.rows,
+            dq=dq,
+            dalibi=dalibi,
+            deterministic=call.deterministic,
+        )
+    gathering.close()
+    dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (k, v))
+    returned = rows_that_return(collection.readers, k.shape[1], k.device)
+    gathering_kernels.add_homes(dk, dv, home.own, home.receive(), returned)
+    home.close()
+    return Gradients(
+        dq=dq,
+        dk=dk,
+        dv=dv,
+        dsinks=sinks_gradient(score, lse, delta) if wanted.get("want_sinks") else None,
+        dalibi=None if dalibi is None else dalibi.sum((0, 2)),
+        dkey_bias=None,
+        dbias=None,
+    )
+
+
+def choose_groups(k: Tensor, v: Tensor, collection: Collection) -> int:
+    """Head groups in which keys come: more, so that the first tiles wait for less, as long as pulls stay large.
+
+    From numbers that are equal on all ranks.
+    """
+    b, _, hk, d = k.shape
+    shard = b * collection.slot_rows * hk * (d + v.shape[-1]) * k.element_size()
+    most = min(hk // GROUP_HEADS, shard // PULL_BYTES)
+    return max((groups for groups in (1, 2, 4, 8) if groups <= most and hk % groups == 0), default=1)
+
+
+def gathered_bytes(k: Tensor, v: Tensor, collection: Collection, world_size: int, *, backward: bool) -> int:
+    """What the gathered schedule takes on the rank that needs most: far, two slots, and two sets of regions."""
+    b, _, hk, d = k.shape
+    row = b * hk * (d + v.shape[-1])
+    keys = (collection.most_far_rows + 2 * collection.slot_rows) * row * k.element_size()
+    homes = (2 * (world_size - 1) + 1) * collection.slot_rows * row * 4
+    return keys + homes * backward
+
+
+def _gathering(
+    k: Tensor, v: Tensor, score: Score, call: Call, kernels: KernelSet, seat: Seat, *, backward: bool
+) -> tuple[Gatherer, GatheringKernelSet] | None:
+    """What serves the gathered schedule; None for visits one by one."""
+    serves: Any = getattr(kernels, "gathers", None)
+    if seat.world_size == 1 or serves is None:
+        return None
+    gatherer = seat.transport.gatherer()
+    if gatherer is None or not serves(k.shape[-1], v.shape[-1], score):
+        return None
+    shards = (*call.sharding.shards, *call.kv_sharding.shards)
+    if not all(shard_len(shard) for shard in shards):
+        return None
+    if backward and call.backward == "queries":
+        return None
+    needed = gathered_bytes(k, v, call.collection(), seat.world_size, backward=backward)
+    return (gatherer, cast(GatheringKernelSet, kernels)) if needed <= gatherer.budget else None

@@ -1,0 +1,103 @@
+"""Gathered visits from the eager kernels: what the loops of `ringattn.gathered` are tested with where there is no GPU."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ringattn.kernels import eager
+from ringattn.kernels.contract import Arrivals, Carry, Gathered, Grads, Score, Side
+
+
+def gathers(head_dim: int, v_head_dim: int, score: Score) -> bool:
+    return score.key_bias is None and score.bias is None
+
+
+def forward_gathered(
+    q: Tensor,
+    near: tuple[Tensor, Tensor],
+    far: tuple[Tensor, Tensor],
+    rows: Side,
+    keys: Gathered,
+    score: Score,
+    arrivals: Arrivals | None,
+    *,
+    o: Tensor,
+    lse: Tensor,
+) -> None:
+    assert arrivals is None
+    carry = Carry(torch.empty_like(lse), torch.empty_like(lse), torch.empty_like(o, dtype=lse.dtype))
+    for number, side in enumerate(keys.sides):
+        k, v = _source(near, far, side, number)
+        first, last = number == 0, number == len(keys.sides) - 1
+        eager.forward(q, k, v, rows, _at_zero(side), score, carry=carry, first=first, last=last, o=o, lse=lse)
+
+
+def backward_gathered(
+    do: Tensor,
+    q: Tensor,
+    near: tuple[Tensor, Tensor],
+    far: tuple[Tensor, Tensor],
+    lse: Tensor,
+    delta: Tensor,
+    rows: Side,
+    keys: Gathered,
+    score: Score,
+    arrivals: Arrivals | None,
+    homes: Tensor,
+    home_rows: int,
+    *,
+    dq: Tensor,
+    dalibi: Tensor | None,
+    deterministic: bool,
+) -> None:
+    assert arrivals is None
+    total = torch.empty_like(dq, dtype=lse.dtype)
+    for number, (side, address) in enumerate(zip(keys.sides, homes.tolist(), strict=True)):
+        k, v = _source(near, far, side, number)
+        b, t, hk, d = k.shape
+        home = _region(address, (b, home_rows, hk, d + v.shape[-1]))[:, :t]
+        grads = Grads(
+            dq=total,
+            dk=torch.empty_like(k, dtype=lse.dtype),
+            dv=torch.empty_like(v, dtype=lse.dtype),
+            dalibi=dalibi,
+            accumulate_rows=number > 0,
+            deterministic=deterministic,
+        )
+        eager.backward(do, q, k, v, lse, delta, rows, _at_zero(side), score, grads)
+        home.copy_(torch.cat((grads.dk, grads.dv), -1))
+    dq.copy_(total)
+
+
+def add_homes(dk: Tensor, dv: Tensor, own: Tensor, parts: Sequence[Tensor], rows: Tensor) -> None:
+    total = own[:, : dk.shape[1]].clone()
+    for part, line in zip(parts, rows, strict=True):
+        present = line >= 0
+        total[:, present] += part[:, line[present].long()]
+    dk.copy_(total[..., : dk.shape[-1]])
+    dv.copy_(total[..., dk.shape[-1] :])
+
+
+def _source(near: tuple[Tensor, Tensor], far: tuple[Tensor, Tensor], side: Side, number: int) -> tuple[Tensor, Tensor]:
+    if number == 0:
+        return near
+    at, rows = side.run_list[0][0], side.positions.shape[0]
+    return far[0][:, at : at + rows], far[1][:, at : at + rows]
+
+
+def _at_zero(side: Side) -> Side:
+    """The same rows as a buffer of their own."""
+    at = side.run_list[0][0]
+    runs = tuple((offset - at, *run) for offset, *run in side.run_list)
+    table = torch.tensor(runs, dtype=torch.int32)
+    return Side(table, side.positions, side.lo, side.hi, runs, side.lo_host, side.hi_host)  # pyright: ignore
+
+
+def _region(address: int, shape: tuple[int, ...]) -> Tensor:
+    memory = (ctypes.c_float * math.prod(shape)).from_address(address)
+    return torch.frombuffer(memory, dtype=torch.float32).view(shape)

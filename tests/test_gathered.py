@@ -1,0 +1,181 @@
+"""All visits in one launch: the loops, held against the definition and against the visits one by one."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from ringattn.call import Call, describe
+from ringattn.gathered import choose_groups
+from ringattn.kernels import eager
+from ringattn.kernels.contract import GUARD
+from ringattn.layout import make_shards
+from ringattn.reference import attention_reference
+from ringattn.schedule import Collection, collect, make_plan
+from ringattn.sharding import Sharding
+from ringattn.simulate import simulate_ring
+from ringattn.tables import rows_that_return
+from ringattn.visibility import Visibility
+from tests import gathering_kernels
+
+PLENTY = 2**40
+CASES = {
+    "causal": {"causal": True},
+    "full": {},
+    "window": {"causal": True, "window": 9},
+    "two-sided window": {"window": (5, 11)},
+    "lengths": {"causal": True, "lengths": ((0, 61), (13, 40))},
+    "documents": {"causal": True, "documents": (0, 7, 31, 32, 61)},
+}
+
+
+@pytest.fixture
+def gathering(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The eager kernels, with gathered visits; says which were asked for."""
+    asked: list[str] = []
+
+    def noted(name: str):
+        def call(*args, **kwargs):
+            asked.append(name)
+            return getattr(gathering_kernels, name)(*args, **kwargs)
+
+        return call
+
+    for name in ("gathers", "forward_gathered", "backward_gathered", "add_homes"):
+        monkeypatch.setattr(eager, name, noted(name), raising=False)
+    return asked
+
+
+def draw(n: int, heads: int, kv_heads: int, dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(n * heads)
+    shapes = [(2, n, heads, 16), (2, n, kv_heads, 16), (2, n, kv_heads, 8), (2, n, heads, 8)]
+    return [torch.randn(shape, generator=generator, dtype=dtype) for shape in shapes]
+
+
+@pytest.mark.parametrize("layout", ["zigzag", "contiguous", "striped", "balanced"])
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_one_launch_gives_what_the_visits_give(gathering, case, layout, world_size):
+    q, k, v, do = draw(61, 4, 2)
+    options = {"layout": layout, "do": do, "dlse": torch.ones(2, 4, 61), **CASES[case]}
+    gathered = simulate_ring(q, k, v, world_size, memory_budget=PLENTY, **options)
+    assert gathering.count("forward_gathered") == gathering.count("backward_gathered") == world_size
+    staged = simulate_ring(q, k, v, world_size, **options)
+    assert gathering.count("forward_gathered") == world_size
+    assert gathered.grads is not None
+    assert staged.grads is not None
+    torch.testing.assert_close(gathered.o, staged.o, rtol=0, atol=0)
+    torch.testing.assert_close(gathered.lse, staged.lse, rtol=0, atol=0)
+    for name in ("q", "k", "v"):
+        torch.testing.assert_close(gathered.grads[name], staged.grads[name], rtol=1e-5, atol=1e-5)
+
+
+def test_one_launch_gives_the_definition(gathering):
+    q, k, v, do = draw(45, 4, 2)
+    found = simulate_ring(q, k, v, 3, causal=True, memory_budget=PLENTY, do=do)
+    leaves = [x.double().requires_grad_() for x in (q, k, v)]
+    o = attention_reference(*leaves, causal=True)
+    expected = torch.autograd.grad(o, leaves, do.double())
+    assert "backward_gathered" in gathering
+    assert found.grads is not None
+    torch.testing.assert_close(found.o.double(), o, rtol=1e-5, atol=1e-5)
+    for name, grad in zip("qkv", expected, strict=True):
+        torch.testing.assert_close(found.grads[name].double(), grad, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"memory_budget": 0},
+        {"memory_budget": 1000},
+        {"key_bias": torch.zeros(2, 61)},
+        {"bias": torch.zeros(1, 1, 61, 61)},
+    ],
+    ids=["no budget", "too small a budget", "key bias", "bias"],
+)
+def test_what_one_launch_cannot_serve_goes_visit_by_visit(gathering, options):
+    q, k, v, do = draw(61, 4, 2)
+    simulate_ring(q, k, v, 2, causal=True, do=do, **{"memory_budget": PLENTY, **options})
+    assert "forward_gathered" not in gathering
+    assert "backward_gathered" not in gathering
+
+
+def test_ranks_without_rows_are_visited_one_by_one(gathering):
+    q, k, v, do = draw(3, 4, 2)
+    simulate_ring(q, k, v, 4, layout="contiguous", memory_budget=PLENTY, do=do)
+    assert "forward_gathered" not in gathering
+
+
+def test_queries_move_visit_by_visit_when_they_are_asked_to(gathering):
+    q, k, v, do = draw(61, 4, 2)
+    simulate_ring(q, k, v, 2, causal=True, memory_budget=PLENTY, do=do, backward="queries")
+    assert "forward_gathered" in gathering
+    assert "backward_gathered" not in gathering
+
+
+@pytest.mark.parametrize("layout", ["zigzag", "contiguous", "striped", "balanced"])
+@pytest.mark.parametrize("window", [None, (9, 0), (4, 70)])
+def test_what_is_fetched_is_what_is_read(layout, window):
+    n, world_size = 501, 4
+    visibility = Visibility(n, n, window=window, causal=window is None)
+    shards = make_shards(layout, n, world_size, visibility)
+    plan = make_plan(shards, shards, visibility, "keys")
+    parts = [collect(plan, rank, GUARD) for rank in range(world_size)]
+    sent = {(rank, reader.peer, reader.step): reader.rows for rank, part in enumerate(parts) for reader in part.readers}
+    fetched = {(fetch.owner, rank, fetch.step): fetch.rows for rank, part in enumerate(parts) for fetch in part.fetches}
+    assert sent == fetched
+    for part in parts:
+        end = 0
+        for fetch in part.fetches:
+            assert fetch.at % GUARD == 0
+            assert fetch.at >= end
+            end = fetch.at + sum(length for _, length in fetch.rows) + GUARD
+        assert end <= part.far_rows <= part.most_far_rows
+        assert part.slot_rows == max(sum(run.length for run in shard) for shard in shards)
+
+
+def test_one_table_holds_the_bounds_of_all_sources():
+    n, world_size = 301, 3
+    shards = make_shards("zigzag", n, world_size, Visibility(n, n, causal=True))
+    for rank in range(world_size):
+        sharding = Sharding(n, "zigzag", shards, rank)
+        call = Call.decode(describe(sharding, softmax_scale=1.0, causal=True, window=50), rank)
+        found = call.gathered(torch.device("cpu"))
+        assert found is call.gathered(torch.device("cpu"))
+        assert found.steps[0] == 0
+        assert list(found.steps) == sorted(found.steps)
+        for step, side in zip(found.steps, found.sides, strict=True):
+            visit = call.visits("keys").visits[step]
+            assert visit is not None
+            alone = call.moving("keys", visit, torch.device("cpu"))
+            first = side.run_list[0][0] + (found.near_rows if step else 0)
+            place = slice(first, first + alone.positions.shape[0])
+            for name in ("positions", "lo", "hi"):
+                assert torch.equal(getattr(side, name), getattr(alone, name))
+                assert torch.equal(getattr(found, name)[..., place], getattr(alone, name))
+            assert torch.equal(side.lo_host, alone.lo_host)
+            assert torch.equal(side.hi_host, alone.hi_host)
+
+
+def test_every_returning_row_finds_its_own():
+    n, world_size = 90, 3
+    visibility = Visibility(n, n, causal=True, window=(19, 0))
+    plan = make_plan(*(2 * [make_shards("zigzag", n, world_size, visibility)]), visibility, "keys")
+    readers = collect(plan, 1, GUARD).readers
+    table = rows_that_return(readers, 30, "cpu")
+    for line, reader in zip(table, readers, strict=True):
+        own = [x for offset, length in reader.rows for x in range(offset, offset + length)]
+        assert line[own].tolist() == list(range(len(own)))
+        assert int((line >= 0).sum()) == len(own)
+
+
+def test_head_groups_keep_pulls_large_and_divide_the_heads():
+    def groups(rows: int, heads: int) -> int:
+        k = torch.empty(1, 0, heads, 128, dtype=torch.bfloat16)
+        return choose_groups(k, k, Collection((), (), 0, rows, 0))
+
+    assert [groups(n, 8) for n in (1024, 4096, 65536)] == [1, 1, 1]
+    assert [groups(n, 32) for n in (512, 1024, 4096, 65536)] == [1, 2, 4, 4]
+    assert [groups(n, 64) for n in (4096, 65536)] == [8, 8]
+    assert groups(4096, 24) == 2
