@@ -28,9 +28,9 @@ Note [Gathered keys]
     Keys of other ranks lie in a second pair of tensors, k_far and v_far, which may fill while the kernel runs. Only the
     producer knows: by the ring step of a segment it chooses the tensor, and before the first block of a segment whose rows it
     has not yet known to be there it waits for their flag. Flags rise in the order of their places, and none behind one that
-    became negative, so that one that has been seen stands for all before it, in whatever order heads come. A wait in vain is the last one of its program; what its
-    consumers write from then on is not a number, because they read the error word at the end of each tile, behind the last
-    copy of the tile and so behind its waits.
+    became negative, so that one that has been seen stands for all before it, in whatever order heads come. A wait in vain is
+    the last one of its program; what its consumers write from then on is not a number, because they read the error word at
+    the end of each tile, behind the last copy of the tile and so behind its waits.
 """
 
 # pyright: reportGeneralTypeIssues=false, reportArgumentType=false, reportAssignmentType=false, reportCallIssue=false
@@ -697,7 +697,8 @@ def forward_kernel(
             (_consumer, (gl.constexpr(0), o_desc, plan, shared, state, sides, strides, sizes, sinks, alibi_slopes, key_bias,
                 error, CONSUMERS, BLOCK_N, STAGES, D, DV, DV_WIDTH, PACK, O_UNIT, ACC_UNIT, FIRST, LAST, PLAIN, SOFTCAP, NAMED,
                 Q_STAGES, TURN, EARLY, HELD, STORE, AHEAD, LAZY)),
-            (_producer, (q, k, v, k_far, v_far, arrivals, plan, shared, heads, group, CONSUMERS, BLOCK_N, STAGES, PACK, NAMED, Q_STAGES)),
+            (_producer, (q, k, v, k_far, v_far, arrivals, plan, shared, heads, group, CONSUMERS, BLOCK_N, STAGES, PACK, NAMED,
+                Q_STAGES)),
         ], [1], [24])  # fmt: skip
     elif CONSUMERS == 2:
         gl.warp_specialize([
@@ -707,7 +708,8 @@ def forward_kernel(
             (_consumer, (gl.constexpr(1), o_desc, plan, shared, state, sides, strides, sizes, sinks, alibi_slopes, key_bias,
                 error, CONSUMERS, BLOCK_N, STAGES, D, DV, DV_WIDTH, PACK, O_UNIT, ACC_UNIT, FIRST, LAST, PLAIN, SOFTCAP, NAMED,
                 Q_STAGES, TURN, EARLY, HELD, STORE, AHEAD, LAZY)),
-            (_producer, (q, k, v, k_far, v_far, arrivals, plan, shared, heads, group, CONSUMERS, BLOCK_N, STAGES, PACK, NAMED, Q_STAGES)),
+            (_producer, (q, k, v, k_far, v_far, arrivals, plan, shared, heads, group, CONSUMERS, BLOCK_N, STAGES, PACK, NAMED,
+                Q_STAGES)),
         ], [4, 1], [240, 24])  # fmt: skip
     else:
         gl.warp_specialize([
@@ -720,5 +722,6 @@ def forward_kernel(
             (_consumer, (gl.constexpr(2), o_desc, plan, shared, state, sides, strides, sizes, sinks, alibi_slopes, key_bias,
                 error, CONSUMERS, BLOCK_N, STAGES, D, DV, DV_WIDTH, PACK, O_UNIT, ACC_UNIT, FIRST, LAST, PLAIN, SOFTCAP, NAMED,
                 Q_STAGES, TURN, EARLY, HELD, STORE, AHEAD, LAZY)),
-            (_producer, (q, k, v, k_far, v_far, arrivals, plan, shared, heads, group, CONSUMERS, BLOCK_N, STAGES, PACK, NAMED, Q_STAGES)),
+            (_producer, (q, k, v, k_far, v_far, arrivals, plan, shared, heads, group, CONSUMERS, BLOCK_N, STAGES, PACK, NAMED,
+                Q_STAGES)),
         ], [4, 4, 1], [160, 160, 24])  # fmt: skip

@@ -13,9 +13,9 @@ from torch import Tensor
 from ringattn.call import Call, describe
 from ringattn.kernels.contract import GUARD, Arrivals, Score
 from ringattn.layout import Shard, make_shards
+from ringattn.parcels import slices
 from ringattn.reference import attention_reference
 from ringattn.sharding import Sharding
-from ringattn.parcels import slices
 from ringattn.visibility import Visibility
 from tests.budget import assert_within_budget
 from tests.emulator import gluon as machine
