@@ -134,43 +134,16 @@ def _producer(
                         seen = gl.where(wait_flag(flags + flag, error, patience) == 1, flag, ALL)
             for j in range(blocks):
                 _fill(
-                    k,
-                    k_far,
-                    step,
-                    b,
-                    h // group,
-                    key,
-                    k_s,
-                    k_full,
-                    k_empty,
-                    stage,
-                    parity,
-                    used,
-                    EMPTY_K,
-                    threads,
-                    NAMED,
-                )
+                    k, k_far, step, b, h // group, key, k_s, k_full, k_empty, stage, parity, used, EMPTY_K, threads, NAMED
+                )  # fmt: skip
                 if i == segment:
                     if j == 0:
                         for other in gl.static_range(1, CONSUMERS):
                             _fill_queries(other, q, b, h, row, q_s, q_full, q_empty, place, q_parity, PACK)
                 _fill(
-                    v,
-                    v_far,
-                    step,
-                    b,
-                    h // group,
-                    key,
-                    v_s,
-                    v_full,
-                    v_empty,
-                    stage,
-                    parity,
-                    used,
-                    EMPTY_K + STAGES,
-                    threads,
-                    NAMED,
-                )
+                    v, v_far, step, b, h // group, key, v_s, v_full, v_empty, stage, parity, used, EMPTY_K + STAGES,
+                    threads, NAMED,
+                )  # fmt: skip
                 key += BLOCK_N
                 stage += 1
                 if stage == STAGES:
