@@ -10,19 +10,21 @@ from threading import Barrier, Thread
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from ringattn.kernels.contract import Side
+from ringattn.kernels.contract import GUARD, Gathered, Side
 from ringattn.kernels.hopper import plan as planning
 from ringattn.kernels.hopper.plan import EPILOGUE, MIN_PART, OVERHEAD, Shape, WorkPlan, make_plan
-from ringattn.layout import contiguous, zigzag
+from ringattn.layout import contiguous, shard_len, zigzag
 from ringattn.reference import visible_pairs
-from ringattn.tables import stationary_side
+from ringattn.schedule import Collection, collect
+from ringattn.schedule import make_plan as make_ring
+from ringattn.tables import gathered_sides, stationary_side
 from ringattn.visibility import Visibility
 from tests.kernel_conformance import CASES, Case, make_side, positions_of
-from tests.masks import is_visible, masks, run_shards
+from tests.masks import is_visible, layouts, masks, positions, run_shards
 
 PROGRAMS = 132  # multiprocessors of the device these kernels are for
 
@@ -366,3 +368,89 @@ def test_65536_entries_are_planned_in_well_under_a_second() -> None:
         assert make_plan(queries, keys, shape).work.shape[0] == 65536
         took.append(time.perf_counter() - began)
     assert min(took) < 0.5
+
+
+def assert_gathered_keys_are_met(
+    plan: WorkPlan,
+    queries: list[int],
+    collection: Collection,
+    keys: Gathered,
+    shape: Shape,
+    mask: Visibility,
+) -> None:
+    """Every visible pair is met once, in ring order, and far is read where rows or guards are."""
+    place_of = {0: (0, keys.near_rows, 0)}  # first row, rows, guards of each step
+    for fetch in collection.fetches:
+        place_of[fetch.step] = (fetch.at, sum(length for _, length in fetch.rows), GUARD)
+    assert tuple(place_of) == keys.steps
+    at_row = {
+        (step, row): int(keys.positions[row + (keys.near_rows if step else 0)])
+        for step, (first, rows, _) in place_of.items()
+        for row in range(first, first + rows)
+    }
+    met: dict[tuple[int, int, int], int] = {}
+    segments = plan.segments.tolist()
+    for head, row, segment, masked, full, _, _, _ in plan.work.tolist():
+        mine = queries[row : row + shape.tile]
+        for kind in (segments[segment : segment + masked], segments[segment + masked : segment + masked + full]):
+            assert [x[6] for x in kind] == sorted(x[6] for x in kind), "what arrives last is met last"
+        for k, (first, blocks, begin, end, origin, stride, step, nothing) in enumerate(
+            segments[segment : segment + masked + full]
+        ):
+            assert nothing == 0
+            from_row, rows, guards = place_of[step]
+            stop = first + blocks * shape.block
+            assert from_row <= first, "blocks begin inside their source"
+            if (begin, end) == (0, 0):
+                assert (step, first) == (0, 0), "hidden blocks wait for nobody"
+                continue
+            assert first < from_row + rows, "blocks begin inside their source"
+            assert step == 0 or stop <= from_row + rows + guards, "nothing but guards is touched beyond a source"
+            for y in range(max(first, begin), min(stop, end)):
+                position = at_row[step, y]
+                assert position == origin + stride * y
+                for i in mine:
+                    seen = is_visible(mask, i, position, head // shape.heads % mask.batch_size)
+                    assert seen or k < masked, "every pair of a full block is visible"
+                    if seen:
+                        met[head, i, position] = met.get((head, i, position), 0) + 1
+            assert k < masked or begin <= first < stop <= end, "a full block lies inside its run"
+    wanted = {
+        (head, i, j)
+        for head in range(shape.batch * shape.heads)
+        for i in queries
+        for j in range(mask.kv_len)
+        if is_visible(mask, i, j, head // shape.heads % mask.batch_size)
+    }
+    assert met == dict.fromkeys(wanted, 1), "every visible pair is met once"
+
+
+@settings(max_examples=120, deadline=None)
+@given(masks(max_len=40), st.data())
+def test_plans_of_gathered_keys_are_lawful(mask: Visibility, data: st.DataObject) -> None:
+    world_size = data.draw(st.integers(2, min(4, max(2, mask.kv_len, mask.seq_len))))
+    q_shards, k_shards = (data.draw(layouts(length, world_size)) for length in (mask.seq_len, mask.kv_len))
+    rank = data.draw(st.integers(0, world_size - 1))
+    assume(shard_len(k_shards[rank]) > 0)
+    ring = make_ring(q_shards, k_shards, mask, "keys")
+    collection = collect(ring, rank, GUARD)
+    keys = gathered_sides(ring.ranks[rank], collection, mask, "cpu")
+    shape = Shape(
+        batch=mask.batch_size if mask.batch_size > 1 else data.draw(st.integers(1, 2)),
+        heads=data.draw(st.integers(1, 2)),
+        tile=data.draw(st.integers(1, 16)),
+        block=data.draw(st.sampled_from([1, 4, 16, 128])),
+        programs=data.draw(st.integers(1, 12)),
+        streamed_bytes=data.draw(st.sampled_from([0, 2**24, 2**26])),
+        every_tile=data.draw(st.booleans()),
+        split=data.draw(st.booleans()),
+    )
+    queries = stationary_side(q_shards[rank], mask, "cpu", "keys")
+    plan = make_plan(queries, keys, shape)
+    rows = positions(q_shards[rank])
+    assert_gathered_keys_are_met(plan, rows, collection, keys, shape, mask)
+    if shape.every_tile:
+        written = {(head, row) for head, row, *_ in plan.work.tolist()}
+        assert written == {
+            (head, row) for head in range(shape.batch * shape.heads) for row in range(0, len(rows), shape.tile)
+        }

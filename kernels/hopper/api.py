@@ -1,6 +1,6 @@
-"""The Hopper kernel set: `KernelSet` of the contract in Gluon, for fp16 and bf16 on compute capability 9.0.
+"""The Hopper kernel set: `GatheringKernelSet` of the contract in Gluon, for fp16 and bf16 on compute capability 9.0.
 
-Owns the three names and the choice between the fused backward and the pair of kernels that sums in a fixed order.
+Owns the names and the choice between the fused backward and the pair of kernels that sums in a fixed order.
 Products are of fp16 or bf16 operands, everything else is fp32. Refuses to know how any kernel is launched.
 """
 
@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from ringattn.kernels.contract import Carry, Grads, Score, Side
+from ringattn.kernels.contract import Arrivals, Carry, Gathered, Grads, Score, Side
 from ringattn.kernels.hopper.backward_launch import MAX_HEAD_DIM, launch_backward, launch_keys, prefers_pair
-from ringattn.kernels.hopper.forward_launch import launch_forward
+from ringattn.kernels.hopper.forward_launch import can_gather, launch_forward, launch_forward_gathered
 from ringattn.kernels.hopper.rows_launch import launch_rows
 from ringattn.kernels.hopper.wide_launch import launch_wide
 from ringattn.kernels.portable.launch import launch_delta
@@ -32,6 +32,27 @@ def forward(
 ) -> None:
     """Visits one buffer of keys (`KernelSet.forward`)."""
     launch_forward(q, k, v, rows, keys, score, carry=carry, first=first, last=last, o=o, lse=lse)
+
+
+def gathers(head_dim: int, v_head_dim: int, score: Score) -> bool:
+    """Whether visits of this kind are also computed in one launch (`GatheringKernelSet.gathers`)."""
+    return can_gather(head_dim, v_head_dim, score)
+
+
+def forward_gathered(
+    q: Tensor,
+    near: tuple[Tensor, Tensor],
+    far: tuple[Tensor, Tensor],
+    rows: Side,
+    keys: Gathered,
+    score: Score,
+    arrivals: Arrivals | None,
+    *,
+    o: Tensor,
+    lse: Tensor,
+) -> None:
+    """The finished attention of q over all sources (`GatheringKernelSet.forward_gathered`)."""
+    launch_forward_gathered(q, near, far, rows, keys, score, arrivals, o=o, lse=lse)
 
 
 def delta(o: Tensor, do: Tensor, dlse: Tensor | None) -> Tensor:

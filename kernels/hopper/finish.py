@@ -38,12 +38,15 @@ def _join(m_i, l_i, acc, m, l, part):  # noqa: E741
     ]
 )
 def finish_kernel(
-    splits, part_m, part_l, part_acc, o, lse, carry_m, carry_l, carry_acc, sinks,
+    splits, part_m, part_l, part_acc, o, lse, carry_m, carry_l, carry_acc, sinks, error,
     o_sb, o_ss, o_sh, acc_sb, acc_ss, acc_sh, lse_sb, lse_sh, m_sb, m_sh, l_sb, l_sh, heads, rows,
     TILE: tl.constexpr, CHUNK: tl.constexpr, DV: tl.constexpr, DV_WIDTH: tl.constexpr, PACK: tl.constexpr,
     FIRST: tl.constexpr, LAST: tl.constexpr,
 ):  # fmt: skip
-    """Program (i, j) owns rows j * CHUNK .. of split tile i; `splits` is that of the work plan."""
+    """Program (i, j) owns rows j * CHUNK .. of split tile i; `splits` is that of the work plan.
+
+    What was waited for in vain (`error`; None: nothing was) makes all of it not a number.
+    """
     entry = splits + tl.program_id(0) * 4
     head = tl.load(entry)
     row = tl.load(entry + 1)
@@ -78,6 +81,10 @@ def finish_kernel(
     if LAST:
         divisor = tl.where(l_i > 0.0, l_i, 1.0)
         found = tl.where(l_i > 0.0, (m_i + tl.log2(divisor)) * LN2, float("-inf"))
+        if error is not None:
+            in_vain = tl.load(error) != 0
+            divisor = tl.where(in_vain, float("nan"), divisor)
+            found = tl.where(in_vain, float("nan"), found)
         tl.store(lse + b * lse_sb + h * lse_sh + x, found, mask=exists)
         o_ptrs = o + (b * o_sb + x * o_ss + h * o_sh)[:, None] + c
         tl.store(o_ptrs, (acc / divisor[:, None]).to(o.dtype.element_ty), mask=inside)

@@ -23,6 +23,14 @@ Note [Empty stages]
 Note [Packed heads]
     Row r of a tile is query row r // PACK of head r % PACK among PACK neighbouring heads that share keys: few query rows
     then still fill a tile.
+
+Note [Gathered keys]
+    Keys of other ranks lie in a second pair of tensors, k_far and v_far, which may fill while the kernel runs. Only the
+    producer knows: by the ring step of a segment it chooses the tensor, and before the first block of a segment whose rows it
+    has not yet known to be there it waits for their flag. Flags rise in the order of their places, and none behind one that
+    became negative, so that one that has been seen stands for all before it, in whatever order heads come. A wait in vain is
+    the last one of its program; what its consumers write from then on is not a number, because they read the error word at
+    the end of each tile, behind the last copy of the tile and so behind its waits.
 """
 
 # pyright: reportGeneralTypeIssues=false, reportArgumentType=false, reportAssignmentType=false, reportCallIssue=false
@@ -38,12 +46,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ringattn.kernels.hopper.pieces import arrive, entry, sync
+from ringattn.kernels.hopper.pieces import arrive, entry, sync, wait_flag
 
 EMPTY_K = gl.constexpr(8)  # the first free named barrier
 LOG2E = gl.constexpr(1.4426950408889634)
 LN2 = gl.constexpr(0.6931471805599453)
 GROWTH = gl.constexpr(8.0)  # weights stay below 2^8, which every dtype holds
+ALL = gl.constexpr(2**31 - 1)  # beyond every place of a flag
 
 
 @gluon.jit
@@ -57,16 +66,24 @@ def _release(empty, stage, name, THREADS: gl.constexpr, NAMED: gl.constexpr):
 
 @gluon.jit
 def _fill(
-    desc, b, h, row, smem, full, empty, stage, parity, used, name, THREADS: gl.constexpr, NAMED: gl.constexpr
+    desc, far, step, b, h, row, smem, full, empty, stage, parity, used, name, THREADS: gl.constexpr, NAMED: gl.constexpr
 ):  # fmt: skip
-    """Copies a block of k or v into a stage once every consumer has left it; `used`: it has been filled before."""
+    """Copies a block of k or v into a stage once every consumer has left it; `used`: it has been filled before.
+
+    From `far` at ring steps beyond 0; None: there is nothing but near.
+    """
     if NAMED:
         if used:
             sync(name + stage, THREADS)
     else:
         mbarrier.wait(empty.index(stage), parity ^ 1)
     mbarrier.expect(full.index(stage), desc.block_type.nbytes)
-    tma.async_copy_global_to_shared(desc, [b, h, row, 0], full.index(stage), smem.index(stage))
+    if far is None:
+        tma.async_copy_global_to_shared(desc, [b, h, row, 0], full.index(stage), smem.index(stage))
+    elif step > 0:
+        tma.async_copy_global_to_shared(far, [b, h, row, 0], full.index(stage), smem.index(stage))
+    else:
+        tma.async_copy_global_to_shared(desc, [b, h, row, 0], full.index(stage), smem.index(stage))
 
 
 @gluon.jit
@@ -82,19 +99,22 @@ def _fill_queries(INDEX: gl.constexpr, desc, b, h, row, smem, full, empty, place
 
 @gluon.jit
 def _producer(
-    q, k, v, plan, shared, heads, group,
+    q, k, v, k_far, v_far, arrivals, plan, shared, heads, group,
     CONSUMERS: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, PACK: gl.constexpr, NAMED: gl.constexpr,
     Q_STAGES: gl.constexpr,
 ):  # fmt: skip
     """One warp that copies, in the order in which the consumers wait: q of the first, k, the other q, v, k, v, ..."""
     threads: gl.constexpr = 128 * CONSUMERS + 32
     work, segments, starts = plan
+    flags, error, flag_heads, flag_steps, patience = arrivals
     q_s, k_s, v_s, q_full, q_empty, k_full, k_empty, v_full, v_empty = shared
     first = gl.load(starts + gl.program_id(0))
     stop = gl.load(starts + gl.program_id(0) + 1)
     stage = 0
     parity = 0
     used = False
+    step = 0
+    seen = 0
     for at in range(first, stop):
         head, row, segment, masked, full, _masked_blocks, _full_blocks, _slot = entry(work, at)
         b = head // heads
@@ -105,15 +125,25 @@ def _producer(
         for i in range(segment, segment + masked + full):
             key = gl.load(segments + i * 8)
             blocks = gl.load(segments + i * 8 + 1)
+            if k_far is not None:
+                step = gl.load(segments + i * 8 + 6)
+            if flags is not None:
+                if step > 0:
+                    flag = h // group // flag_heads * flag_steps + step
+                    if flag > seen:
+                        seen = gl.where(wait_flag(flags + flag, error, patience) == 1, flag, ALL)
             for j in range(blocks):
-                _fill(k, b, h // group, key, k_s, k_full, k_empty, stage, parity, used, EMPTY_K, threads, NAMED)
+                _fill(
+                    k, k_far, step, b, h // group, key, k_s, k_full, k_empty, stage, parity, used, EMPTY_K, threads, NAMED
+                )  # fmt: skip
                 if i == segment:
                     if j == 0:
                         for other in gl.static_range(1, CONSUMERS):
                             _fill_queries(other, q, b, h, row, q_s, q_full, q_empty, place, q_parity, PACK)
                 _fill(
-                    v, b, h // group, key, v_s, v_full, v_empty, stage, parity, used, EMPTY_K + STAGES, threads, NAMED
-                )
+                    v, v_far, step, b, h // group, key, v_s, v_full, v_empty, stage, parity, used, EMPTY_K + STAGES,
+                    threads, NAMED,
+                )  # fmt: skip
                 key += BLOCK_N
                 stage += 1
                 if stage == STAGES:
@@ -320,7 +350,7 @@ def _products(
 
 @gluon.jit
 def _consumer(
-    INDEX: gl.constexpr, o_desc, plan, shared, state, sides, strides, sizes, sinks, alibi_slopes, key_bias,
+    INDEX: gl.constexpr, o_desc, plan, shared, state, sides, strides, sizes, sinks, alibi_slopes, key_bias, error,
     CONSUMERS: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, D: gl.constexpr, DV: gl.constexpr,
     DV_WIDTH: gl.constexpr, PACK: gl.constexpr, O_UNIT: gl.constexpr, ACC_UNIT: gl.constexpr, FIRST: gl.constexpr,
     LAST: gl.constexpr, PLAIN: gl.constexpr, SOFTCAP: gl.constexpr, NAMED: gl.constexpr, Q_STAGES: gl.constexpr,
@@ -496,6 +526,8 @@ def _consumer(
             l_0 = gl.load(carry_l + b64 * l_sb + head_of_row * l_sh + x, mask=exists & whole, other=0.0)
             if ROOM:
                 acc_0 = gl.load(carry_acc + place, mask=inside & whole, other=0.0)
+        if error is not None:
+            in_vain = gl.load(error, volatile=True) != 0
         acc = warpgroup_mma_wait(1 if EARLY else 0, deps=[product])
         _release(v_empty, v_stage, EMPTY_K + STAGES, threads, NAMED)
 
@@ -514,6 +546,9 @@ def _consumer(
             if LAST:
                 divisor = gl.where(l_i > 0.0, l_i, 1.0)
                 found = gl.where(l_i > 0.0, (m_i + gl.log2(divisor)) * LN2, -float("inf"))
+                if error is not None:
+                    divisor = gl.where(in_vain, float("nan"), divisor)
+                    found = gl.where(in_vain, float("nan"), found)
                 acc = acc * gl.expand_dims(gl.convert_layout(1.0 / divisor, o_rows), 1)
                 if STORE:
                     o_tile = q_s.index(q_place)
@@ -565,16 +600,16 @@ def _place(INDEX: gl.constexpr, b, h, row, rows, sb, ss, sh, LAYOUT: gl.constexp
 
 RUNTIME = [
     "o_sb", "o_ss", "o_sh", "acc_sb", "acc_ss", "acc_sh", "lse_sb", "lse_sh", "m_sb", "m_sh", "l_sb", "l_sh", "lo_sb",
-    "hi_sb", "key_bias_sb", "heads", "group", "rows", "keys",
+    "hi_sb", "key_bias_sb", "heads", "group", "rows", "keys", "flag_heads", "flag_steps", "patience",
 ]  # fmt: skip
 
 
 @gluon.jit(do_not_specialize=RUNTIME)
 def forward_kernel(
     q, k, v, o_desc, work, segments, starts, o, lse, carry_m, carry_l, carry_acc, part_m, part_l, part_acc, positions,
-    lo_ptr, hi_ptr, sinks, alibi_slopes, key_bias,
+    lo_ptr, hi_ptr, sinks, alibi_slopes, key_bias, k_far, v_far, flags, error,
     o_sb, o_ss, o_sh, acc_sb, acc_ss, acc_sh, lse_sb, lse_sh, m_sb, m_sh, l_sb, l_sh, lo_sb, hi_sb, key_bias_sb,
-    heads, group, rows, keys, scale, cap,
+    heads, group, rows, keys, flag_heads, flag_steps, patience, scale, cap,
     CONSUMERS: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, D: gl.constexpr, DV: gl.constexpr,
     DV_WIDTH: gl.constexpr, PACK: gl.constexpr, O_UNIT: gl.constexpr, ACC_UNIT: gl.constexpr, FIRST: gl.constexpr,
     LAST: gl.constexpr, PLAIN: gl.constexpr, SOFTCAP: gl.constexpr, NAMED: gl.constexpr, Q_STAGES: gl.constexpr,
@@ -585,7 +620,8 @@ def forward_kernel(
 
     `scale` is softmax_scale * log2(e), or under SOFTCAP softmax_scale / softcap; `cap` is softcap * log2(e). PLAIN: the
     score is q . k times a positive scale, which is folded into the exponent. Strides of o and carry_acc are counted in
-    O_UNIT and ACC_UNIT elements, which tells the compiler how wide a store may be.
+    O_UNIT and ACC_UNIT elements, which tells the compiler how wide a store may be. Key heads come in groups of flag_heads;
+    flags has flag_steps columns. Note [Gathered keys].
     """
     q_s = gl.allocate_shared_memory(q.dtype, [Q_STAGES * CONSUMERS] + q.block_type.shape, q.layout)  # noqa: RUF005
     k_s = gl.allocate_shared_memory(k.dtype, [STAGES] + k.block_type.shape, k.layout)  # noqa: RUF005
@@ -627,34 +663,38 @@ def forward_kernel(
         key_bias_sb,
     )
     sizes = (heads, rows, keys, scale, cap)
+    arrivals = (flags, error, flag_heads, flag_steps, patience)
     # registers: of what a multiprocessor has, the workers name their share and the first consumer gets the rest
     if CONSUMERS == 1:
         gl.warp_specialize([
             (_consumer, (gl.constexpr(0), o_desc, plan, shared, state, sides, strides, sizes, sinks, alibi_slopes, key_bias,
-                CONSUMERS, BLOCK_N, STAGES, D, DV, DV_WIDTH, PACK, O_UNIT, ACC_UNIT, FIRST, LAST, PLAIN, SOFTCAP, NAMED,
+                error, CONSUMERS, BLOCK_N, STAGES, D, DV, DV_WIDTH, PACK, O_UNIT, ACC_UNIT, FIRST, LAST, PLAIN, SOFTCAP, NAMED,
                 Q_STAGES, TURN, EARLY, HELD, STORE, AHEAD, LAZY)),
-            (_producer, (q, k, v, plan, shared, heads, group, CONSUMERS, BLOCK_N, STAGES, PACK, NAMED, Q_STAGES)),
+            (_producer, (q, k, v, k_far, v_far, arrivals, plan, shared, heads, group, CONSUMERS, BLOCK_N, STAGES, PACK, NAMED,
+                Q_STAGES)),
         ], [1], [24])  # fmt: skip
     elif CONSUMERS == 2:
         gl.warp_specialize([
             (_consumer, (gl.constexpr(0), o_desc, plan, shared, state, sides, strides, sizes, sinks, alibi_slopes, key_bias,
-                CONSUMERS, BLOCK_N, STAGES, D, DV, DV_WIDTH, PACK, O_UNIT, ACC_UNIT, FIRST, LAST, PLAIN, SOFTCAP, NAMED,
+                error, CONSUMERS, BLOCK_N, STAGES, D, DV, DV_WIDTH, PACK, O_UNIT, ACC_UNIT, FIRST, LAST, PLAIN, SOFTCAP, NAMED,
                 Q_STAGES, TURN, EARLY, HELD, STORE, AHEAD, LAZY)),
             (_consumer, (gl.constexpr(1), o_desc, plan, shared, state, sides, strides, sizes, sinks, alibi_slopes, key_bias,
-                CONSUMERS, BLOCK_N, STAGES, D, DV, DV_WIDTH, PACK, O_UNIT, ACC_UNIT, FIRST, LAST, PLAIN, SOFTCAP, NAMED,
+                error, CONSUMERS, BLOCK_N, STAGES, D, DV, DV_WIDTH, PACK, O_UNIT, ACC_UNIT, FIRST, LAST, PLAIN, SOFTCAP, NAMED,
                 Q_STAGES, TURN, EARLY, HELD, STORE, AHEAD, LAZY)),
-            (_producer, (q, k, v, plan, shared, heads, group, CONSUMERS, BLOCK_N, STAGES, PACK, NAMED, Q_STAGES)),
+            (_producer, (q, k, v, k_far, v_far, arrivals, plan, shared, heads, group, CONSUMERS, BLOCK_N, STAGES, PACK, NAMED,
+                Q_STAGES)),
         ], [4, 1], [240, 24])  # fmt: skip
     else:
         gl.warp_specialize([
             (_consumer, (gl.constexpr(0), o_desc, plan, shared, state, sides, strides, sizes, sinks, alibi_slopes, key_bias,
-                CONSUMERS, BLOCK_N, STAGES, D, DV, DV_WIDTH, PACK, O_UNIT, ACC_UNIT, FIRST, LAST, PLAIN, SOFTCAP, NAMED,
+                error, CONSUMERS, BLOCK_N, STAGES, D, DV, DV_WIDTH, PACK, O_UNIT, ACC_UNIT, FIRST, LAST, PLAIN, SOFTCAP, NAMED,
                 Q_STAGES, TURN, EARLY, HELD, STORE, AHEAD, LAZY)),
             (_consumer, (gl.constexpr(1), o_desc, plan, shared, state, sides, strides, sizes, sinks, alibi_slopes, key_bias,
-                CONSUMERS, BLOCK_N, STAGES, D, DV, DV_WIDTH, PACK, O_UNIT, ACC_UNIT, FIRST, LAST, PLAIN, SOFTCAP, NAMED,
+                error, CONSUMERS, BLOCK_N, STAGES, D, DV, DV_WIDTH, PACK, O_UNIT, ACC_UNIT, FIRST, LAST, PLAIN, SOFTCAP, NAMED,
                 Q_STAGES, TURN, EARLY, HELD, STORE, AHEAD, LAZY)),
             (_consumer, (gl.constexpr(2), o_desc, plan, shared, state, sides, strides, sizes, sinks, alibi_slopes, key_bias,
-                CONSUMERS, BLOCK_N, STAGES, D, DV, DV_WIDTH, PACK, O_UNIT, ACC_UNIT, FIRST, LAST, PLAIN, SOFTCAP, NAMED,
+                error, CONSUMERS, BLOCK_N, STAGES, D, DV, DV_WIDTH, PACK, O_UNIT, ACC_UNIT, FIRST, LAST, PLAIN, SOFTCAP, NAMED,
                 Q_STAGES, TURN, EARLY, HELD, STORE, AHEAD, LAZY)),
-            (_producer, (q, k, v, plan, shared, heads, group, CONSUMERS, BLOCK_N, STAGES, PACK, NAMED, Q_STAGES)),
+            (_producer, (q, k, v, k_far, v_far, arrivals, plan, shared, heads, group, CONSUMERS, BLOCK_N, STAGES, PACK, NAMED,
+                Q_STAGES)),
         ], [4, 4, 1], [160, 160, 24])  # fmt: skip

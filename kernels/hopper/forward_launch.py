@@ -1,8 +1,8 @@
 """From tensors to launches of the Hopper forward.
 
 Owns the choice of packing and configuration, descriptors, strides and the workspace of split tiles. Refuses to know the
-mathematics of the kernels and anything of a ring. Never waits for the device, and allocates nothing but that workspace and
-copies of tensors that the copy engine cannot address.
+mathematics of the kernels and, of a ring, all but that keys may lie in two places. Never waits for the device, and allocates
+nothing but that workspace and copies of tensors that the copy engine cannot address.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ringattn.kernels.contract import Carry, Score, Side
+from ringattn.kernels.contract import GUARD, Arrivals, Carry, Gathered, Score, Side
 from ringattn.kernels.hopper import finish, forward
 from ringattn.kernels.hopper.arguments import pair, per_batch, scale_and_cap
 from ringattn.kernels.hopper.configs import MAX_HEAD_DIM, ForwardConfig, choose_forward, columns_of
@@ -22,6 +22,9 @@ from ringattn.kernels.hopper.plan import Shape, make_plan
 
 DTYPES = (torch.float16, torch.bfloat16)
 MAX_PACK = 64  # heads in the rows of one warpgroup
+MAX_GATHERED_HEAD_DIM = 128  # forward and backward are gathered both or neither
+
+_ABSENT = (None,) * 7
 
 # what @triton.jit makes of a function has a type that says neither [grid] nor that constants are plain values
 _finish: Any = finish.finish_kernel
@@ -44,20 +47,99 @@ def launch_forward(
     pack: int | None = None,
 ) -> None:
     """`KernelSet.forward`, with a configuration and packing of the caller's choice in place of the table's."""
-    batch, s, h, d = q.shape
-    t, hk, dv = v.shape[1:]
-    _check(q, d, dv, score)
+    batch, s, h, _ = q.shape
+    t = k.shape[1]
+    _check(q, v, score)
     if batch * s * h == 0 or not (first or last or t):
         return
     if t == 0:
-        # nothing to multiply: the identity, the sinks or the carry become the result
-        from ringattn.kernels.portable.launch import launch_forward as visit_nothing
-
-        visit_nothing(q, k, v, rows, keys, score, carry=carry, first=first, last=last, o=o, lse=lse)
+        _visit_nothing(q, k, v, rows, keys, score, carry=carry, first=first, last=last, o=o, lse=lse)
         return
+    _launch(q, k, v, rows, keys, _ABSENT, score, t, carry, first, last, o, lse, config, pack)
+
+
+def launch_forward_gathered(
+    q: Tensor,
+    near: tuple[Tensor, Tensor],
+    far: tuple[Tensor, Tensor],
+    rows: Side,
+    keys: Gathered,
+    score: Score,
+    arrivals: Arrivals | None,
+    *,
+    o: Tensor,
+    lse: Tensor,
+    config: ForwardConfig | None = None,
+    pack: int | None = None,
+) -> None:
+    """`GatheringKernelSet.forward_gathered`, likewise."""
+    batch, s, h, d = q.shape
+    (k, v), hk = near, near[0].shape[2]
+    _check(q, v, score)
+    assert can_gather(d, v.shape[-1], score), "the caller asks first whether visits of this kind are gathered"
+    if batch * s * h == 0:
+        return
+    if len(keys.sides) == 1:
+        launch_forward(
+            q, k, v, rows, keys.sides[0], score,
+            carry=None, first=True, last=True, o=o, lse=lse, config=config, pack=pack,
+        )  # fmt: skip
+        return
+    if k.shape[1] == 0:
+        # hidden blocks are read from near: one row of zeros stands for none
+        k, v = (x.new_zeros(batch, 1, hk, x.shape[-1]) for x in near)
+    # a copy of far would be made before it is filled
+    assert all(describable(x) for x in far), "rows of far are whole words of 16 bytes"
+    waits = (None,) * 5
+    if arrivals is not None:
+        flags = arrivals.flags
+        assert flags.is_contiguous(), "flags stand in rows of one step each"
+        waits = (flags, arrivals.error, hk // flags.shape[0], flags.shape[1], arrivals.patience)
+    streamed = keys.near_rows + keys.far_rows
+    _launch(q, k, v, rows, keys, (*far, *waits), score, streamed, None, True, True, o, lse, config, pack)
+
+
+def can_gather(head_dim: int, v_head_dim: int, score: Score) -> bool:
+    """`GatheringKernelSet.gathers`: terms by key column are not gathered, and the copy engine reads whole words of far."""
+    wide = max(head_dim, v_head_dim) > MAX_GATHERED_HEAD_DIM
+    return score.key_bias is None and score.bias is None and not wide and head_dim % 8 == v_head_dim % 8 == 0
+
+
+def _visit_nothing(*args: Any, **kwargs: Any) -> None:
+    """Nothing is multiplied: the identity, the sinks or the carry become the result."""
+    from ringattn.kernels.portable.launch import launch_forward as visit_nothing
+
+    visit_nothing(*args, **kwargs)
+
+
+def _launch(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    rows: Side,
+    keys: Side | Gathered,
+    gathered: tuple[Any, ...],
+    score: Score,
+    streamed_rows: int,
+    carry: Carry | None,
+    first: bool,
+    last: bool,
+    o: Tensor,
+    lse: Tensor,
+    config: ForwardConfig | None,
+    pack: int | None,
+) -> None:
+    """One launch, and one that adds up split tiles.
+
+    gathered: k and v of far, flags, error, key heads and steps of the flags, patience; None where absent.
+    """
+    batch, s, h, d = q.shape
+    t, hk, dv = v.shape[1:]
+    far, (flags, error, *flag_numbers) = gathered[:2], gathered[2:]
     plain = is_plain(score)
     if config is None:
         config = choose_forward(d, dv, plain)
+    assert config.block_n <= GUARD, "a block that begins in a source ends before the next one"
     tile = 64 * config.consumers
     if pack is None:
         pack = choose_pack(s, h // hk, tile)
@@ -67,7 +149,7 @@ def launch_forward(
         tile=tile // pack,
         block=config.block_n,
         programs=multiprocessors(q.device),
-        streamed_bytes=t * (d + dv) * k.element_size() * hk * pack // h,
+        streamed_bytes=streamed_rows * (d + dv) * k.element_size() * hk * pack // h,
         every_tile=first or last,
     )
     plan = make_plan(rows, keys, shape)
@@ -75,6 +157,10 @@ def launch_forward(
         return
     columns, v_columns = columns_of(d), columns_of(dv)
     q, k, v = _described(q), _described(k), _described(v)
+    k_far, v_far = (
+        None if x is None else rows_of(x, config.block_n, wide)
+        for x, wide in zip(far, (columns, v_columns), strict=True)
+    )
     store = config.store and last and o.dtype == q.dtype and columns == v_columns and describable(o)
     queries, outputs = (
         rows_of(x, 64, columns) if pack == 1 else groups_of(x, 64 // pack, pack, columns)
@@ -95,8 +181,9 @@ def launch_forward(
                 queries, rows_of(k, config.block_n, columns), rows_of(v, config.block_n, v_columns),
                 outputs if store else None, plan.work, plan.segments, plan.starts, o, lse, *state, *parts,
                 rows.positions, rows.lo, rows.hi, score.sinks, score.alibi_slopes, score.key_bias,
+                k_far, v_far, flags, error,
                 *_strides(o, o_unit), *acc_strides, *pairs, per_batch(rows.lo), per_batch(rows.hi), per_batch(score.key_bias),
-                h // pack, h // hk // pack, s, t, *scale_and_cap(score),
+                h // pack, h // hk // pack, s, t, *flag_numbers, *scale_and_cap(score),
             ),
             {
                 "CONSUMERS": config.consumers, "BLOCK_N": config.block_n, "STAGES": config.stages, "D": columns,
@@ -111,7 +198,7 @@ def launch_forward(
         if plan.slots:
             chunk = 16
             _finish[(plan.splits.shape[0], tile // chunk)](
-                plan.splits, *parts, o, lse, *state, score.sinks,
+                plan.splits, *parts, o, lse, *state, score.sinks, error,
                 *_strides(o, 1), *((0, 0, 0) if carry is None else _strides(carry.acc, 1)), *pairs, h // pack, s,
                 TILE=tile, CHUNK=chunk, DV=v_columns, DV_WIDTH=dv, PACK=pack, FIRST=first, LAST=last, num_warps=4,
             )  # fmt: skip
@@ -137,7 +224,8 @@ def is_plain(score: Score) -> bool:
     return absent and not score.softcap > 0 and score.softmax_scale > 0
 
 
-def _check(q: Tensor, d: int, dv: int, score: Score) -> None:
+def _check(q: Tensor, v: Tensor, score: Score) -> None:
+    d, dv = q.shape[-1], v.shape[-1]
     if q.dtype not in DTYPES:
         raise NotImplementedError(
             f"the hopper kernels take float16 or bfloat16, got {str(q.dtype).removeprefix('torch.')}; "

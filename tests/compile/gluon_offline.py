@@ -4,6 +4,7 @@ Owns a driver that knows a target and no device, through which Triton binds the 
 machine, compiles, and stops. Refuses to know any kernel: the launch code says which kernels with which arguments.
 
     python -m tests.compile.gluon_offline forward --head-dim 128 --causal
+    python -m tests.compile.gluon_offline forward --head-dim 64 128 --gathered --causal
     python -m tests.compile.gluon_offline backward --head-dim 64 --features alibi softcap --events
     python -m tests.compile.gluon_offline backward --deterministic --dump /tmp/kernels
 """
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import importlib
 import os
 import sys
@@ -27,7 +29,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import jit
 from triton.runtime.driver import driver
 
-from ringattn.kernels.contract import Carry, Grads, Score
+from ringattn.kernels.contract import GUARD, Arrivals, Carry, Gathered, Grads, Score, Side
 from ringattn.reference import visible_pairs
 from tests.compile import sass, ttgir
 from tests.kernel_conformance import make_side
@@ -176,6 +178,7 @@ class Call:
         deterministic: Backward: in a fixed order.
         seq_len: Rows and keys.
         through: "module:function" to call in place of the kernel set's.
+        gathered: Forward: all visits of a rank in one launch, half of the keys being those of another rank.
     """
 
     kernel: str
@@ -191,11 +194,14 @@ class Call:
     deterministic: bool = False
     seq_len: int = 512
     through: str | None = None
+    gathered: bool = False
 
 
 def compile_call(call: Call, dump: str | None = None) -> list[Report]:
     """What the kernels of one call become, in order of launch."""
-    module, _, name = (call.through or f"ringattn.kernels.hopper.api:{call.kernel}").partition(":")
+    module, _, name = (
+        call.through or f"ringattn.kernels.hopper.api:{call.kernel}{'_gathered' * call.gathered}"
+    ).partition(":")
     function = getattr(importlib.import_module(module), name)
     n, kv_heads = call.seq_len, 2
     heads, d, dv = kv_heads * call.group, call.head_dim, call.v_head_dim or call.head_dim
@@ -216,7 +222,13 @@ def compile_call(call: Call, dump: str | None = None) -> list[Report]:
         key_bias=torch.zeros(1, n) if "key_bias" in call.features else None,
     )
     with captured() as launches:
-        if call.kernel == "forward":
+        if call.gathered:
+            far = torch.zeros(1, n + GUARD, kv_heads, d + dv, dtype=dtype)
+            arrivals = Arrivals(torch.zeros(2, 2, dtype=torch.int32), torch.zeros(1, dtype=torch.int32), 10**10)
+            # two ranks hold the same positions: what is compiled does not depend on who sees whom
+            sides = _gathered((keys, keys))
+            function(q, (k, v), (far[..., :d], far[..., d:]), rows, sides, score, arrivals, o=o, lse=lse)
+        elif call.kernel == "forward":
             carry = None if call.first and call.last else Carry(lse.clone(), lse.clone(), torch.zeros(1, n, heads, dv))
             function(q, k, v, rows, keys, score, carry=carry, first=call.first, last=call.last, o=o, lse=lse)
         else:
@@ -232,6 +244,19 @@ def compile_call(call: Call, dump: str | None = None) -> list[Report]:
             )
             function(o, q, k, v, lse, lse.clone(), rows, keys, score, grads)
     return [report(*launch, dump=dump) for launch in launches]
+
+
+def _gathered(sides: tuple[Side, ...]) -> Gathered:
+    """Sides of equal length as the sources of a gathered visit; near first."""
+    near_rows, each = sides[0].positions.shape[0], sides[0].positions.shape[0] + GUARD
+    placed = [sides[0]]
+    for number, side in enumerate(sides[1:]):
+        at = -(-each // GUARD) * GUARD * number
+        runs = tuple((offset + at, *run) for offset, *run in side.run_list)
+        placed.append(dataclasses.replace(side, run_list=runs, runs=torch.tensor(runs, dtype=torch.int32)))
+    far_rows = -(-each // GUARD) * GUARD * (len(sides) - 1)
+    table = torch.zeros(1, near_rows + far_rows, dtype=torch.int32)
+    return Gathered(tuple(placed), tuple(range(len(sides))), near_rows, far_rows, table[0], table, table)
 
 
 def reason_of(error: BaseException) -> str:
@@ -263,6 +288,7 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--carry-in", action="store_true")
     parser.add_argument("--carry-out", action="store_true")
     parser.add_argument("--accumulate", action="store_true")
+    parser.add_argument("--gathered", action="store_true", help="all visits of a rank in one launch")
     parser.add_argument("--deterministic", action="store_true")
     parser.add_argument("--through", help='"module:function" to call in place of the kernel set\'s')
     parser.add_argument("--events", action="store_true", help="the loops as schedules")
@@ -291,6 +317,7 @@ def main(arguments: list[str]) -> None:
             options.deterministic,
             options.seq_len,
             options.through,
+            options.gathered,
         )
         dump = None if options.dump is None else os.path.join(options.dump, f"{options.kernel}_{head_dim}")
         try:

@@ -21,6 +21,8 @@ PAIRS = tuple(itertools.product(BUCKETS, BUCKETS))
 BACKWARD_PAIRS = tuple(pair for pair in PAIRS if pair != (64, 128))
 """The backward takes a narrow q beside a wide v for a wide one."""
 
+GATHERED_FEATURES = tuple(feature for feature in FEATURES if feature != "key_bias")
+
 CALLS = {
     **{f"forward_{d}_{dv}": Call("forward", d, dv) for d, dv in PAIRS},
     **{f"forward_{d}_{dv}_every_feature": Call("forward", d, dv, features=FEATURES) for d, dv in PAIRS},
@@ -30,6 +32,8 @@ CALLS = {
     "forward_128_carried_every_feature": Call("forward", 128, first=False, last=False, features=FEATURES),
     "forward_128_packed_group": Call("forward", 128, group=8, seq_len=40),
     "forward_96": Call("forward", 96),
+    "forward_128_gathered_packed_group": Call("forward", 128, group=8, seq_len=40, gathered=True),
+    "forward_128_gathered_every_feature": Call("forward", 128, features=GATHERED_FEATURES, gathered=True),
     **{f"backward_{d}_{dv}": Call("backward", d, dv) for d, dv in BACKWARD_PAIRS},
     **{f"backward_{d}_{dv}_every_feature": Call("backward", d, dv, features=FEATURES) for d, dv in BACKWARD_PAIRS},
     **{f"backward_{d}_accumulated": Call("backward", d, accumulate=True, group=4) for d in BUCKETS},
@@ -75,3 +79,19 @@ def test_every_launch_fits_and_keeps_its_loops_in_registers(name: str):
         if report.products or report.name in PRODUCTS:
             each = PRODUCTS[report.name](constants_of(report))
             assert {products for products, _ in report.loops} == each, f"{report}: {each} per round"
+
+
+@pytest.mark.parametrize("features", [(), GATHERED_FEATURES], ids=["plain", "every_feature"])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_waiting_for_rows_costs_the_loops_nothing(head_dim: int, features: tuple[str, ...]):
+    alone, gathered = (
+        compile_or_say(Call("forward", head_dim, features=features, gathered=waits)) for waits in (False, True)
+    )
+    assert not isinstance(alone, str), alone
+    assert not isinstance(gathered, str), gathered
+    for before, after in zip(alone, gathered, strict=True):
+        assert not after.stale, after.stale
+        assert not after.warnings, after.warnings
+        assert (after.loops, after.products, after.shared) == (before.loops, before.products, before.shared)
+        assert after.loop_spills == 0
+        assert (after.registers, after.injected) == (before.registers, before.injected)
