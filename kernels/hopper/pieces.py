@@ -9,6 +9,12 @@ Note [Named barriers]
 Note [Limits]
     A masked block compares the row numbers of the streamed side with two limits per row of the tile, so that positions are
     divided once per segment and not compared at every pair: row y of the buffer is visible iff low <= y < high.
+
+Note [Flags]
+    What fills a buffer beside a running kernel is another engine: rows are there once the flag that is written behind them
+    reads 1 to a load that acquires at the scope of the system. Bulk copies read through a proxy of their own, so a fence
+    between the proxies stands behind the load. A wait ends: by the flag, by a negative flag, or by the clock. All threads of
+    a warp leave it with one answer, because what follows is done by the warp as a whole.
 """
 
 # pyright: reportGeneralTypeIssues=false, reportArgumentType=false, reportAssignmentType=false, reportCallIssue=false
@@ -36,6 +42,41 @@ def arrive(barrier, THREADS: gl.constexpr):
     """Counts the threads of this partition at a named barrier without waiting."""
     asm: gl.constexpr = _barrier("arrive", THREADS)
     gl.inline_asm_elementwise(asm, "=r,r", [gl.to_tensor(barrier)], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def wait_flag(flag, error, patience):
+    """Waits until *flag is 1, and says so with a 1; Note [Flags].
+
+    A negative flag, or patience (nanoseconds, int64) running out, sets *error and returns 0 all the same.
+    """
+    return gl.inline_asm_elementwise(
+        """{
+        .reg .pred p; .reg .s32 v; .reg .u64 began, now;
+        mov.u64 began, %globaltimer;
+        POLL:
+        ld.acquire.sys.global.s32 v, [$1];
+        setp.ne.s32 p, v, 0;
+        @p bra SEEN;
+        mov.u64 now, %globaltimer;
+        sub.s64 now, now, began;
+        setp.gt.s64 p, now, $3;
+        @p bra SEEN;
+        nanosleep.u32 64;
+        bra POLL;
+        SEEN:
+        setp.le.s32 p, v, 0;
+        vote.sync.any.pred p, p, -1;
+        @p st.relaxed.sys.global.s32 [$2], 1;
+        fence.proxy.async.global;
+        selp.s32 $0, 0, 1, p;
+        }""",
+        "=r,l,l,l",
+        [flag, error, gl.to_tensor(patience).to(gl.int64)],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
 
 
 @builtin

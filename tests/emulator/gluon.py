@@ -9,7 +9,9 @@ Refuses to know any kernel, and the layouts of registers: those the compiler che
 Note [One runs at a time]
     Partitions are threads that hand a baton to one another, so a run is a function of the mode and nothing else. A
     partition runs until it blocks (or, with a seed, now and then passes the baton on); a copy completes when nobody can run
-    (or, with a seed, sometimes earlier). If nobody can run and no copy is on its way, that is a deadlock, seen at once.
+    (or, with a seed, sometimes earlier). What comes from other engines and devices, `outside`, happens when nobody can run and
+    no copy is on its way (or, with a seed, sometimes earlier), one step at a time. Once nothing more comes, the patience of
+    those who wait for a flag is over; if nobody waits for one, that is a deadlock, seen at once.
 
 Note [What happened before]
     Every partition carries a clock: what it knows of each other partition, each mbarrier and each queue of wgmmas and
@@ -709,6 +711,7 @@ class _Partition:
     ready: Callable[[], bool] | None = None
     waits_for: Callable[[], str] | None = None
     where: str = ""
+    is_patient: bool = False  # waits for a flag, and will not for ever
     finished: bool = False
     baton: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(0))
     products: list[Accumulator] = field(default_factory=list)  # wgmmas in flight
@@ -765,6 +768,8 @@ class _Program:
             return
         if self.copies and self.random.random() < 0.2:
             self._complete()
+        if _MODE.outside is not None and self.random.random() < 0.02:
+            _MODE.outside()
         if len(self.partitions) > 1 and self.random.random() < 0.3:
             self.pass_on()
 
@@ -797,14 +802,21 @@ class _Program:
             able = [p for p in circle if not p.finished and (p.ready is None or p.ready())]
             if able:
                 return able[0] if self.random is None else self.random.choice(able)
-            if not self.copies:
+            if self.copies:
+                self._complete()
+                continue
+            if _MODE.outside is not None and _MODE.outside():
+                continue
+            patient = [p for p in circle if p.is_patient]
+            if not patient:
                 waiting = [
                     f"  {p.name} waits for {p.waits_for() if p.waits_for else '?'} at {p.where}"
                     for p in self.partitions
                     if not p.finished
                 ]
                 raise Deadlock(f"program {self.position} is deadlocked:\n" + "\n".join(waiting))
-            self._complete()
+            for partition in patient:
+                partition.is_patient = False
 
     def _complete(self) -> None:
         copy = self.copies.pop(0 if self.random is None else self.random.randrange(len(self.copies)))
@@ -890,11 +902,13 @@ class Mode:
         eager: wgmma and bulk stores read shared memory when issued, not when waited for.
         seed: None: programs run in order, each partition until it blocks, copies come as late as possible. Else at random.
         trace: Write every event to stderr.
+        outside: What happens beside the kernel: each call does one thing to global memory; False: nothing is left to do.
     """
 
     eager: bool = False
     seed: int | None = None
     trace: bool = False
+    outside: Callable[[], bool] | None = None
 
 
 _MODE = Mode()
@@ -1253,6 +1267,31 @@ def _scale_unless_one(match: re.Match[str], args: Sequence[Any], dtype: Any) -> 
 @assembly(r"fence\.proxy\.async(\.shared::cta)?;( mov\.[us]32 \$0, (0|\$1);)?")
 def _fence(match: re.Match[str], args: Sequence[Any], dtype: Any) -> Any:
     fence_async_shared()
+    return Int(0)
+
+
+@assembly(
+    r"\{ \.reg \.pred p; \.reg \.s32 v; \.reg \.u64 began, now; mov\.u64 began, %globaltimer; "
+    r"POLL: ld\.acquire\.sys\.global\.s32 v, \[\$1\]; setp\.ne\.s32 p, v, 0; @p bra SEEN; "
+    r"mov\.u64 now, %globaltimer; sub\.s64 now, now, began; setp\.gt\.s64 p, now, \$3; @p bra SEEN; "
+    r"nanosleep\.u32 \d+; bra POLL; SEEN: setp\.le\.s32 p, v, 0; vote\.sync\.any\.pred p, p, -1; "
+    r"@p st\.relaxed\.sys\.global\.s32 \[\$2\], 1; fence\.proxy\.async\.global; selp\.s32 \$0, 0, 1, p; \}"
+)
+def _wait_flag(match: re.Match[str], args: Sequence[Any], dtype: Any) -> Any:
+    flag, error, patience = args
+    for pointer in (flag, error):
+        if pointer.memory.dtype != torch.int32:
+            raise EmulationError(f"flags and error words must be int32, got {pointer.memory.dtype} at {_where()}")
+    if patience.dtype != tl.int64:
+        raise EmulationError(f"patience must be int64, got {patience.dtype} at {_where()}")
+    (place,), (word,) = flag.places(None).tolist(), error.places(None).tolist()
+    me = _me()
+    me.is_patient = True
+    _now().wait(lambda: bool(flag.memory[place]) or not me.is_patient, lambda: f"flag {place - flag.first}")
+    me.is_patient = False
+    if flag.memory[place] > 0:
+        return Int(1)
+    error.memory[word] = 1
     return Int(0)
 
 

@@ -16,6 +16,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from ringattn.kernels.hopper.pieces import wait_flag
+
 ROWS, BLOCK = 64, 32
 BLOCK_ROWS = gl.constexpr(BLOCK)
 
@@ -230,3 +232,24 @@ def values_stay(o_ptr, num_warps: gl.constexpr):
 def mixed_ranks(o_ptr, num_warps: gl.constexpr):
     layout: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [4, 1], [1, 0])
     gl.full([4, 4], 1.0, gl.float32, layout) + gl.full([4], 1.0, gl.float32, gl.SliceLayout(0, layout))
+
+
+@gluon.jit
+def _idle(o_ptr):
+    gl.store(o_ptr, 0)
+
+
+@gluon.jit
+def _watch(x_ptr, o_ptr, flags, error, patience, n):
+    for i in range(n):
+        there = wait_flag(flags + i, error, patience)
+        gl.store(o_ptr + i, gl.where(there == 1, gl.load(x_ptr + i), -1))
+
+
+@gluon.jit
+def watch(x_ptr, o_ptr, idle_ptr, flags, error, patience, n, num_warps: gl.constexpr):
+    """One warp copies number i of n once flag i is there, or writes -1; the others have long been done."""
+    gl.warp_specialize([
+        (_idle, (idle_ptr,)),
+        (_watch, (x_ptr, o_ptr, flags, error, patience, n)),
+    ], [1], [24])  # fmt: skip
