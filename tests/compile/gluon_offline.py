@@ -6,6 +6,7 @@ machine, compiles, and stops. Refuses to know any kernel: the launch code says w
     python -m tests.compile.gluon_offline forward --head-dim 128 --causal
     python -m tests.compile.gluon_offline backward --head-dim 64 --features alibi softcap --events
     python -m tests.compile.gluon_offline backward --deterministic --dump /tmp/kernels
+    python -m tests.compile.gluon_offline backward --gathered
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from triton.runtime.driver import driver
 from ringattn.kernels.contract import Carry, Grads, Score
 from ringattn.reference import visible_pairs
 from tests.compile import sass, ttgir
+from tests.gathered import Scene, make_visit, make_whole
 from tests.kernel_conformance import make_side
 
 HOPPER = GPUTarget("cuda", 90, 32)
@@ -177,6 +179,7 @@ class Call:
         accumulate: Backward: adds to what is there.
         deterministic: Backward: in a fixed order.
         seq_len: Rows and keys.
+        gathered: Backward: of keys of two owners, one of which arrives while the kernel runs.
         through: "module:function" to call in place of the kernel set's.
     """
 
@@ -192,11 +195,43 @@ class Call:
     accumulate: bool = False
     deterministic: bool = False
     seq_len: int = 512
+    gathered: bool = False
     through: str | None = None
+
+
+def _backward_gathered(call: Call) -> None:
+    """Calls the gathered backward of the first of two ranks."""
+    kv_heads, half = 2, call.seq_len // 2
+    heads = kv_heads * call.group
+    scene = Scene(
+        "offline",
+        (((0, 1, half),), ((half, 1, half),)),
+        {"causal": call.causal},
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=call.head_dim,
+        v_head_dim=call.v_head_dim,
+        softcap=20.0 if "softcap" in call.features else 0.0,
+        alibi="alibi" in call.features,
+        sinks="sinks" in call.features,
+        dtype=getattr(torch, call.dtype),
+    )
+    visit = make_visit(make_whole(scene), 0, everything=True)
+    dq, dalibi = visit.outputs()
+    name = call.through or "ringattn.kernels.hopper.api:backward_gathered"
+    module, _, name = name.partition(":")
+    getattr(importlib.import_module(module), name)(
+        *visit.arguments(), visit.arrivals, visit.homes, visit.home_rows,
+        dq=dq, dalibi=dalibi, deterministic=call.deterministic,
+    )  # fmt: skip
 
 
 def compile_call(call: Call, dump: str | None = None) -> list[Report]:
     """What the kernels of one call become, in order of launch."""
+    if call.gathered:
+        with captured() as launches:
+            _backward_gathered(call)
+        return [report(*launch, dump=dump) for launch in launches]
     module, _, name = (call.through or f"ringattn.kernels.hopper.api:{call.kernel}").partition(":")
     function = getattr(importlib.import_module(module), name)
     n, kv_heads = call.seq_len, 2
@@ -266,6 +301,7 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--carry-out", action="store_true")
     parser.add_argument("--accumulate", action="store_true")
     parser.add_argument("--deterministic", action="store_true")
+    parser.add_argument("--gathered", action="store_true", help="keys of two owners, one of which arrives meanwhile")
     parser.add_argument("--through", help='"module:function" to call in place of the kernel set\'s')
     parser.add_argument("--events", action="store_true", help="the loops as schedules")
     parser.add_argument("--constants", action="store_true")
@@ -292,6 +328,7 @@ def main(arguments: list[str]) -> None:
             options.accumulate,
             options.deterministic,
             options.seq_len,
+            options.gathered,
             options.through,
         )
         dump = None if options.dump is None else os.path.join(options.dump, f"{options.kernel}_{head_dim}")

@@ -43,6 +43,15 @@ CALLS = {
     # scores that the fused kernel keeps at 128 columns
     "backward_128_softcap": Call("backward", 128, features=("softcap",)),
     "backward_64_softcap": Call("backward", 64, features=("softcap",)),
+    **{f"backward_{d}_gathered": Call("backward", d, gathered=True) for d in (64, 128)},
+    **{
+        f"backward_{d}_gathered_deterministic": Call("backward", d, gathered=True, deterministic=True)
+        for d in (64, 128)
+    },
+    **{
+        f"backward_{d}_gathered_every_feature": Call("backward", d, gathered=True, features=FEATURES[:3])
+        for d in (64, 128)
+    },
 }
 
 # HGMMA of one warpgroup in one round of each loop, from tile shapes: an instruction does 64 x n x 16, n up to 256
