@@ -34,6 +34,12 @@ Note [Tiles of several owners]
     far are zeros. The producer waits for the flag of a source before the first tile of it that its program takes; flags
     rise in order, so that one number says what has been seen. dk and dv go to the address of the owner's region.
 
+Note [Stores to other devices]
+    An accumulator gives a thread two neighbouring columns, so that its stores are 32 bytes in each of eight rows: what
+    crosses the link in packets of that size is mostly headers. Sums on their way home change their layout first, through the
+    buffer of dq where there is one: 16 bytes a thread, whole lines of 128 bytes or more. The storer hands each half of the
+    buffer over once more for that.
+
 Note [Roles]
     warps 0-3, 4-7   consumers: keys 0 .. 63 and 64 .. 127 of the tile
     warp 8           producer: loads K and V of a tile, and Q, dO, lse and delta of a block
@@ -171,7 +177,7 @@ def _producer(
 @gluon.jit
 def _storer(
     work, segments, starts, tiles, dq_desc, dk_desc, dv_desc, dq_s, heads, group, rows, D: gl.constexpr, DV: gl.constexpr,
-    BM: gl.constexpr, ADD: gl.constexpr,
+    BM: gl.constexpr, ADD: gl.constexpr, HOMES: gl.constexpr,
 ):  # fmt: skip
     COLUMNS: gl.constexpr = D * BM // 128
     at = gl.load(starts + gl.program_id(0))
@@ -199,6 +205,12 @@ def _storer(
                     else:
                         reduce_add(dq_desc, [b, h, x + 64, 0], dq_s.index(1))
                     x += BM
+        if HOMES:
+            if slot < 0:
+                # no full half follows, so that the meeting itself keeps this warp from running ahead
+                tma.store_wait(0)
+                sync(DQ_FREE, 160)
+                sync(DQ_FREE + 1, 160)
         if dk_desc is not None:
             if slot < 0:
                 for n in gl.static_range((D + DV) // COLUMNS):
@@ -403,6 +415,31 @@ def _put(target, stride, value, y, rows, columns_s, WIDTH: gl.constexpr, COLUMNS
 
 
 @gluon.jit
+def _send_home(
+    target, stride, value, y, rows, buffer, FIRST: gl.constexpr, WIDTH: gl.constexpr, COLUMNS: gl.constexpr,
+    CHUNK: gl.constexpr,
+):  # fmt: skip
+    """Writes the rows before `rows` of 64 rows from y on, CHUNK columns at a time; Note [Stores to other devices]."""
+    if COLUMNS > CHUNK:
+        left, right = gl.split(gl.permute(gl.reshape(value, [HALF, 2, COLUMNS // 2]), [0, 2, 1]))
+        _send_home(target, stride, left, y, rows, buffer, FIRST, WIDTH, COLUMNS // 2, CHUNK)
+        _send_home(target, stride, right, y, rows, buffer, FIRST + COLUMNS // 2, WIDTH, COLUMNS // 2, CHUNK)
+    elif FIRST < WIDTH:
+        layout: gl.constexpr = gl.BlockedLayout([1, 4], [128 // CHUNK, CHUNK // 4], [4, 1], [1, 0])
+        if buffer is not None:
+            buffer.store(value)
+            value = buffer.load(layout)
+        else:
+            value = gl.convert_layout(value, layout)
+        r = gl.expand_dims(opaque(gl.arange(0, HALF, gl.SliceLayout(1, layout))), 1)
+        c = gl.expand_dims(FIRST + gl.arange(0, CHUNK, gl.SliceLayout(0, layout)), 0)
+        mask = r < rows - y
+        if WIDTH < FIRST + CHUNK:
+            mask = mask & (c < WIDTH)
+        gl.store((target + gl.cast(y, gl.int64) * stride + r * stride) + c, value, mask=mask)
+
+
+@gluon.jit
 def _home(homes, side, b, h, heads, home_rows, WIDTH: gl.constexpr):
     """Where the first row of a batch element and head lies in the region of a source."""
     region = gl.multiple_of(gl.cast(gl.load(homes + side), gl.pointer_type(gl.float32)), [16])
@@ -529,8 +566,11 @@ def _consumer(
             own_rows = gl.load(side + 3) - begin
             home = _home(homes, gl.load(side), b, h_kv, heads, home_rows, D_WIDTH + DV_WIDTH)
             stride = heads * (D_WIDTH + DV_WIDTH)
-            _put(home, stride, dk, y - begin, own_rows, columns_s, D_WIDTH, D, False)
-            _put(home + D_WIDTH, stride, dv, y - begin, own_rows, columns_s, DV_WIDTH, DV, False)
+            if WANT_DQ:
+                sync(DQ_FREE + WHICH, 160)
+            CHUNK: gl.constexpr = COLUMNS if WANT_DQ else 32
+            _send_home(home, stride, dk, y - begin, own_rows, dq_half, 0, D_WIDTH, D, CHUNK)
+            _send_home(home + D_WIDTH, stride, dv, y - begin, own_rows, dq_half, 0, DV_WIDTH, DV, CHUNK)
         else:
             dk_at = dk_out + (gl.cast(b, gl.int64) * dk_sb + gl.cast(h_kv, gl.int64) * dk_sh) * UNIT
             dv_at = dv_out + (gl.cast(b, gl.int64) * dv_sb + gl.cast(h_kv, gl.int64) * dv_sh) * UNIT
@@ -604,36 +644,37 @@ def backward_kernel(
             (_consumer, (gl.constexpr(0), work, segments, starts, tiles, q_s, do_s, k_s, v_s, lse_s, delta_s, ds_s, dq_s,
                      columns_s, kv_full, kv_free, q_full, do_full, dk_out, dv_out, homes, error, parts,
                      dkey_bias_out, dkey_bias_parts, dalibi_out, positions, lo_ptr, hi_ptr, alibi_slopes, key_bias,
-                     dk_sb, dk_ss, dk_sh, dv_sb, dv_ss, dv_sh, lo_sb, hi_sb, key_bias_sb, dalibi_sb, dalibi_sh, heads, group, rows, queries,
-                     near_rows, home_rows, scale, cap, softmax_scale,
+                     dk_sb, dk_ss, dk_sh, dv_sb, dv_ss, dv_sh, lo_sb, hi_sb, key_bias_sb, dalibi_sb, dalibi_sh,
+                     heads, group, rows, queries, near_rows, home_rows, scale, cap, softmax_scale,
                      D, DV, D_WIDTH, DV_WIDTH, BM, PLAIN, SOFTCAP, ADD, WANT_DQ, SCALE_DQ, PIN,
                      NEAR, dk_desc is not None, UNIT)),
             (_consumer, (gl.constexpr(1), work, segments, starts, tiles, q_s, do_s, k_s, v_s, lse_s, delta_s, ds_s, dq_s,
                      columns_s, kv_full, kv_free, q_full, do_full, dk_out, dv_out, homes, error, parts,
                      dkey_bias_out, dkey_bias_parts, dalibi_out, positions, lo_ptr, hi_ptr, alibi_slopes, key_bias,
-                     dk_sb, dk_ss, dk_sh, dv_sb, dv_ss, dv_sh, lo_sb, hi_sb, key_bias_sb, dalibi_sb, dalibi_sh, heads, group, rows, queries,
-                     near_rows, home_rows, scale, cap, softmax_scale,
+                     dk_sb, dk_ss, dk_sh, dv_sb, dv_ss, dv_sh, lo_sb, hi_sb, key_bias_sb, dalibi_sb, dalibi_sh,
+                     heads, group, rows, queries, near_rows, home_rows, scale, cap, softmax_scale,
                      D, DV, D_WIDTH, DV_WIDTH, BM, PLAIN, SOFTCAP, ADD, WANT_DQ, SCALE_DQ, PIN,
                      NEAR, dk_desc is not None, UNIT)),
             (_producer, (work, segments, starts, tiles, q_desc, do_desc, k_desc, v_desc, k_far, v_far, lse_desc, delta_desc,
                      q_s, do_s, k_s, v_s, lse_s, delta_s, kv_full, kv_free, q_full, do_full, flags, error,
                      heads, group, rows, padded_queries, steps, heads_per_group, patience, BM)),
-            (_storer, (work, segments, starts, tiles, dq_desc, dk_desc, dv_desc, dq_s, heads, group, rows, D, DV, BM, ADD)),
+            (_storer, (work, segments, starts, tiles, dq_desc, dk_desc, dv_desc, dq_s, heads, group, rows, D, DV, BM, ADD,
+                     homes is not None)),
         ], [4, 1, 1], [240, 24, 24])  # fmt: skip
     else:
         gl.warp_specialize([
             (_consumer, (gl.constexpr(0), work, segments, starts, tiles, q_s, do_s, k_s, v_s, lse_s, delta_s, None, None,
                      columns_s, kv_full, kv_free, q_full, do_full, dk_out, dv_out, homes, error, parts,
                      dkey_bias_out, dkey_bias_parts, dalibi_out, positions, lo_ptr, hi_ptr, alibi_slopes, key_bias,
-                     dk_sb, dk_ss, dk_sh, dv_sb, dv_ss, dv_sh, lo_sb, hi_sb, key_bias_sb, dalibi_sb, dalibi_sh, heads, group, rows, queries,
-                     near_rows, home_rows, scale, cap, softmax_scale,
+                     dk_sb, dk_ss, dk_sh, dv_sb, dv_ss, dv_sh, lo_sb, hi_sb, key_bias_sb, dalibi_sb, dalibi_sh,
+                     heads, group, rows, queries, near_rows, home_rows, scale, cap, softmax_scale,
                      D, DV, D_WIDTH, DV_WIDTH, BM, PLAIN, SOFTCAP, ADD, WANT_DQ, SCALE_DQ, PIN,
                      NEAR, dk_desc is not None, UNIT)),
             (_consumer, (gl.constexpr(1), work, segments, starts, tiles, q_s, do_s, k_s, v_s, lse_s, delta_s, None, None,
                      columns_s, kv_full, kv_free, q_full, do_full, dk_out, dv_out, homes, error, parts,
                      dkey_bias_out, dkey_bias_parts, dalibi_out, positions, lo_ptr, hi_ptr, alibi_slopes, key_bias,
-                     dk_sb, dk_ss, dk_sh, dv_sb, dv_ss, dv_sh, lo_sb, hi_sb, key_bias_sb, dalibi_sb, dalibi_sh, heads, group, rows, queries,
-                     near_rows, home_rows, scale, cap, softmax_scale,
+                     dk_sb, dk_ss, dk_sh, dv_sb, dv_ss, dv_sh, lo_sb, hi_sb, key_bias_sb, dalibi_sb, dalibi_sh,
+                     heads, group, rows, queries, near_rows, home_rows, scale, cap, softmax_scale,
                      D, DV, D_WIDTH, DV_WIDTH, BM, PLAIN, SOFTCAP, ADD, WANT_DQ, SCALE_DQ, PIN,
                      NEAR, dk_desc is not None, UNIT)),
             (_producer, (work, segments, starts, tiles, q_desc, do_desc, k_desc, v_desc, k_far, v_far, lse_desc, delta_desc,
