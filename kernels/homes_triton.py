@@ -3,7 +3,7 @@
 Owns the kernel and its launcher. Runs on CUDA and ROCm devices, and on CPU tensors in the Triton interpreter.
 """
 
-# pyright: reportArgumentType=false, reportCallIssue=false
+# pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
 # (a launch passes plain integers for constexpr parameters, and num_warps beside them)
 
 from __future__ import annotations

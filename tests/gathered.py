@@ -155,6 +155,7 @@ class Visit:
     owners: list[int]  # of each source
     near: tuple[Tensor, Tensor]
     far: tuple[Tensor, Tensor]
+    buffer: Tensor  # of both halves of far
     flags: Tensor
     error: Tensor
     regions: list[Tensor]  # one per source
@@ -202,19 +203,36 @@ class Visit:
         return True
 
 
-def make_visit(whole: Whole, rank: int, device: torch.device | str = "cpu", everything: bool = False) -> Visit:
-    """The visit of one rank: only keys that it sees are fetched, or `everything`, seen or not."""
-    scene = whole.scene
-    world, visible = len(scene.shards), whole.visible.cpu()
-    places = positions_of(scene.shards[rank])
-    rows = make_side(scene.shards[rank], visible, device)
-    seen_by_others = visible.transpose(1, 2)
-    sees = visible[:, places].any(0).any(0)
-    runs_of, steps, owners = [scene.shards[rank]], [0], [rank]
+@dataclass(frozen=True)
+class Sources:
+    """The keys that one rank meets.
+
+    Attributes:
+        rows: Its queries.
+        keys: The key sides.
+        places: Global positions of the rows of each source.
+        owners: The rank of each source.
+    """
+
+    rows: Side
+    keys: Gathered
+    places: list[list[int]]
+    owners: list[int]
+
+
+def gather_sources(
+    shards: tuple[Runs, ...], rank: int, visible: Tensor, device: torch.device | str = "cpu", everything: bool = False
+) -> Sources:
+    """The sources of a rank under a mask `b n n`: only keys that it sees are fetched, or `everything`, seen or not."""
+    world = len(shards)
+    own = positions_of(shards[rank])
+    seen_by = visible.transpose(1, 2)
+    sees = visible[:, own].any(0).any(0)
+    runs_of, steps, owners = [shards[rank]], [0], [rank]
     for step in range(1, world):
         owner = (rank - step) % world
         kept: list[tuple[int, int, int]] = []
-        for start, stride, length in scene.shards[owner]:
+        for start, stride, length in shards[owner]:
             wanted = sees[[start + stride * x for x in range(length)]].nonzero().flatten().tolist()
             if everything:
                 kept.append((start, stride, length))
@@ -224,44 +242,44 @@ def make_visit(whole: Whole, rank: int, device: torch.device | str = "cpu", ever
             runs_of.append(tuple(kept))
             steps.append(step)
             owners.append(owner)
-    sides, at = [make_side(runs_of[0], seen_by_others, device)], 0
-    batches = sides[0].lo.shape[0]
-    near_rows = len(places)
-    tables = {"positions": [sides[0].positions[None]], "lo": [sides[0].lo], "hi": [sides[0].hi]}
-    offsets = [0]
+    near = make_side(runs_of[0], seen_by, device)
+    sides, at = [near], 0
+    tables = {"positions": [near.positions[None]], "lo": [near.lo], "hi": [near.hi]}
     for runs in runs_of[1:]:
-        side = make_side(runs, seen_by_others, device)
+        side = make_side(runs, seen_by, device)
         count = side.positions.shape[0]
         length = -(-(count + GUARD) // GUARD) * GUARD
         for name, parts in tables.items():
-            own = getattr(side, name).reshape(-1, count)
-            guard = torch.zeros(own.shape[0], length - count, dtype=torch.int32, device=device)
-            parts.append(torch.cat((own, guard), 1))
-        run_list = tuple((offset + at, *run) for offset, *run in side.run_list)
-        table = side.runs.clone()
-        table[:, 0] += at
+            of_side = getattr(side, name).view(-1, count)
+            guard = torch.zeros(of_side.shape[0], length - count, dtype=torch.int32, device=device)
+            parts.append(torch.cat((of_side, guard), 1))
+        run_list = tuple((offset + at, n, start, stride) for offset, n, start, stride in side.run_list)
+        table = torch.tensor(run_list, dtype=torch.int32, device=device)
         sides.append(Side(table, side.positions, side.lo, side.hi, run_list, side.lo_host, side.hi_host))
-        offsets.append(at)
         at += length
-    whole_tables = {name: torch.cat(parts, 1).contiguous() for name, parts in tables.items()}
-    positions, lo, hi = whole_tables["positions"][0], whole_tables["lo"], whole_tables["hi"]
-    assert lo.shape == (batches, near_rows + at)
-    keys = Gathered(tuple(sides), tuple(steps), near_rows, at, positions, lo, hi)
+    joined = {name: torch.cat(parts, 1).contiguous() for name, parts in tables.items()}
+    keys = Gathered(tuple(sides), tuple(steps), len(own), at, joined["positions"][0], joined["lo"], joined["hi"])
+    return Sources(make_side(shards[rank], visible, device), keys, [positions_of(runs) for runs in runs_of], owners)
 
+
+def make_visit(whole: Whole, rank: int, device: torch.device | str = "cpu", everything: bool = False) -> Visit:
+    """The visit of one rank: only keys that it sees are fetched, or `everything`, seen or not."""
+    scene = whole.scene
+    sources = gather_sources(scene.shards, rank, whole.visible.cpu(), device, everything)
+    keys, places = sources.keys, sources.places[0]
     b, hk, d, dv = scene.batch, scene.kv_heads, scene.head_dim, scene.v_head_dim or scene.head_dim
-    far = torch.full((b, at, hk, d + dv), NAN, dtype=scene.dtype, device=device)
-    source_places = [positions_of(runs) for runs in runs_of]
-    for offset, of_source in zip(offsets[1:], source_places[1:], strict=True):
-        end = offset + len(of_source)
+    far = torch.full((b, keys.far_rows, hk, d + dv), NAN, dtype=scene.dtype, device=device)
+    for side in keys.sides[1:]:
+        end = side.run_list[0][0] + side.lo_host.shape[1]
         far[:, end : end + GUARD] = 0  # what lies behind the guard stays NaN
     home_rows = max(sum(length for _, _, length in shard) for shard in scene.shards) + 3
-    regions = [torch.full((b, home_rows, hk, d + dv), NAN, device=device) for _ in sides]
+    regions = [torch.full((b, home_rows, hk, d + dv), NAN, device=device) for _ in keys.sides]
     homes = torch.tensor([x.data_ptr() for x in regions], dtype=torch.int64, device=device)
-    waiting = [(g, s) for g in range(scene.groups) for s in range(1, len(sides))]
+    waiting = [(g, s) for g in range(scene.groups) for s in range(1, len(keys.sides))]
     return Visit(
-        whole, rank, places, rows, keys, source_places, owners,
-        (whole.k[:, places], whole.v[:, places]), (far[..., :d], far[..., d:]),
-        torch.zeros(scene.groups, world, dtype=torch.int32, device=device),
+        whole, rank, places, sources.rows, keys, sources.places, sources.owners,
+        (whole.k[:, places], whole.v[:, places]), (far[..., :d], far[..., d:]), far,
+        torch.zeros(scene.groups, len(scene.shards), dtype=torch.int32, device=device),
         torch.zeros(1, dtype=torch.int32, device=device), regions, homes, home_rows, waiting,
     )  # fmt: skip
 

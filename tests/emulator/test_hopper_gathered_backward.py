@@ -12,15 +12,18 @@ pytest.importorskip("triton")
 if os.environ.get("GLUON_EMULATOR") != "1":
     pytest.skip("the kernels must not be imported before the emulator is there", allow_module_level=True)
 
-from ringattn.kernels.contract import Grads
+from ringattn.kernels.contract import Grads, Score
 from ringattn.kernels.hopper import api as hopper
+from ringattn.kernels.hopper import backward_launch
 from ringattn.kernels.hopper.backward_configs import BackwardConfig
 from ringattn.kernels.hopper.backward_launch import Away, launch_backward, launch_gathered, launch_keys
+from ringattn.kernels.hopper.plan import Shape, make_plan
 from ringattn.kernels.hopper.rows_launch import RowsConfig, launch_rows, launch_rows_gathered
 from tests.budget import assert_within_budget
 from tests.emulator import gluon as machine
 from tests.gathered import Scene, Visit, contributions, make_visit, make_whole, shards_of
 
+backward_gathered: Any = hopper.backward_gathered
 CAUSAL: dict[str, Any] = {"causal": True}
 DOCUMENTS = {"causal": True, "documents": (0, 30, 31, 200, 390, 501)}
 SCENES = (
@@ -50,7 +53,7 @@ def run(visit: Visit, *, waits: bool = True, deterministic: bool = False, **mode
             pass
     dq, dalibi = visit.outputs()
     with machine.mode(mapped=tuple(visit.regions), outside=visit.arrive, **mode):
-        hopper.backward_gathered(
+        backward_gathered(
             *visit.arguments(), visit.arrivals if waits else None, visit.homes, visit.home_rows,
             dq=dq, dalibi=dalibi, deterministic=deterministic,
         )  # fmt: skip
@@ -106,14 +109,15 @@ def test_contributions_are_the_bits_of_visits_one_by_one(name: str, both: bool):
     scene = named(name)
     config = BackwardConfig(block=64, persistent=False)
     whole = make_whole(scene)
-    score = replace(whole.score)
+    score = whole.score
     for rank in range(len(scene.shards)):
         visit = make_visit(whole, rank)
         do, q, near, far, lse, delta, rows, keys, _ = visit.arguments()
         dq, dalibi = visit.outputs(torch.float32)
+        gathered: Any = launch_gathered
         away = Away(far, visit.arrivals, visit.homes, visit.home_rows)
         with machine.mode(mapped=tuple(visit.regions), outside=visit.arrive):
-            launch_gathered(
+            gathered(
                 do, q, near, lse, delta, rows, keys, score, away, dq=dq, dalibi=dalibi, want_rows=both, config=config
             )
         for side, places, region in zip(keys.sides, visit.source_places, visit.regions, strict=True):
@@ -121,7 +125,7 @@ def test_contributions_are_the_bits_of_visits_one_by_one(name: str, both: bool):
             alone = replace(side, run_list=tuple((offset - first, *run) for offset, *run in side.run_list))
             k, v = whole.k[:, places], whole.v[:, places]
             grads = Grads(dq.clone(), *(torch.full(x.shape, float("nan")) for x in (k, v)), dalibi=visit.outputs()[1])
-            one = launch_backward if both else launch_keys
+            one: Any = launch_backward if both else launch_keys
             one(do, q, k, v, lse, delta, rows, alone, score, grads, config=config)
             assert torch.equal(region[:, : len(places), :, : scene.head_dim], grads.dk)
             assert torch.equal(region[:, : len(places), :, scene.head_dim :], grads.dv)
@@ -132,8 +136,9 @@ def test_dq_by_rows_over_near_alone_is_the_bits_of_one_visit():
     do, q, near, far, lse, delta, rows, keys, score = visit.arguments()
     config = RowsConfig(64, 3, 3)
     wanted, found = visit.outputs()[0], visit.outputs()[0]
-    grads = Grads(wanted, *near)
-    launch_rows(do, q, *near, lse, delta, rows, keys.sides[0], score, grads, config=config)
+    grads = Grads(wanted, near[0], near[1])
+    k, v = near
+    launch_rows(do, q, k, v, lse, delta, rows, keys.sides[0], score, grads, config=config)
     launch_rows_gathered(do, q, near, far, lse, delta, rows, keys, score, None, dq=found, dalibi=None, config=config)
     assert torch.equal(wanted, found)
 
@@ -176,19 +181,34 @@ def test_a_rank_without_queries_sends_zeros_home(deterministic: bool):
 
 
 def test_a_rank_without_keys_of_its_own_fetches_all():
-    scene = Scene("no_keys", (((0, 1, 140),), ((140, 1, 61),)), heads=1)
+    scene = Scene("no_keys", ((), ((0, 1, 140),), ((140, 1, 61),)), heads=1)
+    whole = make_whole(scene)
+    visit = make_visit(whole, 0, everything=True)
+    other = make_visit(whole, 1)
+    visit.places, visit.rows = other.places, other.rows
+    dq, _ = run(visit)
+    exact, low = (found["dq"][:, visit.places] for found in (whole.exact, whole.low))
+    assert_within_budget(dq, exact, low, "dq", scene.dtype)
+
+
+@pytest.mark.parametrize("deterministic", [False, True], ids=["fused", "pair"])
+def test_parts_of_split_tiles_come_home(deterministic: bool, monkeypatch: pytest.MonkeyPatch):
+    programs = 13
+    monkeypatch.setattr(backward_launch, "multiprocessors", lambda _: programs)
+    scene = Scene("split", (((0, 1, 640),), ((640, 1, 100),)), heads=1, head_dim=128)
     visit = make_visit(make_whole(scene), 0)
-    whole = make_whole(replace(scene, shards=(*scene.shards, ())))
-    lonely = make_visit(whole, 2)
-    lonely.places, lonely.rows = visit.places, visit.rows
-    lonely = replace(make_visit_of_all(whole), places=visit.places, rows=visit.rows)
-    dq, _ = run(lonely)
-    found = dq.double()
-    assert_within_budget(
-        found.to(scene.dtype), whole.exact["dq"][:, visit.places], whole.low["dq"][:, visit.places], "dq"
-    )
+    plan = make_plan(visit.keys, visit.rows, Shape(1, 1, 128, 64, programs, 640 * (256 * 2 + 128 * 4), align=4))
+    assert set(plan.split_tiles[:, 0].tolist()) == {0, 1}, "the scene splits tiles of both sources"
+    assert_gradients_within_budget(scene, deterministic=deterministic)
 
 
-def make_visit_of_all(whole: Any) -> Visit:
-    """The visit of the last rank, which has no rows, over everything."""
-    return make_visit(whole, len(whole.scene.shards) - 1, everything=True)
+@pytest.mark.parametrize(
+    "score", [{"key_bias": torch.zeros(1, 1)}, {"bias": torch.zeros(1)}, {"dropout_p": 0.5}], ids=str
+)
+def test_what_is_not_gathered_is_refused(score: dict[str, Any]):
+    visit = make_visit(make_whole(named("alone")), 0)
+    *most, _ = visit.arguments()
+    dq, dalibi = visit.outputs()
+    wanted: Any = Score(1.0, **score)
+    with pytest.raises(NotImplementedError, match=r"key_bias|neither bias nor dropout"):
+        backward_gathered(*most, wanted, None, visit.homes, visit.home_rows, dq=dq, dalibi=dalibi, deterministic=False)
