@@ -94,6 +94,7 @@ def launch_backward(
 
     dq and dalibi are sums whose order changes from run to run.
     """
+    _check(q, v, score)
     _launch(do, q, k, v, lse, delta, rows, keys, score, _out_of(grads), config, None, want_rows=True)
 
 
@@ -112,6 +113,7 @@ def launch_keys(
     config: BackwardConfig | None = None,
 ) -> None:
     """dk, dv and dkey_bias alone, in a fixed order of sums; dq and dalibi are left as they are."""
+    _check(q, v, score)
     _launch(do, q, k, v, lse, delta, rows, keys, score, _out_of(grads), config, None, want_rows=False)
 
 
@@ -136,6 +138,7 @@ def launch_gathered(
     dk and dv go home, in a fixed order of sums. dq and dalibi are sums whose order changes from run to run; without
     `want_rows` they are left as they are.
     """
+    _check(q, near[1], score)
     if score.key_bias is not None:
         raise NotImplementedError("a gathered visit takes no key_bias; go visit by visit")
     out = _Out(dq, None, None, None, dalibi, accumulate_rows=False, accumulate_keys=False)
@@ -160,7 +163,6 @@ def _launch(
 ) -> None:
     batch, s, h, d = q.shape
     t, hk, dv = v.shape[1:]
-    _check(q, d, dv, score)
     padded_d, padded_dv = padded_dims(d, dv)
     plain = _is_plain(score)
     config = config or choose_backward(d, dv, plain, _terms(score), rows=want_rows)
@@ -373,7 +375,8 @@ def _write_zeros(out: _Out, *, want_rows: bool) -> None:
             x.zero_()
 
 
-def _check(q: Tensor, d: int, dv: int, score: Score) -> None:
+def _check(q: Tensor, v: Tensor, score: Score) -> None:
+    d, dv = q.shape[-1], v.shape[-1]
     if q.dtype not in (torch.float16, torch.bfloat16):
         raise NotImplementedError(
             f"the Hopper kernels take float16 or bfloat16, got {q.dtype}; use the portable kernels"
