@@ -1,6 +1,6 @@
 """The Hopper kernel set: `KernelSet` of the contract in Gluon, for fp16 and bf16 on compute capability 9.0.
 
-Owns the three names and the choice between the fused backward and the pair of kernels that sums in a fixed order.
+Owns the names and the choice between the fused backward and the pair of kernels that sums in a fixed order.
 Products are of fp16 or bf16 operands, everything else is fp32. Refuses to know how any kernel is launched.
 """
 

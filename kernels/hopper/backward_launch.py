@@ -1,8 +1,8 @@
 """From tensors to launches of the fused backward.
 
 Owns descriptors, strides, workspaces and compile-time switches. Refuses to know the mathematics of the kernels and
-anything of a ring. Never waits for the device. Allocates row statistics, an fp32 dq unless the bulk copy engine can add to
-the one it is given, and partial results of split tiles.
+anything of a ring, but that keys may have several owners. Never waits for the device. Allocates row statistics, an fp32 dq
+unless the bulk copy engine can add to the one it is given, and partial results of split tiles.
 """
 
 from __future__ import annotations
