@@ -194,8 +194,8 @@ class Arrivals:
     """How a kernel knows that rows of far are there (Note [Gathered visit]).
 
     Attributes:
-        flags: `groups steps` int32, on the device; column 0 is not used.
-        error: `1` int32, on the device or in memory that it can write; 0 until a kernel has waited in vain.
+        flags: `groups steps` int32, on the device, contiguous; nobody waits for column 0.
+        error: `1` int32, on the device, because kernels read it at the end of each tile; 0 until one has waited in vain.
         patience: Nanoseconds a kernel waits for one flag.
     """
 

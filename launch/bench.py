@@ -24,7 +24,7 @@ from typing import Any
 from ringattn.launch.bench_host import Host, bench_host
 from ringattn.launch.bench_kernels import Kernels, bench_kernels, describe_problem
 from ringattn.launch.bench_memory import Memory, bench_memory
-from ringattn.launch.bench_ring import Ring, bench_ring
+from ringattn.launch.bench_ring import Ring, bench_ring, verify
 from ringattn.launch.figures import draw_lengths, draw_ring
 from ringattn.launch.problems import Problem
 from ringattn.launch.session import Session, describe, machine, open_session, parse, table, write_json

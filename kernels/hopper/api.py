@@ -6,12 +6,23 @@ Products are of fp16 or bf16 operands, everything else is fp32. Refuses to know 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch import Tensor
 
+from ringattn.kernels import homes as plain_homes
+from ringattn.kernels import homes_triton
 from ringattn.kernels.contract import Arrivals, Carry, Gathered, Grads, Score, Side
-from ringattn.kernels.hopper.backward_launch import MAX_HEAD_DIM, launch_backward, launch_keys, prefers_pair
+from ringattn.kernels.hopper.backward_launch import (
+    MAX_HEAD_DIM,
+    Away,
+    launch_backward,
+    launch_gathered,
+    launch_keys,
+    prefers_pair,
+)
 from ringattn.kernels.hopper.forward_launch import can_gather, launch_forward, launch_forward_gathered
-from ringattn.kernels.hopper.rows_launch import launch_rows
+from ringattn.kernels.hopper.rows_launch import launch_rows, launch_rows_gathered
 from ringattn.kernels.hopper.wide_launch import launch_wide
 from ringattn.kernels.portable.launch import launch_delta
 
@@ -80,8 +91,49 @@ def backward(
     args = (do, q, k, v, lse, delta, rows, keys, score, grads)
     if max(q.shape[-1], v.shape[-1]) > MAX_HEAD_DIM:
         launch_wide(*args)
-    elif grads.deterministic or prefers_pair(q, v, score, grads):
+    elif grads.deterministic or prefers_pair(q, v, score, wants_terms=_wants_terms(grads)):
         launch_keys(*args)
         launch_rows(*args)
     else:
         launch_backward(*args)
+
+
+def backward_gathered(
+    do: Tensor,
+    q: Tensor,
+    near: tuple[Tensor, Tensor],
+    far: tuple[Tensor, Tensor],
+    lse: Tensor,
+    delta: Tensor,
+    rows: Side,
+    keys: Gathered,
+    score: Score,
+    arrivals: Arrivals | None,
+    homes: Tensor,
+    home_rows: int,
+    *,
+    dq: Tensor,
+    dalibi: Tensor | None,
+    deterministic: bool,
+) -> None:
+    """Dq of this rank's queries, and every source's dk and dv sent home (`GatheringKernelSet.backward_gathered`).
+
+    Regions of homes begin at multiples of 16 bytes. Where sums are made in a fixed order, the kernel by keys waits for what
+    arrives and dq is made by the kernel by rows behind it.
+    """
+    away = Away(far, arrivals, homes, home_rows)
+    pair = deterministic or prefers_pair(q, near[1], score, wants_terms=dalibi is not None)
+    args = (do, q, near, lse, delta, rows, keys, score, away)
+    launch_gathered(*args, dq=dq, dalibi=dalibi, want_rows=not pair)
+    if pair:
+        error = None if arrivals is None else arrivals.error
+        launch_rows_gathered(do, q, near, far, lse, delta, rows, keys, score, error, dq=dq, dalibi=dalibi)
+
+
+def add_homes(dk: Tensor, dv: Tensor, own: Tensor, parts: Sequence[Tensor], rows: Tensor) -> None:
+    """Dk and dv of this rank's keys (`GatheringKernelSet.add_homes`)."""
+    (homes_triton if dk.is_cuda else plain_homes).add_homes(dk, dv, own, parts, rows)
+
+
+def _wants_terms(grads: Grads) -> bool:
+    return grads.dalibi is not None or grads.dkey_bias is not None

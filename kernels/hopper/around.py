@@ -1,6 +1,8 @@
 """What runs before and after the fused backward, in plain Triton: row statistics, zeroed sums, scaled and summed results.
 
 Owns the form in which the fused kernel wants lse and delta, and what becomes of its fp32 sums. Refuses to know scores.
+
+Sums of a gathered visit that waited in vain (`error` is set) are NaN; `error` is None where nothing is waited for.
 """
 
 # pyright: reportGeneralTypeIssues=false
@@ -13,6 +15,12 @@ def _offsets(row0, stride, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     """Offsets of a tile of ROWS x COLUMNS whose columns are next to each other."""
     r = tl.arange(0, ROWS)[:, None]
     return tl.cast(row0, tl.int64) * stride + (r * stride + tl.arange(0, COLUMNS)[None, :])
+
+
+@triton.jit
+def _region(homes, side):
+    """The region of a source, from the table of addresses."""
+    return tl.multiple_of(tl.load(homes + side).to(tl.pointer_type(tl.float32)), 16)
 
 
 @triton.jit(
@@ -45,36 +53,46 @@ def prepare_kernel(
         tl.store(ptrs, tl.zeros([ROWS, COLUMNS], tl.float32), mask=mask)
 
 
-@triton.jit(do_not_specialize=["num_heads", "rows", "scale"])
+@triton.jit(do_not_specialize=["dalibi_sb", "dalibi_sh", "num_heads", "rows", "scale"])
 def finish_rows_kernel(
-    total, dq, total_sb, total_ss, total_sh, dq_sb, dq_ss, dq_sh, num_heads, rows, scale,
+    total, dq, dalibi, error, total_sb, total_ss, total_sh, dq_sb, dq_ss, dq_sh, dalibi_sb, dalibi_sh, num_heads, rows, scale,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr, ADD: tl.constexpr,
 ):  # fmt: skip
-    """Writes, or under ADD adds, scale * total to dq in its dtype; a program owns ROWS rows of one head."""
+    """Writes, or under ADD adds, scale * total to dq in its dtype; a program owns ROWS rows of one head.
+
+    dalibi, finished elsewhere, is touched only where `error` is set.
+    """
     row0 = tl.program_id(0) * ROWS
     head = tl.program_id(1)
     b = (head // num_heads).to(tl.int64)
     h = head % num_heads
-    inside = row0 + tl.arange(0, ROWS) < rows
+    x = row0 + tl.arange(0, ROWS)
+    inside = x < rows
     mask = inside[:, None] & (tl.arange(0, COLUMNS) < WIDTH)[None, :]
     ptrs = total + b * total_sb + h * total_sh + _offsets(row0, total_ss, ROWS, COLUMNS)
     value = tl.load(ptrs, mask=mask, other=0.0) * scale
     ptrs = dq + b * dq_sb + h * dq_sh + _offsets(row0, dq_ss, ROWS, COLUMNS)
     if ADD:
         value += tl.load(ptrs, mask=mask, other=0.0)
+    if error is not None:
+        lost = tl.load(error) != 0
+        value = tl.where(lost, float("nan"), value)
+        if dalibi is not None:
+            tl.store(dalibi + b * dalibi_sb + h * dalibi_sh + x, float("nan"), mask=inside & lost)
     tl.store(ptrs, value.to(dq.dtype.element_ty), mask=mask)
 
 
 @triton.jit(do_not_specialize=["num_heads", "rows"])
 def finish_keys_kernel(
-    splits, parts, out, out_sb, out_ss, out_sh, num_heads, rows,
+    splits, parts, out, sources, homes, out_sb, out_ss, out_sh, num_heads, rows,
     AT: tl.constexpr, SIZE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-    WIDTH: tl.constexpr, ADD: tl.constexpr,
+    WIDTH: tl.constexpr, FIRST: tl.constexpr, ADD: tl.constexpr,
 ):  # fmt: skip
     """Adds up the parts of split tiles in the order of their slots, and writes or adds the sum.
 
     The part of a slot is 128 rows of COLUMNS numbers, AT numbers into the SIZE numbers of the slot. A program owns ROWS
-    rows of a tile.
+    rows of a tile. Tiles of a gathered visit (`sources`: split_tiles of the plan) go to columns FIRST onwards of the fp32
+    region at the address that `homes` gives, in place of `out`.
     """
     split = splits + tl.program_id(0) * 4
     head = tl.load(split)
@@ -88,8 +106,28 @@ def finish_keys_kernel(
     for _ in tl.range(0, tl.load(split + 3)):
         total += tl.load(ptrs)
         ptrs += SIZE
-    mask = (row0 + tl.arange(0, ROWS) < rows)[:, None] & (tl.arange(0, COLUMNS) < WIDTH)[None, :]
-    ptrs = out + b * out_sb + h * out_sh + _offsets(row0, out_ss, ROWS, COLUMNS)
+    if homes is not None:
+        source = sources + tl.program_id(0) * 4
+        begin = tl.load(source + 2)
+        end = tl.load(source + 3) - begin
+        row0 -= begin
+        target = _region(homes, tl.load(source)) + FIRST
+    else:
+        end = rows
+        target = out
+    mask = (row0 + tl.arange(0, ROWS) < end)[:, None] & (tl.arange(0, COLUMNS) < WIDTH)[None, :]
+    ptrs = target + b * out_sb + h * out_sh + _offsets(row0, out_ss, ROWS, COLUMNS)
     if ADD:
         total += tl.load(ptrs, mask=mask, other=0.0)
-    tl.store(ptrs, total.to(out.dtype.element_ty), mask=mask)
+    tl.store(ptrs, total.to(ptrs.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=["side", "rows"])
+def clear_home_kernel(
+    homes, side, rows, out_sb, out_ss, ROWS: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr
+):
+    """Writes zeros to the first `rows` rows, of all heads together, of a region; a program owns ROWS of one batch element."""
+    row0 = tl.program_id(0) * ROWS
+    mask = (row0 + tl.arange(0, ROWS) < rows)[:, None] & (tl.arange(0, COLUMNS) < WIDTH)[None, :]
+    target = _region(homes, side) + tl.program_id(1).to(tl.int64) * out_sb
+    tl.store(target + _offsets(row0, out_ss, ROWS, COLUMNS), tl.zeros([ROWS, COLUMNS], tl.float32), mask=mask)

@@ -28,6 +28,18 @@ Note [Addresses]
     K and V stay where they are through all loops, so the compiler makes the descriptors of all their slices once and keeps
     them, in registers that the products need. An index that it cannot see through makes them where they are used (NEAR).
 
+Note [Tiles of several owners]
+    In a gathered visit (Note [Gathered visit] of the contract) a tile holds rows of one source: `tiles` says which. Its K
+    and V come from near or far, and the end of the source takes the place of the end of the buffer; what lies behind it in
+    far are zeros. The producer waits for the flag of a source before the first tile of it that its program takes; flags
+    rise in order, so that one number says what has been seen. dk and dv go to the address of the owner's region.
+
+Note [Stores to other devices]
+    An accumulator gives a thread two neighbouring columns, so that its stores are 32 bytes in each of eight rows: what
+    crosses the link in packets of that size is mostly headers. Sums on their way home change their layout first, through the
+    buffer of dq where there is one: 16 bytes a thread, whole lines of 128 bytes or more. The storer hands each half of the
+    buffer over once more for that.
+
 Note [Roles]
     warps 0-3, 4-7   consumers: keys 0 .. 63 and 64 .. 127 of the tile
     warp 8           producer: loads K and V of a tile, and Q, dO, lse and delta of a block
@@ -48,12 +60,24 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ringattn.kernels.hopper.pieces import arrive, entry, limits, opaque, pinned, reciprocal, reduce_add, sync
+from ringattn.kernels.hopper.pieces import (
+    arrive,
+    entry,
+    limits,
+    load_from,
+    opaque,
+    pinned,
+    reciprocal,
+    reduce_add,
+    sync,
+    wait_flag,
+)
 
 TILE = gl.constexpr(128)  # keys
 HALF = gl.constexpr(64)  # keys of a consumer
 HIDDEN = gl.constexpr(-1.0e30)  # start value of a score whose weight is zero
 LOG2E = gl.constexpr(1.4426950408889634)
+NEVER = gl.constexpr(2**30)  # beyond every flag
 STAGES = gl.constexpr(2)  # blocks of queries in shared memory
 DS_STORED = gl.constexpr(8)
 STAGE_FREE = gl.constexpr(9)
@@ -62,15 +86,24 @@ DQ_FULL = gl.constexpr(14)
 
 RUNTIME = (
     "dk_sb", "dk_ss", "dk_sh", "dv_sb", "dv_ss", "dv_sh", "lo_sb", "hi_sb", "key_bias_sb", "dalibi_sb", "dalibi_sh",
-    "heads", "group", "rows", "queries", "padded_queries",
+    "heads", "group", "rows", "queries", "padded_queries", "near_rows", "home_rows", "steps", "heads_per_group", "patience",
 )  # fmt: skip
 
 
 @gluon.jit
-def _tile(work, at, rows):
+def _end(tiles, at, rows):
+    """One past the last key of the tile's source, or of the buffer."""
+    end = rows
+    if tiles is not None:
+        end = gl.load(tiles + at * 4 + 3)
+    return end
+
+
+@gluon.jit
+def _tile(work, tiles, at, rows):
     """(head, row, segment, masked, full, masked_blocks, full_blocks, slot); Note [Rows beyond the keys]."""
     head, row, segment, masked, full, masked_blocks, full_blocks, slot = entry(work, at)
-    cut = row + TILE > rows
+    cut = row + TILE > _end(tiles, at, rows)
     masked = gl.where(cut, masked + full, masked)
     full = gl.where(cut, 0, full)
     masked_blocks = gl.where(cut, masked_blocks + full_blocks, masked_blocks)
@@ -88,22 +121,31 @@ def _turn(turn, group, segment, masked, full):
 
 @gluon.jit
 def _producer(
-    work, segments, starts, q_desc, do_desc, k_desc, v_desc, lse_desc, delta_desc, q_s, do_s, k_s, v_s, lse_s, delta_s,
-    kv_full, kv_free, q_full, do_full, heads, group, rows, padded_queries,
-    BM: gl.constexpr,
+    work, segments, starts, tiles, q_desc, do_desc, k_desc, v_desc, k_far, v_far, lse_desc, delta_desc, q_s, do_s, k_s, v_s,
+    lse_s, delta_s, kv_full, kv_free, q_full, do_full, flags, error, heads, group, rows, padded_queries, steps,
+    heads_per_group, patience, BM: gl.constexpr,
 ):  # fmt: skip
     at = gl.load(starts + gl.program_id(0))
     last = gl.load(starts + gl.program_id(0) + 1)
     count = 0
-    tiles = 0
+    taken = 0
+    seen = 0
     for i in range(at, last):
-        head, row, segment, masked, full, _masked_blocks, _full_blocks, _slot = _tile(work, i, rows)
+        head, row, segment, masked, full, _masked_blocks, _full_blocks, _slot = _tile(work, tiles, i, rows)
         b = head // heads
         h_kv = head % heads
-        if tiles > 0:
-            mbarrier.wait(kv_free.index(0), (tiles & 1) ^ 1)
+        step = 0
+        if tiles is not None:
+            step = gl.load(tiles + i * 4 + 1)
+        if flags is not None:
+            flag = h_kv // heads_per_group * steps + step
+            if step > 0 and flag > seen:
+                there = wait_flag(flags + flag, error, patience)
+                seen = gl.where(there == 1, flag, NEVER)  # what is lost is lost: no more waiting
+        if taken > 0:
+            mbarrier.wait(kv_free.index(0), (taken & 1) ^ 1)
         mbarrier.expect(kv_full.index(0), k_desc.block_type.nbytes)
-        tma.async_copy_global_to_shared(k_desc, [b, h_kv, row, 0], kv_full.index(0), k_s.index(0))
+        load_from(k_desc, k_far, step, [b, h_kv, row, 0], kv_full.index(0), k_s.index(0))
         fresh = True
         for turn in range(2 * group):
             g, first, end = _turn(turn, group, segment, masked, full)
@@ -125,23 +167,23 @@ def _producer(
                     if fresh:
                         # after the first block: S needs K and Q, and only then does dP need V and dO
                         mbarrier.expect(kv_full.index(1), v_desc.block_type.nbytes)
-                        tma.async_copy_global_to_shared(v_desc, [b, h_kv, row, 0], kv_full.index(1), v_s.index(0))
+                        load_from(v_desc, v_far, step, [b, h_kv, row, 0], kv_full.index(1), v_s.index(0))
                         fresh = False
                     x += BM
                     count += 1
-        tiles += 1
+        taken += 1
 
 
 @gluon.jit
 def _storer(
-    work, segments, starts, dq_desc, dk_desc, dv_desc, dq_s, heads, group, rows, D: gl.constexpr, DV: gl.constexpr,
-    BM: gl.constexpr, ADD: gl.constexpr,
+    work, segments, starts, tiles, dq_desc, dk_desc, dv_desc, dq_s, heads, group, rows, D: gl.constexpr, DV: gl.constexpr,
+    BM: gl.constexpr, ADD: gl.constexpr, HOMES: gl.constexpr,
 ):  # fmt: skip
     COLUMNS: gl.constexpr = D * BM // 128
     at = gl.load(starts + gl.program_id(0))
     last = gl.load(starts + gl.program_id(0) + 1)
     for i in range(at, last):
-        head, row, segment, masked, full, _masked_blocks, _full_blocks, slot = _tile(work, i, rows)
+        head, row, segment, masked, full, _masked_blocks, _full_blocks, slot = _tile(work, tiles, i, rows)
         b = head // heads
         h_kv = head % heads
         for turn in range(2 * group):
@@ -163,6 +205,12 @@ def _storer(
                     else:
                         reduce_add(dq_desc, [b, h, x + 64, 0], dq_s.index(1))
                     x += BM
+        if HOMES:
+            if slot < 0:
+                # no full half follows, so that the meeting itself keeps this warp from running ahead
+                tma.store_wait(0)
+                sync(DQ_FREE, 160)
+                sync(DQ_FREE + 1, 160)
         if dk_desc is not None:
             if slot < 0:
                 for n in gl.static_range((D + DV) // COLUMNS):
@@ -367,12 +415,44 @@ def _put(target, stride, value, y, rows, columns_s, WIDTH: gl.constexpr, COLUMNS
 
 
 @gluon.jit
+def _send_home(
+    target, stride, value, y, rows, buffer, FIRST: gl.constexpr, WIDTH: gl.constexpr, COLUMNS: gl.constexpr,
+    CHUNK: gl.constexpr,
+):  # fmt: skip
+    """Writes the rows before `rows` of 64 rows from y on, CHUNK columns at a time; Note [Stores to other devices]."""
+    if COLUMNS > CHUNK:
+        left, right = gl.split(gl.permute(gl.reshape(value, [HALF, 2, COLUMNS // 2]), [0, 2, 1]))
+        _send_home(target, stride, left, y, rows, buffer, FIRST, WIDTH, COLUMNS // 2, CHUNK)
+        _send_home(target, stride, right, y, rows, buffer, FIRST + COLUMNS // 2, WIDTH, COLUMNS // 2, CHUNK)
+    elif FIRST < WIDTH:
+        layout: gl.constexpr = gl.BlockedLayout([1, 4], [128 // CHUNK, CHUNK // 4], [4, 1], [1, 0])
+        if buffer is not None:
+            buffer.store(value)
+            value = buffer.load(layout)
+        else:
+            value = gl.convert_layout(value, layout)
+        r = gl.expand_dims(opaque(gl.arange(0, HALF, gl.SliceLayout(1, layout))), 1)
+        c = gl.expand_dims(FIRST + gl.arange(0, CHUNK, gl.SliceLayout(0, layout)), 0)
+        mask = r < rows - y
+        if WIDTH < FIRST + CHUNK:
+            mask = mask & (c < WIDTH)
+        gl.store((target + gl.cast(y, gl.int64) * stride + r * stride) + c, value, mask=mask)
+
+
+@gluon.jit
+def _home(homes, side, b, h, heads, home_rows, WIDTH: gl.constexpr):
+    """Where the first row of a batch element and head lies in the region of a source."""
+    region = gl.multiple_of(gl.cast(gl.load(homes + side), gl.pointer_type(gl.float32)), [16])
+    return region + (gl.cast(b, gl.int64) * home_rows * heads + h) * WIDTH
+
+
+@gluon.jit
 def _consumer(
-    WHICH: gl.constexpr, work, segments, starts, q_s, do_s, k_s, v_s, lse_s, delta_s, ds_s, dq_s, columns_s,
-    kv_full, kv_free, q_full, do_full, dk_out, dv_out, parts, dkey_bias_out, dkey_bias_parts, dalibi_out,
+    WHICH: gl.constexpr, work, segments, starts, tiles, q_s, do_s, k_s, v_s, lse_s, delta_s, ds_s, dq_s, columns_s,
+    kv_full, kv_free, q_full, do_full, dk_out, dv_out, homes, error, parts, dkey_bias_out, dkey_bias_parts, dalibi_out,
     positions, lo_ptr, hi_ptr, alibi_slopes, key_bias_ptr,
     dk_sb, dk_ss, dk_sh, dv_sb, dv_ss, dv_sh, lo_sb, hi_sb, key_bias_sb, dalibi_sb, dalibi_sh, heads, group, rows, queries,
-    scale, cap, softmax_scale,
+    near_rows, home_rows, scale, cap, softmax_scale,
     D: gl.constexpr, DV: gl.constexpr, D_WIDTH: gl.constexpr, DV_WIDTH: gl.constexpr, BM: gl.constexpr,
     PLAIN: gl.constexpr, SOFTCAP: gl.constexpr, ADD: gl.constexpr,
     WANT_DQ: gl.constexpr, SCALE_DQ: gl.constexpr, PIN: gl.constexpr, NEAR: gl.constexpr, STAGED: gl.constexpr,
@@ -387,17 +467,21 @@ def _consumer(
     at = gl.load(starts + gl.program_id(0))
     last = gl.load(starts + gl.program_id(0) + 1)
     count = 0
-    tiles = 0
+    taken = 0
     dq_half = dq_s.index(WHICH).reshape([64, COLUMNS]) if WANT_DQ else None
     for i in range(at, last):
-        head, row, segment, masked, full, _masked_blocks, full_blocks, slot = _tile(work, i, rows)
+        head, row, segment, masked, full, _masked_blocks, full_blocks, slot = _tile(work, tiles, i, rows)
         b = head // heads
         h_kv = head % heads
         y = row + WHICH * HALF
         dk = gl.zeros([HALF, D], gl.float32, dk_l)
         dv = gl.zeros([HALF, DV], gl.float32, dv_l)
         y_own = y + opaque(gl.arange(0, HALF, rows_l))
-        exists = y_own < rows
+        exists = y_own < _end(tiles, i, rows)
+        y_table = y_own
+        if tiles is not None:
+            # positions and bounds of near and far stand behind one another
+            y_table = y_own + gl.where(gl.load(tiles + i * 4 + 1) > 0, near_rows, 0)
         dkey_bias = gl.zeros([HALF], gl.float32, rows_l)
         key_bias = None
         if key_bias_ptr is not None:
@@ -406,11 +490,11 @@ def _consumer(
             )
         k_pos = None
         if alibi_slopes is not None:
-            k_pos = gl.load(positions + y_own, mask=exists, other=0)
-        lo = gl.load(lo_ptr + gl.cast(b, gl.int64) * lo_sb + y_own, mask=exists, other=0)
-        hi = gl.load(hi_ptr + gl.cast(b, gl.int64) * hi_sb + y_own, mask=exists, other=0)
-        mbarrier.wait(kv_full.index(0), tiles & 1)
-        mbarrier.wait(kv_full.index(1), tiles & 1)
+            k_pos = gl.load(positions + y_table, mask=exists, other=0)
+        lo = gl.load(lo_ptr + gl.cast(b, gl.int64) * lo_sb + y_table, mask=exists, other=0)
+        hi = gl.load(hi_ptr + gl.cast(b, gl.int64) * hi_sb + y_table, mask=exists, other=0)
+        mbarrier.wait(kv_full.index(0), taken & 1)
+        mbarrier.wait(kv_full.index(1), taken & 1)
 
         for g in range(group):
             h = h_kv * group + g
@@ -458,11 +542,17 @@ def _consumer(
 
         mbarrier.arrive(kv_free.index(0), count=1)
         # read again: kept through the loops it would cost registers there
-        head, row, segment, masked, full, _masked_blocks, full_blocks, slot = entry(work, opaque(gl.to_tensor(i)))
+        again = opaque(gl.to_tensor(i))
+        head, row, segment, masked, full, _masked_blocks, full_blocks, slot = entry(work, again)
         b = head // heads
         h_kv = head % heads
         y = row + WHICH * HALF
-        dk = dk * softmax_scale
+        if error is not None:
+            health = gl.where(gl.load(error, volatile=True) == 0, 1.0, float("nan"))
+            dk = dk * (softmax_scale * health)
+            dv = dv * health
+        else:
+            dk = dk * softmax_scale
         if slot >= 0:
             part_out = parts + gl.cast(slot, gl.int64) * (TILE * (D + DV))
             _put(part_out, D, dk, WHICH * HALF, TILE, columns_s, D, D, False)
@@ -470,6 +560,17 @@ def _consumer(
         elif STAGED:
             _hand(WHICH, dk, dq_half, D, COLUMNS)
             _hand(WHICH, dv, dq_half, DV, COLUMNS)
+        elif homes is not None:
+            side = tiles + again * 4
+            begin = gl.load(side + 2)
+            own_rows = gl.load(side + 3) - begin
+            home = _home(homes, gl.load(side), b, h_kv, heads, home_rows, D_WIDTH + DV_WIDTH)
+            stride = heads * (D_WIDTH + DV_WIDTH)
+            if WANT_DQ:
+                sync(DQ_FREE + WHICH, 160)
+            CHUNK: gl.constexpr = COLUMNS if WANT_DQ else 32
+            _send_home(home, stride, dk, y - begin, own_rows, dq_half, 0, D_WIDTH, D, CHUNK)
+            _send_home(home + D_WIDTH, stride, dv, y - begin, own_rows, dq_half, 0, DV_WIDTH, DV, CHUNK)
         else:
             dk_at = dk_out + (gl.cast(b, gl.int64) * dk_sb + gl.cast(h_kv, gl.int64) * dk_sh) * UNIT
             dv_at = dv_out + (gl.cast(b, gl.int64) * dv_sb + gl.cast(h_kv, gl.int64) * dv_sh) * UNIT
@@ -480,7 +581,7 @@ def _consumer(
                 gl.store(dkey_bias_parts + slot * TILE + (y_own - row), dkey_bias)
             else:
                 gl.store(dkey_bias_out + gl.cast(head, gl.int64) * rows + y_own, dkey_bias, mask=exists)
-        tiles += 1
+        taken += 1
 
 
 @gluon.jit
@@ -492,10 +593,12 @@ def _segment(segments, part):
 
 @gluon.jit(do_not_specialize=list(RUNTIME))
 def backward_kernel(
-    work, segments, starts, q_desc, do_desc, k_desc, v_desc, lse_desc, delta_desc, dq_desc, dk_desc, dv_desc,
-    dk_out, dv_out, parts, dkey_bias_out, dkey_bias_parts, dalibi_out, positions, lo_ptr, hi_ptr, alibi_slopes, key_bias,
+    work, segments, starts, tiles, q_desc, do_desc, k_desc, v_desc, k_far, v_far, lse_desc, delta_desc, dq_desc, dk_desc,
+    dv_desc, dk_out, dv_out, homes, flags, error, parts, dkey_bias_out, dkey_bias_parts,
+    dalibi_out, positions, lo_ptr, hi_ptr, alibi_slopes, key_bias,
     dk_sb, dk_ss, dk_sh, dv_sb, dv_ss, dv_sh, lo_sb, hi_sb, key_bias_sb, dalibi_sb, dalibi_sh,
-    heads, group, rows, queries, padded_queries, scale, cap, softmax_scale,
+    heads, group, rows, queries, padded_queries, near_rows, home_rows, steps, heads_per_group, patience,
+    scale, cap, softmax_scale,
     D: gl.constexpr, DV: gl.constexpr, D_WIDTH: gl.constexpr, DV_WIDTH: gl.constexpr, BM: gl.constexpr,
     PLAIN: gl.constexpr, SOFTCAP: gl.constexpr, ADD: gl.constexpr,
     WANT_DQ: gl.constexpr, SCALE_DQ: gl.constexpr, PIN: gl.constexpr, NEAR: gl.constexpr, UNIT: gl.constexpr,
@@ -509,6 +612,11 @@ def backward_kernel(
     the dtype of their tensors, whose strides are in units of UNIT elements; `parts` takes those of split tiles, `slots
     128 D` and `slots 128 DV` for each slot, fp32. `dkey_bias_out` is `b hk t`, one sum per key head, and `dkey_bias_parts`
     `slots 128`. `scale` is softmax_scale * log2(e), or under SOFTCAP softmax_scale / softcap; `cap` is softcap * log2(e).
+
+    Of a gathered visit only (Note [Tiles of several owners]; otherwise None): `tiles` of the plan, `k_far` and `v_far`, and
+    `homes`, the addresses of regions of `home_rows` rows, in place of dk_out and dv_out; bounds and positions of far begin
+    at `near_rows`. Where far may still be on its way: `flags`, `error` and `patience`, with `steps` flags for each
+    `heads_per_group` key heads.
     """
     COLUMNS: gl.constexpr = D * BM // 128
     q_s = gl.allocate_shared_memory(q_desc.dtype, [STAGES, 1, 1, BM, D], q_desc.layout)
@@ -533,38 +641,43 @@ def backward_kernel(
         ds_s = gl.allocate_shared_memory(q_desc.dtype, [2, TILE, BM], DS_LAYOUT)
         dq_s = gl.allocate_shared_memory(gl.float32, [2, 1, 1, 64, COLUMNS], dq_desc.layout)
         gl.warp_specialize([
-            (_consumer, (gl.constexpr(0), work, segments, starts, q_s, do_s, k_s, v_s, lse_s, delta_s, ds_s, dq_s, columns_s,
-                     kv_full, kv_free, q_full, do_full, dk_out, dv_out, parts, dkey_bias_out, dkey_bias_parts,
-                     dalibi_out, positions, lo_ptr, hi_ptr, alibi_slopes, key_bias, dk_sb, dk_ss, dk_sh, dv_sb, dv_ss, dv_sh,
-                     lo_sb, hi_sb, key_bias_sb, dalibi_sb, dalibi_sh, heads, group, rows, queries, scale, cap, softmax_scale,
+            (_consumer, (gl.constexpr(0), work, segments, starts, tiles, q_s, do_s, k_s, v_s, lse_s, delta_s, ds_s, dq_s,
+                     columns_s, kv_full, kv_free, q_full, do_full, dk_out, dv_out, homes, error, parts,
+                     dkey_bias_out, dkey_bias_parts, dalibi_out, positions, lo_ptr, hi_ptr, alibi_slopes, key_bias,
+                     dk_sb, dk_ss, dk_sh, dv_sb, dv_ss, dv_sh, lo_sb, hi_sb, key_bias_sb, dalibi_sb, dalibi_sh,
+                     heads, group, rows, queries, near_rows, home_rows, scale, cap, softmax_scale,
                      D, DV, D_WIDTH, DV_WIDTH, BM, PLAIN, SOFTCAP, ADD, WANT_DQ, SCALE_DQ, PIN,
                      NEAR, dk_desc is not None, UNIT)),
-            (_consumer, (gl.constexpr(1), work, segments, starts, q_s, do_s, k_s, v_s, lse_s, delta_s, ds_s, dq_s, columns_s,
-                     kv_full, kv_free, q_full, do_full, dk_out, dv_out, parts, dkey_bias_out, dkey_bias_parts,
-                     dalibi_out, positions, lo_ptr, hi_ptr, alibi_slopes, key_bias, dk_sb, dk_ss, dk_sh, dv_sb, dv_ss, dv_sh,
-                     lo_sb, hi_sb, key_bias_sb, dalibi_sb, dalibi_sh, heads, group, rows, queries, scale, cap, softmax_scale,
+            (_consumer, (gl.constexpr(1), work, segments, starts, tiles, q_s, do_s, k_s, v_s, lse_s, delta_s, ds_s, dq_s,
+                     columns_s, kv_full, kv_free, q_full, do_full, dk_out, dv_out, homes, error, parts,
+                     dkey_bias_out, dkey_bias_parts, dalibi_out, positions, lo_ptr, hi_ptr, alibi_slopes, key_bias,
+                     dk_sb, dk_ss, dk_sh, dv_sb, dv_ss, dv_sh, lo_sb, hi_sb, key_bias_sb, dalibi_sb, dalibi_sh,
+                     heads, group, rows, queries, near_rows, home_rows, scale, cap, softmax_scale,
                      D, DV, D_WIDTH, DV_WIDTH, BM, PLAIN, SOFTCAP, ADD, WANT_DQ, SCALE_DQ, PIN,
                      NEAR, dk_desc is not None, UNIT)),
-            (_producer, (work, segments, starts, q_desc, do_desc, k_desc, v_desc, lse_desc, delta_desc, q_s, do_s, k_s, v_s,
-                     lse_s, delta_s, kv_full, kv_free, q_full, do_full, heads, group, rows, padded_queries,
-                     BM)),
-            (_storer, (work, segments, starts, dq_desc, dk_desc, dv_desc, dq_s, heads, group, rows, D, DV, BM, ADD)),
+            (_producer, (work, segments, starts, tiles, q_desc, do_desc, k_desc, v_desc, k_far, v_far, lse_desc, delta_desc,
+                     q_s, do_s, k_s, v_s, lse_s, delta_s, kv_full, kv_free, q_full, do_full, flags, error,
+                     heads, group, rows, padded_queries, steps, heads_per_group, patience, BM)),
+            (_storer, (work, segments, starts, tiles, dq_desc, dk_desc, dv_desc, dq_s, heads, group, rows, D, DV, BM, ADD,
+                     homes is not None)),
         ], [4, 1, 1], [240, 24, 24])  # fmt: skip
     else:
         gl.warp_specialize([
-            (_consumer, (gl.constexpr(0), work, segments, starts, q_s, do_s, k_s, v_s, lse_s, delta_s, None, None, columns_s,
-                     kv_full, kv_free, q_full, do_full, dk_out, dv_out, parts, dkey_bias_out, dkey_bias_parts,
-                     dalibi_out, positions, lo_ptr, hi_ptr, alibi_slopes, key_bias, dk_sb, dk_ss, dk_sh, dv_sb, dv_ss, dv_sh,
-                     lo_sb, hi_sb, key_bias_sb, dalibi_sb, dalibi_sh, heads, group, rows, queries, scale, cap, softmax_scale,
+            (_consumer, (gl.constexpr(0), work, segments, starts, tiles, q_s, do_s, k_s, v_s, lse_s, delta_s, None, None,
+                     columns_s, kv_full, kv_free, q_full, do_full, dk_out, dv_out, homes, error, parts,
+                     dkey_bias_out, dkey_bias_parts, dalibi_out, positions, lo_ptr, hi_ptr, alibi_slopes, key_bias,
+                     dk_sb, dk_ss, dk_sh, dv_sb, dv_ss, dv_sh, lo_sb, hi_sb, key_bias_sb, dalibi_sb, dalibi_sh,
+                     heads, group, rows, queries, near_rows, home_rows, scale, cap, softmax_scale,
                      D, DV, D_WIDTH, DV_WIDTH, BM, PLAIN, SOFTCAP, ADD, WANT_DQ, SCALE_DQ, PIN,
                      NEAR, dk_desc is not None, UNIT)),
-            (_consumer, (gl.constexpr(1), work, segments, starts, q_s, do_s, k_s, v_s, lse_s, delta_s, None, None, columns_s,
-                     kv_full, kv_free, q_full, do_full, dk_out, dv_out, parts, dkey_bias_out, dkey_bias_parts,
-                     dalibi_out, positions, lo_ptr, hi_ptr, alibi_slopes, key_bias, dk_sb, dk_ss, dk_sh, dv_sb, dv_ss, dv_sh,
-                     lo_sb, hi_sb, key_bias_sb, dalibi_sb, dalibi_sh, heads, group, rows, queries, scale, cap, softmax_scale,
+            (_consumer, (gl.constexpr(1), work, segments, starts, tiles, q_s, do_s, k_s, v_s, lse_s, delta_s, None, None,
+                     columns_s, kv_full, kv_free, q_full, do_full, dk_out, dv_out, homes, error, parts,
+                     dkey_bias_out, dkey_bias_parts, dalibi_out, positions, lo_ptr, hi_ptr, alibi_slopes, key_bias,
+                     dk_sb, dk_ss, dk_sh, dv_sb, dv_ss, dv_sh, lo_sb, hi_sb, key_bias_sb, dalibi_sb, dalibi_sh,
+                     heads, group, rows, queries, near_rows, home_rows, scale, cap, softmax_scale,
                      D, DV, D_WIDTH, DV_WIDTH, BM, PLAIN, SOFTCAP, ADD, WANT_DQ, SCALE_DQ, PIN,
                      NEAR, dk_desc is not None, UNIT)),
-            (_producer, (work, segments, starts, q_desc, do_desc, k_desc, v_desc, lse_desc, delta_desc, q_s, do_s, k_s, v_s,
-                     lse_s, delta_s, kv_full, kv_free, q_full, do_full, heads, group, rows, padded_queries,
-                     BM)),
+            (_producer, (work, segments, starts, tiles, q_desc, do_desc, k_desc, v_desc, k_far, v_far, lse_desc, delta_desc,
+                     q_s, do_s, k_s, v_s, lse_s, delta_s, kv_full, kv_free, q_full, do_full, flags, error,
+                     heads, group, rows, padded_queries, steps, heads_per_group, patience, BM)),
         ], [4, 1], [240, 24])  # fmt: skip

@@ -1,19 +1,20 @@
 """From tensors to launches of the fused backward.
 
 Owns descriptors, strides, workspaces and compile-time switches. Refuses to know the mathematics of the kernels and
-anything of a ring. Never waits for the device. Allocates row statistics, an fp32 dq unless the bulk copy engine can add to
-the one it is given, and partial results of split tiles.
+anything of a ring, but that keys may have several owners. Never waits for the device. Allocates row statistics, an fp32 dq
+unless the bulk copy engine can add to the one it is given, and partial results of split tiles.
 """
 
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ringattn.kernels.contract import Grads, Score, Side
+from ringattn.kernels.contract import Arrivals, Gathered, Grads, Score, Side
 from ringattn.kernels.hopper import around, backward
 from ringattn.kernels.hopper.arguments import LOG2E, pair, per_batch, scale_and_cap
 from ringattn.kernels.hopper.backward_configs import BackwardConfig, choose_backward, is_for_pair, padded_dims
@@ -25,22 +26,54 @@ from ringattn.kernels.hopper.launching import (
     multiprocessors,
     numbers_of,
     on,
+    places,
     rows_of,
 )
-from ringattn.kernels.hopper.plan import Shape, WorkPlan, make_plan
+from ringattn.kernels.hopper.plan import Shape, Sides, WorkPlan, make_plan
 from ringattn.kernels.portable.launch import launch_delta
 
-__all__ = ["launch_backward", "launch_delta", "launch_keys", "prefers_pair"]
+__all__ = ["Away", "launch_backward", "launch_delta", "launch_gathered", "launch_keys", "prefers_pair"]
 
 _prepare: Any = around.prepare_kernel
 _finish_rows: Any = around.finish_rows_kernel
 _finish_keys: Any = around.finish_keys_kernel
+_clear_home: Any = around.clear_home_kernel
 
 TILE = 128  # keys
 MAX_HEAD_DIM = 128
 TINIEST_SCALE = 1e-6  # lse over a smaller softmax_scale may overflow
 HIDDEN = -1.0e30
 ROWS = 32  # of a program of the small kernels
+
+
+@dataclass(frozen=True)
+class Away:
+    """What a gathered visit has beside the keys of this rank (Note [Gathered visit] of the contract).
+
+    Attributes:
+        far: k and v of the other owners.
+        arrivals: None when all of far is there.
+        homes: Addresses of the regions of dk and dv.
+        home_rows: Rows of a region.
+    """
+
+    far: tuple[Tensor, Tensor]
+    arrivals: Arrivals | None
+    homes: Tensor
+    home_rows: int
+
+
+@dataclass(frozen=True)
+class _Out:
+    """Where gradients go: those of `Grads`, but no dk and dv where they go home."""
+
+    dq: Tensor
+    dk: Tensor | None
+    dv: Tensor | None
+    dkey_bias: Tensor | None
+    dalibi: Tensor | None
+    accumulate_rows: bool
+    accumulate_keys: bool
 
 
 def launch_backward(
@@ -61,7 +94,8 @@ def launch_backward(
 
     dq and dalibi are sums whose order changes from run to run.
     """
-    _launch(do, q, k, v, lse, delta, rows, keys, score, grads, config, want_rows=True)
+    _check(q, v, score)
+    _launch(do, q, k, v, lse, delta, rows, keys, score, _out_of(grads), config, None, want_rows=True)
 
 
 def launch_keys(
@@ -79,7 +113,36 @@ def launch_keys(
     config: BackwardConfig | None = None,
 ) -> None:
     """dk, dv and dkey_bias alone, in a fixed order of sums; dq and dalibi are left as they are."""
-    _launch(do, q, k, v, lse, delta, rows, keys, score, grads, config, want_rows=False)
+    _check(q, v, score)
+    _launch(do, q, k, v, lse, delta, rows, keys, score, _out_of(grads), config, None, want_rows=False)
+
+
+def launch_gathered(
+    do: Tensor,
+    q: Tensor,
+    near: tuple[Tensor, Tensor],
+    lse: Tensor,
+    delta: Tensor,
+    rows: Side,
+    keys: Gathered,
+    score: Score,
+    away: Away,
+    *,
+    dq: Tensor,
+    dalibi: Tensor | None,
+    want_rows: bool,
+    config: BackwardConfig | None = None,
+) -> None:
+    """`GatheringKernelSet.backward_gathered` by one kernel over the keys of all sources.
+
+    dk and dv go home, in a fixed order of sums. dq and dalibi are sums whose order changes from run to run; without
+    `want_rows` they are left as they are.
+    """
+    _check(q, near[1], score)
+    if score.key_bias is not None:
+        raise NotImplementedError("a gathered visit takes no key_bias; go visit by visit")
+    out = _Out(dq, None, None, None, dalibi, accumulate_rows=False, accumulate_keys=False)
+    _launch(do, q, *near, lse, delta, rows, keys, score, out, config, away, want_rows=want_rows)
 
 
 def _launch(
@@ -90,69 +153,85 @@ def _launch(
     lse: Tensor,
     delta: Tensor,
     rows: Side,
-    keys: Side,
+    keys: Sides,
     score: Score,
-    grads: Grads,
+    out: _Out,
     config: BackwardConfig | None,
+    away: Away | None,
     *,
     want_rows: bool,
 ) -> None:
     batch, s, h, d = q.shape
     t, hk, dv = v.shape[1:]
-    _check(q, d, dv, score)
     padded_d, padded_dv = padded_dims(d, dv)
     plain = _is_plain(score)
     config = config or choose_backward(d, dv, plain, _terms(score), rows=want_rows)
+    lengths = [side.lo_host.shape[1] for side in keys.sides] if isinstance(keys, Gathered) else [t]
+    arrivals = None if away is None else away.arrivals
     plan = None
-    if batch * s * t * h > 0:
-        plan = _plan(q, v, rows, keys, grads, config)
+    if batch * s * sum(lengths) * h > 0:
+        groups = 1 if arrivals is None else arrivals.groups
+        plan = _plan(q, hk, dv, lengths, rows, keys, config, groups, every_tile=not out.accumulate_keys)
     if plan is None or plan.programs == 0:
-        _write_zeros(grads, want_rows=want_rows)
+        _write_zeros(out, want_rows=want_rows)
+        if away is not None:
+            _clear_homes(away, lengths, batch, hk * (d + dv))
         return
 
-    do, q, k, v = (addressable(x) for x in (do, q, k, v))
+    do, q = addressable(do), addressable(q)
+    near, far = places((k, v), None if away is None else away.far)
     padded_rows = s + -s % 4  # bulk loads begin at multiples of 16 bytes, so every head does
     start_s, start_dp = (torch.empty((batch, h, padded_rows), dtype=torch.float32, device=q.device) for _ in range(2))
-    direct = grads.dq.dtype == torch.float32 and describable(grads.dq)
+    # sums that may turn out to be lost are finished by a kernel that knows
+    direct = out.dq.dtype == torch.float32 and describable(out.dq) and arrivals is None
     total = None
     if want_rows:
-        total = grads.dq if direct else torch.empty((batch, s, h, d), dtype=torch.float32, device=q.device)
-    zeroed = None if direct and grads.accumulate_rows else total
+        total = out.dq if direct else torch.empty((batch, s, h, d), dtype=torch.float32, device=q.device)
+    zeroed = None if direct and out.accumulate_rows else total
     parts = dkey_bias = dkey_bias_parts = None
     if plan.slots:
         size = TILE * (padded_d + padded_dv)
         parts = torch.empty((plan.slots, size), dtype=torch.float32, device=q.device)
-    if grads.dkey_bias is not None:
-        empty = torch.zeros if grads.accumulate_keys else torch.empty  # tiles that see nothing are then left out
+    if out.dkey_bias is not None:
+        empty = torch.zeros if out.accumulate_keys else torch.empty  # tiles that see nothing are then left out
         dkey_bias = empty((batch, hk, t), dtype=torch.float32, device=q.device)
         if plan.slots:
             dkey_bias_parts = torch.empty((plan.slots, TILE), dtype=torch.float32, device=q.device)
     # the kernel asks at run time whether a tile was split: what it would then write to must be a pointer of its kind
     parts_out = start_s if parts is None else parts
     dkey_bias_parts_out = dkey_bias if dkey_bias_parts is None else dkey_bias_parts
-    dalibi = grads.dalibi if want_rows else None
-    if dalibi is not None and not grads.accumulate_rows:
+    dalibi = out.dalibi if want_rows else None
+    if dalibi is not None and not out.accumulate_rows:
         dalibi.zero_()
     block, columns = config.block, padded_d * config.block // 128
-    unit = 8 if all(x % 8 == 0 for out in (grads.dk, grads.dv) for x in out.stride()[:3]) else 1
+    sums = [x for x in (out.dk, out.dv) if x is not None]
+    unit = 8 if all(x % 8 == 0 for total_of in sums for x in total_of.stride()[:3]) else 1
     staged = (
-        config.staged and want_rows and all(x.dtype == torch.float32 and describable(x) for x in (grads.dk, grads.dv))
+        config.staged and want_rows and away is None and all(x.dtype == torch.float32 and describable(x) for x in sums)
     )
+    keys_strides = [x // unit for total_of in sums for x in _strides(total_of)] or [None] * 6
     args = (
-        plan.work, plan.segments, plan.starts,
-        rows_of(q, block, padded_d), rows_of(do, block, padded_dv), rows_of(k, TILE, padded_d), rows_of(v, TILE, padded_dv),
+        plan.work, plan.segments, plan.starts, None if away is None else plan.tiles,
+        rows_of(q, block, padded_d), rows_of(do, block, padded_dv),
+        rows_of(near[0], TILE, padded_d), rows_of(near[1], TILE, padded_dv),
+        *((None, None) if far is None else (rows_of(far[0], TILE, padded_d), rows_of(far[1], TILE, padded_dv))),
         numbers_of(start_s, block), numbers_of(start_dp, block), None if total is None else rows_of(total, 64, columns),
-        *(rows_of(x, 64, columns) if staged else None for x in (grads.dk, grads.dv)),
-        grads.dk, grads.dv, parts_out, dkey_bias, dkey_bias_parts_out, dalibi, keys.positions, keys.lo, keys.hi,
+        *([rows_of(x, 64, columns) for x in sums] if staged else (None, None)),
+        out.dk, out.dv, None if away is None else away.homes,
+        *((None, None) if arrivals is None else (arrivals.flags, arrivals.error)), parts_out,
+        dkey_bias, dkey_bias_parts_out, dalibi, keys.positions, keys.lo, keys.hi,
         score.alibi_slopes, score.key_bias,
-        *(x // unit for x in _strides(grads.dk)), *(x // unit for x in _strides(grads.dv)),
+        *keys_strides,
         per_batch(keys.lo), per_batch(keys.hi), per_batch(score.key_bias), *pair(dalibi),
-        hk, h // hk, t, s, padded_rows, *scale_and_cap(score), score.softmax_scale,
+        hk, h // hk, t, s, padded_rows,
+        *((None, None) if away is None or not isinstance(keys, Gathered) else (keys.near_rows, away.home_rows)),
+        *((None,) * 3 if arrivals is None else (arrivals.flags.shape[1], hk // arrivals.groups, arrivals.patience)),
+        *scale_and_cap(score), score.softmax_scale,
     )  # fmt: skip
     constants = {
         "D": padded_d, "DV": padded_dv, "D_WIDTH": d, "DV_WIDTH": dv, "BM": block,
         "PLAIN": plain, "SOFTCAP": score.softcap > 0,
-        "ADD": grads.accumulate_keys, "WANT_DQ": want_rows, "SCALE_DQ": direct, "PIN": config.pin and plain,
+        "ADD": out.accumulate_keys, "WANT_DQ": want_rows, "SCALE_DQ": direct, "PIN": config.pin and plain,
         "NEAR": config.near, "UNIT": unit,
         "DS_LAYOUT": layout_of((TILE, block), q.dtype),
     }  # fmt: skip
@@ -165,44 +244,78 @@ def _launch(
         launch(backward.backward_kernel, plan.programs, args, constants, num_warps=4, maxnreg=168)
         if total is not None and not direct:
             _finish_rows[(-(-s // ROWS), batch * h)](
-                total, grads.dq, *_strides(total), *_strides(grads.dq), h, s, score.softmax_scale,
-                ROWS=ROWS, COLUMNS=padded_d, WIDTH=d, ADD=grads.accumulate_rows, num_warps=4,
+                total, out.dq, dalibi, None if arrivals is None else arrivals.error, *_strides(total), *_strides(out.dq),
+                *pair(dalibi), h, s, score.softmax_scale,
+                ROWS=ROWS, COLUMNS=padded_d, WIDTH=d, ADD=out.accumulate_rows, num_warps=4,
             )  # fmt: skip
         if plan.slots:
             assert parts is not None
             size = TILE * (padded_d + padded_dv)
-            _add_parts(plan, parts, 0, size, grads.dk, padded_d, d, grads.accumulate_keys)
-            _add_parts(plan, parts, TILE * padded_d, size, grads.dv, padded_dv, dv, grads.accumulate_keys)
+            if away is not None:
+                _send_parts(plan, parts, 0, size, away, hk, padded_d, d, 0, d + dv)
+                _send_parts(plan, parts, TILE * padded_d, size, away, hk, padded_dv, dv, d, d + dv)
+            elif out.dk is not None and out.dv is not None:
+                _add_parts(plan, parts, 0, size, out.dk, padded_d, d, out.accumulate_keys)
+                _add_parts(plan, parts, TILE * padded_d, size, out.dv, padded_dv, dv, out.accumulate_keys)
             if dkey_bias is not None and dkey_bias_parts is not None:
                 _add_parts(plan, dkey_bias_parts, 0, TILE, dkey_bias.transpose(1, 2)[..., None], 1, 1, False)
-    if grads.dkey_bias is not None and dkey_bias is not None:
-        if grads.accumulate_keys:
-            grads.dkey_bias.add_(dkey_bias.sum(1))
+    if out.dkey_bias is not None and dkey_bias is not None:
+        if out.accumulate_keys:
+            out.dkey_bias.add_(dkey_bias.sum(1))
         else:
-            torch.sum(dkey_bias, 1, out=grads.dkey_bias)
+            torch.sum(dkey_bias, 1, out=out.dkey_bias)
 
 
-def prefers_pair(q: Tensor, v: Tensor, score: Score, grads: Grads) -> bool:
-    """Whether `launch_keys` and the rows kernel should make what `launch_backward` could."""
-    wants_terms = grads.dalibi is not None or grads.dkey_bias is not None
+def prefers_pair(q: Tensor, v: Tensor, score: Score, *, wants_terms: bool) -> bool:
+    """Whether the keys half and the rows kernel should make what one kernel could.
+
+    Args:
+        q: `b s h d`.
+        v: `b t hk dv`.
+        score: How scores are made.
+        wants_terms: Whether a gradient of slopes or key bias is wanted.
+    """
     return is_for_pair(q.shape[-1], v.shape[-1], _terms(score), wants_terms)
 
 
-def _plan(q: Tensor, v: Tensor, rows: Side, keys: Side, grads: Grads, config: BackwardConfig) -> WorkPlan:
+def _out_of(grads: Grads) -> _Out:
+    return _Out(
+        grads.dq,
+        grads.dk,
+        grads.dv,
+        grads.dkey_bias,
+        grads.dalibi,
+        accumulate_rows=grads.accumulate_rows,
+        accumulate_keys=grads.accumulate_keys,
+    )
+
+
+def _plan(
+    q: Tensor,
+    hk: int,
+    dv: int,
+    lengths: list[int],
+    rows: Side,
+    keys: Sides,
+    config: BackwardConfig,
+    groups: int,
+    *,
+    every_tile: bool,
+) -> WorkPlan:
     batch, s, h, d = q.shape
-    t, hk, dv = v.shape[1:]
-    programs = multiprocessors(q.device) if config.persistent else batch * hk * -(-t // TILE)
+    tiles = batch * hk * sum(-(-rows_of_source // TILE) for rows_of_source in lengths)
     shape = Shape(
         batch=batch,
         heads=hk,
         tile=TILE,
         block=config.block,
-        programs=programs,
+        programs=multiprocessors(q.device) if config.persistent else tiles,
         streamed_bytes=h // hk * s * ((d + dv) * q.element_size() + d * 4),
         repeats=h // hk,
         align=4,
-        every_tile=not grads.accumulate_keys,
+        every_tile=every_tile,
         split=config.persistent,
+        groups=groups,
     )
     return make_plan(keys, rows, shape)
 
@@ -212,24 +325,58 @@ def _add_parts(
 ) -> None:
     """Adds up the partial results of split tiles into `b t hk width`."""
     _finish_keys[(plan.splits.shape[0], TILE // ROWS)](
-        plan.splits, parts, out, *_strides(out), out.shape[2], out.shape[1],
-        AT=at, SIZE=size, ROWS=ROWS, COLUMNS=columns, WIDTH=width, ADD=add, num_warps=4,
+        plan.splits, parts, out, None, None, *_strides(out), out.shape[2], out.shape[1],
+        AT=at, SIZE=size, ROWS=ROWS, COLUMNS=columns, WIDTH=width, FIRST=0, ADD=add, num_warps=4,
     )  # fmt: skip
 
 
-def _write_zeros(grads: Grads, *, want_rows: bool) -> None:
+def _send_parts(
+    plan: WorkPlan,
+    parts: Tensor,
+    at: int,
+    size: int,
+    away: Away,
+    heads: int,
+    columns: int,
+    width: int,
+    first: int,
+    home_width: int,
+) -> None:
+    """Adds up the partial results of split tiles into columns `first` onwards of their homes."""
+    strides = (away.home_rows * heads * home_width, heads * home_width, home_width)
+    _finish_keys[(plan.splits.shape[0], TILE // ROWS)](
+        plan.splits, parts, None, plan.split_tiles, away.homes, *strides, heads, 0,
+        AT=at, SIZE=size, ROWS=ROWS, COLUMNS=columns, WIDTH=width, FIRST=first, ADD=False, num_warps=4,
+    )  # fmt: skip
+
+
+def _clear_homes(away: Away, lengths: list[int], batch: int, width: int) -> None:
+    """What is owed to every owner by a visit in which nothing is seen."""
+    with on(away.homes.device):
+        for side, rows in enumerate(lengths):
+            if batch * rows * width:
+                columns = 1 << (width - 1).bit_length()
+                per_program = max(1, 4096 // columns)
+                _clear_home[(-(-rows // per_program), batch)](
+                    away.homes, side, rows, away.home_rows * width, width,
+                    ROWS=per_program, COLUMNS=columns, WIDTH=width, num_warps=4,
+                )  # fmt: skip
+
+
+def _write_zeros(out: _Out, *, want_rows: bool) -> None:
     """What is owed by a visit in which nothing is seen."""
     owed: list[Tensor | None] = []
-    if want_rows and not grads.accumulate_rows:
-        owed += [grads.dq, grads.dalibi]
-    if not grads.accumulate_keys:
-        owed += [grads.dk, grads.dv, grads.dkey_bias]
+    if want_rows and not out.accumulate_rows:
+        owed += [out.dq, out.dalibi]
+    if not out.accumulate_keys:
+        owed += [out.dk, out.dv, out.dkey_bias]
     for x in owed:
         if x is not None:
             x.zero_()
 
 
-def _check(q: Tensor, d: int, dv: int, score: Score) -> None:
+def _check(q: Tensor, v: Tensor, score: Score) -> None:
+    d, dv = q.shape[-1], v.shape[-1]
     if q.dtype not in (torch.float16, torch.bfloat16):
         raise NotImplementedError(
             f"the Hopper kernels take float16 or bfloat16, got {q.dtype}; use the portable kernels"

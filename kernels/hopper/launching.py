@@ -56,6 +56,16 @@ def addressable(x: Tensor) -> Tensor:
     return x if describable(x) else x.clone(memory_format=torch.contiguous_format)
 
 
+def places(
+    near: tuple[Tensor, Tensor], far: tuple[Tensor, Tensor] | None
+) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor] | None]:
+    """K and v of near and far as the engine can address them; one that has no rows stands for the other, untouched."""
+    if far is None:
+        return (addressable(near[0]), addressable(near[1])), None
+    near, far = (near if near[0].numel() else far), (far if far[0].numel() else near)
+    return (addressable(near[0]), addressable(near[1])), (addressable(far[0]), addressable(far[1]))
+
+
 def rows_of(x: Tensor, rows: int, columns: int) -> TensorDescriptor:
     """A `b s h d` tensor in tiles of `rows` rows of one head, as blocks [1, 1, rows, columns] at (b, h, row, 0).
 

@@ -23,6 +23,7 @@ from triton._C.libtriton import ir
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language._core import builtin
+from triton.experimental.gluon.language.nvidia.hopper import tma
 
 
 @gluon.constexpr_function
@@ -104,6 +105,17 @@ def pinned(x):
 def reciprocal(x):
     """1 / x to the last bit or so; 0 for infinity."""
     return gl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
+
+
+@gluon.jit
+def load_from(near, far, step, place, full, target):
+    """Loads a block from where its source lies: near, or far (None: there is none) for steps above 0."""
+    if far is None:
+        tma.async_copy_global_to_shared(near, place, full, target)
+    elif step > 0:
+        tma.async_copy_global_to_shared(far, place, full, target)
+    else:
+        tma.async_copy_global_to_shared(near, place, full, target)
 
 
 @gluon.jit

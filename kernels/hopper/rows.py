@@ -14,6 +14,9 @@ Note [Rows]
     Q and dO lie in shared memory for the whole tile; one producer warp streams K and V. The two warpgroups do not meet:
     while one computes exponentials, the products of the other keep the tensor cores busy.
 
+In a gathered visit segments say of their step whether their rows lie in near or far (Note [Sources] of plan.py). All of far
+is there when this kernel runs; where another kernel waited for it in vain, `error` is set and every result is NaN.
+
 Named barriers: V_EMPTY + stage, K_EMPTY + stage: both warpgroups have read the stage. ROWS_EMPTY: likewise Q and dO.
 """
 
@@ -25,7 +28,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
-from ringattn.kernels.hopper.pieces import arrive, entry, limits, opaque, sync
+from ringattn.kernels.hopper.pieces import arrive, entry, limits, load_from, opaque, sync
 
 LOG2E = gl.constexpr(1.4426950408889634)
 V_EMPTY = gl.constexpr(8)
@@ -37,7 +40,7 @@ HALF = gl.constexpr(64)  # rows of a warpgroup
 
 @gluon.jit
 def _produce(
-    work, starts, segments, q_desc, do_desc, k_desc, v_desc, q_s, do_s, k_s, v_s, q_full, do_full, k_full, v_full,
+    work, starts, segments, q_desc, do_desc, k_desc, v_desc, k_far, v_far, q_s, do_s, k_s, v_s, q_full, do_full, k_full, v_full,
     num_heads, group, K_STAGES: gl.constexpr, V_STAGES: gl.constexpr,
 ):  # fmt: skip
     """Streams the tiles of this program: per block K then V; Q and dO of a tile behind its first K and V."""
@@ -53,12 +56,15 @@ def _produce(
         for i in range(segment, segment + masked + full):
             y = gl.load(segments + i * 8)
             blocks = gl.load(segments + i * 8 + 1)
+            step = 0
+            if k_far is not None:
+                step = gl.load(segments + i * 8 + 6)
             for _j in range(blocks):
                 stage = count % K_STAGES
                 if count >= K_STAGES:
                     sync(K_EMPTY + stage, 288)
                 mbarrier.expect(k_full.index(stage), k_desc.block_type.nbytes)
-                tma.async_copy_global_to_shared(k_desc, [b, hk, y, 0], k_full.index(stage), k_s.index(stage))
+                load_from(k_desc, k_far, step, [b, hk, y, 0], k_full.index(stage), k_s.index(stage))
                 if fresh == 1:
                     if at > first:
                         sync(ROWS_EMPTY, 288)
@@ -71,7 +77,7 @@ def _produce(
                 if count >= V_STAGES:
                     sync(V_EMPTY + stage, 288)
                 mbarrier.expect(v_full.index(stage), v_desc.block_type.nbytes)
-                tma.async_copy_global_to_shared(v_desc, [b, hk, y, 0], v_full.index(stage), v_s.index(stage))
+                load_from(v_desc, v_far, step, [b, hk, y, 0], v_full.index(stage), v_s.index(stage))
                 if fresh == 1:
                     for w in gl.static_range(2):
                         mbarrier.expect(do_full.index(w), do_desc.block_type.nbytes)
@@ -168,7 +174,7 @@ def _step(
 @gluon.jit
 def _consume(
     W: gl.constexpr, work, starts, segments, q_s, do_s, k_s, v_s, q_full, do_full, k_full, v_full, lse, delta_ptr,
-    dq_out, dalibi_out, part, dalibi_part, positions, lo_ptr, hi_ptr, alibi_slopes, key_bias, lse_sb, lse_sh,
+    dq_out, dalibi_out, error, part, dalibi_part, positions, lo_ptr, hi_ptr, alibi_slopes, key_bias, lse_sb, lse_sh,
     delta_sb, delta_sh, dq_sb, dq_ss, dq_sh, dalibi_sb, dalibi_sh, lo_sb, hi_sb, key_bias_sb, num_heads, rows, t,
     softmax_scale, scale, cap, SOFTCAP: gl.constexpr, START: gl.constexpr, ADD: gl.constexpr, UNIT: gl.constexpr, D:
     gl.constexpr, D_WIDTH: gl.constexpr, DV: gl.constexpr, BLOCK: gl.constexpr, K_STAGES: gl.constexpr, V_STAGES:
@@ -240,6 +246,10 @@ def _consume(
                 y += BLOCK
                 count += 1
         arrive(ROWS_EMPTY, 288)
+        if error is not None:
+            health = gl.where(gl.load(error, volatile=True) == 0, 1.0, float("nan"))
+            dq = dq * health
+            dalibi = dalibi * health
 
         r = gl.expand_dims(gl.arange(0, HALF, of_dq), 1)
         c = gl.expand_dims(gl.arange(0, D, gl.SliceLayout(0, dq_layout)), 0)
@@ -271,7 +281,7 @@ def _consume(
     ]
 )  # fmt: skip
 def rows_kernel(
-    work, starts, segments, q_desc, do_desc, k_desc, v_desc, lse, delta, dq_out, dalibi_out, part, dalibi_part,
+    work, starts, segments, q_desc, do_desc, k_desc, v_desc, k_far, v_far, lse, delta, dq_out, dalibi_out, error, part, dalibi_part,
     positions, lo, hi, alibi_slopes, key_bias, lse_sb, lse_sh, delta_sb, delta_sh, dq_sb, dq_ss, dq_sh, dalibi_sb,
     dalibi_sh, lo_sb, hi_sb, key_bias_sb, num_heads, group, rows, t, softmax_scale, scale, cap, SOFTCAP: gl.constexpr,
     START: gl.constexpr, ADD: gl.constexpr, UNIT: gl.constexpr, D: gl.constexpr, D_WIDTH: gl.constexpr, DV:
@@ -303,19 +313,19 @@ def rows_kernel(
     gl.warp_specialize([
         (_consume, (
             gl.constexpr(0), work, starts, segments, q_s, do_s, k_s, v_s, q_full, do_full, k_full, v_full, lse, delta,
-            dq_out, dalibi_out, part, dalibi_part, positions, lo, hi, alibi_slopes, key_bias, lse_sb, lse_sh,
+            dq_out, dalibi_out, error, part, dalibi_part, positions, lo, hi, alibi_slopes, key_bias, lse_sb, lse_sh,
             delta_sb, delta_sh, dq_sb, dq_ss, dq_sh, dalibi_sb, dalibi_sh, lo_sb, hi_sb, key_bias_sb, num_heads, rows,
             t, softmax_scale, scale, cap, SOFTCAP, START, ADD, UNIT, D, D_WIDTH, DV, BLOCK, K_STAGES, V_STAGES,
         )),
         (_consume, (
             gl.constexpr(1), work, starts, segments, q_s, do_s, k_s, v_s, q_full, do_full, k_full, v_full, lse, delta,
-            dq_out, dalibi_out, part, dalibi_part, positions, lo, hi, alibi_slopes, key_bias, lse_sb, lse_sh,
+            dq_out, dalibi_out, error, part, dalibi_part, positions, lo, hi, alibi_slopes, key_bias, lse_sb, lse_sh,
             delta_sb, delta_sh, dq_sb, dq_ss, dq_sh, dalibi_sb, dalibi_sh, lo_sb, hi_sb, key_bias_sb, num_heads, rows,
             t, softmax_scale, scale, cap, SOFTCAP, START, ADD, UNIT, D, D_WIDTH, DV, BLOCK, K_STAGES, V_STAGES,
         )),
         (_produce, (
-            work, starts, segments, q_desc, do_desc, k_desc, v_desc, q_s, do_s, k_s, v_s, q_full, do_full, k_full,
-            v_full, num_heads, group, K_STAGES, V_STAGES,
+            work, starts, segments, q_desc, do_desc, k_desc, v_desc, k_far, v_far, q_s, do_s, k_s, v_s, q_full, do_full,
+            k_full, v_full, num_heads, group, K_STAGES, V_STAGES,
         )),
     ], [4, 1], [240, 24])  # fmt: skip
 

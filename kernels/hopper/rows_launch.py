@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ringattn.kernels.contract import Grads, Score, Side
+from ringattn.kernels.contract import Gathered, Grads, Score, Side
 from ringattn.kernels.hopper import launching
 from ringattn.kernels.hopper.arguments import per_batch, scale_and_cap
 from ringattn.kernels.hopper.configs import columns_of
-from ringattn.kernels.hopper.plan import Shape, make_plan
+from ringattn.kernels.hopper.plan import Shape, Sides, make_plan
 from ringattn.kernels.hopper.rows import add_parts_kernel, rows_kernel
 
 _add_parts: Any = add_parts_kernel
@@ -88,20 +88,80 @@ def launch_rows(
     Raises:
         NotImplementedError: A dtype, head_dim or score that these kernels do not take.
     """
+    out = (grads.dq, grads.dalibi)
+    _launch(do, q, (k, v), None, lse, delta, rows, keys, score, out, None, config, accumulate=grads.accumulate_rows)
+
+
+def launch_rows_gathered(
+    do: Tensor,
+    q: Tensor,
+    near: tuple[Tensor, Tensor],
+    far: tuple[Tensor, Tensor],
+    lse: Tensor,
+    delta: Tensor,
+    rows: Side,
+    keys: Gathered,
+    score: Score,
+    error: Tensor | None,
+    *,
+    dq: Tensor,
+    dalibi: Tensor | None,
+    config: RowsConfig | None = None,
+) -> None:
+    """Dq and dalibi of a gathered visit all of whose keys are there, the same bits from run to run.
+
+    Args:
+        do: As in `GatheringKernelSet.backward_gathered`, like the others.
+        q: Likewise.
+        near: Likewise.
+        far: Likewise.
+        lse: Likewise.
+        delta: Likewise.
+        rows: Likewise.
+        keys: Likewise.
+        score: Likewise.
+        error: The error word of the kernel that waited for far: where it is set the results are NaN.
+        dq: Likewise.
+        dalibi: Likewise.
+        config: In place of the table's.
+    """
+    _launch(do, q, near, far, lse, delta, rows, keys, score, (dq, dalibi), error, config, accumulate=False)
+
+
+def _launch(
+    do: Tensor,
+    q: Tensor,
+    near: tuple[Tensor, Tensor],
+    far: tuple[Tensor, Tensor] | None,
+    lse: Tensor,
+    delta: Tensor,
+    rows: Side,
+    keys: Sides,
+    score: Score,
+    out: tuple[Tensor, Tensor | None],
+    error: Tensor | None,
+    config: RowsConfig | None,
+    *,
+    accumulate: bool,
+) -> None:
+    dq, dalibi = out
     batch, s, h, d = q.shape
-    t, hk, dv = v.shape[1:]
+    t, hk, dv = near[1].shape[1:]
+    if isinstance(keys, Gathered):
+        t = sum(side.lo_host.shape[1] for side in keys.sides)
     check(q, d, dv, score)
     if batch * s * h == 0:
         return
     if t == 0:
-        if not grads.accumulate_rows:
-            grads.dq.zero_()
-            if grads.dalibi is not None:
-                grads.dalibi.zero_()
+        if not accumulate:
+            dq.zero_()
+            if dalibi is not None:
+                dalibi.zero_()
         return
     columns, v_columns = columns_of(d), columns_of(dv)
     config = config or choose(max(columns, v_columns), score)
-    do, q, k, v = (launching.addressable(x) for x in (do, q, k, v))
+    do, q = launching.addressable(do), launching.addressable(q)
+    near, far = launching.places(near, far)
     plan = make_plan(
         rows,
         keys,
@@ -111,8 +171,8 @@ def launch_rows(
             tile=TILE,
             block=config.block,
             programs=launching.multiprocessors(q.device),
-            streamed_bytes=t * (d + dv) * k.element_size() * hk // h,
-            every_tile=not grads.accumulate_rows,
+            streamed_bytes=t * (d + dv) * q.element_size() * hk // h,
+            every_tile=not accumulate,
             split=config.split,
         ),
     )
@@ -121,22 +181,26 @@ def launch_rows(
     part = dalibi_part = None
     if plan.slots:
         part = torch.empty(plan.slots, TILE, columns, dtype=torch.float32, device=q.device)
-        if grads.dalibi is not None:
+        if dalibi is not None:
             dalibi_part = torch.empty(plan.slots, TILE, dtype=torch.float32, device=q.device)
     q_tile, do_tile = launching.rows_of(q, TILE // 2, columns), launching.rows_of(do, TILE // 2, v_columns)
-    k_tile, v_tile = launching.rows_of(k, config.block, columns), launching.rows_of(v, config.block, v_columns)
-    dq_strides = grads.dq.stride()[:3]
+    tiles = [
+        None if x is None else launching.rows_of(x, config.block, width)
+        for place in (near, far or (None, None))
+        for x, width in zip(place, (columns, v_columns), strict=True)
+    ]
+    dq_strides = dq.stride()[:3]
     unit = 2 if all(stride % 2 == 0 for stride in dq_strides) else 1
-    dalibi_strides = grads.dalibi.stride()[:2] if grads.dalibi is not None else (0, 0)
+    dalibi_strides = dalibi.stride()[:2] if dalibi is not None else (0, 0)
     scale, cap = scale_and_cap(score)
     with launching.on(q.device):
         launching.launch(
             rows_kernel,
             plan.programs,
             (
-                plan.work, plan.starts, plan.segments, q_tile, do_tile, k_tile, v_tile, lse, delta, grads.dq, grads.dalibi,
+                plan.work, plan.starts, plan.segments, q_tile, do_tile, *tiles, lse, delta, dq, dalibi, error,
                 # lse stands in for the workspace of a plan that splits nothing: it is not touched
-                part if part is not None else lse, dalibi_part if dalibi_part is not None else grads.dalibi,
+                part if part is not None else lse, dalibi_part if dalibi_part is not None else dalibi,
                 rows.positions, rows.lo, rows.hi, score.alibi_slopes, score.key_bias,
                 *lse.stride()[:2], *delta.stride()[:2], *(stride // unit for stride in dq_strides), *dalibi_strides,
                 per_batch(rows.lo), per_batch(rows.hi), per_batch(score.key_bias),
@@ -145,7 +209,7 @@ def launch_rows(
             {
                 "SOFTCAP": score.softcap > 0,
                 "START": config.start,
-                "ADD": grads.accumulate_rows,
+                "ADD": accumulate,
                 "UNIT": unit,
                 "D": columns,
                 "D_WIDTH": d,
@@ -160,8 +224,8 @@ def launch_rows(
         if plan.slots:
             chunk = 16
             _add_parts[(TILE // chunk, plan.splits.shape[0])](
-                plan.splits, part, dalibi_part, grads.dq, grads.dalibi, *dq_strides, *dalibi_strides, h, s, score.softmax_scale,
-                ADD=grads.accumulate_rows, D=columns, D_WIDTH=d, CHUNK=chunk, num_warps=4,
+                plan.splits, part, dalibi_part, dq, dalibi, *dq_strides, *dalibi_strides, h, s, score.softmax_scale,
+                ADD=accumulate, D=columns, D_WIDTH=d, CHUNK=chunk, num_warps=4,
             )  # fmt: skip
 
 

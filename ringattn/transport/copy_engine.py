@@ -41,7 +41,6 @@ from ringattn.transport.watch import (
     DONE,
     ELSEWHERE,
     ENTERING,
-    ERROR,
     FETCHING,
     GATE,
     HOST_WORDS,
@@ -168,9 +167,9 @@ class CopyEngineTransport:
         self._name = name
         self._streams = streams
         self._memory = memory
-        self._patience = int(timeout * 1e9)
+        # the watch comes first: it says what is missing. Twice as long: also without it a kernel ends
+        self._patience = int(2 * timeout * 1e9)
         self._host = memory.host_words(HOST_WORDS)
-        self._error = self._host[ERROR : ERROR + 1]
         self._control = memory.region(_aligned(4 * DEVICE_WORDS), "words")
         self._control.local[: 4 * DEVICE_WORDS].view(torch.int32)[[GATE, PROCEED]] = 1
         memory.meet("words begin")
@@ -604,6 +603,7 @@ class CopyEngineTransport:
                 start.append(Wait(station.free(me, peer), 1))
         start += [*self._side_is_free(), Wait(words[PROCEED], 1)]
         start += [Write(flag(g, fetch.step), 0) for g in range(groups) for fetch in fetches]
+        start += [Write(flag(0, 0), 0)]  # nobody's flag: the error word of the kernels
         start += [Write(self._host.data_ptr() + 4 * QUIET, 0), self._at(number, KERNEL)]
         start += [] if packs else self._start_side()
 
@@ -634,7 +634,7 @@ class CopyEngineTransport:
             joining=compile_(joining),
             join=compile_([*joining, *join]),
             far=far,
-            arrivals=Arrivals(flags, self._error, self._patience) if fetches else None,
+            arrivals=Arrivals(flags, flags[0, :1], self._patience) if fetches else None,
             keep=(collection, station, far, flags),
         )
 

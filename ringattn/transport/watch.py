@@ -5,7 +5,7 @@ know how rows move. While a ring is healthy the thread reads and writes host mem
 disturbs neither captures nor speed.
 
 Note [The way out]
-    A ring has failed when it waits and nothing has moved for the ring's timeout, or when a kernel has set the error word.
+    A ring has failed when it waits and nothing has moved for the ring's timeout.
     What is enqueued must then come to an end, and no number it leaves may look like a result. Waits are let go by writing
     their words; two words of the device keep this in step:
     - `gate`: the side stream passes it after a pull and before it says that rows are there. Closed at once, here and on
@@ -33,7 +33,7 @@ from torch import Tensor
 from ringattn.transport.streams import Streams, Write
 
 # words in host memory; all are written by streams, QUIET by both sides
-PLACE, SIDE, SIDE_AT, QUIET, ERROR = range(5)
+PLACE, SIDE, SIDE_AT, QUIET = range(4)
 HOST_WORDS = 16
 
 # where the caller's stream is: the low bits of PLACE. The others name the course it is on
@@ -142,8 +142,6 @@ class Watch:
         Raises:
             RuntimeError: It has; the message names this rank, the step and the peers.
         """
-        if self.failure is None and self._words[ERROR]:
-            self.poll(time.monotonic())
         if self.failure is not None:
             raise RuntimeError(self.failure)
 
@@ -160,9 +158,7 @@ class Watch:
             words = self._words
             seen = (int(words[PLACE]), int(words[SIDE]), int(words[SIDE_AT]))
             waiting = seen[1] != 0 or seen[0] % PLACES not in (ELSEWHERE, KERNEL)
-            if words[ERROR]:
-                self._fail(seen, "a kernel waited in vain", now)
-            elif not waiting or not words[QUIET] or seen != self._seen:
+            if not waiting or not words[QUIET] or seen != self._seen:
                 self._seen, self._since = seen, now
                 words[QUIET] = 1
             elif now - self._since > self._timeout:

@@ -7,6 +7,7 @@ machine, compiles, and stops. Refuses to know any kernel: the launch code says w
     python -m tests.compile.gluon_offline forward --head-dim 64 128 --gathered --causal
     python -m tests.compile.gluon_offline backward --head-dim 64 --features alibi softcap --events
     python -m tests.compile.gluon_offline backward --deterministic --dump /tmp/kernels
+    python -m tests.compile.gluon_offline backward --gathered
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from triton.runtime.driver import driver
 from ringattn.kernels.contract import GUARD, Arrivals, Carry, Gathered, Grads, Score, Side
 from ringattn.reference import visible_pairs
 from tests.compile import sass, ttgir
+from tests.gathered import Scene, make_visit, make_whole
 from tests.kernel_conformance import make_side
 
 HOPPER = GPUTarget("cuda", 90, 32)
@@ -178,7 +180,7 @@ class Call:
         deterministic: Backward: in a fixed order.
         seq_len: Rows and keys.
         through: "module:function" to call in place of the kernel set's.
-        gathered: Forward: all visits of a rank in one launch, half of the keys being those of another rank.
+        gathered: All visits of a rank in one launch, half of the keys being those of another rank.
     """
 
     kernel: str
@@ -193,12 +195,43 @@ class Call:
     accumulate: bool = False
     deterministic: bool = False
     seq_len: int = 512
-    through: str | None = None
     gathered: bool = False
+    through: str | None = None
+
+
+def _backward_gathered(call: Call) -> None:
+    """Calls the gathered backward of the first of two ranks."""
+    kv_heads, half = 2, call.seq_len // 2
+    heads = kv_heads * call.group
+    scene = Scene(
+        "offline",
+        (((0, 1, half),), ((half, 1, half),)),
+        {"causal": call.causal},
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=call.head_dim,
+        v_head_dim=call.v_head_dim,
+        softcap=20.0 if "softcap" in call.features else 0.0,
+        alibi="alibi" in call.features,
+        sinks="sinks" in call.features,
+        dtype=getattr(torch, call.dtype),
+    )
+    visit = make_visit(make_whole(scene), 0, everything=True)
+    dq, dalibi = visit.outputs()
+    name = call.through or "ringattn.kernels.hopper.api:backward_gathered"
+    module, _, name = name.partition(":")
+    getattr(importlib.import_module(module), name)(
+        *visit.arguments(), visit.arrivals, visit.homes, visit.home_rows,
+        dq=dq, dalibi=dalibi, deterministic=call.deterministic,
+    )  # fmt: skip
 
 
 def compile_call(call: Call, dump: str | None = None) -> list[Report]:
     """What the kernels of one call become, in order of launch."""
+    if call.gathered and call.kernel == "backward":
+        with captured() as launches:
+            _backward_gathered(call)
+        return [report(*launch, dump=dump) for launch in launches]
     module, _, name = (
         call.through or f"ringattn.kernels.hopper.api:{call.kernel}{'_gathered' * call.gathered}"
     ).partition(":")
@@ -316,8 +349,8 @@ def main(arguments: list[str]) -> None:
             options.accumulate,
             options.deterministic,
             options.seq_len,
-            options.through,
             options.gathered,
+            options.through,
         )
         dump = None if options.dump is None else os.path.join(options.dump, f"{options.kernel}_{head_dim}")
         try:

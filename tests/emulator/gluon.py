@@ -402,6 +402,19 @@ class Pointer:
     dtype = property(lambda self: tl.pointer_type(_TRITON[self.memory.dtype]))
     handle = property(lambda self: self)
 
+    @staticmethod
+    def of_address(address: int, dtype: tl.dtype) -> Pointer:
+        """What `mode(mapped=...)` says lies at an address."""
+        for x in _MODE.mapped:
+            begin = x.data_ptr()
+            if begin <= address < begin + x.numel() * x.element_size():
+                pointer = Pointer.to_tensor(x)
+                if tl.pointer_type(_TRITON[x.dtype]) != dtype:
+                    raise EmulationError(f"at {address} lie {x.dtype}, not {dtype}, at {_where()}")
+                pointer.offset += (address - begin) // x.element_size()
+                return pointer
+        raise OutOfBounds(f"no mapped tensor lies at address {address} at {_where()}")
+
     @property
     def type(self) -> Any:
         return types.SimpleNamespace(element_ty=_TRITON[self.memory.dtype], scalar=self.dtype, shape=self.shape)
@@ -902,12 +915,14 @@ class Mode:
         eager: wgmma and bulk stores read shared memory when issued, not when waited for.
         seed: None: programs run in order, each partition until it blocks, copies come as late as possible. Else at random.
         trace: Write every event to stderr.
+        mapped: Contiguous tensors that kernels reach by their addresses.
         outside: What happens beside the kernel: each call does one thing to global memory; False: nothing is left to do.
     """
 
     eager: bool = False
     seed: int | None = None
     trace: bool = False
+    mapped: tuple[torch.Tensor, ...] = ()
     outside: Callable[[], bool] | None = None
 
 
@@ -1419,6 +1434,10 @@ def cast(x: Any, dtype: Any, fp_downcast_rounding: Any = None, bitcast: Any = Fa
     dtype = _plain(dtype)
     if isinstance(x, Pointer):
         return x.to(dtype)
+    if isinstance(dtype, tl.pointer_type):
+        if not (isinstance(x, Int) and x.dtype == tl.int64):
+            raise EmulationError(f"an address must be an int64 scalar, got {x} at {_where()}")
+        return Pointer.of_address(int(x), dtype)
     x = Tensor.of(x, dtype) if not isinstance(x, int) or isinstance(x, bool) else x
     if isinstance(x, int):
         if dtype.is_floating():

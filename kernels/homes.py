@@ -1,0 +1,29 @@
+"""Adding up contributions to dk and dv that came home: plain torch. `homes_triton` has the same function for GPUs.
+
+Owns the sum over a rank's own contribution and those of the ranks that visited (Note [Gathered visit] of the contract), in
+a fixed order. Refuses to know how they came.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+
+def add_homes(dk: Tensor, dv: Tensor, own: Tensor, parts: Sequence[Tensor], rows: Tensor) -> None:
+    """Dk and dv of this rank's keys: its own contribution and, in order, those that came home, summed in fp32.
+
+    Args:
+        dk: `b t hk d`, contiguous, any floating dtype; written.
+        dv: `b t hk dv`, likewise.
+        own: `b home_rows hk (d + dv)` fp32: row x belongs to key row x.
+        parts: Like own, in the order of the sum.
+        rows: int32 `parts t`: the row of a part that belongs to a key row, or -1; rows that it names nowhere are not read.
+    """
+    total = own[:, : dk.shape[1]].clone()
+    for part, row in zip(parts, rows, strict=True):
+        there = row >= 0
+        total[:, there] += part[:, row[there].long()]
+    dk.copy_(total[..., : dk.shape[-1]])
+    dv.copy_(total[..., dk.shape[-1] :])

@@ -1,0 +1,68 @@
+"""Adding up contributions to dk and dv that came home, in one Triton launch; the sum is that of `kernels.homes`.
+
+Owns the kernel and its launcher. Runs on CUDA and ROCm devices, and on CPU tensors in the Triton interpreter.
+"""
+
+# pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
+# (a launch passes plain integers for constexpr parameters, and num_warps beside them)
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+
+@triton.jit
+def _add(
+    out, own, parts, rows, own_at, head, heads, x, inside, t,
+    FIRST: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Adds up D columns from FIRST on, of some rows of one head, and writes them to `out`."""
+    c = tl.arange(0, COLUMNS)[None, :]
+    mask = inside[:, None] & (c < D)
+    at = own_at + head * WIDTH + FIRST + c
+    total = tl.load(own + (at + x[:, None] * (heads * WIDTH)), mask=mask, other=0.0)
+    for i in tl.static_range(len(parts)):
+        row = tl.load(rows + i * t + x, mask=inside, other=-1)
+        there = (row >= 0)[:, None] & mask
+        total += tl.load(parts[i] + (at + row.to(tl.int64)[:, None] * (heads * WIDTH)), mask=there, other=0.0)
+    tl.store(out + (x[:, None] * (heads * D) + (head * D + c)), total.to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=["t", "home_rows"])
+def _add_homes_kernel(
+    dk, dv, own, parts, rows, t, home_rows, heads,
+    ROWS: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, D_COLUMNS: tl.constexpr, DV_COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """A program owns ROWS key rows of one head of one batch element.
+
+    Example: own row 5 is 1, row 5 of the first part's table is 2, and row 2 of that part is 3; the second part's table
+    says -1: the sum is 4.
+    """
+    head = tl.program_id(0) % heads
+    x = tl.program_id(0) // heads * ROWS + tl.arange(0, ROWS)
+    inside = x < t
+    x = x.to(tl.int64)
+    b = tl.program_id(1).to(tl.int64)
+    WIDTH: tl.constexpr = D + DV
+    own_at = b * home_rows * (heads * WIDTH)
+    _add(dk + b * t * (heads * D), own, parts, rows, own_at, head, heads, x, inside, t, 0, D, WIDTH, D_COLUMNS)
+    _add(dv + b * t * (heads * DV), own, parts, rows, own_at, head, heads, x, inside, t, D, DV, WIDTH, DV_COLUMNS)
+
+
+def add_homes(dk: Tensor, dv: Tensor, own: Tensor, parts: Sequence[Tensor], rows: Tensor) -> None:
+    """As `kernels.homes.add_homes`; fp32 regions."""
+    b, t, heads, d = dk.shape
+    if dk.numel() + dv.numel() == 0:
+        return
+    columns, v_columns = triton.next_power_of_2(d), triton.next_power_of_2(dv.shape[-1])
+    per_program = max(1, 2048 // max(columns, v_columns))
+    with torch.cuda.device_of(dk):
+        _add_homes_kernel[(triton.cdiv(t, per_program) * heads, b)](
+            dk, dv, own, tuple(parts), rows, t, own.shape[1], heads,
+            ROWS=per_program, D=d, DV=dv.shape[-1], D_COLUMNS=columns, DV_COLUMNS=v_columns, num_warps=4,
+        )  # fmt: skip

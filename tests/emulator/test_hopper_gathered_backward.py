@@ -1,0 +1,214 @@
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton")
+if os.environ.get("GLUON_EMULATOR") != "1":
+    pytest.skip("the kernels must not be imported before the emulator is there", allow_module_level=True)
+
+from ringattn.kernels.contract import Grads, Score
+from ringattn.kernels.hopper import api as hopper
+from ringattn.kernels.hopper import backward_launch
+from ringattn.kernels.hopper.backward_configs import BackwardConfig
+from ringattn.kernels.hopper.backward_launch import Away, launch_backward, launch_gathered, launch_keys
+from ringattn.kernels.hopper.plan import Shape, make_plan
+from ringattn.kernels.hopper.rows_launch import RowsConfig, launch_rows, launch_rows_gathered
+from tests.budget import assert_within_budget
+from tests.emulator import gluon as machine
+from tests.gathered import Scene, Visit, contributions, make_visit, make_whole, shards_of
+
+backward_gathered: Any = hopper.backward_gathered
+CAUSAL: dict[str, Any] = {"causal": True}
+DOCUMENTS = {"causal": True, "documents": (0, 30, 31, 200, 390, 501)}
+SCENES = (
+    Scene("zigzag", shards_of("zigzag", 601, 2), CAUSAL),
+    Scene("contiguous_full", shards_of("contiguous", 450, 3), heads=1),
+    Scene("documents", shards_of("scattered", 501, 2), DOCUMENTS, head_dim=128),
+    Scene("window", shards_of("contiguous", 560, 3), {"window": (20, 5)}, heads=1),
+    Scene("group", shards_of("zigzag", 300, 2), CAUSAL, heads=8, kv_heads=2, groups=2),
+    Scene("head_groups_wide", shards_of("zigzag", 410, 2), CAUSAL, heads=4, kv_heads=4, groups=4, head_dim=128),
+    Scene("lengths", shards_of("zigzag", 330, 2), {"causal": True, "lengths": ((0, 330), (37, 253))}, batch=2),
+    Scene("narrow_columns", shards_of("contiguous", 270, 2), CAUSAL, head_dim=96, v_head_dim=40),
+    Scene("softcap_sinks", shards_of("zigzag", 420, 2), CAUSAL, softcap=3.0, sinks=True, dtype=torch.float16),
+    Scene("slopes", shards_of("zigzag", 420, 2), CAUSAL, alibi=True),
+    Scene("slopes_wide", shards_of("zigzag", 300, 2), CAUSAL, alibi=True, head_dim=128),
+    Scene("alone", (((0, 1, 200),),), CAUSAL),
+)
+
+
+def named(name: str) -> Scene:
+    return next(scene for scene in SCENES if scene.name == name)
+
+
+def run(visit: Visit, *, waits: bool = True, deterministic: bool = False, **mode: Any) -> tuple[Tensor, Tensor | None]:
+    """(dq, dalibi) of a rank; its far is filled beside the kernel, or before it."""
+    if not waits:
+        while visit.arrive():
+            pass
+    dq, dalibi = visit.outputs()
+    with machine.mode(mapped=tuple(visit.regions), outside=visit.arrive, **mode):
+        backward_gathered(
+            *visit.arguments(), visit.arrivals if waits else None, visit.homes, visit.home_rows,
+            dq=dq, dalibi=dalibi, deterministic=deterministic,
+        )  # fmt: skip
+    return dq, dalibi
+
+
+def assert_gradients_within_budget(scene: Scene, **options: Any) -> None:
+    whole = make_whole(scene)
+    visits = [make_visit(whole, rank) for rank in range(len(scene.shards))]
+    found = {name: torch.full_like(x, float("nan")) for name, x in whole.low.items() if name not in ("o", "lse")}
+    for visit in visits:
+        dq, dalibi = run(visit, **options)
+        found["dq"][:, visit.places] = dq
+        if dalibi is not None:
+            found["dalibi"][:, :, visit.places] = dalibi.to(scene.dtype)
+        assert visit.error.item() == 0
+        for region, places in zip(visit.regions, visit.source_places, strict=True):
+            assert region[:, : len(places)].isfinite().all(), "every row of every source is written"
+            assert region[:, len(places) :].isnan().all(), "no other row is"
+    for visit in visits:
+        own = contributions(visits, visit.rank)
+        dk, dv = (torch.full_like(x, float("nan")) for x in visit.near)
+        hopper.add_homes(dk, dv, *own)
+        found["dk"][:, visit.places], found["dv"][:, visit.places] = dk, dv
+    for name, x in found.items():
+        assert_within_budget(x, whole.exact[name], whole.low[name], f"{scene}: {name}", scene.dtype)
+
+
+@pytest.mark.parametrize("scene", SCENES, ids=str)
+def test_gradients_come_home_and_stay_within_budget(scene: Scene):
+    assert_gradients_within_budget(scene)
+
+
+@pytest.mark.parametrize("name", ["zigzag", "documents", "window", "lengths", "slopes", "group"])
+def test_gradients_in_fixed_order_stay_within_budget(name: str):
+    assert_gradients_within_budget(named(name), deterministic=True)
+
+
+@pytest.mark.parametrize("mode", [{"seed": 0}, {"seed": 1, "eager": True}], ids=str)
+@pytest.mark.parametrize("name", ["zigzag", "group"])
+def test_no_order_of_events_changes_what_is_computed(name: str, mode: dict[str, Any]):
+    assert_gradients_within_budget(named(name), **mode)
+
+
+def test_what_is_there_need_not_be_waited_for():
+    assert_gradients_within_budget(named("window"), waits=False)
+
+
+@pytest.mark.parametrize("name", ["zigzag", "documents", "lengths", "narrow_columns", "slopes_wide"])
+@pytest.mark.parametrize("both", [True, False], ids=["fused", "keys"])
+def test_contributions_are_the_bits_of_visits_one_by_one(name: str, both: bool):
+    """Where no tile is split, sums have one order."""
+    scene = named(name)
+    config = BackwardConfig(block=64, persistent=False)
+    whole = make_whole(scene)
+    score = whole.score
+    for rank in range(len(scene.shards)):
+        visit = make_visit(whole, rank)
+        do, q, near, far, lse, delta, rows, keys, _ = visit.arguments()
+        dq, dalibi = visit.outputs(torch.float32)
+        gathered: Any = launch_gathered
+        away = Away(far, visit.arrivals, visit.homes, visit.home_rows)
+        with machine.mode(mapped=tuple(visit.regions), outside=visit.arrive):
+            gathered(
+                do, q, near, lse, delta, rows, keys, score, away, dq=dq, dalibi=dalibi, want_rows=both, config=config
+            )
+        for side, places, region in zip(keys.sides, visit.source_places, visit.regions, strict=True):
+            first = side.run_list[0][0]
+            alone = replace(side, run_list=tuple((offset - first, *run) for offset, *run in side.run_list))
+            k, v = whole.k[:, places], whole.v[:, places]
+            grads = Grads(dq.clone(), *(torch.full(x.shape, float("nan")) for x in (k, v)), dalibi=visit.outputs()[1])
+            one: Any = launch_backward if both else launch_keys
+            one(do, q, k, v, lse, delta, rows, alone, score, grads, config=config)
+            assert torch.equal(region[:, : len(places), :, : scene.head_dim], grads.dk)
+            assert torch.equal(region[:, : len(places), :, scene.head_dim :], grads.dv)
+
+
+def test_dq_by_rows_over_near_alone_is_the_bits_of_one_visit():
+    visit = make_visit(make_whole(named("alone")), 0)
+    do, q, near, far, lse, delta, rows, keys, score = visit.arguments()
+    config = RowsConfig(64, 3, 3)
+    wanted, found = visit.outputs()[0], visit.outputs()[0]
+    grads = Grads(wanted, near[0], near[1])
+    k, v = near
+    launch_rows(do, q, k, v, lse, delta, rows, keys.sides[0], score, grads, config=config)
+    launch_rows_gathered(do, q, near, far, lse, delta, rows, keys, score, None, dq=found, dalibi=None, config=config)
+    assert torch.equal(wanted, found)
+
+
+@pytest.mark.parametrize("deterministic", [False, True], ids=["fused", "pair"])
+@pytest.mark.parametrize("lost", ["negative", "never"])
+@pytest.mark.parametrize("name", ["group", "slopes"])
+def test_what_never_comes_makes_results_nan_and_sets_the_error_word(name: str, lost: str, deterministic: bool):
+    visit = make_visit(make_whole(named(name)), 1)
+    visit.waiting = [(group, source) for group, source in visit.waiting if group > 0]
+    if lost == "negative":
+        visit.flags[0, 1] = -1
+    dq, dalibi = run(visit, deterministic=deterministic)
+    assert visit.error.item() == 1
+    assert dq.isnan().all()
+    assert dalibi is None or dalibi.isnan().all()
+    heads = visit.whole.scene.kv_heads // visit.whole.scene.groups
+    region = visit.regions[1][:, : len(visit.source_places[1]), :heads]
+    assert region.isnan().all()
+
+
+def test_an_error_of_an_earlier_call_is_not_forgotten():
+    visit = make_visit(make_whole(named("window")), 2)
+    visit.error[0] = 1
+    dq, _ = run(visit)
+    assert dq.isnan().all()
+    for region in visit.regions:
+        assert region.isnan().all()
+
+
+@pytest.mark.parametrize("deterministic", [False, True], ids=["fused", "pair"])
+def test_a_rank_without_queries_sends_zeros_home(deterministic: bool):
+    scene = Scene("no_queries", (((0, 1, 140),), ((140, 1, 61),)), heads=1)
+    visit = make_visit(make_whole(scene), 0, everything=True)
+    visit.places, visit.rows = [], make_visit(make_whole(replace(scene, shards=((), *scene.shards))), 0).rows
+    run(visit, deterministic=deterministic)
+    for region, places in zip(visit.regions, visit.source_places, strict=True):
+        assert not region[:, : len(places)].any()
+        assert region[:, len(places) :].isnan().all()
+
+
+def test_a_rank_without_keys_of_its_own_fetches_all():
+    scene = Scene("no_keys", ((), ((0, 1, 140),), ((140, 1, 61),)), heads=1)
+    whole = make_whole(scene)
+    visit = make_visit(whole, 0, everything=True)
+    other = make_visit(whole, 1)
+    visit.places, visit.rows = other.places, other.rows
+    dq, _ = run(visit)
+    exact, low = (found["dq"][:, visit.places] for found in (whole.exact, whole.low))
+    assert_within_budget(dq, exact, low, "dq", scene.dtype)
+
+
+@pytest.mark.parametrize("deterministic", [False, True], ids=["fused", "pair"])
+def test_parts_of_split_tiles_come_home(deterministic: bool, monkeypatch: pytest.MonkeyPatch):
+    programs = 13
+    monkeypatch.setattr(backward_launch, "multiprocessors", lambda _: programs)
+    scene = Scene("split", (((0, 1, 640),), ((640, 1, 100),)), heads=1, head_dim=128)
+    visit = make_visit(make_whole(scene), 0)
+    plan = make_plan(visit.keys, visit.rows, Shape(1, 1, 128, 64, programs, 640 * (256 * 2 + 128 * 4), align=4))
+    assert set(plan.split_tiles[:, 0].tolist()) == {0, 1}, "the scene splits tiles of both sources"
+    assert_gradients_within_budget(scene, deterministic=deterministic)
+
+
+@pytest.mark.parametrize(
+    "score", [{"key_bias": torch.zeros(1, 1)}, {"bias": torch.zeros(1)}, {"dropout_p": 0.5}], ids=str
+)
+def test_what_is_not_gathered_is_refused(score: dict[str, Any]):
+    visit = make_visit(make_whole(named("alone")), 0)
+    *most, _ = visit.arguments()
+    dq, dalibi = visit.outputs()
+    wanted: Any = Score(1.0, **score)
+    with pytest.raises(NotImplementedError, match=r"key_bias|neither bias nor dropout"):
+        backward_gathered(*most, wanted, None, visit.homes, visit.home_rows, dq=dq, dalibi=dalibi, deterministic=False)

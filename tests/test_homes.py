@@ -1,0 +1,58 @@
+"""Sums of what came home: `own` and every part, in order, and nothing that belongs to nobody."""
+
+from __future__ import annotations
+
+import math
+import os
+from types import ModuleType
+
+import pytest
+import torch
+from torch import Tensor
+
+from ringattn.kernels import homes
+
+IMPLEMENTATIONS = [homes]
+if os.environ.get("TRITON_INTERPRET") == "1":
+    from ringattn.kernels import homes_triton
+
+    IMPLEMENTATIONS.append(homes_triton)
+
+
+def contributions(parts: int, b: int, t: int, hk: int, width: int) -> tuple[Tensor, list[Tensor], Tensor]:
+    """(own, parts, rows): rows of regions that no key row names are NaN."""
+    generator = torch.Generator().manual_seed(parts)
+    home_rows = t + 5
+    rows = torch.full((parts, t), -1, dtype=torch.int32)
+    regions = [torch.full((b, home_rows, hk, width), math.nan) for _ in range(parts + 1)]
+    regions[0][:, :t] = torch.randn(b, t, hk, width, generator=generator)
+    for region, row in zip(regions[1:], rows, strict=True):
+        there = torch.randperm(t, generator=generator)[: t // 2].sort().values
+        row[there] = torch.arange(len(there), dtype=torch.int32)
+        region[:, : len(there)] = torch.randn(b, len(there), hk, width, generator=generator)
+    return regions[0], regions[1:], rows
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS, ids=lambda module: module.__name__.rpartition(".")[2])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize(("parts", "d", "dv"), [(0, 64, 64), (1, 64, 64), (3, 40, 96), (7, 128, 64)])
+def test_contributions_are_added_in_order(
+    implementation: ModuleType, dtype: torch.dtype, parts: int, d: int, dv: int
+) -> None:
+    b, t, hk = 2, 37, 3
+    own, others, rows = contributions(parts, b, t, hk, d + dv)
+    dk, dv_out = (torch.full((b, t, hk, x), math.nan, dtype=dtype) for x in (d, dv))
+    implementation.add_homes(dk, dv_out, own, others, rows)
+    for x in range(t):
+        total = own[:, x]
+        for part, row in zip(others, rows[:, x].tolist(), strict=True):
+            if row >= 0:
+                total = total + part[:, row]
+        assert torch.equal(dk[:, x], total[..., :d].to(dtype))
+        assert torch.equal(dv_out[:, x], total[..., d:].to(dtype))
+
+
+def test_a_rank_without_keys_has_nothing_to_add() -> None:
+    dk = torch.empty(1, 0, 2, 64)
+    for implementation in IMPLEMENTATIONS:
+        implementation.add_homes(dk, dk.clone(), torch.empty(1, 4, 2, 128), [], torch.empty(0, 0, dtype=torch.int32))
