@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-import os
-from types import ModuleType
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -12,11 +11,8 @@ from torch import Tensor
 
 from ringattn.kernels import homes
 
-IMPLEMENTATIONS = [homes]
-if os.environ.get("TRITON_INTERPRET") == "1":
-    from ringattn.kernels import homes_triton
-
-    IMPLEMENTATIONS.append(homes_triton)
+WIDTHS = [(0, 64, 64), (1, 64, 64), (3, 40, 96), (7, 128, 64)]
+"""(parts, d, dv) of the tests."""
 
 
 def contributions(parts: int, b: int, t: int, hk: int, width: int) -> tuple[Tensor, list[Tensor], Tensor]:
@@ -33,16 +29,12 @@ def contributions(parts: int, b: int, t: int, hk: int, width: int) -> tuple[Tens
     return regions[0], regions[1:], rows
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS, ids=lambda module: module.__name__.rpartition(".")[2])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-@pytest.mark.parametrize(("parts", "d", "dv"), [(0, 64, 64), (1, 64, 64), (3, 40, 96), (7, 128, 64)])
-def test_contributions_are_added_in_order(
-    implementation: ModuleType, dtype: torch.dtype, parts: int, d: int, dv: int
-) -> None:
+def assert_added_in_order(add_homes: Callable[..., None], dtype: torch.dtype, parts: int, d: int, dv: int) -> None:
+    """Holds an implementation to the sum, row by row, to the bit."""
     b, t, hk = 2, 37, 3
     own, others, rows = contributions(parts, b, t, hk, d + dv)
     dk, dv_out = (torch.full((b, t, hk, x), math.nan, dtype=dtype) for x in (d, dv))
-    implementation.add_homes(dk, dv_out, own, others, rows)
+    add_homes(dk, dv_out, own, others, rows)
     for x in range(t):
         total = own[:, x]
         for part, row in zip(others, rows[:, x].tolist(), strict=True):
@@ -52,7 +44,12 @@ def test_contributions_are_added_in_order(
         assert torch.equal(dv_out[:, x], total[..., d:].to(dtype))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize(("parts", "d", "dv"), WIDTHS)
+def test_contributions_are_added_in_order(dtype: torch.dtype, parts: int, d: int, dv: int) -> None:
+    assert_added_in_order(homes.add_homes, dtype, parts, d, dv)
+
+
 def test_a_rank_without_keys_has_nothing_to_add() -> None:
     dk = torch.empty(1, 0, 2, 64)
-    for implementation in IMPLEMENTATIONS:
-        implementation.add_homes(dk, dk.clone(), torch.empty(1, 4, 2, 128), [], torch.empty(0, 0, dtype=torch.int32))
+    homes.add_homes(dk, dk.clone(), torch.empty(1, 4, 2, 128), [], torch.empty(0, 0, dtype=torch.int32))

@@ -1,0 +1,21 @@
+"""The Triton sum of what came home is the plain one, to the bit."""
+
+import pytest
+import torch
+
+from tests.test_homes import WIDTHS, assert_added_in_order
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize(("parts", "d", "dv"), WIDTHS)
+def test_contributions_are_added_in_order(dtype: torch.dtype, parts: int, d: int, dv: int) -> None:
+    from ringattn.kernels import homes_triton
+
+    assert_added_in_order(homes_triton.add_homes, dtype, parts, d, dv)
+
+
+def test_a_rank_without_keys_has_nothing_to_add() -> None:
+    from ringattn.kernels import homes_triton
+
+    dk = torch.empty(1, 0, 2, 64)
+    homes_triton.add_homes(dk, dk.clone(), torch.empty(1, 4, 2, 128), [], torch.empty(0, 0, dtype=torch.int32))
