@@ -70,7 +70,7 @@ def _fill(
 ):  # fmt: skip
     """Copies a block of k or v into a stage once every consumer has left it; `used`: it has been filled before.
 
-    From `far` at ring steps beyond 0; None: there is nothing but near.
+    From `far` at ring steps beyond 0; None: there is nothing but near. (A branch instead of predicates made the consumers spill.)
     """
     if NAMED:
         if used:
@@ -80,10 +80,9 @@ def _fill(
     mbarrier.expect(full.index(stage), desc.block_type.nbytes)
     if far is None:
         tma.async_copy_global_to_shared(desc, [b, h, row, 0], full.index(stage), smem.index(stage))
-    elif step > 0:
-        tma.async_copy_global_to_shared(far, [b, h, row, 0], full.index(stage), smem.index(stage))
     else:
-        tma.async_copy_global_to_shared(desc, [b, h, row, 0], full.index(stage), smem.index(stage))
+        tma.async_copy_global_to_shared(far, [b, h, row, 0], full.index(stage), smem.index(stage), pred=step > 0)
+        tma.async_copy_global_to_shared(desc, [b, h, row, 0], full.index(stage), smem.index(stage), pred=step == 0)
 
 
 @gluon.jit

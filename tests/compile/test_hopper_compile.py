@@ -92,6 +92,7 @@ def test_waiting_for_rows_costs_the_loops_nothing(head_dim: int, features: tuple
     for before, after in zip(alone, gathered, strict=True):
         assert not after.stale, after.stale
         assert not after.warnings, after.warnings
-        assert (after.loops, after.products, after.shared) == (before.loops, before.products, before.shared)
-        assert after.loop_spills == 0
+        assert (after.loops, after.products) == (before.loops, before.products)
         assert (after.registers, after.injected) == (before.registers, before.injected)
+        assert after.shared - before.shared < 64, "arguments of the partitions"
+        assert after.loop_spills == 0
