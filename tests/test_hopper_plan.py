@@ -21,7 +21,7 @@ from ringattn.layout import contiguous, shard_len, zigzag
 from ringattn.reference import visible_pairs
 from ringattn.schedule import Collection, collect
 from ringattn.schedule import make_plan as make_ring
-from ringattn.tables import gathered_sides, stationary_side
+from ringattn.tables import find, gathered_key, stationary_side
 from ringattn.visibility import Visibility
 from tests.kernel_conformance import CASES, Case, make_side, positions_of
 from tests.masks import is_visible, layouts, masks, positions, run_shards
@@ -434,7 +434,7 @@ def test_plans_of_gathered_keys_are_lawful(mask: Visibility, data: st.DataObject
     assume(shard_len(k_shards[rank]) > 0)
     ring = make_ring(q_shards, k_shards, mask, "keys")
     collection = collect(ring, rank, GUARD)
-    keys = gathered_sides(ring.ranks[rank], collection, mask, "cpu")
+    keys = find(gathered_key(ring.ranks[rank], collection, mask, "cpu"))
     shape = Shape(
         batch=mask.batch_size if mask.batch_size > 1 else data.draw(st.integers(1, 2)),
         heads=data.draw(st.integers(1, 2)),
