@@ -42,9 +42,9 @@ Note [Gathered visit]
     a source meets finite numbers only. Where the sides say so, a source has no rows at all.
     far fills while the kernel runs. Key heads come in `groups` equal groups: flags[g, s] becomes 1 once the rows of source s
     for the heads of group g are there; they come in the order of (g, s), and near needs no flag. A flag that becomes
-    negative says that its rows will never come, and no later flag becomes 1. A kernel that meets one, or waits longer than `patience`, sets the error
-    word, goes on, and makes every output that it writes from then on NaN: it never hangs and never returns a number that
-    could be taken for a result.
+    negative says that its rows will never come, and no later flag becomes 1. A kernel that meets one, or waits longer than
+    `patience`, sets the error word, goes on, and makes every output that it writes from then on NaN: it never hangs and never
+    returns a number that could be taken for a result.
     In the backward each source's gradients leave the kernel in fp32 and are added up by their owner: homes[s] is the
     address of a contiguous `b home_rows hk (d + dv)` region, in this or another device's memory, where the kernel writes
     dk (first d columns) and dv (the others) of row x of the source, x counted from the source's first row. Every row of
