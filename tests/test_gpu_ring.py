@@ -155,9 +155,9 @@ def _keys_in_place(rank: int, world_size: int) -> None:
         for target, x in zip(held, (k, v), strict=True):
             target.copy_(sharding.shard(x, dim=1))
         mine = sharding.shard(q, dim=1).requires_grad_()
-        keys = [x.detach().requires_grad_() for x in held]
-        o = ring_attention(mine, *keys, sharding, causal=True, deterministic=True)
-        grads = torch.autograd.grad(o, (mine, *keys), sharding.shard(do, dim=1))
+        keys, values = (x.detach().requires_grad_() for x in held)
+        o = ring_attention(mine, keys, values, sharding, causal=True, deterministic=True)
+        grads = torch.autograd.grad(o, (mine, keys, values), sharding.shard(do, dim=1))
         expected = expect(ring, [q, k, v, do], "zigzag", PLENTY, causal=True)
         assert_same([o.detach(), *grads], expected, f"rank {rank}, buffer {seed}")
 
