@@ -145,13 +145,11 @@ def _predict_rank(
     moving = resolve_moving(call, q, k, k, Score(1.0))
     part = make_plan(shards, shards, visibility, moving).ranks[rank]
     row = b * hk * d
-    buffers = _transfers(plan.ranks[rank], [e * row, e * row], b)
-    if moving == "keys":
-        buffers |= _transfers(part, [e * row, e * row], b)
-        home = w * 2 * row
-    else:
+    buffers = _transfers(plan.ranks[rank], 2 * e * row, s)
+    home = w * 2 * row
+    if moving == "queries":
         row = b * h * d
-        for name, size in _transfers(part, [e * row, e * row, w * b * h, w * b * h], b, across=2).items():
+        for name, size in _transfers(part, 2 * e * row + 2 * w * b * h, s).items():
             buffers[name] = max(buffers.get(name, 0), size)
         home = w * row
     for name, size in buffers.items():
@@ -165,22 +163,19 @@ def _predict_rank(
     return dict(found)
 
 
-def _transfers(part: RankPlan, per_row: list[int], batch: int, across: int | None = None) -> dict[str, int]:
-    """The largest of every receive and send buffer, in bytes; from tensor `across` on, heads come before rows."""
+def _transfers(part: RankPlan, per_row: int, own_rows: int) -> dict[str, int]:
+    """The largest of every receive and send buffer, in bytes: each holds one message."""
     sizes: dict[str, int] = {}
 
     def grow(name: str, size: int) -> None:
         sizes[name] = max(sizes.get(name, 0), size)
 
     for visit, send in zip(part.visits[1:], part.sends[1:], strict=True):
-        for i, size in enumerate(per_row):
-            if visit is not None:
-                grow(f"arriving {i} {visit.step % 2}", size * visit.num_rows)
-            if send is not None:
-                # one stretch of rows of one batch element leaves from where it is
-                scattered = len(send.rows) > 1 or batch > 1 or (across is not None and i >= across)
-                if scattered:
-                    grow(f"leaving {i} {send.step % 2}", size * sum(n for _, n in send.rows))
+        if visit is not None:
+            grow(f"arriving {visit.step % 2}", per_row * visit.num_rows)
+        if send is not None:
+            # the whole shard is packed once for all who want it
+            grow("leaving whole" if send.rows == ((0, own_rows),) else "leaving", per_row * send.num_rows)
     return sizes
 
 
