@@ -341,8 +341,14 @@ def solve(
     return whole, lambda x, name: _local(x, name, sharding)
 
 
-def solve_simulated(case: Case, layout: str, world_size: int, inputs: dict[str, Tensor], args: CheckArgs) -> Answer:
-    """The answer of a simulated ring, put together again."""
+PLENTY = 2**50
+"""Bytes that hold the gathered keys of every case."""
+
+
+def solve_simulated(
+    case: Case, layout: str, world_size: int, inputs: dict[str, Tensor], args: CheckArgs, budget: int = 0
+) -> Answer:
+    """The answer of a simulated ring, put together again; budget: bytes for gathered keys, as in `simulate_ring`."""
     whole = ringattn.simulate_ring(
         **inputs,
         world_size=world_size,
@@ -352,6 +358,7 @@ def solve_simulated(case: Case, layout: str, world_size: int, inputs: dict[str, 
         impl=args.impl,
         backward=case.backward,
         deterministic="deterministic" in case.options,
+        memory_budget=budget,
         **plain_options(case, args.seed),
     )
     found = {f"d{name}": x for name, x in (whole.grads or {}).items()}
@@ -393,7 +400,8 @@ def solvers(
         if ring.world_size > 1:
             yield layout, functools.partial(solve, case, layout, ring, inputs, args, session)
         elif args.simulate:
-            yield layout, functools.partial(solve_simulated, case, layout, args.simulate, inputs, args)
+            budget = PLENTY if args.schedule == "gathered" else 0
+            yield layout, functools.partial(solve_simulated, case, layout, args.simulate, inputs, args, budget)
 
 
 def compile_ahead(cases: Sequence[Case], args: CheckArgs, ranks: int, session: Session) -> None:
@@ -414,6 +422,8 @@ def compile_ahead(cases: Sequence[Case], args: CheckArgs, ranks: int, session: S
         for key in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK"):
             alone.pop(key, None)
         command = [sys.executable, "-m", "ringattn.launch.check", "--impl", args.impl, "--only", args.only]
+        gathers = args.schedule == "gathered" or (args.schedule == "auto" and session.world_size > 1)
+        command += ["--schedule", "gathered"] if gathers else []
         command += ["--simulate", str(ranks), *(["--quick"] if args.quick else []), "--compile-share"]
         shares = [
             subprocess.Popen(
