@@ -53,7 +53,8 @@ class Ring:
         masks: What is visible.
         layouts: How positions are dealt out; "best": zigzag, under a window zigzag or contiguous, whichever moves fewer
             rows, and balanced for documents.
-        schedules: Our rings: "auto" as users get it; "gathered": one launch; "staged": step by step over the copy engine;
+        schedules: Our rings: "auto" as users get it; "gathered": one launch; "in_place": likewise, of keys
+            that were written where other ranks read them; "staged": step by step over the copy engine;
             "process_group": step by step over NCCL or gloo.
         peers: Others in the same turns, under a causal mask.
         heads: Query heads.
@@ -241,7 +242,9 @@ def measure(
     seed = session.rank
     makers: dict[str, Callable[[], RingContender]] = {}
     for name, ring in rings.items():
-        makers[name] = lambda ring=ring: prepare_ours(problem, ring, layout, session.device, args.impl, seed)
+        makers[name] = lambda ring=ring, in_place=name == "in_place": prepare_ours(
+            problem, ring, layout, session.device, args.impl, seed, in_place=in_place
+        )
     if layout == "zigzag":
         for who in dict.fromkeys(args.peers):
             makers[who] = lambda who=who: peers.prepare(who, problem, seed)

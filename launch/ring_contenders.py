@@ -64,11 +64,25 @@ def deal(problem: Problem, ring: ringattn.Ring, layout: str) -> ringattn.Shardin
 
 
 def prepare_ours(
-    problem: Problem, ring: ringattn.Ring, layout: str, device: torch.device, impl: str, seed: int
+    problem: Problem,
+    ring: ringattn.Ring,
+    layout: str,
+    device: torch.device,
+    impl: str,
+    seed: int,
+    *,
+    in_place: bool = False,
 ) -> RingContender:
-    """Our attention on this rank's rows of a problem."""
+    """Our attention on this rank's rows of a problem; in_place: its keys lie where other ranks read them."""
     sharding = deal(problem, ring, layout)
     q, k, v, do = draw_inputs(problem, sharding.shard_len, device, seed)
+    if in_place:
+        sizes = problem.batch, problem.kv_heads, problem.head_dim
+        held = ring.kv_buffer(sharding, *sizes, dtype=k.dtype, name="bench", device=device)
+        with torch.no_grad():
+            for target, x in zip(held, (k, v), strict=True):
+                target.copy_(x)
+        k, v = (x.detach().requires_grad_() for x in held)
 
     def forward() -> Tensor:
         return ringattn.ring_attention(q, k, v, sharding, impl=impl, **problem.options)

@@ -13,14 +13,17 @@ import torch.distributed as dist
 import ringattn
 from ringattn.launch.session import Session
 
-ScheduleName = Literal["auto", "gathered", "staged", "process_group"]
+ScheduleName = Literal["auto", "gathered", "in_place", "staged", "process_group"]
 SCHEDULES: dict[str, dict[str, Any]] = {
     "auto": {},
     "gathered": {"transport": "copy_engine"},
+    "in_place": {"transport": "copy_engine"},
     "staged": {"transport": "copy_engine", "memory_budget": 0},
     "process_group": {"transport": "process_group"},
 }
-"""What a ring of each name is made with. Without a budget for other ranks' keys, they come step by step."""
+"""What a ring of each name is made with. Without a budget for other ranks' keys, they come step by step.
+
+"in_place" is "gathered" for callers whose keys were written into the ring's own memory (`Ring.kv_buffer`)."""
 
 
 def make_ring(schedule: str, group: dist.ProcessGroup | None = None, **options: Any) -> ringattn.Ring:
