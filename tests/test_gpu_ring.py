@@ -1,0 +1,171 @@
+"""Whole attention calls over several GPUs: every schedule to the bit, CUDA graphs, subgroups, other traffic, shared memory.
+
+python -m pytest -m gpu tests/test_gpu_ring.py
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ringattn import Ring, ring_attention, simulate_ring
+from tests.test_copy_engine_gpu import GPUS, run
+
+IS_HOPPER = GPUS >= 2 and torch.cuda.get_device_capability() == (9, 0)
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(GPUS < 2, reason="needs two GPUs")]
+PLENTY = 2**40
+PATIENCE = timedelta(seconds=30)
+
+
+def draw(seed: int, n: int, heads: int = 8, kv_heads: int = 4, dim: int = 128, batch: int = 1) -> list[Tensor]:
+    """Whole q, k, v and do, the same on every rank."""
+    generator = torch.Generator("cuda").manual_seed(seed)
+    shapes = [(batch, n, heads, dim), (batch, n, kv_heads, dim), (batch, n, kv_heads, dim), (batch, n, heads, dim)]
+    return [torch.randn(shape, device="cuda", generator=generator).bfloat16() for shape in shapes]
+
+
+def step(ring: Ring, whole: list[Tensor], layout: str, **mask: Any) -> list[Tensor]:
+    """This rank's o, dq, dk and dv."""
+    sharding = ring.sharding(whole[0].shape[1], layout=layout)
+    q, k, v, do = (sharding.shard(x, dim=1) for x in whole)
+    for x in (q, k, v):
+        x.requires_grad_()
+    o = ring_attention(q, k, v, sharding, deterministic=True, **mask)
+    return [o.detach(), *torch.autograd.grad(o, (q, k, v), do)]
+
+
+def expect(ring: Ring, whole: list[Tensor], layout: str, budget: int, **mask: Any) -> list[Tensor]:
+    """The same of the simulated ring."""
+    q, k, v, do = whole
+    found = simulate_ring(
+        q, k, v, ring.world_size, layout=layout, do=do, deterministic=True, memory_budget=budget, **mask
+    )
+    assert found.grads is not None
+    sharding = ring.sharding(q.shape[1], layout=layout)
+    return [sharding.shard(x, dim=1) for x in (found.o, *(found.grads[name] for name in "qkv"))]
+
+
+def assert_same(found: list[Tensor], expected: list[Tensor], about: str) -> None:
+    for name, x, y in zip(("o", "dq", "dk", "dv"), found, expected, strict=True):
+        assert torch.equal(x, y), f"{about}: {name} differs by {(x.float() - y.float()).abs().max().item()}"
+
+
+def _bits(rank: int, world_size: int) -> None:
+    budgets = {"gathered": PLENTY, "staged": 0}
+    rings = {name: Ring(transport="copy_engine", memory_budget=budgets[name], timeout=PATIENCE) for name in budgets}
+    rings["process_group"] = Ring(transport="process_group", timeout=PATIENCE)
+    cases: list[tuple[str, int, dict[str, Any], dict[str, int]]] = [
+        ("zigzag", 1003, {"causal": True}, {}),
+        ("contiguous", 777, {}, {"batch": 2, "dim": 64}),
+        ("contiguous", 2048, {"causal": True, "window": 300}, {"kv_heads": 8}),
+        ("striped", 900, {"causal": True, "softcap": 20.0}, {}),
+        ("zigzag", 512, {"causal": True}, {"heads": 16, "kv_heads": 16}),
+        ("balanced", 1003, {"causal": True}, {"heads": 4, "kv_heads": 1}),
+    ]
+    for seed, (layout, n, mask, sizes) in enumerate(cases):
+        whole = draw(seed, n, **sizes)
+        for name, ring in rings.items():
+            expected = expect(ring, whole, layout, budgets.get(name, 0), **mask)
+            for _ in range(3):
+                assert_same(step(ring, whole, layout, **mask), expected, f"rank {rank}, {name}, {layout}, {mask}")
+
+
+def _graphs(rank: int, world_size: int) -> None:
+    ring = Ring(transport="copy_engine", memory_budget=PLENTY, timeout=PATIENCE)
+    n = 256 * world_size
+    sharding = ring.sharding(n)
+    q, k, v, do = (sharding.shard(x, dim=1) for x in draw(0, n))
+    for x in (q, k, v):
+        x.requires_grad_()
+
+    def train() -> list[Tensor]:
+        o = ring_attention(q, k, v, sharding, causal=True, deterministic=True)
+        return [o.detach(), *torch.autograd.grad(o, (q, k, v), do)]
+
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            train()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+        captured = train()
+    for seed in range(1, 6):
+        whole = draw(seed, n)
+        with torch.no_grad():
+            for x, y in zip((q, k, v, do), whole, strict=True):
+                x.copy_(sharding.shard(y, dim=1))
+        graph.replay()
+        replayed = [x.clone() for x in captured]
+        if seed % 2:
+            # calls between replays take their turns with them
+            assert_same(train(), replayed, f"rank {rank}, call after replay {seed}")
+        assert_same(replayed, expect(ring, whole, "zigzag", PLENTY, causal=True), f"rank {rank}, replay {seed}")
+
+
+def _subgroups(rank: int, world_size: int) -> None:
+    if world_size < 4:
+        return
+    pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    mine = pairs[rank // 2]
+    assert isinstance(mine, dist.ProcessGroup)
+    rings = [Ring(mine, transport="copy_engine", memory_budget=PLENTY, timeout=PATIENCE) for _ in range(2)]
+    rings.append(Ring(transport="copy_engine", memory_budget=PLENTY, timeout=PATIENCE))
+    for seed in range(6):
+        ring = rings[seed % 3]
+        # the groups compute different things at the same time
+        whole = draw(seed + 10 * (rank // 2) * (ring.world_size == 2), 512 + 100 * (seed % 3))
+        found = step(ring, whole, "zigzag", causal=True)
+        assert_same(found, expect(ring, whole, "zigzag", PLENTY, causal=True), f"rank {rank}, ring {ring.name}")
+
+
+def _beside_collectives(rank: int, world_size: int) -> None:
+    ring = Ring(transport="copy_engine", memory_budget=PLENTY, timeout=PATIENCE)
+    other, traffic = dist.new_group(), torch.cuda.Stream()
+    assert isinstance(other, dist.ProcessGroup)
+    whole = draw(0, 2048)
+    expected = expect(ring, whole, "zigzag", PLENTY, causal=True)
+    weights = torch.full((4 * 2**20,), float(rank + 1), device="cuda")
+    gathered = torch.empty(world_size * weights.numel(), device="cuda")
+    total = world_size * (world_size + 1) / 2
+    for turn in range(30):
+        with torch.cuda.stream(traffic):
+            dist.all_gather_into_tensor(gathered, weights, group=other)
+            summed = weights.clone()
+            dist.all_reduce(summed, group=other)
+        found = step(ring, whole, "zigzag", causal=True)
+        assert_same(found, expected, f"rank {rank}, turn {turn}")
+        traffic.synchronize()
+        assert bool((summed == total).all())
+
+
+def _keys_in_place(rank: int, world_size: int) -> None:
+    ring = Ring(transport="copy_engine", memory_budget=PLENTY, timeout=PATIENCE)
+    n = 300 * world_size + 1
+    sharding = ring.sharding(n)
+    for seed in range(4):
+        q, k, v, do = draw(seed, n)
+        held = ring.kv_buffer(sharding, 1, 4, 128, dtype=torch.bfloat16, name=f"layer {seed % 2}")
+        for target, x in zip(held, (k, v), strict=True):
+            target.copy_(sharding.shard(x, dim=1))
+        mine = sharding.shard(q, dim=1).requires_grad_()
+        keys, values = (x.detach().requires_grad_() for x in held)
+        o = ring_attention(mine, keys, values, sharding, causal=True, deterministic=True)
+        grads = torch.autograd.grad(o, (mine, keys, values), sharding.shard(do, dim=1))
+        expected = expect(ring, [q, k, v, do], "zigzag", PLENTY, causal=True)
+        assert_same([o.detach(), *grads], expected, f"rank {rank}, buffer {seed}")
+
+
+BODIES: list[Callable[[int, int], None]] = [_bits, _graphs, _subgroups, _beside_collectives, _keys_in_place]
+
+
+@pytest.mark.skipif(not IS_HOPPER, reason="needs compute capability 9.0")
+@pytest.mark.parametrize("body", BODIES, ids=[body.__name__.strip("_") for body in BODIES])
+def test_several_gpus_give_the_bits_of_the_simulated_ring(body: Callable[[int, int], None]) -> None:
+    run(body, min(GPUS, 4))
