@@ -74,7 +74,8 @@ def ring_attention(
         deterministic: Demand bitwise repeatable gradients. The eager and portable kernels always give them; the Hopper
             kernels then compute two products more. The forward always repeats.
         impl: Kernel set: "auto", "hopper", "portable", "eager"; default: the ring's.
-        backward: What the backward moves: "keys", "queries", or "auto" for whichever moves fewer bytes.
+        backward: What a backward that goes step by step moves: "keys", "queries", or "auto" for whichever moves fewer bytes. One
+            that gathers all keys in one launch moves keys; "queries" makes it go step by step.
 
     Returns:
         `b s h dv`, this rank's rows, q's dtype.
@@ -83,7 +84,8 @@ def ring_attention(
         ValueError: A shape, dtype, device or option is inconsistent, here or between ranks; raised on every rank before
             any shard moves.
         NotImplementedError: Meaningful but not supported; the message names the alternative.
-        RuntimeError: A transfer failed or timed out; the message names the rank, the step and the peers.
+        RuntimeError: A transfer failed or timed out, now or in an earlier call whose results are then NaN; the message names
+            the rank, the step and the peers.
 
     Gradients flow to q, k, v, sinks, alibi_slopes, key_bias and bias. Those of sinks and alibi_slopes are this rank's
     share, as for any replicated parameter: sum them over ranks.

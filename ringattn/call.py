@@ -44,7 +44,7 @@ class Call:
         softcap: Bound of the soft cap; 0.0 for none.
         dropout_p: Probability of dropping an attention weight.
         impl: Which kernel set: auto, or a name that `kernels.select` knows.
-        backward: What the backward moves: "keys", "queries", or "auto" for whichever moves fewer bytes.
+        backward: What the backward moves: "keys", "queries", or "auto" for what suits the schedule and moves fewer bytes.
         deterministic: Gradients are the same bits from run to run.
     """
 
