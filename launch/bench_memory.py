@@ -128,10 +128,9 @@ def _predict_rank(
     if schedule == "gathered":
         collection = collect(plan, rank, GUARD)
         per_row = b * hk * 2 * d
-        readers = max(sum(send is not None for send in part.sends) for part in plan.ranks)
         found["slots"] = slots * e * collection.slot_rows * per_row
         found["far"] = e * collection.far_rows * per_row
-        found["homes"] = w * (1 + readers) * collection.slot_rows * per_row
+        found["homes"] = w * (2 * (world_size - 1) + 1) * collection.slot_rows * per_row
         found["accumulators"] = w * queries if w > e else 0
         found["gradients"] = max(gradients, delta + 2 * e * keys)
         return dict(found)

@@ -216,7 +216,7 @@ def examine(session: Session, links: bool = True) -> dict[str, Any]:
         "topology": look_at_topology(),
         "ranks": [{"rank": rank, "host": host, "device": device} for rank, host, device, _ in where],
         "backends": look_at_backends(),
-        "transport": look_at_transport(session),
+        "transport": look_at_transport(session) if works else {"name": "none", "why": "the tiny attention failed"},
         "kernels": look_at_kernels(session.device),
         "attention": attention,
         "links": measure_links(session) if links and works and session.world_size > 1 else [],

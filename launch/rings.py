@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Literal
 
+import torch
 import torch.distributed as dist
 
 import ringattn
@@ -59,6 +60,9 @@ def open_rings(schedules: Sequence[str], session: Session) -> tuple[dict[str, ri
         name, ring, why = shown_name(schedule, session), None, None
         try:
             ring = make_ring(schedule)
+            # a ring settles how it moves keys at its first call, which is where it may refuse
+            x = torch.zeros(1, 1, 1, 16, device=session.device)
+            ringattn.ring_attention(x, x, x, ring.sharding(ring.world_size))
         except (ValueError, NotImplementedError, RuntimeError) as error:
             why = f"{type(error).__name__}: {error}"
         said = {rank: one for rank, one in enumerate(session.gather(why)) if one is not None}

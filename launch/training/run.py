@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import datetime
 import signal
 import time
 from collections.abc import Iterator, Sequence
@@ -158,7 +159,7 @@ class Run:
         self.state = self._find_state()
         self.start = int(self.state["step"]) if self.state else 0
         self.alone = [] if self.state else self._steps_alone()
-        self.trainer = Trainer(config.model(), self.recipe, ringattn.Ring(None), rank.device, 1 + rank.world_size)
+        self.trainer = Trainer(config.model(), self.recipe, self._ring(None), rank.device, 1 + rank.world_size)
         if self.state:
             self.trainer.load_state_(self.state)
             torch.set_rng_state(self.state["rng"])
@@ -189,6 +190,9 @@ class Run:
                 print(f"changed since then: {', '.join(changes)}", flush=True)
         return state
 
+    def _ring(self, group: Any) -> ringattn.Ring:
+        return ringattn.Ring(group, timeout=datetime.timedelta(seconds=self.config.timeout))
+
     def _steps_alone(self) -> list[StepResult]:
         """The first steps as rank 0 makes them alone, known to every rank; empty when there is nothing to compare."""
         count = min(self.config.compare_steps, self.config.steps)
@@ -201,7 +205,7 @@ class Run:
             lrs = [self.config.lr_at(step) for step in range(count)]
             try:
                 steps = steps_on_one_rank(
-                    self.config.model(), self.recipe, ringattn.Ring(group), self.rank.device, batches, lrs
+                    self.config.model(), self.recipe, self._ring(group), self.rank.device, batches, lrs
                 )
             except torch.OutOfMemoryError:
                 print("one GPU cannot hold this run: its first steps are not compared with one rank", flush=True)
