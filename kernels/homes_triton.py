@@ -3,17 +3,17 @@
 Owns the kernel and its launcher. Runs on CUDA and ROCm devices, and on CPU tensors in the Triton interpreter.
 """
 
-# pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
-# (a launch passes plain integers for constexpr parameters, and num_warps beside them)
+# pyright: reportGeneralTypeIssues=false
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from ringattn.kernels.record_triton import Tape, recorded
 
 
 @triton.jit
@@ -56,13 +56,20 @@ def _add_homes_kernel(
 
 def add_homes(dk: Tensor, dv: Tensor, own: Tensor, parts: Sequence[Tensor], rows: Tensor) -> None:
     """As `kernels.homes.add_homes`; fp32 regions."""
+    _launch(dk, dv, own, tuple(parts), rows)
+
+
+@recorded
+def _launch(tape: Tape, dk: Tensor, dv: Tensor, own: Tensor, parts: tuple[Tensor, ...], rows: Tensor) -> None:
     b, t, heads, d = dk.shape
     if dk.numel() + dv.numel() == 0:
         return
     columns, v_columns = triton.next_power_of_2(d), triton.next_power_of_2(dv.shape[-1])
     per_program = max(1, 2048 // max(columns, v_columns))
-    with torch.cuda.device_of(dk):
-        _add_homes_kernel[(triton.cdiv(t, per_program) * heads, b)](
-            dk, dv, own, tuple(parts), rows, t, own.shape[1], heads,
-            ROWS=per_program, D=d, DV=dv.shape[-1], D_COLUMNS=columns, DV_COLUMNS=v_columns, num_warps=4,
-        )  # fmt: skip
+    tape.launch(
+        _add_homes_kernel,
+        (-(-t // per_program) * heads, b),
+        (dk, dv, own, parts, rows, t, own.shape[1], heads),
+        {"ROWS": per_program, "D": d, "DV": dv.shape[-1], "D_COLUMNS": columns, "DV_COLUMNS": v_columns},
+        num_warps=4,
+    )

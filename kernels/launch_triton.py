@@ -56,7 +56,7 @@ class Template:
         self._fields["template"] = self
         self.fact = _fact_of_descriptor(descriptor)
 
-    def over(self, x: Tensor) -> Any:
+    def over(self, x: Any) -> Any:
         """The descriptor of a tensor, 16-byte aligned; nothing is checked again."""
         descriptor = object.__new__(self._kind)
         vars(descriptor).update(self._fields, base=x)
@@ -64,22 +64,47 @@ class Template:
 
 
 @dataclass(eq=False)
-class _Bound:
+class Bound:
     """A compiled kernel and what its launches have in common.
 
     Attributes:
         compiled: Triton's own.
         tail: The values of the compile-time arguments, in order.
-        run: Launches with flat arguments; None: only the public way is known.
-        encode: What a descriptor becomes, by its number among the descriptors.
+        run: Launches with a grid, a stream and flat arguments; None: only the public way is known.
+        metas: What encodes descriptors, by their number.
         encoded: What they became, by number, address and template.
     """
 
     compiled: Any
     tail: tuple[Any, ...]
     run: Callable[..., None] | None = None
-    encode: Callable[[int, Any], list[Any]] | None = None
+    metas: Sequence[Any] = ()
     encoded: dict[tuple[int, int, Template], list[Any]] = field(default_factory=dict)
+
+    def encode(self, number: int, descriptor: Any) -> list[Any]:
+        """What a descriptor becomes, by its number among the descriptors."""
+        inside = importlib.import_module("triton.backends.nvidia.driver")
+        return inside.make_tensordesc_arg(descriptor, self.metas[number])
+
+    def encoding(self, number: int, template: Template, address: int) -> list[Any]:
+        """What the descriptor of a tensor at an address becomes."""
+        key = (number, address, template)
+        found = self.encoded.get(key)
+        if found is None:
+            if len(self.encoded) >= CAPACITY:
+                self.encoded.clear()
+            found = self.encoded[key] = self.encode(number, template.over(_Place(address)))
+        return found
+
+
+@dataclass(frozen=True)
+class _Place:
+    """In place of a tensor where its address is all that is asked for."""
+
+    address: int
+
+    def data_ptr(self) -> int:
+        return self.address
 
 
 @dataclass(frozen=True, eq=False)
@@ -90,12 +115,14 @@ class _Places:
         general: Gives the integers that are never specialised on, the first of them twice; two zeros where there is none.
         special: Of the other integers.
         tensors: Of tensors.
+        tuples: Of tuples of tensors.
         descriptors: Of descriptors.
     """
 
     general: Callable[[Sequence[Any]], tuple[int, ...]]
     special: tuple[int, ...]
     tensors: tuple[int, ...]
+    tuples: tuple[int, ...]
     descriptors: tuple[int, ...]
 
 
@@ -115,7 +142,7 @@ class _Kernel:
     names: tuple[str, ...]
     general: tuple[bool, ...]
     places: dict[tuple[type, ...], _Places] = field(default_factory=dict)
-    variants: dict[Hashable, _Bound] = field(default_factory=dict)
+    variants: dict[Hashable, Bound] = field(default_factory=dict)
 
 
 _kernels: dict[int, _Kernel] = {}
@@ -123,15 +150,18 @@ _kernels: dict[int, _Kernel] = {}
 
 def launch(
     kernel: Any, grid: tuple[int, ...], args: Sequence[Any], constants: Mapping[str, Any], **options: int
-) -> None:
+) -> Bound | None:
     """Launches a kernel on the current stream of the device that its tensors are on, which must be the current one.
 
     Args:
         kernel: A `triton.jit` or `gluon.jit` function.
         grid: One to three sizes.
-        args: Its run-time arguments, in order.
+        args: Its run-time arguments, in order; tuples hold tensors.
         constants: Its compile-time arguments, which come after them in its signature.
         **options: num_warps and the like; may be compile-time arguments too. A constant or option is of one type always.
+
+    Returns:
+        What was launched; None: nothing is known of it, as of an emulated kernel.
     """
     known = _kernels.get(id(kernel))
     if known is None:
@@ -140,7 +170,6 @@ def launch(
     places = known.places.get(types)
     if places is None:
         places = known.places[types] = _find_places(known, args)
-    flat = list(args)
     facts: list[Hashable] = [types]
     general = places.general(args)
     facts.append(_NARROW if max(general) < 2**31 and min(general) >= -(2**31) else tuple(map(_is_narrow, general)))
@@ -148,9 +177,9 @@ def launch(
         x = args[i]
         facts.append((_is_narrow(x), x == 1, x % WORD == 0))
     for i in places.tensors:
-        x = args[i]
-        flat[i] = address = x.data_ptr()
-        facts.append(x.dtype if address % WORD == 0 else (x.dtype,))
+        facts.append(_fact_of_tensor(args[i]))
+    for i in places.tuples:
+        facts.append(tuple(map(_fact_of_tensor, args[i])))
     for i in places.descriptors:
         x = args[i]
         template = getattr(x, "template", None)
@@ -161,21 +190,32 @@ def launch(
         index = args[places.descriptors[0]].base.device.index
     key = (index, *constants, *constants.values(), *options, *options.values(), *facts)
     bound = known.variants.get(key)
+    grid = (*grid, 1, 1)[:3]
     if bound is None:
         compiled = kernel[grid](*args, **constants, **options)
-        if compiled is not None:
-            known.variants[key] = _open(compiled, _tail(known, len(args), constants, options))
-        return
-    grid = (*grid, 1, 1)[:3]
-    if bound.run is None or bound.encode is None or _is_hooked():
+        if compiled is None:
+            return None
+        bound = known.variants[key] = _open(compiled, _tail(known, len(args), constants, options))
+        return bound
+    if bound.run is None or is_hooked():
         bound.compiled[grid](*args, *bound.tail)
-        return
-    # from the last to the first, so that the places of the others stay what they are
-    for number in range(len(places.descriptors) - 1, -1, -1):
-        at = places.descriptors[number]
-        flat[at : at + 1] = _encoded(bound, number, flat[at])
+        return bound
+    flat: list[Any] = []
+    number = 0
+    for x in args:
+        if isinstance(x, Tensor):
+            flat.append(x.data_ptr())
+        elif isinstance(x, tuple):
+            flat.append(tuple(part.data_ptr() for part in x))
+        elif hasattr(x, "block_shape"):
+            template = getattr(x, "template", None)
+            flat += bound.encode(number, x) if template is None else bound.encoding(number, template, x.base.data_ptr())
+            number += 1
+        else:
+            flat.append(x)
     active: Any = driver.active  # its declared class does not say that devices have streams
     bound.run(*grid, active.get_current_stream(index), *flat, *bound.tail)
+    return bound
 
 
 def forget() -> None:
@@ -196,6 +236,7 @@ def _find_places(known: _Kernel, args: Sequence[Any]) -> _Places:
         general=(lambda _: (0, 0)) if not general else itemgetter(general[0], *general),
         special=tuple(i for i in integers if i not in general),
         tensors=tuple(i for i, x in enumerate(args) if isinstance(x, Tensor)),
+        tuples=tuple(i for i, x in enumerate(args) if isinstance(x, tuple)),
         descriptors=tuple(i for i, x in enumerate(args) if hasattr(x, "block_shape")),
     )
 
@@ -213,33 +254,23 @@ def _tail(
     return tuple(values[name] for name in names) if all(name in values for name in names) else None
 
 
+def _fact_of_tensor(x: Tensor) -> Hashable:
+    return x.dtype if x.data_ptr() % WORD == 0 else (x.dtype,)
+
+
 def _fact_of_descriptor(x: Any) -> Hashable:
     return x.base.dtype, *x.block_shape
 
 
-def _encoded(bound: _Bound, number: int, x: Any) -> list[Any]:
-    assert bound.encode is not None, "only kernels that were taken apart encode descriptors here"
-    template = getattr(x, "template", None)
-    if template is None:
-        return bound.encode(number, x)
-    key = (number, x.base.data_ptr(), template)
-    found = bound.encoded.get(key)
-    if found is None:
-        if len(bound.encoded) >= CAPACITY:
-            bound.encoded.clear()
-        found = bound.encoded[key] = bound.encode(number, x)
-    return found
-
-
-def _is_hooked() -> bool:
+def is_hooked() -> bool:
     """Whether somebody wants to hear of launches."""
     before, after = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
     return bool(getattr(before, "calls", before)) or bool(getattr(after, "calls", after))
 
 
-def _open(compiled: Any, tail: tuple[Any, ...] | None) -> _Bound:
+def _open(compiled: Any, tail: tuple[Any, ...] | None) -> Bound:
     """Takes a compiled kernel apart (Note [Inside Triton])."""
-    public = _Bound(compiled, () if tail is None else tail)
+    public = Bound(compiled, () if tail is None else tail)
     try:
         inside = importlib.import_module("triton.backends.nvidia.driver")
         outer = compiled.run
@@ -252,12 +283,12 @@ def _open(compiled: Any, tail: tuple[Any, ...] | None) -> _Bound:
             # what encodes descriptors, around what launches
             cells = inspect.getclosurevars(outer.launch).nonlocals
             bare.launch, metas = cells["launcher"], cells["tensordesc_meta"]
-        function, packed, encode = compiled.function, compiled.packed_metadata, inside.make_tensordesc_arg
+        function, packed, _ = compiled.function, compiled.packed_metadata, inside.make_tensordesc_arg
     except (ImportError, AttributeError, KeyError):
         return public
 
     def run(x: int, y: int, z: int, stream: int, *args: Any) -> None:
         bare(x, y, z, stream, function, packed, None, None, None, *args)
 
-    public.run, public.encode = run, lambda number, descriptor: encode(descriptor, metas[number])
+    public.run, public.metas = run, metas
     return public

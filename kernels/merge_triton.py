@@ -3,15 +3,14 @@
 Owns the kernel and its launcher. Runs on CUDA and ROCm devices, and on CPU tensors in the Triton interpreter.
 """
 
-# pyright: reportArgumentType=false, reportCallIssue=false
-# (a launch passes plain integers for constexpr parameters, and num_warps beside them)
-
 from __future__ import annotations
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from ringattn.kernels.record_triton import Tape, recorded
 
 
 @triton.jit
@@ -68,16 +67,35 @@ def merge_stack(
     out_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, ...]:
     """As `kernels.merge.merge_stack`, for fp32 partials."""
-    parts, rows, dv = o.shape
+    _, rows, dv = o.shape
     top = torch.empty(rows, dtype=torch.float32, device=o.device)
-    total = top if finish else torch.empty_like(top)
+    total = None if finish else torch.empty_like(top)
     acc = torch.empty((rows, dv), dtype=(out_dtype or o.dtype) if finish else o.dtype, device=o.device)
+    _launch(m, l, o, top, total, acc, log2=log2, finish=finish)
+    return (acc, top) if total is None else (top, total, acc)
+
+
+@recorded
+def _launch(
+    tape: Tape,
+    m: Tensor,
+    l: Tensor,  # noqa: E741
+    o: Tensor,
+    top: Tensor,
+    total: Tensor | None,
+    acc: Tensor,
+    *,
+    log2: bool,
+    finish: bool,
+) -> None:
+    parts, rows, dv = o.shape
     block = triton.next_power_of_2(max(dv, 1))
     per_program = max(1, min(2048 // block, triton.next_power_of_2(max(rows, 1))))
     if rows:
-        with torch.cuda.device_of(o):
-            _merge_stack_kernel[(triton.cdiv(rows, per_program),)](
-                m, l, o, top, total, acc, parts, rows, dv, *m.stride(), *l.stride(), *o.stride()[:2], acc.stride(0),
-                ROWS=per_program, DV=block, LOG2=log2, FINISH=finish, num_warps=4,
-            )  # fmt: skip
-    return (acc, top) if finish else (top, total, acc)
+        tape.launch(
+            _merge_stack_kernel,
+            (-(-rows // per_program),),
+            (m, l, o, top, total, acc, parts, rows, dv, *m.stride(), *l.stride(), *o.stride()[:2], acc.stride(0)),
+            {"ROWS": per_program, "DV": block, "LOG2": log2, "FINISH": finish},
+            num_warps=4,
+        )

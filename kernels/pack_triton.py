@@ -3,15 +3,13 @@
 Owns the kernel and its launcher. Runs on CUDA and ROCm devices, and on CPU tensors in the Triton interpreter.
 """
 
-# pyright: reportArgumentType=false, reportCallIssue=false
-# (a launch passes plain integers for constexpr parameters, and num_warps beside them)
-
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from ringattn.kernels.record_triton import Tape, recorded
 
 BYTES = 16384
 """What one program copies of each tensor: enough in flight to keep memory busy, few enough rows to fill the device."""
@@ -43,22 +41,20 @@ def _pack_kernel(
     tl.store(to[:, None] + (D + c_v)[None, :], y, mask=mask_v)
 
 
-def pack(slot: Tensor, k: Tensor, v: Tensor) -> None:
+@recorded
+def pack(tape: Tape, slot: Tensor, k: Tensor, v: Tensor) -> None:
     """Takes the arguments of `kernels.pack.pack`."""
     b, t, hk, d = k.shape
     dv = v.shape[-1]
     rows = t * hk
     if not b * rows:
         return
-    # same bytes in integers: nothing is computed, and every dtype of a width shares one kernel
-    integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[k.element_size()]
-    slot, k, v = (x if x.dtype == integers else x.view(integers) for x in (slot, k, v))
     cols, cols_v = triton.next_power_of_2(d), triton.next_power_of_2(dv)
     block = max(1, min(triton.next_power_of_2(rows), BYTES // (max(cols, cols_v) * k.element_size())))
-    _pack_kernel[(triton.cdiv(rows, block), b)](
-        slot, k, v, rows,
-        slot.stride(0), slot.stride(1), slot.stride(2),
-        k.stride(0), k.stride(1), k.stride(2),
-        v.stride(0), v.stride(1), v.stride(2),
-        HK=hk, D=d, DV=dv, ROWS=block, COLS=cols, COLS_V=cols_v, num_warps=4,
-    )  # fmt: skip
+    tape.launch(
+        _pack_kernel,
+        (-(-rows // block), b),
+        (slot, k, v, rows, *slot.stride()[:3], *k.stride()[:3], *v.stride()[:3]),
+        {"HK": hk, "D": d, "DV": dv, "ROWS": block, "COLS": cols, "COLS_V": cols_v},
+        num_warps=4,
+    )

@@ -82,44 +82,62 @@ def finish_rows_kernel(
     tl.store(ptrs, value.to(dq.dtype.element_ty), mask=mask)
 
 
+@triton.jit
+def _finish_part(
+    parts, count, target, stride, row0, first, end, SIZE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    WIDTH: tl.constexpr, ADD: tl.constexpr,
+):  # fmt: skip
+    """Writes, or adds, the sum of `count` tiles SIZE numbers apart: ROWS rows, the first of them row `first` of a tile."""
+    ptrs = parts + _offsets(first, COLUMNS, ROWS, COLUMNS)
+    total = tl.zeros([ROWS, COLUMNS], tl.float32)
+    for _ in tl.range(0, count):
+        total += tl.load(ptrs)
+        ptrs += SIZE
+    mask = (row0 + tl.arange(0, ROWS) < end)[:, None] & (tl.arange(0, COLUMNS) < WIDTH)[None, :]
+    ptrs = target + _offsets(row0, stride, ROWS, COLUMNS)
+    if ADD:
+        total += tl.load(ptrs, mask=mask, other=0.0)
+    tl.store(ptrs, total.to(ptrs.dtype.element_ty), mask=mask)
+
+
 @triton.jit(do_not_specialize=["num_heads", "rows"])
 def finish_keys_kernel(
-    splits, parts, out, sources, homes, out_sb, out_ss, out_sh, num_heads, rows,
-    AT: tl.constexpr, SIZE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-    WIDTH: tl.constexpr, FIRST: tl.constexpr, ADD: tl.constexpr,
+    splits, parts, dk, dv, sources, homes, dk_sb, dk_ss, dk_sh, dv_sb, dv_ss, dv_sh, num_heads, rows,
+    TILE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr,
+    V_COLUMNS: tl.constexpr, V_WIDTH: tl.constexpr, ADD: tl.constexpr,
 ):  # fmt: skip
-    """Adds up the parts of split tiles in the order of their slots, and writes or adds the sum.
+    """Adds up the parts of split tiles in the order of their slots, and writes or adds the sums.
 
-    The part of a slot is 128 rows of COLUMNS numbers, AT numbers into the SIZE numbers of the slot. A program owns ROWS
-    rows of a tile. Tiles of a gathered visit (`sources`: split_tiles of the plan) go to columns FIRST onwards of the fp32
-    region at the address that `homes` gives, in place of `out`.
+    A slot holds TILE rows of COLUMNS numbers of dk, then TILE rows of V_COLUMNS numbers of dv (0: there is no dv). A program
+    owns ROWS rows of a tile. Tiles of a gathered visit (`sources`: split_tiles of the plan) go to the fp32 region at the
+    address that `homes` gives, dv behind dk in each row, in place of `dk` and `dv`.
     """
     split = splits + tl.program_id(0) * 4
     head = tl.load(split)
     first = tl.program_id(1) * ROWS
     row0 = tl.load(split + 1) + first
     slot = tl.load(split + 2).to(tl.int64)
+    count = tl.load(split + 3)
     b = (head // num_heads).to(tl.int64)
     h = head % num_heads
-    ptrs = parts + slot * SIZE + AT + _offsets(first, COLUMNS, ROWS, COLUMNS)
-    total = tl.zeros([ROWS, COLUMNS], tl.float32)
-    for _ in tl.range(0, tl.load(split + 3)):
-        total += tl.load(ptrs)
-        ptrs += SIZE
+    SIZE: tl.constexpr = TILE * (COLUMNS + V_COLUMNS)
+    end = rows
     if homes is not None:
         source = sources + tl.program_id(0) * 4
         begin = tl.load(source + 2)
         end = tl.load(source + 3) - begin
         row0 -= begin
-        target = _region(homes, tl.load(source)) + FIRST
-    else:
-        end = rows
-        target = out
-    mask = (row0 + tl.arange(0, ROWS) < end)[:, None] & (tl.arange(0, COLUMNS) < WIDTH)[None, :]
-    ptrs = target + b * out_sb + h * out_sh + _offsets(row0, out_ss, ROWS, COLUMNS)
-    if ADD:
-        total += tl.load(ptrs, mask=mask, other=0.0)
-    tl.store(ptrs, total.to(ptrs.dtype.element_ty), mask=mask)
+        dk = _region(homes, tl.load(source))
+        dv = dk + WIDTH
+    at = parts + slot * SIZE
+    _finish_part(
+        at, count, dk + b * dk_sb + h * dk_sh, dk_ss, row0, first, end, SIZE, ROWS, COLUMNS, WIDTH, ADD
+    )  # fmt: skip
+    if V_COLUMNS > 0:
+        _finish_part(
+            at + TILE * COLUMNS, count, dv + b * dv_sb + h * dv_sh, dv_ss, row0, first, end, SIZE, ROWS, V_COLUMNS, V_WIDTH,
+            ADD,
+        )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["side", "rows"])

@@ -9,41 +9,43 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from ringattn.kernels.contract import Arrivals, Gathered, Grads, Score, Side
-from ringattn.kernels.hopper import around, backward
-from ringattn.kernels.hopper.arguments import LOG2E, pair, per_batch, scale_and_cap
+from ringattn.kernels.hopper import backward
+from ringattn.kernels.hopper.arguments import LOG2E, microseconds, pair, per_batch, scale_and_cap
+from ringattn.kernels.hopper.around_launch import (
+    KeyBias,
+    add_parts,
+    clear_homes,
+    finish_rows,
+    padded,
+    prepare,
+    send_parts,
+    strides,
+)
 from ringattn.kernels.hopper.backward_configs import BackwardConfig, choose_backward, is_for_pair, padded_dims
 from ringattn.kernels.hopper.launching import (
     addressable,
     describable,
-    launch,
     layout_of,
     multiprocessors,
     numbers_of,
-    on,
     places,
     rows_of,
 )
 from ringattn.kernels.hopper.plan import Shape, Sides, WorkPlan, make_plan
 from ringattn.kernels.portable.launch import launch_delta
+from ringattn.kernels.record_triton import Tape, recorded
 
 __all__ = ["Away", "launch_backward", "launch_delta", "launch_gathered", "launch_keys", "prefers_pair"]
-
-_prepare: Any = around.prepare_kernel
-_finish_rows: Any = around.finish_rows_kernel
-_finish_keys: Any = around.finish_keys_kernel
-_clear_home: Any = around.clear_home_kernel
 
 TILE = 128  # keys
 MAX_HEAD_DIM = 128
 TINIEST_SCALE = 1e-6  # lse over a smaller softmax_scale may overflow
 HIDDEN = -1.0e30
-ROWS = 32  # of a program of the small kernels
 
 
 @dataclass(frozen=True)
@@ -76,7 +78,9 @@ class _Out:
     accumulate_keys: bool
 
 
+@recorded
 def launch_backward(
+    tape: Tape,
     do: Tensor,
     q: Tensor,
     k: Tensor,
@@ -95,10 +99,12 @@ def launch_backward(
     dq and dalibi are sums whose order changes from run to run.
     """
     _check(q, v, score)
-    _launch(do, q, k, v, lse, delta, rows, keys, score, _out_of(grads), config, None, want_rows=True)
+    _launch(tape, do, q, k, v, lse, delta, rows, keys, score, _out_of(grads), config, None, want_rows=True)
 
 
+@recorded
 def launch_keys(
+    tape: Tape,
     do: Tensor,
     q: Tensor,
     k: Tensor,
@@ -114,10 +120,12 @@ def launch_keys(
 ) -> None:
     """dk, dv and dkey_bias alone, in a fixed order of sums; dq and dalibi are left as they are."""
     _check(q, v, score)
-    _launch(do, q, k, v, lse, delta, rows, keys, score, _out_of(grads), config, None, want_rows=False)
+    _launch(tape, do, q, k, v, lse, delta, rows, keys, score, _out_of(grads), config, None, want_rows=False)
 
 
+@recorded
 def launch_gathered(
+    tape: Tape,
     do: Tensor,
     q: Tensor,
     near: tuple[Tensor, Tensor],
@@ -142,10 +150,11 @@ def launch_gathered(
     if score.key_bias is not None:
         raise NotImplementedError("a gathered visit takes no key_bias; go visit by visit")
     out = _Out(dq, None, None, None, dalibi, accumulate_rows=False, accumulate_keys=False)
-    _launch(do, q, *near, lse, delta, rows, keys, score, out, config, away, want_rows=want_rows)
+    _launch(tape, do, q, *near, lse, delta, rows, keys, score, out, config, away, want_rows=want_rows)
 
 
 def _launch(
+    tape: Tape,
     do: Tensor,
     q: Tensor,
     k: Tensor,
@@ -172,44 +181,39 @@ def _launch(
     if batch * s * sum(lengths) * h > 0:
         groups = 1 if arrivals is None else arrivals.groups
         plan = _plan(q, hk, dv, lengths, rows, keys, config, groups, every_tile=not out.accumulate_keys)
+        tape.keep(plan)
     if plan is None or plan.programs == 0:
-        _write_zeros(out, want_rows=want_rows)
+        _write_zeros(tape, out, want_rows=want_rows)
         if away is not None:
-            _clear_homes(away, lengths, batch, hk * (d + dv))
+            clear_homes(tape, away.homes, away.home_rows, lengths, batch, hk * (d + dv))
         return
 
-    do, q = addressable(do), addressable(q)
-    near, far = places((k, v), None if away is None else away.far)
-    padded_rows = s + -s % 4  # bulk loads begin at multiples of 16 bytes, so every head does
-    start_s, start_dp = (torch.empty((batch, h, padded_rows), dtype=torch.float32, device=q.device) for _ in range(2))
+    do, q = addressable(tape, do), addressable(tape, q)
+    near, far = places(tape, (k, v), None if away is None else away.far)
     # sums that may turn out to be lost are finished by a kernel that knows
     direct = out.dq.dtype == torch.float32 and describable(out.dq) and arrivals is None
     total = None
     if want_rows:
-        total = out.dq if direct else torch.empty((batch, s, h, d), dtype=torch.float32, device=q.device)
+        total = out.dq if direct else tape.room(batch, s, h, d)
     zeroed = None if direct and out.accumulate_rows else total
-    parts = dkey_bias = dkey_bias_parts = None
-    if plan.slots:
-        size = TILE * (padded_d + padded_dv)
-        parts = torch.empty((plan.slots, size), dtype=torch.float32, device=q.device)
+    factor, empty = (-1 / score.softmax_scale, HIDDEN) if plain else (LOG2E, math.inf)
+    start_s, start_dp = prepare(tape, lse, delta, zeroed, padded_d, factor, empty)
+    parts = tape.room(plan.slots, TILE * (padded_d + padded_dv)) if plan.slots else None
+    key_bias = None
     if out.dkey_bias is not None:
-        empty = torch.zeros if out.accumulate_keys else torch.empty  # tiles that see nothing are then left out
-        dkey_bias = empty((batch, hk, t), dtype=torch.float32, device=q.device)
-        if plan.slots:
-            dkey_bias_parts = torch.empty((plan.slots, TILE), dtype=torch.float32, device=q.device)
+        key_bias = KeyBias(tape, out.dkey_bias, hk, plan, TILE, add=out.accumulate_keys)
     # the kernel asks at run time whether a tile was split: what it would then write to must be a pointer of its kind
     parts_out = start_s if parts is None else parts
-    dkey_bias_parts_out = dkey_bias if dkey_bias_parts is None else dkey_bias_parts
     dalibi = out.dalibi if want_rows else None
     if dalibi is not None and not out.accumulate_rows:
-        dalibi.zero_()
+        tape.call(Tensor.zero_, dalibi)
     block, columns = config.block, padded_d * config.block // 128
     sums = [x for x in (out.dk, out.dv) if x is not None]
     unit = 8 if all(x % 8 == 0 for total_of in sums for x in total_of.stride()[:3]) else 1
     staged = (
         config.staged and want_rows and away is None and all(x.dtype == torch.float32 and describable(x) for x in sums)
     )
-    keys_strides = [x // unit for total_of in sums for x in _strides(total_of)] or [None] * 6
+    sums_strides = [x // unit for total_of in sums for x in strides(total_of)] or [None] * 6
     args = (
         plan.work, plan.segments, plan.starts, None if away is None else plan.tiles,
         rows_of(q, block, padded_d), rows_of(do, block, padded_dv),
@@ -219,13 +223,13 @@ def _launch(
         *([rows_of(x, 64, columns) for x in sums] if staged else (None, None)),
         out.dk, out.dv, None if away is None else away.homes,
         *((None, None) if arrivals is None else (arrivals.flags, arrivals.error)), parts_out,
-        dkey_bias, dkey_bias_parts_out, dalibi, keys.positions, keys.lo, keys.hi,
+        *((None, None) if key_bias is None else (key_bias.per_head, key_bias.parts)), dalibi, keys.positions, keys.lo, keys.hi,
         score.alibi_slopes, score.key_bias,
-        *keys_strides,
+        *sums_strides,
         per_batch(keys.lo), per_batch(keys.hi), per_batch(score.key_bias), *pair(dalibi),
-        hk, h // hk, t, s, padded_rows,
+        hk, h // hk, t, s, padded(s),
         *((None, None) if away is None or not isinstance(keys, Gathered) else (keys.near_rows, away.home_rows)),
-        *((None,) * 3 if arrivals is None else (arrivals.flags.shape[1], hk // arrivals.groups, arrivals.patience)),
+        *((None,) * 3 if arrivals is None else (arrivals.flags.shape[1], hk // arrivals.groups, microseconds(arrivals))),
         *scale_and_cap(score), score.softmax_scale,
     )  # fmt: skip
     constants = {
@@ -235,35 +239,18 @@ def _launch(
         "NEAR": config.near, "UNIT": unit,
         "DS_LAYOUT": layout_of((TILE, block), q.dtype),
     }  # fmt: skip
-    with on(q.device):
-        _prepare[(-(-padded_rows // ROWS), batch * h)](
-            lse, delta, start_s, start_dp, zeroed, *pair(lse), *pair(delta), *_strides(zeroed), h, s, padded_rows,
-            -1 / score.softmax_scale if plain else LOG2E, HIDDEN if plain else math.inf,
-            ROWS=ROWS, COLUMNS=padded_d, WIDTH=d, num_warps=4,
-        )  # fmt: skip
-        launch(backward.backward_kernel, plan.programs, args, constants, num_warps=4, maxnreg=168)
-        if total is not None and not direct:
-            _finish_rows[(-(-s // ROWS), batch * h)](
-                total, out.dq, dalibi, None if arrivals is None else arrivals.error, *_strides(total), *_strides(out.dq),
-                *pair(dalibi), h, s, score.softmax_scale,
-                ROWS=ROWS, COLUMNS=padded_d, WIDTH=d, ADD=out.accumulate_rows, num_warps=4,
-            )  # fmt: skip
-        if plan.slots:
-            assert parts is not None
-            size = TILE * (padded_d + padded_dv)
-            if away is not None:
-                _send_parts(plan, parts, 0, size, away, hk, padded_d, d, 0, d + dv)
-                _send_parts(plan, parts, TILE * padded_d, size, away, hk, padded_dv, dv, d, d + dv)
-            elif out.dk is not None and out.dv is not None:
-                _add_parts(plan, parts, 0, size, out.dk, padded_d, d, out.accumulate_keys)
-                _add_parts(plan, parts, TILE * padded_d, size, out.dv, padded_dv, dv, out.accumulate_keys)
-            if dkey_bias is not None and dkey_bias_parts is not None:
-                _add_parts(plan, dkey_bias_parts, 0, TILE, dkey_bias.transpose(1, 2)[..., None], 1, 1, False)
-    if out.dkey_bias is not None and dkey_bias is not None:
-        if out.accumulate_keys:
-            out.dkey_bias.add_(dkey_bias.sum(1))
-        else:
-            torch.sum(dkey_bias, 1, out=out.dkey_bias)
+    tape.launch(backward.backward_kernel, (plan.programs,), args, constants, num_warps=4, maxnreg=168)
+    if total is not None and not direct:
+        error = None if arrivals is None else arrivals.error
+        add = out.accumulate_rows
+        finish_rows(tape, total, out.dq, dalibi, error, padded_d, score.softmax_scale, add=add)
+    if parts is not None and away is not None:
+        columns, widths = (padded_d, padded_dv), (d, dv)
+        send_parts(tape, plan, parts, TILE, away.homes, away.home_rows, hk, columns, widths)
+    elif parts is not None and out.dk is not None and out.dv is not None:
+        add_parts(tape, plan, parts, TILE, out.dk, out.dv, (padded_d, padded_dv), add=out.accumulate_keys)
+    if key_bias is not None:
+        key_bias.finish()
 
 
 def prefers_pair(q: Tensor, v: Tensor, score: Score, *, wants_terms: bool) -> bool:
@@ -320,50 +307,7 @@ def _plan(
     return make_plan(keys, rows, shape)
 
 
-def _add_parts(
-    plan: WorkPlan, parts: Tensor, at: int, size: int, out: Tensor, columns: int, width: int, add: bool
-) -> None:
-    """Adds up the partial results of split tiles into `b t hk width`."""
-    _finish_keys[(plan.splits.shape[0], TILE // ROWS)](
-        plan.splits, parts, out, None, None, *_strides(out), out.shape[2], out.shape[1],
-        AT=at, SIZE=size, ROWS=ROWS, COLUMNS=columns, WIDTH=width, FIRST=0, ADD=add, num_warps=4,
-    )  # fmt: skip
-
-
-def _send_parts(
-    plan: WorkPlan,
-    parts: Tensor,
-    at: int,
-    size: int,
-    away: Away,
-    heads: int,
-    columns: int,
-    width: int,
-    first: int,
-    home_width: int,
-) -> None:
-    """Adds up the partial results of split tiles into columns `first` onwards of their homes."""
-    strides = (away.home_rows * heads * home_width, heads * home_width, home_width)
-    _finish_keys[(plan.splits.shape[0], TILE // ROWS)](
-        plan.splits, parts, None, plan.split_tiles, away.homes, *strides, heads, 0,
-        AT=at, SIZE=size, ROWS=ROWS, COLUMNS=columns, WIDTH=width, FIRST=first, ADD=False, num_warps=4,
-    )  # fmt: skip
-
-
-def _clear_homes(away: Away, lengths: list[int], batch: int, width: int) -> None:
-    """What is owed to every owner by a visit in which nothing is seen."""
-    with on(away.homes.device):
-        for side, rows in enumerate(lengths):
-            if batch * rows * width:
-                columns = 1 << (width - 1).bit_length()
-                per_program = max(1, 4096 // columns)
-                _clear_home[(-(-rows // per_program), batch)](
-                    away.homes, side, rows, away.home_rows * width, width,
-                    ROWS=per_program, COLUMNS=columns, WIDTH=width, num_warps=4,
-                )  # fmt: skip
-
-
-def _write_zeros(out: _Out, *, want_rows: bool) -> None:
+def _write_zeros(tape: Tape, out: _Out, *, want_rows: bool) -> None:
     """What is owed by a visit in which nothing is seen."""
     owed: list[Tensor | None] = []
     if want_rows and not out.accumulate_rows:
@@ -372,7 +316,7 @@ def _write_zeros(out: _Out, *, want_rows: bool) -> None:
         owed += [out.dk, out.dv, out.dkey_bias]
     for x in owed:
         if x is not None:
-            x.zero_()
+            tape.call(Tensor.zero_, x)
 
 
 def _check(q: Tensor, v: Tensor, score: Score) -> None:
@@ -402,7 +346,3 @@ def _is_plain(score: Score) -> bool:
 
 def _terms(score: Score) -> int:
     return (score.softcap > 0) + (score.alibi_slopes is not None) + (score.key_bias is not None)
-
-
-def _strides(x: Tensor | None) -> tuple[int, int, int]:
-    return (0, 0, 0) if x is None else (x.stride(0), x.stride(1), x.stride(2))

@@ -15,10 +15,11 @@ from torch import Tensor
 
 from ringattn.kernels.contract import GUARD, Arrivals, Carry, Gathered, Score, Side
 from ringattn.kernels.hopper import finish, forward
-from ringattn.kernels.hopper.arguments import pair, per_batch, scale_and_cap
+from ringattn.kernels.hopper.arguments import microseconds, pair, per_batch, scale_and_cap
 from ringattn.kernels.hopper.configs import MAX_HEAD_DIM, ForwardConfig, choose_forward, columns_of
-from ringattn.kernels.hopper.launching import addressable, describable, groups_of, launch, multiprocessors, on, rows_of
+from ringattn.kernels.hopper.launching import addressable, describable, groups_of, multiprocessors, rows_of
 from ringattn.kernels.hopper.plan import Shape, make_plan
+from ringattn.kernels.record_triton import Tape, recorded
 
 DTYPES = (torch.float16, torch.bfloat16)
 MAX_PACK = 64  # heads in the rows of one warpgroup
@@ -26,11 +27,10 @@ MAX_GATHERED_HEAD_DIM = 128  # forward and backward are gathered both or neither
 
 _ABSENT = (None,) * 7
 
-# what @triton.jit makes of a function has a type that says neither [grid] nor that constants are plain values
-_finish: Any = finish.finish_kernel
 
-
+@recorded
 def launch_forward(
+    tape: Tape,
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -47,18 +47,13 @@ def launch_forward(
     pack: int | None = None,
 ) -> None:
     """`KernelSet.forward`, with a configuration and packing of the caller's choice in place of the table's."""
-    batch, s, h, _ = q.shape
-    t = k.shape[1]
     _check(q, v, score)
-    if batch * s * h == 0 or not (first or last or t):
-        return
-    if t == 0:
-        _visit_nothing(q, k, v, rows, keys, score, carry=carry, first=first, last=last, o=o, lse=lse)
-        return
-    _launch(q, k, v, rows, keys, _ABSENT, score, t, carry, first, last, o, lse, config, pack)
+    _visit(tape, q, k, v, rows, keys, score, carry, first, last, o, lse, config, pack)
 
 
+@recorded
 def launch_forward_gathered(
+    tape: Tape,
     q: Tensor,
     near: tuple[Tensor, Tensor],
     far: tuple[Tensor, Tensor],
@@ -80,23 +75,20 @@ def launch_forward_gathered(
     if batch * s * h == 0:
         return
     if len(keys.sides) == 1:
-        launch_forward(
-            q, k, v, rows, keys.sides[0], score,
-            carry=None, first=True, last=True, o=o, lse=lse, config=config, pack=pack,
-        )  # fmt: skip
+        _visit(tape, q, k, v, rows, keys.sides[0], score, None, True, True, o, lse, config, pack)
         return
     if k.shape[1] == 0:
         # hidden blocks are read from near: one row of zeros stands for none
-        k, v = (x.new_zeros(batch, 1, hk, x.shape[-1]) for x in near)
+        k, v = (tape.call(_one_row, x) for x in near)
     # a copy of far would be made before it is filled
     assert all(describable(x) for x in far), "rows of far are whole words of 16 bytes"
     waits = (None,) * 5
     if arrivals is not None:
         flags = arrivals.flags
         assert flags.is_contiguous(), "flags stand in rows of one step each"
-        waits = (flags, arrivals.error, hk // flags.shape[0], flags.shape[1], arrivals.patience)
+        waits = (flags, arrivals.error, hk // flags.shape[0], flags.shape[1], microseconds(arrivals))
     streamed = keys.near_rows + keys.far_rows
-    _launch(q, k, v, rows, keys, (*far, *waits), score, streamed, None, True, True, o, lse, config, pack)
+    _launch(tape, q, k, v, rows, keys, (*far, *waits), score, streamed, None, True, True, o, lse, config, pack)
 
 
 def can_gather(head_dim: int, v_head_dim: int, score: Score) -> bool:
@@ -105,14 +97,37 @@ def can_gather(head_dim: int, v_head_dim: int, score: Score) -> bool:
     return score.key_bias is None and score.bias is None and not wide and head_dim % 8 == v_head_dim % 8 == 0
 
 
-def _visit_nothing(*args: Any, **kwargs: Any) -> None:
-    """Nothing is multiplied: the identity, the sinks or the carry become the result."""
+def _visit(
+    tape: Tape,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    rows: Side,
+    keys: Side,
+    score: Score,
+    carry: Carry | None,
+    first: bool,
+    last: bool,
+    o: Tensor,
+    lse: Tensor,
+    config: ForwardConfig | None,
+    pack: int | None,
+) -> None:
+    t = k.shape[1]
+    if q.numel() == 0 or not (first or last or t):
+        return
+    if t > 0:
+        _launch(tape, q, k, v, rows, keys, _ABSENT, score, t, carry, first, last, o, lse, config, pack)
+        return
+    # nothing is multiplied: the identity, the sinks or the carry become the result
     from ringattn.kernels.portable.launch import launch_forward as visit_nothing
 
-    visit_nothing(*args, **kwargs)
+    tape.forgo()
+    visit_nothing(q, k, v, rows, keys, score, carry=carry, first=first, last=last, o=o, lse=lse)
 
 
 def _launch(
+    tape: Tape,
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -153,10 +168,11 @@ def _launch(
         every_tile=first or last,
     )
     plan = make_plan(rows, keys, shape)
+    tape.keep(plan)
     if plan.work.shape[0] == 0:
         return
     columns, v_columns = columns_of(d), columns_of(dv)
-    q, k, v = _described(q), _described(k), _described(v)
+    q, k, v = _described(tape, q), _described(tape, k), _described(tape, v)
     k_far, v_far = (
         None if x is None else rows_of(x, config.block_n, wide)
         for x, wide in zip(far, (columns, v_columns), strict=True)
@@ -168,40 +184,46 @@ def _launch(
     )
     # absent tensors of the carry and of the workspace are never touched; lse is a pointer of their kind
     state = (carry.m, carry.l, carry.acc) if carry is not None else (lse, lse, lse)
-    parts = _workspace(plan.slots, tile, v_columns, q.device) if plan.slots else (lse, lse, lse)
+    parts = _workspace(tape, plan.slots, tile, v_columns) if plan.slots else (lse, lse, lse)
     o_unit = _unit(o, 8)
     acc_unit = 1 if carry is None else _unit(carry.acc, 4)
     acc_strides = (0, 0, 0) if carry is None else _strides(carry.acc, acc_unit)
     pairs = (*pair(lse), *pair(state[0]), *pair(state[1]))
-    with on(q.device):
-        launch(
-            forward.forward_kernel,
-            plan.programs,
+    tape.launch(
+        forward.forward_kernel,
+        (plan.programs,),
+        (
+            queries, rows_of(k, config.block_n, columns), rows_of(v, config.block_n, v_columns),
+            outputs if store else None, plan.work, plan.segments, plan.starts, o, lse, *state, *parts,
+            rows.positions, rows.lo, rows.hi, score.sinks, score.alibi_slopes, score.key_bias,
+            k_far, v_far, flags, error,
+            *_strides(o, o_unit), *acc_strides, *pairs, per_batch(rows.lo), per_batch(rows.hi), per_batch(score.key_bias),
+            h // pack, h // hk // pack, s, t, *flag_numbers, *scale_and_cap(score),
+        ),
+        {
+            "CONSUMERS": config.consumers, "BLOCK_N": config.block_n, "STAGES": config.stages, "D": columns,
+            "DV": v_columns, "DV_WIDTH": dv, "PACK": pack, "O_UNIT": o_unit, "ACC_UNIT": acc_unit, "FIRST": first,
+            "LAST": last, "PLAIN": plain, "SOFTCAP": score.softcap > 0, "NAMED": config.named,
+            "Q_STAGES": 2 if config.early else 1, "TURN": config.turn, "EARLY": config.early, "HELD": config.held,
+            "STORE": store, "AHEAD": config.ahead, "LAZY": config.lazy,
+        },
+        num_warps=4,
+        maxnreg=config.maxnreg,
+    )  # fmt: skip
+    if plan.slots:
+        chunk = 16
+        tape.launch(
+            finish.finish_kernel,
+            (plan.splits.shape[0], tile // chunk),
             (
-                queries, rows_of(k, config.block_n, columns), rows_of(v, config.block_n, v_columns),
-                outputs if store else None, plan.work, plan.segments, plan.starts, o, lse, *state, *parts,
-                rows.positions, rows.lo, rows.hi, score.sinks, score.alibi_slopes, score.key_bias,
-                k_far, v_far, flags, error,
-                *_strides(o, o_unit), *acc_strides, *pairs, per_batch(rows.lo), per_batch(rows.hi), per_batch(score.key_bias),
-                h // pack, h // hk // pack, s, t, *flag_numbers, *scale_and_cap(score),
-            ),
-            {
-                "CONSUMERS": config.consumers, "BLOCK_N": config.block_n, "STAGES": config.stages, "D": columns,
-                "DV": v_columns, "DV_WIDTH": dv, "PACK": pack, "O_UNIT": o_unit, "ACC_UNIT": acc_unit, "FIRST": first,
-                "LAST": last, "PLAIN": plain, "SOFTCAP": score.softcap > 0, "NAMED": config.named,
-                "Q_STAGES": 2 if config.early else 1, "TURN": config.turn, "EARLY": config.early, "HELD": config.held,
-                "STORE": store, "AHEAD": config.ahead, "LAZY": config.lazy,
-            },
-            num_warps=4,
-            maxnreg=config.maxnreg,
-        )  # fmt: skip
-        if plan.slots:
-            chunk = 16
-            _finish[(plan.splits.shape[0], tile // chunk)](
                 plan.splits, *parts, o, lse, *state, score.sinks, error,
                 *_strides(o, 1), *((0, 0, 0) if carry is None else _strides(carry.acc, 1)), *pairs, h // pack, s,
-                TILE=tile, CHUNK=chunk, DV=v_columns, DV_WIDTH=dv, PACK=pack, FIRST=first, LAST=last, num_warps=4,
-            )  # fmt: skip
+            ),
+            {
+                "TILE": tile, "CHUNK": chunk, "DV": v_columns, "DV_WIDTH": dv, "PACK": pack, "FIRST": first, "LAST": last,
+            },
+            num_warps=4,
+        )  # fmt: skip
 
 
 def choose_pack(s: int, group: int, tile: int) -> int:
@@ -240,16 +262,22 @@ def _check(q: Tensor, v: Tensor, score: Score) -> None:
         raise NotImplementedError(f'the hopper kernels take no {what}, got one; use impl="portable" or "auto"')
 
 
-def _described(x: Tensor) -> Tensor:
+def _described(tape: Tape, x: Tensor) -> Tensor:
     """The tensor itself where the copy engine can address it, or a copy; rows are whole words of 16 bytes."""
-    missing = -x.shape[-1] % 8
-    return addressable(torch.nn.functional.pad(x, (0, missing)) if missing else x)
+    return addressable(tape, x) if x.shape[-1] % 8 == 0 else tape.call(_whole_words, x)
 
 
-def _workspace(slots: int, tile: int, columns: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+def _whole_words(x: Tensor) -> Tensor:
+    return torch.nn.functional.pad(x, (0, -x.shape[-1] % 8))
+
+
+def _one_row(x: Tensor) -> Tensor:
+    return x.new_zeros(x.shape[0], 1, *x.shape[2:])
+
+
+def _workspace(tape: Tape, slots: int, tile: int, columns: int) -> tuple[Tensor, Tensor, Tensor]:
     """(m, l, acc) of the parts of split tiles."""
-    m, l = torch.empty((2, slots, tile), dtype=torch.float32, device=device)  # noqa: E741
-    return m, l, torch.empty((slots, tile, columns), dtype=torch.float32, device=device)
+    return tape.room(slots, tile), tape.room(slots, tile), tape.room(slots, tile, columns)
 
 
 def _unit(x: Tensor, widest: int) -> int:

@@ -1,49 +1,29 @@
-"""How a Hopper kernel is called: tensors as descriptors of the bulk copy engine, and launches.
+"""What Hopper kernels are given: tensors as descriptors of the bulk copy engine.
 
 Owns what the hardware asks of addresses and strides, and which descriptors are alike. Refuses to know what kernels compute,
-and how a launch reaches the driver (Note [Bound launch] in launch_triton.py). Run-time integers are never specialised on:
-every kernel here is declared with `RUNTIME` names in do_not_specialize.
+and how a launch reaches the driver (Note [Bound launch] in launch_triton.py).
 """
 
 from __future__ import annotations
 
-import contextlib
 import functools
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import Any, cast
+from collections.abc import Callable, Hashable
+from typing import cast
 
 import torch
 from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from ringattn.kernels import launch_triton
 from ringattn.kernels.launch_triton import WORD, Template
+from ringattn.kernels.record_triton import Tape
 
 CAPACITY = 1024
 """Templates of descriptors that are kept; beyond it all are forgotten, and made again as they come."""
 
 _DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32}
 
-_HERE = contextlib.nullcontext()
-
 _templates: dict[Hashable, Template] = {}
-
-
-def launch(
-    kernel: Any, programs: int, args: Sequence[Any], constants: Mapping[str, Any], *, num_warps: int, maxnreg: int
-) -> None:
-    """Launches `programs` programs of a kernel.
-
-    Args:
-        kernel: A `gluon.jit` function whose integers are all in do_not_specialize.
-        programs: Size of the grid.
-        args: Its run-time arguments, in order.
-        constants: Its compile-time arguments, which come last in its signature; its last one is num_warps.
-        num_warps: Warps of the default partition.
-        maxnreg: Registers per thread at entry.
-    """
-    launch_triton.launch(kernel, (programs,), args, constants, num_warps=num_warps, maxnreg=maxnreg)
 
 
 def describable(x: Tensor) -> bool:
@@ -51,19 +31,20 @@ def describable(x: Tensor) -> bool:
     return _is_describable(x.shape, x.stride(), x.element_size()) and x.data_ptr() % WORD == 0
 
 
-def addressable(x: Tensor) -> Tensor:
+def addressable(tape: Tape, x: Tensor) -> Tensor:
     """The tensor itself, or a contiguous copy of one that the bulk copy engine cannot address."""
-    return x if describable(x) else x.clone(memory_format=torch.contiguous_format)
+    return x if describable(x) else tape.call(_copy, x)
 
 
 def places(
-    near: tuple[Tensor, Tensor], far: tuple[Tensor, Tensor] | None
+    tape: Tape, near: tuple[Tensor, Tensor], far: tuple[Tensor, Tensor] | None
 ) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor] | None]:
     """K and v of near and far as the engine can address them; one that has no rows stands for the other, untouched."""
     if far is None:
-        return (addressable(near[0]), addressable(near[1])), None
+        return (addressable(tape, near[0]), addressable(tape, near[1])), None
     near, far = (near if near[0].numel() else far), (far if far[0].numel() else near)
-    return (addressable(near[0]), addressable(near[1])), (addressable(far[0]), addressable(far[1]))
+    near, far = ((addressable(tape, k), addressable(tape, v)) for k, v in (near, far))
+    return near, far
 
 
 def rows_of(x: Tensor, rows: int, columns: int) -> TensorDescriptor:
@@ -118,11 +99,8 @@ def multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 3
 
 
-def on(device: torch.device) -> contextlib.AbstractContextManager[Any]:
-    """Makes the device of a launch the current one."""
-    if device.type != "cuda" or torch.cuda.current_device() == device.index:
-        return _HERE
-    return torch.cuda.device(device)
+def _copy(x: Tensor) -> Tensor:
+    return x.clone(memory_format=torch.contiguous_format)
 
 
 def _described(x: Tensor, block: tuple[int, ...], make: Callable[[], TensorDescriptor]) -> TensorDescriptor:

@@ -49,7 +49,7 @@ def arrive(barrier, THREADS: gl.constexpr):
 def wait_flag(flag, error, patience):
     """Waits until *flag is 1, and says so with a 1; Note [Flags].
 
-    A negative flag, or patience (nanoseconds, int64) running out, sets *error and returns 0 all the same.
+    A negative flag, or patience (microseconds) running out, sets *error and returns 0 all the same.
     """
     return gl.inline_asm_elementwise(
         """{
@@ -73,7 +73,7 @@ def wait_flag(flag, error, patience):
         selp.s32 $0, 0, 1, p;
         }""",
         "=r,l,l,l",
-        [flag, error, gl.to_tensor(patience).to(gl.int64)],
+        [flag, error, gl.to_tensor(patience).to(gl.int64) * 1000],
         dtype=gl.int32,
         is_pure=False,
         pack=1,

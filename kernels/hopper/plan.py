@@ -512,6 +512,11 @@ def _cut_segments(
 
 def _upload(tables: tuple[Tensor, ...], device: torch.device) -> list[Tensor]:
     """The tables as int32 on the device: views of one buffer that is copied once, without waiting for the device."""
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            "the plan of a call must be on the device before it is captured, got a first call during a capture; "
+            "make the call once outside it"
+        )
     offsets = [0]
     for table in tables:
         offsets.append(-(-(offsets[-1] + table.numel()) // _ALIGNMENT) * _ALIGNMENT)

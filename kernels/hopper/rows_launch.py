@@ -6,7 +6,6 @@ Owns configurations of the dq kernel. Refuses to know the keys half of the backw
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,8 +16,7 @@ from ringattn.kernels.hopper.arguments import per_batch, scale_and_cap
 from ringattn.kernels.hopper.configs import columns_of
 from ringattn.kernels.hopper.plan import Shape, Sides, make_plan
 from ringattn.kernels.hopper.rows import add_parts_kernel, rows_kernel
-
-_add_parts: Any = add_parts_kernel
+from ringattn.kernels.record_triton import Tape, recorded
 
 TILE = 128  # rows of a tile
 MAX_HEAD_DIM = 256
@@ -56,7 +54,9 @@ def choose(columns: int, score: Score) -> RowsConfig:
     return RowsConfig(32, 3, 2) if terms else RowsConfig(64, 2, 1)
 
 
+@recorded
 def launch_rows(
+    tape: Tape,
     do: Tensor,
     q: Tensor,
     k: Tensor,
@@ -73,6 +73,7 @@ def launch_rows(
     """Makes dq and dalibi of one visit, the same bits from run to run; other gradients are left alone.
 
     Args:
+        tape: Given by `recorded`.
         do: As in `KernelSet.backward`.
         q: Likewise; fp16 or bf16, head_dim a multiple of 8 up to 256.
         k: Likewise.
@@ -89,10 +90,14 @@ def launch_rows(
         NotImplementedError: A dtype, head_dim or score that these kernels do not take.
     """
     out = (grads.dq, grads.dalibi)
-    _launch(do, q, (k, v), None, lse, delta, rows, keys, score, out, None, config, accumulate=grads.accumulate_rows)
+    _launch(
+        tape, do, q, (k, v), None, lse, delta, rows, keys, score, out, None, config, accumulate=grads.accumulate_rows
+    )
 
 
+@recorded
 def launch_rows_gathered(
+    tape: Tape,
     do: Tensor,
     q: Tensor,
     near: tuple[Tensor, Tensor],
@@ -111,6 +116,7 @@ def launch_rows_gathered(
     """Dq and dalibi of a gathered visit all of whose keys are there, the same bits from run to run.
 
     Args:
+        tape: Given by `recorded`.
         do: As in `GatheringKernelSet.backward_gathered`, like the others.
         q: Likewise.
         near: Likewise.
@@ -125,10 +131,11 @@ def launch_rows_gathered(
         dalibi: Likewise.
         config: In place of the table's.
     """
-    _launch(do, q, near, far, lse, delta, rows, keys, score, (dq, dalibi), error, config, accumulate=False)
+    _launch(tape, do, q, near, far, lse, delta, rows, keys, score, (dq, dalibi), error, config, accumulate=False)
 
 
 def _launch(
+    tape: Tape,
     do: Tensor,
     q: Tensor,
     near: tuple[Tensor, Tensor],
@@ -154,14 +161,14 @@ def _launch(
         return
     if t == 0:
         if not accumulate:
-            dq.zero_()
-            if dalibi is not None:
-                dalibi.zero_()
+            for x in (dq, dalibi):
+                if x is not None:
+                    tape.call(Tensor.zero_, x)
         return
     columns, v_columns = columns_of(d), columns_of(dv)
     config = config or choose(max(columns, v_columns), score)
-    do, q = launching.addressable(do), launching.addressable(q)
-    near, far = launching.places(near, far)
+    do, q = launching.addressable(tape, do), launching.addressable(tape, q)
+    near, far = launching.places(tape, near, far)
     plan = make_plan(
         rows,
         keys,
@@ -176,13 +183,14 @@ def _launch(
             split=config.split,
         ),
     )
+    tape.keep(plan)
     if plan.programs == 0:
         return
     part = dalibi_part = None
     if plan.slots:
-        part = torch.empty(plan.slots, TILE, columns, dtype=torch.float32, device=q.device)
+        part = tape.room(plan.slots, TILE, columns)
         if dalibi is not None:
-            dalibi_part = torch.empty(plan.slots, TILE, dtype=torch.float32, device=q.device)
+            dalibi_part = tape.room(plan.slots, TILE)
     q_tile, do_tile = launching.rows_of(q, TILE // 2, columns), launching.rows_of(do, TILE // 2, v_columns)
     tiles = [
         None if x is None else launching.rows_of(x, config.block, width)
@@ -193,40 +201,44 @@ def _launch(
     unit = 2 if all(stride % 2 == 0 for stride in dq_strides) else 1
     dalibi_strides = dalibi.stride()[:2] if dalibi is not None else (0, 0)
     scale, cap = scale_and_cap(score)
-    with launching.on(q.device):
-        launching.launch(
-            rows_kernel,
-            plan.programs,
+    tape.launch(
+        rows_kernel,
+        (plan.programs,),
+        (
+            plan.work, plan.starts, plan.segments, q_tile, do_tile, *tiles, lse, delta, dq, dalibi, error,
+            # lse stands in for the workspace of a plan that splits nothing: it is not touched
+            part if part is not None else lse, dalibi_part if dalibi_part is not None else dalibi,
+            rows.positions, rows.lo, rows.hi, score.alibi_slopes, score.key_bias,
+            *lse.stride()[:2], *delta.stride()[:2], *(stride // unit for stride in dq_strides), *dalibi_strides,
+            per_batch(rows.lo), per_batch(rows.hi), per_batch(score.key_bias),
+            h, h // hk, s, t, score.softmax_scale, scale, cap,
+        ),
+        {
+            "SOFTCAP": score.softcap > 0,
+            "START": config.start,
+            "ADD": accumulate,
+            "UNIT": unit,
+            "D": columns,
+            "D_WIDTH": d,
+            "DV": v_columns,
+            "BLOCK": config.block,
+            "K_STAGES": config.k_stages,
+            "V_STAGES": config.v_stages,
+        },
+        num_warps=4,
+        maxnreg=168,
+    )  # fmt: skip
+    if plan.slots:
+        chunk = 16
+        tape.launch(
+            add_parts_kernel,
+            (TILE // chunk, plan.splits.shape[0]),
             (
-                plan.work, plan.starts, plan.segments, q_tile, do_tile, *tiles, lse, delta, dq, dalibi, error,
-                # lse stands in for the workspace of a plan that splits nothing: it is not touched
-                part if part is not None else lse, dalibi_part if dalibi_part is not None else dalibi,
-                rows.positions, rows.lo, rows.hi, score.alibi_slopes, score.key_bias,
-                *lse.stride()[:2], *delta.stride()[:2], *(stride // unit for stride in dq_strides), *dalibi_strides,
-                per_batch(rows.lo), per_batch(rows.hi), per_batch(score.key_bias),
-                h, h // hk, s, t, score.softmax_scale, scale, cap,
-            ),
-            {
-                "SOFTCAP": score.softcap > 0,
-                "START": config.start,
-                "ADD": accumulate,
-                "UNIT": unit,
-                "D": columns,
-                "D_WIDTH": d,
-                "DV": v_columns,
-                "BLOCK": config.block,
-                "K_STAGES": config.k_stages,
-                "V_STAGES": config.v_stages,
-            },
-            num_warps=4,
-            maxnreg=168,
-        )  # fmt: skip
-        if plan.slots:
-            chunk = 16
-            _add_parts[(TILE // chunk, plan.splits.shape[0])](
                 plan.splits, part, dalibi_part, dq, dalibi, *dq_strides, *dalibi_strides, h, s, score.softmax_scale,
-                ADD=accumulate, D=columns, D_WIDTH=d, CHUNK=chunk, num_warps=4,
-            )  # fmt: skip
+            ),
+            {"ADD": accumulate, "D": columns, "D_WIDTH": d, "CHUNK": chunk},
+            num_warps=4,
+        )  # fmt: skip
 
 
 def check(q: Tensor, d: int, dv: int, score: Score) -> None:

@@ -1,0 +1,185 @@
+"""From tensors to launches of what runs before and after the kernels by keys: row statistics, sums of split tiles.
+
+Owns what the fused backward and the wide one have in common. Refuses to know the kernels between.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch import Tensor
+
+from ringattn.kernels.hopper import around
+from ringattn.kernels.hopper.arguments import pair
+from ringattn.kernels.hopper.plan import WorkPlan
+from ringattn.kernels.record_triton import Tape
+
+ROWS = 32  # of a program
+
+Strides = tuple[int, int, int]
+
+
+def prepare(
+    tape: Tape, lse: Tensor, delta: Tensor, zeroed: Tensor | None, columns: int, factor: float, empty: float
+) -> tuple[Tensor, Tensor]:
+    """(lse * factor, -delta) as `b h padded_rows`, `empty` where a row saw nothing; `zeroed`, `b s h d`, becomes zero."""
+    batch, h, s = lse.shape
+    padded_rows = padded(s)
+    start_s, start_dp = tape.room(batch, h, padded_rows), tape.room(batch, h, padded_rows)
+    width = columns if zeroed is None else zeroed.shape[-1]
+    tape.launch(
+        around.prepare_kernel,
+        (-(-padded_rows // ROWS), batch * h),
+        (
+            lse, delta, start_s, start_dp, zeroed, *pair(lse), *pair(delta), *strides(zeroed), h, s, padded_rows,
+            factor, empty,
+        ),
+        {"ROWS": ROWS, "COLUMNS": columns, "WIDTH": width},
+        num_warps=4,
+    )  # fmt: skip
+    return start_s, start_dp
+
+
+def padded(rows: int) -> int:
+    """Rows of a head of row statistics: bulk loads begin at multiples of 16 bytes, so every head does."""
+    return rows + -rows % 4
+
+
+def finish_rows(
+    tape: Tape,
+    total: Tensor,
+    dq: Tensor,
+    dalibi: Tensor | None,
+    error: Tensor | None,
+    columns: int,
+    scale: float,
+    *,
+    add: bool,
+) -> None:
+    """Writes or adds scale * total to dq; NaN, in dalibi too, where `error` is set."""
+    batch, s, h, d = dq.shape
+    tape.launch(
+        around.finish_rows_kernel,
+        (-(-s // ROWS), batch * h),
+        (total, dq, dalibi, error, *strides(total), *strides(dq), *pair(dalibi), h, s, scale),
+        {"ROWS": ROWS, "COLUMNS": columns, "WIDTH": d, "ADD": add},
+        num_warps=4,
+    )
+
+
+def add_parts(
+    tape: Tape, plan: WorkPlan, parts: Tensor, tile: int, dk: Tensor, dv: Tensor, columns: tuple[int, int], *, add: bool
+) -> None:
+    """Adds up the partial results of split tiles of keys into dk and dv, which they hold padded to `columns`."""
+    widths = dk.shape[-1], dv.shape[-1]
+    _, rows, heads, _ = dk.shape
+    args = (dk, dv, None, None, *strides(dk), *strides(dv), heads, rows)
+    _finish_keys(tape, plan, parts, args, tile, columns, widths, add=add)
+
+
+def send_parts(
+    tape: Tape,
+    plan: WorkPlan,
+    parts: Tensor,
+    tile: int,
+    homes: Tensor,
+    home_rows: int,
+    heads: int,
+    columns: tuple[int, int],
+    widths: tuple[int, int],
+) -> None:
+    """Adds up the partial results of split tiles of keys where they are at home."""
+    width = sum(widths)
+    of_home = (home_rows * heads * width, heads * width, width)
+    args = (None, None, plan.split_tiles, homes, *of_home, *of_home, heads, 0)
+    _finish_keys(tape, plan, parts, args, tile, columns, widths, add=False)
+
+
+class KeyBias:
+    """What the kernel by keys leaves of dkey_bias, per key head.
+
+    Args:
+        tape: Where the launches are said.
+        out: dkey_bias, `b t`.
+        heads: Key heads.
+        plan: Of the kernel.
+        tile: Keys of a tile.
+        add: To what is in out.
+    """
+
+    def __init__(self, tape: Tape, out: Tensor, heads: int, plan: WorkPlan, tile: int, *, add: bool) -> None:
+        self._tape, self._out, self._plan, self._tile, self._add = tape, out, plan, tile, add
+        # where something is added, tiles that see nothing are left out
+        self.per_head = tape.call(functools.partial(_per_head, heads, zero=add), out)
+        self._parts = tape.room(plan.slots, tile) if plan.slots else None
+
+    @property
+    def parts(self) -> Tensor:
+        """Partial results of split tiles; where there are none, another tensor of their kind, which is not touched."""
+        return self.per_head if self._parts is None else self._parts
+
+    def finish(self) -> None:
+        """Adds everything up."""
+        if self._parts is not None:
+            _, heads, rows = self.per_head.shape
+            per_head = (heads * rows, 1, rows)
+            args = (self.per_head, None, None, None, *per_head, 0, 0, 0, heads, rows)
+            _finish_keys(self._tape, self._plan, self._parts, args, self._tile, (1, 0), (1, 0), add=False)
+        self._tape.call(_add_heads if self._add else _sum_heads, self._out, self.per_head)
+
+
+def clear_homes(tape: Tape, homes: Tensor, home_rows: int, lengths: list[int], batch: int, width: int) -> None:
+    """Zeros in the first rows, `lengths`, of every region."""
+    columns = 1 << (width - 1).bit_length()
+    per_program = max(1, 4096 // columns)
+    for side, rows in enumerate(lengths):
+        if batch * rows * width:
+            tape.launch(
+                around.clear_home_kernel,
+                (-(-rows // per_program), batch),
+                (homes, side, rows, home_rows * width, width),
+                {"ROWS": per_program, "COLUMNS": columns, "WIDTH": width},
+                num_warps=4,
+            )
+
+
+def strides(x: Tensor | None) -> Strides:
+    """Those of batch, row and head of a `b s h d` tensor; zeros where it is absent."""
+    return (0, 0, 0) if x is None else (x.stride(0), x.stride(1), x.stride(2))
+
+
+def _finish_keys(
+    tape: Tape,
+    plan: WorkPlan,
+    parts: Tensor,
+    args: tuple[object, ...],
+    tile: int,
+    columns: tuple[int, int],
+    widths: tuple[int, int],
+    *,
+    add: bool,
+) -> None:
+    tape.launch(
+        around.finish_keys_kernel,
+        (plan.splits.shape[0], tile // ROWS),
+        (plan.splits, parts, *args),
+        {
+            "TILE": tile, "ROWS": ROWS, "COLUMNS": columns[0], "WIDTH": widths[0],
+            "V_COLUMNS": columns[1], "V_WIDTH": widths[1], "ADD": add,
+        },
+        num_warps=4,
+    )  # fmt: skip
+
+
+def _per_head(heads: int, out: Tensor, *, zero: bool) -> Tensor:
+    make = torch.zeros if zero else torch.empty
+    return make((out.shape[0], heads, out.shape[1]), dtype=torch.float32, device=out.device)
+
+
+def _add_heads(out: Tensor, per_head: Tensor) -> Tensor:
+    return out.add_(per_head.sum(1))
+
+
+def _sum_heads(out: Tensor, per_head: Tensor) -> Tensor:
+    return torch.sum(per_head, 1, out=out)

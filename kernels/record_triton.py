@@ -1,0 +1,371 @@
+"""Calls of launchers that are worked out once and then played back.
+
+Owns the records of calls: which launches a call comes down to, and where the addresses of its tensors go in them. Refuses to
+know what kernels compute, and how a launch reaches the driver (Note [Bound launch] in launch_triton.py).
+
+Note [Record]
+    What a launcher works out (checks, configurations, plans, strides, constants) follows from facts: the identity of sides,
+    the shape, strides, dtype and alignment of every tensor, and the value of everything else that it is given. All of these
+    are the key of a record, because the key is made from the arguments of the call and not chosen by the launcher. A first
+    call runs the launcher, which says on a tape what it launches, which rooms it needs and which functions of torch it
+    calls; a later call with the same key plays the tape: its launches are flat lists with holes for addresses.
+    What lives as long as the record must be said to: a tensor in a launch is an argument of the call, made on the tape, or
+    kept. Objects compared by identity (sides) are held weakly, and records die with them; their tensors are kept.
+    A call that is given one tensor twice is not recorded: the tape could not tell which of the two a hole is for.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import math
+import weakref
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Concatenate, ParamSpec
+
+import torch
+from torch import Tensor
+from triton.runtime import driver
+
+from ringattn.kernels import launch_triton
+from ringattn.kernels.launch_triton import Bound, Template
+
+CAPACITY = 1024
+"""Records of one launcher; beyond it all are forgotten, and made again as calls come."""
+ALIGNMENT = 32
+"""Bytes: the widest store of a thread. Where an address stands between its multiples is a fact."""
+
+_ROOM = 512  # bytes: rooms are aligned as the caching allocator aligns
+_ENCODED = 64  # descriptors that a hole remembers
+
+P = ParamSpec("P")
+
+_HERE = contextlib.nullcontext()
+
+_records: list[dict[Hashable, Tape]] = []
+_fields: dict[type, Callable[[Any], Iterable[Any]] | None] = {tuple: iter, list: iter}
+
+
+def recorded(launcher: Callable[Concatenate[Tape, P], None]) -> Callable[P, None]:
+    """Runs a launcher at the first call of a kind, and plays back what it did at the others (Note [Record]).
+
+    Args:
+        launcher: Launches through the tape that it is given, and touches the device in no other way. Its other arguments
+            are tensors, dataclasses and tuples of these, and hashable values; tensors are all on the device of the first.
+    """
+    records: dict[Hashable, Tape] = {}
+    _records.append(records)
+
+    @functools.wraps(launcher)
+    def run(*args: P.args, **kwargs: P.kwargs) -> None:
+        call = _Call()
+        call.look(args)
+        if kwargs:
+            call.facts.append(tuple(kwargs))
+            call.look(kwargs.values())
+        index = call.tensors[0].get_device()
+        call.facts.append(index)
+        key = tuple(call.facts)
+        tape = records.get(key)
+        with _on(index):
+            if tape is not None:
+                tape.play(call)
+                return
+            tape = Tape(call)
+            launcher(tape, *args, **kwargs)
+        if tape.close():
+            if len(records) >= CAPACITY:
+                records.clear()
+            records[key] = tape
+            tape.held = [weakref.ref(x, lambda _: records.pop(key, None)) for x in call.held]
+
+    return run
+
+
+def forget() -> None:
+    """Forgets all records: those of calls that would now come down to something else."""
+    for records in _records:
+        records.clear()
+
+
+class _Call:
+    """What a call is given, taken apart.
+
+    Attributes:
+        facts: All that decides what it comes down to.
+        tensors: Its tensors, in order.
+        addresses: Theirs.
+        held: Its objects that are compared by identity.
+    """
+
+    __slots__ = ("addresses", "facts", "held", "tensors")
+
+    def __init__(self) -> None:
+        self.facts: list[Hashable] = []
+        self.tensors: list[Tensor] = []
+        self.addresses: list[int] = []
+        self.held: list[Any] = []
+
+    def look(self, values: Iterable[Any]) -> None:
+        """Adds values."""
+        facts = self.facts
+        for x in values:
+            if isinstance(x, Tensor):
+                address = x.data_ptr()
+                facts += (x.shape, x.stride(), x.dtype, address % ALIGNMENT)
+                self.tensors.append(x)
+                self.addresses.append(address)
+                continue
+            kind = type(x)
+            if kind not in _fields:
+                _fields[kind] = _fields_of(kind)
+            fields = _fields[kind]
+            if fields is None:
+                facts.append(x)
+            elif fields is _by_identity:
+                facts.append(id(x))
+                self.held.append(x)
+            else:
+                facts.append(kind)
+                self.look(fields(x))
+                facts.append(kind)
+
+
+def _by_identity(x: Any) -> Iterable[Any]:
+    """The fields of what is compared by identity."""
+    return vars(x).values()
+
+
+def _by_content(x: Any) -> Iterable[Any]:
+    return vars(x).values()
+
+
+def _fields_of(kind: type) -> Callable[[Any], Iterable[Any]] | None:
+    if not dataclasses.is_dataclass(kind):
+        return None
+    return _by_content if kind.__eq__ is not object.__eq__ else _by_identity
+
+
+class Tape:
+    """What a call comes down to: launches, rooms and calls of torch, in order.
+
+    Attributes:
+        held: References to the objects on which the record depends.
+    """
+
+    def __init__(self, call: _Call) -> None:
+        self.held: list[Any] = []
+        self._tensors = list(call.tensors)
+        self._places = {id(x): i for i, x in enumerate(call.tensors)}
+        self._distinct = len(self._places) == len(call.tensors)
+        self._index, self._device = call.tensors[0].get_device(), call.tensors[0].device
+        self._kept: dict[int, Tensor] = {}
+        self._steps: list[_Launch | _Make] = []
+        self._rooms: list[tuple[int, int, Callable[[], Tensor]]] = []
+        self._room_bytes = 0
+        self._is_public = False
+        self._count = 0
+        self.keep(*call.held)
+
+    def keep(self, *owners: Any) -> None:
+        """Lets launches be given the tensors of these dataclasses, which the record then keeps."""
+        for owner in owners:
+            for x in owner if isinstance(owner, tuple) else vars(owner).values():
+                if isinstance(x, Tensor):
+                    self._kept[id(x)] = x
+                elif dataclasses.is_dataclass(x) or (isinstance(x, tuple) and x and dataclasses.is_dataclass(x[0])):
+                    self.keep(x)
+
+    def room(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Room for what one launch leaves to another; only for launches."""
+        make = functools.partial(torch.empty, shape, dtype=dtype, device=self._device)
+        room = make()
+        self._rooms.append((self._add(room), self._room_bytes, make))
+        self._room_bytes += -(-math.prod(shape) * room.element_size() // _ROOM) * _ROOM
+        return room
+
+    def call(self, function: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
+        """The result of a function of tensors, called at every playback; it must not hold tensors itself."""
+        result = function(*tensors)
+        sources = tuple(self._places[id(x)] for x in tensors)
+        place = self._places.get(id(result))
+        self._steps.append(_Make(function, sources, self._add(result) if place is None else place))
+        return result
+
+    def launch(
+        self, kernel: Any, grid: tuple[int, ...], args: Sequence[Any], constants: dict[str, Any], **options: int
+    ) -> None:
+        """As `launch_triton.launch`."""
+        bound = launch_triton.launch(kernel, grid, args, constants, **options)
+        step = _Launch(kernel, grid, [self._without(x) for x in args], constants, options, bound)
+        for at, x in enumerate(args):
+            template = getattr(x, "template", None)
+            if template is not None or isinstance(x, Tensor | tuple):
+                place = self._place_of(x if template is None else getattr(x, "base"))  # noqa: B009
+                if place is not None:
+                    step.holes.append((at, place, template))
+        self._is_public |= bound is None or bound.run is None
+        self._steps.append(step)
+
+    def close(self) -> bool:
+        """Ends the recording; says whether the tape can be played."""
+        self._count = len(self._tensors)
+        if not self._is_public:
+            for step in self._steps:
+                if isinstance(step, _Launch):
+                    step.flatten(self._tensors)
+        self._tensors.clear()
+        self._places.clear()
+        return self._distinct
+
+    def forgo(self) -> None:
+        """Says that this call does what a tape does not hold."""
+        self._distinct = False
+
+    def play(self, call: _Call) -> None:
+        """Does the same with the tensors of another call."""
+        tensors: list[Any] = call.tensors
+        addresses = call.addresses
+        missing = self._count - len(tensors)
+        tensors += (None,) * missing
+        if self._is_public or launch_triton.is_hooked():
+            for place, _, make in self._rooms:
+                tensors[place] = make()
+            for step in self._steps:
+                step.play_publicly(tensors)
+            return
+        addresses += (0,) * missing
+        room = None
+        if self._rooms:
+            room = torch.empty(self._room_bytes, dtype=torch.uint8, device=self._device)
+            base = room.data_ptr()
+            for place, offset, _ in self._rooms:
+                addresses[place] = base + offset
+        active: Any = driver.active  # its declared class does not say that devices have streams
+        stream = active.get_current_stream(self._index)
+        for step in self._steps:
+            step.play(stream, tensors, addresses)
+
+    def _add(self, x: Tensor) -> int:
+        assert x.data_ptr() % ALIGNMENT == 0, "what is made for a call is aligned at every playback"
+        self._tensors.append(x)
+        self._places[id(x)] = len(self._tensors) - 1
+        return len(self._tensors) - 1
+
+    def _place_of(self, x: Any) -> Any:
+        """The place of a tensor, or of those of a tuple, among those of a call; None: it is kept."""
+        if isinstance(x, tuple):
+            return tuple(self._places[id(part)] for part in x)
+        place = self._places.get(id(x))
+        assert place is not None or id(x) in self._kept, "a tensor of a launch belongs to the call or is kept"
+        return place
+
+    def _without(self, x: Any) -> Any:
+        """An argument as the tape holds it: nothing in place of what a call brings."""
+        if isinstance(x, tuple) or hasattr(x, "template"):
+            return None
+        return None if isinstance(x, Tensor) and id(x) in self._places else x
+
+
+@dataclass(eq=False)
+class _Make:
+    """A function of some tensors, whose result becomes one more."""
+
+    function: Callable[..., Tensor]
+    sources: tuple[int, ...]
+    place: int
+
+    def play_publicly(self, tensors: list[Any]) -> None:
+        tensors[self.place] = self.function(*(tensors[i] for i in self.sources))
+
+    def play(self, stream: int, tensors: list[Any], addresses: list[int]) -> None:
+        del stream
+        result = tensors[self.place] = self.function(*(tensors[i] for i in self.sources))
+        addresses[self.place] = result.data_ptr()
+
+
+@dataclass(eq=False)
+class _Launch:
+    """One launch.
+
+    Attributes:
+        kernel: The function.
+        grid: Its sizes.
+        args: Its run-time arguments, None where a tensor of the call goes.
+        constants: As it was launched with.
+        options: Likewise.
+        bound: What it was bound to.
+        holes: Place among the arguments, place or places among the tensors, and template of a descriptor.
+        flat: What the driver gets between stream and addresses.
+        addresses: Place in flat and among the tensors.
+        tuples: Place in flat, and places among the tensors.
+        descriptors: First and last place in flat, place among the tensors, number, template, and what it became by address.
+    """
+
+    kernel: Any
+    grid: tuple[int, ...]
+    args: list[Any]
+    constants: dict[str, Any]
+    options: dict[str, int]
+    bound: Bound | None
+    holes: list[tuple[int, Any, Template | None]] = field(default_factory=list)
+    flat: list[Any] = field(default_factory=list)
+    addresses: list[tuple[int, int]] = field(default_factory=list)
+    tuples: list[tuple[int, tuple[int, ...]]] = field(default_factory=list)
+    descriptors: list[tuple[int, int, int, int, Template, dict[int, list[Any]]]] = field(default_factory=list)
+
+    def flatten(self, tensors: Sequence[Tensor]) -> None:
+        """Makes the flat arguments, those of the call that is recorded."""
+        assert self.bound is not None, "only kernels that were taken apart have flat arguments"
+        of = {at: (place, template) for at, place, template in self.holes}
+        self.grid = (*self.grid, 1, 1)[:3]
+        for at, x in enumerate(self.args):
+            place, template = of.get(at, (None, None))
+            here = len(self.flat)
+            if template is not None:
+                number = len(self.descriptors)
+                self.flat += self.bound.encoding(number, template, tensors[place].data_ptr())
+                self.descriptors.append((here, len(self.flat), place, number, template, {}))
+                continue
+            if isinstance(place, tuple):
+                self.tuples.append((here, place))
+            elif place is not None:
+                self.addresses.append((here, place))
+            self.flat.append(x.data_ptr() if isinstance(x, Tensor) else x)
+        self.flat += self.bound.tail
+
+    def play(self, stream: int, tensors: list[Any], addresses: list[int]) -> None:
+        del tensors
+        flat = self.flat.copy()
+        for at, place in self.addresses:
+            flat[at] = addresses[place]
+        for at, places in self.tuples:
+            flat[at] = tuple([addresses[place] for place in places])
+        bound: Any = self.bound
+        for at, end, place, number, template, encoded in self.descriptors:
+            address = addresses[place]
+            found = encoded.get(address)
+            if found is None:
+                if len(encoded) >= _ENCODED:
+                    encoded.clear()
+                found = encoded[address] = bound.encoding(number, template, address)
+            flat[at:end] = found
+        bound.run(*self.grid, stream, *flat)
+
+    def play_publicly(self, tensors: list[Any]) -> None:
+        args = list(self.args)
+        for at, place, template in self.holes:
+            if template is not None:
+                args[at] = template.over(tensors[place])
+            else:
+                args[at] = tuple(tensors[i] for i in place) if isinstance(place, tuple) else tensors[place]
+        launch_triton.launch(self.kernel, self.grid, args, self.constants, **self.options)
+
+
+def _on(index: int) -> contextlib.AbstractContextManager[Any]:
+    """Makes the device of a launch the current one."""
+    if index < 0 or torch.cuda.current_device() == index:
+        return _HERE
+    return torch.cuda.device(index)
