@@ -178,6 +178,9 @@ class FakeStreams:
             for make in _items(op):
                 self.enqueue(lane, make)
 
+    def copy(self, target: int, source: int, num_bytes: int, lane: int) -> None:
+        self.launch([Copy(target, source, num_bytes)], lane)
+
     def order(self, first: int, then: int) -> None:
         if self.recording is not None:
             self.recording.items.append((first, lambda: Item(always, lambda: None, f"order {then}")))

@@ -507,6 +507,19 @@ def test_a_busy_ring_never_fails() -> None:
             assert end.watch.failure is None
 
 
+def test_a_lent_slot_has_the_rows_of_the_sharding_it_is_asked_for_with() -> None:
+    ranks = Ranks(2, 0)
+    for salt, lengths in enumerate([(7, 6), (7, 7), (7, 6)]):
+        found: dict[int, tuple[Tensor, Tensor]] = {}
+
+        def ask(rank: int, found: dict[int, Any] = found, lengths: tuple[int, ...] = lengths) -> None:
+            found[rank] = ranks.ends[rank].lend("layer", 1, 7, lengths[rank], 2, (2, 3), torch.float32)
+
+        ranks.each(ask)
+        for rank, (k, v) in found.items():
+            assert (k.shape, v.shape) == ((1, lengths[rank], 2, 2), (1, lengths[rank], 2, 3)), salt
+
+
 def test_a_post_of_more_than_was_reserved_is_refused_before_anything_moves() -> None:
     ranks = Ranks(2, 0)
     ranks.each(lambda rank: ranks.ends[rank].reserve(64))

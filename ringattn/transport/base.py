@@ -66,10 +66,14 @@ class Gathering(Protocol):
 
     Attributes:
         far: `b far_rows hk (d + dv)`: fills while kernels wait for `arrivals`; guard rows are zero.
+        k: `b far_rows hk d`, the keys in it.
+        v: `b far_rows hk dv`, the values in it.
         arrivals: How kernels wait; None when everything is there.
     """
 
     far: Tensor
+    k: Tensor
+    v: Tensor
     arrivals: Arrivals | None
 
     def close(self) -> None:

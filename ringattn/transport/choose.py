@@ -48,8 +48,6 @@ def look(device: torch.device) -> dict[str, Any]:
         missing = f"its tensors are in {device.type} memory"
     elif torch.version.hip is not None:
         missing = "it has an AMD GPU"
-    elif importlib.util.find_spec("cuda") is None or importlib.util.find_spec("cuda.bindings") is None:
-        missing = "cuda-bindings is not installed"
     elif importlib.util.find_spec("torch.distributed._symmetric_memory") is None:
         missing = "torch has no symmetric memory"
     uuid = str(torch.cuda.get_device_properties(device).uuid) if missing is None else None
@@ -129,7 +127,7 @@ def choose(
         try:
             streams = CudaStreams(device)
             error = None
-        except (ImportError, RuntimeError) as refusal:
+        except RuntimeError as refusal:
             streams, error = None, f"ring rank {rank}: {refusal}"
         # one rank may have a broken installation: nobody makes memory before all are ready
         errors = [json.loads(text) for text in agreement.compare(json.dumps(error))]

@@ -17,6 +17,11 @@ Note [A gather]
     and nothing of it needs an SM: the kernel may hold all of them while it waits. Packing, and zeroing the guard rows of
     far, do need SMs: they stand on the caller's stream in front of the kernel. `close` joins the two streams. Two slots take
     turns, so that a rank may pack for the next call while a slower one still reads.
+
+Note [Seen before]
+    Whatever follows from shapes and plans alone is made at first sight: programs, views, tables of addresses. A later call
+    finds it by one look into a table and enqueues it: a gather costs the host four driver calls and a launch, a post one
+    driver call per copy and one or two more. Growing buffers forget the table, so what is found there fits.
 """
 
 from __future__ import annotations
@@ -25,7 +30,7 @@ import math
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -61,8 +66,12 @@ from ringattn.transport.watch import (
     Watch,
 )
 
-COURSES = 64
+T = TypeVar("T")
+
+COURSES = 256
 """Constant programs that a ring keeps."""
+RECEIVED = 256
+"""Tensors that posts received into which the way out of a failure remembers."""
 NUMBERED = 4096
 """Programs that the message of a failure can name."""
 PAYLOAD_ALIGNMENT = 16
@@ -99,7 +108,7 @@ class _Station:
         return _view(self.region.local[self._header + offset :], shape, dtype)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class _Lent:
     """A slot that the caller fills itself."""
 
@@ -113,13 +122,19 @@ class _Lent:
 class _Gather:
     """The constant part of a gather: one collection, slot, shape and far buffer."""
 
-    number: int
+    course: Course
     start: Program
     announce: Program | None
     pulls: Program | None
     joining: Program
     join: Program
+    packed: Tensor | None
+    """Where this rank's rows are packed; None where nobody reads them or the caller has put them there."""
     far: Tensor
+    k: Tensor
+    v: Tensor
+    guards: list[Tensor]
+    layout: object
     arrivals: Arrivals | None
     keep: Any
 
@@ -128,7 +143,7 @@ class _Gather:
 class _Home:
     """The constant part of a homecoming."""
 
-    number: int
+    course: Course
     start: Program
     receive: Program
     close: Program
@@ -136,6 +151,22 @@ class _Home:
     own: Tensor
     regions: list[Tensor]
     keep: Any
+
+
+@dataclass(eq=False)
+class _Post:
+    """What is constant about a post between the same peers: words; the copies between them are of the call."""
+
+    course: Course
+    begin: Program
+    end: Program
+    boxes: list[int]
+    """Where what goes out is put, by peer."""
+    sides: list[Program]
+    """One in front of the copies from each peer, and one behind the last."""
+    sources: list[int]
+    fetching: Program
+    join: Program
 
 
 class CopyEngineTransport:
@@ -182,6 +213,7 @@ class CopyEngineTransport:
         self._homes: list[_Station] = []
         self._boxes: list[_Station] = []
         self._lent: dict[tuple[str, tuple[Any, ...]], _Lent] = {}
+        self._lent_at: dict[int, _Lent] = {}  # by the address of their memory
         self._turn = self._home_turn = 0
         self._reserved = self._posted = 0
         self._sent = [0] * world_size
@@ -215,53 +247,34 @@ class CopyEngineTransport:
 
     def gather(self, k: Tensor, v: Tensor, collection: Collection, groups: int, what: str) -> Gathering:
         """See `Gatherer.gather`."""
-        self._enter()
-        b, _, hk, d = k.shape
-        width = d + v.shape[-1]
-        if hk % groups:
-            raise ValueError(f"groups must divide the {hk} key heads, got {groups}; pass a divisor")
-        lent = self._find_lent(k, v)
-        if lent is None:
-            slots = self._stations(self._slots, b * collection.slot_rows * hk * width * k.element_size(), "slots")
-            station = slots[self._turn]
-            self._turn = 1 - self._turn
-            slot = station.view((b, collection.slot_rows, hk, width), k.dtype)
-        else:
-            station, slot = lent.station, lent.slot
-        far, layout = self._make_far(collection, (b, collection.far_rows, hk, width), k.dtype)
-        flags = self._make_flags(groups * self._world_size).view(groups, self._world_size)
-        key = (
-            "gather",
-            id(collection),
-            id(station),
-            tuple(slot.shape),
-            k.dtype,
-            d,
-            groups,
-            *map(Tensor.data_ptr, (far, flags)),
-            self._streams.capturing(),
-        )
-        found = self._find(key)
+        lane, capturing = self._enter()
+        lent = self._find_lent(k, v) if self._lent else None
+        turn = self._turn if lent is None else id(lent)
+        key = (id(collection), k.shape, k.dtype, v.shape[-1], groups, turn, capturing)
+        found: _Gather | None = self._find(key)
         if found is None:
-            found = self._keep(
-                key, self._plan_gather(collection, station, slot, far, flags, packs=lent is None, what=what)
-            )
-        self._rename(found.number, what)
+            found = self._keep(key, self._prepare_gather(k, v, collection, groups, lent, what))
+        if lent is None:
+            self._turn = 1 - self._turn
+        found.course.what = what
 
-        self._launch(found.start)
-        if layout != self._far_layout or self._captured:
-            self._streams.call(lambda: _zero_guards(far, collection.fetches))
-            self._far_layout = layout
-        if lent is None and collection.readers:
-            self._streams.call(lambda: pack(slot[:, : k.shape[1]], k, v))
+        launch, streams = self._streams.launch, self._streams
+        launch(found.start, lane)
+        if self._captured or (found.layout is not self._far_layout and found.layout != self._far_layout):
+            for guard in found.guards:
+                streams.call(guard.zero_)
+        self._far_layout = found.layout
+        if found.packed is not None:
+            slot = found.packed
+            streams.call(lambda: pack(slot, k, v))
         if found.announce is not None:
-            self._launch(found.announce)
+            launch(found.announce, lane)
         if found.pulls is not None:
-            if self._streams.capturing():
-                self._streams.order(self._streams.main(), self._streams.side)
-            self._streams.launch(found.pulls, self._streams.side)
-        self._gathering = _Arriving(self, found)
-        return self._gathering
+            if capturing:
+                streams.order(lane, streams.side)
+            launch(found.pulls, streams.side)
+        self._gathering = gathering = _Arriving(self, found)
+        return gathering
 
     def homecoming(
         self, shape: tuple[int, int, int], collection: Collection, device: torch.device, what: str
@@ -271,24 +284,17 @@ class CopyEngineTransport:
         if self._homecoming is not None:
             self._homecoming.receive()
             self._homecoming.close()
-        self._enter(closing=False)
-        b, hk, width = shape
-        size = b * collection.slot_rows * hk * width * 4
-        homes = self._stations(self._homes, (self._world_size - 1) * _aligned(size), "homes")
-        own = self._make_own(size)
-        plans: list[_Home] = []
-        for station in homes:  # both at once: a capture may begin at either
-            key = ("home", id(collection), id(station), shape, own.data_ptr())
-            found = self._find(key)
-            if found is None:
-                found = self._keep(key, self._plan_home(collection, station, own, shape, what))
-            plans.append(found)
+        lane, _ = self._enter(closing=False)
+        key = (id(collection), shape)
+        plans: tuple[_Home, _Home] | None = self._find(key)
+        if plans is None:
+            plans = self._keep(key, self._prepare_home(collection, shape, what))
         chosen = plans[self._home_turn]
         self._home_turn = 1 - self._home_turn
-        self._rename(chosen.number, what)
-        self._launch(chosen.start)
-        self._homecoming = _Coming(self, chosen)
-        return self._homecoming
+        chosen.course.what = what
+        self._streams.launch(chosen.start, lane)
+        self._homecoming = coming = _Coming(self, chosen)
+        return coming
 
     def reserve(self, num_bytes: int) -> None:
         """See `Transport.reserve`."""
@@ -300,39 +306,44 @@ class CopyEngineTransport:
 
     def post(self, sends: Sequence[Parcel], receives: Sequence[Parcel], what: str) -> Pending:
         """See `Transport.post`."""
-        out, into = _by_peer(sends), _by_peer(receives)
+        out, into = self._payloads(sends, what), self._payloads(receives, what)
         if not out and not into:
             return Done()
-        self._check_sizes(out, what)
-        self._check_sizes(into, what)
-        self._enter()
+        lane, capturing = self._enter()
         index = next((i for i, pending in enumerate(self._posts) if pending is None), None)
         if index is None:  # the oldest is joined a little early
             oldest = min((pending for pending in self._posts if pending is not None), key=lambda pending: pending.order)
             oldest.wait()
             index = oldest.index
-        halves_out = {peer: self._count(self._sent, peer) for peer in out}
-        halves_in = {peer: self._count(self._received, peer) for peer in into}
-        moved = tuple(
-            (peer, half, tuple((x.data_ptr(), _size(x)) for x in parcels[peer]))
-            for halves, parcels in ((halves_out, out), (halves_in, into))
-            for peer, half in halves.items()
-        )
-        key = ("post", len(out), moved, index, self._streams.capturing())
-        found = self._find(key)
+        halves_out = tuple([(peer, self._count(self._sent, peer)) for peer in out])
+        halves_in = tuple([(peer, self._count(self._received, peer)) for peer in into])
+        key = (halves_out, halves_in, index, capturing)
+        found: _Post | None = self._find(key)
         if found is None:
-            found = self._keep(key, self._plan_post(moved[: len(out)], moved[len(out) :], index, what))
-        number, start, pulls, joins = found
-        self._rename(number, what)
-        self._remember_received([x for tensors in into.values() for x in tensors])
-        self._launch(start)
-        if pulls is None:
+            found = self._keep(key, self._plan_post(halves_out, halves_in, index, what))
+        found.course.what = what
+        streams = self._streams
+        streams.launch(found.begin, lane)
+        for box, parcels in zip(found.boxes, out.values(), strict=True):
+            for _, address, num_bytes in parcels:
+                streams.copy(box, address, num_bytes, lane)
+                box += _padded(num_bytes)
+        streams.launch(found.end, lane)
+        if not into:
             return Done()
-        if self._streams.capturing():
-            self._streams.order(self._streams.main(), self._streams.side)
-        self._streams.launch(pulls, self._streams.side)
+        if capturing:
+            streams.order(lane, streams.side)
+        side, received = streams.side, self.watch.territory.received
+        for program, box, parcels in zip(found.sides, found.sources, into.values(), strict=False):
+            streams.launch(program, side)
+            for x, address, num_bytes in parcels:
+                if (address, num_bytes) not in received:
+                    self._remember_received(x, address, num_bytes)
+                streams.copy(address, box, num_bytes, side)
+                box += _padded(num_bytes)
+        streams.launch(found.sides[-1], side)
         self._posted += 1
-        pending = _Fetching(self, index, joins, self._posted)
+        pending = _Fetching(self, index, found, self._posted)
         self._posts[index] = pending
         return pending
 
@@ -356,7 +367,7 @@ class CopyEngineTransport:
         Returns:
             K `b t hk d` and v `b t hk dv`, views of one buffer.
         """
-        self._enter()
+        lane, _ = self._enter()
         d, dv = dims
         shape = (batch, rows, heads, d + dv)
         key = (name, (shape, d, dtype))
@@ -365,21 +376,25 @@ class CopyEngineTransport:
             self._refuse_in_capture(f"kv_buffer {name!r}")
             for old in [other for other in self._lent if other[0] == name]:
                 self._memory.meet(f"kv_buffer {name!r} changes")
-                self._retire(self._lent.pop(old))
+                self._drop_lent(old)
             station = _Station(self._memory, self._world_size, math.prod(shape) * dtype.itemsize, f"kv_buffer {name!r}")
             self._know(station)
             slot = station.view(shape, dtype)
             lent = self._lent[key] = _Lent(station, slot, slot[:, :mine, :, :d], slot[:, :mine, :, d:])
+            self._lent_at[slot.untyped_storage().data_ptr()] = lent
+        if lent.k.shape[1] != mine:
+            # another sharding of as many rows on the longest shard
+            lent.k, lent.v = lent.slot[:, :mine, :, :d], lent.slot[:, :mine, :, d:]
         peers = [peer for peer in range(self._world_size) if peer != self._rank]
         place = ("lend", id(lent))
         found: Program | None = self._find(place)
         if found is None:
-            number = self._number(Course(f"kv_buffer {name!r}", tuple(peers)))
+            number, _ = self._number(Course(f"kv_buffer {name!r}", tuple(peers)))
             ops: list[Op] = [self._at(number, STARTING)]
             ops += [Wait(lent.station.free(self._rank, peer), 1) for peer in peers]
             ops += [Wait(self._words[PROCEED], 1), *self._leave()]
             found = self._keep(place, self._streams.compile(ops))
-        self._launch(found)
+        self._streams.launch(found, lane)
         return lent.k, lent.v
 
     def close(self) -> None:
@@ -390,7 +405,7 @@ class CopyEngineTransport:
         else:
             self._streams.synchronize()
         self._courses.clear()
-        self._slots, self._homes, self._boxes, self._lent = [], [], [], {}
+        self._slots, self._homes, self._boxes, self._lent, self._lent_at = [], [], [], {}, {}
         self._reserved = self._turn = self._home_turn = 0
         self._sent, self._received = [0] * self._world_size, [0] * self._world_size
         self._far = self._flags = self._own = torch.empty(0, dtype=torch.uint8, device=self._memory.device)
@@ -410,34 +425,32 @@ class CopyEngineTransport:
             if pending is not None:
                 pending.wait()
 
-    def _enter(self, *, closing: bool = True) -> None:
-        """The beginning of every call: refuses on a failed ring and orders the call behind the one before."""
+    def _enter(self, *, closing: bool = True) -> tuple[int, bool]:
+        """The beginning of every call: refuses on a failed ring and orders the call behind the one before.
+
+        Returns:
+            The caller's stream, and whether it is being captured.
+        """
         if self._gathering is not None and (closing or self.watch.failure is not None):
             self._gathering.close()
-        self.watch.check()
-        lane = self._streams.main()
-        if self._streams.capturing():
+        if self.watch.failure is not None:
+            self.watch.check()
+        lane, capturing = self._streams.main(), self._streams.capturing()
+        if capturing:
             self._captured = True
         elif lane != self._lane:
             if self._lane is not None:
                 self._streams.order(self._lane, lane)
             self._lane = lane
+        return lane, capturing
 
-    def _launch(self, program: Program) -> None:
-        self._streams.launch(program, self._streams.main())
-
-    def _number(self, course: Course) -> int:
+    def _number(self, course: Course) -> tuple[int, Course]:
         self._numbers += 1
         courses = self.watch.courses
         courses[self._numbers] = course
         if len(courses) > NUMBERED:
             courses.pop(next(iter(courses)), None)
-        return self._numbers
-
-    def _rename(self, number: int, what: str) -> None:
-        course = self.watch.courses.get(number)
-        if course is not None:
-            course.what = what
+        return self._numbers, course
 
     def _find(self, key: Any) -> Any:
         found = self._courses.get(key)
@@ -445,7 +458,7 @@ class CopyEngineTransport:
             self._courses.move_to_end(key)
         return found
 
-    def _keep(self, key: Any, made: Any) -> Any:
+    def _keep(self, key: Any, made: T) -> T:
         self._courses[key] = made
         if len(self._courses) > COURSES:
             _, old = self._courses.popitem(last=False)
@@ -516,15 +529,12 @@ class CopyEngineTransport:
             known.add((new.data_ptr(), new.numel() // unit))
         return new
 
-    def _make_far(
-        self, collection: Collection, shape: tuple[int, ...], dtype: torch.dtype
-    ) -> tuple[Tensor, tuple[Any, ...]]:
+    def _make_far(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         before = self._far
         self._far = self._local(before, math.prod(shape) * dtype.itemsize, None, 1)
         if self._far is not before:
             self._far_layout = None
-        layout = (tuple((fetch.at, fetch.rows) for fetch in collection.fetches), shape, dtype)
-        return _view(self._far, shape, dtype), layout
+        return _view(self._far, shape, dtype)
 
     def _make_flags(self, count: int) -> Tensor:
         self._flags = self._local(self._flags, 4 * count, self.watch.territory.flags, 4)
@@ -570,6 +580,26 @@ class CopyEngineTransport:
     def _take_done(self, done: int) -> list[Op]:
         return [] if self._streams.capturing() else self._take(self._words[done])
 
+    def _prepare_gather(
+        self, k: Tensor, v: Tensor, collection: Collection, groups: int, lent: _Lent | None, what: str
+    ) -> _Gather:
+        b, t, hk, d = k.shape
+        width = d + v.shape[-1]
+        if hk % groups:
+            raise ValueError(f"groups must divide the {hk} key heads, got {groups}; pass a divisor")
+        if lent is None:
+            slots = self._stations(self._slots, b * collection.slot_rows * hk * width * k.element_size(), "slots")
+            station = slots[self._turn]
+            slot = station.view((b, collection.slot_rows, hk, width), k.dtype)
+        else:
+            station, slot = lent.station, lent.slot
+        shape = (b, collection.far_rows, hk, width)
+        far = self._make_far(shape, k.dtype)
+        flags = self._make_flags(groups * self._world_size).view(groups, self._world_size)
+        packed = slot[:, :t] if lent is None and collection.readers else None
+        layout = (tuple((fetch.at, fetch.rows) for fetch in collection.fetches), shape, k.dtype)
+        return self._plan_gather(collection, station, slot, far, flags, d, packed, layout, (collection, lent), what)
+
     def _plan_gather(
         self,
         collection: Collection,
@@ -577,8 +607,10 @@ class CopyEngineTransport:
         slot: Tensor,
         far: Tensor,
         flags: Tensor,
-        *,
-        packs: bool,
+        d: int,
+        packed: Tensor | None,
+        layout: object,
+        keep: Any,
         what: str,
     ) -> _Gather:
         """Note [A gather]."""
@@ -586,9 +618,8 @@ class CopyEngineTransport:
         fetches, readers = collection.fetches, collection.readers
         groups = flags.shape[0]
         stops = tuple((fetch.step, fetch.owner) for fetch in fetches)
-        number = self._number(Course(what, tuple(send.peer for send in readers), stops))
+        number, course = self._number(Course(what, tuple(send.peer for send in readers), stops))
         moves = bool(fetches or readers)
-        packs = packs and bool(readers)
 
         def flag(g: int, step: int) -> int:
             return flags.data_ptr() + 4 * (g * flags.shape[1] + step)
@@ -605,7 +636,7 @@ class CopyEngineTransport:
         start += [Write(flag(g, fetch.step), 0) for g in range(groups) for fetch in fetches]
         start += [Write(flag(0, 0), 0)]  # nobody's flag: the error word of the kernels
         start += [Write(self._host.data_ptr() + 4 * QUIET, 0), self._at(number, KERNEL)]
-        start += [] if packs else self._start_side()
+        start += [] if packed is not None else self._start_side()
 
         side = self._side_begins(number)
         side += [Write(station.full(send.peer, me), 1) for send in readers]
@@ -627,16 +658,30 @@ class CopyEngineTransport:
         if not moves:
             start, joining, join = [], [], []
         return _Gather(
-            number,
+            course,
             start=compile_(start),
-            announce=compile_(self._start_side()) if packs else None,
+            announce=compile_(self._start_side()) if packed is not None else None,
             pulls=compile_(side) if moves else None,
             joining=compile_(joining),
             join=compile_([*joining, *join]),
+            packed=packed,
             far=far,
+            k=far[..., :d],
+            v=far[..., d:],
+            guards=_guards(far, fetches),
+            layout=layout,
             arrivals=Arrivals(flags, flags[0, :1], self._patience) if fetches else None,
-            keep=(collection, station, far, flags),
+            keep=(keep, station, far, flags),
         )
+
+    def _prepare_home(self, collection: Collection, shape: tuple[int, int, int], what: str) -> tuple[_Home, _Home]:
+        b, hk, width = shape
+        size = b * collection.slot_rows * hk * width * 4
+        homes = self._stations(self._homes, (self._world_size - 1) * _aligned(size), "homes")
+        own = self._make_own(size)
+        # both at once: a capture may begin at either
+        first, second = (self._plan_home(collection, station, own, shape, what) for station in homes)
+        return first, second
 
     def _plan_home(
         self,
@@ -654,7 +699,7 @@ class CopyEngineTransport:
         stride = station.num_bytes // (self._world_size - 1)
         owners = [fetch.owner for fetch in collection.fetches]
         readers = [send.peer for send in collection.readers]
-        number = self._number(Course(what, tuple(dict.fromkeys((*owners, *readers)))))
+        number, course = self._number(Course(what, tuple(dict.fromkeys((*owners, *readers)))))
         start: list[Op] = [self._at(number, ENTERING)]
         for owner in owners:
             start += self._take(station.free(me, owner))
@@ -670,7 +715,7 @@ class CopyEngineTransport:
         addresses = [own.data_ptr()]
         addresses += [station.rows(fetch.owner) + (fetch.step - 1) * stride for fetch in collection.fetches]
         return _Home(
-            number,
+            course,
             start=compile_(start),
             receive=compile_(receive),
             close=compile_(close),
@@ -681,35 +726,40 @@ class CopyEngineTransport:
         )
 
     def _plan_post(
-        self,
-        out: Sequence[tuple[int, int, tuple[tuple[int, int], ...]]],
-        into: Sequence[tuple[int, int, tuple[tuple[int, int], ...]]],
-        index: int,
-        what: str,
-    ) -> tuple[int, Program, Program | None, tuple[Program, Program]]:
+        self, out: Sequence[tuple[int, int]], into: Sequence[tuple[int, int]], index: int, what: str
+    ) -> _Post:
         me, words, compile_ = self._rank, self._words, self._streams.compile
-        number = self._number(Course(what, tuple(peer for peer, *_ in out), tuple((None, peer) for peer, *_ in into)))
-        start: list[Op] = [self._at(number, STARTING)]
-        for peer, half, _ in out:
-            start += self._take(self._boxes[half].free(me, peer))
-        start += self._side_is_free() if into else []
-        start += [Wait(words[PROCEED], 1)]
-        for peer, half, payloads in out:
-            start += _stack(payloads, self._box(half, me, peer), inward=False)
-        start += [Write(self._boxes[half].full(peer, me), 1) for peer, half, _ in out]
-        start += [*self._leave(), *(self._start_side() if into else [])]
-        if not into:
-            return number, compile_(start), None, (compile_([]), compile_([]))
+        course = Course(what, tuple(peer for peer, _ in out), tuple((None, peer) for peer, _ in into))
+        number, course = self._number(course)
+        begin: list[Op] = [self._at(number, STARTING)]
+        for peer, half in out:
+            begin += self._take(self._boxes[half].free(me, peer))
+        begin += self._side_is_free() if into else []
+        begin += [Wait(words[PROCEED], 1)]
+        end: list[Op] = [Write(self._boxes[half].full(peer, me), 1) for peer, half in out]
+        end += [*self._leave(), *(self._start_side() if into else [])]
+        if not out:
+            begin, end = [*begin, *end], []
+        sides: list[Program] = []
         side = self._side_begins(number)
-        for i, (peer, half, payloads) in enumerate(into):
-            side += self._take(self._boxes[half].full(me, peer))
-            side += _stack(payloads, self._box(half, peer, me), inward=True)
-            side += [Wait(words[GATE], 1), Write(self._boxes[half].free(peer, me), 1)]
+        for i, (peer, half) in enumerate(into):
+            sides.append(compile_([*side, *self._take(self._boxes[half].full(me, peer))]))
+            side = [Wait(words[GATE], 1), Write(self._boxes[half].free(peer, me), 1)]
             side += [Write(self._host.data_ptr() + 4 * SIDE_AT, i + 1)]
-        side += self._side_ends(POSTED + index)
+        if into:
+            sides.append(compile_([*side, *self._side_ends(POSTED + index)]))
         fetching = [self._at(number, FETCHING)]
         join = [*fetching, *self._take_done(POSTED + index), Wait(words[PROCEED], 1), *self._leave()]
-        return number, compile_(start), compile_(side), (compile_(fetching), compile_(join))
+        return _Post(
+            course,
+            begin=compile_(begin),
+            end=compile_(end),
+            boxes=[self._box(half, me, peer) for peer, half in out],
+            sides=sides,
+            sources=[self._box(half, peer, me) for peer, half in into],
+            fetching=compile_(fetching),
+            join=compile_(join),
+        )
 
     def _box(self, half: int, sender: int, receiver: int) -> int:
         """Where rank `sender` keeps what it sends to rank `receiver`."""
@@ -717,26 +767,31 @@ class CopyEngineTransport:
         place = (receiver - sender) % self._world_size - 1
         return station.rows(sender) + place * (station.num_bytes // (self._world_size - 1))
 
-    def _check_sizes(self, groups: dict[int, list[Tensor]], what: str) -> None:
+    def _payloads(self, parcels: Sequence[Parcel], what: str) -> dict[int, list[tuple[Tensor, int, int]]]:
+        """(tensor, address, bytes) of what is not empty, by peer."""
+        found: dict[int, list[tuple[Tensor, int, int]]] = {}
+        for peer, x in parcels:
+            num_bytes = x.numel() * x.element_size()
+            if not num_bytes:
+                continue
+            if not x.is_contiguous():
+                raise RuntimeError(f"ring rank {self._rank}: {what}: what is posted must be contiguous, got strides")
+            found.setdefault(peer, []).append((x, x.data_ptr(), num_bytes))
         capacity = self._boxes[0].num_bytes // (self._world_size - 1) if self._boxes else 0
-        for peer, tensors in groups.items():
-            total, padded = sum(map(_size, tensors)), sum(_padded(_size(x)) for x in tensors)
-            if total > self._reserved or padded > capacity:
+        for peer, tensors in found.items():
+            total = sum([num_bytes for _, _, num_bytes in tensors])
+            if total > self._reserved or sum([_padded(num_bytes) for _, _, num_bytes in tensors]) > capacity:
                 raise RuntimeError(
                     f"ring rank {self._rank}: {what}: a post must move at most the {self._reserved} bytes per peer that were "
                     f"reserved, got {total} in {len(tensors)} tensors with ring rank {peer}; reserve more before the loop"
                 )
-            if any(not x.is_contiguous() for x in tensors):
-                raise RuntimeError(f"ring rank {self._rank}: {what}: what is posted must be contiguous, got strides")
+        return found
 
-    def _remember_received(self, tensors: Sequence[Tensor]) -> None:
+    def _remember_received(self, x: Tensor, address: int, num_bytes: int) -> None:
         received = self.watch.territory.received
-        for x in tensors:
-            key = (x.data_ptr(), _size(x))
-            if key not in received:
-                received[key] = x
-                if len(received) > 4 * COURSES and not self._captured:
-                    received.pop(next(iter(received)), None)
+        received[address, num_bytes] = x
+        if len(received) > RECEIVED and not self._captured:
+            received.pop(next(iter(received)), None)
 
     @staticmethod
     def _count(counts: list[int], peer: int) -> int:
@@ -744,40 +799,49 @@ class CopyEngineTransport:
         return (counts[peer] - 1) % 2
 
     def _find_lent(self, k: Tensor, v: Tensor) -> _Lent | None:
-        for lent in self._lent.values():
-            if _same(k, lent.k) and _same(v, lent.v):
-                return lent
-        return None
+        lent = self._lent_at.get(k.untyped_storage().data_ptr())
+        return lent if lent is not None and _same(k, lent.k) and _same(v, lent.v) else None
+
+    def _drop_lent(self, key: tuple[str, tuple[Any, ...]]) -> None:
+        lent = self._lent.pop(key)
+        del self._lent_at[lent.slot.untyped_storage().data_ptr()]
+        self._retire(lent)
 
 
 class _Arriving:
     """See `Gathering`."""
 
+    __slots__ = ("_plan", "_transport", "arrivals", "far", "k", "v")
+
     def __init__(self, transport: CopyEngineTransport, plan: _Gather) -> None:
         self._transport = transport
-        self._plan = plan
-        self._closed = False
+        self._plan: _Gather | None = plan
         self.far = plan.far
+        self.k = plan.k
+        self.v = plan.v
         self.arrivals = plan.arrivals
 
     def close(self) -> None:
-        if self._closed:
+        plan, self._plan = self._plan, None
+        if plan is None:
             return
-        self._closed = True
-        here, plan = self._transport, self._plan
+        here = self._transport
         if here._gathering is self:
             here._gathering = None
         streams = here._streams
+        lane = streams.main()
         if streams.capturing():
             # a graph knows dependencies by events only; the place is written in front of the join (Note [The way out])
-            here._launch(plan.joining)
+            streams.launch(plan.joining, lane)
             if plan.pulls is not None:
-                streams.order(streams.side, streams.main())
-        here._launch(plan.join)
+                streams.order(streams.side, lane)
+        streams.launch(plan.join, lane)
 
 
 class _Coming:
     """See `Homecoming`."""
+
+    __slots__ = ("_closed", "_plan", "_received", "_transport", "addresses", "own", "rows")
 
     def __init__(self, transport: CopyEngineTransport, plan: _Home) -> None:
         self._transport = transport
@@ -790,24 +854,28 @@ class _Coming:
     def receive(self) -> list[Tensor]:
         if not self._received:
             self._received = True
-            self._transport._launch(self._plan.receive)
-        return list(self._plan.regions)
+            streams = self._transport._streams
+            streams.launch(self._plan.receive, streams.main())
+        return self._plan.regions
 
     def close(self) -> None:
         if not self._closed:
             self._closed = True
             if self._transport._homecoming is self:
                 self._transport._homecoming = None
-            self._transport._launch(self._plan.close)
+            streams = self._transport._streams
+            streams.launch(self._plan.close, streams.main())
 
 
 class _Fetching:
     """See `Pending`."""
 
-    def __init__(self, transport: CopyEngineTransport, index: int, joins: tuple[Program, Program], order: int) -> None:
+    __slots__ = ("_plan", "_transport", "_waited", "index", "order")
+
+    def __init__(self, transport: CopyEngineTransport, index: int, plan: _Post, order: int) -> None:
         self._transport = transport
         self.index = index
-        self._fetching, self._join = joins
+        self._plan = plan
         self._waited = False
         self.order = order
 
@@ -818,11 +886,14 @@ class _Fetching:
         here = self._transport
         if here._posts[self.index] is self:
             here._posts[self.index] = None
-        if here._streams.capturing():
-            here._launch(self._fetching)
-            here._streams.order(here._streams.side, here._streams.main())
-        here._launch(self._join)
-        here.watch.check()
+        streams = here._streams
+        lane = streams.main()
+        if streams.capturing():
+            streams.launch(self._plan.fetching, lane)
+            streams.order(streams.side, lane)
+        streams.launch(self._plan.join, lane)
+        if here.watch.failure is not None:
+            here.watch.check()
 
 
 def _pulls(source: int, slot: Tensor, far: Tensor, fetch: Fetch, group: int, groups: int) -> list[Op]:
@@ -847,35 +918,14 @@ def _pulls(source: int, slot: Tensor, far: Tensor, fetch: Fetch, group: int, gro
     return found
 
 
-def _zero_guards(far: Tensor, fetches: Sequence[Fetch]) -> None:
+def _guards(far: Tensor, fetches: Sequence[Fetch]) -> list[Tensor]:
+    """The rows of far that no owner has."""
     ends = [fetch.at for fetch in fetches[1:]] + [far.shape[1]]
-    for fetch, end in zip(fetches, ends, strict=False):
-        far[:, fetch.at + _num_rows(fetch.rows) : end].zero_()
+    return [far[:, fetch.at + _num_rows(fetch.rows) : end] for fetch, end in zip(fetches, ends, strict=False)]
 
 
 def _num_rows(rows: Rows) -> int:
     return sum(length for _, length in rows)
-
-
-def _stack(payloads: Sequence[tuple[int, int]], box: int, *, inward: bool) -> list[Op]:
-    """Copies between tensors, given as (address, bytes), and a box in which they stand one after another."""
-    found: list[Op] = []
-    for address, num_bytes in payloads:
-        found.append(Copy(address, box, num_bytes) if inward else Copy(box, address, num_bytes))
-        box += _padded(num_bytes)
-    return found
-
-
-def _by_peer(parcels: Sequence[Parcel]) -> dict[int, list[Tensor]]:
-    found: dict[int, list[Tensor]] = {}
-    for peer, x in parcels:
-        if x.numel():
-            found.setdefault(peer, []).append(x)
-    return found
-
-
-def _size(x: Tensor) -> int:
-    return x.numel() * x.element_size()
 
 
 def _padded(num_bytes: int) -> int:

@@ -125,7 +125,8 @@ class SimulatedGatherer:
             far[:, fetch.at : fetch.at + rows.shape[1]] = rows
         # there from the start, but said as on real ranks, so that the same kernels run
         flags = torch.ones(groups, self._hub.world_size, dtype=torch.int32, device=k.device)
-        return _Gathered(far, Arrivals(flags, torch.zeros(1, dtype=torch.int32, device=k.device), patience=10**9))
+        arrivals = Arrivals(flags, torch.zeros(1, dtype=torch.int32, device=k.device), patience=10**9)
+        return _Gathered(far, far[..., : k.shape[-1]], far[..., k.shape[-1] :], arrivals)
 
     def homecoming(
         self, shape: tuple[int, int, int], collection: Collection, device: torch.device, what: str
@@ -137,6 +138,8 @@ class SimulatedGatherer:
 @dataclass
 class _Gathered:
     far: Tensor
+    k: Tensor
+    v: Tensor
     arrivals: Arrivals | None
 
     def close(self) -> None:

@@ -1,8 +1,8 @@
 """Work in stream order that needs no SM: words that are written and waited for, and copies between devices.
 
 Owns the calls to the CUDA driver, the streams beside the caller's own, and turning constant lists of operations into
-graphs. Refuses to know what a word or a byte means. The driver is reached through cuda-bindings, which comes with torch's
-CUDA wheel and is imported when a ring first needs it.
+graphs. Refuses to know what a word or a byte means. The driver is called through ctypes, with arguments that were made
+ready before: one call then costs the host 2 microseconds, a third of what a general binding takes.
 
 Note [Order of enqueueing]
     A wait for a word is invisible to CUDA's own scheduling, and streams may share a hardware queue. So whatever writes a
@@ -12,7 +12,9 @@ Note [Order of enqueueing]
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable, Sequence
+from ctypes import byref, c_int, c_size_t, c_uint, c_uint32, c_uint64, c_ulonglong, c_void_p
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -21,7 +23,7 @@ BATCH = 200
 """Operations of one driver call; the driver takes fewer than 256."""
 MAX_PITCH = 2**31 - 1
 """Bytes between two rows of a copy, at most."""
-WORTH_A_GRAPH = 3
+WORTH_A_GRAPH = 5
 """Driver calls from which on a launch of a graph costs the host less."""
 
 
@@ -71,11 +73,15 @@ class Streams(Protocol):
         ...
 
     def compile(self, ops: Sequence[Op]) -> Program:
-        """Makes a list of operations ready."""
+        """Makes a list of operations ready. What holds copies is launched in captures only, or outside of them only."""
         ...
 
     def launch(self, program: Program, lane: int) -> None:
         """Enqueues a program; from its second time on as one graph where that saves calls."""
+        ...
+
+    def copy(self, target: int, source: int, num_bytes: int, lane: int) -> None:
+        """Enqueues one copy between addresses."""
         ...
 
     def order(self, first: int, then: int) -> None:
@@ -103,26 +109,115 @@ class DriverError(RuntimeError):
     """The CUDA driver refused."""
 
 
-def import_driver() -> Any:
-    """The driver's module of cuda-bindings.
+class _Word(ctypes.Structure):
+    """An entry of a batch: the union CUstreamBatchMemOpParams, as it lies for one word of 32 bits."""
+
+    _fields_ = (
+        ("operation", c_uint32),
+        ("address", c_uint64),
+        ("value", c_uint64),
+        ("flags", c_uint32),
+        ("alias", c_uint64),
+        ("rest", c_uint64),
+    )
+
+
+class _Block(ctypes.Structure):
+    """CUDA_MEMCPY2D: a copy of rows."""
+
+    _fields_ = (
+        ("source_x", c_size_t),
+        ("source_y", c_size_t),
+        ("source_kind", c_uint32),
+        ("source_host", c_void_p),
+        ("source", c_uint64),
+        ("source_array", c_void_p),
+        ("source_pitch", c_size_t),
+        ("target_x", c_size_t),
+        ("target_y", c_size_t),
+        ("target_kind", c_uint32),
+        ("target_host", c_void_p),
+        ("target", c_uint64),
+        ("target_array", c_void_p),
+        ("target_pitch", c_size_t),
+        ("width", c_size_t),
+        ("height", c_size_t),
+    )
+
+
+_WAIT, _WRITE = 1, 2  # operations of an entry
+_EQUAL = 1  # flag of a wait; that of a write is 0: a fence comes before it
+_DEVICE_MEMORY = 2
+_THREAD_LOCAL, _RELAXED = 1, 2  # modes of a capture
+_NON_BLOCKING = 1
+_NO_TIMING = 2
+
+_SIGNATURES: dict[str, tuple[Any, ...]] = {
+    "cuStreamBatchMemOp_v2": (c_void_p, c_uint, c_void_p, c_uint),
+    "cuMemcpyAsync": (c_uint64, c_uint64, c_size_t, c_void_p),
+    "cuMemcpy2DAsync_v2": (c_void_p, c_void_p),
+    "cuMemsetD32Async": (c_uint64, c_uint, c_size_t, c_void_p),
+    "cuGraphLaunch": (c_void_p, c_void_p),
+    "cuGraphInstantiateWithFlags": (c_void_p, c_void_p, c_ulonglong),
+    "cuGraphDestroy": (c_void_p,),
+    "cuGraphExecDestroy": (c_void_p,),
+    "cuEventCreate": (c_void_p, c_uint),
+    "cuEventRecord": (c_void_p, c_void_p),
+    "cuEventDestroy_v2": (c_void_p,),
+    "cuCtxGetStreamPriorityRange": (c_void_p, c_void_p),
+    "cuStreamCreateWithPriority": (c_void_p, c_uint, c_int),
+    "cuStreamDestroy_v2": (c_void_p,),
+    "cuStreamSynchronize": (c_void_p,),
+    "cuStreamWaitEvent": (c_void_p, c_void_p, c_uint),
+    "cuStreamBeginCapture_v2": (c_void_p, c_uint),
+    "cuStreamEndCapture": (c_void_p, c_void_p),
+    "cuThreadExchangeStreamCaptureMode": (c_void_p,),
+    "cuGetErrorName": (c_int, c_void_p),
+}
+
+
+def load_driver() -> ctypes.CDLL:
+    """The CUDA driver, every function knowing its arguments.
+
+    The interpreter is let go during each call: one may block while the watch over a ring must act.
 
     Raises:
-        ImportError: It is not installed.
+        DriverError: It is not there, or too old.
     """
-    from cuda.bindings import driver  # pyright: ignore[reportMissingImports]
-
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+        for name, arguments in _SIGNATURES.items():
+            function = getattr(driver, name)
+            function.argtypes, function.restype = arguments, c_int
+    except (OSError, AttributeError) as error:
+        raise DriverError(
+            f"the CUDA driver must be of CUDA 12 or later, got {error}; install a newer driver"
+        ) from error
     return driver
+
+
+def _refuse(driver: ctypes.CDLL, status: int, doing: str) -> None:
+    """Says that the driver has failed."""
+    name = ctypes.c_char_p()
+    driver.cuGetErrorName(status, byref(name))
+    text = name.value.decode() if name.value else "an unknown error"
+    raise DriverError(f"the CUDA driver must {doing}, got {text} ({status}); look for an earlier error of this process")
+
+
+def _entry(op: Write | Wait) -> _Word:
+    waits = isinstance(op, Wait)
+    return _Word(_WAIT if waits else _WRITE, op.address, op.value & 0xFFFFFFFF, _EQUAL if waits else 0)
 
 
 class _Calls:
     """A program of the CUDA driver: calls that take the stream, and the graph they became."""
 
-    __slots__ = ("calls", "graph", "launched")
+    __slots__ = ("calls", "graph", "until_graph")
 
-    def __init__(self, calls: list[Callable[[int], None]]) -> None:
+    def __init__(self, calls: list[Callable[[int], None]], until_graph: int) -> None:
         self.calls = calls
-        self.graph: Any = None
-        self.launched = False
+        self.graph: _Graph | None = None
+        self.until_graph = until_graph  # launches until it becomes one; negative: it stays as it is
 
 
 class CudaStreams:
@@ -130,21 +225,25 @@ class CudaStreams:
 
     Args:
         device: The device.
+
+    Raises:
+        DriverError: The driver is not there, or too old.
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._cu = import_driver()
+        self._cu = load_driver()
         self._device = device
         self._index = device.index if device.index is not None else torch.cuda.current_device()
-        ends = self._cu.cuCtxGetStreamPriorityRange()
-        lowest, highest = self._checked(ends, "say its priorities"), ends[2]
+        low, high = c_int(), c_int()
+        self._do("say its priorities", self._cu.cuCtxGetStreamPriorityRange, byref(low), byref(high))
+        lowest, highest = low.value, high.value
         # torch hands out its streams in turn: one that a caller waits on would be no rescue
         self.side: int = self._own_stream(min(highest + 1, lowest))
         self._scribe = self._own_stream(lowest)
         self._rescue = self._own_stream(highest)
-        self._event = self._checked(
-            self._cu.cuEventCreate(int(self._cu.CUevent_flags.CU_EVENT_DISABLE_TIMING)), "make an event"
-        )
+        event = c_void_p()
+        self._do("make an event", self._cu.cuEventCreate, byref(event), _NO_TIMING)
+        self._event = event.value
 
     def main(self) -> int:
         """See `Streams.main`."""
@@ -157,35 +256,44 @@ class CudaStreams:
     def compile(self, ops: Sequence[Op]) -> _Calls:
         """See `Streams.compile`."""
         calls: list[Callable[[int], None]] = []
-        words: list[Any] = []
+        words: list[_Word] = []
+        copies = False
         for op in ops:
             if isinstance(op, Copy):
+                copies = True
                 self._flush(words, calls)
                 calls.append(self._copy(op))
             else:
-                words.append(self._word(op))
+                words.append(_entry(op))
                 if len(words) == BATCH:
                     self._flush(words, calls)
         self._flush(words, calls)
-        return _Calls(calls)
+        becomes_a_graph = copies and len(calls) >= WORTH_A_GRAPH and not self.capturing()
+        return _Calls(calls, 1 if becomes_a_graph else -1)
 
     def launch(self, program: _Calls, lane: int) -> None:
         """See `Streams.launch`."""
-        if program.graph is not None and not self.capturing():
-            self._done(self._cu.cuGraphLaunch(program.graph.handle, lane), "launch a graph")
-            return
-        if program.launched and len(program.calls) >= WORTH_A_GRAPH and not self.capturing():
+        if program.until_graph == 0:
             program.graph = _Graph(self._cu, self._scribe, program.calls)
-            self._done(self._cu.cuGraphLaunch(program.graph.handle, lane), "launch a graph")
+        program.until_graph -= 1
+        if program.graph is not None:
+            status = self._cu.cuGraphLaunch(program.graph.handle, lane)
+            if status:
+                _refuse(self._cu, status, "launch a graph")
             return
-        program.launched = True
         for call in program.calls:
             call(lane)
 
+    def copy(self, target: int, source: int, num_bytes: int, lane: int) -> None:
+        """See `Streams.copy`."""
+        status = self._cu.cuMemcpyAsync(target, source, num_bytes, lane)
+        if status:
+            _refuse(self._cu, status, "enqueue a copy")
+
     def order(self, first: int, then: int) -> None:
         """See `Streams.order`."""
-        self._done(self._cu.cuEventRecord(self._event, first), "record an event")
-        self._done(self._cu.cuStreamWaitEvent(then, self._event, 0), "wait for an event")
+        self._do("record an event", self._cu.cuEventRecord, self._event, first)
+        self._do("wait for an event", self._cu.cuStreamWaitEvent, then, self._event, 0)
 
     def call(self, work: Callable[[], object]) -> None:
         """See `Streams.call`."""
@@ -196,13 +304,26 @@ class CudaStreams:
         with _Relaxed(self._cu, self._index):
             for call in self.compile(ops).calls:
                 call(self._rescue)
-            self._done(self._cu.cuStreamSynchronize(self._rescue), "finish a rescue")
+            self._do("finish a rescue", self._cu.cuStreamSynchronize, self._rescue)
 
     def fill(self, address: int, num_bytes: int) -> None:
         """See `Streams.fill`."""
         with _Relaxed(self._cu, self._index):
-            self._done(self._cu.cuMemsetD32Async(address, 0xFFFFFFFF, num_bytes // 4, self._rescue), "fill memory")
-            self._done(self._cu.cuStreamSynchronize(self._rescue), "finish a rescue")
+            self._do("fill memory", self._cu.cuMemsetD32Async, address, 0xFFFFFFFF, num_bytes // 4, self._rescue)
+            self._do("finish a rescue", self._cu.cuStreamSynchronize, self._rescue)
+
+    def time_copy(self, target: int, source: int, num_bytes: int) -> float:
+        """Seconds of a copy on an idle device; the best of a few, after one that nobody times."""
+        stream = torch.cuda.ExternalStream(self.side, self._device)
+        times = []
+        for _ in range(4):
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin.record(stream)
+            self.copy(target, source, num_bytes, self.side)
+            end.record(stream)
+            end.synchronize()
+            times.append(begin.elapsed_time(end) * 1e-3)
+        return min(times[1:])
 
     def synchronize(self) -> None:
         """See `Streams.synchronize`."""
@@ -212,106 +333,93 @@ class CudaStreams:
         # the driver lets what is in flight finish
         for stream in (getattr(self, name, None) for name in ("side", "_scribe", "_rescue")):
             if stream is not None:
-                self._cu.cuStreamDestroy(stream)
+                self._cu.cuStreamDestroy_v2(stream)
         if getattr(self, "_event", None) is not None:
-            self._cu.cuEventDestroy(self._event)
+            self._cu.cuEventDestroy_v2(self._event)
 
     def _own_stream(self, priority: int) -> int:
-        flags = int(self._cu.CUstream_flags.CU_STREAM_NON_BLOCKING)
-        return int(self._checked(self._cu.cuStreamCreateWithPriority(flags, priority), "make a stream"))
+        stream = c_void_p()
+        self._do("make a stream", self._cu.cuStreamCreateWithPriority, byref(stream), _NON_BLOCKING, priority)
+        return stream.value or 0
 
-    def _word(self, op: Write | Wait) -> Any:
-        cu = self._cu
-        entry = cu.CUstreamBatchMemOpParams()
-        if isinstance(op, Wait):
-            entry.waitValue.operation = cu.CUstreamBatchMemOpType.CU_STREAM_MEM_OP_WAIT_VALUE_32
-            entry.waitValue.address = op.address
-            entry.waitValue.value = op.value & 0xFFFFFFFF
-            entry.waitValue.flags = int(cu.CUstreamWaitValue_flags.CU_STREAM_WAIT_VALUE_EQ)
-        else:
-            entry.writeValue.operation = cu.CUstreamBatchMemOpType.CU_STREAM_MEM_OP_WRITE_VALUE_32
-            entry.writeValue.address = op.address
-            entry.writeValue.value = op.value & 0xFFFFFFFF
-            entry.writeValue.flags = 0  # a fence comes before the write
-        return entry
+    def _do(self, doing: str, function: Callable[..., int], *args: Any) -> None:
+        _do(self._cu, doing, function, *args)
 
-    def _flush(self, words: list[Any], calls: list[Callable[[int], None]]) -> None:
+    def _flush(self, words: list[_Word], calls: list[Callable[[int], None]]) -> None:
         if not words:
             return
-        cu, batch, count = self._cu, tuple(words), len(words)
+        driver, count = self._cu, len(words)
+        enqueue, batch = driver.cuStreamBatchMemOp_v2, (_Word * count)(*words)
+        address = ctypes.addressof(batch)
         words.clear()
 
-        def call(lane: int) -> None:
-            self._done(cu.cuStreamBatchMemOp(lane, count, batch, 0), "enqueue memory operations")
+        def call(lane: int, batch: Any = batch) -> None:
+            del batch  # kept alive by the default
+            status = enqueue(lane, count, address, 0)
+            if status:
+                _refuse(driver, status, "enqueue memory operations")
 
         calls.append(call)
 
     def _copy(self, op: Copy) -> Callable[[int], None]:
-        cu = self._cu
         if op.rows == 1:
-            target, source = cu.CUdeviceptr(op.target), cu.CUdeviceptr(op.source)
-            return lambda lane: self._done(cu.cuMemcpyAsync(target, source, op.width, lane), "enqueue a copy")
-        block = cu.CUDA_MEMCPY2D()
-        block.srcMemoryType = block.dstMemoryType = cu.CUmemorytype.CU_MEMORYTYPE_DEVICE
-        block.srcDevice, block.srcPitch = op.source, op.source_pitch
-        block.dstDevice, block.dstPitch = op.target, op.target_pitch
-        block.WidthInBytes, block.Height = op.width, op.rows
-        return lambda lane: self._done(cu.cuMemcpy2DAsync(block, lane), "enqueue a copy of rows")
+            return lambda lane: self.copy(op.target, op.source, op.width, lane)
+        block = _Block(
+            source_kind=_DEVICE_MEMORY,
+            source=op.source,
+            source_pitch=op.source_pitch,
+            target_kind=_DEVICE_MEMORY,
+            target=op.target,
+            target_pitch=op.target_pitch,
+            width=op.width,
+            height=op.rows,
+        )
+        return lambda lane: self._do("enqueue a copy of rows", self._cu.cuMemcpy2DAsync_v2, byref(block), lane)
 
-    def _done(self, result: tuple[Any, ...], doing: str) -> None:
-        if result[0] != 0:
-            raise DriverError(
-                f"the CUDA driver must {doing}, got {result[0]!r}; look for an earlier error of this process"
-            )
 
-    def _checked(self, result: tuple[Any, ...], doing: str) -> Any:
-        self._done(result, doing)
-        return result[1]
+def _do(driver: ctypes.CDLL, doing: str, function: Callable[..., int], *args: Any) -> None:
+    status = function(*args)
+    if status:
+        _refuse(driver, status, doing)
 
 
 class _Graph:
     """Driver calls captured once; destroyed with the last reference (work in flight is let finish)."""
 
-    def __init__(self, cu: Any, scribe: int, calls: Sequence[Callable[[int], None]]) -> None:
-        self._cu = cu
-        self.handle: Any = None
-        mode = cu.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
-        _succeed(cu.cuStreamBeginCapture(scribe, mode), "begin a capture")
+    def __init__(self, driver: ctypes.CDLL, scribe: int, calls: Sequence[Callable[[int], None]]) -> None:
+        self._cu = driver
+        self.handle: int | None = None
+        graph, ready = c_void_p(), c_void_p()
+        _do(driver, "begin a capture", driver.cuStreamBeginCapture_v2, scribe, _THREAD_LOCAL)
         try:
             for call in calls:
                 call(scribe)
         finally:
-            ended = cu.cuStreamEndCapture(scribe)
-        _succeed(ended, "end a capture")
-        made = cu.cuGraphInstantiate(ended[1], 0)
-        cu.cuGraphDestroy(ended[1])
-        _succeed(made, "make a graph")
-        self.handle = made[1]
+            ended = driver.cuStreamEndCapture(scribe, byref(graph))
+        if ended:
+            _refuse(driver, ended, "end a capture")
+        made = driver.cuGraphInstantiateWithFlags(byref(ready), graph, 0)
+        driver.cuGraphDestroy(graph)
+        if made:
+            _refuse(driver, made, "make a graph")
+        self.handle = ready.value
 
     def __del__(self) -> None:
         if self.handle is not None:
             self._cu.cuGraphExecDestroy(self.handle)
 
 
-def _succeed(result: tuple[Any, ...], doing: str) -> None:
-    if result[0] != 0:
-        raise DriverError(f"the CUDA driver must {doing}, got {result[0]!r}; look for an earlier error of this process")
-
-
 class _Relaxed:
     """Driver calls of this thread that neither disturb a capture of another one nor depend on a device being current."""
 
-    def __init__(self, cu: Any, index: int) -> None:
-        self._cu = cu
+    def __init__(self, driver: ctypes.CDLL, index: int) -> None:
+        self._cu = driver
         self._index = index
-        self._mode: Any = None
+        self._mode = c_int(_RELAXED)
 
     def __enter__(self) -> None:
-        relaxed = self._cu.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
-        result = self._cu.cuThreadExchangeStreamCaptureMode(relaxed)
-        _succeed(result, "relax a thread")
-        self._mode = result[1]
+        _do(self._cu, "relax a thread", self._cu.cuThreadExchangeStreamCaptureMode, byref(self._mode))
         torch.cuda.set_device(self._index)
 
     def __exit__(self, *_: object) -> None:
-        self._cu.cuThreadExchangeStreamCaptureMode(self._mode)
+        self._cu.cuThreadExchangeStreamCaptureMode(byref(self._mode))
