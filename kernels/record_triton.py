@@ -113,7 +113,7 @@ class _Call:
         facts = self.facts
         for x in values:
             kind = type(x)
-            fields = _fields.get(kind, _fields_of)
+            fields: Any = _fields.get(kind, _fields_of)
             if fields is _fields_of:
                 fields = _fields[kind] = _fields_of(kind)
             if fields is None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.compile.test_bound_launch import Driver, copy_kernel, machine, tile_kernel
+from tests.compile.test_bound_launch import Driver, copy_kernel, machine, publicly, tile_kernel
 
 pytest.importorskip("triton")
 
@@ -156,7 +156,7 @@ def test_descriptors_follow_addresses(machine: Driver) -> None:
     for a, b in ((0, 1), (1, 2), (2, 0), (0, 1)):
         run(tensors[a], tensors[b])
         found = machine.utils.launch.last()
-        tile_kernel[(1,)](made[a], 3, made[b], made[a], ROWS=32, COLUMNS=64, num_warps=4)
+        publicly(tile_kernel, (1,), (made[a], 3, made[b], made[a]), {"ROWS": 32, "COLUMNS": 64}, num_warps=4)
         assert machine.utils.launch.last() == found
     assert len(asked) == 1
 
