@@ -9,7 +9,8 @@ Note [Bound launch]
     do_not_specialize, whether it is 1 or a multiple of 16, the block of a descriptor, and the constants. The compiled
     kernel is looked up by these, and launched with arguments as the driver wants them: addresses in place of tensors, and
     descriptors encoded. The caching allocator hands the same addresses out again and again, so encoded descriptors are
-    kept, by address, and only by address: keeping one keeps no memory alive.
+    kept, by address, and only by address: keeping one keeps no memory alive. `launch` still looks at every argument;
+    launchers go through Note [Record] in record_triton.py, which finds all launches of a call at once.
 
 Note [Inside Triton]
     A compiled kernel is launched by `compiled[grid](*args)`, which is public and takes tens of microseconds: it asks for

@@ -112,18 +112,17 @@ class _Call:
         """Adds values."""
         facts = self.facts
         for x in values:
-            if isinstance(x, Tensor):
+            kind = type(x)
+            fields: Any = _fields.get(kind, _fields_of)
+            if fields is _fields_of:
+                fields = _fields[kind] = _fields_of(kind)
+            if fields is None:
+                facts.append(x)
+            elif fields is _as_tensor:
                 address = x.data_ptr()
                 facts += (x.shape, x.stride(), x.dtype, address % ALIGNMENT)
                 self.tensors.append(x)
                 self.addresses.append(address)
-                continue
-            kind = type(x)
-            if kind not in _fields:
-                _fields[kind] = _fields_of(kind)
-            fields = _fields[kind]
-            if fields is None:
-                facts.append(x)
             elif fields is _by_identity:
                 facts.append(id(x))
                 self.held.append(x)
@@ -138,11 +137,17 @@ def _by_identity(x: Any) -> Iterable[Any]:
     return vars(x).values()
 
 
+def _as_tensor(x: Any) -> Iterable[Any]:
+    return (x,)
+
+
 def _by_content(x: Any) -> Iterable[Any]:
     return vars(x).values()
 
 
 def _fields_of(kind: type) -> Callable[[Any], Iterable[Any]] | None:
+    if issubclass(kind, Tensor):
+        return _as_tensor
     if not dataclasses.is_dataclass(kind):
         return None
     return _by_content if kind.__eq__ is not object.__eq__ else _by_identity
