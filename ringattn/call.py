@@ -13,7 +13,7 @@ Note [Said once]
 from __future__ import annotations
 
 import ast
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
@@ -46,6 +46,7 @@ class Call:
         impl: Which kernel set: auto, or a name that `kernels.select` knows.
         backward: What the backward moves: "keys", "queries", or "auto" for what suits the schedule and moves fewer bytes.
         deterministic: Gradients are the same bits from run to run.
+        memo: What others derived from the call and keep with it.
     """
 
     sharding: Sharding
@@ -64,6 +65,7 @@ class Call:
     _collections: list[Collection] = field(default_factory=list, init=False, repr=False, compare=False)
     _gathered: dict[torch.device, Key[Gathered]] = field(default_factory=dict, init=False, repr=False, compare=False)
     _returning: dict[torch.device, Key[Tensor]] = field(default_factory=dict, init=False, repr=False, compare=False)
+    memo: dict[Hashable, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @staticmethod
     def decode(text: str, rank: int) -> Call:

@@ -15,6 +15,7 @@ Note [Two schedules]
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -29,8 +30,10 @@ from ringattn.layout import shard_len
 from ringattn.schedule import Collection
 from ringattn.transport.base import Gatherer, Seat
 
-PULL_BYTES = 8 * 2**20
-"""Bytes of one pull below which another head group costs more than it hides."""
+PULL_SECONDS = 25e-6
+"""How long one pull takes at least: shorter ones cost more to begin than they hide."""
+PULL_RATE = 335e9
+"""Bytes per second of a pull where the ring has not measured it."""
 GROUP_HEADS = 8
 """Key heads of the smallest head group."""
 
@@ -42,17 +45,16 @@ def forward(
     found = _gathering(k, v, score, call, kernels, seat, backward=False)
     if found is None:
         return ring_forward(q, k, v, score, call, kernels, seat)
-    gatherer, gathering_kernels = found
-    b, s, h, d = q.shape
+    gatherer, gathering_kernels, facts = found
+    b, s, h, _ = q.shape
     o = torch.empty(b, s, h, v.shape[-1], dtype=q.dtype, device=q.device)
     lse = torch.empty(b, h, s, dtype=accumulation_dtype(q.dtype), device=q.device)
-    collection = call.collection()
-    gathering = gatherer.gather(k, v, collection, choose_groups(k, v, collection), "forward")
+    gathering = gatherer.gather(k, v, facts.collection, facts.groups, "forward")
     with record_function("ring forward: all visits in one launch"):
         gathering_kernels.forward_gathered(
             q,
             (k, v),
-            (gathering.far[..., :d], gathering.far[..., d:]),
+            (gathering.k, gathering.v),
             call.stationary("keys", q.device),
             call.gathered(q.device),
             score,
@@ -82,13 +84,12 @@ def backward(
     found = _gathering(k, v, score, call, kernels, seat, backward=True)
     if found is None:
         return ring_backward(do, dlse, q, k, v, o, lse, score, call, kernels, seat, **wanted)
-    gatherer, gathering_kernels = found
+    gatherer, gathering_kernels, facts = found
     if dlse is not None:
         dlse = dlse.masked_fill(lse == float("-inf"), 0.0)
     b, _, hk, d = k.shape
-    collection = call.collection()
-    gathering = gatherer.gather(k, v, collection, choose_groups(k, v, collection), "backward")
-    home = gatherer.homecoming((b, hk, d + v.shape[-1]), collection, q.device, "backward")
+    gathering = gatherer.gather(k, v, facts.collection, facts.groups, "backward")
+    home = gatherer.homecoming((b, hk, d + v.shape[-1]), facts.collection, q.device, "backward")
     delta = kernels.delta(o, do, dlse)
     dq = torch.empty_like(q, memory_format=torch.contiguous_format)
     dalibi = torch.empty_like(lse) if wanted.get("want_alibi") else None
@@ -97,7 +98,7 @@ def backward(
             do,
             q,
             (k, v),
-            (gathering.far[..., :d], gathering.far[..., d:]),
+            (gathering.k, gathering.v),
             lse,
             delta,
             call.stationary("keys", q.device),
@@ -125,14 +126,20 @@ def backward(
     )
 
 
-def choose_groups(k: Tensor, v: Tensor, collection: Collection) -> int:
-    """Head groups in which keys come: more, so that the first tiles wait for less, as long as pulls stay large.
+def choose_groups(k: Tensor, v: Tensor, collection: Collection, pull_rate: float = 0.0) -> int:
+    """Head groups in which keys come: more, so that the first tiles wait for less, as long as pulls stay long.
 
     From numbers that are equal on all ranks.
+
+    Args:
+        k: `b t hk d`.
+        v: `b t hk dv`.
+        collection: Who fetches what.
+        pull_rate: Bytes per second between two ranks; 0.0: not measured.
     """
     b, _, hk, d = k.shape
     shard = b * collection.slot_rows * hk * (d + v.shape[-1]) * k.element_size()
-    most = min(hk // GROUP_HEADS, shard // PULL_BYTES)
+    most = min(hk // GROUP_HEADS, int(shard / (PULL_SECONDS * (pull_rate or PULL_RATE))))
     return max((groups for groups in (1, 2, 4, 8) if groups <= most and hk % groups == 0), default=1)
 
 
@@ -145,20 +152,47 @@ def gathered_bytes(k: Tensor, v: Tensor, collection: Collection, world_size: int
     return keys + homes * backward
 
 
+@dataclass(frozen=True)
+class _Facts:
+    """What follows from a call and the shapes of its keys.
+
+    Attributes:
+        collection: Who fetches what.
+        groups: Head groups.
+        needed: Bytes that a forward, and a backward, take.
+        shared: Every rank has queries and keys.
+    """
+
+    collection: Collection
+    groups: int
+    needed: tuple[int, int]
+    shared: bool
+
+
+def _look(k: Tensor, v: Tensor, call: Call, seat: Seat) -> _Facts:
+    key = (k.shape, v.shape[-1], k.dtype, seat.world_size, seat.pull_rate)
+    facts = call.memo.get(key)
+    if facts is None:
+        collection = call.collection()
+        needed = (gathered_bytes(k, v, collection, seat.world_size, backward=backward) for backward in (False, True))
+        shards = (*call.sharding.shards, *call.kv_sharding.shards)
+        groups = choose_groups(k, v, collection, seat.pull_rate)
+        facts = _Facts(collection, groups, (*needed,), all(shard_len(shard) for shard in shards))  # pyright: ignore[reportArgumentType]
+        call.memo[key] = facts
+    return facts
+
+
 def _gathering(
     k: Tensor, v: Tensor, score: Score, call: Call, kernels: KernelSet, seat: Seat, *, backward: bool
-) -> tuple[Gatherer, GatheringKernelSet] | None:
+) -> tuple[Gatherer, GatheringKernelSet, _Facts] | None:
     """What serves the gathered schedule; None for visits one by one."""
     serves: Any = getattr(kernels, "gathers", None)
-    if seat.world_size == 1 or seat.nodes is not None or serves is None:
+    if seat.world_size == 1 or seat.nodes is not None or serves is None or (backward and call.backward == "queries"):
         return None
     gatherer = seat.transport.gatherer()
     if gatherer is None or not serves(k.shape[-1], v.shape[-1], score):
         return None
-    shards = (*call.sharding.shards, *call.kv_sharding.shards)
-    if not all(shard_len(shard) for shard in shards):
+    facts = _look(k, v, call, seat)
+    if not facts.shared or facts.needed[backward] > seat.budget:
         return None
-    if backward and call.backward == "queries":
-        return None
-    needed = gathered_bytes(k, v, call.collection(), seat.world_size, backward=backward)
-    return (gatherer, cast(GatheringKernelSet, kernels)) if needed <= seat.budget else None
+    return gatherer, cast(GatheringKernelSet, kernels), facts

@@ -217,6 +217,7 @@ class Seat:
     budget: int = 0
     nodes: Nodes | None = None
     between_nodes: Transport | None = None
+    pull_rate: float = 0.0
 
     @property
     def slow_transport(self) -> Transport:
