@@ -17,12 +17,12 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.profiler import record_function
 
 from ringattn.call import Call
 from ringattn.forward import travellers
 from ringattn.kernels.contract import Grads, KernelSet, Score, accumulation_dtype
-from ringattn.schedule import Nodes, moved_rows
+from ringattn.schedule import Nodes
+from ringattn.spans import span
 from ringattn.traffic import Homeward, Traffic, reserve
 from ringattn.transport.base import Seat
 
@@ -66,9 +66,8 @@ def resolve_moving(call: Call, q: Tensor, k: Tensor, v: Tensor, score: Score, no
     h, dv = q.shape[2], v.shape[-1]
     per_key = (e + wide) * hk * (d + dv)
     per_query = e * h * (d + dv) + wide * h * (d + 2)
-    rows = {moving: moved_rows(call.plan(moving, nodes)) for moving in ("keys", "queries")}
-    cost = {"keys": per_key * rows["keys"], "queries": per_query * rows["queries"]}
-    return min(cost, key=lambda moving: cost[moving])
+    keys, queries = call.moved_rows(nodes)
+    return "keys" if per_key * keys <= per_query * queries else "queries"
 
 
 def ring_backward(
@@ -135,6 +134,17 @@ def ring_backward(
         for x in (*home, *stay):
             x.zero_()
 
+    def gradients() -> Gradients:
+        return Gradients(
+            dq=query_side[0],
+            dk=key_side[0],
+            dv=key_side[1],
+            dsinks=sinks_gradient(score, lse, delta) if want_sinks else None,
+            dalibi=query_side[1].sum((0, 2)) if want_alibi else None,
+            dkey_bias=key_side[2] if want_key_bias else None,
+            dbias=dbias,
+        )
+
     def compute(step: int, held: list[Tensor], contribution: list[Tensor]) -> None:
         visit = plan.visits[step]
         assert visit is not None, "an empty visit is never computed"
@@ -142,7 +152,7 @@ def ring_backward(
         if moving == "keys":
             keys_out, rows_out = contribution, stay
             args = (do, q, held[0], held[1], lse, delta, stationary, guest)
-            here = dataclasses.replace(score, key_bias=held[2] if score.key_bias is not None else None)
+            here = score if score.key_bias is None else dataclasses.replace(score, key_bias=held[2])
         else:
             keys_out, rows_out = stay, contribution
             args = (held[1], held[0], k, v, held[2], held[3], guest, stationary)
@@ -164,6 +174,11 @@ def ring_backward(
             ),
         )
 
+    if seat.world_size == 1:
+        if plan.visits[0] is not None:
+            with span("ring step 0 backward: {} of rank 0", moving):
+                compute(0, [x for x, _ in payload], home)
+        return gradients()
     returned = list(zip(home, row_dims, strict=False))
     reserve(everyone, seat, payload, returned)
     traffic = Traffic(payload, plan, seat, f"backward, {moving}")
@@ -178,18 +193,10 @@ def ring_backward(
         visit = plan.visits[step] if step < seat.world_size else None
         if visit is None:
             continue
-        with record_function(f"ring step {step} backward: {moving} of rank {visit.owner}"):
+        with span("ring step {} backward: {} of rank {}", step, moving, visit.owner):
             compute(step, held, homeward.room(step))
     homeward.finish()
-    return Gradients(
-        dq=query_side[0],
-        dk=key_side[0],
-        dv=key_side[1],
-        dsinks=sinks_gradient(score, lse, delta) if want_sinks else None,
-        dalibi=query_side[1].sum((0, 2)) if want_alibi else None,
-        dkey_bias=key_side[2] if want_key_bias else None,
-        dbias=dbias,
-    )
+    return gradients()
 
 
 def sinks_gradient(score: Score, lse: Tensor, delta: Tensor) -> Tensor:

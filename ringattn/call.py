@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from ringattn.kernels.contract import GUARD, Gathered, Score, Side, accumulation_dtype
-from ringattn.schedule import Collection, Nodes, Plan, RankPlan, Visit, collect, make_plan
+from ringattn.schedule import Collection, Nodes, Plan, RankPlan, Visit, collect, make_plan, moved_rows
 from ringattn.sharding import Sharding
 from ringattn.tables import Key, find, gathered_key, moving_key, returning_key, stationary_key
 from ringattn.visibility import Visibility
@@ -59,6 +59,7 @@ class Call:
     backward: str
     deterministic: bool
     _plans: dict[tuple[str, Nodes | None], Plan] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _moved: dict[Nodes | None, tuple[int, int]] = field(default_factory=dict, init=False, repr=False, compare=False)
     _keys: dict[tuple[str, int, torch.device], tuple[Visit | None, Key[Side]]] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
@@ -88,6 +89,14 @@ class Call:
             plan = make_plan(self.sharding.shards, self.kv_sharding.shards, self.visibility, moving, nodes)
             self._plans[moving, nodes] = plan
         return plan
+
+    def moved_rows(self, nodes: Nodes | None = None) -> tuple[int, int]:
+        """Rows that the busiest rank moves when keys move, and when queries do."""
+        moved = self._moved.get(nodes)
+        if moved is None:
+            moved = moved_rows(self.plan("keys", nodes)), moved_rows(self.plan("queries", nodes))
+            self._moved[nodes] = moved
+        return moved
 
     def visits(self, moving: str) -> RankPlan:
         """This rank's part of the plan."""

@@ -10,12 +10,12 @@ import dataclasses
 
 import torch
 from torch import Tensor
-from torch.profiler import record_function
 
 from ringattn.call import Call
 from ringattn.kernels.contract import Carry, KernelSet, Score, accumulation_dtype
 from ringattn.parcels import Moving
 from ringattn.schedule import Visit
+from ringattn.spans import span
 from ringattn.traffic import Traffic, reserve
 from ringattn.transport.base import Seat
 
@@ -52,22 +52,27 @@ def ring_forward(
         kernels.forward(
             q, k[:, :0], v[:, :0], rows, keys, _local(score, 0), carry=None, first=True, last=True, o=o, lse=lse
         )
-    reserve(everyone, seat, moving)
-    traffic = Traffic(moving, plan, seat, "forward, keys")
+    traffic = None
+    if seat.world_size > 1:
+        reserve(everyone, seat, moving)
+        traffic = Traffic(moving, plan, seat, "forward, keys")
+    held = [x for x, _ in moving]
     for step in range(seat.world_size):
-        held = traffic.arrive(step)
-        traffic.post(step)
+        if traffic is not None:
+            held = traffic.arrive(step)
+            traffic.post(step)
         visit = plan.visits[step]
         if visit is None or s == 0:
             continue
-        with record_function(f"ring step {step}: keys of rank {visit.owner}"):
+        here = score if score.key_bias is None else dataclasses.replace(score, key_bias=held[2])
+        with span("ring step {}: keys of rank {}", step, visit.owner):
             kernels.forward(
                 q,
                 held[0],
                 held[1],
                 rows,
                 call.moving("keys", visit, q.device),
-                dataclasses.replace(score, key_bias=held[2] if score.key_bias is not None else None),
+                here,
                 carry=carry,
                 first=step == steps[0],
                 last=step == steps[-1],

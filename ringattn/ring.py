@@ -131,6 +131,8 @@ class Ring:
                 raise ValueError(f"outer_gbps must be given with several nodes, got {outer_gbps} and one; leave it out")
             between = Throttled(between, outer_gbps)
         self.seat = Seat(self.rank, self.world_size, mover, Buffers(), memory_budget or 0, levels, between)
+        self._mover = mover
+        self._kept = Buffers()  # what kv_buffer has lent
         self._agreed: set[str] = set()
         self._warm: set[torch.device] = set()
         add_ring(self)
@@ -272,18 +274,30 @@ class Ring:
         lend = getattr(self.seat.transport, "lend", None)
         if lend is not None and device.type == "cuda":
             return lend(name, batch, rows, mine, kv_heads, dims, dtype)
-        whole = self.seat.buffers.take(f"kv_buffer {name}", (batch, rows, kv_heads, sum(dims)), dtype, device)
+        whole = self._kept.take(name, (batch, rows, kv_heads, sum(dims)), dtype, device)
         return whole[:, :mine, :, :head_dim], whole[:, :mine, :, head_dim:]
+
+    def poison(self) -> None:
+        """Fills every buffer of the ring that no call is using with NaN: a testing aid, which shows reads of stale rows.
+
+        Every rank calls it between the same two calls, outside of captures and after `torch.cuda.synchronize()`; work
+        enqueued later on the current stream finds NaN wherever nothing has come since. What `kv_buffer` lent is left alone.
+        """
+        spoil = getattr(self._mover, "poison", None)
+        if spoil is not None:
+            spoil()
+        self.seat.buffers.poison()
 
     def close(self) -> None:
         """Lets go of buffers and NCCL communicators; every rank must call it, when its calls are over.
 
         The ring may be used again; they are then made anew.
         """
-        release = getattr(self.seat.transport, "close", None)
+        release = getattr(self._mover, "close", None)
         if release is not None:
             release()
         self.seat.buffers.clear()
+        self._kept.clear()
         self._agreed.clear()
         self._warm.clear()
         for link in self._links:
@@ -294,7 +308,7 @@ class Ring:
         if self._settled or (device.type != "cuda" and self._wanted_transport == "auto"):
             return
         assert self._agreement is not None, "a ring of one rank is settled from the start"
-        mover, self._choice, budget = choose(
+        mover, self._choice, budget, rate = choose(
             self._wanted_transport,
             self._group_name,
             self.rank,
@@ -306,7 +320,9 @@ class Ring:
             self._memory_budget,
             self._links[0],
         )
-        self.seat = replace(self.seat, transport=mover if self.seat.nodes is None else WithinNode(mover), budget=budget)
+        self._mover = mover
+        mover = mover if self.seat.nodes is None else WithinNode(mover)
+        self.seat = replace(self.seat, transport=mover, budget=budget, pull_rate=rate)
         self._settled = True
 
     def _warm_up(self, device: torch.device) -> None:

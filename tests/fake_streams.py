@@ -128,6 +128,7 @@ class World:
                 self.baton.notify_all()
             else:
                 self._running = 0
+                self._meeting.discard(rank)
                 self.baton.notify_all()
                 raise AssertionError(f"deadlock: rank {rank} waits for the others, who have come {self._met} times")
         self._running += 1

@@ -18,6 +18,7 @@ from ringattn.kernels.pack import pack
 from ringattn.layout import make_shards, shard_len
 from ringattn.schedule import Collection, Fetch, collect, make_plan
 from ringattn.transport.base import Gathering
+from ringattn.transport.choose import PROBE_BYTES, measure_pull
 from ringattn.transport.copy_engine import CopyEngineTransport
 from ringattn.visibility import Visibility
 from tests.fake_streams import MAIN, FakeMemory, FakeStreams, Item, Recording, World, read
@@ -253,7 +254,7 @@ def lend(ranks: Ranks, shape: Shape, salt: int, name: str) -> None:
 
 
 def rounds(ranks: int) -> st.SearchStrategy[list[tuple[str, Shape]]]:
-    kinds = st.sampled_from(["gather", "home", "post", "lend a", "lend b"])
+    kinds = st.sampled_from(["gather", "home", "post", "lend a", "lend b", "poison"])
     return st.lists(st.tuples(kinds, shapes(ranks)), min_size=1, max_size=8)
 
 
@@ -264,6 +265,8 @@ def play(ranks: Ranks, kind: str, shape: Shape, salt: int) -> None:
         come_home(ranks, shape, salt)
     elif kind == "post":
         post(ranks, salt, shape.rows)
+    elif kind == "poison":
+        ranks.each(lambda rank: ranks.ends[rank].poison())
     else:
         lend(ranks, shape, salt, kind)
 
@@ -534,6 +537,54 @@ def test_a_new_shape_inside_a_capture_is_refused() -> None:
     ranks.streams[0].recording = Recording()
     with pytest.raises(RuntimeError, match="make the same call once before capturing it"):
         ranks.ends[0].gather(*keys_of(shape, 0, 0), shape.collections[0], 1, "captured")
+
+
+def test_poison_leaves_nothing_of_earlier_calls_but_what_was_lent() -> None:
+    ranks, shape = Ranks(2, 0), full(2)
+    for kind in ("gather", "home", "post", "lend a"):
+        play(ranks, kind, shape, 1)
+    play(ranks, "poison", shape, 0)
+    for rank, end in enumerate(ranks.ends):
+        for station in (*end._slots, *end._homes, *end._boxes):
+            rows = station.view((station.num_bytes,), torch.uint8)
+            assert rows.numel()
+            assert bool((rows == 255).all())
+        assert bool((end._far == 255).all())
+        assert bool((end._own == 255).all())
+        (lent,) = end._lent.values()
+        for x, y in zip((lent.k, lent.v), keys_of(shape, rank, 1), strict=True):
+            assert torch.equal(x, y)
+    gather(ranks, shape, 2)
+    ranks.world.drain()
+
+
+def test_all_ranks_keep_the_rate_of_the_slowest() -> None:
+    world, found = World(3, 0), {}
+    texts: dict[int, str] = {}
+
+    @dataclass
+    class Clock:
+        seconds: float
+
+        def time_copy(self, target: int, source: int, num_bytes: int) -> float:
+            ctypes.memmove(target, source, num_bytes)
+            return self.seconds
+
+    @dataclass
+    class Table:
+        rank: int
+
+        def compare(self, text: str) -> list[str]:
+            texts[self.rank] = text
+            world.meet(self.rank)
+            return [texts[rank] for rank in range(3)]
+
+    def measure(rank: int) -> None:
+        table: Any = Table(rank)
+        found[rank] = measure_pull(rank, 3, Clock((1.0, 4.0, 2.0)[rank]), FakeMemory(world, rank), table)
+
+    world.hosts(measure)
+    assert found == dict.fromkeys(range(3), PROBE_BYTES / 4)
 
 
 def test_buffers_are_made_once_grow_when_needed_and_go_when_closed() -> None:

@@ -187,6 +187,11 @@ class Buffers:
             flat = self._flat[key] = torch.empty(size, dtype=dtype, device=device)
         return flat[:size].view(tuple(shape))
 
+    def poison(self) -> None:
+        """Sets all bits of all buffers: NaN in every floating dtype. To be called when none is in use."""
+        for flat in self._flat.values():
+            flat.view(torch.uint8).fill_(255)
+
     def num_bytes(self) -> int:
         """Bytes held now."""
         return sum(flat.numel() * flat.element_size() for flat in self._flat.values())
@@ -206,6 +211,8 @@ class Seat:
         transport: What moves bytes, within a node where there are several.
         buffers: Where received and packed rows live.
         budget: Bytes that gathered keys and their gradients may take per rank; the same on all ranks.
+        pull_rate: Bytes per second at which the slowest rank pulls from another one's memory; the same on all ranks. 0.0:
+            unknown.
         nodes: Who shares a node, in a ring of two levels (Note [Double ring] in schedule.py); None: one level.
         between_nodes: What moves bytes between nodes; None: `transport` does.
     """

@@ -13,14 +13,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from ringattn.transport.base import Transport
 from ringattn.transport.process_group import Agreement
+from ringattn.transport.symmetric import Memory
 
 TRANSPORTS = ("auto", "copy_engine", "process_group")
+PROBE_BYTES = 16 * 2**20
+"""What is pulled once to learn how fast a link is: large enough to run at full speed."""
 
 
 @dataclass(frozen=True)
@@ -83,6 +86,32 @@ def find_obstacle(rank: int, device: torch.device, found: Sequence[dict[str, Any
     return None
 
 
+class Clock(Protocol):
+    """What measures a copy (`CudaStreams`)."""
+
+    def time_copy(self, target: int, source: int, num_bytes: int) -> float:
+        """Seconds of one copy between addresses."""
+        ...
+
+
+def measure_pull(rank: int, world_size: int, clock: Clock, memory: Memory, agreement: Agreement) -> float:
+    """Bytes per second at which the slowest rank pulls from the next one while all do; the same on all ranks.
+
+    Args:
+        rank: This ring rank.
+        world_size: Ranks of the ring.
+        clock: What measures.
+        memory: Where regions come from.
+        agreement: How ranks compare.
+    """
+    target = torch.empty(PROBE_BYTES, dtype=torch.uint8, device=memory.device)
+    region = memory.region(PROBE_BYTES, "probe")
+    seconds = clock.time_copy(target.data_ptr(), region.addresses[(rank + 1) % world_size], PROBE_BYTES)
+    # whoever still pulls is let finish before the region goes
+    memory.meet("probe ends")
+    return min(json.loads(text) for text in agreement.compare(json.dumps(PROBE_BYTES / seconds)))
+
+
 def choose(
     wanted: str,
     group_name: str,
@@ -94,8 +123,8 @@ def choose(
     timeout: timedelta,
     memory_budget: int | None,
     fallback: Transport,
-) -> tuple[Transport, Choice, int]:
-    """The transport of a ring, the reason, and the bytes that gathered keys may take per rank. Every rank calls it.
+) -> tuple[Transport, Choice, int, float]:
+    """How a ring moves shards. Every rank calls it.
 
     Args:
         wanted: One of `TRANSPORTS`.
@@ -109,14 +138,17 @@ def choose(
         memory_budget: Bytes; None for a quarter of what is free on the fullest device.
         fallback: The transport over the process group.
 
+    Returns:
+        The transport, the reason, the bytes that gathered keys may take per rank, and `Seat.pull_rate`.
+
     Raises:
         RuntimeError: `copy_engine` was asked for and can not serve; raised on every rank.
     """
     if wanted == "process_group":
-        return fallback, Choice("process_group", "asked for"), memory_budget or 0
+        return fallback, Choice("process_group", "asked for"), memory_budget or 0, 0.0
     found = [json.loads(text) for text in agreement.compare(json.dumps(look(device)))]
     budget = memory_budget if memory_budget is not None else min(other["free"] for other in found) // 4
-    transport, obstacle = None, find_obstacle(rank, device, found)
+    transport, rate, obstacle = None, 0.0, find_obstacle(rank, device, found)
     obstacles = [json.loads(text) for text in agreement.compare(json.dumps(obstacle))]
     obstacle = next((text for text in obstacles if text is not None), None)
     if obstacle is None:
@@ -134,13 +166,15 @@ def choose(
         obstacle = next((text for text in errors if text is not None), None)
         if obstacle is None and streams is not None:
             memory = SymmetricMemory(group_name, agreement, device, streams.synchronize)
+            rate = measure_pull(rank, world_size, streams, memory, agreement)
             transport = CopyEngineTransport(rank, world_size, name, streams, memory, timeout.total_seconds())
     if transport is not None:
         why = f"the {world_size} GPUs of the ring are on one host and reach each other"
-        return transport, Choice("copy_engine", "asked for" if wanted == "copy_engine" else why), budget
+        why = "asked for" if wanted == "copy_engine" else why
+        return transport, Choice("copy_engine", f"{why}, {rate / 1e9:.0f} GB/s"), budget, rate
     if wanted == "copy_engine":
         raise RuntimeError(
             f"transport 'copy_engine' must have GPUs of one host that reach each other, got: {obstacle}; "
             "use transport='auto' or 'process_group'"
         )
-    return fallback, Choice("process_group", f"{obstacle}"), budget
+    return fallback, Choice("process_group", f"{obstacle}"), budget, 0.0

@@ -103,6 +103,10 @@ class _Station:
         """Address of the rows of rank `at`."""
         return self.region.addresses[at] + self._header
 
+    def poison(self) -> None:
+        """Sets all bits of this rank's rows."""
+        self.region.local[self._header :].fill_(255)
+
     def view(self, shape: Sequence[int], dtype: torch.dtype, offset: int = 0) -> Tensor:
         """This rank's rows, from a byte offset on."""
         return _view(self.region.local[self._header + offset :], shape, dtype)
@@ -396,6 +400,22 @@ class CopyEngineTransport:
             found = self._keep(place, self._streams.compile(ops))
         self._streams.launch(found, lane)
         return lent.k, lent.v
+
+    def poison(self) -> None:
+        """Sets all bits wherever rows are kept between two calls; every rank calls it. What was lent is left alone."""
+        if self._streams.capturing():
+            raise RuntimeError("poison must be called outside of a capture, got one; poison between replays")
+        self._enter()
+        self._finish()
+        # twice: nothing is left here, and then nothing is left anywhere that may read what is overwritten
+        self._memory.meet("poison comes")
+        self._memory.meet("poison begins")
+        for station in (*self._slots, *self._homes, *self._boxes):
+            self._streams.call(station.poison)
+        for local in (self._far, self._own):
+            self._streams.call(lambda local=local: local.fill_(255))
+        self._far_layout = None
+        self._memory.meet("poison ends")
 
     def close(self) -> None:
         """Lets go of all memory; every rank of the ring calls it. A later call makes what it needs anew."""
