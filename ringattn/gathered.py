@@ -20,7 +20,6 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch.profiler import record_function
 
 from ringattn.backward import Gradients, ring_backward, sinks_gradient
 from ringattn.call import Call
@@ -28,6 +27,7 @@ from ringattn.forward import ring_forward
 from ringattn.kernels.contract import GatheringKernelSet, KernelSet, Score, accumulation_dtype
 from ringattn.layout import shard_len
 from ringattn.schedule import Collection
+from ringattn.spans import span
 from ringattn.transport.base import Gatherer, Seat
 
 PULL_SECONDS = 25e-6
@@ -50,7 +50,7 @@ def forward(
     o = torch.empty(b, s, h, v.shape[-1], dtype=q.dtype, device=q.device)
     lse = torch.empty(b, h, s, dtype=accumulation_dtype(q.dtype), device=q.device)
     gathering = gatherer.gather(k, v, facts.collection, facts.groups, "forward")
-    with record_function("ring forward: all visits in one launch"):
+    with span("ring forward: all visits in one launch"):
         gathering_kernels.forward_gathered(
             q,
             (k, v),
@@ -93,7 +93,7 @@ def backward(
     delta = kernels.delta(o, do, dlse)
     dq = torch.empty_like(q, memory_format=torch.contiguous_format)
     dalibi = torch.empty_like(lse) if wanted.get("want_alibi") else None
-    with record_function("ring backward: all visits in one launch"):
+    with span("ring backward: all visits in one launch"):
         gathering_kernels.backward_gathered(
             do,
             q,

@@ -565,29 +565,30 @@ class CopyEngineTransport:
         return self._own
 
     def _at(self, number: int, place: int) -> Write:
-        return Write(self._host.data_ptr() + 4 * PLACE, number * PLACES + place)
+        return self._note(PLACE, number * PLACES + place)
+
+    def _note(self, word: int, value: int) -> Write:
+        """What the watch reads; publishes nothing."""
+        return Write(self._host.data_ptr() + 4 * word, value, fence=False)
 
     def _leave(self) -> list[Op]:
-        host = self._host.data_ptr()
-        return [Write(host + 4 * QUIET, 0), Write(host + 4 * PLACE, ELSEWHERE)]
+        return [self._note(QUIET, 0), self._note(PLACE, ELSEWHERE)]
 
     def _take(self, word: int) -> list[Op]:
-        return [Wait(word, 1), Write(word, 0)]
+        return [Wait(word, 1), Write(word, 0, fence=False)]
 
     # Inside a capture events order the two streams, and words must not: the side stream of a graph is not the ring's own,
     # whose next work may be enqueued while the graph still runs, and each would take the other's signals.
 
     def _side_begins(self, number: int) -> list[Op]:
-        host = self._host.data_ptr()
         started = [] if self._streams.capturing() else self._take(self._words[START])
-        return [*started, Write(host + 4 * SIDE_AT, 0), Write(host + 4 * SIDE, number)]
+        return [*started, self._note(SIDE_AT, 0), self._note(SIDE, number)]
 
     def _side_ends(self, done: int) -> list[Op]:
-        host = self._host.data_ptr()
         return [
             Wait(self._words[GATE], 1),
-            Write(host + 4 * QUIET, 0),
-            Write(host + 4 * SIDE, 0),
+            self._note(QUIET, 0),
+            self._note(SIDE, 0),
             *([] if self._streams.capturing() else [Write(self._words[done], 1)]),
         ]
 
@@ -653,24 +654,25 @@ class CopyEngineTransport:
                 # it may still read what an earlier call left in this slot
                 start.append(Wait(station.free(me, peer), 1))
         start += [*self._side_is_free(), Wait(words[PROCEED], 1)]
-        start += [Write(flag(g, fetch.step), 0) for g in range(groups) for fetch in fetches]
-        start += [Write(flag(0, 0), 0)]  # nobody's flag: the error word of the kernels
-        start += [Write(self._host.data_ptr() + 4 * QUIET, 0), self._at(number, KERNEL)]
+        # flag (0, 0) is nobody's: the error word of the kernels
+        lowered = [(0, 0), *((g, fetch.step) for g in range(groups) for fetch in fetches)]
+        start += [Write(flag(*place), 0, fence=False) for place in lowered]
+        start += [self._note(QUIET, 0), self._at(number, KERNEL)]
         start += [] if packed is not None else self._start_side()
 
+        # between a peer's word and the flag stands nothing but the pull: what can wait stands behind the last flag
         side = self._side_begins(number)
-        side += [Write(station.full(send.peer, me), 1) for send in readers]
-        at = self._host.data_ptr() + 4 * SIDE_AT
+        side += _publish([station.full(send.peer, me) for send in readers])
         for g in range(groups):
             for i, fetch in enumerate(fetches):
                 if g == 0:
-                    side += self._take(station.full(me, fetch.owner))
+                    side.append(Wait(station.full(me, fetch.owner), 1))
                 side += _pulls(station.rows(fetch.owner), slot, far, fetch, g, groups)
                 side += [Wait(words[GATE], 1), Write(flag(g, fetch.step), 1)]
                 if g == 0:
-                    side.append(Write(at, i + 1))
-                if g == groups - 1:
-                    side.append(Write(station.free(fetch.owner, me), 1))
+                    side.append(self._note(SIDE_AT, i + 1))
+        side += [Write(station.full(me, fetch.owner), 0, fence=False) for fetch in fetches]
+        side += _publish([station.free(fetch.owner, me) for fetch in fetches])
         side += self._side_ends(DONE)
 
         joining = [self._at(number, JOINING)]
@@ -723,15 +725,15 @@ class CopyEngineTransport:
         start: list[Op] = [self._at(number, ENTERING)]
         for owner in owners:
             start += self._take(station.free(me, owner))
-        start += [Wait(self._words[PROCEED], 1), Write(self._host.data_ptr() + 4 * QUIET, 0), self._at(number, KERNEL)]
+        start += [Wait(self._words[PROCEED], 1), self._note(QUIET, 0), self._at(number, KERNEL)]
         start = start if owners or readers else []
         receive: list[Op] = [self._at(number, RECEIVING)]
-        receive += [Write(station.full(owner, me), 1) for owner in owners]
+        receive += _publish([station.full(owner, me) for owner in owners])
         for reader in readers:
             receive += self._take(station.full(me, reader))
         receive += [Wait(self._words[PROCEED], 1), *self._leave()]
         receive = receive if owners or readers else []
-        close = [Write(station.free(reader, me), 1) for reader in readers]
+        close = _publish([station.free(reader, me) for reader in readers])
         addresses = [own.data_ptr()]
         addresses += [station.rows(fetch.owner) + (fetch.step - 1) * stride for fetch in collection.fetches]
         return _Home(
@@ -765,7 +767,7 @@ class CopyEngineTransport:
         for i, (peer, half) in enumerate(into):
             sides.append(compile_([*side, *self._take(self._boxes[half].full(me, peer))]))
             side = [Wait(words[GATE], 1), Write(self._boxes[half].free(peer, me), 1)]
-            side += [Write(self._host.data_ptr() + 4 * SIDE_AT, i + 1)]
+            side += [self._note(SIDE_AT, i + 1)]
         if into:
             sides.append(compile_([*side, *self._side_ends(POSTED + index)]))
         fetching = [self._at(number, FETCHING)]
@@ -914,6 +916,11 @@ class _Fetching:
         streams.launch(self._plan.join, lane)
         if here.watch.failure is not None:
             here.watch.check()
+
+
+def _publish(words: Sequence[int]) -> list[Op]:
+    """Says 1 to each word: one fence makes what came before visible to all who read them."""
+    return [Write(word, 1, fence=i == 0) for i, word in enumerate(words)]
 
 
 def _pulls(source: int, slot: Tensor, far: Tensor, fetch: Fetch, group: int, groups: int) -> list[Op]:
