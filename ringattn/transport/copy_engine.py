@@ -568,14 +568,14 @@ class CopyEngineTransport:
         return self._note(PLACE, number * PLACES + place)
 
     def _note(self, word: int, value: int) -> Write:
-        """What the watch reads; publishes nothing."""
-        return Write(self._host.data_ptr() + 4 * word, value, fence=False)
+        """What the watch reads."""
+        return Write(self._host.data_ptr() + 4 * word, value)
 
     def _leave(self) -> list[Op]:
         return [self._note(QUIET, 0), self._note(PLACE, ELSEWHERE)]
 
     def _take(self, word: int) -> list[Op]:
-        return [Wait(word, 1), Write(word, 0, fence=False)]
+        return [Wait(word, 1), Write(word, 0)]
 
     # Inside a capture events order the two streams, and words must not: the side stream of a graph is not the ring's own,
     # whose next work may be enqueued while the graph still runs, and each would take the other's signals.
@@ -656,7 +656,7 @@ class CopyEngineTransport:
         start += [*self._side_is_free(), Wait(words[PROCEED], 1)]
         # flag (0, 0) is nobody's: the error word of the kernels
         lowered = [(0, 0), *((g, fetch.step) for g in range(groups) for fetch in fetches)]
-        start += [Write(flag(*place), 0, fence=False) for place in lowered]
+        start += [Write(flag(*place), 0) for place in lowered]
         start += [self._note(QUIET, 0), self._at(number, KERNEL)]
         start += [] if packed is not None else self._start_side()
 
@@ -671,7 +671,7 @@ class CopyEngineTransport:
                 side += [Wait(words[GATE], 1), Write(flag(g, fetch.step), 1)]
                 if g == 0:
                     side.append(self._note(SIDE_AT, i + 1))
-        side += [Write(station.full(me, fetch.owner), 0, fence=False) for fetch in fetches]
+        side += [Write(station.full(me, fetch.owner), 0) for fetch in fetches]
         side += _publish([station.free(fetch.owner, me) for fetch in fetches])
         side += self._side_ends(DONE)
 
@@ -919,8 +919,8 @@ class _Fetching:
 
 
 def _publish(words: Sequence[int]) -> list[Op]:
-    """Says 1 to each word: one fence makes what came before visible to all who read them."""
-    return [Write(word, 1, fence=i == 0) for i, word in enumerate(words)]
+    """Says 1 to each word."""
+    return [Write(word, 1) for word in words]
 
 
 def _pulls(source: int, slot: Tensor, far: Tensor, fetch: Fetch, group: int, groups: int) -> list[Op]:

@@ -28,14 +28,10 @@ WORTH_A_GRAPH = 5
 
 
 class Write(NamedTuple):
-    """`value` is stored at `address` once all earlier work of the stream is visible to every device.
-
-    Without the fence it is stored once earlier work has run, visible or not: for words that publish nothing.
-    """
+    """`value` is stored at `address` once all earlier work of the stream is visible to every device."""
 
     address: int
     value: int
-    fence: bool = True
 
 
 class Wait(NamedTuple):
@@ -150,8 +146,7 @@ class _Block(ctypes.Structure):
 
 
 _WAIT, _WRITE = 1, 2  # operations of an entry
-_EQUAL = 1  # flag of a wait
-_UNFENCED = 1  # flag of a write; else a fence comes before it
+_EQUAL = 1  # flag of a wait; that of a write is 0: a fence comes before it
 _DEVICE_MEMORY = 2
 _THREAD_LOCAL, _RELAXED = 1, 2  # modes of a capture
 _NON_BLOCKING = 1
@@ -210,10 +205,8 @@ def _refuse(driver: ctypes.CDLL, status: int, doing: str) -> None:
 
 
 def _entry(op: Write | Wait) -> _Word:
-    value = op.value & 0xFFFFFFFF
-    if isinstance(op, Wait):
-        return _Word(_WAIT, op.address, value, _EQUAL)
-    return _Word(_WRITE, op.address, value, 0 if op.fence else _UNFENCED)
+    waits = isinstance(op, Wait)
+    return _Word(_WAIT if waits else _WRITE, op.address, op.value & 0xFFFFFFFF, _EQUAL if waits else 0)
 
 
 class _Calls:
