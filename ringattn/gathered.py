@@ -30,8 +30,8 @@ from ringattn.schedule import Collection
 from ringattn.spans import span
 from ringattn.transport.base import Gatherer, Seat
 
-PULL_SECONDS = 25e-6
-"""How long one pull takes at least: shorter ones cost more to begin than they hide."""
+PULL_SECONDS = 50e-6
+"""How long one pull takes at least, over all heads of a group: shorter ones cost more to begin than they hide."""
 PULL_RATE = 335e9
 """Bytes per second of a pull where the ring has not measured it."""
 GROUP_HEADS = 8

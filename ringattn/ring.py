@@ -273,9 +273,12 @@ class Ring:
         self._settle(device)
         lend = getattr(self.seat.transport, "lend", None)
         if lend is not None and device.type == "cuda":
-            return lend(name, batch, rows, mine, kv_heads, dims, dtype)
-        whole = self._kept.take(name, (batch, rows, kv_heads, sum(dims)), dtype, device)
-        return whole[:, :mine, :, :head_dim], whole[:, :mine, :, head_dim:]
+            k, v = lend(name, batch, rows, mine, kv_heads, dims, dtype)
+        else:
+            whole = self._kept.take(name, (batch, rows, kv_heads, sum(dims)), dtype, device)
+            k, v = whole[:, :mine, :, :head_dim], whole[:, :mine, :, head_dim:]
+        # fresh tensors each time: what autograd ties to them in one step is not there in the next
+        return k.detach(), v.detach()
 
     def poison(self) -> None:
         """Fills every buffer of the ring that no call is using with NaN: a testing aid, which shows reads of stale rows.

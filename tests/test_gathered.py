@@ -176,6 +176,6 @@ def test_head_groups_keep_pulls_large_and_divide_the_heads():
         return choose_groups(k, k, Collection((), (), 0, rows, 0))
 
     assert [groups(n, 8) for n in (1024, 4096, 65536)] == [1, 1, 1]
-    assert [groups(n, 32) for n in (512, 1024, 4096, 65536)] == [1, 2, 4, 4]
+    assert [groups(n, 32) for n in (1024, 2048, 4096, 65536)] == [1, 2, 4, 4]
     assert [groups(n, 64) for n in (4096, 65536)] == [8, 8]
     assert groups(4096, 24) == 2

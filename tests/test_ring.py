@@ -362,3 +362,29 @@ def test_buffers_are_reused_across_calls(pool: Pools) -> None:
     for held, left in pool(2).run(reuse):
         assert held > 0
         assert left == 0
+
+
+def test_keys_written_in_place_are_differentiable_step_after_step() -> None:
+    ring = Ring()
+    sharding = ring.sharding(24)
+    x, weight = torch.randn(1, 24, 2, 8), torch.randn(8, 8, requires_grad=True)
+    q = torch.randn(1, 24, 4, 8)
+    for _ in range(3):
+        k, v = ring.kv_buffer(sharding, 1, 2, 8, dtype=torch.float32, name="layer 0")
+        k.copy_(x @ weight)
+        v.copy_(x)
+        found = torch.autograd.grad(ring_attention(q, k, v, sharding, causal=True).square().sum(), weight)[0]
+        o = ring_attention(q, x @ weight, x, sharding, causal=True)
+        torch.testing.assert_close(found, torch.autograd.grad(o.square().sum(), weight)[0])
+
+
+def test_keys_overwritten_before_the_backward_are_refused() -> None:
+    ring = Ring()
+    sharding = ring.sharding(8)
+    held = ring.kv_buffer(sharding, 1, 1, 8, dtype=torch.float32, name="layer 0")
+    k, v = (x.normal_().requires_grad_() for x in held)
+    o = ring_attention(torch.randn(1, 8, 1, 8, requires_grad=True), k, v, sharding)
+    for x in ring.kv_buffer(sharding, 1, 1, 8, dtype=torch.float32, name="layer 0"):
+        x.zero_()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        o.sum().backward()
