@@ -29,6 +29,7 @@ NAMES = {
     "hopper": "ringattn hopper",
     "portable": "ringattn portable",
     "auto": "ringattn auto",
+    "in_place": "ringattn in place",
     "cudnn": "cuDNN",
     "fa2": "FA2",
     "flex": "FlexAttention",

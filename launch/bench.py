@@ -71,6 +71,7 @@ COLUMNS: dict[str, dict[str, str]] = {
         "inference_us": "{:.0f}",
         "forward_us": "{:.0f}",
         "both_us": "{:.0f}",
+        "both_in_one_thread_us": "{:.0f}",
     },
 }
 """What the table of each bench shows of its rows, and how."""

@@ -98,6 +98,11 @@ def bench_host(args: Host, session: Session) -> list[dict[str, Any]]:
     def both() -> None:
         torch.autograd.grad(forward(), (q, k, v), do)
 
-    calls = {"inference": inference, "forward": forward, "both": both}
+    def both_in_one_thread() -> None:
+        # autograd runs backwards of a GPU in a thread of its own, whose core has none of what the forward left in its caches
+        with torch.autograd.set_multithreading_enabled(False):
+            both()
+
+    calls = {"inference": inference, "forward": forward, "both": both, "both_in_one_thread": both_in_one_thread}
     row = {"bench": "host", "world_size": session.world_size, **dataclasses.asdict(problem)}
     return [row | {f"{name}_us": host_us(call, session, args.calls) for name, call in calls.items()}]
