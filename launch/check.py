@@ -79,7 +79,7 @@ class CheckArgs:
         seed: Seed of all inputs.
         soak: Random calls on one ring instead of the cases, without a pause between them; all ranks.
         delay: While soaking, hosts pause at random, up to 20 ms.
-        poison: While soaking, the ring's buffers are filled with NaN between calls, where its transport can.
+        poison: While soaking, the ring's buffers are filled with NaN between calls.
         fuzz: Seconds of random visits of the kernels alone instead of the cases; 0 for a single one.
         fuzz_seed: Seed of the first random visit.
         ahead: On GPUs, fill the compiler's cache from many processes first; not under a tool that watches one process.
@@ -669,9 +669,7 @@ def soak_all(args: CheckArgs, session: Session, line: dict[str, Any]) -> int:
     if session.rank == 0:
         for one in red:
             print(f"RED: {one}")
-        if args.poison and tally.poisoned is None:
-            print("not poisoned: this ring offers no way")
-        poisoned = f", poisoned {tally.poisoned} times" if tally.poisoned is not None else ""
+        poisoned = f", poisoned {tally.poisoned} times" if args.poison else ""
         print(
             f"{'red' if code else 'green'}: {tally.calls} calls on one ring, {tally.backwards} with a backward, of {tally.cases} "
             f"cases ({tally.equal_to_simulation} calm answers equal to the simulated ring to the bit), looked at "

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+import ringattn
 from ringattn.kernels import eager
 from ringattn.launch import check, soak
 
@@ -81,30 +82,10 @@ def test_cases_are_few_kernels_and_every_layout_and_direction() -> None:
         assert {case.batch for case in cases} == {1, 2}
 
 
-class _Poisonable:
-    """A ring that counts how often it is poisoned."""
-
-    def __init__(self, ring: Any) -> None:
-        self.__dict__.update(ring.__dict__)
-        self.sharding = ring.sharding
-        self.times = 0
-
-    def poison(self) -> None:
-        self.times += 1
-
-
-def test_buffers_are_poisoned_where_a_ring_can(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
-    assert _soak("--soak", "8", "--only", "full", "--poison", "--delay") == 0
-    assert "not poisoned: this ring offers no way" in capsys.readouterr().out
-    kept = []
-
-    def make(schedule: str) -> Any:
-        kept.extend([make_ring(schedule)])
-        kept.append(_Poisonable(kept[0]))
-        return kept[1]
-
-    make_ring = soak.make_ring
-    monkeypatch.setattr(soak, "make_ring", make)
-    assert _soak("--soak", "20", "--only", "full", "--poison") == 0
-    assert kept[1].times > 0
-    assert f"poisoned {kept[1].times} times" in capsys.readouterr().out
+def test_buffers_are_poisoned_between_calls(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    times = []
+    poison = ringattn.Ring.poison
+    monkeypatch.setattr(ringattn.Ring, "poison", lambda ring: (times.append(ring), poison(ring)))
+    assert _soak("--soak", "20", "--only", "full", "--poison", "--delay") == 0
+    assert times
+    assert f"poisoned {len(times)} times" in capsys.readouterr().out
