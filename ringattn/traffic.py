@@ -23,21 +23,21 @@ from torch import Tensor
 
 from ringattn.parcels import Bundle, Moving, add_rows_, in_place, make_bundle, message_bytes, pack_
 from ringattn.schedule import Plan, RankPlan, Rows
-from ringattn.transport.base import Parcel, Pending, Seat
+from ringattn.transport.base import Parcel, Pending, Reply, Seat
 
 
-def reserve(plan: Plan, seat: Seat, *movings: Moving) -> None:
+def reserve(plan: Plan, seat: Seat, moving: Moving, returned: Moving = ()) -> None:
     """Announces the largest messages of a call to the transports.
 
     Args:
         plan: The plan.
         seat: This rank's place at the ring.
-        movings: What may travel in one post.
+        moving: What travels.
+        returned: What goes home.
     """
-    if plan.largest_send:
-        seat.transport.reserve(sum(message_bytes(moving, plan.largest_send) for moving in movings))
-    if plan.largest_crossing:
-        seat.slow_transport.reserve(sum(message_bytes(moving, plan.largest_crossing) for moving in movings))
+    for transport, rows in ((seat.transport, plan.largest_send), (seat.slow_transport, plan.largest_crossing)):
+        if rows:
+            transport.reserve(message_bytes(moving, rows), message_bytes(returned, rows) if returned else 0)
 
 
 class Traffic:
@@ -231,11 +231,11 @@ class Homeward:
         visit, send = self._plan.visits[last], self._plan.sends[last]
         if visit is not None:
             assert self._made is not None, "a visit writes its contribution before the next step is posted"
-            sends = [(visit.source, self._made.message)]
+            sends = [Reply(visit.source, self._made.message)]
         if send is not None:
             bundle = self._bundle(send.num_rows, "returning")
             self._returning = bundle.parts
-            receives = [(send.peer, bundle.message)]
+            receives = [Reply(send.peer, bundle.message)]
         return sends, receives
 
     def cross(self, step: int) -> None:
@@ -250,11 +250,11 @@ class Homeward:
         fetches: list[Parcel] = []
         self._crossing, self._landing = outer, []
         if guest is not None:
-            gives = [(guest.owner, self._sums[outer].message)]
+            gives = [Reply(guest.owner, self._sums[outer].message)]
         if send is not None:
             bundle = self._bundle(send.num_rows, "landing")
             self._landing = bundle.parts
-            fetches = [(send.peer, bundle.message)]
+            fetches = [Reply(send.peer, bundle.message)]
         what = f"{self._what} of ring step {outer * size}, between nodes"
         self._far = self._seat.slow_transport.post(gives, fetches, what)
 

@@ -86,8 +86,8 @@ class Counting:
             self.sent[peer] += x.numel() * x.element_size()
         return self.transport.post(sends, receives, what)
 
-    def reserve(self, num_bytes: int) -> None:
-        self.transport.reserve(num_bytes)
+    def reserve(self, num_bytes: int, replies: int = 0) -> None:
+        self.transport.reserve(num_bytes, replies)
 
     def gatherer(self) -> None:
         return

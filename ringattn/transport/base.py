@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -18,6 +18,18 @@ from ringattn.schedule import Collection, Nodes
 
 Parcel = tuple[int, Tensor]
 """(ring rank of the peer, contiguous tensor)."""
+
+
+class Reply(NamedTuple):
+    """A parcel that answers one of an earlier post; in every other way a `Parcel`.
+
+    Attributes:
+        peer: Ring rank.
+        x: A contiguous tensor.
+    """
+
+    peer: int
+    x: Tensor
 
 
 class Pending(Protocol):
@@ -39,7 +51,8 @@ class Transport(Protocol):
         """Starts one group of transfers and returns at once.
 
         Between two ranks, the n-th send of a group meets the n-th receive of the same group on the other side. Empty
-        tensors are not moved.
+        tensors are not moved. All ranks make the same posts in the same order, also those in which they move nothing. In
+        one post a rank sends plain parcels to one peer at most and replies to one at most; a `Reply` is received as such.
 
         Args:
             sends: What goes out; must not change until the wait returns.
@@ -48,11 +61,12 @@ class Transport(Protocol):
         """
         ...
 
-    def reserve(self, num_bytes: int) -> None:
-        """Announces how much one post will send to one peer at most, so that nothing is allocated between two steps.
+    def reserve(self, num_bytes: int, replies: int = 0) -> None:
+        """Announces how much one post will send at most, so that nothing is allocated between two steps.
 
         Args:
-            num_bytes: The largest over all ranks: every rank passes the same number.
+            num_bytes: Of plain parcels, the largest over all ranks: every rank passes the same number.
+            replies: Of replies, likewise.
         """
         ...
 
@@ -153,7 +167,7 @@ class NoTransport:
         assert len(sends) + len(receives) == 0, f"a ring of one rank has no peers, yet {what} wants to move tensors"
         return Done()
 
-    def reserve(self, num_bytes: int) -> None:
+    def reserve(self, num_bytes: int, replies: int = 0) -> None:
         """Nothing is ever sent."""
 
     def gatherer(self) -> None:

@@ -18,6 +18,13 @@ Note [A gather]
     far, do need SMs: they stand on the caller's stream in front of the kernel. `close` joins the two streams. Two slots take
     turns, so that a rank may pack for the next call while a slower one still reads.
 
+Note [A post]
+    What goes out waits in an outbox of this rank until its reader has pulled it. There are four, however many ranks there
+    are: one for plain parcels and one for replies, by turns. A post of all ranks takes one turn, also on ranks that move
+    nothing in it: so a reader knows where a sender's message lies. Whoever was last sent what the box held, the sender
+    waits for the words of all peers, which leave the box to it, and takes back the word of the next reader alone. A rank
+    in post n waits for what its peers' side streams pull in earlier posts, and these wait for nothing later than n - 1.
+
 Note [Seen before]
     Whatever follows from shapes and plans alone is made at first sight: programs, views, tables of addresses. A later call
     finds it by one look into a table and enqueues it: a gather costs the host four driver calls and a launch, a post one
@@ -30,6 +37,7 @@ import math
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, TypeVar
 
 import torch
@@ -38,7 +46,7 @@ from torch import Tensor
 from ringattn.kernels.contract import Arrivals
 from ringattn.kernels.pack import pack
 from ringattn.schedule import Collection, Fetch, Rows
-from ringattn.transport.base import Done, Gathering, Homecoming, Parcel, Pending
+from ringattn.transport.base import Done, Gathering, Homecoming, Parcel, Pending, Reply
 from ringattn.transport.streams import MAX_PITCH, Copy, Op, Program, Streams, Wait, Write
 from ringattn.transport.symmetric import ALIGNMENT, Memory, Region
 from ringattn.transport.watch import (
@@ -76,7 +84,10 @@ NUMBERED = 4096
 """Programs that the message of a failure can name."""
 PAYLOAD_ALIGNMENT = 16
 PAYLOADS = 16
-"""Tensors that one post may send to one peer beyond what it reserved, as padding: 16 bytes each."""
+"""Tensors of one kind that one post may send beyond what it reserved, as padding: 16 bytes each."""
+PLAIN, REPLIES = KINDS = range(2)
+"""Kinds of parcels; each has outboxes of its own."""
+BOX_NAMES = ("outboxes", "outboxes of replies")
 
 
 class _Station:
@@ -165,7 +176,7 @@ class _Post:
     begin: Program
     end: Program
     boxes: list[int]
-    """Where what goes out is put, by peer."""
+    """Where what goes out is put, by (peer, kind)."""
     sides: list[Program]
     """One in front of the copies from each peer, and one behind the last."""
     sources: list[int]
@@ -215,13 +226,12 @@ class CopyEngineTransport:
         self.watch.territory.gates.update(address + 4 * GATE for address in peers)
         self._slots: list[_Station] = []
         self._homes: list[_Station] = []
-        self._boxes: list[_Station] = []
+        self._boxes: tuple[list[_Station], ...] = tuple([] for _ in KINDS)
         self._lent: dict[tuple[str, tuple[Any, ...]], _Lent] = {}
         self._lent_at: dict[int, _Lent] = {}  # by the address of their memory
-        self._turn = self._home_turn = 0
-        self._reserved = self._posted = 0
-        self._sent = [0] * world_size
-        self._received = [0] * world_size
+        self._turn = self._home_turn = self._post_turn = 0
+        self._reserved = [0 for _ in KINDS]
+        self._posted = 0
         self._far = self._flags = self._own = torch.empty(0, dtype=torch.uint8, device=memory.device)
         self._far_layout: object = None
         self._courses: OrderedDict[Any, Any] = OrderedDict()
@@ -245,7 +255,7 @@ class CopyEngineTransport:
 
     def num_bytes(self) -> int:
         """Bytes of device memory held now."""
-        stations = [*self._slots, *self._homes, *self._boxes, *(lent.station for lent in self._lent.values())]
+        stations = [*self._slots, *self._homes, *chain(*self._boxes), *(lent.station for lent in self._lent.values())]
         local = sum(x.untyped_storage().nbytes() for x in (self._far, self._flags, self._own))
         return local + sum(station.region.local.numel() for station in stations)
 
@@ -300,17 +310,25 @@ class CopyEngineTransport:
         self._homecoming = coming = _Coming(self, chosen)
         return coming
 
-    def reserve(self, num_bytes: int) -> None:
+    def reserve(self, num_bytes: int, replies: int = 0) -> None:
         """See `Transport.reserve`."""
-        if num_bytes > self._reserved:
-            self._enter()
-            capacity = _aligned(num_bytes + PAYLOADS * PAYLOAD_ALIGNMENT)
-            self._stations(self._boxes, (self._world_size - 1) * capacity, "mailboxes")
-            self._reserved = num_bytes
+        for kind, size in zip(KINDS, (num_bytes, replies), strict=True):
+            if size > self._reserved[kind]:
+                self._enter()
+                capacity = _aligned(size + PAYLOADS * PAYLOAD_ALIGNMENT)
+                self._stations(self._boxes[kind], capacity, BOX_NAMES[kind])
+                self._reserved[kind] = size
 
     def post(self, sends: Sequence[Parcel], receives: Sequence[Parcel], what: str) -> Pending:
-        """See `Transport.post`."""
+        """See `Transport.post`, and Note [A post]."""
         out, into = self._payloads(sends, what), self._payloads(receives, what)
+        if len({kind for _, kind in out}) < len(out):
+            raise RuntimeError(
+                f"ring rank {self._rank}: {what}: a post must send parcels of one kind to one peer at most, got ring ranks "
+                f"{[peer for peer, _ in out]}; make more posts"
+            )
+        turn = self._post_turn
+        self._post_turn = 1 - turn
         if not out and not into:
             return Done()
         lane, capturing = self._enter()
@@ -319,12 +337,10 @@ class CopyEngineTransport:
             oldest = min((pending for pending in self._posts if pending is not None), key=lambda pending: pending.order)
             oldest.wait()
             index = oldest.index
-        halves_out = tuple([(peer, self._count(self._sent, peer)) for peer in out])
-        halves_in = tuple([(peer, self._count(self._received, peer)) for peer in into])
-        key = (halves_out, halves_in, index, capturing)
+        key = (tuple(out), tuple(into), turn, index, capturing)
         found: _Post | None = self._find(key)
         if found is None:
-            found = self._keep(key, self._plan_post(halves_out, halves_in, index, what))
+            found = self._keep(key, self._plan_post(tuple(out), tuple(into), turn, index, what))
         found.course.what = what
         streams = self._streams
         streams.launch(found.begin, lane)
@@ -410,7 +426,7 @@ class CopyEngineTransport:
         # twice: nothing is left here, and then nothing is left anywhere that may read what is overwritten
         self._memory.meet("poison comes")
         self._memory.meet("poison begins")
-        for station in (*self._slots, *self._homes, *self._boxes):
+        for station in (*self._slots, *self._homes, *chain(*self._boxes)):
             self._streams.call(station.poison)
         for local in (self._far, self._own):
             self._streams.call(lambda local=local: local.fill_(255))
@@ -425,9 +441,10 @@ class CopyEngineTransport:
         else:
             self._streams.synchronize()
         self._courses.clear()
-        self._slots, self._homes, self._boxes, self._lent, self._lent_at = [], [], [], {}, {}
-        self._reserved = self._turn = self._home_turn = 0
-        self._sent, self._received = [0] * self._world_size, [0] * self._world_size
+        self._slots, self._homes, self._boxes = [], [], tuple([] for _ in KINDS)
+        self._lent, self._lent_at = {}, {}
+        self._reserved = [0 for _ in KINDS]
+        self._turn = self._home_turn = self._post_turn = 0
         self._far = self._flags = self._own = torch.empty(0, dtype=torch.uint8, device=self._memory.device)
         self._far_layout = None
         here = self.watch.territory
@@ -748,25 +765,31 @@ class CopyEngineTransport:
         )
 
     def _plan_post(
-        self, out: Sequence[tuple[int, int]], into: Sequence[tuple[int, int]], index: int, what: str
+        self, out: Sequence[tuple[int, int]], into: Sequence[tuple[int, int]], turn: int, index: int, what: str
     ) -> _Post:
+        """Note [A post]; `out` and `into` are (peer, kind) each."""
         me, words, compile_ = self._rank, self._words, self._streams.compile
-        course = Course(what, tuple(peer for peer, _ in out), tuple((None, peer) for peer, _ in into))
+        waits = tuple(peer for peer in range(self._world_size) if out and peer != me)
+        course = Course(what, waits, tuple((None, peer) for peer, _ in into))
         number, course = self._number(course)
         begin: list[Op] = [self._at(number, STARTING)]
-        for peer, half in out:
-            begin += self._take(self._boxes[half].free(me, peer))
+        for peer, kind in out:
+            for other in range(self._world_size):
+                if other == peer:
+                    begin += self._take(self._boxes[kind][turn].free(me, peer))
+                elif other != me:
+                    begin.append(Wait(self._boxes[kind][turn].free(me, other), 1))
         begin += self._side_is_free() if into else []
         begin += [Wait(words[PROCEED], 1)]
-        end: list[Op] = [Write(self._boxes[half].full(peer, me), 1) for peer, half in out]
+        end: list[Op] = [Write(self._boxes[kind][turn].full(peer, me), 1) for peer, kind in out]
         end += [*self._leave(), *(self._start_side() if into else [])]
         if not out:
             begin, end = [*begin, *end], []
         sides: list[Program] = []
         side = self._side_begins(number)
-        for i, (peer, half) in enumerate(into):
-            sides.append(compile_([*side, *self._take(self._boxes[half].full(me, peer))]))
-            side = [Wait(words[GATE], 1), Write(self._boxes[half].free(peer, me), 1)]
+        for i, (peer, kind) in enumerate(into):
+            sides.append(compile_([*side, *self._take(self._boxes[kind][turn].full(me, peer))]))
+            side = [Wait(words[GATE], 1), Write(self._boxes[kind][turn].free(peer, me), 1)]
             side += [self._note(SIDE_AT, i + 1)]
         if into:
             sides.append(compile_([*side, *self._side_ends(POSTED + index)]))
@@ -776,35 +799,31 @@ class CopyEngineTransport:
             course,
             begin=compile_(begin),
             end=compile_(end),
-            boxes=[self._box(half, me, peer) for peer, half in out],
+            boxes=[self._boxes[kind][turn].rows(me) for _, kind in out],
             sides=sides,
-            sources=[self._box(half, peer, me) for peer, half in into],
+            sources=[self._boxes[kind][turn].rows(peer) for peer, kind in into],
             fetching=compile_(fetching),
             join=compile_(join),
         )
 
-    def _box(self, half: int, sender: int, receiver: int) -> int:
-        """Where rank `sender` keeps what it sends to rank `receiver`."""
-        station = self._boxes[half]
-        place = (receiver - sender) % self._world_size - 1
-        return station.rows(sender) + place * (station.num_bytes // (self._world_size - 1))
-
-    def _payloads(self, parcels: Sequence[Parcel], what: str) -> dict[int, list[tuple[Tensor, int, int]]]:
-        """(tensor, address, bytes) of what is not empty, by peer."""
-        found: dict[int, list[tuple[Tensor, int, int]]] = {}
-        for peer, x in parcels:
+    def _payloads(self, parcels: Sequence[Parcel], what: str) -> dict[tuple[int, int], list[tuple[Tensor, int, int]]]:
+        """(tensor, address, bytes) of what is not empty, by (peer, kind)."""
+        found: dict[tuple[int, int], list[tuple[Tensor, int, int]]] = {}
+        for parcel in parcels:
+            peer, x = parcel
             num_bytes = x.numel() * x.element_size()
             if not num_bytes:
                 continue
             if not x.is_contiguous():
                 raise RuntimeError(f"ring rank {self._rank}: {what}: what is posted must be contiguous, got strides")
-            found.setdefault(peer, []).append((x, x.data_ptr(), num_bytes))
-        capacity = self._boxes[0].num_bytes // (self._world_size - 1) if self._boxes else 0
-        for peer, tensors in found.items():
-            total = sum([num_bytes for _, _, num_bytes in tensors])
-            if total > self._reserved or sum([_padded(num_bytes) for _, _, num_bytes in tensors]) > capacity:
+            kind = REPLIES if isinstance(parcel, Reply) else PLAIN
+            found.setdefault((peer, kind), []).append((x, x.data_ptr(), num_bytes))
+        for (peer, kind), tensors in found.items():
+            total, reserved = sum([num_bytes for _, _, num_bytes in tensors]), self._reserved[kind]
+            capacity = self._boxes[kind][0].num_bytes if reserved else 0
+            if total > reserved or sum([_padded(num_bytes) for _, _, num_bytes in tensors]) > capacity:
                 raise RuntimeError(
-                    f"ring rank {self._rank}: {what}: a post must move at most the {self._reserved} bytes per peer that were "
+                    f"ring rank {self._rank}: {what}: a post must move at most the {reserved} bytes per peer that were "
                     f"reserved, got {total} in {len(tensors)} tensors with ring rank {peer}; reserve more before the loop"
                 )
         return found
@@ -814,11 +833,6 @@ class CopyEngineTransport:
         received[address, num_bytes] = x
         if len(received) > RECEIVED and not self._captured:
             received.pop(next(iter(received)), None)
-
-    @staticmethod
-    def _count(counts: list[int], peer: int) -> int:
-        counts[peer] += 1
-        return (counts[peer] - 1) % 2
 
     def _find_lent(self, k: Tensor, v: Tensor) -> _Lent | None:
         lent = self._lent_at.get(k.untyped_storage().data_ptr())

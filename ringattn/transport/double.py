@@ -54,9 +54,9 @@ class WithinNode:
         """See `Transport.post`."""
         return self._transport.post(sends, receives, what)
 
-    def reserve(self, num_bytes: int) -> None:
+    def reserve(self, num_bytes: int, replies: int = 0) -> None:
         """See `Transport.reserve`."""
-        self._transport.reserve(num_bytes)
+        self._transport.reserve(num_bytes, replies)
 
     def gatherer(self) -> None:
         """Guests are not at home in this node: nothing is gathered."""
@@ -100,9 +100,9 @@ class Throttled:
             passed = _Alarm(self._free_at).wait
         return _Later(self._transport.post(sends, receives, what), passed)
 
-    def reserve(self, num_bytes: int) -> None:
+    def reserve(self, num_bytes: int, replies: int = 0) -> None:
         """See `Transport.reserve`."""
-        self._transport.reserve(num_bytes)
+        self._transport.reserve(num_bytes, replies)
 
     def gatherer(self) -> None:
         """A slow link is crossed transfer by transfer."""

@@ -169,7 +169,7 @@ class ProcessGroupTransport:
         ops += [dist.P2POp(dist.irecv, x, group=group, group_peer=peer) for peer, x in receives]
         return dist.batch_isend_irecv(ops)
 
-    def reserve(self, num_bytes: int) -> None:
+    def reserve(self, num_bytes: int, replies: int = 0) -> None:
         """Sends leave from where they are: nothing is needed."""
 
     def gatherer(self) -> None:

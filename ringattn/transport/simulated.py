@@ -18,21 +18,24 @@ from torch import Tensor
 from ringattn.kernels.contract import Arrivals
 from ringattn.parcels import slices
 from ringattn.schedule import Collection, Nodes
-from ringattn.transport.base import Parcel, Pending, Seat
+from ringattn.transport.base import Parcel, Pending, Reply, Seat
 
 T = TypeVar("T")
 
+Mark = tuple[int, bool]
+"""(number of the post, a reply or not): equal on both sides (`Transport.post`)."""
+
 
 class _Receipt:
-    def __init__(self, hub: _Hub, rank: int, receives: list[Parcel], what: str) -> None:
+    def __init__(self, hub: _Hub, rank: int, receives: list[tuple[Parcel, Mark]], what: str) -> None:
         self._hub = hub
         self._rank = rank
         self._receives = receives
         self._what = what
 
     def wait(self) -> None:
-        for peer, x in self._receives:
-            x.copy_(self._hub.collect(peer, self._rank, self._what))
+        for (peer, x), mark in self._receives:
+            x.copy_(self._hub.collect(peer, self._rank, self._what, mark))
 
 
 class _Hub:
@@ -44,15 +47,15 @@ class _Hub:
         self.world_size = world_size
         self._running = world_size
         self._waiting: dict[int, int] = {}
-        self._mail: dict[tuple[int, int], deque[Tensor]] = {
+        self._mail: dict[tuple[int, int], deque[tuple[Tensor, Mark | None]]] = {
             (a, b): deque() for a in range(world_size) for b in range(world_size)
         }
 
-    def deliver(self, source: int, target: int, x: Tensor) -> None:
-        self._mail[source, target].append(x.clone())
+    def deliver(self, source: int, target: int, x: Tensor, mark: Mark | None = None) -> None:
+        self._mail[source, target].append((x.clone(), mark))
         self.baton.notify_all()
 
-    def collect(self, source: int, target: int, what: str) -> Tensor:
+    def collect(self, source: int, target: int, what: str, mark: Mark | None = None) -> Tensor:
         box = self._mail[source, target]
         self._waiting[target] = source
         while not box:
@@ -63,7 +66,11 @@ class _Hub:
                 raise RuntimeError(f"ring rank {target}: {what}: another rank failed first") from self.failed
             self.baton.wait()
         del self._waiting[target]
-        return box.popleft()
+        x, found = box.popleft()
+        assert found == mark, (
+            f"{what}: rank {source} sent in post and kind {found} what rank {target} expects in {mark}"
+        )
+        return x
 
     def _stuck(self) -> bool:
         return len(self._waiting) == self._running and not any(
@@ -82,18 +89,24 @@ class SimulatedTransport:
     def __init__(self, hub: _Hub, rank: int) -> None:
         self._hub = hub
         self._rank = rank
+        self._posts = 0
 
     def post(self, sends: Sequence[Parcel], receives: Sequence[Parcel], what: str) -> Pending:
         """See `Transport.post`."""
-        for peer, x in sends:
+        self._posts += 1
+        peers: dict[bool, int] = {}
+        for parcel in sends:
+            peer, x = parcel
             if x.numel():
-                self._hub.deliver(self._rank, peer, x)
+                assert peers.setdefault(isinstance(parcel, Reply), peer) == peer, f"{what}: one peer per kind of parcel"
+                self._hub.deliver(self._rank, peer, x, (self._posts, isinstance(parcel, Reply)))
         for _, x in receives:
             # all bits set is NaN in every float dtype, in messages of bytes too
             x.view(-1).view(torch.uint8).fill_(255)
-        return _Receipt(self._hub, self._rank, [(peer, x) for peer, x in receives if x.numel()], what)
+        expected = [(parcel, (self._posts, isinstance(parcel, Reply))) for parcel in receives if parcel[1].numel()]
+        return _Receipt(self._hub, self._rank, expected, what)
 
-    def reserve(self, num_bytes: int) -> None:
+    def reserve(self, num_bytes: int, replies: int = 0) -> None:
         """Mailboxes hold whatever is sent."""
 
     def gatherer(self) -> SimulatedGatherer:
