@@ -8,7 +8,8 @@ Note [Prediction]
     Inputs (q, k, v, do), output, lse and gradients are the caller's, the rest is the ring's:
     step by step: dq, dk and dv in accumulators until they are rounded; the partial (m, l, acc) between visits; two buffers
         for what arrives and two for rows that leave packed; with keys moving, contributions to dk and dv of two steps and
-        those that come home from one (to dq when queries move).
+        those that come home from one (to dq when queries move). Over the copy engine, outboxes: two for the largest message
+        of any rank, and two for its contributions.
     gathered: the slots that others read; far, the rows of all others; a region of accumulators for this rank's own
         contribution and one per reader; dq in accumulators.
 """
@@ -39,6 +40,8 @@ from ringattn.sharding import Sharding
 
 SLOTS = 2
 """Slots of a gathered ring: one is filled while the other may still be read."""
+BOXES = 2
+"""Outboxes of each kind of a ring that goes step by step over the copy engine, for the same reason."""
 
 
 @dataclass(frozen=True)
@@ -84,7 +87,12 @@ class Memory:
 
 
 def predict_bytes(
-    problem: Problem, world_size: int, schedule: str = "staged", layout: str = "best", slots: int = SLOTS
+    problem: Problem,
+    world_size: int,
+    schedule: str = "staged",
+    layout: str = "best",
+    slots: int = SLOTS,
+    boxes: int = 0,
 ) -> dict[str, int]:
     """Bytes by purpose at the peak of a step, on the rank that holds most (Note [Prediction]).
 
@@ -94,6 +102,7 @@ def predict_bytes(
         schedule: "gathered", or anything else for step by step.
         layout: How positions are dealt out.
         slots: Of a gathered ring.
+        boxes: Outboxes of each kind, step by step; 0 where messages leave from where they are.
 
     Returns:
         Their sum is the prediction.
@@ -103,12 +112,12 @@ def predict_bytes(
         >>> predict_bytes(problem, 1)["inputs"] == 4096 * (8 + 2 + 2 + 8) * 64 * 2
         True
     """
-    ranks = [_predict_rank(problem, world_size, rank, schedule, layout, slots) for rank in range(world_size)]
+    ranks = [_predict_rank(problem, world_size, rank, schedule, layout, slots, boxes) for rank in range(world_size)]
     return max(ranks, key=lambda found: sum(found.values()))
 
 
 def _predict_rank(
-    problem: Problem, world_size: int, rank: int, schedule: str, layout: str, slots: int
+    problem: Problem, world_size: int, rank: int, schedule: str, layout: str, slots: int, boxes: int
 ) -> dict[str, int]:
     layout = best_layout(problem, world_size) if layout == "best" else layout
     visibility = visibility_of(problem)
@@ -142,15 +151,21 @@ def _predict_rank(
     call = Call.decode(describe(sharding, softmax_scale=1.0, impl="eager", **problem.options), rank)
     q, k = (torch.empty(b, s, heads, d, dtype=dtype, device="meta") for heads in (h, hk))
     moving = resolve_moving(call, q, k, k, Score(1.0))
-    part = make_plan(shards, shards, visibility, moving).ranks[rank]
+    back = make_plan(shards, shards, visibility, moving)
+    part = back.ranks[rank]
     row = b * hk * d
+    message = 2 * e * row * plan.largest_send
     buffers = _transfers(plan.ranks[rank], 2 * e * row, s)
     home = w * 2 * row
     if moving == "queries":
         row = b * h * d
-        for name, size in _transfers(part, 2 * e * row + 2 * w * b * h, s).items():
+        per_row = 2 * e * row + 2 * w * b * h
+        for name, size in _transfers(part, per_row, s).items():
             buffers[name] = max(buffers.get(name, 0), size)
+        message = max(message, per_row * back.largest_send)
         home = w * row
+    if boxes:
+        found["outboxes"] = boxes * (message + home * back.largest_send)
     for name, size in buffers.items():
         found[name.split()[0]] += size
     made: Counter[int] = Counter()
@@ -211,7 +226,8 @@ def _gib(size: float | None) -> str:
 def _memory_row(args: Memory, problem: Problem, who: str, ring: ringattn.Ring, session: Session) -> dict[str, Any]:
     layout = best_layout(problem, ring.world_size) if args.layout == "best" else args.layout
     kind = "gathered" if who in ("auto", "gathered") and session.device.type == "cuda" else "staged"
-    parts = predict_bytes(problem, ring.world_size, kind, layout)
+    boxes = BOXES if ring.transport.name == "copy_engine" else 0
+    parts = predict_bytes(problem, ring.world_size, kind, layout, boxes=boxes)
     return {
         "bench": "memory",
         "world_size": ring.world_size,

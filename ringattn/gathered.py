@@ -7,8 +7,7 @@ Note [Two schedules]
     gathered  one launch forward, one backward (plus the sum of what came home). A query row stays in registers from its
               first key to its last, and no partial touches memory. The keys of all owners need room on every rank.
     staged    one launch per ring step, partials in fp32 between them, two receive buffers: room for two shards, whatever the
-              number of ranks (a copy engine adds two mailboxes for each peer). Serves every kernel set, every option and every
-              transport.
+              number of ranks (a copy engine adds four outboxes). Serves every kernel set, every option and every transport.
     Both give the same partials merged in ring order; they round at different places. Which one is taken follows from
     numbers that are equal on all ranks, so all ranks take the same.
 """

@@ -406,6 +406,22 @@ def test_the_predicted_peak_is_what_the_allocator_saw(mask: Any, kv_heads: int, 
         assert held == pytest.approx(predicted, rel=0.01)
 
 
+@pytest.mark.parametrize("kv_heads", [1, 4])
+def test_predicted_outboxes_are_those_that_the_loops_reserve(kv_heads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = problems.Problem("causal", 1536, 1, 4, kv_heads, 32, "bf16", window=0)
+    for world_size in (2, 4):
+        asked = [0, 0]
+
+        def reserve(self: Any, *sizes: int, asked: list[int] = asked) -> None:
+            del self
+            asked[:] = map(max, asked, sizes)
+
+        monkeypatch.setattr(_NoWire, "reserve", reserve)
+        _held(problem, bench_ring.best_layout(problem, world_size), world_size, 0)
+        predicted = bench_memory.predict_bytes(problem, world_size, boxes=bench_memory.BOXES)
+        assert predicted["outboxes"] == pytest.approx(2 * sum(asked), rel=0.01)
+
+
 def test_a_million_tokens_on_four_gpus_are_predicted_to_fit() -> None:
     problem = problems.Problem("causal", 2**20, 1, 32, 8, 128, "bf16", window=0)
     staged, gathered = (bench_memory.predict_bytes(problem, 4, schedule) for schedule in ("staged", "gathered"))
