@@ -656,7 +656,7 @@ class CopyEngineTransport:
         fetches, readers = collection.fetches, collection.readers
         groups = flags.shape[0]
         stops = tuple((fetch.step, fetch.owner) for fetch in fetches)
-        number, course = self._number(Course(what, tuple(send.peer for send in readers), stops))
+        number, course = self._number(Course(what, tuple(send.peer for send in readers), stops=stops))
         moves = bool(fetches or readers)
 
         def flag(g: int, step: int) -> int:
@@ -738,7 +738,7 @@ class CopyEngineTransport:
         stride = station.num_bytes // (self._world_size - 1)
         owners = [fetch.owner for fetch in collection.fetches]
         readers = [send.peer for send in collection.readers]
-        number, course = self._number(Course(what, tuple(dict.fromkeys((*owners, *readers)))))
+        number, course = self._number(Course(what, tuple(dict.fromkeys((*owners, *readers))), since=1))
         start: list[Op] = [self._at(number, ENTERING)]
         for owner in owners:
             start += self._take(station.free(me, owner))
@@ -770,7 +770,7 @@ class CopyEngineTransport:
         """Note [A post]; `out` and `into` are (peer, kind) each."""
         me, words, compile_ = self._rank, self._words, self._streams.compile
         waits = tuple(peer for peer in range(self._world_size) if out and peer != me)
-        course = Course(what, waits, tuple((None, peer) for peer, _ in into))
+        course = Course(what, waits, stops=tuple((None, peer) for peer, _ in into))
         number, course = self._number(course)
         begin: list[Op] = [self._at(number, STARTING)]
         for peer, kind in out:

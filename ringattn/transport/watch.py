@@ -53,11 +53,13 @@ class Course:
     Attributes:
         what: The call.
         peers: Whom the caller's stream waits for.
+        since: The first ring step of what it waits for; 0: of rows that an earlier call may still read.
         stops: (ring step, peer) of each pull of the side stream, in order.
     """
 
     what: str
     peers: tuple[int, ...] = ()
+    since: int = 0
     stops: tuple[tuple[int | None, int], ...] = ()
 
 
@@ -175,7 +177,7 @@ class Watch:
                 step = "" if stop[0] is None else f"ring step {stop[0]}, "
                 about += f": {step}waiting for ring rank {stop[1]}"
             elif course.peers:
-                about += f": waiting for ring ranks {list(course.peers)}"
+                about += f": from ring step {course.since} on, waiting for ring ranks {list(course.peers)}"
         text = (
             f"ring rank {self._rank} of ring {self._name!r}: {about}: {why}; look for an earlier error on the ranks named "
             "(results since then are NaN, and this ring can not be used any more)"
