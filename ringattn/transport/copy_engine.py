@@ -13,10 +13,10 @@ Note [Binary semaphores]
 Note [A gather]
     The caller's stream waits until the slot is free, clears the flags, packs k and v into the slot, and starts the side
     stream, which says `full` to every reader, pulls what this rank needs, group by group and owner by owner, raises a flag
-    after each pull and tells the owner `free` after its last. All of this is enqueued before the caller launches the kernel,
-    and nothing of it needs an SM: the kernel may hold all of them while it waits. Packing, and zeroing the guard rows of
-    far, do need SMs: they stand on the caller's stream in front of the kernel. `close` joins the two streams. Two slots take
-    turns, so that a rank may pack for the next call while a slower one still reads.
+    after each pull and, behind the last flag, tells all owners `free`. All of this is enqueued before the caller launches
+    the kernel, and nothing of it needs an SM: the kernel may hold all of them while it waits. Packing, and zeroing the guard
+    rows of far, do need SMs: they stand on the caller's stream in front of the kernel. `close` joins the two streams. Two
+    slots take turns, so that a rank may pack for the next call while a slower one still reads.
 
 Note [A post]
     What goes out waits in an outbox of this rank until its reader has pulled it. There are four, however many ranks there
