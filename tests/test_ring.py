@@ -388,3 +388,23 @@ def test_keys_overwritten_before_the_backward_are_refused() -> None:
         x.zero_()
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         o.sum().backward()
+
+
+def _refused_budget(rank_budgets: tuple[int, ...]) -> str:
+    ring = Ring(transport="copy_engine", memory_budget=rank_budgets[dist.get_rank()])
+    sharding = ring.sharding(4)
+    x = torch.zeros(1, sharding.shard_len, 1, 16)
+    try:
+        ring_attention(x, x, x, sharding)
+    except (ValueError, RuntimeError) as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.dist
+def test_budgets_that_differ_are_refused_by_every_rank(pool: Pools) -> None:
+    for said in pool(2).run(_refused_budget, (0, 1000)):
+        assert "memory_budget must be the same on all ring ranks, got [0, 1000]" in said
+    # with one budget the refusal is about the transport
+    for said in pool(2).run(_refused_budget, (1000, 1000)):
+        assert "must have GPUs of one host that reach each other" in said

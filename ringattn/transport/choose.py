@@ -142,11 +142,16 @@ def choose(
         The transport, the reason, the bytes that gathered keys may take per rank, and `Seat.pull_rate`.
 
     Raises:
+        ValueError: The memory budgets differ; raised on every rank.
         RuntimeError: `copy_engine` was asked for and can not serve; raised on every rank.
     """
     if wanted == "process_group":
         return fallback, Choice("process_group", "asked for"), memory_budget or 0, 0.0
-    found = [json.loads(text) for text in agreement.compare(json.dumps(look(device)))]
+    here = look(device) | {"memory_budget": memory_budget}
+    found = [json.loads(text) for text in agreement.compare(json.dumps(here))]
+    budgets = [other["memory_budget"] for other in found]
+    if len(set(budgets)) > 1:
+        raise ValueError(f"memory_budget must be the same on all ring ranks, got {budgets} by rank; pass one number")
     budget = memory_budget if memory_budget is not None else min(other["free"] for other in found) // 4
     transport, rate, obstacle = None, 0.0, find_obstacle(rank, device, found)
     obstacles = [json.loads(text) for text in agreement.compare(json.dumps(obstacle))]
