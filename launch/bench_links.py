@@ -88,7 +88,7 @@ def open_links(args: Links, session: Session) -> list[Link]:
     assert isinstance(group, dist.ProcessGroup), "this rank belongs to the group made for it"
     links = [Link("alone", ringattn.Ring(group, impl=args.impl), 1)]
     for ctas in args.ctas:
-        ring = ringattn.Ring(impl=args.impl, nccl_max_ctas=ctas or None)
+        ring = ringattn.Ring(impl=args.impl, transport="process_group", nccl_max_ctas=ctas or None)
         links.append(Link(f"one ring, {ctas or 'all'} ctas", ring, 1))
     for gbps in args.gbps if args.nodes > 1 else ():
         ring = ringattn.Ring(
