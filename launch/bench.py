@@ -1,7 +1,7 @@
 """How fast is it, and beside what? Kernels on one GPU, the ring over several, and memory against length.
 
 Owns the commands, and what tables and plots show. Refuses to know what is measured (`bench_kernels`, `bench_ring`,
-`bench_memory`), and prints no speed of an answer that was not checked.
+`bench_memory`, `bench_model`), and prints no speed of an answer that was not checked.
 
     python -m ringattn.launch.bench kernels
     torchrun --nproc_per_node 4 -m ringattn.launch.bench ring
@@ -24,6 +24,7 @@ from typing import Any
 from ringattn.launch.bench_host import Host, bench_host
 from ringattn.launch.bench_kernels import Kernels, bench_kernels, describe_problem
 from ringattn.launch.bench_memory import Memory, bench_memory
+from ringattn.launch.bench_model import Model, bench_model
 from ringattn.launch.bench_ring import Ring, bench_ring, verify
 from ringattn.launch.figures import draw_lengths, draw_ring
 from ringattn.launch.problems import Problem
@@ -63,6 +64,19 @@ COLUMNS: dict[str, dict[str, str]] = {
         "tensors_gib": "{:.2f}",
         "predicted_gib": "{:.2f}",
         "peak_gib": "{:.2f}",
+    },
+    "model": {
+        "world_size": "{}",
+        "seq_len": "{}",
+        "layers": "{}",
+        "who": "{}",
+        "recompute": "{}",
+        "step_s": "{:.2f}",
+        "tokens_per_s_per_gpu": "{:.0f}",
+        "model_tflops_per_gpu": "{:.0f}",
+        "mfu_percent": "{:.1f}%",
+        "peak_gib": "{:.1f}",
+        "loss": "{:.4f}",
     },
     "host": {
         "world_size": "{}",
@@ -157,8 +171,8 @@ def plot_memory(rows: Sequence[dict[str, Any]], title: str, path: Path) -> None:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command; returns its exit code: 1 when the check is red, and then no speed is shown."""
     words = sys.argv[1:] if arguments is None else list(arguments)
-    args: Kernels | Ring | Memory | Host = parse(
-        Kernels | Ring | Memory | Host, words, "bench", "Measures, after checking."
+    args: Kernels | Ring | Memory | Model | Host = parse(
+        Kernels | Ring | Memory | Model | Host, words, "bench", "Measures, after checking."
     )
     with open_session(args.device) as session:
         line = machine(session)
@@ -167,14 +181,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return report_kernels(args, session, line, words)
         if isinstance(args, Host):
             return report_host(args, session, line)
-        kind = "ring" if isinstance(args, Ring) else "memory"
-        rows = bench_ring(args, session) if isinstance(args, Ring) else bench_memory(args, session)
+        kind, rows = measure(args, session)
         if rows is None:
             session.say("red: no speed is shown until the check is green")
             return 1
         if session.rank == 0:
             report(kind, rows, line, args.out / args.name)
     return 0
+
+
+def measure(args: Ring | Memory | Model, session: Session) -> tuple[str, list[dict[str, Any]] | None]:
+    """The name of a bench over ranks, and its rows; None when its check is red."""
+    if isinstance(args, Ring):
+        return "ring", bench_ring(args, session)
+    if isinstance(args, Model):
+        return "model", bench_model(args, session)
+    return "memory", bench_memory(args, session)
 
 
 def report(kind: str, rows: Sequence[dict[str, Any]], line: dict[str, Any], path: Path) -> None:
@@ -186,7 +208,7 @@ def report(kind: str, rows: Sequence[dict[str, Any]], line: dict[str, Any], path
     with contextlib.suppress(ModuleNotFoundError):
         if kind == "ring":
             drawn = draw_ring(rows, picture)
-        else:
+        elif kind == "memory":
             plot_memory(rows, describe(line), picture)
             drawn = True
     print(f"rows: {path}.json{f' and {picture}' if drawn else ''}")

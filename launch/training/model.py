@@ -9,6 +9,7 @@ Shape legend: `b` batch, `s` tokens of this rank's shard, `h` query heads, `hk` 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -93,6 +94,7 @@ class Attention(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.config = config
+        self.attend: Callable[..., Tensor] = ringattn.ring_attention
         self.q = nn.Linear(config.dim, config.num_heads * config.head_dim, bias=False)
         self.k = nn.Linear(config.dim, config.num_kv_heads * config.head_dim, bias=False)
         self.v = nn.Linear(config.dim, config.num_kv_heads * config.head_dim, bias=False)
@@ -104,7 +106,7 @@ class Attention(nn.Module):
         q = apply_rope(rearrange(self.q(x), "b s (h d) -> b s h d", h=heads, d=d), cos, sin)
         k = apply_rope(rearrange(self.k(x), "b s (hk d) -> b s hk d", hk=kv_heads, d=d), cos, sin)
         v = rearrange(self.v(x), "b s (hk d) -> b s hk d", hk=kv_heads, d=d)
-        o = ringattn.ring_attention(q, k, v, sharding, causal=True, window=self.config.window)
+        o = self.attend(q, k, v, sharding, causal=True, window=self.config.window)
         return self.out(rearrange(o, "b s h d -> b s (h d)"))
 
 

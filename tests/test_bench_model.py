@@ -1,0 +1,90 @@
+"""`bench model`: everybody trains the same model, and who computes another loss has no speed."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+import ringattn
+from ringattn.launch import bench, bench_model
+from ringattn.launch.bench_model import Batch, LossModel, Model, model_flops
+from ringattn.launch.training.model import ModelConfig, Transformer
+
+SMALL = ["--layers", "2", "--dim", "16", "--heads", "4", "--kv-heads", "2", "--head-dim", "8", "--mlp-dim", "24"]
+CONFIG = ModelConfig(16, 2, 4, 2, 8, 24, vocab_size=11, tie_embeddings=False)
+
+
+def _bench(out: str) -> int:
+    words = ["--lengths", "63", "128", "--vocab-size", "11", "--loss-rows", "20", "--device", "cpu", "--out", out]
+    return bench.main(["model", *SMALL, *words])
+
+
+@pytest.mark.dist
+def test_every_attention_has_a_row_and_only_those_that_run_have_a_speed(pool, tmp_path: Path) -> None:
+    assert pool(2).run(_bench, str(tmp_path)) == [0, 0]
+    rows = json.loads((tmp_path / "model.json").read_text())["rows"]
+    assert [(row["seq_len"], row["who"]) for row in rows] == [(n, who) for n in (63, 128) for who in Model().attentions]
+    for row in rows:
+        if row["who"].startswith("ring"):
+            assert row["tokens_per_s_per_gpu"] == pytest.approx(row["seq_len"] / row["step_s"] / 2)
+            assert row["losses"][0] > row["losses"][-1]  # the parameters were updated
+        else:
+            assert row["refused"] == "runs among several GPUs only"
+            assert "step_s" not in row
+
+
+def _wrong(q: Tensor, k: Tensor, v: Tensor, sharding: ringattn.Sharding, **mask: object) -> Tensor:
+    return ringattn.ring_attention(q, k, v, sharding, causal=False)
+
+
+def _disagree() -> dict[str, str]:
+    from ringattn.launch.session import open_session
+
+    args = Model(lengths=(64,), layers=(1,), dim=16, heads=4, kv_heads=2, head_dim=8, mlp_dim=24, vocab_size=11)
+    with open_session("cpu") as session:
+        model, _ = bench_model.open_model(args, 1, session)
+        calls = []
+
+        def forward_once_right(*inputs: Tensor, **mask: object) -> Tensor:
+            calls.append(1)
+            return (ringattn.ring_attention if len(calls) < 2 else _wrong)(*inputs, **mask)  # type: ignore[operator]
+
+        model.blocks[0].attention.attend = forward_once_right  # type: ignore[union-attr,assignment]
+        return bench_model.disagreement(args, model, ringattn.Ring(), session)
+
+
+@pytest.mark.dist
+def test_who_computes_another_loss_is_wrong(pool) -> None:
+    for wrong in pool(2).run(_disagree):
+        assert set(wrong) == {"ring_recomputed", "torch_cp_allgather", "torch_cp_alltoall"}
+        assert wrong["ring_recomputed"].startswith("wrong ")
+
+
+def test_the_loss_in_pieces_is_the_loss() -> None:
+    torch.manual_seed(0)
+    pieces, whole = LossModel(CONFIG, rows=7).double(), Transformer(CONFIG).double()
+    whole.load_state_dict(pieces.state_dict())
+    batch = Batch.draw(ringattn.Ring(), 33, 11, torch.device("cpu"))
+    loss = batch.loss(pieces)
+    expected = torch.nn.functional.cross_entropy(whole(batch.tokens, batch.sharding)[0], batch.targets[0])
+    torch.testing.assert_close(loss, expected)
+    found = torch.autograd.grad(loss, list(pieces.parameters()))
+    for x, y in zip(found, torch.autograd.grad(expected, list(whole.parameters())), strict=True):
+        torch.testing.assert_close(x, y)
+
+
+def test_model_flops_are_counted_by_hand() -> None:
+    model = Transformer(CONFIG)
+    matrices = sum(p.numel() for name, p in model.named_parameters() if name != "embedding.weight")
+    found = model_flops(CONFIG, sum(p.numel() for p in model.parameters()), tokens=10, pairs=55)
+    # two products per head and pair, a multiplication and an addition each, forward once and backward twice
+    assert found == 6 * matrices * 10 + 2 * (3 * 2 * 2 * 4 * 8 * 55)
+
+
+def test_layers_fit_the_lengths() -> None:
+    with pytest.raises(ValueError, match="layers must be one number or one per length"):
+        Model(lengths=(1, 2, 3), layers=(4, 5))
