@@ -23,7 +23,7 @@ README = HERE.parent / "README.md"
 BEGIN, END = "<!-- results: written by docs/results.py -->", "<!-- end of results -->"
 
 Row = dict[str, Any]
-FIGURE, RING_FIGURE, SCALING_FIGURE = "kernels.svg", "ring-speed.svg", "ring-scaling.svg"
+FIGURE, RING_FIGURE, SCALING_FIGURE, MODEL_FIGURE = "kernels.svg", "ring-speed.svg", "ring-scaling.svg", "model.svg"
 PROBLEM = ("mask", "seq_len", "batch", "heads", "kv_heads", "head_dim", "dtype", "window", "document")
 NAMES = {
     "hopper": "ringattn hopper",
@@ -226,6 +226,8 @@ def figures() -> Iterator[tuple[str, Callable[..., bool], list[Row], bool]]:
     yield RING_FIGURE, module.draw_ring, largest, bool(module.ring_lines(largest))
     grown = scaling_rows(rows)
     yield SCALING_FIGURE, module.draw_scaling, grown, bool(module.scaling_lines(grown))
+    rows = model_rows(runs_of("model"))
+    yield MODEL_FIGURE, module.draw_model, rows, bool(module.model_lines(rows))
 
 
 def draw_figures() -> None:
@@ -551,7 +553,74 @@ def training() -> str:
     )
 
 
-SECTIONS: tuple[Callable[[], str], ...] = (correctness, kernels, ring, memory, softmax, training)
+def model_rows(runs: list[Any]) -> list[Row]:
+    """The rows of all runs of `bench model`, shortest context first; what several runs measured is shown from the last one."""
+    last: dict[tuple[Any, ...], list[Row]] = {}
+    for index, run in enumerate(runs):
+        found: dict[tuple[Any, ...], list[Row]] = {}
+        for row in run["rows"]:
+            found.setdefault((row["world_size"], row["seq_len"], row["layers"]), []).append(row | {"run": index})
+        last |= found
+    return [row for key in sorted(last) for row in last[key]]
+
+
+def models() -> str:
+    """Training steps of a whole model, ours and torch's."""
+    runs = runs_of("model")
+    rows = model_rows(runs)
+    if not rows:
+        return ""
+    names = drawing().RING_NAMES
+    first = rows[0]
+    body = table(
+        [
+            "GPUs",
+            "context",
+            "layers",
+            "attention",
+            "seconds per step",
+            "tokens/s per GPU",
+            "MFU",
+            "GiB per GPU",
+            "loss",
+            "run",
+        ],
+        (
+            [
+                row["world_size"],
+                f"{row['seq_len']:,}",
+                row["layers"],
+                names.get(row["who"], row["who"]),
+                *(
+                    [row["refused"], "", "", "", ""]
+                    if "refused" in row
+                    else [
+                        f"{row['step_s']:.2f}",
+                        f"{row['tokens_per_s_per_gpu']:,.0f}",
+                        "-" if row["mfu_percent"] is None else f"{row['mfu_percent']:.1f}%",
+                        "-" if row["peak_gib"] is None else f"{row['peak_gib']:.1f}",
+                        f"{row['loss']:.4f}",
+                    ]
+                ),
+                row["run"] + 1,
+            ]
+            for row in rows
+        ),
+    )
+    said = " ".join(f"Run {index + 1}: {source(run['machine'])}" for index, run in enumerate(runs))
+    text = (
+        f"### Whole models\n\nTraining steps of a model with the shape of Llama 3 8B (dim {first['dim']:,}, "
+        f"{first['heads']}/{first['kv_heads']} heads of {first['head_dim']}, SwiGLU {first['mlp_dim']:,}, vocabulary "
+        f"{first['vocab_size']:,}) cut to the given number of layers, random weights, FSDP2, AdamW, blocks checkpointed; "
+        "`ringattn` keeps what attention returned, the others compute it again. MFU counts nothing that is computed again, beside "
+        f"989 TFLOP/s. `launch/bench_model.py` has the definitions. {said}\n\n{body}"
+    )
+    if drawing().model_lines(rows):
+        text += f"\n\n![MFU of training steps over the context](docs/{MODEL_FIGURE})"
+    return text
+
+
+SECTIONS: tuple[Callable[[], str], ...] = (correctness, kernels, ring, memory, softmax, training, models)
 
 
 def main() -> int:

@@ -33,6 +33,8 @@ RING_NAMES = {
     "auto": "ringattn",
     "gathered": "ringattn gathered",
     "staged": "ringattn staged",
+    "ring": "ringattn",
+    "ring_recomputed": "ringattn, attention recomputed",
     "nccl": "ringattn NCCL",
     "gloo": "ringattn gloo",
     "torch_cp_allgather": "torch CP all-gather",
@@ -44,13 +46,15 @@ RING_COLORS = {
     "auto": "#e5484d",
     "gathered": "#e5484d",
     "staged": "#f0883e",
+    "ring": "#e5484d",
+    "ring_recomputed": "#f0883e",
     "nccl": "#bf8700",
     "gloo": "#bf8700",
     "torch_cp_allgather": "#2da44e",
     "torch_cp_alltoall": "#388bfd",
     "ring_flash_attn": "#8b949e",
 }
-DIRECTIONS = {"forward": "forward", "both": "forward + backward"}
+DIRECTIONS = {"forward": "forward", "both": "forward + backward", "model": "training step"}
 INK = "#7d8590"
 """Gray that stands out from white and from near black alike."""
 STYLE: Any = {
@@ -176,7 +180,7 @@ def ring_lines(rows: Sequence[dict[str, Any]]) -> Panels:
     panels: Panels = {}
     for row in rows:
         if row["world_size"] > 1 and "refused" not in row:
-            for way in DIRECTIONS:
+            for way in ("forward", "both"):
                 lines = panels.setdefault((way, f"{row['mask']}, {row['heads']}/{row['kv_heads']} heads"), {})
                 points = lines.setdefault(row.get("who", "auto"), [])
                 points.append((row["tokens_per_rank"], row[f"{way}_percent"]))
@@ -188,10 +192,20 @@ def scaling_lines(rows: Sequence[dict[str, Any]]) -> Panels:
     panels: Panels = {}
     for row in rows:
         if row.get("ours", True) and "refused" not in row:
-            for way in DIRECTIONS:
+            for way in ("forward", "both"):
                 lines = panels.setdefault((way, f"{row['mask']}, {row['heads']}/{row['kv_heads']} heads"), {})
                 points = lines.setdefault(f"{thousands(row['tokens_per_rank'])} tokens per GPU", [])
                 points.append((row["world_size"], row[f"{way}_tflops"]))
+    return _with_a_line(panels)
+
+
+def model_lines(rows: Sequence[dict[str, Any]]) -> Panels:
+    """One panel per number of GPUs: per attention, (context, MFU in percent)."""
+    panels: Panels = {}
+    for row in rows:
+        if row.get("mfu_percent") is not None:
+            lines = panels.setdefault(("model", f"{row['world_size']} GPUs"), {})
+            lines.setdefault(row["who"], []).append((row["seq_len"], row["mfu_percent"]))
     return _with_a_line(panels)
 
 
@@ -218,6 +232,11 @@ def draw_ring(rows: Sequence[dict[str, Any]], path: Path, note: str = "") -> boo
 def draw_scaling(rows: Sequence[dict[str, Any]], path: Path, note: str = "") -> bool:
     """Draws TFLOP/s per GPU over the number of GPUs, a line per length per GPU; arguments as in `draw_ring`."""
     return _draw_panels(scaling_lines(rows), path, note, "GPUs", "TFLOP/s per GPU", None)
+
+
+def draw_model(rows: Sequence[dict[str, Any]], path: Path, note: str = "") -> bool:
+    """Draws the MFU of training steps over the context, a line per attention; arguments as in `draw_ring`."""
+    return _draw_panels(model_lines(rows), path, note, "tokens of context", "MFU, %", None)
 
 
 def _draw_panels(panels: Panels, path: Path, note: str, x: str, y: str, top: float | None) -> bool:
