@@ -37,6 +37,7 @@ from torch.utils.checkpoint import checkpoint
 
 import ringattn
 from ringattn.launch.bench_ring import GIB, outside_torch, verify
+from ringattn.launch.check import DTYPES
 from ringattn.launch.contenders import Refused
 from ringattn.launch.problems import Problem
 from ringattn.launch.session import Session
@@ -62,6 +63,7 @@ class Model:
         head_dim: Of q, k and v.
         mlp_dim: Hidden width of SwiGLU.
         vocab_size: Tokens in the vocabulary.
+        dtype: Of gathered parameters and activations.
         steps: Steps that are timed, after one that is not; the median counts.
         loss_rows: Rows whose logits exist at once.
         patience_s: A contender whose first step takes longer is not asked for more: that step counts.
@@ -79,6 +81,7 @@ class Model:
     head_dim: int = 128
     mlp_dim: int = 14336
     vocab_size: int = 128256
+    dtype: Literal["bf16", "fp32"] = "bf16"
     steps: int = 2
     loss_rows: int = 4096
     patience_s: float = 60.0
@@ -158,8 +161,8 @@ def open_model(args: Model, layers: int, session: Session) -> tuple[LossModel, t
     with torch.device("meta"):
         model = LossModel(args.config(layers), args.loss_rows)
     mesh = init_device_mesh(session.device.type, (session.world_size,), mesh_dim_names=("cp",))
-    low = torch.bfloat16 if session.device.type == "cuda" else torch.float32
-    policy = MixedPrecisionPolicy(param_dtype=low, reduce_dtype=torch.float32)
+    # inputs stay as they are: rotary tables are fp32, and FSDP would not round them alike when a block is computed again
+    policy = MixedPrecisionPolicy(param_dtype=DTYPES[args.dtype], reduce_dtype=torch.float32, cast_forward_inputs=False)
     for block in model.blocks:
         fully_shard(block, mesh=mesh, mp_policy=policy)
     fully_shard(model, mesh=mesh, mp_policy=policy)
@@ -261,7 +264,7 @@ def disagreement(args: Model, model: LossModel, ring: ringattn.Ring, session: Se
         total, square = session.sum(torch.stack([loss.detach().double(), torch.as_tensor(square)])).tolist()
         found[who] = [total / session.world_size, math.sqrt(square)]
     # two roundings of bf16 in the loss of one token average out over thousands of them
-    allowed = 1e-3 if session.device.type == "cuda" else 1e-5
+    allowed = 1e-3 if args.dtype == "bf16" else 1e-5
     for who, values in found.items():
         for name, here, ours in zip(("loss", "gradient norm"), values, found["ring"], strict=True):
             if not abs(here - ours) <= allowed * (10 if name != "loss" else 1) * abs(ours):
@@ -271,7 +274,7 @@ def disagreement(args: Model, model: LossModel, ring: ringattn.Ring, session: Se
 
 def bench_model(args: Model, session: Session) -> list[dict[str, Any]] | None:
     """Rows of training steps, one per length and attention; None when the check is red."""
-    problem = Problem("causal", 4096, 1, args.heads, args.kv_heads, args.head_dim, "bf16", 4096)
+    problem = Problem("causal", 4096, 1, args.heads, args.kv_heads, args.head_dim, args.dtype, 4096)
     if session.device.type == "cuda" and not verify([problem], ("zigzag",), session, "auto"):
         return None
     rows: list[dict[str, Any]] = []

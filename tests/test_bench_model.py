@@ -44,7 +44,9 @@ def _wrong(q: Tensor, k: Tensor, v: Tensor, sharding: ringattn.Sharding, **mask:
 def _disagree() -> dict[str, str]:
     from ringattn.launch.session import open_session
 
-    args = Model(lengths=(64,), layers=(1,), dim=16, heads=4, kv_heads=2, head_dim=8, mlp_dim=24, vocab_size=11)
+    args = Model(
+        lengths=(64,), layers=(1,), dtype="fp32", dim=16, heads=4, kv_heads=2, head_dim=8, mlp_dim=24, vocab_size=11
+    )
     with open_session("cpu") as session:
         model, _ = bench_model.open_model(args, 1, session)
         calls = []
