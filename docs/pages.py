@@ -30,7 +30,7 @@ def section(name: str, text: str | None = None) -> str:
     found = re.search(rf"^## {re.escape(name)}\n(.*?)(?=^## |\Z)", text, re.MULTILINE | re.DOTALL)
     if found is None:
         raise ValueError(f"README.md must have a section '## {name}', got none; name one that is there")
-    return found[1].strip().replace("](docs/", "](")
+    return found[1].strip("\n").replace("](docs/", "](")
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
