@@ -10,6 +10,7 @@ Code on the pages, fenced:
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import importlib.util
 import io
@@ -125,6 +126,14 @@ def test_links_and_images_lead_somewhere(page: Path) -> None:
                 re.sub(r"[^\w\- ]", "", title.lower()).strip().replace(" ", "-") for title in HEADING.findall(there)
             ]
             assert anchor in slugs, f"{page.name} links to {link}"
+
+
+def test_the_readme_starts_with_the_script_that_is_run() -> None:
+    script = ast.parse((ROOT / "examples/quickstart.py").read_text())
+    block = next(block for block in FENCE.finditer((ROOT / "README.md").read_text()) if block[1] == "python")
+    assert ast.dump(ast.parse(block[3])) == ast.dump(ast.Module(script.body[1:], [])), (
+        "comments and the docstring aside"
+    )
 
 
 def test_every_page_is_in_the_navigation() -> None:
