@@ -1,0 +1,359 @@
+"""Draws the layouts and masks of the documentation from the library itself: docs/drawings/*.svg.
+
+    python docs/drawings.py            writes every drawing
+    python docs/drawings.py --check    fails when a file is not what the library says
+
+Owns how masks, layouts and ring steps look. Refuses to know what a mask or a layout means: that is read off `Visibility`,
+`make_shards` and `make_plan`, on small integers.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from ringattn.layout import Shard, balanced, contiguous, make_shards, striped, zigzag
+from ringattn.schedule import Plan, make_plan
+from ringattn.visibility import Visibility
+
+HERE = Path(__file__).parent
+WORLD_SIZE = 4
+STYLE = """
+  text { font-family: system-ui, sans-serif; fill: #1f2937; font-size: 13px }
+  .small { font-size: 11px } .middle { text-anchor: middle } .end { text-anchor: end } .faint { opacity: 0.16 }
+  .line { stroke: #9ca3af; fill: none } .hidden { stroke: #6b7280; opacity: 0.14 } .cells { fill: none }
+  @media (prefers-color-scheme: dark) { text { fill: #e5e7eb } .hidden { stroke: #d1d5db } }
+"""
+
+
+@dataclass(frozen=True)
+class Mask:
+    """One mask to draw.
+
+    Attributes:
+        name: Of the file: docs/drawings/mask-{name}.svg.
+        call: What a user writes for it.
+        layout: Who holds which positions.
+        seq_len: Queries.
+        kv_len: Keys.
+        fields: The fields of its `Visibility`.
+    """
+
+    name: str
+    call: str
+    layout: str = "contiguous"
+    seq_len: int = 16
+    kv_len: int = 16
+    fields: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def visibility(self) -> Visibility:
+        """The mask itself."""
+        return Visibility(self.seq_len, self.kv_len, **self.fields)
+
+    def shards(self, of: str) -> tuple[Shard, ...]:
+        """Every rank's queries ("queries") or keys ("keys")."""
+        length = self.seq_len if of == "queries" else self.kv_len
+        if self.layout == "balanced":
+            # the library deals no chunks below 128 tokens, which nobody can draw
+            return balanced(length, WORLD_SIZE, self.visibility.work, min_chunk_len=1)
+        return make_shards(self.layout, length, WORLD_SIZE)
+
+    @property
+    def plan(self) -> Plan:
+        """Who visits whom, and which rows move, in a forward."""
+        return make_plan(self.shards("queries"), self.shards("keys"), self.visibility, "keys")
+
+
+DOCUMENTS = (0, 7, 10, 16)
+MASKS = (
+    Mask("full", "", "contiguous"),
+    Mask("causal", "causal=True", "zigzag", fields={"causal": True}),
+    Mask("window", "window=(3, 1)", fields={"window": (3, 1)}),
+    Mask("causal-window", "causal=True, window=4", fields={"causal": True, "window": (3, 0)}),
+    Mask("causal-window-zigzag", "causal=True, window=4", "zigzag", fields={"causal": True, "window": (3, 0)}),
+    Mask("documents", "documents=[0, 7, 10, 16]", "balanced", fields={"documents": DOCUMENTS}),
+    Mask(
+        "causal-documents",
+        "documents=[0, 7, 10, 16], causal=True",
+        "balanced",
+        fields={"documents": DOCUMENTS, "causal": True},
+    ),
+    Mask(
+        "causal-documents-window",
+        "documents=[0, 7, 10, 16], causal=True, window=4",
+        "balanced",
+        fields={"documents": DOCUMENTS, "causal": True, "window": (3, 0)},
+    ),
+    Mask("prefix", "causal=True, prefix_len=5", "zigzag", fields={"causal": True, "prefix_len": 5}),
+    Mask(
+        "prefix-window",
+        "causal=True, prefix_len=5, window=(6, None)",
+        "zigzag",
+        fields={"causal": True, "prefix_len": 5, "window": (6, None)},
+    ),
+    Mask("chunks", "chunk_len=6", fields={"chunk_len": 6}),
+    Mask("causal-chunks", "causal=True, chunk_len=6", fields={"causal": True, "chunk_len": 6}),
+    Mask("lengths", "lengths=[(0, 11)]", "striped", fields={"lengths": ((0, 11),)}),
+    Mask("causal-lengths", "causal=True, lengths=[(4, 16)]", "zigzag", fields={"causal": True, "lengths": ((4, 16),)}),
+    Mask("cross", "kv_sharding=ring.sharding(10)", "zigzag", kv_len=10),
+    Mask("cross-causal", "kv_sharding=ring.sharding(10), causal=True", "zigzag", kv_len=10, fields={"causal": True}),
+)
+"""Every mask of the library, and combinations that models use."""
+
+
+def colors() -> list[str]:
+    """Those of ring.svg: one per rank."""
+    spec = importlib.util.spec_from_file_location("ring_figure", HERE / "ring_figure.py")
+    assert spec is not None, "a Python file"
+    assert spec.loader is not None, "a Python file"
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.COLORS
+
+
+COLORS = colors()
+
+
+def svg(width: float, height: float, label: str, parts: list[str]) -> str:
+    """A drawing as text."""
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:g} {height:g}" width="{width:g}" role="img" '
+        f'aria-label="{label}">\n<style>{STYLE}</style>\n' + "\n".join(parts) + "\n</svg>\n"
+    )
+
+
+def text(x: float, y: float, said: str, kind: str = "", color: str | None = None) -> str:
+    """Words, left-aligned unless the class says otherwise."""
+    style = "" if color is None else f' style="fill:{color};font-weight:600"'
+    return f'<text class="{kind}" x="{x:g}" y="{y:g}"{style}>{said}</text>'
+
+
+def positions(shard: Shard) -> list[int]:
+    """The positions of a shard, in order."""
+    return [run.position(i) for run in shard for i in range(run.length)]
+
+
+def holders(shards: tuple[Shard, ...]) -> list[int]:
+    """The rank that holds each position."""
+    found = {position: rank for rank, shard in enumerate(shards) for position in positions(shard)}
+    return [found[position] for position in range(len(found))]
+
+
+class Grid:
+    """A square per pair of query and key: rows are queries, columns are keys, a strip on each side says who holds them.
+
+    Args:
+        x: Left edge of the cells.
+        y: Upper edge.
+        cell: Size of a cell, the gap included.
+        queries: The holder of each query.
+        keys: The holder of each key.
+    """
+
+    def __init__(self, x: float, y: float, cell: float, queries: list[int], keys: list[int]) -> None:
+        self.x, self.y, self.cell = x, y, cell
+        self.queries, self.keys = queries, keys
+
+    @property
+    def width(self) -> float:
+        """Of the cells."""
+        return self.cell * len(self.keys)
+
+    @property
+    def height(self) -> float:
+        """Of the cells."""
+        return self.cell * len(self.queries)
+
+    def _path(self, stretches: list[tuple[int, int, int]], kind: str, color: str | None = None) -> str:
+        """Cells as dashes of broad lines: (row, first column, end)."""
+        gap = self.cell / 7
+        size = self.cell - gap
+        lines = "".join(
+            f"M{self.x + self.cell * a:g} {self.y + self.cell * (row + 0.5):g}h{self.cell * (b - a) - gap:g}"
+            for row, a, b in stretches
+        )
+        style = "" if color is None else f' stroke="{color}"'
+        return f'<path class="cells {kind}"{style} stroke-width="{size:.3g}" stroke-dasharray="{size:.3g} {gap:.3g}" d="{lines}"/>'
+
+    def frame(self) -> list[str]:
+        """Hidden cells and the strips."""
+        parts = [self._path([(i, 0, len(self.keys)) for i in range(len(self.queries))], "hidden")]
+        thick, away = self.cell * 0.45, self.cell * 0.8
+        for holder, x, y, along in (
+            *((rank, self.x - away, self.y + self.cell * i, "v") for i, rank in enumerate(self.queries)),
+            *((rank, self.x + self.cell * j, self.y - away, "h") for j, rank in enumerate(self.keys)),
+        ):
+            width, height = (thick, self.cell * 0.86) if along == "v" else (self.cell * 0.86, thick)
+            parts.append(
+                f'<rect x="{x:.4g}" y="{y:.4g}" width="{width:.3g}" height="{height:.3g}" fill="{COLORS[holder]}"/>'
+            )
+        return parts
+
+    def pairs(self, seen: dict[int, list[tuple[int, int]]], kind: str = "") -> list[str]:
+        """Visible stretches of keys by query, in the color of the rank that computes them."""
+        parts = []
+        for rank, color in enumerate(COLORS):
+            stretches = [(i, a, b) for i, some in seen.items() if self.queries[i] == rank for a, b in some]
+            if stretches:
+                parts.append(self._path(stretches, kind, color))
+        return parts
+
+
+def visible(visibility: Visibility) -> dict[int, list[tuple[int, int]]]:
+    """The keys [lo, hi) of every query that sees any."""
+    bounds = {i: visibility.keys_of(i) for i in range(visibility.seq_len)}
+    return {i: [(lo, hi)] for i, (lo, hi) in bounds.items() if lo < hi}
+
+
+def seen_at(step: int, visibility: Visibility, queries: list[int], keys: list[int]) -> dict[int, list[tuple[int, int]]]:
+    """Those keys that a ring step brings: at step s, rank r visits the keys of rank r - s."""
+    found: dict[int, list[tuple[int, int]]] = {}
+    for i, [(lo, hi)] in visible(visibility).items():
+        owner = (queries[i] - step) % WORLD_SIZE
+        stretches: list[tuple[int, int]] = []
+        for j in range(lo, hi):
+            if keys[j] == owner:
+                if stretches and stretches[-1][1] == j:
+                    stretches[-1] = stretches[-1][0], j + 1
+                else:
+                    stretches.append((j, j + 1))
+        if stretches:
+            found[i] = stretches
+    return found
+
+
+def draw_mask(mask: Mask) -> str:
+    """The mask, and what each ring step computes and moves."""
+    visibility, plan = mask.visibility, mask.plan
+    queries, keys = holders(mask.shards("queries")), holders(mask.shards("keys"))
+    whole = Grid(24, 44, 11, queries, keys)
+    parts = [text(14, 18, f"{mask.layout}, 4 ranks", "small"), *whole.frame(), *whole.pairs(visible(visibility))]
+    for step in range(WORLD_SIZE):
+        small = Grid(244 + 137 * step, 44, 7, queries, keys)
+        parts.append(text(small.x - 6, 18, f"step {step}", "small"))
+        parts += [*small.frame(), *small.pairs(visible(visibility), "faint")]
+        parts += small.pairs(seen_at(step, visibility, queries, keys))
+        y = small.y + small.height + 20
+        if step == 0:
+            parts.append(text(small.x - 6, y, "its own keys", "small"))
+            parts.append(text(small.x - 6, y + 20, "received:", "small"))
+            continue
+        for place, part in enumerate(plan.ranks):
+            visit = part.visits[step]
+            x = small.x - 6 + 33 * place
+            said = "-" if visit is None else f"{visit.num_rows} of {part.rank}"
+            parts.append(text(x, y + 20, said.split(" ")[0], "small", COLORS[part.rank]))
+    most = max(part.received_rows for part in plan.ranks)
+    parts.append(text(whole.x - 10, whole.y + whole.height + 26, f"busiest rank receives {most} rows", "small"))
+    height = whole.y + whole.height + 40
+    return svg(
+        790, height, f"Mask {mask.call or 'without options'}, who computes it, and what each ring step moves", parts
+    )
+
+
+def bars(x: float, y: float, work: list[int], height: float, step: float) -> list[str]:
+    """Work per rank as columns, with its number in percent of the mean."""
+    mean, parts = sum(work) / len(work), []
+    scale = height / max(2 * mean, max(work))
+    parts.append(
+        f'<path class="line" stroke-dasharray="3 3" d="M{x - 3:g} {y - mean * scale:.4g}h{step * len(work):g}"/>'
+    )
+    for rank, pairs in enumerate(work):
+        size = pairs * scale
+        parts.append(
+            f'<rect x="{x + step * rank:g}" y="{y - size:.4g}" width="{step - 8:g}" height="{size:.4g}" fill="{COLORS[rank]}"/>'
+        )
+        parts.append(text(x + step * rank + (step - 8) / 2, y + 14, f"{100 * pairs / mean:.0f}%", "small middle"))
+    return parts
+
+
+def work_of(shards: tuple[Shard, ...], visibility: Visibility) -> list[int]:
+    """Visible pairs of every rank's queries."""
+    plan = make_plan(shards, shards, visibility, "keys")
+    return [sum(visit.pairs for visit in rank.visits if visit is not None) for rank in plan.ranks]
+
+
+def draw_layouts() -> str:
+    """Who computes what under a causal mask, and how much that is."""
+    visibility = Visibility(16, 16, causal=True)
+    parts = []
+    for place, (name, shards) in enumerate(
+        (
+            ("contiguous", contiguous(16, 4)),
+            ("striped", striped(16, 4)),
+            ("zigzag", zigzag(16, 4)),
+            ("balanced, for this mask", balanced(16, 4, visibility.work, min_chunk_len=1)),
+        )
+    ):
+        held = holders(shards)
+        grid = Grid(22 + 190 * place, 48, 9.6, held, held)
+        parts += [text(grid.x - 8, 22, name), *grid.frame(), *grid.pairs(visible(visibility))]
+        parts += bars(grid.x + 2, 302, work_of(shards, visibility), 78, 38)
+    return svg(
+        770, 324, "Four layouts of 16 tokens over 4 ranks under a causal mask, and each rank's share of the work", parts
+    )
+
+
+PACKED = (0, 7000, 7600, 8100, 8900, 13000, 14500, 14700, 16384)
+
+
+def draw_packed() -> str:
+    """Where the tokens of packed documents lie, and the work of each rank."""
+    seq_len, left, width = PACKED[-1], 96, 520
+    visibility = Visibility(seq_len, seq_len, causal=True, documents=PACKED)
+    scale = width / seq_len
+
+    def strip(start: float, length: float, y: float, height: float, color: str) -> str:
+        x, wide = left + start * scale, length * scale
+        return f'<rect x="{x:.5g}" y="{y}" width="{wide:.4g}" height="{height}" fill="{color}"/>'
+
+    parts = [text(left - 10, 26, "documents", "small end")]
+    # a gap of a pixel and a half between documents
+    parts += [strip(a, b - a - 1.5 / scale, 14, 16, "#9ca3af") for a, b in pairwise(PACKED)]
+    for place, name in enumerate(("contiguous", "striped", "zigzag", "balanced")):
+        shards = make_shards(name, seq_len, WORLD_SIZE, visibility)
+        y = 48 + 74 * place
+        parts.append(text(left - 10, y + 36, name, "end"))
+        for rank, shard in enumerate(shards):
+            color = COLORS[rank]
+            parts += [strip(run.start, run.length, y + 16, 30, color) for run in shard if run.stride == 1]
+            if any(run.stride > 1 for run in shard):  # every fourth token: finer than a pixel
+                dashes = f'stroke-width="30" stroke-dasharray="2 6" stroke-dashoffset="{-2 * rank}"'
+                parts.append(f'<path stroke="{color}" {dashes} d="M{left} {y + 31}h{width}"/>')
+        parts += bars(left + width + 28, y + 48, work_of(shards, visibility), 44, 40)
+    return svg(
+        812,
+        352,
+        "Four layouts of 16,384 tokens in packed documents over 4 ranks, and each rank's share of the work",
+        parts,
+    )
+
+
+def drawings() -> dict[str, str]:
+    """Every drawing by its file name."""
+    found = {f"mask-{mask.name}.svg": draw_mask(mask) for mask in MASKS}
+    return {"layouts.svg": draw_layouts(), "layouts-packed.svg": draw_packed(), **found}
+
+
+def main() -> int:
+    """Writes or checks the files; returns the exit code."""
+    folder = HERE / "drawings"
+    wanted = drawings()
+    if "--check" in sys.argv:
+        there = {path.name: path.read_text() for path in folder.glob("*.svg")}
+        return int(there != wanted)
+    folder.mkdir(exist_ok=True)
+    for path in folder.glob("*.svg"):
+        path.unlink()
+    for name, drawn in wanted.items():
+        (folder / name).write_text(drawn)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,152 @@
+"""Writes the computed tables of the documentation into its pages.
+
+    python docs/tables.py            rewrites what stands between `<!-- table: name -->` and `<!-- end of table -->`
+    python docs/tables.py --check    fails when a page does not say what the library says
+
+Owns the shape of these tables. Refuses to know any of their content: work and rows are counted by the plan, kernels are asked what
+they serve. Nothing is measured here; what was measured is written by results.py.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import re
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import patch
+
+import torch
+
+from ringattn.kernels import select
+from ringattn.layout import LAYOUTS, make_shards
+from ringattn.schedule import make_plan, moved_rows
+from ringattn.visibility import Visibility
+
+HERE = Path(__file__).parent
+MARKED = re.compile(r"<!-- table: ([\w-]+) -->\n.*?<!-- end of table -->", re.DOTALL)
+SEQ_LEN, WORLD_SIZE = 65536, 4
+PACKED = (0, 28000, 30400, 32400, 35600, 52000, 58000, 58800, SEQ_LEN)
+
+
+def table(heads: list[str], rows: Iterable[list[object]]) -> str:
+    """A markdown table."""
+    lines = [heads, ["---"] * len(heads), *([str(cell) for cell in row] for row in rows)]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def work() -> str:
+    """Work of the busiest rank over the mean, and rows that it receives, by mask and layout."""
+    masks = {
+        "none": {},
+        "`causal=True`": {"causal": True},
+        "`causal=True, window=4096`": {"causal": True, "window": (4095, 0)},
+        "`window=(2048, 2048)`": {"window": (2048, 2048)},
+        "`causal=True`, documents": {"causal": True, "documents": PACKED},
+        "`causal=True, window=4096`, documents": {"causal": True, "window": (4095, 0), "documents": PACKED},
+        "`causal=True, prefix_len=16384`": {"causal": True, "prefix_len": 16384},
+        "`causal=True, chunk_len=8192`": {"causal": True, "chunk_len": 8192},
+    }
+    rows = []
+    for said, fields in masks.items():
+        visibility = Visibility(SEQ_LEN, SEQ_LEN, **fields)
+        cells: list[object] = [said]
+        for layout in LAYOUTS:
+            shards = make_shards(layout, SEQ_LEN, WORLD_SIZE, visibility)
+            plan = make_plan(shards, shards, visibility, "keys")
+            pairs = [sum(visit.pairs for visit in part.visits if visit is not None) for part in plan.ranks]
+            cells.append(f"{max(pairs) * WORLD_SIZE / sum(pairs):.2f}, {moved_rows(plan):,}")
+        rows.append(cells)
+    return table(["mask", *LAYOUTS], rows)
+
+
+def _answers(
+    dtype: torch.dtype = torch.bfloat16, head_dim: int = 128, v_head_dim: int | None = None, feature: str | None = None
+) -> dict[str, str]:
+    """What each kernel set says on the GPU that suits it."""
+    found = {}
+    fitting = SimpleNamespace(__version__=f"{select.HOPPER_TRITON[0]}.0")
+    with (
+        patch.object(torch.cuda, "get_device_capability", return_value=(9, 0)),
+        patch.object(importlib.util, "find_spec", return_value=fitting),
+        patch.object(importlib, "import_module", return_value=SimpleNamespace(**vars(fitting), forward=None)),
+    ):
+        for name in ("hopper", "portable", "eager"):
+            features = () if feature is None else (feature,)
+            try:
+                select.pick(torch.device("cuda"), dtype, head_dim, v_head_dim or head_dim, impl=name, features=features)
+                found[name] = "yes"
+            except NotImplementedError:
+                found[name] = "-"
+    return found
+
+
+def kernels() -> str:
+    """Dtypes, head dims and options by kernel set."""
+    asked: dict[str, dict[str, str]] = {}
+    for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
+        asked[str(dtype).removeprefix("torch.")] = _answers(dtype=dtype)
+    for head_dim in (8, 16, 40, 64, 100, 128, 192, 256, 320):
+        asked[f"head_dim {head_dim}"] = _answers(head_dim=head_dim)
+    asked["head_dim 192, of the values 128"] = _answers(head_dim=192, v_head_dim=128)
+    words = {"per_batch_bounds": "`lengths` per batch element", "alibi": "`alibi_slopes`", "dropout": "`dropout_p`"}
+    for feature in sorted(select.FEATURES):
+        asked[words.get(feature, f"`{feature}`")] = _answers(feature=feature)
+    return table(["", "hopper", "portable", "eager"], ([said, *found.values()] for said, found in asked.items()))
+
+
+def moved() -> str:
+    """Bytes that a rank receives per token of its shard, forward and backward, by the formulas of the page."""
+    rows: list[list[object]] = []
+    e, wide, d = 2, 4, 128
+    for h, hk in ((32, 32), (32, 8), (64, 8)):
+        for w in (2, 4, 8, 16):
+            keys, queries = e * hk * 2 * d, e * h * 2 * d
+            back_keys = (w - 1) * (keys + wide * hk * 2 * d)
+            back_queries = (w - 1) * (queries + wide * h * (d + 2))
+            ulysses = (w - 1) * (keys + queries) / w
+            cells = [(w - 1) * keys, min(back_keys, back_queries), ulysses, ulysses]
+            fits = hk % w == 0
+            said = [f"{cell / 1024:,.0f}" for cell in cells]
+            rows.append([f"{h}/{hk}", w, *said[:2], *(said[2:] if fits else ["needs copies of keys"] * 2)])
+    return table(
+        [
+            "heads",
+            "ranks",
+            "ring or all-gather, forward KiB",
+            "backward KiB",
+            "all-to-all, forward KiB",
+            "backward KiB",
+        ],
+        rows,
+    )
+
+
+TABLES = {"work": work, "kernels": kernels, "moved": moved}
+
+
+def fill(page: str) -> str:
+    """A page with its tables made anew."""
+    return MARKED.sub(lambda at: f"<!-- table: {at[1]} -->\n\n{TABLES[at[1]]()}\n\n<!-- end of table -->", page)
+
+
+def pages() -> list[Path]:
+    """The pages that ask for a table of this script."""
+    found = (path for path in sorted(HERE.glob("*.md")) if "<!-- end of table -->" in path.read_text())
+    return [path for path in found if path.name != "online_softmax.md"]
+
+
+def main() -> int:
+    """Rewrites or checks the pages; returns the exit code."""
+    stale = [(path, wanted) for path in pages() if (wanted := fill(path.read_text())) != path.read_text()]
+    if "--check" in sys.argv:
+        return int(bool(stale))
+    for path, wanted in stale:
+        path.write_text(wanted)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,212 @@
+"""The documentation is true: its code runs and prints what it shows, its figures and tables are current, its links lead somewhere.
+
+Code on the pages, fenced:
+
+    ```python                    runs, in the order of the page and in one namespace, in one process
+    ```python title="x.py"       runs on two ranks
+    ```text                      right behind either: what it printed (rank after rank)
+    ```py                        is only read: it needs a GPU, another package, or names that it does not define
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import importlib.util
+import io
+import re
+from functools import cache
+from pathlib import Path
+from types import ModuleType
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import ringattn
+from ringattn import attention_reference
+from ringattn.kernels import select
+from tests.pool import Pools
+
+ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs"
+PAGES = sorted(DOCS.glob("*.md"))
+FENCE = re.compile(r"^```(\w*)([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)[^)]*\)|src=\"([^\"]+)\"")
+HEADING = re.compile(r"^#+ (.+?)$", re.MULTILINE)
+
+
+@cache
+def load(name: str) -> ModuleType:
+    """A script of docs/, which is no package."""
+    spec = importlib.util.spec_from_file_location(f"docs_{name}", DOCS / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    # dataclasses look their module up
+    with patch.dict("sys.modules", {spec.name: module}):
+        spec.loader.exec_module(module)
+    return module
+
+
+def blocks(page: str) -> list[tuple[str, str, str | None]]:
+    """Title, code and shown output of every block that runs, in order."""
+    text = (DOCS / page).read_text()
+    found: list[tuple[str, str, str | None]] = []
+    end = -1
+    for block in FENCE.finditer(text):
+        language, title, body = block[1], block[2].strip(), block[3]
+        if language == "text" and found and text[end : block.start()].strip() == "" and end > 0:
+            found[-1] = (*found[-1][:2], body)
+        end = -1
+        if language == "python":
+            found.append((title, body, None))
+            end = block.end()
+    return found
+
+
+def run(code: str, name: str, space: dict[str, object]) -> str:
+    """Executes code and returns what it prints."""
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        exec(compile(code, name, "exec"), space)
+    return out.getvalue()
+
+
+def run_rank(code: str, name: str) -> str:
+    """The same as one rank of a group that is there already."""
+    with patch.object(dist, "init_process_group"), patch.object(dist, "destroy_process_group"):
+        return run(code, name, {"__name__": "__main__"})
+
+
+WITH_CODE = [path.name for path in PAGES if any(not title for title, _, _ in blocks(path.name))]
+ON_RANKS = [path.name for path in PAGES if any(title for title, _, _ in blocks(path.name))]
+
+
+@pytest.mark.parametrize("page", WITH_CODE)
+def test_code_on_a_page_runs_and_prints_what_it_shows(page: str) -> None:
+    space: dict[str, object] = {"__name__": page}
+    torch.manual_seed(0)
+    for number, (title, code, shown) in enumerate(blocks(page)):
+        if not title:
+            printed = run(code, f"{page}[{number}]", space)
+            assert printed == (shown or "")
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("page", ON_RANKS)
+def test_code_for_two_ranks_runs_and_prints_what_it_shows(page: str, pool: Pools) -> None:
+    for title, code, shown in blocks(page):
+        if title:
+            assert "".join(pool(2).run(run_rank, code, title)) == (shown or "")
+
+
+def test_the_readers_of_pages_see_code_and_what_it_prints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fence = "`" * 3
+    page = f"{fence}python\nprint(1)\n{fence}\n\n{fence}text\n1\n{fence}\n\nWords.\n\n{fence}text\n2\n{fence}\n"
+    page += f'{fence}py\nraise SystemExit\n{fence}\n\n{fence}python title="x.py"\npass\n{fence}\n'
+    (tmp_path / "page.md").write_text(page)
+    monkeypatch.setitem(globals(), "DOCS", tmp_path)
+    assert blocks("page.md") == [("", "print(1)\n", "1\n"), ('title="x.py"', "pass\n", None)]
+
+
+@pytest.mark.parametrize("page", [*PAGES, ROOT / "README.md"], ids=lambda path: path.name)
+def test_links_and_images_lead_somewhere(page: Path) -> None:
+    text = FENCE.sub("", page.read_text())
+    for found in LINK.finditer(text):
+        link = found[1] or found[2]
+        if re.match(r"\w+:", link):
+            continue
+        path, _, anchor = link.partition("#")
+        target = page.parent / path if path else page
+        assert target.exists(), f"{page.name} links to {link}"
+        if anchor and not anchor.startswith("ringattn."):
+            there = load("pages").on_page_markdown(target.read_text())
+            slugs = [
+                re.sub(r"[^\w\- ]", "", title.lower()).strip().replace(" ", "-") for title in HEADING.findall(there)
+            ]
+            assert anchor in slugs, f"{page.name} links to {link}"
+
+
+def test_the_readme_starts_with_the_script_that_is_run() -> None:
+    script = ast.parse((ROOT / "examples/quickstart.py").read_text())
+    block = next(block for block in FENCE.finditer((ROOT / "README.md").read_text()) if block[1] == "python")
+    assert ast.dump(ast.parse(block[3])) == ast.dump(ast.Module(script.body[1:], [])), (
+        "comments and the docstring aside"
+    )
+
+
+def test_every_page_is_in_the_navigation() -> None:
+    listed = re.findall(r"([\w-]+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
+    assert sorted(listed) == [path.name for path in PAGES]
+
+
+def test_every_public_name_is_on_the_api_page_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    pages = load("pages")
+    monkeypatch.setattr(pages, "public_names", lambda: [*ringattn.__all__, "brand_new"])
+    shown = re.findall(r"^::: ringattn\.(\w+)$", pages.on_page_markdown((DOCS / "api.md").read_text()), re.MULTILINE)
+    assert sorted(shown) == sorted([*ringattn.__all__, "brand_new"])
+    monkeypatch.undo()
+    assert pages.public_names() == ringattn.__all__
+
+
+def test_drawings_are_what_the_library_says() -> None:
+    drawn = load("drawings").drawings()
+    there = {path.name: path.read_text() for path in (DOCS / "drawings").glob("*.svg")}
+    assert there == drawn, "run `python docs/drawings.py`"
+    assert (DOCS / "ring.svg").read_text() == load("ring_figure").figure(), "run `python docs/ring_figure.py`"
+
+
+def test_drawings_are_what_the_definition_computes() -> None:
+    drawings = load("drawings")
+    for mask in drawings.MASKS:
+        # all scores equal, values that are unit vectors: the output has a weight where a key is visible
+        q, k = torch.zeros(1, mask.seq_len, 1, 16), torch.zeros(1, mask.kv_len, 1, 16)
+        v = torch.eye(mask.kv_len)[None, :, None, :]
+        o = attention_reference(q, k, v, **mask.fields)[0, :, 0, :]
+        seen = torch.zeros(mask.seq_len, mask.kv_len, dtype=torch.bool)
+        for i, stretches in drawings.visible(mask.visibility).items():
+            for lo, hi in stretches:
+                seen[i, lo:hi] = True
+        assert torch.equal(o > 0, seen), mask.name
+        steps = torch.zeros_like(seen, dtype=torch.int64)
+        queries, keys = (drawings.holders(mask.shards(side)) for side in ("queries", "keys"))
+        for step in range(drawings.WORLD_SIZE):
+            for i, stretches in drawings.seen_at(step, mask.visibility, queries, keys).items():
+                for lo, hi in stretches:
+                    steps[i, lo:hi] += 1
+        assert torch.equal(steps, seen.long()), f"{mask.name}: every visible pair belongs to one step"
+
+
+def test_every_drawing_is_shown() -> None:
+    shown = set(re.findall(r"drawings/([\w-]+\.svg)", "".join(path.read_text() for path in PAGES)))
+    assert shown == {path.name for path in (DOCS / "drawings").glob("*.svg")}
+
+
+def test_tables_are_what_the_library_says() -> None:
+    tables = load("tables")
+    pages = tables.pages()
+    asked = [name for path in pages for name in tables.MARKED.findall(path.read_text())]
+    assert sorted(asked) == sorted(tables.TABLES)
+    for path in pages:
+        assert path.read_text() == tables.fill(path.read_text()), "run `python docs/tables.py`"
+
+
+def test_the_table_of_kernels_asks_about_every_option() -> None:
+    assert load("tables").kernels().count("\n") == 1 + 4 + 9 + 1 + len(select.FEATURES)
+
+
+def test_pages_from_the_readme_keep_their_links() -> None:
+    pages = load("pages")
+    text = "## One\n\n    code\n\nsee [there](docs/x.md)\n\n### Part\n\n## Two\nend\n"
+    assert pages.section("One", text) == "    code\n\nsee [there](x.md)\n\n### Part"
+    with pytest.raises(ValueError, match="## Three"):
+        pages.section("Three", text)
+
+
+def test_pages_from_other_hosts_are_refused() -> None:
+    pages = load("pages")
+    page = type("Page", (), {"file": type("File", (), {"src_uri": "x.md"})})
+    assert pages.on_post_page('<a href="https://x.org">x</a><script src="a.js"></script>', page)
+    with pytest.raises(ValueError, match=r"x\.md must load nothing"):
+        pages.on_post_page('<script src="https://x.org/a.js"></script>', page)
