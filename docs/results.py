@@ -582,7 +582,6 @@ def models() -> str:
             "tokens/s per GPU",
             "MFU",
             "GiB per GPU",
-            "loss",
             "run",
         ],
         (
@@ -592,14 +591,13 @@ def models() -> str:
                 row["layers"],
                 names.get(row["who"], row["who"]),
                 *(
-                    [row["refused"], "", "", "", ""]
+                    [row["refused"], "", "", ""]
                     if "refused" in row
                     else [
                         f"{row['step_s']:.2f}",
                         f"{row['tokens_per_s_per_gpu']:,.0f}",
                         "-" if row["mfu_percent"] is None else f"{row['mfu_percent']:.1f}%",
                         "-" if row["peak_gib"] is None else f"{row['peak_gib']:.1f}",
-                        f"{row['loss']:.4f}",
                     ]
                 ),
                 row["run"] + 1,

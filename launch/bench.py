@@ -76,7 +76,6 @@ COLUMNS: dict[str, dict[str, str]] = {
         "model_tflops_per_gpu": "{:.0f}",
         "mfu_percent": "{:.1f}%",
         "peak_gib": "{:.1f}",
-        "loss": "{:.4f}",
     },
     "host": {
         "world_size": "{}",
