@@ -8,19 +8,30 @@ Note [Operators by hand]
     PyTorch's decorators for operators would say the same in fewer lines, and cost the host more per call: they ask each time
     whether outputs alias inputs, which ours never do, and carry arguments through general containers. So the operators are
     defined with their schemas, and what autograd does with them is one `torch.autograd.Function`.
+
+Note [Beside the operators]
+    Keys that a forward keeps for its backward (`Ring(keep_keys=True)`) are no result of the operator: they pass beside it, in
+    the thread that runs it. Autograd saves them like any tensor, so they go when the backward has run, `retain_graph` keeps
+    them, and a checkpoint that forgets them brings them again as it recomputes. Where something else may answer for the operator
+    (a compiler, selective checkpointing) its body may run once, twice or never: nothing is kept there, and the backward gathers.
 """
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from ringattn import gathered
 from ringattn.kernels.contract import accumulation_dtype
 from ringattn.living import find_ring
 from ringattn.prepared import prepare
+
+_HARMLESS = ("torch.utils.flop_counter",)
+"""Where dispatch modes are defined that run every operator once, as it is."""
 
 _LIBRARY = torch.library.Library("ringattn", "DEF")
 _OPTIONS = (
@@ -37,6 +48,21 @@ _LIBRARY.define(
 
 ring_attention_op = torch.ops.ringattn.forward.default
 ring_attention_backward_op = torch.ops.ringattn.backward.default
+
+
+class _Aside(threading.local):
+    """What passes beside an operator (Note [Beside the operators]).
+
+    Attributes:
+        keep: A forward keeps the keys of others, where it can.
+        kept: What it kept, or what a backward is given.
+    """
+
+    keep: bool = False
+    kept: Tensor | None = None
+
+
+_aside = _Aside()
 
 
 def _forward(
@@ -57,7 +83,10 @@ def _forward(
         with torch.autocast(q.device.type, enabled=False):
             return _forward(*args)
     here, decoded, kernels, score = prepare(*args)
-    return gathered.forward(_rows(q), _rows(k), _rows(v), score, decoded, kernels, here.seat)
+    o, lse, _aside.kept = gathered.forward(
+        _rows(q), _rows(k), _rows(v), score, decoded, kernels, here.seat, keep=_aside.keep
+    )
+    return o, lse
 
 
 def _backward(
@@ -95,6 +124,7 @@ def _backward(
         decoded,
         kernels,
         here.seat,
+        kept=_aside.kept,
         want_sinks=wanted[0],
         want_alibi=wanted[1],
         want_key_bias=wanted[2],
@@ -158,11 +188,16 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, keys: Any, *args: Any) -> tuple[Tensor, Tensor]:
-        o, lse = _below_autograd(keys, *args)
         *tensors, ctx.dropout_seed, ctx.ring, ctx.call = args
-        ctx.save_for_backward(*tensors, o, lse)
         # the graph keeps the ring alive until it is used up
         ctx.living_ring = find_ring(ctx.ring)
+        _aside.keep = ctx.living_ring.keep_keys and _runs_as_it_is()
+        try:
+            o, lse = _below_autograd(keys, *args)
+            kept = _aside.kept
+        finally:
+            _aside.keep, _aside.kept = False, None
+        ctx.save_for_backward(*tensors, o, lse, kept)
         ctx.wanted = [tensor is not None and tensor.requires_grad for tensor in tensors[3:]]
         ctx.set_materialize_grads(False)
         return o, lse
@@ -170,9 +205,13 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         do, dlse = grads
-        q, k, v, *options, o, lse = ctx.saved_tensors
+        q, k, v, *options, o, lse, _aside.kept = ctx.saved_tensors
         run = _Gradients.apply if torch.is_grad_enabled() else ring_attention_backward_op
-        dq, dk, dv, *others = run(do, dlse, q, k, v, o, lse, *options, ctx.dropout_seed, ctx.ring, ctx.call, ctx.wanted)
+        args = (do, dlse, q, k, v, o, lse, *options, ctx.dropout_seed, ctx.ring, ctx.call, ctx.wanted)
+        try:
+            dq, dk, dv, *others = run(*args)
+        finally:
+            _aside.kept = None
         rest = iter(others)
         return None, dq, dk, dv, *(next(rest) if want else None for want in ctx.wanted), None, None, None
 
@@ -190,6 +229,15 @@ class _Gradients(torch.autograd.Function):
         raise NotImplementedError(
             "ring attention must be differentiated once, got a gradient of its gradients; use attention_reference for it"
         )
+
+
+def _runs_as_it_is() -> bool:
+    """Whether calling the operator runs its body, once, here and now."""
+    if torch.compiler.is_compiling():
+        return False
+    if not torch._C._len_torch_dispatch_stack():
+        return True
+    return all(type(mode).__module__ in _HARMLESS for mode in _get_current_dispatch_mode_stack())
 
 
 def _below_autograd(keys: Any, *args: Any) -> tuple[Tensor, Tensor]:
