@@ -676,6 +676,74 @@ def test_survivors_of_a_lost_rank_end_in_nan_and_refuse_further_calls(
     )
 
 
+@settings(max_examples=60, deadline=None)
+@given(
+    world_size=st.integers(2, 4),
+    seed=st.integers(0, 2**32),
+    layers=st.integers(1, 4),
+    late=st.integers(0, 200),
+)
+def test_no_number_leaves_a_failed_ring_from_kept_rows(world_size: int, seed: int, layers: int, late: int) -> None:
+    ranks = Ranks(world_size, seed)
+    shape = full(world_size)
+    kept(ranks, [shape], 0)
+    ranks.world.drain()
+    for end in ranks.ends:
+        del end._make_kept
+    lost = world_size - 1
+    held: dict[tuple[int, int], Gathering] = {}
+
+    def forward(rank: int, layer: int) -> None:
+        found = ranks.ends[rank].gather(*keys_of(shape, rank, layer), shape.collections[rank], 1, "forward", keep=True)
+        held[rank, layer] = found  # alive until the end: here nothing of the device's work holds it
+        run_kernel(ranks, rank, shape, found, lambda owner: keys_of(shape, owner, layer), spoil=False)
+        found.close()
+
+    def backward(rank: int, layer: int) -> None:
+        streams, end, collection = ranks.streams[rank], ranks.ends[rank], shape.collections[rank]
+        arrivals = end.arrived(collection, 1, torch.device("cpu"))
+        assert arrivals is not None
+        coming = end.homecoming((1, 2, 4), collection, torch.device("cpu"), "gradients")
+        found: list[float] = []
+        value = float(10 * layer + rank + 1)
+
+        def look() -> None:
+            lost_rows = bool((arrivals.flags[0] < 0).any())
+            found.append(NAN if lost_rows else value)
+
+        def send(address: int) -> None:
+            mark = torch.tensor(found)
+            ctypes.memmove(address, mark.data_ptr(), 4)
+
+        streams.call(look)
+        streams.call(lambda: coming.own.fill_(found[0]))
+        for address in coming.addresses[1:].tolist():
+            streams.call(lambda address=address: send(address))
+        regions = coming.receive()
+
+        def add() -> None:
+            parts = [float(coming.own.flatten()[0]), *(float(region.flatten()[0]) for region in regions)]
+            expected = [value, *(float(10 * layer + reader.peer + 1) for reader in collection.readers)]
+            assert sum(parts) != sum(parts) or parts == expected, "a gradient that could be taken for a result"
+            ranks.done()
+
+        streams.call(add)
+        coming.close()
+
+    alive = [rank for rank in range(world_size) if rank != lost]
+    for layer in range(layers):
+        ranks.each(lambda rank, layer=layer: forward(rank, layer))
+    ranks.each(lambda rank: backward(rank, layers - 1))
+    for _ in range(late):
+        ranks.world.step()
+    ranks.world.dead.add(lost)
+    for layer in reversed(range(layers - 1)):
+        ranks.each(lambda rank, layer=layer: backward(rank, layer))
+    ranks.each(lambda rank: forward(rank, 0))
+    get_out(ranks, alive)
+    assert all(ranks.ends[rank].watch.failure for rank in alive)
+
+
 @settings(max_examples=40, deadline=None)
 @given(world_size=st.integers(2, 4), seed=st.integers(0, 2**32))
 def test_what_a_lost_rank_never_sent_is_nan(world_size: int, seed: int) -> None:
