@@ -9,6 +9,11 @@ Note [Operators by hand]
     whether outputs alias inputs, which ours never do, and carry arguments through general containers. So the operators are
     defined with their schemas, and what autograd does with them is one `torch.autograd.Function`.
 
+Note [The short way]
+    A dispatcher takes a call apart and puts it together again, twice forward and once backward, for whoever wants to see
+    operators: compilers, modes, subclasses of Tensor, functional transforms, profilers. Where nobody looks, the bodies are called
+    as the functions that they are, with the same autograd around them. Nobody can tell from results which way was taken.
+
 Note [Beside the operators]
     Keys that a forward keeps for its backward (`Ring(keep_keys=True)`) are no result of the operator: they pass beside it, in
     the thread that runs it. Autograd saves them like any tensor, so they go when the backward has run, `retain_graph` keeps
@@ -23,6 +28,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C._autograd import _profiler_enabled
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from ringattn import gathered
@@ -30,6 +36,8 @@ from ringattn.kernels.contract import accumulation_dtype
 from ringattn.living import find_ring
 from ringattn.prepared import prepare
 
+_PLAIN = frozenset({Tensor, torch.nn.Parameter, type(None)})
+"""What has no ideas of its own about operators."""
 _HARMLESS = ("torch.utils.flop_counter",)
 """Where dispatch modes are defined that run every operator once, as it is."""
 
@@ -113,7 +121,7 @@ def _backward(
             return _backward(do, dlse, q, k, v, o, lse, *options, dropout_seed, ring, call, wanted)
     here, decoded, kernels, score = prepare(q, k, v, *options, dropout_seed, ring, call)
     grads = gathered.backward(
-        torch.zeros_like(o) if do is None else _rows(do.to(o.dtype)),
+        torch.zeros_like(o) if do is None else _rows(_as(do, o)),
         dlse,
         _rows(q),
         _rows(k),
@@ -131,11 +139,16 @@ def _backward(
         want_bias=wanted[3],
     )
     found = (grads.dsinks, grads.dalibi, grads.dkey_bias, grads.dbias)
-    result = [grads.dq.to(q.dtype), grads.dk.to(k.dtype), grads.dv.to(v.dtype)]
+    result = [_as(grads.dq, q), _as(grads.dk, k), _as(grads.dv, v)]
     for grad, option in zip(found, options, strict=True):
         if grad is not None and option is not None:
-            result.append(grad.to(option.dtype))
+            result.append(_as(grad, option))
     return result
+
+
+def _as(x: Tensor, like: Tensor) -> Tensor:
+    """X in the dtype of another tensor."""
+    return x if x.dtype == like.dtype else x.to(like.dtype)
 
 
 def _rows(x: Tensor) -> Tensor:
@@ -183,11 +196,41 @@ def _fake_backward(
     return [x.new_empty(x.shape) for x in (q, k, v, *kept)]
 
 
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: Tensor | None,
+    alibi_slopes: Tensor | None,
+    key_bias: Tensor | None,
+    bias: Tensor | None,
+    dropout_seed: int,
+    ring: str,
+    call: str,
+) -> tuple[Tensor, Tensor]:
+    """The forward operator, with its gradients, by the shortest way (Note [The short way])."""
+    args = (q, k, v, sinks, alibi_slopes, key_bias, bias, dropout_seed, ring, call)
+    return _differentiably(None, *args) if _is_unseen(args[:7]) else ring_attention_op(*args)
+
+
+def _is_unseen(tensors: tuple[Tensor | None, ...]) -> bool:
+    """Whether nobody would notice operators on these tensors."""
+    return not torch.compiler.is_compiling() and not (
+        torch._C._len_torch_dispatch_stack()
+        or torch._C._len_torch_function_stack()
+        or not _PLAIN.issuperset(map(type, tensors))
+        or torch._C._are_functorch_transforms_active()
+        or _profiler_enabled()
+        or torch._C._is_tracing()
+    )
+
+
 class _Attention(torch.autograd.Function):
     """What autograd does with a call of the forward operator."""
 
     @staticmethod
     def forward(ctx: Any, keys: Any, *args: Any) -> tuple[Tensor, Tensor]:
+        """Keys of the dispatcher; None: the short way."""
         *tensors, ctx.dropout_seed, ctx.ring, ctx.call = args
         # the graph keeps the ring alive until it is used up
         ctx.living_ring = find_ring(ctx.ring)
@@ -206,7 +249,8 @@ class _Attention(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         do, dlse = grads
         q, k, v, *options, o, lse, _aside.kept = ctx.saved_tensors
-        run = _Gradients.apply if torch.is_grad_enabled() else ring_attention_backward_op
+        run = _short_backward if _is_unseen((do, dlse, q, k, v, o, lse, *options)) else ring_attention_backward_op
+        run = _Gradients.apply if torch.is_grad_enabled() else run
         args = (do, dlse, q, k, v, o, lse, *options, ctx.dropout_seed, ctx.ring, ctx.call, ctx.wanted)
         try:
             dq, dk, dv, *others = run(*args)
@@ -240,13 +284,20 @@ def _runs_as_it_is() -> bool:
     return all(type(mode).__module__ in _HARMLESS for mode in _get_current_dispatch_mode_stack())
 
 
+def _short_backward(*args: Any) -> list[Tensor]:
+    with torch._C._AutoDispatchBelowAutograd():
+        return _backward(*args)
+
+
 def _below_autograd(keys: Any, *args: Any) -> tuple[Tensor, Tensor]:
     with torch._C._AutoDispatchBelowAutograd():
+        if keys is None:
+            return _forward(*args)
         return ring_attention_op.redispatch(keys & torch._C._after_autograd_keyset, *args)
 
 
 def _differentiably(keys: Any, *args: Any) -> tuple[Tensor, Tensor]:
-    """The forward operator as autograd sees it."""
+    """The forward operator as autograd sees it; without keys of the dispatcher, the short way."""
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in args[:7]):
         return _Attention.apply(keys, *args)
     return _below_autograd(keys, *args)
