@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 import random
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -674,6 +675,23 @@ def test_survivors_of_a_lost_rank_end_in_nan_and_refuse_further_calls(
     assert all(total[-1] != total[-1] for rank, salt, total in results if rank in alive and salt > 2), (
         "later calls are NaN"
     )
+
+
+def test_a_transport_that_kept_rows_goes_when_nobody_holds_it() -> None:
+    ranks = Ranks(2, 0)
+    shape, held = full(2), []
+
+    def keep(rank: int) -> None:
+        inputs = keys_of(shape, rank, 0)
+        found = ranks.ends[rank].gather(*inputs, shape.collections[rank], 1, "forward", keep=True)
+        found.close()
+        held.append((found.far, inputs))
+
+    ranks.each(keep)
+    ranks.world.drain()
+    gone = weakref.ref(ranks.ends[0])
+    ranks.ends.clear()
+    assert gone() is None
 
 
 @settings(max_examples=60, deadline=None)

@@ -722,8 +722,12 @@ class CopyEngineTransport:
         start += [] if packed is not None else self._start_side()
 
         # between a peer's word and the flag stands nothing but the pull: what can wait stands behind the last flag
+        begins, ends = self._side_begins(number), self._side_ends(DONE)
+        passed = [self._note(SIDE_AT, i + 1) for i in range(len(fetches))]
+
+        # what is kept with the programs of a transport must not hold the transport
         def aim(address: int) -> list[Op]:
-            side = self._side_begins(number)
+            side = [*begins]
             side += _publish([station.full(send.peer, me) for send in readers])
             for g in range(groups):
                 for i, fetch in enumerate(fetches):
@@ -732,10 +736,10 @@ class CopyEngineTransport:
                     side += _pulls(station.rows(fetch.owner), slot, address, shape[1], fetch, g, groups)
                     side += [Wait(words[GATE], 1), Write(flag(g, fetch.step), 1)]
                     if g == 0:
-                        side.append(self._note(SIDE_AT, i + 1))
+                        side.append(passed[i])
             side += [Write(station.full(me, fetch.owner), 0) for fetch in fetches]
             side += _publish([station.free(fetch.owner, me) for fetch in fetches])
-            return [*side, *self._side_ends(DONE)]
+            return [*side, *ends]
 
         joining = [self._at(number, JOINING)]
         join = [*self._take_done(DONE), Wait(words[PROCEED], 1), *self._leave()]
