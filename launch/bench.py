@@ -85,6 +85,11 @@ COLUMNS: dict[str, dict[str, str]] = {
         "forward_us": "{:.0f}",
         "both_us": "{:.0f}",
         "both_in_one_thread_us": "{:.0f}",
+        "backward_operator_us": "{:.0f}",
+        "layer_us": "{:.0f}",
+        "layer_in_one_thread_us": "{:.0f}",
+        "split_us": "{0[0]:.0f} + {0[1]:.0f} + {0[2]:.0f}",
+        "split_in_one_thread_us": "{0[0]:.0f} + {0[1]:.0f} + {0[2]:.0f}",
     },
 }
 """What the table of each bench shows of its rows, and how."""

@@ -10,7 +10,8 @@ Note [Prediction]
         for what arrives and two for rows that leave packed; with keys moving, contributions to dk and dv of two steps and
         those that come home from one (to dq when queries move). Over the copy engine, outboxes: two for the largest message
         of any rank, and two for its contributions.
-    gathered: the slots that others read; far, the rows of all others; a region of accumulators for this rank's own
+    gathered: the slots that others read; far, the rows of all others (kept: of every layer whose backward is to come; here
+        there is one); a region of accumulators for this rank's own
         contribution and one per reader; dq in accumulators.
 """
 
@@ -99,7 +100,7 @@ def predict_bytes(
     Args:
         problem: What is computed.
         world_size: Ranks.
-        schedule: "gathered", or anything else for step by step.
+        schedule: "gathered", "kept", or anything else for step by step.
         layout: How positions are dealt out.
         slots: Of a gathered ring.
         boxes: Outboxes of each kind, step by step; 0 where messages leave from where they are.
@@ -134,11 +135,11 @@ def _predict_rank(
         found["gradients"] = max(gradients, delta + gradients)
         return dict(found)
     plan = make_plan(shards, shards, visibility, "keys")
-    if schedule == "gathered":
+    if schedule in ("gathered", "kept"):
         collection = collect(plan, rank, GUARD)
         per_row = b * hk * 2 * d
         found["slots"] = slots * e * collection.slot_rows * per_row
-        found["far"] = e * collection.far_rows * per_row
+        found["far" if schedule == "gathered" else "kept"] = e * collection.far_rows * per_row
         found["homes"] = w * (2 * (world_size - 1) + 1) * collection.slot_rows * per_row
         found["accumulators"] = w * queries if w > e else 0
         found["gradients"] = max(gradients, delta + 2 * e * keys)
@@ -225,7 +226,9 @@ def _gib(size: float | None) -> str:
 
 def _memory_row(args: Memory, problem: Problem, who: str, ring: ringattn.Ring, session: Session) -> dict[str, Any]:
     layout = best_layout(problem, ring.world_size) if args.layout == "best" else args.layout
-    kind = "gathered" if who in ("auto", "gathered") and session.device.type == "cuda" else "staged"
+    kind = "staged"
+    if who in ("auto", "gathered", "kept") and session.device.type == "cuda":
+        kind = "kept" if ring.keep_keys else "gathered"
     boxes = BOXES if ring.transport.name == "copy_engine" else 0
     parts = predict_bytes(problem, ring.world_size, kind, layout, boxes=boxes)
     return {

@@ -14,10 +14,11 @@ import torch.distributed as dist
 import ringattn
 from ringattn.launch.session import Session
 
-ScheduleName = Literal["auto", "gathered", "in_place", "staged", "process_group"]
+ScheduleName = Literal["auto", "gathered", "kept", "in_place", "staged", "process_group"]
 SCHEDULES: dict[str, dict[str, Any]] = {
     "auto": {},
     "gathered": {"transport": "copy_engine"},
+    "kept": {"transport": "copy_engine", "keep_keys": True},
     "in_place": {"transport": "copy_engine"},
     "staged": {"transport": "copy_engine", "memory_budget": 0},
     "process_group": {"transport": "process_group"},

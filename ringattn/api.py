@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ringattn.autograd import ring_attention_op
+from ringattn.autograd import attend
 from ringattn.call import describe
 from ringattn.sharding import Sharding
 
@@ -186,4 +186,4 @@ def ring_attention_with_lse(
         backward=backward,
         deterministic=deterministic,
     )
-    return ring_attention_op(q, k, v, sinks, alibi_slopes, key_bias, bias, dropout_seed or 0, sharding.ring.name, call)
+    return attend(q, k, v, sinks, alibi_slopes, key_bias, bias, dropout_seed or 0, sharding.ring.name, call)

@@ -8,19 +8,38 @@ Note [Operators by hand]
     PyTorch's decorators for operators would say the same in fewer lines, and cost the host more per call: they ask each time
     whether outputs alias inputs, which ours never do, and carry arguments through general containers. So the operators are
     defined with their schemas, and what autograd does with them is one `torch.autograd.Function`.
+
+Note [The short way]
+    A dispatcher takes a call apart and puts it together again, twice forward and once backward, for whoever wants to see
+    operators: compilers, modes, subclasses of Tensor, functional transforms, profilers. Where nobody looks, the bodies are called
+    as the functions that they are, with the same autograd around them. Nobody can tell from results which way was taken.
+
+Note [Beside the operators]
+    Keys that a forward keeps for its backward (`Ring(keep_keys=True)`) are no result of the operator: they pass beside it, in
+    the thread that runs it. Autograd saves them like any tensor, so they go when the backward has run, `retain_graph` keeps
+    them, and a checkpoint that forgets them brings them again as it recomputes. Where something else may answer for the operator
+    (a compiler, selective checkpointing) its body may run once, twice or never: nothing is kept there, and the backward gathers.
 """
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C._autograd import _profiler_enabled
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from ringattn import gathered
 from ringattn.kernels.contract import accumulation_dtype
 from ringattn.living import find_ring
 from ringattn.prepared import prepare
+
+_PLAIN = frozenset({Tensor, torch.nn.Parameter, type(None)})
+"""What has no ideas of its own about operators."""
+_HARMLESS = ("torch.utils.flop_counter",)
+"""Where dispatch modes are defined that run every operator once, as it is."""
 
 _LIBRARY = torch.library.Library("ringattn", "DEF")
 _OPTIONS = (
@@ -37,6 +56,21 @@ _LIBRARY.define(
 
 ring_attention_op = torch.ops.ringattn.forward.default
 ring_attention_backward_op = torch.ops.ringattn.backward.default
+
+
+class _Aside(threading.local):
+    """What passes beside an operator (Note [Beside the operators]).
+
+    Attributes:
+        keep: A forward keeps the keys of others, where it can.
+        kept: What it kept, or what a backward is given.
+    """
+
+    keep: bool = False
+    kept: Tensor | None = None
+
+
+_aside = _Aside()
 
 
 def _forward(
@@ -57,7 +91,10 @@ def _forward(
         with torch.autocast(q.device.type, enabled=False):
             return _forward(*args)
     here, decoded, kernels, score = prepare(*args)
-    return gathered.forward(_rows(q), _rows(k), _rows(v), score, decoded, kernels, here.seat)
+    o, lse, _aside.kept = gathered.forward(
+        _rows(q), _rows(k), _rows(v), score, decoded, kernels, here.seat, keep=_aside.keep
+    )
+    return o, lse
 
 
 def _backward(
@@ -84,7 +121,7 @@ def _backward(
             return _backward(do, dlse, q, k, v, o, lse, *options, dropout_seed, ring, call, wanted)
     here, decoded, kernels, score = prepare(q, k, v, *options, dropout_seed, ring, call)
     grads = gathered.backward(
-        torch.zeros_like(o) if do is None else _rows(do.to(o.dtype)),
+        torch.zeros_like(o) if do is None else _rows(_as(do, o)),
         dlse,
         _rows(q),
         _rows(k),
@@ -95,17 +132,23 @@ def _backward(
         decoded,
         kernels,
         here.seat,
+        kept=_aside.kept,
         want_sinks=wanted[0],
         want_alibi=wanted[1],
         want_key_bias=wanted[2],
         want_bias=wanted[3],
     )
     found = (grads.dsinks, grads.dalibi, grads.dkey_bias, grads.dbias)
-    result = [grads.dq.to(q.dtype), grads.dk.to(k.dtype), grads.dv.to(v.dtype)]
+    result = [_as(grads.dq, q), _as(grads.dk, k), _as(grads.dv, v)]
     for grad, option in zip(found, options, strict=True):
         if grad is not None and option is not None:
-            result.append(grad.to(option.dtype))
+            result.append(_as(grad, option))
     return result
+
+
+def _as(x: Tensor, like: Tensor) -> Tensor:
+    """X in the dtype of another tensor."""
+    return x if x.dtype == like.dtype else x.to(like.dtype)
 
 
 def _rows(x: Tensor) -> Tensor:
@@ -153,16 +196,51 @@ def _fake_backward(
     return [x.new_empty(x.shape) for x in (q, k, v, *kept)]
 
 
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: Tensor | None,
+    alibi_slopes: Tensor | None,
+    key_bias: Tensor | None,
+    bias: Tensor | None,
+    dropout_seed: int,
+    ring: str,
+    call: str,
+) -> tuple[Tensor, Tensor]:
+    """The forward operator, with its gradients, by the shortest way (Note [The short way])."""
+    args = (q, k, v, sinks, alibi_slopes, key_bias, bias, dropout_seed, ring, call)
+    return _differentiably(None, *args) if _is_unseen(args[:7]) else ring_attention_op(*args)
+
+
+def _is_unseen(tensors: tuple[Tensor | None, ...]) -> bool:
+    """Whether nobody would notice operators on these tensors."""
+    return not torch.compiler.is_compiling() and not (
+        torch._C._len_torch_dispatch_stack()
+        or torch._C._len_torch_function_stack()
+        or not _PLAIN.issuperset(map(type, tensors))
+        or torch._C._are_functorch_transforms_active()
+        or _profiler_enabled()
+        or torch._C._is_tracing()
+    )
+
+
 class _Attention(torch.autograd.Function):
     """What autograd does with a call of the forward operator."""
 
     @staticmethod
     def forward(ctx: Any, keys: Any, *args: Any) -> tuple[Tensor, Tensor]:
-        o, lse = _below_autograd(keys, *args)
+        """Keys of the dispatcher; None: the short way."""
         *tensors, ctx.dropout_seed, ctx.ring, ctx.call = args
-        ctx.save_for_backward(*tensors, o, lse)
         # the graph keeps the ring alive until it is used up
         ctx.living_ring = find_ring(ctx.ring)
+        _aside.keep = ctx.living_ring.keep_keys and _runs_as_it_is()
+        try:
+            o, lse = _below_autograd(keys, *args)
+            kept = _aside.kept
+        finally:
+            _aside.keep, _aside.kept = False, None
+        ctx.save_for_backward(*tensors, o, lse, kept)
         ctx.wanted = [tensor is not None and tensor.requires_grad for tensor in tensors[3:]]
         ctx.set_materialize_grads(False)
         return o, lse
@@ -170,9 +248,14 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         do, dlse = grads
-        q, k, v, *options, o, lse = ctx.saved_tensors
-        run = _Gradients.apply if torch.is_grad_enabled() else ring_attention_backward_op
-        dq, dk, dv, *others = run(do, dlse, q, k, v, o, lse, *options, ctx.dropout_seed, ctx.ring, ctx.call, ctx.wanted)
+        q, k, v, *options, o, lse, _aside.kept = ctx.saved_tensors
+        run = _short_backward if _is_unseen((do, dlse, q, k, v, o, lse, *options)) else ring_attention_backward_op
+        run = _Gradients.apply if torch.is_grad_enabled() else run
+        args = (do, dlse, q, k, v, o, lse, *options, ctx.dropout_seed, ctx.ring, ctx.call, ctx.wanted)
+        try:
+            dq, dk, dv, *others = run(*args)
+        finally:
+            _aside.kept = None
         rest = iter(others)
         return None, dq, dk, dv, *(next(rest) if want else None for want in ctx.wanted), None, None, None
 
@@ -192,13 +275,29 @@ class _Gradients(torch.autograd.Function):
         )
 
 
+def _runs_as_it_is() -> bool:
+    """Whether calling the operator runs its body, once, here and now."""
+    if torch.compiler.is_compiling():
+        return False
+    if not torch._C._len_torch_dispatch_stack():
+        return True
+    return all(type(mode).__module__ in _HARMLESS for mode in _get_current_dispatch_mode_stack())
+
+
+def _short_backward(*args: Any) -> list[Tensor]:
+    with torch._C._AutoDispatchBelowAutograd():
+        return _backward(*args)
+
+
 def _below_autograd(keys: Any, *args: Any) -> tuple[Tensor, Tensor]:
     with torch._C._AutoDispatchBelowAutograd():
+        if keys is None:
+            return _forward(*args)
         return ring_attention_op.redispatch(keys & torch._C._after_autograd_keyset, *args)
 
 
 def _differentiably(keys: Any, *args: Any) -> tuple[Tensor, Tensor]:
-    """The forward operator as autograd sees it."""
+    """The forward operator as autograd sees it; without keys of the dispatcher, the short way."""
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in args[:7]):
         return _Attention.apply(keys, *args)
     return _below_autograd(keys, *args)

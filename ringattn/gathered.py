@@ -10,6 +10,12 @@ Note [Two schedules]
               number of ranks (a copy engine adds four outboxes). Serves every kernel set, every option and every transport.
     Both give the same partials merged in ring order; they round at different places. Which one is taken follows from
     numbers that are equal on all ranks, so all ranks take the same.
+
+Note [Kept keys]
+    A gathered forward may leave what came in a tensor of the call's own, for as long as the caller likes. The backward that
+    is given it publishes and pulls nothing: contributions alone travel. Nobody's rows are read from memory of another rank
+    then, so either all ranks keep a call's keys or none does. Kernels, plans and head groups are those of a backward that
+    gathers, and so are the bits: only the flags are raised from the start.
 """
 
 from __future__ import annotations
@@ -38,17 +44,33 @@ GROUP_HEADS = 8
 
 
 def forward(
-    q: Tensor, k: Tensor, v: Tensor, score: Score, call: Call, kernels: KernelSet, seat: Seat
-) -> tuple[Tensor, Tensor]:
-    """`ring_forward` by the schedule that suits the call; the same arguments and results."""
+    q: Tensor, k: Tensor, v: Tensor, score: Score, call: Call, kernels: KernelSet, seat: Seat, *, keep: bool = False
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """`ring_forward` by the schedule that suits the call, of the same arguments.
+
+    Args:
+        q: As there, like the next six.
+        k: Likewise.
+        v: Likewise.
+        score: Likewise.
+        call: Likewise.
+        kernels: Likewise.
+        seat: Likewise.
+        keep: Keep the keys of others for `backward`, where both directions are gathered (Note [Kept keys]); the same on
+            all ranks.
+
+    Returns:
+        o and lse as there, and what was kept, `b far_rows hk (d + dv)`; None: nothing.
+    """
     found = _gathering(k, v, score, call, kernels, seat, backward=False)
     if found is None:
-        return ring_forward(q, k, v, score, call, kernels, seat)
+        return *ring_forward(q, k, v, score, call, kernels, seat), None
     gatherer, gathering_kernels, facts = found
     b, s, h, _ = q.shape
     o = torch.empty(b, s, h, v.shape[-1], dtype=q.dtype, device=q.device)
     lse = torch.empty(b, h, s, dtype=accumulation_dtype(q.dtype), device=q.device)
-    gathering = gatherer.gather(k, v, facts.collection, facts.groups, "forward")
+    keep = keep and _gathering(k, v, score, call, kernels, seat, backward=True) is not None
+    gathering = gatherer.gather(k, v, facts.collection, facts.groups, "forward", keep=keep)
     with span("ring forward: all visits in one launch"):
         gathering_kernels.forward_gathered(
             q,
@@ -62,7 +84,7 @@ def forward(
             lse=lse,
         )
     gathering.close()
-    return o, lse
+    return o, lse, gathering.far if keep else None
 
 
 def backward(
@@ -77,9 +99,11 @@ def backward(
     call: Call,
     kernels: KernelSet,
     seat: Seat,
+    *,
+    kept: Tensor | None = None,
     **wanted: bool,
 ) -> Gradients:
-    """`ring_backward` by the schedule that suits the call; the same arguments and results."""
+    """`ring_backward` by the schedule that suits the call; the same arguments and results, and what `forward` kept."""
     found = _gathering(k, v, score, call, kernels, seat, backward=True)
     if found is None:
         return ring_backward(do, dlse, q, k, v, o, lse, score, call, kernels, seat, **wanted)
@@ -87,7 +111,12 @@ def backward(
     if dlse is not None:
         dlse = dlse.masked_fill(lse == float("-inf"), 0.0)
     b, _, hk, d = k.shape
-    gathering = gatherer.gather(k, v, facts.collection, facts.groups, "backward")
+    gathering = None
+    if kept is None:
+        gathering = gatherer.gather(k, v, facts.collection, facts.groups, "backward")
+        far, arrivals = (gathering.k, gathering.v), gathering.arrivals
+    else:
+        far, arrivals = (kept[..., :d], kept[..., d:]), gatherer.arrived(facts.collection, facts.groups, q.device)
     home = gatherer.homecoming((b, hk, d + v.shape[-1]), facts.collection, q.device, "backward")
     delta = kernels.delta(o, do, dlse)
     dq = torch.empty_like(q, memory_format=torch.contiguous_format)
@@ -97,20 +126,21 @@ def backward(
             do,
             q,
             (k, v),
-            (gathering.k, gathering.v),
+            far,
             lse,
             delta,
             call.stationary("keys", q.device),
             call.gathered(q.device),
             score,
-            gathering.arrivals,
+            arrivals,
             home.addresses,
             home.rows,
             dq=dq,
             dalibi=dalibi,
             deterministic=call.deterministic,
         )
-    gathering.close()
+    if gathering is not None:
+        gathering.close()
     dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (k, v))
     gathering_kernels.add_homes(dk, dv, home.own, home.receive(), call.returning(k.device))
     home.close()

@@ -52,6 +52,9 @@ class Ring:
             copy engine where it can serve, decided by all ranks together at the first call with tensors on a GPU.
         memory_budget: Bytes per rank that gathered keys, and gradients on their way home, may take; None for a quarter of
             the memory that is free on the fullest GPU at the first call. The same on all ranks.
+        keep_keys: What a gathered forward has brought stays until its backward has run, which then fetches nothing: less
+            traffic for the memory of all other ranks' visible keys per layer, beyond the memory budget. A permission: calls
+            that go step by step, or through `torch.compile` or selective checkpointing, keep nothing. The same on all ranks.
         timeout: How long a rank waits for the others: when a call of a new shape is compared, and for rows that come by copy
             engine. Transfers of the process group obey the group's own timeout.
         nodes: Over how many nodes the ranks are spread, consecutive ranks sharing one, or "auto": by host name. With more
@@ -65,6 +68,7 @@ class Ring:
         rank: This process's place, 0 .. world_size - 1.
         world_size: Number of ranks.
         impl: Default kernel set.
+        keep_keys: As given.
 
     Raises:
         ValueError: The mesh has more than one dimension, this process is not in the group, the transport is unknown, the
@@ -83,6 +87,7 @@ class Ring:
         impl: str = "auto",
         transport: str = "auto",
         memory_budget: int | None = None,
+        keep_keys: bool = False,
         timeout: timedelta = timedelta(minutes=5),
         nodes: int | str = 1,
         nccl_max_ctas: int | None = 4,
@@ -106,6 +111,7 @@ class Ring:
                 "this process must be a member of the group, got a group without it; make the Ring on members only"
             )
         self.impl = impl
+        self.keep_keys = keep_keys
         # every rank counts its rings per group, so equal rings have equal names
         self.name = f"{self._group_name}#{_COUNTS[self._group_name]}"
         _COUNTS[self._group_name] += 1
@@ -216,6 +222,7 @@ class Ring:
             return
         if self._agreement is not None:
             record = {**parse(call), "tensors": _without_rows(tensors), "nodes": self.seat.nodes}
+            record["keep_keys"] = self.keep_keys
             texts = self._agreement.compare(json.dumps(record))
             _raise_differences([json.loads(text) for text in texts])
             device = next(x.device for x in tensors if x is not None)
@@ -323,6 +330,8 @@ class Ring:
             self._memory_budget,
             self._links[0],
         )
+        if self.keep_keys and self._choice.name != "copy_engine":
+            self._choice = replace(self._choice, why=f"{self._choice.why}; keep_keys finds nothing to keep")
         self._mover = mover
         mover = mover if self.seat.nodes is None else WithinNode(mover)
         self.seat = replace(self.seat, transport=mover, budget=budget, pull_rate=rate)

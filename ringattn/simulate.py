@@ -61,6 +61,7 @@ def simulate_ring(
     bias: Tensor | None = None,
     dropout_seed: int = 0,
     memory_budget: int = 0,
+    keep_keys: bool = False,
     **options: Any,
 ) -> Simulated:
     """Runs all ranks of a ring in this process and puts the results together.
@@ -83,6 +84,7 @@ def simulate_ring(
         bias: Broadcastable to `b h n m`, whole.
         dropout_seed: Seed of the dropout mask.
         memory_budget: As in `Ring`: bytes that gathered keys may take on a rank; 0: visits one by one.
+        keep_keys: As in `Ring`.
         **options: causal, window, prefix_len, chunk_len, lengths, softcap, dropout_p, impl, backward.
 
     Returns:
@@ -109,8 +111,9 @@ def simulate_ring(
         choice = pick(q.device, q.dtype, d, v.shape[-1], impl=call.impl, features=call.features(**extras))
         kernels = choice.kernels
         score = call.score(q.dtype, dropout_seed, **extras)
-        o, lse = gathered.forward(*local, score, call, kernels, seat)
-        if do is None and dlse is None:
+        backward = do is not None or dlse is not None
+        o, lse, kept = gathered.forward(*local, score, call, kernels, seat, keep=keep_keys and backward)
+        if not backward:
             return o, lse, None
         grads = gathered.backward(
             torch.zeros_like(o) if do is None else mine.shard(do, 1),
@@ -122,6 +125,7 @@ def simulate_ring(
             call,
             kernels,
             seat,
+            kept=kept,
             want_sinks=sinks is not None,
             want_alibi=alibi_slopes is not None,
             want_key_bias=key_bias is not None,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 import random
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -104,9 +105,15 @@ def picked(x: Tensor, rows: tuple[tuple[int, int], ...]) -> Tensor:
 
 
 def run_kernel(
-    ranks: Ranks, rank: int, shape: Shape, gathering: Gathering, keys: Callable[[int], tuple[Tensor, Tensor]]
+    ranks: Ranks,
+    rank: int,
+    shape: Shape,
+    gathering: Any,
+    keys: Callable[[int], tuple[Tensor, Tensor]],
+    *,
+    spoil: bool = True,
 ) -> None:
-    """Waits for each flag as a kernel does, and compares what came with what the owner has."""
+    """Waits for each flag as a kernel does, and compares what came with what the owner has; then spoils it."""
     collection, streams = shape.collections[rank], ranks.streams[rank]
     far, arrivals = gathering.far, gathering.arrivals
     if arrivals is None:
@@ -125,7 +132,8 @@ def run_kernel(
                 found = far[:, fetch.at : end, heads]
                 expected = picked(torch.cat(keys(fetch.owner), -1), fetch.rows)[:, :, heads]
                 assert torch.equal(found, expected), f"rank {rank} step {fetch.step} group {g}"
-                found.fill_(NAN)
+                if spoil:
+                    found.fill_(NAN)
                 if last:
                     ends = [other.at for other in collection.fetches if other.at > fetch.at] + [far.shape[1]]
                     assert ends[0] - end >= 4
@@ -159,43 +167,49 @@ def contribution(shape: Shape, visitor: int, step: int, rows: int, salt: int) ->
     return torch.randn(shape.batch, rows, shape.heads, sum(shape.dims), generator=g)
 
 
-def come_home(ranks: Ranks, shape: Shape, salt: int, *, gathers: bool = True) -> None:
+def send_home(
+    ranks: Ranks, rank: int, shape: Shape, salt: int, found: Any, keys: Callable[[int], tuple[Tensor, Tensor]]
+) -> None:
+    """A backward of one rank, whose far rows are what was found; a gathering is closed behind the kernel."""
     width = sum(shape.dims)
-    world_size = ranks.world.ranks
-    keys = [keys_of(shape, rank, salt) for rank in range(world_size)]
+    streams, end, collection = ranks.streams[rank], ranks.ends[rank], shape.collections[rank]
+    coming = end.homecoming((shape.batch, shape.heads, width), collection, torch.device("cpu"), f"home {salt}")
+    assert coming.rows == shape.rows
+    assert coming.addresses[0] == coming.own.data_ptr()
+    run_kernel(ranks, rank, shape, found, keys)
+    for address, fetch in zip(coming.addresses[1:].tolist(), collection.fetches, strict=True):
+        rows = sum(length for _, length in fetch.rows)
+        region = torch.zeros(shape.batch, coming.rows, shape.heads, width)
+
+        def send(region=region, address=address, fetch=fetch, rows=rows) -> None:
+            region[:, :rows] = contribution(shape, rank, fetch.step, rows, salt)
+            size = rows * shape.heads * width * 4
+            for b in range(shape.batch):
+                ctypes.memmove(address + b * region[0].numel() * 4, region[b].data_ptr(), size)
+
+        streams.call(send)
+    close = getattr(found, "close", None)
+    if close is not None:
+        close()
+    regions = coming.receive()
+
+    def add() -> None:
+        for region, reader in zip(regions, collection.readers, strict=True):
+            rows = sum(length for _, length in reader.rows)
+            assert torch.equal(region[:, :rows], contribution(shape, reader.peer, reader.step, rows, salt))
+            region.fill_(NAN)
+            ranks.done()
+
+    streams.call(add)
+    coming.close()
+
+
+def come_home(ranks: Ranks, shape: Shape, salt: int) -> None:
+    keys = [keys_of(shape, rank, salt) for rank in range(ranks.world.ranks)]
 
     def one(rank: int) -> None:
-        streams, end, collection = ranks.streams[rank], ranks.ends[rank], shape.collections[rank]
-        found = end.gather(*keys[rank], collection, shape.groups, f"backward {salt}") if gathers else None
-        coming = end.homecoming((shape.batch, shape.heads, width), collection, torch.device("cpu"), f"home {salt}")
-        assert coming.rows == shape.rows
-        assert coming.addresses[0] == coming.own.data_ptr()
-        if found is not None:
-            run_kernel(ranks, rank, shape, found, keys.__getitem__)
-        for address, fetch in zip(coming.addresses[1:].tolist(), collection.fetches, strict=True):
-            rows = sum(length for _, length in fetch.rows)
-            region = torch.zeros(shape.batch, coming.rows, shape.heads, width)
-
-            def send(region=region, address=address, fetch=fetch, rows=rows) -> None:
-                region[:, :rows] = contribution(shape, rank, fetch.step, rows, salt)
-                size = rows * shape.heads * width * 4
-                for b in range(shape.batch):
-                    ctypes.memmove(address + b * region[0].numel() * 4, region[b].data_ptr(), size)
-
-            streams.call(send)
-        if found is not None:
-            found.close()
-        regions = coming.receive()
-
-        def add() -> None:
-            for region, reader in zip(regions, collection.readers, strict=True):
-                rows = sum(length for _, length in reader.rows)
-                assert torch.equal(region[:, :rows], contribution(shape, reader.peer, reader.step, rows, salt))
-                region.fill_(NAN)
-                ranks.done()
-
-        streams.call(add)
-        coming.close()
+        found = ranks.ends[rank].gather(*keys[rank], shape.collections[rank], shape.groups, f"backward {salt}")
+        send_home(ranks, rank, shape, salt, found, keys.__getitem__)
 
     ranks.each(one)
 
@@ -321,8 +335,77 @@ def lend(ranks: Ranks, shape: Shape, salt: int, name: str) -> None:
     ranks.each(fill)
 
 
+class Allocator:
+    """Memory of one rank as torch hands it out: what the host lets go is given to work that is enqueued later."""
+
+    def __init__(self, seed: int) -> None:
+        self._free: list[Tensor] = []
+        self._given: dict[int, Tensor] = {}
+        self._random = random.Random(seed)
+
+    def make(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        size = torch.Size(shape).numel() * dtype.itemsize
+        large = [x for x in self._free if x.numel() >= size]
+        if large and self._random.random() < 0.8:
+            flat = self._random.choice(large)
+            self._free = [x for x in self._free if x is not flat]
+        else:
+            flat = torch.full((size + 64,), 255, dtype=torch.uint8)
+        if size:
+            self._given[flat.data_ptr()] = flat
+        return flat[:size].view(dtype).view(shape)
+
+    def let_go(self, x: Tensor) -> None:
+        if x.numel():
+            self._free.append(self._given.pop(x.data_ptr()))
+
+
+def kept(ranks: Ranks, layers: list[Shape], salt: int, name: str | None = None) -> None:
+    """Layers that keep what they gather until their backward, which gathers nothing; the last layer's comes first."""
+    world_size = ranks.world.ranks
+    held: list[list[Gathering]] = [[] for _ in range(world_size)]
+    allocators = ranks.__dict__.setdefault("allocators", [Allocator(rank) for rank in range(world_size)])
+    for end, allocator in zip(ranks.ends, allocators, strict=True):
+        end._make_kept = allocator.make
+
+    def keys_in(layer: int) -> Callable[[int], tuple[Tensor, Tensor]]:
+        return lambda owner: keys_of(layers[layer], owner, 31 * salt + layer)
+
+    def go(rank: int, layer: int) -> None:
+        shape, end, streams = layers[layer], ranks.ends[rank], ranks.streams[rank]
+        collection = shape.collections[rank]
+        k, v = keys_in(layer)(rank)
+        if name is not None:
+            size = shape.batch, shape.rows, shape.lengths[rank], shape.heads
+            place = end.lend(f"{name} {layer}", *size, shape.dims, shape.dtype)
+            streams.call(lambda: [x.copy_(y) for x, y in zip(place, keys_in(layer)(rank), strict=True)])
+            k, v = place
+        found = end.gather(k, v, collection, shape.groups, f"forward {layer}", keep=True)
+        run_kernel(ranks, rank, shape, found, keys_in(layer), spoil=False)
+        found.close()
+        held[rank].append(found)
+
+    def come_back(rank: int, layer: int) -> None:
+        shape, end = layers[layer], ranks.ends[rank]
+        found = held[rank].pop()
+        far = dataclasses.make_dataclass("Far", ["far", "arrivals"])(
+            found.far, end.arrived(shape.collections[rank], shape.groups, torch.device("cpu"))
+        )
+        launched = ranks.streams[rank].launches
+        send_home(ranks, rank, shape, 31 * salt + layer, far, keys_in(layer))
+        assert ranks.streams[rank].launches - launched == 3, (
+            "a backward of kept keys says three things and pulls nothing"
+        )
+        allocators[rank].let_go(found.far)
+
+    for layer in range(len(layers)):
+        ranks.each(lambda rank, layer=layer: go(rank, layer))
+    for layer in reversed(range(len(layers))):
+        ranks.each(lambda rank, layer=layer: come_back(rank, layer))
+
+
 def rounds(ranks: int) -> st.SearchStrategy[list[tuple[str, Shape]]]:
-    kinds = st.sampled_from(["gather", "home", "post", "lend a", "lend b", "poison"])
+    kinds = st.sampled_from(["gather", "home", "post", "lend a", "lend b", "kept", "kept in place", "poison"])
     return st.lists(st.tuples(kinds, shapes(ranks)), min_size=1, max_size=8)
 
 
@@ -333,6 +416,8 @@ def play(ranks: Ranks, kind: str, shape: Shape, salt: int) -> None:
         come_home(ranks, shape, salt)
     elif kind == "post":
         post(ranks, salt, shape.rows)
+    elif kind.startswith("kept"):
+        kept(ranks, [shape] * (1 + salt % 3), salt, "kept" if kind == "kept in place" else None)
     elif kind == "poison":
         ranks.each(lambda rank: ranks.ends[rank].poison())
     else:
@@ -590,6 +675,91 @@ def test_survivors_of_a_lost_rank_end_in_nan_and_refuse_further_calls(
     assert all(total[-1] != total[-1] for rank, salt, total in results if rank in alive and salt > 2), (
         "later calls are NaN"
     )
+
+
+def test_a_transport_that_kept_rows_goes_when_nobody_holds_it() -> None:
+    ranks = Ranks(2, 0)
+    shape, held = full(2), []
+
+    def keep(rank: int) -> None:
+        inputs = keys_of(shape, rank, 0)
+        found = ranks.ends[rank].gather(*inputs, shape.collections[rank], 1, "forward", keep=True)
+        found.close()
+        held.append((found.far, inputs))
+
+    ranks.each(keep)
+    ranks.world.drain()
+    gone = weakref.ref(ranks.ends[0])
+    ranks.ends.clear()
+    assert gone() is None
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    world_size=st.integers(2, 4),
+    seed=st.integers(0, 2**32),
+    layers=st.integers(1, 4),
+    late=st.integers(0, 200),
+)
+def test_no_number_leaves_a_failed_ring_from_kept_rows(world_size: int, seed: int, layers: int, late: int) -> None:
+    ranks = Ranks(world_size, seed)
+    shape = full(world_size)
+    kept(ranks, [shape], 0)
+    ranks.world.drain()
+    for end in ranks.ends:
+        del end._make_kept
+    lost = world_size - 1
+    held: dict[tuple[int, int], Gathering] = {}
+
+    def forward(rank: int, layer: int) -> None:
+        found = ranks.ends[rank].gather(*keys_of(shape, rank, layer), shape.collections[rank], 1, "forward", keep=True)
+        held[rank, layer] = found  # alive until the end: here nothing of the device's work holds it
+        run_kernel(ranks, rank, shape, found, lambda owner: keys_of(shape, owner, layer), spoil=False)
+        found.close()
+
+    def backward(rank: int, layer: int) -> None:
+        streams, end, collection = ranks.streams[rank], ranks.ends[rank], shape.collections[rank]
+        arrivals = end.arrived(collection, 1, torch.device("cpu"))
+        assert arrivals is not None
+        coming = end.homecoming((1, 2, 4), collection, torch.device("cpu"), "gradients")
+        found: list[float] = []
+        value = float(10 * layer + rank + 1)
+
+        def look() -> None:
+            lost_rows = bool((arrivals.flags[0] < 0).any())
+            found.append(NAN if lost_rows else value)
+
+        def send(address: int) -> None:
+            mark = torch.tensor(found)
+            ctypes.memmove(address, mark.data_ptr(), 4)
+
+        streams.call(look)
+        streams.call(lambda: coming.own.fill_(found[0]))
+        for address in coming.addresses[1:].tolist():
+            streams.call(lambda address=address: send(address))
+        regions = coming.receive()
+
+        def add() -> None:
+            parts = [float(coming.own.flatten()[0]), *(float(region.flatten()[0]) for region in regions)]
+            expected = [value, *(float(10 * layer + reader.peer + 1) for reader in collection.readers)]
+            assert sum(parts) != sum(parts) or parts == expected, "a gradient that could be taken for a result"
+            ranks.done()
+
+        streams.call(add)
+        coming.close()
+
+    alive = [rank for rank in range(world_size) if rank != lost]
+    for layer in range(layers):
+        ranks.each(lambda rank, layer=layer: forward(rank, layer))
+    ranks.each(lambda rank: backward(rank, layers - 1))
+    for _ in range(late):
+        ranks.world.step()
+    ranks.world.dead.add(lost)
+    for layer in reversed(range(layers - 1)):
+        ranks.each(lambda rank, layer=layer: backward(rank, layer))
+    ranks.each(lambda rank: forward(rank, 0))
+    get_out(ranks, alive)
+    assert all(ranks.ends[rank].watch.failure for rank in alive)
 
 
 @settings(max_examples=40, deadline=None)

@@ -162,7 +162,63 @@ def _keys_in_place(rank: int, world_size: int) -> None:
         assert_same([o.detach(), *grads], expected, f"rank {rank}, buffer {seed}")
 
 
-BODIES: list[Callable[[int, int], None]] = [_bits, _graphs, _subgroups, _beside_collectives, _keys_in_place]
+def _keys_kept(rank: int, world_size: int) -> None:
+    rings = [
+        Ring(transport="copy_engine", memory_budget=PLENTY, timeout=PATIENCE, keep_keys=keep) for keep in (False, True)
+    ]
+    n = 300 * world_size + 1
+
+    def layers(ring: Ring, seed: int) -> list[Tensor]:
+        """Two layers whose backwards come in the opposite order, the second twice, and one that nobody differentiates."""
+        sharding = ring.sharding(n)
+        q, k, v, do = (sharding.shard(x, dim=1) for x in draw(seed, n))
+        for x in (q, k, v):
+            x.requires_grad_()
+        first = ring_attention(q, k, v, sharding, causal=True, deterministic=True)
+        ring_attention(q, v, k, sharding, causal=True, deterministic=True)
+        keys, values = first[:, :, :4].contiguous(), first[:, :, 4:].contiguous()
+        o = ring_attention(q, keys, values, sharding, causal=True, deterministic=True)
+        again = torch.autograd.grad(o, (keys, values), do, retain_graph=True)
+        return [o.detach(), *again, *torch.autograd.grad(o, (q, k, v), do)]
+
+    for seed in range(4):
+        found = [layers(ring, seed) for ring in rings]
+        for i, (x, y) in enumerate(zip(*found, strict=True)):
+            assert torch.equal(x, y), (
+                f"rank {rank}, call {seed}, tensor {i}: {(x.float() - y.float()).abs().max().item()}"
+            )
+    # captured together, replayed between other calls
+    ring = rings[1]
+    sharding = ring.sharding(n)
+    leaves = [sharding.shard(x, dim=1) for x in draw(0, n)]
+    for x in leaves[:3]:
+        x.requires_grad_()
+
+    def train() -> list[Tensor]:
+        o = ring_attention(leaves[0], leaves[1], leaves[2], sharding, causal=True, deterministic=True)
+        return [o.detach(), *torch.autograd.grad(o, leaves[:3], leaves[3])]
+
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            train()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+        captured = train()
+    for seed in range(1, 5):
+        whole = draw(seed, n)
+        with torch.no_grad():
+            for x, y in zip(leaves, whole, strict=True):
+                x.copy_(sharding.shard(y, dim=1))
+        graph.replay()
+        replayed = [x.clone() for x in captured]
+        if seed % 2:
+            assert_same(train(), replayed, f"rank {rank}, call after replay {seed}")
+        assert_same(replayed, expect(ring, whole, "zigzag", PLENTY, causal=True), f"rank {rank}, replay {seed}")
+
+
+BODIES: list[Callable[[int, int], None]] = [_bits, _graphs, _subgroups, _beside_collectives, _keys_in_place, _keys_kept]
 
 
 @pytest.mark.skipif(not IS_HOPPER, reason="needs compute capability 9.0")

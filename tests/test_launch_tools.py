@@ -226,7 +226,7 @@ def _bench(out: str) -> int:
 
 
 def _bench_host(out: str) -> int:
-    words = ["--tokens", "8", "--calls", "3", "--device", "cpu", "--out", out]
+    words = ["--tokens", "8", "--calls", "3", "--layers", "2", "--device", "cpu", "--out", out]
     return bench.main(["host", *TINY, *words])
 
 
@@ -236,6 +236,10 @@ def test_bench_host_times_every_direction(pool, tmp_path: Path) -> None:
     (row,) = json.loads((tmp_path / "host.json").read_text())["rows"]
     assert row["world_size"] == 2
     assert 0 < row["inference_us"] < row["both_us"]
+    assert min(row["backward_operator_us"], row["layer_us"], row["layer_in_one_thread_us"]) > 0
+    for split in (row["split_us"], row["split_in_one_thread_us"]):
+        assert len(split) == 3
+        assert min(split) > 0
 
 
 @pytest.mark.dist

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import subprocess
 import sys
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from torch.utils.flop_counter import FlopCounterMode
 
-from ringattn import Ring, ring_attention, ring_attention_with_lse
+from ringattn import Ring, autograd, ring_attention, ring_attention_with_lse
 from tests.pool import Pools
 
 ROOT = Path(__file__).parent.parent
@@ -198,3 +200,65 @@ def _environment() -> dict[str, str]:
     import os
 
     return {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+
+
+class _Counting:
+    """An operator whose calls from outside are counted."""
+
+    def __init__(self, op: Any) -> None:
+        self._op = op
+        self.calls = 0
+        self.redispatch = op.redispatch
+
+    def __call__(self, *args: Any) -> Any:
+        self.calls += 1
+        return self._op(*args)
+
+
+class _Subclass(torch.Tensor):
+    """A tensor with ideas of its own."""
+
+
+@contextlib.contextmanager
+def _function_mode() -> Iterator[None]:
+    with torch.device("cpu"):
+        yield
+
+
+@pytest.mark.parametrize(
+    ("watcher", "seen"),
+    [
+        (contextlib.nullcontext, (0, 0)),
+        (torch.profiler.profile, (1, 1)),
+        (FlopCounterMode, (1, 1)),
+        (_function_mode, (1, 0)),  # torch leaves such modes while it differentiates
+    ],
+)
+def test_operators_are_called_where_somebody_looks(monkeypatch: pytest.MonkeyPatch, watcher: Any, seen: Any) -> None:
+    called = [_Counting(autograd.ring_attention_op), _Counting(autograd.ring_attention_backward_op)]
+    monkeypatch.setattr(autograd, "ring_attention_op", called[0])
+    monkeypatch.setattr(autograd, "ring_attention_backward_op", called[1])
+    sharding = Ring().sharding(9)
+    leaves = [torch.randn(1, 9, 2, 8, generator=torch.Generator().manual_seed(i)).requires_grad_() for i in range(3)]
+
+    def step() -> list[Tensor]:
+        o = ring_attention(leaves[0], leaves[1], leaves[2], sharding, causal=True)
+        return [o.detach(), *torch.autograd.grad(o.square().sum(), leaves)]
+
+    expected = step()
+    assert [one.calls for one in called] == [0, 0]
+    with watcher(display=False) if watcher is FlopCounterMode else watcher():
+        found = step()
+    assert tuple(one.calls for one in called) == seen
+    assert all(torch.equal(x, y) for x, y in zip(found, expected, strict=True))
+
+
+def test_subclasses_of_tensors_meet_operators(monkeypatch: pytest.MonkeyPatch) -> None:
+    sharding, op = Ring().sharding(9), _Counting(autograd.ring_attention_op)
+    monkeypatch.setattr(autograd, "ring_attention_op", op)
+    x = torch.randn(1, 9, 2, 8)
+    parameter = torch.nn.Parameter(x.clone())
+    ring_attention(parameter, parameter, parameter, sharding)
+    assert not op.calls
+    ring_attention(x.as_subclass(_Subclass), x, x, sharding)
+    assert op.calls

@@ -93,7 +93,7 @@ class Gathering(Protocol):
     def close(self) -> None:
         """To be called once the kernels that read far are launched, on the same stream.
 
-        Work that is enqueued later may overwrite far and this rank's k and v.
+        Work that is enqueued later may overwrite this rank's k and v, and far unless it is kept.
         """
         ...
 
@@ -126,7 +126,9 @@ class Homecoming(Protocol):
 class Gatherer(Protocol):
     """Brings the keys of all owners at once (Note [Gathered visit] of the kernels' contract)."""
 
-    def gather(self, k: Tensor, v: Tensor, collection: Collection, groups: int, what: str) -> Gathering:
+    def gather(
+        self, k: Tensor, v: Tensor, collection: Collection, groups: int, what: str, *, keep: bool = False
+    ) -> Gathering:
         """Publishes this rank's keys, starts fetching those of others, and returns at once.
 
         Args:
@@ -135,6 +137,17 @@ class Gatherer(Protocol):
             collection: Who fetches what.
             groups: Groups of key heads in which rows come; divides hk. The same on all ranks.
             what: Names the call in errors.
+            keep: Far is a tensor of the caller's own, which later calls leave alone.
+        """
+        ...
+
+    def arrived(self, collection: Collection, groups: int, device: torch.device) -> Arrivals | None:
+        """How kernels wait for rows that an earlier gather has brought and kept: as there, and not at all.
+
+        Args:
+            collection: That of the gather.
+            groups: Likewise.
+            device: Where kernels run.
         """
         ...
 
@@ -145,7 +158,7 @@ class Gatherer(Protocol):
 
         Args:
             shape: (b, hk, d + dv) of the contributions.
-            collection: That of the gather.
+            collection: That of the gather, here or in the forward.
             device: Where kernels run.
             what: Names the call in errors.
         """

@@ -18,6 +18,13 @@ Note [A gather]
     rows of far, do need SMs: they stand on the caller's stream in front of the kernel. `close` joins the two streams. Two
     slots take turns, so that a rank may pack for the next call while a slower one still reads.
 
+Note [Kept rows]
+    What a gather keeps lands in a tensor of its own, from torch's allocator, instead of the ring's far. The only program that
+    knows its address is the one that pulls: there is one per address, and addresses come back, since an allocator does the same
+    in every step of a training. The caller's stream joins the side stream before the gather is closed, so whoever is given the
+    memory later finds nobody writing. A backward that has kept its rows finds flags that are always raised; a failure of the
+    ring makes them negative before it lets anybody go, so that no kernel that starts later stores a number at a peer.
+
 Note [A post]
     What goes out waits in an outbox of this rank until its reader has pulled it. There are four, however many ranks there
     are: one for plain parcels and one for replies, by turns. A post of all ranks takes one turn, also on ranks that move
@@ -35,7 +42,7 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any, TypeVar
@@ -78,6 +85,8 @@ T = TypeVar("T")
 
 COURSES = 256
 """Constant programs that a ring keeps."""
+AIMED = 256
+"""Addresses of kept rows for which one gather has its pulls ready."""
 RECEIVED = 256
 """Tensors that posts received into which the way out of a failure remembers."""
 NUMBERED = 4096
@@ -141,17 +150,23 @@ class _Gather:
     start: Program
     announce: Program | None
     pulls: Program | None
+    """None where nothing is pulled or said, and where rows are kept: then it depends on the address."""
     joining: Program
     join: Program
     packed: Tensor | None
     """Where this rank's rows are packed; None where nobody reads them or the caller has put them there."""
-    far: Tensor
-    k: Tensor
-    v: Tensor
-    guards: list[Tensor]
+    far: tuple[Tensor, Tensor, Tensor] | None
+    """The ring's own, with the keys and the values in it; None where rows are kept."""
+    shape: tuple[int, ...]
+    dim: int
+    """Of a key."""
+    guards: list[tuple[int, int]]
     layout: object
     arrivals: Arrivals | None
     keep: Any
+    aim: Callable[[int], list[Op]] | None
+    """The pulls into far at an address."""
+    aimed: OrderedDict[int, Program]
 
 
 @dataclass(eq=False)
@@ -234,6 +249,7 @@ class CopyEngineTransport:
         self._posted = 0
         self._far = self._flags = self._own = torch.empty(0, dtype=torch.uint8, device=memory.device)
         self._far_layout: object = None
+        self._raised: dict[int, Tensor] = {}  # by head groups: flags of rows that are there
         self._courses: OrderedDict[Any, Any] = OrderedDict()
         self._numbers = 0
         self._captured = False
@@ -256,39 +272,62 @@ class CopyEngineTransport:
     def num_bytes(self) -> int:
         """Bytes of device memory held now."""
         stations = [*self._slots, *self._homes, *chain(*self._boxes), *(lent.station for lent in self._lent.values())]
-        local = sum(x.untyped_storage().nbytes() for x in (self._far, self._flags, self._own))
+        local = sum(x.untyped_storage().nbytes() for x in (self._far, self._flags, self._own, *self._raised.values()))
         return local + sum(station.region.local.numel() for station in stations)
 
-    def gather(self, k: Tensor, v: Tensor, collection: Collection, groups: int, what: str) -> Gathering:
+    def gather(
+        self, k: Tensor, v: Tensor, collection: Collection, groups: int, what: str, *, keep: bool = False
+    ) -> Gathering:
         """See `Gatherer.gather`."""
         lane, capturing = self._enter()
         lent = self._find_lent(k, v) if self._lent else None
         turn = self._turn if lent is None else id(lent)
-        key = (id(collection), k.shape, k.dtype, v.shape[-1], groups, turn, capturing)
+        key = (id(collection), k.shape, k.dtype, v.shape[-1], groups, turn, capturing, keep)
         found: _Gather | None = self._find(key)
         if found is None:
-            found = self._keep(key, self._prepare_gather(k, v, collection, groups, lent, what))
+            found = self._keep(key, self._prepare_gather(k, v, collection, groups, lent, what, keep=keep))
         if lent is None:
             self._turn = 1 - self._turn
         found.course.what = what
 
         launch, streams = self._streams.launch, self._streams
+        place, pulls = found.far, found.pulls
+        if place is None:
+            place = _parts(self._make_kept(found.shape, k.dtype), found.dim)
+            pulls = self._aimed(found, place[0].data_ptr())
         launch(found.start, lane)
-        if self._captured or (found.layout is not self._far_layout and found.layout != self._far_layout):
-            for guard in found.guards:
-                streams.call(guard.zero_)
-        self._far_layout = found.layout
+        if keep or self._captured or (found.layout is not self._far_layout and found.layout != self._far_layout):
+            for start, end in found.guards:
+                streams.call(place[0][:, start:end].zero_)
+        if not keep:
+            self._far_layout = found.layout
         if found.packed is not None:
             slot = found.packed
             streams.call(lambda: pack(slot, k, v))
         if found.announce is not None:
             launch(found.announce, lane)
-        if found.pulls is not None:
+        if pulls is not None:
             if capturing:
                 streams.order(lane, streams.side)
-            launch(found.pulls, streams.side)
-        self._gathering = gathering = _Arriving(self, found)
+            launch(pulls, streams.side)
+        self._gathering = gathering = _Arriving(self, found, place, pulls=pulls is not None)
         return gathering
+
+    def arrived(self, collection: Collection, groups: int, device: torch.device) -> Arrivals | None:
+        """See `Gatherer.arrived`."""
+        del device  # that of this transport
+        if not collection.fetches:
+            return None
+        flags = self._raised.get(groups)
+        if flags is None:
+            self._refuse_in_capture("keep_keys")
+            self.watch.check()
+            flags = torch.ones(groups, self._world_size, dtype=torch.int32, device=self._memory.device)
+            # nobody's flag: the error word of the kernels
+            flags[0, 0] = 0
+            self.watch.territory.raised.add((flags.data_ptr(), flags.numel()))
+            self._raised[groups] = flags
+        return Arrivals(flags, flags[0, :1], self._patience)
 
     def homecoming(
         self, shape: tuple[int, int, int], collection: Collection, device: torch.device, what: str
@@ -447,8 +486,9 @@ class CopyEngineTransport:
         self._turn = self._home_turn = self._post_turn = 0
         self._far = self._flags = self._own = torch.empty(0, dtype=torch.uint8, device=self._memory.device)
         self._far_layout = None
+        self._raised = {}
         here = self.watch.territory
-        for known in (here.free, here.full, here.home, here.flags, here.own, here.received, here.kept):
+        for known in (here.free, here.full, here.home, here.flags, here.raised, here.own, here.received, here.kept):
             known.clear()
 
     def _finish(self) -> None:
@@ -573,6 +613,9 @@ class CopyEngineTransport:
             self._far_layout = None
         return _view(self._far, shape, dtype)
 
+    def _make_kept(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device=self._memory.device)
+
     def _make_flags(self, count: int) -> Tensor:
         self._flags = self._local(self._flags, 4 * count, self.watch.territory.flags, 4)
         return self._flags.view(torch.int32)[:count]
@@ -619,7 +662,7 @@ class CopyEngineTransport:
         return [] if self._streams.capturing() else self._take(self._words[done])
 
     def _prepare_gather(
-        self, k: Tensor, v: Tensor, collection: Collection, groups: int, lent: _Lent | None, what: str
+        self, k: Tensor, v: Tensor, collection: Collection, groups: int, lent: _Lent | None, what: str, *, keep: bool
     ) -> _Gather:
         b, t, hk, d = k.shape
         width = d + v.shape[-1]
@@ -632,20 +675,20 @@ class CopyEngineTransport:
         else:
             station, slot = lent.station, lent.slot
         shape = (b, collection.far_rows, hk, width)
-        far = self._make_far(shape, k.dtype)
+        far = None if keep else self._make_far(shape, k.dtype)
         flags = self._make_flags(groups * self._world_size).view(groups, self._world_size)
         packed = slot[:, :t] if lent is None and collection.readers else None
         layout = (tuple((fetch.at, fetch.rows) for fetch in collection.fetches), shape, k.dtype)
-        return self._plan_gather(collection, station, slot, far, flags, d, packed, layout, (collection, lent), what)
+        where = far, shape, d
+        return self._plan_gather(collection, station, slot, where, flags, packed, layout, (collection, lent), what)
 
     def _plan_gather(
         self,
         collection: Collection,
         station: _Station,
         slot: Tensor,
-        far: Tensor,
+        where: tuple[Tensor | None, tuple[int, ...], int],
         flags: Tensor,
-        d: int,
         packed: Tensor | None,
         layout: object,
         keep: Any,
@@ -654,6 +697,7 @@ class CopyEngineTransport:
         """Note [A gather]."""
         me, words, compile_ = self._rank, self._words, self._streams.compile
         fetches, readers = collection.fetches, collection.readers
+        far, shape, dim = where
         groups = flags.shape[0]
         stops = tuple((fetch.step, fetch.owner) for fetch in fetches)
         number, course = self._number(Course(what, tuple(send.peer for send in readers), stops=stops))
@@ -678,19 +722,24 @@ class CopyEngineTransport:
         start += [] if packed is not None else self._start_side()
 
         # between a peer's word and the flag stands nothing but the pull: what can wait stands behind the last flag
-        side = self._side_begins(number)
-        side += _publish([station.full(send.peer, me) for send in readers])
-        for g in range(groups):
-            for i, fetch in enumerate(fetches):
-                if g == 0:
-                    side.append(Wait(station.full(me, fetch.owner), 1))
-                side += _pulls(station.rows(fetch.owner), slot, far, fetch, g, groups)
-                side += [Wait(words[GATE], 1), Write(flag(g, fetch.step), 1)]
-                if g == 0:
-                    side.append(self._note(SIDE_AT, i + 1))
-        side += [Write(station.full(me, fetch.owner), 0) for fetch in fetches]
-        side += _publish([station.free(fetch.owner, me) for fetch in fetches])
-        side += self._side_ends(DONE)
+        begins, ends = self._side_begins(number), self._side_ends(DONE)
+        passed = [self._note(SIDE_AT, i + 1) for i in range(len(fetches))]
+
+        # what is kept with the programs of a transport must not hold the transport
+        def aim(address: int) -> list[Op]:
+            side = [*begins]
+            side += _publish([station.full(send.peer, me) for send in readers])
+            for g in range(groups):
+                for i, fetch in enumerate(fetches):
+                    if g == 0:
+                        side.append(Wait(station.full(me, fetch.owner), 1))
+                    side += _pulls(station.rows(fetch.owner), slot, address, shape[1], fetch, g, groups)
+                    side += [Wait(words[GATE], 1), Write(flag(g, fetch.step), 1)]
+                    if g == 0:
+                        side.append(passed[i])
+            side += [Write(station.full(me, fetch.owner), 0) for fetch in fetches]
+            side += _publish([station.free(fetch.owner, me) for fetch in fetches])
+            return [*side, *ends]
 
         joining = [self._at(number, JOINING)]
         join = [*self._take_done(DONE), Wait(words[PROCEED], 1), *self._leave()]
@@ -700,18 +749,35 @@ class CopyEngineTransport:
             course,
             start=compile_(start),
             announce=compile_(self._start_side()) if packed is not None else None,
-            pulls=compile_(side) if moves else None,
+            pulls=compile_(aim(far.data_ptr())) if moves and far is not None else None,
             joining=compile_(joining),
             join=compile_([*joining, *join]),
             packed=packed,
-            far=far,
-            k=far[..., :d],
-            v=far[..., d:],
-            guards=_guards(far, fetches),
+            far=None if far is None else _parts(far, dim),
+            shape=shape,
+            dim=dim,
+            guards=_guards(shape[1], fetches),
             layout=layout,
             arrivals=Arrivals(flags, flags[0, :1], self._patience) if fetches else None,
-            keep=(keep, station, far, flags),
+            keep=(keep, station, flags),
+            aim=aim if moves and far is None else None,
+            aimed=OrderedDict(),
         )
+
+    def _aimed(self, plan: _Gather, address: int) -> Program | None:
+        """The pulls of a gather whose rows are kept, to where they are kept."""
+        if plan.aim is None:
+            return None
+        aimed = plan.aimed
+        found = aimed.get(address)
+        if found is None:
+            found = aimed[address] = self._streams.compile(plan.aim(address))
+            if len(aimed) > AIMED:
+                _, old = aimed.popitem(last=False)
+                self._retire(old)
+        else:
+            aimed.move_to_end(address)
+        return found
 
     def _prepare_home(self, collection: Collection, shape: tuple[int, int, int], what: str) -> tuple[_Home, _Home]:
         b, hk, width = shape
@@ -847,14 +913,13 @@ class CopyEngineTransport:
 class _Arriving:
     """See `Gathering`."""
 
-    __slots__ = ("_plan", "_transport", "arrivals", "far", "k", "v")
+    __slots__ = ("_plan", "_pulls", "_transport", "arrivals", "far", "k", "v")
 
-    def __init__(self, transport: CopyEngineTransport, plan: _Gather) -> None:
+    def __init__(self, transport: CopyEngineTransport, plan: _Gather, far: tuple[Tensor, ...], *, pulls: bool) -> None:
         self._transport = transport
         self._plan: _Gather | None = plan
-        self.far = plan.far
-        self.k = plan.k
-        self.v = plan.v
+        self._pulls = pulls
+        self.far, self.k, self.v = far
         self.arrivals = plan.arrivals
 
     def close(self) -> None:
@@ -869,7 +934,7 @@ class _Arriving:
         if streams.capturing():
             # a graph knows dependencies by events only; the place is written in front of the join (Note [The way out])
             streams.launch(plan.joining, lane)
-            if plan.pulls is not None:
+            if self._pulls:
                 streams.order(streams.side, lane)
         streams.launch(plan.join, lane)
 
@@ -937,16 +1002,16 @@ def _publish(words: Sequence[int]) -> list[Op]:
     return [Write(word, 1) for word in words]
 
 
-def _pulls(source: int, slot: Tensor, far: Tensor, fetch: Fetch, group: int, groups: int) -> list[Op]:
-    """The copies of one group of heads of one owner's rows into far."""
+def _pulls(source: int, slot: Tensor, far: int, far_rows: int, fetch: Fetch, group: int, groups: int) -> list[Op]:
+    """The copies of one group of heads of one owner's rows into far, an address."""
     b, slot_rows, hk, width = slot.shape
     row = hk * width * slot.element_size()
     part = row // groups
     found: list[Op] = []
     at = fetch.at
     for offset, length in fetch.rows:
-        start, target = source + offset * row + group * part, far.data_ptr() + at * row + group * part
-        pitches = far.shape[1] * row, slot_rows * row
+        start, target = source + offset * row + group * part, far + at * row + group * part
+        pitches = far_rows * row, slot_rows * row
         if groups > 1:
             for i in range(b):
                 found.append(Copy(target + i * pitches[0], start + i * pitches[1], part, length, row, row))
@@ -959,10 +1024,15 @@ def _pulls(source: int, slot: Tensor, far: Tensor, fetch: Fetch, group: int, gro
     return found
 
 
-def _guards(far: Tensor, fetches: Sequence[Fetch]) -> list[Tensor]:
-    """The rows of far that no owner has."""
-    ends = [fetch.at for fetch in fetches[1:]] + [far.shape[1]]
-    return [far[:, fetch.at + _num_rows(fetch.rows) : end] for fetch, end in zip(fetches, ends, strict=False)]
+def _guards(far_rows: int, fetches: Sequence[Fetch]) -> list[tuple[int, int]]:
+    """First and last row of what no owner has in far."""
+    ends = [fetch.at for fetch in fetches[1:]] + [far_rows]
+    return [(fetch.at + _num_rows(fetch.rows), end) for fetch, end in zip(fetches, ends, strict=False)]
+
+
+def _parts(far: Tensor, dim: int) -> tuple[Tensor, Tensor, Tensor]:
+    """All of far, the keys in it, and the values."""
+    return far, far[..., :dim], far[..., dim:]
 
 
 def _num_rows(rows: Rows) -> int:

@@ -126,7 +126,9 @@ class SimulatedGatherer:
         self._hub = hub
         self._rank = rank
 
-    def gather(self, k: Tensor, v: Tensor, collection: Collection, groups: int, what: str) -> _Gathered:
+    def gather(
+        self, k: Tensor, v: Tensor, collection: Collection, groups: int, what: str, *, keep: bool = False
+    ) -> _Gathered:
         """See `Gatherer.gather`."""
         assert k.shape[2] % groups == 0, "head groups divide the key heads"
         mine = torch.cat((k, v), -1)
@@ -136,10 +138,15 @@ class SimulatedGatherer:
         for fetch in collection.fetches:
             rows = self._hub.collect(fetch.owner, self._rank, f"{what}, keys of ring step {fetch.step}")
             far[:, fetch.at : fetch.at + rows.shape[1]] = rows
+        arrivals = self.arrived(collection, groups, k.device)
+        return _Gathered(far, far[..., : k.shape[-1]], far[..., k.shape[-1] :], arrivals, kept=keep)
+
+    def arrived(self, collection: Collection, groups: int, device: torch.device) -> Arrivals:
+        """See `Gatherer.arrived`."""
+        del collection
         # there from the start, but said as on real ranks, so that the same kernels run
-        flags = torch.ones(groups, self._hub.world_size, dtype=torch.int32, device=k.device)
-        arrivals = Arrivals(flags, torch.zeros(1, dtype=torch.int32, device=k.device), patience=10**9)
-        return _Gathered(far, far[..., : k.shape[-1]], far[..., k.shape[-1] :], arrivals)
+        flags = torch.ones(groups, self._hub.world_size, dtype=torch.int32, device=device)
+        return Arrivals(flags, torch.zeros(1, dtype=torch.int32, device=device), patience=10**9)
 
     def homecoming(
         self, shape: tuple[int, int, int], collection: Collection, device: torch.device, what: str
@@ -154,10 +161,12 @@ class _Gathered:
     k: Tensor
     v: Tensor
     arrivals: Arrivals | None
+    kept: bool
 
     def close(self) -> None:
         # a kernel that is launched later would be too late
-        self.far.fill_(float("nan"))
+        if not self.kept:
+            self.far.fill_(float("nan"))
 
 
 class _Homes:

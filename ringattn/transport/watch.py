@@ -73,6 +73,7 @@ class Territory:
         full: Words that the side stream waits for before it pulls.
         home: Words that the caller's stream waits for before it reads contributions.
         flags: (address, number of words) that kernels wait for.
+        raised: Likewise, of flags that are raised as long as the ring is healthy.
         own: (address, bytes) of this rank's contributions.
         received: What posts receive into, by (address, bytes).
         kept: Alive for as long as the ring: memory that captured graphs use.
@@ -83,6 +84,7 @@ class Territory:
     full: set[int] = field(default_factory=set)
     home: set[int] = field(default_factory=set)
     flags: set[tuple[int, int]] = field(default_factory=set)
+    raised: set[tuple[int, int]] = field(default_factory=set)
     own: set[tuple[int, int]] = field(default_factory=set)
     received: dict[tuple[int, int], Tensor] = field(default_factory=dict)
     kept: list[Any] = field(default_factory=list)
@@ -185,7 +187,9 @@ class Watch:
         # both closed before anybody is told that there is a failure to get out of
         with self._last_resort():
             gates = (self._control[GATE], *self.territory.gates)
-            self._streams.rescue([Write(word, 0) for word in (self._control[PROCEED], *gates)])
+            raised = [address + 4 * i for address, count in list(self.territory.raised) for i in range(count)]
+            closed = [Write(word, 0) for word in (self._control[PROCEED], *gates)]
+            self._streams.rescue([*closed, *(Write(address, -1) for address in raised)])
         self.failure = text
         sys.stderr.write(text + "\n")
         sys.stderr.flush()
