@@ -209,8 +209,8 @@ class Ring:
         try:
             yield
         except (ValueError, NotImplementedError) as error:
-            if not known and self._agreement is not None:
-                self._agreement.leave(json.dumps({"refused": f"{type(error).__name__}: {error}"}))
+            if not known:
+                self.refuse(error)
             raise
         if known:
             return
@@ -222,6 +222,15 @@ class Ring:
             self._settle(device)
             self._warm_up(device)
         self._agreed.add(here + call)
+
+    def refuse(self, error: Exception) -> None:
+        """Lets the ranks that come to compare the call that this one is about to refuse refuse it too.
+
+        Args:
+            error: What is raised here.
+        """
+        if self._agreement is not None:
+            self._agreement.leave(json.dumps({"refused": f"{type(error).__name__}: {error}"}))
 
     def gather(self, x: Tensor, dim: int, lengths: Sequence[int]) -> list[Tensor]:
         """Every rank's tensor, which differ in length along dim only; differentiable (gradients are summed over ranks).
