@@ -8,6 +8,13 @@ Note [Operators by hand]
     PyTorch's decorators for operators would say the same in fewer lines, and cost the host more per call: they ask each time
     whether outputs alias inputs, which ours never do, and carry arguments through general containers. So the operators are
     defined with their schemas, and what autograd does with them is one `torch.autograd.Function`.
+
+Note [Beside compiled graphs]
+    `torch.compile(mode="reduce-overhead")` captures CUDA graphs by itself. It makes its eager first run inside the memory pool
+    of its graphs, and takes whatever outlives that run for a leak. What a ring makes at first sight does outlive it: tables,
+    buffers, programs. And whether all ranks capture the same call is for the caller to say, not for a compiler's heuristics.
+    So both operators carry the tag by which the compiler leaves them out: it cuts its graph there, captures what lies
+    between, and calls the ring as eager code does. A capture by hand, `torch.cuda.graph`, asks no tags and has the ring inside.
 """
 
 from __future__ import annotations
@@ -23,16 +30,15 @@ from ringattn.living import find_ring
 from ringattn.prepared import prepare
 
 _LIBRARY = torch.library.Library("ringattn", "DEF")
+_TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.cudagraph_unsafe)  # Note [Beside compiled graphs]
 _OPTIONS = (
     "Tensor? sinks, Tensor? alibi_slopes, Tensor? key_bias, Tensor? bias, SymInt dropout_seed, str ring, str call"
 )
-_LIBRARY.define(
-    f"forward(Tensor q, Tensor k, Tensor v, {_OPTIONS}) -> (Tensor, Tensor)", tags=(torch.Tag.pt2_compliant_tag,)
-)
+_LIBRARY.define(f"forward(Tensor q, Tensor k, Tensor v, {_OPTIONS}) -> (Tensor, Tensor)", tags=_TAGS)
 _LIBRARY.define(
     f"backward(Tensor? do, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor o, Tensor lse, {_OPTIONS}, bool[] wanted) "
     "-> Tensor[]",
-    tags=(torch.Tag.pt2_compliant_tag,),
+    tags=_TAGS,
 )
 
 ring_attention_op = torch.ops.ringattn.forward.default

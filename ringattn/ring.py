@@ -189,7 +189,10 @@ class Ring:
         mask: dict[str, Any] = {"causal": True} if balance is None else balance
         visibility = Visibility(seq_len=seq_len, kv_len=seq_len, documents=documents, **mask)
         shards = make_shards(layout, seq_len, self.world_size, visibility)
-        return Sharding(seq_len, layout, shards, self.rank, documents, ring=self, device=device)
+        sharding = Sharding(seq_len, layout, shards, self.rank, documents, ring=self, device=device)
+        # torch.compile reads what is there, and cannot make it: cached_property takes a lock
+        _ = sharding.positions, sharding.shard_lens
+        return sharding
 
     @contextmanager
     def refusals(self, call: str, tensors: Sequence[Tensor | None]) -> Iterator[None]:

@@ -6,6 +6,10 @@ twice stands far above rounding.
 
 from __future__ import annotations
 
+import os
+import re
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -100,7 +104,7 @@ def with_fsdp(shape: tuple[int, int, int], batches: Batches, recipe: str = "scal
     model = make_transformer()
     if mesh["tp"].size() > 1:
         shard_heads(model, mesh["tp"])
-    modules = shard_parameters(model, mesh["dp_cp"])
+    modules = shard_parameters(model, mesh["dp", "cp"] if recipe == "replicated over dp" else mesh["dp_cp"])
     factor = float(mesh["dp_cp"].size())
     if recipe == "divide factor":
         factor = 1.0
@@ -145,7 +149,7 @@ def test_fsdp_over_dp_and_cp_gives_the_gradients_of_one_process(pool: Pools, sha
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("recipe", ["scaled loss", "divide factor"])
+@pytest.mark.parametrize("recipe", ["scaled loss", "divide factor", "replicated over dp"])
 def test_accumulated_batches_with_uneven_token_counts_are_one_batch(pool: Pools, recipe: str) -> None:
     batches = [make_batch(seed, 2, SEQ_LEN) for seed in range(3)]
     counts = {int((labels != IGNORED).sum()) for _, labels in batches}
@@ -381,3 +385,49 @@ def through_local_map(compiled: bool) -> float:
 @pytest.mark.parametrize("compiled", [False, True])
 def test_local_map_does_what_the_message_promises(pool: Pools, compiled: bool) -> None:
     assert max(pool(2).run(through_local_map, compiled)) < 1e-14
+
+
+BLOCKS = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "meshes.md").read_text(), re.DOTALL)
+
+
+def run_page(blocks: list[str]) -> list[Gradients]:
+    """The page's code in one namespace; gradients after the first recipe, its micro-batches and DDP's."""
+    tokens, labels = make_batch(0, 4, SEQ_LEN)
+    names: dict[str, Any] = {"device": "cpu", "backend": "aot_eager", "tokens": tokens, "labels": labels}
+    names |= {"model": make_transformer(), "make_model": lambda: make_transformer(torch.float32)}
+    found = []
+    for block in blocks:
+        exec(compile(block, "docs/meshes.md", "exec"), names)
+        if ".backward()" in block and len(found) < 3:
+            found.append(whole_gradients(names["copies"] if "copies" in names else names["model"]))
+    assert isinstance(names["o"], DTensor)
+    assert names["block"].attention.wq.weight.grad is not None
+    return found
+
+
+@pytest.mark.dist
+def test_the_page_about_meshes_runs_and_its_recipes_are_exact(pool: Pools) -> None:
+    _, expected = one_process([make_batch(0, 4, SEQ_LEN)])
+    for found in pool(4, 120).run(run_page, BLOCKS):
+        for grads, tolerance in zip(found, (1e-10, 1e-10, 1e-4), strict=True):
+            for name, grad in grads.items():
+                torch.testing.assert_close(grad.double(), expected[name], rtol=tolerance, atol=tolerance * 1e-2)
+
+
+def test_the_example_trains_as_one_process_does() -> None:
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "4"]
+    done = subprocess.run(
+        [*launch, "examples/fsdp2_context_parallel.py", "--steps", "3"],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=200,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "4 ranks on cpu: dp 2 x cp 2, rows per cp rank: 251, 250" in done.stdout
+    steps = re.findall(r"^ +\d +([\d.]+) +([\d.]+) +([-+][\d.e-]+)$", done.stdout, re.MULTILINE)
+    assert len(steps) == 3, done.stdout
+    assert float(steps[-1][0]) < float(steps[0][0])
+    assert all(abs(float(difference)) < 1e-5 for _, _, difference in steps), done.stdout
