@@ -18,6 +18,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
+from torch._inductor import config as inductor
 from torch.nn.functional import rms_norm, silu
 
 from ringattn import Ring, Sharding, ring_attention
@@ -47,9 +48,9 @@ class Block(nn.Module):
         return x + self.down(silu(self.up(rms_norm(x, (WIDTH,)))))
 
 
-def make_blocks() -> nn.ModuleList:
+def make_blocks() -> nn.Sequential:
     torch.manual_seed(1)  # the same weights on every rank
-    return nn.ModuleList(Block() for _ in range(2)).to("cuda", torch.bfloat16)
+    return nn.Sequential(Block(), Block()).to("cuda", torch.bfloat16)
 
 
 def rows_of(sharding: Sharding, seed: int) -> Tensor:
@@ -95,7 +96,7 @@ def _reduce_overhead(rank: int, world_size: int, transport: str = "auto", budget
         return x
 
     # what comes from a cache on disk is not counted
-    torch._inductor.config.force_disable_caches = True
+    inductor.force_disable_caches = True
     torch._dynamo.reset()
     counters.clear()
     compiled = torch.compile(forward, fullgraph=True, mode="reduce-overhead", dynamic=False)
@@ -131,11 +132,12 @@ def _whole_step_by_hand(rank: int, world_size: int) -> None:
     sharding = ring.sharding(512 * world_size, device="cuda")
     blocks = make_blocks()
     torch._dynamo.reset()
-    block_forward = torch.compile(Block.forward, fullgraph=True, dynamic=False)
+    for block in blocks:
+        block.compile(fullgraph=True, dynamic=False)
 
     def forward(x: Tensor) -> Tensor:
         for block in blocks:
-            x = block_forward(block, x, sharding)
+            x = block(x, sharding)
         return x
 
     x = rows_of(sharding, 0)
