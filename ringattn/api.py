@@ -6,7 +6,6 @@ Owns the contract that users read. Refuses to know how a ring works: it only des
 from __future__ import annotations
 
 import math
-import operator
 from collections.abc import Sequence
 
 import torch
@@ -172,8 +171,7 @@ def ring_attention_with_lse(
     distributed = any(map(is_distributed, tensors))
     if bias is not None and not distributed:
         bias = bias.expand(q.shape[0], q.shape[2], q.shape[1], (kv_sharding or sharding).seq_len)
-    # index: the scale is part of a text, so the head_dim must be a number also where shapes are dynamic
-    scale = operator.index(q.shape[-1]) ** -0.5 if softmax_scale is None else softmax_scale
+    scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
     for name, value in (("softmax_scale", scale), ("softcap", softcap), ("dropout_p", dropout_p)):
         if not math.isfinite(value):
             raise ValueError(f"{name} must be finite, got {value}")

@@ -148,7 +148,7 @@ def test_cross_attention_with_lse_in_the_loss_compiles(pool: Pools, world_size: 
     assert pool(world_size, 200).run(cross_attention_and_lse) == [1] * world_size
 
 
-@pytest.mark.parametrize("dynamic", [None, True])
+@pytest.mark.parametrize("dynamic", [None, False])
 def test_each_length_is_compiled_once(dynamic: bool | None) -> None:
     # the text of the sharding is a constant of the graph, so dynamic shapes save nothing
     ring = Ring()
