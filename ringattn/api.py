@@ -13,6 +13,8 @@ from torch import Tensor
 
 from ringattn.autograd import attend
 from ringattn.call import describe
+from ringattn.plain import is_distributed
+from ringattn.prepared import refuse_distributed
 from ringattn.sharding import Sharding
 
 
@@ -165,7 +167,9 @@ def ring_attention_with_lse(
     if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
         lower = torch.get_autocast_dtype(kind)
         q, k, v = (x.to(lower) if x.is_floating_point() and x.dtype != torch.float64 else x for x in (q, k, v))
-    if bias is not None:
+    tensors = (q, k, v, sinks, alibi_slopes, key_bias, bias)
+    distributed = any(map(is_distributed, tensors))
+    if bias is not None and not distributed:
         bias = bias.expand(q.shape[0], q.shape[2], q.shape[1], (kv_sharding or sharding).seq_len)
     scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
     for name, value in (("softmax_scale", scale), ("softcap", softcap), ("dropout_p", dropout_p)):
@@ -186,4 +190,6 @@ def ring_attention_with_lse(
         backward=backward,
         deterministic=deterministic,
     )
+    if distributed:
+        refuse_distributed(tensors, sharding.ring.name)
     return attend(q, k, v, sinks, alibi_slopes, key_bias, bias, dropout_seed or 0, sharding.ring.name, call)

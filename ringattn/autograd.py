@@ -19,6 +19,13 @@ Note [Beside the operators]
     the thread that runs it. Autograd saves them like any tensor, so they go when the backward has run, `retain_graph` keeps
     them, and a checkpoint that forgets them brings them again as it recomputes. Where something else may answer for the operator
     (a compiler, selective checkpointing) its body may run once, twice or never: nothing is kept there, and the backward gathers.
+
+Note [Beside compiled graphs]
+    `torch.compile(mode="reduce-overhead")` captures CUDA graphs by itself. It makes its eager first run inside the memory pool
+    of its graphs, and takes whatever outlives that run for a leak. What a ring makes at first sight does outlive it: tables,
+    buffers, programs. And whether all ranks capture the same call is for the caller to say, not for a compiler's heuristics.
+    So both operators carry the tag by which the compiler leaves them out: it cuts its graph there, captures what lies
+    between, and calls the ring as eager code does. A capture by hand, `torch.cuda.graph`, asks no tags and has the ring inside.
 """
 
 from __future__ import annotations
@@ -42,16 +49,15 @@ _HARMLESS = ("torch.utils.flop_counter",)
 """Where dispatch modes are defined that run every operator once, as it is."""
 
 _LIBRARY = torch.library.Library("ringattn", "DEF")
+_TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.cudagraph_unsafe)  # Note [Beside compiled graphs]
 _OPTIONS = (
     "Tensor? sinks, Tensor? alibi_slopes, Tensor? key_bias, Tensor? bias, SymInt dropout_seed, str ring, str call"
 )
-_LIBRARY.define(
-    f"forward(Tensor q, Tensor k, Tensor v, {_OPTIONS}) -> (Tensor, Tensor)", tags=(torch.Tag.pt2_compliant_tag,)
-)
+_LIBRARY.define(f"forward(Tensor q, Tensor k, Tensor v, {_OPTIONS}) -> (Tensor, Tensor)", tags=_TAGS)
 _LIBRARY.define(
     f"backward(Tensor? do, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor o, Tensor lse, {_OPTIONS}, bool[] wanted) "
     "-> Tensor[]",
-    tags=(torch.Tag.pt2_compliant_tag,),
+    tags=_TAGS,
 )
 
 ring_attention_op = torch.ops.ringattn.forward.default

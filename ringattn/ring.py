@@ -195,7 +195,10 @@ class Ring:
         mask: dict[str, Any] = {"causal": True} if balance is None else balance
         visibility = Visibility(seq_len=seq_len, kv_len=seq_len, documents=documents, **mask)
         shards = make_shards(layout, seq_len, self.world_size, visibility)
-        return Sharding(seq_len, layout, shards, self.rank, documents, ring=self, device=device)
+        sharding = Sharding(seq_len, layout, shards, self.rank, documents, ring=self, device=device)
+        # torch.compile reads what is there, and cannot make it: cached_property takes a lock
+        _ = sharding.positions, sharding.shard_lens
+        return sharding
 
     @contextmanager
     def refusals(self, call: str, tensors: Sequence[Tensor | None]) -> Iterator[None]:
@@ -215,8 +218,8 @@ class Ring:
         try:
             yield
         except (ValueError, NotImplementedError) as error:
-            if not known and self._agreement is not None:
-                self._agreement.leave(json.dumps({"refused": f"{type(error).__name__}: {error}"}))
+            if not known:
+                self.refuse(error)
             raise
         if known:
             return
@@ -229,6 +232,15 @@ class Ring:
             self._settle(device)
             self._warm_up(device)
         self._agreed.add(here + call)
+
+    def refuse(self, error: Exception) -> None:
+        """Lets the ranks that come to compare the call that this one is about to refuse refuse it too.
+
+        Args:
+            error: What is raised here.
+        """
+        if self._agreement is not None:
+            self._agreement.leave(json.dumps({"refused": f"{type(error).__name__}: {error}"}))
 
     def gather(self, x: Tensor, dim: int, lengths: Sequence[int]) -> list[Tensor]:
         """Every rank's tensor, which differ in length along dim only; differentiable (gradients are summed over ranks).

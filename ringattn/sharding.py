@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ringattn.layout import LAYOUTS, Run, Shard, check_sizes, make_shards, shard_len
+from ringattn.plain import check_plain
 from ringattn.visibility import check_documents
 
 
@@ -162,7 +163,9 @@ class Sharding:
 
         Raises:
             ValueError: x does not have seq_len rows in `dim`.
+            NotImplementedError: x is a DTensor.
         """
+        check_plain("x", x)
         dim = _resolve_dim(x, dim)
         if x.shape[dim] != self._seq_len:
             raise ValueError(
@@ -184,7 +187,9 @@ class Sharding:
         Raises:
             ValueError: x_local does not have shard_len rows in `dim`.
             RuntimeError: The ring has several ranks and this sharding was made without one.
+            NotImplementedError: x_local is a DTensor.
         """
+        check_plain("x_local", x_local)
         dim = _resolve_dim(x_local, dim)
         if x_local.shape[dim] != self.shard_len:
             raise ValueError(

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ringattn.call import MOVEMENTS, Call
+from ringattn.plain import check_plain
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -41,21 +42,18 @@ def check_call(
         key_bias: Must be `b t`.
         bias: Must be `b h s n` after expansion.
     """
+    options = {"sinks": sinks, "alibi_slopes": alibi_slopes, "key_bias": key_bias, "bias": bias}
+    given = {name: x for name, x in options.items() if x is not None}
+    for name, x in (("q", q), ("k", k), ("v", v), *given.items()):
+        check_plain(name, x)
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.dim() != 4:
             raise ValueError(f"{name} must be 4-dimensional, `batch rows heads head_dim`, got shape {tuple(x.shape)}")
-        if type(x).__name__ == "DTensor":
-            raise NotImplementedError(
-                f"{name} must be a plain tensor, got a DTensor; wrap the call in "
-                f"torch.distributed.tensor.experimental.local_map, or pass {name}.to_local()"
-            )
     if q.dtype not in DTYPES:
         raise ValueError(f"q must be float16, bfloat16, float32 or float64, got {q.dtype}")
     for name, x in (("k", k), ("v", v)):
         if x.dtype != q.dtype:
             raise ValueError(f"{name} must have the dtype of q, {q.dtype}, got {x.dtype}; convert it first")
-    options = {"sinks": sinks, "alibi_slopes": alibi_slopes, "key_bias": key_bias, "bias": bias}
-    given = {name: x for name, x in options.items() if x is not None}
     for name, x in (("k", k), ("v", v), *given.items()):
         if x.device != q.device:
             raise ValueError(f"{name} must be on the device of q, {q.device}, got {x.device}")
