@@ -186,4 +186,15 @@ def ring_attention_with_lse(
         backward=backward,
         deterministic=deterministic,
     )
-    return ring_attention_op(q, k, v, sinks, alibi_slopes, key_bias, bias, dropout_seed or 0, sharding.ring.name, call)
+    return ring_attention_op(
+        q,
+        k,
+        v,
+        sinks,
+        alibi_slopes,
+        key_bias,
+        bias,
+        0 if dropout_seed is None else dropout_seed,
+        sharding.ring.name,
+        call,
+    )

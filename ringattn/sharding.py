@@ -7,6 +7,7 @@ and masks other than the documents of the batch.
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
+from contextlib import AbstractContextManager
 from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import Any, Protocol
@@ -26,6 +27,10 @@ class Gathering(Protocol):
 
     def gather(self, x: Tensor, dim: int, lengths: Sequence[int]) -> list[Tensor]:
         """Every rank's tensor, in rank order; lengths along dim differ by rank."""
+        ...
+
+    def shared_refusals(self) -> AbstractContextManager[None]:
+        """Lets the other ranks know of what is raised inside."""
         ...
 
 
