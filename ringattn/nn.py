@@ -279,7 +279,9 @@ class RingMultiheadAttention(nn.MultiheadAttention):
 
         Checks what torch checks, in its order and with its texts.
         """
-        batched = F._mha_shape_check(query, key, value, key_padding_mask, None, self.num_heads)
+        batched = F._mha_shape_check(  # pyright: ignore[reportAttributeAccessIssue]
+            query, key, value, key_padding_mask, None, self.num_heads
+        )
         if attn_mask is not None and attn_mask.dim() not in (2, 3):
             kind = "batched (3-D)" if batched else "unbatched (2-D)"
             raise AssertionError(
@@ -348,7 +350,7 @@ class RingMultiheadAttention(nn.MultiheadAttention):
             biases = (None, None, None) if bias is None else bias.chunk(3)
             weights = self.q_proj_weight, self.k_proj_weight, self.v_proj_weight
             assert all(x is not None for x in weights), "separate projections have a weight each"
-            return F._in_projection(query, key, value, *weights, *biases)  # pyright: ignore[reportArgumentType]
+            return F._in_projection(query, key, value, *weights, *biases)  # pyright: ignore[reportAttributeAccessIssue]
         weight = self.in_proj_weight
         if value is not key:
             biases = (None, None, None) if bias is None else bias.chunk(3)
