@@ -1,18 +1,25 @@
-"""Random calls of multi-head attention on whole sequences, for torch's module and for ours, on one process and on ranks."""
+"""Calls of multi-head attention on whole sequences, for torch's module and for ours, and what ranks do with them.
+
+Workers import this file, so it imports little.
+"""
 
 from __future__ import annotations
 
+import copy
+import itertools
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
-from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from ringattn import Ring, RingMultiheadAttention, Sharding
+from ringattn import Ring, RingMultiheadAttention, Sharding, replace_multihead_attention, use_sharding
 
 Results = dict[str, Tensor]
+FP64 = torch.float64
 
 
 @dataclass(frozen=True)
@@ -148,16 +155,13 @@ class Multihead:
         found = {"output": o.detach()} | ({} if weights is None else {"weights": weights.detach()})
         for name in ("query", "key", "value", "padding", "mask"):
             tensor = mine[name]
-            if tensor is not None and tensor.requires_grad and args.get("attn_mask") is not None or name != "mask":
-                if tensor is not None and tensor.grad is not None:
-                    found["d" + name] = tensor.grad
+            # a mask that a hint takes the place of has no gradient
+            if tensor is not None and tensor.grad is not None:
+                found["d" + name] = tensor.grad
         for name, parameter in module.named_parameters():
             assert parameter.grad is not None, name
             found["d" + name] = parameter.grad
         return found
-
-    def run_torch(self, dtype: torch.dtype) -> Results:
-        return self.run(self.module(nn.MultiheadAttention, dtype), self.tensors(dtype))
 
     def shard(self, x: dict[str, Tensor | None], rows: Sharding, keys: Sharding) -> dict[str, Tensor | None]:
         """This rank's part of whole tensors."""
@@ -198,6 +202,12 @@ class Multihead:
         return whole
 
 
+@cache
+def run_torch(case: Multihead, dtype: torch.dtype) -> Results:
+    """Torch's module on one process."""
+    return case.run(case.module(nn.MultiheadAttention, dtype), case.tensors(dtype))
+
+
 def run_on_ranks(cases: list[Multihead], layout: str, dtype: torch.dtype) -> list[Results]:
     """One rank: every case by ring attention, results made whole."""
     ring, results = Ring(), []
@@ -211,38 +221,136 @@ def run_on_ranks(cases: list[Multihead], layout: str, dtype: torch.dtype) -> lis
     return results
 
 
-@st.composite
-def multiheads(draw: st.DrawFn, max_len: int = 9) -> Multihead:
-    """Any module and any call, but for rows without keys, of which torch makes NaN."""
-    num_heads, head_dim = draw(st.integers(1, 3)), draw(st.integers(1, 6))
-    dims = st.sampled_from([None, num_heads * head_dim, 5])
-    kdim, vdim = draw(dims), draw(dims)
-    flag = st.booleans()
-    extra = draw(flag), draw(flag)
-    padding = draw(st.sampled_from([None, "bool", "float"]))
-    need_weights = draw(flag)
-    mask = draw(st.sampled_from([None, "bool2", "float2", "bool3", "float3"]))
-    # torch hides its added columns from a causal hint that it follows, and from no other
-    hint = mask is not None and draw(flag) and (need_weights or padding is not None or not any(extra))
-    return Multihead(
-        seq_len=draw(st.integers(1, max_len)),
-        kv_len=draw(st.none() | st.integers(1, max_len)),
-        batch=draw(st.integers(0, 2)),
-        num_heads=num_heads,
-        head_dim=head_dim,
-        bias=draw(flag),
-        add_bias_kv=extra[0],
-        add_zero_attn=extra[1],
-        kdim=kdim,
-        vdim=vdim,
-        batch_first=draw(flag),
-        value_is_key=draw(flag),
-        padding=padding,
-        mask=mask,
-        causal=mask is None and draw(flag),
-        hint=hint,
-        need_weights=need_weights,
-        average=draw(flag),
-        training=draw(flag),
-        seed=draw(st.integers(0, 1000)),
-    )
+MODES: dict[str, tuple[bool, Callable[[], Any]]] = {
+    "train": (True, torch.enable_grad),
+    "eval": (False, torch.enable_grad),
+    "no_grad": (False, torch.no_grad),
+    "inference": (False, torch.inference_mode),
+}
+
+
+def encoder(norm_first: bool = False, dtype: torch.dtype = FP64) -> nn.TransformerEncoder:
+    torch.manual_seed(1)
+    layer = nn.TransformerEncoderLayer(16, 4, 32, 0.0, batch_first=True, norm_first=norm_first, dtype=dtype)
+    model = nn.TransformerEncoder(layer, 2, enable_nested_tensor=not norm_first)
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.3)
+    return model
+
+
+def decoder() -> nn.TransformerDecoder:
+    torch.manual_seed(2)
+    model = nn.TransformerDecoder(nn.TransformerDecoderLayer(16, 4, 32, 0.0, batch_first=True, dtype=FP64), 2)
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.3)
+    return model
+
+
+def ringed(model: nn.Module, ring: Ring | None = None) -> nn.Module:
+    model = copy.deepcopy(model)
+    assert len(replace_multihead_attention(model, ring)) >= 2
+    return model
+
+
+def models_on_ranks(layout: str) -> dict[str, Results]:
+    ring, results = Ring(), {}
+    n, m, b = 13, 9, 3
+    g = torch.Generator().manual_seed(5)
+    source = torch.randn(b, n, 16, generator=g, dtype=FP64)
+    target = torch.randn(b, m, 16, generator=g, dtype=FP64)
+    padding = torch.arange(n) >= torch.tensor([n, 6, 2])[:, None]
+    rows, targets = ring.sharding(n, layout), ring.sharding(m, layout)
+    one = ring.world_size == 1
+    for mode, (training, context) in MODES.items():
+        sides = [encoder().train(training), decoder().train(training)]
+        if not one:
+            sides = [ringed(x, ring) for x in sides]
+        for x in sides:
+            x.zero_grad()
+        local = rows.shard(source)
+        with context():
+            with use_sharding(rows):
+                memory = sides[0](local, src_key_padding_mask=rows.shard(padding))
+            # torch's own layers do not know that causal needs no mask
+            causal = {"tgt_mask": nn.Transformer.generate_square_subsequent_mask(m, dtype=FP64)} if one else {}
+            with use_sharding(targets, kv_sharding=rows):
+                o = sides[1](
+                    targets.shard(target),
+                    memory,
+                    tgt_is_causal=True,
+                    memory_key_padding_mask=rows.shard(padding),
+                    **causal,
+                )
+            found = {
+                "memory": rows.unshard(memory.masked_fill(rows.shard(padding)[..., None], 0)),
+                "o": targets.unshard(o),
+            }
+        if torch.is_grad_enabled() and context is torch.enable_grad:
+            o.square().sum().backward()
+            for name, p in itertools.chain(*(x.named_parameters() for x in sides)):
+                assert p.grad is not None
+                whole = torch.stack(ring.gather(p.grad[None], 0, [1] * ring.world_size)).sum(0)[0]
+                found[name] = found.get(name, 0) + whole
+        results[mode] = {name: x.detach().clone() for name, x in found.items()}
+    return results
+
+
+def drop_on_ranks(case: Multihead, layout: str, spread: int) -> tuple[Results, int]:
+    ring = Ring()
+    rows = ring.sharding(case.seq_len, layout)
+    module = case.module(RingMultiheadAttention, FP64, dropout=0.4)
+    torch.manual_seed(11 + spread * ring.rank)
+    found = case.run(module, case.shard(case.tensors(FP64), rows, rows), sharding=rows)
+    torch.manual_seed(11 + spread * ring.rank)
+    return case.unshard(found, rows, rows), int(torch.randint(0, 2**63 - 1, ()))
+
+
+def compile_on_ranks() -> None:
+    torch._dynamo.reset()
+    ring = Ring()
+    sharding = ring.sharding(7)
+    model = encoder(dtype=torch.float32).layers[0]
+    replace_multihead_attention(model, ring)
+    x = sharding.shard(torch.randn(2, 7, 16))
+    results = []
+    for fn in (model, torch.compile(model, fullgraph=True, backend="aot_eager")):
+        leaf = x.clone().requires_grad_()
+        with use_sharding(sharding):
+            o = fn(leaf, is_causal=True)
+        o.square().sum().backward()
+        results.append((o.detach(), leaf.grad))
+    torch.testing.assert_close(results[1], results[0])
+
+
+def shard_parameters() -> Results:
+    from torch.distributed.fsdp import fully_shard  # takes a second to import: only where it is used
+
+    ring = Ring()
+    n = 8
+    sharding = ring.sharding(n)
+    model = encoder(dtype=torch.float32)
+    if ring.world_size > 1:
+        replace_multihead_attention(model, ring)
+        for layer in model.layers:
+            fully_shard(layer)
+        fully_shard(model)
+    torch.manual_seed(0)
+    x = sharding.shard(torch.randn(2, n, 16))
+    with use_sharding(sharding):
+        o = model(x)
+    o.square().mean().backward()
+    grads = {name: p.grad for name, p in model.named_parameters()}
+    return {name: g.full_tensor() if hasattr(g, "full_tensor") else g for name, g in grads.items()}
+
+
+def attend_without_sharding() -> None:
+    x = torch.randn(4, 1, 8)
+    RingMultiheadAttention(8, 2)(x, x, x)
+
+
+def odd_mask() -> None:
+    ring = Ring()
+    sharding = ring.sharding(8)
+    x = torch.randn(sharding.shard_len, 1, 8)
+    mask = torch.zeros(sharding.shard_len, 8 if ring.rank else 9)
+    RingMultiheadAttention(8, 2)(x, x, x, attn_mask=mask, sharding=sharding)
