@@ -23,7 +23,7 @@ from ringattn.sharding import Sharding
 
 
 class _Entry(NamedTuple):
-    sharding: Sharding
+    sharding: Sharding | None  # None: the forward that is recomputed had none
     kv_sharding: Sharding | None
     backward_pass: int  # in which it was set; -1: outside of any
 
@@ -33,6 +33,7 @@ class _Current(threading.local):
 
 
 _current = _Current()
+_used = False  # whether any sharding has ever been current in this process
 
 
 def _backward_pass() -> int:
@@ -63,6 +64,14 @@ def use_sharding(sharding: Sharding, kv_sharding: Sharding | None = None) -> Ite
         ...     scaled_dot_product_attention(x, x, x).shape
         torch.Size([1, 2, 5, 16])
     """
+    global _used
+    _used = True
+    with _entered(sharding, kv_sharding):
+        yield
+
+
+@contextmanager
+def _entered(sharding: Sharding | None, kv_sharding: Sharding | None) -> Iterator[None]:
     before = _current.entry
     _current.entry = _Entry(sharding, kv_sharding, -1 if torch.compiler.is_compiling() else _backward_pass())
     try:
@@ -77,11 +86,13 @@ def checkpoint_contexts() -> tuple[AbstractContextManager[None], AbstractContext
         with ringattn.use_sharding(sharding):
             y = checkpoint(layer, x, use_reentrant=False, context_fn=ringattn.checkpoint_contexts)
 
+    A checkpoint inside of compiled code needs no help, and torch refuses this there: recomputation is part of the graph.
+
     Returns:
         Context managers for the forward and for the recomputation.
     """
     entry = _current.entry
-    return nullcontext(), nullcontext() if entry is None else use_sharding(entry.sharding, entry.kv_sharding)
+    return nullcontext(), _entered(*((None, None) if entry is None else entry[:2]))
 
 
 def find_sharding() -> tuple[Sharding, Sharding | None] | None:
@@ -92,15 +103,16 @@ def find_sharding() -> tuple[Sharding, Sharding | None] | None:
     """
     entry = _current.entry
     # a compiled forward is recomputed by its own graph, where the sharding is a constant
-    if torch.compiler.is_compiling():
-        return None if entry is None else (entry.sharding, entry.kv_sharding)
-    here = _backward_pass()
-    if here >= 0 and (entry is None or entry.backward_pass != here):
-        raise RuntimeError(
-            "a forward that is recomputed during backward must find the sharding of its first run, got none that reaches "
-            "there; pass context_fn=ringattn.checkpoint_contexts to torch.utils.checkpoint, or sharding= to the call"
-        )
-    return None if entry is None else (entry.sharding, entry.kv_sharding)
+    if not torch.compiler.is_compiling():
+        here = _backward_pass()
+        # where there never was a sharding, there is none to be missed
+        if entry.backward_pass != here if entry is not None else here >= 0 and _used:
+            raise RuntimeError(
+                "a forward that is recomputed during backward must find the sharding of its first run, got none that reaches "
+                "there; pass use_reentrant=False and context_fn=ringattn.checkpoint_contexts to torch.utils.checkpoint, or "
+                "sharding= to the call"
+            )
+    return None if entry is None or entry.sharding is None else (entry.sharding, entry.kv_sharding)
 
 
 def resolve_sharding(

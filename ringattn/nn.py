@@ -29,9 +29,13 @@ from ringattn.api import ring_attention_with_lse
 from ringattn.current import resolve_sharding
 from ringattn.dropout import draw_seed, kept_columns
 from ringattn.kernels.contract import accumulation_dtype
+from ringattn.living import find_ring
 from ringattn.partial import Partial, finalize, merge
 from ringattn.ring import Ring, default_world_size
-from ringattn.sharding import Sharding
+from ringattn.sharding import Sharding, positions_of
+
+CAPACITY = 1024
+"""Lengths of whole sequences that are kept; beyond it all are forgotten, and made again as they come."""
 
 
 class _Held:
@@ -39,7 +43,6 @@ class _Held:
 
     def __init__(self, ring: Ring | None) -> None:
         self.ring = ring
-        self.whole: dict[int, Sharding] = {}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Held:
         return self
@@ -252,16 +255,16 @@ class RingMultiheadAttention(nn.MultiheadAttention):
 
     def _find_whole(self, rows: int, keys: int) -> tuple[Sharding, Sharding | None]:
         """Shardings of sequences that are here as a whole."""
-        held = self._held if self._held.ring is not None else _ALONE
-        if (default_world_size() if held.ring is None or held is _ALONE else held.ring.world_size) > 1:
+        ring = self._held.ring
+        if (default_world_size() if ring is None else ring.world_size) > 1:
             raise RuntimeError(
                 "attention over several ranks must know the sharding of its rows, got none; pass sharding=, or call the model "
                 "inside `with ringattn.use_sharding(sharding):`"
             )
-        for size in (rows, keys):
-            if size not in held.whole:
-                _make_whole(held, size)
-        return held.whole[rows], None if rows == keys else held.whole[keys]
+        name = "" if ring is None else ring.name
+        _keep_whole(name, rows)
+        _keep_whole(name, keys)
+        return _whole[name, rows], None if rows == keys else _whole[name, keys]
 
     def _resolve_masks(
         self,
@@ -448,23 +451,30 @@ def _join(module: nn.MultiheadAttention, ring: Ring | None) -> None:
         module.register_forward_pre_hook(_be_called)
 
 
-_ALONE = _Held(None)
-"""The ring of modules that have none, in a process that is alone."""
+_alone: list[Ring] = []  # the ring of modules that have none, in a process that is alone
+_whole: dict[tuple[str, int], Sharding] = {}
 
 
-def _make_whole(held: _Held, size: int) -> None:
-    """Adds the sharding of a sequence that one rank holds."""
-    if held.ring is None:
-        held.ring = Ring()
-    held.whole[size] = held.ring.sharding(size, "contiguous")
+def _keep_whole(ring: str, size: int) -> None:
+    """Sees to it that `_whole` holds the sharding of a sequence that one rank holds; an empty name is the ring of nobody else."""
+    if (ring, size) in _whole:
+        return
+    if not ring and not _alone:
+        _alone.append(Ring())
+    if len(_whole) >= CAPACITY:
+        _whole.clear()
+    _whole[ring, size] = (find_ring(ring) if ring else _alone[0]).sharding(size, "contiguous")
 
 
-# what torch.compiler.assume_constant_result marks, which would import the compiler: a trace runs it, and goes on with its result
-_make_whole._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
+# what torch.compiler.assume_constant_result marks, which would import the compiler: a trace runs it, then reads the table
+_keep_whole._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
 
 
 def _positions(sharding: Sharding, like: Tensor) -> Tensor:
-    return sharding.positions.to(like.device)
+    """Global positions of this rank's rows, `s`, on a tensor's device."""
+    compiling = torch.compiler.is_compiling()  # which does not trace the lock of a cached property
+    here = positions_of(sharding.shards[sharding.rank]) if compiling else sharding.positions
+    return here.to(like.device)
 
 
 def _with_column(o: Tensor, lse: Tensor, logit: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:

@@ -92,6 +92,8 @@ class Sharding:
         self._ring = ring
         self._device = torch.device("cpu" if device is None else device)
         _check_partition(self._shards, seq_len)
+        # not cached_property, whose lock torch.compile does not trace
+        self._shard_lens = tuple(shard_len(shard) for shard in self._shards)
         self.text = repr(self.spec)
         self.texts: dict[Hashable, str] = {}
 
@@ -143,10 +145,10 @@ class Sharding:
         """Where `positions` lives."""
         return self._device
 
-    @cached_property
+    @property
     def shard_lens(self) -> tuple[int, ...]:
         """Rows of every rank's shard."""
-        return tuple(shard_len(shard) for shard in self._shards)
+        return self._shard_lens
 
     @property
     def shard_len(self) -> int:

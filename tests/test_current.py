@@ -11,7 +11,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from ringattn import Ring, checkpoint_contexts, ring_attention, scaled_dot_product_attention, use_sharding
+from ringattn import (
+    Ring,
+    RingMultiheadAttention,
+    checkpoint_contexts,
+    ring_attention,
+    scaled_dot_product_attention,
+    use_sharding,
+)
 from ringattn.current import find_sharding, resolve_sharding
 from tests.pool import Pools
 
@@ -81,11 +88,27 @@ def test_recomputation_without_help_is_refused(inside: bool) -> None:
         o = checkpoint(attend, x, use_reentrant=False)
         assert isinstance(o, Tensor)
         if inside:
-            with pytest.raises(RuntimeError, match=r"pass context_fn=ringattn\.checkpoint_contexts"):
+            with pytest.raises(RuntimeError, match=r"context_fn=ringattn\.checkpoint_contexts"):
                 o.sum().backward()
     if not inside:
-        with pytest.raises(RuntimeError, match=r"pass context_fn=ringattn\.checkpoint_contexts"):
+        with pytest.raises(RuntimeError, match=r"context_fn=ringattn\.checkpoint_contexts"):
             o.sum().backward()
+
+
+def test_models_that_never_had_a_sharding_are_recomputed_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = RingMultiheadAttention(8, 2)
+    for used, options in ((False, {}), (True, {"context_fn": checkpoint_contexts})):
+        monkeypatch.setattr("ringattn.current._used", used)
+        x = torch.randn(5, 1, 8, requires_grad=True)
+        (expected,) = torch.autograd.grad(module(x, x, x)[0].sum(), x)
+        o = checkpoint(lambda x: module(x, x, x)[0], x, use_reentrant=False, **options)
+        assert isinstance(o, Tensor)
+        o.sum().backward()
+        torch.testing.assert_close(x.grad, expected, rtol=0, atol=0)
+    o = checkpoint(lambda x: module(x, x, x)[0], x, use_reentrant=False)
+    assert isinstance(o, Tensor)
+    with pytest.raises(RuntimeError, match=r"context_fn=ringattn\.checkpoint_contexts"):
+        o.sum().backward()
 
 
 def test_a_sharding_set_inside_the_checkpoint_needs_no_help() -> None:

@@ -57,7 +57,7 @@ def test_the_converted_model_learns_what_one_process_learns() -> None:
     printed = run_on_two_ranks("multihead_attention")
     assert "converted: layers.layers.0.self_attn, layers.layers.1.self_attn" in printed
     steps = re.findall(r"step (\d+): loss (\S+), one process (\S+), gradients .* \(equal up to rounding\)", printed)
-    assert [step for step, _, _ in steps] == ["1", "5", "10", "15", "20"]
+    assert [step for step, _, _ in steps] == ["1", "5", "10"]
     losses = [(float(ours), float(theirs)) for _, ours, theirs in steps]
     assert all(abs(ours - theirs) < 1e-3 for ours, theirs in losses)
     assert losses[-1][0] < losses[0][0] / 2
