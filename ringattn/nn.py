@@ -262,9 +262,11 @@ class RingMultiheadAttention(nn.MultiheadAttention):
                 "inside `with ringattn.use_sharding(sharding):`"
             )
         name = "" if ring is None else ring.name
-        _keep_whole(name, rows)
-        _keep_whole(name, keys)
-        return _whole[name, rows], None if rows == keys else _whole[name, keys]
+        # as text: torch.compile formats a length only when it is one number, not any
+        q_size, k_size = f"{rows}", f"{keys}"
+        _keep_whole(name, q_size)
+        _keep_whole(name, k_size)
+        return _whole[name, q_size], None if q_size == k_size else _whole[name, k_size]
 
     def _resolve_masks(
         self,
@@ -452,10 +454,10 @@ def _join(module: nn.MultiheadAttention, ring: Ring | None) -> None:
 
 
 _alone: list[Ring] = []  # the ring of modules that have none, in a process that is alone
-_whole: dict[tuple[str, int], Sharding] = {}
+_whole: dict[tuple[str, str], Sharding] = {}
 
 
-def _keep_whole(ring: str, size: int) -> None:
+def _keep_whole(ring: str, size: str) -> None:
     """Sees to it that `_whole` holds the sharding of a sequence that one rank holds; an empty name is the ring of nobody else."""
     if (ring, size) in _whole:
         return
@@ -463,7 +465,7 @@ def _keep_whole(ring: str, size: int) -> None:
         _alone.append(Ring())
     if len(_whole) >= CAPACITY:
         _whole.clear()
-    _whole[ring, size] = (find_ring(ring) if ring else _alone[0]).sharding(size, "contiguous")
+    _whole[ring, size] = (find_ring(ring) if ring else _alone[0]).sharding(int(size), "contiguous")
 
 
 # what torch.compiler.assume_constant_result marks, which would import the compiler: a trace runs it, then reads the table
