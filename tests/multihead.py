@@ -339,7 +339,7 @@ def shard_parameters() -> Results:
     with use_sharding(sharding):
         o = model(x)
     o.square().mean().backward()
-    grads = {name: p.grad for name, p in model.named_parameters()}
+    grads: dict[str, Any] = {name: p.grad for name, p in model.named_parameters()}
     return {name: g.full_tensor() if hasattr(g, "full_tensor") else g for name, g in grads.items()}
 
 

@@ -97,6 +97,7 @@ def test_recomputation_without_help_is_refused(inside: bool) -> None:
 
 def test_models_that_never_had_a_sharding_are_recomputed_without(monkeypatch: pytest.MonkeyPatch) -> None:
     module = RingMultiheadAttention(8, 2)
+    options: dict[str, Any]
     for used, options in ((False, {}), (True, {"context_fn": checkpoint_contexts})):
         monkeypatch.setattr("ringattn.current._used", used)
         x = torch.randn(5, 1, 8, requires_grad=True)

@@ -236,11 +236,12 @@ def test_too_many_weights_are_refused() -> None:
 
 
 def test_a_sharding_of_another_ring_is_refused() -> None:
-    module, x = RingMultiheadAttention(8, 2, ring=Ring()), torch.randn(6, 1, 8)
+    ring = Ring()
+    module, x = RingMultiheadAttention(8, 2, ring=ring), torch.randn(6, 1, 8)
     with pytest.raises(ValueError, match="the sharding must be made by the ring of this module"):
         module(x, x, x, sharding=Ring().sharding(6))
     with pytest.raises(ValueError, match="the sharding must be made by the ring of this module"):
-        module(x, x, x, sharding=module.ring.sharding(6), kv_sharding=Ring().sharding(6))
+        module(x, x, x, sharding=ring.sharding(6), kv_sharding=Ring().sharding(6))
 
 
 @pytest.mark.parametrize("need_weights", [False, True])
@@ -346,8 +347,8 @@ def test_equal_seeds_drop_the_same_weights_at_any_world_size(pool: Pools) -> Non
 
 def define_dropped(case: Multihead, keep: Tensor) -> Results:
     """Multi-head self-attention with biases and both added columns, with a given mask, by plain autograd."""
-    module = case.module(nn.MultiheadAttention, FP64)
-    x = case.tensors(FP64)
+    module: Any = case.module(nn.MultiheadAttention, FP64)
+    x: dict[str, Any] = case.tensors(FP64)
     query = x["query"].clone().requires_grad_()
     b, _, e = query.shape
     h = case.num_heads
@@ -363,8 +364,13 @@ def define_dropped(case: Multihead, keep: Tensor) -> Results:
     weights = s.softmax(-1) * keep / 0.6
     o = module.out_proj(torch.einsum("bhst,bthd->bshd", weights, v).flatten(2))
     ((o * x["do"]).sum() + (weights.mean(1) * x["dweights"]).sum()).backward()
-    grads = {"d" + name: p.grad for name, p in module.named_parameters()}
-    found = {"output": o.detach(), "weights": weights.mean(1).detach(), "dquery": query.grad, "dkey": query.grad}
+    grads: dict[str, Any] = {"d" + name: p.grad for name, p in module.named_parameters()}
+    found: dict[str, Any] = {
+        "output": o.detach(),
+        "weights": weights.mean(1).detach(),
+        "dquery": query.grad,
+        "dkey": query.grad,
+    }
     return {**found, "dvalue": query.grad, **grads}
 
 
@@ -398,6 +404,7 @@ def test_a_checkpointed_forward_drops_the_same_weights_again() -> None:
     module = RingMultiheadAttention(8, 2, dropout=0.5, batch_first=True)
     sharding = Ring().sharding(6)
     grads = []
+    options: dict[str, Any] | None
     for options in (None, {"context_fn": checkpoint_contexts}):
         x = torch.ones(1, 6, 8).cumsum(1).sin().requires_grad_()
         torch.manual_seed(3)
@@ -420,7 +427,7 @@ def test_a_model_is_converted_in_place_and_once() -> None:
     model = nn.Transformer(16, 4, 1, 2, 32, batch_first=True)
     names = [name for name, x in model.named_modules() if isinstance(x, nn.MultiheadAttention)]
     before = {id(p) for p in model.parameters()}
-    attention = model.encoder.layers[0].self_attn
+    attention: Any = model.encoder.layers[0].self_attn
     calls = []
     attention.register_forward_hook(lambda *_: calls.append(1))
     attention.eval()
@@ -442,12 +449,13 @@ def test_a_model_is_converted_in_place_and_once() -> None:
 
 def test_an_optimizer_made_before_goes_on() -> None:
     model = encoder(dtype=torch.float32)
+    attention: Any = model.layers[0].self_attn
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     replace_multihead_attention(model)
-    before = model.layers[0].self_attn.in_proj_weight.detach().clone()
+    before = attention.in_proj_weight.detach().clone()
     model(torch.randn(1, 4, 16)).square().sum().backward()
     optimizer.step()
-    assert not torch.equal(model.layers[0].self_attn.in_proj_weight, before)
+    assert not torch.equal(attention.in_proj_weight, before)
 
 
 class Special(nn.MultiheadAttention):
@@ -506,7 +514,7 @@ def test_a_compiled_module_is_one_graph_and_meets_each_sharding() -> None:
     ring = Ring()
     module = RingMultiheadAttention(8, 2, dropout=0.5, add_bias_kv=True, add_zero_attn=True, batch_first=True)
     counter = CompileCounterWithBackend("aot_eager")
-    compiled = torch.compile(module, fullgraph=True, backend=counter)
+    compiled: Any = torch.compile(module, fullgraph=True, backend=counter)
     x = torch.randn(2, 6, 8)
     shardings = [ring.sharding(6), ring.sharding(6, documents=(0, 2, 6))]
     for sharding in (*shardings, *shardings):

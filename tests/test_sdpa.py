@@ -203,7 +203,8 @@ def test_equal_seeds_drop_the_same_weights_at_any_world_size(pool: Pools) -> Non
 
 def refuse(match: str, error: type[Exception], *inputs: Tensor, **options: Any) -> None:
     with pytest.raises(error, match=match):
-        scaled_dot_product_attention(*inputs, **({"sharding": Ring().sharding(4)} | options))
+        q, k, v = inputs
+        scaled_dot_product_attention(q, k, v, **({"sharding": Ring().sharding(4)} | options))
 
 
 def test_refusals_say_what_to_do() -> None:
