@@ -192,4 +192,5 @@ def ring_attention_with_lse(
     )
     if distributed:
         refuse_distributed(tensors, sharding.ring.name)
-    return attend(q, k, v, sinks, alibi_slopes, key_bias, bias, dropout_seed or 0, sharding.ring.name, call)
+    seed = 0 if dropout_seed is None else dropout_seed  # a seed may be a symbol of a trace, which has no truth
+    return attend(q, k, v, sinks, alibi_slopes, key_bias, bias, seed, sharding.ring.name, call)

@@ -242,6 +242,21 @@ class Ring:
         if self._agreement is not None:
             self._agreement.leave(json.dumps({"refused": f"{type(error).__name__}: {error}"}))
 
+    @contextmanager
+    def shared_refusals(self) -> Iterator[None]:
+        """Lets the other ranks find what is raised inside when they come to compare a call that is new to them.
+
+        For checks made before an attention call, of what its tensors and options are made from.
+
+        Raises:
+            Exception: What is raised inside.
+        """
+        try:
+            yield
+        except Exception as error:
+            self.refuse(error)
+            raise
+
     def gather(self, x: Tensor, dim: int, lengths: Sequence[int]) -> list[Tensor]:
         """Every rank's tensor, which differ in length along dim only; differentiable (gradients are summed over ranks).
 
@@ -354,6 +369,11 @@ class Ring:
             for link in self._links[self._choice.name == "copy_engine" :]:
                 link.prepare(device)
             self._warm.add(device)
+
+
+def default_world_size() -> int:
+    """How many ranks a ring over the default group has."""
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
 def _without_rows(tensors: Sequence[Tensor | None]) -> list[Any]:

@@ -7,6 +7,7 @@ and masks other than the documents of the batch.
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
+from contextlib import AbstractContextManager
 from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import Any, Protocol
@@ -27,6 +28,10 @@ class Gathering(Protocol):
 
     def gather(self, x: Tensor, dim: int, lengths: Sequence[int]) -> list[Tensor]:
         """Every rank's tensor, in rank order; lengths along dim differ by rank."""
+        ...
+
+    def shared_refusals(self) -> AbstractContextManager[None]:
+        """Lets the other ranks know of what is raised inside."""
         ...
 
 
@@ -88,6 +93,8 @@ class Sharding:
         self._ring = ring
         self._device = torch.device("cpu" if device is None else device)
         _check_partition(self._shards, seq_len)
+        # not cached_property, whose lock torch.compile does not trace
+        self._shard_lens = tuple(shard_len(shard) for shard in self._shards)
         self.text = repr(self.spec)
         self.texts: dict[Hashable, str] = {}
 
@@ -139,10 +146,10 @@ class Sharding:
         """Where `positions` lives."""
         return self._device
 
-    @cached_property
+    @property
     def shard_lens(self) -> tuple[int, ...]:
         """Rows of every rank's shard."""
-        return tuple(shard_len(shard) for shard in self._shards)
+        return self._shard_lens
 
     @property
     def shard_len(self) -> int:

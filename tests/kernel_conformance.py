@@ -49,6 +49,7 @@ class Case:
         sinks: With sinks.
         alibi: With ALiBi slopes.
         key_bias: With a bias per key.
+        hidden_keys: A key bias of -inf hides the first keys, and all of the last batch element.
         bias: None, "dense" (fp32, `b h s n`), or "shared" (q's dtype, one row of batch and heads, expanded).
         heads_first: q, k, v and do are transposed views of `b h s d`.
         accumulate: Key gradients and the first visit's row gradients are added to what is there.
@@ -74,6 +75,7 @@ class Case:
     sinks: bool = False
     alibi: bool = False
     key_bias: bool = False
+    hidden_keys: bool = False
     bias: str | None = None
     heads_first: bool = False
     accumulate: bool = False
@@ -228,6 +230,17 @@ CASES: tuple[Case, ...] = (
     Case("sinks_over_visits", q_runs=((20, 1, 20),), visits=(((20, 1, 20),), ((0, 1, 20),)), mask=CAUSAL, sinks=True),
     Case("alibi", heads=4, kv_heads=2, alibi=True),
     Case("key_bias", mask=CAUSAL, batch=2, heads=4, kv_heads=2, key_bias=True),
+    Case("hidden_keys", seq_len=72, mask=CAUSAL, batch=3, heads=4, kv_heads=2, key_bias=True, hidden_keys=True),
+    Case(
+        "hidden_keys_over_visits",
+        seq_len=60,
+        q_runs=((20, 1, 20),),
+        visits=(((0, 1, 20),), ((20, 1, 20),), ((40, 1, 20),)),
+        batch=2,
+        sinks=True,
+        key_bias=True,
+        hidden_keys=True,
+    ),
     Case("dense_bias", mask=CAUSAL, batch=2, bias="dense"),
     Case("shared_bias", batch=2, heads=4, kv_heads=2, bias="shared"),
     Case("dropout", mask=CAUSAL, batch=2, heads=4, kv_heads=2, dropout_p=0.25, dropout_seed=42),
@@ -414,6 +427,15 @@ def _make_inputs(case: Case, rows: int, keys: int, dtype: torch.dtype, device: t
             return draw(case.batch, heads, length, dim, dtype=dtype).transpose(1, 2)
         return draw(case.batch, length, heads, dim, dtype=dtype)
 
+    def draw_key_bias() -> Tensor | None:
+        if not case.key_bias:
+            return None
+        x = draw(case.batch, keys, dtype=stat_dtype)
+        if case.hidden_keys:
+            x[:, : keys // 2] = float("-inf")
+            x[-1] = float("-inf")
+        return x
+
     v_head_dim = case.v_head_dim or case.head_dim
     kv_len = case.kv_len or case.seq_len
     bias = None
@@ -429,7 +451,7 @@ def _make_inputs(case: Case, rows: int, keys: int, dtype: torch.dtype, device: t
         dlse=draw(case.batch, case.heads, rows, dtype=stat_dtype),
         sinks=draw(case.heads, dtype=stat_dtype) if case.sinks else None,
         alibi_slopes=draw(case.heads, dtype=stat_dtype).abs() * 0.2 if case.alibi else None,
-        key_bias=draw(case.batch, keys, dtype=stat_dtype) if case.key_bias else None,
+        key_bias=draw_key_bias(),
         bias=bias,
     )
 

@@ -1,0 +1,138 @@
+"""The sharding that calls use which cannot be given one: set by a `with`, found from anywhere below it.
+
+Owns the current sharding of each thread and its way into recomputation. Refuses to know what is done with it.
+
+Note [Current sharding]
+    Kept in a `threading.local`, not in a ContextVar: torch.compile traces the former, and guards on what it found, so that a
+    compiled module meets another sharding by compiling again; the latter it does not trace at all.
+    Activation checkpointing runs a module again during backward, when the `with` is over, or, worse, another one is open. So a
+    sharding is current only for the pass in which it was set: a forward that is recomputed does not find one of outside,
+    and `checkpoint_contexts` sets it again inside.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import NamedTuple
+
+import torch
+
+from ringattn.sharding import Sharding
+
+
+class _Entry(NamedTuple):
+    sharding: Sharding | None  # None: the forward that is recomputed had none
+    kv_sharding: Sharding | None
+    backward_pass: int  # in which it was set; -1: outside of any
+
+
+class _Current(threading.local):
+    entry: _Entry | None = None
+
+
+_current = _Current()
+_used = False  # whether any sharding has ever been current in this process
+
+
+def _backward_pass() -> int:
+    """Which backward pass this thread is in, or -1."""
+    return torch._C._current_graph_task_id()
+
+
+@contextmanager
+def use_sharding(sharding: Sharding, kv_sharding: Sharding | None = None) -> Iterator[None]:
+    """Makes a sharding the current one: calls inside that are given none use it.
+
+    For code that cannot pass a sharding as an argument, as the layers of `torch.nn.TransformerEncoder`. Uses may be nested;
+    the innermost counts, and what a call is given explicitly always wins. It belongs to the thread that enters it.
+    Activation checkpointing runs the forward again in the backward, outside of the `with`: pass `checkpoint_contexts` to it.
+
+    Args:
+        sharding: Who holds which positions, from `ring.sharding`.
+        kv_sharding: The sharding of the keys of cross attention. `RingMultiheadAttention` uses it where key is not the same
+            tensor as query; `scaled_dot_product_attention`, which cannot tell, everywhere inside.
+
+    Returns:
+        A context manager.
+
+    Example:
+        >>> from ringattn import Ring, scaled_dot_product_attention
+        >>> x = torch.ones(1, 2, 5, 16)  # b h s d
+        >>> with use_sharding(Ring().sharding(5)):
+        ...     scaled_dot_product_attention(x, x, x).shape
+        torch.Size([1, 2, 5, 16])
+    """
+    global _used
+    _used = True
+    with _entered(sharding, kv_sharding):
+        yield
+
+
+@contextmanager
+def _entered(sharding: Sharding | None, kv_sharding: Sharding | None) -> Iterator[None]:
+    before = _current.entry
+    _current.entry = _Entry(sharding, kv_sharding, -1 if torch.compiler.is_compiling() else _backward_pass())
+    try:
+        yield
+    finally:
+        _current.entry = before
+
+
+def checkpoint_contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+    """Carries the current sharding into recomputation: a `context_fn` for `torch.utils.checkpoint`.
+
+        with ringattn.use_sharding(sharding):
+            y = checkpoint(layer, x, use_reentrant=False, context_fn=ringattn.checkpoint_contexts)
+
+    A checkpoint inside of compiled code needs no help, and torch refuses this there: recomputation is part of the graph.
+
+    Returns:
+        Context managers for the forward and for the recomputation.
+    """
+    entry = _current.entry
+    return nullcontext(), _entered(*((None, None) if entry is None else entry[:2]))
+
+
+def find_sharding() -> tuple[Sharding, Sharding | None] | None:
+    """The current sharding and that of keys; None where there is none.
+
+    Raises:
+        RuntimeError: It was set outside of the backward pass that recomputes this forward.
+    """
+    entry = _current.entry
+    # a compiled forward is recomputed by its own graph, where the sharding is a constant
+    if not torch.compiler.is_compiling():
+        here = _backward_pass()
+        # where there never was a sharding, there is none to be missed
+        if entry.backward_pass != here if entry is not None else here >= 0 and _used:
+            raise RuntimeError(
+                "a forward that is recomputed during backward must find the sharding of its first run, got none that reaches "
+                "there; pass use_reentrant=False and context_fn=ringattn.checkpoint_contexts to torch.utils.checkpoint, or "
+                "sharding= to the call"
+            )
+    return None if entry is None or entry.sharding is None else (entry.sharding, entry.kv_sharding)
+
+
+def resolve_sharding(
+    sharding: Sharding | None, kv_sharding: Sharding | None
+) -> tuple[Sharding, Sharding | None] | None:
+    """What a call uses that was given these: explicit ones win, and a sharding alone is that of queries and keys.
+
+    Args:
+        sharding: As given to the call.
+        kv_sharding: As given to the call.
+
+    Returns:
+        The sharding, and that of keys where it is another; None where there is no sharding at all.
+
+    Raises:
+        RuntimeError: As `find_sharding`.
+    """
+    if sharding is not None:
+        return sharding, kv_sharding
+    found = find_sharding()
+    if found is None or kv_sharding is None:
+        return found
+    return found[0], kv_sharding

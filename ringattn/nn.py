@@ -1,0 +1,525 @@
+"""`nn.MultiheadAttention` whose sequence is sharded around a ring.
+
+Owns `RingMultiheadAttention` and the conversion of models to it: what torch's arguments and masks mean for a shard. Refuses to
+know how attention over a ring works.
+
+Shape legend: `b` batch, `s` this rank's query rows, `t` this rank's keys, `n` all keys, `e` embed_dim, `h` heads.
+
+Note [Added columns]
+    add_bias_kv and add_zero_attn append keys that belong to no position: every row sees them, and no mask hides them. They
+    never enter a shard. A zero key is a logit of 0 whose value is 0: a sink. The bias key is one more partial of every
+    row, merged after the ring from its output and lse, both of which are differentiable.
+
+Note [Fast path]
+    In inference torch's encoder layers compute attention themselves from the parameters of their `self_attn`, without
+    calling it, unless a module in them has a hook. So this module has one, that does nothing. `nn.TransformerEncoder` may also
+    turn padded input into nested tensors, which come here as they are: they are padded again, and their padding is masked.
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ringattn.api import ring_attention_with_lse
+from ringattn.current import resolve_sharding
+from ringattn.dropout import draw_seed, kept_columns
+from ringattn.kernels.contract import accumulation_dtype
+from ringattn.living import find_ring
+from ringattn.partial import Partial, finalize, merge
+from ringattn.ring import Ring, default_world_size
+from ringattn.sharding import Sharding, positions_of
+
+CAPACITY = 1024
+"""Lengths of whole sequences that are kept; beyond it all are forgotten, and made again as they come."""
+
+
+class _Held:
+    """A ring as an attribute of modules: copies of a module share it, and it stays behind when a module is pickled."""
+
+    def __init__(self, ring: Ring | None) -> None:
+        self.ring = ring
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Held:
+        return self
+
+    def __reduce__(self) -> tuple[type[_Held], tuple[None]]:
+        return _Held, (None,)
+
+
+def _be_called(module: nn.Module, args: tuple[Any, ...]) -> None:
+    """Does nothing, as a hook (Note [Fast path])."""
+
+
+class RingMultiheadAttention(nn.MultiheadAttention):
+    """`nn.MultiheadAttention` over a sequence sharded around a ring of ranks.
+
+    Constructed, called and stored like `nn.MultiheadAttention`, with the same parameters under the same names. query, key
+    and value are this rank's rows, and each row attends over the keys of all ranks. All ranks hold the same parameters;
+    their gradients are this rank's share, as for any replicated parameter: sum them over ranks. Without any sharding, and
+    in a ring of one rank, it takes its input as the whole sequence.
+
+    Differences to torch: `is_causal=True` without attn_mask means causal by global position, and nothing is materialised. Rows
+    whose keys are all masked give the output projection of 0, where torch may give NaN. is_causal hides no column that add_bias_kv
+    or add_zero_attn appends.
+
+    Args:
+        embed_dim: As in `nn.MultiheadAttention`, like all that follow but the last.
+        num_heads: Parallel heads.
+        dropout: Probability of dropping an attention weight, in training. The seed is drawn from torch's default CPU generator: the
+            same draw on all ranks (equal `torch.manual_seed`) gives the mask of one process, at any world size; different
+            ones give another mask. The gradients are exact either way.
+        bias: Biases of the projections.
+        add_bias_kv: One more key and value, learned.
+        add_zero_attn: One more key and value, zero.
+        kdim: Features of key.
+        vdim: Features of value.
+        batch_first: `b s e` instead of `s b e`.
+        device: Of the parameters.
+        dtype: Of the parameters.
+        ring: The ring of inputs that come without a sharding, which must then be of one rank, and the only one whose
+            shardings are accepted; None: any. Copies of the module share it; it is not stored with it.
+
+    Attributes:
+        max_weights: How many attention weights a rank may return with `need_weights`; more are refused.
+
+    Raises:
+        ValueError: As in `nn.MultiheadAttention`.
+        AssertionError: Likewise.
+
+    Example:
+        >>> from ringattn import Ring
+        >>> sharding = Ring().sharding(5)
+        >>> attention = RingMultiheadAttention(32, 4, batch_first=True)
+        >>> x = torch.ones(1, sharding.shard_len, 32)
+        >>> attention(x, x, x, is_causal=True, need_weights=False, sharding=sharding)[0].shape
+        torch.Size([1, 5, 32])
+    """
+
+    max_weights: int = 2**28
+    _held: _Held
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        dropout: float = 0.0,
+        bias: bool = True,
+        add_bias_kv: bool = False,
+        add_zero_attn: bool = False,
+        kdim: int | None = None,
+        vdim: int | None = None,
+        batch_first: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        ring: Ring | None = None,
+    ) -> None:
+        super().__init__(
+            embed_dim, num_heads, dropout, bias, add_bias_kv, add_zero_attn, kdim, vdim, batch_first, device, dtype
+        )
+        _join(self, ring)
+
+    @property
+    def ring(self) -> Ring | None:
+        """The ring that was given, if any."""
+        return self._held.ring
+
+    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_padding_mask: Tensor | None = None,
+        need_weights: bool = True,
+        attn_mask: Tensor | None = None,
+        average_attn_weights: bool = True,
+        is_causal: bool = False,
+        *,
+        sharding: Sharding | None = None,
+        kv_sharding: Sharding | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Attention of this rank's rows over the keys of all ranks.
+
+        Args:
+            query: `s b e`, `b s e` with batch_first, or `s e`: this rank's rows.
+            key: Likewise with t rows and kdim features.
+            value: Likewise with vdim features.
+            key_padding_mask: `b t`, or `t` for unbatched input: this rank's keys. Bool: True is ignored. Floating point: added.
+                It travels with the keys, and is never made dense.
+            need_weights: Return the weights of this rank's rows over all keys; gathers the keys of all ranks. Long sequences
+                need False.
+            attn_mask: `s n` or `(b h) s n`: this rank's rows x *all* keys by global position. Bool: True is ignored. Floating
+                point: added. `sharding.shard(mask, dim=-2)` cuts it from a whole one.
+            average_attn_weights: Average the weights over heads.
+            is_causal: With attn_mask: the hint that torch knows; without weights and padding mask the causal mask then takes
+                the place of attn_mask, which is not read. Without attn_mask: causal by global position.
+            sharding: Who holds which positions; default the current one (`use_sharding`).
+            kv_sharding: The sharding of keys of another sequence; default `sharding`, or, when key is not the same tensor as
+                query, that of the current sharding.
+
+        Returns:
+            The output, shaped like query, and the weights or None: `b s n`, or `b h s n` without averaging, each without b
+            for unbatched input. Columns of add_bias_kv and add_zero_attn stand behind the n keys.
+
+        Raises:
+            AssertionError: As `nn.MultiheadAttention` does, with its texts.
+            RuntimeError: Likewise; and there is no sharding among several ranks.
+            ValueError: Weights are too many, the sharding belongs to another ring; and what `ring_attention` raises.
+        """
+        if query.is_nested:
+            return self._attend_nested(
+                query, key, value, key_padding_mask, need_weights, attn_mask, is_causal, sharding, kv_sharding
+            )
+        row_dim = 1 if self.batch_first and query.dim() == 3 else 0
+        sharding, kv_sharding = self._find_shardings(query, key, row_dim, sharding, kv_sharding)
+        keys = sharding if kv_sharding is None else kv_sharding
+        # what is refused here on one rank, others hear of (not in a trace, which has no other ranks)
+        with nullcontext() if torch.compiler.is_compiling() else sharding.ring.shared_refusals():
+            key_bias, bias, causal = self._resolve_masks(
+                query, key, value, key_padding_mask, need_weights, attn_mask, is_causal, sharding, keys
+            )
+            q, k, v = (self._by_head(x, query.dim()) for x in self._project(query, key, value))
+        b, s, h, _ = q.shape
+        wide = accumulation_dtype(q.dtype)
+        dropout_p = self.dropout if self.training else 0.0
+        seed = draw_seed(q) if dropout_p else None
+        sinks = torch.zeros(h, dtype=wide, device=q.device) if self.add_zero_attn else None
+        o, lse = ring_attention_with_lse(
+            q,
+            k,
+            v,
+            sharding,
+            kv_sharding=kv_sharding,
+            causal=causal,
+            key_bias=key_bias,
+            bias=bias,
+            sinks=sinks,
+            dropout_p=dropout_p,
+            dropout_seed=seed,
+            backward="keys" if dropout_p else "auto",
+        )
+        weights = None
+        if self.bias_k is not None or need_weights:
+            with torch.autocast(q.device.type, enabled=False):
+                added = []  # logits of the added columns, b h s
+                if self.bias_k is not None and self.bias_v is not None:
+                    bias_key, bias_value = (x.to(wide).view(h, -1) for x in (self.bias_k, self.bias_v))
+                    added.append(torch.einsum("bshd,hd->bhs", q.to(wide), bias_key) * q.shape[-1] ** -0.5)
+                    bias_value = bias_value[:, None].expand(b, h, s, -1)
+                    if seed is not None:
+                        kept = kept_columns(_positions(sharding, q), seed, b, h, keys.seq_len, 1, dropout_p)
+                        bias_value = bias_value * (kept.to(wide) / (1 - dropout_p))
+                    o, lse = _with_column(o, lse, added[0], bias_value)
+                if need_weights:
+                    if self.add_zero_attn:
+                        added.append(lse.new_zeros(b, h, s))
+                    weights = _weights(q, k, lse, added, sharding, keys, key_bias, bias, causal)
+                    if seed is not None:
+                        columns = keys.seq_len + len(added)
+                        kept = kept_columns(_positions(sharding, q), seed, b, h, 0, columns, dropout_p)
+                        weights = weights * (kept.to(wide) / (1 - dropout_p))
+                    weights = (weights.mean(1) if average_attn_weights else weights).to(q.dtype)
+                    weights = weights.squeeze(0) if query.dim() == 2 else weights
+        rows = o.flatten(2)  # b s e
+        if query.dim() == 2:
+            rows = rows.squeeze(0)
+        elif not self.batch_first:
+            rows = rows.transpose(0, 1)
+        return F.linear(rows, self.out_proj.weight, self.out_proj.bias), weights
+
+    def _find_shardings(
+        self, query: Tensor, key: Tensor, dim: int, sharding: Sharding | None, kv_sharding: Sharding | None
+    ) -> tuple[Sharding, Sharding | None]:
+        """The sharding of the rows, and that of the keys where it is another."""
+        given = kv_sharding is not None
+        found = resolve_sharding(sharding, kv_sharding)
+        if found is None:
+            found = self._find_whole(query.shape[dim], key.shape[dim])
+        rows, keys = found
+        if keys is not None and not given and key is query:
+            keys = None  # self-attention below a sharding for cross attention
+        ring = self._held.ring
+        if ring is not None:
+            for x in (rows,) if keys is None else (rows, keys):
+                if x.ring.name != ring.name:
+                    raise ValueError(
+                        f"the sharding must be made by the ring of this module, {ring.name!r}, got one of {x.ring.name!r}; "
+                        "make it with that ring, or make the module with ring=None"
+                    )
+        return rows, keys
+
+    def _find_whole(self, rows: int, keys: int) -> tuple[Sharding, Sharding | None]:
+        """Shardings of sequences that are here as a whole."""
+        ring = self._held.ring
+        if (default_world_size() if ring is None else ring.world_size) > 1:
+            raise RuntimeError(
+                "attention over several ranks must know the sharding of its rows, got none; pass sharding=, or call the model "
+                "inside `with ringattn.use_sharding(sharding):`"
+            )
+        name = "" if ring is None else ring.name
+        # as text: torch.compile formats a length only when it is one number, not any
+        q_size, k_size = f"{rows}", f"{keys}"
+        _keep_whole(name, q_size)
+        _keep_whole(name, k_size)
+        return _whole[name, q_size], None if q_size == k_size else _whole[name, k_size]
+
+    def _resolve_masks(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_padding_mask: Tensor | None,
+        need_weights: bool,
+        attn_mask: Tensor | None,
+        is_causal: bool,
+        sharding: Sharding,
+        keys: Sharding,
+    ) -> tuple[Tensor | None, Tensor | None, bool]:
+        """The padding as bias of keys `b t`, the mask as bias of scores `b h s n`, and whether the call is causal.
+
+        Checks what torch checks, in its order and with its texts.
+        """
+        batched = F._mha_shape_check(  # pyright: ignore[reportAttributeAccessIssue]
+            query, key, value, key_padding_mask, None, self.num_heads
+        )
+        if attn_mask is not None and attn_mask.dim() not in (2, 3):
+            kind = "batched (3-D)" if batched else "unbatched (2-D)"
+            raise AssertionError(
+                f"For {kind} `query`, expected `attn_mask` to be `None`, 2-D or 3-D but found {attn_mask.dim()}-D tensor "
+                "instead"
+            )
+        key_bias = F._canonical_mask(
+            mask=key_padding_mask,
+            mask_name="key_padding_mask",
+            other_type=F._none_or_dtype(attn_mask),
+            other_name="attn_mask",
+            target_type=query.dtype,
+        )
+        causal = is_causal and attn_mask is None
+        if is_causal and key_padding_mask is None and not need_weights:
+            causal, attn_mask = True, None
+        bias = F._canonical_mask(
+            mask=attn_mask,
+            mask_name="attn_mask",
+            other_type=None,
+            other_name="",
+            target_type=query.dtype,
+            check_other=False,
+        )
+        if query.shape[-1] != self.embed_dim:
+            raise AssertionError(f"was expecting embedding dimension of {self.embed_dim}, but got {query.shape[-1]}")
+        if not self._qkv_same_embed_dim:
+            if key.shape[:-1] != value.shape[:-1]:
+                raise AssertionError(
+                    f"key's sequence and batch dims {key.shape[:-1]} do not match value's {value.shape[:-1]}"
+                )
+        elif key.shape != value.shape:
+            raise AssertionError(f"key shape {key.shape} does not match value shape {value.shape}")
+        if not batched:
+            b, s, t = 1, query.shape[0], key.shape[0]
+            key_bias = None if key_bias is None else key_bias.unsqueeze(0)
+        else:
+            row_dim = 1 if self.batch_first else 0
+            b, s, t = query.shape[1 - row_dim], query.shape[row_dim], key.shape[row_dim]
+        h, n = self.num_heads, keys.seq_len
+        if bias is not None:
+            wanted = (s, n) if bias.dim() == 2 else (b * h, s, n)
+            if tuple(bias.shape) != wanted:
+                raise RuntimeError(f"The shape of the {bias.dim()}D attn_mask is {bias.shape}, but should be {wanted}.")
+            bias = bias if bias.dim() == 2 else bias.unflatten(0, (b, h))
+        added = (self.bias_k is not None) + self.add_zero_attn
+        if key_bias is not None:
+            # torch counts the columns that it has added by then
+            for dim, size, more in ((0, b, 0), (1, t, added)):
+                if key_bias.shape[dim] != size:
+                    raise AssertionError(
+                        f"Expected key_padded_mask.shape[{dim}] to be {size + more}, but got {key_bias.shape[dim] + more}"
+                    )
+        count = b * h * max(sharding.shard_lens) * (n + added)
+        if need_weights and count > self.max_weights:
+            raise ValueError(
+                f"need_weights must be False for a rank with {count} attention weights, more than max_weights, "
+                f"{self.max_weights}; pass need_weights=False, or raise RingMultiheadAttention.max_weights"
+            )
+        return key_bias, bias, causal
+
+    def _project(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
+        """Q, k and v of e features each, from one product where the inputs are one tensor."""
+        e, bias = self.embed_dim, self.in_proj_bias
+        if not self._qkv_same_embed_dim:
+            biases = (None, None, None) if bias is None else bias.chunk(3)
+            weights = self.q_proj_weight, self.k_proj_weight, self.v_proj_weight
+            assert all(x is not None for x in weights), "separate projections have a weight each"
+            return F._in_projection(query, key, value, *weights, *biases)  # pyright: ignore[reportAttributeAccessIssue]
+        weight = self.in_proj_weight
+        if value is not key:
+            biases = (None, None, None) if bias is None else bias.chunk(3)
+            triples = zip((query, key, value), weight.chunk(3), biases, strict=True)
+            return tuple(F.linear(x, w, b) for x, w, b in triples)
+        if key is query:
+            return F.linear(query, weight, bias).chunk(3, -1)
+        (w_q, w_kv), (b_q, b_kv) = weight.split((e, 2 * e)), (None, None) if bias is None else bias.split((e, 2 * e))
+        return F.linear(query, w_q, b_q), *F.linear(key, w_kv, b_kv).chunk(2, -1)
+
+    def _by_head(self, x: Tensor, ndim: int) -> Tensor:
+        """Projected rows in the layout of the inputs -> `b s h d`, a view."""
+        x = x.unflatten(-1, (self.num_heads, self.head_dim))
+        if ndim == 2:
+            return x.unsqueeze(0)
+        return x if self.batch_first else x.transpose(0, 1)
+
+    def _attend_nested(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_padding_mask: Tensor | None,
+        need_weights: bool,
+        attn_mask: Tensor | None,
+        is_causal: bool,
+        sharding: Sharding | None,
+        kv_sharding: Sharding | None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """`forward` of nested self-attention, in which `nn.TransformerEncoder` leaves out this rank's padded rows."""
+        if query is not key or key is not value or need_weights or not self.batch_first or kv_sharding is not None:
+            raise NotImplementedError(
+                "nested input must be that of self-attention with batch_first=True and need_weights=False, got other; "
+                "pass padded tensors with key_padding_mask"
+            )
+        if key_padding_mask is not None or attn_mask is not None:
+            raise AssertionError("nested input must come without masks, got one; pass padded tensors with it")
+        lengths = [x.shape[0] for x in query.unbind()]
+        found = resolve_sharding(sharding, None)
+        rows = max(lengths) if found is None else found[0].shard_len
+        x = query.to_padded_tensor(0.0, (len(lengths), rows, query.size(-1)))
+        padding = torch.arange(rows, device=x.device) >= torch.tensor(lengths, device=x.device)[:, None]
+        o = self(x, x, x, padding, need_weights=False, is_causal=is_causal, sharding=sharding)[0]
+        return torch.nested.as_nested_tensor([row[:length] for row, length in zip(o, lengths, strict=True)]), None
+
+
+def replace_multihead_attention(model: nn.Module, ring: Ring | None = None) -> list[str]:
+    """Makes every `nn.MultiheadAttention` in a model a `RingMultiheadAttention`, in place.
+
+    The modules stay the objects that they are, with their parameters, hooks and modes, so optimizers and references to them go
+    on working. Call it before wrappers that change classes (`fully_shard`) or trace (`torch.compile`). Those that are
+    ring attention already join the ring. Nothing is converted when anything is refused.
+
+    Args:
+        model: The model; may itself be a `nn.MultiheadAttention`.
+        ring: As in `RingMultiheadAttention`.
+
+    Returns:
+        The qualified names of what was converted, in the order of `model.named_modules()`; "" is the model itself.
+
+    Raises:
+        NotImplementedError: The model holds a subclass of `nn.MultiheadAttention` whose forward is its own.
+
+    Example:
+        >>> model = nn.TransformerEncoder(nn.TransformerEncoderLayer(32, 4, batch_first=True), 2)
+        >>> replace_multihead_attention(model)
+        ['layers.0.self_attn', 'layers.1.self_attn']
+    """
+    found = {name: module for name, module in model.named_modules() if isinstance(module, nn.MultiheadAttention)}
+    foreign = {
+        name: type(module).__name__
+        for name, module in found.items()
+        if not isinstance(module, RingMultiheadAttention) and type(module) is not nn.MultiheadAttention
+    }
+    if foreign:
+        raise NotImplementedError(
+            f"attention must be exactly nn.MultiheadAttention to be replaced, got subclasses of it: {foreign}; replace "
+            "it before they are made of it, or take these apart by hand"
+        )
+    converted = []
+    for name, module in found.items():
+        if not isinstance(module, RingMultiheadAttention):
+            module.__class__ = RingMultiheadAttention
+            converted.append(name)
+        elif ring is None:
+            continue
+        _join(module, ring)
+    return converted
+
+
+def _join(module: nn.MultiheadAttention, ring: Ring | None) -> None:
+    assert isinstance(module, RingMultiheadAttention), "only ring attention joins a ring"
+    module._held = _Held(ring)
+    if _be_called not in module._forward_pre_hooks.values():
+        module.register_forward_pre_hook(_be_called)
+
+
+_alone: list[Ring] = []  # the ring of modules that have none, in a process that is alone
+_whole: dict[tuple[str, str], Sharding] = {}
+
+
+def _keep_whole(ring: str, size: str) -> None:
+    """Sees to it that `_whole` holds the sharding of a sequence that one rank holds; an empty name is the ring of nobody else."""
+    if (ring, size) in _whole:
+        return
+    if not ring and not _alone:
+        _alone.append(Ring())
+    if len(_whole) >= CAPACITY:
+        _whole.clear()
+    _whole[ring, size] = (find_ring(ring) if ring else _alone[0]).sharding(int(size), "contiguous")
+
+
+# what torch.compiler.assume_constant_result marks, which would import the compiler: a trace runs it, then reads the table
+_keep_whole._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
+
+
+def _positions(sharding: Sharding, like: Tensor) -> Tensor:
+    """Global positions of this rank's rows, `s`, on a tensor's device."""
+    compiling = torch.compiler.is_compiling()  # which does not trace the lock of a cached property
+    here = positions_of(sharding.shards[sharding.rank]) if compiling else sharding.positions
+    return here.to(like.device)
+
+
+def _with_column(o: Tensor, lse: Tensor, logit: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    """Attention over one more key per row, from that over the others (Note [Added columns]).
+
+    Args:
+        o: `b s h d`.
+        lse: `b h s`.
+        logit: `b h s`.
+        value: `b h s d`.
+    """
+    before = Partial(m=lse, l=(lse > float("-inf")).to(lse.dtype), o=o.transpose(1, 2).to(lse.dtype))
+    column = Partial(m=logit, l=torch.ones_like(logit), o=value)
+    merged, lse = finalize(merge(before, column))
+    return merged.transpose(1, 2).to(o.dtype), lse
+
+
+def _weights(
+    q: Tensor,
+    k: Tensor,
+    lse: Tensor,
+    added: list[Tensor],
+    sharding: Sharding,
+    keys: Sharding,
+    key_bias: Tensor | None,
+    bias: Tensor | None,
+    causal: bool,
+) -> Tensor:
+    """Attention weights of this rank's rows over all keys and the added columns: `b h s (n + added)`, lse's dtype."""
+    wide = lse.dtype
+    s = torch.einsum("bshd,bnhd->bhsn", q.to(wide), keys.unshard(k, 1).to(wide)) * q.shape[-1] ** -0.5
+    if key_bias is not None:
+        s = s + keys.unshard(key_bias, 1)[:, None, None].to(wide)
+    if bias is not None:
+        s = s + bias.to(wide)
+    i, j = _positions(sharding, q)[:, None], torch.arange(keys.seq_len, device=q.device)
+    if causal:
+        s = s.masked_fill(j > i, float("-inf"))
+    if sharding.documents is not None:
+        starts = torch.tensor(sharding.documents, device=q.device)
+        # how many documents begin at or before a position, empty ones included
+        i, j = torch.bucketize(i, starts, right=True), torch.bucketize(j, starts, right=True)
+        s = s.masked_fill(i != j, float("-inf"))
+    s = torch.cat([s, *(x[..., None] for x in added)], -1)
+    # a row without keys: exp(-inf - 0) is the 0 that is wanted
+    return torch.exp(s - lse.masked_fill(lse == float("-inf"), 0.0)[..., None])

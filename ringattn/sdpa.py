@@ -1,0 +1,127 @@
+"""Ring attention under the name and the arguments of `torch.nn.functional.scaled_dot_product_attention`.
+
+Owns the translation of those arguments. Refuses to know anything of the ring beyond a sharding.
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+
+import torch
+from torch import Tensor
+
+from ringattn.api import ring_attention
+from ringattn.current import resolve_sharding
+from ringattn.dropout import draw_seed
+from ringattn.sharding import Sharding
+
+
+def scaled_dot_product_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    *,
+    sharding: Sharding | None = None,
+    kv_sharding: Sharding | None = None,
+) -> Tensor:
+    """Attention of this rank's query rows over the keys of all ranks, called like torch's function of this name.
+
+    Rows that a mask leaves without keys give 0 and have zero gradients, where torch's give NaN or 0 by backend.
+
+    Args:
+        query: Queries of this rank, `b h s d`.
+        key: Keys of this rank, `b hk s d`.
+        value: Values of this rank, `b hk s dv`.
+        attn_mask: This rank's query rows x *all* keys by global position, broadcastable to `b h s n`. Bool: True takes part.
+            Floating point: added to the scores. `sharding.shard(mask, dim=-2)` cuts it from a whole one.
+        dropout_p: Probability of dropping a weight, always applied. The seed is drawn from torch's default CPU generator: ranks
+            whose generators agree drop what one process would, others by their own draw, and gradients are exact either way.
+        is_causal: Key j is visible to query i when j <= i, by global position; never materialised. Of two sequences
+            of different length the beginnings are aligned.
+        scale: Factor on q . k; default d ** -0.5.
+        enable_gqa: Allows key heads that divide query heads.
+        sharding: Who holds which positions; default the current one (`use_sharding`).
+        kv_sharding: The sharding of the keys, where they belong to another sequence; default the current one's, or `sharding`.
+
+    Returns:
+        `b h s dv`, this rank's rows, query's dtype.
+
+    Raises:
+        RuntimeError: There is no sharding, or attn_mask comes with is_causal.
+        ValueError: Shapes do not fit; and what `ring_attention` raises.
+
+    Example:
+        >>> from ringattn import Ring
+        >>> x = torch.ones(1, 2, 5, 16)
+        >>> scaled_dot_product_attention(x, x, x, is_causal=True, sharding=Ring().sharding(5)).shape
+        torch.Size([1, 2, 5, 16])
+    """
+    found = resolve_sharding(sharding, kv_sharding)
+    if found is None:
+        raise RuntimeError(
+            "scaled_dot_product_attention must know the sharding of its rows, got none; pass sharding=, or call it inside "
+            "`with ringattn.use_sharding(sharding):`"
+        )
+    sharding, kv_sharding = found
+    keys = sharding if kv_sharding is None else kv_sharding
+    # what is refused here on one rank, others hear of (not in a trace, which has no other ranks)
+    with nullcontext() if torch.compiler.is_compiling() else sharding.ring.shared_refusals():
+        _check(query, key, value, attn_mask, is_causal, enable_gqa, keys.seq_len)
+        bias = None if attn_mask is None else _bias(attn_mask, query.dtype)
+    o = ring_attention(
+        query.transpose(1, 2),
+        key.transpose(1, 2),
+        value.transpose(1, 2),
+        sharding,
+        kv_sharding=kv_sharding,
+        causal=is_causal,
+        softmax_scale=scale,
+        bias=bias,
+        dropout_p=dropout_p,
+        dropout_seed=draw_seed(query) if dropout_p else None,
+        backward="keys" if dropout_p else "auto",
+    )
+    return o.transpose(1, 2)
+
+
+def _bias(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """What a mask adds to scores; only as large as the mask."""
+    if mask.dtype != torch.bool:
+        return mask
+    return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill(mask.logical_not(), float("-inf"))
+
+
+def _check(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_causal: bool, enable_gqa: bool, kv_len: int
+) -> None:
+    for name, x in (("query", query), ("key", key), ("value", value)):
+        if x.dim() != 4:
+            raise ValueError(f"{name} must be 4-dimensional, `b h s d`, got shape {tuple(x.shape)}; unsqueeze it")
+    if not enable_gqa and (key.shape[1] != query.shape[1] or value.shape[1] != query.shape[1]):
+        raise ValueError(
+            f"key and value must have the {query.shape[1]} heads of query, got {key.shape[1]} and {value.shape[1]}; "
+            "pass enable_gqa=True where they are shared by groups of query heads"
+        )
+    if mask is None:
+        return
+    if is_causal:
+        raise RuntimeError(
+            "attn_mask must be None when is_causal=True, got both; put the causal mask into attn_mask, or drop it"
+        )
+    if mask.dtype not in (torch.bool, torch.float32, query.dtype):
+        raise RuntimeError(
+            f"Expected attn_mask dtype to be bool or float or to match query dtype, but got attn_mask.dtype: {mask.dtype} "
+            f"and query.dtype: {query.dtype} instead."
+        )
+    wanted = (*query.shape[:3], kv_len)
+    sizes = (1,) * (4 - mask.dim()) + tuple(mask.shape)
+    if len(sizes) != 4 or any(x not in (1, y) for x, y in zip(sizes, wanted, strict=True)):
+        raise ValueError(
+            f"attn_mask must be broadcastable to {wanted} (this rank's query rows x all keys), got {tuple(mask.shape)}; "
+            "cut a whole mask with sharding.shard(mask, dim=-2)"
+        )
