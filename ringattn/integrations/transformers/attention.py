@@ -40,6 +40,12 @@ IGNORED = frozenset(
 """Keywords that reach attention because models hand on what they are given, and that say nothing about attention."""
 
 _alone: list[Ring] = []
+_calls = [0]
+
+
+def calls_so_far() -> int:
+    """How often `attend` was called outside of compiled code."""
+    return _calls[0]
 
 
 def attend(
@@ -92,6 +98,8 @@ def attend(
         NotImplementedError: The model passes something that is not supported; the message names it.
         RuntimeError: There are several ranks and no sharding.
     """
+    if not torch.compiler.is_compiling():
+        _calls[0] += 1
     _refuse_others(others, sharding)
     mask = _check_mask(attention_mask)
     causal = _resolve_causal(module, is_causal, mask)
