@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
@@ -26,18 +23,15 @@ def batch_of(step: int, padded: bool) -> dict[str, Tensor]:
     return batch
 
 
-def compiled_steps(kind: str, padded: bool, whole: bool) -> tuple[int, list[tuple[Tensor, dict[str, Tensor]]]]:
+def compiled_steps(kind: str, padded: bool) -> tuple[int, list[tuple[Tensor, dict[str, Tensor]]]]:
     """How often a model was compiled in three steps, and what they found, compiled and not."""
     torch._dynamo.reset()
     ring = Ring()
     counter = CompileCounterWithBackend("aot_eager")
     found = []
     models = [make(kind, "ringattn", torch.float32) for _ in range(2)]
-    if whole:
-        models[1].compile(fullgraph=True, backend=counter)
-    else:
-        for layer in models[1].model.layers:
-            layer.compile(fullgraph=True, backend=counter)
+    for layer in models[1].model.layers:
+        layer.compile(fullgraph=True, backend=counter)
     for step in range(3):
         for model in models:
             model.zero_grad()
@@ -52,7 +46,7 @@ def compiled_steps(kind: str, padded: bool, whole: bool) -> tuple[int, list[tupl
 def test_compiled_layers_are_one_graph_each_for_all_batches(
     pool: Pools, kind: str, padded: bool, world_size: int
 ) -> None:
-    for count, found in pool(world_size).run(compiled_steps, kind, padded, False):
+    for count, found in pool(world_size).run(compiled_steps, kind, padded):
         assert count <= 2, "a graph per layer at most"
         for plain, compiled in zip(found[::2], found[1::2], strict=True):
             torch.testing.assert_close(compiled, plain, rtol=1e-4, atol=1e-5)

@@ -302,14 +302,15 @@ def _resolve_padding(
     """(lengths, key_bias `b s`, tokens `b s`): padding as lengths, or as a bias and the rows that are tokens."""
     if mask is None or mask.padding is None:
         return None, None, None
-    if mask.lengths is not None:
-        if chunk_len is not None and any(start for start, _ in mask.lengths):
-            raise NotImplementedError(
-                "chunked attention must go without padding on the left, where chunks would start later; pad on the right"
-            )
-        return mask.lengths, None, None
-    if chunk_len is not None:
+    if chunk_len is not None and mask.lengths is None:
         raise NotImplementedError("chunked attention must go without holes in attention_mask; pad on the right")
+    if chunk_len is not None and any(start for start, _ in mask.lengths or ()):
+        raise NotImplementedError(
+            "chunked attention must go without padding on the left, where chunks would start later; pad on the right"
+        )
+    # lengths would be constants of compiled code, which would be compiled again for every batch
+    if mask.lengths is not None and not torch.compiler.is_compiling():
+        return mask.lengths, None, None
     tokens = sharding.shard(mask.padding, dim=1)
     key_bias = torch.zeros(tokens.shape, dtype=torch.float32, device=query.device).masked_fill(~tokens, float("-inf"))
     return None, key_bias, tokens

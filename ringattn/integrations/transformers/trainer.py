@@ -61,12 +61,12 @@ class RingTrainer(Trainer):
         return self._share(super().get_train_dataloader())
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader:
-        """As Trainer's; the ranks of a ring read the same samples."""
-        return self._share(super().get_eval_dataloader(eval_dataset))
+        """As Trainer's; the ranks of a ring read the same samples, which several rings must be able to share evenly."""
+        return self._share(super().get_eval_dataloader(eval_dataset), evenly=True)
 
     def get_test_dataloader(self, test_dataset: Any) -> DataLoader:
-        """As Trainer's; the ranks of a ring read the same samples."""
-        return self._share(super().get_test_dataloader(test_dataset))
+        """As Trainer's; the ranks of a ring read the same samples, which several rings must be able to share evenly."""
+        return self._share(super().get_test_dataloader(test_dataset), evenly=True)
 
     def compute_loss(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         """As Trainer's; refuses a model that attends to the rows of its rank only."""
@@ -87,13 +87,19 @@ class RingTrainer(Trainer):
         if loss is not None and self.ring.world_size > 1:
             shares = self.ring.gather(loss.reshape(1), 0, [1] * self.ring.world_size)
             loss = torch.stack(shares).mean()
+            state = self.accelerator.gradient_state
+            if state.end_of_dataloader and state.remainder > 0:
+                # what accelerate keeps of the reports on a last batch that is short: each rank of the ring reports on all of it
+                state.active_dataloader.remainder *= self.ring.world_size
         return loss, logits, labels
 
-    def _share(self, dataloader: DataLoader) -> DataLoader:
-        return share_batches(dataloader, self.ring, self.args.world_size, self.args.process_index)
+    def _share(self, dataloader: DataLoader, evenly: bool = False) -> DataLoader:
+        return share_batches(dataloader, self.ring, self.args.world_size, self.args.process_index, evenly=evenly)
 
 
-def share_batches(dataloader: DataLoader, ring: Ring, world_size: int, process_index: int) -> DataLoader:
+def share_batches(
+    dataloader: DataLoader, ring: Ring, world_size: int, process_index: int, *, evenly: bool = False
+) -> DataLoader:
     """Lets the ranks of a ring read the same batches of a DataLoader that `Accelerator.prepare` made.
 
     It deals batches to processes; now it deals them to rings.
@@ -103,12 +109,13 @@ def share_batches(dataloader: DataLoader, ring: Ring, world_size: int, process_i
         ring: Who shares a sequence.
         world_size: Processes.
         process_index: This one.
+        evenly: Refuse samples that several rings cannot share evenly, for which accelerate would read some twice.
 
     Returns:
         The DataLoader.
 
     Raises:
-        ValueError: The ranks of the ring are not consecutive.
+        ValueError: The ranks of the ring are not consecutive, or samples are left over.
         NotImplementedError: The DataLoader does not deal batches by their index.
     """
     replicas, index = _place(ring, world_size, process_index)
@@ -124,7 +131,16 @@ def share_batches(dataloader: DataLoader, ring: Ring, world_size: int, process_i
     if replicas == 1:
         # a last batch that is short is then read as one process reads it
         sampler.even_batches = False
+    elif evenly and (left := len(sampler.batch_sampler) % replicas or _samples(dataloader) % (sampler.batch_size or 1)):
+        raise ValueError(
+            f"samples to evaluate must be full batches for each of {replicas} rings, got {_samples(dataloader)} in batches of "
+            f"{sampler.batch_size} with {left} left over; drop those, or evaluate with one ring"
+        )
     return dataloader
+
+
+def _samples(dataloader: DataLoader) -> int:
+    return len(dataloader.dataset)  # pyright: ignore[reportArgumentType]
 
 
 def _place(ring: Ring, world_size: int, process_index: int) -> tuple[int, int]:
