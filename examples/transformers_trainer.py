@@ -32,7 +32,12 @@ def main() -> None:
     ring = ringattn.Ring()
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=256, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2
+        vocab_size=256,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
     )
     with tempfile.TemporaryDirectory() as folder:
         trainer = RingTrainer(
