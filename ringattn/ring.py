@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -223,6 +223,45 @@ class Ring:
             self._warm_up(device)
         self._agreed.add(here + call)
 
+    def refuse(self, error: ValueError | NotImplementedError) -> NoReturn:
+        """Raises an error of this rank that ranks which compare their next call find there, instead of waiting for this one.
+
+        For what is checked before a call is made and may be wrong on some ranks only.
+
+        Args:
+            error: What to raise.
+
+        Raises:
+            ValueError: The error, or NotImplementedError if it is one.
+        """
+        if self._agreement is not None:
+            self._agreement.leave(json.dumps({"refused": f"{type(error).__name__}: {error}"}))
+        raise error
+
+    def agree(self, what: str, text: str) -> None:
+        """Compares a text between all ranks, each of which must call it: for what must be equal and no call shows.
+
+        Args:
+            what: What the text says, in words for the message.
+            text: Must be equal on all ranks.
+
+        Raises:
+            ValueError: It is not; raised on every rank, naming those that differ from most.
+        """
+        if self._agreement is None:
+            return
+        records = [json.loads(found) for found in self._agreement.compare(json.dumps({"agreed": text}))]
+        if any("agreed" not in record for record in records):
+            _raise_differences(records)
+        found = [record["agreed"] for record in records]
+        usual = Counter(found).most_common(1)[0][0]
+        differing = [rank for rank, other in enumerate(found) if other != usual]
+        if differing:
+            raise ValueError(
+                f"{what} must be the same on all ranks of a ring, got {usual} on most ranks and {found[differing[0]]} on ring rank "
+                f"{differing[0]} (ring ranks {differing} differ); give all of them the same"
+            )
+
     def gather(self, x: Tensor, dim: int, lengths: Sequence[int]) -> list[Tensor]:
         """Every rank's tensor, which differ in length along dim only; differentiable (gradients are summed over ranks).
 
@@ -333,6 +372,11 @@ class Ring:
             for link in self._links[self._choice.name == "copy_engine" :]:
                 link.prepare(device)
             self._warm.add(device)
+
+
+def default_world_size() -> int:
+    """Ranks of the default group, in which a `Ring` without a group is made; 1 when torch.distributed is not initialised."""
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
 def _without_rows(tensors: Sequence[Tensor | None]) -> list[Any]:

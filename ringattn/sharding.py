@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ringattn.layout import LAYOUTS, Run, Shard, check_sizes, make_shards, shard_len
+from ringattn.living import find_ring
 from ringattn.visibility import check_documents
 
 
@@ -275,12 +276,20 @@ class Sharding:
     def __hash__(self) -> int:
         return self._hash
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        # a ring has connections and goes by its name: workers of a DataLoader send shardings to the process that holds it
+        return _restore, (self.spec, self._rank, None if self._ring is None else self._ring.name, self._device)
+
     def __repr__(self) -> str:
         documents = "" if self._documents is None else f", {len(self._documents) - 1} documents"
         return (
             f"Sharding({self._seq_len} tokens, {self._layout}, rank {self._rank} of {self.world_size}, "
             f"{self.shard_len} rows{documents})"
         )
+
+
+def _restore(spec: Sequence[Any], rank: int, ring: str | None, device: torch.device) -> Sharding:
+    return Sharding.from_spec(spec, rank, ring=None if ring is None else find_ring(ring), device=device)
 
 
 def positions_of(shard: Shard) -> Tensor:

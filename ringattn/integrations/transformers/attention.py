@@ -1,0 +1,307 @@
+"""What a transformers layer passes to attention, as a call of ring attention.
+
+Owns the attention function of the name "ringattn", and every refusal of what such a layer may pass. Refuses to know where
+batches come from (batch.py).
+
+Legend: b batch, s rows of this rank, n tokens of the whole sequence, h query heads, hk key heads, d and dv head dims.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ringattn.api import ring_attention
+from ringattn.integrations.transformers.masks import RingMask
+from ringattn.integrations.transformers.positions import check_positions, read_cumulative, read_documents
+from ringattn.living import find_ring
+from ringattn.ring import Ring, default_world_size
+from ringattn.sharding import Sharding
+
+UNSAID = "unsaid"
+"""In place of position ids that a model does not pass; None are those that it passes without having any."""
+
+IGNORED = frozenset(
+    {
+        "cache_position",
+        "labels",
+        "logits_to_keep",
+        "max_length_k",
+        "max_length_q",
+        "num_items_in_batch",
+        "output_hidden_states",
+        "output_router_logits",
+        "return_dict",
+        "shift_labels",
+    }
+)
+"""Keywords that reach attention because models hand on what they are given, and that say nothing about attention."""
+
+_alone: list[Ring] = []
+
+
+def attend(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: RingMask | Tensor | None,
+    *,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    sharding: Sharding | None = None,
+    position_ids: Tensor | str | None = UNSAID,
+    is_causal: bool | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    deterministic: bool | None = None,
+    cu_seq_lens_q: Tensor | None = None,
+    cu_seq_lens_k: Tensor | None = None,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """The attention function of the name "ringattn", which layers of transformers models call.
+
+    Args:
+        module: The layer; its `is_causal` is the default of is_causal.
+        query: `b h s d`, this rank's rows, with their positions applied.
+        key: `b hk s d`.
+        value: `b hk s dv`.
+        attention_mask: What `describe_mask` returned.
+        dropout: Probability of dropping an attention weight. Its seed comes from torch's generator of the CPU: ranks with equal
+            seeds drop what one process drops.
+        scaling: Factor on q.k; default d ** -0.5.
+        sharding: Who holds which rows: the keyword `sharding` that the model was called with. None: all rows are here.
+        position_ids: `b s` or `1 s`; checked against the sharding.
+        is_causal: Whether rows see earlier ones only.
+        sliding_window: w: the last w keys; in bidirectional layers the w - 1 to each side.
+        softcap: Bound of the soft cap.
+        s_aux: `h`: sinks.
+        deterministic: Demand bitwise repeatable gradients.
+        cu_seq_lens_q: Cumulative lengths of packed documents; without a sharding only, which knows its own.
+        cu_seq_lens_k: The same.
+        others: What else the model was called with; refused unless it has nothing to say about attention.
+
+    Returns:
+        `b s h dv` and None.
+
+    Raises:
+        ValueError: Positions, padding or documents do not fit the sharding.
+        NotImplementedError: The model passes something that is not supported; the message names it.
+        RuntimeError: There are several ranks and no sharding.
+    """
+    _refuse_others(others, sharding)
+    mask = _check_mask(attention_mask)
+    causal = _resolve_causal(module, is_causal, mask)
+    if sharding is None:
+        sharding = _whole(query, key, mask, position_ids, cu_seq_lens_q, cu_seq_lens_k)
+    else:
+        if cu_seq_lens_q is not None or cu_seq_lens_k is not None:
+            raise ValueError(
+                "cu_seq_lens must be left out when there is a sharding, which knows the documents; "
+                "pass the whole batch through shard_batch"
+            )
+        _check_sharded(module, position_ids, sharding, mask)
+    window, chunk_len = _resolve_window(mask, causal, sliding_window, sharding)
+    lengths, key_bias, tokens = _resolve_padding(mask, query, sharding, chunk_len)
+    seed = None
+    if dropout:
+        if torch.compiler.is_compiling():
+            raise NotImplementedError(
+                f"dropout must be 0 under torch.compile, got {dropout}; set attention_dropout=0.0"
+            )
+        seed = int(torch.randint(2**31, (), device="cpu"))
+    out = ring_attention(
+        query.transpose(1, 2),
+        key.transpose(1, 2),
+        value.transpose(1, 2),
+        sharding,
+        causal=causal,
+        window=window,
+        chunk_len=chunk_len,
+        lengths=lengths,
+        softmax_scale=scaling,
+        softcap=softcap or 0.0,
+        sinks=s_aux,
+        key_bias=key_bias,
+        dropout_p=dropout,
+        dropout_seed=seed,
+        deterministic=bool(deterministic),
+        # whoever drops then is the owner of the query, forward and backward: right even when ranks differ in their seeds
+        backward="keys" if dropout else "auto",
+    )
+    if tokens is not None:
+        out = out.masked_fill(~tokens[:, :, None, None], 0.0)
+    return out, None
+
+
+def _refuse_others(others: dict[str, Any], sharding: Sharding | None) -> None:
+    for name, value in others.items():
+        if value is None or value is False or name in IGNORED:
+            continue
+        if name == "use_cache":
+            if sharding is not None:
+                raise NotImplementedError(
+                    "use_cache must be False when there is a sharding: decoding over a sharded cache is not supported yet; "
+                    "pass use_cache=False, as shard_batch does"
+                )
+        elif name == "output_attentions":
+            raise NotImplementedError(
+                "output_attentions must be False: ring attention never has the weights; use attn_implementation='eager'"
+            )
+        else:
+            raise NotImplementedError(
+                f"{name} must be left out: ring attention does not know it; use attn_implementation='eager' for this model"
+            )
+
+
+def _check_mask(attention_mask: RingMask | Tensor | None) -> RingMask | None:
+    if attention_mask is None or isinstance(attention_mask, RingMask):
+        return attention_mask
+    shape = tuple(attention_mask.shape) if isinstance(attention_mask, Tensor) else type(attention_mask).__name__
+    raise NotImplementedError(
+        f"the mask of attention must come from ringattn's mask function, got {shape}; give the model a 2-dimensional "
+        "attention_mask, or none. A model that draws its masks itself is not supported"
+    )
+
+
+def _resolve_causal(module: nn.Module, is_causal: bool | None, mask: RingMask | None) -> bool:
+    wanted = is_causal if is_causal is not None else getattr(module, "is_causal", None)
+    found = None if mask is None else mask.causal
+    if mask is not None and mask.overlay:
+        raise NotImplementedError(
+            f"the mask must be causal, bidirectional, a window or chunks, got {mask.overlay}; "
+            "use attn_implementation='sdpa' for this model"
+        )
+    if wanted is not None and found is not None and bool(wanted) != found:
+        raise NotImplementedError(
+            f"the mask must be {'causal' if wanted else 'bidirectional'} as {type(module).__name__} says, got one that is not; "
+            "use attn_implementation='sdpa' for this model"
+        )
+    if wanted is not None:
+        return bool(wanted)
+    return True if found is None else found
+
+
+def _whole(
+    query: Tensor,
+    key: Tensor,
+    mask: RingMask | None,
+    position_ids: Tensor | str | None,
+    cu_seq_lens_q: Tensor | None,
+    cu_seq_lens_k: Tensor | None,
+) -> Sharding:
+    """The sharding of a sequence that is all here."""
+    ranks = default_world_size()
+    if ranks > 1:
+        raise RuntimeError(
+            f"a model must be called with a sharding among {ranks} ranks, got none; call it with shard_batch(batch, ring), or with "
+            "sharding=Ring(group_of_this_rank_alone).sharding(seq_len) when every rank holds whole sequences"
+        )
+    if torch.compiler.is_compiling():
+        raise RuntimeError(
+            "a compiled model must be called with a sharding, got none; call it with shard_batch(batch, ring)"
+        )
+    rows = query.shape[2]
+    if key.shape[2] != rows:
+        raise NotImplementedError(
+            f"queries and keys must be of the same rows, got {rows} and {key.shape[2]}: decoding with a cache and cross attention "
+            "are not supported yet; use model.set_attn_implementation('sdpa') for them"
+        )
+    documents = None
+    if cu_seq_lens_q is not None or cu_seq_lens_k is not None:
+        if cu_seq_lens_q is None or cu_seq_lens_k is None or not torch.equal(cu_seq_lens_q, cu_seq_lens_k):
+            raise ValueError(
+                "cu_seq_lens_q and cu_seq_lens_k must be equal, got different ones; pass the same documents"
+            )
+        documents = read_cumulative(cu_seq_lens_q, rows)
+    elif isinstance(position_ids, Tensor) and (mask is None or not (mask.given or mask.causal is False)):
+        # as transformers reads them, which takes an attention mask for a sign that nothing is packed
+        documents = read_documents(position_ids)
+    if not _alone:
+        _alone.append(Ring())
+    return _alone[0].sharding(rows, "contiguous", documents)
+
+
+def _check_sharded(
+    module: nn.Module, position_ids: Tensor | str | None, sharding: Sharding, mask: RingMask | None
+) -> None:
+    if not isinstance(sharding, Sharding):
+        raise ValueError(
+            f"sharding must be a ringattn.Sharding, got {type(sharding).__name__}; pass ring.sharding(seq_len), or use shard_batch"
+        )
+    if mask is not None and mask.padding is not None and mask.padding.shape[1] != sharding.seq_len:
+        raise ValueError(
+            f"attention_mask must be of the whole sequence, {sharding.seq_len} tokens, got {mask.padding.shape[1]}; "
+            "do not shard it, as shard_batch does not"
+        )
+    if sharding.world_size == 1:
+        return
+    if getattr(module, "attn_temperature_tuning", False) and not getattr(module, "use_rope", True):
+        raise NotImplementedError(
+            "attn_temperature_tuning must be off among several ranks: the layer counts the rows of its shard for it; "
+            "set config.attn_temperature_tuning=False"
+        )
+    try:
+        if position_ids is None:
+            raise ValueError(
+                "position_ids must be given to a model whose rows are sharded, got none; pass the batch through shard_batch"
+            )
+        if isinstance(position_ids, Tensor):
+            check_positions(position_ids, sharding, mask)
+    except ValueError as error:
+        if not torch.compiler.is_compiling():
+            # right positions on other ranks must not leave them waiting for this one
+            find_ring(sharding.ring.name).refuse(error)
+        raise
+
+
+def _resolve_window(
+    mask: RingMask | None, causal: bool, sliding_window: int | None, sharding: Sharding
+) -> tuple[tuple[int, int] | None, int | None]:
+    """(window, chunk_len) of what the layer and the mask function say."""
+    size = None if mask is None else mask.local_size
+    if size is not None and sliding_window is None and mask is not None and mask.chunked is not False:
+        if mask.chunked is None:
+            raise NotImplementedError(
+                f"sliding_window and attention_chunk_size must differ in the config, got {size} for both, which leaves open what a "
+                "layer means; use attn_implementation='sdpa'"
+            )
+        if sharding.documents is not None:
+            raise NotImplementedError(
+                "chunked attention must go without packed documents, whose chunks would start over in each; unpack them"
+            )
+        return None, size
+    if mask is not None and size is None and sliding_window is not None:
+        raise NotImplementedError(
+            f"a layer with sliding_window={sliding_window} must have a mask with a window, got one without; "
+            "use attn_implementation='sdpa' for this model"
+        )
+    left = size if sliding_window is None else sliding_window
+    if left is None:
+        return None, None
+    if causal:
+        return (left - 1, 0), None
+    reach = left - 1 if mask is None or mask.window is None else mask.window
+    return (reach, reach), None
+
+
+def _resolve_padding(
+    mask: RingMask | None, query: Tensor, sharding: Sharding, chunk_len: int | None
+) -> tuple[tuple[tuple[int, int], ...] | None, Tensor | None, Tensor | None]:
+    """(lengths, key_bias `b s`, tokens `b s`): padding as lengths, or as a bias and the rows that are tokens."""
+    if mask is None or mask.padding is None:
+        return None, None, None
+    if mask.lengths is not None:
+        if chunk_len is not None and any(start for start, _ in mask.lengths):
+            raise NotImplementedError(
+                "chunked attention must go without padding on the left, where chunks would start later; pad on the right"
+            )
+        return mask.lengths, None, None
+    if chunk_len is not None:
+        raise NotImplementedError("chunked attention must go without holes in attention_mask; pad on the right")
+    tokens = sharding.shard(mask.padding, dim=1)
+    key_bias = torch.zeros(tokens.shape, dtype=torch.float32, device=query.device).masked_fill(~tokens, float("-inf"))
+    return None, key_bias, tokens

@@ -1,0 +1,235 @@
+"""A whole batch in, this rank's part of it out.
+
+Owns what becomes of each entry of a batch, and the counting of labels. Refuses to know models and how attention is computed.
+
+Note [Shares of the loss]
+    A model averages the loss over the labels it sees, and ranks see different numbers of them. So the batch brings a count of its
+    own: labels of the whole batch over ranks. A model divides its sum by `num_items_in_batch`, and the mean over ranks, which is
+    what DDP and FSDP take of gradients, is then the loss of one process, whoever holds how many labels. `Trainer` brings its own
+    count, over gradient accumulation too, and multiplies by the number of ranks: the same.
+"""
+
+from __future__ import annotations
+
+import weakref
+import zlib
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import get_worker_info
+
+from ringattn.integrations.transformers.positions import read_cumulative, read_documents
+from ringattn.ring import Ring
+from ringattn.sharding import Sharding
+
+IGNORE_INDEX = -100
+"""The label of a token that is not to be predicted, as transformers has it."""
+
+COMPARED = 2
+"""Batches of a ring whose tokens are compared between ranks: the first ones, since mistakes in reading data are there at once."""
+
+_ROWS = ("input_ids", "inputs_embeds", "token_type_ids")
+_KEPT = ("num_items_in_batch", "output_hidden_states", "return_dict", "return_loss")
+_CUMULATIVE = ("cu_seq_lens_q", "cu_seq_lens_k")
+_HANDLED = ("labels", "shift_labels", "position_ids", "attention_mask", "max_length_q", "max_length_k", "use_cache")
+
+_seen: weakref.WeakKeyDictionary[Ring, int] = weakref.WeakKeyDictionary()
+
+
+def shard_batch(
+    batch: Mapping[str, Any],
+    ring: Ring,
+    layout: str = "zigzag",
+    *,
+    shift_labels: bool = True,
+    balance: dict[str, Any] | None = None,
+) -> dict[str, Any]:
+    """This rank's part of a batch, to call a model with: `model(**shard_batch(batch, ring))`.
+
+    Every rank of the ring passes the same batch. The tokens of its first batches are compared between ranks, which is why the
+    calls must be made on all ranks alike (not in the workers of a DataLoader, which compare nothing).
+
+    Average losses and gradients over the ranks of the ring, as DDP and FSDP do (Note [Shares of the loss]).
+
+    Args:
+        batch: What a collator makes: `input_ids` `b n` or `inputs_embeds` `b n e`, and any of `labels`, `shift_labels`,
+            `position_ids` (`b n` or `1 n`), `attention_mask` (`b n`), `token_type_ids`, `cu_seq_lens_q`, `cu_seq_lens_k`,
+            `max_length_q`, `max_length_k`. Without an attention mask, positions that restart tell of packed documents.
+        ring: Who shares the sequence.
+        layout: As in `ring.sharding`: "zigzag", "contiguous", "striped" or "balanced".
+        shift_labels: Whether the model predicts the next token; False for models that predict tokens in place, as encoders.
+        balance: As in `ring.sharding`: the mask to balance for.
+
+    Returns:
+        This rank's rows of the tokens, their global `position_ids`, `labels` and `shift_labels` as `labels` shifted before
+        sharding, the `attention_mask` of the whole sequence, `num_items_in_batch`, `use_cache` False, and `sharding`.
+
+    Raises:
+        ValueError: Entries do not fit each other, ranks pass different tokens, or a rank would get no row.
+        NotImplementedError: An entry cannot be sharded.
+
+    Example:
+        >>> ids = torch.arange(6)[None]
+        >>> part = shard_batch({"input_ids": ids, "labels": ids}, Ring())
+        >>> part["labels"].tolist(), part["num_items_in_batch"].item()
+        ([[1, 2, 3, 4, 5, -100]], 5.0)
+    """
+    _check_entries(batch)
+    tokens = batch["inputs_embeds"] if batch.get("input_ids") is None else batch["input_ids"]
+    b, n = tokens.shape[:2]
+    for name in ("labels", "shift_labels", "token_type_ids", "attention_mask"):
+        entry = batch.get(name)
+        if entry is not None and tuple(entry.shape) != (b, n):
+            raise ValueError(f"{name} must have the shape of the tokens, {(b, n)}, got {tuple(entry.shape)}")
+    positions = batch.get("position_ids")
+    if positions is not None and (positions.dim() != 2 or positions.shape[0] not in (1, b) or positions.shape[1] != n):
+        raise ValueError(
+            f"position_ids must have shape {(b, n)} or {(1, n)}, got {tuple(positions.shape)}; several positions per token "
+            "(images, video) are not supported"
+        )
+    documents = _documents(batch, positions, n)
+    sharding = ring.sharding(n, layout, documents, balance=balance, device=tokens.device)
+    empty = [rank for rank, rows in enumerate(sharding.shard_lens) if rows == 0]
+    if empty:
+        raise ValueError(
+            f"a sequence must leave each of {ring.world_size} ranks a row, got {n} tokens and none for ring ranks {empty}; "
+            "leave such short batches out, or pack them"
+        )
+    if documents is not None and b > 1 and positions is None:
+        raise NotImplementedError(
+            f"packed documents must come in one row, got {b}; flatten the batch, as DataCollatorWithFlattening does"
+        )
+    _compare(tokens, ring)
+    if positions is None:
+        positions = _count(documents, n).to(tokens.device)[None]
+    part: dict[str, Any] = {name: batch[name] for name in _KEPT if batch.get(name) is not None}
+    part |= {name: sharding.shard(batch[name], dim=1) for name in _ROWS if batch.get(name) is not None}
+    part["position_ids"] = sharding.shard(positions, dim=1)
+    if batch.get("attention_mask") is not None:
+        part["attention_mask"] = batch["attention_mask"]
+    part |= _labels(batch, sharding, shift_labels)
+    part["use_cache"] = False
+    part["sharding"] = sharding
+    return part
+
+
+class RingCollator:
+    """A collator that hands out this rank's part of what another one makes; for the DataLoader of any training loop.
+
+    Args:
+        collator: Makes whole batches.
+        ring: Who shares the sequence.
+        layout: As in `shard_batch`.
+        shift_labels: As in `shard_batch`.
+        balance: As in `shard_batch`.
+
+    Attributes:
+        ring: Who shares the sequence.
+    """
+
+    def __init__(
+        self,
+        collator: Callable[..., Mapping[str, Any]],
+        ring: Ring,
+        layout: str = "zigzag",
+        *,
+        shift_labels: bool = True,
+        balance: dict[str, Any] | None = None,
+    ) -> None:
+        self.ring = ring
+        self._collator = collator
+        self._layout, self._shift_labels, self._balance = layout, shift_labels, balance
+
+    def __call__(self, features: list[Any]) -> dict[str, Any]:
+        """This rank's part of the batch of these samples."""
+        whole = self._collator(features)
+        return shard_batch(whole, self.ring, self._layout, shift_labels=self._shift_labels, balance=self._balance)
+
+
+def _check_entries(batch: Mapping[str, Any]) -> None:
+    if batch.get("input_ids") is None and batch.get("inputs_embeds") is None:
+        raise ValueError(
+            f"a batch must have input_ids or inputs_embeds, got {sorted(batch)}; pass what the collator made"
+        )
+    known = {*_ROWS, *_KEPT, *_CUMULATIVE, *_HANDLED}
+    unknown = sorted(name for name, entry in batch.items() if name not in known and entry is not None)
+    if unknown:
+        raise NotImplementedError(
+            f"a batch must have entries that ringattn knows how to shard, got {unknown} too; take them out of the batch, or "
+            "shard what belongs to tokens with sharding.shard and add it afterwards"
+        )
+    mask = batch.get("attention_mask")
+    if mask is not None and not isinstance(mask, Tensor):
+        raise NotImplementedError(
+            f"attention_mask must be a tensor, batch x tokens, got {type(mask).__name__}; ringattn makes masks itself"
+        )
+    if batch.get("use_cache"):
+        raise NotImplementedError(
+            "use_cache must be False: decoding over a sharded cache is not supported yet; leave it out of the batch"
+        )
+
+
+def _documents(batch: Mapping[str, Any], positions: Tensor | None, n: int) -> tuple[int, ...] | None:
+    """The boundaries of packed documents, which must be told before sharding: afterwards every shard looks packed."""
+    told = [batch[name] for name in _CUMULATIVE if batch.get(name) is not None]
+    mask = batch.get("attention_mask")
+    if told:
+        if len(told) == 1 or not torch.equal(told[0], told[1]):
+            raise ValueError(
+                "cu_seq_lens_q and cu_seq_lens_k must be equal, got different ones; pass the same documents"
+            )
+        documents = read_cumulative(told[0], n)
+    elif positions is None:
+        return None
+    elif mask is None:
+        return read_documents(positions)
+    else:
+        documents = None
+        inside = mask.to(torch.bool)
+        if bool(((positions.diff(dim=-1) != 1) & inside[:, 1:] & inside[:, :-1]).any()):
+            raise ValueError(
+                "position_ids must go on by one where there is an attention_mask, got some that restart; leave attention_mask "
+                "out of packed batches"
+            )
+    if documents is not None and mask is not None and not bool(mask.all()):
+        raise ValueError("packed documents must come without padding, got an attention_mask with some; leave it out")
+    return documents
+
+
+def _count(documents: tuple[int, ...] | None, n: int) -> Tensor:
+    """Positions as a model would count them, from the start of each document."""
+    positions = torch.arange(n)
+    if documents is None:
+        return positions
+    edges = torch.tensor(documents)
+    return positions - edges[torch.searchsorted(edges, positions, right=True) - 1]
+
+
+def _labels(batch: Mapping[str, Any], sharding: Sharding, shift: bool) -> dict[str, Tensor]:
+    labels, shifted = batch.get("labels"), batch.get("shift_labels")
+    if shifted is not None and not shift:
+        raise ValueError("shift_labels must be left out of a batch whose labels are not shifted, got both; drop one")
+    if labels is None and shifted is None:
+        return {}
+    if shifted is None:
+        assert labels is not None, "one of the two is there"
+        shifted = torch.nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORE_INDEX) if shift else labels
+    mine = sharding.shard(shifted, dim=1)
+    part = {"labels": mine, "shift_labels": mine} if shift else {"labels": mine}
+    if batch.get("num_items_in_batch") is None:
+        count = shifted.ne(IGNORE_INDEX).sum().clamp(min=1).float()
+        part["num_items_in_batch"] = count / sharding.world_size
+    return part
+
+
+def _compare(tokens: Tensor, ring: Ring) -> None:
+    """Refuses different tokens on different ranks, which no shape would show."""
+    seen = _seen.get(ring, 0)
+    if seen >= COMPARED or ring.world_size == 1 or get_worker_info() is not None:
+        return
+    _seen[ring] = seen + 1
+    there = tokens.detach().contiguous().cpu().view(torch.uint8)
+    text = f"{list(tokens.shape)} with checksum {zlib.crc32(there.numpy().tobytes()):08x}"
+    ring.agree("the tokens of a batch", text)
