@@ -75,7 +75,9 @@ def step_of(path: Path) -> int:
     """The number of steps that a checkpoint's name says it holds."""
     match = _NAME.fullmatch(path.name)
     if match is None:
-        raise ValueError(f"a checkpoint must be named step-<step>-<digest>, got {path.name}; keep the name it was given")
+        raise ValueError(
+            f"a checkpoint must be named step-<step>-<digest>, got {path.name}; keep the name it was given"
+        )
     return int(match[1])
 
 
@@ -126,7 +128,7 @@ def find_checkpoint(folder: Path, rank: Rank) -> Path | None:
 
 
 class Checkpoints:
-    """Writes the checkpoints of one run. Every rank makes one and calls it alike.
+    """Writes the checkpoints of one run. Every rank makes one and calls it alike; there must be a process group.
 
     Args:
         folder: Where; made if absent.
@@ -137,7 +139,7 @@ class Checkpoints:
     def __init__(self, folder: Path, rank: Rank, keep: int = 2) -> None:
         self.folder, self.rank, self.keep = folder, rank, keep
         # a group by itself: its collectives run beside those of steps
-        self._group: Any = dist.new_group(backend="gloo") if dist.is_initialized() else None
+        self._group: Any = dist.new_group(backend="gloo")
         self._thread: threading.Thread | None = None
         self._step = 0
         self._error: str | None = None
@@ -160,11 +162,9 @@ class Checkpoints:
         self.wait()
         part = self.folder / f".step-{step:08d}.part"
         self.rank.lead(lambda: shutil.rmtree(part, ignore_errors=True))
-        writing = dcp.async_save(
-            state, storage_writer=dcp.FileSystemWriter(part), process_group=self._group, no_dist=self._group is None
-        )
+        writing = dcp.async_save(state, storage_writer=dcp.FileSystemWriter(part), process_group=self._group)
         self._step = step
-        self._thread = threading.Thread(target=self._publish, args=(part, writing, facts), name="checkpoint")
+        self._thread = threading.Thread(target=self._publish, args=(part, writing, facts), daemon=True)
         self._thread.start()
 
     def wait(self) -> None:
@@ -188,14 +188,7 @@ class Checkpoints:
 
     def load_(self, path: Path, state: dict[str, Any]) -> None:
         """Fills a state, sharded as it is here, from a checkpoint that was sharded in any way."""
-        dcp.load(
-            state, storage_reader=dcp.FileSystemReader(path), process_group=self._group, no_dist=self._group is None
-        )
-
-    def close(self) -> None:
-        """Waits, and lets go of the group."""
-        self.wait()
-        self._group = None
+        dcp.load(state, storage_reader=dcp.FileSystemReader(path), process_group=self._group)
 
     def _publish(self, part: Path, writing: Any, facts: dict[str, Any]) -> None:
         """The thread: waits for all parts, then rank 0 makes them a checkpoint (Note [Folder])."""
@@ -204,16 +197,14 @@ class Checkpoints:
             writing.result()
             mine = [*part.glob(f"__{self.rank.index}_*"), *(part.glob(".metadata") if self.rank.first else ())]
             said = {path.name: (path.stat().st_size, _digest(path)) for path in mine}
-        except BaseException as error:  # noqa: BLE001
+        except BaseException as error:
             said = self._error = _reason(error)
         try:
-            everyone = [said]
-            if self._group is not None:
-                everyone = [None] * self.rank.world_size
-                dist.all_gather_object(everyone, said, group=self._group)
+            everyone: list[Any] = [None] * self.rank.world_size
+            dist.all_gather_object(everyone, said, group=self._group)
             if self.rank.first:
                 self._rename(part, everyone, facts)
-        except BaseException as error:  # noqa: BLE001
+        except BaseException as error:
             self._error = self._error or _reason(error)
 
     def _rename(self, part: Path, parts: Iterable[Any], facts: dict[str, Any]) -> None:

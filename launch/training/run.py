@@ -1,7 +1,7 @@
 """One run of the training job on one rank: where it starts, the order of events, what is said and kept.
 
-Owns resuming, the comparison with one rank, validation, when to save, the sample and what is reported. Refuses to know how a step is
-computed (trainer.py), how files stay whole (checkpoint.py, history.py) and how ranks start.
+Owns resuming, the comparison with one rank, validation, when to save, the sample and what is reported. Refuses to know how
+a step is computed (trainer.py), how files stay whole (checkpoint.py, history.py) and how ranks start.
 """
 
 from __future__ import annotations
@@ -222,7 +222,9 @@ class Run:
         windows = self.batches.training(0)
         with ForwardFlops() as counted:
             self.trainer.evaluate([windows])
-        attention, others = (sum(column) for column in zip(*self.rank.gather((counted.attention, counted.others)), strict=True))
+        attention, others = (
+            sum(column) for column in zip(*self.rank.gather((counted.attention, counted.others)), strict=True)
+        )
         self._flops_per_token = others / (windows.shape[0] * (windows.shape[1] - 1))
         self._flops_per_pair = attention / self.trainer.pairs(windows)
 
@@ -308,7 +310,9 @@ class Run:
                     self.checkpoints.wait()  # raised on every rank: the last checkpoint is still to be completed
                     raise
                 speed = config.batch_size * config.seq_len / seconds
-                share = mfu(self.flops(self.batches.training(step)), seconds, world_size, peak_rate) if peak_rate else None
+                share = (
+                    mfu(self.flops(self.batches.training(step)), seconds, world_size, peak_rate) if peak_rate else None
+                )
                 stopped, memory = result.said[0] > 0, result.said[1:]
                 done = step + 1
                 self.history.add(

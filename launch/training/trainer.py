@@ -25,10 +25,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.fsdp import FSDPModule
 from torch.nn.utils import get_total_norm
 
 from ringattn.launch.training.data import Rows, count_targets, cut
@@ -201,7 +201,7 @@ class Trainer:
             for rows in self.micro_batches(windows):
                 total += self.loss_sum(rows)
             count += count_targets(windows, self.recipe.separator)
-        self.model.train()
+        self._rest()
         return self.parallel.add_(total).item() / max(1, count)
 
     @torch.no_grad()
@@ -234,8 +234,15 @@ class Trainer:
                 text[at] = scores.argmax()
             else:
                 text[at] = torch.multinomial((scores / temperature).softmax(0), 1, generator=generator)[0]
-        self.model.train()
+        self._rest()
         return text
+
+    def _rest(self) -> None:
+        """After forwards without a backward: drops what they gathered, and goes back to training."""
+        for module in self.model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+        self.model.train()
 
     def state(self) -> dict[str, Any]:
         """Parameters and optimiser state by name of parameter, as sharded tensors: independent of the mesh."""
@@ -244,9 +251,7 @@ class Trainer:
 
     def load_state_(self, state: dict[str, Any]) -> None:
         """Continues from what `state` returned, filled with other values."""
-        set_state_dict(
-            self.model, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
-        )
+        set_state_dict(self.model, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
 
 
 def _mask(window: int | None) -> dict[str, Any]:
