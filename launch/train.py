@@ -32,6 +32,7 @@ from ringattn.launch.training.checkpoint import newest_step
 from ringattn.launch.training.config import Config, parse
 from ringattn.launch.training.data import Batches, load_corpus
 from ringattn.launch.training.parallel import group_of_one, mesh_sizes
+from ringattn.launch.training.pretrained import check_model
 from ringattn.launch.training.run import Run
 
 MODULE = "ringattn.launch.train"
@@ -109,7 +110,9 @@ def check(config: Config) -> None:
         nproc = count_ranks(config)
         resolve_device(config.device, 0, nproc)
         config.check_ranks(nproc)
-        if config.model is None:
+        if config.model is not None:
+            check_model(config.model)
+        else:
             Batches(load_corpus(config.data).text, config.seq_len, config.batch_size, config.seed)
     except ValueError as error:
         raise Refusal(str(error)) from None

@@ -27,6 +27,7 @@ from ringattn.launch.training.history import History, draw_curve
 from ringattn.launch.training.meter import AttentionClock, ForwardFlops, mfu, peak_flops, peak_memory_mib
 from ringattn.launch.training.model import ModelConfig, Transformer
 from ringattn.launch.training.parallel import make_parallel, stand_alone
+from ringattn.launch.training.pretrained import NUM_BYTES, build_causal_lm, load_tokenizer
 from ringattn.launch.training.trainer import StepResult, Trainer, rounding_band, steps_on_one_rank
 
 CLOCK_INTERVAL = 10
@@ -117,7 +118,7 @@ def comparison(alone: Sequence[StepResult], ringed: Sequence[StepResult], world_
     """
     columns = ["loss, 1", f"loss, {world_size}", "difference", "norm, 1", f"norm, {world_size}", "difference"]
     lines = [
-        f"first steps on 1 rank and on {world_size} ranks (loss in nats per byte, norm of the gradient)",
+        f"first steps on 1 rank and on {world_size} ranks (loss in nats, norm of the gradient)",
         f"{'step':>6}" + "".join(f"{column:>13}" for column in columns),
     ]
     shares = []  # of the allowed difference
@@ -148,7 +149,8 @@ class Run:
     def __init__(self, config: Config, rank: Rank, corpus: Corpus) -> None:
         self.config, self.rank = config, rank
         self.out = Path(config.out)
-        self.corpus = corpus
+        self.tokenizer: Any = None if config.model is None else load_tokenizer(config.model)
+        self.corpus = corpus if self.tokenizer is None else corpus.encoded(self.tokenizer, str(config.model))
         self.batches = Batches(self.corpus.text, config.seq_len, config.batch_size, config.seed)
         self.recipe = config.recipe(rank.device, self.corpus.separator)
         self.checkpoints = Checkpoints(self.out, rank)
@@ -170,7 +172,10 @@ class Run:
         self.bar: Any = None
 
     def build(self) -> nn.Module:
-        """A fresh model: a function of the flags alone, on the CPU."""
+        """A fresh model: a function of the flags alone."""
+        if self.config.model is not None:
+            vocabulary = NUM_BYTES if self.tokenizer is None else len(self.tokenizer)
+            return build_causal_lm(self.config.model, self.config.seed, self.rank.device, vocabulary)
         model = Transformer(self.config.shape())
         model.initialise_(self.config.seed)
         return model
@@ -257,7 +262,7 @@ class Run:
         self.say(f"step {step}: validation loss {loss:.4f}")
         if self.rank.first:
             title = f"{self.rank.world_size} rank(s), context {self.config.seq_len:,}, {self.config.layout}"
-            draw_curve(self.history.rows, self.out / "loss.png", title)
+            draw_curve(self.history.rows, self.out / "loss.png", title, self._unit)
 
     def save(self, step: int) -> None:
         """Begins to write a checkpoint; `Checkpoints.wait` ends it."""
@@ -356,11 +361,21 @@ class Run:
             return
         prompt = self.batches.prompt(self.config.prompt_len)
         text = self.trainer.generate(prompt, self.config.sample_len, self.config.temperature, self.config.seed)
-        before, after = (bytes(part.tolist()) for part in (text[: prompt.numel()], text[prompt.numel() :]))
+        before, after = (self._decode(part.tolist()) for part in (text[: prompt.numel()], text[prompt.numel() :]))
         self.say(f"--- held-out text\n{before.decode(errors='replace')}")
         self.say(f"--- the model goes on\n{after.decode(errors='replace')}\n---")
         if self.rank.first:
             (self.out / "sample.txt").write_bytes(before + after)
+
+    def _decode(self, tokens: list[int]) -> bytes:
+        """Tokens as text. A model with more tokens than there are bytes may say one that is none: it is left out."""
+        if self.tokenizer is not None:
+            return self.tokenizer.decode(tokens).encode()
+        return bytes(token for token in tokens if token < NUM_BYTES)
+
+    @property
+    def _unit(self) -> str:
+        return "byte" if self.tokenizer is None else "token"
 
     def conclude(self) -> None:
         """Says what came out and where it lies."""
@@ -374,7 +389,7 @@ class Run:
         ]
         self.say(
             f"loss {training[0]['loss']:.4f} -> {training[-1]['loss']:.4f}, "
-            f"validation {validation[0]:.4f} -> {validation[-1]:.4f} nats per byte over {len(training)} steps\n"
+            f"validation {validation[0]:.4f} -> {validation[-1]:.4f} nats per {self._unit} over {len(training)} steps\n"
             + (f"peak memory per rank: {', '.join(map(str, memory))} MiB\n" if memory else "")
             + f"log, curve, sample and checkpoints: {self.out}/{{log.jsonl,loss.png,sample.txt,step-*}}"
         )

@@ -95,7 +95,7 @@ class Trainer:
     def __init__(self, build: Callable[[], nn.Module], recipe: Recipe, parallel: Parallel) -> None:
         self.recipe, self.parallel = recipe, parallel
         self.ring, self.device = parallel.ring, parallel.device
-        self.model: Any = build()
+        self.model: Any = build().train()
         self.num_parameters = sum(parameter.numel() for parameter in self.model.parameters())
         blocks = list(self.model.blocks)
         recompute_(blocks, recipe.recompute)
