@@ -410,6 +410,44 @@ def test_flops_are_counted_by_visible_pairs(alone):
     assert counted.attention == SMALL.num_layers * 4 * SMALL.head_dim * SMALL.num_heads * pairs
 
 
+class FakeEvent:
+    """An event of a GPU on which every call of an operator takes a millisecond."""
+
+    now = 0.0
+
+    def __init__(self, **_: Any) -> None:
+        self.at = 0.0
+
+    def record(self) -> None:
+        FakeEvent.now += 0.5
+        self.at = FakeEvent.now
+
+    def elapsed_time(self, end: FakeEvent) -> float:
+        return 2 * (end.at - self.at)
+
+
+def test_exposed_time_is_what_attention_takes_beyond_its_pairs_alone(alone, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    asked: list[Any] = []
+
+    def per_pair(*call: Any) -> dict[str, float]:
+        asked.append(call)
+        return {"forward": 0.001, "backward": 0.002}
+
+    monkeypatch.setattr(meter, "_ms_per_pair", per_pair)
+    trainer, clock = Trainer(make_model, Recipe(), alone), meter.AttentionClock(None)
+    assert clock.exposed_ms() is None
+    pairs = 2 * 16 * 17 // 2
+    for _ in range(2):
+        with clock:
+            trainer.step(some_tokens(2, 17), 1e-3)
+        # two layers, forward and backward
+        assert clock.exposed_ms() == pytest.approx(2 * (1.0 - 0.001 * pairs) + 2 * (1.0 - 0.002 * pairs))
+    assert [tuple(map(tuple, asked[0][0])), *asked[0][1:]] == [((4, 8), (2, 8), (2, 8)), torch.float32, pairs, None]
+    assert len(asked) == 1, "what kernels take alone is measured once"
+
+
 def test_a_known_gpu_has_a_peak_and_an_unknown_one_has_none():
     assert meter.peak_flops("NVIDIA H200", torch.bfloat16) == 989e12
     assert meter.peak_flops("NVIDIA H100 PCIe", torch.bfloat16) == 756e12

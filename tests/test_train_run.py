@@ -21,7 +21,7 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
 from ringattn.launch import distributed
 from ringattn.launch.distributed import REFUSED, Rank, Refusal, describe_failures, launch_ranks
@@ -120,13 +120,13 @@ def test_a_save_that_fails_is_said_and_leaves_the_older_checkpoint_and_nothing_e
 
 def test_training_goes_on_while_a_checkpoint_is_written(tmp_path, monkeypatch):
     written = threading.Event()
-    before = dcp.FileSystemWriter.write_data
+    before = FileSystemWriter.write_data
 
     def write_late(*args: Any) -> Any:
         assert written.wait(30)
         return before(*args)
 
-    monkeypatch.setattr(dcp.FileSystemWriter, "write_data", write_late)
+    monkeypatch.setattr(FileSystemWriter, "write_data", write_late)
     checkpoints, x = Checkpoints(tmp_path, ALONE), torch.ones(1000)
     checkpoints.save(5, {"x": x}, {"step": 5})  # returns although nothing can be written yet
     x.zero_()

@@ -32,7 +32,9 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import async_save
 
 from ringattn.launch.distributed import Rank, Refusal
 
@@ -162,7 +164,7 @@ class Checkpoints:
         self.wait()
         part = self.folder / f".step-{step:08d}.part"
         self.rank.lead(lambda: shutil.rmtree(part, ignore_errors=True))
-        writing = dcp.async_save(state, storage_writer=dcp.FileSystemWriter(part), process_group=self._group)
+        writing = async_save(state, storage_writer=FileSystemWriter(part), process_group=self._group)
         self._step = step
         self._thread = threading.Thread(target=self._publish, args=(part, writing, facts), daemon=True)
         self._thread.start()
@@ -188,7 +190,7 @@ class Checkpoints:
 
     def load_(self, path: Path, state: dict[str, Any]) -> None:
         """Fills a state, sharded as it is here, from a checkpoint that was sharded in any way."""
-        dcp.load(state, storage_reader=dcp.FileSystemReader(path), process_group=self._group)
+        load(state, storage_reader=FileSystemReader(path), process_group=self._group)
 
     def _publish(self, part: Path, writing: Any, facts: dict[str, Any]) -> None:
         """The thread: waits for all parts, then rank 0 makes them a checkpoint (Note [Folder])."""

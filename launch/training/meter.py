@@ -171,16 +171,16 @@ def _ms_per_pair(
     sharding = ringattn.Ring(group).sharding(n)
     device = torch.device("cuda", torch.cuda.current_device())
     # outside of a step's clock, and of the autograd of a step
-    inputs = [torch.randn(1, n, *width, device=device, dtype=dtype, requires_grad=True) for width in widths]
+    q, k, v = (torch.randn(1, n, *width, device=device, dtype=dtype, requires_grad=True) for width in widths)
     fastest = {"forward": math.inf, "backward": math.inf}
     for _ in range(repeats):
         before, between, begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(4))
         before.record()
-        o = ringattn.ring_attention(*inputs, sharding, causal=True)
+        o = ringattn.ring_attention(q, k, v, sharding, causal=True)
         between.record()
         gradient = torch.ones_like(o)
         begin.record()
-        torch.autograd.grad(o, inputs, gradient)
+        torch.autograd.grad(o, (q, k, v), gradient)
         end.record()
         torch.cuda.synchronize()
         fastest["forward"] = min(fastest["forward"], before.elapsed_time(between))

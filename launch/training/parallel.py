@@ -122,7 +122,8 @@ def group_of_one(device: torch.device) -> Iterator[None]:
         yield
         return
     backend = "nccl" if device.type == "cuda" else "gloo"
-    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
+    dist.init_process_group(backend, store=store, rank=0, world_size=1)
     try:
         yield
     finally:

@@ -361,7 +361,8 @@ class Run:
             return
         prompt = self.batches.prompt(self.config.prompt_len)
         text = self.trainer.generate(prompt, self.config.sample_len, self.config.temperature, self.config.seed)
-        before, after = (self._decode(part.tolist()) for part in (text[: prompt.numel()], text[prompt.numel() :]))
+        before = self._decode(prompt.tolist())
+        after = self._decode(text.tolist()).removeprefix(before)
         self.say(f"--- held-out text\n{before.decode(errors='replace')}")
         self.say(f"--- the model goes on\n{after.decode(errors='replace')}\n---")
         if self.rank.first:
