@@ -6,10 +6,10 @@ Prints no speed of a model whose loss differs from ours.
 Note [The same step]
     Everybody trains the same parameters on the same tokens of zigzag shards: FSDP2 over all ranks (parameters gathered in
     bf16, gradients reduced in fp32, AdamW on fp32 shards), blocks checkpointed, the loss of the vocabulary in pieces of
-    rows. Only the attention differs, and that "ring" keeps what attention returned (one operator, which selective
-    checkpointing can name), while the others compute it again in the backward, as checkpointing of whole blocks does.
-    torch's context parallelism knows no grouped heads, so keys and values are repeated to the query heads inside its
-    step, as models for it do.
+    rows, and SwiGLU too where a rank has many. Only the attention differs, and that "ring" keeps what attention returned
+    (one operator, which selective checkpointing can name), while the others compute it again in the backward, as
+    checkpointing of whole blocks does. torch's context parallelism knows no grouped heads, so keys and values are repeated
+    to the query heads inside its step, as models for it do.
 
 Note [MFU]
     Model FLOPs of a step: 6 per parameter (the embedding's rows are looked up, not multiplied) and token, and
@@ -32,8 +32,7 @@ from typing import Any, Literal, cast
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch import Tensor
 
 import ringattn
 from ringattn.launch.bench_ring import GIB, outside_torch, verify
@@ -41,7 +40,7 @@ from ringattn.launch.check import DTYPES
 from ringattn.launch.contenders import Refused
 from ringattn.launch.problems import Problem
 from ringattn.launch.session import Session
-from ringattn.launch.training.model import Block, ModelConfig, Transformer
+from ringattn.launch.training.model import Block, ModelConfig, Transformer, recompute_
 
 Attention = Literal["ring", "ring_recomputed", "torch_cp_allgather", "torch_cp_alltoall"]
 PEAK_TFLOPS = {"H100": 989.0, "H200": 989.0}
@@ -65,7 +64,7 @@ class Model:
         vocab_size: Tokens in the vocabulary.
         dtype: Of gathered parameters and activations.
         steps: Steps that are timed, after one that is not; the median counts.
-        loss_rows: Rows whose logits exist at once.
+        mlp_rows: Of more rows than these per rank, so many go through SwiGLU at a time, and again in the backward.
         patience_s: A contender whose first step takes longer is not asked for more: that step counts.
         device: GPUs where there are any, or the CPU.
         out: Folder for the JSON and the plot.
@@ -83,7 +82,7 @@ class Model:
     vocab_size: int = 128256
     dtype: Literal["bf16", "fp32"] = "bf16"
     steps: int = 2
-    loss_rows: int = 4096
+    mlp_rows: int = 131072
     patience_s: float = 60.0
     device: Literal["auto", "cpu", "cuda"] = "auto"
     out: Path = Path("runs/bench")
@@ -126,40 +125,15 @@ def model_flops(config: ModelConfig, num_parameters: int, tokens: int, pairs: in
     return 6 * (num_parameters - looked_up) * tokens + attention
 
 
-class LossModel(Transformer):
-    """The transformer up to its loss, without ever holding the logits of all rows."""
-
-    def __init__(self, config: ModelConfig, rows: int) -> None:
-        super().__init__(config, "full")
-        self.rows = rows
-        self.head_inputs = nn.Identity()
-
-    def forward(self, tokens: Tensor, targets: Tensor, sharding: ringattn.Sharding) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """The sum of the losses of this rank's rows, at least fp32; tokens and targets `b s`."""
-        head, self.head = self.head, self.head_inputs
-        try:
-            x = super().forward(tokens, sharding)
-        finally:
-            self.head = head
-        total = x.new_zeros((), dtype=torch.promote_types(x.dtype, torch.float32))
-        pieces = zip(x.flatten(0, 1).split(self.rows), targets.flatten().split(self.rows), strict=True)
-        for rows, wanted in pieces:
-            total = total + checkpoint(_loss_sum, rows, self.head.weight, wanted, use_reentrant=False)
-        return total
-
-
-def _loss_sum(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-    wide = torch.promote_types(x.dtype, torch.float32)
-    return F.cross_entropy((x @ weight.T).to(wide), targets, reduction="sum")
-
-
-def open_model(args: Model, layers: int, session: Session) -> tuple[LossModel, torch.optim.Optimizer]:
+def open_model(args: Model, layers: int, session: Session) -> tuple[Transformer, torch.optim.Optimizer]:
     """A model of random weights that is sharded over all ranks, and its optimiser; no rank ever holds it whole."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     with torch.device("meta"):
-        model = LossModel(args.config(layers), args.loss_rows)
+        model = Transformer(args.config(layers))
+    for block in model.blocks:
+        cast(Block, block).mlp.rows = args.mlp_rows
     mesh = init_device_mesh(session.device.type, (session.world_size,), mesh_dim_names=("cp",))
     # inputs stay as they are: rotary tables are fp32, and FSDP would not round them alike when a block is computed again
     policy = MixedPrecisionPolicy(param_dtype=DTYPES[args.dtype], reduce_dtype=torch.float32, cast_forward_inputs=False)
@@ -178,17 +152,18 @@ def open_model(args: Model, layers: int, session: Session) -> tuple[LossModel, t
 
 
 @contextlib.contextmanager
-def attending(model: LossModel, who: str, session: Session) -> Iterator[None]:
+def attending(model: Transformer, who: str, session: Session) -> Iterator[None]:
     """Inside, the model's attention is computed by `who`.
 
     Raises:
         Refused: It cannot be, here.
     """
+    for block in model.blocks:
+        block.__dict__.pop("forward", None)  # what the last one recomputed
+    recompute_([*model.blocks], "selective" if who == "ring" else "full")
     if who.startswith("ring"):
-        model.recompute = "selective" if who == "ring" else "full"
         yield
         return
-    model.recompute = "full"
     if session.device.type != "cuda" or session.world_size == 1:
         raise Refused("runs among several GPUs only")
     from torch.distributed.device_mesh import init_device_mesh
@@ -235,12 +210,12 @@ class Batch:
         tokens, targets = (sharding.shard(x, dim=1).to(device) for x in (whole[:, :-1], whole[:, 1:]))
         return Batch(tokens, targets, sharding)
 
-    def loss(self, model: LossModel) -> Tensor:
+    def loss(self, model: Transformer) -> Tensor:
         """What a rank differentiates: FSDP divides gradients by the ranks, which the loss makes up for."""
-        return model(self.tokens, self.targets, self.sharding) * (self.sharding.world_size / self.sharding.seq_len)
+        return model(self.tokens, self.sharding, self.targets) * (self.sharding.world_size / self.sharding.seq_len)
 
 
-def disagreement(args: Model, model: LossModel, ring: ringattn.Ring, session: Session) -> dict[str, str]:
+def disagreement(args: Model, model: Transformer, ring: ringattn.Ring, session: Session) -> dict[str, str]:
     """Who computes another loss or gradient than our attention, at a short length, and how far off it is."""
     batch = Batch.draw(ring, 1024 * session.world_size, args.vocab_size, session.device)
     found: dict[str, list[float]] = {}
@@ -315,7 +290,7 @@ def _said(row: dict[str, Any]) -> str:
 
 
 def _measure(
-    args: Model, model: LossModel, optimizer: torch.optim.Optimizer, batch: Batch, session: Session
+    args: Model, model: Transformer, optimizer: torch.optim.Optimizer, batch: Batch, session: Session
 ) -> dict[str, Any]:
     cuda = session.device.type == "cuda"
     outside = outside_torch(session.device) if cuda else 0

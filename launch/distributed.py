@@ -1,7 +1,8 @@
 """Starts the ranks of a command, and joins them.
 
-Owns the launcher (torch's own elastic agent, on one host, on a free port), the process group of a rank, and the words
-said when a rank dies. Refuses to know what the ranks compute.
+Owns the launcher (torch's own elastic agent, on one host, on a free port), the process group of a rank, the words said
+when a rank dies, and how a run is told that it has been started again. Refuses to know what the ranks compute, and whether
+starting again is worth it.
 """
 
 from __future__ import annotations
@@ -21,6 +22,13 @@ import torch
 import torch.distributed as dist
 
 T = TypeVar("T")
+
+
+REFUSED = 3
+"""The exit code of a rank that refuses to go on and has said why: starting it again would change nothing."""
+
+RESTARTS = "RINGATTN_RESTARTS"
+"""The environment variable that counts how often `launch_ranks` has started a run again."""
 
 
 class Refusal(Exception):
@@ -87,6 +95,11 @@ class Rank:
 def is_rank() -> bool:
     """Whether this process was started as a rank (by torchrun or by `launch_ranks`)."""
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+def was_restarted() -> bool:
+    """Whether this rank was started in place of one that died, by torchrun or by `launch_ranks`."""
+    return any(os.environ.get(name, "0") != "0" for name in (RESTARTS, "TORCHELASTIC_RESTART_COUNT"))
 
 
 def default_ranks(device: str) -> int:
@@ -164,7 +177,9 @@ def join_ranks(device: str, timeout_s: float) -> Iterator[Rank]:
         dist.destroy_process_group()
 
 
-def launch_ranks(module: str, arguments: Sequence[str], nproc: int) -> int:
+def launch_ranks(
+    module: str, arguments: Sequence[str], nproc: int, again: Callable[[str], bool] = lambda _: False
+) -> int:
     """Runs `python -m module arguments` as `nproc` ranks of this host and waits for them.
 
     When one rank dies the others are ended. An interrupt is passed on, and the ranks get the time to save their work.
@@ -173,16 +188,43 @@ def launch_ranks(module: str, arguments: Sequence[str], nproc: int) -> int:
         module: What every rank runs.
         arguments: Its command line.
         nproc: How many ranks.
+        again: Asked when a rank has died, with what happened as a sentence; whether to start all ranks again. Not asked
+            when a rank left with the code `REFUSED`.
 
     Returns:
         The exit code of the run: 0, 1 when a rank failed, 128 + n after signal n.
     """
-    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
+    from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     # ranks share the cores; left alone each would take all of them
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // nproc)))
+    starts = 0
+    try:
+        while True:
+            os.environ[RESTARTS] = str(starts)
+            try:
+                _run_once(module, arguments, nproc)
+            except ChildFailedError as error:
+                what = describe_failures(error.failures)
+                refused = any(failure.exitcode == REFUSED for failure in error.failures.values())
+                if not refused and again(what):
+                    starts += 1
+                    continue
+                print(what, file=sys.stderr, flush=True)
+                return 1
+            return 0
+    except SignalException as error:
+        print(f"stopped by {error.sigval.name}; the same command continues from the last checkpoint", flush=True)
+        return 128 + int(error.sigval)
+    finally:
+        os.environ.pop(RESTARTS, None)
+
+
+def _run_once(module: str, arguments: Sequence[str], nproc: int) -> None:
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
     with tempfile.TemporaryDirectory(prefix="ringattn-") as reports:
         config = LaunchConfig(
             min_nodes=1,
@@ -195,15 +237,7 @@ def launch_ranks(module: str, arguments: Sequence[str], nproc: int) -> int:
             max_restarts=0,
             logs_specs=DefaultLogsSpecs(log_dir=reports),
         )
-        try:
-            elastic_launch(config, sys.executable)("-u", "-m", module, *arguments)
-        except ChildFailedError as error:
-            print(describe_failures(error.failures), file=sys.stderr, flush=True)
-            return 1
-        except SignalException as error:
-            print(f"stopped by {error.sigval.name}; the same command continues from the last checkpoint", flush=True)
-            return 128 + int(error.sigval)
-    return 0
+        elastic_launch(config, sys.executable)("-u", "-m", module, *arguments)
 
 
 def describe_failures(failures: dict[int, Any]) -> str:

@@ -1,9 +1,10 @@
-"""The main job: trains a byte-level transformer on real text, every sequence split over all ranks of a ring.
+"""The main job: trains a transformer on real text, every sequence split over the ranks of a ring.
 
     python -m ringattn.launch.train                            starts its own ranks: one per GPU, or two on the CPU
     torchrun --nproc_per_node 4 -m ringattn.launch.train       the same job, its ranks started by torchrun
 
-Owns the command: its processes, its folder and its exit code. Refuses to know what happens in a run (training/run.py).
+Owns the command: its processes, when they are started again, its folder and its exit code. Refuses to know what happens in
+a run (training/run.py).
 """
 
 from __future__ import annotations
@@ -18,16 +19,27 @@ import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from ringattn.launch.distributed import Refusal, default_ranks, is_rank, join_ranks, launch_ranks, resolve_device
+from ringattn.launch.distributed import (
+    REFUSED,
+    Refusal,
+    default_ranks,
+    is_rank,
+    join_ranks,
+    launch_ranks,
+    resolve_device,
+)
+from ringattn.launch.training.checkpoint import newest_step
 from ringattn.launch.training.config import Config, parse
 from ringattn.launch.training.data import Batches, load_corpus
+from ringattn.launch.training.parallel import group_of_one, mesh_sizes
+from ringattn.launch.training.pretrained import check_model
 from ringattn.launch.training.run import Run
 
 MODULE = "ringattn.launch.train"
-DESCRIPTION = """Trains a byte-level transformer on real text, every sequence split over all ranks of a ring.
+DESCRIPTION = """Trains a transformer on real text, every sequence split over the ranks of a ring.
 
 Starts its own ranks (one per GPU, or two on the CPU) unless torchrun did: torchrun --nproc_per_node 4 -m ringattn.launch.train
-The same command continues a run that was stopped or killed."""
+A run whose rank dies comes back by itself; the same command continues one that was stopped or killed."""
 
 
 @contextlib.contextmanager
@@ -59,7 +71,12 @@ def run_rank(config: Config) -> int:
                 f"nproc must be the number of ranks that torchrun started, got {config.nproc} and {rank.world_size}; "
                 "leave it out"
             )
-        corpus = load_corpus(config.data)
+        try:
+            config.check_ranks(rank.world_size)
+            corpus = load_corpus(config.data)
+        except ValueError as error:
+            raise Refusal(str(error)) from None
+        stack.enter_context(group_of_one(rank.device))
         if len(set(rank.gather((corpus.fingerprint, dataclasses.astuple(config))))) > 1:
             raise Refusal("flags and data must be the same on every rank, got different ones; start all ranks alike")
         # one writer, so one lock; the others hear whether it is held
@@ -76,6 +93,13 @@ def run_rank(config: Config) -> int:
         return 0
 
 
+def count_ranks(config: Config) -> int:
+    """How many ranks to start: what --nproc says, else as many as the mesh has places, else the default."""
+    dp, cp = mesh_sizes(config.mesh, None)
+    named = (config.mesh or "").count("=")
+    return config.nproc or (dp * cp if named == 2 else default_ranks(config.device))
+
+
 def check(config: Config) -> None:
     """Refuses flags that no run can obey on this machine.
 
@@ -83,11 +107,53 @@ def check(config: Config) -> None:
         Refusal: Says which flag, and what to pass instead.
     """
     try:
-        Batches(load_corpus(config.data).text, config.seq_len, config.batch_size, config.seed)
-        nproc = config.nproc or default_ranks(config.device)
+        nproc = count_ranks(config)
         resolve_device(config.device, 0, nproc)
+        config.check_ranks(nproc)
+        if config.model is not None:
+            check_model(config.model)
+        else:
+            Batches(load_corpus(config.data).text, config.seq_len, config.batch_size, config.seed)
     except ValueError as error:
         raise Refusal(str(error)) from None
+
+
+class Persistence:
+    """Whether a run whose rank died is worth starting again: as long as it makes progress, and a few times without.
+
+    Args:
+        out: The folder of the run: progress is a checkpoint of a later step.
+        limit: How many restarts in a row may follow each other without one.
+    """
+
+    def __init__(self, out: Path, limit: int) -> None:
+        self.out, self.limit = out, limit
+        self.step, self.tries = newest_step(out), 0
+
+    def __call__(self, what: str) -> bool:
+        """Says what happened and what follows, and answers.
+
+        Args:
+            what: The death, as a sentence.
+        """
+        step = newest_step(self.out)
+        if step > self.step:
+            self.step, self.tries = step, 0
+        if self.tries >= self.limit:
+            if self.limit:
+                print(
+                    f"started again {self.tries} time(s) without getting past the checkpoint of step {self.step}: giving up",
+                    file=sys.stderr,
+                    flush=True,
+                )
+            return False
+        self.tries += 1
+        print(
+            f"{what}\nstarting all ranks again from step {self.step} (try {self.tries} of {self.limit})",
+            file=sys.stderr,
+            flush=True,
+        )
+        return True
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -109,13 +175,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return record(run_rank)(config) or 0
         # what the flags alone make impossible is said once, not by every rank
         check(config)
-        nproc = config.nproc or default_ranks(config.device)
-        return launch_ranks(MODULE, arguments, nproc) if nproc > 1 else run_rank(config)
+        nproc = count_ranks(config)
+        if nproc == 1:
+            return run_rank(config)
+        return launch_ranks(MODULE, arguments, nproc, Persistence(Path(config.out), config.max_restarts))
     except (Refusal, FloatingPointError) as error:
         # raised on every rank alike
         if os.environ.get("RANK", "0") == "0":
             print(f"error: {error}", file=sys.stderr, flush=True)
-        return 1
+        return REFUSED if is_rank() else 1
 
 
 if __name__ == "__main__":

@@ -11,15 +11,15 @@ from torch import Tensor
 
 import ringattn
 from ringattn.launch import bench, bench_model
-from ringattn.launch.bench_model import Batch, LossModel, Model, model_flops
-from ringattn.launch.training.model import ModelConfig, Transformer
+from ringattn.launch.bench_model import Batch, Model, model_flops
+from ringattn.launch.training.model import ModelConfig, Transformer, recompute_
 
 SMALL = ["--layers", "2", "--dim", "16", "--heads", "4", "--kv-heads", "2", "--head-dim", "8", "--mlp-dim", "24"]
 CONFIG = ModelConfig(16, 2, 4, 2, 8, 24, vocab_size=11, tie_embeddings=False)
 
 
 def _bench(out: str) -> int:
-    words = ["--lengths", "63", "128", "--vocab-size", "11", "--loss-rows", "20", "--device", "cpu", "--out", out]
+    words = ["--lengths", "63", "128", "--vocab-size", "11", "--mlp-rows", "40", "--device", "cpu", "--out", out]
     return bench.main(["model", *SMALL, *words])
 
 
@@ -66,16 +66,21 @@ def test_who_computes_another_loss_is_wrong(pool) -> None:
         assert wrong["ring_recomputed"].startswith("wrong ")
 
 
-def test_the_loss_in_pieces_is_the_loss() -> None:
+@pytest.mark.parametrize("how", ["none", "selective", "full"])
+def test_rows_in_pieces_give_the_same_loss_and_gradients(how: str) -> None:
     torch.manual_seed(0)
-    pieces, whole = LossModel(CONFIG, rows=7).double(), Transformer(CONFIG).double()
+    pieces, whole = Transformer(CONFIG), Transformer(CONFIG)
     whole.load_state_dict(pieces.state_dict())
+    for block in pieces.blocks:
+        block.mlp.rows = 7  # type: ignore[union-attr,assignment]
+    recompute_([*pieces.blocks], how)
     batch = Batch.draw(ringattn.Ring(), 33, 11, torch.device("cpu"))
-    loss = batch.loss(pieces)
-    expected = torch.nn.functional.cross_entropy(whole(batch.tokens, batch.sharding)[0], batch.targets[0])
-    torch.testing.assert_close(loss, expected)
-    found = torch.autograd.grad(loss, list(pieces.parameters()))
-    for x, y in zip(found, torch.autograd.grad(expected, list(whole.parameters())), strict=True):
+    found, expected = batch.loss(pieces), batch.loss(whole)
+    torch.testing.assert_close(found, expected)
+    for x, y in zip(
+        *(torch.autograd.grad(loss, list(model.parameters())) for loss, model in ((found, pieces), (expected, whole))),
+        strict=True,
+    ):
         torch.testing.assert_close(x, y)
 
 

@@ -3,46 +3,50 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-import os
 import random
-import signal
-import subprocess
-import sys
-import time
-from pathlib import Path
-from types import SimpleNamespace
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import ringattn
-from ringattn.launch.distributed import Refusal, describe_failures
-from ringattn.launch.training.checkpoint import (
-    check_checkpoint,
-    find_checkpoint,
-    list_checkpoints,
-    load_checkpoint,
-    save_checkpoint,
-    step_of,
+from ringattn.launch.distributed import Refusal
+from ringattn.launch.training import meter
+from ringattn.launch.training.config import PRESETS
+from ringattn.launch.training.data import Batches, count_targets, cut, load_corpus
+from ringattn.launch.training.loss import IGNORED, cross_entropy_sum
+from ringattn.launch.training.model import (
+    ModelConfig,
+    Transformer,
+    apply_rope,
+    document_positions,
+    recompute_,
+    rope_tables,
 )
-from ringattn.launch.training.config import PRESETS, Config
-from ringattn.launch.training.data import Batches, load_corpus
-from ringattn.launch.training.history import History, draw_curve, read_rows
-from ringattn.launch.training.model import ModelConfig, Transformer, apply_rope, rope_tables
-from ringattn.launch.training.run import check_continues, choose_checkpoint, comparison
+from ringattn.launch.training.parallel import Parallel, group_of_one, make_parallel, mesh_sizes
+from ringattn.launch.training.run import comparison
 from ringattn.launch.training.trainer import Recipe, StepResult, Trainer
 
-ROOT = Path(__file__).resolve().parents[1]
 CPU = torch.device("cpu")
 SMALL = ModelConfig(dim=32, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8, mlp_dim=48)
 
 
 def make_model(config: ModelConfig = SMALL, recompute: str = "none", seed: int = 0) -> Transformer:
-    model = Transformer(config, recompute)
+    model = Transformer(config)
     model.initialise_(seed)
+    recompute_(list(model.blocks), recompute)
     return model
+
+
+@pytest.fixture(scope="module")
+def alone() -> Iterator[Parallel]:
+    """This process as the only rank."""
+    with group_of_one(CPU):
+        yield make_parallel(CPU)
 
 
 def some_tokens(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -182,26 +186,81 @@ def test_impossible_models_are_refused(change, message):
         dataclasses.replace(SMALL, **change)
 
 
+# the loss
+
+
+@pytest.mark.parametrize("softcap", [0.0, 3.0])
+@pytest.mark.parametrize("chunk_elements", [1, 70, 10_000])
+def test_the_loss_in_chunks_is_the_loss_of_all_rows(softcap, chunk_elements):
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(2, 9, 6, generator=generator, requires_grad=True)
+    weight = torch.randn(35, 6, generator=generator, requires_grad=True)
+    targets = torch.randint(35, (2, 9), generator=generator)
+    targets[0, :2] = targets[1, 8] = IGNORED
+
+    def whole(dtype: torch.dtype) -> list[torch.Tensor]:
+        logits = hidden.to(dtype) @ weight.to(dtype).T
+        logits = softcap * torch.tanh(logits / softcap) if softcap else logits
+        loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORED, reduction="sum")
+        return [loss, *torch.autograd.grad(2.5 * loss, [hidden, weight])]
+
+    loss = cross_entropy_sum(hidden, weight, targets, softcap, chunk_elements)
+    got = [loss, *torch.autograd.grad(2.5 * loss, [hidden, weight])]
+    for mine, plain, exact in zip(got, whole(torch.float32), whole(torch.float64), strict=True):
+        band = 8 * torch.finfo(torch.float32).eps * exact.abs().max()
+        assert (mine - exact).abs().max() <= 2 * (plain - exact).abs().max() + band
+
+
+class LargestTensor(TorchDispatchMode):
+    """Notes the most elements that any operator has returned."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, torch.Tensor):
+            self.elements = max(self.elements, result.numel())
+        return result
+
+
+def test_the_logits_of_all_rows_never_exist():
+    hidden, weight = torch.randn(500, 4, requires_grad=True), torch.randn(300, 4, requires_grad=True)
+    with LargestTensor() as largest:
+        cross_entropy_sum(hidden, weight, torch.zeros(500, dtype=torch.int64), chunk_elements=3000).backward()
+    assert largest.elements == 3000  # and not 150,000
+
+
 # the trainer, on one rank and on many
 
 
-def take_steps(seq_len: int, layout: str, count: int = 3) -> dict[str, object]:
+def take_steps(
+    seq_len: int, mesh: str | None = None, count: int = 3, batch: int = 4, **recipe: Any
+) -> dict[str, object]:
     """What one rank knows after some steps and a validation."""
-    trainer = Trainer(SMALL, Recipe(layout=layout), ringattn.Ring(), CPU, num_said=1)
-    steps = [trainer.step(some_tokens(2, seq_len + 1, seed=step), 1e-2, [1.0]) for step in range(count)]
-    trainer.check_replicas()
-    return {
-        "losses": [step.loss for step in steps],
-        "norms": [step.grad_norm for step in steps],
-        "said": [step.said for step in steps],
-        "validation": trainer.evaluate([some_tokens(2, seq_len + 1, seed=9)]),
-        "text": trainer.generate(some_tokens(5), 4, 0.0, seed=0).tolist(),
-        "weights": torch.cat([parameter.detach().flatten() for parameter in trainer.model.parameters()]),
-    }
+    with group_of_one(CPU):
+        trainer = Trainer(make_model, Recipe(**recipe), make_parallel(CPU, mesh))
+        steps = [trainer.step(some_tokens(batch, seq_len + 1, seed=step), 1e-2, [1.0]) for step in range(count)]
+        weights = [parameter.full_tensor().flatten() for parameter in trainer.model.parameters()]
+        return {
+            "losses": [step.loss for step in steps],
+            "norms": [step.grad_norm for step in steps],
+            "said": [step.said for step in steps],
+            "validation": trainer.evaluate([some_tokens(batch, seq_len + 1, seed=9)]),
+            "text": trainer.generate(some_tokens(5), 4, 0.0, seed=0).tolist(),
+            "weights": torch.cat(weights).detach(),
+            "held": sum(parameter.to_local().numel() for parameter in trainer.model.parameters()),
+        }
 
 
-def test_a_step_is_a_step_of_the_definition():
-    trainer, model = Trainer(SMALL, Recipe(max_grad_norm=1e9), ringattn.Ring(), CPU), make_model()
+def assert_alike(rank: dict[str, Any], one: dict[str, Any]) -> None:
+    assert rank["losses"] == pytest.approx(one["losses"], rel=2e-6)
+    assert rank["norms"] == pytest.approx(one["norms"], rel=1e-5)
+    assert rank["validation"] == pytest.approx(one["validation"], rel=1e-5)
+    assert rank["text"] == one["text"]
+
+
+def test_a_step_is_a_step_of_the_definition(alone):
+    trainer, model = Trainer(make_model, Recipe(max_grad_norm=1e9), alone), make_model()
     windows = some_tokens(3, 18)
     loss = F.cross_entropy(logits_by_definition(model, windows[:, :-1]).flatten(0, 1), windows[:, 1:].flatten())
     loss.backward()
@@ -213,59 +272,190 @@ def test_a_step_is_a_step_of_the_definition():
 
 @pytest.mark.dist
 @pytest.mark.parametrize(
-    ("world_size", "seq_len", "layout"),
-    [(2, 33, "zigzag"), (2, 24, "striped"), (4, 29, "balanced"), (4, 3, "contiguous")],
+    ("mesh", "seq_len", "layout"),
+    [("cp=2", 33, "zigzag"), ("dp=2,cp=2", 29, "balanced"), ("cp=4", 3, "contiguous"), ("dp=2", 24, "striped")],
 )
-def test_any_number_of_ranks_trains_like_one(pool, world_size, seq_len, layout):
-    alone = take_steps(seq_len, layout)
-    ranks = pool(world_size).run(take_steps, seq_len, layout)
+def test_any_mesh_trains_like_one_rank(pool, mesh, seq_len, layout):
+    one = take_steps(seq_len)
+    world_size = 4 if mesh in ("dp=2,cp=2", "cp=4") else 2
+    ranks = pool(world_size).run(take_steps, seq_len, mesh, layout=layout)
     for rank in ranks:
-        assert rank["losses"] == pytest.approx(alone["losses"], rel=2e-6)
-        assert rank["norms"] == pytest.approx(alone["norms"], rel=1e-5)
-        assert rank["validation"] == pytest.approx(alone["validation"], rel=1e-5)
-        assert rank["text"] == alone["text"]
+        assert_alike(rank, one)
         assert rank["said"] == [[world_size]] * 3
         assert torch.equal(rank["weights"], ranks[0]["weights"])
-
-
-def disagree(rank_that_differs: int) -> str:
-    trainer = Trainer(SMALL, Recipe(), ringattn.Ring(), CPU)
-    if trainer.ring.rank == rank_that_differs:
-        with torch.no_grad():
-            parameter = dict(trainer.model.named_parameters())["blocks.1.mlp.up.weight"]
-            parameter[0, 0] = torch.nextafter(parameter[0, 0], torch.tensor(1.0))
-    try:
-        trainer.check_replicas()
-    except RuntimeError as error:
-        return str(error)
-    return "agree"
+    assert sum(rank["held"] for rank in ranks) == one["held"], "every parameter has one owner"
 
 
 @pytest.mark.dist
-def test_one_wrong_bit_in_one_replica_is_seen_by_every_rank(pool):
-    assert pool(2).run(disagree, -1) == ["agree", "agree"]
-    for said in pool(2).run(disagree, 1):
-        assert "parameters must be the same on all 2 ranks" in said
+def test_micro_batches_documents_and_reshards_change_no_step(pool):
+    packed = {"separator": 7, "layout": "balanced"}
+    one = take_steps(50, **packed)
+    assert_alike(take_steps(50, accumulate=4, **packed), one)
+    for rank in pool(2).run(take_steps, 50, None, accumulate=2, recompute="selective", **packed):
+        assert_alike(rank, one)
+    for rank in pool(4).run(take_steps, 50, "dp=2", accumulate=2, reshard=False, **packed):
+        assert_alike(rank, one)
 
 
-def test_a_loss_that_is_not_finite_updates_nothing():
-    trainer = Trainer(SMALL, Recipe(), ringattn.Ring(), CPU)
+def test_attention_stays_inside_documents_and_positions_begin_anew(alone):
+    trainer = Trainer(make_model, Recipe(separator=0, layout="balanced"), alone)
+    text = some_tokens(2, 31) % 200 + 1
+    text[0, 9] = text[0, 20] = text[1, 4] = text[1, 29] = 0
+    model, parts, count = make_model(), [], 0
+    for row in text:
+        ends = [0, *((row[:-1] == 0).nonzero().flatten() + 1).tolist(), 30]
+        for first, last in itertools.pairwise(ends):
+            # the last token of a document predicts nothing; what the window cuts off is no last token
+            document, targets = row[first:last][None], row[first + 1 : last + int(row[last - 1] != 0)]
+            if targets.numel():
+                logits = logits_by_definition(model, document)[0, : targets.numel()]
+                parts.append(F.cross_entropy(logits, targets, reduction="sum"))
+                count += targets.numel()
+    assert count == count_targets(text, 0) == 60 - 4
+    assert trainer.evaluate([text]) == pytest.approx(sum(part.item() for part in parts) / count, rel=1e-6)
+
+
+def test_the_positions_of_packed_rows_begin_at_each_document():
+    sharding = ringattn.Ring().sharding(9, "contiguous", documents=(0, 2, 2, 6, 9))
+    assert document_positions(sharding).tolist() == [0, 1, 0, 1, 2, 3, 0, 1, 2]
+    assert document_positions(ringattn.Ring().sharding(4)).tolist() == [0, 1, 2, 3]
+
+
+def test_a_batch_that_cannot_be_dealt_out_is_refused(alone):
+    trainer = Trainer(make_model, Recipe(accumulate=3), alone)
+    with pytest.raises(ValueError, match="batch_size must be a multiple of accumulate x dp, got 4 and 3 x 1"):
+        trainer.step(some_tokens(4, 9), 1e-3)
+
+
+def bf16_steps() -> dict[str, object]:
+    """A few steps in bfloat16, and what the parameters, gradients and states are kept in."""
+    with group_of_one(CPU):
+        trainer = Trainer(make_model, Recipe(dtype=torch.bfloat16, accumulate=2), make_parallel(CPU))
+        steps = [trainer.step(some_tokens(4, 33, seed=step), 1e-2) for step in range(3)]
+        kept = [x for p in trainer.model.parameters() for x in (p, p.grad, *trainer.optimizer.state[p].values())]
+        return {
+            "losses": [step.loss for step in steps],
+            "dtypes": {str(x.dtype) for x in kept},
+            "sharded": all(isinstance(p, DTensor) for p in trainer.model.parameters()),
+        }
+
+
+@pytest.mark.dist
+def test_bfloat16_computes_low_and_keeps_high(pool):
+    exact = take_steps(32, accumulate=2)
+    for rank in pool(2).run(bf16_steps):
+        assert rank["losses"] == pytest.approx(exact["losses"], rel=2e-3)
+        assert rank["losses"] != exact["losses"]
+        assert rank["dtypes"] == {"torch.float32"}
+        assert rank["sharded"]
+
+
+def test_a_loss_that_is_not_finite_updates_nothing(alone):
+    trainer = Trainer(make_model, Recipe(), alone)
     with torch.no_grad():
-        trainer.model.norm.weight[0] = math.nan
-    before = {name: value.clone() for name, value in trainer.model.state_dict().items()}
+        trainer.model.norm.weight.to_local()[0] = math.nan
+    before = {name: value.to_local().clone() for name, value in trainer.model.state_dict().items()}
     with pytest.raises(FloatingPointError, match="must be finite, got nan"):
         trainer.step(some_tokens(1, 9), 1e-3)
     for name, value in trainer.model.state_dict().items():
-        torch.testing.assert_close(value, before[name], atol=0, rtol=0, equal_nan=True)
+        torch.testing.assert_close(value.to_local(), before[name], atol=0, rtol=0, equal_nan=True)
 
 
-def test_a_large_gradient_is_scaled_down_to_the_limit():
-    trainer = Trainer(SMALL, Recipe(max_grad_norm=0.125), ringattn.Ring(), CPU)
+def test_a_large_gradient_is_scaled_down_to_the_limit(alone):
+    trainer = Trainer(make_model, Recipe(max_grad_norm=0.125), alone)
     assert trainer.step(some_tokens(1, 9), 0.0).grad_norm > 0.125
-    left = torch.cat(
-        [parameter.grad.flatten() for parameter in trainer.model.parameters() if parameter.grad is not None]
-    )
+    left = torch.cat([parameter.grad.to_local().flatten() for parameter in trainer.model.parameters()])
     assert left.norm().item() == pytest.approx(0.125, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("text", "world_size", "sizes"),
+    [
+        (None, 4, (1, 4)),
+        ("dp=2,cp=2", 4, (2, 2)),
+        ("cp=2,dp=4", 8, (4, 2)),
+        ("dp=2", 8, (2, 4)),
+        ("cp=2", 8, (4, 2)),
+        ("dp=2,cp=3", None, (2, 3)),
+        (None, None, (1, 1)),
+    ],
+)
+def test_a_mesh_takes_what_is_named_and_what_is_left(text, world_size, sizes):
+    assert mesh_sizes(text, world_size) == sizes
+
+
+@pytest.mark.parametrize("text", ["2,2", "dp=0", "dp=2,dp=2", "tp=2", "dp=two"])
+def test_a_mesh_that_is_not_understood_is_refused(text):
+    with pytest.raises(ValueError, match="mesh must be like dp=2,cp=4"):
+        mesh_sizes(text, 4)
+
+
+def test_a_mesh_of_another_size_is_refused():
+    with pytest.raises(ValueError, match="got dp=3 x cp=1 for 4"):
+        mesh_sizes("dp=3", 4)
+
+
+# what a step costs
+
+
+def test_flops_are_counted_by_visible_pairs(alone):
+    trainer, windows = Trainer(make_model, Recipe(separator=0), alone), some_tokens(2, 65) % 9
+    with meter.ForwardFlops() as counted:
+        trainer.evaluate([windows])
+    matrices = sum(p.numel() for name, p in make_model().named_parameters() if p.ndim == 2)
+    assert counted.others == 2 * matrices * 128  # the tied embedding counts once, as the output projection
+    pairs = trainer.pairs(windows)
+    documents = cut(windows, 0).documents or ()
+    assert pairs == sum((b - a) * (b - a + 1) // 2 for a, b in itertools.pairwise(documents))
+    assert counted.attention == SMALL.num_layers * 4 * SMALL.head_dim * SMALL.num_heads * pairs
+
+
+class FakeEvent:
+    """An event of a GPU on which every call of an operator takes a millisecond."""
+
+    now = 0.0
+
+    def __init__(self, **_: Any) -> None:
+        self.at = 0.0
+
+    def record(self) -> None:
+        FakeEvent.now += 0.5
+        self.at = FakeEvent.now
+
+    def elapsed_time(self, end: FakeEvent) -> float:
+        return 2 * (end.at - self.at)
+
+
+def test_exposed_time_is_what_attention_takes_beyond_its_pairs_alone(alone, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    asked: list[Any] = []
+
+    def per_pair(*call: Any) -> dict[str, float]:
+        asked.append(call)
+        return {"forward": 0.001, "backward": 0.002}
+
+    monkeypatch.setattr(meter, "_ms_per_pair", per_pair)
+    trainer, clock = Trainer(make_model, Recipe(), alone), meter.AttentionClock(None)
+    assert clock.exposed_ms() is None
+    pairs = 2 * 16 * 17 // 2
+    for _ in range(2):
+        with clock:
+            trainer.step(some_tokens(2, 17), 1e-3)
+        # two layers, forward and backward
+        assert clock.exposed_ms() == pytest.approx(2 * (1.0 - 0.001 * pairs) + 2 * (1.0 - 0.002 * pairs))
+    assert [tuple(map(tuple, asked[0][0])), *asked[0][1:]] == [((4, 8), (2, 8), (2, 8)), torch.float32, pairs, None]
+    assert len(asked) == 1, "what kernels take alone is measured once"
+
+
+def test_a_known_gpu_has_a_peak_and_an_unknown_one_has_none():
+    assert meter.peak_flops("NVIDIA H200", torch.bfloat16) == 989e12
+    assert meter.peak_flops("NVIDIA H100 PCIe", torch.bfloat16) == 756e12
+    assert meter.peak_flops("NVIDIA L40S", torch.bfloat16) == 362e12
+    assert meter.peak_flops("NVIDIA H200", torch.float32) is None
+    assert meter.peak_flops("another", torch.bfloat16) is None
+    assert meter.mfu(989e12, 2.0, 4, 989e12) == 0.125
+    assert meter.mfu(1.0, 1.0, 1, None) is None
 
 
 def test_the_learning_rate_rises_and_then_falls_to_a_tenth():
@@ -311,10 +501,10 @@ def test_batches_are_a_function_of_seed_and_step():
     assert first[0].dtype == torch.int64
 
 
-def test_no_validation_byte_is_trained_on():
+def test_no_validation_token_is_trained_on():
     text = torch.zeros(4000, dtype=torch.uint8)
     batches = Batches(text, 50, 2, seed=0)
-    text[batches.num_training_bytes :] = 1
+    text[batches.num_training_tokens :] = 1
     assert not any(batches.training(step).any() for step in range(500))
     held_out = list(batches.validation(3))
     assert len(held_out) == 3
@@ -326,7 +516,7 @@ def test_no_validation_byte_is_trained_on():
 def test_the_smallest_corpus_is_enough(seq_len):
     batches = Batches(torch.ones(2 * (seq_len + 1), dtype=torch.uint8), seq_len, 1, seed=0)
     assert batches.training(0).shape == next(batches.validation(1)).shape == (1, seq_len + 1)
-    with pytest.raises(ValueError, match=f"data must hold at least {2 * (seq_len + 1)} bytes"):
+    with pytest.raises(ValueError, match=f"data must hold at least {2 * (seq_len + 1)} tokens"):
         Batches(torch.ones(2 * seq_len + 1, dtype=torch.uint8), seq_len, 1, seed=0)
 
 
@@ -355,263 +545,3 @@ def test_a_file_is_read_as_it_is(tmp_path):
 def test_missing_data_is_refused(tmp_path, name, message):
     with pytest.raises(ValueError, match=f"data {message}"):
         load_corpus(str(tmp_path / name))
-
-
-# checkpoints and the log
-
-
-def saved(folder: Path, *steps: int) -> list[Path]:
-    return [save_checkpoint(folder, step, {"step": step, "x": torch.full((1000,), float(step))}) for step in steps]
-
-
-def test_the_two_newest_checkpoints_are_kept(tmp_path):
-    paths = saved(tmp_path, 5, 10, 15)
-    assert list_checkpoints(tmp_path) == [paths[2], paths[1]]
-    assert [step_of(path) for path in list_checkpoints(tmp_path)] == [15, 10]
-    state = load_checkpoint(paths[2])
-    assert state["step"] == 15
-    assert torch.equal(state["x"], torch.full((1000,), 15.0))
-
-
-@pytest.mark.parametrize("damage", ["cut", "flip", "empty"])
-def test_a_damaged_checkpoint_is_passed_over_with_a_warning(tmp_path, damage):
-    older, newer = saved(tmp_path, 5, 10)
-    content = bytearray(newer.read_bytes())
-    if damage == "flip":
-        content[len(content) // 2] ^= 1
-    newer.write_bytes(content if damage == "flip" else content[: len(content) // 2 if damage == "cut" else 0])
-    assert "damaged or incomplete" in str(check_checkpoint(newer))
-    with pytest.warns(UserWarning, match="step-00000010.*damaged or incomplete.*an older one is used"):
-        assert find_checkpoint(tmp_path) == older
-    saved(tmp_path, 7)
-    assert [step_of(path) for path in list_checkpoints(tmp_path)] == [7, 5]
-
-
-@pytest.mark.parametrize("moment", ["torch.save", "os.fsync", "pathlib.Path.replace"])
-def test_a_save_that_fails_leaves_the_older_checkpoint_and_nothing_else(tmp_path, monkeypatch, moment):
-    [older] = saved(tmp_path, 5)
-
-    def fail(*_: object, **__: object) -> None:
-        raise OSError("disk full")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(moment, fail)
-        with pytest.raises(OSError, match="disk full"):
-            saved(tmp_path, 10)
-    assert list(tmp_path.iterdir()) == [older]
-    assert find_checkpoint(tmp_path) == older
-
-
-def test_a_fresh_run_refuses_a_used_folder(tmp_path):
-    assert choose_checkpoint("never", tmp_path) is None
-    assert choose_checkpoint("auto", tmp_path) is None
-    [path] = saved(tmp_path, 5)
-    assert choose_checkpoint("auto", tmp_path) == path
-    assert choose_checkpoint(str(path), tmp_path) == path
-    with pytest.raises(Refusal, match="out must hold no checkpoints for a fresh run, got 1"):
-        choose_checkpoint("never", tmp_path)
-    with pytest.raises(Refusal, match="resume must be auto, never or a checkpoint that exists"):
-        choose_checkpoint("absent.pt", tmp_path)
-
-
-def test_a_run_continues_only_with_its_model_and_its_data(tmp_path):
-    (tmp_path / "text").write_bytes(b"some text")
-    corpus, config = load_corpus(str(tmp_path / "text")), PRESETS["tiny"]
-    state = {"config": dataclasses.asdict(config), "data": corpus.fingerprint}
-    assert check_continues(config, corpus, state) == []
-    assert check_continues(dataclasses.replace(config, lr=0.5, out="elsewhere"), corpus, state) == ["lr 0.003 -> 0.5"]
-    with pytest.raises(Refusal, match="dim must be 32 as in the checkpoint, got 64"):
-        check_continues(dataclasses.replace(config, dim=64), corpus, state)
-    with pytest.raises(Refusal, match="data must be the bytes of the checkpoint"):
-        check_continues(config, corpus, state | {"data": "other"})
-
-
-def test_the_log_forgets_what_is_repeated_and_what_was_cut_short(tmp_path):
-    history = History(tmp_path, 0, writes=True)
-    for step in range(1, 6):
-        history.add(step=step, loss=1 / step)
-    with history.path.open("a") as file:
-        file.write('{"step": 6, "lo')
-    again = History(tmp_path, 3, writes=True)
-    assert [row["step"] for row in again.rows] == [1, 2, 3]
-    again.add(step=4, loss=0.5)
-    assert [row["step"] for row in read_rows(again.path)] == [1, 2, 3, 4]
-    History(tmp_path, 0, writes=False).add(step=1, loss=9.0)
-    assert len(read_rows(again.path)) == 4
-
-
-def test_the_curve_is_a_picture(tmp_path):
-    draw_curve([{"step": 0, "validation_loss": 5.5}, {"step": 1, "loss": 5.0}], tmp_path / "loss.png", "title")
-    assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
-    assert [path.name for path in tmp_path.iterdir()] == ["loss.png"]
-
-
-# flags and processes
-
-
-@pytest.mark.parametrize("name", sorted(PRESETS))
-def test_presets_name_themselves(name):
-    assert PRESETS[name].preset == name
-
-
-def test_impossible_flags_are_refused():
-    with pytest.raises(ValueError, match="steps must be at least 1, got 0; pass another --steps"):
-        Config(steps=0)
-    with pytest.raises(ValueError, match="nproc must be at least 1, got 0"):
-        Config(nproc=0)
-
-
-def failure(exitcode: int, timestamp: int) -> SimpleNamespace:
-    return SimpleNamespace(exitcode=exitcode, pid=100 + timestamp, timestamp=timestamp)
-
-
-def test_the_rank_that_was_killed_is_named_before_those_it_took_along():
-    killed = describe_failures({0: failure(1, 5), 1: failure(-9, 7), 2: failure(-15, 4)})
-    assert killed.startswith("the run ended because rank 1 (process 107) was killed by SIGKILL")
-    assert "the same command continues" in killed
-    failed = describe_failures({0: failure(1, 5), 2: failure(3, 4)})
-    assert failed.startswith("the run ended because rank 2 (process 104) exited with code 3")
-
-
-# a validation and a picture after each step: time to disturb a run before it ends
-SLOW = ("--compare-steps", "0", "--eval-interval", "1")
-
-
-def command(out: Path, nproc: int, *flags: str) -> list[str]:
-    given = ["--preset", "tiny", "--device", "cpu", "--out", str(out), "--nproc", str(nproc)]
-    return [sys.executable, "-m", "ringattn.launch.train", *given, *(flags or ("--compare-steps", "0"))]
-
-
-def environment() -> dict[str, str]:
-    clean = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
-    return clean | {"OMP_NUM_THREADS": "1"}
-
-
-def run_to_the_end(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(arguments, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=120)
-
-
-def losses(out: Path) -> list[tuple[int, float, float]]:
-    return [(row["step"], row["loss"], row["grad_norm"]) for row in read_rows(out / "log.jsonl") if "loss" in row]
-
-
-def ranks_of(launcher: int) -> dict[int, int]:
-    """Process ids by rank, of the ranks that a launcher has started."""
-    import psutil
-
-    found = {}
-    for child in psutil.Process(launcher).children(recursive=True):
-        try:
-            found[int(child.environ()["RANK"])] = child.pid
-        except (psutil.Error, KeyError):
-            continue
-    return found
-
-
-def wait_for_step(out: Path, step: int, process: subprocess.Popen[str]) -> None:
-    deadline = time.monotonic() + 90
-    while time.monotonic() < deadline:
-        if (out / "log.jsonl").exists() and any(done >= step for done, _, _ in losses(out)):
-            return
-        if process.poll() is not None:
-            break
-        time.sleep(0.01)
-    process.kill()
-    raise AssertionError(f"no step {step}: {process.communicate()}")
-
-
-@pytest.fixture(scope="module")
-def whole_run(tmp_path_factory) -> tuple[Path, subprocess.CompletedProcess[str]]:
-    """A run on two ranks that nothing disturbed."""
-    out = tmp_path_factory.mktemp("train") / "whole"
-    done = run_to_the_end(*command(out, 2, "--compare-steps", "3"))
-    assert done.returncode == 0, done.stderr
-    return out, done
-
-
-@pytest.mark.dist
-def test_a_run_leaves_its_log_curve_sample_and_checkpoints(whole_run):
-    out, done = whole_run
-    rows = read_rows(out / "log.jsonl")
-    assert [row["step"] for row in rows if "loss" in row] == list(range(1, 21))
-    assert [row["step"] for row in rows if "validation_loss" in row] == [0, 10, 20]
-    assert all(len(row["peak_memory_mib"]) == 2 and min(row["peak_memory_mib"]) > 1 for row in rows if "loss" in row)
-    assert rows[-1]["validation_loss"] < rows[0]["validation_loss"] - 0.5
-    assert (out / "loss.png").read_bytes().startswith(b"\x89PNG")
-    assert (out / "sample.txt").stat().st_size == 32
-    assert [step_of(path) for path in list_checkpoints(out)] == [20, 15]
-    assert "equal within rounding" in done.stdout
-
-
-@pytest.mark.dist
-def test_one_rank_has_the_loss_curve_of_two(whole_run, tmp_path):
-    done = run_to_the_end(*command(tmp_path, 1))
-    assert done.returncode == 0, done.stderr
-    for one, two in zip(losses(tmp_path), losses(whole_run[0]), strict=True):
-        assert one[0] == two[0]
-        assert one[1] == pytest.approx(two[1], rel=1e-5)
-
-
-@pytest.mark.dist
-def test_a_killed_rank_ends_the_run_and_the_same_command_continues_it_exactly(whole_run, tmp_path):
-    process = subprocess.Popen(
-        command(tmp_path, 2, *SLOW),
-        cwd=ROOT,
-        env=environment(),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    wait_for_step(tmp_path, 7, process)
-    victim = ranks_of(process.pid)[1]
-    os.kill(victim, signal.SIGKILL)
-    _, said = process.communicate(timeout=60)
-    assert process.returncode == 1
-    assert f"rank 1 (process {victim}) was killed by SIGKILL" in said
-    lost = losses(tmp_path)[-1][0]
-    assert 7 <= lost < 20
-
-    newest = list_checkpoints(tmp_path)[0]
-    if step_of(newest) > 5:
-        # also lose the newest file: the one before it serves
-        newest.write_bytes(newest.read_bytes()[:-1000])
-    again = run_to_the_end(*command(tmp_path, 2))
-    assert again.returncode == 0, again.stderr
-    assert "continuing from step" in again.stdout
-    assert losses(tmp_path) == losses(whole_run[0])
-    assert (tmp_path / "sample.txt").read_bytes() == (whole_run[0] / "sample.txt").read_bytes()
-
-
-@pytest.mark.dist
-def test_ctrl_c_saves_and_stops_after_a_step_and_another_number_of_ranks_continues(whole_run, tmp_path):
-    process = subprocess.Popen(
-        command(tmp_path, 2, *SLOW, "--checkpoint-interval", "100"),
-        cwd=ROOT,
-        env=environment(),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    wait_for_step(tmp_path, 3, process)
-    os.kill(process.pid, signal.SIGINT)
-    out, err = process.communicate(timeout=60)
-    assert process.returncode == 130, err
-    [checkpoint] = list_checkpoints(tmp_path)
-    assert f"stopped after step {step_of(checkpoint)}, which is saved" in out
-    assert losses(tmp_path)[-1][0] == step_of(checkpoint) < 20
-
-    again = run_to_the_end(*command(tmp_path, 1))
-    assert again.returncode == 0, again.stderr
-    for one, two in zip(losses(tmp_path), losses(whole_run[0]), strict=True):
-        assert one[1] == pytest.approx(two[1], rel=1e-5)
-
-
-def test_every_flag_and_preset_is_documented():
-    page = (ROOT / "docs" / "training.md").read_text()
-    for field in dataclasses.fields(Config):
-        value = getattr(PRESETS["cpu"], field.name)
-        shown = "auto" if field.name == "preset" else f"{value:g}" if isinstance(value, float) else str(value)
-        shown = {"None": "none", "True": "on", "False": "off"}.get(shown, shown)
-        assert f"| `--{field.name.replace('_', '-')}` | {shown} |" in page
-    for name in PRESETS:
-        assert f"`{name}`" in page

@@ -1,26 +1,45 @@
-"""Checkpoints on disk: whole or absent, and known to be intact.
+"""Checkpoints on disk: whole or absent, known to be intact, and written while training goes on.
 
-Owns file names, durability and what to keep. Refuses to know what a state means.
+Owns folder names, durability, what to keep, and the thread that writes. Refuses to know what a state means.
 
-Note [File]
-    A checkpoint is one file `step-<step>-<digest>.pt`, written by torch.save under another name, flushed to the disk,
-    then renamed. The name carries the first 16 hex digits of the SHA-256 of the content, so one rename publishes the
-    content and its proof together: a file cut short or damaged later does not match its name.
+Note [Folder]
+    A checkpoint is a folder `step-<step>-<digest>`. All ranks write their parts at once (torch.distributed.checkpoint:
+    one file of tensors per rank, and an index) into a folder of another name, flushed to the disk. Then rank 0 writes
+    `manifest.json`, which holds size and SHA-256 of every file, and the facts of the run, and renames the folder; its
+    name carries the first 16 hex digits of the SHA-256 of the manifest. So one rename publishes the content and its
+    proof together, a process that dies at any moment leaves the older checkpoints or this one whole, and a file that is
+    cut short, lost or damaged later does not match. Tensors are kept by name and place, so that ranks of any other mesh
+    read the parts they need.
+
+Note [Stalls]
+    A save copies this rank's part of the state to host memory, and returns. Writing, digests and publication happen in
+    a thread, over a gloo group of its own, so that they are never in the way of the collectives of a step. The next save,
+    or the end of the run, waits for the thread and raises what it met, on every rank.
 """
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
+import json
 import os
 import re
+import shutil
+import threading
 import warnings
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import async_save
 
-_NAME = re.compile(r"step-(\d+)-([0-9a-f]{16})\.pt")
+from ringattn.launch.distributed import Rank, Refusal
+
+MANIFEST = "manifest.json"
+_NAME = re.compile(r"step-(\d+)-([0-9a-f]{16})")
 
 
 def _digest(path: Path) -> str:
@@ -28,20 +47,29 @@ def _digest(path: Path) -> str:
     with path.open("rb") as file:
         while piece := file.read(1 << 24):
             digest.update(piece)
-    return digest.hexdigest()[:16]
+    return digest.hexdigest()
 
 
-def _sync_folder(folder: Path) -> None:
-    handle = os.open(folder, os.O_RDONLY)
+def _sync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
     finally:
         os.close(handle)
 
 
+def _remove(folder: Path) -> None:
+    """Removes a folder so that a half-removed one never looks like a checkpoint."""
+    doomed = folder.with_name(f".{folder.name.lstrip('.')}.old")
+    with contextlib.suppress(FileNotFoundError):
+        shutil.rmtree(doomed, ignore_errors=True)
+        folder.rename(doomed)
+        shutil.rmtree(doomed, ignore_errors=True)
+
+
 def list_checkpoints(folder: Path) -> list[Path]:
     """The checkpoints of a folder by name, newest first, intact or not."""
-    found = [path for path in folder.glob("step-*.pt") if _NAME.fullmatch(path.name)]
+    found = [path for path in folder.glob("step-*") if _NAME.fullmatch(path.name) and path.is_dir()]
     return sorted(found, key=lambda path: (step_of(path), path.stat().st_mtime_ns), reverse=True)
 
 
@@ -50,65 +78,164 @@ def step_of(path: Path) -> int:
     match = _NAME.fullmatch(path.name)
     if match is None:
         raise ValueError(
-            f"a checkpoint must be named step-<step>-<digest>.pt, got {path.name}; keep the name it was given"
+            f"a checkpoint must be named step-<step>-<digest>, got {path.name}; keep the name it was given"
         )
     return int(match[1])
 
 
-def save_checkpoint(folder: Path, step: int, state: dict[str, Any], keep: int = 2) -> Path:
-    """Writes a checkpoint so that a crash at any moment leaves the older ones or this one whole (Note [File]).
+def newest_step(folder: Path) -> int:
+    """The steps that the newest checkpoint of a folder holds, by its name; 0 where there is none."""
+    return max(map(step_of, list_checkpoints(folder)), default=0)
+
+
+def read_facts(path: Path) -> dict[str, Any]:
+    """What was said when a checkpoint was saved."""
+    return json.loads((path / MANIFEST).read_text())["facts"]
+
+
+def check_checkpoint(path: Path, share: int = 0, shares: int = 1) -> str | None:
+    """What is wrong with a checkpoint: None when its files match its manifest, and that its name.
 
     Args:
-        folder: Where; made if absent.
-        step: How many steps the state has seen.
-        state: Tensors, numbers, strings, and lists and dicts of them.
-        keep: How many checkpoints stay; older ones are removed.
-
-    Returns:
-        The file.
+        path: The folder.
+        share: Which of the files to read: every `shares`-th, beginning with this one; names and sizes are always looked at.
+        shares: Among how many readers files are divided.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    part = folder / f".step-{step:08d}.part"
-    try:
-        with part.open("wb") as file:
-            torch.save(state, file)
-            file.flush()
-            os.fsync(file.fileno())
-        path = folder / f"step-{step:08d}-{_digest(part)}.pt"
-        part.replace(path)
-    finally:
-        part.unlink(missing_ok=True)
-    _sync_folder(folder)
-    # newer ones are damaged, or belong to a history that this run has left
-    stale = [other for other in list_checkpoints(folder) if step_of(other) > step]
-    for old in [*stale, *[other for other in list_checkpoints(folder) if other not in stale][keep:]]:
-        with contextlib.suppress(FileNotFoundError):
-            old.unlink()
-    return path
-
-
-def check_checkpoint(path: Path) -> str | None:
-    """What is wrong with a checkpoint: None when its content matches its name."""
     match = _NAME.fullmatch(path.name)
     if match is None:
-        return "is not named step-<step>-<digest>.pt"
+        return "is not named step-<step>-<digest>"
     try:
-        found = _digest(path)
+        if _digest(path / MANIFEST)[:16] != match[2]:
+            return f"is damaged ({MANIFEST} does not match the folder's name)"
+        files: dict[str, Any] = json.loads((path / MANIFEST).read_text())["files"]
+        for index, (name, (size, digest)) in enumerate(sorted(files.items())):
+            if (path / name).stat().st_size != size:
+                return f"is damaged or incomplete ({name} has not its {size} bytes)"
+            if index % shares == share and _digest(path / name) != digest:
+                return f"is damaged ({name} has other content than when it was saved)"
     except OSError as error:
-        return f"cannot be read ({error.strerror})"
-    return None if found == match[2] else f"is damaged or incomplete (its content has digest {found})"
-
-
-def find_checkpoint(folder: Path) -> Path | None:
-    """The newest intact checkpoint of a folder; warns about each newer one that is not."""
-    for path in list_checkpoints(folder):
-        wrong = check_checkpoint(path)
-        if wrong is None:
-            return path
-        warnings.warn(f"checkpoint {path} {wrong}; an older one is used", stacklevel=2)
+        return f"is incomplete or cannot be read ({error.strerror}: {Path(error.filename or path).name})"
     return None
 
 
-def load_checkpoint(path: Path) -> dict[str, Any]:
-    """The state of a checkpoint, on the CPU. Holds data only: reading it runs no code."""
-    return torch.load(path, map_location="cpu", weights_only=True)
+def find_checkpoint(folder: Path, rank: Rank) -> Path | None:
+    """The newest intact checkpoint of a folder, which all ranks read together; warns about each newer one that is not."""
+    for name in rank.broadcast([path.name for path in list_checkpoints(folder)]):
+        wrong = next(filter(None, rank.gather(check_checkpoint(folder / name, rank.index, rank.world_size))), None)
+        if wrong is None:
+            return folder / name
+        if rank.first:
+            warnings.warn(f"checkpoint {folder / name} {wrong}; an older one is used", stacklevel=2)
+    return None
+
+
+class Checkpoints:
+    """Writes the checkpoints of one run. Every rank makes one and calls it alike; there must be a process group.
+
+    Args:
+        folder: Where; made if absent.
+        rank: This rank.
+        keep: How many checkpoints stay; older ones are removed.
+    """
+
+    def __init__(self, folder: Path, rank: Rank, keep: int = 2) -> None:
+        self.folder, self.rank, self.keep = folder, rank, keep
+        # a group by itself: its collectives run beside those of steps
+        self._group: Any = dist.new_group(backend="gloo")
+        self._thread: threading.Thread | None = None
+        self._step = 0
+        self._error: str | None = None
+        if rank.first:
+            folder.mkdir(parents=True, exist_ok=True)
+            for left in (*folder.glob(".step-*.part"), *folder.glob(".step-*.old")):
+                shutil.rmtree(left, ignore_errors=True)
+
+    def save(self, step: int, state: dict[str, Any], facts: dict[str, Any]) -> None:
+        """Copies a state and begins to write it (Note [Stalls]); waits for the save before.
+
+        Args:
+            step: How many steps the state has seen.
+            state: Tensors, sharded or replicated, and numbers, in dicts; by the time this returns they may change.
+            facts: What `read_facts` is to return; JSON.
+
+        Raises:
+            Refusal: The save before failed, here or on another rank.
+        """
+        self.wait()
+        part = self.folder / f".step-{step:08d}.part"
+        self.rank.lead(lambda: shutil.rmtree(part, ignore_errors=True))
+        writing = async_save(state, storage_writer=FileSystemWriter(part), process_group=self._group)
+        self._step = step
+        self._thread = threading.Thread(target=self._publish, args=(part, writing, facts), daemon=True)
+        self._thread.start()
+
+    def wait(self) -> None:
+        """Waits until the last save is on the disk.
+
+        Raises:
+            Refusal: It failed; the message says on which rank and why. Raised on every rank.
+        """
+        if self._thread is None:
+            return
+        self._thread.join()
+        self._thread = None
+        errors = self.rank.gather(self._error)
+        self._error = None
+        for index, error in enumerate(errors):
+            if error is not None:
+                raise Refusal(
+                    f"the checkpoint of step {self._step} must be written to {self.folder}, got on rank {index}: {error}; "
+                    "see to it, and start again: the run continues from the checkpoint before"
+                )
+
+    def load_(self, path: Path, state: dict[str, Any]) -> None:
+        """Fills a state, sharded as it is here, from a checkpoint that was sharded in any way."""
+        load(state, storage_reader=FileSystemReader(path), process_group=self._group)
+
+    def _publish(self, part: Path, writing: Any, facts: dict[str, Any]) -> None:
+        """The thread: waits for all parts, then rank 0 makes them a checkpoint (Note [Folder])."""
+        said: Any
+        try:
+            writing.result()
+            mine = [*part.glob(f"__{self.rank.index}_*"), *(part.glob(".metadata") if self.rank.first else ())]
+            said = {path.name: (path.stat().st_size, _digest(path)) for path in mine}
+        except BaseException as error:
+            said = self._error = _reason(error)
+        try:
+            everyone: list[Any] = [None] * self.rank.world_size
+            dist.all_gather_object(everyone, said, group=self._group)
+            if self.rank.first:
+                self._rename(part, everyone, facts)
+        except BaseException as error:
+            self._error = self._error or _reason(error)
+
+    def _rename(self, part: Path, parts: Iterable[Any], facts: dict[str, Any]) -> None:
+        if any(isinstance(said, str) for said in parts):
+            shutil.rmtree(part, ignore_errors=True)
+            return
+        try:
+            files = {name: proof for said in parts for name, proof in said.items()}
+            manifest = part / MANIFEST
+            manifest.write_text(json.dumps({"facts": facts, "files": files}, indent=1))
+            _sync(manifest)
+            _sync(part)
+            path = self.folder / f"step-{self._step:08d}-{_digest(manifest)[:16]}"
+            if path.exists():  # the same content, byte for byte, or what is left of it
+                _remove(path)
+            part.rename(path)
+        except BaseException:
+            shutil.rmtree(part, ignore_errors=True)
+            raise
+        _sync(self.folder)
+        # newer ones are damaged, or belong to a history that this run has left
+        stale = [other for other in list_checkpoints(self.folder) if step_of(other) > self._step]
+        for old in [*stale, *[other for other in list_checkpoints(self.folder) if other not in stale][self.keep :]]:
+            _remove(old)
+
+
+def _reason(error: BaseException) -> str:
+    """What failed, without the traces that torch.distributed.checkpoint wraps around it."""
+    failures = getattr(error, "failures", None)
+    if failures:
+        error = next(iter(failures.values()))[0]
+    return f"{type(error).__name__}: {error}"

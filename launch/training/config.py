@@ -14,7 +14,9 @@ from typing import Literal
 
 import torch
 
+from ringattn.launch.distributed import Refusal
 from ringattn.launch.training.model import ModelConfig
+from ringattn.launch.training.parallel import mesh_sizes
 from ringattn.launch.training.trainer import Recipe
 
 
@@ -26,14 +28,22 @@ class Config:
         preset: Where the other defaults come from: tiny (seconds), cpu (minutes on two cores), gpu, gpu-128k, gpu-1m;
             auto is gpu where there are GPUs, else cpu.
         nproc: Ranks to start; by default one per GPU, or two where there are none. Under torchrun, leave it out.
+        mesh: How ranks share the work, such as dp=2,cp=4: cp ranks share sequences, dp groups of them have different ones.
+            A size that is left out is what the ranks leave; by default all are on cp. Changes no result.
         device: auto takes GPUs where there are any.
         data: A file or a folder of text; by default the sources of Python's standard library.
         out: Folder of the log, the loss curve, the checkpoints and the sample.
         resume: auto continues from the newest intact checkpoint in out; never refuses a folder that has any; else the
-            checkpoint file to continue from.
+            checkpoint to continue from.
+        max_restarts: How often in a row, without a new checkpoint in between, a run whose rank died is started again.
         steps: Updates in all, counting those before a resume.
         seq_len: Context in tokens; the part that is split over ranks.
-        batch_size: Sequences per step.
+        batch_size: Sequences per step, over all ranks and micro-batches.
+        accumulate: Micro-batches that a step is made of; gradients are exchanged once.
+        pack: Whether attention stays inside documents (files), whose positions begin at 0; the sequences that a ring has at
+            a time become one.
+        model: A configuration (config.json) or a folder of transformers: that causal language model, with its weights
+            where there are any, instead of the shape below; its tokenizer where there is one, else bytes.
         dim: Width of the residual stream.
         num_layers: Blocks.
         num_heads: Query heads.
@@ -46,30 +56,36 @@ class Config:
         warmup_steps: Steps over which the learning rate rises.
         weight_decay: Of matrices.
         max_grad_norm: Gradients are scaled down to this norm.
-        layout: How sequences are sharded over ranks.
+        layout: How sequences are sharded over ranks; auto is zigzag, and balanced for packed documents.
         seed: Of initialisation, batches and sample.
-        dtype: auto is bfloat16 (autocast) on GPUs, float32 on CPUs.
+        dtype: auto is bfloat16 on GPUs, float32 on CPUs; parameters, gradients and optimiser state are always float32.
         recompute: What the backward recomputes to save memory: selective is everything but attention.
+        reshard: Whether parameters gathered for a block's forward are dropped until its backward: less memory, more traffic.
         compile: Whether blocks are compiled.
         eval_interval: Steps between validations.
         eval_batches: Batches of a validation.
         checkpoint_interval: Steps between checkpoints; the last two are kept.
         compare_steps: First steps of a fresh run that are also run on one rank alone, and compared; 0 for none.
-        sample_len: Bytes of text to generate at the end; 0 for none.
-        prompt_len: Bytes of validation text the sample begins with.
+        sample_len: Tokens of text to generate at the end; 0 for none.
+        prompt_len: Tokens of validation text the sample begins with.
         temperature: Of the sample.
         timeout: Seconds after which ranks that wait for each other give up.
     """
 
     preset: Literal["auto", "tiny", "cpu", "gpu", "gpu-128k", "gpu-1m"] = "auto"
     nproc: int | None = None
+    mesh: str | None = None
     device: Literal["auto", "cpu", "cuda"] = "auto"
     data: str | None = None
     out: str = "runs/train"
     resume: str = "auto"
+    max_restarts: int = 3
     steps: int = 300
     seq_len: int = 1024
     batch_size: int = 4
+    accumulate: int = 1
+    pack: bool = False
+    model: str | None = None
     dim: int = 128
     num_layers: int = 4
     num_heads: int = 4
@@ -82,10 +98,11 @@ class Config:
     warmup_steps: int = 30
     weight_decay: float = 0.1
     max_grad_norm: float = 1.0
-    layout: Literal["contiguous", "striped", "zigzag", "balanced"] = "zigzag"
+    layout: Literal["auto", "contiguous", "striped", "zigzag", "balanced"] = "auto"
     seed: int = 0
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     recompute: Literal["none", "selective", "full"] = "none"
+    reshard: bool = True
     compile: bool = False
     eval_interval: int = 50
     eval_batches: int = 4
@@ -99,30 +116,54 @@ class Config:
     def __post_init__(self) -> None:
         at_least = {"steps": 1, "seq_len": 1, "batch_size": 1, "warmup_steps": 0, "eval_interval": 1, "eval_batches": 1}
         at_least |= {"checkpoint_interval": 1, "compare_steps": 0, "sample_len": 0, "prompt_len": 1, "temperature": 0}
+        at_least |= {"accumulate": 1, "max_restarts": 0}
         for name, least in at_least.items():
             if getattr(self, name) < least:
                 flag = "--" + name.replace("_", "-")
                 raise ValueError(f"{name} must be at least {least}, got {getattr(self, name)}; pass another {flag}")
         if self.nproc is not None and self.nproc < 1:
             raise ValueError(f"nproc must be at least 1, got {self.nproc}; leave it out for one rank per GPU, or two")
-        self.model()
+        mesh_sizes(self.mesh, None)
+        self.shape()
 
-    def model(self) -> ModelConfig:
-        """The shape of the model."""
+    def shape(self) -> ModelConfig:
+        """The shape of the model, where `model` names none."""
         names = [field.name for field in dataclasses.fields(ModelConfig) if hasattr(self, field.name)]
         return ModelConfig(**{name: getattr(self, name) for name in names})
 
-    def recipe(self, device: torch.device) -> Recipe:
-        """How the model is trained on a device."""
+    def check_ranks(self, world_size: int) -> None:
+        """Refuses a number of ranks that the mesh and the batch cannot be divided among.
+
+        Raises:
+            ValueError: Says which flag, and what to pass instead.
+        """
+        dp, _ = mesh_sizes(self.mesh, world_size)
+        if self.batch_size % (dp * self.accumulate):
+            raise ValueError(
+                f"batch_size must be a multiple of dp x accumulate, got {self.batch_size} and {dp} x {self.accumulate}; "
+                "pass another --batch-size, --mesh or --accumulate"
+            )
+
+    def recipe(self, device: torch.device, separator: int) -> Recipe:
+        """How the model is trained on a device.
+
+        Args:
+            device: Where.
+            separator: The last token of every document.
+        """
         name = {"cpu": "float32", "cuda": "bfloat16"}[device.type] if self.dtype == "auto" else self.dtype
         return Recipe(
             seed=self.seed,
-            layout=self.layout,
+            layout=("balanced" if self.pack else "zigzag") if self.layout == "auto" else self.layout,
+            separator=separator if self.pack else None,
+            accumulate=self.accumulate,
             dtype=getattr(torch, name),
             recompute=self.recompute,
+            reshard=self.reshard,
             compile=self.compile,
             weight_decay=self.weight_decay,
             max_grad_norm=self.max_grad_norm,
+            window=self.window,
         )
 
     def lr_at(self, step: int) -> float:
@@ -196,7 +237,11 @@ PRESETS = {
 
 
 def parse(arguments: Sequence[str], prog: str, description: str | None) -> Config:
-    """The flags, with the defaults of the preset that they choose."""
+    """The flags, with the defaults of the preset that they choose.
+
+    Raises:
+        Refusal: Flags contradict each other.
+    """
     import tyro
 
     first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
@@ -209,4 +254,9 @@ def parse(arguments: Sequence[str], prog: str, description: str | None) -> Confi
     # the defaults are of the preset, and an unknown one is left for tyro to refuse
     default = replace(PRESETS.get(preset, _CPU), preset="auto")
     parsed = tyro.cli(Config, args=list(arguments), default=default, prog=prog, description=description)
+    if parsed.model is not None:
+        for field in dataclasses.fields(ModelConfig):
+            if hasattr(default, field.name) and getattr(parsed, field.name) != getattr(default, field.name):
+                flag = "--" + field.name.replace("_", "-")
+                raise Refusal(f"{field.name} must be left to the configuration in --model, got {flag}; leave it out")
     return replace(parsed, preset=preset)  # type: ignore[arg-type]

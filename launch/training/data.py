@@ -1,8 +1,8 @@
-"""Bytes of real text, and the batches a step takes from them.
+"""Real text, and the batches a step takes from it.
 
-Owns reading, the split into training and validation bytes, and which windows a step sees: a pure function of seed and
-step, so that any world size sees the same batches and a resumed run continues where it stopped. Refuses to know ranks
-and models.
+Owns reading, the split into training and validation tokens, which windows a step sees (a pure function of seed and step,
+so that any world size sees the same batches and a resumed run continues where it stopped), and where documents begin in
+them. Refuses to know ranks and models. A token is a byte, unless a tokenizer says otherwise.
 """
 
 from __future__ import annotations
@@ -14,31 +14,58 @@ import random
 import sysconfig
 import warnings
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
-VALIDATION_SHARE = 20  # one byte in this many is held out
+from ringattn.launch.training.loss import IGNORED
+
+VALIDATION_SHARE = 20  # one token in this many is held out
 SKIPPED_FOLDERS = {"site-packages", "dist-packages", "__pycache__"}
 
 
 @dataclass(frozen=True)
 class Corpus:
-    """One string of bytes.
+    """One string of tokens.
 
     Attributes:
-        text: uint8, one dimension. Files of a folder are separated by a zero byte, which none of them contains.
+        text: Bytes, uint8, or what a tokenizer made of them, int32; one dimension.
         source: What was read.
         num_files: How many files it was.
-        fingerprint: Changes when the bytes do: a digest of the length and of 1,024 pieces spread over them.
+        fingerprint: Changes when the tokens do: a digest of the length and of 1,024 pieces spread over them.
+        separator: The token between files, which none of them contains: the zero byte.
     """
 
     text: Tensor
     source: str
     num_files: int
     fingerprint: str
+    separator: int = 0
+
+    def encoded(self, tokenizer: Any, name: str) -> Corpus:
+        """The same files as tokens of a vocabulary, the end-of-text token between them.
+
+        Args:
+            tokenizer: One of transformers; needs an end-of-text token.
+            name: What the tokenizer is called, for the fingerprint.
+
+        Raises:
+            ValueError: The tokenizer has no end-of-text token.
+        """
+        end = tokenizer.eos_token_id
+        if end is None:
+            raise ValueError(f"the tokenizer must have an eos_token, got none in {name}; set one in its configuration")
+        files = bytes(self.text.numpy()).decode(errors="replace").split("\0")
+        tokens: list[int] = []
+        for file in files:
+            if tokens:
+                tokens.append(end)
+            tokens.extend(token for token in tokenizer(file, add_special_tokens=False)["input_ids"] if token != end)
+        content = torch.tensor(tokens, dtype=torch.int32)
+        return replace(self, text=content, fingerprint=_fingerprint(content.numpy().tobytes()), separator=end)
 
 
 def _text_files(folder: Path, suffix: str) -> Iterator[tuple[str, bytes]]:
@@ -101,11 +128,57 @@ def load_corpus(data: str | None = None) -> Corpus:
 
 
 @dataclass(frozen=True)
-class Batches:
-    """Windows of a corpus: `batch_size` rows of `seq_len + 1` bytes, of which the last `seq_len` are to be predicted.
+class Rows:
+    """What a model is given, and what it is to predict.
 
     Attributes:
-        text: The whole corpus, uint8.
+        tokens: `b n` int64.
+        targets: `b n`: the token after each, or `IGNORED`.
+        documents: Cumulative boundaries (0, ..., n) of packed documents; None: every row is one.
+    """
+
+    tokens: Tensor
+    targets: Tensor
+    documents: tuple[int, ...] | None = None
+
+
+def count_targets(windows: Tensor, separator: int | None) -> int:
+    """How many tokens of `b n+1` windows are to be predicted: all but each first, and but the firsts of documents."""
+    count = windows.shape[0] * (windows.shape[1] - 1)
+    return count if separator is None else count - int((windows[:, :-1] == separator).sum())
+
+
+def cut(windows: Tensor, separator: int | None) -> Rows:
+    """Rows from `b n+1` windows of text.
+
+    Args:
+        windows: Each token but a window's first is the target of the one before it.
+        separator: The last token of every document; None: documents are ignored, and a window is one row. Otherwise all
+            windows become one row, cut into documents after each separator and at the ends of windows, and nothing
+            predicts a document's first token.
+
+    Example:
+        >>> rows = cut(torch.tensor([[5, 0, 6, 7], [8, 9, 0, 4]]), separator=0)
+        >>> rows.tokens.tolist(), rows.documents
+        ([[5, 0, 6, 8, 9, 0]], (0, 2, 3, 6))
+        >>> rows.targets.tolist()
+        [[0, -100, 7, 9, 0, -100]]
+    """
+    tokens, targets = windows[:, :-1], windows[:, 1:]
+    if separator is None:
+        return Rows(tokens, targets)
+    ends = (tokens == separator).flatten().nonzero().flatten() + 1
+    bounds = {0, *range(tokens.shape[1], tokens.numel() + 1, tokens.shape[1]), *ends.tolist()}
+    targets = targets.masked_fill(tokens == separator, IGNORED)
+    return Rows(tokens.reshape(1, -1), targets.reshape(1, -1), tuple(sorted(bounds)))
+
+
+@dataclass(frozen=True)
+class Batches:
+    """Windows of a corpus: `batch_size` rows of `seq_len + 1` tokens, of which the last `seq_len` are to be predicted.
+
+    Attributes:
+        text: The whole corpus.
         seq_len: Tokens a model sees.
         batch_size: Rows of a batch.
         seed: Of the order of training windows.
@@ -120,32 +193,32 @@ class Batches:
         needed = 2 * (self.seq_len + 1)
         if self.text.numel() < needed:
             raise ValueError(
-                f"data must hold at least {needed} bytes for a context of {self.seq_len}, got {self.text.numel()}; "
+                f"data must hold at least {needed} tokens for a context of {self.seq_len}, got {self.text.numel()}; "
                 "pass a smaller --seq-len or more --data"
             )
 
     @property
-    def num_training_bytes(self) -> int:
-        """Where the validation bytes begin."""
+    def num_training_tokens(self) -> int:
+        """Where the validation tokens begin."""
         return self.text.numel() - max(self.text.numel() // VALIDATION_SHARE, self.seq_len + 1)
 
     def _windows(self, starts: list[int]) -> Tensor:
         return torch.stack([self.text[start : start + self.seq_len + 1] for start in starts]).long()
 
     def training(self, step: int) -> Tensor:
-        """The batch of one step, `b s+1`: windows at random places of the training bytes."""
+        """The batch of one step, `b s+1`: windows at random places of the training tokens."""
         draw = random.Random(f"{self.seed} {step}")
-        last = self.num_training_bytes - self.seq_len - 1
+        last = self.num_training_tokens - self.seq_len - 1
         return self._windows([draw.randint(0, last) for _ in range(self.batch_size)])
 
     def validation(self, num_batches: int) -> Iterator[Tensor]:
-        """The same batches every time: windows evenly spread over the validation bytes."""
-        first, last = self.num_training_bytes, self.text.numel() - self.seq_len - 1
+        """The same batches every time: windows evenly spread over the validation tokens."""
+        first, last = self.num_training_tokens, self.text.numel() - self.seq_len - 1
         count = num_batches * self.batch_size
         starts = [first + index * (last - first) // max(count - 1, 1) for index in range(count)]
         for index in range(num_batches):
             yield self._windows(starts[index * self.batch_size : (index + 1) * self.batch_size])
 
     def prompt(self, length: int) -> Tensor:
-        """The first `length` validation bytes (fewer when there are fewer), 1-dimensional."""
-        return self.text[self.num_training_bytes :][:length].long()
+        """The first `length` validation tokens (fewer when there are fewer), 1-dimensional."""
+        return self.text[self.num_training_tokens :][:length].long()

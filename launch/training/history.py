@@ -57,13 +57,14 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
     return rows
 
 
-def draw_curve(rows: list[dict[str, Any]], path: Path, title: str) -> None:
+def draw_curve(rows: list[dict[str, Any]], path: Path, title: str, unit: str = "byte") -> None:
     """Draws training and validation loss over steps.
 
     Args:
         rows: Rows of a log.
         path: The picture; its suffix is the format.
         title: Above the picture.
+        unit: What a token is.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -77,7 +78,7 @@ def draw_curve(rows: list[dict[str, Any]], path: Path, title: str) -> None:
         axes.plot(*zip(*training, strict=True), color="tab:blue", linewidth=0.8, label="training")
     if validation:
         axes.plot(*zip(*validation, strict=True), color="tab:orange", marker="o", markersize=3, label="validation")
-    axes.set(xlabel="step", ylabel="loss (nats per byte)", title=title)
+    axes.set(xlabel="step", ylabel=f"loss (nats per {unit})", title=title)
     axes.grid(alpha=0.3)
     if training or validation:
         axes.legend()

@@ -1,15 +1,16 @@
 """A decoder-only transformer whose attention is the ring: RoPE, grouped queries, RMSNorm, SwiGLU.
 
-Owns the architecture and its initialisation. Refuses to know groups, ranks, optimisers and text: a model sees the rows
-of one shard, and only attention looks beyond them.
+Owns the architecture, its initialisation, and what a backward recomputes of any model. Refuses to know groups, ranks,
+optimisers and text: a model sees the rows of one shard, and only attention looks beyond them.
 
 Shape legend: `b` batch, `s` tokens of this rank's shard, `h` query heads, `hk` key/value heads, `d` head_dim.
 """
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +21,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import ringattn
+from ringattn.launch.training.loss import cross_entropy_sum
 
 
 @dataclass(frozen=True)
@@ -65,6 +67,15 @@ class ModelConfig:
             raise ValueError(f"window must be at least 1, got {self.window}; leave it out for full attention")
 
 
+def document_positions(sharding: Any) -> Tensor:
+    """The position of each of this rank's rows inside its document, `s` int64; without documents its global position."""
+    if sharding.documents is None:
+        return sharding.positions
+    bounds = torch.tensor(sharding.documents, device=sharding.positions.device)
+    # the last bound at or before a position starts its document; empty documents repeat a bound
+    return sharding.positions - bounds[torch.searchsorted(bounds, sharding.positions, right=True) - 1]
+
+
 def rope_tables(positions: Tensor, head_dim: int, theta: float) -> tuple[Tensor, Tensor]:
     """Cosines and sines of the rotary angles, `s d/2` fp32 each.
 
@@ -72,7 +83,7 @@ def rope_tables(positions: Tensor, head_dim: int, theta: float) -> tuple[Tensor,
     1,000,000 an fp32 angle is wrong by hundredths of a radian.
 
     Args:
-        positions: Global positions of the rows, `s`.
+        positions: Of the rows, `s`.
         head_dim: Width of a head.
         theta: Base of the frequencies.
     """
@@ -111,16 +122,26 @@ class Attention(nn.Module):
 
 
 class Mlp(nn.Module):
-    """SwiGLU: down(silu(gate(x)) * up(x)) (Shazeer, "GLU Variants Improve Transformer", equation 6)."""
+    """SwiGLU: down(silu(gate(x)) * up(x)) (Shazeer, "GLU Variants Improve Transformer", equation 6).
+
+    Attributes:
+        rows: Of more rows than these, so many are computed at a time, and again in the backward; 0: all at once.
+    """
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
+        self.rows = 0
         self.gate = nn.Linear(config.dim, config.mlp_dim, bias=False)
         self.up = nn.Linear(config.dim, config.mlp_dim, bias=False)
         self.down = nn.Linear(config.mlp_dim, config.dim, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         """Rows `b s dim` to rows `b s dim`; no row looks at another."""
+        if not self.rows or x.shape[1] <= self.rows:
+            return self._compute(x)
+        return torch.cat([checkpoint(self._compute, part, use_reentrant=False) for part in x.split(self.rows, 1)], 1)
+
+    def _compute(self, x: Tensor) -> Tensor:
         return self.down(F.silu(self.gate(x)) * self.up(x))
 
 
@@ -150,17 +171,31 @@ def _selective_contexts() -> tuple[Any, Any]:
     return create_selective_checkpoint_contexts(_keep_attention)
 
 
+def recompute_(blocks: Sequence[nn.Module], how: str) -> None:
+    """Makes the backward recompute blocks instead of keeping what is inside them.
+
+    Args:
+        blocks: Modules whose forward is a function of its arguments.
+        how: "none"; "selective", everything but attention; "full", everything.
+    """
+    if how == "none":
+        return
+    options = {"context_fn": _selective_contexts} if how == "selective" else {}
+    for block in blocks:
+        # inside the module's call, so that what hooks do around it is done once
+        block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False, **options)
+
+
 class Transformer(nn.Module):
-    """Tokens of one shard to the logits of the tokens after them.
+    """Tokens of one shard to the logits of the tokens after them, or to their loss.
 
     Args:
         config: The shape of the model.
-        recompute: What the backward recomputes: "none"; "selective", everything but attention; "full", everything.
     """
 
-    def __init__(self, config: ModelConfig, recompute: str = "none") -> None:
+    def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.config, self.recompute = config, recompute
+        self.config = config
         self.embedding = nn.Embedding(config.vocab_size, config.dim)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.num_layers))
         self.norm = nn.RMSNorm(config.dim, eps=1e-6)
@@ -185,23 +220,22 @@ class Transformer(nn.Module):
                 std /= math.sqrt(2 * self.config.num_layers)
             parameter.copy_(torch.empty(parameter.shape).normal_(0.0, std, generator=generator))
 
-    def forward(self, tokens: Tensor, sharding: Any) -> Tensor:
-        """The logits of this rank's rows.
+    def forward(self, tokens: Tensor, sharding: Any, targets: Tensor | None = None) -> Tensor:
+        """The logits of this rank's rows, or their loss.
 
         Args:
             tokens: `b s` integers, the rows of `sharding` that this rank holds.
-            sharding: Who holds which positions; gives the global positions that RoPE turns by.
+            sharding: Who holds which positions; gives the positions, from each document's start, that RoPE turns by.
+            targets: `b s`: the token after each row, or `IGNORED`.
 
         Returns:
-            `b s vocab_size`; row x predicts the token after the global position of row x.
+            `b s vocab_size`, row x predicting the token after the global position of row x; with targets the sum of
+            their losses, natural log, fp32.
         """
-        cos, sin = rope_tables(sharding.positions.to(tokens.device), self.config.head_dim, self.config.rope_theta)
+        positions = document_positions(sharding).to(tokens.device)
+        cos, sin = rope_tables(positions, self.config.head_dim, self.config.rope_theta)
         x = self.embedding(tokens)
         for block in self.blocks:
-            if self.recompute == "none" or not torch.is_grad_enabled():
-                x = block(x, cos, sin, sharding)
-            elif self.recompute == "full":
-                x = checkpoint(block, x, cos, sin, sharding, use_reentrant=False)
-            else:
-                x = checkpoint(block, x, cos, sin, sharding, use_reentrant=False, context_fn=_selective_contexts)
-        return self.head(self.norm(x))
+            x = block(x, cos, sin, sharding)
+        x = self.norm(x)
+        return self.head(x) if targets is None else cross_entropy_sum(x, self.head.weight, targets)

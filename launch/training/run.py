@@ -1,14 +1,13 @@
 """One run of the training job on one rank: where it starts, the order of events, what is said and kept.
 
-Owns resuming, the comparison with one rank, validation, checkpoints and the sample. Refuses to know how a step is
-computed (trainer.py), how files stay whole (checkpoint.py, history.py) and how ranks start.
+Owns resuming, the comparison with one rank, validation, when to save, the sample and what is reported. Refuses to know how
+a step is computed (trainer.py), how files stay whole (checkpoint.py, history.py) and how ranks start.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import datetime
 import signal
 import time
 from collections.abc import Iterator, Sequence
@@ -18,15 +17,21 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
-import ringattn
-from ringattn.launch.distributed import Rank, Refusal
-from ringattn.launch.training.checkpoint import find_checkpoint, list_checkpoints, load_checkpoint, save_checkpoint
+from ringattn.launch.distributed import Rank, Refusal, was_restarted
+from ringattn.launch.training.checkpoint import Checkpoints, find_checkpoint, list_checkpoints, read_facts
 from ringattn.launch.training.config import Config
 from ringattn.launch.training.data import Batches, Corpus
 from ringattn.launch.training.history import History, draw_curve
-from ringattn.launch.training.model import ModelConfig
+from ringattn.launch.training.meter import AttentionClock, ForwardFlops, mfu, peak_flops, peak_memory_mib
+from ringattn.launch.training.model import ModelConfig, Transformer
+from ringattn.launch.training.parallel import make_parallel, stand_alone
+from ringattn.launch.training.pretrained import NUM_BYTES, build_causal_lm, load_tokenizer
 from ringattn.launch.training.trainer import StepResult, Trainer, rounding_band, steps_on_one_rank
+
+CLOCK_INTERVAL = 10
+"""Steps between measurements of exposed communication."""
 
 
 @contextlib.contextmanager
@@ -45,64 +50,54 @@ def _interrupts() -> Iterator[list[int]]:
         signal.signal(signal.SIGINT, before)
 
 
-def _peak_mib(device: torch.device, so_far: float) -> float:
-    """The most memory this rank has held, MiB: of the GPU, or of the process."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device) / 2**20
-    import psutil
-
-    return max(so_far, psutil.Process().memory_info().rss / 2**20)
-
-
-def choose_checkpoint(resume: str, out: Path) -> Path | None:
-    """The checkpoint a run continues from, or None for a fresh run.
+def choose_checkpoint(resume: str, out: Path, rank: Rank) -> Path | None:
+    """The checkpoint a run continues from, the same on every rank, or None for a fresh run.
 
     Args:
-        resume: "auto", "never" or a file.
+        resume: "auto", "never" or a checkpoint. A run that comes back after a rank died continues its own, if it has any.
         out: The folder of the run.
+        rank: This rank.
 
     Raises:
-        Refusal: The file does not exist, or a fresh run is wanted where checkpoints of another one lie.
+        Refusal: The checkpoint does not exist, or a fresh run is wanted where checkpoints of another one lie.
     """
-    found = list_checkpoints(out)
-    if resume == "auto":
-        return find_checkpoint(out)
+    found = len(rank.broadcast([path.name for path in list_checkpoints(out)]))
+    if resume == "auto" or (found and was_restarted()):
+        return find_checkpoint(out, rank)
     if resume == "never":
         if found:
-            raise Refusal(
-                f"out must hold no checkpoints for a fresh run, got {len(found)} in {out}; pass another --out"
-            )
+            raise Refusal(f"out must hold no checkpoints for a fresh run, got {found} in {out}; pass another --out")
         return None
-    if not Path(resume).is_file():
+    if not rank.broadcast(Path(resume).is_dir()):
         raise Refusal(f"resume must be auto, never or a checkpoint that exists, got {resume}; look into {out}")
     return Path(resume)
 
 
-def check_continues(config: Config, corpus: Corpus, state: dict[str, Any]) -> list[str]:
+def check_continues(config: Config, corpus: Corpus, facts: dict[str, Any]) -> list[str]:
     """What changed since a checkpoint, as sentences; refuses what a run cannot continue with.
 
     Args:
         config: The flags now.
         corpus: The data now.
-        state: The state of the checkpoint.
+        facts: Those of the checkpoint.
 
     Raises:
         Refusal: The model or the data is another one.
     """
-    before, now = state["config"], dataclasses.asdict(config)
-    shape = {field.name for field in dataclasses.fields(ModelConfig)}
+    before, now = facts["config"], dataclasses.asdict(config)
+    shape = {field.name for field in dataclasses.fields(ModelConfig)} | {"model"}
     for name in sorted(shape & before.keys()):
         if before[name] != now[name]:
             raise Refusal(
                 f"{name} must be {before[name]} as in the checkpoint, got {now[name]}; "
                 "pass another --out to start afresh"
             )
-    if state["data"] != corpus.fingerprint:
+    if facts["data"] != corpus.fingerprint:
         raise Refusal(
-            f"data must be the bytes of the checkpoint, got other ones from {corpus.source}; "
+            f"data must be the text of the checkpoint, got other ones from {corpus.source}; "
             "pass the --data of the first start, or another --out to start afresh"
         )
-    steers = set(before) & set(now) - shape - {"preset", "nproc", "data", "out", "resume", "timeout"}
+    steers = set(before) & set(now) - shape - {"preset", "nproc", "data", "out", "resume", "timeout", "max_restarts"}
     return [f"{name} {before[name]} -> {now[name]}" for name in sorted(steers) if before[name] != now[name]]
 
 
@@ -123,7 +118,7 @@ def comparison(alone: Sequence[StepResult], ringed: Sequence[StepResult], world_
     """
     columns = ["loss, 1", f"loss, {world_size}", "difference", "norm, 1", f"norm, {world_size}", "difference"]
     lines = [
-        f"first steps on 1 rank and on {world_size} ranks (loss in nats per byte, norm of the gradient)",
+        f"first steps on 1 rank and on {world_size} ranks (loss in nats, norm of the gradient)",
         f"{'step':>6}" + "".join(f"{column:>13}" for column in columns),
     ]
     shares = []  # of the allowed difference
@@ -152,21 +147,38 @@ class Run:
     """
 
     def __init__(self, config: Config, rank: Rank, corpus: Corpus) -> None:
-        self.config, self.rank, self.corpus = config, rank, corpus
+        self.config, self.rank = config, rank
         self.out = Path(config.out)
-        self.batches = Batches(corpus.text, config.seq_len, config.batch_size, config.seed)
-        self.recipe = config.recipe(rank.device)
-        self.state = self._find_state()
-        self.start = int(self.state["step"]) if self.state else 0
-        self.alone = [] if self.state else self._steps_alone()
-        self.trainer = Trainer(config.model(), self.recipe, self._ring(None), rank.device, 1 + rank.world_size)
-        if self.state:
-            self.trainer.load_state_(self.state)
-            torch.set_rng_state(self.state["rng"])
-        self.state = None
+        self.tokenizer: Any = None if config.model is None else load_tokenizer(config.model)
+        self.corpus = corpus if self.tokenizer is None else corpus.encoded(self.tokenizer, str(config.model))
+        self.batches = Batches(self.corpus.text, config.seq_len, config.batch_size, config.seed)
+        self.recipe = config.recipe(rank.device, self.corpus.separator)
+        self.checkpoints = Checkpoints(self.out, rank)
+        # rank by rank: for what a rank does without the others
+        self._alone: Any = dist.new_group([rank.index], use_local_synchronization=True)
+        path = choose_checkpoint(config.resume, self.out, rank)
+        facts = self._read_facts(path)
+        self.start = int(facts["step"]) if facts else 0
+        self.alone = [] if facts else self._steps_alone()
+        self.trainer = Trainer(self.build, self.recipe, make_parallel(rank.device, config.mesh, config.timeout))
+        self._count_flops()
+        if path is not None:
+            state = self.trainer.state()
+            self.checkpoints.load_(path, state)
+            self.trainer.load_state_(state)
         self.saved = self.start
         self.history = History(self.out, self.start, writes=rank.first)
+        self._clock = AttentionClock(self._alone) if rank.device.type == "cuda" else None
         self.bar: Any = None
+
+    def build(self) -> nn.Module:
+        """A fresh model: a function of the flags alone."""
+        if self.config.model is not None:
+            vocabulary = NUM_BYTES if self.tokenizer is None else len(self.tokenizer)
+            return build_causal_lm(self.config.model, self.config.seed, self.rank.device, vocabulary)
+        model = Transformer(self.config.shape())
+        model.initialise_(self.config.seed)
+        return model
 
     def say(self, text: str) -> None:
         """Prints on rank 0, above the progress bar."""
@@ -177,36 +189,31 @@ class Run:
         else:
             self.bar.write(text)
 
-    def _find_state(self) -> dict[str, Any] | None:
-        """The state to continue from, the same on every rank; rank 0 chooses."""
-        path = self.rank.lead(lambda: choose_checkpoint(self.config.resume, self.out))
+    def _read_facts(self, path: Path | None) -> dict[str, Any] | None:
+        """What the checkpoint to continue from was saved with, if there is one; says what changed."""
         if path is None:
             return None
-        state = load_checkpoint(path)
-        changes = check_continues(self.config, self.corpus, state)
+        facts = self.rank.lead(lambda: read_facts(path))
+        assert facts is not None, "a checkpoint has facts"
+        changes = check_continues(self.config, self.corpus, facts)
         if self.rank.first:
-            print(f"continuing from step {state['step']} ({path})", flush=True)
+            print(f"continuing from step {facts['step']} ({path})", flush=True)
             if changes:
                 print(f"changed since then: {', '.join(changes)}", flush=True)
-        return state
-
-    def _ring(self, group: Any) -> ringattn.Ring:
-        return ringattn.Ring(group, timeout=datetime.timedelta(seconds=self.config.timeout))
+        return facts
 
     def _steps_alone(self) -> list[StepResult]:
         """The first steps as rank 0 makes them alone, known to every rank; empty when there is nothing to compare."""
         count = min(self.config.compare_steps, self.config.steps)
         if self.rank.world_size == 1 or not count:
             return []
-        group: Any = dist.new_group([0])  # every rank takes part in making it
         steps: list[StepResult] | None = None
         if self.rank.first:
             batches = [self.batches.training(step) for step in range(count)]
             lrs = [self.config.lr_at(step) for step in range(count)]
             try:
-                steps = steps_on_one_rank(
-                    self.config.model(), self.recipe, self._ring(group), self.rank.device, batches, lrs
-                )
+                parallel = stand_alone(self._alone, self.rank.device)
+                steps = steps_on_one_rank(self.build, self.recipe, parallel, batches, lrs)
             except torch.OutOfMemoryError:
                 print("one GPU cannot hold this run: its first steps are not compared with one rank", flush=True)
             if self.rank.device.type == "cuda":
@@ -215,18 +222,37 @@ class Run:
         steps = self.rank.broadcast(steps)
         return steps or []
 
+    def _count_flops(self) -> None:
+        """Counts one forward of the first batch: what a token and what a visible pair costs, over all ranks."""
+        windows = self.batches.training(0)
+        with ForwardFlops() as counted:
+            self.trainer.evaluate([windows])
+        attention, others = (
+            sum(column) for column in zip(*self.rank.gather((counted.attention, counted.others)), strict=True)
+        )
+        self._flops_per_token = others / (windows.shape[0] * (windows.shape[1] - 1))
+        self._flops_per_pair = attention / self.trainer.pairs(windows)
+
+    def flops(self, windows: torch.Tensor) -> float:
+        """Floating-point operations of a step (Note [Model FLOPs])."""
+        tokens = windows.shape[0] * (windows.shape[1] - 1)
+        return 3 * (self._flops_per_token * tokens + self._flops_per_pair * self.trainer.pairs(windows))
+
     def introduce(self) -> None:
         """Says what is about to run."""
-        config, rank = self.config, self.rank
-        held = rank.gather(self.trainer.ring.sharding(config.seq_len, layout=config.layout).shard_len)
+        config, rank, parallel = self.config, self.rank, self.trainer.parallel
+        first = next(iter(self.trainer.micro_batches(self.batches.training(0))))
+        held = rank.gather(self.trainer.sharding(first).shard_len)
         where = torch.cuda.get_device_name(rank.device) if rank.device.type == "cuda" else "CPU"
+        micro = f" in {config.accumulate} micro-batches" if config.accumulate > 1 else ""
+        packed = f", packed to {first.tokens.shape[1]:,}" if config.pack else ""
         self.say(
             f"{self.trainer.num_parameters / 1e6:.2f}M parameters, {str(self.recipe.dtype).removeprefix('torch.')}, "
-            f"{rank.world_size} rank(s) on {where}, backend {rank.backend}\n"
-            f"context {config.seq_len:,} tokens ({config.layout}: {_ranges(held)} per rank), "
-            f"batch {config.batch_size}, {config.steps} steps\n"
-            f"{self.corpus.source}: {self.corpus.text.numel() / 1e6:.1f} MB in {self.corpus.num_files} file(s), "
-            f"{(self.corpus.text.numel() - self.batches.num_training_bytes) / 1e6:.2f} MB held out"
+            f"{rank.world_size} rank(s) (dp {parallel.dp} x cp {parallel.cp}) on {where}, backend {rank.backend}\n"
+            f"context {config.seq_len:,} tokens{packed} ({self.recipe.layout}: {_ranges(held)} per rank), "
+            f"batch {config.batch_size}{micro}, {config.steps} steps\n"
+            f"{self.corpus.source}: {self.corpus.text.numel() / 1e6:.1f} M tokens in {self.corpus.num_files} file(s), "
+            f"{(self.corpus.text.numel() - self.batches.num_training_tokens) / 1e6:.2f} M held out"
         )
 
     def validate(self, step: int) -> None:
@@ -236,21 +262,28 @@ class Run:
         self.say(f"step {step}: validation loss {loss:.4f}")
         if self.rank.first:
             title = f"{self.rank.world_size} rank(s), context {self.config.seq_len:,}, {self.config.layout}"
-            draw_curve(self.history.rows, self.out / "loss.png", title)
+            draw_curve(self.history.rows, self.out / "loss.png", title, self._unit)
 
     def save(self, step: int) -> None:
-        """Writes a checkpoint, once the ranks are known to agree."""
-        self.trainer.check_replicas()
+        """Begins to write a checkpoint; `Checkpoints.wait` ends it."""
         self.history.flush()
-        if self.rank.first:
-            state = self.trainer.state() | {
-                "step": step,
-                "rng": torch.get_rng_state(),
-                "data": self.corpus.fingerprint,
-                "config": dataclasses.asdict(self.config),
-            }
-            save_checkpoint(self.out, step, state)
+        facts = {"step": step, "data": self.corpus.fingerprint, "config": dataclasses.asdict(self.config)}
+        self.checkpoints.save(step, self.trainer.state(), facts)
         self.saved = step
+
+    def _timed_step(self, step: int, told: Sequence[float]) -> tuple[StepResult, float, float | None]:
+        """One step, its seconds, and the milliseconds of exposed communication where they are measured."""
+        windows = self.batches.training(step)
+        measured = self._clock is not None and (step + 1 - self.start) % CLOCK_INTERVAL == 0
+        self.trainer.seed_dropout(step)
+        began = time.perf_counter()
+        with self._clock if measured and self._clock else contextlib.nullcontext():
+            result = self.trainer.step(windows, self.config.lr_at(step), told)
+        seconds = time.perf_counter() - began
+        if not measured or self._clock is None:
+            return result, seconds, None
+        exposed = [ms for ms in self.rank.gather(self._clock.exposed_ms()) if ms is not None]
+        return result, seconds, max(exposed, default=None)
 
     def train(self) -> bool:
         """Runs the steps that are left.
@@ -261,6 +294,8 @@ class Run:
         from tqdm import tqdm
 
         config, world_size = self.config, self.rank.world_size
+        gpu = torch.cuda.get_device_name(self.rank.device) if self.rank.device.type == "cuda" else ""
+        peak_rate = peak_flops(gpu, self.recipe.dtype)
         peak, ringed, stopped, done = 0.0, [], False, self.start
         shown = max(1, config.steps // 20)
         disable = None if self.rank.first else True  # None: no bar where nobody watches
@@ -271,32 +306,40 @@ class Run:
             if not self.start:
                 self.validate(0)
             for step in range(self.start, config.steps):
-                began = time.perf_counter()
                 told = [0.0] * (1 + world_size)
                 told[0] = float(bool(seen) or self.rank.orphaned)
-                told[1 + self.rank.index] = peak = _peak_mib(self.rank.device, peak)
-                lr = config.lr_at(step)
-                result = self.trainer.step(self.batches.training(step), lr, told)
-                seconds = time.perf_counter() - began
+                told[1 + self.rank.index] = peak = peak_memory_mib(self.rank.device, peak)
+                try:
+                    result, seconds, exposed = self._timed_step(step, told)
+                except FloatingPointError:
+                    self.checkpoints.wait()  # raised on every rank: the last checkpoint is still to be completed
+                    raise
                 speed = config.batch_size * config.seq_len / seconds
+                share = (
+                    mfu(self.flops(self.batches.training(step)), seconds, world_size, peak_rate) if peak_rate else None
+                )
                 stopped, memory = result.said[0] > 0, result.said[1:]
                 done = step + 1
                 self.history.add(
                     step=done,
                     loss=result.loss,
                     grad_norm=result.grad_norm,
-                    lr=lr,
+                    lr=config.lr_at(step),
                     tokens_per_s=round(speed, 1),
+                    tokens_per_s_per_rank=round(speed / world_size, 1),
                     step_s=round(seconds, 6),
+                    mfu=None if share is None else round(share, 4),
+                    exposed_ms=None if exposed is None else round(exposed, 3),
                     peak_memory_mib=[round(value, 1) for value in memory],
                 )
                 gib = max(memory) / 1024
-                self.bar.set_postfix_str(f"loss {result.loss:.3f}, {speed:,.0f} tokens/s, {gib:.2f} GiB", refresh=False)
+                status = f"loss {result.loss:.3f}, norm {result.grad_norm:.2f}, {speed:,.0f} tokens/s"
+                status += f" ({speed / world_size:,.0f} per rank), {gib:.2f} GiB"
+                status += "" if share is None else f", {100 * share:.1f}% MFU"
+                self.bar.set_postfix_str(status, refresh=False)
                 self.bar.update()
                 if self.rank.first and self.bar.disable and (done % shown == 0 or done == self.start + 1):
-                    self.say(
-                        f"step {done}/{config.steps}: loss {result.loss:.4f}, {speed:,.0f} tokens/s, {gib:.2f} GiB"
-                    )
+                    self.say(f"step {done}/{config.steps}: {status}")
                 if len(ringed) < len(self.alone):
                     ringed.append(result)
                     if len(ringed) == len(self.alone):
@@ -309,19 +352,31 @@ class Run:
                     self.save(done)
             if stopped and self.saved != done:
                 self.save(done)
+            self.checkpoints.wait()
         return not stopped
 
     def sample(self) -> None:
-        """Generates text after a few held-out bytes, shows it and keeps it."""
+        """Generates text after a few held-out tokens, shows it and keeps it."""
         if not self.config.sample_len:
             return
         prompt = self.batches.prompt(self.config.prompt_len)
         text = self.trainer.generate(prompt, self.config.sample_len, self.config.temperature, self.config.seed)
-        before, after = (bytes(part.tolist()) for part in (text[: prompt.numel()], text[prompt.numel() :]))
+        before = self._decode(prompt.tolist())
+        after = self._decode(text.tolist()).removeprefix(before)
         self.say(f"--- held-out text\n{before.decode(errors='replace')}")
         self.say(f"--- the model goes on\n{after.decode(errors='replace')}\n---")
         if self.rank.first:
             (self.out / "sample.txt").write_bytes(before + after)
+
+    def _decode(self, tokens: list[int]) -> bytes:
+        """Tokens as text. A model with more tokens than there are bytes may say one that is none: it is left out."""
+        if self.tokenizer is not None:
+            return self.tokenizer.decode(tokens).encode()
+        return bytes(token for token in tokens if token < NUM_BYTES)
+
+    @property
+    def _unit(self) -> str:
+        return "byte" if self.tokenizer is None else "token"
 
     def conclude(self) -> None:
         """Says what came out and where it lies."""
@@ -335,9 +390,9 @@ class Run:
         ]
         self.say(
             f"loss {training[0]['loss']:.4f} -> {training[-1]['loss']:.4f}, "
-            f"validation {validation[0]:.4f} -> {validation[-1]:.4f} nats per byte over {len(training)} steps\n"
+            f"validation {validation[0]:.4f} -> {validation[-1]:.4f} nats per {self._unit} over {len(training)} steps\n"
             + (f"peak memory per rank: {', '.join(map(str, memory))} MiB\n" if memory else "")
-            + f"log, curve, sample and checkpoints: {self.out}/{{log.jsonl,loss.png,sample.txt,step-*.pt}}"
+            + f"log, curve, sample and checkpoints: {self.out}/{{log.jsonl,loss.png,sample.txt,step-*}}"
         )
 
 

@@ -1,30 +1,40 @@
-"""One model, its optimiser and its ring: a step, a validation, a sample, and the comparison with one rank.
+"""One model, its optimiser and its mesh: a step, a validation, a sample, and the comparison with one rank.
 
 Owns the arithmetic that makes a sharded run equal a single process. Refuses to know files, flags and progress bars.
 
 Note [Exact gradient]
-    Every rank holds all parameters and some rows of every sequence; some ranks may hold none. The loss of a step is the
-    sum over all tokens divided by their number, both global. So each rank differentiates the *sum* over its own rows
-    divided by the *global* number of tokens, and gradients are added over ranks: the result is the gradient of one
-    process, whatever the lengths of the shards. (An average over ranks, as in data parallelism, would weigh the tokens
-    of short shards more.) All gradients, the loss and a few numbers that ranks tell each other live in one buffer, so a
-    step is one all-reduce.
+    Every rank sees some rows of some sequences; some ranks may see none. The loss of a step is the sum over all tokens
+    that are to be predicted divided by their number, both global. So each rank differentiates the *sum* over its own
+    rows divided by the *global* number, and gradients are added over ranks and micro-batches: the result is the
+    gradient of one process, whatever the mesh, the lengths of the shards and of the documents. (An average over ranks
+    or micro-batches would weigh the tokens of short ones more.) Parameters are sharded over all ranks by FSDP2, which
+    adds gradients as it sends them to their owners; the loss, the norm and a few numbers that ranks tell each other are
+    added in one small all-reduce.
+
+Note [Rows]
+    Every rank is given the whole batch, `b n+1` tokens. Its windows are dealt out by micro-batch, then by dp rank; the
+    ring of a dp rank shards the sequences among its cp ranks.
 """
 
 from __future__ import annotations
 
-import contextlib
 import math
-from collections.abc import Iterable, Sequence
+import random
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.fsdp import FSDPModule
+from torch.nn.utils import get_total_norm
 
-from ringattn.launch.training.model import ModelConfig, Transformer
+from ringattn.launch.training.data import Rows, count_targets, cut
+from ringattn.launch.training.model import recompute_
+from ringattn.launch.training.parallel import Parallel, shard_model_
+from ringattn.visibility import Visibility
 
 
 @dataclass(frozen=True)
@@ -32,22 +42,30 @@ class Recipe:
     """How a model is trained, apart from its data.
 
     Attributes:
-        seed: Of the initialisation.
+        seed: Of the initialisation, and of dropout where the model has any.
         layout: How sequences are sharded.
-        dtype: float32, or bfloat16 for autocast; parameters and gradients are always float32.
-        recompute: What the backward recomputes (see Transformer).
+        separator: The last token of each document, when attention stays inside documents; None: it does not.
+        accumulate: Micro-batches of a step.
+        dtype: float32, or bfloat16 for all but parameters, gradients, statistics and the loss.
+        recompute: What the backward recomputes: "none"; "selective", everything but attention; "full", everything.
+        reshard: Whether gathered parameters are dropped between forward and backward.
         compile: Whether blocks are compiled.
         weight_decay: Of matrices.
         max_grad_norm: Gradients are scaled down to this norm.
+        window: Tokens that each token sees, for balancing work and counting it; None: all before it.
     """
 
     seed: int = 0
     layout: str = "zigzag"
+    separator: int | None = None
+    accumulate: int = 1
     dtype: torch.dtype = torch.float32
     recompute: str = "none"
+    reshard: bool = True
     compile: bool = False
     weight_decay: float = 0.1
     max_grad_norm: float = 1.0
+    window: int | None = None
 
 
 @dataclass(frozen=True)
@@ -66,77 +84,74 @@ class StepResult:
 
 
 class Trainer:
-    """A replica of the model and the rows of this rank.
+    """A model sharded over the ranks, and the rows of this one.
 
     Args:
-        config: The shape of the model.
+        build: Makes the model, equal on every rank: a module that is called as `Transformer` is and has `blocks`.
         recipe: How it is trained.
-        ring: The ring that sequences are sharded over.
-        device: Where this rank computes.
-        num_said: How many numbers ranks tell each other at each step.
+        parallel: The ranks.
     """
 
-    def __init__(self, config: ModelConfig, recipe: Recipe, ring: Any, device: torch.device, num_said: int = 0) -> None:
-        self.recipe, self.ring, self.device = recipe, ring, device
-        self.model = Transformer(config, recipe.recompute)
-        self.model.initialise_(recipe.seed)
-        self.model.to(device)
-        parameters = list(self.model.parameters())
-        self.num_parameters = sum(parameter.numel() for parameter in parameters)
-        self._buffer = torch.zeros(self.num_parameters + 1 + num_said, device=device)
-        self._gradient = self._buffer[: self.num_parameters]
-        self._said = self._buffer[self.num_parameters :]  # the loss, then what ranks tell
-        with torch.no_grad():
-            if ring.world_size > 1:
-                # hosts may round the initialisation differently: rank 0's counts
-                start = torch.cat([parameter.flatten() for parameter in parameters])
-                dist.broadcast(start, src=0)
-                for parameter, value in zip(
-                    parameters, start.split([parameter.numel() for parameter in parameters]), strict=True
-                ):
-                    parameter.copy_(value.view_as(parameter))
-        offset = 0
-        for parameter in parameters:
-            # autograd adds into a gradient that is there, so gradients are born in the buffer
-            parameter.grad = self._gradient[offset : offset + parameter.numel()].view_as(parameter)
-            offset += parameter.numel()
-        decayed = [parameter for parameter in parameters if parameter.ndim > 1]
-        others = [parameter for parameter in parameters if parameter.ndim == 1]
-        self.optimizer = torch.optim.AdamW(
-            [{"params": decayed, "weight_decay": recipe.weight_decay}, {"params": others, "weight_decay": 0.0}],
-            lr=0.0,
-            betas=(0.9, 0.95),
-            fused=True,
-        )
+    def __init__(self, build: Callable[[], nn.Module], recipe: Recipe, parallel: Parallel) -> None:
+        self.recipe, self.parallel = recipe, parallel
+        self.ring, self.device = parallel.ring, parallel.device
+        self.model: Any = build().train()
+        self.num_parameters = sum(parameter.numel() for parameter in self.model.parameters())
+        blocks = list(self.model.blocks)
+        recompute_(blocks, recipe.recompute)
         if recipe.compile:
-            for block in self.model.blocks:
-                block.compile()
+            for block in blocks:
+                block.forward = torch.compile(block.forward)
+        shard_model_(self.model, blocks, parallel.everyone, recipe.dtype, recipe.reshard)
+        self.model.to(self.device)  # buffers: parameters are there
+        parameters = list(self.model.parameters())
+        decayed = [parameter for parameter in parameters if parameter.ndim > 1]
+        others = [parameter for parameter in parameters if parameter.ndim <= 1]
+        groups = [{"params": decayed, "weight_decay": recipe.weight_decay}, {"params": others, "weight_decay": 0.0}]
+        self.optimizer = torch.optim.AdamW(
+            [group for group in groups if group["params"]], lr=0.0, betas=(0.9, 0.95), fused=True
+        )
 
-    def _precision(self) -> contextlib.AbstractContextManager[Any]:
-        if self.recipe.dtype == torch.float32:
-            return contextlib.nullcontext()
-        return torch.autocast(self.device.type, self.recipe.dtype)
+    def sharding(self, rows: Rows) -> Any:
+        """Who of this ring holds which positions of some rows."""
+        n, layout = rows.tokens.shape[1], self.recipe.layout
+        balance = _mask(self.recipe.window) if layout == "balanced" else None
+        return self.ring.sharding(n, layout, rows.documents, balance=balance)
 
-    def _loss_sum(self, windows: Tensor) -> Tensor:
-        """The loss of this rank's rows of `b s+1` bytes: a sum, fp32; 0 where the rank holds nothing."""
-        windows = windows.to(self.device)
-        tokens, targets = windows[:, :-1], windows[:, 1:]
-        sharding = self.ring.sharding(tokens.shape[1], layout=self.recipe.layout)
-        with self._precision():
-            logits = self.model(sharding.shard(tokens, dim=1), sharding)
-        return F.cross_entropy(logits.float().flatten(0, 1), sharding.shard(targets, dim=1).flatten(), reduction="sum")
+    def micro_batches(self, windows: Tensor) -> Iterator[Rows]:
+        """The rows of this rank's ring, micro-batch by micro-batch (Note [Rows]).
 
-    def _add_over_ranks_(self, values: Tensor) -> None:
-        if self.ring.world_size > 1:
-            dist.all_reduce(values)
+        Raises:
+            ValueError: The windows cannot be dealt out evenly.
+        """
+        parts = self.recipe.accumulate * self.parallel.dp
+        if windows.shape[0] % parts:
+            raise ValueError(
+                f"batch_size must be a multiple of accumulate x dp, got {windows.shape[0]} and "
+                f"{self.recipe.accumulate} x {self.parallel.dp}; pass another --batch-size, --accumulate or --mesh"
+            )
+        dealt = windows.unflatten(0, (self.recipe.accumulate, self.parallel.dp, -1))
+        for micro in range(self.recipe.accumulate):
+            yield cut(dealt[micro, self.parallel.dp_rank], self.recipe.separator)
+
+    def loss_sum(self, rows: Rows) -> Tensor:
+        """The loss of this rank's rows: a sum, fp32; 0 where the rank holds nothing."""
+        sharding = self.sharding(rows)
+        tokens, targets = (sharding.shard(x.to(self.device), dim=1) for x in (rows.tokens, rows.targets))
+        return self.model(tokens, sharding, targets)
+
+    def pairs(self, windows: Tensor) -> int:
+        """Visible (query, key) pairs of a whole batch, of one layer and head: causal, within documents and the window."""
+        parts = windows.split(windows.shape[0] // (self.recipe.accumulate * self.parallel.dp))
+        return sum(_pairs(cut(part, self.recipe.separator), self.recipe.window) for part in parts)
 
     def step(self, windows: Tensor, lr: float, told: Sequence[float] = ()) -> StepResult:
         """One update from a batch that every rank is given whole (Note [Exact gradient]).
 
         Args:
-            windows: `b s+1` bytes, the same on every rank.
+            windows: `b n+1` tokens, the same on every rank.
             lr: Learning rate of this step.
-            told: What this rank tells; `num_said` numbers.
+            told: What this rank tells; equally many numbers on every rank.
 
         Returns:
             The same result on every rank.
@@ -144,46 +159,59 @@ class Trainer:
         Raises:
             FloatingPointError: The loss or the gradient is not finite. Raised on every rank; nothing was updated.
         """
-        num_tokens = windows.shape[0] * (windows.shape[1] - 1)
-        self._buffer.zero_()
-        loss_sum = self._loss_sum(windows)
-        (loss_sum / num_tokens).backward()
-        self._said.copy_(torch.tensor([loss_sum.item() / num_tokens, *told]))
-        self._add_over_ranks_(self._buffer)
-        norm = self._gradient.norm()
-        loss, *said = self._said.tolist()
-        grad_norm = norm.item()
+        num_targets = max(1, count_targets(windows, self.recipe.separator))
+        self.optimizer.zero_grad()
+        total = torch.zeros((), device=self.device)
+        for micro, rows in enumerate(self.micro_batches(windows), start=1):
+            last = micro == self.recipe.accumulate
+            self.model.set_is_last_backward(last)
+            self.model.set_requires_gradient_sync(last)
+            loss_sum = self.loss_sum(rows)
+            (loss_sum / num_targets).backward()
+            total += loss_sum.detach() / num_targets
+        gradients = [parameter.grad.to_local() for parameter in self.model.parameters() if parameter.grad is not None]
+        numbers = torch.tensor([0.0, 0.0, *told], dtype=torch.float64, device=self.device)
+        numbers[0], numbers[1] = total, get_total_norm(gradients).square()
+        loss, square, *said = self.parallel.add_(numbers).tolist()
+        grad_norm = math.sqrt(square) if square >= 0 else square
         if not (math.isfinite(loss) and math.isfinite(grad_norm)):
             raise FloatingPointError(
                 f"loss and gradient norm must be finite, got {loss} and {grad_norm}; "
                 "pass a smaller --lr, and start again: the run continues from the last checkpoint"
             )
         if grad_norm > self.recipe.max_grad_norm:
-            self._gradient.mul_(self.recipe.max_grad_norm / grad_norm)
+            for gradient in gradients:
+                gradient.mul_(self.recipe.max_grad_norm / grad_norm)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         self.optimizer.step()
         return StepResult(loss, grad_norm, said)
 
+    def seed_dropout(self, step: int) -> None:
+        """Makes what a step draws a function of seed, step and dp rank alone; the ranks of a ring draw alike."""
+        torch.manual_seed(random.Random(f"{self.recipe.seed} {step} {self.parallel.dp_rank}").getrandbits(63))
+
     @torch.no_grad()
     def evaluate(self, batches: Iterable[Tensor]) -> float:
-        """The mean loss over batches of `b s+1` bytes, natural log; the same on every rank."""
+        """The mean loss over batches of `b n+1` tokens, natural log; the same on every rank."""
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         count = 0
+        self.model.eval()
         for windows in batches:
-            total += self._loss_sum(windows)
-            count += windows.shape[0] * (windows.shape[1] - 1)
-        self._add_over_ranks_(total)
-        return total.item() / count
+            for rows in self.micro_batches(windows):
+                total += self.loss_sum(rows)
+            count += count_targets(windows, self.recipe.separator)
+        self._rest()
+        return self.parallel.add_(total).item() / max(1, count)
 
     @torch.no_grad()
     def generate(self, prompt: Tensor, length: int, temperature: float, seed: int) -> Tensor:
-        """Continues a text, each byte from one forward of the whole ring over prompt and continuation.
+        """Continues a text, each token from one forward of the whole ring over prompt and continuation.
 
         Args:
-            prompt: At least one byte, 1-dimensional, the same on every rank.
-            length: Bytes to add.
-            temperature: Of the logits; 0 takes the likeliest byte.
+            prompt: At least one token, 1-dimensional, the same on every rank.
+            length: Tokens to add.
+            temperature: Of the logits; 0 takes the likeliest token.
             seed: Of the draws.
 
         Returns:
@@ -191,79 +219,75 @@ class Trainer:
         """
         generator = torch.Generator().manual_seed(seed)
         text = F.pad(prompt.long(), (0, length))
-        sharding = self.ring.sharding(text.numel(), layout=self.recipe.layout)
+        sharding = self.ring.sharding(text.numel())
         positions = sharding.positions.cpu()
+        self.model.eval()
         for at in range(prompt.numel(), text.numel()):
-            # bytes from here on are still zero; no earlier row sees them
-            with self._precision():
-                logits = self.model(sharding.shard(text[None].to(self.device), dim=1), sharding)
+            # tokens from here on are still zero; no earlier row sees them
+            logits = self.model(sharding.shard(text[None].to(self.device), dim=1), sharding)
             row = torch.zeros(logits.shape[-1], device=self.device)
             for held in (positions == at - 1).nonzero().flatten().tolist():
                 row.copy_(logits[0, held])
-            self._add_over_ranks_(row)  # one rank holds the row, the others add zero: exact
-            scores = row.double().cpu()
+            # one rank of each ring holds the row, the others add zero: exact
+            scores = self.parallel.add_(row).double().cpu() / self.parallel.dp
             if temperature == 0:
                 text[at] = scores.argmax()
             else:
                 text[at] = torch.multinomial((scores / temperature).softmax(0), 1, generator=generator)[0]
+        self._rest()
         return text
 
-    def check_replicas(self) -> None:
-        """Raises on every rank when the ranks no longer hold the same parameters.
-
-        Raises:
-            RuntimeError: They differ: a rank computed or received something else.
-        """
-        if self.ring.world_size == 1:
-            return
-        # bits, not values: equal replicas are equal exactly
-        bits = [
-            parameter.detach().flatten().view(torch.int32).sum(dtype=torch.int64)
-            for parameter in self.model.parameters()
-        ]
-        low = torch.stack(bits)
-        high = low.clone()
-        dist.all_reduce(low, op=dist.ReduceOp.MIN)
-        dist.all_reduce(high, op=dist.ReduceOp.MAX)
-        if not torch.equal(low, high):
-            raise RuntimeError(
-                f"parameters must be the same on all {self.ring.world_size} ranks, got different ones; "
-                "start again: the run continues from the last checkpoint, which was written while they agreed"
-            )
+    def _rest(self) -> None:
+        """After forwards without a backward: drops what they gathered, and goes back to training."""
+        for module in self.model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+        self.model.train()
 
     def state(self) -> dict[str, Any]:
-        """Parameters and optimiser state, by name of parameter, independent of the world size."""
-        return {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
+        """Parameters and optimiser state by name of parameter, as sharded tensors: independent of the mesh."""
+        model, optimizer = get_state_dict(self.model, self.optimizer)
+        return {"model": model, "optimizer": optimizer}
 
     def load_state_(self, state: dict[str, Any]) -> None:
-        """Continues from what `state` returned."""
-        self.model.load_state_dict(state["model"])
-        self.optimizer.load_state_dict(state["optimizer"])
+        """Continues from what `state` returned, filled with other values."""
+        set_state_dict(self.model, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+
+
+def _mask(window: int | None) -> dict[str, Any]:
+    return {"causal": True, "window": None if window is None else (window - 1, 0)}
+
+
+def _pairs(rows: Rows, window: int | None) -> int:
+    batch, n = rows.tokens.shape
+    return batch * Visibility(n, n, documents=rows.documents, **_mask(window)).pairs(0, n)
 
 
 def steps_on_one_rank(
-    config: ModelConfig,
+    build: Callable[[], nn.Module],
     recipe: Recipe,
-    ring: Any,
-    device: torch.device,
+    parallel: Parallel,
     batches: Sequence[Tensor],
     lrs: Sequence[float],
 ) -> list[StepResult]:
-    """Trains a fresh replica in this process alone.
+    """Trains a fresh model in this process alone.
 
     Args:
-        config: The shape of the model.
+        build: Makes the model.
         recipe: How it is trained.
-        ring: A ring of this rank only.
-        device: Where this rank computes.
+        parallel: This rank on its own.
         batches: One batch per step.
         lrs: One learning rate per step.
 
     Returns:
         One result per step.
     """
-    trainer = Trainer(config, recipe, ring, device)
-    return [trainer.step(windows, lr) for windows, lr in zip(batches, lrs, strict=True)]
+    trainer = Trainer(build, recipe, parallel)
+    results = []
+    for step, (windows, lr) in enumerate(zip(batches, lrs, strict=True)):
+        trainer.seed_dropout(step)
+        results.append(trainer.step(windows, lr))
+    return results
 
 
 def rounding_band(value: float, dtype: torch.dtype) -> float:
