@@ -202,9 +202,10 @@ def test_equal_seeds_drop_the_same_weights_at_any_world_size(pool: Pools) -> Non
 
 
 def refuse(match: str, error: type[Exception], *inputs: Tensor, **options: Any) -> None:
+    given: dict[str, Any] = {"sharding": Ring().sharding(4), **options}
+    q, k, v = inputs
     with pytest.raises(error, match=match):
-        q, k, v = inputs
-        scaled_dot_product_attention(q, k, v, **({"sharding": Ring().sharding(4)} | options))
+        scaled_dot_product_attention(q, k, v, **given)
 
 
 def test_refusals_say_what_to_do() -> None:
