@@ -17,6 +17,9 @@ from ringattn.plain import is_distributed
 from ringattn.prepared import refuse_distributed
 from ringattn.sharding import Sharding
 
+_AUTOCAST = ("cpu", "cuda", "hip", "xpu")
+"""Devices with autocast. Named, because torch.compile of torch 2.11 does not trace the question."""
+
 
 def ring_attention(
     q: Tensor,
@@ -164,7 +167,7 @@ def ring_attention_with_lse(
             f"dropout_seed must be given when dropout_p is {dropout_p}; pass one integer per call, the same on all ranks"
         )
     kind = q.device.type
-    if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
+    if kind in _AUTOCAST and torch.is_autocast_enabled(kind):
         lower = torch.get_autocast_dtype(kind)
         q, k, v = (x.to(lower) if x.is_floating_point() and x.dtype != torch.float64 else x for x in (q, k, v))
     tensors = (q, k, v, sinks, alibi_slopes, key_bias, bias)
