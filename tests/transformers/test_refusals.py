@@ -115,7 +115,9 @@ def test_blocks_of_tokens_that_see_each_other_are_refused() -> None:
 
     embeds = torch.zeros(1, 6, 24)
     four = "cache_position" in inspect.signature(create_causal_mask).parameters
-    names = {"input_embeds": embeds, "cache_position": torch.arange(6)} if four else {"inputs_embeds": embeds}
+    names: dict[str, Any] = (
+        {"input_embeds": embeds, "cache_position": torch.arange(6)} if four else {"inputs_embeds": embeds}
+    )
     mask = create_causal_mask(
         config=model.config, attention_mask=None, past_key_values=None, or_mask_function=same_block, **names
     )

@@ -13,7 +13,7 @@ from accelerate.data_loader import BatchSamplerShard
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
-from torch.utils.data import Dataset, IterableDataset
+from torch.utils.data import BatchSampler, Dataset, IterableDataset
 from transformers import DataCollatorWithFlattening, Trainer, TrainingArguments
 
 from ringattn import Ring
@@ -91,6 +91,7 @@ def train(
             state._reset_state()
         for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
             os.environ.pop(name, None)
+    assert trainer.model is not None
     kept = ("loss", "eval_loss", "grad_norm", "epoch")
     history = [{name: row[name] for name in kept if name in row} for row in trainer.state.log_history[:-1]]
     return history, {name: x.detach().clone() for name, x in trainer.model.named_parameters()}
