@@ -187,9 +187,7 @@ def test_data_that_not_every_rank_reads_by_index_is_refused() -> None:
         share_batches(DataLoader(Stream()), ring, 2, 1)
     with pytest.raises(ValueError, match="a ring must be of consecutive processes"):
         share_batches(DataLoader(Samples()), ring, 4, 2)
-    dealt = DataLoader(
-        Samples(), batch_sampler=BatchSamplerShard(DataLoader(Samples(), batch_size=2).batch_sampler, 4, 1)
-    )
+    dealt = DataLoader(Samples(), batch_sampler=BatchSamplerShard(BatchSampler(range(11), 2, False), 4, 1))
     with pytest.raises(
         ValueError, match="samples to evaluate must be full batches for each of 2 rings, got 11 in batches of 2"
     ):
