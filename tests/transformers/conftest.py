@@ -7,7 +7,7 @@ import multiprocessing
 from tests.transformers.models import CONFIGS
 
 _FAMILIES = {"gemma3_text": "gemma3", "llama4_text": "llama4"}
-_models = {_FAMILIES.get(config["model_type"], config["model_type"]) for config in CONFIGS.values()}
+_models = {_FAMILIES.get(str(config["model_type"]), str(config["model_type"])) for config in CONFIGS.values()}
 
 # the server of tests/pool.py: this process has one
 multiprocessing.get_context("forkserver").set_forkserver_preload(

@@ -89,7 +89,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
 }
 
 
-def make(kind: str, implementation: str, dtype: torch.dtype = torch.float64, **changes: Any) -> nn.Module:
+def make(kind: str, implementation: str, dtype: torch.dtype = torch.float64, **changes: Any) -> Any:
     """A model of a kind, in train mode; its weights depend on the kind alone."""
     register()
     settings = {**CONFIGS[kind], **changes}

@@ -129,7 +129,7 @@ def stack(features: list[dict[str, Tensor]]) -> dict[str, Tensor]:
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_collator_shards_what_another_one_makes_here_or_in_workers(workers: int) -> None:
     ring = Ring()
-    data = [{"input_ids": tokens(9, seed=seed)[0]} for seed in range(4)]
+    data: Any = [{"input_ids": tokens(9, seed=seed)[0]} for seed in range(4)]
     loader = DataLoader(data, batch_size=2, collate_fn=RingCollator(stack, ring), num_workers=workers)
     found = list(loader)
     assert [part["sharding"].ring for part in found] == [ring, ring]

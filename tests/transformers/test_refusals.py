@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from types import SimpleNamespace
 from typing import Any
 
@@ -113,8 +114,10 @@ def test_blocks_of_tokens_that_see_each_other_are_refused() -> None:
         return (blocks[q] == blocks[k]) & (blocks[q] == 1)
 
     embeds = torch.zeros(1, 6, 24)
-    names = {"inputs_embeds": embeds} if "layer_idx" in create_causal_mask.__code__.co_varnames[:9] else {}
-    names = names or {"input_embeds": embeds, "cache_position": torch.arange(6)}
+    four = "cache_position" in inspect.signature(create_causal_mask).parameters
+    names: dict[str, Any] = (
+        {"input_embeds": embeds, "cache_position": torch.arange(6)} if four else {"inputs_embeds": embeds}
+    )
     mask = create_causal_mask(
         config=model.config, attention_mask=None, past_key_values=None, or_mask_function=same_block, **names
     )

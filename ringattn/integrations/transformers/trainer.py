@@ -88,7 +88,7 @@ class RingTrainer(Trainer):
             shares = self.ring.gather(loss.reshape(1), 0, [1] * self.ring.world_size)
             loss = torch.stack(shares).mean()
             state = self.accelerator.gradient_state
-            if state.end_of_dataloader and state.remainder > 0:
+            if state.active_dataloader is not None and state.end_of_dataloader and state.remainder > 0:
                 # what accelerate keeps of the reports on a last batch that is short: each rank of the ring reports on all of it
                 state.active_dataloader.remainder *= self.ring.world_size
         return loss, logits, labels
