@@ -28,3 +28,8 @@ def find_ring(name: str) -> Any:
             f"the ring {name!r} is gone; keep the Ring or its Sharding alive as long as its results are used"
         )
     return ring
+
+
+def living_ring(name: str | None) -> Any | None:
+    """The living `Ring` of that name, or None where this process has none."""
+    return None if name is None else _RINGS.get(name)

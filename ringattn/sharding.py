@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ringattn.layout import LAYOUTS, Run, Shard, check_sizes, make_shards, shard_len
-from ringattn.living import find_ring
+from ringattn.living import living_ring
 from ringattn.visibility import check_documents
 
 
@@ -277,7 +277,8 @@ class Sharding:
         return self._hash
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # a ring has connections and goes by its name: workers of a DataLoader send shardings to the process that holds it
+        # a ring has connections and goes by its name: workers of a DataLoader send shardings to the process that holds it,
+        # and a process that does not hold it gets a sharding without
         return _restore, (self.spec, self._rank, None if self._ring is None else self._ring.name, self._device)
 
     def __repr__(self) -> str:
@@ -289,7 +290,7 @@ class Sharding:
 
 
 def _restore(spec: Sequence[Any], rank: int, ring: str | None, device: torch.device) -> Sharding:
-    return Sharding.from_spec(spec, rank, ring=None if ring is None else find_ring(ring), device=device)
+    return Sharding.from_spec(spec, rank, ring=living_ring(ring), device=device)
 
 
 def positions_of(shard: Shard) -> Tensor:

@@ -54,8 +54,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "model_type": "gpt_oss",
         **_COMMON,
         "sliding_window": 6,
-        "num_local_experts": 2,
-        "num_experts_per_tok": 1,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
         "layer_types": ["sliding_attention", "full_attention"],
     },
     "llama4": {

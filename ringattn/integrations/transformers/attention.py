@@ -40,6 +40,12 @@ IGNORED = frozenset(
 """Keywords that reach attention because models hand on what they are given, and that say nothing about attention."""
 
 _alone: list[Ring] = []
+_calls = [0]
+
+
+def calls_so_far() -> int:
+    """How often `attend` was called outside of compiled code."""
+    return _calls[0]
 
 
 def attend(
@@ -92,6 +98,8 @@ def attend(
         NotImplementedError: The model passes something that is not supported; the message names it.
         RuntimeError: There are several ranks and no sharding.
     """
+    if not torch.compiler.is_compiling():
+        _calls[0] += 1
     _refuse_others(others, sharding)
     mask = _check_mask(attention_mask)
     causal = _resolve_causal(module, is_causal, mask)
@@ -294,14 +302,15 @@ def _resolve_padding(
     """(lengths, key_bias `b s`, tokens `b s`): padding as lengths, or as a bias and the rows that are tokens."""
     if mask is None or mask.padding is None:
         return None, None, None
-    if mask.lengths is not None:
-        if chunk_len is not None and any(start for start, _ in mask.lengths):
-            raise NotImplementedError(
-                "chunked attention must go without padding on the left, where chunks would start later; pad on the right"
-            )
-        return mask.lengths, None, None
-    if chunk_len is not None:
+    if chunk_len is not None and mask.lengths is None:
         raise NotImplementedError("chunked attention must go without holes in attention_mask; pad on the right")
+    if chunk_len is not None and any(start for start, _ in mask.lengths or ()):
+        raise NotImplementedError(
+            "chunked attention must go without padding on the left, where chunks would start later; pad on the right"
+        )
+    # lengths would be constants of compiled code, which would be compiled again for every batch
+    if mask.lengths is not None and not torch.compiler.is_compiling():
+        return mask.lengths, None, None
     tokens = sharding.shard(mask.padding, dim=1)
     key_bias = torch.zeros(tokens.shape, dtype=torch.float32, device=query.device).masked_fill(~tokens, float("-inf"))
     return None, key_bias, tokens

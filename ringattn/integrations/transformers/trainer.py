@@ -1,0 +1,155 @@
+"""`transformers.Trainer` whose ranks share sequences: only what it reads is changed.
+
+Owns which samples a rank of a ring reads, and the mean of what its ranks report. Refuses to touch training itself: losses, their
+scaling, gradients and their mean are those of Trainer and DDP. Needs accelerate, as Trainer does.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from accelerate.data_loader import BatchSamplerShard
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+from transformers import Trainer
+
+from ringattn.integrations.transformers.attention import calls_so_far
+from ringattn.integrations.transformers.batch import RingCollator
+from ringattn.ring import Ring
+
+
+class RingTrainer(Trainer):
+    """A Trainer whose `data_collator` is a `RingCollator`: all ranks of its ring read the same samples, each its rows of them.
+
+    Where there are more ranks than the ring has, rings are data parallel replicas; ranks of a ring must be consecutive, as those
+    of the innermost dimension of a device mesh are. Losses, of training and evaluation, are those of whole sequences.
+
+    Raises:
+        ValueError: The collator is not a RingCollator, the ranks of the ring are not consecutive, or an option would weigh the
+            ranks wrongly.
+        NotImplementedError: An option would see labels of a shard; the message names it.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        collator = self.data_collator
+        if not isinstance(collator, RingCollator):
+            raise ValueError(
+                f"data_collator must be a RingCollator, got {type(collator).__name__}; wrap it: RingCollator(collator, ring)"
+            )
+        self.ring = collator.ring
+        _place(self.ring, self.args.world_size, self.args.process_index)
+        if not self.args.average_tokens_across_devices:
+            raise ValueError(
+                "average_tokens_across_devices must be True, got False: ranks of a ring see different numbers of labels"
+            )
+        refused = {
+            "compute_metrics": self.compute_metrics is not None,
+            "compute_loss_func": self.compute_loss_func is not None,
+            "label_smoothing_factor": self.args.label_smoothing_factor != 0,
+        }
+        for name, given in refused.items():
+            if given:
+                raise NotImplementedError(
+                    f"{name} must be left out: it would see this rank's rows, with labels that are shifted already; evaluate with "
+                    "the loss, or on one process"
+                )
+
+    def get_train_dataloader(self) -> DataLoader:
+        """As Trainer's; the ranks of a ring read the same samples."""
+        return self._share(super().get_train_dataloader())
+
+    def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader:
+        """As Trainer's; the ranks of a ring read the same samples, which several rings must be able to share evenly."""
+        return self._share(super().get_eval_dataloader(eval_dataset), evenly=True)
+
+    def get_test_dataloader(self, test_dataset: Any) -> DataLoader:
+        """As Trainer's; the ranks of a ring read the same samples, which several rings must be able to share evenly."""
+        return self._share(super().get_test_dataloader(test_dataset), evenly=True)
+
+    def compute_loss(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        """As Trainer's; refuses a model that attends to the rows of its rank only."""
+        before = calls_so_far()
+        result = super().compute_loss(model, inputs, *args, **kwargs)
+        if calls_so_far() == before and not self.args.torch_compile:
+            raise RuntimeError(
+                "the model must attend with ringattn, got one that did not; make it with attn_implementation='ringattn', or call "
+                "model.set_attn_implementation('ringattn')"
+            )
+        return result
+
+    def prediction_step(
+        self, model: nn.Module, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: list[str] | None = None
+    ) -> tuple[Tensor | None, Any, Any]:
+        """As Trainer's; the loss is that of whole sequences, on every rank."""
+        loss, logits, labels = super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
+        if loss is not None and self.ring.world_size > 1:
+            shares = self.ring.gather(loss.reshape(1), 0, [1] * self.ring.world_size)
+            loss = torch.stack(shares).mean()
+            state = self.accelerator.gradient_state
+            if state.end_of_dataloader and state.remainder > 0:
+                # what accelerate keeps of the reports on a last batch that is short: each rank of the ring reports on all of it
+                state.active_dataloader.remainder *= self.ring.world_size
+        return loss, logits, labels
+
+    def _share(self, dataloader: DataLoader, evenly: bool = False) -> DataLoader:
+        return share_batches(dataloader, self.ring, self.args.world_size, self.args.process_index, evenly=evenly)
+
+
+def share_batches(
+    dataloader: DataLoader, ring: Ring, world_size: int, process_index: int, *, evenly: bool = False
+) -> DataLoader:
+    """Lets the ranks of a ring read the same batches of a DataLoader that `Accelerator.prepare` made.
+
+    It deals batches to processes; now it deals them to rings.
+
+    Args:
+        dataloader: What `Accelerator.prepare` returned; changed.
+        ring: Who shares a sequence.
+        world_size: Processes.
+        process_index: This one.
+        evenly: Refuse samples that several rings cannot share evenly, for which accelerate would read some twice.
+
+    Returns:
+        The DataLoader.
+
+    Raises:
+        ValueError: The ranks of the ring are not consecutive, or samples are left over.
+        NotImplementedError: The DataLoader does not deal batches by their index.
+    """
+    replicas, index = _place(ring, world_size, process_index)
+    if world_size == 1 or ring.world_size == 1:
+        return dataloader
+    sampler = getattr(dataloader, "batch_sampler", None)
+    if not isinstance(sampler, BatchSamplerShard):
+        raise NotImplementedError(
+            f"a dataset must have a length and be read by every rank, got batches from {type(sampler).__name__}; pass one with "
+            "__len__ and __getitem__, and leave dispatch_batches out"
+        )
+    sampler.num_processes, sampler.process_index = replicas, index
+    if replicas == 1:
+        # a last batch that is short is then read as one process reads it
+        sampler.even_batches = False
+    elif evenly and (left := len(sampler.batch_sampler) % replicas or _samples(dataloader) % (sampler.batch_size or 1)):
+        raise ValueError(
+            f"samples to evaluate must be full batches for each of {replicas} rings, got {_samples(dataloader)} in batches of "
+            f"{sampler.batch_size} with {left} left over; drop those, or evaluate with one ring"
+        )
+    return dataloader
+
+
+def _samples(dataloader: DataLoader) -> int:
+    return len(dataloader.dataset)  # pyright: ignore[reportArgumentType]
+
+
+def _place(ring: Ring, world_size: int, process_index: int) -> tuple[int, int]:
+    """How many rings there are, and which this one is."""
+    replicas, rest = divmod(world_size, ring.world_size)
+    index, rank = divmod(process_index, ring.world_size)
+    if rest or rank != ring.rank:
+        raise ValueError(
+            f"a ring must be of consecutive processes that divide all of them, got {ring.world_size} of {world_size} and process "
+            f"{process_index} as its rank {ring.rank}; make it of the innermost dimension of a device mesh"
+        )
+    return replicas, index

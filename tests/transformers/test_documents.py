@@ -1,0 +1,108 @@
+"""What users read is run: every block of code of the page, and the example."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import TrainingArguments
+
+from tests.pool import Pools
+from tests.transformers.models import make, tokens
+
+ROOT = Path(__file__).parents[2]
+
+
+def program() -> str:
+    """The blocks of the page one after the other, with its differences applied."""
+    lines = []
+    for kind, block in re.findall(r"^```(\w+)\n(.*?)^```", (ROOT / "docs/transformers.md").read_text(), re.M | re.S):
+        assert kind in ("diff", "python"), f"the page has a block that is not run: {kind}"
+        for line in block.splitlines():
+            if kind == "python" or line[:1] in (" ", "+"):
+                lines.append(line[kind == "diff" :])
+    return "\n".join(lines)
+
+
+def run_page(folder: str) -> dict[str, Any]:
+    torch._dynamo.reset()
+    ids = tokens(21)
+    batch = {"input_ids": ids, "labels": ids}
+    documents = [{"input_ids": tokens(5 + 3 * i, seed=i)[0].tolist()} for i in range(4)]
+    arguments = TrainingArguments(
+        folder,
+        max_steps=1,
+        per_device_train_batch_size=2,
+        report_to=[],
+        use_cpu=True,
+        save_strategy="no",
+        disable_tqdm=True,
+    )
+    # layers compile without a compiler of C++, which not every machine has
+    source = program().replace("fullgraph=True", "fullgraph=True, backend='aot_eager'")
+    names: dict[str, Any] = {"name": folder, "batch": batch, "documents": documents, "arguments": arguments}
+    exec(compile(source, "docs/transformers.md", "exec"), names)
+    return {"logits": names["logits"].detach(), "documents": names["part"]["sharding"].documents}
+
+
+def test_every_block_of_the_page_runs(tmp_path: Path) -> None:
+    make("llama", "sdpa", torch.float32).save_pretrained(tmp_path)
+    found = run_page(str(tmp_path))
+    assert found["documents"] == (0, 5, 13, 24)
+    assert found["logits"].shape[:2] == (1, 21)
+
+
+def run_loop(folder: str) -> torch.Tensor:
+    """The first two blocks, which need no Trainer, on ranks."""
+    names: dict[str, Any] = {"name": folder, "batch": {"input_ids": tokens(21), "labels": tokens(21)}}
+    exec(
+        compile(program().split("from ringattn.integrations.transformers import RingCollator")[0], "page", "exec"),
+        names,
+    )
+    return names["logits"].detach()
+
+
+@pytest.mark.dist
+def test_the_page_says_the_same_on_two_ranks(pool: Pools, tmp_path: Path) -> None:
+    model = make("llama", "sdpa", torch.float32)
+    model.save_pretrained(tmp_path)
+    with torch.no_grad():
+        expected = model.eval()(tokens(21)).logits
+    for found in pool(2).run(run_loop, str(tmp_path)):
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_the_example_learns_on_two_ranks_what_it_says() -> None:
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            "--nproc_per_node",
+            "2",
+            "examples/transformers_trainer.py",
+        ],
+        cwd=ROOT,
+        env={
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]),
+            "OMP_NUM_THREADS": "1",
+            "CUDA_VISIBLE_DEVICES": "",
+        },
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stderr
+    line = next(line for line in done.stdout.splitlines() if line.startswith("loss of steps"))
+    first, *_, last = map(float, line.partition(": ")[2].split())
+    assert 4.9 < first < 5.3
+    assert 3.2 < last < 3.7

@@ -1,0 +1,150 @@
+"""Packed documents, batches and collators: what each rank gets, and that the documents stay apart."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils.data import DataLoader
+from transformers import DataCollatorWithFlattening
+
+from ringattn import Ring
+from ringattn.integrations.transformers import RingCollator, shard_batch
+from tests.pool import Pools
+from tests.transformers.models import make, tokens
+from tests.transformers.test_models import alone, assert_equal, on_ranks
+
+LENGTHS = (5, 11, 1, 8)
+
+
+def samples() -> list[dict[str, list[int]]]:
+    """Documents of which the last has a label that counts for nothing."""
+    found = [{"input_ids": tokens(length, seed=length)[0].tolist()} for length in LENGTHS]
+    for sample in found:
+        sample["labels"] = list(sample["input_ids"])
+    found[-1]["labels"][3] = -100
+    return found
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("layout", ["zigzag", "balanced", "striped"])
+@pytest.mark.parametrize("told", [False, True])
+@pytest.mark.parametrize("kind", ["llama", "mistral"])
+def test_packed_documents_learn_what_one_process_learns(pool: Pools, kind: str, told: bool, layout: str) -> None:
+    batch = DataCollatorWithFlattening(return_flash_attn_kwargs=told)(samples())
+    plain = DataCollatorWithFlattening()(samples())
+    assert_equal(pool(2).run(on_ranks, kind, batch, layout, {})[0], alone(kind, plain))
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma2"])
+@pytest.mark.parametrize("told", [False, True])
+def test_packed_documents_stay_apart_without_a_sharding(kind: str, told: bool) -> None:
+    batch = DataCollatorWithFlattening(return_flash_attn_kwargs=told)(samples())
+    plain = DataCollatorWithFlattening()(samples())
+    assert_equal(alone(kind, batch, "ringattn"), alone(kind, plain))
+
+
+def test_packed_documents_are_each_alone_in_the_model() -> None:
+    """An independent reference: documents one by one."""
+    model = make("llama", "ringattn")
+    batch = shard_batch(DataCollatorWithFlattening()(samples()), Ring())
+    assert batch["sharding"].documents == (0, 5, 16, 17, 25)
+    with torch.no_grad():
+        packed = model(**batch).logits[0]
+        single = [model(input_ids=torch.tensor([x["input_ids"]])).logits[0] for x in samples()]
+    torch.testing.assert_close(packed, torch.cat(single), rtol=1e-5, atol=1e-5)
+
+
+def parts(batch: dict[str, Any], layout: str, options: dict[str, Any]) -> dict[str, Any]:
+    return shard_batch(batch, Ring(), layout, **options)
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("layout", ["zigzag", "contiguous", "striped"])
+@pytest.mark.parametrize("length", [2, 5, 22])
+def test_the_parts_of_a_batch_are_the_batch(pool: Pools, layout: str, length: int) -> None:
+    ids = tokens(length, rows=2)
+    batch = {
+        "input_ids": ids,
+        "labels": ids.masked_fill(ids < 20, -100),
+        "position_ids": torch.arange(length)[None],
+        "attention_mask": torch.ones_like(ids),
+        "token_type_ids": ids % 2,
+    }
+    ranks = pool(2).run(parts, batch, layout, {})
+    sharding = ranks[0]["sharding"]
+    shifted = torch.nn.functional.pad(batch["labels"][:, 1:], (0, 1), value=-100)
+    wholes = {"input_ids": ids, "labels": shifted, "shift_labels": shifted, "token_type_ids": ids % 2}
+    for name, whole in {**wholes, "position_ids": batch["position_ids"]}.items():
+        assert torch.equal(sharding.assemble([part[name] for part in ranks], dim=1), whole), name
+    for part in ranks:
+        assert torch.equal(part["attention_mask"], batch["attention_mask"])
+        assert part["use_cache"] is False
+        assert part["num_items_in_batch"] == max(1, int(shifted.ne(-100).sum())) / 2
+
+
+def test_labels_are_shifted_once_however_they_come() -> None:
+    ids = tokens(6)
+    shifted = torch.nn.functional.pad(ids[:, 1:], (0, 1), value=-100)
+    for batch in ({"labels": ids}, {"shift_labels": shifted}, {"labels": ids, "shift_labels": shifted}):
+        part = shard_batch({"input_ids": ids, **batch}, Ring())
+        assert torch.equal(part["labels"], shifted)
+        assert torch.equal(part["shift_labels"], shifted)
+    part = shard_batch({"input_ids": ids, "labels": ids}, Ring(), shift_labels=False)
+    assert torch.equal(part["labels"], ids)
+    assert "shift_labels" not in part
+
+
+def test_the_first_label_of_a_document_is_nobodys() -> None:
+    part = shard_batch(DataCollatorWithFlattening()(samples()), Ring())
+    ends = torch.tensor(LENGTHS).cumsum(0) - 1
+    assert (part["labels"][0, ends] == -100).all()
+    assert part["num_items_in_batch"] == sum(LENGTHS) - len(LENGTHS) - 1
+
+
+def test_positions_of_documents_restart_when_only_their_lengths_are_told() -> None:
+    batch = DataCollatorWithFlattening(return_flash_attn_kwargs=True, return_position_ids=False)(samples())
+    part = shard_batch(batch, Ring())
+    assert part["position_ids"][0].tolist() == [i for length in LENGTHS for i in range(length)]
+    assert not {name for name in part if name.startswith(("cu_seq", "max_length"))}
+
+
+@pytest.mark.dist
+def test_a_rank_without_labels_has_a_loss_of_zero(pool: Pools) -> None:
+    ids = tokens(16)
+    labels = ids.clone()
+    labels[:, 5:] = -100
+    batch = {"input_ids": ids, "labels": labels}
+    found = pool(2).run(on_ranks, "llama", batch, "contiguous", {})
+    assert_equal(found[0], alone("llama", batch))
+
+
+def stack(features: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    return {name: torch.stack([x[name] for x in features]) for name in features[0]}
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_collator_shards_what_another_one_makes_here_or_in_workers(workers: int) -> None:
+    ring = Ring()
+    data = [{"input_ids": tokens(9, seed=seed)[0]} for seed in range(4)]
+    loader = DataLoader(data, batch_size=2, collate_fn=RingCollator(stack, ring), num_workers=workers)
+    found = list(loader)
+    assert [part["sharding"].ring for part in found] == [ring, ring]
+    assert torch.equal(torch.cat([part["input_ids"] for part in found]), torch.stack([x["input_ids"] for x in data]))
+    make("llama", "ringattn")(**found[0])
+
+
+def disagree() -> str:
+    with pytest.raises(ValueError, match="the tokens of a batch must be the same on all ranks") as caught:
+        shard_batch({"input_ids": tokens(8, seed=dist.get_rank())}, Ring())
+    return str(caught.value)
+
+
+@pytest.mark.dist
+def test_ranks_that_read_different_samples_are_told_so(pool: Pools) -> None:
+    for text in pool(2).run(disagree):
+        assert "checksum" in text
+        assert "ring ranks [1] differ" in text

@@ -1,0 +1,289 @@
+"""What is not supported is refused, and the message names it."""
+
+from __future__ import annotations
+
+import inspect
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ringattn import Ring
+from ringattn.integrations.transformers import RingMask, attend, describe_mask, shard_batch
+from tests.pool import Pools
+from tests.transformers.models import make, tokens
+
+
+def call(module: Any = None, mask: Any = None, rows: int = 6, keys: int | None = None, **kwargs: Any) -> Tensor:
+    q = torch.ones(2, 4, rows, 8)
+    k = v = torch.ones(2, 2, keys or rows, 8)
+    return attend(module or nn.Module(), q, k, v, mask, **kwargs)[0]
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "match"),
+    [
+        ({"position_bias": torch.ones(1)}, "position_bias must be left out"),
+        ({"head_mask": torch.ones(1)}, "head_mask must be left out"),
+        ({"seq_idx": torch.ones(1)}, "seq_idx must be left out"),
+        ({"output_attentions": True}, "output_attentions must be False"),
+        (
+            {"mask": torch.zeros(2, 1, 6, 6)},
+            r"mask of attention must come from ringattn's mask function, got \(2, 1, 6, 6\)",
+        ),
+        ({"keys": 9}, "queries and keys must be of the same rows, got 6 and 9: decoding with a cache"),
+        ({"mask": RingMask(overlay="blocks of images")}, "window or chunks, got blocks of images"),
+        ({"mask": RingMask(causal=False), "is_causal": True}, "mask must be causal as Module says"),
+        ({"mask": RingMask(causal=True), "is_causal": False}, "mask must be bidirectional as Module says"),
+        ({"mask": RingMask(), "sliding_window": 3}, "sliding_window=3 must have a mask with a window"),
+        ({"mask": RingMask(local_size=4, chunked=None)}, "must differ in the config, got 4 for both"),
+        ({"cu_seq_lens_q": torch.tensor([0, 6])}, "cu_seq_lens_q and cu_seq_lens_k must be equal"),
+        (
+            {"cu_seq_lens_q": torch.tensor([0, 5]), "cu_seq_lens_k": torch.tensor([0, 5])},
+            "cu_seq_lens must go from 0 to the 6",
+        ),
+        ({"position_ids": torch.tensor([[0, 1, 2, 0, 1, 2], [0, 1, 0, 1, 2, 3]])}, "same in each of 2 batch elements"),
+        (
+            {"mask": RingMask(local_size=4, chunked=True), "position_ids": torch.tensor([[0, 1, 2, 0, 1, 2]])},
+            "chunked attention must go without packed documents",
+        ),
+        (
+            {"mask": RingMask(torch.ones(2, 6) > 0, ((1, 6), (0, 6)), True, local_size=4, chunked=True)},
+            "chunked attention must go without padding on the left",
+        ),
+        (
+            {"mask": RingMask(torch.ones(2, 6) > 0, None, True, local_size=4, chunked=True)},
+            "chunked attention must go without holes",
+        ),
+    ],
+)
+def test_what_attention_cannot_do_is_refused(kwargs: dict[str, Any], match: str) -> None:
+    with pytest.raises((NotImplementedError, ValueError), match=match):
+        call(**kwargs)
+
+
+def _sharding(length: int = 6) -> Any:
+    return Ring().sharding(length)
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "match"),
+    [
+        ({"use_cache": True}, "use_cache must be False when there is a sharding: decoding"),
+        ({"cu_seq_lens_q": torch.tensor([0, 6])}, "cu_seq_lens must be left out when there is a sharding"),
+        (
+            {"mask": RingMask(torch.ones(2, 5) > 0, ((1, 5), (0, 5)), True)},
+            "attention_mask must be of the whole sequence, 6",
+        ),
+    ],
+)
+def test_what_does_not_fit_a_sharding_is_refused(kwargs: dict[str, Any], match: str) -> None:
+    with pytest.raises((NotImplementedError, ValueError), match=match):
+        call(sharding=_sharding(), **kwargs)
+
+
+def test_only_shardings_are_taken_for_one() -> None:
+    with pytest.raises(ValueError, match=r"sharding must be a ringattn\.Sharding, got str"):
+        call(sharding="zigzag")
+
+
+def test_chunks_of_packed_documents_are_refused_in_a_sharding() -> None:
+    sharding = Ring().sharding(6, documents=(0, 3, 6))
+    with pytest.raises(NotImplementedError, match="chunked attention must go without packed documents"):
+        call(mask=RingMask(local_size=4, chunked=True), sharding=sharding)
+
+
+def test_masks_of_pairs_are_refused() -> None:
+    with pytest.raises(NotImplementedError, match="attention_mask must be 2-dimensional"):
+        describe_mask(1, attention_mask=torch.ones(1, 1, 6, 6))
+    model = make("llama", "ringattn")
+    with pytest.raises(NotImplementedError, match=r"from ringattn's mask function, got \(1, 1, 6, 6\)"):
+        model(tokens(6), attention_mask=torch.zeros(1, 1, 6, 6))
+
+
+def test_blocks_of_tokens_that_see_each_other_are_refused() -> None:
+    from transformers.masking_utils import create_causal_mask
+
+    model = make("llama", "ringattn")
+    blocks = torch.tensor([0, 0, 1, 1, 1, 2])
+
+    def same_block(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return (blocks[q] == blocks[k]) & (blocks[q] == 1)
+
+    embeds = torch.zeros(1, 6, 24)
+    four = "cache_position" in inspect.signature(create_causal_mask).parameters
+    names = {"input_embeds": embeds, "cache_position": torch.arange(6)} if four else {"inputs_embeds": embeds}
+    mask = create_causal_mask(
+        config=model.config, attention_mask=None, past_key_values=None, or_mask_function=same_block, **names
+    )
+    with pytest.raises(NotImplementedError, match="got blocks of tokens that see each other over a causal mask"):
+        call(SimpleNamespace(is_causal=True), mask)
+
+
+def test_generating_with_a_cache_is_refused() -> None:
+    model = make("llama", "ringattn").eval()
+    with pytest.raises(NotImplementedError, match="decoding with a cache"):
+        model.generate(tokens(5), max_new_tokens=3, do_sample=False)
+
+
+def test_asking_a_model_for_attention_weights_is_refused() -> None:
+    model = make("llama", "ringattn")
+    with pytest.raises((NotImplementedError, ValueError), match=r"output_attentions"):
+        model(tokens(5), output_attentions=True)
+
+
+@pytest.mark.parametrize(
+    ("entries", "error", "match"),
+    [
+        ({"input_ids": None}, ValueError, "must have input_ids or inputs_embeds"),
+        ({"pixel_values": torch.ones(1, 3, 4, 4)}, NotImplementedError, r"got \['pixel_values'\] too"),
+        ({"past_key_values": object()}, NotImplementedError, r"got \['past_key_values'\] too"),
+        ({"seq_idx": torch.zeros(2, 8)}, NotImplementedError, r"got \['seq_idx'\] too"),
+        ({"labels": torch.zeros(2)}, ValueError, r"labels must have the shape of the tokens, \(2, 8\), got \(2,\)"),
+        ({"attention_mask": torch.ones(2, 1, 8, 8)}, ValueError, "attention_mask must have the shape of the tokens"),
+        ({"attention_mask": {"full_attention": None}}, NotImplementedError, "attention_mask must be a tensor"),
+        ({"position_ids": torch.zeros(3, 2, 8)}, ValueError, r"position_ids must have shape \(2, 8\) or \(1, 8\)"),
+        ({"use_cache": True}, NotImplementedError, "use_cache must be False: decoding"),
+        ({"cu_seq_lens_q": torch.tensor([0, 8])}, ValueError, "cu_seq_lens_q and cu_seq_lens_k must be equal"),
+        (
+            {"cu_seq_lens_q": torch.tensor([0, 3, 8]), "cu_seq_lens_k": torch.tensor([0, 3, 8])},
+            NotImplementedError,
+            "packed documents must come in one row, got 2",
+        ),
+        (
+            {"position_ids": torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3], [0, 1, 2, 0, 1, 2, 3, 4]])},
+            NotImplementedError,
+            "documents must be the same in each of 2 batch elements",
+        ),
+        (
+            {"position_ids": torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3]]), "attention_mask": torch.ones(2, 8)},
+            ValueError,
+            "position_ids must go on by one where there is an attention_mask",
+        ),
+        (
+            {
+                "cu_seq_lens_q": torch.tensor([0, 8]),
+                "cu_seq_lens_k": torch.tensor([0, 8]),
+                "attention_mask": torch.arange(16).view(2, 8) > 2,
+            },
+            ValueError,
+            "packed documents must come without padding",
+        ),
+    ],
+)
+def test_batches_that_cannot_be_sharded_are_refused(
+    entries: dict[str, Any], error: type[Exception], match: str
+) -> None:
+    with pytest.raises(error, match=match):
+        shard_batch({"input_ids": tokens(8, rows=2), **entries}, Ring())
+
+
+def test_shifted_labels_are_refused_where_labels_are_not_shifted() -> None:
+    ids = tokens(8)
+    with pytest.raises(ValueError, match="shift_labels must be left out"):
+        shard_batch({"input_ids": ids, "shift_labels": ids}, Ring(), shift_labels=False)
+
+
+def refused_on_ranks() -> dict[str, str]:
+    """What each rank is told, by mistake."""
+    found = {}
+    model = make("llama", "ringattn")
+    ids = tokens(24)
+
+    def note(name: str, **kwargs: Any) -> None:
+        ring = Ring()
+        part = shard_batch({"input_ids": ids}, ring, name.partition(" ")[0])
+        given = {name: value(part) if callable(value) else value for name, value in kwargs.items()}
+        try:
+            model(**{**part, **given})
+        except (ValueError, RuntimeError) as error:
+            found[name] = f"{type(error).__name__}: {error}"
+
+    note("contiguous without", position_ids=None)
+    note("zigzag without", position_ids=None)
+    note("striped without", position_ids=None)
+    note("zigzag of contiguous", position_ids=lambda part: Ring().sharding(24, "contiguous").positions[None])
+    note("zigzag packed", position_ids=lambda part: part["sharding"].positions[None] % 10)
+    note("zigzag whole", sharding=None)
+    try:
+        shard_batch({"input_ids": tokens(1)}, Ring())
+    except ValueError as error:
+        found["short"] = f"{type(error).__name__}: {error}"
+    module = SimpleNamespace(is_causal=True, attn_temperature_tuning=True, use_rope=False)
+    for name, mistake in {
+        "tuned": {},
+        "none": {"position_ids": None},
+        "three": {"position_ids": torch.ones(3, 2, 3)},
+        "long": {"position_ids": torch.arange(6)[None]},
+    }.items():
+        try:
+            sharding = Ring().sharding(6)
+            call(module if name == "tuned" else None, rows=3, sharding=sharding, **mistake)
+        except (ValueError, NotImplementedError) as error:
+            found[name] = f"{type(error).__name__}: {error}"
+    return found
+
+
+@pytest.mark.dist
+def test_every_rank_refuses_positions_that_are_wrong_on_some(pool: Pools) -> None:
+    for rank, found in enumerate(pool(2).run(refused_on_ranks)):
+        for name in (
+            "contiguous without",
+            "zigzag without",
+            "striped without",
+            "zigzag of contiguous",
+            "zigzag packed",
+        ):
+            assert found[name].startswith("ValueError"), (rank, name)
+            assert "position_ids must be the global positions of this rank's rows" in found[name], (rank, name)
+        assert "position_ids must have this rank's 3 rows of 6, got 6" in found["long"]
+        assert found["zigzag whole"].startswith(
+            "RuntimeError: a model must be called with a sharding among 2 ranks, got none"
+        )
+        assert "a sequence must leave each of 2 ranks a row, got 1 tokens and none for ring ranks [1]" in found["short"]
+        assert "attn_temperature_tuning must be off among several ranks" in found["tuned"]
+        assert "position_ids must be given to a model whose rows are sharded" in found["none"]
+        assert "position_ids must be 2-dimensional" in found["three"]
+
+
+def positions_that_fit() -> None:
+    model = make("llama", "ringattn")
+    ids = tokens(24, rows=2)
+    mask = torch.ones_like(ids)
+    mask[0, :7] = 0
+    ring = Ring()
+    # counted from the first token, as generation counts; padding has any position
+    counted = (mask.cumsum(-1) - 1).masked_fill(mask == 0, 1)
+    for batch in (
+        {"input_ids": ids, "attention_mask": mask, "position_ids": counted},
+        {"input_ids": ids, "position_ids": torch.arange(24)[None] + 2},
+        {"input_ids": ids, "position_ids": torch.arange(24)[None].expand(2, -1)},
+    ):
+        for layout in ("contiguous", "zigzag"):
+            model(**shard_batch(batch, ring, layout))
+    sharding = ring.sharding(24, documents=(0, 9, 24))
+    model(sharding.shard(ids), position_ids=sharding.positions[None], sharding=sharding, use_cache=False)
+
+
+@pytest.mark.dist
+def test_positions_may_count_from_any_start_that_leaves_distances_alone(pool: Pools) -> None:
+    pool(2).run(positions_that_fit)
+
+
+def with_inference_mode() -> Tensor:
+    ids = tokens(12)
+    with torch.inference_mode():
+        part = shard_batch({"input_ids": ids}, Ring())
+        logits = make("llama", "ringattn").eval()(**part).logits
+        return part["sharding"].unshard(logits).clone()
+
+
+@pytest.mark.dist
+def test_evaluation_needs_no_gradients(pool: Pools) -> None:
+    with torch.no_grad():
+        expected = make("llama", "sdpa").eval()(tokens(12)).logits
+    torch.testing.assert_close(pool(2).run(with_inference_mode)[1], expected, rtol=1e-5, atol=1e-5)
+    assert not dist.is_initialized()

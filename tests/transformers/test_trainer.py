@@ -1,0 +1,195 @@
+"""Trainer on a ring: the same loss curve and the same parameters as one process, with only what it reads changed."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from accelerate.data_loader import BatchSamplerShard
+from accelerate.state import AcceleratorState, GradientState, PartialState
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.utils.data import Dataset, IterableDataset
+from transformers import DataCollatorWithFlattening, Trainer, TrainingArguments
+
+from ringattn import Ring
+from ringattn.integrations.transformers import RingCollator
+from ringattn.integrations.transformers.trainer import RingTrainer
+from tests.pool import Pools
+from tests.transformers.models import make, tokens
+
+
+class Samples(Dataset[dict[str, list[int]]]):
+    """Eleven documents of different lengths; most labels of some count for nothing."""
+
+    def __len__(self) -> int:
+        return 11
+
+    def __getitem__(self, index: int) -> dict[str, list[int]]:
+        ids = tokens(6 + 5 * index % 13, seed=index)[0].tolist()
+        labels = [-100 if index % 3 == 0 and i > 4 else x for i, x in enumerate(ids)]
+        return {"input_ids": ids, "labels": labels}
+
+
+class Stream(IterableDataset[dict[str, list[int]]]):
+    def __iter__(self) -> Any:
+        return iter([Samples()[0]])
+
+
+def arguments(folder: str, **options: Any) -> TrainingArguments:
+    settings = {
+        "output_dir": folder,
+        "per_device_train_batch_size": 2,
+        "per_device_eval_batch_size": 2,
+        "gradient_accumulation_steps": 2,
+        "num_train_epochs": 2,
+        "learning_rate": 0.3,
+        "optim": "sgd",
+        "logging_steps": 1,
+        "eval_strategy": "epoch",
+        "save_strategy": "no",
+        "report_to": [],
+        "use_cpu": True,
+        "disable_tqdm": True,
+        "seed": 3,
+        "prediction_loss_only": True,
+        "remove_unused_columns": False,
+    }
+    return TrainingArguments(**{**settings, **options})
+
+
+def train(
+    folder: str, cp: int, implementation: str, **options: Any
+) -> tuple[list[dict[str, float]], dict[str, Tensor]]:
+    """The losses that are logged, and the parameters at the end."""
+    if dist.is_initialized():
+        rank, world_size = str(dist.get_rank()), str(dist.get_world_size())
+        os.environ |= {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size}
+        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+        mesh = init_device_mesh("cpu", (int(world_size) // cp, cp), mesh_dim_names=("dp", "cp"))
+        ring = Ring(mesh["cp"])
+    else:
+        ring = Ring()
+    try:
+        collator = DataCollatorWithFlattening()
+        ringed = implementation == "ringattn"
+        trainer = (RingTrainer if ringed else Trainer)(
+            # with a cache, which 4.57 makes in training too, transformers does not see that documents are packed
+            model=make("llama", implementation, torch.float32, use_cache=False),
+            args=arguments(folder, **options),
+            data_collator=RingCollator(collator, ring) if ringed else collator,
+            train_dataset=Samples(),
+            eval_dataset=Samples(),
+        )
+        trainer.train()
+    finally:
+        for state in (AcceleratorState, PartialState, GradientState):
+            state._reset_state()
+        for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+            os.environ.pop(name, None)
+    kept = ("loss", "eval_loss", "grad_norm", "epoch")
+    history = [{name: row[name] for name in kept if name in row} for row in trainer.state.log_history[:-1]]
+    return history, {name: x.detach().clone() for name, x in trainer.model.named_parameters()}
+
+
+def assert_same(found: tuple[list[dict[str, float]], dict[str, Tensor]], expected: Any) -> None:
+    assert len(expected[0]) >= 6
+    assert [row.keys() for row in found[0]] == [row.keys() for row in expected[0]]
+    for mine, theirs in zip(found[0], expected[0], strict=True):
+        # the history is rounded to four digits
+        assert mine == pytest.approx(theirs, rel=1e-4, abs=1e-4)
+    start = dict(make("llama", "sdpa", torch.float32).named_parameters())
+    for name, x in expected[1].items():
+        moved = (x - start[name]).norm()
+        assert moved > 0, name
+        assert (found[1][name] - x).norm() < 1e-4 * moved, name
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_two_ranks_train_as_one_process_does(pool: Pools, tmp_path: Path, checkpointing: bool) -> None:
+    folder = str(tmp_path)
+    options: dict[str, Any] = {"gradient_checkpointing": checkpointing}
+    expected = train(folder, 1, "sdpa")
+    for found in pool(2).run(train, folder, 2, "ringattn", **options):
+        assert_same(found, expected)
+
+
+@pytest.mark.dist
+def test_two_rings_of_two_train_as_one_process_on_twice_the_batch(pool: Pools, tmp_path: Path) -> None:
+    # twelve samples would be even: the last batches are filled up from the first ones, as accelerate does for any two replicas
+    options = {"max_steps": 2, "num_train_epochs": 1, "eval_strategy": "no"}
+    expected = train(str(tmp_path), 1, "sdpa", **{**options, "gradient_accumulation_steps": 2})
+    found = pool(4).run(train, str(tmp_path), 2, "ringattn", **{**options, "gradient_accumulation_steps": 1})
+    assert [row["loss"] for row in found[0][0]] == pytest.approx([row["loss"] for row in expected[0]], abs=1e-4)
+    for name, x in expected[1].items():
+        for _, parameters in found:
+            torch.testing.assert_close(parameters[name], x, rtol=1e-4, atol=1e-5)
+
+
+def build(
+    folder: str, collator: Any = None, implementation: str = "ringattn", data: Any = None, **options: Any
+) -> RingTrainer:
+    extras = {name: options.pop(name) for name in ("compute_metrics", "compute_loss_func") if name in options}
+    collator = RingCollator(DataCollatorWithFlattening(), Ring()) if collator is None else collator
+    return RingTrainer(
+        model=make("llama", implementation, torch.float32),
+        args=arguments(folder, **options),
+        data_collator=collator,
+        train_dataset=data or Samples(),
+        eval_dataset=Samples(),
+        **extras,
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        (
+            {"collator": DataCollatorWithFlattening()},
+            "data_collator must be a RingCollator, got DataCollatorWithFlattening",
+        ),
+        ({"average_tokens_across_devices": False}, "average_tokens_across_devices must be True"),
+        ({"compute_metrics": len}, "compute_metrics must be left out"),
+        ({"compute_loss_func": len}, "compute_loss_func must be left out"),
+        ({"label_smoothing_factor": 0.1}, "label_smoothing_factor must be left out"),
+    ],
+)
+def test_options_that_would_see_a_shard_are_refused(tmp_path: Path, options: dict[str, Any], match: str) -> None:
+    with pytest.raises((ValueError, NotImplementedError), match=match):
+        build(str(tmp_path), **options)
+
+
+def test_a_model_that_does_not_attend_around_the_ring_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match="the model must attend with ringattn"):
+        build(str(tmp_path), implementation="sdpa").train()
+
+
+class _Place:
+    """A ring as far as its place among processes goes."""
+
+    def __init__(self, rank: int, world_size: int) -> None:
+        self.rank, self.world_size = rank, world_size
+
+
+def test_data_that_not_every_rank_reads_by_index_is_refused() -> None:
+    from torch.utils.data import DataLoader
+
+    from ringattn.integrations.transformers.trainer import share_batches
+
+    ring: Any = _Place(1, 2)
+    with pytest.raises(NotImplementedError, match="a dataset must have a length and be read by every rank"):
+        share_batches(DataLoader(Stream()), ring, 2, 1)
+    with pytest.raises(ValueError, match="a ring must be of consecutive processes"):
+        share_batches(DataLoader(Samples()), ring, 4, 2)
+    dealt = DataLoader(
+        Samples(), batch_sampler=BatchSamplerShard(DataLoader(Samples(), batch_size=2).batch_sampler, 4, 1)
+    )
+    with pytest.raises(
+        ValueError, match="samples to evaluate must be full batches for each of 2 rings, got 11 in batches of 2"
+    ):
+        share_batches(dealt, ring, 4, 1, evenly=True)
