@@ -166,15 +166,28 @@ def join_ranks(device: str, timeout_s: float) -> Iterator[Rank]:
     if backend == "gloo" and sys.platform == "linux" and os.environ.get("LOCAL_WORLD_SIZE") == str(world_size):
         # on one host the loopback serves; not every host can resolve its own name
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    timeout = datetime.timedelta(seconds=timeout_s)
     dist.init_process_group(
-        backend,
-        device_id=chosen if chosen.type == "cuda" else None,
-        timeout=datetime.timedelta(seconds=timeout_s),
+        backend, device_id=chosen if chosen.type == "cuda" else None, timeout=timeout, **_place(world_size, timeout)
     )
     try:
         yield Rank(index, world_size, chosen, backend, os.getppid())
     finally:
         dist.destroy_process_group()
+
+
+def _place(world_size: int, timeout: datetime.timedelta) -> dict[str, Any]:
+    """Where ranks meet: nothing said, or for ranks that torchrun restarted, a part of its store that no earlier ones used.
+
+    Agents keep one store over restarts, in which ranks would find the addresses of those that died. Agents of several
+    hosts count restarts differently, so there the store is used as it is.
+    """
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    if attempt == "0" or os.environ.get("LOCAL_WORLD_SIZE") != str(world_size):
+        return {}
+    store, rank, world_size = next(dist.rendezvous("env://", timeout=timeout))  # pyright: ignore[reportPrivateImportUsage]
+    own = dist.PrefixStore(f"restart {attempt}", store)  # pyright: ignore[reportPrivateImportUsage]
+    return {"store": own, "rank": rank, "world_size": world_size}
 
 
 def launch_ranks(

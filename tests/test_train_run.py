@@ -147,7 +147,7 @@ def save_for_ever(folder: Path) -> None:
 def test_a_kill_at_any_moment_leaves_a_whole_checkpoint(tmp_path):
     context, draw, last = multiprocessing.get_context("forkserver"), random.Random(0), 0
     saved(tmp_path, 1)
-    for _ in range(6):
+    for _ in range(4):
         process = context.Process(target=save_for_ever, args=(tmp_path,), daemon=True)
         process.start()
         deadline = time.monotonic() + 60

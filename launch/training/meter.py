@@ -14,7 +14,7 @@ Note [Exposed communication]
     first needed: one causal call on this rank alone, of the same heads, head_dim and dtype, and of the length that has
     as many visible pairs as this rank's average call. So the number holds waits for rows, transfers that slow a kernel
     down, merging, and a few per cent of error either way, as the shapes differ. It may be slightly negative. The largest
-    of any rank is reported; on CPUs there is none.
+    of any rank is reported; on CPUs, and where blocks are compiled, there is none.
 """
 
 from __future__ import annotations

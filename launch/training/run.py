@@ -168,7 +168,8 @@ class Run:
             self.trainer.load_state_(state)
         self.saved = self.start
         self.history = History(self.out, self.start, writes=rank.first)
-        self._clock = AttentionClock(self._alone) if rank.device.type == "cuda" else None
+        clocked = rank.device.type == "cuda" and not config.compile
+        self._clock = AttentionClock(self._alone) if clocked else None
         self.bar: Any = None
 
     def build(self) -> nn.Module:
@@ -225,7 +226,8 @@ class Run:
     def _count_flops(self) -> None:
         """Counts one forward of the first batch: what a token and what a visible pair costs, over all ranks."""
         windows = self.batches.training(0)
-        with ForwardFlops() as counted:
+        # what is compiled hides its operators
+        with torch.compiler.set_stance("force_eager"), ForwardFlops() as counted:
             self.trainer.evaluate([windows])
         attention, others = (
             sum(column) for column in zip(*self.rank.gather((counted.attention, counted.others)), strict=True)
