@@ -5,6 +5,7 @@ from __future__ import annotations
 import doctest
 import json
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import pytest
 import torch
@@ -60,6 +61,9 @@ class Neighbours:
         assert x is self.mine
         assert list(lengths) == [part.shape[dim] for part in self.parts]
         return self.parts
+
+    def shared_refusals(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
