@@ -3,8 +3,9 @@
 Owns the current sharding of each thread and its way into recomputation. Refuses to know what is done with it.
 
 Note [Current sharding]
-    Kept in a `threading.local`, not in a ContextVar: torch.compile traces the former, and guards on what it found, so that a
-    compiled module meets another sharding by compiling again; the latter it does not trace at all.
+    Kept in a `threading.local`, not in a ContextVar: torch.compile traces the former from torch 2.13 on, and guards on what it
+    found, so that a compiled module meets another sharding by compiling again; the latter it does not trace at all. For compiled
+    code of older versions there is a second, plain object, which all threads share: it refuses when two threads have a sharding.
     Activation checkpointing runs a module again during backward, when the `with` is over, or, worse, another one is open. So a
     sharding is current only for the pass in which it was set: a forward that is recomputed does not find one of outside,
     and `checkpoint_contexts` sets it again inside.
@@ -18,6 +19,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import NamedTuple
 
 import torch
+from torch.torch_version import TorchVersion
 
 from ringattn.sharding import Sharding
 
@@ -32,7 +34,39 @@ class _Current(threading.local):
     entry: _Entry | None = None
 
 
+class _Traced:
+    """What compiled code finds, where it cannot read what belongs to a thread."""
+
+    entry: _Entry | None = None
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.inside: dict[int, list[_Entry]] = {}
+
+    @contextmanager
+    def shown(self, entry: _Entry) -> Iterator[None]:
+        """Shows an entry of this thread as long as no other thread has one."""
+        here = threading.get_ident()
+        with self.lock:
+            self.inside.setdefault(here, []).append(entry)
+            self._choose()
+        try:
+            yield
+        finally:
+            with self.lock:
+                self.inside[here].pop()
+                if not self.inside[here]:
+                    del self.inside[here]
+                self._choose()
+
+    def _choose(self) -> None:
+        stacks = list(self.inside.values())
+        self.entry = None if not stacks else stacks[0][-1] if len(stacks) == 1 else _AMBIGUOUS
+
+
 _current = _Current()
+_AMBIGUOUS = _Entry(None, None, -2)
+_traced = None if TorchVersion(torch.__version__) >= (2, 13) else _Traced()
 _used = False  # whether any sharding has ever been current in this process
 
 
@@ -72,12 +106,19 @@ def use_sharding(sharding: Sharding, kv_sharding: Sharding | None = None) -> Ite
 
 @contextmanager
 def _entered(sharding: Sharding | None, kv_sharding: Sharding | None) -> Iterator[None]:
-    before = _current.entry
-    _current.entry = _Entry(sharding, kv_sharding, -1 if torch.compiler.is_compiling() else _backward_pass())
+    compiling = torch.compiler.is_compiling()
+    entry = _Entry(sharding, kv_sharding, -1 if compiling else _backward_pass())
+    holder = _current if _traced is None or not compiling else _traced
+    before = holder.entry
+    holder.entry = entry
     try:
-        yield
+        if _traced is None or compiling:
+            yield
+        else:
+            with _traced.shown(entry):
+                yield
     finally:
-        _current.entry = before
+        holder.entry = before
 
 
 def checkpoint_contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
@@ -101,8 +142,13 @@ def find_sharding() -> tuple[Sharding, Sharding | None] | None:
     Raises:
         RuntimeError: It was set outside of the backward pass that recomputes this forward.
     """
-    entry = _current.entry
     # a compiled forward is recomputed by its own graph, where the sharding is a constant
+    entry = (_current if _traced is None or not torch.compiler.is_compiling() else _traced).entry
+    if entry is not None and entry.backward_pass == _AMBIGUOUS.backward_pass:
+        raise RuntimeError(
+            f"compiled code on torch {torch.__version__} must find the sharding of one thread, got several threads inside of "
+            "use_sharding (autograd may be one: leave the `with` before backward()); pass sharding= to calls, or use torch 2.13"
+        )
     if not torch.compiler.is_compiling():
         here = _backward_pass()
         # where there never was a sharding, there is none to be missed

@@ -15,6 +15,7 @@ from ringattn import (
     Ring,
     RingMultiheadAttention,
     checkpoint_contexts,
+    current,
     ring_attention,
     scaled_dot_product_attention,
     use_sharding,
@@ -56,6 +57,28 @@ def test_a_thread_has_its_own() -> None:
         thread.start()
         thread.join()
     assert found == [None]
+
+
+def test_what_old_compilers_read_is_never_the_sharding_of_another_thread() -> None:
+    shared, ring = current._Traced(), Ring()
+    mine, other = (current._Entry(ring.sharding(n), None, -1) for n in (4, 5))
+    inside, leave = threading.Event(), threading.Event()
+
+    def visit() -> None:
+        with shared.shown(other):
+            inside.set()
+            leave.wait(10)
+
+    thread = threading.Thread(target=visit)
+    with shared.shown(mine):
+        assert shared.entry is mine
+        thread.start()
+        inside.wait(10)
+        assert shared.entry is current._AMBIGUOUS
+    assert shared.entry is other
+    leave.set()
+    thread.join()
+    assert shared.entry is None
 
 
 def attend(x: Tensor) -> Tensor:
