@@ -544,7 +544,8 @@ def training() -> str:
     )
     far = found["long"]
     return (
-        "### Training\n\nThe main job at the commits named, which still replicated its 135.6M parameters and computed under autocast (2 GiB of weights, gradients and optimizer state on "
+        "### Training\n\nThe main job at the commits named, which still replicated its 135.6M parameters and computed "
+        "under autocast (2 GiB of weights, gradients and optimizer state on "
         "every GPU; the rest is activations and falls with the number of GPUs). Tokens/s are of the whole ring, peak memory "
         f"is of the fullest GPU. {source(found['machine'])}\n\n{body}\n\nAt {far['seq_len']:,} tokens of context "
         f"{far['world_size']} GPUs make {far['tokens_per_s']:,.0f} tokens/s and need "

@@ -98,13 +98,13 @@ def compile_blocks(backend: str, options: str, count: int, sinks: bool, document
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.parametrize(
-    ("backend", "options", "count", "sinks", "documents"),
+    ("backend", "options", "count", "sinks", "documents", "world_size"),
     [
-        ("aot_eager", "softcap and scale", 1, False, False),
-        ("aot_eager", "window", 2, True, True),
-        ("inductor", "window", 2, True, True),
+        *(("aot_eager", "softcap and scale", 1, False, False, world_size) for world_size in (1, 2)),
+        *(("aot_eager", "window", 2, True, True, world_size) for world_size in (1, 2)),
+        ("inductor", "window", 2, True, True, 1),
+        pytest.param("inductor", "window", 2, True, True, 2, marks=pytest.mark.slow),
     ],
     ids=lambda x: str(x),
 )

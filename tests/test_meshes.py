@@ -414,6 +414,7 @@ def test_the_page_about_meshes_runs_and_its_recipes_are_exact(pool: Pools) -> No
                 torch.testing.assert_close(grad.double(), expected[name], rtol=tolerance, atol=tolerance * 1e-2)
 
 
+@pytest.mark.slow
 def test_the_example_trains_as_one_process_does() -> None:
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "4"]
     done = subprocess.run(

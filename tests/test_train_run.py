@@ -370,6 +370,7 @@ def test_a_run_leaves_its_log_curve_sample_and_checkpoints(whole_run):
 
 
 @pytest.mark.dist
+@pytest.mark.slow
 def test_every_mesh_has_the_same_loss_curve(whole_run, pool, tmp_path):
     (code, said), *_ = pool(4, timeout=120).run(run_quietly, tmp_path, mesh="dp=2", recompute="selective")
     assert code == 0

@@ -78,6 +78,7 @@ def test_the_page_says_the_same_on_two_ranks(pool: Pools, tmp_path: Path) -> Non
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_the_example_learns_on_two_ranks_what_it_says() -> None:
     done = subprocess.run(
         [
