@@ -59,9 +59,15 @@ def choose_checkpoint(resume: str, out: Path, rank: Rank) -> Path | None:
         rank: This rank.
 
     Raises:
-        Refusal: The checkpoint does not exist, or a fresh run is wanted where checkpoints of another one lie.
+        Refusal: The checkpoint does not exist, or a fresh run would begin where checkpoints of another one lie.
     """
     found = len(rank.broadcast([path.name for path in list_checkpoints(out)]))
+    old = rank.broadcast(sorted(path.name for path in out.glob("step-*.pt")))
+    if old and not found:
+        raise Refusal(
+            f"out must hold no single-file checkpoints, which 0.3 wrote and this version does not read, got {old[-1]} in {out}; "
+            "pass another --out, or go on with ringattn 0.3"
+        )
     if resume == "auto" or (found and was_restarted()):
         return find_checkpoint(out, rank)
     if resume == "never":
