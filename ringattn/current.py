@@ -66,7 +66,7 @@ class _Traced:
 
 _current = _Current()
 _AMBIGUOUS = _Entry(None, None, -2)
-_traced = None if TorchVersion(torch.__version__) >= (2, 13) else _Traced()
+_traced = None if TorchVersion(torch.__version__) >= "2.13" else _Traced()
 _used = False  # whether any sharding has ever been current in this process
 
 

@@ -58,7 +58,7 @@ def train(blocks: nn.Module, run: Callable[[Tensor], Any], x: Tensor) -> Results
     """Outputs, then the gradients of x and of all parameters."""
     found = run(x)
     outputs = list(found) if isinstance(found, tuple) else [found]
-    sum((o.float() * o.float().cos().detach()).sum() for o in outputs).backward()
+    torch.stack([(o.float() * o.float().cos().detach()).sum() for o in outputs]).sum().backward()
     grads = [x.grad, *(p.grad for p in blocks.parameters())]
     results = [o.detach() for o in outputs] + [grad.clone() for grad in grads if grad is not None]
     assert len(results) == len(outputs) + len(grads)
