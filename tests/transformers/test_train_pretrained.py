@@ -116,6 +116,7 @@ def text_folder(folder: Path) -> str:
 
 
 @pytest.mark.dist
+@pytest.mark.slow
 def test_packed_documents_of_a_model_train_alike_on_one_and_on_two_ranks(pool, tmp_path):
     flags = {"model": write_config(tmp_path / "model", "gemma2"), "data": text_folder(tmp_path / "text"), "pack": True}
     said, _ = pool(2, timeout=180).run(run_quietly, tmp_path / "two", **flags, recompute="selective", accumulate=2)
