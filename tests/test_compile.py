@@ -101,10 +101,12 @@ def compile_blocks(backend: str, options: str, count: int, sinks: bool, document
 @pytest.mark.parametrize(
     ("backend", "options", "count", "sinks", "documents", "world_size"),
     [
-        *(("aot_eager", "softcap and scale", 1, False, False, world_size) for world_size in (1, 2)),
         *(("aot_eager", "window", 2, True, True, world_size) for world_size in (1, 2)),
-        ("inductor", "window", 2, True, True, 1),
-        pytest.param("inductor", "window", 2, True, True, 2, marks=pytest.mark.slow),
+        *(
+            pytest.param(*case, world_size, marks=pytest.mark.slow)
+            for case in (("aot_eager", "softcap and scale", 1, False, False), ("inductor", "window", 2, True, True))
+            for world_size in (1, 2)
+        ),
     ],
     ids=lambda x: str(x),
 )

@@ -406,6 +406,7 @@ def run_page(blocks: list[str]) -> list[Gradients]:
 
 
 @pytest.mark.dist
+@pytest.mark.slow
 def test_the_page_about_meshes_runs_and_its_recipes_are_exact(pool: Pools) -> None:
     _, expected = one_process([make_batch(0, 4, SEQ_LEN)])
     for found in pool(4, 120).run(run_page, BLOCKS):

@@ -534,6 +534,7 @@ def test_a_compiled_module_is_one_graph_and_meets_each_sharding() -> None:
 
 
 @pytest.mark.dist
+@pytest.mark.slow
 def test_a_compiled_encoder_on_ranks_is_the_same(pool: Pools) -> None:
     pool(2).run(compile_on_ranks)
 

@@ -384,6 +384,7 @@ def test_every_mesh_has_the_same_loss_curve(whole_run, pool, tmp_path):
 
 
 @pytest.mark.dist
+@pytest.mark.slow
 def test_packed_documents_train_alike_on_one_and_on_two_ranks(pool, tmp_path):
     (tmp_path / "text").mkdir()
     for index in range(200):
@@ -459,6 +460,7 @@ def test_a_run_whose_rank_is_killed_comes_back_by_itself_and_repeats_every_bit(w
 
 
 @pytest.mark.dist
+@pytest.mark.slow
 def test_ctrl_c_saves_and_stops_after_a_step_and_another_number_of_ranks_continues(whole_run, tmp_path):
     process = start(tmp_path, *SLOW, "--checkpoint-interval", "100")
     wait_for_step(tmp_path, 3, process)
