@@ -213,7 +213,9 @@ def recompute_inside(recompute: str) -> tuple[int, int]:
     return runs["forward"], runs["backward"]
 
 
-@pytest.mark.parametrize(("recompute", "runs"), [("full", (2, 1)), ("selective", (1, 1))])
+@pytest.mark.parametrize(
+    ("recompute", "runs"), [pytest.param("full", (2, 1), marks=pytest.mark.slow), ("selective", (1, 1))]
+)
 def test_selective_checkpointing_inside_a_compiled_region_keeps_the_ring(recompute: str, runs: tuple[int, int]) -> None:
     assert recompute_inside(recompute) == runs
 
