@@ -202,20 +202,8 @@ def _fake_backward(
     return [x.new_empty(x.shape) for x in (q, k, v, *kept)]
 
 
-def attend(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    sinks: Tensor | None,
-    alibi_slopes: Tensor | None,
-    key_bias: Tensor | None,
-    bias: Tensor | None,
-    dropout_seed: int,
-    ring: str,
-    call: str,
-) -> tuple[Tensor, Tensor]:
-    """The forward operator, with its gradients, by the shortest way (Note [The short way])."""
-    args = (q, k, v, sinks, alibi_slopes, key_bias, bias, dropout_seed, ring, call)
+def attend(*args: Any) -> tuple[Tensor, Tensor]:
+    """The forward operator, of its arguments and with its gradients, by the shortest way (Note [The short way])."""
     return _differentiably(None, *args) if _is_unseen(args[:7]) else ring_attention_op(*args)
 
 

@@ -23,6 +23,7 @@ from torch.nn.functional import rms_norm, silu
 
 from ringattn import Ring, Sharding, ring_attention
 from tests.test_copy_engine_gpu import GPUS, run
+from tests.test_gpu_ring import capture
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600), pytest.mark.skipif(GPUS < 1, reason="needs a GPU")]
 PATIENCE = timedelta(minutes=5)  # ranks compile while others wait
@@ -148,15 +149,7 @@ def _whole_step_by_hand(rank: int, world_size: int) -> None:
         o = forward(x)
         return [o.detach(), *torch.autograd.grad(o, leaves, do)]
 
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(3):
-            step()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
-        captured = step()
+    graph, captured = capture(step)
     for seed in range(1, 5):
         with torch.no_grad():
             x.copy_(rows_of(sharding, seed))

@@ -56,6 +56,20 @@ def assert_same(found: list[Tensor], expected: list[Tensor], about: str) -> None
         assert torch.equal(x, y), f"{about}: {name} differs by {(x.float() - y.float()).abs().max().item()}"
 
 
+def capture(step: Callable[[], list[Tensor]]) -> tuple[torch.cuda.CUDAGraph, list[Tensor]]:
+    """A graph of a step that was made a few times before, and what it writes at each replay."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+        captured = step()
+    return graph, captured
+
+
 def _bits(rank: int, world_size: int) -> None:
     budgets = {"gathered": PLENTY, "staged": 0}
     rings = {name: Ring(transport="copy_engine", memory_budget=budgets[name], timeout=PATIENCE) for name in budgets}
@@ -88,14 +102,7 @@ def _graphs(rank: int, world_size: int) -> None:
         o = ring_attention(q, k, v, sharding, causal=True, deterministic=True)
         return [o.detach(), *torch.autograd.grad(o, (q, k, v), do)]
 
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        for _ in range(3):
-            train()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
-        captured = train()
+    graph, captured = capture(train)
     for seed in range(1, 6):
         whole = draw(seed, n)
         with torch.no_grad():
@@ -198,14 +205,7 @@ def _keys_kept(rank: int, world_size: int) -> None:
         o = ring_attention(leaves[0], leaves[1], leaves[2], sharding, causal=True, deterministic=True)
         return [o.detach(), *torch.autograd.grad(o, leaves[:3], leaves[3])]
 
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        for _ in range(3):
-            train()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
-        captured = train()
+    graph, captured = capture(train)
     for seed in range(1, 5):
         whole = draw(seed, n)
         with torch.no_grad():
