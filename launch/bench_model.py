@@ -14,8 +14,8 @@ Note [The same step]
 Note [MFU]
     Model FLOPs of a step: 6 per parameter (the embedding's rows are looked up, not multiplied) and token, and
     12 * heads * head_dim per layer and visible pair: forward once, backward twice, nothing for what is computed again
-    (Chowdhery et al. 2022, "PaLM", appendix B, with pairs instead of all keys). MFU is their part of the peak that the
-    datasheet gives for dense bf16: 989 TFLOP/s for H100 and H200.
+    (Chowdhery et al. 2022, "PaLM", appendix B, with pairs instead of all keys). MFU is their part of the peak in the
+    datasheet (`training/meter.py`: 989 TFLOP/s for H100 and H200).
 """
 
 from __future__ import annotations
@@ -40,11 +40,10 @@ from ringattn.launch.check import DTYPES
 from ringattn.launch.contenders import Refused
 from ringattn.launch.problems import Problem
 from ringattn.launch.session import Session
+from ringattn.launch.training.meter import mfu, peak_flops
 from ringattn.launch.training.model import Block, ModelConfig, Transformer, recompute_
 
 Attention = Literal["ring", "ring_recomputed", "torch_cp_allgather", "torch_cp_alltoall"]
-PEAK_TFLOPS = {"H100": 989.0, "H200": 989.0}
-"""Dense bf16, from the datasheets of the SXM parts (Note [MFU])."""
 
 
 @dataclass(frozen=True)
@@ -318,9 +317,8 @@ def _measure(
     seconds = statistics.median(taken[1:] or taken)
     tokens, ranks = batch.sharding.seq_len, session.world_size
     flops = model_flops(model.config, sum(p.numel() for p in model.parameters()), tokens, tokens * (tokens + 1) // 2)
-    teraflops = flops / seconds / ranks / 1e12
-    name = torch.cuda.get_device_name(session.device) if cuda else "CPU"
-    peak = next((value for chip, value in PEAK_TFLOPS.items() if chip in name), None)
+    peak = peak_flops(torch.cuda.get_device_name(session.device) if cuda else "CPU", DTYPES[args.dtype])
+    share = mfu(flops, seconds, ranks, peak)
     held = (
         torch.cuda.max_memory_allocated(session.device) + max(0, outside_torch(session.device) - outside) if cuda else 0
     )
@@ -330,7 +328,7 @@ def _measure(
         "loss": losses[0],
         "losses": losses,
         "tokens_per_s_per_gpu": tokens / seconds / ranks,
-        "model_tflops_per_gpu": teraflops,
-        "mfu_percent": None if peak is None else 100 * teraflops / peak,
+        "model_tflops_per_gpu": flops / seconds / ranks / 1e12,
+        "mfu_percent": None if share is None else 100 * share,
         "peak_gib": session.maximum([held / GIB])[0] if cuda else None,
     }
