@@ -27,37 +27,49 @@ def test_examples_of_docstrings_are_true(name: str) -> None:
     assert result.failed == 0
 
 
-def run_on_two_ranks(example: str) -> str:
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+def run_on_ranks(example: str, *flags: str, ranks: int = 2) -> str:
+    """What a program of examples/ prints on CPU ranks."""
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)]
+    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     done = subprocess.run(
-        [*launch, f"examples/{example}.py"],
+        [*launch, f"examples/{example}.py", *flags],
         cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
         capture_output=True,
         text=True,
         check=False,
-        timeout=120,
+        timeout=240,
     )
     assert done.returncode == 0, done.stderr
     return done.stdout
 
 
 def test_the_quickstart_runs_on_two_ranks() -> None:
-    printed = run_on_two_ranks("quickstart")
+    printed = run_on_ranks("quickstart")
     assert "rank 0 of 2: output (1, 501, 8, 64)" in printed
     assert "rank 1 of 2: output (1, 500, 8, 64)" in printed
 
 
 def test_the_swap_of_sdpa_equals_one_process() -> None:
-    printed = run_on_two_ranks("sdpa")
+    printed = run_on_ranks("sdpa")
     assert printed.count("(equal up to rounding)") == 2
 
 
 def test_the_converted_model_learns_what_one_process_learns() -> None:
-    printed = run_on_two_ranks("multihead_attention")
+    printed = run_on_ranks("multihead_attention")
     assert "converted: layers.layers.0.self_attn, layers.layers.1.self_attn" in printed
     steps = re.findall(r"step (\d+): loss (\S+), one process (\S+), gradients .* \(equal up to rounding\)", printed)
     assert [step for step, _, _ in steps] == ["1", "5", "10"]
     losses = [(float(ours), float(theirs)) for _, ours, theirs in steps]
     assert all(abs(ours - theirs) < 1e-3 for ours, theirs in losses)
     assert losses[-1][0] < losses[0][0] / 2
+
+
+@pytest.mark.slow
+def test_fsdp_beside_the_ring_trains_as_one_process_does() -> None:
+    printed = run_on_ranks("fsdp2_context_parallel", "--steps", "3", ranks=4)
+    assert "4 ranks on cpu: dp 2 x cp 2, rows per cp rank: 251, 250" in printed
+    steps = re.findall(r"^ +\d +([\d.]+) +([\d.]+) +([-+][\d.e-]+)$", printed, re.MULTILINE)
+    assert len(steps) == 3, printed
+    assert float(steps[-1][0]) < float(steps[0][0])
+    assert all(abs(float(difference)) < 1e-5 for _, _, difference in steps), printed

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +11,7 @@ import torch
 from transformers import TrainingArguments
 
 from tests.pool import Pools
+from tests.test_examples import run_on_ranks
 from tests.transformers.models import make, tokens
 
 ROOT = Path(__file__).parents[2]
@@ -80,30 +78,8 @@ def test_the_page_says_the_same_on_two_ranks(pool: Pools, tmp_path: Path) -> Non
 
 @pytest.mark.slow
 def test_the_example_learns_on_two_ranks_what_it_says() -> None:
-    done = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "torch.distributed.run",
-            "--standalone",
-            "--nproc_per_node",
-            "2",
-            "examples/transformers_trainer.py",
-        ],
-        cwd=ROOT,
-        env={
-            **os.environ,
-            "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]),
-            "OMP_NUM_THREADS": "1",
-            "CUDA_VISIBLE_DEVICES": "",
-        },
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=240,
-    )
-    assert done.returncode == 0, done.stderr
-    line = next(line for line in done.stdout.splitlines() if line.startswith("loss of steps"))
+    printed = run_on_ranks("transformers_trainer")
+    line = next(line for line in printed.splitlines() if line.startswith("loss of steps"))
     first, *_, last = map(float, line.partition(": ")[2].split())
     assert 4.9 < first < 5.3
     assert 3.2 < last < 3.7
