@@ -226,7 +226,7 @@ def _bench(out: str) -> int:
 
 
 def _bench_host(out: str) -> int:
-    words = ["--tokens", "8", "--calls", "3", "--layers", "2", "--device", "cpu", "--out", out]
+    words = ["--tokens", "8", "--calls", "25", "--layers", "2", "--device", "cpu", "--out", out]
     return bench.main(["host", *TINY, *words])
 
 
