@@ -14,8 +14,9 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 MODULES = sorted(
-    "ringattn." + path.stem
-    for path in (ROOT / "ringattn").glob("*.py")
+    ".".join(path.relative_to(ROOT).with_suffix("").parts)
+    for folder in ("ringattn", "ringattn/inference")
+    for path in (ROOT / folder).glob("*.py")
     if ">>> " in path.read_text() and path.stem != "__init__"
 )
 
@@ -50,11 +51,13 @@ def test_the_quickstart_runs_on_two_ranks() -> None:
     assert "rank 1 of 2: output (1, 500, 8, 64)" in printed
 
 
+@pytest.mark.slow
 def test_the_swap_of_sdpa_equals_one_process() -> None:
     printed = run_on_ranks("sdpa")
     assert printed.count("(equal up to rounding)") == 2
 
 
+@pytest.mark.slow
 def test_the_converted_model_learns_what_one_process_learns() -> None:
     printed = run_on_ranks("multihead_attention")
     assert "converted: layers.layers.0.self_attn, layers.layers.1.self_attn" in printed
