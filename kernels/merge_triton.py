@@ -3,7 +3,7 @@
 Owns the kernel and its launcher. Runs on CUDA and ROCm devices, and on CPU tensors in the Triton interpreter.
 """
 
-# pyright: reportArgumentType=false
+# pyright: reportGeneralTypeIssues=false, reportArgumentType=false
 # (powers of two may be constants of kernels, says Triton)
 
 from __future__ import annotations

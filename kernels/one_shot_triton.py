@@ -74,11 +74,11 @@ def _meeting(ranks):
         mov.u32 t, %tid.x;
         setp.lt.u32 mine, t, {ranks};
         mul.wide.u32 at, t, 8;
-        setp.ne.s64 bad, $5, 0;
-        barrier.red.or.pred bad, 0, bad;
         add.s64 there, $1, at;
         @mine ld.global.b64 there, [there];
         add.s64 there, there, $3;
+        setp.ne.s64 bad, $5, 0;
+        barrier.red.or.pred bad, 0, bad;
         selp.b64 v, -1, $4, bad;
         @mine st.release.sys.global.b64 [there], v;
         add.s64 own, $2, at;
@@ -228,5 +228,20 @@ def one_shot(
     columns = triton.next_power_of_2(max(dv, 1))
     per_program = max(1, min(TILE // columns, triton.next_power_of_2(-(-rows // PROGRAMS))))
     constants = {"RANKS": ranks, "PROGRAMS": PROGRAMS, "ROWS": per_program, "COLUMNS": columns}
-    args = (stack, sinks, o, lse, table, stack.shape[0], stack.stride(0), rank, rows, heads, queries, dv, slot, patience)
+    args = (
+        stack,
+        sinks,
+        o,
+        lse,
+        table,
+        stack.shape[0],
+        stack.stride(0),
+        rank,
+        rows,
+        heads,
+        queries,
+        dv,
+        slot,
+        patience,
+    )
     tape.launch(_one_shot_kernel, (PROGRAMS,), args, constants, num_warps=WARPS, num_stages=1)

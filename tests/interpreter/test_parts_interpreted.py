@@ -38,5 +38,5 @@ def test_parts_finish_alike(sizes: tuple[int, int, int, int], with_sinks: bool, 
     o, lse = torch.full((b, s, h, dv), math.nan, dtype=dtype), torch.full((b, h, s), math.nan)
     parts_triton.finish_parts(stack, b * s * h, dv, sinks, o, lse)
     eps = torch.finfo(dtype).eps
-    for x, y in zip((o, lse), finish(stack, *sizes, sinks, dtype), strict=True):
+    for x, y in zip((o, lse), finish(stack, sizes, sinks, dtype), strict=True):
         torch.testing.assert_close(x, y, rtol=eps if x is o else 1e-6, atol=1e-6)
