@@ -1,0 +1,198 @@
+"""One exchange: all ranks leave with the same bits, those of the simulated ranks, and they are attention over all keys."""
+
+from __future__ import annotations
+
+import math
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from ringattn import Ring
+from ringattn.transport.exchange import Exchange, SimulatedExchange
+from ringattn.transport.simulated import run_ranks
+from tests.pool import Pools
+from tests.test_parts import Sizes, attend, draw_parts
+
+
+def draw(seed: int, ranks: int, sizes: Sizes, *, sinks: bool) -> tuple[list[Tensor], Tensor | None, Tensor, Tensor]:
+    """Every rank's splits, of which there are 1 to 3 and some hold nothing, the sinks, and o and lse in fp64."""
+    generator = torch.Generator().manual_seed(seed)
+    counts = torch.randint(1, 4, (ranks,), generator=generator).tolist()
+    stack, scores, values = draw_parts(seed, sum(counts), *sizes)
+    drawn = torch.randn(sizes[2], generator=generator) * 4 if sinks else None
+    return list(stack.split(counts)), drawn, *attend(scores, values, drawn)
+
+
+def answer(exchange: Exchange, splits: Tensor, sizes: Sizes, sinks: Tensor | None, dtype: torch.dtype) -> list[Tensor]:
+    b, s, h, dv = sizes
+    o, lse = torch.full((b, s, h, dv), math.nan, dtype=dtype), torch.full((b, h, s), math.nan)
+    exchange.finish(splits, *sizes, sinks, o, lse)
+    return [o, lse]
+
+
+def simulate(ranks: int, splits: list[Tensor], sizes: Sizes, sinks: Tensor | None, dtype: torch.dtype) -> list[Tensor]:
+    found = run_ranks(ranks, lambda seat: answer(SimulatedExchange(seat), splits[seat.rank], sizes, sinks, dtype))
+    for other in found:
+        assert all(torch.equal(x, y) for x, y in zip(found[0], other, strict=True))
+    return found[0]
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    seed=st.integers(0, 10**6),
+    ranks=st.integers(1, 5),
+    sizes=st.tuples(st.integers(1, 2), st.integers(1, 3), st.integers(1, 3), st.sampled_from([1, 6, 8])),
+    sinks=st.booleans(),
+)
+def test_simulated_ranks_leave_with_attention_over_all_keys(seed: int, ranks: int, sizes: Sizes, sinks: bool) -> None:
+    splits, drawn, *want = draw(seed, ranks, sizes, sinks=sinks)
+    for x, y in zip(simulate(ranks, splits, sizes, drawn, torch.float32), want, strict=True):
+        torch.testing.assert_close(x.double(), y, rtol=1e-5, atol=1e-5)
+
+
+CASES = [(seed, (1 + seed % 2, 1 + seed % 3, 1 + seed % 4, (8, 5, 128)[seed % 3]), bool(seed % 2)) for seed in range(8)]
+
+
+def _group(cases: list[tuple[int, Sizes, bool]]) -> list[list[Tensor]]:
+    ring = Ring()
+    exchange, found = ring.exchange("cpu"), []
+    assert ring.exchange(torch.device("cpu")) is exchange
+    for seed, sizes, sinks in cases:
+        splits, drawn, _, _ = draw(seed, ring.world_size, sizes, sinks=sinks)
+        for dtype in (torch.float32, torch.bfloat16):
+            found.append(answer(exchange, splits[ring.rank], sizes, drawn, dtype))
+    ring.close()
+    return found
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_ranks_give_the_bits_of_simulated_ranks(pool: Pools, ranks: int) -> None:
+    everywhere = pool(ranks).run(_group, CASES)
+    wanted = []
+    for seed, sizes, sinks in CASES:
+        splits, drawn, _, _ = draw(seed, ranks, sizes, sinks=sinks)
+        wanted += [simulate(ranks, splits, sizes, drawn, dtype) for dtype in (torch.float32, torch.bfloat16)]
+    for found in everywhere:
+        for ours, theirs in zip(found, wanted, strict=True):
+            # a rank alone merges its splits and its sinks at once
+            same = (lambda x, y: torch.allclose(x, y, rtol=1e-2)) if ranks == 1 else torch.equal
+            assert all(same(x, y) for x, y in zip(ours, theirs, strict=True))
+
+
+def _finish(exchange: Exchange, b: int, s: int, h: int, dv: int, **wrong: Tensor) -> None:
+    given = {
+        "splits": torch.zeros(1, b * s * h * (dv + 2)),
+        "sinks": torch.zeros(h),
+        "o": torch.empty(b, s, h, dv),
+        "lse": torch.empty(b, h, s),
+    } | wrong
+    exchange.finish(given["splits"], b, s, h, dv, given["sinks"], given["o"], given["lse"])
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        (
+            {"splits": torch.zeros(2, 47)},
+            r"splits must be fp32 of shape \(at least 1, 48\), .* got torch.float32 of shape \(2, 47\)",
+        ),
+        ({"splits": torch.zeros(0, 48)}, r"splits must be fp32 of shape"),
+        ({"splits": torch.zeros(1, 48).double()}, r"splits must be fp32 .* got torch.float64"),
+        ({"splits": torch.zeros(48, 2).T}, r"splits must have a contiguous last dim, got strides \(1, 2\)"),
+        ({"o": torch.empty(2, 4, 4)}, r"o must have shape \(1, 2, 4, 4\), got \(2, 4, 4\)"),
+        ({"o": torch.empty(1, 2, 4, 4, dtype=torch.int32)}, r"o must have a floating dtype"),
+        ({"o": torch.empty(1, 4, 2, 4).transpose(1, 2)}, r"o must be contiguous"),
+        ({"lse": torch.empty(1, 4, 2, dtype=torch.float64)}, r"lse must be torch.float32, got torch.float64"),
+        ({"lse": torch.empty(1, 4, 2, device="meta")}, r"lse must be on the device of splits, cpu, got meta"),
+        ({"sinks": torch.zeros(2)}, r"sinks must have shape \(4,\), got \(2,\)"),
+    ],
+)
+def test_what_does_not_fit_is_refused(wrong: dict[str, Tensor], said: str) -> None:
+    exchange = Ring().exchange("cpu")
+    for _ in range(2):
+        with pytest.raises(ValueError, match=said):
+            _finish(exchange, 1, 2, 4, 4, **wrong)
+    _finish(exchange, 1, 2, 4, 4)
+
+
+def _differing(what: str) -> str:
+    ring = Ring(timeout=timedelta(seconds=1))
+    exchange = ring.exchange("cpu")
+    _finish(exchange, 1, 1, 2, 4)
+    try:
+        if what == "heads":
+            _finish(exchange, 1, 1, 4 if ring.rank else 8, 4)
+        elif what == "refused":
+            _finish(exchange, 1, 2, 2, 4, **({"lse": torch.empty(1)} if ring.rank else {}))
+        elif ring.rank == 0:
+            _finish(exchange, 2, 1, 2, 4)
+        else:
+            return "absent"
+    except (ValueError, RuntimeError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+@pytest.mark.dist
+def test_different_exchanges_are_refused_on_every_rank_and_name_who_differs(pool: Pools) -> None:
+    for said in pool(3).run(_differing, "heads"):
+        assert said.startswith(
+            "ValueError: an exchange must be the same on all ranks of a ring, got b 1, s 1, h 4, dv 4, torch.float32, sinks, cpu "
+            "on most ranks and b 1, s 1, h 8, dv 4, torch.float32, sinks, cpu on ring rank 0"
+        )
+    first, *others = pool(3).run(_differing, "refused")
+    assert first.startswith("ValueError: ring rank 1 refused: ValueError: lse must have shape (1, 2, 2), got (1,)")
+    assert all(other.startswith("ValueError: lse must have shape (1, 2, 2), got (1,)") for other in others)
+
+
+@pytest.mark.dist
+def test_a_rank_that_does_not_come_is_named(pool: Pools) -> None:
+    first, *_ = pool(2).run(_differing, "absent")
+    assert first.startswith("RuntimeError: ring rank 0: ring ranks [1] did not make this attention call within 0:00:01")
+
+
+def _lost() -> str:
+    ring = Ring()
+    exchange = ring.exchange("cpu")
+    _finish(exchange, 1, 1, 2, 4)
+
+    def fail(*args: object, **kwargs: object) -> None:
+        raise RuntimeError("connection closed by peer")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "all_gather_into_tensor", fail)
+        try:
+            _finish(exchange, 1, 1, 2, 4)
+        except RuntimeError as error:
+            return str(error)
+    return ""
+
+
+@pytest.mark.dist
+def test_a_collective_that_fails_names_the_ranks(pool: Pools) -> None:
+    said = pool(2).run(_lost)[1]
+    assert said.startswith(
+        "ring rank 1: an exchange of b 1, s 1, h 2, dv 4: the collective with ring ranks [0] failed or timed out"
+    )
+    assert said.endswith("(connection closed by peer)")
+
+
+def _named() -> list[str]:
+    ring = Ring()
+    names = [str(ring.exchange("cpu"))]
+    ring.close()
+    asked = Ring(transport="process_group")
+    return [*names, str(ring.exchange("cpu")), str(asked.exchange("cpu"))]
+
+
+@pytest.mark.dist
+def test_an_exchange_says_what_it_is_and_why(pool: Pools) -> None:
+    wanted = ["group: the partials are in cpu memory"] * 2 + ["group: process_group: asked for"]
+    assert pool(2).run(_named) == [wanted] * 2
+    assert str(Ring().exchange("cpu")) == "alone: one rank: every key is here already"
