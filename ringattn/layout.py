@@ -16,6 +16,8 @@ from itertools import pairwise
 from typing import Protocol
 
 LAYOUTS = ("contiguous", "striped", "zigzag", "balanced")
+PART = "part"
+"""The name of what is no layout: shards, made by hand, that hold only some positions of a sequence."""
 
 
 @dataclass(frozen=True, order=True)

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from ringattn.layout import LAYOUTS, Run, Shard, check_sizes, make_shards, shard_len
+from ringattn.layout import LAYOUTS, PART, Run, Shard, check_sizes, make_shards, shard_len
 from ringattn.living import living_ring
 from ringattn.plain import check_plain
 from ringattn.visibility import check_documents
@@ -43,8 +43,8 @@ class Sharding:
 
     Args:
         seq_len: Tokens of the whole sequence.
-        layout: The name of the layout.
-        shards: Every rank's shard; together they hold every position once.
+        layout: The name of the layout; "part" for shards that hold only some of the positions.
+        shards: Every rank's shard; together they hold every position once ("part": at most once).
         rank: This rank.
         documents: Cumulative boundaries (0, ..., seq_len) of packed documents; None: one document.
         ring: The ring that made it; needed by `unshard` among several ranks, and by attention.
@@ -78,8 +78,8 @@ class Sharding:
         device: torch.device | str | None = None,
     ) -> None:
         check_sizes(seq_len, len(shards))
-        if layout not in LAYOUTS:
-            raise ValueError(f"layout must be one of {', '.join(LAYOUTS)}, got {layout!r}; 'zigzag' suits causal masks")
+        if layout not in (*LAYOUTS, PART):
+            raise ValueError(f"layout must be one of {', '.join(LAYOUTS)}, {PART}, got {layout!r}; 'zigzag' suits causal masks")
         if not 0 <= rank < len(shards):
             raise ValueError(
                 f"rank must be from 0 to {len(shards) - 1}, got {rank}; give one shard per rank of the ring"
@@ -93,7 +93,7 @@ class Sharding:
         self._documents = None if documents is None else tuple(documents)
         self._ring = ring
         self._device = torch.device("cpu" if device is None else device)
-        _check_partition(self._shards, seq_len)
+        _check_partition(self._shards, seq_len, whole=layout != PART)
         # not cached_property, whose lock torch.compile does not trace
         self._shard_lens = tuple(shard_len(shard) for shard in self._shards)
         self.text = repr(self.spec)
@@ -251,7 +251,7 @@ class Sharding:
         not part of it: all ranks have the same text.
         """
         shards = None
-        if self._layout == "balanced" or self._shards != make_shards(self._layout, self._seq_len, self.world_size):
+        if self._layout in ("balanced", PART) or self._shards != make_shards(self._layout, self._seq_len, self.world_size):
             shards = tuple(tuple((run.start, run.stride, run.length) for run in shard) for shard in self._shards)
         return self._seq_len, self._layout, self.world_size, self._documents, shards
 
@@ -325,7 +325,7 @@ def _resolve_dim(x: Tensor, dim: int) -> int:
     return dim % x.ndim
 
 
-def _check_partition(shards: tuple[Shard, ...], seq_len: int) -> None:
+def _check_partition(shards: tuple[Shard, ...], seq_len: int, *, whole: bool) -> None:
     for rank, shard in enumerate(shards):
         end = 0
         for run in shard:
@@ -336,7 +336,7 @@ def _check_partition(shards: tuple[Shard, ...], seq_len: int) -> None:
                 )
             end = run.last + 1
     held = sum(shard_len(shard) for shard in shards)
-    if held != seq_len or not _is_disjoint(shards, seq_len):
+    if (whole and held != seq_len) or not _is_disjoint(shards, seq_len):
         raise ValueError(
             f"shards must hold each of {seq_len} positions once, got {held} rows; "
             "make them with ringattn.layout.make_shards"
@@ -350,4 +350,4 @@ def _is_disjoint(shards: tuple[Shard, ...], seq_len: int) -> bool:
     held = bytearray(seq_len)
     for run in runs:
         held[run.start : run.last + 1 : run.stride] = b"\1" * run.length
-    return all(held)
+    return sum(held) == sum(run.length for run in runs)

@@ -1,0 +1,8 @@
+"""Inference over contexts that no single device can hold: a sharded, paged cache of keys and values, prefill and decode."""
+
+from ringattn.inference.attention import attend
+from ringattn.inference.cache import PagedKVCache
+from ringattn.inference.pages import CacheFull
+from ringattn.inference.step import Step
+
+__all__ = ["CacheFull", "PagedKVCache", "Step", "attend"]
