@@ -121,6 +121,10 @@ class Pages:
         """Requests that are here, in the order in which they came."""
         return tuple(self._requests)
 
+    def __contains__(self, request: object) -> bool:
+        """Whether a request has joined and not left."""
+        return request in self._requests
+
     def length(self, request: int) -> int:
         """Tokens of a request."""
         return self._find(request).length
