@@ -4,8 +4,8 @@ Owns when ranks compare, and what. Refuses to know what a step does with its row
 
 Note [Same books]
     Every rank keeps the books of a cache by itself, so a rank that was called differently would go on with other numbers and
-    nobody would notice. Each step carries the digest of all calls that its books have seen (`Pages.digest`), and ranks compare
-    it, in one short message, before the first layer of a step does anything:
+    nobody would notice. So ranks compare a digest of a step (whose tokens it brings, and who keeps which of those they see) in
+    one short message, before its first layer does anything:
     - for every step of prefill, whatever the number of layers;
     - for steps of decoding when who decodes changes, and else every COMPARED steps: a comparison costs a fraction of a
       millisecond, which is little beside a chunk of a prompt but not beside a token.
@@ -14,6 +14,7 @@ Note [Same books]
 
 from __future__ import annotations
 
+from hashlib import blake2b
 from typing import TYPE_CHECKING
 
 import torch
@@ -21,6 +22,9 @@ import torch
 from ringattn.ring import Ring
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from ringattn.inference.pages import Block
     from ringattn.inference.step import Step
 
 COMPARED = 16
@@ -61,7 +65,7 @@ class Accord:
             return
         same = self._is_known(step)
         if not same or kind not in self._kinds:
-            self._ring.agree("attend: a step and its options", f"{step.mode} {step.digest.hex()} of {self._cache}: {kind}")
+            self._ring.agree("attend: a step and its options", f"{_described(step)}, {self._cache}, {kind}")
         self._kinds.add(kind)
         if device not in self._settled:
             self._ring.settle(device)
@@ -79,3 +83,23 @@ class Accord:
             return False
         self._decoded += 1
         return True
+
+
+def _described(step: Step) -> str:
+    """A step in words: what people can compare, and a digest of the rest."""
+    if step.sharding is not None and step.kv_sharding is not None:
+        owners = f"{step.sharding.text} {step.kv_sharding.text}"
+    else:
+        owners = repr([_owners(step.cache.pages.blocks(request)) for request in step.requests])
+    facts = repr((step.requests, step.counts, step.lengths, step.firsts, owners))
+    few = f"requests {step.requests} with {step.counts} new tokens" if len(step.requests) <= 8 else f"{len(step.requests)} requests"
+    return f"{step.mode} of {few}, digest {blake2b(facts.encode(), digest_size=8).hexdigest()}"
+
+
+def _owners(blocks: Sequence[Block]) -> list[tuple[int, int]]:
+    """Where each rank's stretches of a request begin, and whose they are."""
+    found: list[tuple[int, int]] = []
+    for block in blocks:
+        if not found or found[-1][0] != block.rank:
+            found.append((block.rank, block.start))
+    return found

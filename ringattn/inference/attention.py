@@ -290,7 +290,7 @@ def _check_step(step: Step) -> None:
     """Whether the cache still has what the step speaks of."""
     books = step.cache.pages
     for request, length in zip(step.requests, step.lengths, strict=True):
-        here = books.length(request) if request in books else -1
+        here = books.length(request) if request in books.requests else -1
         if here < length:
             now = "has left" if here < 0 else f"was cropped to {here}"
             raise ValueError(

@@ -24,7 +24,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from hashlib import blake2b
 from itertools import count
 
 
@@ -79,7 +78,6 @@ class Pages:
         world_size: As given.
         pages: As given.
         page_size: As given.
-        digest: Of all that has ever been written here: equal books have equal digests, and only they.
 
     Raises:
         ValueError: A number is less than 1.
@@ -103,8 +101,6 @@ class Pages:
         self._users = [[0] * pages for _ in range(world_size)]
         self._requests: dict[int, _Request] = {}
         self._names = count()
-        self.digest = b""
-        self._record("books", world_size, pages, page_size)
 
     @property
     def free(self) -> tuple[int, ...]:
@@ -120,10 +116,6 @@ class Pages:
     def requests(self) -> tuple[int, ...]:
         """Requests that are here, in the order in which they came."""
         return tuple(self._requests)
-
-    def __contains__(self, request: object) -> bool:
-        """Whether a request has joined and not left."""
-        return request in self._requests
 
     def length(self, request: int) -> int:
         """Tokens of a request."""
@@ -157,9 +149,7 @@ class Pages:
         """
         if reserve < 1 or first < 0:
             raise ValueError(f"reserve must be at least 1 and first at least 0, got {reserve} and {first}")
-        name = self._admit(_Request(0, reserve, first, [], False), "a request")
-        self._record("join", reserve, first)
-        return name
+        return self._admit(_Request(0, reserve, first, [], False), "a request")
 
     def fork(self, request: int, length: int | None = None, reserve: int | None = None) -> int:
         """Lets a request in that begins like another one and shares its pages.
@@ -184,7 +174,6 @@ class Pages:
         child = self._admit(_Request(length, reserve, parent.first, blocks, False), "a fork")
         for block in blocks:
             self._users[block.rank][block.page] += 1
-        self._record("fork", request, length, reserve)
         return child
 
     def crop(self, request: int, length: int) -> None:
@@ -212,14 +201,12 @@ class Pages:
         was_cut = length < found.length
         found.open = found.open and same and not (shared and was_cut)
         found.length = length
-        self._record("crop", request, length)
 
     def leave(self, request: int) -> None:
         """Lets a request go; pages that nobody else uses are free again."""
         for block in self._find(request).blocks:
             self._drop(block)
         del self._requests[request]
-        self._record("leave", request)
 
     def place(self, requests: Sequence[int], counts: Sequence[int], *, alike: bool = False, one_by_one: bool = False) -> list[list[Piece]]:
         """Makes room for new tokens of requests.
@@ -251,11 +238,8 @@ class Pages:
                 raise ValueError(
                     f"requests must be equally long to be placed alike, got lengths {[one.length for one in found]} and {list(counts)} more"
                 )
-            pieces = self._place(found, counts[0], one_by_one)
-        else:
-            pieces = [self._place([one], new, one_by_one)[0] for one, new in zip(found, counts, strict=True)]
-        self._record("place", *requests, *counts, alike, one_by_one)
-        return pieces
+            return self._place(found, counts[0], one_by_one)
+        return [self._place([one], new, one_by_one)[0] for one, new in zip(found, counts, strict=True)]
 
     def _place(self, group: list[_Request], new: int, one_by_one: bool) -> list[list[Piece]]:
         pieces: list[list[Piece]] = [[] for _ in group]
@@ -332,9 +316,6 @@ class Pages:
         users[block.page] -= 1
         if users[block.page] == 0:
             self._free[block.rank].append(block.page)
-
-    def _record(self, *facts: object) -> None:
-        self.digest = blake2b(self.digest + repr(facts).encode(), digest_size=16).digest()
 
     def _find(self, request: int) -> _Request:
         found = self._requests.get(request)

@@ -54,7 +54,6 @@ class Step:
         kv_sharding: prefill: who keeps which.
         kept_slots: prefill: `batch t` int64 on the device: where the keys of kv_sharding's rows of this rank are.
         table: decode: the blocks of this rank.
-        digest: Of the books when room was made: equal on ranks whose caches were called alike.
         met: Not empty once ranks have compared the step.
         calls: What was decided about calls with this step, by their options and shapes (attention.py).
     """
@@ -75,7 +74,6 @@ class Step:
     kv_sharding: Sharding | None = None
     kept_slots: Tensor | None = None
     table: PageTable | None = None
-    digest: bytes = b""
     met: list[bool] = field(default_factory=list, repr=False)
     calls: dict[object, Any] = field(default_factory=dict, repr=False)
     memo: dict[object, tuple[Tensor, Tensor]] = field(default_factory=dict, repr=False)
@@ -171,7 +169,6 @@ def make_step(cache: PagedKVCache, requests: Sequence[int], counts: Sequence[int
         sharding=sharding,
         kv_sharding=kv_sharding,
         kept_slots=kept_slots,
-        digest=books.digest,
     )
 
 
@@ -202,7 +199,6 @@ def _decode_step(common: tuple, rank: int, new: int, pieces: Sequence[Sequence[P
         slots=slots.to(device),
         last_rows=tuple((i, new - 1) for i in range(batch)),
         table=PageTable(table[0], table[1], table[2], counts.to(device)),
-        digest=cache.pages.digest,
     )
 
 
