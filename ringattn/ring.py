@@ -233,9 +233,7 @@ class Ring:
             record["keep_keys"] = self.keep_keys
             texts = self._agreement.compare(json.dumps(record))
             raise_differences([json.loads(text) for text in texts])
-            device = next(x.device for x in tensors if x is not None)
-            self._settle(device)
-            self._warm_up(device)
+            self.settle(next(x.device for x in tensors if x is not None))
         self._agreed.add(signature)
 
     def refuse(self, error: Exception) -> NoReturn:
@@ -293,6 +291,17 @@ class Ring:
         if any("number" not in record for record in records):
             raise_differences(records)
         return min(record["number"] for record in records)
+    def settle(self, device: torch.device) -> None:
+        """Decides how rows move, as the first attention call does; every rank calls it, when the ranks have agreed on a call.
+
+        Args:
+            device: Where rows are.
+
+        Raises:
+            RuntimeError: `transport="copy_engine"` was asked for and can not serve; raised on every rank.
+        """
+        self._settle(device)
+        self._warm_up(device)
 
     def gather(self, x: Tensor, dim: int, lengths: Sequence[int]) -> list[Tensor]:
         """Every rank's tensor, which differ in length along dim only; differentiable (gradients are summed over ranks).

@@ -18,6 +18,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from ringattn.inference.accord import Accord
 from ringattn.inference.pages import CacheFull, Pages
 from ringattn.inference.step import MOST_DECODED, StaticStep, Step, make_step
 from ringattn.kernels import pages as rows
@@ -55,6 +56,7 @@ class PagedKVCache:
     Attributes:
         ring: As given.
         pages: The books.
+        accord: What the ranks have compared.
         page_size: As given.
         device: Where it is.
         dtype: As given.
@@ -140,6 +142,7 @@ class PagedKVCache:
                 f"fullest GPU of the ring; use at most {least // page_bytes} pages, or kv_dtype=torch.float8_e4m3fn"
             )
         self.pages = Pages(ring.world_size, pages, page_size, page_bytes)
+        self.accord = Accord(ring, f"a cache of {pages} pages of " + " ".join(map(str, wanted)))
         shape = (layers, pages, kv_heads, page_size)
         self.k = torch.zeros(*shape, self.head_dim, dtype=self.kv_dtype, device=device)
         self.v = torch.zeros(*shape, self.v_head_dim, dtype=self.kv_dtype, device=device)
