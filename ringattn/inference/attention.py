@@ -215,6 +215,7 @@ def _decide(
         impl=cache.ring.impl,
         backward="auto",
         deterministic=False,
+        forward_only=True,
     )
     features = call.features(sinks=sinks, alibi_slopes=alibi_slopes)
     pick(q.device, q.dtype, q.shape[-1], cache.v_head_dim, impl=call.impl, features=features)
