@@ -11,6 +11,7 @@ Note [Names]
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 import json
 import socket
 from collections import Counter
@@ -368,7 +369,15 @@ class Ring:
         if self._agreement is None:
             return AloneExchange()
         self._settle(device)
-        why = f"{device.type} memory" if self._choice.name == "undecided" else str(self._choice)
+        why = f"the partials are in {device.type} memory" if self._choice.name == "undecided" else str(self._choice)
+        one_shot = getattr(self._mover, "one_shot", None)
+        if one_shot is not None and device.type == "cuda":
+            missing = None if importlib.util.find_spec("triton") else f"ring rank {self.rank} has no triton"
+            found = [json.loads(text) for text in self._agreement.compare(json.dumps(missing))]
+            missing = next((text for text in found if text is not None), None)
+            if missing is None:
+                return one_shot(self._agreement, why)
+            why = missing
         return GroupExchange(self._group_name, self.rank, self.world_size, self._agreement, why)
 
     def poison(self) -> None:
