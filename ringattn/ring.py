@@ -276,6 +276,18 @@ class Ring:
         if self._agreement is not None:
             self._agreement.agree(what, text)
 
+    def settle(self, device: torch.device) -> None:
+        """Decides how rows move, as the first attention call does; every rank calls it, when the ranks have agreed on a call.
+
+        Args:
+            device: Where rows are.
+
+        Raises:
+            RuntimeError: `transport="copy_engine"` was asked for and can not serve; raised on every rank.
+        """
+        self._settle(device)
+        self._warm_up(device)
+
     def least(self, number: int) -> int:
         """The least of all ranks' numbers, each of which must call it.
 
@@ -291,17 +303,6 @@ class Ring:
         if any("number" not in record for record in records):
             raise_differences(records)
         return min(record["number"] for record in records)
-    def settle(self, device: torch.device) -> None:
-        """Decides how rows move, as the first attention call does; every rank calls it, when the ranks have agreed on a call.
-
-        Args:
-            device: Where rows are.
-
-        Raises:
-            RuntimeError: `transport="copy_engine"` was asked for and can not serve; raised on every rank.
-        """
-        self._settle(device)
-        self._warm_up(device)
 
     def gather(self, x: Tensor, dim: int, lengths: Sequence[int]) -> list[Tensor]:
         """Every rank's tensor, which differ in length along dim only; differentiable (gradients are summed over ranks).

@@ -74,7 +74,7 @@ class Step:
         ends: decode: `batch rows` int32 on the device: tokens of the row's request.
         memo: What is worked out once for all layers.
         known: How many changes the cache had seen when the step was last found to be in place (`Pages.changes`).
-        met: Not empty once ranks have compared the step.
+        met: Ranks have compared the step, as far as they do (accord.py).
         calls: What was decided about calls with this step, by their options and shapes (attention.py).
     """
 
@@ -97,10 +97,10 @@ class Step:
     positions32: Tensor | None = None
     starts: Tensor | None = None
     ends: Tensor | None = None
-    met: list[bool] = field(default_factory=list, repr=False)
-    calls: dict[object, Any] = field(default_factory=dict, repr=False)
     memo: dict[object, tuple[Tensor, Tensor]] = field(default_factory=dict, repr=False)
     known: int = -1
+    met: bool = False
+    calls: dict[object, Any] = field(default_factory=dict, repr=False)
 
     @property
     def moved(self) -> tuple[str, ...]:
@@ -212,9 +212,7 @@ class StaticStep(Step):
         self.lengths = tuple(map(books.length, requests))
         self.firsts = tuple(map(books.first, requests))
         self.last_rows = tuple((i, self.rows - 1) for i in range(len(requests)))
-        self.known = books.changes
-        self.met.clear()
-        self.calls.clear()
+        self.known, self.met = books.changes, False
         places = _Places(self.batch, self.rows)
         tables = [books.table(request, cache.ring.rank) for request in requests]
         columns = max(map(len, tables), default=0)
