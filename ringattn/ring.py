@@ -233,9 +233,7 @@ class Ring:
             record["keep_keys"] = self.keep_keys
             texts = self._agreement.compare(json.dumps(record))
             raise_differences([json.loads(text) for text in texts])
-            device = next(x.device for x in tensors if x is not None)
-            self._settle(device)
-            self._warm_up(device)
+            self.settle(next(x.device for x in tensors if x is not None))
         self._agreed.add(signature)
 
     def refuse(self, error: Exception) -> NoReturn:
@@ -277,6 +275,18 @@ class Ring:
         """
         if self._agreement is not None:
             self._agreement.agree(what, text)
+
+    def settle(self, device: torch.device) -> None:
+        """Decides how rows move, as the first attention call does; every rank calls it, when the ranks have agreed on a call.
+
+        Args:
+            device: Where rows are.
+
+        Raises:
+            RuntimeError: `transport="copy_engine"` was asked for and can not serve; raised on every rank.
+        """
+        self._settle(device)
+        self._warm_up(device)
 
     def least(self, number: int) -> int:
         """The least of all ranks' numbers, each of which must call it.

@@ -18,6 +18,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from ringattn.inference.accord import Accord
 from ringattn.inference.pages import CacheFull, Pages
 from ringattn.inference.step import MOST_DECODED, StaticStep, Step, make_step
 from ringattn.kernels import pages as rows
@@ -55,6 +56,8 @@ class PagedKVCache:
     Attributes:
         ring: As given.
         pages: The books.
+        accord: What the ranks have compared.
+        room: Bytes of the ring's buffers that prefills have asked for (Note [Room ahead] of prefill.py).
         page_size: As given.
         device: Where it is.
         dtype: As given.
@@ -140,6 +143,8 @@ class PagedKVCache:
                 f"fullest GPU of the ring; use at most {least // page_bytes} pages, or kv_dtype=torch.float8_e4m3fn"
             )
         self.pages = Pages(ring.world_size, pages, page_size, page_bytes)
+        self.accord = Accord(ring)
+        self.room: dict[str, tuple[int, ...]] = {}
         shape = (layers, pages, kv_heads, page_size)
         self.k = torch.zeros(*shape, self.head_dim, dtype=self.kv_dtype, device=device)
         self.v = torch.zeros(*shape, self.v_head_dim, dtype=self.kv_dtype, device=device)
@@ -259,6 +264,8 @@ class PagedKVCache:
         self._place(requests, counts, mode, alike)
         if into is not None:
             into.refill(requests, counts)
+            # a graph that is replayed compares nothing
+            self.accord.meet(into, "a static step", self.device)
             return into
         return make_step(self, requests, counts, mode, alike and mode == "prefill")
 
@@ -300,13 +307,27 @@ class PagedKVCache:
             ValueError: The layer or a shape, dtype or device does not fit the cache, or a request of the step is gone.
         """
         try:
-            self._check_layer(layer)
-            self._check_step(step)
-            self._check_rows(step, k, v)
+            self.check(layer, step, k, v)
         except (ValueError, NotImplementedError) as error:
             # rows differ by rank, so perhaps nobody else refuses
             self.ring.refuse(error)
         rows.put(self.k[layer], self.v[layer], k.detach(), v.detach(), step.slots, *self.scales(layer))
+
+    def check(self, layer: int, step: Step, k: Tensor, v: Tensor) -> None:
+        """Refuses what `put` does, on this rank.
+
+        Args:
+            layer: As there, like the others.
+            step: Likewise.
+            k: Likewise.
+            v: Likewise.
+
+        Raises:
+            ValueError: As there.
+        """
+        self._check_layer(layer)
+        self._check_step(step)
+        self._check_rows(step, k, v)
 
     def take(self, layer: int, slots: Tensor, out: tuple[Tensor, Tensor] | None = None) -> tuple[Tensor, Tensor]:
         """Rows that are kept here, in `dtype`.

@@ -28,7 +28,7 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -74,6 +74,8 @@ class Step:
         ends: decode: `batch rows` int32 on the device: tokens of the row's request.
         memo: What is worked out once for all layers.
         known: How many changes the cache had seen when the step was last found to be in place (`Pages.changes`).
+        met: Ranks have compared the step, as far as they do (accord.py).
+        calls: What was decided about calls with this step, by their options and shapes (attention.py).
     """
 
     cache: PagedKVCache
@@ -97,6 +99,13 @@ class Step:
     ends: Tensor | None = None
     memo: dict[object, tuple[Tensor, Tensor]] = field(default_factory=dict, repr=False)
     known: int = -1
+    met: bool = False
+    calls: dict[object, Any] = field(default_factory=dict, repr=False)
+
+    @property
+    def moved(self) -> tuple[str, ...]:
+        """What went round the ring in each kind of call of this step so far: "keys" or "queries"; empty for decode."""
+        return tuple(known.moves for known in self.calls.values() if hasattr(known, "moves"))
 
     def take(self, tokens: Tensor, dim: int = 1) -> Tensor:
         """This rank's rows of the new tokens.
@@ -203,7 +212,7 @@ class StaticStep(Step):
         self.lengths = tuple(map(books.length, requests))
         self.firsts = tuple(map(books.first, requests))
         self.last_rows = tuple((i, self.rows - 1) for i in range(len(requests)))
-        self.known = books.changes
+        self.known, self.met = books.changes, False
         places = _Places(self.batch, self.rows)
         tables = [books.table(request, cache.ring.rank) for request in requests]
         columns = max(map(len, tables), default=0)
