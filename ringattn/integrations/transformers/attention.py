@@ -215,8 +215,8 @@ def _whole(
     if ranks > 1:
         raise RuntimeError(
             f"a model must be called with a sharding among {ranks} ranks, got none; call it with shard_batch(batch, ring), or "
-            "generate with a RingCache, or pass sharding=Ring(group_of_this_rank_alone).sharding(seq_len) when every rank holds whole "
-            "sequences"
+            "generate with a RingCache, or pass sharding=Ring(group_of_this_rank_alone).sharding(seq_len) when every rank has "
+            "whole sequences"
         )
     if torch.compiler.is_compiling():
         raise RuntimeError(
