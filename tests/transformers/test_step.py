@@ -148,7 +148,7 @@ def test_what_does_not_fit_a_step_is_refused() -> None:
         model(tokens(20), position_ids=step.positions, step=step, use_cache=False)
     narrow = PagedKVCache(Ring(), layers=2, kv_heads=4, head_dim=8, dtype=torch.float32, pages=8, device="cpu")
     step = narrow.extend([narrow.join(40)], [20], mode="prefill")
-    with pytest.raises(ValueError, match=r"k must have shape `1 20 4 8`.*got \(1, 20, 2, 8\)"):
+    with pytest.raises(ValueError, match=r"k must have shape \(1, 20, 4, 8\).*got \(1, 20, 2, 8\)"):
         run_step(model, step, tokens(20))
     shallow = PagedKVCache(Ring(), layers=1, kv_heads=2, head_dim=8, dtype=torch.float32, pages=8, device="cpu")
     step = shallow.extend([shallow.join(40)], [20], mode="prefill")

@@ -20,7 +20,17 @@ from ringattn.integrations.transformers.steps import run_step
 
 NAME = "ringattn"
 
-__all__ = ["NAME", "RingCache", "RingCollator", "RingMask", "attend", "describe_mask", "register", "run_step", "shard_batch"]
+__all__ = [
+    "NAME",
+    "RingCache",
+    "RingCollator",
+    "RingMask",
+    "attend",
+    "describe_mask",
+    "register",
+    "run_step",
+    "shard_batch",
+]
 
 
 def register() -> None:

@@ -13,9 +13,8 @@ Note [Alike on all ranks]
     error on every rank where they differ.
 
 Note [Beams]
-    Beams that go on from the same one share its pages, and each writes its new tokens to pages of its own: nothing is copied. So
-    a beam may fill a page with few tokens before it is left, and beam search takes more pages than tokens: as many as fit are
-    kept for it by a small `page_size`.
+    Sequences that go on from the same one share its full pages, so beams take no more room than sequences do: reordering copies
+    at most the last, partly filled page of each.
 """
 
 from __future__ import annotations
@@ -23,6 +22,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
+from math import ceil
 from types import TracebackType
 from typing import Any, NoReturn
 
@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 from transformers import Cache, PreTrainedModel
 
-from ringattn.inference import CacheFull, PagedKVCache, Step
+from ringattn.inference import PagedKVCache
 from ringattn.inference.step import MOST_DECODED
 from ringattn.integrations.transformers.steps import forward_step
 from ringattn.ring import Ring
@@ -65,8 +65,8 @@ class RingCache(Cache):
         ring: Who shares the work.
         max_tokens: What a sequence may grow to, prompt, padding and answer.
         batch: Sequences at a time: prompts times beams or returned sequences.
-        page_size: Tokens of a page; less for beam search (Note [Beams]).
-        pages: Pages of each rank; default what max_tokens and batch need.
+        page_size: Tokens of a page.
+        kv_dtype: As in `PagedKVCache`: torch.float8_e4m3fn halves the memory of 16-bit keys; default the dtype of the model.
 
     Attributes:
         ring: As given.
@@ -74,7 +74,7 @@ class RingCache(Cache):
         kv: The cache that keeps the keys; None after the `with`, which frees its memory.
 
     Raises:
-        ValueError: A number is less than 1.
+        ValueError: A number is less than 1, or the memory is not there; raised on every rank.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class RingCache(Cache):
         max_tokens: int,
         batch: int = 1,
         page_size: int = 64,
-        pages: int | None = None,
+        kv_dtype: torch.dtype | None = None,
     ) -> None:
         for name, value in (("max_tokens", max_tokens), ("batch", batch), ("page_size", page_size)):
             if value < 1:
@@ -93,9 +93,8 @@ class RingCache(Cache):
         layers, kv_heads, head_dim, v_head_dim = _sizes(model)
         super().__init__(layers=[_Layer() for _ in range(layers)])  # pyright: ignore[reportArgumentType]
         self.ring, self.max_tokens = ring, max_tokens
-        if pages is None:
-            # every sequence of a batch gets its pages from the same ranks
-            pages = batch * -(-(-(-max_tokens // page_size)) // ring.world_size)
+        # sequences of a batch get their pages from the same ranks
+        pages = batch * ceil(ceil(max_tokens / page_size) / ring.world_size)
         self.kv: PagedKVCache | None = PagedKVCache(
             ring,
             layers=layers,
@@ -105,12 +104,13 @@ class RingCache(Cache):
             dtype=model.dtype,
             pages=pages,
             page_size=page_size,
+            kv_dtype=kv_dtype,
             device=model.device,
         )
         self._model = model
         self._requests: list[int] = []
         self._firsts: list[int] = []
-        self._alike = True  # whether all sequences are kept by the same ranks
+        self._forked = False  # whether sequences were repeated, which may then be kept by different ranks
         self._unwrap: Callable[[], None] | None = None
 
     def __enter__(self) -> RingCache:
@@ -159,7 +159,8 @@ class RingCache(Cache):
         length = self.get_seq_length()
         if CROPS_BY_COUNT and tokens_to_remove > 0:
             raise ValueError(
-                f"crop must be told a negative number of tokens to remove, as this release of transformers has it, got {tokens_to_remove}"
+                f"crop must be told a negative number of tokens to remove, got {tokens_to_remove}, which earlier releases of "
+                "transformers took for a length; subtract get_seq_length() from it"
             )
         by_count = tokens_to_remove < 0 or CROPS_BY_COUNT
         left = max(0, length + tokens_to_remove) if by_count else min(length, tokens_to_remove)
@@ -170,7 +171,7 @@ class RingCache(Cache):
         """Forgets everything."""
         for request in self._requests:
             self._open().leave(request)
-        self._requests, self._firsts, self._alike = [], [], True
+        self._requests, self._firsts, self._forked = [], [], False
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Lets sequence i go on from sequence beam_idx[i], without a copy (Note [Beams])."""
@@ -187,13 +188,17 @@ class RingCache(Cache):
     def activate_past_recording(self) -> None:
         """Nothing to do: all tokens are kept until they are cropped."""
 
-    def offload(self, *args: Any, **kwargs: Any) -> NoReturn:  # noqa: ARG002
+    def offload(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Refused."""
-        raise NotImplementedError("a RingCache must stay on its device, got a call of offload; use more ranks for more room")
+        raise NotImplementedError(
+            "a RingCache must stay on its device, got a call of offload; use more ranks for more room"
+        )
 
-    def prefetch(self, *args: Any, **kwargs: Any) -> NoReturn:  # noqa: ARG002
+    def prefetch(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Refused."""
-        raise NotImplementedError("a RingCache must stay on its device, got a call of prefetch; use more ranks for more room")
+        raise NotImplementedError(
+            "a RingCache must stay on its device, got a call of prefetch; use more ranks for more room"
+        )
 
     @property
     def batch_size(self) -> int:
@@ -221,22 +226,26 @@ class RingCache(Cache):
         return self.kv
 
     def _select(self, sources: list[int]) -> None:
-        kv = self._open()
-        if sources == list(range(len(self._requests))):
+        """Lets sequence i go on from what sequence sources[i] was."""
+        kv, were = self._open(), self._requests
+        if sources == list(range(len(were))):
             return
-        for place, request in enumerate(self._requests):
-            if place not in sources:
-                kv.leave(request)
-        seen: set[int] = set()
-        chosen = []
-        for source in sources:
-            request = self._requests[source]
-            # who comes first goes on in the open page
-            chosen.append(kv.fork(request) if source in seen else request)
-            self._alike = self._alike and source not in seen
-            seen.add(source)
+        if len(sources) == len(were) and not self._forked:
+            kv.reorder(were, sources)
+        else:
+            for place, request in enumerate(were):
+                if place not in sources:
+                    kv.leave(request)
+            seen: set[int] = set()
+            self._requests = []
+            for source in sources:
+                self._requests.append(kv.fork(were[source]) if source in seen else were[source])
+                self._forked = self._forked or source in seen
+                seen.add(source)
         self._firsts = [self._firsts[source] for source in sources]
-        self._requests = chosen
+
+    def _is_alike(self) -> bool:
+        return not self._forked or self._open().pages.are_alike(self._requests)
 
     def _call(self, forward: Callable[..., Any], given: dict[str, Any]) -> Any:
         """A call of the model, whose own forward is given, with this cache and these arguments."""
@@ -248,7 +257,9 @@ class RingCache(Cache):
         before = self.get_seq_length()
         if n > 1 or not before:
             _share_generators(self.ring, kv.device)
-        step = self._extend(b, n, firsts)
+        if not self._requests:
+            self._requests, self._firsts = kv.join_alike(self.max_tokens, firsts), firsts
+        step = kv.extend(self._requests, [n] * b, alike=self._is_alike())
         keep = given.get("logits_to_keep", 0)
         wanted = [x % n for x in keep.tolist()] if isinstance(keep, Tensor) else list(range(n))[-keep:]
         positions = given.get("position_ids")
@@ -279,8 +290,8 @@ class RingCache(Cache):
             odd = [rank for rank, theirs in enumerate(differ) if theirs != differ[self.ring.rank]]
             if odd:
                 raise ValueError(
-                    f"every rank must call the model with {what}, got others on ring ranks {odd} than on ring rank {self.ring.rank}; "
-                    "give all ranks the same inputs, and the same options of generate"
+                    f"every rank must call the model with {what}, got others on ring ranks {odd} than on ring rank "
+                    f"{self.ring.rank}; give all ranks the same inputs, and the same options of generate"
                 )
         return firsts
 
@@ -308,25 +319,13 @@ class RingCache(Cache):
                 f"attention_mask must begin with the padding that the cache knows of, {known} tokens by sequence, got {firsts}; "
                 "call reset() before other prompts"
             )
-        if any(firsts) and not self._alike and n > MOST_DECODED:
+        if any(firsts) and n > MOST_DECODED and not self._is_alike():
             raise NotImplementedError(
-                f"sequences with padding must be kept by the same ranks to go on with {n} tokens, got some that grew apart as beams; "
+                f"sequences with padding must be kept by the same ranks to go on with {n} tokens, got some that were repeated; "
                 "call reset() and give the whole prompts again"
             )
         numbers = torch.tensor([b, n, before, _hash(torch.tensor(firsts)), 0 if mask is None else 1])
         return torch.cat([numbers, _hash(new)[None].cpu()]), firsts
-
-    def _extend(self, b: int, n: int, firsts: list[int]) -> Step:
-        kv = self._open()
-        if not self._requests:
-            for first in firsts:
-                try:
-                    self._requests.append(kv.join(self.max_tokens, first))
-                except CacheFull:
-                    self.reset()
-                    raise
-            self._firsts = firsts
-        return kv.extend(self._requests, [n] * b, alike=self._alike)
 
 
 class _Layer:
@@ -375,7 +374,9 @@ def _wrap(model: PreTrainedModel) -> Callable[[], None]:
 
     def unwrap() -> None:
         if model.__dict__.get("forward") is not forward:
-            raise RuntimeError("RingCaches of one model must be left in the reverse order in which they were entered; nest them")
+            raise RuntimeError(
+                "RingCaches of one model must be left in the reverse order in which they were entered; nest them"
+            )
         if own is None:
             del model.__dict__["forward"]
         else:
@@ -386,7 +387,9 @@ def _wrap(model: PreTrainedModel) -> Callable[[], None]:
 
 def _check_given(given: dict[str, Any]) -> None:
     if given.get("use_cache") is False:
-        raise NotImplementedError("use_cache must be True in a call with a RingCache, got False; leave past_key_values out")
+        raise NotImplementedError(
+            "use_cache must be True in a call with a RingCache, got False; leave past_key_values out"
+        )
     if given.get("return_dict") is False:
         raise NotImplementedError("return_dict must be True in a call with a RingCache, got False; leave it out")
     if given.get("output_hidden_states"):
