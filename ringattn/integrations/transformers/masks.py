@@ -104,8 +104,8 @@ def _refuse_caches(attention_mask: Tensor | None, others: dict[str, Any]) -> Non
     # a shard goes with the mask of the whole sequence
     if keys != rows and (attention_mask is None or keys != attention_mask.shape[-1]):
         raise NotImplementedError(
-            f"queries and keys must be of the same rows, got {int(rows)} and {keys}: caches of transformers are not supported; "
-            "generate with a RingCache, or use model.set_attn_implementation('sdpa')"
+            f"queries and keys must be of the same rows, got {int(rows)} and {keys}: decoding with a cache of transformers is not "
+            "supported; generate with a RingCache, or use model.set_attn_implementation('sdpa')"
         )
 
 
