@@ -46,8 +46,8 @@ from ringattn.kernels.merge_triton import normalise
 from ringattn.kernels.parts_triton import TILE, first_of, merge_tile, store_finished
 from ringattn.kernels.record_triton import Tape, recorded
 
-PROGRAMS = 64
-"""Programs of every launch: enough to fill the links, few enough for the smallest device to hold at a time."""
+PROGRAMS = 128
+"""Programs of every launch: a row each for 4 tokens of 32 heads, and about as many as a device has SMs."""
 WARPS = 4
 MAX_RANKS = 32 * WARPS
 """A thread per rank sets and waits for flags."""
@@ -60,7 +60,7 @@ def control_words(ranks: int) -> int:
 
     Example:
         >>> control_words(2)
-        193
+        385
     """
     return PROGRAMS * (ranks + 1) + 1
 
@@ -150,7 +150,7 @@ def _one_shot_kernel(
     """Program i owns rows i * ROWS .. i * ROWS + ROWS - 1, and so on in steps of PROGRAMS * ROWS.
 
     Example: 2 ranks hold (m, l, acc) = (3, 1, 4) and (3, 1, 8) of the only row; program 0 of each finds both in its mailbox:
-    o = 12 / 2 = 6. The other 63 programs exchange flags.
+    o = 12 / 2 = 6. The other 127 programs exchange flags.
     """
     g = tl.program_id(0)
     me = me.to(tl.int64)
@@ -169,7 +169,7 @@ def _one_shot_kernel(
         r = x + tl.arange(0, ROWS).to(tl.int64)
         row_ok = r < rows
         ok = row_ok[:, None] & columns
-        top, total, acc = merge_tile(stack, splits, split_stride, rows, dv, nothing, r, c, row_ok, ok)
+        top, total, acc = merge_tile(stack, splits, split_stride, rows, dv, nothing, r, c, row_ok, ok, "")
         row_ok &= word == 0
         ok &= word == 0
         for rank in tl.static_range(RANKS):

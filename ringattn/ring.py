@@ -314,6 +314,21 @@ class Ring:
         """
         return list(_Gather.apply(x, dim, tuple(lengths), self._group_name, self.rank))
 
+    def sum(self, x: Tensor) -> Tensor:
+        """The sum of all ranks' tensors, the same bits on every rank; not differentiable.
+
+        Exact where at most one rank has a number other than 0: so rows that one rank has come to all of them.
+
+        Args:
+            x: This rank's tensor, contiguous, of one shape and dtype on all ranks; overwritten with the sum.
+
+        Returns:
+            x.
+        """
+        if self.world_size > 1 and x.numel():
+            dist.all_reduce(x, group=resolve_group(self._group_name))
+        return x
+
     def kv_buffer(
         self,
         sharding: Sharding,
