@@ -29,7 +29,7 @@ def _rows(folder: Path) -> list[dict[str, Any]]:
 def test_every_part_has_its_rows_and_their_numbers_agree(pool, tmp_path: Path) -> None:
     asked = ("first", "generate", "token", "throughput")
     words = ["--lengths", "130", "260", "--batches", "1", "2", "--most-batch", "2", "--latency-ms", "1e6"]
-    assert pool(2).run(_bench, str(tmp_path), *words, "--parts", *asked) == [0, 0]
+    assert pool(2, timeout=150.0).run(_bench, str(tmp_path), *words, "--parts", *asked) == [0, 0]
     rows = _rows(tmp_path)[1:]
     parts = {part: [row for row in rows if row["part"] == part] for part in asked}
     assert sum(map(len, parts.values())) == len(rows)
