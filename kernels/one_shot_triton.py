@@ -50,7 +50,7 @@ PROGRAMS = 128
 """Programs of every launch: a row each for 4 tokens of 32 heads, and about as many as a device has SMs."""
 WARPS = 4
 MAX_RANKS = 32 * WARPS
-"""A thread per rank sets and waits for flags."""
+"""Threads of a program: each sets and awaits the flag of one rank."""
 WORD = 8
 """Bytes of a word of the control."""
 
@@ -173,7 +173,7 @@ def _one_shot_kernel(
         row_ok &= word == 0
         ok &= word == 0
         for rank in tl.static_range(RANKS):
-            box = tl.multiple_of(tl.load(table + rank).to(tl.pointer_type(tl.float32)), 256) + half + me * slot
+            box = tl.multiple_of(tl.load(table + rank).to(tl.pointer_type(tl.float32)), 16) + half + me * slot
             m_at = box + rows.to(tl.int64) * dv + r
             tl.store(box + (r * dv)[:, None] + c[None, :], acc, mask=ok)
             tl.store(m_at, top, mask=row_ok)
@@ -181,7 +181,7 @@ def _one_shot_kernel(
     there = meet(
         table + RANKS, flags, (g * RANKS + me) * 8, epoch, word, failed, errors, patience.to(tl.int64) * 1000, RANKS
     )  # fmt: skip
-    box = tl.multiple_of(tl.load(table + me).to(tl.pointer_type(tl.float32)), 256) + half
+    box = tl.multiple_of(tl.load(table + me).to(tl.pointer_type(tl.float32)), 16) + half
     for x in range(g * ROWS, rows, PROGRAMS * ROWS):
         r = x + tl.arange(0, ROWS).to(tl.int64)
         row_ok = r < rows
@@ -220,9 +220,10 @@ def one_shot(
         table: int64 `2 * ranks + 1` (Note [Mailboxes]).
         rank: This rank.
         ranks: All.
-        slot: Numbers of a slot, at least b * s * h * (dv + 2); a multiple of 16.
+        slot: Numbers of a slot, at least b * s * h * (dv + 2); a multiple of 16. Mailboxes begin at multiples of 16 bytes.
         patience: Microseconds for which a program waits.
     """
+    assert ranks <= MAX_RANKS, "a thread per rank sets and waits for flags"
     b, heads, queries = lse.shape
     rows, dv = b * heads * queries, o.shape[-1]
     columns = triton.next_power_of_2(max(dv, 1))

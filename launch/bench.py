@@ -1,12 +1,13 @@
 """How fast is it, and beside what? Kernels on one GPU, the ring over several, and memory against length.
 
 Owns the commands, and what tables and plots show. Refuses to know what is measured (`bench_kernels`, `bench_ring`,
-`bench_memory`, `bench_model`, `bench_inference`), and prints no speed of an answer that was not checked.
+`bench_memory`, `bench_model`, `bench_exchange`, `bench_inference`), and prints no speed of an answer that was not checked.
 
     python -m ringattn.launch.bench kernels
     torchrun --nproc_per_node 4 -m ringattn.launch.bench ring
     torchrun --nproc_per_node 4 -m ringattn.launch.bench memory
     torchrun --nproc_per_node 4 -m ringattn.launch.bench host
+    torchrun --nproc_per_node 4 -m ringattn.launch.bench exchange
     torchrun --nproc_per_node 4 -m ringattn.launch.bench inference
 
 FLOPs are those of `problems` (Note [FLOPs]), times those of `turns` (Note [Times]).
@@ -22,6 +23,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from ringattn.launch.bench_exchange import Exchange, bench_exchange
 from ringattn.launch.bench_host import Host, bench_host
 from ringattn.launch.bench_inference import Inference, bench_inference
 from ringattn.launch.bench_kernels import Kernels, bench_kernels, describe_problem
@@ -78,6 +80,16 @@ COLUMNS: dict[str, dict[str, str]] = {
         "model_tflops_per_gpu": "{:.0f}",
         "mfu_percent": "{:.1f}%",
         "peak_gib": "{:.1f}",
+    },
+    "exchange": {
+        "world_size": "{}",
+        "who": "{}",
+        "rows": "{}",
+        "splits": "{}",
+        "kib_per_rank": "{:.1f}",
+        "call_us": "{:.1f}",
+        "graph_us": "{:.1f}",
+        "host_us": "{:.1f}",
     },
     "host": {
         "world_size": "{}",
@@ -245,8 +257,8 @@ def plot_memory(rows: Sequence[dict[str, Any]], title: str, path: Path) -> None:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command; returns its exit code: 1 when the check is red, and then no speed is shown."""
     words = sys.argv[1:] if arguments is None else list(arguments)
-    args: Kernels | Ring | Memory | Model | Host | Inference = parse(
-        Kernels | Ring | Memory | Model | Host | Inference, words, "bench", "Measures, after checking."
+    args: Kernels | Ring | Memory | Model | Host | Exchange | Inference = parse(
+        Kernels | Ring | Memory | Model | Host | Exchange | Inference, words, "bench", "Measures, after checking."
     )
     with open_session(args.device) as session:
         line = machine(session)
@@ -266,10 +278,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def measure(args: Ring | Memory | Model, session: Session) -> tuple[str, list[dict[str, Any]] | None]:
+def measure(args: Ring | Memory | Model | Exchange, session: Session) -> tuple[str, list[dict[str, Any]] | None]:
     """The name of a bench over ranks, and its rows; None when its check is red."""
     if isinstance(args, Ring):
         return "ring", bench_ring(args, session)
+    if isinstance(args, Exchange):
+        return "exchange", bench_exchange(args, session)
     if isinstance(args, Model):
         return "model", bench_model(args, session)
     return "memory", bench_memory(args, session)

@@ -290,7 +290,9 @@ def _make_gathered(
 
 def _positions(runs: Runs, dtype: torch.dtype) -> Tensor:
     """Positions of rows that are packed in the order of their runs."""
-    stretches = [torch.arange(start, start + stride * n, stride, dtype=dtype, device="cpu") for _, n, start, stride in runs]
+    stretches = [
+        torch.arange(start, start + stride * n, stride, dtype=dtype, device="cpu") for _, n, start, stride in runs
+    ]
     return torch.cat(stretches) if stretches else torch.empty(0, dtype=dtype, device="cpu")
 
 

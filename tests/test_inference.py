@@ -85,7 +85,10 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "softcap": {"options": ({"softcap": 1.5, "softmax_scale": 0.6},)},
     "sinks": {"features": ("sinks",)},
     "alibi": {"features": ("alibi_slopes",)},
-    "everything": {"options": ({"window": (20, 0), "softcap": 2.0}, {"softmax_scale": 0.3}), "features": ("sinks", "alibi_slopes")},
+    "everything": {
+        "options": ({"window": (20, 0), "softcap": 2.0}, {"softmax_scale": 0.3}),
+        "features": ("sinks", "alibi_slopes"),
+    },
 }
 
 
@@ -109,7 +112,17 @@ def test_every_dtype_is_right(pool: Pools, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("sizes", [Sizes(heads=3, kv_heads=3), Sizes(heads=8, kv_heads=1), Sizes(head_dim=24, v_head_dim=16), Sizes(page_size=1), Sizes(page_size=64, pages=9)], ids=["mha", "mqa", "dims", "page 1", "page 64"])
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        Sizes(heads=3, kv_heads=3),
+        Sizes(heads=8, kv_heads=1),
+        Sizes(head_dim=24, v_head_dim=16),
+        Sizes(page_size=1),
+        Sizes(page_size=64, pages=9),
+    ],
+    ids=["mha", "mqa", "dims", "page 1", "page 64"],
+)
 def test_every_shape_is_right(pool: Pools, sizes: Sizes) -> None:
     if sizes.page_size == 1:
         sizes = dataclasses.replace(sizes, pages=400)
@@ -124,7 +137,11 @@ def histories(draw: st.DrawFn) -> History:
     lengths: dict[int, tuple[int, int]] = {}  # tokens and reservation
     ops: list[Op] = []
     for turn in range(draw(st.integers(2, 9))):
-        kind = draw(st.sampled_from(["join", "extend", "extend", "extend", "fork", "crop", "leave"])) if lengths else "join"
+        kind = (
+            draw(st.sampled_from(["join", "extend", "extend", "extend", "fork", "crop", "leave"]))
+            if lengths
+            else "join"
+        )
         name = draw(st.sampled_from(sorted(lengths))) if lengths else 0
         if kind == "join" and len(lengths) < 4:
             lengths[turn] = (0, 120)
@@ -155,7 +172,13 @@ def histories(draw: st.DrawFn) -> History:
     sizes = Sizes(page_size=draw(st.sampled_from([1, 3, 4, 16])), pages=600, layers=1)
     sizes = dataclasses.replace(sizes, pages=4 * 600 // sizes.page_size)
     named = OPTIONS[draw(st.sampled_from(sorted(OPTIONS)))]
-    return History(sizes, tuple(ops), moves=draw(st.sampled_from(["auto", "keys", "queries"])), seed=draw(st.integers(0, 99)), **named)
+    return History(
+        sizes,
+        tuple(ops),
+        moves=draw(st.sampled_from(["auto", "keys", "queries"])),
+        seed=draw(st.integers(0, 99)),
+        **named,
+    )
 
 
 @pytest.mark.dist
@@ -170,11 +193,19 @@ TOKENS = 20
 
 
 def small(ring: Ring | None = None, **changes: Any) -> PagedKVCache:
-    facts: dict[str, Any] = {"layers": 2, "kv_heads": 2, "head_dim": 16, "v_head_dim": 8, "dtype": torch.float32, "pages": 40, "page_size": 4}
+    facts: dict[str, Any] = {
+        "layers": 2,
+        "kv_heads": 2,
+        "head_dim": 16,
+        "v_head_dim": 8,
+        "dtype": torch.float32,
+        "pages": 40,
+        "page_size": 4,
+    }
     return PagedKVCache(Ring() if ring is None else ring, **(facts | {"device": "cpu"} | changes))
 
 
-def rows_of(step: Step, **changes: Any) -> dict[str, Tensor]:
+def rows_of(step: Step, **changes: Any) -> dict[str, Any]:
     """Right tensors for a step of `small`, but for what is changed."""
     shapes = {"q": (4, 16), "k": (2, 16), "v": (2, 8)}
     given = {name: torch.ones(step.batch, step.rows, *shape) for name, shape in shapes.items()}
@@ -186,7 +217,10 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "dims": ({"k": torch.ones(20, 2, 16)}, r"k must have shape \(1, 20, 2, 16\).*got \(20, 2, 16\)"),
     "head dim": ({"v": torch.ones(1, 20, 2, 16)}, r"v must have shape \(1, 20, 2, 8\)"),
     "heads": ({"q": torch.ones(1, 20, 3, 16)}, "query heads must be a multiple of the cache's 2 key heads, got 3"),
-    "dtype": ({"q": torch.ones(1, 20, 4, 16).bfloat16()}, "q must have the dtype of the cache, torch.float32, got torch.bfloat16"),
+    "dtype": (
+        {"q": torch.ones(1, 20, 4, 16).bfloat16()},
+        "q must have the dtype of the cache, torch.float32, got torch.bfloat16",
+    ),
     "device": ({"v": torch.ones(1, 20, 2, 8, device="meta")}, "v must be on the device of the cache, cpu, got meta"),
     "gradients": ({"q": torch.ones(1, 20, 4, 16, requires_grad=True)}, "q must not require gradients.*ring_attention"),
     "sink gradients": ({"sinks": torch.ones(4, requires_grad=True)}, "sinks must not require gradients"),
@@ -210,7 +244,10 @@ def test_what_is_wrong_is_refused_with_its_name(name: str, mode: str) -> None:
     count = TOKENS if mode == "prefill" else 2
     step = cache.extend([cache.join(30)], [count], mode=mode)
     before = cache.k.clone()
-    changes = {key: x[:, :2] if torch.is_tensor(x) and x.shape[:2] == (1, 20) and mode == "decode" else x for key, x in changes.items()}
+    changes = {
+        key: x[:, :2] if torch.is_tensor(x) and x.shape[:2] == (1, 20) and mode == "decode" else x
+        for key, x in changes.items()
+    }
     given = rows_of(step) | changes
     if "gradients" in name:  # a slice of a leaf requires gradients too
         given = {key: x.requires_grad_() if torch.is_tensor(x) and x.requires_grad else x for key, x in given.items()}
@@ -362,6 +399,36 @@ def test_a_whole_prompt_is_the_forward_of_training_to_the_bit(pool: Pools, world
         assert torch.equal(o, expected)
 
 
+def announce(reserve: int) -> tuple[list[int], int]:
+    """What a chunked prompt says to the transport about the size of its messages, and the bytes of its largest one."""
+    ring = Ring()
+    cache = small(ring, layers=1, pages=600)
+    said, largest = [], 0
+    transport: Any = ring.seat.transport
+    post = transport.post
+
+    def watched(sends: Any, receives: Any, what: str) -> Any:
+        nonlocal largest
+        largest = max([largest, *(x.numel() * x.element_size() for _, x in sends)])
+        return post(sends, receives, what)
+
+    transport.reserve, transport.post = lambda size, replies=0: said.append(size), watched
+    request = cache.join(reserve)
+    for _ in range(10):
+        attend(step := cache.extend([request], [100]), 0, **rows_of(step), moves="keys")
+    del transport.reserve, transport.post
+    return said, largest
+
+
+@pytest.mark.dist
+def test_the_first_chunk_makes_room_for_all_that_its_request_has_reserved(pool: Pools) -> None:
+    for said, largest in pool(4).run(announce, 1000):
+        # twice for each chunk: ahead, and what the forward itself needs, which is never more than what was first
+        assert len(said) == 20
+        assert said[0] == max(said)
+        assert largest <= said[0] <= 1.2 * largest
+
+
 def what_moves(new: int) -> tuple[str, ...]:
     ring = Ring()
     cache = small(ring, layers=1, kv_heads=1, pages=400, v_head_dim=16, dtype=torch.bfloat16)
@@ -378,3 +445,26 @@ def test_queries_move_while_they_are_fewer_bytes(pool: Pools) -> None:
     # a key row is 64 bytes, a query row and its partial 4 x (32 + 72): queries move below 2 new tokens in 13
     assert pool(4).run(what_moves, 100) == [("queries",)] * 4
     assert pool(4).run(what_moves, 200) == [("keys",)] * 4
+
+
+def test_compilers_leave_it_alone() -> None:
+    from torch._dynamo.testing import CompileCounterWithBackend
+
+    def model(x: Tensor, step: Step) -> Tensor:
+        x = x + attend(step, 0, x.sin(), x.cos()[:, :, :2], x[:, :, :2, :8].cos()).repeat(1, 1, 1, 2)
+        return 2 * attend(step, 1, x.sin(), x.cos()[:, :, :2], x[:, :, :2, :8].cos())
+
+    found = []
+    counter = CompileCounterWithBackend("eager")
+    for run in (model, torch.compile(model, backend=counter)):
+        cache, answers = small(), []
+        request = cache.join(60)
+        for count in (20, 3, 1):
+            step = cache.extend([request], [count])
+            with torch.no_grad():
+                answers.append(run(torch.arange(count * 64.0).view(1, count, 4, 16).sin(), step))
+        found.append(answers)
+    for x, y in zip(*found, strict=True):
+        assert torch.equal(x, y)
+    # before, between and behind the two calls, for each of a few shapes
+    assert 0 < counter.frame_count <= 12

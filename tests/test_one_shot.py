@@ -20,7 +20,7 @@ from ringattn.kernels import one_shot_triton
 from ringattn.kernels import parts as packed
 from ringattn.transport.one_shot import OneShotExchange
 from ringattn.transport.watch import Watch
-from tests.fake_streams import MAIN, FakeMemory, FakeStreams, Item, Recording, World
+from tests.fake_streams import MAIN, FakeMemory, FakeStreams, Item, Recording, World, always
 from tests.test_exchange import draw, simulate
 from tests.test_parts import Sizes
 
@@ -43,7 +43,7 @@ class Kernel:
     ) -> None:
         self._world = world
         self._requeue = requeue
-        self._programs = {i: (program, lambda: True) for i, program in enumerate(programs)}
+        self._programs = {i: (program, always) for i, program in enumerate(programs)}
 
     def item(self) -> Item:
         return Item(lambda: any(ready() for _, ready in self._programs.values()), self._step, "one-shot exchange")
@@ -125,10 +125,10 @@ class Ranks:
             for row in mine:
                 for x, y in zip(target, packed.views(part, rows, dv), strict=True):
                     x[row] = y[row]
-                yield lambda: True
+                yield always
         for rank in range(ranks):
             word(controls[rank] + 8 * (g * ranks + me)).value = epoch
-            yield lambda: True
+            yield always
         for rank in range(ranks):
             flag = word(controls[me] + 8 * (g * ranks + rank))
             yield lambda flag=flag: flag.value >= epoch
@@ -137,7 +137,7 @@ class Ranks:
         whole_o, whole_lse = torch.empty_like(o), torch.empty_like(lse)
         packed.finish_parts(stack, rows, dv, sinks, whole_o, whole_lse)
         for row in mine:
-            yield lambda: True
+            yield always
             at = row // (s * h), row // h % s, row % h
             o[at] = whole_o[at]
             lse[at[0], at[2], at[1]] = whole_lse[at[0], at[2], at[1]]
@@ -156,9 +156,10 @@ def run_calls(together: Ranks, seeds: range) -> list[tuple[int, list[list[Tensor
         splits, sinks, _, _ = draw(seed, together.ranks, sizes, sinks=bool(seed % 2))
         outs = [[torch.full((b, s, h, dv), math.nan), torch.full((b, h, s), math.nan)] for _ in range(together.ranks)]
 
-        def call(rank: int, splits=splits, sinks=sinks, sizes=sizes, outs=outs) -> None:
+        def call(rank: int, splits=splits, sinks=sinks, sizes: Sizes = sizes, outs=outs) -> None:
             brought = splits[rank].clone()
-            together.ends[rank].finish(brought, *sizes, sinks, *outs[rank])
+            o, lse = outs[rank]
+            together.ends[rank].finish(brought, *sizes, sinks, o, lse)
             together.streams[rank].call(lambda: brought.fill_(math.nan))
 
         together.world.hosts(call)
@@ -209,7 +210,8 @@ def test_graphs_go_on_with_the_mailboxes_they_were_captured_with(seed: int, monk
     def capture(rank: int) -> None:
         streams = together.streams[rank]
         streams.recording = recordings[rank]
-        together.ends[rank].finish(inputs[rank], *sizes, None, *outs[rank])
+        o, lse = outs[rank]
+        together.ends[rank].finish(inputs[rank], *sizes, None, o, lse)
         streams.recording = None
 
     together.world.hosts(capture)

@@ -87,6 +87,9 @@ def _described(step: Step) -> str:
     else:
         owners = repr([step.cache.pages.stretches(request) for request in step.requests])
     facts = repr((step.requests, step.counts, step.lengths, step.firsts, owners))
-    few = f"requests {step.requests} with {step.counts} new tokens" if len(step.requests) <= 8 else f"{len(step.requests)} requests"
+    few = (
+        f"requests {step.requests} with {step.counts} new tokens"
+        if len(step.requests) <= 8
+        else f"{len(step.requests)} requests"
+    )
     return f"{step.mode} of {few}, digest {blake2b(facts.encode(), digest_size=8).hexdigest()}"
-

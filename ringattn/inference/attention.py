@@ -12,6 +12,8 @@ Note [Once per kind]
 from __future__ import annotations
 
 import math
+import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +21,7 @@ import torch
 from torch import Tensor
 
 from ringattn.call import Call
-from ringattn.inference.prefill import MOVES, Prefill, plan_travel, resolve_moves
+from ringattn.inference.prefill import MOVES, Prefill, growth, plan_travel, resolve_moves
 from ringattn.inference.step import Step
 from ringattn.kernels.contract import Score, accumulation_dtype
 from ringattn.kernels.decode import decode, num_splits, parts_len
@@ -31,9 +33,10 @@ from ringattn.plain import check_plain
 from ringattn.visibility import Visibility
 
 Window = tuple[int | None, int | None] | None
+Given = tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]
+"""q, k, v, sinks and alibi_slopes."""
 
 
-@torch.compiler.disable
 def attend(
     step: Step,
     layer: int,
@@ -87,22 +90,39 @@ def attend(
         >>> attend(step, 0, step.take(x), step.take(x), step.take(x)).shape
         torch.Size([1, 20, 1, 16])
     """
-    given = (q, k, v, sinks, alibi_slopes)
-    key = (causal, window, softmax_scale, softcap, moves, *map(_facts, given))
+    run = _beside_compilers() if "torch._dynamo" in sys.modules else _attend
+    options = (causal, window, softmax_scale, softcap, moves)
+    return run(step, layer, (q, k, v, sinks, alibi_slopes), options)
+
+
+attend._torchdynamo_disable = True  # pyright: ignore[reportFunctionMemberAccess]
+
+
+_hidden: list[Callable[..., Tensor]] = []
+
+
+def _beside_compilers() -> Callable[..., Tensor]:
+    """`_attend`, which a compiler leaves alone; asking for it imports the compiler."""
+    if not _hidden:
+        _hidden.append(torch.compiler.disable(_attend))
+    return _hidden[0]
+
+
+def _attend(step: Step, layer: int, given: Given, wanted: tuple[bool, Any, float | None, float, str]) -> Tensor:
+    """`attend` of q, k, v, sinks and alibi_slopes; causal, window, softmax_scale, softcap and moves."""
+    q, k, v, sinks, alibi_slopes = given
+    key = (*wanted, *map(_facts, given))
     known = step.calls.get(key)
     if known is None:
-        if isinstance(window, int):
-            window = (window - 1, 0)
-        options = _Options(causal, None if window is None else tuple(window), softmax_scale, softcap, moves)  # pyright: ignore[reportArgumentType]
         try:
             _check_gradients(given)
             step.cache.check(layer, step, k, v)
-            known = _decide(step, options, q, sinks, alibi_slopes)
+            options = _Options.of(*wanted)
+            found = _decide(step, options, q, sinks, alibi_slopes)
         except (ValueError, NotImplementedError) as error:
             step.cache.ring.refuse(error)
         step.cache.accord.meet(step, _kind(options, given), q.device)
-        known = known.ready(q)
-        step.calls[key] = known
+        known = step.calls[key] = found.ready(q)
     else:
         _check_gradients(given)
     with torch.no_grad():
@@ -117,6 +137,12 @@ class _Options:
     softmax_scale: float | None
     softcap: float
     moves: str
+
+    @classmethod
+    def of(cls, causal: bool, window: Any, softmax_scale: float | None, softcap: float, moves: str) -> _Options:
+        """Options as users give them."""
+        window = (window - 1, 0) if isinstance(window, int) else None if window is None else tuple(window)
+        return cls(causal, window, softmax_scale, softcap, moves)
 
     def scale(self, q: Tensor) -> float:
         return q.shape[-1] ** -0.5 if self.softmax_scale is None else self.softmax_scale
@@ -137,7 +163,7 @@ class _Prefill:
         fresh = step.lengths == step.counts
         moves = resolve_moves(self.moves, step, call, q, fresh)
         travel = plan_travel(call, q.device) if moves == "queries" else None
-        return Prefill(step, call, choice.kernels, moves, fresh, travel)
+        return Prefill(step, call, choice.kernels, moves, fresh, travel, growth(step))
 
 
 @dataclass(frozen=True, eq=False)
@@ -199,9 +225,15 @@ def _decide(
     _check_options(options)
     cache = step.cache
     total = max(1, sum(step.lengths)) if step.sharding is None else step.sharding.seq_len
-    lengths = tuple((first, step.lengths[0]) for first in step.firsts) if step.sharding is not None and any(step.firsts) else None
+    lengths = (
+        tuple((first, step.lengths[0]) for first in step.firsts)
+        if step.sharding is not None and any(step.firsts)
+        else None
+    )
     documents = None if step.sharding is None else step.sharding.documents
-    visibility = Visibility(total, total, causal=options.causal, window=options.window, documents=documents, lengths=lengths)
+    visibility = Visibility(
+        total, total, causal=options.causal, window=options.window, documents=documents, lengths=lengths
+    )
     if step.mode == "decode":
         pick_decode(q.device, q.dtype, cache.kv_dtype, q.shape[-1], cache.v_head_dim, cache.page_size)
         return _Decode(step, options)
@@ -228,16 +260,18 @@ def _facts(x: Tensor | None) -> Any:
     return None if x is None else (x.shape, x.dtype, x.device)
 
 
-def _kind(options: _Options, given: tuple[Tensor | None, ...]) -> str:
+def _kind(options: _Options, given: Given) -> str:
     """What must be the same on all ranks, but for rows."""
     shapes = [
-        None if x is None else f"{[n for i, n in enumerate(x.shape) if (i, x.dim()) != (1, 4)]} {x.dtype} {x.device.type}"
+        None
+        if x is None
+        else f"{[n for i, n in enumerate(x.shape) if (i, x.dim()) != (1, 4)]} {x.dtype} {x.device.type}"
         for x in given
     ]
     return f"{options} of {shapes}"
 
 
-def _check_gradients(given: tuple[Tensor | None, ...]) -> None:
+def _check_gradients(given: Given) -> None:
     if torch.is_grad_enabled():
         for name, x in zip(("q", "k", "v", "sinks", "alibi_slopes"), given, strict=True):
             if x is not None and x.requires_grad:
@@ -255,7 +289,9 @@ def _check_tensors(step: Step, q: Tensor, sinks: Tensor | None, alibi_slopes: Te
             continue
         check_plain(name, x)
         if x.device != cache.device:
-            raise ValueError(f"{name} must be on the device of the cache, {cache.device}, got {x.device}; move it there")
+            raise ValueError(
+                f"{name} must be on the device of the cache, {cache.device}, got {x.device}; move it there"
+            )
     if q.dim() != 4 or (q.shape[0], q.shape[1], q.shape[3]) != (step.batch, step.rows, cache.head_dim):
         raise ValueError(
             f"q must have shape `{step.batch} {step.rows} h {cache.head_dim}`, `batch rows heads head_dim` of the step: pass this "
@@ -265,10 +301,14 @@ def _check_tensors(step: Step, q: Tensor, sinks: Tensor | None, alibi_slopes: Te
         raise ValueError(f"q must have the dtype of the cache, {cache.dtype}, got {q.dtype}; convert it first")
     h = q.shape[2]
     if h == 0 or h % cache.kv_heads:
-        raise ValueError(f"the number of query heads must be a multiple of the cache's {cache.kv_heads} key heads, got {h}")
+        raise ValueError(
+            f"the number of query heads must be a multiple of the cache's {cache.kv_heads} key heads, got {h}"
+        )
     for name, x in (("sinks", sinks), ("alibi_slopes", alibi_slopes)):
         if x is not None and (tuple(x.shape) != (h,) or not x.is_floating_point()):
-            raise ValueError(f"{name} must be floating point of shape ({h},), one per query head, got {x.dtype} {tuple(x.shape)}")
+            raise ValueError(
+                f"{name} must be floating point of shape ({h},), one per query head, got {x.dtype} {tuple(x.shape)}"
+            )
 
 
 def _check_options(options: _Options) -> None:
@@ -278,5 +318,6 @@ def _check_options(options: _Options) -> None:
     if options.softcap < 0:
         raise ValueError(f"softcap must be at least 0 (0 for none), got {options.softcap}")
     if options.moves not in MOVES:
-        raise ValueError(f"moves must be one of {', '.join(MOVES)}, got {options.moves!r}; 'auto' takes what is fewer bytes")
-
+        raise ValueError(
+            f"moves must be one of {', '.join(MOVES)}, got {options.moves!r}; 'auto' takes what is fewer bytes"
+        )

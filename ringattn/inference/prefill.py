@@ -30,14 +30,14 @@ Note [Rows of pages]
 Note [Room ahead]
     Every chunk of a long prompt sees more keys than the one before, and buffers of the ring that other ranks read are made by all ranks
     together, which stops the device. So the first chunk makes them for as many tokens as its requests have reserved, as far
-    as the ring's budget allows: a factor on the sizes of this chunk.
+    as the ring's budget allows: a factor on the sizes of this chunk, and a little more for uneven shards.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
@@ -58,6 +58,8 @@ if TYPE_CHECKING:
     from ringattn.inference.step import Step
 
 MOVES = ("auto", "keys", "queries")
+SLACK = 1.05
+"""How uneven shards of a longer request may be."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,6 +73,7 @@ class Prefill:
         moves: "keys" or "queries".
         fresh: Nothing was kept before: the new rows are all there are.
         travel: How queries move, where they do.
+        times: How many times as long the requests may become (Note [Room ahead]).
     """
 
     step: Step
@@ -79,6 +82,8 @@ class Prefill:
     moves: str
     fresh: bool
     travel: Travel | None
+    times: float
+    _begun: list[bool] = field(default_factory=list, init=False, repr=False)
 
     def attend(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, alibi_slopes: Tensor | None
@@ -89,6 +94,9 @@ class Prefill:
         score = call.score(q.dtype, 0, sinks=sinks, alibi_slopes=alibi_slopes)
         q, keys, values = _rows(q), _rows(keys), _rows(values)
         if self.travel is None:
+            if not self._begun:
+                gathered.reserve(keys, values, score, call, self.kernels, seat, self.times, cache.room)
+                self._begun.append(True)
             return gathered.forward(q, keys, values, score, call, self.kernels, seat)[0]
         return queries_forward(q, keys, values, score, call, self.kernels, seat, self.travel)
 
@@ -114,10 +122,18 @@ def resolve_moves(wanted: str, step: Step, call: Call, q: Tensor, fresh: bool) -
     keys = max(part.received_rows for part in call.plan("keys", nodes).ranks)
     per_key = cache.kv_heads * (d + cache.v_head_dim) * element
     queries = max(
-        part.received_rows * d * element + sum(send.num_rows for send in part.sends if send) * (cache.v_head_dim + 2) * wide
+        part.received_rows * d * element
+        + sum(send.num_rows for send in part.sends if send) * (cache.v_head_dim + 2) * wide
         for part in call.plan("queries").ranks
     )
     return "keys" if keys * per_key <= queries * h else "queries"
+
+
+def growth(step: Step) -> float:
+    """How many times as many tokens the requests of a step may have as they have now, and SLACK."""
+    books = step.cache.pages
+    promised, there = sum(map(books.reserved, step.requests)), sum(step.lengths)
+    return max(1.0, promised / there) * SLACK
 
 
 @dataclass(frozen=True, eq=False)
@@ -282,7 +298,9 @@ def _return(carry: Carry, s: int, seat: Seat, travel: Travel) -> Tensor:
     for peer, rows, part in landed:
         clear(stack[peer], b * s * h, dv)
         count = sum(length for _, length in rows)
-        for whole, some, shape in zip(views(stack[peer], b * s * h, dv), views(part, b * count * h, dv), ((), (), (dv,)), strict=True):
+        for whole, some, shape in zip(
+            views(stack[peer], b * s * h, dv), views(part, b * count * h, dv), ((), (), (dv,)), strict=True
+        ):
             target, source = whole.view(b, s, h, *shape), some.view(b, count, h, *shape)
             for x, y in zip(slices(target, 1, rows), source.split([length for _, length in rows], 1), strict=True):
                 x.copy_(y)
