@@ -641,7 +641,7 @@ def cell_of(row: Row | None, name: str, form: str) -> str:
 
 def table_of_prompts(rows: list[Row]) -> str:
     """Time to first token, ours and transformers'."""
-    peers = {(row["seq_len"], row["layers"]): row for row in rows if row["part"] == "generate"}
+    peers = {(row["seq_len"], row["layers"]): row for row in rows if row.get("who") == "transformers"}
     lines = []
     for row in rows:
         if row["part"] == "first" and "ttft_s" in row:
@@ -687,7 +687,7 @@ def kept_in(kv_dtype: str | None, row: Row | None) -> str:
 
 def table_of_tokens(rows: list[Row]) -> str:
     """Time per token, eager and as a CUDA graph, beside the bound and transformers."""
-    peers = {(row["seq_len"], row["layers"], row["batch"]): row for row in rows if row["part"] == "generate"}
+    peers = {(row["seq_len"], row["layers"], row["batch"]): row for row in rows if row.get("who") == "transformers"}
     found: dict[tuple[Any, ...], dict[str, Row]] = {}
     for row in rows:
         if row["part"] == "token" and "ms_per_token" in row:
@@ -703,6 +703,26 @@ def table_of_tokens(rows: list[Row]) -> str:
         lines.append(line)
     columns = ["GPUs", "context", "layers", "K/V", "batch", "eager ms", "graph ms", "bytes / bandwidth ms", "ratio"]
     return table([*columns, "tokens/s", "transformers, 1 GPU, ms", "run"], lines) if lines else ""
+
+
+def table_of_generate(rows: list[Row]) -> str:
+    """`generate`, ours and transformers' own."""
+    names = {"ringattn": "ringattn", "transformers": "transformers, sdpa"}
+    lines = [
+        [
+            row["world_size"] if row["who"] == "ringattn" else 1,
+            f"{row['seq_len']:,}",
+            row["layers"],
+            names[row["who"]],
+            cell_of(row, "ttft_s", "{:.2f}"),
+            cell_of(row, "ms_per_token", "{:.2f}"),
+            row["run"] + 1,
+        ]
+        for row in rows
+        if row["part"] == "generate" and "ttft_s" in row
+    ]
+    columns = ["GPUs", "context", "layers", "cache and attention", "first token s", "ms per token", "run"]
+    return table(columns, lines) if lines else ""
 
 
 def table_of_cached_attention(rows: list[Row]) -> str:
@@ -791,6 +811,11 @@ def inference() -> str:
             "Every token is on the host before the next one begins. The bound is the bytes of weights, keys and values on a GPU "
             "over the bandwidth; ratio and tokens/s are the graph's where there is one.",
             table_of_tokens(rows),
+        ),
+        (
+            "generate()",
+            "`model.generate` of transformers, greedy, the same weights and prompt.",
+            table_of_generate(rows),
         ),
         (
             "Attention over the cache",

@@ -165,6 +165,7 @@ COLUMNS: dict[str, dict[str, str]] = {
         "largest": "{}",
     },
     "inference: generate": {
+        "world_size": "{}",
         "seq_len": "{}",
         "layers": "{}",
         "who": "{}",

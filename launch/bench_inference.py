@@ -11,7 +11,7 @@ Note [Two kinds of time]
 
 Note [What attention must take]
     bound us = the bytes of a layer's keys and values that lie on a rank (on the one that has most) over the read bandwidth that
-    was measured in the same run: the best of summing 4 GiB as bf16, summing them as fp32, and copying them (read and written
+    was measured in the same run: the best of summing 2 GiB as bf16, summing them as fp32, and copying them (read and written
     bytes); the row "bandwidth" says which. "us per layer" is all that `attend` does for a layer: keeping the new key, the
     kernel, the exchange between ranks. A pass goes over as many layers as make 2 GiB on a rank, so that no cache helps.
     ratio = us / bound us; ratio_with_15us = us / (bound us + 15); goal us = factor * bound us + 15, factor 1.25 for a batch below
@@ -95,7 +95,7 @@ class Inference:
         batches: Requests that decode together.
         parts: "prefill": attention of a prompt beside the forward of training; "attention": attention of one new token over the
             cache, beside the bandwidth of memory; "first": time to first token; "token": time per token; "throughput": tokens/s by
-            batch; "generate": transformers' own, on one GPU.
+            batch; "generate": `generate` of transformers, with our cache on all ranks, and with its own on one GPU.
         chunk: Tokens of a prompt that go through the model at once, of all ranks together.
         latency_ms: "throughput": how long a token may take.
         throughput_lengths: "throughput": contexts; none: the shortest of lengths.
@@ -300,7 +300,7 @@ def describe_row(row: dict[str, Any]) -> str:
 
 def measure_bandwidth(args: Inference, session: Session) -> dict[str, Any]:
     """How fast memory is read, on the slowest rank (Note [What attention must take])."""
-    size = 4 * GIB if session.device.type == "cuda" else 2**24
+    size = 2 * GIB if session.device.type == "cuda" else 2**24
     x = torch.zeros(size // 2, dtype=torch.bfloat16, device=session.device).normal_()
     wide, half = x.view(torch.float32), x[: len(x) // 2]
     ways: dict[str, tuple[Callable[[], Any], int]] = {
@@ -462,7 +462,7 @@ def _measure_model(bench: _Bench, layers: int, lengths: Sequence[int]) -> bool:
         if "first" in args.parts:
             measure_first_token(bench, shape, model, length)
         if "generate" in args.parts:
-            measure_transformers(bench, shape, model, length)
+            measure_generate(bench, shape, model, length)
         if "token" in args.parts:
             for batch in args.batches:
                 measure_token(bench, shape, model, length, batch)
@@ -619,12 +619,16 @@ def measure_throughput(bench: _Bench, shape: Shape, model: PreTrainedModel, leng
         bench.add(found[batch] | {"largest": batch == good})
 
 
-def measure_transformers(bench: _Bench, shape: Shape, model: PreTrainedModel, length: int) -> None:
-    """A row of transformers' own generate on rank 0: sdpa, a cache of its own, the same weights and prompt."""
+def measure_generate(bench: _Bench, shape: Shape, model: PreTrainedModel, length: int) -> None:
+    """Rows of `generate` with the same weights and prompt: ours on all ranks; on rank 0 sdpa and a cache of transformers."""
     args, session = bench.args, bench.session
-    row = {"part": "generate", "who": "transformers", "seq_len": length, "batch": 1, **_shape_fields(shape)}
+    row = {"part": "generate", "seq_len": length, "batch": 1, **_shape_fields(shape)}
     if bench.is_over(row):
         return
+    prompt = draw_tokens(length, args.vocab_size, session.device)[None]
+    ours = _generate_ours(bench, model, prompt)
+    bench.add(row | {"who": "ringattn", "chunk": args.chunk} | ours)
+    row["who"] = "transformers"
     expected = shape.prompt_flops(length) / PEER_FLOPS
     if session.device.type == "cuda" and expected > args.patience_s:
         bench.add(row | {"refused": f"not tried: a prompt would take about {expected:.0f} s on one GPU"})
@@ -632,7 +636,6 @@ def measure_transformers(bench: _Bench, shape: Shape, model: PreTrainedModel, le
     bench.forget()
     found: dict[str, Any] = {}
     if session.rank == 0:
-        prompt = draw_tokens(length, args.vocab_size, session.device)[None]
         try:
             with attending(model, "sdpa"):
                 time_generate(model, prompt[:, :1024], 4)
@@ -643,7 +646,24 @@ def measure_transformers(bench: _Bench, shape: Shape, model: PreTrainedModel, le
     bench.add(row | session.gather(found)[0])
 
 
-def time_generate(model: PreTrainedModel, prompt: Tensor, tokens: int) -> dict[str, Any]:
+def _generate_ours(bench: _Bench, model: PreTrainedModel, prompt: Tensor) -> dict[str, Any]:
+    from ringattn.integrations.transformers import RingCache
+
+    args, session = bench.args, bench.session
+    room = prompt.shape[1] + args.tokens + 1
+    made, why = bench.make(lambda: RingCache(model, bench.ring, max_tokens=room, kv_dtype=bench.kv_dtype))
+    if made is None:
+        return {"refused": why}
+    chunked: dict[str, Any] = {"past_key_values": made, "prefill_chunk_size": args.chunk}
+    with made:
+        time_generate(model, prompt[:, :1024], 4, **chunked)
+        made.reset()
+        session.barrier()
+        found = time_generate(model, prompt, 1 + args.tokens, **chunked)
+    return dict(zip(found, session.maximum(list(found.values())), strict=True))
+
+
+def time_generate(model: PreTrainedModel, prompt: Tensor, tokens: int, **options: Any) -> dict[str, float]:
     """Seconds until the first token of `model.generate`, and milliseconds of a later one (the median)."""
     from transformers import StoppingCriteria, StoppingCriteriaList
 
@@ -668,6 +688,7 @@ def time_generate(model: PreTrainedModel, prompt: Tensor, tokens: int) -> dict[s
         max_new_tokens=tokens,
         do_sample=False,
         stopping_criteria=StoppingCriteriaList([clock]),
+        **options,
     )
     later = [1e3 * (b - a) for a, b in itertools.pairwise(clock.times)]
     return {"ttft_s": clock.times[0] - began, "ms_per_token": statistics.median(later), "worst_ms": max(later)}

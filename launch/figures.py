@@ -307,6 +307,8 @@ def inference_lines(rows: Sequence[dict[str, Any]]) -> dict[str, dict[str, list[
         ranks, deep = row["world_size"], f", {row['layers']} layers" if len(told) > 1 and "layers" in row else ""
         where = f"{ranks} GPU{'s' if ranks > 1 else ''}, batch {row.get('batch', 1)}"
         points = []
+        if row["part"] == "generate" and row.get("who") == "ringattn":
+            continue  # beside "first" and "token", which measure the same without it
         if row["part"] == "generate":
             points = [(part, f"transformers, 1 GPU{deep}", row.get(numbers[part])) for part in ("first", "token")]
         elif row["part"] in numbers and row.get("who") != "ring":

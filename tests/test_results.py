@@ -232,6 +232,7 @@ def test_inference_stands_beside_its_bounds_and_transformers(results: ModuleType
         met = {"us_per_layer": 70.0, "bound_us": 50.0, "ratio": 1.4, "ratio_with_15us": 1.077, "goal_us": 77.5}
         rows.append(_inference("attention", n, how="graph", goal_met=True, batch=1, layers=16, **met))
     rows.append(_inference("generate", 32768, who="transformers", ttft_s=4.5, ms_per_token=12.5, **shape))
+    rows.append(_inference("generate", 32768, who="ringattn", chunk=16384, ttft_s=1.5, ms_per_token=21.0, **shape))
     rows.append(_inference("generate", 65536, who="transformers", refused="out of memory", **shape))
     for batch, within in ((1, True), (2, False)):
         told = {"ms_per_token": 5.0 * batch, "tokens_per_s": 200.0, "within": within, "largest": within}
@@ -245,6 +246,8 @@ def test_inference_stands_beside_its_bounds_and_transformers(results: ModuleType
     assert f"| 4 | 32,768 | bf16 | 250.0 ms, 600 TFLOP/s | {whole} | {chunked} | 2 |" in text
     assert "| 4 | 32,768 | 8 | bf16 | 1 | 20.00 | 5.00 | 4.00 | 1.25 | 200.0 | 12.50 | 2 |" in text
     assert "| 4 | 65,536 | 8 | bf16 | 1 | 20.00 | 5.00 | 4.00 | 1.25 | 200.0 | - | 2 |" in text
+    assert "| 4 | 32,768 | 8 | ringattn | 1.50 | 21.00 | 2 |" in text
+    assert "| 1 | 32,768 | 8 | transformers, sdpa | 4.50 | 12.50 | 2 |" in text
     assert "| 4 | 32,768 | bf16 | 1 | 70.0 | 50.0 | 1.40 | 1.08 | 77.5, met | 2 |" in text
     assert "| 4 | 32,768 | 8 | **1** | 5.00 | 200 | yes (8 ms) | 2 |" in text
     assert "| 4 | 32,768 | 8 | 2 | 10.00 | 200 | no (8 ms) | 2 |" in text

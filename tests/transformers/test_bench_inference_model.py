@@ -54,7 +54,8 @@ def test_every_part_has_its_rows_and_their_numbers_agree(pool, tmp_path: Path) -
     assert [(row["seq_len"], row["batch"], row["within"], row["largest"]) for row in parts["throughput"]] == [
         (130, 1, True, False), (130, 2, True, True),
     ]  # fmt: skip
-    assert [row["seq_len"] for row in parts["generate"]] == [130, 260]
+    told = [(row["seq_len"], row["who"]) for row in parts["generate"]]
+    assert told == [(n, who) for n in (130, 260) for who in ("ringattn", "transformers")]
     assert all(row["ttft_s"] > 0 and row["ms_per_token"] > 0 for row in parts["generate"])
     drawn = figures.inference_lines(rows)
     assert list(drawn) == ["first", "token"]
