@@ -47,7 +47,7 @@ import ringattn
 from ringattn.inference import CacheFull, PagedKVCache, attend
 from ringattn.launch.bench_ring import GIB, outside_torch
 from ringattn.launch.check import DTYPES
-from ringattn.launch.inference_checks import check_attention, check_decoded, check_model
+from ringattn.launch.inference_checks import check_attention, check_decoded, check_model, check_replay
 from ringattn.launch.inference_model import (
     PAGE_SIZE,
     Decoder,
@@ -542,8 +542,8 @@ def _token_rows(
 ) -> list[dict[str, Any]]:
     """What is found in each way: "eager", "graph", or "fastest" for a graph where there is one."""
     args, session = bench.args, bench.session
-    # both ways go on where the other one ended; one more for the first step and for each capture
-    room = len(ways) * (WARM_TOKENS + args.tokens + 1) + 1
+    # each way goes on where the other one ended; a capture and its check take a token each, and so do the bytes
+    room = len(ways) * (WARM_TOKENS + args.tokens + 2) + 1
     made, why = bench.make(lambda: _full(bench, shape, batch, length, room))
     if made is None:
         return [{"refused": why}]
@@ -586,6 +586,9 @@ def _replayed(decoder: Decoder, session: Session) -> tuple[Callable[[], list[lis
     graph, why = capture_together(decoder.compute, 1, session)
     if graph is None:
         return None, why
+    off = check_replay(graph, decoder, session)
+    if not off <= 4 * torch.finfo(decoder.logits.dtype).eps:
+        return None, f"wrong answer: differs from plain calls by {off:.2g} of its size"
 
     def call() -> list[list[int]]:
         decoder.extend()

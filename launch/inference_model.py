@@ -239,7 +239,10 @@ class Decoder:
 
     Attributes:
         tokens: `b 1`: what the next step brings.
+        logits: `b vocab` of the last computation: captured in a CUDA graph, of its last replay.
     """
+
+    logits: Tensor
 
     def __init__(
         self, model: PreTrainedModel, cache: PagedKVCache, requests: Sequence[int], *, static: bool = False
@@ -259,16 +262,13 @@ class Decoder:
         self._step = self._cache.extend(self._requests, ones, mode="decode", into=self._static)
         return self._step
 
-    def logits(self) -> Tensor:
-        """`b vocab`: what the device computes for the step that there is."""
+    def compute(self) -> None:
+        """What the device does for a token: of the step that there is."""
         from ringattn.integrations.transformers import run_step
 
         assert self._step is not None, "extend comes first"
-        return run_step(self._model, self._step, self.tokens)
-
-    def compute(self) -> None:
-        """The same, up to the next tokens."""
-        self.tokens.copy_(self.logits().argmax(-1, keepdim=True))
+        self.logits = run_step(self._model, self._step, self.tokens)
+        self.tokens.copy_(self.logits.argmax(-1, keepdim=True))
 
     def next_tokens(self) -> list[list[int]]:
         """One token more of each request, on the host."""

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from ringattn.launch import bench, figures, inference_checks, inference_model
+from ringattn.launch import bench, bench_inference, figures, inference_checks, inference_model
 from ringattn.launch.inference_model import Shape
 
 SHAPE = Shape(dim=32, layers=2, heads=4, kv_heads=2, head_dim=16, mlp_dim=48, vocab_size=61)
@@ -67,6 +67,23 @@ def test_throughput_ends_at_the_latency(tmp_path: Path) -> None:
     assert _bench(str(tmp_path), *words) == 0
     last = _rows(tmp_path)[-1]
     assert (last["batch"], last["within"], last["largest"]) == (1, False, False)
+
+
+@pytest.mark.parametrize("right", [True, False])
+def test_a_graph_has_a_speed_when_it_serves_the_next_token_too(
+    right: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # in place of a graph: the call itself, or nothing, which leaves the logits of the token of the capture
+    monkeypatch.setattr(bench_inference, "capture_together", lambda call, *_: (call if right else lambda: None, None))
+    assert _bench(str(tmp_path), "--lengths", "64", "--parts", "token", "--batches", "2") == 0
+    eager, graph = _rows(tmp_path)[1:]
+    assert (eager["how"], graph["how"]) == ("eager", "graph")
+    if right:
+        assert graph["ms_per_token"] > 0
+        assert graph["bound_ms"] == eager["bound_ms"]
+    else:
+        assert graph["refused"].startswith("wrong answer")
+        assert "ms_per_token" not in graph
 
 
 def test_a_wrong_model_has_no_speed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
