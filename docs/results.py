@@ -24,6 +24,7 @@ BEGIN, END = "<!-- results: written by docs/results.py -->", "<!-- end of result
 
 Row = dict[str, Any]
 FIGURE, RING_FIGURE, SCALING_FIGURE, MODEL_FIGURE = "kernels.svg", "ring-speed.svg", "ring-scaling.svg", "model.svg"
+INFERENCE_FIGURE = "inference-speed.svg"
 PROBLEM = ("mask", "seq_len", "batch", "heads", "kv_heads", "head_dim", "dtype", "window", "document")
 NAMES = {
     "hopper": "ringattn hopper",
@@ -228,6 +229,8 @@ def figures() -> Iterator[tuple[str, Callable[..., bool], list[Row], bool]]:
     yield SCALING_FIGURE, module.draw_scaling, grown, bool(module.scaling_lines(grown))
     rows = model_rows(runs_of("model"))
     yield MODEL_FIGURE, module.draw_model, rows, bool(module.model_lines(rows))
+    rows = inference_rows(runs_of("inference"))
+    yield INFERENCE_FIGURE, module.draw_inference, rows, bool(module.inference_lines(rows))
 
 
 def draw_figures() -> None:
@@ -619,7 +622,227 @@ def models() -> str:
     return text
 
 
-SECTIONS: tuple[Callable[[], str], ...] = (correctness, kernels, ring, memory, softmax, training, models)
+def inference_rows(runs: list[Any]) -> list[Row]:
+    """The rows of all runs of `bench inference`, fewest GPUs first; what several runs measured is shown from the last one."""
+    naming = ("part", "world_size", "seq_len", "batch", "layers", "kv_dtype", "chunk", "who", "how")
+    last: dict[tuple[Any, ...], Row] = {}
+    for index, run in enumerate(runs):
+        for row in run["rows"]:
+            if row["part"] != "bandwidth":
+                last[tuple(row.get(name) for name in naming)] = row | {"run": index}
+    order = ("world_size", "seq_len", "batch", "layers")
+    return sorted(last.values(), key=lambda row: tuple(row.get(name) or 0 for name in order))
+
+
+def cell_of(row: Row | None, name: str, form: str) -> str:
+    """A number of a row; a dash where there is none."""
+    return "-" if row is None or row.get(name) is None else form.format(row[name])
+
+
+def table_of_prompts(rows: list[Row]) -> str:
+    """Time to first token, ours and transformers'."""
+    peers = {(row["seq_len"], row["layers"]): row for row in rows if row.get("who") == "transformers"}
+    lines = []
+    for row in rows:
+        if row["part"] == "first" and "ttft_s" in row:
+            peer = peers.get((row["seq_len"], row["layers"]))
+            line = [row["world_size"], f"{row['seq_len']:,}", row["layers"], f"{row['chunk']:,}"]
+            line += [cell_of(row, "ttft_s", "{:.2f}"), cell_of(row, "tokens_per_s", "{:,.0f}")]
+            line += [cell_of(row, "tflops", "{:.0f}"), cell_of(row, "mfu_percent", "{:.1f}%")]
+            line += [cell_of(peer, "ttft_s", "{:.2f}"), cell_of(row, "peak_gib", "{:.1f}"), row["run"] + 1]
+            lines.append(line)
+    columns = ["GPUs", "context", "layers", "chunk", "seconds", "tokens/s", "TFLOP/s per GPU", "MFU"]
+    return table([*columns, "transformers, 1 GPU, s", "GiB per GPU", "run"], lines) if lines else ""
+
+
+def table_of_prompt_attention(rows: list[Row]) -> str:
+    """The attention of a prompt beside the forward of training."""
+    found: dict[tuple[Any, ...], dict[str, Row]] = {}
+    for row in rows:
+        if row["part"] == "prefill" and "ms" in row:
+            key = (row["world_size"], row["seq_len"], row.get("kv_dtype"), row["run"])
+            found.setdefault(key, {})[row["who"]] = row
+
+    def cell(row: Row | None) -> str:
+        if row is None:
+            return "-"
+        cut = f"chunks of {row['chunk']:,}: " if row.get("chunk") else ""
+        return f"{cut}{row['ms']:.1f} ms, {row['tflops']:.0f} TFLOP/s ({row['percent_of_training']:.0f}%)"
+
+    lines = []
+    for key in sorted(found, key=str):
+        gpus, length, kept, run = key
+        base = found[key].get("ring")
+        alone = "-" if base is None else f"{base['ms']:.1f} ms, {base['tflops']:.0f} TFLOP/s"
+        cells = (cell(found[key].get(who)) for who in ("attend", "attend_chunked"))
+        lines.append([gpus, f"{length:,}", kept_in(kept, base), alone, *cells, run + 1])
+    columns = ["GPUs", "context", "K/V", "training's forward", "prompt, whole", "prompt, in chunks", "run"]
+    return table(columns, lines) if lines else ""
+
+
+def kept_in(kv_dtype: str | None, row: Row | None) -> str:
+    """What keys and values are kept in."""
+    return "-" if row is None else row["dtype"] if kv_dtype in (None, "same") else kv_dtype
+
+
+def table_of_tokens(rows: list[Row]) -> str:
+    """Time per token, eager and as a CUDA graph, beside the bound and transformers."""
+    peers = {(row["seq_len"], row["layers"], row["batch"]): row for row in rows if row.get("who") == "transformers"}
+    found: dict[tuple[Any, ...], dict[str, Row]] = {}
+    for row in rows:
+        if row["part"] == "token" and "ms_per_token" in row:
+            key = tuple(row.get(name) for name in ("world_size", "seq_len", "layers", "batch", "kv_dtype"))
+            found.setdefault(key, {})[row["how"]] = row
+    lines = []
+    for (gpus, length, layers, batch, kept), ways in found.items():
+        best = ways.get("graph") or ways["eager"]
+        line = [gpus, f"{length:,}", layers, kept_in(kept, best), batch]
+        line += [cell_of(ways.get(how), "ms_per_token", "{:.2f}") for how in ("eager", "graph")]
+        line += [f"{best['bound_ms']:.2f}", f"{best['ratio']:.2f}", f"{best['tokens_per_s']:,.1f}"]
+        line += [cell_of(peers.get((length, layers, batch)), "ms_per_token", "{:.2f}"), best["run"] + 1]
+        lines.append(line)
+    columns = ["GPUs", "context", "layers", "K/V", "batch", "eager ms", "graph ms", "bytes / bandwidth ms", "ratio"]
+    return table([*columns, "tokens/s", "transformers, 1 GPU, ms", "run"], lines) if lines else ""
+
+
+def table_of_generate(rows: list[Row]) -> str:
+    """`generate`, ours and transformers' own."""
+    names = {"ringattn": "ringattn", "transformers": "transformers, sdpa"}
+    lines = [
+        [
+            row["world_size"] if row["who"] == "ringattn" else 1,
+            f"{row['seq_len']:,}",
+            row["layers"],
+            names[row["who"]],
+            cell_of(row, "ttft_s", "{:.2f}"),
+            cell_of(row, "ms_per_token", "{:.2f}"),
+            row["run"] + 1,
+        ]
+        for row in rows
+        if row["part"] == "generate" and "ttft_s" in row
+    ]
+    columns = ["GPUs", "context", "layers", "cache and attention", "first token s", "ms per token", "run"]
+    return table(columns, lines) if lines else ""
+
+
+def table_of_cached_attention(rows: list[Row]) -> str:
+    """One layer's attention over the cache beside its bytes."""
+    lines = [
+        [
+            row["world_size"],
+            f"{row['seq_len']:,}",
+            kept_in(row.get("kv_dtype"), row),
+            row["batch"],
+            f"{row['us_per_layer']:.1f}{'' if row['how'] == 'graph' else '*'}",
+            f"{row['bound_us']:.1f}",
+            f"{row['ratio']:.2f}",
+            f"{row['ratio_with_15us']:.2f}",
+            f"{row['goal_us']:.1f}, {'met' if row['goal_met'] else 'missed'}",
+            row["run"] + 1,
+        ]
+        for row in rows
+        if row["part"] == "attention" and "us_per_layer" in row
+    ]
+    columns = [
+        "GPUs",
+        "context",
+        "K/V",
+        "batch",
+        "us per layer",
+        "bytes / bandwidth us",
+        "ratio",
+        "ratio with 15 us more",
+    ]
+    return table([*columns, "goal us", "run"], lines) if lines else ""
+
+
+def table_of_throughput(rows: list[Row]) -> str:
+    """Tokens per second by batch, and which batch is the largest within the latency."""
+    lines = [
+        [
+            row["world_size"],
+            f"{row['seq_len']:,}",
+            row["layers"],
+            f"**{row['batch']}**" if row.get("largest") else row["batch"],
+            f"{row['ms_per_token']:.2f}",
+            f"{row['tokens_per_s']:,.0f}",
+            f"{'yes' if row['within'] else 'no'} ({row['latency_ms']:g} ms)",
+            row["run"] + 1,
+        ]
+        for row in rows
+        if row["part"] == "throughput" and "ms_per_token" in row
+    ]
+    columns = ["GPUs", "context", "layers", "batch", "ms per token", "tokens/s", "within the latency", "run"]
+    return table(columns, lines) if lines else ""
+
+
+def inference() -> str:
+    """Prompts and tokens over a sharded cache."""
+    runs = runs_of("inference")
+    rows = inference_rows(runs)
+    if not rows:
+        return ""
+    bandwidths = [next(row for row in run["rows"] if row["part"] == "bandwidth") for run in runs]
+    parts = [
+        "### Inference\n\nA model with the shape of Llama 3 8B, cut to the given number of layers, random weights, in "
+        "transformers; its K/V in a cache that is sharded over the GPUs. Everything is checked before it is timed. "
+        "`launch/bench_inference.py` has the definitions.",
+        *(
+            f"Run {index + 1}, {band['read_gbps']:,.0f} GB/s read ({band['who']}): {source(run['machine'])}"
+            for index, (run, band) in enumerate(zip(runs, bandwidths, strict=True))
+        ),
+    ]
+    if drawing().inference_lines(rows):
+        parts.append(f"![Times of prompts and tokens over the context](docs/{INFERENCE_FIGURE})")
+    for title, said, body in (
+        (
+            "Time to first token",
+            "From a prompt to its first token on every host, median.",
+            table_of_prompts(rows),
+        ),
+        (
+            "Attention of a prompt",
+            "One layer: bringing a prompt to the cache, beside the forward of training over as many tokens, in turns; TFLOP/s per "
+            "GPU.",
+            table_of_prompt_attention(rows),
+        ),
+        (
+            "Time per token",
+            "Every token is on the host before the next one begins. The bound is the bytes of weights, keys and values on a GPU "
+            "over the bandwidth; ratio and tokens/s are the graph's where there is one.",
+            table_of_tokens(rows),
+        ),
+        (
+            "generate()",
+            "`model.generate` of transformers, greedy, the same weights and prompt.",
+            table_of_generate(rows),
+        ),
+        (
+            "Attention over the cache",
+            "One new token, all that `attend` does for a layer, replayed from a CUDA graph (with `*`: plain calls), beside the "
+            "bytes of K and V on a GPU over the bandwidth. The goal is 1.25 times that and 15 us, from batch 8 on 1.15 times.",
+            table_of_cached_attention(rows),
+        ),
+        (
+            "Throughput at a latency",
+            "Requests of equal context that decode together; the largest batch within the latency is bold.",
+            table_of_throughput(rows),
+        ),
+    ):
+        if body:
+            parts += [f"#### {title}\n\n{said}", body]
+    names = ("part", "world_size", "seq_len", "batch", "who", "how")
+    refused = {
+        f"{', '.join(str(row[name]) for name in names if row.get(name) is not None)}: {row['refused']}": None
+        for row in rows
+        if "refused" in row
+    }
+    if refused:
+        parts.append(f"Without a number (part, GPUs, context, batch): {'; '.join(refused)}.")
+    return "\n\n".join(parts)
+
+
+SECTIONS: tuple[Callable[[], str], ...] = (correctness, kernels, ring, memory, softmax, training, models, inference)
 
 
 def main() -> int:

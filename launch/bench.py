@@ -1,7 +1,8 @@
 """How fast is it, and beside what? Kernels on one GPU, the ring over several, and memory against length.
 
 Owns the commands, and what tables and plots show. Refuses to know what is measured (`bench_kernels`, `bench_ring`,
-`bench_memory`, `bench_model`, `bench_exchange`, `bench_prefill`), and prints no speed of an answer that was not checked.
+`bench_memory`, `bench_model`, `bench_prefill`, `bench_exchange`, `bench_inference`), and prints no speed of an answer that was
+not checked.
 
     python -m ringattn.launch.bench kernels
     torchrun --nproc_per_node 4 -m ringattn.launch.bench ring
@@ -9,6 +10,7 @@ Owns the commands, and what tables and plots show. Refuses to know what is measu
     torchrun --nproc_per_node 4 -m ringattn.launch.bench host
     torchrun --nproc_per_node 4 -m ringattn.launch.bench prefill --total 1048576 --chunks 32768
     torchrun --nproc_per_node 4 -m ringattn.launch.bench exchange
+    torchrun --nproc_per_node 4 -m ringattn.launch.bench inference
 
 FLOPs are those of `problems` (Note [FLOPs]), times those of `turns` (Note [Times]).
 """
@@ -25,12 +27,13 @@ from typing import Any
 
 from ringattn.launch.bench_exchange import Exchange, bench_exchange
 from ringattn.launch.bench_host import Host, bench_host
+from ringattn.launch.bench_inference import Inference, bench_inference
 from ringattn.launch.bench_kernels import Kernels, bench_kernels, describe_problem
 from ringattn.launch.bench_memory import Memory, bench_memory
 from ringattn.launch.bench_model import Model, bench_model
 from ringattn.launch.bench_prefill import Prefill, bench_prefill
 from ringattn.launch.bench_ring import Ring, bench_ring, verify
-from ringattn.launch.figures import draw_lengths, draw_ring
+from ringattn.launch.figures import draw_inference, draw_lengths, draw_ring
 from ringattn.launch.problems import Problem
 from ringattn.launch.session import Session, describe, machine, open_session, parse, table, write_json
 
@@ -115,6 +118,75 @@ COLUMNS: dict[str, dict[str, str]] = {
         "split_us": "{0[0]:.0f} + {0[1]:.0f} + {0[2]:.0f}",
         "split_in_one_thread_us": "{0[0]:.0f} + {0[1]:.0f} + {0[2]:.0f}",
     },
+    "inference: bandwidth": {"who": "{}", "read_gbps": "{:.0f}"},
+    "inference: prefill": {
+        "world_size": "{}",
+        "seq_len": "{}",
+        "who": "{}",
+        "chunk": "{}",
+        "ms": "{:.2f}",
+        "tflops": "{:.3g}",
+        "percent_of_training": "{:.0f}%",
+    },
+    "inference: attention": {
+        "world_size": "{}",
+        "seq_len": "{}",
+        "batch": "{}",
+        "how": "{}",
+        "us_per_layer": "{:.1f}",
+        "bound_us": "{:.1f}",
+        "ratio": "{:.2f}",
+        "ratio_with_15us": "{:.2f}",
+        "goal_us": "{:.1f}",
+        "goal_met": "{}",
+        "calls_us_per_layer": "{:.1f}",
+        "host_us_per_layer": "{:.1f}",
+    },
+    "inference: first": {
+        "world_size": "{}",
+        "seq_len": "{}",
+        "layers": "{}",
+        "chunk": "{}",
+        "ttft_s": "{:.3f}",
+        "tokens_per_s": "{:.0f}",
+        "tflops": "{:.3g}",
+        "mfu_percent": "{:.1f}%",
+        "peak_gib": "{:.1f}",
+    },
+    "inference: token": {
+        "world_size": "{}",
+        "seq_len": "{}",
+        "layers": "{}",
+        "batch": "{}",
+        "how": "{}",
+        "ms_per_token": "{:.3f}",
+        "worst_ms": "{:.3f}",
+        "tokens_per_s": "{:.1f}",
+        "bound_ms": "{:.3f}",
+        "ratio": "{:.2f}",
+    },
+    "inference: throughput": {
+        "world_size": "{}",
+        "seq_len": "{}",
+        "layers": "{}",
+        "batch": "{}",
+        "how": "{}",
+        "ms_per_token": "{:.3f}",
+        "tokens_per_s": "{:.1f}",
+        "latency_ms": "{}",
+        "within": "{}",
+        "largest": "{}",
+    },
+    "inference: generate": {
+        "world_size": "{}",
+        "seq_len": "{}",
+        "layers": "{}",
+        "who": "{}",
+        "batch": "{}",
+        "ttft_s": "{:.3f}",
+        "ms_per_token": "{:.3f}",
+        "worst_ms": "{:.3f}",
+    },
 }
 """What the table of each bench shows of its rows, and how."""
 
@@ -130,7 +202,7 @@ def tabulate(kind: str, rows: Sequence[dict[str, Any]]) -> None:
     for row in rows:
         for name in ("refused", "forward_graph_refused", "both_graph_refused", "graph_refused", "note"):
             if row.get(name):
-                said = f"{row['who']}, {name.replace('_', ' ')}: {row[name]}"
+                said = f"{row.get('who', kind)}, {name.replace('_', ' ')}: {row[name]}"
                 reasons[said] = reasons.get(said, 0) + 1
     for said, times in reasons.items():
         print(f"{said} ({times} x)")
@@ -199,8 +271,11 @@ def plot_memory(rows: Sequence[dict[str, Any]], title: str, path: Path) -> None:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command; returns its exit code: 1 when the check is red, and then no speed is shown."""
     words = sys.argv[1:] if arguments is None else list(arguments)
-    args: Kernels | Ring | Memory | Model | Host | Exchange | Prefill = parse(
-        Kernels | Ring | Memory | Model | Host | Exchange | Prefill, words, "bench", "Measures, after checking."
+    args: Kernels | Ring | Memory | Model | Host | Exchange | Prefill | Inference = parse(
+        Kernels | Ring | Memory | Model | Host | Exchange | Prefill | Inference,
+        words,
+        "bench",
+        "Measures, after checking.",
     )
     with open_session(args.device) as session:
         line = machine(session)
@@ -209,6 +284,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return report_kernels(args, session, line, words)
         if isinstance(args, Host):
             return report_host(args, session, line)
+        if isinstance(args, Inference):
+            return report_inference(args, session, line)
         kind, rows = measure(args, session)
         if rows is None:
             session.say("red: no speed is shown until the check is green")
@@ -278,6 +355,28 @@ def report_host(args: Host, session: Session, line: dict[str, Any]) -> int:
         tabulate("host", rows)
         write_json(args.out / "host.json", {"machine": line, "rows": rows})
         print(f"rows: {args.out / 'host.json'}")
+    return 0
+
+
+def report_inference(args: Inference, session: Session, line: dict[str, Any]) -> int:
+    """Measures inference, keeping rows as they come, and shows a table per part; returns the exit code."""
+    path = args.out / f"{args.name}.json"
+
+    def keep(rows: Sequence[dict[str, Any]]) -> None:
+        if session.rank == 0:
+            write_json(path, {"machine": line, "rows": rows})
+
+    rows = bench_inference(args, session, keep)
+    if rows is None:
+        session.say("red: no speed is shown until the check is green")
+        return 1
+    if session.rank == 0:
+        for part in dict.fromkeys(row["part"] for row in rows):
+            tabulate(f"inference: {part}", [row for row in rows if row["part"] == part])
+        drawn, picture = False, path.with_suffix(".png")
+        with contextlib.suppress(ModuleNotFoundError):
+            drawn = draw_inference(rows, picture)
+        print(f"rows: {path}{f' and {picture}' if drawn else ''}")
     return 0
 
 

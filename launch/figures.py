@@ -55,6 +55,13 @@ RING_COLORS = {
     "ring_flash_attn": "#8b949e",
 }
 DIRECTIONS = {"forward": "forward", "both": "forward + backward", "model": "training step"}
+INFERENCE = {
+    "first": ("time to first token", "s"),
+    "token": ("time per token", "ms"),
+    "attention": ("attention of a token", "times its bytes / bandwidth"),
+    "prefill": ("attention of a prompt", "% of training's forward"),
+}
+"""What is drawn of inference, in this order, and in which unit."""
 INK = "#7d8590"
 """Gray that stands out from white and from near black alike."""
 STYLE: Any = {
@@ -282,5 +289,92 @@ def _draw_panels(panels: Panels, path: Path, note: str, x: str, y: str, top: flo
             axes[i][0].set_ylabel(y)
         for axis in axes[-1]:
             axis.set_xlabel(x)
+        _finish(figure, axes, path, note)
+    return True
+
+
+def inference_lines(rows: Sequence[dict[str, Any]]) -> dict[str, dict[str, list[tuple[int, float]]]]:
+    """Per panel of INFERENCE, per line: (tokens of context, number), shortest first; what has one point is left out.
+
+    A time per token is a graph's where there is one; a prompt's attention is that in chunks where there is one. Times of
+    models with different numbers of layers are no line.
+    """
+    numbers = {"first": "ttft_s", "token": "ms_per_token", "attention": "ratio", "prefill": "percent_of_training"}
+    better = {"eager": 0, "graph": 1, "attend": 0, "attend_chunked": 1}
+    told = {row["layers"] for row in rows if row["part"] in ("first", "token", "generate") and "layers" in row}
+    chosen: dict[tuple[str, str, int], tuple[int, float]] = {}
+    for row in rows:
+        ranks, deep = row["world_size"], f", {row['layers']} layers" if len(told) > 1 and "layers" in row else ""
+        where = f"{ranks} GPU{'s' if ranks > 1 else ''}, batch {row.get('batch', 1)}"
+        points = []
+        if row["part"] == "generate" and row.get("who") == "ringattn":
+            continue  # beside "first" and "token", which measure the same without it
+        if row["part"] == "generate":
+            points = [(part, f"transformers, 1 GPU{deep}", row.get(numbers[part])) for part in ("first", "token")]
+        elif row["part"] in numbers and row.get("who") != "ring":
+            label = where + (deep if row["part"] in ("first", "token") else "")
+            points = [(row["part"], label, row.get(numbers[row["part"]]))]
+        for part, label, value in points:
+            rank = better.get(str(row.get("who" if part == "prefill" else "how")), 0)
+            key = (part, label, row.get("seq_len", 0))
+            if value is not None and rank >= chosen.get(key, (0, 0.0))[0]:
+                chosen[key] = (rank, value)
+    panels: dict[str, dict[str, list[tuple[int, float]]]] = {}
+    for (part, label, length), (_, value) in sorted(chosen.items()):
+        panels.setdefault(part, {}).setdefault(label, []).append((length, value))
+    found = {part: {label: x for label, x in lines.items() if len(x) > 1} for part, lines in panels.items()}
+    return {part: found[part] for part in INFERENCE if found.get(part)}
+
+
+def draw_inference(rows: Sequence[dict[str, Any]], path: Path, note: str = "") -> bool:
+    """Draws what prompts and tokens take over the context, a panel per quantity.
+
+    Args:
+        rows: Of `bench inference`.
+        path: An .svg or .png.
+        note: Kept in an SVG as its description.
+
+    Returns:
+        Whether there was anything to draw.
+    """
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    from matplotlib import pyplot as plt
+
+    panels = inference_lines(rows)
+    if not panels:
+        return False
+    names = list(dict.fromkeys(label for lines in panels.values() for label in sorted(lines)))
+    ours = [name for name in names if not name.startswith("transformers")]
+    palette = ["#e5484d", "#f0883e", "#bf8700", "#a371f7", "#388bfd", "#2da44e", "#db61a2", "#6e40c9"]
+    colors = {name: palette[i % len(palette)] for i, name in enumerate(ours)}
+    ticks = sorted({n for lines in panels.values() for points in lines.values() for n, _ in points})
+    with mpl.rc_context(STYLE):
+        size = (3.1 * len(panels) + 0.4, 3.4)
+        figure, axes = plt.subplots(1, len(panels), figsize=size, squeeze=False)
+        for axis, (part, lines) in zip(axes[0], panels.items(), strict=True):
+            for name in names:
+                if name in lines:
+                    mine = name in colors
+                    axis.plot(
+                        *zip(*lines[name], strict=True),
+                        color=colors.get(name, INK),
+                        marker="o",
+                        markersize=3,
+                        linewidth=2.0 if mine else 1.2,
+                        label=name,
+                    )
+            axis.set_xscale("log", base=2)
+            if part == "first":
+                axis.set_yscale("log")
+            else:
+                axis.set_ylim(bottom=0)
+            axis.grid(color=INK, alpha=0.25, linewidth=0.6)
+            axis.set_title(INFERENCE[part][0], fontsize=9)
+            axis.set_ylabel(INFERENCE[part][1])
+            axis.set_xlabel("tokens of context")
+            axis.set_xticks(ticks, [thousands(n) for n in ticks])
+            axis.minorticks_off()
         _finish(figure, axes, path, note)
     return True

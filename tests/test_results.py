@@ -201,3 +201,59 @@ def test_whole_models_have_a_line_per_attention_and_say_who_did_not_run(results:
     results.draw_figures()
     assert "MFU" in (results.HERE / "model.svg").read_text()
     assert results.figures_are_true()
+
+
+def _inference(part: str, n: int, **other: Any) -> dict[str, Any]:
+    shared = {
+        "part": part,
+        "world_size": 4,
+        "seq_len": n,
+        "heads": 32,
+        "kv_heads": 8,
+        "dtype": "bf16",
+        "kv_dtype": "same",
+    }
+    return {**shared, **other}
+
+
+def test_inference_stands_beside_its_bounds_and_transformers(results: ModuleType) -> None:
+    assert results.inference() == ""
+    shape = {"layers": 8, "batch": 1}
+    rows = [{"part": "bandwidth", "world_size": 4, "who": "copy", "read_gbps": 4321.6}]
+    for n in (32768, 65536):
+        speed = {"ttft_s": 1.234, "tokens_per_s": 26554.0, "tflops": 456.7, "mfu_percent": 46.2, "peak_gib": 33.3}
+        rows.append(_inference("first", n, who="ringattn", chunk=16384, **shape, **speed))
+        for how, ms in (("eager", 20.0), ("graph", 5.0)):
+            told = {"ms_per_token": ms, "tokens_per_s": 1e3 / ms, "bound_ms": 4.0, "ratio": ms / 4}
+            rows.append(_inference("token", n, who="ringattn", how=how, **shape, **told))
+        for who, chunk, percent in (("ring", None, 100.0), ("attend", None, 98.0), ("attend_chunked", 16384, 93.4)):
+            speed = {"ms": 250.0, "tflops": 6 * percent, "percent_of_training": percent, "layers": 1}
+            rows.append(_inference("prefill", n, who=who, chunk=chunk, **speed))
+        met = {"us_per_layer": 70.0, "bound_us": 50.0, "ratio": 1.4, "ratio_with_15us": 1.077, "goal_us": 77.5}
+        rows.append(_inference("attention", n, how="graph", goal_met=True, batch=1, layers=16, **met))
+    rows.append(_inference("generate", 32768, who="transformers", ttft_s=4.5, ms_per_token=12.5, **shape))
+    rows.append(_inference("generate", 32768, who="ringattn", chunk=16384, ttft_s=1.5, ms_per_token=21.0, **shape))
+    rows.append(_inference("generate", 65536, who="transformers", refused="out of memory", **shape))
+    for batch, within in ((1, True), (2, False)):
+        told = {"ms_per_token": 5.0 * batch, "tokens_per_s": 200.0, "within": within, "largest": within}
+        rows.append(_inference("throughput", 32768, latency_ms=8.0, how="graph", layers=8, batch=batch, **told))
+    _keep(results, "inference4-old.json", "2026-01-01", [rows[0], rows[1] | {"ttft_s": 99.0}])
+    _keep(results, "inference4.json", "2026-01-02", rows)
+    text = results.inference()
+    assert "| 4 | 32,768 | 8 | 16,384 | 1.23 | 26,554 | 457 | 46.2% | 4.50 | 33.3 | 2 |" in text
+    assert "99.00" not in text
+    whole, chunked = "250.0 ms, 588 TFLOP/s (98%)", "chunks of 16,384: 250.0 ms, 560 TFLOP/s (93%)"
+    assert f"| 4 | 32,768 | bf16 | 250.0 ms, 600 TFLOP/s | {whole} | {chunked} | 2 |" in text
+    assert "| 4 | 32,768 | 8 | bf16 | 1 | 20.00 | 5.00 | 4.00 | 1.25 | 200.0 | 12.50 | 2 |" in text
+    assert "| 4 | 65,536 | 8 | bf16 | 1 | 20.00 | 5.00 | 4.00 | 1.25 | 200.0 | - | 2 |" in text
+    assert "| 4 | 32,768 | 8 | ringattn | 1.50 | 21.00 | 2 |" in text
+    assert "| 1 | 32,768 | 8 | transformers, sdpa | 4.50 | 12.50 | 2 |" in text
+    assert "| 4 | 32,768 | bf16 | 1 | 70.0 | 50.0 | 1.40 | 1.08 | 77.5, met | 2 |" in text
+    assert "| 4 | 32,768 | 8 | **1** | 5.00 | 200 | yes (8 ms) | 2 |" in text
+    assert "| 4 | 32,768 | 8 | 2 | 10.00 | 200 | no (8 ms) | 2 |" in text
+    assert "generate, 4, 65536, 1, transformers: out of memory." in text
+    assert "4,322 GB/s read (copy)" in text
+    results.draw_figures()
+    drawn = (results.HERE / "inference-speed.svg").read_text()
+    assert all(word in drawn for word in ("time to first token", "attention of a prompt", "4 GPUs, batch 1", "32K"))
+    assert results.figures_are_true()

@@ -237,7 +237,7 @@ class StaticStep(Step):
         if (causal, window) not in self._fresh:
             self._find_bounds(causal, window, *known)
             # nothing runs in a capture
-            if not torch.cuda.is_current_stream_capturing():
+            if not (known[0].is_cuda and torch.cuda.is_current_stream_capturing()):
                 self._fresh.add((causal, window))
         return known
 

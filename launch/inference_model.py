@@ -1,0 +1,300 @@
+"""What inference is measured on: a Llama-shaped model of transformers with random weights, and caches that are full already.
+
+Owns how they are made, the work and the bytes they stand for, and how requests go on token by token. Refuses to know clocks, rows
+and contenders. transformers is imported where it is used.
+
+Note [Cost of a prompt]
+    Model FLOPs: 2 per parameter and token (the embedding's rows are looked up, and the head is needed for the last token
+    only), and 4 * heads * head_dim per layer and visible pair.
+
+Note [Cost of a token]
+    A decoding step reads every parameter but the embedding once, and every key and value of its requests. Of these a rank reads
+    its own. Nothing is faster than these bytes at the bandwidth of memory.
+
+Note [Full without work]
+    Decoding costs the same whatever the numbers are, as long as they are finite. So a cache is filled with random ones, all pages
+    at once, and its books are told that requests of a length are there: no prefill is computed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from ringattn import Ring
+from ringattn.inference import PagedKVCache, Step
+from ringattn.inference.step import StaticStep
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+PAGE_SIZE = 64
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The shape of a Llama model.
+
+    Attributes:
+        dim: Width of the residual stream.
+        layers: Decoder layers.
+        heads: Query heads.
+        kv_heads: Key/value heads.
+        head_dim: Of q, k and v.
+        mlp_dim: Hidden width of SwiGLU.
+        vocab_size: Tokens in the vocabulary.
+    """
+
+    dim: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    mlp_dim: int
+    vocab_size: int
+
+    @property
+    def layer_parameters(self) -> int:
+        """Of the matrices of one layer.
+
+        Example:
+            >>> Shape(4096, 32, 32, 8, 128, 14336, 128256).layer_parameters
+            218103808
+        """
+        heads = 2 * self.heads + 2 * self.kv_heads
+        return self.dim * (heads * self.head_dim + 3 * self.mlp_dim)
+
+    @property
+    def head_parameters(self) -> int:
+        """Of the head, which makes logits."""
+        return self.dim * self.vocab_size
+
+    def prompt_flops(self, tokens: int) -> int:
+        """Model FLOPs until the first token (Note [Cost of a prompt]).
+
+        Example:
+            >>> Shape(4, 1, 1, 1, 4, 8, 3).prompt_flops(2)
+            712
+        """
+        return (
+            2 * self.layers * self.layer_parameters * tokens + 2 * self.head_parameters + self.attention_flops(tokens)
+        )
+
+    def attention_flops(self, tokens: int) -> int:
+        """The part of them that is attention."""
+        return 4 * self.heads * self.head_dim * self.layers * (tokens * (tokens + 1) // 2)
+
+    def weight_bytes(self, itemsize: int) -> int:
+        """What a decoding step reads of the model (Note [Cost of a token])."""
+        return (self.layers * self.layer_parameters + self.head_parameters) * itemsize
+
+
+def make_model(shape: Shape, longest: int, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
+    """A model of random weights, made where it is used; the same on every rank with the same kind of device.
+
+    Args:
+        shape: Its shape.
+        longest: Positions that it may meet.
+        dtype: Of parameters and activations.
+        device: Where.
+    """
+    from transformers import AutoModelForCausalLM, LlamaConfig
+
+    from ringattn.integrations.transformers import NAME, register
+
+    register()
+    config = LlamaConfig(
+        hidden_size=shape.dim,
+        num_hidden_layers=shape.layers,
+        num_attention_heads=shape.heads,
+        num_key_value_heads=shape.kv_heads,
+        head_dim=shape.head_dim,
+        intermediate_size=shape.mlp_dim,
+        vocab_size=shape.vocab_size,
+        max_position_embeddings=longest,
+        rope_theta=500000.0,  # pyright: ignore[reportCallIssue]
+        rms_norm_eps=1e-5,
+        tie_word_embeddings=False,
+        # nothing that is drawn ends a text
+        bos_token_id=None,
+        eos_token_id=None,
+        pad_token_id=None,
+    )
+    torch.manual_seed(0)
+    with torch.device(device):
+        model = AutoModelForCausalLM.from_config(config, attn_implementation=NAME, dtype=dtype)
+    return model.eval().requires_grad_(False)
+
+
+@contextmanager
+def attending(model: PreTrainedModel, implementation: str) -> Iterator[None]:
+    """Inside, another implementation of attention serves the model."""
+    before = model.config._attn_implementation or "eager"
+    model.set_attn_implementation(implementation)
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(before)
+
+
+def draw_tokens(count: int, vocab_size: int, device: torch.device, seed: int = 0) -> Tensor:
+    """Random tokens, the same on every rank: `count` int64."""
+    return torch.randint(vocab_size, (count,), generator=torch.Generator().manual_seed(seed)).to(device)
+
+
+def pages_for(batch: int, tokens: int, world_size: int, page_size: int = PAGE_SIZE) -> int:
+    """Pages that every rank needs for requests of equal length.
+
+    Example:
+        >>> pages_for(2, 1000, 4, page_size=64)  # 16 pages of each, 4 on each rank, and room for a rank's uneven part
+        12
+    """
+    pages = math.ceil(tokens / page_size)
+    return batch * (math.ceil(pages / world_size) + 2)
+
+
+def make_cache(
+    ring: Ring,
+    shape: Shape,
+    pages: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    kv_dtype: torch.dtype | None = None,
+) -> PagedKVCache:
+    """An empty cache for a model, with so many pages on every rank."""
+    return PagedKVCache(
+        ring,
+        layers=shape.layers,
+        kv_heads=shape.kv_heads,
+        head_dim=shape.head_dim,
+        dtype=dtype,
+        kv_dtype=kv_dtype,
+        pages=pages,
+        page_size=PAGE_SIZE,
+        device=device,
+    )
+
+
+def full_cache(
+    ring: Ring,
+    shape: Shape,
+    batch: int,
+    tokens: int,
+    room: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    kv_dtype: torch.dtype | None = None,
+) -> tuple[PagedKVCache, list[int]]:
+    """A cache with requests of equal length, and these (Note [Full without work]).
+
+    Args:
+        ring: The ranks.
+        shape: For its layers and heads.
+        batch: Requests.
+        tokens: Of each.
+        room: Tokens that each may still get.
+        dtype: Of the model.
+        device: Where.
+        kv_dtype: What keys and values are kept in; None: dtype.
+    """
+    pages = pages_for(batch, tokens + room, ring.world_size)
+    cache = make_cache(ring, shape, pages, dtype, device, kv_dtype)
+    for pool in (cache.k, cache.v):
+        if pool.dtype == dtype:
+            pool.normal_()
+            continue
+        for page in pool.flatten(0, 1).split(4096):
+            page.copy_(torch.randn(page.shape, dtype=dtype, device=device))
+    for scale in (cache.k_scale, cache.v_scale):
+        if scale is not None:
+            scale.fill_(1.0)
+    requests = [cache.join(reserve=tokens + room) for _ in range(batch)]
+    for request in requests:
+        cache.extend([request], [tokens], mode="prefill")
+    return cache, requests
+
+
+def local_bytes(step: Step) -> int:
+    """Bytes of K and V of one layer that this rank reads in a step of decoding, by the step's own table."""
+    table, cache = step.table, step.cache
+    assert table is not None, "a step of decoding has a table"
+    there = torch.arange(table.lengths.shape[1], device=table.lengths.device) < table.counts[:, None]
+    return int((table.lengths * there).sum()) * cache.bytes_per_token // cache.layers
+
+
+class Decoder:
+    """Requests that go on token by token: each step takes the likeliest token of each.
+
+    Args:
+        model: Attends with ringattn.
+        cache: Where the requests are.
+        requests: Which.
+        static: Say every step in the place of the one before it, so that a CUDA graph of `compute` serves all of them.
+
+    Attributes:
+        tokens: `b 1`: what the next step brings.
+        logits: `b vocab` of the last computation: captured in a CUDA graph, of its last replay.
+    """
+
+    logits: Tensor
+
+    def __init__(
+        self, model: PreTrainedModel, cache: PagedKVCache, requests: Sequence[int], *, static: bool = False
+    ) -> None:
+        self._model, self._cache, self._requests = model, cache, list(requests)
+        self._step: Step | None = None
+        self._static: StaticStep | None = None
+        if static:
+            most = max(map(cache.pages.reserved, requests))
+            blocks = pages_for(1, most, cache.ring.world_size, cache.page_size)
+            self._static = cache.static_step(len(requests), max_tokens=most, max_blocks=blocks)
+        self.tokens = torch.zeros(len(requests), 1, dtype=torch.int64, device=cache.device)
+
+    def extend(self) -> Step:
+        """Makes room for a token more of each request."""
+        ones = [1] * len(self._requests)
+        self._step = self._cache.extend(self._requests, ones, mode="decode", into=self._static)
+        return self._step
+
+    def compute(self) -> None:
+        """What the device does for a token: of the step that there is."""
+        from ringattn.integrations.transformers import run_step
+
+        assert self._step is not None, "extend comes first"
+        self.logits = run_step(self._model, self._step, self.tokens)
+        self.tokens.copy_(self.logits.argmax(-1, keepdim=True))
+
+    def next_tokens(self) -> list[list[int]]:
+        """One token more of each request, on the host."""
+        self.extend()
+        self.compute()
+        return self.tokens.tolist()
+
+
+def fill_by_prompt(model: PreTrainedModel, cache: PagedKVCache, request: int, prompt: Tensor, chunk: int) -> Tensor:
+    """Brings a prompt to a cache, in chunks, over all ranks.
+
+    Args:
+        model: Attends with ringattn.
+        cache: Where to.
+        request: Whose prompt.
+        prompt: `n` tokens, the same on every rank.
+        chunk: Tokens of a call, of all ranks together.
+
+    Returns:
+        Logits of the last token, `1 vocab`, on every rank.
+    """
+    from ringattn.integrations.transformers import run_step
+
+    logits: Any = None
+    for tokens in prompt.split(chunk):
+        step = cache.extend([request], [len(tokens)], mode="prefill")
+        last = cache.length(request) == len(prompt)
+        logits = run_step(model, step, tokens, wanted=None if last else [])
+    return logits
