@@ -34,7 +34,8 @@ from ringattn.sharding import Sharding
 from ringattn.transport.base import Buffers, NoTransport, Seat, Transport
 from ringattn.transport.choose import TRANSPORTS, Choice, choose
 from ringattn.transport.double import Throttled, WithinNode, group_by_host
-from ringattn.transport.process_group import Agreement, ProcessGroupTransport, resolve_group
+from ringattn.transport.exchange import AloneExchange, Exchange, GroupExchange
+from ringattn.transport.process_group import Agreement, ProcessGroupTransport, raise_differences, resolve_group
 from ringattn.visibility import Visibility
 
 _COUNTS: Counter[str] = Counter()
@@ -142,6 +143,7 @@ class Ring:
         self._kept = Buffers()  # what kv_buffer has lent
         self._agreed: set[bytes] = set()  # digests: a job with packed documents makes a new call in every step
         self._warm: set[torch.device] = set()
+        self._exchanges: dict[torch.device, Exchange] = {}
         add_ring(self)
         # not at import: torch's counter imports triton, and nothing is to be counted before there is a ring
         register_flops()
@@ -229,7 +231,7 @@ class Ring:
             record = {**parse(call), "tensors": _without_rows(tensors), "nodes": self.seat.nodes}
             record["keep_keys"] = self.keep_keys
             texts = self._agreement.compare(json.dumps(record))
-            _raise_differences([json.loads(text) for text in texts])
+            raise_differences([json.loads(text) for text in texts])
             device = next(x.device for x in tensors if x is not None)
             self._settle(device)
             self._warm_up(device)
@@ -247,7 +249,7 @@ class Ring:
             Exception: The error.
         """
         if self._agreement is not None:
-            self._agreement.leave(json.dumps({"refused": f"{type(error).__name__}: {error}"}))
+            self._agreement.refuse(error)
         raise error
 
     @contextmanager
@@ -272,19 +274,8 @@ class Ring:
         Raises:
             ValueError: It is not; raised on every rank, naming those that differ from most.
         """
-        if self._agreement is None:
-            return
-        records = [json.loads(found) for found in self._agreement.compare(json.dumps({"agreed": text}))]
-        if any("agreed" not in record for record in records):
-            _raise_differences(records)
-        found = [record["agreed"] for record in records]
-        usual = Counter(found).most_common(1)[0][0]
-        differing = [rank for rank, other in enumerate(found) if other != usual]
-        if differing:
-            raise ValueError(
-                f"{what} must be the same on all ranks of a ring, got {usual} on most ranks and {found[differing[0]]} on ring rank "
-                f"{differing[0]} (ring ranks {differing} differ); give all of them the same"
-            )
+        if self._agreement is not None:
+            self._agreement.agree(what, text)
 
     def gather(self, x: Tensor, dim: int, lengths: Sequence[int]) -> list[Tensor]:
         """Every rank's tensor, which differ in length along dim only; differentiable (gradients are summed over ranks).
@@ -343,6 +334,33 @@ class Ring:
         # fresh tensors each time: what autograd ties to them in one step is not there in the next
         return k.detach(), v.detach()
 
+    def exchange(self, device: torch.device | str) -> Exchange:
+        """What makes one answer of all ranks' partials: made at the first call for a device, which all ranks make.
+
+        Args:
+            device: Where partials are.
+
+        Returns:
+            The exchange; `print` says which one it is, and why. It lives until the ring is closed.
+
+        Raises:
+            RuntimeError: `transport="copy_engine"` was asked for and can not serve; raised on every rank.
+        """
+        device = torch.device(device)
+        if device.type == "cuda" and device.index is None:
+            device = torch.device("cuda", torch.cuda.current_device())
+        found = self._exchanges.get(device)
+        if found is None:
+            found = self._exchanges[device] = self._make_exchange(device)
+        return found
+
+    def _make_exchange(self, device: torch.device) -> Exchange:
+        if self._agreement is None:
+            return AloneExchange()
+        self._settle(device)
+        why = f"{device.type} memory" if self._choice.name == "undecided" else str(self._choice)
+        return GroupExchange(self._group_name, self.rank, self.world_size, self._agreement, why)
+
     def poison(self) -> None:
         """Fills every buffer of the ring that no call is using with NaN: a testing aid, which shows reads of stale rows.
 
@@ -359,6 +377,9 @@ class Ring:
 
         The ring may be used again; they are then made anew.
         """
+        for exchange in self._exchanges.values():
+            exchange.close()
+        self._exchanges.clear()
         release = getattr(self._mover, "close", None)
         if release is not None:
             release()
@@ -417,27 +438,6 @@ def _without_rows(tensors: Sequence[Tensor | None]) -> list[Any]:
             shape[1 if x.dim() == 2 or len(result) < 3 else 2] = "rows"
         result.append([shape, str(x.dtype), x.device.type, x.requires_grad])
     return result
-
-
-def _raise_differences(records: list[dict[str, Any]]) -> None:
-    refused = {rank: record["refused"] for rank, record in enumerate(records) if "refused" in record}
-    if refused:
-        listed = "; ".join(f"ring rank {rank} refused: {text}" for rank, text in refused.items())
-        raise ValueError(f"{listed}; every rank of the ring refuses with it")
-    common = Counter(json.dumps(record) for record in records).most_common(1)[0][0]
-    differing = [rank for rank, record in enumerate(records) if json.dumps(record) != common]
-    if not differing:
-        return
-    usual, odd = json.loads(common), records[differing[0]]
-    parts = [
-        f"{key}: {usual[key]} on most ranks, {odd[key]} on ring rank {differing[0]}"
-        for key in usual
-        if usual[key] != odd[key]
-    ]
-    raise ValueError(
-        f"all ranks must make the same call, got a different one on ring ranks {differing} ({'; '.join(parts)}); "
-        f"pass the same options, dtypes and head counts everywhere"
-    )
 
 
 class _Gather(torch.autograd.Function):

@@ -16,10 +16,11 @@ Note [Few channels]
 from __future__ import annotations
 
 import atexit
+import json
 from collections import Counter
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -235,9 +236,69 @@ class Agreement:
         self._round += 1
         return [store.get(key).decode() for key in keys]
 
+    def refuse(self, error: Exception) -> NoReturn:
+        """Raises an error of this rank that ranks which compare their next call find there.
+
+        Raises:
+            Exception: The error.
+        """
+        self.leave(json.dumps({"refused": f"{type(error).__name__}: {error}"}))
+        raise error
+
+    def agree(self, what: str, text: str) -> None:
+        """Compares a text that must be the same on all ranks.
+
+        Args:
+            what: What the text says, in words for the message.
+            text: Must be equal on all ranks.
+
+        Raises:
+            ValueError: It is not; raised on every rank, naming those that differ from most.
+        """
+        records = [json.loads(found) for found in self.compare(json.dumps({"agreed": text}))]
+        if any("agreed" not in record for record in records):
+            raise_differences(records)
+        found = [record["agreed"] for record in records]
+        usual = Counter(found).most_common(1)[0][0]
+        differing = [rank for rank, other in enumerate(found) if other != usual]
+        if differing:
+            raise ValueError(
+                f"{what} must be the same on all ranks of a ring, got {usual} on most ranks and {found[differing[0]]} on ring rank "
+                f"{differing[0]} (ring ranks {differing} differ); give all of them the same"
+            )
+
     def _key(self, peer: int) -> str:
         return f"ringattn/{self._name}/{self._round}/{peer}"
 
     def _store(self) -> Any:
         group = resolve_group(self._group_name)
         return distributed_c10d._get_process_group_store(group)
+
+
+def raise_differences(records: Sequence[dict[str, Any]]) -> None:
+    """Raises if what the ranks are about to do differs, or if one has refused.
+
+    Args:
+        records: What each rank has said of its call, by rank.
+
+    Raises:
+        ValueError: Naming the ranks, and what differs.
+    """
+    refused = {rank: record["refused"] for rank, record in enumerate(records) if "refused" in record}
+    if refused:
+        listed = "; ".join(f"ring rank {rank} refused: {text}" for rank, text in refused.items())
+        raise ValueError(f"{listed}; every rank of the ring refuses with it")
+    common = Counter(json.dumps(record) for record in records).most_common(1)[0][0]
+    differing = [rank for rank, record in enumerate(records) if json.dumps(record) != common]
+    if not differing:
+        return
+    usual, odd = json.loads(common), records[differing[0]]
+    parts = [
+        f"{key}: {usual.get(key)} on most ranks, {odd.get(key)} on ring rank {differing[0]}"
+        for key in {**usual, **odd}
+        if usual.get(key) != odd.get(key)
+    ]
+    raise ValueError(
+        f"all ranks must make the same call, got a different one on ring ranks {differing} ({'; '.join(parts)}); "
+        f"pass the same options, dtypes and head counts everywhere"
+    )

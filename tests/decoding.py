@@ -1,0 +1,264 @@
+"""Requests in pages, as decode kernels get them, and what their attention is.
+
+Scenes are made from lists of blocks in plain Python, and judged by `dense_attention` over the rows that those lists name:
+the table is only seen by what is tested. Everything that is not a row of a block is NaN, and unused columns of tables name
+pages that do not exist.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ringattn.kernels.contract import Score, accumulation_dtype
+from ringattn.kernels.decode import FP8, PageTable, parts_len
+from ringattn.kernels.merge import merge_stack
+from ringattn.reference import dense_attention
+from tests.budget import assert_within_budget
+
+Blocks = tuple[tuple[int, int, int], ...]
+"""Of one request: (page, start, length), ascending by start."""
+GARBAGE = -(2**31)
+
+
+@dataclass(frozen=True)
+class Case:
+    """What a scene is made of.
+
+    Attributes:
+        lengths: Tokens of each request on all ranks, the new ones included.
+        tokens: New tokens of each request, its last ones.
+        heads: Query heads.
+        kv_heads: Key/value heads.
+        head_dim: Of q and k.
+        v_head_dim: Of v; None: head_dim.
+        page_size: Rows of a page.
+        mine: Chance that a block lies on this rank.
+        ragged: Chance that a block is not full.
+        causal: New tokens do not see later ones.
+        window: Tokens to the left that are seen; None: all.
+        wild: Bounds are drawn at random, row by row, some of them empty.
+        shared: Requests begin with blocks of the first one, cut somewhere.
+        softcap: As in Score.
+        alibi: With slopes.
+        fp8: The pool is float8_e4m3fn with scales.
+        splits: Height of the stack.
+        seed: Of everything random.
+    """
+
+    lengths: tuple[int, ...] = (100,)
+    tokens: int = 1
+    heads: int = 4
+    kv_heads: int = 2
+    head_dim: int = 32
+    v_head_dim: int | None = None
+    page_size: int = 16
+    mine: float = 0.7
+    ragged: float = 0.2
+    causal: bool = True
+    window: int | None = None
+    wild: bool = False
+    shared: bool = False
+    softcap: float = 0.0
+    alibi: bool = False
+    fp8: bool = False
+    splits: int = 3
+    seed: int = 0
+
+    def __str__(self) -> str:
+        usual = Case()
+        said = {name: x for name, x in vars(self).items() if x != getattr(usual, name)}
+        return ",".join(f"{name}={x}" for name, x in said.items()).replace(" ", "") or "usual"
+
+
+@dataclass(frozen=True)
+class Scene:
+    """The arguments of a call, and the blocks that its table was made of."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    table: PageTable
+    lo: Tensor
+    hi: Tensor
+    positions: Tensor
+    score: Score
+    k_scale: Tensor | None
+    v_scale: Tensor | None
+    blocks: tuple[Blocks, ...]
+
+    def arguments(self) -> tuple[Any, ...]:
+        """The positional ones of `decode` before parts."""
+        return self.q, self.k, self.v, self.table, self.lo, self.hi, self.positions, self.score
+
+    def to(self, device: str | torch.device) -> Scene:
+        """The same on another device."""
+        moved = {name: x.to(device) for name, x in vars(self).items() if isinstance(x, Tensor)}
+        table = PageTable(**{name: x.to(device) for name, x in vars(self.table).items()})
+        slopes = self.score.alibi_slopes
+        score = replace(self.score, alibi_slopes=None if slopes is None else slopes.to(device))
+        return replace(self, table=table, score=score, **moved)
+
+
+def place_blocks(case: Case, rng: random.Random) -> tuple[tuple[Blocks, ...], int]:
+    """Blocks of every request, and how many pages there are; pages are handed out in random order, a few stay free."""
+    cuts: list[list[tuple[int, int, bool]]] = []
+    for number, length in enumerate(case.lengths):
+        pieces: list[tuple[int, int, bool]] = []
+        start = 0
+        if case.shared and number and cuts[0]:
+            kept = rng.randrange(len(cuts[0]) + 1)
+            for first, size, _ in cuts[0][:kept]:
+                pieces.append((first, rng.randint(1, size) if len(pieces) == kept - 1 else size, True))
+            start = min(length, sum(pieces[-1][:2])) if pieces else 0
+        while start < length:
+            size = rng.randint(1, case.page_size) if rng.random() < case.ragged else case.page_size
+            size = min(size, length - start)
+            if rng.random() < case.mine:
+                pieces.append((start, size, False))
+            start += size
+        cuts.append([piece for piece in pieces if sum(piece[:2]) <= length])
+    own = sum(not shared for pieces in cuts for _, _, shared in pieces)
+    pages = list(range(own + 3))
+    rng.shuffle(pages)
+    placed: list[Blocks] = []
+    for pieces in cuts:
+        placed.append(
+            tuple(
+                (placed[0][i][0] if shared else pages.pop(), start, size)
+                for i, (start, size, shared) in enumerate(pieces)
+            )
+        )
+    return tuple(placed), own + 3
+
+
+def make_table(blocks: tuple[Blocks, ...], columns: int | None = None) -> PageTable:
+    """The table of some blocks, unused columns poisoned."""
+    width = max(len(one) for one in blocks) + 2 if columns is None else columns
+    filled = [[list(block) for block in one] + [[GARBAGE] * 3] * (width - len(one)) for one in blocks]
+    pages, starts, lengths = torch.tensor(filled, dtype=torch.int32).unbind(-1)
+    counts = torch.tensor([len(one) for one in blocks], dtype=torch.int32)
+    return PageTable(pages.contiguous(), starts.contiguous(), lengths.contiguous(), counts)
+
+
+def make_scene(case: Case, dtype: torch.dtype = torch.float32) -> Scene:
+    """A scene on the CPU."""
+    rng, g = random.Random(case.seed), torch.Generator().manual_seed(case.seed)
+    blocks, pages = place_blocks(case, rng)
+    b, s, dv = len(case.lengths), case.tokens, case.v_head_dim or case.head_dim
+    rows = torch.zeros(pages, case.page_size, dtype=torch.bool)
+    for one in blocks:
+        for page, _, length in one:
+            rows[page, :length] = True
+    exists = rows[:, None, :, None]
+    pools, scales = [], []
+    for dim in (case.head_dim, dv):
+        x = torch.randn(pages, case.kv_heads, case.page_size, dim, generator=g)
+        x[:, :, :, 0] *= 4.0  # scores far apart
+        scale = x.abs().amax(-1) / 448.0
+        if case.fp8:
+            x = x / scale.unsqueeze(-1)
+        pools.append(torch.where(exists, x, torch.nan).to(FP8 if case.fp8 else dtype))
+        scales.append(torch.where(exists[..., 0], scale, torch.nan) if case.fp8 else None)
+    total = torch.tensor(case.lengths)[:, None]
+    positions = (total - s + torch.arange(s)).clamp(min=0)
+    hi = positions + 1 if case.causal else total.expand(b, s)
+    lo = torch.zeros_like(hi) if case.window is None else (positions - case.window).clamp(min=0)
+    if case.wild:
+        hi = torch.tensor([[rng.randint(0, n + 3) for _ in range(s)] for n in case.lengths])
+        lo = torch.tensor([[rng.randint(0, n + 3) for _ in range(s)] for n in case.lengths])
+    slopes = torch.rand(case.heads, generator=g) if case.alibi else None
+    lo, hi, positions = (x.to(torch.int32).contiguous() for x in (lo, hi, positions))
+    q = torch.randn(b, s, case.heads, case.head_dim, generator=g).to(dtype)
+    score = Score(case.head_dim**-0.5, softcap=case.softcap, alibi_slopes=slopes)
+    return Scene(q, *pools, make_table(blocks), lo, hi, positions, score, *scales, blocks)
+
+
+def empty_parts(scene: Scene, splits: int) -> Tensor:
+    """A poisoned stack for the result of a call."""
+    b, s, h, _ = scene.q.shape
+    size = splits, parts_len(b * s * h, scene.v.shape[-1])
+    return torch.full(size, torch.nan, dtype=accumulation_dtype(scene.q.dtype), device=scene.q.device)
+
+
+def finish(scene: Scene, parts: Tensor) -> tuple[Tensor, Tensor]:
+    """(o `b s h dv`, lse `b h s`) of a stack of partials."""
+    b, s, h, _ = scene.q.shape
+    rows, dv = b * s * h, scene.v.shape[-1]
+    acc, m, l = parts.split([rows * dv, rows, rows], dim=1)  # noqa: E741
+    o, lse = merge_stack(m, l, acc.unflatten(1, (rows, dv)), log2=True, finish=True)
+    return o.view(b, s, h, dv), lse.view(b, s, h).transpose(1, 2)
+
+
+def dense(scene: Scene, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """(o, lse) by definition, in a dtype, request by request, over the rows that the blocks name."""
+    found = []
+    pools = [
+        pool.double() if scale is None else pool.double() * scale.double().unsqueeze(-1)
+        for pool, scale in ((scene.k, scene.k_scale), (scene.v, scene.v_scale))
+    ]
+    for i, one in enumerate(scene.blocks):
+        keys, values = (
+            torch.cat([pool[page, :, :length] for page, _, length in one], 1)
+            if one
+            else pool.new_zeros(pool.shape[1], 0, pool.shape[3])
+            for pool in pools
+        )
+        where = torch.tensor([p for _, start, length in one for p in range(start, start + length)], dtype=torch.long)
+        lo, hi = scene.lo[i].cpu()[:, None], scene.hi[i].cpu()[:, None]
+        found.append(
+            dense_attention(
+                scene.q[i : i + 1].to(dtype),
+                keys.transpose(0, 1)[None].to(dtype),
+                values.transpose(0, 1)[None].to(dtype),
+                ((where >= lo) & (where < hi))[None].to(scene.q.device),
+                q_positions=scene.positions[i],
+                k_positions=where.to(scene.q.device),
+                softmax_scale=scene.score.softmax_scale,
+                softcap=scene.score.softcap,
+                alibi_slopes=scene.score.alibi_slopes,
+            )
+        )
+    return torch.cat([o for o, _ in found]), torch.cat([lse for _, lse in found])
+
+
+def assert_exact(scene: Scene, parts: Tensor) -> None:
+    """Fails unless a stack is within the budget of exact attention, and every row that saw nothing the identity."""
+    assert not parts.isnan().any(), "every number of the stack is written, and none is NaN"
+    dtype = scene.q.dtype
+    exact, low = dense(scene, torch.float64), dense(scene, torch.float32 if dtype == torch.float64 else dtype)
+    for name, x, right, plain in zip(("o", "lse"), finish(scene, parts), exact, low, strict=True):
+        # statistics are kept in fp32 whatever the dtype: the plain answer shows what that costs
+        assert_within_budget(x, right, plain, name, dtype if name == "o" or dtype == torch.float64 else None)
+    b, s, h, _ = scene.q.shape
+    rows, dv = b * s * h, scene.v.shape[-1]
+    acc, m, l = parts.split([rows * dv, rows, rows], dim=1)  # noqa: E741
+    nothing = m == -torch.inf
+    assert not l[nothing].any(), "l of the identity is 0"
+    assert not acc.unflatten(1, (rows, dv))[nothing].any(), "acc of the identity is 0"
+    assert bool((l[~nothing] > 0).all()), "a row that saw something has weight"
+
+
+CASES = (
+    Case(),
+    Case(lengths=(90, 0, 33, 7), tokens=2),
+    Case(lengths=(200, 40), tokens=16, heads=6, kv_heads=2),
+    Case(lengths=(64, 150), tokens=4, heads=8, kv_heads=1, page_size=32, splits=5),
+    Case(lengths=(150, 90), heads=3, kv_heads=3, head_dim=40, v_head_dim=24),
+    Case(lengths=(150,), tokens=3, head_dim=17, v_head_dim=96, page_size=64),
+    Case(lengths=(300, 170, 5), window=20, tokens=2, splits=4),
+    Case(lengths=(300, 170), window=0, tokens=3, page_size=64),
+    Case(lengths=(120, 60, 90), wild=True, tokens=5),
+    Case(lengths=(160, 130, 77), shared=True, tokens=2, softcap=5.0),
+    Case(lengths=(99, 140), alibi=True, tokens=3, causal=False),
+    Case(lengths=(130, 55), fp8=True, tokens=2, page_size=32, head_dim=64),
+    Case(lengths=(80, 200, 10), fp8=True, window=30, softcap=3.0, alibi=True, head_dim=24, shared=True),
+    Case(lengths=(60,), mine=0.0, splits=2),
+    Case(lengths=(40, 700), splits=40, ragged=0.8),
+    Case(lengths=(500, 3, 20, 9, 1), splits=7, page_size=32, tokens=1, mine=1.0),
+)
+"""What every decode kernel must satisfy."""
