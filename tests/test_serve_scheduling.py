@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Sequence
 
@@ -160,7 +161,7 @@ def test_long_prompts_stall_neither_answers_nor_short_prompts():
     while len(bench.ended) < 8:
         bench.step()
     talks = [any(job.name == 0 for job in plan.jobs) for plan in bench.plans[:-1]]
-    assert all(x or y for x, y in zip(talks, talks[1:], strict=False)), "two chunks between two tokens of an answer"
+    assert all(x or y for x, y in itertools.pairwise(talks)), "two chunks between two tokens of an answer"
     order = list(bench.ended)
     assert order.index(1) > max(order.index(name) for name in range(2, 8))
     assert all(sum(plan.counts) <= 32 for plan in bench.plans if set(plan.counts) != {1})

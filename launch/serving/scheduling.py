@@ -117,6 +117,7 @@ class Plan:
         requests: Who brings tokens; none when there is nothing to compute.
         counts: How many each.
         tokens: Those tokens, one request after another.
+        decodes: Whether each brings the token it got last; else they bring parts of prompts.
         jobs: Rank 0 only: whose they are.
     """
 
@@ -124,6 +125,7 @@ class Plan:
     requests: list[int] = field(default_factory=list)
     counts: list[int] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
+    decodes: bool = False
     jobs: list[Job] = field(default_factory=list)
 
     @property
@@ -133,7 +135,8 @@ class Plan:
 
     def message(self) -> dict[str, Any]:
         """What the other ranks need of it, as JSON takes it."""
-        return {"changes": self.changes, "requests": self.requests, "counts": self.counts, "tokens": self.tokens}
+        names = ("changes", "requests", "counts", "tokens", "decodes")
+        return {name: getattr(self, name) for name in names}
 
 
 def apply_changes(books: Pages, changes: Iterable[Sequence[Any]]) -> None:
@@ -207,6 +210,22 @@ class Scheduler:
                 f"{prompt} + {max_tokens} = {prompt + max_tokens}; ask for less, or start the server with more cache"
             )
 
+    def check_queue(self, jobs: int, beside: int = 0) -> None:
+        """Refuses jobs for which the queue has no room.
+
+        Args:
+            jobs: How many.
+            beside: How many more are on their way into the queue.
+
+        Raises:
+            QueueFull: They are too many.
+        """
+        waiting = len(self.waiting) + beside
+        if waiting + jobs > self.most_waiting:
+            raise QueueFull(
+                f"at most {self.most_waiting} requests may wait, got {jobs} more beside {waiting}; try again later"
+            )
+
     def add(self, jobs: Sequence[Job]) -> None:
         """Puts jobs into the queue, all of them or none.
 
@@ -216,10 +235,7 @@ class Scheduler:
         """
         for job in jobs:
             self.check(len(job.prompt), job.max_tokens)
-        if len(self.waiting) + len(jobs) > self.most_waiting:
-            raise QueueFull(
-                f"at most {self.most_waiting} requests may wait, got {len(jobs)} more beside {len(self.waiting)}; try again later"
-            )
+        self.check_queue(len(jobs))
         for job in jobs:
             job.tokens = list(job.prompt)
             if self.keep and not job.digests:
@@ -252,7 +268,8 @@ class Scheduler:
         events = []
         for job in late:
             where = "waited for room" if job.request < 0 else "ran"
-            message = f"the request {where} until its time of {job.deadline - job.arrived:.0f} s was over; ask for less, or try later"
+            limit = job.deadline - job.arrived
+            message = f"the request {where} until its time of {limit:.0f} s was over; ask for less, or try later"
             events.append(Event(job.name, failure=(503, message)))
             self.end(job.name, keep=True)
         return events
@@ -268,7 +285,7 @@ class Scheduler:
         plan = Plan(changes=self._changes)
         self._changes = []
         if answers and not (prompts and self._decoded):
-            self._decoded = True
+            self._decoded = plan.decodes = True
             shares = [(job, 1) for job in answers]
             self.decode_tokens += len(shares)
         elif prompts:
@@ -394,7 +411,7 @@ class Scheduler:
         return True
 
     def _make_room(self, pages: int, spared: set[int]) -> bool:
-        """Lets go of kept prefixes, longest unused first, until so many pages can be promised; does nothing when that is in vain."""
+        """Lets go of kept prefixes, longest unused first, until so many pages can be promised; of none when that is in vain."""
         if self.books.available >= pages:
             return True
         owed = sum(self.books.free) - self.books.available

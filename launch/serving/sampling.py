@@ -1,0 +1,106 @@
+"""How a token is chosen from logits.
+
+Owns temperature, top-p, seeds and logprobs. Refuses to know whose logits they are. Legend: b rows, vocab.
+
+Note [Draws]
+    A request draws one number per token from a generator of its own, and the token is where that number falls among the
+    probabilities, largest first. So what a seed gives depends on the request alone, not on those computed beside it.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+
+@dataclass
+class Sampling:
+    """How the tokens of one request are chosen.
+
+    Attributes:
+        temperature: Logits are divided by it; 0 takes the largest.
+        top_p: Only the likeliest tokens that together have this probability.
+        seed: Of the request's draws; None for one that nobody knows.
+        logprobs: How many of the likeliest tokens to name beside the chosen one; None for no logprobs.
+    """
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    seed: int | None = None
+    logprobs: int | None = None
+    draws: random.Random = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        self.draws = random.Random(self.seed)
+
+
+@dataclass(frozen=True)
+class Logprob:
+    """What a model thought of a chosen token.
+
+    Attributes:
+        logprob: Natural log of the token's probability at temperature 1.
+        top: The likeliest tokens and theirs, likeliest first.
+    """
+
+    logprob: float
+    top: tuple[tuple[int, float], ...]
+
+
+def sample(logits: Tensor, how: Sequence[Sampling]) -> list[tuple[int, Logprob | None]]:
+    """Chooses a token for every row.
+
+    Args:
+        logits: `b vocab`.
+        how: For each row.
+
+    Returns:
+        For each row the token, and its logprob where that is wanted.
+
+    Raises:
+        FloatingPointError: A row has no finite largest logit, so the model's numbers are broken.
+    """
+    logits = logits.float()
+    largest, chosen = logits.max(-1)
+    drawn = [row for row, one in enumerate(how) if one.temperature > 0]
+    if drawn:
+        at = torch.tensor(drawn, device=logits.device)
+        chosen[at] = _draw(logits[at], [how[row] for row in drawn])
+    # one transfer for all rows
+    finite, tokens = torch.stack([largest.isfinite().long(), chosen]).tolist()
+    if not all(finite):
+        raise FloatingPointError(
+            f"logits must be numbers, got NaN or infinities in row {finite.index(0)} of {len(how)}"
+        )
+    said: list[Logprob | None] = [None] * len(how)
+    for row, one in enumerate(how):
+        if one.logprobs is not None:
+            logprobs = logits[row].log_softmax(-1)
+            values, names = logprobs.topk(min(one.logprobs, logprobs.numel()))
+            top = tuple(zip(names.tolist(), values.tolist(), strict=True))
+            said[row] = Logprob(float(logprobs[tokens[row]]), top)
+    return list(zip(tokens, said, strict=True))
+
+
+def _draw(logits: Tensor, how: Sequence[Sampling]) -> Tensor:
+    """One token per row (Note [Draws]): `b` int64."""
+
+    def column(values: list[float]) -> Tensor:
+        return torch.tensor(values, dtype=torch.float32, device=logits.device).unsqueeze(1)
+
+    # the largest first: no temperature, however low, overflows
+    scaled = (logits - logits.amax(-1, keepdim=True)) / column([one.temperature for one in how])
+    probabilities, names = scaled.softmax(-1).sort(stable=True, dim=-1, descending=True)
+    sums = probabilities.cumsum(-1)
+    # a token is in while those before it have less than top_p, so the first always is
+    kept = probabilities.masked_fill(sums - probabilities >= column([one.top_p for one in how]), 0.0)
+    sums = kept.cumsum(-1)
+    goal = column([one.draws.random() for one in how]) * sums[:, -1:]
+    place = (sums <= goal).sum(-1, keepdim=True)
+    # rounding may carry the goal past the last token that is in
+    place = torch.minimum(place, (kept > 0).sum(-1, keepdim=True) - 1)
+    return names.gather(1, place).squeeze(1)
