@@ -1,4 +1,4 @@
-"""The server's HTTP, with a fake model: OpenAI's client, refusals, limits, keys, streams, clients that go away, and many at once."""
+"""The server over HTTP, with a fake model: OpenAI's client, refusals, limits, keys, streams, clients that leave, many at once."""
 
 from __future__ import annotations
 
