@@ -3,7 +3,7 @@
 Owns the kernel and its launcher. Runs on CUDA and ROCm devices, and on CPU tensors in the Triton interpreter.
 """
 
-# pyright: reportArgumentType=false
+# pyright: reportGeneralTypeIssues=false, reportArgumentType=false
 # (powers of two may be constants of kernels, says Triton)
 
 from __future__ import annotations
@@ -17,43 +17,62 @@ from ringattn.kernels.record_triton import Tape, recorded
 
 
 @triton.jit
+def merge_rows(
+    m_at, l_at, o_at, first, row_ok, ok, parts, m_sp, l_sp, o_sp, LOG2: tl.constexpr, CACHE: tl.constexpr = ""
+):  # fmt: skip
+    """(m, l, acc) of some rows over all parts, which are walked twice: once for the maximum, once for the sums.
+
+    The addresses are those of the first part; `first` is the m of one more part (m, 1, 0) in front, -inf for none. CACHE says
+    how acc, m and l are read.
+
+    Example: parts (m, l) = (3, 2), (-inf, 0), (5, 1) of one row: top 5, total 2 e^-2 + 0 + 1 = 1.2707.
+    """
+    top = first
+    at = m_at
+    for _ in tl.range(0, parts, loop_unroll_factor=4):
+        top = tl.maximum(top, tl.load(at, mask=row_ok, other=float("-inf"), cache_modifier=CACHE))
+        at += m_sp
+    shift = tl.where(top == float("-inf"), 0.0, top)
+    total = tl.exp2(first - shift) if LOG2 else tl.exp(first - shift)
+    acc = tl.zeros(o_at.shape, tl.float32)
+    for _ in tl.range(0, parts, loop_unroll_factor=4):
+        d = tl.load(m_at, mask=row_ok, other=float("-inf"), cache_modifier=CACHE) - shift
+        scale = tl.exp2(d) if LOG2 else tl.exp(d)
+        total += scale * tl.load(l_at, mask=row_ok, other=0.0, cache_modifier=CACHE)
+        acc += scale[:, None] * tl.load(o_at, mask=ok, other=0.0, cache_modifier=CACHE)
+        m_at += m_sp
+        l_at += l_sp
+        o_at += o_sp
+    return top, total, acc
+
+
+@triton.jit
+def normalise(top, total, acc, LOG2: tl.constexpr):
+    """(o, lse) of merged rows; empty ones are 0 and -inf."""
+    empty = total == 0
+    divisor = tl.where(empty, 1.0, total)
+    lse = top * (0.6931471805599453 if LOG2 else 1.0) + tl.log(divisor)
+    return acc / divisor[:, None], tl.where(empty, float("-inf"), lse)
+
+
+@triton.jit
 def _merge_stack_kernel(
     m_ptr, l_ptr, o_ptr, top_ptr, total_ptr, acc_ptr, parts, rows, dv, m_sp, m_sr, l_sp, l_sr, o_sp, o_sr, acc_sr,
     ROWS: tl.constexpr, DV: tl.constexpr, LOG2: tl.constexpr, FINISH: tl.constexpr,
 ):  # fmt: skip
-    """One program owns ROWS rows and walks the parts twice: once for the maximum, once for the sums.
-
-    Example: parts (m, l) = (3, 2), (-inf, 0), (5, 1) of one row: top 5, total 2 e^-2 + 0 + 1 = 1.2707.
-    """
+    """One program owns ROWS rows."""
     r = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     c = tl.arange(0, DV)
     row_ok = r < rows
     ok = row_ok[:, None] & (c < dv)[None, :]
-    top = tl.full([ROWS], float("-inf"), tl.float32)
-    m_at = m_ptr + r * m_sr
-    for _ in range(0, parts):
-        top = tl.maximum(top, tl.load(m_at, mask=row_ok, other=float("-inf")))
-        m_at += m_sp
-    shift = tl.where(top == float("-inf"), 0.0, top)
-    total = tl.zeros([ROWS], tl.float32)
-    acc = tl.zeros([ROWS, DV], tl.float32)
-    m_at = m_ptr + r * m_sr
-    l_at = l_ptr + r * l_sr
+    nothing = tl.full([ROWS], float("-inf"), tl.float32)
     o_at = o_ptr + (r * o_sr)[:, None] + c[None, :]
-    for _ in range(0, parts):
-        d = tl.load(m_at, mask=row_ok, other=float("-inf")) - shift
-        scale = tl.exp2(d) if LOG2 else tl.exp(d)
-        total += scale * tl.load(l_at, mask=row_ok, other=0.0)
-        acc += scale[:, None] * tl.load(o_at, mask=ok, other=0.0)
-        m_at += m_sp
-        l_at += l_sp
-        o_at += o_sp
+    top, total, acc = merge_rows(
+        m_ptr + r * m_sr, l_ptr + r * l_sr, o_at, nothing, row_ok, ok, parts, m_sp, l_sp, o_sp, LOG2
+    )  # fmt: skip
     if FINISH:
-        empty = total == 0
-        divisor = tl.where(empty, 1.0, total)
-        acc = acc / divisor[:, None]
-        lse = top * (0.6931471805599453 if LOG2 else 1.0) + tl.log(divisor)
-        tl.store(top_ptr + r, tl.where(empty, float("-inf"), lse), mask=row_ok)
+        acc, lse = normalise(top, total, acc, LOG2)
+        tl.store(top_ptr + r, lse, mask=row_ok)
     else:
         tl.store(top_ptr + r, top, mask=row_ok)
         tl.store(total_ptr + r, total, mask=row_ok)
@@ -74,12 +93,12 @@ def merge_stack(
     top = torch.empty(rows, dtype=torch.float32, device=o.device)
     total = None if finish else torch.empty_like(top)
     acc = torch.empty((rows, dv), dtype=(out_dtype or o.dtype) if finish else o.dtype, device=o.device)
-    _launch(m, l, o, top, total, acc, log2=log2, finish=finish)
+    merge_into(m, l, o, top, total, acc, log2=log2, finish=finish)
     return (acc, top) if total is None else (top, total, acc)
 
 
 @recorded
-def _launch(
+def merge_into(
     tape: Tape,
     m: Tensor,
     l: Tensor,  # noqa: E741
@@ -91,6 +110,7 @@ def _launch(
     log2: bool,
     finish: bool,
 ) -> None:
+    """Merges into tensors that are given: top `r` (lse, when finishing), total `r` and acc `r dv`."""
     parts, rows, dv = o.shape
     block = triton.next_power_of_2(max(dv, 1))
     per_program = max(1, min(2048 // block, triton.next_power_of_2(max(rows, 1))))

@@ -67,12 +67,12 @@ def merge_parts(stack: Tensor, out: Tensor, rows: int, dv: int) -> None:
     """Merges a stack of parts into one, in the order of the stack.
 
     Args:
-        stack: `p, rows * (dv + 2)` fp32, contiguous last dim.
-        out: `rows * (dv + 2)` fp32; written. No part of stack.
+        stack: `p, rows * (dv + 2)` fp32 (fp64 for fp64 inputs), contiguous last dim.
+        out: `rows * (dv + 2)`, likewise; written. No part of stack.
         rows: Rows of a part.
         dv: Head dim of the values.
     """
-    fast = _triton_parts() if stack.is_cuda else None
+    fast = _triton_parts() if stack.is_cuda and stack.dtype == torch.float32 else None
     if fast is not None:
         fast.merge_parts(stack, out, rows, dv)
         return
@@ -86,21 +86,21 @@ def finish_parts(stack: Tensor, rows: int, dv: int, sinks: Tensor | None, o: Ten
     A row of which no part has seen a key is o = 0 and lse = -inf, or the sink.
 
     Args:
-        stack: `p, rows * (dv + 2)` fp32, contiguous last dim.
+        stack: `p, rows * (dv + 2)` fp32 (fp64 for fp64 inputs), contiguous last dim.
         rows: Rows of a part, b * s * h.
         dv: Head dim of the values.
-        sinks: `h` fp32, natural log; None for none.
+        sinks: `h`, the dtype of stack, natural log; None for none.
         o: `b s h dv`, contiguous, any floating dtype; written.
-        lse: `b h s` fp32, contiguous, natural log; written.
+        lse: `b h s`, the dtype of stack, contiguous, natural log; written.
     """
-    fast = _triton_parts() if stack.is_cuda else None
+    fast = _triton_parts() if stack.is_cuda and stack.dtype == torch.float32 else None
     if fast is not None:
         fast.finish_parts(stack, rows, dv, sinks, o, lse)
         return
     m, l, acc = views(stack, rows, dv)  # noqa: E741
     b, h, s = lse.shape
     if sinks is not None:
-        first = (sinks.float() * LOG2E).repeat(b * s)[None]
+        first = (sinks.to(m.dtype) * LOG2E).repeat(b * s)[None]
         m, l = torch.cat((first, m)), torch.cat((torch.ones_like(first), l))  # noqa: E741
         acc = torch.cat((torch.zeros_like(acc[:1]), acc))
     values, total = merge_stack(m, l, acc, log2=True, finish=True, out_dtype=o.dtype)

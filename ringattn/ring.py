@@ -11,6 +11,7 @@ Note [Names]
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 import json
 import socket
 from collections import Counter
@@ -232,9 +233,7 @@ class Ring:
             record["keep_keys"] = self.keep_keys
             texts = self._agreement.compare(json.dumps(record))
             raise_differences([json.loads(text) for text in texts])
-            device = next(x.device for x in tensors if x is not None)
-            self._settle(device)
-            self._warm_up(device)
+            self.settle(next(x.device for x in tensors if x is not None))
         self._agreed.add(signature)
 
     def refuse(self, error: Exception) -> NoReturn:
@@ -277,6 +276,18 @@ class Ring:
         if self._agreement is not None:
             self._agreement.agree(what, text)
 
+    def settle(self, device: torch.device) -> None:
+        """Decides how rows move, as the first attention call does; every rank calls it, when the ranks have agreed on a call.
+
+        Args:
+            device: Where rows are.
+
+        Raises:
+            RuntimeError: `transport="copy_engine"` was asked for and can not serve; raised on every rank.
+        """
+        self._settle(device)
+        self._warm_up(device)
+
     def gather(self, x: Tensor, dim: int, lengths: Sequence[int]) -> list[Tensor]:
         """Every rank's tensor, which differ in length along dim only; differentiable (gradients are summed over ranks).
 
@@ -286,6 +297,21 @@ class Ring:
             lengths: Every rank's length.
         """
         return list(_Gather.apply(x, dim, tuple(lengths), self._group_name, self.rank))
+
+    def sum(self, x: Tensor) -> Tensor:
+        """The sum of all ranks' tensors, the same bits on every rank; not differentiable.
+
+        Exact where at most one rank has a number other than 0: so rows that one rank has come to all of them.
+
+        Args:
+            x: This rank's tensor, contiguous, of one shape and dtype on all ranks; overwritten with the sum.
+
+        Returns:
+            x.
+        """
+        if self.world_size > 1 and x.numel():
+            dist.all_reduce(x, group=resolve_group(self._group_name))
+        return x
 
     def kv_buffer(
         self,
@@ -358,7 +384,15 @@ class Ring:
         if self._agreement is None:
             return AloneExchange()
         self._settle(device)
-        why = f"{device.type} memory" if self._choice.name == "undecided" else str(self._choice)
+        why = f"the partials are in {device.type} memory" if self._choice.name == "undecided" else str(self._choice)
+        one_shot = getattr(self._mover, "one_shot", None)
+        if one_shot is not None and device.type == "cuda":
+            missing = None if importlib.util.find_spec("triton") else f"ring rank {self.rank} has no triton"
+            found = [json.loads(text) for text in self._agreement.compare(json.dumps(missing))]
+            missing = next((text for text in found if text is not None), None)
+            if missing is None:
+                return one_shot(self._agreement, why)
+            why = missing
         return GroupExchange(self._group_name, self.rank, self.world_size, self._agreement, why)
 
     def poison(self) -> None:

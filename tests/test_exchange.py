@@ -14,9 +14,7 @@ from ringattn import Ring
 from ringattn.transport.exchange import Exchange, SimulatedExchange
 from ringattn.transport.simulated import run_ranks
 from tests.pool import Pools
-from tests.test_parts import attend, draw_parts
-
-Sizes = tuple[int, int, int, int]
+from tests.test_parts import Sizes, attend, draw_parts
 
 
 def draw(seed: int, ranks: int, sizes: Sizes, *, sinks: bool) -> tuple[list[Tensor], Tensor | None, Tensor, Tensor]:

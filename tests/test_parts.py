@@ -14,6 +14,8 @@ from ringattn.kernels import parts as packed
 from ringattn.kernels.parts import LOG2E
 
 INF = float("inf")
+Sizes = tuple[int, int, int, int]
+"""(b, s, h, dv)"""
 
 
 def draw_parts(
@@ -50,7 +52,9 @@ def attend(scores: Tensor, values: Tensor, sinks: Tensor | None) -> tuple[Tensor
     return p[..., : values[..., 0].numel()] @ values.flatten(0, 1), lse.transpose(1, 2)
 
 
-def finish(stack: Tensor, b: int, s: int, h: int, dv: int, sinks: Tensor | None, dtype: torch.dtype) -> list[Tensor]:
+def finish(stack: Tensor, sizes: Sizes, sinks: Tensor | None, dtype: torch.dtype) -> list[Tensor]:
+    """What the plain function makes of a stack."""
+    b, s, h, dv = sizes
     o, lse = torch.full((b, s, h, dv), math.nan, dtype=dtype), torch.full((b, h, s), math.nan)
     packed.finish_parts(stack, b * s * h, dv, sinks, o, lse)
     return [o, lse]
@@ -70,7 +74,7 @@ def test_parts_of_keys_finish_as_attention_over_all_keys(seed, sizes, with_sinks
     sinks = torch.randn(sizes[3], generator=torch.Generator().manual_seed(seed)) * 4 if with_sinks else None
     want = attend(scores, values, sinks)
     rtol = 2 * torch.finfo(dtype).eps + 1e-5
-    for x, y in zip(finish(stack, *sizes[1:], sinks, dtype), want, strict=True):
+    for x, y in zip(finish(stack, sizes[1:], sinks, dtype), want, strict=True):
         torch.testing.assert_close(x.double(), y, rtol=rtol, atol=1e-5)
 
 
@@ -81,7 +85,7 @@ def test_merging_in_two_stages_is_merging_at_once() -> None:
     halves = torch.full((2, stack.shape[1]), math.nan)
     for half, splits in zip(halves, stack.split(3), strict=True):
         packed.merge_parts(splits, half, rows, dv)
-    for x, y in zip(finish(halves, *sizes, None, torch.float32), attend(scores, values, None), strict=True):
+    for x, y in zip(finish(halves, sizes, None, torch.float32), attend(scores, values, None), strict=True):
         torch.testing.assert_close(x.double(), y, rtol=1e-5, atol=1e-5)
 
 
@@ -95,7 +99,7 @@ def test_the_identity_changes_no_bit() -> None:
     padded = torch.cat((nothing[:1], stack[:1], nothing[1:2], stack[1:], nothing[2:]))
     for sinks in (None, torch.tensor([0.0, 3.0, -INF])):
         for x, y in zip(
-            finish(stack, *sizes, sinks, torch.float32), finish(padded, *sizes, sinks, torch.float32), strict=True
+            finish(stack, sizes, sinks, torch.float32), finish(padded, sizes, sinks, torch.float32), strict=True
         ):
             assert torch.equal(x, y)
 
@@ -105,7 +109,7 @@ def test_rows_without_keys_are_zero(with_sinks: bool) -> None:
     nothing = torch.empty(2, packed.size(6, 4))
     packed.clear(nothing, 6, 4)
     sinks = torch.tensor([0.5, -2.0, 7.0]) if with_sinks else None
-    o, lse = finish(nothing, 1, 2, 3, 4, sinks, torch.float16)
+    o, lse = finish(nothing, (1, 2, 3, 4), sinks, torch.float16)
     assert torch.equal(o, torch.zeros(1, 2, 3, 4, dtype=torch.float16))
     expected = torch.full((3,), -INF) if sinks is None else sinks
     torch.testing.assert_close(lse, expected.view(1, 3, 1).expand(1, 3, 2), rtol=1e-6, atol=0)

@@ -1,19 +1,39 @@
 """Attention of new tokens over a cache: one function for prefill and decode.
 
-Owns what a layer of a model calls. Refuses to know transformers, and how partial results are computed and travel.
+Owns what a layer of a model calls, and every refusal of it. Refuses to know transformers, and how partial results are computed
+and travel.
+
+Note [Once per kind]
+    All layers of a model make the same few kinds of calls with a step: options, shapes and dtypes. What follows from a kind (whether
+    it is right, that all ranks mean the same, which kernels serve it, what moves) is decided at the first layer and kept with
+    the step; a later layer looks it up. A step lives for one call of the model, so nothing has to be forgotten.
 """
 
 from __future__ import annotations
 
+import math
+from dataclasses import dataclass
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from ringattn.api import ring_attention
+from ringattn.call import Call
+from ringattn.inference.prefill import MOVES, Prefill, plan_travel, resolve_moves
 from ringattn.inference.step import Step
-from ringattn.kernels.contract import Score
+from ringattn.kernels.contract import Score, accumulation_dtype
 from ringattn.kernels.decode import decode, num_splits, parts_len
+from ringattn.kernels.decode import pick as pick_decode
+from ringattn.kernels.merge import merge_stack
+from ringattn.kernels.parts import finish_parts, views
+from ringattn.kernels.select import pick
+from ringattn.plain import check_plain
+from ringattn.visibility import Visibility
+
+Window = tuple[int | None, int | None] | None
 
 
+@torch.compiler.disable
 def attend(
     step: Step,
     layer: int,
@@ -27,10 +47,13 @@ def attend(
     softcap: float = 0.0,
     sinks: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
+    moves: str = "auto",
 ) -> Tensor:
     """Keeps the keys of new tokens and attends with their queries over all that their requests have.
 
-    Every rank makes the same call for the same step. Options mean what they mean in `ring_attention`.
+    Every rank makes the same call for the same step: with this rank's rows of the new tokens in prefill, with all of them in
+    decode. Options mean what they mean in `ring_attention`, positions being those of tokens in their request; tokens of different
+    requests do not see each other. Serves inference only: results have no graph.
 
     Args:
         step: What `PagedKVCache.extend` returned.
@@ -44,37 +67,233 @@ def attend(
         softcap: Bound of the soft cap; 0.0 for none.
         sinks: `h`.
         alibi_slopes: `h`.
+        moves: What goes round the ring in prefill: "keys", "queries", or "auto" for whichever is fewer bytes.
 
     Returns:
-        `batch rows h dv`. In decode every rank has the same bits.
+        `batch rows h dv`, q's dtype. In decode every rank has the same bits.
+
+    Raises:
+        ValueError: A shape, dtype, device or option is inconsistent; something requires gradients; the step is out of date; or
+            ranks differ. Found at the first layer of a step, it is raised on every rank, before anything is kept or moved.
+        NotImplementedError: No kernel serves the call.
+        RuntimeError: A transfer failed or timed out.
+
+    Example:
+        >>> from ringattn import Ring
+        >>> from ringattn.inference import PagedKVCache
+        >>> cache = PagedKVCache(Ring(), layers=1, kv_heads=1, head_dim=16, dtype=torch.float32, pages=2, page_size=16, device="cpu")
+        >>> step = cache.extend([cache.join(reserve=20)], [20])
+        >>> x = torch.ones(1, 20, 1, 16)
+        >>> attend(step, 0, step.take(x), step.take(x), step.take(x)).shape
+        torch.Size([1, 20, 1, 16])
     """
+    given = (q, k, v, sinks, alibi_slopes)
+    key = (causal, window, softmax_scale, softcap, moves, *map(_facts, given))
+    known = step.calls.get(key)
+    if known is None:
+        if isinstance(window, int):
+            window = (window - 1, 0)
+        options = _Options(causal, None if window is None else tuple(window), softmax_scale, softcap, moves)  # pyright: ignore[reportArgumentType]
+        try:
+            _check_layer(step, layer, given)
+            known = _decide(step, options, *given)
+        except (ValueError, NotImplementedError) as error:
+            step.cache.ring.refuse(error)
+        step.cache.accord.meet(step, _kind(options, given), q.device)
+        known = known.ready(q)
+        step.calls[key] = known
+    else:
+        _check_layer(step, layer, given)
+    with torch.no_grad():
+        step.cache.put(layer, step, k, v)
+        return known.attend(layer, q, k, v, sinks, alibi_slopes)
+
+
+@dataclass(frozen=True)
+class _Options:
+    causal: bool
+    window: Window
+    softmax_scale: float | None
+    softcap: float
+    moves: str
+
+    def scale(self, q: Tensor) -> float:
+        return q.shape[-1] ** -0.5 if self.softmax_scale is None else self.softmax_scale
+
+
+@dataclass(frozen=True, eq=False)
+class _Prefill:
+    """A prefill that is right, before ranks have agreed on it."""
+
+    step: Step
+    call: Call
+    moves: str
+    features: frozenset[str]
+
+    def ready(self, q: Tensor) -> Prefill:
+        step, call = self.step, self.call
+        choice = pick(q.device, q.dtype, q.shape[-1], step.cache.v_head_dim, impl=call.impl, features=self.features)
+        fresh = step.lengths == step.counts
+        moves = resolve_moves(self.moves, step, call, q, fresh)
+        travel = plan_travel(call, q.device) if moves == "queries" else None
+        return Prefill(step, call, choice.kernels, moves, fresh, travel)
+
+
+@dataclass(frozen=True, eq=False)
+class _Decode:
+    """A decode that is right."""
+
+    step: Step
+    options: _Options
+
+    def ready(self, q: Tensor) -> _Decode:
+        del q
+        return self
+
+    def attend(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, alibi_slopes: Tensor | None
+    ) -> Tensor:
+        """O `b s h dv`, the same bits on all ranks; the keys are in the cache."""
+        del k, v
+        step, cache, table = self.step, self.step.cache, self.step.table
+        assert table is not None, "a step of decoding has a table"
+        wide = accumulation_dtype(q.dtype)
+        b, s, h, _ = q.shape
+        dv, rows = cache.v_head_dim, b * s * h
+        q = q if q.stride(-1) == 1 else q.contiguous()
+        slopes = None if alibi_slopes is None else alibi_slopes.to(wide)
+        sinks = None if sinks is None else sinks.to(wide)
+        score = Score(self.options.scale(q), self.options.softcap, alibi_slopes=slopes)
+        splits = num_splits(b, s, h, cache.kv_heads, table.pages.shape[1], cache.page_size, q.device)
+        parts = torch.empty(splits, parts_len(rows, dv), dtype=wide, device=q.device)
+        lo, hi = step.bounds(self.options.causal, self.options.window)
+        decode(q, cache.k[layer], cache.v[layer], table, lo, hi, step.positions.to(torch.int32), score, parts)
+        o = torch.empty(b, s, h, dv, dtype=q.dtype, device=q.device)
+        lse = torch.empty(b, h, s, dtype=wide, device=q.device)
+        if wide == torch.float32:
+            cache.ring.exchange(q.device).finish(parts, b, s, h, dv, sinks, o, lse)
+            return o
+        # exchanges are of fp32
+        mine = torch.empty_like(parts[:1])
+        for target, x in zip(views(mine[0], rows, dv), merge_stack(*views(parts, rows, dv), log2=True), strict=True):
+            target.copy_(x)
+        stack = torch.cat(cache.ring.gather(mine, 0, (1,) * cache.ring.world_size))
+        finish_parts(stack, rows, dv, sinks, o, lse)
+        return o
+
+
+def _decide(
+    step: Step,
+    options: _Options,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: Tensor | None,
+    alibi_slopes: Tensor | None,
+) -> _Prefill | _Decode:
+    """Refuses what is wrong, and says what the call is."""
+    _check_tensors(step, q, k, v, sinks, alibi_slopes)
+    _check_options(options)
+    _check_step(step)
     cache = step.cache
-    scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
-    window = (window - 1, 0) if isinstance(window, int) else window
-    cache.put(layer, step, k, v)
+    total = max(1, sum(step.lengths)) if step.sharding is None else step.sharding.seq_len
+    lengths = tuple((first, step.lengths[0]) for first in step.firsts) if step.sharding is not None and any(step.firsts) else None
+    documents = None if step.sharding is None else step.sharding.documents
+    visibility = Visibility(total, total, causal=options.causal, window=options.window, documents=documents, lengths=lengths)
     if step.mode == "decode":
-        return _decode(step, layer, q, causal, window, Score(scale, softcap, alibi_slopes=alibi_slopes), sinks)
-    assert step.sharding is not None and step.kept_slots is not None
-    keys, values = cache.take(layer, step.kept_slots)
-    lengths = None
-    if any(step.firsts):
-        lengths = [(first, step.lengths[0]) for first in step.firsts]
-    return ring_attention(
-        q, keys, values, step.sharding, kv_sharding=step.kv_sharding, causal=causal, window=window, lengths=lengths,
-        softmax_scale=scale, softcap=softcap, sinks=sinks, alibi_slopes=alibi_slopes,
-    )  # fmt: skip
+        pick_decode(q.device, q.dtype, cache.k.dtype, q.shape[-1], cache.v_head_dim, cache.page_size)
+        return _Decode(step, options)
+    assert step.sharding is not None, "a step of prefill has shardings"
+    assert step.kv_sharding is not None, "a step of prefill has shardings"
+    call = Call(
+        step.sharding,
+        step.kv_sharding,
+        visibility,
+        softmax_scale=options.scale(q),
+        softcap=options.softcap,
+        dropout_p=0.0,
+        impl=cache.ring.impl,
+        backward="auto",
+        deterministic=False,
+    )
+    features = call.features(sinks=sinks, alibi_slopes=alibi_slopes)
+    pick(q.device, q.dtype, q.shape[-1], cache.v_head_dim, impl=call.impl, features=features)
+    return _Prefill(step, call, options.moves, features)
 
 
-def _decode(step: Step, layer: int, q: Tensor, causal: bool, window: tuple[int | None, int | None] | None, score: Score, sinks: Tensor | None) -> Tensor:
-    cache, table = step.cache, step.table
-    assert table is not None
-    b, s, h, _ = q.shape
-    dv = cache.v_head_dim
-    splits = num_splits(b, s, h, cache.kv_heads, table.pages.shape[1], cache.page_size, q.device)
-    parts = torch.empty(splits, parts_len(b * s * h, dv), dtype=torch.float32, device=q.device)
-    lo, hi = step.bounds(causal, window)
-    decode(q, cache.k[layer], cache.v[layer], table, lo, hi, step.positions.to(torch.int32), score, parts)
-    o = torch.empty(b, s, h, dv, dtype=q.dtype, device=q.device)
-    lse = torch.empty(b, h, s, dtype=torch.float32, device=q.device)
-    cache.ring.exchange(q.device).finish(parts, b, s, h, dv, sinks, o, lse)
-    return o
+def _facts(x: Tensor | None) -> Any:
+    return None if x is None else (x.shape, x.dtype, x.device)
+
+
+def _kind(options: _Options, given: tuple[Tensor | None, ...]) -> str:
+    """What must be the same on all ranks, but for rows."""
+    shapes = [
+        None if x is None else f"{[n for i, n in enumerate(x.shape) if (i, x.dim()) != (1, 4)]} {x.dtype} {x.device.type}"
+        for x in given
+    ]
+    return f"{options} of {shapes}"
+
+
+def _check_layer(step: Step, layer: int, given: tuple[Tensor | None, ...]) -> None:
+    """What may differ between calls of one kind."""
+    if not 0 <= layer < step.cache.layers:
+        raise ValueError(f"layer must be from 0 to {step.cache.layers - 1}, got {layer}; make the cache for all layers of the model")
+    if torch.is_grad_enabled():
+        for name, x in zip(("q", "k", "v", "sinks", "alibi_slopes"), given, strict=True):
+            if x is not None and x.requires_grad:
+                raise ValueError(
+                    f"{name} must not require gradients, which a cache does not serve, got requires_grad=True; "
+                    "call the model under torch.inference_mode() or torch.no_grad(), or train with ring_attention"
+                )
+
+
+def _check_tensors(step: Step, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, alibi_slopes: Tensor | None) -> None:
+    cache = step.cache
+    given = {"q": q, "k": k, "v": v, "sinks": sinks, "alibi_slopes": alibi_slopes}
+    for name, x in given.items():
+        if x is None:
+            continue
+        check_plain(name, x)
+        if x.device != cache.device and (x.device.type, cache.device.index) != (cache.device.type, None):
+            raise ValueError(f"{name} must be on the device of the cache, {cache.device}, got {x.device}; move it there")
+    sizes = {"q": (None, cache.head_dim), "k": (cache.kv_heads, cache.head_dim), "v": (cache.kv_heads, cache.v_head_dim)}
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        heads, dim = sizes[name]
+        wanted = (step.batch, step.rows, heads, dim)
+        if x.dim() != 4 or any(n not in (None, m) for n, m in zip(wanted, x.shape, strict=True)):
+            shape = " ".join("h" if n is None else str(n) for n in wanted)
+            raise ValueError(
+                f"{name} must have shape `{shape}`, the rows of this rank that step.take gives and the heads of the cache, got "
+                f"{tuple(x.shape)}; pass batch rows heads head_dim of the new tokens only"
+            )
+        if x.dtype != cache.dtype:
+            raise ValueError(f"{name} must have the dtype of the cache, {cache.dtype}, got {x.dtype}; convert it first")
+    h = q.shape[2]
+    if h == 0 or h % cache.kv_heads:
+        raise ValueError(f"the number of query heads must be a multiple of the cache's {cache.kv_heads} key heads, got {h}")
+    for name, x in (("sinks", sinks), ("alibi_slopes", alibi_slopes)):
+        if x is not None and (tuple(x.shape) != (h,) or not x.is_floating_point()):
+            raise ValueError(f"{name} must be floating point of shape ({h},), one per query head, got {x.dtype} {tuple(x.shape)}")
+
+
+def _check_options(options: _Options) -> None:
+    for name, value in (("softmax_scale", options.softmax_scale or 0.0), ("softcap", options.softcap)):
+        if not math.isfinite(value):
+            raise ValueError(f"{name} must be finite, got {value}")
+    if options.softcap < 0:
+        raise ValueError(f"softcap must be at least 0 (0 for none), got {options.softcap}")
+    if options.moves not in MOVES:
+        raise ValueError(f"moves must be one of {', '.join(MOVES)}, got {options.moves!r}; 'auto' takes what is fewer bytes")
+
+
+def _check_step(step: Step) -> None:
+    """Whether the cache still has what the step speaks of."""
+    books = step.cache.pages
+    for request, length in zip(step.requests, step.lengths, strict=True):
+        here = books.length(request) if request in books.requests else -1
+        if here < length:
+            now = "has left" if here < 0 else f"was cropped to {here}"
+            raise ValueError(
+                f"a step must be used before its requests are cropped or leave, got one in which request {request} has {length} "
+                f"tokens, and it {now} since; call extend again"
+            )

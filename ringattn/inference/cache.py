@@ -12,6 +12,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from ringattn.inference.accord import Accord
 from ringattn.inference.pages import Pages
 from ringattn.inference.step import MOST_DECODED, Step, make_step
 from ringattn.ring import Ring
@@ -37,6 +38,7 @@ class PagedKVCache:
     Attributes:
         ring: As given.
         pages: The books.
+        accord: What the ranks have compared.
         page_size: As given.
         device: Where it is.
         k: `layers pages hk page_size d`.
@@ -69,6 +71,8 @@ class PagedKVCache:
         self.layers, self.kv_heads, self.dtype = layers, kv_heads, dtype
         self.head_dim, self.v_head_dim = head_dim, head_dim if v_head_dim is None else v_head_dim
         self.pages = Pages(ring.world_size, pages, page_size)
+        sizes = f"{layers} layers of {pages} pages of {page_size} x {kv_heads} heads x {self.head_dim} + {self.v_head_dim} {dtype}"
+        self.accord = Accord(ring, f"a cache of {sizes}")
         shape = (layers, pages, kv_heads, page_size)
         self.k = torch.zeros(*shape, self.head_dim, dtype=dtype, device=self.device)
         self.v = torch.zeros(*shape, self.v_head_dim, dtype=dtype, device=self.device)

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
@@ -54,6 +54,8 @@ class Step:
         kv_sharding: prefill: who keeps which.
         kept_slots: prefill: `batch t` int64 on the device: where the keys of kv_sharding's rows of this rank are.
         table: decode: the blocks of this rank.
+        met: Not empty once ranks have compared the step.
+        calls: What was decided about calls with this step, by their options and shapes (attention.py).
     """
 
     cache: PagedKVCache
@@ -72,7 +74,14 @@ class Step:
     kv_sharding: Sharding | None = None
     kept_slots: Tensor | None = None
     table: PageTable | None = None
+    met: list[bool] = field(default_factory=list, repr=False)
+    calls: dict[object, Any] = field(default_factory=dict, repr=False)
     memo: dict[object, tuple[Tensor, Tensor]] = field(default_factory=dict, repr=False)
+
+    @property
+    def moved(self) -> tuple[str, ...]:
+        """What went round the ring in each kind of call of this step so far: "keys" or "queries"; empty for decode."""
+        return tuple(known.moves for known in self.calls.values() if hasattr(known, "moves"))
 
     def take(self, tokens: Tensor, dim: int = 1) -> Tensor:
         """This rank's rows of the new tokens.

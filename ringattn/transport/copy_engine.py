@@ -54,6 +54,8 @@ from ringattn.kernels.contract import Arrivals
 from ringattn.kernels.pack import pack
 from ringattn.schedule import Collection, Fetch, Rows
 from ringattn.transport.base import Done, Gathering, Homecoming, Parcel, Pending, Reply
+from ringattn.transport.one_shot import OneShotExchange
+from ringattn.transport.process_group import Agreement
 from ringattn.transport.streams import MAX_PITCH, Copy, Op, Program, Streams, Wait, Write
 from ringattn.transport.symmetric import ALIGNMENT, Memory, Region
 from ringattn.transport.watch import (
@@ -228,6 +230,7 @@ class CopyEngineTransport:
         self._name = name
         self._streams = streams
         self._memory = memory
+        self._timeout = timeout
         # the watch comes first: it says what is missing. Twice as long: also without it a kernel ends
         self._patience = int(2 * timeout * 1e9)
         self._host = memory.host_words(HOST_WORDS)
@@ -348,6 +351,25 @@ class CopyEngineTransport:
         self._streams.launch(chosen.start, lane)
         self._homecoming = coming = _Coming(self, chosen)
         return coming
+
+    def one_shot(self, agreement: Agreement, why: str) -> OneShotExchange:
+        """An exchange of partials through memory that is mapped as this transport's is. Every rank calls it.
+
+        Args:
+            agreement: How ranks compare.
+            why: Why this exchange was chosen.
+        """
+        return OneShotExchange(
+            self._rank,
+            self._world_size,
+            self._name,
+            self._streams,
+            self._memory,
+            agreement,
+            self.watch,
+            self._timeout,
+            why,
+        )
 
     def reserve(self, num_bytes: int, replies: int = 0) -> None:
         """See `Transport.reserve`."""

@@ -34,7 +34,7 @@ def call(module: Any = None, mask: Any = None, rows: int = 6, keys: int | None =
             {"mask": torch.zeros(2, 1, 6, 6)},
             r"mask of attention must come from ringattn's mask function, got \(2, 1, 6, 6\)",
         ),
-        ({"keys": 9}, "queries and keys must be of the same rows, got 6 and 9: decoding with a cache"),
+        ({"keys": 9}, "queries and keys must be of the same rows, got 6 and 9: decoding with a cache of transformers"),
         ({"mask": RingMask(overlay="blocks of images")}, "window or chunks, got blocks of images"),
         ({"mask": RingMask(causal=False), "is_causal": True}, "mask must be causal as Module says"),
         ({"mask": RingMask(causal=True), "is_causal": False}, "mask must be bidirectional as Module says"),
@@ -72,7 +72,7 @@ def _sharding(length: int = 6) -> Any:
 @pytest.mark.parametrize(
     ("kwargs", "match"),
     [
-        ({"use_cache": True}, "use_cache must be False when there is a sharding: decoding"),
+        ({"use_cache": True}, "use_cache must be False when there is a sharding, whose keys are kept nowhere"),
         ({"cu_seq_lens_q": torch.tensor([0, 6])}, "cu_seq_lens must be left out when there is a sharding"),
         (
             {"mask": RingMask(torch.ones(2, 5) > 0, ((1, 5), (0, 5)), True)},

@@ -14,6 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from ringattn.api import ring_attention
+from ringattn.inference import Step
+from ringattn.inference import attend as attend_step
 from ringattn.integrations.transformers.masks import RingMask
 from ringattn.integrations.transformers.positions import check_positions, read_cumulative, read_documents
 from ringattn.living import find_ring
@@ -58,6 +60,7 @@ def attend(
     dropout: float = 0.0,
     scaling: float | None = None,
     sharding: Sharding | None = None,
+    step: Step | None = None,
     position_ids: Tensor | str | None = UNSAID,
     is_causal: bool | None = None,
     sliding_window: int | None = None,
@@ -80,6 +83,8 @@ def attend(
             seeds drop what one process drops.
         scaling: Factor on q.k; default d ** -0.5.
         sharding: Who holds which rows: the keyword `sharding` that the model was called with. None: all rows are here.
+        step: What a cache said of the new tokens: the keyword `step` that the model was called with. Their keys are kept in
+            the cache, and they see what is there (`ringattn.inference.attend`).
         position_ids: `b s` or `1 s`; checked against the sharding.
         is_causal: Whether rows see earlier ones only.
         sliding_window: w: the last w keys; in bidirectional layers the w - 1 to each side.
@@ -103,6 +108,10 @@ def attend(
     _refuse_others(others, sharding)
     mask = _check_mask(attention_mask)
     causal = _resolve_causal(module, is_causal, mask)
+    if step is not None:
+        _check_step(step, module, query, key, value, mask, causal, dropout, sharding, (cu_seq_lens_q, cu_seq_lens_k))
+        window, chunk_len = _resolve_window(mask, causal, sliding_window, packed=False)
+        return _attend_with_cache(step, module, query, key, value, window, chunk_len, scaling, softcap, s_aux), None
     if sharding is None:
         sharding = _whole(query, key, mask, position_ids, cu_seq_lens_q, cu_seq_lens_k)
     else:
@@ -112,7 +121,7 @@ def attend(
                 "pass the whole batch through shard_batch"
             )
         _check_sharded(module, position_ids, sharding, mask)
-    window, chunk_len = _resolve_window(mask, causal, sliding_window, sharding)
+    window, chunk_len = _resolve_window(mask, causal, sliding_window, packed=sharding.documents is not None)
     lengths, key_bias, tokens = _resolve_padding(mask, query, sharding, chunk_len)
     seed = None
     if dropout:
@@ -152,8 +161,8 @@ def _refuse_others(others: dict[str, Any], sharding: Sharding | None) -> None:
         if name == "use_cache":
             if sharding is not None:
                 raise NotImplementedError(
-                    "use_cache must be False when there is a sharding: decoding over a sharded cache is not supported yet; "
-                    "pass use_cache=False, as shard_batch does"
+                    "use_cache must be False when there is a sharding, whose keys are kept nowhere; pass use_cache=False, as "
+                    "shard_batch does. To generate, use RingCache"
                 )
         elif name == "output_attentions":
             raise NotImplementedError(
@@ -205,8 +214,9 @@ def _whole(
     ranks = default_world_size()
     if ranks > 1:
         raise RuntimeError(
-            f"a model must be called with a sharding among {ranks} ranks, got none; call it with shard_batch(batch, ring), or with "
-            "sharding=Ring(group_of_this_rank_alone).sharding(seq_len) when every rank holds whole sequences"
+            f"a model must be called with a sharding among {ranks} ranks, got none; call it with shard_batch(batch, ring), or "
+            "generate with a RingCache, or pass sharding=Ring(group_of_this_rank_alone).sharding(seq_len) when every rank has "
+            "whole sequences"
         )
     if torch.compiler.is_compiling():
         raise RuntimeError(
@@ -215,8 +225,8 @@ def _whole(
     rows = query.shape[2]
     if key.shape[2] != rows:
         raise NotImplementedError(
-            f"queries and keys must be of the same rows, got {rows} and {key.shape[2]}: decoding with a cache and cross attention "
-            "are not supported yet; use model.set_attn_implementation('sdpa') for them"
+            f"queries and keys must be of the same rows, got {rows} and {key.shape[2]}: decoding with a cache of transformers, and "
+            "cross attention, are not supported; generate with a RingCache, or use model.set_attn_implementation('sdpa')"
         )
     documents = None
     if cu_seq_lens_q is not None or cu_seq_lens_k is not None:
@@ -266,8 +276,93 @@ def _check_sharded(
         raise
 
 
+def _check_step(
+    step: Step,
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: RingMask | None,
+    causal: bool,
+    dropout: float,
+    sharding: Sharding | None,
+    cu_seq_lens: tuple[Tensor | None, Tensor | None],
+) -> None:
+    if not isinstance(step, Step):
+        raise ValueError(
+            f"step must be a ringattn.inference.Step, got {type(step).__name__}; pass what PagedKVCache.extend returned"
+        )
+    if sharding is not None or any(x is not None for x in cu_seq_lens):
+        raise ValueError(
+            "sharding and cu_seq_lens must be left out of a call with a step, which says who has which rows of which request"
+        )
+    if mask is not None and mask.padding is not None:
+        raise ValueError(
+            "attention_mask must be left out of a call with a step; say where a request's tokens begin when it joins the cache"
+        )
+    if not causal:
+        raise NotImplementedError(
+            f"layers that keep keys in a cache must be causal, got {type(module).__name__}, which is not; "
+            "use shard_batch for encoders"
+        )
+    if dropout:
+        raise ValueError(f"dropout must be 0 in a call with a step, got {dropout}; call model.eval()")
+    if torch.is_grad_enabled() and query.requires_grad:
+        raise NotImplementedError(
+            "a call with a step must be made without gradients, which no cache keeps; wrap it in torch.no_grad()"
+        )
+    if getattr(module, "attn_temperature_tuning", False) and not getattr(module, "use_rope", True):
+        raise NotImplementedError(
+            "attn_temperature_tuning must be off in a call with a step: the layer counts the rows of the call for it; "
+            "set config.attn_temperature_tuning=False"
+        )
+    cache = step.cache
+    if not isinstance(getattr(module, "layer_idx", None), int) or not 0 <= module.layer_idx < cache.layers:  # pyright: ignore[reportOperatorIssue]
+        raise ValueError(
+            f"a layer must have a layer_idx from 0 to {cache.layers - 1}, got {getattr(module, 'layer_idx', None)} of "
+            f"{type(module).__name__}; make the cache with as many layers as the model has"
+        )
+    found = key.shape[1], key.shape[3], value.shape[3]
+    wanted = cache.kv_heads, cache.head_dim, cache.v_head_dim
+    if found != wanted:
+        raise ValueError(
+            f"keys must be as the cache keeps them, (kv_heads, head_dim, v_head_dim) {wanted}, got {found}; "
+            "make the cache for this model"
+        )
+    rows = tuple(query.shape[::2][:2])
+    if key.shape[2] != query.shape[2] or rows != (step.batch, max(step.rows, min(1, query.shape[2]))):
+        raise ValueError(
+            f"a call with a step must have its batch and this rank's rows, {(step.batch, step.rows)}, got {rows} queries and "
+            f"{key.shape[2]} keys each; pass step.take(tokens), with use_cache=False, or use run_step"
+        )
+
+
+def _attend_with_cache(
+    step: Step,
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    window: tuple[int, int] | None,
+    chunk_len: int | None,
+    scaling: float | None,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> Tensor:
+    if chunk_len is not None:
+        raise NotImplementedError(
+            f"chunked attention must go without a cache, got chunks of {chunk_len}; use attn_implementation='sdpa' for this model"
+        )
+    # a rank without rows brings one that nobody sees (Note [A row for nobody] in steps.py)
+    q, k, v = (x.transpose(1, 2)[:, : step.rows] for x in (query, key, value))
+    layer: Any = module.layer_idx
+    out = attend_step(step, layer, q, k, v, window=window, softmax_scale=scaling, softcap=softcap or 0.0, sinks=sinks)
+    missing = query.shape[2] - step.rows
+    return torch.nn.functional.pad(out, (0, 0, 0, 0, 0, missing)) if missing else out
+
+
 def _resolve_window(
-    mask: RingMask | None, causal: bool, sliding_window: int | None, sharding: Sharding
+    mask: RingMask | None, causal: bool, sliding_window: int | None, *, packed: bool
 ) -> tuple[tuple[int, int] | None, int | None]:
     """(window, chunk_len) of what the layer and the mask function say."""
     size = None if mask is None else mask.local_size
@@ -277,7 +372,7 @@ def _resolve_window(
                 f"sliding_window and attention_chunk_size must differ in the config, got {size} for both, which leaves open what a "
                 "layer means; use attn_implementation='sdpa'"
             )
-        if sharding.documents is not None:
+        if packed:
             raise NotImplementedError(
                 "chunked attention must go without packed documents, whose chunks would start over in each; unpack them"
             )

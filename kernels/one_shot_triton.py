@@ -1,0 +1,247 @@
+"""An exchange of packed parts in one launch per rank: merge the own splits, store them at every rank, wait, merge, normalise.
+
+Owns the kernel, its launcher, and what lies where in the memory that ranks share. Refuses to know where that memory comes from.
+
+Shape legend: `p` ranks, `g` programs, which are as many in every launch, on every rank.
+
+Note [Mailboxes]
+    Every rank has a *control* of int64 words: flags `g p`, epochs `g`, and one word `failed`; and a *mailbox* of two halves of
+    p slots, each of which holds one packed part (Note [Packed parts] of kernels.parts). `table`, on the device, has the
+    addresses of all mailboxes, of all controls, and of `errors`, one int32 per rank in host memory.
+    Program i owns some rows. In its n-th launch it merges the splits of these rows, stores the result into slot [n % 2][me] of
+    every rank, its own included, and sets flag [i][me] of every rank to n; it waits until its own flags [i] are all n at least,
+    then merges the slots of its rows in the order of the ranks. Programs without rows do the same: so all count alike, from
+    words that they keep in the control. A graph that was captured needs nothing else: it may be replayed at any time.
+
+Note [Two halves]
+    A store of launch n + 2 may not meet a reader of launch n. Let rank A store in its launch n + 2. Its launch n + 1 has ended,
+    since launches of a stream do not overlap; so each of its programs has seen flag n + 1 of each rank B, set by a program of
+    B's launch n + 1; so B's launch n had ended. What the slots of a launch are for does not matter: this holds of the whole
+    half, and shapes may change from launch to launch. A flag may be n + 1 when it is looked at, and is never more.
+
+Note [Nobody waits for ever]
+    Every program stores and sets its flags before it waits, and waits for the program of its own number alone. Programs start in
+    the order of their numbers: so the lowest one that has not ended can end, however few of them a device holds at a time.
+    A program that waits longer than `patience`, or meets a negative flag, gives up: it says whom it waited for in `errors` (1: did
+    not come; 2: has failed itself), sets `failed` and its flags at all ranks to -1, and writes NaN. Whoever finds `failed`
+    set stores no part any more, does not wait, and writes NaN. So a rank that is merely slow meets whole parts, or fails too.
+
+Note [Order of memory]
+    Parts are stored by all threads of a program and announced by some: the threads meet at a barrier, then a store that
+    releases at the scope of the system makes all that came before it visible to whoever acquires the flag, on any device. On
+    the other side the threads that have acquired meet the others at a barrier before any of them reads a part. Parts are read
+    from L2, where stores of peers arrive.
+"""
+
+# pyright: reportGeneralTypeIssues=false, reportArgumentType=false
+# (powers of two may be constants of kernels, says Triton)
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ringattn.kernels.merge_triton import normalise
+from ringattn.kernels.parts_triton import TILE, first_of, merge_tile, store_finished
+from ringattn.kernels.record_triton import Tape, recorded
+
+PROGRAMS = 64
+"""Programs of every launch: enough to fill the links, few enough for the smallest device to hold at a time."""
+WARPS = 4
+MAX_RANKS = 32 * WARPS
+"""A thread per rank sets and waits for flags."""
+WORD = 8
+"""Bytes of a word of the control."""
+
+
+def control_words(ranks: int) -> int:
+    """Words of a control.
+
+    Example:
+        >>> control_words(2)
+        193
+    """
+    return PROGRAMS * (ranks + 1) + 1
+
+
+@triton.constexpr_function
+def _meeting(ranks):
+    return f"""{{
+        .reg .pred p, mine, bad;
+        .reg .b32 t, n, code;
+        .reg .b64 v, own, there, at, began, now;
+        mov.u32 t, %tid.x;
+        setp.lt.u32 mine, t, {ranks};
+        mul.wide.u32 at, t, 8;
+        add.s64 there, $1, at;
+        @mine ld.global.b64 there, [there];
+        add.s64 there, there, $3;
+        setp.ne.s64 bad, $5, 0;
+        barrier.red.or.pred bad, 0, bad;
+        selp.b64 v, -1, $4, bad;
+        @mine st.release.sys.global.b64 [there], v;
+        add.s64 own, $2, at;
+        mov.u64 began, %globaltimer;
+        mov.b32 n, 0;
+        @!mine bra SEEN;
+        @bad bra SEEN;
+        POLL:
+        ld.acquire.sys.global.b64 v, [own];
+        setp.lt.s64 p, v, 0;
+        @p bra REFUSED;
+        setp.ge.s64 p, v, $4;
+        @p bra SEEN;
+        add.u32 n, n, 1;
+        and.b32 code, n, 63;
+        setp.ne.u32 p, code, 0;
+        @p bra POLL;
+        ld.relaxed.sys.global.b64 v, [$6];
+        setp.ne.s64 bad, v, 0;
+        @bad bra SEEN;
+        mov.u64 now, %globaltimer;
+        sub.s64 now, now, began;
+        setp.le.s64 p, now, $8;
+        @p bra POLL;
+        mov.b32 code, 1;
+        bra TELL;
+        REFUSED:
+        mov.b32 code, 2;
+        TELL:
+        mul.wide.u32 at, t, 4;
+        add.s64 at, $7, at;
+        st.relaxed.sys.global.b32 [at], code;
+        mov.b64 v, -1;
+        st.relaxed.sys.global.b64 [$6], v;
+        setp.eq.u32 bad, t, t;
+        SEEN:
+        barrier.red.or.pred bad, 0, bad;
+        and.pred p, mine, bad;
+        mov.b64 v, -1;
+        @p st.relaxed.sys.global.b64 [there], v;
+        selp.b32 $0, 0, 1, bad;
+    }}"""
+
+
+@triton.jit
+def meet(controls, flags, offset, epoch, word, failed, errors, patience, RANKS: tl.constexpr):
+    """Sets this program's flag at every rank, and waits for those of all ranks; Note [Mailboxes], Note [Order of memory].
+
+    Args are where the addresses of the controls stand, this program's own flags, the offset in bytes of its flag in a control,
+    the number of this launch, what was found in `failed`, where that is, the address of `errors`, and nanoseconds. Returns 1,
+    or 0 for a rank that did not come; the same to all threads.
+    """
+    asm: tl.constexpr = _meeting(RANKS)
+    return tl.inline_asm_elementwise(
+        asm,
+        "=r,l,l,l,l,l,l,l,l",
+        [controls, flags, offset, epoch, word, failed, errors, patience],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@triton.jit(do_not_specialize=["splits", "me", "rows", "heads", "queries", "patience"])
+def _one_shot_kernel(
+    stack, sinks, o, lse, table, splits, split_stride, me, rows, heads, queries, dv, slot, patience,
+    RANKS: tl.constexpr, PROGRAMS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Program i owns rows i * ROWS .. i * ROWS + ROWS - 1, and so on in steps of PROGRAMS * ROWS.
+
+    Example: 2 ranks hold (m, l, acc) = (3, 1, 4) and (3, 1, 8) of the only row; program 0 of each finds both in its mailbox:
+    o = 12 / 2 = 6. The other 63 programs exchange flags.
+    """
+    g = tl.program_id(0)
+    me = me.to(tl.int64)
+    control = tl.load(table + RANKS + me).to(tl.pointer_type(tl.int64))
+    errors = tl.load(table + 2 * RANKS)
+    flags = control + g * RANKS
+    epochs = control + PROGRAMS * RANKS + g
+    failed = control + PROGRAMS * (RANKS + 1)
+    word = tl.load(failed)
+    epoch = tl.load(epochs) + 1
+    half = (epoch % 2) * RANKS * slot
+    c = tl.arange(0, COLUMNS)
+    columns = (c < dv)[None, :]
+    nothing = tl.full([ROWS], float("-inf"), tl.float32)
+    for x in range(g * ROWS, rows, PROGRAMS * ROWS):
+        r = x + tl.arange(0, ROWS).to(tl.int64)
+        row_ok = r < rows
+        ok = row_ok[:, None] & columns
+        top, total, acc = merge_tile(stack, splits, split_stride, rows, dv, nothing, r, c, row_ok, ok)
+        row_ok &= word == 0
+        ok &= word == 0
+        for rank in tl.static_range(RANKS):
+            box = tl.multiple_of(tl.load(table + rank).to(tl.pointer_type(tl.float32)), 256) + half + me * slot
+            m_at = box + rows.to(tl.int64) * dv + r
+            tl.store(box + (r * dv)[:, None] + c[None, :], acc, mask=ok)
+            tl.store(m_at, top, mask=row_ok)
+            tl.store(m_at + rows, total, mask=row_ok)
+    there = meet(
+        table + RANKS, flags, (g * RANKS + me) * 8, epoch, word, failed, errors, patience.to(tl.int64) * 1000, RANKS
+    )  # fmt: skip
+    box = tl.multiple_of(tl.load(table + me).to(tl.pointer_type(tl.float32)), 256) + half
+    for x in range(g * ROWS, rows, PROGRAMS * ROWS):
+        r = x + tl.arange(0, ROWS).to(tl.int64)
+        row_ok = r < rows
+        ok = row_ok[:, None] & columns
+        first = first_of(sinks, r, heads, row_ok)
+        top, total, acc = merge_tile(box, RANKS, slot, rows, dv, first, r, c, row_ok, ok, ".cg")
+        values, logs = normalise(top, total, acc, True)
+        values = tl.where(there == 1, values, float("nan"))
+        logs = tl.where(there == 1, logs, float("nan"))
+        store_finished(o, lse, values, logs, heads, queries, dv, r, c, row_ok, ok)
+    tl.store(epochs, epoch)
+
+
+@recorded
+def one_shot(
+    tape: Tape,
+    stack: Tensor,
+    sinks: Tensor | None,
+    o: Tensor,
+    lse: Tensor,
+    table: Tensor,
+    *,
+    rank: int,
+    ranks: int,
+    slot: int,
+    patience: int,
+) -> None:
+    """One exchange; every rank launches it alike, in the order of one stream.
+
+    Args:
+        tape: Where the launch is recorded.
+        stack: `splits, b * s * h * (dv + 2)` fp32: this rank's parts.
+        sinks: `h` fp32, or None.
+        o: `b s h dv`, contiguous; written.
+        lse: `b h s` fp32, contiguous; written.
+        table: int64 `2 * ranks + 1` (Note [Mailboxes]).
+        rank: This rank.
+        ranks: All.
+        slot: Numbers of a slot, at least b * s * h * (dv + 2); a multiple of 16.
+        patience: Microseconds for which a program waits.
+    """
+    b, heads, queries = lse.shape
+    rows, dv = b * heads * queries, o.shape[-1]
+    columns = triton.next_power_of_2(max(dv, 1))
+    per_program = max(1, min(TILE // columns, triton.next_power_of_2(-(-rows // PROGRAMS))))
+    constants = {"RANKS": ranks, "PROGRAMS": PROGRAMS, "ROWS": per_program, "COLUMNS": columns}
+    args = (
+        stack,
+        sinks,
+        o,
+        lse,
+        table,
+        stack.shape[0],
+        stack.stride(0),
+        rank,
+        rows,
+        heads,
+        queries,
+        dv,
+        slot,
+        patience,
+    )
+    tape.launch(_one_shot_kernel, (PROGRAMS,), args, constants, num_warps=WARPS, num_stages=1)

@@ -1,0 +1,84 @@
+"""Merging and finishing packed parts in one Triton launch each; `kernels.parts` says what they are.
+
+Owns the kernel that finishes and its launcher, and the tiles that other kernels of packed parts are made of. Runs on CUDA and
+ROCm devices, and on CPU tensors in the Triton interpreter.
+"""
+
+# pyright: reportGeneralTypeIssues=false, reportArgumentType=false
+# (powers of two may be constants of kernels, says Triton)
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ringattn.kernels.merge_triton import merge_into, merge_rows, normalise
+from ringattn.kernels.parts import views
+from ringattn.kernels.record_triton import Tape, recorded
+
+TILE = 1024
+"""Numbers of acc that a program holds."""
+
+
+@triton.jit
+def merge_tile(stack, parts, part_stride, rows, dv, first, r, c, row_ok, ok, CACHE: tl.constexpr = ""):
+    """(m, l, acc) of rows r over the packed parts of a stack; `first` as in `merge_rows`."""
+    m_at = stack + rows.to(tl.int64) * dv + r
+    acc_at = stack + (r * dv)[:, None] + c[None, :]
+    return merge_rows(
+        m_at, m_at + rows, acc_at, first, row_ok, ok, parts, part_stride, part_stride, part_stride, True, CACHE
+    )  # fmt: skip
+
+
+@triton.jit
+def first_of(sinks, r, heads, row_ok):
+    """The m with which rows begin: of the sinks of their heads, or of nothing."""
+    if sinks is None:
+        return tl.full(r.shape, float("-inf"), tl.float32)
+    return tl.load(sinks + r % heads, mask=row_ok, other=float("-inf")) * 1.4426950408889634
+
+
+@triton.jit
+def store_finished(o, lse, values, total, heads, queries, dv, r, c, row_ok, ok):
+    """Writes rows r, in the order b, s, h, of o `b s h dv` and lse `b h s`."""
+    token = r // heads
+    at = ((token // queries) * heads + r % heads) * queries + token % queries
+    tl.store(lse + at, total, mask=row_ok)
+    tl.store(o + (r * dv)[:, None] + c[None, :], values.to(o.dtype.element_ty), mask=ok)
+
+
+@triton.jit(do_not_specialize=["parts", "rows", "heads", "queries"])
+def _finish_parts_kernel(
+    stack, sinks, o, lse, parts, part_stride, rows, heads, queries, dv, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """One program owns ROWS rows."""
+    r = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    c = tl.arange(0, COLUMNS)
+    row_ok = r < rows
+    ok = row_ok[:, None] & (c < dv)[None, :]
+    first = first_of(sinks, r, heads, row_ok)
+    top, total, acc = merge_tile(stack, parts, part_stride, rows, dv, first, r, c, row_ok, ok)
+    values, logs = normalise(top, total, acc, True)
+    store_finished(o, lse, values, logs, heads, queries, dv, r, c, row_ok, ok)
+
+
+def merge_parts(stack: Tensor, out: Tensor, rows: int, dv: int) -> None:
+    """As `kernels.parts.merge_parts`."""
+    merge_into(*views(stack, rows, dv), *views(out, rows, dv), log2=True, finish=False)
+
+
+@recorded
+def finish_parts(tape: Tape, stack: Tensor, rows: int, dv: int, sinks: Tensor | None, o: Tensor, lse: Tensor) -> None:
+    """As `kernels.parts.finish_parts`."""
+    _, heads, queries = lse.shape
+    columns = triton.next_power_of_2(max(dv, 1))
+    per_program = max(1, min(TILE // columns, triton.next_power_of_2(max(rows, 1))))
+    if rows:
+        tape.launch(
+            _finish_parts_kernel,
+            (-(-rows // per_program),),
+            (stack, sinks, o, lse, stack.shape[0], stack.stride(0), rows, heads, queries, dv),
+            {"ROWS": per_program, "COLUMNS": columns},
+            num_warps=4,
+        )

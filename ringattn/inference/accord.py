@@ -1,0 +1,105 @@
+"""That all ranks mean the same: what they compare before keys are kept and rows move.
+
+Owns when ranks compare, and what. Refuses to know what a step does with its rows (step.py) and how texts travel (ring.py).
+
+Note [Same books]
+    Every rank keeps the books of a cache by itself, so a rank that was called differently would go on with other numbers and
+    nobody would notice. So ranks compare a digest of a step (whose tokens it brings, and who keeps which of those they see) in
+    one short message, before its first layer does anything:
+    - for every step of prefill, whatever the number of layers;
+    - for steps of decoding when who decodes changes, and else every COMPARED steps: a comparison costs a fraction of a
+      millisecond, which is little beside a chunk of a prompt but not beside a token.
+    What belongs to layers (options, heads, dtypes) is compared once per kind, in the same message where it comes in time.
+"""
+
+from __future__ import annotations
+
+from hashlib import blake2b
+from typing import TYPE_CHECKING
+
+import torch
+
+from ringattn.ring import Ring
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from ringattn.inference.pages import Block
+    from ringattn.inference.step import Step
+
+COMPARED = 16
+"""Steps of decoding by the same requests after which ranks compare again."""
+
+
+class Accord:
+    """What the ranks of one cache have agreed upon.
+
+    Args:
+        ring: The ranks.
+        cache: The sizes of the cache, in words: the same on all ranks.
+    """
+
+    def __init__(self, ring: Ring, cache: str) -> None:
+        self._ring = ring
+        self._cache = cache
+        self._kinds: set[str] = set()
+        self._settled: set[torch.device] = set()
+        self._decoding: object = None
+        self._decoded = 0
+
+    def meet(self, step: Step, kind: str, device: torch.device) -> None:
+        """Compares a step and a kind of call between the ranks, as far as they have not been compared.
+
+        Every rank calls it when a step meets a kind of call for the first time.
+
+        Args:
+            step: The step.
+            kind: What else must be the same on all ranks.
+            device: Where rows are.
+
+        Raises:
+            ValueError: They differ, or another rank has refused its call; raised on every rank.
+            RuntimeError: A rank did not come within the ring's timeout.
+        """
+        if self._ring.world_size == 1:
+            return
+        same = self._is_known(step)
+        if not same or kind not in self._kinds:
+            self._ring.agree("attend: a step and its options", f"{_described(step)}, {self._cache}, {kind}")
+        self._kinds.add(kind)
+        if device not in self._settled:
+            self._ring.settle(device)
+            self._settled.add(device)
+
+    def _is_known(self, step: Step) -> bool:
+        """Whether the step needs no comparing (Note [Same books])."""
+        if step.met:
+            return True
+        step.met.append(True)
+        if step.mode == "prefill":
+            return False
+        if self._decoding != (step.requests, step.rows) or self._decoded >= COMPARED:
+            self._decoding, self._decoded = (step.requests, step.rows), 0
+            return False
+        self._decoded += 1
+        return True
+
+
+def _described(step: Step) -> str:
+    """A step in words: what people can compare, and a digest of the rest."""
+    if step.sharding is not None and step.kv_sharding is not None:
+        owners = f"{step.sharding.text} {step.kv_sharding.text}"
+    else:
+        owners = repr([_owners(step.cache.pages.blocks(request)) for request in step.requests])
+    facts = repr((step.requests, step.counts, step.lengths, step.firsts, owners))
+    few = f"requests {step.requests} with {step.counts} new tokens" if len(step.requests) <= 8 else f"{len(step.requests)} requests"
+    return f"{step.mode} of {few}, digest {blake2b(facts.encode(), digest_size=8).hexdigest()}"
+
+
+def _owners(blocks: Sequence[Block]) -> list[tuple[int, int]]:
+    """Where each rank's stretches of a request begin, and whose they are."""
+    found: list[tuple[int, int]] = []
+    for block in blocks:
+        if not found or found[-1][0] != block.rank:
+            found.append((block.rank, block.start))
+    return found

@@ -1,0 +1,343 @@
+"""Attention of a prompt's new rows over all that their requests have: keys go round the ring, or queries do.
+
+Owns the choice of what moves, and the forward in which queries move. Refuses to know pages and requests (step.py, cache.py),
+how keys move (`ringattn.gathered`) and how a visit is computed.
+
+Note [What moves]
+    A rank has s new rows and t kept keys per batch element, all ranks together N rows and T keys. It receives, in bytes,
+        keys move:     T (P-1)/P * hk (d + dv) e                         the keys of all others
+        queries move:  N (P-1)/P * h (d e + (dv + 2) a)                  their queries, and partials of its own rows, a = 4
+    and whichever is less on the busiest rank moves. Counted in rows of a plan, so that a window moves its halo only and what
+    sees nothing stays. For bf16 and d = dv = 128 the sides are 512 hk T and 776 h N: queries move below N / T = 0.66 hk / h, a
+    third of what their own bytes alone would say (2 hk / h), because partials go home in fp32. The first chunk of a
+    prompt has N = T and moves keys always. Keys that move are hidden behind attention as in training, where there is enough of it;
+    queries are waited for, but a rank whose rows are few, or that has none, computes its share all the same.
+
+Note [Queries move]
+    Every rank sends its new rows to those who keep keys that they see (one post per peer), visits them all with its own keys in one
+    launch, and sends every owner the partial of its rows. Rows of several owners stand in the order of their positions, because
+    kernels want bounds that ascend. The owner merges partials in the order of ranks and normalises once, the sink first. What a
+    rank needs for it, beside its own rows and keys: N rows of q, N fp32 rows of (m, l, acc), as much again in messages, and
+    P fp32 partials of its own rows.
+
+Note [Rows of pages]
+    Kernels of prefill want the keys of a rank in one piece, so its pages are copied for every layer. That reads and writes
+    2 t hk (d + dv) e bytes, of which attention reads half again: for bf16, d = dv = 128, 8 key heads and 256K tokens on a rank 2.1 GB,
+    0.6 ms at 3.35 TB/s. Attention over them makes 4 N t h d FLOPs: with 32 query heads at 600 TFLOP/s 7.3 us for each of
+    the N new rows of all ranks. So the copy takes 8% of it beside 1K new rows and 0.25% beside 32K; up to 16 new tokens are a step of
+    decoding, which copies nothing. A prompt that begins has kept nothing yet: its rows are used as they are.
+
+Note [Room ahead]
+    Every chunk of a long prompt sees more keys than the one before, and buffers of the ring that other ranks read are made by all ranks
+    together, which stops the device. So the first chunk makes them for as many tokens as its requests have reserved, as far
+    as the ring's budget allows: a factor on the sizes of this chunk.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from ringattn import gathered
+from ringattn.call import Call
+from ringattn.kernels.contract import Carry, KernelSet, Score, Side, accumulation_dtype
+from ringattn.kernels.parts import clear, finish_parts, size, views
+from ringattn.parcels import slices
+from ringattn.schedule import Plan, Rows, Visit
+from ringattn.spans import span
+from ringattn.tables import find, moving_key
+from ringattn.transport.base import Parcel, Pending, Reply, Seat
+
+if TYPE_CHECKING:
+    from ringattn.inference.step import Step
+
+MOVES = ("auto", "keys", "queries")
+
+
+@dataclass(frozen=True, eq=False)
+class Prefill:
+    """What is decided about a kind of call when a step of prefill meets it first.
+
+    Attributes:
+        step: The step.
+        call: Shardings and mask.
+        kernels: What computes visits.
+        moves: "keys" or "queries".
+        fresh: Nothing was kept before: the new rows are all there are.
+        travel: How queries move, where they do.
+    """
+
+    step: Step
+    call: Call
+    kernels: KernelSet
+    moves: str
+    fresh: bool
+    travel: Travel | None
+
+    def attend(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, alibi_slopes: Tensor | None
+    ) -> Tensor:
+        """O `b s h dv` of this rank's new rows, whose keys the cache has."""
+        cache, call, seat = self.step.cache, self.call, self.step.cache.ring.seat
+        keys, values = (k, v) if self.fresh else cache.take(layer, self.step.kept_slots)
+        score = call.score(q.dtype, 0, sinks=sinks, alibi_slopes=alibi_slopes)
+        q, keys, values = _rows(q), _rows(keys), _rows(values)
+        if self.travel is None:
+            return gathered.forward(q, keys, values, score, call, self.kernels, seat)[0]
+        return queries_forward(q, keys, values, score, call, self.kernels, seat, self.travel)
+
+
+def resolve_moves(wanted: str, step: Step, call: Call, q: Tensor, fresh: bool) -> str:
+    """What moves: as wanted, or by Note [What moves] from numbers that are equal on all ranks.
+
+    Args:
+        wanted: One of MOVES.
+        step: The step.
+        call: Shardings and mask.
+        q: `b s h d`.
+        fresh: Nothing was kept before.
+    """
+    if wanted != "auto":
+        return wanted
+    cache = step.cache
+    if cache.ring.world_size == 1 or fresh:
+        return "keys"
+    nodes = cache.ring.seat.nodes
+    _, _, h, d = q.shape
+    element, wide = q.element_size(), accumulation_dtype(q.dtype).itemsize
+    keys = max(part.received_rows for part in call.plan("keys", nodes).ranks)
+    per_key = cache.kv_heads * (d + cache.v_head_dim) * element
+    queries = max(
+        part.received_rows * d * element + sum(send.num_rows for send in part.sends if send) * (cache.v_head_dim + 2) * wide
+        for part in call.plan("queries").ranks
+    )
+    return "keys" if keys * per_key <= queries * h else "queries"
+
+
+@dataclass(frozen=True, eq=False)
+class Stop:
+    """An owner's rows that visit this rank's keys, or this rank's rows that visit an owner's.
+
+    Attributes:
+        rank: The owner.
+        rows: Which of the owner's rows.
+        count: How many.
+        places: `count` int64 on the device: where they stand among all that visit here.
+    """
+
+    rank: int
+    rows: Rows
+    count: int
+    places: Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Travel:
+    """How the queries of a step move (Note [Queries move]), seen from this rank.
+
+    Attributes:
+        plan: Every rank's part.
+        side: All rows that visit here, in the order of their positions.
+        stops: Whose they are: this rank's own first, where they see its keys, then in ring order.
+        total: Rows of side.
+    """
+
+    plan: Plan
+    side: Side
+    stops: tuple[Stop, ...]
+    total: int
+
+
+def plan_travel(call: Call, device: torch.device) -> Travel:
+    """The integers and tables of a forward in which queries move."""
+    plan = call.plan("queries")
+    visits = [visit for visit in plan.ranks[call.rank].visits if visit is not None and visit.pairs]
+    # (start, offset in the visit, length, visit): of stretches that never overlap
+    stretches = sorted((run[2], run[0], run[1], i) for i, visit in enumerate(visits) for run in visit.runs)
+    ends = list(accumulate((length for _, _, length, _ in stretches), initial=0))
+    runs = tuple((at, length, start, 1) for at, (start, _, length, _) in zip(ends, stretches, strict=False))
+    parts: list[list[tuple[int, int, int]]] = [[] for _ in visits]
+    for at, (_, offset, length, i) in zip(ends, stretches, strict=False):
+        parts[i].append((offset, at, length))
+    stops = tuple(
+        Stop(visit.owner, visit.rows, visit.num_rows, _ranges([part[1:] for part in sorted(mine)], device))
+        for visit, mine in zip(visits, parts, strict=True)
+    )
+    side = find(moving_key(Visit(0, call.rank, (), runs, 0), call.visibility, device, "keys"))
+    return Travel(plan, side, stops, ends[-1])
+
+
+def queries_forward(
+    q: Tensor, k: Tensor, v: Tensor, score: Score, call: Call, kernels: KernelSet, seat: Seat, travel: Travel
+) -> Tensor:
+    """The finished attention of this rank's query rows over the keys of all ranks; queries move.
+
+    Args:
+        q: `b s h d`, this rank's rows.
+        k: `b t hk d`, this rank's rows.
+        v: `b t hk dv`, this rank's rows.
+        score: How scores are made.
+        call: Shardings and mask.
+        kernels: What computes a visit.
+        seat: This rank's place at the ring.
+        travel: From `plan_travel`.
+
+    Returns:
+        o `b s h dv` in q's dtype.
+    """
+    b, s, h, d = q.shape
+    dv, wide, take = v.shape[-1], accumulation_dtype(q.dtype), seat.buffers.take
+    largest = travel.plan.largest_send * b * h
+    _reserve(seat, largest * d * q.element_size(), size(largest, dv) * wide.itemsize)
+    rows = _collect(q.contiguous(), seat, travel)
+    shape = (b, h, travel.total)
+    carry = Carry(
+        m=take("visitors m", shape, wide, q.device),
+        l=take("visitors l", shape, wide, q.device),
+        acc=take("visitors acc", (b, travel.total, h, dv), wide, q.device),
+    )
+    if travel.total:
+        with span("all queries visit the keys of rank {}", seat.rank):
+            kernels.forward(
+                rows,
+                k,
+                v,
+                travel.side,
+                call.stationary("queries", q.device),
+                # one sink for all partials: where they meet
+                dataclasses.replace(score, sinks=None),
+                carry=carry,
+                first=True,
+                last=False,
+                o=take("visitors o", (b, travel.total, h, dv), q.dtype, q.device),
+                lse=take("visitors lse", shape, wide, q.device),
+            )
+    stack = _return(carry, s, seat, travel)
+    o = torch.empty(b, s, h, dv, dtype=q.dtype, device=q.device)
+    if o.numel():
+        finish_parts(stack, b * s * h, dv, score.sinks, o, take("visitors end", (b, h, s), wide, q.device))
+    return o
+
+
+def _collect(q: Tensor, seat: Seat, travel: Travel) -> Tensor:
+    """The query rows of all ranks that see a key of this one, `b total h d`, by position."""
+    b, _, h, d = q.shape
+    visiting = {stop.rank: stop for stop in travel.stops}
+    plan, parts, pending = travel.plan.ranks[seat.rank], {}, []
+    for step in range(1, seat.world_size):
+        gives: list[Parcel] = []
+        fetches: list[Parcel] = []
+        send, stop = plan.sends[step], visiting.get((seat.rank - step) % seat.world_size)
+        if send is not None:
+            gives = [(send.peer, _cut(q, send.rows))]
+        if stop is not None:
+            parts[stop.rank] = seat.buffers.take(f"visitors {step}", (b, stop.count, h, d), q.dtype, q.device)
+            fetches = [(stop.rank, parts[stop.rank])]
+        pending += _post(seat, gives, fetches, f"prefill, queries for ring step {step}")
+    for one in pending:
+        one.wait()
+    found = seat.buffers.take("visitors", (b, travel.total, h, d), q.dtype, q.device)
+    for stop in travel.stops:
+        found.index_copy_(1, stop.places, parts[stop.rank] if stop.rank != seat.rank else _cut(q, stop.rows))
+    return found
+
+
+def _return(carry: Carry, s: int, seat: Seat, travel: Travel) -> Tensor:
+    """The partials of this rank's rows from all ranks: a stack of packed parts in the order of ranks."""
+    b, _, h, dv = carry.acc.shape
+    wide, device, me = carry.acc.dtype, carry.acc.device, seat.rank
+    visiting = {stop.rank: stop for stop in travel.stops}
+    plan, pending, landed = travel.plan.ranks[me], [], []
+    stack = seat.buffers.take("visitors home", (seat.world_size, size(b * s * h, dv)), wide, device)
+    if me in visiting and s:
+        _pack(carry, visiting[me], stack[me])
+    else:
+        clear(stack[me], b * s * h, dv)
+    for step in range(1, seat.world_size):
+        gives: list[Parcel] = []
+        fetches: list[Parcel] = []
+        stop, send = visiting.get((me - step) % seat.world_size), plan.sends[step]
+        peer = (me + step) % seat.world_size
+        if stop is not None:
+            made = seat.buffers.take(f"visitors made {step}", (size(b * stop.count * h, dv),), wide, device)
+            _pack(carry, stop, made)
+            gives = [Reply(stop.rank, made)]
+        if send is None:
+            clear(stack[peer], b * s * h, dv)
+        elif send.num_rows == s:
+            fetches = [Reply(peer, stack[peer])]
+        else:
+            part = seat.buffers.take(f"visitors back {step}", (size(b * send.num_rows * h, dv),), wide, device)
+            fetches = [Reply(peer, part)]
+            landed.append((peer, send.rows, part))
+        pending += _post(seat, gives, fetches, f"prefill, partials of ring step {step}")
+    for one in pending:
+        one.wait()
+    for peer, rows, part in landed:
+        clear(stack[peer], b * s * h, dv)
+        count = sum(length for _, length in rows)
+        for whole, some, shape in zip(views(stack[peer], b * s * h, dv), views(part, b * count * h, dv), ((), (), (dv,)), strict=True):
+            target, source = whole.view(b, s, h, *shape), some.view(b, count, h, *shape)
+            for x, y in zip(slices(target, 1, rows), source.split([length for _, length in rows], 1), strict=True):
+                x.copy_(y)
+    return stack
+
+
+def _pack(carry: Carry, stop: Stop, part: Tensor) -> None:
+    """The partial of some visitors as a packed part."""
+    b, _, h, dv = carry.acc.shape
+    m, l, acc = views(part, b * stop.count * h, dv)  # noqa: E741
+    torch.index_select(carry.acc, 1, stop.places, out=acc.view(b, stop.count, h, dv))
+    for packed, x in ((m, carry.m), (l, carry.l)):
+        packed.view(b, stop.count, h).copy_(x.index_select(2, stop.places).transpose(1, 2))
+
+
+def _cut(q: Tensor, rows: Rows) -> Tensor:
+    found = slices(q, 1, rows)
+    if len(found) > 1:
+        return torch.cat(found, 1)
+    return found[0].contiguous()
+
+
+def _post(seat: Seat, gives: Sequence[Parcel], fetches: Sequence[Parcel], what: str) -> list[Pending]:
+    """One post per level of the ring: all ranks make the same ones."""
+    if seat.nodes is None:
+        return [seat.transport.post(gives, fetches, what)]
+    near = next(set(node) for node in seat.nodes if seat.rank in node)
+    posts = []
+    for transport, within in ((seat.transport, True), (seat.slow_transport, False)):
+        posts.append(
+            transport.post(
+                [one for one in gives if (one[0] in near) == within],
+                [one for one in fetches if (one[0] in near) == within],
+                what,
+            )
+        )
+    return posts
+
+
+def _reserve(seat: Seat, num_bytes: int, replies: int) -> None:
+    # in powers of two: prompts differ in length from step to step
+    for transport in {id(one): one for one in (seat.transport, seat.slow_transport)}.values():
+        transport.reserve(_rounded(num_bytes), _rounded(replies))
+
+
+def _rounded(num_bytes: int) -> int:
+    return 1 << (num_bytes - 1).bit_length() if num_bytes else 0
+
+
+def _ranges(stretches: Sequence[tuple[int, int]], device: torch.device) -> Tensor:
+    """The integers of (start, length) stretches, one after another: `n` int64."""
+    found = [torch.arange(start, start + length, device="cpu") for start, length in stretches]
+    return (torch.cat(found) if found else torch.empty(0, dtype=torch.int64)).to(device)
+
+
+def _rows(x: Tensor) -> Tensor:
+    """X with a contiguous last dimension, which is all that kernels ask of strides."""
+    return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()

@@ -1,0 +1,196 @@
+"""An exchange in one kernel per rank, between GPUs of one host: every rank stores its part where each of the others can read it.
+
+Owns the memory of the mailboxes, its growth and its end, and what the host says of a rank that did not come. Refuses to know
+how the kernel orders what it stores (notes of kernels/one_shot_triton.py), and how memory is mapped (`symmetric`).
+
+Note [Mailboxes that grow]
+    Flags and the numbers of launches lie in the control, which is made once; mailboxes come and go. They grow at the first call
+    of a kind that needs more, which is the same call on all ranks and never in a capture. All ranks wait until nothing of their
+    devices' work is left, so nobody stores into the old ones but graphs that were captured with them; these keep them
+    (Note [Old memory] of symmetric.py), and take turns with other calls: launches have one numbering, whatever they store into.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ringattn.kernels.parts import size
+from ringattn.transport.choose import Choice
+from ringattn.transport.exchange import Terms
+from ringattn.transport.process_group import Agreement
+from ringattn.transport.streams import Streams
+from ringattn.transport.symmetric import ALIGNMENT, Memory, Region
+from ringattn.transport.watch import Watch
+
+HALVES = 2
+SMALLEST = 2**14
+"""Numbers of a slot at least: 126 rows of dv 128."""
+DID_NOT_COME, HAS_FAILED = 1, 2
+
+
+@lru_cache(maxsize=1)
+def _kernel() -> Any:
+    from ringattn.kernels import one_shot_triton
+
+    return one_shot_triton
+
+
+class OneShotExchange:
+    """One launch per exchange; captured or not.
+
+    Args:
+        rank: This ring rank.
+        world_size: Ranks of the ring.
+        name: The ring's name.
+        streams: The way to the device.
+        memory: Where regions come from.
+        agreement: How ranks compare.
+        watch: The watch over the ring: when it fails, so does the exchange, at once.
+        timeout: Seconds that a rank waits for the others.
+        why: One clause.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        world_size: int,
+        name: str,
+        streams: Streams,
+        memory: Memory,
+        agreement: Agreement | None,
+        watch: Watch,
+        timeout: float,
+        why: str,
+    ) -> None:
+        self.choice = Choice("one_shot", why)
+        self._rank = rank
+        self._world_size = world_size
+        self._name = name
+        self._streams = streams
+        self._memory = memory
+        self._watch = watch
+        self._timeout = timeout
+        self._patience = min(max(int(timeout * 1e6), 1), 2**31 - 1)
+        self._terms = Terms(agreement)
+        words = _kernel().control_words(world_size)
+        self._control: Region | None = memory.region(_aligned(words * _kernel().WORD), "exchange flags")
+        # when the ring fails, kernels that wait here are let go
+        self._failed = (self._control.addresses[rank] + (words - 1) * _kernel().WORD, 1)
+        watch.territory.raised.add(self._failed)
+        self._errors = memory.host_words(world_size)
+        self._said = self._errors.numpy()
+        self._silence = self._said.tobytes()
+        self._boxes: Region | None = None
+        self._table = torch.empty(0, dtype=torch.int64)
+        self._slot = 0
+        self._lane: int | None = None
+        self._captured = False
+        self._kept: list[Any] = []
+
+    def __str__(self) -> str:
+        return str(self.choice)
+
+    def num_bytes(self) -> int:
+        """Bytes of device memory that this rank's control and mailbox take."""
+        return sum(region.local.numel() for region in (self._control, self._boxes) if region is not None)
+
+    def finish(
+        self,
+        splits: Tensor,
+        b: int,
+        s: int,
+        h: int,
+        dv: int,
+        sinks: Tensor | None,
+        o: Tensor,
+        lse: Tensor,
+    ) -> None:
+        """See `Exchange.finish`."""
+        self.check()
+        self._terms.meet(splits, b, s, h, dv, sinks, o, lse)
+        if not o.numel():
+            return
+        needed = size(b * s * h, dv)
+        if needed > self._slot:
+            self._grow(needed)
+        streams = self._streams
+        if streams.capturing():
+            self._captured = True
+        else:
+            lane = streams.main()
+            if lane != self._lane:
+                # launches are numbered in the order of one stream
+                if self._lane is not None:
+                    streams.order(self._lane, lane)
+                self._lane = lane
+        _kernel().one_shot(
+            splits,
+            sinks,
+            o,
+            lse,
+            self._table,
+            rank=self._rank,
+            ranks=self._world_size,
+            slot=self._slot,
+            patience=self._patience,
+        )
+
+    def check(self) -> None:
+        """See `Exchange.check`."""
+        if self._control is None:
+            raise RuntimeError("an exchange must not be used after its ring was closed, got a call; ask the ring again")
+        self._watch.check()
+        if self._said.tobytes() != self._silence:
+            raise RuntimeError(self._describe())
+
+    def close(self) -> None:
+        """See `Exchange.close`."""
+        if self._control is None:
+            return
+        if self._watch.failure is None and self._said.tobytes() == self._silence:
+            self._memory.meet("exchange closes")
+        else:
+            self._streams.synchronize()
+        self._watch.territory.raised.discard(self._failed)
+        self._control = self._boxes = None
+        self._slot = 0
+        self._kept.clear()
+
+    def _describe(self) -> str:
+        found = {
+            code: [rank for rank, said in enumerate(self._errors.tolist()) if said == code]
+            for code in (DID_NOT_COME, HAS_FAILED)
+        }
+        reasons = []
+        if found[DID_NOT_COME]:
+            reasons.append(f"ring ranks {found[DID_NOT_COME]} did not come within {self._timeout:g} s")
+        if found[HAS_FAILED]:
+            reasons.append(f"ring ranks {found[HAS_FAILED]} have failed")
+        return (
+            f"ring rank {self._rank} of ring {self._name!r}: an exchange of partials: {', and '.join(reasons)}; look for an "
+            "earlier error on the ranks named (results since then are NaN, and this ring can not exchange any more)"
+        )
+
+    def _grow(self, needed: int) -> None:
+        """Note [Mailboxes that grow]."""
+        assert self._control is not None, "a closed exchange grows no mailboxes"
+        slot = SMALLEST
+        while slot < needed:
+            slot *= 2
+        if self._boxes is not None:
+            self._memory.meet("exchange mailboxes grow")
+            if self._captured:
+                self._kept += (self._boxes, self._table)
+        self._boxes = None
+        self._boxes = self._memory.region(HALVES * self._world_size * slot * 4, "exchange mailboxes")
+        addresses = (*self._boxes.addresses, *self._control.addresses, self._errors.data_ptr())
+        self._table = torch.tensor(addresses, dtype=torch.int64).to(self._memory.device)
+        self._slot = slot
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // ALIGNMENT) * ALIGNMENT
