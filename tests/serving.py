@@ -55,10 +55,10 @@ class FakeRunner:
                 page = self.memory[piece.rank][piece.page]
                 page[piece.row : piece.row + piece.length] = plan.tokens[at : at + piece.length]
                 at += piece.length
-        logits = torch.zeros(len(plan.requests), VOCAB)
-        for row, request in enumerate(plan.requests):
+        logits = torch.zeros(len(plan.wanted), VOCAB)
+        for row, place in enumerate(plan.wanted):
             tokens: list[int] = []
-            for block in self.books.blocks(request):
+            for block in self.books.blocks(plan.requests[place]):
                 tokens += self.memory[block.rank][block.page][: block.length]
             logits[row, follow(tokens)] = 10.0
         return logits

@@ -51,7 +51,9 @@ class Bench:
         if plan.requests:
             logits = self.runner.run(plan)
             assert logits.equal(self.other.run(plan))
-            chosen = {job.name: (int(logits[row].argmax()), None) for row, job in plan.sampled}
+            chosen = {
+                plan.jobs[place].name: (int(row.argmax()), None) for place, row in zip(plan.wanted, logits, strict=True)
+            }
         for event in self.scheduler.record(plan, chosen):
             if event.token is not None:
                 self.answers.setdefault(event.name, []).append(event.token)

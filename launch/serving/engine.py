@@ -44,7 +44,7 @@ class Runner(Protocol):
     books: Pages
 
     def run(self, plan: Plan) -> Tensor:
-        """The logits `requests vocab` of the last token that each request brings, on rank 0 at least."""
+        """The logits `wanted vocab` of the last tokens of the requests that get a token, on rank 0 at least."""
         ...
 
 
@@ -150,7 +150,7 @@ class Engine:
         return self._state
 
     def run(self) -> None:
-        """Makes steps until `stop`; then tells the other ranks to end, too."""
+        """Makes steps until `stop` was called and all has ended."""
         while True:
             events = self._take()
             plan = self.scheduler.plan()
@@ -167,7 +167,6 @@ class Engine:
                 if not (self._submitted or self._cancelled or self._cut is not None):
                     self._wake.wait(BEAT_S)
             self.tell({})
-        self.tell({"stop": True})
 
     def _take(self) -> list[Event]:
         """What has come since the last step: requests, cancellations, the time, the end."""
@@ -194,16 +193,15 @@ class Engine:
             return []
         began = time.monotonic()
         logits = self.runner.run(plan)
-        sampled = plan.sampled
-        places = [place for place, _ in sampled]
-        chosen = sample(logits[places], [job.sampling for _, job in sampled]) if sampled else []
+        jobs = [plan.jobs[place] for place in plan.wanted]
+        chosen = sample(logits, [job.sampling for job in jobs]) if jobs else []
         ended = time.monotonic()
         kind = "decode" if plan.decodes else "prefill"
         self._steps[kind] += 1
         self._seconds[kind] += ended - began
-        self._generated += len(sampled)
-        self._recent.append((ended, 0 if plan.decodes else len(plan.tokens), len(sampled)))
-        return self.scheduler.record(plan, {job.name: one for (_, job), one in zip(sampled, chosen, strict=True)})
+        self._generated += len(jobs)
+        self._recent.append((ended, 0 if plan.decodes else len(plan.tokens), len(jobs)))
+        return self.scheduler.record(plan, {job.name: one for job, one in zip(jobs, chosen, strict=True)})
 
     def _deliver(self, events: list[Event]) -> None:
         with self._wake:

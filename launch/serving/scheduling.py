@@ -117,6 +117,7 @@ class Plan:
         requests: Who brings tokens; none when there is nothing to compute.
         counts: How many each.
         tokens: Those tokens, one request after another.
+        wanted: Places of those who get a token from this step: all but those in the middle of their prompt.
         decodes: Whether each brings the token it got last; else they bring parts of prompts.
         jobs: Rank 0 only: whose they are.
     """
@@ -125,17 +126,13 @@ class Plan:
     requests: list[int] = field(default_factory=list)
     counts: list[int] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
+    wanted: list[int] = field(default_factory=list)
     decodes: bool = False
     jobs: list[Job] = field(default_factory=list)
 
-    @property
-    def sampled(self) -> list[tuple[int, Job]]:
-        """The places and jobs that get a token from this step: all but those in the middle of their prompt."""
-        return [(place, job) for place, job in enumerate(self.jobs) if job.prefilled]
-
     def message(self) -> dict[str, Any]:
         """What the other ranks need of it, as JSON takes it."""
-        names = ("changes", "requests", "counts", "tokens", "decodes")
+        names = ("changes", "requests", "counts", "tokens", "wanted", "decodes")
         return {name: getattr(self, name) for name in names}
 
 
@@ -302,6 +299,8 @@ class Scheduler:
             plan.tokens += job.tokens[job.done : job.done + share]
             plan.jobs.append(job)
             job.done += share
+            if job.prefilled:
+                plan.wanted.append(len(plan.jobs) - 1)
         return plan
 
     def record(self, plan: Plan, chosen: Mapping[int, tuple[int, Any]]) -> list[Event]:
@@ -315,7 +314,7 @@ class Scheduler:
             What happened, in the order of the plan.
         """
         events = []
-        for _, job in plan.sampled:
+        for job in (plan.jobs[place] for place in plan.wanted):
             if job.name not in self.running:
                 continue
             if len(job.tokens) == len(job.prompt):

@@ -6,6 +6,7 @@ to know what ranks do. A collective that waits for a dead rank may notice late, 
 
 from __future__ import annotations
 
+import contextlib
 import hmac
 import json
 import os
@@ -39,7 +40,8 @@ class Watch:
     def __init__(self, rank: Rank, channel: Channel, lost: Callable[[str], None], patience_s: float) -> None:
         self._lost, self._patience = lost, patience_s
         self._closing = threading.Event()
-        self._connections: list[socket.socket] = []
+        self._first = rank.first
+        self._watched: list[tuple[socket.socket, threading.Thread]] = []
         if rank.world_size == 1:
             return
         if rank.first:
@@ -51,10 +53,22 @@ class Watch:
             connection.sendall(json.dumps(hello).encode() + b"\n")
             self._start(self._beat, connection)
 
-    def close(self) -> None:
-        """Ends the watching; call it before the ranks part."""
+    def expect_end(self) -> None:
+        """Ranks that go from now on are not lost. Rank 0 calls it before it tells the others to go."""
         self._closing.set()
-        for connection in self._connections:
+
+    def close(self, patience_s: float = 10.0) -> None:
+        """Ends the watching; rank 0 waits for the others to have done so, lest they miss it.
+
+        Args:
+            patience_s: Seconds it waits at most.
+        """
+        self._closing.set()
+        for connection, thread in self._watched:
+            if not self._first:
+                with contextlib.suppress(OSError):
+                    connection.shutdown(socket.SHUT_RDWR)  # wakes its thread
+            thread.join(patience_s)
             connection.close()
 
     def _listen(self, rank: Rank, channel: Channel) -> None:
@@ -80,8 +94,9 @@ class Watch:
                 self._start(self._wait, connection, hello["rank"], hello["process"])
 
     def _start(self, body: Callable[..., None], connection: socket.socket, *arguments: int) -> None:
-        self._connections.append(connection)
-        threading.Thread(target=body, args=(connection, *arguments), daemon=True, name="watch").start()
+        thread = threading.Thread(target=body, args=(connection, *arguments), daemon=True, name="watch")
+        self._watched.append((connection, thread))
+        thread.start()
 
     def _wait(self, connection: socket.socket, rank: int, process: int) -> None:
         """On rank 0: reads the signs of life of one rank until there are none."""
