@@ -18,31 +18,33 @@ from ringattn.kernels.record_triton import Tape, recorded
 
 @triton.jit
 def merge_rows(
-    m_at, l_at, o_at, first, row_ok, ok, parts, m_sp, l_sp, o_sp, LOG2: tl.constexpr, CACHE: tl.constexpr = ""
+    m_ptr, l_ptr, o_ptr, m_at, l_at, o_at, first, row_ok, ok, parts, m_sp, l_sp, o_sp,
+    LOG2: tl.constexpr, CACHE: tl.constexpr,
 ):  # fmt: skip
     """(m, l, acc) of some rows over all parts, which are walked twice: once for the maximum, once for the sums.
 
-    The addresses are those of the first part; `first` is the m of one more part (m, 1, 0) in front, -inf for none. CACHE says
-    how acc, m and l are read.
+    The pointers are those of the first part, and `m_at`, `l_at`, `o_at` what lies between them and the rows; `first` is the m of
+    one more part (m, 1, 0) in front, -inf for none. CACHE says how parts are read.
 
     Example: parts (m, l) = (3, 2), (-inf, 0), (5, 1) of one row: top 5, total 2 e^-2 + 0 + 1 = 1.2707.
     """
     top = first
-    at = m_at
+    begin = m_ptr
     for _ in tl.range(0, parts, loop_unroll_factor=4):
-        top = tl.maximum(top, tl.load(at, mask=row_ok, other=float("-inf"), cache_modifier=CACHE))
-        at += m_sp
+        top = tl.maximum(top, tl.load(m_ptr + m_at, mask=row_ok, other=float("-inf"), cache_modifier=CACHE))
+        m_ptr += m_sp
     shift = tl.where(top == float("-inf"), 0.0, top)
     total = tl.exp2(first - shift) if LOG2 else tl.exp(first - shift)
     acc = tl.zeros(o_at.shape, tl.float32)
+    m_ptr = begin
     for _ in tl.range(0, parts, loop_unroll_factor=4):
-        d = tl.load(m_at, mask=row_ok, other=float("-inf"), cache_modifier=CACHE) - shift
+        d = tl.load(m_ptr + m_at, mask=row_ok, other=float("-inf"), cache_modifier=CACHE) - shift
         scale = tl.exp2(d) if LOG2 else tl.exp(d)
-        total += scale * tl.load(l_at, mask=row_ok, other=0.0, cache_modifier=CACHE)
-        acc += scale[:, None] * tl.load(o_at, mask=ok, other=0.0, cache_modifier=CACHE)
-        m_at += m_sp
-        l_at += l_sp
-        o_at += o_sp
+        total += scale * tl.load(l_ptr + l_at, mask=row_ok, other=0.0, cache_modifier=CACHE)
+        acc += scale[:, None] * tl.load(o_ptr + o_at, mask=ok, other=0.0, cache_modifier=CACHE)
+        m_ptr += m_sp
+        l_ptr += l_sp
+        o_ptr += o_sp
     return top, total, acc
 
 
@@ -66,9 +68,9 @@ def _merge_stack_kernel(
     row_ok = r < rows
     ok = row_ok[:, None] & (c < dv)[None, :]
     nothing = tl.full([ROWS], float("-inf"), tl.float32)
-    o_at = o_ptr + (r * o_sr)[:, None] + c[None, :]
+    o_at = (r * o_sr)[:, None] + c[None, :]
     top, total, acc = merge_rows(
-        m_ptr + r * m_sr, l_ptr + r * l_sr, o_at, nothing, row_ok, ok, parts, m_sp, l_sp, o_sp, LOG2
+        m_ptr, l_ptr, o_ptr, r * m_sr, r * l_sr, o_at, nothing, row_ok, ok, parts, m_sp, l_sp, o_sp, LOG2, ""
     )  # fmt: skip
     if FINISH:
         acc, lse = normalise(top, total, acc, LOG2)

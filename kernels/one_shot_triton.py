@@ -46,11 +46,11 @@ from ringattn.kernels.merge_triton import normalise
 from ringattn.kernels.parts_triton import TILE, first_of, merge_tile, store_finished
 from ringattn.kernels.record_triton import Tape, recorded
 
-PROGRAMS = 64
-"""Programs of every launch: enough to fill the links, few enough for the smallest device to hold at a time."""
+PROGRAMS = 128
+"""Programs of every launch: a row each for 4 tokens of 32 heads, and about as many as a device has SMs."""
 WARPS = 4
 MAX_RANKS = 32 * WARPS
-"""A thread per rank sets and waits for flags."""
+"""Threads of a program: each sets and awaits the flag of one rank."""
 WORD = 8
 """Bytes of a word of the control."""
 
@@ -60,7 +60,7 @@ def control_words(ranks: int) -> int:
 
     Example:
         >>> control_words(2)
-        193
+        385
     """
     return PROGRAMS * (ranks + 1) + 1
 
@@ -150,7 +150,7 @@ def _one_shot_kernel(
     """Program i owns rows i * ROWS .. i * ROWS + ROWS - 1, and so on in steps of PROGRAMS * ROWS.
 
     Example: 2 ranks hold (m, l, acc) = (3, 1, 4) and (3, 1, 8) of the only row; program 0 of each finds both in its mailbox:
-    o = 12 / 2 = 6. The other 63 programs exchange flags.
+    o = 12 / 2 = 6. The other 127 programs exchange flags.
     """
     g = tl.program_id(0)
     me = me.to(tl.int64)
@@ -169,11 +169,11 @@ def _one_shot_kernel(
         r = x + tl.arange(0, ROWS).to(tl.int64)
         row_ok = r < rows
         ok = row_ok[:, None] & columns
-        top, total, acc = merge_tile(stack, splits, split_stride, rows, dv, nothing, r, c, row_ok, ok)
+        top, total, acc = merge_tile(stack, splits, split_stride, rows, dv, nothing, r, c, row_ok, ok, "")
         row_ok &= word == 0
         ok &= word == 0
         for rank in tl.static_range(RANKS):
-            box = tl.multiple_of(tl.load(table + rank).to(tl.pointer_type(tl.float32)), 256) + half + me * slot
+            box = tl.multiple_of(tl.load(table + rank).to(tl.pointer_type(tl.float32)), 16) + half + me * slot
             m_at = box + rows.to(tl.int64) * dv + r
             tl.store(box + (r * dv)[:, None] + c[None, :], acc, mask=ok)
             tl.store(m_at, top, mask=row_ok)
@@ -181,7 +181,7 @@ def _one_shot_kernel(
     there = meet(
         table + RANKS, flags, (g * RANKS + me) * 8, epoch, word, failed, errors, patience.to(tl.int64) * 1000, RANKS
     )  # fmt: skip
-    box = tl.multiple_of(tl.load(table + me).to(tl.pointer_type(tl.float32)), 256) + half
+    box = tl.multiple_of(tl.load(table + me).to(tl.pointer_type(tl.float32)), 16) + half
     for x in range(g * ROWS, rows, PROGRAMS * ROWS):
         r = x + tl.arange(0, ROWS).to(tl.int64)
         row_ok = r < rows
@@ -220,9 +220,10 @@ def one_shot(
         table: int64 `2 * ranks + 1` (Note [Mailboxes]).
         rank: This rank.
         ranks: All.
-        slot: Numbers of a slot, at least b * s * h * (dv + 2); a multiple of 16.
+        slot: Numbers of a slot, at least b * s * h * (dv + 2); a multiple of 16. Mailboxes begin at multiples of 16 bytes.
         patience: Microseconds for which a program waits.
     """
+    assert ranks <= MAX_RANKS, "a thread per rank sets and waits for flags"
     b, heads, queries = lse.shape
     rows, dv = b * heads * queries, o.shape[-1]
     columns = triton.next_power_of_2(max(dv, 1))

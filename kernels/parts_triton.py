@@ -22,21 +22,22 @@ TILE = 1024
 
 
 @triton.jit
-def merge_tile(stack, parts, part_stride, rows, dv, first, r, c, row_ok, ok, CACHE: tl.constexpr = ""):
+def merge_tile(stack, parts, part_stride, rows, dv, first, r, c, row_ok, ok, CACHE: tl.constexpr):
     """(m, l, acc) of rows r over the packed parts of a stack; `first` as in `merge_rows`."""
-    m_at = stack + rows.to(tl.int64) * dv + r
-    acc_at = stack + (r * dv)[:, None] + c[None, :]
+    m = stack + rows.to(tl.int64) * dv
+    acc_at = (r * dv)[:, None] + c[None, :]
     return merge_rows(
-        m_at, m_at + rows, acc_at, first, row_ok, ok, parts, part_stride, part_stride, part_stride, True, CACHE
+        m, m + rows, stack, r, r, acc_at, first, row_ok, ok, parts, part_stride, part_stride, part_stride, True, CACHE
     )  # fmt: skip
 
 
 @triton.jit
 def first_of(sinks, r, heads, row_ok):
     """The m with which rows begin: of the sinks of their heads, or of nothing."""
-    if sinks is None:
-        return tl.full(r.shape, float("-inf"), tl.float32)
-    return tl.load(sinks + r % heads, mask=row_ok, other=float("-inf")) * 1.4426950408889634
+    first = tl.full(r.shape, float("-inf"), tl.float32)
+    if sinks is not None:
+        first = tl.load(sinks + r % heads, mask=row_ok, other=float("-inf")) * 1.4426950408889634
+    return first
 
 
 @triton.jit
@@ -58,7 +59,7 @@ def _finish_parts_kernel(
     row_ok = r < rows
     ok = row_ok[:, None] & (c < dv)[None, :]
     first = first_of(sinks, r, heads, row_ok)
-    top, total, acc = merge_tile(stack, parts, part_stride, rows, dv, first, r, c, row_ok, ok)
+    top, total, acc = merge_tile(stack, parts, part_stride, rows, dv, first, r, c, row_ok, ok, "")
     values, logs = normalise(top, total, acc, True)
     store_finished(o, lse, values, logs, heads, queries, dv, r, c, row_ok, ok)
 

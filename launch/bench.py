@@ -1,12 +1,13 @@
 """How fast is it, and beside what? Kernels on one GPU, the ring over several, and memory against length.
 
 Owns the commands, and what tables and plots show. Refuses to know what is measured (`bench_kernels`, `bench_ring`,
-`bench_memory`, `bench_model`), and prints no speed of an answer that was not checked.
+`bench_memory`, `bench_model`, `bench_exchange`), and prints no speed of an answer that was not checked.
 
     python -m ringattn.launch.bench kernels
     torchrun --nproc_per_node 4 -m ringattn.launch.bench ring
     torchrun --nproc_per_node 4 -m ringattn.launch.bench memory
     torchrun --nproc_per_node 4 -m ringattn.launch.bench host
+    torchrun --nproc_per_node 4 -m ringattn.launch.bench exchange
 
 FLOPs are those of `problems` (Note [FLOPs]), times those of `turns` (Note [Times]).
 """
@@ -21,6 +22,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from ringattn.launch.bench_exchange import Exchange, bench_exchange
 from ringattn.launch.bench_host import Host, bench_host
 from ringattn.launch.bench_kernels import Kernels, bench_kernels, describe_problem
 from ringattn.launch.bench_memory import Memory, bench_memory
@@ -77,6 +79,16 @@ COLUMNS: dict[str, dict[str, str]] = {
         "mfu_percent": "{:.1f}%",
         "peak_gib": "{:.1f}",
     },
+    "exchange": {
+        "world_size": "{}",
+        "who": "{}",
+        "rows": "{}",
+        "splits": "{}",
+        "kib_per_rank": "{:.1f}",
+        "call_us": "{:.1f}",
+        "graph_us": "{:.1f}",
+        "host_us": "{:.1f}",
+    },
     "host": {
         "world_size": "{}",
         "mask": "{}",
@@ -104,7 +116,7 @@ def tabulate(kind: str, rows: Sequence[dict[str, Any]]) -> None:
     table(f"bench {kind}", [name.replace("_", " ") for name in columns], cells)
     reasons: dict[str, int] = {}
     for row in rows:
-        for name in ("refused", "forward_graph_refused", "both_graph_refused", "note"):
+        for name in ("refused", "forward_graph_refused", "both_graph_refused", "graph_refused", "note"):
             if row.get(name):
                 said = f"{row['who']}, {name.replace('_', ' ')}: {row[name]}"
                 reasons[said] = reasons.get(said, 0) + 1
@@ -175,8 +187,8 @@ def plot_memory(rows: Sequence[dict[str, Any]], title: str, path: Path) -> None:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command; returns its exit code: 1 when the check is red, and then no speed is shown."""
     words = sys.argv[1:] if arguments is None else list(arguments)
-    args: Kernels | Ring | Memory | Model | Host = parse(
-        Kernels | Ring | Memory | Model | Host, words, "bench", "Measures, after checking."
+    args: Kernels | Ring | Memory | Model | Host | Exchange = parse(
+        Kernels | Ring | Memory | Model | Host | Exchange, words, "bench", "Measures, after checking."
     )
     with open_session(args.device) as session:
         line = machine(session)
@@ -194,10 +206,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def measure(args: Ring | Memory | Model, session: Session) -> tuple[str, list[dict[str, Any]] | None]:
+def measure(args: Ring | Memory | Model | Exchange, session: Session) -> tuple[str, list[dict[str, Any]] | None]:
     """The name of a bench over ranks, and its rows; None when its check is red."""
     if isinstance(args, Ring):
         return "ring", bench_ring(args, session)
+    if isinstance(args, Exchange):
+        return "exchange", bench_exchange(args, session)
     if isinstance(args, Model):
         return "model", bench_model(args, session)
     return "memory", bench_memory(args, session)

@@ -25,7 +25,7 @@ from ringattn.kernels.contract import GUARD, Gathered, Score, Side, accumulation
 from ringattn.schedule import Collection, Nodes, Plan, RankPlan, Visit, collect, make_plan, moved_rows
 from ringattn.sharding import Sharding
 from ringattn.tables import Key, find, gathered_key, moving_key, returning_key, stationary_key
-from ringattn.visibility import Visibility
+from ringattn.visibility import Reading, Visibility
 
 MOVEMENTS = ("auto", "keys", "queries")
 
@@ -46,6 +46,7 @@ class Call:
         impl: Which kernel set: auto, or a name that `kernels.select` knows.
         backward: What the backward moves: "keys", "queries", or "auto" for what suits the schedule and moves fewer bytes.
         deterministic: Gradients are the same bits from run to run.
+        forward_only: There will be no backward (Note [Forwards alone] in tables.py).
         memo: What others derived from the call and keep with it.
     """
 
@@ -58,6 +59,7 @@ class Call:
     impl: str
     backward: str
     deterministic: bool
+    forward_only: bool = False
     _plans: dict[tuple[str, Nodes | None], Plan] = field(default_factory=dict, init=False, repr=False, compare=False)
     _moved: dict[Nodes | None, tuple[int, int]] = field(default_factory=dict, init=False, repr=False, compare=False)
     _keys: dict[tuple[str, int, torch.device], tuple[Visit | None, Key[Side]]] = field(
@@ -107,7 +109,7 @@ class Call:
         known = self._keys.get((moving, _STAYS, device))
         if known is None:
             shards = self.sharding.shards if moving == "keys" else self.kv_sharding.shards
-            reading = "keys" if moving == "keys" else "queries"
+            reading = "keys" if moving == "keys" else self._of_keys
             known = None, stationary_key(shards[self.rank], self.visibility, device, reading)
             self._keys[moving, _STAYS, device] = known
         return find(known[1])
@@ -116,9 +118,15 @@ class Call:
         """Tables of the rows that a visit brings."""
         known = self._keys.get((moving, visit.step, device))
         if known is None or known[0] is not visit:
-            known = visit, moving_key(visit, self.visibility, device, "queries" if moving == "keys" else "keys")
+            reading = self._of_keys if moving == "keys" else "keys"
+            known = visit, moving_key(visit, self.visibility, device, reading)
             self._keys[moving, visit.step, device] = known
         return find(known[1])
+
+    @property
+    def _of_keys(self) -> Reading | None:
+        """What tables of keys say of them."""
+        return None if self.forward_only else "queries"
 
     def collection(self) -> Collection:
         """What this rank fetches, and who fetches from it, when all visits are computed in one launch."""
@@ -130,7 +138,9 @@ class Call:
         """Tables of the keys of all visits, likewise."""
         known = self._gathered.get(device)
         if known is None:
-            known = gathered_key(self.visits("keys"), self.collection(), self.visibility, device)
+            known = gathered_key(
+                self.visits("keys"), self.collection(), self.visibility, device, forward_only=self.forward_only
+            )
             self._gathered[device] = known
         return find(known)
 

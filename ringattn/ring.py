@@ -288,6 +288,22 @@ class Ring:
         self._settle(device)
         self._warm_up(device)
 
+    def least(self, number: int) -> int:
+        """The least of all ranks' numbers, each of which must call it.
+
+        Args:
+            number: This rank's.
+
+        Raises:
+            ValueError: Another rank has refused its call.
+        """
+        if self._agreement is None:
+            return number
+        records = [json.loads(found) for found in self._agreement.compare(json.dumps({"number": number}))]
+        if any("number" not in record for record in records):
+            raise_differences(records)
+        return min(record["number"] for record in records)
+
     def gather(self, x: Tensor, dim: int, lengths: Sequence[int]) -> list[Tensor]:
         """Every rank's tensor, which differ in length along dim only; differentiable (gradients are summed over ranks).
 

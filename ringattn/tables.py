@@ -2,6 +2,11 @@
 
 Owns the making and caching of `ringattn.kernels.contract.Side` and `Gathered`. Refuses to know ranks, groups and how bytes move.
 
+Note [Forwards alone]
+    A forward asks of keys where they sit, and of queries what they see. What sees a key is asked by backwards, and costs most of
+    what these tables cost. So a call that will have no backward (`Call.forward_only`) leaves it out: lo and hi of its keys
+    have no columns.
+
 Note [One upload]
     The four tensors of a side are views of one int32 buffer, computed on the CPU and copied once, from pinned memory
     and without waiting for the device. Finished sides are kept, least recently used first out, under a budget of bytes.
@@ -89,7 +94,7 @@ class Key(Generic[T]):
 
 
 def stationary_key(
-    shard: Shard, visibility: Visibility, device: torch.device | str, reading: Reading = "keys"
+    shard: Shard, visibility: Visibility, device: torch.device | str, reading: Reading | None = "keys"
 ) -> Key[Side]:
     """The key of the side of a rank's own rows, which stay.
 
@@ -97,13 +102,13 @@ def stationary_key(
         shard: The rows.
         visibility: The mask.
         device: Where the kernels run.
-        reading: What the rows see: "keys" when they are queries, "queries" when they are keys.
+        reading: What the rows see: "keys" when they are queries, "queries" when they are keys; None: Note [Forwards alone].
     """
     return _side_key(pack(shard), visibility, device, reading)
 
 
 def moving_key(
-    visit: Visit, visibility: Visibility, device: torch.device | str, reading: Reading = "queries"
+    visit: Visit, visibility: Visibility, device: torch.device | str, reading: Reading | None = "queries"
 ) -> Key[Side]:
     """The key of the side of the rows that a visit brings, packed in its buffer.
 
@@ -111,7 +116,8 @@ def moving_key(
         visit: The visit.
         visibility: The mask.
         device: Where the kernels run.
-        reading: What the rows see: "queries" when they are keys (moving="keys"), "keys" when they are queries.
+        reading: What the rows see: "queries" when they are keys (moving="keys"), "keys" when they are queries; None:
+            Note [Forwards alone].
     """
     return _side_key(visit.runs, visibility, device, reading)
 
@@ -155,7 +161,12 @@ def find(key: Key[T]) -> T:
 
 
 def gathered_key(
-    visits: RankPlan, collection: Collection, visibility: Visibility, device: torch.device | str
+    visits: RankPlan,
+    collection: Collection,
+    visibility: Visibility,
+    device: torch.device | str,
+    *,
+    forward_only: bool = False,
 ) -> Key[Gathered]:
     """The key of the sides of all visits of a rank, when they are computed in one launch.
 
@@ -164,6 +175,7 @@ def gathered_key(
         collection: Where the rows of each visit stand in far.
         visibility: The mask.
         device: Where the kernels run.
+        forward_only: Note [Forwards alone].
     """
     own = visits.visits[0]
     assert own is not None, "a rank without keys of its own visits one by one"
@@ -176,8 +188,8 @@ def gathered_key(
         )
     return Key(
         device,
-        (tuple(sources), collection.far_rows, visibility),
-        lambda place: _make_gathered(near_rows, sources, collection.far_rows, visibility, place),
+        (tuple(sources), collection.far_rows, visibility, forward_only),
+        lambda place: _make_gathered(near_rows, sources, collection.far_rows, visibility, place, forward_only),
     )
 
 
@@ -196,17 +208,20 @@ def returning_key(readers: tuple[Send, ...], rows: int, device: torch.device | s
     return Key(device, (readers, rows), make)
 
 
-def bounds_of(positions: Tensor, visibility: Visibility, reading: Reading) -> tuple[Tensor, Tensor]:
+def bounds_of(positions: Tensor, visibility: Visibility, reading: Reading | None) -> tuple[Tensor, Tensor]:
     """The intervals of `Visibility.interval` for a whole tensor of positions.
 
     Args:
         positions: `s` int64, global positions of the rows.
         visibility: The mask.
-        reading: "keys" when the rows are queries, "queries" when they are keys.
+        reading: "keys" when the rows are queries, "queries" when they are keys; None: Note [Forwards alone].
 
     Returns:
-        lo and hi, `b s` int64; b is 1 when all batch elements share one mask.
+        lo and hi, `b s` int64; b is 1 when all batch elements share one mask. `1 0` where nobody asks.
     """
+    if reading is None:
+        nothing = positions.new_empty(1, 0)
+        return nothing, nothing
     extent = None
     if visibility.lengths is not None:
         lengths = torch.tensor(visibility.lengths, dtype=torch.int64, device=positions.device)
@@ -221,12 +236,12 @@ def clear() -> None:
     _captured.clear()
 
 
-def _side_key(runs: Runs, visibility: Visibility, device: torch.device | str, reading: Reading) -> Key[Side]:
+def _side_key(runs: Runs, visibility: Visibility, device: torch.device | str, reading: Reading | None) -> Key[Side]:
     return Key(device, (runs, visibility, reading), lambda place: _make(runs, visibility, place, reading))
 
 
-def _make(runs: Runs, visibility: Visibility, device: torch.device, reading: Reading) -> Side:
-    positions = _positions(runs)
+def _make(runs: Runs, visibility: Visibility, device: torch.device, reading: Reading | None) -> Side:
+    positions = _positions(runs, torch.int32 if reading is None else torch.int64)
     lo, hi = bounds_of(positions, visibility, reading)
     table = torch.tensor(runs, dtype=torch.int64, device="cpu").reshape(-1, 4)
     views = _uploaded([table, positions, lo, hi], device)
@@ -234,19 +249,28 @@ def _make(runs: Runs, visibility: Visibility, device: torch.device, reading: Rea
 
 
 def _make_gathered(
-    near_rows: int, sources: list[tuple[int, Runs]], far_rows: int, visibility: Visibility, device: torch.device
+    near_rows: int,
+    sources: list[tuple[int, Runs]],
+    far_rows: int,
+    visibility: Visibility,
+    device: torch.device,
+    forward_only: bool,
 ) -> Gathered:
     places, parts = [], []
+    dtype = torch.int32 if forward_only else torch.int64
     for step, runs in sources:
-        positions = _positions(runs)
+        positions = _positions(runs, dtype)
         first = runs[0][0] + (near_rows if step else 0)
         places.append(slice(first, first + positions.shape[0]))
-        parts.append((positions, *bounds_of(positions, visibility, "queries")))
+        parts.append((positions, *bounds_of(positions, visibility, None if forward_only else "queries")))
     batches = max(lo.shape[0] for _, lo, _ in parts)
-    positions = torch.zeros(near_rows + far_rows, dtype=torch.int64, device="cpu")
-    lo, hi = torch.zeros(2, batches, near_rows + far_rows, dtype=torch.int64, device="cpu")
+    positions = torch.zeros(near_rows + far_rows, dtype=dtype, device="cpu")
+    asked = 0 if forward_only else near_rows + far_rows
+    lo, hi = torch.zeros(2, batches, asked, dtype=torch.int64, device="cpu")
     for place, part in zip(places, parts, strict=True):
-        positions[place], lo[:, place], hi[:, place] = part
+        positions[place] = part[0]
+        if asked:
+            lo[:, place], hi[:, place] = part[1:]
     tables = [torch.tensor(runs, dtype=torch.int64, device="cpu").reshape(-1, 4) for _, runs in sources]
     on_device = _uploaded([positions, lo, hi, *tables], device)
     sides = tuple(
@@ -264,9 +288,12 @@ def _make_gathered(
     return Gathered(sides, tuple(step for step, _ in sources), near_rows, far_rows, *on_device[:3])
 
 
-def _positions(runs: Runs) -> Tensor:
-    stretches = [torch.arange(start, start + stride * n, stride, device="cpu") for _, n, start, stride in runs]
-    return torch.cat(stretches) if stretches else torch.empty(0, dtype=torch.int64, device="cpu")
+def _positions(runs: Runs, dtype: torch.dtype) -> Tensor:
+    """Positions of rows that are packed in the order of their runs."""
+    stretches = [
+        torch.arange(start, start + stride * n, stride, dtype=dtype, device="cpu") for _, n, start, stride in runs
+    ]
+    return torch.cat(stretches) if stretches else torch.empty(0, dtype=dtype, device="cpu")
 
 
 def _uploaded(parts: list[Tensor], device: torch.device) -> list[Tensor]:

@@ -167,8 +167,14 @@ class Definition:
             what, name, *rest = op
             if what == "join":
                 sizes = history.sizes
-                rows = ((sizes.heads, sizes.head_dim), (sizes.kv_heads, sizes.head_dim), (sizes.kv_heads, sizes.v_head_dim))
-                self._kept[name] = [[torch.empty(1, 0, *row, dtype=self._dtype) for row in rows] for _ in range(sizes.layers)]
+                rows = (
+                    (sizes.heads, sizes.head_dim),
+                    (sizes.kv_heads, sizes.head_dim),
+                    (sizes.kv_heads, sizes.v_head_dim),
+                )
+                self._kept[name] = [
+                    [torch.empty(1, 0, *row, dtype=self._dtype) for row in rows] for _ in range(sizes.layers)
+                ]
                 self._first[name] = rest[1] if len(rest) > 1 else 0
             elif what == "fork":
                 self._kept[name] = [[x[:, : rest[1]] for x in layer] for layer in self._kept[rest[0]]]
@@ -178,7 +184,9 @@ class Definition:
             elif what == "leave":
                 del self._kept[name]
             else:
-                answers.append([self._extend(index, layer, name, rest[0], rest[2]) for layer in range(history.sizes.layers)])
+                answers.append(
+                    [self._extend(index, layer, name, rest[0], rest[2]) for layer in range(history.sizes.layers)]
+                )
         return answers
 
     def _extend(self, index: int, layer: int, names: tuple[int, ...], counts: tuple[int, ...], alike: bool) -> Tensor:
@@ -189,7 +197,9 @@ class Definition:
         for i, (name, count) in enumerate(zip(names, counts, strict=True)):
             begin = 0 if together else sum(counts[:i])
             mine = [x[i : i + 1] if together else x[:, begin : begin + count] for x in tokens]
-            kept = self._kept[name][layer] = [torch.cat(pair, 1) for pair in zip(self._kept[name][layer], mine, strict=True)]
+            kept = self._kept[name][layer] = [
+                torch.cat(pair, 1) for pair in zip(self._kept[name][layer], mine, strict=True)
+            ]
             n = kept[0].shape[1]
             options = dict(history.of_layer(layer))
             window = options.get("window")

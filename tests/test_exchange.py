@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+from datetime import timedelta
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -81,3 +83,116 @@ def test_ranks_give_the_bits_of_simulated_ranks(pool: Pools, ranks: int) -> None
             # a rank alone merges its splits and its sinks at once
             same = (lambda x, y: torch.allclose(x, y, rtol=1e-2)) if ranks == 1 else torch.equal
             assert all(same(x, y) for x, y in zip(ours, theirs, strict=True))
+
+
+def _finish(exchange: Exchange, b: int, s: int, h: int, dv: int, **wrong: Tensor) -> None:
+    given = {
+        "splits": torch.zeros(1, b * s * h * (dv + 2)),
+        "sinks": torch.zeros(h),
+        "o": torch.empty(b, s, h, dv),
+        "lse": torch.empty(b, h, s),
+    } | wrong
+    exchange.finish(given["splits"], b, s, h, dv, given["sinks"], given["o"], given["lse"])
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        (
+            {"splits": torch.zeros(2, 47)},
+            r"splits must be fp32 of shape \(at least 1, 48\), .* got torch.float32 of shape \(2, 47\)",
+        ),
+        ({"splits": torch.zeros(0, 48)}, r"splits must be fp32 of shape"),
+        ({"splits": torch.zeros(1, 48).double()}, r"splits must be fp32 .* got torch.float64"),
+        ({"splits": torch.zeros(48, 2).T}, r"splits must have a contiguous last dim, got strides \(1, 2\)"),
+        ({"o": torch.empty(2, 4, 4)}, r"o must have shape \(1, 2, 4, 4\), got \(2, 4, 4\)"),
+        ({"o": torch.empty(1, 2, 4, 4, dtype=torch.int32)}, r"o must have a floating dtype"),
+        ({"o": torch.empty(1, 4, 2, 4).transpose(1, 2)}, r"o must be contiguous"),
+        ({"lse": torch.empty(1, 4, 2, dtype=torch.float64)}, r"lse must be torch.float32, got torch.float64"),
+        ({"lse": torch.empty(1, 4, 2, device="meta")}, r"lse must be on the device of splits, cpu, got meta"),
+        ({"sinks": torch.zeros(2)}, r"sinks must have shape \(4,\), got \(2,\)"),
+    ],
+)
+def test_what_does_not_fit_is_refused(wrong: dict[str, Tensor], said: str) -> None:
+    exchange = Ring().exchange("cpu")
+    for _ in range(2):
+        with pytest.raises(ValueError, match=said):
+            _finish(exchange, 1, 2, 4, 4, **wrong)
+    _finish(exchange, 1, 2, 4, 4)
+
+
+def _differing(what: str) -> str:
+    ring = Ring(timeout=timedelta(seconds=1))
+    exchange = ring.exchange("cpu")
+    _finish(exchange, 1, 1, 2, 4)
+    try:
+        if what == "heads":
+            _finish(exchange, 1, 1, 4 if ring.rank else 8, 4)
+        elif what == "refused":
+            _finish(exchange, 1, 2, 2, 4, **({"lse": torch.empty(1)} if ring.rank else {}))
+        elif ring.rank == 0:
+            _finish(exchange, 2, 1, 2, 4)
+        else:
+            return "absent"
+    except (ValueError, RuntimeError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+@pytest.mark.dist
+def test_different_exchanges_are_refused_on_every_rank_and_name_who_differs(pool: Pools) -> None:
+    for said in pool(3).run(_differing, "heads"):
+        assert said.startswith(
+            "ValueError: an exchange must be the same on all ranks of a ring, got b 1, s 1, h 4, dv 4, torch.float32, sinks, cpu "
+            "on most ranks and b 1, s 1, h 8, dv 4, torch.float32, sinks, cpu on ring rank 0"
+        )
+    first, *others = pool(3).run(_differing, "refused")
+    assert first.startswith("ValueError: ring rank 1 refused: ValueError: lse must have shape (1, 2, 2), got (1,)")
+    assert all(other.startswith("ValueError: lse must have shape (1, 2, 2), got (1,)") for other in others)
+
+
+@pytest.mark.dist
+def test_a_rank_that_does_not_come_is_named(pool: Pools) -> None:
+    first, *_ = pool(2).run(_differing, "absent")
+    assert first.startswith("RuntimeError: ring rank 0: ring ranks [1] did not make this attention call within 0:00:01")
+
+
+def _lost() -> str:
+    ring = Ring()
+    exchange = ring.exchange("cpu")
+    _finish(exchange, 1, 1, 2, 4)
+
+    def fail(*args: object, **kwargs: object) -> None:
+        raise RuntimeError("connection closed by peer")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "all_gather_into_tensor", fail)
+        try:
+            _finish(exchange, 1, 1, 2, 4)
+        except RuntimeError as error:
+            return str(error)
+    return ""
+
+
+@pytest.mark.dist
+def test_a_collective_that_fails_names_the_ranks(pool: Pools) -> None:
+    said = pool(2).run(_lost)[1]
+    assert said.startswith(
+        "ring rank 1: an exchange of b 1, s 1, h 2, dv 4: the collective with ring ranks [0] failed or timed out"
+    )
+    assert said.endswith("(connection closed by peer)")
+
+
+def _named() -> list[str]:
+    ring = Ring()
+    names = [str(ring.exchange("cpu"))]
+    ring.close()
+    asked = Ring(transport="process_group")
+    return [*names, str(ring.exchange("cpu")), str(asked.exchange("cpu"))]
+
+
+@pytest.mark.dist
+def test_an_exchange_says_what_it_is_and_why(pool: Pools) -> None:
+    wanted = ["group: the partials are in cpu memory"] * 2 + ["group: process_group: asked for"]
+    assert pool(2).run(_named) == [wanted] * 2
+    assert str(Ring().exchange("cpu")) == "alone: one rank: every key is here already"

@@ -11,6 +11,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from ringattn import Ring, ring_attention
+from ringattn.inference import PagedKVCache, Step, attend
 from tests.budget import assert_within_budget
 from tests.histories import Answer, Definition, History, Op, Sizes, join_answers, play
 from tests.pool import Pools
@@ -83,7 +85,10 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "softcap": {"options": ({"softcap": 1.5, "softmax_scale": 0.6},)},
     "sinks": {"features": ("sinks",)},
     "alibi": {"features": ("alibi_slopes",)},
-    "everything": {"options": ({"window": (20, 0), "softcap": 2.0}, {"softmax_scale": 0.3}), "features": ("sinks", "alibi_slopes")},
+    "everything": {
+        "options": ({"window": (20, 0), "softcap": 2.0}, {"softmax_scale": 0.3}),
+        "features": ("sinks", "alibi_slopes"),
+    },
 }
 
 
@@ -107,7 +112,17 @@ def test_every_dtype_is_right(pool: Pools, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("sizes", [Sizes(heads=3, kv_heads=3), Sizes(heads=8, kv_heads=1), Sizes(head_dim=24, v_head_dim=16), Sizes(page_size=1), Sizes(page_size=64, pages=9)], ids=["mha", "mqa", "dims", "page 1", "page 64"])
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        Sizes(heads=3, kv_heads=3),
+        Sizes(heads=8, kv_heads=1),
+        Sizes(head_dim=24, v_head_dim=16),
+        Sizes(page_size=1),
+        Sizes(page_size=64, pages=9),
+    ],
+    ids=["mha", "mqa", "dims", "page 1", "page 64"],
+)
 def test_every_shape_is_right(pool: Pools, sizes: Sizes) -> None:
     if sizes.page_size == 1:
         sizes = dataclasses.replace(sizes, pages=400)
@@ -122,7 +137,11 @@ def histories(draw: st.DrawFn) -> History:
     lengths: dict[int, tuple[int, int]] = {}  # tokens and reservation
     ops: list[Op] = []
     for turn in range(draw(st.integers(2, 9))):
-        kind = draw(st.sampled_from(["join", "extend", "extend", "extend", "fork", "crop", "leave"])) if lengths else "join"
+        kind = (
+            draw(st.sampled_from(["join", "extend", "extend", "extend", "fork", "crop", "leave"]))
+            if lengths
+            else "join"
+        )
         name = draw(st.sampled_from(sorted(lengths))) if lengths else 0
         if kind == "join" and len(lengths) < 4:
             lengths[turn] = (0, 120)
@@ -153,7 +172,13 @@ def histories(draw: st.DrawFn) -> History:
     sizes = Sizes(page_size=draw(st.sampled_from([1, 3, 4, 16])), pages=600, layers=1)
     sizes = dataclasses.replace(sizes, pages=4 * 600 // sizes.page_size)
     named = OPTIONS[draw(st.sampled_from(sorted(OPTIONS)))]
-    return History(sizes, tuple(ops), moves=draw(st.sampled_from(["auto", "keys", "queries"])), seed=draw(st.integers(0, 99)), **named)
+    return History(
+        sizes,
+        tuple(ops),
+        moves=draw(st.sampled_from(["auto", "keys", "queries"])),
+        seed=draw(st.integers(0, 99)),
+        **named,
+    )
 
 
 @pytest.mark.dist
@@ -162,3 +187,254 @@ def histories(draw: st.DrawFn) -> History:
 @given(history=histories())
 def test_any_history_is_right(pool: Pools, world_size: int, history: History) -> None:
     judge(history, pool(world_size).run(play, history))
+
+
+TOKENS = 20
+
+
+def small(ring: Ring | None = None, **changes: Any) -> PagedKVCache:
+    facts: dict[str, Any] = {
+        "layers": 2,
+        "kv_heads": 2,
+        "head_dim": 16,
+        "v_head_dim": 8,
+        "dtype": torch.float32,
+        "pages": 40,
+        "page_size": 4,
+    }
+    return PagedKVCache(Ring() if ring is None else ring, **(facts | {"device": "cpu"} | changes))
+
+
+def rows_of(step: Step, **changes: Any) -> dict[str, Any]:
+    """Right tensors for a step of `small`, but for what is changed."""
+    shapes = {"q": (4, 16), "k": (2, 16), "v": (2, 8)}
+    given = {name: torch.ones(step.batch, step.rows, *shape) for name, shape in shapes.items()}
+    return given | changes
+
+
+WRONG: dict[str, tuple[dict[str, Any], str]] = {
+    "rows": ({"q": torch.ones(1, 3, 4, 16)}, r"q must have shape `1 20 h 16`.*got \(1, 3, 4, 16\)"),
+    "dims": ({"k": torch.ones(20, 2, 16)}, r"k must have shape \(1, 20, 2, 16\).*got \(20, 2, 16\)"),
+    "head dim": ({"v": torch.ones(1, 20, 2, 16)}, r"v must have shape \(1, 20, 2, 8\)"),
+    "heads": ({"q": torch.ones(1, 20, 3, 16)}, "query heads must be a multiple of the cache's 2 key heads, got 3"),
+    "dtype": (
+        {"q": torch.ones(1, 20, 4, 16).bfloat16()},
+        "q must have the dtype of the cache, torch.float32, got torch.bfloat16",
+    ),
+    "device": ({"v": torch.ones(1, 20, 2, 8, device="meta")}, "v must be on the device of the cache, cpu, got meta"),
+    "gradients": ({"q": torch.ones(1, 20, 4, 16, requires_grad=True)}, "q must not require gradients.*ring_attention"),
+    "sink gradients": ({"sinks": torch.ones(4, requires_grad=True)}, "sinks must not require gradients"),
+    "layer": ({"layer": 2}, "layer must be from 0 to 1, got 2"),
+    "negative layer": ({"layer": -1}, "layer must be from 0 to 1, got -1"),
+    "sinks": ({"sinks": torch.ones(3)}, r"sinks must be floating point of shape \(4,\)"),
+    "slopes": ({"alibi_slopes": torch.ones(4, dtype=torch.int64)}, "alibi_slopes must be floating point"),
+    "scale": ({"softmax_scale": float("nan")}, "softmax_scale must be finite, got nan"),
+    "softcap": ({"softcap": -1.0}, "softcap must be at least 0"),
+    "window": ({"window": (-1, 0)}, "window must have sides of at least 0 or None"),
+    "int window": ({"window": 0}, "window must have sides of at least 0 or None"),
+    "moves": ({"moves": "values"}, "moves must be one of auto, keys, queries, got 'values'"),
+}
+
+
+@pytest.mark.parametrize("mode", ["prefill", "decode"])
+@pytest.mark.parametrize("name", WRONG)
+def test_what_is_wrong_is_refused_with_its_name(name: str, mode: str) -> None:
+    changes, message = WRONG[name]
+    cache = small()
+    count = TOKENS if mode == "prefill" else 2
+    step = cache.extend([cache.join(30)], [count], mode=mode)
+    before = cache.k.clone()
+    changes = {
+        key: x[:, :2] if torch.is_tensor(x) and x.shape[:2] == (1, 20) and mode == "decode" else x
+        for key, x in changes.items()
+    }
+    given = rows_of(step) | changes
+    if "gradients" in name:  # a slice of a leaf requires gradients too
+        given = {key: x.requires_grad_() if torch.is_tensor(x) and x.requires_grad else x for key, x in given.items()}
+    with pytest.raises(ValueError, match=message.replace("1 20", f"1 {count}").replace("1, 20", f"1, {count}")):
+        attend(step, given.pop("layer", 0), **given)
+    assert torch.equal(cache.k, before), "what is refused is not kept"
+    attend(step, 0, **rows_of(step))
+
+
+def test_a_step_whose_tokens_are_gone_is_refused() -> None:
+    cache = small()
+    request = cache.join(40)
+    step = cache.extend([request], [TOKENS])
+    cache.crop(request, 7)
+    with pytest.raises(ValueError, match="request 0 of 20 tokens, which was cropped to 7 tokens since; extend again"):
+        attend(step, 0, **rows_of(step))
+    step = cache.extend([request], [3])
+    cache.leave(request)
+    with pytest.raises(ValueError, match="request 0 of 10 tokens, which has left since"):
+        attend(step, 0, **rows_of(step))
+
+
+def test_results_carry_no_graph() -> None:
+    cache = small()
+    step = cache.extend([cache.join(30)], [TOKENS])
+    weight = torch.ones(16, requires_grad=True)
+    with torch.no_grad():
+        assert not attend(step, 0, **rows_of(step, q=torch.ones(1, TOKENS, 4, 16) * weight)).requires_grad
+    with torch.inference_mode():
+        attend(step, 1, **rows_of(step, q=torch.ones(1, TOKENS, 4, 16) * weight))
+    # what inference mode made of it serves outside, too
+    step = cache.extend([0], [4])
+    assert not attend(step, 1, **rows_of(step)).requires_grad
+
+
+def refuse_together(fault: str) -> str:
+    """What this rank raises when rank 1 does something else, and whether all go on afterwards."""
+    ring = Ring()
+    odd = ring.rank == 1
+    cache = small(ring)
+    request = cache.join(100)
+    if fault.startswith("decode"):
+        step = cache.extend([request], [TOKENS])
+        for layer in (0, 1):
+            attend(step, layer, **rows_of(step))
+    counts = [3 + odd] if fault == "decode longer" else [TOKENS + 2 * odd] if fault == "longer" else [TOKENS]
+    if fault == "another request":
+        other = cache.join(40)
+        request = other if odd else request
+    if fault == "decode crop" and odd:
+        cache.crop(request, TOKENS - 1)
+    if fault.startswith("decode"):
+        counts = [3 + (odd and fault == "decode longer")]
+    step = cache.extend([request], counts)
+    given: dict[str, Any] = rows_of(step)
+    options: dict[str, Any] = {}
+    if odd and fault == "dtype":
+        given["k"] = given["k"].double()
+    if odd and fault == "layer":
+        options["layer"] = 5
+    if odd and fault == "window":
+        options["window"] = (5, 0)
+    if odd and fault == "heads":
+        given["q"] = given["q"][:, :, :2]
+    if odd and fault == "gradients":
+        given["q"].requires_grad_()
+    if odd and fault == "sinks":
+        options["sinks"] = torch.zeros(4)
+    before = cache.k.clone()
+    try:
+        attend(step, options.pop("layer", 0), **given, **options)
+    except ValueError as error:
+        assert torch.equal(cache.k, before), "nothing is kept of what is refused"
+        if fault in ("dtype", "layer", "window", "heads", "gradients", "sinks"):
+            attend(step, 0, **rows_of(step))
+        return str(error)
+    return "nothing"
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        ("dtype", "k must have the dtype of the cache"),
+        ("layer", "layer must be from 0 to 1, got 5"),
+        ("window", "window"),
+        ("heads", "attend"),
+        ("gradients", "q must not require gradients"),
+        ("sinks", "attend"),
+        ("longer", "requests (0,) with (22,) new tokens"),
+        ("another request", "requests (1,) with (20,) new tokens"),
+        ("decode longer", "decode of requests (0,) with (4,) new tokens"),
+        ("decode crop", "digest"),
+    ],
+)
+def test_what_differs_on_one_rank_is_refused_on_every_rank(pool: Pools, fault: str, message: str) -> None:
+    for rank, said in enumerate(pool(2).run(refuse_together, fault)):
+        assert message in said, f"rank {rank}"
+        assert "rank 1" in said or rank == 1, f"rank {rank}: {said}"
+
+
+def count_comparisons() -> list[int]:
+    """How often ranks compare in each step of a model of four layers of two kinds."""
+    ring = Ring()
+    cache = small(ring, layers=4)
+    calls = []
+    agreement: Any = ring._agreement
+    compare = agreement.compare
+    agreement.compare = lambda text: (calls.append(text), compare(text))[1]
+    request, found = cache.join(140), []
+    for count in (16, 31, 20, *[1] * 40):
+        step = cache.extend([request], [count], mode="prefill" if count > 1 else "decode")
+        before = len(calls)
+        for layer in range(4):
+            attend(step, layer, **rows_of(step), window=(9, 0) if layer % 2 else None)
+        found.append(len(calls) - before)
+    return found
+
+
+@pytest.mark.dist
+def test_ranks_compare_once_per_chunk_and_seldom_per_token(pool: Pools) -> None:
+    for found in pool(2).run(count_comparisons):
+        first, second, third, *decoded = found
+        assert (second, third) == (1, 1)
+        assert first <= 3
+        # the first token compares its kinds and its exchange, then every sixteenth one
+        assert decoded[0] <= 3
+        assert sum(decoded[1:]) == 2
+
+
+def whole_prompt(world_size: int) -> tuple[Tensor, Tensor]:
+    """A prompt by attend and the same rows by ring_attention."""
+    ring = Ring()
+    cache = small(ring)
+    step = cache.extend([cache.join(100)], [97])
+    generator = torch.Generator().manual_seed(0)
+    whole = [torch.randn(1, 97, *shape, generator=generator) for shape in ((4, 16), (2, 16), (2, 8))]
+    q, k, v = (step.take(x) for x in whole)
+    assert step.sharding is not None
+    o = attend(step, 0, q, k, v)
+    assert step.moved == ("keys",)
+    return o, ring_attention(q, k, v, step.sharding, causal=True)
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("world_size", WORLDS)
+def test_a_whole_prompt_is_the_forward_of_training_to_the_bit(pool: Pools, world_size: int) -> None:
+    for o, expected in pool(world_size).run(whole_prompt, world_size):
+        assert torch.equal(o, expected)
+
+
+def what_moves(new: int) -> tuple[str, ...]:
+    ring = Ring()
+    cache = small(ring, layers=1, kv_heads=1, pages=400, v_head_dim=16, dtype=torch.bfloat16)
+    request = cache.join(1200)
+    for count in (1000, new):
+        step = cache.extend([request], [count], mode="prefill")
+        x = torch.ones(1, step.rows, 4, 16, dtype=torch.bfloat16)
+        attend(step, 0, x, x[:, :, :1], x[:, :, :1])
+    return step.moved
+
+
+@pytest.mark.dist
+def test_queries_move_while_they_are_fewer_bytes(pool: Pools) -> None:
+    # a key row is 64 bytes, a query row and its partial 4 x (32 + 72): queries move below 2 new tokens in 13
+    assert pool(4).run(what_moves, 100) == [("queries",)] * 4
+    assert pool(4).run(what_moves, 200) == [("keys",)] * 4
+
+
+def test_compilers_leave_it_alone() -> None:
+    from torch._dynamo.testing import CompileCounterWithBackend
+
+    def model(x: Tensor, step: Step) -> Tensor:
+        x = x + attend(step, 0, x.sin(), x.cos()[:, :, :2], x[:, :, :2, :8].cos()).repeat(1, 1, 1, 2)
+        return 2 * attend(step, 1, x.sin(), x.cos()[:, :, :2], x[:, :, :2, :8].cos())
+
+    found = []
+    counter = CompileCounterWithBackend("eager")
+    for run in (model, torch.compile(model, backend=counter)):
+        cache, answers = small(), []
+        request = cache.join(60)
+        for count in (20, 3, 1):
+            step = cache.extend([request], [count])
+            with torch.no_grad():
+                answers.append(run(torch.arange(count * 64.0).view(1, count, 4, 16).sin(), step))
+        found.append(answers)
+    for x, y in zip(*found, strict=True):
+        assert torch.equal(x, y)
+    # before, between and behind the two calls, for each of a few shapes
+    assert 0 < counter.frame_count <= 12

@@ -242,6 +242,32 @@ def test_bench_host_times_every_direction(pool, tmp_path: Path) -> None:
         assert min(split) > 0
 
 
+def _bench_exchange(out: str) -> int:
+    words = ["--rows", "4", "8", "--heads", "4", "--head-dim", "16", "--splits", "2", "--rounds", "2"]
+    return bench.main(["exchange", *words, "--device", "cpu", "--out", out])
+
+
+@pytest.mark.dist
+def test_bench_exchange_times_every_exchange_that_is_right(pool, tmp_path: Path) -> None:
+    assert pool(2).run(_bench_exchange, str(tmp_path)) == [0, 0]
+    rows = json.loads((tmp_path / "exchange.json").read_text())["rows"]
+    assert [(row["who"], row["rows"], row["kib_per_rank"]) for row in rows] == [
+        ("group", 4, 4 * 4 * 18 / 1024),
+        ("group", 8, 4 * 8 * 18 / 1024),
+    ]
+    assert min(row["call_us"] for row in rows) > 0
+
+
+def test_bench_exchange_gives_no_speed_to_a_wrong_answer(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("ringattn.transport.exchange.finish_parts", lambda *args: args[4].fill_(0.5))
+    words = ["--rows", "4", "--heads", "4", "--head-dim", "16", "--rounds", "1", "--device", "cpu"]
+    assert bench.main(["exchange", *words, "--out", str(tmp_path)]) == 1
+    assert "alone, 4 rows: o is" in capsys.readouterr().out
+    assert not (tmp_path / "exchange.json").exists()
+
+
 @pytest.mark.dist
 def test_bench_ring_writes_rows_and_a_plot(pool, tmp_path: Path) -> None:
     assert pool(2).run(_bench, str(tmp_path)) == [0, 0]

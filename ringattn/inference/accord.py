@@ -22,9 +22,6 @@ import torch
 from ringattn.ring import Ring
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from ringattn.inference.pages import Block
     from ringattn.inference.step import Step
 
 COMPARED = 16
@@ -36,12 +33,10 @@ class Accord:
 
     Args:
         ring: The ranks.
-        cache: The sizes of the cache, in words: the same on all ranks.
     """
 
-    def __init__(self, ring: Ring, cache: str) -> None:
+    def __init__(self, ring: Ring) -> None:
         self._ring = ring
-        self._cache = cache
         self._kinds: set[str] = set()
         self._settled: set[torch.device] = set()
         self._decoding: object = None
@@ -65,7 +60,7 @@ class Accord:
             return
         same = self._is_known(step)
         if not same or kind not in self._kinds:
-            self._ring.agree("attend: a step and its options", f"{_described(step)}, {self._cache}, {kind}")
+            self._ring.agree("attend: a step and its options", f"{_described(step)}, {kind}")
         self._kinds.add(kind)
         if device not in self._settled:
             self._ring.settle(device)
@@ -75,7 +70,7 @@ class Accord:
         """Whether the step needs no comparing (Note [Same books])."""
         if step.met:
             return True
-        step.met.append(True)
+        step.met = True
         if step.mode == "prefill":
             return False
         if self._decoding != (step.requests, step.rows) or self._decoded >= COMPARED:
@@ -90,16 +85,11 @@ def _described(step: Step) -> str:
     if step.sharding is not None and step.kv_sharding is not None:
         owners = f"{step.sharding.text} {step.kv_sharding.text}"
     else:
-        owners = repr([_owners(step.cache.pages.blocks(request)) for request in step.requests])
+        owners = repr([step.cache.pages.stretches(request) for request in step.requests])
     facts = repr((step.requests, step.counts, step.lengths, step.firsts, owners))
-    few = f"requests {step.requests} with {step.counts} new tokens" if len(step.requests) <= 8 else f"{len(step.requests)} requests"
+    few = (
+        f"requests {step.requests} with {step.counts} new tokens"
+        if len(step.requests) <= 8
+        else f"{len(step.requests)} requests"
+    )
     return f"{step.mode} of {few}, digest {blake2b(facts.encode(), digest_size=8).hexdigest()}"
-
-
-def _owners(blocks: Sequence[Block]) -> list[tuple[int, int]]:
-    """Where each rank's stretches of a request begin, and whose they are."""
-    found: list[tuple[int, int]] = []
-    for block in blocks:
-        if not found or found[-1][0] != block.rank:
-            found.append((block.rank, block.start))
-    return found

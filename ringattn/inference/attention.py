@@ -12,6 +12,8 @@ Note [Once per kind]
 from __future__ import annotations
 
 import math
+import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,9 +33,10 @@ from ringattn.plain import check_plain
 from ringattn.visibility import Visibility
 
 Window = tuple[int | None, int | None] | None
+Given = tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]
+"""q, k, v, sinks and alibi_slopes."""
 
 
-@torch.compiler.disable
 def attend(
     step: Step,
     layer: int,
@@ -87,23 +90,41 @@ def attend(
         >>> attend(step, 0, step.take(x), step.take(x), step.take(x)).shape
         torch.Size([1, 20, 1, 16])
     """
-    given = (q, k, v, sinks, alibi_slopes)
-    key = (causal, window, softmax_scale, softcap, moves, *map(_facts, given))
+    run = _beside_compilers() if "torch._dynamo" in sys.modules else _attend
+    options = (causal, window, softmax_scale, softcap, moves)
+    return run(step, layer, (q, k, v, sinks, alibi_slopes), options)
+
+
+attend._torchdynamo_disable = True  # pyright: ignore[reportFunctionMemberAccess]
+
+
+_hidden: list[Callable[..., Tensor]] = []
+
+
+def _beside_compilers() -> Callable[..., Tensor]:
+    """`_attend`, which a compiler leaves alone; asking for it imports the compiler."""
+    if not _hidden:
+        _hidden.append(torch.compiler.disable(_attend))
+    return _hidden[0]
+
+
+def _attend(step: Step, layer: int, given: Given, wanted: tuple[bool, Any, float | None, float, str]) -> Tensor:
+    """`attend` of q, k, v, sinks and alibi_slopes; causal, window, softmax_scale, softcap and moves."""
+    q, k, v, sinks, alibi_slopes = given
+    key = (*wanted, *map(_facts, given))
     known = step.calls.get(key)
     if known is None:
-        if isinstance(window, int):
-            window = (window - 1, 0)
-        options = _Options(causal, None if window is None else tuple(window), softmax_scale, softcap, moves)  # pyright: ignore[reportArgumentType]
         try:
-            _check_layer(step, layer, given)
-            known = _decide(step, options, *given)
+            _check_gradients(given)
+            step.cache.check(layer, step, k, v)
+            options = _Options.of(*wanted)
+            found = _decide(step, options, q, sinks, alibi_slopes)
         except (ValueError, NotImplementedError) as error:
             step.cache.ring.refuse(error)
         step.cache.accord.meet(step, _kind(options, given), q.device)
-        known = known.ready(q)
-        step.calls[key] = known
+        known = step.calls[key] = found.ready(q)
     else:
-        _check_layer(step, layer, given)
+        _check_gradients(given)
     with torch.no_grad():
         step.cache.put(layer, step, k, v)
         return known.attend(layer, q, k, v, sinks, alibi_slopes)
@@ -116,6 +137,12 @@ class _Options:
     softmax_scale: float | None
     softcap: float
     moves: str
+
+    @classmethod
+    def of(cls, causal: bool, window: Any, softmax_scale: float | None, softcap: float, moves: str) -> _Options:
+        """Options as users give them."""
+        window = (window - 1, 0) if isinstance(window, int) else None if window is None else tuple(window)
+        return cls(causal, window, softmax_scale, softcap, moves)
 
     def scale(self, q: Tensor) -> float:
         return q.shape[-1] ** -0.5 if self.softmax_scale is None else self.softmax_scale
@@ -155,8 +182,9 @@ class _Decode:
     ) -> Tensor:
         """O `b s h dv`, the same bits on all ranks; the keys are in the cache."""
         del k, v
-        step, cache, table = self.step, self.step.cache, self.step.table
+        step, cache, table, positions = self.step, self.step.cache, self.step.table, self.step.positions32
         assert table is not None, "a step of decoding has a table"
+        assert positions is not None, "a step of decoding has positions of 32 bits"
         wide = accumulation_dtype(q.dtype)
         b, s, h, _ = q.shape
         dv, rows = cache.v_head_dim, b * s * h
@@ -167,7 +195,10 @@ class _Decode:
         splits = num_splits(b, s, h, cache.kv_heads, table.pages.shape[1], cache.page_size, q.device)
         parts = torch.empty(splits, parts_len(rows, dv), dtype=wide, device=q.device)
         lo, hi = step.bounds(self.options.causal, self.options.window)
-        decode(q, cache.k[layer], cache.v[layer], table, lo, hi, step.positions.to(torch.int32), score, parts)
+        k_scale, v_scale = cache.scales(layer)
+        decode(
+            q, cache.k[layer], cache.v[layer], table, lo, hi, positions, score, parts, k_scale=k_scale, v_scale=v_scale
+        )
         o = torch.empty(b, s, h, dv, dtype=q.dtype, device=q.device)
         lse = torch.empty(b, h, s, dtype=wide, device=q.device)
         if wide == torch.float32:
@@ -186,22 +217,25 @@ def _decide(
     step: Step,
     options: _Options,
     q: Tensor,
-    k: Tensor,
-    v: Tensor,
     sinks: Tensor | None,
     alibi_slopes: Tensor | None,
 ) -> _Prefill | _Decode:
     """Refuses what is wrong, and says what the call is."""
-    _check_tensors(step, q, k, v, sinks, alibi_slopes)
+    _check_tensors(step, q, sinks, alibi_slopes)
     _check_options(options)
-    _check_step(step)
     cache = step.cache
     total = max(1, sum(step.lengths)) if step.sharding is None else step.sharding.seq_len
-    lengths = tuple((first, step.lengths[0]) for first in step.firsts) if step.sharding is not None and any(step.firsts) else None
+    lengths = (
+        tuple((first, step.lengths[0]) for first in step.firsts)
+        if step.sharding is not None and any(step.firsts)
+        else None
+    )
     documents = None if step.sharding is None else step.sharding.documents
-    visibility = Visibility(total, total, causal=options.causal, window=options.window, documents=documents, lengths=lengths)
+    visibility = Visibility(
+        total, total, causal=options.causal, window=options.window, documents=documents, lengths=lengths
+    )
     if step.mode == "decode":
-        pick_decode(q.device, q.dtype, cache.k.dtype, q.shape[-1], cache.v_head_dim, cache.page_size)
+        pick_decode(q.device, q.dtype, cache.kv_dtype, q.shape[-1], cache.v_head_dim, cache.page_size)
         return _Decode(step, options)
     assert step.sharding is not None, "a step of prefill has shardings"
     assert step.kv_sharding is not None, "a step of prefill has shardings"
@@ -215,6 +249,7 @@ def _decide(
         impl=cache.ring.impl,
         backward="auto",
         deterministic=False,
+        forward_only=True,
     )
     features = call.features(sinks=sinks, alibi_slopes=alibi_slopes)
     pick(q.device, q.dtype, q.shape[-1], cache.v_head_dim, impl=call.impl, features=features)
@@ -225,19 +260,18 @@ def _facts(x: Tensor | None) -> Any:
     return None if x is None else (x.shape, x.dtype, x.device)
 
 
-def _kind(options: _Options, given: tuple[Tensor | None, ...]) -> str:
+def _kind(options: _Options, given: Given) -> str:
     """What must be the same on all ranks, but for rows."""
     shapes = [
-        None if x is None else f"{[n for i, n in enumerate(x.shape) if (i, x.dim()) != (1, 4)]} {x.dtype} {x.device.type}"
+        None
+        if x is None
+        else f"{[n for i, n in enumerate(x.shape) if (i, x.dim()) != (1, 4)]} {x.dtype} {x.device.type}"
         for x in given
     ]
     return f"{options} of {shapes}"
 
 
-def _check_layer(step: Step, layer: int, given: tuple[Tensor | None, ...]) -> None:
-    """What may differ between calls of one kind."""
-    if not 0 <= layer < step.cache.layers:
-        raise ValueError(f"layer must be from 0 to {step.cache.layers - 1}, got {layer}; make the cache for all layers of the model")
+def _check_gradients(given: Given) -> None:
     if torch.is_grad_enabled():
         for name, x in zip(("q", "k", "v", "sinks", "alibi_slopes"), given, strict=True):
             if x is not None and x.requires_grad:
@@ -247,33 +281,34 @@ def _check_layer(step: Step, layer: int, given: tuple[Tensor | None, ...]) -> No
                 )
 
 
-def _check_tensors(step: Step, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, alibi_slopes: Tensor | None) -> None:
+def _check_tensors(step: Step, q: Tensor, sinks: Tensor | None, alibi_slopes: Tensor | None) -> None:
+    """What the cache does not look at."""
     cache = step.cache
-    given = {"q": q, "k": k, "v": v, "sinks": sinks, "alibi_slopes": alibi_slopes}
-    for name, x in given.items():
+    for name, x in (("q", q), ("sinks", sinks), ("alibi_slopes", alibi_slopes)):
         if x is None:
             continue
         check_plain(name, x)
-        if x.device != cache.device and (x.device.type, cache.device.index) != (cache.device.type, None):
-            raise ValueError(f"{name} must be on the device of the cache, {cache.device}, got {x.device}; move it there")
-    sizes = {"q": (None, cache.head_dim), "k": (cache.kv_heads, cache.head_dim), "v": (cache.kv_heads, cache.v_head_dim)}
-    for name, x in (("q", q), ("k", k), ("v", v)):
-        heads, dim = sizes[name]
-        wanted = (step.batch, step.rows, heads, dim)
-        if x.dim() != 4 or any(n not in (None, m) for n, m in zip(wanted, x.shape, strict=True)):
-            shape = " ".join("h" if n is None else str(n) for n in wanted)
+        if x.device != cache.device:
             raise ValueError(
-                f"{name} must have shape `{shape}`, the rows of this rank that step.take gives and the heads of the cache, got "
-                f"{tuple(x.shape)}; pass batch rows heads head_dim of the new tokens only"
+                f"{name} must be on the device of the cache, {cache.device}, got {x.device}; move it there"
             )
-        if x.dtype != cache.dtype:
-            raise ValueError(f"{name} must have the dtype of the cache, {cache.dtype}, got {x.dtype}; convert it first")
+    if q.dim() != 4 or (q.shape[0], q.shape[1], q.shape[3]) != (step.batch, step.rows, cache.head_dim):
+        raise ValueError(
+            f"q must have shape `{step.batch} {step.rows} h {cache.head_dim}`, `batch rows heads head_dim` of the step: pass this "
+            f"rank's rows (step.take), got {tuple(q.shape)}"
+        )
+    if q.dtype != cache.dtype:
+        raise ValueError(f"q must have the dtype of the cache, {cache.dtype}, got {q.dtype}; convert it first")
     h = q.shape[2]
     if h == 0 or h % cache.kv_heads:
-        raise ValueError(f"the number of query heads must be a multiple of the cache's {cache.kv_heads} key heads, got {h}")
+        raise ValueError(
+            f"the number of query heads must be a multiple of the cache's {cache.kv_heads} key heads, got {h}"
+        )
     for name, x in (("sinks", sinks), ("alibi_slopes", alibi_slopes)):
         if x is not None and (tuple(x.shape) != (h,) or not x.is_floating_point()):
-            raise ValueError(f"{name} must be floating point of shape ({h},), one per query head, got {x.dtype} {tuple(x.shape)}")
+            raise ValueError(
+                f"{name} must be floating point of shape ({h},), one per query head, got {x.dtype} {tuple(x.shape)}"
+            )
 
 
 def _check_options(options: _Options) -> None:
@@ -283,17 +318,6 @@ def _check_options(options: _Options) -> None:
     if options.softcap < 0:
         raise ValueError(f"softcap must be at least 0 (0 for none), got {options.softcap}")
     if options.moves not in MOVES:
-        raise ValueError(f"moves must be one of {', '.join(MOVES)}, got {options.moves!r}; 'auto' takes what is fewer bytes")
-
-
-def _check_step(step: Step) -> None:
-    """Whether the cache still has what the step speaks of."""
-    books = step.cache.pages
-    for request, length in zip(step.requests, step.lengths, strict=True):
-        here = books.length(request) if request in books.requests else -1
-        if here < length:
-            now = "has left" if here < 0 else f"was cropped to {here}"
-            raise ValueError(
-                f"a step must be used before its requests are cropped or leave, got one in which request {request} has {length} "
-                f"tokens, and it {now} since; call extend again"
-            )
+        raise ValueError(
+            f"moves must be one of {', '.join(MOVES)}, got {options.moves!r}; 'auto' takes what is fewer bytes"
+        )

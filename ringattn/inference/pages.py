@@ -5,34 +5,48 @@ answers everywhere, so nothing is ever said between ranks. Refuses to know tenso
 
 Note [Blocks]
     A request's tokens 0 .. length-1 are cut into blocks. A block is a stretch of consecutive tokens at the beginning of one page
-    of one rank. A block may cover less than its page: only the request that opened a page appends to it, and only while its
-    last token is the request's last. A fork shares its parent's pages, each counted once per user, with the last block cut at
-    the fork; what it adds goes to pages of its own. So joining, growing, forking and leaving copy nothing.
+    of one rank, and may cover less than its page. A fork shares its parent's pages, each counted once per user, with the last
+    block cut at the fork; what it adds goes to pages of its own. So joining, growing, forking and leaving copy nothing.
+
+Note [Who writes]
+    A page that has one user is written by it. A page that has several is written by the one that opened it, its writer, and only
+    behind the rows that the others may see: forks take their rows when they are made and never write there. So no row that
+    somebody else sees is ever overwritten, whatever is cropped. A page whose writer has gone is written by nobody until one
+    user is left.
 
 Note [Reservations]
-    A request says at the beginning how long it may become. The pages it may still open are promised to it, and a promise is
-    only made when the ring as a whole has the pages: what was accepted always fits. The promise is of pages anywhere, so a new page
-    may be opened on any rank that has one.
+    A request says at the beginning how long it may become. What it may still have to open is promised to it: the pages for
+    all of its tokens to come, less the room in the page that it writes. A promise is only made while pages that are free
+    cover all promises, and all that follows keeps it so: what was accepted always fits.
+    A promise is one of pages anywhere, unless requests joined alike: they need pages on the same ranks, and have them
+    promised rank by rank.
+    To crop is free as long as it gives up pages that nobody else uses. A request that crops into pages it shares gives up
+    rows that do not become free: it asks for the difference, and is refused when it is not there.
 
 Note [Even work]
-    A page of a prompt is computed by the rank that keeps it, and a causal row costs what lies before it. So the new pages of a prompt are dealt
-    in a zigzag: one stretch per rank on the way up, one on the way down, equally long as far as ranks have room. Tokens that come
-    one by one go to the rank with most free pages.
+    A page of a prompt is computed by the rank that keeps it, and a causal row costs what lies before it. So the new pages of
+    a prompt are dealt in a zigzag: one stretch per rank on the way up, one on the way down, equally long as far as ranks have
+    room. Tokens that come one by one go to the rank with most free pages.
 """
 
 from __future__ import annotations
 
+from array import array
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 from itertools import count
+from typing import NamedTuple
+
+LONGEST = 2**31 - 1
+"""Tokens of a request: positions are int32 in kernels."""
 
 
 class CacheFull(RuntimeError):
     """A request does not fit, now; the message has the numbers."""
 
 
-@dataclass(frozen=True)
-class Block:
+class Block(NamedTuple):
     """Tokens start .. start + length - 1 of a request, in rows 0 .. length - 1 of a page of a rank."""
 
     rank: int
@@ -46,9 +60,8 @@ class Block:
         return self.start + self.length
 
 
-@dataclass(frozen=True)
-class Piece:
-    """New tokens start .. start + length - 1 of a request and where they go: rows row .. row + length - 1 of a page."""
+class Piece(NamedTuple):
+    """Tokens start .. start + length - 1 of a request and where they are: rows row .. row + length - 1 of a page."""
 
     rank: int
     page: int
@@ -57,27 +70,83 @@ class Piece:
     length: int
 
 
+class Stretch(NamedTuple):
+    """Tokens start .. stop - 1 of a request, all on one rank."""
+
+    rank: int
+    start: int
+    stop: int
+
+
+class Move(NamedTuple):
+    """Rows 0 .. rows - 1 of one page of a rank that another page of it must have too."""
+
+    rank: int
+    source: int
+    target: int
+    rows: int
+
+
+@dataclass
+class Table:
+    """A request's blocks on one rank, ascending: for reading only.
+
+    Attributes:
+        pages: Of each block, int32.
+        starts: The first token of each block, int32.
+        lengths: Tokens of each block, int32.
+    """
+
+    pages: array[int] = field(default_factory=lambda: array("i"))
+    starts: array[int] = field(default_factory=lambda: array("i"))
+    lengths: array[int] = field(default_factory=lambda: array("i"))
+
+    def __len__(self) -> int:
+        return len(self.pages)
+
+    def head(self, blocks: int) -> Table:
+        """A copy of the first blocks."""
+        return Table(self.pages[:blocks], self.starts[:blocks], self.lengths[:blocks])
+
+    def cut(self, blocks: int) -> None:
+        """Forgets all but the first blocks."""
+        del self.pages[blocks:], self.starts[blocks:], self.lengths[blocks:]
+
+
 @dataclass
 class _Request:
-    length: int
-    promised: int  # tokens it may grow to
+    """What the books say of a request.
+
+    Attributes:
+        stretches: Ranks of its tokens, ascending: (rank, one past the last token).
+        fixed: Pages promised on each rank; None: promised anywhere.
+    """
+
+    name: int
+    promised: int
     first: int
-    blocks: list[Block]
-    open: bool  # whether the last block's page may be appended to
+    length: int
+    tables: list[Table]
+    stretches: list[tuple[int, int]] = field(default_factory=list)
+    fixed: list[int] | None = None
 
 
 class Pages:
     """The books of a cache that is spread over ranks.
 
+    A call that raises has changed nothing.
+
     Args:
         world_size: Ranks.
         pages: Pages of each rank.
         page_size: Tokens of a page.
+        page_bytes: Bytes of a page, for the texts of refusals; 0: unknown.
 
     Attributes:
         world_size: As given.
         pages: As given.
         page_size: As given.
+        changes: How often tokens or requests went away: what was found before may be gone when it has changed.
 
     Raises:
         ValueError: A number is less than 1.
@@ -85,32 +154,41 @@ class Pages:
     Example:
         >>> books = Pages(world_size=2, pages=4, page_size=4)
         >>> request = books.join(reserve=12)
-        >>> [(piece.rank, piece.start, piece.length) for piece in books.place([request], [10])[0]]
+        >>> books.place([request], [10])
+        >>> [(block.rank, block.start, block.length) for block in books.blocks(request)]
         [(0, 0, 4), (1, 4, 4), (0, 8, 2)]
-        >>> books.free
-        (2, 3)
+        >>> books.free, books.available
+        ((2, 3), 5)
     """
 
-    def __init__(self, world_size: int, pages: int, page_size: int) -> None:
+    def __init__(self, world_size: int, pages: int, page_size: int, page_bytes: int = 0) -> None:
         for name, value in (("world_size", world_size), ("pages", pages), ("page_size", page_size)):
             if value < 1:
-                raise ValueError(f"{name} must be at least 1, got {value}")
+                raise ValueError(f"{name} must be at least 1, got {value}; give the cache room for one page")
         self.world_size, self.pages, self.page_size = world_size, pages, page_size
+        self.changes = 0
+        self._page_bytes = page_bytes
         # the lowest page is handed out first: a list is a stack
         self._free = [list(range(pages - 1, -1, -1)) for _ in range(world_size)]
         self._users = [[0] * pages for _ in range(world_size)]
+        self._writer = [[-1] * pages for _ in range(world_size)]
+        self._seen = [
+            [0] * pages for _ in range(world_size)
+        ]  # rows that others than the writer may see, of shared pages
+        self._fixed = [0] * world_size  # pages promised on this rank
         self._requests: dict[int, _Request] = {}
         self._names = count()
 
     @property
     def free(self) -> tuple[int, ...]:
-        """Free pages of each rank."""
+        """Pages of each rank that are not used."""
         return tuple(map(len, self._free))
 
     @property
     def available(self) -> int:
-        """Free pages of all ranks that are promised to nobody."""
-        return sum(self.free) - sum(map(self._owed, self._requests.values()))
+        """Pages of all ranks that are neither used nor promised."""
+        anywhere = (self._owed(one) for one in self._requests.values() if one.fixed is None)
+        return sum(self.free) - sum(self._fixed) - sum(anywhere)
 
     @property
     def requests(self) -> tuple[int, ...]:
@@ -129,9 +207,41 @@ class Pages:
         """Tokens that a request may grow to."""
         return self._find(request).promised
 
+    def table(self, request: int, rank: int) -> Table:
+        """A request's blocks on a rank."""
+        return self._find(request).tables[rank]
+
     def blocks(self, request: int) -> tuple[Block, ...]:
         """A request's blocks, ascending; they cover its tokens."""
-        return tuple(self._find(request).blocks)
+        found = [
+            Block(rank, *block)
+            for rank, table in enumerate(self._find(request).tables)
+            for block in zip(table.pages, table.starts, table.lengths, strict=True)
+        ]
+        return tuple(sorted(found, key=lambda block: block.start))
+
+    def pieces(self, request: int, start: int = 0) -> list[Piece]:
+        """Where a request's tokens from `start` on are, ascending."""
+        found = []
+        for block in self.blocks(request):
+            skipped = max(0, start - block.start)
+            if skipped < block.length:
+                found.append(Piece(block.rank, block.page, skipped, block.start + skipped, block.length - skipped))
+        return found
+
+    def stretches(self, request: int, start: int = 0) -> list[Stretch]:
+        """The ranks of a request's tokens from `start` on, ascending; neighbours are on different ranks."""
+        found, begin = [], 0
+        for rank, stop in self._find(request).stretches:
+            if stop > start:
+                found.append(Stretch(rank, max(begin, start), stop))
+            begin = stop
+        return found
+
+    def are_alike(self, requests: Sequence[int]) -> bool:
+        """Whether requests are equally long and have each token on the same rank."""
+        first, *others = map(self._find, requests)
+        return all(first.length == other.length and first.stretches == other.stretches for other in others)
 
     def join(self, reserve: int, first: int = 0) -> int:
         """Lets a request in.
@@ -147,9 +257,45 @@ class Pages:
             ValueError: reserve or first is out of range.
             CacheFull: There is no room for so many tokens now.
         """
-        if reserve < 1 or first < 0:
-            raise ValueError(f"reserve must be at least 1 and first at least 0, got {reserve} and {first}")
-        return self._admit(_Request(0, reserve, first, [], False), "a request")
+        self._check_reserve(reserve, first)
+        self._check_room(self._pages_of(reserve), "a request", reserve)
+        return self._admit(reserve, first).name
+
+    def join_alike(self, reserve: int, firsts: Sequence[int]) -> list[int]:
+        """Lets a batch of requests in, which are given room on the same ranks (Note [Reservations]).
+
+        Args:
+            reserve: Tokens that each may grow to, at least 1.
+            firsts: Tokens of padding in front of each.
+
+        Returns:
+            Their names.
+
+        Raises:
+            ValueError: reserve or one of firsts is out of range, or there are none.
+            CacheFull: There is no room for so many tokens now.
+        """
+        if not firsts:
+            raise ValueError("firsts must have one number per request, got none; give 0 for a request without padding")
+        for first in firsts:
+            self._check_reserve(reserve, first)
+        batch, pages = len(firsts), self._pages_of(reserve)
+        self._check_room(batch * pages, f"a batch of {batch} requests", reserve)
+        room = [there // batch for there in self._anywhere()]
+        if pages > sum(room):
+            raise CacheFull(
+                f"a batch of {batch} requests of up to {reserve} tokens needs {pages} pages of {self.page_size} for each "
+                f"of them on the same ranks, got {room} by rank; wait until others leave, reserve less, use smaller "
+                "pages, or give the cache more memory"
+            )
+        shares = self._share(pages, room)
+        names = []
+        for first in firsts:
+            one = self._admit(reserve, first)
+            one.fixed = list(shares)
+            names.append(one.name)
+        self._fixed = [promised + batch * share for promised, share in zip(self._fixed, shares, strict=True)]
+        return names
 
     def fork(self, request: int, length: int | None = None, reserve: int | None = None) -> int:
         """Lets a request in that begins like another one and shares its pages.
@@ -159,6 +305,9 @@ class Pages:
             length: How many of its tokens to share; None: all.
             reserve: Tokens the new one may grow to; None: as many as the other one.
 
+        Returns:
+            Its name.
+
         Raises:
             ValueError: length or reserve is out of range.
             CacheFull: There is no room for what it may add.
@@ -166,159 +315,384 @@ class Pages:
         parent = self._find(request)
         length = parent.length if length is None else length
         reserve = parent.promised if reserve is None else reserve
-        if not 0 <= length <= parent.length or reserve < max(length, 1):
+        if not 0 <= length <= parent.length or not max(length, 1) <= reserve <= LONGEST:
             raise ValueError(
-                f"length must be from 0 to the {parent.length} tokens there are and reserve at least as long, got {length} and {reserve}"
+                f"length must be from 0 to the {parent.length} tokens there are and reserve at least as long, "
+                f"got {length} and {reserve}; share fewer tokens or reserve more"
             )
-        blocks = [replace(block, length=min(block.length, length - block.start)) for block in parent.blocks if block.start < length]
-        child = self._admit(_Request(length, reserve, parent.first, blocks, False), "a fork")
-        for block in blocks:
-            self._users[block.rank][block.page] += 1
-        return child
+        self._check_room(self._pages_of(reserve - length), "a fork", reserve)
+        child = self._admit(reserve, parent.first)
+        child.length, child.stretches = length, _cut(parent.stretches, length)
+        for rank, table in enumerate(parent.tables):
+            kept = child.tables[rank] = table.head(bisect_left(table.starts, length))
+            if kept and kept.starts[-1] + kept.lengths[-1] > length:
+                kept.lengths[-1] = length - kept.starts[-1]
+            self._use(parent, rank, kept, 0, len(kept))
+        return child.name
 
-    def crop(self, request: int, length: int) -> None:
+    def crop(self, request: int, length: int, reserve: int | None = None) -> None:
         """Forgets a request's last tokens.
 
         Args:
             request: Which one.
             length: Tokens to keep.
+            reserve: Tokens it may grow to from now on, not more than before; None: as before.
 
         Raises:
-            ValueError: There are fewer tokens, or length is negative.
+            ValueError: There are fewer tokens, or reserve is out of range.
+            CacheFull: What it gives up is shared, so that there is no room to grow as far again (Note [Reservations]).
         """
-        found = self._find(request)
-        if not 0 <= length <= found.length:
-            raise ValueError(f"length must be from 0 to the {found.length} tokens there are, got {length}")
-        last = found.blocks[-1] if found.blocks else None
-        while found.blocks and found.blocks[-1].start >= length:
-            self._drop(found.blocks.pop())
-        if found.blocks and found.blocks[-1].stop > length:
-            found.blocks[-1] = replace(found.blocks[-1], length=length - found.blocks[-1].start)
-        # rows behind a cut may be seen by forks: only the page that was open stays so, and only while nobody shares it
-        kept = found.blocks[-1] if found.blocks else None
-        same = kept is not None and last is not None and (kept.rank, kept.page) == (last.rank, last.page)
-        shared = kept is not None and self._users[kept.rank][kept.page] > 1
-        was_cut = length < found.length
-        found.open = found.open and same and not (shared and was_cut)
-        found.length = length
+        one = self._find(request)
+        reserve = one.promised if reserve is None else reserve
+        if not 0 <= length <= one.length or not max(length, 1) <= reserve <= one.promised:
+            raise ValueError(
+                f"length must be from 0 to the {one.length} tokens there are and reserve from there to the {one.promised} "
+                f"that were reserved, got {length} and {reserve}; nothing grows by cropping"
+            )
+        kept = [bisect_left(table.starts, length) for table in one.tables]
+        freed = [
+            sum(self._users[rank][page] == 1 for page in table.pages[blocks:])
+            for rank, (table, blocks) in enumerate(zip(one.tables, kept, strict=True))
+        ]
+        stretches = _cut(one.stretches, length)
+        room = 0
+        if stretches:
+            last = stretches[-1][0]
+            table, block = one.tables[last], kept[last] - 1
+            room = self._room_behind(one, last, table.pages[block], length - table.starts[block])
+        more = self._pages_of(reserve - length - room) - self._owed(one)
+        there = self.available + sum(freed)
+        if more > there:
+            raise CacheFull(
+                f"request {request} gives up pages that others use when it is cropped to {length} tokens, and to grow to "
+                f"{reserve} again needs {more} pages more, got {there} that are neither used nor promised; "
+                "crop less, wait until the others leave, or reserve less by crop(..., reserve=)"
+            )
+        self.changes += 1
+        for rank, (table, blocks) in enumerate(zip(one.tables, kept, strict=True)):
+            for page in reversed(table.pages[blocks:]):
+                self._drop(one, rank, page)
+            table.cut(blocks)
+        if stretches:
+            table = one.tables[stretches[-1][0]]
+            table.lengths[-1] = length - table.starts[-1]
+        one.length, one.promised, one.stretches = length, reserve, stretches
+        if one.fixed is not None:
+            self._fix(one.fixed, more, freed)
 
     def leave(self, request: int) -> None:
         """Lets a request go; pages that nobody else uses are free again."""
-        for block in self._find(request).blocks:
-            self._drop(block)
+        one = self._find(request)
+        self.changes += 1
+        for rank, table in enumerate(one.tables):
+            for page in reversed(table.pages):
+                self._drop(one, rank, page)
+            self._fixed[rank] -= 0 if one.fixed is None else one.fixed[rank]
         del self._requests[request]
 
-    def place(self, requests: Sequence[int], counts: Sequence[int], *, alike: bool = False, one_by_one: bool = False) -> list[list[Piece]]:
+    def place(
+        self, requests: Sequence[int], counts: Sequence[int], *, alike: bool = False, one_by_one: bool = False
+    ) -> None:
         """Makes room for new tokens of requests.
 
         Args:
             requests: Which ones, each once.
             counts: New tokens of each.
-            alike: All requests' tokens go to the same ranks: they have the same length and get equally many.
+            alike: Each new token is on the same rank for all requests, which are equally long and get equally many.
             one_by_one: Tokens of a decoding step, which every rank computes: they go where most pages are free.
 
-        Returns:
-            The pieces of each request, ascending.
-
         Raises:
-            ValueError: A request would outgrow its reservation, occurs twice, or they are not alike.
-            CacheFull: alike: no rank has a page for each of the requests.
+            ValueError: A request is not here, would outgrow its reservation, occurs twice, or they are not alike.
+            CacheFull: alike: ranks do not have a page for each of the requests. Never of requests that joined alike and
+                were always placed alike.
         """
-        if len(set(requests)) != len(requests) or len(counts) != len(requests) or min(counts, default=1) < 1:
-            raise ValueError(f"requests must occur once each, with at least one new token, got {requests} and {counts}")
+        if not requests or len(set(requests)) != len(requests) or len(counts) != len(requests) or min(counts) < 1:
+            raise ValueError(
+                f"requests must occur once each, with at least one new token, got {list(requests)} and {list(counts)}; "
+                "name each once and give each its number of new tokens"
+            )
         found = [self._find(request) for request in requests]
-        for request, one, new in zip(requests, found, counts, strict=True):
+        for one, new in zip(found, counts, strict=True):
             if one.length + new > one.promised:
                 raise ValueError(
-                    f"request {request} must stay within the {one.promised} tokens it reserved, got {one.length} and {new} more; "
-                    "reserve more when it joins"
+                    f"request {one.name} must stay within the {one.promised} tokens it reserved, got {one.length} and "
+                    f"{new} more; reserve more when it joins"
                 )
-        if alike:
-            if len(set(counts)) != 1 or len({one.length for one in found}) != 1:
-                raise ValueError(
-                    f"requests must be equally long to be placed alike, got lengths {[one.length for one in found]} and {list(counts)} more"
-                )
-            return self._place(found, counts[0], one_by_one)
-        return [self._place([one], new, one_by_one)[0] for one, new in zip(found, counts, strict=True)]
+        if alike and len(found) > 1:
+            self._place_alike(found, counts, one_by_one)
+            return
+        for one, new in zip(found, counts, strict=True):
+            room = self._room(one)
+            if new <= room:
+                self._append(one, new)
+                continue
+            there = self._anywhere() if one.fixed is None else one.fixed
+            dealt = self._deal(self._pages_of(new - room), there, one_by_one)
+            self._append(one, room)
+            self._open(one, new - room, dealt)
 
-    def _place(self, group: list[_Request], new: int, one_by_one: bool) -> list[list[Piece]]:
-        pieces: list[list[Piece]] = [[] for _ in group]
-        ends = {(one.blocks[-1].rank, one.blocks[-1].length) if one.open else None for one in group}
-        end = ends.pop() if len(ends) == 1 else None
-        if end is None and len(group) > 1:
-            for one in group:
-                one.open = False
-        room = 0 if end is None else self.page_size - end[1]
-        if room:
-            for one, mine in zip(group, pieces, strict=True):
-                last = one.blocks[-1]
-                here = min(room, new)
-                mine.append(Piece(last.rank, last.page, last.length, last.stop, here))
-                one.blocks[-1] = replace(last, length=last.length + here)
-                one.length += here
-        left = new - min(room, new)
-        for rank in self._deal(-(-left // self.page_size), len(group), one_by_one):
-            here = min(left, self.page_size)
-            left -= here
-            for one, mine in zip(group, pieces, strict=True):
-                page = self._free[rank].pop()
-                self._users[rank][page] = 1
-                one.blocks.append(Block(rank, page, one.length, here))
-                mine.append(Piece(rank, page, 0, one.length, here))
-                one.length += here
-                one.open = True
-        return pieces
+    def reorder(self, requests: Sequence[int], index: Sequence[int]) -> list[Move]:
+        """Makes request i of a batch what request index[i] of it was, as beam search wants; names and reservations stay.
 
-    def _deal(self, pages: int, each: int, one_by_one: bool) -> list[int]:
-        """The rank of each new page, in order (Note [Even work])."""
-        room = [len(free) // each for free in self._free]
-        if pages > sum(room):
-            raise CacheFull(
-                f"{pages} pages must be free for each of {each} requests on the same ranks, got {room} by rank; "
-                "let fewer requests begin at once"
+        Full pages are shared. The last page of each request is its own, so that all can go on: its rows are to be moved.
+
+        Args:
+            requests: A batch that is alike, and whose last pages are filled alike and used by one request each: what
+                joined alike and was only placed alike, cropped alike and reordered.
+            index: For each the place in `requests` of the one that it becomes.
+
+        Returns:
+            What must be moved, all at once: a page may be both source and target.
+
+        Raises:
+            ValueError: index is out of range, or the requests are not so.
+        """
+        found = [self._find(request) for request in requests]
+        if len(index) != len(found) or not all(0 <= i < len(found) for i in index) or len(set(requests)) != len(found):
+            raise ValueError(
+                f"index must name one of {len(found)} different requests for each of them, got {list(index)} for "
+                f"{list(requests)}; give a place in the batch for each"
             )
+        ends = [end for one in found if (end := self._end(one)) is not None]
+        partial = any(rows < self.page_size for _, _, rows in ends)
+        alone = not partial or all(self._users[rank][page] == 1 for rank, page, _ in ends)
+        if not alone or len({rows for _, _, rows in ends}) > 1 or (found and not self.are_alike(requests)):
+            raise ValueError(
+                f"requests must have joined alike and grown alike to be reordered, got {list(requests)} that are not; "
+                "let them in by join_alike, or fork one by one"
+            )
+        self.changes += 1
+        before = [([table.head(len(table)) for table in one.tables], one.first) for one in found]
+        common = [
+            [_common(mine, his) for mine, his in zip(before[i][0], before[j][0], strict=True)]
+            for i, j in enumerate(index)
+        ]
+        last = ends[0][0] if partial else None
+        # all take before any gives up: what stays in use must not become free in between
+        for one, source, same in zip(found, index, common, strict=True):
+            tables, one.first = before[source]
+            one.tables = [table.head(len(table)) for table in tables]
+            for rank, (table, begin) in enumerate(zip(tables, same, strict=True)):
+                self._use(found[source], rank, table, begin, len(table) - (rank == last))
+        moves = []
+        for i, (one, source, same) in enumerate(zip(found, index, common, strict=True)):
+            for rank, (table, begin) in enumerate(zip(before[i][0], same, strict=True)):
+                for page in reversed(table.pages[begin : len(table) - (rank == last)]):
+                    self._drop(one, rank, page)
+            if partial:
+                rank, page, rows = ends[i]
+                one.tables[rank].pages[-1] = page
+                if source != i:
+                    moves.append(Move(rank, ends[source][1], page, rows))
+        return moves
+
+    def _place_alike(self, group: list[_Request], counts: Sequence[int], one_by_one: bool) -> None:
+        if len(set(counts)) != 1 or not self.are_alike([one.name for one in group]):
+            raise ValueError(
+                f"requests must be equally long, on the same ranks, and get equally many tokens to be placed alike, got "
+                f"lengths {[one.length for one in group]} and {list(counts)} more; place them without alike"
+            )
+        new = counts[0]
+        rooms = {self._room(one) for one in group}
+        # ends that differ are left as they are: all go on in new pages
+        room = rooms.pop() if len(rooms) == 1 else 0
+        here = min(room, new)
+        pages = self._pages_of(new - here)
+        if not pages:
+            for one in group:
+                self._append(one, here)
+            return
+        there = self._anywhere()
+        anywhere = [one for one in group if one.fixed is None]
+        limits = [one.fixed for one in group if one.fixed is not None]
+        if anywhere:
+            limits.append([max(0, x) // len(anywhere) for x in there])
+        limit = [min(column) for column in zip(*limits, strict=True)]
+        spare = pages * self.page_size - (new - here)
+        after = self._pages_of
+        more = sum(pages + after(one.promised - one.length - new - spare) - self._owed(one) for one in anywhere)
+        if pages > sum(limit) or more > self.available:
+            raise CacheFull(
+                f"{pages} pages must be free for each of {len(group)} requests on the same ranks, got {limit} by rank"
+                f"{f' and {self.available} in all for {more} beyond those promised' if more > 0 else ''}; "
+                "let them join by join_alike, place them without alike, or let fewer requests in"
+            )
+        dealt = self._deal(pages, limit, one_by_one)
+        for one in group:
+            self._append(one, here)
+            self._open(one, new - here, dealt)
+
+    def _use(self, one: _Request, rank: int, table: Table, begin: int, end: int) -> None:
+        """Counts one user more of the pages of blocks begin .. end - 1, which are those of a request (Note [Who writes])."""
+        users, writer, seen = self._users[rank], self._writer[rank], self._seen[rank]
+        for page, rows in zip(table.pages[begin:end], table.lengths[begin:end], strict=True):
+            before = users[page]
+            users[page] = before + 1
+            if before == 1:
+                writer[page], seen[page] = one.name, rows
+            elif seen[page] < rows:
+                seen[page] = rows
+
+    def _append(self, one: _Request, new: int) -> None:
+        """Adds tokens to the page that a request writes."""
+        if not new:
+            return
+        rank, stop = one.stretches[-1]
+        one.tables[rank].lengths[-1] += new
+        one.length += new
+        one.stretches[-1] = (rank, stop + new)
+
+    def _open(self, one: _Request, new: int, dealt: Sequence[tuple[int, int]]) -> None:
+        """Adds tokens in new pages: so many of each rank, in this order."""
+        for rank, pages in dealt:
+            here = min(new, pages * self.page_size)
+            new -= here
+            free, table = self._free[rank], one.tables[rank]
+            opened = free[: -pages - 1 : -1]
+            del free[-pages:]
+            users, writer = self._users[rank], self._writer[rank]
+            for page in opened:
+                users[page] = 1
+                writer[page] = one.name
+            table.pages.extend(opened)
+            table.starts.extend(range(one.length, one.length + here, self.page_size))
+            table.lengths.extend([self.page_size] * (pages - 1))
+            table.lengths.append(here - (pages - 1) * self.page_size)
+            one.length += here
+            if one.stretches and one.stretches[-1][0] == rank:
+                one.stretches.pop()
+            one.stretches.append((rank, one.length))
+            if one.fixed is not None:
+                one.fixed[rank] -= pages
+                self._fixed[rank] -= pages
+
+    def _deal(self, pages: int, room: Sequence[int], one_by_one: bool) -> list[tuple[int, int]]:
+        """The ranks of new pages, in order, as (rank, so many) (Note [Even work])."""
+        assert pages <= sum(room), f"{pages} promised pages must be there, got {list(room)}"
         if one_by_one:
-            order = []
+            left, dealt = list(room), []
             for _ in range(pages):
-                rank = max(range(self.world_size), key=lambda r: (room[r], -r))
-                room[rank] -= 1
-                order.append(rank)
-            return order
-        share = [0] * self.world_size
-        while sum(share) < pages:
-            # the rank with fewest so far, of those the emptiest
-            rank = min((r for r in range(self.world_size) if share[r] < room[r]), key=lambda r: (share[r], share[r] - room[r], r))
-            share[rank] += 1
+                rank = max(range(self.world_size), key=left.__getitem__)
+                left[rank] -= 1
+                dealt.append((rank, 1))
+            return dealt
+        share = self._share(pages, room)
         up = [(held + 1) // 2 for held in share]
         ranks = range(self.world_size)
-        return [r for r in ranks for _ in range(up[r])] + [r for r in reversed(ranks) for _ in range(share[r] - up[r])]
+        order = [(r, up[r]) for r in ranks] + [(r, share[r] - up[r]) for r in reversed(ranks)]
+        return [(rank, held) for rank, held in order if held]
+
+    def _share(self, pages: int, room: Sequence[int]) -> list[int]:
+        """How many pages each rank gets: equally many as far as there is room, the odd ones where it is emptiest."""
+        share = [0] * self.world_size
+        while pages:
+            ranks = [rank for rank in range(self.world_size) if share[rank] < room[rank]]
+            each = pages // len(ranks)
+            if not each:
+                for rank in sorted(ranks, key=lambda r: (share[r] - room[r], r))[:pages]:
+                    share[rank] += 1
+                return share
+            for rank in ranks:
+                more = min(each, room[rank] - share[rank])
+                share[rank] += more
+                pages -= more
+        return share
+
+    def _anywhere(self) -> list[int]:
+        """Free pages of each rank that are not promised on it."""
+        return [len(free) - fixed for free, fixed in zip(self._free, self._fixed, strict=True)]
+
+    def _fix(self, fixed: list[int], more: int, freed: Sequence[int]) -> None:
+        """Changes what is promised rank by rank: pages that became free first, then where most are."""
+        for rank, pages in enumerate(freed):
+            here = max(0, min(pages, more))
+            fixed[rank] += here
+            self._fixed[rank] += here
+            more -= here
+        while more:
+            there = self._anywhere() if more > 0 else fixed
+            rank, step = max(range(self.world_size), key=there.__getitem__), 1 if more > 0 else -1
+            fixed[rank] += step
+            self._fixed[rank] += step
+            more -= step
+
+    def _pages_of(self, tokens: int) -> int:
+        return max(0, -(-tokens // self.page_size))
+
+    def _end(self, one: _Request) -> tuple[int, int, int] | None:
+        """The rank, page and rows of a request's last block."""
+        if not one.stretches:
+            return None
+        rank = one.stretches[-1][0]
+        return rank, one.tables[rank].pages[-1], one.tables[rank].lengths[-1]
+
+    def _room(self, one: _Request) -> int:
+        """Tokens that a request may add to its last page (Note [Who writes])."""
+        end = self._end(one)
+        return 0 if end is None else self._room_behind(one, *end)
+
+    def _room_behind(self, one: _Request, rank: int, page: int, rows: int) -> int:
+        """What `_room` is when a request's last block is this one."""
+        if self._users[rank][page] > 1 and (self._writer[rank][page] != one.name or rows < self._seen[rank][page]):
+            return 0
+        return self.page_size - rows
 
     def _owed(self, one: _Request) -> int:
         """Pages that a request may still open."""
-        last = one.blocks[-1] if one.blocks and one.open else None
-        room = 0 if last is None else self.page_size - last.length
-        return max(0, -(-(one.promised - one.length - room) // self.page_size))
+        return self._pages_of(one.promised - one.length - self._room(one))
 
-    def _admit(self, one: _Request, what: str) -> int:
-        needed, there = self._owed(one), self.available
+    def _check_reserve(self, reserve: int, first: int) -> None:
+        if not 1 <= reserve <= LONGEST or not 0 <= first <= reserve:
+            raise ValueError(
+                f"reserve must be from 1 to {LONGEST} tokens and first from 0 to reserve, got {reserve} and {first}; "
+                "reserve the prompt and all that may follow"
+            )
+
+    def _check_room(self, needed: int, what: str, reserve: int) -> None:
+        there = self.available
         if needed > there:
+            size = f" ({needed * self._page_bytes} bytes)" if self._page_bytes else ""
             raise CacheFull(
-                f"{what} of up to {one.promised} tokens needs {needed} pages of {self.page_size}, got {there} of "
+                f"{what} of up to {reserve} tokens needs {needed} pages of {self.page_size}{size}, got {there} of "
                 f"{self.pages * self.world_size} on {self.world_size} ranks that are neither used nor promised; "
                 "wait until others leave, reserve less, or give the cache more memory"
             )
-        name = next(self._names)
-        self._requests[name] = one
-        return name
 
-    def _drop(self, block: Block) -> None:
-        users = self._users[block.rank]
-        users[block.page] -= 1
-        if users[block.page] == 0:
-            self._free[block.rank].append(block.page)
+    def _admit(self, reserve: int, first: int) -> _Request:
+        name = next(self._names)
+        one = _Request(name, reserve, first, 0, [Table() for _ in range(self.world_size)])
+        self._requests[name] = one
+        return one
+
+    def _drop(self, one: _Request, rank: int, page: int) -> None:
+        users, writer = self._users[rank], self._writer[rank]
+        users[page] -= 1
+        if writer[page] == one.name:
+            writer[page] = -1
+        if users[page] == 0:
+            self._free[rank].append(page)
 
     def _find(self, request: int) -> _Request:
         found = self._requests.get(request)
         if found is None:
-            raise ValueError(f"request must be one of those that joined and have not left, got {request}")
+            raise ValueError(
+                f"request must be one of those that joined and have not left, got {request!r}; let it join first"
+            )
         return found
+
+
+def _cut(stretches: Sequence[tuple[int, int]], length: int) -> list[tuple[int, int]]:
+    """The stretches of the first tokens."""
+    if not length:
+        return []
+    inside = bisect_right(stretches, length - 1, key=lambda stretch: stretch[1])
+    return [*stretches[:inside], (stretches[inside][0], length)]
+
+
+def _common(a: Table, b: Table) -> int:
+    """How many blocks two tables begin with in common, their last ones aside."""
+    low, high = 0, max(0, min(len(a), len(b)) - 1)
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if a.pages[low:middle] == b.pages[low:middle] else (low, middle - 1)
+    return low

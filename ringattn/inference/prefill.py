@@ -114,7 +114,8 @@ def resolve_moves(wanted: str, step: Step, call: Call, q: Tensor, fresh: bool) -
     keys = max(part.received_rows for part in call.plan("keys", nodes).ranks)
     per_key = cache.kv_heads * (d + cache.v_head_dim) * element
     queries = max(
-        part.received_rows * d * element + sum(send.num_rows for send in part.sends if send) * (cache.v_head_dim + 2) * wide
+        part.received_rows * d * element
+        + sum(send.num_rows for send in part.sends if send) * (cache.v_head_dim + 2) * wide
         for part in call.plan("queries").ranks
     )
     return "keys" if keys * per_key <= queries * h else "queries"
@@ -282,7 +283,9 @@ def _return(carry: Carry, s: int, seat: Seat, travel: Travel) -> Tensor:
     for peer, rows, part in landed:
         clear(stack[peer], b * s * h, dv)
         count = sum(length for _, length in rows)
-        for whole, some, shape in zip(views(stack[peer], b * s * h, dv), views(part, b * count * h, dv), ((), (), (dv,)), strict=True):
+        for whole, some, shape in zip(
+            views(stack[peer], b * s * h, dv), views(part, b * count * h, dv), ((), (), (dv,)), strict=True
+        ):
             target, source = whole.view(b, s, h, *shape), some.view(b, count, h, *shape)
             for x, y in zip(slices(target, 1, rows), source.split([length for _, length in rows], 1), strict=True):
                 x.copy_(y)

@@ -4,36 +4,49 @@ Owns `Step`, which is made once per call and serves all layers. Refuses to know 
 attention is computed (attention.py).
 
 Note [Two modes]
-    prefill: the rows of the new tokens are shared out. A rank computes the rows that it will keep, so their keys need not move to be
-        kept. Requests stand one after another in one virtual sequence, each a document: its tokens of before, then the new ones; what is
-        computed are rows of that sequence. A batch of equally long requests (`alike`) keeps its batch dimension instead.
+    prefill: the rows of the new tokens are shared out. A rank computes the rows that it will keep, so their keys need not move
+        to be kept. Requests stand one after another in one virtual sequence, each a document: its tokens of before, then the
+        new ones; what is computed are rows of that sequence. A batch of requests that are alike keeps its batch dimension
+        instead.
     decode: each request brings the same few tokens, every rank computes them all, and whoever keeps a token writes it.
+
+Note [One upload]
+    All that the device must know of a step is laid out in one piece of memory on the host and copied once; rows that can be
+    counted from blocks are counted on the device. Memory on the host is pinned and the copy asynchronous: torch keeps it until
+    the copy has been made.
+
+Note [Steps that stay]
+    A captured CUDA graph reads the addresses that it was captured with. A `StaticStep` has its tensors at fixed addresses and
+    in fixed shapes; the next tokens are said to it in place (`PagedKVCache.extend(..., into=step)`), in stream order, and a
+    graph that was captured with it then serves them. Rows of the batch that no request fills see nothing and are kept nowhere.
 """
 
 from __future__ import annotations
 
+from array import array
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ringattn.inference.pages import Block, Piece
-from ringattn.kernels.decode import PageTable
+from ringattn.inference.pages import Pages, Stretch, Table
+from ringattn.kernels.decode import MAX_TOKENS, PageTable
 from ringattn.layout import Run, Shard
-from ringattn.sharding import Sharding, positions_of
+from ringattn.sharding import Sharding
 
 if TYPE_CHECKING:
     from ringattn.inference.cache import PagedKVCache
 
-MOST_DECODED = 16
+MOST_DECODED = MAX_TOKENS
 """New tokens per request up to which a step may be one of decoding."""
+_WORD = 4  # bytes of an int32
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Step:
     """One call of a model, seen from this rank (Note [Two modes]).
 
@@ -47,14 +60,21 @@ class Step:
         batch: The model's batch: 1 when requests are packed, else one per request.
         rows: Rows per batch element that this rank computes; may be 0.
         positions: `batch rows` int64 on the device: the place of each row in its request, which is what rotary embeddings want.
-        taken: `rows` int64 on the device: which of the new tokens this rank computes, packed one request after another (for a batch: of each request).
+        taken: `rows` int64 on the device: which of the new tokens this rank computes, packed one request after another (for a
+            batch: of each request).
         slots: `batch rows` int64 on the device: page * page_size + row where a row's keys are kept here; -1: on another rank.
-        last_rows: Where the last new token of each request is among this rank's rows, as (batch element, row), or None on other ranks.
+        last_rows: Where the last new token of each request is among this rank's rows, as (batch element, row), or None on other
+            ranks.
         sharding: prefill: who computes which rows of the virtual sequence.
         kv_sharding: prefill: who keeps which.
         kept_slots: prefill: `batch t` int64 on the device: where the keys of kv_sharding's rows of this rank are.
         table: decode: the blocks of this rank.
-        met: Not empty once ranks have compared the step.
+        positions32: decode: positions as int32, contiguous.
+        starts: decode: `batch rows` int32 on the device: the first token that each row may see.
+        ends: decode: `batch rows` int32 on the device: tokens of the row's request.
+        memo: What is worked out once for all layers.
+        known: How many changes the cache had seen when the step was last found to be in place (`Pages.changes`).
+        met: Ranks have compared the step, as far as they do (accord.py).
         calls: What was decided about calls with this step, by their options and shapes (attention.py).
     """
 
@@ -74,9 +94,13 @@ class Step:
     kv_sharding: Sharding | None = None
     kept_slots: Tensor | None = None
     table: PageTable | None = None
-    met: list[bool] = field(default_factory=list, repr=False)
-    calls: dict[object, Any] = field(default_factory=dict, repr=False)
+    positions32: Tensor | None = None
+    starts: Tensor | None = None
+    ends: Tensor | None = None
     memo: dict[object, tuple[Tensor, Tensor]] = field(default_factory=dict, repr=False)
+    known: int = -1
+    met: bool = False
+    calls: dict[object, Any] = field(default_factory=dict, repr=False)
 
     @property
     def moved(self) -> tuple[str, ...]:
@@ -87,77 +111,259 @@ class Step:
         """This rank's rows of the new tokens.
 
         Args:
-            tokens: All new tokens: of a packed prefill one request after another in `dim`; otherwise one request per batch element.
+            tokens: All new tokens: of a packed prefill one request after another in `dim`; otherwise one request per batch
+                element.
             dim: Where they are.
         """
         return tokens if self.mode == "decode" else tokens.index_select(dim, self.taken.to(tokens.device))
 
-    @cached_property
+    @property
     def seen_from(self) -> Tensor:
         """Decode: `batch rows` int32 on the device: the first token that each row may see."""
-        firsts = torch.tensor(self.firsts, dtype=torch.int32).unsqueeze(1).expand(-1, self.rows)
-        return firsts.to(self.positions.device)
+        assert self.starts is not None, "rows of a prefill see documents"
+        return self.starts
 
     def bounds(self, causal: bool, window: tuple[int | None, int | None] | None) -> tuple[Tensor, Tensor]:
-        """Decode: what each row sees, lo <= position < hi, as `batch rows` int32 on the device; kept for all layers that ask alike."""
+        """Decode: what each row sees, lo <= position < hi, as `batch rows` int32 on the device; found once for all layers."""
         known = self.memo.get((causal, window))
         if known is None:
-            here = self.positions.to(torch.int32)
-            ends = torch.tensor(self.lengths, dtype=torch.int32, device=here.device).unsqueeze(1)
-            left, right = (None, None) if window is None else window
-            lo = self.seen_from if left is None else torch.maximum(self.seen_from, here - left)
-            hi = torch.minimum(ends, here + 1) if causal else ends.expand_as(here)
-            hi = hi if right is None else torch.minimum(hi, here + right + 1)
-            known = lo.contiguous(), torch.maximum(lo, hi).contiguous()
-            self.memo[causal, window] = known
+            known = self.memo[causal, window] = self._empty_bounds()
+            self._find_bounds(causal, window, *known)
+        return known
+
+    def _empty_bounds(self) -> tuple[Tensor, Tensor]:
+        return torch.empty_like(self.seen_from), torch.empty_like(self.seen_from)
+
+    def _find_bounds(self, causal: bool, window: tuple[int | None, int | None] | None, lo: Tensor, hi: Tensor) -> None:
+        here, ends = self.positions32, self.ends
+        assert here is not None, "rows of a prefill see documents"
+        assert ends is not None, "rows of a prefill see documents"
+        left, right = (None, None) if window is None else window
+        right = 0 if causal and (right is None or right > 0) else right
+        if left is None:
+            lo.copy_(self.seen_from)
+        else:
+            torch.maximum(self.seen_from, here - left, out=lo)
+        if right is None:
+            hi.copy_(ends)
+        else:
+            torch.minimum(ends, here + (right + 1), out=hi)
+        torch.maximum(lo, hi, out=hi)
+
+
+class StaticStep(Step):
+    """A step of decoding whose tensors stay where they are (Note [Steps that stay]); made by `PagedKVCache.static_step`.
+
+    Attributes:
+        max_tokens: The longest request that it serves.
+        max_blocks: Blocks of a request on one rank that it has room for.
+    """
+
+    max_tokens: int
+    max_blocks: int
+    _inbox: Tensor
+    _blocks: Tensor
+    _found: dict[tuple[bool, tuple[int | None, int | None] | None], tuple[Tensor, Tensor]]
+    _fresh: set[object]
+
+    @classmethod
+    def make(cls, cache: PagedKVCache, batch: int, new: int, max_tokens: int, max_blocks: int) -> StaticStep:
+        """A step without requests.
+
+        Args:
+            cache: Whose.
+            batch: Requests at most.
+            new: New tokens of each.
+            max_tokens: See the class.
+            max_blocks: See the class.
+        """
+        places = _Places(batch, new)
+        inbox = torch.zeros(places.words(max_blocks), dtype=torch.int32, device=cache.device)
+        blocks = torch.zeros(3, batch, max_blocks, dtype=torch.int32, device=cache.device)
+        step = cls(cache, "decode", (), (), (), (), batch, new, **places.view(inbox, blocks), last_rows=())
+        step.max_tokens, step.max_blocks = max_tokens, max_blocks
+        step._inbox, step._blocks, step._found, step._fresh = inbox, blocks, {}, set()
+        step.slots.fill_(-1)
+        return step
+
+    def check(self, requests: Sequence[int], counts: Sequence[int]) -> None:
+        """Refuses what does not fit, before room is made for it."""
+        books, new = self.cache.pages, self.rows
+        if len(requests) > self.batch or any(x != new for x in counts):
+            raise ValueError(
+                f"a static step must be given at most {self.batch} requests with {new} new tokens each, got "
+                f"{len(requests)} with {list(counts)}; make one of another shape, or extend without into"
+            )
+        for request in requests:
+            length = books.length(request) + new
+            blocks = max(len(books.table(request, rank)) for rank in range(books.world_size))
+            most = blocks + -(-new // books.page_size)
+            if length > self.max_tokens or most > self.max_blocks:
+                raise ValueError(
+                    f"a static step must be given requests of at most {self.max_tokens} tokens in {self.max_blocks} "
+                    f"blocks of each rank, got request {request} with {length} in up to {most}; make one with more "
+                    "max_tokens or max_blocks, or extend without into"
+                )
+
+    def refill(self, requests: Sequence[int], counts: Sequence[int]) -> None:
+        """Says the next tokens, for which room was made, in place."""
+        cache, books = self.cache, self.cache.pages
+        self.requests, self.counts = tuple(requests), tuple(counts)
+        self.lengths = tuple(map(books.length, requests))
+        self.firsts = tuple(map(books.first, requests))
+        self.last_rows = tuple((i, self.rows - 1) for i in range(len(requests)))
+        self.known, self.met = books.changes, False
+        places = _Places(self.batch, self.rows)
+        tables = [books.table(request, cache.ring.rank) for request in requests]
+        columns = max(map(len, tables), default=0)
+        _upload(places.fill(books, tables, self.lengths, self.firsts, columns), self._inbox)
+        if columns:
+            begin = places.words(0)
+            packed = self._inbox[begin : begin + 3 * self.batch * columns]
+            self._blocks[:, :, :columns].copy_(packed.view(3, self.batch, columns))
+        for (causal, window), found in self._found.items():
+            self._find_bounds(causal, window, *found)
+        self._fresh = set(self._found)
+
+    def bounds(self, causal: bool, window: tuple[int | None, int | None] | None) -> tuple[Tensor, Tensor]:
+        """As `Step.bounds`, at fixed addresses.
+
+        What was asked for once is worked out again whenever the step is said anew, so a graph that is captured afterwards need
+        not do it. A graph that is captured before does it by itself.
+        """
+        known = self._found.get((causal, window))
+        if known is None:
+            known = self._found[causal, window] = self._empty_bounds()
+        if (causal, window) not in self._fresh:
+            self._find_bounds(causal, window, *known)
+            # nothing runs in a capture
+            if not torch.cuda.is_current_stream_capturing():
+                self._fresh.add((causal, window))
         return known
 
 
-def make_step(cache: PagedKVCache, requests: Sequence[int], counts: Sequence[int], pieces: Sequence[Sequence[Piece]], mode: Literal["prefill", "decode"], alike: bool) -> Step:
+class _Places(NamedTuple):
+    """Where the integers of a decode step are in its one upload (Note [One upload]); in words of 4 bytes."""
+
+    batch: int
+    new: int
+
+    def words(self, columns: int) -> int:
+        """Words of a step with so many columns of blocks, which come last."""
+        return 7 * self.rows + self.batch + 3 * self.batch * columns
+
+    @property
+    def rows(self) -> int:
+        """Rows of the step."""
+        return self.batch * self.new
+
+    def view(self, x: Tensor, blocks: Tensor | None = None) -> dict[str, Tensor]:
+        """The tensors of a step, as parts of an upload; blocks: where the table is, if not there."""
+        rows, batch = self.rows, self.batch
+        if blocks is None:
+            begin = self.words(0)
+            blocks = x[begin:].view(3, batch, -1)
+        longs = x[: 4 * rows].view(torch.int64).view(2, batch, self.new)
+        ints = x[4 * rows : 7 * rows].view(3, batch, self.new)
+        counts = x[7 * rows : 7 * rows + batch]
+        return {
+            "positions": longs[0],
+            "slots": longs[1],
+            "positions32": ints[0],
+            "starts": ints[1],
+            "ends": ints[2],
+            "table": PageTable(blocks[0], blocks[1], blocks[2], counts),
+            "taken": torch.arange(self.new, device=x.device),
+        }
+
+    def fill(
+        self, books: Pages, tables: Sequence[Table], lengths: Sequence[int], firsts: Sequence[int], columns: int
+    ) -> bytearray:
+        """The upload: rows of requests that are not given see nothing and are kept nowhere."""
+        new, rows, size = self.new, self.rows, books.page_size
+        data = bytearray(_WORD * self.words(columns))
+        longs, ints = memoryview(data)[: 4 * _WORD * rows].cast("q"), memoryview(data).cast("i")
+        longs[rows : 2 * rows] = array("q", (-1,)) * rows
+        at_counts, at_blocks = 7 * rows, self.words(0)
+        width = self.batch * columns
+        for i, (table, length, first) in enumerate(zip(tables, lengths, firsts, strict=True)):
+            before, row = length - new, i * new
+            for x in range(new):
+                longs[row + x] = ints[4 * rows + row + x] = before + x
+                ints[5 * rows + row + x] = first
+                ints[6 * rows + row + x] = length
+            blocks = ints[at_counts + i] = len(table)
+            begin = at_blocks + i * columns
+            ints[begin : begin + blocks] = table.pages
+            ints[begin + width : begin + width + blocks] = table.starts
+            ints[begin + 2 * width : begin + 2 * width + blocks] = table.lengths
+            for block in range(blocks - 1, -1, -1):
+                start = table.starts[block]
+                stop = start + table.lengths[block]
+                if stop <= before:
+                    break
+                for token in range(max(start, before), stop):
+                    longs[rows + row + token - before] = table.pages[block] * size + token - start
+        return data
+
+
+def make_step(
+    cache: PagedKVCache, requests: Sequence[int], counts: Sequence[int], mode: Literal["prefill", "decode"], alike: bool
+) -> Step:
     """The step that brings tokens for which room was made.
 
     Args:
         cache: Where to.
         requests: Who brings tokens.
         counts: How many each.
-        pieces: Where each request's new tokens go.
         mode: How they are computed.
         alike: prefill: the requests keep a batch dimension.
     """
-    books, rank = cache.pages, cache.ring.rank
+    books = cache.pages
     lengths = tuple(map(books.length, requests))
     firsts = tuple(map(books.first, requests))
-    blocks = [books.blocks(request) for request in requests]
     common = (cache, mode, tuple(requests), tuple(counts), lengths, firsts)
     if mode == "decode":
-        return _decode_step(common, rank, counts[0], pieces, blocks)
-    if alike:
-        owners = {tuple((block.rank, block.start, block.length) for block in of_one) for of_one in blocks}
-        if len(owners) > 1:
-            raise NotImplementedError(
-                f"a batch of {len(requests)} requests must be kept alike to be prefilled together, got requests that grew apart; prefill them one by one"
-            )
-    elif any(firsts):
-        raise NotImplementedError(f"requests with padding in front must be alike, got firsts {firsts}; pack tokens without padding")
-    documents = None if alike else tuple(accumulate(lengths, initial=0))
-    places = (0,) * len(requests) if alike else tuple(accumulate(lengths[:-1], initial=0))
-    chosen = range(1 if alike else len(requests))
-    total = lengths[0] if alike else sum(lengths)
-    world = range(cache.ring.world_size)
-    computed = tuple(_merge([(places[i] + p.start, p.length) for i in chosen for p in pieces[i] if p.rank == r]) for r in world)
-    kept = tuple(_merge([(places[i] + b.start, b.length) for i in chosen for b in blocks[i] if b.rank == r]) for r in world)
-    device = cache.device
-    sharding = Sharding(total, "part", computed, rank, documents, ring=cache.ring, device=device)
-    kv_sharding = Sharding(total, "part", kept, rank, documents, ring=cache.ring, device=device)
+        places = _Places(len(requests), counts[0])
+        tables = [books.table(request, cache.ring.rank) for request in requests]
+        # a kernel wants one column at least
+        data = places.fill(books, tables, lengths, firsts, max(1, *map(len, tables)))
+        last = tuple((i, counts[0] - 1) for i in range(len(requests)))
+        found = places.view(_uploaded(data, cache.device))
+        return Step(*common, places.batch, places.new, **found, last_rows=last, known=books.changes)
+    return _prefill_step(common, alike)
+
+
+def _prefill_step(common: tuple, alike: bool) -> Step:
+    cache, _, requests, counts, lengths, _ = common
+    books, rank, world = cache.pages, cache.ring.rank, range(cache.ring.world_size)
+    befores = [length - new for length, new in zip(lengths, counts, strict=True)]
     batch = len(requests) if alike else 1
-    groups = [[i] for i in range(len(requests))] if alike else [list(range(len(requests)))]
-    mine = [[(i, p) for i in group for p in pieces[i] if p.rank == rank] for group in groups]
-    slots = _rows([[(p.page * cache.page_size + p.row, p.length) for _, p in group] for group in mine], device)
-    positions = _rows([[(p.start, p.length) for _, p in group] for group in mine], device)
-    taken_from = (0,) * len(requests) if alike else tuple(accumulate(counts[:-1], initial=0))
-    before = [length - new for length, new in zip(lengths, counts, strict=True)]
-    taken = _rows([[(taken_from[i] + p.start - before[i], p.length) for i, p in mine[0]]], device)[0]
-    kept_slots = _rows([[(b.page * cache.page_size, b.length) for i in group for b in blocks[i] if b.rank == rank] for group in groups], device)
+    documents = None if alike else tuple(accumulate(lengths, initial=0))
+    # where a request begins in the virtual sequence, and its new tokens among all new ones
+    origins = (0,) * batch if documents is None else documents[:-1]
+    firsts_new = (0,) * batch if alike else tuple(accumulate(counts[:-1], initial=0))
+    total = lengths[0] if alike else sum(lengths)
+    # those of a batch are on the same ranks
+    stood_for = range(1 if alike else len(requests))
+    new = [(i, stretch) for i in stood_for for stretch in books.stretches(requests[i], befores[i])]
+    kept = [(i, stretch) for i in stood_for for stretch in books.stretches(requests[i])]
+    sharding, kv_sharding = (
+        Sharding(total, "part", _shards(found, origins, world), rank, documents, ring=cache.ring, device=cache.device)
+        for found in (new, kept)
+    )
+    tables = [books.table(request, rank) for request in requests]
+    added = [_since(table, before) for table, before in zip(tables, befores, strict=True)]
+    shifts = [first - before for first, before in zip(firsts_new, befores, strict=True)]
+    ours = _Rows.of([table for table, _ in added], [skipped for _, skipped in added], shifts)
+    held = _Rows.of(tables)
+    words = _uploaded(ours.data() + held.data(), cache.device)
+    pages, starts, row, skipped, shift = ours.count(words, sharding.shard_len * batch)
+    held_pages, _, held_row = held.count(words[len(ours.words) :], kv_sharding.shard_len * batch)
+    positions = (starts + row).view(batch, sharding.shard_len)
+    slots = (pages * cache.page_size + skipped + row).view(batch, sharding.shard_len)
+    taken = (starts + row + shift)[: sharding.shard_len]
+    kept_slots = (held_pages * cache.page_size + held_row).view(batch, kv_sharding.shard_len)
     return Step(
         *common,
         batch=batch,
@@ -165,65 +371,115 @@ def make_step(cache: PagedKVCache, requests: Sequence[int], counts: Sequence[int
         positions=positions,
         taken=taken,
         slots=slots,
-        last_rows=_last_rows(mine, lengths, alike),
+        last_rows=_last_rows(books, requests, befores, rank, alike),
         sharding=sharding,
         kv_sharding=kv_sharding,
         kept_slots=kept_slots,
+        known=books.changes,
     )
 
 
-def _decode_step(common: tuple, rank: int, new: int, pieces: Sequence[Sequence[Piece]], blocks: Sequence[tuple[Block, ...]]) -> Step:
-    cache, lengths = common[0], common[4]
-    batch, device, size = len(lengths), cache.device, cache.page_size
-    positions = torch.tensor([[length - new + x for x in range(new)] for length in lengths])
-    slots = torch.full((batch, new), -1, dtype=torch.int64)
-    for i, of_one in enumerate(pieces):
-        for piece in of_one:
-            if piece.rank == rank:
-                begin = piece.start - (lengths[i] - new)
-                slots[i, begin : begin + piece.length] = piece.page * size + piece.row + torch.arange(piece.length)
-    mine = [[block for block in of_one if block.rank == rank] for of_one in blocks]
-    most = max(1, *map(len, mine)) if mine else 1
-    table = torch.zeros(3, batch, most, dtype=torch.int32)
-    for i, of_one in enumerate(mine):
-        if of_one:
-            table[:, i, : len(of_one)] = torch.tensor([(b.page, b.start, b.length) for b in of_one], dtype=torch.int32).T
-    counts = torch.tensor(list(map(len, mine)), dtype=torch.int32)
-    table = table.to(device)
-    return Step(
-        *common,
-        batch=batch,
-        rows=new,
-        positions=positions.to(device),
-        taken=torch.arange(new, device=device),
-        slots=slots.to(device),
-        last_rows=tuple((i, new - 1) for i in range(batch)),
-        table=PageTable(table[0], table[1], table[2], counts.to(device)),
-    )
-
-
-def _last_rows(mine: Sequence[Sequence[tuple[int, Piece]]], lengths: Sequence[int], alike: bool) -> tuple[tuple[int, int] | None, ...]:
-    found: list[tuple[int, int] | None] = [None] * len(lengths)
-    for element, group in enumerate(mine):
-        ends = accumulate(piece.length for _, piece in group)
-        for (i, piece), end in zip(group, ends, strict=True):
-            if piece.start + piece.length == lengths[i]:
-                found[i] = (element if alike else 0, end - 1)
+def _last_rows(
+    books: Pages, requests: Sequence[int], befores: Sequence[int], rank: int, alike: bool
+) -> tuple[tuple[int, int] | None, ...]:
+    found: list[tuple[int, int] | None] = []
+    row = 0
+    for i, (request, before) in enumerate(zip(requests, befores, strict=True)):
+        stretches = books.stretches(request, before)
+        here = sum(stretch.stop - stretch.start for stretch in stretches if stretch.rank == rank)
+        row = here if alike else row + here
+        found.append((i if alike else 0, row - 1) if stretches[-1].rank == rank else None)
     return tuple(found)
 
 
-def _merge(stretches: list[tuple[int, int]]) -> Shard:
-    """Runs of ascending (start, length), those that touch joined."""
-    runs: list[Run] = []
-    for start, length in stretches:
-        if runs and runs[-1].last + 1 == start:
-            runs[-1] = Run(runs[-1].start, 1, runs[-1].length + length)
+def _shards(found: Sequence[tuple[int, Stretch]], origins: Sequence[int], world: range) -> tuple[Shard, ...]:
+    """Every rank's runs of the virtual sequence, those that touch joined."""
+    shards: list[list[Run]] = [[] for _ in world]
+    for i, (rank, start, stop) in found:
+        runs, begin = shards[rank], origins[i] + start
+        if runs and runs[-1].last + 1 == begin:
+            runs[-1] = Run(runs[-1].start, 1, runs[-1].length + stop - start)
         else:
-            runs.append(Run(start, 1, length))
-    return tuple(runs)
+            runs.append(Run(begin, 1, stop - start))
+    return tuple(map(tuple, shards))
 
 
-def _rows(stretches: Sequence[Sequence[tuple[int, int]]], device: torch.device) -> Tensor:
-    """The integers of (start, length) stretches, one row of stretches after another: `batch n` int64."""
-    shards = [tuple(Run(start, 1, length) for start, length in row) for row in stretches]
-    return torch.stack([positions_of(shard) for shard in shards]).to(device)
+def _since(table: Table, before: int) -> tuple[Table, int]:
+    """The part of a request's blocks from a token on, and how many rows of the first page lie before it."""
+    begin = bisect_right(table.starts, before)
+    if begin and table.starts[begin - 1] + table.lengths[begin - 1] > before:
+        begin -= 1
+    part = Table(table.pages[begin:], table.starts[begin:], table.lengths[begin:])
+    skipped = max(0, before - part.starts[0]) if part else 0
+    if skipped:
+        part.starts[0] += skipped
+        part.lengths[0] -= skipped
+    return part, skipped
+
+
+class _Rows(NamedTuple):
+    """Blocks whose rows are counted on the device (Note [One upload]).
+
+    Attributes:
+        words: Pages, starts and lengths of all blocks, then whatever else is known of each block.
+        fields: How many numbers of each block.
+    """
+
+    words: array[int]
+    fields: int
+
+    @classmethod
+    def of(cls, tables: Sequence[Table], skipped: Sequence[int] = (), shifts: Sequence[int] = ()) -> _Rows:
+        """Of the blocks of several requests, one after another.
+
+        Args:
+            tables: Of each request.
+            skipped: A number of each request that only its first block has, the others 0; may be left out.
+            shifts: A number of each request that all its blocks have; may be left out.
+        """
+        words = array("i")
+        for name in ("pages", "starts", "lengths"):
+            for table in tables:
+                words += getattr(table, name)
+        for table, here in zip(tables, skipped, strict=False):
+            words += array("i", (0,)) * len(table)
+            if here:
+                words[-len(table)] = here
+        for table, here in zip(tables, shifts, strict=False):
+            words += array("i", (here,)) * len(table)
+        return cls(words, 3 + bool(skipped) + bool(shifts))
+
+    def data(self) -> bytes:
+        """As it is uploaded."""
+        return self.words.tobytes()
+
+    def count(self, words: Tensor, total: int) -> tuple[Tensor, ...]:
+        """What is known of each row's block, and which row of the block it is in place of lengths: `total` int64 each.
+
+        Args:
+            words: An upload that begins with `data`.
+            total: How many rows there are.
+        """
+        blocks = len(self.words) // self.fields
+        known = words[: len(self.words)].view(self.fields, blocks).long()
+        block = torch.repeat_interleave(known[2], output_size=total)
+        row = torch.arange(total, device=words.device) - (known[2].cumsum(0) - known[2])[block]
+        pages, starts, _, *others = known[:, block]
+        return pages, starts, row, *others
+
+
+def _uploaded(data: bytes | bytearray, device: torch.device) -> Tensor:
+    """The words of a step on a device, as int32."""
+    words = torch.empty(len(data) // _WORD, dtype=torch.int32, device=device)
+    _upload(data, words)
+    return words
+
+
+def _upload(data: bytes | bytearray, words: Tensor) -> None:
+    """Writes the words of a step to the beginning of a tensor, in stream order."""
+    if not data:
+        return
+    there = torch.frombuffer(data if isinstance(data, bytearray) else bytearray(data), dtype=torch.int32)
+    if words.is_cuda:
+        there = torch.empty(len(there), dtype=torch.int32, pin_memory=True).copy_(there)
+    words[: len(there)].copy_(there, non_blocking=True)

@@ -102,7 +102,7 @@ class Terms:
         sinks: Tensor | None,
         o: Tensor,
         lse: Tensor,
-    ) -> bool:
+    ) -> None:
         """Refuses what does not fit.
 
         Args:
@@ -115,9 +115,6 @@ class Terms:
             o: Likewise.
             lse: Likewise.
 
-        Returns:
-            Whether this was the first call of its kind.
-
         Raises:
             ValueError: It does not fit, here or on another rank.
             RuntimeError: The first of its kind, captured.
@@ -127,7 +124,7 @@ class Terms:
         )
         key = (b, s, h, dv, facts)
         if key in self._known:
-            return False
+            return
         kind = f"b {b}, s {s}, h {h}, dv {dv}, {o.dtype}, {'no sinks' if sinks is None else 'sinks'}, {o.device.type}"
         new = kind not in self._agreed
         try:
@@ -146,7 +143,6 @@ class Terms:
                 self._agreement.agree("an exchange", kind)
             self._agreed.add(kind)
         self._known.add(key)
-        return new
 
 
 def _check(splits: Tensor, b: int, s: int, h: int, dv: int, sinks: Tensor | None, o: Tensor, lse: Tensor) -> None:

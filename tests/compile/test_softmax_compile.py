@@ -22,15 +22,17 @@ pytestmark = pytest.mark.compile
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 
 
-def build(fn, types: dict[str, str], constexprs: Mapping[str, object], num_warps: int, capability: int):
+def build(fn, types: dict[str, str], constexprs: Mapping[str, object], num_warps: int, capability: int, **options: int):
     """Compiles as the JIT does for 16-byte aligned pointers, sizes divisible by 16 and unit column strides."""
     names = fn.arg_names
     constexprs = {**constexprs, **{n: 1 for n in names if n.endswith("_sn")}}
     signature = {n: "constexpr" if n in constexprs else types.get(n, "i32") for n in names}
-    aligned = [i for i, n in enumerate(names) if n not in constexprs and n != "shares"]
+    general = {names[x] if isinstance(x, int) else x for x in fn.do_not_specialize or ()}
+    aligned = [i for i, n in enumerate(names) if n not in constexprs and n not in general]
     attrs = {(i,): [["tt.divisibility", 16]] for i in aligned}
     source = ASTSource(fn, signature, {(names.index(k),): v for k, v in constexprs.items()}, attrs)
-    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": num_warps})
+    target = GPUTarget("cuda", capability, 32)
+    return triton.compile(source, target=target, options={"num_warps": num_warps, **options})
 
 
 def spilled_bytes(ptx: str, capability: int, tmp_path: Path) -> int:

@@ -1,0 +1,320 @@
+"""Decode in Triton: one launch of split-KV attention over pages, and its launcher.
+
+Owns the kernel and the sharing out of its work. Refuses to know ranks, who wrote the pages, and how partials are merged.
+
+Note [Who does what]
+    The rows that share a key head, s tokens x (h / hk) heads, are packed into one tile: keys are read once for all of them. A
+    program owns a tile of rows of one key head and one slot: a share of one request's blocks (Note [Slots] of
+    decode_configs). It finds its share itself, from what the table and the bounds hold when it runs:
+        weight of request r      w[r] = blocks of r, at most as many as [min lo, max hi) can touch
+        blocks of a share        c = max(sum w / slots, max w / splits, least), rounded up
+        shares of r              n[r] = max(1, w[r] / c), rounded up: the slots of r follow those of r - 1
+    Then it finds the blocks of its request that some row sees (they are adjacent) and takes its part of these. A program
+    without blocks writes the identity; so do the programs of a request, in turns, for the splits that it does not need.
+    Programs beyond the last slot leave at once.
+
+    Example: 100 and 4 blocks, 8 slots, 8 splits, least 2: c = 13, n = (8, 1). The second request's only program also writes
+    the identity into the splits 1 to 7.
+
+Note [Pipeline]
+    Tiles of K and V stream through shared memory, several ahead. Which page a tile lies in, where it starts, and how many of
+    its rows count, is loaded one tile before the tile itself is asked for, so that no load waits for another.
+    Rows behind the end of a block are not loaded: zeros take their place, because 0 * NaN is NaN.
+"""
+
+# pyright: reportArgumentType=false, reportGeneralTypeIssues=false
+# (powers of two may be constants of kernels, says Triton)
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ringattn.kernels import decode_configs
+from ringattn.kernels.contract import Score
+from ringattn.kernels.decode import PageTable, check_decode
+from ringattn.kernels.decode_configs import Config
+from ringattn.kernels.portable.configs import kind_of
+from ringattn.kernels.portable.scores import score as score_of
+from ringattn.kernels.record_triton import Tape, recorded
+
+LOG2E = math.log2(math.e)
+FAN = 128
+"""Blocks that one step of a search looks at."""
+
+
+@triton.jit
+def _bounds(lo_ptr, hi_ptr, lo_sb, hi_sb, requests, b, s, S: tl.constexpr):
+    """(min lo, max hi) over the new tokens of each of `requests`; rows that see nothing do not count."""
+    x = tl.arange(0, S)
+    there = (requests < b)[:, None] & (x < s)[None, :]
+    lo = tl.load(lo_ptr + requests[:, None] * lo_sb + x[None, :], mask=there, other=0)
+    hi = tl.load(hi_ptr + requests[:, None] * hi_sb + x[None, :], mask=there, other=0)
+    sees = lo < hi
+    return tl.min(tl.where(sees, lo, 2**31 - 1), 1), tl.max(tl.where(sees, hi, 0), 1)
+
+
+@triton.jit
+def _shares(counts, lo_ptr, hi_ptr, lo_sb, hi_sb, b, s, slots, splits, least, PAGE: tl.constexpr, B: tl.constexpr, S: tl.constexpr):  # fmt: skip
+    """Shares of every request, and their running sum (Note [Who does what])."""
+    r = tl.arange(0, B)
+    count = tl.load(counts + r, mask=r < b, other=0)
+    lo, hi = _bounds(lo_ptr, hi_ptr, lo_sb, hi_sb, r, b, s, S)
+    weight = tl.minimum(count, tl.where(lo < hi, (hi - lo) // PAGE + 2, 0))
+    share = tl.maximum(tl.cdiv(tl.sum(weight, 0), slots), tl.cdiv(tl.max(weight, 0), splits))
+    shares = tl.where(r < b, tl.maximum(tl.cdiv(weight, tl.maximum(share, least)), 1), 0)
+    return shares, tl.cumsum(shares, 0)
+
+
+@triton.jit
+def _count_before(starts, lengths, count, position, FAN: tl.constexpr):
+    """How many of `count` ascending blocks lie before a position: end there or earlier; without lengths, start earlier."""
+    x = tl.arange(0, FAN)
+    base = 0
+    while count > FAN:
+        step = tl.cdiv(count, FAN)
+        last = x * step + step - 1  # of each stretch
+        known = last < count
+        end = tl.load(starts + base + last, mask=known, other=0)
+        if lengths is not None:
+            end += tl.load(lengths + base + last, mask=known, other=0)
+            whole = tl.sum((known & (end <= position)).to(tl.int32), 0)
+        else:
+            whole = tl.sum((known & (end < position)).to(tl.int32), 0)
+        base += whole * step
+        count = tl.minimum(step, count - whole * step)
+    known = x < count
+    end = tl.load(starts + base + x, mask=known, other=0)
+    if lengths is not None:
+        end += tl.load(lengths + base + x, mask=known, other=0)
+        whole = tl.sum((known & (end <= position)).to(tl.int32), 0)
+    else:
+        whole = tl.sum((known & (end < position)).to(tl.int32), 0)
+    return base + whole
+
+
+@triton.jit
+def _load_tile(
+    pool, page, h_kv, row0, length, sp, sh, ss, ROWS: tl.constexpr, COLS: tl.constexpr, WIDTH: tl.constexpr,
+    DENSE: tl.constexpr, TMA: tl.constexpr,
+):  # fmt: skip
+    """Rows row0 .. row0 + ROWS - 1 of a page; those from `length` on are zero, but under TMA, where they are anything."""
+    if TMA:
+        tile = tl.reshape(pool.load([page, h_kv, row0, 0]), [ROWS, COLS])
+    else:
+        x = row0 + tl.arange(0, ROWS)
+        c = tl.arange(0, COLS)
+        # offsets within a tile that are known when compiling become part of the instructions
+        if DENSE:
+            pool += tl.cast(page, tl.int64) * sp + tl.cast(h_kv, tl.int64) * sh + row0 * WIDTH
+            at = pool + ((x - row0) * WIDTH)[:, None] + c[None, :]
+        else:
+            at = pool + tl.cast(page, tl.int64) * sp + tl.cast(h_kv, tl.int64) * sh + (x * ss)[:, None] + c[None, :]
+        if WIDTH == COLS:
+            tile = tl.load(at, mask=(x < length)[:, None], other=0.0)
+        else:
+            tile = tl.load(at, mask=(x < length)[:, None] & (c < WIDTH)[None, :], other=0.0)
+    return tile
+
+
+@triton.jit(
+    do_not_specialize=["lo_sb", "hi_sb", "positions_sb", "table_sb", "b", "s", "slots", "splits", "least", "rows"]
+)
+def _decode_kernel(
+    q, k, v, k_scale, v_scale, pages, starts, lengths, counts, lo_ptr, hi_ptr, positions, alibi_slopes, parts,
+    q_sb, q_ss, q_sh, k_sp, k_sh, k_ss, v_sp, v_sh, v_ss, k_scale_sp, k_scale_sh, v_scale_sp, v_scale_sh, parts_sp,
+    lo_sb, hi_sb, positions_sb, table_sb, b, s, hk, group, tiles, slots, splits, least, rows, scale, cap,
+    PAGE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, D: tl.constexpr, D_WIDTH: tl.constexpr,
+    DV: tl.constexpr, DV_WIDTH: tl.constexpr, B: tl.constexpr, S: tl.constexpr, SOFTCAP: tl.constexpr, DENSE: tl.constexpr,
+    TMA: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr, SEARCH: tl.constexpr,
+):  # fmt: skip
+    """The partial of one tile of rows over one share of blocks (Note [Who does what]). Strides are in elements."""
+    pid = tl.program_id(0)
+    tile = pid % tiles
+    h_kv = (pid // tiles) % hk
+    slot = pid // (tiles * hk)
+
+    shares, ends = _shares(counts, lo_ptr, hi_ptr, lo_sb, hi_sb, b, s, slots, splits, least, PAGE, B, S)
+    r = tl.sum((ends <= slot).to(tl.int32), 0)  # requests past b have no shares, and come last
+    if slot >= tl.sum(shares, 0):
+        return
+    of_r = tl.arange(0, B) == r
+    mine = tl.sum(tl.where(of_r, shares, 0), 0)
+    split = slot - tl.sum(tl.where(of_r, ends - shares, 0), 0)
+
+    # the rows of this tile: new token, then query head of the group
+    x = tile * BLOCK_M + tl.arange(0, BLOCK_M)
+    exists = x < s * group
+    token = x // group
+    head = h_kv * group + x % group
+    lo = tl.load(lo_ptr + r * lo_sb + token, mask=exists, other=0)
+    hi = tl.load(hi_ptr + r * hi_sb + token, mask=exists, other=0)
+    q_pos = tl.zeros([BLOCK_M], tl.int32)
+    slope = None
+    if alibi_slopes is not None:
+        q_pos = tl.load(positions + r * positions_sb + token, mask=exists, other=0)
+        slope = tl.load(alibi_slopes + head, mask=exists, other=0.0).to(tl.float32)[:, None]
+    c = tl.arange(0, D)
+    q_at = q + tl.cast(r, tl.int64) * q_sb + token * q_ss + head * q_sh
+    q_tile = tl.load(q_at[:, None] + c[None, :], mask=exists[:, None] & (c < D_WIDTH)[None, :], other=0.0)
+
+    # the blocks of this share, among those that some row of the request sees
+    count = tl.load(counts + r)
+    pages += tl.cast(r, tl.int64) * table_sb
+    starts += tl.cast(r, tl.int64) * table_sb
+    lengths += tl.cast(r, tl.int64) * table_sb
+    all_lo, all_hi = _bounds(lo_ptr, hi_ptr, lo_sb, hi_sb, r + tl.zeros([1], tl.int32), b, s, S)
+    any_lo = tl.min(all_lo, 0)
+    any_hi = tl.max(all_hi, 0)
+    first = 0
+    last = tl.where(any_lo < any_hi, count, 0)
+    if last > 0:
+        if any_lo > tl.load(starts):
+            first = _count_before(starts, lengths, count, any_lo, SEARCH)
+        if any_hi <= tl.load(starts + count - 1):
+            last = _count_before(starts, None, count, any_hi, SEARCH)
+    chunk = tl.cdiv(tl.maximum(last - first, 0), mine)
+    begin = tl.minimum(first + split * chunk, last)
+    end = tl.minimum(begin + chunk, last)
+
+    m_i = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    l_i = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)  # per column of tiles: summed once, at the end
+    acc = tl.zeros([BLOCK_M, DV], tl.float32)
+    TILES: tl.constexpr = PAGE // BLOCK_N  # of a page
+    n = tl.arange(0, BLOCK_N)
+    page = tl.load(pages + begin, mask=begin < end, other=0)
+    start = tl.load(starts + begin, mask=begin < end, other=0)
+    length = tl.load(lengths + begin, mask=begin < end, other=0)
+    for t in tl.range(begin * TILES, end * TILES, num_stages=STAGES):
+        row0 = (t % TILES) * BLOCK_N
+        k_tile = _load_tile(k, page, h_kv, row0, length, k_sp, k_sh, k_ss, BLOCK_N, D, D_WIDTH, DENSE, TMA)
+        v_tile = _load_tile(v, page, h_kv, row0, length, v_sp, v_sh, v_ss, BLOCK_N, DV, DV_WIDTH, DENSE, TMA)
+        real = row0 + n < length
+        qk = tl.dot(q_tile, tl.trans(k_tile.to(q_tile.dtype)), input_precision=PRECISION)
+        if k_scale is not None:
+            ks_at = k_scale + tl.cast(page, tl.int64) * k_scale_sp + h_kv * k_scale_sh + row0 + n
+            qk *= tl.load(ks_at, mask=real, other=0.0)[None, :]
+        k_pos = start + row0 + n
+        sc, _ = score_of(
+            qk, q_pos[:, None], k_pos[None, :], slope, None, None, scale, cap, SOFTCAP, PRECISION == "tf32x3"
+        )
+        visible = (k_pos[None, :] >= lo[:, None]) & (k_pos[None, :] < hi[:, None]) & real[None, :]
+        sc = tl.where(visible, sc, float("-inf"))
+        m_new = tl.maximum(m_i, tl.max(sc, 1))
+        m_ref = tl.where(m_new == float("-inf"), 0.0, m_new)  # a row that saw nothing so far: all weights are 2^-inf
+        p = tl.exp2(sc - m_ref[:, None])
+        alpha = tl.exp2(m_i - m_ref)
+        l_i = l_i * alpha[:, None] + p
+        acc = acc * alpha[:, None]
+        if v_scale is not None:
+            vs_at = v_scale + tl.cast(page, tl.int64) * v_scale_sp + h_kv * v_scale_sh + row0 + n
+            p *= tl.load(vs_at, mask=real, other=0.0)[None, :]
+        if TMA:
+            v_tile = tl.where(real[:, None], v_tile, 0.0)
+        acc = tl.dot(p.to(q_tile.dtype), v_tile.to(q_tile.dtype), acc, input_precision=PRECISION)
+        m_i = m_new
+        later = tl.minimum((t + 1) // TILES, end - 1)
+        page = tl.load(pages + later)
+        start = tl.load(starts + later)
+        length = tl.load(lengths + later)
+
+    row = (r * s + token) * (hk * group) + head
+    cv = tl.arange(0, DV)
+    acc_at = (tl.cast(row, tl.int64) * DV_WIDTH)[:, None] + cv[None, :]
+    acc_there = exists[:, None] & (cv < DV_WIDTH)[None, :]
+    ml = parts + tl.cast(rows, tl.int64) * DV_WIDTH
+    home = tl.cast(split, tl.int64) * parts_sp
+    tl.store(parts + home + acc_at, acc, mask=acc_there)
+    tl.store(ml + home + row, m_i, mask=exists)
+    tl.store(ml + home + rows + row, tl.sum(l_i, 1), mask=exists)
+    for unused in tl.range(split + mine, splits, mine):
+        home = tl.cast(unused, tl.int64) * parts_sp
+        tl.store(parts + home + acc_at, tl.zeros([BLOCK_M, DV], tl.float32), mask=acc_there)
+        tl.store(ml + home + row, tl.full([BLOCK_M], float("-inf"), tl.float32), mask=exists)
+        tl.store(ml + home + rows + row, tl.zeros([BLOCK_M], tl.float32), mask=exists)
+
+
+_kernel: Any = _decode_kernel  # what @triton.jit makes of a function has a type that does not know [grid]
+
+
+def decode(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    table: PageTable,
+    lo: Tensor,
+    hi: Tensor,
+    positions: Tensor,
+    score: Score,
+    parts: Tensor,
+    *,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    config: Config | None = None,
+) -> None:
+    """`kernels.decode.decode`, with a configuration of the caller's choice in place of the table's."""
+    _launch(q, k, v, table, lo, hi, positions, score, parts, k_scale, v_scale, config)
+
+
+@recorded
+def _launch(
+    tape: Tape,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    table: PageTable,
+    lo: Tensor,
+    hi: Tensor,
+    positions: Tensor,
+    score: Score,
+    parts: Tensor,
+    k_scale: Tensor | None,
+    v_scale: Tensor | None,
+    config: Config | None,
+) -> None:
+    check_decode(q, k, v, table, lo, hi, positions, score, parts, k_scale, v_scale)
+    b, s, h, d = q.shape
+    _, hk, page_size, dv = v.shape
+    if b == 0:
+        return
+    kind = kind_of(q.device)
+    if config is None:
+        config = decode_configs.choose(kind, k.element_size(), max(_padded(d), _padded(dv)))
+    block_m, tiles = decode_configs.row_tiles(s, h // hk, config.block_m)
+    sms = decode_configs.multiprocessors(q.device) if q.is_cuda else 4
+    slots = decode_configs.slots(s, h, hk, sms, config.per_sm, config.block_m)
+    splits, least = parts.shape[0], decode_configs.least_blocks(s, h // hk, page_size)
+    programs = min(slots + b, b * splits) * hk * tiles
+    softcap = score.softcap > 0
+    scale = score.softmax_scale / score.softcap if softcap else score.softmax_scale * LOG2E
+    fp32_on_gpu = q.dtype == torch.float32 and kind.startswith("sm")
+    tape.launch(
+        _kernel,
+        (programs,),
+        (
+            q, k, v, k_scale, v_scale, table.pages, table.starts, table.lengths, table.counts, lo, hi, positions,
+            score.alibi_slopes, parts, *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *_strides(k_scale),
+            *_strides(v_scale), parts.stride(0), lo.stride(0), hi.stride(0), positions.stride(0), table.pages.stride(0),
+            b, s, hk, h // hk, tiles, slots, splits, least, b * s * h, scale, score.softcap * LOG2E,
+        ),
+        {
+            "PAGE": page_size, "BLOCK_M": block_m, "BLOCK_N": min(config.block_n, page_size), "D": _padded(d), "D_WIDTH": d,
+            "DV": _padded(dv), "DV_WIDTH": dv, "B": triton.next_power_of_2(b), "S": triton.next_power_of_2(s),
+            "SOFTCAP": softcap, "DENSE": k.stride(2) == d and v.stride(2) == dv, "TMA": config.tma, "PRECISION": "tf32x3" if fp32_on_gpu else "ieee",
+            "STAGES": config.num_stages, "SEARCH": FAN,
+        },
+        num_warps=config.num_warps,
+    )  # fmt: skip
+
+
+def _padded(d: int) -> int:
+    return max(16, triton.next_power_of_2(d))
+
+
+def _strides(x: Tensor | None) -> tuple[int, int]:
+    return (0, 0) if x is None else (x.stride(0), x.stride(1))

@@ -1,0 +1,291 @@
+"""The one-shot exchange, host and protocol, in any interleaving of all programs of all ranks: nothing is torn, stale or stuck.
+
+The kernel is a model of it: programs that store row by row, set flags, wait and read, in any order that a device could choose.
+What the kernel itself stores and reads is held to the same in tests/interpreter; what a device makes of it, in test_gpu_exchange.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+from ringattn.kernels import one_shot_triton
+from ringattn.kernels import parts as packed
+from ringattn.transport.one_shot import OneShotExchange
+from ringattn.transport.watch import Watch
+from tests.fake_streams import MAIN, FakeMemory, FakeStreams, Item, Recording, World, always
+from tests.test_exchange import draw, simulate
+from tests.test_parts import Sizes
+
+PROGRAMS = 3
+
+
+def word(address: int) -> ctypes.c_int64:
+    return ctypes.c_int64.from_address(address)
+
+
+def numbers(address: int, count: int) -> Tensor:
+    return torch.frombuffer((ctypes.c_float * count).from_address(address), dtype=torch.float32)
+
+
+class Kernel:
+    """One launch on one rank."""
+
+    def __init__(
+        self, world: World, programs: list[Iterator[Callable[[], bool]]], requeue: Callable[[Item], None]
+    ) -> None:
+        self._world = world
+        self._requeue = requeue
+        self._programs = {i: (program, always) for i, program in enumerate(programs)}
+
+    def item(self) -> Item:
+        return Item(lambda: any(ready() for _, ready in self._programs.values()), self._step, "one-shot exchange")
+
+    def _step(self) -> None:
+        chosen = self._world.random.choice([i for i, (_, ready) in self._programs.items() if ready()])
+        program = self._programs[chosen][0]
+        ready = next(program, None)
+        if ready is None:
+            del self._programs[chosen]
+        else:
+            self._programs[chosen] = (program, ready)
+        if self._programs:
+            self._requeue(self.item())
+
+
+class Ranks:
+    """All ranks of one ring on fake devices."""
+
+    def __init__(self, ranks: int, seed: int, monkeypatch: pytest.MonkeyPatch, halves: int = 2) -> None:
+        self.world = World(ranks, seed)
+        self.ranks = ranks
+        self.halves = halves
+        self.streams = [FakeStreams(self.world, rank) for rank in range(ranks)]
+        self.watches: dict[int, Watch] = {}
+        monkeypatch.setattr(one_shot_triton, "PROGRAMS", PROGRAMS)
+        monkeypatch.setattr(one_shot_triton, "one_shot", self.launch)
+        monkeypatch.setattr("ringattn.transport.one_shot.SMALLEST", 16)
+        ends: dict[int, OneShotExchange] = {}
+
+        def make(rank: int) -> None:
+            streams, memory = self.streams[rank], FakeMemory(self.world, rank)
+            control = memory.region(256, "words").addresses[rank]
+            self.watches[rank] = watch = Watch(
+                rank, "ring", memory.host_words(16), tuple(control + 4 * i for i in range(9)), streams, 10.0
+            )
+            ends[rank] = OneShotExchange(rank, ranks, "ring", streams, memory, None, watch, 10.0, "a test")
+
+        self.world.hosts(make)
+        self.ends = [ends[rank] for rank in range(ranks)]
+
+    def launch(
+        self,
+        splits: Tensor,
+        sinks: Tensor | None,
+        o: Tensor,
+        lse: Tensor,
+        table: Tensor,
+        *,
+        rank: int,
+        ranks: int,
+        slot: int,
+        patience: int,
+    ) -> None:
+        """In place of the kernel's launcher."""
+        assert patience == 10_000_000
+        streams = self.streams[rank]
+
+        def make() -> Item:
+            programs = [self._program(g, splits, sinks, o, lse, table.tolist(), rank, slot) for g in range(PROGRAMS)]
+            return Kernel(self.world, programs, streams._queue(MAIN).appendleft).item()
+
+        streams.enqueue(MAIN, make)
+
+    def _program(
+        self, g: int, splits: Tensor, sinks: Tensor | None, o: Tensor, lse: Tensor, table: list[int], me: int, slot: int
+    ) -> Iterator[Callable[[], bool]]:
+        ranks, (b, s, h, dv) = self.ranks, o.shape
+        boxes, controls = table[:ranks], table[ranks : 2 * ranks]
+        rows = b * s * h
+        mine = range(g, rows, PROGRAMS)
+        count = word(controls[me] + 8 * (PROGRAMS * ranks + g))
+        epoch = count.value + 1
+        half = epoch % self.halves * ranks * slot
+        part = torch.empty(packed.size(rows, dv))
+        packed.merge_parts(splits, part, rows, dv)
+        for rank in range(ranks):
+            target = packed.views(numbers(boxes[rank] + 4 * (half + me * slot), len(part)), rows, dv)
+            for row in mine:
+                for x, y in zip(target, packed.views(part, rows, dv), strict=True):
+                    x[row] = y[row]
+                yield always
+        for rank in range(ranks):
+            word(controls[rank] + 8 * (g * ranks + me)).value = epoch
+            yield always
+        for rank in range(ranks):
+            flag = word(controls[me] + 8 * (g * ranks + rank))
+            yield lambda flag=flag: flag.value >= epoch
+            assert flag.value <= epoch + 1, "a flag is never more than one launch ahead"
+        stack = torch.stack([numbers(boxes[me] + 4 * (half + rank * slot), len(part)) for rank in range(ranks)])
+        whole_o, whole_lse = torch.empty_like(o), torch.empty_like(lse)
+        packed.finish_parts(stack, rows, dv, sinks, whole_o, whole_lse)
+        for row in mine:
+            yield always
+            at = row // (s * h), row // h % s, row % h
+            o[at] = whole_o[at]
+            lse[at[0], at[2], at[1]] = whole_lse[at[0], at[2], at[1]]
+        count.value = epoch
+
+
+SIZES: list[Sizes] = [(1, 1, 2, 3), (2, 2, 2, 3), (1, 1, 1, 1), (1, 2, 3, 8), (2, 3, 2, 8)]
+
+
+def run_calls(together: Ranks, seeds: range) -> list[tuple[int, list[list[Tensor]]]]:
+    """Exchanges one after the other without waiting for any: what every rank will find, by seed."""
+    found: list[tuple[int, list[list[Tensor]]]] = []
+    for seed in seeds:
+        sizes = SIZES[seed % len(SIZES)]
+        b, s, h, dv = sizes
+        splits, sinks, _, _ = draw(seed, together.ranks, sizes, sinks=bool(seed % 2))
+        outs = [[torch.full((b, s, h, dv), math.nan), torch.full((b, h, s), math.nan)] for _ in range(together.ranks)]
+
+        def call(rank: int, splits=splits, sinks=sinks, sizes: Sizes = sizes, outs=outs) -> None:
+            brought = splits[rank].clone()
+            o, lse = outs[rank]
+            together.ends[rank].finish(brought, *sizes, sinks, o, lse)
+            together.streams[rank].call(lambda: brought.fill_(math.nan))
+
+        together.world.hosts(call)
+        found.append((seed, outs))
+    return found
+
+
+def assert_answers(together: Ranks, found: list[tuple[int, list[list[Tensor]]]]) -> None:
+    for seed, outs in found:
+        sizes = SIZES[seed % len(SIZES)]
+        splits, sinks, _, _ = draw(seed, together.ranks, sizes, sinks=bool(seed % 2))
+        wanted = simulate(together.ranks, splits, sizes, sinks, torch.float32)
+        for rank, out in enumerate(outs):
+            for x, y in zip(out, wanted, strict=True):
+                assert torch.equal(x, y), f"rank {rank}, exchange {seed}"
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("seed", range(6))
+def test_every_exchange_finds_whole_parts_of_its_own(ranks: int, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    together = Ranks(ranks, seed, monkeypatch)
+    found = run_calls(together, range(100 * seed, 100 * seed + 12))
+    together.world.drain()
+    assert_answers(together, found)
+
+
+def test_with_one_half_parts_of_two_exchanges_would_mix(monkeypatch: pytest.MonkeyPatch) -> None:
+    def run() -> None:
+        for seed in range(10):
+            together = Ranks(3, seed, monkeypatch, halves=1)
+            found = run_calls(together, range(12))
+            together.world.drain()
+            assert_answers(together, found)
+
+    with pytest.raises(AssertionError, match=r"rank \d, exchange \d"):
+        run()
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_graphs_go_on_with_the_mailboxes_they_were_captured_with(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    together = Ranks(2, seed, monkeypatch)
+    sizes = SIZES[0]
+    inputs = [torch.full_like(x, math.nan) for x in draw(0, 2, sizes, sinks=False)[0]]
+    outs = [[torch.full((1, 1, 2, 3), math.nan), torch.full((1, 2, 1), math.nan)] for _ in range(2)]
+    run_calls(together, range(1))
+    recordings = [Recording() for _ in range(2)]
+
+    def capture(rank: int) -> None:
+        streams = together.streams[rank]
+        streams.recording = recordings[rank]
+        o, lse = outs[rank]
+        together.ends[rank].finish(inputs[rank], *sizes, None, o, lse)
+        streams.recording = None
+
+    together.world.hosts(capture)
+    grown = together.ends[0].num_bytes()
+    for turn in range(1, 6):
+        # others, of other sizes, which make the mailboxes grow once
+        found = run_calls(together, range(turn, turn + 2))
+        splits, _, _, _ = draw(0, 2, sizes, sinks=False)
+        fresh = [x.flip(0) * turn if turn % 2 else x.clone() for x in splits]
+        for x in fresh:
+            packed.views(x, 2, 3)[1].abs_()
+
+        def replay(rank: int, fresh=fresh) -> None:
+            together.streams[rank].call(lambda: inputs[rank].copy_(fresh[rank]))
+            together.streams[rank].replay(recordings[rank])
+
+        together.world.hosts(replay)
+        together.world.drain()
+        assert_answers(together, found)
+        wanted = simulate(2, fresh, sizes, None, torch.float32)
+        for out in outs:
+            assert all(torch.equal(x, y) for x, y in zip(out, wanted, strict=True))
+    assert together.ends[0].num_bytes() > grown
+
+
+def finish_one(end: OneShotExchange) -> None:
+    part = torch.zeros(1, packed.size(2, 3))
+    end.finish(part, 1, 1, 2, 3, None, torch.empty(1, 1, 2, 3), torch.empty(1, 2, 1))
+
+
+def test_who_did_not_come_is_named_at_the_next_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    together = Ranks(3, 0, monkeypatch)
+    end = together.ends[1]
+    end.check()
+    end._errors[2], end._errors[0] = 1, 2
+    for call in (end.check, lambda: finish_one(end)):
+        with pytest.raises(
+            RuntimeError,
+            match=r"ring rank 1 of ring 'ring': an exchange of partials: ring ranks \[2\] did not come within 10 s, and ring "
+            r"ranks \[0\] have failed; look for an earlier error",
+        ):
+            call()
+
+
+def test_a_failed_ring_lets_kernels_that_wait_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    together = Ranks(2, 0, monkeypatch)
+    end, watch = together.ends[0], together.watches[0]
+    assert end._control is not None
+    words = end._control.local.view(torch.int64)
+    last = one_shot_triton.control_words(2) - 1
+    assert words[last] == 0
+    watch._fail((0, 0, 0), "a test", 0.0)
+    assert words[last] != 0
+    with pytest.raises(RuntimeError, match="a test"):
+        finish_one(end)
+
+
+def test_a_closed_exchange_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    together = Ranks(2, 0, monkeypatch)
+    run_calls(together, range(2))
+    together.world.hosts(lambda rank: together.ends[rank].close())
+    assert not together.watches[0].territory.raised
+    assert together.ends[0].num_bytes() == 0
+    with pytest.raises(RuntimeError, match="after its ring was closed"):
+        finish_one(together.ends[0])
+
+
+def test_exchanges_of_two_streams_are_ordered(monkeypatch: pytest.MonkeyPatch) -> None:
+    together = Ranks(1, 0, monkeypatch)
+    end, streams = together.ends[0], together.streams[0]
+    ordered: list[tuple[int, int]] = []
+    monkeypatch.setattr(streams, "order", lambda first, then: ordered.append((first, then)))
+    monkeypatch.setattr(one_shot_triton, "one_shot", lambda *args, **kwargs: None)
+    for lane in (MAIN, 7, 7, MAIN):
+        streams.lane = lane
+        finish_one(end)
+    assert ordered == [(MAIN, 7), (7, MAIN)]
