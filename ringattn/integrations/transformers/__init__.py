@@ -14,12 +14,23 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 from ringattn.integrations.transformers.attention import attend
 from ringattn.integrations.transformers.batch import RingCollator, shard_batch
+from ringattn.integrations.transformers.generation import RingCache
 from ringattn.integrations.transformers.masks import RingMask, describe_mask
 from ringattn.integrations.transformers.steps import run_step
 
 NAME = "ringattn"
 
-__all__ = ["NAME", "RingCollator", "RingMask", "attend", "describe_mask", "register", "run_step", "shard_batch"]
+__all__ = [
+    "NAME",
+    "RingCache",
+    "RingCollator",
+    "RingMask",
+    "attend",
+    "describe_mask",
+    "register",
+    "run_step",
+    "shard_batch",
+]
 
 
 def register() -> None:

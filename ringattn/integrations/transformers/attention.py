@@ -109,7 +109,7 @@ def attend(
     mask = _check_mask(attention_mask)
     causal = _resolve_causal(module, is_causal, mask)
     if step is not None:
-        _check_step(step, module, query, key, value, mask, causal, dropout, sharding, (cu_seq_lens_q, cu_seq_lens_k))
+        _check_step(step, module, query, key, mask, causal, dropout, sharding, (cu_seq_lens_q, cu_seq_lens_k))
         window, chunk_len = _resolve_window(mask, causal, sliding_window, packed=False)
         return _attend_with_cache(step, module, query, key, value, window, chunk_len, scaling, softcap, s_aux), None
     if sharding is None:
@@ -281,7 +281,6 @@ def _check_step(
     module: nn.Module,
     query: Tensor,
     key: Tensor,
-    value: Tensor,
     mask: RingMask | None,
     causal: bool,
     dropout: float,
@@ -307,27 +306,15 @@ def _check_step(
         )
     if dropout:
         raise ValueError(f"dropout must be 0 in a call with a step, got {dropout}; call model.eval()")
-    if torch.is_grad_enabled() and query.requires_grad:
-        raise NotImplementedError(
-            "a call with a step must be made without gradients, which no cache keeps; wrap it in torch.no_grad()"
-        )
     if getattr(module, "attn_temperature_tuning", False) and not getattr(module, "use_rope", True):
         raise NotImplementedError(
             "attn_temperature_tuning must be off in a call with a step: the layer counts the rows of the call for it; "
             "set config.attn_temperature_tuning=False"
         )
-    cache = step.cache
-    if not isinstance(getattr(module, "layer_idx", None), int) or not 0 <= module.layer_idx < cache.layers:  # pyright: ignore[reportOperatorIssue]
-        raise ValueError(
-            f"a layer must have a layer_idx from 0 to {cache.layers - 1}, got {getattr(module, 'layer_idx', None)} of "
-            f"{type(module).__name__}; make the cache with as many layers as the model has"
-        )
-    found = key.shape[1], key.shape[3], value.shape[3]
-    wanted = cache.kv_heads, cache.head_dim, cache.v_head_dim
-    if found != wanted:
-        raise ValueError(
-            f"keys must be as the cache keeps them, (kv_heads, head_dim, v_head_dim) {wanted}, got {found}; "
-            "make the cache for this model"
+    if not isinstance(getattr(module, "layer_idx", None), int):
+        raise NotImplementedError(
+            f"a layer must have a layer_idx to find its keys in a cache, got {type(module).__name__} without; "
+            "use attn_implementation='sdpa' for this model"
         )
     rows = tuple(query.shape[::2][:2])
     if key.shape[2] != query.shape[2] or rows != (step.batch, max(step.rows, min(1, query.shape[2]))):

@@ -1,5 +1,447 @@
-"""`model.generate` on the ranks of a ring."""
+"""`model.generate` on the ranks of a ring, over a cache that all of them hold together.
 
-from ringattn.integrations.transformers.steps import run_step
+Owns `RingCache`: what generation asks of a cache, as calls of a sharded, paged one, and the model's forward as long as it is
+entered. Refuses to know attention, and how a call's rows and logits are dealt (steps.py).
 
-__all__ = ["run_step"]
+    with RingCache(model, ring, max_tokens=100_000) as cache:
+        ids = model.generate(**inputs, past_key_values=cache, max_new_tokens=200)
+
+Note [Alike on all ranks]
+    Every rank runs all of `generate` on the whole inputs, and computes and keeps a part of it. That goes well as long as all
+    choose the same tokens: logits are the same bits everywhere, and when a call brings a prompt, the random generators of all
+    ranks are set to the state of rank 0's. Each call compares what it was given between ranks, in one small message, and is an
+    error on every rank where they differ.
+
+Note [Beams]
+    Sequences that go on from the same one share its full pages, so beams take no more room than sequences do: reordering copies
+    at most the last, partly filled page of each.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from math import ceil
+from types import TracebackType
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+from transformers import Cache, PreTrainedModel
+
+from ringattn.inference import PagedKVCache
+from ringattn.inference.step import MOST_DECODED
+from ringattn.integrations.transformers.steps import forward_step
+from ringattn.ring import Ring
+
+CROPS_BY_COUNT = "tokens_to_remove" in inspect.signature(Cache.crop).parameters
+"""Whether `crop` takes a number of tokens to remove, as a negative number, and nothing else; older releases take a length too."""
+
+_PASSED_ON = ("output_router_logits", "output_attentions")
+_TAKEN = (
+    "attention_mask",
+    "cache_position",
+    "input_ids",
+    "inputs_embeds",
+    "logits_to_keep",
+    "output_hidden_states",
+    "past_key_values",
+    "position_ids",
+    "return_dict",
+    "use_cache",
+)
+
+
+class RingCache(Cache):
+    """The cache of `model.generate` on the ranks of a ring, each of which keeps a part of it.
+
+    Inside of `with`, calls of the model with this cache as past_key_values share their work: every rank makes the same calls with
+    the whole inputs, computes its rows of a prompt, and gets the same logits. Calls without it are as before. A second call goes
+    on where the first ended; `reset` starts anew.
+
+    Args:
+        model: A causal language model with `attn_implementation="ringattn"`, whole on every rank, in eval mode.
+        ring: Who shares the work.
+        max_tokens: What a sequence may grow to, prompt, padding and answer.
+        batch: Sequences at a time: prompts times beams or returned sequences.
+        page_size: Tokens of a page.
+        kv_dtype: As in `PagedKVCache`: torch.float8_e4m3fn halves the memory of 16-bit keys; default the dtype of the model.
+
+    Attributes:
+        ring: As given.
+        max_tokens: As given.
+        kv: The cache that keeps the keys; None after the `with`, which frees its memory.
+
+    Raises:
+        ValueError: A number is less than 1, or the memory is not there; raised on every rank.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        ring: Ring,
+        *,
+        max_tokens: int,
+        batch: int = 1,
+        page_size: int = 64,
+        kv_dtype: torch.dtype | None = None,
+    ) -> None:
+        for name, value in (("max_tokens", max_tokens), ("batch", batch), ("page_size", page_size)):
+            if value < 1:
+                raise ValueError(f"{name} must be at least 1, got {value}")
+        layers, kv_heads, head_dim, v_head_dim = _sizes(model)
+        super().__init__(layers=[_Layer() for _ in range(layers)])  # pyright: ignore[reportArgumentType]
+        self.ring, self.max_tokens = ring, max_tokens
+        # sequences of a batch get their pages from the same ranks
+        pages = batch * ceil(ceil(max_tokens / page_size) / ring.world_size)
+        self.kv: PagedKVCache | None = PagedKVCache(
+            ring,
+            layers=layers,
+            kv_heads=kv_heads,
+            head_dim=head_dim,
+            v_head_dim=v_head_dim,
+            dtype=model.dtype,
+            pages=pages,
+            page_size=page_size,
+            kv_dtype=kv_dtype,
+            device=model.device,
+        )
+        self._model = model
+        self._requests: list[int] = []
+        self._firsts: list[int] = []
+        self._forked = False  # whether sequences were repeated, which may then be kept by different ranks
+        self._unwrap: Callable[[], None] | None = None
+
+    def __enter__(self) -> RingCache:
+        """Wraps the forward of the model, on this instance of it."""
+        if self._unwrap is not None or self.kv is None:
+            raise RuntimeError("a RingCache must be entered once, got a second time; make another one")
+        self._unwrap = _wrap(self._model)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Gives the model its forward back, and the memory."""
+        assert self._unwrap is not None, "a cache that is left was entered"
+        self._unwrap()
+        self.kv, self._requests = None, []
+
+    def __repr__(self) -> str:
+        return f"RingCache({len(self._requests)} sequences of {self.get_seq_length()} of {self.max_tokens} tokens on {self.ring})"
+
+    def get_seq_length(self, layer_idx: int | None = 0) -> int:  # noqa: ARG002
+        """Tokens of each sequence, on all ranks together."""
+        return self._open().length(self._requests[0]) if self._requests else 0
+
+    def get_max_length(self, layer_idx: int | None = None) -> int:  # noqa: ARG002
+        """What a sequence may grow to."""
+        return self.max_tokens
+
+    def get_max_cache_shape(self, layer_idx: int | None = 0) -> int:  # noqa: ARG002
+        """What a sequence may grow to, as 4.x asks."""
+        return self.max_tokens
+
+    def get_mask_sizes(self, query_length: int | Tensor, layer_idx: int | None = 0) -> tuple[int, int]:  # noqa: ARG002
+        """Keys after a call with so many new tokens (4.x gives their places), and the first of them."""
+        new = query_length if isinstance(query_length, int) else query_length.shape[0]
+        return self.get_seq_length() + new, 0
+
+    def update(self, *args: Any, **kwargs: Any) -> NoReturn:  # noqa: ARG002
+        """Refused: a model that asks for it was not wrapped."""
+        raise RuntimeError(
+            "a RingCache must be entered before its model is called: with RingCache(model, ring, max_tokens=...) as cache"
+        )
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forgets the last tokens: as many as a negative number says, or, where the release has it so, all from a length on."""
+        length = self.get_seq_length()
+        if CROPS_BY_COUNT and tokens_to_remove > 0:
+            raise ValueError(
+                f"crop must be told a negative number of tokens to remove, got {tokens_to_remove}, which earlier releases of "
+                "transformers took for a length; subtract get_seq_length() from it"
+            )
+        by_count = tokens_to_remove < 0 or CROPS_BY_COUNT
+        left = max(0, length + tokens_to_remove) if by_count else min(length, tokens_to_remove)
+        for request in self._requests:
+            self._open().crop(request, left)
+
+    def reset(self) -> None:
+        """Forgets everything."""
+        for request in self._requests:
+            self._open().leave(request)
+        self._requests, self._firsts, self._forked = [], [], False
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Lets sequence i go on from sequence beam_idx[i], without a copy (Note [Beams])."""
+        self._select(beam_idx.tolist())
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeats each sequence, without a copy."""
+        self._select([i for i in range(len(self._requests)) for _ in range(repeats)])
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keeps some sequences, by place or by a bool for each."""
+        self._select((indices.nonzero()[:, 0] if indices.dtype == torch.bool else indices).tolist())
+
+    def activate_past_recording(self) -> None:
+        """Nothing to do: all tokens are kept until they are cropped."""
+
+    def offload(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Refused."""
+        raise NotImplementedError(
+            "a RingCache must stay on its device, got a call of offload; use more ranks for more room"
+        )
+
+    def prefetch(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Refused."""
+        raise NotImplementedError(
+            "a RingCache must stay on its device, got a call of prefetch; use more ranks for more room"
+        )
+
+    @property
+    def batch_size(self) -> int:
+        """Sequences that are here; -1 before the first call."""
+        return len(self._requests) or -1
+
+    @property
+    def max_batch_size(self) -> int:
+        """As batch_size."""
+        return self.batch_size
+
+    @property
+    def max_cache_len(self) -> int:
+        """What a sequence may grow to."""
+        return self.max_tokens
+
+    @property
+    def is_initialized(self) -> bool:
+        """The memory is there from the beginning."""
+        return True
+
+    def _open(self) -> PagedKVCache:
+        if self.kv is None:
+            raise RuntimeError("a RingCache must be used inside of its `with`, got a call after it; make another one")
+        return self.kv
+
+    def _select(self, sources: list[int]) -> None:
+        """Lets sequence i go on from what sequence sources[i] was."""
+        kv, were = self._open(), self._requests
+        if sources == list(range(len(were))):
+            return
+        if len(sources) == len(were) and not self._forked:
+            kv.reorder(were, sources)
+        else:
+            for place, request in enumerate(were):
+                if place not in sources:
+                    kv.leave(request)
+            seen: set[int] = set()
+            self._requests = []
+            for source in sources:
+                self._requests.append(kv.fork(were[source]) if source in seen else were[source])
+                self._forked = self._forked or source in seen
+                seen.add(source)
+        self._firsts = [self._firsts[source] for source in sources]
+
+    def _is_alike(self) -> bool:
+        return not self._forked or self._open().pages.are_alike(self._requests)
+
+    def _call(self, forward: Callable[..., Any], given: dict[str, Any]) -> Any:
+        """A call of the model, whose own forward is given, with this cache and these arguments."""
+        kv = self._open()
+        name = "inputs_embeds" if given.get("input_ids") is None else "input_ids"
+        firsts = self._agree(given, name)
+        new = given[name].to(kv.device)
+        b, n = new.shape[:2]
+        before = self.get_seq_length()
+        if n > 1 or not before:
+            _share_generators(self.ring, kv.device)
+        if not self._requests:
+            self._requests, self._firsts = kv.join_alike(self.max_tokens, firsts), firsts
+        step = kv.extend(self._requests, [n] * b, alike=self._is_alike())
+        keep = given.get("logits_to_keep", 0)
+        wanted = [x % n for x in keep.tolist()] if isinstance(keep, Tensor) else list(range(n))[-keep:]
+        positions = given.get("position_ids")
+        positions = torch.arange(before, before + n)[None] if positions is None else positions
+        if step.batch != b:
+            # sequences that are kept by different ranks are computed one after another
+            new, positions = new.flatten(0, 1)[None], positions.expand(b, -1).flatten()[None]
+            wanted = [i * n + x for i in range(b) for x in wanted]
+        options = {name: given[name] for name in _PASSED_ON if given.get(name) is not None}
+        out = forward_step(forward, step, {name: new}, step.take(positions.to(kv.device)), wanted, **options)
+        if step.batch != b:
+            out.logits = out.logits.unflatten(1, (b, -1))[0]
+        out.past_key_values = self
+        return out
+
+    def _agree(self, given: dict[str, Any], name: str) -> list[int]:
+        """Padding in front of each sequence; refuses what is wrong, or differs between ranks (Note [Alike on all ranks])."""
+        refusal, facts, firsts = None, torch.zeros(6, dtype=torch.int64), []
+        try:
+            facts, firsts = self._read(given, name)
+        except (ValueError, NotImplementedError) as error:
+            refusal = error
+        mine = torch.cat([torch.tensor([refusal is not None]), facts.cpu()]).to(self._open().device)
+        found = [x.tolist() for x in self.ring.gather(mine, 0, [len(mine)] * self.ring.world_size)]
+        if refusal is not None:
+            raise refusal
+        for what, differ in (("valid inputs", [x[0] for x in found]), ("the same tokens and masks", found)):
+            odd = [rank for rank, theirs in enumerate(differ) if theirs != differ[self.ring.rank]]
+            if odd:
+                raise ValueError(
+                    f"every rank must call the model with {what}, got others on ring ranks {odd} than on ring rank "
+                    f"{self.ring.rank}; give all ranks the same inputs, and the same options of generate"
+                )
+        return firsts
+
+    def _read(self, given: dict[str, Any], name: str) -> tuple[Tensor, list[int]]:
+        """What must be the same on all ranks, as numbers, and the padding in front of each sequence."""
+        _check_given(given)
+        new, mask = given.get(name), given.get("attention_mask")
+        if new is None:
+            raise ValueError("the model must be called with input_ids or inputs_embeds, got neither")
+        (b, n), before = new.shape[:2], self.get_seq_length()
+        if self._requests and len(self._requests) != b:
+            raise ValueError(
+                f"the batch must be of the {len(self._requests)} sequences that the cache has, got {b}; "
+                "call reset() before other prompts"
+            )
+        if before + n > self.max_tokens:
+            raise ValueError(
+                f"a sequence must stay within max_tokens={self.max_tokens}, got {before} tokens and {n} more; "
+                "make the RingCache with more, or call reset() between prompts"
+            )
+        known = self._firsts or [0] * b
+        firsts = known if mask is None else _padding(mask, b, before + n)
+        if self._requests and firsts != known:
+            raise ValueError(
+                f"attention_mask must begin with the padding that the cache knows of, {known} tokens by sequence, got {firsts}; "
+                "call reset() before other prompts"
+            )
+        if any(firsts) and n > MOST_DECODED and not self._is_alike():
+            raise NotImplementedError(
+                f"sequences with padding must be kept by the same ranks to go on with {n} tokens, got some that were repeated; "
+                "call reset() and give the whole prompts again"
+            )
+        numbers = torch.tensor([b, n, before, _hash(torch.tensor(firsts)), 0 if mask is None else 1])
+        return torch.cat([numbers, _hash(new)[None].cpu()]), firsts
+
+
+class _Layer:
+    """What transformers may ask a layer of the cache."""
+
+    is_compileable = False
+    is_croppable = True
+    is_initialized = True
+    is_sliding = False
+    supports_early_init = False
+
+
+def _sizes(model: PreTrainedModel) -> tuple[int, int, int, int]:
+    """Layers, key heads, and the dims of their keys and values."""
+    config = model.config.get_text_config(decoder=True)
+    heads = config.num_attention_heads
+    kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    if getattr(config, "qk_rope_head_dim", None) and getattr(config, "qk_nope_head_dim", None):
+        # latent attention, which gives attention keys of all heads
+        head_dim = config.qk_nope_head_dim + config.qk_rope_head_dim
+    return config.num_hidden_layers, kv_heads, head_dim, getattr(config, "v_head_dim", None) or head_dim
+
+
+def _wrap(model: PreTrainedModel) -> Callable[[], None]:
+    """Lets calls with a RingCache go through it; what is returned undoes that.
+
+    An instance of its own, since parts of generation call `self.forward`, which hooks do not see.
+    """
+    own = model.__dict__.get("forward")
+    original = model.forward
+    signature = inspect.signature(original)
+    spread = next((name for name, p in signature.parameters.items() if p.kind is p.VAR_KEYWORD), None)
+
+    @functools.wraps(original)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        cache = kwargs.get("past_key_values")
+        if not args and not isinstance(cache, RingCache):
+            return original(**kwargs)
+        given = dict(signature.bind(*args, **kwargs).arguments)
+        given |= given.pop(spread, {}) if spread is not None else {}
+        cache = given.get("past_key_values")
+        return cache._call(original, given) if isinstance(cache, RingCache) else original(*args, **kwargs)
+
+    model.forward = forward
+
+    def unwrap() -> None:
+        if model.__dict__.get("forward") is not forward:
+            raise RuntimeError(
+                "RingCaches of one model must be left in the reverse order in which they were entered; nest them"
+            )
+        if own is None:
+            del model.__dict__["forward"]
+        else:
+            model.__dict__["forward"] = own
+
+    return unwrap
+
+
+def _check_given(given: dict[str, Any]) -> None:
+    if given.get("use_cache") is False:
+        raise NotImplementedError(
+            "use_cache must be True in a call with a RingCache, got False; leave past_key_values out"
+        )
+    if given.get("return_dict") is False:
+        raise NotImplementedError("return_dict must be True in a call with a RingCache, got False; leave it out")
+    if given.get("output_hidden_states"):
+        raise NotImplementedError(
+            "output_hidden_states must be False in a call with a RingCache, whose ranks have rows of their own each; "
+            "use attn_implementation='sdpa' on one process"
+        )
+    for name, value in given.items():
+        if name not in (*_TAKEN, *_PASSED_ON) and value is not None and value is not False:
+            raise NotImplementedError(
+                f"{name} must be left out of a call with a RingCache, which does not know how to share it between ranks"
+            )
+
+
+def _padding(mask: Tensor, b: int, length: int) -> list[int]:
+    """Tokens of padding in front of each sequence."""
+    if tuple(mask.shape) != (b, length):
+        raise ValueError(
+            f"attention_mask must be of {b} sequences and the {length} tokens that they have with this call, got "
+            f"{tuple(mask.shape)}; pass that of the whole sequences"
+        )
+    held = mask != 0
+    first = held.int().argmax(-1)
+    *firsts, others = torch.cat([first, (held.sum(-1) + first != length).sum()[None]]).tolist()
+    if others:
+        raise NotImplementedError(
+            f"attention_mask must have padding on the left only, got other padding in {others} of {b} sequences; "
+            "set tokenizer.padding_side='left'"
+        )
+    return firsts
+
+
+def _hash(x: Tensor) -> Tensor:
+    """A number that tells tokens, or embeddings, from others."""
+    if x.is_floating_point():
+        x = x.contiguous().view({2: torch.int16, 4: torch.int32, 8: torch.int64}[x.element_size()])
+    x = x.flatten().to(torch.int64)
+    # odd factors without a pattern; overflow wraps around
+    factors = torch.arange(1, x.numel() + 1, device=x.device) * -7046029254386353131 | 1
+    return (x * factors).sum()
+
+
+def _share_generators(ring: Ring, device: torch.device) -> None:
+    """Gives the generators of all ranks the state of rank 0's: those that sampling may draw from."""
+    if ring.world_size == 1:
+        return
+    states = [torch.get_rng_state()]
+    if device.type == "cuda":
+        states.append(torch.cuda.get_rng_state(device))
+    lengths = [len(state) for state in states]
+    mine = torch.cat(states).to(device)
+    shared = ring.gather(mine, 0, [len(mine)] * ring.world_size)[0].cpu().split(lengths)
+    torch.set_rng_state(shared[0].clone())
+    if device.type == "cuda":
+        torch.cuda.set_rng_state(shared[1].clone(), device)

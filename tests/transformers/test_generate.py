@@ -1,0 +1,383 @@
+"""What a model generates on the ranks of a ring is what one process generates, token by token."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor
+
+from ringattn import Ring
+from ringattn.inference import CacheFull
+from ringattn.integrations.transformers import RingCache
+from tests.pool import Pools
+from tests.transformers.models import make, tokens
+
+DECODERS = ("llama", "qwen3", "mistral", "gemma2", "gemma3", "gpt_oss")
+EAGER = ("gemma2", "gpt_oss")
+"""Soft caps and sinks, which eager attention alone knows."""
+
+GREEDY = {"do_sample": False, "max_new_tokens": 12, "eos_token_id": None}
+SAMPLED = {"do_sample": True, "temperature": 1.5, "top_k": 20, "max_new_tokens": 12, "eos_token_id": None}
+BEAMS = {"num_beams": 3, **GREEDY}
+
+
+def prompts(rows: int = 1, length: int = 37, padding: int = 0) -> dict[str, Tensor]:
+    """Prompts of one length, all but the last of which begin with some padding."""
+    ids = tokens(length, rows)
+    mask = torch.ones_like(ids)
+    for row in range(rows - 1):
+        mask[row, : padding + row] = 0
+    return {"input_ids": ids.masked_fill(mask == 0, 0), "attention_mask": mask}
+
+
+def alone(kind: str, calls: list[dict[str, Any]]) -> list[Tensor]:
+    """What one process generates, with the cache of transformers, one call going on from the other."""
+    model = make(kind, "eager" if kind in EAGER else "sdpa", torch.float32).eval()
+    torch.manual_seed(0)
+    cache = transformers.DynamicCache()
+    return [model.generate(**call, past_key_values=cache).clone() for call in calls]
+
+
+def on_ranks(kind: str, calls: list[dict[str, Any]], sizes: dict[str, Any]) -> tuple[list[Tensor], bool]:
+    """What a rank generates, and whether all pages came home."""
+    ring = Ring()
+    model = make(kind, "ringattn", torch.float32).eval()
+    # ranks that were seeded differently must draw alike all the same
+    torch.manual_seed(ring.rank)
+    with RingCache(model, ring, **{"max_tokens": 64, "batch": 4, "page_size": 4, **sizes}) as cache:
+        found = [model.generate(**call, past_key_values=cache).clone() for call in calls]
+        cache.reset()
+        assert cache.kv is not None
+        home = set(cache.kv.pages.free) == {cache.kv.pages.pages}
+    return found, home and "forward" not in model.__dict__
+
+
+def assert_same(pool: Pools, world_size: int, kind: str, *calls: dict[str, Any], **sizes: Any) -> None:
+    expected = alone(kind, list(calls))
+    for found, home in pool(world_size).run(on_ranks, kind, list(calls), sizes):
+        for mine, theirs in zip(found, expected, strict=True):
+            assert mine.tolist() == theirs.tolist()
+        assert home
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize("options", [GREEDY, SAMPLED, BEAMS], ids=["greedy", "sampled", "beams"])
+@pytest.mark.parametrize("kind", DECODERS)
+def test_ranks_generate_what_one_process_generates(
+    pool: Pools, kind: str, options: dict[str, Any], world_size: int
+) -> None:
+    assert_same(pool, world_size, kind, {**prompts(), **options})
+
+
+PADDED = prompts(rows=3, length=29, padding=5)
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("options", [GREEDY, SAMPLED, BEAMS], ids=["greedy", "sampled", "beams"])
+@pytest.mark.parametrize("kind", ["llama", "gemma3", "gpt_oss"])
+def test_batches_padded_on_the_left_are_generated_alike(pool: Pools, kind: str, options: dict[str, Any]) -> None:
+    assert_same(pool, 2, kind, {**PADDED, **options}, batch=9)
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("chunk", [8, 19])
+@pytest.mark.parametrize("kind", ["mistral", "gemma2"])
+def test_prompts_may_come_in_chunks(pool: Pools, kind: str, chunk: int) -> None:
+    """Of few tokens, which every rank computes, and of more, which ranks share."""
+    for world_size in (2, 4):
+        assert_same(pool, world_size, kind, {**prompts(rows=2), **GREEDY, "prefill_chunk_size": chunk})
+
+
+def several_turns(kind: str, implementation: str) -> list[Tensor]:
+    """Three turns over one cache, of which the second is taken back and asked anew."""
+    ring = Ring()
+    model = make(kind, implementation, torch.float32).eval()
+    torch.manual_seed(0)
+    found = []
+
+    def turn(cache: Any, ids: Tensor, said: Tensor) -> Tensor:
+        ids = torch.cat([ids, said], 1)
+        ids = model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), past_key_values=cache, **GREEDY)
+        found.append(ids)
+        return ids
+
+    def talk(cache: Any) -> list[Tensor]:
+        ids = turn(cache, tokens(0, 2), tokens(23, 2))
+        length = cache.get_seq_length()
+        turn(cache, ids, tokens(5, 2, seed=1))
+        cache.crop(length - cache.get_seq_length())
+        assert cache.get_seq_length() == length
+        turn(cache, ids, tokens(31, 2, seed=2))
+        return found
+
+    if implementation != "ringattn":
+        return talk(transformers.DynamicCache())
+    with RingCache(model, ring, max_tokens=120, batch=2, page_size=4) as cache:
+        return talk(cache)
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("kind", ["llama", "gemma2"])
+def test_turns_go_on_where_the_last_one_ended(pool: Pools, kind: str) -> None:
+    expected = several_turns(kind, "eager" if kind in EAGER else "sdpa")
+    for found in pool(2).run(several_turns, kind, "ringattn"):
+        assert [x.tolist() for x in found] == [x.tolist() for x in expected]
+
+
+@pytest.mark.dist
+def test_turns_after_beams_are_computed_one_after_another(pool: Pools) -> None:
+    first = {**prompts(rows=1, length=19), **BEAMS, "num_return_sequences": 3, "max_new_tokens": 5}
+    longer = {"input_ids": tokens(50, rows=3, seed=3), **GREEDY}
+    model = make("llama", "sdpa", torch.float32).eval()
+    cache = transformers.DynamicCache()
+    ids = model.generate(**first, past_key_values=cache)
+    longer["input_ids"] = torch.cat([ids, longer["input_ids"][:, ids.shape[1] :]], 1)
+    longer["attention_mask"] = torch.ones_like(longer["input_ids"])
+    assert_same(pool, 2, "llama", first, longer, batch=3)
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("options", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+def test_candidates_are_checked_in_one_call(pool: Pools, options: dict[str, Any]) -> None:
+    """Assisted decoding asks for the logits of several tokens, and takes back the tokens it does not believe."""
+    ids = tokens(9).repeat(1, 4)
+    looked_up = {"input_ids": ids, "attention_mask": torch.ones_like(ids), **options, "eos_token_id": 2}
+    looked_up["prompt_lookup_num_tokens"] = 4
+    assert_same(pool, 2, "qwen3", looked_up)
+
+
+@pytest.mark.dist
+def test_several_answers_to_one_prompt_are_drawn(pool: Pools) -> None:
+    assert_same(pool, 2, "llama", {**prompts(), **SAMPLED, "num_return_sequences": 4})
+
+
+def logits_of(keep: Any) -> Tensor:
+    ring = Ring()
+    model = make("llama", "ringattn", torch.float32).eval()
+    with torch.no_grad(), RingCache(model, ring, max_tokens=64, batch=2, page_size=4) as cache:
+        return model(tokens(40, rows=2), past_key_values=cache, logits_to_keep=keep).logits
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("keep", [0, 1, 7, torch.tensor([3, 39, 20])], ids=["all", "last", "seven", "some"])
+def test_logits_of_any_rows_come_to_every_rank(pool: Pools, keep: Any) -> None:
+    with torch.no_grad():
+        expected = make("llama", "sdpa", torch.float32).eval()(tokens(40, rows=2), logits_to_keep=keep).logits
+    results = pool(4).run(logits_of, keep)
+    for found in results:
+        assert torch.equal(found, results[0])
+    torch.testing.assert_close(results[0], expected, rtol=1e-4, atol=1e-4)
+
+
+def chosen(implementation: str) -> Tensor:
+    """Logits after sequences were repeated, chosen and repeated again."""
+    model = make("gemma3", implementation, torch.float32).eval()
+    wrapped = implementation == "ringattn"
+    cache: Any = (
+        RingCache(model, Ring(), max_tokens=64, batch=6, page_size=4) if wrapped else transformers.DynamicCache()
+    )
+    with torch.no_grad(), cache if wrapped else contextlib.nullcontext():
+        model(tokens(21, rows=3), past_key_values=cache)
+        cache.batch_repeat_interleave(2)
+        model(tokens(1, rows=6, seed=1), past_key_values=cache)
+        cache.reorder_cache(torch.tensor([5, 5, 0, 2, 3, 5]))
+        model(tokens(2, rows=6, seed=2), past_key_values=cache)
+        cache.batch_select_indices(torch.tensor([0, 3, 5]))
+        return model(tokens(19, rows=3, seed=3), past_key_values=cache).logits
+
+
+@pytest.mark.dist
+def test_sequences_may_be_repeated_reordered_and_chosen(pool: Pools) -> None:
+    expected = chosen("sdpa")
+    for found in pool(2).run(chosen, "ringattn"):
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.dist
+def test_a_small_model_may_propose_what_the_ring_checks(pool: Pools) -> None:
+    given = {**prompts(length=21), "do_sample": False, "max_new_tokens": 10, "eos_token_id": 2}
+    expected = make("llama", "sdpa", torch.float32).eval().generate(**given)
+    for found in pool(2).run(proposed, given):
+        assert found.tolist() == expected.tolist()
+
+
+def proposed(given: dict[str, Any]) -> Tensor:
+    model = make("llama", "ringattn", torch.float32).eval()
+    # of one layer, so that it is right sometimes
+    small = make("llama", "sdpa", torch.float32, num_hidden_layers=1).eval()
+    with RingCache(model, Ring(), max_tokens=64, page_size=4) as cache:
+        return model.generate(**given, past_key_values=cache, assistant_model=small)
+
+
+def embedded() -> tuple[Tensor, Tensor]:
+    model = make("llama", "ringattn", torch.float32).eval()
+    inputs = {"inputs_embeds": model.get_input_embeddings()(tokens(25)), "attention_mask": torch.ones(1, 25).long()}
+    with torch.no_grad(), RingCache(model, Ring(), max_tokens=64, page_size=4) as cache:
+        return model.generate(**inputs, past_key_values=cache, **GREEDY), cache.kv.k.abs().amax((0, 2, 3, 4))  # pyright: ignore[reportOptionalMemberAccess]
+
+
+@pytest.mark.dist
+def test_embeddings_serve_as_a_prompt_and_every_rank_keeps_a_part(pool: Pools) -> None:
+    model = make("llama", "sdpa", torch.float32).eval()
+    expected = model.generate(input_ids=tokens(25), attention_mask=torch.ones(1, 25).long(), **GREEDY)[:, 25:]
+    for found, filled in pool(2).run(embedded):
+        assert found.tolist() == expected.tolist()
+        assert 0 < int((filled > 0).sum()) <= 5, "36 tokens in pages of 4, about half of them on each rank"
+
+
+class _Refusing:
+    """What calls of a model with a RingCache are told, by name."""
+
+    def __init__(self, **sizes: Any) -> None:
+        self.model = make("llama", "ringattn", torch.float32).eval()
+        self.cache = RingCache(self.model, Ring(), **{"max_tokens": 40, "batch": 2, "page_size": 4, **sizes})
+        self.found: dict[str, str] = {}
+
+    def note(self, name: str, call: Callable[[], Any]) -> None:
+        self.cache.reset()
+        self.told(name, call)
+
+    def told(self, name: str, call: Callable[[], Any]) -> None:
+        try:
+            call()
+        except (ValueError, RuntimeError, NotImplementedError, CacheFull) as error:
+            self.found[name] = f"{type(error).__name__}: {error}"
+        else:
+            self.found[name] = "nothing"
+
+
+def refused(rank_of_mistakes: int) -> dict[str, str]:
+    """What a rank is told about mistakes of every rank, or of one of them."""
+    here = _Refusing()
+    model, cache, mine = here.model, here.cache, rank_of_mistakes in (-1, cache_rank())
+    ids = tokens(20)
+    holes = torch.ones(1, 20)
+    holes[0, 5:8] = 0
+
+    def call(mistake: dict[str, Any], **right: Any) -> Callable[[], Any]:
+        given = {"input_ids": ids, "past_key_values": cache, **right}
+        return lambda: model(**{**given, **(mistake if mine else {})})
+
+    here.note("entered", lambda: model(ids, past_key_values=cache))
+    with torch.no_grad(), cache:
+        here.note("use_cache", call({"use_cache": False}))
+        here.note("hidden", call({"output_hidden_states": True}))
+        here.note("labels", call({"labels": ids}))
+        here.note("types", call({"token_type_ids": torch.zeros_like(ids)}))
+        here.note("tuple", call({"return_dict": False}))
+        here.note("none", call({"input_ids": None}))
+        here.note("long", call({"input_ids": tokens(41)}))
+        here.note("holes", call({"attention_mask": holes}))
+        here.note("right", call({"attention_mask": (torch.arange(20) < 15)[None]}))
+        here.note("short", call({"attention_mask": torch.ones(1, 19)}))
+        call({})()
+        here.told("rows", call({"input_ids": tokens(3, rows=2)}))
+        here.told("padding", call({"attention_mask": (torch.arange(40) > 2)[None]}))
+        here.note("full", call({"input_ids": tokens(20, rows=3)}))
+        here.note("other tokens", call({"input_ids": tokens(20, seed=1)}))
+        cache.reset()
+        here.found["after"] = str(model(ids, past_key_values=cache).logits.shape[1])
+    here.told("left", lambda: cache.get_seq_length())
+    return here.found
+
+
+def cache_rank() -> int:
+    return Ring().rank
+
+
+TOLD = {
+    "entered": "RuntimeError: a RingCache must be entered before its model is called",
+    "use_cache": "NotImplementedError: use_cache must be True in a call with a RingCache",
+    "hidden": "NotImplementedError: output_hidden_states must be False",
+    "labels": "NotImplementedError: labels must be left out",
+    "types": "NotImplementedError: token_type_ids must be left out",
+    "tuple": "NotImplementedError: return_dict must be True",
+    "none": "ValueError: the model must be called with input_ids or inputs_embeds",
+    "long": "ValueError: a sequence must stay within max_tokens=40, got 0 tokens and 41 more",
+    "holes": "NotImplementedError: attention_mask must have padding on the left only, got other padding in 1 of 1",
+    "right": "NotImplementedError: attention_mask must have padding on the left only, got other padding in 1 of 1",
+    "short": "ValueError: attention_mask must be of 1 sequences and the 20 tokens",
+    "rows": "ValueError: the batch must be of the 1 sequences that the cache has, got 2",
+    "padding": "ValueError: attention_mask must begin with the padding that the cache knows of, [0]",
+}
+
+
+def test_calls_that_a_ring_cannot_share_are_refused() -> None:
+    found = refused(-1)
+    for name, told in TOLD.items():
+        assert found[name].startswith(told), name
+    assert found["full"].startswith("CacheFull: ")
+    assert found["after"] == "20"
+    assert found["left"].startswith("RuntimeError: a RingCache must be used inside of its `with`")
+
+
+@pytest.mark.dist
+def test_what_one_rank_does_wrong_is_an_error_on_all(pool: Pools) -> None:
+    for rank, found in enumerate(pool(2).run(refused, 1)):
+        for name, told in TOLD.items():
+            if name != "entered":
+                others = f"ValueError: every rank must call the model with valid inputs, got others on ring ranks [1] than on ring rank {rank}"
+                assert found[name].startswith(told if rank == 1 else others), name
+        assert "every rank must call the model with the same tokens and masks" in found["full"]
+        assert "every rank must call the model with the same tokens and masks" in found["other tokens"]
+        assert found["after"] == "20"
+
+
+def test_the_model_gets_its_forward_back() -> None:
+    model = make("llama", "ringattn", torch.float32).eval()
+    own = model.forward
+    with RingCache(model, Ring(), max_tokens=20) as outer:
+        with RingCache(model, Ring(), max_tokens=30) as inner, torch.no_grad():
+            model(tokens(9), past_key_values=outer)
+            model(tokens(7), past_key_values=inner)
+            assert (outer.get_seq_length(), inner.get_seq_length()) == (9, 7)
+            assert model(tokens(7), use_cache=False).logits.shape[1] == 7
+        assert model.forward != own
+    assert model.forward == own
+    with pytest.raises(RuntimeError, match="must be entered once"):
+        inner.__enter__()
+    first, second = (RingCache(model, Ring(), max_tokens=20) for _ in range(2))
+    first.__enter__()
+    second.__enter__()
+    with pytest.raises(RuntimeError, match="must be left in the reverse order"):
+        first.__exit__(None, None, None)
+    second.__exit__(None, None, None)
+
+
+def test_other_caches_are_refused() -> None:
+    model = make("llama", "ringattn", torch.float32).eval()
+    with pytest.raises(NotImplementedError, match="generate with a RingCache"):
+        model.generate(tokens(20), **GREEDY)
+    with pytest.raises((NotImplementedError, ValueError)):
+        model.generate(tokens(20), **GREEDY, cache_implementation="static")
+    with RingCache(model, Ring(), max_tokens=40) as cache:
+        with pytest.raises(ValueError, match="cache_implementation"):
+            model.generate(tokens(20), **GREEDY, past_key_values=cache, cache_implementation="static")
+        with pytest.raises(NotImplementedError, match="use_cache must be True"):
+            model.generate(tokens(20), **GREEDY, past_key_values=cache, use_cache=False)
+        with pytest.raises(NotImplementedError, match="call of offload"):
+            cache.offload(0)
+    model = make("llama", "sdpa", torch.float32).eval()
+    with (
+        RingCache(model, Ring(), max_tokens=40) as cache,
+        pytest.raises(RuntimeError, match="must attend with ringattn"),
+    ):
+        model.generate(tokens(20), **GREEDY, past_key_values=cache)
+
+
+def test_chunked_layers_are_refused() -> None:
+    model = make("llama4", "ringattn", torch.float32).eval()
+    with RingCache(model, Ring(), max_tokens=40) as cache, pytest.raises(NotImplementedError, match="got chunks of 8"):
+        model.generate(tokens(20), **GREEDY, past_key_values=cache)
+
+
+@pytest.mark.parametrize("given", [{"max_tokens": 0}, {"max_tokens": 4, "batch": 0}, {"max_tokens": 4, "page_size": 0}])
+def test_sizes_of_a_cache_are_at_least_one(given: dict[str, int]) -> None:
+    with pytest.raises(ValueError, match="must be at least 1, got 0"):
+        RingCache(make("llama", "ringattn"), Ring(), **given)  # pyright: ignore[reportArgumentType]
