@@ -50,8 +50,10 @@ class FakeRunner:
             time.sleep(self.step_s)
         at = 0
         decode = set(plan.counts) == {1}
-        for pieces in self.books.place(plan.requests, plan.counts, one_by_one=decode):
-            for piece in pieces:
+        before = [self.books.length(request) for request in plan.requests]
+        self.books.place(plan.requests, plan.counts, one_by_one=decode)
+        for request, length in zip(plan.requests, before, strict=True):
+            for piece in self.books.pieces(request, length):
                 page = self.memory[piece.rank][piece.page]
                 page[piece.row : piece.row + piece.length] = plan.tokens[at : at + piece.length]
                 at += piece.length

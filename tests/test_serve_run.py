@@ -25,9 +25,10 @@ import pytest
 import torch
 
 from ringattn.launch.distributed import REFUSED, Rank
-from ringattn.launch.serve import ServeArgs, main
+from ringattn.launch.serve import main
 from ringattn.launch.serving.channel import FRAME, Channel
-from ringattn.launch.serving.models import TINY, load
+from ringattn.launch.serving.config import KEY, TINY, ServeArgs, parse
+from ringattn.launch.serving.models import load
 from ringattn.launch.serving.text import Bytes
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -355,15 +356,13 @@ def test_a_port_that_is_taken_and_a_cache_without_a_page_are_refused(capsys):
         assert main(flags) == 1
     assert "host and port must be free to listen on" in capsys.readouterr().err
     assert main([*flags, "--cache-gib", "1e-9"]) == 1
-    assert "the cache must hold at least one page of 64 tokens on every rank" in capsys.readouterr().err
+    assert "memory must hold a page of 64 tokens at least" in capsys.readouterr().err
     assert REFUSED == 3
 
 
 def test_the_key_comes_from_the_environment(monkeypatch):
-    from ringattn.launch.serve import KEY, parse
-
     monkeypatch.setenv(KEY, "secret")
-    assert parse(["--model", "tiny"]).api_key == "secret"
-    assert parse(["--model", "tiny", "--api-key", "other"]).api_key == "other"
+    assert parse(["--model", "tiny"], "serve", "").api_key == "secret"
+    assert parse(["--model", "tiny", "--api-key", "other"], "serve", "").api_key == "other"
     monkeypatch.delenv(KEY)
-    assert parse(["--model", "tiny"]) == ServeArgs(model="tiny")
+    assert parse(["--model", "tiny"], "serve", "") == ServeArgs(model="tiny")

@@ -14,17 +14,13 @@ from torch import Tensor
 
 from ringattn.inference import PagedKVCache
 from ringattn.launch.distributed import Refusal
+from ringattn.launch.serving.config import TINY, check_model
 from ringattn.launch.serving.scheduling import Plan
 from ringattn.launch.serving.text import Bytes, Pretrained, Tokenizer
 from ringattn.ring import Ring
 
-TINY = "tiny"
-"""The name of a model that needs no files."""
-
-MEMORY_SHARE = 0.85
-"""How much of a GPU's memory that is free once the model is there the cache takes; the rest is for what steps compute."""
-
 CPU_CACHE_GIB = 0.25
+"""What the cache of a rank takes on CPUs, where most memory is somebody else's."""
 
 TOKENIZERS = ("tokenizer.json", "tokenizer_config.json")
 
@@ -59,23 +55,6 @@ class Served:
     facts: str
 
 
-def check_model(path: str) -> None:
-    """Refuses what is neither built in, nor a configuration, nor a folder with one.
-
-    Raises:
-        Refusal: There is no such file, no config.json in the folder, or its weights would have to be unpickled.
-    """
-    if path == TINY:
-        return
-    place = Path(path).expanduser()
-    if not (place.is_file() or (place / "config.json").is_file()):
-        raise Refusal(f"model must be {TINY!r}, a config.json or a folder with one, got {path}; download it first")
-    if place.is_dir() and not any(place.glob("*.safetensors")) and any(place.glob("*.bin")):
-        raise Refusal(
-            f"weights must be safetensors, got *.bin in {path}, which would be unpickled; save the model with transformers again"
-        )
-
-
 def load(path: str, *, name: str | None, dtype: str, device: torch.device, seed: int) -> Served:
     """The model of a folder, of a config (random weights, the same on all ranks), or the one that is built in.
 
@@ -103,9 +82,9 @@ def load(path: str, *, name: str | None, dtype: str, device: torch.device, seed:
     else:
         config = AutoConfig.from_pretrained(str(place), local_files_only=True, trust_remote_code=False)
     text = config.get_text_config(decoder=True)
-    kind = (getattr(text, "dtype", None) if device.type == "cuda" else None) or torch.float32
-    chosen = kind if dtype == "auto" else getattr(torch, dtype)
-    options = {"dtype": chosen, "attn_implementation": NAME}
+    kind: Any = (getattr(text, "dtype", None) if device.type == "cuda" else None) or torch.float32
+    chosen: torch.dtype = kind if dtype == "auto" else getattr(torch, dtype)
+    options: dict[str, Any] = {"dtype": chosen, "attn_implementation": NAME}
     if place.is_dir() and any(place.glob("*.safetensors")) and path != TINY:
         model: Any = AutoModelForCausalLM.from_pretrained(
             str(place), local_files_only=True, trust_remote_code=False, use_safetensors=True, **options
@@ -156,35 +135,37 @@ def _stops(model: Any) -> frozenset[int]:
     return frozenset(found)
 
 
-def make_cache(model: Any, ring: Ring, *, gib: float | None, page_size: int) -> PagedKVCache:
-    """The cache of a model: as many pages per rank as the memory of the rank that has least holds.
+def make_cache(model: Any, ring: Ring, *, gib: float | None, page_size: int, kv_dtype: str) -> PagedKVCache:
+    """The cache of a model; every rank calls it alike.
 
     Args:
         model: As loaded; on its device.
         ring: All ranks.
-        gib: GiB per rank; None for most of what a GPU has left, or CPU_CACHE_GIB on CPUs.
+        gib: GiB per rank; None for most of what the fullest GPU has left, or CPU_CACHE_GIB on CPUs.
         page_size: Tokens of a page.
+        kv_dtype: "auto" for the model's, or "fp8".
 
     Raises:
         Refusal: Not even one page fits; raised on every rank.
     """
-    shape = _shape(model)
-    per_token = shape["layers"] * shape["kv_heads"] * (shape["head_dim"] + shape["v_head_dim"]) * model.dtype.itemsize
-    if gib is not None:
-        room = int(gib * 2**30)
-    elif model.device.type == "cuda":
+    if gib is None and model.device.type == "cuda":
         torch.cuda.empty_cache()
-        room = int(torch.cuda.mem_get_info(model.device)[0] * MEMORY_SHARE)
+        memory = None
     else:
-        room = int(CPU_CACHE_GIB * 2**30)
-    here = torch.tensor([room // (per_token * page_size)], dtype=torch.int64, device=model.device)
-    pages = min(int(x) for x in ring.gather(here, 0, [1] * ring.world_size)) if ring.world_size > 1 else int(here)
-    if pages < 1:
-        raise Refusal(
-            f"the cache must hold at least one page of {page_size} tokens on every rank, {per_token * page_size} bytes, got "
-            f"room for {room} bytes; pass a larger --cache-gib or a smaller --page-size"
+        memory = int((CPU_CACHE_GIB if gib is None else gib) * 2**30)
+    kind = torch.float8_e4m3fn if kv_dtype == "fp8" else None
+    try:
+        return PagedKVCache(
+            ring,
+            **_shape(model),
+            dtype=model.dtype,
+            memory=memory,
+            page_size=page_size,
+            kv_dtype=kind,
+            device=model.device,
         )
-    return PagedKVCache(ring, **shape, dtype=model.dtype, pages=pages, page_size=page_size, device=model.device)
+    except ValueError as error:
+        raise Refusal(f"{error} (--cache-gib, --page-size)") from None
 
 
 def _shape(model: Any) -> dict[str, int]:
@@ -213,7 +194,7 @@ class Replica:
 
     def run(self, plan: Plan) -> Tensor:
         """The logits `wanted vocab` of a step, on every rank."""
-        from ringattn.integrations.transformers.generation import run_step
+        from ringattn.integrations.transformers import run_step
 
         mode: Literal["auto", "decode"] = "decode" if plan.decodes else "auto"
         step = self._cache.extend(plan.requests, plan.counts, mode=mode)
@@ -226,8 +207,9 @@ class Replica:
 def describe(cache: PagedKVCache) -> str:
     """How much the cache of all ranks holds, in words."""
     books = cache.pages
-    tokens = books.pages * books.page_size * books.world_size
-    size = (cache.k.numel() * cache.k.element_size() + cache.v.numel() * cache.v.element_size()) / 2**30
+    size = books.pages * cache.page_size * cache.bytes_per_token / 2**30
+    kind = str(cache.kv_dtype).removeprefix("torch.")
     return (
-        f"{tokens} tokens on {books.world_size} ranks, {books.pages} pages of {books.page_size} and {size:.2f} GiB each"
+        f"{cache.capacity_tokens} tokens in {kind} on {books.world_size} ranks, {books.pages} pages of {cache.page_size} tokens "
+        f"and {size:.2f} GiB each"
     )

@@ -112,8 +112,8 @@ class Plan:
     """One step, as every rank makes it.
 
     Attributes:
-        changes: What happens to the books before it: ("join", request, reserve), ("fork", request, parent, length, reserve) or
-            ("leave", request); `request` is the name that the books give or know.
+        changes: What happens to the books before it: ("join", request, reserve), ("fork", request, parent, length, reserve),
+            ("crop", request, length, reserve) or ("leave", request); `request` is the name that the books give or know.
         requests: Who brings tokens; none when there is nothing to compute.
         counts: How many each.
         tokens: Those tokens, one request after another.
@@ -143,8 +143,8 @@ def apply_changes(books: Pages, changes: Iterable[Sequence[Any]]) -> None:
         RuntimeError: They name a request differently: they had diverged.
     """
     for what, request, *rest in changes:
-        if what == "leave":
-            books.leave(request)
+        if what in ("leave", "crop"):
+            getattr(books, what)(request, *rest)
             continue
         named = books.join(*rest) if what == "join" else books.fork(*rest)
         if named != request:
@@ -339,9 +339,7 @@ class Scheduler:
 
     def pages(self) -> dict[str, list[int]]:
         """Pages of each rank: those of running requests, those of kept prefixes alone, and free ones."""
-        running = [0] * self.books.world_size
-        for rank, _ in self._pages_of(self._of_request):
-            running[rank] += 1
+        running = [len(pages) for pages in self._pages_of(self._of_request)]
         free = list(self.books.free)
         kept = [self.books.pages - f - r for f, r in zip(free, running, strict=True)]
         return {"running": running, "kept": kept, "free": free}
@@ -414,7 +412,7 @@ class Scheduler:
         if self.books.available >= pages:
             return True
         owed = sum(self.books.free) - self.books.available
-        if self.books.pages * self.books.world_size - len(self._pages_of(spared)) - owed < pages:
+        if self.books.pages * self.books.world_size - sum(map(len, self._pages_of(spared))) - owed < pages:
             return False
         for request in [request for request in self._kept if request not in spared]:
             self._forget(request)
@@ -436,19 +434,19 @@ class Scheduler:
     def _leave(self, job: Job, keep: bool) -> None:
         """Takes a running job out, and keeps its prefix if that is worth it."""
         length = self.books.length(job.request)
-        self._ready.drop(job.request)
         self._coming.drop(job.name)
         del self.running[job.name], self._of_request[job.request]
-        if self.keep and keep and length >= self.books.page_size:
-            kept = self._change("fork", job.request, length, length)  # what it had reserved beyond that is given back
-            self._kept[kept] = job.tokens[:length]
-            self._ready.add(
-                kept, chain(self._kept[kept], self.books.page_size, job.digests[: length // self.books.page_size])
-            )
-            if len(self._kept) > MOST_KEPT:
-                self._forget(next(iter(self._kept)))
-        self._change("leave", job.request)
         self._left += 1
+        if not (self.keep and keep and length >= self.books.page_size):
+            self._ready.drop(job.request)
+            self._change("leave", job.request)
+            return
+        self._change("crop", job.request, length, length)  # what it had reserved beyond that is given back
+        self._kept[job.request] = job.tokens[:length]
+        known = job.digests[: length // self.books.page_size]
+        self._ready.add(job.request, chain(self._kept[job.request], self.books.page_size, known))
+        if len(self._kept) > MOST_KEPT:
+            self._forget(next(iter(self._kept)))
 
     def _forget(self, request: int) -> None:
         """Lets go of a kept prefix."""
@@ -458,17 +456,18 @@ class Scheduler:
 
     def _change(self, what: str, *rest: int) -> int:
         """Changes the books, and notes it for the other ranks."""
-        if what == "leave":
-            [request] = rest
-            self.books.leave(request)
-            self._changes.append(("leave", request))
-            return request
+        if what in ("leave", "crop"):
+            getattr(self.books, what)(*rest)
+            self._changes.append((what, *rest))
+            return rest[0]
         request = self.books.join(*rest) if what == "join" else self.books.fork(*rest)
         self._changes.append((what, request, *rest))
         return request
 
-    def _pages_of(self, requests: Iterable[int]) -> set[tuple[int, int]]:
-        return {(block.rank, block.page) for request in requests for block in self.books.blocks(request)}
+    def _pages_of(self, requests: Iterable[int]) -> list[set[int]]:
+        """Pages of requests, by rank, each once."""
+        ranks = range(self.books.world_size)
+        return [set().union(*(self.books.table(request, rank).pages for request in requests)) for rank in ranks]
 
 
 def _pages(tokens: int, size: int) -> int:
