@@ -403,6 +403,32 @@ def test_a_model_that_breaks_fails_those_who_wait_and_those_who_come():
         served.close()
 
 
+def test_scores_that_are_no_numbers_fail_their_own_request_only():
+    class Poisoned(FakeRunner):
+        def run(self, plan):
+            logits = super().run(plan)
+            for row, place in enumerate(plan.wanted):
+                if plan.jobs[place].prompt[0] == ord("!"):
+                    logits[row] = float("nan")
+            return logits
+
+    served = Served(Poisoned(step_s=0.01))
+    try:
+        good = {"prompt": going_on("n", 30), "max_tokens": 30, "temperature": 0}
+        with ThreadPoolExecutor(2) as threads:
+            answers = list(
+                threads.map(
+                    lambda body: httpx.post(f"{served.url}/v1/completions", json=body), (good, {"prompt": "!bad"})
+                )
+            )
+        assert [answer.status_code for answer in answers] == [200, 500]
+        assert "are not numbers" in answers[1].json()["error"]["message"]
+        assert answers[0].json()["choices"][0]["text"] == text_of(good["prompt"], 30)
+        served.assert_idle()
+    finally:
+        served.close()
+
+
 # clients that go away
 
 

@@ -24,7 +24,7 @@ import psutil
 import pytest
 import torch
 
-from ringattn.launch.distributed import REFUSED, Rank
+from ringattn.launch.distributed import Rank
 from ringattn.launch.serve import main
 from ringattn.launch.serving.channel import FRAME, Channel
 from ringattn.launch.serving.config import KEY, TINY, ServeArgs, parse
@@ -336,16 +336,23 @@ def test_messages_of_any_length_arrive_whole(pool):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--model", "no/such/folder"], "model must be 'tiny', a config.json or a folder with one, got no/such/folder"),
-        (["--model", "tiny", "--page-size", "0"], "page_size must be at least 1, got 0"),
-        (["--model", "tiny", "--grace", "60"], "grace must be from 0 to 25 s, got 60"),
-        (["--model", "tiny", "--port", "70000"], "port must be from 0 to 65535, got 70000"),
-        (["--model", "tiny", "--cache-gib", "0"], "cache_gib must be above 0, got 0"),
+        (["--page-size", "0"], "page_size must be at least 1, got 0"),
+        (["--grace", "60"], "grace must be from 0 to 25 s, got 60"),
+        (["--port", "70000"], "port must be from 0 to 65535, got 70000"),
+        (["--cache-gib", "0"], "cache_gib must be above 0, got 0"),
+        (["--device", "tpu"], "invalid choice"),
     ],
 )
 def test_flags_that_cannot_be_obeyed_are_refused(flags, message, capsys):
-    assert main([*flags, "--device", "cpu"]) == 1
-    assert message in capsys.readouterr().err
+    with pytest.raises(SystemExit) as caught:
+        main(["--model", "tiny", *flags])
+    assert caught.value.code == 2
+    assert message in " ".join(capsys.readouterr().err.split())
+
+
+def test_a_model_that_is_not_there_is_refused(capsys):
+    assert main(["--model", "no/such/folder", "--device", "cpu"]) == 1
+    assert "model must be 'tiny', a config.json or a folder with one, got no/such/folder" in capsys.readouterr().err
 
 
 def test_a_port_that_is_taken_and_a_cache_without_a_page_are_refused(capsys):
@@ -357,7 +364,6 @@ def test_a_port_that_is_taken_and_a_cache_without_a_page_are_refused(capsys):
     assert "host and port must be free to listen on" in capsys.readouterr().err
     assert main([*flags, "--cache-gib", "1e-9"]) == 1
     assert "memory must hold a page of 64 tokens at least" in capsys.readouterr().err
-    assert REFUSED == 3
 
 
 def test_the_key_comes_from_the_environment(monkeypatch):

@@ -106,7 +106,7 @@ def parse(arguments: Sequence[str], prog: str, description: str) -> ServeArgs:
         description: Likewise.
 
     Raises:
-        ValueError: One is out of range.
+        SystemExit: One is unknown or out of range; it was said.
     """
     import tyro
 

@@ -528,7 +528,8 @@ def _push(answers: Answers, choice: Choice, place: int, event: Event) -> str:
         Refused: The event is a failure.
     """
     if event.failure is not None:
-        raise Refused(event.failure[0], event.failure[1], code="unavailable")
+        status, message = event.failure
+        raise Refused(status, message, code="unavailable" if status == 503 else None)
     piece = choice.push(event)
     if choice.finish is not None:
         answers.stop(place)

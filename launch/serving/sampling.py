@@ -16,6 +16,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+COLDEST = 1e-6
+"""Temperatures below it choose the same, and might be 0 in fp32."""
+
 
 @dataclass
 class Sampling:
@@ -51,7 +54,7 @@ class Logprob:
     top: tuple[tuple[int, float], ...]
 
 
-def sample(logits: Tensor, how: Sequence[Sampling]) -> list[tuple[int, Logprob | None]]:
+def sample(logits: Tensor, how: Sequence[Sampling]) -> list[tuple[int | None, Logprob | None]]:
     """Chooses a token for every row.
 
     Args:
@@ -59,10 +62,7 @@ def sample(logits: Tensor, how: Sequence[Sampling]) -> list[tuple[int, Logprob |
         how: For each row.
 
     Returns:
-        For each row the token, and its logprob where that is wanted.
-
-    Raises:
-        FloatingPointError: A row has no finite largest logit, so the model's numbers are broken.
+        For each row the token, None where the largest logit is no finite number, and its logprob where that is wanted.
     """
     logits = logits.float()
     largest, chosen = logits.max(-1)
@@ -71,19 +71,16 @@ def sample(logits: Tensor, how: Sequence[Sampling]) -> list[tuple[int, Logprob |
         at = torch.tensor(drawn, device=logits.device)
         chosen[at] = _draw(logits[at], [how[row] for row in drawn])
     # one transfer for all rows
-    finite, tokens = torch.stack([largest.isfinite().long(), chosen]).tolist()
-    if not all(finite):
-        raise FloatingPointError(
-            f"logits must be numbers, got NaN or infinities in row {finite.index(0)} of {len(how)}"
-        )
-    said: list[Logprob | None] = [None] * len(how)
-    for row, one in enumerate(how):
-        if one.logprobs is not None:
+    tokens = torch.where(largest.isfinite(), chosen, -1).tolist()
+    found: list[tuple[int | None, Logprob | None]] = []
+    for row, (token, one) in enumerate(zip(tokens, how, strict=True)):
+        said = None
+        if one.logprobs is not None and token >= 0:
             logprobs = logits[row].log_softmax(-1)
             values, names = logprobs.topk(min(one.logprobs, logprobs.numel()))
-            top = tuple(zip(names.tolist(), values.tolist(), strict=True))
-            said[row] = Logprob(float(logprobs[tokens[row]]), top)
-    return list(zip(tokens, said, strict=True))
+            said = Logprob(float(logprobs[token]), tuple(zip(names.tolist(), values.tolist(), strict=True)))
+        found.append((token if token >= 0 else None, said))
+    return found
 
 
 def _draw(logits: Tensor, how: Sequence[Sampling]) -> Tensor:
@@ -93,7 +90,7 @@ def _draw(logits: Tensor, how: Sequence[Sampling]) -> Tensor:
         return torch.tensor(values, dtype=torch.float32, device=logits.device).unsqueeze(1)
 
     # the largest first: no temperature, however low, overflows
-    scaled = (logits - logits.amax(-1, keepdim=True)) / column([one.temperature for one in how])
+    scaled = (logits - logits.amax(-1, keepdim=True)) / column([max(one.temperature, COLDEST) for one in how])
     probabilities, names = scaled.softmax(-1).sort(stable=True, dim=-1, descending=True)
     sums = probabilities.cumsum(-1)
     # a token is in while those before it have less than top_p, so the first always is
@@ -102,5 +99,5 @@ def _draw(logits: Tensor, how: Sequence[Sampling]) -> Tensor:
     goal = column([one.draws.random() for one in how]) * sums[:, -1:]
     place = (sums <= goal).sum(-1, keepdim=True)
     # rounding may carry the goal past the last token that is in
-    place = torch.minimum(place, (kept > 0).sum(-1, keepdim=True) - 1)
+    place = torch.minimum(place, (kept > 0).sum(-1, keepdim=True) - 1).clamp(min=0)
     return names.gather(1, place).squeeze(1)

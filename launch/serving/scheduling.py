@@ -303,12 +303,13 @@ class Scheduler:
                 plan.wanted.append(len(plan.jobs) - 1)
         return plan
 
-    def record(self, plan: Plan, chosen: Mapping[int, tuple[int, Any]]) -> list[Event]:
+    def record(self, plan: Plan, chosen: Mapping[int, tuple[int | None, Any]]) -> list[Event]:
         """Takes the tokens that a step gave.
 
         Args:
             plan: The step.
-            chosen: By name of a job: its token, and what is to be said about it. Jobs that have been ended since may be missing.
+            chosen: By name of a job: its token, or None when the model gave no numbers, and what is to be said about it. Jobs
+                that have been ended since may be missing.
 
         Returns:
             What happened, in the order of the plan.
@@ -320,6 +321,13 @@ class Scheduler:
             if len(job.tokens) == len(job.prompt):
                 self._coming.drop(job.name)
             token, details = chosen[job.name]
+            if token is None:
+                message = (
+                    "the model's scores for the next token are not numbers: its dtype may be too narrow for this prompt"
+                )
+                events.append(Event(job.name, failure=(500, message)))
+                self._leave(job, keep=False)
+                continue
             finish = None
             if token in job.stops:
                 finish, shown = "stop", None
