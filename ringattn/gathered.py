@@ -20,6 +20,7 @@ Note [Kept keys]
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -31,6 +32,7 @@ from ringattn.call import Call
 from ringattn.forward import ring_forward
 from ringattn.kernels.contract import GatheringKernelSet, KernelSet, Score, accumulation_dtype
 from ringattn.layout import shard_len
+from ringattn.parcels import message_bytes
 from ringattn.schedule import Collection
 from ringattn.spans import span
 from ringattn.transport.base import Gatherer, Seat
@@ -153,6 +155,57 @@ def backward(
         dkey_bias=None,
         dbias=None,
     )
+
+
+def reserve(
+    k: Tensor,
+    v: Tensor,
+    score: Score,
+    call: Call,
+    kernels: KernelSet,
+    seat: Seat,
+    times: float,
+    room: dict[str, tuple[int, ...]],
+) -> None:
+    """Makes room for this forward, and where there is not enough, for forwards that move up to so many times its keys.
+
+    By the schedule that suits it, and where keys are gathered as far as the budget allows. Every rank calls it alike.
+
+    Args:
+        k: As in `forward`, like the next five.
+        v: Likewise.
+        score: Likewise.
+        call: Likewise.
+        kernels: Likewise.
+        seat: Likewise.
+        times: At least 1.
+        room: Bytes for which earlier calls have made room; updated.
+    """
+    if seat.world_size == 1:
+        return
+    found = _gathering(k, v, score, call, kernels, seat, backward=False)
+    if found is None:
+        plan, moving = call.plan("keys", seat.nodes), [(k, 1), (v, 1)]
+        sizes = tuple(message_bytes(moving, rows) for rows in (plan.largest_send, plan.largest_crossing))
+        for transport, size in zip(
+            (seat.transport, seat.slow_transport), _ahead("staged", sizes, times, room), strict=True
+        ):
+            if size:
+                transport.reserve(size)
+        return
+    gatherer, _, facts = found
+    b, _, hk, d = k.shape
+    row = b * hk * (d + v.shape[-1]) * k.element_size()
+    sizes = facts.collection.slot_rows * row, facts.collection.most_far_rows * row
+    most = max(1.0, min(times, seat.budget / max(1, facts.needed[False])))
+    gatherer.make_room(*_ahead("gathered", sizes, most, room))
+
+
+def _ahead(what: str, sizes: tuple[int, ...], times: float, room: dict[str, tuple[int, ...]]) -> tuple[int, ...]:
+    made = room.get(what, (0,) * len(sizes))
+    if any(size > there for size, there in zip(sizes, made, strict=True)):
+        made = room[what] = tuple(max(math.ceil(times * size), there) for size, there in zip(sizes, made, strict=True))
+    return made
 
 
 def choose_groups(k: Tensor, v: Tensor, collection: Collection, pull_rate: float = 0.0) -> int:

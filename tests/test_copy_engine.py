@@ -916,6 +916,22 @@ def test_buffers_are_made_once_grow_when_needed_and_go_when_closed() -> None:
     ranks.world.drain()
 
 
+def test_room_that_is_made_ahead_is_not_made_again() -> None:
+    ranks, shape = Ranks(3, 0), full(3)
+    large = dataclasses.replace(shape, batch=2)
+    row = large.batch * large.heads * sum(large.dims) * large.dtype.itemsize
+    sizes = large.rows * row, large.collections[0].most_far_rows * row
+    ranks.each(lambda rank: ranks.ends[rank].make_room(*sizes))
+    gather(ranks, shape, 0)
+    held, regions = [end.num_bytes() for end in ranks.ends], len(ranks.world.regions)
+    for salt, one in enumerate((large, shape, large), start=1):
+        ranks.each(lambda rank: ranks.ends[rank].make_room(*sizes))
+        gather(ranks, one, salt)
+    assert [end.num_bytes() for end in ranks.ends] == held
+    assert len(ranks.world.regions) == regions
+    ranks.world.drain()
+
+
 @pytest.mark.parametrize("dims", [(4, 4), (40, 24)])
 def test_packing_puts_keys_and_values_side_by_side(dims: tuple[int, int]) -> None:
     k, v = torch.randn(2, 3, 5, dims[0]), torch.randn(2, 5, 3, dims[1]).transpose(1, 2)

@@ -73,3 +73,14 @@ def test_fsdp_beside_the_ring_trains_as_one_process_does() -> None:
     assert len(steps) == 3, printed
     assert float(steps[-1][0]) < float(steps[0][0])
     assert all(abs(float(difference)) < 1e-5 for _, _, difference in steps), printed
+
+
+def test_generation_on_two_ranks_answers_what_one_process_answers() -> None:
+    printed = run_on_ranks("generate", "--prompt", "300", "--new", "8")
+    answers = re.findall(
+        r"^(greedy|sampled|3 beams): 8 tokens in .* pages by rank \((\d+), (\d+)\), one process answers the same$",
+        printed,
+        re.MULTILINE,
+    )
+    assert [name for name, _, _ in answers] == ["greedy", "sampled", "3 beams"], printed
+    assert all(int(one) and int(other) for _, one, other in answers), "both ranks keep a part"

@@ -399,6 +399,36 @@ def test_a_whole_prompt_is_the_forward_of_training_to_the_bit(pool: Pools, world
         assert torch.equal(o, expected)
 
 
+def announce(reserve: int) -> tuple[list[int], int]:
+    """What a chunked prompt says to the transport about the size of its messages, and the bytes of its largest one."""
+    ring = Ring()
+    cache = small(ring, layers=1, pages=600)
+    said, largest = [], 0
+    transport: Any = ring.seat.transport
+    post = transport.post
+
+    def watched(sends: Any, receives: Any, what: str) -> Any:
+        nonlocal largest
+        largest = max([largest, *(x.numel() * x.element_size() for _, x in sends)])
+        return post(sends, receives, what)
+
+    transport.reserve, transport.post = lambda size, replies=0: said.append(size), watched
+    request = cache.join(reserve)
+    for _ in range(10):
+        attend(step := cache.extend([request], [100]), 0, **rows_of(step), moves="keys")
+    del transport.reserve, transport.post
+    return said, largest
+
+
+@pytest.mark.dist
+def test_the_first_chunk_makes_room_for_all_that_its_request_has_reserved(pool: Pools) -> None:
+    for said, largest in pool(4).run(announce, 1000):
+        # twice for each chunk: ahead, and what the forward itself needs, which is never more than what was first
+        assert len(said) == 20
+        assert said[0] == max(said)
+        assert largest <= said[0] <= 1.2 * largest
+
+
 def what_moves(new: int) -> tuple[str, ...]:
     ring = Ring()
     cache = small(ring, layers=1, kv_heads=1, pages=400, v_head_dim=16, dtype=torch.bfloat16)

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from ringattn.call import Call
-from ringattn.inference.prefill import MOVES, Prefill, plan_travel, resolve_moves
+from ringattn.inference.prefill import MOVES, Prefill, growth, plan_travel, resolve_moves
 from ringattn.inference.step import Step
 from ringattn.kernels.contract import Score, accumulation_dtype
 from ringattn.kernels.decode import decode, num_splits, parts_len
@@ -163,7 +163,7 @@ class _Prefill:
         fresh = step.lengths == step.counts
         moves = resolve_moves(self.moves, step, call, q, fresh)
         travel = plan_travel(call, q.device) if moves == "queries" else None
-        return Prefill(step, call, choice.kernels, moves, fresh, travel)
+        return Prefill(step, call, choice.kernels, moves, fresh, travel, growth(step))
 
 
 @dataclass(frozen=True, eq=False)

@@ -57,6 +57,7 @@ class PagedKVCache:
         ring: As given.
         pages: The books.
         accord: What the ranks have compared.
+        room: Bytes of the ring's buffers that prefills have asked for (Note [Room ahead] of prefill.py).
         page_size: As given.
         device: Where it is.
         dtype: As given.
@@ -143,6 +144,7 @@ class PagedKVCache:
             )
         self.pages = Pages(ring.world_size, pages, page_size, page_bytes)
         self.accord = Accord(ring)
+        self.room: dict[str, tuple[int, ...]] = {}
         shape = (layers, pages, kv_heads, page_size)
         self.k = torch.zeros(*shape, self.head_dim, dtype=self.kv_dtype, device=device)
         self.v = torch.zeros(*shape, self.v_head_dim, dtype=self.kv_dtype, device=device)

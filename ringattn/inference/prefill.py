@@ -30,14 +30,14 @@ Note [Rows of pages]
 Note [Room ahead]
     Every chunk of a long prompt sees more keys than the one before, and buffers of the ring that other ranks read are made by all ranks
     together, which stops the device. So the first chunk makes them for as many tokens as its requests have reserved, as far
-    as the ring's budget allows: a factor on the sizes of this chunk.
+    as the ring's budget allows: a factor on the sizes of this chunk, and a little more for uneven shards.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
@@ -58,6 +58,8 @@ if TYPE_CHECKING:
     from ringattn.inference.step import Step
 
 MOVES = ("auto", "keys", "queries")
+SLACK = 1.05
+"""How uneven shards of a longer request may be."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,6 +73,7 @@ class Prefill:
         moves: "keys" or "queries".
         fresh: Nothing was kept before: the new rows are all there are.
         travel: How queries move, where they do.
+        times: How many times as long the requests may become (Note [Room ahead]).
     """
 
     step: Step
@@ -79,6 +82,8 @@ class Prefill:
     moves: str
     fresh: bool
     travel: Travel | None
+    times: float
+    _begun: list[bool] = field(default_factory=list, init=False, repr=False)
 
     def attend(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, alibi_slopes: Tensor | None
@@ -89,6 +94,9 @@ class Prefill:
         score = call.score(q.dtype, 0, sinks=sinks, alibi_slopes=alibi_slopes)
         q, keys, values = _rows(q), _rows(keys), _rows(values)
         if self.travel is None:
+            if not self._begun:
+                gathered.reserve(keys, values, score, call, self.kernels, seat, self.times, cache.room)
+                self._begun.append(True)
             return gathered.forward(q, keys, values, score, call, self.kernels, seat)[0]
         return queries_forward(q, keys, values, score, call, self.kernels, seat, self.travel)
 
@@ -119,6 +127,13 @@ def resolve_moves(wanted: str, step: Step, call: Call, q: Tensor, fresh: bool) -
         for part in call.plan("queries").ranks
     )
     return "keys" if keys * per_key <= queries * h else "queries"
+
+
+def growth(step: Step) -> float:
+    """How many times as many tokens the requests of a step may have as they have now, and SLACK."""
+    books = step.cache.pages
+    promised, there = sum(map(books.reserved, step.requests)), sum(step.lengths)
+    return max(1.0, promised / there) * SLACK
 
 
 @dataclass(frozen=True, eq=False)

@@ -278,6 +278,14 @@ class CopyEngineTransport:
         local = sum(x.untyped_storage().nbytes() for x in (self._far, self._flags, self._own, *self._raised.values()))
         return local + sum(station.region.local.numel() for station in stations)
 
+    def make_room(self, slot_bytes: int, far_bytes: int) -> None:
+        """See `Gatherer.make_room`."""
+        slots = self._slots[0].num_bytes if self._slots else 0
+        if slot_bytes > slots or far_bytes > self._far.numel():
+            self._enter()
+            self._stations(self._slots, slot_bytes, "slots")
+            self._make_far((far_bytes,), torch.uint8)
+
     def gather(
         self, k: Tensor, v: Tensor, collection: Collection, groups: int, what: str, *, keep: bool = False
     ) -> Gathering:

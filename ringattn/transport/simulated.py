@@ -126,6 +126,9 @@ class SimulatedGatherer:
         self._hub = hub
         self._rank = rank
 
+    def make_room(self, slot_bytes: int, far_bytes: int) -> None:
+        """Mailboxes hold whatever is sent."""
+
     def gather(
         self, k: Tensor, v: Tensor, collection: Collection, groups: int, what: str, *, keep: bool = False
     ) -> _Gathered:

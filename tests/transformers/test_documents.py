@@ -8,8 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import TrainingArguments
+from transformers import AutoModelForCausalLM, TrainingArguments
 
+from ringattn import Ring
+from ringattn.integrations.transformers import register
 from tests.pool import Pools
 from tests.test_examples import run_on_ranks
 from tests.transformers.models import make, tokens
@@ -17,10 +19,13 @@ from tests.transformers.models import make, tokens
 ROOT = Path(__file__).parents[2]
 
 
-def program() -> str:
-    """The blocks of the page one after the other, with its differences applied."""
+def program(section: str = "") -> str:
+    """The blocks of the page, or of a section, one after the other, with its differences applied."""
     lines = []
-    for kind, block in re.findall(r"^```(\w+)\n(.*?)^```", (ROOT / "docs/transformers.md").read_text(), re.M | re.S):
+    text = (ROOT / "docs/transformers.md").read_text()
+    if section:
+        text = text.split(f"\n## {section}\n")[1].split("\n## ")[0]
+    for kind, block in re.findall(r"^```(\w+)\n(.*?)^```", text, re.M | re.S):
         assert kind in ("diff", "python"), f"the page has a block that is not run: {kind}"
         for line in block.splitlines():
             if kind == "python" or line[:1] in (" ", "+"):
@@ -45,6 +50,7 @@ def run_page(folder: str) -> dict[str, Any]:
     # layers compile without a compiler of C++, which not every machine has
     source = program().replace("fullgraph=True", "fullgraph=True, backend='aot_eager'")
     names: dict[str, Any] = {"name": folder, "batch": batch, "documents": documents, "arguments": arguments}
+    names |= {"inputs": {"input_ids": ids, "attention_mask": torch.ones_like(ids)}, "torch": torch}
     exec(compile(source, "docs/transformers.md", "exec"), names)
     return {"logits": names["logits"].detach(), "documents": names["part"]["sharding"].documents}
 
@@ -74,6 +80,26 @@ def test_the_page_says_the_same_on_two_ranks(pool: Pools, tmp_path: Path) -> Non
         expected = model.eval()(tokens(21)).logits
     for found in pool(2).run(run_loop, str(tmp_path)):
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
+def run_generation(folder: str) -> list[list[Any]]:
+    """The section on generation, after what stands above of the model."""
+    register()
+    model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="ringattn")
+    ids = tokens(21)
+    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    names: dict[str, Any] = {"model": model, "ring": Ring(), "inputs": inputs, "torch": torch}
+    exec(compile(program("Generation"), "page", "exec"), names)
+    return [names[name].tolist() for name in ("answer", "ids", "beams", "lasts")]
+
+
+@pytest.mark.dist
+def test_the_page_generates_the_same_on_two_ranks(pool: Pools, tmp_path: Path) -> None:
+    make("llama", "sdpa", torch.float32).save_pretrained(tmp_path)
+    alone, (one, other) = pool(1).run(run_generation, str(tmp_path))[0], pool(2).run(run_generation, str(tmp_path))
+    assert one == other
+    assert one[:3] == alone[:3]
+    torch.testing.assert_close(torch.tensor(one[3]), torch.tensor(alone[3]), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.slow

@@ -322,7 +322,9 @@ def test_what_one_rank_does_wrong_is_an_error_on_all(pool: Pools) -> None:
     for rank, found in enumerate(pool(2).run(refused, 1)):
         for name, told in TOLD.items():
             if name != "entered":
-                others = f"ValueError: every rank must call the model with valid inputs, got others on ring ranks [1] than on ring rank {rank}"
+                others = (
+                    "ValueError: every rank must call the model with valid inputs, got others on ring ranks [1] than on"
+                )
                 assert found[name].startswith(told if rank == 1 else others), name
         assert "every rank must call the model with the same tokens and masks" in found["full"]
         assert "every rank must call the model with the same tokens and masks" in found["other tokens"]
@@ -354,7 +356,7 @@ def test_other_caches_are_refused() -> None:
     model = make("llama", "ringattn", torch.float32).eval()
     with pytest.raises(NotImplementedError, match="generate with a RingCache"):
         model.generate(tokens(20), **GREEDY)
-    with pytest.raises((NotImplementedError, ValueError)):
+    with pytest.raises(NotImplementedError, match="got 20 and 31: decoding with a cache of transformers"):
         model.generate(tokens(20), **GREEDY, cache_implementation="static")
     with RingCache(model, Ring(), max_tokens=40) as cache:
         with pytest.raises(ValueError, match="cache_implementation"):

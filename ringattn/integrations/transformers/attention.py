@@ -343,7 +343,8 @@ def _attend_with_cache(
     # a rank without rows brings one that nobody sees (Note [A row for nobody] in steps.py)
     q, k, v = (x.transpose(1, 2)[:, : step.rows] for x in (query, key, value))
     layer: Any = module.layer_idx
-    out = attend_step(step, layer, q, k, v, window=window, softmax_scale=scaling, softcap=softcap or 0.0, sinks=sinks)
+    options = {"window": window, "softmax_scale": scaling, "softcap": softcap or 0.0, "sinks": sinks}
+    out = attend_step(step, layer, q, k, v, **options)  # pyright: ignore[reportCallIssue]
     missing = query.shape[2] - step.rows
     return torch.nn.functional.pad(out, (0, 0, 0, 0, 0, missing)) if missing else out
 

@@ -129,11 +129,15 @@ class RingCache(Cache):
         self.kv, self._requests = None, []
 
     def __repr__(self) -> str:
-        return f"RingCache({len(self._requests)} sequences of {self.get_seq_length()} of {self.max_tokens} tokens on {self.ring})"
+        if self.kv is None:
+            return "RingCache(left)"
+        here = f"{len(self._requests)} sequences of {self.get_seq_length()} tokens"
+        return f"RingCache({here}, at most {self.max_tokens}, {self.ring})"
 
     def get_seq_length(self, layer_idx: int | None = 0) -> int:  # noqa: ARG002
         """Tokens of each sequence, on all ranks together."""
-        return self._open().length(self._requests[0]) if self._requests else 0
+        kv = self._open()
+        return kv.length(self._requests[0]) if self._requests else 0
 
     def get_max_length(self, layer_idx: int | None = None) -> int:  # noqa: ARG002
         """What a sequence may grow to."""

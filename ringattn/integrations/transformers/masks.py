@@ -64,7 +64,7 @@ def describe_mask(
         attention_mask: `b n`, true where there is a token, for the whole sequence.
         local_size: Of a sliding window or of chunks, in tokens.
         config: The model's.
-        others: Sizes and offsets, of which `kv_offset` must be 0 (no cache), and hints for other implementations.
+        others: Sizes and offsets, which must be those of a call without a cache, and hints for other implementations.
 
     Returns:
         The description.
@@ -77,6 +77,7 @@ def describe_mask(
             f"attention_mask must be 2-dimensional, batch x whole sequence, got shape {tuple(attention_mask.shape)}; "
             "ringattn draws causal, window and padding masks itself"
         )
+    _refuse_caches(attention_mask, others)
     bidirectional = "allow_is_bidirectional_skip" in others
     padding, lengths = _read_padding(attention_mask)
     causal, overlay = (False, "") if bidirectional else (None, "")
@@ -92,6 +93,20 @@ def describe_mask(
     if chunked and getattr(config, "sliding_window", None) == local_size:
         chunked = None
     return RingMask(padding, lengths, attention_mask is not None, causal, window, local_size, chunked, overlay)
+
+
+def _refuse_caches(attention_mask: Tensor | None, others: dict[str, Any]) -> None:
+    """Refuses keys that a cache of transformers made room for; a RingCache, and calls without a cache, speak of new tokens only."""
+    keys, where = others.get("kv_length"), others.get("cache_position")
+    rows = others.get("q_length", None if where is None else where.shape[0])
+    if torch.compiler.is_compiling() or not isinstance(keys, int) or rows is None:
+        return
+    # a shard goes with the mask of the whole sequence
+    if keys != rows and (attention_mask is None or keys != attention_mask.shape[-1]):
+        raise NotImplementedError(
+            f"queries and keys must be of the same rows, got {int(rows)} and {keys}: decoding with a cache of transformers is not "
+            "supported; generate with a RingCache, or use model.set_attn_implementation('sdpa')"
+        )
 
 
 def _read_padding(attention_mask: Tensor | None) -> tuple[Tensor | None, tuple[tuple[int, int], ...] | None]:

@@ -27,7 +27,6 @@ from torch import Tensor, nn
 from transformers import Cache
 
 from ringattn.inference import Step
-from ringattn.integrations.transformers.attention import calls_so_far
 
 
 class PassingCache(Cache):
@@ -134,7 +133,6 @@ def forward_step(
     can_keep = "logits_to_keep" in inspect.signature(getattr(forward, "forward", forward)).parameters
     if can_keep:
         others["logits_to_keep"] = keep
-    before = calls_so_far()
     out = forward(
         **rows,
         position_ids=positions,
@@ -144,7 +142,7 @@ def forward_step(
         return_dict=True,
         **others,
     )
-    if calls_so_far() == before:
+    if not step.calls:
         raise RuntimeError(
             "the model must attend with ringattn, got one that did not, whose tokens saw no cache; make it with "
             "attn_implementation='ringattn', or call model.set_attn_implementation('ringattn')"
