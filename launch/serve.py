@@ -68,7 +68,7 @@ def _launch(arguments: Sequence[str], nproc: int) -> int:
     with tempfile.TemporaryDirectory(prefix="ringattn-") as folder:
         ended = Path(folder, "ended")
         os.environ[ENDED] = str(ended)
-        code = launch_ranks(MODULE, arguments, nproc, hint="start the server again")
+        code = launch_ranks(MODULE, arguments, nproc, hint="the same command starts the server again")
         del os.environ[ENDED]
         # a signal is how a server ends: what counts is whether it ended well
         return 0 if ended.exists() and code in (0, 128 + signal.SIGTERM, 128 + signal.SIGINT) else code or 1

@@ -287,7 +287,7 @@ def test_a_killed_rank_takes_the_server_down_and_is_named(doomed, server):
     assert took < 15
     assert f"rank 1 (process {victim.pid}) is gone" in doomed.said
     assert f"the run ended because rank 1 (process {victim.pid}) was killed by SIGKILL" in doomed.said
-    assert "start the server again" in doomed.said
+    assert "the same command starts the server again" in doomed.said
     error = seen["stream"][-1]["error"]
     assert f"rank 1 (process {victim.pid}) is gone" in error["message"]
     assert seen["whole"].status_code == 503

@@ -450,6 +450,10 @@ def make_app(
     async def answer(request: Request, kind: type[Chat] | type[Completion]) -> Response:
         if engine.closed:
             raise Refused(503, engine.closed, code="unavailable")
+        try:
+            engine.scheduler.check_queue(1)  # before a body is read that could not be answered
+        except QueueFull as error:
+            raise Refused(429, str(error), code="queue_full") from None
         data = await read_bytes(request, limits.body)
         run = asyncio.get_running_loop().run_in_executor
         body = await run(clerk, read_body, kind, data)

@@ -102,6 +102,8 @@ def run_rank(args: ServeArgs) -> int:
                 # a broken connection is an effect: the watch, which knows the cause, may come first
                 time.sleep(0 if rank.world_size == 1 else 2 * FAREWELL_S)
                 traceback.print_exc()
+                if rank.orphaned:
+                    ending("what started the ranks is gone, and with it the store through which they meet")
                 ending(f"{type(error).__name__}: {(str(error).splitlines() or ['no message'])[0]}")
     finally:
         for number, handler in before.items():
@@ -210,6 +212,8 @@ def _stop_on_signals(engine: Engine, grace_s: float, stops: list[int], rank: Ran
 
     def look() -> None:
         while not over.wait(0.1):
+            if engine.closed:
+                return  # it is going down already
             if stops or rank.orphaned:
                 why = signal.Signals(stops[0]).name if stops else "the end of its launcher"
                 print(f"stopping after {why}: running requests have {grace_s:g} s to end", flush=True)
