@@ -27,6 +27,9 @@ T = TypeVar("T")
 REFUSED = 3
 """The exit code of a rank that refuses to go on and has said why: starting it again would change nothing."""
 
+CONTINUES = "the same command continues from the last checkpoint"
+"""What to do when a training job has been stopped."""
+
 RESTARTS = "RINGATTN_RESTARTS"
 """The environment variable that counts how often `launch_ranks` has started a run again."""
 
@@ -191,7 +194,11 @@ def _place(world_size: int, timeout: datetime.timedelta) -> dict[str, Any]:
 
 
 def launch_ranks(
-    module: str, arguments: Sequence[str], nproc: int, again: Callable[[str], bool] = lambda _: False
+    module: str,
+    arguments: Sequence[str],
+    nproc: int,
+    again: Callable[[str], bool] = lambda _: False,
+    hint: str = CONTINUES,
 ) -> int:
     """Runs `python -m module arguments` as `nproc` ranks of this host and waits for them.
 
@@ -203,6 +210,7 @@ def launch_ranks(
         nproc: How many ranks.
         again: Asked when a rank has died, with what happened as a sentence; whether to start all ranks again. Not asked
             when a rank left with the code `REFUSED`.
+        hint: What to do when the run has been stopped or killed.
 
     Returns:
         The exit code of the run: 0, 1 when a rank failed, 128 + n after signal n.
@@ -219,7 +227,7 @@ def launch_ranks(
             try:
                 _run_once(module, arguments, nproc)
             except ChildFailedError as error:
-                what = describe_failures(error.failures)
+                what = describe_failures(error.failures, hint)
                 refused = any(failure.exitcode == REFUSED for failure in error.failures.values())
                 if not refused and again(what):
                     starts += 1
@@ -228,7 +236,7 @@ def launch_ranks(
                 return 1
             return 0
     except SignalException as error:
-        print(f"stopped by {error.sigval.name}; the same command continues from the last checkpoint", flush=True)
+        print(f"stopped by {error.sigval.name}; {hint}", flush=True)
         return 128 + int(error.sigval)
     finally:
         os.environ.pop(RESTARTS, None)
@@ -253,11 +261,12 @@ def _run_once(module: str, arguments: Sequence[str], nproc: int) -> None:
         elastic_launch(config, sys.executable)("-u", "-m", module, *arguments)
 
 
-def describe_failures(failures: dict[int, Any]) -> str:
+def describe_failures(failures: dict[int, Any], then: str = CONTINUES) -> str:
     """What ended a run, in one line: the rank that a signal killed, else the rank that failed first.
 
     Args:
         failures: By rank: records with `exitcode`, `pid` and `timestamp`.
+        then: What to do when a rank was killed.
     """
 
     def order(rank: int) -> tuple[int, float, int]:
@@ -270,7 +279,7 @@ def describe_failures(failures: dict[int, Any]) -> str:
     if code < 0:
         how = f"was killed by {signal.Signals(-code).name}"
         hint = " (out of memory?)" if -code == signal.SIGKILL else ""
-        hint += "; the same command continues from the last checkpoint"
+        hint += f"; {then}"
     else:
         how, hint = f"exited with code {code}", "; its message is above"
     return f"the run ended because rank {rank} (process {pid}) {how}{hint}"

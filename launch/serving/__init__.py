@@ -1,0 +1,1 @@
+"""The server of `ringattn.launch.serve`: scheduling, what ranks say to each other, HTTP, the page."""

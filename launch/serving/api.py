@@ -1,0 +1,411 @@
+"""What requests may say and what answers look like: the parts of OpenAI's interface that are served.
+
+Owns bodies, their refusals, and the objects of answers, chunks and errors. Refuses to know HTTP (http.py) and the engine.
+Nothing is accepted and ignored: a field that is not served may only have the value that means nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, NoReturn
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+
+from ringattn.launch.serving.sampling import Logprob, Sampling
+from ringattn.launch.serving.scheduling import Event
+from ringattn.launch.serving.text import Pieces, Stops, Tokenizer
+
+MOST_CHOICES = 128
+MOST_STOPS = 16
+MOST_LOGPROBS = 20
+COMPLETION_TOKENS = 16
+"""New tokens of a completion that does not say how many: OpenAI's default."""
+
+_TYPES = {401: "authentication_error", 429: "rate_limit_error", 500: "server_error", 503: "service_unavailable_error"}
+
+
+class Refused(Exception):
+    """A request gets an error instead of an answer.
+
+    Args:
+        status: Of HTTP.
+        message: For the user.
+        param: The field that it is about.
+        code: A word for programs.
+    """
+
+    def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None) -> None:
+        super().__init__(message)
+        self.status, self.message, self.param, self.code = status, message, param, code
+
+    def body(self) -> dict[str, Any]:
+        """In OpenAI's format."""
+        kind = _TYPES.get(self.status, "invalid_request_error")
+        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+
+class StreamOptions(_Strict):
+    """Of a stream: whether its last chunk has the usage."""
+
+    include_usage: bool = False
+    include_obfuscation: Literal[False] = False
+
+
+class _Body(_Strict):
+    """What both kinds of request may say."""
+
+    model: str | None = None
+    max_tokens: int | None = Field(None, ge=1)
+    temperature: float | None = Field(None, ge=0, le=2)
+    top_p: float | None = Field(None, gt=0, le=1)
+    n: int | None = Field(None, ge=1, le=MOST_CHOICES)
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    user: str | None = None  # says nothing about the answer
+    metadata: dict[str, str] | None = None  # likewise
+    ignore_eos: bool = False  # ours: goes on to max_tokens, for measurements
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+
+    @field_validator("presence_penalty", "frequency_penalty", "logit_bias")
+    @classmethod
+    def _nothing(cls, value: Any) -> Any:
+        if value:
+            raise ValueError(f"must be left out, got {value}: it is not supported")
+        return value
+
+    @field_validator("stop")
+    @classmethod
+    def _stops(cls, value: str | list[str] | None) -> str | list[str] | None:
+        strings = [value] if isinstance(value, str) else value or []
+        if len(strings) > MOST_STOPS or not all(0 < len(string) <= 1000 for string in strings):
+            raise ValueError(f"must be at most {MOST_STOPS} strings of 1 to 1000 characters")
+        return value
+
+    @property
+    def stops(self) -> list[str]:
+        """The stop strings."""
+        return [self.stop] if isinstance(self.stop, str) else list(self.stop or ())
+
+    @property
+    def choices(self) -> int:
+        """Answers per prompt."""
+        return self.n or 1
+
+    def wanted_logprobs(self) -> int | None:
+        """How many of the likeliest tokens to name; None for no logprobs."""
+        raise NotImplementedError("each kind of request says this in its own way")
+
+    def sampling(self, choice: int) -> Sampling:
+        """How the tokens of a choice are chosen: each of several has a seed of its own."""
+        return Sampling(
+            temperature=1.0 if self.temperature is None else self.temperature,
+            top_p=1.0 if self.top_p is None else self.top_p,
+            seed=None if self.seed is None else self.seed + choice,
+            logprobs=self.wanted_logprobs(),
+        )
+
+
+class Completion(_Body):
+    """The body of /v1/completions."""
+
+    prompt: Any
+    echo: bool = False
+    logprobs: int | None = Field(None, ge=0, le=MOST_LOGPROBS)
+    best_of: int | None = None
+    suffix: str | None = None
+
+    @field_validator("suffix")
+    @classmethod
+    def _no_suffix(cls, value: str | None) -> str | None:
+        if value:
+            raise ValueError("must be left out: inserting text is not supported")
+        return value
+
+    def wanted_logprobs(self) -> int | None:
+        """See `_Body`."""
+        return self.logprobs
+
+    def prompts(self) -> list[str | list[int]]:
+        """The prompts: each a text or tokens.
+
+        Raises:
+            Refused: They are something else, or none.
+        """
+        prompt = self.prompt
+        if isinstance(prompt, str):
+            return [prompt]
+        if isinstance(prompt, list) and prompt:
+            if all(type(x) is int for x in prompt):
+                return [prompt]
+            if all(isinstance(x, str) for x in prompt):
+                return prompt
+            if all(isinstance(x, list) and x and all(type(y) is int for y in x) for x in prompt):
+                return prompt
+        raise Refused(
+            400, "prompt must be a string, a list of strings, tokens, or lists of tokens; none may be empty", "prompt"
+        )
+
+
+class TextPart(_Strict):
+    """A part of a message: text only."""
+
+    type: Literal["text"]
+    text: str
+
+
+class Message(_Strict):
+    """A message of a chat. Fields that answers have, and that clients send back, may be there with nothing in them."""
+
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str | list[TextPart]
+    refusal: None = None
+    tool_calls: None = None
+    function_call: None = None
+    audio: None = None
+    annotations: None = None
+
+    def plain(self) -> dict[str, str]:
+        """As a chat template takes it."""
+        content = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+        return {"role": "system" if self.role == "developer" else self.role, "content": content}
+
+
+class TextFormat(_Strict):
+    """The only format of answers."""
+
+    type: Literal["text"]
+
+
+class Chat(_Body):
+    """The body of /v1/chat/completions."""
+
+    messages: list[Message] = Field(min_length=1)
+    max_completion_tokens: int | None = Field(None, ge=1)
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(None, ge=0, le=MOST_LOGPROBS)
+    response_format: TextFormat | None = None
+    tools: list[Any] | None = Field(None, max_length=0)
+    tool_choice: Literal["none"] | None = None
+
+    def wanted_logprobs(self) -> int | None:
+        """See `_Body`."""
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+
+def read_body(kind: type[_Body], data: bytes) -> Any:
+    """A request's body.
+
+    Args:
+        kind: `Completion` or `Chat`.
+        data: As it came.
+
+    Raises:
+        Refused: It is not JSON, or says what is not served.
+    """
+    try:
+        content = json.loads(data, parse_constant=_no_constant)
+    except RecursionError:
+        raise Refused(400, "the body must be JSON, got one that is nested too deeply", code="invalid_json") from None
+    except ValueError as error:
+        raise Refused(400, f"the body must be JSON, got: {ascii_only(str(error))}", code="invalid_json") from None
+    if not isinstance(content, dict):
+        raise Refused(400, f"the body must be a JSON object, got {type(content).__name__}", code="invalid_json")
+    try:
+        body = kind.model_validate(content)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        where = ascii_only(".".join(map(str, first["loc"])))[:100]
+        if first["type"] == "extra_forbidden":
+            raise Refused(
+                400, f"{where} must be left out: it is not supported", where, "unsupported_parameter"
+            ) from None
+        what = ascii_only(first["msg"].removeprefix("Value error, "))
+        raise Refused(400, f"{where}: {what}"[:500], where) from None
+    if body.stream_options is not None and not body.stream:
+        raise Refused(400, "stream_options must be left out when stream is not true", "stream_options")
+    if isinstance(body, Completion) and body.best_of not in (None, body.choices):
+        raise Refused(400, f"best_of must be left out or equal n, got {body.best_of}", "best_of")
+    if isinstance(body, Completion) and body.echo and body.logprobs is not None:
+        raise Refused(400, "echo must be left out when logprobs are wanted: those of a prompt are not kept", "echo")
+    if isinstance(body, Chat) and body.top_logprobs is not None and not body.logprobs:
+        raise Refused(400, "top_logprobs must be left out when logprobs is not true", "top_logprobs")
+    if isinstance(body, Chat) and None not in (body.max_tokens, body.max_completion_tokens):
+        raise Refused(400, "max_tokens must be left out beside max_completion_tokens", "max_tokens")
+    return body
+
+
+def _no_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is no number of JSON")
+
+
+def ascii_only(text: str) -> str:
+    """A text that every client can decode: what a request said may not be text at all."""
+    return text.encode("ascii", "backslashreplace").decode()
+
+
+@dataclass
+class Choice:
+    """One answer as it grows.
+
+    Args:
+        index: Its place among the answers to a request.
+        prompt: The tokens of its prompt.
+        tokenizer: Of the model.
+        stops: Strings that end it.
+        echo: Text that comes before it.
+
+    Attributes:
+        finish: Why it has ended; None while it has not.
+        text: All of it so far.
+        tokens: How many tokens it has.
+        shared: How many of its prompt's were in the cache.
+        logprobs: Of its tokens: (token, its text, what the model thought, where it begins in the text).
+    """
+
+    index: int
+    prompt: Sequence[int]
+    tokenizer: Tokenizer
+    stops: Sequence[str]
+    echo: str = ""
+    finish: str | None = None
+    text: str = ""
+    tokens: int = 0
+    shared: int = 0
+    logprobs: list[tuple[int, Logprob, int]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._pieces = Pieces(self.tokenizer.decode, self.prompt)
+        self._stops = Stops(self.stops)
+
+    def push(self, event: Event) -> str:
+        """What an event adds to the text."""
+        self.shared = event.shared
+        piece = ""
+        if event.token is not None:
+            self.tokens += 1
+            if isinstance(event.details, Logprob):
+                self.logprobs.append((event.token, event.details, len(self.text)))
+            piece = self._stops.push(self._pieces.push(event.token))
+        if event.finish is not None:
+            piece += self._stops.push(self._pieces.rest())
+            piece += self._stops.rest()
+        self.text += piece
+        if self._stops.found:
+            self.finish = "stop"
+        elif event.finish is not None:
+            self.finish = event.finish
+        return piece
+
+
+def usage(prompts: Sequence[Sequence[int]], choices: Sequence[Choice]) -> dict[str, Any]:
+    """How many tokens a request took; prompts count once, whatever n is."""
+    prompt, generated = sum(map(len, prompts)), sum(choice.tokens for choice in choices)
+    per_prompt = len(choices) // max(1, len(prompts))
+    cached = sum(choice.shared for choice in choices[::per_prompt])
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": generated,
+        "total_tokens": prompt + generated,
+        "prompt_tokens_details": {"cached_tokens": cached},
+    }
+
+
+class Writer:
+    """The objects of one answer.
+
+    Args:
+        chat: Whether it answers a chat.
+        model: The model's name.
+        tokenizer: For the texts of single tokens.
+        with_usage: Whether chunks have the field `usage`.
+    """
+
+    def __init__(self, chat: bool, model: str, tokenizer: Tokenizer, with_usage: bool = False) -> None:
+        self._chat, self._tokenizer, self._with_usage = chat, tokenizer, with_usage
+        name = ("chatcmpl-" if chat else "cmpl-") + uuid.uuid4().hex
+        self._common = {"id": name, "created": int(time.time()), "model": model}
+
+    def whole(self, prompts: Sequence[Sequence[int]], choices: Sequence[Choice]) -> dict[str, Any]:
+        """The answer at once."""
+        made = []
+        for choice in choices:
+            said = self._logprobs(choice, 0)
+            body = (
+                {"message": {"role": "assistant", "content": choice.text}}
+                if self._chat
+                else {"text": choice.echo + choice.text}
+            )
+            made.append({"index": choice.index, **body, "logprobs": said, "finish_reason": choice.finish})
+        kind = "chat.completion" if self._chat else "text_completion"
+        return {**self._common, "object": kind, "choices": made, "usage": usage(prompts, choices)}
+
+    def opening(self, choice: Choice) -> dict[str, Any] | None:
+        """The first chunk of a choice, before any token; None for none."""
+        if self._chat:
+            return self._chunk(choice.index, {"delta": {"role": "assistant", "content": ""}}, None, None)
+        return self._chunk(choice.index, {"text": choice.echo}, None, None) if choice.echo else None
+
+    def piece(self, choice: Choice, text: str, said: int) -> dict[str, Any]:
+        """A chunk with some text; `said` logprobs have been sent before."""
+        body = {"delta": {"content": text}} if self._chat else {"text": text}
+        return self._chunk(choice.index, body, self._logprobs(choice, said), None)
+
+    def closing(self, choice: Choice) -> dict[str, Any]:
+        """The last chunk of a choice."""
+        body: dict[str, Any] = {"delta": {}} if self._chat else {"text": ""}
+        return self._chunk(choice.index, body, None, choice.finish)
+
+    def usage(self, prompts: Sequence[Sequence[int]], choices: Sequence[Choice]) -> dict[str, Any]:
+        """The chunk with the usage, after all choices."""
+        return {**self._common, "object": self._kind, "choices": [], "usage": usage(prompts, choices)}
+
+    @property
+    def _kind(self) -> str:
+        return "chat.completion.chunk" if self._chat else "text_completion"
+
+    def _chunk(self, index: int, body: dict[str, Any], logprobs: Any, finish: str | None) -> dict[str, Any]:
+        choice = {"index": index, **body, "logprobs": logprobs, "finish_reason": finish}
+        chunk = {**self._common, "object": self._kind, "choices": [choice]}
+        return {**chunk, "usage": None} if self._with_usage else chunk
+
+    def _logprobs(self, choice: Choice, said: int) -> dict[str, Any] | None:
+        rows = choice.logprobs[said:]
+        if not rows:
+            return None
+        if self._chat:
+            content = []
+            for token, found, _ in rows:
+                top = [self._entry(one, value) for one, value in found.top]
+                content.append({**self._entry(token, found.logprob), "top_logprobs": top})
+            return {"content": content, "refusal": None}
+        return {
+            "tokens": [self._text(token) for token, _, _ in rows],
+            "token_logprobs": [_number(found.logprob) for _, found, _ in rows],
+            "top_logprobs": [{self._text(one): _number(value) for one, value in found.top} for _, found, _ in rows],
+            "text_offset": [len(choice.echo) + offset for _, _, offset in rows],
+        }
+
+    def _entry(self, token: int, logprob: float) -> dict[str, Any]:
+        text = self._text(token)
+        return {"token": text, "logprob": _number(logprob), "bytes": list(text.encode())}
+
+    def _text(self, token: int) -> str:
+        return self._tokenizer.decode([token])
+
+
+def _number(logprob: float) -> float:
+    """What JSON can say: OpenAI's stand-in for minus infinity."""
+    return logprob if math.isfinite(logprob) else -9999.0

@@ -1,0 +1,133 @@
+"""The flags of the server.
+
+Owns names, defaults and limits of flags, and what can be refused before anything is loaded. Refuses to know how flags are obeyed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from ringattn.launch.distributed import Refusal
+
+TINY = "tiny"
+"""The name of a model that needs no files."""
+
+KEY = "RINGATTN_API_KEY"
+"""The environment variable of the key, which a command line would show to everybody on the machine."""
+
+ENDED = "RINGATTN_SERVE_ENDED"
+"""The environment variable that names a file which rank 0 makes when it has ended as it should."""
+
+MOST_GRACE_S = 25.0
+"""What launchers kill after 30 s must have ended before."""
+
+
+@dataclass(frozen=True)
+class ServeArgs:
+    """Flags of the server.
+
+    Attributes:
+        model: A folder of transformers (config, weights as safetensors, tokenizer), a config.json (random weights, and bytes for
+            tokens where no tokenizer lies beside it), or tiny, which needs no files and talks nonsense.
+        name: By which requests call the model; default the folder's name.
+        host: The address to listen on; only this machine reaches the default.
+        port: The port; 0 for any that is free.
+        api_key: What requests must send as a bearer token; better given by the environment variable RINGATTN_API_KEY.
+        nproc: Ranks to start; by default one per GPU, or two where there are none. Under torchrun, leave it out.
+        device: auto takes GPUs where there are any.
+        dtype: auto is the config's on GPUs, float32 on CPUs.
+        seed: Of random weights.
+        cache_gib: GiB per rank for keys and values; by default most of what a GPU has left, or 0.25 on CPUs.
+        page_size: Tokens of a page.
+        kv_dtype: auto is the dtype; fp8 keeps keys and values in half of bfloat16's bytes, which changes answers a little.
+        chunk: Tokens of prompts per step.
+        max_running: Requests that are computed at a time.
+        queue: Requests that may wait for room; more get status 429.
+        max_len: Tokens of a prompt and its answer; by default what the model's config says, and always what the cache holds.
+        max_tokens: New tokens that a request may ask for; by default all that fit.
+        default_tokens: New tokens of an answer to a chat that does not say how many.
+        max_body_mib: MiB of a request; more gets status 413.
+        time_limit: Seconds that a request may take, waiting included; then it gets status 503.
+        keep_prefixes: Whether beginnings of requests are kept for later ones that begin alike.
+        grace: Seconds that running requests get to end when the server is told to stop.
+        timeout: Seconds after which ranks that wait for each other give up.
+    """
+
+    model: str
+    name: str | None = None
+    host: str = "127.0.0.1"
+    port: int = 8000
+    api_key: str | None = None
+    nproc: int | None = None
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    seed: int = 0
+    cache_gib: float | None = None
+    page_size: int = 64
+    kv_dtype: Literal["auto", "fp8"] = "auto"
+    chunk: int = 4096
+    max_running: int = 64
+    queue: int = 256
+    max_len: int | None = None
+    max_tokens: int | None = None
+    default_tokens: int = 512
+    max_body_mib: float = 32.0
+    time_limit: float = 600.0
+    keep_prefixes: bool = True
+    grace: float = 10.0
+    timeout: float = 300.0
+
+    def __post_init__(self) -> None:
+        for name in ("nproc", "page_size", "chunk", "max_running", "queue", "max_len", "max_tokens", "default_tokens"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name} must be at least 1, got {value}; pass another --{name.replace('_', '-')}")
+        for name in ("cache_gib", "max_body_mib", "time_limit", "timeout"):
+            value = getattr(self, name)
+            if value is not None and not 0 < value < float("inf"):
+                raise ValueError(f"{name} must be above 0, got {value}; pass another --{name.replace('_', '-')}")
+        if not 0 <= self.grace <= MOST_GRACE_S:
+            raise ValueError(f"grace must be from 0 to {MOST_GRACE_S:g} s, got {self.grace}; launchers kill after 30 s")
+        if not 0 <= self.port < 65536:
+            raise ValueError(f"port must be from 0 to 65535, got {self.port}; pass another --port")
+
+
+def parse(arguments: Sequence[str], prog: str, description: str) -> ServeArgs:
+    """The flags.
+
+    Args:
+        arguments: The command line.
+        prog: The command, for its help.
+        description: Likewise.
+
+    Raises:
+        SystemExit: One is unknown or out of range; it was said.
+    """
+    import tyro
+
+    args = tyro.cli(ServeArgs, args=list(arguments), prog=prog, description=description)
+    if args.api_key is None and os.environ.get(KEY):
+        return dataclasses.replace(args, api_key=os.environ[KEY])
+    return args
+
+
+def check_model(path: str) -> None:
+    """Refuses what is neither built in, nor a configuration, nor a folder with one.
+
+    Raises:
+        Refusal: There is no such file, no config.json in the folder, or its weights would have to be unpickled.
+    """
+    if path == TINY:
+        return
+    place = Path(path).expanduser()
+    if not (place.is_file() or (place / "config.json").is_file()):
+        raise Refusal(f"model must be {TINY!r}, a config.json or a folder with one, got {path}; download it first")
+    if place.is_dir() and not any(place.glob("*.safetensors")) and any(place.glob("*.bin")):
+        raise Refusal(
+            f"weights must be safetensors, got *.bin in {path}, which would be unpickled; save the model with transformers again"
+        )

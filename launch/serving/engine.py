@@ -1,0 +1,261 @@
+"""The loop that turns requests into tokens, on rank 0 and on the ranks that follow it.
+
+Owns the order of events in a step, who is told what, stopping, and the numbers that say how it goes. Refuses to know what a step
+brings (scheduling.py), how it is computed (a `Runner`), and HTTP.
+
+Note [Threads]
+    The loop runs in the main thread of every rank. `submit`, `cancel`, `stop`, `fail` and `state` may be called from any
+    thread; what happens to requests is delivered by a callback, once per step, in the loop's thread, or, when all fails,
+    in the thread that says so.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from ringattn.inference.pages import Pages
+from ringattn.launch.serving.channel import Channel
+from ringattn.launch.serving.sampling import sample
+from ringattn.launch.serving.scheduling import Event, Job, Plan, Scheduler, apply_changes
+
+BEAT_S = 1.0
+"""Seconds between messages to ranks that have nothing to do: each of their waits is bounded."""
+
+STATE_S = 0.2
+"""Seconds for which a busy server's state may be old."""
+
+WINDOW_S = 5.0
+"""Seconds over which speeds are averaged."""
+
+
+class Closed(RuntimeError):
+    """The server takes no requests: it is stopping, or has lost a rank."""
+
+
+class Runner(Protocol):
+    """What computes a step, on every rank alike."""
+
+    books: Pages
+
+    def run(self, plan: Plan) -> Tensor:
+        """The logits `wanted vocab` of the last tokens of the requests that get a token, on rank 0 at least."""
+        ...
+
+
+class Engine:
+    """Rank 0's loop.
+
+    Args:
+        runner: What computes steps here.
+        scheduler: Over the runner's books.
+        tell: Tells the other ranks.
+        time_limit_s: Seconds that a request may take from its arrival.
+
+    Attributes:
+        deliver: Called with what has happened to requests; set it before requests come.
+    """
+
+    def __init__(
+        self, runner: Runner, scheduler: Scheduler, tell: Callable[[dict[str, Any]], None], *, time_limit_s: float
+    ) -> None:
+        self.runner, self.scheduler, self.tell, self.time_limit_s = runner, scheduler, tell, time_limit_s
+        self.deliver: Callable[[list[Event]], None] = lambda _: None
+        self._wake = threading.Condition()
+        self._submitted: list[Job] = []
+        self._cancelled: list[tuple[int, bool]] = []
+        self._open: set[int] = set()
+        self._names = 0
+        self._closed: str | None = None
+        self._cut: float | None = None  # when running requests are cut
+        self._began = time.monotonic()
+        self._steps = {"prefill": 0, "decode": 0}
+        self._seconds = {"prefill": 0.0, "decode": 0.0}
+        self._generated = 0
+        self._recent: deque[tuple[float, int, int]] = deque()
+        self._published = 0.0
+        self._state: dict[str, Any] = {}
+        self._publish()
+
+    def submit(self, jobs: Sequence[Job]) -> list[int]:
+        """Puts jobs into the queue, all of them or none, and names them.
+
+        Raises:
+            NeverFits: One is larger than the cache.
+            QueueFull: They do not fit into the queue now.
+            Closed: The server is stopping, or has failed.
+        """
+        for job in jobs:
+            self.scheduler.check(len(job.prompt), job.max_tokens)
+        with self._wake:
+            if self._closed is not None:
+                raise Closed(self._closed)
+            self.scheduler.check_queue(len(jobs), beside=len(self._submitted))
+            for job in jobs:
+                self._names += 1
+                job.name, job.arrived = self._names, time.monotonic()
+                job.deadline = job.arrived + self.time_limit_s
+                self._submitted.append(job)
+                self._open.add(job.name)
+            self._wake.notify()
+        return [job.name for job in jobs]
+
+    def cancel(self, name: int, keep: bool = False) -> None:
+        """Ends a job before its end; nothing is delivered about it any more.
+
+        Args:
+            name: Which one; one that has ended already is no error.
+            keep: Whether what it computed may serve others: it was answered as far as anybody wants.
+        """
+        with self._wake:
+            if name in self._open:
+                self._open.discard(name)
+                self._cancelled.append((name, keep))
+                self._wake.notify()
+
+    def stop(self, grace_s: float) -> None:
+        """Takes no more requests, fails those that wait, and ends the loop when those that run have ended.
+
+        Args:
+            grace_s: Seconds after which they are cut.
+        """
+        # this may be called by a signal handler, in the middle of anything: it waits for nobody
+        if self._cut is None:
+            self._closed = self._closed or "the server is shutting down"
+            self._cut = time.monotonic() + grace_s
+        if self._wake.acquire(blocking=False):
+            self._wake.notify()
+            self._wake.release()
+
+    def fail(self, why: str) -> None:
+        """Fails all requests and takes no more: the loop cannot go on."""
+        with self._wake:
+            self._closed = why
+            failed = [Event(name, failure=(503, why)) for name in sorted(self._open)]
+            self._open.clear()
+        self.deliver(failed)
+
+    @property
+    def closed(self) -> str | None:
+        """Why no requests are taken; None while they are."""
+        return self._closed
+
+    def state(self) -> dict[str, Any]:
+        """Numbers that say how it goes, at most STATE_S old."""
+        return self._state
+
+    def run(self) -> None:
+        """Makes steps until `stop` was called and all has ended."""
+        while True:
+            events = self._take()
+            plan = self.scheduler.plan()
+            if plan is not None:
+                events += self._step(plan)
+            self._deliver(events)
+            busy = plan is not None
+            self._publish(now_or_soon=not busy)
+            if busy:
+                continue
+            if self._cut is not None and not self._submitted:
+                break
+            with self._wake:
+                if not (self._submitted or self._cancelled or self._cut is not None):
+                    self._wake.wait(BEAT_S)
+            self.tell({})
+
+    def _take(self) -> list[Event]:
+        """What has come since the last step: requests, cancellations, the time, the end."""
+        with self._wake:
+            submitted, self._submitted = self._submitted, []
+            cancelled, self._cancelled = self._cancelled, []
+            # under the lock, so that `submit` sees each job either here or there
+            self.scheduler.add(submitted)
+        for name, keep in cancelled:
+            self.scheduler.end(name, keep)
+        events = self.scheduler.overdue(time.monotonic())
+        if self._cut is not None:
+            out = list(self.scheduler.waiting)
+            if time.monotonic() >= self._cut:
+                out += self.scheduler.running.values()
+            for job in out:
+                self.scheduler.end(job.name)
+                events.append(Event(job.name, failure=(503, "the server is shutting down")))
+        return events
+
+    def _step(self, plan: Plan) -> list[Event]:
+        self.tell(plan.message())
+        if not plan.requests:
+            return []
+        began = time.monotonic()
+        logits = self.runner.run(plan)
+        jobs = [plan.jobs[place] for place in plan.wanted]
+        chosen = sample(logits, [job.sampling for job in jobs]) if jobs else []
+        ended = time.monotonic()
+        kind = "decode" if plan.decodes else "prefill"
+        self._steps[kind] += 1
+        self._seconds[kind] += ended - began
+        self._generated += len(jobs)
+        self._recent.append((ended, 0 if plan.decodes else len(plan.tokens), len(jobs)))
+        return self.scheduler.record(plan, {job.name: one for job, one in zip(jobs, chosen, strict=True)})
+
+    def _deliver(self, events: list[Event]) -> None:
+        with self._wake:
+            events = [event for event in events if event.name in self._open]
+            self._open.difference_update(event.name for event in events if event.last)
+        if events:
+            self.deliver(events)
+
+    def _publish(self, now_or_soon: bool = True) -> None:
+        now = time.monotonic()
+        if not now_or_soon and now - self._published < STATE_S:
+            return
+        self._published = now
+        while self._recent and self._recent[0][0] < now - WINDOW_S:
+            self._recent.popleft()
+        scheduler = self.scheduler
+        window = min(WINDOW_S, max(now - self._began, 1e-3))
+        prompts = [job for job in scheduler.running.values() if not job.prefilled]
+        self._state = {
+            "running": len(scheduler.running),
+            "waiting": len(scheduler.waiting),
+            "prefilling": [
+                {"request": job.name, "done": job.done, "shared": job.shared, "total": len(job.prompt)}
+                for job in prompts
+            ],
+            "ranks": scheduler.books.world_size,
+            "page_size": scheduler.books.page_size,
+            "pages_per_rank": scheduler.books.pages,
+            "pages": scheduler.pages(),
+            "kept_prefixes": scheduler.kept,
+            "tokens_per_second": {
+                "prompt": round(sum(one[1] for one in self._recent) / window, 1),
+                "generated": round(sum(one[2] for one in self._recent) / window, 1),
+            },
+            "totals": {
+                "prompt_tokens": scheduler.prefill_tokens,
+                "shared_tokens": scheduler.shared_tokens,
+                "generated_tokens": self._generated,
+                "steps": dict(self._steps),
+                "seconds": {kind: round(seconds, 3) for kind, seconds in self._seconds.items()},
+            },
+            "uptime_s": round(now - self._began, 1),
+            "closed": self._closed,
+        }
+
+
+def follow(runner: Runner, channel: Channel) -> None:
+    """The loop of every other rank: makes the steps that rank 0 plans, until it says stop."""
+    while True:
+        message = channel.receive()
+        if message.get("stop"):
+            return
+        if message:
+            plan = Plan(**message)
+            apply_changes(runner.books, plan.changes)
+            if plan.requests:
+                runner.run(plan)

@@ -1,0 +1,603 @@
+"""The server's HTTP: routes, limits, keys, streams, and what happens when a client goes away.
+
+Owns status codes and the thread that serves. Refuses to know what bodies may say (api.py) and how tokens are made (engine.py).
+Nothing that a request sends is executed or unpickled.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import contextlib
+import hashlib
+import hmac
+import json
+import re
+import socket
+import threading
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import uvicorn
+from fastapi import FastAPI, Request
+from fastapi.responses import HTMLResponse, JSONResponse, Response
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from ringattn.launch.serving.api import (
+    COMPLETION_TOKENS,
+    Chat,
+    Choice,
+    Completion,
+    Refused,
+    Writer,
+    ascii_only,
+    read_body,
+)
+from ringattn.launch.serving.engine import Closed, Engine
+from ringattn.launch.serving.metrics import CONTENT_TYPE, Metrics
+from ringattn.launch.serving.prefixes import chain
+from ringattn.launch.serving.scheduling import Event, Job, NeverFits, QueueFull
+from ringattn.launch.serving.text import NoTemplate, Tokenizer
+
+PAGE = Path(__file__).with_name("page.html")
+OPEN_PATHS = ("/", "/health")
+"""What needs no key: the page by itself shows nothing."""
+
+BODY_S = 60.0
+"""Seconds in which a body must have come."""
+
+MOST_ANSWERS = 1024
+"""Answers of one request: prompts times choices."""
+
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What requests may take.
+
+    Attributes:
+        body: Bytes.
+        length: Tokens of a prompt and its answer, by the model; None for no limit but the cache.
+        max_tokens: New tokens of an answer; None for no limit of its own.
+        default_tokens: New tokens of an answer to a chat that does not say how many.
+    """
+
+    body: int = 32 * 2**20
+    length: int | None = None
+    max_tokens: int | None = None
+    default_tokens: int = 512
+
+
+class Desk:
+    """Takes requests to the engine, and brings what it says back into the event loop.
+
+    Args:
+        engine: Where to.
+        loop: The event loop.
+        metrics: What is observed on the way.
+    """
+
+    def __init__(self, engine: Engine, loop: asyncio.AbstractEventLoop, metrics: Metrics) -> None:
+        self.engine, self.metrics = engine, metrics
+        self.open: dict[int, asyncio.Queue[Event]] = {}
+
+        def deliver(events: list[Event]) -> None:
+            with contextlib.suppress(RuntimeError):  # the loop has ended: nobody listens
+                loop.call_soon_threadsafe(self._dispatch, events)
+
+        engine.deliver = deliver
+
+    def _dispatch(self, events: list[Event]) -> None:
+        for event in events:
+            queue = self.open.get(event.name)
+            if queue is not None:
+                queue.put_nowait(event)
+
+
+class Answers:
+    """What happens to some jobs, until all have ended; those that have not at the end of the context are cancelled.
+
+    Iterating gives the place of a job among them and an event.
+
+    Args:
+        desk: Who takes them.
+        jobs: The jobs.
+
+    Raises:
+        Refused: The engine does not take them.
+    """
+
+    def __init__(self, desk: Desk, jobs: Sequence[Job]) -> None:
+        self._desk = desk
+        try:
+            self._names = desk.engine.submit(jobs)
+        except NeverFits as error:
+            raise Refused(400, str(error), "max_tokens", "context_length_exceeded") from None
+        except QueueFull as error:
+            raise Refused(429, str(error), code="queue_full") from None
+        except Closed as error:
+            raise Refused(503, str(error), code="unavailable") from None
+        # events come through the event loop, and so after this
+        self._queue: asyncio.Queue[Event] = asyncio.Queue()
+        desk.open.update(dict.fromkeys(self._names, self._queue))
+        self._places = {name: place for place, name in enumerate(self._names)}
+        self._left = set(self._names)
+        self._began = time.monotonic()
+        self._tokens: dict[int, tuple[float, float, int]] = {}  # of each job: when the first came, the last, how many
+
+    def __enter__(self) -> Answers:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for name in self._names:
+            del self._desk.open[name]
+        for name in self._left:
+            self._desk.metrics.cancelled.inc()
+            self._desk.engine.cancel(name)
+
+    def __aiter__(self) -> Answers:
+        return self
+
+    async def __anext__(self) -> tuple[int, Event]:
+        while self._left:
+            event = await self._queue.get()
+            if event.name not in self._left:
+                continue  # what comes after a stop string is nobody's
+            self._observe(event)
+            if event.last:
+                self._end(event.name)
+            return self._places[event.name], event
+        raise StopAsyncIteration
+
+    def stop(self, place: int) -> None:
+        """Ends a job that has been answered, if it goes on."""
+        name = self._names[place]
+        if name in self._left:
+            self._end(name)
+            self._desk.engine.cancel(name, keep=True)
+
+    def _observe(self, event: Event) -> None:
+        if event.token is None:
+            return
+        now, metrics = time.monotonic(), self._desk.metrics
+        first, _, count = self._tokens.get(event.name, (now, now, 0))
+        if not count:
+            metrics.first_token.observe(now - self._began)
+        self._tokens[event.name] = (first, now, count + 1)
+
+    def _end(self, name: int) -> None:
+        self._left.discard(name)
+        metrics = self._desk.metrics
+        metrics.latency.observe(time.monotonic() - self._began)
+        first, last, count = self._tokens.get(name, (0.0, 0.0, 0))
+        if count > 1:
+            metrics.per_token.observe((last - first) / (count - 1))
+
+
+class Answering(Response):
+    """Answers a request, unless the client goes away before: then its jobs are cancelled at once.
+
+    Args:
+        work: Sends the answer; what it raises before the first byte becomes an error answer.
+    """
+
+    def __init__(self, work: Callable[[Scope, Receive, Send], Awaitable[None]]) -> None:
+        super().__init__()
+        self._work = work
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Runs the work beside a listener for the client's end."""
+        listener = asyncio.ensure_future(_wait_until_gone(receive))
+        work = asyncio.ensure_future(self._work(scope, receive, send))
+        try:
+            await asyncio.wait({listener, work}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for task in (listener, work):
+                task.cancel()
+            await asyncio.gather(listener, work, return_exceptions=True)
+        error = None if work.cancelled() else work.exception()
+        if isinstance(error, Refused):
+            await refusal(error)(scope, receive, send)
+        elif error is not None:
+            raise error
+
+
+async def _wait_until_gone(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+def refusal(error: Refused) -> JSONResponse:
+    """An error as an answer."""
+    headers = {}
+    if error.status == 429:
+        headers["Retry-After"] = "1"
+    if error.status == 401:
+        headers["WWW-Authenticate"] = "Bearer"
+    return JSONResponse(error.body(), error.status, headers)
+
+
+async def read_bytes(request: Request, limit: int) -> bytes:
+    """A request's body.
+
+    Args:
+        request: Whose.
+        limit: Bytes at most.
+
+    Raises:
+        Refused: It is larger, comes too slowly, or says that it is not JSON.
+    """
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind != "application/json":
+        # forms of other sites, which browsers send without asking, cannot say this
+        raise Refused(415, f"Content-Type must be application/json, got {ascii_only(kind)[:100] or 'none'}")
+    data, size = bytearray(), 0
+
+    async def read() -> None:
+        nonlocal size
+        async for piece in request.stream():
+            size += len(piece)
+            if size <= limit:
+                data.extend(piece)
+            elif size > 4 * limit:
+                break  # a client that goes on is cut off
+
+    try:
+        await asyncio.wait_for(read(), BODY_S)
+    except (TimeoutError, asyncio.TimeoutError):  # two kinds before Python 3.11
+        raise Refused(408, f"the body must come within {BODY_S:g} s, got {size} bytes until then") from None
+    except ClientDisconnect:
+        raise Refused(499, "the client went away") from None
+    if size > limit:
+        raise Refused(413, f"the body must have at most {limit} bytes, got {size} or more", code="body_too_large")
+    return bytes(data)
+
+
+class Guard:
+    """Checks hosts and keys before anything else, and counts answers.
+
+    Args:
+        app: What is guarded.
+        key: What `Authorization: Bearer` must say; None for no key.
+        hosts: What `Host` must name; None for any. A page of another site whose name was made to mean this machine is refused so.
+        metrics: Where answers are counted.
+        paths: Those that are counted by name.
+    """
+
+    def __init__(
+        self, app: ASGIApp, key: str | None, hosts: Sequence[str] | None, metrics: Metrics, paths: Sequence[str]
+    ) -> None:
+        self._app, self._hosts, self._metrics, self._paths = app, hosts, metrics, frozenset(paths)
+        self._key = None if key is None else key.encode()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """One request."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        path = scope["path"] if scope["path"] in self._paths else "other"
+
+        async def count(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                self._metrics.responses.labels(path, message["status"]).inc()
+            await send(message)
+
+        error = self._check(scope)
+        await (self._app if error is None else refusal(error))(scope, receive, count)
+
+    def _check(self, scope: Scope) -> Refused | None:
+        headers = dict(scope["headers"])
+        if self._hosts is not None:
+            host = headers.get(b"host", b"").decode("latin-1")
+            name = re.sub(r":\d*$", "", host).strip("[]").lower()
+            if name not in self._hosts:
+                return Refused(
+                    403, f"Host must be one of {', '.join(self._hosts)}, got {ascii_only(host)[:100]!r}; see --host"
+                )
+        if self._key is not None and scope["path"] not in OPEN_PATHS:
+            scheme, _, given = headers.get(b"authorization", b"").partition(b" ")
+            if scheme.lower() != b"bearer" or not hmac.compare_digest(given.strip(), self._key):
+                return Refused(401, "Authorization must be 'Bearer KEY' with the server's key", code="invalid_api_key")
+        return None
+
+
+def make_app(
+    engine: Engine,
+    tokenizer: Tokenizer,
+    model: str,
+    limits: Limits,
+    *,
+    key: str | None = None,
+    hosts: Sequence[str] | None = None,
+) -> ASGIApp:
+    """The server's routes.
+
+    Args:
+        engine: What answers.
+        tokenizer: Of the model.
+        model: The name under which it is served.
+        limits: What requests may take.
+        key: What requests must know; None for nothing.
+        hosts: The names by which the server may be called; None for any.
+    """
+    metrics = Metrics(engine.state)
+    # one thread: tokenizers are not safe in several, and a long prompt must not stop the event loop
+    clerk = ThreadPoolExecutor(1, "tokenizer")
+    began = int(time.time())
+    desks: list[Desk] = []
+
+    @contextlib.asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        desks.append(Desk(engine, asyncio.get_running_loop(), metrics))
+        yield
+        clerk.shutdown(wait=False, cancel_futures=True)
+
+    # no pages that load scripts from elsewhere
+    app = FastAPI(lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
+
+    @app.exception_handler(Refused)
+    async def refused(_: Request, error: Refused) -> Response:
+        return refusal(error)
+
+    @app.exception_handler(HTTPException)
+    async def missing(request: Request, error: HTTPException) -> Response:
+        answer = refusal(Refused(error.status_code, f"{ascii_only(request.url.path)[:200]}: {error.detail}"))
+        answer.headers.update(error.headers or {})
+        return answer
+
+    @app.exception_handler(Exception)
+    async def broken(_: Request, error: Exception) -> Response:
+        return refusal(Refused(500, f"the server has failed at this request: {type(error).__name__}"))
+
+    def card() -> dict[str, Any]:
+        room = engine.scheduler.capacity
+        length = room if limits.length is None else min(room, limits.length)
+        return {"id": model, "object": "model", "created": began, "owned_by": "ringattn", "max_model_len": length}
+
+    @app.get("/v1/models")
+    async def models() -> Any:
+        return {"object": "list", "data": [card()]}
+
+    @app.get("/v1/models/{name:path}")
+    async def one_model(name: str) -> Any:
+        check_model(name)
+        return card()
+
+    @app.get("/health")
+    async def health() -> Response:
+        closed = engine.closed
+        return JSONResponse({"status": closed or "ok"}, 503 if closed else 200)
+
+    @app.get("/metrics")
+    async def numbers() -> Response:
+        return Response(metrics.text(), media_type=CONTENT_TYPE)
+
+    @app.get("/state")
+    async def state() -> Any:
+        return {"model": model, **engine.state()}
+
+    page, policy = read_page()
+
+    @app.get("/")
+    async def root() -> Response:
+        return HTMLResponse(page, headers={"Content-Security-Policy": policy, "Referrer-Policy": "no-referrer"})
+
+    def check_model(name: str | None) -> None:
+        if name is not None and name != model:
+            raise Refused(404, f"model must be {model!r}, got {ascii_only(name)[:200]!r}", "model", "model_not_found")
+
+    def prepare(body: Chat | Completion) -> tuple[list[list[int]], list[Choice], list[Job]]:
+        """Prompts, answers and jobs of a body; runs in the clerk's thread."""
+        wanted: list[str | list[int]]
+        if isinstance(body, Chat):
+            wanted = [tokenizer.chat([message.plain() for message in body.messages])]
+            asked = body.max_completion_tokens or body.max_tokens
+        else:
+            wanted, asked = body.prompts(), body.max_tokens or COMPLETION_TOKENS
+        if len(wanted) * body.choices > min(MOST_ANSWERS, engine.scheduler.most_waiting):
+            most = min(MOST_ANSWERS, engine.scheduler.most_waiting)
+            raise Refused(
+                400,
+                f"a request must ask for at most {most} answers, got {len(wanted)} prompts times {body.choices}",
+                "n",
+            )
+        prompts, choices, jobs = [], [], []
+        for number, prompt in enumerate(wanted):
+            tokens = tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
+            field = "messages" if isinstance(body, Chat) else "prompt"
+            if not tokens:
+                raise Refused(400, f"{field} must have at least one token, got none", field)
+            if not (0 <= min(tokens) and max(tokens) < tokenizer.vocab_size):
+                raise Refused(
+                    400,
+                    f"tokens must be from 0 to {tokenizer.vocab_size - 1}, got {min(tokens)} to {max(tokens)}",
+                    field,
+                )
+            echo = ""
+            if isinstance(body, Completion) and body.echo:
+                echo = prompt if isinstance(prompt, str) else tokenizer.decode(tokens)
+            most = _check_length(len(tokens), asked)
+            digests = chain(tokens, engine.scheduler.books.page_size) if engine.scheduler.keep else []
+            prompts.append(tokens)
+            for number_of_prompt in range(body.choices):
+                index = number * body.choices + number_of_prompt
+                choices.append(Choice(index, tokens, tokenizer, body.stops, echo))
+                stops = frozenset() if body.ignore_eos else tokenizer.stops
+                jobs.append(
+                    Job(0, tokens, most, sampling=body.sampling(number_of_prompt), stops=stops, digests=digests)
+                )
+        return prompts, choices, jobs
+
+    def _check_length(prompt: int, asked: int | None) -> int:
+        """New tokens of an answer; refuses what is longer than the model, the cache or the limit."""
+        whole = card()["max_model_len"]
+        if asked is None:
+            asked = max(1, min(limits.default_tokens, limits.max_tokens or whole, whole - prompt))
+        if limits.max_tokens is not None and asked > limits.max_tokens:
+            raise Refused(400, f"max_tokens must be at most {limits.max_tokens}, got {asked}", "max_tokens")
+        if prompt + asked > whole:
+            what = f"prompt and max_tokens must fit into {whole} tokens, got {prompt} + {asked} = {prompt + asked}"
+            raise Refused(400, what, "max_tokens", "context_length_exceeded")
+        return asked
+
+    async def answer(request: Request, kind: type[Chat] | type[Completion]) -> Response:
+        if engine.closed:
+            raise Refused(503, engine.closed, code="unavailable")
+        try:
+            engine.scheduler.check_queue(1)  # before a body is read that could not be answered
+        except QueueFull as error:
+            raise Refused(429, str(error), code="queue_full") from None
+        data = await read_bytes(request, limits.body)
+        run = asyncio.get_running_loop().run_in_executor
+        body = await run(clerk, read_body, kind, data)
+        check_model(body.model)
+        try:
+            prompts, choices, jobs = await run(clerk, prepare, body)
+        except (NoTemplate, UnicodeEncodeError) as error:
+            raise Refused(400, ascii_only(str(error))[:500], "messages" if kind is Chat else "prompt") from None
+        with_usage = bool(body.stream_options and body.stream_options.include_usage)
+        writer = Writer(kind is Chat, model, tokenizer, with_usage)
+
+        async def whole(scope: Scope, receive: Receive, send: Send) -> None:
+            with Answers(desks[0], jobs) as answers:
+                async for place, event in answers:
+                    _push(answers, choices[place], place, event)
+            await JSONResponse(writer.whole(prompts, choices))(scope, receive, send)
+
+        async def streamed(_: Scope, __: Receive, send: Send) -> None:
+            started = False
+
+            async def say(*chunks: dict[str, Any]) -> None:
+                nonlocal started
+                if not started:
+                    # only now, so that whatever fails before any token still has a status of its own
+                    started = True
+                    headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
+                    await send({"type": "http.response.start", "status": 200, "headers": headers})
+                lines = b"".join(b"data: " + json.dumps(chunk).encode() + b"\n\n" for chunk in chunks)
+                await send({"type": "http.response.body", "body": lines, "more_body": True})
+
+            with Answers(desks[0], jobs) as answers:
+                opened: set[int] = set()
+                try:
+                    async for place, event in answers:
+                        choice = choices[place]
+                        said = len(choice.logprobs)
+                        chunks = []
+                        piece = _push(answers, choice, place, event)
+                        if place not in opened:
+                            opened.add(place)
+                            chunks += filter(None, [writer.opening(choice)])
+                        if piece or len(choice.logprobs) > said:
+                            chunks.append(writer.piece(choice, piece, said))
+                        if choice.finish is not None:
+                            chunks.append(writer.closing(choice))
+                        if chunks:
+                            await say(*chunks)
+                except Refused as error:
+                    if not started:
+                        raise
+                    await say(error.body())
+                    await send({"type": "http.response.body", "body": b""})
+                    return
+            if with_usage:
+                await say(writer.usage(prompts, choices))
+            await send({"type": "http.response.body", "body": b"data: [DONE]\n\n"})
+
+        return Answering(streamed if body.stream else whole)
+
+    @app.post("/v1/completions")
+    async def completions(request: Request) -> Response:
+        return await answer(request, Completion)
+
+    @app.post("/v1/chat/completions")
+    async def chat(request: Request) -> Response:
+        return await answer(request, Chat)
+
+    paths = ("/", "/health", "/metrics", "/state", "/v1/models", "/v1/completions", "/v1/chat/completions")
+    return Guard(app, key, hosts, metrics, paths)
+
+
+def _push(answers: Answers, choice: Choice, place: int, event: Event) -> str:
+    """Takes an event into its answer, and ends the job when a stop string has come.
+
+    Raises:
+        Refused: The event is a failure.
+    """
+    if event.failure is not None:
+        status, message = event.failure
+        raise Refused(status, message, code="unavailable" if status == 503 else None)
+    piece = choice.push(event)
+    if choice.finish is not None:
+        answers.stop(place)
+    return piece
+
+
+def read_page() -> tuple[str, str]:
+    """The page, and the policy that lets a browser run its own script and style, speak with this server, and nothing else."""
+    text = PAGE.read_text(encoding="utf-8")
+
+    def hashed(tag: str) -> str:
+        bodies = re.findall(rf"<{tag}>(.*?)</{tag}>", text, re.DOTALL)
+        return " ".join(
+            f"'sha256-{base64.b64encode(hashlib.sha256(body.encode()).digest()).decode()}'" for body in bodies
+        )
+
+    policy = f"default-src 'none'; connect-src 'self'; img-src data:; script-src {hashed('script')}; style-src {hashed('style')}"
+    return text, f"{policy}; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+
+
+class Server:
+    """An app that is served by a thread, on a socket that is bound when it is made.
+
+    Args:
+        host: The address to listen on.
+        port: The port; 0 for any that is free.
+
+    Attributes:
+        port: The one it got.
+
+    Raises:
+        OSError: The address is taken, or not of this machine.
+    """
+
+    def __init__(self, host: str, port: int) -> None:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self._socket = socket.create_server((host, port), family=family, backlog=2048)
+        self.port: int = self._socket.getsockname()[1]
+        self._server: uvicorn.Server | None = None
+        self._thread: threading.Thread | None = None
+
+    def start(self, app: ASGIApp, patience_s: float = 30.0) -> None:
+        """Serves an app; returns when it answers.
+
+        Raises:
+            RuntimeError: It does not begin to.
+        """
+        config = uvicorn.Config(
+            app, log_level="warning", access_log=False, timeout_graceful_shutdown=3, server_header=False, ws="none"
+        )
+        self._server = uvicorn.Server(config)
+        self._thread = threading.Thread(target=self._server.run, args=([self._socket],), daemon=True, name="http")
+        self._thread.start()
+        deadline = time.monotonic() + patience_s
+        while not self._server.started:
+            if time.monotonic() > deadline or not self._thread.is_alive():
+                raise RuntimeError(
+                    f"the HTTP server must start within {patience_s:g} s, got nothing; its message is above"
+                )
+            time.sleep(0.01)
+
+    def stop(self, patience_s: float = 10.0) -> None:
+        """Lets answers that are under way end, and ends."""
+        if self._server is not None and self._thread is not None:
+            self._server.should_exit = True
+            self._thread.join(patience_s)
+        self._socket.close()

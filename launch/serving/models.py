@@ -1,0 +1,215 @@
+"""What is served: a causal language model of transformers with its tokenizer, and the cache that its ranks share.
+
+Owns where they come from, how many pages the memory holds, and how a step is computed. Refuses to know requests.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from ringattn.inference import PagedKVCache
+from ringattn.launch.distributed import Refusal
+from ringattn.launch.serving.config import TINY, check_model
+from ringattn.launch.serving.scheduling import Plan
+from ringattn.launch.serving.text import Bytes, Pretrained, Tokenizer
+from ringattn.ring import Ring
+
+CPU_CACHE_GIB = 0.25
+"""What the cache of a rank takes on CPUs, where most memory is somebody else's."""
+
+TOKENIZERS = ("tokenizer.json", "tokenizer_config.json")
+
+_TINY = {
+    "vocab_size": 257,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 2**20,
+}
+
+
+@dataclass(frozen=True)
+class Served:
+    """A model that is ready to be asked.
+
+    Attributes:
+        model: On its device, with ring attention.
+        tokenizer: Its own, or bytes.
+        name: By which requests call it.
+        length: Tokens of a sequence at most, by its config; None where that says nothing.
+        facts: What must be the same on all ranks.
+    """
+
+    model: Any
+    tokenizer: Tokenizer
+    name: str
+    length: int | None
+    facts: str
+
+
+def load(path: str, *, name: str | None, dtype: str, device: torch.device, seed: int) -> Served:
+    """The model of a folder, of a config (random weights, the same on all ranks), or the one that is built in.
+
+    Nothing is fetched, and no code in the folder is run.
+
+    Args:
+        path: What was given as --model.
+        name: By which requests call it; None for the folder's name.
+        dtype: "float32", "bfloat16", "float16", or "auto": the config's on a GPU, float32 on a CPU.
+        device: Of this rank.
+        seed: Of random weights.
+
+    Raises:
+        Refusal: The model cannot be served.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from ringattn.integrations.transformers import NAME, register
+
+    register()
+    check_model(path)
+    place = Path(path).expanduser()
+    if path == TINY:
+        config: Any = AutoConfig.for_model("llama", **_TINY)
+    else:
+        config = AutoConfig.from_pretrained(str(place), local_files_only=True, trust_remote_code=False)
+    text = config.get_text_config(decoder=True)
+    kind: Any = (getattr(text, "dtype", None) if device.type == "cuda" else None) or torch.float32
+    chosen: torch.dtype = kind if dtype == "auto" else getattr(torch, dtype)
+    options: dict[str, Any] = {"dtype": chosen, "attn_implementation": NAME}
+    if place.is_dir() and any(place.glob("*.safetensors")) and path != TINY:
+        model: Any = AutoModelForCausalLM.from_pretrained(
+            str(place), local_files_only=True, trust_remote_code=False, use_safetensors=True, **options
+        )
+    else:
+        # on the CPU, whose numbers are the same everywhere
+        with torch.random.fork_rng([]):
+            torch.manual_seed(seed)
+            model = AutoModelForCausalLM.from_config(config, trust_remote_code=False, **options)
+        if path == TINY:
+            _make_legible_(model)
+    model = model.to(device)
+    model.eval().requires_grad_(False)
+    stops = _stops(model)
+    embeddings: Any = model.get_input_embeddings()
+    vocab: int = embeddings.weight.shape[0]
+    folder = place if place.is_dir() else place.parent
+    if path != TINY and any((folder / file).is_file() for file in TOKENIZERS):
+        tokenizer: Tokenizer = Pretrained(folder, stops, vocab)
+    else:
+        tokenizer = Bytes()
+        if vocab < tokenizer.vocab_size:
+            raise Refusal(
+                f"a model without a tokenizer must have at least {tokenizer.vocab_size} tokens, for bytes and an end, got {vocab}; "
+                "put a tokenizer.json into its folder"
+            )
+    served_name = name or (TINY if path == TINY else (place if place.is_dir() else place.parent).resolve().name)
+    length = getattr(text, "max_position_embeddings", None)
+    facts = f"{type(model).__name__} {config.to_json_string(use_diff=False)} {chosen} {seed} {sorted(tokenizer.stops)}"
+    return Served(model, tokenizer, served_name, length, facts)
+
+
+@torch.no_grad()
+def _make_legible_(model: Any) -> None:
+    """Lets random weights answer with letters: other bytes get a score of 0, which is little beside the largest."""
+    head: Tensor = model.get_output_embeddings().weight
+    head.mul_(24)
+    letters = b"abcdefghijklmnopqrstuvwxyz ,."
+    head[[x for x in range(256) if x not in letters]] = 0
+
+
+def _stops(model: Any) -> frozenset[int]:
+    """Tokens that end an answer, by the model's configurations."""
+    found: set[int] = set()
+    for config in (getattr(model, "generation_config", None), model.config.get_text_config(decoder=True)):
+        value = getattr(config, "eos_token_id", None)
+        found |= {value} if isinstance(value, int) else set(value or ())
+    return frozenset(found)
+
+
+def make_cache(model: Any, ring: Ring, *, gib: float | None, page_size: int, kv_dtype: str) -> PagedKVCache:
+    """The cache of a model; every rank calls it alike.
+
+    Args:
+        model: As loaded; on its device.
+        ring: All ranks.
+        gib: GiB per rank; None for most of what the fullest GPU has left, or CPU_CACHE_GIB on CPUs.
+        page_size: Tokens of a page.
+        kv_dtype: "auto" for the model's, or "fp8".
+
+    Raises:
+        Refusal: Not even one page fits; raised on every rank.
+    """
+    if gib is None and model.device.type == "cuda":
+        torch.cuda.empty_cache()
+        memory = None
+    else:
+        memory = int((CPU_CACHE_GIB if gib is None else gib) * 2**30)
+    kind = torch.float8_e4m3fn if kv_dtype == "fp8" else None
+    try:
+        return PagedKVCache(
+            ring,
+            **_shape(model),
+            dtype=model.dtype,
+            memory=memory,
+            page_size=page_size,
+            kv_dtype=kind,
+            device=model.device,
+        )
+    except ValueError as error:
+        raise Refusal(f"{error} (--cache-gib, --page-size)") from None
+
+
+def _shape(model: Any) -> dict[str, int]:
+    config = model.config.get_text_config(decoder=True)
+    heads = config.num_attention_heads
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    return {
+        "layers": config.num_hidden_layers,
+        "kv_heads": getattr(config, "num_key_value_heads", None) or heads,
+        "head_dim": head_dim,
+        "v_head_dim": getattr(config, "v_head_dim", None) or head_dim,
+    }
+
+
+class Replica:
+    """One rank's part of every step.
+
+    Args:
+        model: As loaded.
+        cache: As made for it.
+    """
+
+    def __init__(self, model: Any, cache: PagedKVCache) -> None:
+        self._model, self._cache = model, cache
+        self.books = cache.pages
+
+    def run(self, plan: Plan) -> Tensor:
+        """The logits `wanted vocab` of a step, on every rank."""
+        from ringattn.integrations.transformers import run_step
+
+        mode: Literal["auto", "decode"] = "decode" if plan.decodes else "auto"
+        step = self._cache.extend(plan.requests, plan.counts, mode=mode)
+        tokens = torch.tensor(plan.tokens)
+        if step.mode == "decode":
+            tokens = tokens.view(len(plan.requests), -1)
+        return run_step(self._model, step, tokens, wanted=plan.wanted)
+
+
+def describe(cache: PagedKVCache) -> str:
+    """How much the cache of all ranks holds, in words."""
+    books = cache.pages
+    size = books.pages * cache.page_size * cache.bytes_per_token / 2**30
+    kind = str(cache.kv_dtype).removeprefix("torch.")
+    return (
+        f"{cache.capacity_tokens} tokens in {kind} on {books.world_size} ranks, {books.pages} pages of {cache.page_size} tokens "
+        f"and {size:.2f} GiB each"
+    )

@@ -1,0 +1,482 @@
+"""Which requests run, and what each step of the model does: continuous batching.
+
+Owns the queue, admission to the cache, the sharing of prefixes, and the next step. Refuses to know how a step is computed, how
+tokens are chosen and who is told (engine.py), and processes. Integers only, so it is tested without a model.
+
+Note [Policy]
+    Admission is in order of arrival. A request is let in when the cache has room for its prompt and every token it may still ask
+    for, so what was let in always ends. It begins with the longest prefix that another request has computed, which is forked
+    and not computed again; a request whose prefix is just being computed waits for it, and lets others pass. Prefixes of
+    requests that have ended are kept until their room is needed, and go in the order of their last use.
+
+    A step either brings prompts or decodes. While there are both, they take turns: between two tokens of an answer there is at
+    most one chunk of prompts. A chunk has at most `chunk` tokens, of one long prompt or of many short ones: half of it, or
+    more where the others leave some, belongs to the prompt that waits longest, and the rest to those that are closest to their end.
+    So a long prompt stalls neither answers nor short prompts, and is not starved by them. A decoding step brings one token of
+    every request that is past its prompt.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from ringattn.inference.pages import Pages
+from ringattn.launch.serving.prefixes import Digest, Prefixes, chain
+
+MOST_KEPT = 1024
+"""Prefixes of ended requests that are kept at most: each costs some bookkeeping."""
+
+
+class NeverFits(ValueError):
+    """A request is larger than anything this server can hold; the message has the numbers."""
+
+
+class QueueFull(RuntimeError):
+    """There are too many requests already; the message has the numbers."""
+
+
+@dataclass
+class Job:
+    """One request for one answer.
+
+    Attributes:
+        name: By which the engine knows it.
+        prompt: Its tokens, at least one.
+        max_tokens: New tokens it may ask for, at least one.
+        deadline: Seconds on the clock of the scheduler after which it fails.
+        sampling: How its tokens are chosen; not looked at here.
+        stops: Tokens that end the answer, and are not part of it.
+        digests: The chain of the prompt.
+        arrived: When it came.
+        tokens: The prompt and the answer so far.
+        request: Its name in the cache, once it was let in.
+        done: Tokens that are in the cache.
+        shared: Tokens of the prompt that were there already.
+    """
+
+    name: int
+    prompt: list[int]
+    max_tokens: int
+    deadline: float = float("inf")
+    sampling: Any = None
+    stops: frozenset[int] = frozenset()
+    digests: list[Digest] = field(default_factory=list)
+    arrived: float = 0.0
+    tokens: list[int] = field(default_factory=list)
+    request: int = -1
+    done: int = 0
+    shared: int = 0
+
+    @property
+    def reserve(self) -> int:
+        """Tokens it may grow to."""
+        return len(self.prompt) + self.max_tokens
+
+    @property
+    def prefilled(self) -> bool:
+        """Whether its whole prompt is in the cache."""
+        return self.done >= len(self.prompt)
+
+
+@dataclass(frozen=True)
+class Event:
+    """What happened to a job.
+
+    Attributes:
+        name: Which one.
+        token: A new token of the answer.
+        finish: Why the answer has ended: "stop" or "length".
+        failure: An HTTP status and a sentence, when there is no answer.
+        shared: Tokens of the prompt that were in the cache already.
+        details: What the sampler says about the token.
+    """
+
+    name: int
+    token: int | None = None
+    finish: str | None = None
+    failure: tuple[int, str] | None = None
+    shared: int = 0
+    details: Any = None
+
+    @property
+    def last(self) -> bool:
+        """Whether nothing follows."""
+        return self.finish is not None or self.failure is not None
+
+
+@dataclass
+class Plan:
+    """One step, as every rank makes it.
+
+    Attributes:
+        changes: What happens to the books before it: ("join", request, reserve), ("fork", request, parent, length, reserve),
+            ("crop", request, length, reserve) or ("leave", request); `request` is the name that the books give or know.
+        requests: Who brings tokens; none when there is nothing to compute.
+        counts: How many each.
+        tokens: Those tokens, one request after another.
+        wanted: Places of those who get a token from this step: all but those in the middle of their prompt.
+        decodes: Whether each brings the token it got last; else they bring parts of prompts.
+        jobs: Rank 0 only: whose they are.
+    """
+
+    changes: list[tuple[Any, ...]] = field(default_factory=list)
+    requests: list[int] = field(default_factory=list)
+    counts: list[int] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
+    wanted: list[int] = field(default_factory=list)
+    decodes: bool = False
+    jobs: list[Job] = field(default_factory=list)
+
+    def message(self) -> dict[str, Any]:
+        """What the other ranks need of it, as JSON takes it."""
+        names = ("changes", "requests", "counts", "tokens", "wanted", "decodes")
+        return {name: getattr(self, name) for name in names}
+
+
+def apply_changes(books: Pages, changes: Iterable[Sequence[Any]]) -> None:
+    """Does to these books what was done to those of rank 0.
+
+    Raises:
+        RuntimeError: They name a request differently: they had diverged.
+    """
+    for what, request, *rest in changes:
+        if what in ("leave", "crop"):
+            getattr(books, what)(request, *rest)
+            continue
+        named = books.join(*rest) if what == "join" else books.fork(*rest)
+        if named != request:
+            raise RuntimeError(
+                f"all ranks must name requests alike, got {named} here and {request} on rank 0; this is a bug"
+            )
+
+
+class Scheduler:
+    """Decides every step (Note [Policy]).
+
+    Args:
+        books: The books of rank 0's cache.
+        chunk: Tokens of prompts per step.
+        most_running: Requests that are in the cache at a time.
+        most_waiting: Requests that wait for room at a time.
+        keep: Whether prefixes are shared, and kept when their requests have ended.
+    """
+
+    def __init__(self, books: Pages, *, chunk: int, most_running: int, most_waiting: int, keep: bool = True) -> None:
+        self.books, self.chunk, self.keep = books, chunk, keep
+        self.most_running, self.most_waiting = most_running, most_waiting
+        self.waiting: deque[Job] = deque()
+        self.running: dict[int, Job] = {}
+        self.prefill_tokens = self.decode_tokens = self.shared_tokens = 0
+        self._ready = Prefixes(books.page_size)  # by request of the cache
+        self._coming = Prefixes(books.page_size)  # by name of a job: prompts that are being computed
+        self._kept: OrderedDict[int, list[int]] = (
+            OrderedDict()
+        )  # request of the cache -> its tokens, least recently used first
+        self._of_request: dict[int, Job] = {}
+        self._changes: list[tuple[Any, ...]] = []
+        self._left = 0  # how often a request has left
+        self._blocked: tuple[int, int] | None = None  # the job for which there was no room, and what had left by then
+        self._decoded = False
+
+    @property
+    def capacity(self) -> int:
+        """Tokens that the cache of all ranks holds."""
+        return self.books.pages * self.books.world_size * self.books.page_size
+
+    @property
+    def kept(self) -> int:
+        """How many prefixes of ended requests are kept."""
+        return len(self._kept)
+
+    def check(self, prompt: int, max_tokens: int) -> None:
+        """Refuses what could never be let in.
+
+        Args:
+            prompt: Tokens of the prompt.
+            max_tokens: New tokens asked for.
+
+        Raises:
+            NeverFits: The cache of all ranks is smaller.
+        """
+        if _pages(prompt + max_tokens, self.books.page_size) * self.books.page_size > self.capacity:
+            raise NeverFits(
+                f"prompt and max_tokens must fit into the cache of {self.capacity} tokens on {self.books.world_size} ranks, got "
+                f"{prompt} + {max_tokens} = {prompt + max_tokens}; ask for less, or start the server with more cache"
+            )
+
+    def check_queue(self, jobs: int, beside: int = 0) -> None:
+        """Refuses jobs for which the queue has no room.
+
+        Args:
+            jobs: How many.
+            beside: How many more are on their way into the queue.
+
+        Raises:
+            QueueFull: They are too many.
+        """
+        waiting = len(self.waiting) + beside
+        if waiting + jobs > self.most_waiting:
+            raise QueueFull(
+                f"at most {self.most_waiting} requests may wait, got {jobs} more beside {waiting}; try again later"
+            )
+
+    def add(self, jobs: Sequence[Job]) -> None:
+        """Puts jobs into the queue, all of them or none.
+
+        Raises:
+            NeverFits: As `check`.
+            QueueFull: So many do not fit into the queue.
+        """
+        for job in jobs:
+            self.check(len(job.prompt), job.max_tokens)
+        self.check_queue(len(jobs))
+        for job in jobs:
+            job.tokens = list(job.prompt)
+            if self.keep and not job.digests:
+                job.digests = chain(job.prompt, self.books.page_size)
+            self.waiting.append(job)
+
+    def end(self, name: int, keep: bool = False) -> bool:
+        """Takes a job out, wherever it is; its pages are free at once.
+
+        Args:
+            name: Which one.
+            keep: Whether its prefix may serve others.
+
+        Returns:
+            Whether it was still here.
+        """
+        job = self.running.get(name)
+        if job is not None:
+            self._leave(job, keep)
+            return True
+        for job in self.waiting:
+            if job.name == name:
+                self.waiting.remove(job)
+                return True
+        return False
+
+    def overdue(self, now: float) -> list[Event]:
+        """Takes out the jobs whose time is over."""
+        late = [job for job in (*self.running.values(), *self.waiting) if job.deadline <= now]
+        events = []
+        for job in late:
+            where = "waited for room" if job.request < 0 else "ran"
+            limit = job.deadline - job.arrived
+            message = f"the request {where} until its time of {limit:.0f} s was over; ask for less, or try later"
+            events.append(Event(job.name, failure=(503, message)))
+            self.end(job.name, keep=True)
+        return events
+
+    def plan(self) -> Plan | None:
+        """The next step; None when there is nothing to do.
+
+        The books have been changed when it returns, and the tokens count as brought: compute it, then call `record`.
+        """
+        self._admit()
+        prompts = [job for job in self.running.values() if not job.prefilled]
+        answers = [job for job in self.running.values() if job.prefilled]
+        plan = Plan(changes=self._changes)
+        self._changes = []
+        if answers and not (prompts and self._decoded):
+            self._decoded = plan.decodes = True
+            shares = [(job, 1) for job in answers]
+            self.decode_tokens += len(shares)
+        elif prompts:
+            self._decoded = False
+            shares = self._share(prompts)
+            self.prefill_tokens += sum(share for _, share in shares)
+        elif plan.changes:
+            return plan
+        else:
+            return None
+        for job, share in shares:
+            plan.requests.append(job.request)
+            plan.counts.append(share)
+            plan.tokens += job.tokens[job.done : job.done + share]
+            plan.jobs.append(job)
+            job.done += share
+            if job.prefilled:
+                plan.wanted.append(len(plan.jobs) - 1)
+        return plan
+
+    def record(self, plan: Plan, chosen: Mapping[int, tuple[int | None, Any]]) -> list[Event]:
+        """Takes the tokens that a step gave.
+
+        Args:
+            plan: The step.
+            chosen: By name of a job: its token, or None when the model gave no numbers, and what is to be said about it. Jobs
+                that have been ended since may be missing.
+
+        Returns:
+            What happened, in the order of the plan.
+        """
+        events = []
+        for job in (plan.jobs[place] for place in plan.wanted):
+            if job.name not in self.running:
+                continue
+            if len(job.tokens) == len(job.prompt):
+                self._coming.drop(job.name)
+            token, details = chosen[job.name]
+            if token is None:
+                message = (
+                    "the model's scores for the next token are not numbers: its dtype may be too narrow for this prompt"
+                )
+                events.append(Event(job.name, failure=(500, message)))
+                self._leave(job, keep=False)
+                continue
+            finish = None
+            if token in job.stops:
+                finish, shown = "stop", None
+            else:
+                shown = token
+                job.tokens.append(token)
+                if len(job.tokens) >= job.reserve:
+                    finish = "length"
+            events.append(Event(job.name, shown, finish, shared=job.shared, details=None if shown is None else details))
+            if finish:
+                self._leave(job, keep=True)
+        if self.keep:
+            for job in plan.jobs:
+                if job.name in self.running and job.done <= len(job.prompt):
+                    self._ready.add(job.request, job.digests[: job.done // self.books.page_size])
+        return events
+
+    def pages(self) -> dict[str, list[int]]:
+        """Pages of each rank: those of running requests, those of kept prefixes alone, and free ones."""
+        running = [len(pages) for pages in self._pages_of(self._of_request)]
+        free = list(self.books.free)
+        kept = [self.books.pages - f - r for f, r in zip(free, running, strict=True)]
+        return {"running": running, "kept": kept, "free": free}
+
+    def _share(self, prompts: list[Job]) -> list[tuple[Job, int]]:
+        """How many tokens each prompt brings to this step: an entry for each that brings any."""
+        left = self.chunk
+        shares: dict[int, int] = {}
+
+        def give(job: Job, most: int) -> None:
+            nonlocal left
+            had = shares.get(job.name, 0)
+            missing = len(job.prompt) - job.done - had
+            share = min(missing, most)
+            if share < missing:
+                # whole pages, so that few are left with a gap
+                over = (job.done + had + share) % self.books.page_size
+                share = share - over if share > over else share
+            if share > 0:
+                shares[job.name] = had + share
+                left -= share
+
+        oldest, *others = prompts
+        give(oldest, left if not others else max(1, left // 2))
+        for job in sorted(others, key=lambda job: len(job.prompt) - job.done):
+            give(job, left)
+        give(oldest, left)
+        return [(job, shares[job.name]) for job in prompts if job.name in shares]
+
+    def _admit(self) -> None:
+        """Lets in whom there is room for, in order of arrival, but those who wait for a prefix."""
+        passed: list[Job] = []
+        while self.waiting and len(self.running) < self.most_running:
+            job = self.waiting[0]
+            if self._blocked == (job.name, self._left):
+                break
+            parent, length = self._longest(job)
+            if self.keep and self._coming.find(job.digests)[1] > length:
+                passed.append(self.waiting.popleft())
+                continue
+            if not self._let_in(job, parent, length):
+                self._blocked = job.name, self._left
+                break
+            self.waiting.popleft()
+        self.waiting.extendleft(reversed(passed))
+
+    def _let_in(self, job: Job, parent: int | None, length: int) -> bool:
+        """Lets a job in as a fork or, where only that has room, afresh; False when there is no room."""
+        size = self.books.page_size
+        users = set(self._of_request)
+        if parent is not None and self._make_room(_pages(job.reserve - length, size), users | {parent}):
+            job.request = self._change("fork", parent, length, job.reserve)
+            if parent in self._kept:
+                self._kept.move_to_end(parent)
+        elif (parent is None or parent in self._kept) and self._make_room(_pages(job.reserve, size), users):
+            length = 0
+            job.request = self._change("join", job.reserve)
+        else:
+            return False
+        job.done = job.shared = length
+        self.shared_tokens += length
+        self.running[job.name] = self._of_request[job.request] = job
+        if self.keep:
+            self._coming.add(job.name, job.digests)
+            self._ready.add(job.request, job.digests[: length // size])
+        return True
+
+    def _make_room(self, pages: int, spared: set[int]) -> bool:
+        """Lets go of kept prefixes, longest unused first, until so many pages can be promised; of none when that is in vain."""
+        if self.books.available >= pages:
+            return True
+        owed = sum(self.books.free) - self.books.available
+        if self.books.pages * self.books.world_size - sum(map(len, self._pages_of(spared))) - owed < pages:
+            return False
+        for request in [request for request in self._kept if request not in spared]:
+            self._forget(request)
+            if self.books.available >= pages:
+                return True
+        raise AssertionError("letting go of all prefixes must make the room that was counted")
+
+    def _longest(self, job: Job) -> tuple[int | None, int]:
+        """Whose prefix to begin with, and how much of it; the prompt's last token is always computed: its logits are wanted."""
+        found, length = self._ready.find(job.digests) if self.keep else (None, 0)
+        if not isinstance(found, int):
+            return None, 0
+        theirs = self._kept[found] if found in self._kept else self._of_request[found].tokens
+        most = min(len(job.prompt) - 1, self.books.length(found))
+        while length < most and theirs[length] == job.prompt[length]:
+            length += 1
+        return found, min(length, most)
+
+    def _leave(self, job: Job, keep: bool) -> None:
+        """Takes a running job out, and keeps its prefix if that is worth it."""
+        length = self.books.length(job.request)
+        self._coming.drop(job.name)
+        del self.running[job.name], self._of_request[job.request]
+        self._left += 1
+        if not (self.keep and keep and length >= self.books.page_size):
+            self._ready.drop(job.request)
+            self._change("leave", job.request)
+            return
+        self._change("crop", job.request, length, length)  # what it had reserved beyond that is given back
+        self._kept[job.request] = job.tokens[:length]
+        known = job.digests[: length // self.books.page_size]
+        self._ready.add(job.request, chain(self._kept[job.request], self.books.page_size, known))
+        if len(self._kept) > MOST_KEPT:
+            self._forget(next(iter(self._kept)))
+
+    def _forget(self, request: int) -> None:
+        """Lets go of a kept prefix."""
+        del self._kept[request]
+        self._ready.drop(request)
+        self._change("leave", request)
+
+    def _change(self, what: str, *rest: int) -> int:
+        """Changes the books, and notes it for the other ranks."""
+        if what in ("leave", "crop"):
+            getattr(self.books, what)(*rest)
+            self._changes.append((what, *rest))
+            return rest[0]
+        request = self.books.join(*rest) if what == "join" else self.books.fork(*rest)
+        self._changes.append((what, request, *rest))
+        return request
+
+    def _pages_of(self, requests: Iterable[int]) -> list[set[int]]:
+        """Pages of requests, by rank, each once."""
+        ranks = range(self.books.world_size)
+        return [set().union(*(self.books.table(request, rank).pages for request in requests)) for rank in ranks]
+
+
+def _pages(tokens: int, size: int) -> int:
+    return -(-tokens // size)

@@ -1,0 +1,137 @@
+"""A model for the tests of the server that answers with a function of all tokens it was given, and keeps them in honest books."""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ringattn.inference.pages import Pages
+from ringattn.launch.serving.engine import Engine
+from ringattn.launch.serving.http import Limits, Server, make_app
+from ringattn.launch.serving.scheduling import Plan, Scheduler
+from ringattn.launch.serving.text import NoTemplate
+
+VOCAB = 256
+STOP = 0
+
+
+def follow(tokens: Sequence[int]) -> int:
+    """The token that follows: one of the printable ones, or now and then STOP."""
+    digest = hashlib.sha256(bytes(token % 251 for token in tokens)).digest()
+    return STOP if digest[0] == 0 else 32 + digest[1] % 95
+
+
+def answer(prompt: Sequence[int], max_tokens: int) -> list[int]:
+    """What a request gets alone."""
+    tokens = list(prompt)
+    while len(tokens) < len(prompt) + max_tokens and (token := follow(tokens)) != STOP:
+        tokens.append(token)
+    return tokens[len(prompt) :]
+
+
+class FakeRunner:
+    """Keeps each token in the page and row where the books put it, and reads it back from there."""
+
+    def __init__(self, world_size: int = 2, pages: int = 64, page_size: int = 4, step_s: float = 0.0) -> None:
+        self.books = Pages(world_size, pages, page_size)
+        self.memory = [[[-1] * page_size for _ in range(pages)] for _ in range(world_size)]
+        self.step_s = step_s
+        self.steps: list[tuple[int, ...]] = []
+
+    def run(self, plan: Plan) -> Tensor:
+        self.steps.append(tuple(plan.counts))
+        if self.step_s:
+            time.sleep(self.step_s)
+        at = 0
+        decode = set(plan.counts) == {1}
+        before = [self.books.length(request) for request in plan.requests]
+        self.books.place(plan.requests, plan.counts, one_by_one=decode)
+        for request, length in zip(plan.requests, before, strict=True):
+            for piece in self.books.pieces(request, length):
+                page = self.memory[piece.rank][piece.page]
+                page[piece.row : piece.row + piece.length] = plan.tokens[at : at + piece.length]
+                at += piece.length
+        logits = torch.zeros(len(plan.wanted), VOCAB)
+        for row, place in enumerate(plan.wanted):
+            tokens: list[int] = []
+            for block in self.books.blocks(plan.requests[place]):
+                tokens += self.memory[block.rank][block.page][: block.length]
+            logits[row, follow(tokens)] = 10.0
+        return logits
+
+
+class Letters:
+    """A tokenizer for `FakeRunner`: a token is a character, STOP ends an answer."""
+
+    stops = frozenset([STOP])
+    vocab_size = VOCAB
+
+    def encode(self, text: str) -> list[int]:
+        return list(text.encode("latin-1"))
+
+    def chat(self, messages: Sequence[dict[str, str]]) -> list[int]:
+        if messages[0]["content"] == "refuse":
+            raise NoTemplate("the template refuses")
+        return self.encode("".join(f"<{message['role']}>{message['content']}" for message in messages) + "<assistant>")
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        return bytes(tokens).decode("latin-1")
+
+
+def text_of(prompt: str, max_tokens: int) -> str:
+    """The text that a prompt gets alone."""
+    return Letters().decode(answer(Letters().encode(prompt), max_tokens))
+
+
+class Served:
+    """The whole server in this process, with a fake model."""
+
+    def __init__(
+        self,
+        runner: FakeRunner,
+        *,
+        waiting: int = 1000,
+        time_limit_s: float = 60.0,
+        limits: Limits | None = None,
+        key: str | None = None,
+        hosts: Sequence[str] | None = None,
+    ) -> None:
+        scheduler = Scheduler(runner.books, chunk=64, most_running=64, most_waiting=waiting)
+        self.runner = runner
+        self.engine = Engine(runner, scheduler, lambda _: None, time_limit_s=time_limit_s)
+        self.server = Server("127.0.0.1", 0)
+        self.server.start(make_app(self.engine, Letters(), "fake", limits or Limits(), key=key, hosts=hosts))
+        self.url = f"http://127.0.0.1:{self.server.port}"
+        self.thread = threading.Thread(target=self._run, daemon=True)
+        self.thread.start()
+
+    def _run(self) -> None:
+        try:
+            self.engine.run()
+        except RuntimeError as error:
+            self.engine.fail(str(error))
+
+    def close(self) -> None:
+        self.engine.stop(0.0)
+        self.thread.join(10)
+        self.server.stop()
+
+    def state_when(self, so: Callable[[dict[str, Any]], bool], patience_s: float = 10.0) -> dict[str, Any]:
+        """The state as soon as something is so."""
+        deadline = time.monotonic() + patience_s
+        while not so(state := self.engine.state()):
+            assert time.monotonic() < deadline, state
+            time.sleep(0.01)
+        return state
+
+    def assert_idle(self) -> None:
+        """Nothing runs or waits, and every page is free or holds a prefix that is kept."""
+        state = self.state_when(lambda state: not (state["running"] or state["waiting"]))
+        assert state["pages"]["running"] == [0] * state["ranks"]
+        assert not self.engine._open

@@ -1,0 +1,279 @@
+"""Models, tokenizers, pieces of text and the choice of tokens, as the server uses them."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from collections import Counter
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ringattn.launch.distributed import Refusal
+from ringattn.launch.serving.config import check_model
+from ringattn.launch.serving.models import Replica, describe, load, make_cache
+from ringattn.launch.serving.sampling import Sampling, sample
+from ringattn.launch.serving.scheduling import Job, Scheduler
+from ringattn.launch.serving.text import REPLACEMENT, Bytes, NoTemplate, Pieces, Pretrained, Stops
+from ringattn.ring import Ring
+
+CPU = torch.device("cpu")
+TEMPLATE = (
+    "{% for m in messages %}{% if m.role == 'assistant' and loop.first %}{{ raise_exception('no user') }}{% endif %}"
+    "<|{{ m.role }}|>{{ m.content }}{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+CONFIG = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+CONFIG |= {"num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 512}
+
+
+@cache
+def _tokenizer() -> Any:
+    """A byte-level BPE tokenizer, made here: characters of several bytes may fall into several tokens."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    inner = Tokenizer(models.BPE())
+    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    inner.decoder = decoders.ByteLevel()
+    special = ["<|end|>", "<|user|>", "<|assistant|>", "<|system|>"]
+    trainer = trainers.BpeTrainer(
+        vocab_size=400,
+        special_tokens=special,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    inner.train_from_iterator(["the ring of keys and the ring of values, straße, naïve"] * 20, trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="<|end|>", chat_template=TEMPLATE)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint as transformers saves it."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    path = tmp_path_factory.mktemp("models") / "small"
+    torch.manual_seed(1)
+    config = AutoConfig.for_model("qwen3", vocab_size=len(_tokenizer()) + 5, eos_token_id=[0, 7], **CONFIG)
+    AutoModelForCausalLM.from_config(config).save_pretrained(path)
+    _tokenizer().save_pretrained(path)
+    return path
+
+
+def opened(path: Path | str, **how: Any) -> Any:
+    return load(str(path), **{"name": None, "dtype": "auto", "device": CPU, "seed": 0, **how})
+
+
+def test_a_checkpoint_brings_its_weights_its_tokenizer_and_its_stops(folder):
+    from transformers import AutoModelForCausalLM
+
+    served = opened(folder)
+    assert (served.name, served.length) == ("small", 512)
+    assert served.tokenizer.stops == {0, 7}
+    assert not served.model.training
+    plain = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="sdpa", dtype=torch.float32)
+    assert all(torch.equal(a, b) for a, b in zip(plain.parameters(), served.model.parameters(), strict=True))
+    assert opened(folder, name="other", dtype="bfloat16").model.dtype == torch.bfloat16
+    # what the scheduler gets out of it is what the model gives by itself
+    ring = Ring()
+    cache = make_cache(served.model, ring, gib=0.001, page_size=4, kv_dtype="auto")
+    replica = Replica(served.model, cache)
+    scheduler = Scheduler(replica.books, chunk=8, most_running=4, most_waiting=4)
+    prompt = served.tokenizer.encode("the ring of keys and values, and then some more")
+    scheduler.add([Job(1, prompt, 6), Job(2, prompt[:20], 6)])
+    answers: dict[int, list[int]] = {}
+    while plan := scheduler.plan():
+        chosen = {}
+        if plan.requests:
+            jobs = [plan.jobs[place] for place in plan.wanted]
+            chosen = {
+                job.name: one
+                for job, one in zip(jobs, sample(replica.run(plan), [Sampling(0)] * len(jobs)), strict=True)
+            }
+        for event in scheduler.record(plan, chosen):
+            answers.setdefault(event.name, []).append(event.token or 0)
+    for name, tokens in ((1, prompt), (2, prompt[:20])):
+        wanted = plain.generate(
+            torch.tensor([tokens]), max_new_tokens=6, do_sample=False, eos_token_id=None, pad_token_id=0
+        )
+        assert answers[name] == wanted[0, len(tokens) :].tolist()
+    assert "tokens in float32 on 1 ranks" in describe(cache)
+
+
+def test_a_chat_template_comes_from_the_checkpoint(folder):
+    tokenizer = Pretrained(folder, frozenset(), 500)
+    messages = [{"role": "system", "content": "be"}, {"role": "user", "content": "the ring"}]
+    tokens = tokenizer.chat(messages)
+    assert tokenizer.inner.decode(tokens) == "<|system|>be<|user|>the ring<|assistant|>"
+    assert tokenizer.decode(tokens) == "bethe ring"
+    with pytest.raises(NoTemplate, match="no user"):
+        tokenizer.chat([{"role": "assistant", "content": "x"}])
+    tokenizer.inner.chat_template = None
+    with pytest.raises(
+        NoTemplate, match="must have a chat template to chat, got none in its folder; use /v1/completions"
+    ):
+        tokenizer.chat(messages)
+
+
+def test_a_template_executes_nothing(folder):
+    tokenizer = Pretrained(folder, frozenset(), 500)
+    tokenizer.inner.chat_template = "{{ messages.__class__.__mro__[1].__subclasses__() }}"
+    with pytest.raises(NoTemplate):
+        tokenizer.chat([{"role": "user", "content": "x"}])
+    tokenizer.inner.chat_template = TEMPLATE
+    text = "{{ 7 * 6 }}{% for x in messages %}"
+    assert text in tokenizer.inner.decode(tokenizer.chat([{"role": "user", "content": text}]))
+
+
+def test_a_config_alone_gives_the_same_random_weights_everywhere(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "vocab_size": 300, **CONFIG}))
+    state = torch.random.get_rng_state()
+    one, other, path = opened(tmp_path), opened(tmp_path), opened(tmp_path / "config.json", seed=1)
+    assert torch.equal(state, torch.random.get_rng_state())
+    assert all(torch.equal(a, b) for a, b in zip(one.model.parameters(), other.model.parameters(), strict=True))
+    assert one.facts == other.facts != path.facts
+    assert one.name == path.name == tmp_path.name
+    assert isinstance(one.tokenizer, Bytes)
+
+
+def test_what_cannot_be_served_is_refused(tmp_path, folder):
+    with pytest.raises(Refusal, match=r"model must be 'tiny', a config\.json or a folder with one"):
+        check_model(str(tmp_path))
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "vocab_size": 256, **CONFIG}))
+    with pytest.raises(Refusal, match="must have at least 257 tokens, for bytes and an end, got 256"):
+        opened(tmp_path)
+    (tmp_path / "pytorch_model.bin").write_bytes(b"x")
+    with pytest.raises(Refusal, match=r"weights must be safetensors, got \*\.bin .* would be unpickled"):
+        check_model(str(tmp_path))
+    with pytest.raises(Refusal, match="must hold a page of 64 tokens at least"):
+        make_cache(opened(folder).model, Ring(), gib=1e-9, page_size=64, kv_dtype="auto")
+
+
+def test_the_tiny_model_answers_with_letters():
+    served = opened("tiny")
+    with torch.no_grad():
+        chosen = served.model(torch.arange(256)[None], use_cache=False).logits[0].argmax(-1)
+    assert set(chosen.tolist()) <= {*b"abcdefghijklmnopqrstuvwxyz ,.", Bytes.END}
+    assert len(set(chosen.tolist())) > 10
+
+
+# text
+
+
+def through(decode: Any, tokens: list[int], before: list[int]) -> str:
+    pieces = Pieces(decode, before)
+    return "".join(pieces.push(token) for token in tokens) + pieces.rest()
+
+
+@given(st.text(max_size=60), st.text(max_size=20))
+def test_pieces_of_text_are_the_text(text, prompt):
+    assert through(Bytes().decode, Bytes().encode(text) if _encodable(text) else [], []) == (
+        text if _encodable(text) else ""
+    )
+    if _encodable(text + prompt):
+        before = Bytes().encode(prompt)
+        pieces = Pieces(Bytes().decode, before)
+        for token in Bytes().encode(text):
+            assert REPLACEMENT in text or REPLACEMENT not in pieces.push(token), "a character was torn"
+
+
+def _encodable(text: str) -> bool:
+    return not any(0xD800 <= ord(x) < 0xE000 for x in text)
+
+
+@given(st.lists(st.integers(0, 256), max_size=150))
+def test_pieces_of_bytes_that_are_no_text_are_what_decoding_all_gives(tokens):
+    found = through(Bytes().decode, tokens, [])
+    whole = Bytes().decode(tokens)
+    assert found == whole or (
+        REPLACEMENT * 8 in whole and found.replace(REPLACEMENT, "") == whole.replace(REPLACEMENT, "")
+    )
+
+
+@settings(deadline=None)
+@given(st.integers(0, 2**32))
+def test_pieces_of_a_bpe_tokenizer_are_what_decoding_all_gives(seed):
+    draw = random.Random(seed)
+    text = "".join(draw.choice(["ring ", "straße", "é", "日本", "🙂", " keys", ", ", "\n"]) for _ in range(30))
+    tokenizer = _tokenizer()
+    tokens = tokenizer(text)["input_ids"]
+    cut = draw.randrange(len(tokens))
+
+    def decode(some: Any) -> str:
+        return tokenizer.decode(list(some), skip_special_tokens=True, clean_up_tokenization_spaces=False)
+
+    assert through(decode, tokens, []) == text
+    answer = through(decode, tokens[cut:], tokens[:cut])
+    assert text.endswith(answer)
+    assert len(answer) >= len(decode(tokens[cut:]).replace(REPLACEMENT, ""))
+
+
+@given(
+    st.text("abE", max_size=30),
+    st.lists(st.integers(1, 4), max_size=30),
+    st.lists(st.text("abE", min_size=1, max_size=4), max_size=3),
+)
+def test_a_text_ends_before_the_first_stop_string(text, cuts, strings):
+    stops, found, at = Stops(strings), "", 0
+    for cut in [*cuts, len(text)]:
+        found += stops.push(text[at : at + cut])
+        at += cut
+    if not stops.found:
+        found += stops.rest()
+        assert found == text
+    assert not [string for string in strings if string in found]
+    if stops.found:
+        assert any(text[len(found) :].startswith(string) for string in strings)
+
+
+# the choice of tokens
+
+
+def test_temperature_0_takes_the_largest_and_others_follow_the_probabilities():
+    logits = torch.tensor([[1.0, 3.0, 2.0, -1.0]])
+    assert sample(logits, [Sampling(0)])[0][0] == 1
+    for temperature, top_p in ((1.0, 1.0), (0.5, 1.0), (1.0, 0.8)):
+        hows = [Sampling(temperature, top_p, seed=x) for x in range(4000)]
+        counts = Counter(token for token, _ in sample(logits.expand(4000, 4), hows))
+        wanted = (logits[0] / temperature).softmax(-1)
+        if top_p < 1:
+            wanted[[0, 3]] = 0  # 0.64 and 0.24 come to 0.8 with the second
+            wanted /= wanted.sum()
+        for token in range(4):
+            sigma = math.sqrt(4000 * wanted[token] * (1 - wanted[token]))
+            assert abs(counts[token] - 4000 * wanted[token]) <= 4 * sigma
+
+
+def test_a_draw_depends_on_its_own_request_only():
+    logits = torch.randn(5, 100)
+    alone = [sample(logits[row : row + 1], [Sampling(1.3, 0.9, seed=row)])[0][0] for row in range(5)]
+    together = sample(logits, [Sampling(1.3, 0.9, seed=row) for row in range(5)])
+    assert [token for token, _ in together] == alone
+
+
+def test_the_smallest_temperature_and_top_p_take_the_largest():
+    logits = torch.randn(20, 50) * 100
+    for how in ((1e-30, 1.0), (1e-60, 1.0), (2.0, 1e-9)):
+        assert [token for token, _ in sample(logits, [Sampling(*how) for _ in range(20)])] == logits.argmax(-1).tolist()
+
+
+def test_logprobs_are_those_of_temperature_1():
+    logits = torch.randn(1, 10)
+    [(token, said)] = sample(logits, [Sampling(0.3, 0.5, logprobs=3)])
+    wanted = logits[0].log_softmax(-1)
+    assert said is not None
+    assert said.logprob == pytest.approx(float(wanted[token]))
+    assert [name for name, _ in said.top] == wanted.topk(3).indices.tolist()
+
+
+def test_logits_that_are_no_numbers_are_found():
+    logits = torch.tensor([[1.0, 2.0], [1.0, math.nan], [math.inf, 0.0], [math.nan, math.nan]])
+    for temperature in (0, 1, 1e-300):
+        found = [token for token, _ in sample(logits, [Sampling(temperature, seed=0, logprobs=1)] * 4)]
+        assert found[1:] == [None] * 3
+        assert found[0] is not None

@@ -1,0 +1,374 @@
+"""The whole server on two CPU processes with the tiny model: texts beside one process, load, signals, and ranks that are killed."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import psutil
+import pytest
+import torch
+
+from ringattn.launch.distributed import Rank
+from ringattn.launch.serve import main
+from ringattn.launch.serving.channel import FRAME, Channel
+from ringattn.launch.serving.config import KEY, TINY, ServeArgs, parse
+from ringattn.launch.serving.models import load
+from ringattn.launch.serving.text import Bytes
+
+ROOT = Path(__file__).resolve().parents[1]
+pytestmark = pytest.mark.dist
+
+SURE = 1e-4
+"""A token is decided when the largest logit leads by this much, far more than rounding moves it."""
+
+
+class Process:
+    """A server that was started as a command.
+
+    Args:
+        flags: Its flags.
+    """
+
+    def __init__(self, *flags: str) -> None:
+        command = [sys.executable, "-m", "ringattn.launch.serve", "--device", "cpu", "--port", "0", *flags]
+        environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+        self.process = subprocess.Popen(
+            command,
+            cwd=ROOT,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+        self.lines: list[str] = []
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        self.lines.extend(iter(self.process.stdout.readline, ""))
+
+    @property
+    def said(self) -> str:
+        return "".join(self.lines)
+
+    def wait_until_ready(self, patience_s: float = 120.0) -> str:
+        deadline = time.monotonic() + patience_s
+        while not (found := re.search(r"serving \S+ at (http://\S+)", self.said)):
+            assert self.process.poll() is None, self.said
+            assert time.monotonic() < deadline, self.said
+            time.sleep(0.05)
+        self.url = found[1]
+        return self.url
+
+    def rank(self, index: int) -> psutil.Process:
+        children = psutil.Process(self.process.pid).children(recursive=True)
+        return next(child for child in children if child.environ().get("RANK") == str(index))
+
+    def wait(self, patience_s: float) -> int:
+        code = self.process.wait(patience_s)
+        self._reader.join(10)
+        return code
+
+    def state(self) -> dict[str, Any]:
+        return httpx.get(f"{self.url}/state").json()
+
+    def state_when(self, so: Any, patience_s: float = 30.0) -> dict[str, Any]:
+        deadline = time.monotonic() + patience_s
+        while not so(state := self.state()):
+            assert time.monotonic() < deadline, state
+            time.sleep(0.05)
+        return state
+
+    def close(self) -> None:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            for process in (*psutil.Process(self.process.pid).children(recursive=True), self.process):
+                process.kill()
+        self.process.wait(10)
+
+
+FLAGS = (
+    "--model",
+    "tiny",
+    "--page-size",
+    "16",
+    "--cache-gib",
+    "0.002",
+    "--chunk",
+    "256",
+    "--max-running",
+    "32",
+    "--max-body-mib",
+    "0.1",
+)
+
+
+@pytest.fixture(scope="module")
+def doomed() -> Iterator[Process]:
+    """A server that will lose a rank; it starts beside the other."""
+    process = Process(*FLAGS)
+    yield process
+    process.close()
+
+
+@pytest.fixture(scope="module")
+def server(doomed: Process) -> Iterator[Process]:
+    process = Process(*FLAGS)
+    process.wait_until_ready()
+    yield process
+    process.close()
+
+
+@cache
+def _model() -> Any:
+    served = load(TINY, name=None, dtype="auto", device=torch.device("cpu"), seed=0)
+    served.model.set_attn_implementation("sdpa")
+    return served.model
+
+
+@cache
+def _alone(prompt: str, most: int) -> tuple[int, ...]:
+    """The tokens that one process with torch's own attention gives, as far as they are decided (SURE)."""
+    tokens = torch.tensor([list(prompt.encode())])
+    found: list[int] = []
+    with torch.no_grad():
+        past, new = None, tokens
+        while len(found) < most:
+            out = _model()(input_ids=new, past_key_values=past, use_cache=True)
+            past = out.past_key_values
+            (first, second), names = (x.tolist() for x in out.logits[0, -1].topk(2))
+            if first - second < SURE:
+                break
+            found.append(names[0])
+            new = torch.tensor([names[:1]])
+    return tuple(found)
+
+
+def ask_for(prompt: str, most: int) -> tuple[dict[str, Any], str]:
+    """A request that stays on decided tokens, and the text it must get."""
+    tokens = _alone(prompt, most)
+    body = {"model": "tiny", "prompt": prompt, "max_tokens": len(tokens), "temperature": 0, "ignore_eos": True}
+    return body, Bytes().decode(tokens)
+
+
+def prompts(count: int, longest: int) -> list[str]:
+    """Prompts of mixed lengths, some of which begin alike."""
+    draw = random.Random(0)
+    words = ["ring", "page", "shard", "key", "value", "merge", "exact", "step"]
+    stems = [" ".join(draw.choices(words, k=40)) for _ in range(3)]
+    made = []
+    for x in range(count):
+        length = draw.choice([3, 10, 40, 150, longest])
+        text = f"{x} " + " ".join(draw.choices(words, k=length))
+        made.append((draw.choice(stems) + text if x % 2 else text)[:length])
+    return made
+
+
+def test_greedy_text_is_that_of_one_process(server):
+    for prompt in ("hello", "a prompt of some length " * 20):
+        body, text = ask_for(prompt, 24)
+        assert len(text) >= 8, "the tokens of this prompt are decided"
+        answer = httpx.post(f"{server.url}/v1/completions", json=body, timeout=60)
+        assert answer.json()["choices"][0]["text"] == text
+    messages: Any = [{"role": "user", "content": "hi"}]
+    body, text = ask_for("user: hi\nassistant: ", 10)
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="x", max_retries=0) as client:
+        how: Any = {"model": "tiny", "messages": messages, "max_tokens": body["max_tokens"], "temperature": 0}
+        whole = client.chat.completions.create(**how, extra_body={"ignore_eos": True})
+        assert whole.choices[0].message.content == text
+        stream = client.chat.completions.create(**how, stream=True, extra_body={"ignore_eos": True})
+        assert "".join(chunk.choices[0].delta.content or "" for chunk in stream) == text
+
+
+def load_and_check(server: Process, count: int, distinct: Sequence[str], most: int) -> None:
+    """Many requests at once, some broken, some left: all others get what one process gives, and all pages come back."""
+    wanted = [ask_for(prompt, 2 + x % most) for x, prompt in enumerate(distinct)]
+    room = server.state()["pages_per_rank"] * 2 * 16
+    client = httpx.Client(base_url=server.url, timeout=240, limits=httpx.Limits(max_connections=count))
+    kinds: list[str] = []
+
+    def ask(x: int) -> None:
+        body, text = wanted[x % len(wanted)]
+        if x % 20 == 3:
+            answer = client.post(
+                "/v1/completions", content=b'{"prompt": [[', headers={"Content-Type": "application/json"}
+            )
+            assert answer.status_code == 400
+            kinds.append("malformed")
+        elif x % 20 == 7:
+            answer = client.post("/v1/completions", json={**body, "prompt": "x" * 300, "max_tokens": room})
+            assert answer.status_code == 400
+            assert f"must fit into {room} tokens" in answer.json()["error"]["message"]
+            kinds.append("oversize")
+        elif x % 20 == 11:
+            assert client.post("/v1/completions", json={**body, "prompt": "x" * 200_000}).status_code == 413
+            kinds.append("too large")
+        elif x % 20 == 13:
+            with client.stream("POST", "/v1/completions", json={**body, "max_tokens": 200, "stream": True}) as stream:
+                next(stream.iter_lines())
+            kinds.append("left")
+        elif x % 2:
+            answer = client.post("/v1/completions", json={**body, "stream": True})
+            events = [json.loads(event[6:]) for event in answer.text.split("\n\n")[:-2]]
+            assert "".join(event["choices"][0]["text"] for event in events) == text
+            kinds.append("streamed")
+        else:
+            answer = client.post("/v1/completions", json=body)
+            assert answer.status_code == 200, answer.text
+            assert answer.json()["choices"][0]["text"] == text
+            kinds.append("whole")
+
+    with client, ThreadPoolExecutor(count) as threads:
+        list(threads.map(ask, range(count)))
+    assert len(kinds) == count
+    assert set(kinds) == {"malformed", "oversize", "too large", "left", "streamed", "whole"}
+    state = server.state_when(lambda state: not (state["running"] or state["waiting"]))
+    assert state["pages"]["running"] == [0, 0]
+    assert state["totals"]["shared_tokens"] > 0
+    # a request of the whole cache is let in only when every page has come back
+    answer = httpx.post(f"{server.url}/v1/completions", json={"prompt": "z" * (room - 1), "max_tokens": 1}, timeout=120)
+    assert answer.status_code == 200, answer.text
+    state = server.state_when(lambda state: not state["running"])
+    assert state["kept_prefixes"] == 1
+
+
+def test_many_at_once_get_what_each_gets_alone_and_all_pages_come_back(server):
+    load_and_check(server, 200, prompts(24, 400), 12)
+
+
+@pytest.mark.slow
+def test_longer_loads(server):
+    for _ in range(3):
+        load_and_check(server, 400, prompts(80, 1500), 40)
+
+
+def test_a_killed_rank_takes_the_server_down_and_is_named(doomed, server):
+    url = doomed.wait_until_ready()
+    victim = doomed.rank(1)
+    seen: dict[str, Any] = {}
+
+    def stream() -> None:
+        body = {"prompt": "abc", "max_tokens": 2000, "temperature": 1, "stream": True, "ignore_eos": True}
+        with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=60) as answer:
+            seen["stream"] = [json.loads(line[6:]) for line in answer.iter_lines() if line.startswith("data: {")]
+
+    def whole() -> None:
+        body = {"prompt": "abcd", "max_tokens": 2000, "temperature": 1, "ignore_eos": True}
+        seen["whole"] = httpx.post(f"{url}/v1/completions", json=body, timeout=60)
+
+    threads = [threading.Thread(target=one) for one in (stream, whole)]
+    for thread in threads:
+        thread.start()
+    doomed.state_when(lambda state: state["running"] == 2 and state["totals"]["steps"]["decode"] > 3)
+    victim.kill()
+    began = time.monotonic()
+    code = doomed.wait(30)
+    took = time.monotonic() - began
+    for thread in threads:
+        thread.join(10)
+    assert code == 1, doomed.said
+    assert took < 15
+    assert f"rank 1 (process {victim.pid}) is gone" in doomed.said
+    assert f"the run ended because rank 1 (process {victim.pid}) was killed by SIGKILL" in doomed.said
+    assert "the same command starts the server again" in doomed.said
+    error = seen["stream"][-1]["error"]
+    assert f"rank 1 (process {victim.pid}) is gone" in error["message"]
+    assert seen["whole"].status_code == 503
+    assert f"rank 1 (process {victim.pid}) is gone" in seen["whole"].json()["error"]["message"]
+
+
+def test_sigterm_lets_answers_end_and_leaves_with_0(server):
+    # the last test of this server
+    body = {"prompt": "abc", "max_tokens": 40, "temperature": 1, "ignore_eos": True}
+    with ThreadPoolExecutor(1) as threads:
+        answer = threads.submit(httpx.post, f"{server.url}/v1/completions", json=body, timeout=60)
+        server.state_when(lambda state: state["running"] == 1)
+        server.process.send_signal(signal.SIGTERM)
+        assert server.wait(40) == 0, server.said
+        assert answer.result().status_code == 200
+        assert answer.result().json()["usage"]["completion_tokens"] == 40
+    assert "stopping after SIGTERM: running requests have 10 s to end" in server.said
+    assert server.lines[-1].startswith("stopped")
+
+
+def _hear(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    import torch.distributed as dist
+
+    rank = Rank(dist.get_rank(), dist.get_world_size(), torch.device("cpu"), "gloo", os.getppid())
+    channel = Channel(rank, 30.0)
+    heard = []
+    for message in messages:
+        if rank.first:
+            channel.send(message)
+            heard.append(message)
+        else:
+            heard.append(channel.receive())
+    channel.close()
+    return heard
+
+
+def test_messages_of_any_length_arrive_whole(pool):
+    messages = [{}, {"tokens": list(range(10))}, {"text": "ß" * FRAME}, {"tokens": list(range(100_000))}]
+    messages += [{"x": "y" * (FRAME - 8 - len('{"x":""}') + off)} for off in (-1, 0, 1)]
+    assert pool(2).run(_hear, messages) == [messages, messages]
+
+
+# refusals that start nothing
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--page-size", "0"], "page_size must be at least 1, got 0"),
+        (["--grace", "60"], "grace must be from 0 to 25 s, got 60"),
+        (["--port", "70000"], "port must be from 0 to 65535, got 70000"),
+        (["--cache-gib", "0"], "cache_gib must be above 0, got 0"),
+        (["--device", "tpu"], "invalid choice"),
+    ],
+)
+def test_flags_that_cannot_be_obeyed_are_refused(flags, message, capsys):
+    with pytest.raises(SystemExit) as caught:
+        main(["--model", "tiny", *flags])
+    assert caught.value.code == 2
+    assert message in " ".join(capsys.readouterr().err.split())
+
+
+def test_a_model_that_is_not_there_is_refused(capsys):
+    assert main(["--model", "no/such/folder", "--device", "cpu"]) == 1
+    assert "model must be 'tiny', a config.json or a folder with one, got no/such/folder" in capsys.readouterr().err
+
+
+def test_a_port_that_is_taken_and_a_cache_without_a_page_are_refused(capsys):
+    import socket
+
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        flags = ["--model", "tiny", "--device", "cpu", "--nproc", "1", "--port", str(taken.getsockname()[1])]
+        assert main(flags) == 1
+    assert "host and port must be free to listen on" in capsys.readouterr().err
+    assert main([*flags, "--cache-gib", "1e-9"]) == 1
+    assert "memory must hold a page of 64 tokens at least" in capsys.readouterr().err
+
+
+def test_the_key_comes_from_the_environment(monkeypatch):
+    monkeypatch.setenv(KEY, "secret")
+    assert parse(["--model", "tiny"], "serve", "").api_key == "secret"
+    assert parse(["--model", "tiny", "--api-key", "other"], "serve", "").api_key == "other"
+    monkeypatch.delenv(KEY)
+    assert parse(["--model", "tiny"], "serve", "") == ServeArgs(model="tiny")
