@@ -14,6 +14,8 @@ Note [Bits of e4m3]
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -24,6 +26,8 @@ from ringattn.kernels.record_triton import Tape, recorded
 
 BYTES = 8192
 """What one program moves of each tensor: enough in flight to keep memory busy, few enough rows to fill the device."""
+
+_Pools = tuple[Tensor, Tensor, Tensor | None, Tensor | None]
 
 _LARGEST = tl.constexpr(LARGEST)
 _SMALLEST_SCALE = tl.constexpr(SMALLEST_SCALE)
@@ -149,7 +153,7 @@ def take(
         _take(*_seen(pool_k, pool_v, k_scale, v_scale), k, v, slots)
 
 
-def _seen(pool_k: Tensor, pool_v: Tensor, k_scale: Tensor | None, v_scale: Tensor | None) -> tuple[Tensor | None, ...]:
+def _seen(pool_k: Tensor, pool_v: Tensor, k_scale: Tensor | None, v_scale: Tensor | None) -> _Pools:
     """The pools and scales as kernels see them: fp8 is bytes (Note [Bits of e4m3])."""
     if k_scale is None:
         return pool_k, pool_v, None, None
@@ -201,7 +205,7 @@ def _take(
     )
 
 
-def _constants(pool_k: Tensor, k: Tensor, v: Tensor) -> dict[str, int]:
+def _constants(pool_k: Tensor, k: Tensor, v: Tensor) -> dict[str, Any]:
     d, dv = k.shape[-1], v.shape[-1]
     columns, v_columns = triton.next_power_of_2(d), triton.next_power_of_2(dv)
     rows = max(1, BYTES // (max(columns, v_columns) * k.element_size()))

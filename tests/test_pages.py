@@ -310,7 +310,7 @@ def test_a_writer_goes_on_behind_its_forks_and_may_crop_as_far() -> None:
     assert books.blocks(fork) == (Block(0, 0, 0, 2),)
     before = state(books)
     with pytest.raises(
-        CacheFull, match="gives up pages that others use when it is cropped to 1 tokens.*needs 1 pages more, got 0"
+        CacheFull, match=r"gives up pages that others use when it is cropped to 1 tokens.*needs 1 pages more, got 0"
     ):
         books.crop(request, 1)
     assert state(books) == before
@@ -380,12 +380,24 @@ def test_placing_alike_takes_nothing_that_others_were_promised() -> None:
     # the fork cannot write where the first one can: side by side they need a page each, and one is left
     with pytest.raises(
         CacheFull,
-        match="1 pages must be free for each of 2 requests on the same ranks, got .1. by rank and 0 in all for 1",
+        match=r"1 pages must be free for each of 2 requests on the same ranks, got .1. by rank and 0 in all for 1",
     ):
         books.place([first, second], [1, 1], alike=True)
     assert state(books) == before
     books.place([first, second], [1, 1])
     books.place([first, second], [4, 3])
+
+
+def test_who_was_promised_pages_on_a_rank_leaves_no_room_in_them_for_a_fork() -> None:
+    books = Pages(world_size=1, pages=8, page_size=4)
+    (one,) = books.join_alike(8, [0])
+    books.place([one], [2])
+    fork = books.fork(one, reserve=8)
+    before = state(books)
+    with pytest.raises(CacheFull, match=r"requests .0. that would leave room in pages they were promised"):
+        books.place([one, fork], [1, 1], alike=True)
+    assert state(books) == before
+    books.place([one, fork], [6, 6])
 
 
 def test_reordered_requests_share_full_pages_and_have_a_last_page_each() -> None:

@@ -40,11 +40,10 @@ def test_every_code_of_e4m3_is_read_and_written_as_torch_does() -> None:
     between = torch.cat([finite, *((a * finite[:-1] + (1 - a) * finite[1:]) for a in (0.25, 0.5, 0.5001, 0.75))])
     rows = torch.stack([between, torch.full_like(between, 448.0)], -1).view(1, -1, 1, 2)
     n = rows.shape[1]
-    pool = [torch.zeros(1, 1, n, 2, dtype=torch.float8_e4m3fn) for _ in range(2)]
-    scales = [torch.zeros(1, 1, n) for _ in range(2)]
-    pages_triton.put(*pool, rows, rows.clone(), torch.arange(n).view(1, n), *scales)
-    assert scales[0].unique().tolist() == [1.0]
-    assert torch.equal(pool[0].view(torch.uint8)[0, 0], rows[0, :, 0].to(torch.float8_e4m3fn).view(torch.uint8))
+    pool, scale = torch.zeros(1, 1, n, 2, dtype=torch.float8_e4m3fn), torch.zeros(1, 1, n)
+    pages_triton.put(pool, pool.clone(), rows, rows.clone(), torch.arange(n).view(1, n), scale, scale.clone())
+    assert scale.unique().tolist() == [1.0]
+    assert torch.equal(pool.view(torch.uint8)[0, 0], rows[0, :, 0].to(torch.float8_e4m3fn).view(torch.uint8))
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
