@@ -121,7 +121,18 @@ def parts_len(rows: int, dv: int) -> int:
     return rows * (dv + 2)
 
 
-def num_splits(b: int, s: int, h: int, hk: int, blocks: int, page_size: int, device: torch.device) -> int:
+def num_splits(
+    b: int,
+    s: int,
+    h: int,
+    hk: int,
+    blocks: int,
+    page_size: int,
+    device: torch.device,
+    *,
+    head_dim: int = 128,
+    kv_dtype: torch.dtype = torch.bfloat16,
+) -> int:
     """How many partials a decode call should leave: enough to fill the device, few enough to be cheap to merge.
 
     Args:
@@ -132,13 +143,18 @@ def num_splits(b: int, s: int, h: int, hk: int, blocks: int, page_size: int, dev
         blocks: Columns of the table.
         page_size: Rows of a page.
         device: Of the pool.
+        head_dim: The larger of q's and v's.
+        kv_dtype: Of the pool.
 
     Returns:
         At least 1; the same for all content of a table, so that buffers and CUDA graphs can be made ahead.
     """
-    if device.type != "cuda":
+    if device.type != "cuda" or not 1 <= head_dim <= 256 or kv_dtype.itemsize > 4:
         return 1
-    return decode_configs.splits(b, s, h, hk, blocks, page_size, decode_configs.multiprocessors(device))
+    from ringattn.kernels.portable.configs import kind_of
+
+    config = decode_configs.choose(kind_of(device), kv_dtype.itemsize, head_dim, s * h // hk)
+    return decode_configs.splits(b, s, h, hk, blocks, page_size, decode_configs.multiprocessors(device), config)
 
 
 def decode(
@@ -214,6 +230,8 @@ def check_decode(
         _expect_shape(name, cast(Tensor, x), (pages, hk, page_size), torch.float32)
     _expect(table.pages.ndim == 2, "pages must be `b blocks`", f"{tuple(table.pages.shape)}")
     blocks = table.pages.shape[1]
+    strides = {x.stride() for x in (table.pages, table.starts, table.lengths)}
+    _expect(len(strides) == 1, "pages, starts and lengths of the table must have the same strides", str(strides))
     for name in ("pages", "starts", "lengths"):
         _expect_shape(f"table.{name}", getattr(table, name), (b, blocks), torch.int32)
     _expect_shape("table.counts", table.counts, (b,), torch.int32)
@@ -223,7 +241,15 @@ def check_decode(
     _expect_shape("parts", parts, (parts.shape[0], parts_len(b * s * h, dv)), accumulation_dtype(q.dtype))
     if score.alibi_slopes is not None:
         _expect_shape("alibi_slopes", score.alibi_slopes, (h,))
-    for name, x in (("q", q), ("k", k), ("v", v), ("parts", parts)):
+    for name, x in (
+        ("q", q),
+        ("k", k),
+        ("v", v),
+        ("parts", parts),
+        ("table.pages", table.pages),
+        ("lo", lo),
+        ("hi", hi),
+    ):
         _expect(x.stride(-1) == 1 or x.shape[-1] <= 1, f"{name} must have a contiguous last dim", f"{x.stride()}")
     given = (k, v, *vars(table).values(), lo, hi, positions, parts, k_scale, v_scale, score.alibi_slopes)
     devices = {x.device for x in given if x is not None} | {q.device}
@@ -252,6 +278,8 @@ def _portable(request: _Request) -> tuple[bool, str]:
     for name, dim in (("head_dim", request.head_dim), ("v_head_dim", request.v_head_dim)):
         if not 16 <= dim <= 256:
             return False, f"{name} must be between 16 and 256, got {dim}"
+    if request.kv_dtype == FP8 and request.v_head_dim % 2:
+        return False, f"v_head_dim of fp8 pages must be even, got {request.v_head_dim}"
     size = request.page_size
     if not 16 <= size <= 256 or size & (size - 1):
         return False, f"page_size must be a power of two between 16 and 256, got {size}"
@@ -263,7 +291,9 @@ def _portable(request: _Request) -> tuple[bool, str]:
     if request.device.type != "cuda":
         return True, "the Triton interpreter was asked for"
     if torch.version.hip is not None:
-        return (False, "fp8 pages need a CUDA GPU") if request.kv_dtype == FP8 else (True, "ROCm device")
+        if request.kv_dtype == FP8:
+            return False, "device must be a CUDA GPU for fp8 pages, got a ROCm device"
+        return True, "ROCm device"
     major, minor = torch.cuda.get_device_capability(request.device)
     if major < 8:
         return False, f"compute capability must be at least 8.0, got {major}.{minor}"

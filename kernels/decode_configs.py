@@ -12,7 +12,7 @@ Note [Slots]
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -33,7 +33,6 @@ class Config:
         num_warps: Warps of a program.
         num_stages: Depth of the load pipeline, in tiles of K and of V.
         per_sm: Programs for each multiprocessor.
-        tma: Load pages through tensor descriptors, where strides and addresses allow it.
         block_m: Query rows of a tile, at most.
     """
 
@@ -41,28 +40,70 @@ class Config:
     num_warps: int
     num_stages: int
     per_sm: int
-    tma: bool = False
     block_m: int = 64
 
 
-INTERPRETED = Config(block_n=32, num_warps=1, num_stages=1, per_sm=2, block_m=32)
+INTERPRETER = "interpreter"  # small tiles: many tiles and edges in a small test
+FEW_ROWS = 16
+"""Rows of the smallest tile: a few new tokens of grouped heads fit."""
+
+# (kind of device, bytes per element of the pool, largest padded head_dim) -> for FEW_ROWS, for more
+_TABLE: dict[tuple[str, int, int], tuple[Config, ...]] = {
+    # 227 KiB of shared memory
+    ("sm90", 1, 64): (Config(64, 4, 4, 4), Config(64, 8, 4, 2)),
+    ("sm90", 1, 128): (Config(64, 4, 4, 3), Config(64, 8, 4, 2)),
+    ("sm90", 1, 256): (Config(32, 4, 4, 3), Config(32, 8, 3, 1)),
+    ("sm90", 2, 64): (Config(64, 4, 4, 4), Config(64, 4, 3, 2)),
+    ("sm90", 2, 128): (Config(64, 4, 4, 2), Config(64, 4, 3, 2)),
+    ("sm90", 2, 256): (Config(32, 4, 4, 2), Config(32, 8, 3, 1)),
+    ("sm100", 1, 64): (Config(64, 4, 4, 4), Config(64, 8, 4, 2)),
+    ("sm100", 1, 128): (Config(64, 4, 4, 3), Config(64, 8, 4, 2)),
+    ("sm100", 1, 256): (Config(32, 4, 4, 3), Config(32, 8, 3, 1)),
+    ("sm100", 2, 64): (Config(64, 4, 4, 4), Config(64, 8, 4, 1)),
+    ("sm100", 2, 128): (Config(64, 4, 4, 2), Config(64, 8, 3, 1)),
+    ("sm100", 2, 256): (Config(32, 4, 4, 2), Config(32, 8, 3, 1)),
+    # 163 KiB
+    ("sm80", 1, 64): (Config(64, 4, 4, 4), Config(64, 8, 4, 2)),
+    ("sm80", 1, 128): (Config(64, 4, 4, 2), Config(32, 8, 4, 1)),
+    ("sm80", 1, 256): (Config(32, 4, 4, 2), Config(32, 8, 3, 1, block_m=32)),
+    ("sm80", 2, 64): (Config(64, 4, 4, 3), Config(64, 8, 4, 1)),
+    ("sm80", 2, 128): (Config(64, 4, 3, 2), Config(64, 8, 3, 1)),
+    ("sm80", 2, 256): (Config(32, 4, 3, 2), Config(32, 8, 3, 1, block_m=32)),
+    # 99 KiB: consumer and workstation parts of every generation since
+    ("sm86", 1, 64): (Config(64, 4, 3, 3), Config(32, 8, 3, 1)),
+    ("sm86", 1, 128): (Config(64, 4, 3, 2), Config(32, 8, 3, 1)),
+    ("sm86", 1, 256): (Config(32, 4, 3, 2), Config(32, 8, 2, 1, block_m=32)),
+    ("sm86", 2, 64): (Config(64, 4, 3, 2), Config(32, 8, 3, 1)),
+    ("sm86", 2, 128): (Config(32, 4, 3, 2), Config(32, 8, 3, 1)),
+    ("sm86", 2, 256): (Config(16, 4, 3, 2), Config(16, 8, 2, 1, block_m=32)),
+    # 64 KiB of LDS
+    ("amd", 2, 64): (Config(64, 4, 2, 2), Config(32, 4, 2, 1)),
+    ("amd", 2, 128): (Config(32, 4, 2, 2), Config(32, 4, 2, 1, block_m=32)),
+    ("amd", 2, 256): (Config(16, 4, 2, 2), Config(16, 4, 2, 1, block_m=16)),
+} | {
+    # fp32: products of three TF32 products each, which take registers
+    (kind, 4, bucket): (Config(16 if bucket == 256 else 32, 4, 2, 2, block_m=16),) * 2
+    for kind in ("sm80", "sm86", "sm90", "sm100", "amd")
+    for bucket in (64, 128, 256)
+} | {
+    (INTERPRETER, size, bucket): (Config(16, 1, 1, 2, block_m=32), Config(32, 1, 1, 2, block_m=32))
+    for size in (1, 2, 4)
+    for bucket in (64, 128, 256)
+}  # fmt: skip
 
 
 @functools.lru_cache
-def choose(kind: str, itemsize: int, head_dim: int) -> Config:
+def choose(kind: str, itemsize: int, head_dim: int, rows: int) -> Config:
     """The configuration of a call.
 
     Args:
         kind: From `portable.configs.kind_of`.
         itemsize: Bytes per element of the pool.
-        head_dim: The larger of the padded head_dim of q and of v.
+        head_dim: The larger of the head_dim of q and of v.
+        rows: Query rows that share a key head.
     """
-    if kind == "interpreter":
-        return INTERPRETED
-    row = 2 * itemsize * max(head_dim, 64)  # bytes of a key and its value
-    block_n = max(16, min(64, 32768 // row))
-    stages = {"sm90": 3, "sm100": 3, "sm80": 3, "sm86": 2, "amd": 1}[kind]
-    return Config(block_n=block_n, num_warps=4, num_stages=stages, per_sm=2)
+    bucket = next(b for b in (64, 128, 256) if head_dim <= b)
+    return _TABLE[kind, itemsize, bucket][rows > FEW_ROWS]
 
 
 def row_tiles(s: int, group: int, block_m: int) -> tuple[int, int]:
@@ -72,10 +113,10 @@ def row_tiles(s: int, group: int, block_m: int) -> tuple[int, int]:
     return tile, -(-rows // tile)
 
 
-def slots(s: int, h: int, hk: int, sms: int, per_sm: int, block_m: int) -> int:
+def slots(s: int, h: int, hk: int, sms: int, config: Config) -> int:
     """Slots that fill a device (Note [Slots])."""
-    _, tiles = row_tiles(s, h // hk, block_m)
-    return max(1, sms * per_sm // (hk * tiles))
+    _, tiles = row_tiles(s, h // hk, config.block_m)
+    return max(1, sms * config.per_sm // (hk * tiles))
 
 
 def least_blocks(s: int, group: int, page_size: int) -> int:
@@ -83,12 +124,10 @@ def least_blocks(s: int, group: int, page_size: int) -> int:
     return -(-max(MIN_TOKENS, PARTS_ROOM * s * group) // page_size)
 
 
-def splits(
-    b: int, s: int, h: int, hk: int, blocks: int, page_size: int, sms: int, per_sm: int = 2, block_m: int = 64
-) -> int:
+def splits(b: int, s: int, h: int, hk: int, blocks: int, page_size: int, sms: int, config: Config) -> int:
     """The height of the stack: `kernels.decode.num_splits` for a device of `sms` multiprocessors."""
-    full = slots(s, h, hk, sms, per_sm, block_m)
-    alone = slots(s, h, hk, sms, 1, block_m)
+    full = slots(s, h, hk, sms, config)
+    alone = slots(s, h, hk, sms, replace(config, per_sm=1))
     wanted = min(full, max(-(-UNEVEN * full // max(b, 1)), alone))
     return max(1, min(wanted, -(-blocks // least_blocks(s, h // hk, page_size))))
 

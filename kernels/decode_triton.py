@@ -37,7 +37,7 @@ from torch import Tensor
 
 from ringattn.kernels import decode_configs
 from ringattn.kernels.contract import Score
-from ringattn.kernels.decode import PageTable, check_decode
+from ringattn.kernels.decode import FP8, PageTable, check_decode
 from ringattn.kernels.decode_configs import Config
 from ringattn.kernels.portable.configs import kind_of
 from ringattn.kernels.portable.scores import score as score_of
@@ -60,7 +60,10 @@ def _bounds(lo_ptr, hi_ptr, lo_sb, hi_sb, requests, b, s, S: tl.constexpr):
 
 
 @triton.jit
-def _shares(counts, lo_ptr, hi_ptr, lo_sb, hi_sb, b, s, slots, splits, least, PAGE: tl.constexpr, B: tl.constexpr, S: tl.constexpr):  # fmt: skip
+def _shares(
+    counts, lo_ptr, hi_ptr, lo_sb, hi_sb, b, s, slots, splits, least,
+    PAGE: tl.constexpr, B: tl.constexpr, S: tl.constexpr,
+):  # fmt: skip
     """Shares of every request, and their running sum (Note [Who does what])."""
     r = tl.arange(0, B)
     count = tl.load(counts + r, mask=r < b, other=0)
@@ -101,25 +104,29 @@ def _count_before(starts, lengths, count, position, FAN: tl.constexpr):
 @triton.jit
 def _load_tile(
     pool, page, h_kv, row0, length, sp, sh, ss, ROWS: tl.constexpr, COLS: tl.constexpr, WIDTH: tl.constexpr,
-    DENSE: tl.constexpr, TMA: tl.constexpr,
+    DENSE: tl.constexpr,
 ):  # fmt: skip
-    """Rows row0 .. row0 + ROWS - 1 of a page; those from `length` on are zero, but under TMA, where they are anything."""
-    if TMA:
-        tile = tl.reshape(pool.load([page, h_kv, row0, 0]), [ROWS, COLS])
+    """Rows row0 .. row0 + ROWS - 1 of a page; those from `length` on are zero, and not read."""
+    x = tl.arange(0, ROWS)
+    c = tl.arange(0, COLS)
+    stride = WIDTH if DENSE else ss
+    pool += tl.cast(page, tl.int64) * sp + tl.cast(h_kv, tl.int64) * sh + row0 * stride
+    mask = (x < length - row0)[:, None]
+    if WIDTH != COLS:
+        mask = mask & (c < WIDTH)[None, :]
+    return tl.load(pool + (x * stride)[:, None] + c[None, :], mask=mask, other=0)
+
+
+@triton.jit
+def _e4m3(x, BITS: tl.constexpr):
+    """The low bytes of integers as float8_e4m3fn numbers, in fp16, which holds all of them."""
+    if BITS:
+        # sign and magnitude go where fp16 has them, whose exponent is biased by 15 instead of 7
+        bits = ((x.to(tl.int16) & 0x80) << 8) | ((x.to(tl.int16) & 0x7F) << 7)
+        y = bits.to(tl.float16, bitcast=True) * 256.0
     else:
-        x = row0 + tl.arange(0, ROWS)
-        c = tl.arange(0, COLS)
-        # offsets within a tile that are known when compiling become part of the instructions
-        if DENSE:
-            pool += tl.cast(page, tl.int64) * sp + tl.cast(h_kv, tl.int64) * sh + row0 * WIDTH
-            at = pool + ((x - row0) * WIDTH)[:, None] + c[None, :]
-        else:
-            at = pool + tl.cast(page, tl.int64) * sp + tl.cast(h_kv, tl.int64) * sh + (x * ss)[:, None] + c[None, :]
-        if WIDTH == COLS:
-            tile = tl.load(at, mask=(x < length)[:, None], other=0.0)
-        else:
-            tile = tl.load(at, mask=(x < length)[:, None] & (c < WIDTH)[None, :], other=0.0)
-    return tile
+        y = x.to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(tl.float16)
+    return y
 
 
 @triton.jit(
@@ -131,7 +138,8 @@ def _decode_kernel(
     lo_sb, hi_sb, positions_sb, table_sb, b, s, hk, group, tiles, slots, splits, least, rows, scale, cap,
     PAGE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, D: tl.constexpr, D_WIDTH: tl.constexpr,
     DV: tl.constexpr, DV_WIDTH: tl.constexpr, B: tl.constexpr, S: tl.constexpr, SOFTCAP: tl.constexpr, DENSE: tl.constexpr,
-    TMA: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr, SEARCH: tl.constexpr,
+    PRECISION: tl.constexpr, STAGES: tl.constexpr, SEARCH: tl.constexpr,
+    BITS: tl.constexpr,
 ):  # fmt: skip
     """The partial of one tile of rows over one share of blocks (Note [Who does what]). Strides are in elements."""
     pid = tl.program_id(0)
@@ -182,47 +190,77 @@ def _decode_kernel(
     begin = tl.minimum(first + split * chunk, last)
     end = tl.minimum(begin + chunk, last)
 
+    TILES: tl.constexpr = PAGE // BLOCK_N  # of a page
+    FP8: tl.constexpr = k_scale is not None
+    PACKED: tl.constexpr = 2 if FP8 else 1  # values of an element of the pool of v
+    if FP8 and q_tile.dtype == tl.bfloat16:
+        # fp16 holds every e4m3 number, and q too once it is divided by a power of two near its largest element
+        top = tl.max(tl.abs(q_tile.to(tl.float32)), 1).to(tl.int32, bitcast=True) & 0x7F800000
+        q_tile = (q_tile.to(tl.float32) * (0x7F000000 - top).to(tl.float32, bitcast=True)[:, None]).to(tl.float16)
+        q_scale = top.to(tl.float32, bitcast=True)[:, None]
+    else:
+        q_scale = None
+    HEADROOM: tl.constexpr = 14.0 if q_tile.dtype == tl.float16 else 0.0
     m_i = tl.full([BLOCK_M], float("-inf"), tl.float32)
     l_i = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)  # per column of tiles: summed once, at the end
-    acc = tl.zeros([BLOCK_M, DV], tl.float32)
-    TILES: tl.constexpr = PAGE // BLOCK_N  # of a page
+    acc = tl.zeros([BLOCK_M, DV // PACKED], tl.float32)
     n = tl.arange(0, BLOCK_N)
+    odd = tl.zeros([BLOCK_M, DV // PACKED], tl.float32)
     page = tl.load(pages + begin, mask=begin < end, other=0)
     start = tl.load(starts + begin, mask=begin < end, other=0)
     length = tl.load(lengths + begin, mask=begin < end, other=0)
     for t in tl.range(begin * TILES, end * TILES, num_stages=STAGES):
         row0 = (t % TILES) * BLOCK_N
-        k_tile = _load_tile(k, page, h_kv, row0, length, k_sp, k_sh, k_ss, BLOCK_N, D, D_WIDTH, DENSE, TMA)
-        v_tile = _load_tile(v, page, h_kv, row0, length, v_sp, v_sh, v_ss, BLOCK_N, DV, DV_WIDTH, DENSE, TMA)
+        k_tile = _load_tile(k, page, h_kv, row0, length, k_sp, k_sh, k_ss, BLOCK_N, D, D_WIDTH, DENSE)
+        v_tile = _load_tile(
+            v, page, h_kv, row0, length, v_sp, v_sh, v_ss, BLOCK_N, DV // PACKED, DV_WIDTH // PACKED, DENSE
+        )
         real = row0 + n < length
+        v_size = None
+        if FP8:
+            k_tile = _e4m3(k_tile, BITS)
+            at = tl.cast(page, tl.int64) * k_scale_sp + h_kv * k_scale_sh + row0 + n
+            k_size = tl.load(k_scale + at, mask=real, other=0.0)
+            at = tl.cast(page, tl.int64) * v_scale_sp + h_kv * v_scale_sh + row0 + n
+            v_size = tl.load(v_scale + at, mask=real, other=0.0)
         qk = tl.dot(q_tile, tl.trans(k_tile.to(q_tile.dtype)), input_precision=PRECISION)
-        if k_scale is not None:
-            ks_at = k_scale + tl.cast(page, tl.int64) * k_scale_sp + h_kv * k_scale_sh + row0 + n
-            qk *= tl.load(ks_at, mask=real, other=0.0)[None, :]
+        if FP8:
+            qk *= k_size[None, :]
+            if q_scale is not None:
+                qk *= q_scale
         k_pos = start + row0 + n
         sc, _ = score_of(
             qk, q_pos[:, None], k_pos[None, :], slope, None, None, scale, cap, SOFTCAP, PRECISION == "tf32x3"
         )
         visible = (k_pos[None, :] >= lo[:, None]) & (k_pos[None, :] < hi[:, None]) & real[None, :]
         sc = tl.where(visible, sc, float("-inf"))
-        m_new = tl.maximum(m_i, tl.max(sc, 1))
+        if FP8:
+            # what is multiplied with v is p * v_size: the exponent of v_size takes part in the reference point
+            exponent = tl.maximum((v_size.to(tl.int32, bitcast=True) >> 23) - 127, -60).to(tl.float32)
+            m_new = tl.maximum(m_i, tl.max(sc + exponent[None, :], 1))
+        else:
+            m_new = tl.maximum(m_i, tl.max(sc, 1))
         m_ref = tl.where(m_new == float("-inf"), 0.0, m_new)  # a row that saw nothing so far: all weights are 2^-inf
-        p = tl.exp2(sc - m_ref[:, None])
-        alpha = tl.exp2(m_i - m_ref)
-        l_i = l_i * alpha[:, None] + p
-        acc = acc * alpha[:, None]
-        if v_scale is not None:
-            vs_at = v_scale + tl.cast(page, tl.int64) * v_scale_sp + h_kv * v_scale_sh + row0 + n
-            p *= tl.load(vs_at, mask=real, other=0.0)[None, :]
-        if TMA:
-            v_tile = tl.where(real[:, None], v_tile, 0.0)
-        acc = tl.dot(p.to(q_tile.dtype), v_tile.to(q_tile.dtype), acc, input_precision=PRECISION)
+        p = tl.exp2(sc - (m_ref - HEADROOM)[:, None])
+        alpha = tl.exp2(m_i - m_ref)[:, None]
+        l_i = l_i * alpha + p
+        acc = acc * alpha
+        if FP8:
+            p = (p * v_size[None, :]).to(q_tile.dtype)
+            even_v = _e4m3(v_tile, BITS).to(q_tile.dtype)
+            acc = tl.dot(p, even_v, acc, input_precision=PRECISION)
+            odd_v = _e4m3(v_tile >> 8, BITS).to(q_tile.dtype)
+            odd = tl.dot(p, odd_v, odd * alpha, input_precision=PRECISION)
+        else:
+            acc = tl.dot(p.to(q_tile.dtype), v_tile, acc, input_precision=PRECISION)
         m_i = m_new
         later = tl.minimum((t + 1) // TILES, end - 1)
         page = tl.load(pages + later)
         start = tl.load(starts + later)
         length = tl.load(lengths + later)
 
+    if FP8:
+        acc = tl.interleave(acc, odd)
     row = (r * s + token) * (hk * group) + head
     cv = tl.arange(0, DV)
     acc_at = (tl.cast(row, tl.int64) * DV_WIDTH)[:, None] + cv[None, :]
@@ -230,7 +268,7 @@ def _decode_kernel(
     ml = parts + tl.cast(rows, tl.int64) * DV_WIDTH
     home = tl.cast(split, tl.int64) * parts_sp
     tl.store(parts + home + acc_at, acc, mask=acc_there)
-    tl.store(ml + home + row, m_i, mask=exists)
+    tl.store(ml + home + row, m_i - HEADROOM, mask=exists)
     tl.store(ml + home + rows + row, tl.sum(l_i, 1), mask=exists)
     for unused in tl.range(split + mine, splits, mine):
         home = tl.cast(unused, tl.int64) * parts_sp
@@ -282,12 +320,14 @@ def _launch(
     _, hk, page_size, dv = v.shape
     if b == 0:
         return
+    if k.dtype == FP8:
+        k, v = tape.call(_as_bytes, k), tape.call(_as_pairs, v)
     kind = kind_of(q.device)
     if config is None:
-        config = decode_configs.choose(kind, k.element_size(), max(_padded(d), _padded(dv)))
+        config = decode_configs.choose(kind, k.element_size(), max(d, dv), s * h // hk)
     block_m, tiles = decode_configs.row_tiles(s, h // hk, config.block_m)
     sms = decode_configs.multiprocessors(q.device) if q.is_cuda else 4
-    slots = decode_configs.slots(s, h, hk, sms, config.per_sm, config.block_m)
+    slots = decode_configs.slots(s, h, hk, sms, config)
     splits, least = parts.shape[0], decode_configs.least_blocks(s, h // hk, page_size)
     programs = min(slots + b, b * splits) * hk * tiles
     softcap = score.softcap > 0
@@ -305,15 +345,29 @@ def _launch(
         {
             "PAGE": page_size, "BLOCK_M": block_m, "BLOCK_N": min(config.block_n, page_size), "D": _padded(d), "D_WIDTH": d,
             "DV": _padded(dv), "DV_WIDTH": dv, "B": triton.next_power_of_2(b), "S": triton.next_power_of_2(s),
-            "SOFTCAP": softcap, "DENSE": k.stride(2) == d and v.stride(2) == dv, "TMA": config.tma, "PRECISION": "tf32x3" if fp32_on_gpu else "ieee",
-            "STAGES": config.num_stages, "SEARCH": FAN,
+            "SOFTCAP": softcap, "DENSE": k.stride(2) == d and v.stride(2) == v.shape[3],
+            "PRECISION": "tf32x3" if fp32_on_gpu else "ieee",
+            "STAGES": config.num_stages, "SEARCH": FAN, "BITS": not converts_fp8(q.device),
         },
         num_warps=config.num_warps,
     )  # fmt: skip
 
 
+def converts_fp8(device: torch.device) -> bool:
+    """Whether the device has instructions that convert float8_e4m3fn."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
+
+
+def _as_bytes(x: Tensor) -> Tensor:
+    return x.view(torch.int8)
+
+
+def _as_pairs(x: Tensor) -> Tensor:
+    return x.view(torch.int16)
+
+
 def _padded(d: int) -> int:
-    return max(16, triton.next_power_of_2(d))
+    return max(16, 1 << (d - 1).bit_length())
 
 
 def _strides(x: Tensor | None) -> tuple[int, int]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -91,7 +90,7 @@ class Scene:
     v_scale: Tensor | None
     blocks: tuple[Blocks, ...]
 
-    def arguments(self) -> tuple[Any, ...]:
+    def arguments(self) -> tuple[Tensor, Tensor, Tensor, PageTable, Tensor, Tensor, Tensor, Score]:
         """The positional ones of `decode` before parts."""
         return self.q, self.k, self.v, self.table, self.lo, self.hi, self.positions, self.score
 
@@ -175,7 +174,8 @@ def make_scene(case: Case, dtype: torch.dtype = torch.float32) -> Scene:
     lo, hi, positions = (x.to(torch.int32).contiguous() for x in (lo, hi, positions))
     q = torch.randn(b, s, case.heads, case.head_dim, generator=g).to(dtype)
     score = Score(case.head_dim**-0.5, softcap=case.softcap, alibi_slopes=slopes)
-    return Scene(q, *pools, make_table(blocks), lo, hi, positions, score, *scales, blocks)
+    (k, v), (k_scale, v_scale) = pools, scales
+    return Scene(q, k, v, make_table(blocks), lo, hi, positions, score, k_scale, v_scale, blocks)
 
 
 def empty_parts(scene: Scene, splits: int) -> Tensor:

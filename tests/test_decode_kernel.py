@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import sys
 import types
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -101,8 +103,8 @@ def broken(**changes: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Arguments of a call, some of them replaced."""
     scene = make_scene(Case(lengths=(50, 20), tokens=2, fp8=changes.pop("fp8", False)))
     names = ("q", "k", "v", "table", "lo", "hi", "positions", "score", "parts")
-    given = dict(zip(names, (*scene.arguments(), empty_parts(scene, 2)), strict=True))
-    scales = {"k_scale": scene.k_scale, "v_scale": scene.v_scale}
+    given: dict[str, Any] = dict(zip(names, (*scene.arguments(), empty_parts(scene, 2)), strict=True))
+    scales: dict[str, Any] = {"k_scale": scene.k_scale, "v_scale": scene.v_scale}
     for name, change in changes.items():
         (scales if name in scales else given)[name] = change(scene) if callable(change) else change
     return tuple(given.values()), scales
@@ -138,7 +140,7 @@ def test_what_cannot_be_served_is_refused(changes: dict[str, Any], error: type[E
 
 
 @pytest.fixture
-def gpu(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[types.ModuleType]:
     """A machine that looks like it has an H100; returns what stands in for the portable kernel."""
     portable = types.ModuleType("ringattn.kernels.decode_triton")
     monkeypatch.setitem(sys.modules, "ringattn.kernels.decode_triton", portable)
@@ -189,14 +191,15 @@ def test_a_share_is_neither_too_small_nor_more_than_its_part_of_the_device() -> 
         tokens = page_size * decode_configs.least_blocks(s, group, page_size)
         assert tokens >= decode_configs.MIN_TOKENS
         assert tokens >= decode_configs.PARTS_ROOM * s * group
-    splits = decode_configs.splits
-    assert splits(1, 1, 32, 8, 16384, 64, 132) * 8 <= 2 * 132  # one wave of two programs for each multiprocessor
-    assert splits(1, 1, 32, 8, 16384, 64, 132) * 8 > 2 * 132 - 8
-    assert splits(1, 1, 32, 8, 4, 64, 132) == 2
-    assert splits(1, 1, 32, 8, 0, 64, 132) == 1
-    assert splits(1, 1, 512, 512, 16384, 64, 132) == 1
+    two = decode_configs.Config(64, 4, 4, per_sm=2)
+    splits = functools.partial(decode_configs.splits, page_size=64, sms=132, config=two)
+    assert splits(1, 1, 32, 8, 16384) * 8 <= 2 * 132  # one wave of two programs for each multiprocessor
+    assert splits(1, 1, 32, 8, 16384) * 8 > 2 * 132 - 8
+    assert splits(1, 1, 32, 8, 4) == 2
+    assert splits(1, 1, 32, 8, 0) == 1
+    assert splits(1, 1, 512, 512, 16384) == 1
     # a long request among 63 short ones still gets a program of every multiprocessor
-    assert splits(64, 1, 32, 8, 16384, 64, 132) * 8 > 132 - 8
+    assert splits(64, 1, 32, 8, 16384) * 8 > 132 - 8
     assert num_splits(1, 1, 32, 8, 16384, 64, CPU) == 1
 
 

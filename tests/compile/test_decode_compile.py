@@ -57,34 +57,27 @@ def build(
     """Compiles the kernel as a launch of these sizes would, with 16-byte aligned pointers and strides."""
     fn = decode_triton._decode_kernel
     padded = max(16, triton.next_power_of_2(head_dim))
-    kv = kv_dtype or dtype
+    fp8 = kv_dtype == "fp8"
     constants: dict[str, Any] = {
         "PAGE": page_size, "BLOCK_M": decode_configs.row_tiles(s, group, config.block_m)[0],
         "BLOCK_N": min(config.block_n, page_size), "D": padded, "D_WIDTH": head_dim, "DV": padded, "DV_WIDTH": head_dim,
-        "B": triton.next_power_of_2(b), "S": triton.next_power_of_2(s), "SOFTCAP": softcap, "TMA": config.tma, "DENSE": True,
+        "B": triton.next_power_of_2(b), "S": triton.next_power_of_2(s), "SOFTCAP": softcap, "DENSE": True,
         "PRECISION": "tf32x3" if dtype == "fp32" else "ieee", "STAGES": config.num_stages, "SEARCH": decode_triton.FAN,
-        "tiles": 1,
+        "tiles": 1, "BITS": arch < 89,
     }  # fmt: skip
-    if kv == dtype:
+    if not fp8:
         constants |= {"k_scale": None, "v_scale": None}
     if not alibi:
         constants["alibi_slopes"] = None
     signature: dict[str, str] = {}
     attributes: dict[tuple[int, ...], list[list[Any]]] = {}
-    pointers = {
-        "q": dtype,
-        "k": kv,
-        "v": kv,
-        "parts": "fp32",
-        "k_scale": "fp32",
-        "v_scale": "fp32",
-        "alibi_slopes": "fp32",
-    }
+    k_dtype, v_dtype = ("i8", "i16") if fp8 else (dtype, dtype)
+    pointers = {"q": dtype, "k": k_dtype, "v": v_dtype} | dict.fromkeys(
+        ("parts", "k_scale", "v_scale", "alibi_slopes"), "fp32"
+    )
     for i, name in enumerate(fn.arg_names):
         if name in constants:
             signature[name] = "constexpr"
-        elif config.tma and name in ("k", "v"):
-            signature[name] = f"tensordesc<{kv}[1, 1, {constants['BLOCK_N']}, {padded}]>"
         elif name in ("scale", "cap"):
             signature[name] = "fp32"
         elif name in SMALL or re.fullmatch(r"\w+_s[bshp]", name):
@@ -101,3 +94,45 @@ def build(
     )
     ptx = compiled.asm["ptx"]
     return Built(compiled.metadata.shared, ptx, sass.assemble(ptx), sass.disassemble(compiled.asm["cubin"]))
+
+
+def chosen(arch: int, itemsize: int, head_dim: int, rows: int) -> Config:
+    return decode_configs.choose(f"sm{arch}", itemsize, head_dim, rows)
+
+
+@pytest.mark.parametrize(
+    ("arch", "head_dim", "fp8"),
+    [(arch, d, fp8) for arch in SHARED for d, fp8 in ((128, False), (128, True))] + [(90, 64, False), (90, 256, False)],
+)
+def test_pages_stream_past_registers_and_programs_fit_side_by_side(arch: int, head_dim: int, fp8: bool) -> None:
+    config = chosen(arch, 1 if fp8 else 2, head_dim, 4)
+    built = build(arch, config, head_dim=head_dim, kv_dtype="fp8" if fp8 else None)
+    assert built.notes.spills == 0, built.notes
+    assert built.loop.spills == 0
+    # what each multiprocessor shall run at once fits into its shared memory (1 KiB of each program is reserved) and registers
+    assert config.per_sm * (built.shared + 1024) <= SHARED[arch] + 1024, built.shared
+    assert config.per_sm * config.num_warps * 32 * built.notes.registers <= 65536, built.notes
+    # 16 bytes at a time, straight into shared memory; a tile of K and V of one thread each
+    tile = 2 * config.block_n * head_dim * (1 if fp8 else 2) // (32 * config.num_warps * 16)
+    assert sum("LDGSTS.E.BYPASS.128" in line for line in built.loop.body) == tile
+    # nothing else of a page comes one number at a time (U8: transposing bytes)
+    assert not any(re.search(r"LDS\.[US]8|LDG\.E\.[US]", line) for line in built.loop.body)
+
+
+@pytest.mark.parametrize("arch", SHARED)
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_sixteen_new_tokens_fit(arch: int, head_dim: int) -> None:
+    config = chosen(arch, 2, head_dim, 64)
+    built = build(arch, config, s=16, head_dim=head_dim)
+    assert config.per_sm * (built.shared + 1024) <= SHARED[arch] + 1024, built.shared
+    assert config.per_sm * config.num_warps * 32 * built.notes.registers <= 65536, built.notes
+    assert built.loop.spills == 0, built.notes
+
+
+@pytest.mark.parametrize("arch", SHARED)
+def test_every_feature_and_fp32_fit(arch: int) -> None:
+    for itemsize, options in ((1, {"kv_dtype": "fp8"}), (4, {"dtype": "fp32"})):
+        config = chosen(arch, itemsize, 128, 4)
+        built = build(arch, config, b=8, softcap=True, alibi=True, **options)
+        assert built.shared <= SHARED[arch]
+        assert built.loop.spills == 0, built.notes

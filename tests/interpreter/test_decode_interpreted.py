@@ -7,17 +7,132 @@ from dataclasses import replace
 import pytest
 import torch
 
-from ringattn.kernels.decode import decode
+from ringattn.kernels.decode import decode, parts_len, pick
 from ringattn.kernels.decode_configs import Config
-from tests.decoding import CASES, Case, assert_exact, empty_parts, finish, make_scene
+from tests.decoding import CASES, Case, Scene, assert_exact, empty_parts, finish, make_scene
+
+FP8 = [case for case in CASES if case.fp8]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_the_kernel_stays_within_budget(case: Case, dtype: torch.dtype) -> None:
-    if case.head_dim < 16 or (case.v_head_dim or 16) < 16:
-        pytest.skip("head_dim below 16 is served by eager")
+def run(case: Case, dtype: torch.dtype) -> tuple[Scene, torch.Tensor]:
     scene = make_scene(case, dtype)
     parts = empty_parts(scene, case.splits)
     decode(*scene.arguments(), parts, k_scale=scene.k_scale, v_scale=scene.v_scale, impl="portable")
     assert_exact(scene, parts)
+    return scene, parts
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_the_kernel_stays_within_budget(case: Case) -> None:
+    run(case, torch.float32)
+
+
+@pytest.mark.parametrize("case", [CASES[0], CASES[2], CASES[5], *FP8], ids=str)
+def test_half_precision_stays_within_budget(case: Case) -> None:
+    run(case, torch.float16)
+
+
+@pytest.mark.parametrize("case", FP8, ids=str)
+def test_fp8_converted_by_instructions_stays_within_budget(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    from ringattn.kernels import decode_triton
+
+    _, bits = run(case, torch.float32)
+    monkeypatch.setattr(decode_triton, "converts_fp8", lambda device: True)
+    _, parts = run(case, torch.float32)
+    assert torch.equal(bits, parts)
+
+
+def test_values_of_any_size_survive_fp8() -> None:
+    """Scales of v from 1e-9 to 1e9 beside each other, and rows of zeros whose scale is zero."""
+    scene = make_scene(Case(lengths=(120, 60), fp8=True, head_dim=32, page_size=32, mine=1.0), torch.float16)
+    assert scene.v_scale is not None
+    sizes = torch.logspace(-9, 9, 19)[torch.arange(32) % 19]
+    sizes[5] = 0.0
+    scene = replace(scene, v_scale=scene.v_scale * sizes)
+    parts = empty_parts(scene, 2)
+    decode(*scene.arguments(), parts, k_scale=scene.k_scale, v_scale=scene.v_scale, impl="portable")
+    expected = empty_parts(scene, 1)
+    decode(*scene.arguments(), expected, k_scale=scene.k_scale, v_scale=scene.v_scale, impl="eager")
+    (o, lse), (o_eager, lse_eager) = finish(scene, parts), finish(scene, expected)
+    torch.testing.assert_close(o, o_eager, rtol=0, atol=2e-3 * o_eager.abs().max().item())
+    torch.testing.assert_close(lse, lse_eager, rtol=0, atol=1e-3)
+
+
+def used(scene: Scene, parts: torch.Tensor) -> torch.Tensor:
+    """`splits b`: which splits of each request hold something."""
+    b, s, h, _ = scene.q.shape
+    rows, dv = b * s * h, scene.v.shape[-1]
+    return (parts[:, rows * dv : rows * dv + rows] > -torch.inf).view(-1, b, s * h).any(2)
+
+
+def test_a_long_request_gets_the_programs_that_short_ones_do_not_need() -> None:
+    case = Case(lengths=(16 * 100, 16 * 4), mine=1.0, ragged=0.0, heads=2, kv_heads=1, head_dim=16, splits=8)
+    scene = make_scene(case)
+    parts = empty_parts(scene, 8)
+    # four multiprocessors, two programs each: 8 slots; 13 blocks a share, of which the long request has 8
+    decode(*scene.arguments(), parts, impl="portable")
+    assert used(scene, parts).sum(0).tolist() == [8, 1]
+    assert_exact(scene, parts)
+
+
+def test_a_window_is_shared_among_all_programs_of_its_request() -> None:
+    case = Case(lengths=(16 * 200,), mine=1.0, ragged=0.0, heads=2, kv_heads=1, head_dim=16, window=16 * 40 - 1)
+    scene = make_scene(case)
+    parts = empty_parts(scene, 4)
+    decode(*scene.arguments(), parts, impl="portable")
+    assert used(scene, parts).sum(0).tolist() == [4]
+    assert_exact(scene, parts)
+
+
+def test_pages_outside_the_window_are_not_looked_at() -> None:
+    case = Case(lengths=(16 * 60,), mine=1.0, ragged=0.0, heads=2, kv_heads=1, head_dim=16, window=100)
+    scene = make_scene(case)
+    seen = [page for page, start, length in scene.blocks[0] if start + length > 16 * 60 - 101]
+    unseen = torch.ones(scene.k.shape[0], dtype=torch.bool).index_fill(0, torch.tensor(seen), False)
+    pages = scene.table.pages.clone()
+    pages[0, : 60 - len(seen)] = -(2**31)  # an address that would fault
+    poisoned = replace(
+        scene,
+        k=scene.k.masked_fill(unseen[:, None, None, None], torch.nan),
+        v=scene.v.masked_fill(unseen[:, None, None, None], torch.nan),
+        table=replace(scene.table, pages=pages),
+    )
+    results = []
+    for one in (scene, poisoned):
+        parts = empty_parts(one, 3)
+        decode(*one.arguments(), parts, impl="portable")
+        results.append(parts)
+    assert torch.equal(*results)
+    assert_exact(scene, results[0])
+
+
+@pytest.mark.parametrize("config", [Config(16, 1, 1, 3, block_m=16), Config(64, 1, 1, 1), Config(32, 1, 1, 7)], ids=str)
+def test_any_configuration_is_exact(config: Config) -> None:
+    from ringattn.kernels import decode_triton
+
+    scene = make_scene(Case(lengths=(300, 90), tokens=7, heads=8, kv_heads=2, head_dim=16, page_size=64))
+    parts = empty_parts(scene, 5)
+    decode_triton.decode(*scene.arguments(), parts, config=config)
+    assert_exact(scene, parts)
+
+
+def test_pools_and_stacks_may_be_views() -> None:
+    scene = make_scene(Case(lengths=(100, 30), tokens=2))
+    pages, hk, page_size, d = scene.k.shape
+    both = torch.stack([scene.k, scene.v], 3).view(pages, hk, page_size, 2 * d)
+    rows_first = scene.v.transpose(1, 2).contiguous().transpose(1, 2)
+    wide = torch.full((3, parts_len(2 * 2 * 4, d) + 5), 7.0)
+    for k, v in ((both[..., :d], both[..., d:]), (scene.k, rows_first)):
+        viewed = replace(scene, k=k, v=v)
+        parts = wide[:, :-5]
+        decode(*viewed.arguments(), parts, impl="portable")
+        assert_exact(scene, parts)
+        assert bool((wide[:, -5:] == 7.0).all())
+
+
+def test_what_eager_refuses_is_refused_before_a_launch() -> None:
+    scene = make_scene(Case())
+    with pytest.raises(ValueError, match=r"hi must be torch\.int32"):
+        decode(*scene.arguments()[:5], scene.hi.long(), *scene.arguments()[6:], empty_parts(scene, 1), impl="portable")
+    choice = pick(torch.device("cpu"), torch.float32, torch.float32, 64, 64, 16, impl="portable")
+    assert str(choice) == "portable: the Triton interpreter was asked for"
