@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from ringattn import Ring, ring_attention
+from ringattn import Ring, attention_reference, ring_attention
 from ringattn.inference import PagedKVCache, Step, attend
 from ringattn.launch.histories import (
     CHUNKS,
@@ -150,16 +150,9 @@ TOKENS = 20
 
 
 def small(ring: Ring | None = None, **changes: Any) -> PagedKVCache:
-    facts: dict[str, Any] = {
-        "layers": 2,
-        "kv_heads": 2,
-        "head_dim": 16,
-        "v_head_dim": 8,
-        "dtype": torch.float32,
-        "pages": 40,
-        "page_size": 4,
-    }
-    return PagedKVCache(Ring() if ring is None else ring, **(facts | {"device": "cpu"} | changes))
+    facts: dict[str, Any] = {"layers": 2, "kv_heads": 2, "head_dim": 16, "v_head_dim": 8, "pages": 40, "page_size": 4}
+    facts |= {"dtype": torch.float32, "device": "cpu"} | changes
+    return PagedKVCache(Ring() if ring is None else ring, **facts)
 
 
 def rows_of(step: Step, **changes: Any) -> dict[str, Any]:
@@ -425,3 +418,35 @@ def test_compilers_leave_it_alone() -> None:
         assert torch.equal(x, y)
     # before, between and behind the two calls, for each of a few shapes
     assert 0 < counter.frame_count <= 12
+
+
+def play_on_nodes(history: History) -> list[Answer]:
+    return play(history, Ring(nodes=2), "cpu")
+
+
+@pytest.mark.dist
+def test_rings_of_two_levels_are_right(pool: Pools) -> None:
+    for moves in ("keys", "queries"):
+        for ops in (CHUNKS, CROWD):
+            history = History(Sizes(), ops, moves=moves, **OPTIONS["everything"])
+            judge(history, pool(4).run(play_on_nodes, history))
+
+
+def test_rows_in_fp8_are_seen_as_they_read_back() -> None:
+    cache = small(kv_dtype=torch.float8_e4m3fn)
+    request = cache.join(100)
+    generator = torch.Generator().manual_seed(0)
+    for count, mode in ((20, "prefill"), (33, "prefill"), (2, "decode"), (19, "prefill")):
+        step = cache.extend([request], [count], mode=mode)  # pyright: ignore[reportArgumentType]
+        q, k, v = (torch.randn(1, count, *shape, generator=generator) for shape in ((4, 16), (2, 16), (2, 8)))
+        o = attend(step, 0, q, k, v)
+        if count == 20:
+            continue  # nothing was kept before: the new rows are seen as they came
+        pages = cache.pages.table(request, 0)
+        slots = [page * 4 + row for page, n in zip(pages.pages, pages.lengths, strict=True) for row in range(n)]
+        keys, values = cache.take(0, torch.tensor([slots]))
+        n = keys.shape[1]
+        whole = torch.cat((torch.zeros(1, n - count, 4, 16), q), 1)
+        exact = attention_reference(*(x.double() for x in (whole, keys, values)), causal=True)[:, -count:]
+        low = attention_reference(whole, keys, values, causal=True)[:, -count:]
+        assert_within_budget(o, exact, low, f"{mode} of {count}")

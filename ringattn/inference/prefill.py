@@ -234,7 +234,8 @@ def queries_forward(
                 carry=carry,
                 first=True,
                 last=False,
-                o=take("visitors o", (b, travel.total, h, dv), q.dtype, q.device),
+                # not the last visit: nothing is written here
+                o=rows if d == dv else take("visitors o", (b, travel.total, h, dv), q.dtype, q.device),
                 lse=take("visitors lse", shape, wide, q.device),
             )
     stack = _return(carry, s, seat, travel)
