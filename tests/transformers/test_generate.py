@@ -352,6 +352,20 @@ def test_the_model_gets_its_forward_back() -> None:
     second.__exit__(None, None, None)
 
 
+def test_a_call_that_fails_leaves_nothing_behind() -> None:
+    model = make("llama", "ringattn", torch.float32).eval()
+    with torch.no_grad(), RingCache(model, Ring(), max_tokens=40) as cache:
+        model(tokens(20), past_key_values=cache)
+        expected = model(tokens(3, seed=1), past_key_values=cache).logits
+        cache.crop(-3)
+        hook = model.model.layers[1].register_forward_pre_hook(lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            model(tokens(19, seed=2), past_key_values=cache)
+        hook.remove()
+        assert cache.get_seq_length() == 20
+        assert torch.equal(model(tokens(3, seed=1), past_key_values=cache).logits, expected)
+
+
 def test_other_caches_are_refused() -> None:
     model = make("llama", "ringattn", torch.float32).eval()
     with pytest.raises(NotImplementedError, match="generate with a RingCache"):

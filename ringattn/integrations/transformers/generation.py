@@ -168,8 +168,7 @@ class RingCache(Cache):
             )
         by_count = tokens_to_remove < 0 or CROPS_BY_COUNT
         left = max(0, length + tokens_to_remove) if by_count else min(length, tokens_to_remove)
-        for request in self._requests:
-            self._open().crop(request, left)
+        self._crop(left)
 
     def reset(self) -> None:
         """Forgets everything."""
@@ -229,6 +228,10 @@ class RingCache(Cache):
             raise RuntimeError("a RingCache must be used inside of its `with`, got a call after it; make another one")
         return self.kv
 
+    def _crop(self, length: int) -> None:
+        for request in self._requests:
+            self._open().crop(request, length)
+
     def _select(self, sources: list[int]) -> None:
         """Lets sequence i go on from what sequence sources[i] was."""
         kv, were = self._open(), self._requests
@@ -265,7 +268,7 @@ class RingCache(Cache):
             self._requests, self._firsts = kv.join_alike(self.max_tokens, firsts), firsts
         step = kv.extend(self._requests, [n] * b, alike=self._is_alike())
         keep = given.get("logits_to_keep", 0)
-        wanted = [x % n for x in keep.tolist()] if isinstance(keep, Tensor) else list(range(n))[-keep:]
+        wanted = [x % n for x in keep.tolist()] if isinstance(keep, Tensor) else list(range(n)[-keep:])
         positions = given.get("position_ids")
         positions = torch.arange(before, before + n)[None] if positions is None else positions
         if step.batch != b:
@@ -273,7 +276,12 @@ class RingCache(Cache):
             new, positions = new.flatten(0, 1)[None], positions.expand(b, -1).flatten()[None]
             wanted = [i * n + x for i in range(b) for x in wanted]
         options = {name: given[name] for name in _PASSED_ON if given.get(name) is not None}
-        out = forward_step(forward, step, {name: new}, step.take(positions.to(kv.device)), wanted, **options)
+        try:
+            out = forward_step(forward, step, {name: new}, step.take(positions.to(kv.device)), wanted, **options)
+        except BaseException:
+            # rows that some layers have not written are nobody's
+            self._crop(before)
+            raise
         if step.batch != b:
             out.logits = out.logits.unflatten(1, (b, -1))[0]
         out.past_key_values = self
