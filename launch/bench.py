@@ -1,12 +1,13 @@
 """How fast is it, and beside what? Kernels on one GPU, the ring over several, and memory against length.
 
 Owns the commands, and what tables and plots show. Refuses to know what is measured (`bench_kernels`, `bench_ring`,
-`bench_memory`, `bench_model`, `bench_exchange`), and prints no speed of an answer that was not checked.
+`bench_memory`, `bench_model`, `bench_exchange`, `bench_prefill`), and prints no speed of an answer that was not checked.
 
     python -m ringattn.launch.bench kernels
     torchrun --nproc_per_node 4 -m ringattn.launch.bench ring
     torchrun --nproc_per_node 4 -m ringattn.launch.bench memory
     torchrun --nproc_per_node 4 -m ringattn.launch.bench host
+    torchrun --nproc_per_node 4 -m ringattn.launch.bench prefill --total 1048576 --chunks 32768
     torchrun --nproc_per_node 4 -m ringattn.launch.bench exchange
 
 FLOPs are those of `problems` (Note [FLOPs]), times those of `turns` (Note [Times]).
@@ -27,6 +28,7 @@ from ringattn.launch.bench_host import Host, bench_host
 from ringattn.launch.bench_kernels import Kernels, bench_kernels, describe_problem
 from ringattn.launch.bench_memory import Memory, bench_memory
 from ringattn.launch.bench_model import Model, bench_model
+from ringattn.launch.bench_prefill import Prefill, bench_prefill
 from ringattn.launch.bench_ring import Ring, bench_ring, verify
 from ringattn.launch.figures import draw_lengths, draw_ring
 from ringattn.launch.problems import Problem
@@ -88,6 +90,16 @@ COLUMNS: dict[str, dict[str, str]] = {
         "call_us": "{:.1f}",
         "graph_us": "{:.1f}",
         "host_us": "{:.1f}",
+    },
+    "prefill": {
+        "world_size": "{}",
+        "seq_len": "{}",
+        "who": "{}",
+        "new_tokens": "{}",
+        "moved": "{}",
+        "layer_ms": "{:.3f}",
+        "tflops": "{:.3g}",
+        "percent": "{:.0f}%",
     },
     "host": {
         "world_size": "{}",
@@ -187,8 +199,8 @@ def plot_memory(rows: Sequence[dict[str, Any]], title: str, path: Path) -> None:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command; returns its exit code: 1 when the check is red, and then no speed is shown."""
     words = sys.argv[1:] if arguments is None else list(arguments)
-    args: Kernels | Ring | Memory | Model | Host | Exchange = parse(
-        Kernels | Ring | Memory | Model | Host | Exchange, words, "bench", "Measures, after checking."
+    args: Kernels | Ring | Memory | Model | Host | Exchange | Prefill = parse(
+        Kernels | Ring | Memory | Model | Host | Exchange | Prefill, words, "bench", "Measures, after checking."
     )
     with open_session(args.device) as session:
         line = machine(session)
@@ -206,7 +218,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def measure(args: Ring | Memory | Model | Exchange, session: Session) -> tuple[str, list[dict[str, Any]] | None]:
+def measure(
+    args: Ring | Memory | Model | Exchange | Prefill, session: Session
+) -> tuple[str, list[dict[str, Any]] | None]:
     """The name of a bench over ranks, and its rows; None when its check is red."""
     if isinstance(args, Ring):
         return "ring", bench_ring(args, session)
@@ -214,6 +228,8 @@ def measure(args: Ring | Memory | Model | Exchange, session: Session) -> tuple[s
         return "exchange", bench_exchange(args, session)
     if isinstance(args, Model):
         return "model", bench_model(args, session)
+    if isinstance(args, Prefill):
+        return "prefill", bench_prefill(args, session)
     return "memory", bench_memory(args, session)
 
 

@@ -4,6 +4,7 @@ Owns the cases and the verdict. Refuses to know speed, and how an answer was mad
 
     python -m ringattn.launch.check --quick
     torchrun --nproc_per_node 4 -m ringattn.launch.check
+    torchrun --nproc_per_node 4 -m ringattn.launch.check --only inference
     python -m ringattn.launch.check --fuzz 300 --impl hopper
     torchrun --nproc_per_node 4 -m ringattn.launch.check --soak 1000 --delay --poison
 
@@ -43,6 +44,7 @@ from torch import Tensor
 
 import ringattn
 from ringattn.budget import Budget, error
+from ringattn.launch.check_inference import MOVES, InferenceCase, examine_history, inference_cases
 from ringattn.launch.rings import ScheduleName, make_ring
 from ringattn.launch.session import Session, describe, machine, open_session, parse, table, write_json
 
@@ -156,14 +158,14 @@ class Finding:
 
     Attributes:
         case: The case.
-        layout: The layout, or "alone".
+        layout: The layout, or "alone"; of inference, what was to move.
         ratios: Part of the budget used up, per tensor; the same on every rank.
         errors: The largest error per tensor, in the rows of this rank.
         budgets: The largest error that each tensor may have.
         broken: Why there is no answer at all, if so.
     """
 
-    case: Case
+    case: Case | InferenceCase
     layout: str
     ratios: dict[str, float] = field(default_factory=dict)
     errors: dict[str, float] = field(default_factory=dict)
@@ -404,6 +406,26 @@ def solvers(
             yield layout, functools.partial(solve_simulated, case, layout, args.simulate, inputs, args, budget)
 
 
+def finders(
+    case: Case | InferenceCase, ring: ringattn.Ring, args: CheckArgs, session: Session
+) -> Iterator[tuple[str, Callable[[], Finding]]]:
+    """The layouts of a case, each with what examines it."""
+    if isinstance(case, InferenceCase):
+        # alone there is nothing to move
+        for moves, shown in [(one, one) for one in case.moves] if ring.world_size > 1 else [(case.moves[0], ALONE)]:
+
+            def find(moves: str = moves, shown: str = shown) -> Finding:
+                found = examine_history(case, moves, ring, session)
+                return Finding(case, shown, found.ratios, found.errors, found.budgets)
+
+            yield shown, find
+        return
+    inputs = draw(case, args.seed, session.device)
+    standard = make_standard(case, inputs, args.seed)
+    for layout, solver in solvers(case, ring, inputs, args, session):
+        yield layout, functools.partial(examine, case, layout, solver, standard)
+
+
 def compile_ahead(cases: Sequence[Case], args: CheckArgs, ranks: int, session: Session) -> None:
     """Fills the compiler's cache from many processes, because one process compiles one kernel at a time.
 
@@ -456,7 +478,7 @@ def compile_share(cases: Sequence[Case], args: CheckArgs, session: Session) -> N
                 solver()
 
 
-def unserved(case: Case, args: CheckArgs, device: torch.device) -> str | None:
+def unserved(case: Case | InferenceCase, args: CheckArgs, device: torch.device) -> str | None:
     """Why no kernel set serves the dtype and head dims of a case here, if none does."""
     from ringattn.kernels.select import FEATURES, pick
 
@@ -469,14 +491,20 @@ def unserved(case: Case, args: CheckArgs, device: torch.device) -> str | None:
 
 
 def open_ring(session: Session, args: CheckArgs) -> ringattn.Ring:
-    """The ring of all ranks, with the levels and links that were asked for."""
+    """The ring of all ranks, with the kernels, levels and links that were asked for."""
     if session.world_size == 1:
-        return ringattn.Ring()
-    limits = {"nccl_max_ctas": args.nccl_max_ctas or None, "outer_gbps": args.outer_gbps or None}
+        return ringattn.Ring(impl=args.impl)
+    limits: dict[str, Any] = {
+        "impl": args.impl,
+        "nccl_max_ctas": args.nccl_max_ctas or None,
+        "outer_gbps": args.outer_gbps or None,
+    }
     return make_ring(args.schedule, nodes=args.nodes, **limits)
 
 
-def run_cases(session: Session, cases: Sequence[Case], args: CheckArgs) -> tuple[list[Finding], list[tuple[Case, str]]]:
+def run_cases(
+    session: Session, cases: Sequence[Case | InferenceCase], args: CheckArgs
+) -> tuple[list[Finding], list[tuple[Case | InferenceCase, str]]]:
     """Examines every case in each of its layouts on this rank.
 
     Args:
@@ -495,17 +523,15 @@ def run_cases(session: Session, cases: Sequence[Case], args: CheckArgs) -> tuple
 
     ring = open_ring(session, args)
     findings: list[Finding] = []
-    skipped: list[tuple[Case, str]] = []
+    skipped: list[tuple[Case | InferenceCase, str]] = []
     hidden = None if session.rank == 0 else True
     for case in tqdm(cases, desc="check", disable=hidden, leave=False):
         if (reason := unserved(case, args, session.device)) is not None:
             skipped.append((case, reason))
             continue
-        inputs = draw(case, args.seed, session.device)
-        standard = make_standard(case, inputs, args.seed)
-        for layout, solver in solvers(case, ring, inputs, args, session):
+        for layout, finder in finders(case, ring, args, session):
             try:
-                findings.append(examine(case, layout, solver, standard))
+                findings.append(finder())
             except (ValueError, NotImplementedError) as refusal:
                 findings.append(Finding(case, layout, broken=f"{type(refusal).__name__}: {refusal}"))
             except Exception:
@@ -553,7 +579,9 @@ class Verdict:
         return [row for row in self.rows if not row["ratio"] <= 1]
 
 
-def agree(session: Session, findings: Sequence[Finding], skipped: Sequence[tuple[Case, str]]) -> Verdict:
+def agree(
+    session: Session, findings: Sequence[Finding], skipped: Sequence[tuple[Case | InferenceCase, str]]
+) -> Verdict:
     """Joins the findings of all ranks: per row, the worst tensor and the rank that holds it."""
     said = session.gather([(finding.ratios, finding.errors, finding.broken) for finding in findings])
     rows = []
@@ -584,14 +612,14 @@ def agree(session: Session, findings: Sequence[Finding], skipped: Sequence[tuple
     return Verdict(rows, [{"case": case.name, "dtype": case.dtype, "why": why} for case, why in skipped])
 
 
-def check(session: Session, cases: Sequence[Case], args: CheckArgs) -> Verdict:
+def check(session: Session, cases: Sequence[Case | InferenceCase], args: CheckArgs) -> Verdict:
     """Runs the cases and returns what all ranks found; the same on every rank."""
     return agree(session, *run_cases(session, cases, args))
 
 
 def show(verdict: Verdict) -> None:
     """Prints one line per case, a column per layout, and every red row in full."""
-    columns = [one for one in (ALONE, *LAYOUTS) if any(row["layout"] == one for row in verdict.rows)]
+    columns = [one for one in (ALONE, *LAYOUTS, *MOVES) if any(row["layout"] == one for row in verdict.rows)]
     lines: dict[tuple[str, ...], dict[str, Any]] = {}
     for row in verdict.rows:
         line = lines.setdefault((row["case"], row["dtype"], row["shape"]), {"worst": row})
@@ -702,7 +730,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return 0
         if args.ahead and session.device.type == "cuda":
             compile_ahead(cases, args, ranks, session)
-        verdict = check(session, cases, args)
+        served = inference_cases(quick=args.quick, device=session.device.type)
+        verdict = check(session, [*cases, *(case for case in served if args.only in case.name)], args)
         code = int(session.maximum([float(bool(verdict.red) or not verdict.rows)])[0])
         if session.rank == 0:
             show(verdict)

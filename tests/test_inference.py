@@ -13,11 +13,29 @@ from torch import Tensor
 
 from ringattn import Ring, ring_attention
 from ringattn.inference import PagedKVCache, Step, attend
+from ringattn.launch.histories import (
+    CHUNKS,
+    CROWD,
+    OPTIONS,
+    PADDED,
+    Answer,
+    Definition,
+    History,
+    Op,
+    Sizes,
+    extend,
+    has_same_bits,
+    join_answers,
+    play,
+)
 from tests.budget import assert_within_budget
-from tests.histories import Answer, Definition, History, Op, Sizes, join_answers, play
 from tests.pool import Pools
 
 WORLDS = [1, 2, 4]
+
+
+def play_on_ring(history: History) -> list[Answer]:
+    return play(history, Ring(), "cpu")
 
 
 def judge(history: History, by_rank: list[list[Answer]]) -> None:
@@ -25,71 +43,10 @@ def judge(history: History, by_rank: list[list[Answer]]) -> None:
     low = min(history.sizes.dtype, torch.float32, key=lambda dtype: dtype.itemsize)
     exact, rounded = Definition(history, torch.float64).play(), Definition(history, low).play()
     for index, answers in enumerate(zip(*by_rank, strict=True)):
+        assert answers[0].mode == "prefill" or has_same_bits(list(answers)), f"step {index} of {history}"
         for layer, o in enumerate(join_answers(list(answers))):
             what = f"o of layer {layer} of step {index} ({answers[0].mode}, {answers[0].moved}) of {history}"
             assert_within_budget(o, exact[index][layer], rounded[index][layer], what, history.sizes.dtype)
-
-
-def extend(names: tuple[int, ...], counts: tuple[int, ...], mode: str = "auto", alike: bool = False) -> Op:
-    return "extend", names, counts, mode, alike
-
-
-CHUNKS: tuple[Op, ...] = (
-    ("join", 0, 200, 0),
-    extend((0,), (37,)),
-    extend((0,), (1,), "prefill"),
-    extend((0,), (64,)),
-    extend((0,), (2,), "prefill"),
-    extend((0,), (17,)),
-    extend((0,), (1,)),
-    extend((0,), (5,)),
-    extend((0,), (16,), "prefill"),
-    extend((0,), (1,)),
-)
-"""One request in pieces of all sizes, both ways."""
-
-CROWD: tuple[Op, ...] = (
-    ("join", 0, 120, 0),
-    extend((0,), (41,)),
-    ("fork", 1, 0, 41, 90),
-    ("fork", 2, 0, 18, 60),
-    ("join", 3, 50, 0),
-    extend((0, 1, 2, 3), (3, 20, 1, 23), "prefill"),
-    extend((0, 1, 2, 3), (1, 1, 1, 1)),
-    ("crop", 1, 44),
-    ("leave", 0),
-    extend((3, 1), (3, 3)),
-    extend((2, 1, 3), (9, 2, 1), "prefill"),
-    extend((1, 2, 3), (16, 16, 16)),
-)
-"""Requests that share beginnings and steps."""
-
-PADDED: tuple[Op, ...] = (
-    ("join", 0, 80, 0),
-    ("join", 1, 80, 7),
-    ("join", 2, 80, 20),
-    extend((0, 1, 2), (21, 21, 21), "prefill", True),
-    extend((0, 1, 2), (1, 1, 1), alike=True),
-    extend((0, 1, 2), (4, 4, 4), alike=True),
-    extend((0, 1, 2), (19, 19, 19), "prefill", True),
-    extend((0, 1, 2), (1, 1, 1)),
-)
-"""A batch with padding in front."""
-
-OPTIONS: dict[str, dict[str, Any]] = {
-    "causal": {},
-    "full": {"options": ({"causal": False},)},
-    "window": {"options": ({"window": (11, 0)}, {})},
-    "int window": {"options": ({"window": 6},)},
-    "both sides": {"options": ({"causal": False, "window": (9, 4)},)},
-    "softcap": {"options": ({"softcap": 1.5, "softmax_scale": 0.6},)},
-    "sinks": {"features": ("sinks",)},
-    "alibi": {"features": ("alibi_slopes",)},
-    "everything": {
-        "options": ({"window": (20, 0), "softcap": 2.0}, {"softmax_scale": 0.3}),
-        "features": ("sinks", "alibi_slopes"),
-    },
-}
 
 
 @pytest.mark.dist
@@ -99,7 +56,7 @@ def test_every_option_is_right_for_every_history(pool: Pools, world_size: int, m
     for named in OPTIONS.values():
         for ops in (CHUNKS, CROWD, PADDED):
             history = History(Sizes(), ops, moves=moves, **named)
-            judge(history, pool(world_size).run(play, history))
+            judge(history, pool(world_size).run(play_on_ring, history))
 
 
 @pytest.mark.dist
@@ -108,7 +65,7 @@ def test_every_dtype_is_right(pool: Pools, dtype: torch.dtype) -> None:
     for moves in ("keys", "queries"):
         for ops in (CHUNKS, CROWD, PADDED):
             history = History(Sizes(dtype=dtype), ops, moves=moves, features=("sinks", "alibi_slopes"))
-            judge(history, pool(2).run(play, history))
+            judge(history, pool(2).run(play_on_ring, history))
 
 
 @pytest.mark.dist
@@ -128,7 +85,7 @@ def test_every_shape_is_right(pool: Pools, sizes: Sizes) -> None:
         sizes = dataclasses.replace(sizes, pages=400)
     for moves in ("keys", "queries", "auto"):
         history = History(sizes, CROWD, moves=moves)
-        judge(history, pool(4).run(play, history))
+        judge(history, pool(4).run(play_on_ring, history))
 
 
 @st.composite
@@ -186,7 +143,7 @@ def histories(draw: st.DrawFn) -> History:
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(history=histories())
 def test_any_history_is_right(pool: Pools, world_size: int, history: History) -> None:
-    judge(history, pool(world_size).run(play, history))
+    judge(history, pool(world_size).run(play_on_ring, history))
 
 
 TOKENS = 20
@@ -238,7 +195,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
 
 @pytest.mark.parametrize("mode", ["prefill", "decode"])
 @pytest.mark.parametrize("name", WRONG)
-def test_what_is_wrong_is_refused_with_its_name(name: str, mode: str) -> None:
+def test_what_is_wrong_is_refused_with_its_name(name: str, mode: Any) -> None:
     changes, message = WRONG[name]
     cache = small()
     count = TOKENS if mode == "prefill" else 2
@@ -248,7 +205,7 @@ def test_what_is_wrong_is_refused_with_its_name(name: str, mode: str) -> None:
         key: x[:, :2] if torch.is_tensor(x) and x.shape[:2] == (1, 20) and mode == "decode" else x
         for key, x in changes.items()
     }
-    given = rows_of(step) | changes
+    given: dict[str, Any] = rows_of(step) | changes
     if "gradients" in name:  # a slice of a leaf requires gradients too
         given = {key: x.requires_grad_() if torch.is_tensor(x) and x.requires_grad else x for key, x in given.items()}
     with pytest.raises(ValueError, match=message.replace("1 20", f"1 {count}").replace("1, 20", f"1, {count}")):

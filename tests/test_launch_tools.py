@@ -26,7 +26,7 @@ from ringattn.backward import ring_backward
 from ringattn.budget import Budget
 from ringattn.call import Call, describe
 from ringattn.forward import ring_forward
-from ringattn.kernels import eager
+from ringattn.kernels import decode_eager, eager
 from ringattn.kernels.contract import Score, accumulation_dtype
 from ringattn.launch import (
     bench,
@@ -125,7 +125,8 @@ def test_check_is_green_in_one_process(tmp_path: Path) -> None:
     assert layouts == {check.ALONE, *check.LAYOUTS}
     tensors = {name for row in kept["rows"] for name in row["ratios"]}
     gradients = {"dsinks", "dalibi_slopes", "dkey_bias", "dbias"}
-    assert tensors == {"o", "lse", "dq", "dk", "dv", *gradients, "same bits twice"}
+    inference = {"prefill", "decode", "same bits on all ranks"}
+    assert tensors == {"o", "lse", "dq", "dk", "dv", *gradients, "same bits twice", *inference}
 
 
 @pytest.mark.dist
@@ -162,19 +163,28 @@ def test_check_is_red_when_the_backward_is_off_by_a_thousandth(capsys: pytest.Ca
     assert "zigzag, dv on rank " in capsys.readouterr().out
 
 
-def _check_with_one_wrong_rank() -> int:
+def _check_with_one_wrong_rank(only: str) -> int:
     right = eager.forward
     if dist.get_rank() == 1:
         eager.forward = _off_by_a_little(right, "o")
     try:
-        return check.main(["--quick", "--device", "cpu", "--only", "full"])
+        return check.main(["--quick", "--device", "cpu", "--only", only])
     finally:
         eager.forward = right
 
 
 @pytest.mark.dist
 def test_every_rank_is_red_when_one_is_wrong(pool) -> None:
-    assert pool(2).run(_check_with_one_wrong_rank) == [1, 1]
+    assert pool(2).run(_check_with_one_wrong_rank, "full") == [1, 1]
+    assert pool(2).run(_check_with_one_wrong_rank, "inference: chunks") == [1, 1]
+
+
+def test_check_is_red_when_decode_is_off(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    right = decode_eager._partial
+    monkeypatch.setattr(decode_eager, "_partial", lambda scores, values: right(scores * 1.01, values))
+    assert check.main(["--quick", "--device", "cpu", "--only", "inference: crowd"]) == 1
+    said = capsys.readouterr().out
+    assert "RED: inference: crowd (fp32 12 ops h4/2 d8 page 4), alone, decode on rank 0" in said
 
 
 def test_check_is_red_when_nothing_was_checked() -> None:

@@ -4,9 +4,9 @@ Owns what a layer of a model calls, and every refusal of it. Refuses to know tra
 and travel.
 
 Note [Once per kind]
-    All layers of a model make the same few kinds of calls with a step: options, shapes and dtypes. What follows from a kind (whether
-    it is right, that all ranks mean the same, which kernels serve it, what moves) is decided at the first layer and kept with
-    the step; a later layer looks it up. A step lives for one call of the model, so nothing has to be forgotten.
+    All layers of a model make the same few kinds of calls with a step: options, shapes and dtypes. What follows from a kind
+    (whether it is right, that all ranks mean the same, which kernels serve it, what moves) is decided at the first layer and
+    kept with the step; a later layer looks it up. A step lives for one call of the model, so nothing has to be forgotten.
 """
 
 from __future__ import annotations
@@ -84,7 +84,8 @@ def attend(
     Example:
         >>> from ringattn import Ring
         >>> from ringattn.inference import PagedKVCache
-        >>> cache = PagedKVCache(Ring(), layers=1, kv_heads=1, head_dim=16, dtype=torch.float32, pages=2, page_size=16, device="cpu")
+        >>> sizes = {"layers": 1, "kv_heads": 1, "head_dim": 16, "pages": 2, "page_size": 16}
+        >>> cache = PagedKVCache(Ring(), dtype=torch.float32, device="cpu", **sizes)
         >>> step = cache.extend([cache.join(reserve=20)], [20])
         >>> x = torch.ones(1, 20, 1, 16)
         >>> attend(step, 0, step.take(x), step.take(x), step.take(x)).shape
@@ -104,7 +105,7 @@ _hidden: list[Callable[..., Tensor]] = []
 def _beside_compilers() -> Callable[..., Tensor]:
     """`_attend`, which a compiler leaves alone; asking for it imports the compiler."""
     if not _hidden:
-        _hidden.append(torch.compiler.disable(_attend))
+        _hidden.append(torch.compiler.disable(_attend))  # pyright: ignore[reportArgumentType]
     return _hidden[0]
 
 

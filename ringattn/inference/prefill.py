@@ -22,15 +22,15 @@ Note [Queries move]
 
 Note [Rows of pages]
     Kernels of prefill want the keys of a rank in one piece, so its pages are copied for every layer. That reads and writes
-    2 t hk (d + dv) e bytes, of which attention reads half again: for bf16, d = dv = 128, 8 key heads and 256K tokens on a rank 2.1 GB,
-    0.6 ms at 3.35 TB/s. Attention over them makes 4 N t h d FLOPs: with 32 query heads at 600 TFLOP/s 7.3 us for each of
-    the N new rows of all ranks. So the copy takes 8% of it beside 1K new rows and 0.25% beside 32K; up to 16 new tokens are a step of
-    decoding, which copies nothing. A prompt that begins has kept nothing yet: its rows are used as they are.
+    2 t hk (d + dv) e bytes, of which attention reads half again: for bf16, d = dv = 128, 8 key heads and 256K tokens on a rank
+    2.1 GB, 0.6 ms at 3.35 TB/s. Attention over them makes 4 N t h d FLOPs: with 32 query heads at 600 TFLOP/s 7.3 us for each
+    of the N new rows of all ranks. So the copy takes 8% of it beside 1K new rows and 0.25% beside 32K; up to 16 new tokens are a
+    step of decoding, which copies nothing. A prompt that begins has kept nothing yet: its rows are used as they are.
 
 Note [Room ahead]
-    Every chunk of a long prompt sees more keys than the one before, and buffers of the ring that other ranks read are made by all ranks
-    together, which stops the device. So the first chunk makes them for as many tokens as its requests have reserved, as far
-    as the ring's budget allows: a factor on the sizes of this chunk, and a little more for uneven shards.
+    Every chunk of a long prompt sees more keys than the one before, and buffers of the ring that other ranks read are made by
+    all ranks together, which stops the device. So the first chunk makes them for as many tokens as its requests have
+    reserved, as far as the ring's budget allows: a factor on the sizes of this chunk, and a little more for uneven shards.
 """
 
 from __future__ import annotations
@@ -90,7 +90,10 @@ class Prefill:
     ) -> Tensor:
         """O `b s h dv` of this rank's new rows, whose keys the cache has."""
         cache, call, seat = self.step.cache, self.call, self.step.cache.ring.seat
-        keys, values = (k, v) if self.fresh else cache.take(layer, self.step.kept_slots)
+        keys, values = k, v
+        if not self.fresh:
+            assert self.step.kept_slots is not None, "a step of prefill knows where keys are kept"
+            keys, values = cache.take(layer, self.step.kept_slots)
         score = call.score(q.dtype, 0, sinks=sinks, alibi_slopes=alibi_slopes)
         q, keys, values = _rows(q), _rows(keys), _rows(values)
         if self.travel is None:

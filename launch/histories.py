@@ -1,6 +1,6 @@
 """Histories of a cache: requests that join, grow, fork and leave; what ranks make of them, and what is right.
 
-Owns the play on ranks and the definition beside it. Knows nothing of how either is compared.
+Owns the play on ranks and the definition beside it. Refuses to know how either is judged.
 """
 
 from __future__ import annotations
@@ -54,10 +54,11 @@ class History:
     seed: int = 0
 
     def of_layer(self, layer: int) -> dict[str, Any]:
+        """The options of a layer that are numbers."""
         return self.options[layer % len(self.options)]
 
     def tensors(self) -> dict[str, Tensor]:
-        """The options that are tensors."""
+        """The options that are tensors; those of every layer."""
         generator = torch.Generator().manual_seed(self.seed + 1)
         found = {}
         wide = torch.float64 if self.sizes.dtype == torch.float64 else torch.float32
@@ -78,6 +79,7 @@ class History:
         return q, k, v
 
     def is_decode(self, index: int) -> bool:
+        """Whether an op is a step of decoding."""
         _, _, counts, mode, _ = self.ops[index]
         return mode == "decode" or (mode == "auto" and len(set(counts)) == 1 and counts[0] <= 16)
 
@@ -92,12 +94,17 @@ class Answer:
     layers: list[Tensor] = field(default_factory=list)
 
 
-def play(history: History, device: str = "cpu", **ring: Any) -> list[Answer]:
-    """One rank's part of a history; whatever was never written is NaN."""
+def play(history: History, ring: Ring, device: torch.device | str) -> list[Answer]:
+    """One rank's part of a history; whatever was never written is NaN.
+
+    Args:
+        history: What happens.
+        ring: The ranks.
+        device: Of the cache and all tokens.
+    """
     sizes = history.sizes
-    here = Ring(**ring)
     cache = PagedKVCache(
-        here,
+        ring,
         layers=sizes.layers,
         kv_heads=sizes.kv_heads,
         head_dim=sizes.head_dim,
@@ -130,33 +137,41 @@ def play(history: History, device: str = "cpu", **ring: Any) -> list[Answer]:
                 local = (step.take(x.to(device)) for x in history.tokens(index, layer))
                 o = attend(step, layer, *local, moves=history.moves, **history.of_layer(layer), **tensors)
                 answer.layers.append(o.cpu())
-                here.seat.buffers.poison()
+                if ring.seat.buffers.num_bytes():
+                    ring.seat.buffers.poison()
             answer.moved = step.moved
             answers.append(answer)
     return answers
 
 
 def join_answers(by_rank: list[Answer]) -> list[Tensor]:
-    """What all ranks answered to one extend, `batch rows h dv` per layer; those of decode must be the same bits."""
+    """What all ranks answered to one extend together, `batch rows h dv` per layer; of decode, what the first one did."""
     first = by_rank[0]
     if first.mode == "decode":
-        for other in by_rank[1:]:
-            for x, y in zip(first.layers, other.layers, strict=True):
-                assert torch.equal(x, y), "ranks must hold the same bits"
         return first.layers
     found = []
     order = torch.cat([one.taken for one in by_rank]).argsort()
     for parts in zip(*(one.layers for one in by_rank), strict=True):
         found.append(torch.cat(parts, 1).index_select(1, order))
-    assert torch.equal(torch.cat([one.taken for one in by_rank]).sort()[0], torch.arange(len(order)))
     return found
 
 
-class Definition:
-    """The same history by `attention_reference` on whole requests, in a dtype of its own."""
+def has_same_bits(by_rank: list[Answer]) -> bool:
+    """Whether all ranks answered to a step of decoding with the same bits."""
+    return all(torch.equal(x, y) for other in by_rank for x, y in zip(by_rank[0].layers, other.layers, strict=True))
 
-    def __init__(self, history: History, dtype: torch.dtype) -> None:
-        self._history, self._dtype = history, dtype
+
+class Definition:
+    """The same history by `attention_reference` on whole requests, in a dtype of its own.
+
+    Args:
+        history: What happens.
+        dtype: Of all arithmetic.
+        device: Where.
+    """
+
+    def __init__(self, history: History, dtype: torch.dtype, device: torch.device | str = "cpu") -> None:
+        self._history, self._dtype, self._device = history, dtype, device
         self._kept: dict[int, list[list[Tensor]]] = {}  # per request and layer: q, k, v of all its tokens
         self._first: dict[int, int] = {}
 
@@ -173,7 +188,8 @@ class Definition:
                     (sizes.kv_heads, sizes.v_head_dim),
                 )
                 self._kept[name] = [
-                    [torch.empty(1, 0, *row, dtype=self._dtype) for row in rows] for _ in range(sizes.layers)
+                    [torch.empty(1, 0, *row, dtype=self._dtype, device=self._device) for row in rows]
+                    for _ in range(sizes.layers)
                 ]
                 self._first[name] = rest[1] if len(rest) > 1 else 0
             elif what == "fork":
@@ -192,7 +208,7 @@ class Definition:
     def _extend(self, index: int, layer: int, names: tuple[int, ...], counts: tuple[int, ...], alike: bool) -> Tensor:
         history = self._history
         together = alike or history.is_decode(index)
-        tokens = [x.to(self._dtype) for x in history.tokens(index, layer)]
+        tokens = [x.to(self._device, self._dtype) for x in history.tokens(index, layer)]
         found = []
         for i, (name, count) in enumerate(zip(names, counts, strict=True)):
             begin = 0 if together else sum(counts[:i])
@@ -205,10 +221,95 @@ class Definition:
             window = options.get("window")
             if isinstance(window, int):
                 options["window"] = (window - 1, 0)
-            options = {"causal": True} | options | {name: x.to(self._dtype) for name, x in history.tensors().items()}
+            options = (
+                {"causal": True}
+                | options
+                | {name: x.to(self._device, self._dtype) for name, x in history.tensors().items()}
+            )
             if self._first[name]:
                 options["lengths"] = ((self._first[name], n),)
             # only tokens that are there yet are seen
             o = attention_reference(*kept, **options)
             found.append(o[:, n - count :])
         return torch.cat(found, 0 if together else 1)
+
+
+def extend(names: tuple[int, ...], counts: tuple[int, ...], mode: str = "auto", alike: bool = False) -> Op:
+    """An op that brings new tokens."""
+    return "extend", names, counts, mode, alike
+
+
+CHUNKS: tuple[Op, ...] = (
+    ("join", 0, 200, 0),
+    extend((0,), (37,)),
+    extend((0,), (1,), "prefill"),
+    extend((0,), (64,)),
+    extend((0,), (2,), "prefill"),
+    extend((0,), (17,)),
+    extend((0,), (1,)),
+    extend((0,), (5,)),
+    extend((0,), (16,), "prefill"),
+    extend((0,), (1,)),
+)
+"""One request in pieces of all sizes, both ways."""
+
+CROWD: tuple[Op, ...] = (
+    ("join", 0, 120, 0),
+    extend((0,), (41,)),
+    ("fork", 1, 0, 41, 90),
+    ("fork", 2, 0, 18, 60),
+    ("join", 3, 50, 0),
+    extend((0, 1, 2, 3), (3, 20, 1, 23), "prefill"),
+    extend((0, 1, 2, 3), (1, 1, 1, 1)),
+    ("crop", 1, 44),
+    ("leave", 0),
+    extend((3, 1), (3, 3)),
+    extend((2, 1, 3), (9, 2, 1), "prefill"),
+    extend((1, 2, 3), (16, 16, 16)),
+)
+"""Requests that share beginnings and steps."""
+
+PADDED: tuple[Op, ...] = (
+    ("join", 0, 80, 0),
+    ("join", 1, 80, 7),
+    ("join", 2, 80, 20),
+    extend((0, 1, 2), (21, 21, 21), "prefill", True),
+    extend((0, 1, 2), (1, 1, 1), alike=True),
+    extend((0, 1, 2), (4, 4, 4), alike=True),
+    extend((0, 1, 2), (19, 19, 19), "prefill", True),
+    extend((0, 1, 2), (1, 1, 1)),
+)
+"""A batch with padding in front."""
+
+LONG: tuple[Op, ...] = (
+    ("join", 0, 2600, 0),
+    ("join", 1, 900, 0),
+    extend((0,), (1100,)),
+    extend((0,), (1,), "prefill"),
+    extend((0, 1), (611, 333), "prefill"),
+    ("fork", 2, 0, 1500, 2000),
+    extend((2,), (40,), "prefill"),
+    extend((0, 1, 2), (1, 1, 1)),
+    extend((0, 1, 2), (5, 5, 5)),
+    ("leave", 1),
+    ("crop", 0, 1700),
+    extend((0, 2), (301, 200), "prefill"),
+    extend((2, 0), (16, 16)),
+    extend((0,), (1,)),
+)
+"""Prompts of many tiles, in chunks, over turns and with a shared beginning."""
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "causal": {},
+    "full": {"options": ({"causal": False},)},
+    "window": {"options": ({"window": (11, 0)}, {})},
+    "int window": {"options": ({"window": 6},)},
+    "both sides": {"options": ({"causal": False, "window": (9, 4)},)},
+    "softcap": {"options": ({"softcap": 1.5, "softmax_scale": 0.6},)},
+    "sinks": {"features": ("sinks",)},
+    "alibi": {"features": ("alibi_slopes",)},
+    "everything": {
+        "options": ({"window": (20, 0), "softcap": 2.0}, {"softmax_scale": 0.3}),
+        "features": ("sinks", "alibi_slopes"),
+    },
+}

@@ -1,0 +1,197 @@
+"""Attention over a cache on GPUs: every way that rows move, histories of all kinds, and prompts that need no new buffers.
+
+python -m pytest -m gpu tests/test_gpu_inference.py
+torchrun --nproc_per_node 4 tests/test_gpu_inference.py
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ringattn import Ring, ring_attention
+from ringattn.inference import PagedKVCache, attend
+from ringattn.launch.check_inference import MOVES, InferenceCase, examine_history
+from ringattn.launch.histories import CHUNKS, CROWD, LONG, OPTIONS, PADDED, History, Sizes
+from ringattn.launch.session import Session
+from tests.test_copy_engine_gpu import GPUS, run
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+PLENTY = 2**40
+PATIENCE = timedelta(seconds=60)
+BF16 = torch.bfloat16
+
+
+def rings(world_size: int) -> dict[str, Ring]:
+    """Every way that rows move; alone there is none."""
+    if world_size == 1:
+        return {"alone": Ring()}
+    return {
+        "gathered": Ring(transport="copy_engine", memory_budget=PLENTY, timeout=PATIENCE),
+        "staged": Ring(transport="copy_engine", memory_budget=0, timeout=PATIENCE),
+        "process_group": Ring(transport="process_group", timeout=PATIENCE),
+    }
+
+
+def session_of(rank: int, world_size: int) -> Session:
+    return Session(
+        rank, world_size, torch.device("cuda", torch.cuda.current_device()), "nccl" if world_size > 1 else None
+    )
+
+
+def judge(name: str, history: History, ring: Ring, session: Session, moves: tuple[str, ...] = MOVES) -> None:
+    case = InferenceCase(name, str(history.sizes.dtype), history)
+    for moving in moves if session.world_size > 1 else ("auto",):
+        case = dataclasses.replace(
+            case, dtype={BF16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}[history.sizes.dtype]
+        )
+        found = examine_history(case, moving, ring, session)
+        assert max(found.ratios.values()) <= 1, f"rank {session.rank}, {name}, {moving}: {found.ratios}"
+
+
+def _histories(rank: int, world_size: int) -> None:
+    session = session_of(rank, world_size)
+    small = Sizes(head_dim=64, v_head_dim=64, page_size=16, pages=120, dtype=BF16)
+    long = Sizes(8, 2, 128, 128, page_size=64, pages=120, dtype=BF16)
+    for name, ring in rings(world_size).items():
+        for option in ("causal", "window", "everything"):
+            for title, ops, sizes in (("crowd", CROWD, small), ("padded", PADDED, small), ("long", LONG, long)):
+                judge(f"{name}, {title}, {option}", History(sizes, ops, **OPTIONS[option]), ring, session)
+
+
+def _options(rank: int, world_size: int) -> None:
+    session = session_of(rank, world_size)
+    name, ring = next(iter(rings(world_size).items()))
+    small = Sizes(head_dim=64, v_head_dim=64, page_size=16, pages=120, dtype=BF16)
+    for option, named in OPTIONS.items():
+        judge(f"{name}, {option}", History(small, CHUNKS, **named), ring, session)
+    for changes in (
+        {"dtype": torch.float16},
+        {"dtype": torch.float32},
+        {"heads": 8, "kv_heads": 1},
+        {"heads": 3, "kv_heads": 3},
+        {"head_dim": 192, "v_head_dim": 128},
+        {"head_dim": 40, "v_head_dim": 40},
+    ):
+        judge(f"{name}, {changes}", History(dataclasses.replace(small, **changes), CROWD), ring, session)
+
+
+def draw(n: int, heads: int = 8, kv_heads: int = 2, dim: int = 128, seed: int = 0) -> list[Tensor]:
+    generator = torch.Generator("cuda").manual_seed(seed)
+    return [
+        torch.randn(1, n, h, dim, device="cuda", generator=generator).bfloat16() for h in (heads, kv_heads, kv_heads)
+    ]
+
+
+def cache_of(ring: Ring, pages: int, **changes: Any) -> PagedKVCache:
+    return PagedKVCache(
+        ring, **({"layers": 1, "kv_heads": 2, "head_dim": 128, "dtype": BF16, "pages": pages} | changes)
+    )
+
+
+def _whole_prompts(rank: int, world_size: int) -> None:
+    """A prompt at once is the forward of training, to the bit."""
+    n = 1000 * world_size + 37
+    for name, ring in rings(world_size).items():
+        cache = cache_of(ring, 40)
+        step = cache.extend([cache.join(n)], [n])
+        q, k, v = (step.take(x) for x in draw(n))
+        assert step.sharding is not None
+        o = attend(step, 0, q, k, v)
+        assert torch.equal(o, ring_attention(q, k, v, step.sharding, causal=True)), f"rank {rank}, {name}"
+
+
+def _rooms(rank: int, world_size: int) -> None:
+    """A long prompt in chunks makes its buffers once."""
+    chunk, chunks = 512 * world_size, 8
+    for name in ("gathered", "staged"):
+        ring = rings(world_size)[name]
+        cache = cache_of(ring, 8 * chunks + 8)
+        request = cache.join(chunk * chunks)
+        held: list[int] = []
+        for index in range(chunks):
+            step = cache.extend([request], [chunk])
+            attend(step, 0, *(step.take(x) for x in draw(chunk, seed=index)), moves="keys")
+            transport: Any = ring._mover
+            held.append(transport.num_bytes())
+        assert len(set(held)) == 1, f"rank {rank}, {name}: {held}"
+
+
+def _graphs(rank: int, world_size: int) -> None:
+    """A decode step that was captured answers as one that was not."""
+    ring = next(iter(rings(world_size).values()))
+    cache = cache_of(ring, 64, layers=2)
+    requests = [cache.join(900), cache.join(700)]
+    step = cache.extend(requests, [500, 303], mode="prefill")
+    for layer in (0, 1):
+        attend(step, layer, *(step.take(x) for x in draw(803, seed=layer)))
+    twins = [cache.fork(request) for request in requests]
+    static = cache.static_step(2, max_tokens=900)
+    inputs = [torch.zeros(2, 1, h, 128, device="cuda", dtype=BF16) for h in (8, 2, 2)]
+
+    def layers(step: Any) -> list[Tensor]:
+        return [attend(step, layer, *inputs, window=(200, 0) if layer else None) for layer in (0, 1)]
+
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(2):
+            layers(cache.extend(requests, [1, 1], into=static))
+    torch.cuda.synchronize()
+    for request, twin in zip(requests, twins, strict=True):
+        cache.crop(request, cache.length(twin))
+    graph = torch.cuda.CUDAGraph()
+    cache.extend(requests, [1, 1], into=static)
+    with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+        captured = layers(static)
+    for request, twin in zip(requests, twins, strict=True):
+        cache.crop(request, cache.length(twin))
+    for token in range(20):
+        for x, y in zip(inputs, (x.view(2, 1, -1, 128) for x in draw(2, seed=100 + token)), strict=True):
+            x.copy_(y)
+        cache.extend(requests, [1, 1], into=static)
+        graph.replay()
+        replayed = [x.clone() for x in captured]
+        expected = layers(cache.extend(twins, [1, 1]))
+        for x, y in zip(replayed, expected, strict=True):
+            assert torch.allclose(x.float(), y.float(), rtol=2e-2, atol=2e-3), f"rank {rank}, token {token}"
+
+
+BODIES: list[Callable[[int, int], None]] = [_histories, _options, _whole_prompts, _rooms, _graphs]
+ALONE = [_histories, _options, _whole_prompts, _graphs]
+
+
+@pytest.mark.parametrize("body", ALONE, ids=[body.__name__.strip("_") for body in ALONE])
+def test_one_gpu_attends_as_defined(body: Callable[[int, int], None]) -> None:
+    body(0, 1)
+
+
+@pytest.mark.skipif(GPUS < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("body", BODIES, ids=[body.__name__.strip("_") for body in BODIES])
+def test_several_gpus_attend_as_defined(body: Callable[[int, int], None]) -> None:
+    run(body, min(GPUS, 4))
+
+
+def main() -> None:
+    """All bodies, on the ranks of torchrun."""
+    rank = int(os.environ["LOCAL_RANK"])
+    torch.cuda.set_device(rank)
+    dist.init_process_group("nccl", device_id=torch.device("cuda", rank))
+    for body in BODIES:
+        body(rank, dist.get_world_size())
+        dist.barrier()
+        if rank == 0:
+            os.write(1, f"{body.__name__.strip('_')}: green\n".encode())
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
