@@ -3,6 +3,6 @@
 from ringattn.inference.attention import attend
 from ringattn.inference.cache import PagedKVCache
 from ringattn.inference.pages import CacheFull
-from ringattn.inference.step import Step
+from ringattn.inference.step import StaticStep, Step
 
-__all__ = ["CacheFull", "PagedKVCache", "Step", "attend"]
+__all__ = ["CacheFull", "PagedKVCache", "StaticStep", "Step", "attend"]

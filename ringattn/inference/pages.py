@@ -493,10 +493,8 @@ class Pages:
                 f"lengths {[one.length for one in group]} and {list(counts)} more; place them without alike"
             )
         new = counts[0]
-        rooms = {self._room(one) for one in group}
-        # ends that differ are left as they are: all go on in new pages
-        room = rooms.pop() if len(rooms) == 1 else 0
-        here = min(room, new)
+        # ends may differ: behind the room that all have, all go on in new pages
+        here = min(new, *map(self._room, group))
         pages = self._pages_of(new - here)
         if not pages:
             for one in group:
@@ -549,6 +547,7 @@ class Pages:
             new -= here
             free, table = self._free[rank], one.tables[rank]
             opened = free[: -pages - 1 : -1]
+            assert len(opened) == pages, f"{pages} promised pages must be there on rank {rank}, got {len(opened)}"
             del free[-pages:]
             users, writer = self._users[rank], self._writer[rank]
             for page in opened:

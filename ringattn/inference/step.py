@@ -237,7 +237,7 @@ class StaticStep(Step):
         if (causal, window) not in self._fresh:
             self._find_bounds(causal, window, *known)
             # nothing runs in a capture
-            if not torch.cuda.is_current_stream_capturing():
+            if not (known[0].is_cuda and torch.cuda.is_current_stream_capturing()):
                 self._fresh.add((causal, window))
         return known
 
@@ -257,7 +257,7 @@ class _Places(NamedTuple):
         """Rows of the step."""
         return self.batch * self.new
 
-    def view(self, x: Tensor, blocks: Tensor | None = None) -> dict[str, Tensor]:
+    def view(self, x: Tensor, blocks: Tensor | None = None) -> dict[str, Any]:
         """The tensors of a step, as parts of an upload; blocks: where the table is, if not there."""
         rows, batch = self.rows, self.batch
         if blocks is None:
@@ -417,7 +417,8 @@ def _since(table: Table, before: int) -> tuple[Table, int]:
     return part, skipped
 
 
-class _Rows(NamedTuple):
+@dataclass(frozen=True)
+class _Rows:
     """Blocks whose rows are counted on the device (Note [One upload]).
 
     Attributes:

@@ -1,0 +1,580 @@
+"""The cache: every rank keeps and reads back its part of every history, steps say where it is, and what does not fit is refused."""
+
+from __future__ import annotations
+
+import gc
+import math
+import random
+import sys
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, Literal
+
+import pytest
+import torch
+from torch import Tensor
+
+from ringattn import Ring
+from ringattn.inference import CacheFull, PagedKVCache, StaticStep, Step, attend
+from ringattn.kernels import pages as rows
+from ringattn.sharding import positions_of
+from tests.paging import CASES, Case, assert_put, assert_take
+from tests.pool import Pools
+
+HEADS, D, DV = 2, 4, 3
+MASKS: list[tuple[bool, tuple[int | None, int | None] | None]] = [
+    (True, None), (False, None), (True, (3, 0)), (True, (0, 5)), (False, (2, 1)), (False, (None, 2)), (False, (4, None)),
+]  # fmt: skip
+
+
+def make(rank: int = 0, world_size: int = 1, **changes: Any) -> PagedKVCache:
+    """A small cache of a rank of a ring whose other ranks are not there."""
+    ring = Ring()
+    ring.rank, ring.world_size = rank, world_size
+    facts: dict[str, Any] = {
+        "layers": 2, "kv_heads": HEADS, "head_dim": D, "v_head_dim": DV, "dtype": torch.float32, "pages": 12, "page_size": 4,
+        "device": "cpu",
+    }  # fmt: skip
+    return PagedKVCache(ring, **(facts | changes))
+
+
+def keys(tokens: Sequence[int], layer: int, dim: int) -> Tensor:
+    """What stands for tokens in a layer: `n hk dim`, all numbers different."""
+    base = torch.tensor(tokens, dtype=torch.float32).view(-1, 1, 1) * 100 + layer * 50
+    return base + torch.arange(HEADS).view(1, -1, 1) * 10 + torch.arange(dim)
+
+
+class Ranks:
+    """Caches of all ranks of a ring in one process, and the tokens that requests should have."""
+
+    def __init__(self, world_size: int, **changes: Any) -> None:
+        self.caches = [make(rank, world_size, **changes) for rank in range(world_size)]
+        self.said: dict[int, list[int]] = {}
+        self.tokens = 0
+
+    def all(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        """The same call on every rank, whose answers must be the same."""
+        answers = [getattr(cache, name)(*args, **kwargs) for cache in self.caches]
+        assert all(answer == answers[0] for answer in answers)
+        return answers[0]
+
+    def bring(
+        self, requests: list[int], counts: list[int], into: list[StaticStep] | None = None, **how: Any
+    ) -> list[Step]:
+        """New tokens for requests, through steps and puts of all ranks and layers."""
+        steps = [
+            cache.extend(requests, counts, into=None if into is None else into[rank], **how)
+            for rank, cache in enumerate(self.caches)
+        ]
+        new = []
+        for request, count in zip(requests, counts, strict=True):
+            new.append(list(range(self.tokens, self.tokens + count)))
+            self.tokens += count
+            self.said[request] += new[-1]
+        batched = steps[0].mode == "decode" or how.get("alike", False)
+        for cache, step in zip(self.caches, steps, strict=True):
+            self.check(step, requests, counts, new, batched)
+            for layer in range(cache.layers):
+                packed = new if batched else [[token for tokens in new for token in tokens]]
+                x = [torch.stack([keys(tokens, layer, dim) for tokens in packed]) for dim in (D, DV)]
+                x = [torch.cat([y, y.new_full((step.batch - len(y), *y.shape[1:]), math.nan)]) for y in x]
+                cache.put(layer, step, step.take(x[0]), step.take(x[1]))
+        if steps[0].mode == "prefill":
+            rows = torch.cat([step.positions.flatten() for step in steps])
+            assert len(rows) == sum(counts)
+            assert [sum(step.last_rows[i] is not None for step in steps) for i in range(len(requests))] == [1] * len(
+                requests
+            )
+        else:
+            owners = torch.stack([step.slots >= 0 for step in steps]).sum(0)
+            assert owners[: len(requests)].eq(1).all()
+            assert owners[len(requests) :].eq(0).all()
+        return steps
+
+    def check(self, step: Step, requests: list[int], counts: list[int], new: list[list[int]], batched: bool) -> None:
+        """What a step says of its rows, against the books, row by row."""
+        books, size, rank = step.cache.pages, step.cache.page_size, step.cache.ring.rank
+        groups = [[i] for i in range(len(requests))] if batched else [list(range(len(requests)))]
+        assert step.batch >= len(groups)
+        for element, group in enumerate(groups):
+            expected = []
+            for i in group:
+                for piece in books.pieces(requests[i], books.length(requests[i]) - counts[i]):
+                    for x in range(piece.length):
+                        slot = piece.page * size + piece.row + x if piece.rank == rank else -1
+                        if piece.rank == rank or step.mode == "decode":
+                            expected.append(
+                                (
+                                    piece.start + x,
+                                    slot,
+                                    new[i][piece.start + x - len(self.said[requests[i]]) + counts[i]],
+                                )
+                            )
+            found = zip(step.positions[element].tolist(), step.slots[element].tolist(), strict=True)
+            assert [(position, slot) for position, slot, _ in expected] == list(found)
+            tokens = torch.tensor([token for i in group for token in new[i]])
+            assert step.take(tokens, 0).tolist() == [token for _, _, token in expected]
+            for i in group:
+                last = step.last_rows[i]
+                if last is not None:
+                    assert last[0] == element
+                    assert step.take(tokens, 0)[last[1]] == new[i][-1]
+
+    def read(self) -> None:
+        """Every request's tokens, from the rows of its blocks."""
+        for request, tokens in self.said.items():
+            for layer in range(self.caches[0].layers):
+                for block in self.caches[0].pages.blocks(request):
+                    cache = self.caches[block.rank]
+                    mine = tokens[block.start : block.stop]
+                    for pool, dim in ((cache.k, D), (cache.v, DV)):
+                        assert torch.equal(
+                            pool[layer, block.page, :, : block.length].transpose(0, 1), keys(mine, layer, dim)
+                        )
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("seed", range(4))
+def test_every_history_reads_back_what_was_put(world_size: int, seed: int) -> None:
+    choose = random.Random(seed)
+    ranks = Ranks(world_size)
+    for _ in range(25):
+        here = sorted(ranks.said)
+        what = choose.choice(["join", "join", "fork", "prefill", "prefill", "decode", "crop", "leave"])
+        try:
+            if what == "join":
+                ranks.said[ranks.all("join", choose.randint(1, 30))] = []
+            elif what == "fork" and here:
+                parent = choose.choice(here)
+                length = choose.randint(0, len(ranks.said[parent]))
+                ranks.said[ranks.all("fork", parent, length, length + 9)] = ranks.said[parent][:length]
+            elif what == "crop" and here:
+                request = choose.choice(here)
+                length = choose.randint(0, len(ranks.said[request]))
+                ranks.all("crop", request, length)
+                del ranks.said[request][length:]
+            elif what == "leave" and here:
+                request = choose.choice(here)
+                ranks.all("leave", request)
+                del ranks.said[request]
+            elif what in ("prefill", "decode"):
+                room = {one: ranks.caches[0].pages.reserved(one) - len(ranks.said[one]) for one in here}
+                some = [one for one in here if room[one] and choose.random() < 0.7]
+                if some:
+                    least = min(room[one] for one in some)
+                    counts = [choose.randint(1, room[one]) for one in some]
+                    counts = counts if what == "prefill" else [min(16, choose.randint(1, least))] * len(some)
+                    ranks.bring(some, counts, mode=what)
+        except CacheFull:
+            continue
+        ranks.read()
+    for request in list(ranks.said):
+        ranks.all("leave", request)
+    assert ranks.caches[0].free_pages == (12,) * world_size
+    assert ranks.caches[0].used_pages == (0,) * world_size
+
+
+def test_a_batch_keeps_its_dimension_and_its_ranks() -> None:
+    ranks = Ranks(2)
+    batch = ranks.all("join_alike", 28, [2, 0])
+    ranks.said = {one: [] for one in batch}
+    for counts, mode in ((9, "prefill"), (1, "decode"), (3, "decode"), (7, "prefill")):
+        steps = ranks.bring(batch, [counts] * 2, mode=mode, alike=True)
+        assert steps[0].batch == 2
+        assert steps[0].firsts == (2, 0)
+        ranks.read()
+    assert ranks.caches[0].pages.are_alike(batch)
+
+
+def test_a_batch_that_finds_no_room_alike_decodes_all_the_same() -> None:
+    ranks = Ranks(1, pages=3)
+    first = ranks.all("join", 7)
+    ranks.said[first] = []
+    ranks.bring([first], [2])
+    second = ranks.all("fork", first, 2, 6)
+    ranks.said[second] = list(ranks.said[first])
+    for _ in range(4):
+        ranks.bring([first, second], [1, 1], alike=True)
+    ranks.bring([first], [1])
+    ranks.read()
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_rows_that_are_kept_are_those_of_the_sharding_of_keys(world_size: int) -> None:
+    ranks = Ranks(world_size, pages=36 // world_size)
+    one, other = ranks.all("join", 40), ranks.all("join", 30)
+    ranks.said = {one: [], other: []}
+    ranks.bring([one], [21])
+    fork = ranks.all("fork", one, 17, 25)
+    ranks.said[fork] = ranks.said[one][:17]
+    steps = ranks.bring([fork, other, one], [3, 18, 2], mode="prefill")
+    virtual = [token for request in (fork, other, one) for token in ranks.said[request]]
+    for cache, step in zip(ranks.caches, steps, strict=True):
+        assert step.kv_sharding is not None
+        assert step.kept_slots is not None
+        kept = positions_of(step.kv_sharding.shards[cache.ring.rank]).tolist()
+        for layer in range(2):
+            k, v = cache.take(layer, step.kept_slots)
+            assert torch.equal(k[0], keys([virtual[x] for x in kept], layer, D))
+            assert torch.equal(v[0], keys([virtual[x] for x in kept], layer, DV))
+    assert steps[0].kv_sharding is not None
+    assert sorted(x for shard in steps[0].kv_sharding.shards for x in positions_of(shard).tolist()) == list(
+        range(len(virtual))
+    )
+
+
+def test_reordered_requests_read_what_the_others_had() -> None:
+    ranks = Ranks(2, kv_dtype=None)
+    beams = ranks.all("join_alike", 20, [0, 0, 0])
+    ranks.said = {one: [] for one in beams}
+    ranks.bring(beams, [6] * 3, mode="prefill", alike=True)
+    for index in ([1, 0, 0], [2, 2, 2], [0, 1, 2], [1, 2, 0]):
+        ranks.all("reorder", beams, index)
+        ranks.said = {one: list(ranks.said[beams[i]]) for one, i in zip(beams, index, strict=True)}
+        ranks.read()
+        ranks.bring(beams, [1] * 3, alike=True)
+        ranks.read()
+
+
+def table_of(step: Step) -> list[list[tuple[int, int, int]]]:
+    """(page, start, length) of every block of every row of a decode step."""
+    assert step.table is not None
+    blocks = zip(step.table.pages.tolist(), step.table.starts.tolist(), step.table.lengths.tolist(), strict=True)
+    counts = step.table.counts.tolist()
+    return [list(zip(*row, strict=True))[:n] for row, n in zip(blocks, counts, strict=True)]
+
+
+def test_a_static_step_says_what_a_new_one_would_at_the_same_addresses() -> None:
+    said, fresh = Ranks(2, pages=20), Ranks(2, pages=20)
+    steps = [cache.static_step(4, 2, max_tokens=40) for cache in said.caches]
+    addresses = [[x.data_ptr() for x in tensors(step)] for step in steps]
+    for ranks in (said, fresh):
+        for _ in range(4):
+            ranks.said[ranks.all("join", 40 if not ranks.said else 12, 0)] = []
+        ranks.bring([0], [19])
+    for requests in ([0], [2, 0, 1], [3, 1, 0, 2], [1], [0, 2, 3]):
+        said.bring(requests, [2] * len(requests), into=steps)
+        for step, other in zip(steps, fresh.bring(requests, [2] * len(requests)), strict=True):
+            n = len(requests)
+            assert (step.requests, step.lengths, step.firsts, step.last_rows) == (
+                other.requests, other.lengths, other.firsts, other.last_rows,
+            )  # fmt: skip
+            assert table_of(step) == table_of(other) + [[]] * (4 - n)
+            assert torch.equal(step.positions[:n], other.positions)
+            assert torch.equal(step.slots[:n], other.slots)
+            assert step.slots[n:].eq(-1).all()
+            for mask in MASKS:
+                lo, hi = step.bounds(*mask)
+                other_lo, other_hi = other.bounds(*mask)
+                assert torch.equal(lo[:n], other_lo)
+                assert torch.equal(hi[:n], other_hi)
+                assert torch.equal(lo[n:], hi[n:])
+                assert lo is step.bounds(*mask)[0]
+        said.read()
+    assert addresses == [[x.data_ptr() for x in tensors(step)] for step in steps]
+
+
+def tensors(step: Step) -> list[Tensor]:
+    assert step.table is not None
+    assert step.positions32 is not None
+    assert step.starts is not None
+    assert step.ends is not None
+    table = step.table
+    bounds = [x for mask in MASKS for x in step.bounds(*mask)]
+    return [
+        step.positions, step.slots, step.positions32, step.starts, step.ends, step.taken, table.pages, table.starts, table.lengths,
+        table.counts, *bounds,
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("mask", MASKS, ids=str)
+def test_bounds_are_what_each_row_may_see(mask: tuple[bool, tuple[int | None, int | None] | None]) -> None:
+    causal, window = mask
+    cache = make(pages=16)
+    batch = cache.join_alike(30, [4, 0])
+    cache.extend(batch, [9, 9], alike=True)
+    step = cache.extend(batch, [3, 3], alike=True)
+    lo, hi = step.bounds(causal, window)
+    left, right = (None, None) if window is None else window
+    for element, first in enumerate((4, 0)):
+        for row, i in enumerate((9, 10, 11)):
+            seen = [
+                j
+                for j in range(first, 12)
+                if (not causal or j <= i) and (left is None or j >= i - left) and (right is None or j <= i + right)
+            ]
+            assert list(range(lo[element, row], hi[element, row])) == seen
+
+
+def lines_of(call: Callable[[], object]) -> int:
+    """Lines of Python that a call runs."""
+    count = 0
+
+    def trace(frame: Any, event: str, arg: Any) -> Any:
+        nonlocal count
+        count += event == "line"
+        return trace
+
+    before = sys.gettrace()
+    gc.disable()
+    sys.settrace(trace)
+    try:
+        call()
+    finally:
+        sys.settrace(before)
+        gc.enable()
+    return count
+
+
+def test_a_decode_step_costs_the_same_over_a_million_tokens() -> None:
+    found = []
+    for tokens in (2**10, 2**20):
+        cache = make(0, 4, layers=1, kv_heads=1, head_dim=1, v_head_dim=1, pages=8 * 2**12 + 8, page_size=64)
+        requests = [cache.join(tokens + 100) for _ in range(8)]
+        for request in requests:
+            cache.pages.place([request], [tokens])
+        cache.extend(requests, [1] * 8)
+        found.append(lines_of(partial(cache.extend, requests, [1] * 8)))
+        assert table_of(cache.extend(requests, [1] * 8))[0][-1][1] <= tokens
+    assert found[0] == found[1]
+
+
+def test_a_prompt_of_a_million_tokens_is_planned_in_runs() -> None:
+    cache = make(0, 4, layers=1, kv_heads=1, head_dim=1, v_head_dim=1, pages=2**12 + 8, page_size=64)
+    request = cache.join(2**20)
+    steps: list[Step] = []
+    # Python walks pages where they are handed out, in three lines, and nowhere else
+    assert lines_of(lambda: steps.append(cache.extend([request], [2**20], mode="prefill"))) < 3 * 2**20 / 64 + 2000
+    assert steps[0].sharding is not None
+    assert max(map(len, steps[0].sharding.shards)) == 2
+    assert steps[0].rows == 2**18
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_rows_are_put_and_taken_as_defined(case: Case) -> None:
+    assert_put(rows.put, case)
+    assert_take(rows.take, case)
+
+
+def test_fp8_rows_are_off_by_half_a_step_of_three_bits_at_most() -> None:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(500, 2, 128, generator=generator) * torch.rand(500, 2, 1, generator=generator) ** 4
+    x[..., ::7] *= 1e-4
+    x[0] = 0
+    quantised, scale = rows.quantise(x)
+    found = rows.dequantise(quantised, scale, torch.float32)
+    # half a unit of the third bit for numbers that are normal in e4m3, half the least subnormal for others
+    bound = torch.maximum(x.abs() * 2**-4, scale.unsqueeze(-1) * 2**-10) * (1 + 2**-20)
+    assert ((found - x).abs() <= bound).all()
+    relative = (found - x).norm() / x.norm()
+    # errors spread evenly over a step of 2^-3 relative to a mantissa in [1, 2): about 2^-3 / sqrt(12) / 1.5
+    assert 0.02 < relative < 0.03, relative
+
+
+def test_attention_over_fp8_is_as_close_as_its_three_bits_allow() -> None:
+    torch.manual_seed(0)
+    n, h, d = 700, 4, 64
+    q, k, v = (torch.randn(1, n, heads, d).bfloat16() for heads in (h, HEADS, HEADS))
+    found = {}
+    for kv_dtype in (None, torch.float8_e4m3fn):
+        cache = make(head_dim=d, v_head_dim=d, dtype=torch.bfloat16, pages=11, page_size=64, kv_dtype=kv_dtype)
+        request = cache.join(n)
+        step = cache.extend([request], [n - 1])
+        cache.put(0, step, step.take(k[:, :-1]), step.take(v[:, :-1]))
+        found[kv_dtype] = attend(cache.extend([request], [1]), 0, q[:, -1:], k[:, -1:], v[:, -1:]).float()
+    # scores move by at most delta, so weights by a factor of e^(2 delta); values by 2^-4 of themselves
+    reach = (q[0, -1].float().abs().view(HEADS, -1, 1, d) * k[0].float().abs().transpose(0, 1).unsqueeze(1)).sum(-1)
+    delta = reach.max().item() * d**-0.5 * 2**-4
+    largest = v.float().abs().max().item()
+    worst = (math.exp(2 * delta) - 1 + 2**-4) * largest + 2**-8 * largest
+    error = (found[None] - found[torch.float8_e4m3fn]).abs().max().item()
+    assert 0 < error < worst
+    # roundings are independent, so in fact they mostly cancel: 700 keys leave about 1 / 26 of a value's own error
+    assert error < 2**-4 * found[None].abs().max().item()
+
+
+@pytest.mark.parametrize("mode", ["prefill", "decode"])
+def test_what_a_request_that_has_left_wrote_is_not_seen(mode: Literal["prefill", "decode"]) -> None:
+    found = []
+    for spoiled in (False, True):
+        cache = make(pages=3)
+        if spoiled:
+            request = cache.join(12)
+            step = cache.extend([request], [12])
+            cache.put(0, step, *(torch.full((1, 12, HEADS, dim), math.nan) for dim in (D, DV)))
+            cache.leave(request)
+        torch.manual_seed(1)
+        request = cache.join(10)
+        x = [torch.randn(1, 10, heads, dim) for heads, dim in ((HEADS, D), (HEADS, D), (HEADS, DV))]
+        parts = []
+        for begin, end in ((0, 5), (5, 6), (6, 10)):
+            step = cache.extend([request], [end - begin], mode=mode)
+            parts.append(attend(step, 0, *(y[:, begin:end] for y in x)))
+        found.append(torch.cat(parts, 1))
+    assert found[0].isfinite().all()
+    assert torch.equal(*found)
+
+
+def test_rows_of_nobody_see_nothing_and_are_kept_nowhere() -> None:
+    cache = make()
+    request = cache.join(20)
+    step = cache.static_step(3, max_tokens=20)
+    torch.manual_seed(0)
+    for _ in range(3):
+        cache.extend([request], [1], into=step)
+        q, k, v = (torch.randn(3, 1, heads, dim) for heads, dim in ((HEADS, D), (HEADS, D), (HEADS, DV)))
+        k[1:], v[1:] = math.nan, math.nan
+        o = attend(step, 0, q, k, v)
+        assert torch.equal(o[1:], torch.zeros(2, 1, HEADS, DV))
+        assert o[0].isfinite().all()
+    assert cache.k.isfinite().all()
+    assert cache.v.isfinite().all()
+
+
+def test_memory_is_bounded_by_what_is_given() -> None:
+    cache = make(pages=None, memory=10_000)
+    # two layers, two heads, 4 + 3 numbers of 4 bytes; 448 bytes for a page of 4
+    assert cache.bytes_per_token == 112
+    assert cache.pages.pages == 22
+    assert cache.capacity_tokens == 88
+    assert sum(x.nbytes for x in (cache.k, cache.v)) == 22 * 448
+    small = make(pages=None, memory=10_000, kv_dtype=torch.float8_e4m3fn)
+    assert small.bytes_per_token == 2 * 2 * (4 + 3 + 2 * 4)
+    assert small.pages.pages == 41
+    scales = [x for x in small.scales(0) if x is not None]
+    assert small.k.nbytes + small.v.nbytes + 2 * sum(x.nbytes for x in scales) == 41 * 4 * small.bytes_per_token
+    with pytest.raises(
+        CacheFull, match=r"a request of up to 89 tokens needs 23 pages of 4 \(10304 bytes\), got 22 of 22 on 1 ranks"
+    ):
+        cache.join(89)
+
+
+@pytest.mark.parametrize(
+    ("changes", "kind", "text"),
+    [
+        ({"pages": None}, ValueError, "pages or memory must be given on cpu"),
+        ({"memory": 10}, ValueError, "pages and memory must not both be given, got 12 and 10"),
+        ({"pages": None, "memory": 400}, ValueError, "memory must hold a page of 4 tokens at least, 448 bytes, got 400"),
+        ({"pages": 0}, ValueError, "pages must be at least 1, got 0"),
+        ({"layers": 0}, ValueError, "layers must be at least 1"),
+        ({"kv_heads": 0}, ValueError, "kv_heads must be at least 1"),
+        ({"page_size": 0}, ValueError, "page_size must be at least 1"),
+        ({"v_head_dim": 0}, ValueError, "v_head_dim must be at least 1"),
+        ({"dtype": torch.int8}, ValueError, "dtype must be float16, bfloat16, float32 or float64"),
+        ({"kv_dtype": torch.float8_e5m2}, NotImplementedError, "kv_dtype must be dtype, torch.float32, or torch.float8_e4m3fn"),
+        ({"kv_dtype": torch.bfloat16}, NotImplementedError, "kv_dtype must be dtype"),
+        ({"dtype": torch.float64, "kv_dtype": torch.float8_e4m3fn}, NotImplementedError, "float64 too"),
+    ],
+)  # fmt: skip
+def test_a_cache_that_cannot_be_is_refused(changes: dict[str, Any], kind: type[Exception], text: str) -> None:
+    with pytest.raises(kind, match=text):
+        make(**changes)
+
+
+def test_rows_that_do_not_belong_there_are_refused() -> None:
+    cache, other = make(), make()
+    request = cache.join(20)
+    step = cache.extend([request], [5])
+    k, v = torch.zeros(1, 5, HEADS, D), torch.zeros(1, 5, HEADS, DV)
+    before = cache.k.clone()
+    cases: list[tuple[str, Callable[[], object]]] = [
+        ("layer must be from 0 to 1, got 2", lambda: cache.put(2, step, k, v)),
+        ("layer must be from 0 to 1, got -1", lambda: cache.put(-1, step, k, v)),
+        ("step must be made by this cache", lambda: other.put(0, step, k, v)),
+        (r"k must have shape \(1, 5, 2, 4\).*got \(1, 4, 2, 4\)", lambda: cache.put(0, step, k[:, 1:], v)),
+        (r"v must have shape \(1, 5, 2, 3\).*got \(1, 5, 2, 4\)", lambda: cache.put(0, step, k, k)),
+        (r"k must have shape .*got \(1, 5, 1, 4\)", lambda: cache.put(0, step, k[:, :, 1:], v)),
+        ("v must have the dtype of the cache, torch.float32, got torch.float64", lambda: cache.put(0, step, k, v.double())),
+        ("k must be on the device of the cache, cpu, got meta", lambda: cache.put(0, step, k.to("meta"), v)),
+        ("k must have a contiguous last dim", lambda: cache.put(0, step, k.mT.contiguous().mT, v)),
+        ("layer must be from 0 to 1, got 5", lambda: cache.take(5, step.slots)),
+        ("slots must be `batch t` int64", lambda: cache.take(0, step.slots.int())),
+        ("slots must be `batch t` int64", lambda: cache.take(0, step.slots[0])),
+        ("out v must have shape", lambda: cache.take(0, step.slots, (k, k))),
+        ("decode must bring the same number", lambda: cache.extend([request], [17], mode="decode")),
+        ("mode must be", lambda: cache.extend([request], [1], mode="encode")),  # pyright: ignore[reportArgumentType]
+        ("must stay within the 20 tokens it reserved, got 5 and 16 more", lambda: cache.extend([request], [16])),
+        ("batch must be at least 1", lambda: cache.static_step(0, max_tokens=4)),
+        ("max_tokens must be at least 1", lambda: cache.static_step(1, max_tokens=0)),
+        ("new must be from 1 to 16, got 17", lambda: cache.static_step(1, 17, max_tokens=40)),
+    ]  # fmt: skip
+    for text, call in cases:
+        with pytest.raises(ValueError, match=text):
+            call()
+        assert cache.length(request) == 5
+    assert torch.equal(cache.k, before)
+
+
+def test_a_step_whose_requests_are_gone_keeps_nothing() -> None:
+    cache = make()
+    first, second = cache.join(20), cache.join(20)
+    step = cache.extend([first], [5])
+    k, v = torch.ones(1, 5, HEADS, D), torch.ones(1, 5, HEADS, DV)
+    cache.leave(second)
+    cache.put(0, step, k, v)
+    cache.crop(first, 4)
+    with pytest.raises(ValueError, match="request 0 of 5 tokens, which was cropped to 4 tokens since; extend again"):
+        cache.put(1, step, k, v)
+    cache.leave(first)
+    with pytest.raises(ValueError, match="request 0 of 5 tokens, which has left since"):
+        cache.put(1, step, k, v)
+    assert not cache.k[1].any()
+
+
+def test_a_static_step_refuses_what_it_has_no_room_for_before_room_is_made() -> None:
+    cache = make(pages=16)
+    requests = [cache.join(30) for _ in range(2)]
+    step = cache.static_step(1, 2, max_tokens=8)
+    narrow = cache.static_step(2, 1, max_tokens=30, max_blocks=1)
+    cases: list[tuple[str, Callable[[], object]]] = [
+        ("at most 1 requests with 2 new tokens each, got 2", lambda: cache.extend(requests, [2, 2], into=step)),
+        ("at most 1 requests with 2 new tokens each, got 1 with .1.", lambda: cache.extend(requests[:1], [1], into=step)),
+        ("8 tokens in 3 blocks of each rank, got request 0 with 9 in up", lambda: cache.extend(requests[:1], [2], into=step)),
+        ("in 1 blocks of each rank, got request 0 with 8 in up to 3", lambda: cache.extend(requests[:1], [1], into=narrow)),
+        ("into must be left out of a prefill", lambda: cache.extend(requests[:1], [2], mode="prefill", into=step)),
+        ("into must be a static step of this cache", lambda: cache.extend([0], [2], into=make().static_step(1, max_tokens=8))),
+    ]  # fmt: skip
+    cache.extend(requests[:1], [7])
+    for text, call in cases:
+        with pytest.raises(ValueError, match=text):
+            call()
+        assert cache.length(requests[0]) == 7
+
+
+def test_requests_that_cannot_be_prefilled_together_are_refused_before_room_is_made() -> None:
+    cache = make(0, 2)
+    padded, other = cache.join(20, first=3), cache.join(20)
+    free = cache.free_pages
+    with pytest.raises(NotImplementedError, match=r"requests with padding in front must be alike, got firsts \[3, 0\]"):
+        cache.extend([padded, other], [9, 4])
+    cache.extend([other], [4])
+    with pytest.raises(NotImplementedError, match=r"must be kept alike to be prefilled together, got lengths \[0, 4\]"):
+        cache.extend([padded, other], [5, 5], mode="prefill", alike=True)
+    assert cache.length(padded) == 0
+    assert sum(free) - sum(cache.free_pages) == 1
+
+
+def _differing(what: str) -> str:
+    changes: dict[str, Any] = {"pages": 3 + Ring().rank} if what == "pages" else {"head_dim": 0 if Ring().rank else 8}
+    facts: dict[str, Any] = {
+        "layers": 1,
+        "kv_heads": 1,
+        "head_dim": 8,
+        "dtype": torch.float32,
+        "pages": 3,
+        "device": "cpu",
+    }
+    try:
+        PagedKVCache(Ring(), **(facts | changes))
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.dist
+def test_caches_that_differ_are_refused_on_every_rank(pool: Pools) -> None:
+    for text in pool(2).run(_differing, "pages"):
+        assert "a cache of keys and values must be the same on all ranks" in text
+    here, there = pool(2).run(_differing, "head_dim")
+    assert "ring rank 1 refused: ValueError: head_dim must be at least 1, got 0" in here
+    assert there == "head_dim must be at least 1, got 0; give the sizes of the model and of the cache"
