@@ -463,4 +463,4 @@ def test_every_history_reads_back_what_was_said() -> None:
 
 @pytest.mark.slow
 def test_every_long_history_reads_back_what_was_said() -> None:
-    run_state_machine_as_test(Model, settings=settings(max_examples=1500, stateful_step_count=60, deadline=None))
+    run_state_machine_as_test(Model, settings=settings(max_examples=1000, stateful_step_count=50, deadline=None))

@@ -696,5 +696,6 @@ def _common(a: Table, b: Table) -> int:
     low, high = 0, max(0, min(len(a), len(b)) - 1)
     while low < high:
         middle = (low + high + 1) // 2
-        low, high = (middle, high) if a.pages[low:middle] == b.pages[low:middle] else (low, middle - 1)
+        same = a.pages[low:middle] == b.pages[low:middle] and a.lengths[low:middle] == b.lengths[low:middle]
+        low, high = (middle, high) if same else (low, middle - 1)
     return low
