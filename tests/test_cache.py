@@ -571,6 +571,26 @@ def _differing(what: str) -> str:
     return ""
 
 
+def _least(refusing: bool) -> int | str:
+    ring = Ring()
+    try:
+        with ring.shared_refusals():
+            if refusing and ring.rank:
+                raise ValueError("no")
+        return ring.least(7 - ring.rank)
+    except ValueError as error:
+        return str(error)
+
+
+@pytest.mark.dist
+def test_the_least_number_is_that_of_all_ranks(pool: Pools) -> None:
+    assert Ring().least(3) == 3
+    assert pool(3).run(_least, False) == [5, 5, 5]
+    here, there, _ = pool(3).run(_least, True)
+    assert "ring rank 1 refused: ValueError: no" in here
+    assert there == "no"
+
+
 @pytest.mark.dist
 def test_caches_that_differ_are_refused_on_every_rank(pool: Pools) -> None:
     for text in pool(2).run(_differing, "pages"):

@@ -126,7 +126,11 @@ class PagedKVCache:
                 device.type,
             )
         ring.agree("a cache of keys and values", " ".join(map(str, wanted)))
-        least = ring.least(torch.cuda.mem_get_info(device)[0]) if device.type == "cuda" else None
+        least = None
+        if device.type == "cuda":
+            # what torch keeps for later is free as well
+            torch.cuda.empty_cache()
+            least = ring.least(torch.cuda.mem_get_info(device)[0])
         page_bytes = page_size * self.bytes_per_token
         if pages is None:
             room = memory if memory is not None else int(DEFAULT_SHARE * (least or 0))
@@ -146,10 +150,11 @@ class PagedKVCache:
         self.accord = Accord(ring)
         self.room: dict[str, tuple[int, ...]] = {}
         shape = (layers, pages, kv_heads, page_size)
-        self.k = torch.zeros(*shape, self.head_dim, dtype=self.kv_dtype, device=device)
-        self.v = torch.zeros(*shape, self.v_head_dim, dtype=self.kv_dtype, device=device)
-        self.k_scale = torch.zeros(shape, dtype=torch.float32, device=device) if self.is_quantised else None
-        self.v_scale = torch.zeros(shape, dtype=torch.float32, device=device) if self.is_quantised else None
+        with ring.shared_refusals():
+            self.k = torch.zeros(*shape, self.head_dim, dtype=self.kv_dtype, device=device)
+            self.v = torch.zeros(*shape, self.v_head_dim, dtype=self.kv_dtype, device=device)
+            self.k_scale = torch.zeros(shape, dtype=torch.float32, device=device) if self.is_quantised else None
+            self.v_scale = torch.zeros(shape, dtype=torch.float32, device=device) if self.is_quantised else None
 
     @property
     def is_quantised(self) -> bool:

@@ -403,8 +403,8 @@ class Pages:
 
         Raises:
             ValueError: A request is not here, would outgrow its reservation, occurs twice, or they are not alike.
-            CacheFull: alike: ranks do not have a page for each of the requests. Never of requests that joined alike and
-                were always placed alike.
+            CacheFull: alike: ranks do not have a page for each of the requests. Never of those that joined alike and were
+                placed, cropped and reordered alike since, short of a crop that asked (`crop`).
         """
         if not requests or len(set(requests)) != len(requests) or len(counts) != len(requests) or min(counts) < 1:
             raise ValueError(
@@ -504,15 +504,18 @@ class Pages:
         anywhere = [one for one in group if one.fixed is None]
         limits = [one.fixed for one in group if one.fixed is not None]
         if anywhere:
-            limits.append([max(0, x) // len(anywhere) for x in there])
+            limits.append([x // len(anywhere) for x in there])
         limit = [min(column) for column in zip(*limits, strict=True)]
-        spare = pages * self.page_size - (new - here)
-        after = self._pages_of
-        more = sum(pages + after(one.promised - one.length - new - spare) - self._owed(one) for one in anywhere)
-        if pages > sum(limit) or more > self.available:
+        # who leaves room behind needs more than was promised, now or later
+        rest = here + pages * self.page_size
+        needed = {one.name: pages + self._pages_of(one.promised - one.length - rest) for one in group}
+        more = sum(needed[one.name] - self._owed(one) for one in anywhere)
+        short = [one.name for one in group if one.fixed is not None and sum(one.fixed) < needed[one.name]]
+        if pages > sum(limit) or more > self.available or short:
             raise CacheFull(
                 f"{pages} pages must be free for each of {len(group)} requests on the same ranks, got {limit} by rank"
-                f"{f' and {self.available} in all for {more} beyond those promised' if more > 0 else ''}; "
+                f"{f' and {self.available} in all for {more} beyond those promised' if more > 0 else ''}"
+                f"{f', and requests {short} that would leave room in pages they were promised' if short else ''}; "
                 "let them join by join_alike, place them without alike, or let fewer requests in"
             )
         dealt = self._deal(pages, limit, one_by_one)
@@ -693,5 +696,6 @@ def _common(a: Table, b: Table) -> int:
     low, high = 0, max(0, min(len(a), len(b)) - 1)
     while low < high:
         middle = (low + high + 1) // 2
-        low, high = (middle, high) if a.pages[low:middle] == b.pages[low:middle] else (low, middle - 1)
+        same = a.pages[low:middle] == b.pages[low:middle] and a.lengths[low:middle] == b.lengths[low:middle]
+        low, high = (middle, high) if same else (low, middle - 1)
     return low
