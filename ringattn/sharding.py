@@ -79,7 +79,9 @@ class Sharding:
     ) -> None:
         check_sizes(seq_len, len(shards))
         if layout not in (*LAYOUTS, PART):
-            raise ValueError(f"layout must be one of {', '.join(LAYOUTS)}, {PART}, got {layout!r}; 'zigzag' suits causal masks")
+            raise ValueError(
+                f"layout must be one of {', '.join(LAYOUTS)}, {PART}, got {layout!r}; 'zigzag' suits causal masks"
+            )
         if not 0 <= rank < len(shards):
             raise ValueError(
                 f"rank must be from 0 to {len(shards) - 1}, got {rank}; give one shard per rank of the ring"
@@ -251,7 +253,9 @@ class Sharding:
         not part of it: all ranks have the same text.
         """
         shards = None
-        if self._layout in ("balanced", PART) or self._shards != make_shards(self._layout, self._seq_len, self.world_size):
+        if self._layout in ("balanced", PART) or self._shards != make_shards(
+            self._layout, self._seq_len, self.world_size
+        ):
             shards = tuple(tuple((run.start, run.stride, run.length) for run in shard) for shard in self._shards)
         return self._seq_len, self._layout, self.world_size, self._documents, shards
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -231,6 +233,21 @@ def test_results_carry_no_graph() -> None:
     # what inference mode made of it serves outside, too
     step = cache.extend([0], [4])
     assert not attend(step, 1, **rows_of(step)).requires_grad
+
+
+def test_a_step_goes_when_nobody_has_it() -> None:
+    cache = small()
+    request = cache.join(60)
+    for count in (TOKENS, 30, 2):
+        step = cache.extend([request], [count])
+        attend(step, 0, **rows_of(step), window=(9, 0))
+        gone = weakref.ref(step)
+        gc.disable()
+        try:
+            del step
+            assert gone() is None
+        finally:
+            gc.enable()
 
 
 def refuse_together(fault: str) -> str:

@@ -6,7 +6,8 @@ and travel.
 Note [Once per kind]
     All layers of a model make the same few kinds of calls with a step: options, shapes and dtypes. What follows from a kind
     (whether it is right, that all ranks mean the same, which kernels serve it, what moves) is decided at the first layer and
-    kept with the step; a later layer looks it up. A step lives for one call of the model, so nothing has to be forgotten.
+    kept with the step; a later layer looks it up. A step lives for one call of the model, so nothing has to be forgotten; what is
+    kept does not hold the step, whose memory on the device is free as soon as nobody has it.
 """
 
 from __future__ import annotations
@@ -77,7 +78,9 @@ def attend(
 
     Raises:
         ValueError: A shape, dtype, device or option is inconsistent; something requires gradients; the step is out of date; or
-            ranks differ. Found at the first layer of a step, it is raised on every rank, before anything is kept or moved.
+            ranks differ. Nothing is kept or moved then. It is raised on every rank wherever ranks compare: at the first layer of
+            a prefill, and of a decode by other requests than before (Note [Same books] of accord.py). Elsewhere the others
+            find that this rank does not come.
         NotImplementedError: No kernel serves the call.
         RuntimeError: A transfer failed or timed out.
 
@@ -92,7 +95,8 @@ def attend(
         torch.Size([1, 20, 1, 16])
     """
     run = _beside_compilers() if "torch._dynamo" in sys.modules else _attend
-    options = (causal, window, softmax_scale, softcap, moves)
+    bounds = window if window is None or isinstance(window, int) else tuple(window)
+    options = (causal, bounds, softmax_scale, softcap, moves)
     return run(step, layer, (q, k, v, sinks, alibi_slopes), options)
 
 
@@ -123,12 +127,12 @@ def _attend(step: Step, layer: int, given: Given, wanted: tuple[bool, Any, float
         except (ValueError, NotImplementedError) as error:
             step.cache.ring.refuse(error)
         step.cache.accord.meet(step, _kind(options, given), q.device)
-        known = step.calls[key] = found.ready(q)
+        known = step.calls[key] = found.ready(step, q)
     else:
         _check_gradients(given)
     with torch.no_grad():
         step.cache.put(layer, step, k, v)
-        return known.attend(layer, q, k, v, sinks, alibi_slopes)
+        return known.attend(step, layer, q, k, v, sinks, alibi_slopes)
 
 
 @dataclass(frozen=True)
@@ -142,7 +146,7 @@ class _Options:
     @classmethod
     def of(cls, causal: bool, window: Any, softmax_scale: float | None, softcap: float, moves: str) -> _Options:
         """Options as users give them."""
-        window = (window - 1, 0) if isinstance(window, int) else None if window is None else tuple(window)
+        window = (window - 1, 0) if isinstance(window, int) else window
         return cls(causal, window, softmax_scale, softcap, moves)
 
     def scale(self, q: Tensor) -> float:
@@ -153,37 +157,42 @@ class _Options:
 class _Prefill:
     """A prefill that is right, before ranks have agreed on it."""
 
-    step: Step
     call: Call
     moves: str
     features: frozenset[str]
 
-    def ready(self, q: Tensor) -> Prefill:
-        step, call = self.step, self.call
+    def ready(self, step: Step, q: Tensor) -> Prefill:
+        call = self.call
         choice = pick(q.device, q.dtype, q.shape[-1], step.cache.v_head_dim, impl=call.impl, features=self.features)
         fresh = step.lengths == step.counts
         moves = resolve_moves(self.moves, step, call, q, fresh)
         travel = plan_travel(call, q.device) if moves == "queries" else None
-        return Prefill(step, call, choice.kernels, moves, fresh, travel, growth(step))
+        return Prefill(call, choice.kernels, moves, fresh, travel, growth(step))
 
 
 @dataclass(frozen=True, eq=False)
 class _Decode:
     """A decode that is right."""
 
-    step: Step
     options: _Options
 
-    def ready(self, q: Tensor) -> _Decode:
-        del q
+    def ready(self, step: Step, q: Tensor) -> _Decode:
+        del step, q
         return self
 
     def attend(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, alibi_slopes: Tensor | None
+        self,
+        step: Step,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sinks: Tensor | None,
+        alibi_slopes: Tensor | None,
     ) -> Tensor:
         """O `b s h dv`, the same bits on all ranks; the keys are in the cache."""
         del k, v
-        step, cache, table, positions = self.step, self.step.cache, self.step.table, self.step.positions32
+        cache, table, positions = step.cache, step.table, step.positions32
         assert table is not None, "a step of decoding has a table"
         assert positions is not None, "a step of decoding has positions of 32 bits"
         wide = accumulation_dtype(q.dtype)
@@ -237,7 +246,7 @@ def _decide(
     )
     if step.mode == "decode":
         pick_decode(q.device, q.dtype, cache.kv_dtype, q.shape[-1], cache.v_head_dim, cache.page_size)
-        return _Decode(step, options)
+        return _Decode(options)
     assert step.sharding is not None, "a step of prefill has shardings"
     assert step.kv_sharding is not None, "a step of prefill has shardings"
     call = Call(
@@ -254,7 +263,7 @@ def _decide(
     )
     features = call.features(sinks=sinks, alibi_slopes=alibi_slopes)
     pick(q.device, q.dtype, q.shape[-1], cache.v_head_dim, impl=call.impl, features=features)
-    return _Prefill(step, call, options.moves, features)
+    return _Prefill(call, options.moves, features)
 
 
 def _facts(x: Tensor | None) -> Any:

@@ -67,7 +67,6 @@ class Prefill:
     """What is decided about a kind of call when a step of prefill meets it first.
 
     Attributes:
-        step: The step.
         call: Shardings and mask.
         kernels: What computes visits.
         moves: "keys" or "queries".
@@ -76,7 +75,6 @@ class Prefill:
         times: How many times as long the requests may become (Note [Room ahead]).
     """
 
-    step: Step
     call: Call
     kernels: KernelSet
     moves: str
@@ -86,14 +84,21 @@ class Prefill:
     _begun: list[bool] = field(default_factory=list, init=False, repr=False)
 
     def attend(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, alibi_slopes: Tensor | None
+        self,
+        step: Step,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sinks: Tensor | None,
+        alibi_slopes: Tensor | None,
     ) -> Tensor:
         """O `b s h dv` of this rank's new rows, whose keys the cache has."""
-        cache, call, seat = self.step.cache, self.call, self.step.cache.ring.seat
+        cache, call, seat = step.cache, self.call, step.cache.ring.seat
         keys, values = k, v
         if not self.fresh:
-            assert self.step.kept_slots is not None, "a step of prefill knows where keys are kept"
-            keys, values = cache.take(layer, self.step.kept_slots)
+            assert step.kept_slots is not None, "a step of prefill knows where keys are kept"
+            keys, values = cache.take(layer, step.kept_slots)
         score = call.score(q.dtype, 0, sinks=sinks, alibi_slopes=alibi_slopes)
         q, keys, values = _rows(q), _rows(keys), _rows(values)
         if self.travel is None:
