@@ -437,7 +437,8 @@ def test_pages_are_free_when_a_stream_is_left():
     try:
         body = {"prompt": going_on("g", 600), "max_tokens": 600, "temperature": 0, "stream": True}
         with httpx.stream("POST", f"{served.url}/v1/completions", json=body, timeout=30) as stream:
-            next(stream.iter_lines())
+            lines = stream.iter_lines()  # which closes the stream when it is let go of
+            next(lines)
             served.state_when(lambda state: state["running"] == 1)
         left = time.monotonic()
         state = served.state_when(lambda state: state["running"] == 0)
@@ -483,7 +484,7 @@ def test_a_key_opens_everything_but_the_page_and_health():
         for path in ("/v1/models", "/state", "/metrics"):
             assert httpx.get(served.url + path).status_code == 401
             assert httpx.get(served.url + path, headers={"Authorization": "Bearer wrong"}).status_code == 401
-            assert httpx.get(served.url + path, headers={"Authorization": "Bearer sécret".encode()}).status_code == 200
+            assert httpx.get(served.url + path, headers={b"Authorization": "Bearer sécret".encode()}).status_code == 200
         assert httpx.get(f"{served.url}/health").status_code == 200
         assert httpx.get(served.url).status_code == 200
         with (

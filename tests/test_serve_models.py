@@ -76,7 +76,7 @@ def test_a_checkpoint_brings_its_weights_its_tokenizer_and_its_stops(folder):
     assert (served.name, served.length) == ("small", 512)
     assert served.tokenizer.stops == {0, 7}
     assert not served.model.training
-    plain = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="sdpa", dtype=torch.float32)
+    plain: Any = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="sdpa", dtype=torch.float32)
     assert all(torch.equal(a, b) for a, b in zip(plain.parameters(), served.model.parameters(), strict=True))
     assert opened(folder, name="other", dtype="bfloat16").model.dtype == torch.bfloat16
     # what the scheduler gets out of it is what the model gives by itself

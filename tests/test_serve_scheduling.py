@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -240,6 +241,7 @@ def test_the_index_finds_the_longest_prefix(known, prompt):
         return n
 
     left = {name: common(tokens) for name, tokens in enumerate(known) if name % 3}
+    holder: Any
     holder, length = index.find(chain(prompt, 2))
     assert length == max(left.values(), default=0)
     assert holder is None if length == 0 else left[holder] == length

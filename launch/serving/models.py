@@ -148,6 +148,10 @@ def make_cache(model: Any, ring: Ring, *, gib: float | None, page_size: int, kv_
     Raises:
         Refusal: Not even one page fits; raised on every rank.
     """
+    from ringattn.integrations.transformers.generation import cache_sizes
+
+    names = ("layers", "kv_heads", "head_dim", "v_head_dim")
+    shape: dict[str, Any] = dict(zip(names, cache_sizes(model), strict=True))
     if gib is None and model.device.type == "cuda":
         torch.cuda.empty_cache()
         memory = None
@@ -157,7 +161,7 @@ def make_cache(model: Any, ring: Ring, *, gib: float | None, page_size: int, kv_
     try:
         return PagedKVCache(
             ring,
-            **_shape(model),
+            **shape,
             dtype=model.dtype,
             memory=memory,
             page_size=page_size,
@@ -166,18 +170,6 @@ def make_cache(model: Any, ring: Ring, *, gib: float | None, page_size: int, kv_
         )
     except ValueError as error:
         raise Refusal(f"{error} (--cache-gib, --page-size)") from None
-
-
-def _shape(model: Any) -> dict[str, int]:
-    config = model.config.get_text_config(decoder=True)
-    heads = config.num_attention_heads
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
-    return {
-        "layers": config.num_hidden_layers,
-        "kv_heads": getattr(config, "num_key_value_heads", None) or heads,
-        "head_dim": head_dim,
-        "v_head_dim": getattr(config, "v_head_dim", None) or head_dim,
-    }
 
 
 class Replica:

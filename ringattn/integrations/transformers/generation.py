@@ -90,7 +90,7 @@ class RingCache(Cache):
         for name, value in (("max_tokens", max_tokens), ("batch", batch), ("page_size", page_size)):
             if value < 1:
                 raise ValueError(f"{name} must be at least 1, got {value}")
-        layers, kv_heads, head_dim, v_head_dim = _sizes(model)
+        layers, kv_heads, head_dim, v_head_dim = cache_sizes(model)
         super().__init__(layers=[_Layer() for _ in range(layers)])  # pyright: ignore[reportArgumentType]
         self.ring, self.max_tokens = ring, max_tokens
         # sequences of a batch get their pages from the same ranks
@@ -350,7 +350,7 @@ class _Layer:
     supports_early_init = False
 
 
-def _sizes(model: PreTrainedModel) -> tuple[int, int, int, int]:
+def cache_sizes(model: PreTrainedModel) -> tuple[int, int, int, int]:
     """Layers, key heads, and the dims of their keys and values."""
     config = model.config.get_text_config(decoder=True)
     heads = config.num_attention_heads
