@@ -9,12 +9,14 @@ Note [Who does what]
         weight of request r      w[r] = blocks of r, at most as many as [min lo, max hi) can touch
         blocks of a share        c = max(sum w / slots, max w / splits, least), rounded up
         shares of r              n[r] = max(1, w[r] / c), rounded up: the slots of r follow those of r - 1
+    Rounding up may make more shares than slots, which then go in two rounds. With c as many times larger as there are too many
+    shares they go in one, and are larger: whichever is done first by an estimate is taken.
     Then it finds the blocks of its request that some row sees (they are adjacent) and takes its part of these. A program
     without blocks writes the identity; so do the programs of a request, in turns, for the splits that it does not need.
     Programs beyond the last slot leave at once.
 
-    Example: 100 and 4 blocks, 8 slots, 8 splits, least 2: c = 13, n = (8, 1). The second request's only program also writes
-    the identity into the splits 1 to 7.
+    Example: 100 and 4 blocks, 8 slots, 8 splits, least 2: with c = 13 n = (8, 1), which is one share more than there are slots;
+    with c = 15 n = (7, 1). The second request's only program also writes the identity into the splits 1 to 7.
 
 Note [Pipeline]
     Tiles of K and V stream through shared memory, several ahead. Which page a tile lies in, where it starts, and how many of
@@ -60,17 +62,27 @@ def _bounds(lo_ptr, hi_ptr, lo_sb, hi_sb, requests, b, s, S: tl.constexpr):
 
 
 @triton.jit
-def _shares(
-    counts, lo_ptr, hi_ptr, lo_sb, hi_sb, b, s, slots, splits, least,
-    PAGE: tl.constexpr, B: tl.constexpr, S: tl.constexpr,
-):  # fmt: skip
+def _divide(weight, there, share):
+    """Shares of every request when none is larger than `share`, their number, and the largest one."""
+    shares = tl.where(there, tl.maximum(tl.cdiv(weight, share), 1), 0)
+    return shares, tl.sum(shares, 0), tl.max(tl.cdiv(weight, tl.maximum(shares, 1)), 0)
+
+
+@triton.jit
+def _shares(counts, lo_ptr, hi_ptr, lo_sb, hi_sb, b, s, slots, splits, least, PAGE: tl.constexpr, B: tl.constexpr, S: tl.constexpr):  # fmt: skip
     """Shares of every request, and their running sum (Note [Who does what])."""
     r = tl.arange(0, B)
-    count = tl.load(counts + r, mask=r < b, other=0)
+    there = r < b
+    count = tl.load(counts + r, mask=there, other=0)
     lo, hi = _bounds(lo_ptr, hi_ptr, lo_sb, hi_sb, r, b, s, S)
     weight = tl.minimum(count, tl.where(lo < hi, (hi - lo) // PAGE + 2, 0))
-    share = tl.maximum(tl.cdiv(tl.sum(weight, 0), slots), tl.cdiv(tl.max(weight, 0), splits))
-    shares = tl.where(r < b, tl.maximum(tl.cdiv(weight, tl.maximum(share, least)), 1), 0)
+    even = tl.cdiv(tl.sum(weight, 0), slots)
+    share = tl.maximum(tl.maximum(even, tl.cdiv(tl.max(weight, 0), splits)), least)
+    shares, total, longest = _divide(weight, there, share)
+    fewer, fewer_total, fewer_longest = _divide(weight, there, tl.maximum(share, tl.cdiv(share * total, slots)))
+    # more shares than slots go in two rounds, of which the second begins when most of the work is done
+    if fewer_longest + tl.where(fewer_total > slots, even, 0) < longest + tl.where(total > slots, even, 0):
+        shares = fewer
     return shares, tl.cumsum(shares, 0)
 
 

@@ -103,6 +103,10 @@ def test_a_graph_that_is_replayed_decodes_as_new_steps_do(kv_dtype: torch.dtype 
         rehearsal = captured.extend([other], [1], into=static if warm else captured.static_step(3, max_tokens=1000))
         layers(rehearsal, x)
         captured.leave(other)
+        # what it wrote stays in the page until others write there
+        other = plain.join(2)
+        layers(plain.extend([other], [1]), [y[:1] for y in x])
+        plain.leave(other)
         captured.extend([0, 1], [1, 1], into=static)
         torch.cuda.synchronize()
         with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
