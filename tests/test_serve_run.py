@@ -34,7 +34,7 @@ from ringattn.launch.serving.text import Bytes
 ROOT = Path(__file__).resolve().parents[1]
 pytestmark = pytest.mark.dist
 
-SURE = 1e-4
+SURE = 1e-3
 """A token is decided when the largest logit leads by this much, far more than rounding moves it."""
 
 
@@ -105,18 +105,7 @@ class Process:
 
 
 FLAGS = (
-    "--model",
-    "tiny",
-    "--page-size",
-    "16",
-    "--cache-gib",
-    "0.002",
-    "--chunk",
-    "256",
-    "--max-running",
-    "32",
-    "--max-body-mib",
-    "0.1",
+    "--model tiny --page-size 16 --cache-gib 0.002 --chunk 256 --max-running 32 --queue 500 --max-body-mib 0.1".split()
 )
 
 
@@ -226,6 +215,7 @@ def load_and_check(server: Process, count: int, distinct: Sequence[str], most: i
             kinds.append("left")
         elif x % 2:
             answer = client.post("/v1/completions", json={**body, "stream": True})
+            assert answer.status_code == 200, answer.text
             events = [json.loads(event[6:]) for event in answer.text.split("\n\n")[:-2]]
             assert "".join(event["choices"][0]["text"] for event in events) == text
             kinds.append("streamed")
@@ -255,7 +245,7 @@ def test_many_at_once_get_what_each_gets_alone_and_all_pages_come_back(server):
 
 @pytest.mark.slow
 def test_longer_loads(server):
-    for _ in range(3):
+    for _ in range(2):
         load_and_check(server, 400, prompts(80, 1500), 40)
 
 
