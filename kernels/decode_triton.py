@@ -69,7 +69,10 @@ def _divide(weight, there, share):
 
 
 @triton.jit
-def _shares(counts, lo_ptr, hi_ptr, lo_sb, hi_sb, b, s, slots, splits, least, PAGE: tl.constexpr, B: tl.constexpr, S: tl.constexpr):  # fmt: skip
+def _shares(
+    counts, lo_ptr, hi_ptr, lo_sb, hi_sb, b, s, slots, splits, least,
+    PAGE: tl.constexpr, B: tl.constexpr, S: tl.constexpr,
+):  # fmt: skip
     """Shares of every request, and their running sum (Note [Who does what])."""
     r = tl.arange(0, B)
     there = r < b
