@@ -62,7 +62,7 @@ def test_a_gpu_is_served_by_portable() -> None:
 def test_a_graph_serves_what_is_written_into_its_tables_later(fp8: bool) -> None:
     """Captured with one token a request; replayed with other lengths, an empty request, other bounds and other pages."""
     base = Case(lengths=(40, 40, 40), tokens=2, heads=8, kv_heads=2, head_dim=64, page_size=16, fp8=fp8, mine=1.0)
-    columns, pages, splits = 200, 400, 9
+    columns, pages, splits = 300, 600, 9
     scene = make_scene(base, torch.bfloat16).to(DEVICE)
     pools = {name: getattr(scene, name) for name in ("k", "v", "k_scale", "v_scale")}
     pools = {

@@ -6,6 +6,8 @@ kept there. The group is found by name at each use (Note [Names] of ring.py).
 Note [Old memory]
     Memory is given up only when nothing can use it any more. A graph that was captured keeps the addresses it was captured
     with, so once a ring has been captured it retires what it outgrows instead of letting go of it.
+    Letting go of a region makes torch wait for the device, which a capture forbids (the process would abort), and garbage may be
+    collected at any time: a region that goes during a capture is kept until one is made outside of it.
 """
 
 from __future__ import annotations
@@ -18,6 +20,9 @@ import torch
 from torch import Tensor
 
 from ringattn.transport.process_group import Agreement, resolve_group
+
+_gone: list[tuple[Tensor, Any]] = []
+"""What went during a capture (Note [Old memory])."""
 
 ALIGNMENT = 256
 """Bytes that the parts of a region begin at a multiple of."""
@@ -36,6 +41,11 @@ class Region:
     local: Tensor
     addresses: tuple[int, ...]
     keeper: Any = None
+
+    def __del__(self) -> None:
+        """Note [Old memory]."""
+        if self.local.is_cuda and torch.cuda.is_current_stream_capturing():
+            _gone.append((self.local, self.keeper))
 
 
 class Memory(Protocol):
@@ -82,6 +92,8 @@ class SymmetricMemory:
         """See `Memory.region`."""
         from torch.distributed import _symmetric_memory as symmetric
 
+        if not torch.cuda.is_current_stream_capturing():
+            _gone.clear()
         self._compare(what, f"{num_bytes} bytes")
         group = resolve_group(self._group_name)
         with torch.cuda.device(self.device):
