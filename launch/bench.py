@@ -1,9 +1,10 @@
 """How fast is it, and beside what? Kernels on one GPU, the ring over several, and memory against length.
 
-Owns the commands, and what tables and plots show. Refuses to know what is measured (`bench_kernels`, `bench_ring`,
-`bench_memory`, `bench_model`), and prints no speed of an answer that was not checked.
+Owns the commands, and what tables and plots show. Refuses to know what is measured (`bench_kernels`, `bench_decode`,
+`bench_ring`, `bench_memory`, `bench_model`), and prints no speed of an answer that was not checked.
 
     python -m ringattn.launch.bench kernels
+    python -m ringattn.launch.bench decode
     torchrun --nproc_per_node 4 -m ringattn.launch.bench ring
     torchrun --nproc_per_node 4 -m ringattn.launch.bench memory
     torchrun --nproc_per_node 4 -m ringattn.launch.bench host
@@ -21,6 +22,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from ringattn.launch.bench_decode import Decode, bench_decode
 from ringattn.launch.bench_host import Host, bench_host
 from ringattn.launch.bench_kernels import Kernels, bench_kernels, describe_problem
 from ringattn.launch.bench_memory import Memory, bench_memory
@@ -76,6 +78,19 @@ COLUMNS: dict[str, dict[str, str]] = {
         "model_tflops_per_gpu": "{:.0f}",
         "mfu_percent": "{:.1f}%",
         "peak_gib": "{:.1f}",
+    },
+    "decode": {
+        "problem": "{}",
+        "who": "{}",
+        "config": "{}",
+        "splits": "{}",
+        "us": "{:.1f}",
+        "gbps": "{:.0f}",
+        "percent": "{:.0f}%",
+        "kernel_us": "{:.1f}",
+        "kernel_gbps": "{:.0f}",
+        "kernel_percent": "{:.0f}%",
+        "host_us": "{:.1f}",
     },
     "host": {
         "world_size": "{}",
@@ -175,14 +190,16 @@ def plot_memory(rows: Sequence[dict[str, Any]], title: str, path: Path) -> None:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command; returns its exit code: 1 when the check is red, and then no speed is shown."""
     words = sys.argv[1:] if arguments is None else list(arguments)
-    args: Kernels | Ring | Memory | Model | Host = parse(
-        Kernels | Ring | Memory | Model | Host, words, "bench", "Measures, after checking."
+    args: Kernels | Decode | Ring | Memory | Model | Host = parse(
+        Kernels | Decode | Ring | Memory | Model | Host, words, "bench", "Measures, after checking."
     )
     with open_session(args.device) as session:
         line = machine(session)
         session.say(describe(line))
         if isinstance(args, Kernels):
             return report_kernels(args, session, line, words)
+        if isinstance(args, Decode):
+            return report_decode(args, session, line)
         if isinstance(args, Host):
             return report_host(args, session, line)
         kind, rows = measure(args, session)
@@ -236,6 +253,16 @@ def report_kernels(args: Kernels, session: Session, line: dict[str, Any], words:
     picture = path.with_suffix(".png")
     print(f"rows: {path}{f' and {picture}' if drawn else ''}")
     return int(bool(book.red))
+
+
+def report_decode(args: Decode, session: Session, line: dict[str, Any]) -> int:
+    """Measures decode and shows what was found; returns the exit code: 1 when an answer was wrong or nothing was measured."""
+    path = args.out / f"{args.name}.json"
+    rows = bench_decode(args, session, line, path)
+    tabulate("decode", rows)
+    print(f"rows: {path}")
+    ours = [row for row in rows if row["who"] == "decode"]
+    return int(not ours or any(str(row.get("refused")).startswith("wrong") for row in ours))
 
 
 def report_host(args: Host, session: Session, line: dict[str, Any]) -> int:
