@@ -13,11 +13,10 @@ Note [Pages and blocks]
     `length` on is somebody's or nobody's: it may be NaN, and takes no part.
     An fp8 pool (float8_e4m3fn) comes with a scale for every row of a page: k = k_scale * pool row, likewise v.
 
-Note [Parts]
-    The partial of `rows = b * s * h` query rows (in this order) is one flat fp32 run of parts_len(rows, dv) numbers: acc
-    `rows dv`, not normalised, then m `rows` in log2 units, then l `rows` (Note [Carry] of the contract, identity (-inf, 0, 0)).
-    A decode call leaves a stack of them, whose merge in order is the attention of this rank's keys. How the keys are divided
-    among the stack follows from the shapes and the content of the table alone, so the bits are the same from run to run.
+Note [Splits]
+    A decode call leaves a stack of packed parts (Note [Packed parts] of kernels.parts), whose merge is the attention of this
+    rank's keys. m of a row is the point to which its l and acc refer, near its maximum but not always equal to it. How the keys
+    are divided among the stack follows from shapes and the content of the table alone, so the bits are the same from run to run.
 """
 
 from __future__ import annotations
@@ -35,6 +34,7 @@ from torch import Tensor
 
 from ringattn.kernels import decode_configs
 from ringattn.kernels.contract import Score, accumulation_dtype
+from ringattn.kernels.parts import size as parts_len
 
 MAX_TOKENS = 16
 """New tokens of a request that one call takes; more are a prefill."""
@@ -109,16 +109,6 @@ class _Request:
     v_head_dim: int
     page_size: int
     explicit: bool
-
-
-def parts_len(rows: int, dv: int) -> int:
-    """Numbers of one packed partial (Note [Parts]).
-
-    Example:
-        >>> parts_len(32, 128)
-        4160
-    """
-    return rows * (dv + 2)
 
 
 def num_splits(

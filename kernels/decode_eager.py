@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ringattn.kernels.contract import Score, accumulation_dtype
 from ringattn.kernels.decode import PageTable, check_decode
+from ringattn.kernels.parts import views
 
 LOG2E = math.log2(math.e)
 
@@ -33,9 +34,8 @@ def decode(
     """`kernels.decode.decode`; each request's blocks are divided evenly among the splits."""
     check_decode(q, k, v, table, lo, hi, positions, score, parts, k_scale, v_scale)
     b, s, h, _ = q.shape
-    splits, page_size, dv = parts.shape[0], v.shape[2], v.shape[3]
-    acc, m, l = parts.split([b * s * h * dv, b * s * h, b * s * h], dim=1)  # noqa: E741
-    acc, m, l = acc.unflatten(1, (b, s, h, dv)), m.unflatten(1, (b, s, h)), l.unflatten(1, (b, s, h))  # noqa: E741
+    splits, page_size, dv = parts.shape[0], *v.shape[2:]
+    m, l, acc = (x.unflatten(1, (b, s, h)) for x in views(parts, b * s * h, dv))  # noqa: E741
     # counts are read on a CPU only: elsewhere that would wait for the device
     counts = table.counts.tolist() if q.device.type == "cpu" else [table.pages.shape[1]] * b
     for i, count in enumerate(counts):

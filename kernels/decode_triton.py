@@ -347,6 +347,7 @@ def _launch(
     programs = min(slots + b, b * splits) * hk * tiles
     softcap = score.softcap > 0
     scale = score.softmax_scale / score.softcap if softcap else score.softmax_scale * LOG2E
+    options = {"num_warps": config.num_warps} | ({} if config.maxnreg is None else {"maxnreg": config.maxnreg})
     fp32_on_gpu = q.dtype == torch.float32 and kind.startswith("sm")
     tape.launch(
         _kernel,
@@ -364,7 +365,7 @@ def _launch(
             "PRECISION": "tf32x3" if fp32_on_gpu else "ieee",
             "STAGES": config.num_stages, "SEARCH": FAN, "BITS": not converts_fp8(q.device),
         },
-        num_warps=config.num_warps,
+        **options,
     )  # fmt: skip
 
 

@@ -1,10 +1,11 @@
 """How fast is it, and beside what? Kernels on one GPU, the ring over several, and memory against length.
 
-Owns the commands, and what tables and plots show. Refuses to know what is measured (`bench_kernels`, `bench_ring`,
+Owns the commands, and what tables and plots show. Refuses to know what is measured (`bench_kernels`, `bench_decode`, `bench_ring`,
 `bench_memory`, `bench_model`, `bench_prefill`, `bench_exchange`, `bench_inference`), and prints no speed of an answer that was
 not checked.
 
     python -m ringattn.launch.bench kernels
+    python -m ringattn.launch.bench decode
     torchrun --nproc_per_node 4 -m ringattn.launch.bench ring
     torchrun --nproc_per_node 4 -m ringattn.launch.bench memory
     torchrun --nproc_per_node 4 -m ringattn.launch.bench host
@@ -25,6 +26,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from ringattn.launch.bench_decode import Decode, bench_decode
 from ringattn.launch.bench_exchange import Exchange, bench_exchange
 from ringattn.launch.bench_host import Host, bench_host
 from ringattn.launch.bench_inference import Inference, bench_inference
@@ -103,6 +105,19 @@ COLUMNS: dict[str, dict[str, str]] = {
         "layer_ms": "{:.3f}",
         "tflops": "{:.3g}",
         "percent": "{:.0f}%",
+    },
+    "decode": {
+        "problem": "{}",
+        "who": "{}",
+        "config": "{}",
+        "splits": "{}",
+        "us": "{:.1f}",
+        "gbps": "{:.0f}",
+        "percent": "{:.0f}%",
+        "kernel_us": "{:.1f}",
+        "kernel_gbps": "{:.0f}",
+        "kernel_percent": "{:.0f}%",
+        "host_us": "{:.1f}",
     },
     "host": {
         "world_size": "{}",
@@ -271,8 +286,8 @@ def plot_memory(rows: Sequence[dict[str, Any]], title: str, path: Path) -> None:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command; returns its exit code: 1 when the check is red, and then no speed is shown."""
     words = sys.argv[1:] if arguments is None else list(arguments)
-    args: Kernels | Ring | Memory | Model | Host | Exchange | Prefill | Inference = parse(
-        Kernels | Ring | Memory | Model | Host | Exchange | Prefill | Inference,
+    args: Kernels | Decode | Ring | Memory | Model | Host | Exchange | Prefill | Inference = parse(
+        Kernels | Decode | Ring | Memory | Model | Host | Exchange | Prefill | Inference,
         words,
         "bench",
         "Measures, after checking.",
@@ -282,6 +297,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         session.say(describe(line))
         if isinstance(args, Kernels):
             return report_kernels(args, session, line, words)
+        if isinstance(args, Decode):
+            return report_decode(args, session, line)
         if isinstance(args, Host):
             return report_host(args, session, line)
         if isinstance(args, Inference):
@@ -343,6 +360,16 @@ def report_kernels(args: Kernels, session: Session, line: dict[str, Any], words:
     picture = path.with_suffix(".png")
     print(f"rows: {path}{f' and {picture}' if drawn else ''}")
     return int(bool(book.red))
+
+
+def report_decode(args: Decode, session: Session, line: dict[str, Any]) -> int:
+    """Measures decode and shows what was found; returns the exit code: 1 when an answer was wrong or nothing was measured."""
+    path = args.out / f"{args.name}.json"
+    rows = bench_decode(args, session, line, path)
+    tabulate("decode", rows)
+    print(f"rows: {path}")
+    ours = [row for row in rows if row["who"] == "decode"]
+    return int(not ours or any(str(row.get("refused")).startswith("wrong") for row in ours))
 
 
 def report_host(args: Host, session: Session, line: dict[str, Any]) -> int:

@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from ringattn.kernels.contract import Score, accumulation_dtype
-from ringattn.kernels.decode import FP8, PageTable, parts_len
+from ringattn.kernels.decode import FP8, PageTable
 from ringattn.kernels.merge import merge_stack
+from ringattn.kernels.parts import size, views
 from ringattn.reference import dense_attention
 from tests.budget import assert_within_budget
 
@@ -181,16 +182,15 @@ def make_scene(case: Case, dtype: torch.dtype = torch.float32) -> Scene:
 def empty_parts(scene: Scene, splits: int) -> Tensor:
     """A poisoned stack for the result of a call."""
     b, s, h, _ = scene.q.shape
-    size = splits, parts_len(b * s * h, scene.v.shape[-1])
-    return torch.full(size, torch.nan, dtype=accumulation_dtype(scene.q.dtype), device=scene.q.device)
+    shape = splits, size(b * s * h, scene.v.shape[-1])
+    return torch.full(shape, torch.nan, dtype=accumulation_dtype(scene.q.dtype), device=scene.q.device)
 
 
 def finish(scene: Scene, parts: Tensor) -> tuple[Tensor, Tensor]:
     """(o `b s h dv`, lse `b h s`) of a stack of partials."""
     b, s, h, _ = scene.q.shape
     rows, dv = b * s * h, scene.v.shape[-1]
-    acc, m, l = parts.split([rows * dv, rows, rows], dim=1)  # noqa: E741
-    o, lse = merge_stack(m, l, acc.unflatten(1, (rows, dv)), log2=True, finish=True)
+    o, lse = merge_stack(*views(parts, rows, dv), log2=True, finish=True)
     return o.view(b, s, h, dv), lse.view(b, s, h).transpose(1, 2)
 
 
@@ -236,10 +236,10 @@ def assert_exact(scene: Scene, parts: Tensor) -> None:
         assert_within_budget(x, right, plain, name, dtype if name == "o" or dtype == torch.float64 else None)
     b, s, h, _ = scene.q.shape
     rows, dv = b * s * h, scene.v.shape[-1]
-    acc, m, l = parts.split([rows * dv, rows, rows], dim=1)  # noqa: E741
+    m, l, acc = views(parts, rows, dv)  # noqa: E741
     nothing = m == -torch.inf
     assert not l[nothing].any(), "l of the identity is 0"
-    assert not acc.unflatten(1, (rows, dv))[nothing].any(), "acc of the identity is 0"
+    assert not acc[nothing].any(), "acc of the identity is 0"
     assert bool((l[~nothing] > 0).all()), "a row that saw something has weight"
 
 
