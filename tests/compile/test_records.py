@@ -71,7 +71,7 @@ def launched(machine: Driver, run: Callable[..., None], *args: Any, **kwargs: An
     last = machine.utils.launch.last()
     seen[:] = [first]
     # grid, then everything behind the two addresses that are made anew
-    other = [x for x in machine.utils.launch.last() if not (isinstance(x, int) and x > 2**32)]
+    other = [x for x in machine.utils.launch.last() if not (isinstance(x, int) and x > 2**20)]
     return [tuple(other), last]
 
 
