@@ -130,8 +130,8 @@ def test_sixteen_new_tokens_fit(arch: int, head_dim: int) -> None:
 
 @pytest.mark.parametrize("arch", SHARED)
 def test_every_feature_and_fp32_fit(arch: int) -> None:
-    for itemsize, options in ((1, {"kv_dtype": "fp8"}), (4, {"dtype": "fp32"})):
+    for itemsize, dtype, kv_dtype in ((1, "bf16", "fp8"), (4, "fp32", None)):
         config = chosen(arch, itemsize, 128, 4)
-        built = build(arch, config, b=8, softcap=True, alibi=True, **options)
+        built = build(arch, config, b=8, softcap=True, alibi=True, dtype=dtype, kv_dtype=kv_dtype)
         assert built.shared <= SHARED[arch]
         assert built.loop.spills == 0, built.notes
