@@ -90,30 +90,28 @@ def _shares(
 
 
 @triton.jit
+def _how_many_before(starts, lengths, at, known, position):
+    """How many of the blocks `at` end at a position or earlier; without lengths, how many begin earlier."""
+    edge = tl.load(starts + at, mask=known, other=0)
+    if lengths is not None:
+        before = edge + tl.load(lengths + at, mask=known, other=0) <= position
+    else:
+        before = edge < position
+    return tl.sum((known & before).to(tl.int32), 0)
+
+
+@triton.jit
 def _count_before(starts, lengths, count, position, FAN: tl.constexpr):
-    """How many of `count` ascending blocks lie before a position: end there or earlier; without lengths, start earlier."""
+    """`_how_many_before` of the first `count` blocks, which ascend: the last of each of FAN stretches says which one to enter."""
     x = tl.arange(0, FAN)
     base = 0
     while count > FAN:
         step = tl.cdiv(count, FAN)
-        last = x * step + step - 1  # of each stretch
-        known = last < count
-        end = tl.load(starts + base + last, mask=known, other=0)
-        if lengths is not None:
-            end += tl.load(lengths + base + last, mask=known, other=0)
-            whole = tl.sum((known & (end <= position)).to(tl.int32), 0)
-        else:
-            whole = tl.sum((known & (end < position)).to(tl.int32), 0)
+        last = x * step + step - 1
+        whole = _how_many_before(starts, lengths, base + last, last < count, position)
         base += whole * step
         count = tl.minimum(step, count - whole * step)
-    known = x < count
-    end = tl.load(starts + base + x, mask=known, other=0)
-    if lengths is not None:
-        end += tl.load(lengths + base + x, mask=known, other=0)
-        whole = tl.sum((known & (end <= position)).to(tl.int32), 0)
-    else:
-        whole = tl.sum((known & (end < position)).to(tl.int32), 0)
-    return base + whole
+    return base + _how_many_before(starts, lengths, base + x, x < count, position)
 
 
 @triton.jit
@@ -311,7 +309,11 @@ def decode(
     config: Config | None = None,
 ) -> None:
     """`kernels.decode.decode`, with a configuration of the caller's choice in place of the table's."""
-    _launch(q, k, v, table, lo, hi, positions, score, parts, k_scale, v_scale, config)
+    fp8 = k.dtype == FP8 and v.dtype == FP8
+    if fp8:
+        _expect_even_strides(v)
+        k, v = k.view(torch.int8), v.view(torch.int16)  # as the kernel loads them
+    _launch(q, k, v, table, lo, hi, positions, score, parts, k_scale, v_scale, fp8, config)
 
 
 @recorded
@@ -328,15 +330,15 @@ def _launch(
     parts: Tensor,
     k_scale: Tensor | None,
     v_scale: Tensor | None,
+    fp8: bool,
     config: Config | None,
 ) -> None:
-    check_decode(q, k, v, table, lo, hi, positions, score, parts, k_scale, v_scale)
+    pools = (k.view(FP8), v.view(FP8)) if fp8 else (k, v)
+    check_decode(q, *pools, table, lo, hi, positions, score, parts, k_scale, v_scale)
     b, s, h, d = q.shape
-    _, hk, page_size, dv = v.shape
+    _, hk, page_size, dv = pools[1].shape
     if b == 0:
         return
-    if k.dtype == FP8:
-        k, v = tape.call(_as_bytes, k), tape.call(_as_pairs, v)
     kind = kind_of(q.device)
     if config is None:
         config = decode_configs.choose(kind, k.element_size(), max(d, dv), s * h // hk)
@@ -374,12 +376,9 @@ def converts_fp8(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
 
 
-def _as_bytes(x: Tensor) -> Tensor:
-    return x.view(torch.int8)
-
-
-def _as_pairs(x: Tensor) -> Tensor:
-    return x.view(torch.int16)
+def _expect_even_strides(v: Tensor) -> None:
+    if any(stride % 2 for stride in v.stride()[:3]) or v.data_ptr() % 2:
+        raise ValueError(f"v in {FP8} must have even strides and address, got {v.stride()}; make it contiguous")
 
 
 def _padded(d: int) -> int:

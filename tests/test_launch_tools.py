@@ -20,13 +20,14 @@ import torch
 import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
 import ringattn
 from ringattn.backward import ring_backward
 from ringattn.budget import Budget
 from ringattn.call import Call, describe
 from ringattn.forward import ring_forward
-from ringattn.kernels import decode_eager, eager
+from ringattn.kernels import decode, decode_eager, eager
 from ringattn.kernels.contract import Score, accumulation_dtype
 from ringattn.launch import (
     bench,
@@ -513,6 +514,51 @@ def test_bench_kernels_times_the_carry_beside_the_same_kernel_without(tmp_path: 
         if row["level"] == "carried":
             assert row["cost_percent"] == pytest.approx(100 * (row["ms"] / row["plain_ms"] - 1))
             assert row["seq_len"] == 48
+
+
+DECODE = ["decode", "--device", "cpu", "--tokens", "64", "--batch", "2", "--lengths", "40", "--new-tokens", "3"]
+DECODE += [
+    "--page-size",
+    "16",
+    "--rounds",
+    "3",
+    "--round-s",
+    "0.01",
+    "--groups",
+    "target",
+    "lengths",
+    "tokens",
+    "fp8",
+    "uneven",
+]
+
+
+def test_bench_decode_counts_the_bytes_of_k_and_v(tmp_path: Path) -> None:
+    assert bench.main([*DECODE, "--out", str(tmp_path), "--configs", "chosen", "64,4,4,2"]) == 0
+    rows = json.loads((tmp_path / "decode.json").read_text())["rows"]
+    assert [row["requests"] for row in rows if row["config"] == "chosen"] == [
+        *([64], [40], [64], [32, 32], [64], [32, 32], [64], [60, 4]),
+    ]
+    for row in rows:
+        if row["config"] != "chosen":
+            assert "refused" in row  # no Triton on a CPU
+            continue
+        assert row["kv_bytes"] == 2 * sum(row["requests"]) * 8 * {"bf16": 256, "fp8": 132}[row["pool"]]
+        assert row["gbps"] * row["us"] == pytest.approx(1e-3 * row["kv_bytes"])
+        assert row["percent"] == pytest.approx(100 * row["gbps"] / max(row["read_gbps"], row["copy_gbps"]))
+
+
+def test_bench_decode_gives_no_speed_to_a_wrong_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    right = decode.decode
+
+    def off_by_a_little(q: Tensor, *rest: Any, **options: Any) -> None:
+        right(q * 1.1, *rest, **options)
+
+    monkeypatch.setattr(decode, "decode", off_by_a_little)
+    assert bench.main([*DECODE, "--groups", "target", "--out", str(tmp_path)]) == 1
+    (row,) = json.loads((tmp_path / "decode.json").read_text())["rows"]
+    assert row["refused"].startswith("wrong answer: o is off by")
+    assert "us" not in row
 
 
 def test_bench_kernels_leaves_out_what_the_budget_does_not_reach(tmp_path: Path) -> None:

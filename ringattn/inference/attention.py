@@ -202,7 +202,8 @@ class _Decode:
         slopes = None if alibi_slopes is None else alibi_slopes.to(wide)
         sinks = None if sinks is None else sinks.to(wide)
         score = Score(self.options.scale(q), self.options.softcap, alibi_slopes=slopes)
-        splits = num_splits(b, s, h, cache.kv_heads, table.pages.shape[1], cache.page_size, q.device)
+        widths = {"head_dim": max(cache.head_dim, dv), "kv_dtype": cache.kv_dtype}
+        splits = num_splits(b, s, h, cache.kv_heads, table.pages.shape[1], cache.page_size, q.device, **widths)
         parts = torch.empty(splits, parts_len(rows, dv), dtype=wide, device=q.device)
         lo, hi = step.bounds(self.options.causal, self.options.window)
         k_scale, v_scale = cache.scales(layer)

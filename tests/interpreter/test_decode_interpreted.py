@@ -34,9 +34,10 @@ def test_half_precision_stays_within_budget(case: Case) -> None:
 
 @pytest.mark.parametrize("case", FP8, ids=str)
 def test_fp8_converted_by_instructions_stays_within_budget(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    from ringattn.kernels import decode_triton
+    from ringattn.kernels import decode_triton, record_triton
 
     _, bits = run(case, torch.float32)
+    record_triton.forget()
     monkeypatch.setattr(decode_triton, "converts_fp8", lambda device: True)
     _, parts = run(case, torch.float32)
     assert torch.equal(bits, parts)
@@ -85,9 +86,9 @@ def test_a_window_is_shared_among_all_programs_of_its_request() -> None:
 
 
 def test_pages_outside_the_window_are_not_looked_at() -> None:
-    case = Case(lengths=(16 * 60,), mine=1.0, ragged=0.0, heads=2, kv_heads=1, head_dim=16, window=100)
+    case = Case(lengths=(16 * 60,), mine=1.0, ragged=0.0, heads=2, kv_heads=1, head_dim=16, window=95)  # from 864 on
     scene = make_scene(case)
-    seen = [page for page, start, length in scene.blocks[0] if start + length > 16 * 60 - 101]
+    seen = [page for page, start, length in scene.blocks[0] if start + length > 864]
     unseen = torch.ones(scene.k.shape[0], dtype=torch.bool).index_fill(0, torch.tensor(seen), False)
     pages = scene.table.pages.clone()
     pages[0, : 60 - len(seen)] = -(2**31)  # an address that would fault
@@ -128,6 +129,21 @@ def test_pools_and_stacks_may_be_views() -> None:
         decode(*viewed.arguments(), parts, impl="portable")
         assert_exact(scene, parts)
         assert bool((wide[:, -5:] == 7.0).all())
+
+
+def test_fp8_pools_may_be_views_with_even_strides() -> None:
+    scene = make_scene(Case(lengths=(100, 30), tokens=2, fp8=True), torch.float16)
+    for room in (2, 3):
+        wide = torch.zeros(*scene.v.shape[:3], scene.v.shape[3] + room, dtype=torch.uint8).view(scene.v.dtype)
+        wide[..., :-room] = scene.v
+        viewed, parts = replace(scene, v=wide[..., :-room]), empty_parts(scene, 3)
+        scales = {"k_scale": scene.k_scale, "v_scale": scene.v_scale}
+        if room % 2:
+            with pytest.raises(ValueError, match=r"v in .* must have even strides and address, .* make it contiguous"):
+                decode(*viewed.arguments(), parts, **scales, impl="portable")
+        else:
+            decode(*viewed.arguments(), parts, **scales, impl="portable")
+            assert_exact(scene, parts)
 
 
 def test_what_eager_refuses_is_refused_before_a_launch() -> None:
