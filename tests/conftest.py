@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.pool import Pools
+from tests.thinning import thin
 
 
 @pytest.fixture(scope="session")
@@ -25,3 +26,8 @@ def nothing_recorded() -> Iterator[None]:
     records = sys.modules.get("ringattn.kernels.record_triton")
     if records is not None:
         records.forget()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    thin(items)
