@@ -1,7 +1,7 @@
 """Which cases of dear tests are run each time, and which are left to `python -m pytest -m slow`.
 
 Owns one table: of the tests named here every nth case runs, in the order of collection; the others are marked slow. These are the
-tests whose many cases meet the same code again (kernels in the emulator, launches compiled offline), and which took most of the time.
+tests whose many cases meet the same code again (kernels in the emulator, launches compiled offline) and took most of the time.
 """
 
 from __future__ import annotations
