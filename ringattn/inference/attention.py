@@ -202,8 +202,10 @@ class _Decode:
         slopes = None if alibi_slopes is None else alibi_slopes.to(wide)
         sinks = None if sinks is None else sinks.to(wide)
         score = Score(self.options.scale(q), self.options.softcap, alibi_slopes=slopes)
-        widths = {"head_dim": max(cache.head_dim, dv), "kv_dtype": cache.kv_dtype}
-        splits = num_splits(b, s, h, cache.kv_heads, table.pages.shape[1], cache.page_size, q.device, **widths)
+        blocks, width = table.pages.shape[1], max(cache.head_dim, dv)
+        splits = num_splits(
+            b, s, h, cache.kv_heads, blocks, cache.page_size, q.device, head_dim=width, kv_dtype=cache.kv_dtype
+        )
         parts = torch.empty(splits, parts_len(rows, dv), dtype=wide, device=q.device)
         lo, hi = step.bounds(self.options.causal, self.options.window)
         k_scale, v_scale = cache.scales(layer)
