@@ -7,12 +7,12 @@ from datetime import timedelta
 
 import pytest
 import torch
-import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
 from ringattn import Ring
+from ringattn.transport import exchange as exchange_module
 from ringattn.transport.exchange import Exchange, SimulatedExchange
 from ringattn.transport.simulated import run_ranks
 from tests.pool import Pools
@@ -166,7 +166,7 @@ def _lost() -> str:
         raise RuntimeError("connection closed by peer")
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(dist, "all_gather_into_tensor", fail)
+        patch.setattr(exchange_module, "_gather", fail)
         try:
             _finish(exchange, 1, 1, 2, 4)
         except RuntimeError as error:

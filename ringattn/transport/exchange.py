@@ -25,6 +25,9 @@ from ringattn.transport.base import Seat
 from ringattn.transport.choose import Choice
 from ringattn.transport.process_group import Agreement, resolve_group
 
+# the younger name of the same collective, where torch has it (2.13) and warns of the older one
+_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+
 
 class Exchange(Protocol):
     """Makes one answer of all ranks' partials (Note [One exchange]).
@@ -245,7 +248,7 @@ class GroupExchange:
         # not kept from call to call: a graph that captured this has memory of its own
         stack = torch.empty((self._world_size, size(rows, dv)), dtype=torch.float32, device=splits.device)
         try:
-            dist.all_gather_into_tensor(stack.view(-1), mine, group=resolve_group(self._group_name))
+            _gather(stack.view(-1), mine, group=resolve_group(self._group_name))
         except RuntimeError as error:
             peers = [peer for peer in range(self._world_size) if peer != self._rank]
             raise RuntimeError(
