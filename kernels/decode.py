@@ -35,6 +35,7 @@ from torch import Tensor
 from ringattn.kernels import decode_configs
 from ringattn.kernels.contract import Score, accumulation_dtype
 from ringattn.kernels.parts import size as parts_len
+from ringattn.kernels.select import explain
 
 MAX_TOKENS = 16
 """New tokens of a request that one call takes; more are a prefill."""
@@ -97,7 +98,7 @@ class DecodeChoice:
     rejected: tuple[tuple[str, str], ...]
 
     def __str__(self) -> str:
-        return "; ".join([f"{self.name}: {self.reason}", *(f"not {name}: {why}" for name, why in self.rejected)])
+        return explain(self.name, self.reason, self.rejected)
 
 
 @dataclass(frozen=True)

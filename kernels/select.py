@@ -21,6 +21,17 @@ FEATURES = frozenset({"softcap", "dropout", "sinks", "alibi", "key_bias", "bias"
 """What a call may use beyond q . k and an interval; a kernel set may refuse some of them."""
 
 
+def explain(name: str, reason: str, rejected: Collection[tuple[str, str]]) -> str:
+    """A choice in words: what serves and why, then what was passed over and why not.
+
+    Args:
+        name: What serves.
+        reason: Why.
+        rejected: (name, why not) of the others.
+    """
+    return "; ".join([f"{name}: {reason}", *(f"not {other}: {why}" for other, why in rejected)])
+
+
 @dataclass(frozen=True)
 class Choice:
     """The kernel set that serves a call; `print(choice)` says what and why.
@@ -38,7 +49,7 @@ class Choice:
     rejected: tuple[tuple[str, str], ...]
 
     def __str__(self) -> str:
-        return "; ".join([f"{self.name}: {self.reason}", *(f"not {name}: {why}" for name, why in self.rejected)])
+        return explain(self.name, self.reason, self.rejected)
 
 
 @dataclass(frozen=True)
