@@ -171,55 +171,16 @@ def _check(splits: Tensor, b: int, s: int, h: int, dv: int, sinks: Tensor | None
         raise ValueError(f"o must have a floating dtype, got {o.dtype}; give it that of the queries")
 
 
-class AloneExchange:
-    """The exchange of a ring of one rank: its own parts are all there are."""
-
-    def __init__(self) -> None:
-        self.choice = Choice("alone", "one rank: every key is here already")
-        self._terms = Terms(None)
-
-    def __str__(self) -> str:
-        return str(self.choice)
-
-    def finish(
-        self,
-        splits: Tensor,
-        b: int,
-        s: int,
-        h: int,
-        dv: int,
-        sinks: Tensor | None,
-        o: Tensor,
-        lse: Tensor,
-    ) -> None:
-        """See `Exchange.finish`."""
-        self._terms.meet(splits, b, s, h, dv, sinks, o, lse)
-        if o.numel():
-            finish_parts(splits, b * s * h, dv, sinks, o, lse)
-
-    def check(self) -> None:
-        """Nobody can be missing."""
-
-    def close(self) -> None:
-        """Nothing is held."""
-
-
-class GroupExchange:
-    """One collective of the process group per exchange: NCCL between GPUs, gloo between CPU processes.
+class _Unheld:
+    """What exchanges without memory of their own have in common: calls are checked, and nothing is held.
 
     Args:
-        group_name: Name of the process group.
-        rank: This ring rank.
-        world_size: Ranks of the ring.
-        agreement: How ranks compare.
-        why: One clause.
+        choice: Which one it is, and why.
+        agreement: How ranks compare; None: there is nobody to compare with, or nobody that could be missing.
     """
 
-    def __init__(self, group_name: str, rank: int, world_size: int, agreement: Agreement, why: str) -> None:
-        self.choice = Choice("group", why)
-        self._group_name = group_name
-        self._rank = rank
-        self._world_size = world_size
+    def __init__(self, choice: Choice, agreement: Agreement | None) -> None:
+        self.choice = choice
         self._terms = Terms(agreement)
 
     def __str__(self) -> str:
@@ -238,8 +199,78 @@ class GroupExchange:
     ) -> None:
         """See `Exchange.finish`."""
         self._terms.meet(splits, b, s, h, dv, sinks, o, lse)
-        if not o.numel():
-            return
+        if o.numel():
+            self._exchange(splits, b, s, h, dv, sinks, o, lse)
+
+    def _exchange(
+        self,
+        splits: Tensor,
+        b: int,
+        s: int,
+        h: int,
+        dv: int,
+        sinks: Tensor | None,
+        o: Tensor,
+        lse: Tensor,
+    ) -> None:
+        """What `finish` does with a call that is right and not empty."""
+        raise NotImplementedError(f"an exchange must say how it is made, got {type(self).__name__}; define _exchange")
+
+    def check(self) -> None:
+        """Whatever fails says so itself."""
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+class AloneExchange(_Unheld):
+    """The exchange of a ring of one rank: its own parts are all there are."""
+
+    def __init__(self) -> None:
+        super().__init__(Choice("alone", "one rank: every key is here already"), None)
+
+    def _exchange(
+        self,
+        splits: Tensor,
+        b: int,
+        s: int,
+        h: int,
+        dv: int,
+        sinks: Tensor | None,
+        o: Tensor,
+        lse: Tensor,
+    ) -> None:
+        finish_parts(splits, b * s * h, dv, sinks, o, lse)
+
+
+class GroupExchange(_Unheld):
+    """One collective of the process group per exchange: NCCL between GPUs, gloo between CPU processes.
+
+    Args:
+        group_name: Name of the process group.
+        rank: This ring rank.
+        world_size: Ranks of the ring.
+        agreement: How ranks compare.
+        why: One clause.
+    """
+
+    def __init__(self, group_name: str, rank: int, world_size: int, agreement: Agreement, why: str) -> None:
+        super().__init__(Choice("group", why), agreement)
+        self._group_name = group_name
+        self._rank = rank
+        self._world_size = world_size
+
+    def _exchange(
+        self,
+        splits: Tensor,
+        b: int,
+        s: int,
+        h: int,
+        dv: int,
+        sinks: Tensor | None,
+        o: Tensor,
+        lse: Tensor,
+    ) -> None:
         rows = b * s * h
         mine = splits[0]
         if len(splits) > 1 or not mine.is_contiguous():
@@ -257,14 +288,8 @@ class GroupExchange:
             ) from error
         finish_parts(stack, rows, dv, sinks, o, lse)
 
-    def check(self) -> None:
-        """A collective that fails says so itself."""
 
-    def close(self) -> None:
-        """Nothing is held."""
-
-
-class SimulatedExchange:
+class SimulatedExchange(_Unheld):
     """The exchange of one of `run_ranks`: parts travel as mail, one post per peer.
 
     Args:
@@ -272,14 +297,10 @@ class SimulatedExchange:
     """
 
     def __init__(self, seat: Seat) -> None:
-        self.choice = Choice("simulated", "all ranks are in one process")
+        super().__init__(Choice("simulated", "all ranks are in one process"), None)
         self._seat = seat
-        self._terms = Terms(None)
 
-    def __str__(self) -> str:
-        return str(self.choice)
-
-    def finish(
+    def _exchange(
         self,
         splits: Tensor,
         b: int,
@@ -290,8 +311,6 @@ class SimulatedExchange:
         o: Tensor,
         lse: Tensor,
     ) -> None:
-        """See `Exchange.finish`."""
-        self._terms.meet(splits, b, s, h, dv, sinks, o, lse)
         rows, seat = b * s * h, self._seat
         stack = splits.new_empty(seat.world_size, size(rows, dv))
         merge_parts(splits, stack[seat.rank], rows, dv)
@@ -300,9 +319,3 @@ class SimulatedExchange:
             what = f"exchange, step {step}"
             seat.transport.post([(to, stack[seat.rank])], [(owner, stack[owner])], what).wait()
         finish_parts(stack, rows, dv, sinks, o, lse)
-
-    def check(self) -> None:
-        """A rank that fails ends all others."""
-
-    def close(self) -> None:
-        """Nothing is held."""
