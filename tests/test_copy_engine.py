@@ -191,7 +191,7 @@ def send_home(
     close = getattr(found, "close", None)
     if close is not None:
         close()
-    regions = coming.receive()
+    regions, _ = coming.receive()
 
     def add() -> None:
         for region, reader in zip(regions, collection.readers, strict=True):
@@ -464,7 +464,7 @@ def test_a_captured_call_is_replayed_any_number_of_times_between_others(
 
             streams.call(send)
         found.close()
-        regions = coming.receive()
+        regions, _ = coming.receive()
 
         def add() -> None:
             for region, reader in zip(regions, collection.readers, strict=True):
@@ -644,7 +644,7 @@ def test_survivors_of_a_lost_rank_end_in_nan_and_refuse_further_calls(
             streams.call(send)
         found.close()
         if coming is not None:
-            regions = coming.receive()
+            regions, _ = coming.receive()
 
             def add() -> None:
                 parts = [float(coming.own.flatten()[0]), *(float(region.flatten()[0]) for region in regions)]
@@ -737,7 +737,7 @@ def test_no_number_leaves_a_failed_ring_from_kept_rows(world_size: int, seed: in
         streams.call(lambda: coming.own.fill_(found[0]))
         for address in coming.addresses[1:].tolist():
             streams.call(lambda address=address: send(address))
-        regions = coming.receive()
+        regions, _ = coming.receive()
 
         def add() -> None:
             parts = [float(coming.own.flatten()[0]), *(float(region.flatten()[0]) for region in regions)]
