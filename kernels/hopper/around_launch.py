@@ -129,6 +129,34 @@ class KeyBias:
         self._tape.call(_add_heads if self._add else _sum_heads, self._out, self.per_head)
 
 
+class BiasHomes:
+    """What a gathered kernel by keys sends home of dkey_bias, likewise.
+
+    Args:
+        tape: Where the launches are said.
+        homes: Addresses of the regions, `b hk home_rows` each.
+        home_rows: Rows of a region.
+        heads: Key heads.
+        plan: Of the kernel.
+        tile: Keys of a tile.
+        other: An fp32 tensor of the launch.
+    """
+
+    def __init__(
+        self, tape: Tape, homes: Tensor, home_rows: int, heads: int, plan: WorkPlan, tile: int, other: Tensor
+    ) -> None:
+        self._tape, self._home_rows, self._heads, self._plan, self._tile = tape, home_rows, heads, plan, tile
+        self.per_head = homes
+        self.parts = tape.room(plan.slots, tile) if plan.slots else other
+
+    def finish(self) -> None:
+        """Adds up the partial results of split tiles where they are at home."""
+        if self._plan.slots:
+            of_home = (self._heads * self._home_rows, 1, self._home_rows)
+            args = (None, None, self._plan.split_tiles, self.per_head, *of_home, 0, 0, 0, self._heads, 0)
+            _finish_keys(self._tape, self._plan, self.parts, args, self._tile, (1, 0), (1, 0), add=False)
+
+
 def clear_homes(tape: Tape, homes: Tensor, home_rows: int, lengths: list[int], batch: int, width: int) -> None:
     """Zeros in the first rows, `lengths`, of every region."""
     columns = 1 << (width - 1).bit_length()

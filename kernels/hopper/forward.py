@@ -30,7 +30,9 @@ Note [Gathered keys]
     has not yet known to be there it waits for their flag. Flags rise in the order of their places, and none behind one that
     became negative, so that one that has been seen stands for all before it, in whatever order heads come. A wait in vain is
     the last one of its program; what its consumers write from then on is not a number, because they read the error word at
-    the end of each tile, behind the last copy of the tile and so behind its waits.
+    the end of each tile, behind the last copy of the tile and so behind its waits. A bias of keys comes before the flag of
+    its keys, and is read by consumers once a block of them is in shared memory: behind the producer's wait, which has
+    acquired what the flag stands for.
 """
 
 # pyright: reportGeneralTypeIssues=false, reportArgumentType=false, reportAssignmentType=false, reportCallIssue=false
@@ -46,7 +48,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ringattn.kernels.hopper.pieces import arrive, entry, sync, wait_flag
+from ringattn.kernels.hopper.pieces import arrive, bias_of, entry, sync, wait_flag
 
 EMPTY_K = gl.constexpr(8)  # the first free named barrier
 LOG2E = gl.constexpr(1.4426950408889634)
@@ -364,7 +366,7 @@ def _consumer(
     o_sb, o_ss, o_sh, acc_sb, acc_ss, acc_sh, lse_sb, lse_sh, m_sb, m_sh, l_sb, l_sh, lo_sb, hi_sb, key_bias_sb = (
         strides
     )
-    heads, rows, keys, scale, cap = sizes
+    heads, rows, keys, near_rows, scale, cap = sizes
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DV, 16])
     p_layout: gl.constexpr = gl.DotOperandLayout(0, o_layout, 2)
@@ -424,7 +426,7 @@ def _consumer(
             position = gl.load(positions + x, mask=exists, other=0)
             distance = position - origin
         if key_bias is not None:
-            bias = key_bias + b64 * key_bias_sb
+            bias = bias_of(key_bias + b64 * key_bias_sb, segments, segment, near_rows)
         if not EARLY:
             s = warpgroup_mma_wait(0, deps=[qk])
             _release(k_empty, stage, EMPTY_K, threads, NAMED)
@@ -449,6 +451,8 @@ def _consumer(
                 low, high = _limits_in(INDEX, at, segment, True, plan, sides, heads, rows, lo_sb, hi_sb, PACK, s_rows)
                 if alibi_slopes is not None:
                     distance = position - origin
+                if key_bias is not None:
+                    bias = bias_of(key_bias + b64 * key_bias_sb, segments, segment, near_rows)
             v_stage = stage
             s, product, stage, parity = _products(
                 INDEX, q, k_s, v_s, k_full, k_empty, v_full, stage, parity, p, acc, alpha,
@@ -473,6 +477,8 @@ def _consumer(
                     key, left, _begin, _end, origin, stride = _segment(segments, segment)
                     if alibi_slopes is not None:
                         distance = position - origin
+                    if key_bias is not None:
+                        bias = bias_of(key_bias + b64 * key_bias_sb, segments, segment, near_rows)
             v_stage = stage
             s, product, stage, parity = _products(
                 INDEX, q, k_s, v_s, k_full, k_empty, v_full, stage, parity, p, acc, alpha,
@@ -599,7 +605,7 @@ def _place(INDEX: gl.constexpr, b, h, row, rows, sb, ss, sh, LAYOUT: gl.constexp
 
 RUNTIME = [
     "o_sb", "o_ss", "o_sh", "acc_sb", "acc_ss", "acc_sh", "lse_sb", "lse_sh", "m_sb", "m_sh", "l_sb", "l_sh", "lo_sb",
-    "hi_sb", "key_bias_sb", "heads", "group", "rows", "keys", "flag_heads", "flag_steps", "patience",
+    "hi_sb", "key_bias_sb", "heads", "group", "rows", "keys", "flag_heads", "flag_steps", "patience", "near_rows",
 ]  # fmt: skip
 
 
@@ -608,7 +614,7 @@ def forward_kernel(
     q, k, v, o_desc, work, segments, starts, o, lse, carry_m, carry_l, carry_acc, part_m, part_l, part_acc, positions,
     lo_ptr, hi_ptr, sinks, alibi_slopes, key_bias, k_far, v_far, flags, error,
     o_sb, o_ss, o_sh, acc_sb, acc_ss, acc_sh, lse_sb, lse_sh, m_sb, m_sh, l_sb, l_sh, lo_sb, hi_sb, key_bias_sb,
-    heads, group, rows, keys, flag_heads, flag_steps, patience, scale, cap,
+    heads, group, rows, keys, flag_heads, flag_steps, patience, near_rows, scale, cap,
     CONSUMERS: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, D: gl.constexpr, DV: gl.constexpr,
     DV_WIDTH: gl.constexpr, PACK: gl.constexpr, O_UNIT: gl.constexpr, ACC_UNIT: gl.constexpr, FIRST: gl.constexpr,
     LAST: gl.constexpr, PLAIN: gl.constexpr, SOFTCAP: gl.constexpr, NAMED: gl.constexpr, Q_STAGES: gl.constexpr,
@@ -619,8 +625,9 @@ def forward_kernel(
 
     `scale` is softmax_scale * log2(e), or under SOFTCAP softmax_scale / softcap; `cap` is softcap * log2(e). PLAIN: the
     score is q . k times a positive scale, which is folded into the exponent. Strides of o and carry_acc are counted in
-    O_UNIT and ACC_UNIT elements, which tells the compiler how wide a store may be. Key heads come in groups of flag_heads;
-    flags has flag_steps columns. Note [Gathered keys].
+    O_UNIT and ACC_UNIT elements, which tells the compiler how wide a store may be. `keys` are the numbers of key_bias for
+    one batch element; where keys are gathered, those of far begin at near_rows. Key heads come in groups of flag_heads; flags
+    has flag_steps columns. Note [Gathered keys].
     """
     q_s = gl.allocate_shared_memory(q.dtype, [Q_STAGES * CONSUMERS] + q.block_type.shape, q.layout)  # noqa: RUF005
     k_s = gl.allocate_shared_memory(k.dtype, [STAGES] + k.block_type.shape, k.layout)  # noqa: RUF005
@@ -661,7 +668,7 @@ def forward_kernel(
         hi_sb,
         key_bias_sb,
     )
-    sizes = (heads, rows, keys, scale, cap)
+    sizes = (heads, rows, keys, near_rows, scale, cap)
     arrivals = (flags, error, flag_heads, flag_steps, patience)
     # registers: of what a multiprocessor has, the workers name their share and the first consumer gets the rest
     if CONSUMERS == 1:

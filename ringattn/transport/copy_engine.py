@@ -767,9 +767,11 @@ class CopyEngineTransport:
             raise ValueError(f"groups must divide the {hk} key heads, got {groups}; pass a divisor")
         shape = (b, collection.far_rows, hk, width)
         row = hk * width * k.element_size()
-        # a bias stands behind the rows, which are whole words of it where kernels gather
+        # a bias stands behind the rows
         size = 0 if of_bias is None else of_bias.itemsize
         slot_bytes, far_bytes = b * collection.slot_rows * row, b * collection.far_rows * row
+        if of_bias is not None:
+            slot_bytes, far_bytes = _padded(slot_bytes), _padded(far_bytes)
         if lent is None:
             slots = self._stations(self._slots, slot_bytes + b * collection.slot_rows * size, "slots")
             station = slots[self._turn]

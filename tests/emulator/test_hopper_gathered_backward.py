@@ -38,6 +38,9 @@ SCENES = (
     Scene("softcap_sinks", shards_of("zigzag", 420, 2), CAUSAL, softcap=3.0, sinks=True, dtype=torch.float16),
     Scene("slopes", shards_of("zigzag", 420, 2), CAUSAL, alibi=True),
     Scene("slopes_wide", shards_of("zigzag", 300, 2), CAUSAL, alibi=True, head_dim=128),
+    Scene("key_bias", shards_of("zigzag", 420, 2), CAUSAL, heads=4, kv_heads=2, batch=2, groups=2, key_bias=True),
+    Scene("key_bias_pair", shards_of("zigzag", 300, 2), CAUSAL, key_bias=True, head_dim=128),
+    Scene("every_term", shards_of("zigzag", 300, 2), CAUSAL, softcap=4.0, alibi=True, key_bias=True),
     Scene("alone", (((0, 1, 200),),), CAUSAL),
 )
 
@@ -52,10 +55,10 @@ def run(visit: Visit, *, waits: bool = True, deterministic: bool = False, **mode
         while visit.arrive():
             pass
     dq, dalibi = visit.outputs()
-    with machine.mode(mapped=tuple(visit.regions), outside=visit.arrive, **mode):
+    with machine.mode(mapped=(*visit.regions, *visit.bias_regions), outside=visit.arrive, **mode):
         backward_gathered(
             *visit.arguments(), visit.arrivals if waits else None, visit.homes, visit.home_rows,
-            dq=dq, dalibi=dalibi, deterministic=deterministic,
+            dq=dq, dalibi=dalibi, bias_homes=visit.bias_homes, deterministic=deterministic,
         )  # fmt: skip
     return dq, dalibi
 
@@ -73,7 +76,14 @@ def assert_gradients_within_budget(scene: Scene, **options: Any) -> None:
         for region, places in zip(visit.regions, visit.source_places, strict=True):
             assert region[:, : len(places)].isfinite().all(), "every row of every source is written"
             assert region[:, len(places) :].isnan().all(), "no other row is"
+        for region, places in zip(visit.bias_regions, visit.source_places, strict=scene.key_bias):
+            assert region[..., : len(places)].isfinite().all()
+            assert region[..., len(places) :].isnan().all()
     for visit in visits:
+        if scene.key_bias:
+            dkey_bias = torch.full((scene.batch, len(visit.places)), float("nan"))
+            hopper.add_bias_homes(dkey_bias, *contributions(visits, visit.rank, biases=True))
+            found["dkey_bias"][:, visit.places] = dkey_bias.to(scene.dtype)
         own = contributions(visits, visit.rank)
         dk, dv = (torch.full_like(x, float("nan")) for x in visit.near)
         hopper.add_homes(dk, dv, *own)
@@ -202,13 +212,14 @@ def test_parts_of_split_tiles_come_home(deterministic: bool, monkeypatch: pytest
     assert_gradients_within_budget(scene, deterministic=deterministic)
 
 
-@pytest.mark.parametrize(
-    "score", [{"key_bias": torch.zeros(1, 1)}, {"bias": torch.zeros(1)}, {"dropout_p": 0.5}], ids=str
-)
+@pytest.mark.parametrize("score", [{"bias": torch.zeros(1)}, {"dropout_p": 0.5}], ids=str)
 def test_what_is_not_gathered_is_refused(score: dict[str, Any]):
     visit = make_visit(make_whole(named("alone")), 0)
     *most, _ = visit.arguments()
     dq, dalibi = visit.outputs()
     wanted: Any = Score(1.0, **score)
-    with pytest.raises(NotImplementedError, match=r"key_bias|neither bias nor dropout"):
-        backward_gathered(*most, wanted, None, visit.homes, visit.home_rows, dq=dq, dalibi=dalibi, deterministic=False)
+    with pytest.raises(NotImplementedError, match="neither bias nor dropout"):
+        backward_gathered(
+            *most, wanted, None, visit.homes, visit.home_rows,
+            dq=dq, dalibi=dalibi, bias_homes=None, deterministic=False,
+        )  # fmt: skip
