@@ -48,7 +48,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ringattn.kernels.hopper.pieces import arrive, bias_of, entry, sync, wait_flag
+from ringattn.kernels.hopper.pieces import arrive, entry, opaque, rows_ahead, sync, wait_flag
 
 EMPTY_K = gl.constexpr(8)  # the first free named barrier
 LOG2E = gl.constexpr(1.4426950408889634)
@@ -211,8 +211,13 @@ def _hide(s, low, high, key, COLUMNS: gl.constexpr):
 
 
 @gluon.jit
-def _score(s, distance, key, stride, slope, key_bias, keys, scale, cap, SOFTCAP: gl.constexpr, COLUMNS: gl.constexpr):
-    """Scores in log2 units from q . k; `distance`: of each row's position from that of key row 0 of the run's buffer."""
+def _score(
+    s, distance, key, stride, slope, key_bias, ahead, keys, scale, cap, SOFTCAP: gl.constexpr, COLUMNS: gl.constexpr
+):
+    """Scores in log2 units from q . k; `distance`: of each row's position from that of key row 0 of the run's buffer.
+
+    `ahead`: how many numbers of the bias stand before those of the buffer; None: none.
+    """
     if SOFTCAP:
         s = cap - (2.0 * cap) / (1.0 + gl.exp2(s * (2.0 * LOG2E * scale)))
     else:
@@ -223,6 +228,8 @@ def _score(s, distance, key, stride, slope, key_bias, keys, scale, cap, SOFTCAP:
         near = (distance - stride * key).to(gl.float32)
         s -= gl.expand_dims(slope, 1) * gl.abs(gl.expand_dims(near, 1) - gl.expand_dims(y, 0))
     if key_bias is not None:
+        if ahead is not None:
+            key += ahead
         y = key + gl.arange(0, s.shape[1], COLUMNS)
         bias = gl.load(key_bias + y, mask=(y >= 0) & (y < keys), other=0.0)
         s += gl.expand_dims(bias * LOG2E, 0)
@@ -421,12 +428,15 @@ def _consumer(
         distance = None
         position = None
         bias = None
+        ahead = None
         if alibi_slopes is not None:
             slope = gl.load(alibi_slopes + head_of_row) * LOG2E
             position = gl.load(positions + x, mask=exists, other=0)
             distance = position - origin
         if key_bias is not None:
-            bias = bias_of(key_bias + b64 * key_bias_sb, segments, segment, near_rows)
+            bias = key_bias + b64 * key_bias_sb
+            if near_rows is not None:
+                ahead = rows_ahead(segments, segment, near_rows)
         if not EARLY:
             s = warpgroup_mma_wait(0, deps=[qk])
             _release(k_empty, stage, EMPTY_K, threads, NAMED)
@@ -434,7 +444,7 @@ def _consumer(
         if HELD:
             q = q.load(gl.DotOperandLayout(0, s_layout, 2))
         if not PLAIN:
-            s = _score(s, distance, key, stride, slope, bias, keys, scale, cap, SOFTCAP, s_columns)
+            s = _score(s, distance, key, stride, slope, bias, ahead, keys, scale, cap, SOFTCAP, s_columns)
         if masked > 0:
             s = _hide(s, low, high, key, s_columns)
         p, m_i, l_i, alpha = _softmax(s, m_i, l_i, scale, PLAIN, True, LAZY)
@@ -448,18 +458,21 @@ def _consumer(
             if left == 0:
                 segment += 1
                 key, left, _begin, _end, origin, stride = _segment(segments, segment)
-                low, high = _limits_in(INDEX, at, segment, True, plan, sides, heads, rows, lo_sb, hi_sb, PACK, s_rows)
+                # widened here: what is made of strides outside of the loop would be spilled beside wide heads
+                of_lo = opaque(gl.to_tensor(lo_sb))
+                of_hi = opaque(gl.to_tensor(hi_sb))
+                low, high = _limits_in(INDEX, at, segment, True, plan, sides, heads, rows, of_lo, of_hi, PACK, s_rows)
                 if alibi_slopes is not None:
                     distance = position - origin
-                if key_bias is not None:
-                    bias = bias_of(key_bias + b64 * key_bias_sb, segments, segment, near_rows)
+                if near_rows is not None:
+                    ahead = rows_ahead(segments, segment, near_rows)
             v_stage = stage
             s, product, stage, parity = _products(
                 INDEX, q, k_s, v_s, k_full, k_empty, v_full, stage, parity, p, acc, alpha,
                 STAGES, BLOCK_N, D, DV, s_layout, threads, NAMED, CONSUMERS, TURN, LAZY,
             )  # fmt: skip
             if not PLAIN:
-                s = _score(s, distance, key, stride, slope, bias, keys, scale, cap, SOFTCAP, s_columns)
+                s = _score(s, distance, key, stride, slope, bias, ahead, keys, scale, cap, SOFTCAP, s_columns)
             s = _hide(s, low, high, key, s_columns)
             p, m_i, l_i, alpha = _softmax(s, m_i, l_i, scale, PLAIN, True, LAZY)
             acc = warpgroup_mma_wait(0, deps=[product])
@@ -477,15 +490,15 @@ def _consumer(
                     key, left, _begin, _end, origin, stride = _segment(segments, segment)
                     if alibi_slopes is not None:
                         distance = position - origin
-                    if key_bias is not None:
-                        bias = bias_of(key_bias + b64 * key_bias_sb, segments, segment, near_rows)
+                    if near_rows is not None:
+                        ahead = rows_ahead(segments, segment, near_rows)
             v_stage = stage
             s, product, stage, parity = _products(
                 INDEX, q, k_s, v_s, k_full, k_empty, v_full, stage, parity, p, acc, alpha,
                 STAGES, BLOCK_N, D, DV, s_layout, threads, NAMED, CONSUMERS, TURN, LAZY,
             )  # fmt: skip
             if not PLAIN:
-                s = _score(s, distance, key, stride, slope, bias, keys, scale, cap, SOFTCAP, s_columns)
+                s = _score(s, distance, key, stride, slope, bias, ahead, keys, scale, cap, SOFTCAP, s_columns)
             p, m_i, l_i, alpha = _softmax(s, m_i, l_i, scale, PLAIN, GUARD, LAZY)
             acc = warpgroup_mma_wait(0, deps=[product])
             _release(v_empty, v_stage, EMPTY_K + STAGES, threads, NAMED)

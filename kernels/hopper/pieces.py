@@ -129,11 +129,9 @@ def entry(work, at):
 
 
 @gluon.jit
-def bias_of(key_bias, segments, i, near_rows):
-    """Where the bias of row 0 of the buffer of segment i stands: near's first, far's behind `near_rows` (None: no far)."""
-    if near_rows is not None:
-        key_bias += gl.where(gl.load(segments + i * 8 + 6) > 0, near_rows, 0)
-    return key_bias
+def rows_ahead(segments, i, near_rows):
+    """Rows that stand before those of the buffer of segment i in tables of near and far: none, or near's."""
+    return gl.where(gl.load(segments + i * 8 + 6) > 0, near_rows, 0)
 
 
 @gluon.jit

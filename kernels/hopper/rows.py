@@ -29,7 +29,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
-from ringattn.kernels.hopper.pieces import arrive, bias_of, entry, limits, load_from, opaque, sync
+from ringattn.kernels.hopper.pieces import arrive, entry, limits, load_from, opaque, rows_ahead, sync
 
 LOG2E = gl.constexpr(1.4426950408889634)
 V_EMPTY = gl.constexpr(8)
@@ -227,7 +227,7 @@ def _consume(
             low, high = limits(lo, hi, begin, end, origin, stride)
             of_source = bias
             if near_rows is not None:
-                of_source = bias_of(bias, segments, i, near_rows)
+                of_source = bias + rows_ahead(segments, i, near_rows)
             for _j in range(blocks):
                 dq, dalibi = _step(
                     W, dq, dalibi, count, q_s, do_s, k_s, v_s, k_full, v_full, lse2, delta, q_pos, low, high, y,
@@ -243,7 +243,7 @@ def _consume(
             stride = gl.load(segments + i * 8 + 5)
             of_source = bias
             if near_rows is not None:
-                of_source = bias_of(bias, segments, i, near_rows)
+                of_source = bias + rows_ahead(segments, i, near_rows)
             for _j in range(blocks):
                 dq, dalibi = _step(
                     W, dq, dalibi, count, q_s, do_s, k_s, v_s, k_full, v_full, lse2, delta, q_pos, x, x, y, origin,
