@@ -23,7 +23,7 @@ from ringattn.kernels.hopper.backward_launch import (
 )
 from ringattn.kernels.hopper.forward_launch import can_gather, launch_forward, launch_forward_gathered
 from ringattn.kernels.hopper.rows_launch import launch_rows, launch_rows_gathered
-from ringattn.kernels.hopper.wide_launch import launch_wide
+from ringattn.kernels.hopper.wide_launch import launch_wide, launch_wide_gathered
 from ringattn.kernels.portable.launch import launch_delta
 
 
@@ -123,6 +123,9 @@ def backward_gathered(
     arrives and dq is made by the kernel by rows behind it.
     """
     away = Away(far, arrivals, homes, home_rows, bias_homes)
+    if max(q.shape[-1], near[1].shape[-1]) > MAX_HEAD_DIM:
+        launch_wide_gathered(do, q, near, lse, delta, rows, keys, score, away, dq=dq, dalibi=dalibi)
+        return
     wants_terms = dalibi is not None or bias_homes is not None
     pair = deterministic or prefers_pair(q, near[1], score, wants_terms=wants_terms)
     args = (do, q, near, lse, delta, rows, keys, score, away)

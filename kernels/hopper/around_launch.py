@@ -6,10 +6,12 @@ Owns what the fused backward and the wide one have in common. Refuses to know th
 from __future__ import annotations
 
 import functools
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from ringattn.kernels.contract import Arrivals
 from ringattn.kernels.hopper import around
 from ringattn.kernels.hopper.arguments import pair
 from ringattn.kernels.hopper.plan import WorkPlan
@@ -18,6 +20,25 @@ from ringattn.kernels.record_triton import Tape
 ROWS = 32  # of a program
 
 Strides = tuple[int, int, int]
+
+
+@dataclass(frozen=True)
+class Away:
+    """What a gathered visit has beside the keys of this rank (Note [Gathered visit] of the contract).
+
+    Attributes:
+        far: k and v of the other owners.
+        arrivals: None when all of far is there.
+        homes: Addresses of the regions of dk and dv.
+        home_rows: Rows of a region.
+        bias_homes: Addresses of the regions of dkey_bias; None: it is not wanted.
+    """
+
+    far: tuple[Tensor, Tensor]
+    arrivals: Arrivals | None
+    homes: Tensor
+    home_rows: int
+    bias_homes: Tensor | None = None
 
 
 def prepare(

@@ -591,7 +591,8 @@ def backward_kernel(
     -delta. dq is fp32 and added to, times softmax_scale under SCALE_DQ. dk and dv are written (under ADD: added to) in
     the dtype of their tensors, whose strides are in units of UNIT elements; `parts` takes those of split tiles, `slots
     128 D` and `slots 128 DV` for each slot, fp32. `dkey_bias_out` is `b hk t`, one sum per key head (of a gathered visit the
-    addresses of regions `b hk home_rows`), and `dkey_bias_parts` `slots 128`. `scale` is softmax_scale * log2(e), or under SOFTCAP softmax_scale / softcap; `cap` is softcap * log2(e).
+    addresses of regions `b hk home_rows`), and `dkey_bias_parts` `slots 128`. `scale` is softmax_scale * log2(e), or under
+    SOFTCAP softmax_scale / softcap; `cap` is softcap * log2(e).
 
     Of a gathered visit only (Note [Tiles of several owners]; otherwise None): `tiles` of the plan, `k_far` and `v_far`, and
     `homes`, the addresses of regions of `home_rows` rows, in place of dk_out and dv_out; bounds and positions of far begin

@@ -13,10 +13,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ringattn.kernels.contract import Arrivals, Gathered, Grads, Score, Side
+from ringattn.kernels.contract import Gathered, Grads, Score, Side
 from ringattn.kernels.hopper import backward
 from ringattn.kernels.hopper.arguments import LOG2E, microseconds, pair, per_batch, scale_and_cap
 from ringattn.kernels.hopper.around_launch import (
+    Away,
     BiasHomes,
     KeyBias,
     add_parts,
@@ -47,25 +48,6 @@ TILE = 128  # keys
 MAX_HEAD_DIM = 128
 TINIEST_SCALE = 1e-6  # lse over a smaller softmax_scale may overflow
 HIDDEN = -1.0e30
-
-
-@dataclass(frozen=True)
-class Away:
-    """What a gathered visit has beside the keys of this rank (Note [Gathered visit] of the contract).
-
-    Attributes:
-        far: k and v of the other owners.
-        arrivals: None when all of far is there.
-        homes: Addresses of the regions of dk and dv.
-        home_rows: Rows of a region.
-        bias_homes: Addresses of the regions of dkey_bias; None: it is not wanted.
-    """
-
-    far: tuple[Tensor, Tensor]
-    arrivals: Arrivals | None
-    homes: Tensor
-    home_rows: int
-    bias_homes: Tensor | None = None
 
 
 @dataclass(frozen=True)

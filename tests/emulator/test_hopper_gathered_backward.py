@@ -41,6 +41,9 @@ SCENES = (
     Scene("key_bias", shards_of("zigzag", 420, 2), CAUSAL, heads=4, kv_heads=2, batch=2, groups=2, key_bias=True),
     Scene("key_bias_pair", shards_of("zigzag", 300, 2), CAUSAL, key_bias=True, head_dim=128),
     Scene("every_term", shards_of("zigzag", 300, 2), CAUSAL, softcap=4.0, alibi=True, key_bias=True),
+    Scene("wide", shards_of("zigzag", 260, 3), CAUSAL, head_dim=256),
+    Scene("wide_groups", shards_of("contiguous", 200, 2), heads=4, kv_heads=2, groups=2, head_dim=192, v_head_dim=72),
+    Scene("wide_terms", shards_of("zigzag", 200, 2), CAUSAL, softcap=4.0, alibi=True, key_bias=True, head_dim=136),
     Scene("alone", (((0, 1, 200),),), CAUSAL),
 )
 
@@ -155,7 +158,7 @@ def test_dq_by_rows_over_near_alone_is_the_bits_of_one_visit():
 
 @pytest.mark.parametrize("deterministic", [False, True], ids=["fused", "pair"])
 @pytest.mark.parametrize("lost", ["negative", "never"])
-@pytest.mark.parametrize("name", ["group", "slopes"])
+@pytest.mark.parametrize("name", ["group", "slopes", "key_bias", "wide"])
 def test_what_never_comes_makes_results_nan_and_sets_the_error_word(name: str, lost: str, deterministic: bool):
     visit = make_visit(make_whole(named(name)), 1)
     visit.waiting = [(group, source) for group, source in visit.waiting if group > 0]
@@ -168,6 +171,8 @@ def test_what_never_comes_makes_results_nan_and_sets_the_error_word(name: str, l
     heads = visit.whole.scene.kv_heads // visit.whole.scene.groups
     region = visit.regions[1][:, : len(visit.source_places[1]), :heads]
     assert region.isnan().all()
+    if visit.bias_regions:
+        assert visit.bias_regions[1][:, :heads, : len(visit.source_places[1])].isnan().all()
 
 
 def test_an_error_of_an_earlier_call_is_not_forgotten():
