@@ -6,8 +6,10 @@ a fixed order. Refuses to know how they came.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 
@@ -30,7 +32,7 @@ def add_homes(dk: Tensor, dv: Tensor, own: Tensor, parts: Sequence[Tensor], rows
 
 
 def add_bias_homes(dkey_bias: Tensor, own: Tensor, parts: Sequence[Tensor], rows: Tensor) -> None:
-    """Dkey_bias of this rank's keys: over key heads, of its own contribution and, in order, of those that came home.
+    """Dkey_bias of this rank's keys: of its own contribution and, in order, of those that came home, heads in order in each.
 
     Args:
         dkey_bias: `b t` fp32, contiguous; written.
@@ -38,8 +40,13 @@ def add_bias_homes(dkey_bias: Tensor, own: Tensor, parts: Sequence[Tensor], rows
         parts: Like own, in the order of the sum.
         rows: As in `add_homes`.
     """
-    total = own[..., : dkey_bias.shape[1]].sum(1)
+    total = _over_heads(own[..., : dkey_bias.shape[1]]).clone()
     for part, row in zip(parts, rows, strict=True):
         there = row >= 0
-        total[:, there] += part[..., row[there].long()].sum(1)
+        total[:, there] += _over_heads(part[..., row[there].long()])
     dkey_bias.copy_(total)
+
+
+def _over_heads(x: Tensor) -> Tensor:
+    """The sum of `b hk t` over heads, in order."""
+    return functools.reduce(torch.add, x.unbind(1))

@@ -173,13 +173,13 @@ def gather(ranks: Ranks, shape: Shape, salt: int) -> None:
 
     def one(rank: int) -> None:
         k, v = (x.clone() for x in keys[rank])
-        given = {"key_bias": biases[rank].clone()} if shape.biased else {}
-        found = ranks.ends[rank].gather(k, v, shape.collections[rank], shape.groups, f"gather {salt}", **given)
+        bias = biases[rank].clone() if shape.biased else None
+        found = ranks.ends[rank].gather(k, v, shape.collections[rank], shape.groups, f"gather {salt}", key_bias=bias)
         run_kernel(ranks, rank, shape, found, keys.__getitem__, biases=biases.__getitem__ if shape.biased else None)
         found.close()
 
         def forget() -> None:
-            for x in (k, v, *given.values()):
+            for x in (k, v, *(() if bias is None else (bias,))):
                 x.fill_(NAN)
 
         ranks.streams[rank].call(forget)
@@ -493,8 +493,8 @@ def test_a_captured_call_is_replayed_any_number_of_times_between_others(
     def capture(rank: int) -> None:
         streams, end, collection = ranks.streams[rank], ranks.ends[rank], shape.collections[rank]
         streams.recording = recordings[rank] = Recording()
-        given = {"key_bias": biases[rank]} if shape.biased else {}
-        found = end.gather(*inputs[rank], collection, shape.groups, "captured", **given)
+        bias = biases[rank] if shape.biased else None
+        found = end.gather(*inputs[rank], collection, shape.groups, "captured", key_bias=bias)
         size, place = (shape.batch, shape.heads, width), torch.device("cpu")
         coming = end.homecoming(size, collection, place, "captured", biased=shape.biased)
         expected = (lambda owner: bias_of(shape, owner, now[rank])) if shape.biased else None

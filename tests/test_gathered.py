@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -99,9 +101,9 @@ def test_a_bias_of_keys_comes_with_them_and_its_gradient_goes_home(gathering, ca
 @pytest.mark.parametrize("biased", [False, True], ids=["plain", "key bias"])
 def test_one_launch_gives_the_definition(gathering, biased):
     q, k, v, do = draw(45, 4, 2)
-    given = {"q": q, "k": k, "v": v} | ({"key_bias": draw_bias(45)} if biased else {})
+    given: dict[str, Any] = {"q": q, "k": k, "v": v} | ({"key_bias": draw_bias(45)} if biased else {})
     found = simulate_ring(**given, world_size=3, causal=True, memory_budget=PLENTY, do=do)
-    leaves = {name: x.double().requires_grad_() for name, x in given.items()}
+    leaves: dict[str, Any] = {name: x.double().requires_grad_() for name, x in given.items()}
     o = attention_reference(**leaves, causal=True)
     expected = torch.autograd.grad(o, list(leaves.values()), do.double())
     assert "backward_gathered" in gathering
