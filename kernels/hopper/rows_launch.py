@@ -165,6 +165,9 @@ def _launch(
                 if x is not None:
                     tape.call(Tensor.zero_, x)
         return
+    near_rows = None
+    if isinstance(keys, Gathered) and score.key_bias is not None:
+        near_rows = keys.near_rows
     columns, v_columns = columns_of(d), columns_of(dv)
     config = config or choose(max(columns, v_columns), score)
     do, q = launching.addressable(tape, do), launching.addressable(tape, q)
@@ -211,7 +214,7 @@ def _launch(
             rows.positions, rows.lo, rows.hi, score.alibi_slopes, score.key_bias,
             *lse.stride()[:2], *delta.stride()[:2], *(stride // unit for stride in dq_strides), *dalibi_strides,
             per_batch(rows.lo), per_batch(rows.hi), per_batch(score.key_bias),
-            h, h // hk, s, t, score.softmax_scale, scale, cap,
+            h, h // hk, s, t if score.key_bias is None else score.key_bias.shape[1], near_rows, score.softmax_scale, scale, cap,
         ),
         {
             "SOFTCAP": score.softcap > 0,
