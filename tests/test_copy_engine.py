@@ -39,7 +39,7 @@ class Ranks:
 
         def make(rank: int) -> None:
             streams, memory = self.streams[rank], self.memories[rank]
-            ends[rank] = CopyEngineTransport(rank, ranks, "ring", streams, memory, timeout, watched=False)
+            ends[rank] = CopyEngineTransport(rank, range(ranks), "ring", streams, memory, timeout, watched=False)
 
         self.each(make)
         self.ends = [ends[rank] for rank in range(ranks)]
