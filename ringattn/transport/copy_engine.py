@@ -147,6 +147,14 @@ class _Lent:
 
 
 @dataclass(eq=False)
+class _Guest:
+    """A place for rows of another node; it is found like a slot that was lent."""
+
+    lent: _Lent
+    start: Program
+
+
+@dataclass(eq=False)
 class _Gather:
     """The constant part of a gather: one collection, slot, shape and far buffer."""
 
@@ -249,6 +257,7 @@ class CopyEngineTransport:
         self.watch.territory.gates.update(address + 4 * GATE for address in others)
         self._slots: list[_Station] = []
         self._homes: list[_Station] = []
+        self._guests: list[_Station] = []
         self._boxes: tuple[list[_Station], ...] = tuple([] for _ in KINDS)
         self._lent: dict[tuple[str, tuple[Any, ...]], _Lent] = {}
         self._lent_at: dict[int, _Lent] = {}  # by the address of their memory
@@ -279,9 +288,13 @@ class CopyEngineTransport:
 
     def num_bytes(self) -> int:
         """Bytes of device memory held now."""
-        stations = [*self._slots, *self._homes, *chain(*self._boxes), *(lent.station for lent in self._lent.values())]
+        stations = [*self._places(), *(lent.station for lent in self._lent.values())]
         local = sum(x.untyped_storage().nbytes() for x in (self._far, self._flags, self._own, *self._raised.values()))
         return local + sum(station.region.local.numel() for station in stations)
+
+    def _places(self) -> list[_Station]:
+        """Wherever rows wait for peers, but for what was lent."""
+        return [*self._slots, *self._homes, *self._guests, *chain(*self._boxes)]
 
     def make_room(self, slot_bytes: int, far_bytes: int) -> None:
         """See `Gatherer.make_room`."""
@@ -296,7 +309,7 @@ class CopyEngineTransport:
     ) -> Gathering:
         """See `Gatherer.gather`."""
         lane, capturing = self._enter()
-        lent = self._find_lent(k, v) if self._lent else None
+        lent = self._find_lent(k, v) if self._lent_at else None
         turn = self._turn if lent is None else id(lent)
         key = (id(collection), k.shape, k.dtype, v.shape[-1], groups, turn, capturing, keep)
         found: _Gather | None = self._find(key)
@@ -328,6 +341,39 @@ class CopyEngineTransport:
             launch(pulls, streams.side)
         self._gathering = gathering = _Arriving(self, found, place, pulls=pulls is not None)
         return gathering
+
+    def guest(
+        self,
+        turn: int,
+        shape: tuple[int, int, int],
+        rows: int,
+        dims: tuple[int, int],
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> Tensor:
+        """See `Gatherer.guest`."""
+        del device  # that of this transport
+        lane, _ = self._enter()
+        key = ("guest", turn, shape, rows, dims, dtype)
+        found: _Guest | None = self._find(key)
+        if found is None:
+            whole, (d, _) = (*shape, sum(dims)), dims
+            station = self._stations(self._guests, math.prod(whole) * dtype.itemsize, "guests")[turn]
+            slot = station.view(whole, dtype)
+            lent = _Lent(station, slot, slot[:, :rows, :, :d], slot[:, :rows, :, d:])
+            found = self._keep(key, _Guest(lent, self._until_free(station, "rows for a guest")))
+        self._streams.launch(found.start, lane)
+        slot = found.lent.slot
+        self._lent_at[slot.untyped_storage().data_ptr()] = found.lent
+        return slot[:, :rows]
+
+    def _until_free(self, station: _Station, what: str) -> Program:
+        """Waits until no peer reads what this rank's caller will overwrite."""
+        number, _ = self._number(Course(what, self._peers))
+        ops: list[Op] = [self._at(number, STARTING)]
+        ops += [Wait(station.free(self._rank, peer), 1) for peer in self._peers]
+        ops += [Wait(self._words[PROCEED], 1), *self._leave()]
+        return self._streams.compile(ops)
 
     def arrived(self, collection: Collection, groups: int, device: torch.device) -> Arrivals | None:
         """See `Gatherer.arrived`."""
@@ -487,15 +533,10 @@ class CopyEngineTransport:
         if lent.k.shape[1] != mine:
             # another sharding of as many rows on the longest shard
             lent.k, lent.v = lent.slot[:, :mine, :, :d], lent.slot[:, :mine, :, d:]
-        peers = self._peers
         place = ("lend", id(lent))
         found: Program | None = self._find(place)
         if found is None:
-            number, _ = self._number(Course(f"kv_buffer {name!r}", peers))
-            ops: list[Op] = [self._at(number, STARTING)]
-            ops += [Wait(lent.station.free(self._rank, peer), 1) for peer in peers]
-            ops += [Wait(self._words[PROCEED], 1), *self._leave()]
-            found = self._keep(place, self._streams.compile(ops))
+            found = self._keep(place, self._until_free(lent.station, f"kv_buffer {name!r}"))
         self._streams.launch(found, lane)
         return lent.k, lent.v
 
@@ -508,7 +549,7 @@ class CopyEngineTransport:
         # twice: nothing is left here, and then nothing is left anywhere that may read what is overwritten
         self._memory.meet("poison comes")
         self._memory.meet("poison begins")
-        for station in (*self._slots, *self._homes, *chain(*self._boxes)):
+        for station in self._places():
             self._streams.call(station.poison)
         for local in (self._far, self._own):
             self._streams.call(lambda local=local: local.fill_(255))
@@ -523,7 +564,7 @@ class CopyEngineTransport:
         else:
             self._streams.synchronize()
         self._courses.clear()
-        self._slots, self._homes, self._boxes = [], [], tuple([] for _ in KINDS)
+        self._slots, self._homes, self._guests, self._boxes = [], [], [], tuple([] for _ in KINDS)
         self._lent, self._lent_at = {}, {}
         self._reserved = [0 for _ in KINDS]
         self._turn = self._home_turn = self._post_turn = 0
@@ -609,6 +650,7 @@ class CopyEngineTransport:
                 # whoever still reads the old ones is let finish, on all ranks
                 self._memory.meet(f"{what} grow")
                 for station in kind:
+                    self._lent_at.pop(station.region.local.untyped_storage().data_ptr(), None)
                     self._forget(station)
             self._drop_courses()
             kind[:] = [_Station(self._memory, self._members, num_bytes, f"{what} {turn}") for turn in (0, 1)]
@@ -741,7 +783,7 @@ class CopyEngineTransport:
         fetches, readers = collection.fetches, collection.readers
         far, shape, dim = where
         groups = flags.shape[0]
-        stops = tuple((fetch.step, fetch.owner) for fetch in fetches)
+        stops = tuple((collection.first + fetch.step, fetch.owner) for fetch in fetches)
         number, course = self._number(Course(what, tuple(send.peer for send in readers), stops=stops))
         moves = bool(fetches or readers)
 
@@ -846,7 +888,7 @@ class CopyEngineTransport:
         stride = station.num_bytes // len(self._peers)
         owners = [fetch.owner for fetch in collection.fetches]
         readers = [send.peer for send in collection.readers]
-        number, course = self._number(Course(what, tuple(dict.fromkeys((*owners, *readers))), since=1))
+        number, course = self._number(Course(what, tuple(dict.fromkeys((*owners, *readers))), collection.first + 1))
         start: list[Op] = [self._at(number, ENTERING)]
         for owner in owners:
             start += self._take(station.free(me, owner))

@@ -129,6 +129,19 @@ class SimulatedGatherer:
     def make_room(self, slot_bytes: int, far_bytes: int) -> None:
         """Mailboxes hold whatever is sent."""
 
+    def guest(
+        self,
+        turn: int,
+        shape: tuple[int, int, int],
+        rows: int,
+        dims: tuple[int, int],
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> Tensor:
+        """See `Gatherer.guest`."""
+        del turn  # nobody reads here what has been delivered
+        return torch.full((*shape, sum(dims)), float("nan"), dtype=dtype, device=device)[:, :rows]
+
     def gather(
         self, k: Tensor, v: Tensor, collection: Collection, groups: int, what: str, *, keep: bool = False
     ) -> _Gathered:
@@ -139,7 +152,7 @@ class SimulatedGatherer:
             self._hub.deliver(self._rank, reader.peer, torch.cat(slices(mine, 1, reader.rows), 1))
         far = mine.new_zeros(mine.shape[0], collection.far_rows, *mine.shape[2:])
         for fetch in collection.fetches:
-            rows = self._hub.collect(fetch.owner, self._rank, f"{what}, keys of ring step {fetch.step}")
+            rows = self._hub.collect(fetch.owner, self._rank, f"{what}, keys of ring step {collection.first + fetch.step}")
             far[:, fetch.at : fetch.at + rows.shape[1]] = rows
         arrivals = self.arrived(collection, groups, k.device)
         return _Gathered(far, far[..., : k.shape[-1]], far[..., k.shape[-1] :], arrivals, kept=keep)
@@ -194,7 +207,11 @@ class _Homes:
         for fetch, made in zip(self._collection.fetches, self._made[1:], strict=True):
             self._hub.deliver(self._rank, fetch.owner, made)
         return [
-            self._hub.collect(reader.peer, self._rank, f"{self._what}, gradients of ring step {reader.step}")
+            self._hub.collect(
+                reader.peer,
+                self._rank,
+                f"{self._what}, gradients of ring step {self._collection.first + reader.step}",
+            )
             for reader in self._collection.readers
         ]
 
