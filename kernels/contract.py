@@ -310,7 +310,7 @@ class GatheringKernelSet(KernelSet, Protocol):
             keys: The key sides.
             score: How scores are made; bias is absent.
             arrivals: None when all of far is there.
-            o: `b s h dv`, q's dtype; written.
+            o: `b s h dv`, q's dtype or fp32; written.
             lse: `b h s`, natural log, fp32; written.
         """
         ...

@@ -65,9 +65,15 @@ class Call:
     _keys: dict[tuple[str, int, torch.device], tuple[Visit | None, Key[Side]]] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
-    _collections: list[Collection] = field(default_factory=list, init=False, repr=False, compare=False)
-    _gathered: dict[torch.device, Key[Gathered]] = field(default_factory=dict, init=False, repr=False, compare=False)
-    _returning: dict[torch.device, Key[Tensor]] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _collections: dict[tuple[Nodes | None, int], Collection] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
+    _gathered: dict[tuple[torch.device, Nodes | None, int], Key[Gathered]] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
+    _returning: dict[tuple[torch.device, Nodes | None, int], Key[Tensor]] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
     memo: dict[Hashable, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @staticmethod
@@ -128,28 +134,32 @@ class Call:
         """What tables of keys say of them."""
         return None if self.forward_only else "queries"
 
-    def collection(self) -> Collection:
-        """What this rank fetches, and who fetches from it, when all visits are computed in one launch."""
-        if not self._collections:
-            self._collections.append(collect(self.plan("keys"), self.rank, GUARD))
-        return self._collections[0]
-
-    def gathered(self, device: torch.device) -> Gathered:
-        """Tables of the keys of all visits, likewise."""
-        known = self._gathered.get(device)
+    def collection(self, nodes: Nodes | None = None, outer: int = 0) -> Collection:
+        """What this rank fetches, and who fetches from it, when all visits of an outer step are computed in one launch."""
+        known = self._collections.get((nodes, outer))
         if known is None:
-            known = gathered_key(
-                self.visits("keys"), self.collection(), self.visibility, device, forward_only=self.forward_only
-            )
-            self._gathered[device] = known
+            known = self._collections[nodes, outer] = collect(self.plan("keys", nodes), self.rank, GUARD, outer)
+        return known
+
+    def gathered(self, device: torch.device, nodes: Nodes | None = None, outer: int = 0) -> Gathered:
+        """Tables of the keys of these visits, likewise."""
+        known = self._gathered.get((device, nodes, outer))
+        if known is None:
+            plan = self.plan("keys", nodes).ranks[self.rank]
+            inner = plan.visits[outer * plan.local_size + 1 : (outer + 1) * plan.local_size]
+            visits = (plan.held(outer), *inner)
+            collection = self.collection(nodes, outer)
+            known = gathered_key(visits, collection, self.visibility, device, forward_only=self.forward_only)
+            self._gathered[device, nodes, outer] = known
         return find(known)
 
-    def returning(self, device: torch.device) -> Tensor:
-        """Which row of each reader's contribution belongs to each of this rank's key rows, or -1, likewise."""
-        known = self._returning.get(device)
+    def returning(self, device: torch.device, nodes: Nodes | None = None, outer: int = 0) -> Tensor:
+        """Which row of each reader's contribution belongs to each row that this rank holds, or -1, likewise."""
+        known = self._returning.get((device, nodes, outer))
         if known is None:
-            known = returning_key(self.collection().readers, self.kv_sharding.shard_len, device)
-            self._returning[device] = known
+            held = self.plan("keys", nodes).ranks[self.rank].held(outer)
+            known = returning_key(self.collection(nodes, outer).readers, held.num_rows, device)
+            self._returning[device, nodes, outer] = known
         return find(known)
 
     def score(

@@ -5,7 +5,8 @@ launch and release. Refuses to know how bytes move and how a kernel waits for th
 
 Note [Two schedules]
     gathered  one launch forward, one backward (plus the sum of what came home). A query row stays in registers from its
-              first key to its last, and no partial touches memory. The keys of all owners need room on every rank.
+              first key to its last, and no partial touches memory. The keys of all owners need room on every rank. In a ring
+              of two levels one launch per outer step (outer.py).
     staged    one launch per ring step, partials in fp32 between them, two receive buffers: room for two shards, whatever the
               number of ranks (a copy engine adds four outboxes). Serves every kernel set, every option and every transport.
     Both give the same partials merged in ring order; they round at different places. Which one is taken follows from
@@ -38,6 +39,7 @@ from ringattn.call import Call
 from ringattn.forward import ring_forward
 from ringattn.kernels.contract import GatheringKernelSet, KernelSet, Score, accumulation_dtype
 from ringattn.layout import shard_len
+from ringattn.outer import outer_backward, outer_forward
 from ringattn.parcels import message_bytes
 from ringattn.schedule import Collection
 from ringattn.spans import span
@@ -74,6 +76,9 @@ def forward(
     if found is None:
         return *ring_forward(q, k, v, score, call, kernels, seat), None
     gatherer, gathering_kernels, facts = found
+    if seat.nodes is not None:
+        found = outer_forward(q, k, v, score, call, gathering_kernels, seat, gatherer, facts.groups)
+        return *found, None
     b, s, h, _ = q.shape
     o = torch.empty(b, s, h, v.shape[-1], dtype=q.dtype, device=q.device)
     lse = torch.empty(b, h, s, dtype=accumulation_dtype(q.dtype), device=q.device)
@@ -116,6 +121,24 @@ def backward(
     if found is None:
         return ring_backward(do, dlse, q, k, v, o, lse, score, call, kernels, seat, **wanted)
     gatherer, gathering_kernels, facts = found
+    if seat.nodes is not None:
+        return outer_backward(
+            do,
+            dlse,
+            q,
+            k,
+            v,
+            o,
+            lse,
+            score,
+            call,
+            gathering_kernels,
+            seat,
+            gatherer,
+            facts.groups,
+            want_sinks=wanted.get("want_sinks", False),
+            want_alibi=wanted.get("want_alibi", False),
+        )
     if dlse is not None:
         dlse = dlse.masked_fill(lse == float("-inf"), 0.0)
     b, _, hk, d = k.shape
@@ -247,23 +270,34 @@ def choose_groups(k: Tensor, v: Tensor, collection: Collection, pull_rate: float
 
 
 def gathered_bytes(
-    k: Tensor, v: Tensor, collection: Collection, world_size: int, *, backward: bool, of_bias: int = 0
+    k: Tensor,
+    v: Tensor,
+    collection: Collection,
+    members: int,
+    *,
+    backward: bool,
+    of_bias: int = 0,
+    guests: bool = False,
 ) -> int:
     """What the gathered schedule takes on the rank that needs most: far, two slots, and two sets of regions.
+
+    With guests also their two places and what is sent, and in the backward two sums on their way home and one that lands.
 
     Args:
         k: `b t hk d`.
         v: `b t hk dv`.
         collection: Who fetches what.
-        world_size: Ranks of the ring.
+        members: Ranks that fetch from each other.
         backward: Of a backward.
         of_bias: Bytes of the bias of a key; 0: there is none.
+        guests: Of a ring of two levels.
     """
     b, _, hk, d = k.shape
     row = b * hk * (d + v.shape[-1])
-    keys = (collection.most_far_rows + 2 * collection.slot_rows) * (row * k.element_size() + b * of_bias)
+    slots = collection.most_far_rows + (2 + 3 * guests) * collection.slot_rows
+    keys = slots * (row * k.element_size() + b * of_bias)
     keys += collection.slot_rows * b * of_bias  # the table holds near too
-    homes = (2 * (world_size - 1) + 1) * collection.slot_rows * (row + b * hk * bool(of_bias)) * 4
+    homes = (2 * (members - 1) + 1 + 3 * guests) * collection.slot_rows * (row + b * hk * bool(of_bias)) * 4
     return keys + homes * backward
 
 
@@ -291,12 +325,13 @@ class _Facts:
 
 def _look(k: Tensor, v: Tensor, score: Score, call: Call, seat: Seat) -> _Facts:
     of_bias = _bias_size(score)
-    key = (k.shape, v.shape[-1], k.dtype, of_bias, seat.world_size, seat.pull_rate)
+    key = (k.shape, v.shape[-1], k.dtype, of_bias, seat.world_size, seat.pull_rate, seat.nodes)
     facts = call.memo.get(key)
     if facts is None:
-        collection = call.collection()
+        collection, guests = call.collection(seat.nodes), seat.nodes is not None
+        members = seat.world_size if seat.nodes is None else len(seat.nodes[0])
         needed = (
-            gathered_bytes(k, v, collection, seat.world_size, backward=backward, of_bias=of_bias)
+            gathered_bytes(k, v, collection, members, backward=backward, of_bias=of_bias, guests=guests)
             for backward in (False, True)
         )
         shards = (*call.sharding.shards, *call.kv_sharding.shards)
@@ -311,11 +346,15 @@ def _gathering(
 ) -> tuple[Gatherer, GatheringKernelSet, _Facts] | None:
     """What serves the gathered schedule; None for visits one by one."""
     serves: Any = getattr(kernels, "gathers", None)
-    if seat.world_size == 1 or seat.nodes is not None or serves is None or (backward and call.backward == "queries"):
+    # a node of one rank has nobody to gather from
+    alone = seat.world_size == 1 or (seat.nodes is not None and len(seat.nodes[0]) == 1)
+    if alone or serves is None or (backward and call.backward == "queries"):
         return None
     gatherer = seat.transport.gatherer()
     if gatherer is None or not serves(k.shape[-1], v.shape[-1], score):
         return None
+    if seat.nodes is not None and score.key_bias is not None:
+        return None  # a bias of keys does not cross with a guest
     facts = _look(k, v, score, call, seat)
     if not facts.shared or facts.needed[backward] > seat.budget:
         return None

@@ -51,8 +51,9 @@ class Ring:
         group: A ProcessGroup, a one-dimensional DeviceMesh (`mesh["cp"]`), or None for the default group; a ring of one
             rank when torch.distributed is not initialised.
         impl: Kernel set for calls that do not name one: "auto", "hopper", "portable" or "eager".
-        transport: "copy_engine" (GPUs of one host that reach each other), "process_group" (NCCL or gloo), or "auto": the
-            copy engine where it can serve, decided by all ranks together at the first call with tensors on a GPU.
+        transport: "copy_engine" (GPUs of one host that reach each other; with several nodes, within each), "process_group"
+            (NCCL or gloo), or "auto": the copy engine where it can serve, decided by all ranks together at the first call
+            with tensors on a GPU.
         memory_budget: Bytes per rank that gathered keys, and gradients on their way home, may take; None for a quarter of
             the memory that is free on the fullest GPU at the first call. The same on all ranks.
         keep_keys: What a gathered forward has brought stays until its backward has run, which then fetches nothing: less
@@ -402,7 +403,9 @@ class Ring:
         self._settle(device)
         why = f"the partials are in {device.type} memory" if self._choice.name == "undecided" else str(self._choice)
         one_shot = getattr(self._mover, "one_shot", None)
-        if one_shot is not None and device.type == "cuda":
+        if one_shot is not None and self.seat.nodes is not None:
+            why = f"partials cross between nodes ({why})"
+        elif one_shot is not None and device.type == "cuda":
             missing = None if importlib.util.find_spec("triton") else f"ring rank {self.rank} has no triton"
             found = [json.loads(text) for text in self._agreement.compare(json.dumps(missing))]
             missing = next((text for text in found if text is not None), None)
@@ -456,12 +459,16 @@ class Ring:
             self._timeout,
             self._memory_budget,
             self._links[0],
+            self.seat.nodes,
         )
         if self.keep_keys and self._choice.name != "copy_engine":
             self._choice = replace(self._choice, why=f"{self._choice.why}; keep_keys finds nothing to keep")
         self._mover = mover
-        mover = mover if self.seat.nodes is None else WithinNode(mover)
-        self.seat = replace(self.seat, transport=mover, budget=budget, pull_rate=rate)
+        between = self.seat.between_nodes
+        if between is not None:
+            watched = getattr(mover, "watched", None)
+            mover, between = (WithinNode(mover), between) if watched is None else (mover, watched(between))
+        self.seat = replace(self.seat, transport=mover, between_nodes=between, budget=budget, pull_rate=rate)
         self._settled = True
 
     def _warm_up(self, device: torch.device) -> None:

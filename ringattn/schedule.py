@@ -103,6 +103,11 @@ class RankPlan:
         """Ranks of a node, which is the number of inner steps."""
         return len(self.visits) // len(self.guests)
 
+    def held(self, outer: int) -> Visit:
+        """What this rank holds in an outer step: its own rows, or a guest, which may have none; seen by it or not."""
+        found = self.guests[outer] if outer else self.visits[0]
+        return Visit(outer * self.local_size, self.rank, (), (), 0) if found is None else found
+
     @property
     def received_rows(self) -> int:
         """Rows that this rank receives from others, over all steps."""
@@ -132,9 +137,9 @@ class Fetch:
     """Rows of one owner on their way into the far buffer of a gathered visit.
 
     Attributes:
-        step: Ring step.
-        owner: The rank they belong to.
-        rows: Row ranges of the owner's shard.
+        step: Inner step, which is the ring step where there is one level.
+        owner: The rank that holds them: as its shard or, from outer step 1 on, as its guest.
+        rows: Row ranges of what it holds.
         at: Where they begin in far.
     """
 
@@ -146,14 +151,15 @@ class Fetch:
 
 @dataclass(frozen=True)
 class Collection:
-    """Who fetches which rows of whom when a rank's visits are computed in one launch.
+    """Who fetches which rows of whom when a rank's visits of one outer step are computed in one launch.
 
     Attributes:
         fetches: What this rank fetches, in ring order.
         readers: What others fetch from this rank, in ring order.
         far_rows: Rows of this rank's far buffer, guards included; 0 when nothing is fetched.
         slot_rows: Rows of the longest moving shard of all ranks.
-        most_far_rows: The largest far_rows of all ranks.
+        most_far_rows: The largest far_rows of all ranks, and of all outer steps.
+        first: The ring step of what this rank holds.
     """
 
     fetches: tuple[Fetch, ...]
@@ -161,30 +167,38 @@ class Collection:
     far_rows: int
     slot_rows: int
     most_far_rows: int
+    first: int = 0
 
 
-@lru_cache(maxsize=128)
-def collect(plan: Plan, rank: int, guard: int) -> Collection:
-    """The gathered form of a plan for one rank; cached.
+@lru_cache(maxsize=256)
+def collect(plan: Plan, rank: int, guard: int, outer: int = 0) -> Collection:
+    """The gathered form of an outer step of a plan for one rank; cached.
 
     Args:
         plan: The plan.
         rank: The rank.
         guard: What the first row of each owner in far is a multiple of, and the least number of rows between owners.
+        outer: The outer step; a plan of one level has one.
     """
-    everyone = [_fetches(part, guard) for part in plan.ranks]
-    fetches, far_rows = everyone[rank]
-    readers = tuple(send for send in plan.ranks[rank].sends if send is not None)
+    steps = range(len(plan.ranks[rank].guests))
+    most = max(_fetches(plan, part, step, guard)[1] for part in plan.ranks for step in steps)
+    fetches, far_rows = _fetches(plan, plan.ranks[rank], outer, guard)
+    size = plan.ranks[rank].local_size
+    sends = plan.ranks[rank].sends[outer * size + 1 : (outer + 1) * size]
+    readers = tuple(replace(send, step=send.step % size) for send in sends if send is not None)
     homes = [visit for part in plan.ranks for visit in part.visits if visit is not None and visit.step == 0]
     slot_rows = max((visit.num_rows for visit in homes), default=0)
-    return Collection(fetches, readers, far_rows, slot_rows, max(rows for _, rows in everyone))
+    return Collection(fetches, readers, far_rows, slot_rows, most, outer * size)
 
 
-def _fetches(part: RankPlan, guard: int) -> tuple[tuple[Fetch, ...], int]:
-    fetches, at = [], 0
-    for visit in part.visits[1:]:
+def _fetches(plan: Plan, part: RankPlan, outer: int, guard: int) -> tuple[tuple[Fetch, ...], int]:
+    size, at = part.local_size, 0
+    fetches: list[Fetch] = []
+    for visit in part.visits[outer * size + 1 : (outer + 1) * size]:
         if visit is not None:
-            fetches.append(Fetch(visit.step, visit.owner, visit.rows, at))
+            send = plan.ranks[visit.source].sends[visit.step]
+            assert send is not None, "what is visited is sent"
+            fetches.append(Fetch(visit.step % size, visit.source, send.rows, at))
             at += -(-(visit.num_rows + guard) // guard) * guard
     return tuple(fetches), at
 

@@ -17,7 +17,7 @@ Note [One upload]
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -25,7 +25,7 @@ from torch import Tensor
 
 from ringattn.kernels.contract import Gathered, Side
 from ringattn.layout import Shard
-from ringattn.schedule import Collection, RankPlan, Send, Visit, pack
+from ringattn.schedule import Collection, Send, Visit, pack
 from ringattn.visibility import Reading, Visibility
 
 Runs = tuple[tuple[int, int, int, int], ...]
@@ -161,7 +161,7 @@ def find(key: Key[T]) -> T:
 
 
 def gathered_key(
-    visits: RankPlan,
+    visits: Sequence[Visit | None],
     collection: Collection,
     visibility: Visibility,
     device: torch.device | str,
@@ -171,17 +171,17 @@ def gathered_key(
     """The key of the sides of all visits of a rank, when they are computed in one launch.
 
     Args:
-        visits: The rank's part of a plan in which keys move; its own shard is not empty.
+        visits: The rank's visits by inner step; at step 0 those rows that are in place.
         collection: Where the rows of each visit stand in far.
         visibility: The mask.
         device: Where the kernels run.
         forward_only: Note [Forwards alone].
     """
-    own = visits.visits[0]
+    own = visits[0]
     assert own is not None, "a rank without keys of its own visits one by one"
     near_rows, sources = own.num_rows, [(0, own.runs)]
     for fetch in collection.fetches:
-        visit = visits.visits[fetch.step]
+        visit = visits[fetch.step]
         assert visit is not None, "only rows that are visited are fetched"
         sources.append(
             (fetch.step, tuple((fetch.at + offset, rows, start, stride) for offset, rows, start, stride in visit.runs))
@@ -260,7 +260,7 @@ def _make_gathered(
     dtype = torch.int32 if forward_only else torch.int64
     for step, runs in sources:
         positions = _positions(runs, dtype)
-        first = runs[0][0] + (near_rows if step else 0)
+        first = runs[0][0] + near_rows if step else 0
         places.append(slice(first, first + positions.shape[0]))
         parts.append((positions, *bounds_of(positions, visibility, None if forward_only else "queries")))
     batches = max(lo.shape[0] for _, lo, _ in parts)

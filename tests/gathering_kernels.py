@@ -117,9 +117,9 @@ def _source(near: tuple[Tensor, Tensor], far: tuple[Tensor, Tensor], side: Side,
 
 def _at_zero(side: Side) -> Side:
     """The same rows as a buffer of their own."""
-    at = side.run_list[0][0]
+    at = side.run_list[0][0] if side.run_list else 0
     runs = tuple((offset - at, *run) for offset, *run in side.run_list)
-    table = torch.tensor(runs, dtype=torch.int32)
+    table = torch.tensor(runs, dtype=torch.int32).view(-1, 4)
     return Side(table, side.positions, side.lo, side.hi, runs, side.lo_host, side.hi_host)  # pyright: ignore
 
 

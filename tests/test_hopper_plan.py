@@ -434,7 +434,7 @@ def test_plans_of_gathered_keys_are_lawful(mask: Visibility, data: st.DataObject
     assume(shard_len(k_shards[rank]) > 0)
     ring = make_ring(q_shards, k_shards, mask, "keys")
     collection = collect(ring, rank, GUARD)
-    keys = find(gathered_key(ring.ranks[rank], collection, mask, "cpu"))
+    keys = find(gathered_key(ring.ranks[rank].visits, collection, mask, "cpu"))
     shape = Shape(
         batch=mask.batch_size if mask.batch_size > 1 else data.draw(st.integers(1, 2)),
         heads=data.draw(st.integers(1, 2)),

@@ -601,7 +601,7 @@ def _consumer(
                     place, inside = _place(
                         INDEX, b64, h, this_row, rows, o_sb, o_ss, o_sh, o_layout, PACK, DV, DV_WIDTH, O_UNIT
                     )
-                    gl.store(o + place, acc.to(dtype), mask=inside)
+                    gl.store(o + place, acc.to(o.dtype.element_ty), mask=inside)
                 gl.store(lse + b64 * lse_sb + head_of_row * lse_sh + x, found, mask=exists)
             else:
                 gl.store(carry_m + b64 * m_sb + head_of_row * m_sh + x, m_i, mask=exists)

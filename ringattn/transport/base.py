@@ -144,6 +144,33 @@ class Gatherer(Protocol):
         """
         ...
 
+    def guest(
+        self,
+        turn: int,
+        shape: tuple[int, int, int],
+        rows: int,
+        dims: tuple[int, int],
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> Tensor:
+        """Where rows of another node are to land so that a gather of exactly them copies nothing; there are two places.
+
+        Work that is enqueued later on this stream may overwrite what was there.
+
+        Args:
+            turn: Which place: 0 or 1.
+            shape: Batch elements, rows of the longest shard, and key heads; the same on all ranks.
+            rows: Of this guest.
+            dims: Head dims of k and of v.
+            dtype: Of both.
+            device: Where.
+
+        Returns:
+            `b rows hk (d + dv)`, keys and values side by side; rows of a batch element are contiguous, and so is all of it
+            when it has as many rows as the longest shard.
+        """
+        ...
+
     def gather(
         self,
         k: Tensor,
@@ -158,7 +185,7 @@ class Gatherer(Protocol):
         """Publishes this rank's keys, starts fetching those of others, and returns at once.
 
         Args:
-            k: `b t hk d`, this rank's rows; any strides with a contiguous last dim.
+            k: `b t hk d`, the rows that this rank holds; any strides with a contiguous last dim.
             v: `b t hk dv`, likewise.
             collection: Who fetches what.
             groups: Groups of key heads in which rows come; divides hk. The same on all ranks.

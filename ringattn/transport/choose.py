@@ -17,8 +17,9 @@ from typing import Any, Protocol
 
 import torch
 
+from ringattn.schedule import Nodes
 from ringattn.transport.base import Transport
-from ringattn.transport.process_group import Agreement
+from ringattn.transport.process_group import Agreement, name_part
 from ringattn.transport.symmetric import Memory
 
 TRANSPORTS = ("auto", "copy_engine", "process_group")
@@ -58,25 +59,33 @@ def look(device: torch.device) -> dict[str, Any]:
     return {"host": host, "missing": missing, "uuid": uuid, "free": free}
 
 
-def find_obstacle(rank: int, device: torch.device, found: Sequence[dict[str, Any]]) -> str | None:
-    """Why the GPU of this rank and those of the others can not reach each other; None where they can.
+def find_obstacle(
+    rank: int, device: torch.device, found: Sequence[dict[str, Any]], nodes: Nodes | None = None
+) -> str | None:
+    """Why the GPU of this rank and those of the others of its node can not reach each other; None where they can.
 
     Args:
         rank: This ring rank.
         device: Its device.
         found: What `look` said on every rank.
+        nodes: Who shares a node; None: all.
     """
     for peer, other in enumerate(found):
         if other["missing"] is not None:
             return f"ring rank {peer} can not take part: {other['missing']}"
-        if other["host"] != found[rank]["host"]:
-            return f"ring ranks {rank} and {peer} are on different hosts"
+    mates = node_of(rank, nodes, len(found))
+    if len(mates) == 1:
+        return "a node of one rank has nobody within"
+    for peer in mates:
+        if found[peer]["host"] != found[rank]["host"]:
+            hint = '; pass nodes="auto" for a ring of several hosts' if nodes is None else ""
+            return f"ring ranks {rank} and {peer} are on different hosts{hint}"
     here = {str(torch.cuda.get_device_properties(i).uuid): i for i in range(torch.cuda.device_count())}
     mine = here.get(found[rank]["uuid"])
-    for peer, other in enumerate(found):
+    for peer in mates:
         if peer == rank:
             continue
-        theirs = here.get(other["uuid"])
+        theirs = here.get(found[peer]["uuid"])
         if theirs is None:
             return f"ring rank {rank} does not see the GPU of ring rank {peer}; do not hide it by CUDA_VISIBLE_DEVICES"
         if theirs == mine:
@@ -84,6 +93,16 @@ def find_obstacle(rank: int, device: torch.device, found: Sequence[dict[str, Any
         if not torch.cuda.can_device_access_peer(device, theirs):
             return f"the GPU of ring rank {rank} has no access to that of ring rank {peer}"
     return None
+
+
+def node_of(rank: int, nodes: Nodes | None, world_size: int) -> tuple[int, ...]:
+    """The ranks that share a node with a rank, itself among them, in the order of their places.
+
+    Example:
+        >>> node_of(2, ((0, 1), (2, 3)), 4)
+        (2, 3)
+    """
+    return tuple(range(world_size)) if nodes is None else next(node for node in nodes if rank in node)
 
 
 class Clock(Protocol):
@@ -94,19 +113,19 @@ class Clock(Protocol):
         ...
 
 
-def measure_pull(rank: int, world_size: int, clock: Clock, memory: Memory, agreement: Agreement) -> float:
+def measure_pull(place: int, size: int, clock: Clock, memory: Memory, agreement: Agreement) -> float:
     """Bytes per second at which the slowest rank pulls from the next one while all do; the same on all ranks.
 
     Args:
-        rank: This ring rank.
-        world_size: Ranks of the ring.
+        place: This rank's among those that share memory.
+        size: How many these are.
         clock: What measures.
         memory: Where regions come from.
-        agreement: How ranks compare.
+        agreement: How all ranks of the ring compare.
     """
     target = torch.empty(PROBE_BYTES, dtype=torch.uint8, device=memory.device)
     region = memory.region(PROBE_BYTES, "probe")
-    seconds = clock.time_copy(target.data_ptr(), region.addresses[(rank + 1) % world_size], PROBE_BYTES)
+    seconds = clock.time_copy(target.data_ptr(), region.addresses[(place + 1) % size], PROBE_BYTES)
     # whoever still pulls is let finish before the region goes
     memory.meet("probe ends")
     return min(json.loads(text) for text in agreement.compare(json.dumps(PROBE_BYTES / seconds)))
@@ -123,6 +142,7 @@ def choose(
     timeout: timedelta,
     memory_budget: int | None,
     fallback: Transport,
+    nodes: Nodes | None = None,
 ) -> tuple[Transport, Choice, int, float]:
     """How a ring moves shards. Every rank calls it.
 
@@ -137,6 +157,7 @@ def choose(
         timeout: How long the ring may stand still.
         memory_budget: Bytes; None for a quarter of what is free on the fullest device.
         fallback: The transport over the process group.
+        nodes: Who shares a node; the transport then serves within this rank's. None: one level.
 
     Returns:
         The transport, the reason, the bytes that gathered keys may take per rank, and `Seat.pull_rate`.
@@ -153,7 +174,7 @@ def choose(
     if len(set(budgets)) > 1:
         raise ValueError(f"memory_budget must be the same on all ring ranks, got {budgets} by rank; pass one number")
     budget = memory_budget if memory_budget is not None else min(other["free"] for other in found) // 4
-    transport, rate, obstacle = None, 0.0, find_obstacle(rank, device, found)
+    transport, rate, obstacle = None, 0.0, find_obstacle(rank, device, found, nodes)
     obstacles = [json.loads(text) for text in agreement.compare(json.dumps(obstacle))]
     obstacle = next((text for text in obstacles if text is not None), None)
     if obstacle is None:
@@ -170,16 +191,24 @@ def choose(
         errors = [json.loads(text) for text in agreement.compare(json.dumps(error))]
         obstacle = next((text for text in errors if text is not None), None)
         if obstacle is None and streams is not None:
-            memory = SymmetricMemory(group_name, agreement, device, streams.synchronize)
-            rate = measure_pull(rank, world_size, streams, memory, agreement)
-            transport = CopyEngineTransport(rank, world_size, name, streams, memory, timeout.total_seconds())
+            mates, within, together = node_of(rank, nodes, world_size), group_name, agreement
+            if nodes is not None:
+                place = mates.index(rank)
+                within = f"ringattn/{name}/node {nodes.index(mates)}"
+                name_part(within, group_name, place, len(mates))
+                together = Agreement(group_name, place, len(mates), within, timeout)
+            memory = SymmetricMemory(within, together, device, streams.synchronize)
+            rate = measure_pull(mates.index(rank), len(mates), streams, memory, agreement)
+            transport = CopyEngineTransport(rank, mates, name, streams, memory, timeout.total_seconds())
     if transport is not None:
         why = f"the {world_size} GPUs of the ring are on one host and reach each other"
+        if nodes is not None:
+            why = f"the {world_size // len(nodes)} GPUs of each of {len(nodes)} nodes reach each other"
         why = "asked for" if wanted == "copy_engine" else why
         return transport, Choice("copy_engine", f"{why}, {rate / 1e9:.0f} GB/s"), budget, rate
     if wanted == "copy_engine":
         raise RuntimeError(
-            f"transport 'copy_engine' must have GPUs of one host that reach each other, got: {obstacle}; "
+            f"transport 'copy_engine' must have GPUs of one host that reach each other, in every node, got: {obstacle}; "
             "use transport='auto' or 'process_group'"
         )
     return fallback, Choice("process_group", f"{obstacle}"), budget, 0.0

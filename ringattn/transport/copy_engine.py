@@ -55,12 +55,13 @@ from torch import Tensor
 from ringattn.kernels.contract import Arrivals
 from ringattn.kernels.pack import pack
 from ringattn.schedule import Collection, Fetch, Rows
-from ringattn.transport.base import Done, Gathering, Homecoming, Parcel, Pending, Reply
+from ringattn.transport.base import Done, Gathering, Homecoming, Parcel, Pending, Reply, Transport
 from ringattn.transport.one_shot import OneShotExchange
 from ringattn.transport.process_group import Agreement
 from ringattn.transport.streams import MAX_PITCH, Copy, Op, Program, Streams, Wait, Write
 from ringattn.transport.symmetric import ALIGNMENT, Memory, Region
 from ringattn.transport.watch import (
+    CROSSING,
     DEVICE_WORDS,
     DONE,
     ELSEWHERE,
@@ -106,8 +107,9 @@ BOX_NAMES = ("outboxes", "outboxes of replies")
 class _Station:
     """A region whose rows wait for peers: `full` and `free` words for every pair, then the rows."""
 
-    def __init__(self, memory: Memory, ranks: int, num_bytes: int, what: str) -> None:
-        self._ranks = ranks
+    def __init__(self, memory: Memory, members: Sequence[int], num_bytes: int, what: str) -> None:
+        ranks = self._ranks = len(members)
+        self._place = {rank: place for place, rank in enumerate(members)}
         self._header = _aligned(8 * ranks)
         self.num_bytes = num_bytes
         self.region: Region = memory.region(self._header + _aligned(num_bytes), what)
@@ -117,15 +119,15 @@ class _Station:
 
     def full(self, at: int, of: int) -> int:
         """Address of the word by which rank `of` tells rank `at` that its rows are there."""
-        return self.region.addresses[at] + 4 * of
+        return self.region.addresses[self._place[at]] + 4 * self._place[of]
 
     def free(self, at: int, of: int) -> int:
         """Address of the word by which rank `of` tells rank `at` that it has read its rows."""
-        return self.region.addresses[at] + 4 * (self._ranks + of)
+        return self.region.addresses[self._place[at]] + 4 * (self._ranks + self._place[of])
 
     def rows(self, at: int) -> int:
         """Address of the rows of rank `at`."""
-        return self.region.addresses[at] + self._header
+        return self.region.addresses[self._place[at]] + self._header
 
     def poison(self) -> None:
         """Sets all bits of this rank's rows."""
@@ -175,6 +177,14 @@ class _Lent:
     slot: Tensor
     k: Tensor
     v: Tensor
+
+
+@dataclass(eq=False)
+class _Guest:
+    """A place for rows of another node; it is found like a slot that was lent."""
+
+    lent: _Lent
+    start: Program
 
 
 @dataclass(eq=False)
@@ -243,7 +253,8 @@ class CopyEngineTransport:
 
     Args:
         rank: This rank within the ring.
-        world_size: Ranks of the ring.
+        members: The ranks of the ring that reach each other's memory, in the order of the regions' addresses: all, or those
+            of a node.
         name: The ring's name.
         streams: The way to the device.
         memory: Where regions come from.
@@ -254,7 +265,7 @@ class CopyEngineTransport:
     def __init__(
         self,
         rank: int,
-        world_size: int,
+        members: Sequence[int],
         name: str,
         streams: Streams,
         memory: Memory,
@@ -263,7 +274,8 @@ class CopyEngineTransport:
         watched: bool = True,
     ) -> None:
         self._rank = rank
-        self._world_size = world_size
+        self._members = tuple(members)
+        self._peers = tuple(peer for peer in members if peer != rank)
         self._name = name
         self._streams = streams
         self._memory = memory
@@ -274,13 +286,15 @@ class CopyEngineTransport:
         self._control = memory.region(_aligned(4 * DEVICE_WORDS), "words")
         self._control.local[: 4 * DEVICE_WORDS].view(torch.int32)[[GATE, PROCEED]] = 1
         memory.meet("words begin")
-        words = tuple(self._control.addresses[rank] + 4 * i for i in range(DEVICE_WORDS))
+        place = self._members.index(rank)
+        words = tuple(self._control.addresses[place] + 4 * i for i in range(DEVICE_WORDS))
         self._words = words
         self.watch = Watch(rank, name, self._host, words, streams, timeout)
-        peers = (address for peer, address in enumerate(self._control.addresses) if peer != rank)
-        self.watch.territory.gates.update(address + 4 * GATE for address in peers)
+        others = (address for other, address in enumerate(self._control.addresses) if other != place)
+        self.watch.territory.gates.update(address + 4 * GATE for address in others)
         self._slots: list[_Station] = []
         self._homes: list[_Station] = []
+        self._guests: list[_Station] = []
         self._boxes: tuple[list[_Station], ...] = tuple([] for _ in KINDS)
         self._lent: dict[tuple[str, tuple[Any, ...]], _Lent] = {}
         self._lent_at: dict[int, _Lent] = {}  # by the address of their memory
@@ -311,9 +325,13 @@ class CopyEngineTransport:
 
     def num_bytes(self) -> int:
         """Bytes of device memory held now."""
-        stations = [*self._slots, *self._homes, *chain(*self._boxes), *(lent.station for lent in self._lent.values())]
+        stations = [*self._places(), *(lent.station for lent in self._lent.values())]
         local = sum(x.untyped_storage().nbytes() for x in (self._far, self._flags, self._own, *self._raised.values()))
         return local + sum(station.region.local.numel() for station in stations)
+
+    def _places(self) -> list[_Station]:
+        """Wherever rows wait for peers, but for what was lent."""
+        return [*self._slots, *self._homes, *self._guests, *chain(*self._boxes)]
 
     def make_room(self, slot_bytes: int, far_bytes: int) -> None:
         """See `Gatherer.make_room`."""
@@ -338,7 +356,7 @@ class CopyEngineTransport:
         assert key_bias is None or not keep, "what is kept has no room for a bias"
         lane, capturing = self._enter()
         # what was lent has no room for a bias either: such keys are packed like others
-        lent = self._find_lent(k, v) if self._lent and key_bias is None else None
+        lent = self._find_lent(k, v) if self._lent_at and key_bias is None else None
         turn = self._turn if lent is None else id(lent)
         of_bias = None if key_bias is None else key_bias.dtype
         key = (id(collection), k.shape, k.dtype, v.shape[-1], groups, turn, capturing, keep, of_bias)
@@ -376,6 +394,39 @@ class CopyEngineTransport:
         self._gathering = gathering = _Arriving(self, found, place, pulls=pulls is not None)
         return gathering
 
+    def guest(
+        self,
+        turn: int,
+        shape: tuple[int, int, int],
+        rows: int,
+        dims: tuple[int, int],
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> Tensor:
+        """See `Gatherer.guest`."""
+        del device  # that of this transport
+        lane, _ = self._enter()
+        key = ("guest", turn, shape, rows, dims, dtype)
+        found: _Guest | None = self._find(key)
+        if found is None:
+            whole, (d, _) = (*shape, sum(dims)), dims
+            station = self._stations(self._guests, math.prod(whole) * dtype.itemsize, "guests")[turn]
+            slot = station.view(whole, dtype)
+            lent = _Lent(station, slot, slot[:, :rows, :, :d], slot[:, :rows, :, d:])
+            found = self._keep(key, _Guest(lent, self._until_free(station, "rows for a guest")))
+        self._streams.launch(found.start, lane)
+        slot = found.lent.slot
+        self._lent_at[slot.untyped_storage().data_ptr()] = found.lent
+        return slot[:, :rows]
+
+    def _until_free(self, station: _Station, what: str) -> Program:
+        """Waits until no peer reads what this rank's caller will overwrite."""
+        number, _ = self._number(Course(what, self._peers))
+        ops: list[Op] = [self._at(number, STARTING)]
+        ops += [Wait(station.free(self._rank, peer), 1) for peer in self._peers]
+        ops += [Wait(self._words[PROCEED], 1), *self._leave()]
+        return self._streams.compile(ops)
+
     def arrived(self, collection: Collection, groups: int, device: torch.device) -> Arrivals | None:
         """See `Gatherer.arrived`."""
         del device  # that of this transport
@@ -385,7 +436,7 @@ class CopyEngineTransport:
         if flags is None:
             self._refuse_in_capture("keep_keys")
             self.watch.check()
-            flags = torch.ones(groups, self._world_size, dtype=torch.int32, device=self._memory.device)
+            flags = torch.ones(groups, len(self._members), dtype=torch.int32, device=self._memory.device)
             # nobody's flag: the error word of the kernels
             flags[0, 0] = 0
             self.watch.territory.raised.add((flags.data_ptr(), flags.numel()))
@@ -419,15 +470,15 @@ class CopyEngineTransport:
         return coming
 
     def one_shot(self, agreement: Agreement, why: str) -> OneShotExchange:
-        """An exchange of partials through memory that is mapped as this transport's is. Every rank calls it.
+        """An exchange of partials through memory that is mapped as this transport's is. Every member calls it.
 
         Args:
             agreement: How ranks compare.
             why: Why this exchange was chosen.
         """
         return OneShotExchange(
-            self._rank,
-            self._world_size,
+            self._members.index(self._rank),
+            len(self._members),
             self._name,
             self._streams,
             self._memory,
@@ -494,6 +545,14 @@ class CopyEngineTransport:
         self._posts[index] = pending
         return pending
 
+    def watched(self, link: Transport) -> Transport:
+        """A link between nodes whose waits the watch over this node sees and names.
+
+        Args:
+            link: What crosses.
+        """
+        return _Watched(self, link)
+
     def lend(
         self, name: str, batch: int, rows: int, mine: int, heads: int, dims: tuple[int, int], dtype: torch.dtype
     ) -> tuple[Tensor, Tensor]:
@@ -524,7 +583,7 @@ class CopyEngineTransport:
             for old in [other for other in self._lent if other[0] == name]:
                 self._memory.meet(f"kv_buffer {name!r} changes")
                 self._drop_lent(old)
-            station = _Station(self._memory, self._world_size, math.prod(shape) * dtype.itemsize, f"kv_buffer {name!r}")
+            station = _Station(self._memory, self._members, math.prod(shape) * dtype.itemsize, f"kv_buffer {name!r}")
             self._know(station)
             slot = station.view(shape, dtype)
             lent = self._lent[key] = _Lent(station, slot, slot[:, :mine, :, :d], slot[:, :mine, :, d:])
@@ -532,15 +591,10 @@ class CopyEngineTransport:
         if lent.k.shape[1] != mine:
             # another sharding of as many rows on the longest shard
             lent.k, lent.v = lent.slot[:, :mine, :, :d], lent.slot[:, :mine, :, d:]
-        peers = [peer for peer in range(self._world_size) if peer != self._rank]
         place = ("lend", id(lent))
         found: Program | None = self._find(place)
         if found is None:
-            number, _ = self._number(Course(f"kv_buffer {name!r}", tuple(peers)))
-            ops: list[Op] = [self._at(number, STARTING)]
-            ops += [Wait(lent.station.free(self._rank, peer), 1) for peer in peers]
-            ops += [Wait(self._words[PROCEED], 1), *self._leave()]
-            found = self._keep(place, self._streams.compile(ops))
+            found = self._keep(place, self._until_free(lent.station, f"kv_buffer {name!r}"))
         self._streams.launch(found, lane)
         return lent.k, lent.v
 
@@ -553,7 +607,7 @@ class CopyEngineTransport:
         # twice: nothing is left here, and then nothing is left anywhere that may read what is overwritten
         self._memory.meet("poison comes")
         self._memory.meet("poison begins")
-        for station in (*self._slots, *self._homes, *chain(*self._boxes)):
+        for station in self._places():
             self._streams.call(station.poison)
         for local in (self._far, self._own):
             self._streams.call(lambda local=local: local.fill_(255))
@@ -568,7 +622,7 @@ class CopyEngineTransport:
         else:
             self._streams.synchronize()
         self._courses.clear()
-        self._slots, self._homes, self._boxes = [], [], tuple([] for _ in KINDS)
+        self._slots, self._homes, self._guests, self._boxes = [], [], [], tuple([] for _ in KINDS)
         self._lent, self._lent_at = {}, {}
         self._reserved = [0 for _ in KINDS]
         self._turn = self._home_turn = self._post_turn = 0
@@ -654,16 +708,16 @@ class CopyEngineTransport:
                 # whoever still reads the old ones is let finish, on all ranks
                 self._memory.meet(f"{what} grow")
                 for station in kind:
+                    self._lent_at.pop(station.region.local.untyped_storage().data_ptr(), None)
                     self._forget(station)
             self._drop_courses()
-            kind[:] = [_Station(self._memory, self._world_size, num_bytes, f"{what} {turn}") for turn in (0, 1)]
+            kind[:] = [_Station(self._memory, self._members, num_bytes, f"{what} {turn}") for turn in (0, 1)]
             for station in kind:
                 self._know(station)
         return kind
 
     def _know(self, station: _Station) -> None:
-        here, me = self.watch.territory, self._rank
-        peers = [peer for peer in range(self._world_size) if peer != me]
+        here, me, peers = self.watch.territory, self._rank, self._peers
         here.free.update(station.free(me, peer) for peer in peers)
         (here.home if station in self._homes else here.full).update(station.full(me, peer) for peer in peers)
 
@@ -672,7 +726,7 @@ class CopyEngineTransport:
             self._retire(station)
             return
         here = self.watch.territory
-        for peer in range(self._world_size):
+        for peer in self._peers:
             here.free.discard(station.free(self._rank, peer))
             here.full.discard(station.full(self._rank, peer))
             here.home.discard(station.full(self._rank, peer))
@@ -787,7 +841,7 @@ class CopyEngineTransport:
                 table = _view(room[far_bytes:], (b, table_rows), of_bias)
                 of_slot = station.view((b, collection.slot_rows), of_bias, slot_bytes)
                 bias = _Bias(of_slot, slot_bytes, table, t)
-        flags = self._make_flags(groups * self._world_size).view(groups, self._world_size)
+        flags = self._make_flags(groups * len(self._members)).view(groups, len(self._members))
         packed = slot[:, :t] if lent is None and collection.readers else None
         layout = (tuple((fetch.at, fetch.rows) for fetch in collection.fetches), shape, k.dtype)
         where = far, shape, d
@@ -813,7 +867,7 @@ class CopyEngineTransport:
         fetches, readers = collection.fetches, collection.readers
         far, shape, dim = where
         groups = flags.shape[0]
-        stops = tuple((fetch.step, fetch.owner) for fetch in fetches)
+        stops = tuple((collection.first + fetch.step, fetch.owner) for fetch in fetches)
         number, course = self._number(Course(what, tuple(send.peer for send in readers), stops=stops))
         moves = bool(fetches or readers)
 
@@ -822,10 +876,10 @@ class CopyEngineTransport:
 
         start: list[Op] = [self._at(number, STARTING)]
         reading = {send.peer for send in readers}
-        for peer in range(self._world_size):
+        for peer in self._peers:
             if peer in reading:
                 start += self._take(station.free(me, peer))
-            elif peer != me:
+            else:
                 # it may still read what an earlier call left in this slot
                 start.append(Wait(station.free(me, peer), 1))
         start += [*self._side_is_free(), Wait(words[PROCEED], 1)]
@@ -900,7 +954,7 @@ class CopyEngineTransport:
     ) -> tuple[_Home, _Home]:
         b, hk, width = shape
         size = b * collection.slot_rows * hk * (width + biased) * 4
-        homes = self._stations(self._homes, (self._world_size - 1) * _aligned(size), "homes")
+        homes = self._stations(self._homes, len(self._peers) * _aligned(size), "homes")
         own = self._make_own(size)
         # both at once: a capture may begin at either
         first, second = (self._plan_home(collection, station, own, shape, what, biased=biased) for station in homes)
@@ -922,10 +976,10 @@ class CopyEngineTransport:
         whole, of_bias = (b, collection.slot_rows, hk, width), (b, hk, collection.slot_rows)
         behind = 4 * math.prod(whole)  # a bias of keys stands behind the sums
         # of the station, not of the call: the region of a pair never overlaps what another shape gave to another pair
-        stride = station.num_bytes // (self._world_size - 1)
+        stride = station.num_bytes // len(self._peers)
         owners = [fetch.owner for fetch in collection.fetches]
         readers = [send.peer for send in collection.readers]
-        number, course = self._number(Course(what, tuple(dict.fromkeys((*owners, *readers))), since=1))
+        number, course = self._number(Course(what, tuple(dict.fromkeys((*owners, *readers))), collection.first + 1))
         start: list[Op] = [self._at(number, ENTERING)]
         for owner in owners:
             start += self._take(station.free(me, owner))
@@ -963,15 +1017,15 @@ class CopyEngineTransport:
     ) -> _Post:
         """Note [A post]; `out` and `into` are (peer, kind) each."""
         me, words, compile_ = self._rank, self._words, self._streams.compile
-        waits = tuple(peer for peer in range(self._world_size) if out and peer != me)
+        waits = self._peers if out else ()
         course = Course(what, waits, stops=tuple((None, peer) for peer, _ in into))
         number, course = self._number(course)
         begin: list[Op] = [self._at(number, STARTING)]
         for peer, kind in out:
-            for other in range(self._world_size):
+            for other in self._peers:
                 if other == peer:
                     begin += self._take(self._boxes[kind][turn].free(me, peer))
-                elif other != me:
+                else:
                     begin.append(Wait(self._boxes[kind][turn].free(me, other), 1))
         begin += self._side_is_free() if into else []
         begin += [Wait(words[PROCEED], 1)]
@@ -1126,6 +1180,57 @@ class _Fetching:
             streams.launch(self._plan.fetching, lane)
             streams.order(streams.side, lane)
         streams.launch(self._plan.join, lane)
+        if here.watch.failure is not None:
+            here.watch.check()
+
+
+class _Watched:
+    """See `CopyEngineTransport.watched`."""
+
+    def __init__(self, here: CopyEngineTransport, link: Transport) -> None:
+        self._here = here
+        self._link = link
+
+    def post(self, sends: Sequence[Parcel], receives: Sequence[Parcel], what: str) -> Pending:
+        """See `Transport.post`."""
+        pending = self._link.post(sends, receives, what)
+        peers = tuple(sorted({peer for peer, x in (*sends, *receives) if x.numel()}))
+        return _Crossing(self._here, pending, peers, what) if peers else pending
+
+    def reserve(self, num_bytes: int, replies: int = 0) -> None:
+        """See `Transport.reserve`."""
+        self._link.reserve(num_bytes, replies)
+
+    def gatherer(self) -> None:
+        """See `Transport.gatherer`."""
+        return
+
+
+class _Crossing:
+    """See `Pending`: the caller's stream says where it is as long as it waits."""
+
+    __slots__ = ("_here", "_peers", "_pending", "_what")
+
+    def __init__(self, here: CopyEngineTransport, pending: Pending, peers: tuple[int, ...], what: str) -> None:
+        self._here = here
+        self._pending = pending
+        self._peers = peers
+        self._what = what
+
+    def wait(self) -> None:
+        here = self._here
+        streams = here._streams
+        key = ("crossing", self._peers)
+        found: tuple[Course, Program, Program] | None = here._find(key)
+        if found is None:
+            number, course = here._number(Course(self._what, self._peers, since=None))
+            begin, end = streams.compile([here._at(number, CROSSING)]), streams.compile(here._leave())
+            found = here._keep(key, (course, begin, end))
+        found[0].what = self._what
+        lane = streams.main()
+        streams.launch(found[1], lane)
+        self._pending.wait()
+        streams.launch(found[2], lane)
         if here.watch.failure is not None:
             here.watch.check()
 

@@ -111,6 +111,34 @@ def _end_all() -> None:
         end_communicator(name)
 
 
+_PARTS: dict[str, dist.ProcessGroup] = {}
+
+
+def name_part(name: str, parent: str, rank: int, size: int) -> None:
+    """Gives some ranks of a group a name by which torch's symmetric memory finds them; each of them calls it.
+
+    What it finds is a group without a backend: who is there, and a store through which they meet. Calling it again with
+    the same name changes nothing.
+
+    Args:
+        name: The same on these ranks, and of no other ranks of this process's groups.
+        parent: Name of the group, whose store serves.
+        rank: This process's place among these ranks.
+        size: How many they are.
+    """
+    if name in _PARTS:
+        return
+    from torch._C import _distributed_c10d as c10d
+    from torch.distributed import _symmetric_memory as symmetric
+
+    store = dist.PrefixStore(name, distributed_c10d._get_process_group_store(resolve_group(parent)))  # pyright: ignore
+    part = _PARTS[name] = dist.ProcessGroup(store, rank, size)
+    # which of these is asked has changed from one version of torch to the next
+    c10d._register_process_group(name, part)  # pyright: ignore[reportArgumentType]
+    c10d._SymmetricMemory.set_group_info(name, rank, size, store)
+    getattr(symmetric, "_group_name_to_store", {})[name] = store
+
+
 class ProcessGroupTransport:
     """One batched group of sends and receives per call.
 

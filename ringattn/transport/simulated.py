@@ -129,6 +129,19 @@ class SimulatedGatherer:
     def make_room(self, slot_bytes: int, far_bytes: int) -> None:
         """Mailboxes hold whatever is sent."""
 
+    def guest(
+        self,
+        turn: int,
+        shape: tuple[int, int, int],
+        rows: int,
+        dims: tuple[int, int],
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> Tensor:
+        """See `Gatherer.guest`."""
+        del turn  # nobody reads here what has been delivered
+        return torch.full((*shape, sum(dims)), float("nan"), dtype=dtype, device=device)[:, :rows]
+
     def gather(
         self,
         k: Tensor,
@@ -157,7 +170,9 @@ class SimulatedGatherer:
         for reader in collection.readers:
             self._hub.deliver(self._rank, reader.peer, torch.cat(slices(mine, 1, reader.rows), 1))
         for fetch in collection.fetches:
-            rows = self._hub.collect(fetch.owner, self._rank, f"{what}, keys of ring step {fetch.step}")
+            rows = self._hub.collect(
+                fetch.owner, self._rank, f"{what}, keys of ring step {collection.first + fetch.step}"
+            )
             far[:, fetch.at : fetch.at + rows.shape[1]] = rows
         return far
 
@@ -230,7 +245,11 @@ class _Homes:
         for fetch, made in zip(self._collection.fetches, regions[1:], strict=True):
             self._hub.deliver(self._rank, fetch.owner, made)
         return [
-            self._hub.collect(reader.peer, self._rank, f"{self._what}, gradients of ring step {reader.step}")
+            self._hub.collect(
+                reader.peer,
+                self._rank,
+                f"{self._what}, gradients of ring step {self._collection.first + reader.step}",
+            )
             for reader in self._collection.readers
         ]
 

@@ -19,7 +19,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from ringattn.transport.process_group import Agreement, resolve_group
+from ringattn.transport.process_group import Agreement
 
 _gone: list[tuple[Tensor, Any]] = []
 """What went during a capture (Note [Old memory])."""
@@ -74,7 +74,7 @@ class SymmetricMemory:
     """`Memory` of torch's symmetric memory.
 
     Args:
-        group_name: Name of the process group.
+        group_name: Name of the process group, or of what `name_part` named.
         agreement: How the ranks compare sizes.
         device: This rank's device.
         synchronize: Returns when nothing of the device's work is left.
@@ -95,10 +95,9 @@ class SymmetricMemory:
         if not torch.cuda.is_current_stream_capturing():
             _gone.clear()
         self._compare(what, f"{num_bytes} bytes")
-        group = resolve_group(self._group_name)
         with torch.cuda.device(self.device):
             local = symmetric.empty(num_bytes, dtype=torch.uint8, device=self.device)
-            handle = symmetric.rendezvous(local, group)
+            handle = symmetric.rendezvous(local, self._group_name)  # pyright: ignore[reportArgumentType]
             local.zero_()
         # torch may hand out a part of a larger mapping
         offset = local.data_ptr() - handle.buffer_ptrs[handle.rank]

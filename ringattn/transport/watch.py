@@ -16,6 +16,9 @@ Note [The way out]
     behind it. Then, before the caller's stream may pass a join whose data never came, what it would read is set to NaN: this
     rank's own contribution to its gradients, and the buffers that posts receive into. Then it may take one step. So the gate
     is never open while a kernel waits, and every join finds either what was sent or NaN.
+
+    A transfer between nodes (`CROSSING`) is not let go by words: the process group ends it, within its own timeout. The watch says
+    which one it was, and lets the ranks of the node fail with this one.
 """
 
 from __future__ import annotations
@@ -38,7 +41,8 @@ HOST_WORDS = 16
 
 # where the caller's stream is: the low bits of PLACE. The others name the course it is on
 # ENTERING waits for peers too, but a kernel comes next whose rows are already on their way
-ELSEWHERE, STARTING, KERNEL, JOINING, RECEIVING, FETCHING, ENTERING = range(7)
+# CROSSING waits for a transfer between nodes, which no word lets go
+ELSEWHERE, STARTING, KERNEL, JOINING, RECEIVING, FETCHING, ENTERING, CROSSING = range(8)
 PLACES = 8
 
 GATE, PROCEED, START, DONE, POSTED = range(5)  # words of the device; POSTED is the first of POSTS
@@ -53,13 +57,13 @@ class Course:
     Attributes:
         what: The call.
         peers: Whom the caller's stream waits for.
-        since: The first ring step of what it waits for; 0: of rows that an earlier call may still read.
+        since: The first ring step of what it waits for; 0: of rows that an earlier call may still read. None: `what` says it.
         stops: (ring step, peer) of each pull of the side stream, in order.
     """
 
     what: str
     peers: tuple[int, ...] = ()
-    since: int = 0
+    since: int | None = 0
     stops: tuple[tuple[int | None, int], ...] = ()
 
 
@@ -170,6 +174,8 @@ class Watch:
 
     def _fail(self, seen: tuple[int, ...], why: str, now: float) -> None:
         place, side, side_at = seen
+        if place % PLACES == CROSSING:
+            side = 0  # what pulls waits for this
         course = self.courses.get(side) if side else self.courses.get(place // PLACES)
         about = "a call"
         if course is not None:
@@ -179,7 +185,8 @@ class Watch:
                 step = "" if stop[0] is None else f"ring step {stop[0]}, "
                 about += f": {step}waiting for ring rank {stop[1]}"
             elif course.peers:
-                about += f": from ring step {course.since} on, waiting for ring ranks {list(course.peers)}"
+                since = "" if course.since is None else f"from ring step {course.since} on, "
+                about += f": {since}waiting for ring ranks {list(course.peers)}"
         text = (
             f"ring rank {self._rank} of ring {self._name!r}: {about}: {why}; look for an earlier error on the ranks named "
             "(results since then are NaN, and this ring can not be used any more)"
@@ -216,8 +223,8 @@ class Watch:
                 self._streams.rescue([Write(word, 1) for word in (*list(here.full), gate)])
                 return
             self._streams.rescue([Write(gate, 0)])
-            if place in (ELSEWHERE, KERNEL) or (self._words[SIDE] and place != ENTERING):
-                return  # it had more to do
+            if place in (ELSEWHERE, KERNEL, CROSSING) or (self._words[SIDE] and place != ENTERING):
+                return  # it had more to do, or nothing here lets it go
             if place == RECEIVING:
                 for address, num_bytes in list(here.own):
                     self._streams.fill(address, num_bytes)

@@ -1,0 +1,346 @@
+"""One launch per outer step: the gathered schedule of a ring of two levels.
+
+Owns the order of crossings, gathers and launches over the nodes, and what is made of their results. Refuses to know who
+chooses this schedule (`gathered.py`), how bytes move, and how a kernel waits for them.
+
+Note [One launch per outer step]
+    In outer step o the ranks of a node hold, together, the keys of another node: each rank its guest (Note [Double ring] in
+    schedule.py). Guests come over the process group into memory that the node's ranks reach, so a launch finds its own guest
+    in place and pulls the others, as it does with shards in outer step 0. The guests of step o + 1 are on their way while
+    step o is computed; two places take turns.
+    All outer steps in one launch would be possible if a stream wrote a flag behind each guest, and it could hang: the kernel
+    may hold every SM, and NCCL needs some to receive. SMs that a kernel left free could be taken by another collective that
+    waits for the rank that waits here. Between launches there is always room. So a launch waits inside for nothing but words
+    and copies, whose own crossings are over or stand before a launch that ends: by induction over outer steps, all end.
+    What is paid is one partial per outer step, in fp32, and one merge.
+
+Note [What crosses, counted]
+    L ranks per node, N nodes; a shard is s tokens of K and V, 2 hk d bytes each in 16 bits. Per outer step and GPU one shard
+    crosses between nodes, L - 1 are pulled within the node, and L visits are computed. 8K tokens per GPU, head_dim 128, L = 8;
+    450 GB/s within, 50 GB/s per GPU between nodes, 650 TFLOP/s, causal (each visit is half of 1.1 TFLOP):
+                                32/8 heads          32/32 heads
+        a shard                 33.5 MB             134 MB
+        pulled in               0.07 ms             0.30 ms         behind a visit of 0.85 ms
+        crosses in              0.67 ms             2.7 ms          behind an outer step of 6.8 ms
+        one ring of N L ranks   0.67 ms             2.7 ms          behind one visit: at the limit, and three times beyond it
+    Backward: as much again for K and V, and twice as much home in fp32: 2.0 ms and 8.0 ms, behind 17 ms; within the node the
+    kernel stores contributions through NVLink, 0.15 ms and 0.6 ms per visit of 2.1 ms. L = 2, two GPUs standing for a node, has a
+    quarter of the work to hide it behind: 1.7 ms forward, which 32/32 heads exceed.
+    What stays exposed: the last sums on their way home, 1.3 ms and 5.4 ms per backward, and the merge, 1% of a forward.
+    Step by step within the node the partial passes through memory L times per outer step instead of once, 0.08 ms each, and
+    every visit ends with its own tail.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+from torch import Tensor
+
+from ringattn.backward import Gradients, sinks_gradient
+from ringattn.call import Call
+from ringattn.kernels.contract import GatheringKernelSet, Score, accumulation_dtype
+from ringattn.kernels.pack import pack
+from ringattn.parcels import Bundle, add_rows_, make_bundle, slices
+from ringattn.schedule import RankPlan, Rows
+from ringattn.spans import span
+from ringattn.transport.base import Gatherer, Parcel, Pending, Reply, Seat
+
+
+def outer_forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    score: Score,
+    call: Call,
+    kernels: GatheringKernelSet,
+    seat: Seat,
+    gatherer: Gatherer,
+    groups: int,
+) -> tuple[Tensor, Tensor]:
+    """`ring_forward` of a ring of two levels, one launch per outer step.
+
+    Args:
+        q: As there, like the next six.
+        k: Likewise.
+        v: Likewise.
+        score: Likewise; without terms by key.
+        call: Likewise.
+        kernels: Likewise.
+        seat: Likewise; of two levels.
+        gatherer: What brings keys within the node.
+        groups: Head groups.
+
+    Returns:
+        o and lse as there.
+    """
+    plan = call.plan("keys", seat.nodes).ranks[seat.rank]
+    b, s, h, _ = q.shape
+    dv, wide = v.shape[-1], accumulation_dtype(q.dtype)
+    seeing = [outer for outer in range(len(plan.guests)) if _sees(plan, outer)]
+    o = torch.empty(b, s, h, dv, dtype=q.dtype, device=q.device)
+    lse = torch.empty(b, h, s, dtype=wide, device=q.device)
+    outs, sums = o[None], lse[None]
+    if len(seeing) > 1:
+        outs = seat.buffers.take("outer o", (len(seeing), *o.shape), wide, q.device)
+        sums = seat.buffers.take("outer lse", (len(seeing), *lse.shape), wide, q.device)
+    rows = call.stationary("keys", q.device)
+    guests = _Guests(k, v, call, seat, gatherer, "forward")
+    for outer in range(len(plan.guests)):
+        held = guests.arrive(outer)
+        gathering = gatherer.gather(*held, call.collection(seat.nodes, outer), groups, "forward")
+        if outer in seeing:
+            place = seeing.index(outer)
+            with span("ring forward: all visits of outer step {} in one launch", outer):
+                kernels.forward_gathered(
+                    q,
+                    held,
+                    (gathering.k, gathering.v),
+                    rows,
+                    call.gathered(q.device, seat.nodes, outer),
+                    score if place == 0 else dataclasses.replace(score, sinks=None),
+                    gathering.arrivals,
+                    o=outs[place],
+                    lse=sums[place],
+                )
+        gathering.close()
+    return (o, lse) if len(seeing) == 1 else _merge(outs, sums, q.dtype)
+
+
+def outer_backward(
+    do: Tensor,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    o: Tensor,
+    lse: Tensor,
+    score: Score,
+    call: Call,
+    kernels: GatheringKernelSet,
+    seat: Seat,
+    gatherer: Gatherer,
+    groups: int,
+    *,
+    want_sinks: bool = False,
+    want_alibi: bool = False,
+) -> Gradients:
+    """`ring_backward` of a ring of two levels, one launch per outer step: dq stays, dk and dv go home.
+
+    Args:
+        do: As there, like the next ten.
+        dlse: Likewise.
+        q: Likewise.
+        k: Likewise.
+        v: Likewise.
+        o: Likewise.
+        lse: Likewise.
+        score: Likewise.
+        call: Likewise.
+        kernels: Likewise.
+        seat: Likewise; of two levels.
+        gatherer: What brings keys within the node, and contributions home there.
+        groups: Head groups.
+        want_sinks: Compute dsinks.
+        want_alibi: Compute dalibi.
+    """
+    nodes, device = seat.nodes, q.device
+    plan = call.plan("keys", nodes).ranks[seat.rank]
+    b, _, hk, d = k.shape
+    if dlse is not None:
+        dlse = dlse.masked_fill(lse == float("-inf"), 0.0)
+    delta = kernels.delta(o, do, dlse)
+    rows = call.stationary("keys", device)
+    dq = torch.empty(q.shape, dtype=torch.float32, device=device)
+    dalibi = torch.empty(lse.shape, dtype=torch.float32, device=device) if want_alibi else None
+    dk, dv = (torch.empty(x.shape, dtype=torch.float32, device=device) for x in (k, v))
+    guests = _Guests(k, v, call, seat, gatherer, "backward")
+    home_again = _Sums(dk, dv, plan, seat, "backward, gradients")
+    for outer in range(len(plan.guests)):
+        held = guests.arrive(outer)
+        collection = call.collection(nodes, outer)
+        gathering = gatherer.gather(*held, collection, groups, "backward")
+        home = gatherer.homecoming((b, hk, d + v.shape[-1]), collection, device, "backward")
+        if _sees(plan, outer):
+            # the first launch overwrites, the others add
+            part = dq if outer == 0 else seat.buffers.take("outer dq", dq.shape, dq.dtype, device)
+            slopes = dalibi
+            if dalibi is not None and outer:
+                slopes = seat.buffers.take("outer dalibi", dalibi.shape, dalibi.dtype, device)
+            with span("ring backward: all visits of outer step {} in one launch", outer):
+                kernels.backward_gathered(
+                    do,
+                    q,
+                    held,
+                    (gathering.k, gathering.v),
+                    lse,
+                    delta,
+                    rows,
+                    call.gathered(device, nodes, outer),
+                    score,
+                    gathering.arrivals,
+                    home.addresses,
+                    home.rows,
+                    dq=part,
+                    dalibi=slopes,
+                    bias_homes=None,
+                    deterministic=call.deterministic,
+                )
+            if outer:
+                dq.add_(part)
+            if outer and dalibi is not None and slopes is not None:
+                dalibi.add_(slopes)
+        else:
+            home.own[:, : plan.held(outer).num_rows].zero_()
+        gathering.close()
+        into = home_again.room(outer)
+        kernels.add_homes(into[0], into[1], home.own, home.receive()[0], call.returning(device, nodes, outer))
+        home.close()
+        home_again.cross(outer)
+    home_again.land()
+    return Gradients(
+        dq=dq,
+        dk=dk,
+        dv=dv,
+        dsinks=sinks_gradient(score, lse, delta) if want_sinks else None,
+        dalibi=None if dalibi is None else dalibi.sum((0, 2)),
+        dkey_bias=None,
+        dbias=None,
+    )
+
+
+def _sees(plan: RankPlan, outer: int) -> bool:
+    """Whether a rank has anything to compute in an outer step; in the first one it always has: empty rows and sinks."""
+    visits = plan.visits[outer * plan.local_size : (outer + 1) * plan.local_size]
+    return outer == 0 or any(visit is not None and visit.pairs for visit in visits)
+
+
+def _merge(outs: Tensor, sums: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """One result of the finished results of several launches, `p b s h dv` and `p b h s`, in their order."""
+    p, b, s, h, dv = outs.shape
+    m = sums.transpose(2, 3).reshape(p, -1)
+    # what is lost stays lost: NaN is not empty
+    weights = torch.where(m == float("-inf"), 0.0, 1.0).to(m.dtype)
+    if outs.is_cuda:
+        from ringattn.kernels.merge_triton import merge_stack
+    else:
+        from ringattn.kernels.merge import merge_stack
+    o, lse = merge_stack(m, weights, outs.view(p, -1, dv), finish=True, out_dtype=dtype)
+    return o.view(b, s, h, dv), lse.view(b, s, h).transpose(1, 2).contiguous()
+
+
+class _Guests:
+    """Keys on their way between nodes: `arrive` for each outer step in turn, and the next one is on its way."""
+
+    def __init__(self, k: Tensor, v: Tensor, call: Call, seat: Seat, gatherer: Gatherer, what: str) -> None:
+        self._keys = k, v
+        self._plan = call.plan("keys", seat.nodes).ranks[seat.rank]
+        self._slot_rows = call.collection(seat.nodes).slot_rows
+        self._seat = seat
+        self._gatherer = gatherer
+        self._what = what
+        self._pending: Pending | None = None
+        self._room: Tensor | None = None
+        self._packed: tuple[Rows, Tensor] | None = None
+
+    def arrive(self, outer: int) -> tuple[Tensor, Tensor]:
+        """What this rank holds in an outer step: its own keys and values, or those of the guest that has come."""
+        held = self._keys
+        if outer:
+            assert self._pending is not None, "a guest is sent for before it is waited for"
+            assert self._room is not None, "a guest has a place"
+            self._pending.wait()
+            d = self._keys[0].shape[-1]
+            held = self._room[..., :d], self._room[..., d:]
+        if outer + 1 < len(self._plan.guests):
+            self._send_for(outer + 1)
+        return held
+
+    def _send_for(self, outer: int) -> None:
+        k, v = self._keys
+        step = outer * self._plan.local_size
+        send, guest = self._plan.sends[step], self._plan.guests[outer]
+        shape, dims = (k.shape[0], self._slot_rows, k.shape[2]), (k.shape[-1], v.shape[-1])
+        rows = self._plan.held(outer).num_rows
+        self._room = self._gatherer.guest(outer % 2, shape, rows, dims, k.dtype, k.device)
+        gives: list[Parcel] = []
+        fetches: list[Parcel] = []
+        if send is not None:
+            gives = [(send.peer, x) for x in self._messages(self._export(send.rows))]
+        if guest is not None:
+            fetches = [(guest.owner, x) for x in self._messages(self._room)]
+        what = f"{self._what}, keys for ring step {step}, between nodes"
+        self._pending = self._seat.slow_transport.post(gives, fetches, what)
+
+    def _messages(self, x: Tensor) -> list[Tensor]:
+        """Rows as they lie in the place of a guest: one message where nothing lies between its batch elements."""
+        return [x.view(-1)] if x.shape[1] == self._slot_rows else list(x)
+
+    def _export(self, rows: Rows) -> Tensor:
+        """Keys and values side by side, as they are read; packed once for all nodes that get the same."""
+        if self._packed is None or self._packed[0] != rows:
+            k, v = self._keys
+            lengths = [length for _, length in rows]
+            shape = (k.shape[0], sum(lengths), k.shape[2], k.shape[-1] + v.shape[-1])
+            packed = self._seat.buffers.take("cross", shape, k.dtype, k.device)
+            for part, x, y in zip(packed.split(lengths, 1), slices(k, 1, rows), slices(v, 1, rows), strict=True):
+                pack(part, x, y)
+            self._packed = rows, packed
+        return self._packed[1]
+
+
+class _Sums:
+    """What a node has added up for its guests, on the way home: for each outer step `room`, `cross`; at the end `land`.
+
+    The sums of a step cross while the next one is computed, and are added at home in the order of steps.
+    """
+
+    def __init__(self, dk: Tensor, dv: Tensor, plan: RankPlan, seat: Seat, what: str) -> None:
+        self._home = [(dk, 1), (dv, 1)]
+        self._plan = plan
+        self._seat = seat
+        self._what = what
+        self._sums: Bundle | None = None
+        self._landing: list[Tensor] = []
+        self._pending: Pending | None = None
+        self._crossing = 0
+
+    def room(self, outer: int) -> list[Tensor]:
+        """Where the sums of an outer step are to be written: dk and dv of what this rank holds."""
+        if outer == 0:
+            return [x for x, _ in self._home]
+        self._sums = self._bundle(self._plan.held(outer).num_rows, f"sums {outer % 2}")
+        return self._sums.parts
+
+    def cross(self, outer: int) -> None:
+        """Sends them home, once what was sent before has landed; step 0 is home."""
+        if outer == 0:
+            return
+        self.land()
+        guest, send = self._plan.guests[outer], self._plan.sends[outer * self._plan.local_size]
+        gives: list[Parcel] = []
+        fetches: list[Parcel] = []
+        if guest is not None:
+            assert self._sums is not None, "sums are made before they are sent"
+            gives = [Reply(guest.owner, self._sums.message)]
+        if send is not None:
+            bundle = self._bundle(send.num_rows, "landing")
+            self._landing = bundle.parts
+            fetches = [Reply(send.peer, bundle.message)]
+        what = f"{self._what} of ring step {outer * self._plan.local_size}, between nodes"
+        self._pending, self._crossing = self._seat.slow_transport.post(gives, fetches, what), outer
+
+    def land(self) -> None:
+        """Adds what is on its way, if anything is."""
+        if self._pending is None:
+            return
+        self._pending.wait()
+        send = self._plan.sends[self._crossing * self._plan.local_size]
+        if send is not None:
+            for (x, dim), part in zip(self._home, self._landing, strict=True):
+                add_rows_(x, dim, send.rows, part)
+        self._pending, self._landing = None, []
+
+    def _bundle(self, rows: int, name: str) -> Bundle:
+        return make_bundle(self._home, rows, self._seat.buffers, name)
