@@ -150,12 +150,25 @@ class Fetch:
 
 
 @dataclass(frozen=True)
+class Reader(Send):
+    """A `Send` and where its rows stand in the far buffer of the peer.
+
+    Attributes:
+        at: Where they begin there.
+        far_rows: Rows of that buffer.
+    """
+
+    at: int
+    far_rows: int
+
+
+@dataclass(frozen=True)
 class Collection:
     """Who fetches which rows of whom when a rank's visits of one outer step are computed in one launch.
 
     Attributes:
         fetches: What this rank fetches, in ring order.
-        readers: What others fetch from this rank, in ring order.
+        readers: What others fetch from this rank, in ring order, and where they want it.
         far_rows: Rows of this rank's far buffer, guards included; 0 when nothing is fetched.
         slot_rows: Rows of the longest moving shard of all ranks.
         most_far_rows: The largest far_rows of all ranks, and of all outer steps.
@@ -163,7 +176,7 @@ class Collection:
     """
 
     fetches: tuple[Fetch, ...]
-    readers: tuple[Send, ...]
+    readers: tuple[Reader, ...]
     far_rows: int
     slot_rows: int
     most_far_rows: int
@@ -184,11 +197,15 @@ def collect(plan: Plan, rank: int, guard: int, outer: int = 0) -> Collection:
     most = max(_fetches(plan, part, step, guard)[1] for part in plan.ranks for step in steps)
     fetches, far_rows = _fetches(plan, plan.ranks[rank], outer, guard)
     size = plan.ranks[rank].local_size
-    sends = plan.ranks[rank].sends[outer * size + 1 : (outer + 1) * size]
-    readers = tuple(replace(send, step=send.step % size) for send in sends if send is not None)
+    readers: list[Reader] = []
+    for send in plan.ranks[rank].sends[outer * size + 1 : (outer + 1) * size]:
+        if send is not None:
+            theirs, room = _fetches(plan, plan.ranks[send.peer], outer, guard)
+            at = next(fetch.at for fetch in theirs if fetch.owner == rank)
+            readers.append(Reader(send.step % size, send.peer, send.rows, at, room))
     homes = [visit for part in plan.ranks for visit in part.visits if visit is not None and visit.step == 0]
     slot_rows = max((visit.num_rows for visit in homes), default=0)
-    return Collection(fetches, readers, far_rows, slot_rows, most, outer * size)
+    return Collection(fetches, tuple(readers), far_rows, slot_rows, most, outer * size)
 
 
 def _fetches(plan: Plan, part: RankPlan, outer: int, guard: int) -> tuple[tuple[Fetch, ...], int]:

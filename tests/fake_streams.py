@@ -20,7 +20,8 @@ from torch import Tensor
 from ringattn.transport.streams import Copy, Op, Wait, Write
 from ringattn.transport.symmetric import Region
 
-MAIN, SIDE = 1, 2
+MAIN, SIDE, HERALD, OTHER = range(1, 5)
+"""Lanes of a rank; the last is nobody's."""
 
 
 def read(address: int) -> int:
@@ -54,7 +55,7 @@ class World:
         self.regions: list[tuple[int, str, list[Tensor]]] = []
         self.dead: set[int] = set()
         self.baton = threading.Condition()
-        self._lanes = SIDE
+        self._lanes = OTHER
         self._running = 0
         self._met = [0] * ranks
         self._meeting: dict[int, Callable[[], bool]] = {}
@@ -160,6 +161,7 @@ class FakeStreams:
     """`Streams` of one rank."""
 
     side = SIDE
+    herald = HERALD
 
     def __init__(self, world: World, rank: int) -> None:
         self.world = world
@@ -203,15 +205,16 @@ class FakeStreams:
 
     def enqueue(self, lane: int, make: Callable[[], Item]) -> None:
         if self.recording is not None:
-            assert lane in (self.lane, SIDE)
+            assert lane in (self.lane, SIDE, HERALD)
             self.recording.items.append((lane, make))
             self.recording.joined.discard(lane)
         else:
             self._queue(lane).append(make())
 
     def replay(self, recording: Recording) -> None:
-        """Enqueues what was captured: the side lane becomes one of the graph's own, ordered by events alone."""
-        lanes = {self.lane: self.lane, SIDE: self.world.new_lane()}
+        """Enqueues what was captured: lanes beside the caller's become ones of the graph's own, ordered by events alone."""
+        beside = SIDE, HERALD
+        lanes = {self.lane: self.lane} | {lane: self.world.new_lane() for lane in beside}
         started: set[int] = {self.lane}
         for lane, make in recording.items:
             item = make()
@@ -220,9 +223,10 @@ class FakeStreams:
                 self._order(lanes[lane], lanes[then])
                 started.add(then)
                 continue
-            assert lane in started, "the side stream must be forked inside the capture"
+            assert lane in started, "a stream must be forked inside the capture"
             self._queue(lanes[lane]).append(item)
-        assert SIDE not in started or SIDE in recording.joined, "the side stream must be joined inside the capture"
+        for lane in beside:
+            assert lane not in started or lane in recording.joined, "a stream must be joined inside the capture"
 
     def rescue(self, ops: Sequence[Op]) -> None:
         for op in ops:

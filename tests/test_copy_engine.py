@@ -383,7 +383,7 @@ def lend(ranks: Ranks, shape: Shape, salt: int, name: str) -> None:
             found = ranks.ends[rank].gather(k, v, shape.collections[rank], shape.groups, f"{direction} {salt}")
             run_kernel(ranks, rank, shape, found, keys.__getitem__)
             found.close()
-        assert ranks.streams[rank].launches - launched <= 6, "nothing is packed, so nothing is announced apart"
+        assert ranks.streams[rank].launches - launched <= 8, "nothing is packed, so nothing is announced apart"
 
     ranks.each(fill)
 
@@ -767,11 +767,11 @@ def test_no_number_leaves_a_failed_ring_from_kept_rows(world_size: int, seed: in
     for end in ranks.ends:
         del end._make_kept
     lost = world_size - 1
-    held: dict[tuple[int, int], Gathering] = {}
+    held: list[Gathering] = []
 
     def forward(rank: int, layer: int) -> None:
         found = ranks.ends[rank].gather(*keys_of(shape, rank, layer), shape.collections[rank], 1, "forward", keep=True)
-        held[rank, layer] = found  # alive until the end: here nothing of the device's work holds it
+        held.append(found)  # all alive until the end: here nothing of the device's work holds what it writes into
         run_kernel(ranks, rank, shape, found, lambda owner: keys_of(shape, owner, layer), spoil=False)
         found.close()
 
@@ -914,12 +914,13 @@ def test_poison_leaves_nothing_of_earlier_calls_but_what_was_lent() -> None:
         play(ranks, kind, shape, 1)
     play(ranks, "poison", shape, 0)
     for rank, end in enumerate(ranks.ends):
-        for station in (*end._slots, *end._homes, *end._boxes[0], *end._boxes[1]):
+        for station in (*end._fars, *end._homes, *end._boxes[0], *end._boxes[1]):
             rows = station.view((station.num_bytes,), torch.uint8)
             assert rows.numel()
             assert bool((rows == 255).all())
-        assert bool((end._far == 255).all())
-        assert bool((end._own == 255).all())
+        for local in (end._slot, end._own):
+            assert local.numel()
+            assert bool((local == 255).all())
         (lent,) = end._lent.values()
         for x, y in zip((lent.k, lent.v), keys_of(shape, rank, 1), strict=True):
             assert torch.equal(x, y)

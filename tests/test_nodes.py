@@ -22,13 +22,13 @@ from ringattn.transport import choose
 from ringattn.transport.base import Buffers, Parcel, Seat
 from ringattn.transport.choose import find_obstacle
 from ringattn.visibility import Visibility
-from tests.fake_streams import MAIN, Item
+from tests.fake_streams import MAIN, OTHER, Item
 from tests.test_copy_engine import Ranks, Shape, picked, run_kernel, send_home
 from tests.test_gathered import CASES, PLENTY, draw, gathering
 
 __all__ = ["gathering"]  # a fixture
 
-OUTER = 3  # the stream of the process group
+OUTER = OTHER  # the stream of the process group
 SHAPES = [(4, 2), (6, 3), (6, 2)]
 """Ranks and nodes."""
 MASKS: list[dict[str, Any]] = [{}, {"causal": True}, {"causal": True, "window": (3, 0)}, {"window": (6, 2)}]

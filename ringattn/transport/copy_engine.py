@@ -1,6 +1,6 @@
-"""Shards between the GPUs of one host by copy engine: every rank keeps its rows where peers can reach them, and peers pull.
+"""Shards between the GPUs of one host by copy engine: whoever owns keys pushes them into the memory of who reads them.
 
-Owns the protocol: which words say what, in which order they are written and waited for, and which bytes are pulled. Refuses
+Owns the protocol: which words say what, in which order they are written and waited for, and which bytes are copied. Refuses
 to know devices: it speaks to `Streams` and `Memory`, so that the whole protocol also runs on a CPU, in any interleaving.
 
 Note [Binary semaphores]
@@ -9,22 +9,33 @@ Note [Binary semaphores]
     and enqueued again and again, also by a graph that somebody captured, any number of times and in any order with other
     calls, as long as all ranks do the same. Each place where rows wait for a peer has two words per pair of ranks:
     `full` (at the reader: "the rows are there") and `free` (at the writer: "they have been read"). `free` begins as 1.
+    Far has a `full` per group of heads and, in place of `free`, `room` (at the owner: "far is open for this gather"), which
+    begins as 0.
 
 Note [A gather]
-    The caller's stream waits until the slot is free, clears the flags, packs k and v into the slot, and starts the side
-    stream, which says `full` to every reader, pulls what this rank needs, group by group and owner by owner, raises a flag
-    after each pull and, behind the last flag, tells all owners `free`. A bias of keys stands behind the rows of the slot, and
-    comes in front of the first group of an owner's heads. All of this is enqueued before the caller launches
-    the kernel, and nothing of it needs an SM: the kernel may hold all of them while it waits. Packing, and zeroing the guard
-    rows of far, do need SMs: they stand on the caller's stream in front of the kernel. `close` joins the two streams. Two
-    slots take turns, so that a rank may pack for the next call while a slower one still reads.
+    Every rank has one slot, where it packs its k and v, and one far, which its peers write into.
+    The caller's stream clears the flags and says `room` to every owner: what it has enqueued before read far, and is over.
+    It packs, and starts the side stream, which pushes: group by group and reader by reader in ring order, it waits for the
+    reader's room (in front of the first group), copies rows of the slot to their place in the reader's far, and says `full`.
+    A third stream, the herald, raises the flags of this rank in the order of groups and ring steps: it waits for the owner's
+    `full`, and writes the flag. So flags rise in order, whatever order pushes end in.
+    A bias of keys stands behind the rows of the slot, and comes in front of the first group of an owner's heads, into a place
+    behind the rows of far; the herald copies it into the table that kernels read, whose pitch only this rank knows.
+    All of this is enqueued before the caller launches the kernel, and nothing of it needs an SM: the kernel may hold all of
+    them while it waits. Packing, and zeroing the guard rows of far, do need SMs: they stand on the caller's stream in front
+    of the kernel. `close` joins all three streams. So the slot is free when it has returned, as is what was lent; and `room`
+    and `full` of a call have been taken by all before anybody says them again: an owner takes `room` before its last `full`,
+    and who says `room` again has seen that one.
+    Why pushes: reads queue their requests behind rows that the GPU sends at the same time, writes are posted (kernels/hopper/
+    NOTES.md has the numbers). And why one stream of them: several share the link, and the first rows come later.
 
 Note [Kept rows]
-    What a gather keeps lands in a tensor of its own, from torch's allocator, instead of the ring's far. The only program that
-    knows its address is the one that pulls: there is one per address, and addresses come back, since an allocator does the same
-    in every step of a training. The caller's stream joins the side stream before the gather is closed, so whoever is given the
-    memory later finds nobody writing. A backward that has kept its rows finds flags that are always raised; a failure of the
-    ring makes them negative before it lets anybody go, so that no kernel that starts later stores a number at a peer.
+    What a gather keeps lands in far like all rows, and the herald copies it, in front of its flag, into a tensor of the call's
+    own, from torch's allocator. The only program that knows its address is the herald's: there is one per address, and addresses
+    come back, since an allocator does the same in every step of a training. The caller's stream joins the herald before the
+    gather is closed, so whoever is given the memory later finds nobody writing. A backward that has kept its rows finds flags
+    that are always raised; a failure of the ring makes them negative before it lets anybody go, so that no kernel that starts
+    later stores a number at a peer.
 
 Note [A post]
     What goes out waits in an outbox of this rank until its reader has pulled it. There are four, however many ranks there
@@ -35,7 +46,7 @@ Note [A post]
 
 Note [Seen before]
     Whatever follows from shapes and plans alone is made at first sight: programs, views, tables of addresses. A later call
-    finds it by one look into a table and enqueues it: a gather costs the host four driver calls and a launch, a post one
+    finds it by one look into a table and enqueues it: a gather costs the host five driver calls and a launch, a post one
     driver call per copy and one or two more. Growing buffers forget the table, so what is found there fits.
 """
 
@@ -54,7 +65,7 @@ from torch import Tensor
 
 from ringattn.kernels.contract import Arrivals
 from ringattn.kernels.pack import pack
-from ringattn.schedule import Collection, Fetch, Rows
+from ringattn.schedule import Collection, Fetch, Reader, Rows
 from ringattn.transport.base import Done, Gathering, Homecoming, Parcel, Pending, Reply, Transport
 from ringattn.transport.one_shot import OneShotExchange
 from ringattn.transport.process_group import Agreement
@@ -66,8 +77,13 @@ from ringattn.transport.watch import (
     DONE,
     ELSEWHERE,
     ENTERING,
+    ERROR,
     FETCHING,
     GATE,
+    HERALD,
+    HERALD_AT,
+    HERALD_DONE,
+    HERALD_START,
     HOST_WORDS,
     JOINING,
     KERNEL,
@@ -87,15 +103,18 @@ from ringattn.transport.watch import (
 )
 
 T = TypeVar("T")
+S = TypeVar("S", bound="_Station")
 
 COURSES = 256
 """Constant programs that a ring keeps."""
 AIMED = 256
-"""Addresses of kept rows for which one gather has its pulls ready."""
+"""Addresses of kept rows for which one gather has its copies ready."""
 RECEIVED = 256
 """Tensors that posts received into which the way out of a failure remembers."""
 NUMBERED = 4096
 """Programs that the message of a failure can name."""
+MOST_GROUPS = 8
+"""Groups of heads of a gather."""
 PAYLOAD_ALIGNMENT = 16
 PAYLOADS = 16
 """Tensors of one kind that one post may send beyond what it reserved, as padding: 16 bytes each."""
@@ -107,23 +126,28 @@ BOX_NAMES = ("outboxes", "outboxes of replies")
 class _Station:
     """A region whose rows wait for peers: `full` and `free` words for every pair, then the rows."""
 
+    groups = 1
+    """`full` words of a pair."""
+    begins_free = True
+
     def __init__(self, memory: Memory, members: Sequence[int], num_bytes: int, what: str) -> None:
         ranks = self._ranks = len(members)
         self._place = {rank: place for place, rank in enumerate(members)}
-        self._header = _aligned(8 * ranks)
+        self._header = _aligned(4 * ranks * (self.groups + 1))
         self.num_bytes = num_bytes
         self.region: Region = memory.region(self._header + _aligned(num_bytes), what)
-        # nobody reads what was never written
-        self.region.local[4 * ranks : 8 * ranks].view(torch.int32).fill_(1)
+        if self.begins_free:
+            # nobody reads what was never written
+            self.region.local[: 4 * ranks * (self.groups + 1)].view(torch.int32)[ranks * self.groups :].fill_(1)
         memory.meet(f"{what} begins")
 
-    def full(self, at: int, of: int) -> int:
+    def full(self, at: int, of: int, group: int = 0) -> int:
         """Address of the word by which rank `of` tells rank `at` that its rows are there."""
-        return self.region.addresses[self._place[at]] + 4 * self._place[of]
+        return self.region.addresses[self._place[at]] + 4 * (group * self._ranks + self._place[of])
 
     def free(self, at: int, of: int) -> int:
         """Address of the word by which rank `of` tells rank `at` that it has read its rows."""
-        return self.region.addresses[self._place[at]] + 4 * (self._ranks + self._place[of])
+        return self.region.addresses[self._place[at]] + 4 * (self.groups * self._ranks + self._place[of])
 
     def rows(self, at: int) -> int:
         """Address of the rows of rank `at`."""
@@ -138,19 +162,30 @@ class _Station:
         return _view(self.region.local[self._header + offset :], shape, dtype)
 
 
+class _Far(_Station):
+    """Where peers write rows of theirs for one kernel: behind the rows a bias of keys, and the table of all biases."""
+
+    groups = MOST_GROUPS
+    begins_free = False
+
+    def room(self, at: int, of: int) -> int:
+        """Address of the word by which rank `of` tells rank `at` that its far is open."""
+        return self.free(at, of)
+
+
 @dataclass(frozen=True)
 class _Bias:
-    """Where a bias of keys is put and pulled.
+    """Where a bias of keys is put and pushed.
 
     Attributes:
-        slot: `b slot_rows`, in the slot of this rank.
-        behind: Bytes from the beginning of any slot to its bias.
+        slot: `b slot_rows`, behind the slot of this rank.
+        landed: `b far_rows`, where those of others land, by rows of far.
         table: `b t+far_rows`, for kernels.
         near: Rows of this rank, t.
     """
 
     slot: Tensor
-    behind: int
+    landed: Tensor
     table: Tensor
     near: int
 
@@ -158,33 +193,32 @@ class _Bias:
         """See `_Gather.bias`."""
         return self.slot[:, : self.near] if published else None, self.table[:, : self.near], self.table
 
-    def pulls(self, source: int, fetch: Fetch) -> list[Op]:
-        """The copies of one owner's, whose slot begins at an address."""
+    def pushes(self, landed: int, reader: Reader) -> list[Op]:
+        """The copies to one reader, whose biases land at an address."""
         b, size = self.slot.shape[0], self.slot.element_size()
-        pitches = size * self.table.stride(0), size * self.slot.stride(0)
-        target, at, found = self.table.data_ptr(), self.near + fetch.at, []
-        for offset, length in fetch.rows:
-            found.append(Copy(target + at * size, source + self.behind + offset * size, length * size, b, *pitches))
+        pitches = size * reader.far_rows, size * self.slot.stride(0)
+        at, found = reader.at, []
+        for offset, length in reader.rows:
+            found.append(Copy(landed + at * size, self.slot.data_ptr() + offset * size, length * size, b, *pitches))
             at += length
         return found
+
+    def enters(self, fetch: Fetch) -> Op:
+        """The copy of one owner's into the table."""
+        b, size = self.slot.shape[0], self.slot.element_size()
+        pitches = size * self.table.stride(0), size * self.landed.stride(0)
+        target = self.table.data_ptr() + (self.near + fetch.at) * size
+        source = self.landed.data_ptr() + fetch.at * size
+        return Copy(target, source, _num_rows(fetch.rows) * size, b, *pitches)
 
 
 @dataclass(eq=False)
 class _Lent:
-    """A slot that the caller fills itself."""
+    """A slot that the caller fills itself, or that rows of another node come into."""
 
-    station: _Station
     slot: Tensor
     k: Tensor
     v: Tensor
-
-
-@dataclass(eq=False)
-class _Guest:
-    """A place for rows of another node; it is found like a slot that was lent."""
-
-    lent: _Lent
-    start: Program
 
 
 @dataclass(eq=False)
@@ -192,10 +226,13 @@ class _Gather:
     """The constant part of a gather: one collection, slot, shape and far buffer."""
 
     course: Course
+    pushing: Course
     start: Program
     announce: Program | None
-    pulls: Program | None
-    """None where nothing is pulled or said, and where rows are kept: then it depends on the address."""
+    push: Program | None
+    """None where nobody reads."""
+    herald: Program | None
+    """None where nothing is fetched, and where rows are kept: then it depends on the address."""
     joining: Program
     join: Program
     packed: Tensor | None
@@ -212,7 +249,7 @@ class _Gather:
     arrivals: Arrivals | None
     keep: Any
     aim: Callable[[int], list[Op]] | None
-    """The pulls into far at an address."""
+    """What the herald does for rows that are kept at an address."""
     aimed: OrderedDict[int, Program]
 
 
@@ -284,24 +321,27 @@ class CopyEngineTransport:
         self._patience = int(2 * timeout * 1e9)
         self._host = memory.host_words(HOST_WORDS)
         self._control = memory.region(_aligned(4 * DEVICE_WORDS), "words")
-        self._control.local[: 4 * DEVICE_WORDS].view(torch.int32)[[GATE, PROCEED]] = 1
+        control = self._control.local[: 4 * DEVICE_WORDS].view(torch.int32)
+        control[[GATE, PROCEED]] = 1
+        self._error = control[ERROR : ERROR + 1]
         memory.meet("words begin")
         place = self._members.index(rank)
         words = tuple(self._control.addresses[place] + 4 * i for i in range(DEVICE_WORDS))
         self._words = words
         self.watch = Watch(rank, name, self._host, words, streams, timeout)
-        others = (address for other, address in enumerate(self._control.addresses) if other != place)
+        others = [address for other, address in enumerate(self._control.addresses) if other != place]
         self.watch.territory.gates.update(address + 4 * GATE for address in others)
-        self._slots: list[_Station] = []
+        self.watch.territory.errors.update(address + 4 * ERROR for address in others)
+        self._fars: list[_Far] = []
         self._homes: list[_Station] = []
-        self._guests: list[_Station] = []
         self._boxes: tuple[list[_Station], ...] = tuple([] for _ in KINDS)
         self._lent: dict[tuple[str, tuple[Any, ...]], _Lent] = {}
         self._lent_at: dict[int, _Lent] = {}  # by the address of their memory
-        self._turn = self._home_turn = self._post_turn = 0
+        self._home_turn = self._post_turn = 0
         self._reserved = [0 for _ in KINDS]
         self._posted = 0
-        self._far = self._flags = self._own = torch.empty(0, dtype=torch.uint8, device=memory.device)
+        self._slot = self._flags = self._own = self._nothing = torch.empty(0, dtype=torch.uint8, device=memory.device)
+        self._guests = [self._nothing, self._nothing]
         self._far_layout: object = None
         self._raised: dict[int, Tensor] = {}  # by head groups: flags of rows that are there
         self._courses: OrderedDict[Any, Any] = OrderedDict()
@@ -325,21 +365,21 @@ class CopyEngineTransport:
 
     def num_bytes(self) -> int:
         """Bytes of device memory held now."""
-        stations = [*self._places(), *(lent.station for lent in self._lent.values())]
-        local = sum(x.untyped_storage().nbytes() for x in (self._far, self._flags, self._own, *self._raised.values()))
-        return local + sum(station.region.local.numel() for station in stations)
+        lent = (lent.slot for lent in self._lent.values())
+        local = (self._slot, self._flags, self._own, *self._guests, *lent, *self._raised.values())
+        stations = sum(station.region.local.numel() for station in self._places())
+        return stations + sum(x.untyped_storage().nbytes() for x in local)
 
     def _places(self) -> list[_Station]:
-        """Wherever rows wait for peers, but for what was lent."""
-        return [*self._slots, *self._homes, *self._guests, *chain(*self._boxes)]
+        """Wherever rows wait for peers or come from them."""
+        return [*self._fars, *self._homes, *chain(*self._boxes)]
 
     def make_room(self, slot_bytes: int, far_bytes: int) -> None:
         """See `Gatherer.make_room`."""
-        slots = self._slots[0].num_bytes if self._slots else 0
-        if slot_bytes > slots or far_bytes > self._far.numel():
+        if slot_bytes > self._slot.numel() or far_bytes > (self._fars[0].num_bytes if self._fars else 0):
             self._enter()
-            self._stations(self._slots, slot_bytes, "slots")
-            self._make_far((far_bytes,), torch.uint8)
+            self._make_slot(slot_bytes)
+            self._make_far(far_bytes)
 
     def gather(
         self,
@@ -357,27 +397,30 @@ class CopyEngineTransport:
         lane, capturing = self._enter()
         # what was lent has no room for a bias either: such keys are packed like others
         lent = self._find_lent(k, v) if self._lent_at and key_bias is None else None
-        turn = self._turn if lent is None else id(lent)
         of_bias = None if key_bias is None else key_bias.dtype
-        key = (id(collection), k.shape, k.dtype, v.shape[-1], groups, turn, capturing, keep, of_bias)
+        key = (id(collection), k.shape, k.dtype, v.shape[-1], groups, id(lent), capturing, keep, of_bias)
         found: _Gather | None = self._find(key)
         if found is None:
             found = self._keep(key, self._prepare_gather(k, v, collection, groups, lent, what, of_bias, keep=keep))
-        if lent is None:
-            self._turn = 1 - self._turn
-        found.course.what = what
+        found.course.what = found.pushing.what = what
 
         launch, streams = self._streams.launch, self._streams
-        place, pulls = found.far, found.pulls
+        place, herald = found.far, found.herald
         if place is None:
             place = _parts(self._make_kept(found.shape, k.dtype), found.dim)
-            pulls = self._aimed(found, place[0].data_ptr())
+            herald = self._aimed(found, place[0].data_ptr())
         launch(found.start, lane)
-        if keep or self._captured or (found.layout is not self._far_layout and found.layout != self._far_layout):
+        if herald is not None:
+            if capturing:
+                streams.order(lane, streams.herald)
+            launch(herald, streams.herald)
+        same = found.layout is self._far_layout or found.layout == self._far_layout
+        if keep or self._captured or not same:
             for start, end in found.guards:
                 streams.call(place[0][:, start:end].zero_)
-        if not keep:
-            self._far_layout = found.layout
+        if not same:
+            # what is kept passes through far, and its guards are elsewhere
+            self._far_layout = None if keep else found.layout
         if found.packed is not None:
             slot = found.packed
             streams.call(lambda: pack(slot, k, v))
@@ -387,11 +430,11 @@ class CopyEngineTransport:
                     streams.call(functools.partial(target.copy_, key_bias))
         if found.announce is not None:
             launch(found.announce, lane)
-        if pulls is not None:
+        if found.push is not None:
             if capturing:
                 streams.order(lane, streams.side)
-            launch(pulls, streams.side)
-        self._gathering = gathering = _Arriving(self, found, place, pulls=pulls is not None)
+            launch(found.push, streams.side)
+        self._gathering = gathering = _Arriving(self, found, place, heralded=herald is not None)
         return gathering
 
     def guest(
@@ -405,27 +448,19 @@ class CopyEngineTransport:
     ) -> Tensor:
         """See `Gatherer.guest`."""
         del device  # that of this transport
-        lane, _ = self._enter()
+        self._enter()
         key = ("guest", turn, shape, rows, dims, dtype)
-        found: _Guest | None = self._find(key)
+        found: _Lent | None = self._find(key)
         if found is None:
             whole, (d, _) = (*shape, sum(dims)), dims
-            station = self._stations(self._guests, math.prod(whole) * dtype.itemsize, "guests")[turn]
-            slot = station.view(whole, dtype)
-            lent = _Lent(station, slot, slot[:, :rows, :, :d], slot[:, :rows, :, d:])
-            found = self._keep(key, _Guest(lent, self._until_free(station, "rows for a guest")))
-        self._streams.launch(found.start, lane)
-        slot = found.lent.slot
-        self._lent_at[slot.untyped_storage().data_ptr()] = found.lent
-        return slot[:, :rows]
-
-    def _until_free(self, station: _Station, what: str) -> Program:
-        """Waits until no peer reads what this rank's caller will overwrite."""
-        number, _ = self._number(Course(what, self._peers))
-        ops: list[Op] = [self._at(number, STARTING)]
-        ops += [Wait(station.free(self._rank, peer), 1) for peer in self._peers]
-        ops += [Wait(self._words[PROCEED], 1), *self._leave()]
-        return self._streams.compile(ops)
+            before = self._guests[turn]
+            flat = self._guests[turn] = self._local(before, math.prod(whole) * dtype.itemsize, None, 1)
+            if flat is not before:
+                self._lent_at.pop(before.untyped_storage().data_ptr(), None)
+            slot = _view(flat, whole, dtype)
+            found = self._keep(key, _Lent(slot, slot[:, :rows, :, :d], slot[:, :rows, :, d:]))
+        self._lent_at[found.slot.untyped_storage().data_ptr()] = found
+        return found.slot[:, :rows]
 
     def arrived(self, collection: Collection, groups: int, device: torch.device) -> Arrivals | None:
         """See `Gatherer.arrived`."""
@@ -437,11 +472,9 @@ class CopyEngineTransport:
             self._refuse_in_capture("keep_keys")
             self.watch.check()
             flags = torch.ones(groups, len(self._members), dtype=torch.int32, device=self._memory.device)
-            # nobody's flag: the error word of the kernels
-            flags[0, 0] = 0
             self.watch.territory.raised.add((flags.data_ptr(), flags.numel()))
             self._raised[groups] = flags
-        return Arrivals(flags, flags[0, :1], self._patience)
+        return Arrivals(flags, self._error, self._patience)
 
     def homecoming(
         self,
@@ -558,8 +591,7 @@ class CopyEngineTransport:
     ) -> tuple[Tensor, Tensor]:
         """A slot that the caller fills itself, so that a gather of exactly these tensors packs nothing.
 
-        Waits, on the caller's stream, until no peer reads what was there before. Collective when a name is used for the
-        first time or with a new shape.
+        Joins a gather that the caller has left open, so that nobody reads what was there before.
 
         Args:
             name: Which slot.
@@ -573,7 +605,7 @@ class CopyEngineTransport:
         Returns:
             K `b t hk d` and v `b t hk dv`, views of one buffer.
         """
-        lane, _ = self._enter()
+        self._enter()
         d, dv = dims
         shape = (batch, rows, heads, d + dv)
         key = (name, (shape, d, dtype))
@@ -581,21 +613,13 @@ class CopyEngineTransport:
         if lent is None:
             self._refuse_in_capture(f"kv_buffer {name!r}")
             for old in [other for other in self._lent if other[0] == name]:
-                self._memory.meet(f"kv_buffer {name!r} changes")
                 self._drop_lent(old)
-            station = _Station(self._memory, self._members, math.prod(shape) * dtype.itemsize, f"kv_buffer {name!r}")
-            self._know(station)
-            slot = station.view(shape, dtype)
-            lent = self._lent[key] = _Lent(station, slot, slot[:, :mine, :, :d], slot[:, :mine, :, d:])
+            slot = torch.empty(shape, dtype=dtype, device=self._memory.device)
+            lent = self._lent[key] = _Lent(slot, slot[:, :mine, :, :d], slot[:, :mine, :, d:])
             self._lent_at[slot.untyped_storage().data_ptr()] = lent
         if lent.k.shape[1] != mine:
             # another sharding of as many rows on the longest shard
             lent.k, lent.v = lent.slot[:, :mine, :, :d], lent.slot[:, :mine, :, d:]
-        place = ("lend", id(lent))
-        found: Program | None = self._find(place)
-        if found is None:
-            found = self._keep(place, self._until_free(lent.station, f"kv_buffer {name!r}"))
-        self._streams.launch(found, lane)
         return lent.k, lent.v
 
     def poison(self) -> None:
@@ -609,7 +633,7 @@ class CopyEngineTransport:
         self._memory.meet("poison begins")
         for station in self._places():
             self._streams.call(station.poison)
-        for local in (self._far, self._own):
+        for local in (self._slot, self._own, *self._guests):
             self._streams.call(lambda local=local: local.fill_(255))
         self._far_layout = None
         self._memory.meet("poison ends")
@@ -622,15 +646,17 @@ class CopyEngineTransport:
         else:
             self._streams.synchronize()
         self._courses.clear()
-        self._slots, self._homes, self._guests, self._boxes = [], [], [], tuple([] for _ in KINDS)
+        self._fars, self._homes, self._boxes = [], [], tuple([] for _ in KINDS)
         self._lent, self._lent_at = {}, {}
         self._reserved = [0 for _ in KINDS]
-        self._turn = self._home_turn = self._post_turn = 0
-        self._far = self._flags = self._own = torch.empty(0, dtype=torch.uint8, device=self._memory.device)
+        self._home_turn = self._post_turn = 0
+        self._slot = self._flags = self._own = self._nothing
+        self._guests = [self._nothing, self._nothing]
         self._far_layout = None
         self._raised = {}
         here = self.watch.territory
-        for known in (here.free, here.full, here.home, here.flags, here.raised, here.own, here.received, here.kept):
+        words = here.free, here.full, here.room, here.home
+        for known in (*words, here.flags, here.raised, here.own, here.received, here.kept):
             known.clear()
 
     def _finish(self) -> None:
@@ -700,26 +726,26 @@ class CopyEngineTransport:
                 "make the same call once before capturing it"
             )
 
-    def _stations(self, kind: list[_Station], num_bytes: int, what: str) -> list[_Station]:
-        """The two stations of a kind, at least so large. `num_bytes` is the same on all ranks, and so is growing."""
+    def _stations(self, kind: list[S], num_bytes: int, what: str, make: type[S] = _Station, turns: int = 2) -> list[S]:
+        """The stations of a kind, at least so large. `num_bytes` is the same on all ranks, and so is growing."""
         if not kind or kind[0].num_bytes < num_bytes:
             self._refuse_in_capture(what)
             if kind:
                 # whoever still reads the old ones is let finish, on all ranks
                 self._memory.meet(f"{what} grow")
                 for station in kind:
-                    self._lent_at.pop(station.region.local.untyped_storage().data_ptr(), None)
                     self._forget(station)
             self._drop_courses()
-            kind[:] = [_Station(self._memory, self._members, num_bytes, f"{what} {turn}") for turn in (0, 1)]
+            kind[:] = [make(self._memory, self._members, num_bytes, f"{what} {turn}") for turn in range(turns)]
             for station in kind:
                 self._know(station)
         return kind
 
     def _know(self, station: _Station) -> None:
         here, me, peers = self.watch.territory, self._rank, self._peers
-        here.free.update(station.free(me, peer) for peer in peers)
-        (here.home if station in self._homes else here.full).update(station.full(me, peer) for peer in peers)
+        (here.room if isinstance(station, _Far) else here.free).update(station.free(me, peer) for peer in peers)
+        full = here.home if station in self._homes else here.full
+        full.update(station.full(me, peer, g) for peer in peers for g in range(station.groups))
 
     def _forget(self, station: _Station) -> None:
         if self._captured:
@@ -727,9 +753,10 @@ class CopyEngineTransport:
             return
         here = self.watch.territory
         for peer in self._peers:
-            here.free.discard(station.free(self._rank, peer))
-            here.full.discard(station.full(self._rank, peer))
-            here.home.discard(station.full(self._rank, peer))
+            for words in (here.free, here.room):
+                words.discard(station.free(self._rank, peer))
+            for words in (here.full, here.home):
+                words.difference_update(station.full(self._rank, peer, g) for g in range(station.groups))
 
     def _local(self, old: Tensor, num_bytes: int, known: set[tuple[int, int]] | None, unit: int) -> Tensor:
         """A plain buffer of at least so many bytes; the old one where it is large enough."""
@@ -748,12 +775,16 @@ class CopyEngineTransport:
             known.add((new.data_ptr(), new.numel() // unit))
         return new
 
-    def _make_far(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        before = self._far
-        self._far = self._local(before, math.prod(shape) * dtype.itemsize, None, 1)
-        if self._far is not before:
+    def _make_far(self, num_bytes: int) -> _Far:
+        before = self._fars[:]
+        (far,) = self._stations(self._fars, num_bytes, "far", _Far, turns=1)
+        if far not in before:
             self._far_layout = None
-        return _view(self._far, shape, dtype)
+        return far
+
+    def _make_slot(self, num_bytes: int) -> Tensor:
+        self._slot = self._local(self._slot, num_bytes, None, 1)
+        return self._slot
 
     def _make_kept(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=self._memory.device)
@@ -779,26 +810,26 @@ class CopyEngineTransport:
     def _take(self, word: int) -> list[Op]:
         return [Wait(word, 1), Write(word, 0)]
 
-    # Inside a capture events order the two streams, and words must not: the side stream of a graph is not the ring's own,
+    # Inside a capture events order the streams, and words must not: the side stream of a graph is not the ring's own,
     # whose next work may be enqueued while the graph still runs, and each would take the other's signals.
 
-    def _side_begins(self, number: int) -> list[Op]:
-        started = [] if self._streams.capturing() else self._take(self._words[START])
-        return [*started, self._note(SIDE_AT, 0), self._note(SIDE, number)]
+    def _lane_begins(self, start: int, lane: int, at: int, number: int) -> list[Op]:
+        started = [] if self._streams.capturing() else self._take(self._words[start])
+        return [*started, self._note(at, 0), self._note(lane, number)]
 
-    def _side_ends(self, done: int) -> list[Op]:
+    def _lane_ends(self, lane: int, done: int) -> list[Op]:
         return [
             Wait(self._words[GATE], 1),
             self._note(QUIET, 0),
-            self._note(SIDE, 0),
+            self._note(lane, 0),
             *([] if self._streams.capturing() else [Write(self._words[done], 1)]),
         ]
 
     def _side_is_free(self) -> list[Op]:
         return [] if self._streams.capturing() else [Wait(self._words[START], 0)]
 
-    def _start_side(self) -> list[Op]:
-        return [] if self._streams.capturing() else [Write(self._words[START], 1)]
+    def _start(self, start: int) -> list[Op]:
+        return [] if self._streams.capturing() else [Write(self._words[start], 1)]
 
     def _take_done(self, done: int) -> list[Op]:
         return [] if self._streams.capturing() else self._take(self._words[done])
@@ -817,30 +848,33 @@ class CopyEngineTransport:
     ) -> _Gather:
         b, t, hk, d = k.shape
         width = d + v.shape[-1]
-        if hk % groups:
-            raise ValueError(f"groups must divide the {hk} key heads, got {groups}; pass a divisor")
-        shape = (b, collection.far_rows, hk, width)
-        row = hk * width * k.element_size()
-        # a bias stands behind the rows
+        if hk % groups or groups > MOST_GROUPS:
+            raise ValueError(f"groups must divide the {hk} key heads, and be at most {MOST_GROUPS}, got {groups}")
+        row, slot_rows = hk * width * k.element_size(), collection.slot_rows
+        # a bias stands behind the rows; what peers write is as large on all ranks, so that growing is collective
         size = 0 if of_bias is None else of_bias.itemsize
-        slot_bytes, far_bytes = b * collection.slot_rows * row, b * collection.far_rows * row
-        if of_bias is not None:
-            slot_bytes, far_bytes = _padded(slot_bytes), _padded(far_bytes)
-        if lent is None:
-            slots = self._stations(self._slots, slot_bytes + b * collection.slot_rows * size, "slots")
-            station = slots[self._turn]
-            slot = station.view((b, collection.slot_rows, hk, width), k.dtype)
+        slot_bytes, landed, table = b * slot_rows * row, *_behind_far(b, collection.far_rows, row, size)
+        most_bytes = (
+            _behind_far(b, collection.most_far_rows, row, size)[1] + b * (slot_rows + collection.most_far_rows) * size
+        )
+        station = self._make_far(most_bytes)
+        shape = (b, collection.far_rows, hk, width)
+        far = None if keep else station.view(shape, k.dtype)
+        bias = of_slot = None
+        if lent is not None:
+            slot = lent.slot
         else:
-            station, slot = lent.station, lent.slot
-        far = bias = None
-        if not keep:
-            table_rows = t + collection.far_rows
-            room = self._make_far((far_bytes + b * table_rows * size,), torch.uint8)
-            far = _view(room, shape, k.dtype)
-            if of_bias is not None:
-                table = _view(room[far_bytes:], (b, table_rows), of_bias)
-                of_slot = station.view((b, collection.slot_rows), of_bias, slot_bytes)
-                bias = _Bias(of_slot, slot_bytes, table, t)
+            behind = _padded(slot_bytes) if size else slot_bytes
+            flat = self._make_slot(behind + b * slot_rows * size)
+            slot = _view(flat, (b, slot_rows, hk, width), k.dtype)
+            of_slot = None if of_bias is None else _view(flat[behind:], (b, slot_rows), of_bias)
+        if of_slot is not None and of_bias is not None:
+            bias = _Bias(
+                slot=of_slot,
+                landed=station.view((b, collection.far_rows), of_bias, landed),
+                table=station.view((b, t + collection.far_rows), of_bias, table),
+                near=t,
+            )
         flags = self._make_flags(groups * len(self._members)).view(groups, len(self._members))
         packed = slot[:, :t] if lent is None and collection.readers else None
         layout = (tuple((fetch.at, fetch.rows) for fetch in collection.fetches), shape, k.dtype)
@@ -852,7 +886,7 @@ class CopyEngineTransport:
     def _plan_gather(
         self,
         collection: Collection,
-        station: _Station,
+        station: _Far,
         slot: Tensor,
         where: tuple[Tensor | None, tuple[int, ...], int],
         flags: Tensor,
@@ -867,58 +901,77 @@ class CopyEngineTransport:
         fetches, readers = collection.fetches, collection.readers
         far, shape, dim = where
         groups = flags.shape[0]
-        stops = tuple((collection.first + fetch.step, fetch.owner) for fetch in fetches)
-        number, course = self._number(Course(what, tuple(send.peer for send in readers), stops=stops))
-        moves = bool(fetches or readers)
+        b, far_rows, hk, width = shape
+        row, size = hk * width * slot.element_size(), 0 if bias is None else bias.slot.element_size()
+        first = collection.first
+        owners = [fetch.owner for fetch in fetches]
+        peers = tuple(dict.fromkeys((*owners, *(reader.peer for reader in readers))))
+        stops = tuple((first + fetch.step, fetch.owner) for fetch in fetches)
+        number, course = self._number(Course(what, peers, first + 1, stops))
+        stops = tuple((first + reader.step, reader.peer) for reader in readers)
+        push_number, pushing = self._number(Course(what, peers, first + 1, stops, "waiting for room at"))
 
         def flag(g: int, step: int) -> int:
             return flags.data_ptr() + 4 * (g * flags.shape[1] + step)
 
         start: list[Op] = [self._at(number, STARTING)]
-        reading = {send.peer for send in readers}
-        for peer in self._peers:
-            if peer in reading:
-                start += self._take(station.free(me, peer))
-            else:
-                # it may still read what an earlier call left in this slot
-                start.append(Wait(station.free(me, peer), 1))
-        start += [*self._side_is_free(), Wait(words[PROCEED], 1)]
-        # flag (0, 0) is nobody's: the error word of the kernels
-        lowered = [(0, 0), *((g, fetch.step) for g in range(groups) for fetch in fetches)]
-        start += [Write(flag(*place), 0) for place in lowered]
+        start += self._side_is_free() if readers else []
+        start += [Write(flag(g, fetch.step), 0) for g in range(groups) for fetch in fetches]
+        start += [Write(words[ERROR], 0)] if fetches else []
+        start += [Wait(words[PROCEED], 1), *_publish([station.room(owner, me) for owner in owners])]
         start += [self._note(QUIET, 0), self._at(number, KERNEL)]
-        start += [] if packed is not None else self._start_side()
+        start += self._start(HERALD_START) if fetches else []
+        start += self._start(START) if readers and packed is None else []
 
-        # between a peer's word and the flag stands nothing but the pull: what can wait stands behind the last flag
-        begins, ends = self._side_begins(number), self._side_ends(DONE)
-        passed = [self._note(SIDE_AT, i + 1) for i in range(len(fetches))]
+        push = self._lane_begins(START, SIDE, SIDE_AT, push_number)
+        for g in range(groups):
+            for i, reader in enumerate(readers):
+                theirs = station.rows(reader.peer)
+                if g == 0:
+                    push += self._take(station.room(me, reader.peer))
+                    if bias is not None:
+                        push += bias.pushes(theirs + _behind_far(b, reader.far_rows, row, size)[0], reader)
+                places = slot.data_ptr(), theirs, (slot.shape[1], reader.far_rows)
+                push += _copies(*places, b, row, reader.rows, reader.at, g, groups)
+                push.append(Write(station.full(reader.peer, me, g), 1))
+                if g == 0:
+                    push.append(self._note(SIDE_AT, i + 1))
+        push += self._lane_ends(SIDE, DONE)
+
+        # between a peer's word and the flag stands nothing that can wait until the last flag
+        begins, ends = self._lane_begins(HERALD_START, HERALD, HERALD_AT, number), self._lane_ends(HERALD, HERALD_DONE)
+        passed = [self._note(HERALD_AT, i + 1) for i in range(len(fetches))]
+        mine = station.rows(me)
 
         # what is kept with the programs of a transport must not hold the transport
-        def aim(address: int) -> list[Op]:
-            side = [*begins]
-            side += _publish([station.full(send.peer, me) for send in readers])
+        def aim(address: int | None) -> list[Op]:
+            herald = [*begins]
             for g in range(groups):
                 for i, fetch in enumerate(fetches):
+                    herald.append(Wait(station.full(me, fetch.owner, g), 1))
+                    if address is not None:
+                        rows = ((fetch.at, _num_rows(fetch.rows)),)
+                        herald += _copies(mine, address, (far_rows, far_rows), b, row, rows, fetch.at, g, groups)
+                    if g == 0 and bias is not None:
+                        herald.append(bias.enters(fetch))
+                    herald += [Wait(words[GATE], 1), Write(flag(g, fetch.step), 1)]
                     if g == 0:
-                        side.append(Wait(station.full(me, fetch.owner), 1))
-                        side += [] if bias is None else bias.pulls(station.rows(fetch.owner), fetch)
-                    side += _pulls(station.rows(fetch.owner), slot, address, shape[1], fetch, g, groups)
-                    side += [Wait(words[GATE], 1), Write(flag(g, fetch.step), 1)]
-                    if g == 0:
-                        side.append(passed[i])
-            side += [Write(station.full(me, fetch.owner), 0) for fetch in fetches]
-            side += _publish([station.free(fetch.owner, me) for fetch in fetches])
-            return [*side, *ends]
+                        herald.append(passed[i])
+            herald += [Write(station.full(me, fetch.owner, g), 0) for g in range(groups) for fetch in fetches]
+            return [*herald, *ends]
 
         joining = [self._at(number, JOINING)]
-        join = [*self._take_done(DONE), Wait(words[PROCEED], 1), *self._leave()]
-        if not moves:
+        join = [*(self._take_done(DONE) if readers else []), *(self._take_done(HERALD_DONE) if fetches else [])]
+        join += [Wait(words[PROCEED], 1), *self._leave()]
+        if not fetches and not readers:
             start, joining, join = [], [], []
         return _Gather(
             course,
+            pushing,
             start=compile_(start),
-            announce=compile_(self._start_side()) if packed is not None else None,
-            pulls=compile_(aim(far.data_ptr())) if moves and far is not None else None,
+            announce=compile_(self._start(START)) if packed is not None else None,
+            push=compile_(push) if readers else None,
+            herald=compile_(aim(None)) if fetches and far is not None else None,
             joining=compile_(joining),
             join=compile_([*joining, *join]),
             packed=packed,
@@ -926,16 +979,16 @@ class CopyEngineTransport:
             far=None if far is None else _parts(far, dim),
             shape=shape,
             dim=dim,
-            guards=_guards(shape[1], fetches),
+            guards=_guards(far_rows, fetches),
             layout=layout,
-            arrivals=Arrivals(flags, flags[0, :1], self._patience) if fetches else None,
-            keep=(keep, station, flags),
-            aim=aim if moves and far is None else None,
+            arrivals=Arrivals(flags, self._error, self._patience) if fetches else None,
+            keep=(keep, station, slot, flags),
+            aim=aim if fetches and far is None else None,
             aimed=OrderedDict(),
         )
 
     def _aimed(self, plan: _Gather, address: int) -> Program | None:
-        """The pulls of a gather whose rows are kept, to where they are kept."""
+        """What the herald does for a gather whose rows are kept, to where they are kept."""
         if plan.aim is None:
             return None
         aimed = plan.aimed
@@ -1030,17 +1083,17 @@ class CopyEngineTransport:
         begin += self._side_is_free() if into else []
         begin += [Wait(words[PROCEED], 1)]
         end: list[Op] = [Write(self._boxes[kind][turn].full(peer, me), 1) for peer, kind in out]
-        end += [*self._leave(), *(self._start_side() if into else [])]
+        end += [*self._leave(), *(self._start(START) if into else [])]
         if not out:
             begin, end = [*begin, *end], []
         sides: list[Program] = []
-        side = self._side_begins(number)
+        side = self._lane_begins(START, SIDE, SIDE_AT, number)
         for i, (peer, kind) in enumerate(into):
             sides.append(compile_([*side, *self._take(self._boxes[kind][turn].full(me, peer))]))
             side = [Wait(words[GATE], 1), Write(self._boxes[kind][turn].free(peer, me), 1)]
             side += [self._note(SIDE_AT, i + 1)]
         if into:
-            sides.append(compile_([*side, *self._side_ends(POSTED + index)]))
+            sides.append(compile_([*side, *self._lane_ends(SIDE, POSTED + index)]))
         fetching = [self._at(number, FETCHING)]
         join = [*fetching, *self._take_done(POSTED + index), Wait(words[PROCEED], 1), *self._leave()]
         return _Post(
@@ -1095,12 +1148,14 @@ class CopyEngineTransport:
 class _Arriving:
     """See `Gathering`."""
 
-    __slots__ = ("_plan", "_pulls", "_transport", "arrivals", "far", "k", "key_bias", "v")
+    __slots__ = ("_heralded", "_plan", "_transport", "arrivals", "far", "k", "key_bias", "v")
 
-    def __init__(self, transport: CopyEngineTransport, plan: _Gather, far: tuple[Tensor, ...], *, pulls: bool) -> None:
+    def __init__(
+        self, transport: CopyEngineTransport, plan: _Gather, far: tuple[Tensor, ...], *, heralded: bool
+    ) -> None:
         self._transport = transport
         self._plan: _Gather | None = plan
-        self._pulls = pulls
+        self._heralded = heralded
         self.far, self.k, self.v = far
         self.key_bias = None if plan.bias is None else plan.bias[2]
         self.arrivals = plan.arrivals
@@ -1117,8 +1172,10 @@ class _Arriving:
         if streams.capturing():
             # a graph knows dependencies by events only; the place is written in front of the join (Note [The way out])
             streams.launch(plan.joining, lane)
-            if self._pulls:
+            if plan.push is not None:
                 streams.order(streams.side, lane)
+            if self._heralded:
+                streams.order(streams.herald, lane)
         streams.launch(plan.join, lane)
 
 
@@ -1240,26 +1297,53 @@ def _publish(words: Sequence[int]) -> list[Op]:
     return [Write(word, 1) for word in words]
 
 
-def _pulls(source: int, slot: Tensor, far: int, far_rows: int, fetch: Fetch, group: int, groups: int) -> list[Op]:
-    """The copies of one group of heads of one owner's rows into far, an address."""
-    b, slot_rows, hk, width = slot.shape
-    row = hk * width * slot.element_size()
-    part = row // groups
-    found: list[Op] = []
-    at = fetch.at
-    for offset, length in fetch.rows:
-        start, target = source + offset * row + group * part, far + at * row + group * part
-        pitches = far_rows * row, slot_rows * row
+def _copies(
+    source: int,
+    target: int,
+    between: tuple[int, int],
+    b: int,
+    row: int,
+    rows: Rows,
+    at: int,
+    group: int,
+    groups: int,
+) -> list[Op]:
+    """The copies of one group of heads of rows from one address to another, where they stand together from a row on.
+
+    Args:
+        source: Where row 0 is.
+        target: Likewise.
+        between: Rows from batch element to batch element, there and there.
+        b: Batch elements.
+        row: Bytes of a row.
+        rows: Of the source.
+        at: The first of them in the target.
+        group: Which group.
+        groups: How many.
+    """
+    part, found = row // groups, list[Op]()
+    source_pitch, target_pitch = (x * row for x in between)
+    for offset, length in rows:
+        start, end = source + offset * row + group * part, target + at * row + group * part
         if groups > 1:
             for i in range(b):
-                found.append(Copy(target + i * pitches[0], start + i * pitches[1], part, length, row, row))
-        elif b > 1 and max(pitches) <= MAX_PITCH:
-            found.append(Copy(target, start, length * row, b, *pitches))
+                found.append(Copy(end + i * target_pitch, start + i * source_pitch, part, length, row, row))
+        elif b > 1 and max(source_pitch, target_pitch) <= MAX_PITCH:
+            found.append(Copy(end, start, length * row, b, target_pitch, source_pitch))
         else:
             for i in range(b):
-                found.append(Copy(target + i * pitches[0], start + i * pitches[1], length * row))
+                found.append(Copy(end + i * target_pitch, start + i * source_pitch, length * row))
         at += length
     return found
+
+
+def _behind_far(b: int, far_rows: int, row: int, of_bias: int) -> tuple[int, int]:
+    """Bytes from the beginning of far to the biases that land in it, and to the table of all; the same for any rank's far."""
+    far_bytes = b * far_rows * row
+    if not of_bias:
+        return far_bytes, far_bytes
+    landed = _padded(far_bytes)
+    return landed, landed + _padded(b * far_rows * of_bias)
 
 
 def _guards(far_rows: int, fetches: Sequence[Fetch]) -> list[tuple[int, int]]:

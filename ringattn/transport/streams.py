@@ -60,9 +60,10 @@ Program = Any
 
 
 class Streams(Protocol):
-    """What the copy engine asks of a device. A lane is a stream: `main()` is the caller's, `side` the ring's own."""
+    """What the copy engine asks of a device. A lane is a stream: `main()` is the caller's, `side` and `herald` the ring's own."""
 
     side: int
+    herald: int
 
     def main(self) -> int:
         """The caller's current stream."""
@@ -239,6 +240,7 @@ class CudaStreams:
         lowest, highest = low.value, high.value
         # torch hands out its streams in turn: one that a caller waits on would be no rescue
         self.side: int = self._own_stream(min(highest + 1, lowest))
+        self.herald: int = self._own_stream(min(highest + 1, lowest))
         self._scribe = self._own_stream(lowest)
         self._rescue = self._own_stream(highest)
         event = c_void_p()
@@ -331,7 +333,7 @@ class CudaStreams:
 
     def __del__(self) -> None:
         # the driver lets what is in flight finish
-        for stream in (getattr(self, name, None) for name in ("side", "_scribe", "_rescue")):
+        for stream in (getattr(self, name, None) for name in ("side", "herald", "_scribe", "_rescue")):
             if stream is not None:
                 self._cu.cuStreamDestroy_v2(stream)
         if getattr(self, "_event", None) is not None:

@@ -7,15 +7,29 @@ disturbs neither captures nor speed.
 Note [The way out]
     A ring has failed when it waits and nothing has moved for the ring's timeout.
     What is enqueued must then come to an end, and no number it leaves may look like a result. Waits are let go by writing
-    their words; two words of the device keep this in step:
-    - `gate`: the side stream passes it after a pull and before it says that rows are there. Closed at once, here and on
-      every peer: a peer that is merely slow must not take rows that this rank is about to overwrite, so it fails as well.
-    - `proceed`: the caller's stream passes it behind each join with the side stream or with other ranks. Closed at once.
+    their words; three words of the device keep this in step:
+    - `gate`: nothing says here that rows are there but behind it: a flag is raised, and an outbox left, once it is open.
+      Closed at once, here and on every peer: what comes from now on may be of another call, or overwritten, so a peer that
+      is merely slow fails as well.
+    - `error`: the error word of the kernels. Set at once, here and on every peer, behind the gates.
+    - `proceed`: the caller's stream passes it behind each join with other streams or other ranks. Closed at once.
     The caller's stream writes its `place` as it goes. While a kernel may be waiting for rows, its flags are made negative and
-    the gate stays closed: it ends, in NaN. Everywhere else the side stream is let run through first, and the gate is closed
-    behind it. Then, before the caller's stream may pass a join whose data never came, what it would read is set to NaN: this
-    rank's own contribution to its gradients, and the buffers that posts receive into. Then it may take one step. So the gate
-    is never open while a kernel waits, and every join finds either what was sent or NaN.
+    the gate stays closed: it ends, in NaN. Everywhere else the streams beside it are let run through first, and the gate is
+    closed behind them. Then, before the caller's stream may pass a join whose data never came, what it would read is set to
+    NaN: this rank's own contribution to its gradients, and the buffers that posts receive into. Then it may take one step. So
+    the gate is never open while a kernel waits, and every join finds either what was sent or NaN.
+
+Note [A push that was let go]
+    A push waits for room at a reader that may be slow, not dead: its kernel of the call before may still read the rows that
+    are about to be overwritten. By then the reader's gate has been closed and its error word set, in this order, and each was
+    visible everywhere before the next and before any wait for room was let go. A kernel looks at the error word at the end of
+    each tile. So a tile that has read a row of the wrong call ends in NaN, and one that ended before has read none.
+    The error word is reset by the start of the reader's next call, before it says that there is room. That loses nothing: the
+    kernel of the call before has ended, and the gate is closed. What a gate has let through was there before it was closed,
+    and the start lowers every flag: none rises again, the next kernel that reads rows of others waits for one, and this
+    reader fails as well. Opened again it is by its own watch alone, while no kernel waits. If the word is set behind the
+    start, the kernel ends in NaN for nothing. A call that reads nothing of others is right, and rows that were kept have been
+    copied before their flag: a copy of the wrong rows ends in front of a closed gate.
 
     A transfer between nodes (`CROSSING`) is not let go by words: the process group ends it, within its own timeout. The watch says
     which one it was, and lets the ranks of the node fail with this one.
@@ -36,7 +50,7 @@ from torch import Tensor
 from ringattn.transport.streams import Streams, Write
 
 # words in host memory; all are written by streams, QUIET by both sides
-PLACE, SIDE, SIDE_AT, QUIET = range(4)
+PLACE, SIDE, SIDE_AT, QUIET, HERALD, HERALD_AT = range(6)
 HOST_WORDS = 16
 
 # where the caller's stream is: the low bits of PLACE. The others name the course it is on
@@ -45,7 +59,8 @@ HOST_WORDS = 16
 ELSEWHERE, STARTING, KERNEL, JOINING, RECEIVING, FETCHING, ENTERING, CROSSING = range(8)
 PLACES = 8
 
-GATE, PROCEED, START, DONE, POSTED = range(5)  # words of the device; POSTED is the first of POSTS
+# words of the device; POSTED is the first of POSTS. Kernels read ERROR: it is as aligned as what allocators give
+GATE, PROCEED, START, DONE, ERROR, HERALD_START, HERALD_DONE, POSTED = range(8)
 POSTS = 4
 DEVICE_WORDS = POSTED + POSTS
 
@@ -58,13 +73,15 @@ class Course:
         what: The call.
         peers: Whom the caller's stream waits for.
         since: The first ring step of what it waits for; 0: of rows that an earlier call may still read. None: `what` says it.
-        stops: (ring step, peer) of each pull of the side stream, in order.
+        stops: (ring step, peer) of each wait of a stream beside the caller's, in order.
+        waiting: What for, in front of the peer.
     """
 
     what: str
     peers: tuple[int, ...] = ()
     since: int | None = 0
     stops: tuple[tuple[int | None, int], ...] = ()
+    waiting: str = "waiting for"
 
 
 @dataclass
@@ -73,8 +90,10 @@ class Territory:
 
     Attributes:
         gates: Of the peers.
+        errors: Likewise, the error words of kernels.
         free: Words that the caller's stream waits for before it writes.
-        full: Words that the side stream waits for before it pulls.
+        full: Words that the streams beside it wait for before they read rows or say that they are there.
+        room: Words that the side stream waits for before it pushes.
         home: Words that the caller's stream waits for before it reads contributions.
         flags: (address, number of words) that kernels wait for.
         raised: Likewise, of flags that are raised as long as the ring is healthy.
@@ -84,8 +103,10 @@ class Territory:
     """
 
     gates: set[int] = field(default_factory=set)
+    errors: set[int] = field(default_factory=set)
     free: set[int] = field(default_factory=set)
     full: set[int] = field(default_factory=set)
+    room: set[int] = field(default_factory=set)
     home: set[int] = field(default_factory=set)
     flags: set[tuple[int, int]] = field(default_factory=set)
     raised: set[tuple[int, int]] = field(default_factory=set)
@@ -108,7 +129,7 @@ class Watch:
     Attributes:
         failure: Why the ring has failed; None while it is healthy.
         territory: What the way out must know.
-        courses: What programs wait for, by the number that they write into `PLACE` and `SIDE`.
+        courses: What programs wait for, by the number that they write into `PLACE`, `SIDE` and `HERALD`.
     """
 
     def __init__(
@@ -164,43 +185,56 @@ class Watch:
                 self._let_out(now)
                 return
             words = self._words
-            seen = (int(words[PLACE]), int(words[SIDE]), int(words[SIDE_AT]))
-            waiting = seen[1] != 0 or seen[0] % PLACES not in (ELSEWHERE, KERNEL)
+            seen = tuple(int(words[i]) for i in (PLACE, HERALD, HERALD_AT, SIDE, SIDE_AT))
+            waiting = self._beside() or seen[0] % PLACES not in (ELSEWHERE, KERNEL)
             if not waiting or not words[QUIET] or seen != self._seen:
                 self._seen, self._since = seen, now
                 words[QUIET] = 1
             elif now - self._since > self._timeout:
-                self._fail(seen, f"nothing has moved for {self._timeout:g} s", now)
+                # nobody is let go before the next look: whoever passes `proceed` at this moment has written its place by then
+                self._fail(seen, f"nothing has moved for {self._timeout:g} s")
 
-    def _fail(self, seen: tuple[int, ...], why: str, now: float) -> None:
-        place, side, side_at = seen
-        if place % PLACES == CROSSING:
-            side = 0  # what pulls waits for this
-        course = self.courses.get(side) if side else self.courses.get(place // PLACES)
-        about = "a call"
-        if course is not None:
-            about = course.what
-            stop = course.stops[side_at] if side and side_at < len(course.stops) else None
-            if stop is not None:
-                step = "" if stop[0] is None else f"ring step {stop[0]}, "
-                about += f": {step}waiting for ring rank {stop[1]}"
-            elif course.peers:
-                since = "" if course.since is None else f"from ring step {course.since} on, "
-                about += f": {since}waiting for ring ranks {list(course.peers)}"
+    def _beside(self) -> bool:
+        """Whether a stream beside the caller's is under way."""
+        return bool(self._words[SIDE] or self._words[HERALD])
+
+    def _describe(self, seen: tuple[int, ...]) -> str:
+        """Which call stands still, and whom it waits for."""
+        place, herald, herald_at, side, side_at = seen
+        # who waits for another node is not waited for by its own streams, but for a reason
+        lanes = () if place % PLACES == CROSSING else ((herald, herald_at), (side, side_at))
+        beside = [(course, at) for number, at in lanes if (course := self.courses.get(number)) is not None]
+        # what others do not bring comes before what they do not take
+        for course, at in beside:
+            if at < len(course.stops):
+                step, peer = course.stops[at]
+                return (
+                    f"{course.what}: {'' if step is None else f'ring step {step}, '}{course.waiting} ring rank {peer}"
+                )
+        course = beside[0][0] if beside else self.courses.get(place // PLACES)
+        if course is None:
+            return "a call"
+        if not course.peers:
+            return course.what
+        since = "" if course.since is None else f"from ring step {course.since} on, "
+        return f"{course.what}: {since}waiting for ring ranks {list(course.peers)}"
+
+    def _fail(self, seen: tuple[int, ...], why: str) -> None:
         text = (
-            f"ring rank {self._rank} of ring {self._name!r}: {about}: {why}; look for an earlier error on the ranks named "
-            "(results since then are NaN, and this ring can not be used any more)"
+            f"ring rank {self._rank} of ring {self._name!r}: {self._describe(seen)}: {why}; look for an earlier error on the "
+            "ranks named (results since then are NaN, and this ring can not be used any more)"
         )
-        # both closed before anybody is told that there is a failure to get out of
+        # all of it, in this order, before anybody is told that there is a failure to get out of
         with self._last_resort():
             gates = (self._control[GATE], *self.territory.gates)
+            errors = (self._control[ERROR], *self.territory.errors)
             raised = [address + 4 * i for address, count in list(self.territory.raised) for i in range(count)]
             closed = [Write(word, 0) for word in (self._control[PROCEED], *gates)]
-            self._streams.rescue([*closed, *(Write(address, -1) for address in raised)])
+            negative = [Write(address, -1) for address in raised]
+            self._streams.rescue([*closed, *negative, *(Write(word, 1) for word in errors)])
         self.failure = text
         sys.stderr.write(text + "\n")
         sys.stderr.flush()
-        self._let_out(now)
 
     def _let_out(self, now: float) -> None:
         """One step of the way out (Note [The way out])."""
@@ -219,11 +253,11 @@ class Watch:
                 flags = [(address + 4 * i) for address, count in list(here.flags) for i in range(count)]
                 self._streams.rescue([Write(address, -1) for address in flags])
                 return
-            if self._words[SIDE] and place != ENTERING:
-                self._streams.rescue([Write(word, 1) for word in (*list(here.full), gate)])
+            if self._beside() and place != ENTERING:
+                self._streams.rescue([Write(word, 1) for word in (*list(here.full), *list(here.room), gate)])
                 return
             self._streams.rescue([Write(gate, 0)])
-            if place in (ELSEWHERE, KERNEL, CROSSING) or (self._words[SIDE] and place != ENTERING):
+            if place in (ELSEWHERE, KERNEL, CROSSING) or (self._beside() and place != ENTERING):
                 return  # it had more to do, or nothing here lets it go
             if place == RECEIVING:
                 for address, num_bytes in list(here.own):
@@ -247,5 +281,5 @@ class Watch:
         while True:
             time.sleep(self.interval)
             self.poll(time.monotonic())
-            if self._retired and not self._words[SIDE] and self._words[PLACE] % PLACES == ELSEWHERE:
+            if self._retired and not self._beside() and self._words[PLACE] % PLACES == ELSEWHERE:
                 return
