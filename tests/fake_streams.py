@@ -54,6 +54,8 @@ class World:
         self.queues: dict[tuple[int, int], deque[Item]] = defaultdict(deque)
         self.regions: list[tuple[int, str, list[Tensor]]] = []
         self.dead: set[int] = set()
+        self.asleep: set[tuple[int, int]] = set()
+        """Lanes of ranks that stand still for now."""
         self.baton = threading.Condition()
         self._lanes = OTHER
         self._running = 0
@@ -69,7 +71,9 @@ class World:
     def step(self) -> bool:
         """Runs one operation; False when nothing can run."""
         heads = [
-            (key, queue) for key, queue in self.queues.items() if queue and key[0] not in self.dead and queue[0].ready()
+            (key, queue)
+            for key, queue in self.queues.items()
+            if queue and key[0] not in self.dead and key not in self.asleep and queue[0].ready()
         ]
         if not heads:
             return False

@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from ringattn.kernels.contract import Arrivals
 from ringattn.kernels.pack import pack
 from ringattn.layout import make_shards, shard_len
 from ringattn.schedule import Collection, Fetch, Nodes, collect, make_plan
@@ -113,6 +114,27 @@ def picked(x: Tensor, rows: tuple[tuple[int, int], ...]) -> Tensor:
     return torch.cat([x[:, offset : offset + length] for offset, length in rows], 1)
 
 
+def read_tile(streams: FakeStreams, arrivals: Arrivals, flag: int, rows: Tensor, end: Callable[[Any], None]) -> None:
+    """A tile of a kernel: it waits for a flag, reads rows bit by bit, and looks at the error word last.
+
+    `end` is given what was read, and None by a tile that ends in NaN.
+    """
+    parts: list[Tensor] = []
+
+    def begin() -> None:
+        parts.clear()  # a captured kernel runs again
+        if read(flag) < 0:
+            arrivals.error.fill_(1)
+
+    def finish() -> None:
+        end(None if int(arrivals.error) else torch.cat(parts, 1))
+
+    streams.enqueue(MAIN, lambda: Item(lambda: read(flag) != 0, begin, "flag"))
+    for part in rows.split(max(1, rows.shape[1] // 2), 1):
+        streams.call(lambda part=part: parts.append(part.clone()))
+    streams.call(finish)
+
+
 def run_kernel(
     ranks: Ranks,
     rank: int,
@@ -143,13 +165,12 @@ def run_kernel(
             heads = slice(g * per, (g + 1) * per)
             end = fetch.at + sum(length for _, length in fetch.rows)
 
-            def look(fetch=fetch, heads=heads, end=end, last=g == shape.groups - 1, g=g) -> None:
-                if arrivals.flags[g, fetch.step] < 0:
-                    assert ranks.ends[rank].watch.failure
+            def look(seen, fetch=fetch, heads=heads, end=end, last=g == shape.groups - 1, g=g) -> None:
+                if seen is None:
+                    assert any(other.watch.failure for other in ranks.ends)
                     return
-                found = far[:, fetch.at : end, heads]
                 expected = picked(torch.cat(keys(fetch.owner), -1), fetch.rows)[:, :, heads]
-                assert torch.equal(found, expected), f"rank {rank} step {fetch.step} group {g}"
+                assert torch.equal(seen, expected), f"rank {rank} step {fetch.step} group {g}"
                 if biases is not None:
                     begin = shape.lengths[rank] + fetch.at
                     there = gathering.key_bias[:, begin : begin + end - fetch.at]
@@ -157,15 +178,14 @@ def run_kernel(
                     if spoil and last:
                         there.fill_(NAN)
                 if spoil:
-                    found.fill_(NAN)
+                    far[:, fetch.at : end, heads].fill_(NAN)
                 if last:
                     ends = [other.at for other in collection.fetches if other.at > fetch.at] + [far.shape[1]]
                     assert ends[0] - end >= 4
                     assert not far[:, end : ends[0]].any(), "guard rows must be zero"
                 ranks.done()
 
-            flag = arrivals.flags[g, fetch.step].data_ptr()
-            streams.enqueue(MAIN, lambda flag=flag, look=look: Item(lambda: read(flag) != 0, look, "flag"))
+            read_tile(streams, arrivals, arrivals.flags[g, fetch.step].data_ptr(), far[:, fetch.at : end, heads], look)
 
 
 def gather(ranks: Ranks, shape: Shape, salt: int) -> None:
@@ -660,16 +680,46 @@ def test_survivors_of_a_lost_rank_end_in_nan_and_refuse_further_calls(
     come_home(ranks, shape, 0)
     ranks.world.drain()
     lost = world_size - 1
-    results: list[tuple[int, int, list[float]]] = []
+    calls_of = Attention(ranks, shape)
+    alive = [rank for rank in range(world_size) if rank != lost]
+    ranks.each(lambda rank: calls_of.attend(rank, 1, backward=backward))
+    for _ in range(late):
+        ranks.world.step()
+    ranks.world.dead.add(lost)
+    for salt in range(2, 2 + calls):
+        ranks.each(lambda rank, salt=salt: calls_of.attend(rank, salt, backward=backward))
+    get_out(ranks, alive)
+    for rank in alive:
+        failure = ranks.ends[rank].watch.failure
+        assert failure is not None
+        assert f"ring rank {rank} of ring 'ring'" in failure
+        with pytest.raises(RuntimeError, match="this ring can not be used any more"):
+            ranks.ends[rank].gather(*keys_of(shape, rank, 9), shape.collections[rank], 1, "after")
+    results = [total for (rank, salt), total in calls_of.results.items() if rank in alive and salt > 2]
+    assert all(total[-1] != total[-1] for total in results), "later calls are NaN"
 
-    def whole_of(rank: int, salt: int) -> float:
+
+@dataclass
+class Attention:
+    """Calls on a ring that may fail: whatever they leave is right, or not a number.
+
+    Attributes:
+        results: What the tiles of a call ended in, by (rank, salt).
+    """
+
+    ranks: Ranks
+    shape: Shape
+    results: dict[tuple[int, int], list[float]] = dataclasses.field(default_factory=dict)
+
+    def whole_of(self, rank: int, salt: int) -> float:
         """What the kernel of a healthy rank ends with: the sum over the heads of its last fetch's last group."""
-        owner = shape.collections[rank].fetches[-1].owner
-        return float(torch.cat(keys_of(shape, owner, salt), -1)[:, :, 2 * (groups - 1) // groups :].sum())
+        owner, groups = self.shape.collections[rank].fetches[-1].owner, self.shape.groups
+        return float(torch.cat(keys_of(self.shape, owner, salt), -1)[:, :, 2 * (groups - 1) // groups :].sum())
 
-    def attend(rank: int, salt: int) -> None:
-        """A kernel that ends in NaN when a flag is negative, and whose output is otherwise the sum of what it read."""
-        streams, end, collection = ranks.streams[rank], ranks.ends[rank], shape.collections[rank]
+    def attend(self, rank: int, salt: int, *, backward: bool = False) -> None:
+        """A kernel whose tiles end in NaN where the error word is set, and else in the sum of what they read."""
+        ranks, shape = self.ranks, self.shape
+        streams, end, collection, groups = ranks.streams[rank], ranks.ends[rank], shape.collections[rank], shape.groups
         found = end.gather(*keys_of(shape, rank, salt), collection, shape.groups, f"attention {salt}")
         coming = end.homecoming((1, 2, 4), collection, torch.device("cpu"), "gradients") if backward else None
         arrivals = found.arrivals
@@ -677,19 +727,15 @@ def test_survivors_of_a_lost_rank_end_in_nan_and_refuse_further_calls(
         total: list[float] = []
         for g in range(shape.groups):
             for fetch in collection.fetches:
-                flag = arrivals.flags[g, fetch.step].data_ptr()
+                heads = slice(g * 2 // groups, (g + 1) * 2 // groups)
 
-                def look(flag: int = flag, g: int = g, fetch: Fetch = fetch) -> None:
-                    bad = read(flag) < 0 or any(x != x for x in total)
-                    arrivals.error.fill_(1 if read(flag) < 0 else int(arrivals.error))
-                    rows = found.far[:, fetch.at : fetch.at + 4, g * 2 // groups : (g + 1) * 2 // groups]
-                    mine = torch.cat(keys_of(shape, fetch.owner, salt), -1)[
-                        :, :, g * 2 // groups : (g + 1) * 2 // groups
-                    ]
-                    assert bad or torch.equal(rows, mine), "a number that could be taken for a result"
-                    total.append(NAN if bad else float(rows.sum()))
+                def look(seen: Tensor | None, heads: slice = heads, fetch: Fetch = fetch) -> None:
+                    mine = torch.cat(keys_of(shape, fetch.owner, salt), -1)[:, :, heads]
+                    assert seen is None or torch.equal(seen, mine), "a number that could be taken for a result"
+                    total.append(NAN if seen is None else float(seen.sum()))
 
-                streams.enqueue(MAIN, lambda flag=flag, look=look: Item(lambda: read(flag) != 0, look, "flag"))
+                rows = found.far[:, fetch.at : fetch.at + 4, heads]
+                read_tile(streams, arrivals, arrivals.flags[g, fetch.step].data_ptr(), rows, look)
         if coming is not None:
 
             def send() -> None:
@@ -706,7 +752,7 @@ def test_survivors_of_a_lost_rank_end_in_nan_and_refuse_further_calls(
 
             def add() -> None:
                 parts = [float(coming.own.flatten()[0]), *(float(region.flatten()[0]) for region in regions)]
-                expected = [whole_of(reader.peer, salt) for reader in collection.readers]
+                expected = [self.whole_of(reader.peer, salt) for reader in collection.readers]
                 whole = sum(parts)
                 assert whole != whole or parts[1:] == expected, "a gradient that could be taken for a result"
                 for region in regions:
@@ -714,25 +760,49 @@ def test_survivors_of_a_lost_rank_end_in_nan_and_refuse_further_calls(
 
             streams.call(add)
             coming.close()
-        results.append((rank, salt, total))
+        self.results[rank, salt] = total
 
-    alive = [rank for rank in range(world_size) if rank != lost]
-    ranks.each(lambda rank: attend(rank, 1))
+
+@settings(max_examples=60, deadline=None)
+@given(
+    world_size=st.integers(2, 4),
+    seed=st.integers(0, 2**32),
+    groups=st.sampled_from([1, 2]),
+    calls=st.integers(2, 4),
+    late=st.integers(0, 250),
+    loses=st.booleans(),
+)
+def test_rows_of_a_later_call_are_never_taken_for_those_of_this_one(
+    world_size: int, seed: int, groups: int, calls: int, late: int, loses: bool
+) -> None:
+    """A reader sleeps in its kernel until others have given it up, let their pushes go, and overwritten what it reads."""
+    ranks = Ranks(world_size, seed)
+    world, shape, slow = ranks.world, full(world_size, groups), 0
+    attention = Attention(ranks, shape)
+    gather(ranks, shape, 0)
+    world.drain()
+    for salt in range(1, 1 + calls):
+        ranks.each(lambda rank, salt=salt: attention.attend(rank, salt))
     for _ in range(late):
-        ranks.world.step()
-    ranks.world.dead.add(lost)
-    for salt in range(2, 2 + calls):
-        ranks.each(lambda rank, salt=salt: attend(rank, salt))
-    get_out(ranks, alive)
-    for rank in alive:
-        failure = ranks.ends[rank].watch.failure
-        assert failure is not None
-        assert f"ring rank {rank} of ring 'ring'" in failure
-        with pytest.raises(RuntimeError, match="this ring can not be used any more"):
-            ranks.ends[rank].gather(*keys_of(shape, rank, 9), shape.collections[rank], 1, "after")
-    assert all(total[-1] != total[-1] for rank, salt, total in results if rank in alive and salt > 2), (
-        "later calls are NaN"
-    )
+        world.step()
+    world.asleep.add((slow, MAIN))
+    if loses and world_size > 2:
+        world.dead.add(world_size - 1)
+    awake = [rank for rank in range(1, world_size) if rank not in world.dead]
+    now = 0.0
+    for _ in range(400):
+        if not any(world.busy(rank) for rank in awake):
+            break
+        world.some_steps(30)
+        now += 1.0 if any(ranks.ends[rank].watch.failure is None for rank in awake) else 0.001
+        for rank in awake:
+            ranks.ends[rank].watch.poll(now)
+    assert ranks.ends[slow].watch.failure is None
+    world.asleep.clear()
+    get_out(ranks, [slow, *awake])
+    for rank, salt in attention.results:
+        if rank == slow or rank in awake:
+            assert len(attention.results[rank, salt]) == groups * (world_size - 1), "every tile ends"
 
 
 def test_a_transport_that_kept_rows_goes_when_nobody_holds_it() -> None:
@@ -768,9 +838,11 @@ def test_no_number_leaves_a_failed_ring_from_kept_rows(world_size: int, seed: in
         del end._make_kept
     lost = world_size - 1
     held: list[Gathering] = []
+    brought: dict[tuple[int, int], Tensor] = {}
 
     def forward(rank: int, layer: int) -> None:
         found = ranks.ends[rank].gather(*keys_of(shape, rank, layer), shape.collections[rank], 1, "forward", keep=True)
+        brought.setdefault((rank, layer), found.far)
         held.append(found)  # all alive until the end: here nothing of the device's work holds what it writes into
         run_kernel(ranks, rank, shape, found, lambda owner: keys_of(shape, owner, layer), spoil=False)
         found.close()
@@ -784,8 +856,11 @@ def test_no_number_leaves_a_failed_ring_from_kept_rows(world_size: int, seed: in
         value = float(10 * layer + rank + 1)
 
         def look() -> None:
-            lost_rows = bool((arrivals.flags[0] < 0).any())
+            lost_rows = bool((arrivals.flags[0] < 0).any()) or bool(arrivals.error)
             found.append(NAN if lost_rows else value)
+            for fetch in collection.fetches:
+                rows = brought[rank, layer][:, fetch.at : fetch.at + 4]
+                assert lost_rows or torch.equal(rows, torch.cat(keys_of(shape, fetch.owner, layer), -1))
 
         def send(address: int) -> None:
             mark = torch.tensor(found)
