@@ -136,7 +136,7 @@ class World:
         while not may_leave():
             if self._running > 0 or any(other() for other in self._meeting.values()):
                 self.baton.wait()
-            elif self.step():
+            elif self._step_of(rank):
                 self.baton.notify_all()
             else:
                 self._running = 0
@@ -145,6 +145,15 @@ class World:
                 raise AssertionError(f"deadlock: rank {rank} waits for the others, who have come {self._met} times")
         self._running += 1
         self._meeting.pop(rank)
+
+    def _step_of(self, rank: int) -> bool:
+        """One step by a host that waits; whoever waits with it must not wait for ever when an operation raises."""
+        try:
+            return self.step()
+        except BaseException:
+            self._running += 1
+            self._meeting.pop(rank)
+            raise
 
     def drain(self, rank: int | None = None) -> None:
         while self.busy(rank):

@@ -714,7 +714,8 @@ class Attention:
     def whole_of(self, rank: int, salt: int) -> float:
         """What the kernel of a healthy rank ends with: the sum over the heads of its last fetch's last group."""
         owner, groups = self.shape.collections[rank].fetches[-1].owner, self.shape.groups
-        return float(torch.cat(keys_of(self.shape, owner, salt), -1)[:, :, 2 * (groups - 1) // groups :].sum())
+        heads = slice(2 * (groups - 1) // groups, 2)
+        return float(torch.cat(keys_of(self.shape, owner, salt), -1)[:, :, heads].contiguous().sum())
 
     def attend(self, rank: int, salt: int, *, backward: bool = False) -> None:
         """A kernel whose tiles end in NaN where the error word is set, and else in the sum of what they read."""

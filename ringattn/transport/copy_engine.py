@@ -613,6 +613,7 @@ class CopyEngineTransport:
         if lent is None:
             self._refuse_in_capture(f"kv_buffer {name!r}")
             for old in [other for other in self._lent if other[0] == name]:
+                self._streams.synchronize()
                 self._drop_lent(old)
             slot = torch.empty(shape, dtype=dtype, device=self._memory.device)
             lent = self._lent[key] = _Lent(slot, slot[:, :mine, :, :d], slot[:, :mine, :, d:])
