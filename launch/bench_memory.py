@@ -10,8 +10,8 @@ Note [Prediction]
         for what arrives and two for rows that leave packed; with keys moving, contributions to dk and dv of two steps and
         those that come home from one (to dq when queries move). Over the copy engine, outboxes: two for the largest message
         of any rank, and two for its contributions.
-    gathered: the slots that others read; far, the rows of all others (kept: of every layer whose backward is to come; here
-        there is one); a region of accumulators for this rank's own
+    gathered: the slot that rows leave from; far, as large as that of the rank that reads most (kept: besides, the rows of all
+        others for every layer whose backward is to come; here there is one); a region of accumulators for this rank's own
         contribution and one per reader; dq in accumulators.
 """
 
@@ -39,10 +39,10 @@ from ringattn.layout import make_shards
 from ringattn.schedule import RankPlan, collect, make_plan
 from ringattn.sharding import Sharding
 
-SLOTS = 2
-"""Slots of a gathered ring: one is filled while the other may still be read."""
+SLOTS = 1
+"""Slots of a gathered ring."""
 BOXES = 2
-"""Outboxes of each kind of a ring that goes step by step over the copy engine, for the same reason."""
+"""Outboxes of each kind of a ring that goes step by step over the copy engine: one is filled while the other may be read."""
 
 
 @dataclass(frozen=True)
@@ -139,7 +139,8 @@ def _predict_rank(
         collection = collect(plan, rank, GUARD)
         per_row = b * hk * 2 * d
         found["slots"] = slots * e * collection.slot_rows * per_row
-        found["far" if schedule == "gathered" else "kept"] = e * collection.far_rows * per_row
+        found["far"] = e * collection.most_far_rows * per_row
+        found["kept"] = e * collection.far_rows * per_row * (schedule == "kept")
         found["homes"] = w * (2 * (world_size - 1) + 1) * collection.slot_rows * per_row
         found["accumulators"] = w * queries if w > e else 0
         found["gradients"] = max(gradients, delta + 2 * e * keys)

@@ -14,7 +14,7 @@ Note [Two schedules]
 
 Note [Kept keys]
     A gathered forward may leave what came in a tensor of the call's own, for as long as the caller likes. The backward that
-    is given it publishes and pulls nothing: contributions alone travel. Nobody's rows are read from memory of another rank
+    is given it says and fetches nothing: contributions alone travel. Nobody's rows are read from memory of another rank
     then, so either all ranks keep a call's keys or none does. Kernels, plans and head groups are those of a backward that
     gathers, and so are the bits: only the flags are raised from the start. A call with a bias of keys keeps nothing.
 
@@ -45,10 +45,10 @@ from ringattn.schedule import Collection
 from ringattn.spans import span
 from ringattn.transport.base import Gatherer, Gathering, Seat
 
-PULL_SECONDS = 50e-6
-"""How long one pull takes at least, over all heads of a group: shorter ones cost more to begin than they hide."""
-PULL_RATE = 335e9
-"""Bytes per second of a pull where the ring has not measured it."""
+PUSH_SECONDS = 50e-6
+"""How long one push takes at least, over all heads of a group: shorter ones cost more to begin than they hide."""
+PUSH_RATE = 335e9
+"""Bytes per second of a push where the ring has not measured it."""
 GROUP_HEADS = 8
 """Key heads of the smallest head group."""
 
@@ -238,8 +238,8 @@ def reserve(
     row, of_bias = b * hk * (d + v.shape[-1]) * k.element_size(), b * _bias_size(score)
     collection = facts.collection
     sizes = (
-        collection.slot_rows * (row + of_bias),
-        collection.most_far_rows * (row + of_bias) + collection.slot_rows * of_bias,
+        collection.slot_rows * (row + of_bias) + 64 * bool(of_bias),
+        collection.most_far_rows * (row + 2 * of_bias) + collection.slot_rows * of_bias + 64 * bool(of_bias),
     )
     most = max(1.0, min(times, seat.budget / max(1, facts.needed[False])))
     gatherer.make_room(*_ahead("gathered", sizes, most, room))
@@ -252,8 +252,8 @@ def _ahead(what: str, sizes: tuple[int, ...], times: float, room: dict[str, tupl
     return made
 
 
-def choose_groups(k: Tensor, v: Tensor, collection: Collection, pull_rate: float = 0.0) -> int:
-    """Head groups in which keys come: more, so that the first tiles wait for less, as long as pulls stay long.
+def choose_groups(k: Tensor, v: Tensor, collection: Collection, push_rate: float = 0.0) -> int:
+    """Head groups in which keys come: more, so that the first tiles wait for less, as long as pushes stay long.
 
     From numbers that are equal on all ranks.
 
@@ -261,11 +261,11 @@ def choose_groups(k: Tensor, v: Tensor, collection: Collection, pull_rate: float
         k: `b t hk d`.
         v: `b t hk dv`.
         collection: Who fetches what.
-        pull_rate: Bytes per second between two ranks; 0.0: not measured.
+        push_rate: Bytes per second between two ranks; 0.0: not measured.
     """
     b, _, hk, d = k.shape
     shard = b * collection.slot_rows * hk * (d + v.shape[-1]) * k.element_size()
-    most = min(hk // GROUP_HEADS, int(shard / (PULL_SECONDS * (pull_rate or PULL_RATE))))
+    most = min(hk // GROUP_HEADS, int(shard / (PUSH_SECONDS * (push_rate or PUSH_RATE))))
     return max((groups for groups in (1, 2, 4, 8) if groups <= most and hk % groups == 0), default=1)
 
 
@@ -279,7 +279,7 @@ def gathered_bytes(
     of_bias: int = 0,
     guests: bool = False,
 ) -> int:
-    """What the gathered schedule takes on the rank that needs most: far, two slots, and two sets of regions.
+    """What the gathered schedule takes on the rank that needs most: far, a slot, and two sets of regions.
 
     With guests also their two places and what is sent, and in the backward two sums on their way home and one that lands.
 
@@ -294,9 +294,9 @@ def gathered_bytes(
     """
     b, _, hk, d = k.shape
     row = b * hk * (d + v.shape[-1])
-    slots = collection.most_far_rows + (2 + 3 * guests) * collection.slot_rows
+    slots = collection.most_far_rows + (1 + 3 * guests) * collection.slot_rows
     keys = slots * (row * k.element_size() + b * of_bias)
-    keys += collection.slot_rows * b * of_bias  # the table holds near too
+    keys += (collection.most_far_rows + collection.slot_rows) * b * of_bias  # their table
     homes = (2 * (members - 1) + 1 + 3 * guests) * collection.slot_rows * (row + b * hk * bool(of_bias)) * 4
     return keys + homes * backward
 
@@ -325,7 +325,7 @@ class _Facts:
 
 def _look(k: Tensor, v: Tensor, score: Score, call: Call, seat: Seat) -> _Facts:
     of_bias = _bias_size(score)
-    key = (k.shape, v.shape[-1], k.dtype, of_bias, seat.world_size, seat.pull_rate, seat.nodes)
+    key = (k.shape, v.shape[-1], k.dtype, of_bias, seat.world_size, seat.push_rate, seat.nodes)
     facts = call.memo.get(key)
     if facts is None:
         collection, guests = call.collection(seat.nodes), seat.nodes is not None
@@ -335,7 +335,7 @@ def _look(k: Tensor, v: Tensor, score: Score, call: Call, seat: Seat) -> _Facts:
             for backward in (False, True)
         )
         shards = (*call.sharding.shards, *call.kv_sharding.shards)
-        groups = choose_groups(k, v, collection, seat.pull_rate)
+        groups = choose_groups(k, v, collection, seat.push_rate)
         facts = _Facts(collection, groups, (*needed,), all(shard_len(shard) for shard in shards))  # pyright: ignore[reportArgumentType]
         call.memo[key] = facts
     return facts

@@ -5,8 +5,8 @@ chooses this schedule (`gathered.py`), how bytes move, and how a kernel waits fo
 
 Note [One launch per outer step]
     In outer step o the ranks of a node hold, together, the keys of another node: each rank its guest (Note [Double ring] in
-    schedule.py). Guests come over the process group into memory that the node's ranks reach, so a launch finds its own guest
-    in place and pulls the others, as it does with shards in outer step 0. The guests of step o + 1 are on their way while
+    schedule.py). Guests come over the process group into a place that is pushed from, so a launch finds its own guest
+    in place and waits for the others, as it does with shards in outer step 0. The guests of step o + 1 are on their way while
     step o is computed; two places take turns.
     All outer steps in one launch would be possible if a stream wrote a flag behind each guest, and it could hang: the kernel
     may hold every SM, and NCCL needs some to receive. SMs that a kernel left free could be taken by another collective that
@@ -16,11 +16,11 @@ Note [One launch per outer step]
 
 Note [What crosses, counted]
     L ranks per node, N nodes; a shard is s tokens of K and V, 2 hk d bytes each in 16 bits. Per outer step and GPU one shard
-    crosses between nodes, L - 1 are pulled within the node, and L visits are computed. 8K tokens per GPU, head_dim 128, L = 8;
+    crosses between nodes, L - 1 are pushed within the node, and L visits are computed. 8K tokens per GPU, head_dim 128, L = 8;
     450 GB/s within, 50 GB/s per GPU between nodes, 650 TFLOP/s, causal (each visit is half of 1.1 TFLOP):
                                 32/8 heads          32/32 heads
         a shard                 33.5 MB             134 MB
-        pulled in               0.07 ms             0.30 ms         behind a visit of 0.85 ms
+        pushed in               0.07 ms             0.30 ms         behind a visit of 0.85 ms
         crosses in              0.67 ms             2.7 ms          behind an outer step of 6.8 ms
         one ring of N L ranks   0.67 ms             2.7 ms          behind one visit: at the limit, and three times beyond it
     Backward: as much again for K and V, and twice as much home in fp32: 2.0 ms and 8.0 ms, behind 17 ms; within the node the

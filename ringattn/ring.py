@@ -342,11 +342,10 @@ class Ring:
         name: str,
         device: torch.device | str | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Where a model can write its keys so that other ranks read them there: attention of exactly these copies nothing.
+        """Where a model can write its keys so that they leave for other ranks from there: these are not packed.
 
-        The rows belong to the name until it is asked for again; work enqueued after that may overwrite them, and waits, on
-        the current stream, for ranks that still read. A backward reads its keys again, so use one name per layer: writing
-        before the backward has run changes what it reads. Every rank calls it alike, and passes either all of both tensors
+        The rows belong to the name until it is asked for again; work enqueued after that may overwrite them. A backward reads
+        its keys again, so use one name per layer: writing before the backward has run changes what it reads. Every rank calls it alike, and passes either all of both tensors
         or neither of them to an attention call. Where shards do not move by copy engine it is plain memory.
 
         Args:
@@ -468,7 +467,7 @@ class Ring:
         if between is not None:
             watched = getattr(mover, "watched", None)
             mover, between = (WithinNode(mover), between) if watched is None else (mover, watched(between))
-        self.seat = replace(self.seat, transport=mover, between_nodes=between, budget=budget, pull_rate=rate)
+        self.seat = replace(self.seat, transport=mover, between_nodes=between, budget=budget, push_rate=rate)
         self._settled = True
 
     def _warm_up(self, device: torch.device) -> None:

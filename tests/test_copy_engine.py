@@ -21,7 +21,7 @@ from ringattn.kernels.pack import pack
 from ringattn.layout import make_shards, shard_len
 from ringattn.schedule import Collection, Fetch, Nodes, collect, make_plan
 from ringattn.transport.base import Gathering, Reply
-from ringattn.transport.choose import PROBE_BYTES, measure_pull, node_of
+from ringattn.transport.choose import PROBE_BYTES, measure_push, node_of
 from ringattn.transport.copy_engine import CopyEngineTransport
 from ringattn.visibility import Visibility
 from tests.fake_streams import MAIN, FakeMemory, FakeStreams, Item, Recording, World, read
@@ -945,6 +945,16 @@ def test_the_missing_rank_and_step_are_named() -> None:
     assert any("ring rank 2: nothing has moved for 10 s" in text for text in failures)
 
 
+def test_a_kernel_that_gave_up_alone_leaves_the_next_call_alone() -> None:
+    ranks, shape = Ranks(2, 0), full(2)
+    for salt in range(3):
+        for end in ranks.ends:
+            end._error.fill_(1)
+        gather(ranks, shape, salt)
+        ranks.world.drain()
+    assert ranks.checked == 6
+
+
 def test_a_busy_ring_never_fails() -> None:
     ranks, shape = Ranks(2, 0), full(2)
     for salt in range(40):
@@ -1027,7 +1037,7 @@ def test_all_ranks_keep_the_rate_of_the_slowest() -> None:
 
     def measure(rank: int) -> None:
         table: Any = Table(rank)
-        found[rank] = measure_pull(rank, 3, Clock((1.0, 4.0, 2.0)[rank]), FakeMemory(world, rank), table)
+        found[rank] = measure_push(rank, 3, Clock((1.0, 4.0, 2.0)[rank]), FakeMemory(world, rank), table)
 
     world.hosts(measure)
     assert found == dict.fromkeys(range(3), PROBE_BYTES / 4)

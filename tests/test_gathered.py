@@ -198,7 +198,7 @@ def test_every_returning_row_finds_its_own():
         assert int((line >= 0).sum()) == len(own)
 
 
-def test_head_groups_keep_pulls_large_and_divide_the_heads():
+def test_head_groups_keep_pushes_large_and_divide_the_heads():
     def groups(rows: int, heads: int) -> int:
         k = torch.empty(1, 0, heads, 128, dtype=torch.bfloat16)
         return choose_groups(k, k, Collection((), (), 0, rows, 0))

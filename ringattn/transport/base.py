@@ -139,8 +139,8 @@ class Gatherer(Protocol):
         """Announces the largest gathers to come, so that nothing is allocated between them; every rank passes the same.
 
         Args:
-            slot_bytes: Of the longest shard's keys and values.
-            far_bytes: Of far on the rank that has the largest.
+            slot_bytes: Of the longest shard's keys and values, and its biases.
+            far_bytes: Of far on the rank that has the largest, its biases, and their table.
         """
         ...
 
@@ -182,7 +182,7 @@ class Gatherer(Protocol):
         key_bias: Tensor | None = None,
         keep: bool = False,
     ) -> Gathering:
-        """Publishes this rank's keys, starts fetching those of others, and returns at once.
+        """Starts bringing this rank's keys to their readers, and those of others here, and returns at once.
 
         Args:
             k: `b t hk d`, the rows that this rank holds; any strides with a contiguous last dim.
@@ -300,7 +300,7 @@ class Seat:
         transport: What moves bytes, within a node where there are several.
         buffers: Where received and packed rows live.
         budget: Bytes that gathered keys and their gradients may take per rank; the same on all ranks.
-        pull_rate: Bytes per second at which the slowest rank pulls from another one's memory; the same on all ranks. 0.0:
+        push_rate: Bytes per second at which the slowest rank pushes into another one's memory; the same on all ranks. 0.0:
             unknown.
         nodes: Who shares a node, in a ring of two levels (Note [Double ring] in schedule.py); None: one level.
         between_nodes: What moves bytes between nodes; None: `transport` does.
@@ -313,7 +313,7 @@ class Seat:
     budget: int = 0
     nodes: Nodes | None = None
     between_nodes: Transport | None = None
-    pull_rate: float = 0.0
+    push_rate: float = 0.0
 
     @property
     def slow_transport(self) -> Transport:

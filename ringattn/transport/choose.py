@@ -24,7 +24,7 @@ from ringattn.transport.symmetric import Memory
 
 TRANSPORTS = ("auto", "copy_engine", "process_group")
 PROBE_BYTES = 16 * 2**20
-"""What is pulled once to learn how fast a link is: large enough to run at full speed."""
+"""What is pushed once to learn how fast a link is: large enough to run at full speed."""
 
 
 @dataclass(frozen=True)
@@ -113,8 +113,8 @@ class Clock(Protocol):
         ...
 
 
-def measure_pull(place: int, size: int, clock: Clock, memory: Memory, agreement: Agreement) -> float:
-    """Bytes per second at which the slowest rank pulls from the next one while all do; the same on all ranks.
+def measure_push(place: int, size: int, clock: Clock, memory: Memory, agreement: Agreement) -> float:
+    """Bytes per second at which the slowest rank pushes to the next one while all do; the same on all ranks.
 
     Args:
         place: This rank's among those that share memory.
@@ -123,10 +123,10 @@ def measure_pull(place: int, size: int, clock: Clock, memory: Memory, agreement:
         memory: Where regions come from.
         agreement: How all ranks of the ring compare.
     """
-    target = torch.empty(PROBE_BYTES, dtype=torch.uint8, device=memory.device)
+    source = torch.zeros(PROBE_BYTES, dtype=torch.uint8, device=memory.device)
     region = memory.region(PROBE_BYTES, "probe")
-    seconds = clock.time_copy(target.data_ptr(), region.addresses[(place + 1) % size], PROBE_BYTES)
-    # whoever still pulls is let finish before the region goes
+    seconds = clock.time_copy(region.addresses[(place + 1) % size], source.data_ptr(), PROBE_BYTES)
+    # whoever still pushes is let finish before the region goes
     memory.meet("probe ends")
     return min(json.loads(text) for text in agreement.compare(json.dumps(PROBE_BYTES / seconds)))
 
@@ -160,7 +160,7 @@ def choose(
         nodes: Who shares a node; the transport then serves within this rank's. None: one level.
 
     Returns:
-        The transport, the reason, the bytes that gathered keys may take per rank, and `Seat.pull_rate`.
+        The transport, the reason, the bytes that gathered keys may take per rank, and `Seat.push_rate`.
 
     Raises:
         ValueError: The memory budgets differ; raised on every rank.
@@ -198,7 +198,7 @@ def choose(
                 name_part(within, group_name, place, len(mates))
                 together = Agreement(group_name, place, len(mates), within, timeout)
             memory = SymmetricMemory(within, together, device, streams.synchronize)
-            rate = measure_pull(mates.index(rank), len(mates), streams, memory, agreement)
+            rate = measure_push(mates.index(rank), len(mates), streams, memory, agreement)
             transport = CopyEngineTransport(rank, mates, name, streams, memory, timeout.total_seconds())
     if transport is not None:
         why = f"the {world_size} GPUs of the ring are on one host and reach each other"
