@@ -97,7 +97,7 @@ def forward(
             lse=lse,
         )
     gathering.close()
-    return o, lse, gathering.far if keep else None
+    return o, lse, gathering.kept
 
 
 def backward(
@@ -238,8 +238,8 @@ def reserve(
     row, of_bias = b * hk * (d + v.shape[-1]) * k.element_size(), b * _bias_size(score)
     collection = facts.collection
     sizes = (
-        collection.slot_rows * (row + of_bias) + 64 * bool(of_bias),
-        collection.most_far_rows * (row + 2 * of_bias) + collection.slot_rows * of_bias + 64 * bool(of_bias),
+        collection.slot_rows * (row + of_bias) + 16 * bool(of_bias),
+        collection.most_far_rows * (row + of_bias) + collection.slot_rows * of_bias + 16 * bool(of_bias),
     )
     most = max(1.0, min(times, seat.budget / max(1, facts.needed[False])))
     gatherer.make_room(*_ahead("gathered", sizes, most, room))
@@ -296,7 +296,7 @@ def gathered_bytes(
     row = b * hk * (d + v.shape[-1])
     slots = collection.most_far_rows + (1 + 3 * guests) * collection.slot_rows
     keys = slots * (row * k.element_size() + b * of_bias)
-    keys += (collection.most_far_rows + collection.slot_rows) * b * of_bias  # their table
+    keys += collection.slot_rows * b * of_bias  # the table holds near too
     homes = (2 * (members - 1) + 1 + 3 * guests) * collection.slot_rows * (row + b * hk * bool(of_bias)) * 4
     return keys + homes * backward
 

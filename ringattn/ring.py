@@ -345,8 +345,9 @@ class Ring:
         """Where a model can write its keys so that they leave for other ranks from there: these are not packed.
 
         The rows belong to the name until it is asked for again; work enqueued after that may overwrite them. A backward reads
-        its keys again, so use one name per layer: writing before the backward has run changes what it reads. Every rank calls it alike, and passes either all of both tensors
-        or neither of them to an attention call. Where shards do not move by copy engine it is plain memory.
+        its keys again, so use one name per layer: writing before the backward has run changes what it reads. Every rank calls
+        it alike, and passes either all of both tensors or neither of them to an attention call. Where shards do not move by
+        copy engine it is plain memory.
 
         Args:
             sharding: Who holds which keys.

@@ -156,10 +156,12 @@ class Reader(Send):
     Attributes:
         at: Where they begin there.
         far_rows: Rows of that buffer.
+        near_rows: Rows that the peer holds itself.
     """
 
     at: int
     far_rows: int
+    near_rows: int
 
 
 @dataclass(frozen=True)
@@ -202,7 +204,8 @@ def collect(plan: Plan, rank: int, guard: int, outer: int = 0) -> Collection:
         if send is not None:
             theirs, room = _fetches(plan, plan.ranks[send.peer], outer, guard)
             at = next(fetch.at for fetch in theirs if fetch.owner == rank)
-            readers.append(Reader(send.step % size, send.peer, send.rows, at, room))
+            near_rows = plan.ranks[send.peer].held(outer).num_rows
+            readers.append(Reader(send.step % size, send.peer, send.rows, at, room, near_rows))
     homes = [visit for part in plan.ranks for visit in part.visits if visit is not None and visit.step == 0]
     slot_rows = max((visit.num_rows for visit in homes), default=0)
     return Collection(fetches, tuple(readers), far_rows, slot_rows, most, outer * size)

@@ -54,6 +54,8 @@ class World:
         self.queues: dict[tuple[int, int], deque[Item]] = defaultdict(deque)
         self.regions: list[tuple[int, str, list[Tensor]]] = []
         self.dead: set[int] = set()
+        self.shared = False
+        """All lanes of a rank are one queue of the device."""
         self.asleep: set[tuple[int, int]] = set()
         """Lanes of ranks that stand still for now."""
         self.baton = threading.Condition()
@@ -255,7 +257,7 @@ class FakeStreams:
         self.world.finish(self.rank)
 
     def _queue(self, lane: int) -> deque[Item]:
-        return self.world.queues[self.rank, lane]
+        return self.world.queues[self.rank, MAIN if self.world.shared else lane]
 
 
 class FakeMemory:

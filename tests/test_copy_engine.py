@@ -462,14 +462,14 @@ def kept(ranks: Ranks, layers: list[Shape], salt: int, name: str | None = None) 
         shape, end = layers[layer], ranks.ends[rank]
         found = held[rank].pop()
         far = dataclasses.make_dataclass("Far", ["far", "arrivals"])(
-            found.far, end.arrived(shape.collections[rank], shape.groups, torch.device("cpu"))
+            found.kept, end.arrived(shape.collections[rank], shape.groups, torch.device("cpu"))
         )
         launched = ranks.streams[rank].launches
         send_home(ranks, rank, shape, 31 * salt + layer, far, keys_in(layer))
         assert ranks.streams[rank].launches - launched == 3, (
             "a backward of kept keys says three things and pulls nothing"
         )
-        allocators[rank].let_go(found.far)
+        allocators[rank].let_go(found.kept)
 
     for layer in range(len(layers)):
         ranks.each(lambda rank, layer=layer: go(rank, layer))
@@ -814,7 +814,7 @@ def test_a_transport_that_kept_rows_goes_when_nobody_holds_it() -> None:
         inputs = keys_of(shape, rank, 0)
         found = ranks.ends[rank].gather(*inputs, shape.collections[rank], 1, "forward", keep=True)
         found.close()
-        held.append((found.far, inputs))
+        held.append((found.kept, inputs))
 
     ranks.each(keep)
     ranks.world.drain()
@@ -843,7 +843,8 @@ def test_no_number_leaves_a_failed_ring_from_kept_rows(world_size: int, seed: in
 
     def forward(rank: int, layer: int) -> None:
         found = ranks.ends[rank].gather(*keys_of(shape, rank, layer), shape.collections[rank], 1, "forward", keep=True)
-        brought.setdefault((rank, layer), found.far)
+        assert found.kept is not None
+        brought.setdefault((rank, layer), found.kept)
         held.append(found)  # all alive until the end: here nothing of the device's work holds what it writes into
         run_kernel(ranks, rank, shape, found, lambda owner: keys_of(shape, owner, layer), spoil=False)
         found.close()
@@ -953,6 +954,16 @@ def test_a_kernel_that_gave_up_alone_leaves_the_next_call_alone() -> None:
         gather(ranks, shape, salt)
         ranks.world.drain()
     assert ranks.checked == 6
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_streams_that_share_a_queue_never_wait_for_what_stands_behind_them(world_size: int) -> None:
+    for seed in range(5):
+        ranks, shape = Ranks(world_size, seed), full(world_size, 2)
+        ranks.world.shared = True
+        for salt, kind in enumerate(("gather", "home", "kept", "lend a", "post", "gather", "kept in place", "home")):
+            play(ranks, kind, shape, salt)
+        ranks.world.drain()
 
 
 def test_a_busy_ring_never_fails() -> None:

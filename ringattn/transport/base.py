@@ -82,6 +82,7 @@ class Gathering(Protocol):
         far: `b far_rows hk (d + dv)`: fills while kernels wait for `arrivals`; guard rows are zero.
         k: `b far_rows hk d`, the keys in it.
         v: `b far_rows hk dv`, the values in it.
+        kept: Like far, a tensor of the caller's own, complete behind `close`; None: nothing is kept.
         key_bias: `b t+far_rows`, what is added to the scores of keys: this rank's own, then those of far; None: nothing is.
         arrivals: How kernels wait; None when everything is there.
     """
@@ -89,13 +90,14 @@ class Gathering(Protocol):
     far: Tensor
     k: Tensor
     v: Tensor
+    kept: Tensor | None
     key_bias: Tensor | None
     arrivals: Arrivals | None
 
     def close(self) -> None:
         """To be called once the kernels that read far are launched, on the same stream.
 
-        Work that is enqueued later may overwrite this rank's k, v and key_bias, and far unless it is kept.
+        Work that is enqueued later may overwrite this rank's k, v and key_bias, and far.
         """
         ...
 
@@ -192,7 +194,7 @@ class Gatherer(Protocol):
             what: Names the call in errors.
             key_bias: `b t`, what is added to the scores of this rank's keys; it comes with the first group of their heads.
                 All ranks give one or none does.
-            keep: Far is a tensor of the caller's own, which later calls leave alone. Not with key_bias.
+            keep: What comes is also copied into a tensor of the caller's own. Not with key_bias.
         """
         ...
 

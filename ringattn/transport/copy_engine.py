@@ -19,8 +19,8 @@ Note [A gather]
     reader's room (in front of the first group), copies rows of the slot to their place in the reader's far, and says `full`.
     A third stream, the herald, raises the flags of this rank in the order of groups and ring steps: it waits for the owner's
     `full`, and writes the flag. So flags rise in order, whatever order pushes end in.
-    A bias of keys stands behind the rows of the slot, and comes in front of the first group of an owner's heads, into a place
-    behind the rows of far; the herald copies it into the table that kernels read, whose pitch only this rank knows.
+    A bias of keys stands behind the rows of the slot, and comes in front of the first group of an owner's heads, into the
+    table behind the rows of far.
     All of this is enqueued before the caller launches the kernel, and nothing of it needs an SM: the kernel may hold all of
     them while it waits. Packing, and zeroing the guard rows of far, do need SMs: they stand on the caller's stream in front
     of the kernel. `close` joins all three streams. So the slot is free when it has returned, as is what was lent; and `room`
@@ -30,12 +30,13 @@ Note [A gather]
     NOTES.md has the numbers). And why one stream of them: several share the link, and the first rows come later.
 
 Note [Kept rows]
-    What a gather keeps lands in far like all rows, and the herald copies it, in front of its flag, into a tensor of the call's
-    own, from torch's allocator. The only program that knows its address is the herald's: there is one per address, and addresses
-    come back, since an allocator does the same in every step of a training. The caller's stream joins the herald before the
-    gather is closed, so whoever is given the memory later finds nobody writing. A backward that has kept its rows finds flags
-    that are always raised; a failure of the ring makes them negative before it lets anybody go, so that no kernel that starts
-    later stores a number at a peer.
+    What a gather keeps lands in far like all rows, where its kernel reads it. Behind the last flag the herald copies it into a
+    tensor of the call's own, from torch's allocator: no flag waits for that, should such a copy need an SM. The only program
+    that knows its address is the herald's: there is one per address, and addresses come back, since an allocator does the same
+    in every step of a training. The caller's stream joins the herald before the gather is closed, and the herald passes the
+    gate once more: what it has copied was not overwritten (Note [A push that was let go] of watch.py), and whoever is given
+    the memory later finds nobody writing. A backward that has kept its rows finds flags that are always raised; a failure of
+    the ring makes them negative before it lets anybody go, so that no kernel that starts later stores a number at a peer.
 
 Note [A post]
     What goes out waits in an outbox of this rank until its reader has pulled it. There are four, however many ranks there
@@ -163,7 +164,7 @@ class _Station:
 
 
 class _Far(_Station):
-    """Where peers write rows of theirs for one kernel: behind the rows a bias of keys, and the table of all biases."""
+    """Where peers write rows of theirs for one kernel: behind the rows stands the table of a bias of keys."""
 
     groups = MOST_GROUPS
     begins_free = False
@@ -179,13 +180,11 @@ class _Bias:
 
     Attributes:
         slot: `b slot_rows`, behind the slot of this rank.
-        landed: `b far_rows`, where those of others land, by rows of far.
         table: `b t+far_rows`, for kernels.
         near: Rows of this rank, t.
     """
 
     slot: Tensor
-    landed: Tensor
     table: Tensor
     near: int
 
@@ -193,23 +192,15 @@ class _Bias:
         """See `_Gather.bias`."""
         return self.slot[:, : self.near] if published else None, self.table[:, : self.near], self.table
 
-    def pushes(self, landed: int, reader: Reader) -> list[Op]:
-        """The copies to one reader, whose biases land at an address."""
+    def pushes(self, table: int, reader: Reader) -> list[Op]:
+        """The copies to one reader, whose table is at an address."""
         b, size = self.slot.shape[0], self.slot.element_size()
-        pitches = size * reader.far_rows, size * self.slot.stride(0)
-        at, found = reader.at, []
+        pitches = size * (reader.near_rows + reader.far_rows), size * self.slot.stride(0)
+        at, found = reader.near_rows + reader.at, []
         for offset, length in reader.rows:
-            found.append(Copy(landed + at * size, self.slot.data_ptr() + offset * size, length * size, b, *pitches))
+            found.append(Copy(table + at * size, self.slot.data_ptr() + offset * size, length * size, b, *pitches))
             at += length
         return found
-
-    def enters(self, fetch: Fetch) -> Op:
-        """The copy of one owner's into the table."""
-        b, size = self.slot.shape[0], self.slot.element_size()
-        pitches = size * self.table.stride(0), size * self.landed.stride(0)
-        target = self.table.data_ptr() + (self.near + fetch.at) * size
-        source = self.landed.data_ptr() + fetch.at * size
-        return Copy(target, source, _num_rows(fetch.rows) * size, b, *pitches)
 
 
 @dataclass(eq=False)
@@ -239,11 +230,8 @@ class _Gather:
     """Where this rank's rows are packed; None where nobody reads them or the caller has put them there."""
     bias: tuple[Tensor | None, Tensor, Tensor] | None
     """Where this rank's bias of keys goes, in the slot (None: nobody reads it) and in the table, and the table."""
-    far: tuple[Tensor, Tensor, Tensor] | None
-    """The ring's own, with the keys and the values in it; None where rows are kept."""
-    shape: tuple[int, ...]
-    dim: int
-    """Of a key."""
+    far: tuple[Tensor, Tensor, Tensor]
+    """All of it, with the keys and the values in it."""
     guards: list[tuple[int, int]]
     layout: object
     arrivals: Arrivals | None
@@ -405,22 +393,19 @@ class CopyEngineTransport:
         found.course.what = found.pushing.what = what
 
         launch, streams = self._streams.launch, self._streams
-        place, herald = found.far, found.herald
-        if place is None:
-            place = _parts(self._make_kept(found.shape, k.dtype), found.dim)
-            herald = self._aimed(found, place[0].data_ptr())
+        far, herald, kept = found.far[0], found.herald, None
+        places = []
+        if self._captured or (found.layout is not self._far_layout and found.layout != self._far_layout):
+            places.append(far)
+        if keep:
+            kept = self._make_kept(tuple(far.shape), k.dtype)
+            herald = self._aimed(found, kept.data_ptr())
+            places.append(kept)
         launch(found.start, lane)
-        if herald is not None:
-            if capturing:
-                streams.order(lane, streams.herald)
-            launch(herald, streams.herald)
-        same = found.layout is self._far_layout or found.layout == self._far_layout
-        if keep or self._captured or not same:
+        for place in places:
             for start, end in found.guards:
-                streams.call(place[0][:, start:end].zero_)
-        if not same:
-            # what is kept passes through far, and its guards are elsewhere
-            self._far_layout = None if keep else found.layout
+                streams.call(place[:, start:end].zero_)
+        self._far_layout = found.layout
         if found.packed is not None:
             slot = found.packed
             streams.call(lambda: pack(slot, k, v))
@@ -434,7 +419,12 @@ class CopyEngineTransport:
             if capturing:
                 streams.order(lane, streams.side)
             launch(found.push, streams.side)
-        self._gathering = gathering = _Arriving(self, found, place, heralded=herald is not None)
+        # behind the push: where they share a queue, nobody's rows wait for those of others
+        if herald is not None:
+            if capturing:
+                streams.order(lane, streams.herald)
+            launch(herald, streams.herald)
+        self._gathering = gathering = _Arriving(self, found, kept, heralded=herald is not None)
         return gathering
 
     def guest(
@@ -854,14 +844,14 @@ class CopyEngineTransport:
         row, slot_rows = hk * width * k.element_size(), collection.slot_rows
         # a bias stands behind the rows; what peers write is as large on all ranks, so that growing is collective
         size = 0 if of_bias is None else of_bias.itemsize
-        slot_bytes, landed, table = b * slot_rows * row, *_behind_far(b, collection.far_rows, row, size)
-        most_bytes = (
-            _behind_far(b, collection.most_far_rows, row, size)[1] + b * (slot_rows + collection.most_far_rows) * size
-        )
+        slot_bytes = b * slot_rows * row
+        most = collection.most_far_rows
+        most_bytes = b * most * row
+        if size:
+            most_bytes = _padded(most_bytes) + b * (slot_rows + most) * size
         station = self._make_far(most_bytes)
         shape = (b, collection.far_rows, hk, width)
-        far = None if keep else station.view(shape, k.dtype)
-        bias = of_slot = None
+        far, bias, of_slot = station.view(shape, k.dtype), None, None
         if lent is not None:
             slot = lent.slot
         else:
@@ -872,16 +862,14 @@ class CopyEngineTransport:
         if of_slot is not None and of_bias is not None:
             bias = _Bias(
                 slot=of_slot,
-                landed=station.view((b, collection.far_rows), of_bias, landed),
-                table=station.view((b, t + collection.far_rows), of_bias, table),
+                table=station.view((b, t + collection.far_rows), of_bias, _padded(far.numel() * far.element_size())),
                 near=t,
             )
         flags = self._make_flags(groups * len(self._members)).view(groups, len(self._members))
         packed = slot[:, :t] if lent is None and collection.readers else None
         layout = (tuple((fetch.at, fetch.rows) for fetch in collection.fetches), shape, k.dtype)
-        where = far, shape, d
         return self._plan_gather(
-            collection, station, slot, where, flags, packed, bias, layout, (collection, lent), what
+            collection, station, slot, (far, d), flags, packed, bias, layout, (collection, lent), what, keep=keep
         )
 
     def _plan_gather(
@@ -889,21 +877,23 @@ class CopyEngineTransport:
         collection: Collection,
         station: _Far,
         slot: Tensor,
-        where: tuple[Tensor | None, tuple[int, ...], int],
+        where: tuple[Tensor, int],
         flags: Tensor,
         packed: Tensor | None,
         bias: _Bias | None,
         layout: object,
-        keep: Any,
+        alive: Any,
         what: str,
+        *,
+        keep: bool,
     ) -> _Gather:
         """Note [A gather]."""
         me, words, compile_ = self._rank, self._words, self._streams.compile
         fetches, readers = collection.fetches, collection.readers
-        far, shape, dim = where
+        far, dim = where
         groups = flags.shape[0]
-        b, far_rows, hk, width = shape
-        row, size = hk * width * slot.element_size(), 0 if bias is None else bias.slot.element_size()
+        b, far_rows, hk, width = far.shape
+        row = hk * width * slot.element_size()
         first = collection.first
         owners = [fetch.owner for fetch in fetches]
         peers = tuple(dict.fromkeys((*owners, *(reader.peer for reader in readers))))
@@ -931,7 +921,7 @@ class CopyEngineTransport:
                 if g == 0:
                     push += self._take(station.room(me, reader.peer))
                     if bias is not None:
-                        push += bias.pushes(theirs + _behind_far(b, reader.far_rows, row, size)[0], reader)
+                        push += bias.pushes(theirs + _padded(b * reader.far_rows * row), reader)
                 places = slot.data_ptr(), theirs, (slot.shape[1], reader.far_rows)
                 push += _copies(*places, b, row, reader.rows, reader.at, g, groups)
                 push.append(Write(station.full(reader.peer, me, g), 1))
@@ -950,15 +940,14 @@ class CopyEngineTransport:
             for g in range(groups):
                 for i, fetch in enumerate(fetches):
                     herald.append(Wait(station.full(me, fetch.owner, g), 1))
-                    if address is not None:
-                        rows = ((fetch.at, _num_rows(fetch.rows)),)
-                        herald += _copies(mine, address, (far_rows, far_rows), b, row, rows, fetch.at, g, groups)
-                    if g == 0 and bias is not None:
-                        herald.append(bias.enters(fetch))
                     herald += [Wait(words[GATE], 1), Write(flag(g, fetch.step), 1)]
                     if g == 0:
                         herald.append(passed[i])
             herald += [Write(station.full(me, fetch.owner, g), 0) for g in range(groups) for fetch in fetches]
+            if address is not None:
+                for fetch in fetches:
+                    rows = ((fetch.at, _num_rows(fetch.rows)),)
+                    herald += _copies(mine, address, (far_rows, far_rows), b, row, rows, fetch.at, 0, 1)
             return [*herald, *ends]
 
         joining = [self._at(number, JOINING)]
@@ -972,19 +961,17 @@ class CopyEngineTransport:
             start=compile_(start),
             announce=compile_(self._start(START)) if packed is not None else None,
             push=compile_(push) if readers else None,
-            herald=compile_(aim(None)) if fetches and far is not None else None,
+            herald=compile_(aim(None)) if fetches and not keep else None,
             joining=compile_(joining),
             join=compile_([*joining, *join]),
             packed=packed,
             bias=None if bias is None else bias.places(published=packed is not None),
-            far=None if far is None else _parts(far, dim),
-            shape=shape,
-            dim=dim,
+            far=_parts(far, dim),
             guards=_guards(far_rows, fetches),
             layout=layout,
             arrivals=Arrivals(flags, self._error, self._patience) if fetches else None,
-            keep=(keep, station, slot, flags),
-            aim=aim if fetches and far is None else None,
+            keep=(alive, station, slot, flags),
+            aim=aim if fetches and keep else None,
             aimed=OrderedDict(),
         )
 
@@ -1149,15 +1136,14 @@ class CopyEngineTransport:
 class _Arriving:
     """See `Gathering`."""
 
-    __slots__ = ("_heralded", "_plan", "_transport", "arrivals", "far", "k", "key_bias", "v")
+    __slots__ = ("_heralded", "_plan", "_transport", "arrivals", "far", "k", "kept", "key_bias", "v")
 
-    def __init__(
-        self, transport: CopyEngineTransport, plan: _Gather, far: tuple[Tensor, ...], *, heralded: bool
-    ) -> None:
+    def __init__(self, transport: CopyEngineTransport, plan: _Gather, kept: Tensor | None, *, heralded: bool) -> None:
         self._transport = transport
         self._plan: _Gather | None = plan
         self._heralded = heralded
-        self.far, self.k, self.v = far
+        self.far, self.k, self.v = plan.far
+        self.kept = kept
         self.key_bias = None if plan.bias is None else plan.bias[2]
         self.arrivals = plan.arrivals
 
@@ -1336,15 +1322,6 @@ def _copies(
                 found.append(Copy(end + i * target_pitch, start + i * source_pitch, length * row))
         at += length
     return found
-
-
-def _behind_far(b: int, far_rows: int, row: int, of_bias: int) -> tuple[int, int]:
-    """Bytes from the beginning of far to the biases that land in it, and to the table of all; the same for any rank's far."""
-    far_bytes = b * far_rows * row
-    if not of_bias:
-        return far_bytes, far_bytes
-    landed = _padded(far_bytes)
-    return landed, landed + _padded(b * far_rows * of_bias)
 
 
 def _guards(far_rows: int, fetches: Sequence[Fetch]) -> list[tuple[int, int]]:

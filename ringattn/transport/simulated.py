@@ -163,7 +163,8 @@ class SimulatedGatherer:
             nobody = key_bias.new_full((key_bias.shape[0], collection.far_rows), float("nan"))
             table = torch.cat((key_bias, self._fetch(key_bias, nobody, collection, what)), 1)
         arrivals = self.arrived(collection, groups, k.device)
-        return _Gathered(far, far[..., : k.shape[-1]], far[..., k.shape[-1] :], table, arrivals, kept=keep)
+        kept = far.clone() if keep else None
+        return _Gathered(far, far[..., : k.shape[-1]], far[..., k.shape[-1] :], kept, table, arrivals)
 
     def _fetch(self, mine: Tensor, far: Tensor, collection: Collection, what: str) -> Tensor:
         """Far, with the rows of all others in it; rows are dimension 1."""
@@ -201,16 +202,15 @@ class _Gathered:
     far: Tensor
     k: Tensor
     v: Tensor
+    kept: Tensor | None
     key_bias: Tensor | None
     arrivals: Arrivals | None
-    kept: bool
 
     def close(self) -> None:
         # a kernel that is launched later would be too late
-        if not self.kept:
-            self.far.fill_(float("nan"))
-            if self.key_bias is not None:
-                self.key_bias.fill_(float("nan"))
+        self.far.fill_(float("nan"))
+        if self.key_bias is not None:
+            self.key_bias.fill_(float("nan"))
 
 
 class _Homes:

@@ -28,8 +28,9 @@ Note [A push that was let go]
     kernel of the call before has ended, and the gate is closed. What a gate has let through was there before it was closed,
     and the start lowers every flag: none rises again, the next kernel that reads rows of others waits for one, and this
     reader fails as well. Opened again it is by its own watch alone, while no kernel waits. If the word is set behind the
-    start, the kernel ends in NaN for nothing. A call that reads nothing of others is right, and rows that were kept have been
-    copied before their flag: a copy of the wrong rows ends in front of a closed gate.
+    start, the kernel ends in NaN for nothing. A call that reads nothing of others is right. A copy of rows to keep ends in
+    front of the gate: if they were overwritten, it is closed, and the join behind it is passed once the flags of what is kept
+    are negative.
 
     A transfer between nodes (`CROSSING`) is not let go by words: the process group ends it, within its own timeout. The watch says
     which one it was, and lets the ranks of the node fail with this one.
