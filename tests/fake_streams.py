@@ -57,7 +57,7 @@ class World:
         self._lanes = SIDE
         self._running = 0
         self._met = [0] * ranks
-        self._meeting: set[int] = set()
+        self._meeting: dict[int, Callable[[], bool]] = {}
         # who is slow now: without it all ranks advance alike
         self._slow: tuple[int, int] | None = None
 
@@ -118,24 +118,28 @@ class World:
     def meet(self, rank: int) -> None:
         """Every rank's host comes here, and its device has nothing left to do."""
         self._met[rank] += 1
+        self._block(rank, lambda: min(self._met) >= self._met[rank] and not self.busy(rank))
+
+    def finish(self, rank: int) -> None:
+        """A host waits for its device; other hosts go on."""
+        self._block(rank, lambda: not self.busy(rank))
+
+    def _block(self, rank: int, may_leave: Callable[[], bool]) -> None:
         self._running -= 1
-        self._meeting.add(rank)
+        self._meeting[rank] = may_leave
         self.baton.notify_all()
-        while not self._may_leave(rank):
-            if self._running > 0 or any(self._may_leave(other) for other in self._meeting):
+        while not may_leave():
+            if self._running > 0 or any(other() for other in self._meeting.values()):
                 self.baton.wait()
             elif self.step():
                 self.baton.notify_all()
             else:
                 self._running = 0
-                self._meeting.discard(rank)
+                self._meeting.pop(rank)
                 self.baton.notify_all()
                 raise AssertionError(f"deadlock: rank {rank} waits for the others, who have come {self._met} times")
         self._running += 1
-        self._meeting.discard(rank)
-
-    def _may_leave(self, rank: int) -> bool:
-        return min(self._met) >= self._met[rank] and not self.busy(rank)
+        self._meeting.pop(rank)
 
     def drain(self, rank: int | None = None) -> None:
         while self.busy(rank):
@@ -231,20 +235,21 @@ class FakeStreams:
         ctypes.memset(address, 0xFF, num_bytes)
 
     def synchronize(self) -> None:
-        self.world.drain(self.rank)
+        self.world.finish(self.rank)
 
     def _queue(self, lane: int) -> deque[Item]:
         return self.world.queues[self.rank, lane]
 
 
 class FakeMemory:
-    """`Memory` of one rank. The n-th region of every rank is made when the first rank asks for it."""
+    """`Memory` of one rank. The n-th region of every rank is made when the first rank asks for it; members reach each other's."""
 
     device = torch.device("cpu")
 
-    def __init__(self, world: World, rank: int) -> None:
+    def __init__(self, world: World, rank: int, members: Sequence[int] | None = None) -> None:
         self._world = world
         self._rank = rank
+        self._members = range(world.ranks) if members is None else members
         self._asked = 0
 
     def region(self, num_bytes: int, what: str) -> Region:
@@ -255,7 +260,7 @@ class FakeMemory:
         size, name, parts = made[self._asked]
         assert (size, name) == (num_bytes, what), "all ranks must make the same regions in the same order"
         self._asked += 1
-        return Region(parts[self._rank], tuple(part.data_ptr() for part in parts))
+        return Region(parts[self._rank], tuple(parts[peer].data_ptr() for peer in self._members))
 
     def meet(self, what: str) -> None:
         del what

@@ -18,9 +18,9 @@ from torch import Tensor
 
 from ringattn.kernels.pack import pack
 from ringattn.layout import make_shards, shard_len
-from ringattn.schedule import Collection, Fetch, collect, make_plan
+from ringattn.schedule import Collection, Fetch, Nodes, collect, make_plan
 from ringattn.transport.base import Gathering, Reply
-from ringattn.transport.choose import PROBE_BYTES, measure_pull
+from ringattn.transport.choose import PROBE_BYTES, measure_pull, node_of
 from ringattn.transport.copy_engine import CopyEngineTransport
 from ringattn.visibility import Visibility
 from tests.fake_streams import MAIN, FakeMemory, FakeStreams, Item, Recording, World, read
@@ -31,15 +31,16 @@ NAN = float("nan")
 class Ranks:
     """All ranks of one ring on fake devices."""
 
-    def __init__(self, ranks: int, seed: int, timeout: float = 10.0) -> None:
+    def __init__(self, ranks: int, seed: int, timeout: float = 10.0, nodes: Nodes | None = None) -> None:
         self.world = World(ranks, seed)
         self.streams = [FakeStreams(self.world, rank) for rank in range(ranks)]
-        self.memories = [FakeMemory(self.world, rank) for rank in range(ranks)]
+        mates = [node_of(rank, nodes, ranks) for rank in range(ranks)]
+        self.memories = [FakeMemory(self.world, rank, mates[rank]) for rank in range(ranks)]
         ends: dict[int, CopyEngineTransport] = {}
 
         def make(rank: int) -> None:
             streams, memory = self.streams[rank], self.memories[rank]
-            ends[rank] = CopyEngineTransport(rank, range(ranks), "ring", streams, memory, timeout, watched=False)
+            ends[rank] = CopyEngineTransport(rank, mates[rank], "ring", streams, memory, timeout, watched=False)
 
         self.each(make)
         self.ends = [ends[rank] for rank in range(ranks)]
@@ -168,14 +169,26 @@ def contribution(shape: Shape, visitor: int, step: int, rows: int, salt: int) ->
 
 
 def send_home(
-    ranks: Ranks, rank: int, shape: Shape, salt: int, found: Any, keys: Callable[[int], tuple[Tensor, Tensor]]
+    ranks: Ranks,
+    rank: int,
+    shape: Shape,
+    salt: int,
+    found: Any,
+    keys: Callable[[int], tuple[Tensor, Tensor]],
+    *,
+    first: Callable[[], object] | None = None,
 ) -> None:
-    """A backward of one rank, whose far rows are what was found; a gathering is closed behind the kernel."""
+    """A backward of one rank, whose far rows are what was found; a gathering is closed behind the kernel.
+
+    `first` is what the device does when the kernel starts.
+    """
     width = sum(shape.dims)
     streams, end, collection = ranks.streams[rank], ranks.ends[rank], shape.collections[rank]
     coming = end.homecoming((shape.batch, shape.heads, width), collection, torch.device("cpu"), f"home {salt}")
     assert coming.rows == shape.rows
     assert coming.addresses[0] == coming.own.data_ptr()
+    if first is not None:
+        streams.call(first)
     run_kernel(ranks, rank, shape, found, keys)
     for address, fetch in zip(coming.addresses[1:].tolist(), collection.fetches, strict=True):
         rows = sum(length for _, length in fetch.rows)
