@@ -29,7 +29,6 @@ from torch import Tensor
 import ringattn
 from ringattn.launch import check
 from ringattn.launch.check import Case, CheckArgs, Standard
-from ringattn.launch.rings import make_ring
 from ringattn.launch.session import Session
 
 DELAY_MS = 20.0
@@ -182,7 +181,7 @@ def _title(case: Case) -> str:
 
 def soak(args: CheckArgs, session: Session) -> Tally:
     """Makes `args.soak` calls on one ring; every rank finds its own reds."""
-    ring, tally, began = make_ring(args.schedule), Tally(), time.perf_counter()
+    ring, tally, began = check.open_ring(session, args), Tally(), time.perf_counter()
     cases = [
         case
         for case in soak_cases(session.world_size, session.device.type)

@@ -40,7 +40,6 @@ from torch import Tensor
 
 from ringattn.backward import Gradients, sinks_gradient
 from ringattn.call import Call
-from ringattn.kernels import merge as plain_merge
 from ringattn.kernels.contract import GatheringKernelSet, Score, accumulation_dtype
 from ringattn.kernels.pack import pack
 from ringattn.parcels import Bundle, add_rows_, make_bundle, slices
@@ -222,16 +221,12 @@ def _merge(outs: Tensor, sums: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tens
     m = sums.transpose(2, 3).reshape(p, -1)
     # what is lost stays lost: NaN is not empty
     weights = torch.where(m == float("-inf"), 0.0, 1.0).to(m.dtype)
-    o, lse = _merging(outs).merge_stack(m, weights, outs.view(p, -1, dv), finish=True, out_dtype=dtype)
+    if outs.is_cuda:
+        from ringattn.kernels.merge_triton import merge_stack
+    else:
+        from ringattn.kernels.merge import merge_stack
+    o, lse = merge_stack(m, weights, outs.view(p, -1, dv), finish=True, out_dtype=dtype)
     return o.view(b, s, h, dv), lse.view(b, s, h).transpose(1, 2).contiguous()
-
-
-def _merging(x: Tensor) -> type | object:
-    if not x.is_cuda:
-        return plain_merge
-    from ringattn.kernels import merge_triton
-
-    return merge_triton
 
 
 class _Guests:

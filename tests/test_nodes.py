@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -20,11 +19,11 @@ from ringattn.schedule import Collection, Nodes, RankPlan, collect, make_nodes, 
 from ringattn.sharding import Sharding
 from ringattn.simulate import simulate_ring
 from ringattn.transport import choose
-from ringattn.transport.base import Buffers, Parcel, Pending, Seat
+from ringattn.transport.base import Buffers, Parcel, Seat
 from ringattn.transport.choose import find_obstacle
 from ringattn.visibility import Visibility
-from tests.fake_streams import MAIN, Item, read
-from tests.test_copy_engine import Ranks, Shape, get_out, picked, run_kernel, send_home
+from tests.fake_streams import MAIN, Item
+from tests.test_copy_engine import Ranks, Shape, picked, run_kernel, send_home
 from tests.test_gathered import CASES, PLENTY, draw, gathering
 
 __all__ = ["gathering"]  # a fixture
@@ -66,7 +65,7 @@ class LinkEnd:
         self.link = link
         self.rank = rank
 
-    def post(self, sends: Sequence[Parcel], receives: Sequence[Parcel], what: str) -> Pending:
+    def post(self, sends: Sequence[Parcel], receives: Sequence[Parcel], what: str) -> Any:
         link, me, streams = self.link, self.rank, self.link.ranks.streams[self.rank]
         number = link.posted[me]
         link.posted[me] += 1
@@ -197,3 +196,141 @@ def test_every_kernel_sees_the_guests_of_its_node_in_any_interleaving(
         ring.attend(*data.draw(calls(size[0])), salt, data.draw(st.booleans()))
     ring.ranks.world.drain()
     assert ring.ranks.checked
+
+
+def test_a_guest_is_left_alone_until_all_its_readers_have_it() -> None:
+    # a halo: who holds the guest fetches nothing from who reads it, so nothing but the slot's own words holds it back
+    visibility = Visibility(seq_len=16, kv_len=16, causal=True, window=(3, 0))
+    shards = make_shards("contiguous", 16, 4, visibility)
+    for seed in range(10):
+        ring = Double(4, 2, seed)
+        for salt in range(6):
+            ring.attend(Shape(2, 1, (2, 2), 1, (), (), torch.float32), shards, visibility, salt, backward=False)
+        ring.ranks.world.drain()
+
+
+def test_whoever_waits_for_a_lost_rank_of_another_node_says_so() -> None:
+    ring = Double(4, 2, 0)
+    n = 16
+    visibility = Visibility(seq_len=n, kv_len=n)
+    shards = make_shards("contiguous", n, 4, visibility)
+    shape = Shape(1, 2, (2, 2), 2, (), (), torch.float32)
+    ring.attend(shape, shards, visibility, 0, backward=True)
+    ring.ranks.world.drain()
+    ring.ranks.world.dead.add(3)
+    ring.attend(shape, shards, visibility, 1, backward=False)
+    alive, now = [0, 1, 2], 0.0
+    watches = [ring.ranks.ends[rank].watch for rank in alive]
+    for _ in range(400):
+        ring.ranks.world.some_steps(60)
+        now += 0.5
+        for watch in watches:
+            watch.poll(now)
+    failures = [watch.failure or "" for watch in watches]
+    assert "call 1, keys for ring step 2, between nodes: waiting for ring ranks [3]: nothing has moved" in failures[1]
+    assert "call 1: ring step 3, waiting for ring rank 1" in failures[0], failures[0]
+    assert "waiting for ring rank" in failures[2]
+    assert all("[3]" in text or "rank 3" in text for text in failures[1:])
+    for rank in alive:
+        with pytest.raises(RuntimeError, match="this ring can not be used any more"):
+            ring.ranks.ends[rank].guest(1, (1, 4, 2), 4, (2, 2), torch.float32, torch.device("cpu"))
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data(), size=st.sampled_from([(4, 2), (6, 3), (6, 2), (4, 1)]))
+def test_what_is_fetched_in_an_outer_step_is_what_is_visited(data: st.DataObject, size: tuple[int, int]) -> None:
+    _, shards, visibility = data.draw(calls(size[0]))
+    plan = make_plan(shards, shards, visibility, "keys", make_nodes(*size))
+    positions = [[run.position(x) for run in shard for x in range(run.length)] for shard in shards]
+
+    def held(part: RankPlan, outer: int) -> list[int]:
+        guest = part.held(outer)
+        return [x for _, n, start, stride in guest.runs for x in range(start, start + n * stride, stride)]
+
+    for outer in range(size[1]):
+        level: list[Collection] = [collect(plan, rank, 4, outer) for rank in range(size[0])]
+        sent = {(rank, to.peer, to.step): to.rows for rank, here in enumerate(level) for to in here.readers}
+        fetched = {
+            (fetch.owner, rank, fetch.step): fetch.rows for rank, here in enumerate(level) for fetch in here.fetches
+        }
+        assert sent == fetched
+        for part, here in zip(plan.ranks, level, strict=True):
+            assert here.first == outer * part.local_size
+            assert {fetch.step for fetch in here.fetches} <= set(range(1, part.local_size))
+            for fetch in here.fetches:
+                visit = part.visits[here.first + fetch.step]
+                assert visit is not None
+                there = held(plan.ranks[fetch.owner], outer)
+                found = [there[x] for offset, n in fetch.rows for x in range(offset, offset + n)]
+                assert found == [
+                    x for _, n, start, stride in visit.runs for x in range(start, start + n * stride, stride)
+                ]
+                assert set(found) <= set(positions[visit.owner])
+                assert fetch.at + len(found) + 4 <= here.far_rows <= here.most_far_rows
+            assert part.held(outer).num_rows <= here.slot_rows
+
+
+@pytest.mark.parametrize("size", SHAPES[:2], ids=str)
+@pytest.mark.parametrize("case", CASES)
+def test_one_launch_per_outer_step_gives_what_the_visits_give(
+    gathering: list[str], case: str, size: tuple[int, int]
+) -> None:
+    layout = ["zigzag", "contiguous", "striped", "balanced"][list(CASES).index(case) % 4]
+    q, k, v, do = draw(61, 4, 2)
+    options = {"layout": layout, "do": do, "dlse": torch.ones(2, 4, 61), **CASES[case]}
+    found = simulate_ring(q, k, v, size[0], nodes=size[1], memory_budget=PLENTY, **options)
+    launches = gathering.count("forward_gathered")
+    assert size[0] <= launches == gathering.count("backward_gathered") <= size[0] * size[1]
+    expected = simulate_ring(q, k, v, size[0], nodes=size[1], **options)
+    assert gathering.count("forward_gathered") == launches
+    assert found.grads is not None
+    assert expected.grads is not None
+    pairs = {"o": (found.o, expected.o), "lse": (found.lse, expected.lse)}
+    for name, (x, y) in (pairs | {name: (found.grads[name], expected.grads[name]) for name in "qkv"}).items():
+        torch.testing.assert_close(x, y, rtol=1e-5, atol=1e-5, msg=lambda text, name=name: f"{name}: {text}")
+
+
+def test_one_launch_per_outer_step_makes_scores_alike(gathering: list[str]) -> None:
+    q, k, v, do = draw(45, 4, 2)
+    options = {"causal": True, "do": do, "softcap": 5.0, "sinks": torch.randn(4), "alibi_slopes": torch.rand(4) / 8}
+    found, expected = (simulate_ring(q, k, v, 4, nodes=2, memory_budget=room, **options) for room in (PLENTY, 0))
+    assert gathering.count("backward_gathered") == 8
+    assert found.grads is not None
+    assert expected.grads is not None
+    assert found.grads.keys() == {"q", "k", "v", "sinks", "alibi_slopes"}
+    torch.testing.assert_close(found.o, expected.o, rtol=1e-5, atol=1e-5)
+    for name, x in found.grads.items():
+        torch.testing.assert_close(x, expected.grads[name], rtol=1e-4, atol=1e-5, msg=name)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"memory_budget": 1000}, {"backward": "queries"}, {"nodes": 4}],
+    ids=["too small a budget", "queries move", "nodes of one rank"],
+)
+def test_what_a_launch_per_outer_step_cannot_serve_goes_visit_by_visit(
+    gathering: list[str], options: dict[str, Any]
+) -> None:
+    q, k, v, do = draw(61, 4, 2)
+    simulate_ring(q, k, v, 4, causal=True, do=do, **{"nodes": 2, "memory_budget": PLENTY, **options})
+    assert "backward_gathered" not in gathering
+    assert ("forward_gathered" in gathering) == (options.get("backward") == "queries")
+
+
+def test_gpus_need_to_reach_those_of_their_node_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpus = [SimpleNamespace(uuid=name) for name in "ab"]
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: gpus[index])
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda x, y: True)
+    device = torch.device("cuda", 0)
+    found = [{"host": host, "missing": None, "uuid": uuid} for host in ("one", "two") for uuid in "ab"]
+    pairs = ((0, 1), (2, 3))
+    assert find_obstacle(0, device, found, pairs) is None
+    assert find_obstacle(2, device, found, pairs) is None
+    said = find_obstacle(0, device, found)
+    assert said == 'ring ranks 0 and 2 are on different hosts; pass nodes="auto" for a ring of several hosts'
+    assert find_obstacle(0, device, found, ((0, 2), (1, 3))) == "ring ranks 0 and 2 are on different hosts"
+    assert find_obstacle(0, device, found, ((0,), (1,), (2,), (3,))) == "a node of one rank has nobody within"
+    found[3]["missing"] = "it has an AMD GPU"
+    assert find_obstacle(0, device, found, pairs) == "ring rank 3 can not take part: it has an AMD GPU"
+    assert choose.node_of(3, pairs, 4) == (2, 3)

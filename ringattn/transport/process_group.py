@@ -134,7 +134,7 @@ def name_part(name: str, parent: str, rank: int, size: int) -> None:
     store = dist.PrefixStore(name, distributed_c10d._get_process_group_store(resolve_group(parent)))  # pyright: ignore
     part = _PARTS[name] = dist.ProcessGroup(store, rank, size)
     # which of these is asked has changed from one version of torch to the next
-    c10d._register_process_group(name, part)
+    c10d._register_process_group(name, part)  # pyright: ignore[reportArgumentType]
     c10d._SymmetricMemory.set_group_info(name, rank, size, store)
     getattr(symmetric, "_group_name_to_store", {})[name] = store
 

@@ -152,7 +152,9 @@ class SimulatedGatherer:
             self._hub.deliver(self._rank, reader.peer, torch.cat(slices(mine, 1, reader.rows), 1))
         far = mine.new_zeros(mine.shape[0], collection.far_rows, *mine.shape[2:])
         for fetch in collection.fetches:
-            rows = self._hub.collect(fetch.owner, self._rank, f"{what}, keys of ring step {collection.first + fetch.step}")
+            rows = self._hub.collect(
+                fetch.owner, self._rank, f"{what}, keys of ring step {collection.first + fetch.step}"
+            )
             far[:, fetch.at : fetch.at + rows.shape[1]] = rows
         arrivals = self.arrived(collection, groups, k.device)
         return _Gathered(far, far[..., : k.shape[-1]], far[..., k.shape[-1] :], arrivals, kept=keep)
