@@ -228,9 +228,10 @@ def test_whoever_waits_for_a_lost_rank_of_another_node_says_so() -> None:
             watch.poll(now)
     failures = [watch.failure or "" for watch in watches]
     assert "call 1, keys for ring step 2, between nodes: waiting for ring ranks [3]: nothing has moved" in failures[1]
-    assert "call 1: ring step 3, waiting for ring rank 1" in failures[0], failures[0]
-    assert "waiting for ring rank" in failures[2]
-    assert all("[3]" in text or "rank 3" in text for text in failures[1:])
+    assert "call 1: ring step 1, waiting for ring rank 3: nothing has moved" in failures[2]
+    # it waits for either of these two
+    assert "call 1" in failures[0]
+    assert "waiting for ring rank" in failures[0]
     for rank in alive:
         with pytest.raises(RuntimeError, match="this ring can not be used any more"):
             ring.ranks.ends[rank].guest(1, (1, 4, 2), 4, (2, 2), torch.float32, torch.device("cpu"))
