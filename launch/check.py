@@ -446,7 +446,14 @@ def compile_ahead(cases: Sequence[Case], args: CheckArgs, ranks: int, session: S
         command = [sys.executable, "-m", "ringattn.launch.check", "--impl", args.impl, "--only", args.only]
         gathers = args.schedule == "gathered" or (args.schedule == "auto" and session.world_size > 1)
         command += ["--schedule", "gathered"] if gathers else []
-        command += ["--simulate", str(ranks), *(["--quick"] if args.quick else []), "--compile-share"]
+        command += [
+            "--nodes",
+            str(args.nodes),
+            "--simulate",
+            str(ranks),
+            *(["--quick"] if args.quick else []),
+            "--compile-share",
+        ]
         shares = [
             subprocess.Popen(
                 [*command, f"{job}/{jobs}"], env=alone, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
