@@ -297,6 +297,7 @@ class GatheringKernelSet(KernelSet, Protocol):
         *,
         o: Tensor,
         lse: Tensor,
+        spare: int = 0,
     ) -> None:
         """The finished attention of q over all sources.
 
@@ -310,6 +311,7 @@ class GatheringKernelSet(KernelSet, Protocol):
             arrivals: None when all of far is there.
             o: `b s h dv`, q's dtype or fp32; written.
             lse: `b h s`, natural log, fp32; written.
+            spare: Multiprocessors to leave to what runs beside it, where programs would stay on all of them.
         """
         ...
 
@@ -331,6 +333,7 @@ class GatheringKernelSet(KernelSet, Protocol):
         dq: Tensor,
         dalibi: Tensor | None,
         deterministic: bool,
+        spare: int = 0,
     ) -> None:
         """Dq of this rank's queries, and every source's dk and dv sent home.
 
@@ -350,6 +353,7 @@ class GatheringKernelSet(KernelSet, Protocol):
             dq: `b s h d`, q's dtype or fp32; overwritten.
             dalibi: `b h s` fp32, one partial sum per query row; overwritten. None: not wanted.
             deterministic: Sum in a fixed order.
+            spare: As in `forward_gathered`.
         """
         ...
 

@@ -310,6 +310,8 @@ def _gathering(
     serves: Any = getattr(kernels, "gathers", None)
     # a node of one rank has nobody to gather from
     alone = seat.world_size == 1 or (seat.nodes is not None and len(seat.nodes[0]) == 1)
+    # a guest comes without its bias
+    alone |= seat.nodes is not None and score.key_bias is not None
     if alone or serves is None or (backward and call.backward == "queries"):
         return None
     gatherer = seat.transport.gatherer()

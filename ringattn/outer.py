@@ -13,6 +13,9 @@ Note [One launch per outer step]
     waits for the rank that waits here. Between launches there is always room. So a launch waits inside for nothing but words
     and copies, whose own crossings are over or stand before a launch that ends: by induction over outer steps, all end.
     What is paid is one partial per outer step, in fp32, and one merge.
+    NCCL's blocks sit on their multiprocessors for as long as a transfer takes. Programs of a kernel that stays on all of them
+    would begin there only afterwards, each with its share of the work, and the launch would end later by the whole crossing.
+    So a launch beside which something crosses leaves them out: 3% of an H200, for as long as that launch lasts.
 
 Note [What crosses, counted]
     L ranks per node, N nodes; a shard is s tokens of K and V, 2 hk d bytes each in 16 bits. Per outer step and GPU one shard
@@ -46,6 +49,9 @@ from ringattn.parcels import Bundle, add_rows_, make_bundle, slices
 from ringattn.schedule import RankPlan, Rows
 from ringattn.spans import span
 from ringattn.transport.base import Gatherer, Parcel, Pending, Reply, Seat
+
+SPARE = 4
+"""Multiprocessors that a launch leaves to NCCL while something crosses: as many as a ring's communicator may take."""
 
 
 def outer_forward(
@@ -103,6 +109,7 @@ def outer_forward(
                     gathering.arrivals,
                     o=outs[place],
                     lse=sums[place],
+                    spare=SPARE * guests.crossing,
                 )
         gathering.close()
     return (o, lse) if len(seeing) == 1 else _merge(outs, sums, q.dtype)
@@ -185,6 +192,7 @@ def outer_backward(
                     dq=part,
                     dalibi=slopes,
                     deterministic=call.deterministic,
+                    spare=SPARE * (guests.crossing or home_again.crossing),
                 )
             if outer:
                 dq.add_(part)
@@ -243,6 +251,11 @@ class _Guests:
         self._room: Tensor | None = None
         self._packed: tuple[Rows, Tensor] | None = None
 
+    @property
+    def crossing(self) -> bool:
+        """Whether keys are on their way."""
+        return self._pending is not None
+
     def arrive(self, outer: int) -> tuple[Tensor, Tensor]:
         """What this rank holds in an outer step: its own keys and values, or those of the guest that has come."""
         held = self._keys
@@ -250,6 +263,7 @@ class _Guests:
             assert self._pending is not None, "a guest is sent for before it is waited for"
             assert self._room is not None, "a guest has a place"
             self._pending.wait()
+            self._pending = None
             d = self._keys[0].shape[-1]
             held = self._room[..., :d], self._room[..., d:]
         if outer + 1 < len(self._plan.guests):
@@ -304,6 +318,11 @@ class _Sums:
         self._landing: list[Tensor] = []
         self._pending: Pending | None = None
         self._crossing = 0
+
+    @property
+    def crossing(self) -> bool:
+        """Whether sums are on their way."""
+        return self._pending is not None
 
     def room(self, outer: int) -> list[Tensor]:
         """Where the sums of an outer step are to be written: dk and dv of what this rank holds."""

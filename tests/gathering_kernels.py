@@ -28,6 +28,7 @@ def forward_gathered(
     *,
     o: Tensor,
     lse: Tensor,
+    spare: int = 0,
 ) -> None:
     assert arrivals is not None
     assert bool(arrivals.flags.all())
@@ -55,6 +56,7 @@ def backward_gathered(
     dq: Tensor,
     dalibi: Tensor | None,
     deterministic: bool,
+    spare: int = 0,
 ) -> None:
     assert arrivals is not None
     assert bool(arrivals.flags.all())

@@ -61,9 +61,10 @@ def forward_gathered(
     *,
     o: Tensor,
     lse: Tensor,
+    spare: int = 0,
 ) -> None:
     """The finished attention of q over all sources (`GatheringKernelSet.forward_gathered`)."""
-    launch_forward_gathered(q, near, far, rows, keys, score, arrivals, o=o, lse=lse)
+    launch_forward_gathered(q, near, far, rows, keys, score, arrivals, o=o, lse=lse, spare=spare)
 
 
 def delta(o: Tensor, do: Tensor, dlse: Tensor | None) -> Tensor:
@@ -115,6 +116,7 @@ def backward_gathered(
     dq: Tensor,
     dalibi: Tensor | None,
     deterministic: bool,
+    spare: int = 0,
 ) -> None:
     """Dq of this rank's queries, and every source's dk and dv sent home (`GatheringKernelSet.backward_gathered`).
 
@@ -124,10 +126,10 @@ def backward_gathered(
     away = Away(far, arrivals, homes, home_rows)
     pair = deterministic or prefers_pair(q, near[1], score, wants_terms=dalibi is not None)
     args = (do, q, near, lse, delta, rows, keys, score, away)
-    launch_gathered(*args, dq=dq, dalibi=dalibi, want_rows=not pair)
+    launch_gathered(*args, dq=dq, dalibi=dalibi, want_rows=not pair, spare=spare)
     if pair:
         error = None if arrivals is None else arrivals.error
-        launch_rows_gathered(do, q, near, far, lse, delta, rows, keys, score, error, dq=dq, dalibi=dalibi)
+        launch_rows_gathered(do, q, near, far, lse, delta, rows, keys, score, error, dq=dq, dalibi=dalibi, spare=spare)
 
 
 def add_homes(dk: Tensor, dv: Tensor, own: Tensor, parts: Sequence[Tensor], rows: Tensor) -> None:

@@ -139,6 +139,7 @@ def launch_gathered(
     dq: Tensor,
     dalibi: Tensor | None,
     want_rows: bool,
+    spare: int = 0,
     config: BackwardConfig | None = None,
 ) -> None:
     """`GatheringKernelSet.backward_gathered` by one kernel over the keys of all sources.
@@ -150,7 +151,7 @@ def launch_gathered(
     if score.key_bias is not None:
         raise NotImplementedError("a gathered visit takes no key_bias; go visit by visit")
     out = _Out(dq, None, None, None, dalibi, accumulate_rows=False, accumulate_keys=False)
-    _launch(tape, do, q, *near, lse, delta, rows, keys, score, out, config, away, want_rows=want_rows)
+    _launch(tape, do, q, *near, lse, delta, rows, keys, score, out, config, away, want_rows=want_rows, spare=spare)
 
 
 def _launch(
@@ -169,6 +170,7 @@ def _launch(
     away: Away | None,
     *,
     want_rows: bool,
+    spare: int = 0,
 ) -> None:
     batch, s, h, d = q.shape
     t, hk, dv = v.shape[1:]
@@ -180,7 +182,7 @@ def _launch(
     plan = None
     if batch * s * sum(lengths) * h > 0:
         groups = 1 if arrivals is None else arrivals.groups
-        plan = _plan(q, hk, dv, lengths, rows, keys, config, groups, every_tile=not out.accumulate_keys)
+        plan = _plan(q, hk, dv, lengths, rows, keys, config, groups, spare, every_tile=not out.accumulate_keys)
         tape.keep(plan)
     if plan is None or plan.programs == 0:
         _write_zeros(tape, out, want_rows=want_rows)
@@ -286,6 +288,7 @@ def _plan(
     keys: Sides,
     config: BackwardConfig,
     groups: int,
+    spare: int,
     *,
     every_tile: bool,
 ) -> WorkPlan:
@@ -296,7 +299,7 @@ def _plan(
         heads=hk,
         tile=TILE,
         block=config.block,
-        programs=multiprocessors(q.device) if config.persistent else tiles,
+        programs=max(1, multiprocessors(q.device) - spare) if config.persistent else tiles,
         streamed_bytes=h // hk * s * ((d + dv) * q.element_size() + d * 4),
         repeats=h // hk,
         align=4,

@@ -111,6 +111,7 @@ def launch_rows_gathered(
     *,
     dq: Tensor,
     dalibi: Tensor | None,
+    spare: int = 0,
     config: RowsConfig | None = None,
 ) -> None:
     """Dq and dalibi of a gathered visit all of whose keys are there, the same bits from run to run.
@@ -129,9 +130,11 @@ def launch_rows_gathered(
         error: The error word of the kernel that waited for far: where it is set the results are NaN.
         dq: Likewise.
         dalibi: Likewise.
+        spare: Likewise.
         config: In place of the table's.
     """
-    _launch(tape, do, q, near, far, lse, delta, rows, keys, score, (dq, dalibi), error, config, accumulate=False)
+    out = dq, dalibi
+    _launch(tape, do, q, near, far, lse, delta, rows, keys, score, out, error, config, accumulate=False, spare=spare)
 
 
 def _launch(
@@ -150,6 +153,7 @@ def _launch(
     config: RowsConfig | None,
     *,
     accumulate: bool,
+    spare: int = 0,
 ) -> None:
     dq, dalibi = out
     batch, s, h, d = q.shape
@@ -177,7 +181,7 @@ def _launch(
             heads=h,
             tile=TILE,
             block=config.block,
-            programs=launching.multiprocessors(q.device),
+            programs=max(1, launching.multiprocessors(q.device) - spare),
             streamed_bytes=t * (d + dv) * q.element_size() * hk // h,
             every_tile=not accumulate,
             split=config.split,
