@@ -221,7 +221,7 @@ def reserve(
     row = b * hk * (d + v.shape[-1]) * k.element_size()
     sizes = facts.collection.slot_rows * row, facts.collection.most_far_rows * row
     most = max(1.0, min(times, seat.budget / max(1, facts.needed[False])))
-    gatherer.make_room(*_ahead("gathered", sizes, most, room))
+    gatherer.make_room(*_ahead("gathered", sizes, most, room), guests=seat.nodes is not None)
 
 
 def _ahead(what: str, sizes: tuple[int, ...], times: float, room: dict[str, tuple[int, ...]]) -> tuple[int, ...]:

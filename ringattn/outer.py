@@ -48,7 +48,7 @@ from ringattn.kernels.pack import pack
 from ringattn.parcels import Bundle, add_rows_, make_bundle, slices
 from ringattn.schedule import RankPlan, Rows
 from ringattn.spans import span
-from ringattn.transport.base import Gatherer, Parcel, Pending, Reply, Seat
+from ringattn.transport.base import Buffers, Gatherer, Parcel, Pending, Reply, Seat
 
 SPARE = 4
 """Multiprocessors that a launch leaves to NCCL while something crosses: as many as a ring's communicator may take."""
@@ -89,10 +89,10 @@ def outer_forward(
     lse = torch.empty(b, h, s, dtype=wide, device=q.device)
     outs, sums = o[None], lse[None]
     if len(seeing) > 1:
-        outs = seat.buffers.take("outer o", (len(seeing), *o.shape), wide, q.device)
-        sums = seat.buffers.take("outer lse", (len(seeing), *lse.shape), wide, q.device)
+        outs = torch.empty(len(seeing), *o.shape, dtype=wide, device=q.device)
+        sums = torch.empty(len(seeing), *lse.shape, dtype=wide, device=q.device)
     rows = call.stationary("keys", q.device)
-    guests = _Guests(k, v, call, seat, gatherer, "forward")
+    guests = _Guests(k, v, call, seat, gatherer, Buffers(), "forward")
     for outer in range(len(plan.guests)):
         held = guests.arrive(outer)
         gathering = gatherer.gather(*held, call.collection(seat.nodes, outer), groups, "forward")
@@ -162,8 +162,10 @@ def outer_backward(
     dq = torch.empty(q.shape, dtype=torch.float32, device=device)
     dalibi = torch.empty(lse.shape, dtype=torch.float32, device=device) if want_alibi else None
     dk, dv = (torch.empty(x.shape, dtype=torch.float32, device=device) for x in (k, v))
-    guests = _Guests(k, v, call, seat, gatherer, "backward")
-    home_again = _Sums(dk, dv, plan, seat, "backward, gradients")
+    # of this call: a graph that captured it must not lose them to a larger one
+    buffers = Buffers()
+    guests = _Guests(k, v, call, seat, gatherer, buffers, "backward")
+    home_again = _Sums(dk, dv, plan, seat, buffers, "backward, gradients")
     for outer in range(len(plan.guests)):
         held = guests.arrive(outer)
         collection = call.collection(nodes, outer)
@@ -171,10 +173,10 @@ def outer_backward(
         home = gatherer.homecoming((b, hk, d + v.shape[-1]), collection, device, "backward")
         if _sees(plan, outer):
             # the first launch overwrites, the others add
-            part = dq if outer == 0 else seat.buffers.take("outer dq", dq.shape, dq.dtype, device)
+            part = dq if outer == 0 else buffers.take("dq", dq.shape, dq.dtype, device)
             slopes = dalibi
             if dalibi is not None and outer:
-                slopes = seat.buffers.take("outer dalibi", dalibi.shape, dalibi.dtype, device)
+                slopes = buffers.take("dalibi", dalibi.shape, dalibi.dtype, device)
             with span("ring backward: all visits of outer step {} in one launch", outer):
                 kernels.backward_gathered(
                     do,
@@ -240,12 +242,15 @@ def _merge(outs: Tensor, sums: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tens
 class _Guests:
     """Keys on their way between nodes: `arrive` for each outer step in turn, and the next one is on its way."""
 
-    def __init__(self, k: Tensor, v: Tensor, call: Call, seat: Seat, gatherer: Gatherer, what: str) -> None:
+    def __init__(
+        self, k: Tensor, v: Tensor, call: Call, seat: Seat, gatherer: Gatherer, buffers: Buffers, what: str
+    ) -> None:
         self._keys = k, v
         self._plan = call.plan("keys", seat.nodes).ranks[seat.rank]
         self._slot_rows = call.collection(seat.nodes).slot_rows
         self._seat = seat
         self._gatherer = gatherer
+        self._buffers = buffers
         self._what = what
         self._pending: Pending | None = None
         self._room: Tensor | None = None
@@ -296,7 +301,7 @@ class _Guests:
             k, v = self._keys
             lengths = [length for _, length in rows]
             shape = (k.shape[0], sum(lengths), k.shape[2], k.shape[-1] + v.shape[-1])
-            packed = self._seat.buffers.take("cross", shape, k.dtype, k.device)
+            packed = self._buffers.take("cross", shape, k.dtype, k.device)
             for part, x, y in zip(packed.split(lengths, 1), slices(k, 1, rows), slices(v, 1, rows), strict=True):
                 pack(part, x, y)
             self._packed = rows, packed
@@ -309,10 +314,11 @@ class _Sums:
     The sums of a step cross while the next one is computed, and are added at home in the order of steps.
     """
 
-    def __init__(self, dk: Tensor, dv: Tensor, plan: RankPlan, seat: Seat, what: str) -> None:
+    def __init__(self, dk: Tensor, dv: Tensor, plan: RankPlan, seat: Seat, buffers: Buffers, what: str) -> None:
         self._home = [(dk, 1), (dv, 1)]
         self._plan = plan
         self._seat = seat
+        self._buffers = buffers
         self._what = what
         self._sums: Bundle | None = None
         self._landing: list[Tensor] = []
@@ -361,4 +367,4 @@ class _Sums:
         self._pending, self._landing = None, []
 
     def _bundle(self, rows: int, name: str) -> Bundle:
-        return make_bundle(self._home, rows, self._seat.buffers, name)
+        return make_bundle(self._home, rows, self._buffers, name)

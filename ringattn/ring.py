@@ -461,7 +461,7 @@ class Ring:
             self._links[0],
             self.seat.nodes,
         )
-        if self.keep_keys and self._choice.name != "copy_engine":
+        if self.keep_keys and (self._choice.name != "copy_engine" or self.seat.nodes is not None):
             self._choice = replace(self._choice, why=f"{self._choice.why}; keep_keys finds nothing to keep")
         self._mover = mover
         between = self.seat.between_nodes

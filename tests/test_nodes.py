@@ -143,11 +143,10 @@ class Double:
 
         def one(rank: int) -> None:
             end, streams = self.ranks.ends[rank], self.ranks.streams[rank]
-            seat = Seat(rank, world, end, Fresh(), nodes=self.nodes, between_nodes=self.links[rank])
+            seat = Seat(rank, world, end, nodes=self.nodes, between_nodes=self.links[rank])
             # what a caller may do to its rows once the call is enqueued
             k, v = (x.clone() for x in held(rank, 0))
-            guests = _Guests(k, v, calls[rank], seat, end, f"call {salt}")
-            guests._slot_rows = levels[0][0].slot_rows
+            guests = _Guests(k, v, calls[rank], seat, end, Fresh(), f"call {salt}")
             for outer, collections in enumerate(levels):
                 here = Shape(
                     shape.batch, shape.heads, shape.dims, shape.groups, collections, (), shape.dtype

@@ -296,12 +296,14 @@ class CopyEngineTransport:
         """Wherever rows wait for peers, but for what was lent."""
         return [*self._slots, *self._homes, *self._guests, *chain(*self._boxes)]
 
-    def make_room(self, slot_bytes: int, far_bytes: int) -> None:
+    def make_room(self, slot_bytes: int, far_bytes: int, *, guests: bool = False) -> None:
         """See `Gatherer.make_room`."""
-        slots = self._slots[0].num_bytes if self._slots else 0
-        if slot_bytes > slots or far_bytes > self._far.numel():
+        kinds = [(self._slots, "slots"), *([(self._guests, "guests")] if guests else [])]
+        least = min(kind[0].num_bytes if kind else 0 for kind, _ in kinds)
+        if slot_bytes > least or far_bytes > self._far.numel():
             self._enter()
-            self._stations(self._slots, slot_bytes, "slots")
+            for kind, name in kinds:
+                self._stations(kind, slot_bytes, name)
             self._make_far((far_bytes,), torch.uint8)
 
     def gather(
