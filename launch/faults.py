@@ -68,6 +68,7 @@ class FaultArgs:
         timeout: Seconds after which a ring must have noticed.
         faults: Which.
         schedule: How keys move, as in `check`.
+        nodes: Nodes of equal size that the ranks share, as in `check`.
         tokens: Tokens of the whole sequence.
         impl: Kernels: "auto", or the name of a kernel set.
         seed: Of the first trial.
@@ -81,6 +82,7 @@ class FaultArgs:
     timeout: float = 5.0
     faults: tuple[Fault, ...] = FAULTS
     schedule: ScheduleName = "auto"
+    nodes: int = 1
     tokens: int = 1024
     impl: str = "auto"
     seed: int = 0
@@ -234,12 +236,12 @@ def _live(args: FaultArgs, trial: Trial, rank: int, port: int, device: str, cloc
         if device == "cuda":
             torch.cuda.synchronize(where)
 
-    warm = ringattn.Ring(timeout=patient, **SCHEDULES[args.schedule])
+    warm = ringattn.Ring(timeout=patient, nodes=args.nodes, **SCHEDULES[args.schedule])
     step(warm.sharding(args.tokens))
     warm.close()
     if device == "cuda":
         distributed_c10d._set_pg_timeout(timeout)
-    sharding = ringattn.Ring(timeout=timeout, **SCHEDULES[args.schedule]).sharding(args.tokens)
+    sharding = ringattn.Ring(timeout=timeout, nodes=args.nodes, **SCHEDULES[args.schedule]).sharding(args.tokens)
     _meet(store, "warm", args.ranks)
     for _ in range(trial.steps):
         step(sharding)
