@@ -33,6 +33,7 @@ CALLS = {
     "forward_128_packed_group": Call("forward", 128, group=8, seq_len=40),
     "forward_96": Call("forward", 96),
     "forward_128_gathered_packed_group": Call("forward", 128, group=8, seq_len=40, gathered=True),
+    "forward_128_gathered_wide": Call("forward", 128, gathered=True, wide=True),
     "forward_128_gathered_every_feature": Call("forward", 128, features=GATHERED_FEATURES, gathered=True),
     **{f"backward_{d}_{dv}": Call("backward", d, dv) for d, dv in BACKWARD_PAIRS},
     **{f"backward_{d}_{dv}_every_feature": Call("backward", d, dv, features=FEATURES) for d, dv in BACKWARD_PAIRS},
