@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -21,9 +24,11 @@ from ringattn.simulate import simulate_ring
 from ringattn.transport import choose
 from ringattn.transport.base import Buffers, Parcel, Seat
 from ringattn.transport.choose import find_obstacle
+from ringattn.transport.process_group import name_part, resolve_group
 from ringattn.visibility import Visibility
 from tests.fake_streams import MAIN, Item
-from tests.test_copy_engine import Ranks, Shape, picked, run_kernel, send_home
+from tests.pool import Pools
+from tests.test_copy_engine import Ranks, Shape, exchange, letters, picked, reserve, run_kernel, send_home
 from tests.test_gathered import CASES, PLENTY, draw, gathering
 
 __all__ = ["gathering"]  # a fixture
@@ -206,6 +211,41 @@ def test_a_guest_is_left_alone_until_all_its_readers_have_it() -> None:
         for salt in range(6):
             ring.attend(Shape(2, 1, (2, 2), 1, (), (), torch.float32), shards, visibility, salt, backward=False)
         ring.ranks.world.drain()
+
+
+def test_messages_within_nodes_reach_their_ranks() -> None:
+    nodes = make_nodes(6, 2)
+    for seed in range(6):
+        ranks = Ranks(6, seed, nodes=nodes)
+        reserve(ranks, 20)
+        rounds = {
+            node: [
+                [replace(one, source=node[one.source], target=node[one.target]) for one in letters_of_a_post]
+                for letters_of_a_post in letters(3, 7, seed, 20)
+            ]
+            for node in nodes
+        }
+        chance = random.Random(seed)
+        ranks.each(
+            lambda rank, rounds=rounds, ranks=ranks, chance=chance, seed=seed: exchange(
+                ranks, rank, rounds[choose.node_of(rank, nodes, 6)], chance, lambda: seed
+            )
+        )
+        ranks.world.drain()
+        assert ranks.checked == 6 * 7
+
+
+def name_parts() -> tuple[int, int]:
+    me = dist.get_rank()
+    for _ in range(2):
+        name_part(f"node {me // 2}", str(dist.group.WORLD.group_name), me % 2, 2)  # pyright: ignore[reportOptionalMemberAccess]
+    part = resolve_group(f"node {me // 2}")
+    return part.rank(), part.size()
+
+
+@pytest.mark.dist
+def test_a_part_of_a_group_is_found_by_its_name(pool: Pools) -> None:
+    assert pool(4).run(name_parts) == [(0, 2), (1, 2), (0, 2), (1, 2)]
 
 
 def test_whoever_waits_for_a_lost_rank_of_another_node_says_so() -> None:
