@@ -82,7 +82,7 @@ def test_a_checkpoint_brings_its_weights_its_tokenizer_and_its_stops(folder):
     # what the scheduler gets out of it is what the model gives by itself
     ring = Ring()
     cache = make_cache(served.model, ring, gib=0.001, page_size=4, kv_dtype="auto")
-    replica = Replica(served.model, cache)
+    replica = Replica(served.model, cache, 4)
     scheduler = Scheduler(replica.books, chunk=8, most_running=4, most_waiting=4)
     prompt = served.tokenizer.encode("the ring of keys and values, and then some more")
     scheduler.add([Job(1, prompt, 6), Job(2, prompt[:20], 6)])

@@ -5,9 +5,10 @@ Owns where they come from, how many pages the memory holds, and how a step is co
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -18,6 +19,9 @@ from ringattn.launch.serving.config import TINY, check_model
 from ringattn.launch.serving.scheduling import Plan
 from ringattn.launch.serving.text import Bytes, Pretrained, Tokenizer
 from ringattn.ring import Ring
+
+if TYPE_CHECKING:
+    from ringattn.integrations.transformers.decoding import Recorder
 
 CPU_CACHE_GIB = 0.25
 """What the cache of a rank takes on CPUs, where most memory is somebody else's."""
@@ -179,19 +183,36 @@ class Replica:
     Args:
         model: As loaded.
         cache: As made for it.
+        most: Requests that decode together at most.
+        graphs: Whether decoding steps are replayed from CUDA graphs: None for wherever that can be, False for nowhere, or what
+            records them.
     """
 
-    def __init__(self, model: Any, cache: PagedKVCache) -> None:
+    def __init__(self, model: Any, cache: PagedKVCache, most: int, graphs: bool | Recorder | None = None) -> None:
+        from ringattn.integrations.transformers.decoding import Decoding, batch_sizes, choose_recorder
+
         self._model, self._cache = model, cache
         self.books = cache.pages
+        sizes = batch_sizes(most)
+        recorder = choose_recorder(graphs, model, cache)
+        self._decoding = Decoding(model, cache, recorder, batches=sizes, most=len(sizes))
+
+    def prepare(self) -> str:
+        """Captures what can be captured, so that no request waits for it; says how that went, or nothing where nothing can."""
+        began = time.monotonic()
+        self._decoding.prepare()
+        captured, took = self._decoding.recorded, time.monotonic() - began
+        return f"{captured} CUDA graphs captured in {took:.1f} s" if captured else ""
 
     def run(self, plan: Plan) -> Tensor:
-        """The logits `wanted vocab` of a step, on every rank."""
+        """The logits `wanted vocab` of a step, on every rank; the next step may overwrite them."""
         from ringattn.integrations.transformers import run_step
 
-        mode: Literal["auto", "decode"] = "decode" if plan.decodes else "auto"
-        step = self._cache.extend(plan.requests, plan.counts, mode=mode)
         tokens = torch.tensor(plan.tokens)
+        if plan.decodes:
+            logits = self._decoding.run(plan.requests, tokens[:, None]).logits[:, -1]
+            return logits if len(plan.wanted) == len(plan.requests) else logits[plan.wanted]
+        step = self._cache.extend(plan.requests, plan.counts)
         if step.mode == "decode":
             tokens = tokens.view(len(plan.requests), -1)
         return run_step(self._model, step, tokens, wanted=plan.wanted)

@@ -131,7 +131,10 @@ def _prepare(args: ServeArgs, rank: Rank) -> tuple[Served, Replica, str]:
     if served is None:
         raise Refusal(problem)
     cache = make_cache(served.model, ring, gib=args.cache_gib, page_size=args.page_size, kv_dtype=args.kv_dtype)
-    return served, Replica(served.model, cache), describe(cache)
+    replica = Replica(served.model, cache, args.max_running, None if args.graphs else False)
+    if (said := replica.prepare()) and rank.first:
+        print(f"decoding: {said}", flush=True)
+    return served, replica, describe(cache)
 
 
 def _listen(args: ServeArgs, rank: Rank, channel: Channel) -> Server | None:
