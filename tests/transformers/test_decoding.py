@@ -39,10 +39,10 @@ def fill(model: Any, cache: PagedKVCache, lengths: Sequence[int], reserve: int =
 class Twins:
     """Two caches with the same requests: one decodes by replays, the other by plain calls."""
 
-    def __init__(self, kind: str, lengths: Sequence[int], recorder: Reruns, **how: Any) -> None:
+    def __init__(self, kind: str, lengths: Sequence[int], recorder: Reruns, reserve: int = 60, **how: Any) -> None:
         self.model, self.ring, self.recorder = make(kind, "ringattn", torch.float32).eval(), Ring(), recorder
         self.caches = [make_cache(self.ring) for _ in range(2)]
-        self.requests, _ = [fill(self.model, cache, lengths) for cache in self.caches]
+        self.requests, _ = [fill(self.model, cache, lengths, reserve) for cache in self.caches]
         replayed, plain = self.caches
         self.replayed = Decoding(self.model, replayed, recorder, **how)
         self.plain = Decoding(self.model, plain, None)
@@ -100,26 +100,30 @@ def test_several_new_tokens_are_replayed_from_the_second_call_of_their_shape_on(
     pool(2).run(several_tokens)
 
 
-def growing() -> tuple[int, int, list[int]]:
-    """Requests outgrow the room of a graph for blocks, which doubles."""
+def growing() -> tuple[list[int], int, int]:
+    """Requests that may grow further than those that a graph was recorded for."""
     before, decoding.LEAST_BLOCKS = decoding.LEAST_BLOCKS, 2
     try:
-        twins = Twins("llama", (6, 13), recorder := Reruns(), batches=(2,))
+        twins = Twins("llama", (5, 6), recorder := Reruns(), batches=(2,), reserve=14)
         rooms = []
-        for seed in range(40):
-            assert twins.step(twins.requests, seed=seed)
-            rooms.append(next(iter(twins.replayed._recorded.values())).step.max_blocks)
-        return recorder.records, recorder.replays, list(dict.fromkeys(rooms))
+        for lengths, reserve in (((), 0), ((30, 28), 60), ((140, 3), 160)):
+            both = [fill(twins.model, cache, lengths, reserve) for cache in twins.caches]
+            twins.requests = [*both[0], *twins.requests][:2]
+            for seed in range(8):
+                assert twins.step(twins.requests, seed=seed)
+                rooms.append(next(iter(twins.replayed._recorded.values())).step.max_blocks)
+        return rooms, recorder.records, recorder.replays
     finally:
         decoding.LEAST_BLOCKS = before
 
 
 @pytest.mark.dist
-def test_a_graph_that_is_outgrown_is_recorded_anew_with_twice_the_room(pool: Pools) -> None:
-    for records, replays, rooms in pool(2).run(growing):
-        assert rooms == [2 ** (rooms[0].bit_length() - 1 + i) for i in range(len(rooms))]
-        assert records == len(rooms) >= 2
-        assert replays == 40
+def test_a_graph_that_is_outgrown_is_recorded_anew_once_for_all_that_is_reserved(pool: Pools) -> None:
+    for rooms, records, replays in pool(2).run(growing):
+        assert [len(set(rooms[i : i + 8])) for i in (0, 8, 16)] == [1, 1, 1]
+        assert rooms[0] < rooms[8] < rooms[16]
+        assert all(room & (room - 1) == 0 for room in rooms)
+        assert (records, replays) == (3, 24)
 
 
 def refused(rank: int, **how: Any) -> tuple[list[str], str | None, int, int]:

@@ -15,7 +15,8 @@ Note [Batches]
     A graph is of one shape: requests, new tokens, rows of logits. Fewer requests than it has places for are fine: the other rows
     hold token 0, see nothing, are kept nowhere, and their logits are dropped. So a few batch sizes serve all (`batch_sizes`),
     which double as long as a call's time is that of reading the weights. A graph also has room for so many blocks of a request on
-    one rank; requests that outgrow it have it captured anew with twice the room, at least.
+    one rank: a power of two, at least LEAST_BLOCKS, and enough for what requests have reserved when it is captured. Requests that
+    need more have it captured anew.
 
 Note [All ranks alike]
     What is captured, and which call is replayed, follows from numbers that all ranks hold alike. Before a capture the call is
@@ -341,14 +342,18 @@ class Decoding:
         if batch is None:
             return None
         shape = _Shape(batch, new, last)
-        blocks = most_blocks(self._cache.pages, requests, new)
+        books = self._cache.pages
+        blocks = most_blocks(books, requests, new)
         found = self._recorded.get(shape)
         if found is not None and blocks <= found.step.max_blocks:
             return found
         self._met[shape] += 1
         if self.refusal is not None or (found is None and len(self._recorded) >= self._most):
             return None
-        return self._record(shape, blocks) if found is not None or self._met[shape] >= self._patience else None
+        if found is None and self._met[shape] < self._patience:
+            return None
+        ahead = max(books.reserved(request) - books.length(request) for request in requests)
+        return self._record(shape, max(blocks, most_blocks(books, requests, ahead)))
 
     def _record(self, shape: _Shape, blocks: int) -> _Recorded | None:
         """Records a shape with room for so many blocks; None where a rank can not (Note [All ranks alike])."""
