@@ -8,8 +8,6 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from ringattn.integrations.transformers.decoding import CannotRecord
-
 
 class Reruns:
     """Makes a recorded call again; its result lies at one address, and is NaN until the first replay.
@@ -28,6 +26,8 @@ class Reruns:
         self.records += 1
         out = call().clone()
         if self.records == self.fails:
+            from ringattn.integrations.transformers.decoding import CannotRecord
+
             raise CannotRecord("the model looks at numbers")
         self.shapes.append(tuple(out.shape[:2]))
         out.fill_(math.nan)

@@ -5,16 +5,19 @@ Owns where they come from, how many pages the memory holds, and how a step is co
 
 from __future__ import annotations
 
+import contextlib
+import importlib.util
 import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from ringattn.inference import PagedKVCache
-from ringattn.launch.distributed import Refusal
+from ringattn.launch.distributed import Rank, Refusal
 from ringattn.launch.serving.config import TINY, check_model
 from ringattn.launch.serving.scheduling import Plan
 from ringattn.launch.serving.text import Bytes, Pretrained, Tokenizer
@@ -51,6 +54,7 @@ class Served:
         name: By which requests call it.
         length: Tokens of a sequence at most, by its config; None where that says nothing.
         facts: What must be the same on all ranks.
+        drawn: Its weights were drawn on a GPU: all ranks must take those of rank 0 (`share_weights`).
     """
 
     model: Any
@@ -58,12 +62,14 @@ class Served:
     name: str
     length: int | None
     facts: str
+    drawn: bool = False
 
 
 def load(path: str, *, name: str | None, dtype: str, device: torch.device, seed: int) -> Served:
-    """The model of a folder, of a config (random weights, the same on all ranks), or the one that is built in.
+    """The model of a folder, of a config (random weights), or the one that is built in.
 
-    Nothing is fetched, and no code in the folder is run.
+    Nothing is fetched, and no code in the folder is run. Weights are read straight onto a GPU where accelerate is installed, and
+    drawn there.
 
     Args:
         path: What was given as --model.
@@ -90,18 +96,23 @@ def load(path: str, *, name: str | None, dtype: str, device: torch.device, seed:
     kind: Any = (getattr(text, "dtype", None) if device.type == "cuda" else None) or torch.float32
     chosen: torch.dtype = kind if dtype == "auto" else getattr(torch, dtype)
     options: dict[str, Any] = {"dtype": chosen, "attn_implementation": NAME}
+    drawn = False
     if place.is_dir() and any(place.glob("*.safetensors")) and path != TINY:
+        if device.type == "cuda" and importlib.util.find_spec("accelerate") is not None:
+            options["device_map"] = {"": device}
         model: Any = AutoModelForCausalLM.from_pretrained(
             str(place), local_files_only=True, trust_remote_code=False, use_safetensors=True, **options
         )
     else:
-        # on the CPU, whose numbers are the same everywhere
-        with torch.random.fork_rng([]):
+        # the built-in model on the CPU, whose numbers are the same everywhere; others on GPUs, where drawing takes no time
+        drawn = device.type == "cuda" and path != TINY
+        with torch.random.fork_rng([device] if drawn else []), device if drawn else contextlib.nullcontext():
             torch.manual_seed(seed)
             model = AutoModelForCausalLM.from_config(config, trust_remote_code=False, **options)
         if path == TINY:
             _make_legible_(model)
-    model = model.to(device)
+    if "device_map" not in options:
+        model = model.to(device)
     model.eval().requires_grad_(False)
     stops = _stops(model)
     embeddings: Any = model.get_input_embeddings()
@@ -119,7 +130,15 @@ def load(path: str, *, name: str | None, dtype: str, device: torch.device, seed:
     served_name = name or (TINY if path == TINY else (place if place.is_dir() else place.parent).resolve().name)
     length = getattr(text, "max_position_embeddings", None)
     facts = f"{type(model).__name__} {config.to_json_string(use_diff=False)} {chosen} {seed} {sorted(tokenizer.stops)}"
-    return Served(model, tokenizer, served_name, length, facts)
+    return Served(model, tokenizer, served_name, length, facts, drawn)
+
+
+@torch.no_grad()
+def share_weights(model: Any, rank: Rank) -> None:
+    """Gives all ranks the weights and buffers of rank 0: what GPUs draw from one seed may differ between kinds of them."""
+    if rank.world_size > 1:
+        for x in (*model.parameters(), *model.buffers()):
+            dist.broadcast(x.detach(), src=0)
 
 
 @torch.no_grad()

@@ -30,7 +30,7 @@ from ringattn.launch.distributed import Rank, Refusal, join_ranks
 from ringattn.launch.serving.channel import Channel
 from ringattn.launch.serving.config import ENDED, ServeArgs
 from ringattn.launch.serving.engine import Engine, follow
-from ringattn.launch.serving.models import Replica, Served, describe, load, make_cache
+from ringattn.launch.serving.models import Replica, Served, describe, load, make_cache, share_weights
 from ringattn.launch.serving.scheduling import Scheduler
 from ringattn.launch.serving.watch import Watch
 from ringattn.ring import Ring
@@ -130,6 +130,8 @@ def _prepare(args: ServeArgs, rank: Rank) -> tuple[Served, Replica, str]:
         raise Refusal(str(error)) from None
     if served is None:
         raise Refusal(problem)
+    if served.drawn:
+        share_weights(served.model, rank)
     cache = make_cache(served.model, ring, gib=args.cache_gib, page_size=args.page_size, kv_dtype=args.kv_dtype)
     replica = Replica(served.model, cache, args.max_running, None if args.graphs else False)
     if (said := replica.prepare()) and rank.first:
