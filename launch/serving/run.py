@@ -150,7 +150,7 @@ def _listen(args: ServeArgs, rank: Rank, channel: Channel) -> Server | None:
     refusal, server = "", None
     if rank.first:
         try:
-            server = Server(args.host, args.port)
+            server = Server(args.host, args.port, args.max_connections)
         except OSError as error:
             refusal = (
                 f"host and port must be free to listen on, got {args.host} and {args.port}: {error.strerror or error}; "
