@@ -199,6 +199,10 @@ def _lead(
     where = f"http://{f'[{args.host}]' if ':' in args.host else args.host}:{server.port}"
     print(f"cache: {cache}", flush=True)
     print(f"serving {served.name} at {where} (a page to look at) and {where}/v1 (the interface)", flush=True)
+    if rank.backend != "none" and ENDED not in os.environ:
+        print(
+            f"to end it: kill {os.getpid()} (torchrun that is told to end reports the signal as an error)", flush=True
+        )
     over = _stop_on_signals(engine, args.grace, stops, rank)
     engine.run()
     over.set()
