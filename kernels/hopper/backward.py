@@ -61,8 +61,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from ringattn.kernels.hopper.pieces import (
+    EPOCH,
     arrive,
     entry,
+    keep_pace,
+    leave_pace,
     limits,
     load_from,
     opaque,
@@ -87,6 +90,7 @@ DQ_FULL = gl.constexpr(14)
 RUNTIME = (
     "dk_sb", "dk_ss", "dk_sh", "dv_sb", "dv_ss", "dv_sh", "lo_sb", "hi_sb", "key_bias_sb", "dalibi_sb", "dalibi_sh",
     "heads", "group", "rows", "queries", "padded_queries", "near_rows", "home_rows", "steps", "heads_per_group", "patience",
+    "epochs",
 )  # fmt: skip
 
 
@@ -123,13 +127,15 @@ def _turn(turn, group, segment, masked, full):
 def _producer(
     work, segments, starts, tiles, q_desc, do_desc, k_desc, v_desc, k_far, v_far, lse_desc, delta_desc, q_s, do_s, k_s, v_s,
     lse_s, delta_s, kv_full, kv_free, q_full, do_full, flags, error, heads, group, rows, padded_queries, steps,
-    heads_per_group, patience, BM: gl.constexpr,
+    heads_per_group, patience, board, epochs, BM: gl.constexpr,
 ):  # fmt: skip
     at = gl.load(starts + gl.program_id(0))
     last = gl.load(starts + gl.program_id(0) + 1)
     count = 0
     taken = 0
     seen = 0
+    met = 0
+    epoch = 0
     for i in range(at, last):
         head, row, segment, masked, full, _masked_blocks, _full_blocks, _slot = _tile(work, tiles, i, rows)
         b = head // heads
@@ -155,6 +161,11 @@ def _producer(
                 x = gl.load(segments + part * 8)
                 blocks = gl.load(segments + part * 8 + 1)
                 for _j in range(blocks):
+                    if board is not None:
+                        met += 1
+                        if met == EPOCH:
+                            met = 0
+                            epoch = keep_pace(board, epoch, epochs)
                     st = count & 1
                     if count >= STAGES:
                         sync(STAGE_FREE + st, 288)
@@ -172,6 +183,8 @@ def _producer(
                     x += BM
                     count += 1
         taken += 1
+    if board is not None:
+        leave_pace(board, epoch, epochs)
 
 
 @gluon.jit
@@ -594,11 +607,11 @@ def _segment(segments, part):
 @gluon.jit(do_not_specialize=list(RUNTIME))
 def backward_kernel(
     work, segments, starts, tiles, q_desc, do_desc, k_desc, v_desc, k_far, v_far, lse_desc, delta_desc, dq_desc, dk_desc,
-    dv_desc, dk_out, dv_out, homes, flags, error, parts, dkey_bias_out, dkey_bias_parts,
+    dv_desc, dk_out, dv_out, homes, flags, error, board, parts, dkey_bias_out, dkey_bias_parts,
     dalibi_out, positions, lo_ptr, hi_ptr, alibi_slopes, key_bias,
     dk_sb, dk_ss, dk_sh, dv_sb, dv_ss, dv_sh, lo_sb, hi_sb, key_bias_sb, dalibi_sb, dalibi_sh,
     heads, group, rows, queries, padded_queries, near_rows, home_rows, steps, heads_per_group, patience,
-    scale, cap, softmax_scale,
+    epochs, scale, cap, softmax_scale,
     D: gl.constexpr, DV: gl.constexpr, D_WIDTH: gl.constexpr, DV_WIDTH: gl.constexpr, BM: gl.constexpr,
     PLAIN: gl.constexpr, SOFTCAP: gl.constexpr, ADD: gl.constexpr,
     WANT_DQ: gl.constexpr, SCALE_DQ: gl.constexpr, PIN: gl.constexpr, NEAR: gl.constexpr, UNIT: gl.constexpr,
@@ -657,7 +670,7 @@ def backward_kernel(
                      NEAR, dk_desc is not None, UNIT)),
             (_producer, (work, segments, starts, tiles, q_desc, do_desc, k_desc, v_desc, k_far, v_far, lse_desc, delta_desc,
                      q_s, do_s, k_s, v_s, lse_s, delta_s, kv_full, kv_free, q_full, do_full, flags, error,
-                     heads, group, rows, padded_queries, steps, heads_per_group, patience, BM)),
+                     heads, group, rows, padded_queries, steps, heads_per_group, patience, board, epochs, BM)),
             (_storer, (work, segments, starts, tiles, dq_desc, dk_desc, dv_desc, dq_s, heads, group, rows, D, DV, BM, ADD,
                      homes is not None)),
         ], [4, 1, 1], [240, 24, 24])  # fmt: skip
@@ -679,5 +692,5 @@ def backward_kernel(
                      NEAR, dk_desc is not None, UNIT)),
             (_producer, (work, segments, starts, tiles, q_desc, do_desc, k_desc, v_desc, k_far, v_far, lse_desc, delta_desc,
                      q_s, do_s, k_s, v_s, lse_s, delta_s, kv_full, kv_free, q_full, do_full, flags, error,
-                     heads, group, rows, padded_queries, steps, heads_per_group, patience, BM)),
+                     heads, group, rows, padded_queries, steps, heads_per_group, patience, board, epochs, BM)),
         ], [4, 1], [240, 24])  # fmt: skip

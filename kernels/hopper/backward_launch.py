@@ -36,7 +36,8 @@ from ringattn.kernels.hopper.launching import (
     places,
     rows_of,
 )
-from ringattn.kernels.hopper.plan import Shape, Sides, WorkPlan, make_plan
+from ringattn.kernels.hopper.pace import board_of
+from ringattn.kernels.hopper.plan import Shape, Sides, make_plan
 from ringattn.kernels.portable.launch import launch_delta
 from ringattn.kernels.record_triton import Tape, recorded
 
@@ -179,17 +180,19 @@ def _launch(
     config = config or choose_backward(d, dv, plain, _terms(score), rows=want_rows)
     lengths = [side.lo_host.shape[1] for side in keys.sides] if isinstance(keys, Gathered) else [t]
     arrivals = None if away is None else away.arrivals
-    plan = None
+    plan = shape = None
     if batch * s * sum(lengths) * h > 0:
         groups = 1 if arrivals is None else arrivals.groups
-        plan = _plan(q, hk, dv, lengths, rows, keys, config, groups, spare, every_tile=not out.accumulate_keys)
+        shape = _shape(q, hk, dv, lengths, config, groups, spare, every_tile=not out.accumulate_keys)
+        plan = make_plan(keys, rows, shape)
         tape.keep(plan)
-    if plan is None or plan.programs == 0:
+    if plan is None or shape is None or plan.programs == 0:
         _write_zeros(tape, out, want_rows=want_rows)
         if away is not None:
             clear_homes(tape, away.homes, away.home_rows, lengths, batch, hk * (d + dv))
         return
 
+    board, epochs = board_of(tape, plan, shape, (d + dv) * q.element_size() + 4 * d * want_rows, q)
     do, q = addressable(tape, do), addressable(tape, q)
     near, far = places(tape, (k, v), None if away is None else away.far)
     # sums that may turn out to be lost are finished by a kernel that knows
@@ -224,7 +227,7 @@ def _launch(
         numbers_of(start_s, block), numbers_of(start_dp, block), None if total is None else rows_of(total, 64, columns),
         *([rows_of(x, 64, columns) for x in sums] if staged else (None, None)),
         out.dk, out.dv, None if away is None else away.homes,
-        *((None, None) if arrivals is None else (arrivals.flags, arrivals.error)), parts_out,
+        *((None, None) if arrivals is None else (arrivals.flags, arrivals.error)), board, parts_out,
         *((None, None) if key_bias is None else (key_bias.per_head, key_bias.parts)), dalibi, keys.positions, keys.lo, keys.hi,
         score.alibi_slopes, score.key_bias,
         *sums_strides,
@@ -232,6 +235,7 @@ def _launch(
         hk, h // hk, t, s, padded(s),
         *((None, None) if away is None or not isinstance(keys, Gathered) else (keys.near_rows, away.home_rows)),
         *((None,) * 3 if arrivals is None else (arrivals.flags.shape[1], hk // arrivals.groups, microseconds(arrivals))),
+        epochs,
         *scale_and_cap(score), score.softmax_scale,
     )  # fmt: skip
     constants = {
@@ -279,22 +283,20 @@ def _out_of(grads: Grads) -> _Out:
     )
 
 
-def _plan(
+def _shape(
     q: Tensor,
     hk: int,
     dv: int,
     lengths: list[int],
-    rows: Side,
-    keys: Sides,
     config: BackwardConfig,
     groups: int,
     spare: int,
     *,
     every_tile: bool,
-) -> WorkPlan:
+) -> Shape:
     batch, s, h, d = q.shape
     tiles = batch * hk * sum(-(-rows_of_source // TILE) for rows_of_source in lengths)
-    shape = Shape(
+    return Shape(
         batch=batch,
         heads=hk,
         tile=TILE,
@@ -307,7 +309,6 @@ def _plan(
         split=config.persistent,
         groups=groups,
     )
-    return make_plan(keys, rows, shape)
 
 
 def _write_zeros(tape: Tape, out: _Out, *, want_rows: bool) -> None:

@@ -46,7 +46,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ringattn.kernels.hopper.pieces import arrive, entry, sync, wait_flag
+from ringattn.kernels.hopper.pieces import EPOCH, arrive, entry, keep_pace, leave_pace, sync, wait_flag
 
 EMPTY_K = gl.constexpr(8)  # the first free named barrier
 LOG2E = gl.constexpr(1.4426950408889634)
@@ -98,7 +98,7 @@ def _fill_queries(INDEX: gl.constexpr, desc, b, h, row, smem, full, empty, place
 
 @gluon.jit
 def _producer(
-    q, k, v, k_far, v_far, arrivals, plan, shared, heads, group,
+    q, k, v, k_far, v_far, arrivals, pace, plan, shared, heads, group,
     CONSUMERS: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, PACK: gl.constexpr, NAMED: gl.constexpr,
     Q_STAGES: gl.constexpr,
 ):  # fmt: skip
@@ -114,6 +114,9 @@ def _producer(
     used = False
     step = 0
     seen = 0
+    board, epochs = pace
+    met = 0
+    epoch = 0
     for at in range(first, stop):
         head, row, segment, masked, full, _masked_blocks, _full_blocks, _slot = entry(work, at)
         b = head // heads
@@ -132,6 +135,11 @@ def _producer(
                     if flag > seen:
                         seen = gl.where(wait_flag(flags + flag, error, patience) == 1, flag, ALL)
             for j in range(blocks):
+                if board is not None:
+                    met += 1
+                    if met == EPOCH:
+                        met = 0
+                        epoch = keep_pace(board, epoch, epochs)
                 _fill(
                     k, k_far, step, b, h // group, key, k_s, k_full, k_empty, stage, parity, used, EMPTY_K, threads, NAMED
                 )  # fmt: skip
@@ -149,6 +157,8 @@ def _producer(
                     stage = 0
                     parity ^= 1
                     used = True
+    if board is not None:
+        leave_pace(board, epoch, epochs)
 
 
 @gluon.jit
@@ -599,16 +609,16 @@ def _place(INDEX: gl.constexpr, b, h, row, rows, sb, ss, sh, LAYOUT: gl.constexp
 
 RUNTIME = [
     "o_sb", "o_ss", "o_sh", "acc_sb", "acc_ss", "acc_sh", "lse_sb", "lse_sh", "m_sb", "m_sh", "l_sb", "l_sh", "lo_sb",
-    "hi_sb", "key_bias_sb", "heads", "group", "rows", "keys", "flag_heads", "flag_steps", "patience",
+    "hi_sb", "key_bias_sb", "heads", "group", "rows", "keys", "flag_heads", "flag_steps", "patience", "epochs",
 ]  # fmt: skip
 
 
 @gluon.jit(do_not_specialize=RUNTIME)
 def forward_kernel(
     q, k, v, o_desc, work, segments, starts, o, lse, carry_m, carry_l, carry_acc, part_m, part_l, part_acc, positions,
-    lo_ptr, hi_ptr, sinks, alibi_slopes, key_bias, k_far, v_far, flags, error,
+    lo_ptr, hi_ptr, sinks, alibi_slopes, key_bias, k_far, v_far, flags, error, board,
     o_sb, o_ss, o_sh, acc_sb, acc_ss, acc_sh, lse_sb, lse_sh, m_sb, m_sh, l_sb, l_sh, lo_sb, hi_sb, key_bias_sb,
-    heads, group, rows, keys, flag_heads, flag_steps, patience, scale, cap,
+    heads, group, rows, keys, flag_heads, flag_steps, patience, epochs, scale, cap,
     CONSUMERS: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, D: gl.constexpr, DV: gl.constexpr,
     DV_WIDTH: gl.constexpr, PACK: gl.constexpr, O_UNIT: gl.constexpr, ACC_UNIT: gl.constexpr, FIRST: gl.constexpr,
     LAST: gl.constexpr, PLAIN: gl.constexpr, SOFTCAP: gl.constexpr, NAMED: gl.constexpr, Q_STAGES: gl.constexpr,
@@ -663,13 +673,14 @@ def forward_kernel(
     )
     sizes = (heads, rows, keys, scale, cap)
     arrivals = (flags, error, flag_heads, flag_steps, patience)
+    pace = (board, epochs)
     # registers: of what a multiprocessor has, the workers name their share and the first consumer gets the rest
     if CONSUMERS == 1:
         gl.warp_specialize([
             (_consumer, (gl.constexpr(0), o_desc, plan, shared, state, sides, strides, sizes, sinks, alibi_slopes, key_bias,
                 error, CONSUMERS, BLOCK_N, STAGES, D, DV, DV_WIDTH, PACK, O_UNIT, ACC_UNIT, FIRST, LAST, PLAIN, SOFTCAP, NAMED,
                 Q_STAGES, TURN, EARLY, HELD, STORE, AHEAD, LAZY)),
-            (_producer, (q, k, v, k_far, v_far, arrivals, plan, shared, heads, group, CONSUMERS, BLOCK_N, STAGES, PACK, NAMED,
+            (_producer, (q, k, v, k_far, v_far, arrivals, pace, plan, shared, heads, group, CONSUMERS, BLOCK_N, STAGES, PACK, NAMED,
                 Q_STAGES)),
         ], [1], [24])  # fmt: skip
     elif CONSUMERS == 2:
@@ -680,7 +691,7 @@ def forward_kernel(
             (_consumer, (gl.constexpr(1), o_desc, plan, shared, state, sides, strides, sizes, sinks, alibi_slopes, key_bias,
                 error, CONSUMERS, BLOCK_N, STAGES, D, DV, DV_WIDTH, PACK, O_UNIT, ACC_UNIT, FIRST, LAST, PLAIN, SOFTCAP, NAMED,
                 Q_STAGES, TURN, EARLY, HELD, STORE, AHEAD, LAZY)),
-            (_producer, (q, k, v, k_far, v_far, arrivals, plan, shared, heads, group, CONSUMERS, BLOCK_N, STAGES, PACK, NAMED,
+            (_producer, (q, k, v, k_far, v_far, arrivals, pace, plan, shared, heads, group, CONSUMERS, BLOCK_N, STAGES, PACK, NAMED,
                 Q_STAGES)),
         ], [4, 1], [240, 24])  # fmt: skip
     else:
@@ -694,6 +705,6 @@ def forward_kernel(
             (_consumer, (gl.constexpr(2), o_desc, plan, shared, state, sides, strides, sizes, sinks, alibi_slopes, key_bias,
                 error, CONSUMERS, BLOCK_N, STAGES, D, DV, DV_WIDTH, PACK, O_UNIT, ACC_UNIT, FIRST, LAST, PLAIN, SOFTCAP, NAMED,
                 Q_STAGES, TURN, EARLY, HELD, STORE, AHEAD, LAZY)),
-            (_producer, (q, k, v, k_far, v_far, arrivals, plan, shared, heads, group, CONSUMERS, BLOCK_N, STAGES, PACK, NAMED,
+            (_producer, (q, k, v, k_far, v_far, arrivals, pace, plan, shared, heads, group, CONSUMERS, BLOCK_N, STAGES, PACK, NAMED,
                 Q_STAGES)),
         ], [4, 4, 1], [160, 160, 24])  # fmt: skip

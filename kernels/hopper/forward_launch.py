@@ -18,6 +18,7 @@ from ringattn.kernels.hopper import finish, forward
 from ringattn.kernels.hopper.arguments import microseconds, pair, per_batch, scale_and_cap
 from ringattn.kernels.hopper.configs import MAX_HEAD_DIM, ForwardConfig, choose_forward, columns_of
 from ringattn.kernels.hopper.launching import addressable, describable, groups_of, multiprocessors, rows_of
+from ringattn.kernels.hopper.pace import board_of
 from ringattn.kernels.hopper.plan import Shape, make_plan
 from ringattn.kernels.record_triton import Tape, recorded
 
@@ -174,6 +175,7 @@ def _launch(
     tape.keep(plan)
     if plan.work.shape[0] == 0:
         return
+    board, epochs = board_of(tape, plan, shape, (d + dv) * k.element_size(), q)
     columns, v_columns = columns_of(d), columns_of(dv)
     q, k, v = _described(tape, q), _described(tape, k), _described(tape, v)
     k_far, v_far = (
@@ -199,9 +201,9 @@ def _launch(
             queries, rows_of(k, config.block_n, columns), rows_of(v, config.block_n, v_columns),
             outputs if store else None, plan.work, plan.segments, plan.starts, o, lse, *state, *parts,
             rows.positions, rows.lo, rows.hi, score.sinks, score.alibi_slopes, score.key_bias,
-            k_far, v_far, flags, error,
+            k_far, v_far, flags, error, board,
             *_strides(o, o_unit), *acc_strides, *pairs, per_batch(rows.lo), per_batch(rows.hi), per_batch(score.key_bias),
-            h // pack, h // hk // pack, s, t, *flag_numbers, *scale_and_cap(score),
+            h // pack, h // hk // pack, s, t, *flag_numbers, epochs, *scale_and_cap(score),
         ),
         {
             "CONSUMERS": config.consumers, "BLOCK_N": config.block_n, "STAGES": config.stages, "D": columns,

@@ -25,6 +25,9 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language._core import builtin
 from triton.experimental.gluon.language.nvidia.hopper import tma
 
+EPOCH = gl.constexpr(64)  # blocks between two looks at the board; Note [Pace] in pace.py
+LEFT = gl.constexpr(2**30)  # beyond every epoch
+
 
 @gluon.constexpr_function
 def _barrier(kind, threads):
@@ -74,6 +77,68 @@ def wait_flag(flag, error, patience):
         }""",
         "=r,l,l,l",
         [flag, error, gl.to_tensor(patience).to(gl.int64) * 1000],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@gluon.jit
+def keep_pace(board, epoch, epochs):
+    """Says that this program has come to the end of an epoch, and waits for those that are more than one behind.
+
+    Args:
+        board: `epochs` int32: how many programs have ended each epoch.
+        epoch: The one that ends; LEFT: this program says and waits no more.
+        epochs: Those of the program with the most blocks.
+
+    Returns:
+        The next epoch, or LEFT.
+    """
+    if epoch < LEFT:
+        enough = gl.where(epoch > 0, gl.num_programs(0), 0)
+        in_time = _check_in(board + epoch, board + gl.maximum(epoch - 1, 0), enough)
+        epoch += 1
+        if in_time == 0:
+            leave_pace(board, epoch, epochs)
+            epoch = LEFT
+    return epoch
+
+
+@gluon.jit
+def leave_pace(board, epoch, epochs):
+    """Says at once what this program has not said, so that nobody waits for it."""
+    for i in range(epoch, epochs):
+        _check_in(board + i, board + i, 0)
+
+
+@gluon.jit
+def _check_in(place, awaited, enough):
+    """Counts this program at a place, and waits until another place counts enough: 1, or after 20 ms 0."""
+    return gl.inline_asm_elementwise(
+        """{
+        .reg .pred p; .reg .u32 lane; .reg .s32 v; .reg .u64 began, now;
+        mov.u32 lane, %laneid;
+        setp.eq.u32 p, lane, 0;
+        @p red.relaxed.gpu.global.add.s32 [$1], 1;
+        mov.u64 began, %globaltimer;
+        POLL:
+        ld.relaxed.gpu.global.s32 v, [$2];
+        setp.ge.s32 p, v, $3;
+        @p bra SEEN;
+        mov.u64 now, %globaltimer;
+        sub.s64 now, now, began;
+        setp.gt.s64 p, now, 20000000;
+        @p bra SEEN;
+        nanosleep.u32 32;
+        bra POLL;
+        SEEN:
+        setp.ge.s32 p, v, $3;
+        vote.sync.all.pred p, p, -1;
+        selp.s32 $0, 1, 0, p;
+        }""",
+        "=r,l,l,r",
+        [place, awaited, gl.to_tensor(enough)],
         dtype=gl.int32,
         is_pure=False,
         pack=1,

@@ -106,6 +106,8 @@ class WorkPlan:
         programs: Persistent programs.
         slots: Partial results that the launch leaves.
         blocks: Blocks of all entries together, for tests and for judging balance.
+        longest: Blocks that the program with the most of them loads, `repeats` counted.
+        deepest: Blocks of the longest entry, walked once.
     """
 
     work: Tensor
@@ -117,6 +119,8 @@ class WorkPlan:
     programs: int
     slots: int
     blocks: int
+    longest: int
+    deepest: int
 
 
 @dataclass(frozen=True)
@@ -483,6 +487,7 @@ def _assemble(
             following += len(cut[0]) + len(cut[1])
             slot += 1
     table, owners, sequence = torch.cat(work), torch.cat(owner), torch.cat(sequence)
+    unsorted = table[:, 5:7].sum(1)
     order = torch.argsort(owners * len(position) + sequence, stable=True)
     table = table[order]
     taken = torch.bincount(owners, minlength=1)
@@ -493,7 +498,9 @@ def _assemble(
     none = torch.zeros(0, 4, dtype=torch.int64)
     sources = (none, none) if source is None else (source[sequence[order]], source[split])
     uploaded = _upload((table, torch.cat(segments), starts, merged, *sources), device)
-    return WorkPlan(*uploaded, programs=taken.shape[0], slots=slot, blocks=blocks)
+    met = torch.zeros(shape.programs, dtype=torch.int64).index_add_(0, owners, unsorted)
+    longest, deepest = int(met.max()) * shape.repeats, int(unsorted.max()) if unsorted.numel() else 0
+    return WorkPlan(*uploaded, programs=taken.shape[0], slots=slot, blocks=blocks, longest=longest, deepest=deepest)
 
 
 def _cut_segments(

@@ -195,9 +195,7 @@ class StaticStep(Step):
                 f"{len(requests)} with {list(counts)}; make one of another shape, or extend without into"
             )
         for request in requests:
-            length = books.length(request) + new
-            blocks = max(len(books.table(request, rank)) for rank in range(books.world_size))
-            most = blocks + -(-new // books.page_size)
+            length, most = books.length(request) + new, most_blocks(books, [request], new)
             if length > self.max_tokens or most > self.max_blocks:
                 raise ValueError(
                     f"a static step must be given requests of at most {self.max_tokens} tokens in {self.max_blocks} "
@@ -240,6 +238,12 @@ class StaticStep(Step):
             if not (known[0].is_cuda and torch.cuda.is_current_stream_capturing()):
                 self._fresh.add((causal, window))
         return known
+
+
+def most_blocks(books: Pages, requests: Sequence[int], new: int) -> int:
+    """Blocks that one of some requests may have on one rank when each has got `new` more tokens; the same on every rank."""
+    held = max((len(books.table(request, rank)) for request in requests for rank in range(books.world_size)), default=0)
+    return held + -(-new // books.page_size)
 
 
 class _Places(NamedTuple):

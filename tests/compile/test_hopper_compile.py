@@ -10,6 +10,9 @@ pytest.importorskip("triton")
 if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("the interpreter is on, and it replaces the compiler", allow_module_level=True)
 
+from triton.experimental.gluon import language as gl
+
+from ringattn.kernels.hopper import pace
 from ringattn.kernels.hopper.configs import BUCKETS
 from tests.compile.gluon_offline import FEATURES, Call, Report, compile_or_say
 
@@ -106,3 +109,17 @@ def test_waiting_for_rows_costs_the_loops_nothing(head_dim: int, features: tuple
         assert (after.registers, after.injected) == (before.registers, before.injected)
         assert after.shared - before.shared < 64, "arguments of the partitions"
         assert after.loop_spills == 0
+
+
+@pytest.mark.parametrize("kernel", ["forward", "backward"])
+def test_keeping_pace_costs_the_loops_nothing(kernel: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(pace, "L2_BYTES", 0)
+    monkeypatch.setattr(pace, "EPOCH", gl.constexpr(1))
+    found = compile_or_say(Call(kernel, 128))
+    assert not isinstance(found, str), found
+    (report,) = (x for x in found if x.products)
+    assert ("board", "None") not in report.constants
+    assert not report.stale, report.stale
+    assert not report.warnings, report.warnings
+    assert report.loop_spills == 0
+    assert {products for products, _ in report.loops} == PRODUCTS[report.name](constants_of(report))

@@ -1310,6 +1310,30 @@ def _wait_flag(match: re.Match[str], args: Sequence[Any], dtype: Any) -> Any:
     return Int(0)
 
 
+@assembly(
+    r"\{ \.reg \.pred p; \.reg \.u32 lane; \.reg \.s32 v; \.reg \.u64 began, now; mov\.u32 lane, %laneid; "
+    r"setp\.eq\.u32 p, lane, 0; @p red\.relaxed\.gpu\.global\.add\.s32 \[\$1\], 1; mov\.u64 began, %globaltimer; "
+    r"POLL: ld\.relaxed\.gpu\.global\.s32 v, \[\$2\]; setp\.ge\.s32 p, v, \$3; @p bra SEEN; "
+    r"mov\.u64 now, %globaltimer; sub\.s64 now, now, began; setp\.gt\.s64 p, now, \d+; @p bra SEEN; "
+    r"nanosleep\.u32 \d+; bra POLL; SEEN: setp\.ge\.s32 p, v, \$3; vote\.sync\.all\.pred p, p, -1; selp\.s32 \$0, 1, 0, p; \}"
+)
+def _check_in(match: re.Match[str], args: Sequence[Any], dtype: Any) -> Any:
+    place, awaited, enough = args
+    for pointer in (place, awaited):
+        if pointer.memory.dtype != torch.int32:
+            raise EmulationError(f"boards must be int32, got {pointer.memory.dtype} at {_where()}")
+    (own,), (other,) = place.places(None).tolist(), awaited.places(None).tolist()
+    place.memory[own] += 1
+    me = _me()
+    me.is_patient = True
+    _now().wait(
+        lambda: bool(awaited.memory[other] >= int(enough)) or not me.is_patient,
+        lambda: f"place {other - awaited.first} of a board",
+    )
+    me.is_patient = False
+    return Int(int(awaited.memory[other] >= int(enough)))
+
+
 _FUNCTIONS = {"ex2": torch.exp2, "lg2": torch.log2, "tanh": torch.tanh, "rcp": torch.reciprocal, "rsqrt": torch.rsqrt}
 
 

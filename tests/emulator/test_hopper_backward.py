@@ -13,6 +13,7 @@ from ringattn.kernels.contract import Grads, KernelSet, Score
 from ringattn.kernels.hopper.backward_configs import BackwardConfig
 from ringattn.reference import visible_pairs
 from tests.emulator import gluon as machine
+from tests.emulator.pacing import keep_pace_always
 from tests.kernel_conformance import LONG_CASES, Case, make_side, run_case
 
 launch: Any = pytest.importorskip("ringattn.kernels.hopper.backward_launch")
@@ -136,3 +137,11 @@ def test_what_these_kernels_do_not_compute_is_refused(score: Score):
     q = torch.zeros(1, 8, 1, 64, dtype=torch.bfloat16)
     with pytest.raises(NotImplementedError, match="neither bias nor dropout; use the portable kernels"):
         launch.launch_backward(q, q, q, q, None, None, None, None, score, None)
+
+
+def test_programs_that_keep_pace_compute_the_same_and_each_ends_every_epoch_once(monkeypatch: pytest.MonkeyPatch):
+    boards = keep_pace_always(monkeypatch, launch)
+    run_case(kernels(), next(case for case in LONG if case.name == "long_split"), torch.bfloat16, "cpu")
+    assert boards, "nobody kept pace"
+    for board, programs in boards:
+        assert board.tolist() == [programs] * len(board)

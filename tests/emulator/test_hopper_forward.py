@@ -10,6 +10,7 @@ import torch
 
 from ringattn.kernels import eager
 from tests.emulator import gluon as machine
+from tests.emulator.pacing import keep_pace_always
 from tests.kernel_conformance import CASES, Case, KernelSet, run_case
 
 pytest.importorskip("triton")
@@ -129,3 +130,11 @@ def test_heads_are_packed_when_that_saves_tiles():
 def test_what_the_kernel_does_not_know_is_refused(option: dict[str, Any]):
     with pytest.raises(NotImplementedError, match=r"take no (bias|dropout).*portable"):
         run_case(hopper_forward(), replace(CASES[0], **option), torch.bfloat16, "cpu")
+
+
+def test_programs_that_keep_pace_compute_the_same_and_each_ends_every_epoch_once(monkeypatch: pytest.MonkeyPatch):
+    boards = keep_pace_always(monkeypatch, launcher)
+    run_case(hopper_forward(config=configs.ForwardConfig(2, 32, 2)), CARRIES, torch.bfloat16, "cpu")
+    assert boards, "nobody kept pace"
+    for board, programs in boards:
+        assert board.tolist() == [programs] * len(board)
