@@ -85,12 +85,9 @@ def outer_forward(
     b, s, h, _ = q.shape
     dv, wide = v.shape[-1], accumulation_dtype(q.dtype)
     seeing = [outer for outer in range(len(plan.guests)) if _sees(plan, outer)]
-    o = torch.empty(b, s, h, dv, dtype=q.dtype, device=q.device)
-    lse = torch.empty(b, h, s, dtype=wide, device=q.device)
-    outs, sums = o[None], lse[None]
-    if len(seeing) > 1:
-        outs = torch.empty(len(seeing), *o.shape, dtype=wide, device=q.device)
-        sums = torch.empty(len(seeing), *lse.shape, dtype=wide, device=q.device)
+    alone = len(seeing) == 1
+    outs = torch.empty(len(seeing), b, s, h, dv, dtype=q.dtype if alone else wide, device=q.device)
+    sums = torch.empty(len(seeing), b, h, s, dtype=wide, device=q.device)
     rows = call.stationary("keys", q.device)
     guests = _Guests(k, v, call, seat, gatherer, Buffers(), "forward")
     for outer in range(len(plan.guests)):
@@ -112,7 +109,7 @@ def outer_forward(
                     spare=SPARE * guests.crossing,
                 )
         gathering.close()
-    return (o, lse) if len(seeing) == 1 else _merge(outs, sums, q.dtype)
+    return (outs[0], sums[0]) if alone else _merge(outs, sums, q.dtype)
 
 
 def outer_backward(
@@ -253,13 +250,14 @@ class _Guests:
         self._buffers = buffers
         self._what = what
         self._pending: Pending | None = None
+        self._moves = False
         self._room: Tensor | None = None
         self._packed: tuple[Rows, Tensor] | None = None
 
     @property
     def crossing(self) -> bool:
-        """Whether keys are on their way."""
-        return self._pending is not None
+        """Whether keys are on their way, to this rank or from it."""
+        return self._pending is not None and self._moves
 
     def arrive(self, outer: int) -> tuple[Tensor, Tensor]:
         """What this rank holds in an outer step: its own keys and values, or those of the guest that has come."""
@@ -288,6 +286,7 @@ class _Guests:
             gives = [(send.peer, x) for x in self._messages(self._export(send.rows))]
         if guest is not None:
             fetches = [(guest.owner, x) for x in self._messages(self._room)]
+        self._moves = bool(gives or fetches)
         what = f"{self._what}, keys for ring step {step}, between nodes"
         self._pending = self._seat.slow_transport.post(gives, fetches, what)
 
@@ -323,12 +322,13 @@ class _Sums:
         self._sums: Bundle | None = None
         self._landing: list[Tensor] = []
         self._pending: Pending | None = None
+        self._moves = False
         self._crossing = 0
 
     @property
     def crossing(self) -> bool:
-        """Whether sums are on their way."""
-        return self._pending is not None
+        """Whether sums are on their way, to this rank or from it."""
+        return self._pending is not None and self._moves
 
     def room(self, outer: int) -> list[Tensor]:
         """Where the sums of an outer step are to be written: dk and dv of what this rank holds."""
@@ -352,6 +352,7 @@ class _Sums:
             bundle = self._bundle(send.num_rows, "landing")
             self._landing = bundle.parts
             fetches = [Reply(send.peer, bundle.message)]
+        self._moves = bool(gives or fetches)
         what = f"{self._what} of ring step {outer * self._plan.local_size}, between nodes"
         self._pending, self._crossing = self._seat.slow_transport.post(gives, fetches, what), outer
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from types import SimpleNamespace
@@ -16,8 +17,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from ringattn.call import Call, describe
+from ringattn.kernels import eager
 from ringattn.layout import Shard, make_shards
-from ringattn.outer import _Guests
+from ringattn.outer import SPARE, _Guests
 from ringattn.schedule import Collection, Nodes, RankPlan, collect, make_nodes, make_plan
 from ringattn.sharding import Sharding
 from ringattn.simulate import simulate_ring
@@ -26,6 +28,7 @@ from ringattn.transport.base import Buffers, Parcel, Seat
 from ringattn.transport.choose import find_obstacle
 from ringattn.transport.process_group import name_part, resolve_group
 from ringattn.visibility import Visibility
+from tests import gathering_kernels
 from tests.fake_streams import MAIN, Item
 from tests.pool import Pools
 from tests.test_copy_engine import Ranks, Shape, exchange, letters, picked, reserve, run_kernel, send_home
@@ -341,6 +344,24 @@ def test_one_launch_per_outer_step_makes_scores_alike(gathering: list[str]) -> N
     torch.testing.assert_close(found.o, expected.o, rtol=1e-5, atol=1e-5)
     for name, x in found.grads.items():
         torch.testing.assert_close(x, expected.grads[name], rtol=1e-4, atol=1e-5, msg=name)
+
+
+def test_launches_leave_room_for_what_crosses_beside_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    found: Counter[tuple[str, int]] = Counter()
+    for name in ("gathers", "forward_gathered", "backward_gathered", "add_homes"):
+
+        def noted(*args: Any, name: str = name, **kwargs: Any) -> Any:
+            if "spare" in kwargs:
+                found[name, kwargs["spare"]] += 1
+            return getattr(gathering_kernels, name)(*args, **kwargs)
+
+        monkeypatch.setattr(eager, name, noted, raising=False)
+    q, k, v, do = draw(61, 4, 2)
+    simulate_ring(q, k, v, 6, nodes=3, memory_budget=PLENTY, do=do, causal=True)
+    # the last launch of a forward has nothing beside it; that of a backward has the sums of the one before
+    assert found == {
+        ("forward_gathered", SPARE): 12, ("forward_gathered", 0): 6, ("backward_gathered", SPARE): 18,
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize(
