@@ -44,6 +44,7 @@ from torch import Tensor
 from ringattn.backward import Gradients, sinks_gradient
 from ringattn.call import Call
 from ringattn.kernels.contract import GatheringKernelSet, Score, accumulation_dtype
+from ringattn.kernels.merge import merge_stack
 from ringattn.kernels.pack import pack
 from ringattn.parcels import Bundle, add_rows_, make_bundle, slices
 from ringattn.schedule import RankPlan, Rows
@@ -85,9 +86,12 @@ def outer_forward(
     b, s, h, _ = q.shape
     dv, wide = v.shape[-1], accumulation_dtype(q.dtype)
     seeing = [outer for outer in range(len(plan.guests)) if _sees(plan, outer)]
-    alone = len(seeing) == 1
-    outs = torch.empty(len(seeing), b, s, h, dv, dtype=q.dtype if alone else wide, device=q.device)
-    sums = torch.empty(len(seeing), b, h, s, dtype=wide, device=q.device)
+    o = torch.empty(b, s, h, dv, dtype=q.dtype, device=q.device)
+    lse = torch.empty(b, h, s, dtype=wide, device=q.device)
+    outs, sums = o[None], lse[None]
+    if len(seeing) > 1:
+        outs = torch.empty(len(seeing), b, s, h, dv, dtype=wide, device=q.device)
+        sums = torch.empty(len(seeing), b, h, s, dtype=wide, device=q.device)
     rows = call.stationary("keys", q.device)
     guests = _Guests(k, v, call, seat, gatherer, Buffers(), "forward")
     for outer in range(len(plan.guests)):
@@ -109,7 +113,9 @@ def outer_forward(
                     spare=SPARE * guests.crossing,
                 )
         gathering.close()
-    return (outs[0], sums[0]) if alone else _merge(outs, sums, q.dtype)
+    if len(seeing) > 1:
+        _merge(outs, sums, o, lse)
+    return o, lse
 
 
 def outer_backward(
@@ -222,18 +228,22 @@ def _sees(plan: RankPlan, outer: int) -> bool:
     return outer == 0 or any(visit is not None and visit.pairs for visit in visits)
 
 
-def _merge(outs: Tensor, sums: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """One result of the finished results of several launches, `p b s h dv` and `p b h s`, in their order."""
+def _merge(outs: Tensor, sums: Tensor, o: Tensor, lse: Tensor) -> None:
+    """One result, written to o and lse, of the finished results of several launches, `p b s h dv` and `p b h s`, in their order."""
     p, b, s, h, dv = outs.shape
     m = sums.transpose(2, 3).reshape(p, -1)
     # what is lost stays lost: NaN is not empty
     weights = torch.where(m == float("-inf"), 0.0, 1.0).to(m.dtype)
+    rows, whole = outs.view(p, -1, dv), o.view(-1, dv)
     if outs.is_cuda:
-        from ringattn.kernels.merge_triton import merge_stack
+        from ringattn.kernels.merge_triton import merge_into
+
+        total = torch.empty_like(m[0])
+        merge_into(m, weights, rows, total, None, whole, log2=False, finish=True)
     else:
-        from ringattn.kernels.merge import merge_stack
-    o, lse = merge_stack(m, weights, outs.view(p, -1, dv), finish=True, out_dtype=dtype)
-    return o.view(b, s, h, dv), lse.view(b, s, h).transpose(1, 2).contiguous()
+        found, total = merge_stack(m, weights, rows, finish=True, out_dtype=o.dtype)
+        whole.copy_(found)
+    lse.copy_(total.view(b, s, h).transpose(1, 2))
 
 
 class _Guests:
