@@ -27,6 +27,7 @@ from ringattn.kernels.hopper.around_launch import (
 )
 from ringattn.kernels.hopper.configs import columns_of
 from ringattn.kernels.hopper.launching import addressable, layout_of, multiprocessors, numbers_of, places, rows_of
+from ringattn.kernels.hopper.pace import board_of
 from ringattn.kernels.hopper.plan import Shape, Sides, make_plan
 from ringattn.kernels.hopper.rows_launch import RowsConfig, check, launch_rows, launch_rows_gathered
 from ringattn.kernels.hopper.wide import wide_keys_kernel
@@ -185,7 +186,7 @@ def _launch(
     config = config or WideConfig()
     lengths = [side.lo_host.shape[1] for side in keys.sides] if isinstance(keys, Gathered) else [t]
     arrivals = None if away is None else away.arrivals
-    plan = None
+    plan = shape = None
     if batch * s * sum(lengths) * h > 0:
         shape = Shape(
             batch=batch,
@@ -202,7 +203,7 @@ def _launch(
         )
         plan = make_plan(keys, rows, shape)
         tape.keep(plan)
-    if plan is None or plan.programs == 0:
+    if plan is None or shape is None or plan.programs == 0:
         for x in () if add else (*sums, dkey_bias):
             if x is not None:
                 tape.call(Tensor.zero_, x)
@@ -212,6 +213,7 @@ def _launch(
                 clear_homes(tape, away.bias_homes, away.home_rows, lengths, batch * hk, 1)
         return
 
+    board, epochs = board_of(tape, plan, shape, (d + dv) * q.element_size(), q)
     columns, v_columns = columns_of(d), columns_of(dv)
     do, q = addressable(tape, do), addressable(tape, q)
     near, far = places(tape, near, None if away is None else away.far)
@@ -233,7 +235,7 @@ def _launch(
             rows_of(q, BLOCK, columns), rows_of(do, BLOCK, v_columns),
             rows_of(near[0], TILE, columns), rows_of(near[1], TILE, v_columns), *far_tiles,
             numbers_of(lse2, BLOCK), numbers_of(minus_delta, BLOCK), *sums, None if away is None else away.homes,
-            *((None, None) if arrivals is None else (arrivals.flags, arrivals.error)),
+            *((None, None) if arrivals is None else (arrivals.flags, arrivals.error)), board,
             # lse2 stands in for the workspace of a plan that splits nothing: it is not touched
             lse2 if parts is None else parts, *((None, None) if key_bias is None else (key_bias.per_head, key_bias.parts)),
             keys.positions, keys.lo, keys.hi, score.alibi_slopes, score.key_bias,
@@ -242,7 +244,7 @@ def _launch(
             hk, h // hk, t, padded(s),
             *((None, None) if away is None or not isinstance(keys, Gathered) else (keys.near_rows, away.home_rows)),
             *((None,) * 3 if arrivals is None else (arrivals.flags.shape[1], hk // arrivals.groups, microseconds(arrivals))),
-            *scale_and_cap(score), score.softmax_scale,
+            epochs, *scale_and_cap(score), score.softmax_scale,
         ),
         {
             "D": columns,
