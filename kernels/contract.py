@@ -40,6 +40,7 @@ Note [Gathered visit]
     at ring step s. The rows of a source stand together in far, in the order of its side, and begin at a multiple of GUARD;
     behind them lie at least GUARD rows of zeros that belong to nobody, so that a block of up to GUARD rows that begins in
     a source meets finite numbers only. Where the sides say so, a source has no rows at all.
+    A bias of keys stands in one table of near's rows and far's, as their positions do.
     far fills while the kernel runs. Key heads come in `groups` equal groups: flags[g, s] becomes 1 once the rows of source s
     for the heads of group g are there; they come in the order of (g, s), and near needs no flag. A flag that becomes
     negative says that its rows will never come, and no later flag becomes 1. A kernel that meets one, or waits longer than
@@ -47,8 +48,9 @@ Note [Gathered visit]
     returns a number that could be taken for a result.
     In the backward each source's gradients leave the kernel in fp32 and are added up by their owner: homes[s] is the
     address of a contiguous `b home_rows hk (d + dv)` region, in this or another device's memory, where the kernel writes
-    dk (first d columns) and dv (the others) of row x of the source, x counted from the source's first row. Every row of
-    every source is written, zeros included.
+    dk (first d columns) and dv (the others) of row x of the source, x counted from the source's first row. Where a gradient
+    of key_bias is wanted, bias_homes[s] is the address of a contiguous `b hk home_rows` region for what each key head adds to
+    it. Every row of every source is written, zeros included.
 """
 
 from __future__ import annotations
@@ -99,7 +101,7 @@ class Score:
         dropout_seed: 64-bit seed of the counter-based mask.
         sinks: `h` fp32.
         alibi_slopes: `h` fp32.
-        key_bias: `b t` fp32, rows of this visit's key buffer.
+        key_bias: `b t` fp32, rows of this visit's key buffer; of a gathered visit `b near_rows+far_rows`.
         bias: `b h s n` (expanded: strides may be 0), fp32 or q's dtype, columns by global key position.
     """
 
@@ -307,7 +309,7 @@ class GatheringKernelSet(KernelSet, Protocol):
             far: k `b far_rows hk d` and v `b far_rows hk dv`: views of one `b far_rows hk (d + dv)` buffer.
             rows: The query side.
             keys: The key sides.
-            score: How scores are made; key_bias and bias are absent.
+            score: How scores are made; bias is absent.
             arrivals: None when all of far is there.
             o: `b s h dv`, q's dtype or fp32; written.
             lse: `b h s`, natural log, fp32; written.
@@ -332,10 +334,11 @@ class GatheringKernelSet(KernelSet, Protocol):
         *,
         dq: Tensor,
         dalibi: Tensor | None,
+        bias_homes: Tensor | None,
         deterministic: bool,
         spare: int = 0,
     ) -> None:
-        """Dq of this rank's queries, and every source's dk and dv sent home.
+        """Dq of this rank's queries, and every source's dk, dv and dkey_bias sent home.
 
         Args:
             do: `b s h dv`, contiguous last dim.
@@ -352,6 +355,7 @@ class GatheringKernelSet(KernelSet, Protocol):
             home_rows: Rows of a region, the same for all.
             dq: `b s h d`, q's dtype or fp32; overwritten.
             dalibi: `b h s` fp32, one partial sum per query row; overwritten. None: not wanted.
+            bias_homes: Like homes, of the regions of dkey_bias. None: not wanted.
             deterministic: Sum in a fixed order.
             spare: As in `forward_gathered`.
         """
@@ -366,6 +370,17 @@ class GatheringKernelSet(KernelSet, Protocol):
             own: `b home_rows hk (d + dv)` fp32: row x belongs to key row x.
             parts: Like own, one per rank that visited, in ring order.
             rows: int32 `parts t` on the device: the row of a part that belongs to a key row, or -1.
+        """
+        ...
+
+    def add_bias_homes(self, dkey_bias: Tensor, own: Tensor, parts: Sequence[Tensor], rows: Tensor) -> None:
+        """Dkey_bias of this rank's keys, likewise, and over all key heads.
+
+        Args:
+            dkey_bias: `b t` fp32, contiguous; written.
+            own: `b hk home_rows` fp32: row x belongs to key row x.
+            parts: Like own, one per rank that visited, in ring order.
+            rows: As in `add_homes`.
         """
         ...
 

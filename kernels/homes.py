@@ -1,4 +1,4 @@
-"""Adding up contributions to dk and dv that came home: plain torch. `homes_triton` has the same function for GPUs.
+"""Adding up contributions to gradients of keys that came home: plain torch. `homes_triton` has the same functions for GPUs.
 
 Owns the sum over a rank's own contribution and those of the ranks that visited (Note [Gathered visit] of the contract), in
 a fixed order. Refuses to know how they came.
@@ -6,8 +6,10 @@ a fixed order. Refuses to know how they came.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 
@@ -27,3 +29,24 @@ def add_homes(dk: Tensor, dv: Tensor, own: Tensor, parts: Sequence[Tensor], rows
         total[:, there] += part[:, row[there].long()]
     dk.copy_(total[..., : dk.shape[-1]])
     dv.copy_(total[..., dk.shape[-1] :])
+
+
+def add_bias_homes(dkey_bias: Tensor, own: Tensor, parts: Sequence[Tensor], rows: Tensor) -> None:
+    """Dkey_bias of this rank's keys: of its own contribution and, in order, of those that came home, heads in order in each.
+
+    Args:
+        dkey_bias: `b t` fp32, contiguous; written.
+        own: `b hk home_rows` fp32: row x belongs to key row x.
+        parts: Like own, in the order of the sum.
+        rows: As in `add_homes`.
+    """
+    total = _over_heads(own[..., : dkey_bias.shape[1]]).clone()
+    for part, row in zip(parts, rows, strict=True):
+        there = row >= 0
+        total[:, there] += _over_heads(part[..., row[there].long()])
+    dkey_bias.copy_(total)
+
+
+def _over_heads(x: Tensor) -> Tensor:
+    """The sum of `b hk t` over heads, in order."""
+    return functools.reduce(torch.add, x.unbind(1))

@@ -1,6 +1,6 @@
-"""Adding up contributions to dk and dv that came home, in one Triton launch; the sum is that of `kernels.homes`.
+"""Adding up contributions to gradients of keys that came home, in one Triton launch; the sums are those of `kernels.homes`.
 
-Owns the kernel and its launcher. Runs on CUDA and ROCm devices, and on CPU tensors in the Triton interpreter.
+Owns the kernels and their launchers. Runs on CUDA and ROCm devices, and on CPU tensors in the Triton interpreter.
 """
 
 # pyright: reportGeneralTypeIssues=false, reportArgumentType=false
@@ -53,6 +53,49 @@ def _add_homes_kernel(
     own_at = b * home_rows * (heads * WIDTH)
     _add(dk + b * t * (heads * D), own, parts, rows, own_at, head, heads, x, inside, t, 0, D, WIDTH, D_COLUMNS)
     _add(dv + b * t * (heads * DV), own, parts, rows, own_at, head, heads, x, inside, t, D, DV, WIDTH, DV_COLUMNS)
+
+
+@triton.jit
+def _add_heads(part, row, there, home_rows, HEADS: tl.constexpr):
+    """What all heads of a part say of some rows."""
+    total = tl.zeros(row.shape, tl.float32)
+    for h in range(HEADS):
+        total += tl.load(part + h * home_rows + row, mask=there, other=0.0)
+    return total
+
+
+@triton.jit(do_not_specialize=["t", "home_rows"])
+def _add_bias_homes_kernel(dkey_bias, own, parts, rows, t, home_rows, HEADS: tl.constexpr, ROWS: tl.constexpr):
+    """A program owns ROWS key rows of one batch element."""
+    x = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    inside = x < t
+    x = x.to(tl.int64)
+    b = tl.program_id(1).to(tl.int64)
+    first = b * HEADS * home_rows
+    total = _add_heads(own + first, x, inside, home_rows, HEADS)
+    for i in tl.static_range(len(parts)):
+        row = tl.load(rows + i * t + x, mask=inside, other=-1)
+        total += _add_heads(parts[i] + first, row.to(tl.int64), row >= 0, home_rows, HEADS)
+    tl.store(dkey_bias + b * t + x, total, mask=inside)
+
+
+def add_bias_homes(dkey_bias: Tensor, own: Tensor, parts: Sequence[Tensor], rows: Tensor) -> None:
+    """As `kernels.homes.add_bias_homes`."""
+    _launch_bias(dkey_bias, own, tuple(parts), rows)
+
+
+@recorded
+def _launch_bias(tape: Tape, dkey_bias: Tensor, own: Tensor, parts: tuple[Tensor, ...], rows: Tensor) -> None:
+    b, t = dkey_bias.shape
+    if b * t == 0:
+        return
+    tape.launch(
+        _add_bias_homes_kernel,
+        (-(-t // 256), b),
+        (dkey_bias, own, parts, rows, t, own.shape[2]),
+        {"HEADS": own.shape[1], "ROWS": 256},
+        num_warps=4,
+    )
 
 
 def add_homes(dk: Tensor, dv: Tensor, own: Tensor, parts: Sequence[Tensor], rows: Tensor) -> None:

@@ -16,11 +16,17 @@ Note [Kept keys]
     A gathered forward may leave what came in a tensor of the call's own, for as long as the caller likes. The backward that
     is given it publishes and pulls nothing: contributions alone travel. Nobody's rows are read from memory of another rank
     then, so either all ranks keep a call's keys or none does. Kernels, plans and head groups are those of a backward that
-    gathers, and so are the bits: only the flags are raised from the start.
+    gathers, and so are the bits: only the flags are raised from the start. A call with a bias of keys keeps nothing.
+
+Note [Bias of keys]
+    A bias is one fp32 number per key, whatever the heads: it travels with the keys, and kernels read it from one table of
+    near and far. Its gradient is a sum over queries and heads. A kernel leaves one number per key and key head, which goes
+    home behind dk and dv; the owner adds heads and visitors up.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from dataclasses import dataclass
 from typing import Any, cast
@@ -37,7 +43,7 @@ from ringattn.outer import outer_backward, outer_forward
 from ringattn.parcels import message_bytes
 from ringattn.schedule import Collection
 from ringattn.spans import span
-from ringattn.transport.base import Gatherer, Seat
+from ringattn.transport.base import Gatherer, Gathering, Seat
 
 PULL_SECONDS = 50e-6
 """How long one pull takes at least, over all heads of a group: shorter ones cost more to begin than they hide."""
@@ -76,8 +82,8 @@ def forward(
     b, s, h, _ = q.shape
     o = torch.empty(b, s, h, v.shape[-1], dtype=q.dtype, device=q.device)
     lse = torch.empty(b, h, s, dtype=accumulation_dtype(q.dtype), device=q.device)
-    keep = keep and _gathering(k, v, score, call, kernels, seat, backward=True) is not None
-    gathering = gatherer.gather(k, v, facts.collection, facts.groups, "forward", keep=keep)
+    keep = keep and score.key_bias is None and _gathering(k, v, score, call, kernels, seat, backward=True) is not None
+    gathering = gatherer.gather(k, v, facts.collection, facts.groups, "forward", key_bias=score.key_bias, keep=keep)
     with span("ring forward: all visits in one launch"):
         gathering_kernels.forward_gathered(
             q,
@@ -85,7 +91,7 @@ def forward(
             (gathering.k, gathering.v),
             call.stationary("keys", q.device),
             call.gathered(q.device),
-            score,
+            _with_bias(score, gathering),
             gathering.arrivals,
             o=o,
             lse=lse,
@@ -138,11 +144,12 @@ def backward(
     b, _, hk, d = k.shape
     gathering = None
     if kept is None:
-        gathering = gatherer.gather(k, v, facts.collection, facts.groups, "backward")
+        gathering = gatherer.gather(k, v, facts.collection, facts.groups, "backward", key_bias=score.key_bias)
         far, arrivals = (gathering.k, gathering.v), gathering.arrivals
     else:
         far, arrivals = (kept[..., :d], kept[..., d:]), gatherer.arrived(facts.collection, facts.groups, q.device)
-    home = gatherer.homecoming((b, hk, d + v.shape[-1]), facts.collection, q.device, "backward")
+    biased = bool(wanted.get("want_key_bias"))
+    home = gatherer.homecoming((b, hk, d + v.shape[-1]), facts.collection, q.device, "backward", biased=biased)
     delta = kernels.delta(o, do, dlse)
     dq = torch.empty_like(q, memory_format=torch.contiguous_format)
     dalibi = torch.empty_like(lse) if wanted.get("want_alibi") else None
@@ -156,18 +163,23 @@ def backward(
             delta,
             call.stationary("keys", q.device),
             call.gathered(q.device),
-            score,
+            score if gathering is None else _with_bias(score, gathering),
             arrivals,
             home.addresses,
             home.rows,
             dq=dq,
             dalibi=dalibi,
+            bias_homes=home.bias_addresses,
             deterministic=call.deterministic,
         )
     if gathering is not None:
         gathering.close()
     dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (k, v))
-    gathering_kernels.add_homes(dk, dv, home.own, home.receive(), call.returning(k.device))
+    dkey_bias = torch.empty(k.shape[:2], dtype=torch.float32, device=k.device) if biased else None
+    parts, bias_parts = home.receive()
+    gathering_kernels.add_homes(dk, dv, home.own, parts, call.returning(k.device))
+    if dkey_bias is not None and home.own_bias is not None:
+        gathering_kernels.add_bias_homes(dkey_bias, home.own_bias, bias_parts, call.returning(k.device))
     home.close()
     return Gradients(
         dq=dq,
@@ -175,9 +187,14 @@ def backward(
         dv=dv,
         dsinks=sinks_gradient(score, lse, delta) if wanted.get("want_sinks") else None,
         dalibi=None if dalibi is None else dalibi.sum((0, 2)),
-        dkey_bias=None,
+        dkey_bias=dkey_bias,
         dbias=None,
     )
+
+
+def _with_bias(score: Score, gathering: Gathering) -> Score:
+    """The score of a gathered visit."""
+    return score if score.key_bias is None else dataclasses.replace(score, key_bias=gathering.key_bias)
 
 
 def reserve(
@@ -218,8 +235,12 @@ def reserve(
         return
     gatherer, _, facts = found
     b, _, hk, d = k.shape
-    row = b * hk * (d + v.shape[-1]) * k.element_size()
-    sizes = facts.collection.slot_rows * row, facts.collection.most_far_rows * row
+    row, of_bias = b * hk * (d + v.shape[-1]) * k.element_size(), b * _bias_size(score)
+    collection = facts.collection
+    sizes = (
+        collection.slot_rows * (row + of_bias),
+        collection.most_far_rows * (row + of_bias) + collection.slot_rows * of_bias,
+    )
     most = max(1.0, min(times, seat.budget / max(1, facts.needed[False])))
     gatherer.make_room(*_ahead("gathered", sizes, most, room), guests=seat.nodes is not None)
 
@@ -249,7 +270,14 @@ def choose_groups(k: Tensor, v: Tensor, collection: Collection, pull_rate: float
 
 
 def gathered_bytes(
-    k: Tensor, v: Tensor, collection: Collection, members: int, *, backward: bool, guests: bool = False
+    k: Tensor,
+    v: Tensor,
+    collection: Collection,
+    members: int,
+    *,
+    backward: bool,
+    of_bias: int = 0,
+    guests: bool = False,
 ) -> int:
     """What the gathered schedule takes on the rank that needs most: far, two slots, and two sets of regions.
 
@@ -261,13 +289,21 @@ def gathered_bytes(
         collection: Who fetches what.
         members: Ranks that fetch from each other.
         backward: Of a backward.
+        of_bias: Bytes of the bias of a key; 0: there is none.
         guests: Of a ring of two levels.
     """
     b, _, hk, d = k.shape
     row = b * hk * (d + v.shape[-1])
-    keys = (collection.most_far_rows + (2 + 3 * guests) * collection.slot_rows) * row * k.element_size()
-    homes = (2 * (members - 1) + 1 + 3 * guests) * collection.slot_rows * row * 4
+    slots = collection.most_far_rows + (2 + 3 * guests) * collection.slot_rows
+    keys = slots * (row * k.element_size() + b * of_bias)
+    keys += collection.slot_rows * b * of_bias  # the table holds near too
+    homes = (2 * (members - 1) + 1 + 3 * guests) * collection.slot_rows * (row + b * hk * bool(of_bias)) * 4
     return keys + homes * backward
+
+
+def _bias_size(score: Score) -> int:
+    """Bytes of the bias of a key; 0: there is none."""
+    return 0 if score.key_bias is None else score.key_bias.element_size()
 
 
 @dataclass(frozen=True)
@@ -287,14 +323,16 @@ class _Facts:
     shared: bool
 
 
-def _look(k: Tensor, v: Tensor, call: Call, seat: Seat) -> _Facts:
-    key = (k.shape, v.shape[-1], k.dtype, seat.world_size, seat.pull_rate, seat.nodes)
+def _look(k: Tensor, v: Tensor, score: Score, call: Call, seat: Seat) -> _Facts:
+    of_bias = _bias_size(score)
+    key = (k.shape, v.shape[-1], k.dtype, of_bias, seat.world_size, seat.pull_rate, seat.nodes)
     facts = call.memo.get(key)
     if facts is None:
         collection, guests = call.collection(seat.nodes), seat.nodes is not None
         members = seat.world_size if seat.nodes is None else len(seat.nodes[0])
         needed = (
-            gathered_bytes(k, v, collection, members, backward=backward, guests=guests) for backward in (False, True)
+            gathered_bytes(k, v, collection, members, backward=backward, of_bias=of_bias, guests=guests)
+            for backward in (False, True)
         )
         shards = (*call.sharding.shards, *call.kv_sharding.shards)
         groups = choose_groups(k, v, collection, seat.pull_rate)
@@ -317,7 +355,9 @@ def _gathering(
     gatherer = seat.transport.gatherer()
     if gatherer is None or not serves(k.shape[-1], v.shape[-1], score):
         return None
-    facts = _look(k, v, call, seat)
+    if seat.nodes is not None and score.key_bias is not None:
+        return None  # a bias of keys does not cross with a guest
+    facts = _look(k, v, score, call, seat)
     if not facts.shared or facts.needed[backward] > seat.budget:
         return None
     return gatherer, cast(GatheringKernelSet, kernels), facts

@@ -196,6 +196,7 @@ def outer_backward(
                     home.rows,
                     dq=part,
                     dalibi=slopes,
+                    bias_homes=None,
                     deterministic=call.deterministic,
                     spare=SPARE * (guests.crossing or home_again.crossing),
                 )
@@ -207,7 +208,7 @@ def outer_backward(
             home.own[:, : plan.held(outer).num_rows].zero_()
         gathering.close()
         into = home_again.room(outer)
-        kernels.add_homes(into[0], into[1], home.own, home.receive(), call.returning(device, nodes, outer))
+        kernels.add_homes(into[0], into[1], home.own, home.receive()[0], call.returning(device, nodes, outer))
         home.close()
         home_again.cross(outer)
     home_again.land()

@@ -6,7 +6,7 @@ Made here from masks and shards in plain Python, so that neither the schedule of
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
 
@@ -18,6 +18,7 @@ from ringattn.reference import dense_attention, visible_pairs
 from tests.kernel_conformance import Runs, make_side, positions_of
 
 NAN = math.nan
+TERMS = ("dalibi", "dkey_bias")  # gradients in fp32 at least
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,7 @@ class Scene:
         softcap: As in Score.
         alibi: With slopes.
         sinks: With sinks.
+        key_bias: With a bias per key, which is -inf for some.
         dtype: Of q, k, v and do.
         seed: Of the inputs.
     """
@@ -53,6 +55,7 @@ class Scene:
     softcap: float = 0.0
     alibi: bool = False
     sinks: bool = False
+    key_bias: bool = False
     dtype: torch.dtype = torch.bfloat16
     seed: int = 0
 
@@ -92,6 +95,7 @@ class Whole:
     do: Tensor
     slopes: Tensor | None
     sinks: Tensor | None
+    key_bias: Tensor | None  # b n
     lse: Tensor
     delta: Tensor
     exact: dict[str, Tensor]
@@ -116,22 +120,29 @@ def make_whole(scene: Scene, device: torch.device | str = "cpu") -> Whole:
     q, k, v, do = draw(b, n, h, d), draw(b, n, hk, d), draw(b, n, hk, dv), draw(b, n, h, dv)
     slopes = torch.rand(h, generator=generator).to(device) * 0.2 if scene.alibi else None
     sinks = torch.randn(h, generator=generator).to(device) if scene.sinks else None
+    key_bias = None
+    if scene.key_bias:
+        key_bias = torch.randn(b, n, generator=generator)
+        key_bias[-1, n // 5 : n // 4] = -math.inf
+        key_bias = key_bias.to(device)
     visible = visible_pairs(n, **scene.mask).to(device).expand(b, -1, -1)
 
     def gradients(dtype: torch.dtype) -> dict[str, Tensor]:
         leaves = {"dq": q, "dk": k, "dv": v}
         if slopes is not None:
             leaves["dalibi"] = slopes.view(1, -1, 1).expand(b, -1, n)
+        if key_bias is not None:
+            leaves["dkey_bias"] = key_bias
         wide = torch.float64 if dtype == torch.float64 else torch.float32
         of = {
-            name: x.detach().to(wide if name == "dalibi" else dtype, copy=True).contiguous().requires_grad_()
+            name: x.detach().to(wide if name in TERMS else dtype, copy=True).contiguous().requires_grad_()
             for name, x in leaves.items()
         }
         positions = torch.arange(n, device=device)
         o, lse = dense_attention(
             of["dq"], of["dk"], of["dv"], visible, q_positions=positions, k_positions=positions,
             softmax_scale=d**-0.5, softcap=scene.softcap, sinks=None if sinks is None else sinks.to(wide),
-            alibi_slopes=of.get("dalibi"),
+            alibi_slopes=of.get("dalibi"), key_bias=of.get("dkey_bias"),
         )  # fmt: skip
         o.backward(do.to(o.dtype))
         found = {name: torch.zeros_like(x) if x.grad is None else x.grad.to(dtype) for name, x in of.items()}
@@ -139,7 +150,8 @@ def make_whole(scene: Scene, device: torch.device | str = "cpu") -> Whole:
 
     exact, low = gradients(torch.float64), gradients(scene.dtype)
     delta = (exact["o"] * do.double()).sum(-1).transpose(1, 2).float().contiguous()
-    return Whole(scene, visible, q, k, v, do, slopes, sinks, exact["lse"].float().contiguous(), delta, exact, low)
+    lse = exact["lse"].float().contiguous()
+    return Whole(scene, visible, q, k, v, do, slopes, sinks, key_bias, lse, delta, exact, low)
 
 
 @dataclass
@@ -161,6 +173,9 @@ class Visit:
     regions: list[Tensor]  # one per source
     homes: Tensor
     home_rows: int
+    table: Tensor | None  # the bias of keys, near's and far's
+    bias_regions: list[Tensor]
+    bias_homes: Tensor | None
     waiting: list[tuple[int, int]]  # (group, source) still to come
 
     @property
@@ -182,7 +197,8 @@ class Visit:
         at = self.places
         whole = self.whole
         lse, delta = whole.lse[:, :, at].contiguous(), whole.delta[:, :, at].contiguous()
-        return whole.do[:, at], whole.q[:, at], self.near, self.far, lse, delta, self.rows, self.keys, whole.score
+        score = replace(whole.score, key_bias=self.table)
+        return whole.do[:, at], whole.q[:, at], self.near, self.far, lse, delta, self.rows, self.keys, score
 
     def bring(self, group: int, source: int) -> None:
         """Puts the rows of a source for one group of heads into far."""
@@ -192,6 +208,8 @@ class Visit:
         at = slice(first, first + len(self.source_places[source]))
         for far, all_rows in zip(self.far, (whole.k, whole.v), strict=True):
             far[:, at, heads] = all_rows[:, self.source_places[source], heads]
+        if self.table is not None and whole.key_bias is not None and group == 0:
+            self.table[:, self.keys.near_rows :][:, at] = whole.key_bias[:, self.source_places[source]]
 
     def arrive(self) -> bool:
         """The next rows come and their flag rises; False: all are there."""
@@ -275,17 +293,24 @@ def make_visit(whole: Whole, rank: int, device: torch.device | str = "cpu", ever
     home_rows = max(sum(length for _, _, length in shard) for shard in scene.shards) + 3
     regions = [torch.full((b, home_rows, hk, d + dv), NAN, device=device) for _ in keys.sides]
     homes = torch.tensor([x.data_ptr() for x in regions], dtype=torch.int64, device=device)
+    table, bias_homes, bias_regions = None, None, []
+    if whole.key_bias is not None:
+        table = torch.full((b, keys.near_rows + keys.far_rows), NAN, device=device)
+        table[:, : keys.near_rows] = whole.key_bias[:, places]
+        bias_regions = [torch.full((b, hk, home_rows), NAN, device=device) for _ in keys.sides]
+        bias_homes = torch.tensor([x.data_ptr() for x in bias_regions], dtype=torch.int64, device=device)
     waiting = [(g, s) for g in range(scene.groups) for s in range(1, len(keys.sides))]
     return Visit(
         whole, rank, places, sources.rows, keys, sources.places, sources.owners,
         (whole.k[:, places], whole.v[:, places]), (far[..., :d], far[..., d:]), far,
         torch.zeros(scene.groups, len(scene.shards), dtype=torch.int32, device=device),
-        torch.zeros(1, dtype=torch.int32, device=device), regions, homes, home_rows, waiting,
+        torch.zeros(1, dtype=torch.int32, device=device), regions, homes, home_rows, table, bias_regions, bias_homes,
+        waiting,
     )  # fmt: skip
 
 
-def contributions(visits: list[Visit], rank: int) -> tuple[Tensor, list[Tensor], Tensor]:
-    """What `add_homes` is given on a rank: own, parts in ring order, rows."""
+def contributions(visits: list[Visit], rank: int, *, biases: bool = False) -> tuple[Tensor, list[Tensor], Tensor]:
+    """What `add_homes`, or `add_bias_homes`, is given on a rank: own, parts in ring order, rows."""
     (mine,) = (visit for visit in visits if visit.rank == rank)
     world = len(mine.whole.scene.shards)
     parts, table = [], []
@@ -294,7 +319,7 @@ def contributions(visits: list[Visit], rank: int) -> tuple[Tensor, list[Tensor],
         if rank in visitor.owners:
             source = visitor.owners.index(rank)
             row_of = {place: x for x, place in enumerate(visitor.source_places[source])}
-            parts.append(visitor.regions[source])
+            parts.append((visitor.bias_regions if biases else visitor.regions)[source])
             table.append([row_of.get(place, -1) for place in mine.places])
     rows = torch.tensor(table, dtype=torch.int32, device=mine.homes.device).view(len(parts), len(mine.places))
-    return mine.regions[0], parts, rows
+    return (mine.bias_regions if biases else mine.regions)[0], parts, rows

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import math
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from ringattn.kernels import eager
+from ringattn.kernels import eager, homes
 from ringattn.kernels.contract import Arrivals, Carry, Gathered, Grads, Score, Side
 
 
 def gathers(head_dim: int, v_head_dim: int, score: Score) -> bool:
-    return score.key_bias is None and score.bias is None
+    return score.bias is None
 
 
 def forward_gathered(
@@ -36,7 +37,8 @@ def forward_gathered(
     for number, side in enumerate(keys.sides):
         k, v = _source(near, far, side, number)
         first, last = number == 0, number == len(keys.sides) - 1
-        eager.forward(q, k, v, rows, _at_zero(side), score, carry=carry, first=first, last=last, o=o, lse=lse)
+        here = _score(score, keys, side, number)
+        eager.forward(q, k, v, rows, _at_zero(side), here, carry=carry, first=first, last=last, o=o, lse=lse)
 
 
 def backward_gathered(
@@ -55,6 +57,7 @@ def backward_gathered(
     *,
     dq: Tensor,
     dalibi: Tensor | None,
+    bias_homes: Tensor | None,
     deterministic: bool,
     spare: int = 0,
 ) -> None:
@@ -69,13 +72,33 @@ def backward_gathered(
             dq=total,
             dk=torch.empty_like(k, dtype=lse.dtype),
             dv=torch.empty_like(v, dtype=lse.dtype),
+            dkey_bias=None if bias_homes is None else torch.empty(b, t, dtype=lse.dtype),
             dalibi=dalibi,
             accumulate_rows=number > 0,
             deterministic=deterministic,
         )
-        eager.backward(do, q, k, v, lse, delta, rows, _at_zero(side), score, grads)
+        here = _score(score, keys, side, number)
+        eager.backward(do, q, k, v, lse, delta, rows, _at_zero(side), here, grads)
         home.copy_(torch.cat((grads.dk, grads.dv), -1))
+        if bias_homes is not None and grads.dkey_bias is not None:
+            # what all heads say stands with the first, and the others say nothing more
+            region = _region(int(bias_homes[number]), (b, hk, home_rows))[..., :t]
+            region.zero_()
+            region[:, 0] = grads.dkey_bias
     dq.copy_(total)
+
+
+def add_bias_homes(dkey_bias: Tensor, own: Tensor, parts: Sequence[Tensor], rows: Tensor) -> None:
+    homes.add_bias_homes(dkey_bias, own, parts, rows)
+
+
+def _score(score: Score, keys: Gathered, side: Side, number: int) -> Score:
+    """With the bias of one source."""
+    if score.key_bias is None:
+        return score
+    assert score.key_bias.shape[1] == keys.near_rows + keys.far_rows
+    first = side.run_list[0][0] + (keys.near_rows if number else 0)
+    return dataclasses.replace(score, key_bias=score.key_bias[:, first : first + side.positions.shape[0]])
 
 
 def add_homes(dk: Tensor, dv: Tensor, own: Tensor, parts: Sequence[Tensor], rows: Tensor) -> None:

@@ -65,6 +65,7 @@ class Shape:
     collections: tuple[Collection, ...]
     lengths: tuple[int, ...]
     dtype: torch.dtype
+    biased: bool = False
 
     @property
     def rows(self) -> int:
@@ -91,6 +92,7 @@ def shapes(draw: st.DrawFn, ranks: int) -> Shape:
         collections=tuple(collect(plan, rank, 4) for rank in range(ranks)),
         lengths=tuple(shard_len(shard) for shard in shards),
         dtype=draw(st.sampled_from([torch.float32, torch.bfloat16])),
+        biased=draw(st.booleans()),
     )
 
 
@@ -99,6 +101,12 @@ def keys_of(shape: Shape, rank: int, salt: int) -> tuple[Tensor, Tensor]:
     g = torch.Generator().manual_seed(1000 * salt + rank)
     whole = torch.randn(shape.batch, shape.lengths[rank], shape.heads, sum(shape.dims) + 1, generator=g).to(shape.dtype)
     return whole[..., : shape.dims[0]], whole[..., shape.dims[0] : -1]
+
+
+def bias_of(shape: Shape, rank: int, salt: int) -> Tensor:
+    """The bias of a rank's keys, likewise."""
+    g = torch.Generator().manual_seed(1000 * salt + rank + 500)
+    return torch.randn(2, shape.lengths[rank], generator=g)[-1:].expand(shape.batch, -1)
 
 
 def picked(x: Tensor, rows: tuple[tuple[int, int], ...]) -> Tensor:
@@ -113,10 +121,19 @@ def run_kernel(
     keys: Callable[[int], tuple[Tensor, Tensor]],
     *,
     spoil: bool = True,
+    biases: Callable[[int], Tensor] | None = None,
 ) -> None:
     """Waits for each flag as a kernel does, and compares what came with what the owner has; then spoils it."""
     collection, streams = shape.collections[rank], ranks.streams[rank]
     far, arrivals = gathering.far, gathering.arrivals
+    if biases is not None:
+        table, near = gathering.key_bias, shape.lengths[rank]
+        assert table.shape == (shape.batch, near + collection.far_rows)
+
+        def look_near() -> None:
+            assert torch.equal(table[:, :near], biases(rank))
+
+        streams.call(look_near)
     if arrivals is None:
         assert not collection.fetches
         return
@@ -133,6 +150,12 @@ def run_kernel(
                 found = far[:, fetch.at : end, heads]
                 expected = picked(torch.cat(keys(fetch.owner), -1), fetch.rows)[:, :, heads]
                 assert torch.equal(found, expected), f"rank {rank} step {fetch.step} group {g}"
+                if biases is not None:
+                    begin = shape.lengths[rank] + fetch.at
+                    there = gathering.key_bias[:, begin : begin + end - fetch.at]
+                    assert torch.equal(there, picked(biases(fetch.owner), fetch.rows)), f"bias of step {fetch.step}"
+                    if spoil and last:
+                        there.fill_(NAN)
                 if spoil:
                     found.fill_(NAN)
                 if last:
@@ -147,16 +170,18 @@ def run_kernel(
 
 def gather(ranks: Ranks, shape: Shape, salt: int) -> None:
     keys = [keys_of(shape, rank, salt) for rank in range(ranks.world.ranks)]
+    biases = [bias_of(shape, rank, salt) for rank in range(ranks.world.ranks)]
 
     def one(rank: int) -> None:
         k, v = (x.clone() for x in keys[rank])
-        found = ranks.ends[rank].gather(k, v, shape.collections[rank], shape.groups, f"gather {salt}")
-        run_kernel(ranks, rank, shape, found, keys.__getitem__)
+        bias = biases[rank].clone() if shape.biased else None
+        found = ranks.ends[rank].gather(k, v, shape.collections[rank], shape.groups, f"gather {salt}", key_bias=bias)
+        run_kernel(ranks, rank, shape, found, keys.__getitem__, biases=biases.__getitem__ if shape.biased else None)
         found.close()
 
         def forget() -> None:
-            k.fill_(NAN)
-            v.fill_(NAN)
+            for x in (k, v, *(() if bias is None else (bias,))):
+                x.fill_(NAN)
 
         ranks.streams[rank].call(forget)
 
@@ -184,33 +209,48 @@ def send_home(
     """
     width = sum(shape.dims)
     streams, end, collection = ranks.streams[rank], ranks.ends[rank], shape.collections[rank]
-    coming = end.homecoming((shape.batch, shape.heads, width), collection, torch.device("cpu"), f"home {salt}")
+    size, place = (shape.batch, shape.heads, width), torch.device("cpu")
+    coming = end.homecoming(size, collection, place, f"home {salt}", biased=shape.biased)
     assert coming.rows == shape.rows
+    assert (coming.own_bias is not None) == shape.biased
     assert coming.addresses[0] == coming.own.data_ptr()
     if first is not None:
         streams.call(first)
     run_kernel(ranks, rank, shape, found, keys)
-    for address, fetch in zip(coming.addresses[1:].tolist(), collection.fetches, strict=True):
+    bias_addresses = [0 for _ in coming.addresses] if coming.bias_addresses is None else coming.bias_addresses.tolist()
+    for address, of_bias, fetch in zip(
+        coming.addresses[1:].tolist(), bias_addresses[1:], collection.fetches, strict=True
+    ):
         rows = sum(length for _, length in fetch.rows)
         region = torch.zeros(shape.batch, coming.rows, shape.heads, width)
 
-        def send(region=region, address=address, fetch=fetch, rows=rows) -> None:
-            region[:, :rows] = contribution(shape, rank, fetch.step, rows, salt)
+        def send(region=region, address=address, of_bias=of_bias, fetch=fetch, rows=rows) -> None:
+            sums = contribution(shape, rank, fetch.step, rows, salt)
+            region[:, :rows] = sums
             size = rows * shape.heads * width * 4
             for b in range(shape.batch):
                 ctypes.memmove(address + b * region[0].numel() * 4, region[b].data_ptr(), size)
+            if shape.biased:
+                lines = sums[..., 0].transpose(1, 2).reshape(-1, rows).contiguous()
+                for i, line in enumerate(lines):
+                    ctypes.memmove(of_bias + i * coming.rows * 4, line.data_ptr(), rows * 4)
 
         streams.call(send)
     close = getattr(found, "close", None)
     if close is not None:
         close()
-    regions = coming.receive()
+    regions, biases = coming.receive()
+    assert len(biases) == len(regions) * shape.biased
 
     def add() -> None:
-        for region, reader in zip(regions, collection.readers, strict=True):
+        for i, (region, reader) in enumerate(zip(regions, collection.readers, strict=True)):
             rows = sum(length for _, length in reader.rows)
-            assert torch.equal(region[:, :rows], contribution(shape, reader.peer, reader.step, rows, salt))
+            sums = contribution(shape, reader.peer, reader.step, rows, salt)
+            assert torch.equal(region[:, :rows], sums)
             region.fill_(NAN)
+            if shape.biased:
+                assert torch.equal(biases[i][..., :rows], sums[..., 0].transpose(1, 2))
+                biases[i].fill_(NAN)
             ranks.done()
 
     streams.call(add)
@@ -458,6 +498,7 @@ def test_a_captured_call_is_replayed_any_number_of_times_between_others(
     gather(ranks, other, 1)
     come_home(ranks, shape, 2)
     inputs = [keys_of(shape, rank, 0) for rank in range(world_size)]
+    biases = [bias_of(shape, rank, 0).clone() for rank in range(world_size)]
     now = [0] * world_size
     recordings: dict[int, Recording] = {}
     width = sum(shape.dims)
@@ -465,9 +506,12 @@ def test_a_captured_call_is_replayed_any_number_of_times_between_others(
     def capture(rank: int) -> None:
         streams, end, collection = ranks.streams[rank], ranks.ends[rank], shape.collections[rank]
         streams.recording = recordings[rank] = Recording()
-        found = end.gather(*inputs[rank], collection, shape.groups, "captured")
-        coming = end.homecoming((shape.batch, shape.heads, width), collection, torch.device("cpu"), "captured")
-        run_kernel(ranks, rank, shape, found, lambda owner: keys_of(shape, owner, now[rank]))
+        bias = biases[rank] if shape.biased else None
+        found = end.gather(*inputs[rank], collection, shape.groups, "captured", key_bias=bias)
+        size, place = (shape.batch, shape.heads, width), torch.device("cpu")
+        coming = end.homecoming(size, collection, place, "captured", biased=shape.biased)
+        expected = (lambda owner: bias_of(shape, owner, now[rank])) if shape.biased else None
+        run_kernel(ranks, rank, shape, found, lambda owner: keys_of(shape, owner, now[rank]), biases=expected)
         for address, fetch in zip(coming.addresses[1:].tolist(), collection.fetches, strict=True):
             mark = torch.zeros(1)
 
@@ -477,7 +521,7 @@ def test_a_captured_call_is_replayed_any_number_of_times_between_others(
 
             streams.call(send)
         found.close()
-        regions = coming.receive()
+        regions, _ = coming.receive()
 
         def add() -> None:
             for region, reader in zip(regions, collection.readers, strict=True):
@@ -498,6 +542,7 @@ def test_a_captured_call_is_replayed_any_number_of_times_between_others(
                 now[rank] = salt
                 for x, y in zip(inputs[rank], keys_of(shape, rank, salt), strict=True):
                     x.copy_(y)
+                biases[rank].copy_(bias_of(shape, rank, salt))
 
             ranks.streams[rank].call(refresh)
             ranks.streams[rank].replay(recordings[rank])
@@ -657,7 +702,7 @@ def test_survivors_of_a_lost_rank_end_in_nan_and_refuse_further_calls(
             streams.call(send)
         found.close()
         if coming is not None:
-            regions = coming.receive()
+            regions, _ = coming.receive()
 
             def add() -> None:
                 parts = [float(coming.own.flatten()[0]), *(float(region.flatten()[0]) for region in regions)]
@@ -750,7 +795,7 @@ def test_no_number_leaves_a_failed_ring_from_kept_rows(world_size: int, seed: in
         streams.call(lambda: coming.own.fill_(found[0]))
         for address in coming.addresses[1:].tolist():
             streams.call(lambda address=address: send(address))
-        regions = coming.receive()
+        regions, _ = coming.receive()
 
         def add() -> None:
             parts = [float(coming.own.flatten()[0]), *(float(region.flatten()[0]) for region in regions)]

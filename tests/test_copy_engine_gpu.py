@@ -135,7 +135,7 @@ def _homes(rank: int, world_size: int) -> None:
         size = ROWS * HEADS * 2 * DIM
         for source in range(1 + len(collection.fetches)):
             kernel[(triton.cdiv(size, 4096),)](coming.addresses, source, float(10 * salt + rank), size, BLOCK=4096)
-        parts = coming.receive()
+        parts, _ = coming.receive()
         for part, reader in zip(parts, collection.readers, strict=True):
             assert bool((part == 10 * salt + reader.peer).all())
         assert bool((coming.own == 10 * salt + rank).all())

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -42,7 +44,7 @@ def gathering(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
         return call
 
-    for name in ("gathers", "forward_gathered", "backward_gathered", "add_homes"):
+    for name in ("gathers", "forward_gathered", "backward_gathered", "add_homes", "add_bias_homes"):
         monkeypatch.setattr(eager, name, noted(name), raising=False)
     return asked
 
@@ -51,6 +53,14 @@ def draw(n: int, heads: int, kv_heads: int, dtype: torch.dtype = torch.float32) 
     generator = torch.Generator().manual_seed(n * heads)
     shapes = [(2, n, heads, 16), (2, n, kv_heads, 16), (2, n, kv_heads, 8), (2, n, heads, 8)]
     return [torch.randn(shape, generator=generator, dtype=dtype) for shape in shapes]
+
+
+def draw_bias(n: int) -> Tensor:
+    """Numbers, and some keys that nobody sees."""
+    generator = torch.Generator().manual_seed(n)
+    bias = torch.randn(2, n, generator=generator)
+    bias[1, n // 3 : n // 2] = -torch.inf
+    return bias
 
 
 @pytest.mark.parametrize("layout", ["zigzag", "contiguous", "striped", "balanced"])
@@ -71,16 +81,35 @@ def test_one_launch_gives_what_the_visits_give(gathering, case, layout, world_si
         torch.testing.assert_close(gathered.grads[name], staged.grads[name], rtol=1e-5, atol=1e-5)
 
 
-def test_one_launch_gives_the_definition(gathering):
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_a_bias_of_keys_comes_with_them_and_its_gradient_goes_home(gathering, case, world_size):
+    q, k, v, do = draw(61, 4, 2)
+    options = {"do": do, "key_bias": draw_bias(61), **CASES[case]}
+    gathered = simulate_ring(q, k, v, world_size, memory_budget=PLENTY, **options)
+    assert gathering.count("forward_gathered") == gathering.count("add_bias_homes") == world_size
+    staged = simulate_ring(q, k, v, world_size, **options)
+    assert gathering.count("forward_gathered") == world_size
+    assert gathered.grads is not None
+    assert staged.grads is not None
+    torch.testing.assert_close(gathered.o, staged.o, rtol=0, atol=0)
+    torch.testing.assert_close(gathered.lse, staged.lse, rtol=0, atol=0)
+    for name in ("q", "k", "v", "key_bias"):
+        torch.testing.assert_close(gathered.grads[name], staged.grads[name], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("biased", [False, True], ids=["plain", "key bias"])
+def test_one_launch_gives_the_definition(gathering, biased):
     q, k, v, do = draw(45, 4, 2)
-    found = simulate_ring(q, k, v, 3, causal=True, memory_budget=PLENTY, do=do)
-    leaves = [x.double().requires_grad_() for x in (q, k, v)]
-    o = attention_reference(*leaves, causal=True)
-    expected = torch.autograd.grad(o, leaves, do.double())
+    given: dict[str, Any] = {"q": q, "k": k, "v": v} | ({"key_bias": draw_bias(45)} if biased else {})
+    found = simulate_ring(**given, world_size=3, causal=True, memory_budget=PLENTY, do=do)
+    leaves: dict[str, Any] = {name: x.double().requires_grad_() for name, x in given.items()}
+    o = attention_reference(**leaves, causal=True)
+    expected = torch.autograd.grad(o, list(leaves.values()), do.double())
     assert "backward_gathered" in gathering
     assert found.grads is not None
     torch.testing.assert_close(found.o.double(), o, rtol=1e-5, atol=1e-5)
-    for name, grad in zip("qkv", expected, strict=True):
+    for name, grad in zip(leaves, expected, strict=True):
         torch.testing.assert_close(found.grads[name].double(), grad, rtol=1e-4, atol=1e-5)
 
 
@@ -89,10 +118,9 @@ def test_one_launch_gives_the_definition(gathering):
     [
         {"memory_budget": 0},
         {"memory_budget": 1000},
-        {"key_bias": torch.zeros(2, 61)},
         {"bias": torch.zeros(1, 1, 61, 61)},
     ],
-    ids=["no budget", "too small a budget", "key bias", "bias"],
+    ids=["no budget", "too small a budget", "bias"],
 )
 def test_what_one_launch_cannot_serve_goes_visit_by_visit(gathering, options):
     q, k, v, do = draw(61, 4, 2)

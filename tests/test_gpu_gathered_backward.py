@@ -26,6 +26,13 @@ SCENES = (
     Scene("documents", shards_of("scattered", 1900, 3), {"causal": True, "documents": (0, 3, 700, 701, 1900)}, heads=4),
     Scene("slopes", shards_of("zigzag", 1500, 2), CAUSAL, heads=4, alibi=True, softcap=4.0),
     Scene("narrow", shards_of("zigzag", 1500, 2), CAUSAL, heads=4, kv_heads=2, head_dim=96, v_head_dim=72),
+    Scene("key_bias", shards_of("zigzag", 1500, 3), CAUSAL, heads=4, kv_heads=2, key_bias=True),
+    Scene("key_bias_pair", shards_of("zigzag", 1500, 2), CAUSAL, heads=4, kv_heads=2, key_bias=True, head_dim=128),
+    Scene("wide", shards_of("zigzag", 2100, 3), CAUSAL, heads=4, kv_heads=2, head_dim=256),
+    Scene(
+        "wide_window", shards_of("contiguous", 2100, 3), {"window": (200, 30)}, heads=4, head_dim=192, v_head_dim=128
+    ),
+    Scene("wide_terms", shards_of("zigzag", 1100, 2), CAUSAL, alibi=True, softcap=4.0, key_bias=True, head_dim=256),
 )
 pytestmark = pytest.mark.gpu
 backward_gathered: Any = hopper.backward_gathered
@@ -40,6 +47,7 @@ def launch(visit: Visit, deterministic: bool) -> tuple[Tensor, Tensor | None]:
         visit.home_rows,
         dq=dq,
         dalibi=dalibi,
+        bias_homes=visit.bias_homes,
         deterministic=deterministic,
     )
     return dq, dalibi
@@ -53,13 +61,19 @@ def run_with_late_keys(visit: Visit, deterministic: bool) -> tuple[Tensor, Tenso
     for source, places in enumerate(visit.source_places[1:], 1):
         rows = torch.cat((whole.k[0, places], whole.v[0, places]), -1).cpu().pin_memory()
         first = visit.keys.sides[source].run_list[0][0]
-        sent.append((visit.buffer[0, first : first + len(places)], rows, visit.flags[0, visit.keys.steps[source]]))
+        copies = [(visit.buffer[0, first : first + len(places)], rows)]
+        if visit.table is not None and whole.key_bias is not None:
+            near = visit.keys.near_rows
+            there = visit.table[0, near + first : near + first + len(places)]
+            copies.append((there, whole.key_bias[0, places].cpu().pin_memory()))
+        sent.append((copies, visit.flags[0, visit.keys.steps[source]]))
     torch.cuda.synchronize()
     results = launch(visit, deterministic)
     with torch.cuda.stream(side_stream):
-        for target, rows, flag in sent:
+        for copies, flag in sent:
             time.sleep(0.01)
-            target.copy_(rows, non_blocking=True)
+            for target, rows in copies:
+                target.copy_(rows, non_blocking=True)
             flag.copy_(one[0], non_blocking=True)
     torch.cuda.synchronize()
     return results
@@ -93,6 +107,11 @@ def test_gradients_of_late_keys_come_home_and_stay_within_budget(scene: Scene, d
         assert torch.equal(dk, plain[0])
         assert torch.equal(dv, plain[1])
         found["dk"][:, visit.places], found["dv"][:, visit.places] = dk, dv
+        if scene.key_bias:
+            own = contributions(visits, visit.rank, biases=True)
+            dkey_bias = torch.full((1, len(visit.places)), float("nan"), device="cuda")
+            hopper.add_bias_homes(dkey_bias, *own)
+            found["dkey_bias"][:, visit.places] = dkey_bias.to(scene.dtype)
     for name, x in found.items():
         assert_within_budget(x, whole.exact[name], whole.low[name], f"{scene}: {name}", scene.dtype)
 

@@ -27,6 +27,10 @@ CASES = [
     Gathering("packed", **{**SIZES, "seq_len": 100, "heads": 32}),
     Gathering("hd64", **{**SIZES, "head_dim": 64}),
     Gathering("scores", options={"softcap": 5.0, "alibi": True, "sinks": True}, **{**SIZES, "heads": 4}),
+    Gathering("key_bias", options={"key_bias": True}, **{**SIZES, "kv_heads": 8, "groups": 4}),
+    Gathering("every_term", options={"softcap": 5.0, "alibi": True, "key_bias": True}, **{**SIZES, "head_dim": 64}),
+    Gathering("wide", **{**SIZES, "head_dim": 256, "seq_len": 3000}),
+    Gathering("wide_key_bias", options={"key_bias": True}, **{**SIZES, "head_dim": 192, "v_head_dim": 128}),
     Gathering("split", layout="contiguous", mask={}, **{**SIZES, "heads": 2, "dtype": torch.float16}),
 ]
 SECOND = 10**9  # nanoseconds
@@ -41,14 +45,17 @@ class Launch:
         self.scene = make_scene(case)
         self.call = case.call
         self.far = self.scene.buffer.to(DEVICE)
+        table = self.scene.key_bias
+        self.table = None if table is None else table.to(DEVICE)
         self.scene.finish()
         self.there = self.scene.buffer.pin_memory()
+        self.biases = None if table is None else table.pin_memory()
         self.flags = torch.zeros_like(self.scene.flags, device=DEVICE)
         self.error = torch.zeros(1, dtype=torch.int32, device=DEVICE)
         self.patience = patience
         self.q, *self.near = (x.to(DEVICE) for x in (self.scene.q, *self.scene.near))
         s = self.scene
-        terms = {"sinks": s.score.sinks, "alibi_slopes": s.score.alibi_slopes}
+        terms = {"sinks": s.score.sinks, "alibi_slopes": s.score.alibi_slopes, "key_bias": self.table}
         moved = {name: None if x is None else x.to(DEVICE) for name, x in terms.items()}
         self.score = Score(s.score.softmax_scale, s.score.softcap, **moved)  # type: ignore[arg-type]
 
@@ -78,6 +85,10 @@ class Launch:
                 if group == 0:
                     rows = slice(fetch.at, fetch.at + sum(length for _, length in fetch.rows))
                     self.far[:, rows].copy_(self.there[:, rows], non_blocking=True)
+                    if self.table is not None and self.biases is not None:
+                        near = self.near[0].shape[1]
+                        rows = slice(near + rows.start, near + rows.stop)
+                        self.table[:, rows].copy_(self.biases[:, rows], non_blocking=True)
                 is_last = number == len(places) - 1
                 self.flags[group, fetch.step : fetch.step + 1].copy_(word[is_last:][:1], non_blocking=True)
         self.keep = word

@@ -44,6 +44,26 @@ def assert_added_in_order(add_homes: Callable[..., None], dtype: torch.dtype, pa
         assert torch.equal(dv_out[:, x], total[..., d:].to(dtype))
 
 
+def assert_biases_are_added_in_order(add_bias_homes: Callable[..., None], parts: int) -> None:
+    """Likewise, over heads too."""
+    b, t, hk = 2, 300, 3
+    own, others, rows = contributions(parts, b, t, hk, 1)
+    own, *others = (x[..., 0].transpose(1, 2).contiguous() for x in (own, *others))
+    found = torch.full((b, t), math.nan)
+    add_bias_homes(found, own, others, rows)
+    for x in range(t):
+        total = own[:, 0, x] + own[:, 1, x] + own[:, 2, x]
+        for part, row in zip(others, rows[:, x].tolist(), strict=True):
+            if row >= 0:
+                total = total + (part[:, 0, row] + part[:, 1, row] + part[:, 2, row])
+        assert torch.equal(found[:, x], total)
+
+
+@pytest.mark.parametrize("parts", [0, 1, 3])
+def test_biases_are_added_in_order(parts: int) -> None:
+    assert_biases_are_added_in_order(homes.add_bias_homes, parts)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize(("parts", "d", "dv"), WIDTHS)
 def test_contributions_are_added_in_order(dtype: torch.dtype, parts: int, d: int, dv: int) -> None:
@@ -53,3 +73,4 @@ def test_contributions_are_added_in_order(dtype: torch.dtype, parts: int, d: int
 def test_a_rank_without_keys_has_nothing_to_add() -> None:
     dk = torch.empty(1, 0, 2, 64)
     homes.add_homes(dk, dk.clone(), torch.empty(1, 4, 2, 128), [], torch.empty(0, 0, dtype=torch.int32))
+    homes.add_bias_homes(torch.empty(1, 0), torch.empty(1, 2, 4), [], torch.empty(0, 0, dtype=torch.int32))

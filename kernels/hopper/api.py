@@ -23,7 +23,7 @@ from ringattn.kernels.hopper.backward_launch import (
 )
 from ringattn.kernels.hopper.forward_launch import can_gather, launch_forward, launch_forward_gathered
 from ringattn.kernels.hopper.rows_launch import launch_rows, launch_rows_gathered
-from ringattn.kernels.hopper.wide_launch import launch_wide
+from ringattn.kernels.hopper.wide_launch import launch_wide, launch_wide_gathered
 from ringattn.kernels.portable.launch import launch_delta
 
 
@@ -115,21 +115,31 @@ def backward_gathered(
     *,
     dq: Tensor,
     dalibi: Tensor | None,
+    bias_homes: Tensor | None,
     deterministic: bool,
     spare: int = 0,
 ) -> None:
-    """Dq of this rank's queries, and every source's dk and dv sent home (`GatheringKernelSet.backward_gathered`).
+    """Dq of this rank's queries, and every source's dk, dv and dkey_bias sent home (`GatheringKernelSet.backward_gathered`).
 
     Regions of homes begin at multiples of 16 bytes. Where sums are made in a fixed order, the kernel by keys waits for what
     arrives and dq is made by the kernel by rows behind it.
     """
-    away = Away(far, arrivals, homes, home_rows)
-    pair = deterministic or prefers_pair(q, near[1], score, wants_terms=dalibi is not None)
+    away = Away(far, arrivals, homes, home_rows, bias_homes)
+    if max(q.shape[-1], near[1].shape[-1]) > MAX_HEAD_DIM:
+        launch_wide_gathered(do, q, near, lse, delta, rows, keys, score, away, dq=dq, dalibi=dalibi, spare=spare)
+        return
+    wants_terms = dalibi is not None or bias_homes is not None
+    pair = deterministic or prefers_pair(q, near[1], score, wants_terms=wants_terms)
     args = (do, q, near, lse, delta, rows, keys, score, away)
     launch_gathered(*args, dq=dq, dalibi=dalibi, want_rows=not pair, spare=spare)
     if pair:
         error = None if arrivals is None else arrivals.error
         launch_rows_gathered(do, q, near, far, lse, delta, rows, keys, score, error, dq=dq, dalibi=dalibi, spare=spare)
+
+
+def add_bias_homes(dkey_bias: Tensor, own: Tensor, parts: Sequence[Tensor], rows: Tensor) -> None:
+    """Dkey_bias of this rank's keys (`GatheringKernelSet.add_bias_homes`)."""
+    (homes_triton if dkey_bias.is_cuda else plain_homes).add_bias_homes(dkey_bias, own, parts, rows)
 
 
 def add_homes(dk: Tensor, dv: Tensor, own: Tensor, parts: Sequence[Tensor], rows: Tensor) -> None:

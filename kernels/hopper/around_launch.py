@@ -6,10 +6,12 @@ Owns what the fused backward and the wide one have in common. Refuses to know th
 from __future__ import annotations
 
 import functools
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from ringattn.kernels.contract import Arrivals
 from ringattn.kernels.hopper import around
 from ringattn.kernels.hopper.arguments import pair
 from ringattn.kernels.hopper.plan import WorkPlan
@@ -18,6 +20,25 @@ from ringattn.kernels.record_triton import Tape
 ROWS = 32  # of a program
 
 Strides = tuple[int, int, int]
+
+
+@dataclass(frozen=True)
+class Away:
+    """What a gathered visit has beside the keys of this rank (Note [Gathered visit] of the contract).
+
+    Attributes:
+        far: k and v of the other owners.
+        arrivals: None when all of far is there.
+        homes: Addresses of the regions of dk and dv.
+        home_rows: Rows of a region.
+        bias_homes: Addresses of the regions of dkey_bias; None: it is not wanted.
+    """
+
+    far: tuple[Tensor, Tensor]
+    arrivals: Arrivals | None
+    homes: Tensor
+    home_rows: int
+    bias_homes: Tensor | None = None
 
 
 def prepare(
@@ -127,6 +148,34 @@ class KeyBias:
             args = (self.per_head, None, None, None, *per_head, 0, 0, 0, heads, rows)
             _finish_keys(self._tape, self._plan, self._parts, args, self._tile, (1, 0), (1, 0), add=False)
         self._tape.call(_add_heads if self._add else _sum_heads, self._out, self.per_head)
+
+
+class BiasHomes:
+    """What a gathered kernel by keys sends home of dkey_bias, likewise.
+
+    Args:
+        tape: Where the launches are said.
+        homes: Addresses of the regions, `b hk home_rows` each.
+        home_rows: Rows of a region.
+        heads: Key heads.
+        plan: Of the kernel.
+        tile: Keys of a tile.
+        other: An fp32 tensor of the launch.
+    """
+
+    def __init__(
+        self, tape: Tape, homes: Tensor, home_rows: int, heads: int, plan: WorkPlan, tile: int, other: Tensor
+    ) -> None:
+        self._tape, self._home_rows, self._heads, self._plan, self._tile = tape, home_rows, heads, plan, tile
+        self.per_head = homes
+        self.parts = tape.room(plan.slots, tile) if plan.slots else other
+
+    def finish(self) -> None:
+        """Adds up the partial results of split tiles where they are at home."""
+        if self._plan.slots:
+            of_home = (self._heads * self._home_rows, 1, self._home_rows)
+            args = (None, None, self._plan.split_tiles, self.per_head, *of_home, 0, 0, 0, self._heads, 0)
+            _finish_keys(self._tape, self._plan, self.parts, args, self._tile, (1, 0), (1, 0), add=False)
 
 
 def clear_homes(tape: Tape, homes: Tensor, home_rows: int, lengths: list[int], batch: int, width: int) -> None:

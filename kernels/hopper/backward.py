@@ -32,7 +32,8 @@ Note [Tiles of several owners]
     In a gathered visit (Note [Gathered visit] of the contract) a tile holds rows of one source: `tiles` says which. Its K
     and V come from near or far, and the end of the source takes the place of the end of the buffer; what lies behind it in
     far are zeros. The producer waits for the flag of a source before the first tile of it that its program takes; flags
-    rise in order, so that one number says what has been seen. dk and dv go to the address of the owner's region.
+    rise in order, so that one number says what has been seen. A bias of keys came before the flag too: consumers read it
+    when K is there. dk and dv go to the address of the owner's region.
 
 Note [Stores to other devices]
     An accumulator gives a thread two neighbouring columns, so that its stores are 32 bytes in each of eight rows: what
@@ -64,6 +65,7 @@ from ringattn.kernels.hopper.pieces import (
     EPOCH,
     arrive,
     entry,
+    home_of,
     keep_pace,
     leave_pace,
     limits,
@@ -72,6 +74,7 @@ from ringattn.kernels.hopper.pieces import (
     pinned,
     reciprocal,
     reduce_add,
+    send_home,
     sync,
     wait_flag,
 )
@@ -428,38 +431,6 @@ def _put(target, stride, value, y, rows, columns_s, WIDTH: gl.constexpr, COLUMNS
 
 
 @gluon.jit
-def _send_home(
-    target, stride, value, y, rows, buffer, FIRST: gl.constexpr, WIDTH: gl.constexpr, COLUMNS: gl.constexpr,
-    CHUNK: gl.constexpr,
-):  # fmt: skip
-    """Writes the rows before `rows` of 64 rows from y on, CHUNK columns at a time; Note [Stores to other devices]."""
-    if COLUMNS > CHUNK:
-        left, right = gl.split(gl.permute(gl.reshape(value, [HALF, 2, COLUMNS // 2]), [0, 2, 1]))
-        _send_home(target, stride, left, y, rows, buffer, FIRST, WIDTH, COLUMNS // 2, CHUNK)
-        _send_home(target, stride, right, y, rows, buffer, FIRST + COLUMNS // 2, WIDTH, COLUMNS // 2, CHUNK)
-    elif FIRST < WIDTH:
-        layout: gl.constexpr = gl.BlockedLayout([1, 4], [128 // CHUNK, CHUNK // 4], [4, 1], [1, 0])
-        if buffer is not None:
-            buffer.store(value)
-            value = buffer.load(layout)
-        else:
-            value = gl.convert_layout(value, layout)
-        r = gl.expand_dims(opaque(gl.arange(0, HALF, gl.SliceLayout(1, layout))), 1)
-        c = gl.expand_dims(FIRST + gl.arange(0, CHUNK, gl.SliceLayout(0, layout)), 0)
-        mask = r < rows - y
-        if WIDTH < FIRST + CHUNK:
-            mask = mask & (c < WIDTH)
-        gl.store((target + gl.cast(y, gl.int64) * stride + r * stride) + c, value, mask=mask)
-
-
-@gluon.jit
-def _home(homes, side, b, h, heads, home_rows, WIDTH: gl.constexpr):
-    """Where the first row of a batch element and head lies in the region of a source."""
-    region = gl.multiple_of(gl.cast(gl.load(homes + side), gl.pointer_type(gl.float32)), [16])
-    return region + (gl.cast(b, gl.int64) * home_rows * heads + h) * WIDTH
-
-
-@gluon.jit
 def _consumer(
     WHICH: gl.constexpr, work, segments, starts, tiles, q_s, do_s, k_s, v_s, lse_s, delta_s, ds_s, dq_s, columns_s,
     kv_full, kv_free, q_full, do_full, dk_out, dv_out, homes, error, parts, dkey_bias_out, dkey_bias_parts, dalibi_out,
@@ -498,9 +469,9 @@ def _consumer(
         dkey_bias = gl.zeros([HALF], gl.float32, rows_l)
         key_bias = None
         if key_bias_ptr is not None:
-            key_bias = (
-                gl.load(key_bias_ptr + gl.cast(b, gl.int64) * key_bias_sb + y_own, mask=exists, other=0.0) * LOG2E
-            )
+            bias_at = key_bias_ptr + gl.cast(b, gl.int64) * key_bias_sb + y_table
+            if tiles is None:
+                key_bias = gl.load(bias_at, mask=exists, other=0.0) * LOG2E
         k_pos = None
         if alibi_slopes is not None:
             k_pos = gl.load(positions + y_table, mask=exists, other=0)
@@ -508,6 +479,9 @@ def _consumer(
         hi = gl.load(hi_ptr + gl.cast(b, gl.int64) * hi_sb + y_table, mask=exists, other=0)
         mbarrier.wait(kv_full.index(0), taken & 1)
         mbarrier.wait(kv_full.index(1), taken & 1)
+        if key_bias_ptr is not None:
+            if tiles is not None:
+                key_bias = gl.load(bias_at, mask=exists, other=0.0) * LOG2E
 
         for g in range(group):
             h = h_kv * group + g
@@ -564,6 +538,7 @@ def _consumer(
             health = gl.where(gl.load(error, volatile=True) == 0, 1.0, float("nan"))
             dk = dk * (softmax_scale * health)
             dv = dv * health
+            dkey_bias = dkey_bias * health
         else:
             dk = dk * softmax_scale
         if slot >= 0:
@@ -577,13 +552,14 @@ def _consumer(
             side = tiles + again * 4
             begin = gl.load(side + 2)
             own_rows = gl.load(side + 3) - begin
-            home = _home(homes, gl.load(side), b, h_kv, heads, home_rows, D_WIDTH + DV_WIDTH)
+            first_row = gl.cast(b, gl.int64) * home_rows * heads + h_kv
+            home = home_of(homes, gl.load(side), first_row, D_WIDTH + DV_WIDTH)
             stride = heads * (D_WIDTH + DV_WIDTH)
             if WANT_DQ:
                 sync(DQ_FREE + WHICH, 160)
             CHUNK: gl.constexpr = COLUMNS if WANT_DQ else 32
-            _send_home(home, stride, dk, y - begin, own_rows, dq_half, 0, D_WIDTH, D, CHUNK)
-            _send_home(home + D_WIDTH, stride, dv, y - begin, own_rows, dq_half, 0, DV_WIDTH, DV, CHUNK)
+            send_home(home, stride, dk, y - begin, own_rows, dq_half, 0, D_WIDTH, D, CHUNK)
+            send_home(home + D_WIDTH, stride, dv, y - begin, own_rows, dq_half, 0, DV_WIDTH, DV, CHUNK)
         else:
             dk_at = dk_out + (gl.cast(b, gl.int64) * dk_sb + gl.cast(h_kv, gl.int64) * dk_sh) * UNIT
             dv_at = dv_out + (gl.cast(b, gl.int64) * dv_sb + gl.cast(h_kv, gl.int64) * dv_sh) * UNIT
@@ -592,6 +568,10 @@ def _consumer(
         if WANT_KEY_BIAS:
             if slot >= 0:
                 gl.store(dkey_bias_parts + slot * TILE + (y_own - row), dkey_bias)
+            elif homes is not None:
+                side = tiles + again * 4
+                line = home_of(dkey_bias_out, gl.load(side), head, home_rows)
+                gl.store(line + (y_own - gl.load(side + 2)), dkey_bias, mask=exists)
             else:
                 gl.store(dkey_bias_out + gl.cast(head, gl.int64) * rows + y_own, dkey_bias, mask=exists)
         taken += 1
@@ -623,8 +603,9 @@ def backward_kernel(
     `padded_queries` numbers: start values (Note [Start values]), or for scores that are not plain lse in log2 units and
     -delta. dq is fp32 and added to, times softmax_scale under SCALE_DQ. dk and dv are written (under ADD: added to) in
     the dtype of their tensors, whose strides are in units of UNIT elements; `parts` takes those of split tiles, `slots
-    128 D` and `slots 128 DV` for each slot, fp32. `dkey_bias_out` is `b hk t`, one sum per key head, and `dkey_bias_parts`
-    `slots 128`. `scale` is softmax_scale * log2(e), or under SOFTCAP softmax_scale / softcap; `cap` is softcap * log2(e).
+    128 D` and `slots 128 DV` for each slot, fp32. `dkey_bias_out` is `b hk t`, one sum per key head (of a gathered visit the
+    addresses of regions `b hk home_rows`), and `dkey_bias_parts` `slots 128`. `scale` is softmax_scale * log2(e), or under
+    SOFTCAP softmax_scale / softcap; `cap` is softcap * log2(e).
 
     Of a gathered visit only (Note [Tiles of several owners]; otherwise None): `tiles` of the plan, `k_far` and `v_far`, and
     `homes`, the addresses of regions of `home_rows` rows, in place of dk_out and dv_out; bounds and positions of far begin

@@ -13,10 +13,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ringattn.kernels.contract import Arrivals, Gathered, Grads, Score, Side
+from ringattn.kernels.contract import Gathered, Grads, Score, Side
 from ringattn.kernels.hopper import backward
 from ringattn.kernels.hopper.arguments import LOG2E, microseconds, pair, per_batch, scale_and_cap
 from ringattn.kernels.hopper.around_launch import (
+    Away,
+    BiasHomes,
     KeyBias,
     add_parts,
     clear_homes,
@@ -47,23 +49,6 @@ TILE = 128  # keys
 MAX_HEAD_DIM = 128
 TINIEST_SCALE = 1e-6  # lse over a smaller softmax_scale may overflow
 HIDDEN = -1.0e30
-
-
-@dataclass(frozen=True)
-class Away:
-    """What a gathered visit has beside the keys of this rank (Note [Gathered visit] of the contract).
-
-    Attributes:
-        far: k and v of the other owners.
-        arrivals: None when all of far is there.
-        homes: Addresses of the regions of dk and dv.
-        home_rows: Rows of a region.
-    """
-
-    far: tuple[Tensor, Tensor]
-    arrivals: Arrivals | None
-    homes: Tensor
-    home_rows: int
 
 
 @dataclass(frozen=True)
@@ -145,12 +130,10 @@ def launch_gathered(
 ) -> None:
     """`GatheringKernelSet.backward_gathered` by one kernel over the keys of all sources.
 
-    dk and dv go home, in a fixed order of sums. dq and dalibi are sums whose order changes from run to run; without
+    dk, dv and dkey_bias go home, in a fixed order of sums. dq and dalibi are sums whose order changes from run to run; without
     `want_rows` they are left as they are.
     """
     _check(q, near[1], score)
-    if score.key_bias is not None:
-        raise NotImplementedError("a gathered visit takes no key_bias; go visit by visit")
     out = _Out(dq, None, None, None, dalibi, accumulate_rows=False, accumulate_keys=False)
     _launch(tape, do, q, *near, lse, delta, rows, keys, score, out, config, away, want_rows=want_rows, spare=spare)
 
@@ -190,6 +173,8 @@ def _launch(
         _write_zeros(tape, out, want_rows=want_rows)
         if away is not None:
             clear_homes(tape, away.homes, away.home_rows, lengths, batch, hk * (d + dv))
+            if away.bias_homes is not None:
+                clear_homes(tape, away.bias_homes, away.home_rows, lengths, batch * hk, 1)
         return
 
     board, epochs = board_of(tape, plan, shape, (d + dv) * q.element_size() + 4 * d * want_rows, q)
@@ -207,6 +192,8 @@ def _launch(
     key_bias = None
     if out.dkey_bias is not None:
         key_bias = KeyBias(tape, out.dkey_bias, hk, plan, TILE, add=out.accumulate_keys)
+    elif away is not None and away.bias_homes is not None:
+        key_bias = BiasHomes(tape, away.bias_homes, away.home_rows, hk, plan, TILE, start_s)
     # the kernel asks at run time whether a tile was split: what it would then write to must be a pointer of its kind
     parts_out = start_s if parts is None else parts
     dalibi = out.dalibi if want_rows else None

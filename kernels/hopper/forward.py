@@ -30,7 +30,9 @@ Note [Gathered keys]
     has not yet known to be there it waits for their flag. Flags rise in the order of their places, and none behind one that
     became negative, so that one that has been seen stands for all before it, in whatever order heads come. A wait in vain is
     the last one of its program; what its consumers write from then on is not a number, because they read the error word at
-    the end of each tile, behind the last copy of the tile and so behind its waits.
+    the end of each tile, behind the last copy of the tile and so behind its waits. A bias of keys comes before the flag of
+    its keys, and is read by consumers once a block of them is in shared memory: behind the producer's wait, which has
+    acquired what the flag stands for.
 """
 
 # pyright: reportGeneralTypeIssues=false, reportArgumentType=false, reportAssignmentType=false, reportCallIssue=false
@@ -46,7 +48,17 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ringattn.kernels.hopper.pieces import EPOCH, arrive, entry, keep_pace, leave_pace, sync, wait_flag
+from ringattn.kernels.hopper.pieces import (
+    EPOCH,
+    arrive,
+    entry,
+    keep_pace,
+    leave_pace,
+    opaque,
+    rows_ahead,
+    sync,
+    wait_flag,
+)
 
 EMPTY_K = gl.constexpr(8)  # the first free named barrier
 LOG2E = gl.constexpr(1.4426950408889634)
@@ -219,8 +231,13 @@ def _hide(s, low, high, key, COLUMNS: gl.constexpr):
 
 
 @gluon.jit
-def _score(s, distance, key, stride, slope, key_bias, keys, scale, cap, SOFTCAP: gl.constexpr, COLUMNS: gl.constexpr):
-    """Scores in log2 units from q . k; `distance`: of each row's position from that of key row 0 of the run's buffer."""
+def _score(
+    s, distance, key, stride, slope, key_bias, ahead, keys, scale, cap, SOFTCAP: gl.constexpr, COLUMNS: gl.constexpr
+):
+    """Scores in log2 units from q . k; `distance`: of each row's position from that of key row 0 of the run's buffer.
+
+    `ahead`: how many numbers of the bias stand before those of the buffer; None: none.
+    """
     if SOFTCAP:
         s = cap - (2.0 * cap) / (1.0 + gl.exp2(s * (2.0 * LOG2E * scale)))
     else:
@@ -231,6 +248,8 @@ def _score(s, distance, key, stride, slope, key_bias, keys, scale, cap, SOFTCAP:
         near = (distance - stride * key).to(gl.float32)
         s -= gl.expand_dims(slope, 1) * gl.abs(gl.expand_dims(near, 1) - gl.expand_dims(y, 0))
     if key_bias is not None:
+        if ahead is not None:
+            key += ahead
         y = key + gl.arange(0, s.shape[1], COLUMNS)
         bias = gl.load(key_bias + y, mask=(y >= 0) & (y < keys), other=0.0)
         s += gl.expand_dims(bias * LOG2E, 0)
@@ -374,7 +393,7 @@ def _consumer(
     o_sb, o_ss, o_sh, acc_sb, acc_ss, acc_sh, lse_sb, lse_sh, m_sb, m_sh, l_sb, l_sh, lo_sb, hi_sb, key_bias_sb = (
         strides
     )
-    heads, rows, keys, scale, cap = sizes
+    heads, rows, keys, near_rows, scale, cap = sizes
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DV, 16])
     p_layout: gl.constexpr = gl.DotOperandLayout(0, o_layout, 2)
@@ -429,12 +448,15 @@ def _consumer(
         distance = None
         position = None
         bias = None
+        ahead = None
         if alibi_slopes is not None:
             slope = gl.load(alibi_slopes + head_of_row) * LOG2E
             position = gl.load(positions + x, mask=exists, other=0)
             distance = position - origin
         if key_bias is not None:
             bias = key_bias + b64 * key_bias_sb
+            if near_rows is not None:
+                ahead = rows_ahead(segments, segment, near_rows)
         if not EARLY:
             s = warpgroup_mma_wait(0, deps=[qk])
             _release(k_empty, stage, EMPTY_K, threads, NAMED)
@@ -442,7 +464,7 @@ def _consumer(
         if HELD:
             q = q.load(gl.DotOperandLayout(0, s_layout, 2))
         if not PLAIN:
-            s = _score(s, distance, key, stride, slope, bias, keys, scale, cap, SOFTCAP, s_columns)
+            s = _score(s, distance, key, stride, slope, bias, ahead, keys, scale, cap, SOFTCAP, s_columns)
         if masked > 0:
             s = _hide(s, low, high, key, s_columns)
         p, m_i, l_i, alpha = _softmax(s, m_i, l_i, scale, PLAIN, True, LAZY)
@@ -456,16 +478,21 @@ def _consumer(
             if left == 0:
                 segment += 1
                 key, left, _begin, _end, origin, stride = _segment(segments, segment)
-                low, high = _limits_in(INDEX, at, segment, True, plan, sides, heads, rows, lo_sb, hi_sb, PACK, s_rows)
+                # widened here: what is made of strides outside of the loop would be spilled beside wide heads
+                of_lo = opaque(gl.to_tensor(lo_sb))
+                of_hi = opaque(gl.to_tensor(hi_sb))
+                low, high = _limits_in(INDEX, at, segment, True, plan, sides, heads, rows, of_lo, of_hi, PACK, s_rows)
                 if alibi_slopes is not None:
                     distance = position - origin
+                if near_rows is not None:
+                    ahead = rows_ahead(segments, segment, near_rows)
             v_stage = stage
             s, product, stage, parity = _products(
                 INDEX, q, k_s, v_s, k_full, k_empty, v_full, stage, parity, p, acc, alpha,
                 STAGES, BLOCK_N, D, DV, s_layout, threads, NAMED, CONSUMERS, TURN, LAZY,
             )  # fmt: skip
             if not PLAIN:
-                s = _score(s, distance, key, stride, slope, bias, keys, scale, cap, SOFTCAP, s_columns)
+                s = _score(s, distance, key, stride, slope, bias, ahead, keys, scale, cap, SOFTCAP, s_columns)
             s = _hide(s, low, high, key, s_columns)
             p, m_i, l_i, alpha = _softmax(s, m_i, l_i, scale, PLAIN, True, LAZY)
             acc = warpgroup_mma_wait(0, deps=[product])
@@ -483,13 +510,15 @@ def _consumer(
                     key, left, _begin, _end, origin, stride = _segment(segments, segment)
                     if alibi_slopes is not None:
                         distance = position - origin
+                    if near_rows is not None:
+                        ahead = rows_ahead(segments, segment, near_rows)
             v_stage = stage
             s, product, stage, parity = _products(
                 INDEX, q, k_s, v_s, k_full, k_empty, v_full, stage, parity, p, acc, alpha,
                 STAGES, BLOCK_N, D, DV, s_layout, threads, NAMED, CONSUMERS, TURN, LAZY,
             )  # fmt: skip
             if not PLAIN:
-                s = _score(s, distance, key, stride, slope, bias, keys, scale, cap, SOFTCAP, s_columns)
+                s = _score(s, distance, key, stride, slope, bias, ahead, keys, scale, cap, SOFTCAP, s_columns)
             p, m_i, l_i, alpha = _softmax(s, m_i, l_i, scale, PLAIN, GUARD, LAZY)
             acc = warpgroup_mma_wait(0, deps=[product])
             _release(v_empty, v_stage, EMPTY_K + STAGES, threads, NAMED)
@@ -609,7 +638,8 @@ def _place(INDEX: gl.constexpr, b, h, row, rows, sb, ss, sh, LAYOUT: gl.constexp
 
 RUNTIME = [
     "o_sb", "o_ss", "o_sh", "acc_sb", "acc_ss", "acc_sh", "lse_sb", "lse_sh", "m_sb", "m_sh", "l_sb", "l_sh", "lo_sb",
-    "hi_sb", "key_bias_sb", "heads", "group", "rows", "keys", "flag_heads", "flag_steps", "patience", "epochs",
+    "hi_sb", "key_bias_sb", "heads", "group", "rows", "keys", "flag_heads", "flag_steps", "patience", "near_rows",
+    "epochs",
 ]  # fmt: skip
 
 
@@ -618,7 +648,7 @@ def forward_kernel(
     q, k, v, o_desc, work, segments, starts, o, lse, carry_m, carry_l, carry_acc, part_m, part_l, part_acc, positions,
     lo_ptr, hi_ptr, sinks, alibi_slopes, key_bias, k_far, v_far, flags, error, board,
     o_sb, o_ss, o_sh, acc_sb, acc_ss, acc_sh, lse_sb, lse_sh, m_sb, m_sh, l_sb, l_sh, lo_sb, hi_sb, key_bias_sb,
-    heads, group, rows, keys, flag_heads, flag_steps, patience, epochs, scale, cap,
+    heads, group, rows, keys, flag_heads, flag_steps, patience, near_rows, epochs, scale, cap,
     CONSUMERS: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, D: gl.constexpr, DV: gl.constexpr,
     DV_WIDTH: gl.constexpr, PACK: gl.constexpr, O_UNIT: gl.constexpr, ACC_UNIT: gl.constexpr, FIRST: gl.constexpr,
     LAST: gl.constexpr, PLAIN: gl.constexpr, SOFTCAP: gl.constexpr, NAMED: gl.constexpr, Q_STAGES: gl.constexpr,
@@ -629,8 +659,9 @@ def forward_kernel(
 
     `scale` is softmax_scale * log2(e), or under SOFTCAP softmax_scale / softcap; `cap` is softcap * log2(e). PLAIN: the
     score is q . k times a positive scale, which is folded into the exponent. Strides of o and carry_acc are counted in
-    O_UNIT and ACC_UNIT elements, which tells the compiler how wide a store may be. Key heads come in groups of flag_heads;
-    flags has flag_steps columns. Note [Gathered keys].
+    O_UNIT and ACC_UNIT elements, which tells the compiler how wide a store may be. `keys` are the numbers of key_bias for
+    one batch element; where keys are gathered, those of far begin at near_rows. Key heads come in groups of flag_heads; flags
+    has flag_steps columns. Note [Gathered keys].
     """
     q_s = gl.allocate_shared_memory(q.dtype, [Q_STAGES * CONSUMERS] + q.block_type.shape, q.layout)  # noqa: RUF005
     k_s = gl.allocate_shared_memory(k.dtype, [STAGES] + k.block_type.shape, k.layout)  # noqa: RUF005
@@ -671,7 +702,7 @@ def forward_kernel(
         hi_sb,
         key_bias_sb,
     )
-    sizes = (heads, rows, keys, scale, cap)
+    sizes = (heads, rows, keys, near_rows, scale, cap)
     arrivals = (flags, error, flag_heads, flag_steps, patience)
     pace = (board, epochs)
     # registers: of what a multiprocessor has, the workers name their share and the first consumer gets the rest

@@ -24,9 +24,8 @@ from ringattn.kernels.record_triton import Tape, recorded
 
 DTYPES = (torch.float16, torch.bfloat16)
 MAX_PACK = 64  # heads in the rows of one warpgroup
-MAX_GATHERED_HEAD_DIM = 128  # forward and backward are gathered both or neither
 
-_ABSENT = (None,) * 7
+_ABSENT = (None,) * 8
 
 
 @recorded
@@ -90,13 +89,14 @@ def launch_forward_gathered(
         assert flags.is_contiguous(), "flags stand in rows of one step each"
         waits = (flags, arrivals.error, hk // flags.shape[0], flags.shape[1], microseconds(arrivals))
     streamed = keys.near_rows + keys.far_rows
-    _launch(tape, q, k, v, rows, keys, (*far, *waits), score, streamed, None, True, True, o, lse, config, pack, spare)
+    near_rows = None if score.key_bias is None else keys.near_rows
+    gathered = (*far, *waits, near_rows)
+    _launch(tape, q, k, v, rows, keys, gathered, score, streamed, None, True, True, o, lse, config, pack, spare)
 
 
 def can_gather(head_dim: int, v_head_dim: int, score: Score) -> bool:
-    """`GatheringKernelSet.gathers`: terms by key column are not gathered, and the copy engine reads whole words of far."""
-    wide = max(head_dim, v_head_dim) > MAX_GATHERED_HEAD_DIM
-    return score.key_bias is None and score.bias is None and not wide and head_dim % 8 == v_head_dim % 8 == 0
+    """`GatheringKernelSet.gathers`: the copy engine reads whole words of far."""
+    return score.bias is None and max(head_dim, v_head_dim) <= MAX_HEAD_DIM and head_dim % 8 == v_head_dim % 8 == 0
 
 
 def _visit(
@@ -150,11 +150,13 @@ def _launch(
 ) -> None:
     """One launch, and one that adds up split tiles.
 
-    gathered: k and v of far, flags, error, key heads and steps of the flags, patience; None where absent.
+    gathered: k and v of far, flags, error, key heads and steps of the flags, patience, and where far begins in a bias of
+    keys; None where absent.
     """
     batch, s, h, d = q.shape
     t, hk, dv = v.shape[1:]
-    far, (flags, error, *flag_numbers) = gathered[:2], gathered[2:]
+    far, (flags, error, *flag_numbers, near_rows) = gathered[:2], gathered[2:]
+    keys_in_all = t if score.key_bias is None else score.key_bias.shape[1]
     plain = is_plain(score)
     if config is None:
         config = choose_forward(d, dv, plain)
@@ -203,7 +205,7 @@ def _launch(
             rows.positions, rows.lo, rows.hi, score.sinks, score.alibi_slopes, score.key_bias,
             k_far, v_far, flags, error, board,
             *_strides(o, o_unit), *acc_strides, *pairs, per_batch(rows.lo), per_batch(rows.hi), per_batch(score.key_bias),
-            h // pack, h // hk // pack, s, t, *flag_numbers, epochs, *scale_and_cap(score),
+            h // pack, h // hk // pack, s, keys_in_all, *flag_numbers, near_rows, epochs, *scale_and_cap(score),
         ),
         {
             "CONSUMERS": config.consumers, "BLOCK_N": config.block_n, "STAGES": config.stages, "D": columns,

@@ -194,6 +194,12 @@ def entry(work, at):
 
 
 @gluon.jit
+def rows_ahead(segments, i, near_rows):
+    """Rows that stand before those of the buffer of segment i in tables of near and far: none, or near's."""
+    return gl.where(gl.load(segments + i * 8 + 6) > 0, near_rows, 0)
+
+
+@gluon.jit
 def limits(lo, hi, begin, end, origin, stride):
     """(low, high): rows of the streamed buffer that a tile row with bounds lo, hi sees of a run; Note [Limits]."""
     low = begin + _rows_before(lo, begin, end, origin, stride)
@@ -226,3 +232,40 @@ def put(
     if ADD:
         value += gl.load(at, mask=mask, other=0.0)
     gl.store(at, value.to(target.dtype.element_ty), mask=mask)
+
+
+@gluon.jit
+def send_home(
+    target, stride, value, y, rows, buffer, FIRST: gl.constexpr, WIDTH: gl.constexpr, COLUMNS: gl.constexpr,
+    CHUNK: gl.constexpr,
+):  # fmt: skip
+    """Writes the rows before `rows` of the 64 rows of an accumulator from row y on, CHUNK columns at a time.
+
+    `target` points at row 0; WIDTH of the columns exist, of which `value` holds COLUMNS from FIRST on. `buffer`: shared memory
+    for 64 x CHUNK numbers; None: of the compiler's choice. Note [Stores to other devices] in
+    backward.py.
+    """
+    if COLUMNS > CHUNK:
+        left, right = gl.split(gl.permute(gl.reshape(value, [64, 2, COLUMNS // 2]), [0, 2, 1]))
+        send_home(target, stride, left, y, rows, buffer, FIRST, WIDTH, COLUMNS // 2, CHUNK)
+        send_home(target, stride, right, y, rows, buffer, FIRST + COLUMNS // 2, WIDTH, COLUMNS // 2, CHUNK)
+    elif FIRST < WIDTH:
+        layout: gl.constexpr = gl.BlockedLayout([1, 4], [128 // CHUNK, CHUNK // 4], [4, 1], [1, 0])
+        if buffer is not None:
+            buffer.store(value)
+            value = buffer.load(layout)
+        else:
+            value = gl.convert_layout(value, layout)
+        r = gl.expand_dims(opaque(gl.arange(0, 64, gl.SliceLayout(1, layout))), 1)
+        c = gl.expand_dims(FIRST + gl.arange(0, CHUNK, gl.SliceLayout(0, layout)), 0)
+        mask = r < rows - y
+        if WIDTH < FIRST + CHUNK:
+            mask = mask & (c < WIDTH)
+        gl.store((target + gl.cast(y, gl.int64) * stride + r * stride) + c, value, mask=mask)
+
+
+@gluon.jit
+def home_of(homes, side, row, width):
+    """Where row `row` of the region of a source lies, rows being `width` numbers."""
+    region = gl.multiple_of(gl.cast(gl.load(homes + side), gl.pointer_type(gl.float32)), [16])
+    return region + gl.cast(row, gl.int64) * width

@@ -14,8 +14,9 @@ Note [Rows]
     Q and dO lie in shared memory for the whole tile; one producer warp streams K and V. The two warpgroups do not meet:
     while one computes exponentials, the products of the other keep the tensor cores busy.
 
-In a gathered visit segments say of their step whether their rows lie in near or far (Note [Sources] of plan.py). All of far
-is there when this kernel runs; where another kernel waited for it in vain, `error` is set and every result is NaN.
+In a gathered visit segments say of their step whether their rows lie in near or far (Note [Sources] of plan.py); a bias of
+keys has those of far behind the `near_rows` of near. All of far is there when this kernel runs; where another kernel waited
+for it in vain, `error` is set and every result is NaN.
 
 Named barriers: V_EMPTY + stage, K_EMPTY + stage: both warpgroups have read the stage. ROWS_EMPTY: likewise Q and dO.
 """
@@ -28,7 +29,18 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
-from ringattn.kernels.hopper.pieces import arrive, entry, limits, load_from, opaque, sync
+from ringattn.kernels.hopper.pieces import (
+    EPOCH,
+    arrive,
+    entry,
+    keep_pace,
+    leave_pace,
+    limits,
+    load_from,
+    opaque,
+    rows_ahead,
+    sync,
+)
 
 LOG2E = gl.constexpr(1.4426950408889634)
 V_EMPTY = gl.constexpr(8)
@@ -41,12 +53,13 @@ HALF = gl.constexpr(64)  # rows of a warpgroup
 @gluon.jit
 def _produce(
     work, starts, segments, q_desc, do_desc, k_desc, v_desc, k_far, v_far, q_s, do_s, k_s, v_s, q_full, do_full, k_full, v_full,
-    num_heads, group, K_STAGES: gl.constexpr, V_STAGES: gl.constexpr,
+    num_heads, group, board, epochs, K_STAGES: gl.constexpr, V_STAGES: gl.constexpr,
 ):  # fmt: skip
     """Streams the tiles of this program: per block K then V; Q and dO of a tile behind its first K and V."""
     first = gl.load(starts + gl.program_id(0))
     last = gl.load(starts + gl.program_id(0) + 1)
     count = 0
+    epoch = 0
     for at in range(first, last):
         head, row, segment, masked, full, _m, _f, _s = entry(work, at)
         b = head // num_heads
@@ -60,6 +73,9 @@ def _produce(
             if k_far is not None:
                 step = gl.load(segments + i * 8 + 6)
             for _j in range(blocks):
+                if board is not None:
+                    if count > 0 and count % EPOCH == 0:
+                        epoch = keep_pace(board, epoch, epochs)
                 stage = count % K_STAGES
                 if count >= K_STAGES:
                     sync(K_EMPTY + stage, 288)
@@ -87,6 +103,8 @@ def _produce(
                 fresh = 0
                 y += k_desc.block_type.shape[2]
                 count += 1
+    if board is not None:
+        leave_pace(board, epoch, epochs)
 
 
 @gluon.jit
@@ -175,7 +193,7 @@ def _step(
 def _consume(
     W: gl.constexpr, work, starts, segments, q_s, do_s, k_s, v_s, q_full, do_full, k_full, v_full, lse, delta_ptr,
     dq_out, dalibi_out, error, part, dalibi_part, positions, lo_ptr, hi_ptr, alibi_slopes, key_bias, lse_sb, lse_sh,
-    delta_sb, delta_sh, dq_sb, dq_ss, dq_sh, dalibi_sb, dalibi_sh, lo_sb, hi_sb, key_bias_sb, num_heads, rows, t,
+    delta_sb, delta_sh, dq_sb, dq_ss, dq_sh, dalibi_sb, dalibi_sh, lo_sb, hi_sb, key_bias_sb, num_heads, rows, t, near_rows,
     softmax_scale, scale, cap, SOFTCAP: gl.constexpr, START: gl.constexpr, ADD: gl.constexpr, UNIT: gl.constexpr, D:
     gl.constexpr, D_WIDTH: gl.constexpr, DV: gl.constexpr, BLOCK: gl.constexpr, K_STAGES: gl.constexpr, V_STAGES:
     gl.constexpr,
@@ -224,10 +242,13 @@ def _consume(
             lo = gl.load(lo_ptr + b64 * lo_sb + x, mask=exists, other=0)
             hi = gl.load(hi_ptr + b64 * hi_sb + x, mask=exists, other=0)
             low, high = limits(lo, hi, begin, end, origin, stride)
+            of_source = bias
+            if near_rows is not None:
+                of_source = bias + rows_ahead(segments, i, near_rows)
             for _j in range(blocks):
                 dq, dalibi = _step(
                     W, dq, dalibi, count, q_s, do_s, k_s, v_s, k_full, v_full, lse2, delta, q_pos, low, high, y,
-                    origin, stride, slope, bias, t, scale, cap, True, SOFTCAP, WANT_ALIBI, START, D, DV, BLOCK,
+                    origin, stride, slope, of_source, t, scale, cap, True, SOFTCAP, WANT_ALIBI, START, D, DV, BLOCK,
                     K_STAGES, V_STAGES,
                 )  # fmt: skip
                 y += BLOCK
@@ -237,10 +258,13 @@ def _consume(
             blocks = gl.load(segments + i * 8 + 1)
             origin = gl.load(segments + i * 8 + 4)
             stride = gl.load(segments + i * 8 + 5)
+            of_source = bias
+            if near_rows is not None:
+                of_source = bias + rows_ahead(segments, i, near_rows)
             for _j in range(blocks):
                 dq, dalibi = _step(
                     W, dq, dalibi, count, q_s, do_s, k_s, v_s, k_full, v_full, lse2, delta, q_pos, x, x, y, origin,
-                    stride, slope, bias, t, scale, cap, False, SOFTCAP, WANT_ALIBI, START, D, DV, BLOCK, K_STAGES,
+                    stride, slope, of_source, t, scale, cap, False, SOFTCAP, WANT_ALIBI, START, D, DV, BLOCK, K_STAGES,
                     V_STAGES,
                 )  # fmt: skip
                 y += BLOCK
@@ -277,14 +301,14 @@ def _consume(
 @gluon.jit(
     do_not_specialize=[
         "lse_sb", "lse_sh", "delta_sb", "delta_sh", "dq_sb", "dq_ss", "dq_sh", "dalibi_sb", "dalibi_sh", "lo_sb", "hi_sb",
-        "key_bias_sb", "num_heads", "group", "rows", "t",
+        "key_bias_sb", "num_heads", "group", "rows", "t", "near_rows", "epochs",
     ]
 )  # fmt: skip
 def rows_kernel(
-    work, starts, segments, q_desc, do_desc, k_desc, v_desc, k_far, v_far, lse, delta, dq_out, dalibi_out, error, part, dalibi_part,
-    positions, lo, hi, alibi_slopes, key_bias, lse_sb, lse_sh, delta_sb, delta_sh, dq_sb, dq_ss, dq_sh, dalibi_sb,
-    dalibi_sh, lo_sb, hi_sb, key_bias_sb, num_heads, group, rows, t, softmax_scale, scale, cap, SOFTCAP: gl.constexpr,
-    START: gl.constexpr, ADD: gl.constexpr, UNIT: gl.constexpr, D: gl.constexpr, D_WIDTH: gl.constexpr, DV:
+    work, starts, segments, q_desc, do_desc, k_desc, v_desc, k_far, v_far, lse, delta, dq_out, dalibi_out, error, board, part,
+    dalibi_part, positions, lo, hi, alibi_slopes, key_bias, lse_sb, lse_sh, delta_sb, delta_sh, dq_sb, dq_ss, dq_sh, dalibi_sb,
+    dalibi_sh, lo_sb, hi_sb, key_bias_sb, num_heads, group, rows, t, near_rows, epochs, softmax_scale, scale, cap,
+    SOFTCAP: gl.constexpr, START: gl.constexpr, ADD: gl.constexpr, UNIT: gl.constexpr, D: gl.constexpr, D_WIDTH: gl.constexpr, DV:
     gl.constexpr, BLOCK: gl.constexpr, K_STAGES: gl.constexpr, V_STAGES: gl.constexpr,
     num_warps: gl.constexpr,  # noqa: ARG001
 ):  # fmt: skip
@@ -315,17 +339,17 @@ def rows_kernel(
             gl.constexpr(0), work, starts, segments, q_s, do_s, k_s, v_s, q_full, do_full, k_full, v_full, lse, delta,
             dq_out, dalibi_out, error, part, dalibi_part, positions, lo, hi, alibi_slopes, key_bias, lse_sb, lse_sh,
             delta_sb, delta_sh, dq_sb, dq_ss, dq_sh, dalibi_sb, dalibi_sh, lo_sb, hi_sb, key_bias_sb, num_heads, rows,
-            t, softmax_scale, scale, cap, SOFTCAP, START, ADD, UNIT, D, D_WIDTH, DV, BLOCK, K_STAGES, V_STAGES,
+            t, near_rows, softmax_scale, scale, cap, SOFTCAP, START, ADD, UNIT, D, D_WIDTH, DV, BLOCK, K_STAGES, V_STAGES,
         )),
         (_consume, (
             gl.constexpr(1), work, starts, segments, q_s, do_s, k_s, v_s, q_full, do_full, k_full, v_full, lse, delta,
             dq_out, dalibi_out, error, part, dalibi_part, positions, lo, hi, alibi_slopes, key_bias, lse_sb, lse_sh,
             delta_sb, delta_sh, dq_sb, dq_ss, dq_sh, dalibi_sb, dalibi_sh, lo_sb, hi_sb, key_bias_sb, num_heads, rows,
-            t, softmax_scale, scale, cap, SOFTCAP, START, ADD, UNIT, D, D_WIDTH, DV, BLOCK, K_STAGES, V_STAGES,
+            t, near_rows, softmax_scale, scale, cap, SOFTCAP, START, ADD, UNIT, D, D_WIDTH, DV, BLOCK, K_STAGES, V_STAGES,
         )),
         (_produce, (
             work, starts, segments, q_desc, do_desc, k_desc, v_desc, k_far, v_far, q_s, do_s, k_s, v_s, q_full, do_full,
-            k_full, v_full, num_heads, group, K_STAGES, V_STAGES,
+            k_full, v_full, num_heads, group, board, epochs, K_STAGES, V_STAGES,
         )),
     ], [4, 1], [240, 24])  # fmt: skip
 

@@ -1,7 +1,7 @@
 """dk and dv for head dims beyond 128: the two consumers share a tile of keys by role, not by rows.
 
-Owns dk, dv and dkey_bias of one visit, in a fixed order of sums; dq is the business of `rows.py`. Refuses to know how it is
-launched, how work is dealt (`plan.py`), and who prepares lse and delta (`around.py`).
+Owns dk, dv and dkey_bias of one visit, or of all in one launch, in a fixed order of sums; dq is the business of `rows.py`.
+Refuses to know how it is launched, how work is dealt (`plan.py`), and who prepares lse and delta (`around.py`).
 
 Note [Roles of the wide kernel]
     At 256 columns the accumulators of dk and dv of 64 keys fill the registers of two warpgroups, 128 each per thread. A
@@ -17,15 +17,40 @@ Note [Roles of the wide kernel]
     of the columns or rows for each warpgroup would read 312; see NOTES.md.
 
     Named barriers, each + stage: Q_FREE and DO_FREE: both consumers are done with it. P_FULL, P_FREE: between them.
+
+    Tiles of several owners, their flags, tables and homes are those of Note [Tiles of several owners] in backward.py; a tile
+    that the end of its source cuts needs no mask for that, because no sum over keys is made here. Sums on their way home
+    change their layout through the shared memory of K and of V, which is let go behind them.
 """
 
 # pyright: reportGeneralTypeIssues=false, reportArgumentType=false, reportAssignmentType=false, reportCallIssue=false
 # pyright: reportAttributeAccessIssue=false, reportIndexIssue=false, reportOperatorIssue=false
+# pyright: reportPossiblyUnboundVariable=false, reportOptionalOperand=false
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
 
-from ringattn.kernels.hopper.pieces import arrive, entry, limits, opaque, put, sync
+from ringattn.kernels.hopper.pieces import (
+    EPOCH,
+    arrive,
+    entry,
+    home_of,
+    keep_pace,
+    leave_pace,
+    limits,
+    load_from,
+    opaque,
+    put,
+    send_home,
+    sync,
+    wait_flag,
+)
 
 TILE = gl.constexpr(64)  # keys
 BLOCK = gl.constexpr(64)  # queries
@@ -35,25 +60,38 @@ Q_FREE = gl.constexpr(8)
 DO_FREE = gl.constexpr(10)
 P_FULL = gl.constexpr(12)
 P_FREE = gl.constexpr(14)
+NEVER = gl.constexpr(2**30)  # beyond every flag
+CHUNK = gl.constexpr(32)  # columns that change their layout at a time on their way home
 
 
 @gluon.jit
 def _produce(
-    work, segments, starts, q_desc, do_desc, k_desc, v_desc, lse_desc, delta_desc, q_s, do_s, k_s, v_s, lse_s, delta_s,
-    k_full, k_free, v_full, v_free, q_full, do_full, heads, group, padded_queries,
+    work, segments, starts, tiles, q_desc, do_desc, k_desc, v_desc, k_far, v_far, lse_desc, delta_desc, q_s, do_s, k_s, v_s,
+    lse_s, delta_s, k_full, k_free, v_full, v_free, q_full, do_full, flags, error, heads, group, padded_queries, steps,
+    heads_per_group, patience, board, epochs,
 ):  # fmt: skip
     """Streams the tiles of this program; V of a tile follows its first Q."""
     first = gl.load(starts + gl.program_id(0))
     last = gl.load(starts + gl.program_id(0) + 1)
     count = 0
+    seen = 0
+    epoch = 0
     for at in range(first, last):
         head, row, segment, masked, full, _m, _f, _slot = entry(work, at)
         b = head // heads
         h_kv = head % heads
+        step = 0
+        if tiles is not None:
+            step = gl.load(tiles + at * 4 + 1)
+        if flags is not None:
+            flag = h_kv // heads_per_group * steps + step
+            if step > 0 and flag > seen:
+                there = wait_flag(flags + flag, error, patience)
+                seen = gl.where(there == 1, flag, NEVER)  # what is lost is lost: no more waiting
         phase = ((at - first) & 1) ^ 1
         mbarrier.wait(k_free, phase)
         mbarrier.expect(k_full, k_desc.block_type.nbytes)
-        tma.async_copy_global_to_shared(k_desc, [b, h_kv, row, 0], k_full, k_s.index(0))
+        load_from(k_desc, k_far, step, [b, h_kv, row, 0], k_full, k_s.index(0))
         fresh = 1
         for turn in range(2 * group):
             # masked segments of all heads come before full ones of all heads
@@ -65,6 +103,9 @@ def _produce(
                 x = gl.load(segments + part * 8)
                 blocks = gl.load(segments + part * 8 + 1)
                 for _j in range(blocks):
+                    if board is not None:
+                        if count > 0 and count % EPOCH == 0:
+                            epoch = keep_pace(board, epoch, epochs)
                     st = count & 1
                     if count >= STAGES:
                         sync(Q_FREE + st, 288)
@@ -74,7 +115,7 @@ def _produce(
                     if fresh == 1:
                         mbarrier.wait(v_free, phase)
                         mbarrier.expect(v_full, v_desc.block_type.nbytes)
-                        tma.async_copy_global_to_shared(v_desc, [b, h_kv, row, 0], v_full, v_s.index(0))
+                        load_from(v_desc, v_far, step, [b, h_kv, row, 0], v_full, v_s.index(0))
                     if count >= STAGES:
                         sync(DO_FREE + st, 288)
                     mbarrier.expect(do_full.index(st), do_desc.block_type.nbytes + BLOCK * 4)
@@ -83,6 +124,8 @@ def _produce(
                     fresh = 0
                     x += BLOCK
                     count += 1
+    if board is not None:
+        leave_pace(board, epoch, epochs)
 
 
 @gluon.jit
@@ -153,10 +196,11 @@ def _weigh(
 
 @gluon.jit
 def _make_dv(
-    work, segments, starts, q_s, do_s, k_s, lse_s, p_s, k_full, k_free, q_full, do_full, dv_out, parts, positions, lo_ptr,
-    hi_ptr, alibi_slopes, key_bias_ptr, dv_sb, dv_ss, dv_sh, lo_sb, hi_sb, key_bias_sb, heads, group, rows, scale, cap,
-    D: gl.constexpr, DV: gl.constexpr, DV_WIDTH: gl.constexpr, SOFTCAP: gl.constexpr, WANT_KEY_BIAS: gl.constexpr,
-    ADD: gl.constexpr, UNIT: gl.constexpr,
+    work, segments, starts, tiles, q_s, do_s, k_s, lse_s, p_s, k_full, k_free, q_full, do_full, dv_out, homes, error, parts,
+    positions, lo_ptr, hi_ptr, alibi_slopes, key_bias_ptr, dv_sb, dv_ss, dv_sh, lo_sb, hi_sb, key_bias_sb, heads, group, rows,
+    near_rows, home_rows, scale, cap,
+    D_WIDTH: gl.constexpr, D: gl.constexpr, DV: gl.constexpr, DV_WIDTH: gl.constexpr, SOFTCAP: gl.constexpr,
+    WANT_KEY_BIAS: gl.constexpr, ADD: gl.constexpr, UNIT: gl.constexpr, HOME_LAYOUT: gl.constexpr,
 ):  # fmt: skip
     """Scores, weights and dv of every tile of this program."""
     s_l: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 16])
@@ -172,15 +216,24 @@ def _make_dv(
         dv = gl.zeros([TILE, DV], gl.float32, dv_l)
         y = row + opaque(gl.arange(0, TILE, gl.SliceLayout(1, s_l)))
         exists = y < rows
+        if tiles is not None:
+            exists = y < gl.load(tiles + at * 4 + 3)
+            # positions, bounds and biases of near and far stand behind one another
+            y += gl.where(gl.load(tiles + at * 4 + 1) > 0, near_rows, 0)
         key_bias = None
         if key_bias_ptr is not None:
-            key_bias = gl.load(key_bias_ptr + b64 * key_bias_sb + y, mask=exists, other=0.0) * LOG2E
+            bias_at = key_bias_ptr + b64 * key_bias_sb + y
+            if tiles is None:
+                key_bias = gl.load(bias_at, mask=exists, other=0.0) * LOG2E
         k_pos = None
         if alibi_slopes is not None:
             k_pos = gl.load(positions + y, mask=exists, other=0)
         lo = gl.load(lo_ptr + b64 * lo_sb + y, mask=exists, other=0)
         hi = gl.load(hi_ptr + b64 * hi_sb + y, mask=exists, other=0)
         mbarrier.wait(k_full, (at - first) & 1)
+        if key_bias_ptr is not None:
+            if tiles is not None:
+                key_bias = gl.load(bias_at, mask=exists, other=0.0) * LOG2E
 
         for g in range(group):
             slope = gl.load(alibi_slopes + h_kv * group + g) * LOG2E if alibi_slopes is not None else None
@@ -213,13 +266,33 @@ def _make_dv(
                     cap, False, D, DV, SOFTCAP, WANT_KEY_BIAS,
                 )  # fmt: skip
                 count += 1
-        mbarrier.arrive(k_free, count=1)
-
+        if homes is None:
+            mbarrier.arrive(k_free, count=1)
+        else:
+            # read again: kept through the loops it would cost registers there
+            again = opaque(gl.to_tensor(at))
+            head, row, _s, _masked, _full, _m, _f, slot = entry(work, again)
+            b64 = gl.cast(head // heads, gl.int64)
+            h_kv = head % heads
+        if error is not None:
+            dv = dv * gl.where(gl.load(error, volatile=True) == 0, 1.0, float("nan"))
         if slot >= 0:
             put(parts + gl.cast(slot, gl.int64) * (TILE * (D + DV)) + TILE * D, DV, dv, 0, TILE, DV, DV, False)
+        elif homes is not None:
+            begin = gl.load(tiles + again * 4 + 2)
+            own_rows = gl.load(tiles + again * 4 + 3) - begin
+            first_row = b64 * home_rows * heads + h_kv
+            home = home_of(homes, gl.load(tiles + again * 4), first_row, D_WIDTH + DV_WIDTH) + D_WIDTH
+            between = heads * (D_WIDTH + DV_WIDTH)
+            buffer = k_s.index(0)._reinterpret(gl.float32, [TILE, CHUNK], HOME_LAYOUT)
+            send_home(home, between, dv, row - begin, own_rows, buffer, 0, DV_WIDTH, DV, CHUNK)
         else:
             target = dv_out + (b64 * dv_sb + gl.cast(h_kv, gl.int64) * dv_sh) * UNIT
             put(target, dv_ss * UNIT, dv, row, rows, DV_WIDTH, DV, ADD)
+        if homes is not None:
+            # the buffer was that of K: what comes next comes through another proxy
+            fence_async_shared()
+            mbarrier.arrive(k_free, count=1)
 
 
 @gluon.jit
@@ -256,10 +329,10 @@ def _take(
 
 @gluon.jit
 def _make_dk(
-    work, starts, q_s, do_s, v_s, delta_s, p_s, v_full, v_free, q_full, do_full, dk_out, parts, dkey_bias_out,
-    dkey_bias_parts, dk_sb, dk_ss, dk_sh, heads, group, rows, softmax_scale,
-    D: gl.constexpr, DV: gl.constexpr, D_WIDTH: gl.constexpr, SOFTCAP: gl.constexpr, AHEAD: gl.constexpr, ADD: gl.constexpr,
-    UNIT: gl.constexpr,
+    work, starts, tiles, q_s, do_s, v_s, delta_s, p_s, v_full, v_free, q_full, do_full, dk_out, homes, error, parts,
+    dkey_bias_out, dkey_bias_parts, dk_sb, dk_ss, dk_sh, heads, group, rows, home_rows, softmax_scale,
+    D: gl.constexpr, DV: gl.constexpr, D_WIDTH: gl.constexpr, DV_WIDTH: gl.constexpr, SOFTCAP: gl.constexpr,
+    AHEAD: gl.constexpr, ADD: gl.constexpr, UNIT: gl.constexpr, HOME_LAYOUT: gl.constexpr,
 ):  # fmt: skip
     """dp, ds and dk of every tile of this program; which pairs are hidden is known from their weights."""
     dtype: gl.constexpr = q_s.dtype
@@ -305,20 +378,42 @@ def _make_dk(
                 dk = warpgroup_mma_wait(0, deps=[dk_token])
                 arrive(Q_FREE + (count & 1), 288)
                 count += 1
-        mbarrier.arrive(v_free, count=1)
+        if homes is None:
+            mbarrier.arrive(v_free, count=1)
+        else:
+            again = opaque(gl.to_tensor(at))
+            head, row, _s, _masked, _full, _m, _f, slot = entry(work, again)
 
         b = gl.cast(head // heads, gl.int64)
         h_kv = gl.cast(head % heads, gl.int64)
         y = opaque(gl.arange(0, TILE, rows_l))
-        dk = dk * softmax_scale
+        if error is not None:
+            health = gl.where(gl.load(error, volatile=True) == 0, 1.0, float("nan"))
+            dk = dk * (softmax_scale * health)
+            dkey_bias = dkey_bias * health
+        else:
+            dk = dk * softmax_scale
         if slot >= 0:
             put(parts + gl.cast(slot, gl.int64) * (TILE * (D + DV)), D, dk, 0, TILE, D, D, False)
             if WANT_KEY_BIAS:
                 gl.store(dkey_bias_parts + slot * TILE + y, dkey_bias)
+        elif homes is not None:
+            side = gl.load(tiles + again * 4)
+            begin = gl.load(tiles + again * 4 + 2)
+            own_rows = gl.load(tiles + again * 4 + 3) - begin
+            buffer = v_s.index(0)._reinterpret(gl.float32, [TILE, CHUNK], HOME_LAYOUT)
+            home = home_of(homes, side, b * home_rows * heads + h_kv, D_WIDTH + DV_WIDTH)
+            send_home(home, heads * (D_WIDTH + DV_WIDTH), dk, row - begin, own_rows, buffer, 0, D_WIDTH, D, CHUNK)
+            if WANT_KEY_BIAS:
+                line = home_of(dkey_bias_out, side, head, home_rows) + (row - begin)
+                gl.store(line + y, dkey_bias, mask=y < own_rows - (row - begin))
         else:
             put(dk_out + (b * dk_sb + h_kv * dk_sh) * UNIT, dk_ss * UNIT, dk, row, rows, D_WIDTH, D, ADD)
             if WANT_KEY_BIAS:
                 gl.store(dkey_bias_out + gl.cast(head, gl.int64) * rows + row + y, dkey_bias, mask=row + y < rows)
+        if homes is not None:
+            fence_async_shared()
+            mbarrier.arrive(v_free, count=1)
 
 
 @gluon.jit
@@ -331,15 +426,17 @@ def _segment(segments, part):
 @gluon.jit(
     do_not_specialize=[
         "dk_sb", "dk_ss", "dk_sh", "dv_sb", "dv_ss", "dv_sh", "lo_sb", "hi_sb", "key_bias_sb", "heads", "group", "rows",
-        "padded_queries",
+        "padded_queries", "near_rows", "home_rows", "steps", "heads_per_group", "patience",
+        "epochs",
     ]
 )  # fmt: skip
 def wide_keys_kernel(
-    work, segments, starts, q_desc, do_desc, k_desc, v_desc, lse_desc, delta_desc, dk_out, dv_out, parts, dkey_bias_out,
-    dkey_bias_parts, positions, lo_ptr, hi_ptr, alibi_slopes, key_bias, dk_sb, dk_ss, dk_sh, dv_sb, dv_ss, dv_sh, lo_sb, hi_sb,
-    key_bias_sb, heads, group, rows, padded_queries, scale, cap, softmax_scale,
+    work, segments, starts, tiles, q_desc, do_desc, k_desc, v_desc, k_far, v_far, lse_desc, delta_desc, dk_out, dv_out, homes,
+    flags, error, board, parts, dkey_bias_out, dkey_bias_parts, positions, lo_ptr, hi_ptr, alibi_slopes, key_bias, dk_sb, dk_ss,
+    dk_sh, dv_sb, dv_ss, dv_sh, lo_sb, hi_sb, key_bias_sb, heads, group, rows, padded_queries, near_rows, home_rows, steps,
+    heads_per_group, patience, epochs, scale, cap, softmax_scale,
     D: gl.constexpr, DV: gl.constexpr, D_WIDTH: gl.constexpr, DV_WIDTH: gl.constexpr, SOFTCAP: gl.constexpr,
-    AHEAD: gl.constexpr, ADD: gl.constexpr, UNIT: gl.constexpr, P_LAYOUT: gl.constexpr,
+    AHEAD: gl.constexpr, ADD: gl.constexpr, UNIT: gl.constexpr, P_LAYOUT: gl.constexpr, HOME_LAYOUT: gl.constexpr,
     num_warps: gl.constexpr,  # noqa: ARG001
 ):  # fmt: skip
     """dk, dv and dkey_bias of one visit (Note [Roles of the wide kernel]); `rows` are keys, `heads` key heads.
@@ -347,7 +444,8 @@ def wide_keys_kernel(
     q, do, k and v are described as rows of one head (`launching.rows_of`); lse in log2 units (infinity where a row saw
     nothing) and -delta as lists with heads of `padded_queries` numbers. dk and dv are written (under ADD: added to) in the
     dtype of their tensors, whose strides are in units of UNIT elements; `parts` takes those of split tiles, `64 D` and
-    `64 DV` numbers for each slot. `dkey_bias_out` is `b hk t`, one sum per key head, `dkey_bias_parts` `slots 64`.
+    `64 DV` numbers for each slot. `dkey_bias_out` is `b hk t`, one sum per key head (of a gathered visit the addresses of
+    regions `b hk home_rows`), `dkey_bias_parts` `slots 64`. What is of gathered visits is as in `backward_kernel`.
     `scale` is softmax_scale * log2(e), or under SOFTCAP softmax_scale / softcap; `cap` is softcap * log2(e). AHEAD: dP
     of the next block is made beside dk of this one.
     """
@@ -360,31 +458,33 @@ def wide_keys_kernel(
     p_s = gl.allocate_shared_memory(q_desc.dtype, [P_TILES, TILE, BLOCK], P_LAYOUT)
     lse_s = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK], lse_desc.layout)
     delta_s = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK], delta_desc.layout)
-    tiles = gl.allocate_shared_memory(gl.int64, [4, 1], mbarrier.MBarrierLayout())
+    of_tile = gl.allocate_shared_memory(gl.int64, [4, 1], mbarrier.MBarrierLayout())
     q_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     do_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    k_full = tiles.index(0)
-    k_free = tiles.index(1)
-    v_full = tiles.index(2)
-    v_free = tiles.index(3)
+    k_full = of_tile.index(0)
+    k_free = of_tile.index(1)
+    v_full = of_tile.index(2)
+    v_free = of_tile.index(3)
     for n in gl.static_range(4):
-        mbarrier.init(tiles.index(n), count=1)
+        mbarrier.init(of_tile.index(n), count=1)
     for n in gl.static_range(STAGES):
         mbarrier.init(q_full.index(n), count=1)
         mbarrier.init(do_full.index(n), count=1)
     gl.warp_specialize([
         (_make_dv, (
-            work, segments, starts, q_s, do_s, k_s, lse_s, p_s, k_full, k_free, q_full, do_full, dv_out, parts, positions,
-            lo_ptr, hi_ptr, alibi_slopes, key_bias, dv_sb, dv_ss, dv_sh, lo_sb, hi_sb, key_bias_sb, heads, group, rows, scale,
-            cap, D, DV, DV_WIDTH, SOFTCAP, WANT_KEY_BIAS, ADD, UNIT,
+            work, segments, starts, tiles, q_s, do_s, k_s, lse_s, p_s, k_full, k_free, q_full, do_full, dv_out, homes, error,
+            parts, positions, lo_ptr, hi_ptr, alibi_slopes, key_bias, dv_sb, dv_ss, dv_sh, lo_sb, hi_sb, key_bias_sb, heads,
+            group, rows, near_rows, home_rows, scale, cap, D_WIDTH, D, DV, DV_WIDTH, SOFTCAP, WANT_KEY_BIAS, ADD, UNIT,
+            HOME_LAYOUT,
         )),
         (_make_dk, (
-            work, starts, q_s, do_s, v_s, delta_s, p_s, v_full, v_free, q_full, do_full, dk_out, parts, dkey_bias_out,
-            dkey_bias_parts, dk_sb, dk_ss, dk_sh, heads, group, rows, softmax_scale, D, DV, D_WIDTH, SOFTCAP, AHEAD, ADD,
-            UNIT,
+            work, starts, tiles, q_s, do_s, v_s, delta_s, p_s, v_full, v_free, q_full, do_full, dk_out, homes, error, parts,
+            dkey_bias_out, dkey_bias_parts, dk_sb, dk_ss, dk_sh, heads, group, rows, home_rows, softmax_scale, D, DV, D_WIDTH,
+            DV_WIDTH, SOFTCAP, AHEAD, ADD, UNIT, HOME_LAYOUT,
         )),
         (_produce, (
-            work, segments, starts, q_desc, do_desc, k_desc, v_desc, lse_desc, delta_desc, q_s, do_s, k_s, v_s, lse_s,
-            delta_s, k_full, k_free, v_full, v_free, q_full, do_full, heads, group, padded_queries,
+            work, segments, starts, tiles, q_desc, do_desc, k_desc, v_desc, k_far, v_far, lse_desc, delta_desc, q_s, do_s,
+            k_s, v_s, lse_s, delta_s, k_full, k_free, v_full, v_free, q_full, do_full, flags, error, heads, group,
+            padded_queries, steps, heads_per_group, patience, board, epochs,
         )),
     ], [4, 1], [240, 24])  # fmt: skip

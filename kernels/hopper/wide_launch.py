@@ -9,15 +9,27 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
-from ringattn.kernels.contract import Grads, Score, Side
-from ringattn.kernels.hopper.arguments import LOG2E, per_batch, scale_and_cap
-from ringattn.kernels.hopper.around_launch import KeyBias, add_parts, padded, prepare, strides
+from ringattn.kernels.contract import Gathered, Grads, Score, Side
+from ringattn.kernels.hopper.arguments import LOG2E, microseconds, per_batch, scale_and_cap
+from ringattn.kernels.hopper.around_launch import (
+    Away,
+    BiasHomes,
+    KeyBias,
+    add_parts,
+    clear_homes,
+    padded,
+    prepare,
+    send_parts,
+    strides,
+)
 from ringattn.kernels.hopper.configs import columns_of
-from ringattn.kernels.hopper.launching import addressable, layout_of, multiprocessors, numbers_of, rows_of
-from ringattn.kernels.hopper.plan import Shape, make_plan
-from ringattn.kernels.hopper.rows_launch import RowsConfig, check, launch_rows
+from ringattn.kernels.hopper.launching import addressable, layout_of, multiprocessors, numbers_of, places, rows_of
+from ringattn.kernels.hopper.pace import board_of
+from ringattn.kernels.hopper.plan import Shape, Sides, make_plan
+from ringattn.kernels.hopper.rows_launch import RowsConfig, check, launch_rows, launch_rows_gathered
 from ringattn.kernels.hopper.wide import wide_keys_kernel
 from ringattn.kernels.record_triton import Tape, recorded
 
@@ -58,6 +70,27 @@ def launch_wide(
     launch_rows(do, q, k, v, lse, delta, rows, keys, score, grads, config=rows_config)
 
 
+def launch_wide_gathered(
+    do: Tensor,
+    q: Tensor,
+    near: tuple[Tensor, Tensor],
+    lse: Tensor,
+    delta: Tensor,
+    rows: Side,
+    keys: Gathered,
+    score: Score,
+    away: Away,
+    *,
+    dq: Tensor,
+    dalibi: Tensor | None,
+    spare: int = 0,
+) -> None:
+    """`GatheringKernelSet.backward_gathered` for head dims up to 256, likewise."""
+    launch_wide_keys_gathered(do, q, near, lse, delta, rows, keys, score, away, spare=spare)
+    error = None if away.arrivals is None else away.arrivals.error
+    launch_rows_gathered(do, q, near, away.far, lse, delta, rows, keys, score, error, dq=dq, dalibi=dalibi, spare=spare)
+
+
 @recorded
 def launch_wide_keys(
     tape: Tape,
@@ -93,55 +126,128 @@ def launch_wide_keys(
     Raises:
         NotImplementedError: A dtype, head_dim or score that these kernels do not take.
     """
+    sums = (grads.dk, grads.dv)
+    _launch(
+        tape,
+        do,
+        q,
+        (k, v),
+        lse,
+        delta,
+        rows,
+        keys,
+        score,
+        sums,
+        grads.dkey_bias,
+        None,
+        config,
+        add=grads.accumulate_keys,
+    )
+
+
+@recorded
+def launch_wide_keys_gathered(
+    tape: Tape,
+    do: Tensor,
+    q: Tensor,
+    near: tuple[Tensor, Tensor],
+    lse: Tensor,
+    delta: Tensor,
+    rows: Side,
+    keys: Gathered,
+    score: Score,
+    away: Away,
+    *,
+    config: WideConfig | None = None,
+    spare: int = 0,
+) -> None:
+    """Dk, dv and dkey_bias of all sources in one launch, sent home; arguments as `launch_gathered` of the fused backward."""
+    _launch(tape, do, q, near, lse, delta, rows, keys, score, (None, None), None, away, config, add=False, spare=spare)
+
+
+def _launch(
+    tape: Tape,
+    do: Tensor,
+    q: Tensor,
+    near: tuple[Tensor, Tensor],
+    lse: Tensor,
+    delta: Tensor,
+    rows: Side,
+    keys: Sides,
+    score: Score,
+    sums: tuple[Tensor | None, Tensor | None],
+    dkey_bias: Tensor | None,
+    away: Away | None,
+    config: WideConfig | None,
+    *,
+    add: bool,
+    spare: int = 0,
+) -> None:
     batch, s, h, d = q.shape
-    t, hk, dv = v.shape[1:]
+    t, hk, dv = near[1].shape[1:]
     check(q, d, dv, score)
     config = config or WideConfig()
-    plan = None
-    if batch * s * t * h > 0:
+    lengths = [side.lo_host.shape[1] for side in keys.sides] if isinstance(keys, Gathered) else [t]
+    arrivals = None if away is None else away.arrivals
+    plan = shape = None
+    if batch * s * sum(lengths) * h > 0:
         shape = Shape(
             batch=batch,
             heads=hk,
             tile=TILE,
             block=BLOCK,
-            programs=multiprocessors(q.device),
+            programs=max(1, multiprocessors(q.device) - spare),
             streamed_bytes=h // hk * s * (d + dv) * q.element_size(),
             repeats=h // hk,
             align=4,  # bulk loads begin at multiples of 16 bytes
-            every_tile=not grads.accumulate_keys,
+            every_tile=not add,
             split=config.split,
+            groups=1 if arrivals is None else arrivals.groups,
         )
         plan = make_plan(keys, rows, shape)
         tape.keep(plan)
-    if plan is None or plan.programs == 0:
-        if not grads.accumulate_keys:
-            for x in (grads.dk, grads.dv, grads.dkey_bias):
-                if x is not None:
-                    tape.call(Tensor.zero_, x)
+    if plan is None or shape is None or plan.programs == 0:
+        for x in () if add else (*sums, dkey_bias):
+            if x is not None:
+                tape.call(Tensor.zero_, x)
+        if away is not None:
+            clear_homes(tape, away.homes, away.home_rows, lengths, batch, hk * (d + dv))
+            if away.bias_homes is not None:
+                clear_homes(tape, away.bias_homes, away.home_rows, lengths, batch * hk, 1)
         return
 
+    board, epochs = board_of(tape, plan, shape, (d + dv) * q.element_size(), q)
     columns, v_columns = columns_of(d), columns_of(dv)
-    do, q, k, v = (addressable(tape, x) for x in (do, q, k, v))
+    do, q = addressable(tape, do), addressable(tape, q)
+    near, far = places(tape, near, None if away is None else away.far)
     lse2, minus_delta = prepare(tape, lse, delta, None, columns, LOG2E, math.inf)
     parts = tape.room(plan.slots, TILE * (columns + v_columns)) if plan.slots else None
-    add = grads.accumulate_keys
-    key_bias = None if grads.dkey_bias is None else KeyBias(tape, grads.dkey_bias, hk, plan, TILE, add=add)
-    scale, cap = scale_and_cap(score)
-    sums_strides = (*strides(grads.dk), *strides(grads.dv))
+    key_bias = None
+    if dkey_bias is not None:
+        key_bias = KeyBias(tape, dkey_bias, hk, plan, TILE, add=add)
+    elif away is not None and away.bias_homes is not None:
+        key_bias = BiasHomes(tape, away.bias_homes, away.home_rows, hk, plan, TILE, lse2)
+    sums_strides = [x for total in sums if total is not None for x in strides(total)]
     unit = 8 if all(x % 8 == 0 for x in sums_strides) else 1
+    far_tiles = (None, None) if far is None else (rows_of(far[0], TILE, columns), rows_of(far[1], TILE, v_columns))
     tape.launch(
         wide_keys_kernel,
         (plan.programs,),
         (
-            plan.work, plan.segments, plan.starts,
-            rows_of(q, BLOCK, columns), rows_of(do, BLOCK, v_columns), rows_of(k, TILE, columns), rows_of(v, TILE, v_columns),
-            numbers_of(lse2, BLOCK), numbers_of(minus_delta, BLOCK), grads.dk, grads.dv,
+            plan.work, plan.segments, plan.starts, None if away is None else plan.tiles,
+            rows_of(q, BLOCK, columns), rows_of(do, BLOCK, v_columns),
+            rows_of(near[0], TILE, columns), rows_of(near[1], TILE, v_columns), *far_tiles,
+            numbers_of(lse2, BLOCK), numbers_of(minus_delta, BLOCK), *sums, None if away is None else away.homes,
+            *((None, None) if arrivals is None else (arrivals.flags, arrivals.error)), board,
             # lse2 stands in for the workspace of a plan that splits nothing: it is not touched
             lse2 if parts is None else parts, *((None, None) if key_bias is None else (key_bias.per_head, key_bias.parts)),
             keys.positions, keys.lo, keys.hi, score.alibi_slopes, score.key_bias,
-            *(x // unit for x in sums_strides),
+            *([x // unit for x in sums_strides] or [None] * 6),
             per_batch(keys.lo), per_batch(keys.hi), per_batch(score.key_bias),
-            hk, h // hk, t, padded(s), scale, cap, score.softmax_scale,
+            hk, h // hk, t, padded(s),
+            *((None, None) if away is None or not isinstance(keys, Gathered) else (keys.near_rows, away.home_rows)),
+            *((None,) * 3 if arrivals is None else (arrivals.flags.shape[1], hk // arrivals.groups, microseconds(arrivals))),
+            epochs, *scale_and_cap(score), score.softmax_scale,
         ),
         {
             "D": columns,
@@ -153,11 +259,15 @@ def launch_wide_keys(
             "ADD": add,
             "UNIT": unit,
             "P_LAYOUT": layout_of((TILE, BLOCK), q.dtype),
+            "HOME_LAYOUT": layout_of((TILE, 32), torch.float32),
         },
         num_warps=4,
         maxnreg=168,
     )  # fmt: skip
-    if parts is not None:
-        add_parts(tape, plan, parts, TILE, grads.dk, grads.dv, (columns, v_columns), add=add)
+    dk_out, dv_out = sums
+    if parts is not None and away is not None:
+        send_parts(tape, plan, parts, TILE, away.homes, away.home_rows, hk, (columns, v_columns), (d, dv))
+    elif parts is not None and dk_out is not None and dv_out is not None:
+        add_parts(tape, plan, parts, TILE, dk_out, dv_out, (columns, v_columns), add=add)
     if key_bias is not None:
         key_bias.finish()

@@ -82,18 +82,20 @@ class Gathering(Protocol):
         far: `b far_rows hk (d + dv)`: fills while kernels wait for `arrivals`; guard rows are zero.
         k: `b far_rows hk d`, the keys in it.
         v: `b far_rows hk dv`, the values in it.
+        key_bias: `b t+far_rows`, what is added to the scores of keys: this rank's own, then those of far; None: nothing is.
         arrivals: How kernels wait; None when everything is there.
     """
 
     far: Tensor
     k: Tensor
     v: Tensor
+    key_bias: Tensor | None
     arrivals: Arrivals | None
 
     def close(self) -> None:
         """To be called once the kernels that read far are launched, on the same stream.
 
-        Work that is enqueued later may overwrite this rank's k and v, and far unless it is kept.
+        Work that is enqueued later may overwrite this rank's k, v and key_bias, and far unless it is kept.
         """
         ...
 
@@ -105,16 +107,23 @@ class Homecoming(Protocol):
         addresses: int64, one per side of the gathered visit: where the backward writes (`KernelSet.backward_gathered`).
         own: `b home_rows hk (d + dv)` fp32: the contribution of this rank to its own rows (addresses[0] points at it).
         rows: home_rows of every region.
+        bias_addresses: Likewise, of what goes to the gradient of key_bias; None: it is not wanted.
+        own_bias: `b hk home_rows` fp32, likewise.
     """
 
     addresses: Tensor
     own: Tensor
     rows: int
+    bias_addresses: Tensor | None
+    own_bias: Tensor | None
 
-    def receive(self) -> list[Tensor]:
+    def receive(self) -> tuple[list[Tensor], list[Tensor]]:
         """To be called once the backward is launched, on the same stream: what came home, one region per reader, in order.
 
         Work that is enqueued later on this stream sees them complete.
+
+        Returns:
+            Regions like own, and like own_bias (none where that is not wanted).
         """
         ...
 
@@ -164,7 +173,15 @@ class Gatherer(Protocol):
         ...
 
     def gather(
-        self, k: Tensor, v: Tensor, collection: Collection, groups: int, what: str, *, keep: bool = False
+        self,
+        k: Tensor,
+        v: Tensor,
+        collection: Collection,
+        groups: int,
+        what: str,
+        *,
+        key_bias: Tensor | None = None,
+        keep: bool = False,
     ) -> Gathering:
         """Publishes this rank's keys, starts fetching those of others, and returns at once.
 
@@ -174,7 +191,9 @@ class Gatherer(Protocol):
             collection: Who fetches what.
             groups: Groups of key heads in which rows come; divides hk. The same on all ranks.
             what: Names the call in errors.
-            keep: Far is a tensor of the caller's own, which later calls leave alone.
+            key_bias: `b t`, what is added to the scores of this rank's keys; it comes with the first group of their heads.
+                All ranks give one or none does.
+            keep: Far is a tensor of the caller's own, which later calls leave alone. Not with key_bias.
         """
         ...
 
@@ -189,7 +208,13 @@ class Gatherer(Protocol):
         ...
 
     def homecoming(
-        self, shape: tuple[int, int, int], collection: Collection, device: torch.device, what: str
+        self,
+        shape: tuple[int, int, int],
+        collection: Collection,
+        device: torch.device,
+        what: str,
+        *,
+        biased: bool = False,
     ) -> Homecoming:
         """Regions for the gradients of one gathered backward.
 
@@ -198,6 +223,7 @@ class Gatherer(Protocol):
             collection: That of the gather, here or in the forward.
             device: Where kernels run.
             what: Names the call in errors.
+            biased: There is a gradient of key_bias; the same on all ranks.
         """
         ...
 

@@ -13,7 +13,8 @@ Note [Binary semaphores]
 Note [A gather]
     The caller's stream waits until the slot is free, clears the flags, packs k and v into the slot, and starts the side
     stream, which says `full` to every reader, pulls what this rank needs, group by group and owner by owner, raises a flag
-    after each pull and, behind the last flag, tells all owners `free`. All of this is enqueued before the caller launches
+    after each pull and, behind the last flag, tells all owners `free`. A bias of keys stands behind the rows of the slot, and
+    comes in front of the first group of an owner's heads. All of this is enqueued before the caller launches
     the kernel, and nothing of it needs an SM: the kernel may hold all of them while it waits. Packing, and zeroing the guard
     rows of far, do need SMs: they stand on the caller's stream in front of the kernel. `close` joins the two streams. Two
     slots take turns, so that a rank may pack for the next call while a slower one still reads.
@@ -40,6 +41,7 @@ Note [Seen before]
 
 from __future__ import annotations
 
+import functools
 import math
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -136,6 +138,37 @@ class _Station:
         return _view(self.region.local[self._header + offset :], shape, dtype)
 
 
+@dataclass(frozen=True)
+class _Bias:
+    """Where a bias of keys is put and pulled.
+
+    Attributes:
+        slot: `b slot_rows`, in the slot of this rank.
+        behind: Bytes from the beginning of any slot to its bias.
+        table: `b t+far_rows`, for kernels.
+        near: Rows of this rank, t.
+    """
+
+    slot: Tensor
+    behind: int
+    table: Tensor
+    near: int
+
+    def places(self, *, published: bool) -> tuple[Tensor | None, Tensor, Tensor]:
+        """See `_Gather.bias`."""
+        return self.slot[:, : self.near] if published else None, self.table[:, : self.near], self.table
+
+    def pulls(self, source: int, fetch: Fetch) -> list[Op]:
+        """The copies of one owner's, whose slot begins at an address."""
+        b, size = self.slot.shape[0], self.slot.element_size()
+        pitches = size * self.table.stride(0), size * self.slot.stride(0)
+        target, at, found = self.table.data_ptr(), self.near + fetch.at, []
+        for offset, length in fetch.rows:
+            found.append(Copy(target + at * size, source + self.behind + offset * size, length * size, b, *pitches))
+            at += length
+        return found
+
+
 @dataclass(eq=False)
 class _Lent:
     """A slot that the caller fills itself."""
@@ -167,6 +200,8 @@ class _Gather:
     join: Program
     packed: Tensor | None
     """Where this rank's rows are packed; None where nobody reads them or the caller has put them there."""
+    bias: tuple[Tensor | None, Tensor, Tensor] | None
+    """Where this rank's bias of keys goes, in the slot (None: nobody reads it) and in the table, and the table."""
     far: tuple[Tensor, Tensor, Tensor] | None
     """The ring's own, with the keys and the values in it; None where rows are kept."""
     shape: tuple[int, ...]
@@ -192,6 +227,8 @@ class _Home:
     addresses: Tensor
     own: Tensor
     regions: list[Tensor]
+    bias: tuple[Tensor, Tensor, list[Tensor]] | None
+    """Addresses, own and regions of the bias of keys; None: it has no gradient."""
     keep: Any
 
 
@@ -307,16 +344,27 @@ class CopyEngineTransport:
             self._make_far((far_bytes,), torch.uint8)
 
     def gather(
-        self, k: Tensor, v: Tensor, collection: Collection, groups: int, what: str, *, keep: bool = False
+        self,
+        k: Tensor,
+        v: Tensor,
+        collection: Collection,
+        groups: int,
+        what: str,
+        *,
+        key_bias: Tensor | None = None,
+        keep: bool = False,
     ) -> Gathering:
         """See `Gatherer.gather`."""
+        assert key_bias is None or not keep, "what is kept has no room for a bias"
         lane, capturing = self._enter()
-        lent = self._find_lent(k, v) if self._lent_at else None
+        # what was lent has no room for a bias either: such keys are packed like others
+        lent = self._find_lent(k, v) if self._lent_at and key_bias is None else None
         turn = self._turn if lent is None else id(lent)
-        key = (id(collection), k.shape, k.dtype, v.shape[-1], groups, turn, capturing, keep)
+        of_bias = None if key_bias is None else key_bias.dtype
+        key = (id(collection), k.shape, k.dtype, v.shape[-1], groups, turn, capturing, keep, of_bias)
         found: _Gather | None = self._find(key)
         if found is None:
-            found = self._keep(key, self._prepare_gather(k, v, collection, groups, lent, what, keep=keep))
+            found = self._keep(key, self._prepare_gather(k, v, collection, groups, lent, what, of_bias, keep=keep))
         if lent is None:
             self._turn = 1 - self._turn
         found.course.what = what
@@ -335,6 +383,10 @@ class CopyEngineTransport:
         if found.packed is not None:
             slot = found.packed
             streams.call(lambda: pack(slot, k, v))
+        if found.bias is not None and key_bias is not None:
+            for target in found.bias[:2]:
+                if target is not None:
+                    streams.call(functools.partial(target.copy_, key_bias))
         if found.announce is not None:
             launch(found.announce, lane)
         if pulls is not None:
@@ -394,7 +446,13 @@ class CopyEngineTransport:
         return Arrivals(flags, flags[0, :1], self._patience)
 
     def homecoming(
-        self, shape: tuple[int, int, int], collection: Collection, device: torch.device, what: str
+        self,
+        shape: tuple[int, int, int],
+        collection: Collection,
+        device: torch.device,
+        what: str,
+        *,
+        biased: bool = False,
     ) -> Homecoming:
         """See `Gatherer.homecoming`."""
         del device  # that of this transport
@@ -402,10 +460,10 @@ class CopyEngineTransport:
             self._homecoming.receive()
             self._homecoming.close()
         lane, _ = self._enter(closing=False)
-        key = (id(collection), shape)
+        key = (id(collection), shape, biased)
         plans: tuple[_Home, _Home] | None = self._find(key)
         if plans is None:
-            plans = self._keep(key, self._prepare_home(collection, shape, what))
+            plans = self._keep(key, self._prepare_home(collection, shape, what, biased=biased))
         chosen = plans[self._home_turn]
         self._home_turn = 1 - self._home_turn
         chosen.course.what = what
@@ -748,25 +806,50 @@ class CopyEngineTransport:
         return [] if self._streams.capturing() else self._take(self._words[done])
 
     def _prepare_gather(
-        self, k: Tensor, v: Tensor, collection: Collection, groups: int, lent: _Lent | None, what: str, *, keep: bool
+        self,
+        k: Tensor,
+        v: Tensor,
+        collection: Collection,
+        groups: int,
+        lent: _Lent | None,
+        what: str,
+        of_bias: torch.dtype | None,
+        *,
+        keep: bool,
     ) -> _Gather:
         b, t, hk, d = k.shape
         width = d + v.shape[-1]
         if hk % groups:
             raise ValueError(f"groups must divide the {hk} key heads, got {groups}; pass a divisor")
+        shape = (b, collection.far_rows, hk, width)
+        row = hk * width * k.element_size()
+        # a bias stands behind the rows
+        size = 0 if of_bias is None else of_bias.itemsize
+        slot_bytes, far_bytes = b * collection.slot_rows * row, b * collection.far_rows * row
+        if of_bias is not None:
+            slot_bytes, far_bytes = _padded(slot_bytes), _padded(far_bytes)
         if lent is None:
-            slots = self._stations(self._slots, b * collection.slot_rows * hk * width * k.element_size(), "slots")
+            slots = self._stations(self._slots, slot_bytes + b * collection.slot_rows * size, "slots")
             station = slots[self._turn]
             slot = station.view((b, collection.slot_rows, hk, width), k.dtype)
         else:
             station, slot = lent.station, lent.slot
-        shape = (b, collection.far_rows, hk, width)
-        far = None if keep else self._make_far(shape, k.dtype)
+        far = bias = None
+        if not keep:
+            table_rows = t + collection.far_rows
+            room = self._make_far((far_bytes + b * table_rows * size,), torch.uint8)
+            far = _view(room, shape, k.dtype)
+            if of_bias is not None:
+                table = _view(room[far_bytes:], (b, table_rows), of_bias)
+                of_slot = station.view((b, collection.slot_rows), of_bias, slot_bytes)
+                bias = _Bias(of_slot, slot_bytes, table, t)
         flags = self._make_flags(groups * len(self._members)).view(groups, len(self._members))
         packed = slot[:, :t] if lent is None and collection.readers else None
         layout = (tuple((fetch.at, fetch.rows) for fetch in collection.fetches), shape, k.dtype)
         where = far, shape, d
-        return self._plan_gather(collection, station, slot, where, flags, packed, layout, (collection, lent), what)
+        return self._plan_gather(
+            collection, station, slot, where, flags, packed, bias, layout, (collection, lent), what
+        )
 
     def _plan_gather(
         self,
@@ -776,6 +859,7 @@ class CopyEngineTransport:
         where: tuple[Tensor | None, tuple[int, ...], int],
         flags: Tensor,
         packed: Tensor | None,
+        bias: _Bias | None,
         layout: object,
         keep: Any,
         what: str,
@@ -819,6 +903,7 @@ class CopyEngineTransport:
                 for i, fetch in enumerate(fetches):
                     if g == 0:
                         side.append(Wait(station.full(me, fetch.owner), 1))
+                        side += [] if bias is None else bias.pulls(station.rows(fetch.owner), fetch)
                     side += _pulls(station.rows(fetch.owner), slot, address, shape[1], fetch, g, groups)
                     side += [Wait(words[GATE], 1), Write(flag(g, fetch.step), 1)]
                     if g == 0:
@@ -839,6 +924,7 @@ class CopyEngineTransport:
             joining=compile_(joining),
             join=compile_([*joining, *join]),
             packed=packed,
+            bias=None if bias is None else bias.places(published=packed is not None),
             far=None if far is None else _parts(far, dim),
             shape=shape,
             dim=dim,
@@ -865,13 +951,15 @@ class CopyEngineTransport:
             aimed.move_to_end(address)
         return found
 
-    def _prepare_home(self, collection: Collection, shape: tuple[int, int, int], what: str) -> tuple[_Home, _Home]:
+    def _prepare_home(
+        self, collection: Collection, shape: tuple[int, int, int], what: str, *, biased: bool
+    ) -> tuple[_Home, _Home]:
         b, hk, width = shape
-        size = b * collection.slot_rows * hk * width * 4
+        size = b * collection.slot_rows * hk * (width + biased) * 4
         homes = self._stations(self._homes, len(self._peers) * _aligned(size), "homes")
         own = self._make_own(size)
         # both at once: a capture may begin at either
-        first, second = (self._plan_home(collection, station, own, shape, what) for station in homes)
+        first, second = (self._plan_home(collection, station, own, shape, what, biased=biased) for station in homes)
         return first, second
 
     def _plan_home(
@@ -881,11 +969,14 @@ class CopyEngineTransport:
         own: Tensor,
         shape: tuple[int, int, int],
         what: str,
+        *,
+        biased: bool,
     ) -> _Home:
         self._refuse_in_capture("homecoming")
         me, compile_ = self._rank, self._streams.compile
         b, hk, width = shape
-        whole = (b, collection.slot_rows, hk, width)
+        whole, of_bias = (b, collection.slot_rows, hk, width), (b, hk, collection.slot_rows)
+        behind = 4 * math.prod(whole)  # a bias of keys stands behind the sums
         # of the station, not of the call: the region of a pair never overlaps what another shape gave to another pair
         stride = station.num_bytes // len(self._peers)
         owners = [fetch.owner for fetch in collection.fetches]
@@ -905,14 +996,21 @@ class CopyEngineTransport:
         close = _publish([station.free(reader, me) for reader in readers])
         addresses = [own.data_ptr()]
         addresses += [station.rows(fetch.owner) + (fetch.step - 1) * stride for fetch in collection.fetches]
+        table = torch.tensor([addresses, [x + behind for x in addresses]], dtype=torch.int64).to(self._memory.device)
+        places = [(send.step - 1) * stride for send in collection.readers]
+        bias = None
+        if biased:
+            parts = [station.view(of_bias, torch.float32, place + behind) for place in places]
+            bias = table[1], _view(own[behind:], of_bias, torch.float32), parts
         return _Home(
             course,
             start=compile_(start),
             receive=compile_(receive),
             close=compile_(close),
-            addresses=torch.tensor(addresses, dtype=torch.int64).to(self._memory.device),
+            addresses=table[0],
             own=_view(own, whole, torch.float32),
-            regions=[station.view(whole, torch.float32, (send.step - 1) * stride) for send in collection.readers],
+            regions=[station.view(whole, torch.float32, place) for place in places],
+            bias=bias,
             keep=(collection, station, own),
         )
 
@@ -999,13 +1097,14 @@ class CopyEngineTransport:
 class _Arriving:
     """See `Gathering`."""
 
-    __slots__ = ("_plan", "_pulls", "_transport", "arrivals", "far", "k", "v")
+    __slots__ = ("_plan", "_pulls", "_transport", "arrivals", "far", "k", "key_bias", "v")
 
     def __init__(self, transport: CopyEngineTransport, plan: _Gather, far: tuple[Tensor, ...], *, pulls: bool) -> None:
         self._transport = transport
         self._plan: _Gather | None = plan
         self._pulls = pulls
         self.far, self.k, self.v = far
+        self.key_bias = None if plan.bias is None else plan.bias[2]
         self.arrivals = plan.arrivals
 
     def close(self) -> None:
@@ -1028,7 +1127,9 @@ class _Arriving:
 class _Coming:
     """See `Homecoming`."""
 
-    __slots__ = ("_closed", "_plan", "_received", "_transport", "addresses", "own", "rows")
+    __slots__ = (
+        "_closed", "_plan", "_received", "_transport", "addresses", "bias_addresses", "own", "own_bias", "rows",
+    )  # fmt: skip
 
     def __init__(self, transport: CopyEngineTransport, plan: _Home) -> None:
         self._transport = transport
@@ -1037,13 +1138,15 @@ class _Coming:
         self.addresses = plan.addresses
         self.own = plan.own
         self.rows = plan.own.shape[1]
+        self.bias_addresses, self.own_bias = (None, None) if plan.bias is None else plan.bias[:2]
 
-    def receive(self) -> list[Tensor]:
+    def receive(self) -> tuple[list[Tensor], list[Tensor]]:
         if not self._received:
             self._received = True
             streams = self._transport._streams
             streams.launch(self._plan.receive, streams.main())
-        return self._plan.regions
+        bias = self._plan.bias
+        return self._plan.regions, [] if bias is None else bias[2]
 
     def close(self) -> None:
         if not self._closed:

@@ -143,21 +143,38 @@ class SimulatedGatherer:
         return torch.full((*shape, sum(dims)), float("nan"), dtype=dtype, device=device)[:, :rows]
 
     def gather(
-        self, k: Tensor, v: Tensor, collection: Collection, groups: int, what: str, *, keep: bool = False
+        self,
+        k: Tensor,
+        v: Tensor,
+        collection: Collection,
+        groups: int,
+        what: str,
+        *,
+        key_bias: Tensor | None = None,
+        keep: bool = False,
     ) -> _Gathered:
         """See `Gatherer.gather`."""
         assert k.shape[2] % groups == 0, "head groups divide the key heads"
         mine = torch.cat((k, v), -1)
+        far = self._fetch(mine, mine.new_zeros(mine.shape[0], collection.far_rows, *mine.shape[2:]), collection, what)
+        table = None
+        if key_bias is not None:
+            # what belongs to nobody is no number
+            nobody = key_bias.new_full((key_bias.shape[0], collection.far_rows), float("nan"))
+            table = torch.cat((key_bias, self._fetch(key_bias, nobody, collection, what)), 1)
+        arrivals = self.arrived(collection, groups, k.device)
+        return _Gathered(far, far[..., : k.shape[-1]], far[..., k.shape[-1] :], table, arrivals, kept=keep)
+
+    def _fetch(self, mine: Tensor, far: Tensor, collection: Collection, what: str) -> Tensor:
+        """Far, with the rows of all others in it; rows are dimension 1."""
         for reader in collection.readers:
             self._hub.deliver(self._rank, reader.peer, torch.cat(slices(mine, 1, reader.rows), 1))
-        far = mine.new_zeros(mine.shape[0], collection.far_rows, *mine.shape[2:])
         for fetch in collection.fetches:
             rows = self._hub.collect(
                 fetch.owner, self._rank, f"{what}, keys of ring step {collection.first + fetch.step}"
             )
             far[:, fetch.at : fetch.at + rows.shape[1]] = rows
-        arrivals = self.arrived(collection, groups, k.device)
-        return _Gathered(far, far[..., : k.shape[-1]], far[..., k.shape[-1] :], arrivals, kept=keep)
+        return far
 
     def arrived(self, collection: Collection, groups: int, device: torch.device) -> Arrivals:
         """See `Gatherer.arrived`."""
@@ -167,10 +184,16 @@ class SimulatedGatherer:
         return Arrivals(flags, torch.zeros(1, dtype=torch.int32, device=device), patience=10**9)
 
     def homecoming(
-        self, shape: tuple[int, int, int], collection: Collection, device: torch.device, what: str
+        self,
+        shape: tuple[int, int, int],
+        collection: Collection,
+        device: torch.device,
+        what: str,
+        *,
+        biased: bool = False,
     ) -> _Homes:
         """See `Gatherer.homecoming`."""
-        return _Homes(self._hub, self._rank, shape, collection, device, what)
+        return _Homes(self._hub, self._rank, shape, collection, device, what, biased=biased)
 
 
 @dataclass
@@ -178,6 +201,7 @@ class _Gathered:
     far: Tensor
     k: Tensor
     v: Tensor
+    key_bias: Tensor | None
     arrivals: Arrivals | None
     kept: bool
 
@@ -185,6 +209,8 @@ class _Gathered:
         # a kernel that is launched later would be too late
         if not self.kept:
             self.far.fill_(float("nan"))
+            if self.key_bias is not None:
+                self.key_bias.fill_(float("nan"))
 
 
 class _Homes:
@@ -196,6 +222,8 @@ class _Homes:
         collection: Collection,
         device: torch.device,
         what: str,
+        *,
+        biased: bool,
     ) -> None:
         b, hk, width = shape
         self._hub, self._rank, self._collection, self._what = hub, rank, collection, what
@@ -203,10 +231,18 @@ class _Homes:
         sides = len(collection.fetches) + 1
         self._made = torch.full((sides, b, self.rows, hk, width), float("nan"), dtype=torch.float32, device=device)
         self.own = self._made[0]
-        self.addresses = torch.tensor([x.data_ptr() for x in self._made], dtype=torch.int64, device=device)
+        self.addresses = _addresses(self._made)
+        self._biases = None
+        if biased:
+            self._biases = torch.full((sides, b, hk, self.rows), float("nan"), dtype=torch.float32, device=device)
+        self.own_bias = None if self._biases is None else self._biases[0]
+        self.bias_addresses = None if self._biases is None else _addresses(self._biases)
 
-    def receive(self) -> list[Tensor]:
-        for fetch, made in zip(self._collection.fetches, self._made[1:], strict=True):
+    def receive(self) -> tuple[list[Tensor], list[Tensor]]:
+        return self._exchange(self._made), [] if self._biases is None else self._exchange(self._biases)
+
+    def _exchange(self, regions: Tensor) -> list[Tensor]:
+        for fetch, made in zip(self._collection.fetches, regions[1:], strict=True):
             self._hub.deliver(self._rank, fetch.owner, made)
         return [
             self._hub.collect(
@@ -219,6 +255,13 @@ class _Homes:
 
     def close(self) -> None:
         self._made.fill_(float("nan"))
+        if self._biases is not None:
+            self._biases.fill_(float("nan"))
+
+
+def _addresses(regions: Tensor) -> Tensor:
+    """Where each region begins, int64."""
+    return torch.tensor([x.data_ptr() for x in regions], dtype=torch.int64, device=regions.device)
 
 
 def run_ranks(world_size: int, body: Callable[[Seat], T], nodes: Nodes | None = None, *, budget: int = 0) -> list[T]:

@@ -216,6 +216,7 @@ def _backward_gathered(call: Call) -> None:
         softcap=20.0 if "softcap" in call.features else 0.0,
         alibi="alibi" in call.features,
         sinks="sinks" in call.features,
+        key_bias="key_bias" in call.features,
         dtype=getattr(torch, call.dtype),
     )
     visit = make_visit(make_whole(scene), 0, everything=True)
@@ -224,7 +225,7 @@ def _backward_gathered(call: Call) -> None:
     module, _, name = name.partition(":")
     getattr(importlib.import_module(module), name)(
         *visit.arguments(), visit.arrivals, visit.homes, visit.home_rows,
-        dq=dq, dalibi=dalibi, deterministic=call.deterministic,
+        dq=dq, dalibi=dalibi, bias_homes=visit.bias_homes, deterministic=call.deterministic,
     )  # fmt: skip
 
 
@@ -259,6 +260,8 @@ def compile_call(call: Call, dump: str | None = None) -> list[Report]:
     with captured() as launches:
         if call.gathered:
             far = torch.zeros(1, n + GUARD, kv_heads, d + dv, dtype=dtype)
+            if score.key_bias is not None:
+                score = dataclasses.replace(score, key_bias=torch.zeros(1, 2 * n + GUARD))
             arrivals = Arrivals(torch.zeros(2, 2, dtype=torch.int32), torch.zeros(1, dtype=torch.int32), 10**10)
             # two ranks hold the same positions: what is compiled does not depend on who sees whom
             sides = _gathered((keys, keys))

@@ -32,7 +32,7 @@ class Gathering:
         world_size: Ranks.
         rank: The one that computes.
         mask: Arguments of `describe` and of `attention_reference`.
-        options: Of the score: softcap, and "sinks" and "alibi" for random ones.
+        options: Of the score: softcap, and "sinks", "alibi" and "key_bias" for random ones.
         batch: Batch elements.
         heads: Query heads.
         kv_heads: Key heads.
@@ -88,6 +88,7 @@ class Scene:
     whole: dict[str, Any]
     positions: Tensor
     events: Iterator[None]
+    key_bias: Tensor | None
 
     @property
     def far(self) -> tuple[Tensor, Tensor]:
@@ -128,7 +129,10 @@ def make_scene(gathering: Gathering, lost: int | None = None, refused: int | Non
         options["sinks"] = torch.randn(g.heads, generator=generator)
     if "alibi" in g.options:
         options["alibi_slopes"] = torch.rand(g.heads, generator=generator) * 0.2
-    score = Score(g.options.get("softmax_scale", g.head_dim**-0.5), **options)
+    if "key_bias" in g.options:
+        options["key_bias"] = torch.randn(g.batch, g.seq_len, generator=generator)
+        options["key_bias"][-1, g.seq_len // 5 : g.seq_len // 4] = -torch.inf
+    key_bias = options.get("key_bias")
 
     def rows_of(x: Tensor, rank: int) -> Tensor:
         return x[:, positions_of(call.kv_sharding.shards[rank])]
@@ -138,6 +142,11 @@ def make_scene(gathering: Gathering, lost: int | None = None, refused: int | Non
     for fetch in collection.fetches:
         end = fetch.at + sum(length for _, length in fetch.rows)
         buffer[:, end : end + GUARD] = 0
+    near_rows, table = keys.near_rows, None
+    if key_bias is not None:
+        table = torch.full((g.batch, near_rows + collection.far_rows), float("nan"))
+        table[:, :near_rows] = rows_of(key_bias, g.rank)
+    score = Score(g.options.get("softmax_scale", g.head_dim**-0.5), **{**options, "key_bias": table})
     # flags of steps without a source stay at 0, and column 0 is poison
     flags = torch.zeros(g.groups, g.world_size, dtype=torch.int32)
     flags[:, 0] = -1
@@ -159,6 +168,9 @@ def make_scene(gathering: Gathering, lost: int | None = None, refused: int | Non
                 rows = torch.cat(slices(source, 1, fetch.rows), 1)
                 mine = slice(group * heads, (group + 1) * heads)
                 buffer[:, fetch.at : fetch.at + rows.shape[1], mine] = rows[:, :, mine]
+                if table is not None and key_bias is not None and group == 0:
+                    there = torch.cat(slices(rows_of(key_bias, fetch.owner), 1, fetch.rows), 1)
+                    table[:, near_rows + fetch.at :][:, : there.shape[1]] = there
                 yield
                 flags[group, fetch.step] = 1
                 yield
@@ -170,7 +182,7 @@ def make_scene(gathering: Gathering, lost: int | None = None, refused: int | Non
     own = q[:, positions].contiguous()
     near = rows_of(k, g.rank).contiguous(), rows_of(v, g.rank).contiguous()
     return Scene(
-        g, own, near, buffer, flags, torch.zeros(1, dtype=torch.int32), score, whole, positions, iter(happen())
+        g, own, near, buffer, flags, torch.zeros(1, dtype=torch.int32), score, whole, positions, iter(happen()), table
     )
 
 

@@ -46,8 +46,11 @@ CASES = [
     Gathering("groups_of_two", heads=4, kv_heads=4, groups=2, rank=2, seq_len=97),
     Gathering("packed", seq_len=40, heads=16, kv_heads=2, groups=2, world_size=4, rank=3),
     Gathering("scores", options={"softcap": 2.0, "alibi": True, "sinks": True}, heads=4, groups=2),
+    Gathering("key_bias", options={"key_bias": True}, heads=4, groups=2, batch=2, rank=2),
+    Gathering("every_term", options={"softcap": 2.0, "alibi": True, "key_bias": True}, layout="striped"),
     Gathering("sinks_fp16", options={"sinks": True}, dtype=torch.float16),
     Gathering("widths", head_dim=24, v_head_dim=8),
+    Gathering("wide", head_dim=200, v_head_dim=256, seq_len=97),
 ]  # fmt: skip
 SMALL = ForwardConfig(1, 16, 2)
 EVERY_SWITCH = ForwardConfig(2, 32, 2, early=True, store=True, ahead=True, lazy=True)
@@ -120,7 +123,7 @@ def split(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return slots
 
 
-@pytest.mark.parametrize("name", ["zigzag", "full", "packed", "scores", "holes"])
+@pytest.mark.parametrize("name", ["zigzag", "full", "packed", "scores", "key_bias", "holes"])
 def test_parts_of_tiles_wait_for_their_own_rows(name: str, split: list[int]):
     scene = make_scene(named(name))
     assert_right(scene, *run(scene, small))
@@ -141,7 +144,7 @@ def assert_no_number_is_wrong(case: Gathering, o: torch.Tensor, lse: torch.Tenso
 
 @pytest.mark.parametrize("seed", [None, 1])
 @pytest.mark.parametrize("kind", ["lost", "refused"])
-@pytest.mark.parametrize("name", ["zigzag", "full", "groups_of_two", "scores"])
+@pytest.mark.parametrize("name", ["zigzag", "full", "groups_of_two", "scores", "key_bias"])
 def test_rows_that_never_come_leave_no_number_behind(name: str, kind: str, seed: int | None):
     case = named(name)
     fetches = len(case.call.collection().fetches) * case.groups
@@ -178,9 +181,10 @@ def test_what_is_gathered_is_said_before():
     plain = Score(1.0)
     assert hopper.gathers(128, 64, plain)
     assert hopper.gathers(8, 128, Score(1.0, softcap=2.0, sinks=torch.zeros(1), alibi_slopes=torch.zeros(1)))
-    assert not hopper.gathers(256, 64, plain)
-    assert not hopper.gathers(64, 136, plain)
+    assert hopper.gathers(256, 64, plain)
+    assert hopper.gathers(64, 136, Score(1.0, key_bias=torch.zeros(1, 1)))
+    assert not hopper.gathers(264, 64, plain)
+    assert not hopper.gathers(64, 264, plain)
     assert not hopper.gathers(20, 64, plain)
     assert not hopper.gathers(64, 20, plain)
-    assert not hopper.gathers(64, 64, Score(1.0, key_bias=torch.zeros(1, 1)))
     assert not hopper.gathers(64, 64, Score(1.0, bias=torch.zeros(1, 1, 1, 1)))

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.test_homes import WIDTHS, assert_added_in_order
+from tests.test_homes import WIDTHS, assert_added_in_order, assert_biases_are_added_in_order
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
@@ -14,8 +14,16 @@ def test_contributions_are_added_in_order(dtype: torch.dtype, parts: int, d: int
     assert_added_in_order(homes_triton.add_homes, dtype, parts, d, dv)
 
 
+@pytest.mark.parametrize("parts", [0, 3])
+def test_biases_are_added_in_order(parts: int) -> None:
+    from ringattn.kernels import homes_triton
+
+    assert_biases_are_added_in_order(homes_triton.add_bias_homes, parts)
+
+
 def test_a_rank_without_keys_has_nothing_to_add() -> None:
     from ringattn.kernels import homes_triton
 
     dk = torch.empty(1, 0, 2, 64)
     homes_triton.add_homes(dk, dk.clone(), torch.empty(1, 4, 2, 128), [], torch.empty(0, 0, dtype=torch.int32))
+    homes_triton.add_bias_homes(torch.empty(1, 0), torch.empty(1, 2, 4), [], torch.empty(0, 0, dtype=torch.int32))
