@@ -82,10 +82,10 @@ def test_one_launch_gives_what_the_visits_give(gathering, case, layout, world_si
 
 
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_a_bias_of_keys_comes_with_them_and_its_gradient_goes_home(gathering, case, world_size):
+@pytest.mark.parametrize(("layout", "world_size"), [("zigzag", 2), ("contiguous", 3)])
+def test_a_bias_of_keys_comes_with_them_and_its_gradient_goes_home(gathering, case, layout, world_size):
     q, k, v, do = draw(61, 4, 2)
-    options = {"do": do, "key_bias": draw_bias(61), **CASES[case]}
+    options = {"layout": layout, "do": do, "key_bias": draw_bias(61), **CASES[case]}
     gathered = simulate_ring(q, k, v, world_size, memory_budget=PLENTY, **options)
     assert gathering.count("forward_gathered") == gathering.count("add_bias_homes") == world_size
     staged = simulate_ring(q, k, v, world_size, **options)

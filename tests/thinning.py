@@ -14,6 +14,7 @@ EVERY = {
     "test_hopper.py::test_forward_and_backward_stay_within_budget": 3,
     "test_hopper.py::test_the_backward_of_fixed_order_stays_within_budget": 3,
     "test_hopper_gathered_backward.py::test_contributions_are_the_bits_of_visits_one_by_one": 3,
+    "test_hopper_gathered_backward.py::test_wide_contributions_are_the_bits_of_visits_one_by_one": 2,
     "test_hopper_gathered_backward.py::test_gradients_come_home_and_stay_within_budget": 3,
     "test_hopper_gathered_backward.py::test_gradients_in_fixed_order_stay_within_budget": 3,
     "test_hopper_gathered_backward.py::test_no_order_of_events_changes_what_is_computed": 2,

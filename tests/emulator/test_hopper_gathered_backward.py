@@ -19,6 +19,7 @@ from ringattn.kernels.hopper.backward_configs import BackwardConfig
 from ringattn.kernels.hopper.backward_launch import Away, launch_backward, launch_gathered, launch_keys
 from ringattn.kernels.hopper.plan import Shape, make_plan
 from ringattn.kernels.hopper.rows_launch import RowsConfig, launch_rows, launch_rows_gathered
+from ringattn.kernels.hopper.wide_launch import WideConfig, launch_wide_keys, launch_wide_keys_gathered
 from tests.budget import assert_within_budget
 from tests.emulator import gluon as machine
 from tests.gathered import Scene, Visit, contributions, make_visit, make_whole, shards_of
@@ -142,6 +143,33 @@ def test_contributions_are_the_bits_of_visits_one_by_one(name: str, both: bool):
             one(do, q, k, v, lse, delta, rows, alone, score, grads, config=config)
             assert torch.equal(region[:, : len(places), :, : scene.head_dim], grads.dk)
             assert torch.equal(region[:, : len(places), :, scene.head_dim :], grads.dv)
+
+
+@pytest.mark.parametrize("name", ["wide_terms", "wide_groups"])
+def test_wide_contributions_are_the_bits_of_visits_one_by_one(name: str):
+    """Likewise, dkey_bias too."""
+    scene, config = named(name), WideConfig(split=False)
+    whole, gathered = make_whole(scene), launch_wide_keys_gathered
+    for rank in range(len(scene.shards)):
+        visit = make_visit(whole, rank)
+        do, q, near, far, lse, delta, rows, keys, score = visit.arguments()
+        away = Away(far, visit.arrivals, visit.homes, visit.home_rows, visit.bias_homes)
+        with machine.mode(mapped=(*visit.regions, *visit.bias_regions), outside=visit.arrive):
+            gathered(do, q, near, lse, delta, rows, keys, score, away, config=config)
+        for i, (side, places) in enumerate(zip(keys.sides, visit.source_places, strict=True)):
+            first = side.run_list[0][0]
+            alone = replace(side, run_list=tuple((offset - first, *run) for offset, *run in side.run_list))
+            k, v = whole.k[:, places], whole.v[:, places]
+            grads = Grads(torch.empty(0), *(torch.full(x.shape, float("nan")) for x in (k, v)))
+            here = score
+            if whole.key_bias is not None:
+                grads = replace(grads, dkey_bias=torch.full((scene.batch, len(places)), float("nan")))
+                here = replace(score, key_bias=whole.key_bias[:, places])
+            launch_wide_keys(do, q, k, v, lse, delta, rows, alone, here, grads, config=config)
+            assert torch.equal(visit.regions[i][:, : len(places), :, : scene.head_dim], grads.dk)
+            assert torch.equal(visit.regions[i][:, : len(places), :, scene.head_dim :], grads.dv)
+            if grads.dkey_bias is not None:
+                assert torch.equal(visit.bias_regions[i][..., : len(places)].sum(1), grads.dkey_bias)
 
 
 def test_dq_by_rows_over_near_alone_is_the_bits_of_one_visit():
