@@ -344,6 +344,8 @@ class Ring:
     ) -> tuple[Tensor, Tensor]:
         """Where a model can write its keys so that other ranks read them there: attention of exactly these copies nothing.
 
+        (With `key_bias` they are copied once, like others.)
+
         The rows belong to the name until it is asked for again; work enqueued after that may overwrite them, and waits, on
         the current stream, for ranks that still read. A backward reads its keys again, so use one name per layer: writing
         before the backward has run changes what it reads. Every rank calls it alike, and passes either all of both tensors
