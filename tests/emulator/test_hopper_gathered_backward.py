@@ -14,7 +14,8 @@ if os.environ.get("GLUON_EMULATOR") != "1":
 
 from ringattn.kernels.contract import Grads, Score
 from ringattn.kernels.hopper import api as hopper
-from ringattn.kernels.hopper import backward_launch
+from ringattn.kernels.hopper import backward_launch, wide_launch
+from ringattn.kernels.hopper import plan as plan_of_work
 from ringattn.kernels.hopper.backward_configs import BackwardConfig
 from ringattn.kernels.hopper.backward_launch import Away, launch_backward, launch_gathered, launch_keys
 from ringattn.kernels.hopper.plan import Shape, make_plan
@@ -243,6 +244,25 @@ def test_parts_of_split_tiles_come_home(deterministic: bool, monkeypatch: pytest
     plan = make_plan(visit.keys, visit.rows, Shape(1, 1, 128, 64, programs, 640 * (256 * 2 + 128 * 4), align=4))
     assert set(plan.split_tiles[:, 0].tolist()) == {0, 1}, "the scene splits tiles of both sources"
     assert_gradients_within_budget(scene, deterministic=deterministic)
+
+
+@pytest.mark.parametrize("head_dim", [64, 256], ids=["fused", "wide"])
+def test_parts_of_biases_come_home_too(head_dim: int, monkeypatch: pytest.MonkeyPatch):
+    for name in ("OVERHEAD", "EPILOGUE", "MERGE"):
+        monkeypatch.setattr(plan_of_work, name, 0)
+    monkeypatch.setattr(plan_of_work, "MIN_PART", 1)
+    split: set[int] = set()
+
+    def make(keys: Any, rows: Any, shape: Any) -> Any:
+        made = make_plan(keys, rows, replace(shape, programs=7))
+        split.update(made.split_tiles[:, 0].tolist())
+        return made
+
+    for module in (backward_launch, wide_launch):
+        monkeypatch.setattr(module, "make_plan", make)
+    runs = (((0, 1, 190),), ((190, 1, 50),))
+    assert_gradients_within_budget(Scene("split", runs, heads=1, head_dim=head_dim, v_head_dim=64, key_bias=True))
+    assert split == {0, 1}, "tiles of both sources are split"
 
 
 @pytest.mark.parametrize("score", [{"bias": torch.zeros(1)}, {"dropout_p": 0.5}], ids=str)
