@@ -161,7 +161,8 @@ def test_wide_contributions_are_the_bits_of_visits_one_by_one(name: str):
             first = side.run_list[0][0]
             alone = replace(side, run_list=tuple((offset - first, *run) for offset, *run in side.run_list))
             k, v = whole.k[:, places], whole.v[:, places]
-            grads = Grads(torch.empty(0), *(torch.full(x.shape, float("nan")) for x in (k, v)))
+            dk, dv = (torch.full(x.shape, float("nan")) for x in (k, v))
+            grads = Grads(torch.empty(0), dk, dv)
             here = score
             if whole.key_bias is not None:
                 grads = replace(grads, dkey_bias=torch.full((scene.batch, len(places)), float("nan")))
