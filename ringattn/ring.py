@@ -58,7 +58,8 @@ class Ring:
             the memory that is free on the fullest GPU at the first call. The same on all ranks.
         keep_keys: What a gathered forward has brought stays until its backward has run, which then fetches nothing: less
             traffic for the memory of all other ranks' visible keys per layer, beyond the memory budget. A permission: calls
-            that go step by step, or through `torch.compile` or selective checkpointing, keep nothing. The same on all ranks.
+            that go step by step, with `key_bias`, or through `torch.compile` or selective checkpointing, keep nothing. The same
+            on all ranks.
         timeout: How long a rank waits for the others: when a call of a new shape is compared, and for rows that come by copy
             engine. Transfers of the process group obey the group's own timeout.
         nodes: Over how many nodes the ranks are spread, consecutive ranks sharing one, or "auto": by host name. With more
@@ -343,6 +344,8 @@ class Ring:
         device: torch.device | str | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Where a model can write its keys so that other ranks read them there: attention of exactly these copies nothing.
+
+        (With `key_bias` they are copied once, like others.)
 
         The rows belong to the name until it is asked for again; work enqueued after that may overwrite them, and waits, on
         the current stream, for ranks that still read. A backward reads its keys again, so use one name per layer: writing
