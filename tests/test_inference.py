@@ -184,6 +184,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "softcap": ({"softcap": -1.0}, "softcap must be at least 0"),
     "window": ({"window": (-1, 0)}, "window must have sides of at least 0 or None"),
     "int window": ({"window": 0}, "window must have sides of at least 0 or None"),
+    "chunks": ({"chunk_len": 0}, "chunk_len must be at least 1 or None, got 0"),
     "moves": ({"moves": "values"}, "moves must be one of auto, keys, queries, got 'values'"),
 }
 

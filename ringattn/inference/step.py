@@ -44,6 +44,8 @@ if TYPE_CHECKING:
 MOST_DECODED = MAX_TOKENS
 """New tokens per request up to which a step may be one of decoding."""
 _WORD = 4  # bytes of an int32
+Mask = tuple[bool, tuple[int | None, int | None] | None, int | None]
+"""causal, window and chunk_len."""
 
 
 @dataclass(eq=False)
@@ -123,18 +125,22 @@ class Step:
         assert self.starts is not None, "rows of a prefill see documents"
         return self.starts
 
-    def bounds(self, causal: bool, window: tuple[int | None, int | None] | None) -> tuple[Tensor, Tensor]:
+    def bounds(
+        self, causal: bool, window: tuple[int | None, int | None] | None, chunk_len: int | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Decode: what each row sees, lo <= position < hi, as `batch rows` int32 on the device; found once for all layers."""
-        known = self.memo.get((causal, window))
+        mask = (causal, window, chunk_len)
+        known = self.memo.get(mask)
         if known is None:
-            known = self.memo[causal, window] = self._empty_bounds()
-            self._find_bounds(causal, window, *known)
+            known = self.memo[mask] = self._empty_bounds()
+            self._find_bounds(mask, *known)
         return known
 
     def _empty_bounds(self) -> tuple[Tensor, Tensor]:
         return torch.empty_like(self.seen_from), torch.empty_like(self.seen_from)
 
-    def _find_bounds(self, causal: bool, window: tuple[int | None, int | None] | None, lo: Tensor, hi: Tensor) -> None:
+    def _find_bounds(self, mask: Mask, lo: Tensor, hi: Tensor) -> None:
+        causal, window, chunk_len = mask
         here, ends = self.positions32, self.ends
         assert here is not None, "rows of a prefill see documents"
         assert ends is not None, "rows of a prefill see documents"
@@ -148,6 +154,11 @@ class Step:
             hi.copy_(ends)
         else:
             torch.minimum(ends, here + (right + 1), out=hi)
+        if chunk_len is not None:
+            # chunks are counted from the first token that is seen
+            into = torch.remainder(here - self.seen_from, chunk_len)
+            torch.maximum(lo, here - into, out=lo)
+            torch.minimum(hi, here - into + chunk_len, out=hi)
         torch.maximum(lo, hi, out=hi)
 
 
@@ -163,8 +174,8 @@ class StaticStep(Step):
     max_blocks: int
     _inbox: Tensor
     _blocks: Tensor
-    _found: dict[tuple[bool, tuple[int | None, int | None] | None], tuple[Tensor, Tensor]]
-    _fresh: set[object]
+    _found: dict[Mask, tuple[Tensor, Tensor]]
+    _fresh: set[Mask]
 
     @classmethod
     def make(cls, cache: PagedKVCache, batch: int, new: int, max_tokens: int, max_blocks: int) -> StaticStep:
@@ -221,24 +232,27 @@ class StaticStep(Step):
             begin = places.words(0)
             packed = self._inbox[begin : begin + 3 * self.batch * columns]
             self._blocks[:, :, :columns].copy_(packed.view(3, self.batch, columns))
-        for (causal, window), found in self._found.items():
-            self._find_bounds(causal, window, *found)
+        for mask, found in self._found.items():
+            self._find_bounds(mask, *found)
         self._fresh = set(self._found)
 
-    def bounds(self, causal: bool, window: tuple[int | None, int | None] | None) -> tuple[Tensor, Tensor]:
+    def bounds(
+        self, causal: bool, window: tuple[int | None, int | None] | None, chunk_len: int | None = None
+    ) -> tuple[Tensor, Tensor]:
         """As `Step.bounds`, at fixed addresses.
 
         What was asked for once is worked out again whenever the step is said anew, so a graph that is captured afterwards need
         not do it. A graph that is captured before does it by itself.
         """
-        known = self._found.get((causal, window))
+        mask = (causal, window, chunk_len)
+        known = self._found.get(mask)
         if known is None:
-            known = self._found[causal, window] = self._empty_bounds()
-        if (causal, window) not in self._fresh:
-            self._find_bounds(causal, window, *known)
+            known = self._found[mask] = self._empty_bounds()
+        if mask not in self._fresh:
+            self._find_bounds(mask, *known)
             # nothing runs in a capture
             if not (known[0].is_cuda and torch.cuda.is_current_stream_capturing()):
-                self._fresh.add((causal, window))
+                self._fresh.add(mask)
         return known
 
 
