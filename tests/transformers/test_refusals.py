@@ -214,16 +214,14 @@ def refused_on_ranks() -> dict[str, str]:
         shard_batch({"input_ids": tokens(1)}, Ring())
     except ValueError as error:
         found["short"] = f"{type(error).__name__}: {error}"
-    module = SimpleNamespace(is_causal=True, attn_temperature_tuning=True, use_rope=False)
     for name, mistake in {
-        "tuned": {},
         "none": {"position_ids": None},
         "three": {"position_ids": torch.ones(3, 2, 3)},
         "long": {"position_ids": torch.arange(6)[None]},
     }.items():
         try:
             sharding = Ring().sharding(6)
-            call(module if name == "tuned" else None, rows=3, sharding=sharding, **mistake)
+            call(rows=3, sharding=sharding, **mistake)
         except (ValueError, NotImplementedError) as error:
             found[name] = f"{type(error).__name__}: {error}"
     return found
@@ -246,7 +244,6 @@ def test_every_rank_refuses_positions_that_are_wrong_on_some(pool: Pools) -> Non
             "RuntimeError: a model must be called with a sharding among 2 ranks, got none"
         )
         assert "a sequence must leave each of 2 ranks a row, got 1 tokens and none for ring ranks [1]" in found["short"]
-        assert "attn_temperature_tuning must be off among several ranks" in found["tuned"]
         assert "position_ids must be given to a model whose rows are sharded" in found["none"]
         assert "position_ids must be 2-dimensional" in found["three"]
 
