@@ -400,7 +400,8 @@ def test_the_first_chunk_makes_room_for_all_that_its_request_has_reserved(pool: 
 def order_of_events() -> list[str]:
     """What a chunk whose queries move does with its transport and its pages, in order."""
     ring = Ring()
-    cache, events = small(ring), []
+    cache: Any = small(ring)
+    events: list[str] = []
     request = cache.join(100)
     attend(step := cache.extend([request], [40]), 0, **rows_of(step))
     transport: Any = ring.seat.transport
