@@ -275,6 +275,17 @@ def test_a_static_step_says_what_a_new_one_would_at_the_same_addresses() -> None
     assert addresses == [[x.data_ptr() for x in tensors(step)] for step in steps]
 
 
+@pytest.mark.parametrize("batch", [1, 2, 3, 5])
+def test_tensors_of_a_decode_step_are_aligned_whatever_its_shape(batch: int) -> None:
+    """Else kernels would be compiled, and launches recorded, again and again as requests grow."""
+    cache = make(pages=400)
+    requests = [cache.join(100) for _ in range(batch)]
+    static = cache.static_step(batch, 3, max_tokens=100)
+    for _ in range(9):
+        for step in (cache.extend(requests, [1] * batch), cache.extend(requests, [3] * batch, into=static)):
+            assert [x.data_ptr() % 32 for x in tensors(step)] == [0] * len(tensors(step))
+
+
 def tensors(step: Step) -> list[Tensor]:
     assert step.table is not None
     assert step.positions32 is not None
