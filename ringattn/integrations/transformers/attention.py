@@ -26,7 +26,7 @@ from ringattn.integrations.transformers.masks import RingMask
 from ringattn.integrations.transformers.positions import check_positions, read_cumulative, read_documents
 from ringattn.living import find_ring
 from ringattn.ring import Ring, default_world_size
-from ringattn.sharding import Sharding
+from ringattn.sharding import Sharding, positions_of
 
 UNSAID = "unsaid"
 """In place of position ids that a model does not pass; None are those that it passes without having any."""
@@ -117,7 +117,8 @@ def attend(
     if step is not None:
         _check_step(step, module, query, key, mask, causal, dropout, sharding, (cu_seq_lens_q, cu_seq_lens_k))
         window, chunk_len = _resolve_window(mask, causal, sliding_window, packed=False)
-        query = _temper(module, query, step.positions)
+        if _is_tempered(module):
+            query = _temper(module, query, step.positions)
         return _attend_with_cache(step, module, query, key, value, window, chunk_len, scaling, softcap, s_aux), None
     if sharding is None:
         sharding = _whole(query, key, mask, position_ids, cu_seq_lens_q, cu_seq_lens_k)
@@ -128,7 +129,8 @@ def attend(
                 "pass the whole batch through shard_batch"
             )
         _check_sharded(position_ids, sharding, mask)
-        query = _temper(module, query, sharding.positions[None])
+        if _is_tempered(module):
+            query = _temper(module, query, positions_of(sharding.shards[sharding.rank])[None])
     window, chunk_len = _resolve_window(mask, causal, sliding_window, packed=sharding.documents is not None)
     lengths, key_bias, tokens = _resolve_padding(mask, query, sharding, chunk_len)
     seed = None
@@ -341,11 +343,12 @@ def _attend_with_cache(
     return torch.nn.functional.pad(out, (0, 0, 0, 0, 0, missing)) if missing else out
 
 
-def _temper(module: nn.Module, query: Tensor, positions: Tensor) -> Tensor:
-    """Queries `b h s d`, tempered for their places `b s` or `1 s` (Note [Tempered queries])."""
-    layer: Any = module
-    if not getattr(module, "attn_temperature_tuning", False) or getattr(module, "use_rope", True):
-        return query
+def _is_tempered(module: nn.Module) -> bool:
+    return bool(getattr(module, "attn_temperature_tuning", False)) and not getattr(module, "use_rope", True)
+
+
+def _temper(layer: Any, query: Tensor, positions: Tensor) -> Tensor:
+    """Queries `b h s d` of a layer, tempered for their places `b s` or `1 s` (Note [Tempered queries])."""
     if positions.shape[1] != query.shape[2]:
         # a row for nobody
         return query
