@@ -226,10 +226,10 @@ class Definition:
                 | options
                 | {name: x.to(self._device, self._dtype) for name, x in history.tensors().items()}
             )
-            if self._first[name]:
-                options["lengths"] = ((self._first[name], n),)
-            # only tokens that are there yet are seen
-            o = attention_reference(*kept, **options)
+            # only tokens that are there yet are seen, and none before the first; chunks are counted from there
+            first = self._first[name]
+            o = attention_reference(*(x[:, first:] for x in kept), **options)
+            o = torch.cat((o.new_zeros(1, first, *o.shape[2:]), o), 1)
             found.append(o[:, n - count :])
         return torch.cat(found, 0 if together else 1)
 
@@ -305,6 +305,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "window": {"options": ({"window": (11, 0)}, {})},
     "int window": {"options": ({"window": 6},)},
     "both sides": {"options": ({"causal": False, "window": (9, 4)},)},
+    "chunks": {"options": ({"chunk_len": 16}, {"chunk_len": 7, "window": (4, None), "causal": False})},
     "softcap": {"options": ({"softcap": 1.5, "softmax_scale": 0.6},)},
     "sinks": {"features": ("sinks",)},
     "alibi": {"features": ("alibi_slopes",)},

@@ -36,6 +36,7 @@ from ringattn.transport.base import Buffers, NoTransport, Seat, Transport
 from ringattn.transport.choose import TRANSPORTS, Choice, choose
 from ringattn.transport.double import Throttled, WithinNode, group_by_host
 from ringattn.transport.exchange import AloneExchange, Exchange, GroupExchange
+from ringattn.transport.gathering import gather_rows
 from ringattn.transport.process_group import Agreement, ProcessGroupTransport, raise_differences, resolve_group
 from ringattn.visibility import Visibility
 
@@ -314,7 +315,9 @@ class Ring:
             dim: The dimension along which lengths differ.
             lengths: Every rank's length.
         """
-        return list(_Gather.apply(x, dim, tuple(lengths), self._group_name, self.rank))
+        if len(lengths) == 1:
+            return [x.clone()]
+        return gather_rows(x, dim, lengths, self.rank, self._group_name)
 
     def sum(self, x: Tensor) -> Tensor:
         """The sum of all ranks' tensors, the same bits on every rank; not differentiable.
@@ -498,33 +501,3 @@ def _without_rows(tensors: Sequence[Tensor | None]) -> list[Any]:
             shape[1 if x.dim() == 2 or len(result) < 3 else 2] = "rows"
         result.append([shape, str(x.dtype), x.device.type, x.requires_grad])
     return result
-
-
-class _Gather(torch.autograd.Function):
-    """All ranks' tensors of unequal length; each is padded to the longest on the way."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, dim: int, lengths: tuple[int, ...], group_name: str, rank: int
-    ) -> tuple[Tensor, ...]:
-        ctx.dim, ctx.group_name, ctx.rank = dim, group_name, rank
-        if len(lengths) == 1:
-            return (x.clone(),)
-        group = resolve_group(group_name)
-        longest = max(lengths)
-        shape = list(x.shape)
-        shape[dim] = longest
-        padded = x.new_zeros(shape)
-        padded.narrow(dim, 0, x.shape[dim]).copy_(x)
-        parts = [torch.empty_like(padded) for _ in lengths]
-        dist.all_gather(parts, padded, group=group)
-        return tuple(part.narrow(dim, 0, length) for part, length in zip(parts, lengths, strict=True))
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        mine = grads[ctx.rank]
-        if len(grads) > 1:
-            whole = torch.cat(grads, ctx.dim)
-            dist.all_reduce(whole, group=resolve_group(ctx.group_name))
-            mine = whole.split([grad.shape[ctx.dim] for grad in grads], ctx.dim)[ctx.rank]
-        return mine, None, None, None, None

@@ -189,6 +189,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "softcap": ({"softcap": -1.0}, "softcap must be at least 0"),
     "window": ({"window": (-1, 0)}, "window must have sides of at least 0 or None"),
     "int window": ({"window": 0}, "window must have sides of at least 0 or None"),
+    "chunks": ({"chunk_len": 0}, "chunk_len must be at least 1 or None, got 0"),
     "moves": ({"moves": "values"}, "moves must be one of auto, keys, queries, got 'values'"),
 }
 
@@ -399,6 +400,29 @@ def test_the_first_chunk_makes_room_for_all_that_its_request_has_reserved(pool: 
         assert len(said) == 20
         assert said[0] == max(said)
         assert largest <= said[0] <= 1.2 * largest
+
+
+def order_of_events() -> list[str]:
+    """What a chunk whose queries move does with its transport and its pages, in order."""
+    ring = Ring()
+    cache: Any = small(ring)
+    events: list[str] = []
+    request = cache.join(100)
+    attend(step := cache.extend([request], [40]), 0, **rows_of(step))
+    transport: Any = ring.seat.transport
+    post, take = transport.post, cache.take
+    transport.post = lambda *given: (events.append(given[-1].partition(" ")[2]), post(*given))[1]
+    cache.take = lambda *given: (events.append("pages"), take(*given))[1]
+    attend(step := cache.extend([request], [33]), 0, **rows_of(step), moves="queries")
+    del transport.post
+    return events
+
+
+@pytest.mark.dist
+def test_queries_are_under_way_while_pages_are_copied(pool: Pools) -> None:
+    for events in pool(4).run(order_of_events):
+        queries, partials = ([f"{what} ring step {i}" for i in (1, 2, 3)] for what in ("queries for", "partials of"))
+        assert events == [*queries, "pages", *partials]
 
 
 def what_moves(new: int) -> tuple[str, ...]:

@@ -36,6 +36,8 @@ from ringattn.visibility import Visibility
 Window = tuple[int | None, int | None] | None
 Given = tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]
 """q, k, v, sinks and alibi_slopes."""
+Wanted = tuple[bool, Any, float | None, float, int | None, str]
+"""causal, window, softmax_scale, softcap, chunk_len and moves."""
 
 
 def attend(
@@ -51,6 +53,7 @@ def attend(
     softcap: float = 0.0,
     sinks: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
+    chunk_len: int | None = None,
     moves: str = "auto",
 ) -> Tensor:
     """Keeps the keys of new tokens and attends with their queries over all that their requests have.
@@ -71,6 +74,8 @@ def attend(
         softcap: Bound of the soft cap; 0.0 for none.
         sinks: `h`.
         alibi_slopes: `h`.
+        chunk_len: Tokens see those of their own chunk of so many tokens. Chunks are counted from the first token of the request
+            that is seen.
         moves: What goes round the ring in prefill: "keys", "queries", or "auto" for whichever is fewer bytes.
 
     Returns:
@@ -96,7 +101,7 @@ def attend(
     """
     run = _beside_compilers() if "torch._dynamo" in sys.modules else _attend
     bounds = window if window is None or isinstance(window, int) else tuple(window)
-    options = (causal, bounds, softmax_scale, softcap, moves)
+    options = (causal, bounds, softmax_scale, softcap, chunk_len, moves)
     return run(step, layer, (q, k, v, sinks, alibi_slopes), options)
 
 
@@ -113,8 +118,8 @@ def _beside_compilers() -> Callable[..., Tensor]:
     return _hidden[0]
 
 
-def _attend(step: Step, layer: int, given: Given, wanted: tuple[bool, Any, float | None, float, str]) -> Tensor:
-    """`attend` of q, k, v, sinks and alibi_slopes; causal, window, softmax_scale, softcap and moves."""
+def _attend(step: Step, layer: int, given: Given, wanted: Wanted) -> Tensor:
+    """`attend` of q, k, v, sinks and alibi_slopes, as options say."""
     q, k, v, sinks, alibi_slopes = given
     key = (*wanted, *map(_facts, given))
     known = step.calls.get(key)
@@ -141,13 +146,14 @@ class _Options:
     window: Window
     softmax_scale: float | None
     softcap: float
+    chunk_len: int | None
     moves: str
 
     @classmethod
-    def of(cls, causal: bool, window: Any, softmax_scale: float | None, softcap: float, moves: str) -> _Options:
+    def of(cls, causal: bool, window: Any, *others: Any) -> _Options:
         """Options as users give them."""
         window = (window - 1, 0) if isinstance(window, int) else window
-        return cls(causal, window, softmax_scale, softcap, moves)
+        return cls(causal, window, *others)
 
     def scale(self, q: Tensor) -> float:
         return q.shape[-1] ** -0.5 if self.softmax_scale is None else self.softmax_scale
@@ -207,7 +213,7 @@ class _Decode:
             b, s, h, cache.kv_heads, blocks, cache.page_size, q.device, head_dim=width, kv_dtype=cache.kv_dtype
         )
         parts = torch.empty(splits, parts_len(rows, dv), dtype=wide, device=q.device)
-        lo, hi = step.bounds(self.options.causal, self.options.window)
+        lo, hi = step.bounds(self.options.causal, self.options.window, self.options.chunk_len)
         k_scale, v_scale = cache.scales(layer)
         decode(
             q, cache.k[layer], cache.v[layer], table, lo, hi, positions, score, parts, k_scale=k_scale, v_scale=v_scale
@@ -245,7 +251,14 @@ def _decide(
     )
     documents = None if step.sharding is None else step.sharding.documents
     visibility = Visibility(
-        total, total, causal=options.causal, window=options.window, documents=documents, lengths=lengths
+        total,
+        total,
+        causal=options.causal,
+        window=options.window,
+        documents=documents,
+        chunk_len=options.chunk_len,
+        lengths=lengths,
+        chunks_restart=True,
     )
     if step.mode == "decode":
         pick_decode(q.device, q.dtype, cache.kv_dtype, q.shape[-1], cache.v_head_dim, cache.page_size)
