@@ -194,10 +194,13 @@ def _decode_kernel(
     any_hi = tl.max(all_hi, 0)
     first = 0
     last = tl.where(any_lo < any_hi, count, 0)
+    # asked for before either is looked at: they are one round trip
+    start_of_first = tl.load(starts, mask=last > 0, other=0)
+    start_of_last = tl.load(starts + last - 1, mask=last > 0, other=0)
     if last > 0:
-        if any_lo > tl.load(starts):
+        if any_lo > start_of_first:
             first = _count_before(starts, lengths, count, any_lo, SEARCH)
-        if any_hi <= tl.load(starts + count - 1):
+        if any_hi <= start_of_last:
             last = _count_before(starts, None, count, any_hi, SEARCH)
     chunk = tl.cdiv(tl.maximum(last - first, 0), mine)
     begin = tl.minimum(first + split * chunk, last)
