@@ -3,7 +3,7 @@
 Owns the contract of decode kernels and the choice between them; `decode_eager` is the definition, `decode_triton` runs on
 GPUs. Refuses to know who owns which pages, how partials meet those of other ranks, and how K and V came into the pages.
 
-Shape legend: `b` requests, `s` new tokens of each, 1 to 16; `h` query heads, `hk` key/value heads (`hk` divides `h`);
+Shape legend: `b` requests, `s` new tokens of each, 1 to 128; `h` query heads, `hk` key/value heads (`hk` divides `h`);
 `d` head_dim of q and k, `dv` of v; `pages` of the pool; `blocks`, columns of the table.
 
 Note [Pages and blocks]
@@ -37,8 +37,8 @@ from ringattn.kernels.contract import Score, accumulation_dtype
 from ringattn.kernels.parts import size as parts_len
 from ringattn.kernels.select import explain
 
-MAX_TOKENS = 16
-"""New tokens of a request that one call takes; more are a prefill."""
+MAX_TOKENS = 128
+"""Rows of a request that one call takes. More are several requests with the same blocks."""
 FP8 = torch.float8_e4m3fn
 
 
@@ -208,7 +208,7 @@ def check_decode(
     _expect(q.ndim == 4 and k.ndim == 4 and v.ndim == 4, "q, k and v must have 4 dims", f"{q.ndim}, {k.ndim}, {v.ndim}")
     b, s, h, d = q.shape
     pages, hk, page_size, dv = v.shape
-    _expect(1 <= s <= MAX_TOKENS, f"q must have 1 to {MAX_TOKENS} new tokens per request", f"{s}; longer is a prefill")
+    _expect(1 <= s <= MAX_TOKENS, f"q must have 1 to {MAX_TOKENS} new tokens per request", f"{s}; cut them into several requests")
     _expect(hk > 0 and h % hk == 0, "k must have a number of heads that divides q's", f"{hk} and {h}")
     _expect_shape("k", k, (pages, hk, page_size, d))
     _expect(k.dtype == v.dtype, "k and v must have one dtype", f"{k.dtype} and {v.dtype}")

@@ -152,7 +152,7 @@ def _decode_kernel(
     PAGE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, D: tl.constexpr, D_WIDTH: tl.constexpr,
     DV: tl.constexpr, DV_WIDTH: tl.constexpr, B: tl.constexpr, S: tl.constexpr, SOFTCAP: tl.constexpr, DENSE: tl.constexpr,
     PRECISION: tl.constexpr, STAGES: tl.constexpr, SEARCH: tl.constexpr,
-    BITS: tl.constexpr,
+    BITS: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
     """The partial of one tile of rows over one share of blocks (Note [Who does what]). Strides are in elements."""
     pid = tl.program_id(0)
@@ -180,6 +180,11 @@ def _decode_kernel(
     if alibi_slopes is not None:
         q_pos = tl.load(positions + r * positions_sb + token, mask=exists, other=0)
         slope = tl.load(alibi_slopes + head, mask=exists, other=0.0).to(tl.float32)[:, None]
+    sees = exists & (lo < hi)
+    if WHOLE:
+        # what lies between is seen by every row that sees anything
+        whole_lo = tl.max(tl.where(sees, lo, 0), 0)
+        whole_hi = tl.min(tl.where(sees, hi, 2**31 - 1), 0)
     c = tl.arange(0, D)
     q_at = q + tl.cast(r, tl.int64) * q_sb + token * q_ss + head * q_sh
     q_tile = tl.load(q_at[:, None] + c[None, :], mask=exists[:, None] & (c < D_WIDTH)[None, :], other=0.0)
@@ -248,8 +253,14 @@ def _decode_kernel(
         sc, _ = score_of(
             qk, q_pos[:, None], k_pos[None, :], slope, None, None, scale, cap, SOFTCAP, PRECISION == "tf32x3"
         )
-        visible = (k_pos[None, :] >= lo[:, None]) & (k_pos[None, :] < hi[:, None]) & real[None, :]
-        sc = tl.where(visible, sc, float("-inf"))
+        if WHOLE:
+            sc += tl.where(real, 0.0, float("-inf"))[None, :]
+            begins = start + row0
+            if (begins < whole_lo) | (start + tl.minimum(row0 + BLOCK_N, length) > whole_hi):
+                sc = tl.where((k_pos[None, :] >= lo[:, None]) & (k_pos[None, :] < hi[:, None]), sc, float("-inf"))
+        else:
+            visible = (k_pos[None, :] >= lo[:, None]) & (k_pos[None, :] < hi[:, None]) & real[None, :]
+            sc = tl.where(visible, sc, float("-inf"))
         if FP8:
             # what is multiplied with v is p * v_size: the exponent of v_size takes part in the reference point
             exponent = tl.maximum((v_size.to(tl.int32, bitcast=True) >> 23) - 127, -60).to(tl.float32)
@@ -347,7 +358,9 @@ def _launch(
         config = decode_configs.choose(kind, k.element_size(), max(d, dv), s * h // hk)
     block_m, tiles = decode_configs.row_tiles(s, h // hk, config.block_m)
     sms = decode_configs.multiprocessors(q.device) if q.is_cuda else 4
-    slots = decode_configs.slots(s, h, hk, sms, config)
+    many = s * h // hk > decode_configs.MANY_ROWS
+    # the caller of many rows has counted rounds already: the height of its stack is what it wants
+    slots = b * parts.shape[0] if many else decode_configs.slots(s, h, hk, sms, config)
     splits, least = parts.shape[0], decode_configs.least_blocks(s, h // hk, page_size)
     programs = min(slots + b, b * splits) * hk * tiles
     softcap = score.softcap > 0
@@ -369,6 +382,7 @@ def _launch(
             "SOFTCAP": softcap, "DENSE": k.stride(2) == d and v.stride(2) == v.shape[3],
             "PRECISION": "tf32x3" if fp32_on_gpu else "ieee",
             "STAGES": config.num_stages, "SEARCH": FAN, "BITS": not converts_fp8(q.device),
+            "WHOLE": many,
         },
         **options,
     )  # fmt: skip

@@ -34,14 +34,14 @@ import torch
 from torch import Tensor
 
 from ringattn.inference.pages import Pages, Stretch, Table
-from ringattn.kernels.decode import MAX_TOKENS, PageTable
+from ringattn.kernels.decode import PageTable
 from ringattn.layout import Run, Shard
 from ringattn.sharding import Sharding
 
 if TYPE_CHECKING:
     from ringattn.inference.cache import PagedKVCache
 
-MOST_DECODED = MAX_TOKENS
+MOST_DECODED = 16
 """New tokens per request up to which a step may be one of decoding."""
 _WORD = 4  # bytes of an int32
 

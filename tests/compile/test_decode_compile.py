@@ -63,7 +63,7 @@ def build(
         "BLOCK_N": min(config.block_n, page_size), "D": padded, "D_WIDTH": head_dim, "DV": padded, "DV_WIDTH": head_dim,
         "B": triton.next_power_of_2(b), "S": triton.next_power_of_2(s), "SOFTCAP": softcap, "DENSE": True,
         "PRECISION": "tf32x3" if dtype == "fp32" else "ieee", "STAGES": config.num_stages, "SEARCH": decode_triton.FAN,
-        "tiles": 1, "BITS": arch < 89,
+        "tiles": 1, "BITS": arch < 89, "WHOLE": s * group > decode_configs.MANY_ROWS,
     }  # fmt: skip
     if not fp8:
         constants |= {"k_scale": None, "v_scale": None}
