@@ -269,8 +269,8 @@ def _portable(request: _Request) -> tuple[bool, str]:
     for name, dim in (("head_dim", request.head_dim), ("v_head_dim", request.v_head_dim)):
         if not 16 <= dim <= 256:
             return False, f"{name} must be between 16 and 256, got {dim}"
-    if request.kv_dtype == FP8 and request.v_head_dim % 2:
-        return False, f"v_head_dim of fp8 pages must be even, got {request.v_head_dim}"
+        if request.kv_dtype == FP8 and dim % 2:
+            return False, f"{name} of fp8 pages must be even, got {dim}"
     size = request.page_size
     if not 16 <= size <= 256 or size & (size - 1):
         return False, f"page_size must be a power of two between 16 and 256, got {size}"
