@@ -148,6 +148,26 @@ def num_splits(
     return decode_configs.splits(b, s, h, hk, blocks, page_size, decode_configs.multiprocessors(device), config)
 
 
+def tile_tokens(
+    h: int, hk: int, device: torch.device, *, head_dim: int = 128, kv_dtype: torch.dtype = torch.bfloat16
+) -> int:
+    """How many rows of a request share one pass over its keys at most: the least that calls of many rows should bring.
+
+    Args:
+        h: Query heads.
+        hk: Key/value heads.
+        device: Of the pool.
+        head_dim: The larger of q's and v's.
+        kv_dtype: Of the pool.
+    """
+    if device.type != "cuda" or not 1 <= head_dim <= 256 or kv_dtype.itemsize > 4:
+        return 16
+    from ringattn.kernels.portable.configs import kind_of
+
+    config = decode_configs.choose(kind_of(device), kv_dtype.itemsize, head_dim, decode_configs.MANY_ROWS + 1)
+    return max(1, min(MAX_TOKENS, config.block_m * hk // h))
+
+
 def decode(
     q: Tensor,
     k: Tensor,
@@ -208,7 +228,11 @@ def check_decode(
     _expect(q.ndim == 4 and k.ndim == 4 and v.ndim == 4, "q, k and v must have 4 dims", f"{q.ndim}, {k.ndim}, {v.ndim}")
     b, s, h, d = q.shape
     pages, hk, page_size, dv = v.shape
-    _expect(1 <= s <= MAX_TOKENS, f"q must have 1 to {MAX_TOKENS} new tokens per request", f"{s}; cut them into several requests")
+    _expect(
+        1 <= s <= MAX_TOKENS,
+        f"q must have 1 to {MAX_TOKENS} new tokens per request",
+        f"{s}; cut them into several requests",
+    )
     _expect(hk > 0 and h % hk == 0, "k must have a number of heads that divides q's", f"{hk} and {h}")
     _expect_shape("k", k, (pages, hk, page_size, d))
     _expect(k.dtype == v.dtype, "k and v must have one dtype", f"{k.dtype} and {v.dtype}")

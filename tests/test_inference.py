@@ -62,6 +62,15 @@ def test_every_option_is_right_for_every_history(pool: Pools, world_size: int, m
 
 
 @pytest.mark.dist
+@pytest.mark.parametrize("world_size", WORLDS)
+def test_pages_that_are_read_in_place_say_the_same(pool: Pools, world_size: int) -> None:
+    for named in OPTIONS.values():
+        for ops in (CHUNKS, CROWD, PADDED):
+            history = History(Sizes(layers=1), ops, reads="pages", **named)
+            judge(history, pool(world_size).run(play_on_ring, history))
+
+
+@pytest.mark.dist
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
 def test_every_dtype_is_right(pool: Pools, dtype: torch.dtype) -> None:
     for moves in ("keys", "queries"):
@@ -131,10 +140,12 @@ def histories(draw: st.DrawFn) -> History:
     sizes = Sizes(page_size=draw(st.sampled_from([1, 3, 4, 16])), pages=600, layers=1)
     sizes = dataclasses.replace(sizes, pages=4 * 600 // sizes.page_size)
     named = OPTIONS[draw(st.sampled_from(sorted(OPTIONS)))]
+    reads = draw(st.sampled_from(["auto", "pages"]))
     return History(
         sizes,
         tuple(ops),
-        moves=draw(st.sampled_from(["auto", "keys", "queries"])),
+        moves=draw(st.sampled_from(["auto", "keys", "queries"])) if reads == "auto" else "auto",
+        reads=reads,
         seed=draw(st.integers(0, 99)),
         **named,
     )

@@ -107,6 +107,11 @@ class Step:
         """What went round the ring in each kind of call of this step so far: "keys" or "queries"; empty for decode."""
         return tuple(known.moves for known in self.calls.values() if hasattr(known, "moves"))
 
+    @property
+    def read(self) -> tuple[str, ...]:
+        """How each kind of call of this step so far read what was kept: "copies" or "pages"; empty for decode."""
+        return tuple(known.reads for known in self.calls.values() if hasattr(known, "reads"))
+
     def take(self, tokens: Tensor, dim: int = 1) -> Tensor:
         """This rank's rows of the new tokens.
 
