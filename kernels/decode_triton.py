@@ -248,7 +248,6 @@ def _decode_kernel(
     TILES: tl.constexpr = PAGE // BLOCK_N  # of a page
     FP8: tl.constexpr = k_scale is not None
     PACKED: tl.constexpr = 2 if FP8 else 1  # values of an element of the pool
-    HALF: tl.constexpr = FP8 and q_tile.dtype != tl.float32  # products of fp16
     factor = scale
     if FP8:
         q_size = tl.full([BLOCK_M], 1.0, tl.float32)

@@ -19,7 +19,6 @@ from torch import Tensor
 from ringattn.kernels.decode_configs import multiprocessors
 from ringattn.kernels.record_triton import Tape, recorded
 
-
 LEAST, MOST = 32, 512
 """Numbers of acc that a program holds: a line of memory, and what 4 warps load in words of 16 bytes."""
 IN_FLIGHT = 48
@@ -124,7 +123,7 @@ def merge_rows(
             m = tl.load(m_ptr + m_at, mask=row_ok & there, other=float("-inf"), cache_modifier=CACHE)
             l = tl.load(l_ptr + l_at, mask=row_ok & there, other=0.0, cache_modifier=CACHE)  # noqa: E741
             o = tl.load(o_ptr + o_at, mask=ok & there, other=0.0, cache_modifier=CACHE)
-            asked = asked + ((m, l, o),)
+            asked = asked + ((m, l, o),)  # noqa: RUF005 (Triton unpacks nothing)
             m_ptr, l_ptr, o_ptr = m_ptr + m_sp, l_ptr + l_sp, o_ptr + o_sp
         for i in tl.static_range(TOGETHER):
             m, l, o = asked[i]  # noqa: E741

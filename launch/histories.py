@@ -137,7 +137,9 @@ def play(history: History, ring: Ring, device: torch.device | str) -> list[Answe
             answer = Answer(step.mode, step.taken.cpu(), ())
             for layer in range(sizes.layers):
                 local = (step.take(x.to(device)) for x in history.tokens(index, layer))
-                o = attend(step, layer, *local, moves=history.moves, reads=history.reads, **history.of_layer(layer), **tensors)
+                o = attend(
+                    step, layer, *local, moves=history.moves, reads=history.reads, **history.of_layer(layer), **tensors
+                )
                 answer.layers.append(o.cpu())
                 if ring.seat.buffers.num_bytes():
                     ring.seat.buffers.poison()

@@ -10,20 +10,20 @@ Note [In place or copied]
         (SLOWNESS R - r) * 4 t h d / (FLOP per second) more,   and the copy   ~ t hk 2 d e / (bytes per second)
     so pages are read in place while (SLOWNESS R - r) h <= hk e FLOPS_PER_BYTE. A request counts with its tokens, under a window
     with those that its rows can see, which are all that is read in place, while all would be copied. One H200, 32 query heads
-    on 8, head_dim 128, bf16, microseconds per layer, copied / in place:
+    on 8, head_dim 128, bf16; microseconds per layer, copied / in place:
         kept tokens    32 rows     64 rows      128 rows       256 rows       512 rows
             32,768    123 /  56   133 / 107    177 /  195     275 /  368     473 /  768
            131,072    411 / 197   481 / 398    676 /  745    1067 / 1433
            262,144    789 / 384   945 / 838   1310 / 1482
-    so up to about 96 rows for each request. A forward that does not split keys among programs is slower with few rows than the
-    one that was measured, and would lose to more of them; that is not counted. Nothing is in place by itself where plain torch
-    would do it, nor for a prompt that begins: its rows are all there is, and there is nothing to copy.
+    So it is up to about 96 rows for each request. A forward that does not split keys among programs is slower with few rows than
+    the one that was measured, and would lose to more of them; that is not counted. Nothing is in place by itself where plain
+    torch would do it, nor for a prompt that begins: its rows are all there is, and there is nothing to copy.
 
 Note [Rectangles]
-    The kernel takes s rows of each of its requests. The rows of a prompt that attend here, all of its new ones on one rank, those of
-    all ranks that see a key of this one where queries move, are cut into as few stretches as its tile allows, all as long as
-    the longest; each is a request to the kernel, with the blocks of its own. What is missing in the last stretch of a request is
-    its last row again, whose answer is not looked at.
+    The kernel takes s rows of each of its requests. The rows of a prompt that attend here (all new ones on one rank; where queries
+    move, those of all ranks that see a key of this one) are cut into as few stretches as its tile allows, all as long as the
+    longest; each is a request to the kernel, with the blocks of its own. What is missing in the last stretch of a request is its
+    last row again, whose answer is not looked at.
 
     Example: 70 and 3 rows, 32 in a tile: s = 24, four requests: rows 0-23, 24-47, 48-69 and two of row 69, 70-72 and 21 of row 72.
 """
@@ -160,9 +160,7 @@ class InPlace:
         height = num_splits(
             n, s, h, cache.kv_heads, blocks, cache.page_size, q.device, head_dim=width, kv_dtype=cache.kv_dtype
         )
-        parts = torch.empty(
-            height, parts_len(n * s * h, dv), dtype=accumulation_dtype(q.dtype), device=q.device
-        )
+        parts = torch.empty(height, parts_len(n * s * h, dv), dtype=accumulation_dtype(q.dtype), device=q.device)
         k_scale, v_scale = cache.scales(layer)
         decode(
             found,

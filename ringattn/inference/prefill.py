@@ -106,8 +106,10 @@ class Prefill:
         q = _rows(q)
         if self.reads == "pages":
             if self.travel is None:
-                return q.new_empty(*q.shape[:3], cache.v_head_dim) if self.in_place is None else self.in_place.attend(
-                    cache, layer, q, score
+                return (
+                    q.new_empty(*q.shape[:3], cache.v_head_dim)
+                    if self.in_place is None
+                    else self.in_place.attend(cache, layer, q, score)
                 )
 
             def over_pages(rows: Tensor, carry: Carry) -> None:
