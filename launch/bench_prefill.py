@@ -29,6 +29,9 @@ from ringattn.launch.rings import ScheduleName, make_ring
 from ringattn.launch.session import Session
 from ringattn.launch.turns import time_together
 
+IN_PLACE = 1024
+"""New tokens of a turn up to which pages are read in place too: the kernel of decoding is not meant for more."""
+
 
 @dataclass(frozen=True)
 class Prefill:
@@ -37,8 +40,8 @@ class Prefill:
     Attributes:
         total: Tokens of the prompt.
         chunks: Lengths of chunks.
-        turns: New tokens of a turn; each is timed with keys moving, with queries moving, both over copies of the pages, and with
-            the pages read in place.
+        turns: New tokens of a turn; each is timed with keys moving, with queries moving, both over copies of the pages, and
+            where they are at most 1024 with the pages read in place.
         layers: Layers of the model; the cache has room for all of them.
         heads: Query heads.
         kv_heads: Key heads.
@@ -145,7 +148,8 @@ def measure(args: Prefill, total: int, ring: ringattn.Ring, session: Session) ->
         who = f"chunks of {chunk}"
         named[who] = total, lambda chunk=chunk, who=who: prompt(chunk, who)
     for new in args.turns:
-        for how in ("keys", "queries", "in place") if ring.world_size > 1 else ("keys", "in place"):
+        hows = ("keys", "queries") if ring.world_size > 1 else ("keys",)
+        for how in (*hows, "in place") if new <= IN_PLACE else hows:
             who = f"turn of {new}, {how}"
             ways = ("auto", "pages") if how == "in place" else (how, "copies")
             named[who] = new, lambda new=new, who=who, ways=ways: turn(new, who, *ways)

@@ -449,6 +449,7 @@ def test_the_counts_choose_what_was_faster() -> None:
     assert not is_in_place_faster([512, 32], [200_000, 2_000], **sizes)
     # a window is all that is read in place, and all would be copied
     assert is_in_place_faster([512], [200_000], left=4095, **sizes)
+    assert not is_in_place_faster([32] * 257, [200_000] * 257, **sizes)
     # more heads on a key head are more products for the same bytes; half the bytes are half the copy
     assert not is_in_place_faster([64], [100_000], **sizes | {"heads": 64, "most": 16})
     assert not is_in_place_faster([64], [100_000], **sizes | {"element_size": 1})

@@ -50,6 +50,8 @@ SLOWNESS = 1.6
 """How many times as long as the forward of training the decode kernel multiplies, for rows that fill its tiles."""
 FLOPS_PER_BYTE = 120.0
 """FLOP of the forward of training in the time in which a byte of the pages is copied, and half the copy read."""
+MOST_RECTANGLES = 256
+"""Requests to one call of the kernel, every program of which looks at the bounds of all: more are not in place by themselves."""
 Window = tuple[int | None, int | None] | None
 Stretch = tuple[int, int, int]
 """(start, length, request): positions start .. start + length - 1 of the request at this place in its step."""
@@ -96,6 +98,8 @@ def is_in_place_faster(
         [True, True, False]
     """
     s = stretch_rows(counts, most)
+    if sum(-(-count // s) for count in counts) > MOST_RECTANGLES:
+        return False
     slower = saved = 0.0
     for count, length in zip(counts, lengths, strict=True):
         seen = length if left is None else min(length, left + count)
