@@ -33,6 +33,17 @@ def test_half_precision_stays_within_budget(case: Case) -> None:
     run(case, torch.float16)
 
 
+@pytest.mark.parametrize("fp8", [False, True])
+def test_a_row_that_sees_nothing_stays_so_beside_rows_that_see_all(fp8: bool) -> None:
+    scene = make_scene(Case(lengths=(64, 64), tokens=3, mine=1.0, ragged=0.0, causal=False, fp8=fp8, page_size=32))
+    hi = scene.hi.clone()
+    hi[0, 1] = hi[1, 0] = 0
+    scene = replace(scene, hi=hi)
+    parts = empty_parts(scene, 2)
+    decode(*scene.arguments(), parts, k_scale=scene.k_scale, v_scale=scene.v_scale, impl="portable")
+    assert_exact(scene, parts)
+
+
 def test_two_bytes_are_two_numbers() -> None:
     assert_bytes_are_numbers(torch.device("cpu"), "portable")
 
