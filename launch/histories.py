@@ -44,6 +44,7 @@ class History:
         features: "sinks", "alibi_slopes".
         moves: As in `attend`.
         seed: Of all tokens.
+        reads: As in `attend`.
     """
 
     sizes: Sizes
@@ -52,6 +53,7 @@ class History:
     features: tuple[str, ...] = ()
     moves: str = "auto"
     seed: int = 0
+    reads: str = "auto"
 
     def of_layer(self, layer: int) -> dict[str, Any]:
         """The options of a layer that are numbers."""
@@ -135,7 +137,9 @@ def play(history: History, ring: Ring, device: torch.device | str) -> list[Answe
             answer = Answer(step.mode, step.taken.cpu(), ())
             for layer in range(sizes.layers):
                 local = (step.take(x.to(device)) for x in history.tokens(index, layer))
-                o = attend(step, layer, *local, moves=history.moves, **history.of_layer(layer), **tensors)
+                o = attend(
+                    step, layer, *local, moves=history.moves, reads=history.reads, **history.of_layer(layer), **tensors
+                )
                 answer.layers.append(o.cpu())
                 if ring.seat.buffers.num_bytes():
                     ring.seat.buffers.poison()

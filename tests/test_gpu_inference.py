@@ -97,7 +97,7 @@ def session_of(rank: int, world_size: int) -> Session:
 
 def judge(name: str, history: History, ring: Ring, session: Session, moves: tuple[str, ...] = MOVES) -> None:
     case = InferenceCase(name, str(history.sizes.dtype), history)
-    for moving in moves if session.world_size > 1 else ("auto",):
+    for moving in moves if session.world_size > 1 else ("auto", "keys", "pages"):
         case = dataclasses.replace(
             case, dtype={BF16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}[history.sizes.dtype]
         )

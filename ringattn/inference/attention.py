@@ -22,7 +22,8 @@ import torch
 from torch import Tensor
 
 from ringattn.call import Call
-from ringattn.inference.prefill import MOVES, Prefill, growth, plan_travel, resolve_moves
+from ringattn.inference.in_place import READS, resolve_reads
+from ringattn.inference.prefill import MOVES, Prefill, growth, plan_travel, resolve_moves, rows_in_place
 from ringattn.inference.step import Step
 from ringattn.kernels.contract import Score, accumulation_dtype
 from ringattn.kernels.decode import decode, num_splits, parts_len
@@ -36,7 +37,7 @@ from ringattn.visibility import Visibility
 Window = tuple[int | None, int | None] | None
 Given = tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]
 """q, k, v, sinks and alibi_slopes."""
-Wanted = tuple[bool, Any, float | None, float, int | None, str]
+Wanted = tuple[bool, Any, float | None, float, int | None, str, str]
 """causal, window, softmax_scale, softcap, chunk_len and moves."""
 
 
@@ -55,6 +56,7 @@ def attend(
     alibi_slopes: Tensor | None = None,
     chunk_len: int | None = None,
     moves: str = "auto",
+    reads: str = "auto",
 ) -> Tensor:
     """Keeps the keys of new tokens and attends with their queries over all that their requests have.
 
@@ -77,6 +79,10 @@ def attend(
         chunk_len: Tokens see those of their own chunk of so many tokens. Chunks are counted from the first token of the request
             that is seen.
         moves: What goes round the ring in prefill: "keys", "queries", or "auto" for whichever is fewer bytes.
+        reads: How a prefill reads what is kept: "copies" of all pages in one piece, for the kernels of training; "pages" where
+            they lie, with the kernel of decoding; or "auto" for whichever is faster by its counts (Note [In place or copied] of
+            in_place.py). Keys that move are copied, so "pages" makes queries move; with chunk_len pages are copied too. Decode
+            always reads pages.
 
     Returns:
         `batch rows h dv`, q's dtype. In decode every rank has the same bits.
@@ -101,7 +107,7 @@ def attend(
     """
     run = _beside_compilers() if "torch._dynamo" in sys.modules else _attend
     bounds = window if window is None or isinstance(window, int) else tuple(window)
-    options = (causal, bounds, softmax_scale, softcap, chunk_len, moves)
+    options = (causal, bounds, softmax_scale, softcap, chunk_len, moves, reads)
     return run(step, layer, (q, k, v, sinks, alibi_slopes), options)
 
 
@@ -148,6 +154,7 @@ class _Options:
     softcap: float
     chunk_len: int | None
     moves: str
+    reads: str
 
     @classmethod
     def of(cls, causal: bool, window: Any, *others: Any) -> _Options:
@@ -164,16 +171,21 @@ class _Prefill:
     """A prefill that is right, before ranks have agreed on it."""
 
     call: Call
-    moves: str
+    options: _Options
     features: frozenset[str]
 
     def ready(self, step: Step, q: Tensor) -> Prefill:
-        call = self.call
+        call, options, several = self.call, self.options, step.cache.ring.world_size > 1
         choice = pick(q.device, q.dtype, q.shape[-1], step.cache.v_head_dim, impl=call.impl, features=self.features)
         fresh = step.lengths == step.counts
-        moves = resolve_moves(self.moves, step, call, q, fresh)
-        travel = plan_travel(call, q.device) if moves == "queries" else None
-        return Prefill(call, choice.kernels, moves, fresh, travel, growth(step))
+        wanted = "queries" if several and options.reads == "pages" else options.moves
+        moves = resolve_moves(wanted, step, call, q, fresh)
+        left = None if options.window is None else options.window[0]
+        copied = (several and moves == "keys") or options.chunk_len is not None
+        reads = "copies" if copied else resolve_reads(options.reads, step, q, left, fresh)
+        travel = plan_travel(call, q.device) if moves == "queries" and (several or reads == "copies") else None
+        in_place = rows_in_place(step, call, travel, q.shape[2], options.window) if reads == "pages" else None
+        return Prefill(call, choice.kernels, moves, reads, fresh, travel, in_place, growth(step))
 
 
 @dataclass(frozen=True, eq=False)
@@ -279,7 +291,9 @@ def _decide(
     )
     features = call.features(sinks=sinks, alibi_slopes=alibi_slopes)
     pick(q.device, q.dtype, q.shape[-1], cache.v_head_dim, impl=call.impl, features=features)
-    return _Prefill(call, options.moves, features)
+    if options.reads != "copies":
+        pick_decode(q.device, q.dtype, cache.kv_dtype, q.shape[-1], cache.v_head_dim, cache.page_size)
+    return _Prefill(call, options, features)
 
 
 def _facts(x: Tensor | None) -> Any:
@@ -346,4 +360,15 @@ def _check_options(options: _Options) -> None:
     if options.moves not in MOVES:
         raise ValueError(
             f"moves must be one of {', '.join(MOVES)}, got {options.moves!r}; 'auto' takes what is fewer bytes"
+        )
+    if options.reads not in READS:
+        raise ValueError(f"reads must be one of {', '.join(READS)}, got {options.reads!r}; 'auto' takes what is faster")
+    if options.reads == "pages" and options.moves == "keys":
+        raise ValueError(
+            "moves must be 'queries' or 'auto' with reads='pages', got 'keys', which are copied before they move; leave moves out"
+        )
+    if options.reads == "pages" and options.chunk_len is not None:
+        raise ValueError(
+            f"reads must be 'copies' or 'auto' with chunk_len, got 'pages' and {options.chunk_len}: rows in place see one stretch of "
+            "keys that ends with them; leave reads out"
         )

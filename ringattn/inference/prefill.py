@@ -38,8 +38,9 @@ Note [Rows of pages]
     Kernels of prefill want the keys of a rank in one piece, so its pages are copied for every layer. That reads and writes
     2 t hk (d + dv) e bytes, of which attention reads half again: for bf16, d = dv = 128, 8 key heads and 256K tokens on a rank
     2.1 GB, 0.6 ms at 3.35 TB/s. Attention over them makes 4 N t h d FLOPs: with 32 query heads at 600 TFLOP/s 7.3 us for each
-    of the N new rows of all ranks. So the copy takes 8% of it beside 1K new rows and 0.25% beside 32K; up to 16 new tokens are a
-    step of decoding, which copies nothing. A prompt that begins has kept nothing yet: its rows are used as they are.
+    of the N new rows of all ranks. So the copy takes 8% of it beside 1K new rows and 0.25% beside 32K; beside few rows it is most
+    of the time, and pages are read in place instead, where no keys move (Note [In place or copied] of in_place.py). A prompt that
+    begins has kept nothing yet: its rows are used as they are.
 
 Note [Room ahead]
     Every chunk of a long prompt sees more keys than the one before, and buffers of the ring that other ranks read are made by
@@ -50,7 +51,8 @@ Note [Room ahead]
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import TYPE_CHECKING
@@ -60,6 +62,7 @@ from torch import Tensor
 
 from ringattn import gathered
 from ringattn.call import Call
+from ringattn.inference.in_place import InPlace, plan_in_place
 from ringattn.kernels.contract import Carry, KernelSet, Score, Side, accumulation_dtype
 from ringattn.kernels.parts import clear, finish_parts, size, views
 from ringattn.parcels import slices
@@ -84,16 +87,20 @@ class Prefill:
         call: Shardings and mask.
         kernels: What computes visits.
         moves: "keys" or "queries".
+        reads: "copies" or "pages".
         fresh: Nothing was kept before: the new rows are all there are.
         travel: How queries move, where they do.
+        in_place: Which rows attend over this rank's pages where they lie, if they do and there are any.
         times: How many times as long the requests may become (Note [Room ahead]).
     """
 
     call: Call
     kernels: KernelSet
     moves: str
+    reads: str
     fresh: bool
     travel: Travel | None
+    in_place: InPlace | None
     times: float
     _begun: list[bool] = field(default_factory=list, init=False, repr=False)
 
@@ -109,20 +116,69 @@ class Prefill:
     ) -> Tensor:
         """O `b s h dv` of this rank's new rows, whose keys the cache has."""
         cache, call, seat = step.cache, self.call, step.cache.ring.seat
-        q, keys, values = _rows(q), k, v
+        q = _rows(q)
+        score = call.score(q.dtype, 0, sinks=sinks, alibi_slopes=alibi_slopes)
         # Note [What queries wait for]
         guests = None if self.travel is None else _invite(q.contiguous(), cache.v_head_dim, seat, self.travel)
+        if self.reads == "pages":
+            if guests is None:
+                return (
+                    q.new_empty(*q.shape[:3], cache.v_head_dim)
+                    if self.in_place is None
+                    else self.in_place.attend(cache, layer, q, score)
+                )
+
+            def over_pages(rows: Tensor, carry: Carry) -> None:
+                assert self.in_place is not None, "rows that visit have rectangles"
+                self.in_place.visit(cache, layer, rows, score, carry)
+
+            return _receive(guests, cache.v_head_dim, score, seat, over_pages)
+        keys, values = k, v
         if not self.fresh:
             assert step.kept_slots is not None, "a step of prefill knows where keys are kept"
             keys, values = cache.take(layer, step.kept_slots)
-        score = call.score(q.dtype, 0, sinks=sinks, alibi_slopes=alibi_slopes)
         keys, values = _rows(keys), _rows(values)
         if guests is None:
             if not self._begun:
                 gathered.reserve(keys, values, score, call, self.kernels, seat, self.times, cache.room)
                 self._begun.append(True)
             return gathered.forward(q, keys, values, score, call, self.kernels, seat)[0]
-        return _receive(guests, keys, values, score, call, self.kernels, seat)
+        travel = guests.travel
+
+        def over_copies(rows: Tensor, carry: Carry) -> None:
+            _visit_copies(rows, keys, values, score, call, self.kernels, seat, travel, carry)
+
+        return _receive(guests, cache.v_head_dim, score, seat, over_copies)
+
+
+def rows_in_place(
+    step: Step, call: Call, travel: Travel | None, heads: int, window: tuple[int | None, int | None] | None
+) -> InPlace | None:
+    """The rows that attend over this rank's pages: those that visit, or on one rank all new ones.
+
+    Args:
+        step: The step.
+        call: Shardings and mask.
+        travel: How queries move, where they do.
+        heads: Query heads.
+        window: As in `attend`, resolved.
+    """
+    documents = call.visibility.documents
+    new = [(length - count, count, i) for i, (length, count) in enumerate(zip(step.lengths, step.counts, strict=True))]
+    if travel is not None:
+        visiting = travel.side_runs
+        if documents is None:
+            # requests that are alike: each has a batch element
+            new = [(start, length, i) for i in range(len(step.requests)) for start, length in visiting]
+        else:
+            new = []
+            for start, length in visiting:
+                while length:
+                    i = bisect_right(documents, start) - 1
+                    some = min(length, documents[i + 1] - start)
+                    new.append((start - documents[i], some, i))
+                    start, length = start + some, length - some
+    return plan_in_place(step, new, heads, call.visibility.causal, window, step.cache.device)
 
 
 def resolve_moves(wanted: str, step: Step, call: Call, q: Tensor, fresh: bool) -> str:
@@ -186,12 +242,14 @@ class Travel:
         side: All rows that visit here, in the order of their positions.
         stops: Whose they are: this rank's own first, where they see its keys, then in ring order.
         total: Rows of side.
+        side_runs: (start, length) of their positions, one stretch after another.
     """
 
     plan: Plan
     side: Side
     stops: tuple[Stop, ...]
     total: int
+    side_runs: tuple[tuple[int, int], ...]
 
 
 def plan_travel(call: Call, device: torch.device) -> Travel:
@@ -210,7 +268,7 @@ def plan_travel(call: Call, device: torch.device) -> Travel:
         for visit, mine in zip(visits, parts, strict=True)
     )
     side = find(moving_key(Visit(0, call.rank, (), runs, 0), call.visibility, device, "keys"))
-    return Travel(plan, side, stops, ends[-1])
+    return Travel(plan, side, stops, ends[-1], tuple((start, length) for _, length, start, _ in runs))
 
 
 @dataclass(frozen=True, eq=False)
@@ -256,24 +314,22 @@ def _invite(q: Tensor, dv: int, seat: Seat, travel: Travel) -> _Guests:
     return _Guests(q, travel, coming)
 
 
-def _receive(guests: _Guests, k: Tensor, v: Tensor, score: Score, call: Call, kernels: KernelSet, seat: Seat) -> Tensor:
+def _receive(guests: _Guests, dv: int, score: Score, seat: Seat, visit: Callable[[Tensor, Carry], None]) -> Tensor:
     """The finished attention of this rank's query rows over the keys of all ranks.
 
     Args:
         guests: From `_invite`.
-        k: `b t hk d`, this rank's rows.
-        v: `b t hk dv`, this rank's rows.
+        dv: Head dim of the values.
         score: How scores are made.
-        call: Shardings and mask.
-        kernels: What computes a visit.
         seat: This rank's place at the ring.
+        visit: Writes the partial of all rows that visit, `b total h d`, over this rank's keys into a carry.
 
     Returns:
         o `b s h dv` in q's dtype.
     """
     q, travel = guests.q, guests.travel
-    b, s, h, d = q.shape
-    dv, wide, take = v.shape[-1], accumulation_dtype(q.dtype), seat.buffers.take
+    b, s, h, _ = q.shape
+    wide, take = accumulation_dtype(q.dtype), seat.buffers.take
     rows = _line_up(guests, seat)
     shape = (b, h, travel.total)
     carry = Carry(
@@ -283,26 +339,43 @@ def _receive(guests: _Guests, k: Tensor, v: Tensor, score: Score, call: Call, ke
     )
     if travel.total:
         with span("all queries visit the keys of rank {}", seat.rank):
-            kernels.forward(
-                rows,
-                k,
-                v,
-                travel.side,
-                call.stationary("queries", q.device),
-                # one sink for all partials: where they meet
-                dataclasses.replace(score, sinks=None),
-                carry=carry,
-                first=True,
-                last=False,
-                # not the last visit: nothing is written here
-                o=rows if d == dv else take("visitors o", (b, travel.total, h, dv), q.dtype, q.device),
-                lse=take("visitors lse", shape, wide, q.device),
-            )
+            visit(rows, carry)
     stack = _return(carry, s, seat, travel)
     o = torch.empty(b, s, h, dv, dtype=q.dtype, device=q.device)
     if o.numel():
         finish_parts(stack, b * s * h, dv, score.sinks, o, take("visitors end", (b, h, s), wide, q.device))
     return o
+
+
+def _visit_copies(
+    rows: Tensor,
+    k: Tensor,
+    v: Tensor,
+    score: Score,
+    call: Call,
+    kernels: KernelSet,
+    seat: Seat,
+    travel: Travel,
+    carry: Carry,
+) -> None:
+    """The forward of training of rows `b total h d` over k `b t hk d` and v `b t hk dv`, as a carry."""
+    b, total, h, d = rows.shape
+    dv, take = v.shape[-1], seat.buffers.take
+    kernels.forward(
+        rows,
+        k,
+        v,
+        travel.side,
+        call.stationary("queries", rows.device),
+        # one sink for all partials: where they meet
+        dataclasses.replace(score, sinks=None),
+        carry=carry,
+        first=True,
+        last=False,
+        # not the last visit: nothing is written here
+        o=rows if d == dv else take("visitors o", (b, total, h, dv), rows.dtype, rows.device),
+        lse=take("visitors lse", (b, h, total), carry.m.dtype, rows.device),
+    )
 
 
 def _line_up(guests: _Guests, seat: Seat) -> Tensor:

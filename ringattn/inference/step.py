@@ -35,14 +35,14 @@ import torch
 from torch import Tensor
 
 from ringattn.inference.pages import Pages, Stretch, Table
-from ringattn.kernels.decode import MAX_TOKENS, PageTable
+from ringattn.kernels.decode import PageTable
 from ringattn.layout import Run, Shard
 from ringattn.sharding import Sharding
 
 if TYPE_CHECKING:
     from ringattn.inference.cache import PagedKVCache
 
-MOST_DECODED = MAX_TOKENS
+MOST_DECODED = 16
 """New tokens per request up to which a step may be one of decoding."""
 _WORD = 4  # bytes of an int32
 _LINE = 8  # words: 32 bytes, which is what kernels may be told of a pointer
@@ -110,6 +110,11 @@ class Step:
     def moved(self) -> tuple[str, ...]:
         """What went round the ring in each kind of call of this step so far: "keys" or "queries"; empty for decode."""
         return tuple(known.moves for known in self.calls.values() if hasattr(known, "moves"))
+
+    @property
+    def read(self) -> tuple[str, ...]:
+        """How each kind of call of this step so far read what was kept: "copies" or "pages"; empty for decode."""
+        return tuple(known.reads for known in self.calls.values() if hasattr(known, "reads"))
 
     def take(self, tokens: Tensor, dim: int = 1) -> Tensor:
         """This rank's rows of the new tokens.
