@@ -81,8 +81,7 @@ def attend(
         moves: What goes round the ring in prefill: "keys", "queries", or "auto" for whichever is fewer bytes.
         reads: How a prefill reads what is kept: "copies" of all pages in one piece, for the kernels of training; "pages" where
             they lie, with the kernel of decoding; or "auto" for whichever is faster by its counts (Note [In place or copied] of
-            in_place.py). Keys that move are copied, so "pages" makes queries move; with chunk_len pages are copied too. Decode
-            always reads pages.
+            in_place.py). Keys that move are copied, so "pages" makes queries move. Decode always reads pages.
 
     Returns:
         `batch rows h dv`, q's dtype. In decode every rank has the same bits.
@@ -181,10 +180,12 @@ class _Prefill:
         wanted = "queries" if several and options.reads == "pages" else options.moves
         moves = resolve_moves(wanted, step, call, q, fresh)
         left = None if options.window is None else options.window[0]
-        copied = (several and moves == "keys") or options.chunk_len is not None
-        reads = "copies" if copied else resolve_reads(options.reads, step, q, left, fresh)
+        if options.chunk_len is not None:
+            left = options.chunk_len if left is None else min(left, options.chunk_len)
+        reads = "copies" if several and moves == "keys" else resolve_reads(options.reads, step, q, left, fresh)
         travel = plan_travel(call, q.device) if moves == "queries" and (several or reads == "copies") else None
-        in_place = rows_in_place(step, call, travel, q.shape[2], options.window) if reads == "pages" else None
+        bounds = options.window, options.chunk_len
+        in_place = rows_in_place(step, call, travel, q.shape[2], *bounds) if reads == "pages" else None
         return Prefill(call, choice.kernels, moves, reads, fresh, travel, in_place, growth(step))
 
 
@@ -366,9 +367,4 @@ def _check_options(options: _Options) -> None:
     if options.reads == "pages" and options.moves == "keys":
         raise ValueError(
             "moves must be 'queries' or 'auto' with reads='pages', got 'keys', which are copied before they move; leave moves out"
-        )
-    if options.reads == "pages" and options.chunk_len is not None:
-        raise ValueError(
-            f"reads must be 'copies' or 'auto' with chunk_len, got 'pages' and {options.chunk_len}: rows in place see one stretch of "
-            "keys that ends with them; leave reads out"
         )

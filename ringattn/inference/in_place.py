@@ -206,7 +206,13 @@ class InPlace:
 
 
 def plan_in_place(
-    step: Step, stretches: Sequence[Stretch], heads: int, causal: bool, window: Window, device: torch.device
+    step: Step,
+    stretches: Sequence[Stretch],
+    heads: int,
+    causal: bool,
+    window: Window,
+    chunk_len: int | None,
+    device: torch.device,
 ) -> InPlace | None:
     """How rows attend over this rank's pages.
 
@@ -216,6 +222,7 @@ def plan_in_place(
         heads: Query heads.
         causal: As in `attend`.
         window: As in `attend`, resolved.
+        chunk_len: As in `attend`.
         device: Of the cache.
 
     Returns:
@@ -247,6 +254,9 @@ def plan_in_place(
     right = 0 if causal and (right is None or right > 0) else right
     lo = starts.expand_as(positions) if left is None else torch.maximum(starts, positions - left)
     hi = ends.expand_as(positions) if right is None else torch.minimum(ends, positions + (right + 1))
+    if chunk_len is not None:
+        begin = positions - torch.remainder(positions - starts, chunk_len)
+        lo, hi = torch.maximum(lo, begin), torch.minimum(hi, begin + chunk_len)
     # a row before its request's first seen token is seen by nobody, and sees nothing
     hi = torch.where(positions < starts, lo, torch.maximum(lo, hi))
     lo, hi, positions = torch.stack((lo, hi, positions)).to(device, torch.int32)

@@ -152,7 +152,12 @@ class Prefill:
 
 
 def rows_in_place(
-    step: Step, call: Call, travel: Travel | None, heads: int, window: tuple[int | None, int | None] | None
+    step: Step,
+    call: Call,
+    travel: Travel | None,
+    heads: int,
+    window: tuple[int | None, int | None] | None,
+    chunk_len: int | None,
 ) -> InPlace | None:
     """The rows that attend over this rank's pages: those that visit, or on one rank all new ones.
 
@@ -162,6 +167,7 @@ def rows_in_place(
         travel: How queries move, where they do.
         heads: Query heads.
         window: As in `attend`, resolved.
+        chunk_len: As in `attend`.
     """
     documents = call.visibility.documents
     new = [(length - count, count, i) for i, (length, count) in enumerate(zip(step.lengths, step.counts, strict=True))]
@@ -178,7 +184,7 @@ def rows_in_place(
                     some = min(length, documents[i + 1] - start)
                     new.append((start - documents[i], some, i))
                     start, length = start + some, length - some
-    return plan_in_place(step, new, heads, call.visibility.causal, window, step.cache.device)
+    return plan_in_place(step, new, heads, call.visibility.causal, window, chunk_len, step.cache.device)
 
 
 def resolve_moves(wanted: str, step: Step, call: Call, q: Tensor, fresh: bool) -> str:
