@@ -54,7 +54,7 @@ class Ring:
         impl: Kernel set for calls that do not name one: "auto", "hopper", "portable" or "eager".
         transport: "copy_engine" (GPUs of one host that reach each other; with several nodes, within each), "process_group"
             (NCCL or gloo), or "auto": the copy engine where it can serve, decided by all ranks together at the first call
-            with tensors on a GPU.
+            with tensors on a GPU. With several nodes "auto" is the process group.
         memory_budget: Bytes per rank that gathered keys, and gradients on their way home, may take; None for a quarter of
             the memory that is free on the fullest GPU at the first call. The same on all ranks.
         keep_keys: What a gathered forward has brought stays until its backward has run, which then fetches nothing: less

@@ -89,7 +89,7 @@ def _batches(rank: int, world_size: int) -> None:
                 requests += late
         assert (graphs.recorded, graphs.refusal) == (4, None)
         # what ranks hold must be the same bits, or they would go on with other tokens
-        bits = found.contiguous().view(torch.int16)
+        bits = found.contiguous().view(torch.uint8)
         if world_size > 1:
             both = [torch.empty_like(bits) for _ in range(world_size)]
             dist.all_gather(both, bits)

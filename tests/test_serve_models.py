@@ -109,10 +109,12 @@ def test_a_checkpoint_brings_its_weights_its_tokenizer_and_its_stops(folder):
     for recorder in (None, Reruns()):
         replica = Replica(served.model, cache, 4, recorder)
         prepared = replica.prepare()
+        assert prepared[0].startswith("prompts: ")
+        assert cache.used_pages == (0,)
         answers = answered(replica, prompts)
         assert answers == [x[0, len(tokens) :].tolist() for x, tokens in zip(wanted, prompts, strict=True)]
         if recorder is not None:
-            assert prepared.startswith("3 CUDA graphs captured in")
+            assert prepared[1].startswith("decoding: 3 CUDA graphs captured in")
             assert sorted(recorder.shapes) == [(1, 1), (2, 1), (4, 1)]
             assert recorder.replays >= 5
     assert "tokens in float32 on 1 ranks" in describe(cache)

@@ -196,6 +196,12 @@ def make_cache(model: Any, ring: Ring, *, gib: float | None, page_size: int, kv_
         raise Refusal(f"{error} (--cache-gib, --page-size)") from None
 
 
+PROMPT_ROWS = (24, 56, 120, 1024)
+"""Rows on a rank of the prompts that are computed before the first request: how kernels pack heads into tiles follows from them."""
+TURNS = (24, 100, 700)
+"""New tokens that go on from the longest of them."""
+
+
 class Replica:
     """One rank's part of every step.
 
@@ -216,12 +222,41 @@ class Replica:
         recorder = choose_recorder(graphs, model, cache)
         self._decoding = Decoding(model, cache, recorder, batches=sizes, most=len(sizes))
 
-    def prepare(self) -> str:
-        """Captures what can be captured, so that no request waits for it; says how that went, or nothing where nothing can."""
+    def prepare(self, longest: int | None = None) -> list[str]:
+        """Computes prompts of several lengths and captures what can be captured, so that no request waits for a compiler.
+
+        Args:
+            longest: Tokens that the model takes; None: no bound.
+
+        Returns:
+            How that went, a line each.
+        """
+        began = time.monotonic()
+        tried = self._try_prompts(longest)
+        said = [f"prompts: {tried} steps computed in {time.monotonic() - began:.1f} s"]
         began = time.monotonic()
         self._decoding.prepare()
-        captured, took = self._decoding.recorded, time.monotonic() - began
-        return f"{captured} CUDA graphs captured in {took:.1f} s" if captured else ""
+        if captured := self._decoding.recorded:
+            said.append(f"decoding: {captured} CUDA graphs captured in {time.monotonic() - began:.1f} s")
+        return said
+
+    def _try_prompts(self, longest: int | None) -> int:
+        """Steps with the numbers of rows on which kernels depend; how many there were."""
+        from ringattn.integrations.transformers import run_step
+
+        cache, ranks, tried = self._cache, self._cache.ring.world_size, 0
+        room = min(cache.capacity_tokens, longest or cache.capacity_tokens)
+        for rows in PROMPT_ROWS:
+            counts = [rows * ranks, *(TURNS if rows == PROMPT_ROWS[-1] else ())]
+            if sum(counts) > room:
+                break
+            request = cache.join(sum(counts))
+            for count in counts:
+                step = cache.extend([request], [count])
+                run_step(self._model, step, torch.zeros(count, dtype=torch.int64), wanted=[0])
+                tried += 1
+            cache.leave(request)
+        return tried
 
     def run(self, plan: Plan) -> Tensor:
         """The logits `wanted vocab` of a step, on every rank; the next step may overwrite them."""

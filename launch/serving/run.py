@@ -134,8 +134,9 @@ def _prepare(args: ServeArgs, rank: Rank) -> tuple[Served, Replica, str]:
         share_weights(served.model, rank)
     cache = make_cache(served.model, ring, gib=args.cache_gib, page_size=args.page_size, kv_dtype=args.kv_dtype)
     replica = Replica(served.model, cache, args.max_running, None if args.graphs else False)
-    if (said := replica.prepare()) and rank.first:
-        print(f"decoding: {said}", flush=True)
+    for line in replica.prepare(served.length):
+        if rank.first:
+            print(line, flush=True)
     return served, replica, describe(cache)
 
 
