@@ -767,11 +767,11 @@ def test_no_number_leaves_a_failed_ring_from_kept_rows(world_size: int, seed: in
     for end in ranks.ends:
         del end._make_kept
     lost = world_size - 1
-    held: dict[tuple[int, int], Gathering] = {}
+    held: list[Gathering] = []
 
     def forward(rank: int, layer: int) -> None:
         found = ranks.ends[rank].gather(*keys_of(shape, rank, layer), shape.collections[rank], 1, "forward", keep=True)
-        held[rank, layer] = found  # alive until the end: here nothing of the device's work holds it
+        held.append(found)  # all alive until the end: here nothing of the device's work holds what it writes into
         run_kernel(ranks, rank, shape, found, lambda owner: keys_of(shape, owner, layer), spoil=False)
         found.close()
 
