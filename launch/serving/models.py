@@ -209,8 +209,7 @@ class Replica:
         model: As loaded.
         cache: As made for it.
         most: Requests that decode together at most.
-        graphs: Whether decoding steps are replayed from CUDA graphs: None for wherever that can be, False for nowhere, or what
-            records them.
+        graphs: Whether decoding steps are replayed from CUDA graphs: None: where that can be; False: never; or what records them.
     """
 
     def __init__(self, model: Any, cache: PagedKVCache, most: int, graphs: bool | Recorder | None = None) -> None:
