@@ -518,43 +518,67 @@ def softmax() -> str:
     )
 
 
+def training_rows(runs: list[Any]) -> list[Row]:
+    """The rows of all runs of the training job by context and number of GPUs; of several alike the last one's."""
+    last = {
+        (row["seq_len"], row["world_size"], row["parameters"]): row | {"run": index}
+        for index, run in enumerate(runs)
+        for row in run["rows"]
+    }
+    return [last[key] for key in sorted(last)]
+
+
 def training() -> str:
-    """Loss, speed and memory of the main job by number of GPUs."""
-    found = load("train.json")
-    runs = found["runs"]
+    """Loss, speed and memory of the main job by context and number of GPUs."""
+    runs = runs_of("train")
+    rows = training_rows(runs)
+    if not rows:
+        return ""
     body = table(
         [
             "GPUs",
             "context",
-            "loss at step 1",
-            f"loss at step {runs[0]['last_step']}",
+            "loss, first step",
+            "loss, last step",
             "tokens/s",
-            "peak memory",
-            "commit",
+            "MFU",
+            "exposed ms",
+            "GiB per GPU",
+            "run",
         ],
         (
             [
-                run["world_size"],
-                run["seq_len"],
-                f"{run['first_loss']:.4f}",
-                f"{run['last_loss']:.4f}",
-                f"{run['tokens_per_s']:,.0f}",
-                f"{max(run['peak_memory_mib']) / 1024:.1f} GiB",
-                run["commit"][:7],
+                row["world_size"],
+                f"{row['seq_len']:,}",
+                f"{row['losses'][0]:.4f}",
+                f"{row['losses'][-1]:.4f} ({row['steps']})",
+                f"{row['tokens_per_s']:,.0f}",
+                "-" if row["mfu"] is None else f"{100 * row['mfu']:.1f}%",
+                cell_of(row, "exposed_ms", "{:.1f}"),
+                f"{max(row['peak_memory_mib']) / 1024:.1f}",
+                row["run"] + 1,
             ]
-            for run in runs
+            for row in rows
         ),
     )
-    far = found["long"]
-    return (
-        "### Training\n\nThe main job at the commits named, which still replicated its 135.6M parameters and computed "
-        "under autocast (2 GiB of weights, gradients and optimizer state on "
-        "every GPU; the rest is activations and falls with the number of GPUs). Tokens/s are of the whole ring, peak memory "
-        f"is of the fullest GPU. {source(found['machine'])}\n\n{body}\n\nAt {far['seq_len']:,} tokens of context "
-        f"{far['world_size']} GPUs make {far['tokens_per_s']:,.0f} tokens/s and need "
-        f"{max(far['peak_memory_mib']) / 1024:.1f} GiB each "
-        f"(`{far['command']}`)."
+    shown = {row["run"] for row in rows}
+    said = " ".join(f"Run {index + 1}: {source(run['machine'])}" for index, run in enumerate(runs) if index in shown)
+    old = sorted({row["run"] + 1 for row in rows if row.get("replicated")})
+    caution = (
+        f" Run(s) {', '.join(map(str, old))}: a version that replicated the parameters and computed under autocast, with 2 GiB of "
+        "weights, gradients and optimizer state on every GPU."
+        if old
+        else ""
     )
+    return (
+        f"### Training\n\nThe training job, {_millions(rows)} parameters. Tokens/s are of all GPUs together, the median "
+        "of the steps; memory is of the fullest GPU; [the page on training](docs/training.md) defines MFU and exposed "
+        f"communication.{caution} {said}\n\n{body}"
+    )
+
+
+def _millions(rows: list[Row]) -> str:
+    return " and ".join(sorted({f"{row['parameters'] / 1e6:.1f}M" for row in rows}))
 
 
 def model_rows(runs: list[Any]) -> list[Row]:

@@ -299,6 +299,7 @@ class GatheringKernelSet(KernelSet, Protocol):
         *,
         o: Tensor,
         lse: Tensor,
+        spare: int = 0,
     ) -> None:
         """The finished attention of q over all sources.
 
@@ -312,6 +313,7 @@ class GatheringKernelSet(KernelSet, Protocol):
             arrivals: None when all of far is there.
             o: `b s h dv`, q's dtype or fp32; written.
             lse: `b h s`, natural log, fp32; written.
+            spare: Multiprocessors to leave to what runs beside it, where programs would stay on all of them.
         """
         ...
 
@@ -334,6 +336,7 @@ class GatheringKernelSet(KernelSet, Protocol):
         dalibi: Tensor | None,
         bias_homes: Tensor | None,
         deterministic: bool,
+        spare: int = 0,
     ) -> None:
         """Dq of this rank's queries, and every source's dk, dv and dkey_bias sent home.
 
@@ -354,6 +357,7 @@ class GatheringKernelSet(KernelSet, Protocol):
             dalibi: `b h s` fp32, one partial sum per query row; overwritten. None: not wanted.
             bias_homes: Like homes, of the regions of dkey_bias. None: not wanted.
             deterministic: Sum in a fixed order.
+            spare: As in `forward_gathered`.
         """
         ...
 

@@ -3,7 +3,7 @@
 Owns the contract of decode kernels and the choice between them; `decode_eager` is the definition, `decode_triton` runs on
 GPUs. Refuses to know who owns which pages, how partials meet those of other ranks, and how K and V came into the pages.
 
-Shape legend: `b` requests, `s` new tokens of each, 1 to 16; `h` query heads, `hk` key/value heads (`hk` divides `h`);
+Shape legend: `b` requests, `s` new tokens of each, 1 to 128; `h` query heads, `hk` key/value heads (`hk` divides `h`);
 `d` head_dim of q and k, `dv` of v; `pages` of the pool; `blocks`, columns of the table.
 
 Note [Pages and blocks]
@@ -37,8 +37,8 @@ from ringattn.kernels.contract import Score, accumulation_dtype
 from ringattn.kernels.parts import size as parts_len
 from ringattn.kernels.select import explain
 
-MAX_TOKENS = 16
-"""New tokens of a request that one call takes; more are a prefill."""
+MAX_TOKENS = 128
+"""Rows of a request that one call takes. More are several requests with the same blocks."""
 FP8 = torch.float8_e4m3fn
 
 
@@ -148,6 +148,26 @@ def num_splits(
     return decode_configs.splits(b, s, h, hk, blocks, page_size, decode_configs.multiprocessors(device), config)
 
 
+def tile_tokens(
+    h: int, hk: int, device: torch.device, *, head_dim: int = 128, kv_dtype: torch.dtype = torch.bfloat16
+) -> int:
+    """How many rows of a request share one pass over its keys at most: the least that calls of many rows should bring.
+
+    Args:
+        h: Query heads.
+        hk: Key/value heads.
+        device: Of the pool.
+        head_dim: The larger of q's and v's.
+        kv_dtype: Of the pool.
+    """
+    if device.type != "cuda" or not 1 <= head_dim <= 256 or kv_dtype.itemsize > 4:
+        return 16
+    from ringattn.kernels.portable.configs import kind_of
+
+    config = decode_configs.choose(kind_of(device), kv_dtype.itemsize, head_dim, decode_configs.MANY_ROWS + 1)
+    return max(1, min(MAX_TOKENS, config.block_m * hk // h))
+
+
 def decode(
     q: Tensor,
     k: Tensor,
@@ -208,7 +228,11 @@ def check_decode(
     _expect(q.ndim == 4 and k.ndim == 4 and v.ndim == 4, "q, k and v must have 4 dims", f"{q.ndim}, {k.ndim}, {v.ndim}")
     b, s, h, d = q.shape
     pages, hk, page_size, dv = v.shape
-    _expect(1 <= s <= MAX_TOKENS, f"q must have 1 to {MAX_TOKENS} new tokens per request", f"{s}; longer is a prefill")
+    _expect(
+        1 <= s <= MAX_TOKENS,
+        f"q must have 1 to {MAX_TOKENS} new tokens per request",
+        f"{s}; cut them into several requests",
+    )
     _expect(hk > 0 and h % hk == 0, "k must have a number of heads that divides q's", f"{hk} and {h}")
     _expect_shape("k", k, (pages, hk, page_size, d))
     _expect(k.dtype == v.dtype, "k and v must have one dtype", f"{k.dtype} and {v.dtype}")
@@ -269,8 +293,8 @@ def _portable(request: _Request) -> tuple[bool, str]:
     for name, dim in (("head_dim", request.head_dim), ("v_head_dim", request.v_head_dim)):
         if not 16 <= dim <= 256:
             return False, f"{name} must be between 16 and 256, got {dim}"
-    if request.kv_dtype == FP8 and request.v_head_dim % 2:
-        return False, f"v_head_dim of fp8 pages must be even, got {request.v_head_dim}"
+        if request.kv_dtype == FP8 and dim % 2:
+            return False, f"{name} of fp8 pages must be even, got {dim}"
     size = request.page_size
     if not 16 <= size <= 256 or size & (size - 1):
         return False, f"page_size must be a power of two between 16 and 256, got {size}"

@@ -12,6 +12,7 @@ Note [Slots]
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -20,6 +21,10 @@ MIN_TOKENS = 128
 """Keys below which a share is not made smaller: starting a program costs as much."""
 PARTS_ROOM = 8
 """Keys per row of a tile that a share has at least: a partial then costs at most about an eighth of the keys' bytes."""
+ROUNDS = 4
+"""How many programs of many rows one after another a multiprocessor should get at most."""
+BEGIN_BLOCKS = 4
+"""What beginning and ending a program of many rows costs, in blocks of keys."""
 UNEVEN = 4
 """How many times its even share of the device a request may take when others are short."""
 
@@ -49,20 +54,23 @@ INTERPRETER = "interpreter"  # small tiles: many tiles and edges in a small test
 FEW_ROWS = 16
 """Rows of the smallest tile: a few new tokens of grouped heads fit."""
 
-# (kind of device, bytes per element of the pool, largest padded head_dim) -> for FEW_ROWS, for more
+MANY_ROWS = 64
+"""Rows of a tile beyond which a call is bound by products instead of memory: rows of a prompt, not of decoding."""
+
+# (kind of device, bytes per element of the pool, largest padded head_dim) -> for FEW_ROWS, for more, for more than MANY_ROWS
 _TABLE: dict[tuple[str, int, int], tuple[Config, ...]] = {
     # 227 KiB of shared memory
-    ("sm90", 1, 64): (Config(64, 4, 4, 4), Config(64, 8, 4, 2)),
-    ("sm90", 1, 128): (Config(64, 4, 4, 3, maxnreg=168), Config(64, 8, 4, 2)),
+    ("sm90", 1, 64): (Config(64, 4, 4, 4), Config(64, 8, 4, 2), Config(64, 8, 4, 1, block_m=128)),
+    ("sm90", 1, 128): (Config(64, 4, 4, 3, maxnreg=168), Config(64, 8, 4, 2), Config(64, 8, 4, 1, block_m=128)),
     ("sm90", 1, 256): (Config(32, 4, 4, 3, maxnreg=168), Config(32, 8, 3, 1)),
-    ("sm90", 2, 64): (Config(64, 4, 4, 4), Config(64, 4, 3, 2)),
-    ("sm90", 2, 128): (Config(64, 4, 4, 2), Config(64, 4, 3, 2)),
+    ("sm90", 2, 64): (Config(64, 4, 4, 4), Config(64, 4, 3, 2), Config(64, 8, 4, 1, block_m=128)),
+    ("sm90", 2, 128): (Config(64, 4, 4, 2), Config(64, 4, 3, 2), Config(64, 8, 3, 1, block_m=128)),
     ("sm90", 2, 256): (Config(32, 4, 4, 2), Config(32, 8, 3, 1)),
-    ("sm100", 1, 64): (Config(64, 4, 4, 4), Config(64, 8, 4, 2)),
-    ("sm100", 1, 128): (Config(64, 4, 4, 3, maxnreg=168), Config(64, 8, 4, 2)),
+    ("sm100", 1, 64): (Config(64, 4, 4, 4), Config(64, 8, 4, 2), Config(64, 8, 4, 1, block_m=128)),
+    ("sm100", 1, 128): (Config(64, 4, 4, 3, maxnreg=168), Config(64, 8, 4, 2), Config(64, 8, 4, 1, block_m=128)),
     ("sm100", 1, 256): (Config(32, 4, 4, 3, maxnreg=168), Config(32, 8, 3, 1)),
-    ("sm100", 2, 64): (Config(64, 4, 4, 4), Config(64, 8, 4, 1)),
-    ("sm100", 2, 128): (Config(64, 4, 4, 2), Config(64, 8, 3, 1)),
+    ("sm100", 2, 64): (Config(64, 4, 4, 4), Config(64, 8, 4, 1), Config(64, 8, 4, 1, block_m=128)),
+    ("sm100", 2, 128): (Config(64, 4, 4, 2), Config(64, 8, 3, 1), Config(64, 8, 3, 1, block_m=128)),
     ("sm100", 2, 256): (Config(32, 4, 4, 2), Config(32, 8, 3, 1)),
     # 163 KiB
     ("sm80", 1, 64): (Config(64, 4, 4, 4), Config(64, 8, 4, 2)),
@@ -105,7 +113,8 @@ def choose(kind: str, itemsize: int, head_dim: int, rows: int) -> Config:
         rows: Query rows that share a key head.
     """
     bucket = next(b for b in (64, 128, 256) if head_dim <= b)
-    return _TABLE[kind, itemsize, bucket][rows > FEW_ROWS]
+    found = _TABLE[kind, itemsize, bucket]
+    return found[min((rows > FEW_ROWS) + (rows > MANY_ROWS), len(found) - 1)]
 
 
 def row_tiles(s: int, group: int, block_m: int) -> tuple[int, int]:
@@ -116,9 +125,42 @@ def row_tiles(s: int, group: int, block_m: int) -> tuple[int, int]:
 
 
 def slots(s: int, h: int, hk: int, sms: int, config: Config) -> int:
-    """Slots that fill a device (Note [Slots])."""
+    """Slots that fill a device at once (Note [Slots])."""
     _, tiles = row_tiles(s, h // hk, config.block_m)
     return max(1, sms * config.per_sm // (hk * tiles))
+
+
+def shares(weights: Sequence[int], s: int, h: int, hk: int, page_size: int, sms: int, config: Config) -> int:
+    """The height of the stack with which requests of many rows are soonest done, by an estimate of rounds.
+
+    Programs that multiply are long, so they are cut until the last round costs little; few enough that parts cost little.
+
+    Args:
+        weights: Blocks of each request that some of its rows see.
+        s: Rows of each.
+        h: Query heads.
+        hk: Key heads.
+        page_size: Rows of a page.
+        sms: Multiprocessors.
+        config: Of the launch.
+
+    Example:
+        >>> one = Config(64, 8, 3, 1, block_m=128)
+        >>> [shares([2048] * b, 32, 32, 8, 64, 132, one) for b in (1, 4, 12)]
+        [16, 4, 4]
+    """
+    _, tiles = row_tiles(s, h // hk, config.block_m)
+    at_once = sms * config.per_sm
+    least = least_blocks(s, h // hk, page_size)
+    total, longest = sum(weights), max(weights, default=0)
+    best, soonest = 1, None
+    for height in range(1, 1 + max(1, -(-ROUNDS * at_once // max(1, hk * tiles * len(weights))))):
+        share = max(-(-total // (height * max(1, len(weights)))), -(-longest // height), least)
+        programs = hk * tiles * sum(max(1, -(-weight // share)) for weight in weights)
+        time = -(-programs // at_once) * (share + BEGIN_BLOCKS)
+        if soonest is None or time < soonest:
+            best, soonest = height, time
+    return best
 
 
 def least_blocks(s: int, group: int, page_size: int) -> int:
@@ -128,6 +170,8 @@ def least_blocks(s: int, group: int, page_size: int) -> int:
 
 def splits(b: int, s: int, h: int, hk: int, blocks: int, page_size: int, sms: int, config: Config) -> int:
     """The height of the stack: `kernels.decode.num_splits` for a device of `sms` multiprocessors."""
+    if s * h // hk > MANY_ROWS:
+        return shares((blocks,) * b, s, h, hk, page_size, sms, config)
     full = slots(s, h, hk, sms, config)
     alone = slots(s, h, hk, sms, replace(config, per_sm=1))
     wanted = min(full, max(-(-UNEVEN * full // max(b, 1)), alone))

@@ -22,6 +22,18 @@ Note [Pipeline]
     Tiles of K and V stream through shared memory, several ahead. Which page a tile lies in, where it starts, and how many of
     its rows count, is loaded one tile before the tile itself is asked for, so that no load waits for another.
     Rows behind the end of a block are not loaded: zeros take their place, because 0 * NaN is NaN.
+    Tiles at an edge of what rows see, or of a block, are masked; all others are not even compared.
+
+Note [Bytes in pairs]
+    fp8 halves the bytes of a tile, so there is half the time for everything else, and what a warp issues decides. Pools are
+    loaded as int16, which the matrix loads of shared memory can transpose; the bytes of a register's two elements are four
+    numbers, of which one permutation and two conversions make those of even columns and those of odd ones. q is split alike,
+    once, and products are taken of the halves: q . k = q_even . k_even + q_odd . k_odd, and (even, odd) columns of p v.
+    What converts ("instructions"), else integer operations on two elements at once ("bits"), else those that the interpreter
+    knows ("portable"): the last two move sign and magnitude to where fp16 has them, which is the number over 2^8, because
+    fp16's exponent is biased by 15 instead of 7. Scales are of rows, so they take part in scores and in p, never in a tile.
+    sm_90, head_dim 128, 64 keys, 4 warps: 484 instructions of a warp per tile, some 45 of them at edges only, where two
+    conversions of single bytes and masks everywhere made it 663.
 """
 
 # pyright: reportArgumentType=false, reportGeneralTypeIssues=false
@@ -123,23 +135,46 @@ def _load_tile(
     x = tl.arange(0, ROWS)
     c = tl.arange(0, COLS)
     stride = WIDTH if DENSE else ss
+    at = (x * stride)[:, None] + c[None, :]
     pool += tl.cast(page, tl.int64) * sp + tl.cast(h_kv, tl.int64) * sh + row0 * stride
     mask = (x < length - row0)[:, None]
     if WIDTH != COLS:
         mask = mask & (c < WIDTH)[None, :]
-    return tl.load(pool + (x * stride)[:, None] + c[None, :], mask=mask, other=0)
+    return tl.load(pool + at, mask=mask, other=0)
 
 
 @triton.jit
-def _e4m3(x, BITS: tl.constexpr):
-    """The low bytes of integers as float8_e4m3fn numbers, in fp16, which holds all of them."""
-    if BITS:
-        # sign and magnitude go where fp16 has them, whose exponent is biased by 15 instead of 7
-        bits = ((x.to(tl.int16) & 0x80) << 8) | ((x.to(tl.int16) & 0x7F) << 7)
-        y = bits.to(tl.float16, bitcast=True) * 256.0
+def _pairs(x, HOW: tl.constexpr):
+    """The two bytes of each int16 as e4m3 numbers in fp16, which holds all of them: (low, high) (Note [Bytes in pairs])."""
+    if HOW == "instructions":
+        low = tl.inline_asm_elementwise(
+            "{ .reg .b32 t; .reg .b16 a, b; prmt.b32 t, $1, 0, 0x3120; mov.b32 {a, b}, t; cvt.rn.f16x2.e4m3x2 $0, a; }",
+            "=r,r", [x], tl.float16, True, 2,
+        )  # fmt: skip
+        high = tl.inline_asm_elementwise(
+            "{ .reg .b32 t; .reg .b16 a, b; prmt.b32 t, $1, 0, 0x3120; mov.b32 {a, b}, t; cvt.rn.f16x2.e4m3x2 $0, b; }",
+            "=r,r", [x], tl.float16, True, 2,
+        )  # fmt: skip
+    elif HOW == "bits":
+        low = tl.inline_asm_elementwise(
+            "{ .reg .b32 s, t; mul.lo.u32 t, $1, 128; mul.lo.u32 s, $1, 256; and.b32 t, t, 0x3f803f80;"
+            " lop3.b32 $0, s, 0x80008000, t, 0xea; }",
+            "=r,r", [x], tl.float16, True, 2,
+        )  # fmt: skip
+        high = tl.inline_asm_elementwise(
+            "{ .reg .b32 t; shr.b32 t, $1, 1; and.b32 t, t, 0x3f803f80; lop3.b32 $0, $1, 0x80008000, t, 0xea; }",
+            "=r,r", [x], tl.float16, True, 2,
+        )  # fmt: skip
     else:
-        y = x.to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(tl.float16)
-    return y
+        low = (((x & 0x80) << 8) | ((x & 0x7F) << 7)).to(tl.float16, bitcast=True)
+        high = ((x & -32768) | ((x >> 1) & 0x3F80)).to(tl.float16, bitcast=True)
+    return low, high
+
+
+@triton.jit
+def _unit(HOW: tl.constexpr):
+    """What the numbers of `_pairs` are to be multiplied by."""
+    return 1.0 if HOW == "instructions" else 256.0
 
 
 @triton.jit(
@@ -152,7 +187,7 @@ def _decode_kernel(
     PAGE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, D: tl.constexpr, D_WIDTH: tl.constexpr,
     DV: tl.constexpr, DV_WIDTH: tl.constexpr, B: tl.constexpr, S: tl.constexpr, SOFTCAP: tl.constexpr, DENSE: tl.constexpr,
     PRECISION: tl.constexpr, STAGES: tl.constexpr, SEARCH: tl.constexpr,
-    BITS: tl.constexpr,
+    K_BYTES: tl.constexpr, V_BYTES: tl.constexpr,
 ):  # fmt: skip
     """The partial of one tile of rows over one share of blocks (Note [Who does what]). Strides are in elements."""
     pid = tl.program_id(0)
@@ -180,6 +215,10 @@ def _decode_kernel(
     if alibi_slopes is not None:
         q_pos = tl.load(positions + r * positions_sb + token, mask=exists, other=0)
         slope = tl.load(alibi_slopes + head, mask=exists, other=0.0).to(tl.float32)[:, None]
+    sees = exists & (lo < hi)
+    # what lies between is seen by every row: nothing is, where a row sees nothing
+    whole_lo = tl.max(tl.where(sees, lo, tl.where(exists, 2**31 - 1, 0)), 0)
+    whole_hi = tl.min(tl.where(sees, hi, 2**31 - 1), 0)
     c = tl.arange(0, D)
     q_at = q + tl.cast(r, tl.int64) * q_sb + token * q_ss + head * q_sh
     q_tile = tl.load(q_at[:, None] + c[None, :], mask=exists[:, None] & (c < D_WIDTH)[None, :], other=0.0)
@@ -194,10 +233,13 @@ def _decode_kernel(
     any_hi = tl.max(all_hi, 0)
     first = 0
     last = tl.where(any_lo < any_hi, count, 0)
+    # asked for before either is looked at: they are one round trip
+    start_of_first = tl.load(starts, mask=last > 0, other=0)
+    start_of_last = tl.load(starts + last - 1, mask=last > 0, other=0)
     if last > 0:
-        if any_lo > tl.load(starts):
+        if any_lo > start_of_first:
             first = _count_before(starts, lengths, count, any_lo, SEARCH)
-        if any_hi <= tl.load(starts + count - 1):
+        if any_hi <= start_of_last:
             last = _count_before(starts, None, count, any_hi, SEARCH)
     chunk = tl.cdiv(tl.maximum(last - first, 0), mine)
     begin = tl.minimum(first + split * chunk, last)
@@ -205,14 +247,17 @@ def _decode_kernel(
 
     TILES: tl.constexpr = PAGE // BLOCK_N  # of a page
     FP8: tl.constexpr = k_scale is not None
-    PACKED: tl.constexpr = 2 if FP8 else 1  # values of an element of the pool of v
-    if FP8 and q_tile.dtype == tl.bfloat16:
-        # fp16 holds every e4m3 number, and q too once it is divided by a power of two near its largest element
-        top = tl.max(tl.abs(q_tile.to(tl.float32)), 1).to(tl.int32, bitcast=True) & 0x7F800000
-        q_tile = (q_tile.to(tl.float32) * (0x7F000000 - top).to(tl.float32, bitcast=True)[:, None]).to(tl.float16)
-        q_scale = top.to(tl.float32, bitcast=True)[:, None]
-    else:
-        q_scale = None
+    PACKED: tl.constexpr = 2 if FP8 else 1  # values of an element of the pool
+    factor = scale
+    if FP8:
+        q_size = tl.full([BLOCK_M], 1.0, tl.float32)
+        if q_tile.dtype == tl.bfloat16:
+            # fp16 holds every e4m3 number, and q too once it is divided by a power of two near its largest element
+            top = tl.max(tl.abs(q_tile.to(tl.float32)), 1).to(tl.int32, bitcast=True) & 0x7F800000
+            q_tile = (q_tile.to(tl.float32) * (0x7F000000 - top).to(tl.float32, bitcast=True)[:, None]).to(tl.float16)
+            q_size = top.to(tl.float32, bitcast=True)
+        factor = (q_size * (scale * _unit(K_BYTES)))[:, None]
+        q_even, q_odd = tl.split(tl.reshape(q_tile, [BLOCK_M, D // 2, 2]))
     HEADROOM: tl.constexpr = 14.0 if q_tile.dtype == tl.float16 else 0.0
     m_i = tl.full([BLOCK_M], float("-inf"), tl.float32)
     l_i = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)  # per column of tiles: summed once, at the end
@@ -224,29 +269,33 @@ def _decode_kernel(
     length = tl.load(lengths + begin, mask=begin < end, other=0)
     for t in tl.range(begin * TILES, end * TILES, num_stages=STAGES):
         row0 = (t % TILES) * BLOCK_N
-        k_tile = _load_tile(k, page, h_kv, row0, length, k_sp, k_sh, k_ss, BLOCK_N, D, D_WIDTH, DENSE)
+        k_tile = _load_tile(
+            k, page, h_kv, row0, length, k_sp, k_sh, k_ss, BLOCK_N, D // PACKED, D_WIDTH // PACKED, DENSE
+        )
         v_tile = _load_tile(
             v, page, h_kv, row0, length, v_sp, v_sh, v_ss, BLOCK_N, DV // PACKED, DV_WIDTH // PACKED, DENSE
         )
         real = row0 + n < length
         v_size = None
         if FP8:
-            k_tile = _e4m3(k_tile, BITS)
             at = tl.cast(page, tl.int64) * k_scale_sp + h_kv * k_scale_sh + row0 + n
             k_size = tl.load(k_scale + at, mask=real, other=0.0)
             at = tl.cast(page, tl.int64) * v_scale_sp + h_kv * v_scale_sh + row0 + n
             v_size = tl.load(v_scale + at, mask=real, other=0.0)
-        qk = tl.dot(q_tile, tl.trans(k_tile.to(q_tile.dtype)), input_precision=PRECISION)
-        if FP8:
+            k_even, k_odd = _pairs(k_tile, K_BYTES)
+            qk = tl.dot(q_even, tl.trans(k_even.to(q_tile.dtype)), input_precision=PRECISION)
+            qk = tl.dot(q_odd, tl.trans(k_odd.to(q_tile.dtype)), qk, input_precision=PRECISION)
             qk *= k_size[None, :]
-            if q_scale is not None:
-                qk *= q_scale
+        else:
+            qk = tl.dot(q_tile, tl.trans(k_tile.to(q_tile.dtype)), input_precision=PRECISION)
         k_pos = start + row0 + n
         sc, _ = score_of(
-            qk, q_pos[:, None], k_pos[None, :], slope, None, None, scale, cap, SOFTCAP, PRECISION == "tf32x3"
+            qk, q_pos[:, None], k_pos[None, :], slope, None, None, factor, cap, SOFTCAP, PRECISION == "tf32x3"
         )
-        visible = (k_pos[None, :] >= lo[:, None]) & (k_pos[None, :] < hi[:, None]) & real[None, :]
-        sc = tl.where(visible, sc, float("-inf"))
+        begins = start + row0
+        if (begins < whole_lo) | (start + row0 + BLOCK_N > whole_hi) | (row0 + BLOCK_N > length):
+            visible = (k_pos[None, :] >= lo[:, None]) & (k_pos[None, :] < hi[:, None]) & real[None, :]
+            sc = tl.where(visible, sc, float("-inf"))
         if FP8:
             # what is multiplied with v is p * v_size: the exponent of v_size takes part in the reference point
             exponent = tl.maximum((v_size.to(tl.int32, bitcast=True) >> 23) - 127, -60).to(tl.float32)
@@ -260,10 +309,9 @@ def _decode_kernel(
         acc = acc * alpha
         if FP8:
             p = (p * v_size[None, :]).to(q_tile.dtype)
-            even_v = _e4m3(v_tile, BITS).to(q_tile.dtype)
-            acc = tl.dot(p, even_v, acc, input_precision=PRECISION)
-            odd_v = _e4m3(v_tile >> 8, BITS).to(q_tile.dtype)
-            odd = tl.dot(p, odd_v, odd * alpha, input_precision=PRECISION)
+            v_even, v_odd = _pairs(v_tile, V_BYTES)
+            acc = tl.dot(p, v_even.to(q_tile.dtype), acc, input_precision=PRECISION)
+            odd = tl.dot(p, v_odd.to(q_tile.dtype), odd * alpha, input_precision=PRECISION)
         else:
             acc = tl.dot(p.to(q_tile.dtype), v_tile, acc, input_precision=PRECISION)
         m_i = m_new
@@ -273,7 +321,7 @@ def _decode_kernel(
         length = tl.load(lengths + later)
 
     if FP8:
-        acc = tl.interleave(acc, odd)
+        acc = tl.interleave(acc, odd) * _unit(V_BYTES)
     row = (r * s + token) * (hk * group) + head
     cv = tl.arange(0, DV)
     acc_at = (tl.cast(row, tl.int64) * DV_WIDTH)[:, None] + cv[None, :]
@@ -311,8 +359,9 @@ def decode(
     """`kernels.decode.decode`, with a configuration of the caller's choice in place of the table's."""
     fp8 = k.dtype == FP8 and v.dtype == FP8
     if fp8:
-        _expect_even_strides(v)
-        k, v = k.view(torch.int8), v.view(torch.int16)  # as the kernel loads them
+        _expect_even_strides("k", k)
+        _expect_even_strides("v", v)
+        k, v = k.view(torch.int16), v.view(torch.int16)  # Note [Bytes in pairs]
     _launch(q, k, v, table, lo, hi, positions, score, parts, k_scale, v_scale, fp8, config)
 
 
@@ -341,15 +390,18 @@ def _launch(
         return
     kind = kind_of(q.device)
     if config is None:
-        config = decode_configs.choose(kind, k.element_size(), max(d, dv), s * h // hk)
+        config = decode_configs.choose(kind, pools[0].element_size(), max(d, dv), s * h // hk)
     block_m, tiles = decode_configs.row_tiles(s, h // hk, config.block_m)
     sms = decode_configs.multiprocessors(q.device) if q.is_cuda else 4
-    slots = decode_configs.slots(s, h, hk, sms, config)
+    many = s * h // hk > decode_configs.MANY_ROWS
+    # the caller of many rows has counted rounds already: the height of its stack is what it wants
+    slots = b * parts.shape[0] if many else decode_configs.slots(s, h, hk, sms, config)
     splits, least = parts.shape[0], decode_configs.least_blocks(s, h // hk, page_size)
     programs = min(slots + b, b * splits) * hk * tiles
     softcap = score.softcap > 0
     scale = score.softmax_scale / score.softcap if softcap else score.softmax_scale * LOG2E
     options = {"num_warps": config.num_warps} | ({} if config.maxnreg is None else {"maxnreg": config.maxnreg})
+    k_bytes, v_bytes = bytes_of(None if not q.is_cuda else torch.cuda.get_device_capability(q.device))
     fp32_on_gpu = q.dtype == torch.float32 and kind.startswith("sm")
     tape.launch(
         _kernel,
@@ -363,22 +415,24 @@ def _launch(
         {
             "PAGE": page_size, "BLOCK_M": block_m, "BLOCK_N": min(config.block_n, page_size), "D": _padded(d), "D_WIDTH": d,
             "DV": _padded(dv), "DV_WIDTH": dv, "B": triton.next_power_of_2(b), "S": triton.next_power_of_2(s),
-            "SOFTCAP": softcap, "DENSE": k.stride(2) == d and v.stride(2) == v.shape[3],
+            "SOFTCAP": softcap, "DENSE": k.stride(2) == k.shape[3] and v.stride(2) == v.shape[3],
             "PRECISION": "tf32x3" if fp32_on_gpu else "ieee",
-            "STAGES": config.num_stages, "SEARCH": FAN, "BITS": not converts_fp8(q.device),
+            "STAGES": config.num_stages, "SEARCH": FAN, "K_BYTES": k_bytes, "V_BYTES": v_bytes,
         },
         **options,
     )  # fmt: skip
 
 
-def converts_fp8(device: torch.device) -> bool:
-    """Whether the device has instructions that convert float8_e4m3fn."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
+def bytes_of(capability: tuple[int, int] | None) -> tuple[str, str]:
+    """How a device makes numbers of bytes of k and of v (Note [Bytes in pairs]); None: the interpreter."""
+    if capability is None:
+        return "portable", "portable"
+    return ("instructions", "instructions") if capability >= (8, 9) else ("bits", "bits")
 
 
-def _expect_even_strides(v: Tensor) -> None:
-    if any(stride % 2 for stride in v.stride()[:3]) or v.data_ptr() % 2:
-        raise ValueError(f"v in {FP8} must have even strides and address, got {v.stride()}; make it contiguous")
+def _expect_even_strides(name: str, x: Tensor) -> None:
+    if any(stride % 2 for stride in x.stride()[:3]) or x.data_ptr() % 2:
+        raise ValueError(f"{name} in {FP8} must have even strides and address, got {x.stride()}; make it contiguous")
 
 
 def _padded(d: int) -> int:

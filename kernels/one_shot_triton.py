@@ -42,13 +42,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ringattn.kernels.merge_triton import normalise
-from ringattn.kernels.parts_triton import TILE, first_of, merge_tile, store_finished
+from ringattn.kernels.merge_triton import normalise, together
+from ringattn.kernels.parts_triton import first_of, merge_tile, store_finished
 from ringattn.kernels.record_triton import Tape, recorded
 
 PROGRAMS = 128
 """Programs of every launch: a row each for 4 tokens of 32 heads, and about as many as a device has SMs."""
 WARPS = 4
+TILE = 1024
+"""Numbers of acc that a program holds at most."""
 MAX_RANKS = 32 * WARPS
 """Threads of a program: each sets and awaits the flag of one rank."""
 WORD = 8
@@ -145,7 +147,7 @@ def meet(controls, flags, offset, epoch, word, failed, errors, patience, RANKS: 
 @triton.jit(do_not_specialize=["splits", "me", "rows", "heads", "queries", "patience"])
 def _one_shot_kernel(
     stack, sinks, o, lse, table, splits, split_stride, me, rows, heads, queries, dv, slot, patience,
-    RANKS: tl.constexpr, PROGRAMS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    RANKS: tl.constexpr, PROGRAMS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, TOGETHER: tl.constexpr,
 ):  # fmt: skip
     """Program i owns rows i * ROWS .. i * ROWS + ROWS - 1, and so on in steps of PROGRAMS * ROWS.
 
@@ -169,7 +171,7 @@ def _one_shot_kernel(
         r = x + tl.arange(0, ROWS).to(tl.int64)
         row_ok = r < rows
         ok = row_ok[:, None] & columns
-        top, total, acc = merge_tile(stack, splits, split_stride, rows, dv, nothing, r, c, row_ok, ok, "")
+        top, total, acc = merge_tile(stack, splits, split_stride, rows, dv, nothing, r, c, row_ok, ok, "", TOGETHER)
         row_ok &= word == 0
         ok &= word == 0
         for rank in tl.static_range(RANKS):
@@ -187,7 +189,9 @@ def _one_shot_kernel(
         row_ok = r < rows
         ok = row_ok[:, None] & columns
         first = first_of(sinks, r, heads, row_ok)
-        top, total, acc = merge_tile(box, RANKS, slot, rows, dv, first, r, c, row_ok, ok, ".cg")
+        top, total, acc = merge_tile(
+            box, RANKS, slot, rows, dv, first, r, c, row_ok, ok, ".cg", RANKS if RANKS < 8 else 8
+        )
         values, logs = normalise(top, total, acc, True)
         values = tl.where(there == 1, values, float("nan"))
         logs = tl.where(there == 1, logs, float("nan"))
@@ -228,7 +232,10 @@ def one_shot(
     rows, dv = b * heads * queries, o.shape[-1]
     columns = triton.next_power_of_2(max(dv, 1))
     per_program = max(1, min(TILE // columns, triton.next_power_of_2(-(-rows // PROGRAMS))))
-    constants = {"RANKS": ranks, "PROGRAMS": PROGRAMS, "ROWS": per_program, "COLUMNS": columns}
+    constants = {
+        "RANKS": ranks, "PROGRAMS": PROGRAMS, "ROWS": per_program, "COLUMNS": columns,
+        "TOGETHER": together(stack.shape[0], per_program * columns, WARPS),
+    }  # fmt: skip
     args = (
         stack,
         sinks,

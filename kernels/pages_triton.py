@@ -57,13 +57,17 @@ def _decode(code):
 
 
 @triton.jit
-def _put_rows(
-    pool, scale, x, at, to, ok, FP8: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr
-):  # fmt: skip
-    """Writes rows of one tensor: x at `at`, to row `to` of the pool, whose pages and heads are counted through."""
+def _rows_at(x, ok, WIDTH: tl.constexpr, COLUMNS: tl.constexpr):
+    """Rows that begin at x."""
+    c = tl.arange(0, COLUMNS)[None, :]
+    return tl.load(x[:, None] + c, mask=ok[:, None] & (c < WIDTH), other=0.0)
+
+
+@triton.jit
+def _put_rows(pool, scale, y, to, ok, FP8: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr):
+    """Writes rows y of one tensor to rows `to` of the pool, whose pages and heads are counted through."""
     c = tl.arange(0, COLUMNS)[None, :]
     mask = ok[:, None] & (c < WIDTH)
-    y = tl.load((x + at)[:, None] + c, mask=mask, other=0.0)
     if FP8:
         y = y.to(tl.float32)
         # a maximum may pass over NaN, a sum does not
@@ -89,11 +93,14 @@ def _put_kernel(
     ok = r < rows
     t, h = r // HK, (r % HK).to(tl.int64)
     slot = tl.load(slots + t, mask=ok, other=-1)
+    b, x = (t // s).to(tl.int64), (t % s).to(tl.int64)
+    # rows are asked for before their slots are known: one round trip
+    k_rows = _rows_at(k + b * k_sb + x * k_ss + h * k_sh, ok, D, D_COLUMNS)
+    v_rows = _rows_at(v + b * v_sb + x * v_ss + h * v_sh, ok, DV, DV_COLUMNS)
     ok = slot >= 0
     to = (slot // SIZE * HK + h) * SIZE + slot % SIZE
-    b, x = (t // s).to(tl.int64), (t % s).to(tl.int64)
-    _put_rows(pool_k, k_scale, k, b * k_sb + x * k_ss + h * k_sh, to, ok, FP8, D, D_COLUMNS)
-    _put_rows(pool_v, v_scale, v, b * v_sb + x * v_ss + h * v_sh, to, ok, FP8, DV, DV_COLUMNS)
+    _put_rows(pool_k, k_scale, k_rows, to, ok, FP8, D, D_COLUMNS)
+    _put_rows(pool_v, v_scale, v_rows, to, ok, FP8, DV, DV_COLUMNS)
 
 
 @triton.jit

@@ -13,21 +13,20 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ringattn.kernels.merge_triton import merge_into, merge_rows, normalise
+from ringattn.kernels.merge_triton import merge_into, merge_rows, merging, normalise, programs_of
 from ringattn.kernels.parts import views
 from ringattn.kernels.record_triton import Tape, recorded
 
-TILE = 1024
-"""Numbers of acc that a program holds."""
-
 
 @triton.jit
-def merge_tile(stack, parts, part_stride, rows, dv, first, r, c, row_ok, ok, CACHE: tl.constexpr):
+def merge_tile(
+    stack, parts, part_stride, rows, dv, first, r, c, row_ok, ok, CACHE: tl.constexpr, TOGETHER: tl.constexpr
+):
     """(m, l, acc) of rows r over the packed parts of a stack; `first` as in `merge_rows`."""
     m = stack + rows.to(tl.int64) * dv
     acc_at = (r * dv)[:, None] + c[None, :]
     return merge_rows(
-        m, m + rows, stack, r, r, acc_at, first, row_ok, ok, parts, part_stride, part_stride, part_stride, True, CACHE
+        m, m + rows, stack, r, r, acc_at, first, row_ok, ok, parts, part_stride, part_stride, part_stride, True, CACHE, TOGETHER
     )  # fmt: skip
 
 
@@ -41,27 +40,28 @@ def first_of(sinks, r, heads, row_ok):
 
 
 @triton.jit
-def store_finished(o, lse, values, total, heads, queries, dv, r, c, row_ok, ok):
-    """Writes rows r, in the order b, s, h, of o `b s h dv` and lse `b h s`."""
+def store_finished(o, lse, values, total, heads, queries, dv, r, c, once, ok):
+    """Writes columns c of rows r, in the order b, s, h, of o `b s h dv`, and those `once` of lse `b h s`."""
     token = r // heads
     at = ((token // queries) * heads + r % heads) * queries + token % queries
-    tl.store(lse + at, total, mask=row_ok)
+    tl.store(lse + at, total, mask=once)
     tl.store(o + (r * dv)[:, None] + c[None, :], values.to(o.dtype.element_ty), mask=ok)
 
 
 @triton.jit(do_not_specialize=["parts", "rows", "heads", "queries"])
 def _finish_parts_kernel(
-    stack, sinks, o, lse, parts, part_stride, rows, heads, queries, dv, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    stack, sinks, o, lse, parts, part_stride, rows, heads, queries, dv,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, TOGETHER: tl.constexpr,
 ):  # fmt: skip
-    """One program owns ROWS rows."""
+    """One program owns COLUMNS columns of ROWS rows."""
     r = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    c = tl.arange(0, COLUMNS)
+    c = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     row_ok = r < rows
     ok = row_ok[:, None] & (c < dv)[None, :]
     first = first_of(sinks, r, heads, row_ok)
-    top, total, acc = merge_tile(stack, parts, part_stride, rows, dv, first, r, c, row_ok, ok, "")
+    top, total, acc = merge_tile(stack, parts, part_stride, rows, dv, first, r, c, row_ok, ok, "", TOGETHER)
     values, logs = normalise(top, total, acc, True)
-    store_finished(o, lse, values, logs, heads, queries, dv, r, c, row_ok, ok)
+    store_finished(o, lse, values, logs, heads, queries, dv, r, c, row_ok & (tl.program_id(1) == 0), ok)
 
 
 def merge_parts(stack: Tensor, out: Tensor, rows: int, dv: int) -> None:
@@ -73,13 +73,12 @@ def merge_parts(stack: Tensor, out: Tensor, rows: int, dv: int) -> None:
 def finish_parts(tape: Tape, stack: Tensor, rows: int, dv: int, sinks: Tensor | None, o: Tensor, lse: Tensor) -> None:
     """As `kernels.parts.finish_parts`."""
     _, heads, queries = lse.shape
-    columns = triton.next_power_of_2(max(dv, 1))
-    per_program = max(1, min(TILE // columns, triton.next_power_of_2(max(rows, 1))))
+    tile = merging(stack.shape[0], rows, dv, programs_of(stack))
     if rows:
         tape.launch(
             _finish_parts_kernel,
-            (-(-rows // per_program),),
+            tile.grid(rows, dv),
             (stack, sinks, o, lse, stack.shape[0], stack.stride(0), rows, heads, queries, dv),
-            {"ROWS": per_program, "COLUMNS": columns},
-            num_warps=4,
+            {"ROWS": tile.rows, "COLUMNS": tile.columns, "TOGETHER": tile.together},
+            num_warps=tile.warps,
         )

@@ -47,7 +47,7 @@ import ringattn
 from ringattn.inference import CacheFull, PagedKVCache, attend
 from ringattn.launch.bench_ring import GIB, outside_torch
 from ringattn.launch.check import DTYPES
-from ringattn.launch.inference_checks import check_attention, check_decoded, check_model, check_replay
+from ringattn.launch.inference_checks import check_attention, check_decoded, check_model
 from ringattn.launch.inference_model import (
     PAGE_SIZE,
     Decoder,
@@ -65,7 +65,7 @@ from ringattn.launch.problems import Problem, teraflops
 from ringattn.launch.ring_contenders import prepare_ours
 from ringattn.launch.session import Session
 from ringattn.launch.training.meter import mfu, peak_flops
-from ringattn.launch.turns import Time, capture_together, reason, time_together
+from ringattn.launch.turns import Time, reason, time_together
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -557,7 +557,7 @@ def _token_rows(
         try:
             how, call = "eager", Decoder(model, cache, requests).next_tokens
             if way != "eager":
-                replayed, refused = _replayed(Decoder(model, cache, requests, static=True), session)
+                replayed, refused = _replayed(model, cache, requests)
                 if replayed is None and way == "graph":
                     rows.append({"how": "graph", "refused": refused})
                     continue
@@ -580,22 +580,18 @@ def _token_rows(
     return rows
 
 
-def _replayed(decoder: Decoder, session: Session) -> tuple[Callable[[], list[list[int]]] | None, str | None]:
-    """The next tokens by a CUDA graph of the model's call, on every rank or on none, and why not."""
-    decoder.next_tokens()
-    graph, why = capture_together(decoder.compute, 1, session)
-    if graph is None:
+def _replayed(
+    model: PreTrainedModel, cache: PagedKVCache, requests: Sequence[int]
+) -> tuple[Callable[[], list[list[int]]] | None, str | None]:
+    """The next tokens by CUDA graphs, on every rank or on none, and why not."""
+    from ringattn.integrations.transformers import decoding
+
+    if why := decoding.find_obstacle(model, cache):
         return None, why
-    off = check_replay(graph, decoder, session)
-    if not off <= 4 * torch.finfo(decoder.logits.dtype).eps:
-        return None, f"wrong answer: differs from plain calls by {off:.2g} of its size"
-
-    def call() -> list[list[int]]:
-        decoder.extend()
-        graph()
-        return decoder.tokens.tolist()
-
-    return call, None
+    decoder = Decoder(model, cache, requests, decoding.CudaGraphs(cache.device))
+    # which is recorded, and checked beside a plain call
+    decoder.next_tokens()
+    return (decoder.next_tokens if decoder.refusal is None else None), decoder.refusal
 
 
 def measure_throughput(bench: _Bench, shape: Shape, model: PreTrainedModel, length: int) -> None:

@@ -1,4 +1,4 @@
-"""What links cost: one ring by the channels NCCL may use, and a ring of two levels by the speed between nodes.
+"""What links cost: one ring by the channels NCCL may use, and rings of two levels by how keys move within and between nodes.
 
 Owns which rings are compared and what is shown. Refuses to print a speed of a ring whose bits were not checked.
 
@@ -13,6 +13,7 @@ Note [The same bits]
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import statistics
 import sys
 import time
@@ -26,7 +27,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 import ringattn
+from ringattn.launch.check import PLENTY
 from ringattn.launch.problems import DTypeName, Problem, draw_inputs, same_work, teraflops
+from ringattn.launch.rings import ScheduleName, make_ring, shown_name
 from ringattn.launch.session import Session, describe, machine, open_session, parse, table, write_json
 
 
@@ -43,6 +46,8 @@ class Links:
         ctas: Thread blocks that NCCL may use in a ring of one level; 0: the group's own communicator.
         nodes: Nodes of the rings of two levels; 1 for none.
         gbps: Gigabits per second between these nodes; 0: as fast as it goes.
+        within: How keys move within nodes: "auto" as users get it; "gathered": a launch per outer step, "staged": step by
+            step, both over a copy engine; "process_group": step by step over NCCL or gloo.
         outer_ctas: Thread blocks that NCCL may use in rings of two levels.
         impl: Kernels: "auto", or the name of a kernel set.
         rounds: Rounds in which the rings take turns; the median counts.
@@ -59,6 +64,7 @@ class Links:
     ctas: tuple[int, ...] = (0, 2, 4, 8, 16)
     nodes: int = 2
     gbps: tuple[float, ...] = (0.0, 400.0, 100.0)
+    within: tuple[ScheduleName, ...] = ("auto",)
     outer_ctas: int = 4
     impl: str = "auto"
     rounds: int = 5
@@ -90,11 +96,12 @@ def open_links(args: Links, session: Session) -> list[Link]:
     for ctas in args.ctas:
         ring = ringattn.Ring(impl=args.impl, transport="process_group", nccl_max_ctas=ctas or None)
         links.append(Link(f"one ring, {ctas or 'all'} ctas", ring, 1))
-    for gbps in args.gbps if args.nodes > 1 else ():
-        ring = ringattn.Ring(
-            impl=args.impl, nodes=args.nodes, nccl_max_ctas=args.outer_ctas or None, outer_gbps=gbps or None
-        )
+    for gbps, within in itertools.product(args.gbps, args.within) if args.nodes > 1 else ():
+        limits: dict[str, Any] = {"nccl_max_ctas": args.outer_ctas or None, "outer_gbps": gbps or None}
+        ring = make_ring(within, impl=args.impl, nodes=args.nodes, **limits)
         shape = f"{args.nodes} x {session.world_size // args.nodes}"
+        if len(args.within) > 1 or within != "auto":
+            shape += f" {shown_name(within, session)}"
         links.append(Link(f"{shape}, {f'{gbps:g} Gb/s' if gbps else 'no limit'}", ring, args.nodes))
     return links
 
@@ -109,6 +116,8 @@ def differs(link: Link, args: Links, session: Session) -> list[str]:
     for x in (q, k, v, do):
         dist.broadcast(x.detach(), 0)
     sharding = link.ring.sharding(n)
+    link.ring.settle(session.device)
+    gathers = link.ring.seat.transport.gatherer() is not None and link.ring.seat.budget > 0
     found = []
     for moving in ("keys", "queries"):
         options: dict[str, Any] = {"causal": True, "backward": moving, "deterministic": True}
@@ -120,6 +129,7 @@ def differs(link: Link, args: Links, session: Session) -> list[str]:
             nodes=link.nodes,
             do=do.detach(),
             impl=args.impl,
+            memory_budget=PLENTY if gathers else 0,
             **options,
         )
         mine = [sharding.shard(x.detach(), 1).requires_grad_() for x in (q, k, v)]

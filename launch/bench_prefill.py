@@ -29,6 +29,9 @@ from ringattn.launch.rings import ScheduleName, make_ring
 from ringattn.launch.session import Session
 from ringattn.launch.turns import time_together
 
+IN_PLACE = 1024
+"""New tokens of a turn up to which pages are read in place too: the kernel of decoding is not meant for more."""
+
 
 @dataclass(frozen=True)
 class Prefill:
@@ -37,7 +40,8 @@ class Prefill:
     Attributes:
         total: Tokens of the prompt.
         chunks: Lengths of chunks.
-        turns: New tokens of a turn; each is timed with keys moving and with queries moving.
+        turns: New tokens of a turn; each is timed with keys moving, with queries moving, both over copies of the pages, and
+            where they are at most 1024 with the pages read in place.
         layers: Layers of the model; the cache has room for all of them.
         heads: Query heads.
         kv_heads: Key heads.
@@ -55,7 +59,7 @@ class Prefill:
 
     total: tuple[int, ...] = (1048576,)
     chunks: tuple[int, ...] = (32768,)
-    turns: tuple[int, ...] = (128, 1024, 8192)
+    turns: tuple[int, ...] = (32, 128, 1024, 8192)
     layers: int = 4
     heads: int = 32
     kv_heads: int = 8
@@ -113,12 +117,13 @@ def measure(args: Prefill, total: int, ring: ringattn.Ring, session: Session) ->
         for heads in (args.heads, args.kv_heads, args.kv_heads)
     )
     moved: dict[str, str] = {}
+    read: dict[str, str] = {}
 
-    def extend(new: int, who: str, moves: str = "auto") -> None:
+    def extend(new: int, who: str, moves: str = "auto", reads: str = "auto") -> None:
         step = cache.extend([request], [new], mode="prefill")
         for layer in range(args.layers):
-            attend(step, layer, q[:, : step.rows], k[:, : step.rows], v[:, : step.rows], moves=moves)
-        moved[who] = "/".join(step.moved)
+            attend(step, layer, q[:, : step.rows], k[:, : step.rows], v[:, : step.rows], moves=moves, reads=reads)
+        moved[who], read[who] = "/".join(step.moved), "/".join(step.read)
 
     def training() -> None:
         with torch.no_grad():
@@ -131,9 +136,9 @@ def measure(args: Prefill, total: int, ring: ringattn.Ring, session: Session) ->
         for start in range(0, total, chunk):
             extend(min(chunk, total - start), who)
 
-    def turn(new: int, who: str, moves: str) -> None:
+    def turn(new: int, who: str, moves: str, reads: str) -> None:
         cache.crop(request, total - new)
-        extend(new, who, moves)
+        extend(new, who, moves, reads)
 
     named: dict[str, tuple[int, Callable[[], None]]] = {
         "training forward": (total, training),
@@ -143,9 +148,11 @@ def measure(args: Prefill, total: int, ring: ringattn.Ring, session: Session) ->
         who = f"chunks of {chunk}"
         named[who] = total, lambda chunk=chunk, who=who: prompt(chunk, who)
     for new in args.turns:
-        for moves in ("keys", "queries") if ring.world_size > 1 else ("keys",):
-            who = f"turn of {new}, {moves}"
-            named[who] = new, lambda new=new, moves=moves, who=who: turn(new, who, moves)
+        hows = ("keys", "queries") if ring.world_size > 1 else ("keys",)
+        for how in (*hows, "in place") if new <= IN_PLACE else hows:
+            who = f"turn of {new}, {how}"
+            ways = ("auto", "pages") if how == "in place" else (how, "copies")
+            named[who] = new, lambda new=new, who=who, ways=ways: turn(new, who, *ways)
     # prompts are all there before turns are taken, and turns leave them as they were
     prompt(total, "at once")
     times = time_together({who: call for who, (_, call) in named.items()}, session, args.rounds, args.seconds, [])
@@ -153,7 +160,7 @@ def measure(args: Prefill, total: int, ring: ringattn.Ring, session: Session) ->
     for who, (new, _) in named.items():
         found = times[who]
         row: dict[str, Any] = {"bench": "prefill", "world_size": session.world_size, **dataclasses.asdict(problem)}
-        row |= {"who": who, "new_tokens": new, "moved": moved.get(who), "layers": args.layers}
+        row |= {"who": who, "new_tokens": new, "moved": moved.get(who), "read": read.get(who), "layers": args.layers}
         if found.calls_ms is None:
             rows.append(row | {"refused": found.refused})
             continue

@@ -411,8 +411,9 @@ def finders(
 ) -> Iterator[tuple[str, Callable[[], Finding]]]:
     """The layouts of a case, each with what examines it."""
     if isinstance(case, InferenceCase):
-        # alone there is nothing to move
-        for moves, shown in [(one, one) for one in case.moves] if ring.world_size > 1 else [(case.moves[0], ALONE)]:
+        # alone there is nothing to move, but two ways to read
+        alone = [("keys", ALONE), ("pages", "pages")]
+        for moves, shown in [(one, one) for one in case.moves] if ring.world_size > 1 else alone:
 
             def find(moves: str = moves, shown: str = shown) -> Finding:
                 found = examine_history(case, moves, ring, session)
@@ -446,7 +447,14 @@ def compile_ahead(cases: Sequence[Case], args: CheckArgs, ranks: int, session: S
         command = [sys.executable, "-m", "ringattn.launch.check", "--impl", args.impl, "--only", args.only]
         gathers = args.schedule == "gathered" or (args.schedule == "auto" and session.world_size > 1)
         command += ["--schedule", "gathered"] if gathers else []
-        command += ["--simulate", str(ranks), *(["--quick"] if args.quick else []), "--compile-share"]
+        command += [
+            "--nodes",
+            str(args.nodes),
+            "--simulate",
+            str(ranks),
+            *(["--quick"] if args.quick else []),
+            "--compile-share",
+        ]
         shares = [
             subprocess.Popen(
                 [*command, f"{job}/{jobs}"], env=alone, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL

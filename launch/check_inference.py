@@ -6,12 +6,13 @@ Owns the cases of inference and how one is examined. Refuses to know how rows ar
 Note [What is compared there]
     A history lets requests join, grow in chunks of all sizes, fork, be cropped and leave, with NaN wherever nothing was written.
     What ranks answer to each step is put together and held against `attention_reference` on whole requests in fp64, within the
-    budget of the same in the dtype under test. Prefill is played with keys moving, with queries moving, and with whatever is
-    fewer bytes. In decode all ranks must hold the same bits.
+    budget of the same in the dtype under test. Prefill is played with keys moving, with queries moving, with pages read in place,
+    and with whatever the counts say. In decode all ranks must hold the same bits.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -38,7 +39,8 @@ from ringattn.launch.histories import (
 from ringattn.launch.session import Session
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
-MOVES = ("auto", "keys", "queries")
+MOVES = ("auto", "keys", "queries", "pages")
+"""How prefills go: what moves over copies of pages; "pages": queries, over pages where they lie; "auto": both by their counts."""
 
 
 @dataclass(frozen=True)
@@ -138,7 +140,7 @@ def examine_history(case: InferenceCase, moves: str, ring: ringattn.Ring, sessio
         session: Likewise.
     """
     history = case.history
-    mine = play(history if moves == "auto" else _moving(history, moves), ring, session.device)
+    mine = play(_going(history, moves), ring, session.device)
     everyone: Sequence[Sequence[Answer]] = session.gather(mine)
     # fp64 has nothing wider to be compared with: its budget is that of fp32, scaled
     low, scaled = (torch.float32, torch.float64) if case.dtype == "fp64" else (DTYPES[case.dtype], None)
@@ -158,8 +160,12 @@ def examine_history(case: InferenceCase, moves: str, ring: ringattn.Ring, sessio
     return found
 
 
-def _moving(history: History, moves: str) -> History:
-    return History(history.sizes, history.ops, history.options, history.features, moves, history.seed)
+def _going(history: History, way: str) -> History:
+    """A history whose prefills go one of MOVES."""
+    if way == "auto":
+        return history
+    moves, reads = ("auto", "pages") if way == "pages" else (way, "copies")
+    return dataclasses.replace(history, moves=moves, reads=reads)
 
 
 def _worsen(found: dict[str, float], name: str, value: float) -> None:

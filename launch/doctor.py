@@ -15,6 +15,7 @@ import statistics
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,11 +39,13 @@ class DoctorArgs:
         device: GPUs where there are any, or the CPU.
         json: Where to write the report as JSON.
         links: Measure the links between ranks (when started under torchrun).
+        nodes: Nodes of the ring whose transport is shown; 0: by host, where each has equally many ranks.
     """
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
     json: Path | None = None
     links: bool = True
+    nodes: int = 0
 
 
 def look_at_versions() -> dict[str, str | None]:
@@ -92,17 +95,20 @@ def look_at_backends() -> dict[str, str]:
     }
 
 
-def look_at_transport(session: Session) -> dict[str, str]:
-    """The transport a ring over all ranks would use, and why."""
+def look_at_transport(session: Session, nodes: int = 0) -> dict[str, str]:
+    """The transport a ring over all ranks would use, and why; `nodes` as in `DoctorArgs`."""
     if session.world_size == 1:
         return {"name": "none", "why": "one rank: every key is here already"}
     import ringattn
 
-    ring = ringattn.Ring()
+    hosts = Counter(session.gather(socket.gethostname()))
+    by_host = "auto" if len(set(hosts.values())) == 1 else 1
+    ring = ringattn.Ring(nodes=nodes or by_host)
     x = torch.zeros(1, 1, 1, 64, device=session.device, dtype=torch.float32)
     ringattn.ring_attention(x, x, x, ring.sharding(session.world_size))
     if ring.transport.name == "copy_engine":
-        return {"name": "copy engine", "why": ring.transport.why}
+        between = "" if ring.seat.nodes is None else f" within nodes, process group ({session.backend}) between them"
+        return {"name": f"copy engine{between}", "why": ring.transport.why}
     where = "GPU memory" if session.device.type == "cuda" else "host memory"
     why = f"{session.world_size} ranks with shards in {where}; one batched group of sends and receives per step"
     if session.device.type == "cuda":
@@ -198,7 +204,7 @@ def find_faults(report: dict[str, Any]) -> list[str]:
     return faults
 
 
-def examine(session: Session, links: bool = True) -> dict[str, Any]:
+def examine(session: Session, links: bool = True, nodes: int = 0) -> dict[str, Any]:
     """The whole report, ready for JSON; the same on every rank."""
     try:
         attention = try_attention(session)
@@ -216,7 +222,9 @@ def examine(session: Session, links: bool = True) -> dict[str, Any]:
         "topology": look_at_topology(),
         "ranks": [{"rank": rank, "host": host, "device": device} for rank, host, device, _ in where],
         "backends": look_at_backends(),
-        "transport": look_at_transport(session) if works else {"name": "none", "why": "the tiny attention failed"},
+        "transport": look_at_transport(session, nodes)
+        if works
+        else {"name": "none", "why": "the tiny attention failed"},
         "kernels": look_at_kernels(session.device),
         "attention": attention,
         "links": measure_links(session) if links and works and session.world_size > 1 else [],
@@ -272,7 +280,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command; returns its exit code: 0 unless something is broken."""
     args: DoctorArgs = parse(DoctorArgs, arguments, "doctor", (DoctorArgs.__doc__ or "").split("\n")[0])
     with open_session(args.device) as session:
-        report = examine(session, args.links)
+        report = examine(session, args.links, args.nodes)
         if session.rank == 0:
             show(report)
             if args.json is not None:

@@ -4,11 +4,17 @@ Owns the faults, the processes they happen to, and the verdict. Refuses to know 
 
     python -m ringattn.launch.faults --ranks 4 --times 50 --parallel 8 --timeout 5
     python -m ringattn.launch.faults --ranks 2 --times 3 --device cpu
+    python -m ringattn.launch.faults --what graph --faults kill --ranks 4 --times 20
 
 Note [Faults]
     kill: one rank is killed (SIGKILL) at a random moment of a step. absent: one rank stops making calls, and lives. shape: one
-    rank comes with other key/value heads than the rest. Which rank, and after how many good steps (none is possible for the
-    last two), is drawn from a seed per trial.
+    rank comes with other heads than the rest. Which rank, and after how many good steps (none is possible for the last two), is
+    drawn from a seed per trial.
+
+Note [Steps]
+    training: attention over a sharded sequence, forward and backward. decode: a token more of a request that a cache holds, which
+    is then forgotten, so that it goes on for ever. graph: the same from a CUDA graph, whose replays make no call of the host
+    that could raise; after each the exchange is asked (`Exchange.check`).
 
 Note [Verdict]
     A survivor is every rank that was not killed and did not stop. It must end with an exception or a non-zero code within the
@@ -22,7 +28,6 @@ from __future__ import annotations
 import contextlib
 import datetime
 import faulthandler
-import functools
 import multiprocessing
 import os
 import random
@@ -33,11 +38,11 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -46,15 +51,22 @@ from torch.distributed import distributed_c10d
 from ringattn.launch.rings import SCHEDULES, ScheduleName
 from ringattn.launch.session import parse, table, write_json
 
+if TYPE_CHECKING:
+    import ringattn
+
 Fault = Literal["kill", "absent", "shape"]
+What = Literal["training", "decode", "graph"]
 FAULTS: tuple[Fault, ...] = ("kill", "absent", "shape")
 GRACE_S = 5.0
 """What ending a process may take beyond the timeout: aborting communicators, freeing memory."""
 START_S = 120.0
 """What joining and the first good step may take: contexts, communicators, compilation."""
 NAMES_A_RANK = re.compile(r"\branks? \[?\d", re.IGNORECASE)
-NAMES_A_STEP = re.compile(r"\bsteps? \d|SeqNum=\d|did not make this attention call|all ranks must make the same call")
-"""A step, or NCCL's number of an operation, or a comparison that comes before any step."""
+NAMES_A_STEP = re.compile(
+    r"\bsteps? \d|SeqNum=\d|an exchange of|did not make this attention call|all ranks must make the same call"
+    r"|must be the same on all ranks of a ring"
+)
+"""A step, or a decode's exchange, or NCCL's number of an operation, or a comparison that comes before any step."""
 
 
 @dataclass(frozen=True)
@@ -67,8 +79,10 @@ class FaultArgs:
         parallel: Trials at a time.
         timeout: Seconds after which a ring must have noticed.
         faults: Which.
+        what: What ranks do when it happens: training, decode, or decode from a CUDA graph.
         schedule: How keys move, as in `check`.
-        tokens: Tokens of the whole sequence.
+        nodes: Nodes of equal size that the ranks share, as in `check`.
+        tokens: Tokens of the whole sequence, or of the request.
         impl: Kernels: "auto", or the name of a kernel set.
         seed: Of the first trial.
         device: GPUs where there are any, or the CPU.
@@ -80,7 +94,9 @@ class FaultArgs:
     parallel: int = 8
     timeout: float = 5.0
     faults: tuple[Fault, ...] = FAULTS
+    what: What = "training"
     schedule: ScheduleName = "auto"
+    nodes: int = 1
     tokens: int = 1024
     impl: str = "auto"
     seed: int = 0
@@ -225,33 +241,97 @@ def _live(args: FaultArgs, trial: Trial, rank: int, port: int, device: str, cloc
         device_id=where if device == "cuda" else None,
     )
 
-    def step(sharding: ringattn.Sharding, kv_heads: int = 2) -> None:
-        heads = (4, kv_heads, kv_heads)
-        q, k, v = (torch.ones(1, sharding.shard_len, h, 64, device=where, requires_grad=True) for h in heads)
-        dtype = torch.bfloat16 if device == "cuda" else torch.float32
-        o = ringattn.ring_attention(q.to(dtype), k.to(dtype), v.to(dtype), sharding, causal=True, impl=args.impl)
-        torch.autograd.grad(o.sum(), (q, k, v))
-        if device == "cuda":
-            torch.cuda.synchronize(where)
-
-    warm = ringattn.Ring(timeout=patient, **SCHEDULES[args.schedule])
-    step(warm.sharding(args.tokens))
+    begin = _begin_training if args.what == "training" else _begin_decode
+    warm = ringattn.Ring(timeout=patient, impl=args.impl, nodes=args.nodes, **SCHEDULES[args.schedule])
+    begin(args, warm, where)()
     warm.close()
     if device == "cuda":
         distributed_c10d._set_pg_timeout(timeout)
-    sharding = ringattn.Ring(timeout=timeout, **SCHEDULES[args.schedule]).sharding(args.tokens)
+    ring = ringattn.Ring(timeout=timeout, impl=args.impl, nodes=args.nodes, **SCHEDULES[args.schedule])
     _meet(store, "warm", args.ranks)
+    step = begin(args, ring, where)
     for _ in range(trial.steps):
-        step(sharding)
+        step()
     _meet(store, "ready", args.ranks)
     with ready.get_lock():
         ready.value += 1
     if rank == trial.victim:
         clock.value = time.monotonic()
-        _fail(trial, functools.partial(step, sharding))
+        _fail(trial, step)
     # a step is not always the one in which a loss shows
     while True:
-        step(sharding)
+        step()
+
+
+def _begin_training(args: FaultArgs, ring: ringattn.Ring, where: torch.device) -> Callable[..., None]:
+    import ringattn
+
+    sharding = ring.sharding(args.tokens)
+    dtype = torch.bfloat16 if where.type == "cuda" else torch.float32
+
+    def step(kv_heads: int = 2) -> None:
+        heads = (4, kv_heads, kv_heads)
+        q, k, v = (torch.ones(1, sharding.shard_len, h, 64, device=where, requires_grad=True) for h in heads)
+        o = ringattn.ring_attention(q.to(dtype), k.to(dtype), v.to(dtype), sharding, causal=True, impl=args.impl)
+        torch.autograd.grad(o.sum(), (q, k, v))
+        if where.type == "cuda":
+            torch.cuda.synchronize(where)
+
+    return step
+
+
+@torch.no_grad()
+def _begin_decode(args: FaultArgs, ring: ringattn.Ring, where: torch.device) -> Callable[..., None]:
+    from ringattn.inference import PagedKVCache, Step, attend
+
+    dtype = torch.bfloat16 if where.type == "cuda" else torch.float32
+    sizes: dict[str, Any] = {
+        "layers": 2,
+        "kv_heads": 2,
+        "head_dim": 64,
+        "page_size": 16,
+        "pages": args.tokens // 16 + 2,
+    }
+    cache = PagedKVCache(ring, dtype=dtype, device=where, **sizes)
+    request = cache.join(args.tokens + 1)
+
+    def layers(step: Step, heads: int = 4) -> None:
+        q, k, v = (torch.ones(step.batch, step.rows, h, 64, dtype=dtype, device=where) for h in (heads, 2, 2))
+        for layer in range(cache.layers):
+            attend(step, layer, q, k, v)
+
+    layers(cache.extend([request], [args.tokens], mode="prefill"))
+    static = cache.static_step(1, max_tokens=args.tokens + 1) if args.what == "graph" else None
+
+    def extend() -> Step:
+        cache.crop(request, args.tokens)
+        return cache.extend([request], [1], mode="decode", into=static)
+
+    graph = None
+    if static is not None:
+        stream = torch.cuda.Stream(where)
+        stream.wait_stream(torch.cuda.current_stream(where))
+        with torch.cuda.stream(stream):
+            layers(extend())
+        torch.cuda.synchronize(where)
+        graph = torch.cuda.CUDAGraph()
+        extend()
+        with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+            layers(static)
+
+    @torch.no_grad()
+    def step(kv_heads: int = 2) -> None:
+        said = extend()
+        if graph is None or kv_heads != 2:
+            # the cache has the heads that it has: those of queries are others
+            layers(said, 2 * kv_heads)
+        else:
+            graph.replay()
+        if where.type == "cuda":
+            torch.cuda.synchronize(where)
+        ring.exchange(where).check()
+
+    return step
 
 
 def _meet(store: Any, what: str, ranks: int) -> None:
@@ -265,7 +345,7 @@ def _meet(store: Any, what: str, ranks: int) -> None:
         time.sleep(0.002)
 
 
-def _fail(trial: Trial, step: Any) -> None:
+def _fail(trial: Trial, step: Callable[..., None]) -> None:
     if trial.fault == "kill":
         threading.Timer(trial.moment_ms / 1e3, os.kill, (os.getpid(), signal.SIGKILL)).start()
         while True:
@@ -344,7 +424,7 @@ class _Running:
 def run_trials(args: FaultArgs, device: str, folder: Path) -> list[Verdict]:
     """All trials, `args.parallel` at a time; a batch is followed by a look at the devices."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["ringattn.launch.faults", "ringattn"])
+    context.set_forkserver_preload(["ringattn.launch.faults", "ringattn", "ringattn.inference"])
     trials = [
         draw_trial(fault, args.ranks, args.seed + number) for number in range(args.times) for fault in args.faults
     ]
@@ -412,6 +492,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             f"ranks must be at most the number of GPUs, got {args.ranks} ranks and {torch.cuda.device_count()} GPUs; "
             "pass --ranks or --device cpu"
         )
+    if args.what == "graph" and device == "cpu":
+        raise SystemExit("--what graph must have GPUs, which CUDA graphs are of, got the CPU; use --what decode")
     began = time.perf_counter()
     with tempfile.TemporaryDirectory(prefix="ringattn-faults-") as folder:
         verdicts = run_trials(args, device, Path(folder))
@@ -426,7 +508,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for row in rows:
         for outcome in row["outcomes"]:
             outcome["said"] = outcome["said"][-300:]
-    write_json(args.out / "faults.json", {"ranks": args.ranks, "timeout": args.timeout, "trials": rows})
+    facts = {"ranks": args.ranks, "timeout": args.timeout, "what": args.what}
+    write_json(args.out / "faults.json", facts | {"trials": rows})
     colour = "red" if bad or not verdicts else "green"
     print(f"{colour}: {len(verdicts) - len(bad)} of {len(verdicts)} trials good, {time.perf_counter() - began:.1f} s")
     with contextlib.suppress(OSError):

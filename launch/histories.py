@@ -44,6 +44,7 @@ class History:
         features: "sinks", "alibi_slopes".
         moves: As in `attend`.
         seed: Of all tokens.
+        reads: As in `attend`.
     """
 
     sizes: Sizes
@@ -52,6 +53,7 @@ class History:
     features: tuple[str, ...] = ()
     moves: str = "auto"
     seed: int = 0
+    reads: str = "auto"
 
     def of_layer(self, layer: int) -> dict[str, Any]:
         """The options of a layer that are numbers."""
@@ -135,7 +137,9 @@ def play(history: History, ring: Ring, device: torch.device | str) -> list[Answe
             answer = Answer(step.mode, step.taken.cpu(), ())
             for layer in range(sizes.layers):
                 local = (step.take(x.to(device)) for x in history.tokens(index, layer))
-                o = attend(step, layer, *local, moves=history.moves, **history.of_layer(layer), **tensors)
+                o = attend(
+                    step, layer, *local, moves=history.moves, reads=history.reads, **history.of_layer(layer), **tensors
+                )
                 answer.layers.append(o.cpu())
                 if ring.seat.buffers.num_bytes():
                     ring.seat.buffers.poison()
@@ -226,10 +230,10 @@ class Definition:
                 | options
                 | {name: x.to(self._device, self._dtype) for name, x in history.tensors().items()}
             )
-            if self._first[name]:
-                options["lengths"] = ((self._first[name], n),)
-            # only tokens that are there yet are seen
-            o = attention_reference(*kept, **options)
+            # only tokens that are there yet are seen, and none before the first; chunks are counted from there
+            first = self._first[name]
+            o = attention_reference(*(x[:, first:] for x in kept), **options)
+            o = torch.cat((o.new_zeros(1, first, *o.shape[2:]), o), 1)
             found.append(o[:, n - count :])
         return torch.cat(found, 0 if together else 1)
 
@@ -305,6 +309,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "window": {"options": ({"window": (11, 0)}, {})},
     "int window": {"options": ({"window": 6},)},
     "both sides": {"options": ({"causal": False, "window": (9, 4)},)},
+    "chunks": {"options": ({"chunk_len": 16}, {"chunk_len": 7, "window": (4, None), "causal": False})},
     "softcap": {"options": ({"softcap": 1.5, "softmax_scale": 0.6},)},
     "sinks": {"features": ("sinks",)},
     "alibi": {"features": ("alibi_slopes",)},

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
@@ -84,8 +83,7 @@ def check_model(shape: Shape, dtype: torch.dtype, model: PreTrainedModel, ring: 
     decoder = Decoder(model, cache, [request])
     for token in tokens[prompt : n - 1]:
         decoder.tokens.fill_(token)
-        decoder.extend()
-        decoder.compute()
+        decoder.next_tokens()
         found.append(decoder.logits)
     ours = torch.cat(found).float()
     scale = float(expected[0].square().mean().sqrt())
@@ -100,21 +98,6 @@ def check_model(shape: Shape, dtype: torch.dtype, model: PreTrainedModel, ring: 
     if not worst <= allowed:
         return f"logits must be those of sdpa within {allowed:.2g} of their size, got {worst:.2g}"
     return ""
-
-
-def check_replay(replay: Callable[[], None], decoder: Decoder, session: Session) -> float:
-    """How far the logits of a replayed graph are off those of plain calls, relative to their size: root mean squares.
-
-    Of a step that was said after the capture, so that a graph which serves only the token it was captured with is found.
-    """
-    decoder.extend()
-    given = decoder.tokens.clone()
-    replay()
-    found = decoder.logits.float().clone()
-    decoder.tokens.copy_(given)
-    decoder.compute()
-    wanted = decoder.logits.float()
-    return session.maximum([float((found - wanted).square().mean().sqrt() / wanted.square().mean().sqrt())])[0]
 
 
 def check_decoded(step: Step, layer: int, q: Tensor, o: Tensor, session: Session) -> float:

@@ -29,10 +29,11 @@ from torch import Tensor
 
 from ringattn import Ring
 from ringattn.inference import PagedKVCache, Step
-from ringattn.inference.step import StaticStep
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+    from ringattn.integrations.transformers.decoding import Recorder
 
 PAGE_SIZE = 64
 
@@ -235,45 +236,33 @@ class Decoder:
         model: Attends with ringattn.
         cache: Where the requests are.
         requests: Which.
-        static: Say every step in the place of the one before it, so that a CUDA graph of `compute` serves all of them.
+        recorder: What records steps, to replay them; None: each is a plain call.
 
     Attributes:
         tokens: `b 1`: what the next step brings.
-        logits: `b vocab` of the last computation: captured in a CUDA graph, of its last replay.
+        logits: `b vocab` of the last step; of a step that was replayed they are overwritten by the next.
     """
 
     logits: Tensor
 
     def __init__(
-        self, model: PreTrainedModel, cache: PagedKVCache, requests: Sequence[int], *, static: bool = False
+        self, model: PreTrainedModel, cache: PagedKVCache, requests: Sequence[int], recorder: Recorder | None = None
     ) -> None:
-        self._model, self._cache, self._requests = model, cache, list(requests)
-        self._step: Step | None = None
-        self._static: StaticStep | None = None
-        if static:
-            most = max(map(cache.pages.reserved, requests))
-            blocks = pages_for(1, most, cache.ring.world_size, cache.page_size)
-            self._static = cache.static_step(len(requests), max_tokens=most, max_blocks=blocks)
+        from ringattn.integrations.transformers.decoding import Decoding
+
+        self._requests = list(requests)
+        self._decoding = Decoding(model, cache, recorder)
         self.tokens = torch.zeros(len(requests), 1, dtype=torch.int64, device=cache.device)
 
-    def extend(self) -> Step:
-        """Makes room for a token more of each request."""
-        ones = [1] * len(self._requests)
-        self._step = self._cache.extend(self._requests, ones, mode="decode", into=self._static)
-        return self._step
-
-    def compute(self) -> None:
-        """What the device does for a token: of the step that there is."""
-        from ringattn.integrations.transformers import run_step
-
-        assert self._step is not None, "extend comes first"
-        self.logits = run_step(self._model, self._step, self.tokens)
-        self.tokens.copy_(self.logits.argmax(-1, keepdim=True))
+    @property
+    def refusal(self) -> str | None:
+        """Why steps are not replayed."""
+        return self._decoding.refusal
 
     def next_tokens(self) -> list[list[int]]:
         """One token more of each request, on the host."""
-        self.extend()
-        self.compute()
+        self.logits = self._decoding.run(self._requests, self.tokens).logits[:, -1]
+        torch.argmax(self.logits, -1, keepdim=True, out=self.tokens)
         return self.tokens.tolist()
 
 

@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ringattn.launch.distributed import join_ranks
+from ringattn.launch.distributed import RESTARTS, join_ranks
 
 Args = TypeVar("Args")
 
@@ -191,7 +191,8 @@ def command_line() -> str:
     """How this process was started, as far as it matters for doing it again."""
     program = Path(sys.argv[0])
     here = "python"
-    if "TORCHELASTIC_RUN_ID" in os.environ:
+    # a command that starts its own ranks does so by the same agent
+    if "TORCHELASTIC_RUN_ID" in os.environ and RESTARTS not in os.environ:
         here = f"torchrun --nproc_per_node {os.environ.get('LOCAL_WORLD_SIZE', '1')}"
     name = f"-m ringattn.launch.{program.stem}" if program.parent.name == "launch" else program.name
     return shlex.join([*here.split(), *name.split(), *sys.argv[1:]])

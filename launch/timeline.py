@@ -159,7 +159,7 @@ def summarize(events: Sequence[dict[str, Any]], gpu: bool) -> dict[str, Any]:
 
 def record(args: TimelineArgs, session: Session) -> Path:
     """Profiles one step on this rank and returns its trace."""
-    from torch.profiler import ProfilerActivity, profile, record_function
+    from torch.profiler import ProfilerActivity, profile, record_function, schedule
 
     sharding = make_ring(args.schedule).sharding(args.tokens * session.world_size, layout=args.layout)
     generator = torch.Generator(session.device).manual_seed(session.rank)
@@ -173,19 +173,23 @@ def record(args: TimelineArgs, session: Session) -> Path:
     window = None if args.window is None else (args.window, 0 if args.causal else None)
 
     def step() -> None:
+        """One step, whose work has ended."""
         with record_function("forward"):
             o = ringattn.ring_attention(q, k, v, sharding, causal=args.causal, window=window, impl=args.impl)
         with record_function("backward"):
             torch.autograd.grad(o, leaves, do)
+        if session.device.type == "cuda":
+            torch.cuda.synchronize(session.device)
 
     for _ in range(args.warmup):
         step()
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if session.device.type == "cuda" else [])]
-    session.barrier()
-    with profile(activities=activities) as profiler:
+    # a profiler takes its time to begin, and kernels would wait for the last rank: so ranks meet first
+    with profile(activities=activities, schedule=schedule(wait=0, warmup=1, active=1, repeat=1)) as profiler:
         step()
-        if session.device.type == "cuda":
-            torch.cuda.synchronize(session.device)
+        session.barrier()
+        profiler.step()
+        step()
     args.out.mkdir(parents=True, exist_ok=True)
     path = args.out / f"rank{session.rank}.json"
     profiler.export_chrome_trace(str(path))

@@ -242,7 +242,7 @@ def reserve(
         collection.most_far_rows * (row + of_bias) + collection.slot_rows * of_bias + 16 * bool(of_bias),
     )
     most = max(1.0, min(times, seat.budget / max(1, facts.needed[False])))
-    gatherer.make_room(*_ahead("gathered", sizes, most, room))
+    gatherer.make_room(*_ahead("gathered", sizes, most, room), guests=seat.nodes is not None)
 
 
 def _ahead(what: str, sizes: tuple[int, ...], times: float, room: dict[str, tuple[int, ...]]) -> tuple[int, ...]:
@@ -348,6 +348,8 @@ def _gathering(
     serves: Any = getattr(kernels, "gathers", None)
     # a node of one rank has nobody to gather from
     alone = seat.world_size == 1 or (seat.nodes is not None and len(seat.nodes[0]) == 1)
+    # a guest comes without its bias
+    alone |= seat.nodes is not None and score.key_bias is not None
     if alone or serves is None or (backward and call.backward == "queries"):
         return None
     gatherer = seat.transport.gatherer()

@@ -13,6 +13,9 @@ Note [One launch per outer step]
     waits for the rank that waits here. Between launches there is always room. So a launch waits inside for nothing but words
     and copies, whose own crossings are over or stand before a launch that ends: by induction over outer steps, all end.
     What is paid is one partial per outer step, in fp32, and one merge.
+    NCCL's blocks sit on their multiprocessors for as long as a transfer takes. Programs of a kernel that stays on all of them
+    would begin there only afterwards, each with its share of the work, and the launch would end later by the whole crossing.
+    So a launch beside which something crosses leaves them out: 3% of an H200, for as long as that launch lasts.
 
 Note [What crosses, counted]
     L ranks per node, N nodes; a shard is s tokens of K and V, 2 hk d bytes each in 16 bits. Per outer step and GPU one shard
@@ -41,11 +44,15 @@ from torch import Tensor
 from ringattn.backward import Gradients, sinks_gradient
 from ringattn.call import Call
 from ringattn.kernels.contract import GatheringKernelSet, Score, accumulation_dtype
+from ringattn.kernels.merge import merge_stack
 from ringattn.kernels.pack import pack
 from ringattn.parcels import Bundle, add_rows_, make_bundle, slices
 from ringattn.schedule import RankPlan, Rows
 from ringattn.spans import span
-from ringattn.transport.base import Gatherer, Parcel, Pending, Reply, Seat
+from ringattn.transport.base import Buffers, Gatherer, Parcel, Pending, Reply, Seat
+
+SPARE = 4
+"""Multiprocessors that a launch leaves to NCCL while something crosses: as many as a ring's communicator may take."""
 
 
 def outer_forward(
@@ -83,10 +90,10 @@ def outer_forward(
     lse = torch.empty(b, h, s, dtype=wide, device=q.device)
     outs, sums = o[None], lse[None]
     if len(seeing) > 1:
-        outs = seat.buffers.take("outer o", (len(seeing), *o.shape), wide, q.device)
-        sums = seat.buffers.take("outer lse", (len(seeing), *lse.shape), wide, q.device)
+        outs = torch.empty(len(seeing), b, s, h, dv, dtype=wide, device=q.device)
+        sums = torch.empty(len(seeing), b, h, s, dtype=wide, device=q.device)
     rows = call.stationary("keys", q.device)
-    guests = _Guests(k, v, call, seat, gatherer, "forward")
+    guests = _Guests(k, v, call, seat, gatherer, Buffers(), "forward")
     for outer in range(len(plan.guests)):
         held = guests.arrive(outer)
         gathering = gatherer.gather(*held, call.collection(seat.nodes, outer), groups, "forward")
@@ -103,9 +110,12 @@ def outer_forward(
                     gathering.arrivals,
                     o=outs[place],
                     lse=sums[place],
+                    spare=SPARE * guests.crossing,
                 )
         gathering.close()
-    return (o, lse) if len(seeing) == 1 else _merge(outs, sums, q.dtype)
+    if len(seeing) > 1:
+        _merge(outs, sums, o, lse)
+    return o, lse
 
 
 def outer_backward(
@@ -155,8 +165,10 @@ def outer_backward(
     dq = torch.empty(q.shape, dtype=torch.float32, device=device)
     dalibi = torch.empty(lse.shape, dtype=torch.float32, device=device) if want_alibi else None
     dk, dv = (torch.empty(x.shape, dtype=torch.float32, device=device) for x in (k, v))
-    guests = _Guests(k, v, call, seat, gatherer, "backward")
-    home_again = _Sums(dk, dv, plan, seat, "backward, gradients")
+    # of this call: a graph that captured it must not lose them to a larger one
+    buffers = Buffers()
+    guests = _Guests(k, v, call, seat, gatherer, buffers, "backward")
+    home_again = _Sums(dk, dv, plan, seat, buffers, "backward, gradients")
     for outer in range(len(plan.guests)):
         held = guests.arrive(outer)
         collection = call.collection(nodes, outer)
@@ -164,10 +176,10 @@ def outer_backward(
         home = gatherer.homecoming((b, hk, d + v.shape[-1]), collection, device, "backward")
         if _sees(plan, outer):
             # the first launch overwrites, the others add
-            part = dq if outer == 0 else seat.buffers.take("outer dq", dq.shape, dq.dtype, device)
+            part = dq if outer == 0 else buffers.take("dq", dq.shape, dq.dtype, device)
             slopes = dalibi
             if dalibi is not None and outer:
-                slopes = seat.buffers.take("outer dalibi", dalibi.shape, dalibi.dtype, device)
+                slopes = buffers.take("dalibi", dalibi.shape, dalibi.dtype, device)
             with span("ring backward: all visits of outer step {} in one launch", outer):
                 kernels.backward_gathered(
                     do,
@@ -186,6 +198,7 @@ def outer_backward(
                     dalibi=slopes,
                     bias_homes=None,
                     deterministic=call.deterministic,
+                    spare=SPARE * (guests.crossing or home_again.crossing),
                 )
             if outer:
                 dq.add_(part)
@@ -216,33 +229,46 @@ def _sees(plan: RankPlan, outer: int) -> bool:
     return outer == 0 or any(visit is not None and visit.pairs for visit in visits)
 
 
-def _merge(outs: Tensor, sums: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """One result of the finished results of several launches, `p b s h dv` and `p b h s`, in their order."""
+def _merge(outs: Tensor, sums: Tensor, o: Tensor, lse: Tensor) -> None:
+    """One result, written to o and lse, of the finished results of several launches, `p b s h dv` and `p b h s`, in their order."""
     p, b, s, h, dv = outs.shape
     m = sums.transpose(2, 3).reshape(p, -1)
     # what is lost stays lost: NaN is not empty
     weights = torch.where(m == float("-inf"), 0.0, 1.0).to(m.dtype)
+    rows, whole = outs.view(p, -1, dv), o.view(-1, dv)
     if outs.is_cuda:
-        from ringattn.kernels.merge_triton import merge_stack
+        from ringattn.kernels.merge_triton import merge_into
+
+        total = torch.empty_like(m[0])
+        merge_into(m, weights, rows, total, None, whole, log2=False, finish=True)
     else:
-        from ringattn.kernels.merge import merge_stack
-    o, lse = merge_stack(m, weights, outs.view(p, -1, dv), finish=True, out_dtype=dtype)
-    return o.view(b, s, h, dv), lse.view(b, s, h).transpose(1, 2).contiguous()
+        found, total = merge_stack(m, weights, rows, finish=True, out_dtype=o.dtype)
+        whole.copy_(found)
+    lse.copy_(total.view(b, s, h).transpose(1, 2))
 
 
 class _Guests:
     """Keys on their way between nodes: `arrive` for each outer step in turn, and the next one is on its way."""
 
-    def __init__(self, k: Tensor, v: Tensor, call: Call, seat: Seat, gatherer: Gatherer, what: str) -> None:
+    def __init__(
+        self, k: Tensor, v: Tensor, call: Call, seat: Seat, gatherer: Gatherer, buffers: Buffers, what: str
+    ) -> None:
         self._keys = k, v
         self._plan = call.plan("keys", seat.nodes).ranks[seat.rank]
         self._slot_rows = call.collection(seat.nodes).slot_rows
         self._seat = seat
         self._gatherer = gatherer
+        self._buffers = buffers
         self._what = what
         self._pending: Pending | None = None
+        self._moves = False
         self._room: Tensor | None = None
         self._packed: tuple[Rows, Tensor] | None = None
+
+    @property
+    def crossing(self) -> bool:
+        """Whether keys are on their way, to this rank or from it."""
+        return self._pending is not None and self._moves
 
     def arrive(self, outer: int) -> tuple[Tensor, Tensor]:
         """What this rank holds in an outer step: its own keys and values, or those of the guest that has come."""
@@ -251,6 +277,7 @@ class _Guests:
             assert self._pending is not None, "a guest is sent for before it is waited for"
             assert self._room is not None, "a guest has a place"
             self._pending.wait()
+            self._pending = None
             d = self._keys[0].shape[-1]
             held = self._room[..., :d], self._room[..., d:]
         if outer + 1 < len(self._plan.guests):
@@ -270,6 +297,7 @@ class _Guests:
             gives = [(send.peer, x) for x in self._messages(self._export(send.rows))]
         if guest is not None:
             fetches = [(guest.owner, x) for x in self._messages(self._room)]
+        self._moves = bool(gives or fetches)
         what = f"{self._what}, keys for ring step {step}, between nodes"
         self._pending = self._seat.slow_transport.post(gives, fetches, what)
 
@@ -283,7 +311,7 @@ class _Guests:
             k, v = self._keys
             lengths = [length for _, length in rows]
             shape = (k.shape[0], sum(lengths), k.shape[2], k.shape[-1] + v.shape[-1])
-            packed = self._seat.buffers.take("cross", shape, k.dtype, k.device)
+            packed = self._buffers.take("cross", shape, k.dtype, k.device)
             for part, x, y in zip(packed.split(lengths, 1), slices(k, 1, rows), slices(v, 1, rows), strict=True):
                 pack(part, x, y)
             self._packed = rows, packed
@@ -296,15 +324,22 @@ class _Sums:
     The sums of a step cross while the next one is computed, and are added at home in the order of steps.
     """
 
-    def __init__(self, dk: Tensor, dv: Tensor, plan: RankPlan, seat: Seat, what: str) -> None:
+    def __init__(self, dk: Tensor, dv: Tensor, plan: RankPlan, seat: Seat, buffers: Buffers, what: str) -> None:
         self._home = [(dk, 1), (dv, 1)]
         self._plan = plan
         self._seat = seat
+        self._buffers = buffers
         self._what = what
         self._sums: Bundle | None = None
         self._landing: list[Tensor] = []
         self._pending: Pending | None = None
+        self._moves = False
         self._crossing = 0
+
+    @property
+    def crossing(self) -> bool:
+        """Whether sums are on their way, to this rank or from it."""
+        return self._pending is not None and self._moves
 
     def room(self, outer: int) -> list[Tensor]:
         """Where the sums of an outer step are to be written: dk and dv of what this rank holds."""
@@ -328,6 +363,7 @@ class _Sums:
             bundle = self._bundle(send.num_rows, "landing")
             self._landing = bundle.parts
             fetches = [Reply(send.peer, bundle.message)]
+        self._moves = bool(gives or fetches)
         what = f"{self._what} of ring step {outer * self._plan.local_size}, between nodes"
         self._pending, self._crossing = self._seat.slow_transport.post(gives, fetches, what), outer
 
@@ -343,4 +379,4 @@ class _Sums:
         self._pending, self._landing = None, []
 
     def _bundle(self, rows: int, name: str) -> Bundle:
-        return make_bundle(self._home, rows, self._seat.buffers, name)
+        return make_bundle(self._home, rows, self._buffers, name)

@@ -31,6 +31,7 @@ def visible_pairs(
     prefix_len: int = 0,
     chunk_len: int | None = None,
     lengths: Sequence[tuple[int, int]] | None = None,
+    chunks_restart: bool = False,
     device: torch.device | str | None = None,
 ) -> Tensor:
     """Which query sees which key, decided for every pair by the definitions.
@@ -44,6 +45,7 @@ def visible_pairs(
         prefix_len: With causal, the keys `j < prefix_len` count as `j <= i` for every row.
         chunk_len: `i // chunk_len == j // chunk_len`.
         lengths: (start, stop) per batch element: rows and keys outside see nothing and are seen by nobody.
+        chunks_restart: Chunks are counted from the beginning of the document of i, or from start, whichever is later.
         device: Where the mask is made.
 
     Returns:
@@ -76,7 +78,12 @@ def visible_pairs(
             together = together | ((start <= i) & (i < stop) & (start <= j) & (j < stop))
         visible = visible & together
     if chunk_len is not None:
-        visible = visible & (i // chunk_len == j // chunk_len)
+        begin = torch.zeros(1, seq_len, 1, dtype=i.dtype, device=device)
+        for start in (documents or ()) if chunks_restart else ():
+            begin = torch.where(start <= i, start, begin)
+        if chunks_restart and lengths is not None:
+            begin = torch.cat([begin.clamp(min=start) for start, _ in lengths])
+        visible = visible & ((i - begin) // chunk_len == (j - begin) // chunk_len)
     if lengths is not None:
         inside = [(start <= i) & (i < stop) & (start <= j) & (j < stop) for start, stop in lengths]
         visible = visible & torch.stack(inside)

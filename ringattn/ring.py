@@ -36,6 +36,7 @@ from ringattn.transport.base import Buffers, NoTransport, Seat, Transport
 from ringattn.transport.choose import TRANSPORTS, Choice, choose
 from ringattn.transport.double import Throttled, WithinNode, group_by_host
 from ringattn.transport.exchange import AloneExchange, Exchange, GroupExchange
+from ringattn.transport.gathering import gather_rows
 from ringattn.transport.process_group import Agreement, ProcessGroupTransport, raise_differences, resolve_group
 from ringattn.visibility import Visibility
 
@@ -53,12 +54,13 @@ class Ring:
         impl: Kernel set for calls that do not name one: "auto", "hopper", "portable" or "eager".
         transport: "copy_engine" (GPUs of one host that reach each other; with several nodes, within each), "process_group"
             (NCCL or gloo), or "auto": the copy engine where it can serve, decided by all ranks together at the first call
-            with tensors on a GPU.
+            with tensors on a GPU. With several nodes "auto" is the process group.
         memory_budget: Bytes per rank that gathered keys, and gradients on their way home, may take; None for a quarter of
             the memory that is free on the fullest GPU at the first call. The same on all ranks.
         keep_keys: What a gathered forward has brought stays until its backward has run, which then fetches nothing: less
             traffic for the memory of all other ranks' visible keys per layer, beyond the memory budget. A permission: calls
-            that go step by step, or through `torch.compile` or selective checkpointing, keep nothing. The same on all ranks.
+            that go step by step, with `key_bias`, or through `torch.compile` or selective checkpointing, keep nothing. The same
+            on all ranks.
         timeout: How long a rank waits for the others: when a call of a new shape is compared, and for rows that come by copy
             engine. Transfers of the process group obey the group's own timeout.
         nodes: Over how many nodes the ranks are spread, consecutive ranks sharing one, or "auto": by host name. With more
@@ -313,7 +315,9 @@ class Ring:
             dim: The dimension along which lengths differ.
             lengths: Every rank's length.
         """
-        return list(_Gather.apply(x, dim, tuple(lengths), self._group_name, self.rank))
+        if len(lengths) == 1:
+            return [x.clone()]
+        return gather_rows(x, dim, lengths, self.rank, self._group_name)
 
     def sum(self, x: Tensor) -> Tensor:
         """The sum of all ranks' tensors, the same bits on every rank; not differentiable.
@@ -343,6 +347,8 @@ class Ring:
         device: torch.device | str | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Where a model can write its keys so that they leave for other ranks from there: these are not packed.
+
+        (With `key_bias` they are packed like others.)
 
         The rows belong to the name until it is asked for again; work enqueued after that may overwrite them. A backward reads
         its keys again, so use one name per layer: writing before the backward has run changes what it reads. Every rank calls
@@ -461,7 +467,7 @@ class Ring:
             self._links[0],
             self.seat.nodes,
         )
-        if self.keep_keys and self._choice.name != "copy_engine":
+        if self.keep_keys and (self._choice.name != "copy_engine" or self.seat.nodes is not None):
             self._choice = replace(self._choice, why=f"{self._choice.why}; keep_keys finds nothing to keep")
         self._mover = mover
         between = self.seat.between_nodes
@@ -495,33 +501,3 @@ def _without_rows(tensors: Sequence[Tensor | None]) -> list[Any]:
             shape[1 if x.dim() == 2 or len(result) < 3 else 2] = "rows"
         result.append([shape, str(x.dtype), x.device.type, x.requires_grad])
     return result
-
-
-class _Gather(torch.autograd.Function):
-    """All ranks' tensors of unequal length; each is padded to the longest on the way."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, dim: int, lengths: tuple[int, ...], group_name: str, rank: int
-    ) -> tuple[Tensor, ...]:
-        ctx.dim, ctx.group_name, ctx.rank = dim, group_name, rank
-        if len(lengths) == 1:
-            return (x.clone(),)
-        group = resolve_group(group_name)
-        longest = max(lengths)
-        shape = list(x.shape)
-        shape[dim] = longest
-        padded = x.new_zeros(shape)
-        padded.narrow(dim, 0, x.shape[dim]).copy_(x)
-        parts = [torch.empty_like(padded) for _ in lengths]
-        dist.all_gather(parts, padded, group=group)
-        return tuple(part.narrow(dim, 0, length) for part, length in zip(parts, lengths, strict=True))
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        mine = grads[ctx.rank]
-        if len(grads) > 1:
-            whole = torch.cat(grads, ctx.dim)
-            dist.all_reduce(whole, group=resolve_group(ctx.group_name))
-            mine = whole.split([grad.shape[ctx.dim] for grad in grads], ctx.dim)[ctx.rank]
-        return mine, None, None, None, None

@@ -74,8 +74,9 @@ class Visibility:
     """The mask of one attention call.
 
     Query i sees key j when all of these hold: causal implies `j <= i` or `j < prefix_len`;
-    `i - left <= j <= i + right`; i and j lie in the same document; `i // chunk_len == j // chunk_len`; both lie in the
-    batch element's [start, stop).
+    `i - left <= j <= i + right`; i and j lie in the same document; `i // chunk_len == j // chunk_len`, where chunks_restart
+    with i and j counted from the beginning of their document or from start, whichever is later; both lie in the batch
+    element's [start, stop).
 
     Attributes:
         seq_len: Queries in the whole sequence.
@@ -86,6 +87,7 @@ class Visibility:
         prefix_len: With causal: keys j < prefix_len are visible to every row too.
         chunk_len: i // chunk_len == j // chunk_len.
         lengths: One (start, stop) per batch element: rows and keys outside see nothing and are seen by nobody.
+        chunks_restart: Chunks are counted from where a document, and the batch element's tokens, begin.
 
     Raises:
         ValueError: A field is out of range, or documents or lengths are given for two sequences of different lengths.
@@ -105,6 +107,7 @@ class Visibility:
     prefix_len: int = 0
     chunk_len: int | None = None
     lengths: tuple[tuple[int, int], ...] | None = None
+    chunks_restart: bool = False
 
     def __post_init__(self) -> None:
         """Refuses fields that define no mask."""
@@ -137,7 +140,7 @@ class Visibility:
     @cached_property
     def _hash(self) -> int:
         return hash((self.seq_len, self.kv_len, self.causal, self.window, self.documents, self.prefix_len,
-                     self.chunk_len, self.lengths))  # fmt: skip
+                     self.chunk_len, self.lengths, self.chunks_restart))  # fmt: skip
 
     def __hash__(self) -> int:
         return self._hash  # plans are looked up on every call, and documents may be thousands of integers
@@ -145,7 +148,7 @@ class Visibility:
     def __reduce__(self) -> tuple[type[Visibility], tuple[object, ...]]:
         # copies carry the fields alone: the hash of None, and so the cached one, differs from process to process
         return Visibility, (self.seq_len, self.kv_len, self.causal, self.window, self.documents, self.prefix_len,
-                            self.chunk_len, self.lengths)  # fmt: skip
+                            self.chunk_len, self.lengths, self.chunks_restart)  # fmt: skip
 
     @property
     def batch_size(self) -> int:
@@ -182,6 +185,7 @@ class Visibility:
         limit = self.kv_len if rows_are_queries else self.seq_len
         smaller, greater = algebra.minimum, algebra.maximum
         lo, hi = x * 0, x * 0 + limit
+        begin = x * 0
         if self.causal and rows_are_queries:
             hi = smaller(hi, greater(x + 1, self.prefix_len))
         elif self.causal:
@@ -195,10 +199,14 @@ class Visibility:
             if ahead is not None:
                 hi = smaller(hi, x + (ahead + 1))
         if self.documents is not None:
-            first, end = algebra.document(self.documents, x)
-            lo, hi = greater(lo, first), smaller(hi, end)
+            begin, end = algebra.document(self.documents, x)
+            lo, hi = greater(lo, begin), smaller(hi, end)
         if self.chunk_len is not None:
-            first = x // self.chunk_len * self.chunk_len
+            if not self.chunks_restart:
+                begin = x * 0
+            elif extent is not None:
+                begin = greater(begin, extent[0])
+            first = begin + (x - begin) // self.chunk_len * self.chunk_len
             lo, hi = greater(lo, first), smaller(hi, first + self.chunk_len)
         if extent is not None:
             start, stop = extent
@@ -228,10 +236,12 @@ class Visibility:
         segments = {0}
         if self.documents is not None:
             segments.update(self.documents)
-        if self.chunk_len is not None:
-            segments.update(range(0, rows + self.chunk_len, self.chunk_len))
         if extent is not None:
             segments.update(extent)
+        if self.chunk_len is not None:
+            begins = sorted(segments) if self.chunks_restart else [0]
+            for a, b in pairwise([*begins, rows + self.chunk_len]):
+                segments.update(range(a, b, self.chunk_len))
         bends = set(segments)
         # a window bends a bound its width after a segment begins and before it ends, in segments that are longer
         for a, b in pairwise([*sorted(segments), rows + limit]):

@@ -260,5 +260,10 @@ CASES = (
     Case(lengths=(60,), mine=0.0, splits=2),
     Case(lengths=(40, 700), splits=40, ragged=0.8),
     Case(lengths=(500, 3, 20, 9, 1), splits=7, page_size=32, tokens=1, mine=1.0),
+    # many rows: of a prompt
+    Case(lengths=(400, 90), tokens=40, splits=4),
+    Case(lengths=(300, 130), tokens=70, heads=2, window=25, ragged=0.6, head_dim=16),
+    Case(lengths=(200, 150), tokens=23, heads=6, wild=True, shared=True, softcap=4.0, alibi=True, head_dim=24),
+    Case(lengths=(170, 60), tokens=36, fp8=True, page_size=32),
 )
 """What every decode kernel must satisfy."""

@@ -29,6 +29,7 @@ def forward_gathered(
     *,
     o: Tensor,
     lse: Tensor,
+    spare: int = 0,
 ) -> None:
     assert arrivals is not None
     assert bool(arrivals.flags.all())
@@ -58,6 +59,7 @@ def backward_gathered(
     dalibi: Tensor | None,
     bias_homes: Tensor | None,
     deterministic: bool,
+    spare: int = 0,
 ) -> None:
     assert arrivals is not None
     assert bool(arrivals.flags.all())

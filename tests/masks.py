@@ -23,8 +23,13 @@ def is_visible(mask: Visibility, i: int, j: int, b: int = 0) -> bool:
         stretches = [range(a, e) for a, e in pairwise(mask.documents)]
         if not any(i in stretch and j in stretch for stretch in stretches):
             return False
-    if mask.chunk_len is not None and i // mask.chunk_len != j // mask.chunk_len:
-        return False
+    if mask.chunk_len is not None:
+        begin = 0
+        if mask.chunks_restart:
+            begin = max([0, *(a for a in mask.documents or () if a <= i)])
+            begin = begin if mask.lengths is None else max(begin, mask.lengths[b][0])
+        if (i - begin) // mask.chunk_len != (j - begin) // mask.chunk_len:
+            return False
     if mask.lengths is not None:
         start, stop = mask.lengths[b]
         return start <= i < stop and start <= j < stop
@@ -65,6 +70,7 @@ def masks(draw: st.DrawFn, max_len: int = 32, cross: bool = True) -> Visibility:
         prefix_len=draw(st.integers(0, max_len + 4)) if causal else 0,
         chunk_len=draw(st.none() | st.integers(1, 20)),
         lengths=draw(st.none() | st.lists(stretch, min_size=1, max_size=3).map(tuple)) if same else None,
+        chunks_restart=draw(st.booleans()),
     )
 
 

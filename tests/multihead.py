@@ -322,6 +322,22 @@ def compile_on_ranks() -> None:
     torch.testing.assert_close(results[1], results[0])
 
 
+def compile_cases_on_ranks(cases: list[Multihead]) -> list[tuple[Results, Results]]:
+    """Every case in one graph, and without a compiler."""
+    torch._dynamo.reset()
+    ring, found = Ring(), []
+    for case in cases:
+        rows = ring.sharding(case.seq_len)
+        local = case.shard(case.tensors(torch.float32), rows, rows)
+        module = case.module(RingMultiheadAttention, torch.float32, ring=ring)
+        eager = case.run(module, local, sharding=rows)
+        eager = {name: x.clone() for name, x in eager.items()}
+        module.zero_grad()
+        module.compile(fullgraph=True, backend="aot_eager")
+        found.append((case.run(module, local, sharding=rows), eager))
+    return found
+
+
 def shard_parameters() -> Results:
     from torch.distributed.fsdp import fully_shard  # takes a second to import: only where it is used
 

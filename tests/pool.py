@@ -48,7 +48,7 @@ GROUP_TIMEOUT = 30.0
 GRACE = 5.0  # seconds the other ranks get to report, once one rank has raised
 
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["torch", "torch.distributed", "pytest"])
+_context.set_forkserver_preload(["torch", "torch.distributed.fsdp", "pytest", "hypothesis", "ringattn"])
 
 
 class RankError(RuntimeError):

@@ -22,8 +22,9 @@ from tests.paging import CASES, Case, assert_put, assert_take
 from tests.pool import Pools
 
 HEADS, D, DV = 2, 4, 3
-MASKS: list[tuple[bool, tuple[int | None, int | None] | None]] = [
-    (True, None), (False, None), (True, (3, 0)), (True, (0, 5)), (False, (2, 1)), (False, (None, 2)), (False, (4, None)),
+MASKS: list[tuple[bool, tuple[int | None, int | None] | None, int | None]] = [
+    (True, None, None), (False, None, None), (True, (3, 0), None), (True, (0, 5), None), (False, (2, 1), None),
+    (False, (None, 2), None), (False, (4, None), None), (True, None, 5), (False, None, 3), (True, (2, 0), 6),
 ]  # fmt: skip
 
 
@@ -274,6 +275,17 @@ def test_a_static_step_says_what_a_new_one_would_at_the_same_addresses() -> None
     assert addresses == [[x.data_ptr() for x in tensors(step)] for step in steps]
 
 
+@pytest.mark.parametrize("batch", [1, 2, 3, 5])
+def test_tensors_of_a_decode_step_are_aligned_whatever_its_shape(batch: int) -> None:
+    """Else kernels would be compiled, and launches recorded, again and again as requests grow."""
+    cache = make(pages=400)
+    requests = [cache.join(100) for _ in range(batch)]
+    static = cache.static_step(batch, 3, max_tokens=100)
+    for _ in range(9):
+        for step in (cache.extend(requests, [1] * batch), cache.extend(requests, [3] * batch, into=static)):
+            assert [x.data_ptr() % 32 for x in tensors(step)] == [0] * len(tensors(step))
+
+
 def tensors(step: Step) -> list[Tensor]:
     assert step.table is not None
     assert step.positions32 is not None
@@ -288,13 +300,15 @@ def tensors(step: Step) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("mask", MASKS, ids=str)
-def test_bounds_are_what_each_row_may_see(mask: tuple[bool, tuple[int | None, int | None] | None]) -> None:
-    causal, window = mask
+def test_bounds_are_what_each_row_may_see(
+    mask: tuple[bool, tuple[int | None, int | None] | None, int | None],
+) -> None:
+    causal, window, chunk_len = mask
     cache = make(pages=16)
     batch = cache.join_alike(30, [4, 0])
     cache.extend(batch, [9, 9], alike=True)
     step = cache.extend(batch, [3, 3], alike=True)
-    lo, hi = step.bounds(causal, window)
+    lo, hi = step.bounds(causal, window, chunk_len)
     left, right = (None, None) if window is None else window
     for element, first in enumerate((4, 0)):
         for row, i in enumerate((9, 10, 11)):
@@ -302,6 +316,7 @@ def test_bounds_are_what_each_row_may_see(mask: tuple[bool, tuple[int | None, in
                 j
                 for j in range(first, 12)
                 if (not causal or j <= i) and (left is None or j >= i - left) and (right is None or j <= i + right)
+                if chunk_len is None or (i - first) // chunk_len == (j - first) // chunk_len
             ]
             assert list(range(lo[element, row], hi[element, row])) == seen
 

@@ -97,6 +97,29 @@ def compile_blocks(backend: str, options: str, count: int, sinks: bool, document
         return counter.frame_count
 
 
+def compile_unshard(layout: str) -> tuple[Results, Results]:
+    """Whole rows and the gradient of this rank's: compiled, and not."""
+    ring = Ring()
+    sharding = ring.sharding(7, layout)
+    whole = torch.arange(28.0).view(2, 7, 2).sin()
+    found = []
+    with fresh():
+        for run in (sharding.unshard, torch.compile(sharding.unshard, fullgraph=True, backend="aot_eager")):
+            x = sharding.shard(whole).requires_grad_()
+            y = run(x)
+            (y * (whole + ring.rank)).sum().backward()
+            found.append([y.detach(), x.grad])
+    expected = [whole, sharding.shard(2 * whole + 1)]
+    return [x for one in found for x in one], 2 * expected
+
+
+@pytest.mark.dist
+def test_whole_rows_are_part_of_a_compiled_graph_and_their_gradients_come_home(pool: Pools) -> None:
+    for layout in ("zigzag", "striped"):
+        for found, expected in pool(2, 240).run(compile_unshard, layout):
+            assert_close(found, expected)
+
+
 @pytest.mark.dist
 @pytest.mark.parametrize(
     ("backend", "options", "count", "sinks", "documents", "world_size"),

@@ -497,7 +497,7 @@ def play(ranks: Ranks, kind: str, shape: Shape, salt: int) -> None:
         lend(ranks, shape, salt, kind)
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(data=st.data(), world_size=st.integers(2, 5), seed=st.integers(0, 2**32))
 def test_every_kernel_sees_the_owners_rows_in_any_interleaving(data: st.DataObject, world_size: int, seed: int) -> None:
     ranks = Ranks(world_size, seed)
@@ -572,7 +572,7 @@ def test_a_captured_call_is_replayed_any_number_of_times_between_others(
     ranks.world.drain()
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(data=st.data(), world_size=st.integers(2, 6), seed=st.integers(0, 2**32), most=st.integers(1, 30))
 def test_a_message_is_read_before_its_box_is_used_again(
     data: st.DataObject, world_size: int, seed: int, most: int

@@ -113,7 +113,7 @@ def broken(**changes: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
 @pytest.mark.parametrize(
     ("changes", "error", "match"),
     [
-        ({"q": lambda x: x.q.new_zeros(2, 17, 4, 32)}, ValueError, "1 to 16 new tokens per request, got 17"),
+        ({"q": lambda x: x.q.new_zeros(2, 129, 4, 32)}, ValueError, "1 to 128 new tokens per request, got 129"),
         ({"q": lambda x: x.q[:, :, :3]}, ValueError, "heads that divides q's, got 2 and 3"),
         ({"q": lambda x: x.q[..., :16]}, ValueError, r"k must have shape .*16\), got .*32\)"),
         ({"k": lambda x: x.k.bfloat16()}, ValueError, "one dtype, got torch.bfloat16 and torch.float32"),

@@ -78,6 +78,7 @@ def test_fsdp_beside_the_ring_trains_as_one_process_does() -> None:
     assert all(abs(float(difference)) < 1e-5 for _, _, difference in steps), printed
 
 
+@pytest.mark.slow
 def test_generation_on_two_ranks_answers_what_one_process_answers() -> None:
     printed = run_on_ranks("generate", "--prompt", "300", "--new", "8")
     answers = re.findall(

@@ -32,6 +32,29 @@ def test_every_survivor_of_every_fault_says_so_in_time(tmp_path: Path, capsys: p
         assert victim["code"] == {"kill": -9, "absent": None, "shape": 1}[one["trial"]["fault"]]
 
 
+@pytest.mark.dist
+def test_a_rank_that_dies_while_decoding_is_named_by_all_others(tmp_path: Path) -> None:
+    words = [
+        "--what",
+        "decode",
+        "--faults",
+        "kill",
+        "--ranks",
+        "3",
+        "--times",
+        "2",
+        "--parallel",
+        "2",
+        "--timeout",
+        "2",
+    ]
+    assert faults.main([*words, "--tokens", "48", "--device", "cpu", "--impl", "eager", "--out", str(tmp_path)]) == 0
+    found = json.loads((tmp_path / "faults.json").read_text())
+    assert found["what"] == "decode"
+    for one in found["trials"]:
+        assert [out["code"] for out in one["outcomes"] if out["rank"] != one["trial"]["victim"]] == [1, 1]
+
+
 @pytest.mark.parametrize(
     ("wrong", "fails"),
     [
@@ -76,7 +99,14 @@ def test_more_ranks_than_gpus_are_refused() -> None:
         faults.main(["--ranks", "1000", "--device", "cuda"])
 
 
+def test_graphs_are_refused_without_gpus() -> None:
+    with pytest.raises(SystemExit, match=r"--what graph must have GPUs, .*, got the CPU; use --what decode"):
+        faults.main(["--what", "graph", "--device", "cpu"])
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
-def test_lost_ranks_leave_usable_gpus(tmp_path: Path) -> None:
-    assert faults.main(["--ranks", "2", "--times", "3", "--parallel", "9", "--out", str(tmp_path)]) == 0
+@pytest.mark.parametrize("what", ["training", "decode", "graph"])
+def test_lost_ranks_leave_usable_gpus(tmp_path: Path, what: str) -> None:
+    words = ["--what", what, "--ranks", "2", "--times", "3", "--parallel", "9", "--out", str(tmp_path)]
+    assert faults.main(words) == 0

@@ -82,10 +82,10 @@ def test_one_launch_gives_what_the_visits_give(gathering, case, layout, world_si
 
 
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_a_bias_of_keys_comes_with_them_and_its_gradient_goes_home(gathering, case, world_size):
+@pytest.mark.parametrize(("layout", "world_size"), [("zigzag", 2), ("contiguous", 3)])
+def test_a_bias_of_keys_comes_with_them_and_its_gradient_goes_home(gathering, case, layout, world_size):
     q, k, v, do = draw(61, 4, 2)
-    options = {"do": do, "key_bias": draw_bias(61), **CASES[case]}
+    options = {"layout": layout, "do": do, "key_bias": draw_bias(61), **CASES[case]}
     gathered = simulate_ring(q, k, v, world_size, memory_budget=PLENTY, **options)
     assert gathering.count("forward_gathered") == gathering.count("add_bias_homes") == world_size
     staged = simulate_ring(q, k, v, world_size, **options)
@@ -96,6 +96,17 @@ def test_a_bias_of_keys_comes_with_them_and_its_gradient_goes_home(gathering, ca
     torch.testing.assert_close(gathered.lse, staged.lse, rtol=0, atol=0)
     for name in ("q", "k", "v", "key_bias"):
         torch.testing.assert_close(gathered.grads[name], staged.grads[name], rtol=1e-5, atol=1e-5)
+
+
+def test_keys_that_have_a_bias_are_not_kept_but_fetched_again(gathering):
+    q, k, v, do = draw(61, 4, 2)
+    options = {"causal": True, "do": do, "key_bias": draw_bias(61), "memory_budget": PLENTY}
+    fetched, kept = (simulate_ring(q, k, v, 2, keep_keys=keep, **options) for keep in (False, True))
+    assert gathering.count("backward_gathered") == 4
+    assert fetched.grads is not None
+    assert kept.grads is not None
+    for name in ("q", "k", "v", "key_bias"):
+        assert torch.equal(kept.grads[name], fetched.grads[name])
 
 
 @pytest.mark.parametrize("biased", [False, True], ids=["plain", "key bias"])

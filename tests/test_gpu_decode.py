@@ -52,6 +52,16 @@ def test_every_page_size_is_served(page_size: int, fp8: bool) -> None:
     assert_exact(scene, run(scene, 6))
 
 
+@pytest.mark.parametrize("how", ["instructions", "bits", "portable"])
+def test_two_bytes_are_two_numbers(how: str) -> None:
+    if how == "instructions" and torch.cuda.get_device_capability(DEVICE) < (8, 9):
+        pytest.skip("needs instructions that convert float8_e4m3fn")
+    # it needs Triton, which not every machine without a GPU has
+    from tests.decode_bytes import assert_bytes_are_numbers
+
+    assert_bytes_are_numbers(DEVICE, how)
+
+
 def test_a_gpu_is_served_by_portable() -> None:
     assert pick(DEVICE, torch.bfloat16, FP8, 128, 128, 64).name == "portable"
     splits = num_splits(1, 1, 32, 8, 4096, 64, DEVICE)

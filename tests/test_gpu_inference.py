@@ -20,7 +20,7 @@ from torch import Tensor
 from ringattn import Ring, ring_attention
 from ringattn.inference import PagedKVCache, attend
 from ringattn.launch.check_inference import MOVES, InferenceCase, examine_history
-from ringattn.launch.histories import CHUNKS, CROWD, LONG, OPTIONS, PADDED, History, Sizes
+from ringattn.launch.histories import OPTIONS, History, Op, Sizes, extend
 from ringattn.launch.session import Session
 from tests.test_copy_engine_gpu import GPUS, run
 
@@ -28,6 +28,54 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 PLENTY = 2**40
 PATIENCE = timedelta(seconds=60)
 BF16 = torch.bfloat16
+# A kernel is compiled for every power of two of requests and of new tokens, for every head_dim and combination of scores: seconds
+# each. So histories here keep to a few of them; launch/histories.py has some of all, for machines that need not compile.
+SIZES = Sizes(4, 2, 128, 128, page_size=16, pages=400, dtype=BF16)
+SMALL = Sizes(4, 2, 64, 64, page_size=16, pages=60, dtype=BF16)
+LIFE: tuple[Op, ...] = (
+    ("join", 0, 2600, 0),
+    ("join", 1, 900, 0),
+    ("join", 2, 200, 0),
+    extend((0,), (1100,)),
+    extend((0,), (1,), "prefill"),
+    extend((0, 1, 2), (611, 333, 41), "prefill"),
+    ("fork", 3, 0, 1500, 2000),
+    extend((3,), (40,), "prefill"),
+    extend((0, 1, 2, 3), (1, 1, 1, 1)),
+    extend((0, 1, 3), (4, 4, 4)),
+    ("leave", 1),
+    ("crop", 0, 1700),
+    ("fork", 4, 2, 30, 100),
+    extend((0, 3, 4), (301, 200, 9), "prefill"),
+    extend((4, 2, 0), (4, 4, 4)),
+    extend((0, 2, 3, 4), (1, 1, 1, 1)),
+)
+"""Prompts of many tiles, in chunks, packed, over turns and with shared beginnings; three or four requests decode."""
+BATCH: tuple[Op, ...] = (
+    ("join", 0, 500, 0),
+    ("join", 1, 500, 7),
+    ("join", 2, 500, 140),
+    extend((0, 1, 2), (221, 221, 221), "prefill", True),
+    extend((0, 1, 2), (1, 1, 1), alike=True),
+    extend((0, 1, 2), (4, 4, 4), alike=True),
+    extend((0, 1, 2), (119, 119, 119), "prefill", True),
+    extend((0, 1, 2), (1, 1, 1)),
+)
+"""A batch with padding in front."""
+PIECES: tuple[Op, ...] = (
+    ("join", 0, 400, 0),
+    extend((0,), (137,)),
+    extend((0,), (1,), "prefill"),
+    extend((0,), (64,)),
+    extend((0,), (1,)),
+    extend((0,), (16,), "prefill"),
+    extend((0,), (1,)),
+)
+"""One request in pieces, both ways."""
+EVERYTHING: dict[str, Any] = {
+    "options": ({"window": (20, 0), "softcap": 2.0}, {"softcap": 2.0, "softmax_scale": 0.3}),
+    "features": ("sinks", "alibi_slopes"),
+}
 
 
 def rings(world_size: int) -> dict[str, Ring]:
@@ -49,7 +97,7 @@ def session_of(rank: int, world_size: int) -> Session:
 
 def judge(name: str, history: History, ring: Ring, session: Session, moves: tuple[str, ...] = MOVES) -> None:
     case = InferenceCase(name, str(history.sizes.dtype), history)
-    for moving in moves if session.world_size > 1 else ("auto",):
+    for moving in moves if session.world_size > 1 else ("auto", "keys", "pages"):
         case = dataclasses.replace(
             case, dtype={BF16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}[history.sizes.dtype]
         )
@@ -57,31 +105,42 @@ def judge(name: str, history: History, ring: Ring, session: Session, moves: tupl
         assert max(found.ratios.values()) <= 1, f"rank {session.rank}, {name}, {moving}: {found.ratios}"
 
 
-def _histories(rank: int, world_size: int) -> None:
+def _histories(rank: int, world_size: int, names: tuple[str, ...] = ("alone", "gathered")) -> None:
     session = session_of(rank, world_size)
-    small = Sizes(head_dim=64, v_head_dim=64, page_size=16, pages=120, dtype=BF16)
-    long = Sizes(8, 2, 128, 128, page_size=64, pages=120, dtype=BF16)
     for name, ring in rings(world_size).items():
-        for option in ("causal", "window", "everything"):
-            for title, ops, sizes in (("crowd", CROWD, small), ("padded", PADDED, small), ("long", LONG, long)):
-                judge(f"{name}, {title}, {option}", History(sizes, ops, **OPTIONS[option]), ring, session)
+        if name in names:
+            for title, ops in (("life", LIFE), ("padded", BATCH)):
+                for option, named in (("plain", OPTIONS["window"]), ("everything", EVERYTHING)):
+                    judge(f"{name}, {title}, {option}", History(SIZES, ops, **named), ring, session)
+
+
+def _staged_histories(rank: int, world_size: int) -> None:
+    _histories(rank, world_size, ("staged",))
+
+
+def _histories_by_the_group(rank: int, world_size: int) -> None:
+    _histories(rank, world_size, ("process_group",))
 
 
 def _options(rank: int, world_size: int) -> None:
     session = session_of(rank, world_size)
     name, ring = next(iter(rings(world_size).items()))
-    small = Sizes(head_dim=64, v_head_dim=64, page_size=16, pages=120, dtype=BF16)
-    for option, named in OPTIONS.items():
-        judge(f"{name}, {option}", History(small, CHUNKS, **named), ring, session)
+    # heads that share no keys: how many are packed into a tile is for others to vary
+    sizes = dataclasses.replace(SMALL, kv_heads=SMALL.heads)
+    for option, named in (OPTIONS | {"everything": EVERYTHING}).items():
+        judge(f"{name}, {option}", History(sizes, PIECES, **named), ring, session)
+
+
+def _shapes(rank: int, world_size: int) -> None:
+    session = session_of(rank, world_size)
+    name, ring = next(iter(rings(world_size).items()))
     for changes in (
-        {"dtype": torch.float16},
-        {"dtype": torch.float32},
-        {"heads": 8, "kv_heads": 1},
-        {"heads": 3, "kv_heads": 3},
+        {"heads": 8, "kv_heads": 1, "dtype": torch.float16},
+        {"heads": 3, "kv_heads": 3, "head_dim": 40, "v_head_dim": 40},
         {"head_dim": 192, "v_head_dim": 128},
-        {"head_dim": 40, "v_head_dim": 40},
+        {"dtype": torch.float32},
     ):
-        judge(f"{name}, {changes}", History(dataclasses.replace(small, **changes), CROWD), ring, session)
+        judge(f"{name}, {changes}", History(dataclasses.replace(SMALL, **changes), PIECES), ring, session)
 
 
 def draw(n: int, heads: int = 8, kv_heads: int = 2, dim: int = 128, seed: int = 0) -> list[Tensor]:
@@ -165,8 +224,10 @@ def _graphs(rank: int, world_size: int) -> None:
             assert torch.allclose(x.float(), y.float(), rtol=2e-2, atol=2e-3), f"rank {rank}, token {token}"
 
 
-BODIES: list[Callable[[int, int], None]] = [_histories, _options, _whole_prompts, _rooms, _graphs]
-ALONE = [_histories, _options, _whole_prompts, _graphs]
+BODIES: list[Callable[[int, int], None]] = [
+    _histories, _staged_histories, _histories_by_the_group, _options, _shapes, _whole_prompts, _rooms, _graphs,
+]  # fmt: skip
+ALONE = [_histories, _options, _shapes, _whole_prompts, _graphs]
 
 
 @pytest.mark.parametrize("body", ALONE, ids=[body.__name__.strip("_") for body in ALONE])

@@ -16,7 +16,7 @@ from torch import Tensor
 from ringattn import Ring, ring_attention, simulate_ring
 from ringattn.transport.copy_engine import CopyEngineTransport
 from tests.test_copy_engine_gpu import GPUS, run
-from tests.test_gpu_ring import PATIENCE, PLENTY, assert_same, capture, draw, step
+from tests.test_gpu_ring import PATIENCE, PLENTY, assert_same, check_replays, draw, step
 
 IS_HOPPER = GPUS >= 4 and torch.cuda.get_device_capability() == (9, 0)
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(GPUS < 4, reason="needs four GPUs")]
@@ -73,29 +73,7 @@ def _queries_move(rank: int, world_size: int) -> None:
 
 
 def _graphs(rank: int, world_size: int) -> None:
-    ring = make()
-    n = 256 * world_size
-    sharding = ring.sharding(n)
-    q, k, v, do = (sharding.shard(x, dim=1) for x in draw(0, n))
-    for x in (q, k, v):
-        x.requires_grad_()
-
-    def train() -> list[Tensor]:
-        o = ring_attention(q, k, v, sharding, causal=True, deterministic=True)
-        return [o.detach(), *torch.autograd.grad(o, (q, k, v), do)]
-
-    graph, captured = capture(train)
-    for seed in range(1, 6):
-        whole = draw(seed, n)
-        with torch.no_grad():
-            for x, y in zip((q, k, v, do), whole, strict=True):
-                x.copy_(sharding.shard(y, dim=1))
-        graph.replay()
-        replayed = [x.clone() for x in captured]
-        if seed % 2:
-            # calls between replays take their turns with them
-            assert_same(train(), replayed, f"rank {rank}, call after replay {seed}")
-        assert_same(replayed, expect(ring, whole, "zigzag", PLENTY, causal=True), f"rank {rank}, replay {seed}")
+    check_replays(make(), expect, rank)
 
 
 def _alternating(rank: int, world_size: int) -> None:

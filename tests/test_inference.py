@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import itertools
 import weakref
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from ringattn import Ring, attention_reference, ring_attention
 from ringattn.inference import PagedKVCache, Step, attend
+from ringattn.inference.in_place import is_in_place_faster
 from ringattn.launch.histories import (
     CHUNKS,
     CROWD,
@@ -55,9 +57,23 @@ def judge(history: History, by_rank: list[list[Answer]]) -> None:
 @pytest.mark.parametrize("moves", ["keys", "queries"])
 @pytest.mark.parametrize("world_size", WORLDS)
 def test_every_option_is_right_for_every_history(pool: Pools, world_size: int, moves: str) -> None:
-    for named in OPTIONS.values():
-        for ops in (CHUNKS, CROWD, PADDED):
+    # every option meets every history, and both of them either movement
+    turn = moves == "queries"
+    for (row, named), (column, ops) in itertools.product(
+        enumerate(OPTIONS.values()), enumerate((CHUNKS, CROWD, PADDED))
+    ):
+        if (row + column) % 2 == turn:
             history = History(Sizes(), ops, moves=moves, **named)
+            judge(history, pool(world_size).run(play_on_ring, history))
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("world_size", WORLDS)
+def test_pages_that_are_read_in_place_say_the_same(pool: Pools, world_size: int) -> None:
+    # a third of the options on each number of ranks
+    for named in (*OPTIONS.values(),)[WORLDS.index(world_size) :: len(WORLDS)]:
+        for ops in (CHUNKS, CROWD, PADDED):
+            history = History(Sizes(layers=1), ops, reads="pages", **named)
             judge(history, pool(world_size).run(play_on_ring, history))
 
 
@@ -131,10 +147,12 @@ def histories(draw: st.DrawFn) -> History:
     sizes = Sizes(page_size=draw(st.sampled_from([1, 3, 4, 16])), pages=600, layers=1)
     sizes = dataclasses.replace(sizes, pages=4 * 600 // sizes.page_size)
     named = OPTIONS[draw(st.sampled_from(sorted(OPTIONS)))]
+    reads = draw(st.sampled_from(["auto", "pages"]))
     return History(
         sizes,
         tuple(ops),
-        moves=draw(st.sampled_from(["auto", "keys", "queries"])),
+        moves=draw(st.sampled_from(["auto", "keys", "queries"])) if reads == "auto" else "auto",
+        reads=reads,
         seed=draw(st.integers(0, 99)),
         **named,
     )
@@ -184,7 +202,13 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "softcap": ({"softcap": -1.0}, "softcap must be at least 0"),
     "window": ({"window": (-1, 0)}, "window must have sides of at least 0 or None"),
     "int window": ({"window": 0}, "window must have sides of at least 0 or None"),
+    "chunks": ({"chunk_len": 0}, "chunk_len must be at least 1 or None, got 0"),
     "moves": ({"moves": "values"}, "moves must be one of auto, keys, queries, got 'values'"),
+    "reads": ({"reads": "memory"}, "reads must be one of auto, pages, copies, got 'memory'"),
+    "copies move": (
+        {"reads": "pages", "moves": "keys"},
+        "moves must be 'queries' or 'auto' with reads='pages', got 'keys'",
+    ),
 }
 
 
@@ -396,6 +420,29 @@ def test_the_first_chunk_makes_room_for_all_that_its_request_has_reserved(pool: 
         assert largest <= said[0] <= 1.2 * largest
 
 
+def order_of_events() -> list[str]:
+    """What a chunk whose queries move does with its transport and its pages, in order."""
+    ring = Ring()
+    cache: Any = small(ring)
+    events: list[str] = []
+    request = cache.join(100)
+    attend(step := cache.extend([request], [40]), 0, **rows_of(step))
+    transport: Any = ring.seat.transport
+    post, take = transport.post, cache.take
+    transport.post = lambda *given: (events.append(given[-1].partition(" ")[2]), post(*given))[1]
+    cache.take = lambda *given: (events.append("pages"), take(*given))[1]
+    attend(step := cache.extend([request], [33]), 0, **rows_of(step), moves="queries")
+    del transport.post
+    return events
+
+
+@pytest.mark.dist
+def test_queries_are_under_way_while_pages_are_copied(pool: Pools) -> None:
+    for events in pool(4).run(order_of_events):
+        queries, partials = ([f"{what} ring step {i}" for i in (1, 2, 3)] for what in ("queries for", "partials of"))
+        assert events == [*queries, "pages", *partials]
+
+
 def what_moves(new: int) -> tuple[str, ...]:
     ring = Ring()
     cache = small(ring, layers=1, kv_heads=1, pages=400, v_head_dim=16, dtype=torch.bfloat16)
@@ -412,6 +459,45 @@ def test_queries_move_while_they_are_fewer_bytes(pool: Pools) -> None:
     # a key row is 64 bytes, a query row and its partial 4 x (32 + 72): queries move below 2 new tokens in 13
     assert pool(4).run(what_moves, 100) == [("queries",)] * 4
     assert pool(4).run(what_moves, 200) == [("keys",)] * 4
+
+
+# (kept tokens, new rows): microseconds of a layer on one H200, over copies and in place
+MEASURED = {
+    (32768, 32): (123, 56), (32768, 64): (133, 107), (32768, 128): (177, 195), (32768, 256): (275, 368), (32768, 512): (473, 768),
+    (131072, 32): (411, 197), (131072, 64): (481, 398), (131072, 128): (676, 745), (131072, 256): (1067, 1433),
+    (262144, 32): (789, 384), (262144, 64): (945, 838), (262144, 128): (1310, 1482),
+}  # fmt: skip
+
+
+def test_the_counts_choose_what_was_faster() -> None:
+    sizes = {"heads": 32, "kv_heads": 8, "element_size": 2, "most": 32}
+    for (kept, new), (copies, in_place) in MEASURED.items():
+        assert is_in_place_faster([new], [kept + new], **sizes) == (in_place < copies), (kept, new)
+    # several requests: few rows on a long one outweigh many on a short one, and not the other way round
+    assert is_in_place_faster([32, 512], [200_000, 2_000], **sizes)
+    assert not is_in_place_faster([512, 32], [200_000, 2_000], **sizes)
+    # a window is all that is read in place, and all would be copied
+    assert is_in_place_faster([512], [200_000], left=4095, **sizes)
+    assert not is_in_place_faster([32] * 257, [200_000] * 257, **sizes)
+    # more heads on a key head are more products for the same bytes; half the bytes are half the copy
+    assert not is_in_place_faster([64], [100_000], **sizes | {"heads": 64, "most": 16})
+    assert not is_in_place_faster([64], [100_000], **sizes | {"element_size": 1})
+
+
+@pytest.mark.dist
+def test_few_rows_of_one_rank_visit_all_pages_in_place(pool: Pools) -> None:
+    assert pool(4).run(what_is_read) == [(("queries",), ("pages",))] * 4
+
+
+def what_is_read() -> tuple[tuple[str, ...], tuple[str, ...]]:
+    cache = small(Ring())
+    request = cache.join(40)
+    cache.extend([request], [30], mode="prefill")
+    step = cache.extend([request], [2], mode="prefill")
+    # one rank computes them, the others have none and read their pages all the same
+    assert step.rows in (0, 2)
+    attend(step, 0, **rows_of(step), reads="pages")
+    return step.moved, step.read
 
 
 def test_compilers_leave_it_alone() -> None:
@@ -449,15 +535,17 @@ def test_rings_of_two_levels_are_right(pool: Pools) -> None:
             judge(history, pool(4).run(play_on_nodes, history))
 
 
-def test_rows_in_fp8_are_seen_as_they_read_back() -> None:
+@pytest.mark.parametrize("reads", ["copies", "pages"])
+def test_rows_in_fp8_are_seen_as_they_read_back(reads: str) -> None:
     cache = small(kv_dtype=torch.float8_e4m3fn)
     request = cache.join(100)
     generator = torch.Generator().manual_seed(0)
     for count, mode in ((20, "prefill"), (33, "prefill"), (2, "decode"), (19, "prefill")):
         step = cache.extend([request], [count], mode=mode)  # pyright: ignore[reportArgumentType]
         q, k, v = (torch.randn(1, count, *shape, generator=generator) for shape in ((4, 16), (2, 16), (2, 8)))
-        o = attend(step, 0, q, k, v)
-        if count == 20:
+        o = attend(step, 0, q, k, v, reads=reads)
+        assert step.read == ((reads,) if mode == "prefill" else ())
+        if count == 20 and reads == "copies":
             continue  # nothing was kept before: the new rows are seen as they came
         pages = cache.pages.table(request, 0)
         slots = [page * 4 + row for page, n in zip(pages.pages, pages.lengths, strict=True) for row in range(n)]

@@ -31,6 +31,7 @@ from tests.multihead import (
     Multihead,
     Results,
     attend_without_sharding,
+    compile_cases_on_ranks,
     compile_on_ranks,
     drop_on_ranks,
     encoder,
@@ -537,6 +538,25 @@ def test_a_compiled_module_is_one_graph_and_meets_each_sharding() -> None:
 @pytest.mark.slow
 def test_a_compiled_encoder_on_ranks_is_the_same(pool: Pools) -> None:
     pool(2).run(compile_on_ranks)
+
+
+@pytest.mark.dist
+@pytest.mark.slow
+def test_weights_of_all_ranks_keys_are_part_of_a_compiled_graph(pool: Pools) -> None:
+    extra: dict[str, Any] = {
+        "padding": "float",
+        "mask": "float3",
+        "add_bias_kv": True,
+        "add_zero_attn": True,
+        "average": False,
+    }
+    cases = [Multihead(seq_len=7, need_weights=True, causal=True), Multihead(seq_len=7, need_weights=True, **extra)]
+    for found in pool(2, 240).run(compile_cases_on_ranks, cases):
+        for compiled, eager in found:
+            assert set(compiled) == set(eager)
+            assert "weights" in eager
+            for name, x in compiled.items():
+                torch.testing.assert_close(x, eager[name], msg=name)
 
 
 @pytest.mark.dist

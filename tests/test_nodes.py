@@ -2,28 +2,36 @@
 
 from __future__ import annotations
 
+import random
+from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
 from ringattn.call import Call, describe
+from ringattn.kernels import eager
 from ringattn.layout import Shard, make_shards
-from ringattn.outer import _Guests
+from ringattn.outer import SPARE, _Guests
 from ringattn.schedule import Collection, Nodes, RankPlan, collect, make_nodes, make_plan
 from ringattn.sharding import Sharding
 from ringattn.simulate import simulate_ring
 from ringattn.transport import choose
 from ringattn.transport.base import Buffers, Parcel, Seat
 from ringattn.transport.choose import find_obstacle
+from ringattn.transport.process_group import name_part, resolve_group
 from ringattn.visibility import Visibility
+from tests import gathering_kernels
 from tests.fake_streams import MAIN, OTHER, Item
-from tests.test_copy_engine import Ranks, Shape, picked, run_kernel, send_home
+from tests.pool import Pools
+from tests.test_copy_engine import Ranks, Shape, exchange, letters, picked, reserve, run_kernel, send_home
 from tests.test_gathered import CASES, PLENTY, draw, gathering
 
 __all__ = ["gathering"]  # a fixture
@@ -143,11 +151,10 @@ class Double:
 
         def one(rank: int) -> None:
             end, streams = self.ranks.ends[rank], self.ranks.streams[rank]
-            seat = Seat(rank, world, end, Fresh(), nodes=self.nodes, between_nodes=self.links[rank])
+            seat = Seat(rank, world, end, nodes=self.nodes, between_nodes=self.links[rank])
             # what a caller may do to its rows once the call is enqueued
             k, v = (x.clone() for x in held(rank, 0))
-            guests = _Guests(k, v, calls[rank], seat, end, f"call {salt}")
-            guests._slot_rows = levels[0][0].slot_rows
+            guests = _Guests(k, v, calls[rank], seat, end, Fresh(), f"call {salt}")
             for outer, collections in enumerate(levels):
                 here = Shape(
                     shape.batch, shape.heads, shape.dims, shape.groups, collections, (), shape.dtype
@@ -207,6 +214,41 @@ def test_a_guest_is_left_alone_until_all_its_readers_have_it() -> None:
         for salt in range(6):
             ring.attend(Shape(2, 1, (2, 2), 1, (), (), torch.float32), shards, visibility, salt, backward=False)
         ring.ranks.world.drain()
+
+
+def test_messages_within_nodes_reach_their_ranks() -> None:
+    nodes = make_nodes(6, 2)
+    for seed in range(6):
+        ranks = Ranks(6, seed, nodes=nodes)
+        reserve(ranks, 20)
+        rounds = {
+            node: [
+                [replace(one, source=node[one.source], target=node[one.target]) for one in letters_of_a_post]
+                for letters_of_a_post in letters(3, 7, seed, 20)
+            ]
+            for node in nodes
+        }
+        chance = random.Random(seed)
+        ranks.each(
+            lambda rank, rounds=rounds, ranks=ranks, chance=chance, seed=seed: exchange(
+                ranks, rank, rounds[choose.node_of(rank, nodes, 6)], chance, lambda: seed
+            )
+        )
+        ranks.world.drain()
+        assert ranks.checked == 6 * 7
+
+
+def name_parts() -> tuple[int, int]:
+    me = dist.get_rank()
+    for _ in range(2):
+        name_part(f"node {me // 2}", str(dist.group.WORLD.group_name), me % 2, 2)  # pyright: ignore[reportOptionalMemberAccess]
+    part = resolve_group(f"node {me // 2}")
+    return part.rank(), part.size()
+
+
+@pytest.mark.dist
+def test_a_part_of_a_group_is_found_by_its_name(pool: Pools) -> None:
+    assert pool(4).run(name_parts) == [(0, 2), (1, 2), (0, 2), (1, 2)]
 
 
 def test_whoever_waits_for_a_lost_rank_of_another_node_says_so() -> None:
@@ -302,6 +344,24 @@ def test_one_launch_per_outer_step_makes_scores_alike(gathering: list[str]) -> N
     torch.testing.assert_close(found.o, expected.o, rtol=1e-5, atol=1e-5)
     for name, x in found.grads.items():
         torch.testing.assert_close(x, expected.grads[name], rtol=1e-4, atol=1e-5, msg=name)
+
+
+def test_launches_leave_room_for_what_crosses_beside_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    found: Counter[tuple[str, int]] = Counter()
+    for name in ("gathers", "forward_gathered", "backward_gathered", "add_homes"):
+
+        def noted(*args: Any, name: str = name, **kwargs: Any) -> Any:
+            if "spare" in kwargs:
+                found[name, kwargs["spare"]] += 1
+            return getattr(gathering_kernels, name)(*args, **kwargs)
+
+        monkeypatch.setattr(eager, name, noted, raising=False)
+    q, k, v, do = draw(61, 4, 2)
+    simulate_ring(q, k, v, 6, nodes=3, memory_budget=PLENTY, do=do, causal=True)
+    # the last launch of a forward has nothing beside it; that of a backward has the sums of the one before
+    assert found == {
+        ("forward_gathered", SPARE): 12, ("forward_gathered", 0): 6, ("backward_gathered", SPARE): 18,
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize(

@@ -58,7 +58,9 @@ def _sources() -> list[str]:
 def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The tracked and new files of this checkout, links kept, without what a build leaves behind."""
     copy = tmp_path_factory.mktemp("checkout") / "ringattn"
-    ignored = shutil.ignore_patterns(".git", ".venv*", "__pycache__", "*.egg-info", "build", "dist", "runs", ".*_cache")
+    ignored = shutil.ignore_patterns(
+        ".git", ".venv*", "__pycache__", "*.egg-info", "build", "dist", "runs", "site", ".*_cache", ".hypothesis"
+    )
     shutil.copytree(ROOT, copy, symlinks=True, ignore=ignored)
     return copy
 

@@ -257,3 +257,26 @@ def test_inference_stands_beside_its_bounds_and_transformers(results: ModuleType
     drawn = (results.HERE / "inference-speed.svg").read_text()
     assert all(word in drawn for word in ("time to first token", "attention of a prompt", "4 GPUs, batch 1", "32K"))
     assert results.figures_are_true()
+
+
+def _trained(gpus: int, speed: float, **more: Any) -> dict[str, Any]:
+    row = {"world_size": gpus, "seq_len": 131072, "parameters": 135_600_000, "steps": 8, "losses": [5.32, 4.0]}
+    return row | {"tokens_per_s": speed, "mfu": 0.41, "exposed_ms": None, "peak_memory_mib": [2048.0, 1024.0]} | more
+
+
+def test_training_runs_stand_in_one_table_and_the_latest_of_several_alike(results):
+    assert results.training() == ""
+    _keep(results, "train1.json", "2026-01-02", [_trained(1, 50_000.0, mfu=None)])
+    _keep(
+        results,
+        "train4-old.json",
+        "2026-01-01",
+        [_trained(4, 111.0, replicated=True), _trained(2, 90_000.0, replicated=True)],
+    )
+    _keep(results, "train4.json", "2026-01-03", [_trained(4, 190_000.0, exposed_ms=12.34)])
+    text = results.training()
+    assert "| 1 | 131,072 | 5.3200 | 4.0000 (8) | 50,000 | - | - | 2.0 | 2 |" in text
+    assert "| 2 | 131,072 | 5.3200 | 4.0000 (8) | 90,000 | 41.0% | - | 2.0 | 1 |" in text
+    assert "| 4 | 131,072 | 5.3200 | 4.0000 (8) | 190,000 | 41.0% | 12.3 | 2.0 | 3 |" in text
+    assert "111" not in text
+    assert "Run(s) 1: a version that replicated the parameters" in text

@@ -142,11 +142,15 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 4, 8])
+WORLDS = [1, 2, 4, 8]
+
+
+@pytest.mark.parametrize("world_size", WORLDS)
 @pytest.mark.parametrize("name", CASES)
 def test_the_simulated_ring_is_attention_at_every_world_size(name: str, world_size: int) -> None:
     standard = Standard(CASES[name])
-    for layout in LAYOUTS:
+    # half of the layouts at one world size, and the others at the next: a case meets each of them
+    for layout in LAYOUTS[WORLDS.index(world_size) % 2 :: 2]:
         standard.check(simulate(CASES[name], layout, world_size))
 
 
@@ -172,7 +176,7 @@ def test_gradients_come_home_whatever_moves(name: str, backward: str) -> None:
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 @pytest.mark.parametrize("name", CASES)
 def test_ranks_equal_the_simulated_ring_to_the_bit(pool: Pools, name: str, world_size: int) -> None:
-    for layout in LAYOUTS:
+    for layout in LAYOUTS[world_size % 2 :: 2]:
         expected = simulate(CASES[name], layout, world_size)
         for found in pool(world_size).run(attend, CASES[name], layout):
             for key, x in expected.items():

@@ -14,6 +14,7 @@ import httpx
 import openai
 import pytest
 
+from ringattn.launch.serving import connections
 from ringattn.launch.serving.http import Limits
 from tests.serving import STOP, FakeRunner, Letters, Served, answer, text_of
 
@@ -538,3 +539,55 @@ def test_two_hundred_at_once_get_what_each_gets_alone(served):
     assert sorted(set(ends)) == ["answered", "left"]
     assert len(ends) == 200
     served.assert_idle()
+
+
+def read_all(connection: socket.socket) -> bytes:
+    connection.settimeout(10)
+    data = b""
+    while more := connection.recv(4096):
+        data += more
+    return data
+
+
+def test_one_connection_too_many_gets_503_and_a_place_that_is_left_is_free(monkeypatch):
+    monkeypatch.setattr(connections, "FAREWELL_S", 0.2)
+    served = Served(FakeRunner(step_s=0.01), connections=3)
+    place, get = ("127.0.0.1", served.server.port), b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n"
+    body = {"prompt": going_on("many", 60), "max_tokens": 60, "temperature": 0, "stream": True}
+    try:
+        with httpx.Client(base_url=served.url, timeout=30) as client:
+            # one that streams, two that say nothing
+            with client.stream("POST", "/v1/completions", json=body) as stream:
+                lines = stream.iter_lines()
+                next(lines)
+                silent = [socket.create_connection(place) for _ in range(2)]
+                for _ in range(5):
+                    with socket.create_connection(place) as late:
+                        late.sendall(get * 100)
+                        head, _, said = read_all(late).partition(b"\r\n\r\n")
+                        assert head.startswith(b"HTTP/1.1 503 ")
+                        assert json.loads(said)["error"]["message"].startswith("at most 3 connections may be open")
+                silent.pop().close()
+                deadline = time.monotonic() + 10
+                while (answer := httpx.get(f"{served.url}/health")).status_code != 200:
+                    assert answer.json()["error"]["code"] == "too_many_connections"
+                    assert time.monotonic() < deadline
+                # the stream was not disturbed
+                assert sum(line.startswith("data: ") for line in lines) >= 60
+            silent.pop().close()
+        served.assert_idle()
+    finally:
+        served.close()
+
+
+def test_a_connection_that_asks_nothing_is_closed_and_one_that_asks_is_not(monkeypatch):
+    monkeypatch.setattr(connections, "SILENT_S", 0.3)
+    served = Served(FakeRunner(step_s=0.02))
+    try:
+        with socket.create_connection(("127.0.0.1", served.server.port)) as silent:
+            silent.sendall(b"GET /health HTT")
+            body = {"prompt": going_on("long", 40), "max_tokens": 40, "temperature": 0}
+            assert httpx.post(f"{served.url}/v1/completions", json=body, timeout=30).status_code == 200
+            assert read_all(silent) == b""
+    finally:
+        served.close()

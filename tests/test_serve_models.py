@@ -12,16 +12,18 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ringattn.launch.distributed import Refusal
+from ringattn.launch.distributed import Rank, Refusal
 from ringattn.launch.serving.config import check_model
-from ringattn.launch.serving.models import Replica, describe, load, make_cache
+from ringattn.launch.serving.models import Replica, describe, load, make_cache, share_weights
 from ringattn.launch.serving.sampling import Sampling, sample
 from ringattn.launch.serving.scheduling import Job, Scheduler
 from ringattn.launch.serving.text import REPLACEMENT, Bytes, NoTemplate, Pieces, Pretrained, Stops
 from ringattn.ring import Ring
+from tests.recording import Reruns
 
 CPU = torch.device("cpu")
 TEMPLATE = (
@@ -69,6 +71,23 @@ def opened(path: Path | str, **how: Any) -> Any:
     return load(str(path), **{"name": None, "dtype": "auto", "device": CPU, "seed": 0, **how})
 
 
+def answered(replica: Replica, prompts: list[list[int]]) -> list[list[int]]:
+    """Six greedy tokens for each prompt, which come one after another."""
+    scheduler = Scheduler(replica.books, chunk=8, most_running=4, most_waiting=4, keep=False)
+    answers: dict[int, list[int]] = {name: [] for name in range(len(prompts))}
+    coming = [Job(name, prompt, 6) for name, prompt in enumerate(prompts)]
+    scheduler.add([coming.pop(0)])
+    while plan := scheduler.plan():
+        jobs = [plan.jobs[place] for place in plan.wanted]
+        tokens = sample(replica.run(plan), [Sampling(0)] * len(jobs)) if plan.requests else []
+        chosen = {job.name: one for job, one in zip(jobs, tokens, strict=True)}
+        for event in scheduler.record(plan, chosen):
+            answers[event.name].append(event.token or 0)
+        if coming and plan.decodes:
+            scheduler.add([coming.pop(0)])
+    return list(answers.values())
+
+
 def test_a_checkpoint_brings_its_weights_its_tokenizer_and_its_stops(folder):
     from transformers import AutoModelForCausalLM
 
@@ -79,29 +98,25 @@ def test_a_checkpoint_brings_its_weights_its_tokenizer_and_its_stops(folder):
     plain: Any = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="sdpa", dtype=torch.float32)
     assert all(torch.equal(a, b) for a, b in zip(plain.parameters(), served.model.parameters(), strict=True))
     assert opened(folder, name="other", dtype="bfloat16").model.dtype == torch.bfloat16
-    # what the scheduler gets out of it is what the model gives by itself
-    ring = Ring()
-    cache = make_cache(served.model, ring, gib=0.001, page_size=4, kv_dtype="auto")
-    replica = Replica(served.model, cache)
-    scheduler = Scheduler(replica.books, chunk=8, most_running=4, most_waiting=4)
+    # what the scheduler gets out of it is what the model gives by itself, by replays as by plain calls
     prompt = served.tokenizer.encode("the ring of keys and values, and then some more")
-    scheduler.add([Job(1, prompt, 6), Job(2, prompt[:20], 6)])
-    answers: dict[int, list[int]] = {}
-    while plan := scheduler.plan():
-        chosen = {}
-        if plan.requests:
-            jobs = [plan.jobs[place] for place in plan.wanted]
-            chosen = {
-                job.name: one
-                for job, one in zip(jobs, sample(replica.run(plan), [Sampling(0)] * len(jobs)), strict=True)
-            }
-        for event in scheduler.record(plan, chosen):
-            answers.setdefault(event.name, []).append(event.token or 0)
-    for name, tokens in ((1, prompt), (2, prompt[:20])):
-        wanted = plain.generate(
-            torch.tensor([tokens]), max_new_tokens=6, do_sample=False, eos_token_id=None, pad_token_id=0
-        )
-        assert answers[name] == wanted[0, len(tokens) :].tolist()
+    prompts = [prompt, prompt[:20], prompt[3:9]]
+    wanted = [
+        plain.generate(torch.tensor([tokens]), max_new_tokens=6, do_sample=False, eos_token_id=None, pad_token_id=0)
+        for tokens in prompts
+    ]
+    cache = make_cache(served.model, Ring(), gib=0.001, page_size=4, kv_dtype="auto")
+    for recorder in (None, Reruns()):
+        replica = Replica(served.model, cache, 4, recorder)
+        prepared = replica.prepare()
+        assert prepared[0].startswith("prompts: ")
+        assert cache.used_pages == (0,)
+        answers = answered(replica, prompts)
+        assert answers == [x[0, len(tokens) :].tolist() for x, tokens in zip(wanted, prompts, strict=True)]
+        if recorder is not None:
+            assert prepared[1].startswith("decoding: 3 CUDA graphs captured in")
+            assert sorted(recorder.shapes) == [(1, 1), (2, 1), (4, 1)]
+            assert recorder.replays >= 5
     assert "tokens in float32 on 1 ranks" in describe(cache)
 
 
@@ -139,6 +154,24 @@ def test_a_config_alone_gives_the_same_random_weights_everywhere(tmp_path):
     assert one.facts == other.facts != path.facts
     assert one.name == path.name == tmp_path.name
     assert isinstance(one.tokenizer, Bytes)
+
+
+def drawn_apart() -> list[torch.Tensor]:
+    rank = Rank(dist.get_rank(), dist.get_world_size(), CPU, "gloo", 0)
+    torch.manual_seed(rank.index)
+    model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4))
+    model(torch.randn(2, 3))
+    share_weights(model, rank)
+    return [x.detach() for x in (*model.parameters(), *model.buffers())]
+
+
+@pytest.mark.dist
+def test_weights_and_buffers_that_were_drawn_apart_are_those_of_rank_0(pool):
+    first, second = pool(2).run(drawn_apart)
+    torch.manual_seed(0)
+    assert torch.equal(first[0], torch.nn.Linear(3, 4).weight)
+    assert len(first) == 7
+    assert all(torch.equal(x, y) for x, y in zip(first, second, strict=True))
 
 
 def test_what_cannot_be_served_is_refused(tmp_path, folder):

@@ -43,10 +43,11 @@ class Process:
 
     Args:
         flags: Its flags.
+        start: What runs a module.
     """
 
-    def __init__(self, *flags: str) -> None:
-        command = [sys.executable, "-m", "ringattn.launch.serve", "--device", "cpu", "--port", "0", *flags]
+    def __init__(self, *flags: str, start: Sequence[str] = (sys.executable,)) -> None:
+        command = [*start, "-m", "ringattn.launch.serve", "--device", "cpu", "--port", "0", *flags]
         environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
         self.process = subprocess.Popen(
             command,
@@ -296,6 +297,30 @@ def test_sigterm_lets_answers_end_and_leaves_with_0(server):
         assert answer.result().json()["usage"]["completion_tokens"] == 40
     assert "stopping after SIGTERM: running requests have 10 s to end" in server.said
     assert server.lines[-1].startswith("stopped")
+
+
+TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_under_torchrun_rank_0_is_told_to_end_and_the_code_says_how_it_ended(number: signal.Signals) -> None:
+    server = Process(*FLAGS, start=TORCHRUN)
+    try:
+        server.wait_until_ready()
+        first, second = server.rank(0), server.rank(1)
+        assert f"to end it: kill {first.pid} " in server.said
+        (first if number == signal.SIGTERM else second).send_signal(number)
+        code = server.wait(40)
+        if number == signal.SIGTERM:
+            assert code == 0, server.said
+            assert "Traceback" not in server.said
+            assert server.lines[-1].startswith("stopped")
+        else:
+            assert code != 0, server.said
+            assert f"rank 1 (process {second.pid}) is gone" in server.said
+    finally:
+        server.close()
 
 
 def _hear(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:

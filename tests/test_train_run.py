@@ -6,15 +6,17 @@ import contextlib
 import dataclasses
 import io
 import itertools
+import json
 import multiprocessing
 import os
 import random
 import signal
+import statistics
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -37,7 +39,7 @@ from ringattn.launch.training.checkpoint import (
 )
 from ringattn.launch.training.config import PRESETS, Config, parse
 from ringattn.launch.training.data import load_corpus
-from ringattn.launch.training.history import History, draw_curve, read_rows
+from ringattn.launch.training.history import History, draw_curve, read_rows, summarise
 from ringattn.launch.training.model import ModelConfig, Transformer
 from ringattn.launch.training.parallel import group_of_one, make_parallel
 from ringattn.launch.training.run import check_continues, choose_checkpoint
@@ -251,6 +253,26 @@ def test_the_log_forgets_what_is_repeated_and_what_was_cut_short(tmp_path):
     assert len(read_rows(again.path)) == 4
 
 
+def test_a_summary_counts_the_steps_of_this_start_and_not_the_first_two():
+    def row(step: int, seconds: float, exposed: float | None = None) -> dict[str, Any]:
+        made = {"step": step, "loss": 1 / step, "grad_norm": 1.0, "tokens_per_s": 64 / seconds, "step_s": seconds}
+        return made | {"mfu": None, "exposed_ms": exposed, "peak_memory_mib": [10 * step, 5]}
+
+    rows = [
+        row(1, 9.0),
+        row(2, 9.0),
+        {"step": 2, "validation_loss": 2.0},
+        row(3, 9.0, 7.0),
+        row(4, 2.0),
+        row(5, 1.0, 3.0),
+    ]
+    whole = summarise(rows)
+    assert (whole["steps"], whole["losses"], whole["step_s"]) == (5, [1, 1 / 2, 1 / 3, 1 / 4, 1 / 5], 2.0)
+    assert (whole["mfu"], whole["exposed_ms"], whole["peak_memory_mib"]) == (None, 5.0, [50, 5])
+    later = summarise(rows, start=3)
+    assert (later["losses"], later["step_s"], later["exposed_ms"]) == (whole["losses"], 1.5, 3.0)
+
+
 def test_the_curve_is_a_picture(tmp_path):
     draw_curve([{"step": 0, "validation_loss": 5.5}, {"step": 1, "loss": 5.0}], tmp_path / "loss.png", "title")
     assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
@@ -372,6 +394,12 @@ def test_a_run_leaves_its_log_curve_sample_and_checkpoints(whole_run):
     assert [step_of(path) for path in list_checkpoints(out)] == [20, 15]
     assert not list(out.glob(".step-*"))
     assert "equal within rounding" in said
+    result = json.loads((out / "result.json").read_text())
+    [row] = result["rows"]
+    assert (row["world_size"], row["seq_len"], row["steps"], row["mfu"]) == (2, 64, 20, None)
+    assert row["losses"] == [step["loss"] for step in steps]
+    assert row["tokens_per_s"] == statistics.median(step["tokens_per_s"] for step in steps[2:])
+    assert len(row["peak_memory_mib"]) == result["machine"]["world_size"] == 2
 
 
 @pytest.mark.dist
@@ -402,15 +430,15 @@ def test_packed_documents_train_alike_on_one_and_on_two_ranks(pool, tmp_path):
 SLOW = ("--compare-steps", "0", "--eval-interval", "2")
 
 
-def command(out: Path, nproc: int, *flags: str) -> list[str]:
-    given = ["--preset", "tiny", "--device", "cpu", "--out", str(out), "--nproc", str(nproc)]
-    return [sys.executable, "-m", "ringattn.launch.train", *given, *flags]
+# by itself, and by torchrun
+OURS = ("-m", "ringattn.launch.train", "--nproc", "2")
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "--max-restarts", "1", *OURS[:2])
 
 
-def start(out: Path, *flags: str) -> subprocess.Popen[str]:
+def start(out: Path, *flags: str, launcher: Sequence[str] = OURS) -> subprocess.Popen[str]:
     clean = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
     return subprocess.Popen(
-        command(out, 2, *flags),
+        [sys.executable, *launcher, "--preset", "tiny", "--device", "cpu", "--out", str(out), *flags],
         cwd=ROOT,
         env=clean | {"OMP_NUM_THREADS": "1"},
         stdout=subprocess.PIPE,
@@ -432,10 +460,12 @@ def ranks_of(launcher: int) -> dict[int, int]:
     return found
 
 
-def wait_for_step(out: Path, step: int, process: subprocess.Popen[str]) -> None:
+def wait_for_step(out: Path, step: int, process: subprocess.Popen[str], saved: int = 0) -> None:
+    """Waits until a run has logged a step, and has the checkpoint of one: it is written beside the steps that follow."""
     deadline = time.monotonic() + 120
     while time.monotonic() < deadline:
-        if (out / "log.jsonl").exists() and any(done >= step for done, _, _ in losses(out)):
+        logged = (out / "log.jsonl").exists() and any(done >= step for done, _, _ in losses(out))
+        if logged and newest_step(out) >= saved:
             return
         if process.poll() is not None:
             break
@@ -447,7 +477,7 @@ def wait_for_step(out: Path, step: int, process: subprocess.Popen[str]) -> None:
 @pytest.mark.dist
 def test_a_run_whose_rank_is_killed_comes_back_by_itself_and_repeats_every_bit(whole_run, tmp_path):
     process = start(tmp_path, *SLOW)
-    wait_for_step(tmp_path, 7, process)
+    wait_for_step(tmp_path, 7, process, saved=5)
     victim = ranks_of(process.pid)[1]
     os.kill(victim, signal.SIGKILL)
     out, said = process.communicate(timeout=120)
@@ -455,6 +485,21 @@ def test_a_run_whose_rank_is_killed_comes_back_by_itself_and_repeats_every_bit(w
     assert f"rank 1 (process {victim}) was killed by SIGKILL" in said
     assert "starting all ranks again from step" in said
     assert "continuing from step" in out
+    assert losses(tmp_path) == losses(whole_run[0])
+    assert (tmp_path / "sample.txt").read_bytes() == (whole_run[0] / "sample.txt").read_bytes()
+
+
+@pytest.mark.dist
+@pytest.mark.slow
+def test_torchrun_restarts_a_run_whose_rank_is_killed_and_every_bit_is_repeated(whole_run, tmp_path):
+    process = start(tmp_path, *SLOW, launcher=TORCHRUN)
+    wait_for_step(tmp_path, 7, process, saved=5)
+    victim = ranks_of(process.pid)[1]
+    os.kill(victim, signal.SIGKILL)
+    out, said = process.communicate(timeout=120)
+    assert process.returncode == 0, said
+    assert f"failed (exitcode: -9) local_rank: 1 (pid: {victim})" in said
+    assert out.count("continuing from step") == 1, "started again once, from a checkpoint"
     assert losses(tmp_path) == losses(whole_run[0])
     assert (tmp_path / "sample.txt").read_bytes() == (whole_run[0] / "sample.txt").read_bytes()
 

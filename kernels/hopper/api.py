@@ -61,9 +61,10 @@ def forward_gathered(
     *,
     o: Tensor,
     lse: Tensor,
+    spare: int = 0,
 ) -> None:
     """The finished attention of q over all sources (`GatheringKernelSet.forward_gathered`)."""
-    launch_forward_gathered(q, near, far, rows, keys, score, arrivals, o=o, lse=lse)
+    launch_forward_gathered(q, near, far, rows, keys, score, arrivals, o=o, lse=lse, spare=spare)
 
 
 def delta(o: Tensor, do: Tensor, dlse: Tensor | None) -> Tensor:
@@ -116,6 +117,7 @@ def backward_gathered(
     dalibi: Tensor | None,
     bias_homes: Tensor | None,
     deterministic: bool,
+    spare: int = 0,
 ) -> None:
     """Dq of this rank's queries, and every source's dk, dv and dkey_bias sent home (`GatheringKernelSet.backward_gathered`).
 
@@ -124,15 +126,15 @@ def backward_gathered(
     """
     away = Away(far, arrivals, homes, home_rows, bias_homes)
     if max(q.shape[-1], near[1].shape[-1]) > MAX_HEAD_DIM:
-        launch_wide_gathered(do, q, near, lse, delta, rows, keys, score, away, dq=dq, dalibi=dalibi)
+        launch_wide_gathered(do, q, near, lse, delta, rows, keys, score, away, dq=dq, dalibi=dalibi, spare=spare)
         return
     wants_terms = dalibi is not None or bias_homes is not None
     pair = deterministic or prefers_pair(q, near[1], score, wants_terms=wants_terms)
     args = (do, q, near, lse, delta, rows, keys, score, away)
-    launch_gathered(*args, dq=dq, dalibi=dalibi, want_rows=not pair)
+    launch_gathered(*args, dq=dq, dalibi=dalibi, want_rows=not pair, spare=spare)
     if pair:
         error = None if arrivals is None else arrivals.error
-        launch_rows_gathered(do, q, near, far, lse, delta, rows, keys, score, error, dq=dq, dalibi=dalibi)
+        launch_rows_gathered(do, q, near, far, lse, delta, rows, keys, score, error, dq=dq, dalibi=dalibi, spare=spare)
 
 
 def add_bias_homes(dkey_bias: Tensor, own: Tensor, parts: Sequence[Tensor], rows: Tensor) -> None:

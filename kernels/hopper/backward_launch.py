@@ -125,6 +125,7 @@ def launch_gathered(
     dq: Tensor,
     dalibi: Tensor | None,
     want_rows: bool,
+    spare: int = 0,
     config: BackwardConfig | None = None,
 ) -> None:
     """`GatheringKernelSet.backward_gathered` by one kernel over the keys of all sources.
@@ -134,7 +135,7 @@ def launch_gathered(
     """
     _check(q, near[1], score)
     out = _Out(dq, None, None, None, dalibi, accumulate_rows=False, accumulate_keys=False)
-    _launch(tape, do, q, *near, lse, delta, rows, keys, score, out, config, away, want_rows=want_rows)
+    _launch(tape, do, q, *near, lse, delta, rows, keys, score, out, config, away, want_rows=want_rows, spare=spare)
 
 
 def _launch(
@@ -153,6 +154,7 @@ def _launch(
     away: Away | None,
     *,
     want_rows: bool,
+    spare: int = 0,
 ) -> None:
     batch, s, h, d = q.shape
     t, hk, dv = v.shape[1:]
@@ -164,7 +166,7 @@ def _launch(
     plan = shape = None
     if batch * s * sum(lengths) * h > 0:
         groups = 1 if arrivals is None else arrivals.groups
-        shape = _shape(q, hk, dv, lengths, config, groups, every_tile=not out.accumulate_keys)
+        shape = _shape(q, hk, dv, lengths, config, groups, spare, every_tile=not out.accumulate_keys)
         plan = make_plan(keys, rows, shape)
         tape.keep(plan)
     if plan is None or shape is None or plan.programs == 0:
@@ -275,6 +277,7 @@ def _shape(
     lengths: list[int],
     config: BackwardConfig,
     groups: int,
+    spare: int,
     *,
     every_tile: bool,
 ) -> Shape:
@@ -285,7 +288,7 @@ def _shape(
         heads=hk,
         tile=TILE,
         block=config.block,
-        programs=multiprocessors(q.device) if config.persistent else tiles,
+        programs=max(1, multiprocessors(q.device) - spare) if config.persistent else tiles,
         streamed_bytes=h // hk * s * ((d + dv) * q.element_size() + d * 4),
         repeats=h // hk,
         align=4,

@@ -64,6 +64,7 @@ def launch_forward_gathered(
     *,
     o: Tensor,
     lse: Tensor,
+    spare: int = 0,
     config: ForwardConfig | None = None,
     pack: int | None = None,
 ) -> None:
@@ -75,7 +76,7 @@ def launch_forward_gathered(
     if batch * s * h == 0:
         return
     if len(keys.sides) == 1:
-        _visit(tape, q, k, v, rows, keys.sides[0], score, None, True, True, o, lse, config, pack)
+        _visit(tape, q, k, v, rows, keys.sides[0], score, None, True, True, o, lse, config, pack, spare)
         return
     if k.shape[1] == 0:
         # hidden blocks are read from near: one row of zeros stands for none
@@ -90,7 +91,7 @@ def launch_forward_gathered(
     streamed = keys.near_rows + keys.far_rows
     near_rows = None if score.key_bias is None else keys.near_rows
     gathered = (*far, *waits, near_rows)
-    _launch(tape, q, k, v, rows, keys, gathered, score, streamed, None, True, True, o, lse, config, pack)
+    _launch(tape, q, k, v, rows, keys, gathered, score, streamed, None, True, True, o, lse, config, pack, spare)
 
 
 def can_gather(head_dim: int, v_head_dim: int, score: Score) -> bool:
@@ -113,12 +114,13 @@ def _visit(
     lse: Tensor,
     config: ForwardConfig | None,
     pack: int | None,
+    spare: int = 0,
 ) -> None:
     t = k.shape[1]
     if q.numel() == 0 or not (first or last or t):
         return
     if t > 0:
-        _launch(tape, q, k, v, rows, keys, _ABSENT, score, t, carry, first, last, o, lse, config, pack)
+        _launch(tape, q, k, v, rows, keys, _ABSENT, score, t, carry, first, last, o, lse, config, pack, spare)
         return
     # nothing is multiplied: the identity, the sinks or the carry become the result
     from ringattn.kernels.portable.launch import launch_forward as visit_nothing
@@ -144,6 +146,7 @@ def _launch(
     lse: Tensor,
     config: ForwardConfig | None,
     pack: int | None,
+    spare: int,
 ) -> None:
     """One launch, and one that adds up split tiles.
 
@@ -166,7 +169,7 @@ def _launch(
         heads=h // pack,
         tile=tile // pack,
         block=config.block_n,
-        programs=multiprocessors(q.device),
+        programs=max(1, multiprocessors(q.device) - spare),
         streamed_bytes=streamed_rows * (d + dv) * k.element_size() * hk * pack // h,
         every_tile=first or last,
     )

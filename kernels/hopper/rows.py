@@ -29,7 +29,18 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
-from ringattn.kernels.hopper.pieces import arrive, entry, limits, load_from, opaque, rows_ahead, sync
+from ringattn.kernels.hopper.pieces import (
+    EPOCH,
+    arrive,
+    entry,
+    keep_pace,
+    leave_pace,
+    limits,
+    load_from,
+    opaque,
+    rows_ahead,
+    sync,
+)
 
 LOG2E = gl.constexpr(1.4426950408889634)
 V_EMPTY = gl.constexpr(8)
@@ -42,12 +53,13 @@ HALF = gl.constexpr(64)  # rows of a warpgroup
 @gluon.jit
 def _produce(
     work, starts, segments, q_desc, do_desc, k_desc, v_desc, k_far, v_far, q_s, do_s, k_s, v_s, q_full, do_full, k_full, v_full,
-    num_heads, group, K_STAGES: gl.constexpr, V_STAGES: gl.constexpr,
+    num_heads, group, board, epochs, K_STAGES: gl.constexpr, V_STAGES: gl.constexpr,
 ):  # fmt: skip
     """Streams the tiles of this program: per block K then V; Q and dO of a tile behind its first K and V."""
     first = gl.load(starts + gl.program_id(0))
     last = gl.load(starts + gl.program_id(0) + 1)
     count = 0
+    epoch = 0
     for at in range(first, last):
         head, row, segment, masked, full, _m, _f, _s = entry(work, at)
         b = head // num_heads
@@ -61,6 +73,9 @@ def _produce(
             if k_far is not None:
                 step = gl.load(segments + i * 8 + 6)
             for _j in range(blocks):
+                if board is not None:
+                    if count > 0 and count % EPOCH == 0:
+                        epoch = keep_pace(board, epoch, epochs)
                 stage = count % K_STAGES
                 if count >= K_STAGES:
                     sync(K_EMPTY + stage, 288)
@@ -88,6 +103,8 @@ def _produce(
                 fresh = 0
                 y += k_desc.block_type.shape[2]
                 count += 1
+    if board is not None:
+        leave_pace(board, epoch, epochs)
 
 
 @gluon.jit
@@ -284,14 +301,14 @@ def _consume(
 @gluon.jit(
     do_not_specialize=[
         "lse_sb", "lse_sh", "delta_sb", "delta_sh", "dq_sb", "dq_ss", "dq_sh", "dalibi_sb", "dalibi_sh", "lo_sb", "hi_sb",
-        "key_bias_sb", "num_heads", "group", "rows", "t", "near_rows",
+        "key_bias_sb", "num_heads", "group", "rows", "t", "near_rows", "epochs",
     ]
 )  # fmt: skip
 def rows_kernel(
-    work, starts, segments, q_desc, do_desc, k_desc, v_desc, k_far, v_far, lse, delta, dq_out, dalibi_out, error, part, dalibi_part,
-    positions, lo, hi, alibi_slopes, key_bias, lse_sb, lse_sh, delta_sb, delta_sh, dq_sb, dq_ss, dq_sh, dalibi_sb,
-    dalibi_sh, lo_sb, hi_sb, key_bias_sb, num_heads, group, rows, t, near_rows, softmax_scale, scale, cap, SOFTCAP: gl.constexpr,
-    START: gl.constexpr, ADD: gl.constexpr, UNIT: gl.constexpr, D: gl.constexpr, D_WIDTH: gl.constexpr, DV:
+    work, starts, segments, q_desc, do_desc, k_desc, v_desc, k_far, v_far, lse, delta, dq_out, dalibi_out, error, board, part,
+    dalibi_part, positions, lo, hi, alibi_slopes, key_bias, lse_sb, lse_sh, delta_sb, delta_sh, dq_sb, dq_ss, dq_sh, dalibi_sb,
+    dalibi_sh, lo_sb, hi_sb, key_bias_sb, num_heads, group, rows, t, near_rows, epochs, softmax_scale, scale, cap,
+    SOFTCAP: gl.constexpr, START: gl.constexpr, ADD: gl.constexpr, UNIT: gl.constexpr, D: gl.constexpr, D_WIDTH: gl.constexpr, DV:
     gl.constexpr, BLOCK: gl.constexpr, K_STAGES: gl.constexpr, V_STAGES: gl.constexpr,
     num_warps: gl.constexpr,  # noqa: ARG001
 ):  # fmt: skip
@@ -332,7 +349,7 @@ def rows_kernel(
         )),
         (_produce, (
             work, starts, segments, q_desc, do_desc, k_desc, v_desc, k_far, v_far, q_s, do_s, k_s, v_s, q_full, do_full,
-            k_full, v_full, num_heads, group, K_STAGES, V_STAGES,
+            k_full, v_full, num_heads, group, board, epochs, K_STAGES, V_STAGES,
         )),
     ], [4, 1], [240, 24])  # fmt: skip
 

@@ -14,6 +14,7 @@ from ringattn.kernels.contract import Gathered, Grads, Score, Side
 from ringattn.kernels.hopper import launching
 from ringattn.kernels.hopper.arguments import per_batch, scale_and_cap
 from ringattn.kernels.hopper.configs import columns_of
+from ringattn.kernels.hopper.pace import board_of
 from ringattn.kernels.hopper.plan import Shape, Sides, make_plan
 from ringattn.kernels.hopper.rows import add_parts_kernel, rows_kernel
 from ringattn.kernels.record_triton import Tape, recorded
@@ -111,6 +112,7 @@ def launch_rows_gathered(
     *,
     dq: Tensor,
     dalibi: Tensor | None,
+    spare: int = 0,
     config: RowsConfig | None = None,
 ) -> None:
     """Dq and dalibi of a gathered visit all of whose keys are there, the same bits from run to run.
@@ -129,9 +131,11 @@ def launch_rows_gathered(
         error: The error word of the kernel that waited for far: where it is set the results are NaN.
         dq: Likewise.
         dalibi: Likewise.
+        spare: Likewise.
         config: In place of the table's.
     """
-    _launch(tape, do, q, near, far, lse, delta, rows, keys, score, (dq, dalibi), error, config, accumulate=False)
+    out = dq, dalibi
+    _launch(tape, do, q, near, far, lse, delta, rows, keys, score, out, error, config, accumulate=False, spare=spare)
 
 
 def _launch(
@@ -150,6 +154,7 @@ def _launch(
     config: RowsConfig | None,
     *,
     accumulate: bool,
+    spare: int = 0,
 ) -> None:
     dq, dalibi = out
     batch, s, h, d = q.shape
@@ -172,23 +177,21 @@ def _launch(
     config = config or choose(max(columns, v_columns), score)
     do, q = launching.addressable(tape, do), launching.addressable(tape, q)
     near, far = launching.places(tape, near, far)
-    plan = make_plan(
-        rows,
-        keys,
-        Shape(
-            batch=batch,
-            heads=h,
-            tile=TILE,
-            block=config.block,
-            programs=launching.multiprocessors(q.device),
-            streamed_bytes=t * (d + dv) * q.element_size() * hk // h,
-            every_tile=not accumulate,
-            split=config.split,
-        ),
+    shape = Shape(
+        batch=batch,
+        heads=h,
+        tile=TILE,
+        block=config.block,
+        programs=max(1, launching.multiprocessors(q.device) - spare),
+        streamed_bytes=t * (d + dv) * q.element_size() * hk // h,
+        every_tile=not accumulate,
+        split=config.split,
     )
+    plan = make_plan(rows, keys, shape)
     tape.keep(plan)
     if plan.programs == 0:
         return
+    board, epochs = board_of(tape, plan, shape, (d + dv) * q.element_size(), q)
     part = dalibi_part = None
     if plan.slots:
         part = tape.room(plan.slots, TILE, columns)
@@ -208,13 +211,14 @@ def _launch(
         rows_kernel,
         (plan.programs,),
         (
-            plan.work, plan.starts, plan.segments, q_tile, do_tile, *tiles, lse, delta, dq, dalibi, error,
+            plan.work, plan.starts, plan.segments, q_tile, do_tile, *tiles, lse, delta, dq, dalibi, error, board,
             # lse stands in for the workspace of a plan that splits nothing: it is not touched
             part if part is not None else lse, dalibi_part if dalibi_part is not None else dalibi,
             rows.positions, rows.lo, rows.hi, score.alibi_slopes, score.key_bias,
             *lse.stride()[:2], *delta.stride()[:2], *(stride // unit for stride in dq_strides), *dalibi_strides,
             per_batch(rows.lo), per_batch(rows.hi), per_batch(score.key_bias),
-            h, h // hk, s, t if score.key_bias is None else score.key_bias.shape[1], near_rows, score.softmax_scale, scale, cap,
+            h, h // hk, s, t if score.key_bias is None else score.key_bias.shape[1], near_rows, epochs,
+            score.softmax_scale, scale, cap,
         ),
         {
             "SOFTCAP": score.softcap > 0,

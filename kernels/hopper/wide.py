@@ -37,9 +37,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from ringattn.kernels.hopper.pieces import (
+    EPOCH,
     arrive,
     entry,
     home_of,
+    keep_pace,
+    leave_pace,
     limits,
     load_from,
     opaque,
@@ -65,13 +68,14 @@ CHUNK = gl.constexpr(32)  # columns that change their layout at a time on their 
 def _produce(
     work, segments, starts, tiles, q_desc, do_desc, k_desc, v_desc, k_far, v_far, lse_desc, delta_desc, q_s, do_s, k_s, v_s,
     lse_s, delta_s, k_full, k_free, v_full, v_free, q_full, do_full, flags, error, heads, group, padded_queries, steps,
-    heads_per_group, patience,
+    heads_per_group, patience, board, epochs,
 ):  # fmt: skip
     """Streams the tiles of this program; V of a tile follows its first Q."""
     first = gl.load(starts + gl.program_id(0))
     last = gl.load(starts + gl.program_id(0) + 1)
     count = 0
     seen = 0
+    epoch = 0
     for at in range(first, last):
         head, row, segment, masked, full, _m, _f, _slot = entry(work, at)
         b = head // heads
@@ -99,6 +103,9 @@ def _produce(
                 x = gl.load(segments + part * 8)
                 blocks = gl.load(segments + part * 8 + 1)
                 for _j in range(blocks):
+                    if board is not None:
+                        if count > 0 and count % EPOCH == 0:
+                            epoch = keep_pace(board, epoch, epochs)
                     st = count & 1
                     if count >= STAGES:
                         sync(Q_FREE + st, 288)
@@ -117,6 +124,8 @@ def _produce(
                     fresh = 0
                     x += BLOCK
                     count += 1
+    if board is not None:
+        leave_pace(board, epoch, epochs)
 
 
 @gluon.jit
@@ -418,13 +427,14 @@ def _segment(segments, part):
     do_not_specialize=[
         "dk_sb", "dk_ss", "dk_sh", "dv_sb", "dv_ss", "dv_sh", "lo_sb", "hi_sb", "key_bias_sb", "heads", "group", "rows",
         "padded_queries", "near_rows", "home_rows", "steps", "heads_per_group", "patience",
+        "epochs",
     ]
 )  # fmt: skip
 def wide_keys_kernel(
     work, segments, starts, tiles, q_desc, do_desc, k_desc, v_desc, k_far, v_far, lse_desc, delta_desc, dk_out, dv_out, homes,
-    flags, error, parts, dkey_bias_out, dkey_bias_parts, positions, lo_ptr, hi_ptr, alibi_slopes, key_bias, dk_sb, dk_ss, dk_sh,
-    dv_sb, dv_ss, dv_sh, lo_sb, hi_sb, key_bias_sb, heads, group, rows, padded_queries, near_rows, home_rows, steps,
-    heads_per_group, patience, scale, cap, softmax_scale,
+    flags, error, board, parts, dkey_bias_out, dkey_bias_parts, positions, lo_ptr, hi_ptr, alibi_slopes, key_bias, dk_sb, dk_ss,
+    dk_sh, dv_sb, dv_ss, dv_sh, lo_sb, hi_sb, key_bias_sb, heads, group, rows, padded_queries, near_rows, home_rows, steps,
+    heads_per_group, patience, epochs, scale, cap, softmax_scale,
     D: gl.constexpr, DV: gl.constexpr, D_WIDTH: gl.constexpr, DV_WIDTH: gl.constexpr, SOFTCAP: gl.constexpr,
     AHEAD: gl.constexpr, ADD: gl.constexpr, UNIT: gl.constexpr, P_LAYOUT: gl.constexpr, HOME_LAYOUT: gl.constexpr,
     num_warps: gl.constexpr,  # noqa: ARG001
@@ -475,6 +485,6 @@ def wide_keys_kernel(
         (_produce, (
             work, segments, starts, tiles, q_desc, do_desc, k_desc, v_desc, k_far, v_far, lse_desc, delta_desc, q_s, do_s,
             k_s, v_s, lse_s, delta_s, k_full, k_free, v_full, v_free, q_full, do_full, flags, error, heads, group,
-            padded_queries, steps, heads_per_group, patience,
+            padded_queries, steps, heads_per_group, patience, board, epochs,
         )),
     ], [4, 1], [240, 24])  # fmt: skip

@@ -27,6 +27,7 @@ from ringattn.kernels.hopper.around_launch import (
 )
 from ringattn.kernels.hopper.configs import columns_of
 from ringattn.kernels.hopper.launching import addressable, layout_of, multiprocessors, numbers_of, places, rows_of
+from ringattn.kernels.hopper.pace import board_of
 from ringattn.kernels.hopper.plan import Shape, Sides, make_plan
 from ringattn.kernels.hopper.rows_launch import RowsConfig, check, launch_rows, launch_rows_gathered
 from ringattn.kernels.hopper.wide import wide_keys_kernel
@@ -82,11 +83,12 @@ def launch_wide_gathered(
     *,
     dq: Tensor,
     dalibi: Tensor | None,
+    spare: int = 0,
 ) -> None:
     """`GatheringKernelSet.backward_gathered` for head dims up to 256, likewise."""
-    launch_wide_keys_gathered(do, q, near, lse, delta, rows, keys, score, away)
+    launch_wide_keys_gathered(do, q, near, lse, delta, rows, keys, score, away, spare=spare)
     error = None if away.arrivals is None else away.arrivals.error
-    launch_rows_gathered(do, q, near, away.far, lse, delta, rows, keys, score, error, dq=dq, dalibi=dalibi)
+    launch_rows_gathered(do, q, near, away.far, lse, delta, rows, keys, score, error, dq=dq, dalibi=dalibi, spare=spare)
 
 
 @recorded
@@ -157,9 +159,10 @@ def launch_wide_keys_gathered(
     away: Away,
     *,
     config: WideConfig | None = None,
+    spare: int = 0,
 ) -> None:
     """Dk, dv and dkey_bias of all sources in one launch, sent home; arguments as `launch_gathered` of the fused backward."""
-    _launch(tape, do, q, near, lse, delta, rows, keys, score, (None, None), None, away, config, add=False)
+    _launch(tape, do, q, near, lse, delta, rows, keys, score, (None, None), None, away, config, add=False, spare=spare)
 
 
 def _launch(
@@ -178,6 +181,7 @@ def _launch(
     config: WideConfig | None,
     *,
     add: bool,
+    spare: int = 0,
 ) -> None:
     batch, s, h, d = q.shape
     t, hk, dv = near[1].shape[1:]
@@ -185,14 +189,14 @@ def _launch(
     config = config or WideConfig()
     lengths = [side.lo_host.shape[1] for side in keys.sides] if isinstance(keys, Gathered) else [t]
     arrivals = None if away is None else away.arrivals
-    plan = None
+    plan = shape = None
     if batch * s * sum(lengths) * h > 0:
         shape = Shape(
             batch=batch,
             heads=hk,
             tile=TILE,
             block=BLOCK,
-            programs=multiprocessors(q.device),
+            programs=max(1, multiprocessors(q.device) - spare),
             streamed_bytes=h // hk * s * (d + dv) * q.element_size(),
             repeats=h // hk,
             align=4,  # bulk loads begin at multiples of 16 bytes
@@ -202,7 +206,7 @@ def _launch(
         )
         plan = make_plan(keys, rows, shape)
         tape.keep(plan)
-    if plan is None or plan.programs == 0:
+    if plan is None or shape is None or plan.programs == 0:
         for x in () if add else (*sums, dkey_bias):
             if x is not None:
                 tape.call(Tensor.zero_, x)
@@ -212,6 +216,7 @@ def _launch(
                 clear_homes(tape, away.bias_homes, away.home_rows, lengths, batch * hk, 1)
         return
 
+    board, epochs = board_of(tape, plan, shape, (d + dv) * q.element_size(), q)
     columns, v_columns = columns_of(d), columns_of(dv)
     do, q = addressable(tape, do), addressable(tape, q)
     near, far = places(tape, near, None if away is None else away.far)
@@ -233,7 +238,7 @@ def _launch(
             rows_of(q, BLOCK, columns), rows_of(do, BLOCK, v_columns),
             rows_of(near[0], TILE, columns), rows_of(near[1], TILE, v_columns), *far_tiles,
             numbers_of(lse2, BLOCK), numbers_of(minus_delta, BLOCK), *sums, None if away is None else away.homes,
-            *((None, None) if arrivals is None else (arrivals.flags, arrivals.error)),
+            *((None, None) if arrivals is None else (arrivals.flags, arrivals.error)), board,
             # lse2 stands in for the workspace of a plan that splits nothing: it is not touched
             lse2 if parts is None else parts, *((None, None) if key_bias is None else (key_bias.per_head, key_bias.parts)),
             keys.positions, keys.lo, keys.hi, score.alibi_slopes, score.key_bias,
@@ -242,7 +247,7 @@ def _launch(
             hk, h // hk, t, padded(s),
             *((None, None) if away is None or not isinstance(keys, Gathered) else (keys.near_rows, away.home_rows)),
             *((None,) * 3 if arrivals is None else (arrivals.flags.shape[1], hk // arrivals.groups, microseconds(arrivals))),
-            *scale_and_cap(score), score.softmax_scale,
+            epochs, *scale_and_cap(score), score.softmax_scale,
         ),
         {
             "D": columns,

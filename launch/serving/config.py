@@ -48,11 +48,13 @@ class ServeArgs:
         chunk: Tokens of prompts per step.
         max_running: Requests that are computed at a time.
         queue: Requests that may wait for room; more get status 429.
+        max_connections: Connections that may be open, asking or not; one more gets status 503.
         max_len: Tokens of a prompt and its answer; by default what the model's config says, and always what the cache holds.
         max_tokens: New tokens that a request may ask for; by default all that fit.
         default_tokens: New tokens of an answer to a chat that does not say how many.
         max_body_mib: MiB of a request; more gets status 413.
         time_limit: Seconds that a request may take, waiting included; then it gets status 503.
+        graphs: Whether decoding steps are captured in CUDA graphs, on GPUs, before the server answers.
         keep_prefixes: Whether beginnings of requests are kept for later ones that begin alike.
         grace: Seconds that running requests get to end when the server is told to stop.
         timeout: Seconds after which ranks that wait for each other give up.
@@ -73,17 +75,30 @@ class ServeArgs:
     chunk: int = 4096
     max_running: int = 64
     queue: int = 256
+    max_connections: int = 512
     max_len: int | None = None
     max_tokens: int | None = None
     default_tokens: int = 512
     max_body_mib: float = 32.0
     time_limit: float = 600.0
+    graphs: bool = True
     keep_prefixes: bool = True
     grace: float = 10.0
     timeout: float = 300.0
 
     def __post_init__(self) -> None:
-        for name in ("nproc", "page_size", "chunk", "max_running", "queue", "max_len", "max_tokens", "default_tokens"):
+        counts = (
+            "nproc",
+            "page_size",
+            "chunk",
+            "max_running",
+            "queue",
+            "max_connections",
+            "max_len",
+            "max_tokens",
+            "default_tokens",
+        )
+        for name in counts:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name} must be at least 1, got {value}; pass another --{name.replace('_', '-')}")

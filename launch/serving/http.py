@@ -28,6 +28,7 @@ from fastapi.responses import HTMLResponse, JSONResponse, Response
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
 from ringattn.launch.serving.api import (
     COMPLETION_TOKENS,
@@ -39,6 +40,7 @@ from ringattn.launch.serving.api import (
     ascii_only,
     read_body,
 )
+from ringattn.launch.serving.connections import bound_connections
 from ringattn.launch.serving.engine import Closed, Engine
 from ringattn.launch.serving.metrics import CONTENT_TYPE, Metrics
 from ringattn.launch.serving.prefixes import chain
@@ -560,6 +562,7 @@ class Server:
     Args:
         host: The address to listen on.
         port: The port; 0 for any that is free.
+        connections: Open ones at most; others get status 503.
 
     Attributes:
         port: The one it got.
@@ -568,7 +571,8 @@ class Server:
         OSError: The address is taken, or not of this machine.
     """
 
-    def __init__(self, host: str, port: int) -> None:
+    def __init__(self, host: str, port: int, connections: int) -> None:
+        self._connections = connections
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._socket = socket.create_server((host, port), family=family, backlog=2048)
         self.port: int = self._socket.getsockname()[1]
@@ -582,7 +586,13 @@ class Server:
             RuntimeError: It does not begin to.
         """
         config = uvicorn.Config(
-            app, log_level="warning", access_log=False, timeout_graceful_shutdown=3, server_header=False, ws="none"
+            app,
+            http=bound_connections(AutoHTTPProtocol, self._connections),
+            log_level="warning",
+            access_log=False,
+            timeout_graceful_shutdown=3,
+            server_header=False,
+            ws="none",
         )
         self._server = uvicorn.Server(config)
         self._thread = threading.Thread(target=self._server.run, args=([self._socket],), daemon=True, name="http")

@@ -5,19 +5,26 @@ Owns where they come from, how many pages the memory holds, and how a step is co
 
 from __future__ import annotations
 
+import contextlib
+import importlib.util
+import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from ringattn.inference import PagedKVCache
-from ringattn.launch.distributed import Refusal
+from ringattn.launch.distributed import Rank, Refusal
 from ringattn.launch.serving.config import TINY, check_model
 from ringattn.launch.serving.scheduling import Plan
 from ringattn.launch.serving.text import Bytes, Pretrained, Tokenizer
 from ringattn.ring import Ring
+
+if TYPE_CHECKING:
+    from ringattn.integrations.transformers.decoding import Recorder
 
 CPU_CACHE_GIB = 0.25
 """What the cache of a rank takes on CPUs, where most memory is somebody else's."""
@@ -47,6 +54,7 @@ class Served:
         name: By which requests call it.
         length: Tokens of a sequence at most, by its config; None where that says nothing.
         facts: What must be the same on all ranks.
+        drawn: Its weights were drawn on a GPU: all ranks must take those of rank 0 (`share_weights`).
     """
 
     model: Any
@@ -54,12 +62,14 @@ class Served:
     name: str
     length: int | None
     facts: str
+    drawn: bool = False
 
 
 def load(path: str, *, name: str | None, dtype: str, device: torch.device, seed: int) -> Served:
-    """The model of a folder, of a config (random weights, the same on all ranks), or the one that is built in.
+    """The model of a folder, of a config (random weights), or the one that is built in.
 
-    Nothing is fetched, and no code in the folder is run.
+    Nothing is fetched, and no code in the folder is run. Weights are read straight onto a GPU where accelerate is installed, and
+    drawn there.
 
     Args:
         path: What was given as --model.
@@ -86,18 +96,23 @@ def load(path: str, *, name: str | None, dtype: str, device: torch.device, seed:
     kind: Any = (getattr(text, "dtype", None) if device.type == "cuda" else None) or torch.float32
     chosen: torch.dtype = kind if dtype == "auto" else getattr(torch, dtype)
     options: dict[str, Any] = {"dtype": chosen, "attn_implementation": NAME}
+    drawn = False
     if place.is_dir() and any(place.glob("*.safetensors")) and path != TINY:
+        if device.type == "cuda" and importlib.util.find_spec("accelerate") is not None:
+            options["device_map"] = {"": device}
         model: Any = AutoModelForCausalLM.from_pretrained(
             str(place), local_files_only=True, trust_remote_code=False, use_safetensors=True, **options
         )
     else:
-        # on the CPU, whose numbers are the same everywhere
-        with torch.random.fork_rng([]):
+        # the built-in model on the CPU, whose numbers are the same everywhere; others on GPUs, where drawing takes no time
+        drawn = device.type == "cuda" and path != TINY
+        with torch.random.fork_rng([device] if drawn else []), device if drawn else contextlib.nullcontext():
             torch.manual_seed(seed)
             model = AutoModelForCausalLM.from_config(config, trust_remote_code=False, **options)
         if path == TINY:
             _make_legible_(model)
-    model = model.to(device)
+    if "device_map" not in options:
+        model = model.to(device)
     model.eval().requires_grad_(False)
     stops = _stops(model)
     embeddings: Any = model.get_input_embeddings()
@@ -115,7 +130,15 @@ def load(path: str, *, name: str | None, dtype: str, device: torch.device, seed:
     served_name = name or (TINY if path == TINY else (place if place.is_dir() else place.parent).resolve().name)
     length = getattr(text, "max_position_embeddings", None)
     facts = f"{type(model).__name__} {config.to_json_string(use_diff=False)} {chosen} {seed} {sorted(tokenizer.stops)}"
-    return Served(model, tokenizer, served_name, length, facts)
+    return Served(model, tokenizer, served_name, length, facts, drawn)
+
+
+@torch.no_grad()
+def share_weights(model: Any, rank: Rank) -> None:
+    """Gives all ranks the weights and buffers of rank 0: what GPUs draw from one seed may differ between kinds of them."""
+    if rank.world_size > 1:
+        for x in (*model.parameters(), *model.buffers()):
+            dist.broadcast(x.detach(), src=0)
 
 
 @torch.no_grad()
@@ -173,25 +196,76 @@ def make_cache(model: Any, ring: Ring, *, gib: float | None, page_size: int, kv_
         raise Refusal(f"{error} (--cache-gib, --page-size)") from None
 
 
+PROMPT_ROWS = (24, 56, 120, 1024)
+"""Rows on a rank of the prompts that are computed before the first request: how kernels pack heads into tiles follows from them."""
+TURNS = (24, 100, 700)
+"""New tokens that go on from the longest of them."""
+
+
 class Replica:
     """One rank's part of every step.
 
     Args:
         model: As loaded.
         cache: As made for it.
+        most: Requests that decode together at most.
+        graphs: Whether decoding steps are replayed from CUDA graphs: None: where that can be; False: never; or what records them.
     """
 
-    def __init__(self, model: Any, cache: PagedKVCache) -> None:
+    def __init__(self, model: Any, cache: PagedKVCache, most: int, graphs: bool | Recorder | None = None) -> None:
+        from ringattn.integrations.transformers.decoding import Decoding, batch_sizes, choose_recorder
+
         self._model, self._cache = model, cache
         self.books = cache.pages
+        sizes = batch_sizes(most)
+        recorder = choose_recorder(graphs, model, cache)
+        self._decoding = Decoding(model, cache, recorder, batches=sizes, most=len(sizes))
 
-    def run(self, plan: Plan) -> Tensor:
-        """The logits `wanted vocab` of a step, on every rank."""
+    def prepare(self, longest: int | None = None) -> list[str]:
+        """Computes prompts of several lengths and captures what can be captured, so that no request waits for a compiler.
+
+        Args:
+            longest: Tokens that the model takes; None: no bound.
+
+        Returns:
+            How that went, a line each.
+        """
+        began = time.monotonic()
+        tried = self._try_prompts(longest)
+        said = [f"prompts: {tried} steps computed in {time.monotonic() - began:.1f} s"]
+        began = time.monotonic()
+        self._decoding.prepare()
+        if captured := self._decoding.recorded:
+            said.append(f"decoding: {captured} CUDA graphs captured in {time.monotonic() - began:.1f} s")
+        return said
+
+    def _try_prompts(self, longest: int | None) -> int:
+        """Steps with the numbers of rows on which kernels depend; how many there were."""
         from ringattn.integrations.transformers import run_step
 
-        mode: Literal["auto", "decode"] = "decode" if plan.decodes else "auto"
-        step = self._cache.extend(plan.requests, plan.counts, mode=mode)
+        cache, ranks, tried = self._cache, self._cache.ring.world_size, 0
+        room = min(cache.capacity_tokens, longest or cache.capacity_tokens)
+        for rows in PROMPT_ROWS:
+            counts = [rows * ranks, *(TURNS if rows == PROMPT_ROWS[-1] else ())]
+            if sum(counts) > room:
+                break
+            request = cache.join(sum(counts))
+            for count in counts:
+                step = cache.extend([request], [count])
+                run_step(self._model, step, torch.zeros(count, dtype=torch.int64), wanted=[0])
+                tried += 1
+            cache.leave(request)
+        return tried
+
+    def run(self, plan: Plan) -> Tensor:
+        """The logits `wanted vocab` of a step, on every rank; the next step may overwrite them."""
+        from ringattn.integrations.transformers import run_step
+
         tokens = torch.tensor(plan.tokens)
+        if plan.decodes:
+            logits = self._decoding.run(plan.requests, tokens[:, None]).logits[:, -1]
+            return logits if len(plan.wanted) == len(plan.requests) else logits[plan.wanted]
+        step = self._cache.extend(plan.requests, plan.counts)
         if step.mode == "decode":
             tokens = tokens.view(len(plan.requests), -1)
         return run_step(self._model, step, tokens, wanted=plan.wanted)

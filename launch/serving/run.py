@@ -30,7 +30,7 @@ from ringattn.launch.distributed import Rank, Refusal, join_ranks
 from ringattn.launch.serving.channel import Channel
 from ringattn.launch.serving.config import ENDED, ServeArgs
 from ringattn.launch.serving.engine import Engine, follow
-from ringattn.launch.serving.models import Replica, Served, describe, load, make_cache
+from ringattn.launch.serving.models import Replica, Served, describe, load, make_cache, share_weights
 from ringattn.launch.serving.scheduling import Scheduler
 from ringattn.launch.serving.watch import Watch
 from ringattn.ring import Ring
@@ -130,8 +130,14 @@ def _prepare(args: ServeArgs, rank: Rank) -> tuple[Served, Replica, str]:
         raise Refusal(str(error)) from None
     if served is None:
         raise Refusal(problem)
+    if served.drawn:
+        share_weights(served.model, rank)
     cache = make_cache(served.model, ring, gib=args.cache_gib, page_size=args.page_size, kv_dtype=args.kv_dtype)
-    return served, Replica(served.model, cache), describe(cache)
+    replica = Replica(served.model, cache, args.max_running, None if args.graphs else False)
+    for line in replica.prepare(served.length):
+        if rank.first:
+            print(line, flush=True)
+    return served, replica, describe(cache)
 
 
 def _listen(args: ServeArgs, rank: Rank, channel: Channel) -> Server | None:
@@ -145,7 +151,7 @@ def _listen(args: ServeArgs, rank: Rank, channel: Channel) -> Server | None:
     refusal, server = "", None
     if rank.first:
         try:
-            server = Server(args.host, args.port)
+            server = Server(args.host, args.port, args.max_connections)
         except OSError as error:
             refusal = (
                 f"host and port must be free to listen on, got {args.host} and {args.port}: {error.strerror or error}; "
@@ -194,6 +200,10 @@ def _lead(
     where = f"http://{f'[{args.host}]' if ':' in args.host else args.host}:{server.port}"
     print(f"cache: {cache}", flush=True)
     print(f"serving {served.name} at {where} (a page to look at) and {where}/v1 (the interface)", flush=True)
+    if rank.backend != "none" and ENDED not in os.environ:
+        print(
+            f"to end it: kill {os.getpid()} (torchrun that is told to end reports the signal as an error)", flush=True
+        )
     over = _stop_on_signals(engine, args.grace, stops, rank)
     engine.run()
     over.set()

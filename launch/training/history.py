@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import json
 import os
+import statistics
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +57,37 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
         except json.JSONDecodeError:
             break
     return rows
+
+
+def summarise(rows: Sequence[dict[str, Any]], start: int = 0) -> dict[str, Any]:
+    """What the steps of a run come to.
+
+    Args:
+        rows: Rows of a log.
+        start: Steps that another start of the run made: they count among the losses alone.
+
+    Returns:
+        Losses and norms of all steps. Tokens/s, seconds and MFU are medians, without the first two of this start, which
+        compile kernels and make buffers; exposed communication, of the steps where it was measured; peak memory is of
+        this start, by rank.
+    """
+    steps = [row for row in rows if "loss" in row]
+    made = [row for row in steps if row["step"] > start]
+    counted = made[2:] or made
+
+    def median(rows: Sequence[dict[str, Any]], name: str) -> float | None:
+        values = [row[name] for row in rows if row[name] is not None]
+        return statistics.median(values) if values else None
+
+    return {
+        "steps": steps[-1]["step"],
+        "losses": [row["loss"] for row in steps],
+        "grad_norms": [row["grad_norm"] for row in steps],
+        "steps_s": [row["step_s"] for row in steps],
+        **{name: median(counted, name) for name in ("tokens_per_s", "step_s", "mfu")},
+        "exposed_ms": median(made, "exposed_ms"),
+        "peak_memory_mib": [max(column) for column in zip(*(row["peak_memory_mib"] for row in made), strict=True)],
+    }
 
 
 def draw_curve(rows: list[dict[str, Any]], path: Path, title: str, unit: str = "byte") -> None:

@@ -20,10 +20,11 @@ import torch.distributed as dist
 from torch import nn
 
 from ringattn.launch.distributed import Rank, Refusal, was_restarted
+from ringattn.launch.session import Session, machine, write_json
 from ringattn.launch.training.checkpoint import Checkpoints, find_checkpoint, list_checkpoints, read_facts
 from ringattn.launch.training.config import Config
 from ringattn.launch.training.data import Batches, Corpus
-from ringattn.launch.training.history import History, draw_curve
+from ringattn.launch.training.history import History, draw_curve, summarise
 from ringattn.launch.training.meter import AttentionClock, ForwardFlops, mfu, peak_flops, peak_memory_mib
 from ringattn.launch.training.model import ModelConfig, Transformer
 from ringattn.launch.training.parallel import make_parallel, stand_alone
@@ -387,21 +388,41 @@ class Run:
         return "byte" if self.tokenizer is None else "token"
 
     def conclude(self) -> None:
-        """Says what came out and where it lies."""
-        training = [row for row in self.history.rows if "loss" in row]
-        validation = [row["validation_loss"] for row in self.history.rows if "validation_loss" in row]
+        """Says what came out and where it lies, and keeps it as a result beside those of the benches."""
+        rows = self.history.rows
+        training = [row for row in rows if "loss" in row]
+        validation = [row["validation_loss"] for row in rows if "validation_loss" in row]
         if not (self.rank.first and training and validation):
             return
-        memory = [
-            round(max(column))
-            for column in zip(*(row["peak_memory_mib"] for row in training[self.start :]), strict=True)
-        ]
+        memory: list[float] = []
+        if self.start < training[-1]["step"]:
+            found = summarise(rows, self.start)
+            memory = found["peak_memory_mib"]
+            write_json(self.out / "result.json", {"machine": self._machine(), "rows": [self._facts() | found]})
         self.say(
             f"loss {training[0]['loss']:.4f} -> {training[-1]['loss']:.4f}, "
             f"validation {validation[0]:.4f} -> {validation[-1]:.4f} nats per {self._unit} over {len(training)} steps\n"
-            + (f"peak memory per rank: {', '.join(map(str, memory))} MiB\n" if memory else "")
-            + f"log, curve, sample and checkpoints: {self.out}/{{log.jsonl,loss.png,sample.txt,step-*}}"
+            + (f"peak memory per rank: {', '.join(f'{value:.0f}' for value in memory)} MiB\n" if memory else "")
+            + f"log, curve, sample and checkpoints: {self.out}/{{log.jsonl,result.json,loss.png,sample.txt,step-*}}"
         )
+
+    def _machine(self) -> dict[str, Any]:
+        backend = None if self.rank.backend == "none" else self.rank.backend
+        return machine(Session(self.rank.index, self.rank.world_size, self.rank.device, backend))
+
+    def _facts(self) -> dict[str, Any]:
+        """What a result says of the run besides its steps."""
+        config, parallel = self.config, self.trainer.parallel
+        named = ("preset", "model", "seq_len", "batch_size", "accumulate", "pack", "recompute", "compile")
+        return {
+            "bench": "train",
+            "world_size": self.rank.world_size,
+            "dp": parallel.dp,
+            "cp": parallel.cp,
+            "parameters": self.trainer.num_parameters,
+            "dtype": str(self.recipe.dtype).removeprefix("torch."),
+            **{name: getattr(config, name) for name in named},
+        }
 
 
 def _ranges(lengths: Sequence[int]) -> str:

@@ -22,7 +22,8 @@ import torch
 from torch import Tensor
 
 from ringattn.call import Call
-from ringattn.inference.prefill import MOVES, Prefill, growth, plan_travel, resolve_moves
+from ringattn.inference.in_place import READS, resolve_reads
+from ringattn.inference.prefill import MOVES, Prefill, growth, plan_travel, resolve_moves, rows_in_place
 from ringattn.inference.step import Step
 from ringattn.kernels.contract import Score, accumulation_dtype
 from ringattn.kernels.decode import decode, num_splits, parts_len
@@ -36,6 +37,8 @@ from ringattn.visibility import Visibility
 Window = tuple[int | None, int | None] | None
 Given = tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]
 """q, k, v, sinks and alibi_slopes."""
+Wanted = tuple[bool, Any, float | None, float, int | None, str, str]
+"""causal, window, softmax_scale, softcap, chunk_len and moves."""
 
 
 def attend(
@@ -51,7 +54,9 @@ def attend(
     softcap: float = 0.0,
     sinks: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
+    chunk_len: int | None = None,
     moves: str = "auto",
+    reads: str = "auto",
 ) -> Tensor:
     """Keeps the keys of new tokens and attends with their queries over all that their requests have.
 
@@ -71,7 +76,12 @@ def attend(
         softcap: Bound of the soft cap; 0.0 for none.
         sinks: `h`.
         alibi_slopes: `h`.
+        chunk_len: Tokens see those of their own chunk of so many tokens. Chunks are counted from the first token of the request
+            that is seen.
         moves: What goes round the ring in prefill: "keys", "queries", or "auto" for whichever is fewer bytes.
+        reads: How a prefill reads what is kept: "copies" of all pages in one piece, for the kernels of training; "pages" where
+            they lie, with the kernel of decoding; or "auto" for whichever is faster by its counts (Note [In place or copied] of
+            in_place.py). Keys that move are copied, so "pages" makes queries move. Decode always reads pages.
 
     Returns:
         `batch rows h dv`, q's dtype. In decode every rank has the same bits.
@@ -96,7 +106,7 @@ def attend(
     """
     run = _beside_compilers() if "torch._dynamo" in sys.modules else _attend
     bounds = window if window is None or isinstance(window, int) else tuple(window)
-    options = (causal, bounds, softmax_scale, softcap, moves)
+    options = (causal, bounds, softmax_scale, softcap, chunk_len, moves, reads)
     return run(step, layer, (q, k, v, sinks, alibi_slopes), options)
 
 
@@ -113,8 +123,8 @@ def _beside_compilers() -> Callable[..., Tensor]:
     return _hidden[0]
 
 
-def _attend(step: Step, layer: int, given: Given, wanted: tuple[bool, Any, float | None, float, str]) -> Tensor:
-    """`attend` of q, k, v, sinks and alibi_slopes; causal, window, softmax_scale, softcap and moves."""
+def _attend(step: Step, layer: int, given: Given, wanted: Wanted) -> Tensor:
+    """`attend` of q, k, v, sinks and alibi_slopes, as options say."""
     q, k, v, sinks, alibi_slopes = given
     key = (*wanted, *map(_facts, given))
     known = step.calls.get(key)
@@ -141,13 +151,15 @@ class _Options:
     window: Window
     softmax_scale: float | None
     softcap: float
+    chunk_len: int | None
     moves: str
+    reads: str
 
     @classmethod
-    def of(cls, causal: bool, window: Any, softmax_scale: float | None, softcap: float, moves: str) -> _Options:
+    def of(cls, causal: bool, window: Any, *others: Any) -> _Options:
         """Options as users give them."""
         window = (window - 1, 0) if isinstance(window, int) else window
-        return cls(causal, window, softmax_scale, softcap, moves)
+        return cls(causal, window, *others)
 
     def scale(self, q: Tensor) -> float:
         return q.shape[-1] ** -0.5 if self.softmax_scale is None else self.softmax_scale
@@ -158,16 +170,23 @@ class _Prefill:
     """A prefill that is right, before ranks have agreed on it."""
 
     call: Call
-    moves: str
+    options: _Options
     features: frozenset[str]
 
     def ready(self, step: Step, q: Tensor) -> Prefill:
-        call = self.call
+        call, options, several = self.call, self.options, step.cache.ring.world_size > 1
         choice = pick(q.device, q.dtype, q.shape[-1], step.cache.v_head_dim, impl=call.impl, features=self.features)
         fresh = step.lengths == step.counts
-        moves = resolve_moves(self.moves, step, call, q, fresh)
-        travel = plan_travel(call, q.device) if moves == "queries" else None
-        return Prefill(call, choice.kernels, moves, fresh, travel, growth(step))
+        wanted = "queries" if several and options.reads == "pages" else options.moves
+        moves = resolve_moves(wanted, step, call, q, fresh)
+        left = None if options.window is None else options.window[0]
+        if options.chunk_len is not None:
+            left = options.chunk_len if left is None else min(left, options.chunk_len)
+        reads = "copies" if several and moves == "keys" else resolve_reads(options.reads, step, q, left, fresh)
+        travel = plan_travel(call, q.device) if moves == "queries" and (several or reads == "copies") else None
+        bounds = options.window, options.chunk_len
+        in_place = rows_in_place(step, call, travel, q.shape[2], *bounds) if reads == "pages" else None
+        return Prefill(call, choice.kernels, moves, reads, fresh, travel, in_place, growth(step))
 
 
 @dataclass(frozen=True, eq=False)
@@ -207,7 +226,7 @@ class _Decode:
             b, s, h, cache.kv_heads, blocks, cache.page_size, q.device, head_dim=width, kv_dtype=cache.kv_dtype
         )
         parts = torch.empty(splits, parts_len(rows, dv), dtype=wide, device=q.device)
-        lo, hi = step.bounds(self.options.causal, self.options.window)
+        lo, hi = step.bounds(self.options.causal, self.options.window, self.options.chunk_len)
         k_scale, v_scale = cache.scales(layer)
         decode(
             q, cache.k[layer], cache.v[layer], table, lo, hi, positions, score, parts, k_scale=k_scale, v_scale=v_scale
@@ -245,7 +264,14 @@ def _decide(
     )
     documents = None if step.sharding is None else step.sharding.documents
     visibility = Visibility(
-        total, total, causal=options.causal, window=options.window, documents=documents, lengths=lengths
+        total,
+        total,
+        causal=options.causal,
+        window=options.window,
+        documents=documents,
+        chunk_len=options.chunk_len,
+        lengths=lengths,
+        chunks_restart=True,
     )
     if step.mode == "decode":
         pick_decode(q.device, q.dtype, cache.kv_dtype, q.shape[-1], cache.v_head_dim, cache.page_size)
@@ -266,7 +292,9 @@ def _decide(
     )
     features = call.features(sinks=sinks, alibi_slopes=alibi_slopes)
     pick(q.device, q.dtype, q.shape[-1], cache.v_head_dim, impl=call.impl, features=features)
-    return _Prefill(call, options.moves, features)
+    if options.reads != "copies":
+        pick_decode(q.device, q.dtype, cache.kv_dtype, q.shape[-1], cache.v_head_dim, cache.page_size)
+    return _Prefill(call, options, features)
 
 
 def _facts(x: Tensor | None) -> Any:
@@ -333,4 +361,10 @@ def _check_options(options: _Options) -> None:
     if options.moves not in MOVES:
         raise ValueError(
             f"moves must be one of {', '.join(MOVES)}, got {options.moves!r}; 'auto' takes what is fewer bytes"
+        )
+    if options.reads not in READS:
+        raise ValueError(f"reads must be one of {', '.join(READS)}, got {options.reads!r}; 'auto' takes what is faster")
+    if options.reads == "pages" and options.moves == "keys":
+        raise ValueError(
+            "moves must be 'queries' or 'auto' with reads='pages', got 'keys', which are copied before they move; leave moves out"
         )

@@ -11,7 +11,8 @@ Note [What moves]
     sees nothing stays. For bf16 and d = dv = 128 the sides are 512 hk T and 776 h N: queries move below N / T = 0.66 hk / h, a
     third of what their own bytes alone would say (2 hk / h), because partials go home in fp32. The first chunk of a
     prompt has N = T and moves keys always. Keys that move are hidden behind attention as in training, where there is enough of it;
-    queries are waited for, but a rank whose rows are few, or that has none, computes its share all the same.
+    what is hidden of queries says Note [What queries wait for]. A rank whose rows are few, or that has none, computes its share all
+    the same.
 
 Note [Queries move]
     Every rank sends its new rows to those who keep keys that they see (one post per peer), visits them all with its own keys in one
@@ -20,12 +21,26 @@ Note [Queries move]
     rank needs for it, beside its own rows and keys: N rows of q, N fp32 rows of (m, l, acc), as much again in messages, and
     P fp32 partials of its own rows.
 
+Note [What queries wait for]
+    A rank visits with N rows, N T/P h pairs of 4 d FLOPs, and receives 776 N (P-1)/P h bytes (bf16, d = 128): a third of them
+    queries, two thirds partials. Both grow with N, so at R FLOP/s and B bytes/s the bytes take 1.5 (P-1) R / (B T) of the
+    visit's time, however many rows there are. On 4 GPUs at 600 TFLOP/s and 350 GB/s: 24% of it for T = 32K, 6% for 128K, 0.7%
+    for 1M.
+    Queries leave before pages are copied (Note [Rows of pages]): 17 ns for each of N rows (32 heads) beside 2.4 ns for each of
+    T / P keys (8 heads), so below N = T / 28 they are there by then. Partials leave owner by owner, each packed beside the one
+    before it on its way, and are put in place likewise.
+    More could be hidden only by visiting in several launches, by owner or by halves of the heads. That does not pay on one node:
+    in tiles of 128 rows each of them fills 132 multiprocessors twice from N = 4K or 2K on (32 heads, P = 4), and ends with half
+    a wave of idle ones, a quarter of its time there. But from N = (P-1) hk/h R/B on, 1.3K there, keys that move are hidden as a
+    whole, so rows that are enough for several launches need none. Between nodes B is a seventh of that, and this count another.
+
 Note [Rows of pages]
     Kernels of prefill want the keys of a rank in one piece, so its pages are copied for every layer. That reads and writes
     2 t hk (d + dv) e bytes, of which attention reads half again: for bf16, d = dv = 128, 8 key heads and 256K tokens on a rank
     2.1 GB, 0.6 ms at 3.35 TB/s. Attention over them makes 4 N t h d FLOPs: with 32 query heads at 600 TFLOP/s 7.3 us for each
-    of the N new rows of all ranks. So the copy takes 8% of it beside 1K new rows and 0.25% beside 32K; up to 16 new tokens are a
-    step of decoding, which copies nothing. A prompt that begins has kept nothing yet: its rows are used as they are.
+    of the N new rows of all ranks. So the copy takes 8% of it beside 1K new rows and 0.25% beside 32K; beside few rows it is most
+    of the time, and pages are read in place instead, where no keys move (Note [In place or copied] of in_place.py). A prompt that
+    begins has kept nothing yet: its rows are used as they are.
 
 Note [Room ahead]
     Every chunk of a long prompt sees more keys than the one before, and buffers of the ring that other ranks read are made by
@@ -36,7 +51,8 @@ Note [Room ahead]
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import TYPE_CHECKING
@@ -46,6 +62,7 @@ from torch import Tensor
 
 from ringattn import gathered
 from ringattn.call import Call
+from ringattn.inference.in_place import InPlace, plan_in_place
 from ringattn.kernels.contract import Carry, KernelSet, Score, Side, accumulation_dtype
 from ringattn.kernels.parts import clear, finish_parts, size, views
 from ringattn.parcels import slices
@@ -70,16 +87,20 @@ class Prefill:
         call: Shardings and mask.
         kernels: What computes visits.
         moves: "keys" or "queries".
+        reads: "copies" or "pages".
         fresh: Nothing was kept before: the new rows are all there are.
         travel: How queries move, where they do.
+        in_place: Which rows attend over this rank's pages where they lie, if they do and there are any.
         times: How many times as long the requests may become (Note [Room ahead]).
     """
 
     call: Call
     kernels: KernelSet
     moves: str
+    reads: str
     fresh: bool
     travel: Travel | None
+    in_place: InPlace | None
     times: float
     _begun: list[bool] = field(default_factory=list, init=False, repr=False)
 
@@ -95,18 +116,75 @@ class Prefill:
     ) -> Tensor:
         """O `b s h dv` of this rank's new rows, whose keys the cache has."""
         cache, call, seat = step.cache, self.call, step.cache.ring.seat
+        q = _rows(q)
+        score = call.score(q.dtype, 0, sinks=sinks, alibi_slopes=alibi_slopes)
+        # Note [What queries wait for]
+        guests = None if self.travel is None else _invite(q.contiguous(), cache.v_head_dim, seat, self.travel)
+        if self.reads == "pages":
+            if guests is None:
+                return (
+                    q.new_empty(*q.shape[:3], cache.v_head_dim)
+                    if self.in_place is None
+                    else self.in_place.attend(cache, layer, q, score)
+                )
+
+            def over_pages(rows: Tensor, carry: Carry) -> None:
+                assert self.in_place is not None, "rows that visit have rectangles"
+                self.in_place.visit(cache, layer, rows, score, carry)
+
+            return _receive(guests, cache.v_head_dim, score, seat, over_pages)
         keys, values = k, v
         if not self.fresh:
             assert step.kept_slots is not None, "a step of prefill knows where keys are kept"
             keys, values = cache.take(layer, step.kept_slots)
-        score = call.score(q.dtype, 0, sinks=sinks, alibi_slopes=alibi_slopes)
-        q, keys, values = _rows(q), _rows(keys), _rows(values)
-        if self.travel is None:
+        keys, values = _rows(keys), _rows(values)
+        if guests is None:
             if not self._begun:
                 gathered.reserve(keys, values, score, call, self.kernels, seat, self.times, cache.room)
                 self._begun.append(True)
             return gathered.forward(q, keys, values, score, call, self.kernels, seat)[0]
-        return queries_forward(q, keys, values, score, call, self.kernels, seat, self.travel)
+        travel = guests.travel
+
+        def over_copies(rows: Tensor, carry: Carry) -> None:
+            _visit_copies(rows, keys, values, score, call, self.kernels, seat, travel, carry)
+
+        return _receive(guests, cache.v_head_dim, score, seat, over_copies)
+
+
+def rows_in_place(
+    step: Step,
+    call: Call,
+    travel: Travel | None,
+    heads: int,
+    window: tuple[int | None, int | None] | None,
+    chunk_len: int | None,
+) -> InPlace | None:
+    """The rows that attend over this rank's pages: those that visit, or on one rank all new ones.
+
+    Args:
+        step: The step.
+        call: Shardings and mask.
+        travel: How queries move, where they do.
+        heads: Query heads.
+        window: As in `attend`, resolved.
+        chunk_len: As in `attend`.
+    """
+    documents = call.visibility.documents
+    new = [(length - count, count, i) for i, (length, count) in enumerate(zip(step.lengths, step.counts, strict=True))]
+    if travel is not None:
+        visiting = travel.side_runs
+        if documents is None:
+            # requests that are alike: each has a batch element
+            new = [(start, length, i) for i in range(len(step.requests)) for start, length in visiting]
+        else:
+            new = []
+            for start, length in visiting:
+                while length:
+                    i = bisect_right(documents, start) - 1
+                    some = min(length, documents[i + 1] - start)
+                    new.append((start - documents[i], some, i))
+                    start, length = start + some, length - some
+    return plan_in_place(step, new, heads, call.visibility.causal, window, chunk_len, step.cache.device)
 
 
 def resolve_moves(wanted: str, step: Step, call: Call, q: Tensor, fresh: bool) -> str:
@@ -170,12 +248,14 @@ class Travel:
         side: All rows that visit here, in the order of their positions.
         stops: Whose they are: this rank's own first, where they see its keys, then in ring order.
         total: Rows of side.
+        side_runs: (start, length) of their positions, one stretch after another.
     """
 
     plan: Plan
     side: Side
     stops: tuple[Stop, ...]
     total: int
+    side_runs: tuple[tuple[int, int], ...]
 
 
 def plan_travel(call: Call, device: torch.device) -> Travel:
@@ -194,32 +274,69 @@ def plan_travel(call: Call, device: torch.device) -> Travel:
         for visit, mine in zip(visits, parts, strict=True)
     )
     side = find(moving_key(Visit(0, call.rank, (), runs, 0), call.visibility, device, "keys"))
-    return Travel(plan, side, stops, ends[-1])
+    return Travel(plan, side, stops, ends[-1], tuple((start, length) for _, length, start, _ in runs))
 
 
-def queries_forward(
-    q: Tensor, k: Tensor, v: Tensor, score: Score, call: Call, kernels: KernelSet, seat: Seat, travel: Travel
-) -> Tensor:
-    """The finished attention of this rank's query rows over the keys of all ranks; queries move.
+@dataclass(frozen=True, eq=False)
+class _Guests:
+    """Query rows of other ranks on their way to this one's keys, and this rank's on their way to theirs.
+
+    Attributes:
+        q: `b s h d`: this rank's rows, contiguous.
+        travel: From `plan_travel`.
+        coming: Per ring step from 1 on: the owner's rows that come, `b count h d`, or None, and what is to be waited for.
+    """
+
+    q: Tensor
+    travel: Travel
+    coming: list[tuple[Tensor | None, list[Pending]]]
+
+
+def _invite(q: Tensor, dv: int, seat: Seat, travel: Travel) -> _Guests:
+    """Sends this rank's rows to those who keep keys that they see, and lets theirs come; returns at once.
 
     Args:
-        q: `b s h d`, this rank's rows.
-        k: `b t hk d`, this rank's rows.
-        v: `b t hk dv`, this rank's rows.
-        score: How scores are made.
-        call: Shardings and mask.
-        kernels: What computes a visit.
+        q: `b s h d`, this rank's rows, contiguous.
+        dv: Width of values.
         seat: This rank's place at the ring.
         travel: From `plan_travel`.
+    """
+    b, _, h, d = q.shape
+    largest = travel.plan.largest_send * b * h
+    _reserve(seat, largest * d * q.element_size(), size(largest, dv) * accumulation_dtype(q.dtype).itemsize)
+    visiting = {stop.rank: stop for stop in travel.stops}
+    plan, coming = travel.plan.ranks[seat.rank], []
+    for step in range(1, seat.world_size):
+        gives: list[Parcel] = []
+        fetches: list[Parcel] = []
+        part = None
+        send, stop = plan.sends[step], visiting.get((seat.rank - step) % seat.world_size)
+        if send is not None:
+            gives = [(send.peer, _cut(q, send.rows))]
+        if stop is not None:
+            part = seat.buffers.take(f"visitors {step}", (b, stop.count, h, d), q.dtype, q.device)
+            fetches = [(stop.rank, part)]
+        coming.append((part, _post(seat, gives, fetches, f"prefill, queries for ring step {step}")))
+    return _Guests(q, travel, coming)
+
+
+def _receive(guests: _Guests, dv: int, score: Score, seat: Seat, visit: Callable[[Tensor, Carry], None]) -> Tensor:
+    """The finished attention of this rank's query rows over the keys of all ranks.
+
+    Args:
+        guests: From `_invite`.
+        dv: Head dim of the values.
+        score: How scores are made.
+        seat: This rank's place at the ring.
+        visit: Writes the partial of all rows that visit, `b total h d`, over this rank's keys into a carry.
 
     Returns:
         o `b s h dv` in q's dtype.
     """
-    b, s, h, d = q.shape
-    dv, wide, take = v.shape[-1], accumulation_dtype(q.dtype), seat.buffers.take
-    largest = travel.plan.largest_send * b * h
-    _reserve(seat, largest * d * q.element_size(), size(largest, dv) * wide.itemsize)
-    rows = _collect(q.contiguous(), seat, travel)
+    q, travel = guests.q, guests.travel
+    b, s, h, _ = q.shape
+    wide, take = accumulation_dtype(q.dtype), seat.buffers.take
+    rows = _line_up(guests, seat)
     shape = (b, h, travel.total)
     carry = Carry(
         m=take("visitors m", shape, wide, q.device),
@@ -228,21 +345,7 @@ def queries_forward(
     )
     if travel.total:
         with span("all queries visit the keys of rank {}", seat.rank):
-            kernels.forward(
-                rows,
-                k,
-                v,
-                travel.side,
-                call.stationary("queries", q.device),
-                # one sink for all partials: where they meet
-                dataclasses.replace(score, sinks=None),
-                carry=carry,
-                first=True,
-                last=False,
-                # not the last visit: nothing is written here
-                o=rows if d == dv else take("visitors o", (b, travel.total, h, dv), q.dtype, q.device),
-                lse=take("visitors lse", shape, wide, q.device),
-            )
+            visit(rows, carry)
     stack = _return(carry, s, seat, travel)
     o = torch.empty(b, s, h, dv, dtype=q.dtype, device=q.device)
     if o.numel():
@@ -250,26 +353,51 @@ def queries_forward(
     return o
 
 
-def _collect(q: Tensor, seat: Seat, travel: Travel) -> Tensor:
+def _visit_copies(
+    rows: Tensor,
+    k: Tensor,
+    v: Tensor,
+    score: Score,
+    call: Call,
+    kernels: KernelSet,
+    seat: Seat,
+    travel: Travel,
+    carry: Carry,
+) -> None:
+    """The forward of training of rows `b total h d` over k `b t hk d` and v `b t hk dv`, as a carry."""
+    b, total, h, d = rows.shape
+    dv, take = v.shape[-1], seat.buffers.take
+    kernels.forward(
+        rows,
+        k,
+        v,
+        travel.side,
+        call.stationary("queries", rows.device),
+        # one sink for all partials: where they meet
+        dataclasses.replace(score, sinks=None),
+        carry=carry,
+        first=True,
+        last=False,
+        # not the last visit: nothing is written here
+        o=rows if d == dv else take("visitors o", (b, total, h, dv), rows.dtype, rows.device),
+        lse=take("visitors lse", (b, h, total), carry.m.dtype, rows.device),
+    )
+
+
+def _line_up(guests: _Guests, seat: Seat) -> Tensor:
     """The query rows of all ranks that see a key of this one, `b total h d`, by position."""
+    q, travel = guests.q, guests.travel
     b, _, h, d = q.shape
-    visiting = {stop.rank: stop for stop in travel.stops}
-    plan, parts, pending = travel.plan.ranks[seat.rank], {}, []
-    for step in range(1, seat.world_size):
-        gives: list[Parcel] = []
-        fetches: list[Parcel] = []
-        send, stop = plan.sends[step], visiting.get((seat.rank - step) % seat.world_size)
-        if send is not None:
-            gives = [(send.peer, _cut(q, send.rows))]
-        if stop is not None:
-            parts[stop.rank] = seat.buffers.take(f"visitors {step}", (b, stop.count, h, d), q.dtype, q.device)
-            fetches = [(stop.rank, parts[stop.rank])]
-        pending += _post(seat, gives, fetches, f"prefill, queries for ring step {step}")
-    for one in pending:
-        one.wait()
     found = seat.buffers.take("visitors", (b, travel.total, h, d), q.dtype, q.device)
-    for stop in travel.stops:
-        found.index_copy_(1, stop.places, parts[stop.rank] if stop.rank != seat.rank else _cut(q, stop.rows))
+    visiting = {stop.rank: stop for stop in travel.stops}
+    if seat.rank in visiting:
+        own = visiting[seat.rank]
+        found.index_copy_(1, own.places, _cut(q, own.rows))
+    for step, (part, pending) in enumerate(guests.coming, 1):
+        for one in pending:
+            one.wait()
+        if part is not None:
+            found.index_copy_(1, visiting[(seat.rank - step) % seat.world_size].places, part)
     return found
 
 
@@ -278,42 +406,48 @@ def _return(carry: Carry, s: int, seat: Seat, travel: Travel) -> Tensor:
     b, _, h, dv = carry.acc.shape
     wide, device, me = carry.acc.dtype, carry.acc.device, seat.rank
     visiting = {stop.rank: stop for stop in travel.stops}
-    plan, pending, landed = travel.plan.ranks[me], [], []
+    plan, landing = travel.plan.ranks[me], []
     stack = seat.buffers.take("visitors home", (seat.world_size, size(b * s * h, dv)), wide, device)
-    if me in visiting and s:
-        _pack(carry, visiting[me], stack[me])
-    else:
-        clear(stack[me], b * s * h, dv)
     for step in range(1, seat.world_size):
         gives: list[Parcel] = []
         fetches: list[Parcel] = []
         stop, send = visiting.get((me - step) % seat.world_size), plan.sends[step]
-        peer = (me + step) % seat.world_size
+        peer, part = (me + step) % seat.world_size, None
         if stop is not None:
             made = seat.buffers.take(f"visitors made {step}", (size(b * stop.count * h, dv),), wide, device)
             _pack(carry, stop, made)
             gives = [Reply(stop.rank, made)]
-        if send is None:
-            clear(stack[peer], b * s * h, dv)
-        elif send.num_rows == s:
+        if send is not None and send.num_rows == s:
             fetches = [Reply(peer, stack[peer])]
-        else:
+        elif send is not None:
             part = seat.buffers.take(f"visitors back {step}", (size(b * send.num_rows * h, dv),), wide, device)
             fetches = [Reply(peer, part)]
-            landed.append((peer, send.rows, part))
-        pending += _post(seat, gives, fetches, f"prefill, partials of ring step {step}")
-    for one in pending:
-        one.wait()
-    for peer, rows, part in landed:
-        clear(stack[peer], b * s * h, dv)
-        count = sum(length for _, length in rows)
-        for whole, some, shape in zip(
-            views(stack[peer], b * s * h, dv), views(part, b * count * h, dv), ((), (), (dv,)), strict=True
-        ):
-            target, source = whole.view(b, s, h, *shape), some.view(b, count, h, *shape)
-            for x, y in zip(slices(target, 1, rows), source.split([length for _, length in rows], 1), strict=True):
-                x.copy_(y)
+        landing.append((peer, send, part, _post(seat, gives, fetches, f"prefill, partials of ring step {step}")))
+    if me in visiting and s:
+        _pack(carry, visiting[me], stack[me])
+    else:
+        clear(stack[me], b * s * h, dv)
+    for peer, send, part, pending in landing:
+        if send is None or part is not None:
+            clear(stack[peer], b * s * h, dv)
+        for one in pending:
+            one.wait()
+        if send is not None and part is not None:
+            _spread(part, stack[peer], send.rows, (b, s, h, dv))
     return stack
+
+
+def _spread(part: Tensor, whole: Tensor, rows: Rows, shape: tuple[int, int, int, int]) -> None:
+    """Writes the packed part of some rows of `b s h dv` into that of all of them."""
+    b, s, h, dv = shape
+    lengths = [length for _, length in rows]
+    count = sum(lengths)
+    for target, source, tail in zip(
+        views(whole, b * s * h, dv), views(part, b * count * h, dv), ((), (), (dv,)), strict=True
+    ):
+        pieces = source.view(b, count, h, *tail).split(lengths, 1)
+        for x, y in zip(slices(target.view(b, s, h, *tail), 1, rows), pieces, strict=True):
+            x.copy_(y)
 
 
 def _pack(carry: Carry, stop: Stop, part: Tensor) -> None:

@@ -13,7 +13,8 @@ Note [Two modes]
 Note [One upload]
     All that the device must know of a step is laid out in one piece of memory on the host and copied once; rows that can be
     counted from blocks are counted on the device. Memory on the host is pinned and the copy asynchronous: torch keeps it until
-    the copy has been made.
+    the copy has been made. Each tensor of a decode step begins on a line of its own: a kernel is compiled anew for a pointer that
+    is not aligned, and where the blocks begin would depend on how many there are.
 
 Note [Steps that stay]
     A captured CUDA graph reads the addresses that it was captured with. A `StaticStep` has its tensors at fixed addresses and
@@ -34,16 +35,19 @@ import torch
 from torch import Tensor
 
 from ringattn.inference.pages import Pages, Stretch, Table
-from ringattn.kernels.decode import MAX_TOKENS, PageTable
+from ringattn.kernels.decode import PageTable
 from ringattn.layout import Run, Shard
 from ringattn.sharding import Sharding
 
 if TYPE_CHECKING:
     from ringattn.inference.cache import PagedKVCache
 
-MOST_DECODED = MAX_TOKENS
+MOST_DECODED = 16
 """New tokens per request up to which a step may be one of decoding."""
 _WORD = 4  # bytes of an int32
+_LINE = 8  # words: 32 bytes, which is what kernels may be told of a pointer
+Mask = tuple[bool, tuple[int | None, int | None] | None, int | None]
+"""causal, window and chunk_len."""
 
 
 @dataclass(eq=False)
@@ -107,6 +111,11 @@ class Step:
         """What went round the ring in each kind of call of this step so far: "keys" or "queries"; empty for decode."""
         return tuple(known.moves for known in self.calls.values() if hasattr(known, "moves"))
 
+    @property
+    def read(self) -> tuple[str, ...]:
+        """How each kind of call of this step so far read what was kept: "copies" or "pages"; empty for decode."""
+        return tuple(known.reads for known in self.calls.values() if hasattr(known, "reads"))
+
     def take(self, tokens: Tensor, dim: int = 1) -> Tensor:
         """This rank's rows of the new tokens.
 
@@ -123,18 +132,22 @@ class Step:
         assert self.starts is not None, "rows of a prefill see documents"
         return self.starts
 
-    def bounds(self, causal: bool, window: tuple[int | None, int | None] | None) -> tuple[Tensor, Tensor]:
+    def bounds(
+        self, causal: bool, window: tuple[int | None, int | None] | None, chunk_len: int | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Decode: what each row sees, lo <= position < hi, as `batch rows` int32 on the device; found once for all layers."""
-        known = self.memo.get((causal, window))
+        mask = (causal, window, chunk_len)
+        known = self.memo.get(mask)
         if known is None:
-            known = self.memo[causal, window] = self._empty_bounds()
-            self._find_bounds(causal, window, *known)
+            known = self.memo[mask] = self._empty_bounds()
+            self._find_bounds(mask, *known)
         return known
 
     def _empty_bounds(self) -> tuple[Tensor, Tensor]:
         return torch.empty_like(self.seen_from), torch.empty_like(self.seen_from)
 
-    def _find_bounds(self, causal: bool, window: tuple[int | None, int | None] | None, lo: Tensor, hi: Tensor) -> None:
+    def _find_bounds(self, mask: Mask, lo: Tensor, hi: Tensor) -> None:
+        causal, window, chunk_len = mask
         here, ends = self.positions32, self.ends
         assert here is not None, "rows of a prefill see documents"
         assert ends is not None, "rows of a prefill see documents"
@@ -148,6 +161,11 @@ class Step:
             hi.copy_(ends)
         else:
             torch.minimum(ends, here + (right + 1), out=hi)
+        if chunk_len is not None:
+            # chunks are counted from the first token that is seen
+            into = torch.remainder(here - self.seen_from, chunk_len)
+            torch.maximum(lo, here - into, out=lo)
+            torch.minimum(hi, here - into + chunk_len, out=hi)
         torch.maximum(lo, hi, out=hi)
 
 
@@ -163,8 +181,8 @@ class StaticStep(Step):
     max_blocks: int
     _inbox: Tensor
     _blocks: Tensor
-    _found: dict[tuple[bool, tuple[int | None, int | None] | None], tuple[Tensor, Tensor]]
-    _fresh: set[object]
+    _found: dict[Mask, tuple[Tensor, Tensor]]
+    _fresh: set[Mask]
 
     @classmethod
     def make(cls, cache: PagedKVCache, batch: int, new: int, max_tokens: int, max_blocks: int) -> StaticStep:
@@ -179,7 +197,8 @@ class StaticStep(Step):
         """
         places = _Places(batch, new)
         inbox = torch.zeros(places.words(max_blocks), dtype=torch.int32, device=cache.device)
-        blocks = torch.zeros(3, batch, max_blocks, dtype=torch.int32, device=cache.device)
+        blocks = torch.zeros(3 * places.table_words(max_blocks), dtype=torch.int32, device=cache.device)
+        blocks = places.table(blocks, max_blocks)
         step = cls(cache, "decode", (), (), (), (), batch, new, **places.view(inbox, blocks), last_rows=())
         step.max_tokens, step.max_blocks = max_tokens, max_blocks
         step._inbox, step._blocks, step._found, step._fresh = inbox, blocks, {}, set()
@@ -195,9 +214,7 @@ class StaticStep(Step):
                 f"{len(requests)} with {list(counts)}; make one of another shape, or extend without into"
             )
         for request in requests:
-            length = books.length(request) + new
-            blocks = max(len(books.table(request, rank)) for rank in range(books.world_size))
-            most = blocks + -(-new // books.page_size)
+            length, most = books.length(request) + new, most_blocks(books, [request], new)
             if length > self.max_tokens or most > self.max_blocks:
                 raise ValueError(
                     f"a static step must be given requests of at most {self.max_tokens} tokens in {self.max_blocks} "
@@ -218,28 +235,36 @@ class StaticStep(Step):
         columns = max(map(len, tables), default=0)
         _upload(places.fill(books, tables, self.lengths, self.firsts, columns), self._inbox)
         if columns:
-            begin = places.words(0)
-            packed = self._inbox[begin : begin + 3 * self.batch * columns]
-            self._blocks[:, :, :columns].copy_(packed.view(3, self.batch, columns))
-        for (causal, window), found in self._found.items():
-            self._find_bounds(causal, window, *found)
+            packed = self._inbox[places.words(0) : places.words(columns)]
+            self._blocks[:, :, :columns].copy_(places.table(packed, columns))
+        for mask, found in self._found.items():
+            self._find_bounds(mask, *found)
         self._fresh = set(self._found)
 
-    def bounds(self, causal: bool, window: tuple[int | None, int | None] | None) -> tuple[Tensor, Tensor]:
+    def bounds(
+        self, causal: bool, window: tuple[int | None, int | None] | None, chunk_len: int | None = None
+    ) -> tuple[Tensor, Tensor]:
         """As `Step.bounds`, at fixed addresses.
 
         What was asked for once is worked out again whenever the step is said anew, so a graph that is captured afterwards need
         not do it. A graph that is captured before does it by itself.
         """
-        known = self._found.get((causal, window))
+        mask = (causal, window, chunk_len)
+        known = self._found.get(mask)
         if known is None:
-            known = self._found[causal, window] = self._empty_bounds()
-        if (causal, window) not in self._fresh:
-            self._find_bounds(causal, window, *known)
+            known = self._found[mask] = self._empty_bounds()
+        if mask not in self._fresh:
+            self._find_bounds(mask, *known)
             # nothing runs in a capture
             if not (known[0].is_cuda and torch.cuda.is_current_stream_capturing()):
-                self._fresh.add((causal, window))
+                self._fresh.add(mask)
         return known
+
+
+def most_blocks(books: Pages, requests: Sequence[int], new: int) -> int:
+    """Blocks that one of some requests may have on one rank when each has got `new` more tokens; the same on every rank."""
+    held = max((len(books.table(request, rank)) for request in requests for rank in range(books.world_size)), default=0)
+    return held + -(-new // books.page_size)
 
 
 class _Places(NamedTuple):
@@ -250,29 +275,39 @@ class _Places(NamedTuple):
 
     def words(self, columns: int) -> int:
         """Words of a step with so many columns of blocks, which come last."""
-        return 7 * self.rows + self.batch + 3 * self.batch * columns
+        return self.begins[-1] + 3 * self.table_words(columns)
+
+    def table_words(self, columns: int) -> int:
+        """Words from one number of all blocks to the next one."""
+        return _lines(self.batch * columns)
 
     @property
     def rows(self) -> int:
         """Rows of the step."""
         return self.batch * self.new
 
-    def view(self, x: Tensor, blocks: Tensor | None = None) -> dict[str, Any]:
-        """The tensors of a step, as parts of an upload; blocks: where the table is, if not there."""
-        rows, batch = self.rows, self.batch
-        if blocks is None:
-            begin = self.words(0)
-            blocks = x[begin:].view(3, batch, -1)
-        longs = x[: 4 * rows].view(torch.int64).view(2, batch, self.new)
-        ints = x[4 * rows : 7 * rows].view(3, batch, self.new)
-        counts = x[7 * rows : 7 * rows + batch]
+    @property
+    def begins(self) -> tuple[int, ...]:
+        """Where positions, slots, positions32, starts, ends, counts and blocks begin."""
+        long, short = _lines(2 * self.rows), _lines(self.rows)
+        return tuple(accumulate((long, long, short, short, short, _lines(self.batch)), initial=0))
+
+    def table(self, words: Tensor, columns: int) -> Tensor:
+        """Pages, starts and lengths of all blocks, `3 batch columns`, of the words that hold them."""
+        return words.view(3, -1)[:, : self.batch * columns].view(3, self.batch, columns)
+
+    def view(self, x: Tensor, blocks: Tensor) -> dict[str, Any]:
+        """The tensors of a step, as parts of an upload; blocks: `table`."""
+        at, rows, shape = self.begins, self.rows, (self.batch, self.new)
+        positions, slots = (x[begin : begin + 2 * rows].view(torch.int64).view(shape) for begin in at[:2])
+        positions32, starts, ends = (x[begin : begin + rows].view(shape) for begin in at[2:5])
         return {
-            "positions": longs[0],
-            "slots": longs[1],
-            "positions32": ints[0],
-            "starts": ints[1],
-            "ends": ints[2],
-            "table": PageTable(blocks[0], blocks[1], blocks[2], counts),
+            "positions": positions,
+            "slots": slots,
+            "positions32": positions32,
+            "starts": starts,
+            "ends": ends,
+            "table": PageTable(blocks[0], blocks[1], blocks[2], x[at[5] : at[5] + self.batch]),
             "taken": torch.arange(self.new, device=x.device),
         }
 
@@ -282,16 +317,17 @@ class _Places(NamedTuple):
         """The upload: rows of requests that are not given see nothing and are kept nowhere."""
         new, rows, size = self.new, self.rows, books.page_size
         data = bytearray(_WORD * self.words(columns))
-        longs, ints = memoryview(data)[: 4 * _WORD * rows].cast("q"), memoryview(data).cast("i")
-        longs[rows : 2 * rows] = array("q", (-1,)) * rows
-        at_counts, at_blocks = 7 * rows, self.words(0)
-        width = self.batch * columns
+        ints, longs = memoryview(data).cast("i"), memoryview(data).cast("q")
+        _, at_slots, here, starts, ends, at_counts, at_blocks = self.begins
+        at_slots //= 2
+        longs[at_slots : at_slots + rows] = array("q", (-1,)) * rows
+        width = self.table_words(columns)
         for i, (table, length, first) in enumerate(zip(tables, lengths, firsts, strict=True)):
             before, row = length - new, i * new
             for x in range(new):
-                longs[row + x] = ints[4 * rows + row + x] = before + x
-                ints[5 * rows + row + x] = first
-                ints[6 * rows + row + x] = length
+                longs[row + x] = ints[here + row + x] = before + x
+                ints[starts + row + x] = first
+                ints[ends + row + x] = length
             blocks = ints[at_counts + i] = len(table)
             begin = at_blocks + i * columns
             ints[begin : begin + blocks] = table.pages
@@ -303,8 +339,12 @@ class _Places(NamedTuple):
                 if stop <= before:
                     break
                 for token in range(max(start, before), stop):
-                    longs[rows + row + token - before] = table.pages[block] * size + token - start
+                    longs[at_slots + row + token - before] = table.pages[block] * size + token - start
         return data
+
+
+def _lines(words: int) -> int:
+    return -(-words // _LINE) * _LINE
 
 
 def make_step(
@@ -327,9 +367,10 @@ def make_step(
         places = _Places(len(requests), counts[0])
         tables = [books.table(request, cache.ring.rank) for request in requests]
         # a kernel wants one column at least
-        data = places.fill(books, tables, lengths, firsts, max(1, *map(len, tables)))
+        columns = max(1, *map(len, tables))
+        words = _uploaded(places.fill(books, tables, lengths, firsts, columns), cache.device)
         last = tuple((i, counts[0] - 1) for i in range(len(requests)))
-        found = places.view(_uploaded(data, cache.device))
+        found = places.view(words, places.table(words[places.words(0) :], columns))
         return Step(*common, places.batch, places.new, **found, last_rows=last, known=books.changes)
     return _prefill_step(common, alike)
 

@@ -137,12 +137,13 @@ class Homecoming(Protocol):
 class Gatherer(Protocol):
     """Brings the keys of all owners at once (Note [Gathered visit] of the kernels' contract)."""
 
-    def make_room(self, slot_bytes: int, far_bytes: int) -> None:
+    def make_room(self, slot_bytes: int, far_bytes: int, *, guests: bool = False) -> None:
         """Announces the largest gathers to come, so that nothing is allocated between them; every rank passes the same.
 
         Args:
             slot_bytes: Of the longest shard's keys and values, and its biases.
             far_bytes: Of far on the rank that has the largest, its biases, and their table.
+            guests: There will be guests, of a longest shard each.
         """
         ...
 

@@ -362,11 +362,15 @@ class CopyEngineTransport:
         """Wherever rows wait for peers or come from them."""
         return [*self._fars, *self._homes, *chain(*self._boxes)]
 
-    def make_room(self, slot_bytes: int, far_bytes: int) -> None:
+    def make_room(self, slot_bytes: int, far_bytes: int, *, guests: bool = False) -> None:
         """See `Gatherer.make_room`."""
-        if slot_bytes > self._slot.numel() or far_bytes > (self._fars[0].num_bytes if self._fars else 0):
+        far_there = self._fars[0].num_bytes if self._fars else 0
+        guests_there = min(x.numel() for x in self._guests) if guests else slot_bytes
+        if slot_bytes > min(self._slot.numel(), guests_there) or far_bytes > far_there:
             self._enter()
             self._make_slot(slot_bytes)
+            for turn in range(2 * guests):
+                self._make_guest(turn, slot_bytes)
             self._make_far(far_bytes)
 
     def gather(
@@ -443,11 +447,7 @@ class CopyEngineTransport:
         found: _Lent | None = self._find(key)
         if found is None:
             whole, (d, _) = (*shape, sum(dims)), dims
-            before = self._guests[turn]
-            flat = self._guests[turn] = self._local(before, math.prod(whole) * dtype.itemsize, None, 1)
-            if flat is not before:
-                self._lent_at.pop(before.untyped_storage().data_ptr(), None)
-            slot = _view(flat, whole, dtype)
+            slot = _view(self._make_guest(turn, math.prod(whole) * dtype.itemsize), whole, dtype)
             found = self._keep(key, _Lent(slot, slot[:, :rows, :, :d], slot[:, :rows, :, d:]))
         self._lent_at[found.slot.untyped_storage().data_ptr()] = found
         return found.slot[:, :rows]
@@ -776,6 +776,13 @@ class CopyEngineTransport:
     def _make_slot(self, num_bytes: int) -> Tensor:
         self._slot = self._local(self._slot, num_bytes, None, 1)
         return self._slot
+
+    def _make_guest(self, turn: int, num_bytes: int) -> Tensor:
+        before = self._guests[turn]
+        flat = self._guests[turn] = self._local(before, num_bytes, None, 1)
+        if flat is not before:
+            self._lent_at.pop(before.untyped_storage().data_ptr(), None)
+        return flat
 
     def _make_kept(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=self._memory.device)

@@ -38,6 +38,11 @@ class Exchange(Protocol):
 
     choice: Choice
 
+    @property
+    def capturable(self) -> bool:
+        """Whether calls, but for the first of a kind, may be captured in a CUDA graph."""
+        ...
+
     def finish(
         self,
         splits: Tensor,
@@ -186,6 +191,11 @@ class _Unheld:
     def __str__(self) -> str:
         return str(self.choice)
 
+    @property
+    def capturable(self) -> bool:
+        """See `Exchange.capturable`."""
+        return False
+
     def finish(
         self,
         splits: Tensor,
@@ -229,6 +239,11 @@ class AloneExchange(_Unheld):
     def __init__(self) -> None:
         super().__init__(Choice("alone", "one rank: every key is here already"), None)
 
+    @property
+    def capturable(self) -> bool:
+        """See `Exchange.capturable`."""
+        return True
+
     def _exchange(
         self,
         splits: Tensor,
@@ -259,6 +274,11 @@ class GroupExchange(_Unheld):
         self._group_name = group_name
         self._rank = rank
         self._world_size = world_size
+
+    @property
+    def capturable(self) -> bool:
+        """See `Exchange.capturable`: gloo's collectives pass through the host."""
+        return "cuda:nccl" in dist.get_backend_config(resolve_group(self._group_name))
 
     def _exchange(
         self,

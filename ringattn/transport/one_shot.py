@@ -94,6 +94,11 @@ class OneShotExchange:
     def __str__(self) -> str:
         return str(self.choice)
 
+    @property
+    def capturable(self) -> bool:
+        """See `Exchange.capturable`."""
+        return True
+
     def num_bytes(self) -> int:
         """Bytes of device memory that this rank's control and mailbox take."""
         return sum(region.local.numel() for region in (self._control, self._boxes) if region is not None)

@@ -126,7 +126,7 @@ class SimulatedGatherer:
         self._hub = hub
         self._rank = rank
 
-    def make_room(self, slot_bytes: int, far_bytes: int) -> None:
+    def make_room(self, slot_bytes: int, far_bytes: int, *, guests: bool = False) -> None:
         """Mailboxes hold whatever is sent."""
 
     def guest(

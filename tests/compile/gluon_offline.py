@@ -181,6 +181,7 @@ class Call:
         seq_len: Rows and keys.
         through: "module:function" to call in place of the kernel set's.
         gathered: All visits of a rank in one launch, half of the keys being those of another rank.
+        wide: Gathered forward: o in fp32.
     """
 
     kernel: str
@@ -196,6 +197,7 @@ class Call:
     deterministic: bool = False
     seq_len: int = 512
     gathered: bool = False
+    wide: bool = False
     through: str | None = None
 
 
@@ -263,6 +265,7 @@ def compile_call(call: Call, dump: str | None = None) -> list[Report]:
             arrivals = Arrivals(torch.zeros(2, 2, dtype=torch.int32), torch.zeros(1, dtype=torch.int32), 10**10)
             # two ranks hold the same positions: what is compiled does not depend on who sees whom
             sides = _gathered((keys, keys))
+            o = o.float() if call.wide else o
             function(q, (k, v), (far[..., :d], far[..., d:]), rows, sides, score, arrivals, o=o, lse=lse)
         elif call.kernel == "forward":
             carry = None if call.first and call.last else Carry(lse.clone(), lse.clone(), torch.zeros(1, n, heads, dv))

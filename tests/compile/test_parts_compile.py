@@ -12,6 +12,8 @@ if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("the interpreter is on, and it replaces the compiler", allow_module_level=True)
 
 from ringattn.kernels import one_shot_triton, parts_triton  # noqa: E402
+from ringattn.kernels.merge_triton import merging, together  # noqa: E402
+from tests.compile import sass  # noqa: E402
 from tests.compile.test_softmax_compile import build, spilled_bytes  # noqa: E402
 
 pytestmark = pytest.mark.compile
@@ -19,14 +21,25 @@ TYPES = {"stack": "*fp32", "sinks": "*fp32", "o": "*bf16", "lse": "*fp32", "tabl
 CAPABILITIES = [80, 90, 100]
 
 
-@pytest.mark.parametrize("capability", CAPABILITIES)
-def test_finishing_compiles_without_spills(capability: int, tmp_path) -> None:
-    compiled = build(parts_triton._finish_parts_kernel, TYPES, {"ROWS": 8, "COLUMNS": 128}, 4, capability)
+@pytest.mark.parametrize(("capability", "parts", "rows"), [(90, 33, 32), (80, 4, 4096), (90, 4, 4096), (100, 4, 4096)])
+def test_a_finishing_program_waits_for_memory_twice(capability: int, parts: int, rows: int, tmp_path) -> None:
+    tile = merging(parts, rows, 128, programs=132)
+    constants = {"ROWS": tile.rows, "COLUMNS": tile.columns, "TOGETHER": tile.together}
+    compiled = build(parts_triton._finish_parts_kernel, TYPES, constants, tile.warps, capability)
     assert spilled_bytes(compiled.asm["ptx"], capability, tmp_path) == 0
+    code = [line for _, line in sass.disassemble(compiled.asm["cubin"])]
+    loads = [i for i, line in enumerate(code) if "LDG" in line]
+    weights = [i for i, line in enumerate(code) if "MUFU.EX2" in line]
+    # one 2^x comes before: that of the sinks
+    early = [i for i in loads if i < weights[1]]
+    if tile.rows == 1:
+        assert early == loads, "m, l and acc of all parts are asked for before the first of them is used"
+    assert len(early) >= 3 * tile.together
 
 
-def build_one_shot(capability: int, ranks: int, rows: int, columns: int, *, sinks: bool):
+def build_one_shot(capability: int, ranks: int, rows: int, columns: int, *, sinks: bool, parts: int = 6):
     constants = {"RANKS": ranks, "PROGRAMS": one_shot_triton.PROGRAMS, "ROWS": rows, "COLUMNS": columns}
+    constants["TOGETHER"] = together(parts, rows * columns, one_shot_triton.WARPS)
     constants |= {} if sinks else {"sinks": None}
     return build(one_shot_triton._one_shot_kernel, TYPES, constants, one_shot_triton.WARPS, capability, num_stages=1)
 

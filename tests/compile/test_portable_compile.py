@@ -12,7 +12,7 @@ SHARED = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
 TENSOR_OPS = {80: "mma.sync", 90: "wgmma.mma_async", 100: "tcgen05.mma"}
 EVERYTHING = ("softcap", "sinks", "alibi", "key_bias", "bias", "dropout")
 
-PLAIN = [(kernel, arch, head_dim) for arch in SHARED for head_dim in (64, 128) for kernel in KERNELS]
+PLAIN = [(kernel, arch, head_dim) for head_dim in (64, 128) for kernel in KERNELS for arch in SHARED]
 RICH = [(kernel, 90, 128) for kernel in KERNELS]
 
 pytestmark = pytest.mark.compile

@@ -100,5 +100,6 @@ def test_kernels_compile_without_spills_and_keep_tiles_in_registers(dtype, n, ca
 def test_the_merge_compiles_without_spills(capability, tmp_path) -> None:
     fn = merge_triton._merge_stack_kernel
     types = {name: "*fp32" for name in fn.arg_names if name.endswith("_ptr")}
-    options = {"ROWS": 16, "DV": 128, "LOG2": True, "FINISH": True}
-    assert spilled_bytes(build(fn, types, options, 4, capability).asm["ptx"], capability, tmp_path) == 0
+    tile = merge_triton.merging(4, 4096, 128, programs=132)
+    options = {"ROWS": tile.rows, "COLUMNS": tile.columns, "LOG2": True, "FINISH": True, "TOGETHER": tile.together}
+    assert spilled_bytes(build(fn, types, options, tile.warps, capability).asm["ptx"], capability, tmp_path) == 0

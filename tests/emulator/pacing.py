@@ -16,9 +16,9 @@ def keep_pace_always(monkeypatch: pytest.MonkeyPatch, launcher: types.ModuleType
     """Epochs of two blocks in every launch of a module; gives the boards of launches to come, and how many programs each has."""
     from triton.experimental.gluon import language as gl
 
-    from ringattn.kernels.hopper import backward, forward, pace
+    from ringattn.kernels.hopper import backward, forward, pace, rows, wide
 
-    for module in (pace, forward, backward):
+    for module in (pace, forward, backward, rows, wide):
         monkeypatch.setattr(module, "EPOCH", gl.constexpr(2))
     monkeypatch.setattr(pace, "L2_BYTES", 0)
     boards: list[tuple[Tensor, int]] = []

@@ -14,11 +14,13 @@ if os.environ.get("GLUON_EMULATOR") != "1":
 
 from ringattn.kernels.contract import Grads, Score
 from ringattn.kernels.hopper import api as hopper
-from ringattn.kernels.hopper import backward_launch
+from ringattn.kernels.hopper import backward_launch, wide_launch
+from ringattn.kernels.hopper import plan as plan_of_work
 from ringattn.kernels.hopper.backward_configs import BackwardConfig
 from ringattn.kernels.hopper.backward_launch import Away, launch_backward, launch_gathered, launch_keys
 from ringattn.kernels.hopper.plan import Shape, make_plan
 from ringattn.kernels.hopper.rows_launch import RowsConfig, launch_rows, launch_rows_gathered
+from ringattn.kernels.hopper.wide_launch import WideConfig, launch_wide_keys, launch_wide_keys_gathered
 from tests.budget import assert_within_budget
 from tests.emulator import gluon as machine
 from tests.gathered import Scene, Visit, contributions, make_visit, make_whole, shards_of
@@ -144,6 +146,34 @@ def test_contributions_are_the_bits_of_visits_one_by_one(name: str, both: bool):
             assert torch.equal(region[:, : len(places), :, scene.head_dim :], grads.dv)
 
 
+@pytest.mark.parametrize("name", ["wide_terms", "wide_groups"])
+def test_wide_contributions_are_the_bits_of_visits_one_by_one(name: str):
+    """Likewise, dkey_bias too."""
+    scene, config = named(name), WideConfig(split=False)
+    whole, gathered = make_whole(scene), launch_wide_keys_gathered
+    for rank in range(len(scene.shards)):
+        visit = make_visit(whole, rank)
+        do, q, near, far, lse, delta, rows, keys, score = visit.arguments()
+        away = Away(far, visit.arrivals, visit.homes, visit.home_rows, visit.bias_homes)
+        with machine.mode(mapped=(*visit.regions, *visit.bias_regions), outside=visit.arrive):
+            gathered(do, q, near, lse, delta, rows, keys, score, away, config=config)
+        for i, (side, places) in enumerate(zip(keys.sides, visit.source_places, strict=True)):
+            first = side.run_list[0][0]
+            alone = replace(side, run_list=tuple((offset - first, *run) for offset, *run in side.run_list))
+            k, v = whole.k[:, places], whole.v[:, places]
+            dk, dv = (torch.full(x.shape, float("nan")) for x in (k, v))
+            grads = Grads(torch.empty(0), dk, dv)
+            here = score
+            if whole.key_bias is not None:
+                grads = replace(grads, dkey_bias=torch.full((scene.batch, len(places)), float("nan")))
+                here = replace(score, key_bias=whole.key_bias[:, places])
+            launch_wide_keys(do, q, k, v, lse, delta, rows, alone, here, grads, config=config)
+            assert torch.equal(visit.regions[i][:, : len(places), :, : scene.head_dim], grads.dk)
+            assert torch.equal(visit.regions[i][:, : len(places), :, scene.head_dim :], grads.dv)
+            if grads.dkey_bias is not None:
+                assert torch.equal(visit.bias_regions[i][..., : len(places)].sum(1), grads.dkey_bias)
+
+
 def test_dq_by_rows_over_near_alone_is_the_bits_of_one_visit():
     visit = make_visit(make_whole(named("alone")), 0)
     do, q, near, far, lse, delta, rows, keys, score = visit.arguments()
@@ -215,6 +245,25 @@ def test_parts_of_split_tiles_come_home(deterministic: bool, monkeypatch: pytest
     plan = make_plan(visit.keys, visit.rows, Shape(1, 1, 128, 64, programs, 640 * (256 * 2 + 128 * 4), align=4))
     assert set(plan.split_tiles[:, 0].tolist()) == {0, 1}, "the scene splits tiles of both sources"
     assert_gradients_within_budget(scene, deterministic=deterministic)
+
+
+@pytest.mark.parametrize("head_dim", [64, 256], ids=["fused", "wide"])
+def test_parts_of_biases_come_home_too(head_dim: int, monkeypatch: pytest.MonkeyPatch):
+    for name in ("OVERHEAD", "EPILOGUE", "MERGE"):
+        monkeypatch.setattr(plan_of_work, name, 0)
+    monkeypatch.setattr(plan_of_work, "MIN_PART", 1)
+    split: set[int] = set()
+
+    def make(keys: Any, rows: Any, shape: Any) -> Any:
+        made = make_plan(keys, rows, replace(shape, programs=7))
+        split.update(made.split_tiles[:, 0].tolist())
+        return made
+
+    for module in (backward_launch, wide_launch):
+        monkeypatch.setattr(module, "make_plan", make)
+    runs = (((0, 1, 190),), ((190, 1, 50),))
+    assert_gradients_within_budget(Scene("split", runs, heads=1, head_dim=head_dim, v_head_dim=64, key_bias=True))
+    assert split == {0, 1}, "tiles of both sources are split"
 
 
 @pytest.mark.parametrize("score", [{"bias": torch.zeros(1)}, {"dropout_p": 0.5}], ids=str)

@@ -11,11 +11,13 @@ pytest.importorskip("triton")
 
 from ringattn.kernels import eager
 from ringattn.kernels.contract import Grads, KernelSet, Score
+from ringattn.kernels.hopper import rows_launch, wide_launch
 from ringattn.kernels.hopper.plan import Shape, make_plan
 from ringattn.kernels.hopper.rows_launch import RowsConfig, launch_rows
 from ringattn.kernels.hopper.wide_launch import WideConfig, launch_wide_keys
 from ringattn.reference import visible_pairs
 from tests.emulator import gluon as machine
+from tests.emulator.pacing import keep_pace_always
 from tests.kernel_conformance import CASES, Case, make_side, run_case
 
 CAUSAL: dict[str, Any] = {"causal": True}
@@ -165,3 +167,12 @@ def test_what_is_not_computed_is_refused(launch: Any):
         call(Score(1.0, dropout_p=0.5), 64, torch.bfloat16)
     with pytest.raises(NotImplementedError, match="neither bias nor dropout"):
         call(Score(1.0, bias=torch.zeros(1, 1, n, n)), 64, torch.bfloat16)
+
+
+def test_programs_that_keep_pace_compute_the_same_and_each_ends_every_epoch_once(monkeypatch: pytest.MonkeyPatch):
+    boards = [keep_pace_always(monkeypatch, module) for module in (rows_launch, wide_launch)]
+    run_case(kernels(), LONG[0], torch.bfloat16, "cpu")
+    for found in boards:
+        assert found, "nobody kept pace"
+        for board, programs in found:
+            assert board.tolist() == [programs] * len(board)

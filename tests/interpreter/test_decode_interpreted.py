@@ -9,6 +9,7 @@ import torch
 
 from ringattn.kernels.decode import decode, parts_len, pick
 from ringattn.kernels.decode_configs import Config
+from tests.decode_bytes import assert_bytes_are_numbers
 from tests.decoding import CASES, Case, Scene, assert_exact, empty_parts, finish, make_scene
 
 FP8 = [case for case in CASES if case.fp8]
@@ -32,15 +33,19 @@ def test_half_precision_stays_within_budget(case: Case) -> None:
     run(case, torch.float16)
 
 
-@pytest.mark.parametrize("case", FP8, ids=str)
-def test_fp8_converted_by_instructions_stays_within_budget(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    from ringattn.kernels import decode_triton, record_triton
+@pytest.mark.parametrize("fp8", [False, True])
+def test_a_row_that_sees_nothing_stays_so_beside_rows_that_see_all(fp8: bool) -> None:
+    scene = make_scene(Case(lengths=(64, 64), tokens=3, mine=1.0, ragged=0.0, causal=False, fp8=fp8, page_size=32))
+    hi = scene.hi.clone()
+    hi[0, 1] = hi[1, 0] = 0
+    scene = replace(scene, hi=hi)
+    parts = empty_parts(scene, 2)
+    decode(*scene.arguments(), parts, k_scale=scene.k_scale, v_scale=scene.v_scale, impl="portable")
+    assert_exact(scene, parts)
 
-    _, bits = run(case, torch.float32)
-    record_triton.forget()
-    monkeypatch.setattr(decode_triton, "converts_fp8", lambda device: True)
-    _, parts = run(case, torch.float32)
-    assert torch.equal(bits, parts)
+
+def test_two_bytes_are_two_numbers() -> None:
+    assert_bytes_are_numbers(torch.device("cpu"), "portable")
 
 
 def test_values_of_any_size_survive_fp8() -> None:

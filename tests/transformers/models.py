@@ -65,7 +65,11 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "attention_chunk_size": 8,
         "num_local_experts": 2,
         "num_experts_per_tok": 1,
-        "attn_temperature_tuning": False,
+        # the second layer goes without rotary embeddings, and tells places by the size of its queries
+        "no_rope_layers": [1, 0],
+        "attn_temperature_tuning": True,
+        "floor_scale": 4,
+        "attn_scale": 0.5,
         "layer_types": ["chunked_attention", "full_attention"],
         "moe_layers": [],
     },

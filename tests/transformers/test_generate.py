@@ -17,7 +17,7 @@ from ringattn.integrations.transformers import RingCache
 from tests.pool import Pools
 from tests.transformers.models import make, tokens
 
-DECODERS = ("llama", "qwen3", "mistral", "gemma2", "gemma3", "gpt_oss")
+DECODERS = ("llama", "qwen3", "mistral", "gemma2", "gemma3", "gpt_oss", "llama4")
 EAGER = ("gemma2", "gpt_oss")
 """Soft caps and sinks, which eager attention alone knows."""
 
@@ -80,7 +80,7 @@ PADDED = prompts(rows=3, length=29, padding=5)
 
 @pytest.mark.dist
 @pytest.mark.parametrize("options", [GREEDY, SAMPLED, BEAMS], ids=["greedy", "sampled", "beams"])
-@pytest.mark.parametrize("kind", ["llama", "gemma3", "gpt_oss"])
+@pytest.mark.parametrize("kind", ["llama", "gemma3", "gpt_oss", "llama4"])
 def test_batches_padded_on_the_left_are_generated_alike(pool: Pools, kind: str, options: dict[str, Any]) -> None:
     assert_same(pool, 2, kind, {**PADDED, **options}, batch=9)
 
@@ -384,12 +384,6 @@ def test_other_caches_are_refused() -> None:
         RingCache(model, Ring(), max_tokens=40) as cache,
         pytest.raises(RuntimeError, match="must attend with ringattn"),
     ):
-        model.generate(tokens(20), **GREEDY, past_key_values=cache)
-
-
-def test_chunked_layers_are_refused() -> None:
-    model = make("llama4", "ringattn", torch.float32).eval()
-    with RingCache(model, Ring(), max_tokens=40) as cache, pytest.raises(NotImplementedError, match="got chunks of 8"):
         model.generate(tokens(20), **GREEDY, past_key_values=cache)
 
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ringattn import Ring
-from ringattn.integrations.transformers import RingMask, attend, describe_mask, shard_batch
+from ringattn.integrations.transformers import RingMask, attend, describe_mask, masks, shard_batch
 from tests.pool import Pools
 from tests.transformers.models import make, tokens
 
@@ -104,7 +104,7 @@ def test_masks_of_pairs_are_refused() -> None:
         model(tokens(6), attention_mask=torch.zeros(1, 1, 6, 6))
 
 
-def test_blocks_of_tokens_that_see_each_other_are_refused() -> None:
+def test_blocks_of_tokens_that_see_each_other_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     from transformers.masking_utils import create_causal_mask
 
     model = make("llama", "ringattn")
@@ -118,10 +118,14 @@ def test_blocks_of_tokens_that_see_each_other_are_refused() -> None:
     names: dict[str, Any] = (
         {"input_embeds": embeds, "cache_position": torch.arange(6)} if four else {"inputs_embeds": embeds}
     )
-    mask = create_causal_mask(
-        config=model.config, attention_mask=None, past_key_values=None, or_mask_function=same_block, **names
-    )
+    given = {"config": model.config, "attention_mask": None, "past_key_values": None, "or_mask_function": same_block}
+    mask = create_causal_mask(**given, **names)
     with pytest.raises(NotImplementedError, match="got blocks of tokens that see each other over a causal mask"):
+        call(SimpleNamespace(is_causal=True), mask)
+    # nor where nothing can be read of them
+    monkeypatch.setattr(masks, "_is_captured", lambda device: True)
+    mask = create_causal_mask(**given, **names)
+    with pytest.raises(NotImplementedError, match="got a mask of its own, which cannot be read while a CUDA graph is"):
         call(SimpleNamespace(is_causal=True), mask)
 
 
@@ -214,16 +218,14 @@ def refused_on_ranks() -> dict[str, str]:
         shard_batch({"input_ids": tokens(1)}, Ring())
     except ValueError as error:
         found["short"] = f"{type(error).__name__}: {error}"
-    module = SimpleNamespace(is_causal=True, attn_temperature_tuning=True, use_rope=False)
     for name, mistake in {
-        "tuned": {},
         "none": {"position_ids": None},
         "three": {"position_ids": torch.ones(3, 2, 3)},
         "long": {"position_ids": torch.arange(6)[None]},
     }.items():
         try:
             sharding = Ring().sharding(6)
-            call(module if name == "tuned" else None, rows=3, sharding=sharding, **mistake)
+            call(rows=3, sharding=sharding, **mistake)
         except (ValueError, NotImplementedError) as error:
             found[name] = f"{type(error).__name__}: {error}"
     return found
@@ -246,7 +248,6 @@ def test_every_rank_refuses_positions_that_are_wrong_on_some(pool: Pools) -> Non
             "RuntimeError: a model must be called with a sharding among 2 ranks, got none"
         )
         assert "a sequence must leave each of 2 ranks a row, got 1 tokens and none for ring ranks [1]" in found["short"]
-        assert "attn_temperature_tuning must be off among several ranks" in found["tuned"]
         assert "position_ids must be given to a model whose rows are sharded" in found["none"]
         assert "position_ids must be 2-dimensional" in found["three"]
 

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from ringattn import Ring
 from ringattn.inference import PagedKVCache
-from ringattn.integrations.transformers import run_step
+from ringattn.integrations.transformers import RingMask, describe_mask, masks, run_step
+from ringattn.integrations.transformers.steps import forward_step
 from tests.pool import Pools
 from tests.transformers.models import make, tokens
 
@@ -104,6 +107,35 @@ def test_a_program_may_take_its_rows_itself(pool: Pools, kind: str) -> None:
     for _, mine, logits, drafted in results:
         torch.testing.assert_close(logits, expected[mine], rtol=1e-4, atol=1e-4)
         torch.testing.assert_close(drafted, expected[24:], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma3", "llama4"])
+def test_drafted_tokens_read_nothing_of_a_mask_that_a_graph_would_not_read_again(
+    monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """Whatever of a forward is decided by values is decided once when it is captured: here nothing is."""
+    prompt = tokens(29)
+    expected = alone(kind, prompt[0])
+    model = make(kind, "ringattn", torch.float32).eval()
+    cache = _cache()
+    request = cache.join(40)
+    run_step(model, cache.extend([request], [20], mode="prefill"), prompt[:, :20])
+    described: list[RingMask] = []
+
+    def describe(*args: Any, **kwargs: Any) -> RingMask:
+        described.append(describe_mask(*args, **kwargs))
+        return described[-1]
+
+    monkeypatch.setitem(ALL_MASK_ATTENTION_FUNCTIONS._global_mapping, "ringattn", describe)
+    monkeypatch.setattr(masks, "_is_captured", lambda device: True)
+    for start in (20, 24):
+        step = cache.extend([request], [4], mode="decode")
+        with torch.no_grad():
+            out = forward_step(model, step, {"input_ids": prompt[:, start : start + 4]}, step.positions, None)
+        torch.testing.assert_close(out.logits[0], expected[start : start + 4], rtol=1e-4, atol=1e-4)
+    # in every forward once for each kind of layer
+    kinds = 1 if kind == "llama" else 2
+    assert [(mask.causal, mask.overlay) for mask in described] == [(True, "")] * 2 * kinds
 
 
 def added_up() -> tuple[Tensor, bool]:

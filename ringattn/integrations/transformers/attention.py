@@ -4,6 +4,12 @@ Owns the attention function of the name "ringattn", and every refusal of what su
 batches come from (batch.py).
 
 Legend: b batch, s rows of this rank, n tokens of the whole sequence, h query heads, hk key heads, d and dv head dims.
+
+Note [Tempered queries]
+    Layers of Llama 4 without rotary embeddings make a query longer the further back its place: by a factor of it that is 1 for
+    the first floor_scale - 1 tokens. They count places themselves, the rows of the call from 0 on, whatever positions the model
+    was given. So what they multiplied by is taken back, and what belongs to a row's place is put there. Calls of fewer rows than
+    floor_scale (8192 in the models there are) were multiplied by 1, and get the bits of one process.
 """
 
 from __future__ import annotations
@@ -20,7 +26,7 @@ from ringattn.integrations.transformers.masks import RingMask
 from ringattn.integrations.transformers.positions import check_positions, read_cumulative, read_documents
 from ringattn.living import find_ring
 from ringattn.ring import Ring, default_world_size
-from ringattn.sharding import Sharding
+from ringattn.sharding import Sharding, positions_of
 
 UNSAID = "unsaid"
 """In place of position ids that a model does not pass; None are those that it passes without having any."""
@@ -111,6 +117,8 @@ def attend(
     if step is not None:
         _check_step(step, module, query, key, mask, causal, dropout, sharding, (cu_seq_lens_q, cu_seq_lens_k))
         window, chunk_len = _resolve_window(mask, causal, sliding_window, packed=False)
+        if _is_tempered(module):
+            query = _temper(module, query, step.positions)
         return _attend_with_cache(step, module, query, key, value, window, chunk_len, scaling, softcap, s_aux), None
     if sharding is None:
         sharding = _whole(query, key, mask, position_ids, cu_seq_lens_q, cu_seq_lens_k)
@@ -120,7 +128,9 @@ def attend(
                 "cu_seq_lens must be left out when there is a sharding, which knows the documents; "
                 "pass the whole batch through shard_batch"
             )
-        _check_sharded(module, position_ids, sharding, mask)
+        _check_sharded(position_ids, sharding, mask)
+        if _is_tempered(module):
+            query = _temper(module, query, positions_of(sharding.shards[sharding.rank])[None])
     window, chunk_len = _resolve_window(mask, causal, sliding_window, packed=sharding.documents is not None)
     lengths, key_bias, tokens = _resolve_padding(mask, query, sharding, chunk_len)
     seed = None
@@ -243,9 +253,7 @@ def _whole(
     return _alone[0].sharding(rows, "contiguous", documents)
 
 
-def _check_sharded(
-    module: nn.Module, position_ids: Tensor | str | None, sharding: Sharding, mask: RingMask | None
-) -> None:
+def _check_sharded(position_ids: Tensor | str | None, sharding: Sharding, mask: RingMask | None) -> None:
     if not isinstance(sharding, Sharding):
         raise ValueError(
             f"sharding must be a ringattn.Sharding, got {type(sharding).__name__}; pass ring.sharding(seq_len), or use shard_batch"
@@ -257,11 +265,6 @@ def _check_sharded(
         )
     if sharding.world_size == 1:
         return
-    if getattr(module, "attn_temperature_tuning", False) and not getattr(module, "use_rope", True):
-        raise NotImplementedError(
-            "attn_temperature_tuning must be off among several ranks: the layer counts the rows of its shard for it; "
-            "set config.attn_temperature_tuning=False"
-        )
     try:
         if position_ids is None:
             raise ValueError(
@@ -306,11 +309,6 @@ def _check_step(
         )
     if dropout:
         raise ValueError(f"dropout must be 0 in a call with a step, got {dropout}; call model.eval()")
-    if getattr(module, "attn_temperature_tuning", False) and not getattr(module, "use_rope", True):
-        raise NotImplementedError(
-            "attn_temperature_tuning must be off in a call with a step: the layer counts the rows of the call for it; "
-            "set config.attn_temperature_tuning=False"
-        )
     if not isinstance(getattr(module, "layer_idx", None), int):
         raise NotImplementedError(
             f"a layer must have a layer_idx to find its keys in a cache, got {type(module).__name__} without; "
@@ -336,17 +334,30 @@ def _attend_with_cache(
     softcap: float | None,
     sinks: Tensor | None,
 ) -> Tensor:
-    if chunk_len is not None:
-        raise NotImplementedError(
-            f"chunked attention must go without a cache, got chunks of {chunk_len}; use attn_implementation='sdpa' for this model"
-        )
     # a rank without rows brings one that nobody sees (Note [A row for nobody] in steps.py)
     q, k, v = (x.transpose(1, 2)[:, : step.rows] for x in (query, key, value))
     layer: Any = module.layer_idx
-    options = {"window": window, "softmax_scale": scaling, "softcap": softcap or 0.0, "sinks": sinks}
-    out = attend_step(step, layer, q, k, v, **options)  # pyright: ignore[reportCallIssue]
+    options: dict[str, Any] = {"window": window, "chunk_len": chunk_len, "sinks": sinks}
+    out = attend_step(step, layer, q, k, v, softmax_scale=scaling, softcap=softcap or 0.0, **options)
     missing = query.shape[2] - step.rows
     return torch.nn.functional.pad(out, (0, 0, 0, 0, 0, missing)) if missing else out
+
+
+def _is_tempered(module: nn.Module) -> bool:
+    return bool(getattr(module, "attn_temperature_tuning", False)) and not getattr(module, "use_rope", True)
+
+
+def _temper(layer: Any, query: Tensor, positions: Tensor) -> Tensor:
+    """Queries `b h s d` of a layer, tempered for their places `b s` or `1 s` (Note [Tempered queries])."""
+    if positions.shape[1] != query.shape[2]:
+        # a row for nobody
+        return query
+    counted = torch.arange(query.shape[2], device=query.device)
+    wanted, was = (
+        torch.log1p(torch.floor((place.float() + 1.0) / layer.floor_scale)) * layer.attn_scale + 1.0
+        for place in (positions.to(query.device), counted)
+    )
+    return (query * (wanted / was)[:, None, :, None]).to(query.dtype)
 
 
 def _resolve_window(

@@ -32,6 +32,7 @@ from transformers import Cache, PreTrainedModel
 
 from ringattn.inference import PagedKVCache
 from ringattn.inference.step import MOST_DECODED
+from ringattn.integrations.transformers.decoding import Decoding, Recorder, choose_recorder
 from ringattn.integrations.transformers.steps import forward_step
 from ringattn.ring import Ring
 
@@ -67,6 +68,9 @@ class RingCache(Cache):
         batch: Sequences at a time: prompts times beams or returned sequences.
         page_size: Tokens of a page.
         kv_dtype: As in `PagedKVCache`: torch.float8_e4m3fn halves the memory of 16-bit keys; default the dtype of the model.
+        graphs: Whether calls with few tokens are captured in CUDA graphs when they come for the second time, and replayed
+            (Note [Replays] of decoding.py): None for wherever that can be, or True, False, or what records calls. A model
+            whose call can not be captured, or not truly, goes on without, with a warning.
 
     Attributes:
         ring: As given.
@@ -74,7 +78,8 @@ class RingCache(Cache):
         kv: The cache that keeps the keys; None after the `with`, which frees its memory.
 
     Raises:
-        ValueError: A number is less than 1, or the memory is not there; raised on every rank.
+        ValueError: A number is less than 1, the memory is not there, or graphs are asked for where there can be none; raised on
+            every rank.
     """
 
     def __init__(
@@ -86,6 +91,7 @@ class RingCache(Cache):
         batch: int = 1,
         page_size: int = 64,
         kv_dtype: torch.dtype | None = None,
+        graphs: bool | Recorder | None = None,
     ) -> None:
         for name, value in (("max_tokens", max_tokens), ("batch", batch), ("page_size", page_size)):
             if value < 1:
@@ -112,6 +118,8 @@ class RingCache(Cache):
         self._firsts: list[int] = []
         self._forked = False  # whether sequences were repeated, which may then be kept by different ranks
         self._unwrap: Callable[[], None] | None = None
+        self._recorder = choose_recorder(graphs, model, self.kv)
+        self._decoding: Decoding | None = None  # made with the model's own forward, at the first call
 
     def __enter__(self) -> RingCache:
         """Wraps the forward of the model, on this instance of it."""
@@ -127,6 +135,7 @@ class RingCache(Cache):
         assert self._unwrap is not None, "a cache that is left was entered"
         self._unwrap()
         self.kv, self._requests = None, []
+        self._recorder = self._decoding = None
 
     def __repr__(self) -> str:
         if self.kv is None:
@@ -260,31 +269,61 @@ class RingCache(Cache):
         name = "inputs_embeds" if given.get("input_ids") is None else "input_ids"
         firsts = self._agree(given, name)
         new = given[name].to(kv.device)
-        b, n = new.shape[:2]
-        before = self.get_seq_length()
+        n, before = new.shape[1], self.get_seq_length()
         if n > 1 or not before:
             _share_generators(self.ring, kv.device)
         if not self._requests:
             self._requests, self._firsts = kv.join_alike(self.max_tokens, firsts), firsts
-        step = kv.extend(self._requests, [n] * b, alike=self._is_alike())
         keep = given.get("logits_to_keep", 0)
         wanted = [x % n for x in keep.tolist()] if isinstance(keep, Tensor) else list(range(n)[-keep:])
         positions = given.get("position_ids")
         positions = torch.arange(before, before + n)[None] if positions is None else positions
-        if step.batch != b:
-            # sequences that are kept by different ranks are computed one after another
-            new, positions = new.flatten(0, 1)[None], positions.expand(b, -1).flatten()[None]
-            wanted = [i * n + x for i in range(b) for x in wanted]
         options = {name: given[name] for name in _PASSED_ON if given.get(name) is not None}
         try:
-            out = forward_step(forward, step, {name: new}, step.take(positions.to(kv.device)), wanted, **options)
+            if (
+                name == "input_ids"
+                and n <= MOST_DECODED
+                and wanted == list(range(n))[-len(wanted) :]
+                and not any(options.values())
+            ):
+                out = self._decode(forward, new, positions, len(wanted))
+            else:
+                out = self._bring(forward, name, new, positions, wanted, options)
         except BaseException:
             # rows that some layers have not written are nobody's
             self._crop(before)
             raise
+        out.past_key_values = self
+        return out
+
+    def _decode(self, forward: Callable[..., Any], new: Tensor, positions: Tensor, last: int) -> Any:
+        """A call with few tokens, of whose last ones logits are wanted."""
+        if self._decoding is None:
+            self._decoding = Decoding(forward, self._open(), self._recorder, patience=2)
+        out = self._decoding.run(self._requests, new, positions=positions, last=last, alike=self._is_alike())
+        # callers may keep them
+        out.logits = out.logits.clone()
+        return out
+
+    def _bring(
+        self,
+        forward: Callable[..., Any],
+        name: str,
+        new: Tensor,
+        positions: Tensor,
+        wanted: list[int],
+        options: dict[str, Any],
+    ) -> Any:
+        """Any other call."""
+        kv, (b, n) = self._open(), new.shape[:2]
+        step = kv.extend(self._requests, [n] * b, alike=self._is_alike())
+        if step.batch != b:
+            # sequences that are kept by different ranks are computed one after another
+            new, positions = new.flatten(0, 1)[None], positions.expand(b, -1).flatten()[None]
+            wanted = [i * n + x for i in range(b) for x in wanted]
+        out = forward_step(forward, step, {name: new}, step.take(positions.to(kv.device)), wanted, **options)
         if step.batch != b:
             out.logits = out.logits.unflatten(1, (b, -1))[0]
-        out.past_key_values = self
         return out
 
     def _agree(self, given: dict[str, Any], name: str) -> list[int]:

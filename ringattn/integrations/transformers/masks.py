@@ -9,10 +9,17 @@ Note [Probing a mask function]
     any row sees the one after it: no causal part lets it, and blocks do. transformers itself does not tell a shard from packed
     documents, and may hide any two rows from each other that are not neighbours in the sequence; so a pair that is hidden
     says nothing, and a pair that is visible says something.
+
+Note [Parts by name]
+    An answer is a value on the device, and waiting for it is an error while a CUDA graph is captured; a graph that is replayed
+    would not ask again either. So a function that transformers made of its own causal part, windows and chunks is known by
+    the names of its parts, which say all there is to say and are the same in every replay. Only others are asked, in every
+    forward; a forward that is captured refuses them.
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -138,6 +145,8 @@ def _read_order(
 ) -> tuple[bool | None, str]:
     """Whether a mask that started causal still is, and what was added to it (Note [Probing a mask function])."""
     added = bool(others.get("use_vmap"))
+    if mask_function is not None and not torch.compiler.is_compiling() and _is_plain(mask_function):
+        return True, ""
     if torch.compiler.is_compiling():
         # values must not be read
         return (None, "a mask of its own over a causal one") if added else (True, "")
@@ -146,6 +155,8 @@ def _read_order(
     rows = int(others["q_length"]) if "q_length" in others else 0 if where is None else int(where.shape[0])
     if mask_function is None or rows < 2:
         return None, "a mask of its own over a causal one" if added else ""
+    if _is_captured(torch.device(device)):
+        return None, "a mask of its own, which cannot be read while a CUDA graph is captured"
     element = torch.arange(batch_size, device=device)[:, None]
     head = torch.zeros((), dtype=torch.long, device=device)
     before = torch.arange(rows - 1, device=device)
@@ -159,6 +170,23 @@ def _read_order(
         return None, "a mask of its own over a causal one"
     # with an attention mask nothing was taken for packing, so neighbours were not hidden
     return (True if attention_mask is not None or "use_vmap" in others else None), ""
+
+
+def _is_plain(mask_function: Callable[..., Any]) -> bool:
+    """Whether a function is transformers' causal one, in a window or in chunks or not (Note [Parts by name])."""
+    if getattr(mask_function, "__module__", None) != "transformers.masking_utils":
+        return False
+    name = mask_function.__qualname__.partition(".")[0]
+    if name != "and_masks":
+        return name == "causal_mask_function"
+    window, *rest = inspect.getclosurevars(mask_function).nonlocals.get("mask_functions", (None,))
+    maker = getattr(window, "__qualname__", "").partition(".")[0]
+    own = getattr(window, "__module__", None) == "transformers.masking_utils"
+    return own and maker in ("sliding_window_overlay", "chunked_overlay") and len(rest) == 1 and _is_plain(rest[0])
+
+
+def _is_captured(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def _reach(mask_function: Callable[..., Any] | None, local_size: int | None) -> int | None:

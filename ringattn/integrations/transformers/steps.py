@@ -161,7 +161,9 @@ def forward_step(
 
 def _new_tokens(step: Step) -> int:
     """New tokens of each batch element of the model."""
-    return sum(step.counts) if step.mode == "prefill" and step.batch == 1 else step.counts[0]
+    if step.mode == "decode":
+        return step.rows
+    return sum(step.counts) if step.batch == 1 else step.counts[0]
 
 
 def _kept_rows(step: Step, new: int, wanted: Sequence[int], device: torch.device) -> tuple[int | Tensor, Tensor | None]:

@@ -1,0 +1,286 @@
+"""A few new rows attend over a rank's pages where they lie: the decode kernel, with the rows of a prompt.
+
+Owns when pages are read in place, how rows are cut into what the kernel takes, and how its partials become those of rows.
+Refuses to know what moves between ranks (prefill.py) and how the kernel works.
+
+Note [In place or copied]
+    The forward of training wants keys in one piece, so a prefill that uses it copies the pages of every layer first; it then
+    multiplies at its best. The decode kernel reads pages where they lie, and multiplies about SLOWNESS times as slowly, also for
+    the rows that fill up its tiles. Of r new rows, padded to R, over t kept keys it costs about
+        (SLOWNESS R - r) * 4 t h d / (FLOP per second) more,   and the copy   ~ t hk 2 d e / (bytes per second)
+    so pages are read in place while (SLOWNESS R - r) h <= hk e FLOPS_PER_BYTE. A request counts with its tokens, under a window
+    with those that its rows can see, which are all that is read in place, while all would be copied. One H200, 32 query heads
+    on 8, head_dim 128, bf16; microseconds per layer, copied / in place:
+        kept tokens    32 rows     64 rows      128 rows       256 rows       512 rows
+            32,768    123 /  56   133 / 107    177 /  195     275 /  368     473 /  768
+           131,072    411 / 197   481 / 398    676 /  745    1067 / 1433
+           262,144    789 / 384   945 / 838   1310 / 1482
+    So it is up to about 96 rows for each request. A forward that does not split keys among programs is slower with few rows than
+    the one that was measured, and would lose to more of them; that is not counted. Nothing is in place by itself where plain
+    torch would do it, nor for a prompt that begins: its rows are all there is, and there is nothing to copy.
+
+Note [Rectangles]
+    The kernel takes s rows of each of its requests. The rows of a prompt that attend here (all new ones on one rank; where queries
+    move, those of all ranks that see a key of this one) are cut into as few stretches as its tile allows, all as long as the
+    longest; each is a request to the kernel, with the blocks of its own. What is missing in the last stretch of a request is its
+    last row again, whose answer is not looked at.
+
+    Example: 70 and 3 rows, 32 in a tile: s = 24, four requests: rows 0-23, 24-47, 48-69 and two of row 69, 70-72 and 21 of row 72.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from ringattn.kernels.contract import Carry, Score, accumulation_dtype
+from ringattn.kernels.decode import PageTable, decode, num_splits, parts_len, pick, tile_tokens
+from ringattn.kernels.parts import finish_parts, merge_parts, views
+
+if TYPE_CHECKING:
+    from ringattn.inference.cache import PagedKVCache
+    from ringattn.inference.step import Step
+
+READS = ("auto", "pages", "copies")
+SLOWNESS = 1.6
+"""How many times as long as the forward of training the decode kernel multiplies, for rows that fill its tiles."""
+FLOPS_PER_BYTE = 120.0
+"""FLOP of the forward of training in the time in which a byte of the pages is copied, and half the copy read."""
+MOST_RECTANGLES = 256
+"""Requests to one call of the kernel, every program of which looks at the bounds of all: more are not in place by themselves."""
+Window = tuple[int | None, int | None] | None
+Stretch = tuple[int, int, int]
+"""(start, length, request): positions start .. start + length - 1 of the request at this place in its step."""
+
+
+def stretch_rows(counts: Sequence[int], most: int) -> int:
+    """Rows of a rectangle (Note [Rectangles]).
+
+    Args:
+        counts: Rows of each request.
+        most: Rows that share a tile.
+
+    Example:
+        >>> stretch_rows([70, 3], 32), stretch_rows([5], 32), stretch_rows([33], 32)
+        (24, 5, 17)
+    """
+    return max((-(-count // -(-count // most)) for count in counts if count), default=1)
+
+
+def is_in_place_faster(
+    counts: Sequence[int],
+    lengths: Sequence[int],
+    *,
+    heads: int,
+    kv_heads: int,
+    element_size: int,
+    most: int,
+    left: int | None = None,
+) -> bool:
+    """Whether pages are better read in place (Note [In place or copied]); the same on all ranks.
+
+    Args:
+        counts: New rows of each request.
+        lengths: Its tokens, the new ones included.
+        heads: Query heads.
+        kv_heads: Key heads.
+        element_size: Bytes of an element of the pages.
+        most: Rows that share a tile.
+        left: Tokens that a row sees to its left; None: all.
+
+    Example:
+        >>> sizes = {"heads": 32, "kv_heads": 8, "element_size": 2, "most": 32}
+        >>> [is_in_place_faster([count], [131072], **sizes) for count in (32, 96, 128)]
+        [True, True, False]
+    """
+    s = stretch_rows(counts, most)
+    if sum(-(-count // s) for count in counts) > MOST_RECTANGLES:
+        return False
+    slower = saved = 0.0
+    for count, length in zip(counts, lengths, strict=True):
+        seen = length if left is None else min(length, left + count)
+        slower += seen * (SLOWNESS * -(-count // s) * s - count) * heads
+        saved += length * kv_heads * element_size * FLOPS_PER_BYTE
+    return slower <= saved
+
+
+def resolve_reads(wanted: str, step: Step, q: Tensor, left: int | None, fresh: bool) -> str:
+    """What is read: as wanted, or by Note [In place or copied] from numbers that are equal on all ranks.
+
+    Args:
+        wanted: One of READS.
+        step: The step.
+        q: `b s h d`.
+        left: Tokens that a row sees to its left; None: all.
+        fresh: Nothing was kept before.
+    """
+    cache, h = step.cache, q.shape[2]
+    if wanted != "auto":
+        return wanted
+    dims = cache.head_dim, cache.v_head_dim
+    if fresh or pick(q.device, q.dtype, cache.kv_dtype, *dims, cache.page_size).name == "eager":
+        return "copies"
+    most = tile_tokens(h, cache.kv_heads, q.device, head_dim=max(dims), kv_dtype=cache.kv_dtype)
+    sizes = {"heads": h, "kv_heads": cache.kv_heads, "element_size": cache.kv_dtype.itemsize, "most": most}
+    return "pages" if is_in_place_faster(step.counts, step.lengths, left=left, **sizes) else "copies"
+
+
+@dataclass(frozen=True, eq=False)
+class InPlace:
+    """Rows that attend over this rank's pages (Note [Rectangles]); made once for all layers.
+
+    Attributes:
+        table: The blocks of each rectangle's request.
+        lo: `n s` int32: the first position that a row of the n rectangles sees.
+        hi: `n s` int32: behind the last one.
+        positions: `n s` int32.
+        rows: `n s` int64: which row stands there; None: they are all rows in their order.
+        back: `rows` int64: where among the rectangles each row stands; None likewise.
+    """
+
+    table: PageTable
+    lo: Tensor
+    hi: Tensor
+    positions: Tensor
+    rows: Tensor | None
+    back: Tensor | None
+
+    def partial(self, cache: PagedKVCache, layer: int, q: Tensor, score: Score) -> Tensor:
+        """The stack of packed parts of the rectangles over this rank's keys.
+
+        Args:
+            cache: Whose pages.
+            layer: Of which layer.
+            q: `rows h d`.
+            score: How scores are made; sinks take no part.
+        """
+        (n, s), (_, h, d), dv = self.lo.shape, q.shape, cache.v_head_dim
+        found = (q if self.rows is None else q.index_select(0, self.rows.view(-1))).view(n, s, h, d)
+        blocks, width = self.table.pages.shape[1], max(d, dv)
+        height = num_splits(
+            n, s, h, cache.kv_heads, blocks, cache.page_size, q.device, head_dim=width, kv_dtype=cache.kv_dtype
+        )
+        parts = torch.empty(height, parts_len(n * s * h, dv), dtype=accumulation_dtype(q.dtype), device=q.device)
+        k_scale, v_scale = cache.scales(layer)
+        decode(
+            found,
+            cache.k[layer],
+            cache.v[layer],
+            self.table,
+            self.lo,
+            self.hi,
+            self.positions,
+            replace(score, sinks=None),
+            parts,
+            k_scale=k_scale,
+            v_scale=v_scale,
+        )
+        return parts
+
+    def attend(self, cache: PagedKVCache, layer: int, q: Tensor, score: Score) -> Tensor:
+        """The finished attention of rows that see keys of this rank only: o `b s h dv` of q `b s h d`."""
+        b, s, h, _ = q.shape
+        parts = self.partial(cache, layer, q.flatten(0, 1), score)
+        n, rows = self.lo.shape
+        o = torch.empty(n, rows, h, cache.v_head_dim, dtype=q.dtype, device=q.device)
+        lse = torch.empty(n, h, rows, dtype=parts.dtype, device=q.device)
+        finish_parts(parts, n * rows * h, cache.v_head_dim, score.sinks, o, lse)
+        found = o.flatten(0, 1)
+        return (found if self.back is None else found.index_select(0, self.back)).view(b, s, h, -1)
+
+    def visit(self, cache: PagedKVCache, layer: int, q: Tensor, score: Score, carry: Carry) -> None:
+        """Writes the partial of q `b s h d` over this rank's keys into a carry."""
+        b, s, h, _ = q.shape
+        dv, count = cache.v_head_dim, self.lo.numel()
+        parts = self.partial(cache, layer, q.flatten(0, 1), score)
+        merged = torch.empty_like(parts[0])
+        merge_parts(parts, merged, count * h, dv)
+        for target, x in zip((carry.m, carry.l, carry.acc), views(merged, count * h, dv), strict=True):
+            found = x.view(count, h, *x.shape[1:])
+            found = (found if self.back is None else found.index_select(0, self.back)).view(b, s, h, *x.shape[1:])
+            target.copy_(found if target is carry.acc else found.transpose(1, 2))
+
+
+def plan_in_place(
+    step: Step,
+    stretches: Sequence[Stretch],
+    heads: int,
+    causal: bool,
+    window: Window,
+    chunk_len: int | None,
+    device: torch.device,
+) -> InPlace | None:
+    """How rows attend over this rank's pages.
+
+    Args:
+        step: Whose requests.
+        stretches: The rows, in their order; those of a request follow each other and ascend.
+        heads: Query heads.
+        causal: As in `attend`.
+        window: As in `attend`, resolved.
+        chunk_len: As in `attend`.
+        device: Of the cache.
+
+    Returns:
+        None where there are no rows.
+    """
+    cache = step.cache
+    counts = [0] * len(step.requests)
+    for _, length, request in stretches:
+        counts[request] += length
+    total = sum(counts)
+    if not total:
+        return None
+    dims = max(cache.head_dim, cache.v_head_dim)
+    s = stretch_rows(counts, tile_tokens(heads, cache.kv_heads, device, head_dim=dims, kv_dtype=cache.kv_dtype))
+    here = torch.cat([torch.arange(start, start + length, device="cpu") for start, length, _ in stretches])
+    numbers, owners, first = [], [], 0
+    for request, count in enumerate(counts):
+        rectangles = -(-count // s)
+        numbers.append(torch.arange(rectangles * s, device="cpu").clamp_(max=count - 1) + first)
+        owners += [request] * rectangles
+        first += count
+    rows = torch.cat(numbers)
+    exact = len(rows) == total
+    # the first place of each row: places ascend, and padding follows the row that it repeats
+    back = torch.searchsorted(rows, torch.arange(total, device="cpu"))
+    positions = here[rows].view(-1, s)
+    starts, ends = (torch.tensor(x, device="cpu")[torch.tensor(owners)][:, None] for x in (step.firsts, step.lengths))
+    left, right = (None, None) if window is None else window
+    right = 0 if causal and (right is None or right > 0) else right
+    lo = starts.expand_as(positions) if left is None else torch.maximum(starts, positions - left)
+    hi = ends.expand_as(positions) if right is None else torch.minimum(ends, positions + (right + 1))
+    if chunk_len is not None:
+        begin = positions - torch.remainder(positions - starts, chunk_len)
+        lo, hi = torch.maximum(lo, begin), torch.minimum(hi, begin + chunk_len)
+    # a row before its request's first seen token is seen by nobody, and sees nothing
+    hi = torch.where(positions < starts, lo, torch.maximum(lo, hi))
+    lo, hi, positions = torch.stack((lo, hi, positions)).to(device, torch.int32)
+    return InPlace(
+        _table(step, owners, device),
+        lo,
+        hi,
+        positions,
+        None if exact else rows.view(-1, s).to(device),
+        None if exact else back.to(device),
+    )
+
+
+def _table(step: Step, owners: Sequence[int], device: torch.device) -> PageTable:
+    """This rank's blocks of each rectangle's request."""
+    cache = step.cache
+    tables = [cache.pages.table(request, cache.ring.rank) for request in step.requests]
+    # a kernel wants one column at least
+    found = torch.zeros(3, len(tables), max(1, *map(len, tables)), dtype=torch.int32, device="cpu")
+    for i, table in enumerate(tables):
+        for j, x in enumerate((table.pages, table.starts, table.lengths)):
+            if x:
+                found[j, i, : len(x)] = torch.frombuffer(x, dtype=torch.int32)
+    of = torch.tensor(owners, device=device)
+    counts = torch.tensor([len(table) for table in tables], dtype=torch.int32, device="cpu")
+    pages, starts, lengths = found.to(device).index_select(1, of)
+    return PageTable(pages, starts, lengths, counts.to(device).index_select(0, of))

@@ -1,0 +1,415 @@
+"""Decoding of a causal model over a sharded cache: calls with few new tokens, replayed from CUDA graphs where that can be.
+
+Owns the static inputs of such calls, which of them are captured and when, and the word of all ranks on it. Refuses to know where
+tokens come from: generation.py, the server and the bench bring them.
+
+Legend: b requests, n new tokens of each.
+
+Note [Replays]
+    A call of a model with a token is hundreds of launches, which take the host longer than the device. Captured once in a CUDA
+    graph, they are one launch. A graph reads the addresses that it was captured with, so tokens and the step (`StaticStep`) are
+    written in place and the graph is replayed; its logits stay where they are until the next replay, of this or another graph:
+    graphs share their memory.
+
+Note [Batches]
+    A graph is of one shape: requests, new tokens, rows of logits. Fewer requests than it has places for are fine: the other rows
+    hold token 0, see nothing, are kept nowhere, and their logits are dropped. So a few batch sizes serve all (`batch_sizes`),
+    which double as long as a call's time is that of reading the weights. A graph also has room for so many blocks of a request on
+    one rank: a power of two, at least LEAST_BLOCKS, and enough for what requests have reserved when it is captured. Requests that
+    need more have it captured anew.
+
+Note [All ranks alike]
+    What is captured, and which call is replayed, follows from numbers that all ranks hold alike. Before a capture the call is
+    made once with no requests at all, which compiles kernels and lets ranks compare what they have not compared, and once more
+    with an error for whatever waits for the device. Then ranks agree: a call that one of them could not capture is made without a
+    graph by all, and nothing more is captured. The first replay of a graph is checked against a plain call, because a number that
+    a model has worked out on the host is in the graph for ever; logits that are not the same within rounding refuse it likewise.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from ringattn.inference import PagedKVCache, StaticStep
+from ringattn.inference.step import most_blocks
+from ringattn.integrations.transformers.steps import forward_step
+
+LEAST_BLOCKS = 1024
+"""Blocks of a request on one rank for which there is room at first."""
+DOUBLED = 64
+"""Batch sizes double up to this one, and then grow by it (Note [Batches])."""
+MOST_GRAPHS = 16
+"""Shapes that are captured, where nobody says which ones will come."""
+
+
+class CannotRecord(RuntimeError):
+    """A call can not be replayed; the message says why."""
+
+
+class Recorder(Protocol):
+    """What makes a call that can be made again and again, at the same addresses."""
+
+    def record(self, call: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], None]]:
+        """Records a call, which it may make before.
+
+        Args:
+            call: Reads and writes at addresses that stay.
+
+        Returns:
+            Where the result of the call is, and what writes it there anew.
+
+        Raises:
+            CannotRecord: It can not be recorded.
+        """
+        ...
+
+
+class CudaGraphs:
+    """CUDA graphs that share one pool of memory.
+
+    Args:
+        device: Of all calls.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device)
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def record(self, call: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], None]]:
+        """See `Recorder.record`."""
+        current = torch.cuda.current_stream(self._device)
+        self._stream.wait_stream(current)
+        # the default stream can not be captured; what fails here fails without a graph, too
+        with torch.cuda.stream(self._stream):
+            call()
+        current.wait_stream(self._stream)
+        graph = torch.cuda.CUDAGraph()
+        try:
+            # a capture that fails leaves more behind than a call that is refused
+            with torch.cuda.stream(self._stream), _refused_waits():
+                call()
+            # torch leaves its stream in place when a capture fails
+            with (
+                torch.cuda.stream(self._stream),
+                torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"),
+            ):
+                out = call()
+        except Exception as error:
+            torch.cuda.synchronize(self._device)
+            _release_generator(self._device)
+            lines = str(error).strip().splitlines() or ["no message"]
+            raise CannotRecord(f"{type(error).__name__}: {lines[0]}") from error
+        current.wait_stream(self._stream)
+        return out, graph.replay
+
+
+@contextlib.contextmanager
+def _refused_waits() -> Iterator[None]:
+    """Inside, operations that wait for the device are errors, as they are in a capture."""
+    before = torch.cuda.get_sync_debug_mode()
+    with warnings.catch_warnings():
+        # that it does not find all of them; the capture does
+        warnings.simplefilter("ignore")
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
+
+
+def _release_generator(device: torch.device) -> None:
+    """Lets a device's generator draw again, which a capture that failed may have left in the state of one."""
+    index = torch.cuda.current_device() if device.index is None else device.index
+    generator = torch.cuda.default_generators[index]
+    generator.graphsafe_set_state(generator.clone_state())
+
+
+def batch_sizes(most: int) -> tuple[int, ...]:
+    """Batch sizes that serve all up to the largest one (Note [Batches]).
+
+    Example:
+        >>> batch_sizes(48)
+        (1, 2, 4, 8, 16, 32, 48)
+        >>> batch_sizes(200)
+        (1, 2, 4, 8, 16, 32, 64, 128, 192, 200)
+    """
+    sizes = [1]
+    while sizes[-1] < most:
+        sizes.append(min(most, 2 * sizes[-1] if sizes[-1] < DOUBLED else sizes[-1] + DOUBLED))
+    return tuple(sizes)
+
+
+def find_obstacle(model: nn.Module, cache: PagedKVCache) -> str | None:
+    """Why calls of a model over a cache are not captured, by what can be known before; None where they can be tried.
+
+    Every rank calls it alike: it asks for the ring's exchange, which is made at its first use.
+
+    Args:
+        model: Whose calls.
+        cache: Over which cache.
+    """
+    device = cache.device
+    if device.type != "cuda":
+        return f"graphs need a GPU, and the cache is in {device.type} memory"
+    exchange = cache.ring.exchange(device)
+    if not exchange.capturable:
+        return f"the exchange of partials can not be captured ({exchange})"
+    elsewhere = sorted({str(x.device) for x in model.parameters() if x.device != device})
+    if elsewhere:
+        return f"the model has weights on {', '.join(elsewhere)} beside {device}"
+    return None
+
+
+def choose_recorder(graphs: bool | Recorder | None, model: nn.Module, cache: PagedKVCache) -> Recorder | None:
+    """What records the calls of a model over a cache; every rank calls it alike.
+
+    Args:
+        graphs: True: CUDA graphs; False: nothing; None: CUDA graphs on GPUs, unless something speaks against it, of which it
+            warns; or a recorder of one's own.
+        model: Whose calls.
+        cache: Over which cache.
+
+    Raises:
+        ValueError: There can be no graphs, and they were asked for.
+    """
+    if graphs is False or not isinstance(graphs, bool | None):
+        return None if graphs is False else graphs
+    if graphs is None and cache.device.type != "cuda":
+        return None
+    why = find_obstacle(model, cache)
+    if why is None:
+        return CudaGraphs(cache.device)
+    if graphs:
+        raise ValueError(f"graphs must be False or left out where calls can not be captured, got True: {why}")
+    warnings.warn(f"decoding goes without CUDA graphs: {why}", stacklevel=2)
+    return None
+
+
+class _Shape(NamedTuple):
+    """What a graph serves.
+
+    Attributes:
+        batch: Places for requests.
+        new: New tokens of each.
+        last: Of how many of these logits are wanted, which are the last ones.
+    """
+
+    batch: int
+    new: int
+    last: int
+
+
+@dataclass(eq=False)
+class _Recorded:
+    """One recorded call.
+
+    Attributes:
+        step: What it reads of the cache's books.
+        tokens: `batch new` int64: what else it reads.
+        logits: `batch last vocab`: what it writes.
+        replay: Makes it again.
+        kind: What the model returns.
+        checked: It has been found to be right.
+    """
+
+    step: StaticStep
+    tokens: Tensor
+    logits: Tensor
+    replay: Callable[[], None]
+    kind: Callable[..., Any]
+    checked: bool = False
+
+
+class Decoding:
+    """Calls of a model with few new tokens of each request, replayed where they can be (Note [Replays]).
+
+    Every rank makes the same one, and the same calls.
+
+    Args:
+        forward: A causal model of transformers with `attn_implementation="ringattn"`, in eval mode, or its forward.
+        cache: Where the requests are.
+        recorder: What records calls; None: each is made plainly.
+        batches: Batch sizes, ascending (`batch_sizes`); None: each batch that comes is a size of its own.
+        patience: The how manieth call of a shape is recorded first. Recording takes about as long as three calls.
+        most: Shapes that are recorded at most.
+
+    Attributes:
+        refusal: Why nothing more is recorded; None as long as calls are.
+    """
+
+    def __init__(
+        self,
+        forward: Callable[..., Any],
+        cache: PagedKVCache,
+        recorder: Recorder | None,
+        *,
+        batches: Sequence[int] | None = None,
+        patience: int = 1,
+        most: int = MOST_GRAPHS,
+    ) -> None:
+        self._forward, self._cache, self._recorder = forward, cache, recorder
+        self._batches, self._patience, self._most = batches, patience, most
+        self._recorded: dict[_Shape, _Recorded] = {}
+        self._met: Counter[_Shape] = Counter()
+        self.refusal: str | None = None if recorder is not None else "nothing records"
+
+    @property
+    def recorded(self) -> int:
+        """How many shapes are replayed."""
+        return len(self._recorded)
+
+    def prepare(self, new: int = 1) -> None:
+        """Records all batch sizes, so that no later call waits for it.
+
+        Args:
+            new: New tokens of each request.
+        """
+        # the largest first: the others find room in its memory
+        for batch in reversed(self._batches or ()):
+            shape = _Shape(batch, new, 1)
+            if self.refusal is None and shape not in self._recorded:
+                self._record(shape, 1)
+
+    @torch.no_grad()
+    def run(
+        self,
+        requests: Sequence[int],
+        tokens: Tensor,
+        *,
+        positions: Tensor | None = None,
+        last: int = 1,
+        alike: bool = False,
+    ) -> Any:
+        """Brings new tokens of requests to the cache, and computes their logits.
+
+        Args:
+            requests: Which ones.
+            tokens: `b n` int64, 1 <= n <= 16, the same on every rank, on any device.
+            positions: `b n` or `1 n`: what rotary embeddings get; None: the places of the tokens in their requests.
+            last: Of how many of the new tokens logits are wanted, at least 1.
+            alike: As in `PagedKVCache.extend`.
+
+        Returns:
+            What the model returns, with logits `b last vocab`, the same bits on every rank. Of a call that was replayed it has
+            nothing else, and the logits are overwritten by the next call.
+
+        Raises:
+            ValueError: As `PagedKVCache.extend`.
+            CacheFull: Likewise.
+            RuntimeError: A rank did not come.
+        """
+        b, new = tokens.shape
+        recorded = self._find(requests, new, last)
+        if recorded is None:
+            step = self._cache.extend(requests, [new] * b, mode="decode", alike=alike)
+            return self._call(step, tokens, step.positions if positions is None else positions, last)
+        step = recorded.step
+        self._cache.extend(requests, [new] * b, mode="decode", alike=alike, into=step)
+        recorded.tokens[:b].copy_(_ready(tokens, recorded.tokens), non_blocking=True)
+        if positions is not None:
+            step.positions[:b].copy_(positions)
+        recorded.replay()
+        ring, device = self._cache.ring, self._cache.device
+        if ring.world_size > 1:
+            # what an exchange has to say of a rank that did not come is there when it has ended
+            if device.type == "cuda":
+                torch.cuda.current_stream(device).synchronize()
+            ring.exchange(device).check()
+        logits = recorded.logits[:b]
+        if not recorded.checked:
+            logits = self._check(recorded, logits, last)
+        return recorded.kind(logits=logits)
+
+    def _call(self, step: Any, tokens: Tensor, positions: Tensor, last: int) -> Any:
+        new = tokens.shape[1]
+        return forward_step(self._forward, step, {"input_ids": tokens}, positions, range(new - last, new))
+
+    def _find(self, requests: Sequence[int], new: int, last: int) -> _Recorded | None:
+        """What serves a call; recorded now, if it is to be."""
+        if self._recorder is None:
+            return None
+        sizes = (len(requests),) if self._batches is None else self._batches
+        batch = next((size for size in sizes if size >= len(requests)), None)
+        if batch is None:
+            return None
+        shape = _Shape(batch, new, last)
+        books = self._cache.pages
+        blocks = most_blocks(books, requests, new)
+        found = self._recorded.get(shape)
+        if found is not None and blocks <= found.step.max_blocks:
+            return found
+        self._met[shape] += 1
+        if self.refusal is not None or (found is None and len(self._recorded) >= self._most):
+            return None
+        if found is None and self._met[shape] < self._patience:
+            return None
+        ahead = max(books.reserved(request) - books.length(request) for request in requests)
+        return self._record(shape, max(blocks, most_blocks(books, requests, ahead)))
+
+    def _record(self, shape: _Shape, blocks: int) -> _Recorded | None:
+        """Records a shape with room for so many blocks; None where a rank can not (Note [All ranks alike])."""
+        assert self._recorder is not None, "whoever has no recorder records nothing"
+        # what is outgrown is let go first
+        self._recorded.pop(shape, None)
+        cache = self._cache
+        room = min(LEAST_BLOCKS, cache.pages.pages + 1)
+        while room < blocks:
+            room *= 2
+        kinds: list[Callable[..., Any]] = []
+        made, why = None, ""
+        # what is written in place must not be bound to the mode of whoever came first
+        with torch.inference_mode(False), torch.no_grad():
+            step = cache.static_step(shape.batch, shape.new, max_tokens=cache.capacity_tokens, max_blocks=room)
+            tokens = torch.zeros(shape.batch, shape.new, dtype=torch.int64, device=cache.device)
+
+            def call() -> Tensor:
+                out = self._call(step, tokens, step.positions, shape.last)
+                kinds.append(type(out))
+                return out.logits
+
+            try:
+                logits, replay = self._recorder.record(call)
+                made = _Recorded(step, tokens, logits, replay, kinds[-1])
+            except CannotRecord as error:
+                why = str(error)
+        if not cache.ring.least(int(made is not None)):
+            self._refuse(why or "another rank could not capture a call", own=bool(why))
+            return None
+        assert made is not None, "the least of all ranks is not more than this one's"
+        self._recorded[shape] = made
+        return made
+
+    def _check(self, recorded: _Recorded, found: Tensor, last: int) -> Tensor:
+        """The logits of a first replay, if they are what a plain call gives, on every rank; else those, and it is dropped."""
+        plain = self._call(recorded.step, recorded.tokens, recorded.step.positions, last).logits[: len(found)]
+        # what is no number in both is alike
+        x, y = found.float().nan_to_num(), plain.float().nan_to_num()
+        apart, size = (float(z.square().mean().sqrt()) for z in (x - y, y))
+        good = apart <= 4 * torch.finfo(plain.dtype).eps * size
+        recorded.checked = bool(self._cache.ring.least(int(good)))
+        if recorded.checked:
+            return found
+        self._recorded = {shape: one for shape, one in self._recorded.items() if one is not recorded}
+        apart_here = f"a replay's logits differ from a plain call's by {apart:.2g} where these are of {size:.2g}"
+        self._refuse("another rank was answered wrongly" if good else f"wrong answer: {apart_here}", own=not good)
+        return plain
+
+    def _refuse(self, why: str, own: bool) -> None:
+        """Records nothing more; says so, where the reason is and on rank 0."""
+        self.refusal = why
+        if own or self._cache.ring.rank == 0:
+            warnings.warn(f"decoding goes on without more CUDA graphs: {why}", stacklevel=2)
+
+
+def _ready(tokens: Tensor, target: Tensor) -> Tensor:
+    """Tokens that can be copied to where they go without waiting."""
+    return tokens.pin_memory() if target.is_cuda and not tokens.is_cuda else tokens

@@ -1,0 +1,86 @@
+"""The rows of all ranks on every rank, and the sum of what all ranks say of one's rows: each the gradient of the other.
+
+Owns both as operators, so that `torch.compile` sees a call where it cannot trace communication. Refuses to know what rows are
+of, and who has which (sharding.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ringattn.transport.process_group import resolve_group
+
+_LIBRARY = torch.library.Library("ringattn", "FRAGMENT")
+# as Note [Beside compiled graphs] of autograd.py says
+_TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.cudagraph_unsafe)
+_LIBRARY.define("gather_rows(Tensor x, int dim, SymInt[] lengths, int rank, str group) -> Tensor", tags=_TAGS)
+_LIBRARY.define("reduce_rows(Tensor x, int dim, SymInt[] lengths, int rank, str group) -> Tensor", tags=_TAGS)
+
+
+def gather_rows(x: Tensor, dim: int, lengths: Sequence[int], rank: int, group: str) -> list[Tensor]:
+    """Every rank's tensor; differentiable (gradients are summed over ranks).
+
+    Args:
+        x: This rank's, lengths[rank] long in dim.
+        dim: The dimension along which they differ.
+        lengths: Every rank's length.
+        rank: This rank.
+        group: Name of the process group.
+    """
+    whole = torch.ops.ringattn.gather_rows.default(x, dim, list(lengths), rank, group)
+    return list(whole.split(list(lengths), dim))
+
+
+def _gather(x: Tensor, dim: int, lengths: Sequence[int], rank: int, group: str) -> Tensor:
+    """All ranks' tensors in rank order; each is padded to the longest on the way."""
+    del rank
+    shape = list(x.shape)
+    shape[dim] = max(lengths)
+    padded = x.new_zeros(shape)
+    padded.narrow(dim, 0, x.shape[dim]).copy_(x)
+    parts = [torch.empty_like(padded) for _ in lengths]
+    dist.all_gather(parts, padded, group=resolve_group(group))
+    return torch.cat([part.narrow(dim, 0, length) for part, length in zip(parts, lengths, strict=True)], dim)
+
+
+def _reduce(x: Tensor, dim: int, lengths: Sequence[int], rank: int, group: str) -> Tensor:
+    """This rank's part of the sum of all ranks' tensors."""
+    whole = x.clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(whole, group=resolve_group(group))
+    return whole.split(list(lengths), dim)[rank].clone()
+
+
+def _fake_gather(x: Tensor, dim: int, lengths: Sequence[int], rank: int, group: str) -> Tensor:
+    del rank, group
+    return x.new_empty([*x.shape[:dim], sum(lengths), *x.shape[dim + 1 :]])
+
+
+def _fake_reduce(x: Tensor, dim: int, lengths: Sequence[int], rank: int, group: str) -> Tensor:
+    del group
+    return x.new_empty([*x.shape[:dim], lengths[rank], *x.shape[dim + 1 :]])
+
+
+def _remember(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    del output
+    ctx.options = inputs[1:]
+
+
+def _gather_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    return torch.ops.ringattn.reduce_rows.default(grad, *ctx.options), None, None, None, None
+
+
+def _reduce_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    return torch.ops.ringattn.gather_rows.default(grad, *ctx.options), None, None, None, None
+
+
+_LIBRARY.impl("gather_rows", _gather, "CompositeExplicitAutograd")
+_LIBRARY.impl("reduce_rows", _reduce, "CompositeExplicitAutograd")
+torch.library.register_fake("ringattn::gather_rows", _fake_gather, lib=_LIBRARY)
+torch.library.register_fake("ringattn::reduce_rows", _fake_reduce, lib=_LIBRARY)
+torch.library.register_autograd("ringattn::gather_rows", _gather_backward, setup_context=_remember, lib=_LIBRARY)
+torch.library.register_autograd("ringattn::reduce_rows", _reduce_backward, setup_context=_remember, lib=_LIBRARY)

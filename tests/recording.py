@@ -1,0 +1,41 @@
+"""In place of CUDA graphs, where there are none: a recorder that makes a call again, over the same tensors."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+
+class Reruns:
+    """Makes a recorded call again; its result lies at one address, and is NaN until the first replay.
+
+    Args:
+        stuck: Replays give other numbers, as those of a graph do that holds a number of its first call.
+        fails: The how manieth recording fails, from 1.
+    """
+
+    def __init__(self, stuck: bool = False, fails: int | None = None) -> None:
+        self.stuck, self.fails = stuck, fails
+        self.records = self.replays = 0
+        self.shapes: list[tuple[int, ...]] = []
+
+    def record(self, call: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], None]]:
+        self.records += 1
+        out = call().clone()
+        if self.records == self.fails:
+            from ringattn.integrations.transformers.decoding import CannotRecord
+
+            raise CannotRecord("the model looks at numbers")
+        self.shapes.append(tuple(out.shape[:2]))
+        out.fill_(math.nan)
+
+        def replay() -> None:
+            self.replays += 1
+            # also what is wrong takes part in exchanges
+            found = call()
+            out.copy_(torch.ones_like(found) if self.stuck else found)
+
+        return out, replay

@@ -1,0 +1,216 @@
+"""Decoding by CUDA graphs of whole models: what plain calls give, batches that change, refusals that leave nothing behind.
+
+python -m pytest -m gpu tests/test_gpu_graphs.py
+torchrun --nproc_per_node 4 tests/test_gpu_graphs.py
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ringattn import Ring
+from ringattn.inference import PagedKVCache
+from ringattn.integrations.transformers import RingCache, run_step
+from ringattn.integrations.transformers.decoding import (
+    CudaGraphs,
+    Decoding,
+    batch_sizes,
+    choose_recorder,
+    find_obstacle,
+)
+from ringattn.launch.inference_model import Shape, make_cache, make_model
+from tests.test_copy_engine_gpu import GPUS, run
+from tests.transformers.models import make, tokens
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+BF16, SHORT = torch.bfloat16, timedelta(seconds=3)
+SHAPE = Shape(dim=512, layers=4, heads=8, kv_heads=2, head_dim=64, mlp_dim=1024, vocab_size=1000)
+
+
+def here() -> torch.device:
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def rings(world_size: int) -> dict[str, Ring]:
+    """Both ways that partials are exchanged; alone there is none."""
+    if world_size == 1:
+        return {"alone": Ring()}
+    return {"one_shot": Ring(transport="copy_engine"), "group": Ring(transport="process_group")}
+
+
+def fill(model: Any, cache: PagedKVCache, lengths: Sequence[int], reserve: int = 2000) -> list[int]:
+    requests = [cache.join(reserve) for _ in lengths]
+    for seed, (request, length) in enumerate(zip(requests, lengths, strict=True)):
+        ids = torch.randint(1000, (length,), generator=torch.Generator().manual_seed(seed))
+        run_step(model, cache.extend([request], [length], mode="prefill"), ids, wanted=[])
+    return requests
+
+
+def apart(x: Tensor, y: Tensor) -> float:
+    return float((x.float() - y.float()).square().mean().sqrt() / y.float().square().mean().sqrt())
+
+
+def twins(ring: Ring, lengths: Sequence[int], **how: Any) -> tuple[Any, Decoding, Decoding, list[int]]:
+    """A model, two caches with the same requests, decoded by graphs and by plain calls, and the requests."""
+    model = make_model(SHAPE, 4096, BF16, here())
+    caches = [make_cache(ring, SHAPE, 400, BF16, here()) for _ in range(2)]
+    requests, _ = [fill(model, cache, lengths) for cache in caches]
+    assert find_obstacle(model, caches[0]) is None
+    return model, Decoding(model, caches[0], CudaGraphs(here()), **how), Decoding(model, caches[1], None), requests
+
+
+def _batches(rank: int, world_size: int) -> None:
+    """Requests come and go; each step is a replay of the smallest batch that has room, before and after other work."""
+    for name, ring in rings(world_size).items():
+        model, graphs, plain, requests = twins(ring, (700, 90, 333, 1500, 64, 65), batches=batch_sizes(8))
+        graphs.prepare()
+        assert (graphs.recorded, graphs.refusal) == (4, None)
+        draw, found = random.Random(0), torch.empty(0)
+        for seed in range(40):
+            chosen = draw.sample(requests, draw.randint(1, 6))
+            ids = torch.randint(1000, (len(chosen), 1), generator=torch.Generator().manual_seed(seed))
+            found, wanted = (one.run(chosen, ids).logits for one in (graphs, plain))
+            assert found.shape == wanted.shape
+            assert apart(found, wanted) < 0.03, f"rank {rank}, {name}, step {seed}: {apart(found, wanted)}"
+            if seed == 20:
+                # prompts between replays
+                late, _ = [fill(model, one._cache, (1000,)) for one in (graphs, plain)]
+                requests += late
+        assert (graphs.recorded, graphs.refusal) == (4, None)
+        # what ranks hold must be the same bits, or they would go on with other tokens
+        bits = found.contiguous().view(torch.uint8)
+        if world_size > 1:
+            both = [torch.empty_like(bits) for _ in range(world_size)]
+            dist.all_gather(both, bits)
+            assert all(torch.equal(bits, x) for x in both), f"rank {rank}, {name}"
+
+
+def _generation(rank: int, world_size: int) -> None:
+    """Greedy, sampled, padded on the left, beams, and guesses that are taken back: token by token the same."""
+    prompts = {"input_ids": tokens(21, rows=3).cuda()}
+    prompts["attention_mask"] = (torch.arange(21) >= torch.tensor([[4], [2], [0]])).long().cuda()
+    greedy: dict[str, Any] = {"do_sample": False, "max_new_tokens": 20, "eos_token_id": None}
+    sampled = {**greedy, "do_sample": True, "temperature": 1.5, "top_k": 20}
+    guessed = {"input_ids": tokens(9).repeat(1, 3).cuda(), "attention_mask": torch.ones(1, 27).long().cuda()}
+    calls = [{**prompts, **greedy}, {**prompts, **sampled}, {**prompts, **greedy, "num_beams": 3}]
+    calls += [{**guessed, **greedy, "eos_token_id": 2, "prompt_lookup_num_tokens": 4}]
+    for kind in ("llama", "gemma3"):
+        model = make(kind, "ringattn", torch.float32, head_dim=32).cuda().eval()
+        for name, ring in rings(world_size).items():
+            answers = []
+            for graphs in (False, True):
+                torch.manual_seed(0)
+                with RingCache(model, ring, max_tokens=128, batch=9, page_size=16, graphs=graphs) as cache:
+                    for call in calls:
+                        answers.append(model.generate(**call, past_key_values=cache).tolist())
+                        cache.reset()
+                    assert cache._decoding is not None
+                    assert (cache._decoding.recorded > 0) == graphs
+            half = len(calls)
+            assert answers[:half] == answers[half:], f"rank {rank}, {kind}, {name}"
+
+
+def _refusals(rank: int, world_size: int) -> None:
+    """A model that waits for the device in its forward goes on by plain calls, and generators and streams are as before."""
+
+    def looks(module: Any, given: Any, out: Any) -> None:
+        float(out.flatten()[0])
+
+    def waits(module: Any, given: Any, out: Any) -> None:
+        if torch.cuda.is_current_stream_capturing():
+            torch.cuda.synchronize()
+
+    def remembers(module: Any, given: Any, out: Any) -> Tensor:
+        # a number that the host knows, and a graph keeps
+        module.calls = getattr(module, "calls", 0) + 1
+        return out * module.calls
+
+    for hook, why in ((looks, "synchronizing"), (waits, ""), (remembers, "wrong answer")):
+        ring = Ring()
+        model, graphs, plain, requests = twins(ring, (100, 50))
+        norm = model.model.layers[1].mlp
+        handle = norm.register_forward_hook(hook)
+        stream, ids = torch.cuda.current_stream(), torch.ones(2, 1, dtype=torch.int64)
+        for seed in range(3):
+            ids.random_(1000, generator=torch.Generator().manual_seed(seed))
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                found = graphs.run(requests, ids).logits
+            told = [str(one.message) for one in caught if "CUDA graphs" in str(one.message)]
+            assert len(told) == (seed == 0), f"rank {rank}, {hook.__name__}: {told}"
+            if hook is not remembers:
+                assert apart(found, plain.run(requests, ids).logits) < 0.03
+        assert graphs.recorded == 0
+        assert graphs.refusal is not None
+        assert why in graphs.refusal, graphs.refusal
+        assert torch.cuda.current_stream() == stream
+        assert not torch.cuda.is_current_stream_capturing()
+        handle.remove()
+        x = torch.randn(1000, device="cuda")
+        assert float(x.std()) > 0.5
+        again = Decoding(model, graphs._cache, choose_recorder(None, model, graphs._cache))
+        again.run(requests, ids)
+        assert again.recorded == 1, f"after {hook.__name__}: {again.refusal}"
+
+
+def _lost(rank: int, world_size: int) -> None:
+    """The last rank stops to come: the others say so by name, after a replay."""
+    ring, absent = Ring(transport="copy_engine", timeout=SHORT), world_size - 1
+    _, graphs, _, requests = twins(ring, (100, 50))
+    ids = torch.ones(2, 1, dtype=torch.int64)
+    for _ in range(3):
+        graphs.run(requests, ids)
+    torch.cuda.synchronize()
+    dist.barrier()
+    torch.cuda.synchronize()
+    if rank == absent:
+        time.sleep(SHORT.total_seconds() + 3)
+    with pytest.raises(
+        RuntimeError, match="have failed" if rank == absent else rf"ring ranks \[{absent}\] did not come"
+    ):
+        graphs.run(requests, ids)
+
+
+ALONE: list[Callable[[int, int], None]] = [_batches, _generation, _refusals]
+BODIES = [*ALONE, _lost]
+
+
+@pytest.mark.parametrize("body", ALONE, ids=[body.__name__.strip("_") for body in ALONE])
+def test_one_gpu_decodes_by_graphs_as_without(body: Callable[[int, int], None]) -> None:
+    body(0, 1)
+
+
+@pytest.mark.skipif(GPUS < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("body", BODIES, ids=[body.__name__.strip("_") for body in BODIES])
+def test_several_gpus_decode_by_graphs_as_without(body: Callable[[int, int], None]) -> None:
+    run(body, min(GPUS, 4))
+
+
+def main() -> None:
+    """All bodies, on the ranks of torchrun."""
+    rank = int(os.environ["LOCAL_RANK"])
+    torch.cuda.set_device(rank)
+    dist.init_process_group("nccl", device_id=torch.device("cuda", rank), timeout=timedelta(seconds=60))
+    for body in BODIES:
+        began = time.monotonic()
+        body(rank, dist.get_world_size())
+        torch.cuda.synchronize()
+        dist.barrier()
+        if rank == 0:
+            os.write(1, f"{body.__name__.strip('_')}: green, {time.monotonic() - began:.1f} s\n".encode())
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
