@@ -157,11 +157,13 @@ class Reader(Send):
         at: Where they begin there.
         far_rows: Rows of that buffer.
         near_rows: Rows that the peer holds itself.
+        owners: Whose rows the peer fetches, in ring order; this rank is one of them.
     """
 
     at: int
     far_rows: int
     near_rows: int
+    owners: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -205,7 +207,8 @@ def collect(plan: Plan, rank: int, guard: int, outer: int = 0) -> Collection:
             theirs, room = _fetches(plan, plan.ranks[send.peer], outer, guard)
             at = next(fetch.at for fetch in theirs if fetch.owner == rank)
             near_rows = plan.ranks[send.peer].held(outer).num_rows
-            readers.append(Reader(send.step % size, send.peer, send.rows, at, room, near_rows))
+            owners = tuple(fetch.owner for fetch in theirs)
+            readers.append(Reader(send.step % size, send.peer, send.rows, at, room, near_rows, owners))
     homes = [visit for part in plan.ranks for visit in part.visits if visit is not None and visit.step == 0]
     slot_rows = max((visit.num_rows for visit in homes), default=0)
     return Collection(fetches, tuple(readers), far_rows, slot_rows, most, outer * size)

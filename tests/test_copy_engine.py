@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
+import itertools
 import random
 import weakref
 from collections.abc import Callable
@@ -1070,6 +1071,35 @@ def test_buffers_are_made_once_grow_when_needed_and_go_when_closed() -> None:
     assert ranks.ends[0].num_bytes() == 0
     gather(ranks, shape, 4)
     ranks.world.drain()
+
+
+@settings(max_examples=25, deadline=None)
+@given(data=st.data(), world_size=st.integers(2, 4), seed=st.integers(0, 2**32))
+def test_owners_take_turns_at_a_reader(data: st.DataObject, world_size: int, seed: int) -> None:
+    ranks = Ranks(world_size, seed)
+    shape = data.draw(shapes(world_size))
+    gather(ranks, shape, 0)
+    ranks.world.drain()
+    fars = [end._fars[0].view((end._fars[0].num_bytes,), torch.uint8) for end in ranks.ends]
+    places = [range(far.data_ptr(), far.data_ptr() + far.numel()) for far in fars]
+    slots = [range(end._slot.data_ptr(), end._slot.data_ptr() + end._slot.numel()) for end in ranks.ends]
+    written: list[list[int]] = [[] for _ in ranks.ends]
+    move = ctypes.memmove
+
+    def see(target: int, source: int, num_bytes: int) -> int:
+        owners = [owner for owner, slot in enumerate(slots) if source in slot]
+        for reader, place in enumerate(places):
+            if target in place:
+                written[reader] += owners
+        return move(target, source, num_bytes)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ctypes, "memmove", see)
+        gather(ranks, shape, 1)
+        ranks.world.drain()
+    for collection, found in zip(shape.collections, written, strict=True):
+        owners = [fetch.owner for fetch in collection.fetches]
+        assert [owner for owner, _ in itertools.groupby(found)] == owners * (shape.groups if len(owners) > 1 else 1)
 
 
 def test_room_that_is_made_ahead_is_not_made_again() -> None:

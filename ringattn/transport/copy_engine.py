@@ -9,14 +9,17 @@ Note [Binary semaphores]
     and enqueued again and again, also by a graph that somebody captured, any number of times and in any order with other
     calls, as long as all ranks do the same. Each place where rows wait for a peer has two words per pair of ranks:
     `full` (at the reader: "the rows are there") and `free` (at the writer: "they have been read"). `free` begins as 1.
-    Far has a `full` per group of heads and, in place of `free`, `room` (at the owner: "far is open for this gather"), which
+    Far has a `full` per group of heads and, in place of `free`, `room` (at the owner: "it is your turn at this far"), which
     begins as 0.
 
 Note [A gather]
     Every rank has one slot, where it packs its k and v, and one far, which its peers write into.
-    The caller's stream clears the flags and says `room` to every owner: what it has enqueued before read far, and is over.
-    It packs, and starts the side stream, which pushes: group by group and reader by reader in ring order, it waits for the
-    reader's room (in front of the first group), copies rows of the slot to their place in the reader's far, and says `full`.
+    The caller's stream clears the flags and says `room` to its first owner: what it has enqueued before read far, and is
+    over. It packs, and starts the side stream, which pushes: group by group and reader by reader in ring order, it waits for
+    its turn at the reader (`room`), copies rows of the slot to their place in the reader's far, says `full`, and `room` to
+    whoever is next there: the next owner, and behind the last one the first, for the next group. So one owner writes to a
+    reader at a time, and no two share its link. Nobody waits in a circle: each waits for a push of the same reader or the same
+    owner that stands before it in the order of groups and ring steps.
     A third stream, the herald, raises the flags of this rank in the order of groups and ring steps: it waits for the owner's
     `full`, and writes the flag. So flags rise in order, whatever order pushes end in.
     A bias of keys stands behind the rows of the slot, and comes in front of the first group of an owner's heads, into the
@@ -24,10 +27,12 @@ Note [A gather]
     All of this is enqueued before the caller launches the kernel, and nothing of it needs an SM: the kernel may hold all of
     them while it waits. Packing, and zeroing the guard rows of far, do need SMs: they stand on the caller's stream in front
     of the kernel. `close` joins all three streams. So the slot is free when it has returned, as is what was lent; and `room`
-    and `full` of a call have been taken by all before anybody says them again: an owner takes `room` before its last `full`,
-    and who says `room` again has seen that one.
+    and `full` of a call have been taken by all before anybody says them again: an owner takes each `room` before it says the
+    `full` of that push, and the reader says `room` again once it has seen every `full`, whereupon the others follow in turn.
     Why pushes: reads queue their requests behind rows that the GPU sends at the same time, writes are posted (kernels/hopper/
-    NOTES.md has the numbers). And why one stream of them: several share the link, and the first rows come later.
+    NOTES.md has the numbers). Why one stream of them: several share the link, and the first rows come later. And why turns:
+    halves of shards are of different lengths, owners drift apart, and two that meet at one reader go at less than half the
+    speed each.
 
 Note [Kept rows]
     What a gather keeps lands in far like all rows, where its kernel reads it. Behind the last flag the herald copies it into a
@@ -170,7 +175,7 @@ class _Far(_Station):
     begins_free = False
 
     def room(self, at: int, of: int) -> int:
-        """Address of the word by which rank `of` tells rank `at` that its far is open."""
+        """Address of the word by which rank `at` is told that it is its turn at the far of rank `of`."""
         return self.free(at, of)
 
 
@@ -907,7 +912,7 @@ class CopyEngineTransport:
         stops = tuple((first + fetch.step, fetch.owner) for fetch in fetches)
         number, course = self._number(Course(what, peers, first + 1, stops))
         stops = tuple((first + reader.step, reader.peer) for reader in readers)
-        push_number, pushing = self._number(Course(what, peers, first + 1, stops, "waiting for room at"))
+        push_number, pushing = self._number(Course(what, peers, first + 1, stops, "waiting for its turn at"))
 
         def flag(g: int, step: int) -> int:
             return flags.data_ptr() + 4 * (g * flags.shape[1] + step)
@@ -916,7 +921,7 @@ class CopyEngineTransport:
         start += self._side_is_free() if readers else []
         start += [Write(flag(g, fetch.step), 0) for g in range(groups) for fetch in fetches]
         start += [Write(words[ERROR], 0)] if fetches else []
-        start += [Wait(words[PROCEED], 1), *_publish([station.room(owner, me) for owner in owners])]
+        start += [Wait(words[PROCEED], 1), *_publish([station.room(owner, me) for owner in owners[:1]])]
         start += [self._note(QUIET, 0), self._at(number, KERNEL)]
         start += self._start(HERALD_START) if fetches else []
         start += self._start(START) if readers and packed is None else []
@@ -925,13 +930,18 @@ class CopyEngineTransport:
         for g in range(groups):
             for i, reader in enumerate(readers):
                 theirs = station.rows(reader.peer)
-                if g == 0:
+                turns = len(reader.owners)
+                if g == 0 or turns > 1:
                     push += self._take(station.room(me, reader.peer))
-                    if bias is not None:
-                        push += bias.pushes(theirs + _padded(b * reader.far_rows * row), reader)
+                if g == 0 and bias is not None:
+                    push += bias.pushes(theirs + _padded(b * reader.far_rows * row), reader)
                 places = slot.data_ptr(), theirs, (slot.shape[1], reader.far_rows)
                 push += _copies(*places, b, row, reader.rows, reader.at, g, groups)
                 push.append(Write(station.full(reader.peer, me, g), 1))
+                last = reader.owners[-1] == me
+                if turns > 1 and not (last and g == groups - 1):
+                    follower = reader.owners[0 if last else reader.owners.index(me) + 1]
+                    push.append(Write(station.room(follower, reader.peer), 1))
                 if g == 0:
                     push.append(self._note(SIDE_AT, i + 1))
         push += self._lane_ends(SIDE, DONE)
