@@ -80,23 +80,27 @@ def capture(step: Callable[[], list[Tensor]]) -> tuple[torch.cuda.CUDAGraph, lis
     return graph, captured
 
 
+CASES: list[tuple[str, int, dict[str, Any], dict[str, int]]] = [
+    ("zigzag", 1003, {"causal": True}, {}),
+    ("contiguous", 777, {}, {"batch": 2, "dim": 64}),
+    ("contiguous", 2048, {"causal": True, "window": 300}, {"kv_heads": 8}),
+    ("striped", 900, {"causal": True, "softcap": 20.0}, {}),
+    ("zigzag", 512, {"causal": True}, {"heads": 16, "kv_heads": 16}),
+    ("balanced", 1003, {"causal": True}, {"heads": 4, "kv_heads": 1}),
+    ("zigzag", 800, {"causal": True}, {"dim": 256}),
+    ("zigzag", 1003, {"causal": True}, {"biased": 1}),
+    ("contiguous", 700, {}, {"biased": 1, "dim": 192, "kv_heads": 8}),
+]
+"""Layout, tokens, mask, and sizes as in `draw`."""
+
+
 def _bits(rank: int, world_size: int) -> None:
     budgets = {"gathered": PLENTY, "staged": 0}
     rings = {name: Ring(transport="copy_engine", memory_budget=budgets[name], timeout=PATIENCE) for name in budgets}
     rings["process_group"] = Ring(transport="process_group", timeout=PATIENCE)
-    cases: list[tuple[str, int, dict[str, Any], dict[str, int]]] = [
-        ("zigzag", 1003, {"causal": True}, {}),
-        ("contiguous", 777, {}, {"batch": 2, "dim": 64}),
-        ("contiguous", 2048, {"causal": True, "window": 300}, {"kv_heads": 8}),
-        ("striped", 900, {"causal": True, "softcap": 20.0}, {}),
-        ("zigzag", 512, {"causal": True}, {"heads": 16, "kv_heads": 16}),
-        ("balanced", 1003, {"causal": True}, {"heads": 4, "kv_heads": 1}),
-        ("zigzag", 800, {"causal": True}, {"dim": 256}),
-        ("zigzag", 1003, {"causal": True, "key_bias": draw_bias(0, 1003)}, {}),
-        ("contiguous", 700, {"key_bias": draw_bias(1, 700)}, {"dim": 192, "kv_heads": 8}),
-    ]
-    for seed, (layout, n, mask, sizes) in enumerate(cases):
-        whole = draw(seed, n, **sizes)
+    for seed, (layout, n, mask, sizes) in enumerate(CASES):
+        whole = draw(seed, n, **{name: size for name, size in sizes.items() if name != "biased"})
+        mask = mask | ({"key_bias": draw_bias(seed, n)} if "biased" in sizes else {})
         for name, ring in rings.items():
             expected = expect(ring, whole, layout, budgets.get(name, 0), **mask)
             for _ in range(3):

@@ -168,9 +168,6 @@ def choose(
     """
     if wanted == "process_group":
         return fallback, Choice("process_group", "asked for"), memory_budget or 0, 0.0
-    if wanted == "auto" and nodes is not None:
-        why = "within several nodes the copy engine is taken where transport='copy_engine' asks for it: it was not run on GPUs yet"
-        return fallback, Choice("process_group", why), memory_budget or 0, 0.0
     here = look(device) | {"memory_budget": memory_budget}
     found = [json.loads(text) for text in agreement.compare(json.dumps(here))]
     budgets = [other["memory_budget"] for other in found]
