@@ -25,7 +25,7 @@ from ringattn.transport.base import Gathering, Reply
 from ringattn.transport.choose import PROBE_BYTES, measure_push, node_of
 from ringattn.transport.copy_engine import CopyEngineTransport
 from ringattn.visibility import Visibility
-from tests.fake_streams import MAIN, FakeMemory, FakeStreams, Item, Recording, World, read
+from tests.fake_streams import HERALD, MAIN, FakeMemory, FakeStreams, Item, Recording, World, read
 
 NAN = float("nan")
 
@@ -700,6 +700,18 @@ def test_survivors_of_a_lost_rank_end_in_nan_and_refuse_further_calls(
     assert all(total[-1] != total[-1] for total in results), "later calls are NaN"
 
 
+def let_fail(ranks: Ranks, awake: list[int]) -> None:
+    """Time goes on until these ranks have nothing left to do, though another one sleeps."""
+    world, now = ranks.world, 0.0
+    for _ in range(400):
+        if not any(world.busy(rank) for rank in awake):
+            break
+        world.some_steps(30)
+        now += 1.0 if any(ranks.ends[rank].watch.failure is None for rank in awake) else 0.001
+        for rank in awake:
+            ranks.ends[rank].watch.poll(now)
+
+
 @dataclass
 class Attention:
     """Calls on a ring that may fail: whatever they leave is right, or not a number.
@@ -791,14 +803,7 @@ def test_rows_of_a_later_call_are_never_taken_for_those_of_this_one(
     if loses and world_size > 2:
         world.dead.add(world_size - 1)
     awake = [rank for rank in range(1, world_size) if rank not in world.dead]
-    now = 0.0
-    for _ in range(400):
-        if not any(world.busy(rank) for rank in awake):
-            break
-        world.some_steps(30)
-        now += 1.0 if any(ranks.ends[rank].watch.failure is None for rank in awake) else 0.001
-        for rank in awake:
-            ranks.ends[rank].watch.poll(now)
+    let_fail(ranks, awake)
     assert ranks.ends[slow].watch.failure is None
     world.asleep.clear()
     get_out(ranks, [slow, *awake])
@@ -824,45 +829,42 @@ def test_a_transport_that_kept_rows_goes_when_nobody_holds_it() -> None:
     assert gone() is None
 
 
-@settings(max_examples=60, deadline=None)
-@given(
-    world_size=st.integers(2, 4),
-    seed=st.integers(0, 2**32),
-    layers=st.integers(1, 4),
-    late=st.integers(0, 200),
-)
-def test_no_number_leaves_a_failed_ring_from_kept_rows(world_size: int, seed: int, layers: int, late: int) -> None:
-    ranks = Ranks(world_size, seed)
-    shape = full(world_size)
-    kept(ranks, [shape], 0)
-    ranks.world.drain()
-    for end in ranks.ends:
-        del end._make_kept
-    lost = world_size - 1
-    held: list[Gathering] = []
-    brought: dict[tuple[int, int], Tensor] = {}
+class Keeping:
+    """Layers that keep what they gather, on a ring that may fail: a gradient is right, or not a number."""
 
-    def forward(rank: int, layer: int) -> None:
-        found = ranks.ends[rank].gather(*keys_of(shape, rank, layer), shape.collections[rank], 1, "forward", keep=True)
+    def __init__(self, ranks: Ranks, shape: Shape) -> None:
+        self.ranks, self.shape = ranks, shape
+        self._held: list[Gathering] = []
+        self._brought: dict[tuple[int, int], Tensor] = {}
+        kept(ranks, [shape], 0)
+        ranks.world.drain()
+        for end in ranks.ends:
+            del end._make_kept
+
+    def forward(self, rank: int, layer: int) -> None:
+        shape, end = self.shape, self.ranks.ends[rank]
+        found = end.gather(*keys_of(shape, rank, layer), shape.collections[rank], 1, "forward", keep=True)
         assert found.kept is not None
-        brought.setdefault((rank, layer), found.kept)
-        held.append(found)  # all alive until the end: here nothing of the device's work holds what it writes into
-        run_kernel(ranks, rank, shape, found, lambda owner: keys_of(shape, owner, layer), spoil=False)
+        self._brought.setdefault((rank, layer), found.kept)
+        self._held.append(found)  # alive until the end: here nothing of the device's work holds what it writes into
+        run_kernel(self.ranks, rank, shape, found, lambda owner: keys_of(shape, owner, layer), spoil=False)
         found.close()
 
-    def backward(rank: int, layer: int) -> None:
+    def backward(self, rank: int, layer: int) -> None:
+        shape, ranks = self.shape, self.ranks
         streams, end, collection = ranks.streams[rank], ranks.ends[rank], shape.collections[rank]
         arrivals = end.arrived(collection, 1, torch.device("cpu"))
         assert arrivals is not None
         coming = end.homecoming((1, 2, 4), collection, torch.device("cpu"), "gradients")
         found: list[float] = []
         value = float(10 * layer + rank + 1)
+        brought = self._brought[rank, layer]
 
         def look() -> None:
             lost_rows = bool((arrivals.flags[0] < 0).any()) or bool(arrivals.error)
             found.append(NAN if lost_rows else value)
             for fetch in collection.fetches:
-                rows = brought[rank, layer][:, fetch.at : fetch.at + 4]
+                rows = brought[:, fetch.at : fetch.at + 4]
                 assert lost_rows or torch.equal(rows, torch.cat(keys_of(shape, fetch.owner, layer), -1))
 
         def send(address: int) -> None:
@@ -884,18 +886,59 @@ def test_no_number_leaves_a_failed_ring_from_kept_rows(world_size: int, seed: in
         streams.call(add)
         coming.close()
 
+
+@settings(max_examples=60, deadline=None)
+@given(
+    world_size=st.integers(2, 4),
+    seed=st.integers(0, 2**32),
+    layers=st.integers(1, 4),
+    late=st.integers(0, 200),
+)
+def test_no_number_leaves_a_failed_ring_from_kept_rows(world_size: int, seed: int, layers: int, late: int) -> None:
+    ranks = Ranks(world_size, seed)
+    calls = Keeping(ranks, full(world_size))
+    lost = world_size - 1
     alive = [rank for rank in range(world_size) if rank != lost]
     for layer in range(layers):
-        ranks.each(lambda rank, layer=layer: forward(rank, layer))
-    ranks.each(lambda rank: backward(rank, layers - 1))
+        ranks.each(lambda rank, layer=layer: calls.forward(rank, layer))
+    ranks.each(lambda rank: calls.backward(rank, layers - 1))
     for _ in range(late):
         ranks.world.step()
     ranks.world.dead.add(lost)
     for layer in reversed(range(layers - 1)):
-        ranks.each(lambda rank, layer=layer: backward(rank, layer))
-    ranks.each(lambda rank: forward(rank, 0))
+        ranks.each(lambda rank, layer=layer: calls.backward(rank, layer))
+    ranks.each(lambda rank: calls.forward(rank, 0))
     get_out(ranks, alive)
     assert all(ranks.ends[rank].watch.failure for rank in alive)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    world_size=st.integers(2, 4),
+    seed=st.integers(0, 2**32),
+    steps=st.integers(1, 3),
+    copied=st.integers(0, 3),
+)
+def test_kept_rows_that_were_overwritten_are_never_taken_for_a_layers_own(
+    world_size: int, seed: int, steps: int, copied: int
+) -> None:
+    """A herald sleeps over its copy until others have given its rank up, let their pushes go, and overwritten the rows."""
+    ranks = Ranks(world_size, seed)
+    world, calls, slow = ranks.world, Keeping(ranks, full(world_size)), 0
+    herald = world.queues[slow, HERALD]
+    ranks.each(lambda rank: calls.forward(rank, 0))
+    while herald and herald[0].what != "copy":
+        world.step()
+    for _ in range(min(copied, len(herald))):
+        herald.popleft().run()
+    world.asleep.add((slow, HERALD))
+    ranks.each(lambda rank: calls.backward(rank, 0))
+    for layer in range(1, 1 + steps):
+        ranks.each(lambda rank, layer=layer: calls.forward(rank, layer))
+        ranks.each(lambda rank, layer=layer: calls.backward(rank, layer))
+    let_fail(ranks, list(range(1, world_size)))
+    world.asleep.clear()
+    get_out(ranks, list(range(world_size)))
 
 
 @settings(max_examples=40, deadline=None)
