@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 import warnings
 from collections.abc import Sequence
 from typing import Any
@@ -16,7 +17,7 @@ from ringattn.inference import PagedKVCache
 from ringattn.integrations.transformers import RingCache, decoding, run_step
 from ringattn.integrations.transformers.decoding import Decoding, batch_sizes, choose_recorder
 from tests.pool import Pools
-from tests.recording import Reruns
+from tests.recording import Hung, Reruns
 from tests.transformers.models import make, tokens
 
 VOCAB = 61
@@ -213,6 +214,38 @@ def test_generation_by_replays_is_generation(pool: Pools) -> None:
             assert [x.tolist() for x in found] == [x.tolist() for x in wanted]
             # of 8 decoding calls the first of each shape is plain
             assert replays >= 7 + 8 + 7
+
+
+def hung(timeout: float) -> tuple[str, int, float]:
+    """What `generate` says when its third replay does not end, whose pages it has then, and how long that took."""
+    ring = Ring()
+    ring._patience._timeout = timeout
+    model = make("llama", "ringattn", torch.float32).eval()
+    recorder = Hung(good=2)
+    with RingCache(model, ring, max_tokens=64, page_size=4, graphs=recorder) as cache:
+        with pytest.raises(RuntimeError) as caught:
+            model.generate(**ONE, **GREEDY, past_key_values=cache)
+        seconds = 0.0
+        if timeout:
+            began = time.monotonic()
+            with pytest.raises(RuntimeError, match="has not ended"):
+                model(tokens(1), past_key_values=cache)
+            seconds = time.monotonic() - began
+        assert recorder.replays == 3
+        return str(caught.value), cache.get_seq_length(), seconds
+
+
+ONE = {"input_ids": tokens(21), "attention_mask": torch.ones(1, 21).long()}
+
+
+@pytest.mark.dist
+def test_a_replay_that_does_not_end_is_an_error_of_generate_on_every_rank(pool: Pools) -> None:
+    for rank, (said, length, seconds) in enumerate(pool(2).run(hung, 0.2)):
+        assert said.startswith(f"ring rank {rank} of ring ")
+        assert "replayed decoding step 3 (1 requests, 1 new tokens each) has not ended 0.3 s after it began" in said
+        # a prompt, a plain call and two replays: the token of the third is not there
+        assert length == 21 + 3
+        assert seconds < 0.2, "who has given up does not wait again"
 
 
 def test_logits_of_a_call_outlive_the_next_one() -> None:
