@@ -23,7 +23,6 @@ import openai
 import psutil
 import pytest
 import torch
-import torch.distributed as dist
 
 from ringattn.launch.distributed import Rank
 from ringattn.launch.serve import main
@@ -31,8 +30,6 @@ from ringattn.launch.serving.channel import FRAME, Channel
 from ringattn.launch.serving.config import KEY, TINY, ServeArgs, parse
 from ringattn.launch.serving.models import load
 from ringattn.launch.serving.text import Bytes
-from tests.pool import RankError
-from tests.recording import Hung
 
 ROOT = Path(__file__).resolve().parents[1]
 pytestmark = pytest.mark.dist
@@ -346,43 +343,6 @@ def test_messages_of_any_length_arrive_whole(pool):
     messages = [{}, {"tokens": list(range(10))}, {"text": "ß" * FRAME}, {"tokens": list(range(100_000))}]
     messages += [{"x": "y" * (FRAME - 8 - len('{"x":""}') + off)} for off in (-1, 0, 1)]
     assert pool(2).run(_hear, messages) == [messages, messages]
-
-
-# a replay that does not end
-
-
-def _go_down(folder: str) -> None:
-    """A rank of a server whose second decoding step is a replay that does not end; it ends the process."""
-    from ringattn.integrations.transformers import decoding
-    from ringattn.launch.serving import run
-    from ringattn.launch.serving.engine import Engine
-    from ringattn.launch.serving.sampling import Sampling
-    from ringattn.launch.serving.scheduling import Job
-    from ringattn.transport import patience
-
-    descriptor = os.open(f"{folder}/{dist.get_rank()}", os.O_WRONLY | os.O_CREAT)
-    for standard in (1, 2):
-        os.dup2(descriptor, standard)
-    decoding.choose_recorder = lambda *_: Hung(good=1)  # pyright: ignore[reportAttributeAccessIssue]
-    patience.Patience.bound_s, run.FAREWELL_S = 0.3, 0.1  # pyright: ignore[reportAttributeAccessIssue]
-    serve = Engine.run
-
-    def ask_first(engine: Engine) -> None:
-        engine.submit([Job(0, [1, 2, 3], 8, sampling=Sampling())])
-        serve(engine)
-
-    Engine.run = ask_first  # pyright: ignore[reportAttributeAccessIssue]
-    run.run_rank(ServeArgs("tiny", device="cpu", port=0, cache_gib=0.002, max_running=2, timeout=60.0))
-
-
-def test_a_replay_that_does_not_end_takes_every_rank_of_the_server_down(pool, tmp_path):
-    with pytest.raises(RankError, match="died with exit code 1"):
-        pool(2).run(_go_down, str(tmp_path))
-    for rank in range(2):
-        said = (tmp_path / str(rank)).read_text()
-        told = f"error: rank {rank}: RuntimeError: ring rank {rank} of ring "
-        assert told in said
-        assert "replayed decoding step 2 (1 requests, 1 new tokens each) has not ended 0.3 s after it began" in said
 
 
 # refusals that start nothing

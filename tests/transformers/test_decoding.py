@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import random
 import time
 import warnings
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +18,7 @@ from ringattn import Ring
 from ringattn.inference import PagedKVCache
 from ringattn.integrations.transformers import RingCache, decoding, run_step
 from ringattn.integrations.transformers.decoding import Decoding, batch_sizes, choose_recorder
-from tests.pool import Pools
+from tests.pool import Pools, RankError
 from tests.recording import Hung, Reruns
 from tests.transformers.models import make, tokens
 
@@ -246,6 +248,42 @@ def test_a_replay_that_does_not_end_is_an_error_of_generate_on_every_rank(pool: 
         # a prompt, a plain call and two replays: the token of the third is not there
         assert length == 21 + 3
         assert seconds < 0.2, "who has given up does not wait again"
+
+
+def go_down(folder: str) -> None:
+    """A rank of a server whose second decoding step is a replay that does not end; it ends the process."""
+    from ringattn.launch.serving import run
+    from ringattn.launch.serving.config import ServeArgs
+    from ringattn.launch.serving.engine import Engine
+    from ringattn.launch.serving.sampling import Sampling
+    from ringattn.launch.serving.scheduling import Job
+    from ringattn.transport import patience
+
+    descriptor = os.open(f"{folder}/{Ring().rank}", os.O_WRONLY | os.O_CREAT)
+    for standard in (1, 2):
+        os.dup2(descriptor, standard)
+    decoding.choose_recorder = lambda *_: Hung(good=1)  # pyright: ignore[reportAttributeAccessIssue]
+    patience.Patience.bound_s, run.FAREWELL_S = 0.3, 0.1  # pyright: ignore[reportAttributeAccessIssue]
+    serve = Engine.run
+
+    def ask_first(engine: Engine) -> None:
+        engine.submit([Job(0, [1, 2, 3], 8, sampling=Sampling())])
+        serve(engine)
+
+    Engine.run = ask_first  # pyright: ignore[reportAttributeAccessIssue]
+    run.run_rank(ServeArgs("tiny", device="cpu", port=0, cache_gib=0.002, max_running=2, timeout=60.0))
+
+
+@pytest.mark.dist
+def test_a_replay_that_does_not_end_takes_every_rank_of_the_server_down(pool: Pools, tmp_path: Path) -> None:
+    pytest.importorskip("uvicorn")
+    with pytest.raises(RankError, match="died with exit code 1"):
+        pool(2).run(go_down, str(tmp_path))
+    for rank in range(2):
+        said = (tmp_path / str(rank)).read_text()
+        told = f"error: rank {rank}: RuntimeError: ring rank {rank} of ring "
+        assert told in said
+        assert "replayed decoding step 2 (1 requests, 1 new tokens each) has not ended 0.3 s after it began" in said
 
 
 def test_logits_of_a_call_outlive_the_next_one() -> None:
