@@ -14,7 +14,7 @@ Note [Faults]
 Note [Steps]
     training: attention over a sharded sequence, forward and backward. decode: a token more of a request that a cache holds, which
     is then forgotten, so that it goes on for ever. graph: the same from a CUDA graph, whose replays make no call of the host
-    that could raise; after each the exchange is asked (`Exchange.check`).
+    that could raise, and which no watchdog knows; after each the ring waits for it (`Ring.wait`).
 
 Note [Verdict]
     A survivor is every rank that was not killed and did not stop. It must end with an exception or a non-zero code within the
@@ -28,6 +28,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import faulthandler
+import itertools
 import multiprocessing
 import os
 import random
@@ -319,6 +320,8 @@ def _begin_decode(args: FaultArgs, ring: ringattn.Ring, where: torch.device) -> 
         with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
             layers(static)
 
+    numbers = itertools.count()
+
     @torch.no_grad()
     def step(kv_heads: int = 2) -> None:
         said = extend()
@@ -327,9 +330,7 @@ def _begin_decode(args: FaultArgs, ring: ringattn.Ring, where: torch.device) -> 
             layers(said, 2 * kv_heads)
         else:
             graph.replay()
-        if where.type == "cuda":
-            torch.cuda.synchronize(where)
-        ring.exchange(where).check()
+        ring.wait(where, what=f"decoding step {next(numbers)}")
 
     return step
 

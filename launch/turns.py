@@ -32,6 +32,7 @@ from typing import Any, Literal
 import torch
 
 from ringattn.launch.session import Session
+from ringattn.transport.patience import Marks, await_end, mark_now
 
 Timing = Literal["calls", "graph", "both"]
 TURN_MS = 40.0
@@ -42,6 +43,8 @@ LONG_MS = 100.0
 """A call beyond this hides its host; it is not timed both ways."""
 BURST, BURSTS = 4, 6
 """Calls that are enqueued without a pause, and how often, to find the host's time (Note [Host time])."""
+SURE_S = 600.0
+"""Seconds after which calls of a turn do not end any more."""
 INSIDE = 10
 """Calls of several ranks that one graph holds at most."""
 
@@ -95,8 +98,24 @@ def clock(call: Callable[[], Any], calls: int, device: torch.device) -> float:
     for _ in range(calls):
         call()
     stop.record()
-    stop.synchronize()
+    settle(Marks(start, stop))
     return start.elapsed_time(stop) / calls
+
+
+def settle(marks: Marks, patience_s: float = SURE_S) -> None:
+    """Waits for the device, in a way that ends: a replay whose peer has died is known to no watchdog.
+
+    Args:
+        marks: Of what is waited for.
+        patience_s: Seconds from its beginning.
+
+    Raises:
+        RuntimeError: It has not ended in time.
+    """
+    if not await_end(marks, patience_s):
+        raise RuntimeError(
+            f"calls that are timed must end within {patience_s:g} s, got some that did not; look for an error on another rank"
+        )
 
 
 def capture(call: Callable[[], Any], calls: int) -> Callable[[], None]:
@@ -140,6 +159,7 @@ def capture_together(
     if said or graph is None:
         return None, "; ".join(sorted(set(said.values())))
     graph.replay()
+    settle(mark_now(session.device))
     session.barrier()
     return graph.replay, None
 

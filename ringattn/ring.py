@@ -19,6 +19,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -37,7 +38,14 @@ from ringattn.transport.choose import TRANSPORTS, Choice, choose
 from ringattn.transport.double import Throttled, WithinNode, group_by_host
 from ringattn.transport.exchange import AloneExchange, Exchange, GroupExchange
 from ringattn.transport.gathering import gather_rows
-from ringattn.transport.process_group import Agreement, ProcessGroupTransport, raise_differences, resolve_group
+from ringattn.transport.patience import Marks, Patience, mark_now
+from ringattn.transport.process_group import (
+    Agreement,
+    ProcessGroupTransport,
+    let_go,
+    raise_differences,
+    resolve_group,
+)
 from ringattn.visibility import Visibility
 
 _COUNTS: Counter[str] = Counter()
@@ -61,8 +69,8 @@ class Ring:
             traffic for the memory of all other ranks' visible keys per layer, beyond the memory budget. A permission: calls
             that go step by step, with `key_bias`, or through `torch.compile` or selective checkpointing, keep nothing. The same
             on all ranks.
-        timeout: How long a rank waits for the others: when a call of a new shape is compared, and for rows that come by copy
-            engine. Transfers of the process group obey the group's own timeout.
+        timeout: How long a rank waits for the others: when a call of a new shape is compared, for rows that come by copy
+            engine, and for replays of graphs (`wait`). Plain transfers of the process group obey the group's own timeout.
         nodes: Over how many nodes the ranks are spread, consecutive ranks sharing one, or "auto": by host name. With more
             than one the ring has two levels, and each shard crosses between nodes once per node.
         nccl_max_ctas: Thread blocks, and so SMs, that NCCL may use for a transfer, in communicators of the ring's own; more
@@ -130,10 +138,11 @@ class Ring:
         self._choice = Choice("none", "one rank: every key is here already") if alone else undecided
         self._agreement = None if alone else Agreement(self._group_name, self.rank, self.world_size, self.name, timeout)
         levels = self._resolve_nodes(nodes)
-        self._links = [
-            ProcessGroupTransport(self._group_name, self.rank, f"{self.name}/{level}", nccl_max_ctas)
+        names = [
+            f"{self.name}/{level}"
             for level in (() if alone else ("ring",) if levels is None else ("ring", "between nodes"))
         ]
+        self._links = [ProcessGroupTransport(self._group_name, self.rank, name, nccl_max_ctas) for name in names]
         mover: Transport = NoTransport() if alone else self._links[0]
         between: Transport | None = None
         if levels is not None:
@@ -145,6 +154,8 @@ class Ring:
         self.seat = Seat(self.rank, self.world_size, mover, Buffers(), memory_budget or 0, levels, between)
         self._mover = mover
         self._kept = Buffers()  # what kv_buffer has lent
+        release = partial(let_go, self._group_name, names)
+        self._patience = Patience(self.rank, self.world_size, self.name, timeout.total_seconds(), release)
         self._agreed: set[bytes] = set()  # digests: a job with packed documents makes a new call in every step
         self._warm: set[torch.device] = set()
         self._exchanges: dict[torch.device, Exchange] = {}
@@ -418,7 +429,45 @@ class Ring:
             if missing is None:
                 return one_shot(self._agreement, why)
             why = missing
-        return GroupExchange(self._group_name, self.rank, self.world_size, self._agreement, why)
+        return GroupExchange(self._group_name, self.rank, self.world_size, self._agreement, self._patience, why)
+
+    def wait(self, device: torch.device | str, *, marks: Marks | None = None, what: str = "a replay") -> None:
+        """Waits, on the host, for what the current stream of a device holds, and no longer than ranks may be waited for.
+
+        For replays of CUDA graphs that hold calls of this ring: no watchdog of torch knows the collectives in a graph, so a host
+        that blocks behind a replay whose peer has died (`torch.cuda.synchronize()`, `.item()`) may do so without end. Call it
+        after a replay, and before what blocks.
+
+        Args:
+            device: Where the work is; nothing is waited for on a CPU, whose calls have ended when they return.
+            marks: Where the work begins and ends, from when on time counts; None: all that the current stream holds, and now.
+            what: What it is, for the message.
+
+        Raises:
+            RuntimeError: It has not ended within the ring's `timeout` and 2 s of its beginning, so a rank did not come; or one
+                did not come in an earlier call, and results since then are NaN. The message names ranks. The ring can not be used
+                any more then, and with NCCL the process group can not, either.
+
+        Example:
+            >>> graph.replay()  # doctest: +SKIP
+            >>> ring.wait("cuda", what=f"decoding step {number}")  # doctest: +SKIP
+            >>> token = tokens.tolist()  # doctest: +SKIP
+        """
+        device = torch.device(device)
+        if device.type == "cuda" and device.index is None:
+            device = torch.device("cuda", torch.cuda.current_device())
+        if marks is None and device.type == "cuda":
+            marks = mark_now(device)
+        ended = marks is None or self._patience.wait(marks)
+        # who gave up by itself knows more
+        exchange = self._exchanges.get(device)
+        if exchange is not None:
+            exchange.check()
+        watch = getattr(self._mover, "watch", None)
+        if watch is not None:
+            watch.check()
+        if not ended:
+            self._patience.give_up(what, device)
 
     def poison(self) -> None:
         """Fills every buffer of the ring that no call is using with NaN: a testing aid, which shows reads of stale rows.

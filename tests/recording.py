@@ -8,6 +8,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from ringattn.transport.patience import Marks
+
 
 class Reruns:
     """Makes a recorded call again; its result lies at one address, and is NaN until the first replay.
@@ -22,7 +24,7 @@ class Reruns:
         self.records = self.replays = 0
         self.shapes: list[tuple[int, ...]] = []
 
-    def record(self, call: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], None]]:
+    def record(self, call: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], Marks | None]]:
         self.records += 1
         out = call().clone()
         if self.records == self.fails:
@@ -32,10 +34,40 @@ class Reruns:
         self.shapes.append(tuple(out.shape[:2]))
         out.fill_(math.nan)
 
-        def replay() -> None:
+        def replay() -> Marks | None:
             self.replays += 1
             # also what is wrong takes part in exchanges
             found = call()
             out.copy_(torch.ones_like(found) if self.stuck else found)
+            return self.marks()
 
         return out, replay
+
+    def marks(self) -> Marks | None:
+        """Where a replay begins and ends: it is over."""
+        return None
+
+
+class Passed:
+    """A mark that the device has passed, or never will."""
+
+    def __init__(self, passed: bool) -> None:
+        self.passed = passed
+
+    def query(self) -> bool:
+        return self.passed
+
+
+class Hung(Reruns):
+    """Replays of which one begins and does not end, as when a rank has died.
+
+    Args:
+        good: How many end.
+    """
+
+    def __init__(self, good: int = 0) -> None:
+        super().__init__()
+        self.good = good
+
+    def marks(self) -> Marks:
+        return Marks(Passed(True), Passed(self.replays <= self.good))

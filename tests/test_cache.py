@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ringattn import Ring
 from ringattn.inference import CacheFull, PagedKVCache, StaticStep, Step, attend
+from ringattn.inference import step as steps_of
 from ringattn.kernels import pages as rows
 from ringattn.sharding import positions_of
 from tests.paging import CASES, Case, assert_put, assert_take
@@ -275,6 +276,71 @@ def test_a_static_step_says_what_a_new_one_would_at_the_same_addresses() -> None
     assert addresses == [[x.data_ptr() for x in tensors(step)] for step in steps]
 
 
+class Shown:
+    """A history of a rank's cache, and static steps of two shapes by turns, which must show what the books say."""
+
+    def __init__(self, seed: int, rank: int) -> None:
+        self.draw, self.cache = random.Random(seed), make(rank, 2, layers=1, pages=40)
+        self.books = self.cache.pages
+        self.steps = [self.cache.static_step(3, 1, max_tokens=60), self.cache.static_step(5, 3, max_tokens=60)]
+        self.groups: list[list[int]] = []
+        self.decoded: list[tuple[int, ...]] = []
+
+    def change(self) -> None:
+        draw, cache, here = self.draw, self.cache, list(self.books.requests)
+        what = draw.choice(["join", "alike", "fork", "crop", "leave", "reorder", "reorder", "prefill", "decode"])
+        one = draw.choice(here) if here else -1
+        if what == "join":
+            cache.join(draw.randint(10, 40))
+        elif what == "alike":
+            self.groups.append(cache.join_alike(30, [0] * draw.randint(2, 3)))
+            cache.extend(self.groups[-1], [7] * len(self.groups[-1]), mode="prefill", alike=True)
+        elif what == "reorder" and self.groups:
+            group = draw.choice(self.groups)
+            cache.reorder(group, [draw.randrange(len(group)) for _ in group])
+        elif what == "fork" and here:
+            length = draw.randint(0, cache.length(one))
+            cache.fork(one, length, max(1, length) + draw.randint(0, 20))
+        elif what == "crop" and here:
+            cache.crop(one, draw.randint(max(0, cache.length(one) - 9), cache.length(one)))
+        elif what == "leave" and len(here) > 4:
+            cache.leave(one)
+            self.groups = [group for group in self.groups if one not in group]
+        elif what in ("prefill", "decode") and here and self.books.reserved(one) > self.books.length(one):
+            cache.extend([one], [1], mode=what)
+
+    def decode(self) -> bool:
+        step = self.draw.choice(self.steps)
+        least = self.books.reserved
+        able = [one for one in self.books.requests if least(one) - self.books.length(one) >= step.rows]
+        chosen = self.draw.sample(able, min(len(able), self.draw.randint(1, step.batch)))
+        group = self.draw.choice(self.groups) if self.groups else []
+        # beams go on together, and most requests stay in their row
+        chosen = group if group and set(group) <= set(able) and len(group) <= step.batch else sorted(chosen)
+        if not chosen:
+            return False
+        self.cache.extend(chosen, [step.rows] * len(chosen), into=step, alike=chosen == group)
+        rank = self.cache.ring.rank
+        blocks = [[tuple(x)[1:] for x in self.books.blocks(one) if x.rank == rank] for one in chosen]
+        assert table_of(step) == blocks + [[]] * (step.batch - len(chosen))
+        return True
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_static_step_shows_what_the_books_say_after_every_history(rank: int) -> None:
+    decoded = 0
+    for seed in range(8):
+        shown = Shown(seed, rank)
+        for _ in range(60):
+            try:
+                for _ in range(shown.draw.randint(0, 3)):
+                    shown.change()
+                decoded += shown.decode()
+            except (CacheFull, ValueError):  # beams that were cropped apart, and what has no room
+                shown.groups = []
+    assert decoded > 200
+
+
 @pytest.mark.parametrize("batch", [1, 2, 3, 5])
 def test_tensors_of_a_decode_step_are_aligned_whatever_its_shape(batch: int) -> None:
     """Else kernels would be compiled, and launches recorded, again and again as requests grow."""
@@ -352,6 +418,38 @@ def test_a_decode_step_costs_the_same_over_a_million_tokens() -> None:
         found.append(lines_of(partial(cache.extend, requests, [1] * 8)))
         assert table_of(cache.extend(requests, [1] * 8))[0][-1][1] <= tokens
     assert found[0] == found[1]
+
+
+def test_what_a_static_step_uploads_for_a_token_does_not_grow_with_what_there_is(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    sizes: list[int] = []
+    upload = steps_of._upload
+    monkeypatch.setattr(steps_of, "_upload", lambda data, words: (sizes.append(len(data)), upload(data, words)))
+    found, costs = [], []
+    for tokens in (2**10, 2**20):
+        cache = make(0, 4, layers=1, kv_heads=1, head_dim=1, v_head_dim=1, pages=8 * 2**12 + 64, page_size=64)
+        requests = [cache.join(tokens + 1000) for _ in range(8)]
+        for request in requests:
+            cache.pages.place([request], [tokens])
+        step = cache.static_step(8, max_tokens=tokens + 1000, max_blocks=2**13)
+        bring = partial(cache.extend, requests, [1] * 8, into=step)
+        bring()
+        assert sizes.pop() >= 256 + 20 * 8 * tokens // 64 // 4, "the first brings all blocks"
+        costs.append(lines_of(bring))
+        for _ in range(300):
+            bring()
+        found.append(sizes.copy())
+        sizes.clear()
+        # what is taken back and said anew, as guesses are, costs no more
+        for request in requests:
+            cache.crop(request, cache.length(request) - 1)
+        bring()
+        assert sizes.pop() <= 416
+        assert all(table_of(step)[i][-1][0] == cache.pages.table(one, 0).pages[-1] for i, one in enumerate(requests))
+    assert found[0] == found[1]
+    assert 256 <= min(found[0]) < max(found[0]) <= 416
+    assert costs[0] == costs[1]
 
 
 def test_a_prompt_of_a_million_tokens_is_planned_in_runs() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import random
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -19,6 +20,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
+from ringattn.inference import pages as books_of
 from ringattn.inference.pages import Block, CacheFull, Move, Pages, Piece
 
 
@@ -30,9 +32,17 @@ def state(books: Pages) -> str:
 class Model(RuleBasedStateMachine):
     """Random histories; every request must read back its own tokens after each."""
 
-    @initialize(world=st.integers(1, 3), pages=st.integers(3, 12), page_size=st.sampled_from([4, 3, 1]))
-    def begin(self, world: int, pages: int, page_size: int) -> None:
-        self.books = Pages(world, pages, page_size)
+    @initialize(
+        world=st.integers(1, 3),
+        pages=st.integers(3, 12),
+        page_size=st.sampled_from([4, 3, 1]),
+        notes=st.sampled_from([2, books_of.MOST_NOTES]),
+    )
+    def begin(self, world: int, pages: int, page_size: int, notes: int) -> None:
+        self.books, self.notes, books_of.MOST_NOTES = Pages(world, pages, page_size), books_of.MOST_NOTES, notes
+        self.looks: list[
+            tuple[int, dict[int, list[tuple[int, int, int]]]]
+        ] = []  # (number of a change, places of all tokens)
         self.size, self.total = page_size, world * pages
         self.said: dict[int, list[int]] = {}
         self.memory: dict[tuple[int, int, int], int] = {}
@@ -212,6 +222,24 @@ class Model(RuleBasedStateMachine):
                     books.place([one], [new], one_by_one=bool(one % 2))
         assert all(books.length(one) == books.reserved(one) for one in self.said)
 
+    def places(self, request: int) -> list[tuple[int, int, int]]:
+        """(rank, page, row) of every token."""
+        blocks = self.books.blocks(request)
+        return [(block.rank, block.page, row) for block in blocks for row in range(block.length)]
+
+    @rule()
+    def look(self) -> None:
+        self.looks = [*self.looks[-3:], (self.books.changes, {one: self.places(one) for one in self.said})]
+
+    @invariant()
+    def what_is_said_to_have_stayed_is_where_it_was(self) -> None:
+        for change, places in getattr(self, "looks", ()):
+            for one in set(places) & set(self.said):
+                stayed = min(self.books.stayed(one, change), len(places[one]))
+                assert self.places(one)[:stayed] == places[one][:stayed]
+                # and all of it has, where nothing went
+                assert stayed == len(places[one]) or change < self.books.changes
+
     def users(self) -> Counter[tuple[int, int]]:
         return Counter((block.rank, block.page) for one in self.said for block in self.books.blocks(one))
 
@@ -246,6 +274,7 @@ class Model(RuleBasedStateMachine):
         for one in getattr(self, "said", {}):
             self.books.leave(one)
         if hasattr(self, "books"):
+            books_of.MOST_NOTES = self.notes
             assert sum(self.books.free) == self.books.available == self.total
 
 
@@ -455,6 +484,25 @@ def test_refusals_say_what_is_needed_and_change_nothing() -> None:
 def test_books_have_room_for_a_page(sizes: tuple[int, int, int]) -> None:
     with pytest.raises(ValueError, match="must be at least 1, got 0"):
         Pages(*sizes)
+
+
+def test_what_stayed_is_the_least_that_any_crop_since_has_left_and_old_notes_promise_no_more(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(books_of, "MOST_NOTES", 4)
+    books, draw = Pages(1, 400, 1), random.Random(0)
+    request = books.join(400)
+    left: list[int] = []
+    for crops in range(300):
+        # towards longer ones, as guesses that are taken back leave them
+        books.place([request], [draw.randint(1, 400 - books.length(request))])
+        kept = draw.randint(min(crops, books.length(request)), books.length(request))
+        books.crop(request, kept)
+        left.append(kept)
+        exact = [min(left[since:], default=kept) for since in range(crops + 2)]
+        found = [books.stayed(request, since) for since in range(crops + 2)]
+        assert all(mine <= theirs for mine, theirs in zip(found, exact, strict=True))
+        assert found[-4:] == exact[-4:]
 
 
 def test_every_history_reads_back_what_was_said() -> None:

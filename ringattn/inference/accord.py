@@ -10,6 +10,12 @@ Note [Same books]
     - for steps of decoding when who decodes changes, and else every COMPARED steps: a comparison costs a fraction of a
       millisecond, which is little beside a chunk of a prompt but not beside a token.
     What belongs to layers (options, heads, dtypes) is compared once per kind, in the same message where it comes in time.
+
+Note [Words that travel along]
+    A program on every rank chooses tokens by itself, of logits that are the same bits, and a rank that chose another one would go
+    on with it. So it notes what it brings, and a digest of all that was noted since travels along with the next comparison, for
+    which no message more is sent: what differs is an error on every rank after COMPARED + 1 steps at the latest, or when the
+    program says that it has come to an end (`compare`). Tensors are kept as they are until then, and read all at once.
 """
 
 from __future__ import annotations
@@ -18,6 +24,7 @@ from hashlib import blake2b
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from ringattn.ring import Ring
 
@@ -41,6 +48,7 @@ class Accord:
         self._settled: set[torch.device] = set()
         self._decoding: object = None
         self._decoded = 0
+        self._noted: list[tuple[str, tuple[Tensor, ...]]] = []
 
     def meet(self, step: Step, kind: str, device: torch.device) -> None:
         """Compares a step and a kind of call between the ranks, as far as they have not been compared.
@@ -60,11 +68,51 @@ class Accord:
             return
         same = self._is_known(step)
         if not same or kind not in self._kinds:
-            self._ring.agree("attend: a step and its options", f"{_described(step)}, {kind}")
+            self._ring.agree("attend: a step and its options", f"{_described(step)}, {kind}{self._take_notes()}")
         self._kinds.add(kind)
         if device not in self._settled:
             self._ring.settle(device)
             self._settled.add(device)
+
+    def note(self, words: str, *tensors: Tensor) -> None:
+        """Keeps what must be the same on all ranks until they compare (Note [Words that travel along]).
+
+        Args:
+            words: Any.
+            tensors: Small ones of integers; they may change afterwards.
+        """
+        if self._ring.world_size > 1:
+            self._noted.append((words, tuple(x.detach().clone() for x in tensors)))
+
+    def forget(self) -> None:
+        """Drops what was noted: a call has failed, perhaps on this rank alone."""
+        self._noted.clear()
+
+    def compare(self, what: str) -> None:
+        """Compares what was noted since ranks last compared, if anything was; every rank calls it.
+
+        Args:
+            what: What has come to an end, for the message.
+
+        Raises:
+            ValueError: It differs; raised on every rank.
+            RuntimeError: A rank did not come within the ring's timeout.
+        """
+        if self._noted:
+            self._ring.agree(what, self._take_notes().removeprefix(", "))
+
+    def _take_notes(self) -> str:
+        """What was noted, as words for a comparison."""
+        if not self._noted:
+            return ""
+        noted, self._noted = self._noted, []
+        words = repr([(words, [tuple(x.shape) for x in tensors]) for words, tensors in noted])
+        digest = blake2b(words.encode(), digest_size=8)
+        numbers = [x.flatten().long() for _, tensors in noted for x in tensors]
+        if numbers:
+            # mostly from one device: read at once
+            digest.update(repr(torch.cat([x.to(numbers[0].device) for x in numbers]).tolist()).encode())
+        return f", tokens and options of {len(noted)} calls, digest {digest.hexdigest()}"
 
     def _is_known(self, step: Step) -> bool:
         """Whether the step needs no comparing (Note [Same books])."""

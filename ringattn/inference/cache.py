@@ -284,7 +284,7 @@ class PagedKVCache:
             batch: Requests at most.
             new: New tokens of each request, 1 to 16.
             max_tokens: The longest request, its new tokens included.
-            max_blocks: Blocks of one request that a rank may have; fewer are less to upload and to plan for. None: all that
+            max_blocks: Blocks of one request that a rank may have; fewer take less memory and less to plan for. None: all that
                 max_tokens may need, were they on one rank. Requests that were forked may have more blocks than pages full.
 
         Raises:

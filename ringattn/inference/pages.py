@@ -23,6 +23,13 @@ Note [Reservations]
     To crop is free as long as it gives up pages that nobody else uses. A request that crops into pages it shares gives up
     rows that do not become free: it asks for the difference, and is refused when it is not there.
 
+Note [What stays]
+    Growing leaves every token where it is. Whoever keeps a copy of a request's blocks therefore asks which of its tokens have
+    stayed since he looked (`stayed`), and reads on from there. Cropping and reordering note how many tokens they left in
+    place, by the number of the change (`changes`). A note that a later one undercuts says nothing more and is dropped, so the
+    rest ascends, and the first one after a change is the least. More than MOST_NOTES are too many: the oldest two then become
+    one that says less.
+
 Note [Even work]
     A page of a prompt is computed by the rank that keeps it, and a causal row costs what lies before it. So the new pages of
     a prompt are dealt in a zigzag: one stretch per rank on the way up, one on the way down, equally long as far as ranks have
@@ -40,6 +47,8 @@ from typing import NamedTuple
 
 LONGEST = 2**31 - 1
 """Tokens of a request: positions are int32 in kernels."""
+MOST_NOTES = 32
+"""Notes about what stayed that are kept of a request (Note [What stays])."""
 
 
 class CacheFull(RuntimeError):
@@ -120,6 +129,7 @@ class _Request:
     Attributes:
         stretches: Ranks of its tokens, ascending: (rank, one past the last token).
         fixed: Pages promised on each rank; None: promised anywhere.
+        stayed: (number of a change, tokens that it left in place), both ascending (Note [What stays]).
     """
 
     name: int
@@ -129,6 +139,16 @@ class _Request:
     tables: list[Table]
     stretches: list[tuple[int, int]] = field(default_factory=list)
     fixed: list[int] | None = None
+    stayed: list[tuple[int, int]] = field(default_factory=list)
+
+    def note(self, change: int, tokens: int) -> None:
+        """Says how many tokens a change has left in place (Note [What stays])."""
+        notes = self.stayed
+        while notes and notes[-1][1] >= tokens:
+            notes.pop()
+        notes.append((change, tokens))
+        if len(notes) > MOST_NOTES:
+            notes[:2] = [(notes[1][0], notes[0][1])]
 
 
 class Pages:
@@ -237,6 +257,23 @@ class Pages:
                 found.append(Stretch(rank, max(begin, start), stop))
             begin = stop
         return found
+
+    def stayed(self, request: int, change: int) -> int:
+        """Tokens at the beginning of a request that have been where they are since `changes` was `change`, as far as there were.
+
+        Example:
+            >>> books = Pages(world_size=1, pages=4, page_size=4)
+            >>> request = books.join(reserve=12)
+            >>> books.place([request], [10])
+            >>> seen = books.changes
+            >>> books.crop(request, 6)
+            >>> books.place([request], [3])
+            >>> books.stayed(request, seen), books.stayed(request, books.changes)
+            (6, 9)
+        """
+        one = self._find(request)
+        later = bisect_right(one.stayed, change, key=lambda note: note[0])
+        return one.stayed[later][1] if later < len(one.stayed) else one.length
 
     def are_alike(self, requests: Sequence[int]) -> bool:
         """Whether requests are equally long and have each token on the same rank."""
@@ -369,6 +406,7 @@ class Pages:
                 "crop less, wait until the others leave, or reserve less by crop(..., reserve=)"
             )
         self.changes += 1
+        one.note(self.changes, length)
         for rank, (table, blocks) in enumerate(zip(one.tables, kept, strict=True)):
             for page in reversed(table.pages[blocks:]):
                 self._drop(one, rank, page)
@@ -467,6 +505,10 @@ class Pages:
             [_common(mine, his) for mine, his in zip(before[i][0], before[j][0], strict=True)]
             for i, j in enumerate(index)
         ]
+        for i, (source, same) in enumerate(zip(index, common, strict=True)):
+            if source != i:
+                tables = zip(before[i][0], before[source][0], same, strict=True)
+                found[i].note(self.changes, min(_parting(*one) for one in tables))
         last = ends[0][0] if partial else None
         # all take before any gives up: what stays in use must not become free in between
         for one, source, same in zip(found, index, common, strict=True):
@@ -689,6 +731,14 @@ def _cut(stretches: Sequence[tuple[int, int]], length: int) -> list[tuple[int, i
         return []
     inside = bisect_right(stretches, length - 1, key=lambda stretch: stretch[1])
     return [*stretches[:inside], (stretches[inside][0], length)]
+
+
+def _parting(a: Table, b: Table, same: int) -> int:
+    """The first token that may be elsewhere in one of two tables than in the other; the first `same` blocks are in common."""
+    rest = [(one.pages[same:], one.starts[same:], one.lengths[same:]) for one in (a, b)]
+    if rest[0] == rest[1]:
+        return LONGEST
+    return min((one.starts[same] for one in (a, b) if same < len(one)), default=LONGEST)
 
 
 def _common(a: Table, b: Table) -> int:

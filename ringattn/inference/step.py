@@ -20,12 +20,20 @@ Note [Steps that stay]
     A captured CUDA graph reads the addresses that it was captured with. A `StaticStep` has its tensors at fixed addresses and
     in fixed shapes; the next tokens are said to it in place (`PagedKVCache.extend(..., into=step)`), in stream order, and a
     graph that was captured with it then serves them. Rows of the batch that no request fills see nothing and are kept nowhere.
+
+Note [Blocks that stay]
+    The blocks of eight requests of a million tokens, in pages of 64 on 4 ranks, are 393,216 bytes on each of them, and a token
+    changes one block of a request, on one rank. A static step therefore knows which blocks it has on the device: for each row
+    the request that was said there, when, and how long it was. Tokens that have stayed since (Note [What stays] of pages.py)
+    and lie in blocks that ended before the last of them are there already. Behind the row's numbers the upload has the other
+    blocks and where they go, 20 bytes each, and one kernel puts them there: 416 bytes at most for one new token of each of the
+    eight, whatever their lengths. A request that comes, or moves to another row, brings all its blocks once.
 """
 
 from __future__ import annotations
 
 from array import array
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
@@ -180,7 +188,10 @@ class StaticStep(Step):
     max_tokens: int
     max_blocks: int
     _inbox: Tensor
-    _blocks: Tensor
+    _blocks: Tensor  # `3 words`: pages, starts and lengths, `batch max_blocks` each
+    _shown: list[
+        tuple[int, int, int] | None
+    ]  # request, number of the last change and length of what a row's blocks are of
     _found: dict[Mask, tuple[Tensor, Tensor]]
     _fresh: set[Mask]
 
@@ -196,12 +207,12 @@ class StaticStep(Step):
             max_blocks: See the class.
         """
         places = _Places(batch, new)
-        inbox = torch.zeros(places.words(max_blocks), dtype=torch.int32, device=cache.device)
-        blocks = torch.zeros(3 * places.table_words(max_blocks), dtype=torch.int32, device=cache.device)
-        blocks = places.table(blocks, max_blocks)
-        step = cls(cache, "decode", (), (), (), (), batch, new, **places.view(inbox, blocks), last_rows=())
+        inbox = torch.zeros(places.words_of_changes(batch * max_blocks), dtype=torch.int32, device=cache.device)
+        blocks = torch.zeros(3, places.table_words(max_blocks), dtype=torch.int32, device=cache.device)
+        found = places.view(inbox, places.table(blocks, max_blocks))
+        step = cls(cache, "decode", (), (), (), (), batch, new, **found, last_rows=())
         step.max_tokens, step.max_blocks = max_tokens, max_blocks
-        step._inbox, step._blocks, step._found, step._fresh = inbox, blocks, {}, set()
+        step._inbox, step._blocks, step._shown, step._found, step._fresh = inbox, blocks, [None] * batch, {}, set()
         step.slots.fill_(-1)
         return step
 
@@ -232,14 +243,28 @@ class StaticStep(Step):
         self.known, self.met = books.changes, False
         places = _Places(self.batch, self.rows)
         tables = [books.table(request, cache.ring.rank) for request in requests]
-        columns = max(map(len, tables), default=0)
-        _upload(places.fill(books, tables, self.lengths, self.firsts, columns), self._inbox)
-        if columns:
-            packed = self._inbox[places.words(0) : places.words(columns)]
-            self._blocks[:, :, :columns].copy_(places.table(packed, columns))
+        begins = [
+            self._kept(row, request, table) for row, (request, table) in enumerate(zip(requests, tables, strict=True))
+        ]
+        data, count = places.fill_changes(books, tables, self.lengths, self.firsts, begins, self.max_blocks)
+        _upload(data, self._inbox)
+        if count:
+            self._blocks.index_copy_(1, *places.changes(self._inbox, count))
+        for row, (request, length) in enumerate(zip(requests, self.lengths, strict=True)):
+            self._shown[row] = request, books.changes, length
         for mask, found in self._found.items():
             self._find_bounds(mask, *found)
         self._fresh = set(self._found)
+
+    def _kept(self, row: int, request: int, table: Table) -> int:
+        """The first blocks of a request that the row has already (Note [Blocks that stay])."""
+        shown, books = self._shown[row], self.cache.pages
+        if shown is None or shown[0] != request:
+            return 0
+        stayed = min(shown[2], books.stayed(request, shown[1]))
+        blocks = bisect_left(table.starts, stayed)
+        # the block that ends with them may have been longer, or shorter
+        return blocks - (blocks > 0 and table.starts[blocks - 1] + table.lengths[blocks - 1] >= stayed)
 
     def bounds(
         self, causal: bool, window: tuple[int | None, int | None] | None, chunk_len: int | None = None
@@ -277,6 +302,10 @@ class _Places(NamedTuple):
         """Words of a step with so many columns of blocks, which come last."""
         return self.begins[-1] + 3 * self.table_words(columns)
 
+    def words_of_changes(self, count: int) -> int:
+        """Words of a step with so many changed blocks, which come last (Note [Blocks that stay])."""
+        return self.begins[-1] + _lines(2 * count) + _lines(3 * count)
+
     def table_words(self, columns: int) -> int:
         """Words from one number of all blocks to the next one."""
         return _lines(self.batch * columns)
@@ -311,17 +340,68 @@ class _Places(NamedTuple):
             "taken": torch.arange(self.new, device=x.device),
         }
 
+    def changes(self, x: Tensor, count: int) -> tuple[Tensor, Tensor]:
+        """Places of changed blocks among all of a step, and the blocks, `3 count`; parts of an upload."""
+        begin = self.begins[-1]
+        at = begin + _lines(2 * count)
+        return x[begin : begin + 2 * count].view(torch.int64), x[at : at + 3 * count].view(3, count)
+
     def fill(
         self, books: Pages, tables: Sequence[Table], lengths: Sequence[int], firsts: Sequence[int], columns: int
     ) -> bytearray:
-        """The upload: rows of requests that are not given see nothing and are kept nowhere."""
-        new, rows, size = self.new, self.rows, books.page_size
+        """The upload of a step with so many columns of blocks."""
         data = bytearray(_WORD * self.words(columns))
+        ints = self._fill_rows(data, books, tables, lengths, firsts)
+        width = self.table_words(columns)
+        for i, table in enumerate(tables):
+            begin, blocks = self.begins[-1] + i * columns, len(table)
+            ints[begin : begin + blocks] = table.pages
+            ints[begin + width : begin + width + blocks] = table.starts
+            ints[begin + 2 * width : begin + 2 * width + blocks] = table.lengths
+        return data
+
+    def fill_changes(
+        self,
+        books: Pages,
+        tables: Sequence[Table],
+        lengths: Sequence[int],
+        firsts: Sequence[int],
+        begins: Sequence[int],
+        columns: int,
+    ) -> tuple[bytearray, int]:
+        """The upload of a step whose first blocks of each request, `begins` many, are there; and how many others it has."""
+        count = sum(len(table) - begin for table, begin in zip(tables, begins, strict=True))
+        data = bytearray(_WORD * self.words_of_changes(count))
+        ints = self._fill_rows(data, books, tables, lengths, firsts)
+        longs, at = memoryview(data).cast("q"), self.begins[-1] // 2
+        pages = self.begins[-1] + _lines(2 * count)
+        for i, (table, begin) in enumerate(zip(tables, begins, strict=True)):
+            new = len(table) - begin
+            if new:
+                longs[at : at + new] = array("q", range(i * columns + begin, i * columns + begin + new))
+                for x, place in (
+                    (table.pages, pages),
+                    (table.starts, pages + count),
+                    (table.lengths, pages + 2 * count),
+                ):
+                    ints[place : place + new] = x[begin:]
+                at, pages = at + new, pages + new
+        return data, count
+
+    def _fill_rows(
+        self,
+        data: bytearray,
+        books: Pages,
+        tables: Sequence[Table],
+        lengths: Sequence[int],
+        firsts: Sequence[int],
+    ) -> memoryview:
+        """All of an upload but the blocks: rows of requests that are not given see nothing and are kept nowhere."""
+        new, rows, size = self.new, self.rows, books.page_size
         ints, longs = memoryview(data).cast("i"), memoryview(data).cast("q")
-        _, at_slots, here, starts, ends, at_counts, at_blocks = self.begins
+        _, at_slots, here, starts, ends, at_counts, _ = self.begins
         at_slots //= 2
         longs[at_slots : at_slots + rows] = array("q", (-1,)) * rows
-        width = self.table_words(columns)
         for i, (table, length, first) in enumerate(zip(tables, lengths, firsts, strict=True)):
             before, row = length - new, i * new
             for x in range(new):
@@ -329,10 +409,6 @@ class _Places(NamedTuple):
                 ints[starts + row + x] = first
                 ints[ends + row + x] = length
             blocks = ints[at_counts + i] = len(table)
-            begin = at_blocks + i * columns
-            ints[begin : begin + blocks] = table.pages
-            ints[begin + width : begin + width + blocks] = table.starts
-            ints[begin + 2 * width : begin + 2 * width + blocks] = table.lengths
             for block in range(blocks - 1, -1, -1):
                 start = table.starts[block]
                 stop = start + table.lengths[block]
@@ -340,7 +416,7 @@ class _Places(NamedTuple):
                     break
                 for token in range(max(start, before), stop):
                     longs[at_slots + row + token - before] = table.pages[block] * size + token - start
-        return data
+        return ints
 
 
 def _lines(words: int) -> int:

@@ -23,6 +23,7 @@ from torch import Tensor
 from ringattn.kernels.parts import finish_parts, merge_parts, size
 from ringattn.transport.base import Seat
 from ringattn.transport.choose import Choice
+from ringattn.transport.patience import Patience
 from ringattn.transport.process_group import Agreement, resolve_group
 
 # the younger name of the same collective, where torch has it (2.13) and warns of the older one
@@ -76,7 +77,7 @@ class Exchange(Protocol):
         ...
 
     def check(self) -> None:
-        """Raises if an exchange has failed: for results of graphs, whose replays pass no host call.
+        """Raises if an exchange has failed: for results of graphs, whose replays pass no host call, once they are over.
 
         Raises:
             RuntimeError: As in `finish`.
@@ -266,14 +267,22 @@ class GroupExchange(_Unheld):
         rank: This ring rank.
         world_size: Ranks of the ring.
         agreement: How ranks compare.
+        patience: Of the ring's host: when it has given up, so has the exchange.
         why: One clause.
     """
 
-    def __init__(self, group_name: str, rank: int, world_size: int, agreement: Agreement, why: str) -> None:
+    def __init__(
+        self, group_name: str, rank: int, world_size: int, agreement: Agreement, patience: Patience, why: str
+    ) -> None:
         super().__init__(Choice("group", why), agreement)
         self._group_name = group_name
         self._rank = rank
         self._world_size = world_size
+        self._patience = patience
+
+    def check(self) -> None:
+        """See `Exchange.check`."""
+        self._patience.check()
 
     @property
     def capturable(self) -> bool:
@@ -291,6 +300,7 @@ class GroupExchange(_Unheld):
         o: Tensor,
         lse: Tensor,
     ) -> None:
+        self.check()
         rows = b * s * h
         mine = splits[0]
         if len(splits) > 1 or not mine.is_contiguous():

@@ -16,7 +16,9 @@ Note [Few channels]
 from __future__ import annotations
 
 import atexit
+import contextlib
 import json
+import threading
 from collections import Counter
 from collections.abc import Sequence
 from datetime import timedelta
@@ -107,8 +109,42 @@ def end_communicator(name: str) -> None:
 
 @atexit.register
 def _end_all() -> None:
+    # orderly ends wait for the device
+    if _LET_GO:
+        return
     for name in sorted(_COMMUNICATORS):
         end_communicator(name)
+
+
+_LET_GO: list[threading.Thread] = []
+
+
+def let_go(group_name: str, links: Sequence[str], device: torch.device) -> None:
+    """Aborts what NCCL's kernels of a ring wait for, as torch's watchdog does for plain calls; returns at once.
+
+    To abort a communicator is to raise a flag at which its kernels look, and then to wait for graphs that were captured with
+    it: so this is done in threads that nobody waits for. Other backends time out by themselves.
+
+    Args:
+        group_name: Name of the process group.
+        links: Names of communicators that were made beside it, if they were.
+        device: Where kernels are stuck.
+    """
+    if device.type != "cuda":
+        return
+    groups = [group for name in links if (group := _COMMUNICATORS.pop(name, None)) is not None]
+    with contextlib.suppress(RuntimeError):
+        groups.append(resolve_group(group_name))
+    for group in groups:
+        thread = threading.Thread(target=_abort, args=(group, device), daemon=True, name="ringattn abort")
+        _LET_GO.append(thread)
+        thread.start()
+
+
+def _abort(group: dist.ProcessGroup, device: torch.device) -> None:
+    # there is nobody to tell, and what has failed has been said
+    with contextlib.suppress(Exception):
+        group._get_backend(device).abort()
 
 
 _PARTS: dict[str, dist.ProcessGroup] = {}

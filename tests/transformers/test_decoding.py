@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import random
+import time
 import warnings
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,8 +18,8 @@ from ringattn import Ring
 from ringattn.inference import PagedKVCache
 from ringattn.integrations.transformers import RingCache, decoding, run_step
 from ringattn.integrations.transformers.decoding import Decoding, batch_sizes, choose_recorder
-from tests.pool import Pools
-from tests.recording import Reruns
+from tests.pool import Pools, RankError
+from tests.recording import Hung, Reruns
 from tests.transformers.models import make, tokens
 
 VOCAB = 61
@@ -213,6 +216,74 @@ def test_generation_by_replays_is_generation(pool: Pools) -> None:
             assert [x.tolist() for x in found] == [x.tolist() for x in wanted]
             # of 8 decoding calls the first of each shape is plain
             assert replays >= 7 + 8 + 7
+
+
+def hung(timeout: float) -> tuple[str, int, float]:
+    """What `generate` says when its third replay does not end, whose pages it has then, and how long that took."""
+    ring = Ring()
+    ring._patience._timeout = timeout
+    model = make("llama", "ringattn", torch.float32).eval()
+    recorder = Hung(good=2)
+    with RingCache(model, ring, max_tokens=64, page_size=4, graphs=recorder) as cache:
+        with pytest.raises(RuntimeError) as caught:
+            model.generate(**ONE, **GREEDY, past_key_values=cache)
+        seconds = 0.0
+        if timeout:
+            began = time.monotonic()
+            with pytest.raises(RuntimeError, match="has not ended"):
+                model(tokens(1), past_key_values=cache)
+            seconds = time.monotonic() - began
+        assert recorder.replays == 3
+        return str(caught.value), cache.get_seq_length(), seconds
+
+
+ONE = {"input_ids": tokens(21), "attention_mask": torch.ones(1, 21).long()}
+
+
+@pytest.mark.dist
+def test_a_replay_that_does_not_end_is_an_error_of_generate_on_every_rank(pool: Pools) -> None:
+    for rank, (said, length, seconds) in enumerate(pool(2).run(hung, 0.2)):
+        assert said.startswith(f"ring rank {rank} of ring ")
+        assert "replayed decoding step 3 (1 requests, 1 new tokens each) has not ended 0.3 s after it began" in said
+        # a prompt, a plain call and two replays: the token of the third is not there
+        assert length == 21 + 3
+        assert seconds < 0.2, "who has given up does not wait again"
+
+
+def go_down(folder: str) -> None:
+    """A rank of a server whose second decoding step is a replay that does not end; it ends the process."""
+    from ringattn.launch.serving import run
+    from ringattn.launch.serving.config import ServeArgs
+    from ringattn.launch.serving.engine import Engine
+    from ringattn.launch.serving.sampling import Sampling
+    from ringattn.launch.serving.scheduling import Job
+    from ringattn.transport import patience
+
+    descriptor = os.open(f"{folder}/{Ring().rank}", os.O_WRONLY | os.O_CREAT)
+    for standard in (1, 2):
+        os.dup2(descriptor, standard)
+    decoding.choose_recorder = lambda *_: Hung(good=1)  # pyright: ignore[reportAttributeAccessIssue]
+    patience.Patience.bound_s, run.FAREWELL_S = 0.3, 0.1  # pyright: ignore[reportAttributeAccessIssue]
+    serve = Engine.run
+
+    def ask_first(engine: Engine) -> None:
+        engine.submit([Job(0, [1, 2, 3], 8, sampling=Sampling())])
+        serve(engine)
+
+    Engine.run = ask_first  # pyright: ignore[reportAttributeAccessIssue]
+    run.run_rank(ServeArgs("tiny", device="cpu", port=0, cache_gib=0.002, max_running=2, timeout=60.0))
+
+
+@pytest.mark.dist
+def test_a_replay_that_does_not_end_takes_every_rank_of_the_server_down(pool: Pools, tmp_path: Path) -> None:
+    pytest.importorskip("uvicorn")
+    with pytest.raises(RankError, match="died with exit code 1"):
+        pool(2).run(go_down, str(tmp_path))
+    for rank in range(2):
+        said = (tmp_path / str(rank)).read_text()
+        told = f"error: rank {rank}: RuntimeError: ring rank {rank} of ring "
+        assert told in said
+        assert "replayed decoding step 2 (1 requests, 1 new tokens each) has not ended 0.3 s after it began" in said
 
 
 def test_logits_of_a_call_outlive_the_next_one() -> None:

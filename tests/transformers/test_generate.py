@@ -322,18 +322,125 @@ def test_what_one_rank_does_wrong_is_an_error_on_all(pool: Pools) -> None:
     for rank, found in enumerate(pool(2).run(refused, 1)):
         for name, told in TOLD.items():
             if name != "entered":
-                others = (
-                    "ValueError: every rank must call the model with valid inputs, got others on ring ranks [1] than on"
-                )
+                others = f"ValueError: ring rank 1 refused: {told}"
                 assert found[name].startswith(told if rank == 1 else others), name
-        assert "every rank must call the model with the same tokens and masks" in found["full"]
-        assert "every rank must call the model with the same tokens and masks" in found["other tokens"]
+        assert "what the model is called with must be the same on all ranks of a ring, got 1 sequences" in found["full"]
+        assert "what the model is called with must be the same on all ranks" in found["other tokens"]
         assert found["after"] == "20"
+
+
+class Counted:
+    """Counts how often ranks compare and gather, exchanges aside."""
+
+    def __init__(self, ring: Ring) -> None:
+        self.count = 0
+        agreement: Any = ring._agreement
+        for owner, name in ((agreement, "compare"), (ring, "gather"), (ring, "sum")):
+            setattr(owner, name, self.counting(getattr(owner, name)))
+
+    def counting(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            self.count += 1
+            return call(*args, **kwargs)
+
+        return counted
+
+    def take(self) -> int:
+        count, self.count = self.count, 0
+        return count
+
+
+def messages() -> list[int]:
+    """How many messages generating 4, and 38 tokens takes."""
+    ring = Ring()
+    model = make("llama", "ringattn", torch.float32).eval()
+    counted, found = Counted(ring), []
+    with RingCache(model, ring, max_tokens=120, batch=4, page_size=4) as cache:
+        for new in (4, 4, 38):
+            model.generate(**prompts(rows=2), **{**SAMPLED, "max_new_tokens": new}, past_key_values=cache)
+            cache.reset()
+            found.append(counted.take())
+    assert counted.take() == 0, "nothing is left to compare"
+    return found[1:]
+
+
+@pytest.mark.dist
+def test_generation_costs_one_message_in_seventeen_tokens(pool: Pools) -> None:
+    for few, more in pool(2).run(messages):
+        assert more - few == 34 // 17
+        # arguments, generators, prompt, its step, its logits, the first step of decoding, the result
+        assert few == 7
+
+
+class Strays(transformers.LogitsProcessor):
+    """From some length on, one rank takes other tokens than the rest."""
+
+    def __init__(self, strays: bool, length: int) -> None:
+        self.strays, self.length = strays, length
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        return scores.roll(1, -1) if self.strays and input_ids.shape[1] == self.length else scores
+
+
+def stray(cache: RingCache, model: Any, new: int, how: str) -> None:
+    """Generates, or calls, on ring rank 1 otherwise than on the others."""
+    one = cache_rank() == 1
+    options = {**GREEDY, "max_new_tokens": new + (one and how == "options"), "past_key_values": cache}
+    if how == "calls":
+        model(tokens(20), past_key_values=cache)
+        for number in range(new):
+            model(tokens(1, seed=number + 100 * (one and number == 2)), past_key_values=cache)
+    else:
+        model.generate(**prompts(length=20), **options, logits_processor=[Strays(one and how == "generate", 23)])
+
+
+def strayed(new: int, how: str) -> tuple[str, int]:
+    """What a rank is told when another one has chosen otherwise, and how many tokens were there by then."""
+    model = make("llama", "ringattn", torch.float32).eval()
+    cache, length = RingCache(model, Ring(), max_tokens=120, page_size=4), 0
+    try:
+        with torch.no_grad(), cache:
+            try:
+                stray(cache, model, new, how)
+            finally:
+                length = cache.get_seq_length()
+    except ValueError as error:
+        return str(error), length
+    return "nothing", length
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("how", ["generate", "calls"])
+@pytest.mark.parametrize("new", [8, 40])
+def test_a_rank_that_chooses_otherwise_is_an_error_on_all_ranks_by_the_end(pool: Pools, how: str, new: int) -> None:
+    """Within 17 tokens, or when generate, or the cache, comes to an end."""
+    found = pool(2).run(strayed, new, how)
+    assert found[0] == found[1]
+    said, length = found[0]
+    assert "must be the same on all ranks of a ring, got " in said
+    assert "tokens and options of " in said
+    assert length <= 20 + 3 + 17
+    if new == 8:
+        end = (
+            "what generate returns"
+            if how == "generate"
+            else "what the model was called with before the RingCache was left"
+        )
+        assert said.startswith(end)
+
+
+@pytest.mark.dist
+def test_ranks_that_ask_for_different_generations_are_told_before_anything_is_computed(pool: Pools) -> None:
+    for said, length in pool(2).run(strayed, 8, "options"):
+        assert said.startswith("what generate is called with must be the same on all ranks of a ring, got ")
+        assert "max_new_tokens: 8" in said
+        assert "max_new_tokens: 9" in said
+        assert length == 0
 
 
 def test_the_model_gets_its_forward_back() -> None:
     model = make("llama", "ringattn", torch.float32).eval()
-    own = model.forward
+    own, own_generate = model.forward, model.generate
     with RingCache(model, Ring(), max_tokens=20) as outer:
         with RingCache(model, Ring(), max_tokens=30) as inner, torch.no_grad():
             model(tokens(9), past_key_values=outer)
@@ -341,7 +448,7 @@ def test_the_model_gets_its_forward_back() -> None:
             assert (outer.get_seq_length(), inner.get_seq_length()) == (9, 7)
             assert model(tokens(7), use_cache=False).logits.shape[1] == 7
         assert model.forward != own
-    assert model.forward == own
+    assert (model.forward, model.generate) == (own, own_generate)
     with pytest.raises(RuntimeError, match="must be entered once"):
         inner.__enter__()
     first, second = (RingCache(model, Ring(), max_tokens=20) for _ in range(2))

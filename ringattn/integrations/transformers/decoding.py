@@ -24,6 +24,10 @@ Note [All ranks alike]
     with an error for whatever waits for the device. Then ranks agree: a call that one of them could not capture is made without a
     graph by all, and nothing more is captured. The first replay of a graph is checked against a plain call, because a number that
     a model has worked out on the host is in the graph for ever; logits that are not the same within rounding refuse it likewise.
+
+Note [A replay that does not end]
+    A rank that dies leaves the others in a replay whose exchange nobody answers, and torch's watchdog does not see it. So after
+    a replay the host waits for what it has computed in a way that ends (`Ring.wait`), before anybody blocks to read it.
 """
 
 from __future__ import annotations
@@ -41,6 +45,7 @@ from torch import Tensor, nn
 from ringattn.inference import PagedKVCache, StaticStep
 from ringattn.inference.step import most_blocks
 from ringattn.integrations.transformers.steps import forward_step
+from ringattn.transport.patience import Marks
 
 LEAST_BLOCKS = 1024
 """Blocks of a request on one rank for which there is room at first."""
@@ -57,14 +62,15 @@ class CannotRecord(RuntimeError):
 class Recorder(Protocol):
     """What makes a call that can be made again and again, at the same addresses."""
 
-    def record(self, call: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], None]]:
+    def record(self, call: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], Marks | None]]:
         """Records a call, which it may make before.
 
         Args:
             call: Reads and writes at addresses that stay.
 
         Returns:
-            Where the result of the call is, and what writes it there anew.
+            Where the result of the call is, and what writes it there anew, and returns where that begins and ends; None for on the
+            current stream, from now on.
 
         Raises:
             CannotRecord: It can not be recorded.
@@ -84,7 +90,7 @@ class CudaGraphs:
         self._stream = torch.cuda.Stream(device)
         self._pool = torch.cuda.graph_pool_handle()
 
-    def record(self, call: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], None]]:
+    def record(self, call: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], Marks | None]]:
         """See `Recorder.record`."""
         current = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(current)
@@ -109,7 +115,17 @@ class CudaGraphs:
             lines = str(error).strip().splitlines() or ["no message"]
             raise CannotRecord(f"{type(error).__name__}: {lines[0]}") from error
         current.wait_stream(self._stream)
-        return out, graph.replay
+        begun, ended = torch.cuda.Event(), torch.cuda.Event()
+        marks = Marks(begun, ended)
+
+        def replay() -> Marks:
+            stream = torch.cuda.current_stream(self._device)
+            begun.record(stream)
+            graph.replay()
+            ended.record(stream)
+            return marks
+
+        return out, replay
 
 
 @contextlib.contextmanager
@@ -216,7 +232,7 @@ class _Recorded:
         step: What it reads of the cache's books.
         tokens: `batch new` int64: what else it reads.
         logits: `batch last vocab`: what it writes.
-        replay: Makes it again.
+        replay: Makes it again; returns where that begins and ends.
         kind: What the model returns.
         checked: It has been found to be right.
     """
@@ -224,7 +240,7 @@ class _Recorded:
     step: StaticStep
     tokens: Tensor
     logits: Tensor
-    replay: Callable[[], None]
+    replay: Callable[[], Marks | None]
     kind: Callable[..., Any]
     checked: bool = False
 
@@ -260,6 +276,7 @@ class Decoding:
         self._batches, self._patience, self._most = batches, patience, most
         self._recorded: dict[_Shape, _Recorded] = {}
         self._met: Counter[_Shape] = Counter()
+        self._replays = 0
         self.refusal: str | None = None if recorder is not None else "nothing records"
 
     @property
@@ -305,25 +322,26 @@ class Decoding:
         Raises:
             ValueError: As `PagedKVCache.extend`.
             CacheFull: Likewise.
-            RuntimeError: A rank did not come.
+            RuntimeError: A rank did not come within the ring's timeout; of a replay as `Ring.wait` says.
         """
         b, new = tokens.shape
         recorded = self._find(requests, new, last)
         if recorded is None:
             step = self._cache.extend(requests, [new] * b, mode="decode", alike=alike)
             return self._call(step, tokens, step.positions if positions is None else positions, last)
-        step = recorded.step
+        step, ring = recorded.step, self._cache.ring
+        # a replay asks nobody whether the ring has failed
+        ring.exchange(self._cache.device).check()
         self._cache.extend(requests, [new] * b, mode="decode", alike=alike, into=step)
         recorded.tokens[:b].copy_(_ready(tokens, recorded.tokens), non_blocking=True)
         if positions is not None:
             step.positions[:b].copy_(positions)
-        recorded.replay()
-        ring, device = self._cache.ring, self._cache.device
+        marks = recorded.replay()
+        self._replays += 1
         if ring.world_size > 1:
-            # what an exchange has to say of a rank that did not come is there when it has ended
-            if device.type == "cuda":
-                torch.cuda.current_stream(device).synchronize()
-            ring.exchange(device).check()
+            # Note [A replay that does not end]
+            what = f"replayed decoding step {self._replays} ({b} requests, {new} new tokens each)"
+            ring.wait(self._cache.device, marks=marks, what=what)
         logits = recorded.logits[:b]
         if not recorded.checked:
             logits = self._check(recorded, logits, last)

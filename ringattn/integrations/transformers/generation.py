@@ -8,9 +8,18 @@ entered. Refuses to know attention, and how a call's rows and logits are dealt (
 
 Note [Alike on all ranks]
     Every rank runs all of `generate` on the whole inputs, and computes and keeps a part of it. That goes well as long as all
-    choose the same tokens: logits are the same bits everywhere, and when a call brings a prompt, the random generators of all
-    ranks are set to the state of rank 0's. Each call compares what it was given between ranks, in one small message, and is an
-    error on every rank where they differ.
+    choose the same tokens: logits are the same bits everywhere, and the random generators of all ranks are set to the state of
+    rank 0's when `generate` begins, and by calls outside of it that bring a prompt.
+    Ranks compare what they were given, and where they differ it is an error on every rank before anything is computed:
+    - when `generate` begins: its arguments;
+    - at its first call of the model, and at any other call that brings more than few tokens: tokens, padding, places, and
+      whose logits are wanted. So do calls outside of `generate` that bring more than one token.
+    A call that goes on from there brings tokens which every rank has chosen from what all hold alike. It sends nothing. What it
+    brings is noted, and travels along with the comparisons of steps (Note [Words that travel along] of accord.py), one in 17
+    tokens; when `generate` ends, the rest is compared together with what it returns, and when the cache is left, what came
+    since. So a rank that chose otherwise is found by the end, and what is returned was the same on all ranks.
+    Such a call that is refused on one rank alone says so to whoever compares next; ranks that are in the exchange already wait
+    for it until the timeout.
 
 Note [Beams]
     Sequences that go on from the same one share its full pages, so beams take no more room than sequences do: reordering copies
@@ -22,13 +31,14 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
+from hashlib import blake2b
 from math import ceil
 from types import TracebackType
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
-from transformers import Cache, PreTrainedModel
+from transformers import Cache, GenerationConfig, PreTrainedModel
 
 from ringattn.inference import PagedKVCache
 from ringattn.inference.step import MOST_DECODED
@@ -39,6 +49,10 @@ from ringattn.ring import Ring
 CROPS_BY_COUNT = "tokens_to_remove" in inspect.signature(Cache.crop).parameters
 """Whether `crop` takes a number of tokens to remove, as a negative number, and nothing else; older releases take a length too."""
 
+SHOWN = 400
+"""Letters of what generate is called with that an error shows."""
+_OWN = ("past_key_values", "streamer")
+"""Arguments of generate that each rank has for itself: who listens may listen on one rank only."""
 _PASSED_ON = ("output_router_logits", "output_attentions")
 _TAKEN = (
     "attention_mask",
@@ -116,13 +130,15 @@ class RingCache(Cache):
         self._model = model
         self._requests: list[int] = []
         self._firsts: list[int] = []
+        self._generating = 0  # calls of generate that have begun, within one another
+        self._compared = False  # whether the generate that goes on has made its first call
         self._forked = False  # whether sequences were repeated, which may then be kept by different ranks
         self._unwrap: Callable[[], None] | None = None
         self._recorder = choose_recorder(graphs, model, self.kv)
         self._decoding: Decoding | None = None  # made with the model's own forward, at the first call
 
     def __enter__(self) -> RingCache:
-        """Wraps the forward of the model, on this instance of it."""
+        """Wraps forward and generate of the model, on this instance of it."""
         if self._unwrap is not None or self.kv is None:
             raise RuntimeError("a RingCache must be entered once, got a second time; make another one")
         self._unwrap = _wrap(self._model)
@@ -131,11 +147,13 @@ class RingCache(Cache):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Gives the model its forward back, and the memory."""
+        """Gives the model its forward back, and the memory; compares what ranks have not compared, unless an error ends it."""
         assert self._unwrap is not None, "a cache that is left was entered"
         self._unwrap()
-        self.kv, self._requests = None, []
+        kv, self.kv, self._requests = self.kv, None, []
         self._recorder = self._decoding = None
+        if kind is None and kv is not None:
+            kv.accord.compare("what the model was called with before the RingCache was left")
 
     def __repr__(self) -> str:
         if self.kv is None:
@@ -237,6 +255,25 @@ class RingCache(Cache):
             raise RuntimeError("a RingCache must be used inside of its `with`, got a call after it; make another one")
         return self.kv
 
+    def _generate(self, generate: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A call of the model's own generate with this cache (Note [Alike on all ranks])."""
+        kv = self._open()
+        if self.ring.world_size == 1:
+            return generate(*args, **kwargs)
+        said = {name: value for name, value in kwargs.items() if name not in _OWN}
+        words = _in_words([*args, said, self._model.generation_config])
+        digest = blake2b(words.encode(), digest_size=8).hexdigest()
+        self.ring.agree("what generate is called with", f"{words[:SHOWN]}, digest {digest}")
+        _share_generators(self.ring, kv.device)
+        self._generating, self._compared = self._generating + 1, False
+        try:
+            out = generate(*args, **kwargs)
+        finally:
+            self._generating -= 1
+        kv.accord.note("generate", _hash(out if isinstance(out, Tensor) else out.sequences)[None])
+        kv.accord.compare("what generate returns")
+        return out
+
     def _crop(self, length: int) -> None:
         for request in self._requests:
             self._open().crop(request, length)
@@ -244,6 +281,7 @@ class RingCache(Cache):
     def _select(self, sources: list[int]) -> None:
         """Lets sequence i go on from what sequence sources[i] was."""
         kv, were = self._open(), self._requests
+        kv.accord.note(f"sequences {sources}")
         if sources == list(range(len(were))):
             return
         if len(sources) == len(were) and not self._forked:
@@ -267,10 +305,10 @@ class RingCache(Cache):
         """A call of the model, whose own forward is given, with this cache and these arguments."""
         kv = self._open()
         name = "inputs_embeds" if given.get("input_ids") is None else "input_ids"
-        firsts = self._agree(given, name)
+        firsts, compared = self._agree(given, name)
         new = given[name].to(kv.device)
         n, before = new.shape[1], self.get_seq_length()
-        if n > 1 or not before:
+        if compared and not self._generating:
             _share_generators(self.ring, kv.device)
         if not self._requests:
             self._requests, self._firsts = kv.join_alike(self.max_tokens, firsts), firsts
@@ -292,6 +330,7 @@ class RingCache(Cache):
         except BaseException:
             # rows that some layers have not written are nobody's
             self._crop(before)
+            kv.accord.forget()
             raise
         out.past_key_values = self
         return out
@@ -326,28 +365,36 @@ class RingCache(Cache):
             out.logits = out.logits.unflatten(1, (b, -1))[0]
         return out
 
-    def _agree(self, given: dict[str, Any], name: str) -> list[int]:
-        """Padding in front of each sequence; refuses what is wrong, or differs between ranks (Note [Alike on all ranks])."""
-        refusal, facts, firsts = None, torch.zeros(6, dtype=torch.int64), []
-        try:
-            facts, firsts = self._read(given, name)
-        except (ValueError, NotImplementedError) as error:
-            refusal = error
-        mine = torch.cat([torch.tensor([refusal is not None]), facts.cpu()]).to(self._open().device)
-        found = [x.tolist() for x in self.ring.gather(mine, 0, [len(mine)] * self.ring.world_size)]
-        if refusal is not None:
-            raise refusal
-        for what, differ in (("valid inputs", [x[0] for x in found]), ("the same tokens and masks", found)):
-            odd = [rank for rank, theirs in enumerate(differ) if theirs != differ[self.ring.rank]]
-            if odd:
-                raise ValueError(
-                    f"every rank must call the model with {what}, got others on ring ranks {odd} than on ring rank "
-                    f"{self.ring.rank}; give all ranks the same inputs, and the same options of generate"
-                )
-        return firsts
+    def _agree(self, given: dict[str, Any], name: str) -> tuple[list[int], bool]:
+        """Padding in front of each sequence, and whether ranks have compared the call (Note [Alike on all ranks]).
 
-    def _read(self, given: dict[str, Any], name: str) -> tuple[Tensor, list[int]]:
-        """What must be the same on all ranks, as numbers, and the padding in front of each sequence."""
+        Refuses what is wrong, or differs between ranks.
+        """
+        try:
+            firsts = self._read(given, name)
+        except (ValueError, NotImplementedError) as error:
+            self.ring.refuse(error)
+        if self.ring.world_size == 1:
+            return firsts, True
+        new, positions, keep = given[name], given.get("position_ids"), given.get("logits_to_keep", 0)
+        b, n = new.shape[:2]
+        few = 1 if not self._generating else MOST_DECODED
+        goes_on = bool(self._requests) and n <= few and name == "input_ids" and (self._compared or not self._generating)
+        options = [
+            keep if isinstance(keep, int) else keep.tolist(),
+            *(bool(given.get(option)) for option in _PASSED_ON),
+        ]
+        words = f"{b} sequences, {n} new tokens after {self.get_seq_length()}, options {options}"
+        if goes_on:
+            self._open().accord.note(words, new, *(() if positions is None else (positions.to(new.device),)))
+            return firsts, False
+        numbers = [int(_hash(x)) for x in (new, torch.tensor(firsts), *(() if positions is None else (positions,)))]
+        self.ring.agree("what the model is called with", f"{words}, digests of tokens, padding and places {numbers}")
+        self._compared = True
+        return firsts, True
+
+    def _read(self, given: dict[str, Any], name: str) -> list[int]:
+        """The padding in front of each sequence, of a call that can be made."""
         _check_given(given)
         new, mask = given.get(name), given.get("attention_mask")
         if new is None:
@@ -375,8 +422,7 @@ class RingCache(Cache):
                 f"sequences with padding must be kept by the same ranks to go on with {n} tokens, got some that were repeated; "
                 "call reset() and give the whole prompts again"
             )
-        numbers = torch.tensor([b, n, before, _hash(torch.tensor(firsts)), 0 if mask is None else 1])
-        return torch.cat([numbers, _hash(new)[None].cpu()]), firsts
+        return firsts
 
 
 class _Layer:
@@ -406,8 +452,7 @@ def _wrap(model: PreTrainedModel) -> Callable[[], None]:
 
     An instance of its own, since parts of generation call `self.forward`, which hooks do not see.
     """
-    own = model.__dict__.get("forward")
-    original = model.forward
+    original, original_generate = model.forward, getattr(model, "generate", None)
     signature = inspect.signature(original)
     spread = next((name for name, p in signature.parameters.items() if p.kind is p.VAR_KEYWORD), None)
 
@@ -421,19 +466,47 @@ def _wrap(model: PreTrainedModel) -> Callable[[], None]:
         cache = given.get("past_key_values")
         return cache._call(original, given) if isinstance(cache, RingCache) else original(*args, **kwargs)
 
-    model.forward = forward
+    wrapped: dict[str, Callable[..., Any]] = {"forward": forward}
+    if callable(original_generate):
+
+        @functools.wraps(original_generate)
+        def generate(*args: Any, **kwargs: Any) -> Any:
+            cache = kwargs.get("past_key_values")
+            if isinstance(cache, RingCache) and cache._model is model:
+                return cache._generate(original_generate, args, kwargs)
+            return original_generate(*args, **kwargs)
+
+        wrapped["generate"] = generate
+    owns = {name: model.__dict__.get(name) for name in wrapped}
+    for name, call in wrapped.items():
+        setattr(model, name, call)
 
     def unwrap() -> None:
         if model.__dict__.get("forward") is not forward:
             raise RuntimeError(
                 "RingCaches of one model must be left in the reverse order in which they were entered; nest them"
             )
-        if own is None:
-            del model.__dict__["forward"]
-        else:
-            model.__dict__["forward"] = own
+        for name, own in owns.items():
+            if own is None:
+                del model.__dict__[name]
+            else:
+                model.__dict__[name] = own
 
     return unwrap
+
+
+def _in_words(value: Any) -> str:
+    """What generate is called with, in words that are the same on all ranks where it is."""
+    if isinstance(value, Tensor):
+        return f"{tuple(value.shape)} {int(_hash(value))}"
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{name}: {_in_words(value[name])}" for name in sorted(value, key=repr)) + "}"
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(map(_in_words, value)) + "]"
+    if isinstance(value, GenerationConfig):
+        return _in_words(value.to_diff_dict())
+    # of others, streamers and criteria say, the address tells nothing
+    return repr(value) if isinstance(value, bool | int | float | str | None) else type(value).__name__
 
 
 def _check_given(given: dict[str, Any]) -> None:
