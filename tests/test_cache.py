@@ -225,6 +225,26 @@ def test_rows_that_are_kept_are_those_of_the_sharding_of_keys(world_size: int) -
     )
 
 
+def test_numbers_that_come_as_tensors_are_kept_as_numbers() -> None:
+    """Their words name a device, of which each rank has its own, and ranks compare words."""
+
+    def number(x: int) -> Any:
+        return torch.tensor(x)
+
+    books = make(world_size=2)
+    one = books.join(number(20), number(1))
+    step = books.extend([number(one)], [number(9)])
+    books.crop(number(one), number(6), number(15))
+    other = books.fork(number(one), number(3), number(8))
+    books.join_alike(number(4), [number(1), 0])
+    books.extend([one, other], [number(2)] * 2)
+    kept = [books.pages.stretches(x) for x in (one, other)], [books.length(x) for x in (one, other)]
+    assert "tensor" not in repr((step.requests, step.counts, step.lengths, step.firsts, *kept))
+    counts: list[Any] = [1.5]
+    with pytest.raises(TypeError, match="'float' object"):
+        books.extend([one], counts)
+
+
 def test_reordered_requests_read_what_the_others_had() -> None:
     ranks = Ranks(2, kv_dtype=None)
     beams = ranks.all("join_alike", 20, [0, 0, 0])

@@ -13,7 +13,8 @@ Note [Memory]
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
+from operator import index
+from typing import Literal, SupportsIndex
 
 import torch
 from torch import Tensor
@@ -178,19 +179,19 @@ class PagedKVCache:
 
     def join(self, reserve: int, first: int = 0) -> int:
         """Lets a request in; see `Pages.join`."""
-        return self.pages.join(reserve, first)
+        return self.pages.join(index(reserve), index(first))
 
     def join_alike(self, reserve: int, firsts: Sequence[int]) -> list[int]:
         """Lets a batch in whose requests are to grow alike; see `Pages.join_alike`."""
-        return self.pages.join_alike(reserve, firsts)
+        return self.pages.join_alike(index(reserve), [index(first) for first in firsts])
 
     def fork(self, request: int, length: int | None = None, reserve: int | None = None) -> int:
         """Lets a request in that shares the beginning of another one; see `Pages.fork`."""
-        return self.pages.fork(request, length, reserve)
+        return self.pages.fork(index(request), _whole(length), _whole(reserve))
 
     def crop(self, request: int, length: int, reserve: int | None = None) -> None:
         """Forgets a request's last tokens; see `Pages.crop`."""
-        self.pages.crop(request, length, reserve)
+        self.pages.crop(index(request), index(length), _whole(reserve))
 
     def leave(self, request: int) -> None:
         """Lets a request go; see `Pages.leave`."""
@@ -246,6 +247,8 @@ class PagedKVCache:
             NotImplementedError: Prefill of requests that cannot be computed together; the message names the alternative.
             CacheFull: As `Pages.place`.
         """
+        # of a tensor's numbers each rank would keep its own device's
+        requests, counts = [index(request) for request in requests], [index(count) for count in counts]
         few = len(set(counts)) == 1 and 1 <= counts[0] <= MOST_DECODED
         if mode not in ("auto", "prefill", "decode"):
             raise ValueError(f"mode must be 'auto', 'prefill' or 'decode', got {mode!r}; leave it out for 'auto'")
@@ -465,3 +468,7 @@ class PagedKVCache:
             raise ValueError(f"{name} must have the dtype of the cache, {self.dtype}, got {x.dtype}; convert it first")
         if x.device != self.device:
             raise ValueError(f"{name} must be on the device of the cache, {self.device}, got {x.device}; move it there")
+
+
+def _whole(number: SupportsIndex | None) -> int | None:
+    return None if number is None else index(number)

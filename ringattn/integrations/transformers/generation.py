@@ -187,7 +187,7 @@ class RingCache(Cache):
 
     def crop(self, tokens_to_remove: int) -> None:
         """Forgets the last tokens: as many as a negative number says, or, where the release has it so, all from a length on."""
-        length = self.get_seq_length()
+        length, tokens_to_remove = self.get_seq_length(), int(tokens_to_remove)  # which may come as a tensor
         if CROPS_BY_COUNT and tokens_to_remove > 0:
             raise ValueError(
                 f"crop must be told a negative number of tokens to remove, got {tokens_to_remove}, which earlier releases of "
