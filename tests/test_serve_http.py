@@ -158,6 +158,22 @@ def test_the_lines_of_a_stream(http):
     assert all(json.loads(event.removeprefix("data: "))["choices"] for event in events[:-2])
 
 
+def test_token_ids_are_the_tokens_one_chunk_each_with_text_or_without(http):
+    tokens = answer(prompt := list(going_on("ids", 6).encode()), 6)
+    text = Letters().decode(tokens)
+    body = {"prompt": prompt, "max_tokens": 6, "temperature": 0, "stop": text[:3] + "\x01", "return_token_ids": True}
+    whole = http.post("/v1/completions", json=body).json()["choices"][0]
+    assert (whole["token_ids"], whole["text"]) == (tokens, text)
+    events = http.post("/v1/completions", json={**body, "stream": True}).text.split("\n\n")[:-2]
+    chunks = [json.loads(event.removeprefix("data: "))["choices"][0] for event in events]
+    assert [chunk.get("token_ids") for chunk in chunks] == [*([token] for token in tokens), None]
+    assert [chunk["text"] for chunk in chunks] == ["", "", "", text[:4], text[4], text[5], ""]
+    assert "token_ids" not in http.post("/v1/completions", json={**body, "return_token_ids": False}).text
+    chat = {"messages": [{"role": "user", "content": "ids"}], "max_tokens": 4, "temperature": 0}
+    said = http.post("/v1/chat/completions", json={**chat, "return_token_ids": True}).json()["choices"][0]
+    assert Letters().decode(said["token_ids"]) == said["message"]["content"]
+
+
 def test_echo_repeats_the_prompt(client):
     found = client.completions.create(model="fake", prompt="abc", max_tokens=4, temperature=0, echo=True)
     assert found.choices[0].text == "abc" + text_of("abc", 4)
@@ -225,6 +241,22 @@ def test_metrics_and_state_agree(http):
     )
     assert numbers['ringattn_requests_total{path="/v1/completions",status="200"}'] >= 1
     assert numbers["ringattn_time_to_first_token_seconds_count"] >= 1
+
+
+def test_histograms_hold_the_first_token_and_the_mean_of_the_later_ones():
+    served = Served(FakeRunner(step_s=0.03))
+    try:
+        httpx.post(f"{served.url}/v1/completions", json={"prompt": "abc", "max_tokens": 5, "ignore_eos": True})
+        lines = httpx.get(f"{served.url}/metrics").text.splitlines()
+    finally:
+        served.close()
+    numbers = {name: float(value) for name, _, value in (line.rpartition(" ") for line in lines if line[0] != "#")}
+    # a step is 0.03 s: the prompt's gives the first token, four later ones have one each
+    for name, less, more in (("time_to_first_token", "0.025", "1.0"), ("time_per_output_token", "0.025", "1.0")):
+        buckets = [numbers[f'ringattn_{name}_seconds_bucket{{le="{le}"}}'] for le in (less, more, "+Inf")]
+        assert (*buckets, numbers[f"ringattn_{name}_seconds_count"]) == (0, 1, 1, 1)
+        assert 0.03 <= numbers[f"ringattn_{name}_seconds_sum"] < 1
+    assert numbers["ringattn_request_seconds_sum"] >= 5 * 0.03
 
 
 # refusals

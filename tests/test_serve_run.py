@@ -187,6 +187,16 @@ def test_greedy_text_is_that_of_one_process(server):
         assert "".join(chunk.choices[0].delta.content or "" for chunk in stream) == text
 
 
+def test_the_state_says_what_the_server_runs_on_and_how_it_was_started(server):
+    about = server.state()["server"]
+    assert (about["world_size"], about["device"], about["backend"]) == (2, "cpu", "gloo")
+    assert (about["vocab_size"], about["dtype"], about["graphs"]) == (257, "float32", 0)
+    assert (about["flags"]["max_running"], about["flags"]["chunk"], about["flags"]["page_size"]) == (32, 256, 16)
+    assert about["torch"] == torch.__version__
+    # no command line: it may hold paths, and a key
+    assert not {"command", "api_key", "model", "host"} & {*about, *about["flags"]}
+
+
 def load_and_check(server: Process, count: int, distinct: Sequence[str], most: int) -> None:
     """Many requests at once, some broken, some left: all others get what one process gives, and all pages come back."""
     wanted = [ask_for(prompt, 2 + x % most) for x, prompt in enumerate(distinct)]

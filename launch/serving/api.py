@@ -74,7 +74,8 @@ class _Body(_Strict):
     stream_options: StreamOptions | None = None
     user: str | None = None  # says nothing about the answer
     metadata: dict[str, str] | None = None  # likewise
-    ignore_eos: bool = False  # ours: goes on to max_tokens, for measurements
+    ignore_eos: bool = False  # goes on to max_tokens, for measurements; like the next, not OpenAI's, named as elsewhere
+    return_token_ids: bool | None = None  # says the answer's tokens as numbers, those without text of their own too
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     logit_bias: dict[str, float] | None = None
@@ -270,8 +271,8 @@ class Choice:
     Attributes:
         finish: Why it has ended; None while it has not.
         text: All of it so far.
-        tokens: How many tokens it has.
         shared: How many of its prompt's were in the cache.
+        ids: Its tokens.
         logprobs: Of its tokens: (token, its text, what the model thought, where it begins in the text).
     """
 
@@ -282,8 +283,8 @@ class Choice:
     echo: str = ""
     finish: str | None = None
     text: str = ""
-    tokens: int = 0
     shared: int = 0
+    ids: list[int] = field(default_factory=list)
     logprobs: list[tuple[int, Logprob, int]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -295,7 +296,7 @@ class Choice:
         self.shared = event.shared
         piece = ""
         if event.token is not None:
-            self.tokens += 1
+            self.ids.append(event.token)
             if isinstance(event.details, Logprob):
                 self.logprobs.append((event.token, event.details, len(self.text)))
             piece = self._stops.push(self._pieces.push(event.token))
@@ -312,7 +313,7 @@ class Choice:
 
 def usage(prompts: Sequence[Sequence[int]], choices: Sequence[Choice]) -> dict[str, Any]:
     """How many tokens a request took; prompts count once, whatever n is."""
-    prompt, generated = sum(map(len, prompts)), sum(choice.tokens for choice in choices)
+    prompt, generated = sum(map(len, prompts)), sum(len(choice.ids) for choice in choices)
     per_prompt = len(choices) // max(1, len(prompts))
     cached = sum(choice.shared for choice in choices[::per_prompt])
     return {
@@ -331,10 +332,13 @@ class Writer:
         model: The model's name.
         tokenizer: For the texts of single tokens.
         with_usage: Whether chunks have the field `usage`.
+        with_ids: Whether answers and pieces have the field `token_ids`.
     """
 
-    def __init__(self, chat: bool, model: str, tokenizer: Tokenizer, with_usage: bool = False) -> None:
-        self._chat, self._tokenizer, self._with_usage = chat, tokenizer, with_usage
+    def __init__(
+        self, chat: bool, model: str, tokenizer: Tokenizer, with_usage: bool = False, with_ids: bool = False
+    ) -> None:
+        self._chat, self._tokenizer, self._with_usage, self._with_ids = chat, tokenizer, with_usage, with_ids
         name = ("chatcmpl-" if chat else "cmpl-") + uuid.uuid4().hex
         self._common = {"id": name, "created": int(time.time()), "model": model}
 
@@ -343,11 +347,12 @@ class Writer:
         made = []
         for choice in choices:
             said = self._logprobs(choice, 0)
-            body = (
+            body: dict[str, Any] = (
                 {"message": {"role": "assistant", "content": choice.text}}
                 if self._chat
                 else {"text": choice.echo + choice.text}
             )
+            body |= {"token_ids": choice.ids} if self._with_ids else {}
             made.append({"index": choice.index, **body, "logprobs": said, "finish_reason": choice.finish})
         kind = "chat.completion" if self._chat else "text_completion"
         return {**self._common, "object": kind, "choices": made, "usage": usage(prompts, choices)}
@@ -359,8 +364,9 @@ class Writer:
         return self._chunk(choice.index, {"text": choice.echo}, None, None) if choice.echo else None
 
     def piece(self, choice: Choice, text: str, said: int) -> dict[str, Any]:
-        """A chunk with some text; `said` logprobs have been sent before."""
-        body = {"delta": {"content": text}} if self._chat else {"text": text}
+        """A chunk with some text; of the answer's tokens `said` have been sent before."""
+        body: dict[str, Any] = {"delta": {"content": text}} if self._chat else {"text": text}
+        body |= {"token_ids": choice.ids[said:]} if self._with_ids else {}
         return self._chunk(choice.index, body, self._logprobs(choice, said), None)
 
     def closing(self, choice: Choice) -> dict[str, Any]:

@@ -16,7 +16,7 @@ import re
 import socket
 import threading
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -318,6 +318,7 @@ def make_app(
     *,
     key: str | None = None,
     hosts: Sequence[str] | None = None,
+    about: Mapping[str, Any] | None = None,
 ) -> ASGIApp:
     """The server's routes.
 
@@ -328,6 +329,7 @@ def make_app(
         limits: What requests may take.
         key: What requests must know; None for nothing.
         hosts: The names by which the server may be called; None for any.
+        about: What /state says of the server itself: what it runs on, and how it was started.
     """
     metrics = Metrics(engine.state)
     # one thread: tokenizers are not safe in several, and a long prompt must not stop the event loop
@@ -383,7 +385,7 @@ def make_app(
 
     @app.get("/state")
     async def state() -> Any:
-        return {"model": model, **engine.state()}
+        return {"model": model, "server": dict(about or {}), **engine.state()}
 
     page, policy = read_page()
 
@@ -465,7 +467,8 @@ def make_app(
         except (NoTemplate, UnicodeEncodeError) as error:
             raise Refused(400, ascii_only(str(error))[:500], "messages" if kind is Chat else "prompt") from None
         with_usage = bool(body.stream_options and body.stream_options.include_usage)
-        writer = Writer(kind is Chat, model, tokenizer, with_usage)
+        with_ids = bool(body.return_token_ids)
+        writer = Writer(kind is Chat, model, tokenizer, with_usage, with_ids)
 
         async def whole(scope: Scope, receive: Receive, send: Send) -> None:
             with Answers(desks[0], jobs) as answers:
@@ -491,13 +494,13 @@ def make_app(
                 try:
                     async for place, event in answers:
                         choice = choices[place]
-                        said = len(choice.logprobs)
+                        said = len(choice.ids)
                         chunks = []
                         piece = _push(answers, choice, place, event)
                         if place not in opened:
                             opened.add(place)
                             chunks += filter(None, [writer.opening(choice)])
-                        if piece or len(choice.logprobs) > said:
+                        if piece or (len(choice.ids) > said and (choice.logprobs or with_ids)):
                             chunks.append(writer.piece(choice, piece, said))
                         if choice.finish is not None:
                             chunks.append(writer.closing(choice))

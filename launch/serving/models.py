@@ -221,6 +221,11 @@ class Replica:
         recorder = choose_recorder(graphs, model, cache)
         self._decoding = Decoding(model, cache, recorder, batches=sizes, most=len(sizes))
 
+    @property
+    def graphs(self) -> int:
+        """CUDA graphs that decoding steps are replayed from."""
+        return self._decoding.recorded
+
     def prepare(self, longest: int | None = None) -> list[str]:
         """Computes prompts of several lengths and captures what can be captured, so that no request waits for a compiler.
 
@@ -235,8 +240,8 @@ class Replica:
         said = [f"prompts: {tried} steps computed in {time.monotonic() - began:.1f} s"]
         began = time.monotonic()
         self._decoding.prepare()
-        if captured := self._decoding.recorded:
-            said.append(f"decoding: {captured} CUDA graphs captured in {time.monotonic() - began:.1f} s")
+        if self.graphs:
+            said.append(f"decoding: {self.graphs} CUDA graphs captured in {time.monotonic() - began:.1f} s")
         return said
 
     def _try_prompts(self, longest: int | None) -> int:

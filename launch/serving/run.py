@@ -24,7 +24,7 @@ import time
 import traceback
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ringattn.launch.distributed import Rank, Refusal, join_ranks
 from ringattn.launch.serving.channel import Channel
@@ -33,6 +33,7 @@ from ringattn.launch.serving.engine import Engine, follow
 from ringattn.launch.serving.models import Replica, Served, describe, load, make_cache, share_weights
 from ringattn.launch.serving.scheduling import Scheduler
 from ringattn.launch.serving.watch import Watch
+from ringattn.launch.session import Session, machine
 from ringattn.ring import Ring
 
 if TYPE_CHECKING:
@@ -196,7 +197,9 @@ def _lead(
         default_tokens=args.default_tokens,
     )
     hosts = LOOPBACK if args.host in LOOPBACK else None
-    server.start(make_app(engine, served.tokenizer, served.name, limits, key=args.api_key, hosts=hosts))
+    about = _about(args, rank, served, replica)
+    app = make_app(engine, served.tokenizer, served.name, limits, key=args.api_key, hosts=hosts, about=about)
+    server.start(app)
     where = f"http://{f'[{args.host}]' if ':' in args.host else args.host}:{server.port}"
     print(f"cache: {cache}", flush=True)
     print(f"serving {served.name} at {where} (a page to look at) and {where}/v1 (the interface)", flush=True)
@@ -214,6 +217,22 @@ def _lead(
     if path := os.environ.get(ENDED):
         Path(path).touch()
     print("stopped", flush=True)
+
+
+def _about(args: ServeArgs, rank: Rank, served: Served, replica: Replica) -> dict[str, Any]:
+    """What speeds of this server depend on: where it runs, what it serves, and the flags that say how; no paths, no key."""
+    backend = None if rank.backend == "none" else rank.backend
+    line = machine(Session(rank.index, rank.world_size, rank.device, backend))
+    names = ("kv_dtype", "page_size", "chunk", "max_running", "queue", "max_connections", "keep_prefixes")
+    return {
+        **{name: value for name, value in line.items() if name not in ("command", "date")},
+        "kind": type(served.model).__name__,
+        "parameters": sum(x.numel() for x in served.model.parameters()),
+        "dtype": str(served.model.dtype).removeprefix("torch."),
+        "vocab_size": served.tokenizer.vocab_size,
+        "graphs": replica.graphs,
+        "flags": {name: getattr(args, name) for name in names},
+    }
 
 
 def _stop_on_signals(engine: Engine, grace_s: float, stops: list[int], rank: Rank) -> threading.Event:
