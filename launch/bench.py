@@ -1,8 +1,8 @@
 """How fast is it, and beside what? Kernels on one GPU, the ring over several, and memory against length.
 
 Owns the commands, and what tables and plots show. Refuses to know what is measured (`bench_kernels`, `bench_decode`, `bench_ring`,
-`bench_memory`, `bench_model`, `bench_prefill`, `bench_exchange`, `bench_inference`), and prints no speed of an answer that was
-not checked.
+`bench_memory`, `bench_model`, `bench_prefill`, `bench_exchange`, `bench_inference`, `bench_server`), and prints no speed of an
+answer that was not checked.
 
     python -m ringattn.launch.bench kernels
     python -m ringattn.launch.bench decode
@@ -12,6 +12,7 @@ not checked.
     torchrun --nproc_per_node 4 -m ringattn.launch.bench prefill --total 1048576 --chunks 32768
     torchrun --nproc_per_node 4 -m ringattn.launch.bench exchange
     torchrun --nproc_per_node 4 -m ringattn.launch.bench inference
+    python -m ringattn.launch.bench server --url http://127.0.0.1:8000
 
 FLOPs are those of `problems` (Note [FLOPs]), times those of `turns` (Note [Times]).
 """
@@ -26,6 +27,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from ringattn.launch.bench_decode import Decode, bench_decode
 from ringattn.launch.bench_exchange import Exchange, bench_exchange
 from ringattn.launch.bench_host import Host, bench_host
@@ -35,10 +38,28 @@ from ringattn.launch.bench_memory import Memory, bench_memory
 from ringattn.launch.bench_model import Model, bench_model
 from ringattn.launch.bench_prefill import Prefill, bench_prefill
 from ringattn.launch.bench_ring import Ring, bench_ring, verify
+from ringattn.launch.bench_server import CannotBench, Server, bench_server, red_rows
 from ringattn.launch.figures import draw_inference, draw_lengths, draw_ring
 from ringattn.launch.problems import Problem
 from ringattn.launch.session import Session, describe, machine, open_session, parse, table, write_json
 
+ANSWER_COLUMNS = {
+    "ttft_ms": "{:.1f}",
+    "ttft_p95_ms": "{:.1f}",
+    "tpot_ms": "{:.2f}",
+    "tpot_p95_ms": "{:.2f}",
+    "gap_p95_ms": "{:.2f}",
+    "gap_p99_ms": "{:.2f}",
+    "failed": "{}",
+    "cached_tokens": "{}",
+}
+LOAD_COLUMNS = {
+    "answers": "{}",
+    "requests_per_s": "{:.2f}",
+    "tokens_per_s": "{:.0f}",
+    **ANSWER_COLUMNS,
+    "client_busy_percent": "{:.0f}%",
+}
 COLUMNS: dict[str, dict[str, str]] = {
     "ring": {
         "layout": "{}",
@@ -202,6 +223,10 @@ COLUMNS: dict[str, dict[str, str]] = {
         "ms_per_token": "{:.3f}",
         "worst_ms": "{:.3f}",
     },
+    "server: check": {"prompts": "{}", "clients": "{}", "differ": "{}", "failed": "{}", "cached_tokens": "{}"},
+    "server: alone": {"context": "{}", "answers": "{}", **ANSWER_COLUMNS, "prompt_tokens_per_s": "{:.0f}"},
+    "server: load": {"clients": "{}", **LOAD_COLUMNS},
+    "server: latency": {"clients": "{}", "latency_ms": "{:g}", "within": "{}", "largest": "{}", **LOAD_COLUMNS},
 }
 """What the table of each bench shows of its rows, and how."""
 
@@ -286,12 +311,14 @@ def plot_memory(rows: Sequence[dict[str, Any]], title: str, path: Path) -> None:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command; returns its exit code: 1 when the check is red, and then no speed is shown."""
     words = sys.argv[1:] if arguments is None else list(arguments)
-    args: Kernels | Decode | Ring | Memory | Model | Host | Exchange | Prefill | Inference = parse(
-        Kernels | Decode | Ring | Memory | Model | Host | Exchange | Prefill | Inference,
+    args: Kernels | Decode | Ring | Memory | Model | Host | Exchange | Prefill | Inference | Server = parse(
+        Kernels | Decode | Ring | Memory | Model | Host | Exchange | Prefill | Inference | Server,
         words,
         "bench",
         "Measures, after checking.",
     )
+    if isinstance(args, Server):
+        return report_server(args)
     with open_session(args.device) as session:
         line = machine(session)
         session.say(describe(line))
@@ -405,6 +432,24 @@ def report_inference(args: Inference, session: Session, line: dict[str, Any]) ->
             drawn = draw_inference(rows, picture)
         print(f"rows: {path}{f' and {picture}' if drawn else ''}")
     return 0
+
+
+def report_server(args: Server) -> int:
+    """Measures a running server and shows a table per part; returns the exit code: 1 when it cannot be measured, or failed."""
+    path = args.out / f"{args.name}.json"
+    line = machine(Session(0, 1, torch.device("cpu"), None))
+    try:
+        rows = bench_server(args, line, lambda content: write_json(path, content))["rows"]
+    except CannotBench as error:
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        return 1
+    for part in dict.fromkeys(row["part"] for row in rows):
+        tabulate(f"server: {part}", [row for row in rows if row["part"] == part])
+    print(f"rows: {path}")
+    red = red_rows(rows)
+    for one in red:
+        print(f"error: {one}", file=sys.stderr, flush=True)
+    return int(bool(red))
 
 
 if __name__ == "__main__":

@@ -102,12 +102,14 @@ class Served:
         key: str | None = None,
         hosts: Sequence[str] | None = None,
         connections: int = 1000,
+        about: dict[str, Any] | None = None,
     ) -> None:
         scheduler = Scheduler(runner.books, chunk=64, most_running=64, most_waiting=waiting)
         self.runner = runner
         self.engine = Engine(runner, scheduler, lambda _: None, time_limit_s=time_limit_s)
         self.server = Server("127.0.0.1", 0, connections)
-        self.server.start(make_app(self.engine, Letters(), "fake", limits or Limits(), key=key, hosts=hosts))
+        app = make_app(self.engine, Letters(), "fake", limits or Limits(), key=key, hosts=hosts, about=about)
+        self.server.start(app)
         self.url = f"http://127.0.0.1:{self.server.port}"
         self.thread = threading.Thread(target=self._run, daemon=True)
         self.thread.start()

@@ -24,6 +24,7 @@ import psutil
 import pytest
 import torch
 
+from ringattn.launch import bench
 from ringattn.launch.distributed import Rank
 from ringattn.launch.serve import main
 from ringattn.launch.serving.channel import FRAME, Channel
@@ -252,6 +253,36 @@ def load_and_check(server: Process, count: int, distinct: Sequence[str], most: i
 
 def test_many_at_once_get_what_each_gets_alone_and_all_pages_come_back(server):
     load_and_check(server, 200, prompts(24, 400), 12)
+
+
+def test_the_bench_finds_answers_alike_alone_and_beside_others_and_says_on_what(server, tmp_path, capsys):
+    words = [
+        "--contexts",
+        "300",
+        "--repeats",
+        "2",
+        "--clients",
+        "1",
+        "6",
+        "--prompt-lengths",
+        "20",
+        "60",
+        "--tokens",
+        "8",
+    ]
+    words += ["--requests", "4", "--sample", "3", "--most-clients", "2", "--latency-ms", "1000", "--seed", "1"]
+    assert bench.main(["server", "--url", server.url, *words, "--out", str(tmp_path)]) == 0, capsys.readouterr()
+    content = json.loads((tmp_path / "server.json").read_text())
+    assert content["machine"]["flags"] == server.state()["server"]["flags"]
+    assert (content["machine"]["world_size"], content["machine"]["model"]) == (2, "tiny")
+    check, alone, *loads = content["rows"]
+    assert (check["clients"], check["differ"], check["failed"]) == (6, 0, 0)
+    assert [(row["part"], row["clients"], row["answers"]) for row in loads] == [
+        ("load", 1, 4), ("load", 6, 12), ("latency", 1, 4), ("latency", 2, 4),
+    ]  # fmt: skip
+    for row in (alone, *loads):
+        assert row["failed"] == row["cached_tokens"] == 0
+        assert 0 < row["tpot_ms"] <= row["tpot_p95_ms"] < 1000 > row["ttft_ms"] > 0
 
 
 @pytest.mark.slow
