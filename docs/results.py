@@ -65,8 +65,9 @@ def table(heads: list[str], rows: Iterable[list[object]]) -> str:
 def source(machine: Row) -> str:
     """One line that says where numbers come from."""
     gpus = machine.get("gpus") or [machine.get("device")]
+    version = f"commit {machine['commit'][:12]}" if machine["commit"] else f"ringattn {machine['ringattn']}"
     return (
-        f"{len(gpus)} x {gpus[0]}, torch {machine['torch']}, triton {machine['triton']}, commit {machine['commit'][:12]}: "
+        f"{len(gpus)} x {gpus[0]}, torch {machine['torch']}, triton {machine['triton']}, {version}: "
         f"`{machine['command']}`"
     )
 
@@ -866,7 +867,150 @@ def inference() -> str:
     return "\n\n".join(parts)
 
 
-SECTIONS: tuple[Callable[[], str], ...] = (correctness, kernels, ring, memory, softmax, training, models, inference)
+def server_rows(runs: list[Any]) -> list[Row]:
+    """The rows of all runs of `bench server`, fewest GPUs first; of a server that several runs measured alike, the last one's."""
+    naming = ("part", "model", "world_size", "context", "clients", "tokens", "prompt_lengths", "reuse", "latency_ms")
+    last: dict[str, Row] = {}
+    for index, run in enumerate(runs):
+        machine = run["machine"]
+        how = [machine.get("flags"), machine.get("dtype"), bool(machine.get("graphs"))]
+        for row in run["rows"]:
+            last[json.dumps([how, *(row.get(name) for name in naming)])] = row | {"run": index}
+    order = ("world_size", "context", "clients", "run")
+    return sorted(last.values(), key=lambda row: tuple(row.get(name) or 0 for name in order))
+
+
+def server_told(machine: Row) -> str:
+    """How a server was started, in words."""
+    if not machine.get("flags"):
+        return f"{machine['model']}, by a server that does not say more"
+    flags = ", ".join(f"{name} {value}" for name, value in machine["flags"].items())
+    graphs = f"{machine['graphs']} CUDA graphs" if machine["graphs"] else "no CUDA graphs"
+    return f"{machine['model']} ({machine['parameters'] / 1e9:.2f} billion parameters, {machine['dtype']}), {graphs}, {flags}"
+
+
+def with_p95(row: Row, name: str, form: str) -> str:
+    """The median and the 95th percentile of a time."""
+    return f"{cell_of(row, f'{name}_ms', form)} / {cell_of(row, f'{name}_p95_ms', form)}"
+
+
+def table_of_lone_requests(rows: list[Row]) -> str:
+    """One request at a time."""
+    lines = [
+        [
+            cell_of(row, "world_size", "{}"),
+            row["model"],
+            f"{row['context']:,}{' again' if row.get('reuse') else ''}",
+            with_p95(row, "ttft", "{:,.1f}"),
+            with_p95(row, "tpot", "{:.2f}"),
+            cell_of(row, "gap_p99_ms", "{:.2f}"),
+            row["run"] + 1,
+        ]
+        for row in rows
+        if row["part"] == "alone" and "refused" not in row
+    ]
+    columns = ["GPUs", "model", "tokens of prompt", "first token ms", "ms per token", "p99 between tokens ms", "run"]
+    return table(columns, lines) if lines else ""
+
+
+def table_of_loads(rows: list[Row]) -> str:
+    """Many clients at once."""
+    lines = [
+        [
+            cell_of(row, "world_size", "{}"),
+            row["model"],
+            row["clients"],
+            "{} to {}, {}".format(*row["prompt_lengths"], row["tokens"]),
+            f"{row['requests_per_s']:.2f}",
+            f"{row['tokens_per_s']:,.0f}",
+            with_p95(row, "ttft", "{:,.1f}"),
+            with_p95(row, "tpot", "{:.2f}"),
+            row["failed"],
+            row["run"] + 1,
+        ]
+        for row in rows
+        if row["part"] == "load"
+    ]
+    columns = ["GPUs", "model", "clients", "tokens of prompts, new", "requests/s", "tokens/s", "first token ms"]
+    return table([*columns, "ms per token", "failed", "run"], lines) if lines else ""
+
+
+def table_of_held_latencies(rows: list[Row]) -> str:
+    """Clients by the latency that they have, and which number is the largest within it."""
+    lines = [
+        [
+            cell_of(row, "world_size", "{}"),
+            row["model"],
+            f"**{row['clients']}**" if row["largest"] else row["clients"],
+            cell_of(row, "tpot_p95_ms", "{:.2f}"),
+            f"{row['tokens_per_s']:,.0f}",
+            f"{'yes' if row['within'] else 'no'} ({row['latency_ms']:g} ms)",
+            row["run"] + 1,
+        ]
+        for row in rows
+        if row["part"] == "latency"
+    ]
+    columns = ["GPUs", "model", "clients", "ms per token, p95", "tokens/s", "within the latency", "run"]
+    return table(columns, lines) if lines else ""
+
+
+def serving() -> str:
+    """The server, asked over HTTP."""
+    runs = runs_of("server")
+    rows = server_rows(runs)
+    if not rows:
+        return ""
+    parts = [
+        "### The server\n\nStreamed greedy answers over HTTP, from a client beside the server; median / 95th percentile. Prompts "
+        "are random tokens, each one new. `launch/bench_server.py` has the definitions.",
+        *(
+            f"Run {index + 1}, {server_told(run['machine'])}; {source(run['machine'])}"
+            for index, run in enumerate(runs)
+        ),
+    ]
+    compared = [
+        f"{row['differ']} of {row['prompts']} differ among {row['clients']} (run {row['run'] + 1})"
+        for row in rows
+        if row["part"] == "check"
+    ]
+    if compared:
+        parts.append(f"Answers beside others, compared with those alone, token by token: {'; '.join(compared)}.")
+    for title, said, body in (
+        ("One request at a time", "", table_of_lone_requests(rows)),
+        (
+            "Many clients",
+            "Each asks again as soon as it has its answer; times are of all answers, queue included.",
+            table_of_loads(rows),
+        ),
+        (
+            "Clients within a latency",
+            "The most clients, doubled from one, whose 95th percentile of the time per token holds it are bold.",
+            table_of_held_latencies(rows),
+        ),
+    ):
+        if body:
+            parts += [f"#### {title}" + (f"\n\n{said}" if said else ""), body]
+    refused = [
+        f"{row['context']:,} tokens of prompt: {row['refused']} (run {row['run'] + 1})"
+        for row in rows
+        if "refused" in row
+    ]
+    if refused:
+        parts.append(f"Without a number: {'; '.join(refused)}.")
+    return "\n\n".join(parts)
+
+
+SECTIONS: tuple[Callable[[], str], ...] = (
+    correctness,
+    kernels,
+    ring,
+    memory,
+    softmax,
+    training,
+    models,
+    inference,
+    serving,
+)
 
 
 def main() -> int:

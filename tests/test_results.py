@@ -259,6 +259,51 @@ def test_inference_stands_beside_its_bounds_and_transformers(results: ModuleType
     assert results.figures_are_true()
 
 
+def _server(part: str, clients: int, **other: Any) -> dict[str, Any]:
+    """A row of `bench server` with made-up numbers."""
+    row = {"part": part, "model": "llama", "world_size": 4, "clients": clients, "tokens": 128, "failed": 0}
+    if part != "check":
+        row |= {"ttft_ms": 1234.5, "ttft_p95_ms": 1500.0, "tpot_ms": 7.5, "tpot_p95_ms": 9.25, "gap_p99_ms": 30.0}
+    if part in ("load", "latency"):
+        row |= {"prompt_lengths": [64, 256], "requests_per_s": 5.5, "tokens_per_s": 7040.0}
+    return row | other
+
+
+def test_a_server_stands_by_requests_loads_and_latencies_and_says_how_it_was_started(results: ModuleType) -> None:
+    assert results.serving() == ""
+    told = {"model": "llama", "parameters": 8.03e9, "dtype": "bfloat16", "graphs": 7, "flags": {"chunk": 4096}}
+    rows = [_server("check", 64, prompts=8, differ=1)]
+    rows += [_server("alone", 1, context=32768, reuse=False), _server("alone", 1, context=32768, reuse=True)]
+    rows += [_server("alone", 1, context=10**6, reuse=False, refused="left out: too long", ttft_ms=None)]
+    rows += [_server("load", n) for n in (1, 64)]
+    for n, within in ((1, True), (2, True), (4, False)):
+        rows.append(_server("latency", n, latency_ms=20.0, within=within, largest=n == 2))
+    for name, date, kept in (("server4-old.json", "2026-01-01", [_server("load", 64, tokens_per_s=1.0)]),
+                             ("server4.json", "2026-01-02", rows)):  # fmt: skip
+        _keep(results, name, date, kept)
+        content = json.loads((results.HERE / "results" / name).read_text())
+        content["machine"] |= told
+        (results.HERE / "results" / name).write_text(json.dumps(content))
+    other = [_server("alone", 1, context=128, world_size=None, model="else")]
+    _keep(results, "server-else.json", "2026-01-03", other)
+    content = json.loads((results.HERE / "results/server-else.json").read_text())
+    content["machine"] |= {"model": "else", "commit": None, "ringattn": "0.6.0"}
+    (results.HERE / "results/server-else.json").write_text(json.dumps(content))
+    text = results.serving()
+    assert "Run 2, llama (8.03 billion parameters, bfloat16), 7 CUDA graphs, chunk 4096; 1 x X, torch 2" in text
+    assert "Run 3, else, by a server that does not say more; 1 x X, torch 2, triton 3, ringattn 0.6.0: `run`" in text
+    assert "1 of 8 differ among 64 (run 2)" in text
+    assert "| 4 | llama | 32,768 | 1,234.5 / 1,500.0 | 7.50 / 9.25 | 30.00 | 2 |" in text
+    assert "| 4 | llama | 32,768 again | 1,234.5 / 1,500.0 |" in text
+    assert "| - | else | 128 | 1,234.5 / 1,500.0 | 7.50 / 9.25 | 30.00 | 3 |" in text
+    load = "| 4 | llama | 64 | 64 to 256, 128 | 5.50 | 7,040 | 1,234.5 / 1,500.0 | 7.50 / 9.25 | 0 | 2 |"
+    assert load in text
+    assert "| 4 | llama | **2** | 9.25 | 7,040 | yes (20 ms) | 2 |" in text
+    assert "| 4 | llama | 4 | 9.25 | 7,040 | no (20 ms) | 2 |" in text
+    assert text.count("| 4 | llama | 64 |") == 1
+    assert "Without a number: 1,000,000 tokens of prompt: left out: too long (run 2)." in text
+
+
 def _trained(gpus: int, speed: float, **more: Any) -> dict[str, Any]:
     row = {"world_size": gpus, "seq_len": 131072, "parameters": 135_600_000, "steps": 8, "losses": [5.32, 4.0]}
     return row | {"tokens_per_s": speed, "mfu": 0.41, "exposed_ms": None, "peak_memory_mib": [2048.0, 1024.0]} | more
