@@ -1,18 +1,23 @@
 """Asks an OpenAI-compatible server for streamed answers, and notes when each token came.
 
-Owns one request: HTTP/1.1 as a client speaks it, the events of a stream, and what counts as a failure. Refuses to know how many
-requests there are, and what is made of their times (`bench_server`). Standard library only.
-
-Note [A client of its own]
-    Who measures must cost less than what is measured. 32 streams of 100 tokens per second each took 125 us of a core per token
-    in a general HTTP client (httpx), and take 30 here, in the same run: what it takes to receive some bytes, cut them and read
-    their JSON, in one callback of the event loop. With the former, 64 fast streams are more than a core can do: tokens would wait
-    for the client, and its times be taken for the server's. `bench_server` says beside each speed how busy the client was.
+Owns one request: what is asked, the events of a stream, and what counts as a failure. Refuses to know HTTP (that is aiohttp's), how
+many requests there are, and what is made of their times (`bench_server`).
 
 Note [What is timed]
-    The connection stands and the request is put together before the clock starts; each request has a connection of its own. Times
-    are those at which bytes came to this process. A token that the server holds back, because it is no text by itself yet,
-    would be missing from a stream of texts: `return_token_ids` gives each token a chunk, and its number.
+    Each request has a connection of its own, and the clock starts when that stands and aiohttp is about to write the request, put
+    together, to it: looking up the name, connecting and TLS are not in the time to the first token. What came is noted where
+    `iter_any` of aiohttp gives it: in the turn of the event loop after the one that read it from the socket, behind all that
+    was read with it. On a busy core of a small machine that was 0.1 ms after its reading with one stream, and 1.0 ms (p95 1.6 to
+    2.4) with 32 whose tokens come at the same moment; a first token is late by that, the times between tokens by its changes.
+
+Note [What the client costs]
+    Who measures must cost less than what is measured. 32 streams of 100 tokens per second each took 84 us of a core per token
+    where all tokens of a step come at once, and 105 where each comes by itself: a third of it. httpx took 229 and 288 in the same
+    runs (medians of 7, on that core), nearly all of it. `bench_server` says beside each speed how busy the client was.
+
+Note [Tokens, not texts]
+    A token that the server holds back, because it is no text by itself yet, would be missing from a stream of texts:
+    `return_token_ids` gives each token a chunk, and its number.
 """
 
 from __future__ import annotations
@@ -22,12 +27,12 @@ import contextlib
 import json
 import time
 import urllib.parse
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-MOST_HEAD = 2**16
-"""Bytes of an answer's status and headers, at most."""
+if TYPE_CHECKING:
+    import aiohttp  # an optional package
 
 
 @dataclass
@@ -75,87 +80,6 @@ class Answer:
         return [later - earlier for earlier, later in zip(self.times, self.times[1:], strict=False)]
 
 
-class Reply:
-    r"""An answer of HTTP/1.1 as its bytes come, in pieces of any size.
-
-    Attributes:
-        status: 0 until the head has come.
-        ended: Whether all of it has come.
-
-    Example:
-        >>> reply = Reply()
-        >>> reply.feed(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n3\r\nab"), reply.status
-        (b'ab', 200)
-        >>> reply.feed(b"c\r\n0\r\n\r\n"), reply.ended
-        (b'c', True)
-    """
-
-    def __init__(self) -> None:
-        self.status = 0
-        self.ended = False
-        self._held = bytearray()
-        self._chunked = False
-        self._left: int | None = None  # of a chunk, or of the body; None: it goes on to the end of the connection
-
-    def feed(self, data: bytes) -> bytes:
-        """What some bytes add to the body.
-
-        Raises:
-            ValueError: They are not HTTP.
-        """
-        self._held += data
-        if not self.status:
-            end = self._held.find(b"\r\n\r\n", 0, MOST_HEAD)
-            if end < 0:
-                if len(self._held) >= MOST_HEAD:
-                    raise ValueError(f"the head of an answer must have less than {MOST_HEAD} bytes, got more")
-                return b""
-            self._read_head(bytes(self._held[:end]).decode("latin-1"))
-            del self._held[: end + 4]
-        body = bytearray()
-        while self._held and not self.ended:
-            if not self._chunked or self._left:
-                count = len(self._held) if self._left is None else self._left
-                piece = self._held[:count]
-                del self._held[:count]
-                body += piece
-                if self._left is not None:
-                    self._left -= len(piece)
-                    self.ended = not (self._left or self._chunked)
-                continue
-            end = self._held.find(b"\r\n")
-            if end < 0:
-                break
-            size = bytes(self._held[:end]).partition(b";")[0]
-            del self._held[: end + 2]
-            if size:  # nothing stands on the line behind a chunk
-                self._left = int(size, 16)
-                self.ended = self._left == 0
-        return bytes(body)
-
-    def close(self) -> None:
-        """The connection has ended.
-
-        Raises:
-            ValueError: Something was still to come.
-        """
-        if not self.ended and (not self.status or self._chunked or self._left is not None):
-            raise ValueError("the connection must stand until the answer has ended, got its end before")
-        self.ended = True
-
-    def _read_head(self, head: str) -> None:
-        first, *lines = head.split("\r\n")
-        version, _, rest = first.partition(" ")
-        if not version.startswith("HTTP/1.") or not rest[:3].isdigit():
-            raise ValueError(f"an answer must begin with HTTP/1.1 and a status, got {first[:60]!r}")
-        fields = {name.strip().lower(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
-        self._chunked = "chunked" in fields.get("transfer-encoding", "").lower()
-        if not self._chunked and "content-length" in fields:
-            self._left = int(fields["content-length"])
-            self.ended = self._left == 0
-        self.status = int(rest[:3])
-
-
 class Events:
     """The tokens of a stream of completions.
 
@@ -173,7 +97,7 @@ class Events:
         """Takes a part of the stream that came at a time.
 
         Raises:
-            ValueError: An event is not JSON.
+            ValueError: An event is none of completions.
         """
         *lines, self._rest = (self._rest + data).split(b"\n")
         for line in lines:
@@ -183,7 +107,11 @@ class Events:
             if event == b"[DONE]":
                 self.done = True
             else:
-                self._take(json.loads(event), now)
+                try:
+                    self._take(json.loads(event), now)
+                except (ValueError, TypeError, AttributeError) as error:
+                    text = event[:60].decode("utf-8", "replace")
+                    raise ValueError(f"an answer must be a stream of completions, got {text!r}") from error
 
     def _take(self, chunk: dict[str, Any], now: float) -> None:
         answer = self._answer
@@ -211,100 +139,67 @@ def message_of(content: Any) -> str:
     return str(content)[:300]
 
 
-class _Exchange(asyncio.Protocol):
-    """One request's connection.
-
-    Args:
-        take: Gets the reply, what its body has more, and when that came.
-
-    Attributes:
-        over: Done when the answer has ended, or can not.
-    """
-
-    def __init__(self, take: Callable[[Reply, bytes, float], None]) -> None:
-        self.over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._take, self._reply = take, Reply()
-        self._transport: asyncio.Transport | None = None
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport), "a connection of TCP"
-        self._transport = transport
-        if self.over.done():
-            transport.abort()
-
-    def give_up(self) -> None:
-        """Ends the connection, or sees to it that it ends as soon as it stands."""
-        self.over.cancel()
-        if self._transport is not None:
-            self._transport.abort()
-
-    def data_received(self, data: bytes) -> None:
-        now = time.perf_counter()
-        try:
-            body = self._reply.feed(data)
-            if body or self._reply.ended:
-                self._take(self._reply, body, now)
-        except (ValueError, TypeError, AttributeError) as error:
-            self._end(ValueError(f"an answer must be a stream of completions in HTTP, got: {error}"))
-        if self._reply.ended:
-            self._end(None)
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        try:
-            self._reply.close()
-        except ValueError as error:
-            self._end(exc or error)
-        self._end(None)
-
-    def _end(self, error: Exception | None) -> None:
-        if not self.over.done():
-            self.over.set_exception(error) if error else self.over.set_result(None)
-
-
 class ServerClient:
-    """Asks one server.
+    """Asks one server; connections are open within `async with`.
 
     Args:
         url: Where it is: "http://127.0.0.1:8000"; "/v1" at its end is understood.
         key: What it wants as a bearer token; None for none.
         timeout_s: Seconds in which an answer must have ended.
 
+    Attributes:
+        url: Where it is, without "/v1".
+
     Raises:
-        ValueError: The URL is none of HTTP.
+        ValueError: The URL is none of HTTP, or has a user in it.
     """
 
     def __init__(self, url: str, key: str | None = None, timeout_s: float = 600.0) -> None:
         parts = urllib.parse.urlsplit(url)
+        if "@" in parts.netloc:
+            raise ValueError("url must name no user, got one; a key is given by itself")
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise ValueError(f"url must be such as http://127.0.0.1:8000, got {url!r}")
-        self.secure = parts.scheme == "https"
-        self.host, self.port = parts.hostname, parts.port or (443 if self.secure else 80)
+        self.url = f"{parts.scheme}://{parts.netloc}{parts.path.rstrip('/').removesuffix('/v1')}"
         self.timeout_s = timeout_s
-        self._path = parts.path.rstrip("/").removesuffix("/v1")
-        headers = {"Host": parts.netloc.rpartition("@")[2], "Connection": "close", "Accept": "*/*"}
-        if key is not None:
-            headers["Authorization"] = f"Bearer {key}"
-        self._headers = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
+        self._key = key
+        self._session: aiohttp.ClientSession | None = None
+
+    async def __aenter__(self) -> ServerClient:
+        import aiohttp
+
+        async def begin(_: Any, context: Any, __: Any) -> None:
+            answer: Answer | None = context.trace_request_ctx
+            if answer is not None:
+                answer.began = answer.began or time.perf_counter()
+
+        trace = aiohttp.TraceConfig()
+        trace.on_request_chunk_sent.append(begin)  # called before a part of the body is sent; ours has one
+        headers = {"Accept-Encoding": "identity"}  # what compresses may hold back tokens
+        if self._key is not None:
+            headers["Authorization"] = f"Bearer {self._key}"
+        self._session = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=0, force_close=True),  # nobody waits for a connection
+            cookie_jar=aiohttp.DummyCookieJar(),
+            headers=headers,
+            timeout=aiohttp.ClientTimeout(total=self.timeout_s),
+            trace_configs=[trace],
+        )
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        if self._session is not None:
+            await self._session.close()
+            self._session = None
 
     async def get(self, path: str) -> tuple[int, Any]:
         """Status and content of a path: JSON where it is that, else text.
 
         Raises:
-            OSError: The server can not be reached, or does not answer in time.
-            ValueError: What comes is not HTTP.
+            OSError: The server can not be reached, does not answer in time, or not in HTTP.
         """
-        status, whole = 0, bytearray()
-
-        def take(reply: Reply, body: bytes, _: float) -> None:
-            nonlocal status, whole
-            status = reply.status
-            whole += body
-
-        try:
-            await asyncio.wait_for(self._exchange(self._request("GET", path), take, lambda: None), self.timeout_s)
-        except (TimeoutError, asyncio.TimeoutError):  # two kinds before Python 3.11
-            raise OSError(f"{path} must be answered within {self.timeout_s:g} s, got nothing") from None
-        return status, _content(whole)
+        async with self._answered("GET", path) as response:
+            return response.status, _content(await response.read())
 
     async def ask(self, model: str, prompt: Sequence[int], tokens: int, answer: Answer | None = None) -> Answer:
         """The greedy answer to a prompt; a failure is told in it, not raised.
@@ -318,54 +213,55 @@ class ServerClient:
         answer = Answer(tokens) if answer is None else answer
         body = {"model": model, "prompt": list(prompt), "max_tokens": tokens, "temperature": 0, "stream": True}
         body |= {"stream_options": {"include_usage": True}, "ignore_eos": True, "return_token_ids": True}
-        request = self._request("POST", "/v1/completions", json.dumps(body).encode())
-        events, refusal = Events(answer), bytearray()
-
-        def begin() -> None:
-            answer.began = time.perf_counter()
-
-        def take(reply: Reply, body: bytes, now: float) -> None:
-            answer.status = reply.status
-            if reply.status == 200:
-                events.feed(body, now)
-            else:
-                refusal.extend(body)
-
         try:
-            await asyncio.wait_for(self._exchange(request, take, begin), self.timeout_s)
-            if answer.status != 200:
-                answer.failure = f"status {answer.status}: {message_of(_content(refusal))}"
-            elif not answer.failure and (not events.done or len(answer.tokens) != tokens):
-                ends = "" if events.done else ", and no [DONE]"
-                answer.failure = f"an answer must have the {tokens} tokens asked for, got {len(answer.tokens)}{ends}"
-        except (TimeoutError, asyncio.TimeoutError):
+            async with self._answered("POST", "/v1/completions", json.dumps(body).encode(), answer) as response:
+                answer.status = response.status
+                if response.status == 200:
+                    await _follow(response, answer)
+                else:
+                    answer.failure = f"status {response.status}: {message_of(_content(await response.read()))}"
+        except TimeoutError:
             answer.failure = f"an answer must end within {self.timeout_s:g} s, got {len(answer.tokens)} tokens"
         except (OSError, ValueError) as error:
-            answer.failure = f"{type(error).__name__}: {error}"
+            answer.failure = str(error)
         answer.ended = time.perf_counter()
         return answer
 
-    def _request(self, method: str, path: str, body: bytes = b"") -> bytes:
-        kind = f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n" if method == "POST" else ""
-        return f"{method} {self._path}{path} HTTP/1.1\r\n{self._headers}{kind}\r\n".encode() + body
+    @contextlib.asynccontextmanager
+    async def _answered(
+        self, method: str, path: str, body: bytes | None = None, answer: Answer | None = None
+    ) -> AsyncIterator[aiohttp.ClientResponse]:
+        """The answer to a request, once its head has come; what fails until it has been read is an OSError."""
+        import aiohttp
 
-    async def _exchange(
-        self, request: bytes, take: Callable[[Reply, bytes, float], None], begin: Callable[[], None]
-    ) -> None:
-        loop = asyncio.get_running_loop()
-        exchange = _Exchange(take)
+        assert self._session is not None, "a client asks within `async with`"
+        request = self._session.request(
+            method,
+            self.url + path,
+            data=body,
+            headers={} if body is None else {"Content-Type": "application/json"},
+            allow_redirects=False,
+            trace_request_ctx=answer,
+        )
         try:
-            transport, _ = await loop.create_connection(
-                lambda: exchange, self.host, self.port, ssl=True if self.secure else None
-            )
-            begin()
-            transport.write(request)
-            await exchange.over
-        finally:
-            exchange.give_up()
+            async with request as response:
+                yield response
+        except asyncio.TimeoutError:  # another one than Python's own before 3.11
+            raise TimeoutError(f"{path} must be answered within {self.timeout_s:g} s") from None
+        except aiohttp.ClientError as error:
+            raise OSError(f"{type(error).__name__}: {error}") from error
 
 
-def _content(data: bytes | bytearray) -> Any:
+async def _follow(response: aiohttp.ClientResponse, answer: Answer) -> None:
+    events = Events(answer)
+    async for data in response.content.iter_any():
+        events.feed(data, time.perf_counter())
+    if not answer.failure and (not events.done or len(answer.tokens) != answer.wanted):
+        ends = "" if events.done else ", and no [DONE]"
+        answer.failure = f"an answer must have the {answer.wanted} tokens asked for, got {len(answer.tokens)}{ends}"
+
+
+def _content(data: bytes) -> Any:
     text = data.decode("utf-8", "replace")
     with contextlib.suppress(ValueError):
         return json.loads(text)

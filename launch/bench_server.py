@@ -29,6 +29,7 @@ Note [What is compared]
 from __future__ import annotations
 
 import asyncio
+import importlib.util
 import math
 import os
 import random
@@ -225,7 +226,7 @@ async def meet(client: ServerClient, args: Server) -> Target:
     Raises:
         CannotBench: It does not answer, wants a key, or does not say what must be known.
     """
-    where = f"{'https' if client.secure else 'http'}://{client.host}:{client.port}"
+    where = client.url
     try:
         status, models = await client.get("/v1/models")
         state = await client.get("/state")
@@ -567,8 +568,10 @@ def bench_server(args: Server, client_line: dict[str, Any], keep: Callable[[dict
         What is kept: machine (the server's where it says so; the command is this one), client, seed and rows.
 
     Raises:
-        CannotBench: The server can not be measured.
+        CannotBench: The server can not be measured, or aiohttp is not installed.
     """
+    if importlib.util.find_spec("aiohttp") is None:
+        raise CannotBench("bench server needs aiohttp; install it with: pip install 'ringattn[launch]'")
     key = args.api_key or os.environ.get(KEY) or None
     try:
         client = ServerClient(args.url, key, args.timeout_s)
@@ -577,7 +580,10 @@ def bench_server(args: Server, client_line: dict[str, Any], keep: Callable[[dict
     seed = secrets.randbits(32) if args.seed is None else args.seed
 
     async def run() -> dict[str, Any]:
-        target = await meet(client, args)
+        async with client:
+            return await run_all(await meet(client, args))
+
+    async def run_all(target: Target) -> dict[str, Any]:
         command = without_key(client_line["command"])
         told = {"model": target.model, "max_model_len": target.length, "vocab_size": target.vocab_size}
         machine = {**(target.about or client_line), **told, "command": command, "date": client_line["date"]}

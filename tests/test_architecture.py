@@ -166,7 +166,18 @@ def test_hopper_modules_say_what_they_own_and_what_they_refuse_to_know(module):
 
 @everywhere
 def test_optional_packages_are_imported_where_they_are_used(module):
-    optional = ("transformers", "matplotlib", "tyro", "tqdm", "rich", "psutil", "fastapi", "uvicorn", "accelerate")
+    optional = (
+        "transformers",
+        "matplotlib",
+        "tyro",
+        "tqdm",
+        "rich",
+        "psutil",
+        "fastapi",
+        "uvicorn",
+        "accelerate",
+        "aiohttp",
+    )
     if not _within(module, "ringattn.launch", "ringattn.integrations"):
         assert not [name for name in imports(module, MODULES[module], top_level=True) if _within(name, *optional)]
 

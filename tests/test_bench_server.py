@@ -8,6 +8,7 @@ import gc
 import json
 import math
 import random
+import socket
 import socketserver
 import sys
 import threading
@@ -21,7 +22,7 @@ import pytest
 import torch
 
 from ringattn.launch import asking, bench, bench_server
-from ringattn.launch.asking import Answer, Events, Reply, ServerClient
+from ringattn.launch.asking import Answer, Events, ServerClient
 from ringattn.launch.bench_server import Bench, Load, Prompts, Server, Target, holds, mark_largest, quantile, run_load
 from ringattn.launch.serving.http import Limits
 from tests.serving import VOCAB, FakeRunner, Served, follow
@@ -56,15 +57,24 @@ def run_bench(url: str, out: Path, *words: str) -> tuple[int, list[dict[str, Any
     return code, json.loads(path.read_text())["rows"] if path.exists() else []
 
 
+def ask(url: str, prompt: list[int], tokens: int, timeout_s: float = 20.0) -> Answer:
+    """One answer, from a client of its own."""
+
+    async def run() -> Answer:
+        async with ServerClient(url, timeout_s=timeout_s) as client:
+            return await client.ask("fake", prompt, tokens)
+
+    return asyncio.run(run())
+
+
 # one request
 
 
 def test_tokens_are_the_servers_and_their_times_are_its_steps():
     prompt = list(range(40, 60))
     with serving(FakeRunner(step_s=0.03)) as served:
-        client = ServerClient(served.url)
-        first = asyncio.run(client.ask("fake", prompt, 8))
-        again = asyncio.run(client.ask("fake", prompt, 8))
+        first = ask(served.url, prompt, 8)
+        again = ask(served.url, prompt, 8)
     assert first.good, first.failure
     assert first.tokens == again.tokens == going_on(prompt, 8)
     assert (first.cached, again.cached) == (0, len(prompt) - 1)
@@ -78,45 +88,59 @@ def test_tokens_are_the_servers_and_their_times_are_its_steps():
     assert first.began < first.times[0] < first.times[-1] <= first.ended
 
 
+def test_looking_up_the_server_is_not_in_the_time_to_the_first_token(monkeypatch: pytest.MonkeyPatch):
+    look_up = socket.getaddrinfo
+
+    def slowly(*args: Any, **how: Any) -> Any:
+        time.sleep(1.5)
+        return look_up(*args, **how)
+
+    monkeypatch.setattr(socket, "getaddrinfo", slowly)
+    with serving() as served:
+        asked = time.perf_counter()
+        answer = ask(served.url.replace("127.0.0.1", "localhost"), [5, 6, 7], 2)
+    assert answer.good, answer.failure
+    assert answer.began - asked > 1.5
+    assert answer.first_s < 1
+
+
+def test_no_request_waits_in_the_client_for_another():
+    count = 120  # aiohttp has 100 connections at a time unless it is told otherwise
+
+    async def run() -> list[Answer]:
+        all_here, here = asyncio.Event(), 0
+
+        async def refuse(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            nonlocal here
+            await reader.readuntil(b"\r\n\r\n")
+            here += 1
+            if here == count:
+                all_here.set()
+            await all_here.wait()
+            writer.write(said(503, b"full"))
+            writer.close()
+
+        server = await asyncio.start_server(refuse, "127.0.0.1", 0, backlog=count)
+        async with server, ServerClient(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", None, 10) as client:
+            return await asyncio.gather(*(client.ask("fake", [1], 1) for _ in range(count)))
+
+    assert {answer.failure for answer in asyncio.run(run())} == {"status 503: full"}
+
+
 STREAM = b'data: {"choices": [{"text": "a\xc3\x9f", "token_ids": [5]}]}\n\n'
 STREAM += b'data: {"choices": [{"text": "", "token_ids": [6, 7]}]}\r\n\r\n'
 STREAM += b'data: {"choices": [], "usage": {"prompt_tokens_details": {"cached_tokens": 3}}}\n\ndata: [DONE]\n\n'
 
 
-def as_chunks(body: bytes, size: int) -> bytes:
-    pieces = [body[x : x + size] for x in range(0, len(body), size)]
-    return b"".join(b"%x;ext=1\r\n%s\r\n" % (len(piece), piece) for piece in pieces) + b"0\r\n\r\n"
-
-
-@pytest.mark.parametrize("form", ["chunked", "length", "to the end"])
-def test_an_answer_is_the_same_in_whatever_pieces_its_bytes_come(form: str):
-    head, body = b"HTTP/1.1 200 OK\r\nServer: x\r\n", STREAM
-    if form == "chunked":
-        head, body = head + b"Transfer-Encoding: Chunked\r\n", as_chunks(STREAM, 13)
-    elif form == "length":
-        head += b"content-length: %d\r\n" % len(STREAM)
-    whole = head + b"\r\n" + body
-    for size in (*range(1, 40), len(whole)):
+def test_a_stream_is_the_same_in_whatever_pieces_its_bytes_come():
+    for size in (*range(1, 40), len(STREAM)):
         answer = Answer(3)
-        reply, events, text = Reply(), Events(answer), b""
-        for x in range(0, len(whole), size):
-            piece = reply.feed(whole[x : x + size])
-            text += piece
-            events.feed(piece, float(x))
-        assert reply.ended == (form != "to the end")
-        reply.close()
-        assert (reply.status, text, events.done) == (200, STREAM, True)
+        events = Events(answer)
+        for x in range(0, len(STREAM), size):
+            events.feed(STREAM[x : x + size], float(x))
+        assert events.done
         assert (answer.tokens, answer.cached, answer.failure) == ([5, 6, 7], 3, "")
         assert answer.times[1] == answer.times[2] >= answer.times[0]
-
-
-@pytest.mark.parametrize("whole", [b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\n12345678", as_chunks(b"1234", 2)[:-5]])
-def test_an_answer_that_is_cut_off_is_an_error(whole: bytes):
-    reply = Reply()
-    head = b"" if whole.startswith(b"HTTP") else b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
-    reply.feed(head + whole)
-    with pytest.raises(ValueError, match="must stand until the answer has ended"):
-        reply.close()
 
 
 def said(status: int, body: bytes, kind: bytes = b"application/json") -> bytes:
@@ -132,9 +156,12 @@ FAILURES = {
     "3 tokens asked for, got 1, and no": said(200, b'data: {"choices": [{"token_ids": [1]}]}\n\n'),
     "3 tokens asked for, got 1$": said(200, b'data: {"choices": [{"token_ids": [1]}]}\n\ndata: [DONE]\n\n'),
     "must have token_ids": said(200, b'data: {"choices": [{"text": "abc"}]}\n\ndata: [DONE]\n\n'),
-    "stream of completions in HTTP": said(200, b'data: [["x"]]\n\n'),
-    "begin with HTTP/1.1 and a status, got": b"SSH-2.0-OpenSSH\r\n\r\n",
-    "must stand until the answer has ended": b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\n\r\n12",
+    "a stream of completions, got '...x": said(200, b'data: [["x"]]\n\n'),
+    "must be a stream of completions, got 'no JSON'": said(200, b"data: no JSON\n\n"),
+    "status 307": b"HTTP/1.1 307 X\r\nLocation: /elsewhere\r\nContent-Length: 0\r\n\r\n",
+    "ClientResponseError": b"SSH-2.0-OpenSSH\r\n\r\n",
+    "ServerDisconnectedError": b"",
+    "ClientPayloadError": b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\n\r\n12",
     "an answer must end within 0.5 s, got 0 tokens": None,
 }
 
@@ -153,10 +180,8 @@ def test_what_is_no_answer_says_why(failure: str):
     with socketserver.ThreadingTCPServer(("127.0.0.1", 0), Handler) as server:
         server.daemon_threads = True
         threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
-        client = ServerClient(
-            f"http://127.0.0.1:{server.server_address[1]}", timeout_s=0.5 if FAILURES[failure] is None else 20
-        )
-        answer = asyncio.run(client.ask("m", [1, 2], 3))
+        timeout_s = 0.5 if FAILURES[failure] is None else 20
+        answer = ask(f"http://127.0.0.1:{server.server_address[1]}", [1, 2], 3, timeout_s)
         over.set()
         server.shutdown()
     assert not answer.good
@@ -165,20 +190,21 @@ def test_what_is_no_answer_says_why(failure: str):
 
 
 def test_a_request_that_is_given_up_at_any_moment_leaves_nothing_behind(caplog: pytest.LogCaptureFixture):
-    async def leave(client: ServerClient) -> int:
-        for turns in (*range(30), 40, 80, 160):
-            task = asyncio.ensure_future(client.ask("fake", list(range(9)), 2000))
-            for _ in range(turns):
-                await asyncio.sleep(0 if turns < 30 else 1e-4)
-            task.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await task
-        await asyncio.sleep(0.2)
-        gc.collect()
-        return len(asyncio.all_tasks()) - 1
+    async def leave(url: str) -> int:
+        async with ServerClient(url) as client:
+            for turns in (*range(30), 40, 80, 160):
+                task = asyncio.ensure_future(client.ask("fake", list(range(9)), 2000))
+                for _ in range(turns):
+                    await asyncio.sleep(0 if turns < 30 else 1e-4)
+                task.cancel()
+                with pytest.raises(asyncio.CancelledError):
+                    await task
+            await asyncio.sleep(0.2)
+            gc.collect()
+            return len(asyncio.all_tasks()) - 1
 
     with serving(FakeRunner(pages=2000, step_s=0.001)) as served:
-        assert asyncio.run(leave(ServerClient(served.url))) == 0
+        assert asyncio.run(leave(served.url)) == 0
         served.state_when(lambda _: not served.engine._open)
         served.assert_idle()
     gc.collect()
@@ -243,11 +269,15 @@ def test_examples():
 
 @pytest.mark.parametrize("clients", [1, 5])
 def test_a_load_has_all_its_clients_under_way_and_never_more(clients: int):
-    args = Server(tokens=6, requests=4, prompt_lengths=(3, 9))
+    args, target = Server(tokens=6, requests=4, prompt_lengths=(3, 9)), Target("fake", None, VOCAB, {})
+
+    async def run(url: str) -> Load:
+        async with ServerClient(url) as client:
+            made = Bench(args, client, target, Prompts(0, VOCAB, (3, 9)), lambda _: None)
+            return await run_load(made, clients, 3 * clients)
+
     with serving(FakeRunner(pages=2000, step_s=0.002)) as served:
-        target = Target("fake", None, VOCAB, {})
-        made = Bench(args, ServerClient(served.url), target, Prompts(0, VOCAB, (3, 9)), lambda _: None)
-        load = asyncio.run(run_load(made, clients, 3 * clients))
+        load = asyncio.run(run(served.url))
         # what was under way at the end is given up, once the server has noticed
         time.sleep(0.1)
         served.state_when(lambda _: not served.engine._open)
@@ -376,6 +406,7 @@ def test_a_server_that_cannot_be_measured_is_named_and_nothing_is_written(
         assert "model must be one of fake, got else" in error(served.url, "--api-key", "secret", "--model", "else")
     assert "url must be that of a running server" in error(served.url)
     assert "url must be such as" in error("127.0.0.1:8000")
+    assert "url must name no user, got one" in error("http://user:word@127.0.0.1:8000")
     quiet = Served(FakeRunner())
     try:
         assert "pass --vocab-size" in error(quiet.url)
@@ -384,6 +415,14 @@ def test_a_server_that_cannot_be_measured_is_named_and_nothing_is_written(
         quiet.close()
     assert code == 0, "a server that says nothing of itself is measured, too"
     assert rows[1]["world_size"] is None
+
+
+def test_without_aiohttp_it_says_what_to_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert run_bench("http://127.0.0.1:1", tmp_path) == (1, [])
+    assert "bench server needs aiohttp; install it with: pip install 'ringattn[launch]'" in capsys.readouterr().err
 
 
 def test_no_key_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):

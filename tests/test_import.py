@@ -51,12 +51,23 @@ def plain() -> dict:
 
 
 def test_import_works_where_no_optional_package_is_installed():
-    seen = _fresh(["triton", "transformers", "matplotlib", "tyro", "tqdm", "rich", "psutil", "fastapi"])
+    seen = _fresh(["triton", "transformers", "matplotlib", "tyro", "tqdm", "rich", "psutil", "fastapi", "aiohttp"])
     assert "ringattn" in seen["modules"]
 
 
 def test_import_brings_no_optional_package(plain):
-    optional = {"triton", "transformers", "matplotlib", "tyro", "tqdm", "rich", "fastapi", "hypothesis", "pytest"}
+    optional = {
+        "triton",
+        "transformers",
+        "matplotlib",
+        "tyro",
+        "tqdm",
+        "rich",
+        "fastapi",
+        "aiohttp",
+        "hypothesis",
+        "pytest",
+    }
     assert not optional & {name.partition(".")[0] for name in plain["modules"]}
 
 
