@@ -138,7 +138,7 @@ class Call:
         """What this rank fetches, and who fetches from it, when all visits of an outer step are computed in one launch."""
         known = self._collections.get((nodes, outer))
         if known is None:
-            known = self._collections[nodes, outer] = collect(self.plan("keys", nodes), self.rank, GUARD, outer)
+            known = self._collections[nodes, outer] = collect(self.plan("keys", nodes), self.rank, GUARD, outer, nodes)
         return known
 
     def gathered(self, device: torch.device, nodes: Nodes | None = None, outer: int = 0) -> Gathered:

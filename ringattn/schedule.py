@@ -177,6 +177,8 @@ class Collection:
         slot_rows: Rows of the longest moving shard of all ranks.
         most_far_rows: The largest far_rows of all ranks, and of all outer steps.
         first: The ring step of what this rank holds.
+        skipped: The rank whose nearest owner this rank is, and its first owner, where that is another one: the rank fetches, but
+            nothing from here. None: there is no such rank.
     """
 
     fetches: tuple[Fetch, ...]
@@ -185,10 +187,11 @@ class Collection:
     slot_rows: int
     most_far_rows: int
     first: int = 0
+    skipped: tuple[int, int] | None = None
 
 
 @lru_cache(maxsize=256)
-def collect(plan: Plan, rank: int, guard: int, outer: int = 0) -> Collection:
+def collect(plan: Plan, rank: int, guard: int, outer: int = 0, nodes: Nodes | None = None) -> Collection:
     """The gathered form of an outer step of a plan for one rank; cached.
 
     Args:
@@ -196,6 +199,7 @@ def collect(plan: Plan, rank: int, guard: int, outer: int = 0) -> Collection:
         rank: The rank.
         guard: What the first row of each owner in far is a multiple of, and the least number of rows between owners.
         outer: The outer step; a plan of one level has one.
+        nodes: As for the plan.
     """
     steps = range(len(plan.ranks[rank].guests))
     most = max(_fetches(plan, part, step, guard)[1] for part in plan.ranks for step in steps)
@@ -209,9 +213,13 @@ def collect(plan: Plan, rank: int, guard: int, outer: int = 0) -> Collection:
             near_rows = plan.ranks[send.peer].held(outer).num_rows
             owners = tuple(fetch.owner for fetch in theirs)
             readers.append(Reader(send.step % size, send.peer, send.rows, at, room, near_rows, owners))
+    members = next(node for node in _check_nodes(nodes, len(plan.ranks)) if rank in node)
+    after = members[(members.index(rank) + 1) % len(members)]
+    theirs, _ = _fetches(plan, plan.ranks[after], outer, guard)
+    skipped = (after, theirs[0].owner) if theirs and theirs[0].owner != rank else None
     homes = [visit for part in plan.ranks for visit in part.visits if visit is not None and visit.step == 0]
     slot_rows = max((visit.num_rows for visit in homes), default=0)
-    return Collection(fetches, tuple(readers), far_rows, slot_rows, most, outer * size)
+    return Collection(fetches, tuple(readers), far_rows, slot_rows, most, outer * size, skipped)
 
 
 def _fetches(plan: Plan, part: RankPlan, outer: int, guard: int) -> tuple[tuple[Fetch, ...], int]:

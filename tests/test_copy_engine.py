@@ -1145,6 +1145,30 @@ def test_owners_take_turns_at_a_reader(data: st.DataObject, world_size: int, see
         assert [owner for owner, _ in itertools.groupby(found)] == owners * (shape.groups if len(owners) > 1 else 1)
 
 
+@settings(max_examples=25, deadline=None)
+@given(world_size=st.integers(2, 4), seed=st.integers(0, 2**32), groups=st.sampled_from([1, 2]))
+def test_rows_go_to_a_reader_that_is_late(world_size: int, seed: int, groups: int) -> None:
+    """What the nearest owner has for a rank lies there before the rank has begun; and the ring goes on as ever."""
+    ranks = Ranks(world_size, seed)
+    world, shape, late = ranks.world, full(world_size, groups), 0
+    for salt in range(2):
+        gather(ranks, shape, salt)
+    world.drain()
+    attention = Attention(ranks, shape)
+    for rank in range(1, world_size):
+        attention.attend(rank, 2)
+    while world.step():
+        pass
+    nearest = shape.collections[late].fetches[0]
+    far = ranks.ends[late]._fars[0].view((1, shape.collections[late].far_rows, 2, 4), torch.float32)
+    heads = slice(0, 2 // groups)
+    there = far[:, nearest.at : nearest.at + sum(length for _, length in nearest.rows), heads]
+    mine = picked(torch.cat(keys_of(shape, nearest.owner, 2), -1), nearest.rows)[:, :, heads]
+    assert torch.equal(there, mine)
+    attention.attend(late, 2)
+    world.drain()
+
+
 def test_room_that_is_made_ahead_is_not_made_again() -> None:
     ranks, shape = Ranks(3, 0), full(3)
     large = dataclasses.replace(shape, batch=2)

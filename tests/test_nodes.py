@@ -139,7 +139,10 @@ class Double:
         plan = calls[0].plan("keys", self.nodes)
         assert plan == make_plan(tuple(shards), tuple(shards), visibility, "keys", self.nodes)
         parts = plan.ranks
-        levels = [tuple(collect(plan, rank, 4, outer) for rank in range(world)) for outer in range(len(self.nodes))]
+        levels = [
+            tuple(collect(plan, rank, 4, outer, self.nodes) for rank in range(world))
+            for outer in range(len(self.nodes))
+        ]
 
         def held(rank: int, outer: int) -> tuple[Tensor, Tensor]:
             guest = parts[rank].guests[outer]

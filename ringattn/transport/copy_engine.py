@@ -9,17 +9,21 @@ Note [Binary semaphores]
     and enqueued again and again, also by a graph that somebody captured, any number of times and in any order with other
     calls, as long as all ranks do the same. Each place where rows wait for a peer has two words per pair of ranks:
     `full` (at the reader: "the rows are there") and `free` (at the writer: "they have been read"). `free` begins as 1.
-    Far has a `full` per group of heads and, in place of `free`, `room` (at the owner: "it is your turn at this far"), which
-    begins as 0.
+    Far has a `full` per group of heads and, in place of `free`, `room` (at the owner: "it is your turn at this far"). Between
+    calls it is the turn of the nearest owner, the member before the reader: there `room` is 1, and elsewhere 0.
 
 Note [A gather]
     Every rank has one slot, where it packs its k and v, and one far, which its peers write into.
-    The caller's stream clears the flags and says `room` to its first owner: what it has enqueued before read far, and is
-    over. It packs, and starts the side stream, which pushes: group by group and reader by reader in ring order, it waits for
-    its turn at the reader (`room`), copies rows of the slot to their place in the reader's far, says `full`, and `room` to
-    whoever is next there: the next owner, and behind the last one the first, for the next group. So one owner writes to a
-    reader at a time, and no two share its link. Nobody waits in a circle: each waits for a push of the same reader or the same
-    owner that stands before it in the order of groups and ring steps.
+    The caller's stream clears the flags, packs, and starts the side stream, which pushes: group by group and reader by reader in
+    ring order, it waits for its turn at the reader (`room`), copies rows of the slot to their place in the reader's far, says
+    `full`, and `room` to whoever is next there: the next owner, and behind the last one the first, for the next group. So one
+    owner writes to a reader at a time, and no two share its link. Nobody waits in a circle: each waits for a push of the same
+    reader or the same owner that stands before it in the order of groups and ring steps, or for a call that came before.
+    Behind the join, when nobody reads far any more, the caller's stream gives the nearest owner the turn of the next call. So
+    rows go to a reader that is late, and it holds up nobody whom others could serve meanwhile. Turns are counted by taking
+    part: a nearest owner that has nothing for a reader which fetches takes its turn all the same and hands it to the first
+    one, or it would take the next call's turn for this one's. A rank that fetches nothing leaves its far to the next call, so it
+    keeps nothing there.
     A third stream, the herald, raises the flags of this rank in the order of groups and ring steps: it waits for the owner's
     `full`, and writes the flag. So flags rise in order, whatever order pushes end in.
     A bias of keys stands behind the rows of the slot, and comes in front of the first group of an owner's heads, into the
@@ -28,7 +32,7 @@ Note [A gather]
     them while it waits. Packing, and zeroing the guard rows of far, do need SMs: they stand on the caller's stream in front
     of the kernel. `close` joins all three streams. So the slot is free when it has returned, as is what was lent; and `room`
     and `full` of a call have been taken by all before anybody says them again: an owner takes each `room` before it says the
-    `full` of that push, and the reader says `room` again once it has seen every `full`, whereupon the others follow in turn.
+    `full` of that push, and the reader says `room` again once it has taken every `full`, whereupon the others follow in turn.
     Why pushes: reads queue their requests behind rows that the GPU sends at the same time, writes are posted (kernels/hopper/
     NOTES.md has the numbers). Why one stream of them: several share the link, and the first rows come later. And why turns:
     halves of shards are of different lengths, owners drift apart, and two that meet at one reader go at less than half the
@@ -134,17 +138,19 @@ class _Station:
 
     groups = 1
     """`full` words of a pair."""
-    begins_free = True
 
-    def __init__(self, memory: Memory, members: Sequence[int], num_bytes: int, what: str) -> None:
+    def __init__(
+        self, memory: Memory, members: Sequence[int], num_bytes: int, what: str, free: Sequence[int] | None = None
+    ) -> None:
         ranks = self._ranks = len(members)
         self._place = {rank: place for place, rank in enumerate(members)}
         self._header = _aligned(4 * ranks * (self.groups + 1))
         self.num_bytes = num_bytes
         self.region: Region = memory.region(self._header + _aligned(num_bytes), what)
-        if self.begins_free:
-            # nobody reads what was never written
-            self.region.local[: 4 * ranks * (self.groups + 1)].view(torch.int32)[ranks * self.groups :].fill_(1)
+        # nobody reads what was never written
+        words = self.region.local[: 4 * ranks * (self.groups + 1)].view(torch.int32)[ranks * self.groups :]
+        for of in members if free is None else free:
+            words[self._place[of]] = 1
         memory.meet(f"{what} begins")
 
     def full(self, at: int, of: int, group: int = 0) -> int:
@@ -172,7 +178,10 @@ class _Far(_Station):
     """Where peers write rows of theirs for one kernel: behind the rows stands the table of a bias of keys."""
 
     groups = MOST_GROUPS
-    begins_free = False
+
+    def __init__(self, rank: int, memory: Memory, members: Sequence[int], num_bytes: int, what: str) -> None:
+        # Note [Binary semaphores]: it is the turn of this rank where it is the nearest
+        super().__init__(memory, members, num_bytes, what, free=[members[(members.index(rank) + 1) % len(members)]])
 
     def room(self, at: int, of: int) -> int:
         """Address of the word by which rank `at` is told that it is its turn at the far of rank `of`."""
@@ -226,7 +235,7 @@ class _Gather:
     start: Program
     announce: Program | None
     push: Program | None
-    """None where nobody reads."""
+    """None where nobody reads, and nobody is skipped."""
     herald: Program | None
     """None where nothing is fetched, and where rows are kept: then it depends on the address."""
     joining: Program
@@ -319,6 +328,7 @@ class CopyEngineTransport:
         self._error = control[ERROR : ERROR + 1]
         memory.meet("words begin")
         place = self._members.index(rank)
+        self._nearest = self._members[place - 1]
         words = tuple(self._control.addresses[place] + 4 * i for i in range(DEVICE_WORDS))
         self._words = words
         self.watch = Watch(rank, name, self._host, words, streams, timeout)
@@ -722,7 +732,9 @@ class CopyEngineTransport:
                 "make the same call once before capturing it"
             )
 
-    def _stations(self, kind: list[S], num_bytes: int, what: str, make: type[S] = _Station, turns: int = 2) -> list[S]:
+    def _stations(
+        self, kind: list[S], num_bytes: int, what: str, make: Callable[..., S] = _Station, turns: int = 2
+    ) -> list[S]:
         """The stations of a kind, at least so large. `num_bytes` is the same on all ranks, and so is growing."""
         if not kind or kind[0].num_bytes < num_bytes:
             self._refuse_in_capture(what)
@@ -773,7 +785,7 @@ class CopyEngineTransport:
 
     def _make_far(self, num_bytes: int) -> _Far:
         before = self._fars[:]
-        (far,) = self._stations(self._fars, num_bytes, "far", _Far, turns=1)
+        (far,) = self._stations(self._fars, num_bytes, "far", functools.partial(_Far, self._rank), turns=1)
         if far not in before:
             self._far_layout = None
         return far
@@ -872,11 +884,12 @@ class CopyEngineTransport:
             slot = _view(flat, (b, slot_rows, hk, width), k.dtype)
             of_slot = None if of_bias is None else _view(flat[behind:], (b, slot_rows), of_bias)
         if of_slot is not None and of_bias is not None:
-            bias = _Bias(
-                slot=of_slot,
-                table=station.view((b, t + collection.far_rows), of_bias, _padded(far.numel() * far.element_size())),
-                near=t,
-            )
+            of_all = (b, t + collection.far_rows)
+            if collection.fetches:
+                table = station.view(of_all, of_bias, _padded(far.numel() * far.element_size()))
+            else:  # far may be written to meanwhile: it is not this call's turn to read it
+                table = torch.empty(of_all, dtype=of_bias, device=self._memory.device)
+            bias = _Bias(slot=of_slot, table=table, near=t)
         flags = self._make_flags(groups * len(self._members)).view(groups, len(self._members))
         packed = slot[:, :t] if lent is None and collection.readers else None
         layout = (tuple((fetch.at, fetch.rows) for fetch in collection.fetches), shape, k.dtype)
@@ -901,7 +914,8 @@ class CopyEngineTransport:
     ) -> _Gather:
         """Note [A gather]."""
         me, words, compile_ = self._rank, self._words, self._streams.compile
-        fetches, readers = collection.fetches, collection.readers
+        fetches, readers, skipped = collection.fetches, collection.readers, collection.skipped
+        sides = bool(readers) or skipped is not None
         far, dim = where
         groups = flags.shape[0]
         b, far_rows, hk, width = far.shape
@@ -912,21 +926,25 @@ class CopyEngineTransport:
         stops = tuple((first + fetch.step, fetch.owner) for fetch in fetches)
         number, course = self._number(Course(what, peers, first + 1, stops))
         stops = tuple((first + reader.step, reader.peer) for reader in readers)
+        stops = stops if skipped is None else ((first + 1, skipped[0]), *stops)
         push_number, pushing = self._number(Course(what, peers, first + 1, stops, "waiting for its turn at"))
 
         def flag(g: int, step: int) -> int:
             return flags.data_ptr() + 4 * (g * flags.shape[1] + step)
 
         start: list[Op] = [self._at(number, STARTING)]
-        start += self._side_is_free() if readers else []
+        start += self._side_is_free() if sides else []
         start += [Write(flag(g, fetch.step), 0) for g in range(groups) for fetch in fetches]
         start += [Write(words[ERROR], 0)] if fetches else []
-        start += [Wait(words[PROCEED], 1), *_publish([station.room(owner, me) for owner in owners[:1]])]
+        start += [Wait(words[PROCEED], 1)]
         start += [self._note(QUIET, 0), self._at(number, KERNEL)]
         start += self._start(HERALD_START) if fetches else []
-        start += self._start(START) if readers and packed is None else []
+        start += self._start(START) if sides and packed is None else []
 
         push = self._lane_begins(START, SIDE, SIDE_AT, push_number)
+        if skipped is not None:
+            peer, owner = skipped
+            push += [*self._take(station.room(me, peer)), Write(station.room(owner, peer), 1), self._note(SIDE_AT, 1)]
         for g in range(groups):
             for i, reader in enumerate(readers):
                 theirs = station.rows(reader.peer)
@@ -943,7 +961,7 @@ class CopyEngineTransport:
                     follower = reader.owners[0 if last else reader.owners.index(me) + 1]
                     push.append(Write(station.room(follower, reader.peer), 1))
                 if g == 0:
-                    push.append(self._note(SIDE_AT, i + 1))
+                    push.append(self._note(SIDE_AT, i + 1 + (skipped is not None)))
         push += self._lane_ends(SIDE, DONE)
 
         # between a peer's word and the flag stands nothing that can wait until the last flag
@@ -968,16 +986,17 @@ class CopyEngineTransport:
             return [*herald, *ends]
 
         joining = [self._at(number, JOINING)]
-        join = [*(self._take_done(DONE) if readers else []), *(self._take_done(HERALD_DONE) if fetches else [])]
-        join += [Wait(words[PROCEED], 1), *self._leave()]
-        if not fetches and not readers:
+        join = [*(self._take_done(DONE) if sides else []), *(self._take_done(HERALD_DONE) if fetches else [])]
+        turn = [station.room(self._nearest, me)] if fetches else []
+        join += [Wait(words[PROCEED], 1), *_publish(turn), *self._leave()]
+        if not fetches and not sides:
             start, joining, join = [], [], []
         return _Gather(
             course,
             pushing,
             start=compile_(start),
             announce=compile_(self._start(START)) if packed is not None else None,
-            push=compile_(push) if readers else None,
+            push=compile_(push) if sides else None,
             herald=compile_(aim(None)) if fetches and not keep else None,
             joining=compile_(joining),
             join=compile_([*joining, *join]),

@@ -24,8 +24,8 @@ Note [A push that was let go]
     are about to be overwritten. By then the reader's gate has been closed and its error word set, in this order, and each was
     visible everywhere before the next and before any wait for room was let go. A kernel looks at the error word at the end of
     each tile. So a tile that has read a row of the wrong call ends in NaN, and one that ended before has read none.
-    The error word is reset by the start of the reader's next call, before it says that there is room. That loses nothing: the
-    kernel of the call before has ended, and the gate is closed. What a gate has let through was there before it was closed,
+    The error word is reset by the start of the reader's next call. That loses nothing: the kernel of the call before has ended,
+    and the gate is closed. What a gate has let through was there before it was closed,
     and the start lowers every flag: none rises again, the next kernel that reads rows of others waits for one, and this
     reader fails as well. Opened again it is by its own watch alone, while no kernel waits. If the word is set behind the
     start, the kernel ends in NaN for nothing. A call that reads nothing of others is right. A copy of rows to keep ends in
