@@ -13,6 +13,7 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import json
+import operator
 import socket
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -195,8 +196,10 @@ class Ring:
 
         Raises:
             ValueError: An unknown layout, or boundaries that do not fit.
+            TypeError: The length or a boundary is no integer.
         """
-        documents = None if documents is None else tuple(int(x) for x in documents)
+        seq_len = operator.index(seq_len)
+        documents = None if documents is None else tuple(map(operator.index, documents))
         if balance is not None and layout != "balanced":
             raise ValueError(f"balance must be given with layout='balanced' only, got layout={layout!r}; leave it out")
         mask: dict[str, Any] = {"causal": True} if balance is None else balance
@@ -225,7 +228,7 @@ class Ring:
         known = signature in self._agreed
         try:
             yield
-        except (ValueError, NotImplementedError) as error:
+        except Exception as error:
             if not known:
                 self.refuse(error)
             raise

@@ -10,7 +10,7 @@ from collections.abc import Hashable, Sequence
 from contextlib import AbstractContextManager
 from functools import cached_property
 from itertools import accumulate, pairwise
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import Tensor
@@ -33,6 +33,10 @@ class Gathering(Protocol):
 
     def shared_refusals(self) -> AbstractContextManager[None]:
         """Lets the other ranks know of what is raised inside."""
+        ...
+
+    def refuse(self, error: Exception) -> NoReturn:
+        """Raises an error of which the other ranks hear."""
         ...
 
 
