@@ -36,6 +36,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._C._autograd import _profiler_enabled
+from torch.autograd import forward_ad
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from ringattn import gathered
@@ -290,9 +291,24 @@ def _below_autograd(keys: Any, *args: Any) -> tuple[Tensor, Tensor]:
         return ring_attention_op.redispatch(keys & torch._C._after_autograd_keyset, *args)
 
 
+def _has_tangent(x: Tensor | None) -> bool:
+    """Whether forward-mode differentiation follows x."""
+    return x is not None and forward_ad.unpack_dual(x).tangent is not None
+
+
 def _differentiably(keys: Any, *args: Any) -> tuple[Tensor, Tensor]:
     """The forward operator as autograd sees it; without keys of the dispatcher, the short way."""
+    if forward_ad._current_level >= 0 and any(map(_has_tangent, args[:7])):
+        raise NotImplementedError(
+            "ring attention must be differentiated backward, got a tangent (torch.func.jvp or forward_ad); use "
+            "attention_reference for it"
+        )
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in args[:7]):
+        if torch._C._are_functorch_transforms_active():
+            raise NotImplementedError(
+                "ring attention must be differentiated by autograd, got a gradient of torch.func; call "
+                "torch.autograd.grad or backward(), or use attention_reference"
+            )
         return _Attention.apply(keys, *args)
     return _below_autograd(keys, *args)
 

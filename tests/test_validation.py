@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
+from torch.autograd import forward_ad
 
 from ringattn import Ring, Sharding, ring_attention
 from ringattn.call import Call, describe
@@ -124,6 +126,29 @@ def test_what_is_wrong_on_one_rank_all_ranks_refuse_at_once(pool: Pools) -> None
     for others, mine in zip(*pool(2).run(odd_calls), strict=True):
         assert others.startswith("ring rank 1 refused: ")
         assert mine in others
+
+
+def attend(q: torch.Tensor) -> torch.Tensor:
+    return ring_attention(q, K, K, SHARDING)
+
+
+def dual() -> None:
+    with forward_ad.dual_level():
+        attend(forward_ad.make_dual(Q, Q))
+
+
+@pytest.mark.parametrize(
+    ("derive", "message"),
+    [
+        (dual, "must be differentiated backward"),
+        (lambda: torch.func.jvp(attend, (Q,), (Q,)), "must be differentiated backward"),
+        (lambda: torch.func.vjp(attend, Q), "must be differentiated by autograd"),
+        (lambda: torch.func.grad(lambda q: attend(q).sum())(Q), "must be differentiated by autograd"),
+    ],
+)
+def test_derivatives_that_are_not_there_are_refused(derive: Callable[[], Any], message: str) -> None:
+    with pytest.raises(NotImplementedError, match=message):
+        derive()
 
 
 def test_tensors_on_different_devices_are_refused() -> None:
