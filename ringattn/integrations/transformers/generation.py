@@ -8,9 +8,9 @@ entered. Refuses to know attention, and how a call's rows and logits are dealt (
 
 Note [Alike on all ranks]
     Every rank runs all of `generate` on the whole inputs, and computes and keeps a part of it. That goes well as long as all
-    choose the same tokens: logits are the same bits everywhere, and when a call brings a prompt, the random generators of all
-    ranks are set to the state of rank 0's. Each call compares what it was given between ranks, in one small message, and is an
-    error on every rank where they differ.
+    choose the same tokens: logits are the same bits everywhere, and when the cache is made, and when a call brings a prompt,
+    the random generators of all ranks are set to the state of rank 0's. Each call compares what it was given between ranks, in
+    one small message, and is an error on every rank where they differ.
 
 Note [Beams]
     Sequences that go on from the same one share its full pages, so beams take no more room than sequences do: reordering copies
@@ -120,6 +120,8 @@ class RingCache(Cache):
         self._unwrap: Callable[[], None] | None = None
         self._recorder = choose_recorder(graphs, model, self.kv)
         self._decoding: Decoding | None = None  # made with the model's own forward, at the first call
+        # an assistant may draw candidates before this model is called
+        _share_generators(ring, self.kv.device)
 
     def __enter__(self) -> RingCache:
         """Wraps the forward of the model, on this instance of it."""
