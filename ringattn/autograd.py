@@ -36,12 +36,12 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._C._autograd import _profiler_enabled
-from torch.autograd import forward_ad
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from ringattn import gathered
 from ringattn.kernels.contract import accumulation_dtype
 from ringattn.living import find_ring
+from ringattn.plain import has_tangent
 from ringattn.prepared import prepare
 
 _PLAIN = frozenset({Tensor, torch.nn.Parameter, type(None)})
@@ -291,14 +291,9 @@ def _below_autograd(keys: Any, *args: Any) -> tuple[Tensor, Tensor]:
         return ring_attention_op.redispatch(keys & torch._C._after_autograd_keyset, *args)
 
 
-def _has_tangent(x: Tensor | None) -> bool:
-    """Whether forward-mode differentiation follows x."""
-    return x is not None and forward_ad.unpack_dual(x).tangent is not None
-
-
 def _differentiably(keys: Any, *args: Any) -> tuple[Tensor, Tensor]:
     """The forward operator as autograd sees it; without keys of the dispatcher, the short way."""
-    if forward_ad._current_level >= 0 and any(map(_has_tangent, args[:7])):
+    if has_tangent(*args[:7]):
         raise NotImplementedError(
             "ring attention must be differentiated backward, got a tangent (torch.func.jvp or forward_ad); use "
             "attention_reference for it"
