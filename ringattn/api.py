@@ -16,7 +16,7 @@ from ringattn.autograd import attend
 from ringattn.call import describe
 from ringattn.plain import is_distributed
 from ringattn.prepared import refuse_distributed
-from ringattn.sharding import Sharding
+from ringattn.sharding import Sharding, check_sharding
 
 _AUTOCAST = ("cpu", "cuda", "hip", "xpu")
 """Devices with autocast. Named, because torch.compile of torch 2.11 does not trace the question."""
@@ -165,8 +165,9 @@ def ring_attention_with_lse(
         the sink), fp32 (fp64 for fp64 inputs); -inf on rows that see nothing.
     """
     try:
-        if not isinstance(sharding, Sharding):
-            raise TypeError(f"sharding must be what ring.sharding(seq_len) gives, got {type(sharding).__name__}")
+        check_sharding(sharding)
+        if kv_sharding is not None:
+            check_sharding(kv_sharding)
         tensors = (q, k, v, sinks, alibi_slopes, key_bias, bias)
         distributed = any(map(is_distributed, tensors))
         if q.is_nested or q.is_meta:

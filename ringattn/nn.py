@@ -119,6 +119,7 @@ class RingMultiheadAttention(nn.MultiheadAttention):
         *,
         ring: Ring | None = None,
     ) -> None:
+        _check_ring(ring)
         super().__init__(
             embed_dim, num_heads, dropout, bias, add_bias_kv, add_zero_attn, kdim, vdim, batch_first, device, dtype
         )
@@ -418,12 +419,14 @@ def replace_multihead_attention(model: nn.Module, ring: Ring | None = None) -> l
 
     Raises:
         NotImplementedError: The model holds a subclass of `nn.MultiheadAttention` whose forward is its own.
+        TypeError: The ring is something else.
 
     Example:
         >>> model = nn.TransformerEncoder(nn.TransformerEncoderLayer(32, 4, batch_first=True), 2)
         >>> replace_multihead_attention(model)
         ['layers.0.self_attn', 'layers.1.self_attn']
     """
+    _check_ring(ring)
     found = {name: module for name, module in model.named_modules() if isinstance(module, nn.MultiheadAttention)}
     foreign = {
         name: type(module).__name__
@@ -444,6 +447,11 @@ def replace_multihead_attention(model: nn.Module, ring: Ring | None = None) -> l
             continue
         _join(module, ring)
     return converted
+
+
+def _check_ring(ring: object) -> None:
+    if ring is not None and not isinstance(ring, Ring):
+        raise TypeError(f"ring must be a Ring or None, got {type(ring).__name__}; calls are given shardings")
 
 
 def _join(module: nn.MultiheadAttention, ring: Ring | None) -> None:

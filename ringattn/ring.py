@@ -80,6 +80,7 @@ class Ring:
     Raises:
         ValueError: The mesh has more than one dimension, this process is not in the group, the transport is unknown, the
             memory budget is negative, the nodes cannot hold equally many ranks each, or an option is out of range.
+        TypeError: The timeout is no timedelta.
 
     Example:
         >>> ring = Ring()                       # one process: no group needed
@@ -104,6 +105,8 @@ class Ring:
             raise ValueError(f"transport must be one of {TRANSPORTS}, got {transport!r}; leave it out for 'auto'")
         if memory_budget is not None and memory_budget < 0:
             raise ValueError(f"memory_budget must be a number of bytes, got {memory_budget}; None for a default")
+        if not isinstance(timeout, timedelta):
+            raise TypeError(f"timeout must be a datetime.timedelta, got {timeout!r}; timedelta(seconds=60) is a minute")
         if isinstance(group, DeviceMesh):
             if group.ndim != 1:
                 raise ValueError(f"a mesh must have one dimension, got {group.ndim}; pass a slice such as mesh['cp']")

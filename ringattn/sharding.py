@@ -313,6 +313,16 @@ def _restore(spec: Sequence[Any], rank: int, ring: str | None, device: torch.dev
     return Sharding.from_spec(spec, rank, ring=living_ring(ring), device=device)
 
 
+def check_sharding(x: object) -> None:
+    """Refuses what is no sharding.
+
+    Raises:
+        TypeError: It is something else.
+    """
+    if not isinstance(x, Sharding):
+        raise TypeError(f"sharding must be what ring.sharding(seq_len) gives, got {type(x).__name__}")
+
+
 def positions_of(shard: Shard) -> Tensor:
     """The global position of each row of a shard: `s` int64, ascending, on the CPU."""
     if not shard:
