@@ -152,8 +152,8 @@ class RingMultiheadAttention(nn.MultiheadAttention):
             value: Likewise with vdim features.
             key_padding_mask: `b t`, or `t` for unbatched input: this rank's keys. Bool: True is ignored. Floating point: added.
                 It travels with the keys, and is never made dense.
-            need_weights: Return the weights of this rank's rows over all keys; gathers the keys of all ranks. Long sequences
-                need False.
+            need_weights: Return the weights of this rank's rows over all keys; gathers the keys of all ranks, so it is the same
+                on all of them. Long sequences need False.
             attn_mask: `s n` or `(b h) s n`: this rank's rows x *all* keys by global position. Bool: True is ignored. Floating
                 point: added. `sharding.shard(mask, dim=-2)` cuts it from a whole one.
             average_attn_weights: Average the weights over heads.
@@ -185,6 +185,9 @@ class RingMultiheadAttention(nn.MultiheadAttention):
                 query, key, value, key_padding_mask, need_weights, attn_mask, is_causal, sharding, keys
             )
             q, k, v = (self._by_head(x, query.dim()) for x in self._project(query, key, value))
+        if not torch.compiler.is_compiling():
+            # weights take a collective more, which no call shows
+            sharding.ring.agree_once("need_weights", f"{bool(need_weights)}")
         b, s, h, _ = q.shape
         wide = accumulation_dtype(q.dtype)
         dropout_p = self.dropout if self.training else 0.0

@@ -285,6 +285,21 @@ class Ring:
         if self._agreement is not None:
             self._agreement.agree(what, text)
 
+    def agree_once(self, what: str, text: str) -> None:
+        """`agree`, at the first call with a text; later ones pay a set lookup.
+
+        Args:
+            what: As there.
+            text: Likewise.
+
+        Raises:
+            ValueError: Likewise.
+        """
+        known = hashlib.blake2b(f"{what}: {text}".encode(), digest_size=16).digest()
+        if known not in self._agreed:
+            self.agree(what, text)
+            self._agreed.add(known)
+
     def settle(self, device: torch.device) -> None:
         """Decides how rows move, as the first attention call does; every rank calls it, when the ranks have agreed on a call.
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.autograd import forward_ad
 
-from ringattn import Ring, Sharding, ring_attention
+from ringattn import Ring, RingMultiheadAttention, Sharding, ring_attention
 from ringattn.call import Call, describe
 from ringattn.layout import make_shards
 from ringattn.validation import check_call
@@ -126,6 +126,33 @@ def test_what_is_wrong_on_one_rank_all_ranks_refuse_at_once(pool: Pools) -> None
     for others, mine in zip(*pool(2).run(odd_calls), strict=True):
         assert others.startswith("ring rank 1 refused: ")
         assert mine in others
+
+
+def odd_gathers() -> list[str]:
+    """What gathers rows of all ranks and differs on rank 1, and what each rank says of it."""
+    ring = Ring(timeout=timedelta(seconds=5))
+    sharding, wrong = ring.sharding(8), ring.rank == 1
+    rows = torch.randn(2, sharding.shard_len, 8)
+    attention = RingMultiheadAttention(8, 2, batch_first=True)
+    said = []
+    for call in (
+        lambda: attention(rows, rows, rows, need_weights=not wrong, sharding=sharding),
+        lambda: sharding.unshard(rows.int() if wrong else rows),
+        lambda: sharding.unshard(rows.clone().requires_grad_(wrong)),
+        lambda: sharding.unshard(rows[:, :1] if wrong else rows),
+    ):
+        with pytest.raises(ValueError, match=r"rank 1|shard_len") as caught:
+            call()
+        said.append(str(caught.value))
+    assert sharding.unshard(rows).shape == (2, 8, 8)
+    assert torch.equal(sharding.shard(sharding.unshard(rows)), rows)
+    return said
+
+
+@pytest.mark.dist
+def test_rows_that_differ_are_not_gathered(pool: Pools) -> None:
+    for _, mine in zip(*pool(2).run(odd_gathers), strict=True):
+        assert "must be the same on all ranks of a ring" in mine or "must have shard_len 4 in dim 1, got 1" in mine
 
 
 def attend(q: torch.Tensor) -> torch.Tensor:
