@@ -745,6 +745,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             show(verdict)
             worst = max((row["ratio"] for row in verdict.rows), default=0.0)
             colour = "red" if code else "green"
+            if not verdict.rows:
+                print(f"nothing was checked: no case has {args.only!r} in its name")
             print(
                 f"{colour}: {len(verdict.rows) - len(verdict.red)} of {len(verdict.rows)} runs inside the budget, "
                 f"worst ratio {worst:.2f}, {time.perf_counter() - started:.1f} s"

@@ -45,8 +45,12 @@ A run whose rank dies comes back by itself; the same command continues one that 
 @contextlib.contextmanager
 def _only_run_in(folder: Path, patience_s: float = 30.0) -> Iterator[None]:
     """Holds the folder for this run; waits a while for the ranks of a killed run to notice and go."""
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder / ".lock").open("w") as lock:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        opened = (folder / ".lock").open("w")
+    except OSError as error:
+        raise Refusal(f"out must be a folder that can be written, got {folder}: {error}; pass another --out") from None
+    with opened as lock:
         deadline = time.monotonic() + patience_s
         while True:
             try:

@@ -6,6 +6,7 @@ Owns the contract that users read. Refuses to know how a ring works: it only des
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Sequence
 
 import torch
@@ -15,7 +16,7 @@ from ringattn.autograd import attend
 from ringattn.call import describe
 from ringattn.plain import is_distributed
 from ringattn.prepared import refuse_distributed
-from ringattn.sharding import Sharding
+from ringattn.sharding import Sharding, check_sharding
 
 _AUTOCAST = ("cpu", "cuda", "hip", "xpu")
 """Devices with autocast. Named, because torch.compile of torch 2.11 does not trace the question."""
@@ -88,6 +89,7 @@ def ring_attention(
     Raises:
         ValueError: A shape, dtype, device or option is inconsistent, here or between ranks; raised on every rank before
             any shard moves.
+        TypeError: The sharding is something else, or what counts is no integer.
         NotImplementedError: Meaningful but not supported; the message names the alternative.
         RuntimeError: A transfer failed or timed out, now or in an earlier call whose results are then NaN; the message names
             the rank, the step and the peers.
@@ -162,38 +164,74 @@ def ring_attention_with_lse(
         o `b s h dv` in q's dtype, and lse `b h s`: natural log of the sum of exponentials over all visible keys (and
         the sink), fp32 (fp64 for fp64 inputs); -inf on rows that see nothing.
     """
-    if dropout_p and dropout_seed is None:
-        raise ValueError(
-            f"dropout_seed must be given when dropout_p is {dropout_p}; pass one integer per call, the same on all ranks"
+    try:
+        check_sharding(sharding)
+        if kv_sharding is not None:
+            check_sharding(kv_sharding)
+        tensors = (q, k, v, sinks, alibi_slopes, key_bias, bias)
+        distributed = any(map(is_distributed, tensors))
+        if q.is_nested or q.is_meta:
+            raise ValueError(
+                f"q must have rows and numbers, got a {'nested' if q.is_nested else 'meta'} tensor; pad it, or make it real"
+            )
+        kind = q.device.type
+        if kind in _AUTOCAST and torch.is_autocast_enabled(kind):
+            lower = torch.get_autocast_dtype(kind)
+            q, k, v = (x.to(lower) if x.is_floating_point() and x.dtype != torch.float64 else x for x in (q, k, v))
+        if bias is not None and not distributed:
+            bias = _expand(bias, q, (kv_sharding or sharding).seq_len)
+        if dropout_p and dropout_seed is None:
+            raise ValueError(
+                f"dropout_seed must be given when dropout_p is {dropout_p}; pass one integer per call, the same on all ranks"
+            )
+        scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
+        for name, value in (("softmax_scale", scale), ("softcap", softcap), ("dropout_p", dropout_p)):
+            if isinstance(value, Tensor) and value.requires_grad:
+                raise ValueError(
+                    f"{name} must be a number, got a tensor that requires a gradient, which it would not get; "
+                    "pass its item(), or multiply q by a scale that is learned"
+                )
+            if not math.isfinite(value):
+                raise ValueError(f"{name} must be finite, got {value}")
+        # a seed may be a symbol of a trace, which has no truth
+        seed = 0 if dropout_seed is None else dropout_seed
+        if not isinstance(seed, (int, torch.SymInt)):
+            seed = operator.index(seed)
+        call = describe(
+            sharding,
+            kv_sharding,
+            softmax_scale=scale,
+            causal=causal,
+            window=window,
+            prefix_len=prefix_len,
+            chunk_len=chunk_len,
+            lengths=lengths,
+            softcap=softcap,
+            dropout_p=dropout_p,
+            impl=sharding.ring.impl if impl is None else impl,
+            backward=backward,
+            deterministic=deterministic,
         )
-    kind = q.device.type
-    if kind in _AUTOCAST and torch.is_autocast_enabled(kind):
-        lower = torch.get_autocast_dtype(kind)
-        q, k, v = (x.to(lower) if x.is_floating_point() and x.dtype != torch.float64 else x for x in (q, k, v))
-    tensors = (q, k, v, sinks, alibi_slopes, key_bias, bias)
-    distributed = any(map(is_distributed, tensors))
-    if bias is not None and not distributed:
-        bias = bias.expand(q.shape[0], q.shape[2], q.shape[1], (kv_sharding or sharding).seq_len)
-    scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
-    for name, value in (("softmax_scale", scale), ("softcap", softcap), ("dropout_p", dropout_p)):
-        if not math.isfinite(value):
-            raise ValueError(f"{name} must be finite, got {value}")
-    call = describe(
-        sharding,
-        kv_sharding,
-        softmax_scale=scale,
-        causal=causal,
-        window=window,
-        prefix_len=prefix_len,
-        chunk_len=chunk_len,
-        lengths=lengths,
-        softcap=softcap,
-        dropout_p=dropout_p,
-        impl=sharding.ring.impl if impl is None else impl,
-        backward=backward,
-        deterministic=deterministic,
-    )
+    except Exception as error:
+        # what is refused here on one rank, others hear of (not in a trace, which has no other ranks)
+        if isinstance(sharding, Sharding) and not torch.compiler.is_compiling():
+            sharding.ring.refuse(error)
+        raise
     if distributed:
         refuse_distributed(tensors, sharding.ring.name)
-    seed = 0 if dropout_seed is None else dropout_seed  # a seed may be a symbol of a trace, which has no truth
     return attend(q, k, v, sinks, alibi_slopes, key_bias, bias, seed, sharding.ring.name, call)
+
+
+def _expand(bias: Tensor, q: Tensor, kv_len: int) -> Tensor:
+    """Bias as `b h s n`, without a copy."""
+    if q.dim() != 4:
+        return bias  # q is refused where tensors are checked
+    b, s, h, _ = q.shape
+    wanted = (b, h, s, kv_len)
+    sizes = (1,) * (4 - bias.dim()) + tuple(bias.shape)
+    if len(sizes) != 4 or any(x not in (1, y) for x, y in zip(sizes, wanted, strict=True)):
+        raise ValueError(
+            f"bias must be broadcastable to {wanted} (this rank's query rows x all keys), got {tuple(bias.shape)}; "
+            "cut a whole one with sharding.shard(bias, dim=-2)"
+        )
+    return bias.expand(wanted)

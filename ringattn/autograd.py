@@ -41,6 +41,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from ringattn import gathered
 from ringattn.kernels.contract import accumulation_dtype
 from ringattn.living import find_ring
+from ringattn.plain import has_tangent
 from ringattn.prepared import prepare
 
 _PLAIN = frozenset({Tensor, torch.nn.Parameter, type(None)})
@@ -292,7 +293,17 @@ def _below_autograd(keys: Any, *args: Any) -> tuple[Tensor, Tensor]:
 
 def _differentiably(keys: Any, *args: Any) -> tuple[Tensor, Tensor]:
     """The forward operator as autograd sees it; without keys of the dispatcher, the short way."""
+    if has_tangent(*args[:7]):
+        raise NotImplementedError(
+            "ring attention must be differentiated backward, got a tangent (torch.func.jvp or forward_ad); use "
+            "attention_reference for it"
+        )
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in args[:7]):
+        if torch._C._are_functorch_transforms_active():
+            raise NotImplementedError(
+                "ring attention must be differentiated by autograd, got a gradient of torch.func; call "
+                "torch.autograd.grad or backward(), or use attention_reference"
+            )
         return _Attention.apply(keys, *args)
     return _below_autograd(keys, *args)
 

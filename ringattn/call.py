@@ -13,6 +13,7 @@ Note [Said once]
 from __future__ import annotations
 
 import ast
+import operator
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -233,10 +234,10 @@ def describe(
     A dict literal: `torch.compile` traces formatting of constants, and the literal keeps tuples and floats as they are.
     Kept on the sharding (Note [Said once]), but for lengths, which belong to a batch.
     """
-    window = (window - 1, 0) if isinstance(window, int) else window if window is None else tuple(window)
+    window = resolve_window(window)
     if lengths is not None:
         rows = lengths.tolist() if isinstance(lengths, Tensor) else lengths
-        lengths = tuple((int(start), int(stop)) for start, stop in rows)
+        lengths = tuple((operator.index(start), operator.index(stop)) for start, stop in rows)
     keys = None if kv_sharding is None else kv_sharding.text
     # in the words of the text, in which 1 is not True: options with equal words have equal texts
     mask = f"'window': {window}, 'prefix_len': {prefix_len}, 'chunk_len': {chunk_len}"
@@ -264,6 +265,17 @@ def describe(
         if keep:
             sharding.texts[words] = text
     return text
+
+
+def resolve_window(window: int | Sequence[int | None] | None) -> tuple[int | None, ...] | None:
+    """(left, right) of a window as users give it; a mask checks the numbers.
+
+    Raises:
+        ValueError: It is neither one nor several numbers.
+    """
+    if isinstance(window, (bool, float, str)):
+        raise ValueError(f"window must be an int, (left, right) or None, got {window!r}; convert it first")
+    return (window - 1, 0) if isinstance(window, int) else window if window is None else tuple(window)
 
 
 def parse(text: str) -> dict[str, Any]:

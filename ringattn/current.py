@@ -21,7 +21,7 @@ from typing import NamedTuple
 import torch
 from torch.torch_version import TorchVersion
 
-from ringattn.sharding import Sharding
+from ringattn.sharding import Sharding, check_sharding
 
 
 class _Entry(NamedTuple):
@@ -99,6 +99,9 @@ def use_sharding(sharding: Sharding, kv_sharding: Sharding | None = None) -> Ite
         torch.Size([1, 2, 5, 16])
     """
     global _used
+    check_sharding(sharding)
+    if kv_sharding is not None:
+        check_sharding(kv_sharding)
     _used = True
     with _entered(sharding, kv_sharding):
         yield
@@ -175,7 +178,11 @@ def resolve_sharding(
 
     Raises:
         RuntimeError: As `find_sharding`.
+        TypeError: One of them is something else.
     """
+    for x in (sharding, kv_sharding):
+        if x is not None:
+            check_sharding(x)
     if sharding is not None:
         return sharding, kv_sharding
     found = find_sharding()

@@ -119,6 +119,7 @@ class RingMultiheadAttention(nn.MultiheadAttention):
         *,
         ring: Ring | None = None,
     ) -> None:
+        _check_ring(ring)
         super().__init__(
             embed_dim, num_heads, dropout, bias, add_bias_kv, add_zero_attn, kdim, vdim, batch_first, device, dtype
         )
@@ -151,8 +152,8 @@ class RingMultiheadAttention(nn.MultiheadAttention):
             value: Likewise with vdim features.
             key_padding_mask: `b t`, or `t` for unbatched input: this rank's keys. Bool: True is ignored. Floating point: added.
                 It travels with the keys, and is never made dense.
-            need_weights: Return the weights of this rank's rows over all keys; gathers the keys of all ranks. Long sequences
-                need False.
+            need_weights: Return the weights of this rank's rows over all keys; gathers the keys of all ranks, so it is the same
+                on all of them. Long sequences need False.
             attn_mask: `s n` or `(b h) s n`: this rank's rows x *all* keys by global position. Bool: True is ignored. Floating
                 point: added. `sharding.shard(mask, dim=-2)` cuts it from a whole one.
             average_attn_weights: Average the weights over heads.
@@ -184,6 +185,9 @@ class RingMultiheadAttention(nn.MultiheadAttention):
                 query, key, value, key_padding_mask, need_weights, attn_mask, is_causal, sharding, keys
             )
             q, k, v = (self._by_head(x, query.dim()) for x in self._project(query, key, value))
+        if not torch.compiler.is_compiling():
+            # weights take a collective more, which no call shows
+            sharding.ring.agree_once("need_weights", f"{bool(need_weights)}")
         b, s, h, _ = q.shape
         wide = accumulation_dtype(q.dtype)
         dropout_p = self.dropout if self.training else 0.0
@@ -418,12 +422,14 @@ def replace_multihead_attention(model: nn.Module, ring: Ring | None = None) -> l
 
     Raises:
         NotImplementedError: The model holds a subclass of `nn.MultiheadAttention` whose forward is its own.
+        TypeError: The ring is something else.
 
     Example:
         >>> model = nn.TransformerEncoder(nn.TransformerEncoderLayer(32, 4, batch_first=True), 2)
         >>> replace_multihead_attention(model)
         ['layers.0.self_attn', 'layers.1.self_attn']
     """
+    _check_ring(ring)
     found = {name: module for name, module in model.named_modules() if isinstance(module, nn.MultiheadAttention)}
     foreign = {
         name: type(module).__name__
@@ -444,6 +450,11 @@ def replace_multihead_attention(model: nn.Module, ring: Ring | None = None) -> l
             continue
         _join(module, ring)
     return converted
+
+
+def _check_ring(ring: object) -> None:
+    if ring is not None and not isinstance(ring, Ring):
+        raise TypeError(f"ring must be a Ring or None, got {type(ring).__name__}; calls are given shardings")
 
 
 def _join(module: nn.MultiheadAttention, ring: Ring | None) -> None:

@@ -26,7 +26,7 @@ def visible_pairs(
     kv_len: int | None = None,
     *,
     causal: bool = False,
-    window: tuple[int | None, int | None] | None = None,
+    window: int | tuple[int | None, int | None] | None = None,
     documents: Sequence[int] | None = None,
     prefix_len: int = 0,
     chunk_len: int | None = None,
@@ -40,7 +40,7 @@ def visible_pairs(
         seq_len: Queries in the whole sequence.
         kv_len: Keys in the whole sequence; None: as many as queries.
         causal: `j <= i`.
-        window: (left, right): `i - left <= j <= i + right`; None on a side means unbounded.
+        window: (left, right): `i - left <= j <= i + right`; None on a side means unbounded; an int w is (w - 1, 0).
         documents: Boundaries `[0, ..., seq_len]`; i and j lie in the same document. Empty documents are allowed.
         prefix_len: With causal, the keys `j < prefix_len` count as `j <= i` for every row.
         chunk_len: `i // chunk_len == j // chunk_len`.
@@ -52,7 +52,7 @@ def visible_pairs(
         Boolean `b s t`, or `1 s t` without lengths.
 
     Raises:
-        ValueError: prefix_len is given without causal.
+        ValueError: prefix_len is given without causal, or documents do not divide the sequence.
 
     Example:
         >>> visible_pairs(4, causal=True, window=(1, None))[0].int().tolist()
@@ -67,12 +67,14 @@ def visible_pairs(
     if causal:
         visible = visible & ((j <= i) | (j < prefix_len))
     if window is not None:
-        left, right = window
+        left, right = (window - 1, 0) if isinstance(window, int) else window
         if left is not None:
             visible = visible & (i - left <= j)
         if right is not None:
             visible = visible & (j <= i + right)
     if documents is not None:
+        if list(documents) != sorted(documents) or (documents[0], documents[-1]) != (0, seq_len):
+            raise ValueError(f"documents must be boundaries from 0 to {seq_len}, ascending, got {list(documents)}")
         together = torch.zeros_like(visible)
         for start, stop in itertools.pairwise(documents):
             together = together | ((start <= i) & (i < stop) & (start <= j) & (j < stop))
@@ -183,7 +185,7 @@ def attention_reference(
     v: Tensor,
     *,
     causal: bool = False,
-    window: tuple[int | None, int | None] | None = None,
+    window: int | tuple[int | None, int | None] | None = None,
     documents: Sequence[int] | None = None,
     prefix_len: int = 0,
     chunk_len: int | None = None,
@@ -205,7 +207,7 @@ def attention_reference(
     v: Tensor,
     *,
     causal: bool = False,
-    window: tuple[int | None, int | None] | None = None,
+    window: int | tuple[int | None, int | None] | None = None,
     documents: Sequence[int] | None = None,
     prefix_len: int = 0,
     chunk_len: int | None = None,
@@ -226,7 +228,7 @@ def attention_reference(
     v: Tensor,
     *,
     causal: bool = False,
-    window: tuple[int | None, int | None] | None = None,
+    window: int | tuple[int | None, int | None] | None = None,
     documents: Sequence[int] | None = None,
     prefix_len: int = 0,
     chunk_len: int | None = None,
@@ -251,7 +253,7 @@ def attention_reference(
         k: Keys, `b t hk d`.
         v: Values, `b t hk dv`.
         causal: Keys `j <= i` are visible.
-        window: (left, right): `i - left <= j <= i + right`; None on a side means unbounded.
+        window: (left, right): `i - left <= j <= i + right`; None on a side means unbounded; an int w is (w - 1, 0).
         documents: Boundaries `[0, ..., s]` of packed documents; i and j lie in the same one.
         prefix_len: With causal, the keys `j < prefix_len` are visible to every row too.
         chunk_len: `i // chunk_len == j // chunk_len`.
@@ -271,7 +273,7 @@ def attention_reference(
         that sees nothing (and has no sink) has o = 0, lse = -inf and gradients 0.
 
     Raises:
-        ValueError: prefix_len is given without causal.
+        ValueError: prefix_len is given without causal, or documents do not divide the sequence.
 
     Example:
         >>> q = k = torch.zeros(1, 2, 1, 4)

@@ -13,6 +13,7 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import json
+import operator
 import socket
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -87,6 +88,7 @@ class Ring:
     Raises:
         ValueError: The mesh has more than one dimension, this process is not in the group, the transport is unknown, the
             memory budget is negative, the nodes cannot hold equally many ranks each, or an option is out of range.
+        TypeError: The timeout is no timedelta.
 
     Example:
         >>> ring = Ring()                       # one process: no group needed
@@ -111,6 +113,8 @@ class Ring:
             raise ValueError(f"transport must be one of {TRANSPORTS}, got {transport!r}; leave it out for 'auto'")
         if memory_budget is not None and memory_budget < 0:
             raise ValueError(f"memory_budget must be a number of bytes, got {memory_budget}; None for a default")
+        if not isinstance(timeout, timedelta):
+            raise TypeError(f"timeout must be a datetime.timedelta, got {timeout!r}; timedelta(seconds=60) is a minute")
         if isinstance(group, DeviceMesh):
             if group.ndim != 1:
                 raise ValueError(f"a mesh must have one dimension, got {group.ndim}; pass a slice such as mesh['cp']")
@@ -206,8 +210,10 @@ class Ring:
 
         Raises:
             ValueError: An unknown layout, or boundaries that do not fit.
+            TypeError: The length or a boundary is no integer.
         """
-        documents = None if documents is None else tuple(int(x) for x in documents)
+        seq_len = operator.index(seq_len)
+        documents = None if documents is None else tuple(map(operator.index, documents))
         if balance is not None and layout != "balanced":
             raise ValueError(f"balance must be given with layout='balanced' only, got layout={layout!r}; leave it out")
         mask: dict[str, Any] = {"causal": True} if balance is None else balance
@@ -236,7 +242,7 @@ class Ring:
         known = signature in self._agreed
         try:
             yield
-        except (ValueError, NotImplementedError) as error:
+        except Exception as error:
             if not known:
                 self.refuse(error)
             raise
@@ -289,6 +295,21 @@ class Ring:
         """
         if self._agreement is not None:
             self._agreement.agree(what, text)
+
+    def agree_once(self, what: str, text: str) -> None:
+        """`agree`, at the first call with a text; later ones pay a set lookup.
+
+        Args:
+            what: As there.
+            text: Likewise.
+
+        Raises:
+            ValueError: Likewise.
+        """
+        known = hashlib.blake2b(f"{what}: {text}".encode(), digest_size=16).digest()
+        if known not in self._agreed:
+            self.agree(what, text)
+            self._agreed.add(known)
 
     def settle(self, device: torch.device) -> None:
         """Decides how rows move, as the first attention call does; every rank calls it, when the ranks have agreed on a call.

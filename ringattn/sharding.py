@@ -7,10 +7,10 @@ and masks other than the documents of the batch.
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
 from itertools import accumulate, pairwise
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import Tensor
@@ -33,6 +33,14 @@ class Gathering(Protocol):
 
     def shared_refusals(self) -> AbstractContextManager[None]:
         """Lets the other ranks know of what is raised inside."""
+        ...
+
+    def refuse(self, error: Exception) -> NoReturn:
+        """Raises an error of which the other ranks hear."""
+        ...
+
+    def agree_once(self, what: str, text: str) -> None:
+        """Raises on every rank where a text that is new differs between ranks."""
         ...
 
 
@@ -195,10 +203,31 @@ class Sharding:
             dim: The sequence dimension; negative counts from the end.
 
         Raises:
-            ValueError: x_local does not have shard_len rows in `dim`.
+            ValueError: x_local does not have shard_len rows in `dim`, or ranks have different tensors; raised on every rank where
+                a tensor of this kind is the first.
             RuntimeError: The ring has several ranks and this sharding was made without one.
             NotImplementedError: x_local is a DTensor.
         """
+        ring = self._ring
+        compiling = torch.compiler.is_compiling()  # a trace has no other ranks
+        with nullcontext() if compiling or ring is None else ring.shared_refusals():
+            dim = self._check_rows(x_local, dim)
+        if self.world_size == 1:
+            return self.assemble([x_local], dim)
+        if ring is None:
+            raise RuntimeError(
+                f"unshard must reach the other {self.world_size - 1} ranks, got a sharding without a ring; "
+                "make it with Ring.sharding, or pass all parts to assemble"
+            )
+        if not compiling:
+            shape = [*x_local.shape[:dim], self._shard_lens, *x_local.shape[dim + 1 :]]
+            kind = f"{x_local.dtype} {x_local.device.type}"
+            differentiable = torch.is_grad_enabled() and x_local.requires_grad
+            ring.agree_once("a tensor to unshard", f"{shape} {kind} with gradients: {differentiable}")
+        return self.assemble(ring.gather(x_local, dim, self.shard_lens), dim)
+
+    def _check_rows(self, x_local: Tensor, dim: int) -> int:
+        """The dim, counted from the front, in which a tensor has this rank's rows; refuses others."""
         check_plain("x_local", x_local)
         dim = _resolve_dim(x_local, dim)
         if x_local.shape[dim] != self.shard_len:
@@ -206,14 +235,7 @@ class Sharding:
                 f"x_local must have shard_len {self.shard_len} in dim {dim}, got {x_local.shape[dim]} "
                 f"(shape {tuple(x_local.shape)}); pass this rank's rows, or name their dim"
             )
-        if self.world_size == 1:
-            return self.assemble([x_local], dim)
-        if self._ring is None:
-            raise RuntimeError(
-                f"unshard must reach the other {self.world_size - 1} ranks, got a sharding without a ring; "
-                "make it with Ring.sharding, or pass all parts to assemble"
-            )
-        return self.assemble(self._ring.gather(x_local, dim, self.shard_lens), dim)
+        return dim
 
     def assemble(self, parts: Sequence[Tensor], dim: int = 1) -> Tensor:
         """The whole tensor from the local tensors of all ranks, in rank order; pure and differentiable.
@@ -307,6 +329,16 @@ class Sharding:
 
 def _restore(spec: Sequence[Any], rank: int, ring: str | None, device: torch.device) -> Sharding:
     return Sharding.from_spec(spec, rank, ring=living_ring(ring), device=device)
+
+
+def check_sharding(x: object) -> None:
+    """Refuses what is no sharding.
+
+    Raises:
+        TypeError: It is something else.
+    """
+    if not isinstance(x, Sharding):
+        raise TypeError(f"sharding must be what ring.sharding(seq_len) gives, got {type(x).__name__}")
 
 
 def positions_of(shard: Shard) -> Tensor:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ringattn.kernels import softmax as eager
 from ringattn.kernels.contract import accumulation_dtype
+from ringattn.plain import has_tangent
 
 IMPLS = ("auto", "eager", "portable")
 
@@ -44,6 +45,7 @@ def online_softmax(x: Tensor, dim: int = -1, *, block_size: int | None = None, i
     Raises:
         ValueError: x is not floating or has no dims, dim is out of range, block_size or impl is not one of the above,
             or impl="portable" cannot serve x.
+        NotImplementedError: x has a tangent of forward-mode differentiation.
 
     Example:
         >>> online_softmax(torch.tensor([1.0, 2.0, 3.0, 10.0]), block_size=2)
@@ -68,6 +70,7 @@ def online_logsumexp(x: Tensor, dim: int = -1, *, block_size: int | None = None,
 
     Raises:
         ValueError: As in `online_softmax`.
+        NotImplementedError: Likewise.
 
     Example:
         >>> online_logsumexp(torch.tensor([1.0, 2.0, 3.0, 10.0]))
@@ -96,6 +99,10 @@ def _check(x: Tensor, dim: int, block_size: int | None, impl: str) -> int:
     if impl == "portable" and not _tiles(block_size):
         raise ValueError(
             f"block_size must be a power of two up to 32768 for impl='portable', got {block_size}; None chooses one"
+        )
+    if has_tangent(x):
+        raise NotImplementedError(
+            "x must be differentiated backward, got a tangent (torch.func.jvp or forward_ad); use torch.softmax or torch.logsumexp"
         )
     return dim % x.ndim
 

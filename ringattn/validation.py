@@ -46,6 +46,8 @@ def check_call(
     given = {name: x for name, x in options.items() if x is not None}
     for name, x in (("q", q), ("k", k), ("v", v), *given.items()):
         check_plain(name, x)
+        if x.layout is not torch.strided:
+            raise ValueError(f"{name} must be a dense tensor, got layout {x.layout}; pass {name}.to_dense()")
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.dim() != 4:
             raise ValueError(f"{name} must be 4-dimensional, `batch rows heads head_dim`, got shape {tuple(x.shape)}")
@@ -84,7 +86,7 @@ def _check_shapes(q: Tensor, k: Tensor, v: Tensor) -> None:
         raise ValueError(f"k must have head_dim {d} like q, got {k.shape[-1]}")
     if v.shape[1:3] != k.shape[1:3]:
         raise ValueError(f"v must have rows and heads {tuple(k.shape[1:3])} like k, got {tuple(v.shape[1:3])}")
-    if k.shape[2] == 0 or h % k.shape[2]:
+    if h == 0 or k.shape[2] == 0 or h % k.shape[2]:
         raise ValueError(f"the number of query heads must be a multiple of the key heads, got {h} and {k.shape[2]}")
     if d == 0 or v.shape[-1] == 0:
         raise ValueError(f"head_dim must be at least 1, got {d} for q and {v.shape[-1]} for v")

@@ -111,6 +111,13 @@ class Visibility:
 
     def __post_init__(self) -> None:
         """Refuses fields that define no mask."""
+        for name, numbers in (
+            ("window", self.window or ()),
+            ("prefix_len", (self.prefix_len,)),
+            ("chunk_len", (self.chunk_len,)),
+        ):
+            if any(x is not None and type(x) is not int for x in numbers):
+                raise ValueError(f"{name} must be of integers, got {getattr(self, name)!r}; convert it first")
         if self.seq_len < 1 or self.kv_len < 1:
             raise ValueError(
                 f"seq_len and kv_len must be at least 1, got {self.seq_len} and {self.kv_len}; "

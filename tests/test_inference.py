@@ -202,6 +202,8 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "softcap": ({"softcap": -1.0}, "softcap must be at least 0"),
     "window": ({"window": (-1, 0)}, "window must have sides of at least 0 or None"),
     "int window": ({"window": 0}, "window must have sides of at least 0 or None"),
+    "a flag as window": ({"window": True}, r"window must be an int, \(left, right\) or None, got True"),
+    "fractions of a window": ({"window": (1.5, 0)}, r"window must be of integers, got \(1.5, 0\)"),
     "chunks": ({"chunk_len": 0}, "chunk_len must be at least 1 or None, got 0"),
     "moves": ({"moves": "values"}, "moves must be one of auto, keys, queries, got 'values'"),
     "reads": ({"reads": "memory"}, "reads must be one of auto, pages, copies, got 'memory'"),
@@ -301,6 +303,8 @@ def refuse_together(fault: str) -> str:
         options["layer"] = 5
     if odd and fault == "window":
         options["window"] = (5, 0)
+    if odd and fault == "kind of window":
+        options["window"] = 5.5
     if odd and fault == "heads":
         given["q"] = given["q"][:, :, :2]
     if odd and fault == "gradients":
@@ -312,7 +316,7 @@ def refuse_together(fault: str) -> str:
         attend(step, options.pop("layer", 0), **given, **options)
     except ValueError as error:
         assert torch.equal(cache.k, before), "nothing is kept of what is refused"
-        if fault in ("dtype", "layer", "window", "heads", "gradients", "sinks"):
+        if fault in ("dtype", "layer", "window", "kind of window", "heads", "gradients", "sinks"):
             attend(step, 0, **rows_of(step))
         return str(error)
     return "nothing"
@@ -325,6 +329,7 @@ def refuse_together(fault: str) -> str:
         ("dtype", "k must have the dtype of the cache"),
         ("layer", "layer must be from 0 to 1, got 5"),
         ("window", "window"),
+        ("kind of window", "window must be an int"),
         ("heads", "attend"),
         ("gradients", "q must not require gradients"),
         ("sinks", "attend"),

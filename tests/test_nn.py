@@ -470,6 +470,22 @@ def test_unknown_subclasses_are_refused_and_nothing_is_converted() -> None:
     assert type(model[0]) is nn.MultiheadAttention
 
 
+def test_what_is_no_ring_and_no_sharding_is_named() -> None:
+    ring, x = Ring(), torch.ones(5, 8)
+    model = nn.ModuleList([nn.MultiheadAttention(8, 2)])
+    with pytest.raises(TypeError, match="ring must be a Ring or None, got Sharding"):
+        replace_multihead_attention(model, ring.sharding(5))  # pyright: ignore[reportArgumentType]
+    assert type(model[0]) is nn.MultiheadAttention
+    with pytest.raises(TypeError, match="ring must be a Ring or None, got int"):
+        RingMultiheadAttention(8, 2, ring=5)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(TypeError, match=r"sharding must be what ring.sharding\(seq_len\) gives, got Ring"):
+        RingMultiheadAttention(8, 2)(x, x, x, sharding=ring)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(TypeError, match="got Ring"), use_sharding(ring):  # pyright: ignore[reportArgumentType]
+        pass
+    with pytest.raises(TypeError, match=r"timeout must be a .*timedelta, got 60"):
+        Ring(timeout=60)  # pyright: ignore[reportArgumentType]
+
+
 def test_copies_share_the_ring_and_files_do_not_hold_it() -> None:
     ring = Ring()
     module = RingMultiheadAttention(8, 2, ring=ring)

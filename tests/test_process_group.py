@@ -10,7 +10,12 @@ import torch.distributed as dist
 
 from ringattn import Ring, ring_attention
 from ringattn.transport import process_group
-from ringattn.transport.process_group import ProcessGroupTransport, end_communicator, make_communicator
+from ringattn.transport.process_group import (
+    ProcessGroupTransport,
+    end_communicator,
+    make_communicator,
+    raise_differences,
+)
 from tests.pool import Pools
 
 
@@ -90,3 +95,8 @@ def close_and_go_on() -> bool:
 @pytest.mark.dist
 def test_a_closed_ring_may_be_used_again(pool: Pools) -> None:
     assert pool(2).run(close_and_go_on) == [True, True]
+
+
+def test_numbers_of_another_kind_are_shown_as_a_difference() -> None:
+    with pytest.raises(ValueError, match=r"ring ranks \[1\] \(keep_keys: True on most ranks, 1 on ring rank 1\)"):
+        raise_differences([{"keep_keys": True, "softcap": 0.0}, {"keep_keys": 1, "softcap": 0.0}])

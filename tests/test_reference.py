@@ -82,6 +82,16 @@ def test_visible_pairs_of_two_sequences_share_positions(mask: dict[str, Any], se
     assert visible_pairs(seq_len, kv_len, **mask)[0].tolist() == expected
 
 
+def test_a_window_may_be_one_number():
+    assert torch.equal(visible_pairs(7, causal=True, window=3), visible_pairs(7, causal=True, window=(2, 0)))
+
+
+@pytest.mark.parametrize("documents", [[0, 3], [1, 7], [0, 5, 3, 7]])
+def test_documents_that_divide_no_sequence_are_refused(documents):
+    with pytest.raises(ValueError, match="documents must be boundaries from 0 to 7, ascending"):
+        visible_pairs(7, documents=documents)
+
+
 def test_prefix_without_causal_is_refused():
     with pytest.raises(ValueError, match="prefix_len must be 0 without causal, got 3"):
         visible_pairs(8, prefix_len=3)

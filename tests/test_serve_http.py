@@ -342,6 +342,16 @@ def test_malformed_chats_get_a_400_that_says_why(http, body, message):
     assert message in answer.json()["error"]["message"]
 
 
+def test_null_says_nothing_and_an_answer_may_be_sent_back(http):
+    body = {"prompt": "a", "max_tokens": 2, "temperature": 0}
+    nulls = dict.fromkeys(("echo", "n", "stop", "logprobs", "stream", "stream_options", "suffix", "reasoning_effort"))
+    said, plain = (http.post("/v1/completions", json=x).json()["choices"] for x in ({**body, **nulls}, body))
+    assert said == plain
+    told = {"role": "assistant", "content": "b", "tool_calls": [], "refusal": None}
+    chat = {"messages": [told, {"role": "user", "content": "c"}], "max_tokens": 2, "functions": None}
+    assert http.post("/v1/chat/completions", json=chat).status_code == 200
+
+
 def test_clients_of_openai_see_their_own_exceptions(client):
     with pytest.raises(openai.BadRequestError, match=r"got 1 \+ 5000 = 5001") as caught:
         client.completions.create(model="fake", prompt="a", max_tokens=5000)
@@ -369,6 +379,8 @@ def test_other_paths_methods_and_types(http):
     assert http.get("/v1/completions").status_code == 405
     assert http.post("/v1/completions", data={"prompt": "a"}).status_code == 415
     assert http.get("/docs").status_code == 404
+    assert (http.head("/health").status_code, http.head("/health").content) == (200, b"")
+    assert http.head("/").status_code == 200
 
 
 def test_a_full_queue_gets_a_429_and_a_stopping_server_a_503():

@@ -411,10 +411,13 @@ def test_a_model_that_is_not_there_is_refused(capsys):
     assert "model must be 'tiny', a config.json or a folder with one, got no/such/folder" in capsys.readouterr().err
 
 
-def test_a_port_that_is_taken_and_a_cache_without_a_page_are_refused(capsys):
+def test_a_port_that_is_taken_and_a_cache_without_a_page_are_refused(capsys, monkeypatch):
     import socket
 
-    with socket.create_server(("127.0.0.1", 0)) as taken:
+    from ringattn.launch.serving import run
+
+    with socket.create_server(("127.0.0.1", 0)) as taken, monkeypatch.context() as patch:
+        patch.setattr(run, "load", None)  # the port is refused before a model is read
         flags = ["--model", "tiny", "--device", "cpu", "--nproc", "1", "--port", str(taken.getsockname()[1])]
         assert main(flags) == 1
     assert "host and port must be free to listen on" in capsys.readouterr().err

@@ -6,6 +6,7 @@ import doctest
 import json
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from typing import NoReturn
 
 import pytest
 import torch
@@ -64,6 +65,12 @@ class Neighbours:
 
     def shared_refusals(self) -> AbstractContextManager[None]:
         return nullcontext()
+
+    def refuse(self, error: Exception) -> NoReturn:
+        raise error
+
+    def agree_once(self, what: str, text: str) -> None:
+        pass
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

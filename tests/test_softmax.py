@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.autograd import forward_ad
 
 import ringattn.partial
 import ringattn.softmax
@@ -165,6 +166,10 @@ def test_refusals_say_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
             op(x, impl="cuda")
         with pytest.raises(ValueError, match="block_size must be at least 1, got 0"):
             op(x, block_size=0)
+        with pytest.raises(NotImplementedError, match="x must be differentiated backward, got a tangent"):
+            torch.func.jvp(op, (x,), (x,))
+        with pytest.raises(NotImplementedError, match="got a tangent"), forward_ad.dual_level():
+            op(forward_ad.make_dual(x, x))
         with pytest.raises(
             ValueError, match="block_size must be a power of two up to 32768 for impl='portable', got 3"
         ):

@@ -7,6 +7,7 @@ import dataclasses
 import io
 import itertools
 import json
+import math
 import multiprocessing
 import os
 import random
@@ -27,7 +28,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
 from ringattn.launch import distributed
 from ringattn.launch.distributed import REFUSED, Rank, Refusal, describe_failures, launch_ranks
-from ringattn.launch.train import Persistence, count_ranks, run_rank
+from ringattn.launch.train import Persistence, count_ranks, main, run_rank
 from ringattn.launch.training.checkpoint import (
     Checkpoints,
     check_checkpoint,
@@ -292,6 +293,25 @@ def test_impossible_flags_are_refused():
         Config(steps=0)
     with pytest.raises(ValueError, match="nproc must be at least 1, got 0"):
         Config(nproc=0)
+    impossible: dict[str, tuple[Any, ...]] = {
+        "max_grad_norm": (0, -1, math.nan),
+        "lr": (-1, math.nan, math.inf),
+        "timeout": (0, math.nan, math.inf),
+        "weight_decay": (math.nan,),
+        "temperature": (math.nan,),
+    }
+    for name, values in impossible.items():
+        for value in values:
+            with pytest.raises(ValueError, match=f"{name} must be .*, got {value}; pass another --"):
+                Config(**{name: value})
+    assert Config(max_grad_norm=math.inf).max_grad_norm == math.inf
+
+
+def test_a_folder_that_cannot_be_made_is_refused(tmp_path, capsys):
+    (tmp_path / "file").touch()
+    flags = ["--preset", "tiny", "--device", "cpu", "--nproc", "1", "--out", str(tmp_path / "file" / "run")]
+    assert main(flags) == 1
+    assert "out must be a folder that can be written" in capsys.readouterr().err
 
 
 def test_flags_that_contradict_each_other_are_refused():

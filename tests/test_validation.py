@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
+from torch.autograd import forward_ad
 
-from ringattn import Ring, Sharding, ring_attention
+from ringattn import Ring, RingMultiheadAttention, Sharding, ring_attention
 from ringattn.call import Call, describe
 from ringattn.layout import make_shards
 from ringattn.validation import check_call
 from ringattn.visibility import Visibility
+from tests.pool import Pools
 
 RING = Ring()
 SHARDING = RING.sharding(8)
@@ -30,6 +34,9 @@ REFUSED: dict[str, tuple[tuple[torch.Tensor, torch.Tensor, torch.Tensor], dict[s
     "batch": ((Q, K[:1], K), {}, "k and v must have batch 2 like q, got 1 and 2"),
     "head_dim": ((Q, x(2, 8, 2, 8), K), {}, "k must have head_dim 16 like q, got 8"),
     "v rows": ((Q, K, x(2, 7, 2, 16)), {}, r"v must have rows and heads \(8, 2\) like k, got \(7, 2\)"),
+    "no heads": ((x(2, 8, 0, 16), K, K), {}, "must be a multiple of the key heads, got 0 and 2"),
+    "sparse": ((Q.to_sparse(), K, K), {"causal": True}, "q must be a dense tensor, got layout torch.sparse_coo"),
+    "meta": ((Q.to("meta"), K, K), {}, "q must have rows and numbers, got a meta tensor"),
     "heads": ((Q, x(2, 8, 3, 16), x(2, 8, 3, 16)), {}, "must be a multiple of the key heads, got 4 and 3"),
     "rows": ((x(2, 7, 4, 16), K, K), {}, "q must have the 8 rows that rank 0 holds of 8, got 7"),
     "key rows": ((Q, x(2, 9, 2, 16), x(2, 9, 2, 16)), {}, "k must have the 8 rows that rank 0 holds of 8, got 9"),
@@ -37,13 +44,26 @@ REFUSED: dict[str, tuple[tuple[torch.Tensor, torch.Tensor, torch.Tensor], dict[s
     "integer sinks": ((Q, K, K), {"sinks": x(4).long()}, "sinks must be floating point, got torch.int64"),
     "alibi": ((Q, K, K), {"alibi_slopes": x(1)}, r"alibi_slopes must have shape \(4,\)"),
     "key_bias": ((Q, K, K), {"key_bias": x(2, 9)}, r"key_bias must have shape \(2, 8\) \(this rank's keys\)"),
+    "bias": ((Q, K, K), {"bias": x(2, 3, 8, 8)}, r"bias must be broadcastable to \(2, 4, 8, 8\)"),
     "scale": ((Q, K, K), {"softmax_scale": float("nan")}, "softmax_scale must be finite, got nan"),
+    "a scale that learns": (
+        (Q, K, K),
+        {"softmax_scale": x().requires_grad_()},
+        "multiply q by a scale that is learned",
+    ),
     "softcap": ((Q, K, K), {"softcap": -1.0}, "softcap must be at least 0"),
     "dropout": ((Q, K, K), {"dropout_p": 1.0, "dropout_seed": 0}, r"dropout_p must be in \[0, 1\), got 1.0"),
     "seed": ((Q, K, K), {"dropout_p": 0.1}, "dropout_seed must be given when dropout_p is 0.1"),
     "lengths": ((Q, K, K), {"lengths": ((0, 3),)}, r"one \(start, stop\) per batch element, 2, got 1"),
     "prefix": ((Q, K, K), {"prefix_len": 3}, "prefix_len must come with causal=True"),
     "window": ((Q, K, K), {"window": (-1, 0)}, "window"),
+    "fractions of a window": ((Q, K, K), {"window": (1.5, 0)}, r"window must be of integers, got \(1.5, 0\)"),
+    "a flag as window": ((Q, K, K), {"window": True}, r"window must be an int, \(left, right\) or None, got True"),
+    "fractions of a prefix": (
+        (Q, K, K),
+        {"causal": True, "prefix_len": 3.0},
+        "prefix_len must be of integers, got 3.0",
+    ),
     "chunk": ((Q, K, K), {"chunk_len": 0}, "chunk_len must be at least 1 or None, got 0"),
     "impl": ((Q, K, K), {"impl": "fast"}, "impl must be"),
     "backward": ((Q, K, K), {"backward": "both"}, "backward must be one of auto, keys, queries, got 'both'"),
@@ -55,6 +75,107 @@ def test_inconsistent_calls_are_refused(name: str) -> None:
     (q, k, v), options, message = REFUSED[name]
     with pytest.raises(ValueError, match=message):
         ring_attention(q, k, v, SHARDING, **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"lengths": [[0, 3.7], [0, 4]]}, "'float' object cannot be interpreted as an integer"),
+        ({"dropout_p": 0.5, "dropout_seed": 0.5}, "'float' object cannot be interpreted as an integer"),
+    ],
+)
+def test_fractions_are_not_rounded(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(TypeError, match=message):
+        ring_attention(Q, K, K, SHARDING, **options)
+
+
+def test_what_is_no_sharding_is_named() -> None:
+    with pytest.raises(TypeError, match=r"sharding must be what ring.sharding\(seq_len\) gives, got Ring"):
+        ring_attention(Q, K, K, RING)  # pyright: ignore[reportArgumentType]
+    for documents in ([0, 3.5, 8], [0, torch.tensor(2.0), 8]):
+        with pytest.raises(TypeError, match="integer"):
+            RING.sharding(8, documents=documents)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(TypeError, match="integer"):
+        RING.sharding(8.0)  # pyright: ignore[reportArgumentType]
+
+
+def odd_calls() -> list[str]:
+    """Calls that are wrong on rank 1 only, and what each rank says of them."""
+    ring = Ring(timeout=timedelta(seconds=5))
+    sharding = ring.sharding(9)
+    q, wrong = torch.randn(1, sharding.shard_len, 2, 8), ring.rank == 1
+    calls: list[dict[str, Any]] = [
+        {"dropout_p": 0.5, "dropout_seed": None if wrong else 1},
+        {"softmax_scale": float("nan") if wrong else 0.5},
+        {"window": "3" if wrong else 3},
+        {"lengths": [0] if wrong else [[0, 3]]},
+        {"bias": torch.zeros(5, 9)},  # of the rows that rank 0 has
+        {"chunk_len": 3.0 if wrong else 3},
+    ]
+    said = []
+    for options in calls:
+        with pytest.raises((ValueError, TypeError)) as caught:
+            ring_attention(q, q, q, sharding, **options)
+        said.append(str(caught.value))
+    assert ring_attention(q, q, q, sharding).shape == q.shape
+    return said
+
+
+@pytest.mark.dist
+def test_what_is_wrong_on_one_rank_all_ranks_refuse_at_once(pool: Pools) -> None:
+    for others, mine in zip(*pool(2).run(odd_calls), strict=True):
+        assert others.startswith("ring rank 1 refused: ")
+        assert mine in others
+
+
+def odd_gathers() -> list[str]:
+    """What gathers rows of all ranks and differs on rank 1, and what each rank says of it."""
+    ring = Ring(timeout=timedelta(seconds=5))
+    sharding, wrong = ring.sharding(8), ring.rank == 1
+    rows = torch.randn(2, sharding.shard_len, 8)
+    attention = RingMultiheadAttention(8, 2, batch_first=True)
+    said = []
+    for call in (
+        lambda: attention(rows, rows, rows, need_weights=not wrong, sharding=sharding),
+        lambda: sharding.unshard(rows.int() if wrong else rows),
+        lambda: sharding.unshard(rows.clone().requires_grad_(wrong)),
+        lambda: sharding.unshard(rows[:, :1] if wrong else rows),
+    ):
+        with pytest.raises(ValueError, match=r"rank 1|shard_len") as caught:
+            call()
+        said.append(str(caught.value))
+    assert sharding.unshard(rows).shape == (2, 8, 8)
+    assert torch.equal(sharding.shard(sharding.unshard(rows)), rows)
+    return said
+
+
+@pytest.mark.dist
+def test_rows_that_differ_are_not_gathered(pool: Pools) -> None:
+    for _, mine in zip(*pool(2).run(odd_gathers), strict=True):
+        assert "must be the same on all ranks of a ring" in mine or "must have shard_len 4 in dim 1, got 1" in mine
+
+
+def attend(q: torch.Tensor) -> torch.Tensor:
+    return ring_attention(q, K, K, SHARDING)
+
+
+def dual() -> None:
+    with forward_ad.dual_level():
+        attend(forward_ad.make_dual(Q, Q))
+
+
+@pytest.mark.parametrize(
+    ("derive", "message"),
+    [
+        (dual, "must be differentiated backward"),
+        (lambda: torch.func.jvp(attend, (Q,), (Q,)), "must be differentiated backward"),
+        (lambda: torch.func.vjp(attend, Q), "must be differentiated by autograd"),
+        (lambda: torch.func.grad(lambda q: attend(q).sum())(Q), "must be differentiated by autograd"),
+    ],
+)
+def test_derivatives_that_are_not_there_are_refused(derive: Callable[[], Any], message: str) -> None:
+    with pytest.raises(NotImplementedError, match=message):
+        derive()
 
 
 def test_tensors_on_different_devices_are_refused() -> None:

@@ -173,7 +173,7 @@ class Message(_Strict):
     role: Literal["system", "developer", "user", "assistant"]
     content: str | list[TextPart]
     refusal: None = None
-    tool_calls: None = None
+    tool_calls: list[Any] | None = Field(None, max_length=0)
     function_call: None = None
     audio: None = None
     annotations: None = None
@@ -224,8 +224,10 @@ def read_body(kind: type[_Body], data: bytes) -> Any:
         raise Refused(400, f"the body must be JSON, got: {ascii_only(str(error))}", code="invalid_json") from None
     if not isinstance(content, dict):
         raise Refused(400, f"the body must be a JSON object, got {type(content).__name__}", code="invalid_json")
+    # clients that write down what they do not say write null
+    said = {name: value for name, value in content.items() if value is not None}
     try:
-        body = kind.model_validate(content)
+        body = kind.model_validate(said)
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
         where = ascii_only(".".join(map(str, first["loc"])))[:100]

@@ -374,7 +374,7 @@ def make_app(
         check_model(name)
         return card()
 
-    @app.get("/health")
+    @app.api_route("/health", methods=["GET", "HEAD"])
     async def health() -> Response:
         closed = engine.closed
         return JSONResponse({"status": closed or "ok"}, 503 if closed else 200)
@@ -389,7 +389,7 @@ def make_app(
 
     page, policy = read_page()
 
-    @app.get("/")
+    @app.api_route("/", methods=["GET", "HEAD"])
     async def root() -> Response:
         return HTMLResponse(page, headers={"Content-Security-Policy": policy, "Referrer-Policy": "no-referrer"})
 

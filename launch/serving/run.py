@@ -88,6 +88,9 @@ def run_rank(args: ServeArgs) -> int:
             channel = Channel(rank, args.timeout)
             stack.callback(channel.close)
             try:
+                probe = _listen(args, rank, channel)  # a model may take minutes to read
+                if probe is not None:
+                    probe.stop()
                 served, replica, cache = _prepare(args, rank)
                 server = _listen(args, rank, channel)
                 watch = Watch(rank, channel, ending, args.timeout)

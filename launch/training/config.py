@@ -115,12 +115,23 @@ class Config:
 
     def __post_init__(self) -> None:
         at_least = {"steps": 1, "seq_len": 1, "batch_size": 1, "warmup_steps": 0, "eval_interval": 1, "eval_batches": 1}
-        at_least |= {"checkpoint_interval": 1, "compare_steps": 0, "sample_len": 0, "prompt_len": 1, "temperature": 0}
+        at_least |= {"checkpoint_interval": 1, "compare_steps": 0, "sample_len": 0, "prompt_len": 1}
         at_least |= {"accumulate": 1, "max_restarts": 0}
         for name, least in at_least.items():
             if getattr(self, name) < least:
                 flag = "--" + name.replace("_", "-")
                 raise ValueError(f"{name} must be at least {least}, got {getattr(self, name)}; pass another {flag}")
+        # a negative norm would turn gradients round; comparisons with NaN are false
+        for name, words, fits in (
+            ("lr", "at least 0", 0 <= self.lr < math.inf),
+            ("weight_decay", "at least 0", 0 <= self.weight_decay < math.inf),
+            ("temperature", "at least 0", 0 <= self.temperature < math.inf),
+            ("timeout", "above 0", 0 < self.timeout < math.inf),
+            ("max_grad_norm", "above 0", self.max_grad_norm > 0),
+        ):
+            if not fits:
+                flag = "--" + name.replace("_", "-")
+                raise ValueError(f"{name} must be {words}, got {getattr(self, name)}; pass another {flag}")
         if self.nproc is not None and self.nproc < 1:
             raise ValueError(f"nproc must be at least 1, got {self.nproc}; leave it out for one rank per GPU, or two")
         mesh_sizes(self.mesh, None)

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ringattn.call import Call
+from ringattn.call import Call, resolve_window
 from ringattn.inference.in_place import READS, resolve_reads
 from ringattn.inference.prefill import MOVES, Prefill, growth, plan_travel, resolve_moves, rows_in_place
 from ringattn.inference.step import Step
@@ -105,8 +105,11 @@ def attend(
         torch.Size([1, 20, 1, 16])
     """
     run = _beside_compilers() if "torch._dynamo" in sys.modules else _attend
-    bounds = window if window is None or isinstance(window, int) else tuple(window)
-    options = (causal, bounds, softmax_scale, softcap, chunk_len, moves, reads)
+    try:
+        scale = None if softmax_scale is None else float(softmax_scale)
+        options = (causal, resolve_window(window), scale, float(softcap), chunk_len, moves, reads)
+    except Exception as error:
+        step.cache.ring.refuse(error)
     return run(step, layer, (q, k, v, sinks, alibi_slopes), options)
 
 
@@ -132,9 +135,9 @@ def _attend(step: Step, layer: int, given: Given, wanted: Wanted) -> Tensor:
         try:
             _check_gradients(given)
             step.cache.check(layer, step, k, v)
-            options = _Options.of(*wanted)
+            options = _Options(*wanted)
             found = _decide(step, options, q, sinks, alibi_slopes)
-        except (ValueError, NotImplementedError) as error:
+        except Exception as error:
             step.cache.ring.refuse(error)
         step.cache.accord.meet(step, _kind(options, given), q.device)
         known = step.calls[key] = found.ready(step, q)
@@ -154,12 +157,6 @@ class _Options:
     chunk_len: int | None
     moves: str
     reads: str
-
-    @classmethod
-    def of(cls, causal: bool, window: Any, *others: Any) -> _Options:
-        """Options as users give them."""
-        window = (window - 1, 0) if isinstance(window, int) else window
-        return cls(causal, window, *others)
 
     def scale(self, q: Tensor) -> float:
         return q.shape[-1] ** -0.5 if self.softmax_scale is None else self.softmax_scale

@@ -360,7 +360,8 @@ def raise_differences(records: Sequence[dict[str, Any]]) -> None:
     parts = [
         f"{key}: {usual.get(key)} on most ranks, {odd.get(key)} on ring rank {differing[0]}"
         for key in {**usual, **odd}
-        if usual.get(key) != odd.get(key)
+        # as texts, in which 3 is not 3.0
+        if json.dumps(usual.get(key)) != json.dumps(odd.get(key))
     ]
     raise ValueError(
         f"all ranks must make the same call, got a different one on ring ranks {differing} ({'; '.join(parts)}); "

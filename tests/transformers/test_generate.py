@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import transformers
 from torch import Tensor
 
@@ -207,10 +208,21 @@ def test_a_small_model_may_propose_what_the_ring_checks(pool: Pools) -> None:
         assert found.tolist() == expected.tolist()
 
 
+@pytest.mark.dist
+def test_what_a_small_model_draws_is_proposed_on_all_ranks(pool: Pools) -> None:
+    given = {**prompts(length=21), **SAMPLED}
+    model, small = (make("llama", "sdpa", torch.float32, **sizes).eval() for sizes in ({}, {"num_hidden_layers": 1}))
+    torch.manual_seed(0)
+    expected = model.generate(**given, assistant_model=small)
+    for found in pool(2).run(proposed, given):
+        assert found.tolist() == expected.tolist()
+
+
 def proposed(given: dict[str, Any]) -> Tensor:
     model = make("llama", "ringattn", torch.float32).eval()
     # of one layer, so that it is right sometimes
     small = make("llama", "sdpa", torch.float32, num_hidden_layers=1).eval()
+    torch.manual_seed(dist.get_rank())
     with RingCache(model, Ring(), max_tokens=64, page_size=4) as cache:
         return model.generate(**given, past_key_values=cache, assistant_model=small)
 
