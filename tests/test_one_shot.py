@@ -263,7 +263,7 @@ def test_a_failed_ring_lets_kernels_that_wait_go(monkeypatch: pytest.MonkeyPatch
     words = end._control.local.view(torch.int64)
     last = one_shot_triton.control_words(2) - 1
     assert words[last] == 0
-    watch._fail((0, 0, 0), "a test", 0.0)
+    watch._fail((0, 0, 0, 0, 0), "a test")
     assert words[last] != 0
     with pytest.raises(RuntimeError, match="a test"):
         finish_one(end)
