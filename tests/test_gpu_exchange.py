@@ -208,6 +208,7 @@ def _beside_others(rank: int, world_size: int) -> None:
     pairs = [open_exchange() for _ in range(2)]
     streams = [torch.cuda.Stream() for _ in pairs]
     other, traffic = dist.new_group(), torch.cuda.Stream()
+    assert isinstance(other, dist.ProcessGroup)
     weights = torch.full((2**20,), 1.0, device="cuda")
     gathered = torch.empty(world_size * weights.numel(), device="cuda")
     whole = draw_attention(0, 256 * world_size)

@@ -81,6 +81,7 @@ def _alternating(rank: int, world_size: int) -> None:
     rings = [(make(), PLENTY), (make(0), 0), (make(gbps=100.0), PLENTY)]
     flat = Ring(transport="copy_engine", memory_budget=PLENTY, timeout=PATIENCE)
     other, traffic = dist.new_group(), torch.cuda.Stream()
+    assert isinstance(other, dist.ProcessGroup)
     weights = torch.full((4 * 2**20,), float(rank + 1), device="cuda")
     gathered = torch.empty(world_size * weights.numel(), device="cuda")
     sizes = [(700, {}), (1999, {"heads": 16, "kv_heads": 16}), (256, {"batch": 2})]

@@ -1389,7 +1389,7 @@ def _view(flat: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
 
 def _same(x: Tensor, y: Tensor) -> bool:
     # an empty tensor has no address, but it has a storage
-    return (
+    return bool(
         x.untyped_storage().data_ptr() == y.untyped_storage().data_ptr()
         and x.storage_offset() == y.storage_offset()
         and x.shape == y.shape
