@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import copy
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -469,6 +471,19 @@ def test_the_model_gets_its_forward_back() -> None:
     with pytest.raises(RuntimeError, match="must be left in the reverse order"):
         first.__exit__(None, None, None)
     second.__exit__(None, None, None)
+
+
+def test_a_model_is_copied_before_it_is_wrapped_or_not_at_all() -> None:
+    model = make("llama", "ringattn", torch.float32).eval()
+    with RingCache(model, Ring(), max_tokens=20):
+        for copied in (copy.deepcopy, pickle.dumps):
+            with pytest.raises(RuntimeError, match="must be copied or saved whole outside of"):
+                copied(model)
+        assert model.state_dict()
+    twin = copy.deepcopy(model)
+    with torch.no_grad():
+        twin.lm_head.weight.zero_()
+        assert not twin(tokens(9), use_cache=False).logits.any()
 
 
 def test_a_call_that_fails_leaves_nothing_behind() -> None:

@@ -34,7 +34,7 @@ from collections.abc import Callable
 from hashlib import blake2b
 from math import ceil
 from types import TracebackType
-from typing import Any, NoReturn
+from typing import Any, NoReturn, SupportsIndex
 
 import torch
 from torch import Tensor
@@ -447,6 +447,27 @@ def cache_sizes(model: PreTrainedModel) -> tuple[int, int, int, int]:
     return config.num_hidden_layers, kv_heads, head_dim, getattr(config, "v_head_dim", None) or head_dim
 
 
+class _Wrapper:
+    """A method of one model, which a copy of the model must not take along: it would run the first one's weights.
+
+    Args:
+        call: What is called.
+        original: What it looks like.
+    """
+
+    def __init__(self, call: Callable[..., Any], original: Callable[..., Any]) -> None:
+        functools.update_wrapper(self, original)
+        self._call = call
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._call(*args, **kwargs)
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
+        raise RuntimeError(
+            "a model must be copied or saved whole outside of `with RingCache(...)`, got one inside; copy it before"
+        )
+
+
 def _wrap(model: PreTrainedModel) -> Callable[[], None]:
     """Lets calls with a RingCache go through it; what is returned undoes that.
 
@@ -456,7 +477,6 @@ def _wrap(model: PreTrainedModel) -> Callable[[], None]:
     signature = inspect.signature(original)
     spread = next((name for name, p in signature.parameters.items() if p.kind is p.VAR_KEYWORD), None)
 
-    @functools.wraps(original)
     def forward(*args: Any, **kwargs: Any) -> Any:
         cache = kwargs.get("past_key_values")
         if not args and not isinstance(cache, RingCache):
@@ -466,23 +486,22 @@ def _wrap(model: PreTrainedModel) -> Callable[[], None]:
         cache = given.get("past_key_values")
         return cache._call(original, given) if isinstance(cache, RingCache) else original(*args, **kwargs)
 
-    wrapped: dict[str, Callable[..., Any]] = {"forward": forward}
+    wrapped: dict[str, Callable[..., Any]] = {"forward": _Wrapper(forward, original)}
     if callable(original_generate):
 
-        @functools.wraps(original_generate)
         def generate(*args: Any, **kwargs: Any) -> Any:
             cache = kwargs.get("past_key_values")
             if isinstance(cache, RingCache) and cache._model is model:
                 return cache._generate(original_generate, args, kwargs)
             return original_generate(*args, **kwargs)
 
-        wrapped["generate"] = generate
+        wrapped["generate"] = _Wrapper(generate, original_generate)
     owns = {name: model.__dict__.get(name) for name in wrapped}
     for name, call in wrapped.items():
         setattr(model, name, call)
 
     def unwrap() -> None:
-        if model.__dict__.get("forward") is not forward:
+        if model.__dict__.get("forward") is not wrapped["forward"]:
             raise RuntimeError(
                 "RingCaches of one model must be left in the reverse order in which they were entered; nest them"
             )
