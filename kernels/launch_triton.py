@@ -15,7 +15,8 @@ Note [Bound launch]
 Note [Inside Triton]
     A compiled kernel is launched by `compiled[grid](*args)`, which is public and takes tens of microseconds: it asks for
     the device, makes metadata for profilers, and encodes every descriptor. `_open` takes it apart: it finds the function
-    below all that, which Triton 3.6 and 3.7 keep in the same places. Where it does not find what it expects (another
+    below all that, which Triton 3.6 to 3.8 keep in the same places (3.8 encodes a descriptor with one argument more, which it does
+    not look at). Where it does not find what it expects (another
     version, another vendor, the interpreter, a test that compiles without launching), and whenever a profiler has hooked
     itself to launches, the public way is taken.
 """
@@ -73,6 +74,7 @@ class Bound:
         tail: The values of the compile-time arguments, in order.
         run: Launches with a grid, a stream and flat arguments; None: only the public way is known.
         metas: What encodes descriptors, by their number.
+        blanks: Arguments that Triton's encoding takes beyond descriptor and meta, and does not look at.
         encoded: What they became, by number, address and template.
     """
 
@@ -80,12 +82,13 @@ class Bound:
     tail: tuple[Any, ...]
     run: Callable[..., None] | None = None
     metas: Sequence[Any] = ()
+    blanks: tuple[None, ...] = ()
     encoded: dict[tuple[int, int, Template], list[Any]] = field(default_factory=dict)
 
     def encode(self, number: int, descriptor: Any) -> list[Any]:
         """What a descriptor becomes, by its number among the descriptors."""
         inside = importlib.import_module("triton.backends.nvidia.driver")
-        return inside.make_tensordesc_arg(descriptor, self.metas[number])
+        return inside.make_tensordesc_arg(descriptor, self.metas[number], *self.blanks)
 
     def encoding(self, number: int, template: Template, address: int) -> list[Any]:
         """What the descriptor of a tensor at an address becomes."""
@@ -284,12 +287,23 @@ def _open(compiled: Any, tail: tuple[Any, ...] | None) -> Bound:
             # what encodes descriptors, around what launches
             cells = inspect.getclosurevars(outer.launch).nonlocals
             bare.launch, metas = cells["launcher"], cells["tensordesc_meta"]
-        function, packed, _ = compiled.function, compiled.packed_metadata, inside.make_tensordesc_arg
+        function, packed = compiled.function, compiled.packed_metadata
+        blanks = _blanks(inside.make_tensordesc_arg)
     except (ImportError, AttributeError, KeyError):
+        return public
+    if blanks is None:
         return public
 
     def run(x: int, y: int, z: int, stream: int, *args: Any) -> None:
         bare(x, y, z, stream, function, packed, None, None, None, *args)
 
-    public.run, public.metas = run, metas
+    public.run, public.metas, public.blanks = run, metas, blanks
     return public
+
+
+def _blanks(encode: Callable[..., Any]) -> tuple[None, ...] | None:
+    """What is passed to Triton's encoding behind descriptor and meta; None: it is not known."""
+    names = tuple(inspect.signature(encode).parameters)
+    if names[:2] != ("arg", "metadata") or set(names[2:]) - {"_"}:
+        return None
+    return (None,) * (len(names) - 2)

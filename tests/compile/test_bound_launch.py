@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import inspect
 import os
 import weakref
 from collections.abc import Iterator
@@ -241,6 +242,33 @@ def test_a_profiler_hears_of_launches(machine: Driver) -> None:
     finally:
         knobs.runtime.launch_enter_hook.remove(hook)
     assert not go()
+
+
+def test_a_triton_that_encodes_with_one_argument_more_is_known(
+    machine: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = nvidia.make_tensordesc_arg
+    blank = (None,) * (len(inspect.signature(real).parameters) - 2)
+    x = torch.zeros(64, 64, dtype=torch.float16)
+    args = (
+        *[TensorDescriptor(x, [64, 64], [64, 1], [32, 64]), 3],
+        *[TensorDescriptor(x, [64, 64], [64, 1], [32, 64])] * 2,
+    )
+    constants = {"ROWS": 32, "COLUMNS": 64}
+    publicly(tile_kernel, (1,), args, constants, num_warps=4)
+    expected = machine.utils.launch.last()
+    monkeypatch.setattr(nvidia, "make_tensordesc_arg", lambda arg, metadata, _=None: real(arg, metadata, *blank))
+    launch_triton.launch(tile_kernel, (1,), args, constants, num_warps=4)
+    assert machine.utils.launch.last() == expected
+    assert bound_of(tile_kernel)[0].run is not None
+
+
+def test_a_triton_that_encodes_otherwise_is_launched_publicly(machine: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = nvidia.make_tensordesc_arg
+    monkeypatch.setattr(nvidia, "make_tensordesc_arg", lambda arg, metadata, device: real(arg, metadata))
+    x = torch.zeros(64)
+    launch_triton.launch(copy_kernel, (1,), (x, x, None, 64, 1, 1.0), {"BLOCK": 16, "ADD": False}, num_warps=1)
+    assert all(bound.run is None for bound in bound_of(copy_kernel))
 
 
 @pytest.mark.parametrize("change", ["another launcher", "another signature", "no function below"])
