@@ -1870,7 +1870,7 @@ def _module(name: str, names: dict[str, Any]) -> types.ModuleType:
 
 def _modules() -> dict[str, types.ModuleType]:
     import triton.experimental.gluon.language as real
-    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+    from triton.experimental.gluon.nvidia import hopper as real_host
 
     layouts = {name: getattr(real, name) for name in dir(real) if name.endswith("Layout")}
     dtypes = {str(name): getattr(tl, name) for name in dir(tl) if isinstance(getattr(tl, name), tl.dtype)}
@@ -1993,7 +1993,9 @@ def _modules() -> dict[str, types.ModuleType]:
             },
         },
     )
-    host = _module(f"{root}.nvidia.hopper", {"TensorDescriptor": TensorDescriptor})
+    # Triton itself asks for the other kinds of descriptors that it has (3.8)
+    kinds = {name: kind for name, kind in vars(real_host).items() if name.startswith("TensorDescriptor")}
+    host = _module(f"{root}.nvidia.hopper", kinds)
     gluon = _module(
         root,
         {
