@@ -57,7 +57,7 @@ class World:
         self.shared = False
         """All lanes of a rank are one queue of the device."""
         self.asleep: set[tuple[int, int]] = set()
-        """Lanes of ranks that stand still for now."""
+        """Lanes of ranks that stand still: none of their operations runs."""
         self.baton = threading.Condition()
         self._lanes = OTHER
         self._running = 0
