@@ -55,7 +55,7 @@ class Ring:
             rows, and balanced for documents.
         schedules: Our rings: "auto" as users get it; "gathered": one launch; "kept": likewise, whose
             backward has the keys that the forward brought; "in_place": likewise, of keys
-            that were written where other ranks read them; "staged": step by step over the copy engine;
+            that were written where they leave from; "staged": step by step over the copy engine;
             "process_group": step by step over NCCL or gloo.
         peers: Others in the same turns, under a causal mask.
         heads: Query heads.

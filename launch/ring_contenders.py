@@ -73,7 +73,7 @@ def prepare_ours(
     *,
     in_place: bool = False,
 ) -> RingContender:
-    """Our attention on this rank's rows of a problem; in_place: its keys lie where other ranks read them."""
+    """Our attention on this rank's rows of a problem; in_place: its keys lie where they leave from."""
     sharding = deal(problem, ring, layout)
     q, k, v, do = draw_inputs(problem, sharding.shard_len, device, seed)
     if in_place:

@@ -392,7 +392,7 @@ def post(ranks: Ranks, salt: int, most: int) -> None:
 
 
 def lend(ranks: Ranks, shape: Shape, salt: int, name: str) -> None:
-    """A model writes its keys where peers read them; they are gathered in the forward and again in the backward."""
+    """A model writes its keys where they leave from; they are gathered in the forward and again in the backward."""
     keys = [keys_of(shape, rank, salt) for rank in range(ranks.world.ranks)]
     size = (shape.batch, shape.rows)
 
@@ -468,7 +468,7 @@ def kept(ranks: Ranks, layers: list[Shape], salt: int, name: str | None = None) 
         launched = ranks.streams[rank].launches
         send_home(ranks, rank, shape, 31 * salt + layer, far, keys_in(layer))
         assert ranks.streams[rank].launches - launched == 3, (
-            "a backward of kept keys says three things and pulls nothing"
+            "a backward of kept keys says three things and fetches nothing"
         )
         allocators[rank].let_go(found.kept)
 

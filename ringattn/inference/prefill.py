@@ -43,7 +43,7 @@ Note [Rows of pages]
     begins has kept nothing yet: its rows are used as they are.
 
 Note [Room ahead]
-    Every chunk of a long prompt sees more keys than the one before, and buffers of the ring that other ranks read are made by
+    Every chunk of a long prompt sees more keys than the one before, and buffers of the ring that other ranks write to are made by
     all ranks together, which stops the device. So the first chunk makes them for as many tokens as its requests have
     reserved, as far as the ring's budget allows: a factor on the sizes of this chunk, and a little more for uneven shards.
 """
