@@ -65,6 +65,14 @@ CHUNK = gl.constexpr(32)  # columns that change their layout at a time on their 
 
 
 @gluon.jit
+def _beginning(tile_s, COLUMNS: gl.constexpr, LAYOUT: gl.constexpr):
+    """Shared memory of TILE x CHUNK fp32 numbers where a tile of COLUMNS 16-bit numbers begins."""
+    # Triton from 3.8 on reinterprets nothing in part
+    pieces = tile_s.index(0)._reinterpret(gl.float32, [COLUMNS // (2 * CHUNK), TILE, CHUNK], LAYOUT)
+    return pieces.index(0)
+
+
+@gluon.jit
 def _produce(
     work, segments, starts, tiles, q_desc, do_desc, k_desc, v_desc, k_far, v_far, lse_desc, delta_desc, q_s, do_s, k_s, v_s,
     lse_s, delta_s, k_full, k_free, v_full, v_free, q_full, do_full, flags, error, heads, group, padded_queries, steps,
@@ -284,7 +292,7 @@ def _make_dv(
             first_row = b64 * home_rows * heads + h_kv
             home = home_of(homes, gl.load(tiles + again * 4), first_row, D_WIDTH + DV_WIDTH) + D_WIDTH
             between = heads * (D_WIDTH + DV_WIDTH)
-            buffer = k_s.index(0)._reinterpret(gl.float32, [TILE, CHUNK], HOME_LAYOUT)
+            buffer = _beginning(k_s, D, HOME_LAYOUT)
             send_home(home, between, dv, row - begin, own_rows, buffer, 0, DV_WIDTH, DV, CHUNK)
         else:
             target = dv_out + (b64 * dv_sb + gl.cast(h_kv, gl.int64) * dv_sh) * UNIT
@@ -401,7 +409,7 @@ def _make_dk(
             side = gl.load(tiles + again * 4)
             begin = gl.load(tiles + again * 4 + 2)
             own_rows = gl.load(tiles + again * 4 + 3) - begin
-            buffer = v_s.index(0)._reinterpret(gl.float32, [TILE, CHUNK], HOME_LAYOUT)
+            buffer = _beginning(v_s, DV, HOME_LAYOUT)
             home = home_of(homes, side, b * home_rows * heads + h_kv, D_WIDTH + DV_WIDTH)
             send_home(home, heads * (D_WIDTH + DV_WIDTH), dk, row - begin, own_rows, buffer, 0, D_WIDTH, D, CHUNK)
             if WANT_KEY_BIAS:
