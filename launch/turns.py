@@ -206,7 +206,7 @@ def time_together(
                 repeats, warm = (-(-count // inside) for count in (turn.repeats, turn.warm))
                 turns[name, "graph"] = _Turn(graph, repeats, inside, warm, turn.expected_ms, turn.once_ms)
     expected = sum(turn.expected_ms for turn in turns.values())
-    rounds = max(min(rounds, 3), min(rounds, int(1e3 * seconds / expected))) if seconds < math.inf else rounds
+    rounds = _fitting(rounds, expected, seconds)
     for (name, how), ms in _run(turns, session, rounds).items():
         setattr(found[name], f"{how}_ms", ms)
         found[name].rounds = rounds
@@ -248,11 +248,16 @@ def time_calls(
         if wanted or (name, "graph") not in turns:
             turns[name, "calls"] = turn
     expected = sum(turn.expected_ms for turn in turns.values())
-    rounds = max(min(rounds, 3), min(rounds, int(1e3 * seconds / expected))) if expected else rounds
+    rounds = _fitting(rounds, expected, seconds)
     for (name, how), ms in _run(turns, session, rounds).items():
         setattr(found[name], f"{how}_ms", ms)
         found[name].rounds = rounds
     return found
+
+
+def _fitting(rounds: int, each_ms: float, seconds: float) -> int:
+    """Rounds of so many milliseconds that fit, but three, or all where they are fewer."""
+    return rounds if rounds * each_ms <= 1e3 * seconds else max(min(rounds, 3), int(1e3 * seconds / each_ms))
 
 
 def _plan(call: Callable[[], Any], session: Session) -> _Turn:

@@ -375,6 +375,15 @@ def test_the_flash_attn_that_is_lent_answers_ring_flash_attn(monkeypatch: pytest
         lent._flash_attn_forward(None, None, None, window_size_left=5)
 
 
+@pytest.mark.parametrize(("seconds", "rounds"), [(math.inf, 5), (0.0, 3), (1e3, 5)])
+def test_rounds_fit_into_the_seconds_but_three_at_least(seconds: float, rounds: int) -> None:
+    here = Session(0, 1, torch.device("cpu"), None)
+    found = turns.time_calls({"a": lambda: time.sleep(1e-3)}, here, 5, "calls", seconds)["a"]
+    assert found.rounds == rounds
+    assert found.calls_ms is not None
+    assert found.calls_ms >= 1
+
+
 def test_calls_of_several_ranks_are_timed_with_their_host() -> None:
     here = Session(0, 1, torch.device("cpu"), None)
     found = turns.time_together({"a": lambda: None, "b": lambda: time.sleep(1e-3)}, here, 3, math.inf, ["b"])
