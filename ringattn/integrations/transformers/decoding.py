@@ -112,6 +112,8 @@ class CudaGraphs:
         except Exception as error:
             torch.cuda.synchronize(self._device)
             _release_generator(self._device)
+            _release_allocator(self._device, self._pool)
+            self._pool = torch.cuda.graph_pool_handle()  # torch refuses one that nobody holds any more
             lines = str(error).strip().splitlines() or ["no message"]
             raise CannotRecord(f"{type(error).__name__}: {lines[0]}") from error
         current.wait_stream(self._stream)
@@ -147,6 +149,17 @@ def _release_generator(device: torch.device) -> None:
     index = torch.cuda.current_device() if device.index is None else device.index
     generator = torch.cuda.default_generators[index]
     generator.graphsafe_set_state(generator.clone_state())
+
+
+def _release_allocator(device: torch.device, pool: tuple[int, int]) -> None:
+    """Ends the capture in the books of a device's allocator, which torch leaves open where a stream's capture ends in an error.
+
+    With one open, `torch.cuda.empty_cache` raises, and so does the end of the process; torch has no public way to end it.
+    """
+    index = torch.cuda.current_device() if device.index is None else device.index
+    with contextlib.suppress(AttributeError, RuntimeError):  # another torch; no capture is open
+        torch._C._cuda_endAllocateToPool(index, pool)
+        torch._C._cuda_releasePool(index, pool)
 
 
 def batch_sizes(most: int) -> tuple[int, ...]:
