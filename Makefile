@@ -31,7 +31,7 @@ check: $(VENV)/.ready-dev
 	PATH="$(CURDIR)/$(VENV)/bin:$$PATH" .ci/stages format lint types
 
 clean:
-	rm -rf $(VENV) .venv-triton36 .venv-transformers4
+	rm -rf $(VENV) .venv-triton36 .venv-triton38 .venv-transformers4
 
 # the stamps make a second call free, until a pinned version changes
 $(VENV)/.ready: $(inputs)

@@ -8,6 +8,7 @@ Note [Stale bounds]
     and 3.7.1 drop what is carried and keep what was loaded before the first round: every round is then as long as the first,
     and warpgroups that count differently wait for one another forever. Whoever runs the source without the compiler sees
     nothing of it. So the bound of an inner loop must rest on something of its round, or on arguments and constants alone.
+    Triton 3.8.0 carries them.
 """
 
 from __future__ import annotations
