@@ -285,6 +285,25 @@ def test_drafts_and_checks_are_replayed_apart() -> None:
     assert recorder.replays > 10
 
 
+@pytest.mark.parametrize("how", ["first layers", "model", "lookup"])
+def test_a_later_turn_may_begin_with_candidates(how: str) -> None:
+    small = make("llama", "sdpa", torch.float32, num_hidden_layers=1).eval()
+    ways = {"first layers": EARLY, "model": {"assistant_model": small}, "lookup": {"prompt_lookup_num_tokens": 4}}
+    mask = (torch.arange(60) >= 3).long()[None]
+    greedy = {**GREEDY, "eos_token_id": 2}
+
+    def talk(model: Any, cache: Any, **options: Any) -> Tensor:
+        ids = model.generate(tokens(20), attention_mask=mask[:, :20], past_key_values=cache, **greedy)
+        ids = torch.cat([ids, tokens(5, seed=1)], 1)
+        held = mask[:, : ids.shape[1]]
+        return model.generate(ids, attention_mask=held, past_key_values=cache, **greedy, **options)
+
+    expected = talk(make("llama", "sdpa", torch.float32).eval(), transformers.DynamicCache())
+    model = make("llama", "ringattn", torch.float32).eval()
+    with RingCache(model, Ring(), max_tokens=64, page_size=4) as cache:
+        assert talk(model, cache, **ways[how]).tolist() == expected.tolist()
+
+
 class Breaks(transformers.LogitsProcessor):
     """Fails at the nth call."""
 
@@ -329,7 +348,7 @@ def test_a_model_answers_as_before_after_a_generation_however_it_ended(pool: Poo
 
 
 def refused_drafts(rank_of_mistakes: int) -> dict[str, str]:
-    """What is said of layers to draft with that can not be."""
+    """What is said of layers to draft with that can not be, and what of a prompt that brings nothing new."""
     found = {}
     for name, kind, layers in (
         ("none", "llama", 0),
@@ -338,15 +357,19 @@ def refused_drafts(rank_of_mistakes: int) -> dict[str, str]:
         ("word", "llama", "1"),
         ("fixed", "gpt_oss", 1),
         ("hidden", "llama4", 1),
+        ("again", "llama", None),
     ):
         model = make(kind, "ringattn", torch.float32).eval()
         wrong = rank_of_mistakes in (-1, Ring().rank)
         with torch.no_grad(), RingCache(model, Ring(), max_tokens=64) as cache:
+            if name == "again":
+                model(tokens(20), past_key_values=cache)
             # whatever is computed from here on is too much
             model.get_input_embeddings().register_forward_pre_hook(lambda *_: 1 / 0)
             mistake: dict[str, Any] = {"assistant_early_exit": layers} if wrong else {}
+            length = 20 if wrong or name != "again" else 21
             try:
-                model.generate(tokens(20), **GREEDY, **mistake, past_key_values=cache)
+                model.generate(tokens(length), **GREEDY, **mistake, past_key_values=cache)
             except (ValueError, NotImplementedError) as error:
                 found[name] = f"{type(error).__name__}: {error}"
     return found
@@ -359,6 +382,7 @@ UNUSABLE = {
     "word": "ValueError: assistant_early_exit must be from 1 to the 2 layers of the model, got '1'; ",
     "fixed": "NotImplementedError: assistant_early_exit must be left out with GptOssForCausalLM",
     "hidden": "NotImplementedError: assistant_early_exit must be left out with Llama4ForCausalLM",
+    "again": "ValueError: sequences must be longer than the 20 tokens that the cache has, got 20; ",
 }
 
 

@@ -273,6 +273,7 @@ class RingCache(Cache):
         kv = self._open()
         try:
             _check_early_exit(self._model, args, kwargs)
+            _check_longer(self.get_seq_length(), args, kwargs)
         except (ValueError, NotImplementedError) as error:
             self.ring.refuse(error)
         if self.ring.world_size == 1:
@@ -341,6 +342,8 @@ class RingCache(Cache):
         """A call of the model, whose own forward is given, with this cache and these arguments."""
         kv = self._open()
         name = "inputs_embeds" if given.get("input_ids") is None else "input_ids"
+        if self._generating:
+            given = _drop_cached(given, name, self._firsts, self.get_seq_length())
         firsts, compared = self._agree(given, name)
         new = given[name].to(kv.device)
         n, before = new.shape[1], self.get_seq_length()
@@ -623,6 +626,31 @@ def _counts_layers(kind: type[nn.Module]) -> bool:
     """Whether the forward of modules of a kind asks the config how many layers there are; True where that can not be told."""
     code = getattr(inspect.unwrap(kind.forward), "__code__", None)
     return code is None or "num_hidden_layers" in code.co_names
+
+
+def _check_longer(before: int, args: tuple[Any, ...], given: dict[str, Any]) -> None:
+    """Refuses whole sequences, by these arguments of generate, that bring nothing after the tokens that the cache has."""
+    named = (given.get(name) for name in ("inputs_embeds", "input_ids", "inputs"))
+    whole, mask = next((x for x in (*named, *args[:1]) if x is not None), None), given.get("attention_mask")
+    # the new tokens alone come with a mask of all
+    if not before or whole is None or (mask is not None and mask.shape[1] != whole.shape[1]):
+        return
+    if whole.shape[1] <= before:
+        raise ValueError(
+            f"sequences must be longer than the {before} tokens that the cache has, got {whole.shape[1]}; give them whole, "
+            "or call reset() before other prompts and after a call of generate that failed"
+        )
+
+
+def _drop_cached(given: dict[str, Any], name: str, firsts: list[int], before: int) -> dict[str, Any]:
+    """A call's arguments without the tokens that the cache has, which 5.x brings again when a turn begins with candidates."""
+    new, positions = given.get(name), given.get("position_ids")
+    if new is None or positions is None or positions.dim() != 2 or not 0 < before < new.shape[1]:
+        return given
+    n = new.shape[1]
+    if not bool((positions[:, -1].cpu() + torch.tensor(firsts) == n - 1).all()):
+        return given
+    return {**given, name: new[:, before:], "position_ids": positions[:, before:]}
 
 
 def _in_words(value: Any) -> str:
