@@ -665,6 +665,13 @@ def test_a_call_that_fails_leaves_nothing_behind() -> None:
         hook.remove()
         assert cache.get_seq_length() == 20
         assert torch.equal(model(tokens(3, seed=1), past_key_values=cache).logits, expected)
+    with torch.no_grad(), RingCache(model, Ring(), max_tokens=40, batch=2) as cache:
+        hook = model.model.layers[1].register_forward_pre_hook(lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            model(tokens(19, seed=2), past_key_values=cache)
+        hook.remove()
+        assert cache.batch_size == -1, "other sequences may come next"
+        assert model(tokens(20, rows=2), past_key_values=cache).logits.shape[0] == 2
 
 
 def test_other_caches_are_refused() -> None:

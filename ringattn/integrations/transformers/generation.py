@@ -312,6 +312,9 @@ class RingCache(Cache):
         return out
 
     def _crop(self, length: int) -> None:
+        if length == 0:
+            # whoever comes next may be other sequences
+            return self.reset()
         for request in self._requests:
             self._open().crop(request, length)
 
