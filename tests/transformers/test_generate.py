@@ -18,6 +18,7 @@ from ringattn import Ring
 from ringattn.inference import CacheFull
 from ringattn.integrations.transformers import RingCache
 from tests.pool import Pools
+from tests.recording import Reruns
 from tests.transformers.models import make, tokens
 
 DECODERS = ("llama", "qwen3", "mistral", "gemma2", "gemma3", "gpt_oss", "llama4")
@@ -227,6 +228,172 @@ def proposed(given: dict[str, Any]) -> Tensor:
     torch.manual_seed(dist.get_rank())
     with RingCache(model, Ring(), max_tokens=64, page_size=4) as cache:
         return model.generate(**given, past_key_values=cache, assistant_model=small)
+
+
+def drafted(calls: list[dict[str, Any]], recorder: Reruns | None = None) -> tuple[list[Tensor], list[int]]:
+    """What a rank generates, and how often each of two layers was called; the cache is emptied after each."""
+    model = make("llama", "ringattn", torch.float32).eval()
+    torch.manual_seed(Ring().rank)
+    met = [0, 0]
+
+    def count(layer: int) -> Callable[..., None]:
+        def counted(*_: Any) -> None:
+            met[layer] += 1
+
+        return counted
+
+    for layer in range(2):
+        model.model.layers[layer].register_forward_pre_hook(count(layer))
+    found = []
+    with RingCache(model, Ring(), max_tokens=64, page_size=4, graphs=recorder) as cache:
+        for call in calls:
+            found.append(model.generate(**call, past_key_values=cache))
+            cache.reset()
+        assert cache.kv is not None
+        assert set(cache.kv.pages.free) == {cache.kv.pages.pages}
+    return found, met
+
+
+FEW = prompts(length=21)
+EARLY = {"assistant_early_exit": 1, "num_assistant_tokens": 5, "assistant_confidence_threshold": 0.0}
+"""Drafts of up to 5 tokens, by the first of two layers."""
+
+
+@pytest.mark.dist
+def test_what_the_first_layers_propose_all_of_them_check(pool: Pools) -> None:
+    padded = {**FEW, "attention_mask": (torch.arange(21) >= 4).long()[None]}
+    plain = [{**given, **GREEDY, "eos_token_id": 2} for given in (FEW, padded, {**FEW, "prefill_chunk_size": 6})]
+    model = make("llama", "sdpa", torch.float32).eval()
+    expected = [model.generate(**call) for call in plain]
+    sampled = {**FEW, **SAMPLED, **EARLY}
+    torch.manual_seed(0)
+    expected.append(model.generate(**sampled))
+    # rank 0's draws are everybody's, and nothing is drawn before the last call
+    calls = [{**call, **EARLY} for call in plain] + [sampled]
+    for found, (drafts, checks) in pool(2).run(drafted, calls):
+        assert [x.tolist() for x in found] == [x.tolist() for x in expected]
+        assert drafts > checks > len(calls)
+
+
+def test_drafts_and_checks_are_replayed_apart() -> None:
+    """A graph of a call with one token is of all layers or of some of them."""
+    calls: list[dict[str, Any]] = [{**FEW, **GREEDY, **EARLY}] * 2
+    found, _ = drafted(calls, recorder := Reruns())
+    expected = make("llama", "sdpa", torch.float32).eval().generate(**FEW, **GREEDY)
+    assert [x.tolist() for x in found] == [expected.tolist()] * 2
+    assert len(recorder.shapes) > len(set(recorder.shapes)), "one shape, by one layer and by two"
+    assert recorder.replays > 10
+
+
+@pytest.mark.parametrize("how", ["first layers", "model", "lookup"])
+def test_a_later_turn_may_begin_with_candidates(how: str) -> None:
+    small = make("llama", "sdpa", torch.float32, num_hidden_layers=1).eval()
+    ways = {"first layers": EARLY, "model": {"assistant_model": small}, "lookup": {"prompt_lookup_num_tokens": 4}}
+    mask = (torch.arange(60) >= 3).long()[None]
+    greedy = {**GREEDY, "eos_token_id": 2}
+
+    def talk(model: Any, cache: Any, **options: Any) -> Tensor:
+        ids = model.generate(tokens(20), attention_mask=mask[:, :20], past_key_values=cache, **greedy)
+        ids = torch.cat([ids, tokens(5, seed=1)], 1)
+        held = mask[:, : ids.shape[1]]
+        return model.generate(ids, attention_mask=held, past_key_values=cache, **greedy, **options)
+
+    expected = talk(make("llama", "sdpa", torch.float32).eval(), transformers.DynamicCache())
+    model = make("llama", "ringattn", torch.float32).eval()
+    with RingCache(model, Ring(), max_tokens=64, page_size=4) as cache:
+        assert talk(model, cache, **ways[how]).tolist() == expected.tolist()
+
+
+class Breaks(transformers.LogitsProcessor):
+    """Fails at the nth call."""
+
+    def __init__(self, n: int) -> None:
+        self.left = n
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        self.left -= 1
+        return scores / (1 if self.left else 1 // 0)
+
+
+def settings(model: Any) -> list[dict[str, Any]]:
+    return [dict(vars(model.config)), dict(vars(model.generation_config))]
+
+
+def broken(calls: list[tuple[int, dict[str, Any]]], given: dict[str, Any]) -> list[list[int]]:
+    """What a model answers after each of several generations that end in an error, or do not."""
+    model = make("llama", "ringattn", torch.float32).eval()
+    before, answers = settings(model), []
+    with RingCache(model, Ring(), max_tokens=64, batch=3, page_size=4) as cache:
+        for n, options in calls:
+            with pytest.raises(ZeroDivisionError) if n else contextlib.nullcontext():
+                breaks = [Breaks(n)] if n else []
+                model.generate(**FEW, **options, past_key_values=cache, logits_processor=breaks)
+            assert settings(model) == before
+            cache.reset()
+            answers.append(model.generate(**given, past_key_values=cache)[0].tolist())
+            cache.reset()
+    return answers
+
+
+@pytest.mark.dist
+def test_a_model_answers_as_before_after_a_generation_however_it_ended(pool: Pools) -> None:
+    given = {**FEW, "do_sample": False, "max_new_tokens": 5}
+    early = {**EARLY, "do_sample": False, "max_new_tokens": 9, "eos_token_id": 7}
+    # in the first draft, the first check and a later draft; in other ways to generate; and with no error
+    calls = [(n, early) for n in (2, 7, 14)] + [(3, BEAMS), (3, {**GREEDY, "prompt_lookup_num_tokens": 3})]
+    calls += [(0, early)]
+    expected = make("llama", "sdpa", torch.float32).eval().generate(**given)[0].tolist()
+    for answers in pool(2).run(broken, calls, given):
+        assert answers == [expected] * len(calls)
+
+
+def refused_drafts(rank_of_mistakes: int) -> dict[str, str]:
+    """What is said of layers to draft with that can not be, and what of a prompt that brings nothing new."""
+    found = {}
+    for name, kind, layers in (
+        ("none", "llama", 0),
+        ("most", "llama", 3),
+        ("but one", "llama", -1),
+        ("word", "llama", "1"),
+        ("fixed", "gpt_oss", 1),
+        ("hidden", "llama4", 1),
+        ("again", "llama", None),
+    ):
+        model = make(kind, "ringattn", torch.float32).eval()
+        wrong = rank_of_mistakes in (-1, Ring().rank)
+        with torch.no_grad(), RingCache(model, Ring(), max_tokens=64) as cache:
+            if name == "again":
+                model(tokens(20), past_key_values=cache)
+            # whatever is computed from here on is too much
+            model.get_input_embeddings().register_forward_pre_hook(lambda *_: 1 / 0)
+            mistake: dict[str, Any] = {"assistant_early_exit": layers} if wrong else {}
+            length = 20 if wrong or name != "again" else 21
+            try:
+                model.generate(tokens(length), **GREEDY, **mistake, past_key_values=cache)
+            except (ValueError, NotImplementedError) as error:
+                found[name] = f"{type(error).__name__}: {error}"
+    return found
+
+
+UNUSABLE = {
+    "none": "ValueError: assistant_early_exit must be from 1 to the 2 layers of the model, got 0; ",
+    "most": "ValueError: assistant_early_exit must be from 1 to the 2 layers of the model, got 3; ",
+    "but one": "ValueError: assistant_early_exit must be from 1 to the 2 layers of the model, got -1; ",
+    "word": "ValueError: assistant_early_exit must be from 1 to the 2 layers of the model, got '1'; ",
+    "fixed": "NotImplementedError: assistant_early_exit must be left out with GptOssForCausalLM",
+    "hidden": "NotImplementedError: assistant_early_exit must be left out with Llama4ForCausalLM",
+    "again": "ValueError: sequences must be longer than the 20 tokens that the cache has, got 20; ",
+}
+
+
+@pytest.mark.dist
+def test_what_can_not_be_generated_is_refused_on_every_rank_before_anything_is_computed(pool: Pools) -> None:
+    found = refused_drafts(-1)
+    for name, told in UNUSABLE.items():
+        assert found[name].startswith(told), name
+    for rank, found in enumerate(pool(2).run(refused_drafts, 1)):
+        for name, told in UNUSABLE.items():
+            assert found[name].startswith(told if rank == 1 else f"ValueError: ring rank 1 refused: {told}"), name
 
 
 def embedded() -> tuple[Tensor, Tensor]:
@@ -498,6 +665,13 @@ def test_a_call_that_fails_leaves_nothing_behind() -> None:
         hook.remove()
         assert cache.get_seq_length() == 20
         assert torch.equal(model(tokens(3, seed=1), past_key_values=cache).logits, expected)
+    with torch.no_grad(), RingCache(model, Ring(), max_tokens=40, batch=2) as cache:
+        hook = model.model.layers[1].register_forward_pre_hook(lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            model(tokens(19, seed=2), past_key_values=cache)
+        hook.remove()
+        assert cache.batch_size == -1, "other sequences may come next"
+        assert model(tokens(20, rows=2), past_key_values=cache).logits.shape[0] == 2
 
 
 def test_other_caches_are_refused() -> None:

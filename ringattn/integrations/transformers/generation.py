@@ -24,21 +24,31 @@ Note [Alike on all ranks]
 Note [Beams]
     Sequences that go on from the same one share its full pages, so beams take no more room than sequences do: reordering copies
     at most the last, partly filled page of each.
+
+Note [Drafts]
+    With `assistant_early_exit` the model proposes tokens by its first layers and checks them by all. What the first layers keep of
+    a token is the same either way, so a draft goes on in the cache itself, and when it ends the cache is cropped to where it
+    began: the check brings the draft's tokens anew, for all layers. A draft takes no memory of its own, and ranks share its calls
+    like any other.
+    transformers would keep the cache of one draft for the next. It is given a `_Drafted` instead, from which nothing can be taken
+    back. How many layers there are it says by changing the model's config, for as long as no error comes between. So `generate`
+    puts back what was changed on the model (`_unchanged`), however it ends.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from hashlib import blake2b
 from math import ceil
 from types import TracebackType
 from typing import Any, NoReturn, SupportsIndex
 
 import torch
-from torch import Tensor
-from transformers import Cache, GenerationConfig, PreTrainedModel
+from torch import Tensor, nn
+from transformers import Cache, GenerationConfig, PretrainedConfig, PreTrainedModel
 
 from ringattn.inference import PagedKVCache
 from ringattn.inference.step import MOST_DECODED
@@ -53,6 +63,8 @@ SHOWN = 400
 """Letters of what generate is called with that an error shows."""
 _OWN = ("past_key_values", "streamer")
 """Arguments of generate that each rank has for itself: who listens may listen on one rank only."""
+_LEARNT = ("num_assistant_tokens", "assistant_confidence_threshold")
+"""What a call of generate may leave in the generation config for the next one, if asked to."""
 _PASSED_ON = ("output_router_logits", "output_attentions")
 _TAKEN = (
     "attention_mask",
@@ -135,7 +147,8 @@ class RingCache(Cache):
         self._forked = False  # whether sequences were repeated, which may then be kept by different ranks
         self._unwrap: Callable[[], None] | None = None
         self._recorder = choose_recorder(graphs, model, self.kv)
-        self._decoding: Decoding | None = None  # made with the model's own forward, at the first call
+        # by layers that are called (Note [Drafts]); made with the model's own forward, at the first call
+        self._decodings: dict[int, Decoding] = {}
 
     def __enter__(self) -> RingCache:
         """Wraps forward and generate of the model, on this instance of it."""
@@ -151,7 +164,7 @@ class RingCache(Cache):
         assert self._unwrap is not None, "a cache that is left was entered"
         self._unwrap()
         kv, self.kv, self._requests = self.kv, None, []
-        self._recorder = self._decoding = None
+        self._recorder, self._decodings = None, {}
         if kind is None and kv is not None:
             kv.accord.compare("what the model was called with before the RingCache was left")
 
@@ -258,23 +271,50 @@ class RingCache(Cache):
     def _generate(self, generate: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A call of the model's own generate with this cache (Note [Alike on all ranks])."""
         kv = self._open()
+        try:
+            _check_early_exit(self._model, args, kwargs)
+            _check_longer(self.get_seq_length(), args, kwargs)
+        except (ValueError, NotImplementedError) as error:
+            self.ring.refuse(error)
         if self.ring.world_size == 1:
-            return generate(*args, **kwargs)
+            return self._run(generate, args, kwargs)
         said = {name: value for name, value in kwargs.items() if name not in _OWN}
         words = _in_words([*args, said, self._model.generation_config])
         digest = blake2b(words.encode(), digest_size=8).hexdigest()
         self.ring.agree("what generate is called with", f"{words[:SHOWN]}, digest {digest}")
         _share_generators(self.ring, kv.device)
-        self._generating, self._compared = self._generating + 1, False
-        try:
-            out = generate(*args, **kwargs)
-        finally:
-            self._generating -= 1
+        self._compared = False
+        out = self._run(generate, args, kwargs)
         kv.accord.note("generate", _hash(out if isinstance(out, Tensor) else out.sequences)[None])
         kv.accord.compare("what generate returns")
         return out
 
+    def _run(self, generate: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A call of generate that leaves the model as it was."""
+        self._generating += 1
+        try:
+            with _unchanged(self._model):
+                return generate(*args, **kwargs)
+        finally:
+            self._generating -= 1
+
+    def _draft(self, generate: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A call of the model's own generate, by which it proposes tokens to itself (Note [Drafts])."""
+        before, settings = self.get_seq_length(), kwargs["generation_config"]  # the draft's own
+        settings.cache_implementation = None  # 4.x asks for a new cache
+        if before:
+            settings.prefill_chunk_size = None  # what comes after the prompt is few tokens
+        try:
+            out = generate(*args, **{**kwargs, "past_key_values": self})
+        finally:
+            self._crop(before)
+        out.past_key_values = _Drafted()
+        return out
+
     def _crop(self, length: int) -> None:
+        if length == 0:
+            # whoever comes next may be other sequences
+            return self.reset()
         for request in self._requests:
             self._open().crop(request, length)
 
@@ -305,6 +345,8 @@ class RingCache(Cache):
         """A call of the model, whose own forward is given, with this cache and these arguments."""
         kv = self._open()
         name = "inputs_embeds" if given.get("input_ids") is None else "input_ids"
+        if self._generating:
+            given = _drop_cached(given, name, self._firsts, self.get_seq_length())
         firsts, compared = self._agree(given, name)
         new = given[name].to(kv.device)
         n, before = new.shape[1], self.get_seq_length()
@@ -337,9 +379,10 @@ class RingCache(Cache):
 
     def _decode(self, forward: Callable[..., Any], new: Tensor, positions: Tensor, last: int) -> Any:
         """A call with few tokens, of whose last ones logits are wanted."""
-        if self._decoding is None:
-            self._decoding = Decoding(forward, self._open(), self._recorder, patience=2)
-        out = self._decoding.run(self._requests, new, positions=positions, last=last, alike=self._is_alike())
+        layers = _layers(self._model)
+        if layers not in self._decodings:
+            self._decodings[layers] = Decoding(forward, self._open(), self._recorder, patience=2)
+        out = self._decodings[layers].run(self._requests, new, positions=positions, last=last, alike=self._is_alike())
         # callers may keep them
         out.logits = out.logits.clone()
         return out
@@ -435,6 +478,16 @@ class _Layer:
     supports_early_init = False
 
 
+class _Drafted:
+    """What transformers takes for the cache of a draft, of which nothing is left (Note [Drafts])."""
+
+    def get_seq_length(self) -> int:
+        return 0
+
+    def crop(self, tokens_to_remove: int) -> None:
+        pass
+
+
 def cache_sizes(model: PreTrainedModel) -> tuple[int, int, int, int]:
     """Layers, key heads, and the dims of their keys and values."""
     config = model.config.get_text_config(decoder=True)
@@ -444,7 +497,11 @@ def cache_sizes(model: PreTrainedModel) -> tuple[int, int, int, int]:
     if getattr(config, "qk_rope_head_dim", None) and getattr(config, "qk_nope_head_dim", None):
         # latent attention, which gives attention keys of all heads
         head_dim = config.qk_nope_head_dim + config.qk_rope_head_dim
-    return config.num_hidden_layers, kv_heads, head_dim, getattr(config, "v_head_dim", None) or head_dim
+    return _layers(model), kv_heads, head_dim, getattr(config, "v_head_dim", None) or head_dim
+
+
+def _layers(model: PreTrainedModel) -> int:
+    return model.config.get_text_config(decoder=True).num_hidden_layers
 
 
 class _Wrapper:
@@ -487,12 +544,19 @@ def _wrap(model: PreTrainedModel) -> Callable[[], None]:
         return cache._call(original, given) if isinstance(cache, RingCache) else original(*args, **kwargs)
 
     wrapped: dict[str, Callable[..., Any]] = {"forward": _Wrapper(forward, original)}
+    generating: list[RingCache] = []
     if callable(original_generate):
 
         def generate(*args: Any, **kwargs: Any) -> Any:
             cache = kwargs.get("past_key_values")
             if isinstance(cache, RingCache) and cache._model is model:
-                return cache._generate(original_generate, args, kwargs)
+                generating.append(cache)
+                try:
+                    return cache._generate(original_generate, args, kwargs)
+                finally:
+                    generating.pop()
+            if generating and _is_draft(kwargs):
+                return generating[-1]._draft(original_generate, args, kwargs)
             return original_generate(*args, **kwargs)
 
         wrapped["generate"] = _Wrapper(generate, original_generate)
@@ -512,6 +576,84 @@ def _wrap(model: PreTrainedModel) -> Callable[[], None]:
                 model.__dict__[name] = own
 
     return unwrap
+
+
+def _is_draft(given: dict[str, Any]) -> bool:
+    """Whether transformers asks for tokens to check, by these arguments of generate."""
+    ours = isinstance(given.get("past_key_values"), _Drafted | None)
+    return ours and bool(getattr(given.get("generation_config"), "is_assistant", False))
+
+
+@contextlib.contextmanager
+def _unchanged(model: PreTrainedModel) -> Iterator[None]:
+    """Puts back what is changed inside on the configs of a model, all but what generation learns for the next time."""
+    found = (getattr(part, "config", None) for part in model.modules())
+    settings = model.generation_config
+    changeable = {id(x): x for x in (*found, settings) if isinstance(x, PretrainedConfig | GenerationConfig)}
+    were = [(x, dict(vars(x))) for x in changeable.values()]
+    try:
+        yield
+    finally:
+        for config, was in were:
+            now = vars(config)
+            learnt = {name: now[name] for name in _LEARNT if config is settings and name in now}
+            # never without what there was, since others may read it
+            now.update(was | learnt)
+            for name in now.keys() - was.keys() - learnt.keys():
+                del now[name]
+
+
+def _check_early_exit(model: PreTrainedModel, args: tuple[Any, ...], given: dict[str, Any]) -> None:
+    """Refuses layers to draft with that the model has not, or that transformers can not leave out."""
+    passed = given.get("generation_config", args[1] if len(args) > 1 else None)
+    asked = (given, vars(passed) if passed is not None else {}, vars(model.generation_config))
+    layers = next((x for where in asked if (x := where.get("assistant_early_exit")) is not None), None)
+    if layers is None:
+        return
+    whole = _layers(model)
+    if not isinstance(layers, int) or not 1 <= layers <= whole:
+        raise ValueError(
+            f"assistant_early_exit must be from 1 to the {whole} layers of the model, got {layers!r}; leave it out to decode "
+            "without drafts"
+        )
+    base: Any = getattr(model, model.base_model_prefix, None)
+    told = getattr(base, "config", None) is model.config.get_text_config(decoder=True)
+    if not told or not any(map(_counts_layers, {type(part) for part in base.modules()})):
+        raise NotImplementedError(
+            f"assistant_early_exit must be left out with {type(model).__name__}, whose layers transformers can not leave out, "
+            f"got {layers}; pass a smaller model as assistant_model, or prompt_lookup_num_tokens"
+        )
+
+
+def _counts_layers(kind: type[nn.Module]) -> bool:
+    """Whether the forward of modules of a kind asks the config how many layers there are; True where that can not be told."""
+    code = getattr(inspect.unwrap(kind.forward), "__code__", None)
+    return code is None or "num_hidden_layers" in code.co_names
+
+
+def _check_longer(before: int, args: tuple[Any, ...], given: dict[str, Any]) -> None:
+    """Refuses whole sequences, by these arguments of generate, that bring nothing after the tokens that the cache has."""
+    named = (given.get(name) for name in ("inputs_embeds", "input_ids", "inputs"))
+    whole, mask = next((x for x in (*named, *args[:1]) if x is not None), None), given.get("attention_mask")
+    # the new tokens alone come with a mask of all
+    if not before or whole is None or (mask is not None and mask.shape[1] != whole.shape[1]):
+        return
+    if whole.shape[1] <= before:
+        raise ValueError(
+            f"sequences must be longer than the {before} tokens that the cache has, got {whole.shape[1]}; give them whole, "
+            "or call reset() before other prompts and after a call of generate that failed"
+        )
+
+
+def _drop_cached(given: dict[str, Any], name: str, firsts: list[int], before: int) -> dict[str, Any]:
+    """A call's arguments without the tokens that the cache has, which 5.x brings again when a turn begins with candidates."""
+    new, positions = given.get(name), given.get("position_ids")
+    if new is None or positions is None or positions.dim() != 2 or not 0 < before < new.shape[1]:
+        return given
+    n = new.shape[1]
+    if not bool((positions[:, -1].cpu() + torch.tensor(firsts) == n - 1).all()):
+        return given
+    return {**given, name: new[:, before:], "position_ids": positions[:, before:]}
 
 
 def _in_words(value: Any) -> str:
