@@ -962,7 +962,8 @@ def serving() -> str:
         return ""
     parts = [
         "### The server\n\nStreamed greedy answers over HTTP, from a client beside the server; median / 95th percentile. Prompts "
-        "are random tokens, each one new. `launch/bench_server.py` has the definitions.",
+        "are random tokens, each one new. `launch/bench_server.py` has the definitions. m8 and m32 have the shape of Llama 3 8B "
+        "with 8 and 4 layers and random weights, whose scores lie close together: in bfloat16 other batches round to other tokens.",
         *(
             f"Run {index + 1}, {server_told(run['machine'])}; {source(run['machine'])}"
             for index, run in enumerate(runs)
