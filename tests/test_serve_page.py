@@ -10,9 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch import Tensor
 
 from ringattn.launch.serving.http import read_page
-from tests.serving import FakeRunner, Served, text_of
+from ringattn.launch.serving.scheduling import Plan
+from tests.serving import STOP, FakeRunner, Served, text_of
 from tests.test_serve_http import going_on
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
@@ -139,10 +141,19 @@ def test_what_a_model_says_is_text_and_never_markup(page):
         served.close()
 
 
+class Endless(FakeRunner):
+    """Never stops by itself."""
+
+    def run(self, plan: Plan) -> Tensor:
+        logits = super().run(plan)
+        logits[:, STOP] = -float("inf")
+        return logits
+
+
 def test_stopping_an_answer_frees_its_pages(page):
     from playwright.sync_api import expect
 
-    served = Served(FakeRunner(pages=300, page_size=16, step_s=0.02))
+    served = Served(Endless(pages=300, page_size=16, step_s=0.02))
     try:
         page.goto(served.url)
         expect(page.locator("#status")).to_have_text("ready")
