@@ -423,7 +423,7 @@ class _Running:
 
 
 def run_trials(args: FaultArgs, device: str, folder: Path) -> list[Verdict]:
-    """All trials, `args.parallel` at a time; a batch is followed by a look at the devices."""
+    """All trials, `args.parallel` at a time; a batch is followed by a look at the devices, and recorded."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["ringattn.launch.faults", "ringattn", "ringattn.inference"])
     trials = [
@@ -449,12 +449,42 @@ def run_trials(args: FaultArgs, device: str, folder: Path) -> list[Verdict]:
         for verdict in found:
             verdict.usable = usable
         verdicts += found
+        record(args, verdicts, found)
         print(f"{len(verdicts)} of {len(trials)} trials, {sum(not one.good for one in verdicts)} bad", flush=True)
     return verdicts
 
 
+def record(args: FaultArgs, verdicts: Sequence[Verdict], new: Sequence[Verdict]) -> None:
+    """Keeps all verdicts so far, and says which of the new ones are bad: a run that is cut off has said so.
+
+    Args:
+        args: Of the command.
+        verdicts: All so far.
+        new: The last of them.
+    """
+    for index, verdict in enumerate(verdicts):
+        if verdict.good or index < len(verdicts) - len(new):
+            continue
+        ends = ", ".join(
+            f"rank {one.rank} code {one.code}" + (f" after {one.seconds:.1f} s" if one.seconds is not None else "")
+            for one in verdict.outcomes
+        )
+        facts = f"happened {verdict.happened}, ended {verdict.ended}, named {verdict.named}, usable {verdict.usable}"
+        print(f"bad: {verdict.trial}: {facts}: {ends}", flush=True)
+        for one in verdict.outcomes:
+            path = args.out / f"{index}-{verdict.trial.fault}-rank{one.rank}.txt"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(one.said)
+    rows = [asdict(one) for one in verdicts]
+    for row in rows:
+        for outcome in row["outcomes"]:
+            outcome["said"] = outcome["said"][-300:]
+    facts = {"ranks": args.ranks, "timeout": args.timeout, "what": args.what}
+    write_json(args.out / "faults.json", facts | {"trials": rows})
+
+
 def show(verdicts: Sequence[Verdict]) -> None:
-    """Prints a line per fault, and every bad trial."""
+    """Prints a line per fault."""
     lines = []
     for fault in FAULTS:
         found = [one for one in verdicts if one.trial.fault == fault]
@@ -474,12 +504,6 @@ def show(verdicts: Sequence[Verdict]) -> None:
         "slowest s",
     ]
     table("lost ranks", names, lines)
-    for verdict in verdicts:
-        if not verdict.good:
-            ends = ", ".join(f"rank {one.rank} code {one.code}" for one in verdict.outcomes)
-            print(
-                f"bad: {verdict.trial}: happened {verdict.happened}, ended {verdict.ended}, named {verdict.named}: {ends}"
-            )
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -500,17 +524,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         verdicts = run_trials(args, device, Path(folder))
     bad = [one for one in verdicts if not one.good]
     show(verdicts)
-    for index, verdict in enumerate(bad):
-        for one in verdict.outcomes:
-            path = args.out / f"{index}-{verdict.trial.fault}-rank{one.rank}.txt"
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(one.said)
-    rows = [asdict(one) for one in verdicts]
-    for row in rows:
-        for outcome in row["outcomes"]:
-            outcome["said"] = outcome["said"][-300:]
-    facts = {"ranks": args.ranks, "timeout": args.timeout, "what": args.what}
-    write_json(args.out / "faults.json", facts | {"trials": rows})
     colour = "red" if bad or not verdicts else "green"
     print(f"{colour}: {len(verdicts) - len(bad)} of {len(verdicts)} trials good, {time.perf_counter() - began:.1f} s")
     with contextlib.suppress(OSError):

@@ -80,6 +80,22 @@ def test_a_fault_that_did_not_happen_proves_nothing() -> None:
     assert not faults.judge(trial, [_outcome(0), _outcome(1, -9)], False, 5.0).good
 
 
+def test_what_was_bad_is_said_and_kept_before_the_next_trials_begin(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    args = faults.FaultArgs(out=tmp_path)
+    good, bad = (
+        faults.judge(faults.Trial("kill", 1, 1, 0.0), [_outcome(0, **wrong), _outcome(1, -9)], True, 5.0)
+        for wrong in ({}, {"code": None, "seconds": None, "said": "still here"})
+    )
+    faults.record(args, [good, bad], [bad])
+    assert "ended False" in capsys.readouterr().out
+    assert (tmp_path / "1-kill-rank0.txt").read_text() == "still here"
+    faults.record(args, [good, bad, good], [good])
+    assert not capsys.readouterr().out
+    assert len(json.loads((tmp_path / "faults.json").read_text())["trials"]) == 3
+
+
 def test_a_rank_of_another_shape_is_told_too() -> None:
     trial = faults.Trial("shape", 1, 0, 0.0)
     assert faults.judge(trial, [_outcome(0), _outcome(1)], True, 5.0).good
