@@ -75,7 +75,8 @@ def source(machine: Row) -> str:
 def correctness() -> str:
     """Runs, and the worst error over budget, by dtype."""
     parts = []
-    for name in ("check1.json", "check4.json", "check4-ring.json"):
+    moved = ("gathered", "staged", "process_group")
+    for name in ("check1.json", "check4.json", *(f"check4-{how}.json" for how in moved)):
         found = load(name)
         rows = found["rows"]
         dtypes = sorted({row["dtype"] for row in rows})
