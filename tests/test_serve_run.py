@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import os
 import random
@@ -27,6 +28,7 @@ import torch
 from ringattn.launch import bench
 from ringattn.launch.distributed import Rank
 from ringattn.launch.serve import main
+from ringattn.launch.serving import run
 from ringattn.launch.serving.channel import FRAME, Channel
 from ringattn.launch.serving.config import KEY, TINY, ServeArgs, parse
 from ringattn.launch.serving.models import load
@@ -378,6 +380,18 @@ def _hear(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
             heard.append(channel.receive())
     channel.close()
     return heard
+
+
+def test_what_was_there_before_a_server_began_is_no_business_of_its_collector() -> None:
+    mine = [object()]
+    assert any(x is mine for x in gc.get_objects())
+    try:
+        run.settle()
+        assert not any(x is mine for x in gc.get_objects())
+        later = [object()]
+        assert any(x is later for x in gc.get_objects())
+    finally:
+        gc.unfreeze()
 
 
 def test_messages_of_any_length_arrive_whole(pool):
