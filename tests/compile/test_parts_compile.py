@@ -32,13 +32,13 @@ def test_a_finishing_program_waits_for_memory_twice(capability: int, parts: int,
     weights = [i for i, line in enumerate(code) if "MUFU.EX2" in line]
     # one 2^x comes before: that of the sinks
     early = [i for i in loads if i < weights[1]]
-    if tile.rows == 1 and triton.__version__.startswith("3.8."):
-        # Triton 3.8.0 asks for the last of acc between the first weights, which need m alone
-        assert len(early) > 0.7 * len(loads)
-        return
+    # Triton 3.8.0 asks for the last of acc between the first weights of a row alone, which need m
+    share = 0.7 if tile.rows == 1 and triton.__version__.startswith("3.8.") else 1.0
     if tile.rows == 1:
-        assert early == loads, "m, l and acc of all parts are asked for before the first of them is used"
-    assert len(early) >= 3 * tile.together
+        assert len(early) >= share * len(loads), (
+            "m, l and acc of all parts are asked for before the first of them is used"
+        )
+    assert len(early) >= share * 3 * tile.together
 
 
 def build_one_shot(capability: int, ranks: int, rows: int, columns: int, *, sinks: bool, parts: int = 6):
