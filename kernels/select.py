@@ -72,7 +72,7 @@ class _Row:
 
 
 HOPPER_TRITON = ("3.6", "3.7", "3.8")
-"""Triton versions the Hopper kernels were compiled for and emulated on by the tests; they were run with 3.6 and 3.8.
+"""Triton versions on which the tests compile the Hopper kernels; the emulator runs them on 3.7, GPUs ran them with 3.6 and 3.8.
 
 Gluon is young: another version may compile them to something else, so it is refused until the tests have passed there."""
 

@@ -120,7 +120,7 @@ def run_rank(args: ServeArgs) -> int:
 def settle() -> None:
     """What was made until now lives as long as the server: the garbage collector need not look at it again.
 
-    A full collection looks at some 400,000 objects of imported modules, and every rank waits for the one that makes it.
+    A full collection looks at every object of all imported modules, and every rank waits for the one that makes it.
     """
     gc.collect()
     gc.freeze()
