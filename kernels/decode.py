@@ -123,6 +123,7 @@ def num_splits(
     *,
     head_dim: int = 128,
     kv_dtype: torch.dtype = torch.bfloat16,
+    alike: bool = False,
 ) -> int:
     """How many partials a decode call should leave: enough to fill the device, few enough to be cheap to merge.
 
@@ -136,6 +137,7 @@ def num_splits(
         device: Of the pool.
         head_dim: The larger of q's and v's.
         kv_dtype: Of the pool.
+        alike: Requests are about equally long: pieces of prompts.
 
     Returns:
         At least 1; the same for all content of a table, so that buffers and CUDA graphs can be made ahead.
@@ -145,7 +147,8 @@ def num_splits(
     from ringattn.kernels.portable.configs import kind_of
 
     config = decode_configs.choose(kind_of(device), kv_dtype.itemsize, head_dim, s * h // hk)
-    return decode_configs.splits(b, s, h, hk, blocks, page_size, decode_configs.multiprocessors(device), config)
+    sms = decode_configs.multiprocessors(device)
+    return decode_configs.splits(b, s, h, hk, blocks, page_size, sms, config, alike=alike)
 
 
 def tile_tokens(

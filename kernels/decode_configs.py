@@ -168,11 +168,23 @@ def least_blocks(s: int, group: int, page_size: int) -> int:
     return -(-max(MIN_TOKENS, PARTS_ROOM * s * group) // page_size)
 
 
-def splits(b: int, s: int, h: int, hk: int, blocks: int, page_size: int, sms: int, config: Config) -> int:
-    """The height of the stack: `kernels.decode.num_splits` for a device of `sms` multiprocessors."""
+def splits(
+    b: int, s: int, h: int, hk: int, blocks: int, page_size: int, sms: int, config: Config, *, alike: bool = False
+) -> int:
+    """The height of the stack: `kernels.decode.num_splits` for a device of `sms` multiprocessors.
+
+    Example:
+        >>> one = Config(64, 4, 3, 2)
+        >>> [splits(b, 16, 32, 8, 1024, 64, 132, one) for b in (2, 8, 32)]
+        [33, 17, 16]
+        >>> [splits(b, 16, 32, 8, 1024, 64, 132, one, alike=True) for b in (2, 8, 32)]
+        [17, 5, 2]
+    """
     if s * h // hk > MANY_ROWS:
         return shares((blocks,) * b, s, h, hk, page_size, sms, config)
     full = slots(s, h, hk, sms, config)
+    if alike:
+        return max(1, min(-(-full // max(b, 1)), -(-blocks // least_blocks(s, h // hk, page_size))))
     alone = slots(s, h, hk, sms, replace(config, per_sm=1))
     wanted = min(full, max(-(-UNEVEN * full // max(b, 1)), alone))
     return max(1, min(wanted, -(-blocks // least_blocks(s, h // hk, page_size))))

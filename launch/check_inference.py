@@ -26,6 +26,7 @@ from ringattn.launch.histories import (
     CROWD,
     LONG,
     OPTIONS,
+    PACKED,
     PADDED,
     Answer,
     Definition,
@@ -97,7 +98,7 @@ def inference_cases(*, quick: bool, device: str) -> Iterator[InferenceCase]:
         sizes = Sizes(dtype=DTYPES[dtype], **(size | changes))
         return InferenceCase(f"inference: {title}", dtype, History(sizes, ops, **named))
 
-    histories = {"chunks": CHUNKS, "crowd": CROWD, "padded": PADDED}
+    histories = {"chunks": CHUNKS, "crowd": CROWD, "packed": PACKED, "padded": PADDED}
     for title, ops in histories.items():
         yield case(title, ops, main, {})
     if quick:

@@ -5,6 +5,7 @@ Owns the play on ranks and the definition beside it. Refuses to know how either 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,11 +13,15 @@ import torch
 from torch import Tensor
 
 from ringattn import Ring, attention_reference
-from ringattn.inference import PagedKVCache, attend
+from ringattn.inference import PagedKVCache, StaticStep, attend
 
 Op = tuple[Any, ...]
 """("join", name, reserve, first), ("fork", name, parent, length, reserve), ("crop", name, length), ("leave", name) or
-("extend", names, counts, mode, alike). Names are integers of the history."""
+("extend", names, counts, mode, alike). Names are integers of the history; a mode beside those of `extend` is "packed": into one
+static step of PIECES that serves the whole history."""
+
+PIECES = (64, 4)
+"""Pieces of the packed step, and rows of each."""
 
 
 @dataclass(frozen=True)
@@ -120,6 +125,7 @@ def play(history: History, ring: Ring, device: torch.device | str) -> list[Answe
         pool.fill_(float("nan"))
     tensors = {name: x.to(device) for name, x in history.tensors().items()}
     known: dict[int, int] = {}
+    packed: StaticStep | None = None
     answers = []
     for index, op in enumerate(history.ops):
         what, name, *rest = op
@@ -133,19 +139,40 @@ def play(history: History, ring: Ring, device: torch.device | str) -> list[Answe
             cache.leave(known.pop(name))
         else:
             counts, mode, alike = rest
-            step = cache.extend([known[one] for one in name], counts, mode=mode, alike=alike)
-            answer = Answer(step.mode, step.taken.cpu(), ())
+            requests = [known[one] for one in name]
+            if mode == "packed":
+                packed = packed or cache.static_step(*PIECES, max_tokens=cache.capacity_tokens, packed=True)
+                step, rows = cache.extend(requests, counts, into=packed), _rows_of(counts, PIECES[1])
+            else:
+                step, rows = cache.extend(requests, counts, mode=mode, alike=alike), None
+            answer = Answer(step.mode, step.taken.cpu() if rows is None else torch.arange(len(rows)), ())
             for layer in range(sizes.layers):
-                local = (step.take(x.to(device)) for x in history.tokens(index, layer))
+                local = [x.to(device) for x in history.tokens(index, layer)]
+                if rows is None:
+                    local = [step.take(x) for x in local]
+                else:
+                    # rows that hold no token may hold anything
+                    local = [
+                        x.new_full((1, step.rows, *x.shape[2:]), 7.0).index_copy(1, rows.to(device), x) for x in local
+                    ]
                 o = attend(
                     step, layer, *local, moves=history.moves, reads=history.reads, **history.of_layer(layer), **tensors
-                )
-                answer.layers.append(o.cpu())
+                ).cpu()
+                answer.layers.append(o if rows is None else o[:, rows])
                 if ring.seat.buffers.num_bytes():
                     ring.seat.buffers.poison()
             answer.moved = step.moved
             answers.append(answer)
     return answers
+
+
+def _rows_of(counts: Sequence[int], new: int) -> Tensor:
+    """Where a packed step has the new tokens of its requests: `sum(counts)` int64."""
+    rows, begin = [], 0
+    for count in counts:
+        rows.append(torch.arange(begin, begin + count))
+        begin += -(-count // new) * new
+    return torch.cat(rows)
 
 
 def join_answers(by_rank: list[Answer]) -> list[Tensor]:
@@ -272,6 +299,24 @@ CROWD: tuple[Op, ...] = (
     extend((1, 2, 3), (16, 16, 16)),
 )
 """Requests that share beginnings and steps."""
+
+PACKED: tuple[Op, ...] = (
+    ("join", 0, 120, 0),
+    ("join", 1, 60, 0),
+    extend((0, 1), (41, 7), "packed"),
+    ("fork", 2, 0, 30, 90),
+    ("join", 3, 50, 0),
+    extend((0, 1, 2), (1, 1, 1)),
+    extend((2, 3, 0), (33, 4, 1), "packed"),
+    extend((3,), (16,)),
+    ("crop", 0, 35),
+    extend((1,), (50,), "packed"),
+    extend((2, 0), (9, 20), "prefill"),
+    ("leave", 2),
+    extend((0, 3), (6, 8), "packed"),
+    extend((0, 1, 3), (2, 2, 2)),
+)
+"""Prompts, and what goes on from them, as steps of decoding in pieces."""
 
 PADDED: tuple[Op, ...] = (
     ("join", 0, 80, 0),

@@ -46,6 +46,7 @@ class FakeRunner:
 
     def run(self, plan: Plan) -> Tensor:
         self.steps.append(tuple(plan.counts))
+        assert not (plan.packed and plan.decodes)
         if self.step_s:
             time.sleep(self.step_s)
         at = 0

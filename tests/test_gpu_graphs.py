@@ -96,6 +96,35 @@ def _batches(rank: int, world_size: int) -> None:
             assert all(torch.equal(bits, x) for x in both), f"rank {rank}, {name}"
 
 
+def _prompts(rank: int, world_size: int) -> None:
+    """Short prompts, ends of longer ones and turns are replayed in pieces, between decoding steps, as the ring computes them."""
+    for name, ring in rings(world_size).items():
+        model, graphs, plain, requests = twins(ring, (700, 90, 333, 64), pieces=(2, 8, 32), batches=batch_sizes(8))
+        graphs.prepare()
+        assert (graphs.recorded, graphs.most_pieces, graphs.refusal) == (7, 32, None)
+        draw = random.Random(0)
+        for seed in range(24):
+            if seed % 3 == 0:
+                late, _ = [one._cache.join(900) for one in (graphs, plain)]
+                requests.append(late)
+            chosen = draw.sample(requests[-8:], draw.randint(1, 4))
+            counts = [draw.choice((1, 3, 16, 33, 100, 128)) for _ in chosen]
+            ids = torch.randint(1000, (sum(counts),), generator=torch.Generator().manual_seed(seed))
+            found = graphs.run_packed(chosen, counts, ids)
+            assert found is not None
+            found = found.clone()
+            wanted = run_step(model, plain._cache.extend(chosen, counts, mode="prefill"), ids)
+            assert found.shape == wanted.shape
+            assert apart(found, wanted) < 0.03, f"rank {rank}, {name}, step {seed}: {apart(found, wanted)}"
+            assert apart(graphs._cache.k, plain._cache.k) < 0.03, f"rank {rank}, {name}, keys of step {seed}"
+            ids = (
+                ids[: len(chosen), None].contiguous() if len(ids) >= len(chosen) else torch.ones(len(chosen), 1).long()
+            )
+            found_next, wanted_next = (one.run(chosen, ids).logits for one in (graphs, plain))
+            assert apart(found_next, wanted_next) < 0.03, f"rank {rank}, {name}, token after step {seed}"
+        assert (graphs.recorded, graphs.refusal) == (7, None)
+
+
 def _generation(rank: int, world_size: int) -> None:
     """Greedy, sampled, padded on the left, beams, and guesses that are taken back: token by token the same."""
     prompts = {"input_ids": tokens(21, rows=3).cuda()}
@@ -183,7 +212,7 @@ def _lost(rank: int, world_size: int) -> None:
         graphs.run(requests, ids)
 
 
-ALONE: list[Callable[[int, int], None]] = [_batches, _generation, _refusals]
+ALONE: list[Callable[[int, int], None]] = [_batches, _prompts, _generation, _refusals]
 BODIES = [*ALONE, _lost]
 
 

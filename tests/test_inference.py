@@ -21,6 +21,7 @@ from ringattn.launch.histories import (
     CHUNKS,
     CROWD,
     OPTIONS,
+    PACKED,
     PADDED,
     Answer,
     Definition,
@@ -60,7 +61,7 @@ def test_every_option_is_right_for_every_history(pool: Pools, world_size: int, m
     # every option meets every history, and both of them either movement
     turn = moves == "queries"
     for (row, named), (column, ops) in itertools.product(
-        enumerate(OPTIONS.values()), enumerate((CHUNKS, CROWD, PADDED))
+        enumerate(OPTIONS.values()), enumerate((CHUNKS, CROWD, PACKED, PADDED))
     ):
         if (row + column) % 2 == turn:
             history = History(Sizes(), ops, moves=moves, **named)
@@ -72,7 +73,7 @@ def test_every_option_is_right_for_every_history(pool: Pools, world_size: int, m
 def test_pages_that_are_read_in_place_say_the_same(pool: Pools, world_size: int) -> None:
     # a third of the options on each number of ranks
     for named in (*OPTIONS.values(),)[WORLDS.index(world_size) :: len(WORLDS)]:
-        for ops in (CHUNKS, CROWD, PADDED):
+        for ops in (CHUNKS, CROWD, PACKED, PADDED):
             history = History(Sizes(layers=1), ops, reads="pages", **named)
             judge(history, pool(world_size).run(play_on_ring, history))
 
@@ -81,7 +82,7 @@ def test_pages_that_are_read_in_place_say_the_same(pool: Pools, world_size: int)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
 def test_every_dtype_is_right(pool: Pools, dtype: torch.dtype) -> None:
     for moves in ("keys", "queries"):
-        for ops in (CHUNKS, CROWD, PADDED):
+        for ops in (CHUNKS, CROWD, PACKED, PADDED):
             history = History(Sizes(dtype=dtype), ops, moves=moves, features=("sinks", "alibi_slopes"))
             judge(history, pool(2).run(play_on_ring, history))
 
@@ -101,8 +102,8 @@ def test_every_dtype_is_right(pool: Pools, dtype: torch.dtype) -> None:
 def test_every_shape_is_right(pool: Pools, sizes: Sizes) -> None:
     if sizes.page_size == 1:
         sizes = dataclasses.replace(sizes, pages=400)
-    for moves in ("keys", "queries", "auto"):
-        history = History(sizes, CROWD, moves=moves)
+    for moves, ops in (("keys", CROWD), ("queries", CROWD), ("auto", CROWD), ("auto", PACKED)):
+        history = History(sizes, ops, moves=moves)
         judge(history, pool(4).run(play_on_ring, history))
 
 
@@ -137,7 +138,10 @@ def histories(draw: st.DrawFn) -> History:
             if draw(st.booleans()):
                 counts, mode = (draw(st.integers(1, 16)),) * len(names), "decode"
             else:
-                counts, mode = tuple(draw(st.sampled_from([1, 2, 5, 17, 33, 50])) for _ in names), "prefill"
+                counts, mode = (
+                    tuple(draw(st.sampled_from([1, 2, 5, 17, 33, 50])) for _ in names),
+                    draw(st.sampled_from(["prefill", "packed"])),
+                )
             kept = [(name, count) for name, count in zip(names, counts, strict=True) if lengths[name][0] + count <= 120]
             if kept:
                 for name, count in kept:
@@ -535,7 +539,7 @@ def play_on_nodes(history: History) -> list[Answer]:
 @pytest.mark.dist
 def test_rings_of_two_levels_are_right(pool: Pools) -> None:
     for moves in ("keys", "queries"):
-        for ops in (CHUNKS, CROWD):
+        for ops in (CHUNKS, CROWD, PACKED):
             history = History(Sizes(), ops, moves=moves, **OPTIONS["everything"])
             judge(history, pool(4).run(play_on_nodes, history))
 

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ringattn.inference.pages import Pages
+from ringattn.launch.serving import scheduling
 from ringattn.launch.serving.prefixes import Prefixes, chain
 from ringattn.launch.serving.scheduling import Event, Job, NeverFits, Plan, QueueFull, Scheduler, apply_changes
 from tests.serving import STOP, FakeRunner, answer
@@ -32,11 +33,12 @@ class Bench:
         running: int = 64,
         waiting: int = 1000,
         keep: bool = True,
+        pieces: int = 0,
     ) -> None:
         self.runner = FakeRunner(2, pages, page_size)
         self.other = FakeRunner(2, pages, page_size)
         self.scheduler = Scheduler(
-            self.runner.books, chunk=chunk, most_running=running, most_waiting=waiting, keep=keep
+            self.runner.books, chunk=chunk, most_running=running, most_waiting=waiting, keep=keep, pieces=pieces
         )
         self.answers: dict[int, list[int]] = {}
         self.ended: dict[int, Event] = {}
@@ -47,6 +49,8 @@ class Bench:
         if plan is None:
             return False
         self.plans.append(plan)
+        pieces = sum(-(-count // 16) for count in plan.counts)
+        assert not plan.packed or pieces <= self.scheduler.pieces
         apply_changes(self.other.books, plan.changes)
         chosen = {}
         if plan.requests:
@@ -80,11 +84,22 @@ class Bench:
 
 
 @settings(deadline=None, max_examples=60)
-@given(st.integers(0, 2**32), st.sampled_from([1, 3, 8]), st.sampled_from([1, 7, 16, 64]), st.booleans())
-def test_every_request_gets_what_it_gets_alone_and_all_pages_come_back(seed, page_size, chunk, keep):
+@given(
+    st.integers(0, 2**32),
+    st.sampled_from([1, 3, 8]),
+    st.sampled_from([1, 7, 16, 64]),
+    st.booleans(),
+    st.sampled_from([0, 1, 2]),
+)
+def test_every_request_gets_what_it_gets_alone_and_all_pages_come_back(seed, page_size, chunk, keep, pieces):
     draw = random.Random(seed)
     bench = Bench(
-        pages=48 // page_size + 8, page_size=page_size, chunk=chunk, running=draw.choice([1, 3, 64]), keep=keep
+        pages=48 // page_size + 8,
+        page_size=page_size,
+        chunk=chunk,
+        running=draw.choice([1, 3, 64]),
+        keep=keep,
+        pieces=pieces,
     )
     wanted, cancelled = {}, set()
     stems = [[draw.randrange(1, 250) for _ in range(20)] for _ in range(3)]
@@ -109,6 +124,44 @@ def test_every_request_gets_what_it_gets_alone_and_all_pages_come_back(seed, pag
             assert bench.answers.get(name, []) == tokens
             assert bench.ended[name].finish in ("stop", "length")
     bench.assert_all_pages_come_back()
+
+
+def test_short_prompts_are_packed_and_take_turns_with_answers_and_long_ones():
+    bench = Bench(pages=800, page_size=4, chunk=100, pieces=4)
+    short, long = [7] * 40, list(range(1, 251)) * 4
+    bench.scheduler.add([job(0, [3]), job(1, long)])
+    bench.step()
+    bench.scheduler.add([job(2 + name, [name + 10, *short], 3) for name in range(3)])
+    bench.drain()
+    kinds = ["packed" if plan.packed else "decodes" if plan.decodes else "ring" for plan in bench.plans if plan.counts]
+    assert kinds[:8] == ["packed", "decodes", "ring", "decodes", "packed", "decodes", "ring", "decodes"]
+    # 41 tokens each are 3 pieces: one whole prompt and a piece of the next, which begins anew behind whole pages
+    packed = [plan.counts for plan in bench.plans if plan.packed]
+    assert packed[:3] == [[1], [32, 32], [9, 9, 32]]
+    # what is left of a long prompt is short
+    assert sum(plan.counts[0] for plan in bench.plans if plan.counts and not plan.decodes and not plan.packed) == 800
+    assert max(sum(plan.counts) for plan in bench.plans if not plan.packed) <= 100
+
+
+def test_a_few_tokens_with_a_long_past_are_not_packed(monkeypatch):
+    monkeypatch.setattr(scheduling, "MOST_KEYS", 600)
+    bench = Bench(pages=800, page_size=4, chunk=100, pieces=4)
+    past = [x % 250 + 1 for x in range(600)]
+    for name, tokens in enumerate((past, [*past, *[9] * 40], [*past[:250], *[9] * 40], past[1:20])):
+        bench.scheduler.add([job(name, tokens, 1)])
+        bench.drain()
+    kinds = [(sum(plan.counts), plan.packed) for plan in bench.plans if plan.counts]
+    assert (40, False) in kinds, "3 pieces of 640 tokens on 2 ranks"
+    assert (40, True) in kinds
+    assert kinds[-1] == (19, True)
+
+
+def test_short_prompts_whose_pieces_read_too_much_together_come_one_after_another(monkeypatch):
+    monkeypatch.setattr(scheduling, "MOST_KEYS", 50)
+    bench = Bench(pages=800, page_size=4, chunk=100, pieces=4)
+    bench.scheduler.add([job(name, [name + 1] * 30, 1) for name in range(3)])
+    bench.drain()
+    assert [plan.counts for plan in bench.plans if plan.packed] == [[30], [30], [30]]
 
 
 def test_a_prefix_is_computed_once():

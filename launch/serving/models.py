@@ -202,6 +202,10 @@ TURNS = (24, 100, 700)
 """New tokens that go on from the longest of them."""
 
 
+PIECES = (2, 4, 8, 16, 32)
+"""Pieces of 16 rows of the graphs for short prompts: products of 512 rows take not much longer than reading the weights."""
+
+
 class Replica:
     """One rank's part of every step.
 
@@ -209,7 +213,8 @@ class Replica:
         model: As loaded.
         cache: As made for it.
         most: Requests that decode together at most.
-        graphs: Whether decoding steps are replayed from CUDA graphs: None: where that can be; False: never; or what records them.
+        graphs: Whether steps of decoding and of short prompts are replayed from CUDA graphs: None: where that can be; False: never;
+            or what records them.
     """
 
     def __init__(self, model: Any, cache: PagedKVCache, most: int, graphs: bool | Recorder | None = None) -> None:
@@ -219,12 +224,18 @@ class Replica:
         self.books = cache.pages
         sizes = batch_sizes(most)
         recorder = choose_recorder(graphs, model, cache)
-        self._decoding = Decoding(model, cache, recorder, batches=sizes, most=len(sizes))
+        most_shapes = len(sizes) + len(PIECES)
+        self._decoding = Decoding(model, cache, recorder, batches=sizes, pieces=PIECES, most=most_shapes)
 
     @property
     def graphs(self) -> int:
-        """CUDA graphs that decoding steps are replayed from."""
+        """CUDA graphs that steps are replayed from."""
         return self._decoding.recorded
+
+    @property
+    def pieces(self) -> int:
+        """Pieces of short prompts that a step may bring as `Plan.packed`; 0: none."""
+        return self._decoding.most_pieces
 
     def prepare(self, longest: int | None = None) -> list[str]:
         """Computes prompts of several lengths and captures what can be captured, so that no request waits for a compiler.
@@ -241,7 +252,10 @@ class Replica:
         began = time.monotonic()
         self._decoding.prepare()
         if self.graphs:
-            said.append(f"decoding: {self.graphs} CUDA graphs captured in {time.monotonic() - began:.1f} s")
+            said.append(
+                f"decoding, and prompts of up to {16 * self.pieces} tokens: {self.graphs} CUDA graphs captured in "
+                f"{time.monotonic() - began:.1f} s"
+            )
         return said
 
     def _try_prompts(self, longest: int | None) -> int:
@@ -270,6 +284,10 @@ class Replica:
         if plan.decodes:
             logits = self._decoding.run(plan.requests, tokens[:, None]).logits[:, -1]
             return logits if len(plan.wanted) == len(plan.requests) else logits[plan.wanted]
+        if plan.packed:
+            logits = self._decoding.run_packed(plan.requests, plan.counts, tokens)
+            if logits is not None:
+                return logits if len(plan.wanted) == len(plan.requests) else logits[plan.wanted]
         step = self._cache.extend(plan.requests, plan.counts)
         if step.mode == "decode":
             tokens = tokens.view(len(plan.requests), -1)

@@ -14,6 +14,12 @@ Note [Policy]
     more where the others leave some, belongs to the prompt that waits longest, and the rest to those that are closest to their end.
     So a long prompt stalls neither answers nor short prompts, and is not starved by them. A decoding step brings one token of
     every request that is past its prompt.
+
+Note [Short prompts]
+    Where prompts of a few hundred tokens can be computed like decoding (`pieces`), a step of them takes not much longer than one
+    that decodes, and a step around the ring ten times as long. So a prompt with no more to compute than PACKED_STEPS such steps
+    bring is computed that way, however many of its kind there are, and takes turns with chunks of longer ones. Every piece
+    reads all that its request has, so one with few new tokens and a long past counts as long from MOST_KEYS on.
 """
 
 from __future__ import annotations
@@ -21,11 +27,17 @@ from __future__ import annotations
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any
 
 from ringattn.inference.pages import Pages
+from ringattn.inference.step import MOST_DECODED as PIECE
 from ringattn.launch.serving.prefixes import Digest, Prefixes, chain
 
+PACKED_STEPS = 4
+"""Packed steps that a prompt may take; beyond them a chunk around the ring is sooner done."""
+MOST_KEYS = 2**20
+"""Keys on a rank that the pieces of a packed step may read together: 4 GiB of each layer for 8 key heads of 128 in bf16."""
 MOST_KEPT = 1024
 """Prefixes of ended requests that are kept at most: each costs some bookkeeping."""
 
@@ -119,6 +131,7 @@ class Plan:
         tokens: Those tokens, one request after another.
         wanted: Places of those who get a token from this step: all but those in the middle of their prompt.
         decodes: Whether each brings the token it got last; else they bring parts of prompts.
+        packed: Whether these are computed like decoding (Note [Short prompts]).
         jobs: Rank 0 only: whose they are.
     """
 
@@ -128,11 +141,12 @@ class Plan:
     tokens: list[int] = field(default_factory=list)
     wanted: list[int] = field(default_factory=list)
     decodes: bool = False
+    packed: bool = False
     jobs: list[Job] = field(default_factory=list)
 
     def message(self) -> dict[str, Any]:
         """What the other ranks need of it, as JSON takes it."""
-        names = ("changes", "requests", "counts", "tokens", "wanted", "decodes")
+        names = ("changes", "requests", "counts", "tokens", "wanted", "decodes", "packed")
         return {name: getattr(self, name) for name in names}
 
 
@@ -162,10 +176,20 @@ class Scheduler:
         most_running: Requests that are in the cache at a time.
         most_waiting: Requests that wait for room at a time.
         keep: Whether prefixes are shared, and kept when their requests have ended.
+        pieces: Pieces of PIECE tokens that a packed step has room for; 0: there are no such steps (Note [Short prompts]).
     """
 
-    def __init__(self, books: Pages, *, chunk: int, most_running: int, most_waiting: int, keep: bool = True) -> None:
-        self.books, self.chunk, self.keep = books, chunk, keep
+    def __init__(
+        self,
+        books: Pages,
+        *,
+        chunk: int,
+        most_running: int,
+        most_waiting: int,
+        keep: bool = True,
+        pieces: int = 0,
+    ) -> None:
+        self.books, self.chunk, self.keep, self.pieces = books, chunk, keep, pieces
         self.most_running, self.most_waiting = most_running, most_waiting
         self.waiting: deque[Job] = deque()
         self.running: dict[int, Job] = {}
@@ -179,7 +203,7 @@ class Scheduler:
         self._changes: list[tuple[Any, ...]] = []
         self._left = 0  # how often a request has left
         self._blocked: tuple[int, int] | None = None  # the job for which there was no room, and what had left by then
-        self._decoded = False
+        self._decoded = self._packed = False
 
     @property
     def capacity(self) -> int:
@@ -287,7 +311,14 @@ class Scheduler:
             self.decode_tokens += len(shares)
         elif prompts:
             self._decoded = False
-            shares = self._share(prompts)
+            short, long = self._by_length(prompts)
+            # both kinds take turns
+            self._packed = plan.packed = bool(short) and not (self._packed and long)
+            if plan.packed:
+                pieces = max(1, min(self.pieces, self.chunk // PIECE))
+                shares = self._share(self._together(short), pieces * PIECE, PIECE)
+            else:
+                shares = self._share(long, self.chunk, 1)
             self.prefill_tokens += sum(share for _, share in shares)
         elif plan.changes:
             return plan
@@ -352,9 +383,36 @@ class Scheduler:
         kept = [self.books.pages - f - r for f, r in zip(free, running, strict=True)]
         return {"running": running, "kept": kept, "free": free}
 
-    def _share(self, prompts: list[Job]) -> list[tuple[Job, int]]:
-        """How many tokens each prompt brings to this step: an entry for each that brings any."""
-        left = self.chunk
+    def _by_length(self, prompts: list[Job]) -> tuple[list[Job], list[Job]]:
+        """Those whose rest is computed in packed steps, and the others (Note [Short prompts])."""
+        short, long = [], []
+        for job in prompts:
+            pieces = _pages(len(job.prompt) - job.done, PIECE)
+            few = pieces <= PACKED_STEPS * self.pieces and self._keys(job) <= MOST_KEYS * self.books.world_size
+            (short if few else long).append(job)
+        return short, long
+
+    def _keys(self, job: Job) -> int:
+        """Keys that the pieces of a prompt read in one step, on all ranks."""
+        return min(_pages(len(job.prompt) - job.done, PIECE), self.pieces) * len(job.prompt)
+
+    def _together(self, short: list[Job]) -> list[Job]:
+        """As many short prompts as may share a step, the oldest first."""
+        sums = accumulate(map(self._keys, short))
+        return [
+            job
+            for job, keys in zip(short, sums, strict=True)
+            if job is short[0] or keys <= MOST_KEYS * self.books.world_size
+        ]
+
+    def _share(self, prompts: list[Job], left: int, grain: int) -> list[tuple[Job, int]]:
+        """How many tokens each prompt brings to this step: an entry for each that brings any.
+
+        Args:
+            prompts: Those that may, the oldest first.
+            left: Tokens that the step has room for; a multiple of grain.
+            grain: Each takes a multiple of so many.
+        """
         shares: dict[int, int] = {}
 
         def give(job: Job, most: int) -> None:
@@ -368,13 +426,13 @@ class Scheduler:
                 share = share - over if share > over else share
             if share > 0:
                 shares[job.name] = had + share
-                left -= share
+                left -= (_pages(had + share, grain) - _pages(had, grain)) * grain
 
         oldest, *others = prompts
         give(oldest, left if not others else max(1, left // 2))
         for job in sorted(others, key=lambda job: len(job.prompt) - job.done):
             give(job, left)
-        give(oldest, left)
+        give(oldest, left + -shares.get(oldest.name, 0) % grain)
         return [(job, shares[job.name]) for job in prompts if job.name in shares]
 
     def _admit(self) -> None:

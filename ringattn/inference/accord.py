@@ -6,7 +6,7 @@ Note [Same books]
     Every rank keeps the books of a cache by itself, so a rank that was called differently would go on with other numbers and
     nobody would notice. So ranks compare a digest of a step (whose tokens it brings, and who keeps which of those they see) in
     one short message, before its first layer does anything:
-    - for every step of prefill, whatever the number of layers;
+    - for every step that brings prompts, whatever the number of layers;
     - for steps of decoding when who decodes changes, and else every COMPARED steps: a comparison costs a fraction of a
       millisecond, which is little beside a chunk of a prompt but not beside a token.
     What belongs to layers (options, heads, dtypes) is compared once per kind, in the same message where it comes in time.
@@ -119,7 +119,7 @@ class Accord:
         if step.met:
             return True
         step.met = True
-        if step.mode == "prefill":
+        if step.mode == "prefill" or step.pieces is not None:
             return False
         if self._decoding != (step.requests, step.rows) or self._decoded >= COMPARED:
             self._decoding, self._decoded = (step.requests, step.rows), 0

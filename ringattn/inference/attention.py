@@ -206,21 +206,32 @@ class _Decode:
         sinks: Tensor | None,
         alibi_slopes: Tensor | None,
     ) -> Tensor:
-        """O `b s h dv`, the same bits on all ranks; the keys are in the cache."""
+        """O `batch rows h dv`, the same bits on all ranks; the keys are in the cache."""
         del k, v
         cache, table, positions = step.cache, step.table, step.positions32
         assert table is not None, "a step of decoding has a table"
         assert positions is not None, "a step of decoding has positions of 32 bits"
         wide = accumulation_dtype(q.dtype)
-        b, s, h, _ = q.shape
+        (b, s), h = step.tiles, q.shape[2]
         dv, rows = cache.v_head_dim, b * s * h
         q = q if q.stride(-1) == 1 else q.contiguous()
+        if step.pieces is not None:
+            q = q[0].unflatten(0, (b, s))
         slopes = None if alibi_slopes is None else alibi_slopes.to(wide)
         sinks = None if sinks is None else sinks.to(wide)
         score = Score(self.options.scale(q), self.options.softcap, alibi_slopes=slopes)
         blocks, width = table.pages.shape[1], max(cache.head_dim, dv)
         splits = num_splits(
-            b, s, h, cache.kv_heads, blocks, cache.page_size, q.device, head_dim=width, kv_dtype=cache.kv_dtype
+            b,
+            s,
+            h,
+            cache.kv_heads,
+            blocks,
+            cache.page_size,
+            q.device,
+            head_dim=width,
+            kv_dtype=cache.kv_dtype,
+            alike=step.pieces is not None,
         )
         parts = torch.empty(splits, parts_len(rows, dv), dtype=wide, device=q.device)
         lo, hi = step.bounds(self.options.causal, self.options.window, self.options.chunk_len)
@@ -232,14 +243,14 @@ class _Decode:
         lse = torch.empty(b, h, s, dtype=wide, device=q.device)
         if wide == torch.float32:
             cache.ring.exchange(q.device).finish(parts, b, s, h, dv, sinks, o, lse)
-            return o
+            return o.view(step.batch, step.rows, h, dv)
         # exchanges are of fp32
         mine = torch.empty_like(parts[:1])
         for target, x in zip(views(mine[0], rows, dv), merge_stack(*views(parts, rows, dv), log2=True), strict=True):
             target.copy_(x)
         stack = torch.cat(cache.ring.gather(mine, 0, (1,) * cache.ring.world_size))
         finish_parts(stack, rows, dv, sinks, o, lse)
-        return o
+        return o.view(step.batch, step.rows, h, dv)
 
 
 def _decide(

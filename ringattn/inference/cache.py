@@ -234,10 +234,11 @@ class PagedKVCache:
         Args:
             requests: Which ones, each once.
             counts: New tokens of each.
-            mode: "prefill", "decode", or "auto": decode when all bring the same number, at most 16.
+            mode: "prefill", "decode", or "auto": decode when all bring the same number, at most 16, or into is packed.
             alike: The requests are one batch of equal lengths: prefill keeps the batch dimension instead of packing them, and
                 decode keeps them on the same ranks, as far as there is room, so that they can be prefilled again.
-            into: A static step in which the new tokens are said, in stream order, instead of in a new step; mode "decode".
+            into: A static step in which the new tokens are said, in stream order, instead of in a new step; mode "decode". One
+                that is packed takes any numbers of them for which it has pieces.
 
         Returns:
             The step: `into` where it was given.
@@ -249,7 +250,8 @@ class PagedKVCache:
         """
         # of a tensor's numbers each rank would keep its own device's
         requests, counts = [index(request) for request in requests], [index(count) for count in counts]
-        few = len(set(counts)) == 1 and 1 <= counts[0] <= MOST_DECODED
+        packed = into is not None and into.pieces is not None
+        few = packed or (len(set(counts)) == 1 and 1 <= counts[0] <= MOST_DECODED)
         if mode not in ("auto", "prefill", "decode"):
             raise ValueError(f"mode must be 'auto', 'prefill' or 'decode', got {mode!r}; leave it out for 'auto'")
         if mode == "decode" and not few:
@@ -269,7 +271,11 @@ class PagedKVCache:
                     f"into must be left out of a prefill, got it with {list(counts)} new tokens; prefill without"
                 )
             into.check(requests, counts)
-        self._place(requests, counts, mode, alike)
+        if packed:
+            # many rows of a request, which later steps of it find as if a prefill had brought them
+            self.pages.place(requests, counts)
+        else:
+            self._place(requests, counts, mode, alike)
         if into is not None:
             into.refill(requests, counts)
             # a graph that is replayed compares nothing
@@ -277,18 +283,22 @@ class PagedKVCache:
             return into
         return make_step(self, requests, counts, mode, alike and mode == "prefill")
 
-    def static_step(self, batch: int, new: int = 1, *, max_tokens: int, max_blocks: int | None = None) -> StaticStep:
+    def static_step(
+        self, batch: int, new: int = 1, *, max_tokens: int, max_blocks: int | None = None, packed: bool = False
+    ) -> StaticStep:
         """A step of decoding for CUDA graphs: its tensors keep their addresses and shapes, and `extend(..., into=it)` refills them.
 
         Capture a model's forward with it after a warm-up, then for each token extend into it and replay. Rows of the batch
         beyond the requests that were given see nothing and are kept nowhere; their outputs are zeros of attention.
 
         Args:
-            batch: Requests at most.
-            new: New tokens of each request, 1 to 16.
+            batch: Requests at most; packed: pieces.
+            new: New tokens of each request, 1 to 16; packed: rows of a piece.
             max_tokens: The longest request, its new tokens included.
             max_blocks: Blocks of one request that a rank may have; fewer take less memory and less to plan for. None: all that
                 max_tokens may need, were they on one rank. Requests that were forked may have more blocks than pages full.
+            packed: Requests bring different numbers of tokens, short prompts for instance, cut into pieces of `new` rows; the model
+                gets all rows in one line, `1 (batch new)`, where `StaticStep.lay` puts tokens and `last_rows` finds the last ones.
 
         Raises:
             ValueError: A number is out of range.
@@ -300,7 +310,7 @@ class PagedKVCache:
         if not 1 <= new <= MOST_DECODED:
             raise ValueError(f"new must be from 1 to {MOST_DECODED}, got {new}; more new tokens are a prefill")
         most = -(-max_tokens // self.page_size) + 1 if max_blocks is None else max_blocks
-        return StaticStep.make(self, batch, new, max_tokens, most)
+        return StaticStep.make(self, batch, new, max_tokens, most, packed)
 
     def put(self, layer: int, step: Step, k: Tensor, v: Tensor) -> None:
         """Keeps the rows of a step that fall to this rank; on a GPU in stream order, and capturable in a CUDA graph.

@@ -28,6 +28,14 @@ Note [Blocks that stay]
     and lie in blocks that ended before the last of them are there already. Behind the row's numbers the upload has the other
     blocks and where they go, 20 bytes each, and one kernel puts them there: 416 bytes at most for one new token of each of the
     eight, whatever their lengths. A request that comes, or moves to another row, brings all its blocks once.
+
+Note [Pieces]
+    A short prompt is a step of decoding, too: every rank computes all of its rows, attends over the keys that it keeps, and one
+    exchange makes the answers. Who keeps what is then said by tables alone, so one graph serves all prompts that have room in
+    it, where a prefill is planned and launched anew each time. It costs P times the products, which take no longer than
+    reading the weights does as long as rows are a few hundred. A packed step has so many pieces of so many rows. Each request's
+    new tokens are cut into pieces, each with all blocks of its request; rows of a last piece that are too many see nothing and
+    are kept nowhere. The model gets the rows of all pieces in one line.
 """
 
 from __future__ import annotations
@@ -81,13 +89,14 @@ class Step:
         kv_sharding: prefill: who keeps which.
         kept_slots: prefill: `batch t` int64 on the device: where the keys of kv_sharding's rows of this rank are.
         table: decode: the blocks of this rank.
-        positions32: decode: positions as int32, contiguous.
-        starts: decode: `batch rows` int32 on the device: the first token that each row may see.
-        ends: decode: `batch rows` int32 on the device: tokens of the row's request.
+        positions32: decode: `tiles` int32 on the device: positions.
+        starts: decode: `tiles` int32 on the device: the first token that each row may see.
+        ends: decode: `tiles` int32 on the device: tokens of the row's request.
         memo: What is worked out once for all layers.
         known: How many changes the cache had seen when the step was last found to be in place (`Pages.changes`).
         met: Ranks have compared the step, as far as they do (accord.py).
         calls: What was decided about calls with this step, by their options and shapes (attention.py).
+        pieces: decode: how many there are, and rows of each, where requests are packed (Note [Pieces]); else None.
     """
 
     cache: PagedKVCache
@@ -113,6 +122,12 @@ class Step:
     known: int = -1
     met: bool = False
     calls: dict[object, Any] = field(default_factory=dict, repr=False)
+    pieces: tuple[int, int] | None = None
+
+    @property
+    def tiles(self) -> tuple[int, int]:
+        """Decode: the rows as kernels take them, which is how tables and bounds are laid out: `batch rows`, or pieces."""
+        return self.pieces or (self.batch, self.rows)
 
     @property
     def moved(self) -> tuple[str, ...]:
@@ -136,14 +151,14 @@ class Step:
 
     @property
     def seen_from(self) -> Tensor:
-        """Decode: `batch rows` int32 on the device: the first token that each row may see."""
+        """Decode: `tiles` int32 on the device: the first token that each row may see."""
         assert self.starts is not None, "rows of a prefill see documents"
         return self.starts
 
     def bounds(
         self, causal: bool, window: tuple[int | None, int | None] | None, chunk_len: int | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Decode: what each row sees, lo <= position < hi, as `batch rows` int32 on the device; found once for all layers."""
+        """Decode: what each row sees, lo <= position < hi, as `tiles` int32 on the device; found once for all layers."""
         mask = (causal, window, chunk_len)
         known = self.memo.get(mask)
         if known is None:
@@ -196,21 +211,25 @@ class StaticStep(Step):
     _fresh: set[Mask]
 
     @classmethod
-    def make(cls, cache: PagedKVCache, batch: int, new: int, max_tokens: int, max_blocks: int) -> StaticStep:
+    def make(
+        cls, cache: PagedKVCache, batch: int, new: int, max_tokens: int, max_blocks: int, packed: bool
+    ) -> StaticStep:
         """A step without requests.
 
         Args:
             cache: Whose.
-            batch: Requests at most.
+            batch: Requests at most, or pieces.
             new: New tokens of each.
             max_tokens: See the class.
             max_blocks: See the class.
+            packed: Requests are cut into pieces (Note [Pieces]).
         """
         places = _Places(batch, new)
         inbox = torch.zeros(places.words_of_changes(batch * max_blocks), dtype=torch.int32, device=cache.device)
         blocks = torch.zeros(3, places.table_words(max_blocks), dtype=torch.int32, device=cache.device)
-        found = places.view(inbox, places.table(blocks, max_blocks))
-        step = cls(cache, "decode", (), (), (), (), batch, new, **found, last_rows=())
+        shape, pieces = ((1, batch * new), (batch, new)) if packed else ((batch, new), None)
+        found = places.view(inbox, places.table(blocks, max_blocks), shape)
+        step = cls(cache, "decode", (), (), (), (), *shape, **found, last_rows=(), pieces=pieces)
         step.max_tokens, step.max_blocks = max_tokens, max_blocks
         step._inbox, step._blocks, step._shown, step._found, step._fresh = inbox, blocks, [None] * batch, {}, set()
         step.slots.fill_(-1)
@@ -218,14 +237,20 @@ class StaticStep(Step):
 
     def check(self, requests: Sequence[int], counts: Sequence[int]) -> None:
         """Refuses what does not fit, before room is made for it."""
-        books, new = self.cache.pages, self.rows
-        if len(requests) > self.batch or any(x != new for x in counts):
+        books, (batch, new) = self.cache.pages, self.tiles
+        if self.pieces is not None:
+            if min(counts, default=1) < 1 or sum(-(-count // new) for count in counts) > batch:
+                raise ValueError(
+                    f"a packed step must be given new tokens that fit into {batch} pieces of {new}, each request's in "
+                    f"pieces of its own, got {list(counts)}; bring fewer at a time, or extend without into"
+                )
+        elif len(requests) > batch or any(x != new for x in counts):
             raise ValueError(
-                f"a static step must be given at most {self.batch} requests with {new} new tokens each, got "
+                f"a static step must be given at most {batch} requests with {new} new tokens each, got "
                 f"{len(requests)} with {list(counts)}; make one of another shape, or extend without into"
             )
-        for request in requests:
-            length, most = books.length(request) + new, most_blocks(books, [request], new)
+        for request, count in zip(requests, counts, strict=True):
+            length, most = books.length(request) + count, most_blocks(books, [request], count)
             if length > self.max_tokens or most > self.max_blocks:
                 raise ValueError(
                     f"a static step must be given requests of at most {self.max_tokens} tokens in {self.max_blocks} "
@@ -235,26 +260,40 @@ class StaticStep(Step):
 
     def refill(self, requests: Sequence[int], counts: Sequence[int]) -> None:
         """Says the next tokens, for which room was made, in place."""
-        cache, books = self.cache, self.cache.pages
+        cache, books, (batch, new) = self.cache, self.cache.pages, self.tiles
         self.requests, self.counts = tuple(requests), tuple(counts)
         self.lengths = tuple(map(books.length, requests))
         self.firsts = tuple(map(books.first, requests))
-        self.last_rows = tuple((i, self.rows - 1) for i in range(len(requests)))
+        lines = _lines_of(books, requests, counts, cache.ring.rank, new)
+        ends = list(accumulate(-(-count // new) for count in counts))
+        lasts = [(end - 1) * new + (count - 1) % new for end, count in zip(ends, counts, strict=True)]
+        self.last_rows = tuple((0, last) if self.pieces is not None else divmod(last, new) for last in lasts)
         self.known, self.met = books.changes, False
-        places = _Places(self.batch, self.rows)
-        tables = [books.table(request, cache.ring.rank) for request in requests]
-        begins = [
-            self._kept(row, request, table) for row, (request, table) in enumerate(zip(requests, tables, strict=True))
-        ]
-        data, count = places.fill_changes(books, tables, self.lengths, self.firsts, begins, self.max_blocks)
+        begins = [self._kept(row, line.request, line.table) for row, line in enumerate(lines)]
+        places = _Places(batch, new)
+        data, count = places.fill_changes(books.page_size, lines, begins, self.max_blocks)
         _upload(data, self._inbox)
         if count:
             self._blocks.index_copy_(1, *places.changes(self._inbox, count))
-        for row, (request, length) in enumerate(zip(requests, self.lengths, strict=True)):
-            self._shown[row] = request, books.changes, length
+        for row, line in enumerate(lines):
+            self._shown[row] = line.request, books.changes, line.length
         for mask, found in self._found.items():
             self._find_bounds(mask, *found)
         self._fresh = set(self._found)
+
+    def lay(self, tokens: Tensor) -> Tensor:
+        """The new tokens where the model is to find them: `batch rows` on the CPU, 0 where there is none.
+
+        Args:
+            tokens: All new tokens that were said last, one request after another.
+        """
+        new = self.tiles[1]
+        found = tokens.new_zeros(self.batch * self.rows, device="cpu")
+        at = 0
+        for part in tokens.flatten().cpu().split(self.counts):
+            found[at : at + len(part)] = part
+            at += -(-len(part) // new) * new
+        return found.view(self.batch, self.rows)
 
     def _kept(self, row: int, request: int, table: Table) -> int:
         """The first blocks of a request that the row has already (Note [Blocks that stay])."""
@@ -292,6 +331,36 @@ def most_blocks(books: Pages, requests: Sequence[int], new: int) -> int:
     return held + -(-new // books.page_size)
 
 
+class _Line(NamedTuple):
+    """A row of a decode step's table, and the new tokens before .. before + new - 1 of its request that belong to it.
+
+    Attributes:
+        request: Whose.
+        table: Its blocks on this rank.
+        before: See above.
+        new: Likewise.
+        length: Tokens of the request.
+        first: The first one that is seen.
+    """
+
+    request: int
+    table: Table
+    before: int
+    new: int
+    length: int
+    first: int
+
+
+def _lines_of(books: Pages, requests: Sequence[int], counts: Sequence[int], rank: int, new: int) -> list[_Line]:
+    """The rows of a table for new tokens that were placed, `new` of them at most in each."""
+    lines = []
+    for request, count in zip(requests, counts, strict=True):
+        table, length, first = books.table(request, rank), books.length(request), books.first(request)
+        for before in range(length - count, length, new):
+            lines.append(_Line(request, table, before, min(new, length - before), length, first))
+    return lines
+
+
 class _Places(NamedTuple):
     """Where the integers of a decode step are in its one upload (Note [One upload]); in words of 4 bytes."""
 
@@ -325,11 +394,11 @@ class _Places(NamedTuple):
         """Pages, starts and lengths of all blocks, `3 batch columns`, of the words that hold them."""
         return words.view(3, -1)[:, : self.batch * columns].view(3, self.batch, columns)
 
-    def view(self, x: Tensor, blocks: Tensor) -> dict[str, Any]:
-        """The tensors of a step, as parts of an upload; blocks: `table`."""
-        at, rows, shape = self.begins, self.rows, (self.batch, self.new)
+    def view(self, x: Tensor, blocks: Tensor, shape: tuple[int, int]) -> dict[str, Any]:
+        """The tensors of a step, as parts of an upload; blocks: `table`; shape: of the model's rows."""
+        at, rows, tiles = self.begins, self.rows, (self.batch, self.new)
         positions, slots = (x[begin : begin + 2 * rows].view(torch.int64).view(shape) for begin in at[:2])
-        positions32, starts, ends = (x[begin : begin + rows].view(shape) for begin in at[2:5])
+        positions32, starts, ends = (x[begin : begin + rows].view(tiles) for begin in at[2:5])
         return {
             "positions": positions,
             "slots": slots,
@@ -337,7 +406,7 @@ class _Places(NamedTuple):
             "starts": starts,
             "ends": ends,
             "table": PageTable(blocks[0], blocks[1], blocks[2], x[at[5] : at[5] + self.batch]),
-            "taken": torch.arange(self.new, device=x.device),
+            "taken": torch.arange(shape[1], device=x.device),
         }
 
     def changes(self, x: Tensor, count: int) -> tuple[Tensor, Tensor]:
@@ -346,14 +415,13 @@ class _Places(NamedTuple):
         at = begin + _lines(2 * count)
         return x[begin : begin + 2 * count].view(torch.int64), x[at : at + 3 * count].view(3, count)
 
-    def fill(
-        self, books: Pages, tables: Sequence[Table], lengths: Sequence[int], firsts: Sequence[int], columns: int
-    ) -> bytearray:
+    def fill(self, page_size: int, lines: Sequence[_Line], columns: int) -> bytearray:
         """The upload of a step with so many columns of blocks."""
         data = bytearray(_WORD * self.words(columns))
-        ints = self._fill_rows(data, books, tables, lengths, firsts)
+        ints = self._fill_rows(data, page_size, lines)
         width = self.table_words(columns)
-        for i, table in enumerate(tables):
+        for i, line in enumerate(lines):
+            table = line.table
             begin, blocks = self.begins[-1] + i * columns, len(table)
             ints[begin : begin + blocks] = table.pages
             ints[begin + width : begin + width + blocks] = table.starts
@@ -361,21 +429,16 @@ class _Places(NamedTuple):
         return data
 
     def fill_changes(
-        self,
-        books: Pages,
-        tables: Sequence[Table],
-        lengths: Sequence[int],
-        firsts: Sequence[int],
-        begins: Sequence[int],
-        columns: int,
+        self, page_size: int, lines: Sequence[_Line], begins: Sequence[int], columns: int
     ) -> tuple[bytearray, int]:
-        """The upload of a step whose first blocks of each request, `begins` many, are there; and how many others it has."""
-        count = sum(len(table) - begin for table, begin in zip(tables, begins, strict=True))
+        """The upload of a step whose first blocks of each line, `begins` many, are there; and how many others it has."""
+        count = sum(len(line.table) - begin for line, begin in zip(lines, begins, strict=True))
         data = bytearray(_WORD * self.words_of_changes(count))
-        ints = self._fill_rows(data, books, tables, lengths, firsts)
+        ints = self._fill_rows(data, page_size, lines)
         longs, at = memoryview(data).cast("q"), self.begins[-1] // 2
         pages = self.begins[-1] + _lines(2 * count)
-        for i, (table, begin) in enumerate(zip(tables, begins, strict=True)):
+        for i, (line, begin) in enumerate(zip(lines, begins, strict=True)):
+            table = line.table
             new = len(table) - begin
             if new:
                 longs[at : at + new] = array("q", range(i * columns + begin, i * columns + begin + new))
@@ -388,34 +451,27 @@ class _Places(NamedTuple):
                 at, pages = at + new, pages + new
         return data, count
 
-    def _fill_rows(
-        self,
-        data: bytearray,
-        books: Pages,
-        tables: Sequence[Table],
-        lengths: Sequence[int],
-        firsts: Sequence[int],
-    ) -> memoryview:
-        """All of an upload but the blocks: rows of requests that are not given see nothing and are kept nowhere."""
-        new, rows, size = self.new, self.rows, books.page_size
+    def _fill_rows(self, data: bytearray, page_size: int, lines: Sequence[_Line]) -> memoryview:
+        """All of an upload but the blocks: rows that hold no token see nothing and are kept nowhere."""
+        new, rows = self.new, self.rows
         ints, longs = memoryview(data).cast("i"), memoryview(data).cast("q")
         _, at_slots, here, starts, ends, at_counts, _ = self.begins
         at_slots //= 2
         longs[at_slots : at_slots + rows] = array("q", (-1,)) * rows
-        for i, (table, length, first) in enumerate(zip(tables, lengths, firsts, strict=True)):
-            before, row = length - new, i * new
-            for x in range(new):
+        for i, (_, table, before, some, length, first) in enumerate(lines):
+            row, stop = i * new, before + some
+            for x in range(some):
                 longs[row + x] = ints[here + row + x] = before + x
                 ints[starts + row + x] = first
                 ints[ends + row + x] = length
-            blocks = ints[at_counts + i] = len(table)
-            for block in range(blocks - 1, -1, -1):
+            ints[at_counts + i] = len(table)
+            for block in range(bisect_left(table.starts, stop) - 1, -1, -1):
                 start = table.starts[block]
-                stop = start + table.lengths[block]
-                if stop <= before:
+                end = min(stop, start + table.lengths[block])
+                if end <= before:
                     break
-                for token in range(max(start, before), stop):
-                    longs[at_slots + row + token - before] = table.pages[block] * size + token - start
+                for token in range(max(start, before), end):
+                    longs[at_slots + row + token - before] = table.pages[block] * page_size + token - start
         return ints
 
 
@@ -441,12 +497,12 @@ def make_step(
     common = (cache, mode, tuple(requests), tuple(counts), lengths, firsts)
     if mode == "decode":
         places = _Places(len(requests), counts[0])
-        tables = [books.table(request, cache.ring.rank) for request in requests]
+        lines = _lines_of(books, requests, counts, cache.ring.rank, places.new)
         # a kernel wants one column at least
-        columns = max(1, *map(len, tables))
-        words = _uploaded(places.fill(books, tables, lengths, firsts, columns), cache.device)
+        columns = max(1, *(len(line.table) for line in lines))
+        words = _uploaded(places.fill(books.page_size, lines, columns), cache.device)
         last = tuple((i, counts[0] - 1) for i in range(len(requests)))
-        found = places.view(words, places.table(words[places.words(0) :], columns))
+        found = places.view(words, places.table(words[places.words(0) :], columns), (places.batch, places.new))
         return Step(*common, places.batch, places.new, **found, last_rows=last, known=books.changes)
     return _prefill_step(common, alike)
 

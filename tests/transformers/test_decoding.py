@@ -44,7 +44,7 @@ class Twins:
 
     def __init__(self, kind: str, lengths: Sequence[int], recorder: Reruns, reserve: int = 60, **how: Any) -> None:
         self.model, self.ring, self.recorder = make(kind, "ringattn", torch.float32).eval(), Ring(), recorder
-        self.caches = [make_cache(self.ring) for _ in range(2)]
+        self.caches = [make_cache(self.ring, pages=64 + len(lengths) * reserve // 4) for _ in range(2)]
         self.requests, _ = [fill(self.model, cache, lengths, reserve) for cache in self.caches]
         replayed, plain = self.caches
         self.replayed = Decoding(self.model, replayed, recorder, **how)
@@ -172,6 +172,90 @@ def prepared() -> None:
 @pytest.mark.dist
 def test_what_was_prepared_is_not_recorded_again(pool: Pools) -> None:
     pool(2).run(prepared)
+
+
+def packed(kind: str) -> tuple[list[tuple[int, ...]], int]:
+    """Prompts that are replayed in pieces, beside the ring: fresh ones, ends of longer ones, and turns of a conversation."""
+    twins = Twins(kind, (7, 30), recorder := Reruns(), reserve=200, pieces=(1, 2, 5), batches=(2,))
+    twins.replayed.prepare()
+    shapes = list(recorder.shapes)
+    ring, plain = twins.caches
+    first, second = twins.requests
+    third, _ = [cache.join(100) for cache in twins.caches]
+    draw = random.Random(3)
+    for seed, (requests, counts) in enumerate(
+        [([first], [16]), ([third, second], [17, 1]), ([second, first, third], [20, 16, 32]), ([third], [3])]
+    ):
+        ids = tokens(sum(counts), seed=seed)[0]
+        found = twins.replayed.run_packed(requests, counts, ids)
+        assert found is not None
+        wanted = run_step(twins.model, plain.extend(requests, counts, mode="prefill"), ids)
+        assert found.shape == wanted.shape == (len(requests), VOCAB)
+        torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(ring.k, plain.k, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(ring.v, plain.v, rtol=1e-5, atol=1e-5)
+        assert ring.pages.table(first, 0) == plain.pages.table(first, 0)
+        # decoding goes on from there, and so does the ring
+        assert twins.step(draw.sample([first, second, third], 2), seed=seed)
+        more = tokens(9, seed=seed)[0]
+        ended = [run_step(twins.model, cache.extend([first], [9], mode="prefill"), more) for cache in twins.caches]
+        torch.testing.assert_close(*ended, rtol=1e-5, atol=1e-5)
+    before = ring.pages.length(first)
+    for requests, counts in (([first], [81]), ([first, second, third], [33, 32, 16])):
+        assert twins.replayed.run_packed(requests, counts, tokens(sum(counts))[0]) is None, "six pieces"
+    assert ring.pages.length(first) == before
+    assert not twins.said
+    return shapes, recorder.replays
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("kind", ["llama", "gemma3", "gpt_oss"])
+def test_short_prompts_in_pieces_give_what_the_ring_gives(pool: Pools, kind: str) -> None:
+    for world_size in (1, 2):
+        for shapes, replays in pool(world_size).run(packed, kind):
+            assert shapes == [(1, 5), (1, 2), (1, 1), (2, 1)]
+            assert replays == 8
+
+
+def outgrown_pieces() -> None:
+    """A context with more blocks than a packed step has room for is left to the ring."""
+    before, decoding.LEAST_BLOCKS = decoding.LEAST_BLOCKS, 4
+    try:
+        twins = Twins("llama", (5, 60), Reruns(), reserve=100, pieces=(2,))
+        twins.replayed.prepare()
+        assert twins.replayed.most_pieces == 2
+        assert twins.replayed.run_packed(twins.requests[:1], [1], tokens(1)[0]) is not None
+        assert twins.replayed.run_packed(twins.requests[1:], [1], tokens(1)[0]) is None
+        assert twins.replayed.recorded == 1
+    finally:
+        decoding.LEAST_BLOCKS = before
+
+
+def test_what_has_too_many_blocks_is_not_packed() -> None:
+    outgrown_pieces()
+
+
+def refused_packed(rank: int, **how: Any) -> tuple[list[str], int]:
+    recorder = Reruns(**how) if Ring().rank == rank else Reruns()
+    twins = Twins("llama", (7, 9), recorder, pieces=(2,))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        twins.replayed.prepare()
+        found = twins.replayed.run_packed(twins.requests, [5, 3], tokens(8)[0])
+        if found is not None:
+            plain = twins.caches[1]
+            wanted = run_step(twins.model, plain.extend(twins.requests, [5, 3], mode="prefill"), tokens(8)[0])
+            torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
+    return [str(one.message) for one in caught], twins.replayed.most_pieces
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("how", [{"fails": 1}, {"stuck": True}])
+def test_packed_calls_that_can_not_be_replayed_are_dropped_on_all_ranks(pool: Pools, how: dict[str, Any]) -> None:
+    for said, pieces in pool(2).run(refused_packed, 1, **how):
+        assert len(said) == 1
+        assert said[0].startswith("decoding goes on without more CUDA graphs")
+        assert pieces == 0
 
 
 def test_no_more_shapes_are_recorded_than_allowed() -> None:

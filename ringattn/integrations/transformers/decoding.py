@@ -18,6 +18,11 @@ Note [Batches]
     one rank: a power of two, at least LEAST_BLOCKS, and enough for what requests have reserved when it is captured. Requests that
     need more have it captured anew.
 
+Note [Short prompts]
+    A prompt of a few hundred tokens is a call of few products and as many launches as any other, so it is replayed, too: in a
+    packed step (Note [Pieces] of inference/step.py), with a number of pieces that doubles from shape to shape. Prompts, or
+    what is left of them, share a call as far as there are pieces.
+
 Note [All ranks alike]
     What is captured, and which call is replayed, follows from numbers that all ranks hold alike. Before a capture the call is
     made once with no requests at all, which compiles kernels and lets ranks compare what they have not compared, and once more
@@ -43,7 +48,7 @@ import torch
 from torch import Tensor, nn
 
 from ringattn.inference import PagedKVCache, StaticStep
-from ringattn.inference.step import most_blocks
+from ringattn.inference.step import MOST_DECODED, most_blocks
 from ringattn.integrations.transformers.steps import forward_step
 from ringattn.transport.patience import Marks
 
@@ -227,14 +232,19 @@ class _Shape(NamedTuple):
     """What a graph serves.
 
     Attributes:
-        batch: Places for requests.
+        batch: Places for requests, or pieces.
         new: New tokens of each.
-        last: Of how many of these logits are wanted, which are the last ones.
+        last: Of how many of these logits are wanted, which are the last ones; 0: of packed requests, of each the last one.
     """
 
     batch: int
     new: int
     last: int
+
+    @property
+    def packed(self) -> bool:
+        """Whether requests are cut into pieces."""
+        return self.last == 0
 
 
 @dataclass(eq=False)
@@ -243,8 +253,9 @@ class _Recorded:
 
     Attributes:
         step: What it reads of the cache's books.
-        tokens: `batch new` int64: what else it reads.
-        logits: `batch last vocab`: what it writes.
+        tokens: `batch new` int64: what else it reads; packed: `1 (batch new)`.
+        wanted: Rows whose logits it writes: packed: `batch` int64, which it reads too.
+        logits: `batch last vocab`: what it writes; packed: `1 batch vocab`.
         replay: Makes it again; returns where that begins and ends.
         kind: What the model returns.
         checked: It has been found to be right.
@@ -252,6 +263,7 @@ class _Recorded:
 
     step: StaticStep
     tokens: Tensor
+    wanted: range | Tensor
     logits: Tensor
     replay: Callable[[], Marks | None]
     kind: Callable[..., Any]
@@ -268,6 +280,7 @@ class Decoding:
         cache: Where the requests are.
         recorder: What records calls; None: each is made plainly.
         batches: Batch sizes, ascending (`batch_sizes`); None: each batch that comes is a size of its own.
+        pieces: Numbers of pieces of packed calls, ascending (Note [Short prompts]); none: prompts are not replayed.
         patience: The how manieth call of a shape is recorded first. Recording takes about as long as three calls.
         most: Shapes that are recorded at most.
 
@@ -282,11 +295,12 @@ class Decoding:
         recorder: Recorder | None,
         *,
         batches: Sequence[int] | None = None,
+        pieces: Sequence[int] = (),
         patience: int = 1,
         most: int = MOST_GRAPHS,
     ) -> None:
         self._forward, self._cache, self._recorder = forward, cache, recorder
-        self._batches, self._patience, self._most = batches, patience, most
+        self._batches, self._pieces, self._patience, self._most = batches, pieces, patience, most
         self._recorded: dict[_Shape, _Recorded] = {}
         self._met: Counter[_Shape] = Counter()
         self._replays = 0
@@ -297,15 +311,20 @@ class Decoding:
         """How many shapes are replayed."""
         return len(self._recorded)
 
+    @property
+    def most_pieces(self) -> int:
+        """Pieces of MOST_DECODED rows that requests may be cut into to be replayed in one packed call; 0: none are."""
+        return max((shape.batch for shape in self._recorded if shape.packed), default=0)
+
     def prepare(self, new: int = 1) -> None:
-        """Records all batch sizes, so that no later call waits for it.
+        """Records all batch sizes and numbers of pieces, so that no later call waits for it.
 
         Args:
             new: New tokens of each request.
         """
+        packed = [_Shape(batch, MOST_DECODED, 0) for batch in self._pieces]
         # the largest first: the others find room in its memory
-        for batch in reversed(self._batches or ()):
-            shape = _Shape(batch, new, 1)
+        for shape in reversed([*(_Shape(batch, new, 1) for batch in self._batches or ()), *packed]):
             if self.refusal is None and shape not in self._recorded:
                 self._record(shape, 1)
 
@@ -341,28 +360,69 @@ class Decoding:
         recorded = self._find(requests, new, last)
         if recorded is None:
             step = self._cache.extend(requests, [new] * b, mode="decode", alike=alike)
-            return self._call(step, tokens, step.positions if positions is None else positions, last)
-        step, ring = recorded.step, self._cache.ring
-        # a replay asks nobody whether the ring has failed
-        ring.exchange(self._cache.device).check()
-        self._cache.extend(requests, [new] * b, mode="decode", alike=alike, into=step)
+            return self._call(step, tokens, step.positions if positions is None else positions, range(new - last, new))
+        self._check_ring()
+        self._cache.extend(requests, [new] * b, mode="decode", alike=alike, into=recorded.step)
         recorded.tokens[:b].copy_(_ready(tokens, recorded.tokens), non_blocking=True)
         if positions is not None:
-            step.positions[:b].copy_(positions)
-        marks = recorded.replay()
-        self._replays += 1
-        if ring.world_size > 1:
-            # Note [A replay that does not end]
-            what = f"replayed decoding step {self._replays} ({b} requests, {new} new tokens each)"
-            ring.wait(self._cache.device, marks=marks, what=what)
-        logits = recorded.logits[:b]
+            recorded.step.positions[:b].copy_(positions)
+        logits = self._replay(recorded, f"decoding step ({b} requests, {new} new tokens each)")[:b]
         if not recorded.checked:
-            logits = self._check(recorded, logits, last)
+            logits = self._check(recorded, logits)
         return recorded.kind(logits=logits)
 
-    def _call(self, step: Any, tokens: Tensor, positions: Tensor, last: int) -> Any:
-        new = tokens.shape[1]
-        return forward_step(self._forward, step, {"input_ids": tokens}, positions, range(new - last, new))
+    @torch.no_grad()
+    def run_packed(self, requests: Sequence[int], counts: Sequence[int], tokens: Tensor) -> Tensor | None:
+        """Brings short prompts, or parts of prompts, and computes the logits of their last tokens (Note [Short prompts]).
+
+        Args:
+            requests: Which ones.
+            counts: New tokens of each.
+            tokens: `sum(counts)` int64, one request after another, the same on every rank, on any device.
+
+        Returns:
+            Logits `requests vocab`, the same bits on every rank, which the next call overwrites; None: no recorded call has room
+            for them, and nothing was done.
+
+        Raises:
+            ValueError: As `PagedKVCache.extend`.
+            RuntimeError: As `run`.
+        """
+        pieces = sum(-(-count // MOST_DECODED) for count in counts)
+        found = [one for shape, one in self._recorded.items() if shape.packed and shape.batch >= pieces]
+        recorded = min(found, key=lambda one: one.step.tiles[0], default=None)
+        books = self._cache.pages
+        needed = (most_blocks(books, [one], new) for one, new in zip(requests, counts, strict=True))
+        if recorded is None or max(needed) > recorded.step.max_blocks:
+            return None
+        self._check_ring()
+        step = recorded.step
+        self._cache.extend(requests, counts, into=step)
+        recorded.tokens.copy_(_ready(step.lay(tokens), recorded.tokens), non_blocking=True)
+        lasts = torch.tensor([row for one in step.last_rows if one is not None for row in one[1:]])
+        assert isinstance(recorded.wanted, Tensor), "rows of packed requests are written in place"
+        recorded.wanted[: len(lasts)].copy_(_ready(lasts, recorded.wanted), non_blocking=True)
+        said = f"step of short prompts ({len(requests)} requests, {sum(counts)} new tokens)"
+        logits = self._replay(recorded, said)[:, : len(requests)]
+        if not recorded.checked:
+            logits = self._check(recorded, logits)
+        return logits[0]
+
+    def _call(self, step: Any, tokens: Tensor, positions: Tensor, wanted: range | Tensor) -> Any:
+        return forward_step(self._forward, step, {"input_ids": tokens}, positions, wanted)
+
+    def _check_ring(self) -> None:
+        """A replay asks nobody whether the ring has failed."""
+        self._cache.ring.exchange(self._cache.device).check()
+
+    def _replay(self, recorded: _Recorded, what: str) -> Tensor:
+        """All logits of a call whose inputs are there (Note [A replay that does not end])."""
+        marks, ring = recorded.replay(), self._cache.ring
+        self._replays += 1
+        if ring.world_size > 1:
+            name, _, rest = what.partition(" (")
+            ring.wait(self._cache.device, marks=marks, what=f"replayed {name} {self._replays} ({rest}")
+        return recorded.logits
 
     def _find(self, requests: Sequence[int], new: int, last: int) -> _Recorded | None:
         """What serves a call; recorded now, if it is to be."""
@@ -399,17 +459,24 @@ class Decoding:
         made, why = None, ""
         # what is written in place must not be bound to the mode of whoever came first
         with torch.inference_mode(False), torch.no_grad():
-            step = cache.static_step(shape.batch, shape.new, max_tokens=cache.capacity_tokens, max_blocks=room)
-            tokens = torch.zeros(shape.batch, shape.new, dtype=torch.int64, device=cache.device)
+            step = cache.static_step(
+                shape.batch, shape.new, max_tokens=cache.capacity_tokens, max_blocks=room, packed=shape.packed
+            )
+            tokens = torch.zeros(step.batch, step.rows, dtype=torch.int64, device=cache.device)
+            wanted = (
+                torch.zeros(shape.batch, dtype=torch.int64, device=cache.device)
+                if shape.packed
+                else range(shape.new - shape.last, shape.new)
+            )
 
             def call() -> Tensor:
-                out = self._call(step, tokens, step.positions, shape.last)
+                out = self._call(step, tokens, step.positions, wanted)
                 kinds.append(type(out))
                 return out.logits
 
             try:
                 logits, replay = self._recorder.record(call)
-                made = _Recorded(step, tokens, logits, replay, kinds[-1])
+                made = _Recorded(step, tokens, wanted, logits, replay, kinds[-1])
             except CannotRecord as error:
                 why = str(error)
         if not cache.ring.least(int(made is not None)):
@@ -419,9 +486,10 @@ class Decoding:
         self._recorded[shape] = made
         return made
 
-    def _check(self, recorded: _Recorded, found: Tensor, last: int) -> Tensor:
+    def _check(self, recorded: _Recorded, found: Tensor) -> Tensor:
         """The logits of a first replay, if they are what a plain call gives, on every rank; else those, and it is dropped."""
-        plain = self._call(recorded.step, recorded.tokens, recorded.step.positions, last).logits[: len(found)]
+        plain = self._call(recorded.step, recorded.tokens, recorded.step.positions, recorded.wanted).logits
+        plain = plain[: len(found), : found.shape[1]]
         # what is no number in both is alike
         x, y = found.float().nan_to_num(), plain.float().nan_to_num()
         apart, size = (float(z.square().mean().sqrt()) for z in (x - y, y))

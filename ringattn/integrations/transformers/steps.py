@@ -101,7 +101,7 @@ def forward_step(
     step: Step,
     inputs: dict[str, Tensor],
     positions: Tensor,
-    wanted: Sequence[int] | None,
+    wanted: Sequence[int] | Tensor | None,
     **others: Any,
 ) -> Any:
     """One call of a model with the rows of this rank, and the logits of the wanted rows of all.
@@ -111,7 +111,7 @@ def forward_step(
         step: Whose new tokens.
         inputs: `input_ids` `b n` or `inputs_embeds` `b n e`: all new tokens, the same on every rank.
         positions: `b s` or `1 s`: what rotary embeddings get, of this rank's rows.
-        wanted: Rows among n whose logits are wanted, ascending; None: all.
+        wanted: Rows among n whose logits are wanted, ascending; None: all. In decode also as `k` int64 on the device, in any order.
         others: Keywords for the model.
 
     Returns:
@@ -166,8 +166,13 @@ def _new_tokens(step: Step) -> int:
     return sum(step.counts) if step.batch == 1 else step.counts[0]
 
 
-def _kept_rows(step: Step, new: int, wanted: Sequence[int], device: torch.device) -> tuple[int | Tensor, Tensor | None]:
+def _kept_rows(
+    step: Step, new: int, wanted: Sequence[int] | Tensor, device: torch.device
+) -> tuple[int | Tensor, Tensor | None]:
     """Which of this rank's rows are wanted, as transformers takes them, and their places among all wanted (None: no others)."""
+    if isinstance(wanted, Tensor):
+        assert step.mode == "decode", "rows of a prefill are looked up on the host"
+        return wanted, None
     if step.mode == "decode":
         last = len(wanted)
         tail = last > 0 and list(wanted) == list(range(new - last, new))
