@@ -112,12 +112,14 @@ def test_a_checkpoint_brings_its_weights_its_tokenizer_and_its_stops(folder):
     for recorder in (None, Reruns()):
         replica = Replica(served.model, cache, 4, recorder)
         prepared = replica.prepare()
-        assert prepared[0].startswith("prompts: ")
+        assert prepared[-1].startswith("prompts around the ring: ")
         assert cache.used_pages == (0,)
         answers = answered(replica, prompts)
         assert answers == [x[0, len(tokens) :].tolist() for x, tokens in zip(wanted, prompts, strict=True)]
         if recorder is not None:
-            assert prepared[1].startswith("decoding, and prompts of up to 512 tokens: 8 CUDA graphs captured in")
+            assert prepared[0].startswith(
+                "decoding, and prompts in parts of up to 512 tokens: 8 CUDA graphs captured in"
+            )
             assert sorted(recorder.shapes) == [(1, 1), (1, 2), (1, 4), (1, 8), (1, 16), (1, 32), (2, 1), (4, 1)]
             # a prompt in two steps, and two that come later
             assert recorder.replays >= 5 + 4

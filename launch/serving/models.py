@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ringattn.inference import PagedKVCache
+from ringattn.inference.step import MOST_DECODED
 from ringattn.launch.distributed import Rank, Refusal
 from ringattn.launch.serving.config import TINY, check_model
 from ringattn.launch.serving.scheduling import Plan
@@ -196,10 +197,9 @@ def make_cache(model: Any, ring: Ring, *, gib: float | None, page_size: int, kv_
         raise Refusal(f"{error} (--cache-gib, --page-size)") from None
 
 
-PROMPT_ROWS = (24, 56, 120, 1024)
-"""Rows on a rank of the prompts that are computed before the first request: how kernels pack heads into tiles follows from them."""
-TURNS = (24, 100, 700)
-"""New tokens that go on from the longest of them."""
+TRIED = ((0, 24), (0, 56), (0, 120), (0, 520), (0, 1024), (1024, 350), (8192, 12), (8192, 50), (8192, 200), (8192, 550))
+"""Prompts that are computed before the first request: tokens on each rank that are there already, and new ones. From them follow
+how kernels pack heads into tiles, what moves, and how pages are read."""
 
 
 PIECES = (2, 4, 8, 16, 32)
@@ -246,33 +246,34 @@ class Replica:
         Returns:
             How that went, a line each.
         """
-        began = time.monotonic()
-        tried = self._try_prompts(longest)
-        said = [f"prompts: {tried} steps computed in {time.monotonic() - began:.1f} s"]
-        began = time.monotonic()
+        began, said = time.monotonic(), []
         self._decoding.prepare()
         if self.graphs:
-            said.append(
-                f"decoding, and prompts of up to {16 * self.pieces} tokens: {self.graphs} CUDA graphs captured in "
-                f"{time.monotonic() - began:.1f} s"
-            )
+            short = f", and prompts in parts of up to {MOST_DECODED * self.pieces} tokens" * bool(self.pieces)
+            said.append(f"decoding{short}: {self.graphs} CUDA graphs captured in {time.monotonic() - began:.1f} s")
+        began = time.monotonic()
+        tried = self._try_prompts(longest)
+        said.append(f"prompts around the ring: {tried} steps computed in {time.monotonic() - began:.1f} s")
         return said
 
     def _try_prompts(self, longest: int | None) -> int:
-        """Steps with the numbers of rows on which kernels depend; how many there were."""
+        """Steps with the numbers of tokens on which kernels depend; how many there were."""
         from ringattn.integrations.transformers import run_step
 
         cache, ranks, tried = self._cache, self._cache.ring.world_size, 0
         room = min(cache.capacity_tokens, longest or cache.capacity_tokens)
-        for rows in PROMPT_ROWS:
-            counts = [rows * ranks, *(TURNS if rows == PROMPT_ROWS[-1] else ())]
-            if sum(counts) > room:
-                break
-            request = cache.join(sum(counts))
-            for count in counts:
-                step = cache.extend([request], [count])
-                run_step(self._model, step, torch.zeros(count, dtype=torch.int64), wanted=[0])
-                tried += 1
+        for past, new in TRIED:
+            # nothing is compiled for CPUs, where a past takes time
+            needless = (past and cache.device.type == "cpu") or (not past and ranks * new <= MOST_DECODED * self.pieces)
+            if needless or ranks * (past + new) > room:
+                continue
+            request = cache.join(ranks * (past + new))
+            if past:
+                # what nobody has written yet is zero, and as good as anything
+                cache.pages.place([request], [ranks * past])
+            step = cache.extend([request], [ranks * new], mode="prefill")
+            run_step(self._model, step, torch.zeros(ranks * new, dtype=torch.int64), wanted=[0])
+            tried += 1
             cache.leave(request)
         return tried
 
