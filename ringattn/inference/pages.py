@@ -122,6 +122,14 @@ class Table:
         del self.pages[blocks:], self.starts[blocks:], self.lengths[blocks:]
 
 
+class Look(NamedTuple):
+    """What the books say of a request, for reading only: its length, its first token that is seen, its blocks by rank."""
+
+    length: int
+    first: int
+    tables: list[Table]
+
+
 @dataclass
 class _Request:
     """What the books say of a request.
@@ -231,6 +239,11 @@ class Pages:
         """A request's blocks on a rank."""
         return self._find(request).tables[rank]
 
+    def look(self, request: int) -> Look:
+        """A request as decoding wants to know it, step by step: its books at once."""
+        one = self._find(request)
+        return Look(one.length, one.first, one.tables)
+
     def blocks(self, request: int) -> tuple[Block, ...]:
         """A request's blocks, ascending; they cover its tokens."""
         found = [
@@ -272,8 +285,10 @@ class Pages:
             (6, 9)
         """
         one = self._find(request)
+        if not one.stayed or one.stayed[-1][0] <= change:
+            return one.length
         later = bisect_right(one.stayed, change, key=lambda note: note[0])
-        return one.stayed[later][1] if later < len(one.stayed) else one.length
+        return one.stayed[later][1]
 
     def are_alike(self, requests: Sequence[int]) -> bool:
         """Whether requests are equally long and have each token on the same rank."""

@@ -250,7 +250,9 @@ class StaticStep(Step):
                 f"{len(requests)} with {list(counts)}; make one of another shape, or extend without into"
             )
         for request, count in zip(requests, counts, strict=True):
-            length, most = books.length(request) + count, most_blocks(books, [request], count)
+            seen = books.look(request)
+            length = seen.length + count
+            most = max(len(table.pages) for table in seen.tables) - (-count // books.page_size)
             if length > self.max_tokens or most > self.max_blocks:
                 raise ValueError(
                     f"a static step must be given requests of at most {self.max_tokens} tokens in {self.max_blocks} "
@@ -262,9 +264,10 @@ class StaticStep(Step):
         """Says the next tokens, for which room was made, in place."""
         cache, books, (batch, new) = self.cache, self.cache.pages, self.tiles
         self.requests, self.counts = tuple(requests), tuple(counts)
-        self.lengths = tuple(map(books.length, requests))
-        self.firsts = tuple(map(books.first, requests))
         lines = _lines_of(books, requests, counts, cache.ring.rank, new)
+        owners = {line.request: line for line in lines}
+        self.lengths = tuple(owners[request].length for request in requests)
+        self.firsts = tuple(owners[request].first for request in requests)
         ends = list(accumulate(-(-count // new) for count in counts))
         lasts = [(end - 1) * new + (count - 1) % new for end, count in zip(ends, counts, strict=True)]
         self.last_rows = tuple((0, last) if self.pieces is not None else divmod(last, new) for last in lasts)
@@ -355,7 +358,8 @@ def _lines_of(books: Pages, requests: Sequence[int], counts: Sequence[int], rank
     """The rows of a table for new tokens that were placed, `new` of them at most in each."""
     lines = []
     for request, count in zip(requests, counts, strict=True):
-        table, length, first = books.table(request, rank), books.length(request), books.first(request)
+        length, first, tables = books.look(request)
+        table = tables[rank]
         for before in range(length - count, length, new):
             lines.append(_Line(request, table, before, min(new, length - before), length, first))
     return lines
@@ -432,23 +436,30 @@ class _Places(NamedTuple):
         self, page_size: int, lines: Sequence[_Line], begins: Sequence[int], columns: int
     ) -> tuple[bytearray, int]:
         """The upload of a step whose first blocks of each line, `begins` many, are there; and how many others it has."""
-        count = sum(len(line.table) - begin for line, begin in zip(lines, begins, strict=True))
-        data = bytearray(_WORD * self.words_of_changes(count))
-        ints = self._fill_rows(data, page_size, lines)
-        longs, at = memoryview(data).cast("q"), self.begins[-1] // 2
-        pages = self.begins[-1] + _lines(2 * count)
+        at, blocks = array("q"), [array("i"), array("i"), array("i")]
+        pages, starts, lengths = blocks
         for i, (line, begin) in enumerate(zip(lines, begins, strict=True)):
             table = line.table
-            new = len(table) - begin
-            if new:
-                longs[at : at + new] = array("q", range(i * columns + begin, i * columns + begin + new))
-                for x, place in (
-                    (table.pages, pages),
-                    (table.starts, pages + count),
-                    (table.lengths, pages + 2 * count),
-                ):
-                    ints[place : place + new] = x[begin:]
-                at, pages = at + new, pages + new
+            there = len(table.pages)
+            if begin + 1 == there:
+                # the block that a token was added to
+                at.append(i * columns + begin)
+                pages.append(table.pages[begin])
+                starts.append(table.starts[begin])
+                lengths.append(table.lengths[begin])
+            elif begin < there:
+                at.extend(range(i * columns + begin, i * columns + there))
+                for x, y in zip(blocks, (table.pages, table.starts, table.lengths), strict=True):
+                    x += y[begin:]
+        count = len(at)
+        data = bytearray(_WORD * self.words_of_changes(count))
+        ints = self._fill_rows(data, page_size, lines)
+        places = self.begins[-1]
+        memoryview(data).cast("q")[places // 2 : places // 2 + count] = at
+        place = places + _lines(2 * count)
+        for x in blocks:
+            ints[place : place + count] = x
+            place += count
         return data, count
 
     def _fill_rows(self, data: bytearray, page_size: int, lines: Sequence[_Line]) -> memoryview:
@@ -464,7 +475,7 @@ class _Places(NamedTuple):
                 longs[row + x] = ints[here + row + x] = before + x
                 ints[starts + row + x] = first
                 ints[ends + row + x] = length
-            ints[at_counts + i] = len(table)
+            ints[at_counts + i] = len(table.pages)
             for block in range(bisect_left(table.starts, stop) - 1, -1, -1):
                 start = table.starts[block]
                 end = min(stop, start + table.lengths[block])
