@@ -39,6 +39,7 @@ from ringattn.launch import (
     doctor,
     figures,
     problems,
+    replays,
     ring_contenders,
     rings,
     timeline,
@@ -731,6 +732,38 @@ def test_intervals_count_each_moment_once(these: list[Any], those: list[Any]) ->
     assert moments(timeline.intersection(a, b)) == sorted(set(moments(these)) & set(moments(those)))
 
 
+def test_the_time_of_replayed_calls_is_alone_waiting_and_idle() -> None:
+    """Three replays of four calls, each a copy, then two kernels that overlap, and a pause."""
+    rows, at = [], 5.0
+    for _ in range(3):
+        for _ in range(4):
+            rows += [("gpu_memcpy", at - 2, 4.0), ("kernel", at, 10.0), ("kernel", at + 8, 4.0)]
+            at += 15.0
+        at += 100.0
+    trace = {
+        "baseTimeNanoseconds": 1_000_000,
+        "traceEvents": [{"ph": "X", "cat": c, "name": c, "ts": t, "dur": d} for c, t, d in rows]
+        + [
+            {"ph": "X", "cat": "cpu_op", "name": "aten::add", "ts": 0.0, "dur": 1e6},
+            {"ph": "M", "name": "process_name"},
+        ],
+    }
+    events = replays.read_trace(trace)
+    assert len(events) == 36
+    last = replays.last_replay(events, 3)
+    assert [event.kind for event in last[:3]] == ["copy", "kernel", "kernel"]
+    assert last[1].start == 1000 + 5 + 2 * (60 + 100)
+    assert len(last) == 12
+    # of the first copy half is before the first call; a copy of the last call begins in the one before
+    assert replays.Spent.of(last, 4) == replays.Spent(15.0, 12.0, (2 + 2 * 4 + 2) / 3)
+    with pytest.raises(ValueError, match="as many kernels of each, got 24"):
+        replays.last_replay(events, 5)
+    with pytest.raises(ValueError, match="5 calls must have as many kernels each, got 8"):
+        replays.Spent.of(last, 5)
+    with pytest.raises(ValueError, match="calls must be at least 2"):
+        replays.ReplaysArgs(calls=1)
+
+
 def test_a_device_is_refused_with_what_to_do() -> None:
     with pytest.raises(ValueError, match="device must be auto, cpu or cuda, got 'tpu'"):
         resolve_device("tpu", 0, 1)
@@ -739,7 +772,7 @@ def test_a_device_is_refused_with_what_to_do() -> None:
     assert resolve_device("cpu", 3, 4) == torch.device("cpu")
 
 
-@pytest.mark.parametrize("module", [problems, check, timeline, rings, bench_ring, bench_memory, figures])
+@pytest.mark.parametrize("module", [problems, check, timeline, replays, rings, bench_ring, bench_memory, figures])
 def test_examples_run(module: Any) -> None:
     import doctest
 
