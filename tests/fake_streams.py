@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from ringattn.transport.streams import Copy, Op, Wait, Write
+from ringattn.transport.streams import Copy, Op, Wait, Write, Write64
 from ringattn.transport.symmetric import Region
 
 MAIN, SIDE, HERALD, OTHER = range(1, 5)
@@ -294,6 +294,14 @@ def _items(op: Op) -> list[Callable[[], Item]]:
         return [lambda: Item(lambda: read(op.address) == op.value, lambda: None, f"wait {op.address:x} == {op.value}")]
     if isinstance(op, Write):
         return [lambda: Item(always, lambda: write(op.address, op.value), "write")]
+    if isinstance(op, Write64):
+
+        def both() -> None:
+            write(op.address, op.value)
+            write(op.address + 4, op.upper)
+
+        assert op.address % 8 == 0
+        return [lambda: Item(always, both, "write two")]
     assert isinstance(op, Copy)
 
     def row(i: int) -> Callable[[], Item]:

@@ -14,16 +14,16 @@ Note [Binary semaphores]
 
 Note [A gather]
     Every rank has one slot, where it packs its k and v, and one far, which its peers write into.
-    The caller's stream clears the flags, packs, and starts the side stream, which pushes: group by group and reader by reader in
-    ring order, it waits for its turn at the reader (`room`), copies rows of the slot to their place in the reader's far, says
-    `full`, and `room` to whoever is next there: the next owner, and behind the last one the first, for the next group. So one
-    owner writes to a reader at a time, and no two share its link. Nobody waits in a circle: each waits for a push of the same
-    reader or the same owner that stands before it in the order of groups and ring steps, or for a call that came before.
-    Behind the join, when nobody reads far any more, the caller's stream gives the nearest owner the turn of the next call. So
-    rows go to a reader that is late, and it holds up nobody whom others could serve meanwhile. Turns are counted by taking
-    part: a nearest owner that has nothing for a reader which fetches takes its turn all the same and hands it to the first
-    one, or it would take the next call's turn for this one's. A rank that fetches nothing leaves its far to the next call, so it
-    keeps nothing there.
+    The caller's stream packs, which lowers the flags as well, and starts the side stream, which pushes: group by group
+    and reader by reader in ring order, it waits for its turn at the reader (`room`), copies rows of the slot to their
+    place in the reader's far, says `full`, and `room` to whoever is next there: the next owner, and behind the last one
+    the first, for the next group. So one owner writes to a reader at a time, and no two share its link. Nobody waits in
+    a circle: each waits for a push of the same reader or the same owner that stands before it in the order of groups
+    and ring steps, or for a call that came before. Behind the join, when nobody reads far any more, the caller's stream
+    gives the nearest owner the turn of the next call. So rows go to a reader that is late, and it holds up nobody whom
+    others could serve meanwhile. Turns are counted by taking part: a nearest owner that has nothing for a reader which
+    fetches takes its turn all the same and hands it to the first one, or it would take the next call's turn for this
+    one's. A rank that fetches nothing leaves its far to the next call, so it keeps nothing there.
     A third stream, the herald, raises the flags of this rank in the order of groups and ring steps: it waits for the owner's
     `full`, and writes the flag. So flags rise in order, whatever order pushes end in.
     A bias of keys stands behind the rows of the slot, and comes in front of the first group of an owner's heads, into the
@@ -62,6 +62,7 @@ Note [Seen before]
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from collections import OrderedDict
@@ -74,12 +75,12 @@ import torch
 from torch import Tensor
 
 from ringattn.kernels.contract import Arrivals
-from ringattn.kernels.pack import pack
+from ringattn.kernels.pack import Cleared, pack
 from ringattn.schedule import Collection, Fetch, Reader, Rows
 from ringattn.transport.base import Done, Gathering, Homecoming, Parcel, Pending, Reply, Transport
 from ringattn.transport.one_shot import OneShotExchange
 from ringattn.transport.process_group import Agreement
-from ringattn.transport.streams import MAX_PITCH, Copy, Op, Program, Streams, Wait, Write
+from ringattn.transport.streams import MAX_PITCH, Copy, Op, Program, Streams, Wait, Write, Write64
 from ringattn.transport.symmetric import ALIGNMENT, Memory, Region
 from ringattn.transport.watch import (
     CROSSING,
@@ -233,6 +234,8 @@ class _Gather:
     course: Course
     pushing: Course
     start: Program
+    cleared: tuple[Cleared, Cleared] | None
+    """What is cleared where packing does it, without rows of far and with them; None: the start does it, or nothing is fetched."""
     announce: Program | None
     push: Program | None
     """None where nobody reads, and nobody is skipped."""
@@ -346,6 +349,7 @@ class CopyEngineTransport:
         self._slot = self._flags = self._own = self._nothing = torch.empty(0, dtype=torch.uint8, device=memory.device)
         self._guests = [self._nothing, self._nothing]
         self._far_layout: object = None
+        self._stretches: OrderedDict[tuple[tuple[int, int], ...], Tensor] = OrderedDict()
         self._raised: dict[int, Tensor] = {}  # by head groups: flags of rows that are there
         self._courses: OrderedDict[Any, Any] = OrderedDict()
         self._numbers = 0
@@ -421,13 +425,17 @@ class CopyEngineTransport:
             herald = self._aimed(found, kept.data_ptr())
             places.append(kept)
         launch(found.start, lane)
+        cleared = None
+        if found.cleared is not None:
+            cleared = found.cleared[far is next(iter(places), None)]
+            places = [place for place in places if place is not far]
         for place in places:
             for start, end in found.guards:
                 streams.call(place[:, start:end].zero_)
         self._far_layout = found.layout
         if found.packed is not None:
             slot = found.packed
-            streams.call(lambda: pack(slot, k, v))
+            streams.call(lambda: pack(slot, k, v, cleared))
         if found.bias is not None and key_bias is not None:
             for target in found.bias[:2]:
                 if target is not None:
@@ -815,12 +823,16 @@ class CopyEngineTransport:
     def _at(self, number: int, place: int) -> Write:
         return self._note(PLACE, number * PLACES + place)
 
+    def _both(self, word: int, value: int) -> Write64:
+        """A note, and 0 in the word behind it."""
+        return Write64(self._host.data_ptr() + 4 * word, value, 0)
+
     def _note(self, word: int, value: int) -> Write:
         """What the watch reads."""
         return Write(self._host.data_ptr() + 4 * word, value)
 
     def _leave(self) -> list[Op]:
-        return [self._note(QUIET, 0), self._note(PLACE, ELSEWHERE)]
+        return [self._both(PLACE, ELSEWHERE)]
 
     def _take(self, word: int) -> list[Op]:
         return [Wait(word, 1), Write(word, 0)]
@@ -828,9 +840,9 @@ class CopyEngineTransport:
     # Inside a capture events order the streams, and words must not: the side stream of a graph is not the ring's own,
     # whose next work may be enqueued while the graph still runs, and each would take the other's signals.
 
-    def _lane_begins(self, start: int, lane: int, at: int, number: int) -> list[Op]:
+    def _lane_begins(self, start: int, lane: int, number: int) -> list[Op]:
         started = [] if self._streams.capturing() else self._take(self._words[start])
-        return [*started, self._note(at, 0), self._note(lane, number)]
+        return [*started, self._both(lane, number)]
 
     def _lane_ends(self, lane: int, done: int) -> list[Op]:
         return [
@@ -932,16 +944,15 @@ class CopyEngineTransport:
         def flag(g: int, step: int) -> int:
             return flags.data_ptr() + 4 * (g * flags.shape[1] + step)
 
-        start: list[Op] = [self._at(number, STARTING)]
-        start += self._side_is_free() if sides else []
-        start += [Write(flag(g, fetch.step), 0) for g in range(groups) for fetch in fetches]
-        start += [Write(words[ERROR], 0)] if fetches else []
-        start += [Wait(words[PROCEED], 1)]
-        start += [self._note(QUIET, 0), self._at(number, KERNEL)]
-        start += self._start(HERALD_START) if fetches else []
-        start += self._start(START) if sides and packed is None else []
+        # what packs lowers the flags and the error word: each takes longer in stream order
+        lowered: list[Op] = [Write(flag(g, fetch.step), 0) for g in range(groups) for fetch in fetches]
+        lowered += [Write(words[ERROR], 0)] if fetches else []
+        starts = [*(self._start(HERALD_START) if fetches else []), *(self._start(START) if sides else [])]
+        start: list[Op] = [*(self._side_is_free() if sides else []), *(lowered if packed is None else [])]
+        start += [Wait(words[PROCEED], 1), self._both(PLACE, number * PLACES + KERNEL)]
+        start += starts if packed is None else []
 
-        push = self._lane_begins(START, SIDE, SIDE_AT, push_number)
+        push = self._lane_begins(START, SIDE, push_number)
         if skipped is not None:
             peer, owner = skipped
             push += [*self._take(station.room(me, peer)), Write(station.room(owner, peer), 1), self._note(SIDE_AT, 1)]
@@ -965,7 +976,7 @@ class CopyEngineTransport:
         push += self._lane_ends(SIDE, DONE)
 
         # between a peer's word and the flag stands nothing that can wait until the last flag
-        begins, ends = self._lane_begins(HERALD_START, HERALD, HERALD_AT, number), self._lane_ends(HERALD, HERALD_DONE)
+        begins, ends = self._lane_begins(HERALD_START, HERALD, number), self._lane_ends(HERALD, HERALD_DONE)
         passed = [self._note(HERALD_AT, i + 1) for i in range(len(fetches))]
         mine = station.rows(me)
 
@@ -995,7 +1006,8 @@ class CopyEngineTransport:
             course,
             pushing,
             start=compile_(start),
-            announce=compile_(self._start(START)) if packed is not None else None,
+            cleared=None if packed is None or not fetches else self._make_cleared(flags, far, fetches),
+            announce=compile_(starts) if packed is not None else None,
             push=compile_(push) if sides else None,
             herald=compile_(aim(None)) if fetches and not keep else None,
             joining=compile_(joining),
@@ -1010,6 +1022,24 @@ class CopyEngineTransport:
             aim=aim if fetches and keep else None,
             aimed=OrderedDict(),
         )
+
+    def _make_cleared(self, flags: Tensor, far: Tensor, fetches: Sequence[Fetch]) -> tuple[Cleared, Cleared]:
+        """What is cleared without rows of far, and with them."""
+        stretches = tuple(_guards(far.shape[1], fetches))
+        there = self._stretches.get(stretches)
+        if there is None:
+            self._refuse_in_capture("guards")
+            there = torch.tensor(stretches, dtype=torch.int32, pin_memory=flags.is_cuda).to(
+                flags.device, non_blocking=True
+            )
+            self._stretches[stretches] = there
+            if len(self._stretches) > COURSES:
+                self._retire(self._stretches.popitem(last=False)[1])
+        else:
+            self._stretches.move_to_end(stretches)
+        longest = max(end - start for start, end in stretches)
+        words = Cleared(flags, self._error, far, there, longest, stretches=False)
+        return words, dataclasses.replace(words, stretches=True)
 
     def _aimed(self, plan: _Gather, address: int) -> Program | None:
         """What the herald does for a gather whose rows are kept, to where they are kept."""
@@ -1060,10 +1090,9 @@ class CopyEngineTransport:
         start: list[Op] = [self._at(number, ENTERING)]
         for owner in owners:
             start += self._take(station.free(me, owner))
-        start += [Wait(self._words[PROCEED], 1), self._note(QUIET, 0), self._at(number, KERNEL)]
+        start += [Wait(self._words[PROCEED], 1), self._both(PLACE, number * PLACES + KERNEL)]
         start = start if owners or readers else []
-        receive: list[Op] = [self._at(number, RECEIVING)]
-        receive += _publish([station.full(owner, me) for owner in owners])
+        receive = [*_publish([station.full(owner, me) for owner in owners]), self._at(number, RECEIVING)]
         for reader in readers:
             receive += self._take(station.full(me, reader))
         receive += [Wait(self._words[PROCEED], 1), *self._leave()]
@@ -1111,7 +1140,7 @@ class CopyEngineTransport:
         if not out:
             begin, end = [*begin, *end], []
         sides: list[Program] = []
-        side = self._lane_begins(START, SIDE, SIDE_AT, number)
+        side = self._lane_begins(START, SIDE, number)
         for i, (peer, kind) in enumerate(into):
             sides.append(compile_([*side, *self._take(self._boxes[kind][turn].full(me, peer))]))
             side = [Wait(words[GATE], 1), Write(self._boxes[kind][turn].free(peer, me), 1)]

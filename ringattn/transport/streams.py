@@ -34,6 +34,14 @@ class Write(NamedTuple):
     value: int
 
 
+class Write64(NamedTuple):
+    """Two neighbouring words at once, which costs as much as one: `value` at `address`, a multiple of 8, and `upper` behind it."""
+
+    address: int
+    value: int
+    upper: int
+
+
 class Wait(NamedTuple):
     """The stream goes on once the word at `address` equals `value`."""
 
@@ -52,7 +60,7 @@ class Copy(NamedTuple):
     source_pitch: int = 0
 
 
-Op = Write | Wait | Copy
+Op = Write | Write64 | Wait | Copy
 
 
 Program = Any
@@ -146,7 +154,7 @@ class _Block(ctypes.Structure):
     )
 
 
-_WAIT, _WRITE = 1, 2  # operations of an entry
+_WAIT, _WRITE, _WRITE_64 = 1, 2, 5  # operations of an entry
 _EQUAL = 1  # flag of a wait; that of a write is 0: a fence comes before it
 _DEVICE_MEMORY = 2
 _THREAD_LOCAL, _RELAXED = 1, 2  # modes of a capture
@@ -205,7 +213,9 @@ def _refuse(driver: ctypes.CDLL, status: int, doing: str) -> None:
     raise DriverError(f"the CUDA driver must {doing}, got {text} ({status}); look for an earlier error of this process")
 
 
-def _entry(op: Write | Wait) -> _Word:
+def _entry(op: Write | Write64 | Wait) -> _Word:
+    if isinstance(op, Write64):
+        return _Word(_WRITE_64, op.address, (op.upper & 0xFFFFFFFF) << 32 | op.value & 0xFFFFFFFF, 0)
     waits = isinstance(op, Wait)
     return _Word(_WAIT if waits else _WRITE, op.address, op.value & 0xFFFFFFFF, _EQUAL if waits else 0)
 

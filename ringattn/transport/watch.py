@@ -12,7 +12,8 @@ Note [The way out]
       Closed at once, here and on every peer: what comes from now on may be of another call, or overwritten, so a peer that
       is merely slow fails as well.
     - `error`: the error word of the kernels. Set at once, here and on every peer, behind the gates.
-    - `proceed`: the caller's stream passes it behind each join with other streams or other ranks. Closed at once.
+    - `proceed`: the caller's stream passes it before each gather and behind each join with other streams or other ranks. Closed
+      at once.
     The caller's stream writes its `place` as it goes. While a kernel may be waiting for rows, its flags are made negative and
     the gate stays closed: it ends, in NaN. Everywhere else the streams beside it are let run through first, and the gate is
     closed behind them. Then, before the caller's stream may pass a join whose data never came, what it would read is set to
@@ -50,11 +51,12 @@ from torch import Tensor
 
 from ringattn.transport.streams import Streams, Write
 
-# words in host memory; all are written by streams, QUIET by both sides
-PLACE, SIDE, SIDE_AT, QUIET, HERALD, HERALD_AT = range(6)
+# words in host memory; all are written by streams, QUIET by both sides. Neighbours are often written together
+PLACE, QUIET, SIDE, SIDE_AT, HERALD, HERALD_AT = range(6)
 HOST_WORDS = 16
 
 # where the caller's stream is: the low bits of PLACE. The others name the course it is on
+# ELSEWHERE may wait before a gather, once the ring has failed: it is let go like all who wait for nothing but that
 # ENTERING waits for peers too, but a kernel comes next whose rows are already on their way
 # CROSSING waits for a transfer between nodes, which no word lets go
 ELSEWHERE, STARTING, KERNEL, JOINING, RECEIVING, FETCHING, ENTERING, CROSSING = range(8)
@@ -258,7 +260,7 @@ class Watch:
                 self._streams.rescue([Write(word, 1) for word in (*list(here.full), *list(here.room), gate)])
                 return
             self._streams.rescue([Write(gate, 0)])
-            if place in (ELSEWHERE, KERNEL, CROSSING) or (self._beside() and place != ENTERING):
+            if place in (KERNEL, CROSSING) or (self._beside() and place != ENTERING):
                 return  # it had more to do, or nothing here lets it go
             if place == RECEIVING:
                 for address, num_bytes in list(here.own):
