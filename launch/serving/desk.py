@@ -213,6 +213,11 @@ class Answers:
             return self._places[event.name], event
         raise StopAsyncIteration
 
+    @property
+    def more(self) -> bool:
+        """Whether something has come that was not taken yet."""
+        return not self._queue.empty()
+
     def stop(self, place: int) -> None:
         """Ends a job that has been answered, if it goes on."""
         name = self._names[place]

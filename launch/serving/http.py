@@ -18,6 +18,7 @@ import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +57,25 @@ BODY_S = 60.0
 
 MOST_ANSWERS = 1024
 """Answers of one request: prompts times choices."""
+
+@dataclass(frozen=True)
+class Prepared:
+    """A request that is ready for the engine.
+
+    Attributes:
+        body: What it says.
+        prompts: Its tokens.
+        choices: The answers that it gets, in the order of the prompts.
+        names: Of its jobs, one for each answer.
+        packed: These as the desk takes them.
+    """
+
+    body: Chat | Completion
+    prompts: list[list[int]]
+    choices: list[Choice]
+    names: list[int]
+    packed: bytes
+
 
 class Answering(Response):
     """Answers a request, unless the client goes away before: then its jobs are cancelled at once.
@@ -270,8 +290,16 @@ def make_app(
         if name is not None and name != model:
             raise Refused(404, f"model must be {model!r}, got {ascii_only(name)[:200]!r}", "model", "model_not_found")
 
-    def prepare(body: Chat | Completion) -> tuple[list[list[int]], list[Choice], list[int], bytes]:
-        """Prompts and answers of a body, names of its jobs, and these as the desk takes them; runs in the clerk's thread."""
+    def prepare(kind: type[Chat] | type[Completion], data: bytes) -> Prepared:
+        """What a body asks for; runs in the clerk's thread."""
+        body = read_body(kind, data)
+        check_model(body.model)
+        try:
+            return _prepare(body)
+        except (NoTemplate, UnicodeEncodeError) as error:
+            raise Refused(400, ascii_only(str(error))[:500], "messages" if kind is Chat else "prompt") from None
+
+    def _prepare(body: Chat | Completion) -> Prepared:
         wanted: list[str | list[int]]
         if isinstance(body, Chat):
             wanted = [tokenizer.chat([message.plain() for message in body.messages])]
@@ -309,7 +337,7 @@ def make_app(
                 jobs.append(
                     Job(0, tokens, most, sampling=body.sampling(number_of_prompt), stops=stops, digests=digests)
                 )
-        return prompts, choices, *desk.pack(jobs)
+        return Prepared(body, prompts, choices, *desk.pack(jobs))
 
     def _check_length(prompt: int, asked: int | None) -> int:
         """New tokens of an answer; refuses what is longer than the model, the cache or the limit."""
@@ -326,19 +354,14 @@ def make_app(
     async def answer(request: Request, kind: type[Chat] | type[Completion]) -> Response:
         desk.check()  # before a body is read that could not be answered
         data = await read_bytes(request, limits.body)
-        run = asyncio.get_running_loop().run_in_executor
-        body = await run(clerk, read_body, kind, data)
-        check_model(body.model)
-        try:
-            prompts, choices, names, packed = await run(clerk, prepare, body)
-        except (NoTemplate, UnicodeEncodeError) as error:
-            raise Refused(400, ascii_only(str(error))[:500], "messages" if kind is Chat else "prompt") from None
+        asked = await asyncio.get_running_loop().run_in_executor(clerk, prepare, kind, data)
+        body, prompts, choices = asked.body, asked.prompts, asked.choices
         with_usage = bool(body.stream_options and body.stream_options.include_usage)
         with_ids = bool(body.return_token_ids)
         writer = Writer(kind is Chat, model, tokenizer, with_usage, with_ids)
 
         async def whole(scope: Scope, receive: Receive, send: Send) -> None:
-            with Answers(desk, metrics, names, packed) as answers:
+            with Answers(desk, metrics, asked.names, asked.packed) as answers:
                 async for place, event in answers:
                     _push(answers, choices[place], place, event)
             await JSONResponse(writer.whole(prompts, choices))(scope, receive, send)
@@ -356,13 +379,13 @@ def make_app(
                 lines = b"".join(b"data: " + json.dumps(chunk).encode() + b"\n\n" for chunk in chunks)
                 await send({"type": "http.response.body", "body": lines, "more_body": True})
 
-            with Answers(desk, metrics, names, packed) as answers:
+            with Answers(desk, metrics, asked.names, asked.packed) as answers:
                 opened: set[int] = set()
+                chunks: list[dict[str, Any]] = []
                 try:
                     async for place, event in answers:
                         choice = choices[place]
                         said = len(choice.ids)
-                        chunks = []
                         piece = _push(answers, choice, place, event)
                         if place not in opened:
                             opened.add(place)
@@ -371,16 +394,20 @@ def make_app(
                             chunks.append(writer.piece(choice, piece, said))
                         if choice.finish is not None:
                             chunks.append(writer.closing(choice))
-                        if chunks:
+                        # what has come at once leaves at once: a write costs more than a chunk
+                        if chunks and not answers.more:
                             await say(*chunks)
+                            chunks = []
                 except Refused as error:
-                    if not started:
+                    if not (started or chunks):
                         raise
-                    await say(error.body())
+                    await say(*chunks, error.body())
                     await send({"type": "http.response.body", "body": b""})
                     return
             if with_usage:
-                await say(writer.usage(prompts, choices))
+                chunks.append(writer.usage(prompts, choices))
+            if chunks:
+                await say(*chunks)
             await send({"type": "http.response.body", "body": b"data: [DONE]\n\n"})
 
         return Answering(streamed if body.stream else whole)

@@ -19,6 +19,8 @@ from ringattn.launch.serving.scheduling import Room
 from ringattn.launch.serving.text import make_tokenizer
 from ringattn.launch.serving.wire import Unpacker
 
+TURN_S = 0.0005
+"""Seconds for which a thread may keep the others waiting: what reads requests, for one, and what writes to clients."""
 LOOK_S = 1.0
 """Seconds between looks at whether the thread that serves is still there."""
 
@@ -47,6 +49,7 @@ def main(descriptor: int) -> int:
         hosts=settings["hosts"],
         about=settings["about"],
     )
+    sys.setswitchinterval(TURN_S)
     server = Server(listening, settings["connections"])
     server.start(app)
     settle()
