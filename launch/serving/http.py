@@ -11,7 +11,6 @@ import base64
 import contextlib
 import hashlib
 import hmac
-import json
 import re
 import socket
 import threading
@@ -25,6 +24,7 @@ from typing import Any
 import uvicorn
 from fastapi import FastAPI, Request
 from fastapi.responses import HTMLResponse, JSONResponse, Response
+from pydantic_core import to_json
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -376,7 +376,7 @@ def make_app(
                     started = True
                     headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
                     await send({"type": "http.response.start", "status": 200, "headers": headers})
-                lines = b"".join(b"data: " + json.dumps(chunk).encode() + b"\n\n" for chunk in chunks)
+                lines = b"".join(b"data: " + to_json(chunk) + b"\n\n" for chunk in chunks)
                 await send({"type": "http.response.body", "body": lines, "more_body": True})
 
             with Answers(desk, metrics, asked.names, asked.packed) as answers:

@@ -195,6 +195,8 @@ class Stops:
         """The text that certainly comes before any stop string."""
         if self.found:
             return ""
+        if not self._strings:
+            return piece
         text = self._held + piece
         places = [place for place in (text.find(string) for string in self._strings) if place >= 0]
         if places:
