@@ -9,6 +9,8 @@ import os
 import random
 import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -18,10 +20,12 @@ from typing import Any
 import httpx
 import psutil
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ringattn.launch.serving import front
+from ringattn.launch.distributed import Rank
+from ringattn.launch.serving import desk, front, run
 from ringattn.launch.serving.config import Limits
 from ringattn.launch.serving.engine import Engine
 from ringattn.launch.serving.front import Front, HttpProcess, Outbox, listen
@@ -153,7 +157,7 @@ def wait_for(what: Any, patience_s: float = 10.0) -> None:
     ("say", "message"),
     [
         (lambda end: end.close(), "the other is gone"),
-        (lambda end: end.send(pack({})), "the other has given no sign of life for 0.2 s"),
+        (lambda end: end.send(pack({"ready": True})), "the other has given no sign of life for 0.2 s"),
         (lambda end: end.send(pack({"cancel": 1})), "the other cannot be understood: KeyError: 'keep'"),
         (lambda end: end.send(b"\x01\0\0\0\0\0\0\0{"), "the other cannot be understood: JSONDecodeError"),
     ],
@@ -181,7 +185,7 @@ def test_when_the_engine_is_gone_answers_that_are_open_and_that_are_asked_for_ge
             served.state_when(lambda state: state["running"] == 2)
             served.front._connection.shutdown(socket.SHUT_RDWR)
             told = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
-            assert told[-1]["error"]["message"] == "the server is going down: its engine is gone"
+            assert told[-1]["error"]["message"] == desk.GONE
             assert whole.result().status_code == 503
         for answer in (httpx.get(f"{served.url}/health"), httpx.post(f"{served.url}/v1/completions", json=body)):
             assert answer.status_code == 503
@@ -197,15 +201,16 @@ def test_when_the_engine_is_gone_answers_that_are_open_and_that_are_asked_for_ge
 class Apart:
     """An engine with a fake model in this process, and HTTP in another, which is told of more room than there is."""
 
-    def __init__(self, patience_s: float = 60.0) -> None:
+    def __init__(self) -> None:
         self.process = HttpProcess()
-        self.lost: list[str] = []
-        self._patience = patience_s
+        self.other = psutil.Process(self.process._process.pid)
+        self.runner = FakeRunner(pages=8, step_s=0.01)  # 64 tokens
+        scheduler = Scheduler(self.runner.books, chunk=64, most_running=64, most_waiting=2)
+        self.engine = Engine(self.runner, scheduler, lambda _: None, time_limit_s=60.0)
+        self.thread = threading.Thread(target=self.engine.run, daemon=True)
 
-    def serve(self, runner: FakeRunner) -> None:
-        scheduler = Scheduler(runner.books, chunk=64, most_running=64, most_waiting=2)
-        self.engine = Engine(runner, scheduler, lambda _: None, time_limit_s=60.0)
-        room = dataclasses.replace(scheduler.room, capacity=10**6, queue=10**6)
+    def serve(self) -> None:
+        room = dataclasses.replace(self.engine.scheduler.room, capacity=10**6, queue=10**6)
         listening = listen("127.0.0.1", 0)
         self.port = listening.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
@@ -223,10 +228,6 @@ class Apart:
                 "connections": 50,
             },
         )
-        self.front = Front(self.engine, self.process.connection, self.process.name, self.lost.append, self._patience)
-        self.front.wait_until_ready()
-        self.thread = threading.Thread(target=self.engine.run, daemon=True)
-        self.thread.start()
 
     def ask(self, **body: Any) -> httpx.Response:
         return httpx.post(f"{self.url}/v1/completions", json={"temperature": 0, **body}, timeout=30)
@@ -238,26 +239,58 @@ class Apart:
 @pytest.fixture(scope="module")
 def others() -> Iterator[tuple[Apart, Apart]]:
     """They start side by side."""
-    others = Apart(), Apart(patience_s=3.0)
+    others = Apart(), Apart()
     yield others
     for one in others:
         one.process.kill()
 
 
-def test_statuses_come_through_both_processes_and_the_other_ends_when_it_is_told(others):
+def test_an_engine_that_is_killed_takes_the_process_of_http_with_it_and_the_port_is_free(others):
     apart, _ = others
-    apart.serve(FakeRunner(pages=8, step_s=0.02))  # 64 tokens
-    answer = apart.ask(prompt=going_on("a", 9), max_tokens=9, logprobs=2)
-    assert answer.json()["choices"][0]["text"] == text_of(going_on("a", 9), 9)
-    assert len(answer.json()["choices"][0]["logprobs"]["top_logprobs"][8]) == 2
+    apart.serve()
+    # somebody else is the engine
+    connection = apart.process.connection
+    assert not connection.get_inheritable()
+    sleep = [sys.executable, "-S", "-c", "import time; time.sleep(60)"]
+    engine = subprocess.Popen(sleep, pass_fds=[connection.fileno()])
+    connection.close()
+    with ThreadPoolExecutor(1) as threads:
+        assert httpx.get(f"{apart.url}/health", timeout=30).status_code == 200
+        asked = threads.submit(apart.ask, prompt="a", max_tokens=9)
+        time.sleep(0.5)
+        assert not asked.done()
+        assert apart.other.is_running()
+        engine.kill()
+        engine.wait()
+        assert (asked.result().status_code, asked.result().json()["error"]["message"]) == (503, desk.GONE)
+    apart.process.wait(10.0)
+    assert apart.process._process.returncode == 1
+    listen("127.0.0.1", apart.port).close()
+
+
+def test_statuses_come_through_a_stall_stops_no_step_and_a_killed_process_of_http_ends_the_server(
+    others, monkeypatch, capfd
+):
+    _, apart = others
+    codes: list[int] = []
+    monkeypatch.setattr(run, "FAREWELL_S", 0.01)
+    monkeypatch.setattr(run.os, "_exit", codes.append)
+    ending = run.Ending(Rank(0, 1, torch.device("cpu"), "none", os.getppid()))
+    ending.engine, ending.process = apart.engine, apart.process
+    apart.serve()
+    Front(apart.engine, apart.process.connection, apart.process.name, ending, 60.0).wait_until_ready()
+    apart.thread.start()
+
+    answer = apart.ask(prompt=going_on("a", 9), max_tokens=9, logprobs=2).json()["choices"][0]
+    assert answer["text"] == text_of(going_on("a", 9), 9)
+    assert len(answer["logprobs"]["top_logprobs"][8]) == 2
     large = apart.ask(prompt="a", max_tokens=64)
-    assert large.status_code == 400
-    assert large.json()["error"]["code"] == "context_length_exceeded"
+    assert (large.status_code, large.json()["error"]["code"]) == (400, "context_length_exceeded")
     assert "must fit into the cache of 64 tokens on 2 ranks, got 1 + 64 = 65" in large.json()["error"]["message"]
+
     # signals to all processes of a terminal are not for this one
-    other = psutil.Process(apart.process._process.pid)
     for number in (signal.SIGINT, signal.SIGTERM):
-        other.send_signal(number)
+        apart.other.send_signal(number)
     prompt = going_on("f", 50)
     with ThreadPoolExecutor(4) as threads:
         asked = [threads.submit(apart.ask, prompt=prompt, max_tokens=50) for _ in range(3)]
@@ -265,40 +298,27 @@ def test_statuses_come_through_both_processes_and_the_other_ends_when_it_is_told
         late = apart.ask(prompt=prompt, max_tokens=50, n=2)
         assert (late.status_code, late.headers["retry-after"]) == (429, "1")
         assert late.json()["error"]["message"].startswith("at most 2 requests may wait, got 2 more beside 2")
+        apart.other.suspend()
+        apart.state_when(lambda state: not (state["running"] or state["waiting"]))
+        apart.other.resume()
+        assert [one.result().json()["choices"][0]["text"] for one in asked] == [text_of(prompt, 50)] * 3
+
+        asked = [threads.submit(apart.ask, prompt=prompt, max_tokens=50) for _ in range(3)]
+        apart.state_when(lambda state: state["waiting"] == 2)
         apart.engine.stop(30.0)
         late = apart.ask(prompt=prompt, max_tokens=5)
         assert (late.status_code, late.json()["error"]["code"]) == (503, "unavailable")
         assert httpx.get(f"{apart.url}/health").status_code == 503
         assert sorted(one.result().status_code for one in asked) == [200, 503, 503]
-    apart.thread.join(10)
     # nobody was cancelled by what was refused
     assert "ringattn_cancelled_total 0.0" in httpx.get(f"{apart.url}/metrics").text
-    apart.front.stop()
-    apart.process.wait(10.0)
-    assert apart.process._process.returncode == 0
-    assert apart.lost == []
-    listen("127.0.0.1", apart.port).close()
-
-
-def test_a_stalled_process_of_http_is_lost_and_the_engine_goes_on_meanwhile(others):
-    _, apart = others
-    runner = FakeRunner(pages=400, step_s=0.001)
-    apart.serve(runner)
-    with ThreadPoolExecutor(1) as threads:
-        asked = threads.submit(apart.ask, prompt=going_on("s", 600), max_tokens=600)
-        apart.state_when(lambda state: state["running"] == 1)
-        os.kill(apart.process._process.pid, signal.SIGSTOP)
-        apart.state_when(lambda state: state["running"] == 0)
-        assert len(runner.steps) >= 600, "it has computed all of the answer"
-        wait_for(lambda: apart.lost)
-        pid = apart.process._process.pid
-        assert apart.lost == [f"the HTTP process (process {pid}) has given no sign of life for 3 s"]
-        apart.process.kill()
-        with pytest.raises(httpx.HTTPError):
-            asked.result()
-    apart.engine.stop(0.0)
     apart.thread.join(10)
     assert not apart.thread.is_alive()
+
+    apart.other.kill()
+    wait_for(lambda: codes)
+    assert codes == [1]
+    assert f"error: rank 0: the HTTP process (process {apart.other.pid}) is gone" in capfd.readouterr().err
 
 
 @pytest.fixture(scope="module")
@@ -328,6 +348,7 @@ def open_stream(server: Process, seen: list[Any]) -> threading.Thread:
 
 
 @pytest.mark.dist
+@pytest.mark.slow
 def test_a_killed_process_of_http_takes_the_server_down(pair):
     server, _ = pair
     server.wait_until_ready()
@@ -340,6 +361,7 @@ def test_a_killed_process_of_http_takes_the_server_down(pair):
 
 
 @pytest.mark.dist
+@pytest.mark.slow
 def test_a_killed_engine_leaves_no_process_behind_and_its_port_is_free(pair):
     _, server = pair
     port = int(server.wait_until_ready().rpartition(":")[2])
@@ -350,4 +372,4 @@ def test_a_killed_engine_leaves_no_process_behind_and_its_port_is_free(pair):
     other.wait(10)
     thread.join(10)
     listen("127.0.0.1", port).close()
-    assert seen[-1]["error"]["message"] == "the server is going down: its engine is gone"
+    assert seen[-1]["error"]["message"] == desk.GONE

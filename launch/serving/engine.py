@@ -59,7 +59,8 @@ class Engine:
         time_limit_s: Seconds that a request may take from its arrival.
 
     Attributes:
-        deliver: Called with what has happened to requests and with the state, None where it is not new; set it before requests come.
+        deliver: Called with what has happened to requests and with the state, None where that is not new. Set it before requests
+            come.
     """
 
     def __init__(

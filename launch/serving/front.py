@@ -3,15 +3,15 @@
 Owns that process, and the engine's end of the connection to it. Refuses to know HTTP, and how requests are computed.
 
 Note [Two processes]
-    What HTTP costs per token (events, text, JSON, a write to a socket) is as much as planning and sampling cost, and threads of one
+    What HTTP costs per token (text, JSON, a write to a socket) is more than planning and sampling cost, and threads of one
     interpreter take turns. So rank 0 starts one more process, which never touches a GPU and is no rank: it has the listening
     socket, the tokenizer and all clients. It is started before the model is read, so that both are ready together.
 
 Note [Ends of the two]
-    The kernel closes the connection when either process ends, however it ends. The process of HTTP answers what is open with an error
-    then, and leaves, and with it the port is free. Rank 0 takes the server down when that process is gone, when it gives no sign of life for as
-    long as ranks wait for each other, or when it leaves more than MOST_BEHIND unread. Signals of a terminal or a launcher,
-    which come to both, are for rank 0 alone: the other is started with them blocked, and ends by rank 0's word.
+    The operating system closes the connection when either process ends, however it ends. The process of HTTP then answers what is
+    open with an error and leaves, and with it the port is free. Rank 0 takes the server down when that process is gone, when it
+    gives no sign of life for as long as ranks wait for each other, or when it leaves more than MOST_BEHIND unread. Signals of a
+    terminal or a launcher, which come to both, are for rank 0 alone: the other is started with them blocked, and ends by its word.
 """
 
 from __future__ import annotations
@@ -36,6 +36,8 @@ MODULE = "ringattn.launch.serving.http_process"
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 MOST_BEHIND = 256 * 2**20
 """Bytes that wait for the process of HTTP at most; 64 answers of one step are 2 KiB."""
+START_S = 60.0
+"""Seconds that the process of HTTP may take to be ready at least: it loads what it needs."""
 _OF_A_RANK = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
 
 
@@ -107,17 +109,16 @@ class Front:
         connection: The other end is a `Desk`.
         name: What the other side is called in messages.
         lost: Called, in a thread, with a sentence when the other side is gone or silent.
-        patience_s: Seconds without a sign of life after which it counts as lost.
+        patience_s: Seconds without a sign of life after which it counts as lost, once it was ready.
     """
 
     def __init__(
         self, engine: Engine, connection: socket.socket, name: str, lost: Callable[[str], None], patience_s: float
     ) -> None:
         self._engine, self._connection, self._name, self._lost = engine, connection, name, lost
-        self._patience = patience_s
+        self._patience, self._start_patience = patience_s, max(patience_s, START_S)
         self._ready, self._closing = threading.Event(), threading.Event()
-        # both ends of a connection that is never waited for: reading polls, and sending has a file of its own
-        connection.settimeout(patience_s)
+        connection.settimeout(self._start_patience)
         self._outbox = Outbox(connection, self._fall_behind)
         engine.deliver = self._deliver
         threading.Thread(target=self._read, daemon=True, name="front").start()
@@ -128,8 +129,10 @@ class Front:
         Raises:
             RuntimeError: They are not, in time.
         """
-        if not self._ready.wait(self._patience):
-            raise RuntimeError(f"{self._name} must answer within {self._patience:g} s, got nothing; its message is above")
+        if not self._ready.wait(self._start_patience):
+            raise RuntimeError(
+                f"{self._name} must be ready within {self._start_patience:g} s, got nothing; its message is above"
+            )
 
     def stop(self) -> None:
         """Tells the other side to let answers that are under way end, and to end."""
@@ -152,7 +155,7 @@ class Front:
                 for message in unpacker.push(data):
                     self._take(message)
         except TimeoutError:
-            how = f"has given no sign of life for {self._patience:g} s"
+            how = f"has given no sign of life for {self._connection.gettimeout():g} s"
         except OSError:
             pass
         except Exception as error:  # nothing may end this thread without a word
@@ -170,6 +173,7 @@ class Front:
         elif "cancel" in message:
             self._engine.cancel(message["cancel"], message["keep"])
         elif "ready" in message:
+            self._connection.settimeout(self._patience)
             self._ready.set()
 
     def _fall_behind(self, size: int) -> None:

@@ -58,6 +58,7 @@ BODY_S = 60.0
 MOST_ANSWERS = 1024
 """Answers of one request: prompts times choices."""
 
+
 @dataclass(frozen=True)
 class Prepared:
     """A request that is ready for the engine.

@@ -1,7 +1,7 @@
 """The process that serves HTTP: python -m ringattn.launch.serving.http_process DESCRIPTOR, as rank 0 starts it.
 
-Owns its life: what it is told at first, and when it ends. Refuses to know routes (http.py) and who started it (front.py). It touches
-no GPU and joins no process group.
+Owns its life: what it is told at first, and when it ends. Refuses to know routes (http.py) and who started it (front.py). It
+touches no GPU and joins no process group.
 """
 
 from __future__ import annotations

@@ -77,7 +77,9 @@ class Room:
             QueueFull: They are too many.
         """
         if waiting + jobs > self.queue:
-            raise QueueFull(f"at most {self.queue} requests may wait, got {jobs} more beside {waiting}; try again later")
+            raise QueueFull(
+                f"at most {self.queue} requests may wait, got {jobs} more beside {waiting}; try again later"
+            )
 
 
 @dataclass

@@ -1,14 +1,14 @@
 """What the process of the engine and the process of HTTP say to each other: JSON, with its length in front, on one connection.
 
-Owns the forms of jobs, events and refusals, and the frames around them. Refuses to know who sends them and when (front.py, desk.py),
-and to unpickle anything.
+Owns the forms of jobs and events, and the frames around them. Refuses to know who sends them and when (front.py, desk.py), and
+to unpickle anything.
 
 Note [What is said]
     To the engine: {"submit": jobs}, {"cancel": name, "keep": ...}, {} as a sign of life, {"ready": true} once.
-    From the engine: {"serve": ...} once, with the listening socket; then {"events": [...], "state": {...}} after a step, either part
-    alone where there is no other; {"refused": names, "as": kind, "message": ...} in place of their events; {"stop": true} at the end.
-    Names of jobs are handed out by the side of HTTP, which so waits for no reply. Prompts travel as base64 of their bytes, which
-    takes both sides half the time of JSON's digits.
+    From the engine: {"serve": settings} once, with the listening socket; then {"events": [...], "state": {...}} after a step, either
+    alone where the other is not new; {"refused": names, "as": kind, "message": ...} in place of their events; {"stop": true} at the
+    end. Names of jobs are handed out by the side of HTTP, which so waits for no reply. Prompts travel as base64 of their bytes,
+    which takes both sides about half the time of JSON's digits.
 """
 
 from __future__ import annotations
@@ -113,7 +113,9 @@ def write_events(events: Sequence[Event]) -> list[Any]:
 def read_events(written: list[Any]) -> list[Event]:
     """The events that `write_events` wrote."""
     return [
-        Event(name, token, finish, None if failure is None else (failure[0], failure[1]), shared, _read_details(details))
+        Event(
+            name, token, finish, None if failure is None else (failure[0], failure[1]), shared, _read_details(details)
+        )
         for name, token, finish, failure, shared, details in written
     ]
 
@@ -127,4 +129,3 @@ def _read_details(details: list[Any] | None) -> Logprob | None:
 
 def _write_bytes(data: bytes) -> str:
     return base64.b64encode(data).decode("ascii")
-
