@@ -5,10 +5,10 @@ to unpickle anything.
 
 Note [What is said]
     To the engine: {"submit": jobs}, {"cancel": name, "keep": ...}, {} as a sign of life, {"ready": true} once.
-    From the engine: {"serve": settings} once, with the listening socket; then {"events": [...], "state": {...}} after a step, either
-    alone where the other is not new; {"refused": names, "as": kind, "message": ...} in place of their events; {"stop": true} at the
-    end. Names of jobs are handed out by the side of HTTP, which so waits for no reply. Prompts travel as base64 of their bytes,
-    which takes both sides about half the time of JSON's digits.
+    From the engine: {"serve": settings} once, with the listening socket; then {"events": [...], "state": {...}} after a step, or
+    one of both; {"refused": names, "as": kind, "message": ...} in place of their events; {"stop": true} at the end. Names of jobs
+    are handed out by the side of HTTP, which so waits for no reply. Prompts travel as base64 of their bytes, which takes both
+    sides about half the time of JSON's digits.
 """
 
 from __future__ import annotations
