@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -12,8 +13,11 @@ import torch
 from torch import Tensor
 
 from ringattn.inference.pages import Pages
+from ringattn.launch.serving.config import Limits
+from ringattn.launch.serving.desk import Desk
 from ringattn.launch.serving.engine import Engine
-from ringattn.launch.serving.http import Limits, Server, make_app
+from ringattn.launch.serving.front import Front, listen
+from ringattn.launch.serving.http import Server, make_app
 from ringattn.launch.serving.scheduling import Plan, Scheduler
 from ringattn.launch.serving.text import NoTemplate
 
@@ -84,6 +88,9 @@ class Letters:
     def decode(self, tokens: Sequence[int]) -> str:
         return bytes(tokens).decode("latin-1")
 
+    def recipe(self) -> dict[str, Any]:
+        raise AssertionError("this one is known to one process")
+
 
 def text_of(prompt: str, max_tokens: int) -> str:
     """The text that a prompt gets alone."""
@@ -91,7 +98,11 @@ def text_of(prompt: str, max_tokens: int) -> str:
 
 
 class Served:
-    """The whole server in this process, with a fake model."""
+    """The whole server in this process, both of its processes as threads, with a fake model.
+
+    Attributes:
+        lost: What the engine's side has said about the loss of the other.
+    """
 
     def __init__(
         self,
@@ -104,12 +115,17 @@ class Served:
         hosts: Sequence[str] | None = None,
         connections: int = 1000,
         about: dict[str, Any] | None = None,
+        patience_s: float = 60.0,
     ) -> None:
         scheduler = Scheduler(runner.books, chunk=64, most_running=64, most_waiting=waiting)
         self.runner = runner
         self.engine = Engine(runner, scheduler, lambda _: None, time_limit_s=time_limit_s)
-        self.server = Server("127.0.0.1", 0, connections)
-        app = make_app(self.engine, Letters(), "fake", limits or Limits(), key=key, hosts=hosts, about=about)
+        mine, theirs = socket.socketpair()
+        self.lost: list[str] = []
+        self.front = Front(self.engine, mine, "the fake", self.lost.append, patience_s)
+        desk = Desk(theirs, scheduler.room, self.engine.state())
+        app = make_app(desk, Letters(), "fake", limits or Limits(), key=key, hosts=hosts, about=about)
+        self.server = Server(listen("127.0.0.1", 0), connections)
         self.server.start(app)
         self.url = f"http://127.0.0.1:{self.server.port}"
         self.thread = threading.Thread(target=self._run, daemon=True)
@@ -124,6 +140,7 @@ class Served:
     def close(self) -> None:
         self.engine.stop(0.0)
         self.thread.join(10)
+        self.front.stop()
         self.server.stop()
 
     def state_when(self, so: Callable[[dict[str, Any]], bool], patience_s: float = 10.0) -> dict[str, Any]:

@@ -331,6 +331,8 @@ def test_a_killed_rank_takes_the_server_down_and_is_named(doomed, server):
 def test_sigterm_lets_answers_end_and_leaves_with_0(server):
     # the last test of this server
     body = {"prompt": "abc", "max_tokens": 40, "temperature": 1, "ignore_eos": True}
+    (other,) = server.rank(0).children()
+    assert "http_process" in " ".join(other.cmdline())
     with ThreadPoolExecutor(1) as threads:
         answer = threads.submit(httpx.post, f"{server.url}/v1/completions", json=body, timeout=60)
         server.state_when(lambda state: state["running"] == 1)
@@ -340,6 +342,7 @@ def test_sigterm_lets_answers_end_and_leaves_with_0(server):
         assert answer.result().json()["usage"]["completion_tokens"] == 40
     assert "stopping after SIGTERM: running requests have 10 s to end" in server.said
     assert server.lines[-1].startswith("stopped")
+    assert not other.is_running()
 
 
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2")

@@ -23,6 +23,9 @@ KEY = "RINGATTN_API_KEY"
 ENDED = "RINGATTN_SERVE_ENDED"
 """The environment variable that names a file which rank 0 makes when it has ended as it should."""
 
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+"""Names of this machine."""
+
 MOST_GRACE_S = 25.0
 """What launchers kill after 30 s must have ended before."""
 
@@ -110,6 +113,23 @@ class ServeArgs:
             raise ValueError(f"grace must be from 0 to {MOST_GRACE_S:g} s, got {self.grace}; launchers kill after 30 s")
         if not 0 <= self.port < 65536:
             raise ValueError(f"port must be from 0 to 65535, got {self.port}; pass another --port")
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What requests may take.
+
+    Attributes:
+        body: Bytes.
+        length: Tokens of a prompt and its answer, by the model; None for no limit but the cache.
+        max_tokens: New tokens of an answer; None for no limit of its own.
+        default_tokens: New tokens of an answer to a chat that does not say how many.
+    """
+
+    body: int = 32 * 2**20
+    length: int | None = None
+    max_tokens: int | None = None
+    default_tokens: int = 512
 
 
 def parse(arguments: Sequence[str], prog: str, description: str) -> ServeArgs:

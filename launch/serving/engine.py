@@ -5,8 +5,9 @@ brings (scheduling.py), how it is computed (a `Runner`), and HTTP.
 
 Note [Threads]
     The loop runs in the main thread of every rank. `submit`, `cancel`, `stop`, `fail` and `state` may be called from any
-    thread; what happens to requests is delivered by a callback, once per step, in the loop's thread, or, when all fails,
-    in the thread that says so.
+    thread; what happens to requests is delivered by a callback, once per step and together with the state where that is new, in
+    the loop's thread, or, when all fails, in the thread that says so. Nothing else of weight runs beside the loop: HTTP and
+    tokenizers have a process of their own (front.py), because threads of one interpreter take turns.
 """
 
 from __future__ import annotations
@@ -58,19 +59,19 @@ class Engine:
         time_limit_s: Seconds that a request may take from its arrival.
 
     Attributes:
-        deliver: Called with what has happened to requests; set it before requests come.
+        deliver: Called with what has happened to requests and with the state, None where that is not new. Set it before requests
+            come.
     """
 
     def __init__(
         self, runner: Runner, scheduler: Scheduler, tell: Callable[[dict[str, Any]], None], *, time_limit_s: float
     ) -> None:
         self.runner, self.scheduler, self.tell, self.time_limit_s = runner, scheduler, tell, time_limit_s
-        self.deliver: Callable[[list[Event]], None] = lambda _: None
+        self.deliver: Callable[[list[Event], dict[str, Any] | None], None] = lambda *_: None
         self._wake = threading.Condition()
         self._submitted: list[Job] = []
         self._cancelled: list[tuple[int, bool]] = []
         self._open: set[int] = set()
-        self._names = 0
         self._closed: str | None = None
         self._cut: float | None = None  # when running requests are cut
         self._began = time.monotonic()
@@ -82,8 +83,11 @@ class Engine:
         self._state: dict[str, Any] = {}
         self._publish()
 
-    def submit(self, jobs: Sequence[Job]) -> list[int]:
-        """Puts jobs into the queue, all of them or none, and names them.
+    def submit(self, jobs: Sequence[Job]) -> None:
+        """Puts jobs into the queue, all of them or none.
+
+        Args:
+            jobs: With names that no other job has had.
 
         Raises:
             NeverFits: One is larger than the cache.
@@ -97,13 +101,11 @@ class Engine:
                 raise Closed(self._closed)
             self.scheduler.check_queue(len(jobs), beside=len(self._submitted))
             for job in jobs:
-                self._names += 1
-                job.name, job.arrived = self._names, time.monotonic()
+                job.arrived = time.monotonic()
                 job.deadline = job.arrived + self.time_limit_s
                 self._submitted.append(job)
                 self._open.add(job.name)
             self._wake.notify()
-        return [job.name for job in jobs]
 
     def cancel(self, name: int, keep: bool = False) -> None:
         """Ends a job before its end; nothing is delivered about it any more.
@@ -138,7 +140,8 @@ class Engine:
             self._closed = why
             failed = [Event(name, failure=(503, why)) for name in sorted(self._open)]
             self._open.clear()
-        self.deliver(failed)
+            self._state = {**self._state, "closed": why}
+        self.deliver(failed, self._state)
 
     @property
     def closed(self) -> str | None:
@@ -156,9 +159,8 @@ class Engine:
             plan = self.scheduler.plan()
             if plan is not None:
                 events += self._step(plan)
-            self._deliver(events)
             busy = plan is not None
-            self._publish(now_or_soon=not busy)
+            self._deliver(events, self._publish(now_or_soon=not busy))
             if busy:
                 continue
             if self._cut is not None and not self._submitted:
@@ -203,17 +205,18 @@ class Engine:
         self._recent.append((ended, 0 if plan.decodes else len(plan.tokens), len(jobs)))
         return self.scheduler.record(plan, {job.name: one for job, one in zip(jobs, chosen, strict=True)})
 
-    def _deliver(self, events: list[Event]) -> None:
+    def _deliver(self, events: list[Event], state: dict[str, Any] | None) -> None:
         with self._wake:
             events = [event for event in events if event.name in self._open]
             self._open.difference_update(event.name for event in events if event.last)
-        if events:
-            self.deliver(events)
+        if events or state is not None:
+            self.deliver(events, state)
 
-    def _publish(self, now_or_soon: bool = True) -> None:
-        now = time.monotonic()
-        if not now_or_soon and now - self._published < STATE_S:
-            return
+    def _publish(self, now_or_soon: bool = True) -> dict[str, Any] | None:
+        """Makes the state anew and returns it, but that of a busy engine only when it is old or has closed."""
+        now, closed = time.monotonic(), self._closed
+        if not now_or_soon and now - self._published < STATE_S and self._state["closed"] == closed:
+            return None
         self._published = now
         while self._recent and self._recent[0][0] < now - WINDOW_S:
             self._recent.popleft()
@@ -244,8 +247,9 @@ class Engine:
                 "seconds": {kind: round(seconds, 3) for kind, seconds in self._seconds.items()},
             },
             "uptime_s": round(now - self._began, 1),
-            "closed": self._closed,
+            "closed": closed,
         }
+        return self._state
 
 
 def follow(runner: Runner, channel: Channel) -> None:

@@ -1,7 +1,7 @@
 """The server's HTTP: routes, limits, keys, streams, and what happens when a client goes away.
 
-Owns status codes and the thread that serves. Refuses to know what bodies may say (api.py) and how tokens are made (engine.py).
-Nothing that a request sends is executed or unpickled.
+Owns status codes and the thread that serves. Refuses to know what bodies may say (api.py), where answers come from (desk.py), and
+which process this is (http_process.py). Nothing that a request sends is executed or unpickled.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import base64
 import contextlib
 import hashlib
 import hmac
-import json
 import re
 import socket
 import threading
@@ -25,6 +24,7 @@ from typing import Any
 import uvicorn
 from fastapi import FastAPI, Request
 from fastapi.responses import HTMLResponse, JSONResponse, Response
+from pydantic_core import to_json
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -40,11 +40,12 @@ from ringattn.launch.serving.api import (
     ascii_only,
     read_body,
 )
+from ringattn.launch.serving.config import Limits
 from ringattn.launch.serving.connections import bound_connections
-from ringattn.launch.serving.engine import Closed, Engine
+from ringattn.launch.serving.desk import Answers, Desk
 from ringattn.launch.serving.metrics import CONTENT_TYPE, Metrics
 from ringattn.launch.serving.prefixes import chain
-from ringattn.launch.serving.scheduling import Event, Job, NeverFits, QueueFull
+from ringattn.launch.serving.scheduling import Event, Job
 from ringattn.launch.serving.text import NoTemplate, Tokenizer
 
 PAGE = Path(__file__).with_name("page.html")
@@ -57,130 +58,24 @@ BODY_S = 60.0
 MOST_ANSWERS = 1024
 """Answers of one request: prompts times choices."""
 
-LOOPBACK = ("127.0.0.1", "localhost", "::1")
-
 
 @dataclass(frozen=True)
-class Limits:
-    """What requests may take.
+class Prepared:
+    """A request that is ready for the engine.
 
     Attributes:
-        body: Bytes.
-        length: Tokens of a prompt and its answer, by the model; None for no limit but the cache.
-        max_tokens: New tokens of an answer; None for no limit of its own.
-        default_tokens: New tokens of an answer to a chat that does not say how many.
+        body: What it says.
+        prompts: Its tokens.
+        choices: The answers that it gets, in the order of the prompts.
+        names: Of its jobs, one for each answer.
+        packed: These as the desk takes them.
     """
 
-    body: int = 32 * 2**20
-    length: int | None = None
-    max_tokens: int | None = None
-    default_tokens: int = 512
-
-
-class Desk:
-    """Takes requests to the engine, and brings what it says back into the event loop.
-
-    Args:
-        engine: Where to.
-        loop: The event loop.
-        metrics: What is observed on the way.
-    """
-
-    def __init__(self, engine: Engine, loop: asyncio.AbstractEventLoop, metrics: Metrics) -> None:
-        self.engine, self.metrics = engine, metrics
-        self.open: dict[int, asyncio.Queue[Event]] = {}
-
-        def deliver(events: list[Event]) -> None:
-            with contextlib.suppress(RuntimeError):  # the loop has ended: nobody listens
-                loop.call_soon_threadsafe(self._dispatch, events)
-
-        engine.deliver = deliver
-
-    def _dispatch(self, events: list[Event]) -> None:
-        for event in events:
-            queue = self.open.get(event.name)
-            if queue is not None:
-                queue.put_nowait(event)
-
-
-class Answers:
-    """What happens to some jobs, until all have ended; those that have not at the end of the context are cancelled.
-
-    Iterating gives the place of a job among them and an event.
-
-    Args:
-        desk: Who takes them.
-        jobs: The jobs.
-
-    Raises:
-        Refused: The engine does not take them.
-    """
-
-    def __init__(self, desk: Desk, jobs: Sequence[Job]) -> None:
-        self._desk = desk
-        try:
-            self._names = desk.engine.submit(jobs)
-        except NeverFits as error:
-            raise Refused(400, str(error), "max_tokens", "context_length_exceeded") from None
-        except QueueFull as error:
-            raise Refused(429, str(error), code="queue_full") from None
-        except Closed as error:
-            raise Refused(503, str(error), code="unavailable") from None
-        # events come through the event loop, and so after this
-        self._queue: asyncio.Queue[Event] = asyncio.Queue()
-        desk.open.update(dict.fromkeys(self._names, self._queue))
-        self._places = {name: place for place, name in enumerate(self._names)}
-        self._left = set(self._names)
-        self._began = time.monotonic()
-        self._tokens: dict[int, tuple[float, float, int]] = {}  # of each job: when the first came, the last, how many
-
-    def __enter__(self) -> Answers:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for name in self._names:
-            del self._desk.open[name]
-        for name in self._left:
-            self._desk.metrics.cancelled.inc()
-            self._desk.engine.cancel(name)
-
-    def __aiter__(self) -> Answers:
-        return self
-
-    async def __anext__(self) -> tuple[int, Event]:
-        while self._left:
-            event = await self._queue.get()
-            if event.name not in self._left:
-                continue  # what comes after a stop string is nobody's
-            self._observe(event)
-            if event.last:
-                self._end(event.name)
-            return self._places[event.name], event
-        raise StopAsyncIteration
-
-    def stop(self, place: int) -> None:
-        """Ends a job that has been answered, if it goes on."""
-        name = self._names[place]
-        if name in self._left:
-            self._end(name)
-            self._desk.engine.cancel(name, keep=True)
-
-    def _observe(self, event: Event) -> None:
-        if event.token is None:
-            return
-        now, metrics = time.monotonic(), self._desk.metrics
-        first, _, count = self._tokens.get(event.name, (now, now, 0))
-        if not count:
-            metrics.first_token.observe(now - self._began)
-        self._tokens[event.name] = (first, now, count + 1)
-
-    def _end(self, name: int) -> None:
-        self._left.discard(name)
-        metrics = self._desk.metrics
-        metrics.latency.observe(time.monotonic() - self._began)
-        first, last, count = self._tokens.get(name, (0.0, 0.0, 0))
-        if count > 1:
-            metrics.per_token.observe((last - first) / (count - 1))
+    body: Chat | Completion
+    prompts: list[list[int]]
+    choices: list[Choice]
+    names: list[int]
+    packed: bytes
 
 
 class Answering(Response):
@@ -311,7 +206,7 @@ class Guard:
 
 
 def make_app(
-    engine: Engine,
+    desk: Desk,
     tokenizer: Tokenizer,
     model: str,
     limits: Limits,
@@ -323,7 +218,7 @@ def make_app(
     """The server's routes.
 
     Args:
-        engine: What answers.
+        desk: What answers.
         tokenizer: Of the model.
         model: The name under which it is served.
         limits: What requests may take.
@@ -331,15 +226,14 @@ def make_app(
         hosts: The names by which the server may be called; None for any.
         about: What /state says of the server itself: what it runs on, and how it was started.
     """
-    metrics = Metrics(engine.state)
+    metrics = Metrics(desk.state)
     # one thread: tokenizers are not safe in several, and a long prompt must not stop the event loop
     clerk = ThreadPoolExecutor(1, "tokenizer")
     began = int(time.time())
-    desks: list[Desk] = []
 
     @contextlib.asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        desks.append(Desk(engine, asyncio.get_running_loop(), metrics))
+        await desk.open()
         yield
         clerk.shutdown(wait=False, cancel_futures=True)
 
@@ -361,7 +255,7 @@ def make_app(
         return refusal(Refused(500, f"the server has failed at this request: {type(error).__name__}"))
 
     def card() -> dict[str, Any]:
-        room = engine.scheduler.capacity
+        room = desk.room.capacity
         length = room if limits.length is None else min(room, limits.length)
         return {"id": model, "object": "model", "created": began, "owned_by": "ringattn", "max_model_len": length}
 
@@ -376,7 +270,7 @@ def make_app(
 
     @app.api_route("/health", methods=["GET", "HEAD"])
     async def health() -> Response:
-        closed = engine.closed
+        closed = desk.closed
         return JSONResponse({"status": closed or "ok"}, 503 if closed else 200)
 
     @app.get("/metrics")
@@ -385,7 +279,7 @@ def make_app(
 
     @app.get("/state")
     async def state() -> Any:
-        return {"model": model, "server": dict(about or {}), **engine.state()}
+        return {"model": model, "server": dict(about or {}), **desk.state()}
 
     page, policy = read_page()
 
@@ -397,16 +291,23 @@ def make_app(
         if name is not None and name != model:
             raise Refused(404, f"model must be {model!r}, got {ascii_only(name)[:200]!r}", "model", "model_not_found")
 
-    def prepare(body: Chat | Completion) -> tuple[list[list[int]], list[Choice], list[Job]]:
-        """Prompts, answers and jobs of a body; runs in the clerk's thread."""
+    def prepare(kind: type[Chat] | type[Completion], data: bytes) -> Prepared:
+        """What a body asks for; runs in the clerk's thread."""
+        body = read_body(kind, data)
+        check_model(body.model)
+        try:
+            return _prepare(body)
+        except (NoTemplate, UnicodeEncodeError) as error:
+            raise Refused(400, ascii_only(str(error))[:500], "messages" if kind is Chat else "prompt") from None
+
+    def _prepare(body: Chat | Completion) -> Prepared:
         wanted: list[str | list[int]]
         if isinstance(body, Chat):
             wanted = [tokenizer.chat([message.plain() for message in body.messages])]
             asked = body.max_completion_tokens or body.max_tokens
         else:
             wanted, asked = body.prompts(), body.max_tokens or COMPLETION_TOKENS
-        if len(wanted) * body.choices > min(MOST_ANSWERS, engine.scheduler.most_waiting):
-            most = min(MOST_ANSWERS, engine.scheduler.most_waiting)
+        if len(wanted) * body.choices > (most := min(MOST_ANSWERS, desk.room.queue)):
             raise Refused(
                 400,
                 f"a request must ask for at most {most} answers, got {len(wanted)} prompts times {body.choices}",
@@ -428,7 +329,7 @@ def make_app(
             if isinstance(body, Completion) and body.echo:
                 echo = prompt if isinstance(prompt, str) else tokenizer.decode(tokens)
             most = _check_length(len(tokens), asked)
-            digests = chain(tokens, engine.scheduler.books.page_size) if engine.scheduler.keep else []
+            digests = chain(tokens, desk.room.page_size) if desk.room.keep else []
             prompts.append(tokens)
             for number_of_prompt in range(body.choices):
                 index = number * body.choices + number_of_prompt
@@ -437,7 +338,7 @@ def make_app(
                 jobs.append(
                     Job(0, tokens, most, sampling=body.sampling(number_of_prompt), stops=stops, digests=digests)
                 )
-        return prompts, choices, jobs
+        return Prepared(body, prompts, choices, *desk.pack(jobs))
 
     def _check_length(prompt: int, asked: int | None) -> int:
         """New tokens of an answer; refuses what is longer than the model, the cache or the limit."""
@@ -452,26 +353,16 @@ def make_app(
         return asked
 
     async def answer(request: Request, kind: type[Chat] | type[Completion]) -> Response:
-        if engine.closed:
-            raise Refused(503, engine.closed, code="unavailable")
-        try:
-            engine.scheduler.check_queue(1)  # before a body is read that could not be answered
-        except QueueFull as error:
-            raise Refused(429, str(error), code="queue_full") from None
+        desk.check()  # before a body is read that could not be answered
         data = await read_bytes(request, limits.body)
-        run = asyncio.get_running_loop().run_in_executor
-        body = await run(clerk, read_body, kind, data)
-        check_model(body.model)
-        try:
-            prompts, choices, jobs = await run(clerk, prepare, body)
-        except (NoTemplate, UnicodeEncodeError) as error:
-            raise Refused(400, ascii_only(str(error))[:500], "messages" if kind is Chat else "prompt") from None
+        asked = await asyncio.get_running_loop().run_in_executor(clerk, prepare, kind, data)
+        body, prompts, choices = asked.body, asked.prompts, asked.choices
         with_usage = bool(body.stream_options and body.stream_options.include_usage)
         with_ids = bool(body.return_token_ids)
         writer = Writer(kind is Chat, model, tokenizer, with_usage, with_ids)
 
         async def whole(scope: Scope, receive: Receive, send: Send) -> None:
-            with Answers(desks[0], jobs) as answers:
+            with Answers(desk, metrics, asked.names, asked.packed) as answers:
                 async for place, event in answers:
                     _push(answers, choices[place], place, event)
             await JSONResponse(writer.whole(prompts, choices))(scope, receive, send)
@@ -486,16 +377,16 @@ def make_app(
                     started = True
                     headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
                     await send({"type": "http.response.start", "status": 200, "headers": headers})
-                lines = b"".join(b"data: " + json.dumps(chunk).encode() + b"\n\n" for chunk in chunks)
+                lines = b"".join(b"data: " + to_json(chunk) + b"\n\n" for chunk in chunks)
                 await send({"type": "http.response.body", "body": lines, "more_body": True})
 
-            with Answers(desks[0], jobs) as answers:
+            with Answers(desk, metrics, asked.names, asked.packed) as answers:
                 opened: set[int] = set()
+                chunks: list[dict[str, Any]] = []
                 try:
                     async for place, event in answers:
                         choice = choices[place]
                         said = len(choice.ids)
-                        chunks = []
                         piece = _push(answers, choice, place, event)
                         if place not in opened:
                             opened.add(place)
@@ -504,16 +395,20 @@ def make_app(
                             chunks.append(writer.piece(choice, piece, said))
                         if choice.finish is not None:
                             chunks.append(writer.closing(choice))
-                        if chunks:
+                        # what has come at once leaves at once: a write costs more than a chunk
+                        if chunks and not answers.more:
                             await say(*chunks)
+                            chunks = []
                 except Refused as error:
-                    if not started:
+                    if not (started or chunks):
                         raise
-                    await say(error.body())
+                    await say(*chunks, error.body())
                     await send({"type": "http.response.body", "body": b""})
                     return
             if with_usage:
-                await say(writer.usage(prompts, choices))
+                chunks.append(writer.usage(prompts, choices))
+            if chunks:
+                await say(*chunks)
             await send({"type": "http.response.body", "body": b"data: [DONE]\n\n"})
 
         return Answering(streamed if body.stream else whole)
@@ -560,25 +455,19 @@ def read_page() -> tuple[str, str]:
 
 
 class Server:
-    """An app that is served by a thread, on a socket that is bound when it is made.
+    """An app that is served by a thread.
 
     Args:
-        host: The address to listen on.
-        port: The port; 0 for any that is free.
+        listening: The socket that it is served on, and that is closed at its end.
         connections: Open ones at most; others get status 503.
 
     Attributes:
-        port: The one it got.
-
-    Raises:
-        OSError: The address is taken, or not of this machine.
+        port: That of the socket.
     """
 
-    def __init__(self, host: str, port: int, connections: int) -> None:
-        self._connections = connections
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        self._socket = socket.create_server((host, port), family=family, backlog=2048)
-        self.port: int = self._socket.getsockname()[1]
+    def __init__(self, listening: socket.socket, connections: int) -> None:
+        self._socket, self._connections = listening, connections
+        self.port: int = listening.getsockname()[1]
         self._server: uvicorn.Server | None = None
         self._thread: threading.Thread | None = None
 
@@ -607,6 +496,11 @@ class Server:
                     f"the HTTP server must start within {patience_s:g} s, got nothing; its message is above"
                 )
             time.sleep(0.01)
+
+    @property
+    def alive(self) -> bool:
+        """Whether it still serves."""
+        return self._thread is not None and self._thread.is_alive()
 
     def stop(self, patience_s: float = 10.0) -> None:
         """Lets answers that are under way end, and ends."""

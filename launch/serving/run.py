@@ -6,9 +6,10 @@ scheduled and answered.
 Note [How it ends]
     On SIGTERM or SIGINT rank 0 takes no more requests, sends those that wait away, lets those that run end, for --grace seconds
     at most, tells the other ranks to end, and everybody leaves with 0. The others ignore both signals: they end when rank 0 says
-    so or is gone. When a rank is lost, or anything fails in a step, every rank says what it knows and leaves with 1; requests
-    under way get an error. Nothing waits for ever: collectives give up after --timeout, and each rank holds a connection whose
-    end is noticed at once (watch.py).
+    so or is gone. When a rank or the process of HTTP is lost, or anything fails in a step, every rank says what it knows and leaves
+    with 1; requests under way get an error. Nothing waits for ever: collectives give up after --timeout, each rank holds a
+    connection whose end is noticed at once (watch.py), and so does the process of HTTP (front.py), which ends by rank 0's word or
+    with it.
 """
 
 from __future__ import annotations
@@ -16,32 +17,35 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import datetime
-import gc
 import os
 import signal
+import socket
 import sys
 import threading
 import time
 import traceback
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ringattn.launch.distributed import Rank, Refusal, join_ranks
 from ringattn.launch.serving.channel import Channel
-from ringattn.launch.serving.config import ENDED, ServeArgs
+from ringattn.launch.serving.collector import settle
+from ringattn.launch.serving.config import ENDED, LOOPBACK, Limits, ServeArgs
 from ringattn.launch.serving.engine import Engine, follow
+from ringattn.launch.serving.front import Front, HttpProcess, listen
 from ringattn.launch.serving.models import Replica, Served, describe, load, make_cache, share_weights
 from ringattn.launch.serving.scheduling import Scheduler
 from ringattn.launch.serving.watch import Watch
 from ringattn.launch.session import Session, machine
 from ringattn.ring import Ring
 
-if TYPE_CHECKING:
-    from ringattn.launch.serving.http import Server
-
 FAREWELL_S = 1.0
 """Seconds in which answers about a failure may leave before the process does."""
+
+
+PARTING_S = 10.0
+"""Seconds in which the process of HTTP must have ended when it was told to."""
 
 
 class Ending:
@@ -55,6 +59,7 @@ class Ending:
         self._rank = rank
         self._once = threading.Lock()
         self.engine: Engine | None = None
+        self.process: HttpProcess | None = None
 
     def __call__(self, why: str) -> None:
         """Says why, fails all requests, and leaves with code 1, however the main thread is busy; the first call counts."""
@@ -64,6 +69,8 @@ class Ending:
         if self.engine is not None:
             self.engine.fail(f"the server is going down: {why}")
             time.sleep(FAREWELL_S)
+        if self.process is not None:
+            self.process.kill()  # with it the port is free
         os._exit(1)
 
 
@@ -91,17 +98,19 @@ def run_rank(args: ServeArgs) -> int:
             try:
                 probe = _listen(args, rank, channel)  # a model may take minutes to read
                 if probe is not None:
-                    probe.stop()
+                    probe.close()
+                    ending.process = HttpProcess()
+                    stack.callback(ending.process.kill)
                 served, replica, cache = _prepare(args, rank)
-                server = _listen(args, rank, channel)
+                listening = _listen(args, rank, channel)
                 settle()
                 watch = Watch(rank, channel, ending, args.timeout)
                 serving.set()
-                if server is None:
+                if listening is None:
                     follow(replica, channel)
                     watch.close()
                 else:
-                    _lead(args, rank, channel, watch, served, replica, server, cache, ending, stops)
+                    _lead(args, rank, channel, watch, served, replica, listening, cache, ending, stops)
             except Refusal:
                 raise  # on every rank alike
             except Exception as error:
@@ -115,15 +124,6 @@ def run_rank(args: ServeArgs) -> int:
         for number, handler in before.items():
             signal.signal(number, handler)
     return 0
-
-
-def settle() -> None:
-    """What was made until now lives as long as the server: the garbage collector need not look at it again.
-
-    A full collection looks at every object of all imported modules, and every rank waits for the one that makes it.
-    """
-    gc.collect()
-    gc.freeze()
 
 
 def _prepare(args: ServeArgs, rank: Rank) -> tuple[Served, Replica, str]:
@@ -155,18 +155,16 @@ def _prepare(args: ServeArgs, rank: Rank) -> tuple[Served, Replica, str]:
     return served, replica, describe(cache)
 
 
-def _listen(args: ServeArgs, rank: Rank, channel: Channel) -> Server | None:
-    """Rank 0's HTTP server, which listens and does not answer yet; None on the others.
+def _listen(args: ServeArgs, rank: Rank, channel: Channel) -> socket.socket | None:
+    """Rank 0's socket, which listens, and nobody answers yet; None on the others.
 
     Raises:
         Refusal: The address cannot be had; on every rank.
     """
-    from ringattn.launch.serving.http import Server
-
-    refusal, server = "", None
+    refusal, listening = "", None
     if rank.first:
         try:
-            server = Server(args.host, args.port, args.max_connections)
+            listening = listen(args.host, args.port)
         except OSError as error:
             refusal = (
                 f"host and port must be free to listen on, got {args.host} and {args.port}: {error.strerror or error}; "
@@ -177,7 +175,7 @@ def _listen(args: ServeArgs, rank: Rank, channel: Channel) -> Server | None:
         refusal = channel.receive()["refusal"]
     if refusal:
         raise Refusal(refusal)
-    return server
+    return listening
 
 
 def _lead(
@@ -187,14 +185,14 @@ def _lead(
     watch: Watch,
     served: Served,
     replica: Replica,
-    server: Server,
+    listening: socket.socket,
     cache: str,
     ending: Ending,
     stops: list[int],
 ) -> None:
     """Rank 0: serves until it is told to stop."""
-    from ringattn.launch.serving.http import LOOPBACK, Limits, make_app
-
+    process = ending.process
+    assert process is not None, "rank 0 has started it"
     scheduler = Scheduler(
         replica.books,
         chunk=args.chunk,
@@ -212,10 +210,21 @@ def _lead(
         default_tokens=args.default_tokens,
     )
     hosts = LOOPBACK if args.host in LOOPBACK else None
-    about = _about(args, rank, served, replica)
-    app = make_app(engine, served.tokenizer, served.name, limits, key=args.api_key, hosts=hosts, about=about)
-    server.start(app)
-    where = f"http://{f'[{args.host}]' if ':' in args.host else args.host}:{server.port}"
+    where = f"http://{f'[{args.host}]' if ':' in args.host else args.host}:{listening.getsockname()[1]}"
+    settings = {
+        "model": served.name,
+        "tokenizer": served.tokenizer.recipe(),
+        "limits": dataclasses.asdict(limits),
+        "room": dataclasses.asdict(scheduler.room),
+        "state": engine.state(),
+        "key": args.api_key,
+        "hosts": hosts,
+        "about": _about(args, rank, served, replica),
+        "connections": args.max_connections,
+    }
+    process.serve(listening, settings)
+    front = Front(engine, process.connection, process.name, ending, args.timeout)
+    front.wait_until_ready()
     print(f"cache: {cache}", flush=True)
     print(f"serving {served.name} at {where} (a page to look at) and {where}/v1 (the interface)", flush=True)
     if rank.backend != "none" and ENDED not in os.environ:
@@ -227,7 +236,8 @@ def _lead(
     over.set()
     watch.expect_end()
     channel.send({"stop": True})
-    server.stop()
+    front.stop()
+    process.wait(PARTING_S)
     watch.close()
     if path := os.environ.get(ENDED):
         Path(path).touch()

@@ -50,12 +50,44 @@ class QueueFull(RuntimeError):
     """There are too many requests already; the message has the numbers."""
 
 
+@dataclass(frozen=True)
+class Room:
+    """What a scheduler can take, for those who ask it from afar.
+
+    Attributes:
+        capacity: Tokens that the cache of all ranks holds.
+        queue: Requests that wait at a time.
+        page_size: Tokens of a page, and so of the stretches of `Job.digests`.
+        keep: Whether these are used.
+    """
+
+    capacity: int
+    queue: int
+    page_size: int
+    keep: bool
+
+    def check_queue(self, jobs: int, waiting: int) -> None:
+        """Refuses jobs for which the queue has no room.
+
+        Args:
+            jobs: How many.
+            waiting: How many wait already.
+
+        Raises:
+            QueueFull: They are too many.
+        """
+        if waiting + jobs > self.queue:
+            raise QueueFull(
+                f"at most {self.queue} requests may wait, got {jobs} more beside {waiting}; try again later"
+            )
+
+
 @dataclass
 class Job:
     """One request for one answer.
 
     Attributes:
-        name: By which the engine knows it.
+        name: By which the engine knows it; whoever makes it gives each another one.
         prompt: Its tokens, at least one.
         max_tokens: New tokens it may ask for, at least one.
         deadline: Seconds on the clock of the scheduler after which it fails.
@@ -190,7 +222,8 @@ class Scheduler:
         pieces: int = 0,
     ) -> None:
         self.books, self.chunk, self.keep, self.pieces = books, chunk, keep, pieces
-        self.most_running, self.most_waiting = most_running, most_waiting
+        self.most_running = most_running
+        self.room = Room(books.pages * books.world_size * books.page_size, most_waiting, books.page_size, keep)
         self.waiting: deque[Job] = deque()
         self.running: dict[int, Job] = {}
         self.prefill_tokens = self.decode_tokens = self.shared_tokens = 0
@@ -208,7 +241,7 @@ class Scheduler:
     @property
     def capacity(self) -> int:
         """Tokens that the cache of all ranks holds."""
-        return self.books.pages * self.books.world_size * self.books.page_size
+        return self.room.capacity
 
     @property
     def kept(self) -> int:
@@ -241,11 +274,7 @@ class Scheduler:
         Raises:
             QueueFull: They are too many.
         """
-        waiting = len(self.waiting) + beside
-        if waiting + jobs > self.most_waiting:
-            raise QueueFull(
-                f"at most {self.most_waiting} requests may wait, got {jobs} more beside {waiting}; try again later"
-            )
+        self.room.check_queue(jobs, len(self.waiting) + beside)
 
     def add(self, jobs: Sequence[Job]) -> None:
         """Puts jobs into the queue, all of them or none.

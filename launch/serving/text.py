@@ -6,7 +6,7 @@ Refuses to know requests and HTTP.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -47,6 +47,10 @@ class Tokenizer(Protocol):
         """The text of tokens, without special ones; REPLACEMENT for bytes that are no text."""
         ...
 
+    def recipe(self) -> dict[str, Any]:
+        """What `make_tokenizer` makes it of in another process, as JSON takes it."""
+        ...
+
 
 class Bytes:
     """A tokenizer that needs nothing: a token is a byte, and one more ends an answer."""
@@ -70,6 +74,10 @@ class Bytes:
         """The text of bytes."""
         return bytes(token for token in tokens if token < 256).decode(errors="replace")
 
+    def recipe(self) -> dict[str, Any]:
+        """Nothing."""
+        return {}
+
 
 class Pretrained:
     """The tokenizer in the folder of a model.
@@ -83,6 +91,7 @@ class Pretrained:
     def __init__(self, folder: Path, stops: frozenset[int], vocab_size: int) -> None:
         from transformers import AutoTokenizer
 
+        self._recipe = {"folder": str(folder), "stops": sorted(stops), "vocab_size": vocab_size}
         self.inner: Any = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
         own = self.inner.eos_token_id
         self.stops = stops | ({own} if isinstance(own, int) else frozenset())
@@ -111,6 +120,17 @@ class Pretrained:
     def decode(self, tokens: Sequence[int]) -> str:
         """The text of tokens."""
         return self.inner.decode(list(tokens), skip_special_tokens=True, clean_up_tokenization_spaces=False)
+
+    def recipe(self) -> dict[str, Any]:
+        """Its folder, and what the model says."""
+        return self._recipe
+
+
+def make_tokenizer(recipe: Mapping[str, Any]) -> Tokenizer:
+    """The tokenizer of a recipe: of a folder, or bytes."""
+    if not recipe:
+        return Bytes()
+    return Pretrained(Path(recipe["folder"]), frozenset(recipe["stops"]), recipe["vocab_size"])
 
 
 class Pieces:
@@ -175,6 +195,8 @@ class Stops:
         """The text that certainly comes before any stop string."""
         if self.found:
             return ""
+        if not self._strings:
+            return piece
         text = self._held + piece
         places = [place for place in (text.find(string) for string in self._strings) if place >= 0]
         if places:
