@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import dataclasses
 import json
@@ -207,6 +208,25 @@ def test_who_is_refused_because_the_engine_is_closed_knows_it_before_the_next_st
         assert desk.closed == "the server is shutting down"
         with pytest.raises(Refused, match="shutting down"):
             desk.check()
+
+
+def test_a_request_that_crosses_the_engines_last_word_is_refused_and_one_that_comes_later_too():
+    mine, theirs = socket.socketpair()
+
+    async def cross() -> list[Any]:
+        desk = Desk(mine, Room(64, 4, 4, True), {"closed": "the server is shutting down", "waiting": 0})
+        await desk.open()
+        early = desk.submit([1, 2], pack({}))
+        desk._take({"events": write_events([Event(1, 65, "stop")]), "stop": True})
+        late = desk.submit([3], pack({}))
+        desk._transport.close()
+        return [early.get_nowait(), early.get_nowait(), early.qsize(), late.get_nowait(), late.qsize()]
+
+    with theirs:
+        event, early, none, late, nothing = asyncio.run(cross())
+    assert event == Event(1, 65, "stop")
+    assert (str(early), early.status, none) == ("the server is shutting down", 503, 0)
+    assert (str(late), late.status, nothing) == ("the server is shutting down", 503, 0)
 
 
 def test_a_full_queue_is_refused_by_what_the_engine_has_said_last():
