@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import dataclasses
 import json
@@ -25,13 +26,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ringattn.launch.distributed import Rank
-from ringattn.launch.serving import desk, front, run
+from ringattn.launch.serving import front, run
+from ringattn.launch.serving.api import Refused
 from ringattn.launch.serving.config import Limits
+from ringattn.launch.serving.desk import GONE, Desk
 from ringattn.launch.serving.engine import Engine
 from ringattn.launch.serving.front import Front, HttpProcess, Outbox, listen
 from ringattn.launch.serving.prefixes import chain
 from ringattn.launch.serving.sampling import Logprob, Sampling
-from ringattn.launch.serving.scheduling import Event, Job, Scheduler
+from ringattn.launch.serving.scheduling import Event, Job, Room, Scheduler
 from ringattn.launch.serving.text import Bytes, make_tokenizer
 from ringattn.launch.serving.wire import Unpacker, pack, read_events, read_jobs, write_events, write_jobs
 from tests.serving import FakeRunner, Served, text_of
@@ -111,7 +114,8 @@ def test_what_is_not_taken_at_once_is_sent_later_in_order_and_the_sender_never_w
     mine, theirs = socket.socketpair()
     with theirs:
         outbox = Outbox(mine, lambda _: pytest.fail("256 MiB do not wait"))
-        sent = [{"x": x, "pad": "y" * (x * 7919 % 5000)} for x in range(3000)]
+        # now and then one that no socket takes whole
+        sent = [{"x": x, "pad": "y" * (2**20 if x % 500 == 499 else x * 7919 % 5000)} for x in range(3000)]
         began = time.monotonic()
         for message in sent:
             outbox.send(pack(message))
@@ -185,7 +189,7 @@ def test_when_the_engine_is_gone_answers_that_are_open_and_that_are_asked_for_ge
             served.state_when(lambda state: state["running"] == 2)
             served.front._connection.shutdown(socket.SHUT_RDWR)
             told = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
-            assert told[-1]["error"]["message"] == desk.GONE
+            assert told[-1]["error"]["message"] == GONE
             assert whole.result().status_code == 503
         for answer in (httpx.get(f"{served.url}/health"), httpx.post(f"{served.url}/v1/completions", json=body)):
             assert answer.status_code == 503
@@ -193,6 +197,46 @@ def test_when_the_engine_is_gone_answers_that_are_open_and_that_are_asked_for_ge
         assert served.lost == ["the fake is gone"]
     finally:
         served.close()
+
+
+def test_who_is_refused_because_the_engine_is_closed_knows_it_before_the_next_state():
+    mine, theirs = socket.socketpair()
+    with mine, theirs:
+        desk = Desk(mine, Room(64, 4, 4, True), {"closed": None, "waiting": 3})
+        desk.check()
+        desk._take({"refused": [1], "as": "Closed", "message": "the server is shutting down"})
+        assert desk.closed == "the server is shutting down"
+        with pytest.raises(Refused, match="shutting down"):
+            desk.check()
+
+
+def test_a_request_that_crosses_the_engines_last_word_is_refused_and_one_that_comes_later_too():
+    mine, theirs = socket.socketpair()
+
+    async def cross() -> list[Any]:
+        desk = Desk(mine, Room(64, 4, 4, True), {"closed": "the server is shutting down", "waiting": 0})
+        await desk.open()
+        early = desk.submit([1, 2], pack({}))
+        desk._take({"events": write_events([Event(1, 65, "stop")]), "stop": True})
+        late = desk.submit([3], pack({}))
+        desk._transport.close()
+        return [early.get_nowait(), early.get_nowait(), early.qsize(), late.get_nowait(), late.qsize()]
+
+    with theirs:
+        event, early, none, late, nothing = asyncio.run(cross())
+    assert event == Event(1, 65, "stop")
+    assert (str(early), early.status, none) == ("the server is shutting down", 503, 0)
+    assert (str(late), late.status, nothing) == ("the server is shutting down", 503, 0)
+
+
+def test_a_full_queue_is_refused_by_what_the_engine_has_said_last():
+    mine, theirs = socket.socketpair()
+    with mine, theirs:
+        desk = Desk(mine, Room(64, 4, 4, True), {"closed": None, "waiting": 3})
+        desk._take({"state": {"closed": None, "waiting": 4}})
+        with pytest.raises(Refused, match="at most 4 requests may wait, got 1 more beside 4") as caught:
+            desk.check()
+        assert caught.value.status == 429
 
 
 # two processes
@@ -262,7 +306,7 @@ def test_an_engine_that_is_killed_takes_the_process_of_http_with_it_and_the_port
         assert apart.other.is_running()
         engine.kill()
         engine.wait()
-        assert (asked.result().status_code, asked.result().json()["error"]["message"]) == (503, desk.GONE)
+        assert (asked.result().status_code, asked.result().json()["error"]["message"]) == (503, GONE)
     apart.process.wait(10.0)
     assert apart.process._process.returncode == 1
     listen("127.0.0.1", apart.port).close()
@@ -372,4 +416,4 @@ def test_a_killed_engine_leaves_no_process_behind_and_its_port_is_free(pair):
     other.wait(10)
     thread.join(10)
     listen("127.0.0.1", port).close()
-    assert seen[-1]["error"]["message"] == desk.GONE
+    assert seen[-1]["error"]["message"] == GONE

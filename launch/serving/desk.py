@@ -135,11 +135,7 @@ class Desk(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         """Of asyncio: the engine is gone. What it had not said is an error."""
         del exc
-        if not self.told:
-            self._closed = self.closed or GONE
-            for queue in {id(queue): queue for queue in self._open.values()}.values():
-                queue.put_nowait(refusal_of("Closed", self._closed))
-        self.over.set()
+        self._end()
 
     def _take(self, message: Message) -> None:
         if "state" in message:
@@ -155,6 +151,14 @@ class Desk(asyncio.Protocol):
                 queue.put_nowait(refusal_of(message["as"], message["message"]))
         if "stop" in message:
             self.told = True
+            self._end()
+
+    def _end(self) -> None:
+        """Nothing more will be said: jobs that have not ended by now, or that crossed the last word, are refused."""
+        if not self.over.is_set():
+            self._closed = self.closed or GONE
+            for queue in {id(queue): queue for queue in self._open.values()}.values():
+                queue.put_nowait(refusal_of("Closed", self._closed))
             self.over.set()
 
     def _say(self, data: bytes) -> None:
