@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 import pytest
@@ -100,3 +101,27 @@ def test_a_closed_ring_may_be_used_again(pool: Pools) -> None:
 def test_numbers_of_another_kind_are_shown_as_a_difference() -> None:
     with pytest.raises(ValueError, match=r"ring ranks \[1\] \(keep_keys: True on most ranks, 1 on ring rank 1\)"):
         raise_differences([{"keep_keys": True, "softcap": 0.0}, {"keep_keys": 1, "softcap": 0.0}])
+
+
+def compare_often() -> int:
+    """Keys that a hundred comparisons have left in the store, refusals among them."""
+    ring, draw = Ring(), random.Random(0)
+    agreement = ring._agreement
+    assert agreement is not None
+    before = agreement._store().num_keys()
+    for number in range(100):
+        refuses = draw.randrange(8)
+        if refuses == ring.rank:
+            agreement.leave(f"{number} refused")
+            continue
+        texts = agreement.compare(f"{number}")
+        assert texts == [f"{number} refused" if rank == refuses else f"{number}" for rank in range(ring.world_size)]
+    agreement.compare("the end")
+    dist.barrier()
+    return agreement._store().num_keys() - before
+
+
+@pytest.mark.dist
+def test_what_ranks_compare_does_not_stay_in_the_store(pool: Pools) -> None:
+    # one key of each rank, which others may still read
+    assert max(pool(3).run(compare_often)) <= 3

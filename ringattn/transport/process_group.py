@@ -257,7 +257,8 @@ class Agreement:
     """Lets the ranks of a group compare what they are about to do, through the group's key-value store.
 
     The store needs no device, no stream and no matching collective: a rank that refuses leaves its reason and raises
-    at once, and the others find it when they come to compare.
+    at once, and the others find it when they come to compare. A server compares for days, so nothing may stay: once all have
+    come to a round, all have read the one before, and each takes back what it left there.
 
     Args:
         group_name: Name of the process group.
@@ -274,10 +275,11 @@ class Agreement:
         self._name = name
         self._timeout = timeout
         self._round = 0
+        self._left: list[str] = []  # keys that others may still read
 
     def leave(self, text: str) -> None:
         """Leaves this rank's text for the current round and goes on to the next."""
-        self._store().set(self._key(self._rank), text)
+        self._set(self._store(), text)
         self._round += 1
 
     def compare(self, text: str) -> list[str]:
@@ -288,17 +290,22 @@ class Agreement:
         """
         store = self._store()
         keys = [self._key(peer) for peer in range(self._world_size)]
-        store.set(keys[self._rank], text)
+        read, self._left = self._left, []
+        self._set(store, text)
         try:
             store.wait(keys, self._timeout)
         except RuntimeError as error:
+            self._left += read
             missing = [peer for peer, key in enumerate(keys) if not store.check([key])]
             raise RuntimeError(
                 f"ring rank {self._rank}: ring ranks {missing} did not make this attention call within {self._timeout}; "
                 f"all ranks of a ring must make the same calls in the same order"
             ) from error
         self._round += 1
-        return [store.get(key).decode() for key in keys]
+        found = store.multi_get(keys) if store.has_extended_api() else [store.get(key) for key in keys]
+        for key in read:
+            store.delete_key(key)
+        return [text.decode() for text in found]
 
     def refuse(self, error: Exception) -> NoReturn:
         """Raises an error of this rank that ranks which compare their next call find there.
@@ -330,6 +337,11 @@ class Agreement:
                 f"{what} must be the same on all ranks of a ring, got {usual} on most ranks and {found[differing[0]]} on ring rank "
                 f"{differing[0]} (ring ranks {differing} differ); give all of them the same"
             )
+
+    def _set(self, store: Any, text: str) -> None:
+        key = self._key(self._rank)
+        store.set(key, text)
+        self._left.append(key)
 
     def _key(self, peer: int) -> str:
         return f"ringattn/{self._name}/{self._round}/{peer}"
