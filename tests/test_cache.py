@@ -17,6 +17,7 @@ from torch import Tensor
 from ringattn import Ring
 from ringattn.inference import CacheFull, PagedKVCache, StaticStep, Step, attend
 from ringattn.inference import step as steps_of
+from ringattn.inference.accord import Accord
 from ringattn.kernels import pages as rows
 from ringattn.sharding import positions_of
 from tests.paging import CASES, Case, assert_put, assert_take
@@ -731,3 +732,50 @@ def test_caches_that_differ_are_refused_on_every_rank(pool: Pools) -> None:
     here, there = pool(2).run(_differing, "head_dim")
     assert "ring rank 1 refused: ValueError: head_dim must be at least 1, got 0" in here
     assert there == "head_dim must be at least 1, got 0; give the sizes of the model and of the cache"
+
+
+class Comparing:
+    """In place of a ring: counts what its ranks compare."""
+
+    world_size = 2
+
+    def __init__(self) -> None:
+        self.compared: list[str] = []
+
+    def agree(self, what: str, text: str) -> None:
+        self.compared.append(text)
+
+    def settle(self, device: torch.device) -> None:
+        """Rows move somehow."""
+
+
+def test_ranks_compare_prefills_always_and_decoding_as_often_as_it_pays() -> None:
+    cache, ring = make(pages=400), Comparing()
+    accord = Accord(ring)  # pyright: ignore[reportArgumentType]
+    requests = [cache.join(200) for _ in range(6)]
+    static, packed = cache.static_step(4, max_tokens=200), cache.static_step(8, 4, max_tokens=200, packed=True)
+
+    def compared(call: Callable[[int], Step], times: int) -> list[bool]:
+        found = []
+        for turn in range(times):
+            before = len(ring.compared)
+            accord.meet(call(turn), "a kind", torch.device("cpu"))
+            found.append(len(ring.compared) > before)
+        return found
+
+    assert compared(lambda _: cache.extend(requests[:1], [9], mode="prefill"), 3) == [True] * 3
+    # the same requests: the first, and then one in seventeen
+    assert compared(lambda _: cache.extend(requests[:2], [1, 1]), 35) == [turn in (0, 17, 34) for turn in range(35)]
+    # others every time
+    assert compared(lambda turn: cache.extend(requests[turn % 2 :][:3], [1] * 3), 6) == [True] * 6
+    # static ones that are others every time: one in four, packed ones among them
+    assert compared(lambda turn: cache.extend(requests[turn % 3 :][:3], [1] * 3, into=static), 12) == [
+        turn % 4 == 3 for turn in range(12)
+    ]
+    turns = [
+        partial(cache.extend, requests[:2], [5, 9], into=packed),
+        partial(cache.extend, requests[:3], [1] * 3, into=static),
+    ]
+    assert 3 <= sum(compared(lambda turn: turns[turn % 2](), 16)) <= 4
+    assert compared(lambda _: cache.extend(requests[:2], [1, 1], into=static), 8).count(True) == 1
+    assert len(set(ring.compared)) == len(ring.compared), "every text says how long requests are"

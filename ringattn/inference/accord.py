@@ -6,9 +6,11 @@ Note [Same books]
     Every rank keeps the books of a cache by itself, so a rank that was called differently would go on with other numbers and
     nobody would notice. So ranks compare a digest of a step (whose tokens it brings, and who keeps which of those they see) in
     one short message, before its first layer does anything:
-    - for every step that brings prompts, whatever the number of layers;
+    - for every prefill, whatever the number of layers;
     - for steps of decoding when who decodes changes, and else every COMPARED steps: a comparison costs a fraction of a
-      millisecond, which is little beside a chunk of a prompt but not beside a token.
+      millisecond, which is little beside a chunk of a prompt but not beside a token;
+    - for static steps, short prompts among them, likewise, but at most one in REPLAYED: in a server with many clients somebody
+      comes or goes with almost every step, all ranks are told so by one, and the host has nothing else to wait for.
     What belongs to layers (options, heads, dtypes) is compared once per kind, in the same message where it comes in time.
 
 Note [Words that travel along]
@@ -26,6 +28,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from ringattn.inference.step import StaticStep
 from ringattn.ring import Ring
 
 if TYPE_CHECKING:
@@ -33,6 +36,8 @@ if TYPE_CHECKING:
 
 COMPARED = 16
 """Steps of decoding by the same requests after which ranks compare again."""
+REPLAYED = 4
+"""Static steps of which one is compared at most."""
 
 
 class Accord:
@@ -119,10 +124,12 @@ class Accord:
         if step.met:
             return True
         step.met = True
-        if step.mode == "prefill" or step.pieces is not None:
+        if step.mode == "prefill":
             return False
-        if self._decoding != (step.requests, step.rows) or self._decoded >= COMPARED:
-            self._decoding, self._decoded = (step.requests, step.rows), 0
+        who = (step.requests, step.counts)
+        patience = COMPARED if self._decoding == who else REPLAYED - 1 if isinstance(step, StaticStep) else 0
+        if self._decoding is None or self._decoded >= patience:
+            self._decoding, self._decoded = who, 0
             return False
         self._decoded += 1
         return True

@@ -89,8 +89,8 @@ def attend(
     Raises:
         ValueError: A shape, dtype, device or option is inconsistent; something requires gradients; the step is out of date; or
             ranks differ. Nothing is kept or moved then. It is raised on every rank wherever ranks compare: at the first layer of
-            a prefill, and of a decode by other requests than before (Note [Same books] of accord.py). Elsewhere the others
-            find that this rank does not come.
+            a prefill, and of a decode by other requests than before (of a static step: soon after; Note [Same books] of
+            accord.py). Elsewhere the others find that this rank does not come.
         NotImplementedError: No kernel serves the call.
         RuntimeError: A transfer failed or timed out.
 
