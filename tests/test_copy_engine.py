@@ -21,6 +21,7 @@ from ringattn.kernels.contract import Arrivals
 from ringattn.kernels.pack import pack
 from ringattn.layout import make_shards, shard_len
 from ringattn.schedule import Collection, Fetch, Nodes, collect, make_plan
+from ringattn.transport import streams
 from ringattn.transport.base import Gathering, Reply
 from ringattn.transport.choose import PROBE_BYTES, measure_push, node_of
 from ringattn.transport.copy_engine import CopyEngineTransport
@@ -1192,3 +1193,12 @@ def test_packing_puts_keys_and_values_side_by_side(dims: tuple[int, int]) -> Non
     pack(slot[:, :3], k, v)
     assert torch.equal(slot[:, :3], torch.cat([k, v], -1))
     assert slot[:, 3:].isnan().all()
+
+
+def test_a_pair_of_words_is_one_entry_of_64_bits_or_two_the_upper_one_first() -> None:
+    pair = streams.Write64(64, -1, 7)
+    (one,) = streams._entries(pair, pairs=True)
+    assert (one.operation, one.address, one.value) == (5, 64, 7 << 32 | 0xFFFFFFFF)
+    assert one.value.to_bytes(8, "little") == (0xFFFFFFFF).to_bytes(4, "little") + (7).to_bytes(4, "little")
+    two = streams._entries(pair, pairs=False)
+    assert [(word.operation, word.address, word.value) for word in two] == [(2, 68, 7), (2, 64, 0xFFFFFFFF)]

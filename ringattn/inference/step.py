@@ -249,7 +249,7 @@ class StaticStep(Step):
                 f"a static step must be given at most {batch} requests with {new} new tokens each, got "
                 f"{len(requests)} with {list(counts)}; make one of another shape, or extend without into"
             )
-        for request, count in zip(requests, counts, strict=True):
+        for request, count in zip(requests, counts, strict=False):
             seen = books.look(request)
             length = seen.length + count
             most = max(len(table.pages) for table in seen.tables) - (-count // books.page_size)

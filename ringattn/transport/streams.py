@@ -157,6 +157,7 @@ class _Block(ctypes.Structure):
 _WAIT, _WRITE, _WRITE_64 = 1, 2, 5  # operations of an entry
 _EQUAL = 1  # flag of a wait; that of a write is 0: a fence comes before it
 _DEVICE_MEMORY = 2
+_WORDS_OF_64 = 122  # attribute of a device: writes of 64 bits
 _THREAD_LOCAL, _RELAXED = 1, 2  # modes of a capture
 _NON_BLOCKING = 1
 _NO_TIMING = 2
@@ -173,6 +174,8 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "cuEventCreate": (c_void_p, c_uint),
     "cuEventRecord": (c_void_p, c_void_p),
     "cuEventDestroy_v2": (c_void_p,),
+    "cuDeviceGet": (c_void_p, c_int),
+    "cuDeviceGetAttribute": (c_void_p, c_int, c_int),
     "cuCtxGetStreamPriorityRange": (c_void_p, c_void_p),
     "cuStreamCreateWithPriority": (c_void_p, c_uint, c_int),
     "cuStreamDestroy_v2": (c_void_p,),
@@ -213,11 +216,16 @@ def _refuse(driver: ctypes.CDLL, status: int, doing: str) -> None:
     raise DriverError(f"the CUDA driver must {doing}, got {text} ({status}); look for an earlier error of this process")
 
 
-def _entry(op: Write | Write64 | Wait) -> _Word:
+def _entries(op: Write | Write64 | Wait, pairs: bool) -> list[_Word]:
+    """What a batch has for an operation; pairs: the device writes 64 bits at once."""
     if isinstance(op, Write64):
-        return _Word(_WRITE_64, op.address, (op.upper & 0xFFFFFFFF) << 32 | op.value & 0xFFFFFFFF, 0)
+        if pairs:
+            return [_Word(_WRITE_64, op.address, (op.upper & 0xFFFFFFFF) << 32 | op.value & 0xFFFFFFFF, 0)]
+        # what `value` says may be acted upon once it is there
+        words = Write(op.address + 4, op.upper), Write(op.address, op.value)
+        return [entry for word in words for entry in _entries(word, pairs)]
     waits = isinstance(op, Wait)
-    return _Word(_WAIT if waits else _WRITE, op.address, op.value & 0xFFFFFFFF, _EQUAL if waits else 0)
+    return [_Word(_WAIT if waits else _WRITE, op.address, op.value & 0xFFFFFFFF, _EQUAL if waits else 0)]
 
 
 class _Calls:
@@ -253,6 +261,7 @@ class CudaStreams:
         self.herald: int = self._own_stream(min(highest + 1, lowest))
         self._scribe = self._own_stream(lowest)
         self._rescue = self._own_stream(highest)
+        self._pairs = self._writes_pairs()
         event = c_void_p()
         self._do("make an event", self._cu.cuEventCreate, byref(event), _NO_TIMING)
         self._event = event.value
@@ -276,8 +285,8 @@ class CudaStreams:
                 self._flush(words, calls)
                 calls.append(self._copy(op))
             else:
-                words.append(_entry(op))
-                if len(words) == BATCH:
+                words += _entries(op, self._pairs)
+                if len(words) >= BATCH:
                     self._flush(words, calls)
         self._flush(words, calls)
         becomes_a_graph = copies and len(calls) >= WORTH_A_GRAPH and not self.capturing()
@@ -348,6 +357,13 @@ class CudaStreams:
                 self._cu.cuStreamDestroy_v2(stream)
         if getattr(self, "_event", None) is not None:
             self._cu.cuEventDestroy_v2(self._event)
+
+    def _writes_pairs(self) -> bool:
+        """Whether the device writes 64 bits at once; what does not say so is given two words."""
+        here, can = c_int(), c_int()
+        if self._cu.cuDeviceGet(byref(here), self._index):
+            return False
+        return not self._cu.cuDeviceGetAttribute(byref(can), _WORDS_OF_64, here.value) and bool(can.value)
 
     def _own_stream(self, priority: int) -> int:
         stream = c_void_p()

@@ -219,7 +219,8 @@ def test_short_prompts_in_pieces_give_what_the_ring_gives(pool: Pools, kind: str
 
 def outgrown_pieces() -> None:
     """A context with more blocks than a packed step has room for is left to the ring."""
-    before, decoding.LEAST_BLOCKS = decoding.LEAST_BLOCKS, 4
+    before = decoding.LEAST_BLOCKS, decoding.PACKED_BLOCKS
+    decoding.LEAST_BLOCKS = decoding.PACKED_BLOCKS = 4
     try:
         twins = Twins("llama", (5, 60), Reruns(), reserve=100, pieces=(2,))
         twins.replayed.prepare()
@@ -228,7 +229,7 @@ def outgrown_pieces() -> None:
         assert twins.replayed.run_packed(twins.requests[1:], [1], tokens(1)[0]) is None
         assert twins.replayed.recorded == 1
     finally:
-        decoding.LEAST_BLOCKS = before
+        decoding.LEAST_BLOCKS, decoding.PACKED_BLOCKS = before
 
 
 def test_what_has_too_many_blocks_is_not_packed() -> None:

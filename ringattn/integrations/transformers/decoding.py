@@ -54,6 +54,8 @@ from ringattn.transport.patience import Marks
 
 LEAST_BLOCKS = 1024
 """Blocks of a request on one rank for which there is room at first."""
+PACKED_BLOCKS = 16384
+"""The same of packed calls, which are not recorded again: what has more is a prompt for the ring."""
 DOUBLED = 64
 """Batch sizes double up to this one, and then grow by it (Note [Batches])."""
 MOST_GRAPHS = 16
@@ -326,7 +328,8 @@ class Decoding:
         # the largest first: the others find room in its memory
         for shape in reversed([*(_Shape(batch, new, 1) for batch in self._batches or ()), *packed]):
             if self.refusal is None and shape not in self._recorded:
-                self._record(shape, 1)
+                most = min(PACKED_BLOCKS, self._cache.pages.pages + 1)
+                self._record(shape, most if shape.packed else 1)
 
     @torch.no_grad()
     def run(
