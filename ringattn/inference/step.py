@@ -330,7 +330,7 @@ class StaticStep(Step):
 
 def most_blocks(books: Pages, requests: Sequence[int], new: int) -> int:
     """Blocks that one of some requests may have on one rank when each has got `new` more tokens; the same on every rank."""
-    held = max((len(books.table(request, rank)) for request in requests for rank in range(books.world_size)), default=0)
+    held = max((len(table.pages) for request in requests for table in books.look(request).tables), default=0)
     return held + -(-new // books.page_size)
 
 
