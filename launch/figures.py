@@ -144,7 +144,7 @@ def draw_lengths(rows: Sequence[dict[str, Any]], path: Path, note: str = "") -> 
             axes[i][0].set_ylabel("TFLOP/s")
         for axis in axes[-1]:
             axis.set_xlabel("tokens")
-        _finish(figure, axes, path, note)
+        _finish(figure, _lines_in(axes), path, note)
     return True
 
 
@@ -161,11 +161,15 @@ def thousands(n: int) -> str:
     return str(n)
 
 
-def _finish(figure: Any, axes: Any, path: Path, note: str) -> None:
-    """One legend below all panels, and the file."""
+def _lines_in(axes: Any) -> dict[str, Any]:
+    """The lines of all panels by their names, each name once."""
+    return {line.get_label(): line for axis in axes.flat for line in axis.get_lines()}
+
+
+def _finish(figure: Any, shown: dict[str, Any], path: Path, note: str) -> None:
+    """One legend below all panels, of what is shown by name, and the file."""
     from matplotlib import pyplot as plt
 
-    shown = {line.get_label(): line for axis in axes.flat for line in axis.get_lines()}
     columns = min(4, len(shown))
     figure.legend(shown.values(), shown.keys(), loc="lower center", ncols=columns, frameon=False)
     deep = 0.25 + 0.25 * -(-len(shown) // columns)
@@ -289,7 +293,7 @@ def _draw_panels(panels: Panels, path: Path, note: str, x: str, y: str, top: flo
             axes[i][0].set_ylabel(y)
         for axis in axes[-1]:
             axis.set_xlabel(x)
-        _finish(figure, axes, path, note)
+        _finish(figure, _lines_in(axes), path, note)
     return True
 
 
@@ -361,13 +365,7 @@ def draw_replays(rows: Sequence[dict[str, Any]], path: Path, note: str = "") -> 
                 fontsize=9,
             )
             axis.grid(color=INK, alpha=0.25, linewidth=0.6, axis="x")
-        shown = [Patch(color=color, label=name) for name, color in kinds.items()]
-        figure.legend(handles=shown, loc="lower center", ncols=len(shown), frameon=False)
-        figure.tight_layout(rect=(0, 0.35 / figure.get_figheight(), 1, 1))
-        path.parent.mkdir(parents=True, exist_ok=True)
-        metadata = {"Date": None, "Description": note} if path.suffix == ".svg" else None
-        figure.savefig(path, dpi=130, metadata=metadata)
-        plt.close(figure)
+        _finish(figure, {name: Patch(color=color) for name, color in kinds.items()}, path, note)
     return True
 
 
@@ -454,5 +452,5 @@ def draw_inference(rows: Sequence[dict[str, Any]], path: Path, note: str = "") -
             axis.set_xlabel("tokens of context")
             axis.set_xticks(ticks, [thousands(n) for n in ticks])
             axis.minorticks_off()
-        _finish(figure, axes, path, note)
+        _finish(figure, _lines_in(axes), path, note)
     return True

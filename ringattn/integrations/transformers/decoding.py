@@ -369,7 +369,7 @@ class Decoding:
         recorded.tokens[:b].copy_(_ready(tokens, recorded.tokens), non_blocking=True)
         if positions is not None:
             recorded.step.positions[:b].copy_(positions)
-        logits = self._replay(recorded, f"decoding step ({b} requests, {new} new tokens each)")[:b]
+        logits = self._replay(recorded, "decoding step", f"{b} requests, {new} new tokens each")[:b]
         if not recorded.checked:
             logits = self._check(recorded, logits)
         return recorded.kind(logits=logits)
@@ -405,8 +405,8 @@ class Decoding:
         lasts = torch.tensor([row for one in step.last_rows if one is not None for row in one[1:]])
         assert isinstance(recorded.wanted, Tensor), "rows of packed requests are written in place"
         recorded.wanted[: len(lasts)].copy_(_ready(lasts, recorded.wanted), non_blocking=True)
-        said = f"step of short prompts ({len(requests)} requests, {sum(counts)} new tokens)"
-        logits = self._replay(recorded, said)[:, : len(requests)]
+        brought = f"{len(requests)} requests, {sum(counts)} new tokens"
+        logits = self._replay(recorded, "step of short prompts", brought)[:, : len(requests)]
         if not recorded.checked:
             logits = self._check(recorded, logits)
         return logits[0]
@@ -418,13 +418,12 @@ class Decoding:
         """A replay asks nobody whether the ring has failed."""
         self._cache.ring.exchange(self._cache.device).check()
 
-    def _replay(self, recorded: _Recorded, what: str) -> Tensor:
-        """All logits of a call whose inputs are there (Note [A replay that does not end])."""
+    def _replay(self, recorded: _Recorded, name: str, brought: str) -> Tensor:
+        """All logits of a call whose inputs are there (Note [A replay that does not end]); the words are for an error."""
         marks, ring = recorded.replay(), self._cache.ring
         self._replays += 1
         if ring.world_size > 1:
-            name, _, rest = what.partition(" (")
-            ring.wait(self._cache.device, marks=marks, what=f"replayed {name} {self._replays} ({rest}")
+            ring.wait(self._cache.device, marks=marks, what=f"replayed {name} {self._replays} ({brought})")
         return recorded.logits
 
     def _find(self, requests: Sequence[int], new: int, last: int) -> _Recorded | None:
