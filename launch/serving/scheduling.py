@@ -17,9 +17,9 @@ Note [Policy]
 
 Note [Short prompts]
     Where prompts of a few hundred tokens can be computed like decoding (`pieces`), a step of them takes not much longer than one
-    that decodes, and a step around the ring ten times as long. So a prompt with no more to compute than PACKED_STEPS such steps
-    bring is computed that way, however many of its kind there are, and takes turns with chunks of longer ones. Every piece
-    reads all that its request has, so one with few new tokens and a long past counts as long from MOST_KEYS on.
+    that decodes, and a step around the ring two to ten times as long. So a prompt with no more to compute than PACKED_STEPS
+    such steps bring is computed that way, however many of its kind there are, and takes turns with chunks of longer ones. Every
+    piece reads all that its request has, so one with few new tokens and a long past counts as long from MOST_KEYS on.
 """
 
 from __future__ import annotations
