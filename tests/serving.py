@@ -18,6 +18,7 @@ from ringattn.launch.serving.desk import Desk
 from ringattn.launch.serving.engine import Engine
 from ringattn.launch.serving.front import Front, listen
 from ringattn.launch.serving.http import Server, make_app
+from ringattn.launch.serving.sampling import Chosen, Logprob, Sampling, choose
 from ringattn.launch.serving.scheduling import Plan, Scheduler
 from ringattn.launch.serving.text import NoTemplate
 
@@ -39,20 +40,73 @@ def answer(prompt: Sequence[int], max_tokens: int) -> list[int]:
     return tokens[len(prompt) :]
 
 
-class FakeRunner:
-    """Keeps each token in the page and row where the books put it, and reads it back from there."""
+class FakeStep:
+    """A step of a `FakeRunner`.
 
-    def __init__(self, world_size: int = 2, pages: int = 64, page_size: int = 4, step_s: float = 0.0) -> None:
+    Attributes:
+        ends: When its device will have computed it; None: when somebody waits for it.
+    """
+
+    def __init__(self, chosen: Chosen, ends: float | None) -> None:
+        self._chosen, self.ends = chosen, ends
+
+    @property
+    def ended(self) -> bool:
+        return self.ends is not None and time.monotonic() >= self.ends
+
+    def wait(self) -> None:
+        if self.ends is None:
+            self.ends = time.monotonic()
+        time.sleep(max(0.0, self.ends - time.monotonic()))
+
+    def read(self) -> list[tuple[int | None, Logprob | None]]:
+        self.wait()
+        return self._chosen.read()
+
+
+class FakeRunner:
+    """Keeps each token in the page and row where the books put it, and reads it back from there.
+
+    Args:
+        step_s: What its device needs for a step.
+        ahead: Whether `start` returns before; without step_s such steps end when somebody waits for them, and not before.
+    """
+
+    def __init__(
+        self, world_size: int = 2, pages: int = 64, page_size: int = 4, step_s: float = 0.0, ahead: bool = True
+    ) -> None:
         self.books = Pages(world_size, pages, page_size)
         self.memory = [[[-1] * page_size for _ in range(pages)] for _ in range(world_size)]
         self.step_s = step_s
+        self.ahead = ahead
         self.steps: list[tuple[int, ...]] = []
+        self.carried = 0
+        self._chosen: list[int] = []
+        self._last: FakeStep | None = None
+        self._before: FakeStep | None = None
+
+    def start(self, plan: Plan) -> FakeStep:
+        assert self._before is None or self._before.ended, "two steps are under way"
+        for i, place in enumerate(plan.carried):
+            if place >= 0:
+                plan.tokens[i] = self._chosen[place]
+                self.carried += 1
+        logits = self.run(plan)
+        how = [plan.jobs[place].sampling or Sampling(0) for place in plan.wanted] if plan.jobs else []
+        chosen = choose(logits if how else logits[:0], how)
+        # what other ranks get from rank 0 is the same
+        self._chosen = chosen.tokens.clamp(min=0).tolist() if how else logits.argmax(-1).tolist()
+        now = time.monotonic()
+        busy_until = now if self._last is None or self._last.ends is None else max(now, self._last.ends)
+        ends = busy_until + self.step_s if self.step_s or not self.ahead else None
+        self._before, self._last = self._last, FakeStep(chosen, ends)
+        if not self.ahead:
+            self._last.wait()
+        return self._last
 
     def run(self, plan: Plan) -> Tensor:
         self.steps.append(tuple(plan.counts))
         assert not (plan.packed and plan.decodes)
-        if self.step_s:
-            time.sleep(self.step_s)
         at = 0
         decode = set(plan.counts) == {1}
         before = [self.books.length(request) for request in plan.requests]

@@ -197,7 +197,8 @@ def _lost(rank: int, world_size: int) -> None:
     ring, absent = Ring(transport="copy_engine", timeout=SHORT), world_size - 1
     _, graphs, _, requests = twins(ring, (100, 50))
     ids = torch.ones(2, 1, dtype=torch.int64)
-    for _ in range(3):
+    # until ranks have compared who decodes: the next calls are replays alone
+    for _ in range(5):
         graphs.run(requests, ids)
     torch.cuda.synchronize()
     dist.barrier()

@@ -18,8 +18,9 @@ from hypothesis import strategies as st
 
 from ringattn.launch.distributed import Rank, Refusal
 from ringattn.launch.serving.config import check_model
-from ringattn.launch.serving.models import Replica, describe, load, make_cache, share_weights
-from ringattn.launch.serving.sampling import Sampling, sample
+from ringattn.launch.serving.models import describe, load, make_cache, share_weights
+from ringattn.launch.serving.replica import Replica
+from ringattn.launch.serving.sampling import Logprob, Sampling, choose
 from ringattn.launch.serving.scheduling import Job, Scheduler
 from ringattn.launch.serving.text import REPLACEMENT, Bytes, NoTemplate, Pieces, Pretrained, Stops
 from ringattn.ring import Ring
@@ -67,27 +68,35 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+def sample(logits: torch.Tensor, how: list[Sampling]) -> list[tuple[int | None, Logprob | None]]:
+    return choose(logits, how).on_host().read()
+
+
 def opened(path: Path | str, **how: Any) -> Any:
     return load(str(path), **{"name": None, "dtype": "auto", "device": CPU, "seed": 0, **how})
 
 
-def answered(replica: Replica, prompts: list[list[int]]) -> list[list[int]]:
-    """Six greedy tokens for each prompt, which come one after another."""
+def answered(replica: Replica, prompts: list[list[int]], ahead: bool = False) -> list[list[int]]:
+    """Six greedy tokens for each prompt, which come one after another; with `ahead` the next step is started before one is read."""
     chunk = 64 if replica.pieces else 8
     scheduler = Scheduler(
         replica.books, chunk=chunk, most_running=4, most_waiting=4, keep=False, pieces=min(2, replica.pieces)
     )
     answers: dict[int, list[int]] = {name: [] for name in range(len(prompts))}
-    coming = [Job(name, prompt, 6) for name, prompt in enumerate(prompts)]
+    coming = [Job(name, prompt, 6, sampling=Sampling(0)) for name, prompt in enumerate(prompts)]
     scheduler.add([coming.pop(0)])
-    while plan := scheduler.plan():
-        jobs = [plan.jobs[place] for place in plan.wanted]
-        tokens = sample(replica.run(plan), [Sampling(0)] * len(jobs)) if plan.requests else []
-        chosen = {job.name: one for job, one in zip(jobs, tokens, strict=True)}
-        for event in scheduler.record(plan, chosen):
-            answers[event.name].append(event.token or 0)
-        if coming and plan.decodes:
-            scheduler.add([coming.pop(0)])
+    before = None
+    while (plan := scheduler.plan()) or before:
+        started = (plan, replica.start(plan)) if plan and plan.requests else None
+        if ahead:
+            started, before = before, started
+        if started is not None:
+            plan, step = started
+            chosen = {plan.jobs[place].name: one for place, one in zip(plan.wanted, step.read(), strict=True)}
+            for event in scheduler.record(plan, chosen):
+                answers[event.name].append(event.token or 0)
+            if coming and plan.decodes:
+                scheduler.add([coming.pop(0)])
     return list(answers.values())
 
 
@@ -114,8 +123,9 @@ def test_a_checkpoint_brings_its_weights_its_tokenizer_and_its_stops(folder):
         prepared = replica.prepare()
         assert prepared[-1].startswith("prompts around the ring: ")
         assert cache.used_pages == (0,)
-        answers = answered(replica, prompts)
-        assert answers == [x[0, len(tokens) :].tolist() for x, tokens in zip(wanted, prompts, strict=True)]
+        for ahead in (False, True):
+            answers = answered(replica, prompts, ahead)
+            assert answers == [x[0, len(tokens) :].tolist() for x, tokens in zip(wanted, prompts, strict=True)]
         if recorder is not None:
             assert prepared[0].startswith(
                 "decoding, and prompts in parts of up to 512 tokens: 8 CUDA graphs captured in"

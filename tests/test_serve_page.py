@@ -126,7 +126,9 @@ def test_what_a_model_says_is_text_and_never_markup(page):
             said = "<img src=x onerror=alert(1)><b>bold</b>" + "\0"
             for row, place in enumerate(plan.wanted):
                 job = plan.jobs[place]
-                logits[row, ord(said[min(len(job.tokens) - len(job.prompt), len(said) - 1)])] = 10.0
+                # of the tokens that are coming the last one is chosen here
+                chosen = len(job.tokens) - len(job.prompt) + job.coming - 1
+                logits[row, ord(said[min(chosen, len(said) - 1)])] = 10.0
             return logits
 
     served = Served(Markup(pages=300, page_size=16))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import random
 from collections.abc import Sequence
 from typing import Any
@@ -15,7 +16,7 @@ from ringattn.inference.pages import Pages
 from ringattn.launch.serving import scheduling
 from ringattn.launch.serving.prefixes import Prefixes, chain
 from ringattn.launch.serving.scheduling import Event, Job, NeverFits, Plan, QueueFull, Scheduler, apply_changes
-from tests.serving import STOP, FakeRunner, answer
+from tests.serving import STOP, FakeRunner, FakeStep, answer
 
 
 def job(name: int, prompt: Sequence[int], max_tokens: int = 5, deadline: float = float("inf")) -> Job:
@@ -34,9 +35,12 @@ class Bench:
         waiting: int = 1000,
         keep: bool = True,
         pieces: int = 0,
+        ahead: bool = False,
     ) -> None:
         self.runner = FakeRunner(2, pages, page_size)
-        self.other = FakeRunner(2, pages, page_size)
+        self.ahead = ahead
+        self.before: tuple[Plan, FakeStep] | None = None
+        self.other = FakeRunner(2, pages, page_size, ahead=False)
         self.scheduler = Scheduler(
             self.runner.books, chunk=chunk, most_running=running, most_waiting=waiting, keep=keep, pieces=pieces
         )
@@ -45,27 +49,37 @@ class Bench:
         self.plans: list[Plan] = []
 
     def step(self) -> bool:
+        """The next step; with `ahead` it is started before the one before it is read."""
         plan = self.scheduler.plan()
-        if plan is None:
-            return False
-        self.plans.append(plan)
-        pieces = sum(-(-count // 16) for count in plan.counts)
-        assert not plan.packed or pieces <= self.scheduler.pieces
-        apply_changes(self.other.books, plan.changes)
-        chosen = {}
-        if plan.requests:
-            logits = self.runner.run(plan)
-            assert logits.equal(self.other.run(plan))
-            chosen = {
-                plan.jobs[place].name: (int(row.argmax()), None) for place, row in zip(plan.wanted, logits, strict=True)
-            }
+        before, self.before = self.before, None
+        started = None
+        if plan is not None:
+            self.plans.append(plan)
+            pieces = sum(-(-count // 16) for count in plan.counts)
+            assert not plan.packed or pieces <= self.scheduler.pieces
+            apply_changes(self.other.books, plan.changes)
+            if plan.requests:
+                told = Plan(**json.loads(json.dumps(plan.message())))
+                started = plan, self.runner.start(plan)
+                self.other.start(told)
+                assert self.other._chosen == self.runner._chosen
+                assert self.other.memory == self.runner.memory
+        if self.ahead:
+            started, self.before = before, started
+        if started is not None:
+            self.record(*started)
+        return plan is not None or before is not None
+
+    def record(self, plan: Plan, step: FakeStep) -> None:
+        """Reads a step."""
+        jobs = [plan.jobs[place] for place in plan.wanted]
+        chosen = {job.name: one for job, one in zip(jobs, step.read(), strict=True)}
         for event in self.scheduler.record(plan, chosen):
             if event.token is not None:
                 self.answers.setdefault(event.name, []).append(event.token)
             if event.last:
                 assert event.name not in self.ended
                 self.ended[event.name] = event
-        return True
 
     def drain(self) -> None:
         while self.step():
@@ -90,8 +104,9 @@ class Bench:
     st.sampled_from([1, 7, 16, 64]),
     st.booleans(),
     st.sampled_from([0, 1, 2]),
+    st.booleans(),
 )
-def test_every_request_gets_what_it_gets_alone_and_all_pages_come_back(seed, page_size, chunk, keep, pieces):
+def test_every_request_gets_what_it_gets_alone_and_all_pages_come_back(seed, page_size, chunk, keep, pieces, ahead):
     draw = random.Random(seed)
     bench = Bench(
         pages=48 // page_size + 8,
@@ -100,6 +115,7 @@ def test_every_request_gets_what_it_gets_alone_and_all_pages_come_back(seed, pag
         running=draw.choice([1, 3, 64]),
         keep=keep,
         pieces=pieces,
+        ahead=ahead,
     )
     wanted, cancelled = {}, set()
     stems = [[draw.randrange(1, 250) for _ in range(20)] for _ in range(3)]

@@ -8,6 +8,13 @@ Note [Threads]
     thread; what happens to requests is delivered by a callback, once per step and together with the state where that is new, in
     the loop's thread, or, when all fails, in the thread that says so. Nothing else of weight runs beside the loop: HTTP and
     tokenizers have a process of their own (front.py), because threads of one interpreter take turns.
+
+Note [A step ahead]
+    Where steps are enqueued (`Runner.ahead`), the next one is planned, told and started while one is under way, and only then are
+    the tokens of that one read, recorded and delivered: the device finds its next work there when it ends. A step that has ended
+    already, because the host is slower than the device, is read first: its plan would know more, and clients wait. So is one
+    before a step around the ring, which takes long to start. At most one step is under way when another one is started, on every
+    rank.
 """
 
 from __future__ import annotations
@@ -16,13 +23,12 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
-
-from torch import Tensor
 
 from ringattn.inference.pages import Pages
 from ringattn.launch.serving.channel import Channel
-from ringattn.launch.serving.sampling import sample
+from ringattn.launch.serving.sampling import Logprob
 from ringattn.launch.serving.scheduling import Event, Job, Plan, Scheduler, apply_changes
 
 BEAT_S = 1.0
@@ -39,14 +45,44 @@ class Closed(RuntimeError):
     """The server takes no requests: it is stopping, or has lost a rank."""
 
 
+class Computing(Protocol):
+    """A step that was started."""
+
+    @property
+    def ended(self) -> bool:
+        """Whether it has been computed; waits for nothing."""
+        ...
+
+    def wait(self) -> None:
+        """Waits for its end."""
+        ...
+
+    def read(self) -> list[tuple[int | None, Logprob | None]]:
+        """Waits, and says what was chosen for each request that gets a token, on rank 0: a token, None where there is none."""
+        ...
+
+
 class Runner(Protocol):
-    """What computes a step, on every rank alike."""
+    """What computes steps, on every rank alike.
+
+    Attributes:
+        books: Of the cache.
+        ahead: Whether `start` returns before a step is computed.
+    """
 
     books: Pages
+    ahead: bool
 
-    def run(self, plan: Plan) -> Tensor:
-        """The logits `wanted vocab` of the last tokens of the requests that get a token, on rank 0 at least."""
+    def start(self, plan: Plan) -> Computing:
+        """Starts a step; at most one that was started before is not read."""
         ...
+
+
+@dataclass
+class _UnderWay:
+    plan: Plan
+    step: Computing
+    began: float
 
 
 class Engine:
@@ -77,6 +113,7 @@ class Engine:
         self._began = time.monotonic()
         self._steps = {"prefill": 0, "decode": 0}
         self._seconds = {"prefill": 0.0, "decode": 0.0}
+        self._ended = 0.0  # when the last step had
         self._generated = 0
         self._recent: deque[tuple[float, int, int]] = deque()
         self._published = 0.0
@@ -153,13 +190,20 @@ class Engine:
         return self._state
 
     def run(self) -> None:
-        """Makes steps until `stop` was called and all has ended."""
+        """Makes steps until `stop` was called and all has ended (Note [A step ahead])."""
+        before: _UnderWay | None = None
         while True:
             events = self._take()
+            if before is not None and (before.step.ended or self.scheduler.long_next):
+                events += self._end(before)
+                before = None
             plan = self.scheduler.plan()
-            if plan is not None:
-                events += self._step(plan)
-            busy = plan is not None
+            started = None if plan is None else self._start(plan)
+            for step in (before, None if self.runner.ahead else started):
+                if step is not None:
+                    events += self._end(step)
+            busy = plan is not None or before is not None
+            before = started if self.runner.ahead else None
             self._deliver(events, self._publish(now_or_soon=not busy))
             if busy:
                 continue
@@ -189,18 +233,29 @@ class Engine:
                 events.append(Event(job.name, failure=(503, "the server is shutting down")))
         return events
 
-    def _step(self, plan: Plan) -> list[Event]:
+    def _start(self, plan: Plan) -> _UnderWay | None:
+        """Tells the other ranks, and starts what is to be computed; None when there is nothing."""
         self.tell(plan.message())
         if not plan.requests:
-            return []
+            return None
         began = time.monotonic()
-        logits = self.runner.run(plan)
+        return _UnderWay(plan, self.runner.start(plan), began)
+
+    def _end(self, under_way: _UnderWay) -> list[Event]:
+        """Waits for a step and takes its tokens."""
+        plan = under_way.plan
         jobs = [plan.jobs[place] for place in plan.wanted]
-        chosen = sample(logits, [job.sampling for job in jobs]) if jobs else []
+        chosen: list[tuple[int | None, Logprob | None]] = []
+        if jobs:
+            chosen = under_way.step.read()
+        else:
+            under_way.step.wait()
         ended = time.monotonic()
         kind = "decode" if plan.decodes else "prefill"
         self._steps[kind] += 1
-        self._seconds[kind] += ended - began
+        # steps overlap: a second counts for the one that is under way the longest
+        self._seconds[kind] += ended - max(under_way.began, self._ended)
+        self._ended = ended
         self._generated += len(jobs)
         self._recent.append((ended, 0 if plan.decodes else len(plan.tokens), len(jobs)))
         return self.scheduler.record(plan, {job.name: one for job, one in zip(jobs, chosen, strict=True)})
@@ -254,12 +309,19 @@ class Engine:
 
 def follow(runner: Runner, channel: Channel) -> None:
     """The loop of every other rank: makes the steps that rank 0 plans, until it says stop."""
+    before: Computing | None = None
     while True:
         message = channel.receive()
         if message.get("stop"):
-            return
+            break
+        started = None
         if message:
             plan = Plan(**message)
             apply_changes(runner.books, plan.changes)
             if plan.requests:
-                runner.run(plan)
+                started = runner.start(plan)
+        if before is not None:
+            before.wait()
+        before = started
+    if before is not None:
+        before.wait()

@@ -1,31 +1,25 @@
 """What is served: a causal language model of transformers with its tokenizer, and the cache that its ranks share.
 
-Owns where they come from, how many pages the memory holds, and how a step is computed. Refuses to know requests.
+Owns where they come from, and how many pages the memory holds. Refuses to know requests, and how a step is computed (replica.py).
 """
 
 from __future__ import annotations
 
 import contextlib
 import importlib.util
-import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from ringattn.inference import PagedKVCache
-from ringattn.inference.step import MOST_DECODED
 from ringattn.launch.distributed import Rank, Refusal
 from ringattn.launch.serving.config import TINY, check_model
-from ringattn.launch.serving.scheduling import Plan
 from ringattn.launch.serving.text import Bytes, Pretrained, Tokenizer
 from ringattn.ring import Ring
-
-if TYPE_CHECKING:
-    from ringattn.integrations.transformers.decoding import Recorder
 
 CPU_CACHE_GIB = 0.25
 """What the cache of a rank takes on CPUs, where most memory is somebody else's."""
@@ -195,104 +189,6 @@ def make_cache(model: Any, ring: Ring, *, gib: float | None, page_size: int, kv_
         )
     except ValueError as error:
         raise Refusal(f"{error} (--cache-gib, --page-size)") from None
-
-
-TRIED = ((0, 24), (0, 56), (0, 120), (0, 520), (0, 1024), (1024, 350), (8192, 12), (8192, 50), (8192, 200), (8192, 550))
-"""Prompts that are computed before the first request: tokens on each rank that are there already, and new ones. From them follow
-how kernels pack heads into tiles, what moves, and how pages are read."""
-
-
-PIECES = (2, 4, 8, 16, 32)
-"""Pieces of 16 rows of the graphs for short prompts: products of 512 rows take not much longer than reading the weights."""
-
-
-class Replica:
-    """One rank's part of every step.
-
-    Args:
-        model: As loaded.
-        cache: As made for it.
-        most: Requests that decode together at most.
-        graphs: Whether steps of decoding and of short prompts are replayed from CUDA graphs: None: where that can be; False: never;
-            or what records them.
-    """
-
-    def __init__(self, model: Any, cache: PagedKVCache, most: int, graphs: bool | Recorder | None = None) -> None:
-        from ringattn.integrations.transformers.decoding import Decoding, batch_sizes, choose_recorder
-
-        self._model, self._cache = model, cache
-        self.books = cache.pages
-        sizes = batch_sizes(most)
-        recorder = choose_recorder(graphs, model, cache)
-        most_shapes = len(sizes) + len(PIECES)
-        self._decoding = Decoding(model, cache, recorder, batches=sizes, pieces=PIECES, most=most_shapes)
-
-    @property
-    def graphs(self) -> int:
-        """CUDA graphs that steps are replayed from."""
-        return self._decoding.recorded
-
-    @property
-    def pieces(self) -> int:
-        """Pieces of short prompts that a step may bring as `Plan.packed`; 0: none."""
-        return self._decoding.most_pieces
-
-    def prepare(self, longest: int | None = None) -> list[str]:
-        """Computes prompts of several lengths and captures what can be captured, so that no request waits for a compiler.
-
-        Args:
-            longest: Tokens that the model takes; None: no bound.
-
-        Returns:
-            How that went, a line each.
-        """
-        began, said = time.monotonic(), []
-        self._decoding.prepare()
-        if self.graphs:
-            short = f", and prompts in parts of up to {MOST_DECODED * self.pieces} tokens" * bool(self.pieces)
-            said.append(f"decoding{short}: {self.graphs} CUDA graphs captured in {time.monotonic() - began:.1f} s")
-        began = time.monotonic()
-        tried = self._try_prompts(longest)
-        said.append(f"prompts around the ring: {tried} steps computed in {time.monotonic() - began:.1f} s")
-        return said
-
-    def _try_prompts(self, longest: int | None) -> int:
-        """Steps with the numbers of tokens on which kernels depend; how many there were."""
-        from ringattn.integrations.transformers import run_step
-
-        cache, ranks, tried = self._cache, self._cache.ring.world_size, 0
-        room = min(cache.capacity_tokens, longest or cache.capacity_tokens)
-        for past, new in TRIED:
-            # nothing is compiled for CPUs, where a past takes time
-            needless = (past and cache.device.type == "cpu") or (not past and ranks * new <= MOST_DECODED * self.pieces)
-            if needless or ranks * (past + new) > room:
-                continue
-            request = cache.join(ranks * (past + new))
-            if past:
-                # what nobody has written yet is zero, and as good as anything
-                cache.pages.place([request], [ranks * past])
-            step = cache.extend([request], [ranks * new], mode="prefill")
-            run_step(self._model, step, torch.zeros(ranks * new, dtype=torch.int64), wanted=[0])
-            tried += 1
-            cache.leave(request)
-        return tried
-
-    def run(self, plan: Plan) -> Tensor:
-        """The logits `wanted vocab` of a step, on every rank; the next step may overwrite them."""
-        from ringattn.integrations.transformers import run_step
-
-        tokens = torch.tensor(plan.tokens)
-        if plan.decodes:
-            logits = self._decoding.run(plan.requests, tokens[:, None]).logits[:, -1]
-            return logits if len(plan.wanted) == len(plan.requests) else logits[plan.wanted]
-        if plan.packed:
-            logits = self._decoding.run_packed(plan.requests, plan.counts, tokens)
-            if logits is not None:
-                return logits if len(plan.wanted) == len(plan.requests) else logits[plan.wanted]
-        step = self._cache.extend(plan.requests, plan.counts)
-        if step.mode == "decode":
-            tokens = tokens.view(len(plan.requests), -1)
-        return run_step(self._model, step, tokens, wanted=plan.wanted)
 
 
 def describe(cache: PagedKVCache) -> str:

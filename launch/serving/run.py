@@ -34,7 +34,8 @@ from ringattn.launch.serving.collector import settle
 from ringattn.launch.serving.config import ENDED, LOOPBACK, Limits, ServeArgs
 from ringattn.launch.serving.engine import Engine, follow
 from ringattn.launch.serving.front import Front, HttpProcess, listen
-from ringattn.launch.serving.models import Replica, Served, describe, load, make_cache, share_weights
+from ringattn.launch.serving.models import Served, describe, load, make_cache, share_weights
+from ringattn.launch.serving.replica import Replica
 from ringattn.launch.serving.scheduling import Scheduler
 from ringattn.launch.serving.watch import Watch
 from ringattn.launch.session import Session, machine

@@ -20,6 +20,13 @@ Note [Short prompts]
     that decodes, and a step around the ring two to ten times as long. So a prompt with no more to compute than PACKED_STEPS
     such steps bring is computed that way, however many of its kind there are, and takes turns with chunks of longer ones. Every
     piece reads all that its request has, so one with few new tokens and a long past counts as long from MOST_KEYS on.
+
+Note [Steps ahead]
+    A step may be planned before the tokens of the one before it are known: where they go is. Such a token is `carried`: the plan
+    says which of the tokens that are being chosen it is. Whoever turns out to have ended with its last token, by a stop token or
+    because nobody wants more, was then in one step too many, whose token is dropped, and whose key is cropped before the prefix
+    is kept. What an ended request had is free at once, though a step that is under way still writes there: steps are computed
+    in the order of their plans.
 """
 
 from __future__ import annotations
@@ -97,8 +104,10 @@ class Job:
         arrived: When it came.
         tokens: The prompt and the answer so far.
         request: Its name in the cache, once it was let in.
-        done: Tokens that are in the cache.
+        done: Tokens that are in the cache, or in a step that was planned.
         shared: Tokens of the prompt that were there already.
+        coming: Tokens that are being chosen: of steps that were planned and not recorded.
+        place: Of the last of them, among those that its step chooses.
     """
 
     name: int
@@ -113,6 +122,8 @@ class Job:
     request: int = -1
     done: int = 0
     shared: int = 0
+    coming: int = 0
+    place: int = -1
 
     @property
     def reserve(self) -> int:
@@ -123,6 +134,11 @@ class Job:
     def prefilled(self) -> bool:
         """Whether its whole prompt is in the cache."""
         return self.done >= len(self.prompt)
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether there may be a token after those that are being chosen."""
+        return len(self.tokens) + self.coming < self.reserve
 
 
 @dataclass(frozen=True)
@@ -161,6 +177,8 @@ class Plan:
         requests: Who brings tokens; none when there is nothing to compute.
         counts: How many each.
         tokens: Those tokens, one request after another.
+        carried: Where it decodes: of each token its place among those that the step before chooses (Note [Steps ahead]), and -1
+            where `tokens` has it. Left out where it has all.
         wanted: Places of those who get a token from this step: all but those in the middle of their prompt.
         decodes: Whether each brings the token it got last; else they bring parts of prompts.
         packed: Whether these are computed like decoding (Note [Short prompts]).
@@ -171,6 +189,7 @@ class Plan:
     requests: list[int] = field(default_factory=list)
     counts: list[int] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
+    carried: list[int] = field(default_factory=list)
     wanted: list[int] = field(default_factory=list)
     decodes: bool = False
     packed: bool = False
@@ -178,7 +197,7 @@ class Plan:
 
     def message(self) -> dict[str, Any]:
         """What the other ranks need of it, as JSON takes it."""
-        names = ("changes", "requests", "counts", "tokens", "wanted", "decodes", "packed")
+        names = ("changes", "requests", "counts", "tokens", "carried", "wanted", "decodes", "packed")
         return {name: getattr(self, name) for name in names}
 
 
@@ -327,11 +346,12 @@ class Scheduler:
     def plan(self) -> Plan | None:
         """The next step; None when there is nothing to do.
 
-        The books have been changed when it returns, and the tokens count as brought: compute it, then call `record`.
+        The books have been changed when it returns, and the tokens count as brought: compute it, then call `record`. One more
+        may be planned in between (Note [Steps ahead]).
         """
         self._admit()
         prompts = [job for job in self.running.values() if not job.prefilled]
-        answers = [job for job in self.running.values() if job.prefilled]
+        answers = [job for job in self.running.values() if job.prefilled and job.goes_on]
         plan = Plan(changes=self._changes)
         self._changes = []
         if answers and not (prompts and self._decoded):
@@ -356,12 +376,28 @@ class Scheduler:
         for job, share in shares:
             plan.requests.append(job.request)
             plan.counts.append(share)
-            plan.tokens += job.tokens[job.done : job.done + share]
             plan.jobs.append(job)
+            known = job.tokens[job.done : job.done + share]
+            plan.tokens += known or [0]
+            if plan.decodes:
+                plan.carried.append(-1 if known else job.place)
             job.done += share
             if job.prefilled:
+                job.coming, job.place = job.coming + 1, len(plan.wanted)
                 plan.wanted.append(len(plan.jobs) - 1)
+        if all(place < 0 for place in plan.carried):
+            plan.carried = []
         return plan
+
+    @property
+    def long_next(self) -> bool:
+        """Whether the next step may be one around the ring, as far as can be told without planning it."""
+        if not self._decoded and any(job.prefilled and job.goes_on for job in self.running.values()):
+            return False
+        coming = [job for job in self.running.values() if not job.prefilled]
+        return bool(self._by_length(coming)[1]) or (
+            len(self.running) < self.most_running and bool(self._by_length(list(self.waiting))[1])
+        )
 
     def record(self, plan: Plan, chosen: Mapping[int, tuple[int | None, Any]]) -> list[Event]:
         """Takes the tokens that a step gave.
@@ -378,6 +414,7 @@ class Scheduler:
         for job in (plan.jobs[place] for place in plan.wanted):
             if job.name not in self.running:
                 continue
+            job.coming -= 1
             if len(job.tokens) == len(job.prompt):
                 self._coming.drop(job.name)
             token, details = chosen[job.name]
@@ -399,10 +436,11 @@ class Scheduler:
             events.append(Event(job.name, shown, finish, shared=job.shared, details=None if shown is None else details))
             if finish:
                 self._leave(job, keep=True)
-        if self.keep:
+        if self.keep and not plan.decodes:
             for job in plan.jobs:
-                if job.name in self.running and job.done <= len(job.prompt):
-                    self._ready.add(job.request, job.digests[: job.done // self.books.page_size])
+                if job.name in self.running:
+                    brought = min(job.done, len(job.prompt))
+                    self._ready.add(job.request, job.digests[: brought // self.books.page_size])
         return events
 
     def pages(self) -> dict[str, list[int]]:
@@ -521,14 +559,14 @@ class Scheduler:
         if not isinstance(found, int):
             return None, 0
         theirs = self._kept[found] if found in self._kept else self._of_request[found].tokens
-        most = min(len(job.prompt) - 1, self.books.length(found))
+        most = min(len(job.prompt) - 1, self.books.length(found), len(theirs))
         while length < most and theirs[length] == job.prompt[length]:
             length += 1
         return found, min(length, most)
 
     def _leave(self, job: Job, keep: bool) -> None:
         """Takes a running job out, and keeps its prefix if that is worth it."""
-        length = self.books.length(job.request)
+        length = min(self.books.length(job.request), len(job.tokens))
         self._coming.drop(job.name)
         del self.running[job.name], self._of_request[job.request]
         self._left += 1

@@ -32,7 +32,8 @@ Note [All ranks alike]
 
 Note [A replay that does not end]
     A rank that dies leaves the others in a replay whose exchange nobody answers, and torch's watchdog does not see it. So after
-    a replay the host waits for what it has computed in a way that ends (`Ring.wait`), before anybody blocks to read it.
+    a replay the host waits for what it has computed in a way that ends (`Ring.wait`), before anybody blocks to read it. Who
+    makes calls before it reads what earlier ones gave waits so by itself (`awaited=False`).
 """
 
 from __future__ import annotations
@@ -285,6 +286,7 @@ class Decoding:
         pieces: Numbers of pieces of packed calls, ascending (Note [Short prompts]); none: prompts are not replayed.
         patience: The how manieth call of a shape is recorded first. Recording takes about as long as three calls.
         most: Shapes that are recorded at most.
+        awaited: Whether replays are waited for (Note [A replay that does not end]); False: the caller does it.
 
     Attributes:
         refusal: Why nothing more is recorded; None as long as calls are.
@@ -300,12 +302,14 @@ class Decoding:
         pieces: Sequence[int] = (),
         patience: int = 1,
         most: int = MOST_GRAPHS,
+        awaited: bool = True,
     ) -> None:
         self._forward, self._cache, self._recorder = forward, cache, recorder
         self._batches, self._pieces, self._patience, self._most = batches, pieces, patience, most
         self._recorded: dict[_Shape, _Recorded] = {}
         self._met: Counter[_Shape] = Counter()
         self._replays = 0
+        self._awaited = awaited
         self.refusal: str | None = None if recorder is not None else "nothing records"
 
     @property
@@ -422,7 +426,7 @@ class Decoding:
         """All logits of a call whose inputs are there (Note [A replay that does not end]); the words are for an error."""
         marks, ring = recorded.replay(), self._cache.ring
         self._replays += 1
-        if ring.world_size > 1:
+        if ring.world_size > 1 and (self._awaited or not recorded.checked):
             ring.wait(self._cache.device, marks=marks, what=f"replayed {name} {self._replays} ({brought})")
         return recorded.logits
 

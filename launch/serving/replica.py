@@ -1,0 +1,230 @@
+"""One rank's part of every step: from a plan to tokens that are being chosen.
+
+Owns how a step is computed, what is recorded before the first request, and where tokens are between two steps. Refuses to know who
+asked for them (scheduling.py), and how a token is chosen from logits (sampling.py).
+
+Note [Tokens that stay]
+    The host needs as long for a step as a GPU does: it plans, tells the other ranks, lays out tables, launches, and says what has
+    come. So on GPUs a step is started before the tokens of the one before it are known to the host. They are on the device:
+    rank 0 chooses them, all ranks get them by one small sum, and the next step takes from there what its plan calls `carried`.
+    The host reads them later, when the device has come there, in a wait that ends (Note [A replay that does not end] of
+    decoding.py); no rank waits for its device in any other way, nor starts more than one step before the last one has ended.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from ringattn.inference import PagedKVCache
+from ringattn.inference.step import MOST_DECODED
+from ringattn.launch.serving.sampling import Chosen, Logprob, choose, to_device
+from ringattn.launch.serving.scheduling import Plan
+from ringattn.transport.patience import Marks
+
+if TYPE_CHECKING:
+    from ringattn.integrations.transformers.decoding import Recorder
+
+TRIED = ((0, 24), (0, 56), (0, 120), (0, 520), (0, 1024), (1024, 350), (8192, 12), (8192, 50), (8192, 200), (8192, 550))
+"""Prompts that are computed before the first request: tokens on each rank that are there already, and new ones. From them follow
+how kernels pack heads into tiles, what moves, and how pages are read."""
+
+
+PIECES = (2, 4, 8, 16, 32)
+"""Pieces of 16 rows of the graphs for short prompts: products of 512 rows take not much longer than reading the weights."""
+
+
+class Replica:
+    """One rank's part of every step.
+
+    Args:
+        model: As loaded.
+        cache: As made for it.
+        most: Requests that decode together at most.
+        graphs: Whether steps of decoding and of short prompts are replayed from CUDA graphs: None: where that can be; False: never;
+            or what records them.
+
+    Attributes:
+        books: Of the cache.
+        ahead: Whether `start` returns before a step is computed, so that another one may be started (Note [Tokens that stay]).
+    """
+
+    def __init__(self, model: Any, cache: PagedKVCache, most: int, graphs: bool | Recorder | None = None) -> None:
+        from ringattn.integrations.transformers.decoding import Decoding, batch_sizes, choose_recorder
+
+        self._model, self._cache = model, cache
+        self.books = cache.pages
+        sizes = batch_sizes(most)
+        recorder = choose_recorder(graphs, model, cache)
+        most_shapes = len(sizes) + len(PIECES)
+        self._decoding = Decoding(model, cache, recorder, batches=sizes, pieces=PIECES, most=most_shapes, awaited=False)
+        self.ahead = cache.device.type == "cuda"
+        self._chosen = torch.empty(0, dtype=torch.int64, device=cache.device)  # by the last step, on every rank
+        self._usual: dict[tuple[bool, bool, int], float] = {}  # seconds that waits for steps of a kind took
+        self._steps = 0
+
+    @property
+    def graphs(self) -> int:
+        """CUDA graphs that steps are replayed from."""
+        return self._decoding.recorded
+
+    @property
+    def pieces(self) -> int:
+        """Pieces of short prompts that a step may bring as `Plan.packed`; 0: none."""
+        return self._decoding.most_pieces
+
+    def prepare(self, longest: int | None = None) -> list[str]:
+        """Computes prompts of several lengths and captures what can be captured, so that no request waits for a compiler.
+
+        Args:
+            longest: Tokens that the model takes; None: no bound.
+
+        Returns:
+            How that went, a line each.
+        """
+        began, said = time.monotonic(), []
+        self._decoding.prepare()
+        if self.graphs:
+            short = f", and prompts in parts of up to {MOST_DECODED * self.pieces} tokens" * bool(self.pieces)
+            said.append(f"decoding{short}: {self.graphs} CUDA graphs captured in {time.monotonic() - began:.1f} s")
+        began = time.monotonic()
+        tried = self._try_prompts(longest)
+        said.append(f"prompts around the ring: {tried} steps computed in {time.monotonic() - began:.1f} s")
+        return said
+
+    def _try_prompts(self, longest: int | None) -> int:
+        """Steps with the numbers of tokens on which kernels depend; how many there were."""
+        from ringattn.integrations.transformers import run_step
+
+        cache, ranks, tried = self._cache, self._cache.ring.world_size, 0
+        room = min(cache.capacity_tokens, longest or cache.capacity_tokens)
+        for past, new in TRIED:
+            # nothing is compiled for CPUs, where a past takes time
+            needless = (past and cache.device.type == "cpu") or (not past and ranks * new <= MOST_DECODED * self.pieces)
+            if needless or ranks * (past + new) > room:
+                continue
+            request = cache.join(ranks * (past + new))
+            if past:
+                # what nobody has written yet is zero, and as good as anything
+                cache.pages.place([request], [ranks * past])
+            step = cache.extend([request], [ranks * new], mode="prefill")
+            run_step(self._model, step, torch.zeros(ranks * new, dtype=torch.int64), wanted=[0])
+            tried += 1
+            cache.leave(request)
+        return tried
+
+    def start(self, plan: Plan) -> Computing:
+        """Enqueues a step and the choice of its tokens; every rank calls it alike.
+
+        Args:
+            plan: With jobs on rank 0, whose samplings it asks for, and without elsewhere.
+        """
+        device, ring = self._cache.device, self._cache.ring
+        begun = self._mark()
+        logits = self._compute(plan)
+        chosen = None
+        if ring.rank == 0:
+            chosen = choose(logits, [plan.jobs[place].sampling for place in plan.wanted])
+            # what is no number ends its request, and must be a token until then
+            self._chosen = chosen.tokens.clamp(min=0)
+            chosen = chosen.on_host()
+        else:
+            self._chosen = torch.zeros(len(plan.wanted), dtype=torch.int64, device=device)
+        ring.sum(self._chosen)
+        self._steps += 1
+        kind = plan.decodes, plan.packed, len(plan.requests)
+        ended = self._mark()
+        marks = None if ended is None else Marks(begun, ended, self._usual.get(kind, 0.0))
+        what = f"step {self._steps} ({len(plan.requests)} requests, {len(plan.tokens)} new tokens)"
+        return Computing(self, kind, chosen, marks, what)
+
+    def await_end(self, step: Computing) -> None:
+        """See `Computing.wait`."""
+        if step.marks is not None:
+            self._cache.ring.wait(self._cache.device, marks=step.marks, what=step.what)
+            self._usual[step.kind] = step.marks.lasted_s
+
+    def _compute(self, plan: Plan) -> Tensor:
+        """The logits `wanted vocab` of a step, which the next one may overwrite."""
+        from ringattn.integrations.transformers import run_step
+
+        tokens = self._tokens(plan)
+        if plan.decodes:
+            return self._decoding.run(plan.requests, tokens[:, None]).logits[:, -1]
+        if plan.packed:
+            logits = self._decoding.run_packed(plan.requests, plan.counts, tokens)
+            if logits is not None:
+                return self._rows(logits, plan.wanted)
+        step = self._cache.extend(plan.requests, plan.counts)
+        if step.mode == "decode":
+            tokens = tokens.view(len(plan.requests), -1)
+        return run_step(self._model, step, tokens, wanted=plan.wanted)
+
+    def _tokens(self, plan: Plan) -> Tensor:
+        """The new tokens of a step, on the device where it takes any from there."""
+        if not plan.carried:
+            return torch.tensor(plan.tokens)
+        if plan.carried == list(range(len(self._chosen))):
+            return self._chosen
+        count = len(self._chosen)
+        places = [count + i if place < 0 else place for i, place in enumerate(plan.carried)]
+        said, at = self._upload([plan.tokens, places])
+        return torch.cat([self._chosen, said])[at]
+
+    def _mark(self) -> torch.cuda.Event | None:
+        """Where the device will have come to what was enqueued until now; None where that is now."""
+        if self._cache.device.type != "cuda":
+            return None
+        mark = torch.cuda.Event()
+        mark.record(torch.cuda.current_stream(self._cache.device))
+        return mark
+
+    def _rows(self, logits: Tensor, wanted: Sequence[int]) -> Tensor:
+        return logits if len(wanted) == len(logits) else logits[self._upload(wanted)]
+
+    def _upload(self, numbers: Sequence[Any]) -> Tensor:
+        """Integers on the device, in stream order."""
+        return to_device(numbers, torch.int64, self._cache.device)
+
+
+@dataclass
+class Computing:
+    """A step that was started.
+
+    Attributes:
+        replica: By whom.
+        kind: What steps that take about as long have in common.
+        choice: The tokens that are being chosen; None where they are not known to the host: on all ranks but the first.
+        marks: Where it begins and ends; None where it had ended when it was started.
+        what: For messages.
+    """
+
+    replica: Replica
+    kind: tuple[bool, bool, int]
+    choice: Chosen | None
+    marks: Marks | None
+    what: str
+
+    @property
+    def ended(self) -> bool:
+        """Whether it has been computed; asks nobody, waits for nothing."""
+        return self.marks is None or self.marks.ended.query()
+
+    def wait(self) -> None:
+        """Waits for its end.
+
+        Raises:
+            RuntimeError: A rank did not come in time; see `Ring.wait`.
+        """
+        self.replica.await_end(self)
+
+    def read(self) -> list[tuple[int | None, Logprob | None]]:
+        """What was chosen for each who wanted a token, on rank 0; waits for it."""
+        self.wait()
+        assert self.choice is not None, "rank 0 chooses"
+        return self.choice.read()

@@ -1,0 +1,134 @@
+"""Steps that are started before the tokens of the one before are known: answers on two ranks are those of each prompt alone."""
+
+from __future__ import annotations
+
+import os
+import random
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ringattn.launch.distributed import Rank
+from ringattn.launch.serving.channel import Channel
+from ringattn.launch.serving.config import TINY
+from ringattn.launch.serving.engine import Engine, follow
+from ringattn.launch.serving.models import load, make_cache
+from ringattn.launch.serving.replica import Computing, Replica
+from ringattn.launch.serving.sampling import Sampling
+from ringattn.launch.serving.scheduling import Event, Job, Plan, Scheduler
+from ringattn.ring import Ring
+from tests.pool import Pools
+
+CPU = torch.device("cpu")
+Answers = dict[int, tuple[list[int], Any]]
+
+
+class _Later:
+    """A step that seems to be under way until somebody waits for it."""
+
+    def __init__(self, step: Computing) -> None:
+        self._step, self.ended = step, False
+
+    def wait(self) -> None:
+        self.ended = True
+        self._step.wait()
+
+    def read(self) -> Any:
+        self.wait()
+        return self._step.read()
+
+
+class _Ahead:
+    """A replica whose steps seem to take a while, as on a GPU.
+
+    Attributes:
+        carried: Tokens that a step took from the one before.
+    """
+
+    ahead = True
+
+    def __init__(self, replica: Replica) -> None:
+        self._replica, self.books, self.carried = replica, replica.books, 0
+
+    def start(self, plan: Plan) -> Any:
+        self.carried += sum(place >= 0 for place in plan.carried)
+        return _Later(self._replica.start(plan))
+
+
+def jobs() -> list[Job]:
+    """Greedy ones and drawn ones, some with logprobs, of which some end by a token."""
+    draw = random.Random(3)
+    found = []
+    for name in range(9):
+        prompt = [draw.randrange(97, 123) for _ in range(draw.choice([3, 20, 70]))]
+        how = Sampling(0.8 * (name % 3 == 1), 0.9, seed=name, logprobs=2 if name % 4 == 0 else None)
+        stops = frozenset(draw.sample(range(97, 123), 4 * (name % 2)))
+        found.append(Job(name, prompt, draw.choice([1, 5, 12]), sampling=how, stops=stops))
+    return found
+
+
+def serve(ahead: bool) -> tuple[Answers, int, list[int]]:
+    """What all jobs were answered on rank 0, tokens that were carried, and pages that are free in the end."""
+    rank = Rank(dist.get_rank(), dist.get_world_size(), CPU, "gloo", os.getppid())
+    ring, channel = Ring(), Channel(rank, 30.0)
+    served = load(TINY, name=None, dtype="auto", device=CPU, seed=0)
+    cache = make_cache(served.model, ring, gib=0.01, page_size=4, kv_dtype="auto")
+    replica = Replica(served.model, cache, 4, False)
+    runner: Any = _Ahead(replica) if ahead else replica
+    answers: Answers = {}
+    if rank.first:
+        scheduler = Scheduler(cache.pages, chunk=64, most_running=4, most_waiting=20, keep=False)
+        engine = Engine(runner, scheduler, channel.send, time_limit_s=60.0)
+
+        def deliver(events: list[Event], state: Any) -> None:
+            del state
+            for event in events:
+                tokens, _ = answers.setdefault(event.name, ([], None))
+                if event.token is not None:
+                    tokens.append(event.token)
+                said = [event.details.logprob, *event.details.top] if event.details else None
+                answers[event.name] = tokens, event.finish or event.failure or said
+                if sum(isinstance(end, str) for _, end in answers.values()) == len(jobs()):
+                    engine.stop(0.0)
+
+        engine.deliver = deliver
+        engine.submit(jobs())
+        engine.run()
+        channel.send({"stop": True})
+    else:
+        follow(runner, channel)
+    channel.close()
+    return answers, getattr(runner, "carried", 0), list(cache.pages.free)
+
+
+def alone() -> Answers:
+    """What each job gets by itself, step by step, on one rank without replays."""
+    served = load(TINY, name=None, dtype="auto", device=CPU, seed=0)
+    cache = make_cache(served.model, Ring(), gib=0.01, page_size=4, kv_dtype="auto")
+    replica = Replica(served.model, cache, 4, False)
+    answers: Answers = {}
+    for job in jobs():
+        scheduler = Scheduler(cache.pages, chunk=16, most_running=1, most_waiting=1, keep=False)
+        scheduler.add([job])
+        tokens: list[int] = []
+        while (plan := scheduler.plan()) and plan.requests:
+            chosen = replica.start(plan).read()
+            for event in scheduler.record(plan, dict.fromkeys([job.name], chosen[0] if chosen else None)):  # pyright: ignore[reportArgumentType]
+                tokens += [] if event.token is None else [event.token]
+                answers[job.name] = tokens, event.finish
+        assert cache.pages.requests == ()
+    return answers
+
+
+def test_a_step_ahead_answers_as_each_prompt_alone_and_the_same_on_all_ranks(pool: Pools):
+    expected = alone()
+    assert {finish for _, finish in expected.values()} == {"stop", "length"}
+    for ahead in (False, True):
+        (answers, carried, free), (_, carried_there, free_there) = pool(2).run(serve, ahead)
+        assert answers == expected
+        assert free == free_there
+        assert len(set(free)) == 1, "all pages of both ranks have come back"
+        assert carried == carried_there
+        # nearly all tokens but the first of a request that waited are carried
+        assert carried > 20 if ahead else carried == 0, carried
