@@ -17,11 +17,11 @@ from ringattn.inference import PagedKVCache, StaticStep, attend
 
 Op = tuple[Any, ...]
 """("join", name, reserve, first), ("fork", name, parent, length, reserve), ("crop", name, length), ("leave", name) or
-("extend", names, counts, mode, alike). Names are integers of the history; a mode beside those of `extend` is "packed": into one
-static step of PIECES that serves the whole history."""
+("extend", names, counts, mode, alike). Names are integers of the history; modes beside those of `extend` are those of
+PIECES: into one packed static step that serves the whole history."""
 
-PIECES = (64, 4)
-"""Pieces of the packed step, and rows of each."""
+PIECES = {"packed": (64, 4), "rows": (200, 1)}
+"""Pieces of packed steps, and rows of each."""
 
 
 @dataclass(frozen=True)
@@ -125,7 +125,7 @@ def play(history: History, ring: Ring, device: torch.device | str) -> list[Answe
         pool.fill_(float("nan"))
     tensors = {name: x.to(device) for name, x in history.tensors().items()}
     known: dict[int, int] = {}
-    packed: StaticStep | None = None
+    packed: dict[str, StaticStep] = {}
     answers = []
     for index, op in enumerate(history.ops):
         what, name, *rest = op
@@ -140,9 +140,10 @@ def play(history: History, ring: Ring, device: torch.device | str) -> list[Answe
         else:
             counts, mode, alike = rest
             requests = [known[one] for one in name]
-            if mode == "packed":
-                packed = packed or cache.static_step(*PIECES, max_tokens=cache.capacity_tokens, packed=True)
-                step, rows = cache.extend(requests, counts, into=packed), _rows_of(counts, PIECES[1])
+            if mode in PIECES:
+                if mode not in packed:
+                    packed[mode] = cache.static_step(*PIECES[mode], max_tokens=cache.capacity_tokens, packed=True)
+                step, rows = cache.extend(requests, counts, into=packed[mode]), _rows_of(counts, PIECES[mode][1])
             else:
                 step, rows = cache.extend(requests, counts, mode=mode, alike=alike), None
             answer = Answer(step.mode, step.taken.cpu() if rows is None else torch.arange(len(rows)), ())
@@ -307,13 +308,14 @@ PACKED: tuple[Op, ...] = (
     ("fork", 2, 0, 30, 90),
     ("join", 3, 50, 0),
     extend((0, 1, 2), (1, 1, 1)),
-    extend((2, 3, 0), (33, 4, 1), "packed"),
+    extend((2, 3, 0), (33, 4, 1), "rows"),
     extend((3,), (16,)),
     ("crop", 0, 35),
     extend((1,), (50,), "packed"),
     extend((2, 0), (9, 20), "prefill"),
     ("leave", 2),
     extend((0, 3), (6, 8), "packed"),
+    extend((3, 0), (1, 5), "rows"),
     extend((0, 1, 3), (2, 2, 2)),
 )
 """Prompts, and what goes on from them, as steps of decoding in pieces."""

@@ -140,7 +140,7 @@ def histories(draw: st.DrawFn) -> History:
             else:
                 counts, mode = (
                     tuple(draw(st.sampled_from([1, 2, 5, 17, 33, 50])) for _ in names),
-                    draw(st.sampled_from(["prefill", "packed"])),
+                    draw(st.sampled_from(["prefill", "packed", "rows"])),
                 )
             kept = [(name, count) for name, count in zip(names, counts, strict=True) if lengths[name][0] + count <= 120]
             if kept:

@@ -76,18 +76,35 @@ def opened(path: Path | str, **how: Any) -> Any:
     return load(str(path), **{"name": None, "dtype": "auto", "device": CPU, "seed": 0, **how})
 
 
-def answered(replica: Replica, prompts: list[list[int]], ahead: bool = False) -> list[list[int]]:
-    """Six greedy tokens for each prompt, which come one after another; with `ahead` the next step is started before one is read."""
+def answered(
+    replica: Replica, prompts: list[list[int]], ahead: bool = False, mixed: bool = False
+) -> tuple[list[list[int]], Counter[str]]:
+    """Six greedy tokens for each prompt, which come one after another, and how many steps there were of which kind.
+
+    Args:
+        replica: Computes them.
+        prompts: Tokens.
+        ahead: The next step is started before one is read.
+        mixed: Prompts may come together with answers.
+    """
     chunk = 64 if replica.pieces else 8
     scheduler = Scheduler(
-        replica.books, chunk=chunk, most_running=4, most_waiting=4, keep=False, pieces=min(2, replica.pieces)
+        replica.books,
+        chunk=chunk,
+        most_running=4,
+        most_waiting=4,
+        keep=False,
+        pieces=min(2, replica.pieces),
+        rows=replica.rows if mixed else 0,
     )
     answers: dict[int, list[int]] = {name: [] for name in range(len(prompts))}
     coming = [Job(name, prompt, 6, sampling=Sampling(0)) for name, prompt in enumerate(prompts)]
     scheduler.add([coming.pop(0)])
-    before = None
+    before, kinds = None, Counter[str]()
     while (plan := scheduler.plan()) or before:
         started = (plan, replica.start(plan)) if plan and plan.requests else None
+        if plan is not None:
+            kinds.update(name for name in ("decodes", "packed", "mixed") if getattr(plan, name))
         if ahead:
             started, before = before, started
         if started is not None:
@@ -95,9 +112,9 @@ def answered(replica: Replica, prompts: list[list[int]], ahead: bool = False) ->
             chosen = {plan.jobs[place].name: one for place, one in zip(plan.wanted, step.read(), strict=True)}
             for event in scheduler.record(plan, chosen):
                 answers[event.name].append(event.token or 0)
-            if coming and plan.decodes:
+            if coming and plan.answers:
                 scheduler.add([coming.pop(0)])
-    return list(answers.values())
+    return list(answers.values()), kinds
 
 
 def test_a_checkpoint_brings_its_weights_its_tokenizer_and_its_stops(folder):
@@ -123,14 +140,18 @@ def test_a_checkpoint_brings_its_weights_its_tokenizer_and_its_stops(folder):
         prepared = replica.prepare()
         assert prepared[-1].startswith("prompts around the ring: ")
         assert cache.used_pages == (0,)
-        for ahead in (False, True):
-            answers = answered(replica, prompts, ahead)
+        for ahead, mixed in ((False, False), (True, False), (True, True), (False, True)):
+            answers, kinds = answered(replica, prompts, ahead, mixed)
             assert answers == [x[0, len(tokens) :].tolist() for x, tokens in zip(wanted, prompts, strict=True)]
+            assert bool(kinds["mixed"]) == (mixed and recorder is not None)
         if recorder is not None:
             assert prepared[0].startswith(
-                "decoding, and prompts in parts of up to 512 tokens: 8 CUDA graphs captured in"
+                "decoding, and prompts in parts of up to 512 tokens: 11 CUDA graphs captured in"
             )
-            assert sorted(recorder.shapes) == [(1, 1), (1, 2), (1, 4), (1, 8), (1, 16), (1, 32), (2, 1), (4, 1)]
+            rows = [(1, 4)] * 3  # of as many requests as may decode
+            assert sorted(recorder.shapes) == sorted(
+                [(1, 1), (1, 2), (1, 4), (1, 8), (1, 16), (1, 32), (2, 1), (4, 1), *rows]
+            )
             # a prompt in two steps, and two that come later
             assert recorder.replays >= 5 + 4
     assert "tokens in float32 on 1 ranks" in describe(cache)

@@ -36,13 +36,20 @@ class Bench:
         keep: bool = True,
         pieces: int = 0,
         ahead: bool = False,
+        rows: int = 0,
     ) -> None:
         self.runner = FakeRunner(2, pages, page_size)
         self.ahead = ahead
         self.before: tuple[Plan, FakeStep] | None = None
         self.other = FakeRunner(2, pages, page_size, ahead=False)
         self.scheduler = Scheduler(
-            self.runner.books, chunk=chunk, most_running=running, most_waiting=waiting, keep=keep, pieces=pieces
+            self.runner.books,
+            chunk=chunk,
+            most_running=running,
+            most_waiting=waiting,
+            keep=keep,
+            pieces=pieces,
+            rows=rows,
         )
         self.answers: dict[int, list[int]] = {}
         self.ended: dict[int, Event] = {}
@@ -57,6 +64,9 @@ class Bench:
             self.plans.append(plan)
             pieces = sum(-(-count // 16) for count in plan.counts)
             assert not plan.packed or pieces <= self.scheduler.pieces
+            assert plan.decodes + plan.packed + plan.mixed <= 1
+            assert not plan.mixed or (sum(plan.counts) <= self.scheduler.rows and 0 < plan.answers < len(plan.jobs))
+            assert len(plan.carried) in (0, len(plan.tokens))
             apply_changes(self.other.books, plan.changes)
             if plan.requests:
                 told = Plan(**json.loads(json.dumps(plan.message())))
@@ -105,8 +115,11 @@ class Bench:
     st.booleans(),
     st.sampled_from([0, 1, 2]),
     st.booleans(),
+    st.sampled_from([0, 3, 30]),
 )
-def test_every_request_gets_what_it_gets_alone_and_all_pages_come_back(seed, page_size, chunk, keep, pieces, ahead):
+def test_every_request_gets_what_it_gets_alone_and_all_pages_come_back(
+    seed, page_size, chunk, keep, pieces, ahead, rows
+):
     draw = random.Random(seed)
     bench = Bench(
         pages=48 // page_size + 8,
@@ -116,6 +129,7 @@ def test_every_request_gets_what_it_gets_alone_and_all_pages_come_back(seed, pag
         keep=keep,
         pieces=pieces,
         ahead=ahead,
+        rows=rows,
     )
     wanted, cancelled = {}, set()
     stems = [[draw.randrange(1, 250) for _ in range(20)] for _ in range(3)]
@@ -157,6 +171,52 @@ def test_short_prompts_are_packed_and_take_turns_with_answers_and_long_ones():
     # what is left of a long prompt is short
     assert sum(plan.counts[0] for plan in bench.plans if plan.counts and not plan.decodes and not plan.packed) == 800
     assert max(sum(plan.counts) for plan in bench.plans if not plan.packed) <= 100
+
+
+def kind_of(plan: Plan) -> str:
+    return "mixed" if plan.mixed else "packed" if plan.packed else "decodes" if plan.decodes else "ring"
+
+
+def test_short_prompts_come_with_the_tokens_of_answers_and_long_ones_take_turns_with_both():
+    bench = Bench(pages=800, page_size=4, chunk=100, pieces=4, rows=40, ahead=True)
+    short, long = [7] * 40, list(range(1, 251)) * 4
+    bench.scheduler.add([job(0, [3], 60), job(1, long)])
+    bench.step()
+    bench.scheduler.add([job(2 + name, [name + 10, *short], 3) for name in range(3)])
+    bench.drain()
+    plans = [plan for plan in bench.plans if plan.counts]
+    kinds = [kind_of(plan) for plan in plans]
+    assert kinds[:6] == ["packed", "mixed", "ring", "mixed", "ring", "mixed"]
+    # a token of the answer and 39 of prompts: half for the oldest, in whole pages
+    assert plans[1].counts == [1, 16, 20, 3]
+    assert plans[3].counts[0] == 1
+    assert all(sum(plan.counts) <= 40 for plan in plans if plan.mixed)
+    # nothing waits: a token of the first answer is in every second step at least
+    talks = [any(job.name == 0 for job in plan.jobs) for plan in plans[: kinds.index("decodes")]]
+    assert all(x or y for x, y in itertools.pairwise(talks))
+    assert bench.runner.carried > 10
+    bench.assert_all_pages_come_back()
+
+
+@pytest.mark.parametrize(("constant", "value"), [("MIXED_LENGTH", 35), ("MIXED_KEYS", 200)])
+def test_prompts_that_would_make_a_mixed_step_long_take_turns(monkeypatch, constant, value):
+    monkeypatch.setattr(scheduling, constant, value)
+    bench = Bench(pages=800, page_size=4, chunk=100, pieces=4, rows=64)
+    talker = next([1, 2, x] for x in range(3, 99) if len(answer([1, 2, x], 60)) == 60)
+    bench.scheduler.add([job(0, talker, 60)])
+    bench.step()
+    for prompt in ([9] * 40, [8] * 10):
+        bench.scheduler.add([job(len(prompt), prompt, 1)])
+        bench.step()
+        bench.step()
+    # 40 tokens are too long, or 1,600 keys too many; 10 are not
+    assert [kind_of(plan) for plan in bench.plans] == ["packed", "decodes", "packed", "mixed", "decodes"]
+    for _ in range(40):
+        bench.step()
+    bench.scheduler.add([job(3, [7] * 10, 1)])
+    bench.step()
+    # nor may the answer be too long
+    assert kind_of(bench.plans[-1]) == ("packed" if constant == "MIXED_LENGTH" else "mixed")
 
 
 def test_a_few_tokens_with_a_long_past_are_not_packed(monkeypatch):

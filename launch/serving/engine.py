@@ -251,13 +251,13 @@ class Engine:
         else:
             under_way.step.wait()
         ended = time.monotonic()
-        kind = "decode" if plan.decodes else "prefill"
+        kind = "decode" if plan.answers else "prefill"
         self._steps[kind] += 1
         # steps overlap: a second counts for the one that is under way the longest
         self._seconds[kind] += ended - max(under_way.began, self._ended)
         self._ended = ended
         self._generated += len(jobs)
-        self._recent.append((ended, 0 if plan.decodes else len(plan.tokens), len(jobs)))
+        self._recent.append((ended, len(plan.tokens) - plan.answers, len(jobs)))
         return self.scheduler.record(plan, {job.name: one for job, one in zip(jobs, chosen, strict=True)})
 
     def _deliver(self, events: list[Event], state: dict[str, Any] | None) -> None:

@@ -37,6 +37,8 @@ how kernels pack heads into tiles, what moves, and how pages are read."""
 
 PIECES = (2, 4, 8, 16, 32)
 """Pieces of 16 rows of the graphs for short prompts: products of 512 rows take not much longer than reading the weights."""
+ROWS = (64, 192, 448)
+"""Rows of prompts, beside those of the answers, of the graphs for both together."""
 
 
 class Replica:
@@ -61,11 +63,14 @@ class Replica:
         self.books = cache.pages
         sizes = batch_sizes(most)
         recorder = choose_recorder(graphs, model, cache)
-        most_shapes = len(sizes) + len(PIECES)
-        self._decoding = Decoding(model, cache, recorder, batches=sizes, pieces=PIECES, most=most_shapes, awaited=False)
+        rows = [most + more for more in ROWS]
+        most_shapes = len(sizes) + len(PIECES) + len(rows)
+        self._decoding = Decoding(
+            model, cache, recorder, batches=sizes, pieces=PIECES, rows=rows, most=most_shapes, awaited=False
+        )
         self.ahead = cache.device.type == "cuda"
         self._chosen = torch.empty(0, dtype=torch.int64, device=cache.device)  # by the last step, on every rank
-        self._usual: dict[tuple[bool, bool, int], float] = {}  # seconds that waits for steps of a kind took
+        self._usual: dict[tuple[bool, bool, bool, int], float] = {}  # seconds that waits for steps of a kind took
         self._steps = 0
 
     @property
@@ -77,6 +82,11 @@ class Replica:
     def pieces(self) -> int:
         """Pieces of short prompts that a step may bring as `Plan.packed`; 0: none."""
         return self._decoding.most_pieces
+
+    @property
+    def rows(self) -> int:
+        """Tokens that a step may bring as `Plan.mixed`; 0: there are none."""
+        return self._decoding.most_rows
 
     def prepare(self, longest: int | None = None) -> list[str]:
         """Computes prompts of several lengths and captures what can be captured, so that no request waits for a compiler.
@@ -137,7 +147,7 @@ class Replica:
             self._chosen = torch.zeros(len(plan.wanted), dtype=torch.int64, device=device)
         ring.sum(self._chosen)
         self._steps += 1
-        kind = plan.decodes, plan.packed, len(plan.requests)
+        kind = plan.decodes, plan.packed, plan.mixed, len(plan.tokens).bit_length()
         ended = self._mark()
         marks = None if ended is None else Marks(begun, ended, self._usual.get(kind, 0.0))
         what = f"step {self._steps} ({len(plan.requests)} requests, {len(plan.tokens)} new tokens)"
@@ -156,8 +166,9 @@ class Replica:
         tokens = self._tokens(plan)
         if plan.decodes:
             return self._decoding.run(plan.requests, tokens[:, None]).logits[:, -1]
-        if plan.packed:
-            logits = self._decoding.run_packed(plan.requests, plan.counts, tokens)
+        if plan.packed or plan.mixed:
+            piece = 1 if plan.mixed else MOST_DECODED
+            logits = self._decoding.run_packed(plan.requests, plan.counts, tokens, piece=piece)
             if logits is not None:
                 return self._rows(logits, plan.wanted)
         step = self._cache.extend(plan.requests, plan.counts)
@@ -205,7 +216,7 @@ class Computing:
     """
 
     replica: Replica
-    kind: tuple[bool, bool, int]
+    kind: tuple[bool, bool, bool, int]
     choice: Chosen | None
     marks: Marks | None
     what: str

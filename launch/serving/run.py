@@ -201,6 +201,7 @@ def _lead(
         most_waiting=args.queue,
         keep=args.keep_prefixes,
         pieces=replica.pieces,
+        rows=replica.rows,
     )
     engine = Engine(replica, scheduler, channel.send, time_limit_s=args.time_limit)
     ending.engine = engine

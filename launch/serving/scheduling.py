@@ -9,9 +9,10 @@ Note [Policy]
     and not computed again; a request whose prefix is just being computed waits for it, and lets others pass. Prefixes of
     requests that have ended are kept until their room is needed, and go in the order of their last use.
 
-    A step either brings prompts or decodes. While there are both, they take turns: between two tokens of an answer there is at
-    most one chunk of prompts. A chunk has at most `chunk` tokens, of one long prompt or of many short ones: half of it, or
-    more where the others leave some, belongs to the prompt that waits longest, and the rest to those that are closest to their end.
+    A step brings prompts or decodes, or both (Note [Short prompts]). Where they cannot come together they take turns: between two
+    tokens of an answer there is at most one chunk of prompts. A chunk has at most `chunk` tokens, of one long prompt or of many
+    short ones: half of it, or more where the others leave some, belongs to the prompt that waits longest, and the rest to those
+    that are closest to their end.
     So a long prompt stalls neither answers nor short prompts, and is not starved by them. A decoding step brings one token of
     every request that is past its prompt.
 
@@ -20,6 +21,10 @@ Note [Short prompts]
     that decodes, and a step around the ring two to ten times as long. So a prompt with no more to compute than PACKED_STEPS
     such steps bring is computed that way, however many of its kind there are, and takes turns with chunks of longer ones. Every
     piece reads all that its request has, so one with few new tokens and a long past counts as long from MOST_KEYS on.
+    Where there are steps of single rows (`rows`), short prompts come together with the tokens of all answers: most of what a step
+    of decoding takes is reading the weights, which serve the rows of prompts, too. In such a step every row of a prompt reads all
+    that is before it, and an answer is read by one program per head: so prompts and answers must be no longer than MIXED_LENGTH,
+    and the rows of prompts read no more than MIXED_KEYS together. What must not come together takes turns, as above.
 
 Note [Steps ahead]
     A step may be planned before the tokens of the one before it are known: where they go is. Such a token is `carried`: the plan
@@ -45,6 +50,10 @@ PACKED_STEPS = 4
 """Packed steps that a prompt may take; beyond them a chunk around the ring is sooner done."""
 MOST_KEYS = 2**20
 """Keys on a rank that the pieces of a packed step may read together: 4 GiB of each layer for 8 key heads of 128 in bf16."""
+MIXED_LENGTH = 8192
+"""Tokens, on all ranks, of the longest request of a mixed step: one program reads 4,096 of two ranks in about 40 us."""
+MIXED_KEYS = 2**18
+"""Keys on a rank that the rows of prompts of a mixed step may read together: a fourth of MOST_KEYS, because every row reads."""
 MOST_KEPT = 1024
 """Prefixes of ended requests that are kept at most: each costs some bookkeeping."""
 
@@ -177,12 +186,14 @@ class Plan:
         requests: Who brings tokens; none when there is nothing to compute.
         counts: How many each.
         tokens: Those tokens, one request after another.
-        carried: Where it decodes: of each token its place among those that the step before chooses (Note [Steps ahead]), and -1
-            where `tokens` has it. Left out where it has all.
+        carried: Of each token its place among those that the step before chooses (Note [Steps ahead]), and -1 where `tokens` has
+            it. Left out where it has all.
         wanted: Places of those who get a token from this step: all but those in the middle of their prompt.
         decodes: Whether each brings the token it got last; else they bring parts of prompts.
         packed: Whether these are computed like decoding (Note [Short prompts]).
+        mixed: Whether some bring the token they got last, and others parts of prompts, in single rows (likewise).
         jobs: Rank 0 only: whose they are.
+        answers: Rank 0 only: how many of them, the first ones, bring the token they got last.
     """
 
     changes: list[tuple[Any, ...]] = field(default_factory=list)
@@ -193,11 +204,13 @@ class Plan:
     wanted: list[int] = field(default_factory=list)
     decodes: bool = False
     packed: bool = False
+    mixed: bool = False
     jobs: list[Job] = field(default_factory=list)
+    answers: int = 0
 
     def message(self) -> dict[str, Any]:
         """What the other ranks need of it, as JSON takes it."""
-        names = ("changes", "requests", "counts", "tokens", "carried", "wanted", "decodes", "packed")
+        names = ("changes", "requests", "counts", "tokens", "carried", "wanted", "decodes", "packed", "mixed")
         return {name: getattr(self, name) for name in names}
 
 
@@ -228,6 +241,7 @@ class Scheduler:
         most_waiting: Requests that wait for room at a time.
         keep: Whether prefixes are shared, and kept when their requests have ended.
         pieces: Pieces of PIECE tokens that a packed step has room for; 0: there are no such steps (Note [Short prompts]).
+        rows: Tokens that a mixed step has room for; 0: there are no such steps (likewise).
     """
 
     def __init__(
@@ -239,8 +253,9 @@ class Scheduler:
         most_waiting: int,
         keep: bool = True,
         pieces: int = 0,
+        rows: int = 0,
     ) -> None:
-        self.books, self.chunk, self.keep, self.pieces = books, chunk, keep, pieces
+        self.books, self.chunk, self.keep, self.pieces, self.rows = books, chunk, keep, pieces, rows
         self.most_running = most_running
         self.room = Room(books.pages * books.world_size * books.page_size, most_waiting, books.page_size, keep)
         self.waiting: deque[Job] = deque()
@@ -354,13 +369,18 @@ class Scheduler:
         answers = [job for job in self.running.values() if job.prefilled and job.goes_on]
         plan = Plan(changes=self._changes)
         self._changes = []
-        if answers and not (prompts and self._decoded):
-            self._decoded = plan.decodes = True
-            shares = [(job, 1) for job in answers]
-            self.decode_tokens += len(shares)
+        short, long = self._by_length(prompts)
+        along = self._share_beside(answers, short)
+        if answers and not (self._decoded and (long or (short and not along))):
+            self._decoded = True
+            plan.decodes, plan.mixed = not along, bool(along)
+            self._packed = self._packed or plan.mixed
+            shares = [*((job, 1) for job in answers), *along]
+            plan.answers = len(answers)
+            self.decode_tokens += len(answers)
+            self.prefill_tokens += sum(share for _, share in along)
         elif prompts:
             self._decoded = False
-            short, long = self._by_length(prompts)
             # both kinds take turns
             self._packed = plan.packed = bool(short) and not (self._packed and long)
             if plan.packed:
@@ -379,13 +399,13 @@ class Scheduler:
             plan.jobs.append(job)
             known = job.tokens[job.done : job.done + share]
             plan.tokens += known or [0]
-            if plan.decodes:
-                plan.carried.append(-1 if known else job.place)
+            if plan.answers:
+                plan.carried += [-1] * len(known) or [job.place]
             job.done += share
             if job.prefilled:
                 job.coming, job.place = job.coming + 1, len(plan.wanted)
                 plan.wanted.append(len(plan.jobs) - 1)
-        if all(place < 0 for place in plan.carried):
+        if max(plan.carried, default=-1) < 0:
             plan.carried = []
         return plan
 
@@ -436,8 +456,8 @@ class Scheduler:
             events.append(Event(job.name, shown, finish, shared=job.shared, details=None if shown is None else details))
             if finish:
                 self._leave(job, keep=True)
-        if self.keep and not plan.decodes:
-            for job in plan.jobs:
+        if self.keep:
+            for job in plan.jobs[plan.answers :]:
                 if job.name in self.running:
                     brought = min(job.done, len(job.prompt))
                     self._ready.add(job.request, job.digests[: brought // self.books.page_size])
@@ -458,6 +478,19 @@ class Scheduler:
             few = pieces <= PACKED_STEPS * self.pieces and self._keys(job) <= MOST_KEYS * self.books.world_size
             (short if few else long).append(job)
         return short, long
+
+    def _share_beside(self, answers: list[Job], short: list[Job]) -> list[tuple[Job, int]]:
+        """How many tokens of short prompts come together with a token of each answer; none where that must not be."""
+        left = min(self.rows - len(answers), self.chunk)
+        if not (answers and short) or left <= 0 or max(len(job.tokens) for job in answers) >= MIXED_LENGTH:
+            return []
+        prompts, keys = [], 0
+        for job in short:
+            keys += min(len(job.prompt) - job.done, left) * len(job.prompt)
+            if len(job.prompt) > MIXED_LENGTH or keys > MIXED_KEYS * self.books.world_size:
+                break
+            prompts.append(job)
+        return self._share(prompts, left, 1) if prompts else []
 
     def _keys(self, job: Job) -> int:
         """Keys that the pieces of a prompt read in one step, on all ranks."""

@@ -21,7 +21,8 @@ Note [Batches]
 Note [Short prompts]
     A prompt of a few hundred tokens is a call of few products and as many launches as any other, so it is replayed, too: in a
     packed step (Note [Pieces] of inference/step.py), with a number of pieces that doubles from shape to shape. Prompts, or
-    what is left of them, share a call as far as there are pieces.
+    what is left of them, share a call as far as there are pieces. In pieces of a single row they share it with the next tokens
+    of answers, which would leave 15 of 16 rows of a larger piece empty; but every row then reads the keys before it by itself.
 
 Note [All ranks alike]
     What is captured, and which call is replayed, follows from numbers that all ranks hold alike. Before a capture the call is
@@ -59,6 +60,8 @@ PACKED_BLOCKS = 16384
 """The same of packed calls, which are not recorded again: what has more is a prompt for the ring."""
 DOUBLED = 64
 """Batch sizes double up to this one, and then grow by it (Note [Batches])."""
+ROW_BLOCKS = 256
+"""The same of packed calls in pieces of one row, each of which has its own."""
 MOST_GRAPHS = 16
 """Shapes that are captured, where nobody says which ones will come."""
 
@@ -238,11 +241,13 @@ class _Shape(NamedTuple):
         batch: Places for requests, or pieces.
         new: New tokens of each.
         last: Of how many of these logits are wanted, which are the last ones; 0: of packed requests, of each the last one.
+        most: Packed: how many requests.
     """
 
     batch: int
     new: int
     last: int
+    most: int = 0
 
     @property
     def packed(self) -> bool:
@@ -257,8 +262,8 @@ class _Recorded:
     Attributes:
         step: What it reads of the cache's books.
         tokens: `batch new` int64: what else it reads; packed: `1 (batch new)`.
-        wanted: Rows whose logits it writes: packed: `batch` int64, which it reads too.
-        logits: `batch last vocab`: what it writes; packed: `1 batch vocab`.
+        wanted: Rows whose logits it writes: packed: `most` int64, which it reads too.
+        logits: `batch last vocab`: what it writes; packed: `1 most vocab`.
         replay: Makes it again; returns where that begins and ends.
         kind: What the model returns.
         checked: It has been found to be right.
@@ -284,6 +289,8 @@ class Decoding:
         recorder: What records calls; None: each is made plainly.
         batches: Batch sizes, ascending (`batch_sizes`); None: each batch that comes is a size of its own.
         pieces: Numbers of pieces of packed calls, ascending (Note [Short prompts]); none: prompts are not replayed.
+        rows: Numbers of rows of packed calls in pieces of one row, ascending (likewise); none: there are no such calls. They
+            take as many requests as the largest of `batches`.
         patience: The how manieth call of a shape is recorded first. Recording takes about as long as three calls.
         most: Shapes that are recorded at most.
         awaited: Whether replays are waited for (Note [A replay that does not end]); False: the caller does it.
@@ -300,12 +307,18 @@ class Decoding:
         *,
         batches: Sequence[int] | None = None,
         pieces: Sequence[int] = (),
+        rows: Sequence[int] = (),
         patience: int = 1,
         most: int = MOST_GRAPHS,
         awaited: bool = True,
     ) -> None:
         self._forward, self._cache, self._recorder = forward, cache, recorder
-        self._batches, self._pieces, self._patience, self._most = batches, pieces, patience, most
+        self._batches, self._patience, self._most = batches, patience, most
+        few = max(batches or (1,))
+        self._packed = [
+            *(_Shape(batch, MOST_DECODED, 0, batch) for batch in pieces),
+            *(_Shape(batch, 1, 0, min(batch, few)) for batch in rows),
+        ]
         self._recorded: dict[_Shape, _Recorded] = {}
         self._met: Counter[_Shape] = Counter()
         self._replays = 0
@@ -320,7 +333,12 @@ class Decoding:
     @property
     def most_pieces(self) -> int:
         """Pieces of MOST_DECODED rows that requests may be cut into to be replayed in one packed call; 0: none are."""
-        return max((shape.batch for shape in self._recorded if shape.packed), default=0)
+        return max((shape.batch for shape in self._recorded if shape.packed and shape.new == MOST_DECODED), default=0)
+
+    @property
+    def most_rows(self) -> int:
+        """Rows of a packed call in pieces of one row; 0: there are no such calls."""
+        return max((shape.batch for shape in self._recorded if shape.packed and shape.new == 1), default=0)
 
     def prepare(self, new: int = 1) -> None:
         """Records all batch sizes and numbers of pieces, so that no later call waits for it.
@@ -328,12 +346,10 @@ class Decoding:
         Args:
             new: New tokens of each request.
         """
-        packed = [_Shape(batch, MOST_DECODED, 0) for batch in self._pieces]
         # the largest first: the others find room in its memory
-        for shape in reversed([*(_Shape(batch, new, 1) for batch in self._batches or ()), *packed]):
+        for shape in reversed([*(_Shape(batch, new, 1) for batch in self._batches or ()), *self._packed]):
             if self.refusal is None and shape not in self._recorded:
-                most = min(PACKED_BLOCKS, self._cache.pages.pages + 1)
-                self._record(shape, most if shape.packed else 1)
+                self._record(shape, 1 if not shape.packed else PACKED_BLOCKS if shape.new > 1 else ROW_BLOCKS)
 
     @torch.no_grad()
     def run(
@@ -379,13 +395,16 @@ class Decoding:
         return recorded.kind(logits=logits)
 
     @torch.no_grad()
-    def run_packed(self, requests: Sequence[int], counts: Sequence[int], tokens: Tensor) -> Tensor | None:
+    def run_packed(
+        self, requests: Sequence[int], counts: Sequence[int], tokens: Tensor, *, piece: int = MOST_DECODED
+    ) -> Tensor | None:
         """Brings short prompts, or parts of prompts, and computes the logits of their last tokens (Note [Short prompts]).
 
         Args:
             requests: Which ones.
             counts: New tokens of each.
             tokens: `sum(counts)` int64, one request after another, the same on every rank, on any device.
+            piece: Rows of the pieces into which requests are cut: 1 where many bring one token.
 
         Returns:
             Logits `requests vocab`, the same bits on every rank, which the next call overwrites; None: no recorded call has room
@@ -395,8 +414,12 @@ class Decoding:
             ValueError: As `PagedKVCache.extend`.
             RuntimeError: As `run`.
         """
-        pieces = sum(-(-count // MOST_DECODED) for count in counts)
-        found = [one for shape, one in self._recorded.items() if shape.packed and shape.batch >= pieces]
+        pieces, many = sum(-(-count // piece) for count in counts), len(requests)
+        found = [
+            one
+            for shape, one in self._recorded.items()
+            if shape.packed and shape.new == piece and shape.batch >= pieces and shape.most >= many
+        ]
         recorded = min(found, key=lambda one: one.step.tiles[0], default=None)
         books = self._cache.pages
         needed = (most_blocks(books, [one], new) for one, new in zip(requests, counts, strict=True))
@@ -405,7 +428,9 @@ class Decoding:
         self._check_ring()
         step = recorded.step
         self._cache.extend(requests, counts, into=step)
-        recorded.tokens.copy_(_ready(step.lay(tokens), recorded.tokens), non_blocking=True)
+        # pieces of one row leave no gaps, and tokens that only the device knows stay there
+        laid = tokens[None] if piece == 1 else step.lay(tokens)
+        recorded.tokens[:, : laid.shape[1]].copy_(_ready(laid, recorded.tokens), non_blocking=True)
         lasts = torch.tensor([row for one in step.last_rows if one is not None for row in one[1:]])
         assert isinstance(recorded.wanted, Tensor), "rows of packed requests are written in place"
         recorded.wanted[: len(lasts)].copy_(_ready(lasts, recorded.wanted), non_blocking=True)
@@ -458,9 +483,12 @@ class Decoding:
         # what is outgrown is let go first
         self._recorded.pop(shape, None)
         cache = self._cache
-        room = min(LEAST_BLOCKS, cache.pages.pages + 1)
-        while room < blocks:
-            room *= 2
+        if shape.packed:
+            room = min(blocks, cache.pages.pages + 1)
+        else:
+            room = min(LEAST_BLOCKS, cache.pages.pages + 1)
+            while room < blocks:
+                room *= 2
         kinds: list[Callable[..., Any]] = []
         made, why = None, ""
         # what is written in place must not be bound to the mode of whoever came first
@@ -470,7 +498,7 @@ class Decoding:
             )
             tokens = torch.zeros(step.batch, step.rows, dtype=torch.int64, device=cache.device)
             wanted = (
-                torch.zeros(shape.batch, dtype=torch.int64, device=cache.device)
+                torch.zeros(shape.most, dtype=torch.int64, device=cache.device)
                 if shape.packed
                 else range(shape.new - shape.last, shape.new)
             )
