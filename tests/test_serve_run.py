@@ -29,7 +29,7 @@ from ringattn.launch import bench
 from ringattn.launch.distributed import Rank
 from ringattn.launch.serve import main
 from ringattn.launch.serving import run
-from ringattn.launch.serving.channel import FRAME, Channel
+from ringattn.launch.serving.channel import PART, Channel
 from ringattn.launch.serving.config import KEY, TINY, ServeArgs, parse
 from ringattn.launch.serving.models import load
 from ringattn.launch.serving.text import Bytes
@@ -398,8 +398,8 @@ def test_what_was_there_before_a_server_began_is_no_business_of_its_collector() 
 
 
 def test_messages_of_any_length_arrive_whole(pool):
-    messages = [{}, {"tokens": list(range(10))}, {"text": "ß" * FRAME}, {"tokens": list(range(100_000))}]
-    messages += [{"x": "y" * (FRAME - 8 - len('{"x":""}') + off)} for off in (-1, 0, 1)]
+    messages = [{}, {"tokens": list(range(10))}, {"text": "ß" * PART}, {"tokens": list(range(100_000))}]
+    messages += [{"x": "y" * (PART - 8 - len('{"x":""}') + off)} for off in (-1, 0, 1)]
     assert pool(2).run(_hear, messages) == [messages, messages]
 
 

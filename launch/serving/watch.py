@@ -7,16 +7,13 @@ to know what ranks do. A collective that waits for a dead rank may notice late, 
 from __future__ import annotations
 
 import contextlib
-import hmac
-import json
-import os
-import secrets
 import socket
 import threading
 from collections.abc import Callable
 
 from ringattn.launch.distributed import Rank
 from ringattn.launch.serving.channel import Channel
+from ringattn.launch.serving.links import accept_ranks, connect
 
 BEAT_S = 1.0
 """Seconds between signs of life."""
@@ -45,13 +42,10 @@ class Watch:
         if rank.world_size == 1:
             return
         if rank.first:
-            self._listen(rank, channel)
+            for link in accept_ranks(rank, channel.send, patience_s):
+                self._start(self._wait, link.connection, link.rank, link.process)
         else:
-            where = channel.receive()
-            connection = socket.create_connection((where["host"], where["port"]), timeout=patience_s)
-            hello = {"rank": rank.index, "process": os.getpid(), "secret": where["secret"]}
-            connection.sendall(json.dumps(hello).encode() + b"\n")
-            self._start(self._beat, connection)
+            self._start(self._beat, connect(rank, channel.receive(), patience_s))
 
     def expect_end(self) -> None:
         """Ranks that go from now on are not lost. Rank 0 calls it before it tells the others to go."""
@@ -70,28 +64,6 @@ class Watch:
                     connection.shutdown(socket.SHUT_RDWR)  # wakes its thread
             thread.join(patience_s)
             connection.close()
-
-    def _listen(self, rank: Rank, channel: Channel) -> None:
-        here = os.environ.get("LOCAL_WORLD_SIZE") == str(rank.world_size)
-        host = "127.0.0.1" if here else os.environ.get("MASTER_ADDR", "127.0.0.1")
-        with socket.create_server((host, 0), backlog=rank.world_size) as server:
-            secret = secrets.token_hex(16)
-            channel.send({"host": host, "port": server.getsockname()[1], "secret": secret})
-            server.settimeout(self._patience)
-            missing = set(range(1, rank.world_size))
-            while missing:
-                try:
-                    connection, _ = server.accept()
-                except TimeoutError:
-                    raise RuntimeError(
-                        f"ranks {sorted(missing)} must connect to rank 0, got nothing from them in {self._patience:g} s"
-                    ) from None
-                hello = _read_hello(connection)
-                if hello is None or not hmac.compare_digest(str(hello.get("secret")), secret):
-                    connection.close()  # a stranger
-                    continue
-                missing.discard(hello["rank"])
-                self._start(self._wait, connection, hello["rank"], hello["process"])
 
     def _start(self, body: Callable[..., None], connection: socket.socket, *arguments: int) -> None:
         thread = threading.Thread(target=body, args=(connection, *arguments), daemon=True, name="watch")
@@ -128,19 +100,3 @@ class Watch:
                 break
         if not self._closing.is_set():
             self._lost("rank 0 is gone")
-
-
-def _read_hello(connection: socket.socket) -> dict | None:
-    """The first line of a connection; None when it is not one of ours."""
-    connection.settimeout(5.0)
-    data = b""
-    try:
-        while not data.endswith(b"\n") and len(data) < 1024:
-            more = connection.recv(1024)
-            if not more:
-                return None
-            data += more
-        hello = json.loads(data)
-    except (OSError, ValueError):
-        return None
-    return hello if isinstance(hello, dict) else None
