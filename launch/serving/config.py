@@ -58,6 +58,7 @@ class ServeArgs:
         max_body_mib: MiB of a request; more gets status 413.
         time_limit: Seconds that a request may take, waiting included; then it gets status 503.
         graphs: Whether decoding steps are captured in CUDA graphs, on GPUs, before the server answers.
+        fuse: Whether norms and MLPs of the model are compiled, on GPUs, before the server answers.
         keep_prefixes: Whether beginnings of requests are kept for later ones that begin alike.
         grace: Seconds that running requests get to end when the server is told to stop.
         timeout: Seconds after which ranks that wait for each other give up.
@@ -85,6 +86,7 @@ class ServeArgs:
     max_body_mib: float = 32.0
     time_limit: float = 600.0
     graphs: bool = True
+    fuse: bool = True
     keep_prefixes: bool = True
     grace: float = 10.0
     timeout: float = 300.0

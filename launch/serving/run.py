@@ -148,12 +148,27 @@ def _prepare(args: ServeArgs, rank: Rank) -> tuple[Served, Replica, str]:
         raise Refusal(problem)
     if served.drawn:
         share_weights(served.model, rank)
+    if args.fuse and rank.device.type == "cuda":
+        said = _fuse(served.model, ring)
+        if rank.first:
+            print(said, flush=True)
     cache = make_cache(served.model, ring, gib=args.cache_gib, page_size=args.page_size, kv_dtype=args.kv_dtype)
     replica = Replica(served.model, cache, args.max_running, None if args.graphs else False)
     for line in replica.prepare(served.length):
         if rank.first:
             print(line, flush=True)
     return served, replica, describe(cache)
+
+
+def _fuse(model: Any, ring: Ring) -> str:
+    """Compiles what can be compiled of a model; how that went."""
+    from ringattn.integrations.transformers.fusing import CannotFuse, fuse
+
+    began = time.monotonic()
+    try:
+        return f"norms and MLPs: {fuse(model, ring)} compiled in {time.monotonic() - began:.1f} s"
+    except CannotFuse as error:
+        return f"norms and MLPs are not compiled: {error}"
 
 
 def _listen(args: ServeArgs, rank: Rank, channel: Channel) -> socket.socket | None:
@@ -250,7 +265,7 @@ def _about(args: ServeArgs, rank: Rank, served: Served, replica: Replica) -> dic
     """What speeds of this server depend on: where it runs, what it serves, and the flags that say how; no paths, no key."""
     backend = None if rank.backend == "none" else rank.backend
     line = machine(Session(rank.index, rank.world_size, rank.device, backend))
-    names = ("kv_dtype", "page_size", "chunk", "max_running", "queue", "max_connections", "keep_prefixes")
+    names = ("kv_dtype", "page_size", "chunk", "max_running", "queue", "max_connections", "keep_prefixes", "fuse")
     return {
         **{name: value for name, value in line.items() if name not in ("command", "date")},
         "kind": type(served.model).__name__,

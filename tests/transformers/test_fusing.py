@@ -1,0 +1,112 @@
+"""Compiled norms and MLPs: the same numbers within rounding, and all or nothing on all ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from ringattn.integrations.transformers.fusing import CannotFuse, fuse
+from ringattn.ring import Ring
+from tests.pool import Pools
+
+SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+SIZES |= {"num_key_value_heads": 2, "head_dim": 8, "vocab_size": 60}
+
+
+def small(kind: str) -> Any:
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **SIZES)).eval()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(("kind", "parts"), [("llama", 2 * 3 + 1), ("qwen3", 2 * 5 + 1), ("gemma2", 2 * 5 + 1)])
+def test_a_model_with_compiled_parts_gives_the_same(kind: str, parts: int):
+    model, ids = small(kind), torch.arange(14).view(2, 7)
+    expected = model(ids).logits
+    calls = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        del inputs
+
+        def run(*arguments: Any) -> Any:
+            calls.append(1)
+            return graph.forward(*arguments)
+
+        return run
+
+    assert fuse(model, Ring(), backend=backend) == parts
+    calls.clear()
+    torch.testing.assert_close(model(ids).logits, expected)
+    assert len(calls) == parts
+
+
+def _wrong(graph: Any, inputs: Any) -> Any:
+    del inputs
+    return lambda *arguments: tuple(x * 1.01 if x.is_floating_point() else x for x in graph.forward(*arguments))
+
+
+def _failing(graph: Any, inputs: Any) -> Any:
+    raise OSError("no compiler")
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    ("backend", "why"), [(_wrong, "MLP compiled differs by|Norm compiled"), (_failing, "no compiler")]
+)
+def test_parts_that_are_wrong_or_do_not_compile_stay_as_they_were(backend: Any, why: str):
+    model, ids = small("llama"), torch.arange(14).view(2, 7)
+    expected = model(ids).logits
+    with pytest.raises(CannotFuse, match=why):
+        fuse(model, Ring(), backend=backend)
+    assert model(ids).logits.equal(expected)
+    assert not any("forward" in vars(part) for part in model.modules())
+
+
+def _fuse_on(fault: str) -> tuple[str, bool]:
+    """What a rank is told whose neighbour fails, or gets other bits."""
+    torch._dynamo.reset()
+    model = small("llama")
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        del inputs
+        if dist.get_rank() == 1 and fault == "fails":
+            raise OSError("no compiler")
+        if dist.get_rank() == 1 and fault == "bits":
+            return lambda *arguments: tuple(x + 1e-7 * x for x in graph.forward(*arguments))
+        return graph.forward
+
+    try:
+        fuse(model, Ring(), backend=backend)
+    except CannotFuse as error:
+        return str(error), any("forward" in vars(part) for part in model.modules())
+    return "", True
+
+
+def test_a_rank_that_fails_or_gets_other_bits_stops_all(pool: Pools):
+    assert pool(2).run(_fuse_on, "none") == [("", True)] * 2
+    here, there = pool(2).run(_fuse_on, "fails")
+    assert here == ("another rank could not", False)
+    assert "no compiler" in there[0]
+    for said, fused in pool(2).run(_fuse_on, "bits"):
+        assert "what compiled parts give" in said
+        assert not fused
+
+
+class _TwoMLP(nn.Module):
+    """Takes more than rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 8), nn.Linear(8, 4)
+
+    def forward(self, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+        return self.b(self.a(x) * gate)
+
+
+def test_parts_that_take_more_than_rows_are_left_alone():
+    assert fuse(nn.ModuleList([_TwoMLP(), nn.LayerNorm(4), nn.RMSNorm(4)]), Ring(), backend="eager") == 0
