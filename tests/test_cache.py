@@ -441,6 +441,22 @@ def test_a_decode_step_costs_the_same_over_a_million_tokens() -> None:
     assert found[0] == found[1]
 
 
+def test_to_come_and_to_go_cost_the_same_beside_a_thousand_that_have_ended() -> None:
+    found = []
+    for ended in (10, 1000):
+        cache = make(pages=4000)
+        for _ in range(ended):
+            request = cache.join(9)
+            cache.extend([request], [6], mode="prefill")
+            cache.crop(request, 6, 6)
+        costs = [lines_of(partial(cache.join, 9)), lines_of(partial(cache.fork, request, 5, 9))]
+        request = cache.join(9)
+        cache.extend([request], [7], mode="prefill")
+        costs += [lines_of(partial(cache.crop, request, 6, 6)), lines_of(partial(cache.leave, request))]
+        found.append(costs)
+    assert found[0] == found[1]
+
+
 def test_what_a_static_step_uploads_for_a_token_does_not_grow_with_what_there_is(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

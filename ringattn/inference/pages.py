@@ -20,6 +20,10 @@ Note [Reservations]
     cover all promises, and all that follows keeps it so: what was accepted always fits.
     A promise is one of pages anywhere, unless requests joined alike: they need pages on the same ranks, and have them
     promised rank by rank.
+    A server asks what is left whenever somebody comes or goes, and keeps a thousand requests that have ended. So promises are
+    summed as they change: when a request comes, opens a page, is cropped or goes. To be forked changes nothing: who wrote the
+    last page goes on writing it. Only a request that may grow and whose last page has other users may be owed less when these
+    leave: such ones, few at a time, are asked.
     To crop is free as long as it gives up pages that nobody else uses. A request that crops into pages it shares gives up
     rows that do not become free: it asks for the difference, and is refused when it is not there.
 
@@ -137,6 +141,7 @@ class _Request:
     Attributes:
         stretches: Ranks of its tokens, ascending: (rank, one past the last token).
         fixed: Pages promised on each rank; None: promised anywhere.
+        owed: Pages of the sum of promises that are its own (Note [Reservations]).
         stayed: (number of a change, tokens that it left in place), both ascending (Note [What stays]).
     """
 
@@ -147,6 +152,7 @@ class _Request:
     tables: list[Table]
     stretches: list[tuple[int, int]] = field(default_factory=list)
     fixed: list[int] | None = None
+    owed: int = 0
     stayed: list[tuple[int, int]] = field(default_factory=list)
 
     def note(self, change: int, tokens: int) -> None:
@@ -204,6 +210,8 @@ class Pages:
             [0] * pages for _ in range(world_size)
         ]  # rows that others than the writer may see, of shared pages
         self._fixed = [0] * world_size  # pages promised on this rank
+        self._owed_anywhere = 0  # of requests that no others can change
+        self._asked: dict[int, _Request] = {}  # those that others can
         self._requests: dict[int, _Request] = {}
         self._names = count()
 
@@ -215,8 +223,8 @@ class Pages:
     @property
     def available(self) -> int:
         """Pages of all ranks that are neither used nor promised."""
-        anywhere = (self._owed(one) for one in self._requests.values() if one.fixed is None)
-        return sum(self.free) - sum(self._fixed) - sum(anywhere)
+        free = sum(map(len, self._free))
+        return free - sum(self._fixed) - self._owed_anywhere - sum(map(self._owed, self._asked.values()))
 
     @property
     def requests(self) -> tuple[int, ...]:
@@ -311,7 +319,9 @@ class Pages:
         """
         self._check_reserve(reserve, first)
         self._check_room(self._pages_of(reserve), "a request", reserve)
-        return self._admit(reserve, first).name
+        one = self._admit(reserve, first)
+        self._promise(one)
+        return one.name
 
     def join_alike(self, reserve: int, firsts: Sequence[int]) -> list[int]:
         """Lets a batch of requests in, which are given room on the same ranks (Note [Reservations]).
@@ -380,6 +390,7 @@ class Pages:
             if kept and kept.starts[-1] + kept.lengths[-1] > length:
                 kept.lengths[-1] = length - kept.starts[-1]
             self._use(parent, rank, kept, 0, len(kept))
+        self._promise(child)
         return child.name
 
     def crop(self, request: int, length: int, reserve: int | None = None) -> None:
@@ -432,6 +443,7 @@ class Pages:
         one.length, one.promised, one.stretches = length, reserve, stretches
         if one.fixed is not None:
             self._fix(one.fixed, more, freed)
+        self._promise(one)
 
     def leave(self, request: int) -> None:
         """Lets a request go; pages that nobody else uses are free again."""
@@ -441,6 +453,7 @@ class Pages:
             for page in reversed(table.pages):
                 self._drop(one, rank, page)
             self._fixed[rank] -= 0 if one.fixed is None else one.fixed[rank]
+        self._release(one)
         del self._requests[request]
 
     def place(
@@ -624,6 +637,7 @@ class Pages:
             if one.fixed is not None:
                 one.fixed[rank] -= pages
                 self._fixed[rank] -= pages
+        self._promise(one)
 
     def _deal(self, pages: int, room: Sequence[int], one_by_one: bool) -> list[tuple[int, int]]:
         """The ranks of new pages, in order, as (rank, so many) (Note [Even work])."""
@@ -699,6 +713,24 @@ class Pages:
     def _owed(self, one: _Request) -> int:
         """Pages that a request may still open."""
         return self._pages_of(one.promised - one.length - self._room(one))
+
+    def _promise(self, one: _Request) -> None:
+        """Sums anew what a request may still open; called when that has changed (Note [Reservations])."""
+        self._release(one)
+        if one.fixed is not None or one.length == one.promised:
+            return
+        end = self._end(one)
+        if end is not None and self._users[end[0]][end[1]] > 1:
+            self._asked[one.name] = one
+            return
+        one.owed = self._owed(one)
+        self._owed_anywhere += one.owed
+
+    def _release(self, one: _Request) -> None:
+        """Takes a request out of the sum of promises."""
+        self._owed_anywhere -= one.owed
+        one.owed = 0
+        self._asked.pop(one.name, None)
 
     def _check_reserve(self, reserve: int, first: int) -> None:
         if not 1 <= reserve <= LONGEST or not 0 <= first <= reserve:
