@@ -27,7 +27,8 @@ Note [Blocks that stay]
     the request that was said there, when, and how long it was. Tokens that have stayed since (Note [What stays] of pages.py)
     and lie in blocks that ended before the last of them are there already. Behind the row's numbers the upload has the other
     blocks and where they go, 20 bytes each, and one kernel puts them there: 416 bytes at most for one new token of each of the
-    eight, whatever their lengths. A request that comes, or moves to another row, brings all its blocks once.
+    eight, whatever their lengths. A request that comes, or moves to another row, brings all its blocks once. Rows of one request
+    (Note [Pieces]) are all brought what any of them lacks.
 
 Note [Pieces]
     A short prompt is a step of decoding, too: every rank computes all of its rows, attends over the keys that it keeps, and one
@@ -45,8 +46,8 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import accumulate
-from typing import TYPE_CHECKING, Any, Literal
+from itertools import accumulate, chain, repeat
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
 from torch import Tensor
@@ -65,6 +66,7 @@ _WORD = 4  # bytes of an int32
 _LINE = 8  # words: 32 bytes, which is what kernels may be told of a pointer
 Mask = tuple[bool, tuple[int | None, int | None] | None, int | None]
 """causal, window and chunk_len."""
+_Known = TypeVar("_Known")
 
 
 @dataclass(eq=False)
@@ -287,7 +289,7 @@ class StaticStep(Step):
         _upload(self._places.fill_changes(books.page_size, lines, at, blocks), self._inbox)
         if at:
             self._blocks.index_copy_(1, *self._places.changes(self._inbox, len(at)))
-        self._shown[: len(lines.requests)] = [(one.name, books.changes, one.length) for one in lines.requests]
+        self._shown[: sum(lines.rows)] = lines.spread([(one.name, books.changes, one.length) for one in here])
         for mask, found in self._found.items():
             self._find_bounds(mask, *found)
         self._fresh = set(self._found)
@@ -309,19 +311,24 @@ class StaticStep(Step):
     def _missing(self, lines: _Lines) -> tuple[array[int], tuple[array[int], array[int], array[int]]]:
         """Blocks that rows do not have yet: their places among all blocks, and their pages, starts and lengths."""
         at, pages, starts, lengths = array("q"), array("i"), array("i"), array("i")
-        for row, (one, table, shown) in enumerate(zip(lines.requests, lines.tables, self._shown, strict=False)):
-            begin, there = _kept(one, table, shown), len(table.pages)
-            if begin + 1 == there:
+        row, columns = 0, self.max_blocks
+        for one, table, rows in zip(lines.requests, lines.tables, lines.rows, strict=True):
+            begin, there = _kept(one, table, self._shown[row]), len(table.pages)
+            if rows > 1 and begin:
+                begin = min(_kept(one, table, shown) for shown in self._shown[row : row + rows])
+            if begin + 1 == there and rows == 1:
                 # the block that a token was added to
-                at.append(row * self.max_blocks + begin)
+                at.append(row * columns + begin)
                 pages.append(table.pages[begin])
                 starts.append(table.starts[begin])
                 lengths.append(table.lengths[begin])
             elif begin < there:
-                at.extend(range(row * self.max_blocks + begin, row * self.max_blocks + there))
-                pages += table.pages[begin:]
-                starts += table.starts[begin:]
-                lengths += table.lengths[begin:]
+                for x in range(row, row + rows):
+                    at.extend(range(x * columns + begin, x * columns + there))
+                pages += table.pages[begin:] * rows
+                starts += table.starts[begin:] * rows
+                lengths += table.lengths[begin:] * rows
+            row += rows
         return at, (pages, starts, lengths)
 
     def bounds(
@@ -367,45 +374,53 @@ def _kept(one: Request, table: Table, shown: tuple[int, int, int] | None) -> int
 
 @dataclass(frozen=True, slots=True)
 class _Lines:
-    """The rows of a decode step's table, and the new tokens that belong to each: lists with an entry of each row.
+    """New tokens of requests, in rows of so many tokens; each request begins in a row of its own.
 
     Attributes:
-        requests: Whose it is.
-        tables: The blocks of that one on this rank.
-        befores: The first new token of the row.
-        counts: New tokens of the row.
+        requests: Whose they are.
+        tables: Of each its blocks on this rank.
+        counts: Of each how many tokens.
+        rows: Of each how many rows.
+        new: Tokens of a row.
     """
 
     requests: list[Request]
     tables: list[Table]
-    befores: list[int]
-    counts: list[int]
+    counts: Sequence[int]
+    rows: list[int]
+    new: int
 
     @classmethod
     def of(cls, requests: list[Request], counts: Sequence[int], rank: int, new: int) -> _Lines:
-        """The rows for new tokens that were placed, `new` of them at most in each."""
-        befores = [one.length - count for one, count in zip(requests, counts, strict=True)]
-        if max(counts) > new:
-            rows = [
-                (one, row)
-                for one, before in zip(requests, befores, strict=True)
-                for row in range(before, one.length, new)
-            ]
-            requests, befores = [one for one, _ in rows], [row for _, row in rows]
-            counts = [min(new, one.length - row) for one, row in rows]
-        return cls(requests, [one.tables[rank] for one in requests], befores, list(counts))
+        """The rows of tokens that were placed."""
+        return cls(
+            requests, [one.tables[rank] for one in requests], counts, [-(-count // new) for count in counts], new
+        )
+
+    def befores(self) -> list[int]:
+        """The first token of every row."""
+        begins = [one.length - count for one, count in zip(self.requests, self.counts, strict=True)]
+        if max(self.rows) == 1:
+            return begins
+        ends = [one.length for one in self.requests]
+        return list(chain.from_iterable(map(range, begins, ends, repeat(self.new))))
+
+    def spread(self, known: list[_Known]) -> list[_Known]:
+        """What is known of each request, for every row."""
+        if max(self.rows) == 1:
+            return known
+        return list(chain.from_iterable(map(repeat, known, self.rows)))
 
 
 def _slots(table: Table, page_size: int, before: int, count: int) -> array[int]:
-    """Where tokens before .. before + count - 1 are kept on this rank: page * page_size + row; -1: on another one."""
+    """Where a request's last tokens are kept on this rank, from `before` on: page * page_size + row; -1: on another one."""
     found = array("q", (-1,)) * count
-    for block in range(bisect_left(table.starts, before + count) - 1, -1, -1):
-        start = table.starts[block]
-        begin, end = max(start, before), min(start + table.lengths[block], before + count)
-        if end <= before:
+    for page, start, length in zip(*map(reversed, (table.pages, table.starts, table.lengths)), strict=True):
+        if start + length <= before:
             break
-        slot = table.pages[block] * page_size + begin - start
-        found[begin - before : end - before] = array("q", range(slot, slot + end - begin))
+        begin = max(start, before)
+        slot = page * page_size + begin - start
+        found[begin - before : start + length - before] = array("q", range(slot, slot + start + length - begin))
     return found
 
 
@@ -493,35 +508,36 @@ class _Places:
 
     def _fill_rows(self, data: bytearray, page_size: int, lines: _Lines) -> memoryview:
         """All of an upload but the blocks: rows that hold no token see nothing and are kept nowhere."""
-        new, rows = self.new, len(lines.tables) * self.new
+        new, befores = self.new, lines.befores()
         ints, longs = memoryview(data).cast("i"), memoryview(data).cast("q")
         _, slots, here, starts, ends, counts, _ = self.begins
-        slots //= 2
-        firsts = array("i", [one.first for one in lines.requests])
-        lengths = array("i", [one.length for one in lines.requests])
+        slots, stop = slots // 2, len(befores) * new
+        firsts = array("i", lines.spread([one.first for one in lines.requests]))
+        lengths = array("i", lines.spread([one.length for one in lines.requests]))
         for x in range(new):
             # token x of every row at once
-            positions = [before + x for before in lines.befores]
-            longs[x:rows:new] = array("q", positions)
-            ints[here + x : here + rows : new] = array("i", positions)
-            ints[starts + x : starts + rows : new] = firsts
-            ints[ends + x : ends + rows : new] = lengths
-        ints[counts : counts + len(lines.tables)] = array("i", [len(table.pages) for table in lines.tables])
+            positions = [before + x for before in befores]
+            longs[x:stop:new] = array("q", positions)
+            ints[here + x : here + stop : new] = array("i", positions)
+            ints[starts + x : starts + stop : new] = firsts
+            ints[ends + x : ends + stop : new] = lengths
+        ints[counts : counts + len(befores)] = array("i", lines.spread([len(table.pages) for table in lines.tables]))
         longs[slots : slots + self.rows] = array("q", (-1,)) * self.rows
-        for row, (table, before, count) in enumerate(zip(lines.tables, lines.befores, lines.counts, strict=True)):
-            begin, end = row * new + count, (row + 1) * new
-            if begin < end:
-                nothing = array("i", (0,)) * (end - begin)
-                longs[begin:end] = array("q", nothing)
+        stop = 0
+        for one, table, count, rows in zip(lines.requests, lines.tables, lines.counts, lines.rows, strict=True):
+            at, stop, before = stop, stop + rows * new, one.length - count
+            if at + count < stop:
+                # the last row has fewer tokens
+                nothing = array("i", (0,)) * (stop - at - count)
+                longs[at + count : stop] = array("q", nothing)
                 for field in (here, starts, ends):
-                    ints[field + begin : field + end] = nothing
+                    ints[field + at + count : field + stop] = nothing
             if not table.starts or table.starts[-1] + table.lengths[-1] <= before:
                 continue  # its new tokens are on other ranks
-            at = slots + row * new
-            if count == 1 and table.starts[-1] <= before:
-                longs[at] = table.pages[-1] * page_size + before - table.starts[-1]
+            if count == 1:
+                longs[slots + at] = table.pages[-1] * page_size + before - table.starts[-1]
             else:
-                longs[at : at + count] = _slots(table, page_size, before, count)
+                longs[slots + at : slots + at + count] = _slots(table, page_size, before, count)
         return ints
 
 
