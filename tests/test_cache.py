@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import math
 import random
 import sys
@@ -298,12 +299,13 @@ def test_a_static_step_says_what_a_new_one_would_at_the_same_addresses() -> None
 
 
 class Shown:
-    """A history of a rank's cache, and static steps of two shapes by turns, which must show what the books say."""
+    """A history of a rank's cache, and static steps of four shapes by turns, which must show what the books say."""
 
     def __init__(self, seed: int, rank: int) -> None:
         self.draw, self.cache = random.Random(seed), make(rank, 2, layers=1, pages=40)
         self.books = self.cache.pages
-        self.steps = [self.cache.static_step(3, 1, max_tokens=60), self.cache.static_step(5, 3, max_tokens=60)]
+        shapes = [(3, 1, False), (5, 3, False), (9, 1, True), (6, 3, True)]
+        self.steps = [self.cache.static_step(batch, new, max_tokens=60, packed=packed) for batch, new, packed in shapes]
         self.groups: list[list[int]] = []
         self.decoded: list[tuple[int, ...]] = []
 
@@ -312,7 +314,7 @@ class Shown:
         what = draw.choice(["join", "alike", "fork", "crop", "leave", "reorder", "reorder", "prefill", "decode"])
         one = draw.choice(here) if here else -1
         if what == "join":
-            cache.join(draw.randint(10, 40))
+            cache.join(draw.randint(10, 40), draw.choice([0, 3]))
         elif what == "alike":
             self.groups.append(cache.join_alike(30, [0] * draw.randint(2, 3)))
             cache.extend(self.groups[-1], [7] * len(self.groups[-1]), mode="prefill", alike=True)
@@ -332,19 +334,44 @@ class Shown:
 
     def decode(self) -> bool:
         step = self.draw.choice(self.steps)
-        least = self.books.reserved
-        able = [one for one in self.books.requests if least(one) - self.books.length(one) >= step.rows]
-        chosen = self.draw.sample(able, min(len(able), self.draw.randint(1, step.batch)))
+        (batch, new), packed = step.tiles, step.pieces is not None
+        left = {one: self.books.reserved(one) - self.books.length(one) for one in self.books.requests}
+        able = [one for one in left if left[one] >= (1 if packed else new)]
+        chosen = self.draw.sample(able, min(len(able), self.draw.randint(1, batch)))
         group = self.draw.choice(self.groups) if self.groups else []
         # beams go on together, and most requests stay in their row
-        chosen = group if group and set(group) <= set(able) and len(group) <= step.batch else sorted(chosen)
+        chosen = group if group and set(group) <= set(able) and len(group) <= batch else sorted(chosen)
         if not chosen:
             return False
-        self.cache.extend(chosen, [step.rows] * len(chosen), into=step, alike=chosen == group)
-        rank = self.cache.ring.rank
-        blocks = [[tuple(x)[1:] for x in self.books.blocks(one) if x.rank == rank] for one in chosen]
-        assert table_of(step) == blocks + [[]] * (step.batch - len(chosen))
+        counts = [self.draw.randint(1, min(left[one], batch // len(chosen) * new)) if packed else new for one in chosen]
+        self.cache.extend(chosen, counts, into=step, alike=chosen == group)
+        self.check(step, counts)
         return True
+
+    def check(self, step: Step, counts: list[int]) -> None:
+        """All that a step says, against the books, row by row."""
+        (batch, new), rank, books = step.tiles, self.cache.ring.rank, self.books
+        tables, tokens, lasts = [], [], []
+        for one, count in zip(step.requests, counts, strict=True):
+            first, length = books.first(one), books.length(one)
+            pieces = [piece for piece in books.pieces(one, length - count) if piece.rank == rank]
+            slot = {piece.start + x: 4 * piece.page + piece.row + x for piece in pieces for x in range(piece.length)}
+            for begin in range(length - count, length, new):
+                tables.append([tuple(x)[1:] for x in books.blocks(one) if x.rank == rank])
+                there = range(begin, min(begin + new, length))
+                tokens += [(x, slot.get(x, -1), first, length) for x in there] + [(0, -1, 0, 0)] * (new - len(there))
+                lasts.append(len(tokens) - 1 - new + len(there))
+        some = sum(-(-count // new) for count in counts)
+        ends = [lasts[i - 1] for i in itertools.accumulate(-(-count // new) for count in counts)]
+        assert table_of(step) == tables + [[]] * (batch - some)
+        columns = [step.positions32, step.slots, step.starts, step.ends]
+        said = zip(*[x.flatten().tolist() for x in columns if x is not None], strict=True)
+        assert list(said) == tokens + [(0, -1, 0, 0)] * ((batch - some) * new)
+        assert step.positions.flatten().tolist() == [x[0] for x in tokens] + [0] * ((batch - some) * new)
+        assert step.last_rows == tuple((0, end) if step.pieces else divmod(end, new) for end in ends)
+        assert (step.lengths, step.firsts) == (
+            tuple(map(books.length, step.requests)), tuple(map(books.first, step.requests)),
+        )  # fmt: skip
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -441,6 +468,22 @@ def test_a_decode_step_costs_the_same_over_a_million_tokens() -> None:
     assert found[0] == found[1]
 
 
+def test_to_come_and_to_go_cost_the_same_beside_a_thousand_that_have_ended() -> None:
+    found = []
+    for ended in (10, 1000):
+        cache = make(pages=4000)
+        for _ in range(ended):
+            request = cache.join(9)
+            cache.extend([request], [6], mode="prefill")
+            cache.crop(request, 6, 6)
+        costs = [lines_of(partial(cache.join, 9)), lines_of(partial(cache.fork, cache.pages.requests[0], 5, 9))]
+        request = cache.join(9)
+        cache.extend([request], [7], mode="prefill")
+        costs += [lines_of(partial(cache.crop, request, 6, 6)), lines_of(partial(cache.leave, request))]
+        found.append(costs)
+    assert found[0] == found[1]
+
+
 def test_what_a_static_step_uploads_for_a_token_does_not_grow_with_what_there_is(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -448,7 +491,7 @@ def test_what_a_static_step_uploads_for_a_token_does_not_grow_with_what_there_is
     upload = steps_of._upload
     monkeypatch.setattr(steps_of, "_upload", lambda data, words: (sizes.append(len(data)), upload(data, words)))
     found, costs = [], []
-    for tokens in (2**10, 2**20):
+    for tokens in (2**14, 2**20):
         cache = make(0, 4, layers=1, kv_heads=1, head_dim=1, v_head_dim=1, pages=8 * 2**12 + 64, page_size=64)
         requests = [cache.join(tokens + 1000) for _ in range(8)]
         for request in requests:

@@ -267,7 +267,8 @@ class Model(RuleBasedStateMachine):
             for page in range(books.pages):
                 assert books._users[rank][page] == users[rank, page]
                 assert (page in free) == (users[rank, page] == 0)
-        assert books.available >= 0
+        anywhere = sum(books._owed(one) for one in books._requests.values() if one.fixed is None)
+        assert books.available == sum(books.free) - sum(books._fixed) - anywhere >= 0
         assert set(books.requests) == set(self.said)
 
     def teardown(self) -> None:

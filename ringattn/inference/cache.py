@@ -249,7 +249,7 @@ class PagedKVCache:
             CacheFull: As `Pages.place`.
         """
         # of a tensor's numbers each rank would keep its own device's
-        requests, counts = [index(request) for request in requests], [index(count) for count in counts]
+        requests, counts = list(map(index, requests)), list(map(index, counts))
         packed = into is not None and into.pieces is not None
         few = packed or (len(set(counts)) == 1 and 1 <= counts[0] <= MOST_DECODED)
         if mode not in ("auto", "prefill", "decode"):

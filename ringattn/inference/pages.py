@@ -20,6 +20,10 @@ Note [Reservations]
     cover all promises, and all that follows keeps it so: what was accepted always fits.
     A promise is one of pages anywhere, unless requests joined alike: they need pages on the same ranks, and have them
     promised rank by rank.
+    A server asks what is left whenever somebody comes or goes, and keeps a thousand requests that have ended. So promises are
+    summed as they change: when a request comes, opens a page, is cropped or goes. To be forked changes nothing: who wrote the
+    last page goes on writing it. Only a request that may grow and whose last page has other users may be owed less when these
+    leave: such ones, few at a time, are asked.
     To crop is free as long as it gives up pages that nobody else uses. A request that crops into pages it shares gives up
     rows that do not become free: it asks for the difference, and is refused when it is not there.
 
@@ -40,7 +44,7 @@ from __future__ import annotations
 
 from array import array
 from bisect import bisect_left, bisect_right
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from typing import NamedTuple
@@ -96,7 +100,7 @@ class Move(NamedTuple):
     rows: int
 
 
-@dataclass
+@dataclass(slots=True)
 class Table:
     """A request's blocks on one rank, ascending: for reading only.
 
@@ -122,22 +126,20 @@ class Table:
         del self.pages[blocks:], self.starts[blocks:], self.lengths[blocks:]
 
 
-class Look(NamedTuple):
-    """What the books say of a request, for reading only: its length, its first token that is seen, its blocks by rank."""
-
-    length: int
-    first: int
-    tables: list[Table]
-
-
-@dataclass
-class _Request:
-    """What the books say of a request.
+@dataclass(eq=False, slots=True)
+class Request:
+    """What the books say of a request: for reading only.
 
     Attributes:
+        name: What it is called by.
+        promised: Tokens it may grow to.
+        first: Its first token that anybody sees.
+        length: Its tokens.
+        tables: Its blocks by rank.
         stretches: Ranks of its tokens, ascending: (rank, one past the last token).
         fixed: Pages promised on each rank; None: promised anywhere.
-        stayed: (number of a change, tokens that it left in place), both ascending (Note [What stays]).
+        owed: Pages of the sum of promises that are its own (Note [Reservations]).
+        notes: (number of a change, tokens that it left in place), both ascending (Note [What stays]).
     """
 
     name: int
@@ -147,11 +149,19 @@ class _Request:
     tables: list[Table]
     stretches: list[tuple[int, int]] = field(default_factory=list)
     fixed: list[int] | None = None
-    stayed: list[tuple[int, int]] = field(default_factory=list)
+    owed: int = 0
+    notes: list[tuple[int, int]] = field(default_factory=list)
+
+    def stayed(self, change: int) -> int:
+        """As `Pages.stayed`."""
+        if not self.notes or self.notes[-1][0] <= change:
+            return self.length
+        later = bisect_right(self.notes, change, key=lambda note: note[0])
+        return self.notes[later][1]
 
     def note(self, change: int, tokens: int) -> None:
         """Says how many tokens a change has left in place (Note [What stays])."""
-        notes = self.stayed
+        notes = self.notes
         while notes and notes[-1][1] >= tokens:
             notes.pop()
         notes.append((change, tokens))
@@ -204,7 +214,9 @@ class Pages:
             [0] * pages for _ in range(world_size)
         ]  # rows that others than the writer may see, of shared pages
         self._fixed = [0] * world_size  # pages promised on this rank
-        self._requests: dict[int, _Request] = {}
+        self._owed_anywhere = 0  # of requests that no others can change
+        self._asked: dict[int, Request] = {}  # those that others can
+        self._requests: dict[int, Request] = {}
         self._names = count()
 
     @property
@@ -215,8 +227,8 @@ class Pages:
     @property
     def available(self) -> int:
         """Pages of all ranks that are neither used nor promised."""
-        anywhere = (self._owed(one) for one in self._requests.values() if one.fixed is None)
-        return sum(self.free) - sum(self._fixed) - sum(anywhere)
+        free = sum(map(len, self._free))
+        return free - sum(self._fixed) - self._owed_anywhere - sum(map(self._owed, self._asked.values()))
 
     @property
     def requests(self) -> tuple[int, ...]:
@@ -239,10 +251,12 @@ class Pages:
         """A request's blocks on a rank."""
         return self._find(request).tables[rank]
 
-    def look(self, request: int) -> Look:
-        """A request as decoding wants to know it, step by step: its books at once."""
-        one = self._find(request)
-        return Look(one.length, one.first, one.tables)
+    def look(self, requests: Collection[int]) -> list[Request]:
+        """Requests as decoding wants to know them, step by step: their books, and all at once."""
+        try:
+            return list(map(self._requests.__getitem__, requests))
+        except KeyError:
+            return list(map(self._find, requests))
 
     def blocks(self, request: int) -> tuple[Block, ...]:
         """A request's blocks, ascending; they cover its tokens."""
@@ -284,15 +298,11 @@ class Pages:
             >>> books.stayed(request, seen), books.stayed(request, books.changes)
             (6, 9)
         """
-        one = self._find(request)
-        if not one.stayed or one.stayed[-1][0] <= change:
-            return one.length
-        later = bisect_right(one.stayed, change, key=lambda note: note[0])
-        return one.stayed[later][1]
+        return self._find(request).stayed(change)
 
     def are_alike(self, requests: Sequence[int]) -> bool:
         """Whether requests are equally long and have each token on the same rank."""
-        first, *others = map(self._find, requests)
+        first, *others = self.look(requests)
         return all(first.length == other.length and first.stretches == other.stretches for other in others)
 
     def join(self, reserve: int, first: int = 0) -> int:
@@ -311,7 +321,9 @@ class Pages:
         """
         self._check_reserve(reserve, first)
         self._check_room(self._pages_of(reserve), "a request", reserve)
-        return self._admit(reserve, first).name
+        one = self._admit(reserve, first)
+        self._promise(one)
+        return one.name
 
     def join_alike(self, reserve: int, firsts: Sequence[int]) -> list[int]:
         """Lets a batch of requests in, which are given room on the same ranks (Note [Reservations]).
@@ -380,6 +392,7 @@ class Pages:
             if kept and kept.starts[-1] + kept.lengths[-1] > length:
                 kept.lengths[-1] = length - kept.starts[-1]
             self._use(parent, rank, kept, 0, len(kept))
+        self._promise(child)
         return child.name
 
     def crop(self, request: int, length: int, reserve: int | None = None) -> None:
@@ -432,6 +445,7 @@ class Pages:
         one.length, one.promised, one.stretches = length, reserve, stretches
         if one.fixed is not None:
             self._fix(one.fixed, more, freed)
+        self._promise(one)
 
     def leave(self, request: int) -> None:
         """Lets a request go; pages that nobody else uses are free again."""
@@ -441,6 +455,7 @@ class Pages:
             for page in reversed(table.pages):
                 self._drop(one, rank, page)
             self._fixed[rank] -= 0 if one.fixed is None else one.fixed[rank]
+        self._release(one)
         del self._requests[request]
 
     def place(
@@ -464,7 +479,7 @@ class Pages:
                 f"requests must occur once each, with at least one new token, got {list(requests)} and {list(counts)}; "
                 "name each once and give each its number of new tokens"
             )
-        found = [self._find(request) for request in requests]
+        found = self.look(requests)
         for one, new in zip(found, counts, strict=True):
             if one.length + new > one.promised:
                 raise ValueError(
@@ -500,7 +515,7 @@ class Pages:
         Raises:
             ValueError: index is out of range, or the requests are not so.
         """
-        found = [self._find(request) for request in requests]
+        found = self.look(requests)
         if len(index) != len(found) or not all(0 <= i < len(found) for i in index) or len(set(requests)) != len(found):
             raise ValueError(
                 f"index must name one of {len(found)} different requests for each of them, got {list(index)} for "
@@ -543,7 +558,7 @@ class Pages:
                     moves.append(Move(rank, ends[source][1], page, rows))
         return moves
 
-    def _place_alike(self, group: list[_Request], counts: Sequence[int], one_by_one: bool) -> None:
+    def _place_alike(self, group: list[Request], counts: Sequence[int], one_by_one: bool) -> None:
         if len(set(counts)) != 1 or not self.are_alike([one.name for one in group]):
             raise ValueError(
                 f"requests must be equally long, on the same ranks, and get equally many tokens to be placed alike, got "
@@ -580,7 +595,7 @@ class Pages:
             self._append(one, here)
             self._open(one, new - here, dealt)
 
-    def _use(self, one: _Request, rank: int, table: Table, begin: int, end: int) -> None:
+    def _use(self, one: Request, rank: int, table: Table, begin: int, end: int) -> None:
         """Counts one user more of the pages of blocks begin .. end - 1, which are those of a request (Note [Who writes])."""
         users, writer, seen = self._users[rank], self._writer[rank], self._seen[rank]
         for page, rows in zip(table.pages[begin:end], table.lengths[begin:end], strict=True):
@@ -591,7 +606,7 @@ class Pages:
             elif seen[page] < rows:
                 seen[page] = rows
 
-    def _append(self, one: _Request, new: int) -> None:
+    def _append(self, one: Request, new: int) -> None:
         """Adds tokens to the page that a request writes."""
         if not new:
             return
@@ -600,7 +615,7 @@ class Pages:
         one.length += new
         one.stretches[-1] = (rank, stop + new)
 
-    def _open(self, one: _Request, new: int, dealt: Sequence[tuple[int, int]]) -> None:
+    def _open(self, one: Request, new: int, dealt: Sequence[tuple[int, int]]) -> None:
         """Adds tokens in new pages: so many of each rank, in this order."""
         for rank, pages in dealt:
             here = min(new, pages * self.page_size)
@@ -624,6 +639,7 @@ class Pages:
             if one.fixed is not None:
                 one.fixed[rank] -= pages
                 self._fixed[rank] -= pages
+        self._promise(one)
 
     def _deal(self, pages: int, room: Sequence[int], one_by_one: bool) -> list[tuple[int, int]]:
         """The ranks of new pages, in order, as (rank, so many) (Note [Even work])."""
@@ -678,27 +694,49 @@ class Pages:
     def _pages_of(self, tokens: int) -> int:
         return max(0, -(-tokens // self.page_size))
 
-    def _end(self, one: _Request) -> tuple[int, int, int] | None:
+    def _end(self, one: Request) -> tuple[int, int, int] | None:
         """The rank, page and rows of a request's last block."""
         if not one.stretches:
             return None
         rank = one.stretches[-1][0]
         return rank, one.tables[rank].pages[-1], one.tables[rank].lengths[-1]
 
-    def _room(self, one: _Request) -> int:
+    def _room(self, one: Request) -> int:
         """Tokens that a request may add to its last page (Note [Who writes])."""
-        end = self._end(one)
-        return 0 if end is None else self._room_behind(one, *end)
+        if not one.stretches:
+            return 0
+        rank = one.stretches[-1][0]
+        table = one.tables[rank]
+        page, rows = table.pages[-1], table.lengths[-1]
+        return self.page_size - rows if self._users[rank][page] == 1 else self._room_behind(one, rank, page, rows)
 
-    def _room_behind(self, one: _Request, rank: int, page: int, rows: int) -> int:
+    def _room_behind(self, one: Request, rank: int, page: int, rows: int) -> int:
         """What `_room` is when a request's last block is this one."""
         if self._users[rank][page] > 1 and (self._writer[rank][page] != one.name or rows < self._seen[rank][page]):
             return 0
         return self.page_size - rows
 
-    def _owed(self, one: _Request) -> int:
+    def _owed(self, one: Request) -> int:
         """Pages that a request may still open."""
         return self._pages_of(one.promised - one.length - self._room(one))
+
+    def _promise(self, one: Request) -> None:
+        """Sums anew what a request may still open; called when that has changed (Note [Reservations])."""
+        self._release(one)
+        if one.fixed is not None or one.length == one.promised:
+            return
+        end = self._end(one)
+        if end is not None and self._users[end[0]][end[1]] > 1:
+            self._asked[one.name] = one
+            return
+        one.owed = self._owed(one)
+        self._owed_anywhere += one.owed
+
+    def _release(self, one: Request) -> None:
+        """Takes a request out of the sum of promises."""
+        self._owed_anywhere -= one.owed
+        one.owed = 0
+        self._asked.pop(one.name, None)
 
     def _check_reserve(self, reserve: int, first: int) -> None:
         if not 1 <= reserve <= LONGEST or not 0 <= first <= reserve:
@@ -717,13 +755,13 @@ class Pages:
                 "wait until others leave, reserve less, or give the cache more memory"
             )
 
-    def _admit(self, reserve: int, first: int) -> _Request:
+    def _admit(self, reserve: int, first: int) -> Request:
         name = next(self._names)
-        one = _Request(name, reserve, first, 0, [Table() for _ in range(self.world_size)])
+        one = Request(name, reserve, first, 0, [Table() for _ in range(self.world_size)])
         self._requests[name] = one
         return one
 
-    def _drop(self, one: _Request, rank: int, page: int) -> None:
+    def _drop(self, one: Request, rank: int, page: int) -> None:
         users, writer = self._users[rank], self._writer[rank]
         users[page] -= 1
         if writer[page] == one.name:
@@ -731,7 +769,7 @@ class Pages:
         if users[page] == 0:
             self._free[rank].append(page)
 
-    def _find(self, request: int) -> _Request:
+    def _find(self, request: int) -> Request:
         found = self._requests.get(request)
         if found is None:
             raise ValueError(

@@ -27,7 +27,8 @@ Note [Blocks that stay]
     the request that was said there, when, and how long it was. Tokens that have stayed since (Note [What stays] of pages.py)
     and lie in blocks that ended before the last of them are there already. Behind the row's numbers the upload has the other
     blocks and where they go, 20 bytes each, and one kernel puts them there: 416 bytes at most for one new token of each of the
-    eight, whatever their lengths. A request that comes, or moves to another row, brings all its blocks once.
+    eight, whatever their lengths. A request that comes, or moves to another row, brings all its blocks once. Rows of one request
+    (Note [Pieces]) are all brought what any of them lacks.
 
 Note [Pieces]
     A short prompt is a step of decoding, too: every rank computes all of its rows, attends over the keys that it keeps, and one
@@ -44,13 +45,14 @@ from array import array
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from functools import cached_property
+from itertools import accumulate, chain, repeat
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
 from torch import Tensor
 
-from ringattn.inference.pages import Pages, Stretch, Table
+from ringattn.inference.pages import Pages, Request, Stretch, Table
 from ringattn.kernels.decode import PageTable
 from ringattn.layout import Run, Shard
 from ringattn.sharding import Sharding
@@ -64,6 +66,7 @@ _WORD = 4  # bytes of an int32
 _LINE = 8  # words: 32 bytes, which is what kernels may be told of a pointer
 Mask = tuple[bool, tuple[int | None, int | None] | None, int | None]
 """causal, window and chunk_len."""
+_Known = TypeVar("_Known")
 
 
 @dataclass(eq=False)
@@ -202,6 +205,7 @@ class StaticStep(Step):
 
     max_tokens: int
     max_blocks: int
+    _places: _Places
     _inbox: Tensor
     _blocks: Tensor  # `3 words`: pages, starts and lengths, `batch max_blocks` each
     _shown: list[
@@ -231,7 +235,8 @@ class StaticStep(Step):
         found = places.view(inbox, places.table(blocks, max_blocks), shape)
         step = cls(cache, "decode", (), (), (), (), *shape, **found, last_rows=(), pieces=pieces)
         step.max_tokens, step.max_blocks = max_tokens, max_blocks
-        step._inbox, step._blocks, step._shown, step._found, step._fresh = inbox, blocks, [None] * batch, {}, set()
+        step._places, step._inbox, step._blocks = places, inbox, blocks
+        step._shown, step._found, step._fresh = [None] * batch, {}, set()
         step.slots.fill_(-1)
         return step
 
@@ -249,37 +254,42 @@ class StaticStep(Step):
                 f"a static step must be given at most {batch} requests with {new} new tokens each, got "
                 f"{len(requests)} with {list(counts)}; make one of another shape, or extend without into"
             )
-        for request, count in zip(requests, counts, strict=False):
-            seen = books.look(request)
-            length = seen.length + count
-            most = max(len(table.pages) for table in seen.tables) - (-count // books.page_size)
+        found = books.look(requests)
+        most = max(counts, default=0)
+        longest = max([one.length for one in found], default=0) + most
+        # a block has a token at least, so most requests need not be counted
+        few = longest <= self.max_blocks or most_blocks(books, requests, most) <= self.max_blocks
+        if few and longest <= self.max_tokens:
+            return
+        for one, count in zip(found, counts, strict=False):
+            length, most = one.length + count, most_blocks(books, [one.name], count)
             if length > self.max_tokens or most > self.max_blocks:
                 raise ValueError(
                     f"a static step must be given requests of at most {self.max_tokens} tokens in {self.max_blocks} "
-                    f"blocks of each rank, got request {request} with {length} in up to {most}; make one with more "
+                    f"blocks of each rank, got request {one.name} with {length} in up to {most}; make one with more "
                     "max_tokens or max_blocks, or extend without into"
                 )
 
     def refill(self, requests: Sequence[int], counts: Sequence[int]) -> None:
         """Says the next tokens, for which room was made, in place."""
-        cache, books, (batch, new) = self.cache, self.cache.pages, self.tiles
+        books, new = self.cache.pages, self.tiles[1]
+        here = books.look(requests)
         self.requests, self.counts = tuple(requests), tuple(counts)
-        lines = _lines_of(books, requests, counts, cache.ring.rank, new)
-        owners = {line.request: line for line in lines}
-        self.lengths = tuple(owners[request].length for request in requests)
-        self.firsts = tuple(owners[request].first for request in requests)
-        ends = list(accumulate(-(-count // new) for count in counts))
-        lasts = [(end - 1) * new + (count - 1) % new for end, count in zip(ends, counts, strict=True)]
-        self.last_rows = tuple((0, last) if self.pieces is not None else divmod(last, new) for last in lasts)
+        self.lengths, self.firsts = tuple([one.length for one in here]), tuple([one.first for one in here])
+        if self.pieces is None:
+            self.last_rows = tuple([(row, new - 1) for row in range(len(here))])
+        else:
+            ends = accumulate(-(-count // new) for count in counts)
+            self.last_rows = tuple(
+                (0, (end - 1) * new + (count - 1) % new) for end, count in zip(ends, counts, strict=True)
+            )
         self.known, self.met = books.changes, False
-        begins = [self._kept(row, line.request, line.table) for row, line in enumerate(lines)]
-        places = _Places(batch, new)
-        data, count = places.fill_changes(books.page_size, lines, begins, self.max_blocks)
-        _upload(data, self._inbox)
-        if count:
-            self._blocks.index_copy_(1, *places.changes(self._inbox, count))
-        for row, line in enumerate(lines):
-            self._shown[row] = line.request, books.changes, line.length
+        lines = _Lines.of(here, counts, self.cache.ring.rank, new)
+        at, blocks = self._missing(lines)
+        _upload(self._places.fill_changes(books.page_size, lines, at, blocks), self._inbox)
+        if at:
+            self._blocks.index_copy_(1, *self._places.changes(self._inbox, len(at)))
+        self._shown[: sum(lines.rows)] = lines.spread([(one.name, books.changes, one.length) for one in here])
         for mask, found in self._found.items():
             self._find_bounds(mask, *found)
         self._fresh = set(self._found)
@@ -298,15 +308,28 @@ class StaticStep(Step):
             at += -(-len(part) // new) * new
         return found.view(self.batch, self.rows)
 
-    def _kept(self, row: int, request: int, table: Table) -> int:
-        """The first blocks of a request that the row has already (Note [Blocks that stay])."""
-        shown, books = self._shown[row], self.cache.pages
-        if shown is None or shown[0] != request:
-            return 0
-        stayed = min(shown[2], books.stayed(request, shown[1]))
-        blocks = bisect_left(table.starts, stayed)
-        # the block that ends with them may have been longer, or shorter
-        return blocks - (blocks > 0 and table.starts[blocks - 1] + table.lengths[blocks - 1] >= stayed)
+    def _missing(self, lines: _Lines) -> tuple[array[int], tuple[array[int], array[int], array[int]]]:
+        """Blocks that rows do not have yet: their places among all blocks, and their pages, starts and lengths."""
+        at, pages, starts, lengths = array("q"), array("i"), array("i"), array("i")
+        row, columns = 0, self.max_blocks
+        for one, table, rows in zip(lines.requests, lines.tables, lines.rows, strict=True):
+            begin, there = _kept(one, table, self._shown[row]), len(table.pages)
+            if rows > 1 and begin:
+                begin = min(_kept(one, table, shown) for shown in self._shown[row : row + rows])
+            if begin + 1 == there and rows == 1:
+                # the block that a token was added to
+                at.append(row * columns + begin)
+                pages.append(table.pages[begin])
+                starts.append(table.starts[begin])
+                lengths.append(table.lengths[begin])
+            elif begin < there:
+                for x in range(row, row + rows):
+                    at.extend(range(x * columns + begin, x * columns + there))
+                pages += table.pages[begin:] * rows
+                starts += table.starts[begin:] * rows
+                lengths += table.lengths[begin:] * rows
+            row += rows
+        return at, (pages, starts, lengths)
 
     def bounds(
         self, causal: bool, window: tuple[int | None, int | None] | None, chunk_len: int | None = None
@@ -330,42 +353,79 @@ class StaticStep(Step):
 
 def most_blocks(books: Pages, requests: Sequence[int], new: int) -> int:
     """Blocks that one of some requests may have on one rank when each has got `new` more tokens; the same on every rank."""
-    held = max((len(table.pages) for request in requests for table in books.look(request).tables), default=0)
+    held = max([len(table.pages) for one in books.look(requests) for table in one.tables], default=0)
     return held + -(-new // books.page_size)
 
 
-class _Line(NamedTuple):
-    """A row of a decode step's table, and the new tokens before .. before + new - 1 of its request that belong to it.
+def _kept(one: Request, table: Table, shown: tuple[int, int, int] | None) -> int:
+    """The first blocks of a request on this rank that a row which has shown so much has (Note [Blocks that stay])."""
+    if shown is None or shown[0] != one.name:
+        return 0
+    _, change, stayed = shown
+    if one.notes:
+        stayed = min(stayed, one.stayed(change))
+    starts = table.starts
+    blocks = len(starts)
+    if blocks and starts[-1] >= stayed:
+        blocks = bisect_left(starts, stayed)
+    # the block that ends with them may have been longer, or shorter
+    return blocks - (blocks > 0 and starts[blocks - 1] + table.lengths[blocks - 1] >= stayed)
+
+
+@dataclass(frozen=True, slots=True)
+class _Lines:
+    """New tokens of requests, in rows of so many tokens; each request begins in a row of its own.
 
     Attributes:
-        request: Whose.
-        table: Its blocks on this rank.
-        before: See above.
-        new: Likewise.
-        length: Tokens of the request.
-        first: The first one that is seen.
+        requests: Whose they are.
+        tables: Of each its blocks on this rank.
+        counts: Of each how many tokens.
+        rows: Of each how many rows.
+        new: Tokens of a row.
     """
 
-    request: int
-    table: Table
-    before: int
+    requests: list[Request]
+    tables: list[Table]
+    counts: Sequence[int]
+    rows: list[int]
     new: int
-    length: int
-    first: int
+
+    @classmethod
+    def of(cls, requests: list[Request], counts: Sequence[int], rank: int, new: int) -> _Lines:
+        """The rows of tokens that were placed."""
+        return cls(
+            requests, [one.tables[rank] for one in requests], counts, [-(-count // new) for count in counts], new
+        )
+
+    def befores(self) -> list[int]:
+        """The first token of every row."""
+        begins = [one.length - count for one, count in zip(self.requests, self.counts, strict=True)]
+        if max(self.rows) == 1:
+            return begins
+        ends = [one.length for one in self.requests]
+        return list(chain.from_iterable(map(range, begins, ends, repeat(self.new))))
+
+    def spread(self, known: list[_Known]) -> list[_Known]:
+        """What is known of each request, for every row."""
+        if max(self.rows) == 1:
+            return known
+        return list(chain.from_iterable(map(repeat, known, self.rows)))
 
 
-def _lines_of(books: Pages, requests: Sequence[int], counts: Sequence[int], rank: int, new: int) -> list[_Line]:
-    """The rows of a table for new tokens that were placed, `new` of them at most in each."""
-    lines = []
-    for request, count in zip(requests, counts, strict=True):
-        length, first, tables = books.look(request)
-        table = tables[rank]
-        for before in range(length - count, length, new):
-            lines.append(_Line(request, table, before, min(new, length - before), length, first))
-    return lines
+def _slots(table: Table, page_size: int, before: int, count: int) -> array[int]:
+    """Where a request's last tokens are kept on this rank, from `before` on: page * page_size + row; -1: on another one."""
+    found = array("q", (-1,)) * count
+    for page, start, length in zip(*map(reversed, (table.pages, table.starts, table.lengths)), strict=True):
+        if start + length <= before:
+            break
+        begin = max(start, before)
+        slot = page * page_size + begin - start
+        found[begin - before : start + length - before] = array("q", range(slot, slot + start + length - begin))
+    return found
 
 
-class _Places(NamedTuple):
+@dataclass(frozen=True)
+class _Places:
     """Where the integers of a decode step are in its one upload (Note [One upload]); in words of 4 bytes."""
 
     batch: int
@@ -388,7 +448,7 @@ class _Places(NamedTuple):
         """Rows of the step."""
         return self.batch * self.new
 
-    @property
+    @cached_property
     def begins(self) -> tuple[int, ...]:
         """Where positions, slots, positions32, starts, ends, counts and blocks begin."""
         long, short = _lines(2 * self.rows), _lines(self.rows)
@@ -419,13 +479,12 @@ class _Places(NamedTuple):
         at = begin + _lines(2 * count)
         return x[begin : begin + 2 * count].view(torch.int64), x[at : at + 3 * count].view(3, count)
 
-    def fill(self, page_size: int, lines: Sequence[_Line], columns: int) -> bytearray:
+    def fill(self, page_size: int, lines: _Lines, columns: int) -> bytearray:
         """The upload of a step with so many columns of blocks."""
         data = bytearray(_WORD * self.words(columns))
         ints = self._fill_rows(data, page_size, lines)
         width = self.table_words(columns)
-        for i, line in enumerate(lines):
-            table = line.table
+        for i, table in enumerate(lines.tables):
             begin, blocks = self.begins[-1] + i * columns, len(table)
             ints[begin : begin + blocks] = table.pages
             ints[begin + width : begin + width + blocks] = table.starts
@@ -433,56 +492,52 @@ class _Places(NamedTuple):
         return data
 
     def fill_changes(
-        self, page_size: int, lines: Sequence[_Line], begins: Sequence[int], columns: int
-    ) -> tuple[bytearray, int]:
-        """The upload of a step whose first blocks of each line, `begins` many, are there; and how many others it has."""
-        at, blocks = array("q"), [array("i"), array("i"), array("i")]
-        pages, starts, lengths = blocks
-        for i, (line, begin) in enumerate(zip(lines, begins, strict=True)):
-            table = line.table
-            there = len(table.pages)
-            if begin + 1 == there:
-                # the block that a token was added to
-                at.append(i * columns + begin)
-                pages.append(table.pages[begin])
-                starts.append(table.starts[begin])
-                lengths.append(table.lengths[begin])
-            elif begin < there:
-                at.extend(range(i * columns + begin, i * columns + there))
-                for x, y in zip(blocks, (table.pages, table.starts, table.lengths), strict=True):
-                    x += y[begin:]
+        self, page_size: int, lines: _Lines, at: array[int], blocks: tuple[array[int], array[int], array[int]]
+    ) -> bytearray:
+        """The upload of a step of which some blocks have changed: their places among all, and their pages, starts, lengths."""
         count = len(at)
         data = bytearray(_WORD * self.words_of_changes(count))
         ints = self._fill_rows(data, page_size, lines)
-        places = self.begins[-1]
-        memoryview(data).cast("q")[places // 2 : places // 2 + count] = at
-        place = places + _lines(2 * count)
+        place = self.begins[-1]
+        memoryview(data).cast("q")[place // 2 : place // 2 + count] = at
+        place += _lines(2 * count)
         for x in blocks:
             ints[place : place + count] = x
             place += count
-        return data, count
+        return data
 
-    def _fill_rows(self, data: bytearray, page_size: int, lines: Sequence[_Line]) -> memoryview:
+    def _fill_rows(self, data: bytearray, page_size: int, lines: _Lines) -> memoryview:
         """All of an upload but the blocks: rows that hold no token see nothing and are kept nowhere."""
-        new, rows = self.new, self.rows
+        new, befores = self.new, lines.befores()
         ints, longs = memoryview(data).cast("i"), memoryview(data).cast("q")
-        _, at_slots, here, starts, ends, at_counts, _ = self.begins
-        at_slots //= 2
-        longs[at_slots : at_slots + rows] = array("q", (-1,)) * rows
-        for i, (_, table, before, some, length, first) in enumerate(lines):
-            row, stop = i * new, before + some
-            for x in range(some):
-                longs[row + x] = ints[here + row + x] = before + x
-                ints[starts + row + x] = first
-                ints[ends + row + x] = length
-            ints[at_counts + i] = len(table.pages)
-            for block in range(bisect_left(table.starts, stop) - 1, -1, -1):
-                start = table.starts[block]
-                end = min(stop, start + table.lengths[block])
-                if end <= before:
-                    break
-                for token in range(max(start, before), end):
-                    longs[at_slots + row + token - before] = table.pages[block] * page_size + token - start
+        _, slots, here, starts, ends, counts, _ = self.begins
+        slots, stop = slots // 2, len(befores) * new
+        firsts = array("i", lines.spread([one.first for one in lines.requests]))
+        lengths = array("i", lines.spread([one.length for one in lines.requests]))
+        for x in range(new):
+            # token x of every row at once
+            positions = [before + x for before in befores]
+            longs[x:stop:new] = array("q", positions)
+            ints[here + x : here + stop : new] = array("i", positions)
+            ints[starts + x : starts + stop : new] = firsts
+            ints[ends + x : ends + stop : new] = lengths
+        ints[counts : counts + len(befores)] = array("i", lines.spread([len(table.pages) for table in lines.tables]))
+        longs[slots : slots + self.rows] = array("q", (-1,)) * self.rows
+        stop = 0
+        for one, table, count, rows in zip(lines.requests, lines.tables, lines.counts, lines.rows, strict=True):
+            at, stop, before = stop, stop + rows * new, one.length - count
+            if at + count < stop:
+                # the last row has fewer tokens
+                nothing = array("i", (0,)) * (stop - at - count)
+                longs[at + count : stop] = array("q", nothing)
+                for field in (here, starts, ends):
+                    ints[field + at + count : field + stop] = nothing
+            if not table.starts or table.starts[-1] + table.lengths[-1] <= before:
+                continue  # its new tokens are on other ranks
+            if count == 1:
+                longs[slots + at] = table.pages[-1] * page_size + before - table.starts[-1]
+            else:
+                longs[slots + at : slots + at + count] = _slots(table, page_size, before, count)
         return ints
 
 
@@ -508,9 +563,9 @@ def make_step(
     common = (cache, mode, tuple(requests), tuple(counts), lengths, firsts)
     if mode == "decode":
         places = _Places(len(requests), counts[0])
-        lines = _lines_of(books, requests, counts, cache.ring.rank, places.new)
+        lines = _Lines.of(books.look(requests), counts, cache.ring.rank, places.new)
         # a kernel wants one column at least
-        columns = max(1, *(len(line.table) for line in lines))
+        columns = max(1, *map(len, lines.tables))
         words = _uploaded(places.fill(books.page_size, lines, columns), cache.device)
         last = tuple((i, counts[0] - 1) for i in range(len(requests)))
         found = places.view(words, places.table(words[places.words(0) :], columns), (places.batch, places.new))
