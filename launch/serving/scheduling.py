@@ -40,7 +40,7 @@ from collections import OrderedDict, deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 from ringattn.inference.pages import Pages
 from ringattn.inference.step import MOST_DECODED as PIECE
@@ -150,8 +150,7 @@ class Job:
         return len(self.tokens) + self.coming < self.reserve
 
 
-@dataclass(frozen=True)
-class Event:
+class Event(NamedTuple):
     """What happened to a job.
 
     Attributes:
@@ -365,8 +364,14 @@ class Scheduler:
         may be planned in between (Note [Steps ahead]).
         """
         self._admit()
-        prompts = [job for job in self.running.values() if not job.prefilled]
-        answers = [job for job in self.running.values() if job.prefilled and job.goes_on]
+        prompts: list[Job] = []
+        answers: list[Job] = []
+        for job in self.running.values():
+            prompt = len(job.prompt)
+            if job.done < prompt:
+                prompts.append(job)
+            elif len(job.tokens) + job.coming < prompt + job.max_tokens:
+                answers.append(job)
         plan = Plan(changes=self._changes)
         self._changes = []
         short, long = self._by_length(prompts)
@@ -375,8 +380,8 @@ class Scheduler:
             self._decoded = True
             plan.decodes, plan.mixed = not along, bool(along)
             self._packed = self._packed or plan.mixed
-            shares = [*((job, 1) for job in answers), *along]
-            plan.answers = len(answers)
+            self._bring_answers(plan, answers)
+            shares = along
             self.decode_tokens += len(answers)
             self.prefill_tokens += sum(share for _, share in along)
         elif prompts:
@@ -397,10 +402,9 @@ class Scheduler:
             plan.requests.append(job.request)
             plan.counts.append(share)
             plan.jobs.append(job)
-            known = job.tokens[job.done : job.done + share]
-            plan.tokens += known or [0]
+            plan.tokens += job.tokens[job.done : job.done + share]
             if plan.answers:
-                plan.carried += [-1] * len(known) or [job.place]
+                plan.carried += [-1] * share
             job.done += share
             if job.prefilled:
                 job.coming, job.place = job.coming + 1, len(plan.wanted)
@@ -408,6 +412,20 @@ class Scheduler:
         if max(plan.carried, default=-1) < 0:
             plan.carried = []
         return plan
+
+    def _bring_answers(self, plan: Plan, answers: list[Job]) -> None:
+        """Begins a step with the next token of each answer."""
+        plan.answers, plan.jobs = len(answers), list(answers)
+        plan.requests = [job.request for job in answers]
+        plan.counts = [1] * len(answers)
+        plan.wanted = list(range(len(answers)))
+        for place, job in enumerate(answers):
+            known = job.done < len(job.tokens)
+            plan.tokens.append(job.tokens[job.done] if known else 0)
+            plan.carried.append(-1 if known else job.place)
+            job.done += 1
+            job.coming += 1
+            job.place = place
 
     @property
     def long_next(self) -> bool:
@@ -431,7 +449,7 @@ class Scheduler:
             What happened, in the order of the plan.
         """
         events = []
-        for job in (plan.jobs[place] for place in plan.wanted):
+        for job in [plan.jobs[place] for place in plan.wanted]:
             if job.name not in self.running:
                 continue
             job.coming -= 1
@@ -451,9 +469,9 @@ class Scheduler:
             else:
                 shown = token
                 job.tokens.append(token)
-                if len(job.tokens) >= job.reserve:
+                if len(job.tokens) >= len(job.prompt) + job.max_tokens:
                     finish = "length"
-            events.append(Event(job.name, shown, finish, shared=job.shared, details=None if shown is None else details))
+            events.append(Event(job.name, shown, finish, None, job.shared, None if shown is None else details))
             if finish:
                 self._leave(job, keep=True)
         if self.keep:

@@ -422,8 +422,7 @@ class Decoding:
         ]
         recorded = min(found, key=lambda one: one.step.tiles[0], default=None)
         books = self._cache.pages
-        needed = (most_blocks(books, [one], new) for one, new in zip(requests, counts, strict=True))
-        if recorded is None or max(needed) > recorded.step.max_blocks:
+        if recorded is None or most_blocks(books, requests, max(counts)) > recorded.step.max_blocks:
             return None
         self._check_ring()
         step = recorded.step
