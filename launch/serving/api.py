@@ -15,10 +15,11 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, NoReturn
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic_core import to_json
 
 from ringattn.launch.serving.sampling import Logprob, Sampling
 from ringattn.launch.serving.scheduling import Event
-from ringattn.launch.serving.text import Pieces, Stops, Tokenizer
+from ringattn.launch.serving.text import Pieces, Stops, Tokenizer, text_alone
 
 MOST_CHOICES = 128
 MOST_STOPS = 16
@@ -272,7 +273,7 @@ class Choice:
 
     Attributes:
         finish: Why it has ended; None while it has not.
-        text: All of it so far.
+        length: Characters of its text so far.
         shared: How many of its prompt's were in the cache.
         ids: Its tokens.
         logprobs: Of its tokens: (token, its text, what the model thought, where it begins in the text).
@@ -284,7 +285,7 @@ class Choice:
     stops: Sequence[str]
     echo: str = ""
     finish: str | None = None
-    text: str = ""
+    length: int = 0
     shared: int = 0
     ids: list[int] = field(default_factory=list)
     logprobs: list[tuple[int, Logprob, int]] = field(default_factory=list)
@@ -292,20 +293,35 @@ class Choice:
     def __post_init__(self) -> None:
         self._pieces = Pieces(self.tokenizer.decode, self.prompt)
         self._stops = Stops(self.stops)
+        self._texts: list[str] = []
+
+    @property
+    def text(self) -> str:
+        """All of it so far."""
+        return "".join(self._texts)
 
     def push(self, event: Event) -> str:
-        """What an event adds to the text."""
+        """What an event adds to the text.
+
+        Raises:
+            Refused: The event is a failure.
+        """
+        if event.failure is not None:
+            status, message = event.failure
+            raise Refused(status, message, code="unavailable" if status == 503 else None)
         self.shared = event.shared
         piece = ""
         if event.token is not None:
             self.ids.append(event.token)
-            if isinstance(event.details, Logprob):
-                self.logprobs.append((event.token, event.details, len(self.text)))
+            if event.details is not None:
+                self.logprobs.append((event.token, event.details, self.length))
             piece = self._stops.push(self._pieces.push(event.token))
         if event.finish is not None:
             piece += self._stops.push(self._pieces.rest())
             piece += self._stops.rest()
-        self.text += piece
+        if piece:
+            self._texts.append(piece)
+            self.length += len(piece)
         if self._stops.found:
             self.finish = "stop"
         elif event.finish is not None:
@@ -326,8 +342,13 @@ def usage(prompts: Sequence[Sequence[int]], choices: Sequence[Choice]) -> dict[s
     }
 
 
+def line(chunk: dict[str, Any]) -> bytes:
+    """An object as a stream sends it."""
+    return b"data: " + to_json(chunk) + b"\n\n"
+
+
 class Writer:
-    """The objects of one answer.
+    """The objects of one answer, and the lines of a stream.
 
     Args:
         chat: Whether it answers a chat.
@@ -340,9 +361,11 @@ class Writer:
     def __init__(
         self, chat: bool, model: str, tokenizer: Tokenizer, with_usage: bool = False, with_ids: bool = False
     ) -> None:
-        self._chat, self._tokenizer, self._with_usage, self._with_ids = chat, tokenizer, with_usage, with_ids
+        self._chat, self._with_usage, self._with_ids = chat, with_usage, with_ids
+        self._decode = tokenizer.decode
         name = ("chatcmpl-" if chat else "cmpl-") + uuid.uuid4().hex
         self._common = {"id": name, "created": int(time.time()), "model": model}
+        self._forms: dict[int, tuple[bytes, ...]] = {}
 
     def whole(self, prompts: Sequence[Sequence[int]], choices: Sequence[Choice]) -> dict[str, Any]:
         """The answer at once."""
@@ -359,26 +382,41 @@ class Writer:
         kind = "chat.completion" if self._chat else "text_completion"
         return {**self._common, "object": kind, "choices": made, "usage": usage(prompts, choices)}
 
-    def opening(self, choice: Choice) -> dict[str, Any] | None:
-        """The first chunk of a choice, before any token; None for none."""
+    def opening(self, choice: Choice) -> bytes:
+        """The first line of a choice, before any token; may be none."""
         if self._chat:
-            return self._chunk(choice.index, {"delta": {"role": "assistant", "content": ""}}, None, None)
-        return self._chunk(choice.index, {"text": choice.echo}, None, None) if choice.echo else None
+            return line(self._chunk(choice.index, {"delta": {"role": "assistant", "content": ""}}, None, None))
+        return line(self._chunk(choice.index, {"text": choice.echo}, None, None)) if choice.echo else b""
 
-    def piece(self, choice: Choice, text: str, said: int) -> dict[str, Any]:
-        """A chunk with some text; of the answer's tokens `said` have been sent before."""
-        body: dict[str, Any] = {"delta": {"content": text}} if self._chat else {"text": text}
-        body |= {"token_ids": choice.ids[said:]} if self._with_ids else {}
-        return self._chunk(choice.index, body, self._logprobs(choice, said), None)
+    def piece(self, choice: Choice, text: str, said: int) -> bytes:
+        """A line with some text; of the answer's tokens `said` have been sent before."""
+        form = self._forms.get(choice.index) or self._form(choice.index)
+        ids = to_json(choice.ids[said:]) if self._with_ids else b""
+        logprobs = to_json(self._logprobs(choice, said)) if choice.logprobs else b"null"
+        return form[0] + to_json(text) + form[1] + ids + form[2] + logprobs + form[3]
 
-    def closing(self, choice: Choice) -> dict[str, Any]:
-        """The last chunk of a choice."""
+    def closing(self, choice: Choice) -> bytes:
+        """The last line of a choice."""
         body: dict[str, Any] = {"delta": {}} if self._chat else {"text": ""}
-        return self._chunk(choice.index, body, None, choice.finish)
+        return line(self._chunk(choice.index, body, None, choice.finish))
 
-    def usage(self, prompts: Sequence[Sequence[int]], choices: Sequence[Choice]) -> dict[str, Any]:
-        """The chunk with the usage, after all choices."""
-        return {**self._common, "object": self._kind, "choices": [], "usage": usage(prompts, choices)}
+    def usage(self, prompts: Sequence[Sequence[int]], choices: Sequence[Choice]) -> bytes:
+        """The line with the usage, after all choices."""
+        chunk = {**self._common, "object": self._kind, "choices": [], "usage": usage(prompts, choices)}
+        return line(chunk)
+
+    def _form(self, index: int) -> tuple[bytes, ...]:
+        """What stands before, between and after the text, the tokens and the logprobs in all pieces of a choice."""
+        text, ids, logprobs = marks = [f"{self._common['id']} {x}" for x in range(3)]
+        body: dict[str, Any] = {"delta": {"content": text}} if self._chat else {"text": text}
+        body |= {"token_ids": ids} if self._with_ids else {}
+        rest, form = line(self._chunk(index, body, logprobs, None)), []
+        for mark in marks:
+            before, found, after = rest.partition(to_json(mark))
+            form.append(before if found else b"")
+            rest = after if found else before
+        self._forms[index] = (*form, rest)
+        return self._forms[index]
 
     @property
     def _kind(self) -> str:
@@ -411,7 +449,46 @@ class Writer:
         return {"token": text, "logprob": _number(logprob), "bytes": list(text.encode())}
 
     def _text(self, token: int) -> str:
-        return self._tokenizer.decode([token])
+        return text_alone(self._decode, token)
+
+
+class Lines:
+    """The lines that events make of choices, until they are taken: all that follow, where a client does not read.
+
+    Args:
+        writer: Of the answer.
+        choices: In the order of their places.
+        with_ids: Whether a token without text has a line too.
+    """
+
+    def __init__(self, writer: Writer, choices: Sequence[Choice], with_ids: bool) -> None:
+        self._writer, self._choices, self._with_ids = writer, choices, with_ids
+        self._opened: set[int] = set()
+        self._lines: list[bytes] = []
+
+    def push(self, place: int, event: Event) -> bool:
+        """Takes what happened to a choice; returns whether it has ended.
+
+        Raises:
+            Refused: The event is a failure.
+        """
+        choice = self._choices[place]
+        said = len(choice.ids)
+        piece = choice.push(event)
+        if place not in self._opened:
+            self._opened.add(place)
+            self._lines += filter(None, [self._writer.opening(choice)])
+        if piece or (len(choice.ids) > said and (self._with_ids or choice.logprobs)):
+            self._lines.append(self._writer.piece(choice, piece, said))
+        if choice.finish is None:
+            return False
+        self._lines.append(self._writer.closing(choice))
+        return True
+
+    def take(self) -> bytes:
+        """Those that have been made since the last call."""
+        lines, self._lines = self._lines, []
+        return lines[0] if len(lines) == 1 else b"".join(lines)
 
 
 def _number(logprob: float) -> float:

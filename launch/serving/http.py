@@ -24,7 +24,6 @@ from typing import Any
 import uvicorn
 from fastapi import FastAPI, Request
 from fastapi.responses import HTMLResponse, JSONResponse, Response
-from pydantic_core import to_json
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -35,9 +34,11 @@ from ringattn.launch.serving.api import (
     Chat,
     Choice,
     Completion,
+    Lines,
     Refused,
     Writer,
     ascii_only,
+    line,
     read_body,
 )
 from ringattn.launch.serving.config import Limits
@@ -361,55 +362,41 @@ def make_app(
         with_ids = bool(body.return_token_ids)
         writer = Writer(kind is Chat, model, tokenizer, with_usage, with_ids)
 
+        def push(place: int, event: Event) -> bool:
+            choices[place].push(event)
+            return choices[place].finish is not None
+
         async def whole(scope: Scope, receive: Receive, send: Send) -> None:
-            with Answers(desk, metrics, asked.names, asked.packed) as answers:
-                async for place, event in answers:
-                    _push(answers, choices[place], place, event)
+            with Answers(desk, metrics, asked.names, asked.packed, push) as answers:
+                await answers.all()
             await JSONResponse(writer.whole(prompts, choices))(scope, receive, send)
 
         async def streamed(_: Scope, __: Receive, send: Send) -> None:
-            started = False
+            started, lines = False, Lines(writer, choices, with_ids)
 
-            async def say(*chunks: dict[str, Any]) -> None:
+            async def say(data: bytes, more: bool = True) -> None:
                 nonlocal started
                 if not started:
                     # only now, so that whatever fails before any token still has a status of its own
                     started = True
                     headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
                     await send({"type": "http.response.start", "status": 200, "headers": headers})
-                lines = b"".join(b"data: " + to_json(chunk) + b"\n\n" for chunk in chunks)
-                await send({"type": "http.response.body", "body": lines, "more_body": True})
+                await send({"type": "http.response.body", "body": data, "more_body": more})
 
-            with Answers(desk, metrics, asked.names, asked.packed) as answers:
-                opened: set[int] = set()
-                chunks: list[dict[str, Any]] = []
+            with Answers(desk, metrics, asked.names, asked.packed, lines.push) as answers:
                 try:
-                    async for place, event in answers:
-                        choice = choices[place]
-                        said = len(choice.ids)
-                        piece = _push(answers, choice, place, event)
-                        if place not in opened:
-                            opened.add(place)
-                            chunks += filter(None, [writer.opening(choice)])
-                        if piece or (len(choice.ids) > said and (choice.logprobs or with_ids)):
-                            chunks.append(writer.piece(choice, piece, said))
-                        if choice.finish is not None:
-                            chunks.append(writer.closing(choice))
-                        # what has come at once leaves at once: a write costs more than a chunk
-                        if chunks and not answers.more:
-                            await say(*chunks)
-                            chunks = []
+                    while await answers.some():
+                        if data := lines.take():
+                            await say(data)
                 except Refused as error:
-                    if not (started or chunks):
+                    data = lines.take()
+                    if not (started or data):
                         raise
-                    await say(*chunks, error.body())
-                    await send({"type": "http.response.body", "body": b""})
+                    await say(data + line(error.body()), more=False)
                     return
-            if with_usage:
-                chunks.append(writer.usage(prompts, choices))
-            if chunks:
-                await say(*chunks)
-            await send({"type": "http.response.body", "body": b"data: [DONE]\n\n"})
+            # the last lines leave with the end: a write costs more than a line
+            ending = writer.usage(prompts, choices) if with_usage else b""
+            await say(lines.take() + ending + b"data: [DONE]\n\n", more=False)
 
         return Answering(streamed if body.stream else whole)
 
@@ -423,21 +410,6 @@ def make_app(
 
     paths = ("/", "/health", "/metrics", "/state", "/v1/models", "/v1/completions", "/v1/chat/completions")
     return Guard(app, key, hosts, metrics, paths)
-
-
-def _push(answers: Answers, choice: Choice, place: int, event: Event) -> str:
-    """Takes an event into its answer, and ends the job when a stop string has come.
-
-    Raises:
-        Refused: The event is a failure.
-    """
-    if event.failure is not None:
-        status, message = event.failure
-        raise Refused(status, message, code="unavailable" if status == 503 else None)
-    piece = choice.push(event)
-    if choice.finish is not None:
-        answers.stop(place)
-    return piece
 
 
 def read_page() -> tuple[str, str]:

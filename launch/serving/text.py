@@ -2,11 +2,18 @@
 
 Owns tokenizers as the server calls them, the pieces of text that a stream of tokens gives, and where a stop string ends them.
 Refuses to know requests and HTTP.
+
+Note [Text of one more token]
+    Where the text so far is whole, what a token adds is the text of it and the token before, less the text of that one alone. Both
+    are remembered, for most pairs of a language come again and again: a token then costs one look-up. Where one of the two texts
+    does not say enough (bytes that are no text yet, a token without text, a text that changes when something follows) the
+    tokenizer is asked for the text of the last few tokens instead, until the text is whole again.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -16,8 +23,19 @@ REPLACEMENT = "\ufffd"
 FEW = 8
 """Tokens of the prompt before an answer: some tokenizers write a token's text by what stands before it."""
 
+MOST_BEGUN = 3
+"""Bytes, and so tokens, of a character that has begun and not ended."""
+
+MOST_KEPT = FEW + MOST_BEGUN
+"""Of the tokens before: the last few, and those that may have begun a character of which these have the end."""
+
 LONGEST_DOUBT = 64
 """Tokens after which text that never becomes valid is given as it is."""
+
+MOST_TEXTS = 2**16
+"""Texts of tokens, and of pairs of them, that are remembered; 2**16 pairs take about 15 MiB."""
+
+Decode = Callable[[Sequence[int]], str]
 
 Message = dict[str, str]
 
@@ -96,6 +114,7 @@ class Pretrained:
         own = self.inner.eos_token_id
         self.stops = stops | ({own} if isinstance(own, int) else frozenset())
         self.vocab_size = vocab_size
+        self._plain = _plain_tokenizer(self.inner)
 
     def encode(self, text: str) -> list[int]:
         """The tokens of a prompt, with what the tokenizer puts in front."""
@@ -119,11 +138,22 @@ class Pretrained:
 
     def decode(self, tokens: Sequence[int]) -> str:
         """The text of tokens."""
+        if self._plain is not None:
+            return self._plain.decode(list(tokens), skip_special_tokens=True)
         return self.inner.decode(list(tokens), skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
     def recipe(self) -> dict[str, Any]:
         """Its folder, and what the model says."""
         return self._recipe
+
+
+def _plain_tokenizer(inner: Any) -> Any:
+    """The tokenizer of the tokenizers library where decoding is all its own, at a tenth of the time; None elsewhere."""
+    from transformers import PreTrainedTokenizerFast
+
+    own = [getattr(type(inner), name, None) for name in ("decode", "_decode")]
+    plain = [getattr(PreTrainedTokenizerFast, name, None) for name in ("decode", "_decode")]
+    return inner.backend_tokenizer if own == plain and None not in own else None
 
 
 def make_tokenizer(recipe: Mapping[str, Any]) -> Tokenizer:
@@ -133,10 +163,25 @@ def make_tokenizer(recipe: Mapping[str, Any]) -> Tokenizer:
     return Pretrained(Path(recipe["folder"]), frozenset(recipe["stops"]), recipe["vocab_size"])
 
 
+@lru_cache(MOST_TEXTS)
+def text_alone(decode: Decode, token: int) -> str:
+    """The text of a token by itself."""
+    return decode([token])
+
+
+@lru_cache(MOST_TEXTS)
+def text_after(decode: Decode, before: int, token: int) -> str | None:
+    """What a token adds to a text that ends with another token; None where the two do not say it."""
+    known, both = text_alone(decode, before), decode([before, token])
+    if not known or REPLACEMENT in both or not both.startswith(known):
+        return None
+    return both[len(known) :]
+
+
 class Pieces:
     """The text of tokens that come one by one: all pieces together are the text of all tokens.
 
-    A character whose bytes come in several tokens is given with the last of them.
+    A character whose bytes come in several tokens is given with the last of them (Note [Text of one more token]).
 
     Args:
         decode: A tokenizer's.
@@ -148,29 +193,64 @@ class Pieces:
         (['a', '', 'ß'], '')
     """
 
-    def __init__(self, decode: Callable[[Sequence[int]], str], before: Sequence[int] = ()) -> None:
+    def __init__(self, decode: Decode, before: Sequence[int] = ()) -> None:
         self._decode = decode
-        self._tokens = list(before[-FEW:])
-        text = self._decode(self._tokens)
+        tokens = list(before[-MOST_KEPT - MOST_BEGUN :])
         # a character that the prompt began belongs to the answer that ends it
-        self._given = len(text) - text.endswith(REPLACEMENT)
+        for begun in range(MOST_BEGUN + 1):
+            self._tokens = tokens[: len(tokens) - begun]
+            text = self._last_few()
+            if not text.endswith(REPLACEMENT):
+                self._tokens += tokens[len(tokens) - begun :]
+                # characters of the text of `_tokens`; None: all of it
+                self._given = len(text) if begun else None
+                return
+        self._tokens = tokens
+        self._given = len(self._last_few()) - 1
 
     def push(self, token: int) -> str:
         """The text that is certain now; may be empty."""
-        self._tokens.append(token)
-        text = self._decode(self._tokens)
-        doubtful = text.endswith(REPLACEMENT) and len(self._tokens) < LONGEST_DOUBT
-        piece = text[self._given : -1] if doubtful else text[self._given :]
-        self._given += len(piece)
-        if not doubtful and len(self._tokens) > 2 * FEW:
-            self._tokens = self._tokens[-FEW:]
-            self._given = len(self._decode(self._tokens))
+        tokens = self._tokens
+        if self._given is None:
+            piece = text_after(self._decode, tokens[-1], token) if tokens else None
+            if piece is not None:
+                tokens.append(token)
+                if len(tokens) > LONGEST_DOUBT:
+                    del tokens[:-MOST_KEPT]
+                return piece
+            self._given = len(self._last_few())
+        tokens.append(token)
+        text = self._decode(tokens)
+        if not text.endswith(REPLACEMENT):
+            piece, self._given = text[self._given :], None
+        elif len(tokens) < LONGEST_DOUBT:
+            # all marks: some tokenizers write one for each byte that stands beside one that is no text yet
+            piece = text[self._given : len(text.rstrip(REPLACEMENT))]
+            self._given += len(piece)
+        else:
+            piece = text[self._given :]
+            self._given = len(self._last_few())
         return piece
+
+    def _last_few(self) -> str:
+        """The text of the last few tokens, which are kept: from where a character begins, if one does."""
+        tokens = self._tokens
+        for count in range(FEW, MOST_KEPT + 1):
+            text = self._decode(tokens[-count:])
+            if REPLACEMENT not in text:
+                break
+        else:
+            count = FEW
+            text = self._decode(tokens[-count:])
+        del tokens[:-count]
+        return text
 
     def rest(self) -> str:
         """What was held back, at the end."""
+        if self._given is None:
+            return ""
         text = self._decode(self._tokens)[self._given :]
-        self._given += len(text)
+        self._given = None
         return text
 
 
@@ -202,15 +282,24 @@ class Stops:
         if places:
             self.found, self._held = True, ""
             return text[: min(places)]
-        longest = max(map(len, self._strings), default=1) - 1
-        held = next((n for n in range(min(longest, len(text)), 0, -1) if self._begins(text[-n:])), 0)
-        self._held = text[len(text) - held :]
-        return text[: len(text) - held]
+        certain = min(_may_begin(string, text) for string in self._strings)
+        self._held = text[certain:]
+        return text[:certain]
 
     def rest(self) -> str:
         """What was held back, at the end."""
         held, self._held = self._held, ""
         return held
 
-    def _begins(self, text: str) -> bool:
-        return any(string.startswith(text) for string in self._strings)
+
+def _may_begin(string: str, text: str) -> int:
+    """Where a string may begin that a text does not have to its end; the length of the text where it can not.
+
+    Example:
+        >>> _may_begin("END", "an EEN"), _may_begin("END", "an E D")
+        (4, 6)
+    """
+    place = text.find(string[0], max(0, len(text) - len(string) + 1))
+    while place >= 0 and not string.startswith(text[place:]):
+        place = text.find(string[0], place + 1)
+    return place if place >= 0 else len(text)

@@ -96,35 +96,35 @@ def read_jobs(written: list[Any]) -> list[Job]:
 
 
 def write_events(events: Sequence[Event]) -> list[Any]:
-    """Events as JSON takes them."""
+    """Events as JSON takes them: rows, which end where nothing more is said. Most are a name and a token."""
     return [
-        (
-            event.name,
-            event.token,
-            event.finish,
-            event.failure,
-            event.shared,
-            None if event.details is None else (event.details.logprob, event.details.top),
-        )
+        [event.name, event.token]
+        if event.finish is None and event.failure is None and event.details is None and not event.shared
+        else _write_event(event)
         for event in events
     ]
 
 
-def read_events(written: list[Any]) -> list[Event]:
+def _write_event(event: Event) -> list[Any]:
+    details = () if event.details is None else ((event.details.logprob, event.details.top),)
+    return [event.name, event.token, event.finish, event.failure, event.shared, *details]
+
+
+def read_events(written: Sequence[Any]) -> list[Event]:
     """The events that `write_events` wrote."""
-    return [
-        Event(
-            name, token, finish, None if failure is None else (failure[0], failure[1]), shared, _read_details(details)
-        )
-        for name, token, finish, failure, shared, details in written
-    ]
+    return [Event(*row) if len(row) == 2 else _read_event(*row) for row in written]
 
 
-def _read_details(details: list[Any] | None) -> Logprob | None:
-    if details is None:
-        return None
+def _read_event(
+    name: int, token: int | None, finish: str | None, failure: Any, shared: int, details: Any = None
+) -> Event:
+    told = None if failure is None else (failure[0], failure[1])
+    return Event(name, token, finish, told, shared, None if details is None else _read_details(details))
+
+
+def _read_details(details: list[Any]) -> Logprob:
     logprob, top = details
-    return Logprob(logprob, tuple((token, value) for token, value in top))
+    return Logprob(logprob, tuple([(token, value) for token, value in top]))
 
 
 def _write_bytes(data: bytes) -> str:
