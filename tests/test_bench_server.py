@@ -72,7 +72,7 @@ def ask(url: str, prompt: list[int], tokens: int, timeout_s: float = 20.0) -> An
 
 def test_tokens_are_the_servers_and_their_times_are_its_steps():
     prompt = list(range(40, 60))
-    with serving(FakeRunner(step_s=0.03)) as served:
+    with serving(FakeRunner(step_s=0.03, ahead=False)) as served:
         first = ask(served.url, prompt, 8)
         again = ask(served.url, prompt, 8)
     assert first.good, first.failure
@@ -296,7 +296,7 @@ def test_a_load_has_all_its_clients_under_way_and_never_more(clients: int):
 
 
 def test_every_part_has_its_rows_and_their_numbers_agree(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    with serving(FakeRunner(pages=2000, step_s=0.001)) as served:
+    with serving(FakeRunner(pages=2000, step_s=0.001, ahead=False)) as served:
         code, rows = run_bench(served.url, tmp_path, "--latency-ms", "1000")
     said = capsys.readouterr()
     assert code == 0, said.err
