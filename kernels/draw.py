@@ -33,11 +33,13 @@ from torch import Tensor
 LOG2E = 1.0 / math.log(2.0)
 ONE = 2.0**40
 """The weight of the likeliest token."""
+SCALES = 2.0**-100, 2.0**100
+"""What differences of logits are multiplied by at least and at most: 0 times infinity would be no number."""
 MOST = 2**22
 """Logits of a row: their weights come to less than 2^63."""
 
 
-def draw(logits: Tensor, how: Tensor | None) -> Tensor:
+def draw(logits: Tensor, how: Tensor | None, lse: Tensor | None = None) -> Tensor:
     """A token for every row; nothing is waited for.
 
     On a GPU with Triton it is one launch.
@@ -46,6 +48,7 @@ def draw(logits: Tensor, how: Tensor | None) -> Tensor:
         logits: `b vocab`, fp16, bf16 or fp32 (other dtypes are read as fp32).
         how: `b 3` fp64, contiguous, of each row temperature (0 takes the largest logit, the first of equals), top_p, and the
             drawn number u in [0, 1) (Note [Nucleus], Note [Drawing]); None takes the largest everywhere.
+        lse: `b` fp32; written: ln sum e^x of each row, any number where the token is -1. None: nobody asks.
 
     Returns:
         `b` int64; -1 for a row whose largest logit is no finite number, or that holds a NaN.
@@ -62,15 +65,17 @@ def draw(logits: Tensor, how: Tensor | None) -> Tensor:
         raise ValueError(f"vocab must be between 1 and {MOST}, got {logits.shape[1]}; give each row at least one logit")
     fast = _triton_draw() if logits.is_cuda else None
     if fast is not None:
-        return fast.draw(logits, how)
-    return draw_eager(logits, how)
+        return fast.draw(logits, how, lse)
+    return draw_eager(logits, how, lse)
 
 
-def draw_eager(logits: Tensor, how: Tensor | None) -> Tensor:
+def draw_eager(logits: Tensor, how: Tensor | None, lse: Tensor | None = None) -> Tensor:
     """`draw` in plain torch."""
     x = logits.float()
     largest, tokens = x.max(-1, keepdim=True)
     finite = largest.isfinite()
+    if lse is not None:
+        lse.copy_(x.logsumexp(-1))
     if how is not None:
         temperature, top_p, number = how.unsqueeze(-1).unbind(1)
         drawn = temperature > 0
@@ -96,7 +101,7 @@ def weigh(x: Tensor, largest: Tensor, temperature: Tensor) -> Tensor:
         largest: `b 1` fp32.
         temperature: `b 1` fp64.
     """
-    scale = (LOG2E / temperature).float()
+    scale = (LOG2E / temperature).float().clamp(*SCALES)
     return (torch.exp2((x - largest) * scale) * ONE + 0.5).long()
 
 

@@ -33,6 +33,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ringattn.kernels import draw as definition
 from ringattn.kernels.record_triton import Tape, recorded
 
 RANGES = 16
@@ -45,6 +46,9 @@ SAMPLE = 4096
 """Tokens from whom a threshold is guessed."""
 WARPS = 16
 _WORD = 16  # bytes that a thread loads at once
+ONE = tl.constexpr(definition.ONE)
+LEAST_SCALE, MOST_SCALE = tl.constexpr(definition.SCALES[0]), tl.constexpr(definition.SCALES[1])
+GUESSES = tl.constexpr(6)
 
 
 @triton.jit
@@ -58,7 +62,7 @@ def _load(row, i, length, vocab, RANGES: tl.constexpr, LANES: tl.constexpr, VEC:
 @triton.jit
 def _weigh(x, largest, scale):
     """Note [Weights]; the product with 2^40 is exact, fused with the sum or not."""
-    return (tl.exp2((x.to(tl.float32) - largest) * scale) * 1099511627776.0 + 0.5).to(tl.int64)
+    return (tl.exp2((x.to(tl.float32) - largest) * scale) * ONE + 0.5).to(tl.int64)
 
 
 @triton.jit
@@ -77,8 +81,10 @@ def _number(order, GRAIN: tl.constexpr):
 
 
 @triton.jit
-def _survey(row, tiles, length, vocab, RANGES: tl.constexpr, LANES: tl.constexpr, VEC: tl.constexpr):
-    """The largest logit (a NaN counts as inf), the first token that has it, and the smallest that is no -inf."""
+def _survey(
+    row, tiles, length, vocab, RANGES: tl.constexpr, LANES: tl.constexpr, VEC: tl.constexpr, LEAST: tl.constexpr
+):
+    """The largest logit (a NaN counts as inf), the first token that has it, and with LEAST the smallest that is no -inf."""
     best = tl.full([RANGES, LANES], float("-inf"), tl.float32)
     least = tl.full([RANGES, LANES], float("inf"), tl.float32)
     when = tl.zeros([RANGES, LANES], tl.int32)
@@ -90,7 +96,8 @@ def _survey(row, tiles, length, vocab, RANGES: tl.constexpr, LANES: tl.constexpr
         top = tl.max(x, axis=2)
         when = tl.where(top > best, i, when)
         best = tl.maximum(best, top)
-        least = tl.minimum(least, tl.min(tl.where(x > float("-inf"), x, float("inf")), axis=2))
+        if LEAST:
+            least = tl.minimum(least, tl.min(tl.where(x > float("-inf"), x, float("inf")), axis=2))
     largest = tl.max(tl.max(best, axis=1), axis=0)
     # the first word that holds it, then the first in this word
     words = (tl.arange(0, RANGES) * length)[:, None] + when * (LANES * VEC) + (tl.arange(0, LANES) * VEC)[None, :]
@@ -113,9 +120,25 @@ def _sum_from(
         x = ahead.to(tl.float32)
         ahead = _load(row, i + 1, length, vocab, RANGES, LANES, VEC)
         inside = x >= pivot
-        mass += tl.sum(tl.where(inside, _weigh(x, largest, scale), 0), axis=2)
+        # a logit of -inf weighs nothing
+        mass += tl.sum(_weigh(tl.where(inside, x, float("-inf")), largest, scale), axis=2)
         count += tl.sum(inside.to(tl.int32), axis=2)
     return mass, count
+
+
+@triton.jit
+def _store_each(out, at, x, mask, RANGES: tl.constexpr, LANES: tl.constexpr, VEC: tl.constexpr):
+    """Stores numbers of a tile one by one, each from the thread that has it: what lies where is not known before."""
+    if VEC == 1:
+        here = tl.reshape(mask, [RANGES, LANES])
+        tl.store(out + tl.reshape(at, [RANGES, LANES]), tl.reshape(x, [RANGES, LANES]), mask=here)
+    else:
+        HALF: tl.constexpr = VEC // 2
+        at_even, at_odd = tl.split(tl.reshape(at, [RANGES, LANES, HALF, 2]))
+        x_even, x_odd = tl.split(tl.reshape(x, [RANGES, LANES, HALF, 2]))
+        mask_even, mask_odd = tl.split(tl.reshape(mask, [RANGES, LANES, HALF, 2]))
+        _store_each(out, at_even, x_even, mask_even, RANGES, LANES, HALF)
+        _store_each(out, at_odd, x_odd, mask_odd, RANGES, LANES, HALF)
 
 
 @triton.jit
@@ -133,7 +156,8 @@ def _write_down(
         ones = inside.to(tl.int32)
         c = i * (LANES * VEC) + (tl.arange(0, LANES) * VEC)[:, None] + tl.arange(0, VEC)[None, :]
         token = (tl.arange(0, RANGES) * length)[:, None, None] + c[None, :, :]
-        tl.store(out + (base[:, :, None] + tl.cumsum(ones, axis=2) - 1), token, mask=inside)
+        at = base[:, :, None] + tl.cumsum(ones, axis=2) - 1
+        _store_each(out, at, token, inside, RANGES, LANES, VEC)
         base += tl.sum(ones, axis=2)
 
 
@@ -151,122 +175,143 @@ def _guess(x, weight, low, high, share, side):
         enough = tl.sum(tl.where(x >= middle, weight, 0.0), axis=0) >= goal
         below = tl.where(enough, middle, below)
         above = tl.where(enough, above, middle)
-    return tl.where(total > 0.0, tl.where(side > 0.0, below, above), below + 0.5 * (high - low))
+    found = tl.where(side > 0.0, below, above)
+    # the sample may have nothing there, or the error be larger than the share
+    return tl.where((total > 0.0) & (found > low) & (found < high), found, low + 0.5 * (high - low))
 
 
 @triton.jit
-def _kept(row, at, end, threshold, largest, scale, SPAN: tl.constexpr):
+def _span(row, first, end, threshold, largest, scale, SPAN: tl.constexpr):
     """The weights of the next SPAN tokens of a range that are in."""
-    token = at + tl.arange(0, SPAN)
+    token = first + tl.arange(0, SPAN)
     x = tl.load(row + token, mask=token < end, other=float("-inf")).to(tl.float32)
-    return tl.where(x >= threshold, _weigh(x, largest, scale), 0)
+    return _weigh(tl.where(x >= threshold, x, float("-inf")), largest, scale)
+
+
+@triton.jit
+def _nucleus(
+    row, mine, need, a, mass, count, a_sum, largest, scale, tiles, length, vocab,
+    RANGES: tl.constexpr, LANES: tl.constexpr, VEC: tl.constexpr, SLOTS: tl.constexpr, SAMPLE: tl.constexpr,
+    GRAIN: tl.constexpr,
+):  # fmt: skip
+    """The threshold of a row whose weights >= a come to a_sum, by lane mass of count tokens (Note [Threshold]).
+
+    Returns:
+        The threshold; the weights that are certainly in, by lane; and the other tokens that may be in and their logits, SLOTS.
+    """
+    end = _order(largest, GRAIN) + 1
+    end_mass, end_count = tl.zeros([RANGES, LANES], tl.int64), tl.zeros([RANGES, LANES], tl.int32)
+    end_sum = a_sum * 0
+    between = tl.sum(tl.sum(count, axis=1), axis=0)
+    sample = tl.load(row + tl.arange(0, SAMPLE).to(tl.int64) * vocab // SAMPLE).to(tl.float32)
+    weights = tl.exp2((sample - largest) * scale)
+    walks = 0
+    while (end - a > 1) & (between > SLOTS):
+        low, high = _number(a, GRAIN), _number(end, GRAIN)
+        if walks < GUESSES:
+            share = (need - end_sum).to(tl.float32) / (a_sum - end_sum).to(tl.float32)
+            side = tl.where(walks % 2 == 0, 1.0, -1.0)
+            pivot = _order(_guess(sample, weights, low, high, share, side), GRAIN)
+        else:
+            pivot = tl.where(walks % 2 == 0, a + (end - a) // 2, _order(low + 0.5 * (high - low), GRAIN))
+        pivot = tl.minimum(tl.maximum(pivot, a + 1), end - 1)
+        new_mass, new_count = _sum_from(
+            row, _number(pivot, GRAIN), largest, scale, tiles, length, vocab, RANGES, LANES, VEC
+        )
+        new_sum = tl.sum(tl.sum(new_mass, axis=1), axis=0)
+        enough = new_sum >= need
+        a, end = tl.where(enough, pivot, a), tl.where(enough, end, pivot)
+        a_sum, end_sum = tl.where(enough, new_sum, a_sum), tl.where(enough, end_sum, new_sum)
+        mass, end_mass = tl.where(enough, new_mass, mass), tl.where(enough, end_mass, new_mass)
+        count, end_count = tl.where(enough, new_count, count), tl.where(enough, end_count, new_count)
+        between = tl.sum(tl.sum(count - end_count, axis=1), axis=0)
+        walks += 1
+    open_x = tl.full([SLOTS], float("-inf"), tl.float32)
+    open_token = tl.zeros([SLOTS], tl.int32)
+    if end - a > 1:
+        low, high = _number(a, GRAIN), _number(end, GRAIN)
+        _write_down(row, mine, low, high, count - end_count, tiles, length, vocab, RANGES, LANES, VEC)
+        tl.debug_barrier()  # what other threads have written is read
+        slot = tl.arange(0, SLOTS)
+        open_token = tl.load(mine + slot, mask=slot < between, other=0, cache_modifier=".cg")
+        open_x = tl.load(row + open_token, mask=slot < between, other=float("-inf")).to(tl.float32)
+        open_weight = _weigh(open_x, largest, scale)
+        while end - a > 1:
+            middle = a + (end - a) // 2
+            above = tl.sum(tl.where(open_x >= _number(middle, GRAIN), open_weight, 0), axis=0)
+            enough = end_sum + above >= need
+            a, end = tl.where(enough, middle, a), tl.where(enough, end, middle)
+        mass = end_mass
+    return _number(a, GRAIN), mass, open_token, open_x
+
+
+@triton.jit
+def _find(
+    row, number, threshold, mass, open_token, open_x, largest, scale, length, vocab,
+    RANGES: tl.constexpr, SPAN: tl.constexpr,
+):  # fmt: skip
+    """The token on which a number in [0, 1) falls, among those >= threshold; arguments as `_nucleus` returns them."""
+    open_weight = _weigh(tl.where(open_x >= threshold, open_x, float("-inf")), largest, scale)
+    in_ranges = tl.sum(mass, axis=1)
+    kept = tl.sum(in_ranges, axis=0) + tl.sum(open_weight, axis=0)
+    goal = tl.minimum((number * kept.to(tl.float64)).to(tl.int64), kept - 1)
+    # the last range before which there is no more than the goal, by bisection
+    r, step, before = 0, RANGES // 2, kept * 0
+    while step > 0:
+        sums = tl.sum(tl.where(tl.arange(0, RANGES) < r + step, in_ranges, 0), axis=0)
+        sums += tl.sum(tl.where(open_token < (r + step) * length, open_weight, 0), axis=0)
+        before = tl.where(sums <= goal, sums, before)
+        r = tl.where(sums <= goal, r + step, r)
+        step = step // 2
+    goal -= before
+    first, end = r * length, tl.minimum((r + 1) * length, vocab)
+    weights = _span(row, first, end, threshold, largest, scale, SPAN)
+    total = tl.sum(weights, axis=0)
+    while (goal >= total) & (first + SPAN < end):
+        goal -= total
+        first += SPAN
+        weights = _span(row, first, end, threshold, largest, scale, SPAN)
+        total = tl.sum(weights, axis=0)
+    return first + tl.sum((tl.cumsum(weights, axis=0) <= goal).to(tl.int32), axis=0)
 
 
 @triton.jit
 def _draw_kernel(
-    logits, how, tokens, slots, row_stride, tiles, length, vocab,
+    logits, how, tokens, lse, slots, row_stride, tiles, length, vocab,
     RANGES: tl.constexpr, LANES: tl.constexpr, VEC: tl.constexpr, SLOTS: tl.constexpr, SAMPLE: tl.constexpr,
-    SPAN: tl.constexpr, GRAIN: tl.constexpr, DRAWN: tl.constexpr,
+    SPAN: tl.constexpr, GRAIN: tl.constexpr,
 ):  # fmt: skip
     """A program owns a row."""
     b = tl.program_id(0).to(tl.int64)
     row = logits + b * row_stride
-    largest, token, least = _survey(row, tiles, length, vocab, RANGES, LANES, VEC)
+    largest, token, least = _survey(row, tiles, length, vocab, RANGES, LANES, VEC, how is not None)
     finite = (largest > float("-inf")) & (largest < float("inf"))
-    if DRAWN:
+    if lse is not None:
+        every, _ = _sum_from(row, float("-inf"), largest, 1.4426950408889634, tiles, length, vocab, RANGES, LANES, VEC)
+        tl.store(lse + b, largest + tl.log(tl.sum(tl.sum(every, axis=1), axis=0).to(tl.float32) / ONE))
+    if how is not None:
         temperature = tl.load(how + 3 * b)
         if finite & (temperature > 0.0):
-            scale = (1.4426950408889634 / temperature).to(tl.float32)
             top_p = tl.load(how + 3 * b + 1)
-            # the bracket [a, b), as places: all that has a weight is above a
+            scale = tl.minimum(tl.maximum((1.4426950408889634 / temperature).to(tl.float32), LEAST_SCALE), MOST_SCALE)
+            # all that has a weight is from here on
             a = _order(tl.maximum(least, largest - 42.0 / scale), GRAIN)
-            a_mass, a_count = _sum_from(
-                row, _number(a, GRAIN), largest, scale, tiles, length, vocab, RANGES, LANES, VEC
-            )
-            b_mass, b_count = tl.zeros([RANGES, LANES], tl.int64), tl.zeros([RANGES, LANES], tl.int32)
-            end = _order(largest, GRAIN) + 1
-            a_sum = tl.sum(tl.sum(a_mass, axis=1), axis=0)
-            b_sum = a_sum * 0
-            between = tl.sum(tl.sum(a_count, axis=1), axis=0)
-            need = tl.ceil(top_p * a_sum.to(tl.float64)).to(tl.int64)
-            need = tl.minimum(tl.maximum(need, 1), a_sum)
             threshold = _number(a, GRAIN)
-            kept_x = tl.full([SLOTS], float("-inf"), tl.float32)
-            kept_at = tl.zeros([SLOTS], tl.int32)
+            mass, count = _sum_from(row, threshold, largest, scale, tiles, length, vocab, RANGES, LANES, VEC)
+            open_x = tl.full([SLOTS], float("-inf"), tl.float32)
+            open_token = tl.zeros([SLOTS], tl.int32)
             if top_p < 1.0:
-                some = tl.arange(0, SAMPLE).to(tl.int64) * vocab // SAMPLE
-                sample = tl.load(row + some).to(tl.float32)
-                sample_weight = tl.exp2((sample - largest) * scale)
-                walks = 0
-                while (end - a > 1) & (between > SLOTS):
-                    low, high = _number(a, GRAIN), _number(end, GRAIN)
-                    if walks < 6:
-                        share = ((need - b_sum).to(tl.float32)) / ((a_sum - b_sum).to(tl.float32))
-                        side = tl.where(walks % 2 == 0, 1.0, -1.0)
-                        pivot = _order(_guess(sample, sample_weight, low, high, share, side), GRAIN)
-                    else:
-                        pivot = tl.where(walks % 2 == 0, a + (end - a) // 2, _order(low + 0.5 * (high - low), GRAIN))
-                    pivot = tl.minimum(tl.maximum(pivot, a + 1), end - 1)
-                    mass, count = _sum_from(
-                        row, _number(pivot, GRAIN), largest, scale, tiles, length, vocab, RANGES, LANES, VEC
-                    )
-                    total = tl.sum(tl.sum(mass, axis=1), axis=0)
-                    enough = total >= need
-                    a, a_sum = tl.where(enough, pivot, a), tl.where(enough, total, a_sum)
-                    a_mass, a_count = tl.where(enough, mass, a_mass), tl.where(enough, count, a_count)
-                    end, b_sum = tl.where(enough, end, pivot), tl.where(enough, b_sum, total)
-                    b_mass, b_count = tl.where(enough, b_mass, mass), tl.where(enough, b_count, count)
-                    between = tl.sum(tl.sum(a_count - b_count, axis=1), axis=0)
-                    walks += 1
-                threshold = _number(a, GRAIN)
-                if end - a > 1:
-                    mine = slots + b * SLOTS
-                    high = _number(end, GRAIN)
-                    _write_down(
-                        row, mine, threshold, high, a_count - b_count, tiles, length, vocab, RANGES, LANES, VEC
-                    )
-                    tl.debug_barrier()
-                    slot = tl.arange(0, SLOTS)
-                    there = slot < between
-                    kept_at = tl.load(mine + slot, mask=there, other=0, cache_modifier=".cg")
-                    kept_x = tl.load(row + kept_at, mask=there, other=float("-inf")).to(tl.float32)
-                    kept_weight = _weigh(kept_x, largest, scale)
-                    while end - a > 1:
-                        middle = a + (end - a) // 2
-                        total = b_sum + tl.sum(tl.where(kept_x >= _number(middle, GRAIN), kept_weight, 0), axis=0)
-                        enough = total >= need
-                        a = tl.where(enough, middle, a)
-                        end = tl.where(enough, end, middle)
-                    threshold = _number(a, GRAIN)
-                    # what is in: all from the end of the bracket on, and of those that were in the bracket some
-                    a_mass = b_mass
-            in_slots = tl.where(kept_x >= threshold, _weigh(kept_x, largest, scale), 0)
-            in_ranges = tl.sum(a_mass, axis=1)
-            kept = tl.sum(in_ranges, axis=0) + tl.sum(in_slots, axis=0)
-            goal = (tl.load(how + 3 * b + 2) * kept.to(tl.float64)).to(tl.int64)
-            goal = tl.minimum(goal, kept - 1)
-            # the range, then the span, then the token in which the sum passes the goal
-            ranges = tl.arange(0, RANGES)
-            r = 0
-            before = kept * 0
-            step = RANGES // 2
-            while step > 0:
-                sums = tl.sum(tl.where(ranges < r + step, in_ranges, 0), axis=0)
-                sums += tl.sum(tl.where(kept_at < (r + step) * length, in_slots, 0), axis=0)
-                before = tl.where(sums <= goal, sums, before)
-                r = tl.where(sums <= goal, r + step, r)
-                step = step // 2
-            goal -= before
-            first = r * length
-            stop = tl.minimum(first + length, vocab)
-            weights = _kept(row, first, stop, threshold, largest, scale, SPAN)
-            total = tl.sum(weights, axis=0)
-            while (goal >= total) & (first + SPAN < stop):
-                goal -= total
-                first += SPAN
-                weights = _kept(row, first, stop, threshold, largest, scale, SPAN)
-                total = tl.sum(weights, axis=0)
-            token = first + tl.sum((tl.cumsum(weights, axis=0) <= goal).to(tl.int32), axis=0)
+                total = tl.sum(tl.sum(mass, axis=1), axis=0)
+                need = tl.ceil(top_p * total.to(tl.float64)).to(tl.int64)
+                need = tl.minimum(tl.maximum(need, 1), total)
+                threshold, mass, open_token, open_x = _nucleus(
+                    row, slots + b * SLOTS, need, a, mass, count, total, largest, scale, tiles, length, vocab,
+                    RANGES, LANES, VEC, SLOTS, SAMPLE, GRAIN,
+                )  # fmt: skip
+            number = tl.load(how + 3 * b + 2)
+            token = _find(
+                row, number, threshold, mass, open_token, open_x, largest, scale, length, vocab, RANGES, SPAN
+            )  # fmt: skip
     tl.store(tokens + b, tl.where(finite, token, -1).to(tl.int64))
 
 
@@ -324,7 +369,7 @@ GRAINS = {torch.float32: 0, torch.float16: 13, torch.bfloat16: 16}
 """Low bits of an fp32 number that a number of the dtype does not have."""
 
 
-def draw(logits: Tensor, how: Tensor | None, shape: Shape | None = None) -> Tensor:
+def draw(logits: Tensor, how: Tensor | None, lse: Tensor | None = None, shape: Shape | None = None) -> Tensor:
     """As `kernels.draw.draw`; `shape` overrides `shape_of`."""
     if logits.dtype not in GRAINS:
         logits = logits.float()
@@ -332,21 +377,21 @@ def draw(logits: Tensor, how: Tensor | None, shape: Shape | None = None) -> Tens
         logits = logits.contiguous()
     tokens = torch.empty(logits.shape[0], dtype=torch.int64, device=logits.device)
     if logits.shape[0]:
-        _launch(logits, how, tokens, shape or shape_of(logits.shape[1], logits.element_size()))
+        _launch(logits, how, tokens, lse, shape or shape_of(logits.shape[1], logits.element_size()))
     return tokens
 
 
 @recorded
-def _launch(tape: Tape, logits: Tensor, how: Tensor | None, tokens: Tensor, shape: Shape) -> None:
+def _launch(tape: Tape, logits: Tensor, how: Tensor | None, tokens: Tensor, lse: Tensor | None, shape: Shape) -> None:
     b, vocab = logits.shape
     slots = None if how is None else tape.room(b, shape.slots, dtype=torch.int32)
     tape.launch(
         _draw_kernel,
         (b,),
-        (logits, how, tokens, slots, logits.stride(0), shape.tiles, shape.length, vocab),
+        (logits, how, tokens, lse, slots, logits.stride(0), shape.tiles, shape.length, vocab),
         {
             "RANGES": RANGES, "LANES": shape.lanes, "VEC": shape.vec, "SLOTS": shape.slots, "SAMPLE": shape.sample,
-            "SPAN": shape.span, "GRAIN": GRAINS[logits.dtype], "DRAWN": how is not None,
+            "SPAN": shape.span, "GRAIN": GRAINS[logits.dtype],
         },
         num_warps=shape.warps,
     )  # fmt: skip
