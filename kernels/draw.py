@@ -102,7 +102,9 @@ def weigh(x: Tensor, largest: Tensor, temperature: Tensor) -> Tensor:
         temperature: `b 1` fp64.
     """
     scale = (LOG2E / temperature).float().clamp(*SCALES)
-    return (torch.exp2((x - largest) * scale) * ONE + 0.5).long()
+    # in fp32 the vector units of a CPU and its scalar ones differ, and where a token stands says which compute its weight
+    likely = torch.exp2(((x - largest) * scale).double()).float()
+    return (likely * ONE + 0.5).long()
 
 
 @lru_cache(maxsize=1)
