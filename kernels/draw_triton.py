@@ -229,7 +229,8 @@ def _nucleus(
     open_x = tl.full([SLOTS], float("-inf"), tl.float32)
     open_token = tl.zeros([SLOTS], tl.int32)
     if end - a > 1:
-        low, high = _number(a, GRAIN), _number(end, GRAIN)
+        # the end may still be the first: next to the largest logit, which two zeros, or one that is flushed, are not
+        low, high = _number(a, GRAIN), tl.where(end_sum > 0, _number(end, GRAIN), float("inf"))
         _write_down(row, mine, low, high, count - end_count, tiles, length, vocab, RANGES, LANES, VEC)
         tl.debug_barrier()  # what other threads have written is read
         slot = tl.arange(0, SLOTS)

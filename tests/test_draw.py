@@ -95,13 +95,34 @@ def test_tokens_as_likely_as_the_last_one_that_is_in_are_in() -> None:
     for top_p, inside in ((0.0, {1}), (1e-30, {1}), (0.5, {1}), (0.87, {0, 1, 2, 4}), (0.95, {0, 1, 2, 4})):
         tokens = draw(x, how(*((1.0, top_p, i / 100) for i in range(100))))
         assert set(tokens.tolist()) == inside, top_p
-    # exactly half of the probability is enough for one half
-    flat = torch.tensor([[0.0, 1.0, 1.0, 0.0, -INF]])
-    flat[0, 1:3] = 0.0
-    assert {int(draw(flat, how((1.0, 1e-30, i / 8)))) for i in range(8)} == {0, 1, 2, 3}
-    two = torch.tensor([[3.0, 3.0 + math.log(2.0) * 40, -INF]])
-    assert int(draw(two, how((40.0, 2 / 3 - 1e-6, LAST)))) == 1
-    assert int(draw(two, how((40.0, 2 / 3 + 1e-6, 0.0)))) == 0
+
+
+BINARY = 1.0 / math.log(2.0)
+"""The temperature at which a logit is the logarithm of the weight to base 2, without rounding."""
+
+
+def exact_rows() -> tuple[Tensor, Tensor, list[int]]:
+    """Logits, settings and tokens where sums and boundaries are equal, not near.
+
+    128 tokens of weight 1, then as many of 1/2, and so on to 1/128, twice: the sum is 256.
+    """
+    levels = -torch.arange(9.0).clamp(max=7).repeat_interleave(128)
+    flat = torch.where(torch.arange(1152) < 1024, 0.0, -INF)
+    rows, settings_, tokens = [], [], []
+    for level in (1, 2, 5):
+        rows.append(levels)
+        settings_.append((BINARY, 1 - 2.0**-level, LAST))
+        tokens.append(128 * level - 1)
+    for token in (0, 1, 31, 80, 160, 1023):
+        rows.append(flat)
+        settings_.append((BINARY, 1.0, token / 1024))
+        tokens.append(token)
+    return torch.stack(rows), how(*settings_), tokens
+
+
+def test_a_sum_that_just_comes_to_what_is_needed_is_enough() -> None:
+    x, settings_, tokens = exact_rows()
+    assert draw(x, settings_).tolist() == tokens
 
 
 def test_the_ends_of_the_interval_fall_on_the_first_and_the_last_token_that_are_in() -> None:
@@ -121,6 +142,9 @@ def test_masked_tokens_are_never_drawn(temperature: float) -> None:
     for top_p in (0.0, 0.9, 1.0):
         tokens = draw(x, how(*((temperature, top_p, i / 64 if i else LAST) for i in range(64))))
         assert x.gather(1, tokens[:, None]).isfinite().all()
+    if temperature >= 100:
+        counts = draw(x, how(*((temperature, 1.0, i / 64) for i in range(64)))).bincount()
+        assert all(12 <= count <= 20 for count in counts[5::7])
 
 
 def test_a_row_alone_is_the_row_in_a_batch() -> None:

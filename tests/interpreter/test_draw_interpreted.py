@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import pytest
 import torch
 
 from ringattn.kernels.draw import draw_eager
-from tests.test_draw import COLDEST, LAST, draw_logits, how
+from tests.test_draw import COLDEST, LAST, draw_logits, exact_rows, how
 
 SETTINGS = how(
     (0.0, 1.0, 0.5), (1.0, 1.0, 0.3), (1.0, 0.9, LAST), (0.7, 0.5, 0.0), (100.0, 0.95, LAST), (100.0, 0.3, 0.5),
@@ -51,6 +52,24 @@ def test_the_search_ends_where_a_sample_says_nothing(temperature: float, top_p: 
     settings = how((temperature, top_p, 0.6))
     found = draw_triton.draw(x, settings, None, draw_triton.shape_of(x.shape[1], 4, 64))
     assert int(found) == int(draw_eager(x, settings))
+
+
+def test_a_sum_that_just_comes_to_what_is_needed_is_enough() -> None:
+    from ringattn.kernels import draw_triton
+
+    x, settings, tokens = exact_rows()
+    # registers hold a level, and a range is three spans
+    shape = dataclasses.replace(draw_triton.shape_of(1152, 4, 128), span=32)
+    assert draw_triton.draw(x, settings, None, shape).tolist() == tokens
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_first_of_the_largest_is_taken(dtype: torch.dtype) -> None:
+    from ringattn.kernels import draw_triton
+
+    x = draw_logits(13, 8, 2000, 0.5, ties=True).to(dtype)
+    shape = draw_triton.shape_of(2000, x.element_size(), 256)
+    assert draw_triton.draw(x, None, shape=shape).tolist() == x.float().max(-1).indices.tolist()
 
 
 def test_rows_may_be_apart_and_columns_too() -> None:
