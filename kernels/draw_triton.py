@@ -75,9 +75,9 @@ def _order(x, GRAIN: tl.constexpr):
 @triton.jit
 def _number(order, GRAIN: tl.constexpr):
     """The number in a place: fp32."""
-    high = (order << GRAIN).to(tl.int32)
-    low: tl.constexpr = 0x7FFFFFFF >> GRAIN << GRAIN
-    return tl.where(order < 0, high ^ low, high).to(tl.float32, bitcast=True)
+    size = tl.where(order < 0, -1 - order, order)
+    x = (size << GRAIN).to(tl.int32).to(tl.float32, bitcast=True)
+    return tl.where(order < 0, -x, x)
 
 
 @triton.jit
@@ -372,6 +372,9 @@ GRAINS = {torch.float32: 0, torch.float16: 13, torch.bfloat16: 16}
 
 def draw(logits: Tensor, how: Tensor | None, lse: Tensor | None = None, shape: Shape | None = None) -> Tensor:
     """As `kernels.draw.draw`; `shape` overrides `shape_of`."""
+    assert how is None or (how.is_contiguous() and how.dtype == torch.float64), (
+        "three fp64 numbers of each row, row by row"
+    )
     if logits.dtype not in GRAINS:
         logits = logits.float()
     if logits.stride(1) != 1:
