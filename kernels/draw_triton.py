@@ -8,13 +8,13 @@ logits, and a tile holds the next LANES * VEC of each. A lane is what one thread
 Note [Threshold]
     Walks over the row, which is in L2, are what costs. The largest logit takes one, the sum of all weights another. What is kept
     is a bracket of logits [a, b): the weights >= a come to what is needed (Note [Nucleus]), those >= b do not. Each further walk
-    sums the weights >= a pivot between them, until no more than SLOTS tokens are in the bracket. Pivots come from a sample of
-    the row, SAMPLE tokens apart from each other alike: where it would have the threshold, somewhat lower and somewhat higher in
-    turn. It may be wrong about the row, which costs walks, but nothing else: what a walk sums is exact. After GUESSES walks the
-    bracket is halved, as an interval of numbers and as a list of numbers in turn, so that the search ends whatever the row holds.
-    Then one walk writes down which tokens are in the bracket, and the program bisects among these in registers.
+    sums the weights >= a pivot between them, until no more than SLOTS tokens are in the bracket. Pivots come from SAMPLE tokens,
+    evenly spaced: where these would have the threshold, somewhat lower and somewhat higher in turn. They may be wrong about the
+    row, which costs walks, but nothing else: what a walk sums is exact. After GUESSES walks the bracket is halved, as a list of
+    numbers and as an interval in turn, so that the search ends whatever the row holds. Then one walk writes down which tokens
+    are in the bracket, and the program bisects among these in registers.
 
-    Logits are compared as numbers and halved as integers in the same order (`_order`), of which there are 2^16 for bf16.
+    Logits are compared as numbers, and the bracket is kept as places in their order (`_order`), of which bf16 has 2^16.
 
     Example: 8 logits 0 .. 7, top_p 0.9, temperature 1: the weights are 2^40 e^-7 .. 2^40, their sum 1.58 * 2^40; from 5 on they
     come to 0.95 of it, from 6 on to 0.86, so the threshold is 5.
@@ -37,9 +37,9 @@ from ringattn.kernels import draw as definition
 from ringattn.kernels.record_triton import Tape, recorded
 
 RANGES = 16
-"""Ranges of a row: as many as a program has warps, so that a warp reads whole lines."""
+"""Ranges of a row: a token is found in one of them, not in the whole row."""
 TILE = 8192
-"""Logits of a tile: two words of 16 bytes a thread, beside the two that are on their way."""
+"""Logits of a tile: two words of 16 bytes a thread of bf16, beside the two that are on their way."""
 SLOTS = 8192
 """Tokens that a program holds in registers, of 16 each a thread."""
 SAMPLE = 4096
@@ -48,7 +48,7 @@ WARPS = 16
 _WORD = 16  # bytes that a thread loads at once
 ONE = tl.constexpr(definition.ONE)
 LEAST_SCALE, MOST_SCALE = tl.constexpr(definition.SCALES[0]), tl.constexpr(definition.SCALES[1])
-GUESSES = tl.constexpr(6)
+GUESSES = tl.constexpr(6)  # rows of models need one to four
 
 
 @triton.jit
