@@ -23,7 +23,7 @@ from torch import Tensor
 
 from ringattn.inference import PagedKVCache
 from ringattn.inference.step import MOST_DECODED
-from ringattn.launch.serving.sampling import Chosen, Logprob, choose, to_device
+from ringattn.launch.serving.sampling import Chosen, Logprob, Sampling, choose, to_device
 from ringattn.launch.serving.scheduling import Plan
 from ringattn.transport.patience import Marks
 
@@ -111,7 +111,7 @@ class Replica:
         """Steps with the numbers of tokens on which kernels depend; how many there were."""
         from ringattn.integrations.transformers import run_step
 
-        cache, ranks, tried = self._cache, self._cache.ring.world_size, 0
+        cache, ranks, tried, logits = self._cache, self._cache.ring.world_size, 0, None
         room = min(cache.capacity_tokens, longest or cache.capacity_tokens)
         for past, new in TRIED:
             # nothing is compiled for CPUs, where a past takes time
@@ -123,9 +123,11 @@ class Replica:
                 # what nobody has written yet is zero, and as good as anything
                 cache.pages.place([request], [ranks * past])
             step = cache.extend([request], [ranks * new], mode="prefill")
-            run_step(self._model, step, torch.zeros(ranks * new, dtype=torch.int64), wanted=[0])
+            logits = run_step(self._model, step, torch.zeros(ranks * new, dtype=torch.int64), wanted=[0])
             tried += 1
             cache.leave(request)
+        if logits is not None and cache.ring.rank == 0:
+            _try_choices(logits)
         return tried
 
     def start(self, plan: Plan) -> Computing:
@@ -239,3 +241,10 @@ class Computing:
         self.wait()
         assert self.choice is not None, "rank 0 chooses"
         return self.choice.read()
+
+
+def _try_choices(logits: Tensor) -> None:
+    """Chooses tokens in every way for which something else is compiled: some drawn or none, with logprobs or without."""
+    for temperature in (0.0, 1.0):
+        for logprobs in (None, 1):
+            choose(logits, [Sampling(temperature, 0.9, seed=0, logprobs=logprobs)])

@@ -4,7 +4,9 @@ Owns temperature, top-p, seeds and logprobs. Refuses to know whose logits they a
 
 Note [Draws]
     A request draws one number per token from a generator of its own, and the token is where that number falls among the
-    probabilities, largest first. So what a seed gives depends on the request alone, not on those computed beside it.
+    probabilities of the tokens that are in, in the order of the vocabulary. Probabilities are integers there (Note [Weights] of
+    `kernels.draw`), whose sums no order of adding changes. So what a seed gives depends on the request alone, not on those
+    computed beside it.
 
 Note [Nothing is waited for]
     The next step may be computed from tokens that only the device knows. So what is chosen is enqueued behind the logits, on the
@@ -20,6 +22,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+from ringattn.kernels.draw import draw
 
 COLDEST = 1e-6
 """Temperatures below it choose the same, and might be 0 in fp32."""
@@ -100,40 +104,30 @@ def choose(logits: Tensor, how: Sequence[Sampling]) -> Chosen:
         logits: `b vocab`.
         how: For each row.
     """
-    logits = logits.float()
-    largest, tokens = logits.max(-1)
-    drawn = [row for row, one in enumerate(how) if one.temperature > 0]
-    if drawn:
-        at = to_device(drawn, torch.int64, logits.device)
-        tokens[at] = _draw(logits[at], [how[row] for row in drawn])
-    tokens = torch.where(largest.isfinite(), tokens, -1)
+    settings = None
+    if any(one.temperature > 0 for one in how):
+        settings = to_device([_settings(one) for one in how], torch.float64, logits.device)
     wanting = [row for row, one in enumerate(how) if one.logprobs is not None]
-    said = None
-    if wanting:
+    if not wanting:
+        return Chosen(draw(logits, settings), None, tuple(how))
+    lse = torch.empty(len(how), dtype=torch.float32, device=logits.device)
+    tokens = draw(logits, settings, lse)
+    asked = tokens
+    if len(wanting) < len(how):
         at = to_device(wanting, torch.int64, logits.device)
-        most = max(how[row].logprobs or 0 for row in wanting)
-        logprobs = logits[at].log_softmax(-1)
-        own = logprobs.gather(1, tokens[at].clamp(min=0)[:, None])
-        values, names = logprobs.topk(min(most, logprobs.shape[1]))
-        said = torch.cat([own.double(), values.double(), names.double()], dim=1)
+        logits, lse, asked = logits[at], lse[at], tokens[at]
+    most = max(how[row].logprobs or 0 for row in wanting)
+    own = logits.gather(1, asked.clamp(min=0)[:, None])
+    values, names = logits.topk(min(most, logits.shape[1]))
+    said = torch.cat([(torch.cat([own, values], dim=1).float() - lse[:, None]).double(), names.double()], dim=1)
     return Chosen(tokens, said, tuple(how))
 
 
-def _draw(logits: Tensor, how: Sequence[Sampling]) -> Tensor:
-    """One token per row (Note [Draws]): `b` int64."""
-    numbers = [(max(one.temperature, COLDEST), one.top_p, one.draws.random()) for one in how]
-    temperature, top_p, drawn = to_device(numbers, torch.float32, logits.device).unsqueeze(-1).unbind(1)
-    # the largest first: no temperature, however low, overflows
-    scaled = (logits - logits.amax(-1, keepdim=True)) / temperature
-    probabilities, names = scaled.softmax(-1).sort(stable=True, dim=-1, descending=True)
-    sums = probabilities.cumsum(-1)
-    # a token is in while those before it have less than top_p, so the first always is
-    kept = probabilities.masked_fill(sums - probabilities >= top_p, 0.0)
-    sums = kept.cumsum(-1)
-    place = (sums <= drawn * sums[:, -1:]).sum(-1, keepdim=True)
-    # rounding may carry the goal past the last token that is in
-    place = torch.minimum(place, (kept > 0).sum(-1, keepdim=True) - 1).clamp(min=0)
-    return names.gather(1, place).squeeze(1)
+def _settings(one: Sampling) -> tuple[float, float, float]:
+    """What `draw` is to know of the next token of a request, which draws for it if it has a temperature."""
+    if one.temperature <= 0:
+        return 0.0, 1.0, 0.0
+    return max(one.temperature, COLDEST), one.top_p, one.draws.random()
 
 
 def to_device(values: Sequence[Any], dtype: torch.dtype, device: torch.device) -> Tensor:
