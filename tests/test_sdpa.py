@@ -99,6 +99,12 @@ def assert_equal_to_torch(call: Call, found: Results, dtype: torch.dtype) -> Non
     low = call.run(F.scaled_dot_product_attention, call.tensors(dtype))
     assert found.keys() == exact.keys()
     for name, x in exact.items():
+        if name.startswith("d") and x.numel() and not x.any():
+            # every query sees one key: each of many terms cancels but for a rounding, where torch's order of operations leaves none
+            terms = call.seq_len * call.heads
+            noise = 16 * min(torch.finfo(dtype).eps, torch.finfo(torch.float32).eps)
+            assert found[name].abs().max() <= noise * terms**0.5, f"{name} of {call}"
+            continue
         assert_within_budget(found[name], x, low[name], f"{name} of {call}", dtype)
 
 
