@@ -132,3 +132,31 @@ def test_a_step_ahead_answers_as_each_prompt_alone_and_the_same_on_all_ranks(poo
         assert carried == carried_there
         # nearly all tokens but the first of a request that waited are carried
         assert carried > 20 if ahead else carried == 0, carried
+
+
+class _Waits:
+    """A ring, an event and a cache in one, which note who is asked to wait."""
+
+    device, ring = CPU, property(lambda self: self)
+
+    def __init__(self) -> None:
+        self.asked: list[Any] = []
+
+    def wait(self, device: torch.device, *, marks: Any, what: str) -> None:
+        assert (device, marks.begun, marks.ended) == (CPU, self, self)
+        self.asked.append((what, marks.lasted_s))
+        marks.lasted_s = 0.25
+
+    def synchronize(self) -> None:
+        self.asked.append("synchronize")
+
+
+def test_what_may_be_a_replay_is_waited_for_in_a_wait_that_ends_and_a_long_prompt_as_long_as_it_takes():
+    replica: Any = Replica.__new__(Replica)
+    waits: Any = _Waits()
+    replica._cache, replica._usual = waits, {}
+    for kind in ((True, False, False, 3), (False, False, False, 12), (True, False, False, 3), (False, True, False, 9)):
+        Computing(replica, kind, None, waits, waits, f"{kind[3]}").wait()
+    assert waits.asked == [("3", 0.0), "synchronize", ("3", 0.25), ("9", 0.0)]
+    Computing(replica, (True, False, False, 3), None, None, None, "it has ended").wait()
+    assert len(waits.asked) == 4

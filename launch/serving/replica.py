@@ -7,8 +7,9 @@ Note [Tokens that stay]
     The host needs as long for a step as a GPU does: it plans, tells the other ranks, lays out tables, launches, and says what has
     come. So on GPUs a step is started before the tokens of the one before it are known to the host. They are on the device:
     rank 0 chooses them, all ranks get them by one small sum, and the next step takes from there what its plan calls `carried`.
-    The host reads them later, when the device has come there, in a wait that ends (Note [A replay that does not end] of
-    decoding.py); no rank waits for its device in any other way, nor starts more than one step before the last one has ended.
+    The host reads them later, when the device has come there. That wait ends where the step may have been a replay (Note [A
+    replay that does not end] of decoding.py). Steps around the ring take as long as they take, and are bounded by what bounds
+    plain calls. No rank starts more than one step before the last one has ended.
 """
 
 from __future__ import annotations
@@ -150,16 +151,19 @@ class Replica:
         ring.sum(self._chosen)
         self._steps += 1
         kind = plan.decodes, plan.packed, plan.mixed, len(plan.tokens).bit_length()
-        ended = self._mark()
-        marks = None if ended is None else Marks(begun, ended, self._usual.get(kind, 0.0))
         what = f"step {self._steps} ({len(plan.requests)} requests, {len(plan.tokens)} new tokens)"
-        return Computing(self, kind, chosen, marks, what)
+        return Computing(self, kind, chosen, begun, self._mark(), what)
 
     def await_end(self, step: Computing) -> None:
         """See `Computing.wait`."""
-        if step.marks is not None:
-            self._cache.ring.wait(self._cache.device, marks=step.marks, what=step.what)
-            self._usual[step.kind] = step.marks.lasted_s
+        if step.end is None:
+            return
+        if not any(step.kind[:3]):
+            step.end.synchronize()
+            return
+        marks = Marks(step.begun, step.end, self._usual.get(step.kind, 0.0))
+        self._cache.ring.wait(self._cache.device, marks=marks, what=step.what)
+        self._usual[step.kind] = marks.lasted_s
 
     def _compute(self, plan: Plan) -> Tensor:
         """The logits `wanted vocab` of a step, which the next one may overwrite."""
@@ -193,7 +197,7 @@ class Replica:
         """Where the device will have come to what was enqueued until now; None where that is now."""
         if self._cache.device.type != "cuda":
             return None
-        mark = torch.cuda.Event()
+        mark = torch.cuda.Event(blocking=True)
         mark.record(torch.cuda.current_stream(self._cache.device))
         return mark
 
@@ -211,22 +215,25 @@ class Computing:
 
     Attributes:
         replica: By whom.
-        kind: What steps that take about as long have in common.
+        kind: What steps that take about as long have in common: whether they decode, are packed, are mixed, and how many rows
+            they have, as a power of two.
         choice: The tokens that are being chosen; None where they are not known to the host: on all ranks but the first.
-        marks: Where it begins and ends; None where it had ended when it was started.
+        begun: Where the device comes to it.
+        end: Where the device has computed it; None, like begun, where that was when it was started.
         what: For messages.
     """
 
     replica: Replica
     kind: tuple[bool, bool, bool, int]
     choice: Chosen | None
-    marks: Marks | None
+    begun: torch.cuda.Event | None
+    end: torch.cuda.Event | None
     what: str
 
     @property
     def ended(self) -> bool:
         """Whether it has been computed; asks nobody, waits for nothing."""
-        return self.marks is None or self.marks.ended.query()
+        return self.end is None or self.end.query()
 
     def wait(self) -> None:
         """Waits for its end.

@@ -51,7 +51,8 @@ PACKED_STEPS = 4
 MOST_KEYS = 2**20
 """Keys on a rank that the pieces of a packed step may read together: 4 GiB of each layer for 8 key heads of 128 in bf16."""
 MIXED_LENGTH = 8192
-"""Tokens, on all ranks, of the longest request of a mixed step: one program reads 4,096 of two ranks in about 40 us."""
+"""Tokens, on all ranks, of the longest request of a mixed step: half of them, on one of two ranks, are 2 MiB to read for one
+program, some 40 us by count."""
 MIXED_KEYS = 2**18
 """Keys on a rank that the rows of prompts of a mixed step may read together: a fourth of MOST_KEYS, because every row reads."""
 MOST_KEPT = 1024
