@@ -14,6 +14,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 from ringattn.integrations.transformers.attention import attend
 from ringattn.integrations.transformers.batch import RingCollator, shard_batch
+from ringattn.integrations.transformers.fusing import CannotFuse, fuse
 from ringattn.integrations.transformers.generation import RingCache
 from ringattn.integrations.transformers.masks import RingMask, describe_mask
 from ringattn.integrations.transformers.steps import run_step
@@ -22,11 +23,13 @@ NAME = "ringattn"
 
 __all__ = [
     "NAME",
+    "CannotFuse",
     "RingCache",
     "RingCollator",
     "RingMask",
     "attend",
     "describe_mask",
+    "fuse",
     "register",
     "run_step",
     "shard_batch",
