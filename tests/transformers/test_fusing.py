@@ -108,5 +108,23 @@ class _TwoMLP(nn.Module):
         return self.b(self.a(x) * gate)
 
 
-def test_parts_that_take_more_than_rows_are_left_alone():
-    assert fuse(nn.ModuleList([_TwoMLP(), nn.LayerNorm(4), nn.RMSNorm(4)]), Ring(), backend="eager") == 0
+def test_parts_that_take_more_than_rows_or_have_other_weights_are_left_alone():
+    packed = small("llama").model.layers[0].mlp
+    packed.up_proj.weight = nn.Parameter(torch.zeros(4, 4, dtype=torch.uint8), requires_grad=False)
+    assert fuse(nn.ModuleList([_TwoMLP(), nn.LayerNorm(4), nn.RMSNorm(4), packed]), Ring(), backend="eager") == 0
+
+
+class _BrokenNorm(nn.Module):
+    """Does not take rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.view(3, 3)
+
+
+def test_a_part_that_can_not_be_tried_is_no_crash():
+    with pytest.raises(CannotFuse, match="shape"):
+        fuse(nn.ModuleList([_BrokenNorm()]), Ring(), backend="eager")

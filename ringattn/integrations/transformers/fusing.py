@@ -55,11 +55,11 @@ def fuse(model: nn.Module, ring: Ring, *, backend: str | Callable = "inductor") 
     """
     parts = [part for part in model.modules() if _is_row_wise(part)]
     kinds = {_kind(part): part for part in parts}
-    plain = {kind: [part(x) for x in _rows_for(part)] for kind, part in kinds.items()}
-    for part in parts:
-        part.forward = _compiled(part, backend)
     why, digest = "", blake2b(digest_size=8)
     try:
+        plain = {kind: [part(x) for x in _rows_for(part)] for kind, part in kinds.items()}
+        for part in parts:
+            part.forward = _compiled(part, backend)
         for kind, part in kinds.items():
             for x, expected in zip(_rows_for(part), plain[kind], strict=True):
                 found = part(x)
@@ -78,19 +78,20 @@ def fuse(model: nn.Module, ring: Ring, *, backend: str | Callable = "inductor") 
         why = why or "another rank could not"
     if why:
         for part in parts:
-            del part.forward  # the class's own again
+            vars(part).pop("forward", None)  # the class's own again
         raise CannotFuse(why)
     return len(parts)
 
 
 def _is_row_wise(part: nn.Module) -> bool:
-    """Whether a part takes rows alone, and is written in small operations."""
+    """Whether a part takes rows alone, is written in small operations, and has weights that are numbers as they are."""
     name, kind = type(part).__name__, type(part)
     if not name.endswith(ENDINGS) or kind.__module__.startswith("torch.") or "forward" in vars(part):
         return False
     parameters = list(inspect.signature(kind.forward).parameters.values())[1:]
     needed = [one for one in parameters if one.default is one.empty and one.kind is one.POSITIONAL_OR_KEYWORD]
-    return len(needed) == 1 == len(parameters) and _width(part) is not None
+    plain = all(one.dtype in (torch.float32, torch.bfloat16, torch.float16) for one in part.parameters())
+    return plain and len(needed) == 1 == len(parameters) and _width(part) is not None
 
 
 def _width(part: nn.Module) -> int | None:
