@@ -17,6 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ringattn.launch.distributed import Rank, Refusal
+from ringattn.launch.serving import scheduling
 from ringattn.launch.serving.config import check_model
 from ringattn.launch.serving.models import describe, load, make_cache, share_weights
 from ringattn.launch.serving.replica import Replica
@@ -155,6 +156,12 @@ def test_a_checkpoint_brings_its_weights_its_tokenizer_and_its_stops(folder):
             # a prompt in two steps, and two that come later
             assert recorder.replays >= 5 + 4
     assert "tokens in float32 on 1 ranks" in describe(cache)
+
+
+def test_no_mixed_step_is_planned_for_which_there_is_no_room():
+    from ringattn.integrations.transformers.decoding import ROW_TOKENS
+
+    assert scheduling.MIXED_LENGTH <= ROW_TOKENS
 
 
 def test_a_chat_template_comes_from_the_checkpoint(folder):

@@ -60,8 +60,9 @@ PACKED_BLOCKS = 16384
 """The same of packed calls, which are not recorded again: what has more is a prompt for the ring."""
 DOUBLED = 64
 """Batch sizes double up to this one, and then grow by it (Note [Batches])."""
-ROW_BLOCKS = 256
-"""The same of packed calls in pieces of one row, each of which has its own."""
+ROW_TOKENS = 8192
+"""Tokens of a request on one rank for which packed calls in pieces of one row have room, in blocks that are half full; each row
+has blocks of its own."""
 MOST_GRAPHS = 16
 """Shapes that are captured, where nobody says which ones will come."""
 
@@ -349,7 +350,8 @@ class Decoding:
         # the largest first: the others find room in its memory
         for shape in reversed([*(_Shape(batch, new, 1) for batch in self._batches or ()), *self._packed]):
             if self.refusal is None and shape not in self._recorded:
-                self._record(shape, 1 if not shape.packed else PACKED_BLOCKS if shape.new > 1 else ROW_BLOCKS)
+                rows = -(-2 * ROW_TOKENS // self._cache.page_size)
+                self._record(shape, 1 if not shape.packed else PACKED_BLOCKS if shape.new > 1 else rows)
 
     @torch.no_grad()
     def run(
