@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import httpx
@@ -343,10 +343,18 @@ def test_statuses_come_through_a_stall_stops_no_step_and_a_killed_process_of_htt
     for number in (signal.SIGINT, signal.SIGTERM):
         apart.other.send_signal(number)
     prompt = going_on("f", 50)
+
+    def ask_three() -> list[Future[httpx.Response]]:
+        """One that runs, and two that wait: all at once there would be three that wait, and one too many."""
+        first = threads.submit(apart.ask, prompt=prompt, max_tokens=50)
+        apart.state_when(lambda state: state["running"] == 1)
+        others = [threads.submit(apart.ask, prompt=prompt, max_tokens=50) for _ in range(2)]
+        apart.state_when(lambda state: state["waiting"] == 2)
+        return [first, *others]
+
     with ThreadPoolExecutor(4) as threads:
         apart.runner.step_s = 0.2  # none ends before all have come
-        asked = [threads.submit(apart.ask, prompt=prompt, max_tokens=50) for _ in range(3)]
-        apart.state_when(lambda state: state["waiting"] == 2)
+        asked = ask_three()
         late = apart.ask(prompt=prompt, max_tokens=50, n=2)
         assert (late.status_code, late.headers["retry-after"]) == (429, "1")
         assert late.json()["error"]["message"].startswith("at most 2 requests may wait, got 2 more beside 2")
@@ -357,8 +365,7 @@ def test_statuses_come_through_a_stall_stops_no_step_and_a_killed_process_of_htt
         assert [one.result().json()["choices"][0]["text"] for one in asked] == [text_of(prompt, 50)] * 3
 
         apart.runner.step_s = 0.2  # none ends before all have come
-        asked = [threads.submit(apart.ask, prompt=prompt, max_tokens=50) for _ in range(3)]
-        apart.state_when(lambda state: state["waiting"] == 2)
+        asked = ask_three()
         apart.engine.stop(30.0)
         apart.runner.step_s = 0.01
         late = apart.ask(prompt=prompt, max_tokens=5)
