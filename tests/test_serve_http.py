@@ -389,8 +389,11 @@ def test_a_full_queue_gets_a_429_and_a_stopping_server_a_503():
         prompt = going_on("f", 50)
         with ThreadPoolExecutor(8) as threads:
             body = {"prompt": prompt, "max_tokens": 50, "temperature": 0}  # fills the cache of 64 tokens
-            asked = [
-                threads.submit(httpx.post, f"{served.url}/v1/completions", json=body, timeout=30) for _ in range(3)
+            asked = [threads.submit(httpx.post, f"{served.url}/v1/completions", json=body, timeout=30)]
+            # what comes before the first one runs waits with it
+            served.state_when(lambda state: state["running"] == 1)
+            asked += [
+                threads.submit(httpx.post, f"{served.url}/v1/completions", json=body, timeout=30) for _ in range(2)
             ]
             served.state_when(lambda state: state["waiting"] == 2)
             refused = httpx.post(f"{served.url}/v1/completions", json=body)
