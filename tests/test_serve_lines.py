@@ -118,6 +118,16 @@ class Steps:
             return asyncio.run(asyncio.wait_for(run(), 20))
 
 
+def collected() -> tuple[list[Any], Callable[[Any], Awaitable[None]]]:
+    """What an answer sends, and what it sends it with."""
+    sent: list[Any] = []
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    return sent, send
+
+
 def body_of(sent: list[Any]) -> list[bytes]:
     return [one["body"] for one in sent if one["type"] == "http.response.body"]
 
@@ -138,10 +148,7 @@ def test_a_step_is_one_write_of_a_stream_and_the_last_brings_the_end(choices):
     steps = Steps()
 
     async def what() -> list[bytes]:
-        sent: list[Any] = []
-
-        async def send(message: Any) -> None:
-            sent.append(message)
+        sent, send = collected()
 
         task, names = await steps.ask(send, stream=True, n=choices, stream_options={"include_usage": True})
         for x in range(6):
@@ -163,15 +170,13 @@ def test_a_client_that_does_not_read_gets_all_later_and_nobody_waits_for_it():
     steps = Steps()
 
     async def what() -> tuple[list[Any], list[Any]]:
-        reads, slow, quick = asyncio.Event(), [], []
+        reads, slow = asyncio.Event(), []
+        quick, send = collected()
 
         async def send_slow(message: Any) -> None:
             slow.append(message)
             if len(slow) > 2:
                 await reads.wait()
-
-        async def send(message: Any) -> None:
-            quick.append(message)
 
         one, (stuck,) = await steps.ask(send_slow, stream=True)
         other, (going,) = await steps.ask(send, stream=True)
@@ -203,13 +208,10 @@ def test_a_tokenizer_that_breaks_breaks_its_own_answer_only():
     steps = Steps(Breaking())
 
     async def what() -> tuple[BaseException | None, bytes]:
-        good: list[Any] = []
+        good, send = collected()
 
         async def nobody(_: Any) -> None:
             pass
-
-        async def send(message: Any) -> None:
-            good.append(message)
 
         broken, (bad,) = await steps.ask(nobody, stream=True)
         other, (name,) = await steps.ask(send, stream=True)
@@ -230,10 +232,7 @@ def test_a_job_that_was_answered_is_told_once_and_what_comes_after_is_nobodys():
     steps = Steps()
 
     async def what() -> tuple[list[Any], str]:
-        sent: list[Any] = []
-
-        async def send(message: Any) -> None:
-            sent.append(message)
+        sent, send = collected()
 
         task, (name, other) = await steps.ask(send, stream=True, n=2, stop=["bc"])
         said: list[Any] = []
@@ -256,10 +255,7 @@ def test_an_answer_that_ended_before_the_engine_did_is_no_error(stream):
     steps = Steps()
 
     async def what() -> list[Any]:
-        sent: list[Any] = []
-
-        async def send(message: Any) -> None:
-            sent.append(message)
+        sent, send = collected()
 
         task, (name,) = await steps.ask(send, stream=stream)
         steps.step(Event(name, 97))

@@ -4,9 +4,10 @@ Owns how a step is computed, what is recorded before the first request, and wher
 asked for them (scheduling.py), and how a token is chosen from logits (sampling.py).
 
 Note [Tokens that stay]
-    The host needs as long for a step as a GPU does: it plans, tells the other ranks, lays out tables, launches, and says what has
-    come. So on GPUs a step is started before the tokens of the one before it are known to the host. They are on the device:
-    rank 0 chooses them, all ranks get them by one small sum, and the next step takes from there what its plan calls `carried`.
+    With many requests the host needs nearly as long for a step as a GPU does: it plans, tells the other ranks, lays out tables,
+    launches, and says what has come. So on GPUs a step is started before the tokens of the one before it are known to the host.
+    They are on the device: rank 0 chooses them, all ranks get them by one small sum, and the next step takes from there what its
+    plan calls `carried`.
     The host reads them later, when the device has come there. That wait ends where the step may have been a replay (Note [A
     replay that does not end] of decoding.py). Steps around the ring take as long as they take, and are bounded by what bounds
     plain calls. No rank starts more than one step before the last one has ended.
