@@ -1,42 +1,48 @@
-"""An exchange of packed parts in one launch per rank: merge the own splits, store them at every rank, wait, merge, normalise.
+"""An exchange in one launch per rank: store the own share at every rank, wait, make the answer of all shares.
 
-Owns the kernel, its launcher, and what lies where in the memory that ranks share. Refuses to know where that memory comes from.
+Owns the kernels (packed parts that are merged and normalised; addends that are summed, or columns that are laid side by side),
+their launchers, and what lies where in the memory that ranks share. Refuses to know where that memory comes from.
 
 Shape legend: `p` ranks, `g` programs, which are as many in every launch, on every rank.
 
 Note [Mailboxes]
     Every rank has a *control* of int64 words: flags `g p`, epochs `g`, and one word `failed`; and a *mailbox* of two halves of
-    p slots, each of which holds one packed part (Note [Packed parts] of kernels.parts). `table`, on the device, has the
-    addresses of all mailboxes, of all controls, and of `errors`, one int32 per rank in host memory.
+    p slots, each of which holds the share of one rank: a packed part (Note [Packed parts] of kernels.parts), or numbers as they
+    are, from the beginning of the slot. `table`, on the device, has the addresses of all mailboxes, of all controls, and of
+    `errors`, one int32 per rank in host memory.
     Program i owns some rows. In its n-th launch it merges the splits of these rows, stores the result into slot [n % 2][me] of
     every rank, its own included, and sets flag [i][me] of every rank to n; it waits until its own flags [i] are all n at least,
     then merges the slots of its rows in the order of the ranks. Programs without rows do the same: so all count alike, from
     words that they keep in the control. A graph that was captured needs nothing else: it may be replayed at any time.
+    Launches of both kernels have as many programs and count in the same words, so they may follow each other in any order.
 
 Note [Two halves]
     A store of launch n + 2 may not meet a reader of launch n. Let rank A store in its launch n + 2. Its launch n + 1 has ended,
     since launches of a stream do not overlap; so each of its programs has seen flag n + 1 of each rank B, set by a program of
     B's launch n + 1; so B's launch n had ended. What the slots of a launch are for does not matter: this holds of the whole
-    half, and shapes may change from launch to launch. A flag may be n + 1 when it is looked at, and is never more.
+    half, and shapes, dtypes and kernels may change from launch to launch. A flag may be n + 1 when it is looked at, and is
+    never more.
 
 Note [Nobody waits for ever]
     Every program stores and sets its flags before it waits, and waits for the program of its own number alone. Programs start in
     the order of their numbers: so the lowest one that has not ended can end, however few of them a device holds at a time.
     A program that waits longer than `patience`, or meets a negative flag, gives up: it says whom it waited for in `errors` (1: did
     not come; 2: has failed itself), sets `failed` and its flags at all ranks to -1, and writes NaN. Whoever finds `failed`
-    set stores no part any more, does not wait, and writes NaN. So a rank that is merely slow meets whole parts, or fails too.
+    set stores no share any more, does not wait, and writes NaN. So a rank that is merely slow meets whole shares, or fails too.
 
 Note [Order of memory]
-    Parts are stored by all threads of a program and announced by some: the threads meet at a barrier, then a store that
+    Shares are stored by all threads of a program and announced by some: the threads meet at a barrier, then a store that
     releases at the scope of the system makes all that came before it visible to whoever acquires the flag, on any device. On
-    the other side the threads that have acquired meet the others at a barrier before any of them reads a part. Parts are read
-    from L2, where stores of peers arrive.
+    the other side the threads that have acquired meet the others at a barrier before any of them reads a share. Shares are
+    read from L2, where stores of peers arrive.
 """
 
 # pyright: reportGeneralTypeIssues=false, reportArgumentType=false
 # (powers of two may be constants of kernels, says Triton)
 
 from __future__ import annotations
+
+import math
 
 import triton
 import triton.language as tl
@@ -55,6 +61,10 @@ MAX_RANKS = 32 * WARPS
 """Threads of a program: each sets and awaits the flag of one rank."""
 WORD = 8
 """Bytes of a word of the control."""
+WIDE = 16
+"""Bytes of the widest load and store of a thread: a unit of `share`, where it divides what is side by side."""
+UNITS = 512
+"""Units that a program of `share` holds at most."""
 
 
 def control_words(ranks: int) -> int:
@@ -144,6 +154,21 @@ def meet(controls, flags, offset, epoch, word, failed, errors, patience, RANKS: 
     )
 
 
+@triton.jit
+def begin(table, me, RANKS: tl.constexpr, PROGRAMS: tl.constexpr):
+    """What this program of rank `me` finds in its control (Note [Mailboxes]).
+
+    Returns where its flags, its epoch and `failed` stand, what `failed` is, the number of this launch, and the address of
+    `errors`.
+    """
+    g = tl.program_id(0)
+    control = tl.load(table + RANKS + me).to(tl.pointer_type(tl.int64))
+    errors = tl.load(table + 2 * RANKS)
+    epochs = control + PROGRAMS * RANKS + g
+    failed = control + PROGRAMS * (RANKS + 1)
+    return control + g * RANKS, epochs, failed, tl.load(failed), tl.load(epochs) + 1, errors
+
+
 @triton.jit(do_not_specialize=["splits", "me", "rows", "heads", "queries", "patience"])
 def _one_shot_kernel(
     stack, sinks, o, lse, table, splits, split_stride, me, rows, heads, queries, dv, slot, patience,
@@ -156,13 +181,7 @@ def _one_shot_kernel(
     """
     g = tl.program_id(0)
     me = me.to(tl.int64)
-    control = tl.load(table + RANKS + me).to(tl.pointer_type(tl.int64))
-    errors = tl.load(table + 2 * RANKS)
-    flags = control + g * RANKS
-    epochs = control + PROGRAMS * RANKS + g
-    failed = control + PROGRAMS * (RANKS + 1)
-    word = tl.load(failed)
-    epoch = tl.load(epochs) + 1
+    flags, epochs, failed, word, epoch, errors = begin(table, me, RANKS, PROGRAMS)
     half = (epoch % 2) * RANKS * slot
     c = tl.arange(0, COLUMNS)
     columns = (c < dv)[None, :]
@@ -213,7 +232,7 @@ def one_shot(
     slot: int,
     patience: int,
 ) -> None:
-    """One exchange; every rank launches it alike, in the order of one stream.
+    """One exchange of parts; every rank launches it alike, in the order of one stream.
 
     Args:
         tape: Where the launch is recorded.
@@ -253,3 +272,95 @@ def one_shot(
         patience,
     )
     tape.launch(_one_shot_kernel, (PROGRAMS,), args, constants, num_warps=WARPS, num_stages=1)
+
+
+@triton.jit(do_not_specialize=["me", "units", "line", "patience"])
+def _share_kernel(
+    x, out, table, me, units, line, slot, patience,
+    RANKS: tl.constexpr, PROGRAMS: tl.constexpr, UNIT: tl.constexpr, UNITS: tl.constexpr, ADDS: tl.constexpr,
+):  # fmt: skip
+    """Program i owns units i * UNITS .. i * UNITS + UNITS - 1 of UNIT numbers, and so on in steps of PROGRAMS * UNITS.
+
+    Unit u of rank r is the r-th addend of unit u of out; or it is laid down as unit u // line * (RANKS * line) + r * line +
+    u % line of out, `line` being the units of a row of x.
+
+    Example: 2 ranks hold [[1, 2], [3, 4]] and [[5, 6], [7, 8]]; with units of 1 number, the third of rank 1 is 7, it goes to
+    1 * 4 + 1 * 2 + 0 = 6, and out is [[1, 2, 5, 6], [3, 4, 7, 8]]. The sum is [[6, 8], [10, 12]].
+    """
+    g = tl.program_id(0)
+    me = me.to(tl.int64)
+    slot = slot.to(tl.int64)
+    flags, epochs, failed, word, epoch, errors = begin(table, me, RANKS, PROGRAMS)
+    half = (epoch % 2) * RANKS * slot
+    numbers = tl.arange(0, UNIT)[None, :]
+    for first in range(g * UNITS, units, PROGRAMS * UNITS):
+        u = first + tl.arange(0, UNITS)[:, None]
+        at = u * UNIT + numbers
+        values = tl.load(x + at, mask=u < units)
+        for rank in tl.static_range(RANKS):
+            box = tl.multiple_of((tl.load(table + rank) + 4 * (half + me * slot)).to(x.dtype), 16)
+            tl.store(box + at, values, mask=(u < units) & (word == 0))
+    there = meet(
+        table + RANKS, flags, (g * RANKS + me) * 8, epoch, word, failed, errors, patience.to(tl.int64) * 1000, RANKS
+    )  # fmt: skip
+    mailbox = tl.load(table + me) + 4 * half
+    # columns are bits; all of them set are NaN in every dtype
+    Bits: tl.constexpr = tl.pointer_type(tl.int32 if x.dtype.element_ty.primitive_bitwidth == 32 else tl.int16)
+    for first in range(g * UNITS, units, PROGRAMS * UNITS):
+        u = first + tl.arange(0, UNITS)[:, None]
+        at = u * UNIT + numbers
+        ok = u < units
+        if ADDS:
+            box = tl.multiple_of(mailbox.to(x.dtype), 16)
+            total = tl.load(box + at, mask=ok, cache_modifier=".cg").to(tl.float32)
+            for rank in tl.static_range(1, RANKS):
+                box = tl.multiple_of((mailbox + 4 * rank * slot).to(x.dtype), 16)
+                total += tl.load(box + at, mask=ok, cache_modifier=".cg").to(tl.float32)
+            total = tl.where(there == 1, total, float("nan"))
+            tl.store(out + at, total.to(out.dtype.element_ty), mask=ok)
+        else:
+            to = (u // line * (RANKS * line) + u % line) * UNIT + numbers
+            for rank in tl.static_range(RANKS):
+                box = tl.multiple_of((mailbox + 4 * rank * slot).to(Bits), 16)
+                values = tl.load(box + at, mask=ok, cache_modifier=".cg")
+                tl.store(out.to(Bits) + rank * line * UNIT + to, tl.where(there == 1, values, -1), mask=ok)
+    tl.store(epochs, epoch)
+
+
+@recorded
+def share(
+    tape: Tape,
+    x: Tensor,
+    out: Tensor,
+    table: Tensor,
+    *,
+    adds: bool,
+    rank: int,
+    ranks: int,
+    slot: int,
+    patience: int,
+) -> None:
+    """One exchange of numbers as they are; every rank launches it alike, in the order of one stream.
+
+    Args:
+        tape: Where the launch is recorded.
+        x: This rank's numbers, contiguous, fewer than 2**31 - 2**22; `rows width` where columns are laid side by side.
+        out: The shape of x, any floating dtype; or `rows, ranks * width`, the dtype of x, fewer than 2**31 numbers. Contiguous;
+            written.
+        table: As in `one_shot`.
+        adds: Sum all ranks' numbers in fp32, in the order of the ranks, and round once; else lay columns side by side.
+        rank: As in `one_shot`.
+        ranks: Likewise.
+        slot: Likewise, at least the bytes of x / 4.
+        patience: Likewise.
+    """
+    assert ranks <= MAX_RANKS, "a thread per rank sets and waits for flags"
+    width = x.numel() if adds else x.shape[-1]
+    unit = math.gcd(width, WIDE // x.element_size())
+    units = x.numel() // unit
+    per_program = triton.next_power_of_2(-(-units // PROGRAMS))
+    constants = {
+        "RANKS": ranks, "PROGRAMS": PROGRAMS, "UNIT": unit, "UNITS": min(max(per_program, 32 * WARPS), UNITS), "ADDS": adds,
+    }  # fmt: skip
+    args = (x, out, table, rank, units, width // unit, slot, patience)
+    tape.launch(_share_kernel, (PROGRAMS,), args, constants, num_warps=WARPS, num_stages=1)

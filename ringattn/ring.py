@@ -416,10 +416,10 @@ class Ring:
         return k.detach(), v.detach()
 
     def exchange(self, device: torch.device | str) -> Exchange:
-        """What makes one answer of all ranks' partials: made at the first call for a device, which all ranks make.
+        """What makes one answer of what all ranks bring: made at the first call for a device, which all ranks make.
 
         Args:
-            device: Where partials are.
+            device: Where partials are, or addends, or columns.
 
         Returns:
             The exchange; `print` says which one it is, and why. It lives until the ring is closed.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from datetime import timedelta
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -40,6 +41,34 @@ def simulate(ranks: int, splits: list[Tensor], sizes: Sizes, sinks: Tensor | Non
     for other in found:
         assert all(torch.equal(x, y) for x, y in zip(found[0], other, strict=True))
     return found[0]
+
+
+def draw_shares(seed: int, ranks: int, shape: tuple[int, ...], dtype: torch.dtype) -> list[Tensor]:
+    """Every rank's addends, of sizes so different that the order in which they are added shows."""
+    generator = torch.Generator().manual_seed(seed)
+    sizes = 4.0 ** torch.randint(-3, 4, (ranks, *shape), generator=generator)
+    return list((torch.randn(ranks, *shape, generator=generator) * sizes).to(dtype))
+
+
+def draw_bits(seed: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Any bits, of NaN too, which a cast would change."""
+    generator = torch.Generator().manual_seed(seed)
+    itemsize = torch.finfo(dtype).bits // 8
+    drawn = torch.randint(0, 256, (*shape[:-1], shape[-1] * itemsize), generator=generator, dtype=torch.uint8)
+    return drawn.view(dtype)
+
+
+def add(shares: list[Tensor], dtype: torch.dtype) -> Tensor:
+    """Number by number, in the order of the ranks, each step rounded to fp32."""
+    total = shares[0].double().numpy().astype(np.float32)
+    for other in shares[1:]:
+        total = (total.astype(np.float64) + other.double().numpy()).astype(np.float32)
+    return torch.from_numpy(total).to(dtype)
+
+
+def assert_bits(x: Tensor, y: Tensor) -> None:
+    assert (x.shape, x.dtype) == (y.shape, y.dtype)
+    assert torch.equal(x.contiguous().view(torch.uint8), y.contiguous().view(torch.uint8))
 
 
 @settings(max_examples=40, deadline=None)

@@ -250,7 +250,7 @@ def test_who_did_not_come_is_named_at_the_next_call(monkeypatch: pytest.MonkeyPa
     for call in (end.check, lambda: finish_one(end)):
         with pytest.raises(
             RuntimeError,
-            match=r"ring rank 1 of ring 'ring': an exchange of partials: ring ranks \[2\] did not come within 10 s, and ring "
+            match=r"ring rank 1 of ring 'ring': an exchange: ring ranks \[2\] did not come within 10 s, and ring "
             r"ranks \[0\] have failed; look for an earlier error",
         ):
             call()

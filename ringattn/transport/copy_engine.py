@@ -516,7 +516,7 @@ class CopyEngineTransport:
         return coming
 
     def one_shot(self, agreement: Agreement, why: str) -> OneShotExchange:
-        """An exchange of partials through memory that is mapped as this transport's is. Every member calls it.
+        """An exchange through memory that is mapped as this transport's is. Every member calls it.
 
         Args:
             agreement: How ranks compare.

@@ -1,20 +1,23 @@
-"""One exchange of partials: every rank brings what its own keys say about the same rows, and leaves with the same answer.
+"""One exchange: every rank brings its share, and all leave with the same answer.
 
-Owns the protocol and the exchanges that need no memory of their own: of one rank alone, over the process group, and of ranks
-that are simulated. Refuses to know keys, pages and requests.
+Owns the protocol (partials that are finished, addends that are summed, columns that are laid side by side), what a call must
+keep to, and the exchanges that need no memory of their own: of one rank alone, over the process group, and of ranks that are
+simulated. Refuses to know keys, pages and requests, and whose weights made a sum.
 
 Note [One exchange]
     A rank merges the partials of its own splits into one packed part (Note [Packed parts] of the kernels) and sends it to all
     ranks; each then merges the parts of ranks 0, 1, ..., P - 1, in this order, and normalises. So all ranks hold the same bits,
     and go on alike with what follows from them. How many splits a rank has is its own affair.
-    All ranks make the same exchanges in the same order. The first of each kind (sizes, dtype, sinks or none) is compared and
+    A sum goes likewise: every rank adds the addends of ranks 0, 1, ..., P - 1 in this order, in fp32, and rounds once. Columns
+    are moved as they are.
+    All ranks make the same exchanges in the same order. The first of each kind (sizes, dtypes, sinks or none) is compared and
     must come outside of a capture; later ones cost the host no word to anybody.
 """
 
 from __future__ import annotations
 
 from collections.abc import Hashable
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -29,9 +32,14 @@ from ringattn.transport.process_group import Agreement, resolve_group
 # the younger name of the same collective, where torch has it (2.13) and warns of the older one
 _gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 
+SHARED = (torch.float32, torch.bfloat16, torch.float16)
+"""Dtypes of what is summed or laid side by side."""
+LARGEST = 2**30
+"""Numbers of a sum, or of all ranks' columns together, at most: kernels count them in 32 bits."""
+
 
 class Exchange(Protocol):
-    """Makes one answer of all ranks' partials (Note [One exchange]).
+    """Makes one answer of what all ranks bring (Note [One exchange]).
 
     Attributes:
         choice: Which one it is, and why.
@@ -76,6 +84,32 @@ class Exchange(Protocol):
         """
         ...
 
+    def sum(self, x: Tensor, out: Tensor) -> None:
+        """Adds what all ranks bring, in the order of the ranks, in fp32, and rounds once; returns as `finish` does.
+
+        Args:
+            x: Any shape, contiguous, fp32, bf16 or fp16: this rank's addends. Shape and dtype are the same on all ranks.
+            out: The shape of x, contiguous, fp32, bf16 or fp16; written, the same bits on every rank. Shares no memory with x.
+
+        Raises:
+            ValueError: As in `finish`.
+            RuntimeError: As in `finish`.
+        """
+        ...
+
+    def gather(self, x: Tensor, out: Tensor) -> None:
+        """Lays all ranks' columns side by side: columns r * width .. (r + 1) * width - 1 of out are x of rank r, bit for bit.
+
+        Args:
+            x: `rows width`, contiguous, fp32, bf16 or fp16: this rank's columns. Shape and dtype are the same on all ranks.
+            out: `rows, world_size * width`, contiguous, the dtype of x; written. Shares no memory with x.
+
+        Raises:
+            ValueError: As in `finish`.
+            RuntimeError: As in `finish`.
+        """
+        ...
+
     def check(self) -> None:
         """Raises if an exchange has failed: for results of graphs, whose replays pass no host call, once they are over.
 
@@ -87,6 +121,181 @@ class Exchange(Protocol):
     def close(self) -> None:
         """Lets go of memory; every rank calls it, when its exchanges are over."""
         ...
+
+
+class Finish(NamedTuple):
+    """A call of `Exchange.finish`."""
+
+    splits: Tensor
+    b: int
+    s: int
+    h: int
+    dv: int
+    sinks: Tensor | None
+    o: Tensor
+    lse: Tensor
+
+    @property
+    def what(self) -> str:
+        """What is exchanged, for messages."""
+        return f"b {self.b}, s {self.s}, h {self.h}, dv {self.dv}"
+
+    @property
+    def kind(self) -> str:
+        """What must be the same on all ranks."""
+        return f"{self.what}, {self.o.dtype}, {'no sinks' if self.sinks is None else 'sinks'}, {self.o.device.type}"
+
+    @property
+    def out(self) -> Tensor:
+        """What is written."""
+        return self.o
+
+    @property
+    def rows(self) -> int:
+        """Rows of a part."""
+        return self.b * self.s * self.h
+
+    @property
+    def room(self) -> int:
+        """What a rank sends, in fp32 numbers."""
+        return size(self.rows, self.dv)
+
+    def check(self) -> None:
+        """Refuses what does not fit, as `Exchange.finish` says."""
+        splits, b, s, h, dv, sinks, o, lse = self
+        width = self.room
+        if splits.dim() != 2 or splits.shape[0] < 1 or splits.shape[1] != width or splits.dtype != torch.float32:
+            raise ValueError(
+                f"splits must be fp32 of shape (at least 1, {width}), which is b * s * h * (dv + 2), got {splits.dtype} of shape "
+                f"{tuple(splits.shape)}; stack packed parts of b {b}, s {s}, h {h}, dv {dv}"
+            )
+        if splits.stride(1) != 1 and width > 1:
+            raise ValueError(
+                f"splits must have a contiguous last dim, got strides {splits.stride()}; call .contiguous()"
+            )
+        wanted = {"o": (o, (b, s, h, dv)), "lse": (lse, (b, h, s))} | (
+            {} if sinks is None else {"sinks": (sinks, (h,))}
+        )
+        for name, (x, shape) in wanted.items():
+            if tuple(x.shape) != shape:
+                raise ValueError(f"{name} must have shape {shape}, got {tuple(x.shape)}; make it of b, s, h and dv")
+            if not x.is_contiguous():
+                raise ValueError(f"{name} must be contiguous, got strides {x.stride()}; pass a contiguous tensor")
+            if x.device != splits.device:
+                raise ValueError(
+                    f"{name} must be on the device of splits, {splits.device}, got {x.device}; move it there"
+                )
+            if name != "o" and x.dtype != torch.float32:
+                raise ValueError(f"{name} must be torch.float32, got {x.dtype}; cast it")
+        if not o.dtype.is_floating_point:
+            raise ValueError(f"o must have a floating dtype, got {o.dtype}; give it that of the queries")
+
+
+class Sum(NamedTuple):
+    """A call of `Exchange.sum`.
+
+    Attributes:
+        overlap: x and out share memory.
+    """
+
+    x: Tensor
+    out: Tensor
+    overlap: bool
+
+    @property
+    def what(self) -> str:
+        """What is exchanged, for messages."""
+        return f"addends {tuple(self.x.shape)}"
+
+    @property
+    def kind(self) -> str:
+        """What must be the same on all ranks."""
+        return f"{self.what}, {self.x.dtype} to {self.out.dtype}, {self.out.device.type}"
+
+    @property
+    def room(self) -> int:
+        """What a rank sends, in fp32 numbers."""
+        return _room(self.x)
+
+    def check(self) -> None:
+        """Refuses what does not fit, as `Exchange.sum` says."""
+        if self.out.shape != self.x.shape:
+            raise ValueError(
+                f"out must have the shape of x, {tuple(self.x.shape)}, got {tuple(self.out.shape)}; make it like x"
+            )
+        _check_shared(self.x, self.out, overlap=self.overlap)
+
+
+class Gather(NamedTuple):
+    """A call of `Exchange.gather`.
+
+    Attributes:
+        overlap: x and out share memory.
+        ranks: Whose columns there are.
+    """
+
+    x: Tensor
+    out: Tensor
+    overlap: bool
+    ranks: int
+
+    @property
+    def what(self) -> str:
+        """What is exchanged, for messages."""
+        return f"columns {tuple(self.x.shape)}"
+
+    @property
+    def kind(self) -> str:
+        """What must be the same on all ranks."""
+        return f"{self.what}, {self.x.dtype}, {self.out.device.type}"
+
+    @property
+    def room(self) -> int:
+        """What a rank sends, in fp32 numbers."""
+        return _room(self.x)
+
+    def check(self) -> None:
+        """Refuses what does not fit, as `Exchange.gather` says."""
+        if self.x.dim() != 2:
+            raise ValueError(f"x must have shape `rows width`, got {tuple(self.x.shape)}; flatten its rows")
+        shape = self.x.shape[0], self.ranks * self.x.shape[1]
+        if tuple(self.out.shape) != shape:
+            raise ValueError(
+                f"out must have shape {shape}, the columns of {self.ranks} ranks, got {tuple(self.out.shape)}; make it of rows and "
+                "world_size * width"
+            )
+        if self.out.dtype != self.x.dtype:
+            raise ValueError(
+                f"out must have the dtype of x, {self.x.dtype}, got {self.out.dtype}; columns are not cast"
+            )
+        _check_shared(self.x, self.out, overlap=self.overlap)
+
+
+def _room(x: Tensor) -> int:
+    return -(-x.numel() * x.element_size() // 4)
+
+
+def _overlap(x: Tensor, out: Tensor) -> bool:
+    """Of contiguous tensors: others are refused anyway."""
+    begin, other = x.data_ptr(), out.data_ptr()
+    return begin < other + out.nbytes and other < begin + x.nbytes
+
+
+def _check_shared(x: Tensor, out: Tensor, *, overlap: bool) -> None:
+    for name, given in (("x", x), ("out", out)):
+        if given.dtype not in SHARED:
+            raise ValueError(f"{name} must be fp32, bf16 or fp16, got {given.dtype}; cast it")
+        if not given.is_contiguous():
+            raise ValueError(f"{name} must be contiguous, got strides {given.stride()}; pass a contiguous tensor")
+    if out.device != x.device:
+        raise ValueError(f"out must be on the device of x, {x.device}, got {out.device}; move it there")
+    if out.numel() > LARGEST:
+        raise ValueError(f"out must have at most {LARGEST} numbers, got {out.numel()}; exchange its rows in pieces")
+    if overlap:
+        raise ValueError("out must share no memory with x, got tensors that overlap; write into another tensor")
+
+
+Call = Finish | Sum | Gather
 
 
 class Terms:
@@ -101,49 +310,30 @@ class Terms:
         self._known: set[Hashable] = set()
         self._agreed: set[str] = set()
 
-    def meet(
-        self,
-        splits: Tensor,
-        b: int,
-        s: int,
-        h: int,
-        dv: int,
-        sinks: Tensor | None,
-        o: Tensor,
-        lse: Tensor,
-    ) -> None:
+    def meet(self, call: Call) -> None:
         """Refuses what does not fit.
 
         Args:
-            splits: As in `Exchange.finish`, like the others.
-            b: Likewise.
-            s: Likewise.
-            h: Likewise.
-            dv: Likewise.
-            sinks: Likewise.
-            o: Likewise.
-            lse: Likewise.
+            call: What a rank is about to do.
 
         Raises:
             ValueError: It does not fit, here or on another rank.
             RuntimeError: The first of its kind, captured.
         """
-        facts = tuple(
-            [None if x is None else (x.shape, x.stride(), x.dtype, x.device) for x in (splits, sinks, o, lse)]
-        )
-        key = (b, s, h, dv, facts)
+        facts = [(x.shape, x.stride(), x.dtype, x.device) if isinstance(x, Tensor) else x for x in call]
+        key = (type(call), *facts)
         if key in self._known:
             return
-        kind = f"b {b}, s {s}, h {h}, dv {dv}, {o.dtype}, {'no sinks' if sinks is None else 'sinks'}, {o.device.type}"
+        kind = call.kind
         new = kind not in self._agreed
         try:
-            _check(splits, b, s, h, dv, sinks, o, lse)
+            call.check()
         except ValueError as error:
             if new and self._agreement is not None:
                 self._agreement.refuse(error)
             raise
         if new:
-            if o.is_cuda and torch.cuda.is_current_stream_capturing():
+            if call.out.is_cuda and torch.cuda.is_current_stream_capturing():
                 raise RuntimeError(
                     f"an exchange must be made once before it is captured, got its first call ({kind}) in a capture; "
                     "make the same call once before capturing it"
@@ -154,48 +344,22 @@ class Terms:
         self._known.add(key)
 
 
-def _check(splits: Tensor, b: int, s: int, h: int, dv: int, sinks: Tensor | None, o: Tensor, lse: Tensor) -> None:
-    width = size(b * s * h, dv)
-    if splits.dim() != 2 or splits.shape[0] < 1 or splits.shape[1] != width or splits.dtype != torch.float32:
-        raise ValueError(
-            f"splits must be fp32 of shape (at least 1, {width}), which is b * s * h * (dv + 2), got {splits.dtype} of shape "
-            f"{tuple(splits.shape)}; stack packed parts of b {b}, s {s}, h {h}, dv {dv}"
-        )
-    if splits.stride(1) != 1 and width > 1:
-        raise ValueError(f"splits must have a contiguous last dim, got strides {splits.stride()}; call .contiguous()")
-    wanted = {"o": (o, (b, s, h, dv)), "lse": (lse, (b, h, s))} | ({} if sinks is None else {"sinks": (sinks, (h,))})
-    for name, (x, shape) in wanted.items():
-        if tuple(x.shape) != shape:
-            raise ValueError(f"{name} must have shape {shape}, got {tuple(x.shape)}; make it of b, s, h and dv")
-        if not x.is_contiguous():
-            raise ValueError(f"{name} must be contiguous, got strides {x.stride()}; pass a contiguous tensor")
-        if x.device != splits.device:
-            raise ValueError(f"{name} must be on the device of splits, {splits.device}, got {x.device}; move it there")
-        if name != "o" and x.dtype != torch.float32:
-            raise ValueError(f"{name} must be torch.float32, got {x.dtype}; cast it")
-    if not o.dtype.is_floating_point:
-        raise ValueError(f"o must have a floating dtype, got {o.dtype}; give it that of the queries")
-
-
-class _Unheld:
-    """What exchanges without memory of their own have in common: calls are checked, and nothing is held.
+class Exchanging:
+    """The three operations as calls that are first admitted; what exchanges inherit.
 
     Args:
         choice: Which one it is, and why.
         agreement: How ranks compare; None: there is nobody to compare with, or nobody that could be missing.
+        world_size: Ranks of the ring.
     """
 
-    def __init__(self, choice: Choice, agreement: Agreement | None) -> None:
+    def __init__(self, choice: Choice, agreement: Agreement | None, world_size: int) -> None:
         self.choice = choice
+        self._world_size = world_size
         self._terms = Terms(agreement)
 
     def __str__(self) -> str:
         return str(self.choice)
-
-    @property
-    def capturable(self) -> bool:
-        """See `Exchange.capturable`."""
-        return False
 
     def finish(
         self,
@@ -209,23 +373,47 @@ class _Unheld:
         lse: Tensor,
     ) -> None:
         """See `Exchange.finish`."""
-        self._terms.meet(splits, b, s, h, dv, sinks, o, lse)
-        if o.numel():
-            self._exchange(splits, b, s, h, dv, sinks, o, lse)
+        call = Finish(splits, b, s, h, dv, sinks, o, lse)
+        if self._admit(call):
+            self._run_finish(call)
 
-    def _exchange(
-        self,
-        splits: Tensor,
-        b: int,
-        s: int,
-        h: int,
-        dv: int,
-        sinks: Tensor | None,
-        o: Tensor,
-        lse: Tensor,
-    ) -> None:
+    def sum(self, x: Tensor, out: Tensor) -> None:
+        """See `Exchange.sum`."""
+        call = Sum(x, out, _overlap(x, out))
+        if self._admit(call):
+            self._run_sum(call)
+
+    def gather(self, x: Tensor, out: Tensor) -> None:
+        """See `Exchange.gather`."""
+        call = Gather(x, out, _overlap(x, out), self._world_size)
+        if self._admit(call):
+            self._run_gather(call)
+
+    def _admit(self, call: Call) -> bool:
+        """Refuses what can not be exchanged; False when there is nothing to exchange."""
+        self._terms.meet(call)
+        return call.out.numel() > 0
+
+    def _run_finish(self, call: Finish) -> None:
         """What `finish` does with a call that is right and not empty."""
-        raise NotImplementedError(f"an exchange must say how it is made, got {type(self).__name__}; define _exchange")
+        raise NotImplementedError(f"an exchange must say how it is made, got {type(self).__name__}; define _run_finish")
+
+    def _run_sum(self, call: Sum) -> None:
+        """What `sum` does with such a call."""
+        raise NotImplementedError(f"an exchange must say how it is made, got {type(self).__name__}; define _run_sum")
+
+    def _run_gather(self, call: Gather) -> None:
+        """What `gather` does with such a call."""
+        raise NotImplementedError(f"an exchange must say how it is made, got {type(self).__name__}; define _run_gather")
+
+
+class _Unheld(Exchanging):
+    """What exchanges without memory of their own have in common: shares are stacked in the order of the ranks."""
+
+    @property
+    def capturable(self) -> bool:
+        """See `Exchange.capturable`."""
+        return False
 
     def check(self) -> None:
         """Whatever fails says so itself."""
@@ -233,30 +421,53 @@ class _Unheld:
     def close(self) -> None:
         """Nothing is held."""
 
+    def _stack(self, mine: Tensor, what: str) -> Tensor:
+        """All ranks' shares.
+
+        Args:
+            mine: This rank's, contiguous.
+            what: What it is, for messages.
+
+        Returns:
+            `world_size, *mine.shape`, in the order of the ranks.
+        """
+        raise NotImplementedError(f"an exchange must say how it is made, got {type(self).__name__}; define _stack")
+
+    def _run_finish(self, call: Finish) -> None:
+        mine = call.splits[0]
+        if len(call.splits) > 1 or not mine.is_contiguous():
+            mine = torch.empty(call.room, dtype=torch.float32, device=mine.device)
+            merge_parts(call.splits, mine, call.rows, call.dv)
+        finish_parts(self._stack(mine, call.what), call.rows, call.dv, call.sinks, call.o, call.lse)
+
+    def _run_sum(self, call: Sum) -> None:
+        first, *others = self._stack(call.x, call.what)
+        for other in others:
+            first = first.float() + other
+        call.out.copy_(first)
+
+    def _run_gather(self, call: Gather) -> None:
+        rows, width = call.x.shape
+        call.out.view(rows, call.ranks, width).copy_(self._stack(call.x, call.what).transpose(0, 1))
+
 
 class AloneExchange(_Unheld):
-    """The exchange of a ring of one rank: its own parts are all there are."""
+    """The exchange of a ring of one rank: its own share is all there is."""
 
     def __init__(self) -> None:
-        super().__init__(Choice("alone", "one rank: every key is here already"), None)
+        super().__init__(Choice("alone", "one rank: every key is here already"), None, 1)
 
     @property
     def capturable(self) -> bool:
         """See `Exchange.capturable`."""
         return True
 
-    def _exchange(
-        self,
-        splits: Tensor,
-        b: int,
-        s: int,
-        h: int,
-        dv: int,
-        sinks: Tensor | None,
-        o: Tensor,
-        lse: Tensor,
-    ) -> None:
-        finish_parts(splits, b * s * h, dv, sinks, o, lse)
+    def _run_finish(self, call: Finish) -> None:
+        finish_parts(call.splits, call.rows, call.dv, call.sinks, call.o, call.lse)
+
+    def _stack(self, mine: Tensor, what: str) -> Tensor:
+        del what  # nothing can go wrong
+        return mine[None]
 
 
 class GroupExchange(_Unheld):
@@ -274,10 +485,9 @@ class GroupExchange(_Unheld):
     def __init__(
         self, group_name: str, rank: int, world_size: int, agreement: Agreement, patience: Patience, why: str
     ) -> None:
-        super().__init__(Choice("group", why), agreement)
+        super().__init__(Choice("group", why), agreement, world_size)
         self._group_name = group_name
         self._rank = rank
-        self._world_size = world_size
         self._patience = patience
 
     def check(self) -> None:
@@ -289,63 +499,40 @@ class GroupExchange(_Unheld):
         """See `Exchange.capturable`: gloo's collectives pass through the host."""
         return "cuda:nccl" in dist.get_backend_config(resolve_group(self._group_name))
 
-    def _exchange(
-        self,
-        splits: Tensor,
-        b: int,
-        s: int,
-        h: int,
-        dv: int,
-        sinks: Tensor | None,
-        o: Tensor,
-        lse: Tensor,
-    ) -> None:
+    def _stack(self, mine: Tensor, what: str) -> Tensor:
         self.check()
-        rows = b * s * h
-        mine = splits[0]
-        if len(splits) > 1 or not mine.is_contiguous():
-            mine = torch.empty(size(rows, dv), dtype=torch.float32, device=splits.device)
-            merge_parts(splits, mine, rows, dv)
         # not kept from call to call: a graph that captured this has memory of its own
-        stack = torch.empty((self._world_size, size(rows, dv)), dtype=torch.float32, device=splits.device)
+        stack = mine.new_empty((self._world_size, *mine.shape))
         try:
-            _gather(stack.view(-1), mine, group=resolve_group(self._group_name))
+            # bytes, which every backend moves
+            parts = [x.view(-1).view(torch.uint8) for x in (stack, mine)]
+            _gather(*parts, group=resolve_group(self._group_name))
         except RuntimeError as error:
             peers = [peer for peer in range(self._world_size) if peer != self._rank]
             raise RuntimeError(
-                f"ring rank {self._rank}: an exchange of b {b}, s {s}, h {h}, dv {dv}: the collective with ring ranks {peers} "
-                f"failed or timed out; look for an earlier error on those ranks ({error})"
+                f"ring rank {self._rank}: an exchange of {what}: the collective with ring ranks {peers} failed or timed out; look "
+                f"for an earlier error on those ranks ({error})"
             ) from error
-        finish_parts(stack, rows, dv, sinks, o, lse)
+        return stack
 
 
 class SimulatedExchange(_Unheld):
-    """The exchange of one of `run_ranks`: parts travel as mail, one post per peer.
+    """The exchange of one of `run_ranks`: shares travel as mail, one post per peer.
 
     Args:
         seat: The place of this rank.
     """
 
     def __init__(self, seat: Seat) -> None:
-        super().__init__(Choice("simulated", "all ranks are in one process"), None)
+        super().__init__(Choice("simulated", "all ranks are in one process"), None, seat.world_size)
         self._seat = seat
 
-    def _exchange(
-        self,
-        splits: Tensor,
-        b: int,
-        s: int,
-        h: int,
-        dv: int,
-        sinks: Tensor | None,
-        o: Tensor,
-        lse: Tensor,
-    ) -> None:
-        rows, seat = b * s * h, self._seat
-        stack = splits.new_empty(seat.world_size, size(rows, dv))
-        merge_parts(splits, stack[seat.rank], rows, dv)
+    def _stack(self, mine: Tensor, what: str) -> Tensor:
+        seat = self._seat
+        stack = mine.new_empty((seat.world_size, *mine.shape))
+        stack[seat.rank] = mine
         for step in range(1, seat.world_size):
             to, owner = (seat.rank + step) % seat.world_size, (seat.rank - step) % seat.world_size
-            what = f"exchange, step {step}"
-            seat.transport.post([(to, stack[seat.rank])], [(owner, stack[owner])], what).wait()
-        finish_parts(stack, rows, dv, sinks, o, lse)
+            posted = f"exchange of {what}, step {step}"
+            seat.transport.post([(to, stack[seat.rank])], [(owner, stack[owner])], posted).wait()
+        return stack

@@ -1,4 +1,4 @@
-"""An exchange in one kernel per rank, between GPUs of one host: every rank stores its part where each of the others can read it.
+"""An exchange in one kernel per rank, between GPUs of one host: every rank stores its share where each of the others can read it.
 
 Owns the memory of the mailboxes, its growth and its end, and what the host says of a rank that did not come. Refuses to know
 how the kernel orders what it stores (notes of kernels/one_shot_triton.py), and how memory is mapped (`symmetric`).
@@ -7,7 +7,10 @@ Note [Mailboxes that grow]
     Flags and the numbers of launches lie in the control, which is made once; mailboxes come and go. They grow at the first call
     of a kind that needs more, which is the same call on all ranks and never in a capture. All ranks wait until nothing of their
     devices' work is left, so nobody stores into the old ones but graphs that were captured with them; these keep them
-    (Note [Old memory] of symmetric.py), and take turns with other calls: launches have one numbering, whatever they store into.
+    (Note [Old memory] of symmetric.py), and take turns with other calls: launches have one numbering, whatever they store into,
+    and whether they finish partials, sum, or lay columns side by side.
+    A slot has room for what one rank sends, in fp32 numbers, and a mailbox for two exchanges of all ranks: the columns of a
+    wide output head take twice their whole width, up to a power of two.
 """
 
 from __future__ import annotations
@@ -16,11 +19,9 @@ from functools import lru_cache
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from ringattn.kernels.parts import size
 from ringattn.transport.choose import Choice
-from ringattn.transport.exchange import Terms
+from ringattn.transport.exchange import Call, Exchanging, Finish, Gather, Sum
 from ringattn.transport.process_group import Agreement
 from ringattn.transport.streams import Streams
 from ringattn.transport.symmetric import ALIGNMENT, Memory, Region
@@ -39,7 +40,7 @@ def _kernel() -> Any:
     return one_shot_triton
 
 
-class OneShotExchange:
+class OneShotExchange(Exchanging):
     """One launch per exchange; captured or not.
 
     Args:
@@ -66,16 +67,14 @@ class OneShotExchange:
         timeout: float,
         why: str,
     ) -> None:
-        self.choice = Choice("one_shot", why)
+        super().__init__(Choice("one_shot", why), agreement, world_size)
         self._rank = rank
-        self._world_size = world_size
         self._name = name
         self._streams = streams
         self._memory = memory
         self._watch = watch
         self._timeout = timeout
         self._patience = min(max(int(timeout * 1e6), 1), 2**31 - 1)
-        self._terms = Terms(agreement)
         words = _kernel().control_words(world_size)
         self._control: Region | None = memory.region(_aligned(words * _kernel().WORD), "exchange flags")
         # when the ring fails, kernels that wait here are let go
@@ -91,9 +90,6 @@ class OneShotExchange:
         self._captured = False
         self._kept: list[Any] = []
 
-    def __str__(self) -> str:
-        return str(self.choice)
-
     @property
     def capturable(self) -> bool:
         """See `Exchange.capturable`."""
@@ -102,47 +98,6 @@ class OneShotExchange:
     def num_bytes(self) -> int:
         """Bytes of device memory that this rank's control and mailbox take."""
         return sum(region.local.numel() for region in (self._control, self._boxes) if region is not None)
-
-    def finish(
-        self,
-        splits: Tensor,
-        b: int,
-        s: int,
-        h: int,
-        dv: int,
-        sinks: Tensor | None,
-        o: Tensor,
-        lse: Tensor,
-    ) -> None:
-        """See `Exchange.finish`."""
-        self.check()
-        self._terms.meet(splits, b, s, h, dv, sinks, o, lse)
-        if not o.numel():
-            return
-        needed = size(b * s * h, dv)
-        if needed > self._slot:
-            self._grow(needed)
-        streams = self._streams
-        if streams.capturing():
-            self._captured = True
-        else:
-            lane = streams.main()
-            if lane != self._lane:
-                # launches are numbered in the order of one stream
-                if self._lane is not None:
-                    streams.order(self._lane, lane)
-                self._lane = lane
-        _kernel().one_shot(
-            splits,
-            sinks,
-            o,
-            lse,
-            self._table,
-            rank=self._rank,
-            ranks=self._world_size,
-            slot=self._slot,
-            patience=self._patience,
-        )
 
     def check(self) -> None:
         """See `Exchange.check`."""
@@ -165,6 +120,36 @@ class OneShotExchange:
         self._slot = 0
         self._kept.clear()
 
+    def _admit(self, call: Call) -> bool:
+        self.check()
+        if not super()._admit(call):
+            return False
+        if call.room > self._slot:
+            self._grow(call.room)
+        streams = self._streams
+        if streams.capturing():
+            self._captured = True
+        else:
+            lane = streams.main()
+            if lane != self._lane:
+                # launches are numbered in the order of one stream
+                if self._lane is not None:
+                    streams.order(self._lane, lane)
+                self._lane = lane
+        return True
+
+    def _run_finish(self, call: Finish) -> None:
+        _kernel().one_shot(call.splits, call.sinks, call.o, call.lse, self._table, **self._place())
+
+    def _run_sum(self, call: Sum) -> None:
+        _kernel().share(call.x, call.out, self._table, adds=True, **self._place())
+
+    def _run_gather(self, call: Gather) -> None:
+        _kernel().share(call.x, call.out, self._table, adds=False, **self._place())
+
+    def _place(self) -> dict[str, int]:
+        return {"rank": self._rank, "ranks": self._world_size, "slot": self._slot, "patience": self._patience}
+
     def _describe(self) -> str:
         found = {
             code: [rank for rank, said in enumerate(self._errors.tolist()) if said == code]
@@ -176,7 +161,7 @@ class OneShotExchange:
         if found[HAS_FAILED]:
             reasons.append(f"ring ranks {found[HAS_FAILED]} have failed")
         return (
-            f"ring rank {self._rank} of ring {self._name!r}: an exchange of partials: {', and '.join(reasons)}; look for an "
+            f"ring rank {self._rank} of ring {self._name!r}: an exchange: {', and '.join(reasons)}; look for an "
             "earlier error on the ranks named (results since then are NaN, and this ring can not exchange any more)"
         )
 

@@ -9,16 +9,18 @@ from __future__ import annotations
 
 import ctypes
 import math
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import pytest
 import torch
 from torch import Tensor
 
-from tests.test_exchange import draw, simulate
+from tests.test_exchange import add, assert_bits, draw, draw_bits, draw_shares, simulate
 from tests.test_parts import Sizes
 
 SLOT = 4096
+Found = TypeVar("Found")
 
 
 def read(address: int) -> int:
@@ -93,20 +95,30 @@ class Ranks:
         )
         return [o, lse]
 
+    def share(self, rank: int, x: Tensor, out: Tensor, adds: bool) -> Tensor:
+        self.kernel.share(
+            x, out, self.tables[rank], adds=adds, rank=rank, ranks=self.ranks, slot=SLOT, patience=7_000_000
+        )
+        return out
+
     def epochs(self, rank: int) -> Tensor:
         programs = self.kernel.PROGRAMS
         return self.controls[rank][programs * self.ranks : programs * (self.ranks + 1)]
+
+    def together(self, launch: Callable[[int], Found]) -> list[Found]:
+        """What a launch of every rank leaves it with."""
+        self.looks = False
+        for rank in range(self.ranks):
+            launch(rank)
+            self.epochs(rank).sub_(1)
+        self.looks = True
+        return [launch(rank) for rank in range(self.ranks)]
 
     def exchange(
         self, splits: list[Tensor], sizes: Sizes, sinks: Tensor | None, dtype: torch.dtype
     ) -> list[list[Tensor]]:
         """What every rank leaves with."""
-        self.looks = False
-        for rank in range(self.ranks):
-            self.launch(rank, splits[rank], sizes, sinks, dtype)
-            self.epochs(rank).sub_(1)
-        self.looks = True
-        return [self.launch(rank, splits[rank], sizes, sinks, dtype) for rank in range(self.ranks)]
+        return self.together(lambda rank: self.launch(rank, splits[rank], sizes, sinks, dtype))
 
 
 @pytest.fixture
@@ -174,4 +186,80 @@ def test_a_rank_that_does_not_come_leaves_nan_and_its_name_and_later_launches_st
         assert torch.equal(x.nan_to_num(7.0), y.nan_to_num(7.0))
     # it comes after all, and must not take what is there for an answer
     assert all(x.isnan().all() for x in together.launch(2, splits[2], sizes, None, torch.float32))
+    assert together.errors[2].tolist() == [2, 2, 0]
+
+
+SHAPES = [(1, 1), (3, 5), (2, 24), (1, 4096), (7, 129), (5, 136), (2, 2040)]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_sums_and_columns_are_those_of_all_ranks_whatever_divides_them(
+    make_ranks: Any, ranks: int, dtype: torch.dtype
+) -> None:
+    together = make_ranks(ranks)
+    for seed, shape in enumerate(SHAPES):
+        brought = draw_shares(seed, ranks, shape, dtype)
+        to = (torch.bfloat16, torch.float32, torch.float16)[seed % 3]
+        for found in together.together(
+            lambda rank, x=brought, to=to: together.share(
+                rank, x[rank], torch.full_like(x[rank], math.inf, dtype=to), True
+            )
+        ):
+            if to == torch.bfloat16:
+                # the interpreter cuts where GPUs round
+                torch.testing.assert_close(found, add(brought, to), rtol=torch.finfo(to).eps, atol=0.0)
+            else:
+                assert_bits(found, add(brought, to))
+        columns = [draw_bits(seed + rank, shape, dtype) for rank in range(ranks)]
+        rows, width = shape
+        for found in together.together(
+            lambda rank, x=columns, rows=rows, width=width: together.share(
+                rank, x[rank], torch.full((rows, ranks * width), math.inf, dtype=dtype), False
+            )
+        ):
+            assert_bits(found, torch.cat(columns, 1))
+        for rank in range(ranks):
+            assert together.epochs(rank).tolist() == [2 * seed + 2] * 4, "programs without units count too"
+            assert not together.errors[rank].any()
+
+
+def test_every_kernel_counts_in_the_same_words(make_ranks: Any) -> None:
+    sizes: Sizes = (2, 1, 2, 6)
+    together = make_ranks(2)
+    for seed in range(5):
+        splits, _, _, _ = draw(seed, 2, sizes, sinks=False)
+        brought = draw_shares(seed, 2, (3, 8), torch.float32)
+        if seed % 2:
+            wanted = simulate(2, splits, sizes, None, torch.float32)
+            for found in together.exchange(splits, sizes, None, torch.float32):
+                torch.testing.assert_close(found[0], wanted[0], rtol=1e-6, atol=1e-6)
+        for found in together.together(
+            lambda rank, x=brought: together.share(rank, x[rank], torch.empty_like(x[rank]), True)
+        ):
+            assert_bits(found, add(brought, torch.float32))
+
+
+@pytest.mark.parametrize("adds", [True, False])
+def test_shares_of_a_rank_that_does_not_come_are_nan_and_nothing_is_stored_any_more(
+    make_ranks: Any, adds: bool
+) -> None:
+    together = make_ranks(3)
+    brought = draw_shares(0, 3, (2, 24), torch.bfloat16)
+
+    def launch(rank: int) -> Tensor:
+        return together.share(rank, brought[rank], torch.zeros(2, 24 if adds else 72, dtype=torch.bfloat16), adds)
+
+    assert all(found.isfinite().all() for found in together.together(launch))
+    # rank 2 is gone: 0 launches alone, 1 after it
+    for rank, missing in ((0, [0, 1, 1]), (1, [2, 0, 1])):
+        assert launch(rank).isnan().all()
+        assert together.errors[rank].tolist() == missing
+        assert together.controls[rank][-1] == -1
+    before = [box.clone() for box in together.boxes]
+    for rank in (0, 1):
+        assert launch(rank).isnan().all()
+    for x, y in zip(before, together.boxes, strict=True):
+        assert_bits(x, y)
+    assert launch(2).isnan().all()
     assert together.errors[2].tolist() == [2, 2, 0]
