@@ -64,7 +64,9 @@ WORD = 8
 WIDE = 16
 """Bytes of the widest load and store of a thread: a unit of `share`, where it divides what is side by side."""
 UNITS = 512
-"""Units that a program of `share` holds at most."""
+"""Units that a program of `share` holds of a rank at most: 64 bytes per thread."""
+AT_ONCE = 8
+"""Ranks whose shares a program of `share` asks for before it needs the first: all of a host, in half of its registers."""
 
 
 def control_words(ranks: int) -> int:
@@ -278,6 +280,7 @@ def one_shot(
 def _share_kernel(
     x, out, table, me, units, line, slot, patience,
     RANKS: tl.constexpr, PROGRAMS: tl.constexpr, UNIT: tl.constexpr, UNITS: tl.constexpr, ADDS: tl.constexpr,
+    TOGETHER: tl.constexpr,
 ):  # fmt: skip
     """Program i owns units i * UNITS .. i * UNITS + UNITS - 1 of UNIT numbers, and so on in steps of PROGRAMS * UNITS.
 
@@ -292,14 +295,17 @@ def _share_kernel(
     slot = slot.to(tl.int64)
     flags, epochs, failed, word, epoch, errors = begin(table, me, RANKS, PROGRAMS)
     half = (epoch % 2) * RANKS * slot
+    boxes = ()
+    for rank in tl.static_range(RANKS):
+        box = (tl.load(table + rank) + 4 * (half + me * slot)).to(x.dtype)
+        boxes = boxes + (tl.multiple_of(box, 16),)  # noqa: RUF005 (Triton unpacks nothing)
     numbers = tl.arange(0, UNIT)[None, :]
     for first in range(g * UNITS, units, PROGRAMS * UNITS):
         u = first + tl.arange(0, UNITS)[:, None]
         at = u * UNIT + numbers
         values = tl.load(x + at, mask=u < units)
         for rank in tl.static_range(RANKS):
-            box = tl.multiple_of((tl.load(table + rank) + 4 * (half + me * slot)).to(x.dtype), 16)
-            tl.store(box + at, values, mask=(u < units) & (word == 0))
+            tl.store(boxes[rank] + at, values, mask=(u < units) & (word == 0))
     there = meet(
         table + RANKS, flags, (g * RANKS + me) * 8, epoch, word, failed, errors, patience.to(tl.int64) * 1000, RANKS
     )  # fmt: skip
@@ -310,20 +316,26 @@ def _share_kernel(
         u = first + tl.arange(0, UNITS)[:, None]
         at = u * UNIT + numbers
         ok = u < units
+        to = at if ADDS else (u // line * (RANKS * line) + u % line) * UNIT + numbers
+        for base in tl.static_range(0, RANKS, TOGETHER):
+            asked = ()
+            for i in tl.static_range(TOGETHER):
+                if base + i < RANKS:
+                    begun = (mailbox + 4 * (base + i) * slot).to(x.dtype if ADDS else Bits)
+                    brought = tl.load(tl.multiple_of(begun, 16) + at, mask=ok, cache_modifier=".cg")
+                    asked = asked + (brought,)  # noqa: RUF005 (likewise)
+            for i in tl.static_range(TOGETHER):
+                if base + i < RANKS:
+                    if not ADDS:
+                        column = (base + i) * line * UNIT
+                        tl.store(out.to(Bits) + column + to, tl.where(there == 1, asked[i], -1), mask=ok)
+                    elif base + i == 0:
+                        total = asked[i].to(tl.float32)
+                    else:
+                        total += asked[i].to(tl.float32)
         if ADDS:
-            box = tl.multiple_of(mailbox.to(x.dtype), 16)
-            total = tl.load(box + at, mask=ok, cache_modifier=".cg").to(tl.float32)
-            for rank in tl.static_range(1, RANKS):
-                box = tl.multiple_of((mailbox + 4 * rank * slot).to(x.dtype), 16)
-                total += tl.load(box + at, mask=ok, cache_modifier=".cg").to(tl.float32)
             total = tl.where(there == 1, total, float("nan"))
-            tl.store(out + at, total.to(out.dtype.element_ty), mask=ok)
-        else:
-            to = (u // line * (RANKS * line) + u % line) * UNIT + numbers
-            for rank in tl.static_range(RANKS):
-                box = tl.multiple_of((mailbox + 4 * rank * slot).to(Bits), 16)
-                values = tl.load(box + at, mask=ok, cache_modifier=".cg")
-                tl.store(out.to(Bits) + rank * line * UNIT + to, tl.where(there == 1, values, -1), mask=ok)
+            tl.store(out + to, total.to(out.dtype.element_ty), mask=ok)
     tl.store(epochs, epoch)
 
 
@@ -358,9 +370,9 @@ def share(
     width = x.numel() if adds else x.shape[-1]
     unit = math.gcd(width, WIDE // x.element_size())
     units = x.numel() // unit
-    per_program = triton.next_power_of_2(-(-units // PROGRAMS))
+    per_program = max(32 * WARPS, min(UNITS, triton.next_power_of_2(-(-units // PROGRAMS))))
     constants = {
-        "RANKS": ranks, "PROGRAMS": PROGRAMS, "UNIT": unit, "UNITS": min(max(per_program, 32 * WARPS), UNITS), "ADDS": adds,
+        "RANKS": ranks, "PROGRAMS": PROGRAMS, "UNIT": unit, "UNITS": per_program, "ADDS": adds, "TOGETHER": min(ranks, AT_ONCE),
     }  # fmt: skip
     args = (x, out, table, rank, units, width // unit, slot, patience)
     tape.launch(_share_kernel, (PROGRAMS,), args, constants, num_warps=WARPS, num_stages=1)
