@@ -66,9 +66,22 @@ def add(shares: list[Tensor], dtype: torch.dtype) -> Tensor:
     return torch.from_numpy(total).to(dtype)
 
 
+def total(exchange: Exchange, x: Tensor, dtype: torch.dtype) -> Tensor:
+    out = torch.full_like(x, math.nan, dtype=dtype)
+    exchange.sum(x, out)
+    return out
+
+
+def side_by_side(exchange: Exchange, x: Tensor, ranks: int) -> Tensor:
+    out = torch.full((x.shape[0], ranks * x.shape[1]), math.nan, dtype=x.dtype, device=x.device)
+    exchange.gather(x, out)
+    return out
+
+
 def assert_bits(x: Tensor, y: Tensor) -> None:
     assert (x.shape, x.dtype) == (y.shape, y.dtype)
-    assert torch.equal(x.contiguous().view(torch.uint8), y.contiguous().view(torch.uint8))
+    ours, theirs = (z.reshape(-1).contiguous().view(torch.uint8) for z in (x, y))
+    assert torch.equal(ours, theirs)
 
 
 @settings(max_examples=40, deadline=None)
@@ -82,6 +95,45 @@ def test_simulated_ranks_leave_with_attention_over_all_keys(seed: int, ranks: in
     splits, drawn, *want = draw(seed, ranks, sizes, sinks=sinks)
     for x, y in zip(simulate(ranks, splits, sizes, drawn, torch.float32), want, strict=True):
         torch.testing.assert_close(x.double(), y, rtol=1e-5, atol=1e-5)
+
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    seed=st.integers(0, 10**6),
+    ranks=st.integers(1, 5),
+    shape=st.lists(st.integers(0, 5), max_size=3).map(tuple),
+    dtypes=st.tuples(st.sampled_from(DTYPES), st.sampled_from(DTYPES)),
+)
+def test_simulated_ranks_add_in_the_order_of_the_ranks_and_round_once(
+    seed: int, ranks: int, shape: tuple[int, ...], dtypes: tuple[torch.dtype, torch.dtype]
+) -> None:
+    shares = draw_shares(seed, ranks, shape, dtypes[0])
+    for found in run_ranks(ranks, lambda seat: total(SimulatedExchange(seat), shares[seat.rank], dtypes[1])):
+        assert_bits(found, add(shares, dtypes[1]))
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    seed=st.integers(0, 10**6),
+    ranks=st.integers(1, 5),
+    rows=st.integers(0, 4),
+    width=st.integers(0, 9),
+    dtype=st.sampled_from(DTYPES),
+)
+def test_simulated_ranks_lay_columns_side_by_side_bit_for_bit(
+    seed: int, ranks: int, rows: int, width: int, dtype: torch.dtype
+) -> None:
+    columns = [draw_bits(seed + rank, (rows, width), dtype) for rank in range(ranks)]
+    for found in run_ranks(ranks, lambda seat: side_by_side(SimulatedExchange(seat), columns[seat.rank], ranks)):
+        assert_bits(found, torch.cat(columns, 1))
+
+
+def test_the_order_of_addends_shows() -> None:
+    shares = draw_shares(0, 3, (64,), torch.float32)
+    assert not torch.equal(add(shares, torch.float32), add(shares[::-1], torch.float32))
 
 
 CASES = [(seed, (1 + seed % 2, 1 + seed % 3, 1 + seed % 4, (8, 5, 128)[seed % 3]), bool(seed % 2)) for seed in range(8)]
@@ -112,6 +164,35 @@ def test_ranks_give_the_bits_of_simulated_ranks(pool: Pools, ranks: int) -> None
             # a rank alone merges its splits and its sinks at once
             same = (lambda x, y: torch.allclose(x, y, rtol=1e-2)) if ranks == 1 else torch.equal
             assert all(same(x, y) for x, y in zip(ours, theirs, strict=True))
+
+
+SHAPES = [(1, 8), (3, 5), (64, 33), (0, 4)]
+
+
+def _share(dtypes: list[torch.dtype]) -> list[Tensor]:
+    ring = Ring()
+    exchange, rank, found = ring.exchange("cpu"), ring.rank, []
+    for seed, shape in enumerate(SHAPES):
+        for dtype in dtypes:
+            x = draw_shares(seed, ring.world_size, shape, dtype)[rank]
+            found += [total(exchange, x, to) for to in (torch.bfloat16, torch.float32)]
+            found.append(side_by_side(exchange, draw_bits(seed + rank, shape, dtype), ring.world_size))
+    ring.close()
+    return found
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_ranks_add_in_their_order_and_lay_columns_side_by_side(pool: Pools, ranks: int) -> None:
+    wanted = []
+    for seed, shape in enumerate(SHAPES):
+        for dtype in DTYPES:
+            shares = draw_shares(seed, ranks, shape, dtype)
+            wanted += [add(shares, to) for to in (torch.bfloat16, torch.float32)]
+            wanted.append(torch.cat([draw_bits(seed + rank, shape, dtype) for rank in range(ranks)], 1))
+    for found in pool(ranks).run(_share, DTYPES):
+        for x, y in zip(found, wanted, strict=True):
+            assert_bits(x, y)
 
 
 def _finish(exchange: Exchange, b: int, s: int, h: int, dv: int, **wrong: Tensor) -> None:
@@ -150,6 +231,54 @@ def test_what_does_not_fit_is_refused(wrong: dict[str, Tensor], said: str) -> No
     _finish(exchange, 1, 2, 4, 4)
 
 
+NUMBERS = torch.zeros(16)
+
+
+@pytest.mark.parametrize(
+    ("x", "out", "said"),
+    [
+        (torch.zeros(2, 4), torch.zeros(4, 2), r"out must have the shape of x, \(2, 4\), got \(4, 2\)"),
+        (torch.zeros(2, 4).double(), torch.zeros(2, 4), r"x must be fp32, bf16 or fp16, got torch.float64"),
+        (torch.zeros(2, 4), torch.zeros(2, 4).int(), r"out must be fp32, bf16 or fp16, got torch.int32"),
+        (torch.zeros(4, 2).T, torch.zeros(2, 4), r"x must be contiguous, got strides \(1, 2\)"),
+        (torch.zeros(2, 4), torch.zeros(4, 2).T, r"out must be contiguous, got strides \(1, 2\)"),
+        (torch.zeros(2, 4), torch.zeros(2, 4, device="meta"), r"out must be on the device of x, cpu, got meta"),
+        (NUMBERS[:8], NUMBERS[7:15], r"out must share no memory with x"),
+        (NUMBERS[:8], NUMBERS[:8], r"out must share no memory with x"),
+        (torch.zeros(2**30 + 1, device="meta"),) * 2 + (r"out must have at most 1073741824 numbers, got 1073741825",),
+    ],
+)
+def test_sums_that_do_not_fit_are_refused(x: Tensor, out: Tensor, said: str) -> None:
+    exchange = Ring().exchange("cpu")
+    assert_bits(total(exchange, torch.ones(2, 4), torch.bfloat16), torch.ones(2, 4, dtype=torch.bfloat16))
+    exchange.sum(NUMBERS[:8], NUMBERS[8:])
+    for _ in range(2):
+        with pytest.raises(ValueError, match=said):
+            exchange.sum(x, out)
+
+
+@pytest.mark.parametrize(
+    ("x", "out", "said"),
+    [
+        (torch.zeros(8), torch.zeros(8), r"x must have shape `rows width`, got \(8,\)"),
+        (torch.zeros(2, 4), torch.zeros(2, 8), r"out must have shape \(2, 4\), the columns of 1 ranks, got \(2, 8\)"),
+        (
+            torch.zeros(2, 4),
+            torch.zeros(2, 4).half(),
+            r"out must have the dtype of x, torch.float32, got torch.float16",
+        ),
+        (torch.zeros(2, 4).long(), torch.zeros(2, 4).long(), r"x must be fp32, bf16 or fp16, got torch.int64"),
+        (torch.zeros(4, 2).T, torch.zeros(2, 4), r"x must be contiguous, got strides \(1, 2\)"),
+        (NUMBERS[:8].view(2, 4), NUMBERS[4:12].view(2, 4), r"out must share no memory with x"),
+    ],
+)
+def test_columns_that_do_not_fit_are_refused(x: Tensor, out: Tensor, said: str) -> None:
+    exchange = Ring().exchange("cpu")
+    for _ in range(2):
+        with pytest.raises(ValueError, match=said):
+            exchange.gather(x, out)
+
+
 def _differing(what: str) -> str:
     ring = Ring(timeout=timedelta(seconds=1))
     exchange = ring.exchange("cpu")
@@ -157,6 +286,15 @@ def _differing(what: str) -> str:
     try:
         if what == "heads":
             _finish(exchange, 1, 1, 4 if ring.rank else 8, 4)
+        elif what == "shapes":
+            total(exchange, torch.zeros(2, 8 if ring.rank else 4), torch.float32)
+        elif what == "dtypes":
+            side_by_side(exchange, torch.zeros(2, 4, dtype=torch.float16 if ring.rank else torch.bfloat16), 3)
+        elif what == "operations":
+            x = torch.zeros(2, 4)
+            side_by_side(exchange, x, 3) if ring.rank else total(exchange, x, torch.float32)
+        elif what == "strides":
+            total(exchange, torch.zeros(8, 4).T if ring.rank == 1 else torch.zeros(4, 8), torch.bfloat16)
         elif what == "refused":
             _finish(exchange, 1, 2, 2, 4, **({"lse": torch.empty(1)} if ring.rank else {}))
         elif ring.rank == 0:
@@ -178,6 +316,33 @@ def test_different_exchanges_are_refused_on_every_rank_and_name_who_differs(pool
     first, *others = pool(3).run(_differing, "refused")
     assert first.startswith("ValueError: ring rank 1 refused: ValueError: lse must have shape (1, 2, 2), got (1,)")
     assert all(other.startswith("ValueError: lse must have shape (1, 2, 2), got (1,)") for other in others)
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize(
+    ("what", "usual", "other"),
+    [
+        (
+            "shapes",
+            "addends (2, 8), torch.float32 to torch.float32, cpu",
+            "addends (2, 4), torch.float32 to torch.float32, cpu",
+        ),
+        ("dtypes", "columns (2, 4), torch.float16, cpu", "columns (2, 4), torch.bfloat16, cpu"),
+        ("operations", "columns (2, 4), torch.float32, cpu", "addends (2, 4), torch.float32 to torch.float32, cpu"),
+    ],
+)
+def test_different_sums_and_columns_are_refused_on_every_rank(pool: Pools, what: str, usual: str, other: str) -> None:
+    for said in pool(3).run(_differing, what):
+        assert said.startswith(
+            f"ValueError: an exchange must be the same on all ranks of a ring, got {usual} on most ranks and {other} on ring rank 0"
+        )
+
+
+@pytest.mark.dist
+def test_what_one_rank_can_not_add_is_refused_on_every_rank(pool: Pools) -> None:
+    refused = "ValueError: x must be contiguous, got strides (1, 4)"
+    for rank, said in enumerate(pool(3).run(_differing, "strides")):
+        assert said.startswith(refused if rank == 1 else f"ValueError: ring rank 1 refused: {refused}")
 
 
 @pytest.mark.dist

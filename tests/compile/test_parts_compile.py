@@ -48,6 +48,34 @@ def build_one_shot(capability: int, ranks: int, rows: int, columns: int, *, sink
     return build(one_shot_triton._one_shot_kernel, TYPES, constants, one_shot_triton.WARPS, capability, num_stages=1)
 
 
+class Order:
+    """Where a kernel of exchanges stores, announces, awaits and reads, in lines of its PTX."""
+
+    def __init__(self, ptx: str) -> None:
+        self.lines = [line.strip() for line in ptx.splitlines()]
+        # what a compiler may keep in a cache of its own is never a share of a peer
+        assert "ld.global.nc" not in ptx
+        (self.stored, self.awaited) = self.places(r"^barrier\.red\.or\.pred")
+        (announced,), (acquired,) = (
+            self.places(r"st\.release\.sys\.global\.b64"),
+            self.places(r"ld\.acquire\.sys\.global\.b64"),
+        )
+        assert self.stored < announced < acquired < self.awaited
+        self.read = self.places(r"ld\.global\.cg")
+        assert min(self.read) > self.awaited, "shares are read from L2, once they are there"
+        # a wait is bounded by a clock of the device, not by a count
+        assert len(self.places(r"%globaltimer")) == 2
+
+    def places(self, pattern: str) -> list[int]:
+        return [i for i, line in enumerate(self.lines) if re.search(pattern, line)]
+
+    def mailed(self, pattern: str) -> int:
+        """How many stores are so, of those whose results peers await."""
+        found = [i for i in self.places(pattern) if i < self.awaited]
+        assert max(found) < self.stored
+        return len(found)
+
+
 @pytest.mark.parametrize("capability", CAPABILITIES)
 @pytest.mark.parametrize(
     ("ranks", "rows", "columns", "sinks"), [(4, 1, 128, False), (8, 8, 128, True), (2, 4, 256, False)]
@@ -58,24 +86,40 @@ def test_parts_are_stored_then_announced_then_awaited_then_read(
     ptx = build_one_shot(capability, ranks, rows, columns, sinks=sinks).asm["ptx"]
     # the assembler puts a few addresses aside to fit more programs on an SM; a thread's share of a tile is 32 bytes
     assert spilled_bytes(ptx, capability, tmp_path) < 2 * 32
-    # what a compiler may keep in a cache of its own is never a part of a peer
-    assert "ld.global.nc" not in ptx
-    lines = [line.strip() for line in ptx.splitlines()]
-
-    def places(pattern: str) -> list[int]:
-        return [i for i, line in enumerate(lines) if re.search(pattern, line)]
-
-    (stored, awaited), (announced,) = places(r"^barrier\.red\.or\.pred"), places(r"st\.release\.sys\.global\.b64")
-    (acquired,) = places(r"ld\.acquire\.sys\.global\.b64")
-    assert stored < announced < acquired < awaited
-    mailed = [i for i in places(r"st\.global\.(v\d\.)?b32") if i < awaited]
-    assert len(mailed) >= 3 * ranks, "acc, m and l go to every rank"
-    assert max(mailed) < stored
-    read = places(r"ld\.global\.cg")
-    assert len(read) >= 3, "m, l and acc are read from L2"
-    assert min(read) > awaited
+    order = Order(ptx)
+    assert order.mailed(r"st\.global\.(v\d\.)?b32") >= 3 * ranks, "acc, m and l go to every rank"
+    assert len(order.read) >= 3, "m, l and acc are read from L2"
     if rows * columns >= 1024:
-        assert re.search(r"st\.global\.v4\.b32", "\n".join(lines[:stored]))
+        assert order.mailed(r"st\.global\.v4\.b32")
         assert re.search(r"ld\.global\.cg\.v4\.b32", ptx)
-    # a wait is bounded by a clock of the device, not by a count
-    assert len(places(r"%globaltimer")) == 2
+
+
+@pytest.mark.parametrize(
+    ("capability", "x", "ranks", "adds"),
+    [
+        (80, "fp32", 4, True),
+        (90, "fp32", 8, True),
+        (100, "fp32", 2, True),
+        (90, "bf16", 8, False),
+        (100, "bf16", 4, False),
+    ],
+)
+def test_shares_travel_in_the_widest_words_and_are_asked_for_at_once(
+    capability: int, x: str, ranks: int, adds: bool, tmp_path
+) -> None:
+    unit, units = 16 // (4 if x == "fp32" else 2), one_shot_triton.UNITS
+    constants = {
+        "RANKS": ranks, "PROGRAMS": one_shot_triton.PROGRAMS, "UNIT": unit, "UNITS": units, "ADDS": adds, "TOGETHER": ranks,
+    }  # fmt: skip
+    types = {"x": f"*{x}", "out": "*bf16", "table": "*i64"}
+    compiled = build(one_shot_triton._share_kernel, types, constants, one_shot_triton.WARPS, capability, num_stages=1)
+    ptx = compiled.asm["ptx"]
+    assert spilled_bytes(ptx, capability, tmp_path) == 0
+    assert "convert_layout" not in compiled.asm["ttgir"], "what a thread has read is what it writes"
+    order = Order(ptx)
+    each = units // (32 * one_shot_triton.WARPS)
+    assert order.mailed(r"st\.global\.v4\.b32") == order.mailed(r"st\.global\.") == ranks * each
+    assert len(order.read) == len(order.places(r"ld\.global\.cg\.v4\.b32")) == ranks * each
+    written = [i for i in order.places(rf"st\.global\.v{2 if adds else 4}\.b32") if i > order.awaited]
+    assert len(written) == (1 if adds else ranks) * each
+    assert max(order.read) < min(written), "the shares of all ranks are under way before the first of them is written"
