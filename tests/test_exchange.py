@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from datetime import timedelta
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -53,17 +52,17 @@ def draw_shares(seed: int, ranks: int, shape: tuple[int, ...], dtype: torch.dtyp
 def draw_bits(seed: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """Any bits, of NaN too, which a cast would change."""
     generator = torch.Generator().manual_seed(seed)
-    itemsize = torch.finfo(dtype).bits // 8
-    drawn = torch.randint(0, 256, (*shape[:-1], shape[-1] * itemsize), generator=generator, dtype=torch.uint8)
-    return drawn.view(dtype)
+    num_bytes = math.prod(shape) * torch.finfo(dtype).bits // 8
+    return torch.randint(0, 256, (num_bytes,), generator=generator, dtype=torch.uint8).view(dtype).view(shape)
 
 
 def add(shares: list[Tensor], dtype: torch.dtype) -> Tensor:
     """Number by number, in the order of the ranks, each step rounded to fp32."""
-    total = shares[0].double().numpy().astype(np.float32)
+    total = shares[0].float()
     for other in shares[1:]:
-        total = (total.astype(np.float64) + other.double().numpy()).astype(np.float32)
-    return torch.from_numpy(total).to(dtype)
+        # exact, and then rounded
+        total = (total.double() + other.double()).float()
+    return total.to(dtype)
 
 
 def total(exchange: Exchange, x: Tensor, dtype: torch.dtype) -> Tensor:

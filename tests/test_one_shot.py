@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import math
 from collections.abc import Callable, Iterator
+from typing import Protocol
 
 import pytest
 import torch
@@ -21,7 +22,7 @@ from ringattn.kernels import parts as packed
 from ringattn.transport.one_shot import OneShotExchange
 from ringattn.transport.watch import Watch
 from tests.fake_streams import MAIN, FakeMemory, FakeStreams, Item, Recording, World, always
-from tests.test_exchange import draw, simulate
+from tests.test_exchange import DTYPES, add, assert_bits, draw, draw_shares, simulate
 from tests.test_parts import Sizes
 
 PROGRAMS = 3
@@ -60,6 +61,69 @@ class Kernel:
             self._requeue(self.item())
 
 
+class Work(Protocol):
+    """What a program does with its rows of a launch, in three parts; what another program does meanwhile shows."""
+
+    rows: int
+
+    def store(self, row: int, slot: int) -> None: ...
+
+    def read(self, slots: list[int]) -> None: ...
+
+    def write(self, row: int) -> None: ...
+
+
+class Finishing:
+    """Of `one_shot`."""
+
+    def __init__(self, splits: Tensor, sinks: Tensor | None, o: Tensor, lse: Tensor) -> None:
+        self.sinks, self.o, self.lse = sinks, o, lse
+        self.rows, self.dv = o.shape[:3].numel(), o.shape[3]
+        self.part = torch.empty(packed.size(self.rows, self.dv))
+        packed.merge_parts(splits, self.part, self.rows, self.dv)
+
+    def store(self, row: int, slot: int) -> None:
+        target = packed.views(numbers(slot, len(self.part)), self.rows, self.dv)
+        for x, y in zip(target, packed.views(self.part, self.rows, self.dv), strict=True):
+            x[row] = y[row]
+
+    def read(self, slots: list[int]) -> None:
+        stack = torch.stack([numbers(slot, len(self.part)) for slot in slots])
+        self.whole = torch.empty_like(self.o), torch.empty_like(self.lse)
+        packed.finish_parts(stack, self.rows, self.dv, self.sinks, *self.whole)
+
+    def write(self, row: int) -> None:
+        _, s, h, _ = self.o.shape
+        i, j, k = row // (s * h), row // h % s, row % h
+        self.o[i, j, k] = self.whole[0][i, j, k]
+        self.lse[i, k, j] = self.whole[1][i, k, j]
+
+
+class Sharing:
+    """Of `share`; a row is a number of x."""
+
+    def __init__(self, x: Tensor, out: Tensor, adds: bool) -> None:
+        self.x, self.out, self.adds, self.rows = x.view(-1), out.view(-1), adds, x.numel()
+        self.width = x.shape[-1]
+
+    def _slot(self, address: int) -> Tensor:
+        return numbers(address, -(-self.x.nbytes // 4)).view(self.x.dtype)
+
+    def store(self, row: int, slot: int) -> None:
+        self._slot(slot)[row] = self.x[row]
+
+    def read(self, slots: list[int]) -> None:
+        self.shares = [self._slot(slot).clone() for slot in slots]
+
+    def write(self, row: int) -> None:
+        if self.adds:
+            self.out[row] = add([share[row] for share in self.shares], self.out.dtype)
+            return
+        for rank, share in enumerate(self.shares):
+            first = row // self.width * len(self.shares) * self.width
+            self.out[first + rank * self.width + row % self.width] = share[row]
+
+
 class Ranks:
     """All ranks of one ring on fake devices."""
 
@@ -71,6 +135,7 @@ class Ranks:
         self.watches: dict[int, Watch] = {}
         monkeypatch.setattr(one_shot_triton, "PROGRAMS", PROGRAMS)
         monkeypatch.setattr(one_shot_triton, "one_shot", self.launch)
+        monkeypatch.setattr(one_shot_triton, "share", self.share)
         monkeypatch.setattr("ringattn.transport.one_shot.SMALLEST", 16)
         ends: dict[int, OneShotExchange] = {}
 
@@ -99,32 +164,48 @@ class Ranks:
         patience: int,
     ) -> None:
         """In place of the kernel's launcher."""
-        assert patience == 10_000_000
+        self._launch(table, rank, ranks, slot, patience, lambda: Finishing(splits, sinks, o, lse))
+
+    def share(
+        self,
+        x: Tensor,
+        out: Tensor,
+        table: Tensor,
+        *,
+        adds: bool,
+        rank: int,
+        ranks: int,
+        slot: int,
+        patience: int,
+    ) -> None:
+        """In place of the other kernel's launcher."""
+        self._launch(table, rank, ranks, slot, patience, lambda: Sharing(x, out, adds))
+
+    def _launch(
+        self, table: Tensor, rank: int, ranks: int, slot: int, patience: int, begin: Callable[[], Work]
+    ) -> None:
+        assert (ranks, patience) == (self.ranks, 10_000_000)
         streams = self.streams[rank]
 
         def make() -> Item:
-            programs = [self._program(g, splits, sinks, o, lse, table.tolist(), rank, slot) for g in range(PROGRAMS)]
+            programs = [self._program(g, begin, table.tolist(), rank, slot) for g in range(PROGRAMS)]
             return Kernel(self.world, programs, streams._queue(MAIN).appendleft).item()
 
         streams.enqueue(MAIN, make)
 
     def _program(
-        self, g: int, splits: Tensor, sinks: Tensor | None, o: Tensor, lse: Tensor, table: list[int], me: int, slot: int
+        self, g: int, begin: Callable[[], Work], table: list[int], me: int, slot: int
     ) -> Iterator[Callable[[], bool]]:
-        ranks, (b, s, h, dv) = self.ranks, o.shape
+        ranks = self.ranks
         boxes, controls = table[:ranks], table[ranks : 2 * ranks]
-        rows = b * s * h
-        mine = range(g, rows, PROGRAMS)
         count = word(controls[me] + 8 * (PROGRAMS * ranks + g))
         epoch = count.value + 1
         half = epoch % self.halves * ranks * slot
-        part = torch.empty(packed.size(rows, dv))
-        packed.merge_parts(splits, part, rows, dv)
+        work = begin()
+        mine = range(g, work.rows, PROGRAMS)
         for rank in range(ranks):
-            target = packed.views(numbers(boxes[rank] + 4 * (half + me * slot), len(part)), rows, dv)
             for row in mine:
-                for x, y in zip(target, packed.views(part, rows, dv), strict=True):
-                    x[row] = y[row]
+                work.store(row, boxes[rank] + 4 * (half + me * slot))
                 yield always
         for rank in range(ranks):
             word(controls[rank] + 8 * (g * ranks + me)).value = epoch
@@ -133,41 +214,84 @@ class Ranks:
             flag = word(controls[me] + 8 * (g * ranks + rank))
             yield lambda flag=flag: flag.value >= epoch
             assert flag.value <= epoch + 1, "a flag is never more than one launch ahead"
-        stack = torch.stack([numbers(boxes[me] + 4 * (half + rank * slot), len(part)) for rank in range(ranks)])
-        whole_o, whole_lse = torch.empty_like(o), torch.empty_like(lse)
-        packed.finish_parts(stack, rows, dv, sinks, whole_o, whole_lse)
+        work.read([boxes[me] + 4 * (half + rank * slot) for rank in range(ranks)])
         for row in mine:
             yield always
-            at = row // (s * h), row // h % s, row % h
-            o[at] = whole_o[at]
-            lse[at[0], at[2], at[1]] = whole_lse[at[0], at[2], at[1]]
+            work.write(row)
         count.value = epoch
 
 
 SIZES: list[Sizes] = [(1, 1, 2, 3), (2, 2, 2, 3), (1, 1, 1, 1), (1, 2, 3, 8), (2, 3, 2, 8)]
 
 
-def run_calls(together: Ranks, seeds: range) -> list[tuple[int, list[list[Tensor]]]]:
-    """Exchanges one after the other without waiting for any: what every rank will find, by seed."""
-    found: list[tuple[int, list[list[Tensor]]]] = []
+SHAPES = [(1, 5), (3, 7), (2, 16)]
+Calls = list[tuple[int, list[list[Tensor]]]]
+
+
+def run_call(
+    together: Ranks, make: Callable[[int], tuple[list[Tensor], list[Tensor], Callable[..., None]]]
+) -> list[list[Tensor]]:
+    """One exchange, without waiting for it: what every rank will find. What it brought is gone once its stream has passed.
+
+    Args:
+        together: The ranks.
+        make: What a rank brings, what it finds, and the call, of both.
+    """
+    calls = [make(rank) for rank in range(together.ranks)]
+
+    def call(rank: int) -> None:
+        brought, out, exchange = calls[rank]
+        copies = [x.clone() for x in brought]
+        exchange(*copies, *out)
+        together.streams[rank].call(lambda: [x.fill_(math.nan) for x in copies])
+
+    together.world.hosts(call)
+    return [out for _, out, _ in calls]
+
+
+def run_calls(together: Ranks, seeds: range) -> Calls:
+    """Exchanges of partials one after the other without waiting for any: what every rank will find, by seed."""
+    found: Calls = []
     for seed in seeds:
         sizes = SIZES[seed % len(SIZES)]
-        b, s, h, dv = sizes
         splits, sinks, _, _ = draw(seed, together.ranks, sizes, sinks=bool(seed % 2))
-        outs = [[torch.full((b, s, h, dv), math.nan), torch.full((b, h, s), math.nan)] for _ in range(together.ranks)]
 
-        def call(rank: int, splits=splits, sinks=sinks, sizes: Sizes = sizes, outs=outs) -> None:
-            brought = splits[rank].clone()
-            o, lse = outs[rank]
-            together.ends[rank].finish(brought, *sizes, sinks, o, lse)
-            together.streams[rank].call(lambda: brought.fill_(math.nan))
+        def make(rank: int, splits=splits, sinks=sinks, sizes: Sizes = sizes):
+            b, s, h, dv = sizes
+            finish = together.ends[rank].finish
+            out = [torch.full((b, s, h, dv), math.nan), torch.full((b, h, s), math.nan)]
+            return [splits[rank]], out, lambda x, o, lse: finish(x, *sizes, sinks, o, lse)
 
-        together.world.hosts(call)
-        found.append((seed, outs))
+        found.append((seed, run_call(together, make)))
     return found
 
 
-def assert_answers(together: Ranks, found: list[tuple[int, list[list[Tensor]]]]) -> None:
+def run_shares(together: Ranks, seeds: range) -> Calls:
+    """Likewise sums and columns, one of each per seed."""
+    found: Calls = []
+    for seed in seeds:
+        shares, to = draw_shares(seed, together.ranks, SHAPES[seed % 3], DTYPES[seed // 3 % 3]), DTYPES[seed // 2 % 3]
+
+        def add_up(rank: int, shares=shares, to=to):
+            return [shares[rank]], [torch.full_like(shares[rank], math.nan, dtype=to)], together.ends[rank].sum
+
+        def lay(rank: int, shares=shares):
+            return [shares[rank]], [torch.full_like(torch.cat(shares, 1), math.nan)], together.ends[rank].gather
+
+        outs = zip(run_call(together, add_up), run_call(together, lay), strict=True)
+        found.append((seed, [summed + laid for summed, laid in outs]))
+    return found
+
+
+def assert_shares(together: Ranks, found: Calls) -> None:
+    for seed, outs in found:
+        shares, to = draw_shares(seed, together.ranks, SHAPES[seed % 3], DTYPES[seed // 3 % 3]), DTYPES[seed // 2 % 3]
+        for summed, laid in outs:
+            assert_bits(summed, add(shares, to))
+            assert_bits(laid, torch.cat(shares, 1))
+
+
+def assert_answers(together: Ranks, found: Calls) -> None:
     for seed, outs in found:
         sizes = SIZES[seed % len(SIZES)]
         splits, sinks, _, _ = draw(seed, together.ranks, sizes, sinks=bool(seed % 2))
@@ -184,6 +308,21 @@ def test_every_exchange_finds_whole_parts_of_its_own(ranks: int, seed: int, monk
     found = run_calls(together, range(100 * seed, 100 * seed + 12))
     together.world.drain()
     assert_answers(together, found)
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("seed", range(4))
+def test_partials_sums_and_columns_take_turns_in_the_same_mailboxes(
+    ranks: int, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    together = Ranks(ranks, seed, monkeypatch)
+    answers, shares = [], []
+    for turn in range(18 * seed, 18 * seed + 6):
+        shares += run_shares(together, range(turn, turn + 1))
+        answers += run_calls(together, range(turn, turn + 1 + turn % 2))
+    together.world.drain()
+    assert_answers(together, answers)
+    assert_shares(together, shares)
 
 
 def test_with_one_half_parts_of_two_exchanges_would_mix(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -235,6 +374,71 @@ def test_graphs_go_on_with_the_mailboxes_they_were_captured_with(seed: int, monk
         for out in outs:
             assert all(torch.equal(x, y) for x, y in zip(out, wanted, strict=True))
     assert together.ends[0].num_bytes() > grown
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_sums_and_columns_of_graphs_keep_their_mailboxes_too(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    together, shape = Ranks(2, seed, monkeypatch), (2, 3)
+    dtype = DTYPES[seed % 3]
+    inputs = [torch.full(shape, math.nan, dtype=dtype) for _ in range(2)]
+    outs = [[torch.full(shape, math.nan), torch.full((2, 6), math.nan, dtype=dtype)] for _ in range(2)]
+    recordings = [Recording() for _ in range(2)]
+
+    def layer(rank: int) -> None:
+        together.ends[rank].sum(inputs[rank], outs[rank][0])
+        together.ends[rank].gather(inputs[rank], outs[rank][1])
+
+    def capture(rank: int) -> None:
+        together.streams[rank].recording = recordings[rank]
+        layer(rank)
+        together.streams[rank].recording = None
+
+    together.world.hosts(layer)
+    together.world.hosts(capture)
+    grown = together.ends[0].num_bytes()
+    for turn in range(1, 6):
+        answers, others = run_calls(together, range(turn, turn + 2)), run_shares(together, range(turn, turn + 1))
+        fresh = draw_shares(turn, 2, shape, dtype)
+
+        def replay(rank: int, fresh=fresh) -> None:
+            together.streams[rank].call(lambda: inputs[rank].copy_(fresh[rank]))
+            together.streams[rank].replay(recordings[rank])
+
+        together.world.hosts(replay)
+        together.world.drain()
+        assert_answers(together, answers)
+        assert_shares(together, others)
+        for summed, laid in outs:
+            assert_bits(summed, add(fresh, torch.float32))
+            assert_bits(laid, torch.cat(fresh, 1))
+    assert together.ends[0].num_bytes() > grown
+
+
+def test_a_mailbox_has_room_for_bytes_whatever_the_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
+    together = Ranks(2, 0, monkeypatch)
+    empty = together.ends[0].num_bytes()
+    # halves, ranks, bytes
+    for count, dtype, slot in (
+        (32, torch.bfloat16, 16),
+        (16, torch.float32, 16),
+        (33, torch.float16, 32),
+        (33, torch.float32, 64),
+    ):
+        shares = draw_shares(0, 2, (1, count), dtype)
+        for found in run_call(
+            together, lambda rank, x=shares: ([x[rank]], [torch.empty_like(x[rank])], together.ends[rank].sum)
+        ):
+            together.world.drain()
+            assert_bits(found[0], add(shares, dtype))
+        assert together.ends[0].num_bytes() - empty == 2 * 2 * 4 * slot
+
+
+def test_nothing_is_launched_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    together = Ranks(1, 0, monkeypatch)
+    monkeypatch.setattr(together.ends[0], "_run_sum", None)
+    monkeypatch.setattr(together.ends[0], "_run_gather", None)
+    together.ends[0].sum(torch.empty(0, 4), torch.empty(0, 4))
+    together.ends[0].gather(torch.empty(3, 0), torch.empty(3, 0))
 
 
 def finish_one(end: OneShotExchange) -> None:
