@@ -254,8 +254,11 @@ def test_bench_host_times_every_direction(pool, tmp_path: Path) -> None:
         assert min(split) > 0
 
 
+SHARES = ["--sums", "3", "--hidden", "8", "--gathers", "2", "--columns", "5"]
+
+
 def _bench_exchange(out: str) -> int:
-    words = ["--rows", "4", "8", "--heads", "4", "--head-dim", "16", "--splits", "2", "--rounds", "2"]
+    words = ["--rows", "4", "8", "--heads", "4", "--head-dim", "16", "--splits", "2", "--rounds", "2", *SHARES]
     return bench.main(["exchange", *words, "--device", "cpu", "--out", out])
 
 
@@ -263,9 +266,11 @@ def _bench_exchange(out: str) -> int:
 def test_bench_exchange_times_every_exchange_that_is_right(pool, tmp_path: Path) -> None:
     assert pool(2).run(_bench_exchange, str(tmp_path)) == [0, 0]
     rows = json.loads((tmp_path / "exchange.json").read_text())["rows"]
-    assert [(row["who"], row["rows"], row["kib_per_rank"]) for row in rows] == [
-        ("group", 4, 4 * 4 * 18 / 1024),
-        ("group", 8, 4 * 8 * 18 / 1024),
+    assert [(row["who"], row["op"], row["rows"], row["kib_per_rank"]) for row in rows] == [
+        ("group", "finish", 4, 4 * 4 * 18 / 1024),
+        ("group", "finish", 8, 4 * 8 * 18 / 1024),
+        ("group", "sum", 3, 4 * 3 * 8 / 1024),
+        ("group", "gather", 2, 2 * 2 * 5 / 1024),
     ]
     assert min(row["call_us"] for row in rows) > 0
 
@@ -273,11 +278,17 @@ def test_bench_exchange_times_every_exchange_that_is_right(pool, tmp_path: Path)
 def test_bench_exchange_gives_no_speed_to_a_wrong_answer(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("ringattn.transport.exchange.finish_parts", lambda *args: args[4].fill_(0.5))
-    words = ["--rows", "4", "--heads", "4", "--head-dim", "16", "--rounds", "1", "--device", "cpu"]
-    assert bench.main(["exchange", *words, "--out", str(tmp_path)]) == 1
-    assert "alone, 4 rows: o is" in capsys.readouterr().out
-    assert not (tmp_path / "exchange.json").exists()
+    words = ["--rows", "4", "--heads", "4", "--head-dim", "16", "--rounds", "1", "--device", "cpu", *SHARES]
+    for broken, said in (
+        ("exchange.finish_parts", "alone, 4 rows: o is"),
+        ("exchange.AloneExchange.sum", "alone, a sum of 3 x 8: the sum is"),
+        ("exchange.AloneExchange.gather", "alone, columns 2 x 5: the whole is"),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(f"ringattn.transport.{broken}", lambda *args: [x.fill_(0.5) for x in args[-2:]])
+            assert bench.main(["exchange", *words, "--out", str(tmp_path)]) == 1
+        assert said in capsys.readouterr().out
+        assert not (tmp_path / "exchange.json").exists()
 
 
 @pytest.mark.dist
