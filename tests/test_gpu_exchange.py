@@ -22,6 +22,7 @@ from ringattn import Ring
 from ringattn.kernels import parts as packed
 from ringattn.transport.exchange import Exchange
 from tests.test_copy_engine_gpu import GPUS, run
+from tests.test_exchange import DTYPES, add, assert_bits, draw_bits, draw_shares, side_by_side, total
 from tests.test_gpu_ring import draw as draw_attention
 from tests.test_gpu_ring import step
 from tests.test_parts import Sizes
@@ -83,6 +84,10 @@ def assert_near(found: list[Tensor], expected: list[Tensor], about: str) -> None
         torch.testing.assert_close(x, y, rtol=4 * eps, atol=1e-6, msg=lambda text, of=name: f"{about}: {of}: {text}")
 
 
+def bits(x: Tensor) -> bytes:
+    return x.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+
+
 def assert_alike(found: list[Tensor], about: str) -> None:
     """The same bits on all ranks."""
     for name, x in zip(("o", "lse"), found, strict=True):
@@ -131,6 +136,79 @@ def _bits(rank: int, world_size: int) -> None:
                     torch.testing.assert_close(x.cpu(), y, rtol=max(2 * eps, 1e-5), atol=1e-5)
         exchange.check()
         ring.close()
+
+
+SHAPES = [(1, 4096), (64, 4096), (3, 5), (1, 32064), (37, 8016), (1, 1), (200, 4097)]
+
+
+def _sums_and_columns(rank: int, world_size: int) -> None:
+    for ring, exchange in (open_exchange(), open_exchange("process_group")):
+        for seed, shape in enumerate(SHAPES):
+            for dtype in DTYPES:
+                about = f"rank {rank}, {exchange}, {shape}, {dtype}"
+                shares = draw_shares(seed, world_size, shape, dtype)
+                columns = [draw_bits(seed + peer, shape, dtype) for peer in range(world_size)]
+                found = [total(exchange, shares[rank].cuda(), to).cpu() for to in DTYPES]
+                found.append(side_by_side(exchange, columns[rank].cuda(), world_size).cpu())
+                for x, y in zip(found, [*(add(shares, to) for to in DTYPES), torch.cat(columns, 1)], strict=True):
+                    assert bits(x) == bits(y), about
+        # an address between those of the widest words
+        shares = draw_shares(0, world_size, (4096,), torch.bfloat16)
+        room = torch.zeros(4097, dtype=torch.bfloat16, device="cuda")
+        room[1:] = shares[rank].cuda()
+        assert_bits(total(exchange, room[1:], torch.float32).cpu(), add(shares, torch.float32))
+        exchange.check()
+        ring.close()
+
+
+def _mixed_trains(rank: int, world_size: int) -> None:
+    """Partials, sums and columns that nobody waits for, called and replayed, while ranks run ahead of each other."""
+    ring, exchange = open_exchange()
+    chooser = random.Random(rank)
+    sizes, (rows, hidden, width) = SIZES[1], (8, 4096, 2004)
+    splits = draw(0, world_size, sizes)[rank]
+    addends = [x.cuda() for x in draw_shares(1, world_size, (rows, hidden), torch.float32)]
+    columns = [x.cuda() for x in draw_shares(2, world_size, (rows, width), torch.bfloat16)]
+    wanted = [
+        *exchange_once(exchange, splits, sizes, None, torch.bfloat16),
+        add(addends, torch.bfloat16),
+        torch.cat(columns, 1),
+    ]
+
+    def layer() -> list[Tensor]:
+        return [
+            *exchange_once(exchange, splits, sizes, None, torch.bfloat16),
+            total(exchange, addends[rank], torch.bfloat16),
+            side_by_side(exchange, columns[rank], world_size),
+        ]
+
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        layer()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+            captured = layer()
+            with pytest.raises(RuntimeError, match="once before it is captured"):
+                total(exchange, addends[rank], torch.float16)
+        # larger ones, which give the graph mailboxes of its own
+        large = draw_shares(3, world_size, (rows, 2**17), torch.float32)
+        assert_bits(total(exchange, large[rank].cuda(), torch.float32).cpu(), add(large, torch.float32))
+        wrong = torch.zeros((), dtype=torch.int64, device="cuda")
+        for turn in range(1000):
+            if chooser.random() < 0.02:
+                torch.cuda._sleep(chooser.randrange(200_000))
+            if turn % 3:
+                for x in captured:
+                    x.fill_(math.nan)
+                graph.replay()
+            found = captured if turn % 3 else layer()
+            wrong += sum((x != y).sum() for x, y in zip(found, wanted, strict=True))
+        assert wrong.item() == 0, f"rank {rank}: {wrong.item()} wrong numbers"
+        exchange.check()
+    del graph
+    ring.close()
 
 
 def _trains(rank: int, world_size: int) -> None:
@@ -252,6 +330,13 @@ def _unlike(rank: int, world_size: int) -> None:
     assert_near(
         exchange_once(exchange, splits[rank], sizes, None, torch.bfloat16), expect(splits, sizes), f"rank {rank}"
     )
+    wrong = torch.zeros(4, 8 if rank else 16, device="cuda")
+    with pytest.raises(ValueError, match="an exchange must be the same on all ranks"):
+        total(exchange, wrong, torch.bfloat16)
+    with pytest.raises(ValueError, match="an exchange must be the same on all ranks"):
+        side_by_side(exchange, wrong, world_size)
+    ones = torch.ones(4, 8, device="cuda")
+    assert (total(exchange, ones, torch.bfloat16) == world_size).all()
     ring.close()
 
 
@@ -292,7 +377,16 @@ def _absent(rank: int, world_size: int) -> None:
             call()
 
 
-BODIES: list[Callable[[int, int], None]] = [_bits, _trains, _graphs, _beside_others, _unlike, _absent]
+BODIES: list[Callable[[int, int], None]] = [
+    _bits,
+    _sums_and_columns,
+    _trains,
+    _mixed_trains,
+    _graphs,
+    _beside_others,
+    _unlike,
+    _absent,
+]
 
 
 @pytest.mark.parametrize("body", BODIES, ids=[body.__name__.strip("_") for body in BODIES])
