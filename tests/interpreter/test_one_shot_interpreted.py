@@ -257,6 +257,8 @@ def test_shares_of_a_rank_that_does_not_come_are_nan_and_nothing_is_stored_any_m
         assert together.errors[rank].tolist() == missing
         assert together.controls[rank][-1] == -1
     before = [box.clone() for box in together.boxes]
+    # other numbers, which would show
+    brought = draw_shares(1, 3, (2, 24), torch.bfloat16)
     for rank in (0, 1):
         assert launch(rank).isnan().all()
     for x, y in zip(before, together.boxes, strict=True):
