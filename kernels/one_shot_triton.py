@@ -356,9 +356,9 @@ def share(
 
     Args:
         tape: Where the launch is recorded.
-        x: This rank's numbers, contiguous, fewer than 2**31 - 2**22; `rows width` where columns are laid side by side.
-        out: The shape of x, any floating dtype; or `rows, ranks * width`, the dtype of x, fewer than 2**31 numbers. Contiguous;
-            written.
+        x: This rank's numbers, contiguous; `rows width` where columns are laid side by side.
+        out: The shape of x, any floating dtype; or `rows, ranks * width`, the dtype of x. Contiguous, at most 2**30 numbers, no
+            memory of x; written.
         table: As in `one_shot`.
         adds: Sum all ranks' numbers in fp32, in the order of the ranks, and round once; else lay columns side by side.
         rank: As in `one_shot`.
