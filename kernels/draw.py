@@ -24,11 +24,11 @@ Note [Drawing]
 from __future__ import annotations
 
 import math
-from functools import lru_cache
-from typing import Any
 
 import torch
 from torch import Tensor
+
+from ringattn.kernels.twin import find_twin
 
 LOG2E = 1.0 / math.log(2.0)
 ONE = 2.0**40
@@ -63,7 +63,7 @@ def draw(logits: Tensor, how: Tensor | None, lse: Tensor | None = None) -> Tenso
     """
     if not 1 <= logits.shape[1] <= MOST:
         raise ValueError(f"vocab must be between 1 and {MOST}, got {logits.shape[1]}; give each row at least one logit")
-    fast = _triton_draw() if logits.is_cuda else None
+    fast = find_twin("ringattn.kernels.draw_triton") if logits.is_cuda else None
     if fast is not None:
         return fast.draw(logits, how, lse)
     return draw_eager(logits, how, lse)
@@ -105,12 +105,3 @@ def weigh(x: Tensor, largest: Tensor, temperature: Tensor) -> Tensor:
     # in fp32 the vector units of a CPU and its scalar ones differ, and where a token stands says which compute its weight
     likely = torch.exp2(((x - largest) * scale).double()).float()
     return (likely * ONE + 0.5).long()
-
-
-@lru_cache(maxsize=1)
-def _triton_draw() -> Any:
-    try:
-        from ringattn.kernels import draw_triton
-    except ImportError:
-        return None
-    return draw_triton

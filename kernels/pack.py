@@ -7,10 +7,10 @@ Refuses to know who reads the buffer.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
-from typing import Any
 
 from torch import Tensor
+
+from ringattn.kernels.twin import find_twin
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,9 +43,9 @@ def pack(slot: Tensor, k: Tensor, v: Tensor, cleared: Cleared | None = None) -> 
         v: `b t hk dv`, likewise.
         cleared: What else is written.
     """
-    fast = _triton_pack() if slot.is_cuda else None
+    fast = find_twin("ringattn.kernels.pack_triton") if slot.is_cuda else None
     if fast is not None:
-        fast(slot, k, v, cleared)
+        fast.pack(slot, k, v, cleared)
         return
     if cleared is not None:
         cleared.flags.zero_()
@@ -55,12 +55,3 @@ def pack(slot: Tensor, k: Tensor, v: Tensor, cleared: Cleared | None = None) -> 
                 cleared.far[:, start:end] = 0
     slot[..., : k.shape[-1]].copy_(k)
     slot[..., k.shape[-1] :].copy_(v)
-
-
-@lru_cache(maxsize=1)
-def _triton_pack() -> Any:
-    try:
-        from ringattn.kernels.pack_triton import pack as fast
-    except ImportError:
-        return None
-    return fast

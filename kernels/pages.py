@@ -19,11 +19,10 @@ Note [fp8 rows]
 
 from __future__ import annotations
 
-from functools import lru_cache
-from typing import Any
-
 import torch
 from torch import Tensor
+
+from ringattn.kernels.twin import find_twin
 
 FP8 = torch.float8_e4m3fn
 LARGEST = 448.0
@@ -56,7 +55,7 @@ def put(
     """
     if not slots.numel():
         return
-    fast = _triton_pages() if pool_k.is_cuda else None
+    fast = find_twin("ringattn.kernels.pages_triton") if pool_k.is_cuda else None
     if fast is not None:
         fast.put(pool_k, pool_v, k, v, slots, k_scale, v_scale)
         return
@@ -85,7 +84,7 @@ def take(
     """
     if not slots.numel():
         return
-    fast = _triton_pages() if pool_k.is_cuda else None
+    fast = find_twin("ringattn.kernels.pages_triton") if pool_k.is_cuda else None
     if fast is not None:
         fast.take(pool_k, pool_v, slots, k, v, k_scale, v_scale)
         return
@@ -165,12 +164,3 @@ def _places(pool: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
 
 def _bits(x: Tensor) -> Tensor:
     return x.view(torch.uint8) if x.dtype == FP8 else x
-
-
-@lru_cache(maxsize=1)
-def _triton_pages() -> Any:
-    try:
-        from ringattn.kernels import pages_triton
-    except ImportError:
-        return None
-    return pages_triton

@@ -15,13 +15,12 @@ Note [Packed parts]
 from __future__ import annotations
 
 import math
-from functools import lru_cache
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from ringattn.kernels.merge import merge_stack
+from ringattn.kernels.twin import find_twin
 
 LOG2E = 1.0 / math.log(2.0)
 
@@ -72,7 +71,7 @@ def merge_parts(stack: Tensor, out: Tensor, rows: int, dv: int) -> None:
         rows: Rows of a part.
         dv: Head dim of the values.
     """
-    fast = _triton_parts() if stack.is_cuda and stack.dtype == torch.float32 else None
+    fast = find_twin("ringattn.kernels.parts_triton") if stack.is_cuda and stack.dtype == torch.float32 else None
     if fast is not None:
         fast.merge_parts(stack, out, rows, dv)
         return
@@ -93,7 +92,7 @@ def finish_parts(stack: Tensor, rows: int, dv: int, sinks: Tensor | None, o: Ten
         o: `b s h dv`, contiguous, any floating dtype; written.
         lse: `b h s`, the dtype of stack, contiguous, natural log; written.
     """
-    fast = _triton_parts() if stack.is_cuda and stack.dtype == torch.float32 else None
+    fast = find_twin("ringattn.kernels.parts_triton") if stack.is_cuda and stack.dtype == torch.float32 else None
     if fast is not None:
         fast.finish_parts(stack, rows, dv, sinks, o, lse)
         return
@@ -106,12 +105,3 @@ def finish_parts(stack: Tensor, rows: int, dv: int, sinks: Tensor | None, o: Ten
     values, total = merge_stack(m, l, acc, log2=True, finish=True, out_dtype=o.dtype)
     o.copy_(values.view(o.shape))
     lse.copy_(total.view(b, s, h).transpose(1, 2))
-
-
-@lru_cache(maxsize=1)
-def _triton_parts() -> Any:
-    try:
-        from ringattn.kernels import parts_triton
-    except ImportError:
-        return None
-    return parts_triton
