@@ -162,6 +162,7 @@ class Served:
         self,
         runner: FakeRunner,
         *,
+        running: int = 64,
         waiting: int = 1000,
         time_limit_s: float = 60.0,
         limits: Limits | None = None,
@@ -171,7 +172,7 @@ class Served:
         about: dict[str, Any] | None = None,
         patience_s: float = 60.0,
     ) -> None:
-        scheduler = Scheduler(runner.books, chunk=64, most_running=64, most_waiting=waiting)
+        scheduler = Scheduler(runner.books, chunk=64, most_running=running, most_waiting=waiting)
         self.runner = runner
         self.engine = Engine(runner, scheduler, lambda _: None, time_limit_s=time_limit_s)
         mine, theirs = socket.socketpair()

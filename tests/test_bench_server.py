@@ -368,7 +368,7 @@ def test_answers_that_differ_beside_others_are_counted(tmp_path: Path, capsys: p
 
 def test_a_server_that_refuses_some_is_red_and_says_how_many(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     words = ("--parts", "load", "--clients", "12", "--sample", "1")
-    with serving(FakeRunner(pages=2000, step_s=0.02), waiting=2) as served:
+    with serving(FakeRunner(pages=2000, step_s=0.02), running=4, waiting=2) as served:
         code, rows = run_bench(served.url, tmp_path, *words)
     assert code == 1
     check, load = rows

@@ -202,7 +202,7 @@ def test_when_the_engine_is_gone_answers_that_are_open_and_that_are_asked_for_ge
 def test_who_is_refused_because_the_engine_is_closed_knows_it_before_the_next_state():
     mine, theirs = socket.socketpair()
     with mine, theirs:
-        desk = Desk(mine, Room(64, 4, 4, True), {"closed": None, "waiting": 3})
+        desk = Desk(mine, Room(64, 4, 4, 4, True), {"closed": None, "queued": 3})
         desk.check()
         desk._take({"refused": [1], "as": "Closed", "message": "the server is shutting down"})
         assert desk.closed == "the server is shutting down"
@@ -214,7 +214,7 @@ def test_a_request_that_crosses_the_engines_last_word_is_refused_and_one_that_co
     mine, theirs = socket.socketpair()
 
     async def cross() -> list[Any]:
-        desk = Desk(mine, Room(64, 4, 4, True), {"closed": "the server is shutting down", "waiting": 0})
+        desk = Desk(mine, Room(64, 4, 4, 4, True), {"closed": "the server is shutting down", "queued": 0})
         await desk.open()
         early: list[Any] = []
         late: list[Any] = []
@@ -234,8 +234,8 @@ def test_a_request_that_crosses_the_engines_last_word_is_refused_and_one_that_co
 def test_a_full_queue_is_refused_by_what_the_engine_has_said_last():
     mine, theirs = socket.socketpair()
     with mine, theirs:
-        desk = Desk(mine, Room(64, 4, 4, True), {"closed": None, "waiting": 3})
-        desk._take({"state": {"closed": None, "waiting": 4}})
+        desk = Desk(mine, Room(64, 4, 4, 4, True), {"closed": None, "queued": 3})
+        desk._take({"state": {"closed": None, "queued": 4}})
         with pytest.raises(Refused, match="at most 4 requests may wait, got 1 more beside 4") as caught:
             desk.check()
         assert caught.value.status == 429
@@ -345,12 +345,10 @@ def test_statuses_come_through_a_stall_stops_no_step_and_a_killed_process_of_htt
     prompt = going_on("f", 50)
 
     def ask_three() -> list[Future[httpx.Response]]:
-        """One that runs, and two that wait: all at once there would be three that wait, and one too many."""
-        first = threads.submit(apart.ask, prompt=prompt, max_tokens=50)
-        apart.state_when(lambda state: state["running"] == 1)
-        others = [threads.submit(apart.ask, prompt=prompt, max_tokens=50) for _ in range(2)]
-        apart.state_when(lambda state: state["waiting"] == 2)
-        return [first, *others]
+        """At once: one that runs, and two that wait."""
+        asked = [threads.submit(apart.ask, prompt=prompt, max_tokens=50) for _ in range(3)]
+        apart.state_when(lambda state: (state["running"], state["waiting"]) == (1, 2))
+        return asked
 
     with ThreadPoolExecutor(4) as threads:
         apart.runner.step_s = 0.2  # none ends before all have come

@@ -287,7 +287,7 @@ BAD = [
     ({"prompt": "a", "temperature": -1}, "temperature: "),
     ({"prompt": "a", "top_p": 0}, "top_p: "),
     ({"prompt": "a", "n": 0}, "n: "),
-    ({"prompt": ["a"] * 1000, "n": 100}, "at most 1000 answers, got 1000 prompts times 100"),
+    ({"prompt": ["a"] * 1000, "n": 100}, "at most 1024 answers, got 1000 prompts times 100"),
     ({"prompt": "a", "stop": [""]}, "stop: must be at most 16 strings of 1 to 1000 characters"),
     ({"prompt": "a", "stop": ["x"] * 17}, "stop: must be"),
     ({"prompt": "a", "logprobs": 100}, "logprobs: "),
@@ -387,15 +387,16 @@ def test_a_full_queue_gets_a_429_and_a_stopping_server_a_503():
     served = Served(FakeRunner(pages=8, step_s=0.02), waiting=2)
     try:
         prompt = going_on("f", 50)
+        many = httpx.post(f"{served.url}/v1/completions", json={"prompt": "a", "max_tokens": 1, "n": 67})
+        assert (many.status_code, many.json()["error"]["param"]) == (400, "n")
+        assert "at most 66 answers" in many.json()["error"]["message"]  # 64 run and 2 wait
         with ThreadPoolExecutor(8) as threads:
             body = {"prompt": prompt, "max_tokens": 50, "temperature": 0}  # fills the cache of 64 tokens
-            asked = [threads.submit(httpx.post, f"{served.url}/v1/completions", json=body, timeout=30)]
-            # what comes before the first one runs waits with it
-            served.state_when(lambda state: state["running"] == 1)
-            asked += [
-                threads.submit(httpx.post, f"{served.url}/v1/completions", json=body, timeout=30) for _ in range(2)
+            # at once: one that runs, and two that wait
+            asked = [
+                threads.submit(httpx.post, f"{served.url}/v1/completions", json=body, timeout=30) for _ in range(3)
             ]
-            served.state_when(lambda state: state["waiting"] == 2)
+            served.state_when(lambda state: state["queued"] == 2)
             refused = httpx.post(f"{served.url}/v1/completions", json=body)
             assert refused.status_code == 429
             assert "at most 2 requests may wait" in refused.json()["error"]["message"]

@@ -79,7 +79,7 @@ class Steps:
 
     def __init__(self, tokenizer: Any = None) -> None:
         self.mine, theirs = socket.socketpair()
-        self.desk = Desk(theirs, Room(10**6, 100, 64, False), {"closed": None, "waiting": 0})
+        self.desk = Desk(theirs, Room(10**6, 64, 100, 64, False), {"closed": None, "queued": 0})
         self.app = make_app(self.desk, tokenizer or Letters(), "fake", Limits())
 
     async def ask(self, send: Callable[[Any], Awaitable[None]], **body: Any) -> tuple[asyncio.Task[None], list[int]]:

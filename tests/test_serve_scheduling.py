@@ -321,7 +321,7 @@ def test_what_does_not_fit_now_waits_and_a_full_queue_refuses():
     bench.step()
     assert [one.name for one in bench.scheduler.waiting] == [1, 2]  # in order: the small one does not overtake
     with pytest.raises(QueueFull, match="at most 2 requests may wait, got 1 more beside 2"):
-        bench.scheduler.add([job(3, [4], 1)])
+        bench.scheduler.line().admit([job(3, [4], 1)])
     bench.drain()
     assert sorted(bench.ended) == [0, 1, 2]
     bench.assert_all_pages_come_back()

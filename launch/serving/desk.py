@@ -99,7 +99,7 @@ class Desk(asyncio.Protocol):
         if self.closed:
             raise refusal_of("Closed", self.closed)
         try:
-            self.room.check_queue(1, self._state["waiting"])
+            self.room.check_queue(1, self._state["queued"])
         except QueueFull as error:
             raise refusal_of("QueueFull", str(error)) from None
 

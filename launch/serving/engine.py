@@ -106,6 +106,7 @@ class Engine:
         self.deliver: Callable[[list[Event], dict[str, Any] | None], None] = lambda *_: None
         self._wake = threading.Condition()
         self._submitted: list[Job] = []
+        self._line = scheduler.line()  # with those that were submitted at its end
         self._cancelled: list[tuple[int, bool]] = []
         self._open: set[int] = set()
         self._closed: str | None = None
@@ -127,16 +128,15 @@ class Engine:
             jobs: With names that no other job has had.
 
         Raises:
-            NeverFits: One is larger than the cache.
-            QueueFull: They do not fit into the queue now.
+            NeverFits: One is larger than the cache, or an empty server could not take them all.
+            QueueFull: The queue has no room for those of them that would wait.
             Closed: The server is stopping, or has failed.
         """
-        for job in jobs:
-            self.scheduler.check(len(job.prompt), job.max_tokens)
+        self.scheduler.check_together(jobs)
         with self._wake:
             if self._closed is not None:
                 raise Closed(self._closed)
-            self.scheduler.check_queue(len(jobs), beside=len(self._submitted))
+            self._line = self._line.admit(jobs)
             for job in jobs:
                 job.arrived = time.monotonic()
                 job.deadline = job.arrived + self.time_limit_s
@@ -204,6 +204,8 @@ class Engine:
                     events += self._end(step)
             busy = plan is not None or before is not None
             before = started if self.runner.ahead else None
+            # before anybody hears that a request has ended, and asks for another one
+            self._count()
             self._deliver(events, self._publish(now_or_soon=not busy))
             if busy:
                 continue
@@ -214,13 +216,17 @@ class Engine:
                     self._wake.wait(BEAT_S)
             self.tell({})
 
+    def _count(self) -> None:
+        """Counts anew who waits: what has ended since the last time has made room; what has come was counted as it came."""
+        with self._wake:
+            self._line = self.scheduler.line().after(self._submitted)
+
     def _take(self) -> list[Event]:
         """What has come since the last step: requests, cancellations, the time, the end."""
         with self._wake:
             submitted, self._submitted = self._submitted, []
             cancelled, self._cancelled = self._cancelled, []
-            # under the lock, so that `submit` sees each job either here or there
-            self.scheduler.add(submitted)
+        self.scheduler.add(submitted)
         for name, keep in cancelled:
             self.scheduler.end(name, keep)
         events = self.scheduler.overdue(time.monotonic())
@@ -268,9 +274,11 @@ class Engine:
             self.deliver(events, state)
 
     def _publish(self, now_or_soon: bool = True) -> dict[str, Any] | None:
-        """Makes the state anew and returns it, but that of a busy engine only when it is old or has closed."""
+        """Makes the state anew and returns it; that of a busy engine only when it is old, or has closed or has room since."""
         now, closed = time.monotonic(), self._closed
-        if not now_or_soon and now - self._published < STATE_S and self._state["closed"] == closed:
+        waiting, queue = self._line.waiting, self.scheduler.room.queue
+        old = now_or_soon or now - self._published >= STATE_S
+        if not old and self._state["closed"] == closed and not (waiting < queue <= self._state["queued"]):
             return None
         self._published = now
         while self._recent and self._recent[0][0] < now - WINDOW_S:
@@ -281,6 +289,7 @@ class Engine:
         self._state = {
             "running": len(scheduler.running),
             "waiting": len(scheduler.waiting),
+            "queued": waiting,
             "prefilling": [
                 {"request": job.name, "done": job.done, "shared": job.shared, "total": len(job.prompt)}
                 for job in prompts

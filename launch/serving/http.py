@@ -308,7 +308,7 @@ def make_app(
             asked = body.max_completion_tokens or body.max_tokens
         else:
             wanted, asked = body.prompts(), body.max_tokens or COMPLETION_TOKENS
-        if len(wanted) * body.choices > (most := min(MOST_ANSWERS, desk.room.queue)):
+        if len(wanted) * body.choices > (most := min(MOST_ANSWERS, desk.room.running + desk.room.queue)):
             raise Refused(
                 400,
                 f"a request must ask for at most {most} answers, got {len(wanted)} prompts times {body.choices}",

@@ -16,6 +16,14 @@ Note [Policy]
     So a long prompt stalls neither answers nor short prompts, and is not starved by them. A decoding step brings one token of
     every request that is past its prompt.
 
+Note [Who waits]
+    A queue bounds those who wait beyond what can run. A request is counted when it comes, which may be in the middle of a step,
+    and with many others: then it waits only if somebody before it does, if no place is left among those that run at a time, or if
+    the cache has not as many pages as it needs by itself. The cache has what running requests do not need, each counted as if it
+    shared nothing, and no less than what is neither used nor promised; kept prefixes are no obstacle. That is cautious where
+    prefixes are shared: who was counted as one that waits may be let in by the next step, after which all are counted anew.
+    However old a count is, there are never more requests than may run and may wait together.
+
 Note [Short prompts]
     Where prompts of a few hundred tokens can be computed like decoding (`pieces`), a step of them takes not much longer than one
     that decodes, and a step around the ring two to ten times as long. So a prompt with no more to compute than PACKED_STEPS
@@ -73,18 +81,20 @@ class Room:
 
     Attributes:
         capacity: Tokens that the cache of all ranks holds.
-        queue: Requests that wait at a time.
+        running: Requests that run at a time.
+        queue: Requests that wait behind them (Note [Who waits]).
         page_size: Tokens of a page, and so of the stretches of `Job.digests`.
         keep: Whether these are used.
     """
 
     capacity: int
+    running: int
     queue: int
     page_size: int
     keep: bool
 
     def check_queue(self, jobs: int, waiting: int) -> None:
-        """Refuses jobs for which the queue has no room.
+        """Refuses jobs that would wait, and for which the queue has no room.
 
         Args:
             jobs: How many.
@@ -97,6 +107,50 @@ class Room:
             raise QueueFull(
                 f"at most {self.queue} requests may wait, got {jobs} more beside {waiting}; try again later"
             )
+
+
+@dataclass(frozen=True)
+class Line:
+    """Who can be let in at once, and who waits behind them (Note [Who waits]).
+
+    Attributes:
+        room: What the scheduler can take.
+        places: Requests more that can be let in.
+        pages: That the cache has for them.
+        waiting: Requests that wait behind those.
+
+    Example:
+        >>> line = Line(Room(capacity=64, running=4, queue=1, page_size=4, keep=True), places=4, pages=16)
+        >>> jobs = [Job(name, [1] * 20, 4) for name in range(3)]  # 6 pages each
+        >>> line.after(jobs).waiting
+        1
+    """
+
+    room: Room
+    places: int
+    pages: int
+    waiting: int = 0
+
+    def after(self, jobs: Iterable[Job]) -> Line:
+        """The line when jobs have come to its end, in their order."""
+        places, pages, waiting = self.places, self.pages, self.waiting
+        for job in jobs:
+            need = _pages(job.reserve, self.room.page_size)
+            if waiting or not places or need > pages:
+                waiting += 1
+            else:
+                places, pages = places - 1, pages - need
+        return Line(self.room, places, pages, waiting)
+
+    def admit(self, jobs: Iterable[Job]) -> Line:
+        """As `after`, for jobs that may be refused: all of them, or none.
+
+        Raises:
+            QueueFull: The queue has no room for those of them that would wait.
+        """
+        after = self.after(jobs)
+        self.room.check_queue(after.waiting - self.waiting, self.waiting)
+        return after
 
 
 @dataclass
@@ -116,6 +170,7 @@ class Job:
         request: Its name in the cache, once it was let in.
         done: Tokens that are in the cache, or in a step that was planned.
         shared: Tokens of the prompt that were there already.
+        pages: That it may come to, shared ones among them, once it was let in.
         coming: Tokens that are being chosen: of steps that were planned and not recorded.
         place: Of the last of them, among those that its step chooses.
     """
@@ -132,6 +187,7 @@ class Job:
     request: int = -1
     done: int = 0
     shared: int = 0
+    pages: int = 0
     coming: int = 0
     place: int = -1
 
@@ -238,7 +294,7 @@ class Scheduler:
         books: The books of rank 0's cache.
         chunk: Tokens of prompts per step.
         most_running: Requests that are in the cache at a time.
-        most_waiting: Requests that wait for room at a time.
+        most_waiting: Requests that wait behind them at a time (Note [Who waits]).
         keep: Whether prefixes are shared, and kept when their requests have ended.
         pieces: Pieces of PIECE tokens that a packed step has room for; 0: there are no such steps (Note [Short prompts]).
         rows: Tokens that a mixed step has room for; 0: there are no such steps (likewise).
@@ -257,7 +313,9 @@ class Scheduler:
     ) -> None:
         self.books, self.chunk, self.keep, self.pieces, self.rows = books, chunk, keep, pieces, rows
         self.most_running = most_running
-        self.room = Room(books.pages * books.world_size * books.page_size, most_waiting, books.page_size, keep)
+        self.room = Room(
+            books.pages * books.world_size * books.page_size, most_running, most_waiting, books.page_size, keep
+        )
         self.waiting: deque[Job] = deque()
         self.running: dict[int, Job] = {}
         self.prefill_tokens = self.decode_tokens = self.shared_tokens = 0
@@ -268,6 +326,8 @@ class Scheduler:
         )  # request of the cache -> its tokens, least recently used first
         self._of_request: dict[int, Job] = {}
         self._changes: list[tuple[Any, ...]] = []
+        self._taken = 0  # pages that running requests may come to
+        self._line: Line | None = None  # until something changes: most steps change nothing
         self._left = 0  # how often a request has left
         self._blocked: tuple[int, int] | None = None  # the job for which there was no room, and what had left by then
         self._decoded = self._packed = False
@@ -298,29 +358,43 @@ class Scheduler:
                 f"{prompt} + {max_tokens} = {prompt + max_tokens}; ask for less, or start the server with more cache"
             )
 
-    def check_queue(self, jobs: int, beside: int = 0) -> None:
-        """Refuses jobs for which the queue has no room.
-
-        Args:
-            jobs: How many.
-            beside: How many more are on their way into the queue.
+    def check_together(self, jobs: Sequence[Job]) -> None:
+        """Refuses what could never come together.
 
         Raises:
-            QueueFull: They are too many.
-        """
-        self.room.check_queue(jobs, len(self.waiting) + beside)
-
-    def add(self, jobs: Sequence[Job]) -> None:
-        """Puts jobs into the queue, all of them or none.
-
-        Raises:
-            NeverFits: As `check`.
-            QueueFull: So many do not fit into the queue.
+            NeverFits: One is larger than the cache, or an empty server could not take them all at once.
         """
         for job in jobs:
             self.check(len(job.prompt), job.max_tokens)
-        self.check_queue(len(jobs))
+        whole = self.books.pages * self.books.world_size
+        waiting = Line(self.room, self.most_running, whole).after(jobs).waiting
+        if waiting > self.room.queue:
+            raise NeverFits(
+                f"of answers that are asked for at once at most {self.room.queue} may wait for room, got {waiting} of "
+                f"{len(jobs)} behind those that the cache of {self.capacity} tokens holds; ask for fewer, or for less"
+            )
+
+    def line(self) -> Line:
+        """Who can be let in at once, and who waits behind them."""
+        if self._line is None:
+            places = self.most_running - len(self.running)
+            if not places or (self.waiting and self._blocked == (self.waiting[0].name, self._left)):
+                self._line = Line(self.room, 0, 0, len(self.waiting))
+            else:
+                pages = max(self.books.pages * self.books.world_size - self._taken, self.books.available)
+                self._line = Line(self.room, places, pages).after(self.waiting)
+        return self._line
+
+    def add(self, jobs: Sequence[Job]) -> None:
+        """Lets jobs wait, all of them or none; whether the queue has room for them is asked before (`Line.admit`).
+
+        Raises:
+            NeverFits: As `check`.
+        """
         for job in jobs:
+            self.check(len(job.prompt), job.max_tokens)
+        for job in jobs:
+            self._line = None
             job.tokens = list(job.prompt)
             if self.keep and not job.digests:
                 job.digests = chain(job.prompt, self.books.page_size)
@@ -342,6 +416,7 @@ class Scheduler:
             return True
         for job in self.waiting:
             if job.name == name:
+                self._line = None
                 self.waiting.remove(job)
                 return True
         return False
@@ -566,7 +641,7 @@ class Scheduler:
                 passed.append(self.waiting.popleft())
                 continue
             if not self._let_in(job, parent, length):
-                self._blocked = job.name, self._left
+                self._blocked, self._line = (job.name, self._left), None
                 break
             self.waiting.popleft()
         self.waiting.extendleft(reversed(passed))
@@ -585,6 +660,8 @@ class Scheduler:
         else:
             return False
         job.done = job.shared = length
+        job.pages = _pages(length, size) + _pages(job.reserve - length, size)
+        self._taken += job.pages
         self.shared_tokens += length
         self.running[job.name] = self._of_request[job.request] = job
         if self.keep:
@@ -622,6 +699,7 @@ class Scheduler:
         self._coming.drop(job.name)
         del self.running[job.name], self._of_request[job.request]
         self._left += 1
+        self._taken -= job.pages
         if not (self.keep and keep and length >= self.books.page_size):
             self._ready.drop(job.request)
             self._change("leave", job.request)
@@ -641,6 +719,7 @@ class Scheduler:
 
     def _change(self, what: str, *rest: int) -> int:
         """Changes the books, and notes it for the other ranks."""
+        self._line = None
         if what in ("leave", "crop"):
             getattr(self.books, what)(*rest)
             self._changes.append((what, *rest))
