@@ -1,4 +1,4 @@
-"""Compiled norms and MLPs: the same numbers within rounding, and all or nothing on all ranks."""
+"""Compiled and joined parts: the same numbers within rounding, and all or nothing on all ranks."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ def small(kind: str) -> Any:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize(("kind", "parts"), [("llama", 2 * 3 + 1), ("qwen3", 2 * 5 + 1), ("gemma2", 2 * 5 + 1)])
-def test_a_model_with_compiled_parts_gives_the_same(kind: str, parts: int):
+@pytest.mark.parametrize(("kind", "norms"), [("llama", 2), ("qwen3", 4), ("gemma2", 4)])
+def test_a_model_with_fused_parts_gives_the_same(kind: str, norms: int):
     model, ids = small(kind), torch.arange(14).view(2, 7)
     expected = model(ids).logits
     calls = []
@@ -39,10 +39,11 @@ def test_a_model_with_compiled_parts_gives_the_same(kind: str, parts: int):
 
         return run
 
-    assert fuse(model, Ring(), backend=backend) == parts
+    compiled = 2 * (norms + 2) + 1  # an MLP and a rotation in each layer, and the last norm
+    assert fuse(model, Ring(), backend=backend) == compiled + 2 * 3
     calls.clear()
     torch.testing.assert_close(model(ids).logits, expected)
-    assert len(calls) == parts
+    assert len(calls) == compiled
 
 
 def _wrong(graph: Any, inputs: Any) -> Any:
@@ -56,7 +57,7 @@ def _failing(graph: Any, inputs: Any) -> Any:
 
 @torch.no_grad()
 @pytest.mark.parametrize(
-    ("backend", "why"), [(_wrong, "MLP compiled differs by|Norm compiled"), (_failing, "no compiler")]
+    ("backend", "why"), [(_wrong, "(MLP|Norm|Attention) fused differs by"), (_failing, "no compiler")]
 )
 def test_parts_that_are_wrong_or_do_not_compile_stay_as_they_were(backend: Any, why: str):
     model, ids = small("llama"), torch.arange(14).view(2, 7)
@@ -93,7 +94,7 @@ def test_a_rank_that_fails_or_gets_other_bits_stops_all(pool: Pools):
     assert here == ("another rank could not", False)
     assert "no compiler" in there[0]
     for said, fused in pool(2).run(_fuse_on, "bits"):
-        assert "what compiled parts give" in said
+        assert "what fused parts give" in said
         assert not fused
 
 

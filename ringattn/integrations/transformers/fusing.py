@@ -1,37 +1,52 @@
-"""Parts of a model that treat each row by itself, compiled: norms and MLPs.
+"""Fewer and larger kernels around a model's attention: norms, MLPs and rotary embeddings compiled, products of q, k and v joined.
 
-Owns which parts these are, how they are compiled, and that this changes their numbers by rounding only, alike on all ranks. Refuses
-to know attention, caches and steps.
+Owns which parts of a model these are, and how they are compiled and joined. Refuses to know caches and steps, and whether a new
+part is right (replacing.py).
 
 Note [Small kernels]
-    Decoding reads all weights for few rows, and beside these products a layer of a model as transformers writes it has some 30
-    small kernels, most of them in its norms and behind the first products of its MLP. torch.compile makes one of each norm and
-    one between the products. Attention and what is around it stay as they are: they take steps, which are no tensors.
+    Decoding reads all weights for few rows, and beside these products a layer of a model as transformers writes it has some 45
+    small kernels, most of them in its norms, in its rotary embeddings and behind the first products of its MLP. torch.compile
+    makes one of each norm, one of the rotary embeddings of q and k, and one between the products of an MLP. Inductor is asked
+    to be deterministic: it then chooses how sums are made by rules and not by timing. Attention stays as it is: it takes
+    steps, which are no tensors.
 
-Note [Checked before use]
-    One part of each kind is tried with a few rows: it must give what it gives uncompiled within rounding, and all ranks must get
-    the same bits, because they go on from them separately. Inductor is asked to be deterministic: it then chooses how sums are
-    made by rules and not by timing. Where a part fails on any rank, all parts of all ranks stay as they were.
+Note [Rotation]
+    Rotary embeddings are a function of a model's file that its attention calls, and the file is everybody's. So an attention gets a
+    forward of its own: the code that it had, to which the name of that function means the compiled one.
+
+Note [Joined products]
+    q, k and v are products of the same rows. With the weights in one piece of memory they are one product, which reads faster
+    than three: whoever of the three is called first makes it, and the others find what is theirs. The weights they had are views
+    of the piece. Called with other rows than the first, they multiply by themselves.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
-from hashlib import blake2b
+from collections.abc import Callable, Sequence
+from types import FunctionType, MethodType
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ringattn.integrations.transformers.replacing import (
+    FLOATS,
+    TRIED,
+    Replacement,
+    is_product,
+    is_row_wise,
+    replace,
+    rows_for,
+    width,
+)
 from ringattn.ring import Ring
 
-ENDINGS = ("Norm", "MLP")
-"""How the class names of parts end that treat each row by itself."""
-TRIED = (1, 5, 64)
-"""Rows with which a part is tried: one is compiled by itself, the others share a kernel."""
-SPAN = 4
-"""Rounding errors by which compiled numbers may differ, in the mean: an MLP rounds between its products."""
+ROTATION = "apply_rotary_pos_emb"
+"""Under which name models have the function that rotates q and k."""
+JOINED = ("q_proj", "k_proj", "v_proj")
+"""Under which names an attention has products of the same rows."""
 
 
 class CannotFuse(RuntimeError):
@@ -40,7 +55,7 @@ class CannotFuse(RuntimeError):
 
 @torch.no_grad()
 def fuse(model: nn.Module, ring: Ring, *, backend: str | Callable = "inductor") -> int:
-    """Compiles the parts of a model that treat each row by itself, for inference; every rank calls it alike.
+    """Compiles and joins what is around a model's attention, for inference; every rank calls it alike.
 
     Args:
         model: Of transformers, whole on every rank, in eval mode.
@@ -48,78 +63,40 @@ def fuse(model: nn.Module, ring: Ring, *, backend: str | Callable = "inductor") 
         backend: Of torch.compile.
 
     Returns:
-        How many parts were compiled.
+        How many parts have changed.
 
     Raises:
         CannotFuse: A part could not be compiled, or gave other numbers, on any rank; on every rank.
     """
-    parts = [part for part in model.modules() if _is_row_wise(part)]
-    kinds = {_kind(part): part for part in parts}
-    why, digest = "", blake2b(digest_size=8)
-    try:
-        plain = {kind: [part(x) for x in _rows_for(part)] for kind, part in kinds.items()}
-        for part in parts:
-            part.forward = _compiled(part, backend)
-        for kind, part in kinds.items():
-            for x, expected in zip(_rows_for(part), plain[kind], strict=True):
-                found = part(x)
-                digest.update(found.cpu().contiguous().view(torch.uint8).numpy().tobytes())
-                why = why or _difference(type(part).__name__, found, expected)
-    except Exception as error:  # compilers raise what they like
-        cause = getattr(error, "inner_exception", error)
-        lines = str(cause).strip().splitlines() or ["no message"]
-        why = f"{type(cause).__name__}: {lines[0]}"
-    if ring.least(int(not why)):
-        try:
-            ring.agree("what compiled parts give", digest.hexdigest())
-        except ValueError as error:
-            why = str(error)
-    else:
-        why = why or "another rank could not"
-    if why:
-        for part in parts:
-            vars(part).pop("forward", None)  # the class's own again
+    replacements: list[Replacement] = []
+    rotations: dict[Callable, Callable] = {}
+    for part in model.modules():
+        if "forward" in vars(part):
+            continue  # somebody else has changed it
+        if is_row_wise(part):
+            columns = width(part)
+            assert columns is not None, "rows have columns"
+            kind = type(part), columns
+            replacements.append(Replacement(part, kind, _compiled(part, backend), rows_for(part, columns)))
+        elif (rotate := _rotation(part)) is not None:
+            if rotate not in rotations:
+                rotations[rotate] = _compiled_rotation(rotate, backend)
+            replacements.append(_rotating(part, rotate, rotations[rotate]))
+        replacements += _joining(part)
+    if why := replace(replacements, ring, "fused"):
         raise CannotFuse(why)
-    return len(parts)
+    return len(replacements)
 
 
-def _is_row_wise(part: nn.Module) -> bool:
-    """Whether a part takes rows alone, is written in small operations, and has weights that are numbers as they are."""
-    name, kind = type(part).__name__, type(part)
-    if not name.endswith(ENDINGS) or kind.__module__.startswith("torch.") or "forward" in vars(part):
-        return False
-    parameters = list(inspect.signature(kind.forward).parameters.values())[1:]
-    needed = [one for one in parameters if one.default is one.empty and one.kind is one.POSITIONAL_OR_KEYWORD]
-    plain = all(one.dtype in (torch.float32, torch.bfloat16, torch.float16) for one in part.parameters())
-    return plain and len(needed) == 1 == len(parameters) and _width(part) is not None
-
-
-def _width(part: nn.Module) -> int | None:
-    """Columns of the rows that a part takes, if its weights say so."""
-    if type(part).__name__.endswith("MLP"):
-        products = [one for one in part.children() if isinstance(one, nn.Linear)]
-        # the first one takes rows, the last one makes them
-        square = products and products[0].in_features == products[-1].out_features
-        return products[0].in_features if square else None
-    weights = [one for one in part.parameters(recurse=False) if one.ndim == 1]
-    return weights[0].shape[0] if len(weights) == 1 else None
-
-
-def _kind(part: nn.Module) -> tuple[type, int | None]:
-    return type(part), _width(part)
-
-
-def _rows_for(part: nn.Module) -> list[Tensor]:
-    """Rows to try a part with, the same on every rank."""
-    weight, width = next(part.parameters()), _width(part)
-    draw = torch.Generator().manual_seed(0)
-    return [torch.randn(1, n, width or 1, generator=draw).to(weight.device, weight.dtype) for n in TRIED]
+def compiled(call: Callable, backend: str | Callable) -> Callable:
+    """What torch.compile makes of a function or forward, for any number of rows."""
+    return torch.compile(call, dynamic=True, backend=backend, options=_options() if backend == "inductor" else None)
 
 
 def _compiled(part: nn.Module, backend: str | Callable) -> Callable[[Tensor], Tensor]:
-    """The forward of a part, compiled for any number of rows; whatever the shape of a call is, it sees them in one line."""
+    """The forward of a part that takes rows, compiled; whatever the shape of a call is, it sees them in one line."""
     plain = part.forward
-    call = torch.compile(plain, dynamic=True, backend=backend, options=_options() if backend == "inductor" else None)
+    call = compiled(plain, backend)
 
     def forward(x: Tensor) -> Tensor:
         # an expert may get no rows, for which nothing need be compiled
@@ -137,10 +114,113 @@ def _options() -> dict[str, Any]:
     )
 
 
-def _difference(name: str, found: Tensor, expected: Tensor) -> str:
-    """What is wrong with what a compiled part gave; empty when nothing is."""
-    x, y = found.float(), expected.float()
-    apart, size = (float(z.square().mean().sqrt()) for z in (x - y, y))
-    if found.dtype == expected.dtype and apart <= SPAN * torch.finfo(expected.dtype).eps * size:
-        return ""
-    return f"{name} compiled differs by {apart:.2g} where numbers are of {size:.2g}"
+def _code(part: nn.Module) -> FunctionType | None:
+    """The function in which a part's class says what its forward is."""
+    found = inspect.unwrap(type(part).forward)
+    return found if isinstance(found, FunctionType) else None
+
+
+def _rotation(part: nn.Module) -> Callable | None:
+    """The function that an attention rotates q and k with, if it is one that can be replaced (Note [Rotation])."""
+    code = _code(part)
+    known = code is not None and ROTATION in code.__code__.co_names and isinstance(getattr(part, "head_dim", None), int)
+    rotate = code.__globals__.get(ROTATION) if known and code is not None else None
+    if not isinstance(rotate, FunctionType) or next(part.parameters(), torch.empty(0)).dtype not in FLOATS:
+        return None
+    return rotate if list(inspect.signature(rotate).parameters)[:4] == ["q", "k", "cos", "sin"] else None
+
+
+def _compiled_rotation(rotate: Callable, backend: str | Callable) -> Callable:
+    """The function that rotates q and k, compiled; whatever the batch of a call is, it sees its rows in one line."""
+
+    def rotated(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        found = rotate(q.transpose(0, 1)[None], k.transpose(0, 1)[None], cos[None], sin[None])
+        one, other = (x[0].transpose(0, 1).contiguous() for x in found)
+        return one, other
+
+    # compilers bound how many variants a code has, and those of other models are none of this one's
+    rotated.__code__ = rotated.__code__.replace()
+    call = compiled(rotated, backend)
+
+    def forward(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *more: Any, **named: Any) -> Any:
+        plain = more or named or q.dim() != 4 or cos.dim() != 3 or not q.numel()
+        if plain or torch.is_grad_enabled():
+            return rotate(q, k, cos, sin, *more, **named)
+        b, _, s, _ = q.shape
+        rows = [x.transpose(1, 2).flatten(0, 1) for x in (q, k)]
+        angles = [x.expand(b, -1, -1).flatten(0, 1) for x in (cos, sin)]
+        return tuple(x.unflatten(0, (b, s)).transpose(1, 2) for x in call(*rows, *angles))
+
+    return forward
+
+
+def _rotating(part: nn.Module, rotate: Callable, other: Callable) -> Replacement:
+    """An attention whose code calls another function to rotate with (Note [Rotation])."""
+    code = _code(part)
+    assert code is not None, "an attention with a rotation has code"
+    names = {**code.__globals__, ROTATION: other}
+    forward = FunctionType(code.__code__, names, code.__name__, code.__defaults__, code.__closure__)
+    forward.__kwdefaults__ = code.__kwdefaults__
+    weight, d = next(part.parameters()), getattr(part, "head_dim", 0)
+    draw = torch.Generator().manual_seed(0)
+    tried = [
+        tuple(
+            torch.randn(shape, generator=draw).to(weight.device, weight.dtype)
+            for shape in ((n, 4, 1, d), (n, 2, 1, d), (n, 1, d), (n, 1, d))
+        )
+        for n in TRIED
+    ]
+    return Replacement(part, (rotate, d), MethodType(forward, part), tried, before=rotate, after=other)
+
+
+def _joining(part: nn.Module) -> list[Replacement]:
+    """The products of an attention that take the same rows (Note [Joined products]); none where they can not be joined."""
+    found = [getattr(part, name, None) for name in JOINED]
+    products = [one for one in found if is_product(one)]
+    facts = {(one.in_features, one.weight.dtype, one.weight.device, one.bias is None) for one in products}
+    if len(products) < len(found) or len(facts) != 1:
+        return []
+    joined, columns = _Joined(products), products[0].in_features
+    rows = rows_for(products[0], columns)
+    return [
+        Replacement(one, ("joined", columns, one.out_features, place), joined.forward(place), rows)
+        for place, one in enumerate(products)
+    ]
+
+
+class _Joined:
+    """Products of the same rows, made at once (Note [Joined products]).
+
+    Args:
+        products: All with a bias, or all without.
+    """
+
+    def __init__(self, products: Sequence[nn.Linear]) -> None:
+        self._weight = torch.cat([one.weight for one in products])
+        self._bias = None if products[0].bias is None else torch.cat([one.bias for one in products])
+        self._sizes = [one.out_features for one in products]
+        for one, weight in zip(products, self._weight.split(self._sizes), strict=True):
+            one.weight.data = weight
+        if self._bias is not None:
+            for one, bias in zip(products, self._bias.split(self._sizes), strict=True):
+                one.bias.data = bias
+        self._products = list(products)
+        self._rows: Tensor | None = None
+        self._left: list[Tensor | None] = []
+
+    def forward(self, place: int) -> Callable[[Tensor], Tensor]:
+        """What one of the products gives."""
+
+        def forward(x: Tensor) -> Tensor:
+            if place == 0:
+                self._rows, self._left = x, list(F.linear(x, self._weight, self._bias).split(self._sizes, -1))
+            found = self._left[place] if x is self._rows else None
+            if found is None:
+                one = self._products[place]
+                return F.linear(x, one.weight, one.bias)
+            self._left[place] = None
+            if place == len(self._sizes) - 1:
+                self._rows, self._left = None, []
+            return found
+
+        return forward

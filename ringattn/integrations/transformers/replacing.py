@@ -1,0 +1,150 @@
+"""Parts of a model whose forward is replaced, once the new one was found to give the same numbers, on all ranks.
+
+Owns which parts treat each row by itself, the rows they are tried with, and that all ranks replace all or nothing. Refuses to know
+what new forwards do: fusing.py compiles them, splitting.py reads weights in slices.
+
+Note [Checked before use]
+    One part of each kind is tried with a few rows: it must give what it gave before within rounding, and all ranks must get the
+    same bits, because they go on from them separately. Where a part fails on any rank, all parts of all ranks stay as they were.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import Any, TypeGuard
+
+import torch
+from torch import Tensor, nn
+
+from ringattn.ring import Ring
+
+ENDINGS = ("Norm", "MLP")
+"""How the class names of parts end that treat each row by itself."""
+TRIED = (1, 5, 64)
+"""Rows with which a part is tried: one is compiled by itself, the others share a kernel."""
+SPAN = 4
+"""Rounding errors by which numbers may differ, in the mean: an MLP rounds between its products."""
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@dataclass(eq=False)
+class Replacement:
+    """One part, and its new forward.
+
+    Attributes:
+        part: Whose forward is replaced.
+        kind: Of those with the same kind, one is tried.
+        forward: The new one.
+        tried: What it is tried with: arguments of one call each, the same on every rank.
+        before: What is called with them, and gives a tensor or some; None: the part.
+        after: What must give the same; None: forward.
+    """
+
+    part: nn.Module
+    kind: Hashable
+    forward: Callable[..., Any]
+    tried: Sequence[tuple[Tensor, ...]]
+    before: Callable[..., Any] | None = None
+    after: Callable[..., Any] | None = None
+
+
+def replace(replacements: Sequence[Replacement], ring: Ring, what: str) -> str:
+    """Gives parts their new forwards, if these are right on all ranks; every rank calls it alike.
+
+    Args:
+        replacements: Of this rank, the same on all.
+        ring: The ranks that go on from the same numbers.
+        what: For messages: what the parts have become, such as "compiled".
+
+    Returns:
+        Why all parts stay as they were; empty when they were replaced.
+    """
+    kinds = {one.kind: one for one in replacements}
+    why, digest = "", blake2b(digest_size=8)
+    try:
+        for one in kinds.values():
+            before, after = one.before or one.part, one.after or one.forward
+            for given in one.tried:
+                expected, found = _tensors(before(*given)), _tensors(after(*given))
+                for x, y in zip(found, expected, strict=True):
+                    digest.update(x.cpu().contiguous().view(torch.uint8).numpy().tobytes())
+                    why = why or _difference(f"{type(one.part).__name__} {what}", x, y)
+    except Exception as error:  # compilers raise what they like
+        why = describe(error)
+    why = agree(why, ring)
+    if not why:
+        try:
+            ring.agree(f"what {what} parts give", digest.hexdigest())
+        except ValueError as error:
+            why = str(error)
+    if not why:
+        for one in replacements:
+            one.part.forward = one.forward
+    return why
+
+
+def agree(why: str, ring: Ring) -> str:
+    """What is wrong on this rank, or that something is on another one; empty when nothing is."""
+    if ring.least(int(not why)):
+        return ""
+    return why or "another rank could not"
+
+
+def describe(error: Exception) -> str:
+    """An error in one line; of a compiler's, what it met."""
+    cause = getattr(error, "inner_exception", error)
+    lines = str(cause).strip().splitlines() or ["no message"]
+    return f"{type(cause).__name__}: {lines[0]}"
+
+
+def is_row_wise(part: nn.Module) -> bool:
+    """Whether a part takes rows alone, is written in small operations, and has weights that are numbers as they are."""
+    name, kind = type(part).__name__, type(part)
+    if not name.endswith(ENDINGS) or kind.__module__.startswith("torch."):
+        return False
+    parameters = list(inspect.signature(kind.forward).parameters.values())[1:]
+    needed = [one for one in parameters if one.default is one.empty and one.kind is one.POSITIONAL_OR_KEYWORD]
+    plain = all(one.dtype in FLOATS for one in part.parameters())
+    return plain and len(needed) == 1 == len(parameters) and width(part) is not None
+
+
+def is_product(part: Any) -> TypeGuard[nn.Linear]:
+    """Whether something is a product with a weight, of numbers as they are, and nothing else."""
+    changed = "forward" in vars(part) or hasattr(part, "_hf_hook") if isinstance(part, nn.Module) else True
+    return not changed and type(part) is nn.Linear and part.weight.dtype in FLOATS
+
+
+def width(part: nn.Module) -> int | None:
+    """Columns of the rows that a part takes, if its weights say so."""
+    if type(part).__name__.endswith("MLP"):
+        products = [one for one in part.children() if isinstance(one, nn.Linear)]
+        # the first one takes rows, the last one makes them
+        square = products and products[0].in_features == products[-1].out_features
+        return products[0].in_features if square else None
+    weights = [one for one in part.parameters(recurse=False) if one.ndim == 1]
+    return weights[0].shape[0] if len(weights) == 1 else None
+
+
+def rows_for(part: nn.Module, columns: int) -> list[tuple[Tensor]]:
+    """Rows to try a part with, the same on every rank."""
+    weight = next(part.parameters())
+    draw = torch.Generator().manual_seed(0)
+    return [(torch.randn(1, n, columns, generator=draw).to(weight.device, weight.dtype),) for n in TRIED]
+
+
+def _tensors(result: Any) -> tuple[Tensor, ...]:
+    return (result,) if isinstance(result, Tensor) else tuple(result)
+
+
+def _difference(name: str, found: Tensor, expected: Tensor) -> str:
+    """What is wrong with what a new forward gave; empty when nothing is."""
+    if found.shape != expected.shape:
+        return f"{name} has shape {tuple(found.shape)} where it was {tuple(expected.shape)}"
+    x, y = found.float(), expected.float()
+    apart, size = (float(z.square().mean().sqrt()) for z in (x - y, y))
+    if found.dtype == expected.dtype and apart <= SPAN * torch.finfo(expected.dtype).eps * size:
+        return ""
+    return f"{name} differs by {apart:.2g} where numbers are of {size:.2g}"
