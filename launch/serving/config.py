@@ -58,7 +58,8 @@ class ServeArgs:
         max_body_mib: MiB of a request; more gets status 413.
         time_limit: Seconds that a request may take, waiting included; then it gets status 503.
         graphs: Whether decoding steps are captured in CUDA graphs, on GPUs, before the server answers.
-        fuse: Whether norms and MLPs of the model are compiled, on GPUs, before the server answers.
+        fuse: Whether what is around the model's attention is compiled and joined, on GPUs, before the server answers.
+        split: Whether each GPU reads a slice of MLPs and of the output head in steps whose rows all GPUs have.
         keep_prefixes: Whether beginnings of requests are kept for later ones that begin alike.
         grace: Seconds that running requests get to end when the server is told to stop.
         timeout: Seconds after which ranks that wait for each other give up.
@@ -87,6 +88,7 @@ class ServeArgs:
     time_limit: float = 600.0
     graphs: bool = True
     fuse: bool = True
+    split: bool = True
     keep_prefixes: bool = True
     grace: float = 10.0
     timeout: float = 300.0

@@ -148,10 +148,10 @@ def _prepare(args: ServeArgs, rank: Rank) -> tuple[Served, Replica, str]:
         raise Refusal(problem)
     if served.drawn:
         share_weights(served.model, rank)
-    if args.fuse and rank.device.type == "cuda":
-        said = _fuse(served.model, ring)
-        if rank.first:
-            print(said, flush=True)
+    if rank.device.type == "cuda":
+        for line in _change(served.model, ring, args):
+            if rank.first:
+                print(line, flush=True)
     cache = make_cache(served.model, ring, gib=args.cache_gib, page_size=args.page_size, kv_dtype=args.kv_dtype)
     replica = Replica(served.model, cache, args.max_running, None if args.graphs else False)
     for line in replica.prepare(served.length):
@@ -160,15 +160,25 @@ def _prepare(args: ServeArgs, rank: Rank) -> tuple[Served, Replica, str]:
     return served, replica, describe(cache)
 
 
-def _fuse(model: Any, ring: Ring) -> str:
-    """Compiles what can be compiled of a model; how that went."""
-    from ringattn.integrations.transformers.fusing import CannotFuse, fuse
+def _change(model: Any, ring: Ring, args: ServeArgs) -> list[str]:
+    """Compiles, joins and splits what can be of a model; how that went, a line each."""
+    from ringattn.integrations.transformers import CannotFuse, CannotSplit, fuse, split
 
+    said, fused, began = list[str](), 0, time.monotonic()
+    if args.fuse:
+        try:
+            fused = fuse(model, ring)
+            said.append(f"around attention: {fused} parts compiled or joined in {time.monotonic() - began:.1f} s")
+        except CannotFuse as error:
+            said.append(f"what is around attention stays as it was: {error}")
     began = time.monotonic()
-    try:
-        return f"norms and MLPs: {fuse(model, ring)} compiled in {time.monotonic() - began:.1f} s"
-    except CannotFuse as error:
-        return f"norms and MLPs are not compiled: {error}"
+    if args.split and ring.world_size > 1:
+        try:
+            parts = split(model, ring, backend="inductor" if fused else None)
+            said.append(f"slices: each rank reads its own of {parts} parts, tried in {time.monotonic() - began:.1f} s")
+        except CannotSplit as error:
+            said.append(f"every rank reads all weights: {error}")
+    return said
 
 
 def _listen(args: ServeArgs, rank: Rank, channel: Channel) -> socket.socket | None:
@@ -265,7 +275,17 @@ def _about(args: ServeArgs, rank: Rank, served: Served, replica: Replica) -> dic
     """What speeds of this server depend on: where it runs, what it serves, and the flags that say how; no paths, no key."""
     backend = None if rank.backend == "none" else rank.backend
     line = machine(Session(rank.index, rank.world_size, rank.device, backend))
-    names = ("kv_dtype", "page_size", "chunk", "max_running", "queue", "max_connections", "keep_prefixes", "fuse")
+    names = (
+        "kv_dtype",
+        "page_size",
+        "chunk",
+        "max_running",
+        "queue",
+        "max_connections",
+        "keep_prefixes",
+        "fuse",
+        "split",
+    )
     return {
         **{name: value for name, value in line.items() if name not in ("command", "date")},
         "kind": type(served.model).__name__,

@@ -17,6 +17,7 @@ from ringattn.integrations.transformers.batch import RingCollator, shard_batch
 from ringattn.integrations.transformers.fusing import CannotFuse, fuse
 from ringattn.integrations.transformers.generation import RingCache
 from ringattn.integrations.transformers.masks import RingMask, describe_mask
+from ringattn.integrations.transformers.splitting import CannotSplit, split
 from ringattn.integrations.transformers.steps import run_step
 
 NAME = "ringattn"
@@ -24,6 +25,7 @@ NAME = "ringattn"
 __all__ = [
     "NAME",
     "CannotFuse",
+    "CannotSplit",
     "RingCache",
     "RingCollator",
     "RingMask",
@@ -33,6 +35,7 @@ __all__ = [
     "register",
     "run_step",
     "shard_batch",
+    "split",
 ]
 
 

@@ -13,12 +13,18 @@ Note [A row for nobody]
 Note [Wanted rows]
     In a prefill the last token is on one rank, and every rank must go on from its logits. Each rank computes the logits of the
     wanted rows it has and lays them among zeros. In the sum over ranks every number meets zeros only, so it is exact.
+
+Note [Rows everywhere]
+    In decode all ranks compute the same rows, to the same bits. Parts of a model may then share the work (splitting.py): they ask
+    `whose_rows`, because a model hands them nothing but rows.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from itertools import accumulate
 from typing import Any
 
@@ -27,6 +33,24 @@ from torch import Tensor, nn
 from transformers import Cache
 
 from ringattn.inference import Step
+from ringattn.ring import Ring
+
+_everywhere: ContextVar[Ring | None] = ContextVar("rows_everywhere", default=None)
+
+
+@contextmanager
+def rows_everywhere(ring: Ring | None) -> Iterator[None]:
+    """Inside, the rows that a model computes are the same on all ranks of a ring; None: each rank has its own."""
+    before = _everywhere.set(ring)
+    try:
+        yield
+    finally:
+        _everywhere.reset(before)
+
+
+def whose_rows() -> Ring | None:
+    """The ring all of whose ranks have the rows that are being computed (Note [Rows everywhere]); None: there is none."""
+    return _everywhere.get()
 
 
 class PassingCache(Cache):
@@ -133,15 +157,16 @@ def forward_step(
     can_keep = "logits_to_keep" in inspect.signature(getattr(forward, "forward", forward)).parameters
     if can_keep:
         others["logits_to_keep"] = keep
-    out = forward(
-        **rows,
-        position_ids=positions,
-        past_key_values=PassingCache(),
-        use_cache=True,
-        step=step,
-        return_dict=True,
-        **others,
-    )
+    with rows_everywhere(step.cache.ring if step.mode == "decode" else None):
+        out = forward(
+            **rows,
+            position_ids=positions,
+            past_key_values=PassingCache(),
+            use_cache=True,
+            step=step,
+            return_dict=True,
+            **others,
+        )
     if not step.calls:
         raise RuntimeError(
             "the model must attend with ringattn, got one that did not, whose tokens saw no cache; make it with "

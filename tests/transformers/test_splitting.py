@@ -1,0 +1,192 @@
+"""Products of which each rank makes a part: the same answers, fewer weights read, and all or nothing on all ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ringattn.inference import PagedKVCache
+from ringattn.integrations.transformers import NAME, register
+from ringattn.integrations.transformers.decoding import Decoding
+from ringattn.integrations.transformers.generation import cache_sizes
+from ringattn.integrations.transformers.splitting import CannotSplit, split
+from ringattn.integrations.transformers.steps import rows_everywhere, run_step
+from ringattn.ring import Ring
+from tests.pool import Pools
+from tests.transformers.test_fusing import SIZES
+
+
+def small(kind: str, **options: Any) -> Any:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    register()
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(kind, **SIZES | options)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation=NAME).eval().requires_grad_(False)
+    for name, x in model.named_parameters():
+        if name.endswith("bias"):
+            x.normal_()  # models begin with none
+    return model
+
+
+class _Counted:
+    """Sees every product, and counts the numbers of weights that it reads."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.read = 0
+        for owner, name, place in ((torch.nn.functional, "linear", 1), (torch, "mm", 1)):
+            monkeypatch.setattr(owner, name, self._seeing(getattr(owner, name), place))
+
+    def _seeing(self, call: Any, place: int) -> Any:
+        def seen(*given: Any, **named: Any) -> Any:
+            self.read += given[place].numel()
+            return call(*given, **named)
+
+        return seen
+
+
+def _answers(model: Any, ring: Ring, backend: Any = None) -> tuple[int, list[Tensor], list[int]]:
+    """Parts that were split; logits of a prompt around the ring and of steps of decoding; weights read in each."""
+    parts = split(model, ring, backend=backend) if backend != "whole" else 0
+    sizes = dict(zip(("layers", "kv_heads", "head_dim", "v_head_dim"), cache_sizes(model), strict=True))
+    cache = PagedKVCache(ring, **sizes, dtype=torch.float32, pages=16, page_size=4)
+    one, two = (cache.join(30) for _ in range(2))
+    said, read = [], []
+    patch = pytest.MonkeyPatch()
+    with patch.context() as context:
+        counted = _Counted(context)
+
+        def note(logits: Tensor) -> None:
+            said.append(logits.clone())
+            read.append(counted.read)
+            counted.read = 0
+
+        note(run_step(model, cache.extend([one, two], [13, 6], mode="prefill"), torch.arange(19)))
+        decoding = Decoding(model, cache, None)
+        for tokens in ([[3], [5]], [[7], [1]]):
+            note(decoding.run([one, two], torch.tensor(tokens)).logits[:, -1])
+        note(run_step(model, cache.extend([two], [3]), torch.arange(3)[None]))
+    ring.close()
+    return parts, said, read
+
+
+def _compare(kind: str, ranks: int, **options: Any) -> list[tuple[int, float, list[int], list[int]]]:
+    """On a rank: how many parts were split, how far logits are from those of whole products, and what was read."""
+    del ranks
+    whole = _answers(small(kind, **options), Ring(), "whole")
+    parts, said, read = _answers(small(kind, **options), Ring())
+    for x in said:
+        alike = [torch.empty_like(x) for _ in range(dist.get_world_size())]
+        dist.all_gather(alike, x)
+        assert all(torch.equal(x, y) for y in alike), "all ranks hold the same bits"
+    apart = max(float((x - y).abs().max() / y.abs().max()) for x, y in zip(said, whole[1], strict=True))
+    return [(parts, apart, whole[2], read)]
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_split_parts_give_the_same_and_read_a_slice_in_decoding_only(pool: Pools, ranks: int):
+    mlp, head = 3 * SIZES["hidden_size"] * 48, SIZES["hidden_size"] * SIZES["vocab_size"]
+    for [(parts, apart, whole, read)] in pool(ranks).run(_compare, "llama", ranks):
+        assert parts == 3
+        assert apart < 2e-6
+        spared = (2 * mlp + head) * (ranks - 1) // ranks
+        assert [x - y for x, y in zip(whole, read, strict=True)] == [0, spared, spared, spared]
+
+
+@pytest.mark.parametrize("kind", ["gemma2", "starcoder2"])
+def test_other_models_answer_as_before(pool: Pools, kind: str):
+    """One with an activation of its own, a soft cap behind its head and one table for both ends; one with biases."""
+    for [(parts, apart, _, _)] in pool(2).run(_compare, kind, 2):
+        assert parts == 3
+        assert apart < 2e-6
+
+
+def _unfit(model: nn.Module) -> int:
+    ring = Ring()
+    try:
+        return split(model, ring)
+    finally:
+        ring.close()
+
+
+class _MixingMLP(nn.Module):
+    """What is between its products is of all inner columns together."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.up(x).softmax(-1))
+
+
+class _OddMLP(_MixingMLP):
+    """Its inner columns are not twice a multiple of 4."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 10), nn.Linear(10, 8)
+
+
+def _try_others() -> list[Any]:
+    found: list[Any] = [_unfit(nn.ModuleList([_OddMLP(), nn.Linear(4, 4)]))]
+    mixing = nn.ModuleList([_MixingMLP()])
+    try:
+        found.append(_unfit(mixing))
+    except CannotSplit as error:
+        found.append(str(error))
+    found.append("forward" in vars(mixing[0]))
+    failing = nn.ModuleList([_PlainMLP() if dist.get_rank() else _FailingMLP()])
+    try:
+        found.append(_unfit(failing))
+    except CannotSplit as error:
+        found.append(str(error))
+    return found
+
+
+class _PlainMLP(_MixingMLP):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.up(x).relu())
+
+
+class _FailingMLP(_MixingMLP):
+    def forward(self, x: Tensor) -> Tensor:
+        raise OSError("not on this rank")
+
+
+def test_what_can_not_be_split_stays_whole_on_all_ranks(pool: Pools):
+    here, there = pool(2).run(_try_others)
+    for found in (here, there):
+        assert found[0] == 0
+        assert "_MixingMLP split differs by" in found[1]
+        assert found[2] is False
+    assert "not on this rank" in here[3]
+    assert there[3] == "another rank could not"
+
+
+def test_one_rank_splits_nothing():
+    assert split(small("llama"), Ring()) == 0
+
+
+def _beside_another_ring() -> bool:
+    """Rows of another ring are not this one's."""
+    model, x = small("llama").model.layers[0].mlp, torch.ones(1, 2, 32)
+    ring, other = Ring(), Ring()
+    whole = model(x)
+    split(nn.ModuleList([model]), ring)
+    with torch.no_grad(), rows_everywhere(other):
+        alike = torch.equal(model(x), whole)
+    with torch.no_grad(), rows_everywhere(ring):
+        found = model(x)
+    torch.testing.assert_close(found, whole)
+    ring.close()
+    other.close()
+    return alike
+
+
+def test_rows_of_another_ring_are_multiplied_with_all_weights(pool: Pools):
+    assert pool(2).run(_beside_another_ring) == [True, True]
