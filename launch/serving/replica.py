@@ -6,8 +6,9 @@ asked for them (scheduling.py), and how a token is chosen from logits (sampling.
 Note [Tokens that stay]
     With many requests the host needs nearly as long for a step as a GPU does: it plans, tells the other ranks, lays out tables,
     launches, and says what has come. So on GPUs a step is started before the tokens of the one before it are known to the host.
-    They are on the device: rank 0 chooses them, all ranks get them by one small sum, and the next step takes from there what its
-    plan calls `carried`.
+    They are on the device: rank 0 chooses them, all ranks get them by one exchange, and the next step takes from there what its
+    plan calls `carried`. The exchange is the one that attention makes, and lays all ranks' columns side by side, of which those of
+    rank 0 count: two columns of bits make a token. It is always of one size, so that ranks compare it once.
     The host reads them later, when the device has come there. That wait ends where the step may have been a replay (Note [A
     replay that does not end] of decoding.py). Steps around the ring take as long as they take, and are bounded by what bounds
     plain calls. No rank starts more than one step before the last one has ended.
@@ -18,6 +19,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -72,6 +74,7 @@ class Replica:
         )
         self.ahead = cache.device.type == "cuda"
         self._chosen = torch.empty(0, dtype=torch.int64, device=cache.device)  # by the last step, on every rank
+        self._room(most)
         self._usual: dict[tuple[bool, bool, bool, int], float] = {}  # seconds that waits for steps of a kind took
         self._steps = 0
 
@@ -141,19 +144,25 @@ class Replica:
         device, ring = self._cache.device, self._cache.ring
         begun = self._mark()
         logits = self._compute(plan)
-        chosen = None
+        chosen, count = None, len(plan.wanted)
+        if count > len(self._mine):
+            self._room(2 * count)
         if ring.rank == 0:
             chosen = choose(logits, [plan.jobs[place].sampling for place in plan.wanted])
             # what is no number ends its request, and must be a token until then
-            self._chosen = chosen.tokens.clamp(min=0)
+            torch.clamp(chosen.tokens, min=0, out=self._mine[:count])
             chosen = chosen.on_host()
-        else:
-            self._chosen = torch.zeros(len(plan.wanted), dtype=torch.int64, device=device)
-        ring.sum(self._chosen)
+        ring.exchange(device).gather(self._mine.view(torch.float32)[None], self._all.view(torch.float32)[None])
+        self._chosen = self._all[:count]
         self._steps += 1
         kind = plan.decodes, plan.packed, plan.mixed, len(plan.tokens).bit_length()
         what = f"step {self._steps} ({len(plan.requests)} requests, {len(plan.tokens)} new tokens)"
         return Computing(self, kind, chosen, begun, self._mark(), what)
+
+    def _room(self, tokens: int) -> None:
+        """Makes room for what is chosen in a step, on this rank and by all."""
+        new = partial(torch.zeros, dtype=torch.int64, device=self._cache.device)
+        self._mine, self._all = new(tokens), new(self._cache.ring.world_size * tokens)
 
     def await_end(self, step: Computing) -> None:
         """See `Computing.wait`."""
