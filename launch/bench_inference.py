@@ -18,8 +18,13 @@ Note [What attention must take]
     8 and 1.15 from there on.
 
 Note [What a token must take]
-    bound ms = (the parameters without the embedding + keys and values on a rank) / the same bandwidth. With fewer layers than
-    a model has, times do not simply scale: the head is read once whatever the layers; the share of the bound stays comparable.
+    bound ms = (the parameters that a rank reads + keys and values on a rank) / the same bandwidth: all parameters without the
+    embedding, and of MLPs and the head a rank's slice where they are split. With fewer layers than a model has, times do not
+    simply scale: the head is read once whatever the layers; the share of the bound stays comparable.
+
+Note [Which model]
+    "generate" is measured with the model as transformers writes it, on both sides. Then, on GPUs, it is what the server computes
+    with: `fuse`d and `split`, checked once more; a row says how many parts that were. `--no-fuse` and `--no-split` leave it.
 
 Note [The same prompt]
     "attend" brings a prompt to a cache of one layer, whole or in chunks, bookkeeping included; "ring" is the forward of training
@@ -108,6 +113,8 @@ class Inference:
         vocab_size: Tokens in the vocabulary.
         dtype: Of parameters, activations, keys and values.
         kv_dtype: Keep keys and values in fp8 ("fp8"), or in dtype ("same").
+        fuse: Compile and join what is around attention (Note [Which model]).
+        split: Read a slice of MLPs and of the head on each rank in decoding (likewise).
         tokens: Tokens that are timed one by one.
         rounds: Rounds of everything else; fewer where one takes long.
         patience_s: A prompt that takes longer is timed once, and transformers is not asked for one that is expected to.
@@ -134,6 +141,8 @@ class Inference:
     vocab_size: int = 128256
     dtype: Literal["bf16", "fp32"] = "bf16"
     kv_dtype: Literal["same", "fp8"] = "same"
+    fuse: bool = True
+    split: bool = True
     tokens: int = 16
     rounds: int = 3
     patience_s: float = 30.0
@@ -214,6 +223,7 @@ class _Bench:
         ring: All ranks.
         began: When.
         rows: So far.
+        changed: How many parts of the model at hand were fused, and split (Note [Which model]).
     """
 
     args: Inference
@@ -222,6 +232,7 @@ class _Bench:
     ring: ringattn.Ring = field(default_factory=ringattn.Ring)
     began: float = field(default_factory=time.perf_counter)
     rows: list[dict[str, Any]] = field(default_factory=list)
+    changed: dict[str, int] = field(default_factory=dict)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -242,6 +253,23 @@ class _Bench:
         self.rows.append({"bench": "inference", "world_size": self.session.world_size, **shared, **row})
         self.session.say(f"  {describe_row(self.rows[-1])}")
         self.keep(self.rows)
+
+    def change(self, model: PreTrainedModel) -> None:
+        """Makes a model what the server computes with (Note [Which model])."""
+        from ringattn.integrations.transformers import CannotFuse, CannotSplit, fuse, split
+
+        if self.session.device.type != "cuda":
+            return
+        try:
+            self.changed["fused"] = fuse(model, self.ring) if self.args.fuse else 0
+            backend = "inductor" if self.changed["fused"] else None
+            self.changed["split"] = split(model, self.ring, backend=backend) if self.args.split else 0
+        except (CannotFuse, CannotSplit) as error:
+            self.session.say(f"{type(error).__name__}: {error}")
+
+    def facts(self, shape: Shape) -> dict[str, int]:
+        """What all rows say of the model at hand."""
+        return {name: getattr(shape, name) for name in ("layers", "dim", "mlp_dim", "vocab_size")} | self.changed
 
     def is_over(self, row: dict[str, Any]) -> bool:
         """Whether the time is up; then the row says so."""
@@ -455,14 +483,25 @@ def _measure_model(bench: _Bench, layers: int, lengths: Sequence[int]) -> bool:
     if model is None:
         bench.add({"part": "first", "layers": layers, "refused": f"the model does not fit: {why}"})
         return True
-    if wrong := check_model(shape, bench.dtype, model, bench.ring, session):
-        session.say(wrong)
+
+    def is_right() -> bool:
+        wrong = check_model(shape, bench.dtype, model, bench.ring, session)
+        if wrong:
+            session.say(wrong)
+        return not wrong
+
+    bench.changed.clear()
+    if not is_right():
+        return False
+    if "generate" in args.parts:
+        for length in lengths:
+            measure_generate(bench, shape, model, length)
+    bench.change(model)
+    if any(bench.changed.values()) and not is_right():
         return False
     for length in lengths:
         if "first" in args.parts:
             measure_first_token(bench, shape, model, length)
-        if "generate" in args.parts:
-            measure_generate(bench, shape, model, length)
         if "token" in args.parts:
             for batch in args.batches:
                 measure_token(bench, shape, model, length, batch)
@@ -476,7 +515,7 @@ def measure_first_token(bench: _Bench, shape: Shape, model: PreTrainedModel, len
     """A row: from a prompt on the device to its first token on every host."""
     args, session, cuda = bench.args, bench.session, bench.session.device.type == "cuda"
     row = {"part": "first", "who": "ringattn", "seq_len": length, "batch": 1, "chunk": args.chunk}
-    row |= _shape_fields(shape)
+    row |= bench.facts(shape)
     if bench.is_over(row):
         return
     pages = pages_for(1, length, session.world_size)
@@ -531,7 +570,7 @@ def measure_first_token(bench: _Bench, shape: Shape, model: PreTrainedModel, len
 
 def measure_token(bench: _Bench, shape: Shape, model: PreTrainedModel, length: int, batch: int) -> None:
     """Rows of one token more for each of a batch, eager and as a CUDA graph (Note [What a token must take])."""
-    row = {"part": "token", "who": "ringattn", "seq_len": length, "batch": batch, **_shape_fields(shape)}
+    row = {"part": "token", "who": "ringattn", "seq_len": length, "batch": batch, **bench.facts(shape)}
     if not bench.is_over(row):
         for found in _token_rows(bench, shape, model, length, batch, ("eager", "graph")):
             bench.add(row | found)
@@ -549,7 +588,8 @@ def _token_rows(
         return [{"refused": why}]
     cache, requests = made
     kv_bytes = shape.layers * session.maximum([local_bytes(cache.extend(requests, [1] * batch, mode="decode"))])[0]
-    weight_bytes = shape.weight_bytes(bench.dtype.itemsize)
+    sharing = session.world_size if bench.changed.get("split") else 1
+    weight_bytes = shape.weight_bytes(bench.dtype.itemsize, sharing)
     bound = (weight_bytes + kv_bytes) / bench.gbps / 1e6
     common = {"kv_bytes": kv_bytes, "weight_bytes": weight_bytes, "bound_ms": bound}
     rows: list[dict[str, Any]] = []
@@ -598,7 +638,7 @@ def measure_throughput(bench: _Bench, shape: Shape, model: PreTrainedModel, leng
     """Rows by batch: doubled until a token takes too long or memory is full, then halved in between; the largest is marked."""
     args = bench.args
     common = {"part": "throughput", "who": "ringattn", "seq_len": length, "latency_ms": args.latency_ms}
-    common |= _shape_fields(shape)
+    common |= bench.facts(shape)
     found: dict[int, dict[str, Any]] = {}
 
     def fits(batch: int) -> bool:
@@ -621,7 +661,7 @@ def measure_throughput(bench: _Bench, shape: Shape, model: PreTrainedModel, leng
 def measure_generate(bench: _Bench, shape: Shape, model: PreTrainedModel, length: int) -> None:
     """Rows of `generate` with the same weights and prompt: ours on all ranks; on rank 0 sdpa and a cache of transformers."""
     args, session = bench.args, bench.session
-    row = {"part": "generate", "seq_len": length, "batch": 1, **_shape_fields(shape)}
+    row = {"part": "generate", "seq_len": length, "batch": 1, **bench.facts(shape)}
     if bench.is_over(row):
         return
     prompt = draw_tokens(length, args.vocab_size, session.device)[None]
@@ -695,10 +735,6 @@ def time_generate(model: PreTrainedModel, prompt: Tensor, tokens: int, **options
 
 def _full(bench: _Bench, shape: Shape, batch: int, length: int, room: int) -> tuple[PagedKVCache, list[int]]:
     return full_cache(bench.ring, shape, batch, length, room, bench.dtype, bench.session.device, bench.kv_dtype)
-
-
-def _shape_fields(shape: Shape) -> dict[str, int]:
-    return {name: getattr(shape, name) for name in ("layers", "dim", "mlp_dim", "vocab_size")}
 
 
 def _ms(time_: Time) -> float:

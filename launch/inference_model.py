@@ -91,9 +91,21 @@ class Shape:
         """The part of them that is attention."""
         return 4 * self.heads * self.head_dim * self.layers * (tokens * (tokens + 1) // 2)
 
-    def weight_bytes(self, itemsize: int) -> int:
-        """What a decoding step reads of the model (Note [Cost of a token])."""
-        return (self.layers * self.layer_parameters + self.head_parameters) * itemsize
+    def weight_bytes(self, itemsize: int, sharing: int = 1) -> int:
+        """What a rank reads of the model in a decoding step (Note [Cost of a token]).
+
+        Args:
+            itemsize: Bytes of a parameter.
+            sharing: Ranks that read a slice each of MLPs and of the head.
+
+        Example:
+            >>> shape = Shape(4096, 32, 32, 8, 128, 14336, 128256)
+            >>> shape.weight_bytes(2), shape.weight_bytes(2, 4)
+            (15009316864, 5758779392)
+        """
+        mlp = 3 * self.dim * self.mlp_dim
+        split = self.layers * mlp + self.head_parameters
+        return (self.layers * (self.layer_parameters - mlp) + split // sharing) * itemsize
 
 
 def make_model(shape: Shape, longest: int, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
