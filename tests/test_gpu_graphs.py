@@ -6,6 +6,7 @@ torchrun --nproc_per_node 4 tests/test_gpu_graphs.py
 
 from __future__ import annotations
 
+import copy
 import os
 import random
 import time
@@ -21,7 +22,7 @@ from torch import Tensor
 
 from ringattn import Ring
 from ringattn.inference import PagedKVCache
-from ringattn.integrations.transformers import RingCache, run_step
+from ringattn.integrations.transformers import RingCache, fuse, run_step, split
 from ringattn.integrations.transformers.decoding import (
     CudaGraphs,
     Decoding,
@@ -123,6 +124,44 @@ def _prompts(rank: int, world_size: int) -> None:
         assert (graphs.recorded, graphs.refusal) == (7, None)
 
 
+def _changed(rank: int, world_size: int) -> None:
+    """A model that is fused, and split over the ranks, is as near to fp32 as the one it was, and all ranks hold the same bits."""
+    for name, ring in rings(world_size).items():
+        model = make_model(SHAPE, 4096, BF16, here())
+        exact, changed = copy.deepcopy(model).float(), copy.deepcopy(model)
+        assert fuse(changed, ring) == 4 * (2 + 1 + 1 + 3) + 1
+        assert split(changed, ring, backend="inductor") == (0 if world_size == 1 else 4 + 1)
+        caches = [make_cache(ring, SHAPE, 400, dtype, here()) for dtype in (BF16, BF16, torch.float32)]
+        made = [
+            Decoding(changed, caches[0], CudaGraphs(here()), batches=batch_sizes(4), rows=(64,)),
+            Decoding(model, caches[1], None),
+            Decoding(exact, caches[2], None),
+        ]
+        made[0].prepare()
+        assert (made[0].recorded, made[0].refusal) == (4, None)
+        requests, _, _ = [fill(one._forward, one._cache, (700, 90, 333)) for one in made]
+        errors = []
+        for seed in range(12):
+            ids = torch.randint(1000, (3, 1), generator=torch.Generator().manual_seed(seed))
+            found, plain, truth = (one.run(requests, ids).logits for one in made)
+            errors.append((apart(found, truth), apart(plain, truth)))
+            if seed == 6:
+                packed = made[0].run_packed(requests, [20, 1, 30], torch.arange(51), piece=1)
+                assert packed is not None
+                packed = packed.clone()
+                for model_of, one in zip((model, exact), made[1:], strict=True):
+                    step = one._cache.extend(requests, [20, 1, 30], mode="prefill")
+                    plain = run_step(model_of, step, torch.arange(51))
+                errors.append((apart(packed, plain), 0.02))
+            bits = found.contiguous().view(torch.uint8)
+            if world_size > 1:
+                both = [torch.empty_like(bits) for _ in range(world_size)]
+                dist.all_gather(both, bits)
+                assert all(torch.equal(bits, x) for x in both), f"rank {rank}, {name}"
+        ours, before = (sum(one) / len(errors) for one in zip(*errors, strict=True))
+        assert ours < 1.25 * before, f"rank {rank}, {name}: {ours:.4f} from fp32, and {before:.4f} before"
+
+
 def _generation(rank: int, world_size: int) -> None:
     """Greedy, sampled, padded on the left, beams, and guesses that are taken back: token by token the same."""
     prompts = {"input_ids": tokens(21, rows=3).cuda()}
@@ -211,7 +250,7 @@ def _lost(rank: int, world_size: int) -> None:
         graphs.run(requests, ids)
 
 
-ALONE: list[Callable[[int, int], None]] = [_batches, _prompts, _generation, _refusals]
+ALONE: list[Callable[[int, int], None]] = [_batches, _prompts, _changed, _generation, _refusals]
 BODIES = [*ALONE, _lost]
 
 
