@@ -5,8 +5,9 @@ Owns tile sizes, pipeline depth and how much of a device one call should fill. R
 Note [Slots]
     The unit of work is a slot: a share of one request's blocks, for all its key heads and tiles of rows. `slots` of them fill
     the device, `splits` of them at most belong to one request (it is the height of the stack). On the device every program
-    computes from the table how many blocks a share has, the same for all requests: the smallest number such that at most
-    `slots + b` shares come out, and at most `splits` for a request. A long request among short ones so gets many programs.
+    computes from the table how many blocks a share has, the same for all requests: so many that about `slots` shares come out,
+    or with many requests a few times as many, and at most `splits` for a request. A long request among short ones so gets many
+    programs.
 """
 
 from __future__ import annotations

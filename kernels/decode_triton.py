@@ -9,14 +9,17 @@ Note [Who does what]
         weight of request r      w[r] = blocks of r, at most as many as [min lo, max hi) can touch
         blocks of a share        c = max(sum w / slots, max w / splits, least), rounded up
         shares of r              n[r] = max(1, w[r] / c), rounded up: the slots of r follow those of r - 1
-    Rounding up may make more shares than slots, which then go in two rounds. With c as many times larger as there are too many
-    shares they go in one, and are larger: whichever is done first by an estimate is taken.
+    Rounding up may make more shares than slots, which then go in rounds. With c as many times larger as there are too many
+    shares they go in one, and are larger: whichever is done first by an estimate is taken. Where requests are so many that
+    rounds are likely, shares of a FINER-th are a third choice: the last round is then that much shorter.
     Then it finds the blocks of its request that some row sees (they are adjacent) and takes its part of these. A program
-    without blocks writes the identity; so do the programs of a request, in turns, for the splits that it does not need.
-    Programs beyond the last slot leave at once.
+    without blocks writes the identity; so do the programs of a request, in turns, for the splits that it does not need, but
+    for their acc, at which nobody looks (Note [Packed parts] of kernels.parts). Programs beyond the last slot leave at once.
 
     Example: 100 and 4 blocks, 8 slots, 8 splits, least 2: with c = 13 n = (8, 1), which is one share more than there are slots;
-    with c = 15 n = (7, 1). The second request's only program also writes the identity into the splits 1 to 7.
+    with c = 15 n = (7, 1). The second request's only program also says of the splits 1 to 7 that they hold nothing.
+    Example: 9 requests of 100 blocks, 8 slots, 8 splits: with c = 113 each is one share, and the last of them goes alone, in a
+    second round of 100 blocks. With FINER = 4 c = 29 and n = 4: 36 shares, of which the last four go in a fifth round of 25.
 
 Note [Pipeline]
     Tiles of K and V stream through shared memory, several ahead. Which page a tile lies in, where it starts, and how many of
@@ -60,6 +63,10 @@ from ringattn.kernels.record_triton import Tape, recorded
 LOG2E = math.log2(math.e)
 FAN = 128
 """Blocks that one step of a search looks at."""
+FINER = 4
+"""Into how many shares an even one is cut at most where there are rounds."""
+BEGIN = tl.constexpr(2)
+"""What one more round costs, in blocks: programs begin and end."""
 
 
 @triton.jit
@@ -74,16 +81,21 @@ def _bounds(lo_ptr, hi_ptr, lo_sb, hi_sb, requests, b, s, S: tl.constexpr):
 
 
 @triton.jit
-def _divide(weight, there, share):
-    """Shares of every request when none is larger than `share`, their number, and the largest one."""
+def _divide(weight, there, share, slots, even):
+    """Shares of every request when none is larger than `share`, and when they are done, in blocks, by an estimate.
+
+    One round lasts as long as the largest share. More of them last until the last share has begun, and its time.
+    """
     shares = tl.where(there, tl.maximum(tl.cdiv(weight, share), 1), 0)
-    return shares, tl.sum(shares, 0), tl.max(tl.cdiv(weight, tl.maximum(shares, 1)), 0)
+    rounds = tl.cdiv(tl.sum(shares, 0), slots)
+    longest = tl.max(tl.cdiv(weight, tl.maximum(shares, 1)), 0)
+    return shares, longest + tl.where(rounds > 1, even + BEGIN * (rounds - 1), 0)
 
 
 @triton.jit
 def _shares(
     counts, lo_ptr, hi_ptr, lo_sb, hi_sb, b, s, slots, splits, least,
-    PAGE: tl.constexpr, B: tl.constexpr, S: tl.constexpr,
+    PAGE: tl.constexpr, B: tl.constexpr, S: tl.constexpr, FINER: tl.constexpr,
 ):  # fmt: skip
     """Shares of every request, and their running sum (Note [Who does what])."""
     r = tl.arange(0, B)
@@ -92,12 +104,18 @@ def _shares(
     lo, hi = _bounds(lo_ptr, hi_ptr, lo_sb, hi_sb, r, b, s, S)
     weight = tl.minimum(count, tl.where(lo < hi, (hi - lo) // PAGE + 2, 0))
     even = tl.cdiv(tl.sum(weight, 0), slots)
-    share = tl.maximum(tl.maximum(even, tl.cdiv(tl.max(weight, 0), splits)), least)
-    shares, total, longest = _divide(weight, there, share)
-    fewer, fewer_total, fewer_longest = _divide(weight, there, tl.maximum(share, tl.cdiv(share * total, slots)))
-    # more shares than slots go in two rounds, of which the second begins when most of the work is done
-    if fewer_longest + tl.where(fewer_total > slots, even, 0) < longest + tl.where(total > slots, even, 0):
-        shares = fewer
+    least = tl.maximum(tl.cdiv(tl.max(weight, 0), splits), least)
+    share = tl.maximum(even, least)
+    shares, time = _divide(weight, there, share, slots, even)
+    fewer, fewer_time = _divide(
+        weight, there, tl.maximum(share, tl.cdiv(share * tl.sum(shares, 0), slots)), slots, even
+    )
+    if fewer_time < time:
+        shares, time = fewer, fewer_time
+    if FINER > 1:
+        more, more_time = _divide(weight, there, tl.maximum(tl.cdiv(share, FINER), least), slots, even)
+        if more_time < time:
+            shares = more
     return shares, tl.cumsum(shares, 0)
 
 
@@ -186,7 +204,7 @@ def _decode_kernel(
     lo_sb, hi_sb, positions_sb, table_sb, b, s, hk, group, tiles, slots, splits, least, rows, scale, cap,
     PAGE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, D: tl.constexpr, D_WIDTH: tl.constexpr,
     DV: tl.constexpr, DV_WIDTH: tl.constexpr, B: tl.constexpr, S: tl.constexpr, SOFTCAP: tl.constexpr, DENSE: tl.constexpr,
-    PRECISION: tl.constexpr, STAGES: tl.constexpr, SEARCH: tl.constexpr,
+    PRECISION: tl.constexpr, STAGES: tl.constexpr, SEARCH: tl.constexpr, FINER: tl.constexpr,
     K_BYTES: tl.constexpr, V_BYTES: tl.constexpr,
 ):  # fmt: skip
     """The partial of one tile of rows over one share of blocks (Note [Who does what]). Strides are in elements."""
@@ -195,7 +213,7 @@ def _decode_kernel(
     h_kv = (pid // tiles) % hk
     slot = pid // (tiles * hk)
 
-    shares, ends = _shares(counts, lo_ptr, hi_ptr, lo_sb, hi_sb, b, s, slots, splits, least, PAGE, B, S)
+    shares, ends = _shares(counts, lo_ptr, hi_ptr, lo_sb, hi_sb, b, s, slots, splits, least, PAGE, B, S, FINER)
     r = tl.sum((ends <= slot).to(tl.int32), 0)  # requests past b have no shares, and come last
     if slot >= tl.sum(shares, 0):
         return
@@ -333,7 +351,6 @@ def _decode_kernel(
     tl.store(ml + home + rows + row, tl.sum(l_i, 1), mask=exists)
     for unused in tl.range(split + mine, splits, mine):
         home = tl.cast(unused, tl.int64) * parts_sp
-        tl.store(parts + home + acc_at, tl.zeros([BLOCK_M, DV], tl.float32), mask=acc_there)
         tl.store(ml + home + row, tl.full([BLOCK_M], float("-inf"), tl.float32), mask=exists)
         tl.store(ml + home + rows + row, tl.zeros([BLOCK_M], tl.float32), mask=exists)
 
@@ -397,7 +414,9 @@ def _launch(
     # the caller of many rows has counted rounds already: the height of its stack is what it wants
     slots = b * parts.shape[0] if many else decode_configs.slots(s, h, hk, sms, config)
     splits, least = parts.shape[0], decode_configs.least_blocks(s, h // hk, page_size)
-    programs = min(slots + b, b * splits) * hk * tiles
+    # every share of a few requests begins at once
+    finer = FINER if not many and 2 * b > slots else 1
+    programs = min(finer * slots + b, b * splits) * hk * tiles
     softcap = score.softcap > 0
     scale = score.softmax_scale / score.softcap if softcap else score.softmax_scale * LOG2E
     options = {"num_warps": config.num_warps} | ({} if config.maxnreg is None else {"maxnreg": config.maxnreg})
@@ -417,7 +436,7 @@ def _launch(
             "DV": _padded(dv), "DV_WIDTH": dv, "B": triton.next_power_of_2(b), "S": triton.next_power_of_2(s),
             "SOFTCAP": softcap, "DENSE": k.stride(2) == k.shape[3] and v.stride(2) == v.shape[3],
             "PRECISION": "tf32x3" if fp32_on_gpu else "ieee",
-            "STAGES": config.num_stages, "SEARCH": FAN, "K_BYTES": k_bytes, "V_BYTES": v_bytes,
+            "STAGES": config.num_stages, "SEARCH": FAN, "FINER": finer, "K_BYTES": k_bytes, "V_BYTES": v_bytes,
         },
         **options,
     )  # fmt: skip

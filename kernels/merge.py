@@ -6,7 +6,7 @@ into the attention kernels. Refuses to know where the partials come from.
 Note [Merging a stack]
     With M = max_p m_p:  l = sum_p l_p e^(m_p - M),  o = sum_p o_p e^(m_p - M), summed in the order p = 0, 1, ..., so
     that the result does not depend on the device's schedule. M is exact, so each partial is rescaled once, not P times.
-    Empty partials (-inf, 0, 0) contribute nothing; a row whose partials are all empty stays empty. `m` is in natural
+    Empty partials (-inf, 0, anything) contribute nothing; a row whose partials are all empty stays empty. `m` is in natural
     log units, or in log2 units as kernels carry it (e is then 2); lse is natural log either way.
 """
 
@@ -49,7 +49,7 @@ def merge_stack(
     for m_p, l_p, o_p in zip(m, l, o, strict=True):
         scale = exp(m_p - shift)
         total = total + l_p * scale
-        acc = acc + o_p * scale.unsqueeze(-1)
+        acc = acc + torch.where((m_p == float("-inf")).unsqueeze(-1), 0.0, o_p * scale.unsqueeze(-1))
     if not finish:
         return top, total, acc
     divisor = torch.where(total == 0, 1.0, total)

@@ -108,10 +108,14 @@ def merge_rows(
     WIDE: tl.constexpr = triton.next_power_of_2(TOGETHER)
     p = tl.arange(0, WIDE)
     tops = tl.full([m_at.shape[0], WIDE], float("-inf"), tl.float32)
+    height = tl.zeros([m_at.shape[0], WIDE], tl.int32)  # what lies above holds nothing
     for base in tl.range(0, parts, WIDE):
         at = (m_ptr + m_at)[:, None] + ((base + p).to(tl.int64) * m_sp)[None, :]
         there = row_ok[:, None] & (base + p < parts)[None, :]
-        tops = tl.maximum(tops, tl.load(at, mask=there, other=float("-inf"), cache_modifier=CACHE))
+        tried = tl.load(at, mask=there, other=float("-inf"), cache_modifier=CACHE)
+        tops = tl.maximum(tops, tried)
+        height = tl.where(tried == float("-inf"), height, (base + p + 1)[None, :])
+    parts = tl.max(tl.max(height, 1), 0)
     top = tl.maximum(first, tl.max(tops, 1))
     shift = tl.where(top == float("-inf"), 0.0, top)
     total = tl.exp2(first - shift) if LOG2 else tl.exp(first - shift)
@@ -129,7 +133,7 @@ def merge_rows(
             m, l, o = asked[i]  # noqa: E741
             scale = tl.exp2(m - shift) if LOG2 else tl.exp(m - shift)
             total += scale * l
-            acc += scale[:, None] * o
+            acc += tl.where((m == float("-inf"))[:, None], 0.0, scale[:, None] * o)
     return top, total, acc
 
 

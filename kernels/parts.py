@@ -9,7 +9,8 @@ Note [Packed parts]
     The partial of r rows (Note [Carry] of the contract: log2 units) is one flat fp32 buffer of r * (dv + 2) numbers: first acc
     `r dv`, then m `r`, then l `r`. The identity is (-inf, 0, 0). A stack of p of them is `p, r * (dv + 2)`. They are merged in
     the order of the stack, so that whoever merges the same stack has the same bits. A sink is the partial (sink, 1, 0) of its
-    head and is merged once, first.
+    head and is merged once, first. Where m is -inf acc may be anything, and is left out: a stack is as high as the longest
+    request may need, and its writer spares most of it for the others.
 """
 
 from __future__ import annotations

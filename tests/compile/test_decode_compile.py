@@ -65,7 +65,7 @@ def build(
         "BLOCK_N": min(config.block_n, page_size), "D": padded, "D_WIDTH": head_dim, "DV": padded, "DV_WIDTH": head_dim,
         "B": triton.next_power_of_2(b), "S": triton.next_power_of_2(s), "SOFTCAP": softcap, "DENSE": True,
         "PRECISION": "tf32x3" if dtype == "fp32" else "ieee", "STAGES": config.num_stages, "SEARCH": decode_triton.FAN,
-        "tiles": 1, "K_BYTES": how[0], "V_BYTES": how[1],
+        "FINER": decode_triton.FINER, "tiles": 1, "K_BYTES": how[0], "V_BYTES": how[1],
     }  # fmt: skip
     if not fp8:
         constants |= {"k_scale": None, "v_scale": None}
