@@ -9,8 +9,8 @@ Note [Same books]
     - for every prefill, whatever the number of layers;
     - for steps of decoding when who decodes changes, and else every COMPARED steps: a comparison costs a fraction of a
       millisecond, which is little beside a chunk of a prompt but not beside a token;
-    - for static steps, short prompts among them, likewise, but at most one in REPLAYED: in a server with many clients somebody
-      comes or goes with almost every step, all ranks are told so by one, and the host has nothing else to wait for.
+    - for static steps, short prompts among them, every COMPARED steps whoever decodes: in a server with many clients somebody
+      comes or goes with almost every step, all ranks are told so by one, and a comparison takes the host a third of a step.
     What belongs to layers (options, heads, dtypes) is compared once per kind, in the same message where it comes in time.
 
 Note [Words that travel along]
@@ -35,9 +35,7 @@ if TYPE_CHECKING:
     from ringattn.inference.step import Step
 
 COMPARED = 16
-"""Steps of decoding by the same requests after which ranks compare again."""
-REPLAYED = 4
-"""Static steps of which one is compared at most."""
+"""Steps of decoding by the same requests, or static ones, after which ranks compare again."""
 
 
 class Accord:
@@ -127,7 +125,7 @@ class Accord:
         if step.mode == "prefill":
             return False
         who = (step.requests, step.counts)
-        patience = COMPARED if self._decoding == who else REPLAYED - 1 if isinstance(step, StaticStep) else 0
+        patience = COMPARED if self._decoding == who or isinstance(step, StaticStep) else 0
         if self._decoding is None or self._decoded >= patience:
             self._decoding, self._decoded = who, 0
             return False
