@@ -47,6 +47,7 @@ class Model(RuleBasedStateMachine):
         self.said: dict[int, list[int]] = {}
         self.memory: dict[tuple[int, int, int], int] = {}
         self.groups: list[list[int]] = []  # joined alike, and treated alike ever since
+        self.layouts: dict[int, object] = {}
         self.tokens = 0
 
     def attempt(self, call: Callable[[], Any], *refusals: type[Exception]) -> Any:
@@ -239,6 +240,18 @@ class Model(RuleBasedStateMachine):
                 assert self.places(one)[:stayed] == places[one][:stayed]
                 # and all of it has, where nothing went
                 assert stayed == len(places[one]) or change < self.books.changes
+
+    @invariant()
+    def what_follows_from_blocks_is_what_they_say(self) -> None:
+        for name in getattr(self, "said", ()):
+            one, blocks = self.books.look([name])[0], self.books.blocks(name)
+            assert one.most_blocks == max(Counter(block.rank for block in blocks).values(), default=0)
+            assert one.last is one.tables[blocks[-1].rank] if blocks else not one.last
+            room = max(0, one.full - one.length)
+            assert room <= min(one.promised - one.length, self.books._room(one)), "whatever others did"
+            # all but the last block's length
+            layout = name, [block[:3] for block in blocks], [block.length for block in blocks[:-1]]
+            assert not blocks or self.layouts.setdefault(one.layout, layout) == layout
 
     def users(self) -> Counter[tuple[int, int]]:
         return Counter((block.rank, block.page) for one in self.said for block in self.books.blocks(one))

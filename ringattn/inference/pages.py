@@ -34,6 +34,12 @@ Note [What stays]
     rest ascends, and the first one after a change is the least. More than MOST_NOTES are too many: the oldest two then become
     one that says less.
 
+Note [Ends]
+    Decoding adds a token to most requests in most steps, and nothing else happens to them: a step must cost the host little.
+    So what follows from a request's blocks is worked out when they change, and not when tokens are added to the last one: how
+    long the request may become in that block, for it keeps the right to its page until it is cropped or reordered itself
+    (Note [Who writes]), and a number by which whoever has looked sees that it is still so (`layout`).
+
 Note [Even work]
     A page of a prompt is computed by the rank that keeps it, and a causal row costs what lies before it. So the new pages of
     a prompt are dealt in a zigzag: one stretch per rank on the way up, one on the way down, equally long as far as ranks have
@@ -136,10 +142,15 @@ class Request:
         first: Its first token that anybody sees.
         length: Its tokens.
         tables: Its blocks by rank.
-        stretches: Ranks of its tokens, ascending: (rank, one past the last token).
+        stretches: Ranks of its tokens, ascending: (rank, the first token).
         fixed: Pages promised on each rank; None: promised anywhere.
         owed: Pages of the sum of promises that are its own (Note [Reservations]).
         notes: (number of a change, tokens that it left in place), both ascending (Note [What stays]).
+        last: Its blocks on the rank that has the last one; none where it has no tokens.
+        full: Tokens that it may certainly grow to in its last block (Note [Ends]).
+        most_blocks: Blocks on the rank where it has most.
+        layout: A number that it never shared with others; another one whenever its blocks change otherwise than by tokens that are
+            added to the last one.
     """
 
     name: int
@@ -151,6 +162,10 @@ class Request:
     fixed: list[int] | None = None
     owed: int = 0
     notes: list[tuple[int, int]] = field(default_factory=list)
+    last: Table = field(default_factory=Table)
+    full: int = 0
+    most_blocks: int = 0
+    layout: int = -1
 
     def stayed(self, change: int) -> int:
         """As `Pages.stayed`."""
@@ -218,6 +233,7 @@ class Pages:
         self._asked: dict[int, Request] = {}  # those that others can
         self._requests: dict[int, Request] = {}
         self._names = count()
+        self._layouts = count()
 
     @property
     def free(self) -> tuple[int, ...]:
@@ -278,12 +294,13 @@ class Pages:
 
     def stretches(self, request: int, start: int = 0) -> list[Stretch]:
         """The ranks of a request's tokens from `start` on, ascending; neighbours are on different ranks."""
-        found, begin = [], 0
-        for rank, stop in self._find(request).stretches:
-            if stop > start:
-                found.append(Stretch(rank, max(begin, start), stop))
-            begin = stop
-        return found
+        one = self._find(request)
+        stops = [begin for _, begin in one.stretches[1:]] + [one.length]
+        return [
+            Stretch(rank, max(begin, start), stop)
+            for (rank, begin), stop in zip(one.stretches, stops, strict=False)
+            if stop > start
+        ]
 
     def stayed(self, request: int, change: int) -> int:
         """Tokens at the beginning of a request that have been where they are since `changes` was `change`, as far as there were.
@@ -392,6 +409,7 @@ class Pages:
             if kept and kept.starts[-1] + kept.lengths[-1] > length:
                 kept.lengths[-1] = length - kept.starts[-1]
             self._use(parent, rank, kept, 0, len(kept))
+        self._find_end(child)
         self._promise(child)
         return child.name
 
@@ -443,6 +461,7 @@ class Pages:
             table = one.tables[stretches[-1][0]]
             table.lengths[-1] = length - table.starts[-1]
         one.length, one.promised, one.stretches = length, reserve, stretches
+        self._find_end(one)
         if one.fixed is not None:
             self._fix(one.fixed, more, freed)
         self._promise(one)
@@ -480,7 +499,8 @@ class Pages:
                 "name each once and give each its number of new tokens"
             )
         found = self.look(requests)
-        for one, new in zip(found, counts, strict=True):
+        crowded = [(one, new) for one, new in zip(found, counts, strict=True) if one.length + new > one.full]
+        for one, new in crowded:
             if one.length + new > one.promised:
                 raise ValueError(
                     f"request {one.name} must stay within the {one.promised} tokens it reserved, got {one.length} and "
@@ -490,14 +510,22 @@ class Pages:
             self._place_alike(found, counts, one_by_one)
             return
         for one, new in zip(found, counts, strict=True):
-            room = self._room(one)
-            if new <= room:
-                self._append(one, new)
+            length = one.length + new
+            if length <= one.full:
+                # most requests in most steps: `_append`, in place
+                one.length = length
+                one.last.lengths[-1] += new
                 continue
-            there = self._anywhere() if one.fixed is None else one.fixed
-            dealt = self._deal(self._pages_of(new - room), there, one_by_one)
-            self._append(one, room)
-            self._open(one, new - room, dealt)
+            room = self._room(one)
+            if new > room:
+                there = self._anywhere() if one.fixed is None else one.fixed
+                dealt = self._deal(self._pages_of(new - room), there, one_by_one)
+                self._append(one, room)
+                self._open(one, new - room, dealt)
+            else:
+                # others have left its last page
+                self._append(one, new)
+                self._find_end(one)
 
     def reorder(self, requests: Sequence[int], index: Sequence[int]) -> list[Move]:
         """Makes request i of a batch what request index[i] of it was, as beam search wants; names and reservations stay.
@@ -556,6 +584,8 @@ class Pages:
                 one.tables[rank].pages[-1] = page
                 if source != i:
                     moves.append(Move(rank, ends[source][1], page, rows))
+        for one in found:
+            self._find_end(one)
         return moves
 
     def _place_alike(self, group: list[Request], counts: Sequence[int], one_by_one: bool) -> None:
@@ -608,12 +638,9 @@ class Pages:
 
     def _append(self, one: Request, new: int) -> None:
         """Adds tokens to the page that a request writes."""
-        if not new:
-            return
-        rank, stop = one.stretches[-1]
-        one.tables[rank].lengths[-1] += new
-        one.length += new
-        one.stretches[-1] = (rank, stop + new)
+        if new:
+            one.last.lengths[-1] += new
+            one.length += new
 
     def _open(self, one: Request, new: int, dealt: Sequence[tuple[int, int]]) -> None:
         """Adds tokens in new pages: so many of each rank, in this order."""
@@ -632,13 +659,13 @@ class Pages:
             table.starts.extend(range(one.length, one.length + here, self.page_size))
             table.lengths.extend([self.page_size] * (pages - 1))
             table.lengths.append(here - (pages - 1) * self.page_size)
+            if not one.stretches or one.stretches[-1][0] != rank:
+                one.stretches.append((rank, one.length))
             one.length += here
-            if one.stretches and one.stretches[-1][0] == rank:
-                one.stretches.pop()
-            one.stretches.append((rank, one.length))
             if one.fixed is not None:
                 one.fixed[rank] -= pages
                 self._fixed[rank] -= pages
+        self._find_end(one)
         self._promise(one)
 
     def _deal(self, pages: int, room: Sequence[int], one_by_one: bool) -> list[tuple[int, int]]:
@@ -698,17 +725,19 @@ class Pages:
         """The rank, page and rows of a request's last block."""
         if not one.stretches:
             return None
-        rank = one.stretches[-1][0]
-        return rank, one.tables[rank].pages[-1], one.tables[rank].lengths[-1]
+        return one.stretches[-1][0], one.last.pages[-1], one.last.lengths[-1]
 
     def _room(self, one: Request) -> int:
         """Tokens that a request may add to its last page (Note [Who writes])."""
-        if not one.stretches:
-            return 0
-        rank = one.stretches[-1][0]
-        table = one.tables[rank]
-        page, rows = table.pages[-1], table.lengths[-1]
-        return self.page_size - rows if self._users[rank][page] == 1 else self._room_behind(one, rank, page, rows)
+        end = self._end(one)
+        return 0 if end is None else self._room_behind(one, *end)
+
+    def _find_end(self, one: Request) -> None:
+        """Works out what follows from a request's blocks; called when they have changed (Note [Ends])."""
+        one.layout = next(self._layouts)
+        one.most_blocks = max([len(table.pages) for table in one.tables])
+        one.last = one.tables[one.stretches[-1][0]] if one.stretches else Table()
+        one.full = min(one.promised, one.length + self._room(one))
 
     def _room_behind(self, one: Request, rank: int, page: int, rows: int) -> int:
         """What `_room` is when a request's last block is this one."""
@@ -780,10 +809,7 @@ class Pages:
 
 def _cut(stretches: Sequence[tuple[int, int]], length: int) -> list[tuple[int, int]]:
     """The stretches of the first tokens."""
-    if not length:
-        return []
-    inside = bisect_right(stretches, length - 1, key=lambda stretch: stretch[1])
-    return [*stretches[:inside], (stretches[inside][0], length)]
+    return list(stretches[: bisect_left(stretches, length, key=lambda stretch: stretch[1])])
 
 
 def _parting(a: Table, b: Table, same: int) -> int:

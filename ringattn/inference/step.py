@@ -353,7 +353,7 @@ class StaticStep(Step):
 
 def most_blocks(books: Pages, requests: Sequence[int], new: int) -> int:
     """Blocks that one of some requests may have on one rank when each has got `new` more tokens; the same on every rank."""
-    held = max([len(table.pages) for one in books.look(requests) for table in one.tables], default=0)
+    held = max([one.most_blocks for one in books.look(requests)], default=0)
     return held + -(-new // books.page_size)
 
 
