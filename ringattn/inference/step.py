@@ -26,9 +26,16 @@ Note [Blocks that stay]
     changes one block of a request, on one rank. A static step therefore knows which blocks it has on the device: for each row
     the request that was said there, when, and how long it was. Tokens that have stayed since (Note [What stays] of pages.py)
     and lie in blocks that ended before the last of them are there already. Behind the row's numbers the upload has the other
-    blocks and where they go, 20 bytes each, and one kernel puts them there: 416 bytes at most for one new token of each of the
+    blocks and where they go, 20 bytes each, and one kernel puts them there: 448 bytes at most for one new token of each of the
     eight, whatever their lengths. A request that comes, or moves to another row, brings all its blocks once. Rows of one request
     (Note [Pieces]) are all brought what any of them lacks.
+
+Note [Rows that go on]
+    From one step to the next most requests stay in their row, get as many tokens as the others, and have them in the block they
+    were in. All numbers of such a row grow by that many, but for its first token and the number of its blocks, and the slots of
+    tokens that are kept elsewhere. So the host keeps what it said last (`_Sheet`), advances all of it by one addition, and then
+    writes the other rows anew: those whose request has another layout (`Request.layout`) or got another number of tokens, and
+    those of more than one row.
 
 Note [Pieces]
     A short prompt is a step of decoding, too: every rank computes all of its rows, attends over the keys that it keeps, and one
@@ -46,7 +53,8 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import accumulate, chain, repeat
+from itertools import accumulate, chain, compress, repeat
+from operator import sub
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
@@ -67,6 +75,7 @@ _LINE = 8  # words: 32 bytes, which is what kernels may be told of a pointer
 Mask = tuple[bool, tuple[int | None, int | None] | None, int | None]
 """causal, window and chunk_len."""
 _Known = TypeVar("_Known")
+_NONE = -1  # no request's layout
 
 
 @dataclass(eq=False)
@@ -95,6 +104,8 @@ class Step:
         positions32: decode: `tiles` int32 on the device: positions.
         starts: decode: `tiles` int32 on the device: the first token that each row may see.
         ends: decode: `tiles` int32 on the device: tokens of the row's request.
+        causal_ends: decode: `tiles` int32 on the device: one past the row itself, or starts where it lies before that: where a
+            causal mask ends.
         memo: What is worked out once for all layers.
         known: How many changes the cache had seen when the step was last found to be in place (`Pages.changes`).
         met: Ranks have compared the step, as far as they do (accord.py).
@@ -121,6 +132,7 @@ class Step:
     positions32: Tensor | None = None
     starts: Tensor | None = None
     ends: Tensor | None = None
+    causal_ends: Tensor | None = None
     memo: dict[object, tuple[Tensor, Tensor]] = field(default_factory=dict, repr=False)
     known: int = -1
     met: bool = False
@@ -163,11 +175,19 @@ class Step:
     ) -> tuple[Tensor, Tensor]:
         """Decode: what each row sees, lo <= position < hi, as `tiles` int32 on the device; found once for all layers."""
         mask = (causal, window, chunk_len)
-        known = self.memo.get(mask)
+        known = self._said_bounds(mask) or self.memo.get(mask)
         if known is None:
             known = self.memo[mask] = self._empty_bounds()
             self._find_bounds(mask, *known)
         return known
+
+    def _said_bounds(self, mask: Mask) -> tuple[Tensor, Tensor] | None:
+        """Bounds that the step comes with: those of most models."""
+        causal, window, chunk_len = mask
+        if not causal or chunk_len is not None or window not in (None, (None, None), (None, 0)):
+            return None
+        assert self.causal_ends is not None, "rows of a prefill see documents"
+        return self.seen_from, self.causal_ends
 
     def _empty_bounds(self) -> tuple[Tensor, Tensor]:
         return torch.empty_like(self.seen_from), torch.empty_like(self.seen_from)
@@ -208,9 +228,9 @@ class StaticStep(Step):
     _places: _Places
     _inbox: Tensor
     _blocks: Tensor  # `3 words`: pages, starts and lengths, `batch max_blocks` each
-    _shown: list[
-        tuple[int, int, int] | None
-    ]  # request, number of the last change and length of what a row's blocks are of
+    _sheet: _Sheet
+    _rows: list[int]  # of each request
+    _begins: list[int]  # the first row of each request, and one past the last one
     _found: dict[Mask, tuple[Tensor, Tensor]]
     _fresh: set[Mask]
 
@@ -236,7 +256,8 @@ class StaticStep(Step):
         step = cls(cache, "decode", (), (), (), (), *shape, **found, last_rows=(), pieces=pieces)
         step.max_tokens, step.max_blocks = max_tokens, max_blocks
         step._places, step._inbox, step._blocks = places, inbox, blocks
-        step._shown, step._found, step._fresh = [None] * batch, {}, set()
+        step._sheet = _Sheet(places, cache.page_size, max_blocks, cache.ring.rank)
+        step._rows, step._begins, step._found, step._fresh = [], [0], {}, set()
         step.slots.fill_(-1)
         return step
 
@@ -274,22 +295,19 @@ class StaticStep(Step):
         """Says the next tokens, for which room was made, in place."""
         books, new = self.cache.pages, self.tiles[1]
         here = books.look(requests)
-        self.requests, self.counts = tuple(requests), tuple(counts)
+        self.requests, said = tuple(requests), tuple(counts)
+        if said != self.counts:
+            self.counts = said
+            self._rows = [-(-count // new) for count in said]
+            self._begins = list(accumulate(self._rows, initial=0))
+            lasts = [(end - 1) * new + (count - 1) % new for end, count in zip(self._begins[1:], said, strict=True)]
+            self.last_rows = tuple([(0, last) if self.pieces else divmod(last, new) for last in lasts])
         self.lengths, self.firsts = tuple([one.length for one in here]), tuple([one.first for one in here])
-        if self.pieces is None:
-            self.last_rows = tuple([(row, new - 1) for row in range(len(here))])
-        else:
-            ends = accumulate(-(-count // new) for count in counts)
-            self.last_rows = tuple(
-                (0, (end - 1) * new + (count - 1) % new) for end, count in zip(ends, counts, strict=True)
-            )
         self.known, self.met = books.changes, False
-        lines = _Lines.of(here, counts, self.cache.ring.rank, new)
-        at, blocks = self._missing(lines)
-        _upload(self._places.fill_changes(books.page_size, lines, at, blocks), self._inbox)
-        if at:
-            self._blocks.index_copy_(1, *self._places.changes(self._inbox, len(at)))
-        self._shown[: sum(lines.rows)] = lines.spread([(one.name, books.changes, one.length) for one in here])
+        blocks = self._sheet.say(_Lines(here, said, self._rows, self.cache.ring.rank, new), self._begins, books.changes)
+        _upload(self._places.with_changes(self._sheet.data, blocks), self._inbox)
+        if blocks.at:
+            self._blocks.index_copy_(1, *self._places.changes(self._inbox, len(blocks.at)))
         for mask, found in self._found.items():
             self._find_bounds(mask, *found)
         self._fresh = set(self._found)
@@ -308,29 +326,6 @@ class StaticStep(Step):
             at += -(-len(part) // new) * new
         return found.view(self.batch, self.rows)
 
-    def _missing(self, lines: _Lines) -> tuple[array[int], tuple[array[int], array[int], array[int]]]:
-        """Blocks that rows do not have yet: their places among all blocks, and their pages, starts and lengths."""
-        at, pages, starts, lengths = array("q"), array("i"), array("i"), array("i")
-        row, columns = 0, self.max_blocks
-        for one, table, rows in zip(lines.requests, lines.tables, lines.rows, strict=True):
-            begin, there = _kept(one, table, self._shown[row]), len(table.pages)
-            if rows > 1 and begin:
-                begin = min(_kept(one, table, shown) for shown in self._shown[row : row + rows])
-            if begin + 1 == there and rows == 1:
-                # the block that a token was added to
-                at.append(row * columns + begin)
-                pages.append(table.pages[begin])
-                starts.append(table.starts[begin])
-                lengths.append(table.lengths[begin])
-            elif begin < there:
-                for x in range(row, row + rows):
-                    at.extend(range(x * columns + begin, x * columns + there))
-                pages += table.pages[begin:] * rows
-                starts += table.starts[begin:] * rows
-                lengths += table.lengths[begin:] * rows
-            row += rows
-        return at, (pages, starts, lengths)
-
     def bounds(
         self, causal: bool, window: tuple[int | None, int | None] | None, chunk_len: int | None = None
     ) -> tuple[Tensor, Tensor]:
@@ -340,6 +335,9 @@ class StaticStep(Step):
         not do it. A graph that is captured before does it by itself.
         """
         mask = (causal, window, chunk_len)
+        known = self._said_bounds(mask)
+        if known is not None:
+            return known
         known = self._found.get(mask)
         if known is None:
             known = self._found[mask] = self._empty_bounds()
@@ -357,13 +355,19 @@ def most_blocks(books: Pages, requests: Sequence[int], new: int) -> int:
     return held + -(-new // books.page_size)
 
 
-def _kept(one: Request, table: Table, shown: tuple[int, int, int] | None) -> int:
-    """The first blocks of a request on this rank that a row which has shown so much has (Note [Blocks that stay])."""
+def _kept(one: Request, table: Table, shown: tuple[int, int] | None, stayed: int) -> int:
+    """The first blocks of a request on this rank that a row has (Note [Blocks that stay]).
+
+    Args:
+        one: Who.
+        table: Its blocks.
+        shown: Whom the row's blocks are of, and since which change.
+        stayed: How long that request was.
+    """
     if shown is None or shown[0] != one.name:
         return 0
-    _, change, stayed = shown
     if one.notes:
-        stayed = min(stayed, one.stayed(change))
+        stayed = min(stayed, one.stayed(shown[1]))
     starts = table.starts
     blocks = len(starts)
     if blocks and starts[-1] >= stayed:
@@ -378,24 +382,26 @@ class _Lines:
 
     Attributes:
         requests: Whose they are.
-        tables: Of each its blocks on this rank.
         counts: Of each how many tokens.
         rows: Of each how many rows.
+        rank: Whose blocks are asked for.
         new: Tokens of a row.
     """
 
     requests: list[Request]
-    tables: list[Table]
     counts: Sequence[int]
-    rows: list[int]
+    rows: Sequence[int]
+    rank: int
     new: int
 
-    @classmethod
-    def of(cls, requests: list[Request], counts: Sequence[int], rank: int, new: int) -> _Lines:
-        """The rows of tokens that were placed."""
-        return cls(
-            requests, [one.tables[rank] for one in requests], counts, [-(-count // new) for count in counts], new
-        )
+    @property
+    def tables(self) -> list[Table]:
+        """The blocks of each request."""
+        return [one.tables[self.rank] for one in self.requests]
+
+    def part(self, begin: int, end: int) -> _Lines:
+        """Those of some requests."""
+        return _Lines(self.requests[begin:end], self.counts[begin:end], self.rows[begin:end], self.rank, self.new)
 
     def befores(self) -> list[int]:
         """The first token of every row."""
@@ -410,6 +416,154 @@ class _Lines:
         if max(self.rows) == 1:
             return known
         return list(chain.from_iterable(map(repeat, known, self.rows)))
+
+
+@dataclass(frozen=True, slots=True)
+class _Changed:
+    """Blocks of some rows.
+
+    Attributes:
+        at: Their places among all blocks of a step.
+        pages: Of each block.
+        starts: Of each block.
+        lengths: Of each block.
+    """
+
+    at: array[int] = field(default_factory=lambda: array("q"))
+    pages: array[int] = field(default_factory=lambda: array("i"))
+    starts: array[int] = field(default_factory=lambda: array("i"))
+    lengths: array[int] = field(default_factory=lambda: array("i"))
+
+    def add(self, table: Table, begin: int, end: int, rows: range, columns: int) -> None:
+        """Blocks begin .. end - 1 of a request, for each of some rows of so many columns."""
+        if begin >= end:
+            return
+        begins, ends = (range(rows.start * columns + x, rows.stop * columns + x, columns) for x in (begin, end))
+        self.at.extend(chain.from_iterable(map(range, begins, ends)))
+        self.pages.extend(table.pages[begin:end] * len(rows))
+        self.starts.extend(table.starts[begin:end] * len(rows))
+        self.lengths.extend(table.lengths[begin:end] * len(rows))
+
+
+class _Sheet:
+    """What a static step said last, row by row, and which blocks its rows have (Notes [Rows that go on], [Blocks that stay]).
+
+    Args:
+        places: Of its numbers.
+        page_size: Tokens of a page.
+        columns: Blocks that a row has room for.
+        rank: Whose blocks.
+
+    Attributes:
+        data: All numbers of its rows, as they are uploaded.
+    """
+
+    def __init__(self, places: _Places, page_size: int, columns: int, rank: int) -> None:
+        batch, size = places.batch, _WORD * places.begins[-1]
+        self.data = bytearray(size)
+        self._places, self._page_size, self._columns, self._rank = places, page_size, columns, rank
+        self._ints, self._longs = memoryview(self.data).cast("i"), memoryview(self.data).cast("q")
+        growth = bytearray(size)
+        self._more_ints, self._more_longs = memoryview(growth).cast("i"), memoryview(growth).cast("q")
+        # two numbers of 32 bits at once: none is negative or overflows
+        self._words, self._growth = (
+            torch.frombuffer(self.data, dtype=torch.int64),
+            torch.frombuffer(growth, dtype=torch.int64),
+        )
+        self._slots, self._more_slots = places.slots(self._words), places.slots(self._growth)
+        self._filled = 0
+        # of each row: the layout with which it goes on, its request and the last change, and how long that was
+        self._layouts = [_NONE] * batch
+        self._shown: list[tuple[int, int] | None] = [None] * batch
+        self._lengths = [0] * batch
+        # of the block that a row goes on in: whether it is here, its place, page and start
+        self._grows = [False] * batch
+        self._at, self._pages, self._starts = [0] * batch, [0] * batch, [0] * batch
+        places.clear(self._ints, self._longs, 0, batch)
+
+    def say(self, lines: _Lines, begins: Sequence[int], change: int) -> _Changed:
+        """Writes the rows of the next tokens.
+
+        Args:
+            lines: They.
+            begins: The first row of each request, and one past the last one.
+            change: The number of the last change in the books.
+
+        Returns:
+            What its rows do not have yet.
+        """
+        layouts, lengths = [one.layout for one in lines.requests], [one.length for one in lines.requests]
+        known = list(zip(begins, layouts, lengths, lines.counts, strict=False))
+        # the others get as many as the first one that goes on
+        ahead = next((length - self._lengths[row] for row, layout, length, _ in known if self._layouts[row] == layout), 0)
+        anew = [
+            i
+            for i, (row, layout, length, count) in enumerate(known)
+            if self._layouts[row] != layout or self._lengths[row] + ahead != length or count != lines.new
+        ]
+        if ahead:
+            self._words.add_(self._growth, alpha=ahead)
+        blocks = _Changed()
+        for begin, end in _spans(anew):
+            part, row = lines.part(begin, end), begins[begin]
+            self._places.write(self._ints, self._longs, self._page_size, part, row)
+            self._bring(part, row, change, blocks)
+        if begins[-1] != self._filled:
+            self._fill(begins[-1])
+        if anew:
+            torch.ge(self._slots, 0, out=self._more_slots)
+        self._lengths[: self._filled] = lines.spread(lengths)
+        # what goes on here has one block that is longer
+        blocks.at.extend(compress(self._at, self._grows))
+        blocks.pages.extend(compress(self._pages, self._grows))
+        starts, ends = (array("i", compress(x, self._grows)) for x in (self._starts, self._lengths))
+        blocks.starts.extend(starts)
+        blocks.lengths.extend(map(sub, ends, starts))
+        return blocks
+
+    def _bring(self, lines: _Lines, row: int, change: int, blocks: _Changed) -> None:
+        """Adds the blocks that rows lack, from this one on, but for those in which they go on; notes what they have."""
+        for one, table, count, rows in zip(lines.requests, lines.tables, lines.counts, lines.rows, strict=True):
+            these, before = slice(row, row + rows), one.length - count
+            shown = set(zip(self._shown[these], self._lengths[these], strict=True))
+            begin = min([_kept(one, table, *had) for had in shown])
+            # all of its tokens are in its last block, and none is padding
+            goes_on = rows == 1 and count == lines.new and one.first - 1 <= before >= one.last.starts[-1]
+            here = goes_on and one.last is table
+            blocks.add(table, begin, len(table) - here, range(row, row + rows), self._columns)
+            self._layouts[these] = [one.layout if goes_on else _NONE] * rows
+            self._shown[these] = [(one.name, change)] * rows
+            self._grows[these] = [here] * rows
+            if here:
+                last = len(table) - 1
+                self._at[row], self._pages[row], self._starts[row] = (
+                    row * self._columns + last, table.pages[last], table.starts[last],
+                )  # fmt: skip
+            row += rows
+
+    def _fill(self, rows: int) -> None:
+        """Makes the first rows, and no others, hold tokens."""
+        if rows < self._filled:
+            self._places.clear(self._ints, self._longs, rows, self._filled)
+            empty = self._filled - rows
+            self._layouts[rows : self._filled], self._grows[rows : self._filled] = [_NONE] * empty, [False] * empty
+            torch.ge(self._slots, 0, out=self._more_slots)
+        self._places.count(self._more_ints, self._more_longs, rows)
+        self._filled = rows
+
+
+def _spans(numbers: Sequence[int]) -> list[tuple[int, int]]:
+    """Ascending numbers as (first, one past the last) of those that follow each other.
+
+    Example:
+        >>> _spans([1, 2, 3, 7])
+        [(1, 4), (7, 8)]
+    """
+    found: list[tuple[int, int]] = []
+    for number in numbers:
+        begin = found.pop()[0] if found and found[-1][1] == number else number
+        found.append((begin, number + 1))
+    return found
 
 
 def _slots(table: Table, page_size: int, before: int, count: int) -> array[int]:
@@ -450,9 +604,14 @@ class _Places:
 
     @cached_property
     def begins(self) -> tuple[int, ...]:
-        """Where positions, slots, positions32, starts, ends, counts and blocks begin."""
+        """Where positions, slots, positions32, starts, ends, causal_ends, counts and blocks begin."""
         long, short = _lines(2 * self.rows), _lines(self.rows)
-        return tuple(accumulate((long, long, short, short, short, _lines(self.batch)), initial=0))
+        return tuple(accumulate((long, long, short, short, short, short, _lines(self.batch)), initial=0))
+
+    def slots(self, x: Tensor) -> Tensor:
+        """Slots, of the words of a step in pairs."""
+        begin = self.begins[1] // 2
+        return x[begin : begin + self.rows]
 
     def table(self, words: Tensor, columns: int) -> Tensor:
         """Pages, starts and lengths of all blocks, `3 batch columns`, of the words that hold them."""
@@ -462,14 +621,15 @@ class _Places:
         """The tensors of a step, as parts of an upload; blocks: `table`; shape: of the model's rows."""
         at, rows, tiles = self.begins, self.rows, (self.batch, self.new)
         positions, slots = (x[begin : begin + 2 * rows].view(torch.int64).view(shape) for begin in at[:2])
-        positions32, starts, ends = (x[begin : begin + rows].view(tiles) for begin in at[2:5])
+        positions32, starts, ends, causal_ends = (x[begin : begin + rows].view(tiles) for begin in at[2:6])
         return {
             "positions": positions,
             "slots": slots,
             "positions32": positions32,
             "starts": starts,
             "ends": ends,
-            "table": PageTable(blocks[0], blocks[1], blocks[2], x[at[5] : at[5] + self.batch]),
+            "causal_ends": causal_ends,
+            "table": PageTable(blocks[0], blocks[1], blocks[2], x[at[6] : at[6] + self.batch]),
             "taken": torch.arange(shape[1], device=x.device),
         }
 
@@ -482,7 +642,8 @@ class _Places:
     def fill(self, page_size: int, lines: _Lines, columns: int) -> bytearray:
         """The upload of a step with so many columns of blocks."""
         data = bytearray(_WORD * self.words(columns))
-        ints = self._fill_rows(data, page_size, lines)
+        ints = memoryview(data).cast("i")
+        self.write(ints, memoryview(data).cast("q"), page_size, lines)
         width = self.table_words(columns)
         for i, table in enumerate(lines.tables):
             begin, blocks = self.begins[-1] + i * columns, len(table)
@@ -491,54 +652,72 @@ class _Places:
             ints[begin + 2 * width : begin + 2 * width + blocks] = table.lengths
         return data
 
-    def fill_changes(
-        self, page_size: int, lines: _Lines, at: array[int], blocks: tuple[array[int], array[int], array[int]]
-    ) -> bytearray:
-        """The upload of a step of which some blocks have changed: their places among all, and their pages, starts, lengths."""
-        count = len(at)
-        data = bytearray(_WORD * self.words_of_changes(count))
-        ints = self._fill_rows(data, page_size, lines)
-        place = self.begins[-1]
-        memoryview(data).cast("q")[place // 2 : place // 2 + count] = at
-        place += _lines(2 * count)
-        for x in blocks:
-            ints[place : place + count] = x
-            place += count
-        return data
+    def with_changes(self, rows: bytearray, blocks: _Changed) -> bytearray:
+        """The upload of a step's rows and of blocks that have changed."""
+        if not blocks.at:
+            return rows
+        words = 2 * len(blocks.at)
+        gap = bytes(_WORD * (_lines(words) - words))
+        return bytearray().join((rows, blocks.at, gap, blocks.pages, blocks.starts, blocks.lengths))
 
-    def _fill_rows(self, data: bytearray, page_size: int, lines: _Lines) -> memoryview:
-        """All of an upload but the blocks: rows that hold no token see nothing and are kept nowhere."""
+    def clear(self, ints: memoryview, longs: memoryview, begin: int, end: int) -> None:
+        """Writes rows that hold no token: they see nothing and are kept nowhere."""
+        positions, slots, *short, counts, _ = self.begins
+        begins, count = begin * self.new, (end - begin) * self.new
+        for first in (positions // 2, slots // 2):
+            longs[first + begins : first + begins + count] = array("q", (0 if first == positions // 2 else -1,)) * count
+        for first in short:
+            ints[first + begins : first + begins + count] = array("i", (0,)) * count
+        ints[counts + begin : counts + end] = array("i", (0,)) * (end - begin)
+
+    def count(self, ints: memoryview, longs: memoryview, rows: int) -> None:
+        """Writes by how much numbers grow with a token more in each of the first rows, but for slots."""
+        positions, _, here, _, ends, causal_ends, _, _ = self.begins
+        more, none = rows * self.new, self.rows - rows * self.new
+        longs[positions // 2 : positions // 2 + self.rows] = array("q", (1,)) * more + array("q", (0,)) * none
+        for first in (here, ends, causal_ends):
+            ints[first : first + self.rows] = array("i", (1,)) * more + array("i", (0,)) * none
+
+    def write(self, ints: memoryview, longs: memoryview, page_size: int, lines: _Lines, row: int = 0) -> None:
+        """Writes all of some rows, from this one on, but the blocks: what holds no token sees nothing and is kept nowhere."""
         new, befores = self.new, lines.befores()
-        ints, longs = memoryview(data).cast("i"), memoryview(data).cast("q")
-        _, slots, here, starts, ends, counts, _ = self.begins
-        slots, stop = slots // 2, len(befores) * new
-        firsts = array("i", lines.spread([one.first for one in lines.requests]))
+        place, slots, here, starts, ends, causal_ends, counts, _ = self.begins
+        place, slots = place // 2, slots // 2
+        begin, stop = row * new, (row + len(befores)) * new
+        firsts = lines.spread([one.first for one in lines.requests])
         lengths = array("i", lines.spread([one.length for one in lines.requests]))
+        padded = max(firsts) > 0
+        numbers = array("i", firsts)
         for x in range(new):
             # token x of every row at once
+            at, to = begin + x, stop
             positions = [before + x for before in befores]
-            longs[x:stop:new] = array("q", positions)
-            ints[here + x : here + stop : new] = array("i", positions)
-            ints[starts + x : starts + stop : new] = firsts
-            ints[ends + x : ends + stop : new] = lengths
-        ints[counts : counts + len(befores)] = array("i", lines.spread([len(table.pages) for table in lines.tables]))
-        longs[slots : slots + self.rows] = array("q", (-1,)) * self.rows
-        stop = 0
-        for one, table, count, rows in zip(lines.requests, lines.tables, lines.counts, lines.rows, strict=True):
+            nexts = [before + x + 1 for before in befores]
+            longs[place + at : place + to : new] = array("q", positions)
+            ints[here + at : here + to : new] = array("i", positions)
+            ints[starts + at : starts + to : new] = numbers
+            ints[ends + at : ends + to : new] = lengths
+            ints[causal_ends + at : causal_ends + to : new] = array("i", map(max, nexts, firsts) if padded else nexts)
+        tables = lines.tables
+        ints[counts + row : counts + row + len(befores)] = array(
+            "i", lines.spread([len(table.pages) for table in tables])
+        )
+        longs[slots + begin : slots + stop] = array("q", (-1,)) * (stop - begin)
+        stop = begin
+        for one, table, count, rows in zip(lines.requests, tables, lines.counts, lines.rows, strict=True):
             at, stop, before = stop, stop + rows * new, one.length - count
             if at + count < stop:
                 # the last row has fewer tokens
                 nothing = array("i", (0,)) * (stop - at - count)
-                longs[at + count : stop] = array("q", nothing)
-                for field in (here, starts, ends):
-                    ints[field + at + count : field + stop] = nothing
+                longs[place + at + count : place + stop] = array("q", nothing)
+                for first in (here, starts, ends, causal_ends):
+                    ints[first + at + count : first + stop] = nothing
             if not table.starts or table.starts[-1] + table.lengths[-1] <= before:
                 continue  # its new tokens are on other ranks
             if count == 1:
                 longs[slots + at] = table.pages[-1] * page_size + before - table.starts[-1]
             else:
                 longs[slots + at : slots + at + count] = _slots(table, page_size, before, count)
-        return ints
 
 
 def _lines(words: int) -> int:
@@ -563,7 +742,8 @@ def make_step(
     common = (cache, mode, tuple(requests), tuple(counts), lengths, firsts)
     if mode == "decode":
         places = _Places(len(requests), counts[0])
-        lines = _Lines.of(books.look(requests), counts, cache.ring.rank, places.new)
+        here = books.look(requests)
+        lines = _Lines(here, counts, [1] * len(here), cache.ring.rank, places.new)
         # a kernel wants one column at least
         columns = max(1, *map(len, lines.tables))
         words = _uploaded(places.fill(books.page_size, lines, columns), cache.device)
