@@ -76,8 +76,15 @@ class DecodeKernel(Protocol):
         *,
         k_scale: Tensor | None = None,
         v_scale: Tensor | None = None,
+        dealt: Tensor | None = None,
     ) -> None:
         """As the function `decode`."""
+        ...
+
+    def deal(
+        self, q: Tensor, k: Tensor, v: Tensor, table: PageTable, lo: Tensor, hi: Tensor, splits: int
+    ) -> Tensor | None:
+        """As the function `deal`."""
         ...
 
 
@@ -184,6 +191,7 @@ def decode(
     *,
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
+    dealt: Tensor | None = None,
     impl: str = "auto",
 ) -> None:
     """Attention of the new tokens over the blocks of a table, as a stack of partials that are not normalised.
@@ -204,6 +212,7 @@ def decode(
             splits is right; `num_splits` says which is fast.
         k_scale: `pages hk page_size` fp32, with fp8 only.
         v_scale: Likewise.
+        dealt: What `deal` found for tensors of these shapes with the same table and bounds; None: it is found again.
         impl: "auto", or the name of a kernel, which then serves or is refused.
 
     Raises:
@@ -211,7 +220,39 @@ def decode(
         NotImplementedError: The score uses what decode does not serve, or no kernel (or not the one asked for) can.
     """
     choice = pick(q.device, q.dtype, k.dtype, q.shape[-1], v.shape[-1], k.shape[-2], impl=impl)
-    choice.kernel.decode(q, k, v, table, lo, hi, positions, score, parts, k_scale=k_scale, v_scale=v_scale)
+    choice.kernel.decode(q, k, v, table, lo, hi, positions, score, parts, k_scale=k_scale, v_scale=v_scale, dealt=dealt)
+
+
+def deal(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    table: PageTable,
+    lo: Tensor,
+    hi: Tensor,
+    splits: int,
+    *,
+    impl: str = "auto",
+) -> Tensor | None:
+    """How the blocks of a table are shared out, which is the same for all layers: for calls of `decode` to be told.
+
+    In stream order on a GPU, and capturable.
+
+    Args:
+        q: As in `decode`, like the others; its numbers do not matter.
+        k: Likewise.
+        v: Likewise.
+        table: Likewise.
+        lo: Likewise.
+        hi: Likewise.
+        splits: Height of the stack.
+        impl: As in `decode`.
+
+    Returns:
+        Integers for the kernel that serves the call; None where it needs none.
+    """
+    choice = pick(q.device, q.dtype, k.dtype, q.shape[-1], v.shape[-1], k.shape[-2], impl=impl)
+    return choice.kernel.deal(q, k, v, table, lo, hi, splits)
 
 
 def check_decode(

@@ -30,8 +30,10 @@ def decode(
     *,
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
+    dealt: Tensor | None = None,
 ) -> None:
     """`kernels.decode.decode`; each request's blocks are divided evenly among the splits."""
+    del dealt
     check_decode(q, k, v, table, lo, hi, positions, score, parts, k_scale, v_scale)
     b, s, h, _ = q.shape
     splits, page_size, dv = parts.shape[0], *v.shape[2:]
@@ -53,6 +55,12 @@ def decode(
         for split in range(splits):
             mine = slice(split * share, (split + 1) * share)
             m[split, i], l[split, i], acc[split, i] = _partial(scores[..., mine], values[:, mine])
+
+
+def deal(q: Tensor, k: Tensor, v: Tensor, table: PageTable, lo: Tensor, hi: Tensor, splits: int) -> Tensor | None:
+    """`kernels.decode.deal`: there is nothing to find."""
+    del q, k, v, table, lo, hi, splits
+    return
 
 
 def _gathered(pool: Tensor, scale: Tensor | None, pages: Tensor, dtype: torch.dtype) -> Tensor:

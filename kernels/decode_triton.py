@@ -9,6 +9,7 @@ Note [Who does what]
         weight of request r      w[r] = blocks of r, at most as many as [min lo, max hi) can touch
         blocks of a share        c = max(sum w / slots, max w / splits, least), rounded up
         shares of r              n[r] = max(1, w[r] / c), rounded up: the slots of r follow those of r - 1
+    Or it was found before, by a program of its own for all layers (`deal`): most of what a program of few keys does is this.
     Rounding up may make more shares than slots, which then go in rounds. With c as many times larger as there are too many
     shares they go in one, and are larger: whichever is done first by an estimate is taken. Where requests are so many that
     rounds are likely, shares of a FINER-th are a third choice: the last round is then that much shorter.
@@ -45,6 +46,7 @@ Note [Bytes in pairs]
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -93,11 +95,11 @@ def _divide(weight, there, share, slots, even):
 
 
 @triton.jit
-def _shares(
+def _find_ends(
     counts, lo_ptr, hi_ptr, lo_sb, hi_sb, b, s, slots, splits, least,
     PAGE: tl.constexpr, B: tl.constexpr, S: tl.constexpr, FINER: tl.constexpr,
 ):  # fmt: skip
-    """Shares of every request, and their running sum (Note [Who does what])."""
+    """The running sum of the shares of every request (Note [Who does what])."""
     r = tl.arange(0, B)
     there = r < b
     count = tl.load(counts + r, mask=there, other=0)
@@ -116,7 +118,17 @@ def _shares(
         more, more_time = _divide(weight, there, tl.maximum(tl.cdiv(share, FINER), least), slots, even)
         if more_time < time:
             shares = more
-    return shares, tl.cumsum(shares, 0)
+    return tl.cumsum(shares, 0)
+
+
+@triton.jit(do_not_specialize=["lo_sb", "hi_sb", "b", "s", "slots", "splits", "least"])
+def _deal_kernel(
+    counts, lo_ptr, hi_ptr, dealt, lo_sb, hi_sb, b, s, slots, splits, least,
+    PAGE: tl.constexpr, B: tl.constexpr, S: tl.constexpr, FINER: tl.constexpr,
+):  # fmt: skip
+    """The running sum of shares, `B`: those past the last request are as the last one's."""
+    ends = _find_ends(counts, lo_ptr, hi_ptr, lo_sb, hi_sb, b, s, slots, splits, least, PAGE, B, S, FINER)
+    tl.store(dealt + tl.arange(0, B), ends)
 
 
 @triton.jit
@@ -199,7 +211,7 @@ def _unit(HOW: tl.constexpr):
     do_not_specialize=["lo_sb", "hi_sb", "positions_sb", "table_sb", "b", "s", "slots", "splits", "least", "rows"]
 )
 def _decode_kernel(
-    q, k, v, k_scale, v_scale, pages, starts, lengths, counts, lo_ptr, hi_ptr, positions, alibi_slopes, parts,
+    q, k, v, k_scale, v_scale, pages, starts, lengths, counts, lo_ptr, hi_ptr, positions, alibi_slopes, dealt, parts,
     q_sb, q_ss, q_sh, k_sp, k_sh, k_ss, v_sp, v_sh, v_ss, k_scale_sp, k_scale_sh, v_scale_sp, v_scale_sh, parts_sp,
     lo_sb, hi_sb, positions_sb, table_sb, b, s, hk, group, tiles, slots, splits, least, rows, scale, cap,
     PAGE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, D: tl.constexpr, D_WIDTH: tl.constexpr,
@@ -213,13 +225,17 @@ def _decode_kernel(
     h_kv = (pid // tiles) % hk
     slot = pid // (tiles * hk)
 
-    shares, ends = _shares(counts, lo_ptr, hi_ptr, lo_sb, hi_sb, b, s, slots, splits, least, PAGE, B, S, FINER)
-    r = tl.sum((ends <= slot).to(tl.int32), 0)  # requests past b have no shares, and come last
-    if slot >= tl.sum(shares, 0):
+    if dealt is not None:
+        ends = tl.load(dealt + tl.arange(0, B))
+    else:
+        ends = _find_ends(counts, lo_ptr, hi_ptr, lo_sb, hi_sb, b, s, slots, splits, least, PAGE, B, S, FINER)
+    before = ends <= slot
+    r = tl.sum(before.to(tl.int32), 0)  # requests past b have no shares, and come last
+    if slot >= tl.max(ends, 0):
         return
-    of_r = tl.arange(0, B) == r
-    mine = tl.sum(tl.where(of_r, shares, 0), 0)
-    split = slot - tl.sum(tl.where(of_r, ends - shares, 0), 0)
+    begins = tl.max(tl.where(before, ends, 0), 0)
+    mine = tl.min(tl.where(before, 2**31 - 1, ends), 0) - begins
+    split = slot - begins
 
     # the rows of this tile: new token, then query head of the group
     x = tile * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -358,6 +374,38 @@ def _decode_kernel(
 _kernel: Any = _decode_kernel  # what @triton.jit makes of a function has a type that does not know [grid]
 
 
+@dataclass(frozen=True)
+class _Sharing:
+    """How the work of a call is divided (Note [Who does what]).
+
+    Attributes:
+        config: Of the launch.
+        slots: Shares that fill the device.
+        least: Blocks of a share at least.
+        finer: Into how many shares an even one may be cut.
+    """
+
+    config: Config
+    slots: int
+    least: int
+    finer: int
+
+
+def _sharing(q: Tensor, v: Tensor, splits: int, config: Config | None) -> _Sharing:
+    """The same for all calls of the same shapes. v is the pool as it was given, in fp8 or not."""
+    b, s, h, d = q.shape
+    _, hk, page_size, dv = v.shape
+    if config is None:
+        config = decode_configs.choose(kind_of(q.device), v.element_size(), max(d, dv), s * h // hk)
+    sms = decode_configs.multiprocessors(q.device) if q.is_cuda else 4
+    many = s * h // hk > decode_configs.MANY_ROWS
+    # the caller of many rows has counted rounds already: the height of its stack is what it wants
+    slots = b * splits if many else decode_configs.slots(s, h, hk, sms, config)
+    # every share of a few requests begins at once
+    finer = FINER if not many and 2 * b > slots else 1
+    return _Sharing(config, slots, decode_configs.least_blocks(s, h // hk, page_size), finer)
+
+
 def decode(
     q: Tensor,
     k: Tensor,
@@ -371,6 +419,7 @@ def decode(
     *,
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
+    dealt: Tensor | None = None,
     config: Config | None = None,
 ) -> None:
     """`kernels.decode.decode`, with a configuration of the caller's choice in place of the table's."""
@@ -379,7 +428,33 @@ def decode(
         _expect_even_strides("k", k)
         _expect_even_strides("v", v)
         k, v = k.view(torch.int16), v.view(torch.int16)  # Note [Bytes in pairs]
-    _launch(q, k, v, table, lo, hi, positions, score, parts, k_scale, v_scale, fp8, config)
+    _launch(q, k, v, table, lo, hi, positions, score, parts, k_scale, v_scale, dealt, fp8, config)
+
+
+def deal(q: Tensor, k: Tensor, v: Tensor, table: PageTable, lo: Tensor, hi: Tensor, splits: int) -> Tensor | None:
+    """`kernels.decode.deal`."""
+    del k
+    if not q.shape[0]:
+        return None
+    room: int = triton.next_power_of_2(q.shape[0])
+    dealt = torch.empty(room, dtype=torch.int32, device=q.device)
+    _launch_deal(q, v, table, lo, hi, dealt, splits)
+    return dealt
+
+
+@recorded
+def _launch_deal(
+    tape: Tape, q: Tensor, v: Tensor, table: PageTable, lo: Tensor, hi: Tensor, dealt: Tensor, splits: int
+) -> None:
+    b, s, _, _ = q.shape
+    sharing = _sharing(q, v, splits, None)
+    tape.launch(
+        _deal_kernel,
+        (1,),
+        (table.counts, lo, hi, dealt, lo.stride(0), hi.stride(0), b, s, sharing.slots, splits, sharing.least),
+        {"PAGE": v.shape[2], "B": len(dealt), "S": triton.next_power_of_2(s), "FINER": sharing.finer},
+        num_warps=4,
+    )
 
 
 @recorded
@@ -396,6 +471,7 @@ def _launch(
     parts: Tensor,
     k_scale: Tensor | None,
     v_scale: Tensor | None,
+    dealt: Tensor | None,
     fp8: bool,
     config: Config | None,
 ) -> None:
@@ -405,18 +481,11 @@ def _launch(
     _, hk, page_size, dv = pools[1].shape
     if b == 0:
         return
-    kind = kind_of(q.device)
-    if config is None:
-        config = decode_configs.choose(kind, pools[0].element_size(), max(d, dv), s * h // hk)
+    kind, splits = kind_of(q.device), parts.shape[0]
+    sharing = _sharing(q, pools[1], splits, config)
+    config = sharing.config
     block_m, tiles = decode_configs.row_tiles(s, h // hk, config.block_m)
-    sms = decode_configs.multiprocessors(q.device) if q.is_cuda else 4
-    many = s * h // hk > decode_configs.MANY_ROWS
-    # the caller of many rows has counted rounds already: the height of its stack is what it wants
-    slots = b * parts.shape[0] if many else decode_configs.slots(s, h, hk, sms, config)
-    splits, least = parts.shape[0], decode_configs.least_blocks(s, h // hk, page_size)
-    # every share of a few requests begins at once
-    finer = FINER if not many and 2 * b > slots else 1
-    programs = min(finer * slots + b, b * splits) * hk * tiles
+    programs = min(sharing.finer * sharing.slots + b, b * splits) * hk * tiles
     softcap = score.softcap > 0
     scale = score.softmax_scale / score.softcap if softcap else score.softmax_scale * LOG2E
     options = {"num_warps": config.num_warps} | ({} if config.maxnreg is None else {"maxnreg": config.maxnreg})
@@ -427,16 +496,16 @@ def _launch(
         (programs,),
         (
             q, k, v, k_scale, v_scale, table.pages, table.starts, table.lengths, table.counts, lo, hi, positions,
-            score.alibi_slopes, parts, *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *_strides(k_scale),
+            score.alibi_slopes, dealt, parts, *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *_strides(k_scale),
             *_strides(v_scale), parts.stride(0), lo.stride(0), hi.stride(0), positions.stride(0), table.pages.stride(0),
-            b, s, hk, h // hk, tiles, slots, splits, least, b * s * h, scale, score.softcap * LOG2E,
+            b, s, hk, h // hk, tiles, sharing.slots, splits, sharing.least, b * s * h, scale, score.softcap * LOG2E,
         ),
         {
             "PAGE": page_size, "BLOCK_M": block_m, "BLOCK_N": min(config.block_n, page_size), "D": _padded(d), "D_WIDTH": d,
             "DV": _padded(dv), "DV_WIDTH": dv, "B": triton.next_power_of_2(b), "S": triton.next_power_of_2(s),
             "SOFTCAP": softcap, "DENSE": k.stride(2) == k.shape[3] and v.stride(2) == v.shape[3],
-            "PRECISION": "tf32x3" if fp32_on_gpu else "ieee",
-            "STAGES": config.num_stages, "SEARCH": FAN, "FINER": finer, "K_BYTES": k_bytes, "V_BYTES": v_bytes,
+            "PRECISION": "tf32x3" if fp32_on_gpu else "ieee", "STAGES": config.num_stages, "SEARCH": FAN,
+            "FINER": sharing.finer, "K_BYTES": k_bytes, "V_BYTES": v_bytes,
         },
         **options,
     )  # fmt: skip

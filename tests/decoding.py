@@ -186,6 +186,11 @@ def empty_parts(scene: Scene, splits: int) -> Tensor:
     return torch.full(shape, torch.nan, dtype=accumulation_dtype(scene.q.dtype), device=scene.q.device)
 
 
+def are_same(x: Tensor, y: Tensor) -> bool:
+    """Whether two stacks hold the same bits, those that nobody writes among them."""
+    return torch.equal(x.view(torch.int32), y.view(torch.int32))
+
+
 def finish(scene: Scene, parts: Tensor) -> tuple[Tensor, Tensor]:
     """(o `b s h dv`, lse `b h s`) of a stack of partials."""
     b, s, h, _ = scene.q.shape

@@ -26,7 +26,7 @@ from ringattn.inference.in_place import READS, resolve_reads
 from ringattn.inference.prefill import MOVES, Prefill, growth, plan_travel, resolve_moves, rows_in_place
 from ringattn.inference.step import Step
 from ringattn.kernels.contract import Score, accumulation_dtype
-from ringattn.kernels.decode import decode, num_splits, parts_len
+from ringattn.kernels.decode import deal, decode, num_splits, parts_len
 from ringattn.kernels.decode import pick as pick_decode
 from ringattn.kernels.merge import merge_stack
 from ringattn.kernels.parts import finish_parts, views
@@ -236,9 +236,11 @@ class _Decode:
         parts = torch.empty(splits, parts_len(rows, dv), dtype=wide, device=q.device)
         lo, hi = step.bounds(self.options.causal, self.options.window, self.options.chunk_len)
         k_scale, v_scale = cache.scales(layer)
-        decode(
-            q, cache.k[layer], cache.v[layer], table, lo, hi, positions, score, parts, k_scale=k_scale, v_scale=v_scale
+        pools = cache.k[layer], cache.v[layer]
+        dealt = step.once(
+            (self.options, tuple(q.shape), q.dtype, splits), lambda: deal(q, *pools, table, lo, hi, splits)
         )
+        decode(q, *pools, table, lo, hi, positions, score, parts, k_scale=k_scale, v_scale=v_scale, dealt=dealt)
         o = torch.empty(b, s, h, dv, dtype=q.dtype, device=q.device)
         lse = torch.empty(b, h, s, dtype=wide, device=q.device)
         if wide == torch.float32:

@@ -50,7 +50,8 @@ from __future__ import annotations
 
 from array import array
 from bisect import bisect_left, bisect_right
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate, chain, compress, repeat
@@ -110,6 +111,7 @@ class Step:
         known: How many changes the cache had seen when the step was last found to be in place (`Pages.changes`).
         met: Ranks have compared the step, as far as they do (accord.py).
         calls: What was decided about calls with this step, by their options and shapes (attention.py).
+        shared: What layers have found for each other (`once`).
         pieces: decode: how many there are, and rows of each, where requests are packed (Note [Pieces]); else None.
     """
 
@@ -137,6 +139,7 @@ class Step:
     known: int = -1
     met: bool = False
     calls: dict[object, Any] = field(default_factory=dict, repr=False)
+    shared: dict[Hashable, Tensor | None] = field(default_factory=dict, repr=False)
     pieces: tuple[int, int] | None = None
 
     @property
@@ -180,6 +183,22 @@ class Step:
             known = self.memo[mask] = self._empty_bounds()
             self._find_bounds(mask, *known)
         return known
+
+    @contextmanager
+    def one_call(self) -> Iterator[None]:
+        """Inside, layers of one call of a model may share what they find (`once`)."""
+        yield
+
+    def once(self, key: Hashable, find: Callable[[], Tensor | None]) -> Tensor | None:
+        """Decode: what does not differ between layers, found by the first of them; None where nobody says which are of one call.
+
+        Args:
+            key: What else it depends on.
+            find: Finds it, in stream order on a GPU.
+        """
+        if key not in self.shared:
+            self.shared[key] = find()
+        return self.shared[key]
 
     def _said_bounds(self, mask: Mask) -> tuple[Tensor, Tensor] | None:
         """Bounds that the step comes with: those of most models."""
@@ -233,6 +252,7 @@ class StaticStep(Step):
     _begins: list[int]  # the first row of each request, and one past the last one
     _found: dict[Mask, tuple[Tensor, Tensor]]
     _fresh: set[Mask]
+    _in_call: bool = False
 
     @classmethod
     def make(
@@ -325,6 +345,19 @@ class StaticStep(Step):
             found[at : at + len(part)] = part
             at += -(-len(part) // new) * new
         return found.view(self.batch, self.rows)
+
+    @contextmanager
+    def one_call(self) -> Iterator[None]:
+        """As `Step.one_call`. What is found in a call is not true of the next one, and in a capture it is found in every replay."""
+        self.shared, self._in_call = {}, True
+        try:
+            yield
+        finally:
+            self.shared, self._in_call = {}, False
+
+    def once(self, key: Hashable, find: Callable[[], Tensor | None]) -> Tensor | None:
+        """As `Step.once`, inside of `one_call` alone."""
+        return super().once(key, find) if self._in_call else None
 
     def bounds(
         self, causal: bool, window: tuple[int | None, int | None] | None, chunk_len: int | None = None
@@ -495,7 +528,9 @@ class _Sheet:
         layouts, lengths = [one.layout for one in lines.requests], [one.length for one in lines.requests]
         known = list(zip(begins, layouts, lengths, lines.counts, strict=False))
         # the others get as many as the first one that goes on
-        ahead = next((length - self._lengths[row] for row, layout, length, _ in known if self._layouts[row] == layout), 0)
+        ahead = next(
+            (length - self._lengths[row] for row, layout, length, _ in known if self._layouts[row] == layout), 0
+        )
         anew = [
             i
             for i, (row, layout, length, count) in enumerate(known)

@@ -115,7 +115,8 @@ def test_shares_travel_in_the_widest_words_and_are_asked_for_at_once(
     compiled = build(one_shot_triton._share_kernel, types, constants, one_shot_triton.WARPS, capability, num_stages=1)
     ptx = compiled.asm["ptx"]
     assert spilled_bytes(ptx, capability, tmp_path) == 0
-    assert "convert_layout" not in compiled.asm["ttgir"], "what a thread has read is what it writes"
+    moved = [line for line in compiled.asm["ttgir"].splitlines() if "convert_layout" in line and "xi1," not in line]
+    assert not moved, "what a thread has read is what it writes"
     order = Order(ptx)
     each = units // (32 * one_shot_triton.WARPS)
     assert order.mailed(r"st\.global\.v4\.b32") == order.mailed(r"st\.global\.") == ranks * each

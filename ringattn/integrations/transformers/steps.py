@@ -157,7 +157,7 @@ def forward_step(
     can_keep = "logits_to_keep" in inspect.signature(getattr(forward, "forward", forward)).parameters
     if can_keep:
         others["logits_to_keep"] = keep
-    with rows_everywhere(step.cache.ring if step.mode == "decode" else None):
+    with rows_everywhere(step.cache.ring if step.mode == "decode" else None), step.one_call():
         out = forward(
             **rows,
             position_ids=positions,
