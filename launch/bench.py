@@ -60,6 +60,18 @@ LOAD_COLUMNS = {
     **ANSWER_COLUMNS,
     "client_busy_percent": "{:.0f}%",
 }
+TOKEN_COLUMNS = {
+    "world_size": "{}",
+    "seq_len": "{}",
+    "layers": "{}",
+    "batch": "{}",
+    "how": "{}",
+    "ms_per_token": "{:.3f}",
+    "worst_ms": "{:.3f}",
+    "tokens_per_s": "{:.1f}",
+    "bound_ms": "{:.3f}",
+    "ratio": "{:.2f}",
+}
 COLUMNS: dict[str, dict[str, str]] = {
     "ring": {
         "layout": "{}",
@@ -189,18 +201,8 @@ COLUMNS: dict[str, dict[str, str]] = {
         "mfu_percent": "{:.1f}%",
         "peak_gib": "{:.1f}",
     },
-    "inference: token": {
-        "world_size": "{}",
-        "seq_len": "{}",
-        "layers": "{}",
-        "batch": "{}",
-        "how": "{}",
-        "ms_per_token": "{:.3f}",
-        "worst_ms": "{:.3f}",
-        "tokens_per_s": "{:.1f}",
-        "bound_ms": "{:.3f}",
-        "ratio": "{:.2f}",
-    },
+    "inference: token": TOKEN_COLUMNS,
+    "inference: written": TOKEN_COLUMNS,
     "inference: throughput": {
         "world_size": "{}",
         "seq_len": "{}",

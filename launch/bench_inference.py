@@ -23,7 +23,7 @@ Note [What a token must take]
     simply scale: the head is read once whatever the layers; the share of the bound stays comparable.
 
 Note [Which model]
-    "generate" is measured with the model as transformers writes it, on both sides. Then, on GPUs, it is what the server computes
+    "generate" and "written" are measured with the model as transformers writes it. Then, on GPUs, it is what the server computes
     with: `fuse`d and `split`, checked once more; a row says how many parts that were. `--no-fuse` and `--no-split` leave it.
 
 Note [The same prompt]
@@ -75,7 +75,7 @@ from ringattn.launch.turns import Time, reason, time_together
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-Part = Literal["prefill", "attention", "first", "token", "throughput", "generate"]
+Part = Literal["prefill", "attention", "first", "token", "throughput", "generate", "written"]
 Keep = Callable[[list[dict[str, Any]]], None]
 Made = TypeVar("Made")
 
@@ -197,7 +197,7 @@ def bench_inference(args: Inference, session: Session, keep: Keep) -> list[dict[
                 for length in contexts:
                     measure(bench, length)
         for layers in dict.fromkeys(contexts.values()):
-            if not {"first", "token", "throughput", "generate"} & set(args.parts):
+            if not {"first", "token", "throughput", "generate", "written"} & set(args.parts):
                 break
             if not _measure_model(bench, layers, [n for n, depth in contexts.items() if depth == layers]):
                 return None
@@ -302,7 +302,9 @@ class _Bench:
 
 def describe_row(row: dict[str, Any]) -> str:
     """A row for people who wait."""
-    name = {"first": "first token", "token": "a token"}.get(row["part"], row["part"])
+    name = {"first": "first token", "token": "a token", "written": "a token of the model as written"}.get(
+        row["part"], row["part"]
+    )
     where: list[str] = [str(name)]
     if "seq_len" in row:
         where.append(f"{row['seq_len']} tokens")
@@ -493,9 +495,12 @@ def _measure_model(bench: _Bench, layers: int, lengths: Sequence[int]) -> bool:
     bench.changed.clear()
     if not is_right():
         return False
-    if "generate" in args.parts:
-        for length in lengths:
+    for length in lengths:
+        if "generate" in args.parts:
             measure_generate(bench, shape, model, length)
+        if "written" in args.parts:
+            for batch in args.batches:
+                measure_token(bench, shape, model, length, batch, "written")
     bench.change(model)
     if any(bench.changed.values()) and not is_right():
         return False
@@ -504,7 +509,7 @@ def _measure_model(bench: _Bench, layers: int, lengths: Sequence[int]) -> bool:
             measure_first_token(bench, shape, model, length)
         if "token" in args.parts:
             for batch in args.batches:
-                measure_token(bench, shape, model, length, batch)
+                measure_token(bench, shape, model, length, batch, "token")
     if "throughput" in args.parts and layers == args.layers[0]:
         for length in args.throughput_lengths or (min(args.contexts(session.world_size)),):
             measure_throughput(bench, shape, model, length)
@@ -568,9 +573,11 @@ def measure_first_token(bench: _Bench, shape: Shape, model: PreTrainedModel, len
     )
 
 
-def measure_token(bench: _Bench, shape: Shape, model: PreTrainedModel, length: int, batch: int) -> None:
+def measure_token(
+    bench: _Bench, shape: Shape, model: PreTrainedModel, length: int, batch: int, part: Literal["token", "written"]
+) -> None:
     """Rows of one token more for each of a batch, eager and as a CUDA graph (Note [What a token must take])."""
-    row = {"part": "token", "who": "ringattn", "seq_len": length, "batch": batch, **bench.facts(shape)}
+    row = {"part": part, "who": "ringattn", "seq_len": length, "batch": batch, **bench.facts(shape)}
     if not bench.is_over(row):
         for found in _token_rows(bench, shape, model, length, batch, ("eager", "graph")):
             bench.add(row | found)
