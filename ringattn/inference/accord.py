@@ -138,7 +138,7 @@ def _described(step: Step) -> str:
     if step.sharding is not None and step.kv_sharding is not None:
         owners = f"{step.sharding.text} {step.kv_sharding.text}"
     else:
-        owners = repr([one.stretches for one in step.cache.pages.look(step.requests)])
+        owners = [one.stretches for one in step.cache.pages.look(step.requests)]
     facts = repr((step.requests, step.counts, step.lengths, step.firsts, owners))
     few = (
         f"requests {step.requests} with {step.counts} new tokens"

@@ -261,6 +261,7 @@ class PagedKVCache:
             )
         if mode == "auto":
             mode = "decode" if few else "prefill"
+        found = []
         if into is not None:
             if into.cache is not self:
                 raise ValueError(
@@ -270,14 +271,14 @@ class PagedKVCache:
                 raise ValueError(
                     f"into must be left out of a prefill, got it with {list(counts)} new tokens; prefill without"
                 )
-            into.check(requests, counts)
+            found = into.check(requests, counts)
         if packed:
             # many rows of a request, which later steps of it find as if a prefill had brought them
             self.pages.place(requests, counts)
         else:
             self._place(requests, counts, mode, alike)
         if into is not None:
-            into.refill(requests, counts)
+            into.refill(requests, found, counts)
             # a graph that is replayed compares nothing
             self.accord.meet(into, "a static step", self.device)
             return into

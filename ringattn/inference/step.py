@@ -250,6 +250,7 @@ class StaticStep(Step):
     _sheet: _Sheet
     _rows: list[int]  # of each request
     _begins: list[int]  # the first row of each request, and one past the last one
+    _views: dict[int, tuple[Tensor, Tensor]]  # by how many blocks have changed
     _found: dict[Mask, tuple[Tensor, Tensor]]
     _fresh: set[Mask]
     _in_call: bool = False
@@ -277,12 +278,12 @@ class StaticStep(Step):
         step.max_tokens, step.max_blocks = max_tokens, max_blocks
         step._places, step._inbox, step._blocks = places, inbox, blocks
         step._sheet = _Sheet(places, cache.page_size, max_blocks, cache.ring.rank)
-        step._rows, step._begins, step._found, step._fresh = [], [0], {}, set()
+        step._rows, step._begins, step._views, step._found, step._fresh = [], [0], {}, {}, set()
         step.slots.fill_(-1)
         return step
 
-    def check(self, requests: Sequence[int], counts: Sequence[int]) -> None:
-        """Refuses what does not fit, before room is made for it."""
+    def check(self, requests: Sequence[int], counts: Sequence[int]) -> list[Request]:
+        """Refuses what does not fit, before room is made for it; returns what the books say of the others."""
         books, (batch, new) = self.cache.pages, self.tiles
         if self.pieces is not None:
             if min(counts, default=1) < 1 or sum(-(-count // new) for count in counts) > batch:
@@ -290,7 +291,7 @@ class StaticStep(Step):
                     f"a packed step must be given new tokens that fit into {batch} pieces of {new}, each request's in "
                     f"pieces of its own, got {list(counts)}; bring fewer at a time, or extend without into"
                 )
-        elif len(requests) > batch or any(x != new for x in counts):
+        elif len(requests) > batch or counts.count(new) != len(counts):
             raise ValueError(
                 f"a static step must be given at most {batch} requests with {new} new tokens each, got "
                 f"{len(requests)} with {list(counts)}; make one of another shape, or extend without into"
@@ -298,39 +299,50 @@ class StaticStep(Step):
         found = books.look(requests)
         most = max(counts, default=0)
         longest = max([one.length for one in found], default=0) + most
-        # a block has a token at least, so most requests need not be counted
-        few = longest <= self.max_blocks or most_blocks(books, requests, most) <= self.max_blocks
-        if few and longest <= self.max_tokens:
-            return
+        if longest <= self.max_tokens and _most_blocks(books, found, most) <= self.max_blocks:
+            return found
         for one, count in zip(found, counts, strict=False):
-            length, most = one.length + count, most_blocks(books, [one.name], count)
+            length, most = one.length + count, _most_blocks(books, [one], count)
             if length > self.max_tokens or most > self.max_blocks:
                 raise ValueError(
                     f"a static step must be given requests of at most {self.max_tokens} tokens in {self.max_blocks} "
                     f"blocks of each rank, got request {one.name} with {length} in up to {most}; make one with more "
                     "max_tokens or max_blocks, or extend without into"
                 )
+        return found
 
-    def refill(self, requests: Sequence[int], counts: Sequence[int]) -> None:
-        """Says the next tokens, for which room was made, in place."""
+    def refill(self, requests: Sequence[int], here: Sequence[Request], counts: Sequence[int]) -> None:
+        """Says the next tokens, for which room was made, in place; here: what `check` returned."""
         books, new = self.cache.pages, self.tiles[1]
-        here = books.look(requests)
-        self.requests, said = tuple(requests), tuple(counts)
+        said = tuple(counts)
         if said != self.counts:
             self.counts = said
             self._rows = [-(-count // new) for count in said]
             self._begins = list(accumulate(self._rows, initial=0))
             lasts = [(end - 1) * new + (count - 1) % new for end, count in zip(self._begins[1:], said, strict=True)]
             self.last_rows = tuple([(0, last) if self.pieces else divmod(last, new) for last in lasts])
-        self.lengths, self.firsts = tuple([one.length for one in here]), tuple([one.first for one in here])
+        self.requests, self.firsts = tuple(requests), tuple([one.first for one in here])
+        self.lengths = tuple([one.length for one in here])
         self.known, self.met = books.changes, False
-        blocks = self._sheet.say(_Lines(here, said, self._rows, self.cache.ring.rank, new), self._begins, books.changes)
+        blocks = self._sheet.say(
+            _Lines(here, self.lengths, said, self._rows, self.cache.ring.rank, new), self._begins, books.changes
+        )
         _upload(self._places.with_changes(self._sheet.data, blocks), self._inbox)
         if blocks.at:
-            self._blocks.index_copy_(1, *self._places.changes(self._inbox, len(blocks.at)))
+            self._blocks.index_copy_(1, *self._changes(len(blocks.at)))
         for mask, found in self._found.items():
             self._find_bounds(mask, *found)
         self._fresh = set(self._found)
+
+    def _changes(self, count: int) -> tuple[Tensor, Tensor]:
+        """Where the device finds so many blocks that have changed."""
+        known = self._views.get(count)
+        if known is None:
+            known = self._places.changes(self._inbox, count)
+            if count <= self.tiles[0]:
+                # as many as go on, in one step after another
+                self._views[count] = known
+        return known
 
     def lay(self, tokens: Tensor) -> Tensor:
         """The new tokens where the model is to find them: `batch rows` on the CPU, 0 where there is none.
@@ -384,8 +396,11 @@ class StaticStep(Step):
 
 def most_blocks(books: Pages, requests: Sequence[int], new: int) -> int:
     """Blocks that one of some requests may have on one rank when each has got `new` more tokens; the same on every rank."""
-    held = max([one.most_blocks for one in books.look(requests)], default=0)
-    return held + -(-new // books.page_size)
+    return _most_blocks(books, books.look(requests), new)
+
+
+def _most_blocks(books: Pages, requests: Sequence[Request], new: int) -> int:
+    return max([one.most_blocks for one in requests], default=0) + -(-new // books.page_size)
 
 
 def _kept(one: Request, table: Table, shown: tuple[int, int] | None, stayed: int) -> int:
@@ -415,13 +430,15 @@ class _Lines:
 
     Attributes:
         requests: Whose they are.
+        lengths: Of each how long it is with them.
         counts: Of each how many tokens.
         rows: Of each how many rows.
         rank: Whose blocks are asked for.
         new: Tokens of a row.
     """
 
-    requests: list[Request]
+    requests: Sequence[Request]
+    lengths: Sequence[int]
     counts: Sequence[int]
     rows: Sequence[int]
     rank: int
@@ -434,17 +451,12 @@ class _Lines:
 
     def part(self, begin: int, end: int) -> _Lines:
         """Those of some requests."""
-        return _Lines(self.requests[begin:end], self.counts[begin:end], self.rows[begin:end], self.rank, self.new)
+        these = slice(begin, end)
+        return _Lines(
+            self.requests[these], self.lengths[these], self.counts[these], self.rows[these], self.rank, self.new
+        )
 
-    def befores(self) -> list[int]:
-        """The first token of every row."""
-        begins = [one.length - count for one, count in zip(self.requests, self.counts, strict=True)]
-        if max(self.rows) == 1:
-            return begins
-        ends = [one.length for one in self.requests]
-        return list(chain.from_iterable(map(range, begins, ends, repeat(self.new))))
-
-    def spread(self, known: list[_Known]) -> list[_Known]:
+    def spread(self, known: Sequence[_Known]) -> Sequence[_Known]:
         """What is known of each request, for every row."""
         if max(self.rows) == 1:
             return known
@@ -525,29 +537,28 @@ class _Sheet:
         Returns:
             What its rows do not have yet.
         """
-        layouts, lengths = [one.layout for one in lines.requests], [one.length for one in lines.requests]
-        known = list(zip(begins, layouts, lengths, lines.counts, strict=False))
-        # the others get as many as the first one that goes on
-        ahead = next(
-            (length - self._lengths[row] for row, layout, length, _ in known if self._layouts[row] == layout), 0
-        )
-        anew = [
-            i
-            for i, (row, layout, length, count) in enumerate(known)
-            if self._layouts[row] != layout or self._lengths[row] + ahead != length or count != lines.new
+        rows = begins[:-1]
+        more = list(map(sub, lines.lengths, map(self._lengths.__getitem__, rows)))
+        same = [
+            one.layout == layout
+            for one, layout in zip(lines.requests, map(self._layouts.__getitem__, rows), strict=True)
         ]
+        # the others get as many as the first one that goes on
+        ahead = next(compress(more, same), 0)
+        goes_on = True, ahead, lines.new
+        anew = [i for i, found in enumerate(zip(same, more, lines.counts, strict=True)) if found != goes_on]
         if ahead:
             self._words.add_(self._growth, alpha=ahead)
         blocks = _Changed()
         for begin, end in _spans(anew):
-            part, row = lines.part(begin, end), begins[begin]
+            part, row = lines.part(begin, end), rows[begin]
             self._places.write(self._ints, self._longs, self._page_size, part, row)
             self._bring(part, row, change, blocks)
         if begins[-1] != self._filled:
             self._fill(begins[-1])
         if anew:
             torch.ge(self._slots, 0, out=self._more_slots)
-        self._lengths[: self._filled] = lines.spread(lengths)
+        self._lengths[: self._filled] = lines.spread(lines.lengths)
         # what goes on here has one block that is longer
         blocks.at.extend(compress(self._at, self._grows))
         blocks.pages.extend(compress(self._pages, self._grows))
@@ -560,8 +571,10 @@ class _Sheet:
         """Adds the blocks that rows lack, from this one on, but for those in which they go on; notes what they have."""
         for one, table, count, rows in zip(lines.requests, lines.tables, lines.counts, lines.rows, strict=True):
             these, before = slice(row, row + rows), one.length - count
-            shown = set(zip(self._shown[these], self._lengths[these], strict=True))
-            begin = min([_kept(one, table, *had) for had in shown])
+            begin = _kept(one, table, self._shown[row], self._lengths[row])
+            if begin and rows > 1:
+                had = set(zip(self._shown[these], self._lengths[these], strict=True))
+                begin = min([_kept(one, table, *shown) for shown in had])
             # all of its tokens are in its last block, and none is padding
             goes_on = rows == 1 and count == lines.new and one.first - 1 <= before >= one.last.starts[-1]
             here = goes_on and one.last is table
@@ -715,44 +728,55 @@ class _Places:
 
     def write(self, ints: memoryview, longs: memoryview, page_size: int, lines: _Lines, row: int = 0) -> None:
         """Writes all of some rows, from this one on, but the blocks: what holds no token sees nothing and is kept nowhere."""
-        new, befores = self.new, lines.befores()
+        new, tables = self.new, lines.tables
         place, slots, here, starts, ends, causal_ends, counts, _ = self.begins
         place, slots = place // 2, slots // 2
-        begin, stop = row * new, (row + len(befores)) * new
-        firsts = lines.spread([one.first for one in lines.requests])
-        lengths = array("i", lines.spread([one.length for one in lines.requests]))
-        padded = max(firsts) > 0
-        numbers = array("i", firsts)
-        for x in range(new):
-            # token x of every row at once
-            at, to = begin + x, stop
-            positions = [before + x for before in befores]
-            nexts = [before + x + 1 for before in befores]
-            longs[place + at : place + to : new] = array("q", positions)
-            ints[here + at : here + to : new] = array("i", positions)
-            ints[starts + at : starts + to : new] = numbers
-            ints[ends + at : ends + to : new] = lengths
-            ints[causal_ends + at : causal_ends + to : new] = array("i", map(max, nexts, firsts) if padded else nexts)
-        tables = lines.tables
-        ints[counts + row : counts + row + len(befores)] = array(
-            "i", lines.spread([len(table.pages) for table in tables])
-        )
-        longs[slots + begin : slots + stop] = array("q", (-1,)) * (stop - begin)
-        stop = begin
+        last = row + sum(lines.rows)
+        longs[slots + row * new : slots + last * new] = array("q", (-1,)) * ((last - row) * new)
+        ints[counts + row : counts + last] = array("i", lines.spread([len(table.pages) for table in tables]))
+        together = max(lines.rows) == 1 < len(lines.rows)
+        if together:
+            self._write_rows(ints, longs, lines, row)
+        stop = row * new
         for one, table, count, rows in zip(lines.requests, tables, lines.counts, lines.rows, strict=True):
             at, stop, before = stop, stop + rows * new, one.length - count
-            if at + count < stop:
+            end = at + count
+            if not together:
+                numbers, nexts = range(before, one.length), range(before + 1, one.length + 1)
+                longs[place + at : place + end] = array("q", numbers)
+                ints[here + at : here + end] = array("i", numbers)
+                ints[causal_ends + at : causal_ends + end] = array(
+                    "i", (max(one.first, x) for x in nexts) if one.first else nexts
+                )
+                ints[starts + at : starts + end] = array("i", (one.first,)) * count
+                ints[ends + at : ends + end] = array("i", (one.length,)) * count
+            if end < stop:
                 # the last row has fewer tokens
-                nothing = array("i", (0,)) * (stop - at - count)
-                longs[place + at + count : place + stop] = array("q", nothing)
+                nothing = array("i", (0,)) * (stop - end)
+                longs[place + end : place + stop] = array("q", nothing)
                 for first in (here, starts, ends, causal_ends):
-                    ints[first + at + count : first + stop] = nothing
+                    ints[first + end : first + stop] = nothing
             if not table.starts or table.starts[-1] + table.lengths[-1] <= before:
                 continue  # its new tokens are on other ranks
             if count == 1:
                 longs[slots + at] = table.pages[-1] * page_size + before - table.starts[-1]
             else:
-                longs[slots + at : slots + at + count] = _slots(table, page_size, before, count)
+                longs[slots + at : slots + end] = _slots(table, page_size, before, count)
+
+    def _write_rows(self, ints: memoryview, longs: memoryview, lines: _Lines, row: int) -> None:
+        """Writes what is known of the tokens of requests that have a row each, but where they are kept."""
+        positions, _, here, starts, ends, causal_ends, _, _ = self.begins
+        befores = [length - count for length, count in zip(lines.lengths, lines.counts, strict=True)]
+        firsts, lengths = array("i", [one.first for one in lines.requests]), array("i", lines.lengths)
+        stop = (row + len(befores)) * self.new
+        for x in range(self.new):
+            # token x of every row at once
+            at, places = row * self.new + x, [before + x for before in befores]
+            nexts = [max(before + x + 1, first) for before, first in zip(befores, firsts, strict=True)]
+            longs[positions // 2 + at : positions // 2 + stop : self.new] = array("q", places)
+            columns = (here, array("i", places)), (starts, firsts), (ends, lengths), (causal_ends, array("i", nexts))
+            for first, column in columns:
+                ints[first + at : first + stop : self.new] = column
 
 
 def _lines(words: int) -> int:
@@ -778,7 +802,7 @@ def make_step(
     if mode == "decode":
         places = _Places(len(requests), counts[0])
         here = books.look(requests)
-        lines = _Lines(here, counts, [1] * len(here), cache.ring.rank, places.new)
+        lines = _Lines(here, lengths, counts, [1] * len(here), cache.ring.rank, places.new)
         # a kernel wants one column at least
         columns = max(1, *map(len, lines.tables))
         words = _uploaded(places.fill(books.page_size, lines, columns), cache.device)
