@@ -515,7 +515,6 @@ class _Sheet:
             torch.frombuffer(self.data, dtype=torch.int64),
             torch.frombuffer(growth, dtype=torch.int64),
         )
-        self._slots, self._more_slots = places.slots(self._words), places.slots(self._growth)
         self._filled = 0
         # of each row: the layout with which it goes on, its request and the last change, and how long that was
         self._layouts = [_NONE] * batch
@@ -556,8 +555,6 @@ class _Sheet:
             self._bring(part, row, change, blocks)
         if begins[-1] != self._filled:
             self._fill(begins[-1])
-        if anew:
-            torch.ge(self._slots, 0, out=self._more_slots)
         self._lengths[: self._filled] = lines.spread(lines.lengths)
         # what goes on here has one block that is longer
         blocks.at.extend(compress(self._at, self._grows))
@@ -582,6 +579,7 @@ class _Sheet:
             self._layouts[these] = [one.layout if goes_on else _NONE] * rows
             self._shown[these] = [(one.name, change)] * rows
             self._grows[these] = [here] * rows
+            self._places.grow(self._more_longs, row, here)
             if here:
                 last = len(table) - 1
                 self._at[row], self._pages[row], self._starts[row] = (
@@ -595,7 +593,6 @@ class _Sheet:
             self._places.clear(self._ints, self._longs, rows, self._filled)
             empty = self._filled - rows
             self._layouts[rows : self._filled], self._grows[rows : self._filled] = [_NONE] * empty, [False] * empty
-            torch.ge(self._slots, 0, out=self._more_slots)
         self._places.count(self._more_ints, self._more_longs, rows)
         self._filled = rows
 
@@ -656,11 +653,6 @@ class _Places:
         long, short = _lines(2 * self.rows), _lines(self.rows)
         return tuple(accumulate((long, long, short, short, short, short, _lines(self.batch)), initial=0))
 
-    def slots(self, x: Tensor) -> Tensor:
-        """Slots, of the words of a step in pairs."""
-        begin = self.begins[1] // 2
-        return x[begin : begin + self.rows]
-
     def table(self, words: Tensor, columns: int) -> Tensor:
         """Pages, starts and lengths of all blocks, `3 batch columns`, of the words that hold them."""
         return words.view(3, -1)[:, : self.batch * columns].view(3, self.batch, columns)
@@ -719,12 +711,18 @@ class _Places:
         ints[counts + begin : counts + end] = array("i", (0,)) * (end - begin)
 
     def count(self, ints: memoryview, longs: memoryview, rows: int) -> None:
-        """Writes by how much numbers grow with a token more in each of the first rows, but for slots."""
-        positions, _, here, _, ends, causal_ends, _, _ = self.begins
+        """Writes by how much numbers grow with a token more of each of the first rows; slots of these: `grow`."""
+        positions, slots, here, _, ends, causal_ends, _, _ = self.begins
         more, none = rows * self.new, self.rows - rows * self.new
         longs[positions // 2 : positions // 2 + self.rows] = array("q", (1,)) * more + array("q", (0,)) * none
+        longs[slots // 2 + more : slots // 2 + self.rows] = array("q", (0,)) * none
         for first in (here, ends, causal_ends):
             ints[first : first + self.rows] = array("i", (1,)) * more + array("i", (0,)) * none
+
+    def grow(self, longs: memoryview, row: int, here: bool) -> None:
+        """Writes by how much a row's slots grow with a token more: those of tokens that are kept here."""
+        at = self.begins[1] // 2 + row * self.new
+        longs[at : at + self.new] = array("q", (here,)) * self.new
 
     def write(self, ints: memoryview, longs: memoryview, page_size: int, lines: _Lines, row: int = 0) -> None:
         """Writes all of some rows, from this one on, but the blocks: what holds no token sees nothing and is kept nowhere."""
