@@ -366,6 +366,9 @@ class Shown:
         assert table_of(step) == tables + [[]] * (batch - some)
         columns = [step.positions32, step.slots, step.starts, step.ends]
         said = zip(*[x.flatten().tolist() for x in columns if x is not None], strict=True)
+        causal = [(first, max(first, x + 1) if length else 0) for x, _, first, length in tokens]
+        lo, hi = (x.flatten().tolist() for x in step.bounds(True, None))
+        assert list(zip(lo, hi, strict=True)) == causal + [(0, 0)] * ((batch - some) * new)
         assert list(said) == tokens + [(0, -1, 0, 0)] * ((batch - some) * new)
         assert step.positions.flatten().tolist() == [x[0] for x in tokens] + [0] * ((batch - some) * new)
         assert step.last_rows == tuple((0, end) if step.pieces else divmod(end, new) for end in ends)
@@ -387,6 +390,23 @@ def test_a_static_step_shows_what_the_books_say_after_every_history(rank: int) -
             except (CacheFull, ValueError):  # beams that were cropped apart, and what has no room
                 shown.groups = []
     assert decoded > 200
+
+
+def test_what_does_not_reach_a_static_step_is_said_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else its rows would go on from blocks that the device never got."""
+    cache = make(pages=40)
+    requests = [cache.join(30) for _ in range(3)]
+    step = cache.static_step(3, max_tokens=30)
+    cache.extend(requests, [1] * 3, into=step)
+    for request in requests[:2]:
+        cache.extend([request], [9], mode="prefill")
+    with monkeypatch.context() as broken:
+        broken.setattr(steps_of, "_upload", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            cache.extend(requests, [1] * 3, into=step)
+    cache.extend(requests, [1] * 3, into=step)
+    assert table_of(step) == [[x[1:] for x in cache.pages.blocks(one)] for one in requests]
+    assert step.positions.flatten().tolist() == [cache.length(one) - 1 for one in requests]
 
 
 @pytest.mark.parametrize("batch", [1, 2, 3, 5])

@@ -201,7 +201,7 @@ class Step:
         return self.shared[key]
 
     def _said_bounds(self, mask: Mask) -> tuple[Tensor, Tensor] | None:
-        """Bounds that the step comes with: those of most models."""
+        """Bounds that came with the upload, those of most models; None: they are to be found."""
         causal, window, chunk_len = mask
         if not causal or chunk_len is not None or window not in (None, (None, None), (None, 0)):
             return None
@@ -277,13 +277,13 @@ class StaticStep(Step):
         step = cls(cache, "decode", (), (), (), (), *shape, **found, last_rows=(), pieces=pieces)
         step.max_tokens, step.max_blocks = max_tokens, max_blocks
         step._places, step._inbox, step._blocks = places, inbox, blocks
-        step._sheet = _Sheet(places, cache.page_size, max_blocks, cache.ring.rank)
+        step._sheet = step._empty_sheet()
         step._rows, step._begins, step._views, step._found, step._fresh = [], [0], {}, {}, set()
         step.slots.fill_(-1)
         return step
 
     def check(self, requests: Sequence[int], counts: Sequence[int]) -> list[Request]:
-        """Refuses what does not fit, before room is made for it; returns what the books say of the others."""
+        """Refuses what does not fit, before room is made for it; returns what the books say of the requests."""
         books, (batch, new) = self.cache.pages, self.tiles
         if self.pieces is not None:
             if min(counts, default=1) < 1 or sum(-(-count // new) for count in counts) > batch:
@@ -324,15 +324,22 @@ class StaticStep(Step):
         self.requests, self.firsts = tuple(requests), tuple([one.first for one in here])
         self.lengths = tuple([one.length for one in here])
         self.known, self.met = books.changes, False
-        blocks = self._sheet.say(
-            _Lines(here, self.lengths, said, self._rows, self.cache.ring.rank, new), self._begins, books.changes
-        )
-        _upload(self._places.with_changes(self._sheet.data, blocks), self._inbox)
-        if blocks.at:
-            self._blocks.index_copy_(1, *self._changes(len(blocks.at)))
+        lines = _Lines(here, self.lengths, said, self._rows, self.cache.ring.rank, new)
+        try:
+            blocks = self._sheet.say(lines, self._begins, books.changes)
+            _upload(self._places.with_changes(self._sheet.data, blocks), self._inbox)
+            if blocks.at:
+                self._blocks.index_copy_(1, *self._changes(len(blocks.at)))
+        except BaseException:
+            # nobody knows what the device has
+            self._sheet = self._empty_sheet()
+            raise
         for mask, found in self._found.items():
             self._find_bounds(mask, *found)
         self._fresh = set(self._found)
+
+    def _empty_sheet(self) -> _Sheet:
+        return _Sheet(self._places, self.cache.page_size, self.max_blocks)
 
     def _changes(self, count: int) -> tuple[Tensor, Tensor]:
         """Where the device finds so many blocks that have changed."""
@@ -497,20 +504,19 @@ class _Sheet:
         places: Of its numbers.
         page_size: Tokens of a page.
         columns: Blocks that a row has room for.
-        rank: Whose blocks.
 
     Attributes:
         data: All numbers of its rows, as they are uploaded.
     """
 
-    def __init__(self, places: _Places, page_size: int, columns: int, rank: int) -> None:
+    def __init__(self, places: _Places, page_size: int, columns: int) -> None:
         batch, size = places.batch, _WORD * places.begins[-1]
         self.data = bytearray(size)
-        self._places, self._page_size, self._columns, self._rank = places, page_size, columns, rank
+        self._places, self._page_size, self._columns = places, page_size, columns
         self._ints, self._longs = memoryview(self.data).cast("i"), memoryview(self.data).cast("q")
         growth = bytearray(size)
         self._more_ints, self._more_longs = memoryview(growth).cast("i"), memoryview(growth).cast("q")
-        # two numbers of 32 bits at once: none is negative or overflows
+        # two numbers of 32 bits at once: none that grows is negative, or overflows
         self._words, self._growth = (
             torch.frombuffer(self.data, dtype=torch.int64),
             torch.frombuffer(growth, dtype=torch.int64),
