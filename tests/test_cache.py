@@ -392,6 +392,16 @@ def test_a_static_step_shows_what_the_books_say_after_every_history(rank: int) -
     assert decoded > 200
 
 
+def test_rows_of_padding_see_nothing_in_a_static_step() -> None:
+    cache = make(pages=40)
+    requests = [cache.join(20), cache.join(20, 4)]
+    step = cache.static_step(2, max_tokens=20)
+    for length in range(1, 9):
+        cache.extend(requests, [1, 1], into=step)
+        lo, hi = step.bounds(True, None)
+        assert (lo.tolist(), hi.tolist()) == ([[0], [4]], [[length], [max(4, length)]])
+
+
 def test_what_does_not_reach_a_static_step_is_said_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     """Else its rows would go on from blocks that the device never got."""
     cache = make(pages=40)
