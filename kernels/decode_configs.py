@@ -26,8 +26,8 @@ ROUNDS = 4
 """How many programs of many rows one after another a multiprocessor should get at most."""
 BEGIN_BLOCKS = 4
 """What beginning and ending a program of many rows costs, in blocks of keys."""
-UNEVEN = 4
-"""How many times its even share of the device a request may take when others are short."""
+ROWS_ROOM = 2**17
+"""Rows of all parts of a stack for which there is memory. Beyond it a request has as many programs as multiprocessors, at most."""
 
 
 @dataclass(frozen=True)
@@ -176,19 +176,19 @@ def splits(
 
     Example:
         >>> one = Config(64, 4, 3, 2)
-        >>> [splits(b, 16, 32, 8, 1024, 64, 132, one) for b in (2, 8, 32)]
-        [33, 17, 16]
+        >>> [splits(b, 1, 32, 8, 1024, 64, 132, one) for b in (2, 8, 64, 200)]
+        [33, 33, 33, 20]
         >>> [splits(b, 16, 32, 8, 1024, 64, 132, one, alike=True) for b in (2, 8, 32)]
         [17, 5, 2]
     """
     if s * h // hk > MANY_ROWS:
         return shares((blocks,) * b, s, h, hk, page_size, sms, config)
-    full = slots(s, h, hk, sms, config)
+    full, rows = slots(s, h, hk, sms, config), max(1, b * s * h)
+    most = -(-blocks // least_blocks(s, h // hk, page_size))
     if alike:
-        return max(1, min(-(-full // max(b, 1)), -(-blocks // least_blocks(s, h // hk, page_size))))
-    alone = slots(s, h, hk, sms, replace(config, per_sm=1))
-    wanted = min(full, max(-(-UNEVEN * full // max(b, 1)), alone))
-    return max(1, min(wanted, -(-blocks // least_blocks(s, h // hk, page_size))))
+        return max(1, min(-(-full // max(b, 1)), most))
+    # what a request does not need costs it next to nothing: a long one among short ones may take the whole device
+    return max(1, min(full, most, max(ROWS_ROOM // rows, slots(s, h, hk, sms, replace(config, per_sm=1)))))
 
 
 @functools.lru_cache

@@ -67,6 +67,8 @@ FAN = 128
 """Blocks that one step of a search looks at."""
 FINER = 4
 """Into how many shares an even one is cut at most where there are rounds."""
+SPARED = tl.constexpr(32)
+"""Splits of which a program says at once that they hold nothing."""
 BEGIN = tl.constexpr(2)
 """What one more round costs, in blocks: programs begin and end."""
 
@@ -365,10 +367,14 @@ def _decode_kernel(
     tl.store(parts + home + acc_at, acc, mask=acc_there)
     tl.store(ml + home + row, m_i - HEADROOM, mask=exists)
     tl.store(ml + home + rows + row, tl.sum(l_i, 1), mask=exists)
-    for unused in tl.range(split + mine, splits, mine):
-        home = tl.cast(unused, tl.int64) * parts_sp
-        tl.store(ml + home + row, tl.full([BLOCK_M], float("-inf"), tl.float32), mask=exists)
-        tl.store(ml + home + rows + row, tl.zeros([BLOCK_M], tl.float32), mask=exists)
+    # of the splits that nobody needs, each program of this request says those that are its own modulo their number
+    x = tl.arange(0, SPARED)
+    for base in tl.range(mine // SPARED * SPARED, splits, SPARED):
+        unused = base + x
+        spared = ((unused >= mine) & (unused < splits) & (unused % mine == split))[:, None] & exists[None, :]
+        at = ml + (tl.cast(unused, tl.int64) * parts_sp)[:, None] + row[None, :]
+        tl.store(at, tl.full([SPARED, BLOCK_M], float("-inf"), tl.float32), mask=spared)
+        tl.store(at + rows, tl.zeros([SPARED, BLOCK_M], tl.float32), mask=spared)
 
 
 _kernel: Any = _decode_kernel  # what @triton.jit makes of a function has a type that does not know [grid]

@@ -105,7 +105,7 @@ def merge_rows(
 
     Example: parts (m, l) = (3, 2), (-inf, 0), (5, 1) of one row: top 5, total 2 e^-2 + 0 + 1 = 1.2707.
     """
-    WIDE: tl.constexpr = triton.next_power_of_2(TOGETHER)
+    WIDE: tl.constexpr = triton.next_power_of_2(TOGETHER) if TOGETHER <= 4 else 32
     p = tl.arange(0, WIDE)
     tops = tl.full([m_at.shape[0], WIDE], float("-inf"), tl.float32)
     height = tl.zeros([m_at.shape[0], WIDE], tl.int32)  # what lies above holds nothing

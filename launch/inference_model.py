@@ -101,7 +101,7 @@ class Shape:
         Example:
             >>> shape = Shape(4096, 32, 32, 8, 128, 14336, 128256)
             >>> shape.weight_bytes(2), shape.weight_bytes(2, 4)
-            (15009316864, 5758779392)
+            (15009316864, 5765595136)
         """
         mlp = 3 * self.dim * self.mlp_dim
         split = self.layers * mlp + self.head_parameters
