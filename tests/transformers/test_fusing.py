@@ -13,14 +13,15 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from ringattn.integrations.transformers.fusing import CannotFuse, fuse
 from ringattn.ring import Ring
 from tests.pool import Pools
+from tests.transformers.models import CONFIGS, make
 
 SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
 SIZES |= {"num_key_value_heads": 2, "head_dim": 8, "vocab_size": 60}
 
 
-def small(kind: str) -> Any:
+def small(kind: str, **options: Any) -> Any:
     torch.manual_seed(0)
-    return AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **SIZES)).eval()
+    return AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **SIZES, **options)).eval()
 
 
 @torch.no_grad()
@@ -44,6 +45,20 @@ def test_a_model_with_fused_parts_gives_the_same(kind: str, norms: int):
     calls.clear()
     torch.testing.assert_close(model(ids).logits, expected)
     assert len(calls) == compiled
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kind", ["mistral", "gemma3", "gpt_oss", "llama4", "phi3", "glm", "starcoder2"])
+def test_every_kind_of_model_can_be_fused(kind: str):
+    """Rotations by half as many angles as a head has, of a part of each head, of complex numbers; products that are one already."""
+    torch._dynamo.reset()
+    if kind in CONFIGS:
+        model, ids = make(kind, "eager", torch.float32, head_dim=32).eval(), torch.arange(14).view(2, 7)
+    else:
+        model, ids = small(kind, pad_token_id=0, eos_token_id=2), torch.arange(14).view(2, 7)
+    expected = model(ids).logits
+    assert fuse(model, Ring(), backend="eager") > 2
+    torch.testing.assert_close(model(ids).logits, expected)
 
 
 def _wrong(graph: Any, inputs: Any) -> Any:

@@ -22,6 +22,7 @@ Note [Joined products]
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 from collections.abc import Callable, Sequence
 from types import FunctionType, MethodType
@@ -78,10 +79,10 @@ def fuse(model: nn.Module, ring: Ring, *, backend: str | Callable = "inductor") 
             assert columns is not None, "rows have columns"
             kind = type(part), columns
             replacements.append(Replacement(part, kind, _compiled(part, backend), rows_for(part, columns)))
-        elif (rotate := _rotation(part)) is not None:
+        elif (rotate := _rotation(part)) is not None and (tried := _angles_for(part, rotate)):
             if rotate not in rotations:
                 rotations[rotate] = _compiled_rotation(rotate, backend)
-            replacements.append(_rotating(part, rotate, rotations[rotate]))
+            replacements.append(_rotating(part, rotate, rotations[rotate], tried))
         replacements += _joining(part)
     if why := replace(replacements, ring, "fused"):
         raise CannotFuse(why)
@@ -154,23 +155,28 @@ def _compiled_rotation(rotate: Callable, backend: str | Callable) -> Callable:
     return forward
 
 
-def _rotating(part: nn.Module, rotate: Callable, other: Callable) -> Replacement:
+def _angles_for(part: nn.Module, rotate: Callable) -> list[tuple[Tensor, ...]]:
+    """Rows and angles to try a rotation with, the same on every rank; none where it takes others than models mostly have."""
+    weight, d = next(part.parameters()), getattr(part, "head_dim", 0)
+    for angles in (d, d // 2):
+        draw = torch.Generator().manual_seed(0)
+        shapes = [((n, 4, 1, d), (n, 2, 1, d), (n, 1, angles), (n, 1, angles)) for n in TRIED]
+        tried = [tuple(torch.randn(x, generator=draw).to(weight.device, weight.dtype) for x in one) for one in shapes]
+        with contextlib.suppress(RuntimeError, ValueError):
+            rotate(*tried[0])
+            return tried
+    return []
+
+
+def _rotating(part: nn.Module, rotate: Callable, other: Callable, tried: list[tuple[Tensor, ...]]) -> Replacement:
     """An attention whose code calls another function to rotate with (Note [Rotation])."""
     code = _code(part)
     assert code is not None, "an attention with a rotation has code"
     names = {**code.__globals__, ROTATION: other}
     forward = FunctionType(code.__code__, names, code.__name__, code.__defaults__, code.__closure__)
     forward.__kwdefaults__ = code.__kwdefaults__
-    weight, d = next(part.parameters()), getattr(part, "head_dim", 0)
-    draw = torch.Generator().manual_seed(0)
-    tried = [
-        tuple(
-            torch.randn(shape, generator=draw).to(weight.device, weight.dtype)
-            for shape in ((n, 4, 1, d), (n, 2, 1, d), (n, 1, d), (n, 1, d))
-        )
-        for n in TRIED
-    ]
-    return Replacement(part, (rotate, d), MethodType(forward, part), tried, before=rotate, after=other)
+    kind = rotate, *(x.shape for x in tried[0])
+    return Replacement(part, kind, MethodType(forward, part), tried, before=rotate, after=other)
 
 
 def _joining(part: nn.Module) -> list[Replacement]:
