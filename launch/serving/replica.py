@@ -145,14 +145,14 @@ class Replica:
         begun = self._mark()
         logits = self._compute(plan)
         chosen, count = None, len(plan.wanted)
-        if count > len(self._mine):
+        if count > self._mine.shape[0]:
             self._room(2 * count)
         if ring.rank == 0:
             chosen = choose(logits, [plan.jobs[place].sampling for place in plan.wanted])
             # what is no number ends its request, and must be a token until then
             torch.clamp(chosen.tokens, min=0, out=self._mine[:count])
             chosen = chosen.on_host()
-        ring.exchange(device).gather(self._mine.view(torch.float32)[None], self._all.view(torch.float32)[None])
+        ring.exchange(device).gather(*self._bits)
         self._chosen = self._all[:count]
         self._steps += 1
         kind = plan.decodes, plan.packed, plan.mixed, len(plan.tokens).bit_length()
@@ -163,6 +163,7 @@ class Replica:
         """Makes room for what is chosen in a step, on this rank and by all."""
         new = partial(torch.zeros, dtype=torch.int64, device=self._cache.device)
         self._mine, self._all = new(tokens), new(self._cache.ring.world_size * tokens)
+        self._bits = [x.view(torch.float32)[None] for x in (self._mine, self._all)]
 
     def await_end(self, step: Computing) -> None:
         """See `Computing.wait`."""
@@ -196,9 +197,9 @@ class Replica:
         """The new tokens of a step, on the device where it takes any from there."""
         if not plan.carried:
             return torch.tensor(plan.tokens)
-        if plan.carried == list(range(len(self._chosen))):
+        count = self._chosen.shape[0]
+        if plan.carried == list(range(count)):
             return self._chosen
-        count = len(self._chosen)
         places = [count + i if place < 0 else place for i, place in enumerate(plan.carried)]
         said, at = self._upload([plan.tokens, places])
         return torch.cat([self._chosen, said])[at]

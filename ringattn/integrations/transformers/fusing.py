@@ -6,8 +6,8 @@ part is right (replacing.py).
 Note [Small kernels]
     Decoding reads all weights for few rows, and beside these products a layer of a model as transformers writes it has some 45
     small kernels, most of them in its norms, in its rotary embeddings and behind the first products of its MLP. torch.compile
-    makes one of each norm, one of the rotary embeddings of q and k, and one between the products of an MLP. Inductor is asked
-    to be deterministic: it then chooses how sums are made by rules and not by timing. Attention stays as it is: it takes
+    makes one of each norm, one or two of the rotary embeddings of q and k, and one between the products of an MLP. Inductor is
+    asked to be deterministic: it then chooses how sums are made by rules and not by timing. Attention stays as it is: it takes
     steps, which are no tensors.
 
 Note [Rotation]
