@@ -10,14 +10,16 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ringattn.inference import PagedKVCache
-from ringattn.integrations.transformers import NAME, register
+from ringattn.integrations.transformers import NAME, RingCache, fuse, register
 from ringattn.integrations.transformers.decoding import Decoding
 from ringattn.integrations.transformers.generation import cache_sizes
 from ringattn.integrations.transformers.splitting import CannotSplit, split
 from ringattn.integrations.transformers.steps import rows_everywhere, run_step
 from ringattn.ring import Ring
 from tests.pool import Pools
+from tests.transformers.models import make
 from tests.transformers.test_fusing import SIZES
+from tests.transformers.test_generate import BEAMS, GREEDY, alone, prompts
 
 
 def small(kind: str, **options: Any) -> Any:
@@ -103,6 +105,29 @@ def test_other_models_answer_as_before(pool: Pools, kind: str):
     for [(parts, apart, _, _)] in pool(2).run(_compare, kind, 2):
         assert parts == 3
         assert apart < 2e-6
+
+
+def _generate(calls: list[dict[str, Any]]) -> tuple[int, list[Tensor]]:
+    """What a rank generates with a model that is fused and split."""
+    ring = Ring()
+    model = make("llama", "ringattn", torch.float32).eval().requires_grad_(False)
+    fuse(model, ring, backend="eager")
+    parts = split(model, ring)
+    torch.manual_seed(ring.rank)
+    found = []
+    for call in calls:
+        with RingCache(model, ring, max_tokens=64, batch=6, page_size=4) as cache:
+            found.append(model.generate(**call, past_key_values=cache).clone())
+    ring.close()
+    return parts, found
+
+
+def test_what_is_generated_is_what_one_process_generates(pool: Pools):
+    calls = [{**prompts(), **GREEDY}, {**prompts(rows=2, padding=3), **BEAMS}]
+    expected = [alone("llama", [call])[0] for call in calls]
+    for parts, found in pool(2).run(_generate, calls):
+        assert parts == 2
+        assert [x.tolist() for x in found] == [x.tolist() for x in expected]
 
 
 def _unfit(model: nn.Module) -> int:
