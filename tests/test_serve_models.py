@@ -8,6 +8,7 @@ import random
 from collections import Counter
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,9 +19,10 @@ from hypothesis import strategies as st
 
 from ringattn.launch.distributed import Rank, Refusal
 from ringattn.launch.serving import scheduling
-from ringattn.launch.serving.config import check_model
+from ringattn.launch.serving.config import ServeArgs, check_model
 from ringattn.launch.serving.models import describe, load, make_cache, share_weights
 from ringattn.launch.serving.replica import Replica
+from ringattn.launch.serving.run import change_model
 from ringattn.launch.serving.sampling import Logprob, Sampling, choose
 from ringattn.launch.serving.scheduling import Job, Scheduler
 from ringattn.launch.serving.text import REPLACEMENT, Bytes, NoTemplate, Pieces, Pretrained, Stops
@@ -354,3 +356,41 @@ def test_logits_that_are_no_numbers_are_found():
         found = [token for token, _ in sample(logits, [Sampling(temperature, seed=0, logprobs=1)] * 4)]
         assert found[1:] == [None] * 3
         assert found[0] is not None
+
+
+@pytest.mark.parametrize(
+    ("flags", "fails", "asked", "said"),
+    [
+        ({}, "", [("fuse", None), ("split", "inductor")], ["7 parts compiled or joined", "its own of 3 parts"]),
+        ({}, "fuse", [("fuse", None), ("split", None)], ["stays as it was: no compiler", "its own of 3 parts"]),
+        (
+            {},
+            "split",
+            [("fuse", None), ("split", "inductor")],
+            ["7 parts", "every rank reads all weights: no compiler"],
+        ),
+        ({"fuse": False}, "", [("split", None)], ["its own of 3 parts"]),
+        ({"split": False}, "", [("fuse", None)], ["7 parts compiled or joined"]),
+        ({"ranks": 1}, "", [("fuse", None)], ["7 parts compiled or joined"]),
+    ],
+)
+def test_a_model_that_can_not_be_changed_is_served_as_it_is(monkeypatch, flags, fails, asked, said):
+    transformers = pytest.importorskip("ringattn.integrations.transformers")
+    calls = []
+
+    def change(name: str, error: type[Exception], parts: int, backend: str | None = None) -> int:
+        calls.append((name, backend))
+        if name == fails:
+            raise error("no compiler")
+        return parts
+
+    monkeypatch.setattr(transformers, "fuse", lambda *_: change("fuse", transformers.CannotFuse, 7))
+    monkeypatch.setattr(
+        transformers, "split", lambda *_, backend: change("split", transformers.CannotSplit, 3, backend)
+    )
+    ring: Any = SimpleNamespace(world_size=flags.get("ranks", 2))
+    args = ServeArgs("tiny", fuse=flags.get("fuse", True), split=flags.get("split", True))
+    lines = change_model(None, ring, args)
+    assert calls == asked
+    assert len(lines) == len(said)
+    assert all(words in line for words, line in zip(said, lines, strict=True))

@@ -149,7 +149,7 @@ def _prepare(args: ServeArgs, rank: Rank) -> tuple[Served, Replica, str]:
     if served.drawn:
         share_weights(served.model, rank)
     if rank.device.type == "cuda":
-        for line in _change(served.model, ring, args):
+        for line in change_model(served.model, ring, args):
             if rank.first:
                 print(line, flush=True)
     cache = make_cache(served.model, ring, gib=args.cache_gib, page_size=args.page_size, kv_dtype=args.kv_dtype)
@@ -160,8 +160,17 @@ def _prepare(args: ServeArgs, rank: Rank) -> tuple[Served, Replica, str]:
     return served, replica, describe(cache)
 
 
-def _change(model: Any, ring: Ring, args: ServeArgs) -> list[str]:
-    """Compiles, joins and splits what can be of a model; how that went, a line each."""
+def change_model(model: Any, ring: Ring, args: ServeArgs) -> list[str]:
+    """Compiles, joins and splits what can be of a model, on GPUs; every rank calls it alike.
+
+    Args:
+        model: As loaded; on its device.
+        ring: All ranks.
+        args: Which of it is wanted.
+
+    Returns:
+        How that went, a line each.
+    """
     from ringattn.integrations.transformers import CannotFuse, CannotSplit, fuse, split
 
     said, fused, began = list[str](), 0, time.monotonic()
