@@ -60,13 +60,16 @@ LOAD_COLUMNS = {
     **ANSWER_COLUMNS,
     "client_busy_percent": "{:.0f}%",
 }
-TOKEN_COLUMNS = {
+DECODED_COLUMNS = {
     "world_size": "{}",
     "seq_len": "{}",
     "layers": "{}",
     "batch": "{}",
     "how": "{}",
     "ms_per_token": "{:.3f}",
+}
+TOKEN_COLUMNS = {
+    **DECODED_COLUMNS,
     "worst_ms": "{:.3f}",
     "tokens_per_s": "{:.1f}",
     "bound_ms": "{:.3f}",
@@ -204,12 +207,7 @@ COLUMNS: dict[str, dict[str, str]] = {
     "inference: token": TOKEN_COLUMNS,
     "inference: written": TOKEN_COLUMNS,
     "inference: throughput": {
-        "world_size": "{}",
-        "seq_len": "{}",
-        "layers": "{}",
-        "batch": "{}",
-        "how": "{}",
-        "ms_per_token": "{:.3f}",
+        **DECODED_COLUMNS,
         "tokens_per_s": "{:.1f}",
         "latency_ms": "{}",
         "within": "{}",
