@@ -51,6 +51,7 @@ from torch import Tensor
 import ringattn
 from ringattn.inference import CacheFull, PagedKVCache, attend
 from ringattn.launch.bench_ring import GIB, outside_torch
+from ringattn.launch.changing import change_model
 from ringattn.launch.check import DTYPES
 from ringattn.launch.inference_checks import check_attention, check_decoded, check_model
 from ringattn.launch.inference_model import (
@@ -256,16 +257,12 @@ class _Bench:
 
     def change(self, model: PreTrainedModel) -> None:
         """Makes a model what the server computes with (Note [Which model])."""
-        from ringattn.integrations.transformers import CannotFuse, CannotSplit, fuse, split
-
         if self.session.device.type != "cuda":
             return
-        try:
-            self.changed["fused"] = fuse(model, self.ring) if self.args.fuse else 0
-            backend = "inductor" if self.changed["fused"] else None
-            self.changed["split"] = split(model, self.ring, backend=backend) if self.args.split else 0
-        except (CannotFuse, CannotSplit) as error:
-            self.session.say(f"{type(error).__name__}: {error}")
+        found = change_model(model, self.ring, fused=self.args.fuse, split=self.args.split)
+        self.changed = {"fused": found.fused, "split": found.split}
+        for line in found.said:
+            self.session.say(line)
 
     def facts(self, shape: Shape) -> dict[str, int]:
         """What all rows say of the model at hand."""

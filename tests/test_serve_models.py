@@ -17,12 +17,12 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ringattn.launch.changing import change_model
 from ringattn.launch.distributed import Rank, Refusal
 from ringattn.launch.serving import scheduling
-from ringattn.launch.serving.config import ServeArgs, check_model
+from ringattn.launch.serving.config import check_model
 from ringattn.launch.serving.models import describe, load, make_cache, share_weights
 from ringattn.launch.serving.replica import Replica
-from ringattn.launch.serving.run import change_model
 from ringattn.launch.serving.sampling import Logprob, Sampling, choose
 from ringattn.launch.serving.scheduling import Job, Scheduler
 from ringattn.launch.serving.text import REPLACEMENT, Bytes, NoTemplate, Pieces, Pretrained, Stops
@@ -389,8 +389,9 @@ def test_a_model_that_can_not_be_changed_is_served_as_it_is(monkeypatch, flags, 
         transformers, "split", lambda *_, backend: change("split", transformers.CannotSplit, 3, backend)
     )
     ring: Any = SimpleNamespace(world_size=flags.get("ranks", 2))
-    args = ServeArgs("tiny", fuse=flags.get("fuse", True), split=flags.get("split", True))
-    lines = change_model(None, ring, args)
+    found = change_model(None, ring, fused=flags.get("fuse", True), split=flags.get("split", True))
     assert calls == asked
-    assert len(lines) == len(said)
-    assert all(words in line for words, line in zip(said, lines, strict=True))
+    done = [name for name, _ in asked if name != fails]
+    assert (found.fused, found.split) == (7 * ("fuse" in done), 3 * ("split" in done))
+    assert len(found.said) == len(said)
+    assert all(words in line for words, line in zip(said, found.said, strict=True))

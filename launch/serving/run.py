@@ -28,6 +28,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from ringattn.launch.changing import change_model
 from ringattn.launch.distributed import Rank, Refusal, join_ranks
 from ringattn.launch.serving.channel import Channel
 from ringattn.launch.serving.collector import settle
@@ -149,7 +150,7 @@ def _prepare(args: ServeArgs, rank: Rank) -> tuple[Served, Replica, str]:
     if served.drawn:
         share_weights(served.model, rank)
     if rank.device.type == "cuda":
-        for line in change_model(served.model, ring, args):
+        for line in change_model(served.model, ring, fused=args.fuse, split=args.split).said:
             if rank.first:
                 print(line, flush=True)
     cache = make_cache(served.model, ring, gib=args.cache_gib, page_size=args.page_size, kv_dtype=args.kv_dtype)
@@ -158,36 +159,6 @@ def _prepare(args: ServeArgs, rank: Rank) -> tuple[Served, Replica, str]:
         if rank.first:
             print(line, flush=True)
     return served, replica, describe(cache)
-
-
-def change_model(model: Any, ring: Ring, args: ServeArgs) -> list[str]:
-    """Compiles, joins and splits what can be of a model, on GPUs; every rank calls it alike.
-
-    Args:
-        model: As loaded; on its device.
-        ring: All ranks.
-        args: Which of it is wanted.
-
-    Returns:
-        How that went, a line each.
-    """
-    from ringattn.integrations.transformers import CannotFuse, CannotSplit, fuse, split
-
-    said, fused, began = list[str](), 0, time.monotonic()
-    if args.fuse:
-        try:
-            fused = fuse(model, ring)
-            said.append(f"around attention: {fused} parts compiled or joined in {time.monotonic() - began:.1f} s")
-        except CannotFuse as error:
-            said.append(f"what is around attention stays as it was: {error}")
-    began = time.monotonic()
-    if args.split and ring.world_size > 1:
-        try:
-            parts = split(model, ring, backend="inductor" if fused else None)
-            said.append(f"slices: each rank reads its own of {parts} parts, tried in {time.monotonic() - began:.1f} s")
-        except CannotSplit as error:
-            said.append(f"every rank reads all weights: {error}")
-    return said
 
 
 def _listen(args: ServeArgs, rank: Rank, channel: Channel) -> socket.socket | None:
