@@ -6,6 +6,7 @@ import os
 import random
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -160,3 +161,18 @@ def test_what_may_be_a_replay_is_waited_for_in_a_wait_that_ends_and_a_long_promp
     assert waits.asked == [("3", 0.0), "synchronize", ("3", 0.25), ("9", 0.0)]
     Computing(replica, (True, False, False, 3), None, None, None, "it has ended").wait()
     assert len(waits.asked) == 4
+
+
+def test_what_a_failed_exchange_leaves_is_a_token_to_the_next_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All bits are set then: as an index of the embedding that is an error of the device, which hides the one with a reason."""
+    served = load(TINY, name=None, dtype="auto", device=CPU, seed=0)
+    cache = make_cache(served.model, Ring(), gib=0.01, page_size=4, kv_dtype="auto")
+    replica = Replica(served.model, cache, 4, False)
+    scheduler = Scheduler(cache.pages, chunk=16, most_running=1, most_waiting=1, keep=False)
+    scheduler.add(jobs()[:1])
+    monkeypatch.setattr(type(cache.ring.exchange(CPU)), "gather", lambda self, x, out: out.view(torch.int64).fill_(-1))
+    plan = scheduler.plan()
+    assert plan is not None
+    assert plan.wanted
+    replica.start(plan)
+    assert replica._chosen.tolist() == [0] * len(plan.wanted)

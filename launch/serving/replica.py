@@ -149,11 +149,11 @@ class Replica:
             self._room(2 * count)
         if ring.rank == 0:
             chosen = choose(logits, [plan.jobs[place].sampling for place in plan.wanted])
-            # what is no number ends its request, and must be a token until then
-            torch.clamp(chosen.tokens, min=0, out=self._mine[:count])
+            self._mine[:count].copy_(chosen.tokens)
             chosen = chosen.on_host()
         ring.exchange(device).gather(*self._bits)
-        self._chosen = self._all[:count]
+        # what is no number ends its request, and what a failed exchange leaves ends the server: both must be tokens until then
+        self._chosen = self._all[:count].clamp(min=0)
         self._steps += 1
         kind = plan.decodes, plan.packed, plan.mixed, len(plan.tokens).bit_length()
         what = f"step {self._steps} ({len(plan.requests)} requests, {len(plan.tokens)} new tokens)"
