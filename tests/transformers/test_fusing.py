@@ -11,6 +11,8 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from ringattn.integrations.transformers.fusing import CannotFuse, fuse
+from ringattn.integrations.transformers.products import Product, find_gate
+from ringattn.kernels import few_rows
 from ringattn.ring import Ring
 from tests.pool import Pools
 from tests.transformers.models import CONFIGS, make
@@ -59,6 +61,82 @@ def test_every_kind_of_model_can_be_fused(kind: str):
     expected = model(ids).logits
     assert fuse(model, Ring(), backend="eager") > 2
     torch.testing.assert_close(model(ids).logits, expected)
+
+
+class CountedKernels:
+    """Says that there are kernels for few rows, and counts the calls; a CPU computes them in plain torch."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.calls = {"multiply": 0, "gate": 0}
+        monkeypatch.setattr(few_rows, "has_kernel", lambda *weights: all(one.dim() == 2 for one in weights))
+        for name in self.calls:
+            monkeypatch.setattr(few_rows, name, self._seeing(name, getattr(few_rows, name)))
+
+    def _seeing(self, name: str, call: Any) -> Any:
+        def seen(*given: Any, **named: Any) -> Any:
+            self.calls[name] += 1
+            return call(*given, **named)
+
+        return seen
+
+    def since(self) -> dict[str, int]:
+        """Calls since the last look."""
+        found = dict(self.calls)
+        self.calls.update(multiply=0, gate=0)
+        return found
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kind", ["llama", "gemma2", "qwen2"])
+def test_few_rows_take_kernels_and_many_do_not(kind: str, monkeypatch: pytest.MonkeyPatch):
+    torch._dynamo.reset()
+    counted, model = CountedKernels(monkeypatch), small(kind)
+    few, many = torch.arange(14).view(2, 7), torch.arange(60).view(2, 30).remainder(50)
+    expected = [model(ids).logits for ids in (few, many)]
+    # norms (of two layers and the last one), rotations, MLPs, q, k and v, and what is left: o and the head
+    norms = 2 * (4 if kind == "gemma2" else 2) + 1
+    assert fuse(model, Ring(), backend="eager") == norms + 2 * (1 + 1 + 3) + 2 + 1
+    counted.since()
+    torch.testing.assert_close(model(few).logits, expected[0])
+    assert counted.since() == {"multiply": 2 * (1 + 1 + 1) + 1, "gate": 2}  # qkv, o, down; gate and up
+    torch.testing.assert_close(model(many).logits, expected[1])
+    assert counted.since() == {"multiply": 0, "gate": 2}  # 60 rows
+
+
+class _ClampedMLP(nn.Module):
+    """Has the products of a gated MLP, and something more."""
+
+    def __init__(self, most: float) -> None:
+        super().__init__()
+        self.gate_proj, self.up_proj = nn.Linear(32, 48, bias=False), nn.Linear(32, 48, bias=False)
+        self.down_proj, self.act_fn, self.most = nn.Linear(48, 32, bias=False), nn.SiLU(), most
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down_proj(self.act_fn(self.gate_proj(x)).clamp(max=self.most) * self.up_proj(x))
+
+
+def test_only_mlps_that_are_a_gate_and_nothing_else_are_taken_for_one(monkeypatch: pytest.MonkeyPatch):
+    assert find_gate(_ClampedMLP(1e9)) is None, "there is no kernel"
+    CountedKernels(monkeypatch)
+    torch.manual_seed(0)
+    assert find_gate(_ClampedMLP(1e9)) is not None
+    assert find_gate(_ClampedMLP(0.1)) is None
+    other = _ClampedMLP(1e9)
+    other.act_fn = nn.Sigmoid()  # pyright: ignore[reportAttributeAccessIssue]
+    assert find_gate(other) is None
+    other = _ClampedMLP(1e9)
+    other.up_proj.bias = nn.Parameter(torch.ones(48))
+    assert find_gate(other) is None, "a bias of one of two"
+
+
+def test_what_is_differentiated_takes_no_kernel(monkeypatch: pytest.MonkeyPatch):
+    counted = CountedKernels(monkeypatch)
+    product, x = Product(torch.randn(4, 8)), torch.randn(2, 8, requires_grad=True)
+    product(x).sum().backward()
+    assert x.grad is not None
+    assert counted.since()["multiply"] == 0
+    product(x.detach())
+    assert counted.since()["multiply"] == 1
 
 
 def _wrong(graph: Any, inputs: Any) -> Any:

@@ -18,7 +18,7 @@ from ringattn.integrations.transformers.steps import rows_everywhere, run_step
 from ringattn.ring import Ring
 from tests.pool import Pools
 from tests.transformers.models import make
-from tests.transformers.test_fusing import SIZES
+from tests.transformers.test_fusing import SIZES, CountedKernels
 from tests.transformers.test_generate import BEAMS, GREEDY, alone, prompts
 
 
@@ -105,6 +105,36 @@ def test_other_models_answer_as_before(pool: Pools, kind: str):
     for [(parts, apart, _, _)] in pool(2).run(_compare, kind, 2):
         assert parts == 3
         assert apart < 2e-6
+
+
+def _with_kernels(kind: str) -> tuple[int, float, dict[str, int]]:
+    """On a rank: parts that were split, how far logits are from those without kernels, and calls of these in a step."""
+    ring = Ring()
+
+    def decode(count: CountedKernels | None) -> tuple[int, Tensor, dict[str, int]]:
+        model = small(kind)
+        parts = split(model, ring)
+        sizes = dict(zip(("layers", "kv_heads", "head_dim", "v_head_dim"), cache_sizes(model), strict=True))
+        cache = PagedKVCache(ring, **sizes, dtype=torch.float32, pages=16, page_size=4)
+        if count is not None:
+            count.since()
+        found = Decoding(model, cache, None).run([cache.join(30)], torch.tensor([[3, 4, 5]]), last=3).logits
+        return parts, found, {} if count is None else count.since()
+
+    _, expected, _ = decode(None)
+    with pytest.MonkeyPatch().context() as patch:
+        parts, found, calls = decode(CountedKernels(patch))
+    ring.close()
+    return parts, float((found - expected).abs().max() / expected.abs().max()), calls
+
+
+@pytest.mark.parametrize(("kind", "gates"), [("llama", 2), ("gemma2", 2), ("starcoder2", 0)])
+def test_slices_of_few_rows_take_kernels(pool: Pools, kind: str, gates: int):
+    """Of each layer the gated slice and the addends, where a product is between them, and of the head its slice."""
+    for parts, apart, calls in pool(2).run(_with_kernels, kind):
+        assert parts == 3
+        assert apart < 2e-6
+        assert calls == {"multiply": 2 + 1, "gate": gates}
 
 
 def _generate(calls: list[dict[str, Any]]) -> tuple[int, list[Tensor]]:

@@ -1,4 +1,4 @@
-"""Fewer and larger kernels around a model's attention: norms, MLPs and rotary embeddings compiled, products of q, k and v joined.
+"""Fewer and larger kernels around a model's attention: norms, MLPs and rotary embeddings compiled, products joined and gated.
 
 Owns which parts of a model these are, and how they are compiled and joined. Refuses to know caches and steps, and whether a new
 part is right (replacing.py).
@@ -18,6 +18,11 @@ Note [Joined products]
     q, k and v are products of the same rows. With the weights in one piece of memory they are one product, which reads faster
     than three: whoever of the three is called first makes it, and the others find what is theirs. The weights they had are views
     of the piece. Called with other rows than the first, they multiply by themselves.
+
+Note [Few rows]
+    A step of decoding has few rows, and a library of products is made for many: it cuts the sums of one to keep the device busy,
+    adds up in a second launch, and makes an MLP of four or more. Few rows take kernels of our own instead (products.py): one for
+    a product, one for both products of an MLP and the gate between them.
 """
 
 from __future__ import annotations
@@ -32,6 +37,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ringattn.integrations.transformers.products import GATED, Product, find_gate
 from ringattn.integrations.transformers.replacing import (
     FLOATS,
     TRIED,
@@ -71,19 +77,31 @@ def fuse(model: nn.Module, ring: Ring, *, backend: str | Callable = "inductor") 
     """
     replacements: list[Replacement] = []
     rotations: dict[Callable, Callable] = {}
+    # ranks that share the work of a head split it as it is
+    head = getattr(model, "get_output_embeddings", lambda: None)() if ring.world_size > 1 else None
+    taken = {id(head)}
     for part in model.modules():
         if "forward" in vars(part):
-            continue  # somebody else has changed it
+            # somebody else has changed it
+            taken.update(id(one) for one in part.modules())
+            continue
         if is_row_wise(part):
             columns = width(part)
             assert columns is not None, "rows have columns"
             kind = type(part), columns
             replacements.append(Replacement(part, kind, _compiled(part, backend), rows_for(part, columns)))
+            taken.update(id(one) for one in part.modules())
         elif (rotate := _rotation(part)) is not None and (tried := _angles_for(part, rotate)):
             if rotate not in rotations:
                 rotations[rotate] = _compiled_rotation(rotate, backend)
             replacements.append(_rotating(part, rotate, rotations[rotate], tried))
-        replacements += _joining(part)
+        joined = _joining(part)
+        taken.update(id(one.part) for one in joined)
+        replacements += joined
+    for part in model.modules():
+        if id(part) not in taken and is_product(part) and (product := Product(part.weight, part.bias)).has_kernel:
+            kind = "product", part.in_features, part.out_features, part.bias is None
+            replacements.append(Replacement(part, kind, product, rows_for(part, part.in_features)))
     if why := replace(replacements, ring, "fused"):
         raise CannotFuse(why)
     return len(replacements)
@@ -98,8 +116,13 @@ def _compiled(part: nn.Module, backend: str | Callable) -> Callable[[Tensor], Te
     """The forward of a part that takes rows, compiled; whatever the shape of a call is, it sees them in one line."""
     plain = part.forward
     call = compiled(plain, backend)
+    gate = find_gate(part)
+    found: Any = getattr(part, GATED[-1], None)
+    last = None if gate is None else Product(found.weight, found.bias)
 
     def forward(x: Tensor) -> Tensor:
+        if gate is not None and last is not None and gate.takes(x):
+            return last(gate(x))
         # an expert may get no rows, for which nothing need be compiled
         return call(x.flatten(0, -2)[None]).view(x.shape) if x.numel() else plain(x)
 
@@ -210,6 +233,7 @@ class _Joined:
         if self._bias is not None:
             for one, bias in zip(products, self._bias.split(self._sizes), strict=True):
                 one.bias.data = bias
+        self._product = Product(self._weight, self._bias)
         self._products = list(products)
         self._rows: Tensor | None = None
         self._left: list[Tensor | None] = []
@@ -219,7 +243,7 @@ class _Joined:
 
         def forward(x: Tensor) -> Tensor:
             if place == 0:
-                self._rows, self._left = x, list(F.linear(x, self._weight, self._bias).split(self._sizes, -1))
+                self._rows, self._left = x, list(self._product(x).split(self._sizes, -1))
             found = self._left[place] if x is self._rows else None
             if found is None:
                 one = self._products[place]

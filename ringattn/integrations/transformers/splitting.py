@@ -26,6 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from ringattn.integrations.transformers.fusing import compiled
+from ringattn.integrations.transformers.products import Product, find_gate
 from ringattn.integrations.transformers.replacing import (
     Replacement,
     agree,
@@ -110,8 +111,9 @@ def _split_mlp(mlp: nn.Module, ring: Ring, backend: str | Callable | None) -> Re
     *first, last = [name for name, one in mlp.named_children() if isinstance(one, nn.Linear)]
     for name in first:
         thin._modules[name] = _rows_of(getattr(mlp, name), mine)
-    thin._modules[last] = _Addends(getattr(mlp, last), mine, ring.rank == 0)
+    addends_of = thin._modules[last] = _Addends(getattr(mlp, last), mine, ring.rank == 0)
     call: Callable[[Tensor], Tensor] = thin.forward if backend is None else compiled(thin.forward, backend)
+    gate = find_gate(mlp, mine)
     whole = mlp.forward
     rows = rows_for(mlp, columns)
     for (x,) in rows:
@@ -120,7 +122,8 @@ def _split_mlp(mlp: nn.Module, ring: Ring, backend: str | Callable | None) -> Re
     def forward(x: Tensor) -> Tensor:
         if whose_rows() is not ring or not x.numel():
             return whole(x)
-        addends = call(x.flatten(0, -2)[None])
+        some = x.flatten(0, -2)[None]
+        addends = addends_of(gate(some)) if gate is not None and gate.takes(some) else call(some)
         out = torch.empty(addends.shape, dtype=x.dtype, device=x.device)
         ring.exchange(x.device).sum(addends, out)
         return out.view(x.shape)
@@ -131,11 +134,12 @@ def _split_mlp(mlp: nn.Module, ring: Ring, backend: str | Callable | None) -> Re
 def _split_head(head: nn.Linear, ring: Ring) -> Replacement:
     """An output head of which this rank makes its slice of tokens (Note [Slices])."""
     thin, whole = _rows_of(head, _slice_of(head.out_features, ring)), head.forward
+    product = Product(thin.weight, thin.bias)
 
     def forward(x: Tensor) -> Tensor:
         if whose_rows() is not ring or not x.numel():
             return whole(x)
-        part = thin(x.flatten(0, -2))
+        part = product(x.flatten(0, -2))
         out = torch.empty(part.shape[0], head.out_features, dtype=part.dtype, device=part.device)
         ring.exchange(x.device).gather(part, out)
         return out.view(*x.shape[:-1], -1)
@@ -171,21 +175,11 @@ class _Addends(nn.Module):
 
     def __init__(self, product: nn.Linear, mine: slice, biased: bool) -> None:
         super().__init__()
-        self._weight = product.weight[:, mine].detach()
-        self._bias = product.bias.detach().float() if biased and product.bias is not None else None
+        bias = product.bias if biased else None
+        add = Product(product.weight[:, mine], None if bias is None else bias.float(), torch.float32)
         # not all compilers know a product of another dtype
-        self._add: Any = torch.compiler.disable(self._multiply)  # pyright: ignore[reportArgumentType]
+        self._add: Any = torch.compiler.disable(add)  # pyright: ignore[reportArgumentType]
 
     def forward(self, x: Tensor) -> Tensor:
         """Addends `... out` fp32 of x `... inner`."""
         return self._add(x)
-
-    def _multiply(self, x: Tensor) -> Tensor:
-        rows, weight = x.flatten(0, -2), self._weight.t()
-        if x.is_cuda and x.dtype != torch.float32:
-            found = torch.mm(rows, weight, out_dtype=torch.float32)
-        else:
-            found = torch.mm(rows, weight).float()
-        if self._bias is not None:
-            found += self._bias
-        return found.unflatten(0, x.shape[:-1])
