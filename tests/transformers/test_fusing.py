@@ -13,6 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from ringattn.integrations.transformers.fusing import CannotFuse, fuse
 from ringattn.integrations.transformers.products import Product, find_gate
 from ringattn.kernels import few_rows
+from ringattn.kernels import rotate as turning
 from ringattn.ring import Ring
 from tests.pool import Pools
 from tests.transformers.models import CONFIGS, make
@@ -101,6 +102,26 @@ def test_few_rows_take_kernels_and_many_do_not(kind: str, monkeypatch: pytest.Mo
     assert counted.since() == {"multiply": 2 * (1 + 1 + 1) + 1, "gate": 2}  # qkv, o, down; gate and up
     torch.testing.assert_close(model(many).logits, expected[1])
     assert counted.since() == {"multiply": 0, "gate": 2}  # 60 rows
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(("kind", "by_halves"), [("llama", True), ("qwen3", True), ("glm", False)])
+def test_rotations_by_halves_take_a_kernel(kind: str, by_halves: bool, monkeypatch: pytest.MonkeyPatch):
+    """A rotation of neighbours in a head does not."""
+    torch._dynamo.reset()
+    model, ids, calls = small(kind, pad_token_id=0, eos_token_id=2), torch.arange(14).view(2, 7), []
+    expected = model(ids).logits
+
+    def rotate(*given: torch.Tensor) -> Any:
+        calls.append(1)
+        return turning.rotate_eager(*given)
+
+    monkeypatch.setattr(turning, "has_kernel", lambda *given: len(given) == 4)
+    monkeypatch.setattr(turning, "rotate", rotate)
+    fuse(model, Ring(), backend="eager")
+    calls.clear()
+    torch.testing.assert_close(model(ids).logits, expected)
+    assert len(calls) == (2 if by_halves else 0)
 
 
 class _ClampedMLP(nn.Module):

@@ -12,7 +12,8 @@ Note [Small kernels]
 
 Note [Rotation]
     Rotary embeddings are a function of a model's file that its attention calls, and the file is everybody's. So an attention gets a
-    forward of its own: the code that it had, to which the name of that function means the compiled one.
+    forward of its own: the code that it had, to which the name of that function means another one. Where halves of heads are
+    turned, which is found by trying, few rows take one launch for q and k (`kernels.rotate`); else it is compiled.
 
 Note [Joined products]
     q, k and v are products of the same rows. With the weights in one piece of memory they are one product, which reads faster
@@ -37,7 +38,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ringattn.integrations.transformers.products import GATED, Product, find_gate
+from ringattn.integrations.transformers.products import ALIKE, GATED, Product, find_gate
 from ringattn.integrations.transformers.replacing import (
     FLOATS,
     TRIED,
@@ -48,6 +49,7 @@ from ringattn.integrations.transformers.replacing import (
     rows_for,
     width,
 )
+from ringattn.kernels import rotate as turning
 from ringattn.ring import Ring
 
 ROTATION = "apply_rotary_pos_emb"
@@ -93,7 +95,7 @@ def fuse(model: nn.Module, ring: Ring, *, backend: str | Callable = "inductor") 
             taken.update(id(one) for one in part.modules())
         elif (rotate := _rotation(part)) is not None and (tried := _angles_for(part, rotate)):
             if rotate not in rotations:
-                rotations[rotate] = _compiled_rotation(rotate, backend)
+                rotations[rotate] = _compiled_rotation(rotate, tried, backend)
             replacements.append(_rotating(part, rotate, rotations[rotate], tried))
         joined = _joining(part)
         taken.update(id(one.part) for one in joined)
@@ -154,8 +156,9 @@ def _rotation(part: nn.Module) -> Callable | None:
     return rotate if list(inspect.signature(rotate).parameters)[:4] == ["q", "k", "cos", "sin"] else None
 
 
-def _compiled_rotation(rotate: Callable, backend: str | Callable) -> Callable:
+def _compiled_rotation(rotate: Callable, tried: list[tuple[Tensor, ...]], backend: str | Callable) -> Callable:
     """The function that rotates q and k, compiled; whatever the batch of a call is, it sees its rows in one line."""
+    by_halves = _turns_halves(rotate, tried)
 
     def rotated(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         found = rotate(q.transpose(0, 1)[None], k.transpose(0, 1)[None], cos[None], sin[None])
@@ -173,9 +176,23 @@ def _compiled_rotation(rotate: Callable, backend: str | Callable) -> Callable:
         b, _, s, _ = q.shape
         rows = [x.transpose(1, 2).flatten(0, 1) for x in (q, k)]
         angles = [x.expand(b, -1, -1).flatten(0, 1) for x in (cos, sin)]
-        return tuple(x.unflatten(0, (b, s)).transpose(1, 2) for x in call(*rows, *angles))
+        turn = turning.rotate if by_halves and turning.has_kernel(*rows, *angles) else call
+        return tuple(x.unflatten(0, (b, s)).transpose(1, 2) for x in turn(*rows, *angles))
 
     return forward
+
+
+def _turns_halves(rotate: Callable, tried: list[tuple[Tensor, ...]]) -> bool:
+    """Whether a function rotates q and k as `kernels.rotate` does."""
+    for q, k, cos, sin in tried:
+        if cos.shape[-1] != q.shape[-1]:
+            return False
+        mine = turning.rotate_eager(q[:, :, 0], k[:, :, 0], cos[:, 0], sin[:, 0])
+        for x, y in zip(mine, rotate(q, k, cos, sin), strict=True):
+            apart, size = (float(z.float().square().mean()) for z in (x - y[:, :, 0], y))
+            if not apart <= ALIKE**2 * size:
+                return False
+    return True
 
 
 def _angles_for(part: nn.Module, rotate: Callable) -> list[tuple[Tensor, ...]]:
