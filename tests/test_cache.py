@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ringattn import Ring
 from ringattn.inference import CacheFull, PagedKVCache, StaticStep, Step, attend
-from ringattn.inference import step as steps_of
+from ringattn.inference import static as steps_of
 from ringattn.inference.accord import Accord
 from ringattn.kernels import pages as rows
 from ringattn.sharding import positions_of
@@ -411,7 +411,7 @@ def test_what_does_not_reach_a_static_step_is_said_anew(monkeypatch: pytest.Monk
     for request in requests[:2]:
         cache.extend([request], [9], mode="prefill")
     with monkeypatch.context() as broken:
-        broken.setattr(steps_of, "_upload", lambda *_: 1 / 0)
+        broken.setattr(steps_of, "upload", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             cache.extend(requests, [1] * 3, into=step)
     cache.extend(requests, [1] * 3, into=step)
@@ -518,8 +518,8 @@ def test_what_a_static_step_uploads_for_a_token_does_not_grow_with_what_there_is
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     sizes: list[int] = []
-    upload = steps_of._upload
-    monkeypatch.setattr(steps_of, "_upload", lambda data, words: (sizes.append(len(data)), upload(data, words)))
+    upload = steps_of.upload
+    monkeypatch.setattr(steps_of, "upload", lambda data, words: (sizes.append(len(data)), upload(data, words)))
     found, costs = [], []
     for tokens in (2**14, 2**20):
         cache = make(0, 4, layers=1, kv_heads=1, head_dim=1, v_head_dim=1, pages=8 * 2**12 + 64, page_size=64)

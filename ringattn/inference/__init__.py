@@ -3,6 +3,7 @@
 from ringattn.inference.attention import attend
 from ringattn.inference.cache import PagedKVCache
 from ringattn.inference.pages import CacheFull
-from ringattn.inference.step import StaticStep, Step
+from ringattn.inference.static import StaticStep
+from ringattn.inference.step import Step
 
 __all__ = ["CacheFull", "PagedKVCache", "StaticStep", "Step", "attend"]

@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from ringattn.inference.step import StaticStep
+from ringattn.inference.static import StaticStep
 from ringattn.ring import Ring
 
 if TYPE_CHECKING:

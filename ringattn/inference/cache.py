@@ -21,7 +21,8 @@ from torch import Tensor
 
 from ringattn.inference.accord import Accord
 from ringattn.inference.pages import CacheFull, Pages
-from ringattn.inference.step import MOST_DECODED, StaticStep, Step, make_step
+from ringattn.inference.static import StaticStep
+from ringattn.inference.step import MOST_DECODED, Step, make_step
 from ringattn.kernels import pages as rows
 from ringattn.plain import check_plain
 from ringattn.ring import Ring
