@@ -20,8 +20,9 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from ringattn.inference import pages as books_of
-from ringattn.inference.pages import Block, CacheFull, Move, Pages, Piece
+from ringattn.inference import blocks as books_of
+from ringattn.inference.blocks import Block, Move, Piece
+from ringattn.inference.pages import CacheFull, Pages
 
 
 def state(books: Pages) -> str:

@@ -1,12 +1,8 @@
 """Who holds which tokens of each request: blocks, pages and reservations.
 
-Owns the bookkeeping of a sharded, paged cache. Every rank keeps the same books: the same calls in the same order give the same
-answers everywhere, so nothing is ever said between ranks. Refuses to know tensors, layers and kernels. Standard library only.
-
-Note [Blocks]
-    A request's tokens 0 .. length-1 are cut into blocks. A block is a stretch of consecutive tokens at the beginning of one page
-    of one rank, and may cover less than its page. A fork shares its parent's pages, each counted once per user, with the last
-    block cut at the fork; what it adds goes to pages of its own. So joining, growing, forking and leaving copy nothing.
+Owns the bookkeeping of a sharded, paged cache, with the values of blocks.py. Every rank keeps the same books: the same calls in the
+same order give the same answers everywhere, so nothing is ever said between ranks. Refuses to know tensors, layers and kernels,
+and by what rule new pages are shared out (dealing.py). Standard library only.
 
 Note [Who writes]
     A page that has one user is written by it. A page that has several is written by the one that opened it, its writer, and only
@@ -27,161 +23,36 @@ Note [Reservations]
     To crop is free as long as it gives up pages that nobody else uses. A request that crops into pages it shares gives up
     rows that do not become free: it asks for the difference, and is refused when it is not there.
 
-Note [What stays]
-    Growing leaves every token where it is. Whoever keeps a copy of a request's blocks therefore asks which of its tokens have
-    stayed since he looked (`stayed`), and reads on from there. Cropping and reordering note how many tokens they left in
-    place, by the number of the change (`changes`). A note that a later one undercuts says nothing more and is dropped, so the
-    rest ascends, and the first one after a change is the least. More than MOST_NOTES are too many: the oldest two then become
-    one that says less.
-
 Note [Ends]
     Decoding adds a token to most requests in most steps, and nothing else happens to them: a step must cost the host little.
     So what follows from a request's blocks is worked out when they change, and not when tokens are added to the last one: how
     long the request may become in that block, for it keeps the right to its page until it is cropped or reordered itself
     (Note [Who writes]), and a number by which whoever has looked sees that it is still so (`layout`).
-
-Note [Even work]
-    A page of a prompt is computed by the rank that keeps it, and a causal row costs what lies before it. So the new pages of
-    a prompt are dealt in a zigzag: one stretch per rank on the way up, one on the way down, equally long as far as ranks have
-    room. Tokens that come one by one go to the rank with most free pages.
 """
 
 from __future__ import annotations
 
-from array import array
-from bisect import bisect_left, bisect_right
+from bisect import bisect_left
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
 from itertools import count
-from typing import NamedTuple
 
-LONGEST = 2**31 - 1
-"""Tokens of a request: positions are int32 in kernels."""
-MOST_NOTES = 32
-"""Notes about what stayed that are kept of a request (Note [What stays])."""
+from ringattn.inference.blocks import (
+    LONGEST,
+    Block,
+    Move,
+    Piece,
+    Request,
+    Stretch,
+    Table,
+    blocks_in_common,
+    first_stretches,
+    parting,
+)
+from ringattn.inference.dealing import deal, share_out
 
 
 class CacheFull(RuntimeError):
     """A request does not fit, now; the message has the numbers."""
-
-
-class Block(NamedTuple):
-    """Tokens start .. start + length - 1 of a request, in rows 0 .. length - 1 of a page of a rank."""
-
-    rank: int
-    page: int
-    start: int
-    length: int
-
-    @property
-    def stop(self) -> int:
-        """One past the last token."""
-        return self.start + self.length
-
-
-class Piece(NamedTuple):
-    """Tokens start .. start + length - 1 of a request and where they are: rows row .. row + length - 1 of a page."""
-
-    rank: int
-    page: int
-    row: int
-    start: int
-    length: int
-
-
-class Stretch(NamedTuple):
-    """Tokens start .. stop - 1 of a request, all on one rank."""
-
-    rank: int
-    start: int
-    stop: int
-
-
-class Move(NamedTuple):
-    """Rows 0 .. rows - 1 of one page of a rank that another page of it must have too."""
-
-    rank: int
-    source: int
-    target: int
-    rows: int
-
-
-@dataclass(slots=True)
-class Table:
-    """A request's blocks on one rank, ascending: for reading only.
-
-    Attributes:
-        pages: Of each block, int32.
-        starts: The first token of each block, int32.
-        lengths: Tokens of each block, int32.
-    """
-
-    pages: array[int] = field(default_factory=lambda: array("i"))
-    starts: array[int] = field(default_factory=lambda: array("i"))
-    lengths: array[int] = field(default_factory=lambda: array("i"))
-
-    def __len__(self) -> int:
-        return len(self.pages)
-
-    def head(self, blocks: int) -> Table:
-        """A copy of the first blocks."""
-        return Table(self.pages[:blocks], self.starts[:blocks], self.lengths[:blocks])
-
-    def cut(self, blocks: int) -> None:
-        """Forgets all but the first blocks."""
-        del self.pages[blocks:], self.starts[blocks:], self.lengths[blocks:]
-
-
-@dataclass(eq=False, slots=True)
-class Request:
-    """What the books say of a request: for reading only.
-
-    Attributes:
-        name: What it is called by.
-        promised: Tokens it may grow to.
-        first: Its first token that anybody sees.
-        length: Its tokens.
-        tables: Its blocks by rank.
-        stretches: Ranks of its tokens, ascending: (rank, the first token).
-        fixed: Pages promised on each rank; None: promised anywhere.
-        owed: Pages of the sum of promises that are its own (Note [Reservations]).
-        notes: (number of a change, tokens that it left in place), both ascending (Note [What stays]).
-        last: Its blocks on the rank that has the last one; none where it has no tokens.
-        full: Tokens that it may certainly grow to in its last block (Note [Ends]).
-        most_blocks: Blocks on the rank where it has most.
-        layout: A number that it never shared with others; another one whenever its blocks change otherwise than by tokens that are
-            added to the last one.
-    """
-
-    name: int
-    promised: int
-    first: int
-    length: int
-    tables: list[Table]
-    stretches: list[tuple[int, int]] = field(default_factory=list)
-    fixed: list[int] | None = None
-    owed: int = 0
-    notes: list[tuple[int, int]] = field(default_factory=list)
-    last: Table = field(default_factory=Table)
-    full: int = 0
-    most_blocks: int = 0
-    layout: int = -1
-
-    def stayed(self, change: int) -> int:
-        """As `Pages.stayed`."""
-        if not self.notes or self.notes[-1][0] <= change:
-            return self.length
-        later = bisect_right(self.notes, change, key=lambda note: note[0])
-        return self.notes[later][1]
-
-    def note(self, change: int, tokens: int) -> None:
-        """Says how many tokens a change has left in place (Note [What stays])."""
-        notes = self.notes
-        while notes and notes[-1][1] >= tokens:
-            notes.pop()
-        notes.append((change, tokens))
-        if len(notes) > MOST_NOTES:
-            notes[:2] = [(notes[1][0], notes[0][1])]
 
 
 class Pages:
@@ -369,7 +240,7 @@ class Pages:
                 f"of them on the same ranks, got {room} by rank; wait until others leave, reserve less, use smaller "
                 "pages, or give the cache more memory"
             )
-        shares = self._share(pages, room)
+        shares = share_out(pages, room)
         names = []
         for first in firsts:
             one = self._admit(reserve, first)
@@ -403,7 +274,7 @@ class Pages:
             )
         self._check_room(self._pages_of(reserve - length), "a fork", reserve)
         child = self._admit(reserve, parent.first)
-        child.length, child.stretches = length, _cut(parent.stretches, length)
+        child.length, child.stretches = length, first_stretches(parent.stretches, length)
         for rank, table in enumerate(parent.tables):
             kept = child.tables[rank] = table.head(bisect_left(table.starts, length))
             if kept and kept.starts[-1] + kept.lengths[-1] > length:
@@ -437,7 +308,7 @@ class Pages:
             sum(self._users[rank][page] == 1 for page in table.pages[blocks:])
             for rank, (table, blocks) in enumerate(zip(one.tables, kept, strict=True))
         ]
-        stretches = _cut(one.stretches, length)
+        stretches = first_stretches(one.stretches, length)
         room = 0
         if stretches:
             last = stretches[-1][0]
@@ -519,7 +390,7 @@ class Pages:
             room = self._room(one)
             if new > room:
                 there = self._anywhere() if one.fixed is None else one.fixed
-                dealt = self._deal(self._pages_of(new - room), there, one_by_one)
+                dealt = deal(self._pages_of(new - room), there, one_by_one)
                 self._append(one, room)
                 self._open(one, new - room, dealt)
             else:
@@ -560,13 +431,13 @@ class Pages:
         self.changes += 1
         before = [([table.head(len(table)) for table in one.tables], one.first) for one in found]
         common = [
-            [_common(mine, his) for mine, his in zip(before[i][0], before[j][0], strict=True)]
+            [blocks_in_common(mine, his) for mine, his in zip(before[i][0], before[j][0], strict=True)]
             for i, j in enumerate(index)
         ]
         for i, (source, same) in enumerate(zip(index, common, strict=True)):
             if source != i:
                 tables = zip(before[i][0], before[source][0], same, strict=True)
-                found[i].note(self.changes, min(_parting(*one) for one in tables))
+                found[i].note(self.changes, min(parting(*one) for one in tables))
         last = ends[0][0] if partial else None
         # all take before any gives up: what stays in use must not become free in between
         for one, source, same in zip(found, index, common, strict=True):
@@ -620,7 +491,7 @@ class Pages:
                 f"{f', and requests {short} that would leave room in pages they were promised' if short else ''}; "
                 "let them join by join_alike, place them without alike, or let fewer requests in"
             )
-        dealt = self._deal(pages, limit, one_by_one)
+        dealt = deal(pages, limit, one_by_one)
         for one in group:
             self._append(one, here)
             self._open(one, new - here, dealt)
@@ -667,38 +538,6 @@ class Pages:
                 self._fixed[rank] -= pages
         self._find_end(one)
         self._promise(one)
-
-    def _deal(self, pages: int, room: Sequence[int], one_by_one: bool) -> list[tuple[int, int]]:
-        """The ranks of new pages, in order, as (rank, so many) (Note [Even work])."""
-        assert pages <= sum(room), f"{pages} promised pages must be there, got {list(room)}"
-        if one_by_one:
-            left, dealt = list(room), []
-            for _ in range(pages):
-                rank = max(range(self.world_size), key=left.__getitem__)
-                left[rank] -= 1
-                dealt.append((rank, 1))
-            return dealt
-        share = self._share(pages, room)
-        up = [(held + 1) // 2 for held in share]
-        ranks = range(self.world_size)
-        order = [(r, up[r]) for r in ranks] + [(r, share[r] - up[r]) for r in reversed(ranks)]
-        return [(rank, held) for rank, held in order if held]
-
-    def _share(self, pages: int, room: Sequence[int]) -> list[int]:
-        """How many pages each rank gets: equally many as far as there is room, the odd ones where it is emptiest."""
-        share = [0] * self.world_size
-        while pages:
-            ranks = [rank for rank in range(self.world_size) if share[rank] < room[rank]]
-            each = pages // len(ranks)
-            if not each:
-                for rank in sorted(ranks, key=lambda r: (share[r] - room[r], r))[:pages]:
-                    share[rank] += 1
-                return share
-            for rank in ranks:
-                more = min(each, room[rank] - share[rank])
-                share[rank] += more
-                pages -= more
-        return share
 
     def _anywhere(self) -> list[int]:
         """Free pages of each rank that are not promised on it."""
@@ -805,26 +644,3 @@ class Pages:
                 f"request must be one of those that joined and have not left, got {request!r}; let it join first"
             )
         return found
-
-
-def _cut(stretches: Sequence[tuple[int, int]], length: int) -> list[tuple[int, int]]:
-    """The stretches of the first tokens."""
-    return list(stretches[: bisect_left(stretches, length, key=lambda stretch: stretch[1])])
-
-
-def _parting(a: Table, b: Table, same: int) -> int:
-    """The first token that may be elsewhere in one of two tables than in the other; the first `same` blocks are in common."""
-    rest = [(one.pages[same:], one.starts[same:], one.lengths[same:]) for one in (a, b)]
-    if rest[0] == rest[1]:
-        return LONGEST
-    return min((one.starts[same] for one in (a, b) if same < len(one)), default=LONGEST)
-
-
-def _common(a: Table, b: Table) -> int:
-    """How many blocks two tables begin with in common, their last ones aside."""
-    low, high = 0, max(0, min(len(a), len(b)) - 1)
-    while low < high:
-        middle = (low + high + 1) // 2
-        same = a.pages[low:middle] == b.pages[low:middle] and a.lengths[low:middle] == b.lengths[low:middle]
-        low, high = (middle, high) if same else (low, middle - 1)
-    return low

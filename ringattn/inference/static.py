@@ -11,7 +11,7 @@ Note [Steps that stay]
 Note [Blocks that stay]
     The blocks of eight requests of a million tokens, in pages of 64 on 4 ranks, are 393,216 bytes on each of them, and a token
     changes one block of a request, on one rank. A static step therefore knows which blocks it has on the device: for each row
-    the request that was said there, when, and how long it was. Tokens that have stayed since (Note [What stays] of pages.py)
+    the request that was said there, when, and how long it was. Tokens that have stayed since (Note [What stays] of blocks.py)
     and lie in blocks that ended before the last of them are there already. Behind the row's numbers the upload has the other
     blocks and where they go, 20 bytes each, and one kernel puts them there: 448 bytes at most for one new token of each of the
     eight, whatever their lengths. A request that comes, or moves to another row, brings all its blocks once. Rows of one request
@@ -46,7 +46,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from ringattn.inference.pages import Pages, Request, Table
+from ringattn.inference.blocks import Request, Table
+from ringattn.inference.pages import Pages
 from ringattn.inference.step import Mask, Step
 from ringattn.inference.upload import WORD, Changed, Lines, Places, upload
 

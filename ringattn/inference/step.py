@@ -23,7 +23,8 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor
 
-from ringattn.inference.pages import Pages, Stretch, Table
+from ringattn.inference.blocks import Stretch, Table
+from ringattn.inference.pages import Pages
 from ringattn.inference.upload import Lines, Places, Rows, uploaded
 from ringattn.kernels.decode import PageTable
 from ringattn.layout import Run, Shard

@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from ringattn.inference.pages import Request, Table
+from ringattn.inference.blocks import Request, Table
 from ringattn.kernels.decode import PageTable
 
 WORD = 4
