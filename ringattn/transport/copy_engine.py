@@ -81,7 +81,7 @@ from ringattn.transport.base import Done, Gathering, Homecoming, Parcel, Pending
 from ringattn.transport.one_shot import OneShotExchange
 from ringattn.transport.process_group import Agreement
 from ringattn.transport.streams import MAX_PITCH, Copy, Op, Program, Streams, Wait, Write, Write64
-from ringattn.transport.symmetric import ALIGNMENT, Memory, Region
+from ringattn.transport.symmetric import Memory, Region, aligned
 from ringattn.transport.watch import (
     CROSSING,
     DEVICE_WORDS,
@@ -145,9 +145,9 @@ class _Station:
     ) -> None:
         ranks = self._ranks = len(members)
         self._place = {rank: place for place, rank in enumerate(members)}
-        self._header = _aligned(4 * ranks * (self.groups + 1))
+        self._header = aligned(4 * ranks * (self.groups + 1))
         self.num_bytes = num_bytes
-        self.region: Region = memory.region(self._header + _aligned(num_bytes), what)
+        self.region: Region = memory.region(self._header + aligned(num_bytes), what)
         # nobody reads what was never written
         words = self.region.local[: 4 * ranks * (self.groups + 1)].view(torch.int32)[ranks * self.groups :]
         for of in members if free is None else free:
@@ -325,7 +325,7 @@ class CopyEngineTransport:
         # the watch comes first: it says what is missing. Twice as long: also without it a kernel ends
         self._patience = int(2 * timeout * 1e9)
         self._host = memory.host_words(HOST_WORDS)
-        self._control = memory.region(_aligned(4 * DEVICE_WORDS), "words")
+        self._control = memory.region(aligned(4 * DEVICE_WORDS), "words")
         control = self._control.local[: 4 * DEVICE_WORDS].view(torch.int32)
         control[[GATE, PROCEED]] = 1
         self._error = control[ERROR : ERROR + 1]
@@ -539,7 +539,7 @@ class CopyEngineTransport:
         for kind, size in zip(KINDS, (num_bytes, replies), strict=True):
             if size > self._reserved[kind]:
                 self._enter()
-                capacity = _aligned(size + PAYLOADS * PAYLOAD_ALIGNMENT)
+                capacity = aligned(size + PAYLOADS * PAYLOAD_ALIGNMENT)
                 self._stations(self._boxes[kind], capacity, BOX_NAMES[kind])
                 self._reserved[kind] = size
 
@@ -786,7 +786,7 @@ class CopyEngineTransport:
                 self._retire(old)
             elif known is not None:
                 known.discard((old.data_ptr(), old.numel() // unit))
-        new = torch.empty(_aligned(num_bytes), dtype=torch.uint8, device=self._memory.device)
+        new = torch.empty(aligned(num_bytes), dtype=torch.uint8, device=self._memory.device)
         if known is not None:
             known.add((new.data_ptr(), new.numel() // unit))
         return new
@@ -1061,7 +1061,7 @@ class CopyEngineTransport:
     ) -> tuple[_Home, _Home]:
         b, hk, width = shape
         size = b * collection.slot_rows * hk * (width + biased) * 4
-        homes = self._stations(self._homes, len(self._peers) * _aligned(size), "homes")
+        homes = self._stations(self._homes, len(self._peers) * aligned(size), "homes")
         own = self._make_own(size)
         # both at once: a capture may begin at either
         first, second = (self._plan_home(collection, station, own, shape, what, biased=biased) for station in homes)
@@ -1406,10 +1406,6 @@ def _num_rows(rows: Rows) -> int:
 
 def _padded(num_bytes: int) -> int:
     return -(-num_bytes // PAYLOAD_ALIGNMENT) * PAYLOAD_ALIGNMENT
-
-
-def _aligned(num_bytes: int) -> int:
-    return -(-num_bytes // ALIGNMENT) * ALIGNMENT
 
 
 def _view(flat: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:

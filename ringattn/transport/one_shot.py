@@ -24,7 +24,7 @@ from ringattn.transport.choose import Choice
 from ringattn.transport.exchange import Call, Exchanging, Finish, Gather, Sum
 from ringattn.transport.process_group import Agreement
 from ringattn.transport.streams import Streams
-from ringattn.transport.symmetric import ALIGNMENT, Memory, Region
+from ringattn.transport.symmetric import Memory, Region, aligned
 from ringattn.transport.watch import Watch
 
 HALVES = 2
@@ -76,7 +76,7 @@ class OneShotExchange(Exchanging):
         self._timeout = timeout
         self._patience = min(max(int(timeout * 1e6), 1), 2**31 - 1)
         words = _kernel().control_words(world_size)
-        self._control: Region | None = memory.region(_aligned(words * _kernel().WORD), "exchange flags")
+        self._control: Region | None = memory.region(aligned(words * _kernel().WORD), "exchange flags")
         # when the ring fails, kernels that wait here are let go
         self._failed = (self._control.addresses[rank] + (words - 1) * _kernel().WORD, 1)
         watch.territory.raised.add(self._failed)
@@ -180,7 +180,3 @@ class OneShotExchange(Exchanging):
         addresses = (*self._boxes.addresses, *self._control.addresses, self._errors.data_ptr())
         self._table = torch.tensor(addresses, dtype=torch.int64).to(self._memory.device)
         self._slot = slot
-
-
-def _aligned(num_bytes: int) -> int:
-    return -(-num_bytes // ALIGNMENT) * ALIGNMENT

@@ -28,6 +28,11 @@ ALIGNMENT = 256
 """Bytes that the parts of a region begin at a multiple of."""
 
 
+def aligned(num_bytes: int) -> int:
+    """So many bytes and what lies between them and the next part of a region."""
+    return -(-num_bytes // ALIGNMENT) * ALIGNMENT
+
+
 @dataclass(frozen=True, eq=False)
 class Region:
     """One region of symmetric memory.
