@@ -122,8 +122,6 @@ AIMED = 256
 """Addresses of kept rows for which one gather has its copies ready."""
 RECEIVED = 256
 """Tensors that posts received into which the way out of a failure remembers."""
-NUMBERED = 4096
-"""Programs that the message of a failure can name."""
 MOST_GROUPS = 8
 """Groups of heads of a gather."""
 PAYLOAD_ALIGNMENT = 16
@@ -352,7 +350,6 @@ class CopyEngineTransport:
         self._stretches: OrderedDict[tuple[tuple[int, int], ...], Tensor] = OrderedDict()
         self._raised: dict[int, Tensor] = {}  # by head groups: flags of rows that are there
         self._courses: OrderedDict[Any, Any] = OrderedDict()
-        self._numbers = 0
         self._captured = False
         self._lane: int | None = None
         self._gathering: _Arriving | None = None
@@ -703,14 +700,6 @@ class CopyEngineTransport:
             self._lane = lane
         return lane, capturing
 
-    def _number(self, course: Course) -> tuple[int, Course]:
-        self._numbers += 1
-        courses = self.watch.courses
-        courses[self._numbers] = course
-        if len(courses) > NUMBERED:
-            courses.pop(next(iter(courses)), None)
-        return self._numbers, course
-
     def _find(self, key: Any) -> Any:
         found = self._courses.get(key)
         if found is not None:
@@ -936,10 +925,12 @@ class CopyEngineTransport:
         owners = [fetch.owner for fetch in fetches]
         peers = tuple(dict.fromkeys((*owners, *(reader.peer for reader in readers))))
         stops = tuple((first + fetch.step, fetch.owner) for fetch in fetches)
-        number, course = self._number(Course(what, peers, first + 1, stops))
+        course = Course(what, peers, first + 1, stops)
+        number = self.watch.number(course)
         stops = tuple((first + reader.step, reader.peer) for reader in readers)
         stops = stops if skipped is None else ((first + 1, skipped[0]), *stops)
-        push_number, pushing = self._number(Course(what, peers, first + 1, stops, "waiting for its turn at"))
+        pushing = Course(what, peers, first + 1, stops, "waiting for its turn at")
+        push_number = self.watch.number(pushing)
 
         def flag(g: int, step: int) -> int:
             return flags.data_ptr() + 4 * (g * flags.shape[1] + step)
@@ -1086,7 +1077,8 @@ class CopyEngineTransport:
         stride = station.num_bytes // len(self._peers)
         owners = [fetch.owner for fetch in collection.fetches]
         readers = [send.peer for send in collection.readers]
-        number, course = self._number(Course(what, tuple(dict.fromkeys((*owners, *readers))), collection.first + 1))
+        course = Course(what, tuple(dict.fromkeys((*owners, *readers))), collection.first + 1)
+        number = self.watch.number(course)
         start: list[Op] = [self._at(number, ENTERING)]
         for owner in owners:
             start += self._take(station.free(me, owner))
@@ -1125,7 +1117,7 @@ class CopyEngineTransport:
         me, words, compile_ = self._rank, self._words, self._streams.compile
         waits = self._peers if out else ()
         course = Course(what, waits, stops=tuple((None, peer) for peer, _ in into))
-        number, course = self._number(course)
+        number = self.watch.number(course)
         begin: list[Op] = [self._at(number, STARTING)]
         for peer, kind in out:
             for other in self._peers:
@@ -1332,7 +1324,8 @@ class _Crossing:
         key = ("crossing", self._peers)
         found: tuple[Course, Program, Program] | None = here._find(key)
         if found is None:
-            number, course = here._number(Course(self._what, self._peers, since=None))
+            course = Course(self._what, self._peers, since=None)
+            number = here.watch.number(course)
             begin, end = streams.compile([here._at(number, CROSSING)]), streams.compile(here._leave())
             found = here._keep(key, (course, begin, end))
         found[0].what = self._what

@@ -67,6 +67,9 @@ GATE, PROCEED, START, DONE, ERROR, HERALD_START, HERALD_DONE, POSTED = range(8)
 POSTS = 4
 DEVICE_WORDS = POSTED + POSTS
 
+NUMBERED = 4096
+"""Courses that the message of a failure can name."""
+
 
 @dataclass
 class Course:
@@ -154,6 +157,7 @@ class Watch:
         self.failure: str | None = None
         self.territory = Territory()
         self.courses: dict[int, Course] = {}
+        self._numbers = 0
 
     @property
     def interval(self) -> float:
@@ -176,6 +180,14 @@ class Watch:
         """
         if self.failure is not None:
             raise RuntimeError(self.failure)
+
+    def number(self, course: Course) -> int:
+        """The number by which programs say that they are on a course; the oldest one may be forgotten."""
+        self._numbers += 1
+        self.courses[self._numbers] = course
+        if len(self.courses) > NUMBERED:
+            self.courses.pop(next(iter(self.courses)), None)
+        return self._numbers
 
     def poll(self, now: float) -> None:
         """One look.
