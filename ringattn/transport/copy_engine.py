@@ -1,16 +1,8 @@
 """Shards between the GPUs of one host by copy engine: whoever owns keys pushes them into the memory of who reads them.
 
-Owns the protocol: which words say what, in which order they are written and waited for, and which bytes are copied. Refuses
-to know devices: it speaks to `Streams` and `Memory`, so that the whole protocol also runs on a CPU, in any interleaving.
-
-Note [Binary semaphores]
-    A signal between two ranks is one 32-bit word in the memory of the rank that waits: the other side writes 1, the waiter
-    waits for 1 and writes 0. There are no counters, so a program of waits, copies and writes is a constant: it is built once
-    and enqueued again and again, also by a graph that somebody captured, any number of times and in any order with other
-    calls, as long as all ranks do the same. Each place where rows wait for a peer has two words per pair of ranks:
-    `full` (at the reader: "the rows are there") and `free` (at the writer: "they have been read"). `free` begins as 1.
-    Far has a `full` per group of heads and, in place of `free`, `room` (at the owner: "it is your turn at this far"). Between
-    calls it is the turn of the nearest owner, the member before the reader: there `room` is 1, and elsewhere 0.
+Owns the protocol: in which order words are written and waited for, and which bytes are copied. Refuses to know where words and
+rows lie (stations.py), and devices: it speaks to `Streams` and `Memory`, so that the whole protocol also runs on a CPU, in any
+interleaving.
 
 Note [A gather]
     Every rank has one slot, where it packs its k and v, and one far, which its peers write into.
@@ -80,8 +72,9 @@ from ringattn.schedule import Collection, Fetch, Reader, Rows
 from ringattn.transport.base import Done, Gathering, Homecoming, Parcel, Pending, Reply, Transport
 from ringattn.transport.one_shot import OneShotExchange
 from ringattn.transport.process_group import Agreement
+from ringattn.transport.stations import MOST_GROUPS, PAYLOAD_ALIGNMENT, Far, Station, padded, say, take, view_bytes
 from ringattn.transport.streams import MAX_PITCH, Copy, Op, Program, Streams, Wait, Write, Write64
-from ringattn.transport.symmetric import Memory, Region, aligned
+from ringattn.transport.symmetric import Memory, aligned
 from ringattn.transport.watch import (
     CROSSING,
     DEVICE_WORDS,
@@ -114,7 +107,7 @@ from ringattn.transport.watch import (
 )
 
 T = TypeVar("T")
-S = TypeVar("S", bound="_Station")
+S = TypeVar("S", bound="Station")
 
 COURSES = 256
 """Constant programs that a ring keeps."""
@@ -122,69 +115,11 @@ AIMED = 256
 """Addresses of kept rows for which one gather has its copies ready."""
 RECEIVED = 256
 """Tensors that posts received into which the way out of a failure remembers."""
-MOST_GROUPS = 8
-"""Groups of heads of a gather."""
-PAYLOAD_ALIGNMENT = 16
 PAYLOADS = 16
 """Tensors of one kind that one post may send beyond what it reserved, as padding: 16 bytes each."""
 PLAIN, REPLIES = KINDS = range(2)
 """Kinds of parcels; each has outboxes of its own."""
 BOX_NAMES = ("outboxes", "outboxes of replies")
-
-
-class _Station:
-    """A region whose rows wait for peers: `full` and `free` words for every pair, then the rows."""
-
-    groups = 1
-    """`full` words of a pair."""
-
-    def __init__(
-        self, memory: Memory, members: Sequence[int], num_bytes: int, what: str, free: Sequence[int] | None = None
-    ) -> None:
-        ranks = self._ranks = len(members)
-        self._place = {rank: place for place, rank in enumerate(members)}
-        self._header = aligned(4 * ranks * (self.groups + 1))
-        self.num_bytes = num_bytes
-        self.region: Region = memory.region(self._header + aligned(num_bytes), what)
-        # nobody reads what was never written
-        words = self.region.local[: 4 * ranks * (self.groups + 1)].view(torch.int32)[ranks * self.groups :]
-        for of in members if free is None else free:
-            words[self._place[of]] = 1
-        memory.meet(f"{what} begins")
-
-    def full(self, at: int, of: int, group: int = 0) -> int:
-        """Address of the word by which rank `of` tells rank `at` that its rows are there."""
-        return self.region.addresses[self._place[at]] + 4 * (group * self._ranks + self._place[of])
-
-    def free(self, at: int, of: int) -> int:
-        """Address of the word by which rank `of` tells rank `at` that it has read its rows."""
-        return self.region.addresses[self._place[at]] + 4 * (self.groups * self._ranks + self._place[of])
-
-    def rows(self, at: int) -> int:
-        """Address of the rows of rank `at`."""
-        return self.region.addresses[self._place[at]] + self._header
-
-    def poison(self) -> None:
-        """Sets all bits of this rank's rows."""
-        self.region.local[self._header :].fill_(255)
-
-    def view(self, shape: Sequence[int], dtype: torch.dtype, offset: int = 0) -> Tensor:
-        """This rank's rows, from a byte offset on."""
-        return _view(self.region.local[self._header + offset :], shape, dtype)
-
-
-class _Far(_Station):
-    """Where peers write rows of theirs for one kernel: behind the rows stands the table of a bias of keys."""
-
-    groups = MOST_GROUPS
-
-    def __init__(self, rank: int, memory: Memory, members: Sequence[int], num_bytes: int, what: str) -> None:
-        # Note [Binary semaphores]: it is the turn of this rank where it is the nearest
-        super().__init__(memory, members, num_bytes, what, free=[members[(members.index(rank) + 1) % len(members)]])
-
-    def room(self, at: int, of: int) -> int:
-        """Address of the word by which rank `at` is told that it is its turn at the far of rank `of`."""
-        return self.free(at, of)
 
 
 @dataclass(frozen=True)
@@ -336,9 +271,9 @@ class CopyEngineTransport:
         others = [address for other, address in enumerate(self._control.addresses) if other != place]
         self.watch.territory.gates.update(address + 4 * GATE for address in others)
         self.watch.territory.errors.update(address + 4 * ERROR for address in others)
-        self._fars: list[_Far] = []
-        self._homes: list[_Station] = []
-        self._boxes: tuple[list[_Station], ...] = tuple([] for _ in KINDS)
+        self._fars: list[Far] = []
+        self._homes: list[Station] = []
+        self._boxes: tuple[list[Station], ...] = tuple([] for _ in KINDS)
         self._lent: dict[tuple[str, tuple[Any, ...]], _Lent] = {}
         self._lent_at: dict[int, _Lent] = {}  # by the address of their memory
         self._home_turn = self._post_turn = 0
@@ -374,7 +309,7 @@ class CopyEngineTransport:
         stations = sum(station.region.local.numel() for station in self._places())
         return stations + sum(x.untyped_storage().nbytes() for x in local)
 
-    def _places(self) -> list[_Station]:
+    def _places(self) -> list[Station]:
         """Wherever rows wait for peers or come from them."""
         return [*self._fars, *self._homes, *chain(*self._boxes)]
 
@@ -467,7 +402,7 @@ class CopyEngineTransport:
         found: _Lent | None = self._find(key)
         if found is None:
             whole, (d, _) = (*shape, sum(dims)), dims
-            slot = _view(self._make_guest(turn, math.prod(whole) * dtype.itemsize), whole, dtype)
+            slot = view_bytes(self._make_guest(turn, math.prod(whole) * dtype.itemsize), whole, dtype)
             found = self._keep(key, _Lent(slot, slot[:, :rows, :, :d], slot[:, :rows, :, d:]))
         self._lent_at[found.slot.untyped_storage().data_ptr()] = found
         return found.slot[:, :rows]
@@ -568,7 +503,7 @@ class CopyEngineTransport:
         for box, parcels in zip(found.boxes, out.values(), strict=True):
             for _, address, num_bytes in parcels:
                 streams.copy(box, address, num_bytes, lane)
-                box += _padded(num_bytes)
+                box += padded(num_bytes)
         streams.launch(found.end, lane)
         if not into:
             return Done()
@@ -581,7 +516,7 @@ class CopyEngineTransport:
                 if (address, num_bytes) not in received:
                     self._remember_received(x, address, num_bytes)
                 streams.copy(address, box, num_bytes, side)
-                box += _padded(num_bytes)
+                box += padded(num_bytes)
         streams.launch(found.sides[-1], side)
         self._posted += 1
         pending = _Fetching(self, index, found, self._posted)
@@ -730,7 +665,7 @@ class CopyEngineTransport:
             )
 
     def _stations(
-        self, kind: list[S], num_bytes: int, what: str, make: Callable[..., S] = _Station, turns: int = 2
+        self, kind: list[S], num_bytes: int, what: str, make: Callable[..., S] = Station, turns: int = 2
     ) -> list[S]:
         """The stations of a kind, at least so large. `num_bytes` is the same on all ranks, and so is growing."""
         if not kind or kind[0].num_bytes < num_bytes:
@@ -746,13 +681,13 @@ class CopyEngineTransport:
                 self._know(station)
         return kind
 
-    def _know(self, station: _Station) -> None:
+    def _know(self, station: Station) -> None:
         here, me, peers = self.watch.territory, self._rank, self._peers
-        (here.room if isinstance(station, _Far) else here.free).update(station.free(me, peer) for peer in peers)
+        (here.room if isinstance(station, Far) else here.free).update(station.free(me, peer) for peer in peers)
         full = here.home if station in self._homes else here.full
         full.update(station.full(me, peer, g) for peer in peers for g in range(station.groups))
 
-    def _forget(self, station: _Station) -> None:
+    def _forget(self, station: Station) -> None:
         if self._captured:
             self._retire(station)
             return
@@ -780,9 +715,9 @@ class CopyEngineTransport:
             known.add((new.data_ptr(), new.numel() // unit))
         return new
 
-    def _make_far(self, num_bytes: int) -> _Far:
+    def _make_far(self, num_bytes: int) -> Far:
         before = self._fars[:]
-        (far,) = self._stations(self._fars, num_bytes, "far", functools.partial(_Far, self._rank), turns=1)
+        (far,) = self._stations(self._fars, num_bytes, "far", functools.partial(Far, self._rank), turns=1)
         if far not in before:
             self._far_layout = None
         return far
@@ -823,14 +758,11 @@ class CopyEngineTransport:
     def _leave(self) -> list[Op]:
         return [self._both(PLACE, ELSEWHERE)]
 
-    def _take(self, word: int) -> list[Op]:
-        return [Wait(word, 1), Write(word, 0)]
-
     # Inside a capture events order the streams, and words must not: the side stream of a graph is not the ring's own,
     # whose next work may be enqueued while the graph still runs, and each would take the other's signals.
 
     def _lane_begins(self, start: int, lane: int, number: int) -> list[Op]:
-        started = [] if self._streams.capturing() else self._take(self._words[start])
+        started = [] if self._streams.capturing() else take(self._words[start])
         return [*started, self._both(lane, number)]
 
     def _lane_ends(self, lane: int, done: int) -> list[Op]:
@@ -848,7 +780,7 @@ class CopyEngineTransport:
         return [] if self._streams.capturing() else [Write(self._words[start], 1)]
 
     def _take_done(self, done: int) -> list[Op]:
-        return [] if self._streams.capturing() else self._take(self._words[done])
+        return [] if self._streams.capturing() else take(self._words[done])
 
     def _prepare_gather(
         self,
@@ -873,21 +805,21 @@ class CopyEngineTransport:
         most = collection.most_far_rows
         most_bytes = b * most * row
         if size:
-            most_bytes = _padded(most_bytes) + b * (slot_rows + most) * size
+            most_bytes = padded(most_bytes) + b * (slot_rows + most) * size
         station = self._make_far(most_bytes)
         shape = (b, collection.far_rows, hk, width)
         far, bias, of_slot = station.view(shape, k.dtype), None, None
         if lent is not None:
             slot = lent.slot
         else:
-            behind = _padded(slot_bytes) if size else slot_bytes
+            behind = padded(slot_bytes) if size else slot_bytes
             flat = self._make_slot(behind + b * slot_rows * size)
-            slot = _view(flat, (b, slot_rows, hk, width), k.dtype)
-            of_slot = None if of_bias is None else _view(flat[behind:], (b, slot_rows), of_bias)
+            slot = view_bytes(flat, (b, slot_rows, hk, width), k.dtype)
+            of_slot = None if of_bias is None else view_bytes(flat[behind:], (b, slot_rows), of_bias)
         if of_slot is not None and of_bias is not None:
             of_all = (b, t + collection.far_rows)
             if collection.fetches:
-                table = station.view(of_all, of_bias, _padded(far.numel() * far.element_size()))
+                table = station.view(of_all, of_bias, padded(far.numel() * far.element_size()))
             else:  # far may be written to meanwhile: it is not this call's turn to read it
                 table = torch.empty(of_all, dtype=of_bias, device=self._memory.device)
             bias = _Bias(slot=of_slot, table=table, near=t)
@@ -901,7 +833,7 @@ class CopyEngineTransport:
     def _plan_gather(
         self,
         collection: Collection,
-        station: _Far,
+        station: Far,
         slot: Tensor,
         where: tuple[Tensor, int],
         flags: Tensor,
@@ -946,15 +878,15 @@ class CopyEngineTransport:
         push = self._lane_begins(START, SIDE, push_number)
         if skipped is not None:
             peer, owner = skipped
-            push += [*self._take(station.room(me, peer)), Write(station.room(owner, peer), 1), self._note(SIDE_AT, 1)]
+            push += [*take(station.room(me, peer)), Write(station.room(owner, peer), 1), self._note(SIDE_AT, 1)]
         for g in range(groups):
             for i, reader in enumerate(readers):
                 theirs = station.rows(reader.peer)
                 turns = len(reader.owners)
                 if g == 0 or turns > 1:
-                    push += self._take(station.room(me, reader.peer))
+                    push += take(station.room(me, reader.peer))
                 if g == 0 and bias is not None:
-                    push += bias.pushes(theirs + _padded(b * reader.far_rows * row), reader)
+                    push += bias.pushes(theirs + padded(b * reader.far_rows * row), reader)
                 places = slot.data_ptr(), theirs, (slot.shape[1], reader.far_rows)
                 push += _copies(*places, b, row, reader.rows, reader.at, g, groups)
                 push.append(Write(station.full(reader.peer, me, g), 1))
@@ -990,7 +922,7 @@ class CopyEngineTransport:
         joining = [self._at(number, JOINING)]
         join = [*(self._take_done(DONE) if sides else []), *(self._take_done(HERALD_DONE) if fetches else [])]
         turn = [station.room(self._nearest, me)] if fetches else []
-        join += [Wait(words[PROCEED], 1), *_publish(turn), *self._leave()]
+        join += [Wait(words[PROCEED], 1), *say(turn), *self._leave()]
         if not fetches and not sides:
             start, joining, join = [], [], []
         return _Gather(
@@ -1061,7 +993,7 @@ class CopyEngineTransport:
     def _plan_home(
         self,
         collection: Collection,
-        station: _Station,
+        station: Station,
         own: Tensor,
         shape: tuple[int, int, int],
         what: str,
@@ -1081,15 +1013,15 @@ class CopyEngineTransport:
         number = self.watch.number(course)
         start: list[Op] = [self._at(number, ENTERING)]
         for owner in owners:
-            start += self._take(station.free(me, owner))
+            start += take(station.free(me, owner))
         start += [Wait(self._words[PROCEED], 1), self._both(PLACE, number * PLACES + KERNEL)]
         start = start if owners or readers else []
-        receive = [*_publish([station.full(owner, me) for owner in owners]), self._at(number, RECEIVING)]
+        receive = [*say([station.full(owner, me) for owner in owners]), self._at(number, RECEIVING)]
         for reader in readers:
-            receive += self._take(station.full(me, reader))
+            receive += take(station.full(me, reader))
         receive += [Wait(self._words[PROCEED], 1), *self._leave()]
         receive = receive if owners or readers else []
-        close = _publish([station.free(reader, me) for reader in readers])
+        close = say([station.free(reader, me) for reader in readers])
         addresses = [own.data_ptr()]
         addresses += [station.rows(fetch.owner) + (fetch.step - 1) * stride for fetch in collection.fetches]
         table = torch.tensor([addresses, [x + behind for x in addresses]], dtype=torch.int64).to(self._memory.device)
@@ -1097,14 +1029,14 @@ class CopyEngineTransport:
         bias = None
         if biased:
             parts = [station.view(of_bias, torch.float32, place + behind) for place in places]
-            bias = table[1], _view(own[behind:], of_bias, torch.float32), parts
+            bias = table[1], view_bytes(own[behind:], of_bias, torch.float32), parts
         return _Home(
             course,
             start=compile_(start),
             receive=compile_(receive),
             close=compile_(close),
             addresses=table[0],
-            own=_view(own, whole, torch.float32),
+            own=view_bytes(own, whole, torch.float32),
             regions=[station.view(whole, torch.float32, place) for place in places],
             bias=bias,
             keep=(collection, station, own),
@@ -1122,7 +1054,7 @@ class CopyEngineTransport:
         for peer, kind in out:
             for other in self._peers:
                 if other == peer:
-                    begin += self._take(self._boxes[kind][turn].free(me, peer))
+                    begin += take(self._boxes[kind][turn].free(me, peer))
                 else:
                     begin.append(Wait(self._boxes[kind][turn].free(me, other), 1))
         begin += self._side_is_free() if into else []
@@ -1134,7 +1066,7 @@ class CopyEngineTransport:
         sides: list[Program] = []
         side = self._lane_begins(START, SIDE, number)
         for i, (peer, kind) in enumerate(into):
-            sides.append(compile_([*side, *self._take(self._boxes[kind][turn].full(me, peer))]))
+            sides.append(compile_([*side, *take(self._boxes[kind][turn].full(me, peer))]))
             side = [Wait(words[GATE], 1), Write(self._boxes[kind][turn].free(peer, me), 1)]
             side += [self._note(SIDE_AT, i + 1)]
         if into:
@@ -1167,7 +1099,7 @@ class CopyEngineTransport:
         for (peer, kind), tensors in found.items():
             total, reserved = sum([num_bytes for _, _, num_bytes in tensors]), self._reserved[kind]
             capacity = self._boxes[kind][0].num_bytes if reserved else 0
-            if total > reserved or sum([_padded(num_bytes) for _, _, num_bytes in tensors]) > capacity:
+            if total > reserved or sum([padded(num_bytes) for _, _, num_bytes in tensors]) > capacity:
                 raise RuntimeError(
                     f"ring rank {self._rank}: {what}: a post must move at most the {reserved} bytes per peer that were "
                     f"reserved, got {total} in {len(tensors)} tensors with ring rank {peer}; reserve more before the loop"
@@ -1337,11 +1269,6 @@ class _Crossing:
             here.watch.check()
 
 
-def _publish(words: Sequence[int]) -> list[Op]:
-    """Says 1 to each word."""
-    return [Write(word, 1) for word in words]
-
-
 def _copies(
     source: int,
     target: int,
@@ -1395,14 +1322,6 @@ def _parts(far: Tensor, dim: int) -> tuple[Tensor, Tensor, Tensor]:
 
 def _num_rows(rows: Rows) -> int:
     return sum(length for _, length in rows)
-
-
-def _padded(num_bytes: int) -> int:
-    return -(-num_bytes // PAYLOAD_ALIGNMENT) * PAYLOAD_ALIGNMENT
-
-
-def _view(flat: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    return flat[: math.prod(shape) * dtype.itemsize].view(dtype).view(tuple(shape))
 
 
 def _same(x: Tensor, y: Tensor) -> bool:
