@@ -1,50 +1,9 @@
 """Shards between the GPUs of one host by copy engine: whoever owns keys pushes them into the memory of who reads them.
 
-Owns the protocol: in which order words are written and waited for, and which bytes are copied. Refuses to know where words and
-rows lie (stations.py), and devices: it speaks to `Streams` and `Memory`, so that the whole protocol also runs on a CPU, in any
-interleaving.
-
-Note [A gather]
-    Every rank has one slot, where it packs its k and v, and one far, which its peers write into.
-    The caller's stream packs, which lowers the flags as well, and starts the side stream, which pushes: group by group
-    and reader by reader in ring order, it waits for its turn at the reader (`room`), copies rows of the slot to their
-    place in the reader's far, says `full`, and `room` to whoever is next there: the next owner, and behind the last one
-    the first, for the next group. So one owner writes to a reader at a time, and no two share its link. Nobody waits in
-    a circle: each waits for a push of the same reader or the same owner that stands before it in the order of groups
-    and ring steps, or for a call that came before. Behind the join, when nobody reads far any more, the caller's stream
-    gives the nearest owner the turn of the next call. So rows go to a reader that is late, and it holds up nobody whom
-    others could serve meanwhile. Turns are counted by taking part: a nearest owner that has nothing for a reader which
-    fetches takes its turn all the same and hands it to the first one, or it would take the next call's turn for this
-    one's. A rank that fetches nothing leaves its far to the next call, so it keeps nothing there.
-    A third stream, the herald, raises the flags of this rank in the order of groups and ring steps: it waits for the owner's
-    `full`, and writes the flag. So flags rise in order, whatever order pushes end in.
-    A bias of keys stands behind the rows of the slot, and comes in front of the first group of an owner's heads, into the
-    table behind the rows of far.
-    All of this is enqueued before the caller launches the kernel, and nothing of it needs an SM: the kernel may hold all of
-    them while it waits. Packing, and zeroing the guard rows of far, do need SMs: they stand on the caller's stream in front
-    of the kernel. `close` joins all three streams. So the slot is free when it has returned, as is what was lent; and `room`
-    and `full` of a call have been taken by all before anybody says them again: an owner takes each `room` before it says the
-    `full` of that push, and the reader says `room` again once it has taken every `full`, whereupon the others follow in turn.
-    Why pushes: reads queue their requests behind rows that the GPU sends at the same time, writes are posted (kernels/hopper/
-    NOTES.md has the numbers). Why one stream of them: several share the link, and the first rows come later. And why turns:
-    halves of shards are of different lengths, owners drift apart, and two that meet at one reader go at less than half the
-    speed each.
-
-Note [Kept rows]
-    What a gather keeps lands in far like all rows, where its kernel reads it. Behind the last flag the herald copies it into a
-    tensor of the call's own, from torch's allocator: no flag waits for that, should such a copy need an SM. The only program
-    that knows its address is the herald's: there is one per address, and addresses come back, since an allocator does the same
-    in every step of a training. The caller's stream joins the herald before the gather is closed, and the herald passes the
-    gate once more: what it has copied was not overwritten (Note [A push that was let go] of watch.py), and whoever is given
-    the memory later finds nobody writing. A backward that has kept its rows finds flags that are always raised; a failure of
-    the ring makes them negative before it lets anybody go, so that no kernel that starts later stores a number at a peer.
-
-Note [A post]
-    What goes out waits in an outbox of this rank until its reader has pulled it. There are four, however many ranks there
-    are: one for plain parcels and one for replies, by turns. A post of all ranks takes one turn, also on ranks that move
-    nothing in it: so a reader knows where a sender's message lies. Whoever was last sent what the box held, the sender
-    waits for the words of all peers, which leave the box to it, and takes back the word of the next reader alone. A rank
-    in post n waits for what its peers' side streams pull in earlier posts, and these wait for nothing later than n - 1.
+Owns the calls, and what a rank holds for them: what each enqueues on which stream and in which order, what it leaves open, and
+how that is joined. Refuses to know devices: it speaks to `Streams` and `Memory`, so that the whole protocol also runs on a CPU,
+in any interleaving. Which words are said and waited for, and which bytes are copied, is in constant programs
+(gather_programs.py, home_programs.py, post_programs.py); where they lie in stations.py and words.py.
 
 Note [Seen before]
     Whatever follows from shapes and plans alone is made at first sight: programs, views, tables of addresses. A later call
@@ -68,43 +27,18 @@ from torch import Tensor
 
 from ringattn.kernels.contract import Arrivals
 from ringattn.kernels.pack import Cleared, pack
-from ringattn.schedule import Collection, Fetch, Reader, Rows
+from ringattn.schedule import Collection
 from ringattn.transport.base import Done, Gathering, Homecoming, Parcel, Pending, Reply, Transport
+from ringattn.transport.gather_programs import Bias, GatherMemory, GatherPrograms, gather_programs, guards
+from ringattn.transport.home_programs import HomePrograms, home_programs
 from ringattn.transport.one_shot import OneShotExchange
+from ringattn.transport.post_programs import PostPrograms, post_programs
 from ringattn.transport.process_group import Agreement
-from ringattn.transport.stations import MOST_GROUPS, PAYLOAD_ALIGNMENT, Far, Station, padded, say, take, view_bytes
-from ringattn.transport.streams import MAX_PITCH, Copy, Op, Program, Streams, Wait, Write, Write64
+from ringattn.transport.stations import MOST_GROUPS, PAYLOAD_ALIGNMENT, Far, Station, padded, view_bytes
+from ringattn.transport.streams import Program, Streams
 from ringattn.transport.symmetric import Memory, aligned
-from ringattn.transport.watch import (
-    CROSSING,
-    DEVICE_WORDS,
-    DONE,
-    ELSEWHERE,
-    ENTERING,
-    ERROR,
-    FETCHING,
-    GATE,
-    HERALD,
-    HERALD_AT,
-    HERALD_DONE,
-    HERALD_START,
-    HOST_WORDS,
-    JOINING,
-    KERNEL,
-    PLACE,
-    PLACES,
-    POSTED,
-    POSTS,
-    PROCEED,
-    QUIET,
-    RECEIVING,
-    SIDE,
-    SIDE_AT,
-    START,
-    STARTING,
-    Course,
-    Watch,
-)
+from ringattn.transport.watch import CROSSING, DEVICE_WORDS, ERROR, GATE, HOST_WORDS, POSTS, PROCEED, Course, Watch
+from ringattn.transport.words import Words
 
 T = TypeVar("T")
 S = TypeVar("S", bound="Station")
@@ -122,35 +56,6 @@ PLAIN, REPLIES = KINDS = range(2)
 BOX_NAMES = ("outboxes", "outboxes of replies")
 
 
-@dataclass(frozen=True)
-class _Bias:
-    """Where a bias of keys is put and pushed.
-
-    Attributes:
-        slot: `b slot_rows`, behind the slot of this rank.
-        table: `b t+far_rows`, for kernels.
-        near: Rows of this rank, t.
-    """
-
-    slot: Tensor
-    table: Tensor
-    near: int
-
-    def places(self, *, published: bool) -> tuple[Tensor | None, Tensor, Tensor]:
-        """See `_Gather.bias`."""
-        return self.slot[:, : self.near] if published else None, self.table[:, : self.near], self.table
-
-    def pushes(self, table: int, reader: Reader) -> list[Op]:
-        """The copies to one reader, whose table is at an address."""
-        b, size = self.slot.shape[0], self.slot.element_size()
-        pitches = size * (reader.near_rows + reader.far_rows), size * self.slot.stride(0)
-        at, found = reader.near_rows + reader.at, []
-        for offset, length in reader.rows:
-            found.append(Copy(table + at * size, self.slot.data_ptr() + offset * size, length * size, b, *pitches))
-            at += length
-        return found
-
-
 @dataclass(eq=False)
 class _Lent:
     """A slot that the caller fills itself, or that rows of another node come into."""
@@ -158,69 +63,6 @@ class _Lent:
     slot: Tensor
     k: Tensor
     v: Tensor
-
-
-@dataclass(eq=False)
-class _Gather:
-    """The constant part of a gather: one collection, slot, shape and far buffer."""
-
-    course: Course
-    pushing: Course
-    start: Program
-    cleared: tuple[Cleared, Cleared] | None
-    """What is cleared where packing does it, without rows of far and with them; None: the start does it, or nothing is fetched."""
-    announce: Program | None
-    push: Program | None
-    """None where nobody reads, and nobody is skipped."""
-    herald: Program | None
-    """None where nothing is fetched, and where rows are kept: then it depends on the address."""
-    joining: Program
-    join: Program
-    packed: Tensor | None
-    """Where this rank's rows are packed; None where nobody reads them or the caller has put them there."""
-    bias: tuple[Tensor | None, Tensor, Tensor] | None
-    """Where this rank's bias of keys goes, in the slot (None: nobody reads it) and in the table, and the table."""
-    far: tuple[Tensor, Tensor, Tensor]
-    """All of it, with the keys and the values in it."""
-    guards: list[tuple[int, int]]
-    layout: object
-    arrivals: Arrivals | None
-    keep: Any
-    aim: Callable[[int], list[Op]] | None
-    """What the herald does for rows that are kept at an address."""
-    aimed: OrderedDict[int, Program]
-
-
-@dataclass(eq=False)
-class _Home:
-    """The constant part of a homecoming."""
-
-    course: Course
-    start: Program
-    receive: Program
-    close: Program
-    addresses: Tensor
-    own: Tensor
-    regions: list[Tensor]
-    bias: tuple[Tensor, Tensor, list[Tensor]] | None
-    """Addresses, own and regions of the bias of keys; None: it has no gradient."""
-    keep: Any
-
-
-@dataclass(eq=False)
-class _Post:
-    """What is constant about a post between the same peers: words; the copies between them are of the call."""
-
-    course: Course
-    begin: Program
-    end: Program
-    boxes: list[int]
-    """Where what goes out is put, by (peer, kind)."""
-    sides: list[Program]
-    """One in front of the copies from each peer, and one behind the last."""
-    sources: list[int]
-    fetching: Program
-    join: Program
 
 
 class CopyEngineTransport:
@@ -250,7 +92,6 @@ class CopyEngineTransport:
     ) -> None:
         self._rank = rank
         self._members = tuple(members)
-        self._peers = tuple(peer for peer in members if peer != rank)
         self._name = name
         self._streams = streams
         self._memory = memory
@@ -264,10 +105,9 @@ class CopyEngineTransport:
         self._error = control[ERROR : ERROR + 1]
         memory.meet("words begin")
         place = self._members.index(rank)
-        self._nearest = self._members[place - 1]
-        words = tuple(self._control.addresses[place] + 4 * i for i in range(DEVICE_WORDS))
-        self._words = words
-        self.watch = Watch(rank, name, self._host, words, streams, timeout)
+        device = tuple(self._control.addresses[place] + 4 * i for i in range(DEVICE_WORDS))
+        self.watch = Watch(rank, name, self._host, device, streams, timeout)
+        self._words = Words(rank, self._members, device, self._host.data_ptr(), streams, self.watch)
         others = [address for other, address in enumerate(self._control.addresses) if other != place]
         self.watch.territory.gates.update(address + 4 * GATE for address in others)
         self.watch.territory.errors.update(address + 4 * ERROR for address in others)
@@ -342,7 +182,7 @@ class CopyEngineTransport:
         lent = self._find_lent(k, v) if self._lent_at and key_bias is None else None
         of_bias = None if key_bias is None else key_bias.dtype
         key = (id(collection), k.shape, k.dtype, v.shape[-1], groups, id(lent), capturing, keep, of_bias)
-        found: _Gather | None = self._find(key)
+        found: GatherPrograms | None = self._find(key)
         if found is None:
             found = self._keep(key, self._prepare_gather(k, v, collection, groups, lent, what, of_bias, keep=keep))
         found.course.what = found.pushing.what = what
@@ -437,7 +277,7 @@ class CopyEngineTransport:
             self._homecoming.close()
         lane, _ = self._enter(closing=False)
         key = (id(collection), shape, biased)
-        plans: tuple[_Home, _Home] | None = self._find(key)
+        plans: tuple[HomePrograms, HomePrograms] | None = self._find(key)
         if plans is None:
             plans = self._keep(key, self._prepare_home(collection, shape, what, biased=biased))
         chosen = plans[self._home_turn]
@@ -476,7 +316,7 @@ class CopyEngineTransport:
                 self._reserved[kind] = size
 
     def post(self, sends: Sequence[Parcel], receives: Sequence[Parcel], what: str) -> Pending:
-        """See `Transport.post`, and Note [A post]."""
+        """See `Transport.post`, and Note [A post] of post_programs.py."""
         out, into = self._payloads(sends, what), self._payloads(receives, what)
         if len({kind for _, kind in out}) < len(out):
             raise RuntimeError(
@@ -494,9 +334,10 @@ class CopyEngineTransport:
             oldest.wait()
             index = oldest.index
         key = (tuple(out), tuple(into), turn, index, capturing)
-        found: _Post | None = self._find(key)
+        found: PostPrograms | None = self._find(key)
         if found is None:
-            found = self._keep(key, self._plan_post(tuple(out), tuple(into), turn, index, what))
+            boxes = {kind: self._boxes[kind][turn] for _, kind in (*out, *into)}
+            found = self._keep(key, post_programs(self._words, boxes, tuple(out), tuple(into), index, what))
         found.course.what = what
         streams = self._streams
         streams.launch(found.begin, lane)
@@ -682,7 +523,7 @@ class CopyEngineTransport:
         return kind
 
     def _know(self, station: Station) -> None:
-        here, me, peers = self.watch.territory, self._rank, self._peers
+        here, me, peers = self.watch.territory, self._rank, self._words.peers
         (here.room if isinstance(station, Far) else here.free).update(station.free(me, peer) for peer in peers)
         full = here.home if station in self._homes else here.full
         full.update(station.full(me, peer, g) for peer in peers for g in range(station.groups))
@@ -692,7 +533,7 @@ class CopyEngineTransport:
             self._retire(station)
             return
         here = self.watch.territory
-        for peer in self._peers:
+        for peer in self._words.peers:
             for words in (here.free, here.room):
                 words.discard(station.free(self._rank, peer))
             for words in (here.full, here.home):
@@ -744,44 +585,6 @@ class CopyEngineTransport:
         self._own = self._local(self._own, num_bytes, self.watch.territory.own, 1)
         return self._own
 
-    def _at(self, number: int, place: int) -> Write:
-        return self._note(PLACE, number * PLACES + place)
-
-    def _both(self, word: int, value: int) -> Write64:
-        """A note, and 0 in the word behind it."""
-        return Write64(self._host.data_ptr() + 4 * word, value, 0)
-
-    def _note(self, word: int, value: int) -> Write:
-        """What the watch reads."""
-        return Write(self._host.data_ptr() + 4 * word, value)
-
-    def _leave(self) -> list[Op]:
-        return [self._both(PLACE, ELSEWHERE)]
-
-    # Inside a capture events order the streams, and words must not: the side stream of a graph is not the ring's own,
-    # whose next work may be enqueued while the graph still runs, and each would take the other's signals.
-
-    def _lane_begins(self, start: int, lane: int, number: int) -> list[Op]:
-        started = [] if self._streams.capturing() else take(self._words[start])
-        return [*started, self._both(lane, number)]
-
-    def _lane_ends(self, lane: int, done: int) -> list[Op]:
-        return [
-            Wait(self._words[GATE], 1),
-            self._note(QUIET, 0),
-            self._note(lane, 0),
-            *([] if self._streams.capturing() else [Write(self._words[done], 1)]),
-        ]
-
-    def _side_is_free(self) -> list[Op]:
-        return [] if self._streams.capturing() else [Wait(self._words[START], 0)]
-
-    def _start(self, start: int) -> list[Op]:
-        return [] if self._streams.capturing() else [Write(self._words[start], 1)]
-
-    def _take_done(self, done: int) -> list[Op]:
-        return [] if self._streams.capturing() else take(self._words[done])
-
     def _prepare_gather(
         self,
         k: Tensor,
@@ -793,7 +596,7 @@ class CopyEngineTransport:
         of_bias: torch.dtype | None,
         *,
         keep: bool,
-    ) -> _Gather:
+    ) -> GatherPrograms:
         b, t, hk, d = k.shape
         width = d + v.shape[-1]
         if hk % groups or groups > MOST_GROUPS:
@@ -807,8 +610,7 @@ class CopyEngineTransport:
         if size:
             most_bytes = padded(most_bytes) + b * (slot_rows + most) * size
         station = self._make_far(most_bytes)
-        shape = (b, collection.far_rows, hk, width)
-        far, bias, of_slot = station.view(shape, k.dtype), None, None
+        far, bias, of_slot = station.view((b, collection.far_rows, hk, width), k.dtype), None, None
         if lent is not None:
             slot = lent.slot
         else:
@@ -822,133 +624,29 @@ class CopyEngineTransport:
                 table = station.view(of_all, of_bias, padded(far.numel() * far.element_size()))
             else:  # far may be written to meanwhile: it is not this call's turn to read it
                 table = torch.empty(of_all, dtype=of_bias, device=self._memory.device)
-            bias = _Bias(slot=of_slot, table=table, near=t)
+            bias = Bias(slot=of_slot, table=table, near=t)
         flags = self._make_flags(groups * len(self._members)).view(groups, len(self._members))
         packed = slot[:, :t] if lent is None and collection.readers else None
-        layout = (tuple((fetch.at, fetch.rows) for fetch in collection.fetches), shape, k.dtype)
-        return self._plan_gather(
-            collection, station, slot, (far, d), flags, packed, bias, layout, (collection, lent), what, keep=keep
-        )
-
-    def _plan_gather(
-        self,
-        collection: Collection,
-        station: Far,
-        slot: Tensor,
-        where: tuple[Tensor, int],
-        flags: Tensor,
-        packed: Tensor | None,
-        bias: _Bias | None,
-        layout: object,
-        alive: Any,
-        what: str,
-        *,
-        keep: bool,
-    ) -> _Gather:
-        """Note [A gather]."""
-        me, words, compile_ = self._rank, self._words, self._streams.compile
-        fetches, readers, skipped = collection.fetches, collection.readers, collection.skipped
-        sides = bool(readers) or skipped is not None
-        far, dim = where
-        groups = flags.shape[0]
-        b, far_rows, hk, width = far.shape
-        row = hk * width * slot.element_size()
-        first = collection.first
-        owners = [fetch.owner for fetch in fetches]
-        peers = tuple(dict.fromkeys((*owners, *(reader.peer for reader in readers))))
-        stops = tuple((first + fetch.step, fetch.owner) for fetch in fetches)
-        course = Course(what, peers, first + 1, stops)
-        number = self.watch.number(course)
-        stops = tuple((first + reader.step, reader.peer) for reader in readers)
-        stops = stops if skipped is None else ((first + 1, skipped[0]), *stops)
-        pushing = Course(what, peers, first + 1, stops, "waiting for its turn at")
-        push_number = self.watch.number(pushing)
-
-        def flag(g: int, step: int) -> int:
-            return flags.data_ptr() + 4 * (g * flags.shape[1] + step)
-
-        # what packs lowers the flags and the error word: each takes longer in stream order
-        lowered: list[Op] = [Write(flag(g, fetch.step), 0) for g in range(groups) for fetch in fetches]
-        lowered += [Write(words[ERROR], 0)] if fetches else []
-        starts = [*(self._start(HERALD_START) if fetches else []), *(self._start(START) if sides else [])]
-        start: list[Op] = [*(self._side_is_free() if sides else []), *(lowered if packed is None else [])]
-        start += [Wait(words[PROCEED], 1), self._both(PLACE, number * PLACES + KERNEL)]
-        start += starts if packed is None else []
-
-        push = self._lane_begins(START, SIDE, push_number)
-        if skipped is not None:
-            peer, owner = skipped
-            push += [*take(station.room(me, peer)), Write(station.room(owner, peer), 1), self._note(SIDE_AT, 1)]
-        for g in range(groups):
-            for i, reader in enumerate(readers):
-                theirs = station.rows(reader.peer)
-                turns = len(reader.owners)
-                if g == 0 or turns > 1:
-                    push += take(station.room(me, reader.peer))
-                if g == 0 and bias is not None:
-                    push += bias.pushes(theirs + padded(b * reader.far_rows * row), reader)
-                places = slot.data_ptr(), theirs, (slot.shape[1], reader.far_rows)
-                push += _copies(*places, b, row, reader.rows, reader.at, g, groups)
-                push.append(Write(station.full(reader.peer, me, g), 1))
-                last = reader.owners[-1] == me
-                if turns > 1 and not (last and g == groups - 1):
-                    follower = reader.owners[0 if last else reader.owners.index(me) + 1]
-                    push.append(Write(station.room(follower, reader.peer), 1))
-                if g == 0:
-                    push.append(self._note(SIDE_AT, i + 1 + (skipped is not None)))
-        push += self._lane_ends(SIDE, DONE)
-
-        # between a peer's word and the flag stands nothing that can wait until the last flag
-        begins, ends = self._lane_begins(HERALD_START, HERALD, number), self._lane_ends(HERALD, HERALD_DONE)
-        passed = [self._note(HERALD_AT, i + 1) for i in range(len(fetches))]
-        mine = station.rows(me)
-
-        # what is kept with the programs of a transport must not hold the transport
-        def aim(address: int | None) -> list[Op]:
-            herald = [*begins]
-            for g in range(groups):
-                for i, fetch in enumerate(fetches):
-                    herald.append(Wait(station.full(me, fetch.owner, g), 1))
-                    herald += [Wait(words[GATE], 1), Write(flag(g, fetch.step), 1)]
-                    if g == 0:
-                        herald.append(passed[i])
-            herald += [Write(station.full(me, fetch.owner, g), 0) for g in range(groups) for fetch in fetches]
-            if address is not None:
-                for fetch in fetches:
-                    rows = ((fetch.at, _num_rows(fetch.rows)),)
-                    herald += _copies(mine, address, (far_rows, far_rows), b, row, rows, fetch.at, 0, 1)
-            return [*herald, *ends]
-
-        joining = [self._at(number, JOINING)]
-        join = [*(self._take_done(DONE) if sides else []), *(self._take_done(HERALD_DONE) if fetches else [])]
-        turn = [station.room(self._nearest, me)] if fetches else []
-        join += [Wait(words[PROCEED], 1), *say(turn), *self._leave()]
-        if not fetches and not sides:
-            start, joining, join = [], [], []
-        return _Gather(
-            course,
-            pushing,
-            start=compile_(start),
-            cleared=None if packed is None or not fetches else self._make_cleared(flags, far, fetches),
-            announce=compile_(starts) if packed is not None else None,
-            push=compile_(push) if sides else None,
-            herald=compile_(aim(None)) if fetches and not keep else None,
-            joining=compile_(joining),
-            join=compile_([*joining, *join]),
+        cleared = None
+        if packed is not None and collection.fetches:
+            cleared = self._make_cleared(flags, far, tuple(guards(collection.far_rows, collection.fetches)))
+        here = GatherMemory(
+            station,
+            far=far,
+            dim=d,
+            slot=slot,
             packed=packed,
-            bias=None if bias is None else bias.places(published=packed is not None),
-            far=_parts(far, dim),
-            guards=_guards(far_rows, fetches),
-            layout=layout,
-            arrivals=Arrivals(flags, self._error, self._patience) if fetches else None,
-            keep=(alive, station, slot, flags),
-            aim=aim if fetches and keep else None,
-            aimed=OrderedDict(),
+            bias=bias,
+            arrivals=Arrivals(flags, self._error, self._patience),
+            cleared=cleared,
+            keep=(collection, lent),
         )
+        return gather_programs(self._words, here, collection, what, keep=keep)
 
-    def _make_cleared(self, flags: Tensor, far: Tensor, fetches: Sequence[Fetch]) -> tuple[Cleared, Cleared]:
-        """What is cleared without rows of far, and with them."""
-        stretches = tuple(_guards(far.shape[1], fetches))
+    def _make_cleared(
+        self, flags: Tensor, far: Tensor, stretches: tuple[tuple[int, int], ...]
+    ) -> tuple[Cleared, Cleared]:
+        """What is cleared without stretches of far, and with them."""
         there = self._stretches.get(stretches)
         if there is None:
             self._refuse_in_capture("guards")
@@ -964,7 +662,7 @@ class CopyEngineTransport:
         words = Cleared(flags, self._error, far, there, longest, stretches=False)
         return words, dataclasses.replace(words, stretches=True)
 
-    def _aimed(self, plan: _Gather, address: int) -> Program | None:
+    def _aimed(self, plan: GatherPrograms, address: int) -> Program | None:
         """What the herald does for a gather whose rows are kept, to where they are kept."""
         if plan.aim is None:
             return None
@@ -981,108 +679,17 @@ class CopyEngineTransport:
 
     def _prepare_home(
         self, collection: Collection, shape: tuple[int, int, int], what: str, *, biased: bool
-    ) -> tuple[_Home, _Home]:
+    ) -> tuple[HomePrograms, HomePrograms]:
         b, hk, width = shape
         size = b * collection.slot_rows * hk * (width + biased) * 4
-        homes = self._stations(self._homes, len(self._peers) * aligned(size), "homes")
+        homes = self._stations(self._homes, len(self._words.peers) * aligned(size), "homes")
         own = self._make_own(size)
-        # both at once: a capture may begin at either
-        first, second = (self._plan_home(collection, station, own, shape, what, biased=biased) for station in homes)
-        return first, second
-
-    def _plan_home(
-        self,
-        collection: Collection,
-        station: Station,
-        own: Tensor,
-        shape: tuple[int, int, int],
-        what: str,
-        *,
-        biased: bool,
-    ) -> _Home:
         self._refuse_in_capture("homecoming")
-        me, compile_ = self._rank, self._streams.compile
-        b, hk, width = shape
-        whole, of_bias = (b, collection.slot_rows, hk, width), (b, hk, collection.slot_rows)
-        behind = 4 * math.prod(whole)  # a bias of keys stands behind the sums
-        # of the station, not of the call: the region of a pair never overlaps what another shape gave to another pair
-        stride = station.num_bytes // len(self._peers)
-        owners = [fetch.owner for fetch in collection.fetches]
-        readers = [send.peer for send in collection.readers]
-        course = Course(what, tuple(dict.fromkeys((*owners, *readers))), collection.first + 1)
-        number = self.watch.number(course)
-        start: list[Op] = [self._at(number, ENTERING)]
-        for owner in owners:
-            start += take(station.free(me, owner))
-        start += [Wait(self._words[PROCEED], 1), self._both(PLACE, number * PLACES + KERNEL)]
-        start = start if owners or readers else []
-        receive = [*say([station.full(owner, me) for owner in owners]), self._at(number, RECEIVING)]
-        for reader in readers:
-            receive += take(station.full(me, reader))
-        receive += [Wait(self._words[PROCEED], 1), *self._leave()]
-        receive = receive if owners or readers else []
-        close = say([station.free(reader, me) for reader in readers])
-        addresses = [own.data_ptr()]
-        addresses += [station.rows(fetch.owner) + (fetch.step - 1) * stride for fetch in collection.fetches]
-        table = torch.tensor([addresses, [x + behind for x in addresses]], dtype=torch.int64).to(self._memory.device)
-        places = [(send.step - 1) * stride for send in collection.readers]
-        bias = None
-        if biased:
-            parts = [station.view(of_bias, torch.float32, place + behind) for place in places]
-            bias = table[1], view_bytes(own[behind:], of_bias, torch.float32), parts
-        return _Home(
-            course,
-            start=compile_(start),
-            receive=compile_(receive),
-            close=compile_(close),
-            addresses=table[0],
-            own=view_bytes(own, whole, torch.float32),
-            regions=[station.view(whole, torch.float32, place) for place in places],
-            bias=bias,
-            keep=(collection, station, own),
+        # both at once: a capture may begin at either
+        first, second = (
+            home_programs(self._words, collection, station, own, shape, what, biased=biased) for station in homes
         )
-
-    def _plan_post(
-        self, out: Sequence[tuple[int, int]], into: Sequence[tuple[int, int]], turn: int, index: int, what: str
-    ) -> _Post:
-        """Note [A post]; `out` and `into` are (peer, kind) each."""
-        me, words, compile_ = self._rank, self._words, self._streams.compile
-        waits = self._peers if out else ()
-        course = Course(what, waits, stops=tuple((None, peer) for peer, _ in into))
-        number = self.watch.number(course)
-        begin: list[Op] = [self._at(number, STARTING)]
-        for peer, kind in out:
-            for other in self._peers:
-                if other == peer:
-                    begin += take(self._boxes[kind][turn].free(me, peer))
-                else:
-                    begin.append(Wait(self._boxes[kind][turn].free(me, other), 1))
-        begin += self._side_is_free() if into else []
-        begin += [Wait(words[PROCEED], 1)]
-        end: list[Op] = [Write(self._boxes[kind][turn].full(peer, me), 1) for peer, kind in out]
-        end += [*self._leave(), *(self._start(START) if into else [])]
-        if not out:
-            begin, end = [*begin, *end], []
-        sides: list[Program] = []
-        side = self._lane_begins(START, SIDE, number)
-        for i, (peer, kind) in enumerate(into):
-            sides.append(compile_([*side, *take(self._boxes[kind][turn].full(me, peer))]))
-            side = [Wait(words[GATE], 1), Write(self._boxes[kind][turn].free(peer, me), 1)]
-            side += [self._note(SIDE_AT, i + 1)]
-        if into:
-            sides.append(compile_([*side, *self._lane_ends(SIDE, POSTED + index)]))
-        fetching = [self._at(number, FETCHING)]
-        join = [*fetching, *self._take_done(POSTED + index), Wait(words[PROCEED], 1), *self._leave()]
-        return _Post(
-            course,
-            begin=compile_(begin),
-            end=compile_(end),
-            boxes=[self._boxes[kind][turn].rows(me) for _, kind in out],
-            sides=sides,
-            sources=[self._boxes[kind][turn].rows(peer) for peer, kind in into],
-            fetching=compile_(fetching),
-            join=compile_(join),
-        )
+        return first, second
 
     def _payloads(self, parcels: Sequence[Parcel], what: str) -> dict[tuple[int, int], list[tuple[Tensor, int, int]]]:
         """(tensor, address, bytes) of what is not empty, by (peer, kind)."""
@@ -1127,9 +734,11 @@ class _Arriving:
 
     __slots__ = ("_heralded", "_plan", "_transport", "arrivals", "far", "k", "kept", "key_bias", "v")
 
-    def __init__(self, transport: CopyEngineTransport, plan: _Gather, kept: Tensor | None, *, heralded: bool) -> None:
+    def __init__(
+        self, transport: CopyEngineTransport, plan: GatherPrograms, kept: Tensor | None, *, heralded: bool
+    ) -> None:
         self._transport = transport
-        self._plan: _Gather | None = plan
+        self._plan: GatherPrograms | None = plan
         self._heralded = heralded
         self.far, self.k, self.v = plan.far
         self.kept = kept
@@ -1146,7 +755,7 @@ class _Arriving:
         streams = here._streams
         lane = streams.main()
         if streams.capturing():
-            # a graph knows dependencies by events only; the place is written in front of the join (Note [The way out])
+            # a graph knows dependencies by events only; the place is written in front of the join (Note [The way out] of watch.py)
             streams.launch(plan.joining, lane)
             if plan.push is not None:
                 streams.order(streams.side, lane)
@@ -1162,7 +771,7 @@ class _Coming:
         "_closed", "_plan", "_received", "_transport", "addresses", "bias_addresses", "own", "own_bias", "rows",
     )  # fmt: skip
 
-    def __init__(self, transport: CopyEngineTransport, plan: _Home) -> None:
+    def __init__(self, transport: CopyEngineTransport, plan: HomePrograms) -> None:
         self._transport = transport
         self._plan = plan
         self._received = self._closed = False
@@ -1193,7 +802,7 @@ class _Fetching:
 
     __slots__ = ("_plan", "_transport", "_waited", "index", "order")
 
-    def __init__(self, transport: CopyEngineTransport, index: int, plan: _Post, order: int) -> None:
+    def __init__(self, transport: CopyEngineTransport, index: int, plan: PostPrograms, order: int) -> None:
         self._transport = transport
         self.index = index
         self._plan = plan
@@ -1258,7 +867,7 @@ class _Crossing:
         if found is None:
             course = Course(self._what, self._peers, since=None)
             number = here.watch.number(course)
-            begin, end = streams.compile([here._at(number, CROSSING)]), streams.compile(here._leave())
+            begin, end = streams.compile([here._words.at(number, CROSSING)]), streams.compile(here._words.leave())
             found = here._keep(key, (course, begin, end))
         found[0].what = self._what
         lane = streams.main()
@@ -1267,61 +876,6 @@ class _Crossing:
         streams.launch(found[2], lane)
         if here.watch.failure is not None:
             here.watch.check()
-
-
-def _copies(
-    source: int,
-    target: int,
-    between: tuple[int, int],
-    b: int,
-    row: int,
-    rows: Rows,
-    at: int,
-    group: int,
-    groups: int,
-) -> list[Op]:
-    """The copies of one group of heads of rows from one address to another, where they stand together from a row on.
-
-    Args:
-        source: Where row 0 is.
-        target: Likewise.
-        between: Rows from batch element to batch element, there and there.
-        b: Batch elements.
-        row: Bytes of a row.
-        rows: Of the source.
-        at: The first of them in the target.
-        group: Which group.
-        groups: How many.
-    """
-    part, found = row // groups, list[Op]()
-    source_pitch, target_pitch = (x * row for x in between)
-    for offset, length in rows:
-        start, end = source + offset * row + group * part, target + at * row + group * part
-        if groups > 1:
-            for i in range(b):
-                found.append(Copy(end + i * target_pitch, start + i * source_pitch, part, length, row, row))
-        elif b > 1 and max(source_pitch, target_pitch) <= MAX_PITCH:
-            found.append(Copy(end, start, length * row, b, target_pitch, source_pitch))
-        else:
-            for i in range(b):
-                found.append(Copy(end + i * target_pitch, start + i * source_pitch, length * row))
-        at += length
-    return found
-
-
-def _guards(far_rows: int, fetches: Sequence[Fetch]) -> list[tuple[int, int]]:
-    """First and last row of what no owner has in far."""
-    ends = [fetch.at for fetch in fetches[1:]] + [far_rows]
-    return [(fetch.at + _num_rows(fetch.rows), end) for fetch, end in zip(fetches, ends, strict=False)]
-
-
-def _parts(far: Tensor, dim: int) -> tuple[Tensor, Tensor, Tensor]:
-    """All of far, the keys in it, and the values."""
-    return far, far[..., :dim], far[..., dim:]
-
-
-def _num_rows(rows: Rows) -> int:
-    return sum(length for _, length in rows)
 
 
 def _same(x: Tensor, y: Tensor) -> bool:

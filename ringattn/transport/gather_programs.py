@@ -1,0 +1,351 @@
+"""What a gather comes down to: the constant programs of one rank, built once per shape.
+
+Owns who pushes which rows to whom in which order, when a flag rises, and what is copied to be kept. Refuses to know where its
+memory comes from (holdings.py), and when a program is enqueued (copy_engine.py).
+
+Note [A gather]
+    Every rank has one slot, where it packs its k and v, and one far, which its peers write into.
+    The caller's stream packs, which lowers the flags as well, and starts the side stream, which pushes: group by group
+    and reader by reader in ring order, it waits for its turn at the reader (`room`), copies rows of the slot to their
+    place in the reader's far, says `full`, and `room` to whoever is next there: the next owner, and behind the last one
+    the first, for the next group. So one owner writes to a reader at a time, and no two share its link. Nobody waits in
+    a circle: each waits for a push of the same reader or the same owner that stands before it in the order of groups
+    and ring steps, or for a call that came before. Behind the join, when nobody reads far any more, the caller's stream
+    gives the nearest owner the turn of the next call. So rows go to a reader that is late, and it holds up nobody whom
+    others could serve meanwhile. Turns are counted by taking part: a nearest owner that has nothing for a reader which
+    fetches takes its turn all the same and hands it to the first one, or it would take the next call's turn for this
+    one's. A rank that fetches nothing leaves its far to the next call, so it keeps nothing there.
+    A third stream, the herald, raises the flags of this rank in the order of groups and ring steps: it waits for the owner's
+    `full`, and writes the flag. So flags rise in order, whatever order pushes end in.
+    A bias of keys stands behind the rows of the slot, and comes in front of the first group of an owner's heads, into the
+    table behind the rows of far.
+    All of this is enqueued before the caller launches the kernel, and nothing of it needs an SM: the kernel may hold all of
+    them while it waits. Packing, and zeroing the guard rows of far, do need SMs: they stand on the caller's stream in front
+    of the kernel. `close` joins all three streams. So the slot is free when it has returned, as is what was lent; and `room`
+    and `full` of a call have been taken by all before anybody says them again: an owner takes each `room` before it says the
+    `full` of that push, and the reader says `room` again once it has taken every `full`, whereupon the others follow in turn.
+    Why pushes: reads queue their requests behind rows that the GPU sends at the same time, writes are posted (kernels/hopper/
+    NOTES.md has the numbers). Why one stream of them: several share the link, and the first rows come later. And why turns:
+    halves of shards are of different lengths, owners drift apart, and two that meet at one reader go at less than half the
+    speed each.
+
+Note [Kept rows]
+    What a gather keeps lands in far like all rows, where its kernel reads it. Behind the last flag the herald copies it into a
+    tensor of the call's own, from torch's allocator: no flag waits for that, should such a copy need an SM. The only program
+    that knows its address is the herald's: there is one per address, and addresses come back, since an allocator does the same
+    in every step of a training. The caller's stream joins the herald before the gather is closed, and the herald passes the
+    gate once more: what it has copied was not overwritten (Note [A push that was let go] of watch.py), and whoever is given
+    the memory later finds nobody writing. A backward that has kept its rows finds flags that are always raised; a failure of
+    the ring makes them negative before it lets anybody go, so that no kernel that starts later stores a number at a peer.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from ringattn.kernels.contract import Arrivals
+from ringattn.kernels.pack import Cleared
+from ringattn.schedule import Collection, Fetch, Reader, Rows
+from ringattn.transport.stations import Far, padded, say, take
+from ringattn.transport.streams import MAX_PITCH, Copy, Op, Program, Wait, Write
+from ringattn.transport.watch import (
+    DONE,
+    HERALD,
+    HERALD_AT,
+    HERALD_DONE,
+    HERALD_START,
+    JOINING,
+    SIDE,
+    SIDE_AT,
+    START,
+    Course,
+)
+from ringattn.transport.words import Words
+
+
+@dataclass(frozen=True)
+class Bias:
+    """Where a bias of keys is put and pushed.
+
+    Attributes:
+        slot: `b slot_rows`, behind the slot of this rank.
+        table: `b t+far_rows`, for kernels.
+        near: Rows of this rank, t.
+    """
+
+    slot: Tensor
+    table: Tensor
+    near: int
+
+    def places(self, *, published: bool) -> tuple[Tensor | None, Tensor, Tensor]:
+        """See `GatherPrograms.bias`."""
+        return self.slot[:, : self.near] if published else None, self.table[:, : self.near], self.table
+
+    def pushes(self, table: int, reader: Reader) -> list[Op]:
+        """The copies to one reader, whose table is at an address."""
+        b, size = self.slot.shape[0], self.slot.element_size()
+        pitches = size * (reader.near_rows + reader.far_rows), size * self.slot.stride(0)
+        at, found = reader.near_rows + reader.at, list[Op]()
+        for offset, length in reader.rows:
+            found.append(Copy(table + at * size, self.slot.data_ptr() + offset * size, length * size, b, *pitches))
+            at += length
+        return found
+
+
+@dataclass(frozen=True, eq=False)
+class GatherMemory:
+    """Where the rows of one gather stand on this rank.
+
+    Attributes:
+        station: What peers write into.
+        far: `b far_rows hk (d + dv)`, its rows.
+        dim: d.
+        slot: `b slot_rows hk (d + dv)`, what this rank pushes from.
+        packed: The part of it that is to be packed; None where nobody reads it or the caller has filled it.
+        bias: None: keys have none.
+        arrivals: The flags of this rank, one per group of heads and ring step.
+        cleared: See `GatherPrograms`.
+        keep: What else must live as long as the programs.
+    """
+
+    station: Far
+    far: Tensor
+    dim: int
+    slot: Tensor
+    packed: Tensor | None
+    bias: Bias | None
+    arrivals: Arrivals
+    cleared: tuple[Cleared, Cleared] | None
+    keep: Any
+
+    @property
+    def groups(self) -> int:
+        """Groups of heads."""
+        return self.arrivals.flags.shape[0]
+
+    def flag(self, group: int, step: int) -> int:
+        """Address of the flag of a group of heads at a ring step."""
+        flags = self.arrivals.flags
+        return flags.data_ptr() + 4 * (group * flags.shape[1] + step)
+
+
+@dataclass(eq=False)
+class GatherPrograms:
+    """The constant part of a gather: one collection, slot, shape and far buffer.
+
+    Attributes:
+        course: What the watch says of the caller's stream and the herald.
+        pushing: Likewise of the side stream.
+        start: On the caller's stream, in front of packing.
+        cleared: What packing clears, without rows of far and with them; None: the start does it, or nothing is fetched.
+        announce: On the caller's stream, behind packing; None: nothing is packed, and the start does it.
+        push: On the side stream; None where nobody reads, and nobody is skipped.
+        herald: On the herald; None where nothing is fetched, and where rows are kept: then it depends on the address.
+        joining: On the caller's stream: it waits for the others.
+        join: Likewise, and then goes on.
+        packed: Where this rank's rows are packed; None where nobody reads them or the caller has put them there.
+        bias: Where this rank's bias of keys goes, in the slot (None: nobody reads it) and in the table, and the table.
+        far: All of it, with the keys and the values in it.
+        guards: See `guards`.
+        layout: Alike where two gathers have the same guards.
+        arrivals: None where nothing is fetched.
+        keep: Alive for as long as the programs.
+        aim: What the herald does for rows that are kept at an address; None: none are.
+        aimed: The programs of that, by address.
+    """
+
+    course: Course
+    pushing: Course
+    start: Program
+    cleared: tuple[Cleared, Cleared] | None
+    announce: Program | None
+    push: Program | None
+    herald: Program | None
+    joining: Program
+    join: Program
+    packed: Tensor | None
+    bias: tuple[Tensor | None, Tensor, Tensor] | None
+    far: tuple[Tensor, Tensor, Tensor]
+    guards: list[tuple[int, int]]
+    layout: object
+    arrivals: Arrivals | None
+    keep: Any
+    aim: Callable[[int], list[Op]] | None
+    aimed: OrderedDict[int, Program] = field(default_factory=OrderedDict)
+
+
+def gather_programs(
+    words: Words, here: GatherMemory, collection: Collection, what: str, *, keep: bool
+) -> GatherPrograms:
+    """Builds them: Note [A gather].
+
+    Args:
+        words: Those of this rank.
+        here: Where its rows stand.
+        collection: Who reads what of whom.
+        what: Names the call.
+        keep: Rows are kept, each time at another address.
+    """
+    compile_ = words.streams.compile
+    fetches, readers, skipped = collection.fetches, collection.readers, collection.skipped
+    far, packed, bias, first = here.far, here.packed, here.bias, collection.first
+    sides = bool(readers) or skipped is not None
+    peers = tuple(dict.fromkeys((*(fetch.owner for fetch in fetches), *(reader.peer for reader in readers))))
+    course = Course(what, peers, first + 1, tuple((first + fetch.step, fetch.owner) for fetch in fetches))
+    number = words.watch.number(course)
+    stops = tuple((first + reader.step, reader.peer) for reader in readers)
+    stops = stops if skipped is None else ((first + 1, skipped[0]), *stops)
+    pushing = Course(what, peers, first + 1, stops, "waiting for its turn at")
+    push = _push(words, here, collection, words.watch.number(pushing))
+    aim = _herald(words, here, fetches, number)
+
+    # what packs lowers the flags and the error word: each takes longer in stream order
+    lowered: list[Op] = [Write(here.flag(g, fetch.step), 0) for g in range(here.groups) for fetch in fetches]
+    lowered += words.lower_error() if fetches else []
+    starts = [*(words.start(HERALD_START) if fetches else []), *(words.start(START) if sides else [])]
+    start = [*(words.side_is_free() if sides else []), *(lowered if packed is None else [])]
+    start += [*words.at_kernel(number), *(starts if packed is None else [])]
+    joining = [words.at(number, JOINING)]
+    join = [*(words.take_done(DONE) if sides else []), *(words.take_done(HERALD_DONE) if fetches else [])]
+    turn = [here.station.room(words.nearest, words.rank)] if fetches else []
+    join += [words.proceed, *say(turn), *words.leave()]
+    if not fetches and not sides:
+        start, joining, join = [], [], []
+    return GatherPrograms(
+        course,
+        pushing,
+        start=compile_(start),
+        cleared=here.cleared,
+        announce=compile_(starts) if packed is not None else None,
+        push=compile_(push) if sides else None,
+        herald=compile_(aim(None)) if fetches and not keep else None,
+        joining=compile_(joining),
+        join=compile_([*joining, *join]),
+        packed=packed,
+        bias=None if bias is None else bias.places(published=packed is not None),
+        far=(far, far[..., : here.dim], far[..., here.dim :]),
+        guards=guards(far.shape[1], fetches),
+        layout=(tuple((fetch.at, fetch.rows) for fetch in fetches), tuple(far.shape), far.dtype),
+        arrivals=here.arrivals if fetches else None,
+        keep=here,
+        aim=aim if fetches and keep else None,
+    )
+
+
+def guards(far_rows: int, fetches: Sequence[Fetch]) -> list[tuple[int, int]]:
+    """First and last row of what no owner has in far.
+
+    Args:
+        far_rows: Rows of far.
+        fetches: The owners' places in it.
+    """
+    ends = [fetch.at for fetch in fetches[1:]] + [far_rows]
+    return [(fetch.at + _num_rows(fetch.rows), end) for fetch, end in zip(fetches, ends, strict=False)]
+
+
+def _push(words: Words, here: GatherMemory, collection: Collection, number: int) -> list[Op]:
+    """What the side stream does."""
+    me, station, slot, bias = words.rank, here.station, here.slot, here.bias
+    b, slot_rows, hk, width = slot.shape
+    row = hk * width * slot.element_size()
+    push = words.lane_begins(START, SIDE, number)
+    skipped = 0
+    if collection.skipped is not None:
+        (peer, owner), skipped = collection.skipped, 1
+        push += [*take(station.room(me, peer)), *say([station.room(owner, peer)]), words.note(SIDE_AT, 1)]
+    for g in range(here.groups):
+        for i, reader in enumerate(collection.readers):
+            theirs = station.rows(reader.peer)
+            turns = len(reader.owners)
+            if g == 0 or turns > 1:
+                push += take(station.room(me, reader.peer))
+            if g == 0 and bias is not None:
+                push += bias.pushes(theirs + padded(b * reader.far_rows * row), reader)
+            places = slot.data_ptr(), theirs, (slot_rows, reader.far_rows)
+            push += _copies(*places, b, row, reader.rows, reader.at, g, here.groups)
+            push += say([station.full(reader.peer, me, g)])
+            last = reader.owners[-1] == me
+            if turns > 1 and not (last and g == here.groups - 1):
+                follower = reader.owners[0 if last else reader.owners.index(me) + 1]
+                push += say([station.room(follower, reader.peer)])
+            if g == 0:
+                push.append(words.note(SIDE_AT, i + 1 + skipped))
+    return [*push, *words.lane_ends(SIDE, DONE)]
+
+
+def _herald(
+    words: Words, here: GatherMemory, fetches: Sequence[Fetch], number: int
+) -> Callable[[int | None], list[Op]]:
+    """What the herald does; told an address, it copies there what is kept (Note [Kept rows])."""
+    b, far_rows, hk, width = here.far.shape
+    row = hk * width * here.far.element_size()
+    begins, ends = words.lane_begins(HERALD_START, HERALD, number), words.lane_ends(HERALD, HERALD_DONE)
+    # between a peer's word and the flag stands nothing that can wait until the last flag
+    raises, full = list[Op](), list[int]()
+    for g in range(here.groups):
+        for i, fetch in enumerate(fetches):
+            full.append(here.station.full(words.rank, fetch.owner, g))
+            raises += [Wait(full[-1], 1), words.gate, Write(here.flag(g, fetch.step), 1)]
+            raises += [words.note(HERALD_AT, i + 1)] if g == 0 else []
+    raises += [Write(word, 0) for word in full]
+    mine = here.station.rows(words.rank)
+
+    # what is kept with the programs of a transport must hold neither it nor its words
+    def aim(address: int | None) -> list[Op]:
+        copies = list[Op]()
+        if address is not None:
+            for fetch in fetches:
+                rows = ((fetch.at, _num_rows(fetch.rows)),)
+                copies += _copies(mine, address, (far_rows, far_rows), b, row, rows, fetch.at, 0, 1)
+        return [*begins, *raises, *copies, *ends]
+
+    return aim
+
+
+def _copies(
+    source: int,
+    target: int,
+    between: tuple[int, int],
+    b: int,
+    row: int,
+    rows: Rows,
+    at: int,
+    group: int,
+    groups: int,
+) -> list[Op]:
+    """The copies of one group of heads of rows from one address to another, where they stand together from a row on.
+
+    Args:
+        source: Where row 0 is.
+        target: Likewise.
+        between: Rows from batch element to batch element, there and there.
+        b: Batch elements.
+        row: Bytes of a row.
+        rows: Of the source.
+        at: The first of them in the target.
+        group: Which group.
+        groups: How many.
+    """
+    part, found = row // groups, list[Op]()
+    source_pitch, target_pitch = (x * row for x in between)
+    for offset, length in rows:
+        start, end = source + offset * row + group * part, target + at * row + group * part
+        if groups > 1:
+            for i in range(b):
+                found.append(Copy(end + i * target_pitch, start + i * source_pitch, part, length, row, row))
+        elif b > 1 and max(source_pitch, target_pitch) <= MAX_PITCH:
+            found.append(Copy(end, start, length * row, b, target_pitch, source_pitch))
+        else:
+            for i in range(b):
+                found.append(Copy(end + i * target_pitch, start + i * source_pitch, length * row))
+        at += length
+    return found
+
+
+def _num_rows(rows: Rows) -> int:
+    return sum(length for _, length in rows)

@@ -1,0 +1,109 @@
+"""What a homecoming comes down to: the constant programs of one rank, built once per shape.
+
+Owns whom a rank waits for before its kernel writes into their memory and before it reads its own, and where each contribution
+lies. Refuses to know kernels, and when a program is enqueued (copy_engine.py).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ringattn.schedule import Collection
+from ringattn.transport.stations import Station, say, take, view_bytes
+from ringattn.transport.streams import Op, Program
+from ringattn.transport.watch import ENTERING, RECEIVING, Course
+from ringattn.transport.words import Words
+
+
+@dataclass(eq=False)
+class HomePrograms:
+    """The constant part of a homecoming; every program is for the caller's stream.
+
+    Attributes:
+        course: What the watch says of it.
+        start: In front of the kernel: the homes of this rank's owners are free.
+        receive: Behind it: what this rank has written is there, and it waits for what others write.
+        close: Behind the sum: others may write again.
+        addresses: See `Homecoming`.
+        own: Likewise.
+        regions: What came home, one per reader.
+        bias: Addresses, own and regions of the bias of keys; None: it has no gradient.
+        keep: Alive for as long as the programs.
+    """
+
+    course: Course
+    start: Program
+    receive: Program
+    close: Program
+    addresses: Tensor
+    own: Tensor
+    regions: list[Tensor]
+    bias: tuple[Tensor, Tensor, list[Tensor]] | None
+    keep: Any
+
+
+def home_programs(
+    words: Words,
+    collection: Collection,
+    station: Station,
+    own: Tensor,
+    shape: tuple[int, int, int],
+    what: str,
+    *,
+    biased: bool,
+) -> HomePrograms:
+    """Builds them.
+
+    Args:
+        words: Those of this rank.
+        collection: What its forward gathered.
+        station: Where contributions come home: as much for every peer.
+        own: Plain memory for this rank's own.
+        shape: Batch elements, key heads, and the width of a key and its value.
+        what: Names the call.
+        biased: There is a gradient of a bias of keys.
+    """
+    me, compile_ = words.rank, words.streams.compile
+    b, hk, width = shape
+    whole, of_bias = (b, collection.slot_rows, hk, width), (b, hk, collection.slot_rows)
+    behind = 4 * math.prod(whole)  # a bias of keys stands behind the sums
+    # of the station, not of the call: the region of a pair never overlaps what another shape gave to another pair
+    stride = station.num_bytes // len(words.peers)
+    owners = [fetch.owner for fetch in collection.fetches]
+    readers = [send.peer for send in collection.readers]
+    course = Course(what, tuple(dict.fromkeys((*owners, *readers))), collection.first + 1)
+    number = words.watch.number(course)
+    start: list[Op] = [words.at(number, ENTERING)]
+    for owner in owners:
+        start += take(station.free(me, owner))
+    start += words.at_kernel(number)
+    receive = [*say([station.full(owner, me) for owner in owners]), words.at(number, RECEIVING)]
+    for reader in readers:
+        receive += take(station.full(me, reader))
+    receive += [words.proceed, *words.leave()]
+    if not owners and not readers:
+        start, receive = [], []
+    addresses = [own.data_ptr()]
+    addresses += [station.rows(fetch.owner) + (fetch.step - 1) * stride for fetch in collection.fetches]
+    table = torch.tensor([addresses, [x + behind for x in addresses]], dtype=torch.int64).to(own.device)
+    places = [(send.step - 1) * stride for send in collection.readers]
+    bias = None
+    if biased:
+        parts = [station.view(of_bias, torch.float32, place + behind) for place in places]
+        bias = table[1], view_bytes(own[behind:], of_bias, torch.float32), parts
+    return HomePrograms(
+        course,
+        start=compile_(start),
+        receive=compile_(receive),
+        close=compile_(say([station.free(reader, me) for reader in readers])),
+        addresses=table[0],
+        own=view_bytes(own, whole, torch.float32),
+        regions=[station.view(whole, torch.float32, place) for place in places],
+        bias=bias,
+        keep=(collection, station, own),
+    )

@@ -1,0 +1,96 @@
+"""What every program of a rank begins and ends with: where its streams are, and whether they may go on.
+
+Owns the words of this rank alone: those of its device, by which its streams start and join each other and which the watch over
+the ring closes, and those in host memory, which that watch reads. Refuses to know rows, and the words between ranks
+(stations.py).
+
+Inside a capture events order the streams, and words must not: the side stream of a graph is not the ring's own, whose next
+work may be enqueued while the graph still runs, and each would take the other's signals. So what is built in a capture has
+no words that start and join streams.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ringattn.transport.stations import take
+from ringattn.transport.streams import Op, Streams, Wait, Write, Write64
+from ringattn.transport.watch import ELSEWHERE, ERROR, GATE, KERNEL, PLACE, PLACES, PROCEED, QUIET, START, Watch
+
+
+class Words:
+    """The words of one rank, for those who build its programs.
+
+    Args:
+        rank: This rank.
+        members: The ranks that share memory with it, in the order of the ring, itself among them.
+        device: Addresses of the words of its device, by `GATE` ...
+        host: Address of the words in host memory, `PLACE` ...
+        streams: The way to the device.
+        watch: What reads them.
+
+    Attributes:
+        peers: The other members.
+        nearest: The member before this rank.
+        gate: Nothing may be said behind it unless the ring is healthy (Note [The way out] of watch.py).
+        proceed: Likewise, the caller's stream may not go on.
+    """
+
+    def __init__(
+        self, rank: int, members: Sequence[int], device: Sequence[int], host: int, streams: Streams, watch: Watch
+    ) -> None:
+        self.rank = rank
+        self.peers = tuple(peer for peer in members if peer != rank)
+        self.nearest = members[members.index(rank) - 1]
+        self.streams = streams
+        self.watch = watch
+        self.gate = Wait(device[GATE], 1)
+        self.proceed = Wait(device[PROCEED], 1)
+        self._device = tuple(device)
+        self._host = host
+
+    def at(self, number: int, place: int) -> Op:
+        """The caller's stream is at a place of a numbered course."""
+        return self.note(PLACE, number * PLACES + place)
+
+    def at_kernel(self, number: int) -> list[Op]:
+        """The caller's stream goes on to a kernel that may wait for rows."""
+        return [self.proceed, self._both(PLACE, number * PLACES + KERNEL)]
+
+    def leave(self) -> list[Op]:
+        """The caller's stream is done with the ring."""
+        return [self._both(PLACE, ELSEWHERE)]
+
+    def note(self, word: int, value: int) -> Op:
+        """What the watch reads."""
+        return Write(self._host + 4 * word, value)
+
+    def lower_error(self) -> list[Op]:
+        """No kernel has failed."""
+        return [Write(self._device[ERROR], 0)]
+
+    def side_is_free(self) -> list[Op]:
+        """The caller's stream waits until the side stream has begun what it was started for before."""
+        return [] if self.streams.capturing() else [Wait(self._device[START], 0)]
+
+    def start(self, start: int) -> list[Op]:
+        """The caller's stream starts the one that waits for this word."""
+        return [] if self.streams.capturing() else [Write(self._device[start], 1)]
+
+    def take_done(self, done: int) -> list[Op]:
+        """The caller's stream joins the one that ends with this word."""
+        return [] if self.streams.capturing() else take(self._device[done])
+
+    def lane_begins(self, start: int, lane: int, number: int) -> list[Op]:
+        """A stream beside the caller's waits to be started, and is on a numbered course."""
+        started = [] if self.streams.capturing() else take(self._device[start])
+        return [*started, self._both(lane, number)]
+
+    def lane_ends(self, lane: int, done: int) -> list[Op]:
+        """It has done its work, and may be joined."""
+        ended: list[Op] = [] if self.streams.capturing() else [Write(self._device[done], 1)]
+        return [self.gate, self.note(QUIET, 0), self.note(lane, 0), *ended]
+
+    def _both(self, word: int, value: int) -> Op:
+        """A note, and 0 in the word behind it."""
+        return Write64(self._host + 4 * word, value, 0)
