@@ -1,81 +1,45 @@
 """Shards between the GPUs of one host by copy engine: whoever owns keys pushes them into the memory of who reads them.
 
-Owns the calls, and what a rank holds for them: what each enqueues on which stream and in which order, what it leaves open, and
-how that is joined. Refuses to know devices: it speaks to `Streams` and `Memory`, so that the whole protocol also runs on a CPU,
-in any interleaving. Which words are said and waited for, and which bytes are copied, is in constant programs
-(gather_programs.py, home_programs.py, post_programs.py); where they lie in stations.py and words.py.
-
-Note [Seen before]
-    Whatever follows from shapes and plans alone is made at first sight: programs, views, tables of addresses. A later call
-    finds it by one look into a table and enqueues it: a gather costs the host five driver calls and a launch, a post one
-    driver call per copy and one or two more. Growing buffers forget the table, so what is found there fits.
+Owns the calls: what each enqueues on which stream and in which order, what it leaves open, and how that is joined. Refuses to
+know devices: it speaks to `Streams` and `Memory`, so that the whole protocol also runs on a CPU, in any interleaving. Which
+words are said and waited for, and which bytes are copied, is in constant programs (gather_programs.py, home_programs.py,
+post_programs.py); where they lie in stations.py and words.py; who makes room for them in holdings.py.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import math
-from collections import OrderedDict
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from itertools import chain
-from typing import Any, TypeVar
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from ringattn.kernels.contract import Arrivals
-from ringattn.kernels.pack import Cleared, pack
+from ringattn.kernels.pack import pack
 from ringattn.schedule import Collection
 from ringattn.transport.base import Done, Gathering, Homecoming, Parcel, Pending, Reply, Transport
 from ringattn.transport.gather_programs import Bias, GatherMemory, GatherPrograms, gather_programs, guards
+from ringattn.transport.holdings import KINDS, PLAIN, REPLIES, Holdings, Lent
 from ringattn.transport.home_programs import HomePrograms, home_programs
 from ringattn.transport.one_shot import OneShotExchange
 from ringattn.transport.post_programs import PostPrograms, post_programs
 from ringattn.transport.process_group import Agreement
-from ringattn.transport.stations import MOST_GROUPS, PAYLOAD_ALIGNMENT, Far, Station, padded, view_bytes
+from ringattn.transport.stations import MOST_GROUPS, padded, view_bytes
 from ringattn.transport.streams import Program, Streams
-from ringattn.transport.symmetric import Memory, aligned
-from ringattn.transport.watch import CROSSING, DEVICE_WORDS, ERROR, GATE, HOST_WORDS, POSTS, PROCEED, Course, Watch
-from ringattn.transport.words import Words
+from ringattn.transport.symmetric import Memory
+from ringattn.transport.watch import CROSSING, POSTS, Course
 
-T = TypeVar("T")
-S = TypeVar("S", bound="Station")
-
-COURSES = 256
-"""Constant programs that a ring keeps."""
 AIMED = 256
 """Addresses of kept rows for which one gather has its copies ready."""
 RECEIVED = 256
 """Tensors that posts received into which the way out of a failure remembers."""
-PAYLOADS = 16
-"""Tensors of one kind that one post may send beyond what it reserved, as padding: 16 bytes each."""
-PLAIN, REPLIES = KINDS = range(2)
-"""Kinds of parcels; each has outboxes of its own."""
-BOX_NAMES = ("outboxes", "outboxes of replies")
 
 
-@dataclass(eq=False)
-class _Lent:
-    """A slot that the caller fills itself, or that rows of another node come into."""
-
-    slot: Tensor
-    k: Tensor
-    v: Tensor
-
-
-class CopyEngineTransport:
-    """One rank's end: its slots, its programs, and the watch over them.
+class CopyEngineTransport(Holdings):
+    """One rank's end: the calls on what it holds. Takes the arguments of `Holdings`.
 
     Args:
-        rank: This rank within the ring.
-        members: The ranks of the ring that reach each other's memory, in the order of the regions' addresses: all, or those
-            of a node.
-        name: The ring's name.
-        streams: The way to the device.
-        memory: Where regions come from.
-        timeout: Seconds that the ring may stand still.
         watched: Look after the ring in a thread.
     """
 
@@ -90,42 +54,9 @@ class CopyEngineTransport:
         *,
         watched: bool = True,
     ) -> None:
-        self._rank = rank
-        self._members = tuple(members)
-        self._name = name
-        self._streams = streams
-        self._memory = memory
-        self._timeout = timeout
-        # the watch comes first: it says what is missing. Twice as long: also without it a kernel ends
-        self._patience = int(2 * timeout * 1e9)
-        self._host = memory.host_words(HOST_WORDS)
-        self._control = memory.region(aligned(4 * DEVICE_WORDS), "words")
-        control = self._control.local[: 4 * DEVICE_WORDS].view(torch.int32)
-        control[[GATE, PROCEED]] = 1
-        self._error = control[ERROR : ERROR + 1]
-        memory.meet("words begin")
-        place = self._members.index(rank)
-        device = tuple(self._control.addresses[place] + 4 * i for i in range(DEVICE_WORDS))
-        self.watch = Watch(rank, name, self._host, device, streams, timeout)
-        self._words = Words(rank, self._members, device, self._host.data_ptr(), streams, self.watch)
-        others = [address for other, address in enumerate(self._control.addresses) if other != place]
-        self.watch.territory.gates.update(address + 4 * GATE for address in others)
-        self.watch.territory.errors.update(address + 4 * ERROR for address in others)
-        self._fars: list[Far] = []
-        self._homes: list[Station] = []
-        self._boxes: tuple[list[Station], ...] = tuple([] for _ in KINDS)
-        self._lent: dict[tuple[str, tuple[Any, ...]], _Lent] = {}
-        self._lent_at: dict[int, _Lent] = {}  # by the address of their memory
+        super().__init__(rank, members, name, streams, memory, timeout)
         self._home_turn = self._post_turn = 0
-        self._reserved = [0 for _ in KINDS]
         self._posted = 0
-        self._slot = self._flags = self._own = self._nothing = torch.empty(0, dtype=torch.uint8, device=memory.device)
-        self._guests = [self._nothing, self._nothing]
-        self._far_layout: object = None
-        self._stretches: OrderedDict[tuple[tuple[int, int], ...], Tensor] = OrderedDict()
-        self._raised: dict[int, Tensor] = {}  # by head groups: flags of rows that are there
-        self._courses: OrderedDict[Any, Any] = OrderedDict()
-        self._captured = False
         self._lane: int | None = None
         self._gathering: _Arriving | None = None
         self._homecoming: _Coming | None = None
@@ -141,17 +72,6 @@ class CopyEngineTransport:
     def gatherer(self) -> CopyEngineTransport:
         """See `Transport.gatherer`."""
         return self
-
-    def num_bytes(self) -> int:
-        """Bytes of device memory held now."""
-        lent = (lent.slot for lent in self._lent.values())
-        local = (self._slot, self._flags, self._own, *self._guests, *lent, *self._raised.values())
-        stations = sum(station.region.local.numel() for station in self._places())
-        return stations + sum(x.untyped_storage().nbytes() for x in local)
-
-    def _places(self) -> list[Station]:
-        """Wherever rows wait for peers or come from them."""
-        return [*self._fars, *self._homes, *chain(*self._boxes)]
 
     def make_room(self, slot_bytes: int, far_bytes: int, *, guests: bool = False) -> None:
         """See `Gatherer.make_room`."""
@@ -182,12 +102,12 @@ class CopyEngineTransport:
         lent = self._find_lent(k, v) if self._lent_at and key_bias is None else None
         of_bias = None if key_bias is None else key_bias.dtype
         key = (id(collection), k.shape, k.dtype, v.shape[-1], groups, id(lent), capturing, keep, of_bias)
-        found: GatherPrograms | None = self._find(key)
+        found: GatherPrograms | None = self.find(key)
         if found is None:
-            found = self._keep(key, self._prepare_gather(k, v, collection, groups, lent, what, of_bias, keep=keep))
+            found = self.keep(key, self._prepare_gather(k, v, collection, groups, lent, what, of_bias, keep=keep))
         found.course.what = found.pushing.what = what
 
-        launch, streams = self._streams.launch, self._streams
+        launch, streams = self.streams.launch, self.streams
         far, herald, kept = found.far[0], found.herald, None
         places = []
         if self._captured or (found.layout is not self._far_layout and found.layout != self._far_layout):
@@ -239,11 +159,11 @@ class CopyEngineTransport:
         del device  # that of this transport
         self._enter()
         key = ("guest", turn, shape, rows, dims, dtype)
-        found: _Lent | None = self._find(key)
+        found: Lent | None = self.find(key)
         if found is None:
             whole, (d, _) = (*shape, sum(dims)), dims
             slot = view_bytes(self._make_guest(turn, math.prod(whole) * dtype.itemsize), whole, dtype)
-            found = self._keep(key, _Lent(slot, slot[:, :rows, :, :d], slot[:, :rows, :, d:]))
+            found = self.keep(key, Lent(slot, slot[:, :rows, :, :d], slot[:, :rows, :, d:]))
         self._lent_at[found.slot.untyped_storage().data_ptr()] = found
         return found.slot[:, :rows]
 
@@ -254,11 +174,7 @@ class CopyEngineTransport:
             return None
         flags = self._raised.get(groups)
         if flags is None:
-            self._refuse_in_capture("keep_keys")
-            self.watch.check()
-            flags = torch.ones(groups, len(self._members), dtype=torch.int32, device=self._memory.device)
-            self.watch.territory.raised.add((flags.data_ptr(), flags.numel()))
-            self._raised[groups] = flags
+            flags = self._make_raised(groups)
         return Arrivals(flags, self._error, self._patience)
 
     def homecoming(
@@ -277,13 +193,13 @@ class CopyEngineTransport:
             self._homecoming.close()
         lane, _ = self._enter(closing=False)
         key = (id(collection), shape, biased)
-        plans: tuple[HomePrograms, HomePrograms] | None = self._find(key)
+        plans: tuple[HomePrograms, HomePrograms] | None = self.find(key)
         if plans is None:
-            plans = self._keep(key, self._prepare_home(collection, shape, what, biased=biased))
+            plans = self.keep(key, self._prepare_home(collection, shape, what, biased=biased))
         chosen = plans[self._home_turn]
         self._home_turn = 1 - self._home_turn
         chosen.course.what = what
-        self._streams.launch(chosen.start, lane)
+        self.streams.launch(chosen.start, lane)
         self._homecoming = coming = _Coming(self, chosen)
         return coming
 
@@ -298,7 +214,7 @@ class CopyEngineTransport:
             self._members.index(self._rank),
             len(self._members),
             self._name,
-            self._streams,
+            self.streams,
             self._memory,
             agreement,
             self.watch,
@@ -311,9 +227,7 @@ class CopyEngineTransport:
         for kind, size in zip(KINDS, (num_bytes, replies), strict=True):
             if size > self._reserved[kind]:
                 self._enter()
-                capacity = aligned(size + PAYLOADS * PAYLOAD_ALIGNMENT)
-                self._stations(self._boxes[kind], capacity, BOX_NAMES[kind])
-                self._reserved[kind] = size
+                self._make_boxes(kind, size)
 
     def post(self, sends: Sequence[Parcel], receives: Sequence[Parcel], what: str) -> Pending:
         """See `Transport.post`, and Note [A post] of post_programs.py."""
@@ -334,12 +248,12 @@ class CopyEngineTransport:
             oldest.wait()
             index = oldest.index
         key = (tuple(out), tuple(into), turn, index, capturing)
-        found: PostPrograms | None = self._find(key)
+        found: PostPrograms | None = self.find(key)
         if found is None:
             boxes = {kind: self._boxes[kind][turn] for _, kind in (*out, *into)}
-            found = self._keep(key, post_programs(self._words, boxes, tuple(out), tuple(into), index, what))
+            found = self.keep(key, post_programs(self.words, boxes, tuple(out), tuple(into), index, what))
         found.course.what = what
-        streams = self._streams
+        streams = self.streams
         streams.launch(found.begin, lane)
         for box, parcels in zip(found.boxes, out.values(), strict=True):
             for _, address, num_bytes in parcels:
@@ -397,13 +311,7 @@ class CopyEngineTransport:
         key = (name, (shape, d, dtype))
         lent = self._lent.get(key)
         if lent is None:
-            self._refuse_in_capture(f"kv_buffer {name!r}")
-            for old in [other for other in self._lent if other[0] == name]:
-                self._streams.synchronize()
-                self._drop_lent(old)
-            slot = torch.empty(shape, dtype=dtype, device=self._memory.device)
-            lent = self._lent[key] = _Lent(slot, slot[:, :mine, :, :d], slot[:, :mine, :, d:])
-            self._lent_at[slot.untyped_storage().data_ptr()] = lent
+            lent = self._make_lent(key, mine)
         if lent.k.shape[1] != mine:
             # another sharding of as many rows on the longest shard
             lent.k, lent.v = lent.slot[:, :mine, :, :d], lent.slot[:, :mine, :, d:]
@@ -411,17 +319,17 @@ class CopyEngineTransport:
 
     def poison(self) -> None:
         """Sets all bits wherever rows are kept between two calls; every rank calls it. What was lent is left alone."""
-        if self._streams.capturing():
+        if self.streams.capturing():
             raise RuntimeError("poison must be called outside of a capture, got one; poison between replays")
         self._enter()
         self._finish()
         # twice: nothing is left here, and then nothing is left anywhere that may read what is overwritten
         self._memory.meet("poison comes")
         self._memory.meet("poison begins")
-        for station in self._places():
-            self._streams.call(station.poison)
+        for station in self._stations():
+            self.streams.call(station.poison)
         for local in (self._slot, self._own, *self._guests):
-            self._streams.call(lambda local=local: local.fill_(255))
+            self.streams.call(lambda local=local: local.fill_(255))
         self._far_layout = None
         self._memory.meet("poison ends")
 
@@ -431,20 +339,9 @@ class CopyEngineTransport:
         if self.watch.failure is None:
             self._memory.meet("close")
         else:
-            self._streams.synchronize()
-        self._courses.clear()
-        self._fars, self._homes, self._boxes = [], [], tuple([] for _ in KINDS)
-        self._lent, self._lent_at = {}, {}
-        self._reserved = [0 for _ in KINDS]
+            self.streams.synchronize()
         self._home_turn = self._post_turn = 0
-        self._slot = self._flags = self._own = self._nothing
-        self._guests = [self._nothing, self._nothing]
-        self._far_layout = None
-        self._raised = {}
-        here = self.watch.territory
-        words = here.free, here.full, here.room, here.home
-        for known in (*words, here.flags, here.raised, here.own, here.received, here.kept):
-            known.clear()
+        self._let_go()
 
     def _finish(self) -> None:
         """Joins whatever the caller has left open."""
@@ -467,123 +364,14 @@ class CopyEngineTransport:
             self._gathering.close()
         if self.watch.failure is not None:
             self.watch.check()
-        lane, capturing = self._streams.main(), self._streams.capturing()
+        lane, capturing = self.streams.main(), self.streams.capturing()
         if capturing:
             self._captured = True
         elif lane != self._lane:
             if self._lane is not None:
-                self._streams.order(self._lane, lane)
+                self.streams.order(self._lane, lane)
             self._lane = lane
         return lane, capturing
-
-    def _find(self, key: Any) -> Any:
-        found = self._courses.get(key)
-        if found is not None:
-            self._courses.move_to_end(key)
-        return found
-
-    def _keep(self, key: Any, made: T) -> T:
-        self._courses[key] = made
-        if len(self._courses) > COURSES:
-            _, old = self._courses.popitem(last=False)
-            self._retire(old)
-        return made
-
-    def _drop_courses(self) -> None:
-        self._retire(list(self._courses.values()))
-        self._courses.clear()
-
-    def _retire(self, old: Any) -> None:
-        """Lets go, unless a captured graph may use it (Note [Old memory] of symmetric.py)."""
-        if self._captured:
-            self.watch.territory.kept.append(old)
-
-    def _refuse_in_capture(self, what: str) -> None:
-        if self._streams.capturing():
-            raise RuntimeError(
-                f"{what} must have its buffers before a capture begins, got a larger or new shape in a capture; "
-                "make the same call once before capturing it"
-            )
-
-    def _stations(
-        self, kind: list[S], num_bytes: int, what: str, make: Callable[..., S] = Station, turns: int = 2
-    ) -> list[S]:
-        """The stations of a kind, at least so large. `num_bytes` is the same on all ranks, and so is growing."""
-        if not kind or kind[0].num_bytes < num_bytes:
-            self._refuse_in_capture(what)
-            if kind:
-                # whoever still reads the old ones is let finish, on all ranks
-                self._memory.meet(f"{what} grow")
-                for station in kind:
-                    self._forget(station)
-            self._drop_courses()
-            kind[:] = [make(self._memory, self._members, num_bytes, f"{what} {turn}") for turn in range(turns)]
-            for station in kind:
-                self._know(station)
-        return kind
-
-    def _know(self, station: Station) -> None:
-        here, me, peers = self.watch.territory, self._rank, self._words.peers
-        (here.room if isinstance(station, Far) else here.free).update(station.free(me, peer) for peer in peers)
-        full = here.home if station in self._homes else here.full
-        full.update(station.full(me, peer, g) for peer in peers for g in range(station.groups))
-
-    def _forget(self, station: Station) -> None:
-        if self._captured:
-            self._retire(station)
-            return
-        here = self.watch.territory
-        for peer in self._words.peers:
-            for words in (here.free, here.room):
-                words.discard(station.free(self._rank, peer))
-            for words in (here.full, here.home):
-                words.difference_update(station.full(self._rank, peer, g) for g in range(station.groups))
-
-    def _local(self, old: Tensor, num_bytes: int, known: set[tuple[int, int]] | None, unit: int) -> Tensor:
-        """A plain buffer of at least so many bytes; the old one where it is large enough."""
-        if old.numel() >= num_bytes:
-            return old
-        self._refuse_in_capture("a buffer")
-        if old.numel():
-            self._streams.synchronize()
-            self._drop_courses()
-            if self._captured:
-                self._retire(old)
-            elif known is not None:
-                known.discard((old.data_ptr(), old.numel() // unit))
-        new = torch.empty(aligned(num_bytes), dtype=torch.uint8, device=self._memory.device)
-        if known is not None:
-            known.add((new.data_ptr(), new.numel() // unit))
-        return new
-
-    def _make_far(self, num_bytes: int) -> Far:
-        before = self._fars[:]
-        (far,) = self._stations(self._fars, num_bytes, "far", functools.partial(Far, self._rank), turns=1)
-        if far not in before:
-            self._far_layout = None
-        return far
-
-    def _make_slot(self, num_bytes: int) -> Tensor:
-        self._slot = self._local(self._slot, num_bytes, None, 1)
-        return self._slot
-
-    def _make_guest(self, turn: int, num_bytes: int) -> Tensor:
-        before = self._guests[turn]
-        flat = self._guests[turn] = self._local(before, num_bytes, None, 1)
-        if flat is not before:
-            self._lent_at.pop(before.untyped_storage().data_ptr(), None)
-        return flat
-
-    def _make_kept(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        return torch.empty(shape, dtype=dtype, device=self._memory.device)
-
-    def _make_flags(self, count: int) -> Tensor:
-        self._flags = self._local(self._flags, 4 * count, self.watch.territory.flags, 4)
-        return self._flags.view(torch.int32)[:count]
-
-    def _make_own(self, num_bytes: int) -> Tensor:
-        self._own = self._local(self._own, num_bytes, self.watch.territory.own, 1)
-        return self._own
 
     def _prepare_gather(
         self,
@@ -591,7 +379,7 @@ class CopyEngineTransport:
         v: Tensor,
         collection: Collection,
         groups: int,
-        lent: _Lent | None,
+        lent: Lent | None,
         what: str,
         of_bias: torch.dtype | None,
         *,
@@ -625,7 +413,7 @@ class CopyEngineTransport:
             else:  # far may be written to meanwhile: it is not this call's turn to read it
                 table = torch.empty(of_all, dtype=of_bias, device=self._memory.device)
             bias = Bias(slot=of_slot, table=table, near=t)
-        flags = self._make_flags(groups * len(self._members)).view(groups, len(self._members))
+        flags = self._make_flags(groups)
         packed = slot[:, :t] if lent is None and collection.readers else None
         cleared = None
         if packed is not None and collection.fetches:
@@ -641,26 +429,7 @@ class CopyEngineTransport:
             cleared=cleared,
             keep=(collection, lent),
         )
-        return gather_programs(self._words, here, collection, what, keep=keep)
-
-    def _make_cleared(
-        self, flags: Tensor, far: Tensor, stretches: tuple[tuple[int, int], ...]
-    ) -> tuple[Cleared, Cleared]:
-        """What is cleared without stretches of far, and with them."""
-        there = self._stretches.get(stretches)
-        if there is None:
-            self._refuse_in_capture("guards")
-            there = torch.tensor(stretches, dtype=torch.int32, pin_memory=flags.is_cuda).to(
-                flags.device, non_blocking=True
-            )
-            self._stretches[stretches] = there
-            if len(self._stretches) > COURSES:
-                self._retire(self._stretches.popitem(last=False)[1])
-        else:
-            self._stretches.move_to_end(stretches)
-        longest = max(end - start for start, end in stretches)
-        words = Cleared(flags, self._error, far, there, longest, stretches=False)
-        return words, dataclasses.replace(words, stretches=True)
+        return gather_programs(self.words, here, collection, what, keep=keep)
 
     def _aimed(self, plan: GatherPrograms, address: int) -> Program | None:
         """What the herald does for a gather whose rows are kept, to where they are kept."""
@@ -669,7 +438,7 @@ class CopyEngineTransport:
         aimed = plan.aimed
         found = aimed.get(address)
         if found is None:
-            found = aimed[address] = self._streams.compile(plan.aim(address))
+            found = aimed[address] = self.streams.compile(plan.aim(address))
             if len(aimed) > AIMED:
                 _, old = aimed.popitem(last=False)
                 self._retire(old)
@@ -682,12 +451,11 @@ class CopyEngineTransport:
     ) -> tuple[HomePrograms, HomePrograms]:
         b, hk, width = shape
         size = b * collection.slot_rows * hk * (width + biased) * 4
-        homes = self._stations(self._homes, len(self._words.peers) * aligned(size), "homes")
-        own = self._make_own(size)
+        homes, own = self._make_homes(size), self._make_own(size)
         self._refuse_in_capture("homecoming")
         # both at once: a capture may begin at either
         first, second = (
-            home_programs(self._words, collection, station, own, shape, what, biased=biased) for station in homes
+            home_programs(self.words, collection, station, own, shape, what, biased=biased) for station in homes
         )
         return first, second
 
@@ -719,15 +487,6 @@ class CopyEngineTransport:
         if len(received) > RECEIVED and not self._captured:
             received.pop(next(iter(received)), None)
 
-    def _find_lent(self, k: Tensor, v: Tensor) -> _Lent | None:
-        lent = self._lent_at.get(k.untyped_storage().data_ptr())
-        return lent if lent is not None and _same(k, lent.k) and _same(v, lent.v) else None
-
-    def _drop_lent(self, key: tuple[str, tuple[Any, ...]]) -> None:
-        lent = self._lent.pop(key)
-        del self._lent_at[lent.slot.untyped_storage().data_ptr()]
-        self._retire(lent)
-
 
 class _Arriving:
     """See `Gathering`."""
@@ -752,7 +511,7 @@ class _Arriving:
         here = self._transport
         if here._gathering is self:
             here._gathering = None
-        streams = here._streams
+        streams = here.streams
         lane = streams.main()
         if streams.capturing():
             # a graph knows dependencies by events only; the place is written in front of the join (Note [The way out] of watch.py)
@@ -783,7 +542,7 @@ class _Coming:
     def receive(self) -> tuple[list[Tensor], list[Tensor]]:
         if not self._received:
             self._received = True
-            streams = self._transport._streams
+            streams = self._transport.streams
             streams.launch(self._plan.receive, streams.main())
         bias = self._plan.bias
         return self._plan.regions, [] if bias is None else bias[2]
@@ -793,7 +552,7 @@ class _Coming:
             self._closed = True
             if self._transport._homecoming is self:
                 self._transport._homecoming = None
-            streams = self._transport._streams
+            streams = self._transport.streams
             streams.launch(self._plan.close, streams.main())
 
 
@@ -816,7 +575,7 @@ class _Fetching:
         here = self._transport
         if here._posts[self.index] is self:
             here._posts[self.index] = None
-        streams = here._streams
+        streams = here.streams
         lane = streams.main()
         if streams.capturing():
             streams.launch(self._plan.fetching, lane)
@@ -861,14 +620,14 @@ class _Crossing:
 
     def wait(self) -> None:
         here = self._here
-        streams = here._streams
+        streams = here.streams
         key = ("crossing", self._peers)
-        found: tuple[Course, Program, Program] | None = here._find(key)
+        found: tuple[Course, Program, Program] | None = here.find(key)
         if found is None:
             course = Course(self._what, self._peers, since=None)
             number = here.watch.number(course)
-            begin, end = streams.compile([here._words.at(number, CROSSING)]), streams.compile(here._words.leave())
-            found = here._keep(key, (course, begin, end))
+            begin, end = streams.compile([here.words.at(number, CROSSING)]), streams.compile(here.words.leave())
+            found = here.keep(key, (course, begin, end))
         found[0].what = self._what
         lane = streams.main()
         streams.launch(found[1], lane)
@@ -876,14 +635,3 @@ class _Crossing:
         streams.launch(found[2], lane)
         if here.watch.failure is not None:
             here.watch.check()
-
-
-def _same(x: Tensor, y: Tensor) -> bool:
-    # an empty tensor has no address, but it has a storage
-    return bool(
-        x.untyped_storage().data_ptr() == y.untyped_storage().data_ptr()
-        and x.storage_offset() == y.storage_offset()
-        and x.shape == y.shape
-        and x.stride() == y.stride()
-        and x.dtype == y.dtype
-    )
