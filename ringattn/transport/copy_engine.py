@@ -19,6 +19,7 @@ from ringattn.kernels.contract import Arrivals
 from ringattn.kernels.pack import pack
 from ringattn.schedule import Collection
 from ringattn.transport.base import Done, Gathering, Homecoming, Parcel, Pending, Reply, Transport
+from ringattn.transport.crossing import WatchedLink
 from ringattn.transport.gather_programs import Bias, GatherMemory, GatherPrograms, gather_programs, guards
 from ringattn.transport.holdings import KINDS, PLAIN, REPLIES, Holdings, Lent
 from ringattn.transport.home_programs import HomePrograms, home_programs
@@ -28,7 +29,7 @@ from ringattn.transport.process_group import Agreement
 from ringattn.transport.stations import MOST_GROUPS, padded, view_bytes
 from ringattn.transport.streams import Program, Streams
 from ringattn.transport.symmetric import Memory
-from ringattn.transport.watch import CROSSING, POSTS, Course
+from ringattn.transport.watch import POSTS
 
 AIMED = 256
 """Addresses of kept rows for which one gather has its copies ready."""
@@ -284,7 +285,7 @@ class CopyEngineTransport(Holdings):
         Args:
             link: What crosses.
         """
-        return _Watched(self, link)
+        return WatchedLink(self, link)
 
     def lend(
         self, name: str, batch: int, rows: int, mine: int, heads: int, dims: tuple[int, int], dtype: torch.dtype
@@ -581,57 +582,5 @@ class _Fetching:
             streams.launch(self._plan.fetching, lane)
             streams.order(streams.side, lane)
         streams.launch(self._plan.join, lane)
-        if here.watch.failure is not None:
-            here.watch.check()
-
-
-class _Watched:
-    """See `CopyEngineTransport.watched`."""
-
-    def __init__(self, here: CopyEngineTransport, link: Transport) -> None:
-        self._here = here
-        self._link = link
-
-    def post(self, sends: Sequence[Parcel], receives: Sequence[Parcel], what: str) -> Pending:
-        """See `Transport.post`."""
-        pending = self._link.post(sends, receives, what)
-        peers = tuple(sorted({peer for peer, x in (*sends, *receives) if x.numel()}))
-        return _Crossing(self._here, pending, peers, what) if peers else pending
-
-    def reserve(self, num_bytes: int, replies: int = 0) -> None:
-        """See `Transport.reserve`."""
-        self._link.reserve(num_bytes, replies)
-
-    def gatherer(self) -> None:
-        """See `Transport.gatherer`."""
-        return
-
-
-class _Crossing:
-    """See `Pending`: the caller's stream says where it is as long as it waits."""
-
-    __slots__ = ("_here", "_peers", "_pending", "_what")
-
-    def __init__(self, here: CopyEngineTransport, pending: Pending, peers: tuple[int, ...], what: str) -> None:
-        self._here = here
-        self._pending = pending
-        self._peers = peers
-        self._what = what
-
-    def wait(self) -> None:
-        here = self._here
-        streams = here.streams
-        key = ("crossing", self._peers)
-        found: tuple[Course, Program, Program] | None = here.find(key)
-        if found is None:
-            course = Course(self._what, self._peers, since=None)
-            number = here.watch.number(course)
-            begin, end = streams.compile([here.words.at(number, CROSSING)]), streams.compile(here.words.leave())
-            found = here.keep(key, (course, begin, end))
-        found[0].what = self._what
-        lane = streams.main()
-        streams.launch(found[1], lane)
-        self._pending.wait()
-        streams.launch(found[2], lane)
         if here.watch.failure is not None:
             here.watch.check()
