@@ -12,6 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from ringattn.integrations.transformers.fusing import CannotFuse, fuse
 from ringattn.integrations.transformers.products import Product, find_gate
+from ringattn.integrations.transformers.replacing import Replacement, replace
 from ringattn.kernels import few_rows
 from ringattn.kernels import rotate as turning
 from ringattn.ring import Ring
@@ -180,6 +181,24 @@ def test_parts_that_are_wrong_or_do_not_compile_stay_as_they_were(backend: Any, 
         fuse(model, Ring(), backend=backend)
     assert model(ids).logits.equal(expected)
     assert not any("forward" in vars(part) for part in model.modules())
+
+
+def test_long_sums_in_another_order_are_no_error_and_wrong_ones_are():
+    """As a library of products makes them for other shapes: sums of 4,096 products, here one after the other."""
+    torch.manual_seed(0)
+    part = nn.Linear(4096, 64, bias=False)
+    rows = [(torch.randn(5, 4096),)]
+
+    def one_by_one(x: torch.Tensor, factor: float = 1.0) -> torch.Tensor:
+        total = torch.zeros(len(x), len(part.weight))
+        for a, w in zip(x.unbind(1), part.weight.unbind(1), strict=True):
+            total += a[:, None] * w
+        return factor * total
+
+    with torch.no_grad():
+        assert replace([Replacement(part, "order", one_by_one, rows)], Ring(), "cut") == ""
+        wrong = replace([Replacement(part, "wrong", lambda x: one_by_one(x, 1.0001), rows)], Ring(), "cut")
+    assert "Linear cut differs by" in wrong
 
 
 def _fuse_on(fault: str) -> tuple[str, bool]:
