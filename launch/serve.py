@@ -8,6 +8,7 @@ Owns the command: its processes and its exit code. Refuses to know what a rank d
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import os
 import signal
@@ -26,7 +27,8 @@ DESCRIPTION = """Serves a language model over an OpenAI-compatible HTTP interfac
 Starts its own ranks (one per GPU, or two on the CPU) unless torchrun did: torchrun --nproc_per_node 4 -m ringattn.launch.serve
 The page at / is a chat and shows what the server does."""
 
-PACKAGES = ("tyro", "transformers", "fastapi", "uvicorn", "prometheus_client")
+PACKAGES = ("tyro", "fastapi", "uvicorn", "prometheus_client")
+"""What a server needs beside transformers, which takes seconds to import: ranks do it first of all."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -41,9 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     warnings.showwarning = lambda message, *_: print(f"warning: {message}", file=sys.stderr, flush=True)
     try:
-        missing = [name for name in PACKAGES if importlib.util.find_spec(name) is None]
-        if missing:
-            raise Refusal(f"{', '.join(missing)} must be installed to serve, got none; pip install 'ringattn[serve]'")
+        _check_packages()
         try:
             args = parse(arguments, f"python -m {MODULE}", DESCRIPTION)
             check_model(args.model)
@@ -62,6 +62,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if os.environ.get("RANK", "0") == "0":
             print(f"error: {error}", file=sys.stderr, flush=True)
         return REFUSED if is_rank() else 1
+
+
+def _check_packages() -> None:
+    """Refuses before anything is loaded when a package is missing, or lacks what it needs itself."""
+    why = {} if importlib.util.find_spec("transformers") else {"transformers": "it is not there"}
+    for name in PACKAGES:
+        try:
+            importlib.import_module(name)
+        except ImportError as error:
+            why[name] = str(error)
+    if why:
+        said = "; ".join(f"{name}: {reason}" for name, reason in why.items())
+        raise Refusal(
+            f"{', '.join(why)} must be installed to serve, got none that works ({said}); pip install 'ringattn[serve]'"
+        )
 
 
 def _launch(arguments: Sequence[str], nproc: int) -> int:

@@ -423,6 +423,18 @@ def test_flags_that_cannot_be_obeyed_are_refused(flags, message, capsys):
     assert message in " ".join(capsys.readouterr().err.split())
 
 
+def test_a_package_that_is_missing_or_lacks_another_is_refused_before_work_begins(capsys, monkeypatch, tmp_path):
+    Path(tmp_path, "uvicorn.py").write_text("import nobody_has_this")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "uvicorn", raising=False)
+    monkeypatch.setitem(sys.modules, "fastapi", None)
+    assert main(["--model", "tiny", "--device", "cpu"]) == 1
+    said = capsys.readouterr().err
+    assert "fastapi, uvicorn must be installed to serve" in said
+    assert "No module named 'nobody_has_this'" in said
+    assert "ringattn[serve]" in said
+
+
 def test_a_model_that_is_not_there_is_refused(capsys):
     assert main(["--model", "no/such/folder", "--device", "cpu"]) == 1
     assert "model must be 'tiny', a config.json or a folder with one, got no/such/folder" in capsys.readouterr().err
