@@ -137,9 +137,7 @@ class _ClampedMLP(nn.Module):
         return self.down_proj(self.act_fn(self.gate_proj(x)).clamp(max=self.most) * self.up_proj(x))
 
 
-def test_only_mlps_that_are_a_gate_and_nothing_else_are_taken_for_one(monkeypatch: pytest.MonkeyPatch):
-    assert find_gate(_ClampedMLP(1e9)) is None, "there is no kernel"
-    CountedKernels(monkeypatch)
+def test_only_mlps_that_are_a_gate_and_nothing_else_are_taken_for_one():
     torch.manual_seed(0)
     assert find_gate(_ClampedMLP(1e9)) is not None
     assert find_gate(_ClampedMLP(0.1)) is None
@@ -149,6 +147,21 @@ def test_only_mlps_that_are_a_gate_and_nothing_else_are_taken_for_one(monkeypatc
     other = _ClampedMLP(1e9)
     other.up_proj.bias = nn.Parameter(torch.ones(48))
     assert find_gate(other) is None, "a bias of one of two"
+    other = _ClampedMLP(1e9)
+    other.up_proj = nn.Linear(32, 24, bias=False)
+    assert find_gate(other) is None, "of other columns"
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(("kind", "joined"), [("llama", False), ("qwen2", False), ("phi3", True), ("glm", True)])
+def test_gates_of_slices_end_in_what_the_whole_gives(kind: str, joined: bool):
+    mlp, x = small(kind, pad_token_id=0, eos_token_id=2).model.layers[0].mlp, torch.randn(2, 3, 32)
+    parts = [find_gate(mlp, mine) for mine in (slice(0, 16), slice(16, 48))]
+    assert parts[0] is not None
+    assert parts[1] is not None
+    assert parts[0].joined == joined
+    found = torch.cat([part(x) for part in parts if part is not None], -1)
+    torch.testing.assert_close(mlp.down_proj(found), mlp(x))
 
 
 def test_what_is_differentiated_takes_no_kernel(monkeypatch: pytest.MonkeyPatch):

@@ -99,12 +99,15 @@ def test_split_parts_give_the_same_and_read_a_slice_in_decoding_only(pool: Pools
         assert [x - y for x, y in zip(whole, read, strict=True)] == [0, spared, spared, spared]
 
 
-@pytest.mark.parametrize("kind", ["gemma2", "starcoder2"])
+@pytest.mark.parametrize("kind", ["gemma2", "starcoder2", "phi3"])
 def test_other_models_answer_as_before(pool: Pools, kind: str):
-    """One with an activation of its own, a soft cap behind its head and one table for both ends; one with biases."""
-    for [(parts, apart, _, _)] in pool(2).run(_compare, kind, 2):
+    """One with an activation of its own, a soft cap behind its head and one table for both ends; with biases; with joined gates."""
+    mlps = SIZES["hidden_size"] * 48 * 2 * (2 if kind == "starcoder2" else 3)
+    tokens = {"pad_token_id": 0, "eos_token_id": 2} if kind == "phi3" else {}
+    for [(parts, apart, whole, read)] in pool(2).run(_compare, kind, 2, **tokens):
         assert parts == 3
         assert apart < 2e-6
+        assert all(x - y >= mlps // 2 for x, y in list(zip(whole, read, strict=True))[1:]), "each rank reads half"
 
 
 def _with_kernels(kind: str) -> tuple[int, float, dict[str, int]]:

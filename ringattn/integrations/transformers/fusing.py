@@ -38,7 +38,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ringattn.integrations.transformers.products import ALIKE, GATED, Product, find_gate
+from ringattn.integrations.transformers.products import ALIKE, Product, find_gate
 from ringattn.integrations.transformers.replacing import (
     FLOATS,
     TRIED,
@@ -119,11 +119,10 @@ def _compiled(part: nn.Module, backend: str | Callable) -> Callable[[Tensor], Te
     plain = part.forward
     call = compiled(plain, backend)
     gate = find_gate(part)
-    found: Any = getattr(part, GATED[-1], None)
-    last = None if gate is None else Product(found.weight, found.bias)
+    last = None if gate is None else Product(gate.last.weight, gate.last.bias)
 
     def forward(x: Tensor) -> Tensor:
-        if gate is not None and last is not None and gate.takes(x):
+        if gate is not None and last is not None and gate.has_kernel(x):
             return last(gate(x))
         # an expert may get no rows, for which nothing need be compiled
         return call(x.flatten(0, -2)[None]).view(x.shape) if x.numel() else plain(x)

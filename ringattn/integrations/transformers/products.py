@@ -1,11 +1,16 @@
 """Products of a model with its weights, which few rows take from a kernel of their own.
 
-Owns when that kernel is taken, and which MLPs are a gate between three products. Refuses to know which parts of a model are
-changed (fusing.py, splitting.py), and how products are computed (`kernels.few_rows`).
+Owns when that kernel is taken, and which MLPs are a gate between products. Refuses to know which parts of a model are changed
+(fusing.py, splitting.py), and how products are computed (`kernels.few_rows`).
+
+Note [Gates]
+    Most MLPs are down(activation(gate x) * (up x)), with gate and up two weights, or two halves of one. That one is so, and with
+    which activation, is found by trying: what else an MLP does between its products (clamps, sparsity) shows in its numbers.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,8 +20,14 @@ from torch import Tensor, nn
 from ringattn.integrations.transformers.replacing import is_product
 from ringattn.kernels import few_rows
 
-GATED = ("gate_proj", "up_proj", "down_proj")
-"""Under which names an MLP has the products that it gates, and the last one."""
+APART = ("gate_proj", "up_proj")
+"""Under which names an MLP has the products that it gates."""
+JOINED = "gate_up_proj"
+"""Under which name it has both as one."""
+LAST = "down_proj"
+"""Under which name it has the last one."""
+BETWEEN = ("act_fn", "activation_fn")
+"""Under which names it has its activation."""
 ALIKE = 0.01
 """By what part of their size numbers may differ that are the same but for roundings."""
 
@@ -52,30 +63,49 @@ class Product:
 
 
 class Gate:
-    """A gate between two products of few rows: activation(x weight^T + bias) * (x other^T + other_bias).
+    """A gate between two products of any rows: activation(x weight^T + bias) * (x other^T + other_bias).
 
     Args:
         activation: Of `few_rows.ACTIVATIONS`.
-        products: The two.
-        mine: Which columns of both.
+        weights: Both, `inner columns`.
+        biases: Both, or None twice.
+        mine: Which inner columns.
+
+    Attributes:
+        last: The product that ends the MLP.
+        joined: Both weights are halves of one.
     """
 
-    def __init__(self, activation: str, products: list[nn.Linear], mine: slice) -> None:
+    def __init__(
+        self,
+        activation: str,
+        weights: Sequence[Tensor],
+        biases: Sequence[Tensor | None],
+        mine: slice,
+        last: nn.Linear,
+        *,
+        joined: bool,
+    ) -> None:
         self._activation = activation
-        self._weight, self._other = (one.weight.detach()[mine] for one in products)
-        self._bias, self._other_bias = (None if one.bias is None else one.bias.detach()[mine] for one in products)
-        self.has_kernel = few_rows.has_kernel(self._weight, self._other)
+        self._weight, self._other = (one.detach()[mine] for one in weights)
+        self._bias, self._other_bias = (None if one is None else one.detach()[mine] for one in biases)
+        self._has_kernel = few_rows.has_kernel(self._weight, self._other)
+        self.last = last
+        self.joined = joined
 
-    def takes(self, x: Tensor) -> bool:
-        """Whether there is a kernel for rows x `... inner`."""
+    def has_kernel(self, x: Tensor) -> bool:
+        """Whether there is one for rows x `... inner`."""
         few = 0 < x.numel() // x.shape[-1] <= few_rows.MOST_GATED
-        return self.has_kernel and few and not _differentiated(x)
+        return self._has_kernel and few and not _differentiated(x)
 
     def __call__(self, x: Tensor) -> Tensor:
         """Gated columns of x `... inner`."""
-        rows = x.flatten(0, -2).contiguous()
-        found = few_rows.gate(rows, self._weight, self._other, self._activation, self._bias, self._other_bias)
-        return found.unflatten(0, x.shape[:-1])
+        if self.has_kernel(x):
+            rows = x.flatten(0, -2).contiguous()
+            found = few_rows.gate(rows, self._weight, self._other, self._activation, self._bias, self._other_bias)
+            return found.unflatten(0, x.shape[:-1])
+        gated = few_rows.ACTIVATIONS[self._activation](F.linear(x, self._weight, self._bias))
+        return gated * F.linear(x, self._other, self._other_bias)
 
 
 def _differentiated(x: Tensor) -> bool:
@@ -85,34 +115,41 @@ def _differentiated(x: Tensor) -> bool:
 
 @torch.no_grad()
 def find_gate(mlp: nn.Module, mine: slice | None = None) -> Gate | None:
-    """The gate of an MLP, if it is one between three products and nothing else, and has a kernel; found by trying.
+    """The gate of an MLP, if it is one and nothing else (Note [Gates]).
 
     Args:
         mlp: Takes rows.
         mine: Which inner columns; None: all.
     """
-    found: list[Any] = [getattr(mlp, name, None) for name in GATED]
-    alone = len(found) == sum(1 for one in mlp.children() if any(True for _ in one.parameters()))
-    between: Any = getattr(mlp, "act_fn", None)
-    if not alone or not callable(between) or not all(is_product(one) for one in found):
+    last = getattr(mlp, LAST, None)
+    joined = hasattr(mlp, JOINED)
+    found = [getattr(mlp, name, None) for name in ((JOINED,) if joined else APART)]
+    between: Any = next((call for name in BETWEEN if callable(call := getattr(mlp, name, None))), None)
+    alone = len(found) + 1 == sum(1 for one in mlp.children() if any(True for _ in one.parameters()))
+    products = [one for one in found if is_product(one)]
+    if not alone or between is None or not is_product(last) or len(products) < len(found):
         return None
-    if any(one.bias is None for one in found[:2]) != all(one.bias is None for one in found[:2]):
+    weights: Sequence[Tensor] = [one.weight for one in products]
+    biases: Sequence[Tensor | None] = [one.bias for one in products]
+    if joined:
+        weights = weights[0].chunk(2)
+        biases = (None, None) if products[0].bias is None else products[0].bias.chunk(2)
+    if {one.shape for one in weights} != {(last.in_features, weights[0].shape[1])} or (biases[0] is None) != (
+        biases[1] is None
+    ):
         return None
-    weight = found[0].weight
-    x = torch.linspace(-4, 4, 64, device=weight.device)
-    y: Any = between(x)
+    x = torch.linspace(-4, 4, 64, device=last.weight.device)
+    draw = torch.Generator().manual_seed(0)
+    rows = torch.randn(3, weights[0].shape[1], generator=draw).to(last.weight.device, last.weight.dtype)
+    try:
+        y, expected = between(x), mlp(rows[None])[0].float()
+    except Exception:  # an MLP that takes other rows is none of these
+        return None
     names = [name for name, call in few_rows.ACTIVATIONS.items() if torch.allclose(call(x), y, atol=1e-6)]
     if not names:
         return None
-    gate = Gate(names[0], found[:2], mine or slice(None))
-    if not gate.has_kernel:
-        return None
-    draw = torch.Generator().manual_seed(0)
-    rows = torch.randn(3, weight.shape[1], generator=draw).to(weight.device, weight.dtype)
-    try:
-        expected = mlp(rows[None])[0].float()
-    except Exception:  # an MLP that takes other rows is none of these
-        return None
-    gated = Gate(names[0], found[:2], slice(None))(rows)
-    off = (F.linear(gated, found[2].weight, found[2].bias).float() - expected).square().mean().sqrt()
+    whole, gate = (
+        Gate(names[0], weights, biases, part, last, joined=joined) for part in (slice(None), mine or slice(None))
+    )
+    off = (F.linear(whole(rows), last.weight, last.bias).float() - expected).square().mean().sqrt()
     return gate if bool(off <= ALIKE * expected.square().mean().sqrt()) else None

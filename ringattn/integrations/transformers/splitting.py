@@ -9,7 +9,7 @@ Note [Slices]
     MLP gives, and of the tokens of the output head, whose logits are laid side by side. The slices are views, so that nothing
     more is kept: a prefill around the ring, where every rank has rows of its own, multiplies with all of the weights.
     An MLP is taken to be products that widen rows, something between them that treats each inner column by itself, and one product
-    that ends it. That this is so is found by trying.
+    that ends it; or a gate whose two products are halves of one (Note [Gates] of products.py). That this is so is found by trying.
 
 Note [One rounding]
     Addends are fp32 where the device can make them so, and are added in the order of the ranks: all ranks get the same bits, which
@@ -71,7 +71,8 @@ def split(model: nn.Module, ring: Ring, *, backend: str | Callable | None = None
     try:
         for part in model.modules():
             if type(part).__name__.endswith("MLP") and is_row_wise(part) and _inner(part, ring.world_size) is not None:
-                replacements.append(_split_mlp(part, ring, backend))
+                one = _split_mlp(part, ring, backend)
+                replacements += [] if one is None else [one]
         head = getattr(model, "get_output_embeddings", lambda: None)()
         if head is not None and is_product(head) and head.out_features % ring.world_size == 0:
             replacements.append(_split_head(head, ring))
@@ -93,27 +94,32 @@ def _inner(mlp: nn.Module, ranks: int) -> int | None:
         return None
     *first, last = products
     inner = last.in_features
-    alike = all(one.out_features == inner and one.in_features == width(mlp) for one in first)
+    sizes = [one.out_features for one in first]
+    # or both products of a gate in one
+    alike = (set(sizes) == {inner} or sizes == [2 * inner]) and all(one.in_features == width(mlp) for one in first)
     own = any(True for _ in mlp.parameters(recurse=False))
     fits = inner % ranks == 0 and inner // ranks * last.weight.element_size() % ALIGNED == 0
     return inner if alike and not own and fits else None
 
 
-def _split_mlp(mlp: nn.Module, ring: Ring, backend: str | Callable | None) -> Replacement:
-    """An MLP of which this rank makes its slice of inner columns (Note [Slices])."""
+def _split_mlp(mlp: nn.Module, ring: Ring, backend: str | Callable | None) -> Replacement | None:
+    """An MLP of which this rank makes its slice of inner columns (Note [Slices]); None: it is not known which these are."""
     columns, inner = width(mlp), _inner(mlp, ring.world_size)
     assert columns is not None, "an MLP takes rows"
     assert inner is not None, "an MLP that is split has inner columns"
     mine = _slice_of(inner, ring)
-    thin = copy.copy(mlp)
-    vars(thin).pop("forward", None)
-    thin._modules = dict(mlp._modules)
     *first, last = [name for name, one in mlp.named_children() if isinstance(one, nn.Linear)]
-    for name in first:
-        thin._modules[name] = _rows_of(getattr(mlp, name), mine)
-    addends_of = thin._modules[last] = _Addends(getattr(mlp, last), mine, ring.rank == 0)
-    call: Callable[[Tensor], Tensor] = thin.forward if backend is None else compiled(thin.forward, backend)
-    gate = find_gate(mlp, mine)
+    addends_of, gate = _Addends(getattr(mlp, last), mine, ring.rank == 0), find_gate(mlp, mine)
+    if any(getattr(mlp, name).out_features != inner for name in first) and gate is None:
+        return None
+    call: Callable[[Tensor], Tensor]
+    if gate is not None and gate.joined:
+        call = lambda x: addends_of(gate(x))  # noqa: E731
+    else:
+        thin = copy.copy(mlp)
+        vars(thin).pop("forward", None)
+        thin._modules = mlp._modules | {name: _rows_of(getattr(mlp, name), mine) for name in first} | {last: addends_of}
+        call = thin.forward if backend is None else compiled(thin.forward, backend)
     whole = mlp.forward
     rows = rows_for(mlp, columns)
     for (x,) in rows:
@@ -123,7 +129,7 @@ def _split_mlp(mlp: nn.Module, ring: Ring, backend: str | Callable | None) -> Re
         if whose_rows() is not ring or not x.numel():
             return whole(x)
         some = x.flatten(0, -2)[None]
-        addends = addends_of(gate(some)) if gate is not None and gate.takes(some) else call(some)
+        addends = addends_of(gate(some)) if gate is not None and gate.has_kernel(some) else call(some)
         out = torch.empty(addends.shape, dtype=x.dtype, device=x.device)
         ring.exchange(x.device).sum(addends, out)
         return out.view(x.shape)
