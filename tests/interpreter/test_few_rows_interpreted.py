@@ -32,10 +32,10 @@ def test_products_are_rounded_once(n: int, out: torch.dtype | None):
 def test_gates_stand_between_two_products(activation: str):
     from ringattn.kernels import few_rows_triton
 
-    x, weight, other, *biases = draw(1, 3, 256, 40, torch.float16)
+    x, weight, other, bias, other_bias = draw(1, 3, 256, 40, torch.float16)
     for shape in shapes(3, True):
-        for given in ((None, None), tuple(biases)):
-            found = few_rows_triton.gate(x, weight, other, activation, *given, shape)
+        for given in ((None, None), (bias, other_bias)):
+            found = few_rows_triton.gate(x, weight, other, activation, given[0], given[1], shape)
             assert_rounded(found, exact_gate(x, weight, other, activation, *given), 256)
 
 

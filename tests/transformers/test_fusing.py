@@ -125,29 +125,47 @@ def test_rotations_by_halves_take_a_kernel(kind: str, by_halves: bool, monkeypat
     assert len(calls) == (2 if by_halves else 0)
 
 
-class _ClampedMLP(nn.Module):
-    """Has the products of a gated MLP, and something more."""
+class _GatedMLP(nn.Module):
+    """A gate between products."""
 
-    def __init__(self, most: float) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.gate_proj, self.up_proj = nn.Linear(32, 48, bias=False), nn.Linear(32, 48, bias=False)
-        self.down_proj, self.act_fn, self.most = nn.Linear(48, 32, bias=False), nn.SiLU(), most
+        self.down_proj, self.act_fn = nn.Linear(48, 32, bias=False), nn.SiLU()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down_proj(self.act_fn(self.gate_proj(x)).clamp(max=self.most) * self.up_proj(x))
+        return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
+
+
+class _ClampedMLP(_GatedMLP):
+    """Does something more, which shows in large numbers alone."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down_proj(self.act_fn(self.gate_proj(x)).clamp(max=1e9) * self.up_proj(x))
+
+
+class _OtherMLP(_GatedMLP):
+    """Names the same, and computes something else."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x) * 2)
 
 
 def test_only_mlps_that_are_a_gate_and_nothing_else_are_taken_for_one():
     torch.manual_seed(0)
-    assert find_gate(_ClampedMLP(1e9)) is not None
-    assert find_gate(_ClampedMLP(0.1)) is None
-    other = _ClampedMLP(1e9)
+    assert find_gate(_GatedMLP()) is not None
+    assert find_gate(_ClampedMLP()) is None
+    assert find_gate(_OtherMLP()) is None
+    other = _GatedMLP()
     other.act_fn = nn.Sigmoid()  # pyright: ignore[reportAttributeAccessIssue]
     assert find_gate(other) is None
-    other = _ClampedMLP(1e9)
+    other = _GatedMLP()
     other.up_proj.bias = nn.Parameter(torch.ones(48))
     assert find_gate(other) is None, "a bias of one of two"
-    other = _ClampedMLP(1e9)
+    other = _GatedMLP()
+    other.up_proj.register_forward_hook(lambda *given: given[-1] + 1)
+    assert find_gate(other) is None, "somebody else looks on"
+    other = _GatedMLP()
     other.up_proj = nn.Linear(32, 24, bias=False)
     assert find_gate(other) is None, "of other columns"
 

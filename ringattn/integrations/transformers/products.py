@@ -4,12 +4,14 @@ Owns when that kernel is taken, and which MLPs are a gate between products. Refu
 (fusing.py, splitting.py), and how products are computed (`kernels.few_rows`).
 
 Note [Gates]
-    Most MLPs are down(activation(gate x) * (up x)), with gate and up two weights, or two halves of one. That one is so, and with
-    which activation, is found by trying: what else an MLP does between its products (clamps, sparsity) shows in its numbers.
+    Most MLPs are down(activation(gate x) * (up x)), with gate and up two weights, or two halves of one. That one is so is found
+    by trying, and by the names in its code: what else an MLP does between its products (clamps, sparsity) has a name, and need
+    not show in the numbers that it is tried with.
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 from typing import Any
 
@@ -28,6 +30,8 @@ LAST = "down_proj"
 """Under which name it has the last one."""
 BETWEEN = ("act_fn", "activation_fn")
 """Under which names it has its activation."""
+NAMED = {*APART, JOINED, LAST, *BETWEEN, "chunk"}
+"""What the code of an MLP names that is a gate and nothing else (Note [Gates])."""
 ALIKE = 0.01
 """By what part of their size numbers may differ that are the same but for roundings."""
 
@@ -121,6 +125,9 @@ def find_gate(mlp: nn.Module, mine: slice | None = None) -> Gate | None:
         mlp: Takes rows.
         mine: Which inner columns; None: all.
     """
+    code = getattr(inspect.unwrap(type(mlp).forward), "__code__", None)
+    if code is None or not NAMED.issuperset(code.co_names):
+        return None
     last = getattr(mlp, LAST, None)
     joined = hasattr(mlp, JOINED)
     found = [getattr(mlp, name, None) for name in ((JOINED,) if joined else APART)]

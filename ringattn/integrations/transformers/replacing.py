@@ -115,8 +115,10 @@ def is_row_wise(part: nn.Module) -> bool:
 
 def is_product(part: Any) -> TypeGuard[nn.Linear]:
     """Whether something is a product with a weight, of numbers as they are, and nothing else."""
-    changed = "forward" in vars(part) or hasattr(part, "_hf_hook") if isinstance(part, nn.Module) else True
-    return not changed and type(part) is nn.Linear and part.weight.dtype in FLOATS
+    if type(part) is not nn.Linear or part.weight.dtype not in FLOATS:
+        return False
+    hooked = hasattr(part, "_hf_hook") or part._forward_hooks or part._forward_pre_hooks
+    return not hooked and "forward" not in vars(part)
 
 
 def width(part: nn.Module) -> int | None:
