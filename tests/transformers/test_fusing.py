@@ -182,7 +182,7 @@ def test_gates_of_slices_end_in_what_the_whole_gives(kind: str, joined: bool):
     torch.testing.assert_close(mlp.down_proj(found), mlp(x))
 
 
-def test_what_is_differentiated_takes_no_kernel(monkeypatch: pytest.MonkeyPatch):
+def test_what_is_differentiated_or_cast_takes_no_kernel(monkeypatch: pytest.MonkeyPatch):
     counted = CountedKernels(monkeypatch)
     product, x = Product(torch.randn(4, 8)), torch.randn(2, 8, requires_grad=True)
     product(x).sum().backward()
@@ -190,6 +190,9 @@ def test_what_is_differentiated_takes_no_kernel(monkeypatch: pytest.MonkeyPatch)
     assert counted.since()["multiply"] == 0
     product(x.detach())
     assert counted.since()["multiply"] == 1
+    with torch.autocast("cpu", torch.bfloat16):
+        assert Product(torch.randn(4, 8).bfloat16())(x.detach()).dtype == torch.bfloat16
+    assert counted.since()["multiply"] == 0
 
 
 def _wrong(graph: Any, inputs: Any) -> Any:

@@ -52,7 +52,7 @@ class Product:
     def __call__(self, x: Tensor) -> Tensor:
         """The product of x `... inner`."""
         rows = x.flatten(0, -2)
-        if self.has_kernel and 0 < len(rows) <= few_rows.MOST_ROWS and not _differentiated(x):
+        if self.has_kernel and 0 < len(rows) <= few_rows.MOST_ROWS and _is_plain(x, self._weight):
             found = few_rows.multiply(rows.contiguous(), self._weight, self._bias, dtype=self._dtype)
             return found.unflatten(0, x.shape[:-1])
         if self._dtype in (None, x.dtype):
@@ -100,7 +100,7 @@ class Gate:
     def has_kernel(self, x: Tensor) -> bool:
         """Whether there is one for rows x `... inner`."""
         few = 0 < x.numel() // x.shape[-1] <= few_rows.MOST_GATED
-        return self._has_kernel and few and not _differentiated(x)
+        return self._has_kernel and few and _is_plain(x, self._weight)
 
     def __call__(self, x: Tensor) -> Tensor:
         """Gated columns of x `... inner`."""
@@ -112,9 +112,9 @@ class Gate:
         return gated * F.linear(x, self._other, self._other_bias)
 
 
-def _differentiated(x: Tensor) -> bool:
-    """Whether somebody wants to know how x made what follows, which kernels do not say."""
-    return x.requires_grad and torch.is_grad_enabled()
+def _is_plain(x: Tensor, weight: Tensor) -> bool:
+    """Whether nobody wants to know how rows made what follows, which kernels do not say, and nobody has to cast them."""
+    return x.dtype == weight.dtype and not (x.requires_grad and torch.is_grad_enabled())
 
 
 @torch.no_grad()
