@@ -115,16 +115,17 @@ class Shape:
 
 
 @functools.lru_cache(maxsize=256)
-def shape_of(rows: int, columns: int, *, gated: bool) -> Shape:
+def shape_of(rows: int, columns: int, inner: int, *, gated: bool) -> Shape:
     """How products are cut.
 
     Args:
         rows: Of x.
         columns: Of the result.
+        inner: Numbers of a row, a multiple of `few_rows.STEP`.
         gated: There are two weights.
 
     Example:
-        >>> shape_of(3, 14336, gated=False), shape_of(3, 4096, gated=False)
+        >>> shape_of(3, 14336, 4096, gated=False), shape_of(3, 4096, 4096, gated=False)
         (Shape(rows=16, columns=64, inner=128, stages=5, warps=4), Shape(rows=16, columns=32, inner=256, stages=5, warps=4))
     """
     block = max(16, triton.next_power_of_2(rows))
@@ -132,7 +133,7 @@ def shape_of(rows: int, columns: int, *, gated: bool) -> Shape:
         return Shape(block, 64, 64, 5)
     if columns >= 64 * PROGRAMS or block > 16:
         return Shape(block, 64, 128, 5 if block == 16 else 4)
-    return Shape(block, 32, 256, 5)
+    return Shape(block, 32, 128 if inner % 256 else 256, 5)
 
 
 def serves(device: torch.device) -> bool:
@@ -149,7 +150,7 @@ def multiply(
 ) -> Tensor:
     """As `few_rows.multiply`; `shape` overrides `shape_of`."""
     out = torch.empty(len(x), len(weight), dtype=dtype, device=x.device)
-    shape = shape or shape_of(len(x), len(weight), gated=False)
+    shape = shape or shape_of(len(x), *weight.shape, gated=False)
     _launch(x, weight, None, bias, None, out, "", shape)
     return out
 
@@ -165,7 +166,7 @@ def gate(
 ) -> Tensor:
     """As `few_rows.gate`; likewise."""
     out = torch.empty(len(x), len(weight), dtype=x.dtype, device=x.device)
-    shape = shape or shape_of(len(x), len(weight), gated=True)
+    shape = shape or shape_of(len(x), *weight.shape, gated=True)
     _launch(x, weight, other, bias, other_bias, out, activation, shape)
     return out
 
@@ -183,6 +184,7 @@ def _launch(
     shape: Shape,
 ) -> None:
     rows, (columns, inner) = len(x), weight.shape
+    assert inner % shape.inner == 0, "rows are multiplied in whole blocks"
     tape.launch(
         _few_rows_kernel,
         (triton.cdiv(columns, shape.columns),),

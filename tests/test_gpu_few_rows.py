@@ -25,7 +25,9 @@ def on_gpu(seed: int, n: int, inner: int, outer: int, dtype: torch.dtype, apart:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("n", [1, 3, 16, 17, 64])
-@pytest.mark.parametrize(("inner", "outer", "apart"), [(4096, 6144, 0), (1024, 1000, 0), (3584, 4096, 3584)])
+@pytest.mark.parametrize(
+    ("inner", "outer", "apart"), [(4096, 6144, 0), (1024, 1000, 0), (896, 1152, 0), (3584, 4096, 3584)]
+)
 def test_products_are_rounded_once(dtype: torch.dtype, n: int, inner: int, outer: int, apart: int):
     x, weight, other, bias, other_bias = on_gpu(n, n, inner, outer, dtype, apart)
     assert few_rows.has_kernel(weight, other)

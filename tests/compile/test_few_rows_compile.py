@@ -28,7 +28,7 @@ pytestmark = pytest.mark.compile
     ],
 )
 def test_weights_are_read_ahead(capability: int, rows: int, outer: int, activation: str, dtype: str, tmp_path):
-    shape = shape_of(rows, outer, gated=bool(activation))
+    shape = shape_of(rows, outer, 4096, gated=bool(activation))
     constants: dict[str, object] = {
         "ROWS": shape.rows, "COLUMNS": shape.columns, "INNER": shape.inner, "STAGES": shape.stages, "ACTIVATION": activation,
         "bias": None, "other_bias": None,
