@@ -1,11 +1,12 @@
 """How fast is it, and beside what? Kernels on one GPU, the ring over several, and memory against length.
 
 Owns the commands, and what tables and plots show. Refuses to know what is measured (`bench_kernels`, `bench_decode`, `bench_ring`,
-`bench_memory`, `bench_model`, `bench_prefill`, `bench_exchange`, `bench_inference`, `bench_server`), and prints no speed of an
-answer that was not checked.
+`bench_memory`, `bench_model`, `bench_prefill`, `bench_exchange`, `bench_products`, `bench_inference`, `bench_server`), and prints
+no speed of an answer that was not checked.
 
     python -m ringattn.launch.bench kernels
     python -m ringattn.launch.bench decode
+    python -m ringattn.launch.bench products
     torchrun --nproc_per_node 4 -m ringattn.launch.bench ring
     torchrun --nproc_per_node 4 -m ringattn.launch.bench memory
     torchrun --nproc_per_node 4 -m ringattn.launch.bench host
@@ -37,6 +38,7 @@ from ringattn.launch.bench_kernels import Kernels, bench_kernels, describe_probl
 from ringattn.launch.bench_memory import Memory, bench_memory
 from ringattn.launch.bench_model import Model, bench_model
 from ringattn.launch.bench_prefill import Prefill, bench_prefill
+from ringattn.launch.bench_products import Products, bench_products
 from ringattn.launch.bench_ring import Ring, bench_ring, verify
 from ringattn.launch.bench_server import CannotBench, Server, bench_server, red_rows
 from ringattn.launch.figures import draw_inference, draw_lengths, draw_ring
@@ -154,6 +156,14 @@ COLUMNS: dict[str, dict[str, str]] = {
         "kernel_gbps": "{:.0f}",
         "kernel_percent": "{:.0f}%",
         "host_us": "{:.1f}",
+    },
+    "products": {
+        "product": "{}",
+        "rows": "{}",
+        "who": "{}",
+        "us": "{:.1f}",
+        "gbps": "{:.0f}",
+        "percent": "{:.0f}%",
     },
     "host": {
         "world_size": "{}",
@@ -311,8 +321,8 @@ def plot_memory(rows: Sequence[dict[str, Any]], title: str, path: Path) -> None:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command; returns its exit code: 1 when the check is red, and then no speed is shown."""
     words = sys.argv[1:] if arguments is None else list(arguments)
-    args: Kernels | Decode | Ring | Memory | Model | Host | Exchange | Prefill | Inference | Server = parse(
-        Kernels | Decode | Ring | Memory | Model | Host | Exchange | Prefill | Inference | Server,
+    args: Kernels | Decode | Products | Ring | Memory | Model | Host | Exchange | Prefill | Inference | Server = parse(
+        Kernels | Decode | Products | Ring | Memory | Model | Host | Exchange | Prefill | Inference | Server,
         words,
         "bench",
         "Measures, after checking.",
@@ -326,6 +336,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return report_kernels(args, session, line, words)
         if isinstance(args, Decode):
             return report_decode(args, session, line)
+        if isinstance(args, Products):
+            return report_products(args, session, line)
         if isinstance(args, Host):
             return report_host(args, session, line)
         if isinstance(args, Inference):
@@ -355,7 +367,7 @@ def measure(
 
 
 def report(kind: str, rows: Sequence[dict[str, Any]], line: dict[str, Any], path: Path) -> None:
-    """Shows and keeps the rows of `bench ring` or `bench memory`: PATH.json, and a picture where one can be drawn."""
+    """Shows and keeps the rows of a bench: PATH.json, and a picture of `bench ring` or `bench memory` where one can be drawn."""
     tabulate(kind, rows)
     write_json(path.with_name(f"{path.name}.json"), {"machine": line, "rows": rows})
     picture = path.with_name(f"{path.name}.png")
@@ -397,6 +409,13 @@ def report_decode(args: Decode, session: Session, line: dict[str, Any]) -> int:
     print(f"rows: {path}")
     ours = [row for row in rows if row["who"] == "decode"]
     return int(not ours or any(str(row.get("refused")).startswith("wrong") for row in ours))
+
+
+def report_products(args: Products, session: Session, line: dict[str, Any]) -> int:
+    """Measures products and shows what was found; returns the exit code: 1 when an answer was wrong."""
+    rows = bench_products(args, session)
+    report("products", rows, line, args.out / args.name)
+    return int(any(str(row.get("refused")).startswith("wrong") for row in rows))
 
 
 def report_host(args: Host, session: Session, line: dict[str, Any]) -> int:

@@ -254,6 +254,37 @@ def test_bench_host_times_every_direction(pool, tmp_path: Path) -> None:
         assert min(split) > 0
 
 
+PRODUCTS = ["--dim", "32", "--heads", "4", "--kv-heads", "2", "--head-dim", "8", "--mlp-dim", "48", "--rows", "1", "3"]
+
+
+def test_bench_products_times_what_is_right(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    words = ["products", *PRODUCTS, "--rounds", "1", "--device", "cpu", "--out", str(tmp_path)]
+    assert bench.main(words) == 0
+    rows = json.loads((tmp_path / "products.json").read_text())["rows"]
+    assert {row["who"] for row in rows if "us" in row} == {"torch"}
+    assert {row["refused"] for row in rows if "us" not in row} == {
+        "NotImplementedError: there is no kernel for this weight on cpu"
+    }
+    monkeypatch.setattr("ringattn.kernels.few_rows.has_kernel", lambda *weights: True)
+    assert bench.main(words) == 0
+    rows = json.loads((tmp_path / "products.json").read_text())["rows"]
+    assert len(rows) == 4 * 2 * 2
+    assert min(row["us"] for row in rows) > 0
+    assert {(row["product"], row["weight_bytes"]) for row in rows} == {
+        ("q, k and v", 2 * 32 * 64), ("o", 2 * 32 * 32), ("gate and up", 2 * 2 * 32 * 24), ("down", 2 * 24 * 32),
+    }  # fmt: skip
+
+
+def test_bench_products_gives_no_speed_to_a_wrong_answer(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("ringattn.kernels.few_rows.has_kernel", lambda *weights: True)
+    monkeypatch.setattr("ringattn.kernels.few_rows.gate", lambda x, weight, *_: x.new_ones(len(x), len(weight)))
+    assert bench.main(["products", *PRODUCTS, "--rounds", "1", "--device", "cpu", "--out", str(tmp_path)]) == 1
+    rows = json.loads((tmp_path / "products.json").read_text())["rows"]
+    wrong = [row for row in rows if str(row.get("refused")).startswith("wrong answer")]
+    assert [(row["product"], row["who"]) for row in wrong] == [("gate and up", "few rows")] * 2
+    assert not any("us" in row for row in wrong)
+
+
 SHARES = ["--sums", "3", "--hidden", "8", "--gathers", "2", "--columns", "5"]
 
 
