@@ -3,7 +3,7 @@
 Owns how weights are dealt to programs, and how they are read. Refuses to know models, and for which rows torch is faster
 (few_rows.py).
 
-Note [As fast as memory]
+Note [Reading weights]
     A product of few rows takes as long as reading its weight does. A program owns some columns of the result, that is rows of
     the weight, and reads them whole, several blocks ahead: a multiprocessor must have asked for some 64 KiB at any time to get
     its share of the bandwidth. Rows of x are read again by every program, from L2. The weight is the left side of each product,
