@@ -20,6 +20,7 @@ import contextlib
 import dataclasses
 import functools
 import math
+import operator
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -45,7 +46,6 @@ P = ParamSpec("P")
 _HERE = contextlib.nullcontext()
 
 _records: list[dict[Hashable, Tape]] = []
-_fields: dict[type, Callable[[Any], Iterable[Any]] | None] = {tuple: iter, list: iter}
 
 
 def recorded(launcher: Callable[Concatenate[Tape, P], None]) -> Callable[P, None]:
@@ -110,47 +110,44 @@ class _Call:
 
     def look(self, values: Iterable[Any]) -> None:
         """Adds values."""
-        facts = self.facts
+        facts, tensors, addresses = self.facts, self.tensors, self.addresses
         for x in values:
             kind = type(x)
-            fields: Any = _fields.get(kind, _fields_of)
-            if fields is _fields_of:
-                fields = _fields[kind] = _fields_of(kind)
-            if fields is None:
-                facts.append(x)
-            elif fields is _as_tensor:
+            way = _WAYS.get(kind) or _find_way(kind)
+            if way is _TENSOR:
                 address = x.data_ptr()
                 facts += (x.shape, x.stride(), x.dtype, address % ALIGNMENT)
-                self.tensors.append(x)
-                self.addresses.append(address)
-            elif fields is _by_identity:
+                tensors.append(x)
+                addresses.append(address)
+            elif way is _VALUE:
+                facts.append(x)
+            elif way is _IDENTITY:
                 facts.append(id(x))
                 self.held.append(x)
             else:
                 facts.append(kind)
-                self.look(fields(x))
+                self.look(way(x))
                 facts.append(kind)
 
 
-def _by_identity(x: Any) -> Iterable[Any]:
-    """The fields of what is compared by identity."""
-    return vars(x).values()
+_VALUE, _TENSOR, _IDENTITY = "value", "tensor", "identity"
+_WAYS: dict[type, Any] = {tuple: iter, list: iter}
+"""How an argument of a type is taken apart: one of these words, or what gives its parts."""
 
 
-def _as_tensor(x: Any) -> Iterable[Any]:
-    return (x,)
-
-
-def _by_content(x: Any) -> Iterable[Any]:
-    return vars(x).values()
-
-
-def _fields_of(kind: type) -> Callable[[Any], Iterable[Any]] | None:
+def _find_way(kind: type) -> Any:
     if issubclass(kind, Tensor):
-        return _as_tensor
-    if not dataclasses.is_dataclass(kind):
-        return None
-    return _by_content if kind.__eq__ is not object.__eq__ else _by_identity
+        way: Any = _TENSOR
+    elif not dataclasses.is_dataclass(kind):
+        way = _VALUE
+    elif kind.__eq__ is object.__eq__:
+        way = _IDENTITY
+    else:
+        names = [one.name for one in dataclasses.fields(kind)]
+        # of fewer names it makes no tuple
+        way = operator.attrgetter(*names) if len(names) > 1 else lambda x: [getattr(x, name) for name in names]
+    _WAYS[kind] = way
+    return way
 
 
 class Tape:
