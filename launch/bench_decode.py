@@ -316,12 +316,12 @@ def peer(name: str, problem: Problem, layers: int, device: torch.device) -> Call
     return run
 
 
-def bandwidth(args: Decode, session: Session) -> dict[str, float]:
-    """GB/s of a sum over as many bytes as the target reads, and of a copy of as many (read and written)."""
-    numbers = min(2**30, int(args.room_gib * 2**28)) // 4 if session.device.type == "cuda" else 2**18
+def bandwidth(session: Session, num_bytes: int, rounds: int, seconds: float = math.inf) -> dict[str, float]:
+    """GB/s of a sum over so many bytes (a MiB on a CPU), and of a copy of as many (read and written)."""
+    numbers = num_bytes // 4 if session.device.type == "cuda" else 2**18
     x = torch.ones(numbers, device=session.device)
     y = torch.empty_like(x)
-    times = time_calls({"read": x.sum, "copy": lambda: y.copy_(x)}, session, args.rounds, "graph", args.round_s)
+    times = time_calls({"read": x.sum, "copy": lambda: y.copy_(x)}, session, rounds, "graph", seconds)
     found = {}
     for name, traffic in (("read", 1), ("copy", 2)):
         ms = times[name].graph_ms or times[name].calls_ms
@@ -404,7 +404,7 @@ def bench_decode(args: Decode, session: Session, machine: dict[str, Any], path: 
 
 def _bench(args: Decode, session: Session, machine: dict[str, Any], path: Path) -> list[dict[str, Any]]:
     began = time.monotonic()
-    rates = bandwidth(args, session)
+    rates = bandwidth(session, min(2**30, int(args.room_gib * 2**28)), args.rounds, args.round_s)
     session.say(f"this device reads {rates['read_gbps']:.0f} GB/s and copies {rates['copy_gbps']:.0f} GB/s")
     rows: list[dict[str, Any]] = []
     for problem in list_problems(args):

@@ -20,14 +20,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ringattn.kernels import few_rows
-from ringattn.launch.bench_decode import CACHED
+from ringattn.launch.bench_decode import CACHED, bandwidth
 from ringattn.launch.check import DTYPES
 from ringattn.launch.problems import DTypeName
 from ringattn.launch.session import Session
 from ringattn.launch.turns import reason, time_calls
 
 READ = 2**29
-"""Bytes whose sum is the bandwidth."""
+"""Bytes whose sum says what the device reads."""
 
 
 @dataclass(frozen=True)
@@ -152,10 +152,7 @@ def bench_products(args: Products, session: Session) -> list[dict[str, Any]]:
 
 def _rows(args: Products, session: Session) -> Iterator[dict[str, Any]]:
     began, gpu, dtype = time.monotonic(), session.device.type == "cuda", DTYPES[args.dtype]
-    whole = torch.ones((READ if gpu else 2**20) // 4, device=session.device)
-    read = time_calls({"read": whole.sum}, session, args.rounds, "graph")["read"]
-    read_ms = read.graph_ms or read.calls_ms
-    gbps = None if read_ms is None else 1e-6 * whole.nbytes / read_ms
+    rates = bandwidth(session, READ, args.rounds)
     for case in args.cases():
         size = case.weight_bytes(dtype)
         layers = [case.draw(dtype, session.device) for _ in range(-(-CACHED // size) if gpu else 1)]
@@ -171,7 +168,7 @@ def _rows(args: Products, session: Session) -> Iterator[dict[str, Any]]:
                 "inner": case.inner,
                 "outer": case.outer,
             }
-            common |= {"weight_bytes": size, "read_gbps": gbps, "dtype": args.dtype, "sharing": args.sharing}
+            common |= {"weight_bytes": size, **rates, "dtype": args.dtype, "sharing": args.sharing}
             yield from _row(case, x, layers, session, args.rounds, common)
 
 
@@ -197,5 +194,4 @@ def _row(
             continue
         us = 1e3 * ms / len(layers)
         speed = {"us": us, "gbps": 1e-3 * common["weight_bytes"] / us, "timing": "graph" if taken.graph_ms else "calls"}
-        share = {"percent": 100 * speed["gbps"] / common["read_gbps"]} if common["read_gbps"] else {}
-        yield common | {"who": who, **speed, **share}
+        yield common | {"who": who, **speed, "percent": 100 * speed["gbps"] / common["read_gbps"]}
