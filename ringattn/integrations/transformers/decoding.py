@@ -52,6 +52,7 @@ from torch import Tensor, nn
 from ringattn.inference import PagedKVCache, StaticStep
 from ringattn.inference.static import most_blocks
 from ringattn.inference.step import MOST_DECODED
+from ringattn.integrations.transformers.replacing import distance
 from ringattn.integrations.transformers.steps import forward_step
 from ringattn.transport.patience import Marks
 
@@ -527,8 +528,7 @@ class Decoding:
         plain = self._call(recorded.step, recorded.tokens, recorded.step.positions, recorded.wanted).logits
         plain = plain[: len(found), : found.shape[1]]
         # what is no number in both is alike
-        x, y = found.float().nan_to_num(), plain.float().nan_to_num()
-        apart, size = (float(z.square().mean().sqrt()) for z in (x - y, y))
+        apart, size = distance(found.float().nan_to_num(), plain.float().nan_to_num())
         good = apart <= 4 * torch.finfo(plain.dtype).eps * size
         recorded.checked = bool(self._cache.ring.least(int(good)))
         if recorded.checked:

@@ -43,6 +43,7 @@ from ringattn.integrations.transformers.replacing import (
     FLOATS,
     TRIED,
     Replacement,
+    distance,
     is_product,
     is_row_wise,
     replace,
@@ -188,8 +189,8 @@ def _turns_halves(rotate: Callable, tried: list[tuple[Tensor, ...]]) -> bool:
             return False
         mine = turning.rotate_eager(q[:, :, 0], k[:, :, 0], cos[:, 0], sin[:, 0])
         for x, y in zip(mine, rotate(q, k, cos, sin), strict=True):
-            apart, size = (float(z.float().square().mean()) for z in (x - y[:, :, 0], y))
-            if not apart <= ALIKE**2 * size:
+            apart, size = distance(x, y[:, :, 0])
+            if not apart <= ALIKE * size:
                 return False
     return True
 

@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ringattn.integrations.transformers.replacing import is_product
+from ringattn.integrations.transformers.replacing import distance, is_product
 from ringattn.kernels import few_rows
 
 APART = ("gate_proj", "up_proj")
@@ -149,7 +149,7 @@ def find_gate(mlp: nn.Module, mine: slice | None = None) -> Gate | None:
     draw = torch.Generator().manual_seed(0)
     rows = torch.randn(3, weights[0].shape[1], generator=draw).to(last.weight.device, last.weight.dtype)
     try:
-        y, expected = between(x), mlp(rows[None])[0].float()
+        y, expected = between(x), mlp(rows[None])[0]
     except Exception:  # an MLP that takes other rows is none of these
         return None
     names = [name for name, call in few_rows.ACTIVATIONS.items() if torch.allclose(call(x), y, atol=1e-6)]
@@ -158,5 +158,5 @@ def find_gate(mlp: nn.Module, mine: slice | None = None) -> Gate | None:
     whole, gate = (
         Gate(names[0], weights, biases, part, last, joined=joined) for part in (slice(None), mine or slice(None))
     )
-    off = (F.linear(whole(rows), last.weight, last.bias).float() - expected).square().mean().sqrt()
-    return gate if bool(off <= ALIKE * expected.square().mean().sqrt()) else None
+    apart, size = distance(F.linear(whole(rows), last.weight, last.bias), expected)
+    return gate if apart <= ALIKE * size else None

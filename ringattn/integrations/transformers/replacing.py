@@ -143,6 +143,13 @@ def _tensors(result: Any) -> tuple[Tensor, ...]:
     return (result,) if isinstance(result, Tensor) else tuple(result)
 
 
+def distance(found: Tensor, expected: Tensor) -> tuple[float, float]:
+    """How far apart numbers are, and how large those that were expected are: root mean squares."""
+    x, y = found.float(), expected.float()
+    apart, size = (float(z.square().mean().sqrt()) for z in (x - y, y))
+    return apart, size
+
+
 def _terms(part: nn.Module) -> int:
     """Of the longest sum that a part makes, by its weights."""
     return max((size for one in part.parameters() for size in one.shape), default=1)
@@ -152,8 +159,7 @@ def _difference(name: str, found: Tensor, expected: Tensor, terms: int) -> str:
     """What is wrong with what a new forward gave, whose sums have so many terms; empty when nothing is."""
     if found.shape != expected.shape:
         return f"{name} has shape {tuple(found.shape)} where it was {tuple(expected.shape)}"
-    x, y = found.float(), expected.float()
-    apart, size = (float(z.square().mean().sqrt()) for z in (x - y, y))
+    apart, size = distance(found, expected)
     unit, of_sums = torch.finfo(expected.dtype).eps, terms**0.5 * torch.finfo(torch.float32).eps
     if found.dtype == expected.dtype and apart <= (SPAN * unit + of_sums) * size:
         return ""
