@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tests.pool import RankError
+from tests.timing import least_seconds
 
 pytestmark = pytest.mark.dist
 
@@ -107,13 +108,12 @@ def test_every_call_starts_from_the_same_seed(pool):
 
 def test_fifty_calls_take_less_than_a_second_of_this_process(pool):
     pids = {p[3] for p in pool(2).run(place)}
-    taken = []
-    for _ in range(3):
-        start = time.process_time()  # a machine may be busy with something else
+
+    def fifty() -> None:
         for _ in range(50):
             pool(2).run(all_reduce, torch.ones(5))
-        taken.append(time.process_time() - start)
-    assert min(taken) < 1.0
+
+    assert least_seconds(fifty) < 1.0
     assert {p[3] for p in pool(2).run(place)} == pids
 
 
