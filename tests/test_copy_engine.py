@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ringattn.kernels.contract import Arrivals
 from ringattn.kernels.pack import pack
-from ringattn.layout import make_shards, shard_len
+from ringattn.layout import Run, make_shards, shard_len
 from ringattn.schedule import Collection, Fetch, Nodes, collect, make_plan
 from ringattn.transport import streams
 from ringattn.transport.base import Gathering, Reply
@@ -979,8 +979,9 @@ def test_what_a_lost_rank_never_sent_is_nan(world_size: int, seed: int) -> None:
         assert failure is None or "step 3" in failure
 
 
-def test_the_missing_rank_and_step_are_named() -> None:
-    ranks, shape = Ranks(3, 0), full(3)
+@pytest.mark.parametrize("groups", [1, 2])
+def test_the_missing_rank_and_step_are_named(groups: int) -> None:
+    ranks, shape = Ranks(3, 0), full(3, groups)
     gather(ranks, shape, 0)
     ranks.world.drain()
     ranks.world.dead.add(2)
@@ -988,7 +989,27 @@ def test_the_missing_rank_and_step_are_named() -> None:
     get_out(ranks, [0, 1])
     failures = [ranks.ends[rank].watch.failure or "" for rank in (0, 1)]
     assert "gather 1: ring step 1, waiting for ring rank 2" in failures[0]
+    assert "gather 1: ring step 2, waiting for ring rank 2" in failures[1], "rank 0 is there"
     assert any("ring rank 2: nothing has moved for 10 s" in text for text in failures)
+
+
+def test_a_reader_that_gives_no_turn_is_named_behind_those_that_gave_theirs() -> None:
+    """Rank 0 reads nobody; it lets rank 1 begin with rank 2, and is read by ranks 2 and 3; nobody reads rank 3, which is lost."""
+    mask = Visibility(seq_len=16, kv_len=16, causal=True, documents=(0, 8, 16))
+    starts = ((0, 2), (10, 12), (4, 8), (6, 14))
+    shards = tuple(tuple(Run(start, 1, 2) for start in pair) for pair in starts)
+    plan = make_plan(shards, shards, mask, "keys")
+    collections = tuple(collect(plan, rank, 4) for rank in range(4))
+    assert collections[0].skipped == (1, 2)
+    assert [reader.peer for reader in collections[0].readers] == [2, 3]
+    ranks, shape = Ranks(4, 0), Shape(1, 2, (2, 2), 1, collections, (4,) * 4, torch.float32)
+    gather(ranks, shape, 0)
+    ranks.world.drain()
+    ranks.world.dead.add(3)
+    gather(ranks, shape, 1)  # for which rank 3 had made room
+    gather(ranks, shape, 2)
+    get_out(ranks, [0, 1, 2])
+    assert "gather 2: ring step 3, waiting for its turn at ring rank 3" in (ranks.ends[0].watch.failure or "")
 
 
 def test_a_kernel_that_gave_up_alone_leaves_the_next_call_alone() -> None:
