@@ -203,5 +203,6 @@ def sinks_gradient(score: Score, lse: Tensor, delta: Tensor) -> Tensor:
     """This rank's share of the gradient of sinks, `h`; lse and delta `b h s`."""
     # a sink is a logit whose value row is zero: dp = 0, so ds = p * (0 - delta)
     assert score.sinks is not None, "a gradient of sinks needs sinks"
-    p = torch.exp(score.sinks.to(lse.dtype)[:, None] - lse)
+    # a row without keys and without a sink has no weight to give: exp(-inf + inf) would be NaN
+    p = torch.exp(score.sinks.to(lse.dtype)[:, None] - lse).masked_fill(lse == float("-inf"), 0.0)
     return -(p * delta).sum((0, 2))

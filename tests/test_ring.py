@@ -244,6 +244,16 @@ def test_dropout_is_the_same_at_every_world_size() -> None:
         torch.testing.assert_close(simulate(case, layout, world_size)["o"], one)
 
 
+def test_a_sink_of_minus_infinity_has_no_gradient_even_where_rows_see_nothing() -> None:
+    inputs = Attention(mask={"lengths": ((4, 20),)}, dtype=torch.float64)
+    tensors, (do, _) = inputs.tensors(), inputs.cotangents()
+    sinks = torch.tensor([float("-inf"), 0.5], dtype=torch.float64, requires_grad=True)
+    attention_reference(**tensors, **inputs.mask, sinks=sinks).backward(do)
+    found = simulate_ring(**tensors, **inputs.mask, sinks=sinks.detach(), world_size=2, do=do).grads
+    assert found is not None
+    torch.testing.assert_close(found["sinks"], sinks.grad)
+
+
 def test_a_window_moves_only_its_halo() -> None:
     mask = Visibility(seq_len=400, kv_len=400, causal=True, window=(10, 0))
     shards = make_shards("contiguous", 400, 4, mask)
