@@ -61,7 +61,7 @@ def ring_attention(
         k: Keys of this rank, `b s hk d`; hk divides h (grouped-query attention).
         v: Values of this rank, `b s hk dv`.
         sharding: Who holds which positions, from `ring.sharding`; its documents are part of the mask.
-        kv_sharding: For cross attention: the sharding of the keys' own sequence.
+        kv_sharding: For cross attention: the sharding of the keys' own sequence; it may have no other documents than sharding.
         causal: Keys j <= i.
         window: (left, right): i - left <= j <= i + right, None for unbounded on a side. An int w is (w - 1, 0):
             the last w keys, as sliding-window models count.

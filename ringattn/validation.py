@@ -104,6 +104,11 @@ def _check_shardings(q: Tensor, k: Tensor, call: Call, rank: int, world_size: in
                 f"{name} must have the {sharding.shard_len} rows that rank {rank} holds of {sharding.seq_len}, got "
                 f"{x.shape[1]}; pass this rank's rows, as sharding.shard(x, dim=1) gives them"
             )
+    if call.kv_sharding.documents not in (None, call.sharding.documents):
+        raise ValueError(
+            "kv_sharding must have no documents, or those of sharding, which alone are part of the mask, got others; make it "
+            "without documents=, and hide pairs across documents by bias"
+        )
 
 
 def _check_options(call: Call, batch: int, has_bias: bool) -> None:

@@ -64,6 +64,11 @@ REFUSED: dict[str, tuple[tuple[torch.Tensor, torch.Tensor, torch.Tensor], dict[s
         {"causal": True, "prefix_len": 3.0},
         "prefix_len must be of integers, got 3.0",
     ),
+    "documents of keys": (
+        (Q, K, K),
+        {"kv_sharding": RING.sharding(8, documents=[0, 3, 8])},
+        "kv_sharding must have no documents, or those of sharding",
+    ),
     "chunk": ((Q, K, K), {"chunk_len": 0}, "chunk_len must be at least 1 or None, got 0"),
     "impl": ((Q, K, K), {"impl": "fast"}, "impl must be"),
     "backward": ((Q, K, K), {"backward": "both"}, "backward must be one of auto, keys, queries, got 'both'"),
