@@ -31,7 +31,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from ringattn.call import parse
 from ringattn.flops import register_flops
 from ringattn.layout import make_shards, shard_len
-from ringattn.living import add_ring
+from ringattn.living import add_ring, find_ring
 from ringattn.schedule import Nodes, make_nodes
 from ringattn.sharding import Sharding
 from ringattn.transport.base import Buffers, NoTransport, Seat, Transport
@@ -174,6 +174,10 @@ class Ring:
 
     def __repr__(self) -> str:
         return f"Ring(rank={self.rank}, world_size={self.world_size}, impl={self.impl!r})"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # copies of a model share its ring: a second one would meet the other ranks under the name of the first
+        return find_ring, (self.name,)
 
     def _resolve_nodes(self, nodes: int | str) -> Nodes | None:
         """Who shares a node; None for a ring of one level."""

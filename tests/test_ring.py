@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import datetime
 import itertools
+import pickle
 import time
 from typing import Any
 
@@ -372,6 +374,16 @@ def reuse() -> tuple[int, int]:
     assert sizes[0] == sizes[2] > 0
     ring.close()
     return sizes[0], ring.seat.buffers.num_bytes()
+
+
+def test_copies_of_a_ring_are_the_ring() -> None:
+    ring = Ring()
+    for copied in (copy.copy(ring), copy.deepcopy(ring), pickle.loads(pickle.dumps(ring))):
+        assert copied is ring
+    stored = pickle.dumps(ring)
+    del ring, copied
+    with pytest.raises(RuntimeError, match="is gone"):
+        pickle.loads(stored)
 
 
 @pytest.mark.dist
