@@ -88,7 +88,7 @@ class Ring:
     Raises:
         ValueError: The mesh has more than one dimension, this process is not in the group, the transport is unknown, the
             memory budget is negative, the nodes cannot hold equally many ranks each, or an option is out of range.
-        TypeError: The timeout is no timedelta.
+        TypeError: The timeout is no timedelta, or the group is something else.
 
     Example:
         >>> ring = Ring()                       # one process: no group needed
@@ -115,19 +115,23 @@ class Ring:
             raise ValueError(f"memory_budget must be a number of bytes, got {memory_budget}; None for a default")
         if not isinstance(timeout, timedelta):
             raise TypeError(f"timeout must be a datetime.timedelta, got {timeout!r}; timedelta(seconds=60) is a minute")
+        is_member = group is not dist.GroupMember.NON_GROUP_MEMBER
         if isinstance(group, DeviceMesh):
             if group.ndim != 1:
                 raise ValueError(f"a mesh must have one dimension, got {group.ndim}; pass a slice such as mesh['cp']")
-            group = group.get_group()
+            is_member = group.get_coordinate() is not None
+            group = group.get_group() if is_member else None
+        if not is_member:
+            raise ValueError(
+                "this process must be a member of the group, got a group without it; make the Ring on members only"
+            )
+        if group is not None and not isinstance(group, dist.ProcessGroup):
+            raise TypeError(f"group must be a ProcessGroup, a DeviceMesh or None, got {type(group).__name__}")
         if group is None and dist.is_available() and dist.is_initialized():
             group = dist.group.WORLD
         self._group_name = "" if group is None else str(group.group_name)
         self.rank = 0 if group is None else dist.get_rank(group)
         self.world_size = 1 if group is None else dist.get_world_size(group)
-        if self.rank < 0:
-            raise ValueError(
-                "this process must be a member of the group, got a group without it; make the Ring on members only"
-            )
         self.impl = impl
         self.keep_keys = keep_keys
         # every rank counts its rings per group, so equal rings have equal names

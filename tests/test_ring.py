@@ -15,7 +15,7 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from ringattn import Ring, attention_reference, ring_attention, ring_attention_with_lse, simulate_ring
 from ringattn.layout import make_shards
@@ -361,6 +361,23 @@ def test_a_mesh_of_two_dimensions_is_refused(pool: Pools) -> None:
 
 def ring_of_a_whole_mesh() -> None:
     Ring(init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp")))
+
+
+def rings_of_others() -> None:
+    group, mesh = dist.new_group([0]), DeviceMesh("cpu", [0])
+    for others in (group, mesh):
+        if dist.get_rank() == 0:
+            assert Ring(others).world_size == 1
+        else:
+            with pytest.raises(ValueError, match="this process must be a member of the group"):
+                Ring(others)
+
+
+@pytest.mark.dist
+def test_a_group_of_others_is_refused(pool: Pools) -> None:
+    pool(2).run(rings_of_others)
+    with pytest.raises(TypeError, match="group must be a ProcessGroup, a DeviceMesh or None, got str"):
+        Ring("cp")  # pyright: ignore[reportArgumentType]
 
 
 def reuse() -> tuple[int, int]:
