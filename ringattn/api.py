@@ -20,6 +20,8 @@ from ringattn.sharding import Sharding, check_sharding
 
 _AUTOCAST = ("cpu", "cuda", "hip", "xpu")
 """Devices with autocast. Named, because torch.compile of torch 2.11 does not trace the question."""
+_REQUIRED = ("q", "k", "v")
+_TENSORS = (*_REQUIRED, "sinks", "alibi_slopes", "key_bias", "bias")
 
 
 def ring_attention(
@@ -89,7 +91,7 @@ def ring_attention(
     Raises:
         ValueError: A shape, dtype, device or option is inconsistent, here or between ranks; raised on every rank before
             any shard moves.
-        TypeError: The sharding is something else, or what counts is no integer.
+        TypeError: The sharding or a tensor is something else, or what counts is no integer.
         NotImplementedError: Meaningful but not supported; the message names the alternative.
         RuntimeError: A transfer failed or timed out, now or in an earlier call whose results are then NaN; the message names
             the rank, the step and the peers.
@@ -169,11 +171,17 @@ def ring_attention_with_lse(
         if kv_sharding is not None:
             check_sharding(kv_sharding)
         tensors = (q, k, v, sinks, alibi_slopes, key_bias, bias)
+        for name, x in zip(_TENSORS, tensors, strict=True):
+            if not isinstance(x, Tensor):
+                if x is None and name not in _REQUIRED:
+                    continue
+                raise TypeError(f"{name} must be a tensor, got {type(x).__name__}; convert it first")
+            if x.is_nested or x.is_meta:
+                raise ValueError(
+                    f"{name} must have rows and numbers, got a {'nested' if x.is_nested else 'meta'} tensor; pad it, or make "
+                    "it real"
+                )
         distributed = any(map(is_distributed, tensors))
-        if q.is_nested or q.is_meta:
-            raise ValueError(
-                f"q must have rows and numbers, got a {'nested' if q.is_nested else 'meta'} tensor; pad it, or make it real"
-            )
         kind = q.device.type
         if kind in _AUTOCAST and torch.is_autocast_enabled(kind):
             lower = torch.get_autocast_dtype(kind)
@@ -184,7 +192,9 @@ def ring_attention_with_lse(
             raise ValueError(
                 f"dropout_seed must be given when dropout_p is {dropout_p}; pass one integer per call, the same on all ranks"
             )
-        scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
+        # a q without features has no scale, and is refused where tensors are checked
+        d = q.shape[-1] if q.dim() else 0
+        scale = (d**-0.5 if d else 1.0) if softmax_scale is None else softmax_scale
         for name, value in (("softmax_scale", scale), ("softcap", softcap), ("dropout_p", dropout_p)):
             if isinstance(value, Tensor) and value.requires_grad:
                 raise ValueError(

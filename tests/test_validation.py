@@ -37,6 +37,9 @@ REFUSED: dict[str, tuple[tuple[torch.Tensor, torch.Tensor, torch.Tensor], dict[s
     "no heads": ((x(2, 8, 0, 16), K, K), {}, "must be a multiple of the key heads, got 0 and 2"),
     "sparse": ((Q.to_sparse(), K, K), {"causal": True}, "q must be a dense tensor, got layout torch.sparse_coo"),
     "meta": ((Q.to("meta"), K, K), {}, "q must have rows and numbers, got a meta tensor"),
+    "nested v": ((Q, K, torch.nested.as_nested_tensor([K[0]])), {}, "v must have rows and numbers, got a nested tensor"),
+    "no dimensions": ((x(), K, K), {}, r"q must be 4-dimensional, `batch rows heads head_dim`, got shape \(\)"),
+    "no head_dim": ((x(2, 8, 4, 0), x(2, 8, 2, 0), K), {}, "head_dim must be at least 1, got 0 for q"),
     "heads": ((Q, x(2, 8, 3, 16), x(2, 8, 3, 16)), {}, "must be a multiple of the key heads, got 4 and 3"),
     "rows": ((x(2, 7, 4, 16), K, K), {}, "q must have the 8 rows that rank 0 holds of 8, got 7"),
     "key rows": ((Q, x(2, 9, 2, 16), x(2, 9, 2, 16)), {}, "k must have the 8 rows that rank 0 holds of 8, got 9"),
@@ -116,11 +119,15 @@ def odd_calls() -> list[str]:
         {"lengths": [0] if wrong else [[0, 3]]},
         {"bias": torch.zeros(5, 9)},  # of the rows that rank 0 has
         {"chunk_len": 3.0 if wrong else 3},
+        {"k": None if wrong else q},
+        {"v": q.numpy() if wrong else q},
+        {"v": torch.nested.as_nested_tensor([q[0]]) if wrong else q},
+        {"sinks": [0.0, 0.0] if wrong else torch.zeros(2)},
     ]
     said = []
     for options in calls:
         with pytest.raises((ValueError, TypeError)) as caught:
-            ring_attention(q, q, q, sharding, **options)
+            ring_attention(**{"q": q, "k": q, "v": q, "sharding": sharding, **options})
         said.append(str(caught.value))
     assert ring_attention(q, q, q, sharding).shape == q.shape
     return said
