@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import ast
 import operator
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
@@ -234,10 +234,9 @@ def describe(
     A dict literal: `torch.compile` traces formatting of constants, and the literal keeps tuples and floats as they are.
     Kept on the sharding (Note [Said once]), but for lengths, which belong to a batch.
     """
-    window = resolve_window(window)
-    if lengths is not None:
-        rows = lengths.tolist() if isinstance(lengths, Tensor) else lengths
-        lengths = tuple((operator.index(start), operator.index(stop)) for start, stop in rows)
+    window, lengths = resolve_window(window), resolve_lengths(lengths)
+    prefix_len = _resolve_number("prefix_len", prefix_len)
+    chunk_len = None if chunk_len is None else _resolve_number("chunk_len", chunk_len)
     keys = None if kv_sharding is None else kv_sharding.text
     # in the words of the text, in which 1 is not True: options with equal words have equal texts
     mask = f"'window': {window}, 'prefix_len': {prefix_len}, 'chunk_len': {chunk_len}"
@@ -273,9 +272,46 @@ def resolve_window(window: int | Sequence[int | None] | None) -> tuple[int | Non
     Raises:
         ValueError: It is neither one nor several numbers.
     """
+    if window is None:
+        return None
+    if isinstance(window, (tuple, list)):
+        return tuple(None if side is None else _resolve_number("window", side, window) for side in window)
     if isinstance(window, (bool, float, str)):
         raise ValueError(f"window must be an int, (left, right) or None, got {window!r}; convert it first")
-    return (window - 1, 0) if isinstance(window, int) else window if window is None else tuple(window)
+    return _resolve_number("window", window) - 1, 0
+
+
+def resolve_lengths(lengths: Sequence[Sequence[int]] | Tensor | None) -> tuple[tuple[int, int], ...] | None:
+    """(start, stop) of each batch element, of lengths as users give them; a mask checks the numbers.
+
+    Raises:
+        TypeError: They are no integers.
+    """
+    if lengths is None:
+        return None
+    rows = lengths.tolist() if isinstance(lengths, Tensor) else lengths
+    return tuple((operator.index(start), operator.index(stop)) for start, stop in rows)
+
+
+def resolve_mask(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Options of a mask as users give them -> as `Visibility` takes them.
+
+    Raises:
+        ValueError: As `resolve_window`.
+        TypeError: As `resolve_lengths`.
+    """
+    made = {"window": resolve_window, "lengths": resolve_lengths}
+    return {name: made[name](option) if name in made else option for name, option in options.items()}
+
+
+def _resolve_number(name: str, number: Any, given: Any = None) -> int:
+    """An integer as Python's own, whose text can be read again."""
+    if type(number) is int:
+        return number
+    if isinstance(number, (bool, float)) or not hasattr(type(number), "__index__"):
+        given = number if given is None else given
+        raise ValueError(f"{name} must be of integers, got {given!r}; convert it first")
+    return operator.index(number)
 
 
 def parse(text: str) -> dict[str, Any]:

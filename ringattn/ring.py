@@ -28,7 +28,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from ringattn.call import parse
+from ringattn.call import parse, resolve_mask
 from ringattn.flops import register_flops
 from ringattn.layout import make_shards, shard_len
 from ringattn.living import add_ring, find_ring
@@ -224,7 +224,7 @@ class Ring:
         documents = None if documents is None else tuple(map(operator.index, documents))
         if balance is not None and layout != "balanced":
             raise ValueError(f"balance must be given with layout='balanced' only, got layout={layout!r}; leave it out")
-        mask: dict[str, Any] = {"causal": True} if balance is None else balance
+        mask: dict[str, Any] = {"causal": True} if balance is None else resolve_mask(balance)
         visibility = Visibility(seq_len=seq_len, kv_len=seq_len, documents=documents, **mask)
         shards = make_shards(layout, seq_len, self.world_size, visibility)
         sharding = Sharding(seq_len, layout, shards, self.rank, documents, ring=self, device=device)

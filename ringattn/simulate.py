@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ringattn import gathered
 from ringattn.backward import Gradients
-from ringattn.call import Call, describe
+from ringattn.call import Call, describe, resolve_mask
 from ringattn.kernels.select import pick
 from ringattn.layout import make_shards
 from ringattn.schedule import make_nodes
@@ -166,6 +166,6 @@ def _shardings(
     seq_len: int, layout: str, documents: Sequence[int] | None, world_size: int, balance: dict[str, Any] | None
 ) -> list[Sharding]:
     documents = None if documents is None else tuple(documents)
-    mask = Visibility(seq_len=seq_len, kv_len=seq_len, documents=documents, **(balance or {"causal": True}))
+    mask = Visibility(seq_len=seq_len, kv_len=seq_len, documents=documents, **resolve_mask(balance or {"causal": True}))
     shards = make_shards(layout, seq_len, world_size, mask)
     return [Sharding(seq_len, layout, shards, rank, documents) for rank in range(world_size)]

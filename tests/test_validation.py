@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.autograd import forward_ad
 
-from ringattn import Ring, RingMultiheadAttention, Sharding, ring_attention
+from ringattn import Ring, RingMultiheadAttention, Sharding, ring_attention, simulate_ring
 from ringattn.call import Call, describe
 from ringattn.layout import make_shards
 from ringattn.validation import check_call
@@ -37,7 +37,11 @@ REFUSED: dict[str, tuple[tuple[torch.Tensor, torch.Tensor, torch.Tensor], dict[s
     "no heads": ((x(2, 8, 0, 16), K, K), {}, "must be a multiple of the key heads, got 0 and 2"),
     "sparse": ((Q.to_sparse(), K, K), {"causal": True}, "q must be a dense tensor, got layout torch.sparse_coo"),
     "meta": ((Q.to("meta"), K, K), {}, "q must have rows and numbers, got a meta tensor"),
-    "nested v": ((Q, K, torch.nested.as_nested_tensor([K[0]])), {}, "v must have rows and numbers, got a nested tensor"),
+    "nested v": (
+        (Q, K, torch.nested.as_nested_tensor([K[0]])),
+        {},
+        "v must have rows and numbers, got a nested tensor",
+    ),
     "no dimensions": ((x(), K, K), {}, r"q must be 4-dimensional, `batch rows heads head_dim`, got shape \(\)"),
     "no head_dim": ((x(2, 8, 4, 0), x(2, 8, 2, 0), K), {}, "head_dim must be at least 1, got 0 for q"),
     "heads": ((Q, x(2, 8, 3, 16), x(2, 8, 3, 16)), {}, "must be a multiple of the key heads, got 4 and 3"),
@@ -67,6 +71,9 @@ REFUSED: dict[str, tuple[tuple[torch.Tensor, torch.Tensor, torch.Tensor], dict[s
         {"causal": True, "prefix_len": 3.0},
         "prefix_len must be of integers, got 3.0",
     ),
+    "no number as prefix": ((Q, K, K), {"prefix_len": None}, "prefix_len must be of integers, got None"),
+    "a word as chunk": ((Q, K, K), {"chunk_len": "4"}, "chunk_len must be of integers, got '4'"),
+    "endless window": ((Q, K, K), {"window": (float("inf"), 0)}, r"window must be of integers, got \(inf, 0\)"),
     "documents of keys": (
         (Q, K, K),
         {"kv_sharding": RING.sharding(8, documents=[0, 3, 8])},
@@ -119,8 +126,9 @@ def odd_calls() -> list[str]:
         {"lengths": [0] if wrong else [[0, 3]]},
         {"bias": torch.zeros(5, 9)},  # of the rows that rank 0 has
         {"chunk_len": 3.0 if wrong else 3},
+        {"window": (torch.tensor([1, 2]), 0) if wrong else 3},
         {"k": None if wrong else q},
-        {"v": q.numpy() if wrong else q},
+        {"v": q.tolist() if wrong else q},
         {"v": torch.nested.as_nested_tensor([q[0]]) if wrong else q},
         {"sinks": [0.0, 0.0] if wrong else torch.zeros(2)},
     ]
@@ -217,6 +225,24 @@ def test_a_sharding_of_another_ring_is_refused() -> None:
     foreign = Sharding(8, "zigzag", shards, 0, ring=RING)
     with pytest.raises(ValueError, match="must be made by this ring"):
         ring_attention(x(1, 4, 4, 16), x(1, 4, 2, 16), x(1, 4, 2, 16), foreign)
+
+
+def test_integers_that_are_tensors_are_integers() -> None:
+    q, k = torch.randn_like(Q), torch.randn_like(K)
+    expected = ring_attention(q, k, k, SHARDING, causal=True, window=4)
+    for window in (torch.tensor(4), (torch.tensor(3), 0), [torch.tensor(3), torch.tensor(0).byte()]):
+        found: Any = window
+        assert torch.equal(ring_attention(q, k, k, SHARDING, causal=True, window=found), expected)
+
+
+def test_a_mask_to_balance_is_given_as_to_a_call() -> None:
+    def shards(**balance: Any) -> Any:
+        return simulate_ring(Q, K, K, 2, layout="balanced", balance=balance), RING.sharding(
+            8, "balanced", balance=balance
+        )
+
+    assert shards(causal=True, window=4)[1] == shards(causal=True, window=(3, 0))[1]
+    assert shards(lengths=[[0, 4], [2, 8]])[1] == shards(lengths=torch.tensor([[0, 4], [2, 8]]))[1]
 
 
 def test_balance_without_the_balanced_layout_is_refused() -> None:
