@@ -364,8 +364,8 @@ def ring_of_a_whole_mesh() -> None:
 
 
 def rings_of_others() -> None:
-    group, mesh = dist.new_group([0]), DeviceMesh("cpu", [0])
-    for others in (group, mesh):
+    made: list[Any] = [dist.new_group([0]), DeviceMesh("cpu", [0])]
+    for others in made:
         if dist.get_rank() == 0:
             assert Ring(others).world_size == 1
         else:
