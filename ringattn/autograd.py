@@ -31,7 +31,7 @@ Note [Beside compiled graphs]
 from __future__ import annotations
 
 import threading
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -294,18 +294,29 @@ def _below_autograd(keys: Any, *args: Any) -> tuple[Tensor, Tensor]:
 def _differentiably(keys: Any, *args: Any) -> tuple[Tensor, Tensor]:
     """The forward operator as autograd sees it; without keys of the dispatcher, the short way."""
     if has_tangent(*args[:7]):
-        raise NotImplementedError(
+        _refuse(
+            args[8],
             "ring attention must be differentiated backward, got a tangent (torch.func.jvp or forward_ad); use "
-            "attention_reference for it"
+            "attention_reference for it",
         )
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in args[:7]):
         if torch._C._are_functorch_transforms_active():
-            raise NotImplementedError(
+            _refuse(
+                args[8],
                 "ring attention must be differentiated by autograd, got a gradient of torch.func; call "
-                "torch.autograd.grad or backward(), or use attention_reference"
+                "torch.autograd.grad or backward(), or use attention_reference",
             )
         return _Attention.apply(keys, *args)
     return _below_autograd(keys, *args)
+
+
+def _refuse(ring: str, why: str) -> NoReturn:
+    """Refuses a derivative, on every rank."""
+    error = NotImplementedError(why)
+    # while a graph is traced nothing is said to others: they trace the same
+    if not torch.compiler.is_compiling():
+        find_ring(ring).refuse(error)
+    raise error
 
 
 _LIBRARY.impl("forward", _forward, "CompositeExplicitAutograd")

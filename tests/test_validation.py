@@ -132,7 +132,21 @@ def odd_calls() -> list[str]:
         {"v": torch.nested.as_nested_tensor([q[0]]) if wrong else q},
         {"sinks": [0.0, 0.0] if wrong else torch.zeros(2)},
     ]
+
+    def derived(*options: Any) -> Any:
+        return ring_attention(q, q, options[0], sharding)
+
     said = []
+    if wrong:
+        for derive in (lambda: torch.func.jvp(derived, (q,), (q,)), lambda: torch.func.vjp(derived, q)):
+            with pytest.raises(NotImplementedError, match="must be differentiated") as caught:
+                derive()
+            said.append(str(caught.value))
+    else:
+        for _ in range(2):
+            with pytest.raises(ValueError, match="ring rank 1 refused") as caught:
+                derived(q)
+            said.append(str(caught.value))
     for options in calls:
         with pytest.raises((ValueError, TypeError)) as caught:
             ring_attention(**{"q": q, "k": q, "v": q, "sharding": sharding, **options})
