@@ -207,6 +207,10 @@ def ring_attention_with_lse(
         seed = 0 if dropout_seed is None else dropout_seed
         if not isinstance(seed, (int, torch.SymInt)):
             seed = operator.index(seed)
+        if type(seed) is int and not torch.compiler.is_compiling() and not -(2**63) <= seed < 2**63:
+            if not 0 <= seed < 2**64:
+                raise ValueError(f"dropout_seed must have 64 bits, got {seed}; take it modulo 2**64")
+            seed -= 2**64  # the same bits: operators take signed integers
         call = describe(
             sharding,
             kv_sharding,

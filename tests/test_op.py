@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from torch.utils.flop_counter import FlopCounterMode
 
-from ringattn import Ring, autograd, ring_attention, ring_attention_with_lse
+from ringattn import Ring, attention_reference, autograd, ring_attention, ring_attention_with_lse
 from tests.pool import Pools
 
 ROOT = Path(__file__).parent.parent
@@ -250,6 +250,18 @@ def test_operators_are_called_where_somebody_looks(monkeypatch: pytest.MonkeyPat
         found = step()
     assert tuple(one.calls for one in called) == seen
     assert all(torch.equal(x, y) for x, y in zip(found, expected, strict=True))
+
+
+def test_a_seed_of_64_bits_is_the_same_whoever_looks() -> None:
+    x, sharding = torch.randn(1, 9, 2, 8), Ring().sharding(9)
+
+    def step(seed: int) -> Tensor:
+        return ring_attention(x, x, x, sharding, dropout_p=0.5, dropout_seed=seed)
+
+    with torch.profiler.profile():
+        found = step(2**64 - 3)
+    assert torch.equal(found, step(2**64 - 3))
+    torch.testing.assert_close(found, attention_reference(x, x, x, dropout_p=0.5, dropout_seed=2**64 - 3))
 
 
 def test_subclasses_of_tensors_meet_operators(monkeypatch: pytest.MonkeyPatch) -> None:

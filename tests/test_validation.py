@@ -61,6 +61,7 @@ REFUSED: dict[str, tuple[tuple[torch.Tensor, torch.Tensor, torch.Tensor], dict[s
     "softcap": ((Q, K, K), {"softcap": -1.0}, "softcap must be at least 0"),
     "dropout": ((Q, K, K), {"dropout_p": 1.0, "dropout_seed": 0}, r"dropout_p must be in \[0, 1\), got 1.0"),
     "seed": ((Q, K, K), {"dropout_p": 0.1}, "dropout_seed must be given when dropout_p is 0.1"),
+    "long seed": ((Q, K, K), {"dropout_p": 0.1, "dropout_seed": 2**64}, "dropout_seed must have 64 bits, got 1844"),
     "lengths": ((Q, K, K), {"lengths": ((0, 3),)}, r"one \(start, stop\) per batch element, 2, got 1"),
     "prefix": ((Q, K, K), {"prefix_len": 3}, "prefix_len must come with causal=True"),
     "window": ((Q, K, K), {"window": (-1, 0)}, "window"),
