@@ -170,7 +170,9 @@ class Sharding:
     @cached_property
     def positions(self) -> Tensor:
         """The global position of each of this rank's rows: `s` int64, ascending, on `device`."""
-        return positions_of(self._shards[self._rank]).to(self._device)
+        # they outlive the call that makes them: ordinary tensors even when made under inference mode
+        with torch.inference_mode(False):
+            return positions_of(self._shards[self._rank]).to(self._device)
 
     def shard(self, x: Tensor, dim: int = 1) -> Tensor:
         """This rank's rows of a whole tensor, as a new contiguous tensor; differentiable.

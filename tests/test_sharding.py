@@ -179,6 +179,13 @@ def test_wrong_tensors_and_shards_are_refused() -> None:
         Sharding(4, "balanced", ((Run(2, 1, 2), Run(0, 1, 2)),), 0)
 
 
+def test_positions_found_in_inference_mode_serve_training() -> None:
+    with torch.inference_mode():
+        sharding = ring(6, "zigzag", 2)[1]
+        assert sharding.positions.tolist() == [2, 3, 4]
+    torch.nn.Embedding(6, 4)(sharding.positions).sum().backward()
+
+
 def test_examples_in_the_docstrings_hold() -> None:
     result = doctest.testmod(ringattn.sharding)
     assert result.attempted
