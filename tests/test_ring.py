@@ -410,6 +410,30 @@ def test_buffers_are_reused_across_calls(pool: Pools) -> None:
         assert left == 0
 
 
+def evaluate_then_train() -> None:
+    ring = Ring()
+    sharding = ring.sharding(16)
+    x = torch.randn(1, sharding.shard_len, 2, 8)
+
+    def step(x: Tensor) -> Tensor:
+        k, v = ring.kv_buffer(sharding, 1, 2, 8, dtype=x.dtype, name="a layer")
+        k.copy_(x)
+        v.copy_(x)
+        return ring_attention(x, k, v, sharding, causal=True)
+
+    with torch.inference_mode():
+        expected = step(x)
+    found = step(x.clone().requires_grad_())
+    found.sum().backward()
+    assert torch.equal(found, expected)
+
+
+@pytest.mark.dist
+def test_a_ring_that_began_in_inference_mode_serves_training(pool: Pools) -> None:
+    pool(2).run(evaluate_then_train)
+    pool(1).run(evaluate_then_train)
+
+
 def test_keys_written_in_place_are_differentiable_step_after_step() -> None:
     ring = Ring()
     sharding = ring.sharding(24)

@@ -276,7 +276,9 @@ class Buffers:
         size = math.prod(shape)
         flat = self._flat.get(key)
         if flat is None or flat.numel() < size:
-            flat = self._flat[key] = torch.empty(size, dtype=dtype, device=device)
+            # it outlives the call that takes it: training cannot write into what was made under inference mode
+            with torch.inference_mode(False):
+                flat = self._flat[key] = torch.empty(size, dtype=dtype, device=device)
         return flat[:size].view(tuple(shape))
 
     def poison(self) -> None:
