@@ -1071,6 +1071,31 @@ def test_a_new_shape_inside_a_capture_is_refused() -> None:
         ranks.ends[0].gather(*keys_of(shape, 0, 0), shape.collections[0], 1, "captured")
 
 
+def test_what_calls_in_inference_mode_made_serves_others() -> None:
+    """The devices here write outside of inference mode, too."""
+    ranks, shape = Ranks(2, 0), full(2)
+
+    def evaluate(rank: int) -> None:
+        end, collection = ranks.ends[rank], shape.collections[rank]
+        with torch.inference_mode():
+            end.lend("a", 1, 4, 4, 2, (2, 2), torch.float32)
+            end.guest(0, (1, 4, 2), 4, (2, 2), torch.float32, torch.device("cpu"))
+            end.gather(*keys_of(shape, rank, 0), collection, 1, "an evaluation").close()
+            coming = end.homecoming((1, 2, 4), collection, torch.device("cpu"), "gradients")
+            coming.receive()
+            coming.close()
+            end.reserve(1000)
+
+    ranks.each(evaluate)
+    for kind in ("gather", "home", "post", "lend a", "poison"):
+        play(ranks, kind, shape, 1)
+    for end in ranks.ends:
+        k, v = end.lend("a", 1, 4, 4, 2, (2, 2), torch.float32)
+        guest = end.guest(0, (1, 4, 2), 4, (2, 2), torch.float32, torch.device("cpu"))
+        local = (k, v, guest, end._slot, end._own, end._flags, end._error, *end._guests)
+        assert not any(x.is_inference() for x in local if x.numel())
+
+
 def test_poison_leaves_nothing_of_earlier_calls_but_what_was_lent() -> None:
     ranks, shape = Ranks(2, 0), full(2)
     for kind in ("gather", "home", "post", "lend a"):

@@ -21,7 +21,7 @@ from ringattn.schedule import Collection
 from ringattn.transport.base import Done, Gathering, Homecoming, Parcel, Pending, Reply, Transport
 from ringattn.transport.crossing import WatchedLink
 from ringattn.transport.gather_programs import Bias, GatherMemory, GatherPrograms, gather_programs, guards
-from ringattn.transport.holdings import KINDS, PLAIN, REPLIES, Holdings, Lent
+from ringattn.transport.holdings import KINDS, PLAIN, REPLIES, Holdings, Lent, ordinary
 from ringattn.transport.home_programs import HomePrograms, home_programs
 from ringattn.transport.one_shot import OneShotExchange
 from ringattn.transport.post_programs import PostPrograms, post_programs
@@ -162,9 +162,7 @@ class CopyEngineTransport(Holdings):
         key = ("guest", turn, shape, rows, dims, dtype)
         found: Lent | None = self.find(key)
         if found is None:
-            whole, (d, _) = (*shape, sum(dims)), dims
-            slot = view_bytes(self._make_guest(turn, math.prod(whole) * dtype.itemsize), whole, dtype)
-            found = self.keep(key, Lent(slot, slot[:, :rows, :, :d], slot[:, :rows, :, d:]))
+            found = self.keep(key, self._prepare_guest(turn, (*shape, sum(dims)), rows, dims[0], dtype))
         self._lent_at[found.slot.untyped_storage().data_ptr()] = found
         return found.slot[:, :rows]
 
@@ -374,6 +372,7 @@ class CopyEngineTransport(Holdings):
             self._lane = lane
         return lane, capturing
 
+    @ordinary
     def _prepare_gather(
         self,
         k: Tensor,
@@ -447,6 +446,12 @@ class CopyEngineTransport(Holdings):
             aimed.move_to_end(address)
         return found
 
+    @ordinary
+    def _prepare_guest(self, turn: int, shape: tuple[int, ...], rows: int, d: int, dtype: torch.dtype) -> Lent:
+        slot = view_bytes(self._make_guest(turn, math.prod(shape) * dtype.itemsize), shape, dtype)
+        return Lent(slot, slot[:, :rows, :, :d], slot[:, :rows, :, d:])
+
+    @ordinary
     def _prepare_home(
         self, collection: Collection, shape: tuple[int, int, int], what: str, *, biased: bool
     ) -> tuple[HomePrograms, HomePrograms]:

@@ -56,6 +56,10 @@ class Lent:
     v: Tensor
 
 
+ordinary = torch.inference_mode(False)
+"""Decorates what makes tensors that outlive a call: a call outside of inference mode must be able to write and to save them."""
+
+
 class Holdings:
     """What a rank holds. A base and not a part of what calls are made on: these come many times per step, and look up little.
 
@@ -73,6 +77,7 @@ class Holdings:
         words: What programs of this rank say beside rows.
     """
 
+    @ordinary
     def __init__(
         self, rank: int, members: Sequence[int], name: str, streams: Streams, memory: Memory, timeout: float
     ) -> None:
@@ -172,6 +177,7 @@ class Holdings:
         """Wherever rows wait for peers or come from them."""
         return [*self._fars, *self._homes, *chain(*self._boxes)]
 
+    @ordinary
     def _grow(
         self, kind: list[S], num_bytes: int, what: str, make: Callable[..., S] = Station, turns: int = 2
     ) -> list[S]:
@@ -206,6 +212,7 @@ class Holdings:
             for words in (here.full, here.home):
                 words.difference_update(station.full(self._rank, peer, g) for g in range(station.groups))
 
+    @ordinary
     def _local(self, old: Tensor, num_bytes: int, known: set[tuple[int, int]] | None, unit: int) -> Tensor:
         """A plain buffer of at least so many bytes; the old one where it is large enough."""
         if old.numel() >= num_bytes:
@@ -258,6 +265,7 @@ class Holdings:
         self._flags = self._local(self._flags, 4 * count, self.watch.territory.flags, 4)
         return self._flags.view(torch.int32)[:count].view(groups, len(self._members))
 
+    @ordinary
     def _make_raised(self, groups: int) -> Tensor:
         """Likewise of rows that are there."""
         self._refuse_in_capture("keep_keys")
@@ -289,6 +297,7 @@ class Holdings:
     def _make_kept(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=self._memory.device)
 
+    @ordinary
     def _make_lent(self, key: tuple[str, tuple[Any, ...]], mine: int) -> Lent:
         name, (shape, d, dtype) = key
         self._refuse_in_capture(f"kv_buffer {name!r}")
