@@ -58,6 +58,20 @@ def test_packed_documents_are_each_alone_in_the_model() -> None:
     torch.testing.assert_close(packed, torch.cat(single), rtol=1e-5, atol=1e-5)
 
 
+@torch.inference_mode()
+def test_positions_that_were_written_in_place_are_read_again() -> None:
+    """Tensors made in inference mode do not count what is written to them."""
+    model, ids = make("llama", "ringattn").eval(), tokens(12)
+    whole = torch.arange(12)[None]
+    positions = whole % 6
+    apart = model(ids, position_ids=positions, use_cache=False).logits
+    expected = model(ids, position_ids=whole, use_cache=False).logits
+    model(ids, position_ids=positions, use_cache=False)
+    positions.copy_(whole)
+    assert model(ids, position_ids=positions, use_cache=False).logits.equal(expected)
+    assert not apart.allclose(expected)
+
+
 def parts(batch: dict[str, Any], layout: str, options: dict[str, Any]) -> dict[str, Any]:
     return shard_batch(batch, Ring(), layout, **options)
 

@@ -4,7 +4,8 @@ Owns reading position ids. Refuses to correct them.
 
 Note [Read once]
     Reading values from a GPU makes the host wait, so what was found of a tensor is kept as long as the tensor lives: all layers
-    of a forward, and their recomputation, pass the same one. Under `torch.compile` values cannot be read: shapes are checked.
+    of a forward, and their recomputation, pass the same one. A tensor made in inference mode does not say that it was written
+    to, so it is read every time. Under `torch.compile` values cannot be read: shapes are checked.
 """
 
 from __future__ import annotations
@@ -30,19 +31,16 @@ class _Last:
 
     def knows(self, tensor: Tensor, about: Any) -> bool:
         same = self._tensor is not None and self._tensor() is tensor and self._about is about
-        return same and self._version == _version(tensor)
+        return same and self._version == tensor._version
 
     def keep(self, tensor: Tensor, about: Any, found: Any) -> None:
-        self._tensor, self._about, self.found = weakref.ref(tensor), about, found
-        self._version = _version(tensor)
+        if not tensor.is_inference():
+            self._tensor, self._about, self.found = weakref.ref(tensor), about, found
+            self._version = tensor._version
 
 
 _checked = _Last()
 _packed = _Last()
-
-
-def _version(tensor: Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version
 
 
 def check_positions(position_ids: Tensor, sharding: Sharding, mask: RingMask | None) -> None:
