@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.activations import ACT2FN
 
 from ringattn.integrations.transformers.fusing import CannotFuse, fuse
 from ringattn.integrations.transformers.products import Product, find_gate
@@ -168,6 +169,17 @@ def test_only_mlps_that_are_a_gate_and_nothing_else_are_taken_for_one():
     other = _GatedMLP()
     other.up_proj = nn.Linear(32, 24, bias=False)
     assert find_gate(other) is None, "of other columns"
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    ("name", "known"),
+    [("relu", True), ("gelu_new", True), ("gelu_python", True), ("relu6", False), ("gelu_10", False)],
+)
+def test_activations_that_are_cut_off_far_out_are_none_of_a_gate(name: str, known: bool):
+    mlp = _GatedMLP()
+    mlp.act_fn = ACT2FN[name]
+    assert (find_gate(mlp) is not None) == known
 
 
 @torch.no_grad()

@@ -145,7 +145,9 @@ def find_gate(mlp: nn.Module, mine: slice | None = None) -> Gate | None:
         biases[1] is None
     ):
         return None
-    x = torch.linspace(-4, 4, 64, device=last.weight.device)
+    # far out some are cut off
+    near, far = torch.linspace(-4, 4, 64), 2.0 ** torch.arange(3, 41)
+    x = torch.cat([near, far, -far]).to(last.weight.device)
     draw = torch.Generator().manual_seed(0)
     rows = torch.randn(3, weights[0].shape[1], generator=draw).to(last.weight.device, last.weight.dtype)
     try:
