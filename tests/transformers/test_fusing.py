@@ -167,6 +167,9 @@ def test_only_mlps_that_are_a_gate_and_nothing_else_are_taken_for_one():
     other.up_proj.register_forward_hook(lambda *given: given[-1] + 1)
     assert find_gate(other) is None, "somebody else looks on"
     other = _GatedMLP()
+    other.act_fn.register_forward_hook(lambda *given: None)  # noqa: ARG005
+    assert find_gate(other) is None, "between the products, too"
+    other = _GatedMLP()
     other.up_proj = nn.Linear(32, 24, bias=False)
     assert find_gate(other) is None, "of other columns"
 

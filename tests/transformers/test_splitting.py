@@ -226,6 +226,27 @@ def test_what_can_not_be_split_stays_whole_on_all_ranks(pool: Pools):
     assert there[3] == "another rank could not"
 
 
+class _WatchedMLP(_PlainMLP):
+    """Somebody looks on between its products."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.between, self.seen = nn.ReLU(), list[Tensor]()
+        self.between.register_forward_hook(lambda *given: self.seen.append(given[-1]))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.between(self.up(x)))
+
+
+def test_who_looks_on_sees_all_columns(pool: Pools):
+    assert pool(2).run(_unfit, nn.ModuleList([_PlainMLP()])) == [1, 1]
+    assert pool(2).run(_split_watched) == [0, 0]
+
+
+def _split_watched() -> int:
+    return _unfit(nn.ModuleList([_WatchedMLP()]))
+
+
 def test_one_rank_splits_nothing():
     assert split(small("llama"), Ring()) == 0
 

@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ringattn.integrations.transformers.replacing import distance, is_product
+from ringattn.integrations.transformers.replacing import distance, is_product, is_watched
 from ringattn.kernels import few_rows
 
 APART = ("gate_proj", "up_proj")
@@ -135,6 +135,8 @@ def find_gate(mlp: nn.Module, mine: slice | None = None) -> Gate | None:
     alone = len(found) + 1 == sum(1 for one in mlp.children() if any(True for _ in one.parameters()))
     products = [one for one in found if is_product(one)]
     if not alone or between is None or not is_product(last) or len(products) < len(found):
+        return None
+    if isinstance(between, nn.Module) and is_watched(between):
         return None
     weights: Sequence[Tensor] = [one.weight for one in products]
     biases: Sequence[Tensor | None] = [one.bias for one in products]

@@ -115,10 +115,13 @@ def is_row_wise(part: nn.Module) -> bool:
 
 def is_product(part: Any) -> TypeGuard[nn.Linear]:
     """Whether something is a product with a weight, of numbers as they are, and nothing else."""
-    if type(part) is not nn.Linear or part.weight.dtype not in FLOATS:
-        return False
-    hooked = hasattr(part, "_hf_hook") or part._forward_hooks or part._forward_pre_hooks
-    return not hooked and "forward" not in vars(part)
+    return type(part) is nn.Linear and part.weight.dtype in FLOATS and not is_watched(part)
+
+
+def is_watched(part: nn.Module) -> bool:
+    """Whether somebody looks on when a part is called, or has changed what it does."""
+    changed = hasattr(part, "_hf_hook") or "forward" in vars(part)
+    return changed or bool(part._forward_hooks or part._forward_pre_hooks)
 
 
 def width(part: nn.Module) -> int | None:

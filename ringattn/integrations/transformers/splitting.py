@@ -33,6 +33,7 @@ from ringattn.integrations.transformers.replacing import (
     describe,
     is_product,
     is_row_wise,
+    is_watched,
     replace,
     rows_for,
     width,
@@ -90,7 +91,7 @@ def _inner(mlp: nn.Module, ranks: int) -> int | None:
     """Inner columns of an MLP that can be cut into slices; None where it can not."""
     weighty = [one for one in mlp.children() if any(True for _ in one.parameters())]
     products = [one for one in weighty if is_product(one)]
-    if len(products) < 2 or len(products) < len(weighty):
+    if len(products) < 2 or len(products) < len(weighty) or any(is_watched(one) for one in mlp.children()):
         return None
     *first, last = products
     inner = last.in_features
