@@ -226,6 +226,28 @@ def test_what_can_not_be_split_stays_whole_on_all_ranks(pool: Pools):
     assert there[3] == "another rank could not"
 
 
+class _SometimesMixingMLP(_MixingMLP):
+    """As layers of Gemma 3n, of which the first ones keep the largest columns only."""
+
+    def __init__(self, mixes: bool) -> None:
+        super().__init__()
+        self.mixes = mixes
+
+    def forward(self, x: Tensor) -> Tensor:
+        inner = self.up(x)
+        return self.down(inner.softmax(-1) if self.mixes else inner.relu())
+
+
+def _split_two_kinds() -> str:
+    with pytest.raises(CannotSplit) as said:
+        _unfit(nn.ModuleList([_SometimesMixingMLP(True), _SometimesMixingMLP(False)]))
+    return str(said.value)
+
+
+def test_every_mlp_is_tried(pool: Pools):
+    assert all("_SometimesMixingMLP split differs by" in said for said in pool(2).run(_split_two_kinds))
+
+
 class _WatchedMLP(_PlainMLP):
     """Somebody looks on between its products."""
 

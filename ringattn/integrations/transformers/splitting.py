@@ -9,7 +9,8 @@ Note [Slices]
     MLP gives, and of the tokens of the output head, whose logits are laid side by side. The slices are views, so that nothing
     more is kept: a prefill around the ring, where every rank has rows of its own, multiplies with all of the weights.
     An MLP is taken to be products that widen rows, something between them that treats each inner column by itself, and one product
-    that ends it; or a gate whose two products are halves of one (Note [Gates] of products.py). That this is so is found by trying.
+    that ends it; or a gate whose two products are halves of one (Note [Gates] of products.py). That this is so is found by trying
+    each: what is between the products may differ from layer to layer.
 
 Note [One rounding]
     Addends are fp32 where the device can make them so, and are added in the order of the ranks: all ranks get the same bits, which
@@ -135,7 +136,8 @@ def _split_mlp(mlp: nn.Module, ring: Ring, backend: str | Callable | None) -> Re
         ring.exchange(x.device).sum(addends, out)
         return out.view(x.shape)
 
-    return Replacement(mlp, (type(mlp), columns, inner), forward, rows, before=whole)
+    # a kind of its own, so that each is tried (Note [Slices])
+    return Replacement(mlp, mlp, forward, rows, before=whole)
 
 
 def _split_head(head: nn.Linear, ring: Ring) -> Replacement:
