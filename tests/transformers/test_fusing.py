@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
@@ -124,6 +125,32 @@ def test_rotations_by_halves_take_a_kernel(kind: str, by_halves: bool, monkeypat
     calls.clear()
     torch.testing.assert_close(model(ids).logits, expected)
     assert len(calls) == (2 if by_halves else 0)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["self_attn", "mlp"])
+def test_what_somebody_has_wrapped_around_a_forward_stays_there(name: str, monkeypatch: pytest.MonkeyPatch):
+    torch._dynamo.reset()
+    model, ids = small("llama"), torch.arange(14).view(2, 7)
+    kind = type(getattr(model.model.layers[0], name))
+    CountedKernels(monkeypatch)
+    plain, factor = kind.forward, [1.0]
+
+    @functools.wraps(plain)
+    def steered(*given: Any, **named: Any) -> Any:
+        found = plain(*given, **named)
+        return factor[0] * found if name == "mlp" else (factor[0] * found[0], *found[1:])
+
+    monkeypatch.setattr(kind, "forward", steered)
+    fuse(model, Ring(), backend="eager")
+    factor[0] = 3.0
+    found = model(ids).logits
+    monkeypatch.undo()
+    other = small("llama")
+    for layer in other.model.layers:
+        last = layer.self_attn.o_proj if name == "self_attn" else layer.mlp.down_proj
+        last.weight *= 3
+    torch.testing.assert_close(found, other(ids).logits)
 
 
 class _GatedMLP(nn.Module):

@@ -43,6 +43,7 @@ from ringattn.integrations.transformers.replacing import (
     FLOATS,
     TRIED,
     Replacement,
+    code_of,
     distance,
     is_product,
     is_row_wise,
@@ -140,15 +141,9 @@ def _options() -> dict[str, Any]:
     )
 
 
-def _code(part: nn.Module) -> FunctionType | None:
-    """The function in which a part's class says what its forward is."""
-    found = inspect.unwrap(type(part).forward)
-    return found if isinstance(found, FunctionType) else None
-
-
 def _rotation(part: nn.Module) -> Callable | None:
     """The function that an attention rotates q and k with, if it is one that can be replaced (Note [Rotation])."""
-    code = _code(part)
+    code = code_of(part)
     known = code is not None and ROTATION in code.__code__.co_names and isinstance(getattr(part, "head_dim", None), int)
     rotate = code.__globals__.get(ROTATION) if known and code is not None else None
     if not isinstance(rotate, FunctionType) or next(part.parameters(), torch.empty(0)).dtype not in FLOATS:
@@ -210,7 +205,7 @@ def _angles_for(part: nn.Module, rotate: Callable) -> list[tuple[Tensor, ...]]:
 
 def _rotating(part: nn.Module, rotate: Callable, other: Callable, tried: list[tuple[Tensor, ...]]) -> Replacement:
     """An attention whose code calls another function to rotate with (Note [Rotation])."""
-    code = _code(part)
+    code = code_of(part)
     assert code is not None, "an attention with a rotation has code"
     names = {**code.__globals__, ROTATION: other}
     forward = FunctionType(code.__code__, names, code.__name__, code.__defaults__, code.__closure__)

@@ -11,7 +11,6 @@ Note [Gates]
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ringattn.integrations.transformers.replacing import distance, is_product, is_watched
+from ringattn.integrations.transformers.replacing import code_of, distance, is_product, is_watched
 from ringattn.kernels import few_rows
 
 APART = ("gate_proj", "up_proj")
@@ -125,8 +124,8 @@ def find_gate(mlp: nn.Module, mine: slice | None = None) -> Gate | None:
         mlp: Takes rows.
         mine: Which inner columns; None: all.
     """
-    code = getattr(inspect.unwrap(type(mlp).forward), "__code__", None)
-    if code is None or not NAMED.issuperset(code.co_names):
+    code = code_of(mlp)
+    if code is None or not NAMED.issuperset(code.__code__.co_names):
         return None
     last = getattr(mlp, LAST, None)
     joined = hasattr(mlp, JOINED)

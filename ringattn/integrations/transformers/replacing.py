@@ -16,6 +16,7 @@ import inspect
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
+from types import FunctionType
 from typing import Any, TypeGuard
 
 import torch
@@ -122,6 +123,17 @@ def is_watched(part: nn.Module) -> bool:
     """Whether somebody looks on when a part is called, or has changed what it does."""
     changed = hasattr(part, "_hf_hook") or "forward" in vars(part)
     return changed or bool(part._forward_hooks or part._forward_pre_hooks)
+
+
+def code_of(part: nn.Module) -> FunctionType | None:
+    """The function in which a part's class says what its forward is; None where somebody has wrapped it to do something else."""
+    found: Any = type(part).forward
+    while hasattr(found, "__wrapped__"):
+        # transformers wraps to rename arguments
+        if not getattr(found, "__globals__", {}).get("__name__", "").startswith("transformers."):
+            return None
+        found = found.__wrapped__
+    return found if isinstance(found, FunctionType) else None
 
 
 def width(part: nn.Module) -> int | None:
