@@ -153,6 +153,30 @@ def test_what_somebody_has_wrapped_around_a_forward_stays_there(name: str, monke
     torch.testing.assert_close(found, other(ids).logits)
 
 
+def apply_rotary_pos_emb(q: Any, k: Any, cos: Any, sin: Any, position_ids: Any) -> Any:
+    """Of the code that comes with some models: it needs one argument more."""
+    return q * cos[position_ids], k * sin[position_ids]
+
+
+class _OtherAttention(nn.Module):
+    """An attention that rotates otherwise."""
+
+    head_dim = 8
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q_proj, self.k_proj, self.v_proj = (nn.Linear(32, 32) for _ in range(3))
+
+    def forward(self, x: Any, cos: Any, sin: Any, position_ids: Any) -> Any:
+        return apply_rotary_pos_emb(self.q_proj(x), self.k_proj(x), cos, sin, position_ids)
+
+
+def test_a_rotation_by_more_than_angles_stays_as_it_is():
+    attention = _OtherAttention()
+    assert fuse(nn.ModuleList([attention]), Ring(), backend="eager") == 3
+    assert "forward" not in vars(attention)
+
+
 class _GatedMLP(nn.Module):
     """A gate between products."""
 

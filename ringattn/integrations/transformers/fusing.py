@@ -197,7 +197,7 @@ def _angles_for(part: nn.Module, rotate: Callable) -> list[tuple[Tensor, ...]]:
         draw = torch.Generator().manual_seed(0)
         shapes = [((n, 4, 1, d), (n, 2, 1, d), (n, 1, angles), (n, 1, angles)) for n in TRIED]
         tried = [tuple(torch.randn(x, generator=draw).to(weight.device, weight.dtype) for x in one) for one in shapes]
-        with contextlib.suppress(RuntimeError, ValueError):
+        with contextlib.suppress(RuntimeError, ValueError, TypeError):
             rotate(*tried[0])
             return tried
     return []
