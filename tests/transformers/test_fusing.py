@@ -12,6 +12,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.activations import ACT2FN
 
+from ringattn.integrations.transformers import fusing
 from ringattn.integrations.transformers.fusing import CannotFuse, fuse
 from ringattn.integrations.transformers.products import Product, find_gate
 from ringattn.integrations.transformers.replacing import Replacement, replace
@@ -302,9 +303,12 @@ def test_long_sums_in_another_order_are_no_error_and_wrong_ones_are():
 
 
 def _fuse_on(fault: str) -> tuple[str, bool]:
-    """What a rank is told whose neighbour fails, or gets other bits."""
+    """What a rank is told whose neighbour fails, has no memory, or gets other bits."""
     torch._dynamo.reset()
     model = small("llama")
+
+    def no_memory(*given: Any) -> Any:
+        raise torch.OutOfMemoryError("no memory")
 
     def backend(graph: Any, inputs: Any) -> Any:
         del inputs
@@ -315,7 +319,10 @@ def _fuse_on(fault: str) -> tuple[str, bool]:
         return graph.forward
 
     try:
-        fuse(model, Ring(), backend=backend)
+        with pytest.MonkeyPatch.context() as patch:
+            if dist.get_rank() == 1 and fault == "memory":
+                patch.setattr(fusing, "_Joined", no_memory)
+            fuse(model, Ring(), backend=backend)
     except CannotFuse as error:
         return str(error), any("forward" in vars(part) for part in model.modules())
     return "", True
@@ -323,9 +330,10 @@ def _fuse_on(fault: str) -> tuple[str, bool]:
 
 def test_a_rank_that_fails_or_gets_other_bits_stops_all(pool: Pools):
     assert pool(2).run(_fuse_on, "none") == [("", True)] * 2
-    here, there = pool(2).run(_fuse_on, "fails")
-    assert here == ("another rank could not", False)
-    assert "no compiler" in there[0]
+    for fault, why in (("fails", "no compiler"), ("memory", "no memory")):
+        here, there = pool(2).run(_fuse_on, fault)
+        assert here == ("another rank could not", False)
+        assert why in there[0]
     for said, fused in pool(2).run(_fuse_on, "bits"):
         assert "what fused parts give" in said
         assert not fused

@@ -43,7 +43,9 @@ from ringattn.integrations.transformers.replacing import (
     FLOATS,
     TRIED,
     Replacement,
+    agree,
     code_of,
+    describe,
     distance,
     is_product,
     is_row_wise,
@@ -79,6 +81,18 @@ def fuse(model: nn.Module, ring: Ring, *, backend: str | Callable = "inductor") 
     Raises:
         CannotFuse: A part could not be compiled, or gave other numbers, on any rank; on every rank.
     """
+    why, replacements = "", list[Replacement]()
+    try:
+        replacements = _replacements(model, ring, backend)
+    except Exception as error:  # one rank's memory may end before the others'
+        why = describe(error)
+    if why := agree(why, ring) or replace(replacements, ring, "fused"):
+        raise CannotFuse(why)
+    return len(replacements)
+
+
+def _replacements(model: nn.Module, ring: Ring, backend: str | Callable) -> list[Replacement]:
+    """All parts of a model that can be changed, with what they become."""
     replacements: list[Replacement] = []
     rotations: dict[Callable, Callable] = {}
     # ranks that share the work of a head split it as it is
@@ -106,9 +120,7 @@ def fuse(model: nn.Module, ring: Ring, *, backend: str | Callable = "inductor") 
         if id(part) not in taken and is_product(part) and (product := Product(part.weight, part.bias)).has_kernel:
             kind = "product", part.in_features, part.out_features, part.bias is None
             replacements.append(Replacement(part, kind, product, rows_for(part, part.in_features)))
-    if why := replace(replacements, ring, "fused"):
-        raise CannotFuse(why)
-    return len(replacements)
+    return replacements
 
 
 def compiled(call: Callable, backend: str | Callable) -> Callable:
