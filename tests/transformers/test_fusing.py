@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.activations import ACT2FN
 
 from ringattn.integrations.transformers import fusing
 from ringattn.integrations.transformers.fusing import CannotFuse, fuse
 from ringattn.integrations.transformers.products import Product, find_gate
-from ringattn.integrations.transformers.replacing import Replacement, replace
+from ringattn.integrations.transformers.replacing import Replacement, is_product, replace
 from ringattn.kernels import few_rows
 from ringattn.kernels import rotate as turning
 from ringattn.ring import Ring
@@ -354,6 +354,40 @@ def test_parts_that_take_more_than_rows_or_have_other_weights_are_left_alone():
     packed = small("llama").model.layers[0].mlp
     packed.up_proj.weight = nn.Parameter(torch.zeros(4, 4, dtype=torch.uint8), requires_grad=False)
     assert fuse(nn.ModuleList([_TwoMLP(), nn.LayerNorm(4), nn.RMSNorm(4), packed]), Ring(), backend="eager") == 0
+
+
+class _Quantised(Tensor):
+    """Integers and a scale that look like the floats which they stand for, as packages for quantisation have them."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @staticmethod
+    def __new__(cls, whole: Tensor, scale: float) -> Any:
+        return torch.Tensor._make_wrapper_subclass(cls, whole.shape, dtype=torch.float32)  # pyright: ignore[reportAttributeAccessIssue]
+
+    def __init__(self, whole: Tensor, scale: float) -> None:
+        self.whole, self.scale = whole, scale
+
+    @classmethod
+    def __torch_dispatch__(cls, call: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        del types
+        if call.overloadpacket.__name__ == "detach":
+            return cls(args[0].whole, args[0].scale)
+        return call(*(x.whole * x.scale if isinstance(x, cls) else x for x in args), **(kwargs or {}))
+
+
+@torch.no_grad()
+def test_weights_that_only_look_like_floats_are_left_alone():
+    torch._dynamo.reset()
+    model, ids = small("llama"), torch.arange(14).view(2, 7)
+    for part in model.model.layers.modules():
+        if isinstance(part, nn.Linear):
+            whole = (part.weight * 1000).round().to(torch.int8)
+            part.weight = nn.Parameter(_Quantised(whole, 0.001), requires_grad=False)
+    expected = model(ids).logits
+    assert not any(map(is_product, model.model.layers.modules()))
+    assert fuse(model, Ring(), backend="eager") > 0
+    torch.testing.assert_close(model(ids).logits, expected)
 
 
 class _BrokenNorm(nn.Module):

@@ -116,7 +116,10 @@ def is_row_wise(part: nn.Module) -> bool:
 
 def is_product(part: Any) -> TypeGuard[nn.Linear]:
     """Whether something is a product with a weight, of numbers as they are, and nothing else."""
-    return type(part) is nn.Linear and part.weight.dtype in FLOATS and not is_watched(part)
+    if type(part) is not nn.Linear or is_watched(part):
+        return False
+    # others, quantised ones say, tell the dtype that they are read as
+    return type(part.weight) in (Tensor, nn.Parameter) and part.weight.dtype in FLOATS
 
 
 def is_watched(part: nn.Module) -> bool:
