@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import functools
+import pickle
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -52,6 +55,18 @@ def test_a_model_with_fused_parts_gives_the_same(kind: str, norms: int):
     calls.clear()
     torch.testing.assert_close(model(ids).logits, expected)
     assert len(calls) == compiled
+
+
+def test_a_model_with_fused_parts_is_not_copied(tmp_path: Path):
+    """A copy would run the weights of the first one."""
+    model = small("llama")
+    fuse(model, Ring(), backend="eager")
+    for way in (copy.deepcopy, pickle.dumps):
+        with pytest.raises(RuntimeError, match="copied or saved whole before parts of it are fused"):
+            way(model)
+    model.save_pretrained(tmp_path)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert all(x.equal(y) for x, y in zip(model.parameters(), again.parameters(), strict=True))
 
 
 @torch.no_grad()

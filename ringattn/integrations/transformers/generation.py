@@ -44,7 +44,7 @@ from collections.abc import Callable, Iterator
 from hashlib import blake2b
 from math import ceil
 from types import TracebackType
-from typing import Any, NoReturn, SupportsIndex
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -53,11 +53,15 @@ from transformers import Cache, GenerationConfig, PretrainedConfig, PreTrainedMo
 from ringattn.inference import PagedKVCache
 from ringattn.inference.step import MOST_DECODED
 from ringattn.integrations.transformers.decoding import Decoding, Recorder, choose_recorder
+from ringattn.integrations.transformers.replacing import OfOne
 from ringattn.integrations.transformers.steps import forward_step
 from ringattn.ring import Ring
 
 CROPS_BY_COUNT = "tokens_to_remove" in inspect.signature(Cache.crop).parameters
 """Whether `crop` takes a number of tokens to remove, as a negative number, and nothing else; older releases take a length too."""
+
+NO_COPY = "a model must be copied or saved whole outside of `with RingCache(...)`, got one inside; copy it before"
+"""What whoever copies a model inside of it is told."""
 
 SHOWN = 400
 """Letters of what generate is called with that an error shows."""
@@ -504,27 +508,6 @@ def _layers(model: PreTrainedModel) -> int:
     return model.config.get_text_config(decoder=True).num_hidden_layers
 
 
-class _Wrapper:
-    """A method of one model, which a copy of the model must not take along: it would run the first one's weights.
-
-    Args:
-        call: What is called.
-        original: What it looks like.
-    """
-
-    def __init__(self, call: Callable[..., Any], original: Callable[..., Any]) -> None:
-        functools.update_wrapper(self, original)
-        self._call = call
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._call(*args, **kwargs)
-
-    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
-        raise RuntimeError(
-            "a model must be copied or saved whole outside of `with RingCache(...)`, got one inside; copy it before"
-        )
-
-
 def _wrap(model: PreTrainedModel) -> Callable[[], None]:
     """Lets calls with a RingCache go through it; what is returned undoes that.
 
@@ -543,7 +526,7 @@ def _wrap(model: PreTrainedModel) -> Callable[[], None]:
         cache = given.get("past_key_values")
         return cache._call(original, given) if isinstance(cache, RingCache) else original(*args, **kwargs)
 
-    wrapped: dict[str, Callable[..., Any]] = {"forward": _Wrapper(forward, original)}
+    wrapped: dict[str, Callable[..., Any]] = {"forward": OfOne(forward, original, NO_COPY)}
     generating: list[RingCache] = []
     if callable(original_generate):
 
@@ -559,7 +542,7 @@ def _wrap(model: PreTrainedModel) -> Callable[[], None]:
                 return generating[-1]._draft(original_generate, args, kwargs)
             return original_generate(*args, **kwargs)
 
-        wrapped["generate"] = _Wrapper(generate, original_generate)
+        wrapped["generate"] = OfOne(generate, original_generate, NO_COPY)
     owns = {name: model.__dict__.get(name) for name in wrapped}
     for name, call in wrapped.items():
         setattr(model, name, call)

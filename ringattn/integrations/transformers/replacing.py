@@ -12,12 +12,13 @@ Note [Checked before use]
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from types import FunctionType
-from typing import Any, TypeGuard
+from typing import Any, NoReturn, SupportsIndex, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -31,6 +32,26 @@ TRIED = (1, 5, 64)
 SPAN = 4
 """Rounding errors by which numbers may differ, in the mean: an MLP rounds between its products."""
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+
+
+class OfOne:
+    """A method of one module, which a copy of the module must not take along: it would run the first one's weights.
+
+    Args:
+        call: What is called.
+        original: What it looks like.
+        refusal: What whoever copies it is told.
+    """
+
+    def __init__(self, call: Callable[..., Any], original: Callable[..., Any], refusal: str) -> None:
+        functools.update_wrapper(self, original)
+        self._call, self._refusal = call, refusal
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._call(*args, **kwargs)
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
+        raise RuntimeError(self._refusal)
 
 
 @dataclass(eq=False)
@@ -84,8 +105,9 @@ def replace(replacements: Sequence[Replacement], ring: Ring, what: str) -> str:
         except ValueError as error:
             why = str(error)
     if not why:
+        refusal = f"a model must be copied or saved whole before parts of it are {what}, got one after; copy it before"
         for one in replacements:
-            one.part.forward = one.forward
+            one.part.forward = OfOne(one.forward, one.part.forward, refusal)
     return why
 
 
