@@ -277,6 +277,54 @@ def test_what_is_differentiated_or_cast_takes_no_kernel(monkeypatch: pytest.Monk
     assert counted.since()["multiply"] == 0
 
 
+@pytest.mark.parametrize("kernels", [True, False])
+def test_a_model_with_fused_parts_learns_what_it_learnt(kernels: bool, monkeypatch: pytest.MonkeyPatch):
+    torch._dynamo.reset()
+    if kernels:
+        CountedKernels(monkeypatch)
+    model, other, ids = small("qwen2"), small("qwen2"), torch.arange(14).view(2, 7)
+    fuse(model, Ring(), backend="eager")
+    for one in (model, other):
+        one.model.embed_tokens.requires_grad_(False)  # so that the first rows have no gradient
+        one(ids, labels=ids).loss.backward()
+    for (name, x), y in zip(model.named_parameters(), other.parameters(), strict=True):
+        assert (x.grad is None) == (y.grad is None), name
+        torch.testing.assert_close(x.grad, y.grad, msg=lambda text, name=name: f"{name}: {text}")
+
+
+class _Adapted(nn.Module):
+    """A product and something more, as adapters are put in."""
+
+    def __init__(self, base: nn.Module) -> None:
+        super().__init__()
+        self.base = base
+
+    def forward(self, x: Tensor) -> Tensor:
+        return 3 * self.base(x)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kernels", [True, False])
+def test_weights_and_products_that_are_put_in_later_count(kernels: bool, monkeypatch: pytest.MonkeyPatch):
+    torch._dynamo.reset()
+    if kernels:
+        CountedKernels(monkeypatch)
+    model, other, ids = small("llama"), small("llama"), torch.arange(14).view(2, 7)
+    fuse(model, Ring(), backend="eager")
+    for x in other.parameters():
+        x.mul_(1.5)
+    model.load_state_dict({name: x.clone() for name, x in other.state_dict().items()}, assign=True)
+    torch.testing.assert_close(model(ids).logits, other(ids).logits)
+    for one in (model, other):
+        for layer in one.model.layers:
+            layer.mlp.gate_proj, layer.self_attn.q_proj = (
+                _Adapted(layer.mlp.gate_proj),
+                _Adapted(layer.self_attn.q_proj),
+            )
+    torch.testing.assert_close(model(ids).logits, other(ids).logits)
+    torch.testing.assert_close(model.double()(ids).logits, other.double()(ids).logits)
+
+
 def _wrong(graph: Any, inputs: Any) -> Any:
     del inputs
     return lambda *arguments: tuple(x * 1.01 if x.is_floating_point() else x for x in graph.forward(*arguments))

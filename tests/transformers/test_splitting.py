@@ -289,5 +289,24 @@ def _beside_another_ring() -> bool:
     return alike
 
 
+def _with_other_weights() -> None:
+    """On a rank: an MLP that is split, and then another one's weights, and somebody between its products."""
+    mlp, other, x = *(small("llama").model.layers[0].mlp for _ in range(2)), torch.ones(1, 2, 32)
+    ring = Ring()
+    assert split(nn.ModuleList([mlp]), ring) == 1
+    for weight in other.parameters():
+        weight.mul_(1.5)
+    mlp.load_state_dict(other.state_dict(), assign=True)
+    with torch.no_grad(), rows_everywhere(ring):
+        torch.testing.assert_close(mlp(x), other(x))
+        mlp.act_fn = other.act_fn = nn.Tanh()
+        torch.testing.assert_close(mlp(x), other(x))
+    ring.close()
+
+
+def test_weights_that_are_put_in_later_count(pool: Pools):
+    pool(2).run(_with_other_weights)
+
+
 def test_rows_of_another_ring_are_multiplied_with_all_weights(pool: Pools):
     assert pool(2).run(_beside_another_ring) == [True, True]

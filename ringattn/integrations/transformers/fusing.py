@@ -42,6 +42,7 @@ from ringattn.integrations.transformers.products import ALIKE, Product, find_gat
 from ringattn.integrations.transformers.replacing import (
     FLOATS,
     TRIED,
+    Held,
     Replacement,
     agree,
     code_of,
@@ -119,8 +120,18 @@ def _replacements(model: nn.Module, ring: Ring, backend: str | Callable) -> list
     for part in model.modules():
         if id(part) not in taken and is_product(part) and (product := Product(part.weight, part.bias)).has_kernel:
             kind = "product", part.in_features, part.out_features, part.bias is None
-            replacements.append(Replacement(part, kind, product, rows_for(part, part.in_features)))
+            replacements.append(Replacement(part, kind, _while_plain(product, part), rows_for(part, part.in_features)))
     return replacements
+
+
+def _while_plain(product: Product, part: nn.Linear) -> Callable[[Tensor], Tensor]:
+    """A product that is multiplied by torch as soon as its weight is another one, or has a gradient."""
+    held = Held([part])
+
+    def forward(x: Tensor) -> Tensor:
+        return product(x) if held.is_plain() else F.linear(x, part.weight, part.bias)
+
+    return forward
 
 
 def compiled(call: Callable, backend: str | Callable) -> Callable:
@@ -134,9 +145,10 @@ def _compiled(part: nn.Module, backend: str | Callable) -> Callable[[Tensor], Te
     call = compiled(plain, backend)
     gate = find_gate(part)
     last = None if gate is None else Product(gate.last.weight, gate.last.bias)
+    held = Held((one for one in part.children() if isinstance(one, nn.Linear)), part)
 
     def forward(x: Tensor) -> Tensor:
-        if gate is not None and last is not None and gate.has_kernel(x):
+        if gate is not None and last is not None and gate.has_kernel(x) and held.is_plain():
             return last(gate(x))
         # an expert may get no rows, for which nothing need be compiled
         return call(x.flatten(0, -2)[None]).view(x.shape) if x.numel() else plain(x)
@@ -259,22 +271,25 @@ class _Joined:
                 one.bias.data = bias
         self._product = Product(self._weight, self._bias)
         self._products = list(products)
-        self._rows: Tensor | None = None
-        self._left: list[Tensor | None] = []
+        self._held = Held(products)
+        # in one piece: another thread's call may come between any two lines
+        self._made: tuple[Tensor | None, list[Tensor | None]] = None, []
 
     def forward(self, place: int) -> Callable[[Tensor], Tensor]:
         """What one of the products gives."""
 
         def forward(x: Tensor) -> Tensor:
             if place == 0:
-                self._rows, self._left = x, list(self._product(x).split(self._sizes, -1))
-            found = self._left[place] if x is self._rows else None
+                plain = self._held.is_plain()
+                self._made = (x, list(self._product(x).split(self._sizes, -1))) if plain else (None, [])
+            rows, left = self._made
+            found = left[place] if x is rows else None
             if found is None:
                 one = self._products[place]
                 return F.linear(x, one.weight, one.bias)
-            self._left[place] = None
+            left[place] = None
             if place == len(self._sizes) - 1:
-                self._rows, self._left = None, []
+                self._made = None, []
             return found
 
         return forward

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from types import FunctionType
@@ -32,6 +32,33 @@ TRIED = (1, 5, 64)
 SPAN = 4
 """Rounding errors by which numbers may differ, in the mean: an MLP rounds between its products."""
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+
+
+class Held:
+    """Products whose weights something else was made of, to be asked whether they are as they were.
+
+    Args:
+        products: These.
+        owner: Whose children they are; None: that does not matter.
+    """
+
+    def __init__(self, products: Iterable[nn.Linear], owner: nn.Module | None = None) -> None:
+        self._children = {} if owner is None else owner._modules
+        self._were = tuple(self._children.values())
+        self._weights = [
+            (one._parameters, name, x, x.data_ptr())
+            for one in products
+            for name, x in one._parameters.items()
+            if x is not None
+        ]
+
+    def is_plain(self) -> bool:
+        """Whether no weight or child was put in the place of another one, and nobody wants to know weights' gradients."""
+        return (
+            all(own.get(name) is x and x.data_ptr() == address for own, name, x, address in self._weights)
+            and tuple(self._children.values()) == self._were
+            and not (torch.is_grad_enabled() and any(x.requires_grad for _, _, x, _ in self._weights))
+        )
 
 
 class OfOne:

@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from ringattn.integrations.transformers.fusing import compiled
 from ringattn.integrations.transformers.products import Product, find_gate
 from ringattn.integrations.transformers.replacing import (
+    Held,
     Replacement,
     agree,
     describe,
@@ -123,12 +124,13 @@ def _split_mlp(mlp: nn.Module, ring: Ring, backend: str | Callable | None) -> Re
         thin._modules = mlp._modules | {name: _rows_of(getattr(mlp, name), mine) for name in first} | {last: addends_of}
         call = thin.forward if backend is None else compiled(thin.forward, backend)
     whole = mlp.forward
+    held = Held((one for one in mlp.children() if isinstance(one, nn.Linear)), mlp)
     rows = rows_for(mlp, columns)
     for (x,) in rows:
         call(x)  # what can fail by itself fails before ranks wait for each other
 
     def forward(x: Tensor) -> Tensor:
-        if whose_rows() is not ring or not x.numel():
+        if whose_rows() is not ring or not x.numel() or not held.is_plain():
             return whole(x)
         some = x.flatten(0, -2)[None]
         addends = addends_of(gate(some)) if gate is not None and gate.has_kernel(some) else call(some)
@@ -143,10 +145,10 @@ def _split_mlp(mlp: nn.Module, ring: Ring, backend: str | Callable | None) -> Re
 def _split_head(head: nn.Linear, ring: Ring) -> Replacement:
     """An output head of which this rank makes its slice of tokens (Note [Slices])."""
     thin, whole = _rows_of(head, _slice_of(head.out_features, ring)), head.forward
-    product = Product(thin.weight, thin.bias)
+    product, held = Product(thin.weight, thin.bias), Held([head])
 
     def forward(x: Tensor) -> Tensor:
-        if whose_rows() is not ring or not x.numel():
+        if whose_rows() is not ring or not x.numel() or not held.is_plain():
             return whole(x)
         part = product(x.flatten(0, -2))
         out = torch.empty(part.shape[0], head.out_features, dtype=part.dtype, device=part.device)
