@@ -234,7 +234,7 @@ def test_only_mlps_that_are_a_gate_and_nothing_else_are_taken_for_one():
     other.up_proj.register_forward_hook(lambda *given: given[-1] + 1)
     assert find_gate(other) is None, "somebody else looks on"
     other = _GatedMLP()
-    other.act_fn.register_forward_hook(lambda *given: None)  # noqa: ARG005
+    other.act_fn.register_forward_hook(lambda *given: None)
     assert find_gate(other) is None, "between the products, too"
     other = _GatedMLP()
     other.up_proj = nn.Linear(32, 24, bias=False)
@@ -422,7 +422,7 @@ def test_parts_that_take_more_than_rows_or_have_other_weights_are_left_alone():
 class _Quantised(Tensor):
     """Integers and a scale that look like the floats which they stand for, as packages for quantisation have them."""
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # pyright: ignore[reportAssignmentType]
 
     @staticmethod
     def __new__(cls, whole: Tensor, scale: float) -> Any:

@@ -38,7 +38,6 @@ Note [Drafts]
 from __future__ import annotations
 
 import contextlib
-import functools
 import inspect
 from collections.abc import Callable, Iterator
 from hashlib import blake2b

@@ -75,6 +75,7 @@ class OfOne:
         self._call, self._refusal = call, refusal
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The method."""
         return self._call(*args, **kwargs)
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
