@@ -396,6 +396,23 @@ def test_what_can_not_be_generated_is_refused_on_every_rank_before_anything_is_c
             assert found[name].startswith(told if rank == 1 else f"ValueError: ring rank 1 refused: {told}"), name
 
 
+def stopped_by_the_clock() -> str:
+    model = make("llama", "ringattn", torch.float32).eval()
+    with RingCache(model, Ring(), max_tokens=64) as cache:
+        try:
+            return str(model.generate(tokens(20), **GREEDY, max_time=60.0, past_key_values=cache).shape[1])
+        except NotImplementedError as error:
+            return str(error)
+
+
+@pytest.mark.dist
+def test_ranks_do_not_stop_by_the_clock(pool: Pools) -> None:
+    """One of them would stop a token before the others; alone it may."""
+    assert stopped_by_the_clock() == "32"
+    for told in pool(2).run(stopped_by_the_clock):
+        assert told.startswith("max_time must be left out among 2 ranks")
+
+
 def embedded() -> tuple[Tensor, Tensor]:
     model = make("llama", "ringattn", torch.float32).eval()
     inputs = {"inputs_embeds": model.get_input_embeddings()(tokens(25)), "attention_mask": torch.ones(1, 25).long()}

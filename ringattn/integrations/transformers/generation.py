@@ -275,6 +275,7 @@ class RingCache(Cache):
         """A call of the model's own generate with this cache (Note [Alike on all ranks])."""
         kv = self._open()
         try:
+            _check_clock(self._model, self.ring.world_size, args, kwargs)
             _check_early_exit(self._model, args, kwargs)
             _check_longer(self.get_seq_length(), args, kwargs)
         except (ValueError, NotImplementedError) as error:
@@ -585,11 +586,26 @@ def _unchanged(model: PreTrainedModel) -> Iterator[None]:
                 del now[name]
 
 
-def _check_early_exit(model: PreTrainedModel, args: tuple[Any, ...], given: dict[str, Any]) -> None:
-    """Refuses layers to draft with that the model has not, or that transformers can not leave out."""
+def _asked(model: PreTrainedModel, name: str, args: tuple[Any, ...], given: dict[str, Any]) -> Any:
+    """An option of generate, wherever it is said; None: nowhere."""
     passed = given.get("generation_config", args[1] if len(args) > 1 else None)
     asked = (given, vars(passed) if passed is not None else {}, vars(model.generation_config))
-    layers = next((x for where in asked if (x := where.get("assistant_early_exit")) is not None), None)
+    return next((x for where in asked if (x := where.get(name)) is not None), None)
+
+
+def _check_clock(model: PreTrainedModel, ranks: int, args: tuple[Any, ...], given: dict[str, Any]) -> None:
+    """Refuses to stop by the clock, which ranks do not read at the same time."""
+    seconds = _asked(model, "max_time", args, given)
+    if seconds is not None and ranks > 1:
+        raise NotImplementedError(
+            f"max_time must be left out among {ranks} ranks, whose clocks would stop some of them a token before others, got "
+            f"{seconds}; pass max_new_tokens"
+        )
+
+
+def _check_early_exit(model: PreTrainedModel, args: tuple[Any, ...], given: dict[str, Any]) -> None:
+    """Refuses layers to draft with that the model has not, or that transformers can not leave out."""
+    layers = _asked(model, "assistant_early_exit", args, given)
     if layers is None:
         return
     whole = _layers(model)
