@@ -209,6 +209,13 @@ def test_the_same_mesh_continues_bit_for_bit(pool, tmp_path):
     assert parts[0] + parts[1] == whole
 
 
+def test_a_run_continues_with_the_weight_decay_of_its_flags():
+    parallel = make_parallel(CPU)
+    before, after = (Trainer(build, Recipe(weight_decay=decay), parallel) for decay in (0.1, 0.5))
+    after.load_state_(before.state())
+    assert [group["weight_decay"] for group in after.optimizer.param_groups] == [0.5, 0.0]
+
+
 def test_a_fresh_run_refuses_a_used_folder(tmp_path, monkeypatch):
     assert choose_checkpoint("never", tmp_path, ALONE) is None
     assert choose_checkpoint("auto", tmp_path, ALONE) is None

@@ -250,8 +250,11 @@ class Trainer:
         return {"model": model, "optimizer": optimizer}
 
     def load_state_(self, state: dict[str, Any]) -> None:
-        """Continues from what `state` returned, filled with other values."""
+        """Continues from what `state` returned, filled with other values; the weight decay stays the recipe's."""
+        decays = [group["weight_decay"] for group in self.optimizer.param_groups]
         set_state_dict(self.model, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+        for group, decay in zip(self.optimizer.param_groups, decays, strict=True):
+            group["weight_decay"] = decay
 
 
 def _mask(window: int | None) -> dict[str, Any]:
