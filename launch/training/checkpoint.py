@@ -118,10 +118,15 @@ def check_checkpoint(path: Path, share: int = 0, shares: int = 1) -> str | None:
     return None
 
 
+def what_is_wrong(path: Path, rank: Rank) -> str | None:
+    """As `check_checkpoint`, by all ranks together: each reads a share of the files, and all know what any of them found."""
+    return next(filter(None, rank.gather(check_checkpoint(path, rank.index, rank.world_size))), None)
+
+
 def find_checkpoint(folder: Path, rank: Rank) -> Path | None:
     """The newest intact checkpoint of a folder, which all ranks read together; warns about each newer one that is not."""
     for name in rank.broadcast([path.name for path in list_checkpoints(folder)]):
-        wrong = next(filter(None, rank.gather(check_checkpoint(folder / name, rank.index, rank.world_size))), None)
+        wrong = what_is_wrong(folder / name, rank)
         if wrong is None:
             return folder / name
         if rank.first:

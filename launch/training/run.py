@@ -21,7 +21,7 @@ from torch import nn
 
 from ringattn.launch.distributed import Rank, Refusal, was_restarted
 from ringattn.launch.session import Session, machine, write_json
-from ringattn.launch.training.checkpoint import Checkpoints, find_checkpoint, list_checkpoints, read_facts
+from ringattn.launch.training.checkpoint import Checkpoints, find_checkpoint, list_checkpoints, read_facts, what_is_wrong
 from ringattn.launch.training.config import Config
 from ringattn.launch.training.data import Batches, Corpus
 from ringattn.launch.training.history import History, draw_curve, summarise
@@ -60,7 +60,7 @@ def choose_checkpoint(resume: str, out: Path, rank: Rank) -> Path | None:
         rank: This rank.
 
     Raises:
-        Refusal: The checkpoint does not exist, or a fresh run would begin where checkpoints of another one lie.
+        Refusal: The checkpoint does not exist or is damaged, or a fresh run would begin where checkpoints of another one lie.
     """
     found = len(rank.broadcast([path.name for path in list_checkpoints(out)]))
     old = rank.broadcast(sorted(path.name for path in out.glob("step-*.pt")))
@@ -77,6 +77,8 @@ def choose_checkpoint(resume: str, out: Path, rank: Rank) -> Path | None:
         return None
     if not rank.broadcast(Path(resume).is_dir()):
         raise Refusal(f"resume must be auto, never or a checkpoint that exists, got {resume}; look into {out}")
+    if wrong := what_is_wrong(Path(resume), rank):
+        raise Refusal(f"resume must be an intact checkpoint, got {resume}, which {wrong}; look into {out} for another one")
     return Path(resume)
 
 
