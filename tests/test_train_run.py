@@ -409,6 +409,19 @@ def whole_run(pool, tmp_path_factory) -> tuple[Path, str]:
     return out, said
 
 
+def why_refused(out: Path, **flags: Any) -> str:
+    try:
+        return f"went on with {run_quietly(out, **flags)}"
+    except (Refusal, FloatingPointError) as error:
+        return str(error)
+
+
+@pytest.mark.dist
+def test_every_rank_hears_that_a_step_of_one_rank_alone_is_not_finite(pool, tmp_path):
+    for said in pool(2).run(why_refused, tmp_path / "run", lr=1e30, warmup_steps=0):
+        assert said.startswith("loss and gradient norm must be finite")
+
+
 @pytest.mark.dist
 def test_a_run_leaves_its_log_curve_sample_and_checkpoints(whole_run):
     out, said = whole_run

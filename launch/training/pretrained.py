@@ -84,7 +84,7 @@ def build_causal_lm(path: str, seed: int, device: torch.device, vocabulary: int 
         vocabulary: How many different tokens the data has.
 
     Raises:
-        Refusal: The model has too few tokens, or makes its logits in a way that is not known here.
+        Refusal: transformers cannot make the model, it has too few tokens, or makes its logits in a way that is not known here.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -92,7 +92,10 @@ def build_causal_lm(path: str, seed: int, device: torch.device, vocabulary: int 
 
     register()
     place = Path(path).expanduser()
-    config = AutoConfig.from_pretrained(str(place), local_files_only=True)
+    try:
+        config = AutoConfig.from_pretrained(str(place), local_files_only=True)
+    except (OSError, ValueError) as error:
+        raise Refusal(f"model must be a configuration that transformers can read, got {path}: {error}") from None
     if config.vocab_size < vocabulary:
         raise Refusal(
             f"the model must have at least {vocabulary} tokens, got a vocab_size of {config.vocab_size} in {path}; "

@@ -153,14 +153,20 @@ class Run:
         config: The flags.
         rank: This rank.
         corpus: The data.
+
+    Raises:
+        Refusal: The run cannot begin with these flags, this data or this folder. Raised on every rank.
     """
 
     def __init__(self, config: Config, rank: Rank, corpus: Corpus) -> None:
         self.config, self.rank = config, rank
         self.out = Path(config.out)
         self.tokenizer: Any = None if config.model is None else load_tokenizer(config.model)
-        self.corpus = corpus if self.tokenizer is None else corpus.encoded(self.tokenizer, str(config.model))
-        self.batches = Batches(self.corpus.text, config.seq_len, config.batch_size, config.seed)
+        try:
+            self.corpus = corpus if self.tokenizer is None else corpus.encoded(self.tokenizer, str(config.model))
+            self.batches = Batches(self.corpus.text, config.seq_len, config.batch_size, config.seed)
+        except ValueError as error:
+            raise Refusal(str(error)) from None
         self.recipe = config.recipe(rank.device, self.corpus.separator)
         self.checkpoints = Checkpoints(self.out, rank)
         # rank by rank: for what a rank does without the others
@@ -217,20 +223,28 @@ class Run:
         count = min(self.config.compare_steps, self.config.steps)
         if self.rank.world_size == 1 or not count:
             return []
-        steps: list[StepResult] | None = None
-        if self.rank.first:
-            batches = [self.batches.training(step) for step in range(count)]
-            lrs = [self.config.lr_at(step) for step in range(count)]
-            try:
-                parallel = stand_alone(self._alone, self.rank.device)
-                steps = steps_on_one_rank(self.build, self.recipe, parallel, batches, lrs)
-            except torch.OutOfMemoryError:
-                print("one GPU cannot hold this run: its first steps are not compared with one rank", flush=True)
-            if self.rank.device.type == "cuda":
-                torch.cuda.empty_cache()
-                torch.cuda.reset_peak_memory_stats(self.rank.device)
-        steps = self.rank.broadcast(steps)
-        return steps or []
+        return self.rank.lead(lambda: self._take_alone(count)) or []
+
+    def _take_alone(self, count: int) -> list[StepResult]:
+        """The first `count` steps of this rank without the others; empty when it cannot hold them.
+
+        Raises:
+            Refusal: A loss or a gradient is not finite.
+        """
+        steps = []
+        batches = [self.batches.training(step) for step in range(count)]
+        lrs = [self.config.lr_at(step) for step in range(count)]
+        try:
+            parallel = stand_alone(self._alone, self.rank.device)
+            steps = steps_on_one_rank(self.build, self.recipe, parallel, batches, lrs)
+        except torch.OutOfMemoryError:
+            print("one GPU cannot hold this run: its first steps are not compared with one rank", flush=True)
+        except FloatingPointError as error:
+            raise Refusal(str(error)) from None
+        if self.rank.device.type == "cuda":
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats(self.rank.device)
+        return steps
 
     def _count_flops(self) -> None:
         """Counts one forward of the first batch: what a token and what a visible pair costs, over all ranks."""

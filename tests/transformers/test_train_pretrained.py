@@ -156,3 +156,9 @@ def test_what_cannot_be_trained_exactly_is_refused(tmp_path):
     scaled = write_config(tmp_path, model_type="granite", logits_scaling=8.0)
     with pytest.raises(Refusal, match=r"the logits of .* must be its last rows times its output embedding"):
         build_causal_lm(scaled, 0, CPU)
+    unknown = write_config(tmp_path, model_type="unknown to transformers")
+    with pytest.raises(Refusal, match="model must be a configuration that transformers can read, got .*unknown to transformers"):
+        build_causal_lm(unknown, 0, CPU)
+    long = {"model": write_config(tmp_path), "data": text_folder(tmp_path / "text"), "seq_len": 100_000}
+    with pytest.raises(Refusal, match="data must hold at least 200002 tokens for a context of 100000"):
+        run_quietly(tmp_path / "out", **long)
