@@ -310,6 +310,7 @@ def test_impossible_flags_are_refused():
         "timeout": (0, math.nan, math.inf),
         "weight_decay": (math.nan,),
         "temperature": (math.nan,),
+        "seed": (2**64, -(2**63) - 1),
     }
     for name, values in impossible.items():
         for value in values:

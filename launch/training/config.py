@@ -128,6 +128,7 @@ class Config:
             ("temperature", "at least 0", 0 <= self.temperature < math.inf),
             ("timeout", "above 0", 0 < self.timeout < math.inf),
             ("max_grad_norm", "above 0", self.max_grad_norm > 0),
+            ("seed", "from -2**63 to 2**64 - 1", -(2**63) <= self.seed < 2**64),
         ):
             if not fits:
                 flag = "--" + name.replace("_", "-")
