@@ -701,7 +701,7 @@ def soak_all(args: CheckArgs, session: Session, line: dict[str, Any]) -> int:
     tally = soak.soak(args, session)
     found = session.gather(tally)
     red = [f"rank {rank}: {one}" for rank, tally in enumerate(found) for one in tally.red]
-    code = int(bool(red) or not tally.cases or tally.calls < args.soak)
+    code = int(bool(red) or not tally.calls or tally.calls < args.soak)
     if session.rank == 0:
         for one in red:
             print(f"RED: {one}")
@@ -746,7 +746,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             worst = max((row["ratio"] for row in verdict.rows), default=0.0)
             colour = "red" if code else "green"
             if not verdict.rows:
-                print(f"nothing was checked: no case has {args.only!r} in its name")
+                why = "no case was served" if verdict.skipped else f"no case has {args.only!r} in its name"
+                print(f"nothing was checked: {why}")
             print(
                 f"{colour}: {len(verdict.rows) - len(verdict.red)} of {len(verdict.rows)} runs inside the budget, "
                 f"worst ratio {worst:.2f}, {time.perf_counter() - started:.1f} s"

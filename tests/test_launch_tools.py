@@ -189,8 +189,12 @@ def test_check_is_red_when_decode_is_off(monkeypatch: pytest.MonkeyPatch, capsys
     assert "RED: inference: crowd (fp32 12 ops h4/2 d8 page 4), alone, decode on rank 0" in said
 
 
-def test_check_is_red_when_nothing_was_checked() -> None:
+def test_check_is_red_when_nothing_was_checked(capsys: pytest.CaptureFixture[str]) -> None:
     assert check.main(["--quick", "--device", "cpu", "--only", "no such case"]) == 1
+    assert "nothing was checked: no case has 'no such case' in its name" in capsys.readouterr().out
+    assert check.main(["--quick", "--device", "cpu", "--only", "sinks", "--impl", "hopper"]) == 1
+    assert "nothing was checked: no case was served" in capsys.readouterr().out
+    assert check.main(["--device", "cpu", "--only", "sinks", "--soak", "-1"]) == 1
 
 
 def test_nan_is_outside_every_budget() -> None:
