@@ -509,6 +509,8 @@ def show(verdicts: Sequence[Verdict]) -> None:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command; returns its exit code: 0 when every trial was good."""
     args: FaultArgs = parse(FaultArgs, arguments, "faults", (FaultArgs.__doc__ or "").split("\n")[0])
+    if args.ranks < 2:
+        raise SystemExit(f"ranks must be at least 2, one to lose and one to survive, got {args.ranks}; pass --ranks")
     device = args.device
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"

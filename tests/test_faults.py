@@ -115,6 +115,11 @@ def test_more_ranks_than_gpus_are_refused() -> None:
         faults.main(["--ranks", "1000", "--device", "cuda"])
 
 
+def test_one_rank_is_refused_as_nobody_would_survive() -> None:
+    with pytest.raises(SystemExit, match="ranks must be at least 2, .*, got 1; pass --ranks"):
+        faults.main(["--ranks", "1", "--device", "cpu"])
+
+
 def test_graphs_are_refused_without_gpus() -> None:
     with pytest.raises(SystemExit, match=r"--what graph must have GPUs, .*, got the CPU; use --what decode"):
         faults.main(["--what", "graph", "--device", "cpu"])
