@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import importlib.util
 import io
 import itertools
 import json
@@ -333,6 +334,16 @@ def test_flags_that_contradict_each_other_are_refused():
         Config(mesh="dp=2", accumulate=4).check_ranks(2)
     with pytest.raises(Refusal, match="dim must be left to the configuration in --model, got --dim"):
         parse(["--model", "config.json", "--dim", "64", "--preset", "tiny"], "train", None)
+
+
+@pytest.mark.parametrize("name", ["tyro", "tqdm", "matplotlib", "psutil", "transformers"])
+def test_a_package_that_is_not_installed_is_named_before_work_begins(name, monkeypatch, capsys):
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda wanted: None if wanted == name else find(wanted))
+    flags = ["--preset", "tiny", "--device", "cpu", "--model", "config.json"]
+    extra = "transformers" if name == "transformers" else "launch"
+    assert main(flags) == 1
+    assert f"train needs {name}; install it with: pip install 'ringattn[{extra}]'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

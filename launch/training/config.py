@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import importlib.util
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -248,12 +249,23 @@ PRESETS = {
 }
 
 
+PACKAGES = ("tyro", "tqdm", "matplotlib", "psutil")
+"""What every run imports, sooner or later, besides what the library needs."""
+
+
+def _check_installed(packages: Sequence[str], extra: str) -> None:
+    missing = [name for name in packages if importlib.util.find_spec(name) is None]
+    if missing:
+        raise Refusal(f"train needs {' and '.join(missing)}; install it with: pip install 'ringattn[{extra}]'")
+
+
 def parse(arguments: Sequence[str], prog: str, description: str | None) -> Config:
     """The flags, with the defaults of the preset that they choose.
 
     Raises:
-        Refusal: Flags contradict each other.
+        Refusal: Flags contradict each other, or a package that the run needs is not installed.
     """
+    _check_installed(PACKAGES, "launch")
     import tyro
 
     first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
@@ -267,6 +279,7 @@ def parse(arguments: Sequence[str], prog: str, description: str | None) -> Confi
     default = replace(PRESETS.get(preset, _CPU), preset="auto")
     parsed = tyro.cli(Config, args=list(arguments), default=default, prog=prog, description=description)
     if parsed.model is not None:
+        _check_installed(("transformers",), "transformers")
         for field in dataclasses.fields(ModelConfig):
             if hasattr(default, field.name) and getattr(parsed, field.name) != getattr(default, field.name):
                 flag = "--" + field.name.replace("_", "-")
