@@ -72,8 +72,9 @@ class CheckArgs:
     Attributes:
         quick: The smallest problems only: every layout, mask and option once, in seconds.
         impl: Kernels to use: "auto", or the name of a kernel set.
-        schedule: How keys move: "auto", "gathered" (one launch), "staged" (step by step over the copy engine) or
-            "process_group" (step by step over NCCL or gloo).
+        schedule: How keys move: "auto", "gathered" (one launch), "kept" (likewise, and backwards use the keys of their
+            forwards), "in_place" (here as "gathered"), "staged" (step by step over the copy engine) or "process_group"
+            (step by step over NCCL or gloo).
         device: GPUs where there are any, or the CPU.
         simulate: Ranks of the simulated ring in a single process; 0 for none.
         only: Only cases whose name contains this.
