@@ -99,9 +99,11 @@ def test_a_damaged_checkpoint_is_passed_over_with_a_warning(tmp_path, damage):
     assert check_checkpoint(newer) is not None
     with pytest.warns(UserWarning, match="step-00000010.* is (damaged|incomplete).*an older one is used"):
         assert find_checkpoint(tmp_path, ALONE) == older
-    with pytest.raises(Refusal, match="resume must be an intact checkpoint, got .*step-00000010.* is (damaged|incomplete)"):
+    with pytest.raises(
+        Refusal, match=r"resume must be an intact checkpoint, got .*step-00000010.* is (damaged|incomplete)"
+    ):
         choose_checkpoint(str(newer), tmp_path, ALONE)
-    with pytest.raises(Refusal, match="resume must be an intact checkpoint, got .* is not named step-<step>-<digest>"):
+    with pytest.raises(Refusal, match=r"resume must be an intact checkpoint, got .* is not named step-<step>-<digest>"):
         choose_checkpoint(str(tmp_path), tmp_path, ALONE)
     saved(tmp_path, 7)
     assert [step_of(path) for path in list_checkpoints(tmp_path)] == [7, 5]

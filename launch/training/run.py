@@ -21,7 +21,13 @@ from torch import nn
 
 from ringattn.launch.distributed import Rank, Refusal, was_restarted
 from ringattn.launch.session import Session, machine, write_json
-from ringattn.launch.training.checkpoint import Checkpoints, find_checkpoint, list_checkpoints, read_facts, what_is_wrong
+from ringattn.launch.training.checkpoint import (
+    Checkpoints,
+    find_checkpoint,
+    list_checkpoints,
+    read_facts,
+    what_is_wrong,
+)
 from ringattn.launch.training.config import Config
 from ringattn.launch.training.data import Batches, Corpus
 from ringattn.launch.training.history import History, draw_curve, summarise
@@ -78,7 +84,9 @@ def choose_checkpoint(resume: str, out: Path, rank: Rank) -> Path | None:
     if not rank.broadcast(Path(resume).is_dir()):
         raise Refusal(f"resume must be auto, never or a checkpoint that exists, got {resume}; look into {out}")
     if wrong := what_is_wrong(Path(resume), rank):
-        raise Refusal(f"resume must be an intact checkpoint, got {resume}, which {wrong}; look into {out} for another one")
+        raise Refusal(
+            f"resume must be an intact checkpoint, got {resume}, which {wrong}; look into {out} for another one"
+        )
     return Path(resume)
 
 

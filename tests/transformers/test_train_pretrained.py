@@ -157,7 +157,9 @@ def test_what_cannot_be_trained_exactly_is_refused(tmp_path):
     with pytest.raises(Refusal, match=r"the logits of .* must be its last rows times its output embedding"):
         build_causal_lm(scaled, 0, CPU)
     unknown = write_config(tmp_path, model_type="unknown to transformers")
-    with pytest.raises(Refusal, match="model must be a configuration that transformers can read, got .*unknown to transformers"):
+    with pytest.raises(
+        Refusal, match=r"model must be a configuration that transformers can read, got .*unknown to transformers"
+    ):
         build_causal_lm(unknown, 0, CPU)
     long = {"model": write_config(tmp_path), "data": text_folder(tmp_path / "text"), "seq_len": 100_000}
     with pytest.raises(Refusal, match="data must hold at least 200002 tokens for a context of 100000"):
