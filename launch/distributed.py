@@ -262,7 +262,7 @@ def _run_once(module: str, arguments: Sequence[str], nproc: int) -> None:
 
 
 def describe_failures(failures: dict[int, Any], then: str = CONTINUES) -> str:
-    """What ended a run, in one line: the rank that a signal killed, else the rank that failed first.
+    """What ended a run, in one line: the rank that refused or that a signal killed, else the rank that failed first.
 
     Args:
         failures: By rank: records with `exitcode`, `pid` and `timestamp`.
@@ -270,9 +270,10 @@ def describe_failures(failures: dict[int, Any], then: str = CONTINUES) -> str:
     """
 
     def order(rank: int) -> tuple[int, float, int]:
-        # a peer's broken connection is an effect; a kill is a cause, unless it is how survivors are ended
+        # a peer's broken connection is an effect; a refusal or a kill is a cause, unless that is how survivors are ended
         code = failures[rank].exitcode
-        return (0 if code < 0 and code != -signal.SIGTERM else 1, failures[rank].timestamp, rank)
+        cause = code == REFUSED or (code < 0 and code != -signal.SIGTERM)
+        return (0 if cause else 1, failures[rank].timestamp, rank)
 
     rank = min(failures, key=order)
     code, pid = failures[rank].exitcode, failures[rank].pid

@@ -365,6 +365,8 @@ def test_the_rank_that_was_killed_is_named_before_those_it_took_along():
     assert killed.startswith("the run ended because rank 1 (process 107) was killed by SIGKILL")
     failed = describe_failures({0: failure(1, 5), 2: failure(3, 4)})
     assert failed.startswith("the run ended because rank 2 (process 104) exited with code 3")
+    refused = describe_failures({0: failure(-15, 4), 1: failure(REFUSED, 5)})
+    assert refused.startswith("the run ended because rank 1 (process 105) exited with code 3; its message is above")
 
 
 def test_a_run_without_progress_is_given_up_and_progress_counts_anew(tmp_path, capsys):
