@@ -335,6 +335,13 @@ def test_a_draw_depends_on_its_own_request_only():
     assert [token for token, _ in together] == alone
 
 
+def test_seeds_on_both_sides_of_0_draw_otherwise():
+    logits = torch.zeros(1, 1000)
+    drawn = [[sample(logits, [how])[0][0] for _ in range(3)] for how in map(lambda x: Sampling(seed=x), range(-3, 4))]
+    assert len(set(map(tuple, drawn))) == 7
+    assert [sample(logits, [how])[0][0] for how in [Sampling(seed=-3)] * 3] == drawn[0]
+
+
 def test_the_smallest_temperature_and_top_p_take_the_largest():
     logits = torch.randn(20, 50) * 100
     for how in ((1e-30, 1.0), (1e-60, 1.0), (2.0, 1e-9)):

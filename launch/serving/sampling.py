@@ -47,7 +47,8 @@ class Sampling:
     draws: random.Random = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        self.draws = random.Random(self.seed)
+        # of an integer, Python's generator takes the absolute value
+        self.draws = random.Random(hex(self.seed) if self.seed is not None and self.seed < 0 else self.seed)
 
 
 @dataclass(frozen=True)
