@@ -206,6 +206,18 @@ def test_logprobs_name_the_likeliest_tokens(client):
     assert [entry for part in parts if part for entry in part.content] == entries
 
 
+def test_text_offsets_are_those_of_the_text_however_much_a_stop_string_holds_back(http):
+    prompt = going_on("o", 9)
+    text = text_of(prompt, 9)
+    body = {"prompt": prompt, "max_tokens": 9, "temperature": 0, "logprobs": 0, "stop": [f"{text[2:6]}\0", text[7:]]}
+    whole = http.post("/v1/completions", json=body).json()["choices"][0]
+    assert (whole["text"], whole["logprobs"]["text_offset"]) == (text[:7], list(range(9)))
+    with http.stream("POST", "/v1/completions", json={**body, "stream": True}) as answer:
+        chunks = [json.loads(line[6:]) for line in answer.iter_lines() if line.startswith("data: {")]
+    said = [chunk["choices"][0]["logprobs"] for chunk in chunks]
+    assert [offset for one in said if one for offset in one["text_offset"]] == list(range(9))
+
+
 def test_the_same_seed_gives_the_same_text_and_others_do_not(client):
     def ask(**how: Any) -> list[str]:
         found = client.completions.create(

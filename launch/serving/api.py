@@ -273,7 +273,7 @@ class Choice:
 
     Attributes:
         finish: Why it has ended; None while it has not.
-        length: Characters of its text so far.
+        length: Characters of its tokens so far, with those that may yet begin a stop string.
         shared: How many of its prompt's were in the cache.
         ids: Its tokens.
         logprobs: Of its tokens: (token, its text, what the model thought, where it begins in the text).
@@ -315,18 +315,22 @@ class Choice:
             self.ids.append(event.token)
             if event.details is not None:
                 self.logprobs.append((event.token, event.details, self.length))
-            piece = self._stops.push(self._pieces.push(event.token))
+            piece = self._cut(self._pieces.push(event.token))
         if event.finish is not None:
-            piece += self._stops.push(self._pieces.rest())
+            piece += self._cut(self._pieces.rest())
             piece += self._stops.rest()
         if piece:
             self._texts.append(piece)
-            self.length += len(piece)
         if self._stops.found:
             self.finish = "stop"
         elif event.finish is not None:
             self.finish = event.finish
         return piece
+
+    def _cut(self, piece: str) -> str:
+        """What of some more text certainly comes before any stop string."""
+        self.length += len(piece)
+        return self._stops.push(piece)
 
 
 def usage(prompts: Sequence[Sequence[int]], choices: Sequence[Choice]) -> dict[str, Any]:
