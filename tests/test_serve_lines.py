@@ -18,6 +18,7 @@ from ringattn.launch.serving.desk import Desk
 from ringattn.launch.serving.http import make_app
 from ringattn.launch.serving.sampling import Logprob
 from ringattn.launch.serving.scheduling import Event, Room
+from ringattn.launch.serving.text import REPLACEMENT, Bytes
 from ringattn.launch.serving.wire import pack, write_events
 from tests.serving import Letters
 
@@ -61,7 +62,7 @@ def test_a_line_is_the_json_of_its_chunk(chat, with_usage, with_ids, with_logpro
         value = -0.25 if token else -9999.0
         logprobs: Any = None
         if with_logprobs and chat:
-            entry = {"token": word, "logprob": value, "bytes": list(word.encode())}
+            entry = {"token": word, "logprob": value, "bytes": None if REPLACEMENT in word else list(word.encode())}
             logprobs = {"content": [{**entry, "top_logprobs": [{**entry, "logprob": -0.25}]}], "refusal": None}
         elif with_logprobs:
             logprobs = {"tokens": [word], "token_logprobs": [value], "top_logprobs": [{word: -0.25}]}
@@ -69,6 +70,16 @@ def test_a_line_is_the_json_of_its_chunk(chat, with_usage, with_ids, with_logpro
         offset = choice.length
         made = {**common, "choices": [{"index": 3, **body, "logprobs": logprobs, "finish_reason": None}]}
         assert chunk == (made | {"usage": None} if with_usage else made)
+
+
+def test_bytes_of_a_token_that_is_a_part_of_a_character_are_not_made_up():
+    choice = Choice(0, [], Bytes(), [])
+    for token in "aß".encode():
+        choice.push(Event(1, token, details=Logprob(-0.5, ((token, -0.5),))))
+    (answer,) = Writer(True, "bytes", Bytes()).whole([[1]], [choice])["choices"]
+    said = answer["logprobs"]["content"]
+    assert [(entry["token"], entry["bytes"]) for entry in said] == [("a", [97]), (REPLACEMENT, None), (REPLACEMENT, None)]
+    assert [entry["top_logprobs"][0]["bytes"] for entry in said] == [[97], None, None]
 
 
 # steps

@@ -19,7 +19,7 @@ from pydantic_core import to_json
 
 from ringattn.launch.serving.sampling import Logprob, Sampling
 from ringattn.launch.serving.scheduling import Event
-from ringattn.launch.serving.text import Pieces, Stops, Tokenizer, text_alone
+from ringattn.launch.serving.text import REPLACEMENT, Pieces, Stops, Tokenizer, text_alone
 
 MOST_CHOICES = 128
 MOST_STOPS = 16
@@ -450,7 +450,9 @@ class Writer:
 
     def _entry(self, token: int, logprob: float) -> dict[str, Any]:
         text = self._text(token)
-        return {"token": text, "logprob": _number(logprob), "bytes": list(text.encode())}
+        # a part of a character has bytes that its text does not say
+        known = None if REPLACEMENT in text else list(text.encode())
+        return {"token": text, "logprob": _number(logprob), "bytes": known}
 
     def _text(self, token: int) -> str:
         return text_alone(self._decode, token)
