@@ -82,6 +82,13 @@ def test_bytes_of_a_token_that_is_a_part_of_a_character_are_not_made_up():
     assert [entry["top_logprobs"][0]["bytes"] for entry in said] == [[97], None, None]
 
 
+def test_of_tokens_with_one_text_the_likeliest_is_said():
+    choice = Choice(0, [], Bytes(), [])
+    choice.push(Event(1, 0xC3, details=Logprob(-0.1, ((0xC3, -0.1), (0x61, -3.0), (0xE2, -5.0)))))
+    (answer,) = Writer(False, "bytes", Bytes()).whole([[1]], [choice])["choices"]
+    assert list(answer["logprobs"]["top_logprobs"][0].items()) == [(REPLACEMENT, -0.1), ("a", -3.0)]
+
+
 # steps
 
 

@@ -444,9 +444,16 @@ class Writer:
         return {
             "tokens": [self._text(token) for token, _, _ in rows],
             "token_logprobs": [_number(found.logprob) for _, found, _ in rows],
-            "top_logprobs": [{self._text(one): _number(value) for one, value in found.top} for _, found, _ in rows],
+            "top_logprobs": [self._by_text(found.top) for _, found, _ in rows],
             "text_offset": [len(choice.echo) + offset for _, _, offset in rows],
         }
+
+    def _by_text(self, top: Sequence[tuple[int, float]]) -> dict[str, float]:
+        """The likeliest tokens by their texts; of several with one text the likeliest."""
+        said: dict[str, float] = {}
+        for token, value in top:
+            said.setdefault(self._text(token), _number(value))
+        return said
 
     def _entry(self, token: int, logprob: float) -> dict[str, Any]:
         text = self._text(token)
