@@ -181,6 +181,14 @@ def test_a_chat_template_comes_from_the_checkpoint(folder):
         tokenizer.chat(messages)
 
 
+def test_half_a_surrogate_pair_is_found_before_a_tokenizer_takes_it_for_something_else(folder):
+    for tokenizer in (Bytes(), Pretrained(folder, frozenset(), 500)):
+        for make in (tokenizer.encode, lambda text, of=tokenizer: of.chat([{"role": "user", "content": text}])):
+            assert make("\U0001f600")
+            with pytest.raises(UnicodeEncodeError, match="surrogates not allowed"):
+                make("\ud83d")
+
+
 def test_a_template_executes_nothing(folder):
     tokenizer = Pretrained(folder, frozenset(), 500)
     tokenizer.inner.chat_template = "{{ messages.__class__.__mro__[1].__subclasses__() }}"

@@ -54,11 +54,20 @@ class Tokenizer(Protocol):
     """Tokens are below it."""
 
     def encode(self, text: str) -> list[int]:
-        """The tokens of a prompt."""
+        """The tokens of a prompt.
+
+        Raises:
+            UnicodeEncodeError: It is no text: it has half a surrogate pair.
+        """
         ...
 
     def chat(self, messages: Sequence[Message]) -> list[int]:
-        """The tokens of messages, up to where the answer begins."""
+        """The tokens of messages, up to where the answer begins.
+
+        Raises:
+            NoTemplate: There is no template, or it refuses the messages.
+            UnicodeEncodeError: As `encode`.
+        """
         ...
 
     def decode(self, tokens: Sequence[int]) -> str:
@@ -118,13 +127,14 @@ class Pretrained:
 
     def encode(self, text: str) -> list[int]:
         """The tokens of a prompt, with what the tokenizer puts in front."""
-        return list(self.inner(text)["input_ids"])
+        return self._tokens(text)
 
     def chat(self, messages: Sequence[Message]) -> list[int]:
         """The messages in the model's chat template, which transformers renders in a sandbox.
 
         Raises:
             NoTemplate: There is none, or it refuses the messages.
+            UnicodeEncodeError: As `encode`.
         """
         from jinja2 import TemplateError
 
@@ -134,7 +144,7 @@ class Pretrained:
             text = self.inner.apply_chat_template(list(messages), add_generation_prompt=True, tokenize=False)
         except (TemplateError, TypeError, ValueError, KeyError) as error:
             raise NoTemplate(f"messages must be such as the model's chat template takes, got: {error}") from None
-        return list(self.inner(text, add_special_tokens=False)["input_ids"])
+        return self._tokens(text, add_special_tokens=False)
 
     def decode(self, tokens: Sequence[int]) -> str:
         """The text of tokens."""
@@ -145,6 +155,10 @@ class Pretrained:
     def recipe(self) -> dict[str, Any]:
         """Its folder, and what the model says."""
         return self._recipe
+
+    def _tokens(self, text: str, **how: bool) -> list[int]:
+        text.encode()  # half a surrogate pair is no text: tokenizers take it for another type, or for something else
+        return list(self.inner(text, **how)["input_ids"])
 
 
 def _plain_tokenizer(inner: Any) -> Any:
