@@ -414,6 +414,8 @@ def test_messages_of_any_length_arrive_whole(pool):
         (["--port", "70000"], "port must be from 0 to 65535, got 70000"),
         (["--cache-gib", "0"], "cache_gib must be above 0, got 0"),
         (["--device", "tpu"], "invalid choice"),
+        (["--api-key", ""], "api_key must have characters and no spaces around them, got an empty one"),
+        (["--api-key", "a "], "api_key must have characters and no spaces around them, got one with spaces at an end"),
     ],
 )
 def test_flags_that_cannot_be_obeyed_are_refused(flags, message, capsys):
@@ -454,9 +456,12 @@ def test_a_port_that_is_taken_and_a_cache_without_a_page_are_refused(capsys, mon
     assert "memory must hold a page of 64 tokens at least" in capsys.readouterr().err
 
 
-def test_the_key_comes_from_the_environment(monkeypatch):
+def test_the_key_comes_from_the_environment(monkeypatch, capsys):
     monkeypatch.setenv(KEY, "secret")
     assert parse(["--model", "tiny"], "serve", "").api_key == "secret"
     assert parse(["--model", "tiny", "--api-key", "other"], "serve", "").api_key == "other"
+    monkeypatch.setenv(KEY, "secret\n")
+    assert main(["--model", "tiny", "--device", "cpu"]) == 1
+    assert "api_key must have characters and no spaces around them" in capsys.readouterr().err
     monkeypatch.delenv(KEY)
     assert parse(["--model", "tiny"], "serve", "") == ServeArgs(model="tiny")

@@ -115,6 +115,10 @@ class ServeArgs:
                 raise ValueError(f"{name} must be above 0, got {value}; pass another --{name.replace('_', '-')}")
         if not 0 <= self.grace <= MOST_GRACE_S:
             raise ValueError(f"grace must be from 0 to {MOST_GRACE_S:g} s, got {self.grace}; launchers kill after 30 s")
+        if self.api_key is not None and (not self.api_key or self.api_key != self.api_key.strip()):
+            # who sends no key would have an empty one, and a header loses the spaces at its end
+            what = "one with spaces at an end" if self.api_key.strip() else "an empty one"
+            raise ValueError(f"api_key must have characters and no spaces around them, got {what}; leave it out for no key")
         if not 0 <= self.port < 65536:
             raise ValueError(f"port must be from 0 to 65535, got {self.port}; pass another --port")
 
