@@ -282,6 +282,7 @@ BAD = [
     (b'{"prompt": "a", "temperature": NaN}', "NaN is no number of JSON"),
     (b'{"prompt": "a", "temperature": 1e999}', "temperature: "),
     (b'{"prompt": "a", "max_tokens": ' + b"9" * 5000 + b"}", "must be JSON|max_tokens"),
+    (b'{"prompt": "a", "max_tokens": ' + b"9" * 4300 + b"}", "max_tokens: Input should be less than or equal to"),
     ({"max_tokens": 3}, "prompt: Field required"),
     ({"prompt": ""}, "prompt must have at least one token"),
     ({"prompt": []}, "none may be empty"),

@@ -17,6 +17,7 @@ from typing import Any, Literal, NoReturn
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 from pydantic_core import to_json
 
+from ringattn.inference.blocks import LONGEST
 from ringattn.launch.serving.sampling import Logprob, Sampling
 from ringattn.launch.serving.scheduling import Event
 from ringattn.launch.serving.text import REPLACEMENT, Pieces, Stops, Tokenizer, text_alone
@@ -65,7 +66,7 @@ class _Body(_Strict):
     """What both kinds of request may say."""
 
     model: str | None = None
-    max_tokens: int | None = Field(None, ge=1)
+    max_tokens: int | None = Field(None, ge=1, le=LONGEST)
     temperature: float | None = Field(None, ge=0, le=2)
     top_p: float | None = Field(None, gt=0, le=1)
     n: int | None = Field(None, ge=1, le=MOST_CHOICES)
@@ -195,7 +196,7 @@ class Chat(_Body):
     """The body of /v1/chat/completions."""
 
     messages: list[Message] = Field(min_length=1)
-    max_completion_tokens: int | None = Field(None, ge=1)
+    max_completion_tokens: int | None = Field(None, ge=1, le=LONGEST)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=MOST_LOGPROBS)
     response_format: TextFormat | None = None
