@@ -78,7 +78,11 @@ def test_bytes_of_a_token_that_is_a_part_of_a_character_are_not_made_up():
         choice.push(Event(1, token, details=Logprob(-0.5, ((token, -0.5),))))
     (answer,) = Writer(True, "bytes", Bytes()).whole([[1]], [choice])["choices"]
     said = answer["logprobs"]["content"]
-    assert [(entry["token"], entry["bytes"]) for entry in said] == [("a", [97]), (REPLACEMENT, None), (REPLACEMENT, None)]
+    assert [(entry["token"], entry["bytes"]) for entry in said] == [
+        ("a", [97]),
+        (REPLACEMENT, None),
+        (REPLACEMENT, None),
+    ]
     assert [entry["top_logprobs"][0]["bytes"] for entry in said] == [[97], None, None]
 
 

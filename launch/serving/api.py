@@ -231,7 +231,8 @@ def read_body(kind: type[_Body], data: bytes) -> Any:
     try:
         body = kind.model_validate(said)
     except ValidationError as error:
-        first = error.errors(include_url=False, include_input=False)[0]
+        # where one of two forms may be said, that which was meant fails further in
+        first = max(error.errors(include_url=False, include_input=False), key=lambda one: len(one["loc"]))
         where = ascii_only(".".join(map(str, first["loc"])))[:100]
         if first["type"] == "extra_forbidden":
             raise Refused(

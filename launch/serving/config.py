@@ -118,7 +118,9 @@ class ServeArgs:
         if self.api_key is not None and (not self.api_key or self.api_key != self.api_key.strip()):
             # who sends no key would have an empty one, and a header loses the spaces at its end
             what = "one with spaces at an end" if self.api_key.strip() else "an empty one"
-            raise ValueError(f"api_key must have characters and no spaces around them, got {what}; leave it out for no key")
+            raise ValueError(
+                f"api_key must have characters and no spaces around them, got {what}; leave it out for no key"
+            )
         if not 0 <= self.port < 65536:
             raise ValueError(f"port must be from 0 to 65535, got {self.port}; pass another --port")
 
