@@ -365,8 +365,16 @@ def test_null_says_nothing_and_an_answer_may_be_sent_back(http):
     said, plain = (http.post("/v1/completions", json=x).json()["choices"] for x in ({**body, **nulls}, body))
     assert said == plain
     told = {"role": "assistant", "content": "b", "tool_calls": [], "refusal": None}
-    chat = {"messages": [told, {"role": "user", "content": "c"}], "max_tokens": 2, "functions": None}
-    assert http.post("/v1/chat/completions", json=chat).status_code == 200
+    asked = {"role": "user", "name": None, "content": [{"type": "text", "text": "c", "cache_control": None}]}
+    chat = {
+        "messages": [told, asked],
+        "max_tokens": 2,
+        "functions": None,
+        "response_format": {"type": "text", "x": None},
+    }
+    chat |= {"stream": True, "stream_options": {"include_usage": None}}
+    answer = http.post("/v1/chat/completions", json=chat)
+    assert answer.status_code == 200, answer.text
 
 
 def test_clients_of_openai_see_their_own_exceptions(client):

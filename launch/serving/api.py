@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NoReturn
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 from pydantic_core import to_json
 
 from ringattn.inference.blocks import LONGEST
@@ -53,6 +53,12 @@ class Refused(Exception):
 
 class _Strict(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nulls(cls, said: Any) -> Any:
+        """Clients that write down what they do not say write null."""
+        return {name: value for name, value in said.items() if value is not None} if isinstance(said, dict) else said
 
 
 class StreamOptions(_Strict):
@@ -226,10 +232,8 @@ def read_body(kind: type[_Body], data: bytes) -> Any:
         raise Refused(400, f"the body must be JSON, got: {ascii_only(str(error))}", code="invalid_json") from None
     if not isinstance(content, dict):
         raise Refused(400, f"the body must be a JSON object, got {type(content).__name__}", code="invalid_json")
-    # clients that write down what they do not say write null
-    said = {name: value for name, value in content.items() if value is not None}
     try:
-        body = kind.model_validate(said)
+        body = kind.model_validate(content)
     except ValidationError as error:
         # where one of two forms may be said, that which was meant fails further in
         first = max(error.errors(include_url=False, include_input=False), key=lambda one: len(one["loc"]))
