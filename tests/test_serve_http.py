@@ -95,6 +95,20 @@ def test_why_an_answer_has_ended(client):
     assert (on.text, on.finish_reason) == (text + chr(STOP), "length")
 
 
+def test_who_does_not_say_how_many_tokens_gets_no_more_than_anybody_may():
+    served = Served(FakeRunner(), limits=Limits(max_tokens=5))
+    try:
+        url, prompt = f"{served.url}/v1", going_on("m", 5)
+        for path, body in (
+            ("completions", {"prompt": prompt}),
+            ("chat/completions", {"messages": [{"role": "user", "content": "m"}]}),
+        ):
+            found = httpx.post(f"{url}/{path}", json={**body, "ignore_eos": True}).json()
+            assert found["usage"]["completion_tokens"] == 5, found
+    finally:
+        served.close()
+
+
 def test_a_stop_string_cuts_the_answer_and_is_not_part_of_it(client):
     prompt = going_on("stop", 40)
     text = text_of(prompt, 40)

@@ -307,7 +307,8 @@ def make_app(
             wanted = [tokenizer.chat([message.plain() for message in body.messages])]
             asked = body.max_completion_tokens or body.max_tokens
         else:
-            wanted, asked = body.prompts(), body.max_tokens or COMPLETION_TOKENS
+            wanted = body.prompts()
+            asked = body.max_tokens or min(COMPLETION_TOKENS, limits.max_tokens or COMPLETION_TOKENS)
         if len(wanted) * body.choices > (most := min(MOST_ANSWERS, desk.room.running + desk.room.queue)):
             raise Refused(
                 400,
