@@ -252,6 +252,25 @@ def test_a_step_whose_tokens_are_gone_is_refused() -> None:
         attend(step, 0, **rows_of(step))
 
 
+@pytest.mark.parametrize("mode", ["prefill", "decode"])
+def test_a_step_whose_tokens_are_others_now_is_refused_and_writes_to_nobodys_pages(mode: Any) -> None:
+    cache = small()
+    request, other = cache.join(40), cache.join(40)
+    first = cache.extend([request], [7])
+    step = cache.extend([request], [13], mode=mode)
+    cache.crop(request, 7)
+    # of pages that were given up, some are another request's now
+    cache.extend([other], [20])
+    again = cache.extend([request], [13], mode=mode)
+    with pytest.raises(
+        ValueError, match="request 0 of 20 tokens, which has had others behind the first 7 since; exten"
+    ):
+        attend(step, 0, **rows_of(step))
+    assert not cache.k.any()
+    for one in (first, again):
+        attend(one, 0, **rows_of(one))
+
+
 def test_results_carry_no_graph() -> None:
     cache = small()
     step = cache.extend([cache.join(30)], [TOKENS])

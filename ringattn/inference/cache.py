@@ -451,9 +451,11 @@ class PagedKVCache:
             return
         here = set(books.requests)
         for request, length in zip(step.requests, step.lengths, strict=True):
-            there = books.length(request) if request in here else None
+            there = books.stayed(request, step.known) if request in here else None
             if there is None or there < length:
                 gone = "has left" if there is None else f"was cropped to {there} tokens"
+                if there is not None and books.length(request) > there:
+                    gone = f"has had others behind the first {there}"
                 raise ValueError(
                     f"the requests of a step must be as long as it made them, got request {request} of {length} tokens, "
                     f"which {gone} since; extend again"
