@@ -28,6 +28,8 @@ HEADS, D, DV = 2, 4, 3
 MASKS: list[tuple[bool, tuple[int | None, int | None] | None, int | None]] = [
     (True, None, None), (False, None, None), (True, (3, 0), None), (True, (0, 5), None), (False, (2, 1), None),
     (False, (None, 2), None), (False, (4, None), None), (True, None, 5), (False, None, 3), (True, (2, 0), 6),
+    (False, (2, 2**31 - 5), None), (True, (sys.maxsize - 1, 0), None), (False, (2**40, 2**31), None), (False, None, 2**31),
+    (True, (2, 0), 2**31 - 5), (False, (2, sys.maxsize), sys.maxsize),
 ]  # fmt: skip
 
 

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor
 
-from ringattn.inference.blocks import Stretch, Table
+from ringattn.inference.blocks import LONGEST, Stretch, Table
 from ringattn.inference.pages import Pages
 from ringattn.inference.upload import Lines, Places, Rows, uploaded
 from ringattn.kernels.decode import PageTable
@@ -178,19 +178,21 @@ class Step:
         assert ends is not None, "rows of a prefill see documents"
         left, right = (None, None) if window is None else window
         right = 0 if causal and (right is None or right > 0) else right
+        # sums of a position and a width may be no int32, their differences from other positions are
         if left is None:
             lo.copy_(self.seen_from)
         else:
-            torch.maximum(self.seen_from, here - left, out=lo)
+            torch.maximum(self.seen_from, here - min(left, LONGEST), out=lo)
         if right is None:
             hi.copy_(ends)
         else:
-            torch.minimum(ends, here + (right + 1), out=hi)
+            torch.sub(ends, here, out=hi).clamp_(max=min(right + 1, LONGEST)).add_(here)
         if chunk_len is not None:
             # chunks are counted from the first token that is seen
-            into = torch.remainder(here - self.seen_from, chunk_len)
-            torch.maximum(lo, here - into, out=lo)
-            torch.minimum(hi, here - into + chunk_len, out=hi)
+            chunk_len = min(chunk_len, LONGEST)
+            begin = here - torch.remainder(here - self.seen_from, chunk_len)
+            torch.maximum(lo, begin, out=lo)
+            hi.sub_(begin).clamp_(max=chunk_len).add_(begin)
         torch.maximum(lo, hi, out=hi)
 
 
