@@ -284,6 +284,32 @@ def test_results_carry_no_graph() -> None:
     assert not attend(step, 1, **rows_of(step)).requires_grad
 
 
+def ask_and_train() -> Tensor:
+    """A chunk of a prompt and a forward in inference mode, and then again with gradients, on one ring."""
+    ring = Ring()
+    cache, sharding = small(ring), ring.sharding(TOKENS)
+    for mode in (True, False):
+        for moves in ("keys", "queries"):
+            request = cache.join(40)
+            with torch.inference_mode(mode):
+                for count in (TOKENS, 3, 1):
+                    step = cache.extend([request], [count], mode="prefill" if count > 1 else "decode")
+                    attend(step, 0, **rows_of(step), moves=moves)
+            cache.leave(request)
+        with torch.inference_mode(mode):
+            q, k, v = (torch.ones(1, sharding.shard_len, h, 16, requires_grad=not mode) for h in (4, 2, 2))
+            o = ring_attention(q, k, v, sharding, causal=True)
+    o.sum().backward()
+    assert v.grad is not None
+    return v.grad.sum()
+
+
+@pytest.mark.dist
+def test_what_a_ring_made_in_inference_mode_serves_training(pool: Pools) -> None:
+    # each row of values adds 1 to a row of every query head
+    assert float(sum(pool(2).run(ask_and_train))) == pytest.approx(TOKENS * 4 * 16)
+
+
 def test_a_step_goes_when_nobody_has_it() -> None:
     cache = small()
     request = cache.join(60)
