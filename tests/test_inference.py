@@ -284,6 +284,20 @@ def test_results_carry_no_graph() -> None:
     assert not attend(step, 1, **rows_of(step)).requires_grad
 
 
+@pytest.mark.parametrize("inside", [(True, False, False), (False, True, False), (False, False, True)], ids=str)
+def test_a_cache_and_a_static_step_serve_inside_and_outside_of_inference_mode(inside: tuple[bool, bool, bool]) -> None:
+    modes = iter([*inside, False, False, True])
+    with torch.inference_mode(next(modes)):
+        cache = small()
+    with torch.inference_mode(next(modes)):
+        static = cache.static_step(2, 4, max_tokens=40)
+    request = cache.join(40)
+    for mode in modes:
+        with torch.inference_mode(mode):
+            cache.extend([request], [4], into=static)
+            attend(static, 0, **rows_of(static), window=(3, 0))
+
+
 def ask_and_train() -> Tensor:
     """A chunk of a prompt and a forward in inference mode, and then again with gradients, on one ring."""
     ring = Ring()

@@ -152,7 +152,8 @@ class PagedKVCache:
         self.accord = Accord(ring)
         self.room: dict[str, tuple[int, ...]] = {}
         shape = (layers, pages, kv_heads, page_size)
-        with ring.shared_refusals():
+        # rows are written inside of inference mode and outside
+        with ring.shared_refusals(), torch.inference_mode(False):
             self.k = torch.zeros(*shape, self.head_dim, dtype=self.kv_dtype, device=device)
             self.v = torch.zeros(*shape, self.v_head_dim, dtype=self.kv_dtype, device=device)
             self.k_scale = torch.zeros(shape, dtype=torch.float32, device=device) if self.is_quantised else None
@@ -312,7 +313,8 @@ class PagedKVCache:
         if not 1 <= new <= MOST_DECODED:
             raise ValueError(f"new must be from 1 to {MOST_DECODED}, got {new}; more new tokens are a prefill")
         most = -(-max_tokens // self.page_size) + 1 if max_blocks is None else max_blocks
-        return StaticStep.make(self, batch, new, max_tokens, most, packed)
+        with torch.inference_mode(False):  # it may be said anew outside
+            return StaticStep.make(self, batch, new, max_tokens, most, packed)
 
     def put(self, layer: int, step: Step, k: Tensor, v: Tensor) -> None:
         """Keeps the rows of a step that fall to this rank; on a GPU in stream order, and capturable in a CUDA graph.

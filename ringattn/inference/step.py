@@ -169,7 +169,9 @@ class Step:
         return self.seen_from, self.causal_ends
 
     def _empty_bounds(self) -> tuple[Tensor, Tensor]:
-        return torch.empty_like(self.seen_from), torch.empty_like(self.seen_from)
+        # a static step that is said anew outside of inference mode writes there
+        with torch.inference_mode(False):
+            return torch.empty_like(self.seen_from), torch.empty_like(self.seen_from)
 
     def _find_bounds(self, mask: Mask, lo: Tensor, hi: Tensor) -> None:
         causal, window, chunk_len = mask
