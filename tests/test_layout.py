@@ -128,7 +128,7 @@ def test_balanced_is_fast_for_a_million_tokens() -> None:
     documents = log_normal_documents(seq_len, 400, 1.5, seed=4)
     assert len(documents) > 2000
 
-    def cut() -> list[Shard]:  # for a mask that has counted nothing yet
+    def cut() -> tuple[Shard, ...]:  # for a mask that has counted nothing yet
         mask = Visibility(seq_len, seq_len, causal=True, documents=documents)
         return make_shards("balanced", seq_len, 8, mask)
 
