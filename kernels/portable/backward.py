@@ -27,7 +27,7 @@ def delta_kernel(
     row0 = tl.program_id(0) * BLOCK_M
     head = tl.program_id(1)
     b = (head // num_heads).to(tl.int64)
-    h = head % num_heads
+    h = (head % num_heads).to(tl.int64)
     x = row0 + tl.arange(0, BLOCK_M)
     o_tile = load_rows(o + b * o_sb + h * o_sh, b, h, row0, rows, o_ss, BLOCK_M, DV, DV_WIDTH, True, False)
     do_tile = load_rows(do + b * do_sb + h * do_sh, b, h, row0, rows, do_ss, BLOCK_M, DV, DV_WIDTH, True, False)
@@ -70,7 +70,7 @@ def _keys_step(
     lse2_i = _load_stat(lse2, stat_at, row, x, inside, MASKED, TMA)
     bias_tile = None
     if bias is not None:
-        at = (tl.cast(row, tl.int64) * bias_ss + tl.arange(0, BLOCK_M) * bias_ss)[None, :]
+        at = (tl.cast(row, tl.int64) * bias_ss + tl.arange(0, BLOCK_M).to(tl.int64) * bias_ss)[None, :]
         bias_tile = tl.load(bias + at, mask=inside[None, :] & key_exists[:, None], other=0.0)
     s, t = score(
         qk, q_pos[None, :], k_pos[:, None], slope, key_bias_tile, bias_tile, scale, cap, SOFTCAP, PRECISION == "tf32x3"
@@ -131,7 +131,8 @@ def keys_kernel(
     row0 = tile * BLOCK_N  # under a causal mask the first keys are seen most: longest first
     b = head // num_heads
     h_kv = head % num_heads
-    b64 = b.to(tl.int64)
+    # where memory holds heads first, those before this one may be more than 2^31 numbers
+    b64, h_kv64 = b.to(tl.int64), h_kv.to(tl.int64)
     y = row0 + tl.arange(0, BLOCK_N)
     key_exists = y < rows
     lo_ptr += b64 * lo_sb
@@ -142,8 +143,8 @@ def keys_kernel(
         if any_lo >= any_hi:
             return
 
-    k_tile = load_rows(k + b64 * k_sb + h_kv * k_sh, b, h_kv, row0, rows, k_ss, BLOCK_N, D, D_WIDTH, True, False)
-    v_tile = load_rows(v + b64 * v_sb + h_kv * v_sh, b, h_kv, row0, rows, v_ss, BLOCK_N, DV, DV_WIDTH, True, False)
+    k_tile = load_rows(k + b64 * k_sb + h_kv64 * k_sh, b, h_kv, row0, rows, k_ss, BLOCK_N, D, D_WIDTH, True, False)
+    v_tile = load_rows(v + b64 * v_sb + h_kv64 * v_sh, b, h_kv, row0, rows, v_ss, BLOCK_N, DV, DV_WIDTH, True, False)
     k_pos = tl.load(positions + y, mask=key_exists, other=0)
     key_bias_tile = None
     if key_bias is not None:
@@ -159,6 +160,7 @@ def keys_kernel(
         if count > 0:
             for g in tl.range(0, group):
                 h = h_kv * group + g
+                h64 = h.to(tl.int64)
                 stat_at = (b * num_heads * group + h) * queries
                 if TMA:
                     q_base = q
@@ -168,11 +170,11 @@ def keys_kernel(
                 else:
                     lse2_base = lse2 + (b64 * num_heads * group + h) * queries
                     delta_base = delta + (b64 * num_heads * group + h) * queries
-                    q_base = q + b64 * q_sb + h * q_sh
-                    do_base = do + b64 * do_sb + h * do_sh
+                    q_base = q + b64 * q_sb + h64 * q_sh
+                    do_base = do + b64 * do_sb + h64 * do_sh
                 bias_base = None
                 if bias is not None:
-                    bias_base = bias + b64 * bias_sb + h * bias_sh + (k_pos.to(tl.int64) * bias_sn)[:, None]
+                    bias_base = bias + b64 * bias_sb + h64 * bias_sh + (k_pos.to(tl.int64) * bias_sn)[:, None]
                 slope = tl.load(alibi_slopes + h) if alibi_slopes is not None else None
                 key = dropout_key(b * num_heads * group + h, seed_low, seed_high) if DROPOUT else None
                 for j in tl.range(0, head_end + count - tail):
@@ -196,9 +198,9 @@ def keys_kernel(
                         DROPOUT, TMA, PRECISION, dkey_bias_out is not None,
                     )  # fmt: skip
 
-    store_rows(dv_out + b64 * dv_sb + h_kv * dv_sh, dv, row0, rows, dv_ss, BLOCK_N, DV, DV_WIDTH, ADD)
+    store_rows(dv_out + b64 * dv_sb + h_kv64 * dv_sh, dv, row0, rows, dv_ss, BLOCK_N, DV, DV_WIDTH, ADD)
     dk = dk * softmax_scale
-    store_rows(dk_out + b64 * dk_sb + h_kv * dk_sh, dk, row0, rows, dk_ss, BLOCK_N, D, D_WIDTH, ADD)
+    store_rows(dk_out + b64 * dk_sb + h_kv64 * dk_sh, dk, row0, rows, dk_ss, BLOCK_N, D, D_WIDTH, ADD)
     if dkey_bias_out is not None:
         tl.store(dkey_bias_out + head.to(tl.int64) * rows + y, dkey_bias, mask=key_exists)
 
@@ -273,7 +275,7 @@ def rows_kernel(
     b = head // num_heads
     h = head % num_heads
     h_kv = h // group
-    b64 = b.to(tl.int64)
+    b64, h64, h_kv64 = b.to(tl.int64), h.to(tl.int64), h_kv.to(tl.int64)
     x = row0 + tl.arange(0, BLOCK_M)
     row_exists = x < rows
     lo_ptr += b64 * lo_sb
@@ -284,28 +286,28 @@ def rows_kernel(
         if any_lo >= any_hi:
             return
 
-    q_tile = load_rows(q + b64 * q_sb + h * q_sh, b, h, row0, rows, q_ss, BLOCK_M, D, D_WIDTH, True, False)
-    do_tile = load_rows(do + b64 * do_sb + h * do_sh, b, h, row0, rows, do_ss, BLOCK_M, DV, DV_WIDTH, True, False)
-    lse2 = tl.load(lse + b64 * lse_sb + h * lse_sh + x, mask=row_exists, other=float("-inf")) * LOG2E
+    q_tile = load_rows(q + b64 * q_sb + h64 * q_sh, b, h, row0, rows, q_ss, BLOCK_M, D, D_WIDTH, True, False)
+    do_tile = load_rows(do + b64 * do_sb + h64 * do_sh, b, h, row0, rows, do_ss, BLOCK_M, DV, DV_WIDTH, True, False)
+    lse2 = tl.load(lse + b64 * lse_sb + h64 * lse_sh + x, mask=row_exists, other=float("-inf")) * LOG2E
     lse2 = tl.where(lse2 == float("-inf"), float("inf"), lse2)  # rows that saw nothing: all their weights are 0
-    delta_i = tl.load(delta + b64 * delta_sb + h * delta_sh + x, mask=row_exists, other=0.0)
+    delta_i = tl.load(delta + b64 * delta_sb + h64 * delta_sh + x, mask=row_exists, other=0.0)
     q_pos = tl.load(positions + x, mask=row_exists, other=0)
     if TMA:
         k_base = k
         v_base = v
     else:
-        k_base = k + b64 * k_sb + h_kv * k_sh
-        v_base = v + b64 * v_sb + h_kv * v_sh
+        k_base = k + b64 * k_sb + h_kv64 * k_sh
+        v_base = v + b64 * v_sb + h_kv64 * v_sh
     key_bias_base = key_bias + b64 * key_bias_sb if key_bias is not None else None
     bias_base = None
     if bias is not None:
-        bias_base = (bias + b64 * bias_sb + h * bias_sh + row0.to(tl.int64) * bias_ss) + (
-            tl.arange(0, BLOCK_M) * bias_ss
+        bias_base = (bias + b64 * bias_sb + h64 * bias_sh + row0.to(tl.int64) * bias_ss) + (
+            tl.arange(0, BLOCK_M).to(tl.int64) * bias_ss
         )[:, None]
     dbias_base = None
     if dbias is not None:
-        dbias_base = (dbias + b64 * dbias_sb + h * dbias_sh + row0.to(tl.int64) * dbias_ss) + (
-            tl.arange(0, BLOCK_M) * dbias_ss
+        dbias_base = (dbias + b64 * dbias_sb + h64 * dbias_sh + row0.to(tl.int64) * dbias_ss) + (
+            tl.arange(0, BLOCK_M).to(tl.int64) * dbias_ss
         )[:, None]
     slope = tl.load(alibi_slopes + h) if alibi_slopes is not None else None
     key = dropout_key(head, seed_low, seed_high) if DROPOUT else None
@@ -336,9 +338,9 @@ def rows_kernel(
             )  # fmt: skip
 
     dq = dq * softmax_scale
-    store_rows(dq_out + b64 * dq_sb + h * dq_sh, dq, row0, rows, dq_ss, BLOCK_M, D, D_WIDTH, ADD)
+    store_rows(dq_out + b64 * dq_sb + h64 * dq_sh, dq, row0, rows, dq_ss, BLOCK_M, D, D_WIDTH, ADD)
     if dalibi_out is not None:
-        at = dalibi_out + b64 * dalibi_sb + h * dalibi_sh + x
+        at = dalibi_out + b64 * dalibi_sb + h64 * dalibi_sh + x
         if ADD:
             dalibi += tl.load(at, mask=row_exists, other=0.0)
         tl.store(at, dalibi, mask=row_exists)

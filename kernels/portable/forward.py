@@ -101,7 +101,8 @@ def forward_kernel(
     b = head // num_heads
     h = head % num_heads
     h_kv = h // group
-    b64 = b.to(tl.int64)
+    # where memory holds heads first, those before this one may be more than 2^31 numbers
+    b64, h64, h_kv64 = b.to(tl.int64), h.to(tl.int64), h_kv.to(tl.int64)
     x = row0 + tl.arange(0, BLOCK_M)
     row_exists = x < rows
     lo_ptr += b64 * lo_sb
@@ -112,9 +113,9 @@ def forward_kernel(
         if any_lo >= any_hi:
             return
 
-    m_base = carry_m + b64 * m_sb + h * m_sh if carry_m is not None else None
-    l_base = carry_l + b64 * l_sb + h * l_sh if carry_l is not None else None
-    acc_base = carry_acc + b64 * acc_sb + h * acc_sh if carry_acc is not None else None
+    m_base = carry_m + b64 * m_sb + h64 * m_sh if carry_m is not None else None
+    l_base = carry_l + b64 * l_sb + h64 * l_sh if carry_l is not None else None
+    acc_base = carry_acc + b64 * acc_sb + h64 * acc_sh if carry_acc is not None else None
     if FIRST:
         acc = tl.zeros([BLOCK_M, DV], tl.float32)
         if sinks is not None:
@@ -128,19 +129,19 @@ def forward_kernel(
         l_i = tl.load(l_base + x, mask=row_exists, other=0.0)
         acc = load_rows(acc_base, b, h, row0, rows, acc_ss, BLOCK_M, DV, DV_WIDTH, True, False)
 
-    q_tile = load_rows(q + b64 * q_sb + h * q_sh, b, h, row0, rows, q_ss, BLOCK_M, D, D_WIDTH, True, False)
+    q_tile = load_rows(q + b64 * q_sb + h64 * q_sh, b, h, row0, rows, q_ss, BLOCK_M, D, D_WIDTH, True, False)
     q_pos = tl.load(positions + x, mask=row_exists, other=0)
     if TMA:
         k_base = k
         v_base = v
     else:
-        k_base = k + b64 * k_sb + h_kv * k_sh
-        v_base = v + b64 * v_sb + h_kv * v_sh
+        k_base = k + b64 * k_sb + h_kv64 * k_sh
+        v_base = v + b64 * v_sb + h_kv64 * v_sh
     key_bias_base = key_bias + b64 * key_bias_sb if key_bias is not None else None
     bias_base = None
     if bias is not None:
-        bias_base = (bias + b64 * bias_sb + h * bias_sh + row0.to(tl.int64) * bias_ss) + (
-            tl.arange(0, BLOCK_M) * bias_ss
+        bias_base = (bias + b64 * bias_sb + h64 * bias_sh + row0.to(tl.int64) * bias_ss) + (
+            tl.arange(0, BLOCK_M).to(tl.int64) * bias_ss
         )[:, None]
     slope = tl.load(alibi_slopes + h) if alibi_slopes is not None else None
     key = dropout_key(head, seed_low, seed_high) if DROPOUT else None
@@ -197,8 +198,8 @@ def forward_kernel(
         divisor = tl.where(l_i > 0.0, l_i, 1.0)
         acc = acc / divisor[:, None]
         lse_i = tl.where(l_i > 0.0, LN2 * (m_i + tl.log2(divisor)), float("-inf"))
-        tl.store(lse + b64 * lse_sb + h * lse_sh + x, lse_i, mask=row_exists)
-        store_rows(o + b64 * o_sb + h * o_sh, acc, row0, rows, o_ss, BLOCK_M, DV, DV_WIDTH, False)
+        tl.store(lse + b64 * lse_sb + h64 * lse_sh + x, lse_i, mask=row_exists)
+        store_rows(o + b64 * o_sb + h64 * o_sh, acc, row0, rows, o_ss, BLOCK_M, DV, DV_WIDTH, False)
     else:
         tl.store(m_base + x, m_i, mask=row_exists)
         tl.store(l_base + x, l_i, mask=row_exists)

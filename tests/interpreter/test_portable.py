@@ -1,11 +1,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from ringattn.kernels.contract import Carry, Grads, Score, Side
+from tests.far_apart import HALF_WAY, at_strides, heads_apart, leave_memory_alone
 from tests.kernel_conformance import CASES, Case, run_case
 
 pytest.importorskip("triton")
@@ -52,6 +55,53 @@ def test_bulk_loads_stay_within_budget_at_any_offset(case: Case, monkeypatch: py
     choose = configs.choose
     monkeypatch.setattr(configs, "choose", lambda *args: replace(choose(*args), tma=True))
     run_case(portable, case, torch.float32, "cpu")
+
+
+class FarApart:
+    """The kernels on a copy of this tensor whose heads, or rows of a bias, lie far apart."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def place(self, name: str, x: Tensor) -> Tensor:
+        if name != self.name:
+            return x
+        return heads_apart(x) if name not in ("bias", "dbias") else at_strides(x, (0, HALF_WAY, x.shape[3], 1))
+
+    def score(self, score: Score) -> Score:
+        if score.bias is None:
+            return score
+        if self.name == "rows of bias":
+            return replace(score, bias=at_strides(score.bias, (0, 0, HALF_WAY // 6, 1)))
+        return replace(score, bias=self.place("bias", score.bias))
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, rows: Side, keys: Side, score: Score, *, o: Tensor, **rest: Any):
+        q, k, v, far_o = (self.place(*x) for x in (("q", q), ("k", k), ("v", v), ("o", o)))
+        portable.forward(q, k, v, rows, keys, self.score(score), o=far_o, **rest)
+        o.copy_(far_o)
+
+    def delta(self, o: Tensor, do: Tensor, dlse: Tensor | None) -> Tensor:
+        return portable.delta(self.place("o", o), self.place("do", do), dlse)
+
+    def backward(
+        self, do: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, rows: Side, keys: Side,
+        score: Score, grads: Grads,
+    ) -> None:  # fmt: skip
+        names = ("dq", "dk", "dv") if grads.dbias is None else ("dq", "dk", "dv", "dbias")
+        far = {name: self.place(name, getattr(grads, name)) for name in names}
+        do, q, k, v = (self.place(*x) for x in (("do", do), ("q", q), ("k", k), ("v", v)))
+        portable.backward(do, q, k, v, lse, delta, rows, keys, self.score(score), replace(grads, **far))
+        for name, x in far.items():
+            getattr(grads, name).copy_(x)
+
+
+@pytest.mark.parametrize("name", ["q", "k", "v", "o", "do", "dq", "dk", "dv", "bias", "dbias", "rows of bias"])
+def test_offsets_may_need_more_than_32_bits(name: str, monkeypatch: pytest.MonkeyPatch):
+    leave_memory_alone(monkeypatch)
+    bias = {"rows of bias": "shared", "bias": "dense", "dbias": "dense"}.get(name)
+    heads = 1 if name == "rows of bias" else 3
+    case = Case("far_apart", seq_len=20, mask={"causal": True}, heads=heads, kv_heads=heads, bias=bias)
+    run_case(FarApart(name), case, torch.float16, "cpu")
 
 
 def test_the_backward_is_the_same_bits_every_time():
