@@ -260,6 +260,7 @@ CASES: tuple[Case, ...] = (
         accumulate=True,
         **{**MANY, "bias": "shared"},
     ),
+    Case("vanishing_scale", mask=CAUSAL, softmax_scale=1e-46),
 )
 """Small, and each in the list for a reason that its name says."""
 

@@ -24,6 +24,7 @@ from ringattn.kernels.record_triton import Tape, recorded
 
 DTYPES = (torch.float16, torch.bfloat16)
 MAX_PACK = 64  # heads in the rows of one warpgroup
+LEAST_SCALE = 1e-30  # a smaller softmax_scale may be 0 in fp32, which makes NaN of a hidden pair: -inf times 0
 
 _ABSENT = (None,) * 8
 
@@ -250,7 +251,7 @@ def choose_pack(s: int, group: int, tile: int) -> int:
 def is_plain(score: Score) -> bool:
     """Whether the score is q . k times a positive scale."""
     absent = score.alibi_slopes is None and score.key_bias is None
-    return absent and not score.softcap > 0 and score.softmax_scale > 0
+    return absent and not score.softcap > 0 and score.softmax_scale >= LEAST_SCALE
 
 
 def _check(q: Tensor, v: Tensor, score: Score) -> None:

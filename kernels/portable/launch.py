@@ -29,6 +29,7 @@ _rows: Any = backward.rows_kernel
 LOG2E = math.log2(math.e)
 L2_BYTES = 32 * 2**20  # of the level-two cache, what one sweep of heads may stream
 MAX_HEAD_DIM = 256
+LEAST_SCALE = 1e-30  # a smaller softmax_scale may be 0 in fp32, which makes NaN of a hidden pair: -inf times 0
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
@@ -233,7 +234,7 @@ def _padded(head_dim: int) -> int:
 def _is_plain(score: Score) -> bool:
     """Whether the score is q . k times a positive scale."""
     absent = score.alibi_slopes is None and score.key_bias is None and score.bias is None
-    return absent and not score.softcap > 0 and score.dropout_p == 0 and score.softmax_scale > 0
+    return absent and not score.softcap > 0 and score.dropout_p == 0 and score.softmax_scale >= LEAST_SCALE
 
 
 def _scale_and_cap(score: Score) -> tuple[float, float]:
