@@ -11,6 +11,16 @@ import triton.language as tl
 
 
 @triton.jit
+def _place(rows, ROWS: tl.constexpr):
+    """(first row, head) of this program, where each owns ROWS of the `rows` of a head.
+
+    One number says both: a device has room for 65535 programs in any dimension but the first, which heads of a batch may exceed.
+    """
+    tiles = tl.cdiv(rows, ROWS)
+    return tl.program_id(0) % tiles * ROWS, tl.program_id(0) // tiles
+
+
+@triton.jit
 def _offsets(row0, stride, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     """Offsets of a tile of ROWS x COLUMNS whose columns are next to each other."""
     r = tl.arange(0, ROWS)[:, None]
@@ -36,8 +46,7 @@ def prepare_kernel(
 
     A program owns ROWS rows of one head.
     """
-    row0 = tl.program_id(0) * ROWS
-    head = tl.program_id(1)
+    row0, head = _place(padded_rows, ROWS)
     b = (head // num_heads).to(tl.int64)
     h = head % num_heads
     x = row0 + tl.arange(0, ROWS)
@@ -62,8 +71,7 @@ def finish_rows_kernel(
 
     dalibi, finished elsewhere, is touched only where `error` is set.
     """
-    row0 = tl.program_id(0) * ROWS
-    head = tl.program_id(1)
+    row0, head = _place(rows, ROWS)
     b = (head // num_heads).to(tl.int64)
     h = head % num_heads
     x = row0 + tl.arange(0, ROWS)
@@ -145,7 +153,7 @@ def clear_home_kernel(
     homes, side, rows, out_sb, out_ss, ROWS: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr
 ):
     """Writes zeros to the first `rows` rows, of all heads together, of a region; a program owns ROWS of one batch element."""
-    row0 = tl.program_id(0) * ROWS
+    row0, element = _place(rows, ROWS)
     mask = (row0 + tl.arange(0, ROWS) < rows)[:, None] & (tl.arange(0, COLUMNS) < WIDTH)[None, :]
-    target = _region(homes, side) + tl.program_id(1).to(tl.int64) * out_sb
+    target = _region(homes, side) + element.to(tl.int64) * out_sb
     tl.store(target + _offsets(row0, out_ss, ROWS, COLUMNS), tl.zeros([ROWS, COLUMNS], tl.float32), mask=mask)

@@ -51,7 +51,7 @@ def prepare(
     width = columns if zeroed is None else zeroed.shape[-1]
     tape.launch(
         around.prepare_kernel,
-        (-(-padded_rows // ROWS), batch * h),
+        (-(-padded_rows // ROWS) * batch * h,),
         (
             lse, delta, start_s, start_dp, zeroed, *pair(lse), *pair(delta), *strides(zeroed), h, s, padded_rows,
             factor, empty,
@@ -82,7 +82,7 @@ def finish_rows(
     batch, s, h, d = dq.shape
     tape.launch(
         around.finish_rows_kernel,
-        (-(-s // ROWS), batch * h),
+        (-(-s // ROWS) * batch * h,),
         (total, dq, dalibi, error, *strides(total), *strides(dq), *pair(dalibi), h, s, scale),
         {"ROWS": ROWS, "COLUMNS": columns, "WIDTH": d, "ADD": add},
         num_warps=4,
@@ -186,7 +186,7 @@ def clear_homes(tape: Tape, homes: Tensor, home_rows: int, lengths: list[int], b
         if batch * rows * width:
             tape.launch(
                 around.clear_home_kernel,
-                (-(-rows // per_program), batch),
+                (-(-rows // per_program) * batch,),
                 (homes, side, rows, home_rows * width, width),
                 {"ROWS": per_program, "COLUMNS": columns, "WIDTH": width},
                 num_warps=4,

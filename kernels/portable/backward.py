@@ -24,8 +24,9 @@ def delta_kernel(
     BLOCK_M: tl.constexpr, DV: tl.constexpr, DV_WIDTH: tl.constexpr,
 ):  # fmt: skip
     """rowsum(o * do) - dlse into a contiguous `b h s`; a program owns BLOCK_M rows of one head."""
-    row0 = tl.program_id(0) * BLOCK_M
-    head = tl.program_id(1)
+    tiles = tl.cdiv(rows, BLOCK_M)
+    row0 = tl.program_id(0) % tiles * BLOCK_M
+    head = tl.program_id(0) // tiles
     b = (head // num_heads).to(tl.int64)
     h = (head % num_heads).to(tl.int64)
     x = row0 + tl.arange(0, BLOCK_M)

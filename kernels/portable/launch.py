@@ -96,7 +96,7 @@ def _fill_delta(tape: Tape, o: Tensor, do: Tensor, dlse: Tensor | None, delta: T
     block_m = 64
     tape.launch(
         _delta,
-        (-(-s // block_m), batch * h),
+        (-(-s // block_m) * batch * h,),
         (o, do, dlse, delta, *_strides(o), *_strides(do), *_pair(dlse), h, s),
         {"BLOCK_M": block_m, "DV": _padded(dv), "DV_WIDTH": dv},
         num_warps=4,

@@ -8,8 +8,8 @@ import torch
 
 pytest.importorskip("triton")
 
-from ringattn.kernels import eager
-from ringattn.kernels.contract import Grads, KernelSet, Score
+from ringattn.kernels import eager, launch_triton
+from ringattn.kernels.contract import Gathered, Grads, KernelSet, Score
 from ringattn.kernels.hopper.backward_configs import BackwardConfig
 from ringattn.reference import visible_pairs
 from tests.emulator import gluon as machine
@@ -17,6 +17,7 @@ from tests.emulator.pacing import keep_pace_always
 from tests.kernel_conformance import LONG_CASES, Case, make_side, run_case
 
 launch: Any = pytest.importorskip("ringattn.kernels.hopper.backward_launch")
+around_launch: Any = pytest.importorskip("ringattn.kernels.hopper.around_launch")
 
 
 CAUSAL: dict[str, Any] = {"causal": True}
@@ -126,6 +127,29 @@ def test_keys_beyond_the_buffer_reach_nothing_where_every_score_is_very_low():
     grads = visit(launch.launch_backward, torch.float32, scale=8.0)
     for name in ("dq", "dk", "dv"):
         assert getattr(grads, name).isfinite().all(), name
+
+
+@pytest.mark.parametrize(("s", "launches"), [(1, 4), (0, 2)])
+def test_heads_of_a_batch_may_exceed_the_programs_of_a_second_dimension(
+    s: int, launches: int, monkeypatch: pytest.MonkeyPatch
+):
+    grids: list[tuple[int, ...]] = []
+    monkeypatch.setattr(launch_triton, "launch", lambda kernel, grid, *_, **__: grids.append(grid))
+    b, h, d = 1100, 64, 16
+    k, stat, homes = torch.zeros(b, 1, h, d).half(), torch.zeros(b, h, s), torch.zeros(1, dtype=torch.int64)
+    q = k[:, :s].clone()
+    visible = torch.ones(1, s, 1, dtype=torch.bool)
+    rows, keys = make_side(((0, 1, s),), visible, "cpu"), make_side(((0, 1, 1),), visible.transpose(1, 2), "cpu")
+    sources = Gathered((keys,), (0,), 1, 0, keys.positions, keys.lo, keys.hi)
+    away = around_launch.Away((k[:, :0], k[:, :0]), None, homes, 1, homes)
+    launch.launch_delta(q, q, stat)
+    dq = torch.empty_like(q)
+    launch.launch_gathered(
+        q, q, (k, k), stat, stat, rows, sources, Score(1.0), away, dq=dq, dalibi=None, want_rows=True
+    )
+    assert len(grids) == launches
+    # what a launch of CUDA may have
+    assert all(n <= 65535 for grid in grids for n in grid[1:]), grids
 
 
 @pytest.mark.parametrize(
