@@ -1,8 +1,8 @@
 """From tensors to kernel launches.
 
 Owns grids, strides and compile-time switches. Refuses to know the mathematics of the kernels and anything of a ring. Never
-waits for the device, and allocates nothing beyond delta, lse in log2 units and, with a key bias that wants a gradient, one
-sum per key head.
+waits for the device, and allocates nothing beyond delta, lse in log2 units, copies of tensors whose rows lie too far apart
+and, with a key bias that wants a gradient, one sum per key head.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ _rows: Any = backward.rows_kernel
 LOG2E = math.log2(math.e)
 L2_BYTES = 32 * 2**20  # of the level-two cache, what one sweep of heads may stream
 MAX_HEAD_DIM = 256
+FARTHEST = 2**24  # elements from row to row: a tile has up to 128 rows, whose offsets are counted in 32 bits
 LEAST_SCALE = 1e-30  # a smaller softmax_scale may be 0 in fp32, which makes NaN of a hidden pair: -inf times 0
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
@@ -52,6 +53,7 @@ def launch_forward(
     batch, s, h, d = q.shape
     t, hk, dv = v.shape[1:]
     _check(q, d, dv)
+    q, k, v = _near(q), _near(k), _near(v)
     if batch * s * h == 0 or not (first or last or t):
         return
     kind = configs.kind_of(q.device)
@@ -86,7 +88,7 @@ def launch_delta(o: Tensor, do: Tensor, dlse: Tensor | None) -> Tensor:
     delta = torch.empty((batch, h, s), dtype=torch.float32, device=o.device)
     if delta.numel() == 0:
         return delta
-    _fill_delta(o, do, dlse, delta)
+    _fill_delta(o, _near(do), dlse, delta)
     return delta
 
 
@@ -120,6 +122,7 @@ def launch_backward(
 ) -> None:
     """`KernelSet.backward`, with configurations of the caller's choice in place of the table's."""
     _check(q, q.shape[3], v.shape[3])
+    do, q, k, v = _near(do), _near(q), _near(k), _near(v)
     _launch_keys(do, q, k, v, lse, delta, rows, keys, score, grads, keys_config)
     _launch_rows(do, q, k, v, lse, delta, rows, keys, score, grads, rows_config)
 
@@ -225,6 +228,11 @@ def _check(q: Tensor, d: int, dv: int) -> None:
         raise NotImplementedError(
             f"the portable kernels take head_dim up to {MAX_HEAD_DIM}, got {max(d, dv)}; use the eager kernels"
         )
+
+
+def _near(x: Tensor) -> Tensor:
+    """The tensor itself, or a copy of one whose rows lie too far apart."""
+    return x if x.stride(1) <= FARTHEST else x.contiguous()
 
 
 def _padded(head_dim: int) -> int:

@@ -64,16 +64,15 @@ class FarApart:
         self.name = name
 
     def place(self, name: str, x: Tensor) -> Tensor:
-        if name != self.name:
+        if name != self.name.removeprefix("rows of "):
             return x
-        return heads_apart(x) if name not in ("bias", "dbias") else at_strides(x, (0, HALF_WAY, x.shape[3], 1))
+        apart, is_bias = HALF_WAY // 6, name in ("bias", "dbias")
+        if name != self.name:
+            return at_strides(x, (0, 0, apart, 1) if is_bias else (0, apart, x.shape[3], 1))
+        return at_strides(x, (0, HALF_WAY, x.shape[3], 1)) if is_bias else heads_apart(x)
 
     def score(self, score: Score) -> Score:
-        if score.bias is None:
-            return score
-        if self.name == "rows of bias":
-            return replace(score, bias=at_strides(score.bias, (0, 0, HALF_WAY // 6, 1)))
-        return replace(score, bias=self.place("bias", score.bias))
+        return score if score.bias is None else replace(score, bias=self.place("bias", score.bias))
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, rows: Side, keys: Side, score: Score, *, o: Tensor, **rest: Any):
         q, k, v, far_o = (self.place(*x) for x in (("q", q), ("k", k), ("v", v), ("o", o)))
@@ -95,7 +94,10 @@ class FarApart:
             getattr(grads, name).copy_(x)
 
 
-@pytest.mark.parametrize("name", ["q", "k", "v", "o", "do", "dq", "dk", "dv", "bias", "dbias", "rows of bias"])
+ROWS_APART = ["rows of q", "rows of k", "rows of v", "rows of do", "rows of bias"]
+
+
+@pytest.mark.parametrize("name", ["q", "k", "v", "o", "do", "dq", "dk", "dv", "bias", "dbias", *ROWS_APART])
 def test_offsets_may_need_more_than_32_bits(name: str, monkeypatch: pytest.MonkeyPatch):
     leave_memory_alone(monkeypatch)
     bias = {"rows of bias": "shared", "bias": "dense", "dbias": "dense"}.get(name)
