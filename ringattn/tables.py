@@ -7,11 +7,10 @@ Note [Forwards alone]
     what these tables cost. So a call that will have no backward (`Call.forward_only`) leaves it out: lo and hi of its keys
     have no columns.
 
-Note [One upload]
-    The four tensors of a side are views of one int32 buffer, computed on the CPU and copied once, from pinned memory
-    and without waiting for the device. Finished sides are kept, least recently used first out, under a budget of bytes.
-    A CUDA graph reads the sides it was captured with at every replay, and nobody says when it is gone: these are kept
-    for good.
+Note [Kept sides]
+    The four tensors of a side are views of one int32 buffer (Note [One upload] of kernels/upload.py). Finished sides are kept,
+    least recently used first out, under a budget of bytes. A CUDA graph reads the sides it was captured with at every replay, and
+    nobody says when it is gone: these are kept for good.
 """
 
 from __future__ import annotations
@@ -24,6 +23,7 @@ import torch
 from torch import Tensor
 
 from ringattn.kernels.contract import Gathered, Side
+from ringattn.kernels.upload import join, upload
 from ringattn.layout import Shard
 from ringattn.schedule import Collection, Send, Visit, pack
 from ringattn.visibility import Reading, Visibility
@@ -34,8 +34,6 @@ CACHE_BYTES = 128 * 1024 * 1024
 """Device bytes of sides that are kept for the next call."""
 
 T = TypeVar("T")
-
-_ALIGNMENT = 32  # int32 elements: every view starts on a 128-byte line
 
 
 class _Tensors:
@@ -140,6 +138,7 @@ def find(key: Key[T]) -> T:
     Raises:
         RuntimeError: A CUDA graph is being captured and the table is not there yet.
     """
+    join(key.device)
     found = _cache.get(key)
     capturing = key.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
     if found is None:
@@ -203,7 +202,7 @@ def returning_key(readers: tuple[Send, ...], rows: int, device: torch.device | s
             for offset, length in reader.rows:
                 line[offset : offset + length] = torch.arange(packed, packed + length, dtype=torch.int32)
                 packed += length
-        return _uploaded([table], place)[0]
+        return upload([table], place)[0]
 
     return Key(device, (readers, rows), make)
 
@@ -244,7 +243,7 @@ def _make(runs: Runs, visibility: Visibility, device: torch.device, reading: Rea
     positions = _positions(runs, torch.int32 if reading is None else torch.int64)
     lo, hi = bounds_of(positions, visibility, reading)
     table = torch.tensor(runs, dtype=torch.int64, device="cpu").reshape(-1, 4)
-    views = _uploaded([table, positions, lo, hi], device)
+    views = upload([table, positions, lo, hi], device)
     return Side(*views, run_list=runs, lo_host=lo.to(torch.int32), hi_host=hi.to(torch.int32))
 
 
@@ -272,7 +271,7 @@ def _make_gathered(
         if asked:
             lo[:, place], hi[:, place] = part[1:]
     tables = [torch.tensor(runs, dtype=torch.int64, device="cpu").reshape(-1, 4) for _, runs in sources]
-    on_device = _uploaded([positions, lo, hi, *tables], device)
+    on_device = upload([positions, lo, hi, *tables], device)
     sides = tuple(
         Side(
             table,
@@ -294,23 +293,6 @@ def _positions(runs: Runs, dtype: torch.dtype) -> Tensor:
         torch.arange(start, start + stride * n, stride, dtype=dtype, device="cpu") for _, n, start, stride in runs
     ]
     return torch.cat(stretches) if stretches else torch.empty(0, dtype=dtype, device="cpu")
-
-
-def _uploaded(parts: list[Tensor], device: torch.device) -> list[Tensor]:
-    """The tensors as int32 on the device; Note [One upload]."""
-    offsets = [0]
-    for part in parts:
-        offsets.append(-(-(offsets[-1] + part.numel()) // _ALIGNMENT) * _ALIGNMENT)
-    # pinned memory is scarce: what is kept on the host is ordinary memory
-    staging = torch.empty(offsets[-1], dtype=torch.int32, device="cpu", pin_memory=device.type == "cuda")
-    for part, offset in zip(parts, offsets, strict=False):
-        _view(staging, offset, part.shape).copy_(part)
-    buffer = staging.to(device, non_blocking=True)
-    return [_view(buffer, offset, part.shape) for part, offset in zip(parts, offsets, strict=False)]
-
-
-def _view(buffer: Tensor, offset: int, shape: torch.Size) -> Tensor:
-    return buffer[offset : offset + shape.numel()].view(shape)
 
 
 def _bytes_of(kept: Side | Gathered | Tensor) -> int:

@@ -11,6 +11,7 @@ import torch
 
 from ringattn import Ring, attention_reference, ring_attention_with_lse
 from ringattn.kernels.contract import KernelSet
+from ringattn.kernels.upload import join, upload
 from ringattn.launch import fuzz
 from ringattn.launch.session import Session
 from ringattn.launch.turns import time_calls
@@ -164,3 +165,16 @@ def test_random_visits_are_inside_the_budget() -> None:
     tally = fuzz.fuzz(20.0, 0, "auto", session)
     assert tally.red == []
     assert tally.cases
+
+
+def test_a_table_is_not_read_in_another_stream_before_it_is_there() -> None:
+    device = torch.device("cuda", torch.cuda.current_device())
+    first, second = torch.cuda.Stream(device), torch.cuda.Stream(device)
+    with torch.cuda.stream(first):
+        torch.cuda._sleep(200_000_000)
+        (table,) = upload([torch.full((1 << 16,), 7)], device)
+    with torch.cuda.stream(second):
+        join(device)
+        seen = table.clone()
+    torch.cuda.synchronize()
+    assert bool((seen == 7).all())

@@ -67,6 +67,7 @@ import torch
 from torch import Tensor
 
 from ringattn.kernels.contract import Gathered, Side
+from ringattn.kernels.upload import join, upload
 
 L2_BYTES = 32 * 2**20
 """Of the level-two cache, what one group of heads may stream."""
@@ -83,7 +84,6 @@ SLACK = 0.02
 
 _FINEST = 0.005  # the first step from the mean to the limit that splitting keeps
 _FAR = 2**31 - 1  # beyond every position
-_ALIGNMENT = 32  # int32 elements: every view starts on a 128-byte line
 
 Sides = Side | Gathered
 """One side of a launch."""
@@ -160,6 +160,7 @@ def make_plan(stationary: Sides, streamed: Sides, shape: Shape) -> WorkPlan:
     Visibility is read from `stationary.lo_host` and `hi_host`, positions from both run lists. A plan without work has no
     programs. Must not be asked for tiles that are written in any case (`every_tile`) when nothing streams past them.
     """
+    join(_sources(stationary)[0][0].runs.device)
     with _lock:
         of_stationary = _plans.setdefault(stationary, WeakKeyDictionary())
         of_pair = of_stationary.setdefault(streamed, {})
@@ -497,7 +498,12 @@ def _assemble(
     blocks = int(table[:, 5:7].sum())
     none = torch.zeros(0, 4, dtype=torch.int64)
     sources = (none, none) if source is None else (source[sequence[order]], source[split])
-    uploaded = _upload((table, torch.cat(segments), starts, merged, *sources), device)
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            "the plan of a call must be on the device before it is captured, got a first call during a capture; "
+            "make the call once outside it"
+        )
+    uploaded = upload((table, torch.cat(segments), starts, merged, *sources), device)
     met = torch.zeros(shape.programs, dtype=torch.int64).index_add_(0, owners, unsorted)
     longest, deepest = int(met.max()) * shape.repeats, int(unsorted.max()) if unsorted.numel() else 0
     return WorkPlan(*uploaded, programs=taken.shape[0], slots=slot, blocks=blocks, longest=longest, deepest=deepest)
@@ -515,24 +521,3 @@ def _cut_segments(
             cut[k >= masked].append([row + (a - begin) * block, e - a, *run])
         begin += blocks
     return cut
-
-
-def _upload(tables: tuple[Tensor, ...], device: torch.device) -> list[Tensor]:
-    """The tables as int32 on the device: views of one buffer that is copied once, without waiting for the device."""
-    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        raise RuntimeError(
-            "the plan of a call must be on the device before it is captured, got a first call during a capture; "
-            "make the call once outside it"
-        )
-    offsets = [0]
-    for table in tables:
-        offsets.append(-(-(offsets[-1] + table.numel()) // _ALIGNMENT) * _ALIGNMENT)
-    staging = torch.empty(offsets[-1], dtype=torch.int32, device="cpu", pin_memory=device.type == "cuda")
-
-    def view(buffer: Tensor, k: int) -> Tensor:
-        return buffer[offsets[k] : offsets[k] + tables[k].numel()].view(tables[k].shape)
-
-    for k, table in enumerate(tables):
-        view(staging, k).copy_(table)
-    buffer = staging.to(device, non_blocking=True)
-    return [view(buffer, k) for k in range(len(tables))]
