@@ -7,6 +7,7 @@ import datetime
 import itertools
 import pickle
 import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -328,6 +329,48 @@ def test_a_transfer_that_never_comes_names_rank_and_step(pool: Pools) -> None:
     )
     with pytest.raises(RuntimeError, match=message):
         pool(3).run(stop_answering)
+
+
+def leave_a_backward_out() -> None:
+    group = dist.new_group(timeout=datetime.timedelta(seconds=2))
+    assert isinstance(group, dist.ProcessGroup)
+    ring = Ring(group)
+    sharding = ring.sharding(16)
+    x = torch.randn(1, sharding.shard_len, 2, 16, requires_grad=True)
+    o = ring_attention(x, x, x, sharding)
+    if ring.rank != 1:
+        o.sum().backward()
+    else:
+        ring_attention(x, x, x, sharding)
+
+
+@pytest.mark.dist
+def test_the_next_call_of_a_rank_that_left_a_backward_out_is_not_taken_for_it(pool: Pools) -> None:
+    with pytest.raises(RuntimeError, match="failed or timed out") as caught:
+        pool(2).run(leave_a_backward_out)
+    every_rank = str(caught.value.__cause__)
+    assert "ring rank 0: backward" in every_rank
+    assert "ring rank 1: forward" in every_rank
+
+
+def attend_in_two_threads() -> list[Tensor]:
+    rings = [Ring(), Ring()]
+    for ring in rings:
+        errors_of_equal_values(ring, 0.0, 1)
+    with ThreadPoolExecutor(2) as threads:
+        return list(threads.map(errors_of_equal_values, rings, (1.0, 2.0), (100, 100)))
+
+
+def errors_of_equal_values(ring: Ring, number: float, calls: int) -> Tensor:
+    sharding = ring.sharding(16)
+    x = torch.full((1, sharding.shard_len, 2, 16), number)
+    return torch.stack([(ring_attention(x, x, x, sharding) - number).abs().max() for _ in range(calls)])
+
+
+@pytest.mark.dist
+def test_rings_in_two_threads_keep_to_themselves(pool: Pools) -> None:
+    for found in pool(2).run(attend_in_two_threads):
+        assert not torch.stack(found).any()
 
 
 def attend_on_a_mesh(cases: tuple[Attention, Attention]) -> tuple[int, dict[str, Tensor]]:

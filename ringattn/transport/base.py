@@ -57,7 +57,7 @@ class Transport(Protocol):
         Args:
             sends: What goes out; must not change until the wait returns.
             receives: Where incoming bytes land.
-            what: Names the ring step in errors and traces.
+            what: Names the ring step in errors and traces; the same on all ranks.
         """
         ...
 

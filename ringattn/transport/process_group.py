@@ -11,6 +11,12 @@ Note [Few channels]
     knows of: `dist.new_group` finds the name of a group that only its members create by counting the groups of this
     process, which need not agree between members, and such names, and with them the keys in the store, come again.
     All members make them at the first call of a ring, by its name; they end with `close`, or with the process.
+
+Note [Whose message]
+    A group has one order of messages between two ranks, whoever sends them: those of two rings in two threads would be taken
+    for each other, and so would those of two calls, once a rank has left one out. All ranks make the same posts, so a
+    message is marked by the ring, the number of the post and what it is for. Gloo then waits for the one that belongs to a
+    receive, and raises where it does not come. NCCL has no marks: there a ring has communicators of its own.
 """
 
 from __future__ import annotations
@@ -19,6 +25,7 @@ import atexit
 import contextlib
 import json
 import threading
+import zlib
 from collections import Counter
 from collections.abc import Sequence
 from datetime import timedelta
@@ -191,6 +198,7 @@ class ProcessGroupTransport:
         self._rank = rank
         self._name = name
         self._max_ctas = max_ctas
+        self._name_mark, self._posts = zlib.crc32(name.encode()), 0
 
     def prepare(self, device: torch.device) -> None:
         """To be called by all ranks before the first post.
@@ -216,6 +224,7 @@ class ProcessGroupTransport:
 
     def post(self, sends: Sequence[Parcel], receives: Sequence[Parcel], what: str) -> Pending:
         """See `Transport.post`."""
+        self._posts += 1  # of empty ones, too: Note [Whose message]
         sends = [(peer, x) for peer, x in sends if x.numel()]
         receives = [(peer, x) for peer, x in receives if x.numel()]
         if not sends and not receives:
@@ -223,15 +232,16 @@ class ProcessGroupTransport:
         peers = sorted({peer for peer, _ in (*sends, *receives)})
         own = _COMMUNICATORS.get(self._name)
         try:
-            works = self._batch(sends, receives) if own is None else _coalesce(own, sends, receives)
+            works = self._batch(sends, receives, what) if own is None else _coalesce(own, sends, receives)
         except RuntimeError as error:
             raise RuntimeError(f"ring rank {self._rank}: {what}: cannot reach ring ranks {peers} ({error})") from error
         return _Works(works, peers, self._rank, what)
 
-    def _batch(self, sends: Sequence[Parcel], receives: Sequence[Parcel]) -> list[dist.Work]:
+    def _batch(self, sends: Sequence[Parcel], receives: Sequence[Parcel], what: str) -> list[dist.Work]:
         group = resolve_group(self._group_name)
-        ops = [dist.P2POp(dist.isend, x, group=group, group_peer=peer) for peer, x in sends]
-        ops += [dist.P2POp(dist.irecv, x, group=group, group_peer=peer) for peer, x in receives]
+        mark = zlib.crc32(what.encode(), (self._name_mark + self._posts) % 2**32) % 2**31
+        ops = [dist.P2POp(dist.isend, x, group=group, group_peer=peer, tag=mark) for peer, x in sends]
+        ops += [dist.P2POp(dist.irecv, x, group=group, group_peer=peer, tag=mark) for peer, x in receives]
         return dist.batch_isend_irecv(ops)
 
     def reserve(self, num_bytes: int, replies: int = 0) -> None:
