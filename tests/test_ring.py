@@ -309,6 +309,29 @@ def test_a_missing_rank_is_named(pool: Pools) -> None:
         pool(3).run(absent)
 
 
+def come_late() -> tuple[str, list[float]]:
+    ring = Ring(timeout=datetime.timedelta(seconds=1))
+    sharding = ring.sharding(16)
+    x = torch.full((1, sharding.shard_len, 2, 16), 3.0)
+    said = ""
+    if ring.rank == 1:
+        time.sleep(2)
+    try:
+        ring_attention(x, x, x, sharding)
+    except RuntimeError as error:
+        said = str(error)
+    dist.barrier()
+    return said, ring_attention(x, x, x, sharding, window=2).unique().tolist()
+
+
+@pytest.mark.dist
+def test_who_comes_after_the_timeout_is_told_and_later_calls_are_compared_again(pool: Pools) -> None:
+    (first, *results), (second, *others) = pool(2).run(come_late)
+    assert first.startswith("ring rank 0: ring ranks [1] did not make this attention call within 0:00:01")
+    assert second.startswith("ring rank 1: ring ranks [0] waited 0:00:01 for this attention call and gave it up")
+    assert results == others == [[3.0]]
+
+
 def stop_answering() -> None:
     group = dist.new_group(timeout=datetime.timedelta(seconds=2))
     assert isinstance(group, dist.ProcessGroup)

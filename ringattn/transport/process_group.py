@@ -263,6 +263,10 @@ def _coalesce(group: dist.ProcessGroup, sends: Sequence[Parcel], receives: Seque
     return [group._end_coalescing(device)]
 
 
+_GAVE_UP = "gave up"
+"""What a rank leaves in place of its text when others did not come in time."""
+
+
 class Agreement:
     """Lets the ranks of a group compare what they are about to do, through the group's key-value store.
 
@@ -296,7 +300,7 @@ class Agreement:
         """Leaves this rank's text and returns the texts of all ranks, in rank order.
 
         Raises:
-            RuntimeError: Some ranks did not come within the timeout; they are named.
+            RuntimeError: Some ranks did not come within the timeout, or have not waited for this one; they are named.
         """
         store = self._store()
         keys = [self._key(peer) for peer in range(self._world_size)]
@@ -307,6 +311,9 @@ class Agreement:
         except RuntimeError as error:
             self._left += read
             missing = [peer for peer, key in enumerate(keys) if not store.check([key])]
+            # who comes later is not to go on alone, nor to be a round behind
+            store.set(self._key(self._rank), _GAVE_UP)
+            self._round += 1
             raise RuntimeError(
                 f"ring rank {self._rank}: ring ranks {missing} did not make this attention call within {self._timeout}; "
                 f"all ranks of a ring must make the same calls in the same order"
@@ -315,7 +322,14 @@ class Agreement:
         found = store.multi_get(keys) if store.has_extended_api() else [store.get(key) for key in keys]
         for key in read:
             store.delete_key(key)
-        return [text.decode() for text in found]
+        texts = [text.decode() for text in found]
+        gone = [peer for peer, text in enumerate(texts) if text == _GAVE_UP]
+        if gone:
+            raise RuntimeError(
+                f"ring rank {self._rank}: ring ranks {gone} waited {self._timeout} for this attention call and gave it up; all "
+                "ranks must come to it within the timeout of the Ring, which may be longer"
+            )
+        return texts
 
     def refuse(self, error: Exception) -> NoReturn:
         """Raises an error of this rank that ranks which compare their next call find there.
