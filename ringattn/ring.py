@@ -150,7 +150,9 @@ class Ring:
             f"{self.name}/{level}"
             for level in (() if alone else ("ring",) if levels is None else ("ring", "between nodes"))
         ]
-        self._links = [ProcessGroupTransport(self._group_name, self.rank, name, nccl_max_ctas) for name in names]
+        self._links = [
+            ProcessGroupTransport(self._group_name, self.rank, self.world_size, name, nccl_max_ctas) for name in names
+        ]
         mover: Transport = NoTransport() if alone else self._links[0]
         between: Transport | None = None
         if levels is not None:
@@ -371,7 +373,7 @@ class Ring:
             x.
         """
         if self.world_size > 1 and x.numel():
-            dist.all_reduce(x, group=resolve_group(self._group_name))
+            dist.all_reduce(x, group=resolve_group(self._group_name, (self.rank, self.world_size)))
         return x
 
     def kv_buffer(

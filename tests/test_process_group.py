@@ -49,7 +49,7 @@ class FakeGroup:
 def test_a_post_is_one_group_of_messages_on_the_communicator_of_the_ring(monkeypatch: pytest.MonkeyPatch) -> None:
     group, cpu = FakeGroup(), torch.device("cpu")
     monkeypatch.setitem(process_group._COMMUNICATORS, "mine", group)  # pyright: ignore[reportArgumentType]
-    transport = ProcessGroupTransport("no such group", 0, "mine", 4)
+    transport = ProcessGroupTransport("no such group", 0, 2, "mine", 4)
     sends = [(1, torch.zeros(3)), (2, torch.zeros(0))]
     transport.post(sends, [(2, torch.zeros(5)), (1, torch.zeros(7))], "test").wait()
     assert group.asked == [

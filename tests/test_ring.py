@@ -8,6 +8,7 @@ import itertools
 import pickle
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,7 +25,7 @@ from ringattn.schedule import make_plan
 from ringattn.visibility import Visibility
 from tests.budget import assert_within_budget
 from tests.cases import Attention
-from tests.pool import Pools
+from tests.pool import Pool, Pools
 
 LAYOUTS = ("contiguous", "striped", "zigzag", "balanced")
 ROW_DIMS = {"q": 1, "k": 1, "v": 1, "key_bias": 1, "bias": 2}
@@ -394,6 +395,31 @@ def errors_of_equal_values(ring: Ring, number: float, calls: int) -> Tensor:
 def test_rings_in_two_threads_keep_to_themselves(pool: Pools) -> None:
     for found in pool(2).run(attend_in_two_threads):
         assert not torch.stack(found).any()
+
+
+def use_a_ring_in_another_group(meeting: str) -> None:
+    ring = Ring()
+    sharding = ring.sharding(16)
+    x = torch.ones(1, sharding.shard_len, 2, 16)
+    ring_attention(x, x, x, sharding)
+    dist.barrier()
+    dist.destroy_process_group()
+    dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=1 - ring.rank, world_size=2)
+    for call in (lambda: ring_attention(x, x, x, sharding), lambda: sharding.unshard(x), lambda: ring.sum(x)):
+        with pytest.raises(
+            RuntimeError, match=f"as rank {ring.rank} of 2, got another one .* rank {1 - ring.rank} of 2"
+        ):
+            call()
+    dist.barrier()
+
+
+@pytest.mark.dist
+def test_a_ring_is_not_used_in_another_group_of_the_same_name(tmp_path: Path) -> None:
+    pool = Pool(2)
+    try:
+        pool.run(use_a_ring_in_another_group, str(tmp_path / "meeting"))
+    finally:
+        pool.close(kill=True)
 
 
 def attend_on_a_mesh(cases: tuple[Attention, Attention]) -> tuple[int, dict[str, Tensor]]:

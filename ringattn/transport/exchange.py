@@ -506,7 +506,7 @@ class GroupExchange(_Unheld):
         try:
             # bytes, which every backend moves
             parts = [x.view(-1).view(torch.uint8) for x in (stack, mine)]
-            _gather(*parts, group=resolve_group(self._group_name))
+            _gather(*parts, group=resolve_group(self._group_name, (self._rank, self._world_size)))
         except RuntimeError as error:
             peers = [peer for peer in range(self._world_size) if peer != self._rank]
             raise RuntimeError(

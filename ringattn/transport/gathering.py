@@ -38,20 +38,19 @@ def gather_rows(x: Tensor, dim: int, lengths: Sequence[int], rank: int, group: s
 
 def _gather(x: Tensor, dim: int, lengths: Sequence[int], rank: int, group: str) -> Tensor:
     """All ranks' tensors in rank order; each is padded to the longest on the way."""
-    del rank
     shape = list(x.shape)
     shape[dim] = max(lengths)
     padded = x.new_zeros(shape)
     padded.narrow(dim, 0, x.shape[dim]).copy_(x)
     parts = [torch.empty_like(padded) for _ in lengths]
-    dist.all_gather(parts, padded, group=resolve_group(group))
+    dist.all_gather(parts, padded, group=resolve_group(group, (rank, len(lengths))))
     return torch.cat([part.narrow(dim, 0, length) for part, length in zip(parts, lengths, strict=True)], dim)
 
 
 def _reduce(x: Tensor, dim: int, lengths: Sequence[int], rank: int, group: str) -> Tensor:
     """This rank's part of the sum of all ranks' tensors."""
     whole = x.clone(memory_format=torch.contiguous_format)
-    dist.all_reduce(whole, group=resolve_group(group))
+    dist.all_reduce(whole, group=resolve_group(group, (rank, len(lengths))))
     return whole.split(list(lengths), dim)[rank].clone()
 
 

@@ -38,9 +38,23 @@ from torch.distributed import distributed_c10d
 from ringattn.transport.base import Done, Parcel, Pending
 
 
-def resolve_group(name: str) -> dist.ProcessGroup:
-    """The living process group of that name, as `ProcessGroup.group_name` gives it."""
-    return distributed_c10d._resolve_process_group(name)  # pyright: ignore
+def resolve_group(name: str, place: tuple[int, int] | None = None) -> dist.ProcessGroup:
+    """The living process group of that name, as `ProcessGroup.group_name` gives it.
+
+    Args:
+        name: The name, which may come again when groups were destroyed and made again.
+        place: This process's rank in it, and its size; None: whatever they are.
+
+    Raises:
+        RuntimeError: There is none, or it is another one.
+    """
+    group = distributed_c10d._resolve_process_group(name)  # pyright: ignore
+    if place is not None and place != (group.rank(), group.size()):
+        raise RuntimeError(
+            f"a ring must be used in the process group that it was made in, as rank {place[0]} of {place[1]}, got another one of "
+            f"that name, in which this process is rank {group.rank()} of {group.size()}; make the Ring again after the group"
+        )
+    return group
 
 
 class _Works:
@@ -188,14 +202,18 @@ class ProcessGroupTransport:
     Args:
         group_name: Name of the process group.
         rank: This rank within the group.
+        world_size: Ranks in the group.
         name: Names what belongs to this transport alone; the same on all ranks.
         max_ctas: Between GPUs: thread blocks of an NCCL communicator of its own (Note [Few channels]); None: the
             group's own communicator.
     """
 
-    def __init__(self, group_name: str, rank: int, name: str = "", max_ctas: int | None = None) -> None:
+    def __init__(
+        self, group_name: str, rank: int, world_size: int, name: str = "", max_ctas: int | None = None
+    ) -> None:
         self._group_name = group_name
         self._rank = rank
+        self._place = rank, world_size
         self._name = name
         self._max_ctas = max_ctas
         self._name_mark, self._posts = zlib.crc32(name.encode()), 0
@@ -238,7 +256,7 @@ class ProcessGroupTransport:
         return _Works(works, peers, self._rank, what)
 
     def _batch(self, sends: Sequence[Parcel], receives: Sequence[Parcel], what: str) -> list[dist.Work]:
-        group = resolve_group(self._group_name)
+        group = resolve_group(self._group_name, self._place)
         mark = zlib.crc32(what.encode(), (self._name_mark + self._posts) % 2**32) % 2**31
         ops = [dist.P2POp(dist.isend, x, group=group, group_peer=peer, tag=mark) for peer, x in sends]
         ops += [dist.P2POp(dist.irecv, x, group=group, group_peer=peer, tag=mark) for peer, x in receives]
