@@ -15,10 +15,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import ringattn.sharding
+from ringattn import Ring
 from ringattn.layout import LAYOUTS, Run, contiguous, make_shards, striped, zigzag
 from ringattn.sharding import Sharding
 from ringattn.visibility import Visibility
 from tests.masks import layouts, positions
+from tests.pool import Pools
 
 
 def ring(seq_len: int, layout: str, world_size: int, documents: tuple[int, ...] | None = None) -> list[Sharding]:
@@ -102,6 +104,19 @@ def test_gradients_come_home(layout: str) -> None:
     (dx,) = torch.autograd.grad((everyone[1].shard(x) * local).sum(), x)
     assert torch.equal(everyone[1].shard(dx), local)
     assert dx.count_nonzero() == local.numel()
+
+
+def put_together(dtype: torch.dtype) -> bool:
+    sharding = Ring().sharding(7)
+    whole = torch.arange(42).reshape(2, 7, 3).to(dtype)
+    found = sharding.unshard(sharding.shard(whole, 1), 1)
+    return found.dtype == dtype and torch.equal(found.view(torch.uint8), whole.view(torch.uint8))
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("dtype", [torch.int16, torch.uint16, torch.float8_e4m3fn, torch.bool, torch.complex64])
+def test_rows_of_any_dtype_are_put_together(pool: Pools, dtype: torch.dtype) -> None:
+    assert pool(2).run(put_together, dtype) == [True, True]
 
 
 def test_shards_do_not_alias_the_whole() -> None:

@@ -43,7 +43,9 @@ def _gather(x: Tensor, dim: int, lengths: Sequence[int], rank: int, group: str) 
     padded = x.new_zeros(shape)
     padded.narrow(dim, 0, x.shape[dim]).copy_(x)
     parts = [torch.empty_like(padded) for _ in lengths]
-    dist.all_gather(parts, padded, group=resolve_group(group, (rank, len(lengths))))
+    # bytes, which every backend moves
+    *into, mine = (part.view(-1).view(torch.uint8) for part in (*parts, padded))
+    dist.all_gather(into, mine, group=resolve_group(group, (rank, len(lengths))))
     return torch.cat([part.narrow(dim, 0, length) for part, length in zip(parts, lengths, strict=True)], dim)
 
 
