@@ -9,12 +9,24 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import transformers
 from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from ringattn import Ring
-from ringattn.integrations.transformers import RingMask, attend, describe_mask, masks, shard_batch
+from ringattn.integrations.transformers import (
+    RingCache,
+    RingMask,
+    attend,
+    describe_mask,
+    masks,
+    register,
+    shard_batch,
+)
 from tests.pool import Pools
-from tests.transformers.models import make, tokens
+from tests.transformers.models import CONFIGS, make, tokens
+
+FIVE = transformers.__version__.startswith("5.")
 
 
 def call(module: Any = None, mask: Any = None, rows: int = 6, keys: int | None = None, **kwargs: Any) -> Tensor:
@@ -127,6 +139,49 @@ def test_blocks_of_tokens_that_see_each_other_are_refused(monkeypatch: pytest.Mo
     mask = create_causal_mask(**given, **names)
     with pytest.raises(NotImplementedError, match="got a mask of its own, which cannot be read while a CUDA graph is"):
         call(SimpleNamespace(is_causal=True), mask)
+
+
+OF_OTHER_LAYERS: dict[str, dict[str, Any]] = {"qwen3_next": {"layer_types": ["linear_attention", "full_attention"]}}
+# those of 4.x draw their masks themselves, or can not be asked to attend with ringattn
+OF_OTHER_LAYERS |= (
+    {}
+    if not FIVE
+    else {
+        "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
+        "falcon_h1": {"mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_d_state": 8},
+        "lfm2": {"layer_types": ["conv", "full_attention"]},
+    }
+)
+
+
+def make_of_other_layers(kind: str) -> Any:
+    settings = {**CONFIGS["llama"], **OF_OTHER_LAYERS[kind], "model_type": kind}
+    if kind != "qwen3_next":
+        del settings["head_dim"]
+    register()
+    config = AutoConfig.for_model(settings.pop("model_type"), **settings)
+    return AutoModelForCausalLM.from_config(config, attn_implementation="ringattn")
+
+
+def share_other_layers(kind: str) -> str:
+    ring, ids = Ring(), tokens(12)
+    try:
+        make_of_other_layers(kind)(**shard_batch({"input_ids": ids, "labels": ids}, ring))
+    except NotImplementedError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("kind", OF_OTHER_LAYERS)
+def test_layers_in_which_rows_meet_without_attention_are_refused(pool: Pools, kind: str) -> None:
+    for found in pool(2).run(share_other_layers, kind):
+        assert "tokens must meet in layers of attention only" in found
+    model = make_of_other_layers(kind)
+    with pytest.raises(NotImplementedError, match=f"layers in the config of {kind}"):
+        RingCache(model, Ring(), max_tokens=40)
+    # one process has all rows
+    assert model(tokens(12), labels=tokens(12), use_cache=False).loss.isfinite()
 
 
 def test_generating_with_a_cache_is_refused() -> None:

@@ -47,6 +47,11 @@ IGNORED = frozenset(
 )
 """Keywords that reach attention because models hand on what they are given, and that say nothing about attention."""
 
+OF_ATTENTION = frozenset(
+    {"attention", "chunked_attention", "dense", "full_attention", "mlp", "moe", "sliding_attention", "sparse"}
+)
+"""Kinds of layers, as configs name them, in which tokens meet in attention or not at all."""
+
 _alone: list[Ring] = []
 _calls = [0]
 
@@ -106,7 +111,7 @@ def attend(
 
     Raises:
         ValueError: Positions, padding or documents do not fit the sharding.
-        NotImplementedError: The model passes something that is not supported; the message names it.
+        NotImplementedError: The model passes something that is not supported, or has layers of other kinds; the message names it.
         RuntimeError: There are several ranks and no sharding.
     """
     if not torch.compiler.is_compiling():
@@ -128,7 +133,7 @@ def attend(
                 "cu_seq_lens must be left out when there is a sharding, which knows the documents; "
                 "pass the whole batch through shard_batch"
             )
-        _check_sharded(position_ids, sharding, mask)
+        _check_sharded(module, position_ids, sharding, mask)
         if _is_tempered(module):
             query = _temper(module, query, positions_of(sharding.shards[sharding.rank])[None])
     window, chunk_len = _resolve_window(mask, causal, sliding_window, packed=sharding.documents is not None)
@@ -162,6 +167,19 @@ def attend(
     if tokens is not None:
         out = out.masked_fill(~tokens[:, :, None, None], 0.0)
     return out, None
+
+
+def check_layers(config: Any) -> None:
+    """Refuses models in some of whose layers tokens meet otherwise than in attention, where rows are split or keys kept.
+
+    Such layers (recurrent ones, convolutions) would see the rows of a call as a sequence of its own.
+    """
+    others = sorted(set(getattr(config, "layer_types", None) or ()) - OF_ATTENTION)
+    if others:
+        raise NotImplementedError(
+            f"tokens must meet in layers of attention only where ranks share them or a RingCache keeps them, got {others} layers "
+            f"in the config of {config.model_type}; run this model on one process, without a RingCache"
+        )
 
 
 def _refuse_others(others: dict[str, Any], sharding: Sharding | None) -> None:
@@ -253,7 +271,9 @@ def _whole(
     return _alone[0].sharding(rows, "contiguous", documents)
 
 
-def _check_sharded(position_ids: Tensor | str | None, sharding: Sharding, mask: RingMask | None) -> None:
+def _check_sharded(
+    module: nn.Module, position_ids: Tensor | str | None, sharding: Sharding, mask: RingMask | None
+) -> None:
     if not isinstance(sharding, Sharding):
         raise ValueError(
             f"sharding must be a ringattn.Sharding, got {type(sharding).__name__}; pass ring.sharding(seq_len), or use shard_batch"
@@ -265,6 +285,7 @@ def _check_sharded(position_ids: Tensor | str | None, sharding: Sharding, mask: 
         )
     if sharding.world_size == 1:
         return
+    check_layers(getattr(module, "config", None))
     try:
         if position_ids is None:
             raise ValueError(

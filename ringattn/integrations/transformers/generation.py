@@ -51,6 +51,7 @@ from transformers import Cache, GenerationConfig, PretrainedConfig, PreTrainedMo
 
 from ringattn.inference import PagedKVCache
 from ringattn.inference.step import MOST_DECODED
+from ringattn.integrations.transformers.attention import check_layers
 from ringattn.integrations.transformers.decoding import Decoding, Recorder, choose_recorder
 from ringattn.integrations.transformers.replacing import OfOne
 from ringattn.integrations.transformers.steps import forward_step
@@ -109,6 +110,7 @@ class RingCache(Cache):
     Raises:
         ValueError: A number is less than 1, the memory is not there, or graphs are asked for where there can be none; raised on
             every rank.
+        NotImplementedError: In some layers of the model tokens meet otherwise than in attention.
     """
 
     def __init__(
@@ -493,8 +495,9 @@ class _Drafted:
 
 
 def cache_sizes(model: PreTrainedModel) -> tuple[int, int, int, int]:
-    """Layers, key heads, and the dims of their keys and values."""
+    """Layers, key heads, and the dims of their keys and values; refuses models that keep more than keys."""
     config = model.config.get_text_config(decoder=True)
+    check_layers(config)
     heads = config.num_attention_heads
     kv_heads = getattr(config, "num_key_value_heads", None) or heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
