@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 from types import SimpleNamespace
 from typing import Any
@@ -114,6 +115,24 @@ def test_masks_of_pairs_are_refused() -> None:
     model = make("llama", "ringattn")
     with pytest.raises(NotImplementedError, match=r"from ringattn's mask function, got \(1, 1, 6, 6\)"):
         model(tokens(6), attention_mask=torch.zeros(1, 1, 6, 6))
+
+
+# in 4.x these look neither at the name nor at its mask function
+@pytest.mark.parametrize("kind", ["bloom", "mpt"] if FIVE else [])
+def test_models_that_attend_by_themselves_are_told_what_to_do(kind: str) -> None:
+    register()
+    sizes = {"hidden_size": 16, "d_model": 16, "n_heads": 2, "n_layers": 1, "vocab_size": 61}
+    names = {"bloom": {"n_head": 2, "n_layer": 1}, "mpt": {}}
+    config = AutoConfig.for_model(kind, **sizes | names[kind])
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="ringattn")
+    with pytest.raises(
+        (AttributeError, NotImplementedError), match=r"untouched, got one that .* use attn_implementation="
+    ):
+        model(tokens(6), use_cache=False)
+    mask = copy.deepcopy(describe_mask(1))
+    assert not hasattr(mask, "to")
+    with pytest.raises(NotImplementedError, match="takes a part of it"):
+        mask[:, :, :3]
 
 
 def test_blocks_of_tokens_that_see_each_other_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

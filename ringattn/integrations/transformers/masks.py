@@ -22,10 +22,13 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
+
+_UNTOUCHED = "a model must hand its mask to transformers' attention interface untouched"
+_INSTEAD = "it computes attention itself: use attn_implementation='eager' or 'sdpa' for this model"
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,6 +55,18 @@ class RingMask:
     local_size: int | None = None
     chunked: bool | None = False
     overlay: str = ""
+
+    def __getattr__(self, name: str) -> NoReturn:
+        """Refused: a model that asks for more computes attention itself, with what it takes for a tensor."""
+        raise AttributeError(f"{_UNTOUCHED}, got one that reads its {name!r}; {_INSTEAD}")
+
+    def __getitem__(self, index: Any) -> NoReturn:
+        """Refused likewise."""
+        raise NotImplementedError(f"{_UNTOUCHED}, got one that takes a part of it; {_INSTEAD}")
+
+    def __radd__(self, scores: Any) -> NoReturn:
+        """Refused likewise."""
+        raise NotImplementedError(f"{_UNTOUCHED}, got one that adds it to scores; {_INSTEAD}")
 
 
 def describe_mask(
