@@ -134,6 +134,8 @@ def attend(
                 "pass the whole batch through shard_batch"
             )
         _check_sharded(module, position_ids, sharding, mask)
+        if sharding.world_size > 1:
+            _check_router(module, others)
         if _is_tempered(module):
             query = _temper(module, query, positions_of(sharding.shards[sharding.rank])[None])
     window, chunk_len = _resolve_window(mask, causal, sliding_window, packed=sharding.documents is not None)
@@ -298,6 +300,16 @@ def _check_sharded(
             # right positions on other ranks must not leave them waiting for this one
             find_ring(sharding.ring.name).refuse(error)
         raise
+
+
+def _check_router(module: nn.Module, others: dict[str, Any]) -> None:
+    """Refuses a loss that is no mean over tokens, of which each rank would compute that of its own."""
+    config = getattr(module, "config", None)
+    if others.get("output_router_logits", getattr(config, "output_router_logits", False)):
+        raise NotImplementedError(
+            "output_router_logits must be False where ranks share a sequence, got True: the loss that balances experts would be "
+            "of each rank's tokens alone; leave it out, and set model.config.output_router_logits = False"
+        )
 
 
 def _check_step(
