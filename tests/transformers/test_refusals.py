@@ -203,6 +203,26 @@ def test_layers_in_which_rows_meet_without_attention_are_refused(pool: Pools, ki
     assert model(tokens(12), labels=tokens(12), use_cache=False).loss.isfinite()
 
 
+def share_without_positions(kind: str) -> str:
+    register()
+    sizes = {"d_model": 16, "decoder_layers": 1, "decoder_attention_heads": 2, "decoder_ffn_dim": 16, "vocab_size": 61}
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **sizes), attn_implementation="ringattn")
+    ids = tokens(12)
+    try:
+        model(**shard_batch({"input_ids": ids, "labels": ids}, Ring()))
+    except NotImplementedError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.dist
+# those of 4.x do not swallow the keyword
+@pytest.mark.parametrize("kind", ["bart", "blenderbot"] if FIVE else [])
+def test_models_that_number_the_rows_of_a_rank_themselves_are_refused(pool: Pools, kind: str) -> None:
+    for found in pool(2).run(share_without_positions, kind):
+        assert "a model must take position_ids where ranks share a sequence" in found
+
+
 def share_experts(where: str) -> list[str]:
     ring, ids, found = Ring(), tokens(12), []
     model = make("gpt_oss", "ringattn", torch.float32, output_router_logits=where == "config")

@@ -14,10 +14,14 @@ Note [Tempered queries]
 
 from __future__ import annotations
 
+import functools
+import inspect
+import sys
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from ringattn.api import ring_attention
 from ringattn.inference import Step
@@ -288,6 +292,11 @@ def _check_sharded(
     if sharding.world_size == 1:
         return
     check_layers(getattr(module, "config", None))
+    if not torch.compiler.is_compiling() and not _takes_positions(type(module)):
+        raise NotImplementedError(
+            f"a model must take position_ids where ranks share a sequence, got one with {type(module).__name__}, which numbers the "
+            "rows of each rank by itself; run this model on one process"
+        )
     try:
         if position_ids is None:
             raise ValueError(
@@ -310,6 +319,16 @@ def _check_router(module: nn.Module, others: dict[str, Any]) -> None:
             "output_router_logits must be False where ranks share a sequence, got True: the loss that balances experts would be "
             "of each rank's tokens alone; leave it out, and set model.config.output_router_logits = False"
         )
+
+
+@functools.cache
+def _takes_positions(kind: type[nn.Module]) -> bool:
+    """Whether a model in the file of a kind of layer is told positions; True where there is no model."""
+    home = vars(sys.modules[kind.__module__]).values() if kind.__module__ in sys.modules else ()
+    models = [
+        x for x in home if isinstance(x, type) and issubclass(x, PreTrainedModel) and x.__module__ == kind.__module__
+    ]
+    return not models or any("position_ids" in inspect.signature(model.forward).parameters for model in models)
 
 
 def _check_step(
