@@ -61,17 +61,18 @@ def visible_pairs(
     if prefix_len and not causal:
         raise ValueError(f"prefix_len must be 0 without causal, got {prefix_len}; pass causal=True or drop prefix_len")
     kv_len = seq_len if kv_len is None else kv_len
+    longest = max(seq_len, kv_len)  # what is wider is no integer of a tensor
     i = torch.arange(seq_len, device=device)[:, None]
     j = torch.arange(kv_len, device=device)[None, :]
     visible = torch.ones(1, seq_len, kv_len, dtype=torch.bool, device=device)
     if causal:
-        visible = visible & ((j <= i) | (j < prefix_len))
+        visible = visible & ((j <= i) | (j < min(prefix_len, longest)))
     if window is not None:
         left, right = (window - 1, 0) if isinstance(window, int) else window
         if left is not None:
-            visible = visible & (i - left <= j)
+            visible = visible & (i - j <= min(left, longest))
         if right is not None:
-            visible = visible & (j <= i + right)
+            visible = visible & (j - i <= min(right, longest))
     if documents is not None:
         if list(documents) != sorted(documents) or (documents[0], documents[-1]) != (0, seq_len):
             raise ValueError(f"documents must be boundaries from 0 to {seq_len}, ascending, got {list(documents)}")
@@ -80,6 +81,7 @@ def visible_pairs(
             together = together | ((start <= i) & (i < stop) & (start <= j) & (j < stop))
         visible = visible & together
     if chunk_len is not None:
+        chunk_len = min(chunk_len, longest)
         begin = torch.zeros(1, seq_len, 1, dtype=i.dtype, device=device)
         for start in (documents or ()) if chunks_restart else ():
             begin = torch.where(start <= i, start, begin)

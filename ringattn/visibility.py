@@ -78,6 +78,8 @@ class Visibility:
     with i and j counted from the beginning of their document or from start, whichever is later; both lie in the batch
     element's [start, stop).
 
+    Widths that reach beyond either sequence are kept as those that just do: sums with positions then fit any integer.
+
     Attributes:
         seq_len: Queries in the whole sequence.
         kv_len: Keys in the whole sequence (equals seq_len unless cross attention).
@@ -143,6 +145,16 @@ class Visibility:
             raise ValueError(f"chunk_len must be at least 1 or None, got {self.chunk_len}; None means no chunks")
         if self.lengths is not None:
             _check_lengths(self.lengths, self.seq_len, self.kv_len)
+        self._bound_widths()
+
+    def _bound_widths(self) -> None:
+        longest = max(self.seq_len, self.kv_len)
+        if self.window is not None:
+            window = tuple(None if side is None else min(side, longest) for side in self.window)
+            object.__setattr__(self, "window", window)
+        if self.chunk_len is not None:
+            object.__setattr__(self, "chunk_len", min(self.chunk_len, longest))
+        object.__setattr__(self, "prefix_len", min(self.prefix_len, longest))
 
     @cached_property
     def _hash(self) -> int:

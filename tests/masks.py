@@ -58,7 +58,9 @@ def masks(draw: st.DrawFn, max_len: int = 32, cross: bool = True) -> Visibility:
     seq_len = draw(st.integers(1, max_len))
     kv_len = draw(st.integers(1, max_len)) if cross and draw(st.booleans()) else seq_len
     same = seq_len == kv_len
-    side = st.none() | st.integers(0, 12)
+    # sums of some of these and a position are no integers of 64 bits
+    wide = st.sampled_from([2**31 - 1, 2**63 - 2, 2**70])
+    side = st.none() | st.integers(0, 12) | wide
     causal = draw(st.booleans())
     stretch = st.tuples(st.integers(0, seq_len), st.integers(0, seq_len)).map(lambda pair: (min(pair), max(pair)))
     return Visibility(
@@ -67,8 +69,8 @@ def masks(draw: st.DrawFn, max_len: int = 32, cross: bool = True) -> Visibility:
         causal=causal,
         window=draw(st.none() | st.tuples(side, side)),
         documents=draw(st.none() | boundaries(seq_len)) if same else None,
-        prefix_len=draw(st.integers(0, max_len + 4)) if causal else 0,
-        chunk_len=draw(st.none() | st.integers(1, 20)),
+        prefix_len=draw(st.integers(0, max_len + 4) | wide) if causal else 0,
+        chunk_len=draw(st.none() | st.integers(1, 20) | wide),
         lengths=draw(st.none() | st.lists(stretch, min_size=1, max_size=3).map(tuple)) if same else None,
         chunks_restart=draw(st.booleans()),
     )

@@ -568,6 +568,33 @@ def what_is_read() -> tuple[tuple[str, ...], tuple[str, ...]]:
     return step.moved, step.read
 
 
+@pytest.mark.parametrize("reads", ["pages", "copies"])
+@pytest.mark.parametrize(
+    "mask",
+    [
+        {"causal": False, "window": (2, 2**63 - 2)},
+        {"causal": False, "window": (2, 2**70), "chunk_len": 2**63 - 1},
+        {"causal": True, "chunk_len": 2**70},
+    ],
+    ids=str,
+)
+def test_a_prefill_sees_all_that_huge_windows_and_chunks_see(mask: dict[str, Any], reads: str) -> None:
+    cache = small(layers=1)
+    # chunks are counted from the first token that is seen
+    request, first = cache.join(30, 3), 3
+    draw = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, 30, h, d, generator=draw) for h, d in ((4, 16), (2, 16), (2, 8)))
+    found = []
+    for done, count in ((0, 20), (20, 10)):
+        step = cache.extend([request], [count], mode="prefill")
+        rows = (x[:, done : done + count] for x in (q, k, v))
+        found.append(attend(step, 0, *rows, **mask, reads=reads)[:, max(0, first - done) :])
+    near = mask | {"window": (2, 30) if "window" in mask else None, "chunk_len": None}
+    for o, end, new in zip(found, (20, 30), (17, 10), strict=True):
+        expected = attention_reference(*(x[:, first:end] for x in (q, k, v)), **near)[:, -new:]
+        torch.testing.assert_close(o, expected)
+
+
 def test_compilers_leave_it_alone() -> None:
     from torch._dynamo.testing import CompileCounterWithBackend
 

@@ -29,6 +29,9 @@ MASKS: list[dict[str, Any]] = [
         "chunk_len": 6,
         "lengths": ((1, 12), (0, 13)),
     },
+    {"window": (2, 2**63 - 2)},
+    {"window": (2**70, 1), "chunk_len": 2**70},
+    {"causal": True, "prefix_len": 2**70, "window": (2**63, 2**63), "chunk_len": 2**63 - 1},
 ]
 
 

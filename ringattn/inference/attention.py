@@ -181,8 +181,7 @@ class _Prefill:
             left = options.chunk_len if left is None else min(left, options.chunk_len)
         reads = "copies" if several and moves == "keys" else resolve_reads(options.reads, step, q, left, fresh)
         travel = plan_travel(call, q.device) if moves == "queries" and (several or reads == "copies") else None
-        bounds = options.window, options.chunk_len
-        in_place = rows_in_place(step, call, travel, q.shape[2], *bounds) if reads == "pages" else None
+        in_place = rows_in_place(step, call, travel, q.shape[2]) if reads == "pages" else None
         return Prefill(call, choice.kernels, moves, reads, fresh, travel, in_place, growth(step))
 
 

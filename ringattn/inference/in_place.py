@@ -220,9 +220,9 @@ def plan_in_place(
         step: Whose requests.
         stretches: The rows, in their order; those of a request follow each other and ascend.
         heads: Query heads.
-        causal: As in `attend`.
-        window: As in `attend`, resolved.
-        chunk_len: As in `attend`.
+        causal: As in `Visibility`.
+        window: As in `Visibility`.
+        chunk_len: As in `Visibility`.
         device: Of the cache.
 
     Returns:

@@ -156,8 +156,6 @@ def rows_in_place(
     call: Call,
     travel: Travel | None,
     heads: int,
-    window: tuple[int | None, int | None] | None,
-    chunk_len: int | None,
 ) -> InPlace | None:
     """The rows that attend over this rank's pages: those that visit, or on one rank all new ones.
 
@@ -166,25 +164,23 @@ def rows_in_place(
         call: Shardings and mask.
         travel: How queries move, where they do.
         heads: Query heads.
-        window: As in `attend`, resolved.
-        chunk_len: As in `attend`.
     """
-    documents = call.visibility.documents
+    mask = call.visibility
     new = [(length - count, count, i) for i, (length, count) in enumerate(zip(step.lengths, step.counts, strict=True))]
     if travel is not None:
         visiting = travel.side_runs
-        if documents is None:
+        if mask.documents is None:
             # requests that are alike: each has a batch element
             new = [(start, length, i) for i in range(len(step.requests)) for start, length in visiting]
         else:
             new = []
             for start, length in visiting:
                 while length:
-                    i = bisect_right(documents, start) - 1
-                    some = min(length, documents[i + 1] - start)
-                    new.append((start - documents[i], some, i))
+                    i = bisect_right(mask.documents, start) - 1
+                    some = min(length, mask.documents[i + 1] - start)
+                    new.append((start - mask.documents[i], some, i))
                     start, length = start + some, length - some
-    return plan_in_place(step, new, heads, call.visibility.causal, window, chunk_len, step.cache.device)
+    return plan_in_place(step, new, heads, mask.causal, mask.window, mask.chunk_len, step.cache.device)
 
 
 def resolve_moves(wanted: str, step: Step, call: Call, q: Tensor, fresh: bool) -> str:
