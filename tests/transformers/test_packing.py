@@ -13,6 +13,10 @@ from transformers import DataCollatorWithFlattening
 
 from ringattn import Ring
 from ringattn.integrations.transformers import RingCollator, shard_batch
+from ringattn.integrations.transformers.masks import RingMask
+from ringattn.integrations.transformers.positions import check_positions, read_documents
+from ringattn.layout import contiguous
+from ringattn.sharding import Sharding
 from tests.pool import Pools
 from tests.transformers.models import make, tokens
 from tests.transformers.test_models import alone, assert_equal, on_ranks
@@ -70,6 +74,52 @@ def test_positions_that_were_written_in_place_are_read_again() -> None:
     positions.copy_(whole)
     assert model(ids, position_ids=positions, use_cache=False).logits.equal(expected)
     assert not apart.allclose(expected)
+
+
+@pytest.mark.parametrize(
+    ("kind", "layers"), [("llama", {}), ("gemma2", {"layer_types": ["sliding_attention", "full_attention"] * 2})]
+)
+def test_positions_made_in_inference_mode_are_read_once_for_each_kind_of_layer(
+    kind: str, layers: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, ids = make(kind, "ringattn", num_hidden_layers=4, **layers).eval(), tokens(12)
+    with torch.inference_mode():
+        told = torch.arange(12)[None] % 6
+        read, diff = [], Tensor.diff
+        monkeypatch.setattr(Tensor, "diff", lambda x, *given, **named: (read.append(x), diff(x, *given, **named))[1])
+        for forward in (1, 2):
+            model(ids, position_ids=told, use_cache=False)
+            assert sum(x is told for x in read) == forward * (2 if layers else 1)
+
+
+def test_positions_that_were_read_in_one_forward_are_not_trusted_in_another() -> None:
+    """Whatever layers the forwards have: each has masks of its own."""
+    masks = RingMask(), RingMask()
+    with torch.inference_mode():
+        told = torch.arange(6)[None]
+        assert read_documents(told, masks[0], 0) is None
+        told.remainder_(3)
+        assert read_documents(told, masks[0], 0) == (0, 3, 6)
+        told.copy_(torch.arange(6))
+        assert read_documents(told, masks[1], 1) is None
+        told.remainder_(3)
+        for layer, mask in ((None, masks[1]), (2, None), (3, None)):
+            assert read_documents(told, mask, layer) == (0, 3, 6)
+            told.copy_(torch.arange(6))
+            assert read_documents(told, mask, layer and layer + 1) is None
+            told.remainder_(3)
+
+
+def test_positions_are_checked_again_for_other_padding() -> None:
+    """The same tensor of positions may count from the first token of one batch and not of the next."""
+    sharding = Sharding(8, "contiguous", contiguous(8, 2), 0)
+    counted = torch.tensor([[1, 0, 1, 2]])
+    left = RingMask(torch.tensor([[False] + [True] * 7]), ((1, 8),), given=True)
+    check_positions(counted, sharding, left)
+    check_positions(counted, sharding, left)
+    for other in (RingMask(), RingMask(torch.tensor([[True] * 7 + [False]]), ((0, 7),), given=True)):
+        with pytest.raises(ValueError, match="position_ids must be the global positions of this rank's rows"):
+            check_positions(counted, sharding, other)
 
 
 def parts(batch: dict[str, Any], layout: str, options: dict[str, Any]) -> dict[str, Any]:

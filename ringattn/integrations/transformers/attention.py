@@ -130,7 +130,7 @@ def attend(
             query = _temper(module, query, step.positions)
         return _attend_with_cache(step, module, query, key, value, window, chunk_len, scaling, softcap, s_aux), None
     if sharding is None:
-        sharding = _whole(query, key, mask, position_ids, cu_seq_lens_q, cu_seq_lens_k)
+        sharding = _whole(module, query, key, mask, position_ids, cu_seq_lens_q, cu_seq_lens_k)
     else:
         if cu_seq_lens_q is not None or cu_seq_lens_k is not None:
             raise ValueError(
@@ -237,6 +237,7 @@ def _resolve_causal(module: nn.Module, is_causal: bool | None, mask: RingMask | 
 
 
 def _whole(
+    module: nn.Module,
     query: Tensor,
     key: Tensor,
     mask: RingMask | None,
@@ -271,7 +272,7 @@ def _whole(
         documents = read_cumulative(cu_seq_lens_q, rows)
     elif isinstance(position_ids, Tensor) and (mask is None or not (mask.given or mask.causal is False)):
         # as transformers reads them, which takes an attention mask for a sign that nothing is packed
-        documents = read_documents(position_ids)
+        documents = read_documents(position_ids, mask, _number(module))
     if not _alone:
         _alone.append(Ring())
     return _alone[0].sharding(rows, "contiguous", documents)
@@ -303,7 +304,7 @@ def _check_sharded(
                 "position_ids must be given to a model whose rows are sharded, got none; pass the batch through shard_batch"
             )
         if isinstance(position_ids, Tensor):
-            check_positions(position_ids, sharding, mask)
+            check_positions(position_ids, sharding, mask, _number(module))
     except ValueError as error:
         if not torch.compiler.is_compiling():
             # right positions on other ranks must not leave them waiting for this one
@@ -329,6 +330,11 @@ def _takes_positions(kind: type[nn.Module]) -> bool:
         x for x in home if isinstance(x, type) and issubclass(x, PreTrainedModel) and x.__module__ == kind.__module__
     ]
     return not models or any("position_ids" in inspect.signature(model.forward).parameters for model in models)
+
+
+def _number(module: nn.Module) -> int | None:
+    layer = getattr(module, "layer_idx", None)
+    return layer if isinstance(layer, int) else None
 
 
 def _check_step(
@@ -361,7 +367,7 @@ def _check_step(
         )
     if dropout:
         raise ValueError(f"dropout must be 0 in a call with a step, got {dropout}; call model.eval()")
-    if not isinstance(getattr(module, "layer_idx", None), int):
+    if _number(module) is None:
         raise NotImplementedError(
             f"a layer must have a layer_idx to find its keys in a cache, got {type(module).__name__} without; "
             "use attn_implementation='sdpa' for this model"

@@ -4,12 +4,15 @@ Owns reading position ids. Refuses to correct them.
 
 Note [Read once]
     Reading values from a GPU makes the host wait, so what was found of a tensor is kept as long as the tensor lives: all layers
-    of a forward, and their recomputation, pass the same one. A tensor made in inference mode does not say that it was written
-    to, so it is read every time. Under `torch.compile` values cannot be read: shapes are checked.
+    of a forward, and their recomputation, pass the same one. It is kept by mask, of which a forward makes one per kind of layer;
+    those without padding are alike. A tensor made in inference mode does not say that it was written to, so what was found of it
+    serves one forward: layers that have the very same mask and whose numbers grow. Under `torch.compile` values cannot be read:
+    shapes are checked.
 """
 
 from __future__ import annotations
 
+import math
 import weakref
 from typing import Any
 
@@ -19,31 +22,44 @@ from torch import Tensor
 from ringattn.integrations.transformers.masks import RingMask
 from ringattn.sharding import Sharding
 
+_UNPADDED = RingMask()
+
 
 class _Last:
-    """What was found last, for one tensor and one other thing."""
+    """What was found of the last tensor, by mask (Note [Read once])."""
 
     def __init__(self) -> None:
         self._tensor: weakref.ref[Tensor] | None = None
-        self._about: Any = None
-        self._version = -1
-        self.found: Any = None
+        self._seen: float = -1
+        self._found: weakref.WeakKeyDictionary[RingMask, Any] = weakref.WeakKeyDictionary()
 
-    def knows(self, tensor: Tensor, about: Any) -> bool:
-        same = self._tensor is not None and self._tensor() is tensor and self._about is about
-        return same and self._version == tensor._version
-
-    def keep(self, tensor: Tensor, about: Any, found: Any) -> None:
-        if not tensor.is_inference():
-            self._tensor, self._about, self.found = weakref.ref(tensor), about, found
-            self._version = tensor._version
+    def of(self, tensor: Tensor, layer: int | None) -> weakref.WeakKeyDictionary[RingMask, Any]:
+        """What is still true of a tensor; what is found now is added to it."""
+        same = self._tensor is not None and self._tensor() is tensor
+        if tensor.is_inference():
+            now = math.inf if layer is None else layer
+            same = same and self._seen < now < math.inf
+        else:
+            now = tensor._version
+            same = same and self._seen == now
+        self._seen = now
+        if not same:
+            self._tensor, self._found = weakref.ref(tensor), weakref.WeakKeyDictionary()
+        return self._found
 
 
 _checked = _Last()
 _packed = _Last()
 
 
-def check_positions(position_ids: Tensor, sharding: Sharding, mask: RingMask | None) -> None:
+def _key(tensor: Tensor, mask: RingMask | None) -> RingMask:
+    if tensor.is_inference():
+        # without a mask nobody says which forward this is: what is kept by a new one is gone at once
+        return RingMask() if mask is None else mask
+    return _UNPADDED if mask is None or mask.padding is None else mask
+
+
+def check_positions(position_ids: Tensor, sharding: Sharding, mask: RingMask | None, layer: int | None = None) -> None:
     """Refuses position ids that are not those of this rank's rows.
 
     They may count from the start of the sequence, of each document, or of each row's first token after padding; counts that start
@@ -53,6 +69,7 @@ def check_positions(position_ids: Tensor, sharding: Sharding, mask: RingMask | N
         position_ids: `b s` or `1 s`.
         sharding: Who holds which positions.
         mask: Tells where padding is.
+        layer: The number of the layer that asks; None when it has none.
 
     Raises:
         ValueError: They are not.
@@ -68,7 +85,10 @@ def check_positions(position_ids: Tensor, sharding: Sharding, mask: RingMask | N
             f"position_ids must have this rank's {sharding.shard_len} rows of {sharding.seq_len}, got "
             f"{position_ids.shape[1]}; pass the batch through shard_batch"
         )
-    if torch.compiler.is_compiling() or _checked.knows(position_ids, sharding):
+    if torch.compiler.is_compiling():
+        return
+    known, key = _checked.of(position_ids, layer), _key(position_ids, mask)
+    if known.get(key) is sharding:
         return
     here = position_ids.detach().to("cpu", torch.int64)
     if not _fit(here, sharding, None if mask is None else mask.padding):
@@ -77,7 +97,7 @@ def check_positions(position_ids: Tensor, sharding: Sharding, mask: RingMask | N
             f"start of their document or first token, got {_ends(here[0])} on rank {sharding.rank} of {sharding.world_size}; "
             "pass the whole batch through shard_batch (a model that is given none numbers the rows of a shard from 0)"
         )
-    _checked.keep(position_ids, sharding, None)
+    known[key] = sharding
 
 
 def _fit(here: Tensor, sharding: Sharding, padding: Tensor | None) -> bool:
@@ -110,17 +130,22 @@ def _ends(positions: Tensor) -> str:
     return str(shown) if len(shown) <= 6 else f"[{', '.join(map(str, shown[:4]))}, ..., {shown[-1]}]"
 
 
-def read_documents(position_ids: Tensor) -> tuple[int, ...] | None:
+def read_documents(
+    position_ids: Tensor, mask: RingMask | None = None, layer: int | None = None
+) -> tuple[int, ...] | None:
     """The cumulative boundaries of documents, where positions do not go on by one; None for one document.
 
     Args:
         position_ids: `b n`, of the whole sequence.
+        mask: The layer's.
+        layer: The number of the layer that asks; None when it has none.
 
     Raises:
         NotImplementedError: Batch elements have different documents.
     """
-    if _packed.knows(position_ids, None):
-        return _packed.found
+    known, key = _packed.of(position_ids, layer), _key(position_ids, mask)
+    if key in known:
+        return known[key]
     starts = position_ids.diff(dim=-1) != 1
     if bool((starts != starts[:1]).any()):
         raise NotImplementedError(
@@ -129,7 +154,7 @@ def read_documents(position_ids: Tensor) -> tuple[int, ...] | None:
         )
     inner = (starts[0].nonzero()[:, 0] + 1).tolist()
     found = (0, *inner, position_ids.shape[1]) if inner else None
-    _packed.keep(position_ids, None, found)
+    known[key] = found
     return found
 
 
