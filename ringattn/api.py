@@ -5,7 +5,6 @@ Owns the contract that users read. Refuses to know how a ring works: it only des
 
 from __future__ import annotations
 
-import math
 import operator
 from collections.abc import Sequence
 
@@ -195,14 +194,6 @@ def ring_attention_with_lse(
         # a q without features has no scale, and is refused where tensors are checked
         d = q.shape[-1] if q.dim() else 0
         scale = (d**-0.5 if d else 1.0) if softmax_scale is None else softmax_scale
-        for name, value in (("softmax_scale", scale), ("softcap", softcap), ("dropout_p", dropout_p)):
-            if isinstance(value, Tensor) and value.requires_grad:
-                raise ValueError(
-                    f"{name} must be a number, got a tensor that requires a gradient, which it would not get; "
-                    "pass its item(), or multiply q by a scale that is learned"
-                )
-            if not math.isfinite(value):
-                raise ValueError(f"{name} must be finite, got {value}")
         # a seed may be a symbol of a trace, which has no truth
         seed = 0 if dropout_seed is None else dropout_seed
         if not isinstance(seed, (int, torch.SymInt)):

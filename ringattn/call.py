@@ -13,10 +13,11 @@ Note [Said once]
 from __future__ import annotations
 
 import ast
+import math
 import operator
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -237,29 +238,21 @@ def describe(
     window, lengths = resolve_window(window), resolve_lengths(lengths)
     prefix_len = _resolve_number("prefix_len", prefix_len)
     chunk_len = None if chunk_len is None else _resolve_number("chunk_len", chunk_len)
+    causal, deterministic = resolve_flag("causal", causal), resolve_flag("deterministic", deterministic)
+    softmax_scale, softcap = resolve_real("softmax_scale", softmax_scale), resolve_real("softcap", softcap)
+    dropout_p = resolve_real("dropout_p", dropout_p)
     keys = None if kv_sharding is None else kv_sharding.text
     # in the words of the text, in which 1 is not True: options with equal words have equal texts
     mask = f"'window': {window}, 'prefix_len': {prefix_len}, 'chunk_len': {chunk_len}"
     # tracing must not see a table that changes
     keep = lengths is None and not torch.compiler.is_compiling()
-    words = (
-        keys,
-        mask,
-        bool(causal),
-        float(softmax_scale),
-        float(softcap),
-        float(dropout_p),
-        impl,
-        backward,
-        deterministic,
-    )
+    words = (keys, mask, causal, softmax_scale, softcap, dropout_p, impl, backward, deterministic)
     text = sharding.texts.get(words) if keep else None
     if text is None:
         text = (
-            f"{{'sharding': {sharding.text}, 'kv_sharding': {keys}, 'causal': {bool(causal)}, {mask}, "
-            f"'lengths': {lengths}, 'softmax_scale': {float(softmax_scale)}, 'softcap': {float(softcap)}, "
-            f"'dropout_p': {float(dropout_p)}, 'impl': '{impl}', 'backward': '{backward}', "
-            f"'deterministic': {bool(deterministic)}}}"
+            f"{{'sharding': {sharding.text}, 'kv_sharding': {keys}, 'causal': {causal}, {mask}, "
+            f"'lengths': {lengths}, 'softmax_scale': {softmax_scale}, 'softcap': {softcap}, "
+            f"'dropout_p': {dropout_p}, 'impl': '{impl}', 'backward': '{backward}', 'deterministic': {deterministic}}}"
         )
         if keep:
             sharding.texts[words] = text
@@ -285,22 +278,63 @@ def resolve_lengths(lengths: Sequence[Sequence[int]] | Tensor | None) -> tuple[t
     """(start, stop) of each batch element, of lengths as users give them; a mask checks the numbers.
 
     Raises:
+        ValueError: They are no pairs.
         TypeError: They are no integers.
     """
     if lengths is None:
         return None
     rows = lengths.tolist() if isinstance(lengths, Tensor) else lengths
-    return tuple((operator.index(start), operator.index(stop)) for start, stop in rows)
+    try:
+        pairs = [(start, stop) for start, stop in rows]
+    except (TypeError, ValueError):
+        raise ValueError(
+            f"lengths must have one (start, stop) per batch element, got {rows!r}; (0, n) are the first n tokens"
+        ) from None
+    return tuple((operator.index(start), operator.index(stop)) for start, stop in pairs)
+
+
+def resolve_flag(name: str, flag: Any) -> bool:
+    """A flag as users give it.
+
+    Raises:
+        ValueError: It is no truth value: words like "no" would count as true.
+    """
+    if flag not in (True, False):
+        raise ValueError(f"{name} must be True or False, got {flag!r}; convert it first")
+    return bool(flag)
+
+
+def resolve_real(name: str, number: Any) -> float:
+    """A finite number as Python's own.
+
+    Raises:
+        ValueError: It is something else, or would get a gradient.
+    """
+    if type(number) is not float:
+        if isinstance(number, Tensor) and number.requires_grad:
+            raise ValueError(
+                f"{name} must be a number, got a tensor that requires a gradient, which it would not get; "
+                "pass its item(), or multiply q by a scale that is learned"
+            )
+        try:
+            if isinstance(number, (bool, str)):
+                raise TypeError
+            number = float(number)
+        except (TypeError, ValueError, OverflowError):
+            raise ValueError(f"{name} must be a number, got {number!r}; convert it first") from None
+    if not math.isfinite(number):
+        raise ValueError(f"{name} must be finite, got {number}")
+    return number
 
 
 def resolve_mask(options: Mapping[str, Any]) -> dict[str, Any]:
     """Options of a mask as users give them -> as `Visibility` takes them.
 
     Raises:
-        ValueError: As `resolve_window`.
+        ValueError: As `resolve_window`, `resolve_lengths` and `resolve_flag`.
         TypeError: As `resolve_lengths`.
     """
-    made = {"window": resolve_window, "lengths": resolve_lengths}
+    made = {"window": resolve_window, "lengths": resolve_lengths, "causal": partial(resolve_flag, "causal")}
     return {name: made[name](option) if name in made else option for name, option in options.items()}
 
 

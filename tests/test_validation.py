@@ -63,6 +63,22 @@ REFUSED: dict[str, tuple[tuple[torch.Tensor, torch.Tensor, torch.Tensor], dict[s
     "seed": ((Q, K, K), {"dropout_p": 0.1}, "dropout_seed must be given when dropout_p is 0.1"),
     "long seed": ((Q, K, K), {"dropout_p": 0.1, "dropout_seed": 2**64}, "dropout_seed must have 64 bits, got 1844"),
     "lengths": ((Q, K, K), {"lengths": ((0, 3),)}, r"one \(start, stop\) per batch element, 2, got 1"),
+    "counts as lengths": (
+        (Q, K, K),
+        {"lengths": [5, 8]},
+        r"lengths must have one \(start, stop\) per batch element, got \[5, 8\]; \(0, n\) are the first n tokens",
+    ),
+    "a tensor of counts": ((Q, K, K), {"lengths": torch.tensor([5, 8])}, r"lengths must have .* got \[5, 8\]"),
+    "triples as lengths": ((Q, K, K), {"lengths": [(0, 1, 2)] * 2}, "lengths must have one .* per batch element, got"),
+    "a word as flag": ((Q, K, K), {"causal": "no"}, "causal must be True or False, got 'no'; convert it first"),
+    "nothing as flag": ((Q, K, K), {"causal": None}, "causal must be True or False, got None"),
+    "a number as flag": ((Q, K, K), {"deterministic": 2}, "deterministic must be True or False, got 2"),
+    "no softcap": ((Q, K, K), {"softcap": None}, "softcap must be a number, got None; convert it first"),
+    "a flag as softcap": ((Q, K, K), {"softcap": True}, "softcap must be a number, got True"),
+    "a word as scale": ((Q, K, K), {"softmax_scale": "0.5"}, "softmax_scale must be a number, got '0.5'"),
+    "several scales": ((Q, K, K), {"softmax_scale": torch.ones(4)}, "softmax_scale must be a number, got tensor"),
+    "a huge cap": ((Q, K, K), {"softcap": 10**400}, "softcap must be a number, got 1000"),
+    "a word as dropout": ((Q, K, K), {"dropout_p": "0.5", "dropout_seed": 1}, "dropout_p must be a number, got '0.5'"),
     "prefix": ((Q, K, K), {"prefix_len": 3}, "prefix_len must come with causal=True"),
     "window": ((Q, K, K), {"window": (-1, 0)}, "window"),
     "fractions of a window": ((Q, K, K), {"window": (1.5, 0)}, r"window must be of integers, got \(1.5, 0\)"),
@@ -127,6 +143,8 @@ def odd_calls() -> list[str]:
         {"lengths": [0] if wrong else [[0, 3]]},
         {"bias": torch.zeros(5, 9)},  # of the rows that rank 0 has
         {"chunk_len": 3.0 if wrong else 3},
+        {"causal": "no" if wrong else False},
+        {"softcap": None if wrong else 0.0},
         {"window": (torch.tensor([1, 2]), 0) if wrong else 3},
         {"k": None if wrong else q},
         {"v": q.tolist() if wrong else q},
@@ -242,6 +260,13 @@ def test_a_sharding_of_another_ring_is_refused() -> None:
         ring_attention(x(1, 4, 4, 16), x(1, 4, 2, 16), x(1, 4, 2, 16), foreign)
 
 
+def test_numbers_and_flags_may_be_those_of_tensors() -> None:
+    expected = ring_attention(Q, K, K, SHARDING, causal=True, softmax_scale=0.5, softcap=2.0)
+    for flag, one in ((1, torch.tensor(0.5)), (torch.tensor(True), torch.tensor([0.5]))):
+        found: Any = {"causal": flag, "softmax_scale": one, "softcap": 2, "deterministic": 0}
+        assert torch.equal(ring_attention(Q, K, K, SHARDING, **found), expected)
+
+
 def test_integers_that_are_tensors_are_integers() -> None:
     q, k = torch.randn_like(Q), torch.randn_like(K)
     expected = ring_attention(q, k, k, SHARDING, causal=True, window=4)
@@ -257,6 +282,8 @@ def test_a_mask_to_balance_is_given_as_to_a_call() -> None:
         )
 
     assert shards(causal=True, window=4)[1] == shards(causal=True, window=(3, 0))[1]
+    with pytest.raises(ValueError, match="causal must be True or False, got 'no'"):
+        RING.sharding(8, "balanced", balance={"causal": "no"})
     assert shards(lengths=[[0, 4], [2, 8]])[1] == shards(lengths=torch.tensor([[0, 4], [2, 8]]))[1]
 
 

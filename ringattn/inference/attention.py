@@ -12,7 +12,6 @@ Note [Once per kind]
 
 from __future__ import annotations
 
-import math
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ringattn.call import Call, resolve_window
+from ringattn.call import Call, resolve_flag, resolve_real, resolve_window
 from ringattn.inference.in_place import READS, resolve_reads
 from ringattn.inference.prefill import MOVES, Prefill, growth, plan_travel, resolve_moves, rows_in_place
 from ringattn.inference.step import Step
@@ -106,8 +105,9 @@ def attend(
     """
     run = _beside_compilers() if "torch._dynamo" in sys.modules else _attend
     try:
-        scale = None if softmax_scale is None else float(softmax_scale)
-        options = (causal, resolve_window(window), scale, float(softcap), chunk_len, moves, reads)
+        scale = None if softmax_scale is None else resolve_real("softmax_scale", softmax_scale)
+        softcap, causal = resolve_real("softcap", softcap), resolve_flag("causal", causal)
+        options = (causal, resolve_window(window), scale, softcap, chunk_len, moves, reads)
     except Exception as error:
         step.cache.ring.refuse(error)
     return run(step, layer, (q, k, v, sinks, alibi_slopes), options)
@@ -362,9 +362,6 @@ def _check_tensors(step: Step, q: Tensor, sinks: Tensor | None, alibi_slopes: Te
 
 
 def _check_options(options: _Options) -> None:
-    for name, value in (("softmax_scale", options.softmax_scale or 0.0), ("softcap", options.softcap)):
-        if not math.isfinite(value):
-            raise ValueError(f"{name} must be finite, got {value}")
     if options.softcap < 0:
         raise ValueError(f"softcap must be at least 0 (0 for none), got {options.softcap}")
     if options.moves not in MOVES:
