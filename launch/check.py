@@ -45,7 +45,7 @@ from torch import Tensor
 import ringattn
 from ringattn.budget import Budget, error
 from ringattn.launch.check_inference import MOVES, InferenceCase, examine_history, inference_cases
-from ringattn.launch.rings import ScheduleName, make_ring
+from ringattn.launch.rings import ScheduleName, check_nodes, make_ring
 from ringattn.launch.session import Session, describe, machine, open_session, parse, table, write_json
 
 LAYOUTS = ("contiguous", "striped", "zigzag", "balanced")
@@ -725,6 +725,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # ranks wait for local rank 0 to compile
     with open_session(args.device, timeout_s=600) as session:
         started = time.perf_counter()
+        simulates = session.world_size == 1 and args.fuzz is None and not args.soak
+        check_nodes(args.nodes, (args.simulate or 1) if simulates else session.world_size)
         line = machine(session)
         session.say(describe(line))
         if args.fuzz is not None:

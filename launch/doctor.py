@@ -280,6 +280,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command; returns its exit code: 0 unless something is broken."""
     args: DoctorArgs = parse(DoctorArgs, arguments, "doctor", (DoctorArgs.__doc__ or "").split("\n")[0])
     with open_session(args.device) as session:
+        if args.nodes:
+            from ringattn.launch.rings import check_nodes
+
+            check_nodes(args.nodes, session.world_size)
         report = examine(session, args.links, args.nodes)
         if session.rank == 0:
             show(report)

@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 import ringattn
 from ringattn.launch.session import Session
+from ringattn.schedule import make_nodes
 
 ScheduleName = Literal["auto", "gathered", "kept", "in_place", "staged", "process_group"]
 SCHEDULES: dict[str, dict[str, Any]] = {
@@ -40,6 +41,18 @@ def make_ring(schedule: str, group: dist.ProcessGroup | None = None, **options: 
         Exception: Whatever the ring refuses with, where it cannot.
     """
     return ringattn.Ring(group, **SCHEDULES[schedule], **options)
+
+
+def check_nodes(nodes: int, ranks: int) -> None:
+    """Ends a command whose ranks cannot share its nodes: fewer of them would be measured than were asked for.
+
+    Raises:
+        SystemExit: As `make_nodes` refuses.
+    """
+    try:
+        make_nodes(ranks, nodes)
+    except ValueError as error:
+        raise SystemExit(str(error)) from error
 
 
 def shown_name(schedule: str, session: Session) -> str:

@@ -106,6 +106,15 @@ def test_doctor_finds_a_broken_kernel(monkeypatch: pytest.MonkeyPatch, capsys: p
     assert "no such instruction" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("command", "flags", "ranks"),
+    [(doctor, [], 1), (check, ["--simulate", "3"], 3), (check, ["--simulate", "0"], 1), (check, ["--soak", "5"], 1)],
+)
+def test_nodes_that_the_ranks_cannot_share_are_refused(command: Any, flags: list[str], ranks: int) -> None:
+    with pytest.raises(SystemExit, match=f"nodes must divide the ring of {ranks} ranks, got 2"):
+        command.main(["--device", "cpu", "--nodes", "2", *flags])
+
+
 def _doctor() -> dict[str, Any]:
     with open_session("cpu") as session:
         return doctor.examine(session)
