@@ -460,8 +460,9 @@ def test_the_key_comes_from_the_environment(monkeypatch, capsys):
     monkeypatch.setenv(KEY, "secret")
     assert parse(["--model", "tiny"], "serve", "").api_key == "secret"
     assert parse(["--model", "tiny", "--api-key", "other"], "serve", "").api_key == "other"
-    monkeypatch.setenv(KEY, "secret\n")
-    assert main(["--model", "tiny", "--device", "cpu"]) == 1
-    assert "api_key must have characters and no spaces around them" in capsys.readouterr().err
+    for wrong in ("secret\n", ""):
+        monkeypatch.setenv(KEY, wrong)
+        assert main(["--model", "tiny", "--device", "cpu"]) == 1
+        assert "api_key must have characters and no spaces around them" in capsys.readouterr().err
     monkeypatch.delenv(KEY)
     assert parse(["--model", "tiny"], "serve", "") == ServeArgs(model="tiny")

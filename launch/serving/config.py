@@ -156,7 +156,7 @@ def parse(arguments: Sequence[str], prog: str, description: str) -> ServeArgs:
     import tyro
 
     args = tyro.cli(ServeArgs, args=list(arguments), prog=prog, description=description)
-    if args.api_key is None and os.environ.get(KEY):
+    if args.api_key is None and KEY in os.environ:
         return dataclasses.replace(args, api_key=os.environ[KEY])
     return args
 
