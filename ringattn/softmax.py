@@ -18,6 +18,7 @@ from torch import Tensor
 from ringattn.kernels import softmax as eager
 from ringattn.kernels.contract import accumulation_dtype
 from ringattn.plain import has_tangent
+from ringattn.validation import DTYPES
 
 IMPLS = ("auto", "eager", "portable")
 
@@ -86,7 +87,7 @@ def _tiles(block_size: int | None) -> bool:
 
 
 def _check(x: Tensor, dim: int, block_size: int | None, impl: str) -> int:
-    if not x.is_floating_point():
+    if x.dtype not in DTYPES:
         raise ValueError(f"x must be fp16, bf16, fp32 or fp64, got {x.dtype}; cast it")
     if x.ndim == 0:
         raise ValueError("x must have at least one dim, got a scalar; unsqueeze it")

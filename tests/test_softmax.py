@@ -158,6 +158,8 @@ def test_refusals_say_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
     for op in (online_softmax, online_logsumexp):
         with pytest.raises(ValueError, match=r"x must be fp16, bf16, fp32 or fp64, got torch.int64; cast it"):
             op(x.long())
+        with pytest.raises(ValueError, match=r"x must be fp16, bf16, fp32 or fp64, got torch.float8_e4m3fn; cast it"):
+            op(x.to(torch.float8_e4m3fn))
         with pytest.raises(ValueError, match="x must have at least one dim"):
             op(torch.tensor(1.0))
         with pytest.raises(ValueError, match=r"dim must be in \[-2, 2\), got 2"):
