@@ -128,5 +128,12 @@ def gate(
 
 
 def _twin(x: Tensor, *weights: Tensor) -> Any:
-    fits = x.is_cuda and 0 < len(x) <= MOST_GATED and has_kernel(*weights)
+    # what a kernel would read wrong is multiplied, or refused, by torch
+    alike = all(_is_row_of(x, weight) and weight.shape == weights[0].shape for weight in weights)
+    fits = x.is_cuda and alike and 0 < len(x) <= MOST_GATED and has_kernel(*weights)
     return find_twin("ringattn.kernels.few_rows_triton") if fits else None
+
+
+def _is_row_of(x: Tensor, weight: Tensor) -> bool:
+    alike = x.dtype == weight.dtype and x.device == weight.device
+    return alike and x.dim() == 2 and x.shape[1] == weight.shape[1] and x.is_contiguous()

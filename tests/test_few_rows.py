@@ -52,6 +52,24 @@ def test_products_are_rounded_once(dtype: torch.dtype, out: torch.dtype | None):
         assert_rounded(found, exact_gate(x, weight, other, activation, bias, other_bias), 256)
 
 
+def test_rows_that_a_kernel_would_read_wrong_are_left_to_torch(monkeypatch: pytest.MonkeyPatch):
+    """On a CPU that says it has a kernel: it gets the rows that are like the weights, and no others."""
+    monkeypatch.setattr(few_rows, "has_kernel", lambda *_: True)
+    monkeypatch.setattr(few_rows, "find_twin", lambda _: "the kernel")
+    monkeypatch.setattr(Tensor, "is_cuda", True)
+    x, weight, other, *_ = draw(0, 5, 256, 48, torch.bfloat16)
+    assert few_rows._twin(x, weight, other) == "the kernel"
+    for wrong in (x[:, :128].contiguous(), x.half(), x.to("meta"), x.repeat(1, 2)[:, :256], x[:, None], x[:0]):
+        assert few_rows._twin(wrong, weight, other) is None
+    assert few_rows._twin(x, weight, other[:16]) is None
+    for narrow in (
+        lambda: few_rows.multiply(x[:, :128], weight),
+        lambda: few_rows.gate(x[0, :8], weight, other, "silu"),
+    ):
+        with pytest.raises(RuntimeError, match=r"shapes cannot be multiplied|size mismatch"):
+            narrow()
+
+
 def test_weights_without_a_kernel_are_known():
     big = torch.zeros(4096, 1024, dtype=torch.bfloat16)
     assert not few_rows.has_kernel(big), "on a CPU"

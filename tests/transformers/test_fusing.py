@@ -124,6 +124,23 @@ def test_few_rows_take_kernels_and_many_do_not(kind: str, monkeypatch: pytest.Mo
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("kernels", [False, True])
+def test_a_row_by_itself_is_multiplied_as_torch_does(kernels: bool, monkeypatch: pytest.MonkeyPatch):
+    torch._dynamo.reset()
+    counted, model = CountedKernels(monkeypatch), small("llama")
+    if not kernels:
+        monkeypatch.setattr(few_rows, "has_kernel", lambda *_: False)
+    layer, x = model.model.layers[0], torch.randn(model.config.hidden_size)
+    parts = [layer.input_layernorm, layer.mlp, *(getattr(layer.self_attn, f"{name}_proj") for name in "qkv")]
+    expected = [part(x) for part in parts]
+    fuse(model, Ring(), backend="eager")
+    counted.since()
+    for part, y in zip(parts, expected, strict=True):
+        torch.testing.assert_close(part(x), y)
+    assert counted.since() == {"multiply": 2 * kernels, "gate": 1 * kernels}
+
+
+@torch.no_grad()
 @pytest.mark.parametrize(("kind", "by_halves"), [("llama", True), ("qwen3", True), ("glm", False)])
 def test_rotations_by_halves_take_a_kernel(kind: str, by_halves: bool, monkeypatch: pytest.MonkeyPatch):
     """A rotation of neighbours in a head does not."""

@@ -151,7 +151,7 @@ def _compiled(part: nn.Module, backend: str | Callable) -> Callable[[Tensor], Te
         if gate is not None and last is not None and gate.has_kernel(x) and held.is_plain():
             return last(gate(x))
         # an expert may get no rows, for which nothing need be compiled
-        return call(x.flatten(0, -2)[None]).view(x.shape) if x.numel() else plain(x)
+        return call(x.reshape(1, -1, x.shape[-1])).view(x.shape) if x.numel() else plain(x)
 
     return forward
 

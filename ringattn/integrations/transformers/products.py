@@ -50,10 +50,10 @@ class Product:
 
     def __call__(self, x: Tensor) -> Tensor:
         """The product of x `... inner`."""
-        rows = x.flatten(0, -2)
+        rows = x.reshape(-1, x.shape[-1])
         if self.has_kernel and 0 < len(rows) <= few_rows.MOST_ROWS and _is_plain(x, self._weight):
             found = few_rows.multiply(rows.contiguous(), self._weight, self._bias, dtype=self._dtype)
-            return found.unflatten(0, x.shape[:-1])
+            return found.view(*x.shape[:-1], found.shape[-1])
         if self._dtype in (None, x.dtype):
             return F.linear(x, self._weight, self._bias)
         if x.is_cuda and self._dtype == torch.float32:
@@ -62,7 +62,7 @@ class Product:
             found = torch.mm(rows, self._weight.t()).to(self._dtype)
         if self._bias is not None:
             found += self._bias
-        return found.unflatten(0, x.shape[:-1])
+        return found.view(*x.shape[:-1], found.shape[-1])
 
 
 class Gate:
@@ -104,9 +104,9 @@ class Gate:
     def __call__(self, x: Tensor) -> Tensor:
         """Gated columns of x `... inner`."""
         if self.has_kernel(x):
-            rows = x.flatten(0, -2).contiguous()
+            rows = x.reshape(-1, x.shape[-1]).contiguous()
             found = few_rows.gate(rows, self._weight, self._other, self._activation, self._bias, self._other_bias)
-            return found.unflatten(0, x.shape[:-1])
+            return found.view(*x.shape[:-1], found.shape[-1])
         gated = few_rows.ACTIVATIONS[self._activation](F.linear(x, self._weight, self._bias))
         return gated * F.linear(x, self._other, self._other_bias)
 

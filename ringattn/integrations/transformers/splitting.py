@@ -132,7 +132,7 @@ def _split_mlp(mlp: nn.Module, ring: Ring, backend: str | Callable | None) -> Re
     def forward(x: Tensor) -> Tensor:
         if whose_rows() is not ring or not x.numel() or not held.is_plain():
             return whole(x)
-        some = x.flatten(0, -2)[None]
+        some = x.reshape(1, -1, x.shape[-1])
         addends = addends_of(gate(some)) if gate is not None and gate.has_kernel(some) else call(some)
         out = torch.empty(addends.shape, dtype=x.dtype, device=x.device)
         ring.exchange(x.device).sum(addends, out)
@@ -150,7 +150,7 @@ def _split_head(head: nn.Linear, ring: Ring) -> Replacement:
     def forward(x: Tensor) -> Tensor:
         if whose_rows() is not ring or not x.numel() or not held.is_plain():
             return whole(x)
-        part = product(x.flatten(0, -2))
+        part = product(x.reshape(-1, x.shape[-1]))
         out = torch.empty(part.shape[0], head.out_features, dtype=part.dtype, device=part.device)
         ring.exchange(x.device).gather(part, out)
         return out.view(*x.shape[:-1], -1)
