@@ -3,6 +3,8 @@
 Importing this package touches no device, imports no kernel compiler and takes no process group.
 """
 
+from typing import TYPE_CHECKING
+
 from ringattn.api import ring_attention, ring_attention_with_lse
 from ringattn.current import checkpoint_contexts, use_sharding
 from ringattn.nn import RingMultiheadAttention, replace_multihead_attention
@@ -33,3 +35,18 @@ __all__ = [
     "simulate_ring",
     "use_sharding",
 ]
+
+if TYPE_CHECKING:
+    __version__: str
+else:
+
+    def __getattr__(name: str) -> str:
+        """`__version__`, from the metadata of the installed package, read when somebody asks: that takes a while."""
+        if name == "__version__":
+            from importlib import metadata
+
+            try:
+                return metadata.version("ringattn")
+            except metadata.PackageNotFoundError:
+                pass
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -5,9 +5,12 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from importlib import metadata
 from pathlib import Path
 
 import pytest
+
+import ringattn
 
 ROOT = Path(__file__).parents[1]
 
@@ -48,6 +51,14 @@ def _fresh(refused: list[str]) -> dict:
 @pytest.fixture(scope="module")
 def plain() -> dict:
     return _fresh([])
+
+
+def test_the_version_is_that_of_the_metadata(monkeypatch: pytest.MonkeyPatch):
+    assert ringattn.__version__ == metadata.version("ringattn")
+    with pytest.raises(AttributeError, match="module 'ringattn' has no attribute 'version'"):
+        getattr(ringattn, "version")  # noqa: B009
+    monkeypatch.setattr(metadata.Distribution, "discover", lambda **_: iter(()))
+    assert not hasattr(ringattn, "__version__"), "a source tree that nobody installed"
 
 
 def test_import_works_where_no_optional_package_is_installed():
