@@ -318,7 +318,7 @@ def resolve_real(name: str, number: Any) -> float:
             )
         try:
             if isinstance(number, (bool, str)):
-                raise TypeError
+                raise TypeError("words and flags are no numbers")
             number = float(number)
         except (TypeError, ValueError, OverflowError):
             raise ValueError(f"{name} must be a number, got {number!r}; convert it first") from None
