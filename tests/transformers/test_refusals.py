@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 import transformers
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM
 
 from ringattn import Ring
 from ringattn.integrations.transformers import (
@@ -221,6 +221,63 @@ def share_without_positions(kind: str) -> str:
 def test_models_that_number_the_rows_of_a_rank_themselves_are_refused(pool: Pools, kind: str) -> None:
     for found in pool(2).run(share_without_positions, kind):
         assert "a model must take position_ids where ranks share a sequence" in found
+
+
+def make_roberta(attention: str) -> Any:
+    register()
+    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 16}
+    config = AutoConfig.for_model("roberta", **sizes, vocab_size=61, pad_token_id=1, max_position_embeddings=40)
+    torch.manual_seed(0)
+    return AutoModelForMaskedLM.from_config(config, attn_implementation=attention).eval()
+
+
+@torch.no_grad()
+def share_roberta(begin: int) -> tuple[float, str]:
+    """How far the logits of a shard are from those of one process, and what was refused, with positions from `begin` on."""
+    ids = tokens(12).clamp(min=2)
+    expected = make_roberta("eager")(input_ids=ids).logits
+    given = {"position_ids": torch.arange(begin, begin + 12)[None]} if begin else {}
+    part = shard_batch({"input_ids": ids, **given}, Ring())
+    try:
+        found = part["sharding"].unshard(make_roberta("ringattn")(**part).logits)
+    except ValueError as error:
+        return 0.0, str(error)
+    return float((found - expected).norm() / expected.norm()), ""
+
+
+@pytest.mark.dist
+@pytest.mark.skipif(not FIVE, reason="RoBERTa of 4.x attends by itself")
+def test_positions_that_do_not_begin_where_the_model_counts_from_are_refused(pool: Pools) -> None:
+    for distance, refused in pool(2).run(share_roberta, 2):
+        assert (distance < 1e-5, refused) == (True, "")
+    for begin in (0, 1):
+        for _, refused in pool(2).run(share_roberta, begin):
+            assert "position_ids must begin at 2 for this model" in refused
+
+
+def share_mobilebert() -> str:
+    register()
+    sizes = {
+        "hidden_size": 16,
+        "embedding_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "vocab_size": 61,
+    }
+    config = AutoConfig.for_model("mobilebert", **sizes, intermediate_size=16, intra_bottleneck_size=16)
+    model = AutoModelForMaskedLM.from_config(config, attn_implementation="ringattn")
+    try:
+        model(**shard_batch({"input_ids": tokens(12)}, Ring()))
+    except NotImplementedError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.dist
+@pytest.mark.skipif(not FIVE, reason="MobileBERT of 4.x attends by itself")
+def test_tokens_that_are_embedded_with_their_neighbours_are_refused(pool: Pools) -> None:
+    for found in pool(2).run(share_mobilebert):
+        assert "got ['trigram_input'] layers in the config of mobilebert" in found
 
 
 def share_experts(where: str) -> list[str]:

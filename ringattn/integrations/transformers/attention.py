@@ -56,6 +56,9 @@ OF_ATTENTION = frozenset(
 )
 """Kinds of layers, as configs name them, in which tokens meet in attention or not at all."""
 
+NUMBERING = "create_position_ids_from_input_ids"
+"""What RoBERTa and its kin call the function that numbers tokens behind `padding_idx`."""
+
 _alone: list[Ring] = []
 _calls = [0]
 
@@ -180,7 +183,9 @@ def check_layers(config: Any) -> None:
 
     Such layers (recurrent ones, convolutions) would see the rows of a call as a sequence of its own.
     """
-    others = sorted(set(getattr(config, "layer_types", None) or ()) - OF_ATTENTION)
+    others: list[str] = sorted(set(getattr(config, "layer_types", None) or ()) - OF_ATTENTION)
+    if getattr(config, "trigram_input", False):
+        others.append("trigram_input")  # MobileBERT embeds tokens with their neighbours
     if others:
         raise NotImplementedError(
             f"tokens must meet in layers of attention only where ranks share them or a RingCache keeps them, got {others} layers "
@@ -304,7 +309,7 @@ def _check_sharded(
                 "position_ids must be given to a model whose rows are sharded, got none; pass the batch through shard_batch"
             )
         if isinstance(position_ids, Tensor):
-            check_positions(position_ids, sharding, mask, _number(module))
+            check_positions(position_ids, sharding, mask, _number(module), _begin(module))
     except ValueError as error:
         if not torch.compiler.is_compiling():
             # right positions on other ranks must not leave them waiting for this one
@@ -330,6 +335,23 @@ def _takes_positions(kind: type[nn.Module]) -> bool:
         x for x in home if isinstance(x, type) and issubclass(x, PreTrainedModel) and x.__module__ == kind.__module__
     ]
     return not models or any("position_ids" in inspect.signature(model.forward).parameters for model in models)
+
+
+def _begin(module: nn.Module) -> int:
+    """Where a model counts positions from: padding_idx + 1 where it is of RoBERTa's kin."""
+    config = getattr(module, "config", None)
+    padding = getattr(config, "pad_token_id", None)
+    if torch.compiler.is_compiling() or padding is None or not _counts_behind_padding(type(module)):
+        return 0
+    return padding + 1 if getattr(config, "position_embedding_type", "absolute") == "absolute" else 0
+
+
+@functools.cache
+def _counts_behind_padding(kind: type[nn.Module]) -> bool:
+    """Whether the file of a kind of layer has what numbers tokens from padding_idx + 1 on."""
+    home = vars(sys.modules[kind.__module__]) if kind.__module__ in sys.modules else {}
+    parts = [x for x in home.values() if isinstance(x, type) and x.__module__ == kind.__module__]
+    return NUMBERING in home or any(NUMBERING in vars(part) for part in parts)
 
 
 def _number(module: nn.Module) -> int | None:

@@ -59,7 +59,9 @@ def _key(tensor: Tensor, mask: RingMask | None) -> RingMask:
     return _UNPADDED if mask is None or mask.padding is None else mask
 
 
-def check_positions(position_ids: Tensor, sharding: Sharding, mask: RingMask | None, layer: int | None = None) -> None:
+def check_positions(
+    position_ids: Tensor, sharding: Sharding, mask: RingMask | None, layer: int | None = None, begin: int = 0
+) -> None:
     """Refuses position ids that are not those of this rank's rows.
 
     They may count from the start of the sequence, of each document, or of each row's first token after padding; counts that start
@@ -70,6 +72,7 @@ def check_positions(position_ids: Tensor, sharding: Sharding, mask: RingMask | N
         sharding: Who holds which positions.
         mask: Tells where padding is.
         layer: The number of the layer that asks; None when it has none.
+        begin: Where the model counts from.
 
     Raises:
         ValueError: They are not.
@@ -88,19 +91,26 @@ def check_positions(position_ids: Tensor, sharding: Sharding, mask: RingMask | N
     if torch.compiler.is_compiling():
         return
     known, key = _checked.of(position_ids, layer), _key(position_ids, mask)
-    if known.get(key) is sharding:
+    found = known.get(key)
+    if found is not None and found[0] is sharding and found[1] == begin:
         return
     here = position_ids.detach().to("cpu", torch.int64)
-    if not _fit(here, sharding, None if mask is None else mask.padding):
+    padding = None if mask is None else mask.padding
+    if begin and not _fit(here, sharding, padding, begin) and _fit(here, sharding, padding):
+        raise ValueError(
+            f"position_ids must begin at {begin} for this model (padding_idx + 1), got positions that count from 0; give the batch "
+            "position_ids as the model makes them, and pass it through shard_batch"
+        )
+    if not _fit(here, sharding, padding):
         raise ValueError(
             f"position_ids must be the global positions of this rank's rows, {_ends(sharding.positions)}, or count from the "
             f"start of their document or first token, got {_ends(here[0])} on rank {sharding.rank} of {sharding.world_size}; "
             "pass the whole batch through shard_batch (a model that is given none numbers the rows of a shard from 0)"
         )
-    known[key] = sharding
+    known[key] = sharding, begin
 
 
-def _fit(here: Tensor, sharding: Sharding, padding: Tensor | None) -> bool:
+def _fit(here: Tensor, sharding: Sharding, padding: Tensor | None, begin: int = 0) -> bool:
     positions = sharding.positions.cpu()
     bases = [positions]
     if sharding.documents is not None:
@@ -120,7 +130,7 @@ def _fit(here: Tensor, sharding: Sharding, padding: Tensor | None) -> bool:
         least = offset.masked_fill(~held, far).amin(-1) if len(positions) else torch.zeros(1)
         most = offset.masked_fill(~held, -far).amax(-1) if len(positions) else torch.zeros(1)
         empty = ~held.any(-1)
-        if bool((empty | ((least == most) & ((least >= 0) | (least == -begins)))).all()):
+        if bool((empty | ((least == most) & ((least >= begin) | (least == begin - begins)))).all()):
             return True
     return False
 
