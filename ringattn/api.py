@@ -171,9 +171,9 @@ def ring_attention_with_lse(
             check_sharding(kv_sharding)
         tensors = (q, k, v, sinks, alibi_slopes, key_bias, bias)
         for name, x in zip(_TENSORS, tensors, strict=True):
+            if x is None and name not in _REQUIRED:
+                continue
             if not isinstance(x, Tensor):
-                if x is None and name not in _REQUIRED:
-                    continue
                 raise TypeError(f"{name} must be a tensor, got {type(x).__name__}; convert it first")
             if x.is_nested or x.is_meta:
                 raise ValueError(
