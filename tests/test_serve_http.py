@@ -441,9 +441,11 @@ def test_a_full_queue_gets_a_429_and_a_stopping_server_a_503():
             assert "at most 2 requests may wait" in refused.json()["error"]["message"]
             assert refused.headers["retry-after"] == "1"
             served.engine.stop(30.0)
+            deadline = time.monotonic() + 10
+            while httpx.get(f"{served.url}/health").status_code != 503:  # HTTP hears of it with the end of a step
+                assert time.monotonic() < deadline
             refused = httpx.post(f"{served.url}/v1/completions", json=body)
             assert refused.status_code == 503
-            assert httpx.get(f"{served.url}/health").status_code == 503
             codes = sorted(one.result().status_code for one in asked)
             assert codes == [200, 503, 503]  # the one that ran has ended, those that waited were sent away
             done = next(one.result().json() for one in asked if one.result().status_code == 200)
