@@ -260,8 +260,9 @@ def test_bench_host_times_every_direction(pool, tmp_path: Path) -> None:
     assert pool(2).run(_bench_host, str(tmp_path)) == [0, 0]
     (row,) = json.loads((tmp_path / "host.json").read_text())["rows"]
     assert row["world_size"] == 2
-    assert 0 < row["inference_us"] < row["both_us"]
-    assert min(row["backward_operator_us"], row["layer_us"], row["layer_in_one_thread_us"]) > 0
+    # which takes longer is for a quiet machine to say
+    times = ("inference", "forward", "both", "both_in_one_thread", "backward_operator", "layer", "layer_in_one_thread")
+    assert min(row[f"{name}_us"] for name in times) > 0
     for split in (row["split_us"], row["split_in_one_thread_us"]):
         assert len(split) == 3
         assert min(split) > 0
