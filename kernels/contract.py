@@ -55,9 +55,9 @@ Note [Gathered visit]
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -246,8 +246,8 @@ class KernelSet(Protocol):
         """
         ...
 
-    def delta(self, o: Tensor, do: Tensor, dlse: Tensor | None) -> Tensor:
-        """rowsum(o * do) - dlse as `b h s` in the accumulation dtype; o, do `b s h dv`, dlse `b h s`."""
+    def delta(self, o: Tensor, do: Tensor, dlse: Tensor | None, out: Tensor | None = None) -> Tensor:
+        """rowsum(o * do) - dlse, in out if given: `b h s` in the accumulation dtype; o, do `b s h dv`, dlse `b h s`."""
         ...
 
     def backward(
@@ -280,8 +280,19 @@ class KernelSet(Protocol):
         ...
 
 
+class Reels(dict[Hashable, Any]):
+    """What `GatheringKernelSet.replay` remembers of calls over the same memory; the memory goes with it."""
+
+
 class GatheringKernelSet(KernelSet, Protocol):
-    """A kernel set that can also compute all visits of a rank in one launch (Note [Gathered visit])."""
+    """A kernel set that can also compute all visits of a rank in one launch (Note [Gathered visit]).
+
+    Attributes:
+        replay: `record_triton.replay`, where all that the functions of a set enqueue goes through recorded launchers; None: it does
+            not.
+    """
+
+    replay: Callable[..., None] | None
 
     def gathers(self, head_dim: int, v_head_dim: int, score: Score) -> bool:
         """Whether `forward_gathered` and `backward_gathered` serve such a call; what they refuse goes visit by visit."""

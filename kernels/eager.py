@@ -246,11 +246,12 @@ def forward(
                 carry.acc[:, x] = visit.by_token(acc)
 
 
-def delta(o: Tensor, do: Tensor, dlse: Tensor | None) -> Tensor:
+def delta(o: Tensor, do: Tensor, dlse: Tensor | None, out: Tensor | None = None) -> Tensor:
     """rowsum(o * do) - dlse as `b h s` (`KernelSet.delta`)."""
     dtype = accumulation_dtype(o.dtype)
     rowsum = (o.detach().to(dtype) * do.detach().to(dtype)).sum(-1).transpose(1, 2).contiguous()
-    return rowsum if dlse is None else rowsum.sub_(dlse.detach())
+    found = rowsum if dlse is None else rowsum.sub_(dlse.detach())
+    return found if out is None else out.copy_(found)
 
 
 def backward(

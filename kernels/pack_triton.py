@@ -12,8 +12,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ringattn.kernels.contract import Reels
 from ringattn.kernels.pack import Cleared
-from ringattn.kernels.record_triton import Tape, recorded
+from ringattn.kernels.record_triton import Tape, recorded, replay
 
 BYTES = 16384
 """What one program copies of each tensor: enough in flight to keep memory busy, few enough rows to fill the device."""
@@ -64,9 +65,17 @@ def _pack_kernel(
     tl.store(to[:, None] + (D + c_v)[None, :], y, mask=mask_v)
 
 
-@recorded
-def pack(tape: Tape, slot: Tensor, k: Tensor, v: Tensor, cleared: Cleared | None = None) -> None:
+def pack(slot: Tensor, k: Tensor, v: Tensor, cleared: Cleared | None = None, reels: Reels | None = None) -> None:
     """Takes the arguments of `kernels.pack.pack`; what is cleared wants rows to pack."""
+    if reels is None:
+        _pack(slot, k, v, cleared)
+        return
+    held = () if cleared is None else (cleared,)
+    replay(reels, ("pack",), lambda: _pack(slot, k, v, cleared), given=(k, v), kept=(slot,), held=held)
+
+
+@recorded
+def _pack(tape: Tape, slot: Tensor, k: Tensor, v: Tensor, cleared: Cleared | None) -> None:
     b, t, hk, d = k.shape
     dv = v.shape[-1]
     rows = t * hk

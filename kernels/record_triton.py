@@ -12,6 +12,13 @@ Note [Record]
     What lives as long as the record must be said to: a tensor in a launch is an argument of the call, made on the tape, or
     kept. Objects compared by identity (sides) are held weakly, and records die with them; their tensors are kept.
     A call that is given one tensor twice is not recorded: the tape could not tell which of the two a hole is for.
+
+Note [Reel]
+    Making a key costs more than playing a tape: it looks at every tensor of every launcher. Who calls a few launchers again and
+    again says once which tensors change from call to call, and which never do: `replay` runs what it is given and listens which
+    tapes that plays, and splices them to a reel, a list of launches with holes for what changes alone. A reel is found by the
+    facts about these tensors, by the identity of the others, and by whatever else the caller names; sides are held weakly, as by
+    records. A tensor that nobody has named, a call that cannot be played, or one that no tape holds: there is no reel.
 """
 
 from __future__ import annotations
@@ -21,8 +28,9 @@ import dataclasses
 import functools
 import math
 import operator
+import threading
 import weakref
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Concatenate, ParamSpec
 
@@ -31,12 +39,16 @@ from torch import Tensor
 from triton.runtime import driver
 
 from ringattn.kernels import launch_triton
+from ringattn.kernels.contract import Reels
 from ringattn.kernels.launch_triton import Bound, Template
 
 CAPACITY = 1024
 """Records of one launcher; beyond it all are forgotten, and made again as calls come."""
 ALIGNMENT = 32
 """Bytes: the widest store of a thread. Where an address stands between its multiples is a fact."""
+
+REELS = 16
+"""Reels of one table; beyond it all are forgotten, likewise."""
 
 _ROOM = 512  # bytes: rooms are aligned as the caching allocator aligns
 _ENCODED = 64  # descriptors that a hole remembers
@@ -46,6 +58,19 @@ P = ParamSpec("P")
 _HERE = contextlib.nullcontext()
 
 _records: list[dict[Hashable, Tape]] = []
+
+
+class _Ear(threading.local):
+    """Who listens in a thread.
+
+    Attributes:
+        heard: Tapes and the tensors they were played with; None for a call without a tape. None: nobody listens.
+    """
+
+    heard: list[tuple[Tape, list[Any]] | None] | None = None
+
+
+_ear = _Ear()
 
 
 def recorded(launcher: Callable[Concatenate[Tape, P], None]) -> Callable[P, None]:
@@ -68,20 +93,78 @@ def recorded(launcher: Callable[Concatenate[Tape, P], None]) -> Callable[P, None
         index = call.tensors[0].get_device()
         call.facts.append(index)
         key = tuple(call.facts)
-        tape = records.get(key)
+        tape, heard = records.get(key), _ear.heard
+        given = call.tensors if heard is None else list(call.tensors)
         with _on(index):
             if tape is not None:
                 tape.play(call)
+                if heard is not None:
+                    heard.append((tape, given))
                 return
             tape = Tape(call)
             launcher(tape, *args, **kwargs)
-        if tape.close():
+        known = tape.close()
+        if known:
             if len(records) >= CAPACITY:
                 records.clear()
             records[key] = tape
             tape.held = [weakref.ref(x, lambda _: records.pop(key, None)) for x in call.held]
+        if heard is not None:
+            heard.append((tape, given) if known else None)
 
     return run
+
+
+def replay(
+    reels: Reels,
+    key: tuple[Hashable, ...],
+    run: Callable[[], object],
+    *,
+    given: tuple[Tensor, ...],
+    made: tuple[Tensor, ...] = (),
+    kept: tuple[Tensor, ...] = (),
+    held: tuple[Any, ...] = (),
+) -> None:
+    """Runs calls of launchers, or plays back what they came down to (Note [Reel]).
+
+    Args:
+        reels: Of these calls; kept by the caller, for as long as it likes.
+        key: All that decides what is run beside the tensors and what is held.
+        run: Calls launchers, and touches the device in no other way.
+        given: Tensors that change from call to call, on one device.
+        made: Likewise, but of shapes, strides and dtypes that follow from the others; as aligned as the caching allocator's.
+        kept: Tensors that are the same at every call with such a key.
+        held: Objects that launchers compare by identity. The reel goes with them.
+    """
+    facts: list[Hashable] = [*key, *map(id, kept), *map(id, held)]
+    for x in given:
+        facts += (x.shape, x.stride(), x.dtype, x.data_ptr() % ALIGNMENT)
+    key = tuple(facts)
+    reel = reels.get(key)
+    if reel is not None:
+        reel.play(given + made)
+        return
+    before, heard = _ear.heard, []
+    _ear.heard = heard
+    try:
+        run()
+    finally:
+        _ear.heard = before
+    if before is not None:
+        before += heard
+    reel = _splice(heard, given + made, kept)
+    if reel is not None:
+        if len(reels) >= REELS:
+            reels.clear()
+        reels[key] = reel
+        reel.kept = kept
+        there = weakref.ref(reels)  # in a circle with its reels their memory would wait for a collection
+        reel.held = [weakref.ref(x, lambda _: _forget(there(), key)) for x in held]
+
+
+def _forget(reels: Reels | None, key: Hashable) -> None:
+    if reels is not None:
+        reels.pop(key, None)
 
 
 def forget() -> None:
@@ -228,16 +311,13 @@ class Tape:
 
     def play(self, call: _Call) -> None:
         """Does the same with the tensors of another call."""
+        if self._is_public or launch_triton.is_hooked():
+            self.play_publicly(call.tensors)
+            return
         tensors: list[Any] = call.tensors
         addresses = call.addresses
         missing = self._count - len(tensors)
         tensors += (None,) * missing
-        if self._is_public or launch_triton.is_hooked():
-            for place, _, make in self._rooms:
-                tensors[place] = make()
-            for step in self._steps:
-                step.play_publicly(tensors)
-            return
         addresses += (0,) * missing
         room = None
         if self._rooms:
@@ -249,6 +329,14 @@ class Tape:
         stream = active.get_current_stream(self._index)
         for step in self._steps:
             step.play(stream, tensors, addresses)
+
+    def play_publicly(self, tensors: list[Any]) -> None:
+        """Likewise, by way of Triton's own launches; more is added to the tensors."""
+        tensors += (None,) * (self._count - len(tensors))
+        for place, _, make in self._rooms:
+            tensors[place] = make()
+        for step in self._steps:
+            step.play_publicly(tensors)
 
     def _add(self, x: Tensor) -> int:
         assert x.data_ptr() % ALIGNMENT == 0, "what is made for a call is aligned at every playback"
@@ -271,6 +359,93 @@ class Tape:
         return None if isinstance(x, Tensor) and id(x) in self._places else x
 
 
+class Reel:
+    """Several tapes in a row, of which only some tensors change (Note [Reel]).
+
+    Args:
+        parts: The tapes, and per tensor of the call that each was played with its place among those that change, or itself.
+        changing: How many tensors change.
+
+    Attributes:
+        held: References to the objects on which it depends.
+        kept: The tensors that do not change.
+    """
+
+    def __init__(self, parts: Sequence[tuple[Tape, list[int | Tensor]]], changing: int) -> None:
+        self.held: list[Any] = []
+        self.kept: tuple[Tensor, ...] = ()
+        self._parts = parts  # keeps what launches read
+        self._index, self._device = parts[0][0]._index, parts[0][0]._device
+        self._is_public = any(tape._is_public for tape, _ in parts)
+        self._steps: list[_Launch | _Make] = []
+        self._rest: list[Any] = []  # the tensors that do not change, and places of what is made
+        self._addresses: list[int] = []  # theirs
+        self._rooms: list[tuple[int, int]] = []
+        self._room_bytes = 0
+        if not self._is_public:
+            for tape, tensors in parts:
+                self._append(tape, tensors, changing)
+        self._makes = any(isinstance(step, _Make) for step in self._steps)
+
+    def play(self, changing: tuple[Tensor, ...]) -> None:
+        """Does what was heard, with these tensors.
+
+        Args:
+            changing: In the order of those that were named.
+        """
+        with _on(self._index):
+            if self._is_public or launch_triton.is_hooked():
+                for tape, tensors in self._parts:
+                    tape.play_publicly([changing[x] if isinstance(x, int) else x for x in tensors])
+                return
+            addresses = [x.data_ptr() for x in changing]
+            addresses += self._addresses
+            room = None
+            if self._rooms:
+                room = torch.empty(self._room_bytes, dtype=torch.uint8, device=self._device)
+                base = room.data_ptr()
+                for place, offset in self._rooms:
+                    addresses[place] = base + offset
+            tensors = [*changing, *self._rest] if self._makes else []
+            active: Any = driver.active  # as in `Tape.play`
+            stream = active.get_current_stream(self._index)
+            for step in self._steps:
+                step.play(stream, tensors, addresses)
+
+    def _append(self, tape: Tape, tensors: list[int | Tensor], changing: int) -> None:
+        places, known = list[int](), dict[int, int]()
+        for x in tensors:
+            if isinstance(x, int):
+                places.append(x)
+                continue
+            places.append(changing + len(self._rest))
+            known[places[-1]] = x.data_ptr()
+            self._rest.append(x)
+            self._addresses.append(x.data_ptr())
+        more = tape._count - len(tensors)
+        places += range(changing + len(self._rest), changing + len(self._rest) + more)
+        self._rest += (None,) * more
+        self._addresses += (0,) * more
+        self._rooms += [(places[place], self._room_bytes + offset) for place, offset, _ in tape._rooms]
+        self._room_bytes += tape._room_bytes
+        self._steps += [step.moved(places, known) for step in tape._steps]
+
+
+def _splice(
+    heard: Sequence[tuple[Tape, list[Any]] | None], changing: tuple[Tensor, ...], kept: tuple[Tensor, ...]
+) -> Reel | None:
+    """What was heard as a reel; None: it cannot be one."""
+    places: dict[int, int | Tensor] = {id(x): x for x in kept}
+    places |= {id(x): i for i, x in enumerate(changing)}
+    parts = list[tuple[Tape, list[int | Tensor]]]()
+    for one in heard:
+        if one is None or any(id(x) not in places for x in one[1]):
+            return None
+        parts.append((one[0], [places[id(x)] for x in one[1]]))
+    distinct = len(places) == len(kept) + len(changing) and len({tape._index for tape, _ in parts}) == 1
+    return Reel(parts, len(changing)) if distinct else None
+
+
 @dataclass(eq=False)
 class _Make:
     """A function of some tensors, whose result becomes one more."""
@@ -278,6 +453,11 @@ class _Make:
     function: Callable[..., Tensor]
     sources: tuple[int, ...]
     place: int
+
+    def moved(self, places: Sequence[int], known: Mapping[int, int]) -> _Make:
+        """The same with its tensors at other places."""
+        del known
+        return _Make(self.function, tuple(places[i] for i in self.sources), places[self.place])
 
     def play_publicly(self, tensors: list[Any]) -> None:
         tensors[self.place] = self.function(*(tensors[i] for i in self.sources))
@@ -337,6 +517,29 @@ class _Launch:
                 self.addresses.append((here, place))
             self.flat.append(x.data_ptr() if isinstance(x, Tensor) else x)
         self.flat += self.bound.tail
+
+    def moved(self, places: Sequence[int], known: Mapping[int, int]) -> _Launch:
+        """The same with its tensors at other places, and with addresses that are known there."""
+        step = _Launch(self.kernel, self.grid, self.args, self.constants, self.options, self.bound)
+        flat = step.flat = self.flat.copy()
+        bound: Any = self.bound
+        for at, place in self.addresses:
+            if places[place] in known:
+                flat[at] = known[places[place]]
+            else:
+                step.addresses.append((at, places[place]))
+        for at, several in self.tuples:
+            there = tuple(places[place] for place in several)
+            if known.keys() >= set(there):
+                flat[at] = tuple(known[place] for place in there)
+            else:
+                step.tuples.append((at, there))
+        for at, end, place, number, template, _ in self.descriptors:
+            if places[place] in known:
+                flat[at:end] = bound.encoding(number, template, known[places[place]])
+            else:
+                step.descriptors.append((at, end, places[place], number, template, {}))
+        return step
 
     def play(self, stream: int, tensors: list[Any], addresses: list[int]) -> None:
         del tensors

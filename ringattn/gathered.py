@@ -28,6 +28,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -37,7 +38,7 @@ from torch import Tensor
 from ringattn.backward import Gradients, ring_backward, sinks_gradient
 from ringattn.call import Call
 from ringattn.forward import ring_forward
-from ringattn.kernels.contract import GatheringKernelSet, KernelSet, Score, accumulation_dtype
+from ringattn.kernels.contract import Arrivals, GatheringKernelSet, KernelSet, Reels, Score, accumulation_dtype
 from ringattn.layout import shard_len
 from ringattn.outer import outer_backward, outer_forward
 from ringattn.parcels import message_bytes
@@ -84,17 +85,19 @@ def forward(
     lse = torch.empty(b, h, s, dtype=accumulation_dtype(q.dtype), device=q.device)
     keep = keep and score.key_bias is None and _gathering(k, v, score, call, kernels, seat, backward=True) is not None
     gathering = gatherer.gather(k, v, facts.collection, facts.groups, "forward", key_bias=score.key_bias, keep=keep)
+    near, far, arrivals = (k, v), (gathering.k, gathering.v), gathering.arrivals
+    rows, keys, score = call.stationary("keys", q.device), call.gathered(q.device), _with_bias(score, gathering)
     with span("ring forward: all visits in one launch"):
-        gathering_kernels.forward_gathered(
-            q,
-            (k, v),
-            (gathering.k, gathering.v),
-            call.stationary("keys", q.device),
-            call.gathered(q.device),
-            _with_bias(score, gathering),
-            gathering.arrivals,
-            o=o,
-            lse=lse,
+        _replay(
+            gathering_kernels,
+            gathering.reels,
+            ("forward",),
+            lambda: gathering_kernels.forward_gathered(q, near, far, rows, keys, score, arrivals, o=o, lse=lse),
+            score,
+            given=(q, k, v),
+            made=(o, lse),
+            kept=(*far, *_words(arrivals)),
+            held=(rows, keys),
         )
     gathering.close()
     return o, lse, gathering.kept
@@ -150,10 +153,14 @@ def backward(
         far, arrivals = (kept[..., :d], kept[..., d:]), gatherer.arrived(facts.collection, facts.groups, q.device)
     biased = bool(wanted.get("want_key_bias"))
     home = gatherer.homecoming((b, hk, d + v.shape[-1]), facts.collection, q.device, "backward", biased=biased)
-    delta = kernels.delta(o, do, dlse)
+    delta = torch.empty_like(lse, memory_format=torch.contiguous_format)
     dq = torch.empty_like(q, memory_format=torch.contiguous_format)
     dalibi = torch.empty_like(lse) if wanted.get("want_alibi") else None
-    with span("ring backward: all visits in one launch"):
+    rows, keys = call.stationary("keys", q.device), call.gathered(q.device)
+    there = score if gathering is None else _with_bias(score, gathering)
+
+    def visit() -> None:
+        gathering_kernels.delta(o, do, dlse, delta)
         gathering_kernels.backward_gathered(
             do,
             q,
@@ -161,9 +168,9 @@ def backward(
             far,
             lse,
             delta,
-            call.stationary("keys", q.device),
-            call.gathered(q.device),
-            score if gathering is None else _with_bias(score, gathering),
+            rows,
+            keys,
+            there,
             arrivals,
             home.addresses,
             home.rows,
@@ -172,12 +179,38 @@ def backward(
             bias_homes=home.bias_addresses,
             deterministic=call.deterministic,
         )
+
+    with span("ring backward: all visits in one launch"):
+        _replay(
+            gathering_kernels,
+            home.reels,
+            ("backward", call.deterministic, dlse is None, dalibi is None, gathering is None),
+            visit,
+            there,
+            given=(do, q, k, v, o, lse, *_present(dlse), *(far if gathering is None else ())),
+            made=(delta, dq, *_present(dalibi)),
+            kept=(
+                home.addresses,
+                *_present(home.bias_addresses),
+                *_words(arrivals),
+                *(() if gathering is None else far),
+            ),
+            held=(rows, keys),
+        )
     if gathering is not None:
         gathering.close()
     dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (k, v))
     dkey_bias = torch.empty(k.shape[:2], dtype=torch.float32, device=k.device) if biased else None
     parts, bias_parts = home.receive()
-    gathering_kernels.add_homes(dk, dv, home.own, parts, call.returning(k.device))
+    returning = call.returning(k.device)
+    _replay(
+        gathering_kernels,
+        home.reels,
+        ("homes",),
+        lambda: gathering_kernels.add_homes(dk, dv, home.own, parts, returning),
+        given=(dk, dv),
+        kept=(home.own, *parts, returning),
+    )
     if dkey_bias is not None and home.own_bias is not None:
         gathering_kernels.add_bias_homes(dkey_bias, home.own_bias, bias_parts, call.returning(k.device))
     home.close()
@@ -190,6 +223,38 @@ def backward(
         dkey_bias=dkey_bias,
         dbias=None,
     )
+
+
+def _replay(
+    kernels: GatheringKernelSet,
+    reels: Reels,
+    key: tuple[Hashable, ...],
+    run: Callable[[], object],
+    score: Score | None = None,
+    *,
+    given: tuple[Tensor, ...],
+    **others: tuple[Any, ...],
+) -> None:
+    """Runs launchers, or plays back what they came down to (`GatheringKernelSet.replay`); `score` is one of their arguments."""
+    replay = getattr(kernels, "replay", None)
+    if replay is None:
+        run()
+        return
+    key = (*key, kernels)
+    if score is not None:
+        tensors = (score.sinks, score.alibi_slopes, score.key_bias)
+        key += (score.softmax_scale, score.softcap, *(x is None for x in tensors))
+        given += tuple(x for x in tensors if x is not None)
+    replay(reels, key, run, given=given, **others)
+
+
+def _present(x: Tensor | None) -> tuple[Tensor, ...]:
+    return () if x is None else (x,)
+
+
+def _words(arrivals: Arrivals | None) -> tuple[Tensor, ...]:
+    """What kernels look at of arrivals."""
+    return () if arrivals is None else (arrivals.flags, arrivals.error)
 
 
 def _with_bias(score: Score, gathering: Gathering) -> Score:

@@ -25,6 +25,11 @@ from ringattn.kernels.hopper.forward_launch import can_gather, launch_forward, l
 from ringattn.kernels.hopper.rows_launch import launch_rows, launch_rows_gathered
 from ringattn.kernels.hopper.wide_launch import launch_wide, launch_wide_gathered
 from ringattn.kernels.portable.launch import launch_delta
+from ringattn.kernels.record_triton import replay
+
+__all__ = [
+    "add_bias_homes", "add_homes", "backward", "backward_gathered", "delta", "forward", "forward_gathered", "gathers", "replay",
+]  # fmt: skip
 
 
 def forward(
@@ -67,9 +72,9 @@ def forward_gathered(
     launch_forward_gathered(q, near, far, rows, keys, score, arrivals, o=o, lse=lse, spare=spare)
 
 
-def delta(o: Tensor, do: Tensor, dlse: Tensor | None) -> Tensor:
+def delta(o: Tensor, do: Tensor, dlse: Tensor | None, out: Tensor | None = None) -> Tensor:
     """Rowsum(o * do) - dlse (`KernelSet.delta`)."""
-    return launch_delta(o, do, dlse)
+    return launch_delta(o, do, dlse, out)
 
 
 def backward(

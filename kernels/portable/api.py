@@ -34,9 +34,9 @@ def forward(
     launch_forward(q, k, v, rows, keys, score, carry=carry, first=first, last=last, o=o, lse=lse)
 
 
-def delta(o: Tensor, do: Tensor, dlse: Tensor | None) -> Tensor:
+def delta(o: Tensor, do: Tensor, dlse: Tensor | None, out: Tensor | None = None) -> Tensor:
     """rowsum(o * do) - dlse as `b h s`, fp32 (`KernelSet.delta`)."""
-    return launch_delta(o, do, dlse)
+    return launch_delta(o, do, dlse, out)
 
 
 def backward(

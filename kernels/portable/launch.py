@@ -82,10 +82,10 @@ def launch_forward(
         )  # fmt: skip
 
 
-def launch_delta(o: Tensor, do: Tensor, dlse: Tensor | None) -> Tensor:
+def launch_delta(o: Tensor, do: Tensor, dlse: Tensor | None, out: Tensor | None = None) -> Tensor:
     """`KernelSet.delta`."""
     batch, s, h, _ = o.shape
-    delta = torch.empty((batch, h, s), dtype=torch.float32, device=o.device)
+    delta = torch.empty((batch, h, s), dtype=torch.float32, device=o.device) if out is None else out
     if delta.numel() == 0:
         return delta
     _fill_delta(o, _near(do), dlse, delta)

@@ -13,7 +13,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from ringattn.kernels.contract import Arrivals
+from ringattn.kernels.contract import Arrivals, Reels
 from ringattn.schedule import Collection, Nodes
 
 Parcel = tuple[int, Tensor]
@@ -85,6 +85,7 @@ class Gathering(Protocol):
         kept: Like far, a tensor of the caller's own, complete behind `close`; None: nothing is kept.
         key_bias: `b t+far_rows`, what is added to the scores of keys: this rank's own, then those of far; None: nothing is.
         arrivals: How kernels wait; None when everything is there.
+        reels: What was launched over such a gather, for later ones with the same memory (`GatheringKernelSet.replay`).
     """
 
     far: Tensor
@@ -93,6 +94,7 @@ class Gathering(Protocol):
     kept: Tensor | None
     key_bias: Tensor | None
     arrivals: Arrivals | None
+    reels: Reels
 
     def close(self) -> None:
         """To be called once the kernels that read far are launched, on the same stream.
@@ -111,6 +113,7 @@ class Homecoming(Protocol):
         rows: home_rows of every region.
         bias_addresses: Likewise, of what goes to the gradient of key_bias; None: it is not wanted.
         own_bias: `b hk home_rows` fp32, likewise.
+        reels: As in `Gathering`.
     """
 
     addresses: Tensor
@@ -118,6 +121,7 @@ class Homecoming(Protocol):
     rows: int
     bias_addresses: Tensor | None
     own_bias: Tensor | None
+    reels: Reels
 
     def receive(self) -> tuple[list[Tensor], list[Tensor]]:
         """To be called once the backward is launched, on the same stream: what came home, one region per reader, in order.

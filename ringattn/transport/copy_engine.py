@@ -128,7 +128,7 @@ class CopyEngineTransport(Holdings):
         self._far_layout = found.layout
         if found.packed is not None:
             slot = found.packed
-            streams.call(lambda: pack(slot, k, v, cleared))
+            streams.call(lambda: pack(slot, k, v, cleared, found.reels))
         if found.bias is not None and key_bias is not None:
             for target in found.bias[:2]:
                 if target is not None:
@@ -497,7 +497,7 @@ class CopyEngineTransport(Holdings):
 class _Arriving:
     """See `Gathering`."""
 
-    __slots__ = ("_heralded", "_plan", "_transport", "arrivals", "far", "k", "kept", "key_bias", "v")
+    __slots__ = ("_heralded", "_plan", "_transport", "arrivals", "far", "k", "kept", "key_bias", "reels", "v")
 
     def __init__(
         self, transport: CopyEngineTransport, plan: GatherPrograms, kept: Tensor | None, *, heralded: bool
@@ -509,6 +509,7 @@ class _Arriving:
         self.kept = kept
         self.key_bias = None if plan.bias is None else plan.bias[2]
         self.arrivals = plan.arrivals
+        self.reels = plan.reels
 
     def close(self) -> None:
         plan, self._plan = self._plan, None
@@ -533,7 +534,7 @@ class _Coming:
     """See `Homecoming`."""
 
     __slots__ = (
-        "_closed", "_plan", "_received", "_transport", "addresses", "bias_addresses", "own", "own_bias", "rows",
+        "_closed", "_plan", "_received", "_transport", "addresses", "bias_addresses", "own", "own_bias", "reels", "rows",
     )  # fmt: skip
 
     def __init__(self, transport: CopyEngineTransport, plan: HomePrograms) -> None:
@@ -541,6 +542,7 @@ class _Coming:
         self._plan = plan
         self._received = self._closed = False
         self.addresses = plan.addresses
+        self.reels = plan.reels
         self.own = plan.own
         self.rows = plan.own.shape[1]
         self.bias_addresses, self.own_bias = (None, None) if plan.bias is None else plan.bias[:2]

@@ -7,12 +7,13 @@ lies. Refuses to know kernels, and when a program is enqueued (copy_engine.py).
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ringattn.kernels.contract import Reels
 from ringattn.schedule import Collection
 from ringattn.transport.stations import Station, say, take, view_bytes
 from ringattn.transport.streams import Op, Program
@@ -34,6 +35,7 @@ class HomePrograms:
         regions: What came home, one per reader.
         bias: Addresses, own and regions of the bias of keys; None: it has no gradient.
         keep: Alive for as long as the programs.
+        reels: See `Homecoming`.
     """
 
     course: Course
@@ -45,6 +47,7 @@ class HomePrograms:
     regions: list[Tensor]
     bias: tuple[Tensor, Tensor, list[Tensor]] | None
     keep: Any
+    reels: Reels = field(default_factory=Reels)
 
 
 def home_programs(

@@ -9,13 +9,13 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-from ringattn.kernels.contract import Arrivals
+from ringattn.kernels.contract import Arrivals, Reels
 from ringattn.parcels import slices
 from ringattn.schedule import Collection, Nodes
 from ringattn.transport.base import Parcel, Pending, Reply, Seat
@@ -205,6 +205,7 @@ class _Gathered:
     kept: Tensor | None
     key_bias: Tensor | None
     arrivals: Arrivals | None
+    reels: Reels = field(default_factory=Reels)
 
     def close(self) -> None:
         # a kernel that is launched later would be too late
@@ -232,6 +233,7 @@ class _Homes:
         self._made = torch.full((sides, b, self.rows, hk, width), float("nan"), dtype=torch.float32, device=device)
         self.own = self._made[0]
         self.addresses = _addresses(self._made)
+        self.reels = Reels()
         self._biases = None
         if biased:
             self._biases = torch.full((sides, b, hk, self.rows), float("nan"), dtype=torch.float32, device=device)

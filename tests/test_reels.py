@@ -1,0 +1,411 @@
+"""What a ring launches from its third call on, without asking any launcher, is what launchers launch."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import itertools
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+from ringattn import gathered, tables
+from ringattn.call import Call, describe
+from ringattn.kernels import homes_triton, launch_triton, pack_triton, record_triton
+from ringattn.kernels.contract import Reels
+from ringattn.kernels.hopper import api as hopper
+from ringattn.layout import make_shards
+from ringattn.sharding import Sharding
+from ringattn.transport import copy_engine
+from ringattn.transport.base import Seat
+from ringattn.transport.copy_engine import CopyEngineTransport
+from ringattn.transport.streams import Op
+from ringattn.transport.symmetric import Region
+
+ADDRESS = 2**24
+"""Integers of launches from here on are addresses: strides and sizes are smaller here."""
+
+Launch = tuple[str, tuple[int, ...], list[Any]]
+
+
+class Idle:
+    """Streams of a device that does nothing."""
+
+    side, herald = 2, 3
+
+    def main(self) -> int:
+        return 1
+
+    def capturing(self) -> bool:
+        return False
+
+    def compile(self, ops: Sequence[Op]) -> list[Op]:
+        return list(ops)
+
+    def launch(self, program: list[Op], lane: int) -> None:
+        pass
+
+    def copy(self, target: int, source: int, num_bytes: int, lane: int) -> None:
+        pass
+
+    def order(self, first: int, then: int) -> None:
+        pass
+
+    def call(self, work: Callable[[], object]) -> None:
+        work()
+
+    def rescue(self, ops: Sequence[Op]) -> None:
+        pass
+
+    def fill(self, address: int, num_bytes: int) -> None:
+        pass
+
+    def synchronize(self) -> None:
+        pass
+
+
+class Alone:
+    """Memory of one rank whose peers nobody looks at."""
+
+    device = torch.device("cpu")
+
+    def __init__(self, ranks: int) -> None:
+        self.ranks = ranks
+
+    def region(self, num_bytes: int, what: str) -> Region:
+        del what
+        local = torch.zeros(num_bytes, dtype=torch.uint8)
+        return Region(local, (local.data_ptr(),) * self.ranks)
+
+    def meet(self, what: str) -> None:
+        pass
+
+    def host_words(self, count: int) -> Tensor:
+        return torch.zeros(count, dtype=torch.int32)
+
+
+@pytest.fixture
+def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Launch]]:
+    """What launchers hand to the driver: kernel, grid and arguments. Nothing runs."""
+    seen: list[Launch] = []
+
+    def launch(kernel: Any, grid: Any, args: Any, constants: dict[str, Any], **options: int) -> launch_triton.Bound:
+        del grid, args
+
+        def run(x: int, y: int, z: int, stream: int, *flat: Any) -> None:
+            assert stream == 1
+            seen.append((kernel.fn.__name__, (x, y, z), list(flat)))
+
+        return launch_triton.Bound(None, (*constants.values(), *options.values()), run=run)
+
+    def encode(bound: launch_triton.Bound, number: int, descriptor: Any) -> list[Any]:
+        del bound
+        shape, strides, block = (tuple(getattr(descriptor, name)) for name in ("shape", "strides", "block_shape"))
+        return [descriptor.base.data_ptr(), number, shape, strides, block]
+
+    held: list[Any] = []
+
+    def holding(make: Callable[..., Any]) -> Callable[..., Any]:
+        """Nothing is freed, or an address would be two tensors."""
+        return lambda *args, **kwargs: (held.append(make(*args, **kwargs)), held[-1])[1]
+
+    active = SimpleNamespace(get_current_stream=lambda _: 1)
+    for name in ("empty", "empty_like", "clone"):
+        monkeypatch.setattr(torch, name, holding(getattr(torch, name)))
+    monkeypatch.setattr(Tensor, "clone", holding(Tensor.clone))
+    monkeypatch.setattr(launch_triton, "launch", launch)
+    monkeypatch.setattr(launch_triton.Bound, "encode", encode)
+    monkeypatch.setattr(record_triton, "driver", SimpleNamespace(active=active))
+    monkeypatch.setattr(copy_engine, "pack", pack_triton.pack)
+    monkeypatch.setattr(hopper, "plain_homes", homes_triton)
+    record_triton.forget()
+    yield seen
+    held.clear()
+    record_triton.forget()
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One kind of call on rank 1 of 3."""
+
+    heads: int = 4
+    kv_heads: int = 2
+    dims: tuple[int, int] = (64, 64)
+    mask: dict[str, Any] = dataclasses.field(default_factory=lambda: {"causal": True})
+    documents: tuple[int, ...] | None = None
+    options: dict[str, Any] = dataclasses.field(default_factory=dict)
+    features: tuple[str, ...] = ()
+    keep: bool = False
+    odd: bool = False
+    """Rows that the bulk copy engine cannot address, so that they are copied first."""
+
+    n = 3 * 160
+
+
+CASES = {
+    "causal": Case(),
+    "one head per key head": Case(kv_heads=4, dims=(128, 128)),
+    "many heads, in groups": Case(heads=64, kv_heads=16, dims=(128, 128)),
+    "wide": Case(dims=(256, 256)),
+    "two widths": Case(dims=(64, 128)),
+    "deterministic": Case(options={"deterministic": True}),
+    "soft cap": Case(options={"softcap": 20.0}),
+    "sinks": Case(features=("sinks",)),
+    "slopes": Case(features=("alibi_slopes",)),
+    "bias of keys": Case(features=("key_bias",)),
+    "everything": Case(features=("sinks", "alibi_slopes", "key_bias"), options={"softcap": 9.0, "deterministic": True}),
+    "window": Case(mask={"causal": True, "window": 50}),
+    "documents": Case(documents=(0, 7, 300, 480)),
+    "kept keys": Case(keep=True),
+    "copied first": Case(odd=True),
+}
+
+
+class Ring:
+    """Rank 1 of a ring whose other ranks are not there."""
+
+    def __init__(self, case: Case, ranks: int = 3) -> None:
+        self.case = case
+        shards = make_shards("zigzag", case.n, ranks)
+        sharding = Sharding(case.n, "zigzag", shards, 1, case.documents)
+        self.call = Call.decode(describe(sharding, softmax_scale=0.125, **case.mask, **case.options), 1)
+        self.transport = CopyEngineTransport(1, range(ranks), "ring", Idle(), Alone(ranks), 10.0, watched=False)
+        self.seat = Seat(1, ranks, self.transport, budget=2**40)
+
+    def inputs(self) -> dict[str, Tensor]:
+        """Those of one call; every call has its own."""
+        case = self.case
+        d, dv = case.dims
+        sizes = {"q": (case.heads, d), "k": (case.kv_heads, d), "v": (case.kv_heads, dv), "do": (case.heads, dv)}
+        found = {
+            name: torch.zeros(1, case.n // 3, h, w + case.odd, dtype=torch.bfloat16)[..., :w]
+            for name, (h, w) in sizes.items()
+        }
+        more = {"sinks": (case.heads,), "alibi_slopes": (case.heads,), "key_bias": (1, case.n // 3)}
+        return found | {name: torch.zeros(more[name]) for name in case.features}
+
+    def both(self, inputs: dict[str, Tensor]) -> list[Tensor]:
+        """A forward and a backward; what they give."""
+        q, k, v, do = (inputs[name] for name in ("q", "k", "v", "do"))
+        extras = {name: inputs[name] for name in self.case.features}
+        score = self.call.score(q.dtype, 0, **extras)
+        kernels: Any = hopper
+        here = score, self.call, kernels, self.seat
+        o, lse, kept = gathered.forward(q, k, v, *here, keep=self.case.keep)
+        assert (kept is not None) == self.case.keep
+        wanted = {"want_alibi": "alibi_slopes" in extras, "want_key_bias": "key_bias" in extras}
+        grads = gathered.backward(do, None, q, k, v, o, lse, *here, kept=kept, **wanted)
+        return [o, lse, grads.dq, grads.dk, grads.dv]
+
+
+def named(launches: list[Launch], results: list[Tensor]) -> tuple[list[Any], list[int]]:
+    """Launches with a number in place of each address, in the order in which they first appear, and the addresses.
+
+    Results come first: a launch that writes elsewhere has other numbers.
+    """
+    numbers = {x.data_ptr(): i for i, x in enumerate(results)}
+
+    def name(x: Any) -> Any:
+        if isinstance(x, tuple):
+            return tuple(map(name, x))
+        if isinstance(x, int) and x >= ADDRESS:
+            return "address", numbers.setdefault(x, len(numbers))
+        return x
+
+    return [(kernel, grid, [name(x) for x in flat]) for kernel, grid, flat in launches], list(numbers)
+
+
+def ranges(ring: Ring, inputs: list[dict[str, Tensor]]) -> list[tuple[int, int]]:
+    """Where memory lies that a call is given or its ring holds."""
+    transport = ring.transport
+    tensors = [x for one in inputs for x in one.values()]
+    tensors += [transport._control.local, transport._slot, transport._flags, transport._own, transport._error]
+    tensors += [station.region.local for station in transport._stations()]
+    storages = [x.untyped_storage() for x in tensors]
+    return [(one.data_ptr(), one.data_ptr() + one.nbytes()) for one in storages]
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=list(CASES))
+def test_calls_are_played_back_with_their_own_addresses(
+    launches: list[Launch], monkeypatch: pytest.MonkeyPatch, case: Case
+) -> None:
+    ring = Ring(case)
+    inputs = [ring.inputs() for _ in range(6)]
+    looked: list[object] = []
+    look = record_triton._Call.look
+    monkeypatch.setattr(record_triton._Call, "look", lambda call, values: (looked.append(call), look(call, values))[1])
+
+    def run(one: dict[str, Tensor]) -> tuple[list[Any], list[int]]:
+        launches.clear()
+        looked.clear()
+        results = ring.both(one)
+        return named(launches, results)
+
+    def run_all() -> list[tuple[list[Any], list[int]]]:
+        return [run(one) for one in inputs]
+
+    with monkeypatch.context() as plain:
+        plain.setattr(hopper, "replay", None)
+        run_all()  # the first calls of a kind compile and record
+        expected = run_all()
+        assert looked
+    run_all()
+    found = run_all()
+    assert bool(looked) == ("key_bias" in case.features), "launchers were asked"
+    held = ranges(ring, inputs)
+    for (launched, addresses), (wanted, others) in zip(found, expected, strict=True):
+        assert launched == wanted
+        assert len(launched) > 4
+        for x, y in zip(addresses, others, strict=True):
+            # what is not made for the call is at its place
+            assert x == y or not any(start <= z < end for z in (x, y) for start, end in held)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda x: torch.zeros(1, 160, 4, 128, dtype=torch.bfloat16)[..., :64],
+        lambda x: torch.zeros(1, 4, 160, 64, dtype=torch.bfloat16).transpose(1, 2),
+        lambda x: torch.zeros(160 * 4 * 64 + 4, dtype=torch.bfloat16)[4:].view(1, 160, 4, 64),
+    ],
+    ids=["strides", "order", "alignment"],
+)
+def test_another_kind_of_tensor_is_another_call(launches: list[Launch], change: Callable[[Tensor], Tensor]) -> None:
+    ring = Ring(Case())
+    for _ in range(4):
+        ring.both(ring.inputs())
+    one = ring.inputs()
+    one["q"] = change(one["q"])
+    results = []
+    for again in range(4):
+        launches.clear()
+        made = ring.both(one)
+        if again > 1:
+            results.append((made, named(list(launches), made)[0]))
+    record_triton.forget()
+    fresh = Ring(Case())
+    for _ in range(4):
+        launches.clear()
+        results.append((made := fresh.both(one), named(list(launches), made)[0]))
+    assert results[0][1] == results[1][1] == results[-1][1]
+
+
+def test_one_tensor_in_two_places_is_not_mistaken(launches: list[Launch], monkeypatch: pytest.MonkeyPatch) -> None:
+    ring = Ring(Case(kv_heads=4, dims=(64, 64)))
+    for _ in range(6):
+        ring.both(ring.inputs())
+    one = ring.inputs()
+    one["k"] = one["v"] = one["q"]
+    found = []
+    for _ in range(4):
+        launches.clear()
+        found.append((made := ring.both(one), named(list(launches), made)[0]))
+    with monkeypatch.context() as plain:
+        plain.setattr(hopper, "replay", None)
+        for _ in range(2):
+            launches.clear()
+            found.append((made := ring.both(one), named(list(launches), made)[0]))
+    assert all(launched == found[-1][1] for _, launched in found[2:])
+
+
+def test_reels_go_with_the_ring_at_once(launches: list[Launch]) -> None:
+    ring = Ring(Case())
+    for _ in range(6):
+        ring.both(ring.inputs())
+    reels = [weakref.ref(x) for x in reels_of(ring)]
+    assert len(reels) == 3
+    gc.collect()
+    gc.disable()
+    try:
+        ring.transport._let_go()
+        assert not any(one() for one in reels), "memory would wait for a collection"
+    finally:
+        gc.enable()
+
+
+def reels_of(ring: Ring) -> list[Reels]:
+    """Of its gather, and of the two homecomings that take turns."""
+    programs = [
+        one for made in ring.transport._courses.values() for one in (made if isinstance(made, tuple) else [made])
+    ]
+    return [one.reels for one in programs if one.reels]
+
+
+def test_reels_go_with_their_tables(launches: list[Launch]) -> None:
+    ring = Ring(Case())
+    for _ in range(6):
+        ring.both(ring.inputs())
+    reels = reels_of(ring)
+    assert min(map(len, reels)) == 2, "packing and forward; backward and sum, twice"
+    tables.clear()
+    gc.collect()
+    assert sorted(map(len, reels)) == [1, 1, 1], "what reads no side stays"
+    for _ in range(2):
+        ring.both(ring.inputs())
+    assert min(map(len, reels)) == 2
+
+
+def test_rooms_of_two_launchers_are_apart(launches: list[Launch]) -> None:
+    @record_triton.recorded
+    def launcher(tape: record_triton.Tape, x: Tensor, size: int) -> None:
+        kernel: Any = SimpleNamespace(fn=launcher)
+        tape.launch(kernel, (1,), (x, tape.room(size), tape.room(2 * size), size), {}, num_warps=4)
+
+    def run(x: Tensor, y: Tensor) -> None:
+        launcher(x, 100)
+        launcher(y, 300)
+
+    reels, x, y = Reels(), torch.zeros(8), torch.zeros(8)
+    for _ in range(3):
+        launches.clear()
+        record_triton.replay(reels, (), lambda: run(x, y), given=(x, y))
+    assert [flat[0] for _, _, flat in launches] == [x.data_ptr(), y.data_ptr()]
+    rooms = [(flat[i], flat[i] + 4 * i * flat[3]) for _, _, flat in launches for i in (1, 2)]
+    assert all(end <= start for (_, end), (start, _) in itertools.pairwise(sorted(rooms)))
+
+
+def test_a_tensor_that_is_not_named_is_never_played_back(launches: list[Launch]) -> None:
+    reels, slot = Reels(), torch.zeros(1, 8, 2, 16)
+    k, v = torch.zeros(2, 1, 8, 2, 8).unbind()
+    for kept in ((), (slot,)):
+        for _ in range(3):
+            record_triton.replay(reels, ("pack",), lambda: pack_triton.pack(slot, k, v), given=(k, v), kept=kept)
+        assert len(reels) == len(kept)
+
+
+def test_a_failed_call_leaves_nobody_listening(launches: list[Launch]) -> None:
+    def fail() -> None:
+        raise ValueError("refused")
+
+    reels = Reels()
+    with pytest.raises(ValueError, match="refused"):
+        record_triton.replay(reels, (), fail, given=(torch.zeros(1),))
+    assert record_triton._ear.heard is None
+    assert not reels
+
+
+def test_a_profiler_that_hears_of_launches_hears_of_these(
+    launches: list[Launch], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reels, slot = Reels(), torch.zeros(1, 8, 2, 16)
+    k, v = torch.zeros(2, 1, 8, 2, 8).unbind()
+    publicly: list[Any] = []
+
+    def pack() -> None:
+        record_triton.replay(reels, ("pack",), lambda: pack_triton.pack(slot, k, v), given=(k, v), kept=(slot,))
+
+    pack()
+    pack()
+    assert len(launches) == 1
+    monkeypatch.setattr(launch_triton, "is_hooked", lambda: True)
+    monkeypatch.setattr(launch_triton, "launch", lambda kernel, grid, args, *_, **__: publicly.append(args))
+    pack()
+    assert len(launches) == 1
+    assert all(x is y for x, y in zip(publicly[0], (slot, k, v), strict=False))
