@@ -242,6 +242,25 @@ def test_a_fresh_run_refuses_a_used_folder(tmp_path, monkeypatch):
     assert choose_checkpoint("never", tmp_path, ALONE) == path, "a run that comes back continues its own"
 
 
+def test_a_run_continues_from_a_checkpoint_only_where_it_finds_it_again(tmp_path, monkeypatch):
+    out, other = tmp_path / "out", tmp_path / "other"
+    newer, older = saved(out, 5, 10)
+    [elsewhere] = saved(other, 7)
+    assert choose_checkpoint(str(newer), out, ALONE) == newer
+    for path in (older, elsewhere):
+        # a rank that dies before the first save would come back to step 10
+        with pytest.raises(
+            Refusal, match=rf"out must hold no checkpoints but .*, got {newer.name}.* pass another --out"
+        ):
+            choose_checkpoint(str(path), out, ALONE)
+        assert choose_checkpoint(str(path), tmp_path / "empty", ALONE) == path
+    monkeypatch.chdir(out)
+    assert choose_checkpoint(newer.name, Path("../out"), ALONE) == Path(newer.name)
+    monkeypatch.setenv(distributed.RESTARTS, "1")
+    assert choose_checkpoint(str(newer), out, ALONE) == newer
+    assert choose_checkpoint(str(elsewhere), tmp_path / "empty", ALONE) == elsewhere, "nothing was saved yet"
+
+
 def test_a_run_continues_only_with_its_model_and_its_data(tmp_path):
     (tmp_path / "text").write_bytes(b"some text")
     corpus, config = load_corpus(str(tmp_path / "text")), PRESETS["tiny"]

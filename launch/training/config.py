@@ -35,7 +35,7 @@ class Config:
         data: A file or a folder of text; by default the sources of Python's standard library.
         out: Folder of the log, the loss curve, the checkpoints and the sample.
         resume: auto continues from the newest intact checkpoint in out; never refuses a folder that has any; else the
-            checkpoint to continue from.
+            checkpoint to continue from: the newest in out, or one of elsewhere with a new out.
         max_restarts: How often in a row, without a new checkpoint in between, a run whose rank died is started again.
         steps: Updates in all, counting those before a resume.
         seq_len: Context in tokens; the part that is split over ranks.

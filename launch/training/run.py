@@ -26,6 +26,7 @@ from ringattn.launch.training.checkpoint import (
     find_checkpoint,
     list_checkpoints,
     read_facts,
+    step_of,
     what_is_wrong,
 )
 from ringattn.launch.training.config import Config
@@ -66,7 +67,7 @@ def choose_checkpoint(resume: str, out: Path, rank: Rank) -> Path | None:
         rank: This rank.
 
     Raises:
-        Refusal: The checkpoint does not exist or is damaged, or a fresh run would begin where checkpoints of another one lie.
+        Refusal: The checkpoint does not exist or is damaged, or the run would begin where checkpoints of another one lie.
     """
     found = len(rank.broadcast([path.name for path in list_checkpoints(out)]))
     old = rank.broadcast(sorted(path.name for path in out.glob("step-*.pt")))
@@ -87,7 +88,19 @@ def choose_checkpoint(resume: str, out: Path, rank: Rank) -> Path | None:
         raise Refusal(
             f"resume must be an intact checkpoint, got {resume}, which {wrong}; look into {out} for another one"
         )
+    # a rank that dies before the first save comes back to the newest in out, and the first save removes what is later
+    if others := rank.broadcast([path.name for path in list_checkpoints(out) if not _leads_to(path, Path(resume))]):
+        raise Refusal(
+            f"out must hold no checkpoints but the one to continue from and earlier ones of its run, got {others[0]} in {out}; "
+            "pass another --out, or move them"
+        )
     return Path(resume)
+
+
+def _leads_to(path: Path, chosen: Path) -> bool:
+    """Whether a checkpoint is the chosen one, or stands before it in the same folder."""
+    path, chosen = path.resolve(), chosen.resolve()
+    return path == chosen or (path.parent == chosen.parent and step_of(path) < step_of(chosen))
 
 
 def check_continues(config: Config, corpus: Corpus, facts: dict[str, Any]) -> list[str]:
