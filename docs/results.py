@@ -1,7 +1,8 @@
-"""Writes the README's result tables and the figures they show from the JSON rows in docs/results.
+"""Writes the result tables and the figures they show from the JSON rows in docs/results.
 
-    python docs/results.py            rewrites the part of README.md between the two result marks, and the figures
-    python docs/results.py --check    fails when README.md or a figure is not what the rows say
+    python docs/results.py            rewrites what stands between the result marks of docs/results.md, where all tables are, and
+                                      of README.md, which has those that say most; and the figures
+    python docs/results.py --check    fails when one of them is not what the rows say
 
 Owns the shape of the tables. Refuses to know how anything was measured: every file says that itself. What has no rows has
 no section.
@@ -12,6 +13,7 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import json
+import re
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -20,6 +22,7 @@ from typing import Any
 
 HERE = Path(__file__).parent
 README = HERE.parent / "README.md"
+PAGE = HERE / "results.md"
 BEGIN, END = "<!-- results: written by docs/results.py -->", "<!-- end of results -->"
 
 Row = dict[str, Any]
@@ -72,30 +75,42 @@ def source(machine: Row) -> str:
     )
 
 
-def correctness() -> str:
-    """Runs, and the worst error over budget, by dtype."""
-    parts = []
-    moved = ("gathered", "staged", "process_group")
-    for name in ("check1.json", "check4.json", *(f"check4-{how}.json" for how in moved)):
-        found = load(name)
-        rows = found["rows"]
-        dtypes = sorted({row["dtype"] for row in rows})
-        worst = {dtype: max(row["ratio"] for row in rows if row["dtype"] == dtype) for dtype in dtypes}
-        counts = {dtype: sum(row["dtype"] == dtype for row in rows) for dtype in dtypes}
-        green = sum(row["ratio"] <= 1 for row in rows)
-        head = f"{green} of {len(rows)} runs are inside the budget ({source(found['machine'])}):"
-        body = table(
-            ["dtype", "runs", "worst error / budget"],
-            ([dtype, counts[dtype], f"{worst[dtype]:.2f}"] for dtype in dtypes),
-        )
-        parts.append(f"{head}\n\n{body}")
-    return "### Correctness\n\n" + "\n\n".join(parts)
-
-
 def runs_of(kind: str) -> list[Any]:
     """The content of every file of one bench, oldest first."""
     found = [json.loads(path.read_text()) for path in sorted((HERE / "results").glob(f"{kind}*.json"))]
     return sorted(found, key=lambda one: one["machine"]["date"])
+
+
+def correctness() -> str:
+    """Runs inside the budget, and the worst error over it by dtype; a line per run of `check`."""
+    runs = runs_of("check")
+    if not runs:
+        return ""
+    there = {row["dtype"] for run in runs for row in run["rows"]}
+    dtypes = [dtype for dtype in ("bf16", "fp16", "fp32") if dtype in there]
+    lines = []
+    for index, run in enumerate(runs):
+        rows, machine = run["rows"], run["machine"]
+        asked = re.search(r"--schedule (\w+)", machine["command"])
+        worst = ([row["ratio"] for row in rows if row["dtype"] == dtype] for dtype in dtypes)
+        lines.append(
+            [
+                len(machine["gpus"]),
+                asked[1] if asked else "auto",
+                f"{sum(row['ratio'] <= 1 for row in rows)} of {len(rows)}",
+                *(f"{max(ratios):.2f} ({len(ratios)})" if ratios else "-" for ratios in worst),
+                index + 1,
+            ]
+        )
+    columns = [
+        "GPUs",
+        "schedule",
+        "inside the budget",
+        *(f"worst error / budget, {dtype} (of)" for dtype in dtypes),
+        "run",
+    ]
+    parts = ["### Correctness", table(columns, lines)]
+    return "\n\n".join([*parts, *(f"Run {index + 1}: {source(run['machine'])}" for index, run in enumerate(runs))])
 
 
 def kernel_runs() -> list[Any]:
@@ -429,7 +444,8 @@ def ring() -> str:
         parts += [f"#### {size} GPUs", table_of_shares(some)]
         if costs := table_of_costs(some):
             parts += [
-                "Exposed is the time beyond the kernel alone; host is the time until a call returns; peak memory is of one step.",
+                f"#### Time, host and memory on {size} GPUs\n\nExposed is the time beyond the kernel alone; host is the time until "
+                "a call returns; peak memory is of one step.",
                 costs,
             ]
         refused = sorted({f"{row['who']}: {row['refused']}" for row in some if "refused" in row})
@@ -1056,21 +1072,62 @@ SECTIONS: tuple[Callable[[], str], ...] = (
     inference,
     serving,
 )
+ELSEWHERE = (
+    "Online softmax",
+    "Other shapes",
+    "2 GPUs",
+    "Time, host and memory on 4 GPUs",
+    "Time, host and memory on 2 GPUs",
+    "Attention of a prompt",
+    "generate()",
+    "Attention over the cache",
+    "Clients within a latency",
+)
+"""Headings of what the README leaves to the page of all results."""
+
+
+def everything() -> list[str]:
+    """All sections that have rows."""
+    return [body for section in SECTIONS if (body := section())]
+
+
+def shortened(body: str) -> str:
+    """A section as the README has it: without what stands elsewhere, of which it keeps figures and a link."""
+    kept, links = list[str](), list[str]()
+    for part in re.split(r"\n\n(?=####? )", body):
+        title = part.splitlines()[0].lstrip("# ")
+        if title not in ELSEWHERE:
+            kept.append(part)
+            continue
+        slug = re.sub(r"[^a-z0-9 -]", "", title.lower()).replace(" ", "-")
+        links.append(f"[{title}](docs/results.md#{slug})")
+        kept += [line for line in part.splitlines() if line.startswith("![")]
+    if links and not any(part.startswith("#") for part in kept):
+        return ""
+    return "\n\n".join([*kept, *([f"And: {', '.join(links)}."] if links else [])])
+
+
+def written(path: Path, sections: Iterable[str]) -> str:
+    """A file with these sections between its marks."""
+    before, rest = path.read_text().split(BEGIN)
+    after = rest.split(END)[1]
+    return f"{before}{BEGIN}\n\n" + "\n\n".join(sections) + f"\n\n{END}{after}"
 
 
 def main() -> int:
-    """Rewrites or checks the README; returns the exit code."""
+    """Rewrites or checks the README and the page; returns the exit code."""
     if "--check" not in sys.argv:
         draw_figures()
-    text = README.read_text()
-    before, rest = text.split(BEGIN)
-    after = rest.split(END)[1]
-    wanted = (
-        f"{before}{BEGIN}\n\n" + "\n\n".join(body for section in SECTIONS if (body := section())) + f"\n\n{END}{after}"
-    )
+    bodies = everything()
+    wanted = {
+        README: written(README, filter(None, map(shortened, bodies))),
+        # seen from docs/
+        PAGE: written(PAGE, (body.replace("](docs/", "](") for body in bodies)),
+    }
     if "--check" in sys.argv:
-        return int(text != wanted or not figures_are_true())
-    README.write_text(wanted)
+        return int(any(path.read_text() != text for path, text in wanted.items()) or not figures_are_true())
+    for path, text in wanted.items():
+        path.write_text(text)
     return 0
 
 

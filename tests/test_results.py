@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import itertools
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -20,6 +21,22 @@ LENGTHS = (2048, 4096)
 def test_result_tables_of_the_readme_are_written_from_their_rows() -> None:
     done = subprocess.run([sys.executable, str(ROOT / "docs/results.py"), "--check"], cwd=ROOT, check=False, timeout=60)
     assert done.returncode == 0, "run `python docs/results.py`"
+
+
+def test_the_readme_has_a_figure_or_a_link_for_what_it_leaves_to_the_page(results: ModuleType) -> None:
+    text = "### One\n\nSaid.\n\n#### 2 GPUs\n\n| a |\n\n![b](docs/c.svg)\n\n#### More\n\nd\n\n#### generate()\n\ne"
+    links = "[2 GPUs](docs/results.md#2-gpus), [generate()](docs/results.md#generate)"
+    assert results.shortened(text) == f"### One\n\nSaid.\n\n![b](docs/c.svg)\n\n#### More\n\nd\n\nAnd: {links}."
+    assert results.shortened("### Online softmax\n\n| a |") == ""
+    page = (ROOT / "docs/results.md").read_text()
+    titles = re.findall(r"^###? ?#? (.+)$", page, re.MULTILINE)
+    assert set(results.ELSEWHERE) <= set(titles), "what is left out stands there"
+
+
+def test_a_line_of_correctness_says_how_keys_moved_and_the_worst_of_each_dtype(results: ModuleType) -> None:
+    rows = [{"dtype": "bf16", "ratio": 0.5}, {"dtype": "bf16", "ratio": 1.5}, {"dtype": "fp32", "ratio": 0.25}]
+    _keep(results, "check1.json", "2026-01-01", rows)
+    assert "| 1 | auto | 2 of 3 | 1.50 (2) | 0.25 (1) | 1 |" in results.correctness()
 
 
 def _row(who: str, direction: str, mask: str = "full", n: int = 16384, **other: Any) -> dict[str, Any]:
