@@ -13,6 +13,9 @@ from ringattn.call import MOVEMENTS, Call
 from ringattn.plain import check_plain
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+SOFTCAPS = {torch.float16: 2.0**13, torch.bfloat16: 2.0**16, torch.float32: 2.0**100, torch.float64: 2.0**100}
+"""The widest soft cap by dtype. In half precision kernels take a tanh that is rounded by 2**-24, which makes a score wrong by
+softcap times that: up to here less than one rounding of the dtype. Wider dtypes only need a number to multiply with."""
 
 
 def check_call(
@@ -75,7 +78,7 @@ def check_call(
         shape, meaning = wanted[name]
         if tuple(x.shape) != shape:
             raise ValueError(f"{name} must have shape {shape} ({meaning}), got {tuple(x.shape)}")
-    _check_options(call, b, bias is not None)
+    _check_options(call, q.dtype, b, bias is not None)
 
 
 def _check_shapes(q: Tensor, k: Tensor, v: Tensor) -> None:
@@ -111,9 +114,25 @@ def _check_shardings(q: Tensor, k: Tensor, call: Call, rank: int, world_size: in
         )
 
 
-def _check_options(call: Call, batch: int, has_bias: bool) -> None:
-    if call.softcap < 0:
-        raise ValueError(f"softcap must be at least 0 (0 for none), got {call.softcap}")
+def check_softcap(softcap: float, dtype: torch.dtype) -> None:
+    """Raises ValueError when a soft cap is below 0, or so wide or tight that kernels would lose the scores; else returns.
+
+    Args:
+        softcap: Finite.
+        dtype: Of q.
+    """
+    if softcap < 0:
+        raise ValueError(f"softcap must be at least 0 (0 for none), got {softcap}")
+    widest = SOFTCAPS[dtype]
+    if softcap and not 2.0**-100 <= softcap <= widest:
+        raise ValueError(
+            f"softcap must be from {2.0**-100:.3g} to {widest:.5g} for {dtype}, got {softcap:.5g}: scores would lose their digits; "
+            "leave out a cap that is never reached (0.0 is none), or pass float32"
+        )
+
+
+def _check_options(call: Call, dtype: torch.dtype, batch: int, has_bias: bool) -> None:
+    check_softcap(call.softcap, dtype)
     if not 0 <= call.dropout_p < 1:
         raise ValueError(f"dropout_p must be in [0, 1), got {call.dropout_p}")
     lengths = call.visibility.lengths

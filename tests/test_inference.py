@@ -204,6 +204,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "slopes": ({"alibi_slopes": torch.ones(4, dtype=torch.int64)}, "alibi_slopes must be floating point"),
     "scale": ({"softmax_scale": float("nan")}, "softmax_scale must be finite, got nan"),
     "softcap": ({"softcap": -1.0}, "softcap must be at least 0"),
+    "a wide softcap": ({"softcap": 3e38}, "softcap must be from .* for torch.float32, got 3e"),
     "a word as scale": ({"softmax_scale": "0.5"}, "softmax_scale must be a number, got '0.5'; convert it first"),
     "no softcap": ({"softcap": None}, "softcap must be a number, got None"),
     "a word as flag": ({"causal": "no"}, "causal must be True or False, got 'no'"),

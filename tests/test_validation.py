@@ -59,6 +59,18 @@ REFUSED: dict[str, tuple[tuple[torch.Tensor, torch.Tensor, torch.Tensor], dict[s
         "multiply q by a scale that is learned",
     ),
     "softcap": ((Q, K, K), {"softcap": -1.0}, "softcap must be at least 0"),
+    "a wide softcap": (
+        (Q.half(), K.half(), K.half()),
+        {"softcap": 8193},
+        r"softcap must be from 7.89e-31 to 8192 for torch.float16, got 8193: .*\(0.0 is none\), or pass float32",
+    ),
+    "a wider softcap": (
+        (Q.bfloat16(), K.bfloat16(), K.bfloat16()),
+        {"softcap": 1e5},
+        "softcap must be from .* to 65536 for torch.bfloat16, got 1e",
+    ),
+    "a softcap beyond fp32": ((Q, K, K), {"softcap": 3e38}, "softcap must be from .* for torch.float32, got 3e"),
+    "a softcap below fp32": ((Q, K, K), {"softcap": 1e-40}, "softcap must be from .* for torch.float32, got 1e-40"),
     "dropout": ((Q, K, K), {"dropout_p": 1.0, "dropout_seed": 0}, r"dropout_p must be in \[0, 1\), got 1.0"),
     "seed": ((Q, K, K), {"dropout_p": 0.1}, "dropout_seed must be given when dropout_p is 0.1"),
     "long seed": ((Q, K, K), {"dropout_p": 0.1, "dropout_seed": 2**64}, "dropout_seed must have 64 bits, got 1844"),

@@ -31,6 +31,7 @@ from ringattn.kernels.merge import merge_stack
 from ringattn.kernels.parts import finish_parts, views
 from ringattn.kernels.select import pick
 from ringattn.plain import check_plain
+from ringattn.validation import check_softcap
 from ringattn.visibility import Visibility
 
 Window = tuple[int | None, int | None] | None
@@ -72,7 +73,7 @@ def attend(
         causal: Tokens see earlier ones only.
         window: As in `ring_attention`.
         softmax_scale: Factor on q.k; default d ** -0.5.
-        softcap: Bound of the soft cap; 0.0 for none.
+        softcap: Bound of the soft cap; 0.0 for none. At most 2**13 in fp16, and 2**16 in bf16.
         sinks: `h`.
         alibi_slopes: `h`.
         chunk_len: Tokens see those of their own chunk of so many tokens. Chunks are counted from the first token of the request
@@ -263,7 +264,7 @@ def _decide(
 ) -> _Prefill | _Decode:
     """Refuses what is wrong, and says what the call is."""
     _check_tensors(step, q, sinks, alibi_slopes)
-    _check_options(options)
+    _check_options(options, q.dtype)
     cache = step.cache
     total = max(1, sum(step.lengths)) if step.sharding is None else step.sharding.seq_len
     lengths = (
@@ -361,9 +362,8 @@ def _check_tensors(step: Step, q: Tensor, sinks: Tensor | None, alibi_slopes: Te
             )
 
 
-def _check_options(options: _Options) -> None:
-    if options.softcap < 0:
-        raise ValueError(f"softcap must be at least 0 (0 for none), got {options.softcap}")
+def _check_options(options: _Options, dtype: torch.dtype) -> None:
+    check_softcap(options.softcap, dtype)
     if options.moves not in MOVES:
         raise ValueError(
             f"moves must be one of {', '.join(MOVES)}, got {options.moves!r}; 'auto' takes what is fewer bytes"

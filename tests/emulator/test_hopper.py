@@ -14,6 +14,7 @@ if os.environ.get("GLUON_EMULATOR") != "1":
 from ringattn.kernels.contract import Grads, Score
 from ringattn.kernels.hopper import api as hopper
 from ringattn.reference import visible_pairs
+from ringattn.validation import SOFTCAPS
 from tests.emulator import gluon as machine
 from tests.kernel_conformance import CASES, LONG_CASES, Case, make_side, run_case
 
@@ -51,6 +52,14 @@ def test_the_backward_of_fixed_order_stays_within_budget(case: Case):
 @pytest.mark.parametrize("name", ["long_zigzag", "few_rows_many_keys_not_plain"])
 def test_float16_stays_within_budget(name: str):
     run_case(hopper, named(name), torch.float16, "cpu")
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("head_dim", [64, 192])
+def test_the_widest_softcap_stays_within_budget(head_dim: int, dtype: torch.dtype):
+    case = Case("widest_softcap", seq_len=70, mask={"causal": True}, softcap=SOFTCAPS[dtype], head_dim=head_dim)
+    run_case(hopper, case, dtype, "cpu")
+    run_case(hopper, replace(case, deterministic=True), dtype, "cpu")
 
 
 @pytest.mark.parametrize(("name", "mode"), UNORDERED, ids=str)

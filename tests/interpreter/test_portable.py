@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ringattn.kernels.contract import Carry, Grads, Score, Side
+from ringattn.validation import SOFTCAPS
 from tests.far_apart import HALF_WAY, at_strides, heads_apart, leave_memory_alone
 from tests.kernel_conformance import CASES, Case, run_case
 
@@ -27,6 +28,7 @@ BULK_CASES = (
     "documents",
     "padded_ring",
 )
+WIDEST = Case("widest_softcap", mask={"causal": True})
 HALF_CASES = ("causal", "head_dim_40", "zigzag", "everything", "shared_bias", "window_both_sides")
 
 
@@ -48,6 +50,10 @@ def test_forward_and_backward_stay_within_budget(case: Case):
 @pytest.mark.parametrize("case", [case for case in CASES if case.name in HALF_CASES], ids=str)
 def test_half_precision_stays_within_budget(case: Case):
     run_case(portable, case, torch.float16, "cpu")
+
+
+def test_the_widest_softcap_stays_within_budget():
+    run_case(portable, replace(WIDEST, softcap=SOFTCAPS[torch.float16]), torch.float16, "cpu")
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if case.name in BULK_CASES], ids=str)
