@@ -326,7 +326,7 @@ def _decode_kernel(
             qk = tl.dot(q_tile, tl.trans(k_tile.to(q_tile.dtype)), input_precision=PRECISION)
         k_pos = start + row0 + n
         sc, _ = score_of(
-            qk, q_pos[:, None], k_pos[None, :], slope, None, None, factor, cap, SOFTCAP, PRECISION == "tf32x3"
+            qk, q_pos[:, None], k_pos[None, :], slope, None, None, factor, cap, SOFTCAP, q_tile.dtype == tl.float32
         )
         begins = start + row0
         if (begins < whole_lo) | (start + row0 + BLOCK_N > whole_hi) | (row0 + BLOCK_N > length):

@@ -73,9 +73,8 @@ def _keys_step(
     if bias is not None:
         at = (tl.cast(row, tl.int64) * bias_ss + tl.arange(0, BLOCK_M).to(tl.int64) * bias_ss)[None, :]
         bias_tile = tl.load(bias + at, mask=inside[None, :] & key_exists[:, None], other=0.0)
-    s, t = score(
-        qk, q_pos[None, :], k_pos[:, None], slope, key_bias_tile, bias_tile, scale, cap, SOFTCAP, PRECISION == "tf32x3"
-    )
+    PRECISE: tl.constexpr = q_tile.dtype == tl.float32
+    s, t = score(qk, q_pos[None, :], k_pos[:, None], slope, key_bias_tile, bias_tile, scale, cap, SOFTCAP, PRECISE)
     if key_bias_tile is not None or bias is not None:
         lse2_i = tl.where(lse2_i == float("-inf"), float("inf"), lse2_i)  # a bias of -inf on all that a row sees
     p = tl.exp2(s - lse2_i[None, :])
@@ -227,9 +226,8 @@ def _rows_step(
     if bias is not None:
         columns = (k_pos.to(tl.int64) * bias_sn)[None, :]
         bias_tile = tl.load(bias + columns, mask=row_exists[:, None] & inside[None, :], other=0.0)
-    s, t = score(
-        qk, q_pos[:, None], k_pos[None, :], slope, key_bias_tile, bias_tile, scale, cap, SOFTCAP, PRECISION == "tf32x3"
-    )
+    PRECISE: tl.constexpr = q_tile.dtype == tl.float32
+    s, t = score(qk, q_pos[:, None], k_pos[None, :], slope, key_bias_tile, bias_tile, scale, cap, SOFTCAP, PRECISE)
     p = tl.exp2(s - lse2[:, None])
     visible = row_exists[:, None]
     if MASKED:

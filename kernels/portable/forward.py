@@ -22,6 +22,7 @@ def _absorb(
     row_exists, key_bias, bias, bias_sn, v_ss, slope, scale, cap, key, drop_threshold, drop_factor,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, DV: tl.constexpr, DV_WIDTH: tl.constexpr, MASKED: tl.constexpr,
     PLAIN: tl.constexpr, SOFTCAP: tl.constexpr, DROPOUT: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
+    PRECISE: tl.constexpr,
 ):  # fmt: skip
     """One step of the online softmax: q . k of a tile of keys goes into (m_i, l_i, acc)."""
     y = row + tl.arange(0, BLOCK_N)
@@ -47,7 +48,7 @@ def _absorb(
             scale,
             cap,
             SOFTCAP,
-            PRECISION == "tf32x3",
+            PRECISE,
         )
     if MASKED:
         lo, hi = load_bounds(lo_ptr, hi_ptr, row0, rows, BLOCK_M)
@@ -160,6 +161,7 @@ def forward_kernel(
                 lo_ptr, hi_ptr, row0, rows, q_pos, row_exists, key_bias_base, bias_base, bias_sn, v_ss, slope,
                     scale, cap, key,
                 drop_threshold, drop_factor, BLOCK_M, BLOCK_N, DV, DV_WIDTH, True, PLAIN, SOFTCAP, DROPOUT, TMA, PRECISION,
+                q_tile.dtype == tl.float32,
             )  # fmt: skip
         if SKEW:
             if tail > head_end:
@@ -174,6 +176,7 @@ def forward_kernel(
                         lo_ptr, hi_ptr, row0, rows, q_pos, row_exists, key_bias_base, bias_base, bias_sn, v_ss, slope,
                     scale, cap, key,
                         drop_threshold, drop_factor, BLOCK_M, BLOCK_N, DV, DV_WIDTH, False, PLAIN, SOFTCAP, DROPOUT, TMA, PRECISION,
+                        q_tile.dtype == tl.float32,
                     )  # fmt: skip
                     qk = qk_next
                 row = first + (tail - 1) * BLOCK_N
@@ -182,6 +185,7 @@ def forward_kernel(
                     lo_ptr, hi_ptr, row0, rows, q_pos, row_exists, key_bias_base, bias_base, bias_sn, v_ss, slope,
                     scale, cap, key,
                     drop_threshold, drop_factor, BLOCK_M, BLOCK_N, DV, DV_WIDTH, False, PLAIN, SOFTCAP, DROPOUT, TMA, PRECISION,
+                    q_tile.dtype == tl.float32,
                 )  # fmt: skip
         else:
             for row in tl.range(first + head_end * BLOCK_N, first + tail * BLOCK_N, BLOCK_N):
@@ -192,6 +196,7 @@ def forward_kernel(
                     lo_ptr, hi_ptr, row0, rows, q_pos, row_exists, key_bias_base, bias_base, bias_sn, v_ss, slope,
                     scale, cap, key,
                     drop_threshold, drop_factor, BLOCK_M, BLOCK_N, DV, DV_WIDTH, False, PLAIN, SOFTCAP, DROPOUT, TMA, PRECISION,
+                    q_tile.dtype == tl.float32,
                 )  # fmt: skip
 
     if LAST:

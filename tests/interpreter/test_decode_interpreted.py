@@ -33,6 +33,11 @@ def test_half_precision_stays_within_budget(case: Case) -> None:
     run(case, torch.float16)
 
 
+@pytest.mark.parametrize("softcap", [50.0, 2.0**13, 2.0**100])
+def test_a_wide_softcap_loses_no_digits_of_fp32(softcap: float) -> None:
+    run(Case(lengths=(160, 77), tokens=2, softcap=softcap), torch.float32)
+
+
 @pytest.mark.parametrize("fp8", [False, True])
 def test_a_row_that_sees_nothing_stays_so_beside_rows_that_see_all(fp8: bool) -> None:
     scene = make_scene(Case(lengths=(64, 64), tokens=3, mine=1.0, ragged=0.0, causal=False, fp8=fp8, page_size=32))

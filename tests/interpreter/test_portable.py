@@ -52,6 +52,11 @@ def test_half_precision_stays_within_budget(case: Case):
     run_case(portable, case, torch.float16, "cpu")
 
 
+@pytest.mark.parametrize("softcap", [50.0, 2.0**13, SOFTCAPS[torch.float32]])
+def test_a_wide_softcap_loses_no_digits_of_fp32(softcap: float):
+    run_case(portable, replace(WIDEST, softcap=softcap), torch.float32, "cpu")
+
+
 def test_the_widest_softcap_stays_within_budget():
     run_case(portable, replace(WIDEST, softcap=SOFTCAPS[torch.float16]), torch.float16, "cpu")
 
