@@ -391,6 +391,22 @@ def errors_of_equal_values(ring: Ring, number: float, calls: int) -> Tensor:
     return torch.stack([(ring_attention(x, x, x, sharding) - number).abs().max() for _ in range(calls)])
 
 
+def meet_in_opposite_order() -> list[Tensor]:
+    rings = [Ring(timeout=datetime.timedelta(seconds=20)) for _ in range(2)]
+    with ThreadPoolExecutor(2) as threads:
+        calls = []
+        for ring in rings if dist.get_rank() else reversed(rings):
+            calls.append(threads.submit(errors_of_equal_values, ring, 1.0, 1))
+            time.sleep(0.3)  # the first one waits for the other rank by now
+        return [call.result() for call in calls]
+
+
+@pytest.mark.dist
+def test_first_calls_in_two_threads_may_come_in_any_order(pool: Pools) -> None:
+    for found in pool(2).run(meet_in_opposite_order):
+        assert not torch.stack(found).any()
+
+
 @pytest.mark.dist
 def test_rings_in_two_threads_keep_to_themselves(pool: Pools) -> None:
     for found in pool(2).run(attend_in_two_threads):

@@ -17,6 +17,11 @@ Note [Whose message]
     for each other, and so would those of two calls, once a rank has left one out. All ranks make the same posts, so a
     message is marked by the ring, the number of the post and what it is for. Gloo then waits for the one that belongs to a
     receive, and raises where it does not come. NCCL has no marks: there a ring has communicators of its own.
+
+Note [Who waits for the store]
+    A client of torch's TCPStore keeps its lock while it waits: where one thread waits for other ranks, no other thread can
+    leave there what these wait for. So a thread has a client for itself while it compares: the group's, or a clone where that
+    one is taken, which is kept for the next time. Other stores hold no lock while they wait.
 """
 
 from __future__ import annotations
@@ -25,15 +30,16 @@ import atexit
 import contextlib
 import json
 import threading
+import weakref
 import zlib
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
-from torch.distributed import distributed_c10d
+from torch.distributed import TCPStore, distributed_c10d  # pyright: ignore[reportPrivateImportUsage]
 
 from ringattn.transport.base import Done, Parcel, Pending
 
@@ -281,6 +287,39 @@ def _coalesce(group: dist.ProcessGroup, sends: Sequence[Parcel], receives: Seque
     return [group._end_coalescing(device)]
 
 
+_CLONES: weakref.WeakKeyDictionary[Any, tuple[threading.Lock, list[Any]]] = weakref.WeakKeyDictionary()
+"""By a group's store: held by the thread that waits for the store itself, and clones that no thread is using."""
+
+
+@contextlib.contextmanager
+def _client(store: Any) -> Iterator[Any]:
+    """The store, or a clone where another thread waits for it (Note [Who waits for the store])."""
+    taken, clones = _CLONES.setdefault(store, (threading.Lock(), []))
+    if taken.acquire(blocking=False):
+        try:
+            yield store
+        finally:
+            taken.release()
+        return
+    try:
+        clone = clones.pop()
+    except IndexError:
+        clone = _clone(store)
+    try:
+        yield clone
+    finally:
+        if clone is not store:
+            clones.append(clone)
+
+
+def _clone(store: Any) -> Any:
+    """Another client, or the store itself where there can be none or none is needed."""
+    below = getattr(store, "_underlying_non_prefix_store", store)
+    with contextlib.suppress(RuntimeError):  # this process may have all the sockets that it may have
+        return store.clone() if isinstance(below, TCPStore) else store
+    return store
+
+
 _GAVE_UP = "gave up"
 """What a rank leaves in place of its text when others did not come in time."""
 
@@ -311,7 +350,8 @@ class Agreement:
 
     def leave(self, text: str) -> None:
         """Leaves this rank's text for the current round and goes on to the next."""
-        self._set(self._store(), text)
+        with _client(self._store()) as store:
+            self._set(store, text)
         self._round += 1
 
     def compare(self, text: str) -> list[str]:
@@ -320,7 +360,10 @@ class Agreement:
         Raises:
             RuntimeError: Some ranks did not come within the timeout, or have not waited for this one; they are named.
         """
-        store = self._store()
+        with _client(self._store()) as store:
+            return self._compare(store, text)
+
+    def _compare(self, store: Any, text: str) -> list[str]:
         keys = [self._key(peer) for peer in range(self._world_size)]
         read, self._left = self._left, []
         self._set(store, text)
