@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import random
 from typing import Any
 
@@ -125,3 +126,27 @@ def compare_often() -> int:
 def test_what_ranks_compare_does_not_stay_in_the_store(pool: Pools) -> None:
     # one key of each rank, which others may still read
     assert max(pool(3).run(compare_often)) <= 3
+
+
+def drop_rings(number: int) -> int:
+    """Keys that rings which are gone have left in the store: used, refused on one rank, and never used."""
+    last = Ring()
+    assert last._agreement is not None
+    last.agree("a number", "1")
+    before = last._agreement._store().num_keys()
+    for _ in range(number):
+        used, refused, _ = Ring(), Ring(), Ring()
+        for _ in range(3):
+            used.agree("a number", "1")
+        with pytest.raises(ValueError, match="no"):
+            refused.refuse(ValueError("no")) if last.rank else refused.agree("a number", "1")
+        del used, refused, _
+        gc.collect()
+    last.agree("a number", "2")
+    dist.barrier()
+    return last._agreement._store().num_keys() - before
+
+
+@pytest.mark.dist
+def test_what_rings_left_in_the_store_goes_when_they_are_gone(pool: Pools) -> None:
+    assert max(pool(3).run(drop_rings, 10)) <= 0

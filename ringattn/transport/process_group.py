@@ -32,7 +32,7 @@ import json
 import threading
 import weakref
 import zlib
-from collections import Counter
+from collections import Counter, defaultdict, deque
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from typing import Any, NoReturn
@@ -324,12 +324,34 @@ _GAVE_UP = "gave up"
 """What a rank leaves in place of its text when others did not come in time."""
 
 
+_GONE: defaultdict[str, deque[tuple[str, int, int, list[str]]]] = defaultdict(deque)
+"""By group: name, rank and world size of agreements that are gone, and the keys that they left."""
+
+
+def _take_back(store: Any, gone: deque[tuple[str, int, int, list[str]]]) -> None:
+    """Says that agreements are gone, and takes back what was left of those that are gone on all ranks."""
+    while gone:
+        try:
+            name, rank, size, left = gone.popleft()
+        except IndexError:  # another thread
+            return
+        count = f"ringattn/{name}/gone"
+        store.set(f"{count}/{rank}", json.dumps(left))
+        if store.add(count, 1) == size:
+            said = [f"{count}/{peer}" for peer in range(size)]
+            keys = [key for one in said for key in json.loads(store.get(one))]
+            for key in (*keys, *said, count):
+                store.delete_key(key)
+
+
 class Agreement:
     """Lets the ranks of a group compare what they are about to do, through the group's key-value store.
 
     The store needs no device, no stream and no matching collective: a rank that refuses leaves its reason and raises
     at once, and the others find it when they come to compare. A server compares for days, so nothing may stay: once all have
-    come to a round, all have read the one before, and each takes back what it left there.
+    come to a round, all have read the one before, and each takes back what it left there. What a rank left last it can not take
+    back by itself when its agreement is gone: that says so in the next comparison of any other (the store is there then), and
+    the last rank that says it takes back what all of them left.
 
     Args:
         group_name: Name of the process group.
@@ -347,6 +369,8 @@ class Agreement:
         self._timeout = timeout
         self._round = 0
         self._left: list[str] = []  # keys that others may still read
+        gone = _GONE[group_name]
+        weakref.finalize(self, gone.append, (name, rank, world_size, self._left)).atexit = False
 
     def leave(self, text: str) -> None:
         """Leaves this rank's text for the current round and goes on to the next."""
@@ -365,7 +389,8 @@ class Agreement:
 
     def _compare(self, store: Any, text: str) -> list[str]:
         keys = [self._key(peer) for peer in range(self._world_size)]
-        read, self._left = self._left, []
+        read = self._left.copy()
+        self._left.clear()
         self._set(store, text)
         try:
             store.wait(keys, self._timeout)
@@ -383,6 +408,7 @@ class Agreement:
         found = store.multi_get(keys) if store.has_extended_api() else [store.get(key) for key in keys]
         for key in read:
             store.delete_key(key)
+        _take_back(store, _GONE[self._group_name])
         texts = [text.decode() for text in found]
         gone = [peer for peer, text in enumerate(texts) if text == _GAVE_UP]
         if gone:
