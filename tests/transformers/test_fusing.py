@@ -362,6 +362,31 @@ def test_parts_that_are_wrong_or_do_not_compile_stay_as_they_were(backend: Any, 
         fuse(model, Ring(), backend=backend)
     assert model(ids).logits.equal(expected)
     assert not any("forward" in vars(part) for part in model.modules())
+    assert _have_memory_of_their_own(model)
+
+
+def _have_memory_of_their_own(model: nn.Module) -> bool:
+    return all(x.untyped_storage().nbytes() == x.nbytes for x in model.parameters())
+
+
+@torch.no_grad()
+def test_weights_have_memory_of_their_own_where_parts_can_not_be_found(monkeypatch: pytest.MonkeyPatch):
+    model, ids = small("qwen2"), torch.arange(14).view(2, 7)  # with biases
+    expected, made = model(ids).logits, []
+
+    def joined(products: Any) -> Any:
+        if made:
+            raise torch.OutOfMemoryError("no memory")
+        made.append(real(products))
+        return made[-1]
+
+    real = fusing._Joined
+    monkeypatch.setattr(fusing, "_Joined", joined)
+    with pytest.raises(CannotFuse, match="no memory"):
+        fuse(model, Ring(), backend="eager")
+    assert len(made) == 1
+    assert _have_memory_of_their_own(model)
+    assert model(ids).logits.equal(expected)
 
 
 def test_long_sums_in_another_order_are_no_error_and_wrong_ones_are():

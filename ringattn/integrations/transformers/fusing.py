@@ -83,17 +83,22 @@ def fuse(model: nn.Module, ring: Ring, *, backend: str | Callable = "inductor") 
         CannotFuse: A part could not be compiled, or gave other numbers, on any rank; on every rank.
     """
     why, replacements = "", list[Replacement]()
-    try:
-        replacements = _replacements(model, ring, backend)
-    except Exception as error:  # one rank's memory may end before the others'
-        why = describe(error)
-    if why := agree(why, ring) or replace(replacements, ring, "fused"):
-        raise CannotFuse(why)
+    with contextlib.ExitStack() as undo:
+        try:
+            replacements = _replacements(model, ring, backend, undo)
+        except Exception as error:  # one rank's memory may end before the others'
+            why = describe(error)
+        if why := agree(why, ring) or replace(replacements, ring, "fused"):
+            replacements.clear()  # each piece goes when its weights have left it
+            raise CannotFuse(why)
+        undo.pop_all()
     return len(replacements)
 
 
-def _replacements(model: nn.Module, ring: Ring, backend: str | Callable) -> list[Replacement]:
-    """All parts of a model that can be changed, with what they become."""
+def _replacements(
+    model: nn.Module, ring: Ring, backend: str | Callable, undo: contextlib.ExitStack
+) -> list[Replacement]:
+    """All parts of a model that can be changed, with what they become; undo: makes the model what it was."""
     replacements: list[Replacement] = []
     rotations: dict[Callable, Callable] = {}
     # ranks that share the work of a head split it as it is
@@ -114,7 +119,7 @@ def _replacements(model: nn.Module, ring: Ring, backend: str | Callable) -> list
             if rotate not in rotations:
                 rotations[rotate] = _compiled_rotation(rotate, tried, backend)
             replacements.append(_rotating(part, rotate, rotations[rotate], tried))
-        joined = _joining(part)
+        joined = _joining(part, undo)
         taken.update(id(one.part) for one in joined)
         replacements += joined
     for part in model.modules():
@@ -238,7 +243,7 @@ def _rotating(part: nn.Module, rotate: Callable, other: Callable, tried: list[tu
     return Replacement(part, kind, MethodType(forward, part), tried, before=rotate, after=other)
 
 
-def _joining(part: nn.Module) -> list[Replacement]:
+def _joining(part: nn.Module, undo: contextlib.ExitStack) -> list[Replacement]:
     """The products of an attention that take the same rows (Note [Joined products]); none where they can not be joined."""
     found = [getattr(part, name, None) for name in JOINED]
     products = [one for one in found if is_product(one)]
@@ -246,6 +251,7 @@ def _joining(part: nn.Module) -> list[Replacement]:
     if len(products) < len(found) or len(facts) != 1:
         return []
     joined, columns = _Joined(products), products[0].in_features
+    undo.callback(joined.part)
     rows = rows_for(products[0], columns)
     return [
         Replacement(one, ("joined", columns, one.out_features, place), joined.forward(place), rows)
@@ -274,6 +280,14 @@ class _Joined:
         self._held = Held(products)
         # in one piece: another thread's call may come between any two lines
         self._made: tuple[Tensor | None, list[Tensor | None]] = None, []
+
+    def part(self) -> None:
+        """Gives the weights memory of their own again; where that ends, they stay views."""
+        with contextlib.suppress(torch.OutOfMemoryError):
+            for one in self._products:
+                one.weight.data = one.weight.data.clone()
+                if one.bias is not None:
+                    one.bias.data = one.bias.data.clone()
 
     def forward(self, place: int) -> Callable[[Tensor], Tensor]:
         """What one of the products gives."""
