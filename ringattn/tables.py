@@ -9,8 +9,9 @@ Note [Forwards alone]
 
 Note [Kept sides]
     The four tensors of a side are views of one int32 buffer (Note [One upload] of kernels/upload.py). Finished sides are kept,
-    least recently used first out, under a budget of bytes. A CUDA graph reads the sides it was captured with at every replay, and
-    nobody says when it is gone: these are kept for good.
+    least recently used first out, under a budget of bytes; their memory goes when all streams have read them (Note [Whose
+    memory] there). A CUDA graph reads the sides it was captured with at every replay, and nobody says when it is gone: these are
+    kept for good.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import torch
 from torch import Tensor
 
 from ringattn.kernels.contract import Gathered, Side
-from ringattn.kernels.upload import join, upload
+from ringattn.kernels.upload import join, meet, upload
 from ringattn.layout import Shard
 from ringattn.schedule import Collection, Send, Visit, pack
 from ringattn.visibility import Reading, Visibility
@@ -67,9 +68,10 @@ class Key(Generic[T]):
         device: Where the kernels run.
         facts: All that decides the content.
         make: Makes the table at first sight.
+        stream: Of a GPU: the last that has met it.
     """
 
-    __slots__ = ("_hash", "device", "facts", "make")
+    __slots__ = ("_hash", "device", "facts", "make", "stream")
 
     def __init__(
         self, device: torch.device | str, facts: tuple[Hashable, ...], make: Callable[[torch.device], T]
@@ -78,6 +80,7 @@ class Key(Generic[T]):
         if place.type == "cuda" and place.index is None:
             place = torch.device("cuda", torch.cuda.current_device())
         self.device, self.facts, self.make = place, facts, make
+        self.stream: int | None = None
         self._hash = hash((place, facts))
 
     def __hash__(self) -> int:
@@ -140,7 +143,11 @@ def find(key: Key[T]) -> T:
     """
     join(key.device)
     found = _cache.get(key)
-    capturing = key.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+    capturing = False
+    if key.device.type == "cuda":
+        capturing = torch.cuda.is_current_stream_capturing()
+        if torch._C._cuda_getCurrentRawStream(key.device.index) != key.stream:
+            key.stream = meet(key.device)
     if found is None:
         if capturing:
             raise RuntimeError(

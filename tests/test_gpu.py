@@ -11,7 +11,7 @@ import torch
 
 from ringattn import Ring, attention_reference, ring_attention_with_lse
 from ringattn.kernels.contract import KernelSet
-from ringattn.kernels.upload import join, upload
+from ringattn.kernels.upload import join, meet, upload
 from ringattn.launch import fuzz
 from ringattn.launch.session import Session
 from ringattn.launch.turns import time_calls
@@ -178,3 +178,22 @@ def test_a_table_is_not_read_in_another_stream_before_it_is_there() -> None:
         seen = table.clone()
     torch.cuda.synchronize()
     assert bool((seen == 7).all())
+
+
+def test_the_memory_of_a_table_is_nobody_elses_until_other_streams_have_read_it() -> None:
+    device = torch.device("cuda", torch.cuda.current_device())
+    first, second = torch.cuda.Stream(device), torch.cuda.Stream(device)
+    with torch.cuda.stream(first):
+        meet(device)
+        (table,) = upload([torch.full((1 << 16,), 7)], device)
+    with torch.cuda.stream(second):
+        join(device)
+        meet(device)
+        torch.cuda._sleep(200_000_000)
+        seen = table.clone()
+    del table
+    with torch.cuda.stream(first):
+        others = [torch.zeros(1 << 16, dtype=torch.int32, device=device) for _ in range(8)]
+    torch.cuda.synchronize()
+    assert bool((seen == 7).all())
+    assert not any(bool(x.any()) for x in others)

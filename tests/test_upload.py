@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from dataclasses import dataclass, field
 
 import pytest
 import torch
 
 from ringattn.kernels import upload as uploads
-from ringattn.kernels.upload import ALIGNMENT, join, upload
+from ringattn.kernels.upload import ALIGNMENT, join, meet, upload
 from ringattn.layout import zigzag
-from ringattn.tables import stationary_side
+from ringattn.tables import Key, clear, find, stationary_side
 from ringattn.visibility import Visibility
 
 GPU = torch.device("cuda", 0)
@@ -20,6 +21,7 @@ GPU = torch.device("cuda", 0)
 class Stream:
     device: torch.device
     cuda_stream: int
+    stream_id: int = 1
     waits_for: list[Event] = field(default_factory=list)
 
     def wait_event(self, event: Event) -> None:
@@ -36,23 +38,53 @@ class Event:
         return self.over
 
 
+class Table:
+    """Remembers whose reading its memory waits for."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.readers: list[Stream] = []
+
+    def record_stream(self, stream: Stream) -> None:
+        self.readers.append(stream)
+
+
 class Device:
     """The streams of a device, of which one is current."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.first, self.second = Stream(GPU, 1), Stream(GPU, 2)
-        self.elsewhere = Stream(torch.device("cuda", 1), 1)
+        self.first, self.second = Stream(GPU, 0x10), Stream(GPU, 0x20)
+        self.elsewhere = Stream(torch.device("cuda", 1), 0x10)
         self.capturing = False
         self._current = {GPU: self.first, self.elsewhere.device: self.elsewhere}
         self.under_way: dict[tuple[torch.device, int], Event] = {}
         monkeypatch.setattr(uploads, "_under_way", self.under_way)
+        monkeypatch.setattr(uploads, "_tables", {})
+        monkeypatch.setattr(uploads, "_readers", defaultdict(dict))
         monkeypatch.setattr(torch.cuda, "Event", Event)
         monkeypatch.setattr(torch.cuda, "current_stream", self._current.__getitem__)
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: self.capturing)
+        raw = "_cuda_getCurrentRawStream"
+        monkeypatch.setattr(torch._C, raw, lambda x: self._current[torch.device("cuda", x)].cuda_stream, raising=False)
 
     def upload(self, stream: Stream) -> None:
         self._current[stream.device] = stream
         uploads._note(stream.device)
+
+    def make(self, stream: Stream) -> Table:
+        """A table that is uploaded in a stream."""
+        self.meet(stream)
+        table = Table(stream.device)
+        uploads._mark(table)  # pyright: ignore[reportArgumentType]
+        return table
+
+    def meet(self, stream: Stream) -> int | None:
+        self._current[stream.device] = stream
+        return meet(stream.device)
+
+    def find(self, stream: Stream, key: Key[torch.Tensor]) -> None:
+        self._current[stream.device] = stream
+        find(key)
 
     def join(self, stream: Stream) -> list[Event]:
         """What a call in a stream waits for."""
@@ -96,6 +128,48 @@ def test_whoever_finds_tables_joins(monkeypatch: pytest.MonkeyPatch) -> None:
     for _ in range(2):
         stationary_side(zigzag(16, 2)[0], Visibility(16, 16, causal=True), "cpu")
     assert joined == [torch.device("cpu")] * 2
+
+
+def test_what_is_dropped_waits_for_all_streams_that_have_met_tables(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = Device(monkeypatch)
+    old = device.make(device.first)
+    assert device.meet(device.second) == device.second.cuda_stream
+    new, far = device.make(device.second), device.make(device.elsewhere)
+    device.meet(device.first)
+    assert old.readers == [device.first, device.second]
+    assert new.readers == [device.first, device.second]
+    assert far.readers == [device.elsewhere]
+    del old, new
+    assert len(uploads._tables) == 1, "what is dropped is forgotten"
+
+
+def test_neither_a_capture_nor_a_stream_that_may_end_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = Device(monkeypatch)
+    table = device.make(device.first)
+    assert device.meet(Stream(GPU, 0x30, stream_id=0x30)) is None
+    device.capturing = True
+    assert device.meet(device.second) is None
+    assert table.readers == [device.first]
+    device.capturing = False
+    assert device.meet(Stream(GPU, 0, stream_id=0)) == 0, "the default stream"
+    assert len(table.readers) == 2
+
+
+def test_a_stream_meets_tables_when_it_first_finds_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    device, met = Device(monkeypatch), list[torch.device]()
+    monkeypatch.setattr("ringattn.tables.meet", lambda place: met.append(place) or meet(place))
+    key = Key(GPU, ("one",), lambda _: torch.zeros(1))
+    try:
+        for stream in (device.first, device.first, device.second, device.second):
+            device.find(stream, key)
+        assert met == [GPU, GPU]
+        device.capturing = True
+        device.find(device.first, key)
+        device.capturing = False
+        device.find(device.first, key)
+        assert len(met) == 4, "a capture has met nothing"
+    finally:
+        clear()
 
 
 def test_tables_lie_side_by_side_in_one_buffer() -> None:
