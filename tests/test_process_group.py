@@ -9,11 +9,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed import HashStore, PrefixStore, Store, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
 from ringattn import Ring, ring_attention
 from ringattn.transport import process_group
 from ringattn.transport.process_group import (
     ProcessGroupTransport,
+    _client,
     end_communicator,
     make_communicator,
     raise_differences,
@@ -126,6 +128,27 @@ def compare_often() -> int:
 def test_what_ranks_compare_does_not_stay_in_the_store(pool: Pools) -> None:
     # one key of each rank, which others may still read
     assert max(pool(3).run(compare_often)) <= 3
+
+
+def test_a_store_that_is_taken_is_cloned_once_where_it_can_be() -> None:
+    server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store = PrefixStore("a", server)
+    with _client(store) as one, _client(store) as other:
+        assert one is store
+        assert other is not store
+        other.set("x", "1")
+        assert one.get("x") == b"1"
+    with _client(store), _client(store) as again:
+        assert again is other
+    with _client(store) as alone:
+        assert alone is store
+    for plain in (HashStore(), PythonStore(), PrefixStore("a", PythonStore())):
+        with _client(plain) as one, _client(plain) as other:
+            assert one is other is plain
+
+
+class PythonStore(Store):
+    """Has no clone."""
 
 
 def drop_rings(number: int) -> int:
