@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import gc
 import itertools
+import random
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
@@ -266,6 +267,37 @@ def test_calls_are_played_back_with_their_own_addresses(
         for x, y in zip(addresses, others, strict=True):
             # what is not made for the call is at its place
             assert x == y or not any(start <= z < end for z in (x, y) for start, end in held)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_calls_of_many_kinds_on_one_ring(launches: list[Launch], monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
+    draw, replay = random.Random(seed), hopper.replay
+    rings = [Ring(case) for case in draw.sample(list(CASES.values()), 5)]
+    for ring in rings:
+        ring.transport, ring.seat = rings[0].transport, rings[0].seat
+
+    def run(ring: Ring, one: dict[str, Tensor], *, played: bool) -> tuple[list[Any], list[int]]:
+        monkeypatch.setattr(hopper, "replay", replay if played else None)
+        launches.clear()
+        return named(launches, ring.both(one))
+
+    for ring in rings:  # kernels are compiled, and memory has grown
+        run(ring, ring.inputs(), played=False)
+    for _ in range(30):
+        before, ring = draw.choices(rings, k=2)
+        others, one = before.inputs(), ring.inputs()
+        for _ in range(draw.choice((0, 0, 1, 2))):
+            run(ring, ring.inputs(), played=True)
+        if draw.random() < 0.1:
+            tables.clear()
+        runs = []
+        for played in (False, False, True, True):  # each of both twice: homecomings take turns
+            run(before, others, played=played)
+            runs.append(run(ring, one, played=played))
+        expected, found = runs[1], runs[3]
+        assert found[0] == expected[0]
+        for x, y in zip(found[1], expected[1], strict=True):
+            assert x == y or not any(start <= z < end for z in (x, y) for start, end in ranges(ring, [one]))
 
 
 @pytest.mark.parametrize(
