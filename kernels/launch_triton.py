@@ -16,9 +16,9 @@ Note [Inside Triton]
     A compiled kernel is launched by `compiled[grid](*args)`, which is public and takes tens of microseconds: it asks for
     the device, makes metadata for profilers, and encodes every descriptor. `_open` takes it apart: it finds the function
     below all that, which Triton 3.6 to 3.8 keep in the same places (3.8 encodes a descriptor with one argument more, which it does
-    not look at). Where it does not find what it expects (another
-    version, another vendor, the interpreter, a test that compiles without launching), and whenever a profiler has hooked
-    itself to launches, the public way is taken.
+    not look at), and goes past what asks for scratch memory where a kernel needs none. Where it does not find what it expects
+    (another version, another vendor, the interpreter, a test that compiles without launching), and whenever a profiler has
+    hooked itself to launches, the public way is taken.
 """
 
 from __future__ import annotations
@@ -73,6 +73,8 @@ class Bound:
         compiled: Triton's own.
         tail: The values of the compile-time arguments, in order.
         run: Launches with a grid, a stream and flat arguments; None: only the public way is known.
+        straight: A shorter way, past what asks for scratch memory at each launch, and what it is given between stream and
+            arguments; None: the kernel may need scratch memory.
         metas: What encodes descriptors, by their number.
         blanks: Arguments that Triton's encoding takes beyond descriptor and meta, and does not look at.
         encoded: What they became, by number, address and template.
@@ -81,6 +83,7 @@ class Bound:
     compiled: Any
     tail: tuple[Any, ...]
     run: Callable[..., None] | None = None
+    straight: tuple[Callable[..., None], tuple[Any, ...]] | None = None
     metas: Sequence[Any] = ()
     blanks: tuple[None, ...] = ()
     encoded: dict[tuple[int, int, Template], list[Any]] = field(default_factory=dict)
@@ -293,12 +296,41 @@ def _open(compiled: Any, tail: tuple[Any, ...] | None) -> Bound:
         return public
     if blanks is None:
         return public
+    public.metas, public.blanks = metas, blanks
+    public.straight = _find_straight(bare, function, packed)
+    if public.straight is not None:
+        launch, constants = public.straight
 
-    def run(x: int, y: int, z: int, stream: int, *args: Any) -> None:
-        bare(x, y, z, stream, function, packed, None, None, None, *args)
+        def run(x: int, y: int, z: int, stream: int, *args: Any) -> None:
+            launch(x, y, z, stream, *constants, *args)
 
-    public.run, public.metas, public.blanks = run, metas, blanks
+    else:
+
+        def run(x: int, y: int, z: int, stream: int, *args: Any) -> None:
+            bare(x, y, z, stream, function, packed, None, None, None, *args)
+
+    public.run = run
     return public
+
+
+def _find_straight(bare: Any, function: int, packed: Any) -> tuple[Callable[..., None], tuple[Any, ...]] | None:
+    """See `Bound.straight`; which arguments Triton hands on, and in which order, is seen from a launch that goes nowhere."""
+    marks = [object() for _ in range(6)]  # a grid, a stream and two arguments, with which nobody can count
+    seen: list[tuple[Any, ...]] = []
+    astray = copy.copy(bare)
+    astray.launch = lambda *args: seen.append(args)
+    try:
+        astray(*marks[:4], function, packed, None, None, None, *marks[4:])
+        [(*first, last)] = seen
+    except (TypeError, ValueError):
+        return None
+    launch: Callable[..., None] = bare.launch
+    if [*first[:4], *first[-1:], last] == marks:
+        return launch, tuple(first[4:-1])
+    if first[:4] + list(last if isinstance(last, (tuple, list)) else ()) == marks:
+        constants = tuple(first[4:])
+        return lambda x, y, z, stream, *args: launch(x, y, z, stream, *constants, args), ()
+    return None
 
 
 def _blanks(encode: Callable[..., Any]) -> tuple[None, ...] | None:

@@ -51,6 +51,7 @@ REELS = 16
 """Reels of one table; beyond it all are forgotten, likewise."""
 
 _ROOM = 512  # bytes: rooms are aligned as the caching allocator aligns
+_STREAM = 3  # its place behind a grid
 _ENCODED = 64  # descriptors that a hole remembers
 
 P = ParamSpec("P")
@@ -480,7 +481,8 @@ class _Launch:
         options: Likewise.
         bound: What it was bound to.
         holes: Place among the arguments, place or places among the tensors, and template of a descriptor.
-        flat: What the driver gets between stream and addresses.
+        run: What launches.
+        flat: What it gets: a grid, a stream, and arguments.
         addresses: Place in flat and among the tensors.
         tuples: Place in flat, and places among the tensors.
         descriptors: First and last place in flat, place among the tensors, number, template, and what it became by address.
@@ -493,6 +495,7 @@ class _Launch:
     options: dict[str, int]
     bound: Bound | None
     holes: list[tuple[int, Any, Template | None]] = field(default_factory=list)
+    run: Callable[..., None] | None = None
     flat: list[Any] = field(default_factory=list)
     addresses: list[tuple[int, int]] = field(default_factory=list)
     tuples: list[tuple[int, tuple[int, ...]]] = field(default_factory=list)
@@ -502,7 +505,8 @@ class _Launch:
         """Makes the flat arguments, those of the call that is recorded."""
         assert self.bound is not None, "only kernels that were taken apart have flat arguments"
         of = {at: (place, template) for at, place, template in self.holes}
-        self.grid = (*self.grid, 1, 1)[:3]
+        self.run, constants = (self.bound.run, ()) if self.bound.straight is None else self.bound.straight
+        self.flat += [*(*self.grid, 1, 1)[:3], 0, *constants]
         for at, x in enumerate(self.args):
             place, template = of.get(at, (None, None))
             here = len(self.flat)
@@ -520,7 +524,7 @@ class _Launch:
 
     def moved(self, places: Sequence[int], known: Mapping[int, int]) -> _Launch:
         """The same with its tensors at other places, and with addresses that are known there."""
-        step = _Launch(self.kernel, self.grid, self.args, self.constants, self.options, self.bound)
+        step = _Launch(self.kernel, self.grid, self.args, self.constants, self.options, self.bound, run=self.run)
         flat = step.flat = self.flat.copy()
         bound: Any = self.bound
         for at, place in self.addresses:
@@ -544,11 +548,13 @@ class _Launch:
     def play(self, stream: int, tensors: list[Any], addresses: list[int]) -> None:
         del tensors
         flat = self.flat.copy()
+        flat[_STREAM] = stream
         for at, place in self.addresses:
             flat[at] = addresses[place]
         for at, places in self.tuples:
             flat[at] = tuple([addresses[place] for place in places])
         bound: Any = self.bound
+        run: Any = self.run
         for at, end, place, number, template, encoded in self.descriptors:
             address = addresses[place]
             found = encoded.get(address)
@@ -557,7 +563,7 @@ class _Launch:
                     encoded.clear()
                 found = encoded[address] = bound.encoding(number, template, address)
             flat[at:end] = found
-        bound.run(*self.grid, stream, *flat)
+        run(*flat)
 
     def play_publicly(self, tensors: list[Any]) -> None:
         args = list(self.args)

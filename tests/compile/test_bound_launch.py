@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import importlib
 import inspect
@@ -157,6 +158,30 @@ def test_arguments_are_those_of_the_public_launch(machine: Driver) -> None:
         assert seen.last() == expected
     assert len(bound_of(copy_kernel)) == len(variants)
     assert all(bound.run is not None for bound in bound_of(copy_kernel)), "Triton must be taken apart, got a fallback"
+
+
+def test_only_kernels_that_need_scratch_memory_are_asked_for_it(
+    machine: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x = torch.zeros(64)
+    args, constants = (x, x, None, 64, 3, 1.0), {"BLOCK": 16, "ADD": False}
+    kernel: Any = copy_kernel
+    compiled = kernel[(1,)](*args, **constants, num_warps=1)
+    seen, launcher = machine.utils.launch, copy.copy(compiled.run)
+    if inspect.isfunction(launcher.launch):
+        launcher.launch = seen
+    straight = launch_triton._find_straight(launcher, 7, compiled.packed_metadata)
+    assert straight is not None, "Triton must be taken apart, got a fallback"
+    launch, constants = straight
+    flat = (x.data_ptr(), x.data_ptr(), None, 64, 3, 1.0, 16, False)
+    launcher(1, 2, 3, 5, 7, compiled.packed_metadata, None, None, None, *flat)
+    expected = seen.seen[-1]
+    launch(1, 2, 3, 5, *constants, *flat)
+    assert seen.seen[-1] == expected
+    for name in ("global_scratch_size", "profile_scratch_size"):
+        with monkeypatch.context() as patch:
+            patch.setattr(launcher, name, 16)
+            assert launch_triton._find_straight(launcher, 7, compiled.packed_metadata) is None
 
 
 def test_facts_that_compile_alike_share_a_kernel(machine: Driver) -> None:
