@@ -242,9 +242,9 @@ def _replay(
         return
     key = (*key, kernels)
     if score is not None:
-        tensors = (score.sinks, score.alibi_slopes, score.key_bias)
-        key += (score.softmax_scale, score.softcap, *(x is None for x in tensors))
-        given += tuple(x for x in tensors if x is not None)
+        sinks, slopes, bias = score.sinks, score.alibi_slopes, score.key_bias
+        key += (score.softmax_scale, score.softcap, sinks is None, slopes is None, bias is None)
+        given += _present(sinks) + _present(slopes) + _present(bias)
     replay(reels, key, run, given=given, **others)
 
 
