@@ -1,1 +1,49 @@
-"""Everything that starts processes or measures."""
+"""Everything that starts processes or measures.
+
+Owns which of its modules are commands: Python would run any other one with -m, too, to no effect and with the exit code 0.
+"""
+
+import sys
+from collections.abc import Sequence
+
+COMMANDS = (
+    "bench",
+    "bench_links",
+    "bench_softmax",
+    "check",
+    "doctor",
+    "faults",
+    "replays",
+    "serve",
+    "timeline",
+    "train",
+)
+"""Modules that are run with -m."""
+INSIDE = ("serving.http_process",)
+"""Likewise, by other commands only."""
+PARTS = {"check_inference": "check --only inference", "fuzz": "check --fuzz", "soak": "check --soak"}
+"""What runs modules that a command has under another name; those of `bench` have theirs."""
+
+
+def _check_command(argv: Sequence[str], orig_argv: Sequence[str]) -> None:
+    """Ends a process that runs a module of this package which is no command.
+
+    Args:
+        argv: `sys.argv`, whose first word is -m while Python looks for the module that it will run.
+        orig_argv: `sys.orig_argv`, which has the module's name.
+
+    Raises:
+        SystemExit: Says what to run instead.
+    """
+    if argv[:1] != ["-m"] or len(orig_argv) <= len(argv):
+        return
+    flags, here, rest = orig_argv[-len(argv)].partition(__name__)  # flags: python -mNAME
+    name = rest.removeprefix(".")
+    if not here or (flags and not flags.startswith("-")) or name in (*COMMANDS, *INSIDE):
+        return
+    part = name.replace("_", " ", 1) if name.startswith("bench_") else PARTS.get(name)
+    instead = f"{here}.{part}" if part else f"one of {', '.join(f'{here}.{command}' for command in COMMANDS)}"
+    raise SystemExit(f"the module that is run must be a command, got {here}{rest}; run {instead}")
+
+
+_check_command(sys.argv, sys.orig_argv)

@@ -23,6 +23,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import ringattn
+from ringattn import launch
 from ringattn.backward import ring_backward
 from ringattn.budget import Budget
 from ringattn.call import Call, describe
@@ -86,6 +87,35 @@ def _torchrun(world_size: int, *words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [*start, "-m", *words], env=environment, capture_output=True, text=True, timeout=240, check=False
     )
+
+
+def test_modules_that_are_no_commands_say_which_is() -> None:
+    files = {
+        ".".join(path.relative_to(ROOT / "launch").with_suffix("").parts): path
+        for path in (ROOT / "launch").rglob("*.py")
+    }
+    runs = {name for name, path in files.items() if '\nif __name__ == "__main__":' in path.read_text()}
+    assert runs == {*launch.COMMANDS, *launch.INSIDE}
+    for name in files:
+        module = f"ringattn.launch.{name}"
+        for start in (["-m", module], ["-u", f"-m{module}"]):
+            words = ["-m", "-m", "x"], ["python", *start, "-m", "x"]
+            if name in runs:
+                launch._check_command(*words)
+                continue
+            with pytest.raises(SystemExit, match=f"must be a command, got {module}; run (.*)") as refused:
+                launch._check_command(*words)
+            instead = str(refused.value).rpartition("; run ")[2]
+            if name.startswith("bench_"):
+                assert instead == f"ringattn.launch.bench {name[6:]}"
+                with pytest.raises(SystemExit, match="0"):
+                    bench.main([name[6:], "--help"])
+    launch._check_command(["-m"], ["python", "-m", "myringattn.launch.x"])
+    done = subprocess.run(
+        [sys.executable, "-m", "ringattn.launch.fuzz"], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 1
+    assert done.stderr.strip().endswith("got ringattn.launch.fuzz; run ringattn.launch.check --fuzz")
 
 
 def test_doctor_finds_this_box_healthy_and_says_why_a_kernel_is_not_used(tmp_path: Path) -> None:
