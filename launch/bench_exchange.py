@@ -60,6 +60,14 @@ class Exchange:
     out: Path = Path("runs/bench")
     name: str = "exchange"
 
+    def __post_init__(self) -> None:
+        """Refuses rows that are no batch elements times heads."""
+        for rows in self.rows:
+            if self.heads > 0 and rows % self.heads:
+                raise ValueError(
+                    f"rows must be multiples of the {self.heads} heads, got {rows}; pass others, or --heads"
+                )
+
 
 def draw_splits(rank: int, args: Exchange, rows: int, device: torch.device) -> Tensor:
     """The partials of a rank, the same wherever they are drawn."""
@@ -90,8 +98,6 @@ class Case:
 
 def finishing(args: Exchange, rows: int, session: Session) -> Case:
     """Partials of some query rows, merged and normalised."""
-    if rows % args.heads:
-        raise ValueError(f"rows must be a multiple of the {args.heads} heads, got {rows}; pass other rows")
     b, h, dv = rows // args.heads, args.heads, args.head_dim
     splits = draw_splits(session.rank, args, rows, session.device)
 

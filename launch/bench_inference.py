@@ -69,7 +69,7 @@ from ringattn.launch.inference_model import (
 )
 from ringattn.launch.problems import Problem, teraflops
 from ringattn.launch.ring_contenders import prepare_ours
-from ringattn.launch.session import Session
+from ringattn.launch.session import Session, check_numbers
 from ringattn.launch.training.meter import mfu, peak_flops
 from ringattn.launch.turns import Time, reason, time_together
 
@@ -157,11 +157,7 @@ class Inference:
         given = self.tokens_per_gpu or self.lengths
         if len(self.layers) not in (1, len(given)):
             raise ValueError(f"layers must be one number or one per length, got {self.layers} for {given}")
-        counts = {"lengths": given, "layers": self.layers, "batches": self.batches, "chunk": (self.chunk,)}
-        counts |= {"tokens": (self.tokens,), "rounds": (self.rounds,)}
-        for name, values in counts.items():
-            if not values or min(values) < 1:
-                raise ValueError(f"{name} must be at least 1, got {values}")
+        check_numbers(self)
 
     def contexts(self, world_size: int) -> dict[int, int]:
         """Layers by tokens of context."""

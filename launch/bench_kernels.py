@@ -111,6 +111,13 @@ class Kernels:
     name: str = "kernels"
     compile_share: str = ""
 
+    def __post_init__(self) -> None:
+        """Refuses heads that cannot be shared."""
+        if self.grouped[1] > 0 and self.grouped[0] % self.grouped[1]:
+            raise ValueError(
+                f"grouped must be query heads and a divisor of them, got {self.grouped}; pass another --grouped"
+            )
+
 
 def list_problems(args: Kernels) -> dict[Problem, Group]:
     """What is to be measured but for the carry, most important first, each with the first group that wants it."""

@@ -43,6 +43,7 @@ from typing import Any, Literal
 
 from ringattn.launch.asking import Answer, ServerClient, message_of
 from ringattn.launch.serving.config import KEY
+from ringattn.launch.session import check_numbers
 
 WARM_TOKENS = 2
 """Tokens of an answer that only warms."""
@@ -105,14 +106,7 @@ class Server:
 
     def __post_init__(self) -> None:
         """Refuses numbers that mean nothing."""
-        counts = {"contexts": self.contexts, "clients": self.clients, "prompt_lengths": self.prompt_lengths}
-        for name in ("repeats", "tokens", "requests", "most_clients", "sample"):
-            counts[name] = (getattr(self, name),)
-        if self.vocab_size is not None:
-            counts["vocab_size"] = (self.vocab_size,)
-        for name, values in counts.items():
-            if not values or min(values) < 1:
-                raise ValueError(f"{name} must be at least 1, got {values}")
+        check_numbers(self)
         if self.prompt_lengths[0] > self.prompt_lengths[1]:
             raise ValueError(f"prompt_lengths must be the fewest and the most tokens, got {self.prompt_lengths}")
         for name, value in (("latency_ms", self.latency_ms), ("timeout_s", self.timeout_s)):

@@ -7,6 +7,7 @@ Owns agreement between ranks, and how results are shown and kept. Refuses to kno
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import datetime
 import functools
 import json
@@ -27,6 +28,11 @@ from torch import Tensor
 from ringattn.launch.distributed import RESTARTS, join_ranks
 
 Args = TypeVar("Args")
+
+FROM_ZERO = ("nccl_max_ctas", "outer_ctas", "simulate", "warmup", "window")
+"""Counts of which none is meant, though their defaults are others."""
+ANY = ("fuzz_seed", "seed", "soak")
+"""Integers that are no counts, or are looked at elsewhere."""
 
 
 @dataclass(frozen=True)
@@ -107,7 +113,52 @@ def parse(kind: Any, arguments: Sequence[str] | None, prog: str, description: st
         import tyro
     except ModuleNotFoundError as error:
         raise SystemExit(f"{prog} needs {error.name}; install it with: pip install 'ringattn[launch]'") from error
-    return tyro.cli(kind, args=arguments, prog=f"python -m ringattn.launch.{prog}", description=description)
+    args = tyro.cli(kind, args=arguments, prog=f"python -m ringattn.launch.{prog}", description=description)
+    try:
+        check_numbers(args)
+    except ValueError as error:
+        raise SystemExit(str(error)) from None
+    return args
+
+
+def check_numbers(args: Any) -> None:
+    """Refuses numbers of a command line that mean nothing, by the names and defaults of its fields.
+
+    Counts must be at least 1 (0 where that is a default, and in FROM_ZERO), other numbers at least 0; where a field takes
+    several values and has some by default, there must be one; and key/value heads must divide the query heads.
+
+    Args:
+        args: The command line: a dataclass.
+
+    Raises:
+        ValueError: Says which, and what to pass.
+
+    Example:
+        >>> @dataclass
+        ... class Shape:
+        ...     heads: int = 4
+        ...     kv_heads: tuple[int, ...] = (2, 4)
+        >>> check_numbers(Shape(heads=6))
+        Traceback (most recent call last):
+        ValueError: kv_heads must divide the 6 heads, got 4; pass another --kv-heads
+    """
+    for field in dataclasses.fields(args):
+        value, default = (
+            one if isinstance(one, tuple) else (one,) for one in (getattr(args, field.name), field.default)
+        )
+        flag = f"pass another --{field.name.replace('_', '-')}"
+        if default and not value:
+            raise ValueError(f"{field.name} must have at least one value, got none; {flag}")
+        for one in value:
+            if isinstance(one, bool) or not isinstance(one, (int, float)) or field.name in ANY:
+                continue
+            least = 0 if isinstance(one, float) or field.name in FROM_ZERO or 0 in default else 1
+            if not one >= least:  # comparisons with NaN are false
+                raise ValueError(f"{field.name} must be at least {least}, got {one}; {flag}")
+    heads, kv_heads = getattr(args, "heads", 0), getattr(args, "kv_heads", ())
+    for one in kv_heads if isinstance(kv_heads, tuple) else (kv_heads,):
+        if heads % one:
+            raise ValueError(f"kv_heads must divide the {heads} heads, got {one}; pass another --kv-heads")
 
 
 def _first_line(*command: str) -> str | None:

@@ -33,21 +33,24 @@ from ringattn.kernels.contract import Score, accumulation_dtype
 from ringattn.launch import (
     bench,
     bench_kernels,
+    bench_links,
     bench_memory,
     bench_ring,
     check,
     contenders,
     doctor,
+    faults,
     figures,
     problems,
     replays,
     ring_contenders,
     rings,
+    session,
     timeline,
     turns,
 )
 from ringattn.launch.distributed import resolve_device
-from ringattn.launch.session import Session, open_session
+from ringattn.launch.session import Session, check_numbers, open_session
 from ringattn.layout import make_shards
 from ringattn.reference import visible_pairs
 from ringattn.sharding import Sharding
@@ -116,6 +119,59 @@ def test_modules_that_are_no_commands_say_which_is() -> None:
     )
     assert done.returncode == 1
     assert done.stderr.strip().endswith("got ringattn.launch.fuzz; run ringattn.launch.check --fuzz")
+
+
+@pytest.mark.parametrize(
+    ("command", "words", "said"),
+    [
+        (bench, ["ring", "--heads", "3", "--kv-heads", "2"], "kv_heads must divide the 3 heads, got 2; pass another --kv-heads"),
+        (bench, ["ring", "--rounds", "0"], "rounds must be at least 1, got 0; pass another --rounds"),
+        (bench, ["ring", "--seconds", "nan"], "seconds must be at least 0, got nan; pass another --seconds"),
+        (bench, ["ring", "--tokens"], "tokens must have at least one value, got none; pass another --tokens"),
+        (bench, ["ring", "--total", "-4"], "total must be at least 1, got -4; pass another --total"),
+        (bench, ["host", "--calls", "0"], "calls must be at least 1, got 0; pass another --calls"),
+        (bench, ["memory", "--kv-heads", "0"], "kv_heads must be at least 1, got 0; pass another --kv-heads"),
+        (bench_links, ["--gbps", "0", "-1"], "gbps must be at least 0, got -1.0; pass another --gbps"),
+        (check, ["--simulate", "-1"], "simulate must be at least 0, got -1; pass another --simulate"),
+        (faults, ["--times", "0"], "times must be at least 1, got 0; pass another --times"),
+        (timeline, ["--head-dim", "0"], "head_dim must be at least 1, got 0; pass another --head-dim"),
+    ],
+)  # fmt: skip
+def test_numbers_that_mean_nothing_are_refused(command: Any, words: list[str], said: str) -> None:
+    with pytest.raises(SystemExit, match=f"^{said}$"):
+        command.main([*words, "--device", "cpu"])
+
+
+def test_every_count_of_a_command_has_a_least() -> None:
+    kinds = [
+        bench.Kernels,
+        bench.Decode,
+        bench.Products,
+        bench.Ring,
+        bench.Memory,
+        bench.Model,
+        bench.Host,
+        bench.Exchange,
+    ]
+    kinds += [bench.Prefill, bench.Inference, bench.Server, bench_links.Links, check.CheckArgs, doctor.DoctorArgs]
+    kinds += [faults.FaultArgs, replays.ReplaysArgs, timeline.TimelineArgs]
+    for kind in kinds:
+        check_numbers(kind())
+        for field in dataclasses.fields(kind):
+            several = isinstance(field.default, tuple)
+            if "int" in str(field.type) and field.name not in ("seed", "fuzz_seed", "soak"):
+                wrong = {field.name: (4, -1) if several else -1}
+                with pytest.raises(
+                    ValueError, match=rf"{field.name} must be (at least \d|multiples|the fewest|one number)"
+                ):
+                    check_numbers(kind(**wrong))
+
+
+def test_heads_that_cannot_be_shared_are_refused() -> None:
+    with pytest.raises(ValueError, match="grouped must be query heads and a divisor of them, got"):
+        bench.Kernels(grouped=(3, 2))
+    with pytest.raises(ValueError, match="rows must be multiples of the 3 heads, got 32"):
+        bench.Exchange(heads=3)
 
 
 def test_doctor_finds_this_box_healthy_and_says_why_a_kernel_is_not_used(tmp_path: Path) -> None:
@@ -858,7 +914,9 @@ def test_a_device_is_refused_with_what_to_do() -> None:
     assert resolve_device("cpu", 3, 4) == torch.device("cpu")
 
 
-@pytest.mark.parametrize("module", [problems, check, timeline, replays, rings, bench_ring, bench_memory, figures])
+@pytest.mark.parametrize(
+    "module", [problems, check, timeline, replays, rings, bench_ring, bench_memory, figures, session]
+)
 def test_examples_run(module: Any) -> None:
     import doctest
 
