@@ -39,8 +39,9 @@ from ringattn.launch.bench_memory import Memory, bench_memory
 from ringattn.launch.bench_model import Model, bench_model
 from ringattn.launch.bench_prefill import Prefill, bench_prefill
 from ringattn.launch.bench_products import Products, bench_products
-from ringattn.launch.bench_ring import Ring, bench_ring, verify
+from ringattn.launch.bench_ring import Ring, bench_ring, red_rings, verify
 from ringattn.launch.bench_server import CannotBench, Server, bench_server, red_rows
+from ringattn.launch.distributed import Refusal
 from ringattn.launch.figures import draw_inference, draw_lengths, draw_ring
 from ringattn.launch.problems import Problem
 from ringattn.launch.session import Session, describe, machine, open_session, parse, table, write_json
@@ -319,7 +320,7 @@ def plot_memory(rows: Sequence[dict[str, Any]], title: str, path: Path) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command; returns its exit code: 1 when the check is red, and then no speed is shown."""
+    """Runs the command; returns its exit code: 1 when a check is red, and then no speed is shown, or nothing of ours was timed."""
     words = sys.argv[1:] if arguments is None else list(arguments)
     args: Kernels | Decode | Products | Ring | Memory | Model | Host | Exchange | Prefill | Inference | Server = parse(
         Kernels | Decode | Products | Ring | Memory | Model | Host | Exchange | Prefill | Inference | Server,
@@ -342,13 +343,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return report_host(args, session, line)
         if isinstance(args, Inference):
             return report_inference(args, session, line)
-        kind, rows = measure(args, session)
+        try:
+            kind, rows = measure(args, session)
+        except Refusal as error:
+            return fail([str(error)], session)
         if rows is None:
             session.say("red: no speed is shown until the check is green")
             return 1
         if session.rank == 0:
             report(kind, rows, line, args.out / args.name)
-    return 0
+        return fail(red_rings(rows), session) if isinstance(args, Ring) else 0
+
+
+def fail(reasons: Sequence[str], session: Session) -> int:
+    """Says why a bench failed, on rank 0; returns the exit code, which is 0 where there is no reason."""
+    if session.rank == 0:
+        for reason in reasons:
+            print(f"error: {reason}", file=sys.stderr, flush=True)
+    return int(bool(reasons))
 
 
 def measure(

@@ -181,7 +181,11 @@ def bytes_received(problem: Problem, sharding: ringattn.Sharding) -> dict[str, i
 
 
 def bench_ring(args: Ring, session: Session) -> list[dict[str, Any]] | None:
-    """Rows of the ring, one per problem, layout and contender; None when the check is red."""
+    """Rows of the ring, one per problem, layout and contender; None when the check is red.
+
+    Raises:
+        Refusal: None of the rings can be, on any rank alike.
+    """
     lengths = args.total or tuple(tokens * session.world_size for tokens in args.tokens)
     problems = [
         Problem(mask, n, args.batch, args.heads, kv_heads, args.head_dim, args.dtype, args.window)
@@ -189,11 +193,9 @@ def bench_ring(args: Ring, session: Session) -> list[dict[str, Any]] | None:
         for mask in args.masks
         for n in lengths
     ]
-    rings, refused = open_rings(args.schedules, session)
-    for name, why in refused.items():
-        session.say(f"no {name} ring: {why}")
+    rings = open_rings(args.schedules, session)
     able: list[ScheduleName] = [schedule for schedule in args.schedules if shown_name(schedule, session) in rings]
-    if not able or not verify(problems, args.layouts, session, args.impl, able):
+    if not verify(problems, args.layouts, session, args.impl, able):
         return None
     alone = lonely_ring(session)
     rows = []
@@ -207,6 +209,22 @@ def bench_ring(args: Ring, session: Session) -> list[dict[str, Any]] | None:
                 rows += found
                 _forget(rings, session)
     return rows
+
+
+def red_rings(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """Why rows of `bench_ring` are no good: each of our rings that answers wrongly, or all of them where none was timed.
+
+    Example:
+        >>> rows = [{"who": who, "ours": True, "refused": "no memory"} for who in ("auto", "staged")]
+        >>> red_rings(rows[:1]), red_rings([*rows, {"who": "kept", "ours": True, "refused": "wrong answer: o"}])
+        (['auto: no memory'], ['auto: no memory', 'staged: no memory', 'kept: wrong answer: o'])
+        >>> red_rings([rows[0], {"who": "staged", "ours": True, "forward_ms": 1.0}])
+        []
+    """
+    ours = [row for row in rows if row["ours"]]
+    timed = any("refused" not in row for row in ours)
+    reasons = [(row["who"], row["refused"]) for row in ours if "refused" in row]
+    return list(dict.fromkeys(f"{who}: {why}" for who, why in reasons if not timed or why.startswith("wrong answer")))
 
 
 def _stream_of_its_own(session: Session) -> contextlib.AbstractContextManager[Any]:

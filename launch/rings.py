@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 import ringattn
+from ringattn.launch.distributed import Refusal
 from ringattn.launch.session import Session
 from ringattn.schedule import make_nodes
 
@@ -66,8 +67,12 @@ def shown_name(schedule: str, session: Session) -> str:
     return (session.backend or schedule) if schedule == "process_group" else schedule
 
 
-def open_rings(schedules: Sequence[str], session: Session) -> tuple[dict[str, ringattn.Ring], dict[str, str]]:
-    """A ring per schedule, by shown name, and why the others cannot be; the same names on every rank."""
+def open_rings(schedules: Sequence[str], session: Session) -> dict[str, ringattn.Ring]:
+    """A ring per schedule, by shown name, the same names on every rank; says why the others cannot be.
+
+    Raises:
+        Refusal: There is none.
+    """
     rings: dict[str, ringattn.Ring] = {}
     refused: dict[str, str] = {}
     for schedule in schedules:
@@ -84,7 +89,12 @@ def open_rings(schedules: Sequence[str], session: Session) -> tuple[dict[str, ri
             refused[name] = "; ".join(f"rank {rank}: {one}" for rank, one in said.items())
         elif ring is not None:
             rings[name] = ring
-    return rings, refused
+    if not rings:
+        listed = "; ".join(f"{name}: {why}" for name, why in refused.items())
+        raise Refusal(f"one of the schedules must give a ring here, got none ({listed}); pass other --schedules")
+    for name, why in refused.items():
+        session.say(f"no {name} ring: {why}")
+    return rings
 
 
 def lonely_ring(session: Session) -> ringattn.Ring:

@@ -483,6 +483,35 @@ def test_rings_and_peers_take_turns_and_a_wrong_one_has_no_speed(pool, tmp_path:
     assert (rows["gloo"]["ours"], rows["torch_cp_allgather"]["ours"]) == (True, False)
 
 
+def test_bench_ring_fails_when_none_of_its_rings_was_timed(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise RuntimeError("no room for keys")
+
+    monkeypatch.setattr(ringattn.Ring, "kv_buffer", refuse)
+    words = ["ring", *TINY, "--tokens", "24", "--rounds", "1", "--no-graphs", "--device", "cpu", "--out", str(tmp_path)]
+    assert bench.main([*words, "--schedules", "in_place"]) == 1
+    assert capsys.readouterr().err.endswith("error: in_place: RuntimeError: no room for keys\n")
+    assert bench.main([*words, "--schedules", "in_place", "auto"]) == 0
+    assert "error:" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("kind", ["ring", "memory"])
+def test_a_bench_without_a_ring_says_why(kind: str, monkeypatch: Any, tmp_path: Path, capsys: Any) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise RuntimeError("no GPUs")
+
+    monkeypatch.setattr(rings, "make_ring", refuse)
+    assert bench.main([kind, *TINY, "--device", "cpu", "--schedules", "gathered", "kept", "--out", str(tmp_path)]) == 1
+    said = capsys.readouterr()
+    assert said.err.endswith(
+        "error: one of the schedules must give a ring here, got none (gathered: rank 0: RuntimeError: no GPUs; "
+        "kept: rank 0: RuntimeError: no GPUs); pass other --schedules\n"
+    )
+    assert "check is green" not in said.out
+
+
 def test_a_window_is_dealt_out_so_that_fewer_rows_move() -> None:
     wide = problems.Problem("window", 4 * 32768, 1, 32, 8, 128, "bf16", window=4095)
     assert bench_ring.best_layout(wide, 4) == "contiguous"
