@@ -148,6 +148,9 @@ def join_ranks(device: str, timeout_s: float) -> Iterator[Rank]:
 
     Yields:
         This rank. No process group is left behind.
+
+    Raises:
+        Refusal: The ranks of this host can not have such devices.
     """
     # NVLink multicast is of no use here, and setting it up has hung hosts whose fabric manager disagrees
     os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
@@ -156,7 +159,10 @@ def join_ranks(device: str, timeout_s: float) -> Iterator[Rank]:
     if dist.is_initialized():
         index, world_size = dist.get_rank(), dist.get_world_size()
     local_rank = int(os.environ.get("LOCAL_RANK", index))
-    chosen = resolve_device(device, local_rank, int(os.environ.get("LOCAL_WORLD_SIZE", world_size)))
+    try:
+        chosen = resolve_device(device, local_rank, int(os.environ.get("LOCAL_WORLD_SIZE", world_size)))
+    except ValueError as error:
+        raise Refusal(str(error)) from None
     if chosen.type == "cuda":
         torch.cuda.set_device(chosen)
     if dist.is_initialized():

@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ringattn.launch.distributed import RESTARTS, join_ranks
+from ringattn.launch.distributed import RESTARTS, Refusal, join_ranks
 
 Args = TypeVar("Args")
 
@@ -102,8 +102,15 @@ def open_session(device: str = "auto", timeout_s: float = 120.0) -> Iterator[Ses
 
     Yields:
         The session.
+
+    Raises:
+        SystemExit: The ranks of this host can not have such devices; it says what to do.
     """
-    with join_ranks(device, timeout_s) as rank:
+    with contextlib.ExitStack() as stack:
+        try:
+            rank = stack.enter_context(join_ranks(device, timeout_s))
+        except Refusal as error:
+            raise SystemExit(str(error)) from None
         yield Session(rank.index, rank.world_size, rank.device, None if rank.backend == "none" else rank.backend)
 
 

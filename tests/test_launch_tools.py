@@ -7,6 +7,7 @@ import inspect
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -47,9 +48,10 @@ from ringattn.launch import (
     rings,
     session,
     timeline,
+    train,
     turns,
 )
-from ringattn.launch.distributed import resolve_device
+from ringattn.launch.distributed import REFUSED, resolve_device
 from ringattn.launch.session import Session, check_numbers, open_session
 from ringattn.layout import make_shards
 from ringattn.reference import visible_pairs
@@ -941,6 +943,19 @@ def test_a_device_is_refused_with_what_to_do() -> None:
     with pytest.raises(ValueError, match="start fewer with --nproc_per_node or pass --device cpu"):
         resolve_device("cuda", 0, 1000)
     assert resolve_device("cpu", 3, 4) == torch.device("cpu")
+
+
+@pytest.mark.parametrize("command", [bench_links, check, doctor, timeline, train])
+def test_commands_refuse_devices_that_are_not_there_in_a_line(command: Any, monkeypatch: Any, capsys: Any) -> None:
+    for name, value in {"RANK": "0", "WORLD_SIZE": "1000", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1000"}.items():
+        monkeypatch.setenv(name, value)
+    said = "must be at most its number of GPUs, got 1000 ranks and .* or pass --device cpu"
+    if command is train:
+        assert train.main(["--device", "cuda"]) == REFUSED
+        assert re.search(f"^error: .*{said}$", capsys.readouterr().err, re.MULTILINE)
+        return
+    with pytest.raises(SystemExit, match=said):
+        command.main(["--device", "cuda"])
 
 
 @pytest.mark.parametrize(
