@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
@@ -289,6 +290,12 @@ def brief(row: dict[str, Any]) -> str:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command; returns its exit code."""
     args: ReplaysArgs = parse(ReplaysArgs, arguments, "replays", (ReplaysArgs.__doc__ or "").split("\n")[0])
+    ranks, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), torch.cuda.device_count()
+    if ranks > gpus:
+        raise SystemExit(
+            f"replays must have a GPU for each rank of a host, which CUDA graphs are of, got {ranks} ranks and {gpus} GPUs; "
+            "start it on GPUs, one rank on each, with torchrun --nproc_per_node"
+        )
     with open_session("cuda") as session, torch.cuda.stream(torch.cuda.Stream(session.device)):
         line = machine(session)
         session.say(describe(line))

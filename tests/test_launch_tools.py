@@ -958,6 +958,12 @@ def test_commands_refuse_devices_that_are_not_there_in_a_line(command: Any, monk
         command.main(["--device", "cuda"])
 
 
+def test_replays_refuses_what_has_no_gpus_without_naming_flags_that_it_lacks(monkeypatch: Any) -> None:
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1000")
+    with pytest.raises(SystemExit, match=r"must have a GPU for each rank.* got 1000 ranks and .*-nproc_per_node$"):
+        replays.main([])
+
+
 @pytest.mark.parametrize(
     "module", [problems, check, timeline, replays, rings, bench_ring, bench_memory, figures, session]
 )
