@@ -270,6 +270,13 @@ def test_a_step_is_a_step_of_the_definition(alone):
     assert result.grad_norm == pytest.approx(norm.item(), rel=1e-5)
 
 
+@pytest.mark.parametrize("temperature", [1e-310, 1e-300, 5e-324])
+def test_the_coldest_temperatures_take_the_likeliest_token(alone, temperature):
+    trainer = Trainer(make_model, Recipe(), alone)
+    likeliest = trainer.generate(some_tokens(5), 4, 0.0, seed=0)
+    assert torch.equal(trainer.generate(some_tokens(5), 4, temperature, seed=0), likeliest)
+
+
 @pytest.mark.dist
 @pytest.mark.parametrize(
     ("mesh", "seq_len", "layout"),

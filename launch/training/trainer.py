@@ -233,7 +233,9 @@ class Trainer:
             if temperature == 0:
                 text[at] = scores.argmax()
             else:
-                text[at] = torch.multinomial((scores / temperature).softmax(0), 1, generator=generator)[0]
+                # the largest is 0 before it is divided, so that no temperature makes infinities of two
+                weights = ((scores - scores.max()) / temperature).softmax(0)
+                text[at] = torch.multinomial(weights, 1, generator=generator)[0]
         self._rest()
         return text
 
