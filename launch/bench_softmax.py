@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ringattn.launch.session import check_output
 from ringattn.softmax import online_logsumexp, online_softmax
 
 LENGTHS = (1 << 10, 1 << 11, 1 << 12, 1 << 13, 1 << 15, 1 << 17, 1 << 18, 1 << 20)
@@ -192,6 +193,10 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--elements", type=int, default=1 << 28, help="elements of a case (default 2^28)")
     parser.add_argument("--sweep", action="store_true", help="only time other launches, for rows of 256K and 1M")
     args = parser.parse_args(argv)
+    try:
+        check_output(args)
+    except ValueError as error:
+        raise SystemExit(str(error)) from None
     if not torch.cuda.is_available():
         print(
             "bench_softmax needs a GPU, and torch found none; on a CPU the ops run, but there is no device to measure"

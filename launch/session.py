@@ -16,6 +16,7 @@ import platform
 import shlex
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -123,9 +124,36 @@ def parse(kind: Any, arguments: Sequence[str] | None, prog: str, description: st
     args = tyro.cli(kind, args=arguments, prog=f"python -m ringattn.launch.{prog}", description=description)
     try:
         check_numbers(args)
+        if os.environ.get("RANK", "0") == "0":
+            check_output(args)
     except ValueError as error:
         raise SystemExit(str(error)) from None
     return args
+
+
+def check_output(args: Any) -> None:
+    """Refuses a place where results could not be kept, which would be found out when they are there; leaves nothing behind.
+
+    Args:
+        args: The command line: with `out`, a folder, or `json`, a file or None.
+
+    Raises:
+        ValueError: Says which, and what to pass.
+    """
+    out, json_path = getattr(args, "out", None), getattr(args, "json", None)
+    name, folder = ("json", json_path.parent) if json_path else ("out", out)
+    if folder is None:
+        return
+    try:
+        if json_path and json_path.is_dir():
+            raise IsADirectoryError("it is a folder")
+        there = next(one for one in (folder, *folder.parents) if one.exists())
+        with tempfile.TemporaryFile(dir=there):
+            pass
+    except OSError as error:
+        raise ValueError(
+            f"{name} must be a place that can be written, got {json_path or out}: {error}; pass another --{name}"
+        ) from None
 
 
 def check_numbers(args: Any) -> None:

@@ -37,6 +37,7 @@ from ringattn.launch import (
     bench_links,
     bench_memory,
     bench_ring,
+    bench_softmax,
     check,
     contenders,
     doctor,
@@ -52,7 +53,7 @@ from ringattn.launch import (
     turns,
 )
 from ringattn.launch.distributed import REFUSED, resolve_device
-from ringattn.launch.session import Session, check_numbers, open_session
+from ringattn.launch.session import Session, check_numbers, check_output, open_session
 from ringattn.layout import make_shards
 from ringattn.reference import visible_pairs
 from ringattn.sharding import Sharding
@@ -167,6 +168,31 @@ def test_every_count_of_a_command_has_a_least() -> None:
                     ValueError, match=rf"{field.name} must be (at least \d|multiples|the fewest|one number)"
                 ):
                     check_numbers(kind(**wrong))
+
+
+@pytest.mark.parametrize(
+    ("command", "words"),
+    [
+        (bench, ["ring", "--out"]),
+        (bench, ["server", "--out"]),
+        (bench_links, ["--out"]),
+        (bench_softmax, ["--json"]),
+        (check, ["--json"]),
+        (doctor, ["--json"]),
+        (faults, ["--out"]),
+        (timeline, ["--out"]),
+    ],
+)
+def test_results_that_could_not_be_kept_are_not_measured(command: Any, words: list[str], tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    wrong = [tmp_path / "file" / "x" / "y", tmp_path if words == ["--json"] else tmp_path / "file"]
+    for path in wrong:
+        with pytest.raises(
+            SystemExit, match=f"{words[-1][2:]} must be a place that can be written, got {path}: .*; pass another"
+        ):
+            command.main([*words, str(path)])
+    check_output(bench.Ring(out=tmp_path / "not" / "there"))
+    assert [one.name for one in tmp_path.iterdir()] == ["file"]
 
 
 def test_heads_that_cannot_be_shared_are_refused() -> None:
