@@ -38,7 +38,7 @@ import torch
 import ringattn
 from ringattn.launch.contenders import PEERS, Contender, Inputs, Refused, Standard, make_standard, prepare
 from ringattn.launch.problems import FACTORS, DTypeName, MaskName, Problem, teraflops
-from ringattn.launch.session import Session, write_json
+from ringattn.launch.session import Session, check_kernels, write_json
 from ringattn.launch.turns import Time, Timing, reason, time_calls
 
 Group = Literal["target", "batch", "masks", "grouped", "carry", "lengths"]
@@ -112,7 +112,13 @@ class Kernels:
     compile_share: str = ""
 
     def __post_init__(self) -> None:
-        """Refuses heads that cannot be shared."""
+        """Refuses contenders that nobody knows, and heads that cannot be shared."""
+        for who in self.who:
+            try:
+                check_kernels("auto" if who in PEERS else who)
+            except ValueError as error:
+                listed = ", ".join(PEERS)
+                raise ValueError(f"who must be of {listed} and our kernel sets, got {who}: {error}") from None
         if self.grouped[1] > 0 and self.grouped[0] % self.grouped[1]:
             raise ValueError(
                 f"grouped must be query heads and a divisor of them, got {self.grouped}; pass another --grouped"

@@ -124,11 +124,30 @@ def parse(kind: Any, arguments: Sequence[str] | None, prog: str, description: st
     args = tyro.cli(kind, args=arguments, prog=f"python -m ringattn.launch.{prog}", description=description)
     try:
         check_numbers(args)
+        if hasattr(args, "impl"):
+            check_kernels(args.impl)
         if os.environ.get("RANK", "0") == "0":
             check_output(args)
     except ValueError as error:
         raise SystemExit(str(error)) from None
     return args
+
+
+def check_kernels(name: str) -> None:
+    """Refuses what is no kernel set, here or elsewhere.
+
+    Raises:
+        ValueError: Names those that there are.
+
+    Example:
+        >>> check_kernels("hooper")
+        Traceback (most recent call last):
+        ValueError: impl must be "auto" or one of hopper, portable, eager, got "hooper"; use "auto"
+    """
+    from ringattn.kernels.select import pick
+
+    with contextlib.suppress(NotImplementedError):  # known, though not for this
+        pick(torch.device("cpu"), torch.float64, 64, 64, impl=name)
 
 
 def check_output(args: Any) -> None:

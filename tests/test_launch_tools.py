@@ -195,6 +195,30 @@ def test_results_that_could_not_be_kept_are_not_measured(command: Any, words: li
     assert [one.name for one in tmp_path.iterdir()] == ["file"]
 
 
+@pytest.mark.parametrize(
+    ("command", "words"),
+    [
+        (check, ["--fuzz", "1"]),
+        (check, []),
+        (timeline, []),
+        (faults, []),
+        (bench_links, []),
+        (bench, ["host"]),
+        (bench, ["prefill"]),
+    ],
+)
+def test_kernels_that_nobody_knows_are_refused_at_once(command: Any, words: list[str]) -> None:
+    with pytest.raises(SystemExit, match=r'^impl must be "auto" or one of .*, got "hooper"; use "auto"$'):
+        command.main([*words, "--impl", "hooper", "--device", "cpu"])
+
+
+def test_contenders_that_nobody_knows_are_refused() -> None:
+    with pytest.raises(
+        ValueError, match="who must be of cudnn, fa2, flex, fa4 and our kernel sets, got fa5: impl must be"
+    ):
+        bench.Kernels(who=("hopper", "fa5"))
+
+
 def test_heads_that_cannot_be_shared_are_refused() -> None:
     with pytest.raises(ValueError, match="grouped must be query heads and a divisor of them, got"):
         bench.Kernels(grouped=(3, 2))
