@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -29,7 +30,7 @@ from ringattn.kernels.contract import Score
 from ringattn.kernels.decode import FP8, PageTable
 from ringattn.kernels.parts import finish_parts, size
 from ringattn.launch.bench_host import host_us
-from ringattn.launch.session import Session, write_json
+from ringattn.launch.session import Session, check_numbers, write_json
 from ringattn.launch.turns import Time, reason, time_calls
 
 Group = Literal["target", "batch", "lengths", "tokens", "heads", "fp8", "uneven"]
@@ -83,6 +84,21 @@ class Decode:
     device: Literal["auto", "cpu", "cuda"] = "auto"
     out: Path = Path("runs/bench")
     name: str = "decode"
+
+    def __post_init__(self) -> None:
+        """Refuses what is no configuration, and requests that do not even have their new tokens."""
+        check_numbers(self)
+        for config in self.configs:
+            if config != "chosen" and not re.fullmatch(r"\d+,\d+,\d+,\d+", config):
+                raise ValueError(
+                    f"configs must be chosen or block_n,warps,stages,per_sm, got {config}; pass such as 64,4,4,2"
+                )
+        for problem in list_problems(self):
+            if min(problem.requests) < problem.new_tokens:
+                raise ValueError(
+                    f"each request must have its new tokens, got {min(problem.requests)} tokens of which {problem.new_tokens} "
+                    f"are new in group {problem.group}; pass more --tokens and --lengths, or a smaller --batch"
+                )
 
 
 @dataclass(frozen=True)

@@ -158,6 +158,8 @@ class Inference:
         if len(self.layers) not in (1, len(given)):
             raise ValueError(f"layers must be one number or one per length, got {self.layers} for {given}")
         check_numbers(self)
+        if self.head_dim % 2:
+            raise ValueError(f"head_dim must be even, got {self.head_dim}; rotary embedding turns pairs")
 
     def contexts(self, world_size: int) -> dict[int, int]:
         """Layers by tokens of context."""

@@ -39,7 +39,7 @@ from ringattn.launch.bench_ring import GIB, outside_torch, verify
 from ringattn.launch.check import DTYPES
 from ringattn.launch.contenders import Refused
 from ringattn.launch.problems import Problem
-from ringattn.launch.session import Session
+from ringattn.launch.session import Session, check_numbers
 from ringattn.launch.training.meter import mfu, peak_flops
 from ringattn.launch.training.model import Block, ModelConfig, Transformer, recompute_
 
@@ -88,9 +88,11 @@ class Model:
     name: str = "model"
 
     def __post_init__(self) -> None:
-        """Gives every length its layers."""
+        """Gives every length its layers, and refuses shapes that no model has."""
         if len(self.layers) not in (1, len(self.lengths)):
             raise ValueError(f"layers must be one number or one per length, got {self.layers} for {self.lengths}")
+        check_numbers(self)
+        self.config(self.layers[0])
 
     def config(self, layers: int) -> ModelConfig:
         """The shape of a model of so many blocks."""

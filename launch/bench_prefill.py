@@ -13,6 +13,7 @@ Note [Prefill]
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,7 +27,7 @@ from ringattn.launch.check import DTYPES, CheckArgs, check, show
 from ringattn.launch.check_inference import inference_cases
 from ringattn.launch.problems import DTypeName, Problem, teraflops
 from ringattn.launch.rings import ScheduleName, make_ring
-from ringattn.launch.session import Session
+from ringattn.launch.session import Session, check_numbers
 from ringattn.launch.turns import time_together
 
 IN_PLACE = 1024
@@ -73,6 +74,15 @@ class Prefill:
     device: Literal["auto", "cpu", "cuda"] = "auto"
     out: Path = Path("runs/bench")
     name: str = "prefill"
+
+    def __post_init__(self) -> None:
+        """Refuses turns that are longer than a prompt."""
+        check_numbers(self)
+        for total, new in itertools.product(self.total, self.turns):
+            if new > total:
+                raise ValueError(
+                    f"turns must be at most the tokens of each prompt, got {new} of {total}; pass other --turns"
+                )
 
 
 def bench_prefill(args: Prefill, session: Session) -> list[dict[str, Any]] | None:

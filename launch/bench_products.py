@@ -23,7 +23,7 @@ from ringattn.kernels import few_rows
 from ringattn.launch.bench_decode import CACHED, bandwidth
 from ringattn.launch.check import DTYPES
 from ringattn.launch.problems import DTypeName
-from ringattn.launch.session import Session
+from ringattn.launch.session import Session, check_numbers
 from ringattn.launch.turns import reason, time_calls
 
 READ = 2**29
@@ -63,6 +63,14 @@ class Products:
     device: Literal["auto", "cpu", "cuda"] = "auto"
     out: Path = Path("runs/bench")
     name: str = "products"
+
+    def __post_init__(self) -> None:
+        """Refuses slices of nothing."""
+        check_numbers(self)
+        if self.sharing > self.mlp_dim:
+            raise ValueError(
+                f"sharing must be at most mlp_dim, got {self.sharing} and {self.mlp_dim}; pass a smaller --sharing"
+            )
 
     def cases(self) -> list[Case]:
         """The products of a layer, in their order."""

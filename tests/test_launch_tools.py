@@ -219,6 +219,39 @@ def test_contenders_that_nobody_knows_are_refused() -> None:
         bench.Kernels(who=("hopper", "fa5"))
 
 
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (
+            lambda: bench.Decode(tokens=4, batch=8),
+            "must have its new tokens, got 0 tokens of which 1 are new in group batch",
+        ),
+        (
+            lambda: bench.Decode(tokens=8, groups=("tokens",)),
+            "got 1 tokens of which 4 are new in group tokens; pass more --tokens",
+        ),
+        (lambda: bench.Decode(lengths=(0,)), "lengths must be at least 1, got 0"),
+        (
+            lambda: bench.Decode(configs=("64,4",)),
+            "configs must be chosen or block_n,warps,stages,per_sm, got 64,4; pass such as",
+        ),
+        (
+            lambda: bench.Products(mlp_dim=3, sharing=4),
+            "sharing must be at most mlp_dim, got 4 and 3; pass a smaller --sharing",
+        ),
+        (
+            lambda: bench.Prefill(total=(4096,)),
+            "turns must be at most the tokens of each prompt, got 8192 of 4096; pass other",
+        ),
+        (lambda: bench.Model(head_dim=3), "head_dim must be even, got 3"),
+        (lambda: bench.Inference(head_dim=3), "head_dim must be even, got 3"),
+    ],
+)
+def test_shapes_that_a_bench_cannot_measure_are_refused(make: Any, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        make()
+
+
 def test_heads_that_cannot_be_shared_are_refused() -> None:
     with pytest.raises(ValueError, match="grouped must be query heads and a divisor of them, got"):
         bench.Kernels(grouped=(3, 2))
