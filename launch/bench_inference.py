@@ -679,7 +679,7 @@ def measure_generate(bench: _Bench, shape: Shape, model: PreTrainedModel, length
     if session.rank == 0:
         try:
             with attending(model, "sdpa"):
-                time_generate(model, prompt[:, :1024], 4)
+                time_generate(model, prompt[:, :1024], WARM_TOKENS + 1)
                 found = time_generate(model, prompt, 1 + args.tokens)
         except torch.OutOfMemoryError:
             found = {"refused": "out of memory"}
@@ -691,13 +691,13 @@ def _generate_ours(bench: _Bench, model: PreTrainedModel, prompt: Tensor) -> dic
     from ringattn.integrations.transformers import RingCache
 
     args, session = bench.args, bench.session
-    room = prompt.shape[1] + args.tokens + 1
+    room = prompt.shape[1] + max(args.tokens, WARM_TOKENS) + 1
     made, why = bench.make(lambda: RingCache(model, bench.ring, max_tokens=room, kv_dtype=bench.kv_dtype))
     if made is None:
         return {"refused": why}
     chunked: dict[str, Any] = {"past_key_values": made, "prefill_chunk_size": args.chunk}
     with made:
-        time_generate(model, prompt[:, :1024], 4, **chunked)
+        time_generate(model, prompt[:, :1024], WARM_TOKENS + 1, **chunked)
         made.reset()
         session.barrier()
         found = time_generate(model, prompt, 1 + args.tokens, **chunked)

@@ -100,6 +100,11 @@ def test_a_wrong_answer_at_the_measured_size_has_no_speed(tmp_path: Path, monkey
     assert "us_per_layer" not in last
 
 
+def test_generate_is_timed_for_a_single_token(tmp_path: Path) -> None:
+    assert _bench(str(tmp_path), "--lengths", "9", "--parts", "generate", "--tokens", "1", "--layers", "1") == 0
+    assert [row["ms_per_token"] > 0 for row in _rows(tmp_path) if row["part"] == "generate"] == [True, True]
+
+
 def test_a_full_cache_is_full_of_finite_numbers_on_all_its_pages() -> None:
     with open_session("cpu") as session, torch.no_grad():
         cache, requests = full_cache(Ring(), SHAPE, 2, 100, 4, torch.bfloat16, session.device)
