@@ -29,7 +29,7 @@ from torch import Tensor
 import ringattn
 from ringattn.launch.check import PLENTY
 from ringattn.launch.problems import DTypeName, Problem, draw_inputs, same_work, teraflops
-from ringattn.launch.rings import ScheduleName, make_ring, shown_name
+from ringattn.launch.rings import ScheduleName, check_nodes, check_schedules, make_ring, shown_name
 from ringattn.launch.session import Session, describe, machine, open_session, parse, table, write_json
 
 
@@ -201,8 +201,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if session.world_size == 1:
             session.say("links join ranks; start several: torchrun --nproc_per_node 4 -m ringattn.launch.bench_links")
             return 2
+        check_nodes(args.nodes, session.world_size)
         line = machine(session)
         session.say(describe(line))
+        check_schedules(args.within if args.nodes > 1 else (), session, nodes=args.nodes)
         links = open_links(args, session)
         red = [one for link in links for one in differs(link, args, session)]
         everywhere = [one for rank in session.gather(red) for one in rank]

@@ -26,7 +26,7 @@ from ringattn.inference import PagedKVCache, attend
 from ringattn.launch.check import DTYPES, CheckArgs, check, show
 from ringattn.launch.check_inference import inference_cases
 from ringattn.launch.problems import DTypeName, Problem, teraflops
-from ringattn.launch.rings import ScheduleName, make_ring
+from ringattn.launch.rings import ScheduleName, check_schedules, make_ring
 from ringattn.launch.session import Session, check_numbers
 from ringattn.launch.turns import time_together
 
@@ -87,6 +87,7 @@ class Prefill:
 
 def bench_prefill(args: Prefill, session: Session) -> list[dict[str, Any]] | None:
     """A row per prompt and contender; None when the check is red."""
+    check_schedules([args.schedule], session)
     cases = [case for case in inference_cases(quick=True, device=session.device.type) if case.dtype == args.dtype]
     verdict = check(session, cases, CheckArgs(impl=args.impl, schedule=args.schedule, ahead=False))
     session.say(f"check: {len(verdict.rows) - len(verdict.red)} of {len(verdict.rows)} runs inside the error budget")

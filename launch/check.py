@@ -45,7 +45,7 @@ from torch import Tensor
 import ringattn
 from ringattn.budget import Budget, error
 from ringattn.launch.check_inference import MOVES, InferenceCase, examine_history, inference_cases
-from ringattn.launch.rings import ScheduleName, check_nodes, make_ring
+from ringattn.launch.rings import ScheduleName, check_nodes, check_schedules, make_ring
 from ringattn.launch.session import Session, describe, machine, open_session, parse, table, write_json
 
 LAYOUTS = ("contiguous", "striped", "zigzag", "balanced")
@@ -731,6 +731,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         session.say(describe(line))
         if args.fuzz is not None:
             return fuzz_all(args, session, line)
+        check_schedules([args.schedule], session, nodes=args.nodes)
         if args.soak:
             return soak_all(args, session, line)
         make = quick_cases if args.quick else full_cases

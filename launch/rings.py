@@ -67,8 +67,13 @@ def shown_name(schedule: str, session: Session) -> str:
     return (session.backend or schedule) if schedule == "process_group" else schedule
 
 
-def open_rings(schedules: Sequence[str], session: Session) -> dict[str, ringattn.Ring]:
+def open_rings(schedules: Sequence[str], session: Session, **options: Any) -> dict[str, ringattn.Ring]:
     """A ring per schedule, by shown name, the same names on every rank; says why the others cannot be.
+
+    Args:
+        schedules: Some of SCHEDULES.
+        session: The ranks.
+        **options: Others of the rings.
 
     Raises:
         Refusal: There is none.
@@ -78,7 +83,7 @@ def open_rings(schedules: Sequence[str], session: Session) -> dict[str, ringattn
     for schedule in schedules:
         name, ring, why = shown_name(schedule, session), None, None
         try:
-            ring = make_ring(schedule)
+            ring = make_ring(schedule, **options)
             # a ring settles how it moves keys at its first call, which is where it may refuse
             x = torch.zeros(1, 1, 1, 16, device=session.device)
             ringattn.ring_attention(x, x, x, ring.sharding(ring.world_size))
@@ -91,10 +96,27 @@ def open_rings(schedules: Sequence[str], session: Session) -> dict[str, ringattn
             rings[name] = ring
     if not rings:
         listed = "; ".join(f"{name}: {why}" for name, why in refused.items())
-        raise Refusal(f"one of the schedules must give a ring here, got none ({listed}); pass other --schedules")
+        raise Refusal(f"one of the schedules must give a ring here, got none ({listed}); choose another schedule")
     for name, why in refused.items():
         session.say(f"no {name} ring: {why}")
     return rings
+
+
+def check_schedules(schedules: Sequence[str], session: Session, **options: Any) -> None:
+    """Ends a command whose ranks cannot move keys in one of these ways, on every rank, and says why; as `open_rings`.
+
+    Raises:
+        SystemExit: As `open_rings` refuses.
+    """
+    for schedule in schedules:
+        if schedule == "auto" or session.world_size == 1:
+            continue  # users get it everywhere, and one rank moves nothing
+        try:
+            rings = open_rings([schedule], session, **options)
+        except Refusal as error:
+            raise SystemExit(str(error)) from None
+        for ring in rings.values():
+            ring.close()
 
 
 def lonely_ring(session: Session) -> ringattn.Ring:

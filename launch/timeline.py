@@ -26,7 +26,7 @@ import torch
 
 import ringattn
 from ringattn.launch.check import DTYPES
-from ringattn.launch.rings import ScheduleName, make_ring
+from ringattn.launch.rings import ScheduleName, check_schedules, make_ring
 from ringattn.launch.session import Session, describe, machine, open_session, parse, table, write_json
 
 Interval = tuple[float, float]
@@ -202,6 +202,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with open_session(args.device) as session:
         line = machine(session)
         session.say(describe(line))
+        check_schedules([args.schedule], session)
         path = record(args, session)
         events = json.loads(path.read_text())["traceEvents"]
         found = session.gather((str(path), summarize(events, session.device.type == "cuda")))

@@ -592,9 +592,33 @@ def test_a_bench_without_a_ring_says_why(kind: str, monkeypatch: Any, tmp_path: 
     said = capsys.readouterr()
     assert said.err.endswith(
         "error: one of the schedules must give a ring here, got none (gathered: rank 0: RuntimeError: no GPUs; "
-        "kept: rank 0: RuntimeError: no GPUs); pass other --schedules\n"
+        "kept: rank 0: RuntimeError: no GPUs); choose another schedule\n"
     )
     assert "check is green" not in said.out
+
+
+def _refusal(name: str, words: list[str]) -> str:
+    command = {"bench": bench, "bench_links": bench_links, "check": check, "timeline": timeline}[name]
+    with pytest.raises(SystemExit) as refused:
+        command.main([*words, "--device", "cpu"])
+    return str(refused.value)
+
+
+@pytest.mark.dist
+def test_schedules_and_nodes_that_cannot_be_are_refused_on_every_rank(pool) -> None:
+    for name, words in {
+        "bench": ["prefill", "--schedule", "gathered"],
+        "bench_links": ["--within", "staged"],
+        "check": ["--schedule", "kept"],
+        "timeline": ["--schedule", "staged"],
+    }.items():
+        for said in pool(2).run(_refusal, name, words):
+            assert said.startswith(f"one of the schedules must give a ring here, got none ({words[-1]}: rank 0: "), said
+            assert said.endswith("); choose another schedule")
+    assert (
+        pool(2).run(_refusal, "bench_links", ["--nodes", "3"])
+        == ["nodes must divide the ring of 2 ranks, got 3; use nodes of equal size, or nodes=1"] * 2
+    )
 
 
 def test_a_window_is_dealt_out_so_that_fewer_rows_move() -> None:
