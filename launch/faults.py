@@ -29,6 +29,7 @@ import contextlib
 import datetime
 import faulthandler
 import itertools
+import math
 import multiprocessing
 import os
 import random
@@ -49,7 +50,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from ringattn.launch.rings import SCHEDULES, ScheduleName
+from ringattn.launch.rings import SCHEDULES, ScheduleName, check_nodes
 from ringattn.launch.session import parse, table, write_json
 
 if TYPE_CHECKING:
@@ -521,6 +522,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         )
     if args.what == "graph" and device == "cpu":
         raise SystemExit("--what graph must have GPUs, which CUDA graphs are of, got the CPU; use --what decode")
+    if device == "cpu" and SCHEDULES[args.schedule].get("transport") == "copy_engine":
+        raise SystemExit(f"--schedule {args.schedule} must have GPUs, got the CPU; use --schedule process_group")
+    if not 0 < args.timeout < math.inf:
+        raise SystemExit(f"timeout must be above 0 and finite, got {args.timeout}; pass another --timeout")
+    check_nodes(args.nodes, args.ranks)
     began = time.perf_counter()
     with tempfile.TemporaryDirectory(prefix="ringattn-faults-") as folder:
         verdicts = run_trials(args, device, Path(folder))

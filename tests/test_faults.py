@@ -125,6 +125,20 @@ def test_graphs_are_refused_without_gpus() -> None:
         faults.main(["--what", "graph", "--device", "cpu"])
 
 
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--nodes", "3"], "nodes must divide the ring of 4 ranks, got 3"),
+        (["--timeout", "0"], "timeout must be above 0 and finite, got 0"),
+        (["--timeout", "inf"], "timeout must be above 0 and finite, got inf"),
+        (["--schedule", "staged"], "--schedule staged must have GPUs, got the CPU; use --schedule process_group"),
+    ],
+)
+def test_rings_that_cannot_be_are_refused_before_they_are_tried(words: list[str], said: str, tmp_path: Path) -> None:
+    with pytest.raises(SystemExit, match=said):
+        faults.main([*words, "--device", "cpu", "--times", "1", "--out", str(tmp_path)])
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
 @pytest.mark.parametrize("what", ["training", "decode", "graph"])
