@@ -178,8 +178,8 @@ def check_output(args: Any) -> None:
 def check_numbers(args: Any) -> None:
     """Refuses numbers of a command line that mean nothing, by the names and defaults of its fields.
 
-    Counts must be at least 1 (0 where that is a default, and in FROM_ZERO), other numbers at least 0; where a field takes
-    several values and has some by default, there must be one; and key/value heads must divide the query heads.
+    Counts must be at least 1 (0 where that is a default, and in FROM_ZERO), other numbers at least 0, and seeds have 64 bits;
+    where a field takes several values and has some by default, there must be one; key/value heads must divide the query heads.
 
     Args:
         args: The command line: a dataclass.
@@ -204,6 +204,8 @@ def check_numbers(args: Any) -> None:
         if default and not value:
             raise ValueError(f"{field.name} must have at least one value, got none; {flag}")
         for one in value:
+            if "seed" in field.name and one is not None and not -(2**63) <= one < 2**64:
+                raise ValueError(f"{field.name} must be from -2**63 to 2**64 - 1, as torch takes it, got {one}; {flag}")
             if isinstance(one, bool) or not isinstance(one, (int, float)) or field.name in ANY:
                 continue
             least = 0 if isinstance(one, float) or field.name in FROM_ZERO or 0 in default else 1

@@ -136,6 +136,8 @@ def test_modules_that_are_no_commands_say_which_is() -> None:
         (bench, ["memory", "--kv-heads", "0"], "kv_heads must be at least 1, got 0; pass another --kv-heads"),
         (bench_links, ["--gbps", "0", "-1"], "gbps must be at least 0, got -1.0; pass another --gbps"),
         (check, ["--simulate", "-1"], "simulate must be at least 0, got -1; pass another --simulate"),
+        (check, ["--seed", str(2**64)], r"seed must be from -2\*\*63 to 2\*\*64 - 1, as torch .* got 1844.*; pass another --seed"),
+        (check, ["--fuzz-seed", str(-(2**63) - 1)], r"fuzz_seed must be from .* got -9223.*; pass another --fuzz-seed"),
         (faults, ["--times", "0"], "times must be at least 1, got 0; pass another --times"),
         (timeline, ["--head-dim", "0"], "head_dim must be at least 1, got 0; pass another --head-dim"),
     ],

@@ -412,6 +412,7 @@ def test_messages_of_any_length_arrive_whole(pool):
         (["--page-size", "0"], "page_size must be at least 1, got 0"),
         (["--grace", "60"], "grace must be from 0 to 25 s, got 60"),
         (["--port", "70000"], "port must be from 0 to 65535, got 70000"),
+        (["--seed", str(2**64)], f"seed must be from -2**63 to 2**64 - 1, got {2**64}"),
         (["--cache-gib", "0"], "cache_gib must be above 0, got 0"),
         (["--device", "tpu"], "invalid choice"),
         (["--api-key", ""], "api_key must have characters and no spaces around them, got an empty one"),

@@ -113,6 +113,8 @@ class ServeArgs:
             value = getattr(self, name)
             if value is not None and not 0 < value < float("inf"):
                 raise ValueError(f"{name} must be above 0, got {value}; pass another --{name.replace('_', '-')}")
+        if not -(2**63) <= self.seed < 2**64:
+            raise ValueError(f"seed must be from -2**63 to 2**64 - 1, got {self.seed}; pass another --seed")
         if not 0 <= self.grace <= MOST_GRACE_S:
             raise ValueError(f"grace must be from 0 to {MOST_GRACE_S:g} s, got {self.grace}; launchers kill after 30 s")
         if self.api_key is not None and (not self.api_key or self.api_key != self.api_key.strip()):
