@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -62,19 +64,31 @@ def arguments(folder: str, **options: Any) -> TrainingArguments:
     return TrainingArguments(**{**settings, **options})
 
 
+@contextlib.contextmanager
+def processes() -> Iterator[int]:
+    """Inside, accelerate finds the process's place as it does under torchrun; how many there are."""
+    world_size = dist.get_world_size() if dist.is_initialized() else 1
+    places = {"RANK": dist.get_rank() if world_size > 1 else 0, "WORLD_SIZE": world_size, "MASTER_PORT": 1}
+    places |= {"LOCAL_RANK": places["RANK"], "LOCAL_WORLD_SIZE": world_size}
+    names = {"MASTER_ADDR": "127.0.0.1", **{name: str(number) for name, number in places.items()}}
+    os.environ |= names if world_size > 1 else {}
+    try:
+        yield world_size
+    finally:
+        for state in (AcceleratorState, PartialState, GradientState):
+            state._reset_state()
+        for name in names:
+            os.environ.pop(name, None)
+
+
 def train(
     folder: str, cp: int, implementation: str, **options: Any
 ) -> tuple[list[dict[str, float]], dict[str, Tensor]]:
     """The losses that are logged, and the parameters at the end."""
-    if dist.is_initialized():
-        rank, world_size = str(dist.get_rank()), str(dist.get_world_size())
-        os.environ |= {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size}
-        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
-        mesh = init_device_mesh("cpu", (int(world_size) // cp, cp), mesh_dim_names=("dp", "cp"))
-        ring = Ring(mesh["cp"])
-    else:
+    with processes() as world_size:
         ring = Ring()
-    try:
+        if world_size > 1:
+            ring = Ring(init_device_mesh("cpu", (world_size // cp, cp), mesh_dim_names=("dp", "cp"))["cp"])
         collator = DataCollatorWithFlattening()
         ringed = implementation == "ringattn"
         trainer = (RingTrainer if ringed else Trainer)(
@@ -86,11 +100,6 @@ def train(
             eval_dataset=Samples(),
         )
         trainer.train()
-    finally:
-        for state in (AcceleratorState, PartialState, GradientState):
-            state._reset_state()
-        for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
-            os.environ.pop(name, None)
     assert trainer.model is not None
     kept = ("loss", "eval_loss", "grad_norm", "epoch")
     history = [{name: row[name] for name in kept if name in row} for row in trainer.state.log_history[:-1]]
@@ -168,6 +177,27 @@ def test_options_that_would_see_a_shard_are_refused(tmp_path: Path, options: dic
 def test_a_model_that_does_not_attend_around_the_ring_is_refused(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="the model must attend with ringattn"):
         build(str(tmp_path), implementation="sdpa").train()
+
+
+def predict(folder: str) -> tuple[float, str]:
+    """The loss of samples, and what comes of asking for their logits."""
+    with processes():
+        trainer = build(folder)
+        loss = trainer.predict(Samples()).metrics["test_loss"]
+        trainer.args.prediction_loss_only = False
+        try:
+            return loss, str(trainer.predict(Samples()).predictions.shape)
+        except NotImplementedError as error:
+            return loss, str(error)
+
+
+@pytest.mark.dist
+def test_logits_of_shards_are_not_handed_out_as_predictions(pool: Pools, tmp_path: Path) -> None:
+    expected, shape = predict(str(tmp_path))
+    assert shape.endswith(", 61)"), "one rank has whole sequences"
+    for loss, told in pool(2).run(predict, str(tmp_path)):
+        assert loss == pytest.approx(expected, rel=1e-4)
+        assert told.startswith("prediction_loss_only must be True where ranks share a sequence, got False")
 
 
 class _Place:

@@ -82,7 +82,12 @@ class RingTrainer(Trainer):
     def prediction_step(
         self, model: nn.Module, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: list[str] | None = None
     ) -> tuple[Tensor | None, Any, Any]:
-        """As Trainer's; the loss is that of whole sequences, on every rank."""
+        """As Trainer's; the loss is that of whole sequences, on every rank. Refuses logits where ranks share a sequence."""
+        if not prediction_loss_only and self.ring.world_size > 1:
+            raise NotImplementedError(
+                "prediction_loss_only must be True where ranks share a sequence, got False: logits and labels would be those of "
+                "shards, each in the order of its rows; set args.prediction_loss_only = True, or predict on one process"
+            )
         loss, logits, labels = super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
         if loss is not None and self.ring.world_size > 1:
             shares = self.ring.gather(loss.reshape(1), 0, [1] * self.ring.world_size)
