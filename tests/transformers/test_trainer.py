@@ -179,6 +179,36 @@ def test_a_model_that_does_not_attend_around_the_ring_is_refused(tmp_path: Path)
         build(str(tmp_path), implementation="sdpa").train()
 
 
+def average(logits: Tensor, labels: Tensor, shift_labels: Tensor | None = None, **_: Any) -> Tensor:
+    """A loss that does not look at num_items_in_batch."""
+    labels = labels if shift_labels is None else shift_labels
+    return torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
+def average_labels(folder: str, training: bool) -> str:
+    with processes():
+        trainer = build(folder)
+        assert trainer.model is not None
+        trainer.model.loss_function = average
+        try:
+            return str(trainer.train().metrics if training else trainer.evaluate())
+        except NotImplementedError as error:
+            return str(error)
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("training", [True, False])
+def test_a_loss_that_is_averaged_over_the_labels_of_a_shard_is_refused(
+    pool: Pools, tmp_path: Path, training: bool
+) -> None:
+    """It was taken for a share of the loss: twice as large, and wrong where ranks have different numbers of labels."""
+    assert "loss" in average_labels(str(tmp_path), training), "one rank has all labels"
+    for told in pool(2).run(average_labels, str(tmp_path), training):
+        assert told.startswith(
+            "the loss must be divided by num_items_in_batch where ranks share a sequence, got that of Llama"
+        )
+
+
 def predict(folder: str) -> tuple[float, str]:
     """The loss of samples, and what comes of asking for their logits."""
     with processes():

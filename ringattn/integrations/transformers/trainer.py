@@ -2,6 +2,11 @@
 
 Owns which samples a rank of a ring reads, and the mean of what its ranks report. Refuses to touch training itself: losses, their
 scaling, gradients and their mean are those of Trainer and DDP. Needs accelerate, as Trainer does.
+
+Note [A loss that counts]
+    Shares of a loss add up to it if the model divides its sum by `num_items_in_batch` (Note [Shares of the loss] of batch.py). Many
+    models take that number and do not look at it: encoders, and classifiers of tokens. So the first batch is tried with twice the
+    number, for which the loss must be half as large.
 """
 
 from __future__ import annotations
@@ -28,7 +33,8 @@ class RingTrainer(Trainer):
     Raises:
         ValueError: The collator is not a RingCollator, the ranks of the ring are not consecutive, or an option would weigh the
             ranks wrongly.
-        NotImplementedError: An option would see labels of a shard; the message names it.
+        NotImplementedError: An option would see labels of a shard; the message names it. Of a model whose loss is averaged over the
+            labels of a shard, at its first batch.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -39,6 +45,7 @@ class RingTrainer(Trainer):
                 f"data_collator must be a RingCollator, got {type(collator).__name__}; wrap it: RingCollator(collator, ring)"
             )
         self.ring = collator.ring
+        self._counts = False  # whether the loss was found to be divided by its labels
         _place(self.ring, self.args.world_size, self.args.process_index)
         if not self.args.average_tokens_across_devices:
             raise ValueError(
@@ -68,10 +75,14 @@ class RingTrainer(Trainer):
         """As Trainer's; the ranks of a ring read the same samples, which several rings must be able to share evenly."""
         return self._share(super().get_test_dataloader(test_dataset), evenly=True)
 
-    def compute_loss(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-        """As Trainer's; refuses a model that attends to the rows of its rank only."""
+    def compute_loss(
+        self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        """As Trainer's; refuses a model that attends to the rows of its rank only, or averages the loss over them."""
+        if not self._counts and self.ring.world_size > 1 and "num_items_in_batch" in inputs:
+            self._check_count(model, inputs, num_items_in_batch)
         before = calls_so_far()
-        result = super().compute_loss(model, inputs, *args, **kwargs)
+        result = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         if calls_so_far() == before and not self.args.torch_compile:
             raise RuntimeError(
                 "the model must attend with ringattn, got one that did not; make it with attn_implementation='ringattn', or call "
@@ -97,6 +108,26 @@ class RingTrainer(Trainer):
                 # what accelerate keeps of the reports on a last batch that is short: each rank of the ring reports on all of it
                 state.active_dataloader.remainder *= self.ring.world_size
         return loss, logits, labels
+
+    def _check_count(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any) -> None:
+        """Refuses a model that does not divide its loss by the labels of all ranks (Note [A loss that counts])."""
+        losses = []
+        for times in (1, 2):
+            tried = {**inputs, "num_items_in_batch": times * inputs["num_items_in_batch"]}
+            number = None if num_items_in_batch is None else times * num_items_in_batch
+            devices = [self.args.device] if self.args.device.type == "cuda" else []
+            # training drops what it drops without a trial
+            with torch.no_grad(), torch.random.fork_rng(devices):
+                losses.append(float(super().compute_loss(model, tried, num_items_in_batch=number)))
+        # a rank without labels has nothing to say
+        halved = not abs(losses[0] - 2 * losses[1]) > abs(losses[0]) / 4
+        if not self.ring.least(int(halved)):
+            raise NotImplementedError(
+                "the loss must be divided by num_items_in_batch where ranks share a sequence, got that of "
+                f"{type(self.model).__name__}, which is averaged over the labels of each rank; train this model on one process, or "
+                "let its forward divide the sum by num_items_in_batch"
+            )
+        self._counts = True
 
     def _share(self, dataloader: DataLoader, evenly: bool = False) -> DataLoader:
         return share_batches(dataloader, self.ring, self.args.world_size, self.args.process_index, evenly=evenly)
