@@ -179,6 +179,30 @@ def test_a_model_that_does_not_attend_around_the_ring_is_refused(tmp_path: Path)
         build(str(tmp_path), implementation="sdpa").train()
 
 
+def drawn(folder: str, cp: int) -> list[float]:
+    """What a worker of the DataLoader draws when it begins."""
+    with processes() as world_size:
+        ring = Ring()
+        if world_size > 1:
+            ring = Ring(init_device_mesh("cpu", (world_size // cp, cp), mesh_dim_names=("dp", "cp"))["cp"])
+        trainer = build(folder, RingCollator(DataCollatorWithFlattening(), ring), dataloader_num_workers=1)
+        begin = trainer.get_train_dataloader().worker_init_fn
+        assert begin is not None
+        torch.manual_seed(0)
+        begin(0)
+        return torch.rand(4).tolist()
+
+
+@pytest.mark.dist
+def test_workers_of_a_ring_draw_the_same(pool: Pools, tmp_path: Path) -> None:
+    """Each rank would cut its rows out of another random crop, which nobody compares in workers."""
+    alone = drawn(str(tmp_path), 1)
+    assert pool(2).run(drawn, str(tmp_path), 2) == [alone, alone]
+    first, second, third, fourth = pool(4).run(drawn, str(tmp_path), 2)
+    assert first == second == alone
+    assert third == fourth != alone
+
+
 def average(logits: Tensor, labels: Tensor, shift_labels: Tensor | None = None, **_: Any) -> Tensor:
     """A loss that does not look at num_items_in_batch."""
     labels = labels if shift_labels is None else shift_labels

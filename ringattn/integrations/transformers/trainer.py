@@ -11,6 +11,7 @@ Note [A loss that counts]
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -64,8 +65,14 @@ class RingTrainer(Trainer):
                 )
 
     def get_train_dataloader(self) -> DataLoader:
-        """As Trainer's; the ranks of a ring read the same samples."""
-        return self._share(super().get_train_dataloader())
+        """As Trainer's; the ranks of a ring read the same samples, and their workers draw the same."""
+        dataloader = self._share(super().get_train_dataloader())
+        loader: Any = getattr(dataloader, "base_dataloader", dataloader)
+        seed = loader.worker_init_fn
+        if isinstance(seed, partial) and "rank" in seed.keywords:
+            replica = self.args.process_index // self.ring.world_size
+            loader.worker_init_fn = partial(seed.func, *seed.args, **{**seed.keywords, "rank": replica})
+        return dataloader
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader:
         """As Trainer's; the ranks of a ring read the same samples, which several rings must be able to share evenly."""
