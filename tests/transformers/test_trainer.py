@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import transformers
 from accelerate.data_loader import BatchSamplerShard
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from torch import Tensor
@@ -23,6 +24,8 @@ from ringattn.integrations.transformers import RingCollator
 from ringattn.integrations.transformers.trainer import RingTrainer
 from tests.pool import Pools
 from tests.transformers.models import make, tokens
+
+FIVE = int(transformers.__version__.split(".")[0]) >= 5
 
 
 class Samples(Dataset[dict[str, list[int]]]):
@@ -231,6 +234,28 @@ def test_a_loss_that_is_averaged_over_the_labels_of_a_shard_is_refused(
         assert told.startswith(
             "the loss must be divided by num_items_in_batch where ranks share a sequence, got that of Llama"
         )
+
+
+def build_shared(folder: str, name: str, value: Any) -> str:
+    with processes():
+        try:
+            return repr(getattr(build(folder, **{name: value}).args, name))
+        except NotImplementedError as error:
+            return str(error)
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        pytest.param("train_sampling_strategy", "batch_rebalance", marks=pytest.mark.skipif(not FIVE, reason="of 5.x")),
+    ],
+)
+def test_options_that_take_a_shard_for_a_batch_are_refused(pool: Pools, tmp_path: Path, name: str, value: Any) -> None:
+    assert build_shared(str(tmp_path), name, value) == repr(value), "one rank has the whole batch"
+    for told in pool(2).run(build_shared, str(tmp_path), name, value):
+        assert told.startswith(f"{name} must be ")
+        assert "where ranks share a sequence" in told
 
 
 def predict(folder: str) -> tuple[float, str]:

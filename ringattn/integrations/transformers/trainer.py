@@ -18,7 +18,7 @@ import torch
 from accelerate.data_loader import BatchSamplerShard
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
-from transformers import Trainer
+from transformers import Trainer, TrainingArguments
 
 from ringattn.integrations.transformers.attention import calls_so_far
 from ringattn.integrations.transformers.batch import RingCollator
@@ -46,6 +46,8 @@ class RingTrainer(Trainer):
                 f"data_collator must be a RingCollator, got {type(collator).__name__}; wrap it: RingCollator(collator, ring)"
             )
         self.ring = collator.ring
+        if self.ring.world_size > 1:
+            _check_shared(self.args)
         self._counts = False  # whether the loss was found to be divided by its labels
         _place(self.ring, self.args.world_size, self.args.process_index)
         if not self.args.average_tokens_across_devices:
@@ -196,3 +198,12 @@ def _place(ring: Ring, world_size: int, process_index: int) -> tuple[int, int]:
             f"{process_index} as its rank {ring.rank}; make it of the innermost dimension of a device mesh"
         )
     return replicas, index
+
+
+def _check_shared(args: TrainingArguments) -> None:
+    """Refuses options that would go wrong where ranks share a sequence, and say nothing."""
+    if getattr(args, "train_sampling_strategy", None) == "batch_rebalance":  # of 5.x
+        raise NotImplementedError(
+            "train_sampling_strategy must be 'random', 'sequential' or 'group_by_length' where ranks share a sequence, got "
+            "'batch_rebalance', which gives each rank samples of its own; use another one"
+        )
