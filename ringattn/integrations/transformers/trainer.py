@@ -207,3 +207,8 @@ def _check_shared(args: TrainingArguments) -> None:
             "train_sampling_strategy must be 'random', 'sequential' or 'group_by_length' where ranks share a sequence, got "
             "'batch_rebalance', which gives each rank samples of its own; use another one"
         )
+    if args.neftune_noise_alpha:
+        raise NotImplementedError(
+            f"neftune_noise_alpha must be left out where ranks share a sequence, got {args.neftune_noise_alpha}: the noise would be "
+            "scaled by the length of a shard, not of the sequence; train on one process"
+        )
