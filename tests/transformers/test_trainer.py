@@ -250,6 +250,7 @@ def build_shared(folder: str, name: str, value: Any) -> str:
     [
         pytest.param("train_sampling_strategy", "batch_rebalance", marks=pytest.mark.skipif(not FIVE, reason="of 5.x")),
         ("neftune_noise_alpha", 5.0),
+        ("include_num_input_tokens_seen", "non_padding"),
     ],
 )
 def test_options_that_take_a_shard_for_a_batch_are_refused(pool: Pools, tmp_path: Path, name: str, value: Any) -> None:

@@ -212,3 +212,8 @@ def _check_shared(args: TrainingArguments) -> None:
             f"neftune_noise_alpha must be left out where ranks share a sequence, got {args.neftune_noise_alpha}: the noise would be "
             "scaled by the length of a shard, not of the sequence; train on one process"
         )
+    if args.include_num_input_tokens_seen == "non_padding":
+        raise NotImplementedError(
+            "include_num_input_tokens_seen must be 'all' or 'no' where ranks share a sequence, got 'non_padding', for which every "
+            "rank counts the attention_mask of the whole; use 'all'"
+        )
