@@ -209,8 +209,8 @@ def _check_shared(args: TrainingArguments) -> None:
         )
     if args.neftune_noise_alpha:
         raise NotImplementedError(
-            f"neftune_noise_alpha must be left out where ranks share a sequence, got {args.neftune_noise_alpha}: the noise would be "
-            "scaled by the length of a shard, not of the sequence; train on one process"
+            f"neftune_noise_alpha must be left out where ranks share a sequence, got {args.neftune_noise_alpha}: the noise would "
+            "be scaled by the length of a shard, not of the sequence; train on one process"
         )
     if args.include_num_input_tokens_seen == "non_padding":
         raise NotImplementedError(
