@@ -6,6 +6,7 @@ import contextlib
 import copy
 import pickle
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -710,6 +711,31 @@ def test_other_caches_are_refused() -> None:
         pytest.raises(RuntimeError, match="must attend with ringattn"),
     ):
         model.generate(tokens(20), **GREEDY, past_key_values=cache)
+
+
+def crossed() -> list[str]:
+    """What is said when models are called with each other's caches."""
+    one, other = (make(kind, "ringattn", torch.float32).eval() for kind in ("llama", "qwen3"))
+    found = []
+    with RingCache(one, Ring(), max_tokens=40) as cache, RingCache(other, Ring(), max_tokens=40), torch.no_grad():
+        for call in (partial(other.generate, **GREEDY), other):
+            try:
+                call(tokens(20), past_key_values=cache)
+            except ValueError as error:
+                found.append(str(error))
+        found.append(str(cache.get_seq_length()))
+    return found
+
+
+@pytest.mark.dist
+def test_a_cache_of_another_model_is_refused(pool: Pools) -> None:
+    """Its decoding would call the model that it was made of."""
+    told = (
+        "past_key_values must be a RingCache of the model that is called, a Qwen3ForCausalLM, got one of another Llama"
+    )
+    for found in [crossed(), *pool(2).run(crossed)]:
+        assert [said.startswith(told) for said in found] == [True, True, False]
+        assert found[2] == "0"
 
 
 @pytest.mark.parametrize("given", [{"max_tokens": 0}, {"max_tokens": 4, "batch": 0}, {"max_tokens": 4, "page_size": 0}])

@@ -527,7 +527,16 @@ def _wrap(model: PreTrainedModel) -> Callable[[], None]:
         given = dict(signature.bind(*args, **kwargs).arguments)
         given |= given.pop(spread, {}) if spread is not None else {}
         cache = given.get("past_key_values")
-        return cache._call(original, given) if isinstance(cache, RingCache) else original(*args, **kwargs)
+        if not isinstance(cache, RingCache):
+            return original(*args, **kwargs)
+        if cache._model is not model:
+            cache.ring.refuse(
+                ValueError(
+                    f"past_key_values must be a RingCache of the model that is called, a {type(model).__name__}, got one of "
+                    f"another {type(cache._model).__name__}; make each model a RingCache of its own"
+                )
+            )
+        return cache._call(original, given)
 
     wrapped: dict[str, Callable[..., Any]] = {"forward": OfOne(forward, original, NO_COPY)}
     generating: list[RingCache] = []
