@@ -397,21 +397,48 @@ def test_what_can_not_be_generated_is_refused_on_every_rank_before_anything_is_c
             assert found[name].startswith(told if rank == 1 else f"ValueError: ring rank 1 refused: {told}"), name
 
 
-def stopped_by_the_clock() -> str:
+def stopped_by_the_clock(criteria: list[Any]) -> str:
     model = make("llama", "ringattn", torch.float32).eval()
+    given = {"stopping_criteria": criteria} if criteria else {"max_time": 60.0}
     with RingCache(model, Ring(), max_tokens=64) as cache:
         try:
-            return str(model.generate(tokens(20), **GREEDY, max_time=60.0, past_key_values=cache).shape[1])
+            return str(model.generate(tokens(20), **GREEDY, **given, past_key_values=cache).shape[1])
         except NotImplementedError as error:
             return str(error)
 
 
 @pytest.mark.dist
-def test_ranks_do_not_stop_by_the_clock(pool: Pools) -> None:
+@pytest.mark.parametrize("criteria", [[], [transformers.MaxTimeCriteria(1e6)]], ids=["option", "criterion"])
+def test_ranks_do_not_stop_by_the_clock(pool: Pools, criteria: list[Any]) -> None:
     """One of them would stop a token before the others; alone it may."""
-    assert stopped_by_the_clock() == "32"
-    for told in pool(2).run(stopped_by_the_clock):
+    assert stopped_by_the_clock(criteria) == "32"
+    for told in pool(2).run(stopped_by_the_clock, criteria):
         assert told.startswith("max_time must be left out among 2 ranks")
+
+
+def refused_modes() -> list[str]:
+    """What is said of a model in training, and of guidance."""
+    model = make("llama", "ringattn", torch.float32).eval()
+    found = []
+    for training, options in ((True, {}), (False, {"guidance_scale": 1.5})):
+        with RingCache(model.train(training), Ring(), max_tokens=64) as cache:
+            try:
+                model.generate(tokens(20), **GREEDY, **options, past_key_values=cache)
+            except NotImplementedError as error:
+                found.append(str(error))
+                assert cache.get_seq_length() == 0, "nothing was computed"
+    return found
+
+
+@pytest.mark.dist
+def test_generation_refuses_training_among_ranks_and_guidance(pool: Pools) -> None:
+    """What training drops is other rows on each rank, and logits were no longer the same bits."""
+    guidance = "guidance_scale must be left out with a RingCache, got 1.5"
+    alone = refused_modes()
+    assert [told[: len(guidance)] for told in alone] == [guidance]
+    for training, other in pool(2).run(refused_modes):
+        assert training.startswith("a model must be in eval mode among 2 ranks, got LlamaForCausalLM in training")
+        assert other.startswith(guidance)
 
 
 def embedded() -> tuple[Tensor, Tensor]:

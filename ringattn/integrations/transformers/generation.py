@@ -47,7 +47,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
-from transformers import Cache, GenerationConfig, PretrainedConfig, PreTrainedModel
+from transformers import Cache, GenerationConfig, MaxTimeCriteria, PretrainedConfig, PreTrainedModel
 
 from ringattn.inference import PagedKVCache
 from ringattn.inference.step import MOST_DECODED
@@ -278,6 +278,7 @@ class RingCache(Cache):
         kv = self._open()
         try:
             _check_clock(self._model, self.ring.world_size, args, kwargs)
+            _check_guidance(self._model, args, kwargs)
             _check_early_exit(self._model, args, kwargs)
             _check_longer(self.get_seq_length(), args, kwargs)
         except (ValueError, NotImplementedError) as error:
@@ -445,6 +446,11 @@ class RingCache(Cache):
     def _read(self, given: dict[str, Any], name: str) -> list[int]:
         """The padding in front of each sequence, of a call that can be made."""
         _check_given(given)
+        if self._model.training and self.ring.world_size > 1:
+            raise NotImplementedError(
+                f"a model must be in eval mode among {self.ring.world_size} ranks, got {type(self._model).__name__} in training, "
+                "which drops other numbers on each of them; call model.eval()"
+            )
         new, mask = given.get(name), given.get("attention_mask")
         if new is None:
             raise ValueError("the model must be called with input_ids or inputs_embeds, got neither")
@@ -607,11 +613,23 @@ def _asked(model: PreTrainedModel, name: str, args: tuple[Any, ...], given: dict
 
 def _check_clock(model: PreTrainedModel, ranks: int, args: tuple[Any, ...], given: dict[str, Any]) -> None:
     """Refuses to stop by the clock, which ranks do not read at the same time."""
-    seconds = _asked(model, "max_time", args, given)
+    criteria = given.get("stopping_criteria", args[3] if len(args) > 3 else None) or ()
+    clocks = [one.max_time for one in criteria if isinstance(one, MaxTimeCriteria)]
+    seconds = _asked(model, "max_time", args, given) if not clocks else clocks[0]
     if seconds is not None and ranks > 1:
         raise NotImplementedError(
             f"max_time must be left out among {ranks} ranks, whose clocks would stop some of them a token before others, got "
             f"{seconds}; pass max_new_tokens"
+        )
+
+
+def _check_guidance(model: PreTrainedModel, args: tuple[Any, ...], given: dict[str, Any]) -> None:
+    """Refuses guidance, which keeps a second answer in a cache of its own."""
+    scale = _asked(model, "guidance_scale", args, given)
+    if scale not in (None, 1):
+        raise NotImplementedError(
+            f"guidance_scale must be left out with a RingCache, got {scale}: the keys of the answer without the prompt would be "
+            "in a cache of transformers; generate on one process with attn_implementation='sdpa'"
         )
 
 
