@@ -215,8 +215,8 @@ def average(logits: Tensor, labels: Tensor, shift_labels: Tensor | None = None, 
 def average_labels(folder: str, training: bool) -> str:
     with processes():
         trainer = build(folder)
-        assert trainer.model is not None
-        trainer.model.loss_function = average
+        model: Any = trainer.model
+        model.loss_function = average
         try:
             return str(trainer.train().metrics if training else trainer.evaluate())
         except NotImplementedError as error:
@@ -264,10 +264,11 @@ def predict(folder: str) -> tuple[float, str]:
     """The loss of samples, and what comes of asking for their logits."""
     with processes():
         trainer = build(folder)
-        loss = trainer.predict(Samples()).metrics["test_loss"]
+        loss = (trainer.predict(Samples()).metrics or {})["test_loss"]
         trainer.args.prediction_loss_only = False
         try:
-            return loss, str(trainer.predict(Samples()).predictions.shape)
+            found: Any = trainer.predict(Samples()).predictions
+            return loss, str(found.shape)
         except NotImplementedError as error:
             return loss, str(error)
 

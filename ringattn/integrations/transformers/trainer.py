@@ -127,7 +127,8 @@ class RingTrainer(Trainer):
             devices = [self.args.device] if self.args.device.type == "cuda" else []
             # training drops what it drops without a trial
             with torch.no_grad(), torch.random.fork_rng(devices):
-                losses.append(float(super().compute_loss(model, tried, num_items_in_batch=number)))
+                loss: Any = super().compute_loss(model, tried, num_items_in_batch=number)
+                losses.append(float(loss))
         # a rank without labels has nothing to say
         halved = not abs(losses[0] - 2 * losses[1]) > abs(losses[0]) / 4
         if not self.ring.least(int(halved)):
