@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import gc
+import os
 import random
+import select
+import signal
 from typing import Any
 
 import pytest
@@ -168,6 +171,47 @@ def drop_rings(number: int) -> int:
     last.agree("a number", "2")
     dist.barrier()
     return last._agreement._store().num_keys() - before
+
+
+def call_in_a_fork() -> list[str]:
+    """What calls of a ring say in a process that rank 0 forks, and whether the ring still serves its ranks."""
+    ring = Ring()
+    x, sharding = torch.ones(1, 4, 1, 16), ring.sharding(8)
+    calls = [
+        lambda: ring_attention(x, x, x, sharding, causal=True),
+        lambda: ring.gather(x, 1, [4, 4]),
+        lambda: Ring().least(1),
+    ]
+    calls[0]()
+    said = list[str]()
+    if ring.rank == 0:
+        reading, writing = os.pipe()
+        child = os.fork()
+        if child == 0:
+            for call in calls:
+                try:
+                    call()
+                except RuntimeError as error:
+                    said.append(str(error))
+            os.write(writing, "\n".join(said).encode())
+            os._exit(0)
+        os.close(writing)
+        if not select.select([reading], [], [], 20)[0]:
+            os.kill(child, signal.SIGKILL)
+        said = os.read(reading, 65536).decode().splitlines()
+        os.waitpid(child, 0)
+    calls[0]()
+    return said
+
+
+@pytest.mark.dist
+def test_a_forked_process_is_refused_at_once(pool: Pools) -> None:
+    said, _ = pool(2).run(call_in_a_fork)
+    assert len(said) == 3
+    assert all(
+        "a ring must be used by the process that made its group, got a call in a process that was forked" in x
+        for x in said
+    )
 
 
 @pytest.mark.dist

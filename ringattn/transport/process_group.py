@@ -29,6 +29,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import json
+import os
 import threading
 import weakref
 import zlib
@@ -52,15 +53,33 @@ def resolve_group(name: str, place: tuple[int, int] | None = None) -> dist.Proce
         place: This process's rank in it, and its size; None: whatever they are.
 
     Raises:
-        RuntimeError: There is none, or it is another one.
+        RuntimeError: There is none, or it is another one, or one of the process that this one was forked from.
     """
     group = distributed_c10d._resolve_process_group(name)  # pyright: ignore
+    if _LEFT_BEHIND and group in _LEFT_BEHIND:
+        raise RuntimeError(
+            "a ring must be used by the process that made its group, got a call in a process that was forked from it, which "
+            "the others do not hear; make the call in the parent, or start the process by spawn and make a group there"
+        )
     if place is not None and place != (group.rank(), group.size()):
         raise RuntimeError(
             f"a ring must be used in the process group that it was made in, as rank {place[0]} of {place[1]}, got another one of "
             f"that name, in which this process is rank {group.rank()} of {group.size()}; make the Ring again after the group"
         )
     return group
+
+
+_LEFT_BEHIND: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
+"""Groups of the process that this one was forked from: their connections are its own."""
+
+
+def _leave_behind() -> None:
+    if dist.is_available() and dist.is_initialized():
+        _LEFT_BEHIND.update(distributed_c10d._world.pg_map)
+
+
+if hasattr(os, "register_at_fork"):  # not on Windows
+    os.register_at_fork(after_in_child=_leave_behind)
 
 
 class _Works:

@@ -90,8 +90,8 @@ class FarApart:
         portable.forward(q, k, v, rows, keys, self.score(score), o=far_o, **rest)
         o.copy_(far_o)
 
-    def delta(self, o: Tensor, do: Tensor, dlse: Tensor | None) -> Tensor:
-        return portable.delta(self.place("o", o), self.place("do", do), dlse)
+    def delta(self, o: Tensor, do: Tensor, dlse: Tensor | None, out: Tensor | None = None) -> Tensor:
+        return portable.delta(self.place("o", o), self.place("do", do), dlse, out)
 
     def backward(
         self, do: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, rows: Side, keys: Side,
