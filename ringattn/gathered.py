@@ -212,7 +212,7 @@ def backward(
         kept=(home.own, *parts, returning),
     )
     if dkey_bias is not None and home.own_bias is not None:
-        gathering_kernels.add_bias_homes(dkey_bias, home.own_bias, bias_parts, call.returning(k.device))
+        gathering_kernels.add_bias_homes(dkey_bias, home.own_bias, bias_parts, returning)
     home.close()
     return Gradients(
         dq=dq,
