@@ -98,13 +98,23 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Launch]]:
     seen: list[Launch] = []
 
     def launch(kernel: Any, grid: Any, args: Any, constants: dict[str, Any], **options: int) -> launch_triton.Bound:
-        del grid, args
-
         def run(x: int, y: int, z: int, stream: int, *flat: Any) -> None:
             assert stream == 1
             seen.append((kernel.fn.__name__, (x, y, z), list(flat)))
 
-        return launch_triton.Bound(None, (*constants.values(), *options.values()), run=run)
+        bound = launch_triton.Bound(None, (*constants.values(), *options.values()), run=run)
+        # a call that is recorded launches as well
+        flat, number = list[Any](), 0
+        for x in args:
+            if hasattr(x, "template"):
+                flat += bound.encoding(number, x.template, x.base.data_ptr())
+                number += 1
+            elif isinstance(x, tuple):
+                flat.append(tuple(part.data_ptr() for part in x))
+            else:
+                flat.append(x.data_ptr() if isinstance(x, Tensor) else x)
+        run(*(*grid, 1, 1)[:3], 1, *flat, *bound.tail)
+        return bound
 
     def encode(bound: launch_triton.Bound, number: int, descriptor: Any) -> list[Any]:
         del bound
@@ -257,11 +267,10 @@ def test_calls_are_played_back_with_their_own_addresses(
         run_all()  # the first calls of a kind compile and record
         expected = run_all()
         assert looked
-    run_all()
-    found = run_all()
+    heard, found = run_all(), run_all()
     assert bool(looked) == ("key_bias" in case.features), "launchers were asked"
     held = ranges(ring, inputs)
-    for (launched, addresses), (wanted, others) in zip(found, expected, strict=True):
+    for (launched, addresses), (wanted, others) in zip(heard + found, expected * 2, strict=True):
         assert launched == wanted
         assert len(launched) > 4
         for x, y in zip(addresses, others, strict=True):
@@ -344,6 +353,7 @@ def test_one_tensor_in_two_places_is_not_mistaken(launches: list[Launch], monkey
         for _ in range(2):
             launches.clear()
             found.append((made := ring.both(one), named(list(launches), made)[0]))
+    assert len(found[-1][1]) > 4
     assert all(launched == found[-1][1] for _, launched in found[2:])
 
 
@@ -384,23 +394,34 @@ def test_reels_go_with_their_tables(launches: list[Launch]) -> None:
     assert min(map(len, reels)) == 2
 
 
+@record_triton.recorded
+def with_rooms(tape: record_triton.Tape, x: Tensor, size: int) -> None:
+    """A launcher of one tensor, with two rooms."""
+    kernel: Any = SimpleNamespace(fn=with_rooms)
+    tape.launch(kernel, (1,), (x, tape.room(size), tape.room(2 * size), size), {}, num_warps=4)
+
+
+def of_two(x: Tensor, y: Tensor) -> None:
+    with_rooms(x, 100)
+    with_rooms(y, 300)
+
+
 def test_rooms_of_two_launchers_are_apart(launches: list[Launch]) -> None:
-    @record_triton.recorded
-    def launcher(tape: record_triton.Tape, x: Tensor, size: int) -> None:
-        kernel: Any = SimpleNamespace(fn=launcher)
-        tape.launch(kernel, (1,), (x, tape.room(size), tape.room(2 * size), size), {}, num_warps=4)
-
-    def run(x: Tensor, y: Tensor) -> None:
-        launcher(x, 100)
-        launcher(y, 300)
-
     reels, x, y = Reels(), torch.zeros(8), torch.zeros(8)
     for _ in range(3):
         launches.clear()
-        record_triton.replay(reels, (), lambda: run(x, y), given=(x, y))
+        record_triton.replay(reels, (), lambda: of_two(x, y), given=(x, y))
     assert [flat[0] for _, _, flat in launches] == [x.data_ptr(), y.data_ptr()]
     rooms = [(flat[i], flat[i] + 4 * i * flat[3]) for _, _, flat in launches for i in (1, 2)]
     assert all(end <= start for (_, end), (start, _) in itertools.pairwise(sorted(rooms)))
+
+
+def test_a_tensor_that_two_launchers_are_given_is_not_taken_for_two(launches: list[Launch]) -> None:
+    reels, x, y = Reels(), torch.zeros(8), torch.zeros(8)
+    for one, other in ((x, x), (x, y), (y, x), (x, y)):
+        launches.clear()
+        record_triton.replay(reels, (), lambda one=one, other=other: of_two(one, other), given=(one, other))
+        assert [flat[0] for _, _, flat in launches] == [one.data_ptr(), other.data_ptr()]
 
 
 def test_a_tensor_that_is_not_named_is_never_played_back(launches: list[Launch]) -> None:
@@ -435,9 +456,9 @@ def test_a_profiler_that_hears_of_launches_hears_of_these(
 
     pack()
     pack()
-    assert len(launches) == 1
+    assert len(launches) == 2
     monkeypatch.setattr(launch_triton, "is_hooked", lambda: True)
     monkeypatch.setattr(launch_triton, "launch", lambda kernel, grid, args, *_, **__: publicly.append(args))
     pack()
-    assert len(launches) == 1
+    assert len(launches) == 2
     assert all(x is y for x, y in zip(publicly[0], (slot, k, v), strict=False))
