@@ -34,8 +34,8 @@ from ringattn.layout import make_shards, shard_len
 from ringattn.living import add_ring, find_ring
 from ringattn.schedule import Nodes, make_nodes
 from ringattn.sharding import Sharding
-from ringattn.transport.base import Buffers, NoTransport, Seat, Transport
-from ringattn.transport.choose import TRANSPORTS, Choice, choose
+from ringattn.transport.base import Buffers, Choice, NoTransport, Seat, Transport
+from ringattn.transport.choose import TRANSPORTS, choose
 from ringattn.transport.double import Throttled, WithinNode, group_by_host
 from ringattn.transport.exchange import AloneExchange, Exchange, GroupExchange
 from ringattn.transport.gathering import gather_rows

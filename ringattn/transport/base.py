@@ -1,6 +1,7 @@
 """The protocol between the ring's loops and whatever moves bytes.
 
-Owns two calls, post and wait, and the buffers that receive. Refuses to know shapes of attention, plans and gradients.
+Owns the calls (posts, gathers, homecomings), the word for what was chosen and why, and the buffers that receive. Refuses to know
+who chooses, and how bytes move.
 """
 
 from __future__ import annotations
@@ -30,6 +31,23 @@ class Reply(NamedTuple):
 
     peer: int
     x: Tensor
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A transport, or an exchange, and the reason for it.
+
+    Attributes:
+        name: Of transports "none", "process_group" or "copy_engine", "undecided" before the first call; of exchanges "alone",
+            "group", "one_shot" or "simulated".
+        why: One clause.
+    """
+
+    name: str
+    why: str
+
+    def __str__(self) -> str:
+        return f"{self.name}: {self.why}"
 
 
 class Pending(Protocol):

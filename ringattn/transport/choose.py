@@ -10,7 +10,6 @@ import importlib.util
 import json
 import socket
 from collections.abc import Sequence
-from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Protocol
@@ -18,29 +17,13 @@ from typing import Any, Protocol
 import torch
 
 from ringattn.schedule import Nodes
-from ringattn.transport.base import Transport
+from ringattn.transport.base import Choice, Transport
 from ringattn.transport.process_group import Agreement, name_part
 from ringattn.transport.symmetric import Memory
 
 TRANSPORTS = ("auto", "copy_engine", "process_group")
 PROBE_BYTES = 16 * 2**20
 """What is pushed once to learn how fast a link is: large enough to run at full speed."""
-
-
-@dataclass(frozen=True)
-class Choice:
-    """A transport and the reason for it.
-
-    Attributes:
-        name: "none", "process_group" or "copy_engine"; "undecided" before the first call.
-        why: One clause.
-    """
-
-    name: str
-    why: str
-
-    def __str__(self) -> str:
-        return f"{self.name}: {self.why}"
 
 
 def look(device: torch.device) -> dict[str, Any]:

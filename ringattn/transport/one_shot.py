@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from ringattn.transport.choose import Choice
+from ringattn.transport.base import Choice
 from ringattn.transport.exchange import Call, Exchanging, Finish, Gather, Sum
 from ringattn.transport.process_group import Agreement
 from ringattn.transport.streams import Streams
