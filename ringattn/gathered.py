@@ -145,14 +145,17 @@ def backward(
     if dlse is not None:
         dlse = dlse.masked_fill(lse == float("-inf"), 0.0)
     b, _, hk, d = k.shape
+    biased = bool(wanted.get("want_key_bias"))
+    home = gatherer.homecoming((b, hk, d + v.shape[-1]), facts.collection, q.device, "backward", biased=biased)
     gathering = None
     if kept is None:
-        gathering = gatherer.gather(k, v, facts.collection, facts.groups, "backward", key_bias=score.key_bias)
+        gathering = gatherer.gather(
+            k, v, facts.collection, facts.groups, "backward", key_bias=score.key_bias, home=home
+        )
         far, arrivals = (gathering.k, gathering.v), gathering.arrivals
     else:
         far, arrivals = (kept[..., :d], kept[..., d:]), gatherer.arrived(facts.collection, facts.groups, q.device)
-    biased = bool(wanted.get("want_key_bias"))
-    home = gatherer.homecoming((b, hk, d + v.shape[-1]), facts.collection, q.device, "backward", biased=biased)
+        home.begin()
     delta = torch.empty_like(lse, memory_format=torch.contiguous_format)
     dq = torch.empty_like(q, memory_format=torch.contiguous_format)
     dalibi = torch.empty_like(lse) if wanted.get("want_alibi") else None
@@ -197,8 +200,6 @@ def backward(
             ),
             held=(rows, keys),
         )
-    if gathering is not None:
-        gathering.close()
     dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (k, v))
     dkey_bias = torch.empty(k.shape[:2], dtype=torch.float32, device=k.device) if biased else None
     parts, bias_parts = home.receive()

@@ -172,8 +172,8 @@ def outer_backward(
     for outer in range(len(plan.guests)):
         held = guests.arrive(outer)
         collection = call.collection(nodes, outer)
-        gathering = gatherer.gather(*held, collection, groups, "backward")
         home = gatherer.homecoming((b, hk, d + v.shape[-1]), collection, device, "backward")
+        gathering = gatherer.gather(*held, collection, groups, "backward", home=home)
         if _sees(plan, outer):
             # the first launch overwrites, the others add
             part = dq if outer == 0 else buffers.take("dq", dq.shape, dq.dtype, device)
@@ -206,7 +206,6 @@ def outer_backward(
                 dalibi.add_(slopes)
         else:
             home.own[:, : plan.held(outer).num_rows].zero_()
-        gathering.close()
         into = home_again.room(outer)
         kernels.add_homes(into[0], into[1], home.own, home.receive()[0], call.returning(device, nodes, outer))
         home.close()

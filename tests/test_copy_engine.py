@@ -25,6 +25,7 @@ from ringattn.transport import streams
 from ringattn.transport.base import Gathering, Reply
 from ringattn.transport.choose import PROBE_BYTES, measure_push, node_of
 from ringattn.transport.copy_engine import CopyEngineTransport
+from ringattn.transport.watch import PLACE, PLACES
 from ringattn.visibility import Visibility
 from tests.fake_streams import HERALD, MAIN, FakeMemory, FakeStreams, Item, Recording, World, read
 
@@ -220,12 +221,12 @@ def send_home(
     rank: int,
     shape: Shape,
     salt: int,
-    found: Any,
+    found: Callable[[Any], Any],
     keys: Callable[[int], tuple[Tensor, Tensor]],
     *,
     first: Callable[[], object] | None = None,
 ) -> None:
-    """A backward of one rank, whose far rows are what was found; a gathering is closed behind the kernel.
+    """A backward of one rank, whose far rows are what is found: a gather that the homecoming begins with, or rows that were kept.
 
     `first` is what the device does when the kernel starts.
     """
@@ -236,9 +237,10 @@ def send_home(
     assert coming.rows == shape.rows
     assert (coming.own_bias is not None) == shape.biased
     assert coming.addresses[0] == coming.own.data_ptr()
+    far = found(coming)
     if first is not None:
         streams.call(first)
-    run_kernel(ranks, rank, shape, found, keys)
+    run_kernel(ranks, rank, shape, far, keys)
     bias_addresses = [0 for _ in coming.addresses] if coming.bias_addresses is None else coming.bias_addresses.tolist()
     for address, of_bias, fetch in zip(
         coming.addresses[1:].tolist(), bias_addresses[1:], collection.fetches, strict=True
@@ -258,9 +260,9 @@ def send_home(
                     ctypes.memmove(of_bias + i * coming.rows * 4, line.data_ptr(), rows * 4)
 
         streams.call(send)
-    close = getattr(found, "close", None)
-    if close is not None:
-        close()
+    close = getattr(far, "close", None)
+    if close is not None and salt % 3 == 0:
+        close()  # what has been closed before is received alike
     regions, biases = coming.receive()
     assert len(biases) == len(regions) * shape.biased
 
@@ -283,7 +285,8 @@ def come_home(ranks: Ranks, shape: Shape, salt: int) -> None:
     keys = [keys_of(shape, rank, salt) for rank in range(ranks.world.ranks)]
 
     def one(rank: int) -> None:
-        found = ranks.ends[rank].gather(*keys[rank], shape.collections[rank], shape.groups, f"backward {salt}")
+        end, collection = ranks.ends[rank], shape.collections[rank]
+        found = lambda home: end.gather(*keys[rank], collection, shape.groups, f"backward {salt}", home=home)  # noqa: E731
         send_home(ranks, rank, shape, salt, found, keys.__getitem__)
 
     ranks.each(one)
@@ -467,7 +470,12 @@ def kept(ranks: Ranks, layers: list[Shape], salt: int, name: str | None = None) 
             found.kept, end.arrived(shape.collections[rank], shape.groups, torch.device("cpu"))
         )
         launched = ranks.streams[rank].launches
-        send_home(ranks, rank, shape, 31 * salt + layer, far, keys_in(layer))
+
+        def begin(home: Any) -> Any:
+            home.begin()
+            return far
+
+        send_home(ranks, rank, shape, 31 * salt + layer, begin, keys_in(layer))
         assert ranks.streams[rank].launches - launched == 3, (
             "a backward of kept keys says three things and fetches nothing"
         )
@@ -529,9 +537,9 @@ def test_a_captured_call_is_replayed_any_number_of_times_between_others(
         streams, end, collection = ranks.streams[rank], ranks.ends[rank], shape.collections[rank]
         streams.recording = recordings[rank] = Recording()
         bias = biases[rank] if shape.biased else None
-        found = end.gather(*inputs[rank], collection, shape.groups, "captured", key_bias=bias)
         size, place = (shape.batch, shape.heads, width), torch.device("cpu")
         coming = end.homecoming(size, collection, place, "captured", biased=shape.biased)
+        found = end.gather(*inputs[rank], collection, shape.groups, "captured", key_bias=bias, home=coming)
         expected = (lambda owner: bias_of(shape, owner, now[rank])) if shape.biased else None
         run_kernel(ranks, rank, shape, found, lambda owner: keys_of(shape, owner, now[rank]), biases=expected)
         for address, fetch in zip(coming.addresses[1:].tolist(), collection.fetches, strict=True):
@@ -542,7 +550,6 @@ def test_a_captured_call_is_replayed_any_number_of_times_between_others(
                 ctypes.memmove(address, mark.data_ptr(), 4)
 
             streams.call(send)
-        found.close()
         regions, _ = coming.receive()
 
         def add() -> None:
@@ -735,8 +742,8 @@ class Attention:
         """A kernel whose tiles end in NaN where the error word is set, and else in the sum of what they read."""
         ranks, shape = self.ranks, self.shape
         streams, end, collection, groups = ranks.streams[rank], ranks.ends[rank], shape.collections[rank], shape.groups
-        found = end.gather(*keys_of(shape, rank, salt), collection, shape.groups, f"attention {salt}")
         coming = end.homecoming((1, 2, 4), collection, torch.device("cpu"), "gradients") if backward else None
+        found = end.gather(*keys_of(shape, rank, salt), collection, shape.groups, f"attention {salt}", home=coming)
         arrivals = found.arrivals
         assert arrivals is not None
         total: list[float] = []
@@ -761,8 +768,9 @@ class Attention:
                     ctypes.memmove(address, mark.data_ptr(), 4)
 
             streams.call(send)
-        found.close()
-        if coming is not None:
+        if coming is None:
+            found.close()
+        else:
             regions, _ = coming.receive()
 
             def add() -> None:
@@ -857,6 +865,7 @@ class Keeping:
         arrivals = end.arrived(collection, 1, torch.device("cpu"))
         assert arrivals is not None
         coming = end.homecoming((1, 2, 4), collection, torch.device("cpu"), "gradients")
+        coming.begin()
         found: list[float] = []
         value = float(10 * layer + rank + 1)
         brought = self._brought[rank, layer]
@@ -1032,6 +1041,59 @@ def test_streams_that_share_a_queue_never_wait_for_what_stands_behind_them(world
         ranks.world.drain()
 
 
+@pytest.mark.parametrize(("captured", "forward", "backward"), [(False, 4, 5), (True, 5, 6)])
+def test_a_call_costs_the_driver_few_batches_of_words(captured: bool, forward: int, backward: int) -> None:
+    """What the caller's stream says next to each other is said at once; two streams beside it have one program each."""
+    ranks, shape = Ranks(2, 0), full(2)
+    come_home(ranks, shape, 1)
+    ranks.world.drain()
+
+    def count(rank: int) -> None:
+        streams, end, collection = ranks.streams[rank], ranks.ends[rank], shape.collections[rank]
+        streams.recording = Recording() if captured else None
+        inputs = keys_of(shape, rank, 0)
+        for home, expected in ((False, forward), (True, backward)):
+            before = streams.launches
+            coming = end.homecoming((1, 2, 4), collection, torch.device("cpu"), "gradients") if home else None
+            found = end.gather(*inputs, collection, 1, "counted", home=coming)
+            if coming is None:
+                found.close()
+            else:
+                coming.receive()
+                coming.close()
+            assert streams.launches - before == expected
+        streams.recording = None
+
+    ranks.each(count)
+
+
+def test_a_rank_to_which_nobody_comes_home_hands_its_turn_on() -> None:
+    """Rank 0 shares no document with others, and is the nearest owner of rank 1."""
+    mask = Visibility(seq_len=12, kv_len=12, documents=(0, 4, 12))
+    shards = make_shards("contiguous", 12, 3, mask)
+    plan = make_plan(shards, shards, mask, "keys")
+    collections = tuple(collect(plan, rank, 4) for rank in range(3))
+    assert (collections[0].fetches, collections[0].readers, collections[0].skipped) == ((), (), (1, 2))
+    ranks, shape = Ranks(3, 0), Shape(1, 2, (2, 2), 1, collections, (4,) * 3, torch.float32)
+    for salt in range(4):
+        come_home(ranks, shape, salt)
+        ranks.world.drain()
+        assert not any(end.watch._words[PLACE] % PLACES for end in ranks.ends), "nobody is on the ring any more"
+
+
+def test_a_homecoming_that_was_never_begun_leaves_the_next_one_alone() -> None:
+    ranks, shape = Ranks(3, 0), full(3)
+    come_home(ranks, shape, 1)
+
+    def forget(rank: int) -> None:
+        ranks.ends[rank].homecoming((1, 2, 4), shape.collections[rank], torch.device("cpu"), "forgotten")
+
+    ranks.each(forget)
+    for salt in range(2, 6):
+        come_home(ranks, shape, salt)
+    ranks.world.drain()
+
+
 def test_a_busy_ring_never_fails() -> None:
     ranks, shape = Ranks(2, 0), full(2)
     for salt in range(40):
@@ -1080,8 +1142,8 @@ def test_what_calls_in_inference_mode_made_serves_others() -> None:
         with torch.inference_mode():
             end.lend("a", 1, 4, 4, 2, (2, 2), torch.float32)
             end.guest(0, (1, 4, 2), 4, (2, 2), torch.float32, torch.device("cpu"))
-            end.gather(*keys_of(shape, rank, 0), collection, 1, "an evaluation").close()
             coming = end.homecoming((1, 2, 4), collection, torch.device("cpu"), "gradients")
+            end.gather(*keys_of(shape, rank, 0), collection, 1, "an evaluation", home=coming)
             coming.receive()
             coming.close()
             end.reserve(1000)

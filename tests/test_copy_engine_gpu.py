@@ -132,6 +132,7 @@ def _homes(rank: int, world_size: int) -> None:
     collection = collections(ring, causal=True)
     for salt in range(6):
         coming = end.homecoming((1, HEADS, 2 * DIM), collection, torch.device("cuda"), "test")
+        coming.begin()
         size = ROWS * HEADS * 2 * DIM
         for source in range(1 + len(collection.fetches)):
             kernel[(triton.cdiv(size, 4096),)](coming.addresses, source, float(10 * salt + rank), size, BLOCK=4096)

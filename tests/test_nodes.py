@@ -163,7 +163,10 @@ class Double:
                     shape.batch, shape.heads, shape.dims, shape.groups, collections, (), shape.dtype
                 )  # fmt: skip
                 rows = guests.arrive(outer)
-                found = end.gather(*rows, collections[rank], shape.groups, f"call {salt}")
+
+                def gather(home: Any = None, rows: Any = rows, to: Collection = collections[rank]) -> Any:
+                    k, v = rows
+                    return end.gather(k, v, to, shape.groups, f"call {salt}", home=home)
 
                 def begin(rows: Any = rows, outer: int = outer) -> None:
                     self.link.holding.add(rank)
@@ -173,8 +176,9 @@ class Double:
 
                 keys = lambda owner, outer=outer: held(owner, outer)  # noqa: E731
                 if backward:
-                    send_home(self.ranks, rank, here, 10 * salt + outer, found, keys, first=begin)
+                    send_home(self.ranks, rank, here, 10 * salt + outer, gather, keys, first=begin)
                 else:
+                    found = gather()
                     streams.call(begin)
                     run_kernel(self.ranks, rank, here, found, keys)
                     found.close()

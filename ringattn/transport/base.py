@@ -115,7 +115,7 @@ class Gathering(Protocol):
     reels: Reels
 
     def close(self) -> None:
-        """To be called once the kernels that read far are launched, on the same stream.
+        """To be called once the kernels that read far are launched, on the same stream; `Homecoming.receive` may do it.
 
         Work that is enqueued later may overwrite this rank's k, v and key_bias, and far.
         """
@@ -124,6 +124,8 @@ class Gathering(Protocol):
 
 class Homecoming(Protocol):
     """Contributions to gradients on their way to their owners.
+
+    It begins with a gather that is given it, or by itself.
 
     Attributes:
         addresses: int64, one per side of the gathered visit: where the backward writes (`KernelSet.backward_gathered`).
@@ -141,10 +143,14 @@ class Homecoming(Protocol):
     own_bias: Tensor | None
     reels: Reels
 
+    def begin(self) -> None:
+        """To be called in front of the backward where nothing is gathered: its owners let this rank write."""
+        ...
+
     def receive(self) -> tuple[list[Tensor], list[Tensor]]:
         """To be called once the backward is launched, on the same stream: what came home, one region per reader, in order.
 
-        Work that is enqueued later on this stream sees them complete.
+        Closes the gather with which it began. Work that is enqueued later on this stream sees the regions complete.
 
         Returns:
             Regions like own, and like own_bias (none where that is not wanted).
@@ -206,6 +212,7 @@ class Gatherer(Protocol):
         *,
         key_bias: Tensor | None = None,
         keep: bool = False,
+        home: Homecoming | None = None,
     ) -> Gathering:
         """Starts bringing this rank's keys to their readers, and those of others here, and returns at once.
 
@@ -218,6 +225,7 @@ class Gatherer(Protocol):
             key_bias: `b t`, what is added to the scores of this rank's keys; it comes with the first group of their heads.
                 All ranks give one or none does.
             keep: What comes is also copied into a tensor of the caller's own. Not with key_bias.
+            home: Begins with the gather, whose backward it is of.
         """
         ...
 
@@ -240,7 +248,7 @@ class Gatherer(Protocol):
         *,
         biased: bool = False,
     ) -> Homecoming:
-        """Regions for the gradients of one gathered backward.
+        """Regions for the gradients of one gathered backward, which has to begin next.
 
         Args:
             shape: (b, hk, d + dv) of the contributions.

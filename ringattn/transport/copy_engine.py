@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,7 +23,7 @@ from ringattn.transport.base import Done, Gathering, Homecoming, Parcel, Pending
 from ringattn.transport.crossing import WatchedLink
 from ringattn.transport.gather_programs import Bias, GatherMemory, GatherPrograms, gather_programs, guards
 from ringattn.transport.holdings import KINDS, PLAIN, REPLIES, Holdings, Lent, ordinary
-from ringattn.transport.home_programs import HomePrograms, home_programs
+from ringattn.transport.home_programs import HomePrograms, Together, home_programs
 from ringattn.transport.one_shot import OneShotExchange
 from ringattn.transport.post_programs import PostPrograms, post_programs
 from ringattn.transport.process_group import Agreement
@@ -95,9 +96,11 @@ class CopyEngineTransport(Holdings):
         *,
         key_bias: Tensor | None = None,
         keep: bool = False,
+        home: Homecoming | None = None,
     ) -> Gathering:
         """See `Gatherer.gather`."""
         assert key_bias is None or not keep, "what is kept has no room for a bias"
+        assert home is None or isinstance(home, _Coming), "a homecoming of this transport"
         lane, capturing = self._enter()
         # what was lent has no room for a bias either: such keys are packed like others
         lent = self._find_lent(k, v) if self._lent_at and key_bias is None else None
@@ -106,10 +109,14 @@ class CopyEngineTransport(Holdings):
         found: GatherPrograms | None = self.find(key)
         if found is None:
             found = self.keep(key, self._prepare_gather(k, v, collection, groups, lent, what, of_bias, keep=keep))
+            if home is not None:
+                self.keep(home.key, home.plans)  # which growing for the gather has forgotten
         found.course.what = found.pushing.what = what
 
         launch, streams = self.streams.launch, self.streams
         far, herald, kept = found.far[0], found.herald, None
+        together = None if home is None else home.plan.beside(found, streams)
+        start = found.start if together is None else together.start
         places = []
         if self._captured or (found.layout is not self._far_layout and found.layout != self._far_layout):
             places.append(far)
@@ -117,14 +124,15 @@ class CopyEngineTransport(Holdings):
             kept = self._make_kept(tuple(far.shape), k.dtype)
             herald = self._aimed(found, kept.data_ptr())
             places.append(kept)
-        launch(found.start, lane)
+        if not found.starts_last:
+            launch(start, lane)
         cleared = None
         if found.cleared is not None:
             cleared = found.cleared[far is next(iter(places), None)]
             places = [place for place in places if place is not far]
         for place in places:
-            for start, end in found.guards:
-                streams.call(place[:, start:end].zero_)
+            for first, last in found.guards:
+                streams.call(place[:, first:last].zero_)
         self._far_layout = found.layout
         if found.packed is not None:
             slot = found.packed
@@ -133,8 +141,8 @@ class CopyEngineTransport(Holdings):
             for target in found.bias[:2]:
                 if target is not None:
                     streams.call(functools.partial(target.copy_, key_bias))
-        if found.announce is not None:
-            launch(found.announce, lane)
+        if found.starts_last:
+            launch(start, lane)
         if found.push is not None:
             if capturing:
                 streams.order(lane, streams.side)
@@ -145,6 +153,8 @@ class CopyEngineTransport(Holdings):
                 streams.order(lane, streams.herald)
             launch(herald, streams.herald)
         self._gathering = gathering = _Arriving(self, found, kept, heralded=herald is not None)
+        if home is not None and together is not None:
+            home.begun_with(gathering, together)
         return gathering
 
     def guest(
@@ -190,17 +200,13 @@ class CopyEngineTransport(Holdings):
         if self._homecoming is not None:
             self._homecoming.receive()
             self._homecoming.close()
-        lane, _ = self._enter(closing=False)
         key = (id(collection), shape, biased)
         plans: tuple[HomePrograms, HomePrograms] | None = self.find(key)
         if plans is None:
+            self._enter()
             plans = self.keep(key, self._prepare_home(collection, shape, what, biased=biased))
-        chosen = plans[self._home_turn]
-        self._home_turn = 1 - self._home_turn
-        chosen.course.what = what
-        self.streams.launch(chosen.start, lane)
-        self._homecoming = coming = _Coming(self, chosen)
-        return coming
+        plans[self._home_turn].course.what = what
+        return _Coming(self, key, plans)
 
     def one_shot(self, agreement: Agreement, why: str) -> OneShotExchange:
         """An exchange through memory that is mapped as this transport's is. Every member calls it.
@@ -353,13 +359,13 @@ class CopyEngineTransport(Holdings):
             if pending is not None:
                 pending.wait()
 
-    def _enter(self, *, closing: bool = True) -> tuple[int, bool]:
+    def _enter(self) -> tuple[int, bool]:
         """The beginning of every call: refuses on a failed ring and orders the call behind the one before.
 
         Returns:
             The caller's stream, and whether it is being captured.
         """
-        if self._gathering is not None and (closing or self.watch.failure is not None):
+        if self._gathering is not None:
             self._gathering.close()
         if self.watch.failure is not None:
             self.watch.check()
@@ -512,9 +518,13 @@ class _Arriving:
         self.reels = plan.reels
 
     def close(self) -> None:
+        self.join()
+
+    def join(self, together: Together | None = None) -> bool:
+        """As `close`, together with what a homecoming says; False: it was closed before, and nothing is said."""
         plan, self._plan = self._plan, None
         if plan is None:
-            return
+            return False
         here = self._transport
         if here._gathering is self:
             here._gathering = None
@@ -522,38 +532,62 @@ class _Arriving:
         lane = streams.main()
         if streams.capturing():
             # a graph knows dependencies by events only; the place is written in front of the join (Note [The way out] of watch.py)
-            streams.launch(plan.joining, lane)
+            streams.launch(plan.joining if together is None else together.joining, lane)
             if plan.push is not None:
                 streams.order(streams.side, lane)
             if self._heralded:
                 streams.order(streams.herald, lane)
-        streams.launch(plan.join, lane)
+        streams.launch(plan.join if together is None else together.receive, lane)
+        return True
 
 
 class _Coming:
     """See `Homecoming`."""
 
     __slots__ = (
-        "_closed", "_plan", "_received", "_transport", "addresses", "bias_addresses", "own", "own_bias", "reels", "rows",
+        "_begun", "_closed", "_gathering", "_received", "_together", "_transport",
+        "addresses", "bias_addresses", "key", "own", "own_bias", "plan", "plans", "reels", "rows",
     )  # fmt: skip
 
-    def __init__(self, transport: CopyEngineTransport, plan: HomePrograms) -> None:
+    def __init__(self, transport: CopyEngineTransport, key: Any, plans: tuple[HomePrograms, HomePrograms]) -> None:
         self._transport = transport
-        self._plan = plan
-        self._received = self._closed = False
+        self.key, self.plans = key, plans
+        self.plan = plan = plans[transport._home_turn]
+        self._begun = self._received = self._closed = False
+        self._gathering: _Arriving | None = None
+        self._together: Together | None = None
         self.addresses = plan.addresses
         self.reels = plan.reels
         self.own = plan.own
         self.rows = plan.own.shape[1]
         self.bias_addresses, self.own_bias = (None, None) if plan.bias is None else plan.bias[:2]
 
+    def begin(self) -> None:
+        lane, _ = self._transport._enter()
+        self._begin()
+        self._transport.streams.launch(self.plan.start, lane)
+
+    def begun_with(self, gathering: _Arriving, together: Together) -> None:
+        """It has begun with a gather, which is closed by what both say together."""
+        self._begin()
+        self._gathering, self._together = gathering, together
+
+    def _begin(self) -> None:
+        assert not self._begun, "a homecoming begins once"
+        self._begun = True
+        here = self._transport
+        here._homecoming, here._home_turn = self, 1 - here._home_turn
+
     def receive(self) -> tuple[list[Tensor], list[Tensor]]:
         if not self._received:
+            assert self._begun, "a homecoming begins in front of its backward"
             self._received = True
-            streams = self._transport.streams
-            streams.launch(self._plan.receive, streams.main())
-        bias = self._plan.bias
-        return self._plan.regions, [] if bias is None else bias[2]
+            gathering, together = self._gathering, self._together
+            if gathering is None or together is None or not gathering.join(together):
+                streams = self._transport.streams
+                streams.launch(self.plan.receive, streams.main())
+        bias = self.plan.bias
+        return self.plan.regions, [] if bias is None else bias[2]
 
     def close(self) -> None:
         if not self._closed:
@@ -561,7 +595,7 @@ class _Coming:
             if self._transport._homecoming is self:
                 self._transport._homecoming = None
             streams = self._transport.streams
-            streams.launch(self._plan.close, streams.main())
+            streams.launch(self.plan.close, streams.main())
 
 
 class _Fetching:

@@ -21,9 +21,11 @@ Note [A gather]
     table behind the rows of far.
     All of this is enqueued before the caller launches the kernel, and nothing of it needs an SM: the kernel may hold all of
     them while it waits. Packing, and zeroing the guard rows of far, do need SMs: they stand on the caller's stream in front
-    of the kernel. `close` joins all three streams. So the slot is free when it has returned, as is what was lent; and `room`
-    and `full` of a call have been taken by all before anybody says them again: an owner takes each `room` before it says the
-    `full` of that push, and the reader says `room` again once it has taken every `full`, whereupon the others follow in turn.
+    of the kernel. What the caller's stream has to say it says at once, behind packing; in a capture it is events that start the
+    other streams there, and it says the rest in front of packing, where no push waits for it. `close` joins all three streams. So
+    the slot is free when it has returned, as is what was lent; and `room` and `full` of a call have been taken by all before
+    anybody says them again: an owner takes each `room` before it says the `full` of that push, and the reader says `room` again
+    once it has taken every `full`, whereupon the others follow in turn.
     Why pushes: reads queue their requests behind rows that the GPU sends at the same time, writes are posted (kernels/hopper/
     NOTES.md has the numbers). Why one stream of them: several share the link, and the first rows come later. And why turns:
     halves of shards are of different lengths, owners drift apart, and two that meet at one reader go at less than half the
@@ -141,13 +143,15 @@ class GatherPrograms:
     Attributes:
         course: What the watch says of the caller's stream and the herald.
         pushing: Likewise of the side stream.
-        start: On the caller's stream, in front of packing.
+        start: On the caller's stream.
+        starts_last: It stands behind packing, and not in front of it.
         cleared: What packing clears, without rows of far and with them; None: the start does it, or nothing is fetched.
-        announce: On the caller's stream, behind packing; None: nothing is packed, and the start does it.
         push: On the side stream; None where nobody reads, and nobody is skipped.
         herald: On the herald; None where nothing is fetched, and where rows are kept: then it depends on the address.
         joining: On the caller's stream: it waits for the others.
-        join: Likewise, and then goes on.
+        join: On the caller's stream: it waits for the others, and then goes on.
+        beginning: What the start says.
+        ending: What the join says between that and being done with the ring.
         packed: Where this rank's rows are packed; None where nobody reads them or the caller has put them there.
         bias: Where this rank's bias of keys goes, in the slot (None: nobody reads it) and in the table, and the table.
         far: All of it, with the keys and the values in it.
@@ -163,12 +167,14 @@ class GatherPrograms:
     course: Course
     pushing: Course
     start: Program
+    starts_last: bool
     cleared: tuple[Cleared, Cleared] | None
-    announce: Program | None
     push: Program | None
     herald: Program | None
     joining: Program
     join: Program
+    beginning: Sequence[Op]
+    ending: Sequence[Op]
     packed: Tensor | None
     bias: tuple[Tensor | None, Tensor, Tensor] | None
     far: tuple[Tensor, Tensor, Tensor]
@@ -209,25 +215,29 @@ def gather_programs(
     # what packs lowers the flags and the error word: each takes longer in stream order
     lowered: list[Op] = [Write(here.flag(g, fetch.step), 0) for g in range(here.groups) for fetch in fetches]
     lowered += words.lower_error() if fetches else []
-    starts = [*(words.start(HERALD_START) if fetches else []), *(words.start(START) if sides else [])]
-    start = [*(words.side_is_free() if sides else []), *(lowered if packed is None else [])]
-    start += [*words.at_kernel(number), *(starts if packed is None else [])]
-    joining = [words.at(number, JOINING)]
-    join = [*(words.take_done(DONE) if sides else []), *(words.take_done(HERALD_DONE) if fetches else [])]
+    beginning = [*(words.side_is_free() if sides else []), *(lowered if packed is None else [])]
+    beginning += words.at_kernel(number)
+    beginning += [*(words.start(HERALD_START) if fetches else []), *(words.start(START) if sides else [])]
+    joining, captured = [words.at(number, JOINING)], words.streams.capturing()
+    # in a capture it is said in front of the events by which streams join
+    ending = [*(words.take_done(DONE) if sides else []), *(words.take_done(HERALD_DONE) if fetches else [])]
     turn = [here.station.room(words.nearest, words.rank)] if fetches else []
-    join += [words.proceed, *say(turn), *words.leave()]
+    ending += [words.proceed, *say(turn)]
+    join = [*([] if captured else joining), *ending, *words.leave()]
     if not fetches and not sides:
-        start, joining, join = [], [], []
+        beginning, joining, ending, join = [], [], [], []
     return GatherPrograms(
         course,
         pushing,
-        start=compile_(start),
+        start=compile_(beginning),
+        starts_last=packed is not None and not captured,
         cleared=here.cleared,
-        announce=compile_(starts) if packed is not None else None,
         push=compile_(push) if sides else None,
         herald=compile_(aim(None)) if fetches and not keep else None,
         joining=compile_(joining),
-        join=compile_([*joining, *join]),
+        join=compile_(join),
+        beginning=beginning,
+        ending=ending,
         packed=packed,
         bias=None if bias is None else bias.places(published=packed is not None),
         far=(far, far[..., : here.dim], far[..., here.dim :]),

@@ -5,9 +5,9 @@ the table of what earlier calls have made. Refuses to know what is enqueued, and
 
 Note [Seen before]
     Whatever follows from shapes and plans alone is made at first sight: programs, views, tables of addresses. A later call
-    finds it by one look into a table and enqueues it: a gather costs the host five driver calls and a launch, a post one
-    driver call per copy and one or two more. What kernels were launched over such memory is kept with its programs (Note [Reel] of
-    kernels/record_triton.py). Growing buffers forget the table, so what is found there fits.
+    finds it by one look into a table and enqueues it: a gather costs the host four driver calls and a launch, a homecoming that
+    begins with it one more, a post one driver call per copy and one or two more. What kernels were launched over such memory is
+    kept with its programs (Note [Reel] of kernels/record_triton.py). Growing buffers forget the table, so what is found there fits.
 """
 
 from __future__ import annotations

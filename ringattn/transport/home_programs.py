@@ -1,12 +1,14 @@
 """What a homecoming comes down to: the constant programs of one rank, built once per shape.
 
-Owns whom a rank waits for before its kernel writes into their memory and before it reads its own, and where each contribution
-lies. Refuses to know kernels, and when a program is enqueued (copy_engine.py).
+Owns whom a rank waits for before its kernel writes into their memory and before it reads its own, where each contribution
+lies, and what it says together with the gather of the same backward. Refuses to know kernels, and when a program is enqueued
+(copy_engine.py).
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,10 +17,26 @@ from torch import Tensor
 
 from ringattn.kernels.contract import Reels
 from ringattn.schedule import Collection
+from ringattn.transport.gather_programs import GatherPrograms
 from ringattn.transport.stations import Station, say, take, view_bytes
-from ringattn.transport.streams import Op, Program
-from ringattn.transport.watch import ENTERING, RECEIVING, Course
+from ringattn.transport.streams import Op, Program, Streams
+from ringattn.transport.watch import RECEIVING, STARTING, Course
 from ringattn.transport.words import Words
+
+
+@dataclass(frozen=True)
+class Together:
+    """What a gather and a homecoming that begins with it say next to each other, at the price of one batch of words.
+
+    Attributes:
+        start: In place of both starts, where that of the gather stands.
+        joining: In place of the gather's.
+        receive: In place of the gather's join and of the homecoming's `receive`.
+    """
+
+    start: Program
+    joining: Program
+    receive: Program
 
 
 @dataclass(eq=False)
@@ -30,6 +48,10 @@ class HomePrograms:
         start: In front of the kernel: the homes of this rank's owners are free.
         receive: Behind it: what this rank has written is there, and it waits for what others write.
         close: Behind the sum: others may write again.
+        beginning: What start says before the caller's stream goes on to the kernel.
+        telling: What receive says first: what this rank has written is there.
+        receiving: Then: it waits for what others write.
+        ending: Then: the waits, and that it goes on.
         addresses: See `Homecoming`.
         own: Likewise.
         regions: What came home, one per reader.
@@ -42,12 +64,38 @@ class HomePrograms:
     start: Program
     receive: Program
     close: Program
+    beginning: Sequence[Op]
+    telling: Sequence[Op]
+    receiving: Sequence[Op]
+    ending: Sequence[Op]
     addresses: Tensor
     own: Tensor
     regions: list[Tensor]
     bias: tuple[Tensor, Tensor, list[Tensor]] | None
     keep: Any
     reels: Reels = field(default_factory=Reels)
+    _together: dict[GatherPrograms, Together] = field(default_factory=dict)
+
+    def beside(self, gather: GatherPrograms, streams: Streams) -> Together:
+        """What both say together.
+
+        Args:
+            gather: The gather that it begins with.
+            streams: The way to the device.
+        """
+        found = self._together.get(gather)
+        if found is None and not self.receiving:
+            # nobody comes home
+            found = self._together[gather] = Together(gather.start, gather.joining, gather.join)
+        elif found is None:
+            # one place stands for both joins: what the second one would read is lost if what the first one waits for is
+            joining = [] if streams.capturing() else self.receiving
+            found = self._together[gather] = Together(
+                start=streams.compile([*self.beginning, *gather.beginning]),
+                joining=streams.compile(self.receiving),
+                receive=streams.compile([*joining, *gather.ending, *self.telling, *self.ending]),
+            )
+        return found
 
 
 def home_programs(
@@ -81,16 +129,17 @@ def home_programs(
     readers = [send.peer for send in collection.readers]
     course = Course(what, tuple(dict.fromkeys((*owners, *readers))), collection.first + 1)
     number = words.watch.number(course)
-    start: list[Op] = [words.at(number, ENTERING)]
+    beginning: list[Op] = [words.at(number, STARTING)]
     for owner in owners:
-        start += take(station.free(me, owner))
-    start += words.at_kernel(number)
-    receive = [*say([station.full(owner, me) for owner in owners]), words.at(number, RECEIVING)]
+        beginning += take(station.free(me, owner))
+    start = [*beginning, *words.at_kernel(number)]
+    telling, receiving = say([station.full(owner, me) for owner in owners]), [words.at(number, RECEIVING)]
+    ending = list[Op]()
     for reader in readers:
-        receive += take(station.full(me, reader))
-    receive += [words.proceed, *words.leave()]
+        ending += take(station.full(me, reader))
+    ending += [words.proceed, *words.leave()]
     if not owners and not readers:
-        start, receive = [], []
+        beginning, start, telling, receiving, ending = [], [], [], [], []
     addresses = [own.data_ptr()]
     addresses += [station.rows(fetch.owner) + (fetch.step - 1) * stride for fetch in collection.fetches]
     table = torch.tensor([addresses, [x + behind for x in addresses]], dtype=torch.int64).to(own.device)
@@ -102,8 +151,12 @@ def home_programs(
     return HomePrograms(
         course,
         start=compile_(start),
-        receive=compile_(receive),
+        receive=compile_([*telling, *receiving, *ending]),
         close=compile_(say([station.free(reader, me) for reader in readers])),
+        beginning=beginning,
+        telling=telling,
+        receiving=receiving,
+        ending=ending,
         addresses=table[0],
         own=view_bytes(own, whole, torch.float32),
         regions=[station.view(whole, torch.float32, place) for place in places],

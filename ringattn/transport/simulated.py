@@ -18,7 +18,7 @@ from torch import Tensor
 from ringattn.kernels.contract import Arrivals, Reels
 from ringattn.parcels import slices
 from ringattn.schedule import Collection, Nodes
-from ringattn.transport.base import Parcel, Pending, Reply, Seat
+from ringattn.transport.base import Homecoming, Parcel, Pending, Reply, Seat
 
 T = TypeVar("T")
 
@@ -152,6 +152,7 @@ class SimulatedGatherer:
         *,
         key_bias: Tensor | None = None,
         keep: bool = False,
+        home: Homecoming | None = None,
     ) -> _Gathered:
         """See `Gatherer.gather`."""
         assert k.shape[2] % groups == 0, "head groups divide the key heads"
@@ -164,7 +165,12 @@ class SimulatedGatherer:
             table = torch.cat((key_bias, self._fetch(key_bias, nobody, collection, what)), 1)
         arrivals = self.arrived(collection, groups, k.device)
         kept = far.clone() if keep else None
-        return _Gathered(far, far[..., : k.shape[-1]], far[..., k.shape[-1] :], kept, table, arrivals)
+        gathered = _Gathered(far, far[..., : k.shape[-1]], far[..., k.shape[-1] :], kept, table, arrivals)
+        if home is not None:
+            assert isinstance(home, _Homes), "a homecoming of the same ring"
+            home.begin()
+            home.gathered = gathered
+        return gathered
 
     def _fetch(self, mine: Tensor, far: Tensor, collection: Collection, what: str) -> Tensor:
         """Far, with the rows of all others in it; rows are dimension 1."""
@@ -229,6 +235,8 @@ class _Homes:
         b, hk, width = shape
         self._hub, self._rank, self._collection, self._what = hub, rank, collection, what
         self.rows = collection.slot_rows
+        self.gathered: _Gathered | None = None
+        self._begun = False
         sides = len(collection.fetches) + 1
         self._made = torch.full((sides, b, self.rows, hk, width), float("nan"), dtype=torch.float32, device=device)
         self.own = self._made[0]
@@ -240,7 +248,13 @@ class _Homes:
         self.own_bias = None if self._biases is None else self._biases[0]
         self.bias_addresses = None if self._biases is None else _addresses(self._biases)
 
+    def begin(self) -> None:
+        self._begun = True
+
     def receive(self) -> tuple[list[Tensor], list[Tensor]]:
+        assert self._begun, "a homecoming begins before its backward"
+        if self.gathered is not None:
+            self.gathered.close()
         return self._exchange(self._made), [] if self._biases is None else self._exchange(self._biases)
 
     def _exchange(self, regions: Tensor) -> list[Tensor]:

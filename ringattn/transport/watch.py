@@ -57,9 +57,8 @@ HOST_WORDS = 16
 
 # where the caller's stream is: the low bits of PLACE. The others name the course it is on
 # ELSEWHERE may wait before a gather, once the ring has failed: it is let go like all who wait for nothing but that
-# ENTERING waits for peers too, but a kernel comes next whose rows are already on their way
 # CROSSING waits for a transfer between nodes, which no word lets go
-ELSEWHERE, STARTING, KERNEL, JOINING, RECEIVING, FETCHING, ENTERING, CROSSING = range(8)
+ELSEWHERE, STARTING, KERNEL, JOINING, RECEIVING, FETCHING, CROSSING = range(7)
 PLACES = 8
 
 # words of the device; POSTED is the first of POSTS. Kernels read ERROR: it is as aligned as what allocators give
@@ -268,19 +267,19 @@ class Watch:
                 flags = [(address + 4 * i) for address, count in list(here.flags) for i in range(count)]
                 self._streams.rescue([Write(address, -1) for address in flags])
                 return
-            if self._beside() and place != ENTERING:
+            if self._beside():
                 self._streams.rescue([Write(word, 1) for word in (*list(here.full), *list(here.room), gate)])
                 return
             self._streams.rescue([Write(gate, 0)])
-            if place in (KERNEL, CROSSING) or (self._beside() and place != ENTERING):
+            if place in (KERNEL, CROSSING) or self._beside():
                 return  # it had more to do, or nothing here lets it go
             if place == RECEIVING:
                 for address, num_bytes in list(here.own):
                     self._streams.fill(address, num_bytes)
-            if place in (JOINING, FETCHING):
+            if place in (JOINING, RECEIVING, FETCHING):
                 for address, num_bytes in list(here.received):
                     self._streams.fill(address, num_bytes)
-            let_go = {STARTING: here.free, ENTERING: here.free, RECEIVING: here.home}.get(place, set())
+            let_go = {STARTING: here.free, RECEIVING: here.home}.get(place, set())
             self._stepping = True
             self._streams.rescue([*(Write(word, 1) for word in list(let_go)), Write(proceed, 1)])
 
