@@ -2,8 +2,8 @@
 
 Owns the hooks that mkdocs.yml names. Refuses to know what any page says. On a line of its own
 
-    <!-- readme: Changes -->       becomes the body of the README's section "Changes"
-    <!-- public: the rest -->      becomes the docstrings of the public names that the page does not place itself
+    <!-- readme: Numerics contract -->  becomes the body of the README's section of that name
+    <!-- public: the rest -->           becomes the docstrings of the public names that the page does not place itself
 """
 
 from __future__ import annotations
