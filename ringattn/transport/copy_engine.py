@@ -126,6 +126,9 @@ class CopyEngineTransport(Holdings):
             places.append(kept)
         if not found.starts_last:
             launch(start, lane)
+        if found.opening is not None:
+            streams.order(lane, streams.side)
+            launch(found.opening, streams.side)
         cleared = None
         if found.cleared is not None:
             cleared = found.cleared[far is next(iter(places), None)]

@@ -21,11 +21,11 @@ Note [A gather]
     table behind the rows of far.
     All of this is enqueued before the caller launches the kernel, and nothing of it needs an SM: the kernel may hold all of
     them while it waits. Packing, and zeroing the guard rows of far, do need SMs: they stand on the caller's stream in front
-    of the kernel. What the caller's stream has to say it says at once, behind packing; in a capture it is events that start the
-    other streams there, and it says the rest in front of packing, where no push waits for it. `close` joins all three streams. So
-    the slot is free when it has returned, as is what was lent; and `room` and `full` of a call have been taken by all before
-    anybody says them again: an owner takes each `room` before it says the `full` of that push, and the reader says `room` again
-    once it has taken every `full`, whereupon the others follow in turn.
+    of the kernel. What the caller's stream has to say it says at once, behind packing. In a capture it is events that start the
+    other streams: it says all in front of packing, where no copy waits for it, and beside packing the side stream takes its first
+    turn. `close` joins all three streams. So the slot is free when it has returned, as is what was lent; and `room` and `full` of
+    a call have been taken by all before anybody says them again: an owner takes each `room` before it says the `full` of that
+    push, and the reader says `room` again once it has taken every `full`, whereupon the others follow in turn.
     Why pushes: reads queue their requests behind rows that the GPU sends at the same time, writes are posted (kernels/hopper/
     NOTES.md has the numbers). Why one stream of them: several share the link, and the first rows come later. And why turns:
     halves of shards are of different lengths, owners drift apart, and two that meet at one reader go at less than half the
@@ -146,6 +146,7 @@ class GatherPrograms:
         start: On the caller's stream.
         starts_last: It stands behind packing, and not in front of it.
         cleared: What packing clears, without rows of far and with them; None: the start does it, or nothing is fetched.
+        opening: On the side stream, beside packing: what it says in front of the first copy; None: the push does.
         push: On the side stream; None where nobody reads, and nobody is skipped.
         herald: On the herald; None where nothing is fetched, and where rows are kept: then it depends on the address.
         joining: On the caller's stream: it waits for the others.
@@ -169,6 +170,7 @@ class GatherPrograms:
     start: Program
     starts_last: bool
     cleared: tuple[Cleared, Cleared] | None
+    opening: Program | None
     push: Program | None
     herald: Program | None
     joining: Program
@@ -210,7 +212,12 @@ def gather_programs(
     stops = stops if skipped is None else ((first + 1, skipped[0]), *stops)
     pushing = Course(what, peers, first + 1, stops, "waiting for its turn at")
     push = _push(words, here, collection, words.watch.number(pushing))
-    aim = _herald(words, here, fetches, number)
+    aim, captured = _herald(words, here, fetches, number), words.streams.capturing()
+    opening = list[Op]()
+    if captured and packed is not None:
+        # only copies must wait for packing, and there an event says when it is over
+        first_copy = next((i for i, op in enumerate(push) if isinstance(op, Copy)), 0)
+        opening, push = push[:first_copy], push[first_copy:]
 
     # what packs lowers the flags and the error word: each takes longer in stream order
     lowered: list[Op] = [Write(here.flag(g, fetch.step), 0) for g in range(here.groups) for fetch in fetches]
@@ -218,7 +225,7 @@ def gather_programs(
     beginning = [*(words.side_is_free() if sides else []), *(lowered if packed is None else [])]
     beginning += words.at_kernel(number)
     beginning += [*(words.start(HERALD_START) if fetches else []), *(words.start(START) if sides else [])]
-    joining, captured = [words.at(number, JOINING)], words.streams.capturing()
+    joining = [words.at(number, JOINING)]
     # in a capture it is said in front of the events by which streams join
     ending = [*(words.take_done(DONE) if sides else []), *(words.take_done(HERALD_DONE) if fetches else [])]
     turn = [here.station.room(words.nearest, words.rank)] if fetches else []
@@ -232,6 +239,7 @@ def gather_programs(
         start=compile_(beginning),
         starts_last=packed is not None and not captured,
         cleared=here.cleared,
+        opening=compile_(opening) if opening else None,
         push=compile_(push) if sides else None,
         herald=compile_(aim(None)) if fetches and not keep else None,
         joining=compile_(joining),
