@@ -44,7 +44,7 @@ from ringattn.launch.bench_server import CannotBench, Server, bench_server, red_
 from ringattn.launch.distributed import Refusal
 from ringattn.launch.figures import draw_inference, draw_lengths, draw_ring
 from ringattn.launch.problems import Problem
-from ringattn.launch.session import Session, describe, machine, open_session, parse, table, write_json
+from ringattn.launch.session import Keep, Session, describe, machine, open_session, parse, table, write_json
 
 ANSWER_COLUMNS = {
     "ttft_ms": "{:.1f}",
@@ -344,7 +344,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if isinstance(args, Inference):
             return report_inference(args, session, line)
         try:
-            kind, rows = measure(args, session)
+            kind, rows = measure(args, session, keeper(args.out / f"{args.name}.json", session, line))
         except Refusal as error:
             return fail([str(error)], session)
         if rows is None:
@@ -363,25 +363,37 @@ def fail(reasons: Sequence[str], session: Session) -> int:
     return int(bool(reasons))
 
 
+def keeper(path: Path, session: Session, line: dict[str, Any]) -> Keep:
+    """Writes all rows so far as JSON, on rank 0."""
+
+    def keep(rows: list[dict[str, Any]]) -> None:
+        if session.rank == 0:
+            write_json(path, {"machine": line, "rows": rows})
+
+    return keep
+
+
 def measure(
-    args: Ring | Memory | Model | Exchange | Prefill, session: Session
+    args: Ring | Memory | Model | Exchange | Prefill, session: Session, keep: Keep
 ) -> tuple[str, list[dict[str, Any]] | None]:
-    """The name of a bench over ranks, and its rows; None when its check is red."""
+    """The name of a bench over ranks, and its rows, which it has kept; None when its check is red."""
     if isinstance(args, Ring):
-        return "ring", bench_ring(args, session)
+        return "ring", bench_ring(args, session, keep)
     if isinstance(args, Exchange):
-        return "exchange", bench_exchange(args, session)
+        rows = bench_exchange(args, session)
+        if rows is not None:  # they are checked once more after they were timed
+            keep(rows)
+        return "exchange", rows
     if isinstance(args, Model):
-        return "model", bench_model(args, session)
+        return "model", bench_model(args, session, keep)
     if isinstance(args, Prefill):
-        return "prefill", bench_prefill(args, session)
-    return "memory", bench_memory(args, session)
+        return "prefill", bench_prefill(args, session, keep)
+    return "memory", bench_memory(args, session, keep)
 
 
 def report(kind: str, rows: Sequence[dict[str, Any]], line: dict[str, Any], path: Path) -> None:
-    """Shows and keeps the rows of a bench: PATH.json, and a picture of `bench ring` or `bench memory` where one can be drawn."""
+    """Shows the rows of a bench, which are in PATH.json, and draws those of `bench ring` and `bench memory` where that can be."""
     tabulate(kind, rows)
-    write_json(path.with_name(f"{path.name}.json"), {"machine": line, "rows": rows})
     picture = path.with_name(f"{path.name}.png")
     drawn = False
     with contextlib.suppress(ModuleNotFoundError):
@@ -425,7 +437,7 @@ def report_decode(args: Decode, session: Session, line: dict[str, Any]) -> int:
 
 def report_products(args: Products, session: Session, line: dict[str, Any]) -> int:
     """Measures products and shows what was found; returns the exit code: 1 when an answer was wrong."""
-    rows = bench_products(args, session)
+    rows = bench_products(args, session, keeper(args.out / f"{args.name}.json", session, line))
     report("products", rows, line, args.out / args.name)
     return int(any(str(row.get("refused")).startswith("wrong") for row in rows))
 
@@ -446,12 +458,7 @@ def report_host(args: Host, session: Session, line: dict[str, Any]) -> int:
 def report_inference(args: Inference, session: Session, line: dict[str, Any]) -> int:
     """Measures inference, keeping rows as they come, and shows a table per part; returns the exit code."""
     path = args.out / f"{args.name}.json"
-
-    def keep(rows: Sequence[dict[str, Any]]) -> None:
-        if session.rank == 0:
-            write_json(path, {"machine": line, "rows": rows})
-
-    rows = bench_inference(args, session, keep)
+    rows = bench_inference(args, session, keeper(path, session, line))
     if rows is None:
         session.say("red: no speed is shown until the check is green")
         return 1

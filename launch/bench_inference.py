@@ -69,7 +69,7 @@ from ringattn.launch.inference_model import (
 )
 from ringattn.launch.problems import Problem, teraflops
 from ringattn.launch.ring_contenders import prepare_ours
-from ringattn.launch.session import Session, check_numbers
+from ringattn.launch.session import Keep, Session, check_numbers
 from ringattn.launch.training.meter import mfu, peak_flops
 from ringattn.launch.turns import Time, reason, time_together
 
@@ -77,7 +77,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 Part = Literal["prefill", "attention", "first", "token", "throughput", "generate", "written"]
-Keep = Callable[[list[dict[str, Any]]], None]
 Made = TypeVar("Made")
 
 OVERHEAD_US = 15.0

@@ -34,7 +34,7 @@ from ringattn.launch.check import DTYPES
 from ringattn.launch.problems import DTypeName, MaskName, Problem
 from ringattn.launch.ring_contenders import prepare_ours
 from ringattn.launch.rings import ScheduleName, lonely_ring, open_rings, shown_name
-from ringattn.launch.session import Session
+from ringattn.launch.session import Keep, Session
 from ringattn.layout import make_shards
 from ringattn.schedule import RankPlan, collect, make_plan
 from ringattn.sharding import Sharding
@@ -195,8 +195,13 @@ def _transfers(part: RankPlan, per_row: int, own_rows: int) -> dict[str, int]:
     return sizes
 
 
-def bench_memory(args: Memory, session: Session) -> list[dict[str, Any]] | None:
+def bench_memory(args: Memory, session: Session, keep: Keep) -> list[dict[str, Any]] | None:
     """Rows of memory, one per length, head count and ring; None when the check is red.
+
+    Args:
+        args: What.
+        session: The ranks.
+        keep: Who gets the rows.
 
     Raises:
         Refusal: None of the rings can be, on any rank alike.
@@ -220,6 +225,7 @@ def bench_memory(args: Memory, session: Session) -> list[dict[str, Any]] | None:
                 f"  {problem.seq_len} tokens, {who}: {_gib(row['peak_gib'])}, predicted {_gib(row['predicted_gib'])}"
             )
             rows.append(row)
+            keep(rows)
     return rows
 
 

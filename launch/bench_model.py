@@ -39,7 +39,7 @@ from ringattn.launch.bench_ring import GIB, outside_torch, verify
 from ringattn.launch.check import DTYPES
 from ringattn.launch.contenders import Refused
 from ringattn.launch.problems import Problem
-from ringattn.launch.session import Session, check_numbers
+from ringattn.launch.session import Keep, Session, check_numbers
 from ringattn.launch.training.meter import mfu, peak_flops
 from ringattn.launch.training.model import Block, ModelConfig, Transformer, recompute_
 
@@ -248,8 +248,14 @@ def disagreement(args: Model, model: Transformer, ring: ringattn.Ring, session: 
     return wrong
 
 
-def bench_model(args: Model, session: Session) -> list[dict[str, Any]] | None:
-    """Rows of training steps, one per length and attention; None when the check is red."""
+def bench_model(args: Model, session: Session, keep: Keep) -> list[dict[str, Any]] | None:
+    """Rows of training steps, one per length and attention; None when the check is red.
+
+    Args:
+        args: What.
+        session: The ranks.
+        keep: Who gets the rows.
+    """
     problem = Problem("causal", 4096, 1, args.heads, args.kv_heads, args.head_dim, args.dtype, 4096)
     if session.device.type == "cuda" and not verify([problem], ("zigzag",), session, "auto"):
         return None
@@ -275,6 +281,7 @@ def bench_model(args: Model, session: Session) -> list[dict[str, Any]] | None:
                     )
             rows.append(row)
             session.say(f"  {length} tokens, {layers} layers, {who}: {_said(row)}")
+            keep(rows)
         ring.close()
         del model, optimizer
         gc.collect()

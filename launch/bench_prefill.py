@@ -27,7 +27,7 @@ from ringattn.launch.check import DTYPES, CheckArgs, check, show
 from ringattn.launch.check_inference import inference_cases
 from ringattn.launch.problems import DTypeName, Problem, teraflops
 from ringattn.launch.rings import ScheduleName, check_schedules, make_ring
-from ringattn.launch.session import Session, check_numbers
+from ringattn.launch.session import Keep, Session, check_numbers
 from ringattn.launch.turns import time_together
 
 IN_PLACE = 1024
@@ -85,8 +85,14 @@ class Prefill:
                 )
 
 
-def bench_prefill(args: Prefill, session: Session) -> list[dict[str, Any]] | None:
-    """A row per prompt and contender; None when the check is red."""
+def bench_prefill(args: Prefill, session: Session, keep: Keep) -> list[dict[str, Any]] | None:
+    """A row per prompt and contender; None when the check is red.
+
+    Args:
+        args: What.
+        session: The ranks.
+        keep: Who gets the rows.
+    """
     check_schedules([args.schedule], session)
     cases = [case for case in inference_cases(quick=True, device=session.device.type) if case.dtype == args.dtype]
     verdict = check(session, cases, CheckArgs(impl=args.impl, schedule=args.schedule, ahead=False))
@@ -100,6 +106,7 @@ def bench_prefill(args: Prefill, session: Session) -> list[dict[str, Any]] | Non
     rows = []
     for total in args.total:
         rows += measure(args, total, ring, session)
+        keep(rows)
         ring.close()
     return rows
 

@@ -9,6 +9,7 @@ Note [Weights]
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -23,7 +24,7 @@ from ringattn.kernels import few_rows
 from ringattn.launch.bench_decode import CACHED, bandwidth
 from ringattn.launch.check import DTYPES
 from ringattn.launch.problems import DTypeName
-from ringattn.launch.session import Session, check_numbers
+from ringattn.launch.session import Keep, Session, check_numbers
 from ringattn.launch.turns import reason, time_calls
 
 READ = 2**29
@@ -142,20 +143,23 @@ class Case:
         return None if off <= allowed else f"wrong answer: off by {off:.2e} of its size, {allowed:.2e} allowed"
 
 
-def bench_products(args: Products, session: Session) -> list[dict[str, Any]]:
+def bench_products(args: Products, session: Session, keep: Keep) -> list[dict[str, Any]]:
     """Rows of every product, number of rows and contender; a wrong answer has no time.
 
     Args:
         args: What.
         session: One process.
+        keep: Who gets the rows.
     """
     if session.world_size > 1:
         raise SystemExit("bench products must run in one process; start it with python -m")
-    if session.device.type != "cuda":
-        return list(_rows(args, session))
+    rows: list[dict[str, Any]] = []
     # graphs cannot be captured from the default stream
-    with torch.cuda.stream(torch.cuda.Stream(session.device)):
-        return list(_rows(args, session))
+    with torch.cuda.stream(torch.cuda.Stream()) if session.device.type == "cuda" else contextlib.nullcontext():
+        for row in _rows(args, session):
+            rows.append(row)
+            keep(rows)
+    return rows
 
 
 def _rows(args: Products, session: Session) -> Iterator[dict[str, Any]]:

@@ -32,7 +32,7 @@ from ringattn.launch.check import DTYPES, Case, CheckArgs, check, show
 from ringattn.launch.problems import DTypeName, MaskName, Problem, same_work, teraflops
 from ringattn.launch.ring_contenders import PeerName, Peers, RingContender, attempt, deal, judge, prepare_ours
 from ringattn.launch.rings import ScheduleName, lonely_ring, open_rings, shown_name
-from ringattn.launch.session import Session
+from ringattn.launch.session import Keep, Session
 from ringattn.launch.turns import Time, time_together
 from ringattn.schedule import make_plan, moved_rows
 from ringattn.visibility import Visibility
@@ -180,8 +180,13 @@ def bytes_received(problem: Problem, sharding: ringattn.Sharding) -> dict[str, i
     return found
 
 
-def bench_ring(args: Ring, session: Session) -> list[dict[str, Any]] | None:
+def bench_ring(args: Ring, session: Session, keep: Keep) -> list[dict[str, Any]] | None:
     """Rows of the ring, one per problem, layout and contender; None when the check is red.
+
+    Args:
+        args: What.
+        session: The ranks.
+        keep: Who gets the rows.
 
     Raises:
         Refusal: None of the rings can be, on any rank alike.
@@ -207,6 +212,7 @@ def bench_ring(args: Ring, session: Session) -> list[dict[str, Any]] | None:
                 for row in found:
                     session.say(_brief(row))
                 rows += found
+                keep(rows)
                 _forget(rings, session)
     return rows
 

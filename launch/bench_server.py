@@ -43,14 +43,12 @@ from typing import Any, Literal
 
 from ringattn.launch.asking import Answer, ServerClient, message_of
 from ringattn.launch.serving.config import KEY
-from ringattn.launch.session import check_numbers
+from ringattn.launch.session import Keep, check_numbers
 
 WARM_TOKENS = 2
 """Tokens of an answer that only warms."""
 BUSY_PERCENT = 70.0
 """A client that is busier than this is said to be: its own delays begin to be in the times."""
-
-Keep = Callable[[list[dict[str, Any]]], None]
 
 
 class CannotBench(RuntimeError):

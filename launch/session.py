@@ -17,7 +17,7 @@ import shlex
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -29,6 +29,8 @@ from torch import Tensor
 from ringattn.launch.distributed import RESTARTS, Refusal, join_ranks
 
 Args = TypeVar("Args")
+Keep = Callable[[list[dict[str, Any]]], None]
+"""Who gets all rows so far after each measurement, on every rank: a run that is cut off keeps what it has."""
 
 FROM_ZERO = ("nccl_max_ctas", "outer_ctas", "simulate", "warmup", "window")
 """Counts of which none is meant, though their defaults are others."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import doctest
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -36,6 +37,29 @@ def test_every_attention_has_a_row_and_only_those_that_run_have_a_speed(pool, tm
         else:
             assert row["refused"] == "runs among several GPUs only"
             assert "step_s" not in row
+
+
+def _cut_off(out: str) -> None:
+    right = bench_model._measure
+
+    def end(*given: Any) -> dict[str, Any]:
+        if given[3].sharding.seq_len == 128:
+            raise InterruptedError("cut off")
+        return right(*given)
+
+    bench_model._measure = end
+    try:
+        with pytest.raises(InterruptedError):
+            _bench(out)
+    finally:
+        bench_model._measure = right
+
+
+@pytest.mark.dist
+def test_a_run_that_is_cut_off_leaves_what_it_has_measured(pool, tmp_path: Path) -> None:
+    pool(2).run(_cut_off, str(tmp_path))
+    rows = json.loads((tmp_path / "model.json").read_text())["rows"]
+    assert [(row["seq_len"], row["who"]) for row in rows] == [(63, who) for who in Model().attentions]
 
 
 def _wrong(q: Tensor, k: Tensor, v: Tensor, sharding: ringattn.Sharding, **mask: object) -> Tensor:

@@ -945,6 +945,32 @@ def test_the_standard_of_a_problem_is_the_reference_on_its_last_heads(mask: Any,
         assert standard.ratio(name, x.detach().float().index_fill(0, torch.tensor([0]), math.nan)) == math.inf
 
 
+@pytest.mark.parametrize(
+    ("kind", "words", "first", "rows"),
+    [
+        ("ring", [*TINY, "--tokens", "24", "48", "--rounds", "1", "--no-graphs"], 24, 1),
+        ("memory", [*TINY, "--lengths", "24", "48"], 24, 1),
+        ("prefill", [*TINY, "--total", "24", "48", "--chunks", "16", "--turns", "4", "--rounds", "1"], 24, 5),
+        ("products", [*PRODUCTS, "--rounds", "1"], None, 1),
+    ],
+)
+def test_a_bench_that_is_cut_off_leaves_what_it_has_measured(
+    kind: str, words: list[str], first: int | None, rows: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    whole = bench.write_json
+
+    def cut_off(path: Path, content: Any) -> None:
+        whole(path, content)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(bench, "write_json", cut_off)
+    with pytest.raises(KeyboardInterrupt):
+        bench.main([kind, *words, "--device", "cpu", "--out", str(tmp_path)])
+    kept = json.loads((tmp_path / f"{kind}.json").read_text())["rows"]
+    assert [row.get("seq_len") for row in kept] == [first] * rows
+    assert [path.name for path in tmp_path.iterdir()] == [f"{kind}.json"]
+
+
 @pytest.mark.usefixtures("_wrong_backward")
 @pytest.mark.parametrize("kind", ["ring", "memory", "host"])
 def test_no_speed_is_shown_on_a_red_check(kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
