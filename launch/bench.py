@@ -240,6 +240,9 @@ COLUMNS: dict[str, dict[str, str]] = {
     "server: latency": {"clients": "{}", "latency_ms": "{:g}", "within": "{}", "largest": "{}", **LOAD_COLUMNS},
 }
 """What the table of each bench shows of its rows, and how."""
+NOTHING_MEASURED = (
+    "nothing was measured, and no file written: all was left out; pass more --budget-s, or smaller problems"
+)
 
 
 def tabulate(kind: str, rows: Sequence[dict[str, Any]]) -> None:
@@ -406,7 +409,7 @@ def report(kind: str, rows: Sequence[dict[str, Any]], line: dict[str, Any], path
 
 
 def report_kernels(args: Kernels, session: Session, line: dict[str, Any], words: Sequence[str]) -> int:
-    """Measures kernels and shows what was found; returns the exit code: 1 when one of our answers was wrong."""
+    """Measures kernels and shows what was found; returns the exit code: 1 when an answer of ours was wrong, or all were refused."""
     path = args.out / f"{args.name}.json"
     book = bench_kernels(args, session, line, words, path)
     if book is None:
@@ -422,6 +425,8 @@ def report_kernels(args: Kernels, session: Session, line: dict[str, Any], words:
         print(f"red, and so without a speed: {one}")
     picture = path.with_suffix(".png")
     print(f"rows: {path}{f' and {picture}' if drawn else ''}")
+    if not book.red and book.rows and not any("tflops" in row for row in book.rows):
+        return fail(["every contender was refused, so nothing was timed; --who takes others"], session)
     return int(bool(book.red))
 
 
@@ -429,15 +434,21 @@ def report_decode(args: Decode, session: Session, line: dict[str, Any]) -> int:
     """Measures decode and shows what was found; returns the exit code: 1 when an answer was wrong or nothing was measured."""
     path = args.out / f"{args.name}.json"
     rows = bench_decode(args, session, line, path)
+    if not rows:
+        return fail([NOTHING_MEASURED], session)
     tabulate("decode", rows)
     print(f"rows: {path}")
     ours = [row for row in rows if row["who"] == "decode"]
-    return int(not ours or any(str(row.get("refused")).startswith("wrong") for row in ours))
+    if not any("us" in row for row in ours):
+        return fail(["no configuration of ours was timed"], session)
+    return int(any(str(row.get("refused")).startswith("wrong") for row in ours))
 
 
 def report_products(args: Products, session: Session, line: dict[str, Any]) -> int:
     """Measures products and shows what was found; returns the exit code: 1 when an answer was wrong."""
     rows = bench_products(args, session, keeper(args.out / f"{args.name}.json", session, line))
+    if not rows:
+        return fail([NOTHING_MEASURED], session)
     report("products", rows, line, args.out / args.name)
     return int(any(str(row.get("refused")).startswith("wrong") for row in rows))
 

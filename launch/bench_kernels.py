@@ -24,6 +24,7 @@ from __future__ import annotations
 import dataclasses
 import gc
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -112,7 +113,7 @@ class Kernels:
     compile_share: str = ""
 
     def __post_init__(self) -> None:
-        """Refuses contenders that nobody knows, and heads that cannot be shared."""
+        """Refuses contenders that nobody knows, heads that cannot be shared, and shares that are none."""
         for who in self.who:
             try:
                 check_kernels("auto" if who in PEERS else who)
@@ -123,6 +124,9 @@ class Kernels:
             raise ValueError(
                 f"grouped must be query heads and a divisor of them, got {self.grouped}; pass another --grouped"
             )
+        share = re.fullmatch(r"(\d+)/(\d+)", self.compile_share)
+        if self.compile_share and not (share and int(share[1]) < int(share[2])):
+            raise ValueError(f"compile_share must be i/n with i below n, got {self.compile_share}; pass such as 0/4")
 
 
 def list_problems(args: Kernels) -> dict[Problem, Group]:
@@ -474,6 +478,10 @@ def bench_kernels(
     """
     if session.world_size > 1:
         raise SystemExit("bench kernels must run in one process; start it with python -m, and bench ring with torchrun")
+    if not schedule(args):
+        raise SystemExit(
+            "bench kernels must have a problem to measure, got none; pass other --groups, --masks or --lengths"
+        )
     if args.compile_share:
         compile_share(args, session)
         return None

@@ -796,6 +796,25 @@ def test_bench_kernels_says_who_was_refused_and_why(tmp_path: Path) -> None:
             assert row["kernels"] == "eager"
 
 
+def test_bench_kernels_fails_when_nobody_was_timed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--who", "fa2", "portable", "--groups", "target", "--out", str(tmp_path)]
+    assert bench.main([*SMALL, *words]) == 1
+    assert capsys.readouterr().err == "error: every contender was refused, so nothing was timed; --who takes others\n"
+    rows = json.loads((tmp_path / "kernels.json").read_text())["rows"]
+    assert {row["who"] for row in rows if row["refused"]} == {"fa2", "portable"}
+    # a window of 16 cuts no 16 tokens
+    words = ["--groups", "lengths", "--masks", "window", "--lengths", "16", "--out", str(tmp_path / "none")]
+    with pytest.raises(SystemExit, match="bench kernels must have a problem to measure, got none; pass other --groups"):
+        bench.main([*SMALL, *words])
+    assert not (tmp_path / "none").exists()
+
+
+@pytest.mark.parametrize("share", ["x", "1", "1/", "-1/2", "2/2", "0/0", "1/2/3"])
+def test_shares_of_compiling_that_are_none_are_refused(share: str) -> None:
+    with pytest.raises(ValueError, match=f"compile_share must be i/n with i below n, got {share}; pass such as 0/4"):
+        bench.Kernels(compile_share=share)
+
+
 def test_bench_kernels_times_the_carry_beside_the_same_kernel_without(tmp_path: Path) -> None:
     rows = _rows(tmp_path, "--who", "auto", "fa4", "--groups", "carry")["rows"]
     assert {(row["who"], row["level"], row["direction"]) for row in rows} == {
@@ -851,6 +870,25 @@ def test_bench_decode_gives_no_speed_to_a_wrong_answer(tmp_path: Path, monkeypat
     (row,) = json.loads((tmp_path / "decode.json").read_text())["rows"]
     assert row["refused"].startswith("wrong answer: o is off by")
     assert "us" not in row
+
+
+def test_bench_decode_fails_when_nothing_of_ours_was_timed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--groups", "target", "--configs", "64,4,4,2", "--peers", "sdpa", "--out", str(tmp_path)]
+    assert bench.main([*DECODE, *words]) == 1  # no Triton on a CPU
+    said = capsys.readouterr()
+    assert said.err == "error: no configuration of ours was timed\n"
+    assert f"rows: {tmp_path / 'decode.json'}\n" in said.out
+
+
+@pytest.mark.parametrize("words", [DECODE, ["products", *PRODUCTS, "--device", "cpu"]])
+def test_a_bench_that_leaves_out_everything_fails_and_names_no_file(
+    words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert bench.main([*words, "--budget-s", "1e-9", "--out", str(tmp_path)]) == 1
+    said = capsys.readouterr()
+    assert said.err.startswith("error: nothing was measured, and no file written: all was left out; ")
+    assert "rows: " not in said.out
+    assert not list(tmp_path.iterdir())
 
 
 def test_bench_kernels_leaves_out_what_the_budget_does_not_reach(tmp_path: Path) -> None:
