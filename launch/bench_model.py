@@ -31,6 +31,7 @@ from pathlib import Path
 from typing import Any, Literal, cast
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -38,6 +39,7 @@ import ringattn
 from ringattn.launch.bench_ring import GIB, outside_torch, verify
 from ringattn.launch.check import DTYPES
 from ringattn.launch.contenders import Refused
+from ringattn.launch.distributed import Refusal
 from ringattn.launch.problems import Problem
 from ringattn.launch.session import Keep, Session, check_numbers
 from ringattn.launch.training.meter import mfu, peak_flops
@@ -255,7 +257,15 @@ def bench_model(args: Model, session: Session, keep: Keep) -> list[dict[str, Any
         args: What.
         session: The ranks.
         keep: Who gets the rows.
+
+    Raises:
+        Refusal: There is no process group, over which FSDP2 could shard.
     """
+    if not dist.is_initialized():
+        raise Refusal(
+            "bench model must run in ranks of torchrun, over which FSDP2 shards, got a process by itself; "
+            "start it with torchrun --nproc_per_node 1 -m ringattn.launch.bench model"
+        )
     problem = Problem("causal", 4096, 1, args.heads, args.kv_heads, args.head_dim, args.dtype, 4096)
     if session.device.type == "cuda" and not verify([problem], ("zigzag",), session, "auto"):
         return None

@@ -39,6 +39,12 @@ def test_every_attention_has_a_row_and_only_those_that_run_have_a_speed(pool, tm
             assert "step_s" not in row
 
 
+def test_a_process_by_itself_is_told_to_start_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert _bench(str(tmp_path)) == 1
+    said = "error: bench model must run in ranks of torchrun, over which FSDP2 shards, got a process by itself; start it with"
+    assert capsys.readouterr().err == f"{said} torchrun --nproc_per_node 1 -m ringattn.launch.bench model\n"
+
+
 def _cut_off(out: str) -> None:
     right = bench_model._measure
 
