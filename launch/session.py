@@ -156,15 +156,20 @@ def check_output(args: Any) -> None:
     """Refuses a place where results could not be kept, which would be found out when they are there; leaves nothing behind.
 
     Args:
-        args: The command line: with `out`, a folder, or `json`, a file or None.
+        args: The command line: with `out`, a folder, and perhaps `name`, that of a file in it; or `json`, a file or None.
 
     Raises:
         ValueError: Says which, and what to pass.
     """
-    out, json_path = getattr(args, "out", None), getattr(args, "json", None)
+    out, json_path, file = (getattr(args, name, None) for name in ("out", "json", "name"))
     name, folder = ("json", json_path.parent) if json_path else ("out", out)
     if folder is None:
         return
+    if file is not None:
+        if not Path(file).name:
+            raise ValueError(f"name must be that of a file, got {file!r}; pass another --name")
+        if (taken := folder / f"{file}.json").is_dir():
+            raise ValueError(f"name must be that of a file, got {file}: {taken} is a folder; pass another --name")
     try:
         if json_path and json_path.is_dir():
             raise IsADirectoryError("it is a folder")
@@ -340,8 +345,11 @@ def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) 
 
 
 def write_json(path: Path, content: Any) -> None:
-    """Writes `content` as JSON, whole or not at all."""
+    """Writes `content` as JSON, whole or not at all, also beside another process that writes the same file."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(path.name + ".part")
-    part.write_text(json.dumps(content, indent=1) + "\n")
-    part.replace(path)
+    part = path.with_name(f"{path.name}.{os.getpid()}.part")
+    try:
+        part.write_text(json.dumps(content, indent=1) + "\n")
+        part.replace(path)
+    finally:
+        part.unlink(missing_ok=True)

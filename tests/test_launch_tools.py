@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import inspect
 import json
 import math
@@ -195,6 +196,48 @@ def test_results_that_could_not_be_kept_are_not_measured(command: Any, words: li
             command.main([*words, str(path)])
     check_output(bench.Ring(out=tmp_path / "not" / "there"))
     assert [one.name for one in tmp_path.iterdir()] == ["file"]
+
+
+@pytest.mark.parametrize(("name", "said"), [("taken", "taken: .*taken.json is a folder"), ("", "''"), (".", "'.'")])
+def test_names_that_no_file_can_have_are_refused_before_anything_is_measured(
+    name: str, said: str, tmp_path: Path
+) -> None:
+    (tmp_path / "taken.json").mkdir()
+    for kind in ("ring", "memory", "kernels", "server"):
+        with pytest.raises(SystemExit, match=f"^name must be that of a file, got {said}; pass another --name$"):
+            bench.main([kind, "--out", str(tmp_path), "--name", name])
+
+
+def test_json_is_whole_beside_another_writer_and_a_full_disk_leaves_the_last_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, whole = tmp_path / "rows.json", Path.write_text
+
+    def meet(self: Path, text: str) -> int:
+        """Half of a text is there when another process writes its own."""
+        with self.open("w") as file:
+            written = file.write(text[: len(text) // 2])
+            file.flush()
+            with monkeypatch.context() as other:
+                other.setattr(Path, "write_text", whole)
+                other.setattr(os, "getpid", lambda: -1)
+                session.write_json(path, ["the other"])
+            assert json.loads(path.read_text()) == ["the other"]
+            return written + file.write(text[written:])
+
+    monkeypatch.setattr(Path, "write_text", meet)
+    session.write_json(path, ["mine"])
+    assert json.loads(path.read_text()) == ["mine"]
+
+    def fill(self: Path, text: str) -> int:
+        whole(self, text[: len(text) // 2])
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(Path, "write_text", fill)
+    with pytest.raises(OSError, match="No space left on device"):
+        session.write_json(path, ["more"])
+    assert json.loads(path.read_text()) == ["mine"]
+    assert list(tmp_path.iterdir()) == [path]
 
 
 @pytest.mark.parametrize(
