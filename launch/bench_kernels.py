@@ -21,10 +21,10 @@ Note [Order]
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import gc
 import os
-import re
 import subprocess
 import sys
 import threading
@@ -39,7 +39,7 @@ import torch
 import ringattn
 from ringattn.launch.contenders import PEERS, Contender, Inputs, Refused, Standard, make_standard, prepare
 from ringattn.launch.problems import FACTORS, DTypeName, MaskName, Problem, teraflops
-from ringattn.launch.session import Session, check_kernels, write_json
+from ringattn.launch.session import Session, check_kernels, ended, share_of, write_json
 from ringattn.launch.turns import Time, Timing, reason, time_calls
 
 Group = Literal["target", "batch", "masks", "grouped", "carry", "lengths"]
@@ -113,7 +113,7 @@ class Kernels:
     compile_share: str = ""
 
     def __post_init__(self) -> None:
-        """Refuses contenders that nobody knows, heads that cannot be shared, and shares that are none."""
+        """Refuses contenders that nobody knows, and heads that cannot be shared."""
         for who in self.who:
             try:
                 check_kernels("auto" if who in PEERS else who)
@@ -124,9 +124,6 @@ class Kernels:
             raise ValueError(
                 f"grouped must be query heads and a divisor of them, got {self.grouped}; pass another --grouped"
             )
-        share = re.fullmatch(r"(\d+)/(\d+)", self.compile_share)
-        if self.compile_share and not (share and int(share[1]) < int(share[2])):
-            raise ValueError(f"compile_share must be i/n with i below n, got {self.compile_share}; pass such as 0/4")
 
 
 def list_problems(args: Kernels) -> dict[Problem, Group]:
@@ -413,12 +410,10 @@ def compile_ahead(args: Kernels, arguments: Sequence[str], session: Session) -> 
         for job in range(jobs)
     ]
     deadline = time.monotonic() + min(args.patience_s, args.budget_s / 3 if args.budget_s else args.patience_s)
-    for share in shares:
-        try:
-            share.wait(max(0.0, deadline - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            share.kill()
-            share.wait()
+    with ended(shares):
+        for share in shares:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                share.wait(max(0.0, deadline - time.monotonic()))
     session.say(f"compiled ahead by {jobs} processes")
 
 
@@ -435,8 +430,7 @@ def share_of_compiling(args: Kernels) -> Iterator[tuple[str, str, Problem]]:
             level = level if level == "carried" or who in PEERS else "kernel"
             key = (who, level, *kind, problem) if who == "flex" else (who, level, *kind, problem.batch)
             different.setdefault(key, (who, level, problem))
-    job, jobs = (int(number) for number in args.compile_share.split("/"))
-    yield from list(different.values())[job::jobs]
+    yield from share_of(list(different.values()), args.compile_share)
 
 
 def compile_share(args: Kernels, session: Session) -> None:

@@ -28,6 +28,7 @@ Note [One process]
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import os
@@ -46,7 +47,7 @@ import ringattn
 from ringattn.budget import Budget, error
 from ringattn.launch.check_inference import MOVES, InferenceCase, examine_history, inference_cases
 from ringattn.launch.rings import ScheduleName, check_nodes, check_schedules, make_ring
-from ringattn.launch.session import Session, describe, machine, open_session, parse, table, write_json
+from ringattn.launch.session import Session, describe, ended, machine, open_session, parse, share_of, table, write_json
 
 LAYOUTS = ("contiguous", "striped", "zigzag", "balanced")
 ALONE = "alone"
@@ -463,11 +464,10 @@ def compile_ahead(cases: Sequence[Case], args: CheckArgs, ranks: int, session: S
             for job in range(jobs)
         ]
         deadline = time.monotonic() + COMPILE_SECONDS
-        for share in shares:
-            try:
-                share.wait(max(0.0, deadline - time.monotonic()))
-            except subprocess.TimeoutExpired:
-                share.kill()
+        with ended(shares):
+            for share in shares:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    share.wait(max(0.0, deadline - time.monotonic()))
     session.barrier()
 
 
@@ -478,9 +478,8 @@ def compile_share(cases: Sequence[Case], args: CheckArgs, session: Session) -> N
         for case in cases
         if unserved(case, args, session.device) is None
     }
-    job, jobs = (int(number) for number in args.compile_share.split("/"))
     ring = ringattn.Ring()
-    for case in list(distinct.values())[job::jobs]:
+    for case in share_of(list(distinct.values()), args.compile_share):
         inputs = draw(case, args.seed, session.device)
         for layout, solver in solvers(case, ring, inputs, args, session):
             if layout in (ALONE, case.layouts[0]):

@@ -13,6 +13,7 @@ import functools
 import json
 import os
 import platform
+import re
 import shlex
 import subprocess
 import sys
@@ -29,6 +30,7 @@ from torch import Tensor
 from ringattn.launch.distributed import RESTARTS, Refusal, join_ranks
 
 Args = TypeVar("Args")
+Item = TypeVar("Item")
 Keep = Callable[[list[dict[str, Any]]], None]
 """Who gets all rows so far after each measurement, on every rank: a run that is cut off keeps what it has."""
 
@@ -126,6 +128,8 @@ def parse(kind: Any, arguments: Sequence[str] | None, prog: str, description: st
     args = tyro.cli(kind, args=arguments, prog=f"python -m ringattn.launch.{prog}", description=description)
     try:
         check_numbers(args)
+        if getattr(args, "compile_share", ""):
+            read_share(args.compile_share)
         if hasattr(args, "impl"):
             check_kernels(args.impl)
         if os.environ.get("RANK", "0") == "0":
@@ -133,6 +137,43 @@ def parse(kind: Any, arguments: Sequence[str] | None, prog: str, description: st
     except ValueError as error:
         raise SystemExit(str(error)) from None
     return args
+
+
+def read_share(words: str) -> tuple[int, int]:
+    """The numbers of a flag that says "i/n".
+
+    Raises:
+        ValueError: It says no share.
+
+    Example:
+        >>> read_share("0/4")
+        (0, 4)
+    """
+    found = re.fullmatch(r"(\d+)/(\d+)", words)
+    if found is None or int(found[1]) >= int(found[2]):
+        raise ValueError(f"compile_share must be i/n with i below n, got {words}; pass such as --compile-share 0/4")
+    return int(found[1]), int(found[2])
+
+
+def share_of(items: Sequence[Item], words: str) -> Iterator[Item]:
+    """The i-th share of n, for as long as there is the process that started this one."""
+    job, jobs = read_share(words)
+    starter = os.getppid()
+    for item in items[job::jobs]:
+        if os.getppid() != starter:
+            return
+        yield item
+
+
+@contextlib.contextmanager
+def ended(processes: Sequence[subprocess.Popen[bytes]]) -> Iterator[None]:
+    """None of the processes is there any more behind this, however it ends."""
+    try:
+        yield
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
 
 
 def check_kernels(name: str) -> None:

@@ -9,6 +9,7 @@ import json
 import math
 import os
 import re
+import signal
 import subprocess
 import sys
 import tempfile
@@ -852,10 +853,46 @@ def test_bench_kernels_fails_when_nobody_was_timed(tmp_path: Path, capsys: pytes
     assert not (tmp_path / "none").exists()
 
 
-@pytest.mark.parametrize("share", ["x", "1", "1/", "-1/2", "2/2", "0/0", "1/2/3"])
-def test_shares_of_compiling_that_are_none_are_refused(share: str) -> None:
-    with pytest.raises(ValueError, match=f"compile_share must be i/n with i below n, got {share}; pass such as 0/4"):
-        bench.Kernels(compile_share=share)
+@pytest.mark.parametrize("share", ["x", "1/", "-1/2", "2/2"])
+@pytest.mark.parametrize(("command", "words"), [(bench, ["kernels"]), (check, [])])
+def test_shares_of_compiling_that_are_none_are_refused(command: Any, words: list[str], share: str) -> None:
+    with pytest.raises(SystemExit, match=f"^compile_share must be i/n with i below n, got {share}; pass such as"):
+        command.main([*words, f"--compile-share={share}", "--device", "cpu"])
+
+
+def _wait_for(what: Any, seconds: float = 60.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not what():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize("module", ["bench_kernels", "check"])
+def test_processes_that_compile_end_with_the_one_that_started_them(module: str, how: int, tmp_path: Path) -> None:
+    share = (
+        "import os, sys, time; from pathlib import Path; from ringattn.launch.session import share_of\n"
+        "for item in share_of(range(1200), '0/1'): Path(sys.argv[1]).write_text(str(os.getpid())); time.sleep(0.05)"
+    )
+    starter = (
+        "import subprocess, sys, torch; from ringattn.launch import bench, bench_kernels, check, session\n"
+        "start, words = subprocess.Popen, sys.argv[1:]\n"
+        "subprocess.Popen = lambda *_, **options: start([sys.executable, '-c', *words])\n"
+        "bench_kernels.os.cpu_count = lambda: 2\n"
+        "one = session.Session(0, 1, torch.device('cpu'), None)\n"
+    )
+    starter += {
+        "bench_kernels": "bench_kernels.compile_ahead(bench.Kernels(), [], one)",
+        "check": "check.compile_ahead([], check.CheckArgs(), 1, one)",
+    }[module]
+    said = tmp_path / "pid"
+    command = [sys.executable, "-c", starter, share, str(said)]
+    process = subprocess.Popen(command, env=os.environ | {"PYTHONPATH": str(ROOT)}, stderr=subprocess.DEVNULL)
+    _wait_for(lambda: said.exists() and said.read_text())
+    process.send_signal(how)
+    process.wait(30)
+    pid = int(said.read_text())
+    _wait_for(lambda: not Path(f"/proc/{pid}").exists() or "\nState:\tZ" in Path(f"/proc/{pid}/status").read_text(), 10)
 
 
 def test_bench_kernels_times_the_carry_beside_the_same_kernel_without(tmp_path: Path) -> None:
