@@ -109,13 +109,19 @@ def open_session(device: str = "auto", timeout_s: float = 120.0) -> Iterator[Ses
         The session.
 
     Raises:
-        SystemExit: The ranks of this host can not have such devices; it says what to do.
+        SystemExit: The ranks of this host can not have such devices, or do not meet; it says what to do.
     """
     with contextlib.ExitStack() as stack:
         try:
             rank = stack.enter_context(join_ranks(device, timeout_s))
         except Refusal as error:
             raise SystemExit(str(error)) from None
+        except (ValueError, dist.DistError) as error:  # of torch's rendezvous
+            place = ":".join(os.environ.get(name, "nothing") for name in ("MASTER_ADDR", "MASTER_PORT"))
+            raise SystemExit(
+                f"ranks must meet at MASTER_ADDR:MASTER_PORT, got {place}: {str(error).splitlines()[0]}; "
+                "start them with torchrun, or unset RANK and WORLD_SIZE for one process"
+            ) from error
         yield Session(rank.index, rank.world_size, rank.device, None if rank.backend == "none" else rank.backend)
 
 

@@ -10,6 +10,7 @@ import math
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -312,6 +313,23 @@ def test_doctor_finds_this_box_healthy_and_says_why_a_kernel_is_not_used(tmp_pat
     assert report["machine"]["torch"] == torch.__version__
     assert {row["kernels"] for row in report["kernels"]} == {"eager"}
     assert all(row["why"] and row["rejected"].get("portable") for row in report["kernels"])
+
+
+def test_ranks_that_do_not_meet_are_told_where_they_look(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}.items():
+        monkeypatch.setenv(name, value)
+    for name in ("MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(
+        SystemExit, match=r"^ranks must meet at MASTER_ADDR:MASTER_PORT, got nothing:nothing: .*MASTER_ADDR"
+    ):
+        doctor.main(["--device", "cpu"])
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+        monkeypatch.setenv("MASTER_PORT", str(port))
+        with pytest.raises(SystemExit, match=rf"got 127.0.0.1:{port}: .*EADDRINUSE.*; start them with torchrun"):
+            doctor.main(["--device", "cpu"])
 
 
 def test_doctor_finds_a_broken_kernel(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
