@@ -155,7 +155,11 @@ def bench_products(args: Products, session: Session, keep: Keep) -> list[dict[st
         raise SystemExit("bench products must run in one process; start it with python -m")
     rows: list[dict[str, Any]] = []
     # graphs cannot be captured from the default stream
-    with torch.cuda.stream(torch.cuda.Stream()) if session.device.type == "cuda" else contextlib.nullcontext():
+    with (
+        torch.cuda.stream(torch.cuda.Stream(session.device))
+        if session.device.type == "cuda"
+        else contextlib.nullcontext()
+    ):
         for row in _rows(args, session):
             rows.append(row)
             keep(rows)
