@@ -8,6 +8,7 @@ Note [Prepared calls]
     about its tensors: shapes, dtypes and devices, never on values. So all of it is decided once, and a later call with the
     same facts is found by one look into a table. A call that was refused is not there: it is checked, and refused, again.
     The table says nothing of what other ranks agreed upon (`Ring.refusals` does), so forgetting an entry is harmless.
+    A ring that was closed has nothing left of what its calls prepared, and prepares them again.
 """
 
 from __future__ import annotations
@@ -80,7 +81,7 @@ def prepare(
     """
     here: Ring = find_ring(ring)
     facts = (
-        ring, text, q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.device, k.device, v.device,
+        ring, here.closings, text, q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.device, k.device, v.device,
         *((x.shape, x.dtype, x.device) if x is not None else None for x in (sinks, alibi_slopes, key_bias, bias)),
     )  # fmt: skip
     known = _prepared.get(facts)

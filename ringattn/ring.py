@@ -84,6 +84,7 @@ class Ring:
         world_size: Number of ranks.
         impl: Default kernel set.
         keep_keys: As given.
+        closings: How often it was closed.
 
     Raises:
         ValueError: The mesh has more than one dimension, this process is not in the group, the transport is unknown, the
@@ -134,6 +135,7 @@ class Ring:
         self.world_size = 1 if group is None else dist.get_world_size(group)
         self.impl = impl
         self.keep_keys = keep_keys
+        self.closings = 0
         # every rank counts its rings per group, so equal rings have equal names
         self.name = f"{self._group_name}#{_COUNTS[self._group_name]}"
         _COUNTS[self._group_name] += 1
@@ -516,6 +518,7 @@ class Ring:
 
         The ring may be used again; they are then made anew.
         """
+        self.closings += 1
         for exchange in self._exchanges.values():
             exchange.close()
         self._exchanges.clear()

@@ -104,6 +104,29 @@ def test_a_closed_ring_may_be_used_again(pool: Pools) -> None:
     assert pool(2).run(close_and_go_on) == [True, True]
 
 
+def prepare_after_a_close() -> list[int]:
+    """How often links were prepared after a call, the same call, and the same call behind `close`."""
+    prepared = list[None]()
+    prepare = ProcessGroupTransport.prepare
+    ring = Ring()
+    sharding = ring.sharding(16)
+    x = torch.ones(1, 8, 1, 16)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ProcessGroupTransport, "prepare", lambda self, device: prepared.append(prepare(self, device)))
+        counts = list[int]()
+        for close in (False, False, True, False):
+            if close:
+                ring.close()
+            ring_attention(x, x, x, sharding)
+            counts.append(len(prepared))
+    return counts
+
+
+@pytest.mark.dist
+def test_a_closed_ring_makes_communicators_anew(pool: Pools) -> None:
+    assert pool(2).run(prepare_after_a_close) == [[1, 1, 2, 2]] * 2
+
+
 def test_numbers_of_another_kind_are_shown_as_a_difference() -> None:
     with pytest.raises(ValueError, match=r"ring ranks \[1\] \(keep_keys: True on most ranks, 1 on ring rank 1\)"):
         raise_differences([{"keep_keys": True, "softcap": 0.0}, {"keep_keys": 1, "softcap": 0.0}])
