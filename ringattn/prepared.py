@@ -5,8 +5,9 @@ is computed, and what travels.
 
 Note [Prepared calls]
     Whether a call is right, what it means and which kernels serve it depends on its text, on the ring, and on a few facts
-    about its tensors: shapes, dtypes and devices, never on values. So all of it is decided once, and a later call with the
-    same facts is found by one look into a table. A call that was refused is not there: it is checked, and refused, again.
+    about its tensors: shapes, dtypes, devices and whether they require gradients, never on values. So all of it is decided
+    once, and a later call with the same facts is found by one look into a table. A call that was refused is not there: it is
+    checked, and refused, again.
     The table says nothing of what other ranks agreed upon (`Ring.refusals` does), so forgetting an entry is harmless.
     A ring that was closed has nothing left of what its calls prepared, and prepares them again.
 """
@@ -82,7 +83,11 @@ def prepare(
     here: Ring = find_ring(ring)
     facts = (
         ring, here.closings, text, q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.device, k.device, v.device,
-        *((x.shape, x.dtype, x.device) if x is not None else None for x in (sinks, alibi_slopes, key_bias, bias)),
+        q.requires_grad, k.requires_grad, v.requires_grad,
+        *(
+            (x.shape, x.dtype, x.device, x.requires_grad) if x is not None else None
+            for x in (sinks, alibi_slopes, key_bias, bias)
+        ),
     )  # fmt: skip
     known = _prepared.get(facts)
     extras = {"sinks": sinks, "alibi_slopes": alibi_slopes, "key_bias": key_bias, "bias": bias}

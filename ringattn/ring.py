@@ -244,12 +244,15 @@ class Ring:
 
         Args:
             call: The call as text: must be equal on all ranks.
-            tensors: Their dtypes, devices and shapes but for the row counts must be equal on all ranks.
+            tensors: Their dtypes, devices, shapes but for the row counts, and whether they require gradients must be equal on
+                all ranks.
 
         Raises:
             ValueError: Inconsistent here, on another rank, or between ranks; the ranks are named.
         """
-        here = json.dumps([None if x is None else (list(x.shape), str(x.dtype), x.device.type) for x in tensors])
+        here = json.dumps(
+            [None if x is None else (list(x.shape), str(x.dtype), x.device.type, x.requires_grad) for x in tensors]
+        )
         signature = hashlib.blake2b((here + call).encode(), digest_size=16).digest()
         known = signature in self._agreed
         try:

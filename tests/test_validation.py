@@ -193,6 +193,24 @@ def test_what_is_wrong_on_one_rank_all_ranks_refuse_at_once(pool: Pools) -> None
         assert mine in others
 
 
+def odd_gradients() -> str:
+    """All ranks have evaluated a call; then they train, one of them its bias of keys, too. What each rank says of it."""
+    ring = Ring(timeout=timedelta(seconds=5))
+    sharding, wrong = ring.sharding(8), ring.rank == 1
+    q, key_bias = torch.randn(1, sharding.shard_len, 2, 8), torch.zeros(1, sharding.shard_len)
+    ring_attention(q, q, q, sharding, key_bias=key_bias)
+    trained, odd = q.clone().requires_grad_(), key_bias.clone().requires_grad_(wrong)
+    with pytest.raises(ValueError, match=r"got a different one on ring ranks \[1\] \(tensors") as caught:
+        ring_attention(trained, q, q, sharding, key_bias=odd)
+    return str(caught.value)
+
+
+@pytest.mark.dist
+def test_gradients_that_only_some_ranks_want_are_refused_after_an_evaluation(pool: Pools) -> None:
+    here, there = pool(2).run(odd_gradients)
+    assert here == there
+
+
 def odd_gathers() -> list[str]:
     """What gathers rows of all ranks and differs on rank 1, and what each rank says of it."""
     ring = Ring(timeout=timedelta(seconds=5))
