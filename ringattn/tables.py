@@ -16,6 +16,7 @@ Note [Kept sides]
 
 from __future__ import annotations
 
+import threading
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, Generic, TypeVar
@@ -58,6 +59,9 @@ class _Tensors:
 _TENSORS = _Tensors()
 
 _cache: OrderedDict[Key[Any], Any] = OrderedDict()
+_held = 0  # bytes of these
+_lock = threading.Lock()
+"""Held where these change: a look at them moves them, too, and threads of several rings look at once."""
 _captured: dict[Key[Any], Any] = {}
 
 
@@ -142,7 +146,10 @@ def find(key: Key[T]) -> T:
         RuntimeError: A CUDA graph is being captured and the table is not there yet.
     """
     join(key.device)
-    found = _cache.get(key)
+    with _lock:
+        found = _cache.get(key)
+        if found is not None:
+            _cache.move_to_end(key)
     capturing = False
     if key.device.type == "cuda":
         capturing = torch.cuda.is_current_stream_capturing()
@@ -156,14 +163,22 @@ def find(key: Key[T]) -> T:
             )
         # it outlives the call that makes it: it must hold ordinary tensors even when made under inference mode
         with torch.inference_mode(False):
-            found = _cache[key] = key.make(key.device)
-        held = sum(_bytes_of(kept) for kept in _cache.values())
-        while held > CACHE_BYTES and len(_cache) > 1:
-            held -= _bytes_of(_cache.popitem(last=False)[1])
-    _cache.move_to_end(key)
+            found = key.make(key.device)
+        _keep(key, found)
     if capturing:
         _captured[key] = found
     return found
+
+
+def _keep(key: Key[T], made: T) -> None:
+    """Puts a new table in the place of an equal one, if another thread has made that, and lets go of the oldest."""
+    global _held
+    with _lock:
+        before = _cache.pop(key, None)
+        _held += _bytes_of(made) - (0 if before is None else _bytes_of(before))
+        _cache[key] = made
+        while _held > CACHE_BYTES and len(_cache) > 1:
+            _held -= _bytes_of(_cache.popitem(last=False)[1])
 
 
 def gathered_key(
@@ -238,7 +253,10 @@ def bounds_of(positions: Tensor, visibility: Visibility, reading: Reading | None
 
 def clear() -> None:
     """Forgets every kept side, and so frees its device memory. CUDA graphs that read them must not be replayed any more."""
-    _cache.clear()
+    global _held
+    with _lock:
+        _cache.clear()
+        _held = 0
     _captured.clear()
 
 
@@ -302,5 +320,5 @@ def _positions(runs: Runs, dtype: torch.dtype) -> Tensor:
     return torch.cat(stretches) if stretches else torch.empty(0, dtype=dtype, device="cpu")
 
 
-def _bytes_of(kept: Side | Gathered | Tensor) -> int:
+def _bytes_of(kept: Any) -> int:
     return (kept if isinstance(kept, Tensor) else kept.positions).untyped_storage().nbytes()

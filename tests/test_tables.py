@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+import threading
 from collections.abc import Iterator
 
 import pytest
@@ -94,6 +96,42 @@ def test_the_cache_keeps_the_latest_sides_within_its_budget(monkeypatch: pytest.
     monkeypatch.setattr(tables, "CACHE_BYTES", 0)
     only = stationary_side(shards[3], mask, "cpu")
     assert stationary_side(shards[3], mask, "cpu") is only
+
+
+def test_bytes_are_counted_as_tables_come_and_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tables, "CACHE_BYTES", 1000)
+    for size in (3, 4, 3, 2, 1, 5, 4, 12, 1):
+        key: tables.Key[torch.Tensor] = tables.Key("cpu", (size,), lambda _, size=size: torch.empty(100 * size).byte())
+        tables.find(key)
+        sizes = [x.numel() for x in tables._cache.values()]
+        assert tables._held == sum(sizes)
+        assert tables._held <= 1000 or len(sizes) == 1
+    tables.clear()
+    assert tables._held == 0
+
+
+def test_threads_may_make_tables_at_once() -> None:
+    failed: list[BaseException] = []
+
+    def find(thread: int) -> None:
+        try:
+            for i in range(3000):
+                tables.find(tables.Key("cpu", (i % 1000, thread), lambda _: torch.empty(0)))
+                tables.find(tables.Key("cpu", (i,), lambda _: torch.empty(0)))
+        except BaseException as error:
+            failed.append(error)
+
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        threads = [threading.Thread(target=find, args=(i,)) for i in range(3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(before)
+    assert not failed
 
 
 def test_sides_made_under_inference_mode_are_ordinary_tensors() -> None:
