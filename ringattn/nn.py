@@ -268,8 +268,7 @@ class RingMultiheadAttention(nn.MultiheadAttention):
         name = "" if ring is None else ring.name
         # as text: torch.compile formats a length only when it is one number, not any
         q_size, k_size = f"{rows}", f"{keys}"
-        _keep_whole(name, q_size)
-        _keep_whole(name, k_size)
+        _keep_whole(name, q_size, k_size)
         return _whole[name, q_size], None if q_size == k_size else _whole[name, k_size]
 
     def _resolve_masks(
@@ -468,15 +467,17 @@ _alone: list[Ring] = []  # the ring of modules that have none, in a process that
 _whole: dict[tuple[str, str], Sharding] = {}
 
 
-def _keep_whole(ring: str, size: str) -> None:
-    """Sees to it that `_whole` holds the sharding of a sequence that one rank holds; an empty name is the ring of nobody else."""
-    if (ring, size) in _whole:
+def _keep_whole(ring: str, *sizes: str) -> None:
+    """Sees to it that `_whole` holds shardings of sequences that one rank holds; an empty name is the ring of nobody else."""
+    if all((ring, size) in _whole for size in sizes):
         return
     if not ring and not _alone:
         _alone.append(Ring())
-    if len(_whole) >= CAPACITY:
+    if len(_whole) + len(sizes) > CAPACITY:
         _whole.clear()
-    _whole[ring, size] = (find_ring(ring) if ring else _alone[0]).sharding(int(size), "contiguous")
+    for size in sizes:
+        if (ring, size) not in _whole:
+            _whole[ring, size] = (find_ring(ring) if ring else _alone[0]).sharding(int(size), "contiguous")
 
 
 # what torch.compiler.assume_constant_result marks, which would import the compiler: a trace runs it, then reads the table

@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from ringattn import Ring, RingMultiheadAttention, checkpoint_contexts, replace_multihead_attention, use_sharding
+from ringattn import nn as ring_nn
 from ringattn.kernels.dropout import keep_mask
 from ringattn.layout import zigzag
 from ringattn.sharding import Sharding
@@ -580,6 +581,17 @@ def test_parameters_may_be_sharded_by_fsdp(pool: Pools) -> None:
     expected = shard_parameters()
     for found in pool(2).run(shard_parameters):
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_keys_of_any_number_of_lengths_may_come_without_a_sharding(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ring_nn, "CAPACITY", 5)
+    ring_nn._whole.clear()
+    attention = RingMultiheadAttention(8, 2, batch_first=True)
+    query = torch.randn(1, 3, 8)
+    for length in (*range(1, 12), 3, 1):
+        keys = torch.randn(1, length, 8)
+        assert attention(query, keys, keys)[1].shape == (1, 3, length)
+        assert len(ring_nn._whole) <= 5
 
 
 @pytest.mark.dist
