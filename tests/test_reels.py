@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import gc
 import itertools
@@ -406,14 +407,125 @@ def of_two(x: Tensor, y: Tensor) -> None:
     with_rooms(y, 300)
 
 
-def test_rooms_of_two_launchers_are_apart(launches: list[Launch]) -> None:
+def test_rooms_of_two_launchers_are_apart(launches: list[Launch], monkeypatch: pytest.MonkeyPatch) -> None:
     reels, x, y = Reels(), torch.zeros(8), torch.zeros(8)
+    made, empty = list[Tensor](), torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *args, **kwargs: (made.append(empty(*args, **kwargs)), made[-1])[1])
     for _ in range(3):
         launches.clear()
         record_triton.replay(reels, (), lambda: of_two(x, y), given=(x, y))
     assert [flat[0] for _, _, flat in launches] == [x.data_ptr(), y.data_ptr()]
     rooms = [(flat[i], flat[i] + 4 * i * flat[3]) for _, _, flat in launches for i in (1, 2)]
     assert all(end <= start for (_, end), (start, _) in itertools.pairwise(sorted(rooms)))
+    begin = made[-1].data_ptr()
+    assert all(begin <= start and end <= begin + made[-1].nbytes for start, end in rooms)
+
+
+@record_triton.recorded
+def with_parts(
+    tape: record_triton.Tape,
+    x: Tensor,
+    first: tuple[Tensor, ...],
+    second: tuple[Tensor, ...] = (),
+    *,
+    a: int = 0,
+    b: int = 0,
+) -> None:
+    """A launcher of tuples, and of numbers by name."""
+    kernel: Any = SimpleNamespace(fn=with_parts)
+    tape.launch(kernel, (1,), (x, first, *((second,) if second else ()), a, b), {}, num_warps=4)
+
+
+def test_calls_that_are_put_together_otherwise_are_other_calls(launches: list[Launch]) -> None:
+    x, y, z, w = (torch.zeros(8) for _ in range(4))
+    for _ in range(2):
+        for first, second, options in (
+            ((y, z), (w,), {}),
+            ((y,), (z, w), {}),
+            ((y,), (z,), {"a": 1}),
+            ((y,), (z,), {"b": 1}),
+        ):
+            launches.clear()
+            with_parts(x, first, second, **options)
+            expected = [x.data_ptr(), *(tuple(one.data_ptr() for one in group) for group in (first, second))]
+            assert launches[0][2][:5] == [*expected, options.get("a", 0), options.get("b", 0)]
+
+
+def test_a_tuple_may_hold_what_changes_beside_what_does_not(launches: list[Launch]) -> None:
+    reels, kept = Reels(), torch.zeros(8)
+    for _ in range(4):
+        x, y = torch.zeros(8), torch.zeros(8)
+        launches.clear()
+        record_triton.replay(reels, (), lambda x=x, y=y: with_parts(x, (y, kept)), given=(x, y), kept=(kept,))
+        assert launches[0][2][:2] == [x.data_ptr(), (y.data_ptr(), kept.data_ptr())]
+    assert len(reels) == 1
+
+
+class Held:
+    """What launchers compare by identity."""
+
+
+BASE, HELD = torch.zeros(8), Held()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"x": torch.zeros(8).half()},
+        {"x": torch.zeros(9)},
+        {"x": torch.zeros(16)[::2]},
+        {"x": torch.zeros(9)[1:]},
+        {"key": (1,)},
+        {"kept": (torch.zeros(1),)},
+        {"held": (Held(),)},
+    ],
+    ids=["dtype", "shape", "strides", "alignment", "key", "kept", "held"],
+)
+def test_a_reel_is_played_for_what_it_was_made_of(launches: list[Launch], change: dict[str, Any]) -> None:
+    reels, asked = Reels(), list[Tensor]()
+    usual = {"x": BASE, "key": (0,), "kept": (torch.zeros(1),), "held": (HELD,)}
+
+    def run(x: Tensor, key: tuple[int, ...], **others: Any) -> None:
+        record_triton.replay(reels, key, lambda: (asked.append(x), with_rooms(x, 100)), given=(x,), **others)
+
+    for arguments in (usual, usual, usual | change, usual, usual | change):
+        run(**arguments)
+    assert len(asked) == 2
+
+
+def test_a_call_on_another_device_is_another_call(launches: list[Launch], monkeypatch: pytest.MonkeyPatch) -> None:
+    x = torch.zeros(8)
+    monkeypatch.setattr(record_triton, "_on", lambda _: contextlib.nullcontext())
+    record_triton.forget()
+    for index in (0, 0, 1, 1):
+        monkeypatch.setattr(Tensor, "get_device", lambda _, index=index: index)
+        with_rooms(x, 100)
+    assert sum(map(len, record_triton._records)) == 2
+
+
+def test_a_call_that_no_tape_holds_is_never_played_back(launches: list[Launch]) -> None:
+    reels, x, y = Reels(), torch.zeros(8), torch.zeros(8)
+
+    def run() -> None:
+        with_parts(x, (x,))
+        with_rooms(y, 100)
+
+    for _ in range(3):
+        launches.clear()
+        record_triton.replay(reels, (), run, given=(x, y))
+        assert [kernel for kernel, _, _ in launches] == ["with_parts", "with_rooms"]
+    assert not reels
+
+
+def test_what_is_kept_is_bounded(launches: list[Launch], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(record_triton, "REELS", 3)
+    monkeypatch.setattr(record_triton, "CAPACITY", 2)
+    record_triton.forget()
+    reels, x = Reels(), torch.zeros(8)
+    for size in range(1, 9):
+        record_triton.replay(reels, (size,), lambda size=size: with_rooms(x, size), given=(x,))
+        assert 1 <= len(reels) <= 3
+        assert 1 <= sum(map(len, record_triton._records)) <= 2
 
 
 def test_a_tensor_that_two_launchers_are_given_is_not_taken_for_two(launches: list[Launch]) -> None:
@@ -462,3 +574,23 @@ def test_a_profiler_that_hears_of_launches_hears_of_these(
     pack()
     assert len(launches) == 2
     assert all(x is y for x, y in zip(publicly[0], (slot, k, v), strict=False))
+
+
+@pytest.mark.parametrize("why", ["a profiler hears of launches", "only the public way is known"])
+def test_one_call_goes_the_public_way_where_it_must(
+    launches: list[Launch], monkeypatch: pytest.MonkeyPatch, why: str
+) -> None:
+    x, publicly = torch.zeros(8), list[Any]()
+    bound = launch_triton.Bound(None, ())
+    if why.startswith("only"):
+        monkeypatch.setattr(
+            launch_triton, "launch", lambda kernel, grid, args, *_, **__: (publicly.append(args), bound)[1]
+        )
+    with_rooms(x, 100)
+    if not why.startswith("only"):
+        monkeypatch.setattr(launch_triton, "is_hooked", lambda: True)
+        monkeypatch.setattr(launch_triton, "launch", lambda kernel, grid, args, *_, **__: publicly.append(args))
+    publicly.clear()
+    for _ in range(2):
+        with_rooms(x, 100)
+    assert [args[0] is x and args[3] == 100 for args in publicly] == [True, True]
