@@ -36,6 +36,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 from torch._C._autograd import _profiler_enabled
+from torch._C._functorch import is_batchedtensor, is_legacy_batchedtensor
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from ringattn import gathered
@@ -243,6 +244,12 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         do, dlse = grads
+        if _is_batch(do) or _is_batch(dlse):
+            _refuse(
+                ctx.ring,
+                "ring attention must be given one gradient at a time, got a batch of them (vmap, is_grads_batched=True or "
+                "jacobian(vectorize=True)); loop over them with retain_graph=True, or use attention_reference",
+            )
         q, k, v, *options, o, lse, _aside.kept = ctx.saved_tensors
         run = _short_backward if _is_unseen((do, dlse, q, k, v, o, lse, *options)) else ring_attention_backward_op
         run = _Gradients.apply if torch.is_grad_enabled() else run
@@ -268,6 +275,11 @@ class _Gradients(torch.autograd.Function):
         raise NotImplementedError(
             "ring attention must be differentiated once, got a gradient of its gradients; use attention_reference for it"
         )
+
+
+def _is_batch(grad: Tensor | None) -> bool:
+    """Whether a gradient stands for several: autograd makes batches of one kind, torch.func of another."""
+    return grad is not None and (is_legacy_batchedtensor(grad) or is_batchedtensor(grad))
 
 
 def _runs_as_it_is() -> bool:

@@ -247,6 +247,13 @@ def dual() -> None:
         attend(forward_ad.make_dual(Q, Q))
 
 
+def batch(how: Callable[[Callable[[torch.Tensor], Any], torch.Tensor], Any]) -> Any:
+    """Gradients of one call for three cotangents at once."""
+    q = Q.clone().requires_grad_()
+    o = attend(q)
+    return how(lambda do: torch.autograd.grad(o, q, do, is_grads_batched=do.dim() > o.dim()), torch.ones(3, *Q.shape))
+
+
 @pytest.mark.parametrize(
     ("derive", "message"),
     [
@@ -254,6 +261,9 @@ def dual() -> None:
         (lambda: torch.func.jvp(attend, (Q,), (Q,)), "must be differentiated backward"),
         (lambda: torch.func.vjp(attend, Q), "must be differentiated by autograd"),
         (lambda: torch.func.grad(lambda q: attend(q).sum())(Q), "must be differentiated by autograd"),
+        (lambda: batch(lambda grad, do: grad(do)), "must be given one gradient at a time"),
+        (lambda: batch(lambda grad, do: torch.func.vmap(grad)(do)), "must be given one gradient at a time"),
+        (lambda: torch.autograd.functional.jacobian(attend, Q, vectorize=True), "must be given one gradient at a time"),
     ],
 )
 def test_derivatives_that_are_not_there_are_refused(derive: Callable[[], Any], message: str) -> None:
