@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import defaultdict
 from dataclasses import dataclass, field
 
@@ -82,9 +83,9 @@ class Device:
         self._current[stream.device] = stream
         return meet(stream.device)
 
-    def find(self, stream: Stream, key: Key[torch.Tensor]) -> None:
+    def find(self, stream: Stream, key: Key[torch.Tensor]) -> torch.Tensor:
         self._current[stream.device] = stream
-        find(key)
+        return find(key)
 
     def join(self, stream: Stream) -> list[Event]:
         """What a call in a stream waits for."""
@@ -179,3 +180,16 @@ def test_tables_lie_side_by_side_in_one_buffer() -> None:
     assert all(torch.equal(x, table.int()) for x, table in zip(found, tables, strict=True))
     assert len({x.untyped_storage().data_ptr() for x in found}) == 1
     assert all(x.storage_offset() % ALIGNMENT == 0 for x in found)
+
+
+def test_what_a_capture_has_found_is_kept_for_good(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = Device(monkeypatch)
+    monkeypatch.setattr("ringattn.tables.CACHE_BYTES", 0)
+    clear()
+    keys = [Key(GPU, (name,), lambda _: torch.zeros(1)) for name in "abc"]
+    held = []
+    for key, device.capturing in ((keys[0], False), (keys[1], False), (keys[1], True), (keys[2], False)):
+        held.append(weakref.ref(device.find(device.first, key)))
+    assert [one() is None for one in held] == [True, False, False, False]
+    clear()
+    assert not any(one() for one in held)

@@ -191,6 +191,25 @@ def test_facts_that_compile_alike_share_a_kernel(machine: Driver) -> None:
     assert len(bound_of(copy_kernel)) == 1
 
 
+def test_facts_that_compile_otherwise_have_kernels_of_their_own(machine: Driver) -> None:
+    x, apart = torch.zeros(64), torch.zeros(65)[1:]
+    usual = (x, x, None, 64, 3, 1.0)
+    kernel: Any = copy_kernel
+    constants = {"BLOCK": 16, "ADD": False}
+    changes = [
+        *({4: special} for special in (1, 16, 5, 48, 2**33, 2**33 + 1)),
+        *({3: general} for general in (2**31, -(2**31) - 1, 2**31 - 1)),
+        *({0: given} for given in (apart, x.half(), apart.half())),
+        {1: apart},
+        {2: x},
+    ]
+    for change in changes:
+        for args in (usual, tuple(change.get(i, x) for i, x in enumerate(usual))):
+            bound = launch_triton.launch(kernel, (1,), args, constants, num_warps=1)
+            assert bound is not None
+            assert bound.compiled is kernel[(1,)](*args, **constants, num_warps=1), "Triton would launch another"
+
+
 def test_descriptors_are_encoded_once_per_address(machine: Driver) -> None:
     seen = machine.utils.launch
     tensors = [torch.zeros(64, 64, dtype=torch.float16) for _ in range(4)]
