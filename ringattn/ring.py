@@ -116,6 +116,8 @@ class Ring:
             raise ValueError(f"memory_budget must be a number of bytes, got {memory_budget}; None for a default")
         if not isinstance(timeout, timedelta):
             raise TypeError(f"timeout must be a datetime.timedelta, got {timeout!r}; timedelta(seconds=60) is a minute")
+        if timeout <= timedelta(0):
+            raise ValueError(f"timeout must be longer than 0, got {timeout!r}; leave it out for 5 minutes")
         is_member = group is not dist.GroupMember.NON_GROUP_MEMBER
         if isinstance(group, DeviceMesh):
             if group.ndim != 1:

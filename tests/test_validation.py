@@ -193,6 +193,12 @@ def test_what_is_wrong_on_one_rank_all_ranks_refuse_at_once(pool: Pools) -> None
         assert mine in others
 
 
+@pytest.mark.parametrize("seconds", [0, -1])
+def test_nobody_waits_without_end(seconds: int) -> None:
+    with pytest.raises(ValueError, match="timeout must be longer than 0, got"):
+        Ring(timeout=timedelta(seconds=seconds))
+
+
 def odd_gradients() -> str:
     """All ranks have evaluated a call; then they train, one of them its bias of keys, too. What each rank says of it."""
     ring = Ring(timeout=timedelta(seconds=5))
