@@ -104,6 +104,27 @@ def test_an_equal_call_is_the_same_text() -> None:
     assert describe(sharding, other, softmax_scale=0.5) != describe(sharding, softmax_scale=0.5)
 
 
+def test_whatever_differs_is_another_text() -> None:
+    sharding = RING.sharding(12)
+    usual: dict[str, Any] = {"softmax_scale": 0.5, "causal": True}
+    others: list[dict[str, Any]] = [
+        {},
+        {"kv_sharding": RING.sharding(7)},
+        {"softmax_scale": 0.25},
+        {"causal": False},
+        {"window": 3},
+        {"prefix_len": 2},
+        {"chunk_len": 4},
+        {"softcap": 2.0},
+        {"dropout_p": 0.1},
+        {"impl": "eager"},
+        {"backward": "keys"},
+        {"deterministic": True},
+    ]
+    for _ in range(2):
+        assert len({describe(sharding, **{**usual, **other}) for other in others}) == len(others)
+
+
 def test_lengths_are_not_kept_with_the_sharding() -> None:
     sharding = RING.sharding(12)
     for stop in range(12):
