@@ -28,6 +28,7 @@ from ringattn.inference import Step
 from ringattn.inference import attend as attend_step
 from ringattn.integrations.transformers.masks import RingMask
 from ringattn.integrations.transformers.positions import check_positions, read_cumulative, read_documents
+from ringattn.integrations.transformers.rotations import check_rotation, find_ends, find_turns
 from ringattn.living import find_ring
 from ringattn.ring import Ring, default_world_size
 from ringattn.sharding import Sharding, positions_of
@@ -128,6 +129,8 @@ def attend(
     causal = _resolve_causal(module, is_causal, mask)
     if step is not None:
         _check_step(step, module, query, key, mask, causal, dropout, sharding, (cu_seq_lens_q, cu_seq_lens_k))
+        if step.sharding is not None and (turns := find_turns(getattr(module, "config", None))):
+            check_rotation(turns, [*find_ends(step.sharding), *step.lengths])
         window, chunk_len = _resolve_window(mask, causal, sliding_window, packed=False)
         if _is_tempered(module):
             query = _temper(module, query, step.positions)
@@ -308,9 +311,12 @@ def _check_sharded(
             raise ValueError(
                 "position_ids must be given to a model whose rows are sharded, got none; pass the batch through shard_batch"
             )
+        turns = find_turns(getattr(module, "config", None))
         if isinstance(position_ids, Tensor):
-            check_positions(position_ids, sharding, mask, _number(module), _begin(module))
-    except ValueError as error:
+            check_positions(position_ids, sharding, mask, _number(module), _begin(module), turns)
+        if turns and (position_ids is UNSAID or torch.compiler.is_compiling()):
+            check_rotation(turns, find_ends(sharding))
+    except (ValueError, NotImplementedError) as error:
         if not torch.compiler.is_compiling():
             # right positions on other ranks must not leave them waiting for this one
             find_ring(sharding.ring.name).refuse(error)

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from ringattn.integrations.transformers.masks import RingMask
+from ringattn.integrations.transformers.rotations import check_rotation, find_ends
 from ringattn.sharding import Sharding
 
 _UNPADDED = RingMask()
@@ -60,7 +61,12 @@ def _key(tensor: Tensor, mask: RingMask | None) -> RingMask:
 
 
 def check_positions(
-    position_ids: Tensor, sharding: Sharding, mask: RingMask | None, layer: int | None = None, begin: int = 0
+    position_ids: Tensor,
+    sharding: Sharding,
+    mask: RingMask | None,
+    layer: int | None = None,
+    begin: int = 0,
+    turns: tuple[tuple[str, int], ...] = (),
 ) -> None:
     """Refuses position ids that are not those of this rank's rows.
 
@@ -73,10 +79,11 @@ def check_positions(
         mask: Tells where padding is.
         layer: The number of the layer that asks; None when it has none.
         begin: Where the model counts from.
+        turns: Where its rotary embeddings take other frequencies (`rotations.find_turns`).
 
     Raises:
         ValueError: They are not.
-        NotImplementedError: They have several dimensions per token.
+        NotImplementedError: They have several dimensions per token, or ranks would rotate by different frequencies.
     """
     if position_ids.dim() != 2:
         raise NotImplementedError(
@@ -92,7 +99,7 @@ def check_positions(
         return
     known, key = _checked.of(position_ids, layer), _key(position_ids, mask)
     found = known.get(key)
-    if found is not None and found[0] is sharding and found[1] == begin:
+    if found is not None and found[0] is sharding and found[1:] == (begin, turns):
         return
     here = position_ids.detach().to("cpu", torch.int64)
     padding = None if mask is None else mask.padding
@@ -107,7 +114,9 @@ def check_positions(
             f"start of their document or first token, got {_ends(here[0])} on rank {sharding.rank} of {sharding.world_size}; "
             "pass the whole batch through shard_batch (a model that is given none numbers the rows of a shard from 0)"
         )
-    known[key] = sharding, begin
+    if turns:
+        check_rotation(turns, find_ends(sharding, int(here.max())))
+    known[key] = sharding, begin, turns
 
 
 def _fit(here: Tensor, sharding: Sharding, padding: Tensor | None, begin: int = 0) -> bool:
