@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ringattn import Ring
 from ringattn.inference import CacheFull
-from ringattn.integrations.transformers import RingCache
+from ringattn.integrations.transformers import RingCache, register
 from tests.pool import Pools
 from tests.recording import Reruns
 from tests.transformers.models import make, tokens
@@ -769,3 +769,32 @@ def test_a_cache_of_another_model_is_refused(pool: Pools) -> None:
 def test_sizes_of_a_cache_are_at_least_one(given: dict[str, int]) -> None:
     with pytest.raises(ValueError, match="must be at least 1, got 0"):
         RingCache(make("llama", "ringattn"), Ring(), **given)  # pyright: ignore[reportArgumentType]
+
+
+def differential() -> list[list[int]] | str:
+    """What a model answers whose layers attend twice, with other values each time."""
+    register()
+    shape = {
+        "hidden_size": 32,
+        "intermediate_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "vocab_size": 61,
+    }
+    config = transformers.AutoConfig.for_model("diffllama", num_key_value_heads=2, head_dim=8, **shape)
+    model: Any = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="ringattn").eval()
+    with RingCache(model, Ring(), max_tokens=64, page_size=4) as cache:
+        try:
+            return model.generate(tokens(20), max_new_tokens=4, past_key_values=cache).tolist()
+        except NotImplementedError as error:
+            return str(error)
+
+
+@pytest.mark.dist
+@pytest.mark.skipif(not transformers.__version__.startswith("5."), reason="4.x computes this attention itself")
+def test_layers_that_attend_twice_with_other_values_are_refused(pool: Pools) -> None:
+    """Both calls were kept in one place, and tokens that followed saw the second values only."""
+    for told in (differential(), *pool(2).run(differential)):
+        assert str(told).startswith(
+            "a layer must attend once in a call whose keys a cache keeps, got DiffLlamaAttention"
+        )

@@ -29,6 +29,7 @@ from ringattn.inference import attend as attend_step
 from ringattn.integrations.transformers.masks import RingMask
 from ringattn.integrations.transformers.positions import check_positions, read_cumulative, read_documents
 from ringattn.integrations.transformers.rotations import check_rotation, find_ends, find_turns
+from ringattn.integrations.transformers.steps import attends_again
 from ringattn.living import find_ring
 from ringattn.ring import Ring, default_world_size
 from ringattn.sharding import Sharding, positions_of
@@ -399,6 +400,11 @@ def _check_step(
         raise NotImplementedError(
             f"a layer must have a layer_idx to find its keys in a cache, got {type(module).__name__} without; "
             "use attn_implementation='sdpa' for this model"
+        )
+    if not torch.compiler.is_compiling() and attends_again(module.layer_idx):  # pyright: ignore[reportArgumentType]
+        raise NotImplementedError(
+            f"a layer must attend once in a call whose keys a cache keeps, got {type(module).__name__} that does so twice, whose "
+            "second values would be kept in place of the first ones; generate on one process with attn_implementation='sdpa'"
         )
     rows = tuple(query.shape[::2][:2])
     if key.shape[2] != query.shape[2] or rows != (step.batch, max(step.rows, min(1, query.shape[2]))):

@@ -36,6 +36,7 @@ from ringattn.inference import Step
 from ringattn.ring import Ring
 
 _everywhere: ContextVar[Ring | None] = ContextVar("rows_everywhere", default=None)
+_attended: ContextVar[set[int] | None] = ContextVar("attended", default=None)
 
 
 @contextmanager
@@ -51,6 +52,15 @@ def rows_everywhere(ring: Ring | None) -> Iterator[None]:
 def whose_rows() -> Ring | None:
     """The ring all of whose ranks have the rows that are being computed (Note [Rows everywhere]); None: there is none."""
     return _everywhere.get()
+
+
+def attends_again(layer: int) -> bool:
+    """Whether a layer has attended before in the call of a model that goes on; notes that it does now."""
+    layers = _attended.get()
+    again = layers is not None and layer in layers
+    if layers is not None:
+        layers.add(layer)
+    return again
 
 
 class PassingCache(Cache):
@@ -157,16 +167,20 @@ def forward_step(
     can_keep = "logits_to_keep" in inspect.signature(getattr(forward, "forward", forward)).parameters
     if can_keep:
         others["logits_to_keep"] = keep
-    with rows_everywhere(step.cache.ring if step.mode == "decode" else None), step.one_call():
-        out = forward(
-            **rows,
-            position_ids=positions,
-            past_key_values=PassingCache(),
-            use_cache=True,
-            step=step,
-            return_dict=True,
-            **others,
-        )
+    before = _attended.set(set())
+    try:
+        with rows_everywhere(step.cache.ring if step.mode == "decode" else None), step.one_call():
+            out = forward(
+                **rows,
+                position_ids=positions,
+                past_key_values=PassingCache(),
+                use_cache=True,
+                step=step,
+                return_dict=True,
+                **others,
+            )
+    finally:
+        _attended.reset(before)
     if not step.calls:
         raise RuntimeError(
             "the model must attend with ringattn, got one that did not, whose tokens saw no cache; make it with "
