@@ -32,7 +32,7 @@ from ringattn.call import parse, resolve_mask
 from ringattn.flops import register_flops
 from ringattn.layout import make_shards, shard_len
 from ringattn.living import add_ring, find_ring
-from ringattn.schedule import Nodes, make_nodes
+from ringattn.schedule import make_nodes
 from ringattn.sharding import Sharding
 from ringattn.transport.base import Buffers, Choice, NoTransport, Seat, Transport
 from ringattn.transport.choose import TRANSPORTS, choose
@@ -138,18 +138,24 @@ class Ring:
         self.impl = impl
         self.keep_keys = keep_keys
         self.closings = 0
-        # every rank counts its rings per group, so equal rings have equal names
-        self.name = f"{self._group_name}#{_COUNTS[self._group_name]}"
-        _COUNTS[self._group_name] += 1
         if nccl_max_ctas is not None and nccl_max_ctas < 1:
             raise ValueError(f"nccl_max_ctas must be at least 1, got {nccl_max_ctas}; or None for no limit")
+        if isinstance(nodes, str) and nodes != "auto":
+            raise ValueError(f"nodes must be a number or 'auto', got {nodes!r}; 'auto' groups ranks by host name")
+        levels = None if isinstance(nodes, str) else make_nodes(self.world_size, nodes)
+        # every rank counts its rings per group, so equal rings have equal names: what one rank alone may refuse comes first
+        self.name = f"{self._group_name}#{_COUNTS[self._group_name]}"
+        _COUNTS[self._group_name] += 1
         alone = self.world_size == 1
         self._wanted_transport, self._memory_budget, self._timeout = transport, memory_budget, timeout
         self._settled = alone
         undecided = Choice("undecided", f"transport={transport!r} is decided at the first call with tensors on a GPU")
         self._choice = Choice("none", "one rank: every key is here already") if alone else undecided
         self._agreement = None if alone else Agreement(self._group_name, self.rank, self.world_size, self.name, timeout)
-        levels = self._resolve_nodes(nodes)
+        if levels is None:
+            hosts = [""] if self._agreement is None else self._agreement.compare(socket.gethostname())
+            levels = group_by_host(hosts)
+        levels = None if len(levels) == 1 else levels
         names = [
             f"{self.name}/{level}"
             for level in (() if alone else ("ring",) if levels is None else ("ring", "between nodes"))
@@ -188,17 +194,6 @@ class Ring:
     def __reduce__(self) -> tuple[Any, ...]:
         # copies of a model share its ring: a second one would meet the other ranks under the name of the first
         return find_ring, (self.name,)
-
-    def _resolve_nodes(self, nodes: int | str) -> Nodes | None:
-        """Who shares a node; None for a ring of one level."""
-        if isinstance(nodes, str):
-            if nodes != "auto":
-                raise ValueError(f"nodes must be a number or 'auto', got {nodes!r}; 'auto' groups ranks by host name")
-            hosts = [""] if self._agreement is None else self._agreement.compare(socket.gethostname())
-            levels = group_by_host(hosts)
-        else:
-            levels = make_nodes(self.world_size, nodes)
-        return None if len(levels) == 1 else levels
 
     def sharding(
         self,

@@ -568,6 +568,25 @@ def test_keys_overwritten_before_the_backward_are_refused() -> None:
         o.sum().backward()
 
 
+def refuse_alone() -> Tensor:
+    """Rank 1 makes a ring that cannot be, says so, and goes on."""
+    if dist.get_rank():
+        wrongs: list[dict[str, Any]] = [{"nodes": 3}, {"nodes": "some"}, {"nccl_max_ctas": 0}]
+        for wrong in wrongs:
+            with pytest.raises(ValueError, match="nodes|nccl_max_ctas"):
+                Ring(**wrong)
+    ring = Ring(timeout=datetime.timedelta(seconds=20))
+    x = torch.ones(1, 4, 2, 8)
+    return ring_attention(x, x, x, ring.sharding(8), causal=True)
+
+
+@pytest.mark.dist
+def test_a_ring_that_one_rank_was_refused_has_no_name(pool: Pools) -> None:
+    """The rank would look for the others under the name of its second ring."""
+    for found in pool(2).run(refuse_alone):
+        assert torch.equal(found, torch.ones(1, 4, 2, 8))
+
+
 def _refused_budget(rank_budgets: tuple[int, ...]) -> str:
     ring = Ring(transport="copy_engine", memory_budget=rank_budgets[dist.get_rank()])
     sharding = ring.sharding(4)
