@@ -60,7 +60,7 @@ _TENSORS = _Tensors()
 
 _cache: OrderedDict[Key[Any], Any] = OrderedDict()
 _held = 0  # bytes of these
-_lock = threading.Lock()
+_lock = threading.RLock()
 """Held where these change: a look at them moves them, too, and threads of several rings look at once."""
 _captured: dict[Key[Any], Any] = {}
 
