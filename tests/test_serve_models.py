@@ -120,6 +120,25 @@ def answered(
     return list(answers.values()), kinds
 
 
+@pytest.mark.parametrize(("kind", "most"), [("longrope", 64), ("dynamic", 512)])
+def test_requests_whose_frequencies_would_depend_on_others_are_refused(tmp_path, kind, most):
+    """Up to the length from which on the longest request of a step chooses for all, nobody notices."""
+    from transformers import AutoConfig
+
+    told: dict[str, Any] = {"rope_type": kind, "factor": 4.0, "rope_theta": 10000.0}
+    if kind == "longrope":
+        told |= {"short_factor": [1.0] * 4, "long_factor": [4.0] * 4, "original_max_position_embeddings": most}
+    config: Any = AutoConfig.for_model("llama", vocab_size=300, rope_parameters=told, **CONFIG)
+    path = tmp_path / "config.json"
+    config.to_json_file(path)
+    with pytest.raises(Refusal, match=rf"max_len must be at most {most} where rope_type is '{kind}'.*--max-len {most}"):
+        opened(path, max_len=most + 1)
+    assert opened(path, max_len=most).length == 512
+    if kind == "longrope":
+        with pytest.raises(Refusal, match=r"got 512; pass --max-len 64"):
+            opened(path)
+
+
 def test_a_checkpoint_brings_its_weights_its_tokenizer_and_its_stops(folder):
     from transformers import AutoModelForCausalLM
 

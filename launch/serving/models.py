@@ -60,7 +60,9 @@ class Served:
     drawn: bool = False
 
 
-def load(path: str, *, name: str | None, dtype: str, device: torch.device, seed: int) -> Served:
+def load(
+    path: str, *, name: str | None, dtype: str, device: torch.device, seed: int, max_len: int | None = None
+) -> Served:
     """The model of a folder, of a config (random weights), or the one that is built in.
 
     Nothing is fetched, and no code in the folder is run. Weights are read straight onto a GPU where accelerate is installed, and
@@ -72,6 +74,7 @@ def load(path: str, *, name: str | None, dtype: str, device: torch.device, seed:
         dtype: "float32", "bfloat16", "float16", or "auto": the config's on a GPU, float32 on a CPU.
         device: Of this rank.
         seed: Of random weights.
+        max_len: Tokens that a request may have; None: what the config says.
 
     Raises:
         Refusal: The model cannot be served.
@@ -79,6 +82,7 @@ def load(path: str, *, name: str | None, dtype: str, device: torch.device, seed:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     from ringattn.integrations.transformers import NAME, register
+    from ringattn.integrations.transformers.rotations import find_turns
 
     register()
     check_model(path)
@@ -88,6 +92,14 @@ def load(path: str, *, name: str | None, dtype: str, device: torch.device, seed:
     else:
         config = AutoConfig.from_pretrained(str(place), local_files_only=True, trust_remote_code=False)
     text = config.get_text_config(decoder=True)
+    length = getattr(text, "max_position_embeddings", None)
+    for rope_type, most in find_turns(text):
+        # the longest request of a step would choose for those beside it
+        if (max_len or length or most) > most:
+            raise Refusal(
+                f"max_len must be at most {most} where rope_type is {rope_type!r}, whose frequencies depend on the longest request "
+                f"of a step, got {max_len or length}; pass --max-len {most}"
+            )
     kind: Any = (getattr(text, "dtype", None) if device.type == "cuda" else None) or torch.float32
     chosen: torch.dtype = kind if dtype == "auto" else getattr(torch, dtype)
     options: dict[str, Any] = {"dtype": chosen, "attn_implementation": NAME}
@@ -123,7 +135,6 @@ def load(path: str, *, name: str | None, dtype: str, device: torch.device, seed:
                 "put a tokenizer.json into its folder"
             )
     served_name = name or (TINY if path == TINY else (place if place.is_dir() else place.parent).resolve().name)
-    length = getattr(text, "max_position_embeddings", None)
     facts = f"{type(model).__name__} {config.to_json_string(use_diff=False)} {chosen} {seed} {sorted(tokenizer.stops)}"
     return Served(model, tokenizer, served_name, length, facts, drawn)
 

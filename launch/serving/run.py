@@ -137,7 +137,9 @@ def _prepare(args: ServeArgs, rank: Rank) -> tuple[Served, Replica, str]:
     ring = Ring(timeout=datetime.timedelta(seconds=args.timeout))
     problem, served = "", None
     try:
-        served = load(args.model, name=args.name, dtype=args.dtype, device=rank.device, seed=args.seed)
+        served = load(
+            args.model, name=args.name, dtype=args.dtype, device=rank.device, seed=args.seed, max_len=args.max_len
+        )
     except (Refusal, ValueError, OSError, ImportError) as error:
         problem = f"{args.model} cannot be served: {error}" if not isinstance(error, Refusal) else str(error)
     try:
