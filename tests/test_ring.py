@@ -573,7 +573,7 @@ def refuse_alone() -> Tensor:
     if dist.get_rank():
         wrongs: list[dict[str, Any]] = [{"nodes": 3}, {"nodes": "some"}, {"nccl_max_ctas": 0}]
         for wrong in wrongs:
-            with pytest.raises(ValueError, match="nodes|nccl_max_ctas"):
+            with pytest.raises(ValueError, match=r"nodes|nccl_max_ctas"):
                 Ring(**wrong)
     ring = Ring(timeout=datetime.timedelta(seconds=20))
     x = torch.ones(1, 4, 2, 8)
