@@ -44,7 +44,7 @@ from ringattn.launch.bench_server import CannotBench, Server, bench_server, red_
 from ringattn.launch.distributed import Refusal
 from ringattn.launch.figures import draw_inference, draw_lengths, draw_ring
 from ringattn.launch.problems import Problem
-from ringattn.launch.session import Keep, Session, describe, machine, open_session, parse, table, write_json
+from ringattn.launch.session import Keep, Session, describe, keeper, machine, open_session, parse, table, write_json
 
 ANSWER_COLUMNS = {
     "ttft_ms": "{:.1f}",
@@ -364,16 +364,6 @@ def fail(reasons: Sequence[str], session: Session) -> int:
         for reason in reasons:
             print(f"error: {reason}", file=sys.stderr, flush=True)
     return int(bool(reasons))
-
-
-def keeper(path: Path, session: Session, line: dict[str, Any]) -> Keep:
-    """Writes all rows so far as JSON, on rank 0."""
-
-    def keep(rows: list[dict[str, Any]]) -> None:
-        if session.rank == 0:
-            write_json(path, {"machine": line, "rows": rows})
-
-    return keep
 
 
 def measure(

@@ -30,7 +30,7 @@ import ringattn
 from ringattn.launch.check import PLENTY
 from ringattn.launch.problems import DTypeName, Problem, draw_inputs, same_work, teraflops
 from ringattn.launch.rings import ScheduleName, check_nodes, check_schedules, make_ring, shown_name
-from ringattn.launch.session import Session, describe, machine, open_session, parse, table, write_json
+from ringattn.launch.session import Keep, Session, describe, keeper, machine, open_session, parse, table
 
 
 @dataclass(frozen=True)
@@ -166,8 +166,15 @@ def clock(call: Callable[[], Any], calls: int, session: Session) -> float:
     return session.maximum([(time.perf_counter() - started) * 1e3 / calls])[0]
 
 
-def measure(args: Links, links: Sequence[Link], session: Session) -> list[dict[str, Any]]:
-    """A row per length and ring."""
+def measure(args: Links, links: Sequence[Link], session: Session, keep: Keep) -> list[dict[str, Any]]:
+    """A row per length and ring.
+
+    Args:
+        args: What.
+        links: The rings.
+        session: The ranks.
+        keep: Who gets the rows.
+    """
     rows = []
     for tokens in args.tokens:
         whole = Problem(
@@ -191,6 +198,7 @@ def measure(args: Links, links: Sequence[Link], session: Session) -> list[dict[s
                     ms *= whole.pairs / session.world_size / share.pairs
                 row |= {f"{what}_ms": ms, f"{what}_tflops": teraflops(flops, ms)}
             rows.append(row)
+        keep(rows)
     return rows
 
 
@@ -212,14 +220,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
             session.say("red: not the bits of the simulated ring: " + "; ".join(everywhere))
             return 1
         session.say(f"green: {len(links)} rings give the bits of the simulated ring, both movements")
-        rows = measure(args, links, session)
+        rows = measure(args, links, session, keeper(args.out / "links.json", session, line))
         if session.rank == 0:
             names = ("forward_ms", "forward_tflops", "both_ms", "both_tflops")
             shown = [[row["tokens_per_rank"], row["link"], *(f"{row[name]:.3f}" for name in names)] for row in rows]
             table(
                 "links, causal zigzag", ["tokens per rank", "ring", *(name.replace("_", " ") for name in names)], shown
             )
-            write_json(args.out / "links.json", {"machine": line, "rows": rows})
         for link in links:
             link.ring.close()
     return 0

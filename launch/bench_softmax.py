@@ -10,7 +10,6 @@ with O(block) state moves. A kernel that keeps a row on chip moves less, so shor
 from __future__ import annotations
 
 import argparse
-import json
 import platform
 import shlex
 import statistics
@@ -23,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ringattn.launch.session import check_output
+from ringattn.launch.session import check_output, write_json
 from ringattn.softmax import online_logsumexp, online_softmax
 
 LENGTHS = (1 << 10, 1 << 11, 1 << 12, 1 << 13, 1 << 15, 1 << 17, 1 << 18, 1 << 20)
@@ -223,6 +222,8 @@ def main(argv: list[str] | None = None) -> int:
         x = make_case(args.elements, n, DTYPES[name])
         row = {"dtype": name, "n": n, "m": x.shape[0], **measure(x), **about}
         results.append(row)
+        if args.json:
+            write_json(args.json, results)
         cells = [
             f"{row[f'{key}_gbps']:7.0f} {100 * row[f'{key}_gbps'] / row['copy_gbps']:3.0f}%"
             for key in ("ours", "torch", "ours_backward", "torch_backward")
@@ -235,9 +236,6 @@ def main(argv: list[str] | None = None) -> int:
         if n >= 1 << 15 and row["share_of_copy"] < GOAL:
             missed.append(f"{name} rows of {n}: {row['share_of_copy']:.0%}")
     print(f"goal of {GOAL:.0%} for rows of 32K to 1M: " + ("met" if not missed else "missed by " + "; ".join(missed)))
-    if args.json:
-        args.json.parent.mkdir(parents=True, exist_ok=True)
-        args.json.write_text(json.dumps(results, indent=1) + "\n")
     return 0
 
 

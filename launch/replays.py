@@ -36,7 +36,7 @@ import torch
 from ringattn.launch.problems import DTypeName, MaskName, Problem, same_work
 from ringattn.launch.ring_contenders import prepare_ours
 from ringattn.launch.rings import ScheduleName, lonely_ring, make_ring
-from ringattn.launch.session import Session, describe, machine, open_session, parse, table, write_json
+from ringattn.launch.session import Session, describe, keeper, machine, open_session, parse, table
 from ringattn.launch.timeline import union
 from ringattn.launch.turns import capture_together, mark_now, settle, time_together
 
@@ -299,9 +299,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with open_session("cuda") as session, torch.cuda.stream(torch.cuda.Stream(session.device)):
         line = machine(session)
         session.say(describe(line))
-        rows = []
+        path, rows = args.out / f"{args.name}.json", []
+        keep = keeper(path, session, line)
         for tokens, kv_heads in itertools.product(args.tokens, args.kv_heads):
             rows += look(args, tokens, kv_heads, session)
+            keep(rows)
         if session.rank == 0:
             names = ("period_us", "alone_us", "waiting_us", "idle_us", "copying_us")
             cells = [
@@ -311,8 +313,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 for rank, one in enumerate(row["ranks"])
             ]
             table("a call", ["way", "tokens", "heads", "rank", *(name.replace("_us", " us") for name in names)], cells)
-            path = args.out / f"{args.name}.json"
-            write_json(path, {"machine": line, "rows": rows})
             print(f"rows: {path}")
     return 0
 

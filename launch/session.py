@@ -391,6 +391,16 @@ def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) 
     print(flush=True)
 
 
+def keeper(path: Path, session: Session, line: dict[str, Any]) -> Keep:
+    """Writes all rows so far as JSON, on rank 0."""
+
+    def keep(rows: list[dict[str, Any]]) -> None:
+        if session.rank == 0:
+            write_json(path, {"machine": line, "rows": rows})
+
+    return keep
+
+
 def write_json(path: Path, content: Any) -> None:
     """Writes `content` as JSON, whole or not at all, also beside another process that writes the same file."""
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -1093,13 +1093,13 @@ def test_the_standard_of_a_problem_is_the_reference_on_its_last_heads(mask: Any,
 def test_a_bench_that_is_cut_off_leaves_what_it_has_measured(
     kind: str, words: list[str], first: int | None, rows: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    whole = bench.write_json
+    whole = session.write_json
 
     def cut_off(path: Path, content: Any) -> None:
         whole(path, content)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(bench, "write_json", cut_off)
+    monkeypatch.setattr(session, "write_json", cut_off)
     with pytest.raises(KeyboardInterrupt):
         bench.main([kind, *words, "--device", "cpu", "--out", str(tmp_path)])
     kept = json.loads((tmp_path / f"{kind}.json").read_text())["rows"]
