@@ -893,7 +893,8 @@ def test_processes_that_compile_end_with_the_one_that_started_them(module: str, 
         "for item in share_of(range(1200), '0/1'): Path(sys.argv[1]).write_text(str(os.getpid())); time.sleep(0.05)"
     )
     starter = (
-        "import subprocess, sys, torch; from ringattn.launch import bench, bench_kernels, check, session\n"
+        "import signal, subprocess, sys, torch; from ringattn.launch import bench, bench_kernels, check, session\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # what is started in the background ignores it
         "start, words = subprocess.Popen, sys.argv[1:]\n"
         "subprocess.Popen = lambda *_, **options: start([sys.executable, '-c', *words])\n"
         "bench_kernels.os.cpu_count = lambda: 2\n"
