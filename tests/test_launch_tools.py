@@ -890,7 +890,7 @@ def _wait_for(what: Any, seconds: float = 180.0) -> None:
 def test_processes_that_compile_end_with_the_one_that_started_them(module: str, how: int, tmp_path: Path) -> None:
     share = (
         "import os, sys, time; from pathlib import Path; from ringattn.launch.session import share_of\n"
-        "for item in share_of(range(1200), '0/1'): Path(sys.argv[1]).write_text(str(os.getpid())); time.sleep(0.05)"
+        "for item in share_of(range(12000), '0/1'): Path(sys.argv[1]).write_text(str(os.getpid())); time.sleep(0.05)"
     )
     starter = (
         "import signal, subprocess, sys, torch; from ringattn.launch import bench, bench_kernels, check, session\n"
