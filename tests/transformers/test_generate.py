@@ -798,3 +798,26 @@ def test_layers_that_attend_twice_with_other_values_are_refused(pool: Pools) -> 
         assert str(told).startswith(
             "a layer must attend once in a call whose keys a cache keeps, got DiffLlamaAttention"
         )
+
+
+def decoder_alone(kind: str) -> str:
+    """What is said of the decoder of a model that embeds the places of its tokens and counts them in the cache."""
+    register()
+    sizes = {"d_model": 16, "decoder_layers": 1, "decoder_ffn_dim": 16, "vocab_size": 61}
+    sizes |= {"decoder_attention_heads": 2, "encoder_attention_heads": 2}
+    config = transformers.AutoConfig.for_model(kind, **sizes)
+    model: Any = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="ringattn").eval()
+    with RingCache(model, Ring(), max_tokens=64, page_size=4) as cache:
+        try:
+            return str(model.generate(tokens(20), max_new_tokens=4, past_key_values=cache).tolist())
+        except NotImplementedError as error:
+            return str(error)
+
+
+@pytest.mark.dist
+@pytest.mark.skipif(not transformers.__version__.startswith("5."), reason="those of 4.x do not swallow the keyword")
+@pytest.mark.parametrize("kind", ["bart", "blenderbot"])
+def test_models_that_number_the_rows_of_a_call_themselves_are_refused(kind: str, pool: Pools) -> None:
+    """They began to count anew in every call, and on every rank."""
+    for told in (decoder_alone(kind), *pool(2).run(decoder_alone, kind)):
+        assert told.startswith("a model must take position_ids where a cache keeps its keys, got one with ")

@@ -302,11 +302,7 @@ def _check_sharded(
     if sharding.world_size == 1:
         return
     check_layers(getattr(module, "config", None))
-    if not torch.compiler.is_compiling() and not _takes_positions(type(module)):
-        raise NotImplementedError(
-            f"a model must take position_ids where ranks share a sequence, got one with {type(module).__name__}, which numbers the "
-            "rows of each rank by itself; run this model on one process"
-        )
+    _check_told(module, "where ranks share a sequence, got one with {}, which numbers the rows of each rank by itself")
     try:
         if position_ids is None:
             raise ValueError(
@@ -331,6 +327,15 @@ def _check_router(module: nn.Module, others: dict[str, Any]) -> None:
         raise NotImplementedError(
             "output_router_logits must be False where ranks share a sequence, got True: the loss that balances experts would be "
             "of each rank's tokens alone; leave it out, and set model.config.output_router_logits = False"
+        )
+
+
+def _check_told(module: nn.Module, where: str) -> None:
+    """Refuses a model that can not be told where its rows are."""
+    if not torch.compiler.is_compiling() and not _takes_positions(type(module)):
+        raise NotImplementedError(
+            f"a model must take position_ids {where.format(type(module).__name__)}; run this model on one process, with "
+            "attn_implementation='sdpa' to generate"
         )
 
 
@@ -406,6 +411,7 @@ def _check_step(
             f"a layer must attend once in a call whose keys a cache keeps, got {type(module).__name__} that does so twice, whose "
             "second values would be kept in place of the first ones; generate on one process with attn_implementation='sdpa'"
         )
+    _check_told(module, "where a cache keeps its keys, got one with {}, which numbers the rows of each call by itself")
     rows = tuple(query.shape[::2][:2])
     if key.shape[2] != query.shape[2] or rows != (step.batch, max(step.rows, min(1, query.shape[2]))):
         raise ValueError(
