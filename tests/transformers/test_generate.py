@@ -821,3 +821,27 @@ def test_models_that_number_the_rows_of_a_call_themselves_are_refused(kind: str,
     """They began to count anew in every call, and on every rank."""
     for told in (decoder_alone(kind), *pool(2).run(decoder_alone, kind)):
         assert told.startswith("a model must take position_ids where a cache keeps its keys, got one with ")
+
+
+def dropping(length: int) -> str:
+    """What a model answers that drops its cache where a sequence grows beyond 24 tokens."""
+    register()
+    shape = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4}
+    lengths = {"max_position_embeddings": 24, "original_max_position_embeddings": 24}
+    config = transformers.AutoConfig.for_model("phi3", **shape, **lengths, vocab_size=61, pad_token_id=0)
+    model: Any = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="ringattn").eval()
+    with RingCache(model, Ring(), max_tokens=64, page_size=4) as cache:
+        try:
+            given = {"do_sample": False, "eos_token_id": None, "past_key_values": cache}
+            return str(model.generate(tokens(length), max_new_tokens=6, **given).shape)
+        except NotImplementedError as error:
+            return str(error)
+
+
+@pytest.mark.dist
+def test_models_that_drop_the_cache_are_refused_by_name(pool: Pools) -> None:
+    """Ranks were told that they call a model without a sharding."""
+    for length in (20, 30):
+        for told in (dropping(length), *pool(2).run(dropping, length)):
+            assert told.startswith("generation must hand the RingCache to every call of the model, got one of Phi3")
+    assert dropping(18) == "torch.Size([1, 24])"

@@ -525,16 +525,28 @@ def _wrap(model: PreTrainedModel) -> Callable[[], None]:
     original, original_generate = model.forward, getattr(model, "generate", None)
     signature = inspect.signature(original)
     spread = next((name for name, p in signature.parameters.items() if p.kind is p.VAR_KEYWORD), None)
+    generating: list[RingCache] = []
+
+    def call_without(cache: Any, /, *args: Any, **kwargs: Any) -> Any:
+        if generating and cache is None:
+            generating[-1].ring.refuse(
+                NotImplementedError(
+                    f"generation must hand the RingCache to every call of the model, got one of {type(model).__name__} without, "
+                    "which drops a cache at this length to compute all tokens anew (Phi 3 and its kin do beyond "
+                    "original_max_position_embeddings); keep sequences shorter, or use attn_implementation='sdpa' on one process"
+                )
+            )
+        return original(*args, **kwargs)
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         cache = kwargs.get("past_key_values")
         if not args and not isinstance(cache, RingCache):
-            return original(**kwargs)
+            return call_without(cache, **kwargs)
         given = dict(signature.bind(*args, **kwargs).arguments)
         given |= given.pop(spread, {}) if spread is not None else {}
         cache = given.get("past_key_values")
         if not isinstance(cache, RingCache):
-            return original(*args, **kwargs)
+            return call_without(cache, *args, **kwargs)
         if cache._model is not model:
             cache.ring.refuse(
                 ValueError(
@@ -545,7 +557,6 @@ def _wrap(model: PreTrainedModel) -> Callable[[], None]:
         return cache._call(original, given)
 
     wrapped: dict[str, Callable[..., Any]] = {"forward": OfOne(forward, original, NO_COPY)}
-    generating: list[RingCache] = []
     if callable(original_generate):
 
         def generate(*args: Any, **kwargs: Any) -> Any:
