@@ -1160,6 +1160,22 @@ def test_a_lent_slot_has_the_rows_of_the_sharding_it_is_asked_for_with() -> None
             assert (k.shape, v.shape) == ((1, lengths[rank], 2, 2), (1, lengths[rank], 2, 3)), salt
 
 
+def test_a_lent_slot_goes_when_its_name_is_lent_with_another_shape() -> None:
+    ranks, shape = Ranks(2, 0), full(2)
+    slots: list[weakref.ref[Tensor]] = []
+    for more in range(4):
+
+        def one(rank: int, more: int = more) -> None:
+            end, size = ranks.ends[rank], (shape.batch, shape.rows + more, shape.lengths[rank], shape.heads)
+            k, v = end.lend("layer", *size, shape.dims, shape.dtype)
+            slots.append(weakref.ref(end._lent_at[k.untyped_storage().data_ptr()].slot))
+            end.gather(k, v, shape.collections[rank], shape.groups, "forward").close()
+
+        ranks.each(one)
+        ranks.world.drain()
+    assert [slot() is not None for slot in slots] == [False] * 6 + [True] * 2
+
+
 def test_a_post_of_more_than_was_reserved_is_refused_before_anything_moves() -> None:
     ranks = Ranks(2, 0)
     ranks.each(lambda rank: ranks.ends[rank].reserve(64))

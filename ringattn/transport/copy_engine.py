@@ -109,6 +109,8 @@ class CopyEngineTransport(Holdings):
         found: GatherPrograms | None = self.find(key)
         if found is None:
             found = self.keep(key, self._prepare_gather(k, v, collection, groups, lent, what, of_bias, keep=keep))
+            if lent is not None:
+                lent.courses.add(key)
             if home is not None:
                 self.keep(home.key, home.plans)  # which growing for the gather has forgotten
         found.course.what = found.pushing.what = what

@@ -16,7 +16,7 @@ import dataclasses
 import functools
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any, TypeVar
 
@@ -50,11 +50,13 @@ class Lent:
         slot: `b rows hk (d + dv)`.
         k: The keys in it, of this rank's rows.
         v: Likewise the values.
+        courses: Keys of what was made for it (`Holdings.keep`).
     """
 
     slot: Tensor
     k: Tensor
     v: Tensor
+    courses: set[Any] = field(default_factory=set)
 
 
 ordinary = torch.inference_mode(False)
@@ -306,7 +308,7 @@ class Holdings:
             self.streams.synchronize()
             gone = self._lent.pop(old)
             del self._lent_at[gone.slot.untyped_storage().data_ptr()]
-            self._retire(gone)
+            self._retire((gone, [self._courses.pop(key, None) for key in gone.courses]))
         slot = torch.empty(shape, dtype=dtype, device=self._memory.device)
         lent = self._lent[key] = Lent(slot, slot[:, :mine, :, :d], slot[:, :mine, :, d:])
         self._lent_at[slot.untyped_storage().data_ptr()] = lent
