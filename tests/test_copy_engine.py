@@ -1176,6 +1176,15 @@ def test_a_lent_slot_goes_when_its_name_is_lent_with_another_shape() -> None:
     assert [slot() is not None for slot in slots] == [False] * 6 + [True] * 2
 
 
+def test_memory_that_a_backward_has_outgrown_goes() -> None:
+    ranks, shape = Ranks(2, 0), full(2)
+    come_home(ranks, dataclasses.replace(shape, dtype=torch.bfloat16), 0)
+    far = weakref.ref(ranks.ends[0]._fars[0])
+    come_home(ranks, shape, 1)
+    ranks.world.drain()
+    assert far() is None
+
+
 def test_a_post_of_more_than_was_reserved_is_refused_before_anything_moves() -> None:
     ranks = Ranks(2, 0)
     ranks.each(lambda rank: ranks.ends[rank].reserve(64))

@@ -11,6 +11,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -74,7 +75,8 @@ class HomePrograms:
     bias: tuple[Tensor, Tensor, list[Tensor]] | None
     keep: Any
     reels: Reels = field(default_factory=Reels)
-    _together: dict[GatherPrograms, Together] = field(default_factory=dict)
+    # what a gather pushes from and into goes with its programs, and not with these
+    _together: WeakKeyDictionary[GatherPrograms, Together] = field(default_factory=WeakKeyDictionary)
 
     def beside(self, gather: GatherPrograms, streams: Streams) -> Together:
         """What both say together.
