@@ -438,8 +438,17 @@ class Allocator:
             self._free.append(self._given.pop(x.data_ptr()))
 
 
-def kept(ranks: Ranks, layers: list[Shape], salt: int, name: str | None = None) -> None:
-    """Layers that keep what they gather until their backward, which gathers nothing; the last layer's comes first."""
+def kept(
+    ranks: Ranks,
+    layers: list[Shape],
+    salt: int,
+    name: str | None = None,
+    between: Callable[[], object] = lambda: None,
+) -> None:
+    """Layers that keep what they gather until their backward, which gathers nothing; the last layer's comes first.
+
+    `between` comes in front of the backwards.
+    """
     world_size = ranks.world.ranks
     held: list[list[Gathering]] = [[] for _ in range(world_size)]
     allocators = ranks.__dict__.setdefault("allocators", [Allocator(rank) for rank in range(world_size)])
@@ -483,6 +492,7 @@ def kept(ranks: Ranks, layers: list[Shape], salt: int, name: str | None = None) 
 
     for layer in range(len(layers)):
         ranks.each(lambda rank, layer=layer: go(rank, layer))
+    between()
     for layer in reversed(range(len(layers))):
         ranks.each(lambda rank, layer=layer: come_back(rank, layer))
 
@@ -1158,6 +1168,19 @@ def test_a_lent_slot_has_the_rows_of_the_sharding_it_is_asked_for_with() -> None
         ranks.each(ask)
         for rank, (k, v) in found.items():
             assert (k.shape, v.shape) == ((1, lengths[rank], 2, 2), (1, lengths[rank], 2, 3)), salt
+
+
+@settings(max_examples=25, deadline=None)
+@given(seed=st.integers(0, 2**32))
+def test_contributions_never_come_before_those_of_the_backward_before_last_are_added(seed: int) -> None:
+    ranks = Ranks(2, seed)
+    visibility = Visibility(seq_len=8, kv_len=8, causal=True)
+    shards = make_shards("contiguous", 8, 2, visibility)
+    plan = make_plan(shards, shards, visibility, "keys")
+    # rank 0 reads nothing of rank 1, and so nothing but words holds rank 1 up
+    shape = dataclasses.replace(full(2), collections=tuple(collect(plan, rank, 4) for rank in range(2)))
+    kept(ranks, [shape] * 3, 0, between=lambda: come_home(ranks, shape, 100))
+    ranks.world.drain()
 
 
 def test_a_lent_slot_goes_when_its_name_is_lent_with_another_shape() -> None:
