@@ -281,12 +281,17 @@ def send_home(
     coming.close()
 
 
-def come_home(ranks: Ranks, shape: Shape, salt: int) -> None:
+def come_home(ranks: Ranks, shape: Shape, salt: int, name: str | None = None) -> None:
+    """Backwards that gather, what lies in a lent slot if there is a name."""
     keys = [keys_of(shape, rank, salt) for rank in range(ranks.world.ranks)]
 
     def one(rank: int) -> None:
-        end, collection = ranks.ends[rank], shape.collections[rank]
-        found = lambda home: end.gather(*keys[rank], collection, shape.groups, f"backward {salt}", home=home)  # noqa: E731
+        end, collection, place = ranks.ends[rank], shape.collections[rank], keys[rank]
+        if name is not None:
+            size = shape.batch, shape.rows, shape.lengths[rank], shape.heads
+            place = end.lend(name, *size, shape.dims, shape.dtype)
+            ranks.streams[rank].call(lambda: [x.copy_(y) for x, y in zip(place, keys[rank], strict=True)])
+        found = lambda home: end.gather(*place, collection, shape.groups, f"backward {salt}", home=home)  # noqa: E731
         send_home(ranks, rank, shape, salt, found, keys.__getitem__)
 
     ranks.each(one)
@@ -1180,6 +1185,16 @@ def test_contributions_never_come_before_those_of_the_backward_before_last_are_a
     # rank 0 reads nothing of rank 1, and so nothing but words holds rank 1 up
     shape = dataclasses.replace(full(2), collections=tuple(collect(plan, rank, 4) for rank in range(2)))
     kept(ranks, [shape] * 3, 0, between=lambda: come_home(ranks, shape, 100))
+    ranks.world.drain()
+
+
+@settings(max_examples=25, deadline=None)
+@given(world_size=st.integers(2, 3), seed=st.integers(0, 2**32))
+def test_backwards_of_packed_and_of_lent_keys_take_turns(world_size: int, seed: int) -> None:
+    ranks = Ranks(world_size, seed)
+    # as many of each in front of the other as there are places to come home to
+    for salt, name in enumerate([None, None, "layer", "layer", None, "layer"]):
+        come_home(ranks, full(world_size), salt, name)
     ranks.world.drain()
 
 
