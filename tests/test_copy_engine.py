@@ -1188,6 +1188,30 @@ def test_contributions_never_come_before_those_of_the_backward_before_last_are_a
     ranks.world.drain()
 
 
+@pytest.mark.parametrize("kept_keys", [True, False])
+def test_a_long_backward_is_not_a_ring_that_stands_still(kept_keys: bool) -> None:
+    ranks, shape, place = Ranks(2, 0), full(2), torch.device("cpu")
+    homes = {}
+
+    def begin(rank: int) -> None:
+        end, collection = ranks.ends[rank], shape.collections[rank]
+        homes[rank] = end.homecoming((1, 2, 4), collection, place, "gradients")
+        if kept_keys:
+            homes[rank].begin()
+        else:
+            end.gather(*keys_of(shape, rank, 0), collection, 1, "backward", home=homes[rank])
+
+    ranks.each(begin)
+    ranks.world.drain()
+    # what is enqueued next is the kernel
+    for end in ranks.ends:
+        for now in (0.0, 50.0, 100.0):
+            end.watch.poll(now)
+        assert end.watch.failure is None
+    ranks.each(lambda rank: (homes[rank].receive(), homes[rank].close()))
+    ranks.world.drain()
+
+
 @settings(max_examples=25, deadline=None)
 @given(world_size=st.integers(2, 3), seed=st.integers(0, 2**32))
 def test_backwards_of_packed_and_of_lent_keys_take_turns(world_size: int, seed: int) -> None:
