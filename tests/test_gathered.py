@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ringattn.call import Call, describe
-from ringattn.gathered import choose_groups
+from ringattn.gathered import choose_groups, gathered_bytes
 from ringattn.kernels import eager
 from ringattn.kernels.contract import GUARD
 from ringattn.layout import make_shards
@@ -138,6 +138,20 @@ def test_what_one_launch_cannot_serve_goes_visit_by_visit(gathering, options):
     simulate_ring(q, k, v, 2, causal=True, do=do, **{"memory_budget": PLENTY, **options})
     assert "forward_gathered" not in gathering
     assert "backward_gathered" not in gathering
+
+
+def test_each_direction_is_gathered_where_it_fits(gathering):
+    q, k, v, do = draw(61, 4, 2)
+    mask = Visibility(61, 61, causal=True)
+    shards = make_shards("zigzag", 61, 3)
+    collection = collect(make_plan(shards, shards, mask, "keys"), 0, GUARD)
+    forward, backward = (gathered_bytes(k, v, collection, 3, backward=either) for either in (False, True))
+    found = []
+    for budget in (forward - 1, forward, backward - 1, backward):
+        gathering.clear()
+        simulate_ring(q, k, v, 3, layout="zigzag", causal=True, do=do, memory_budget=budget)
+        found.append(("forward_gathered" in gathering, "backward_gathered" in gathering))
+    assert found == [(False, False), (True, False), (True, False), (True, True)]
 
 
 def test_ranks_without_rows_are_visited_one_by_one(gathering):
