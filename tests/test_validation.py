@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.autograd import forward_ad
 
-from ringattn import Ring, RingMultiheadAttention, Sharding, ring_attention, simulate_ring
+from ringattn import Ring, RingMultiheadAttention, Sharding, ring_attention, ring_attention_with_lse, simulate_ring
 from ringattn.call import Call, describe
 from ringattn.layout import make_shards
 from ringattn.validation import check_call
@@ -253,6 +253,17 @@ def dual() -> None:
         attend(forward_ad.make_dual(Q, Q))
 
 
+def dual_option(name: str, *shape: int) -> None:
+    with forward_ad.dual_level():
+        ring_attention(Q, K, K, SHARDING, **{name: forward_ad.make_dual(torch.ones(shape), torch.ones(shape))})
+
+
+def batch_of_lse() -> None:
+    q = Q.clone().requires_grad_()
+    _, lse = ring_attention_with_lse(q, K, K, SHARDING)
+    torch.autograd.grad(lse, q, torch.ones(3, *lse.shape), is_grads_batched=True)
+
+
 def batch(how: Callable[[Callable[[torch.Tensor], Any], torch.Tensor], Any]) -> Any:
     """Gradients of one call for three cotangents at once."""
     q = Q.clone().requires_grad_()
@@ -264,6 +275,11 @@ def batch(how: Callable[[Callable[[torch.Tensor], Any], torch.Tensor], Any]) -> 
     ("derive", "message"),
     [
         (dual, "must be differentiated backward"),
+        (lambda: dual_option("sinks", 4), "must be differentiated backward"),
+        (lambda: dual_option("alibi_slopes", 4), "must be differentiated backward"),
+        (lambda: dual_option("key_bias", 1, 8), "must be differentiated backward"),
+        (lambda: dual_option("bias", 1, 4, 8, 8), "must be differentiated backward"),
+        (batch_of_lse, "must be given one gradient at a time"),
         (lambda: torch.func.jvp(attend, (Q,), (Q,)), "must be differentiated backward"),
         (lambda: torch.func.vjp(attend, Q), "must be differentiated by autograd"),
         (lambda: torch.func.grad(lambda q: attend(q).sum())(Q), "must be differentiated by autograd"),
