@@ -169,6 +169,19 @@ def test_frozen_inputs_get_no_gradient() -> None:
     assert sinks.grad is None
 
 
+@pytest.mark.parametrize(
+    ("name", "shape"), [("sinks", (4,)), ("alibi_slopes", (4,)), ("key_bias", (1, 12)), ("bias", (1, 4, 12, 12))]
+)
+def test_an_option_alone_gets_its_gradient(name: str, shape: tuple[int, ...]) -> None:
+    sharding = Ring().sharding(12)
+    q, k, v = (x.detach() for x in qkv(12))
+    grads = []
+    for attend in (lambda **given: ring_attention(q, k, v, sharding, **given), partial(attention_reference, q, k, v)):
+        option = torch.full(shape, 0.5, requires_grad=True)
+        grads += torch.autograd.grad(attend(**{name: option}).square().sum(), option)
+    torch.testing.assert_close(grads[0], grads[1], rtol=1e-4, atol=1e-5)
+
+
 def test_a_dropped_ring_lives_until_backward() -> None:
     leaves = qkv(12)
     o = ring_attention(*leaves, Ring().sharding(12), causal=True)
