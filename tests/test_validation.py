@@ -255,7 +255,8 @@ def dual() -> None:
 
 def dual_option(name: str, *shape: int) -> None:
     with forward_ad.dual_level():
-        ring_attention(Q, K, K, SHARDING, **{name: forward_ad.make_dual(torch.ones(shape), torch.ones(shape))})
+        option: dict[str, Any] = {name: forward_ad.make_dual(torch.ones(shape), torch.ones(shape))}
+        ring_attention(Q, K, K, SHARDING, **option)
 
 
 def batch_of_lse() -> None:
