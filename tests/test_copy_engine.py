@@ -1208,7 +1208,12 @@ def test_a_long_backward_is_not_a_ring_that_stands_still(kept_keys: bool) -> Non
         for now in (0.0, 50.0, 100.0):
             end.watch.poll(now)
         assert end.watch.failure is None
-    ranks.each(lambda rank: (homes[rank].receive(), homes[rank].close()))
+
+    def end(rank: int) -> None:
+        homes[rank].receive()
+        homes[rank].close()
+
+    ranks.each(end)
     ranks.world.drain()
 
 
