@@ -1209,11 +1209,11 @@ def test_a_long_backward_is_not_a_ring_that_stands_still(kept_keys: bool) -> Non
             end.watch.poll(now)
         assert end.watch.failure is None
 
-    def end(rank: int) -> None:
+    def finish(rank: int) -> None:
         homes[rank].receive()
         homes[rank].close()
 
-    ranks.each(end)
+    ranks.each(finish)
     ranks.world.drain()
 
 
