@@ -635,6 +635,35 @@ def test_a_message_is_read_before_its_box_is_used_again(
     ranks.world.drain()
 
 
+@settings(max_examples=30, deadline=None)
+@given(world_size=st.integers(2, 4), seed=st.integers(0, 2**32))
+def test_a_gather_may_begin_between_a_post_and_its_wait(world_size: int, seed: int) -> None:
+    """Both start the side stream by one word, which it must have taken in between."""
+    ranks, shape = Ranks(world_size, seed), full(world_size)
+    reserve(ranks, 5)
+    gather(ranks, shape, 0)
+    alive: list[Tensor] = []
+
+    def one(rank: int, salt: int) -> None:
+        end, before = ranks.ends[rank], (rank - 1) % world_size
+        sent, received = torch.full((5,), float(10 * salt + rank)), torch.full((5,), NAN)
+        alive.extend((sent, received))
+        pending = end.post([((rank + 1) % world_size, sent)], [(before, received)], f"post {salt}")
+        found = end.gather(*keys_of(shape, rank, salt), shape.collections[rank], 1, f"gather {salt}")
+        run_kernel(ranks, rank, shape, found, lambda owner: keys_of(shape, owner, salt))
+        found.close()
+        pending.wait()
+
+        def look() -> None:
+            assert bool((received == 10 * salt + before).all())
+
+        ranks.streams[rank].call(look)
+
+    for salt in range(1, 4):
+        ranks.each(lambda rank, salt=salt: one(rank, salt))
+    ranks.world.drain()
+
+
 def test_what_posts_hold_does_not_depend_on_the_number_of_ranks() -> None:
     held = []
     for world_size in (2, 4, 8):
