@@ -1234,8 +1234,8 @@ def test_a_long_backward_is_not_a_ring_that_stands_still(kept_keys: bool) -> Non
     ranks.world.drain()
     # what is enqueued next is the kernel
     for end in ranks.ends:
-        for now in (0.0, 50.0, 100.0):
-            end.watch.poll(now)
+        for seconds in (0.0, 50.0, 100.0):
+            end.watch.poll(seconds)
         assert end.watch.failure is None
 
     def finish(rank: int) -> None:

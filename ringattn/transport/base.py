@@ -225,7 +225,7 @@ class Gatherer(Protocol):
             key_bias: `b t`, what is added to the scores of this rank's keys; it comes with the first group of their heads.
                 All ranks give one or none does.
             keep: What comes is also copied into a tensor of the caller's own. Not with key_bias.
-            home: Begins with the gather, whose backward it is of.
+            home: That of the same backward; it begins with the gather, and must not begin by itself.
         """
         ...
 
