@@ -127,6 +127,33 @@ def test_a_closed_ring_makes_communicators_anew(pool: Pools) -> None:
     assert pool(2).run(prepare_after_a_close) == [[1, 1, 2, 2]] * 2
 
 
+def step_by_the_host() -> list[torch.Tensor]:
+    """What an attention call gives, plainly and with rows that pass through copies in host memory, and both gradients."""
+    found, prepare = list[torch.Tensor](), ProcessGroupTransport.prepare
+    for by_host in (False, True):
+        ring = Ring()
+        sharding = ring.sharding(37)
+        q = torch.randn(1, sharding.shard_lens[ring.rank], 2, 16, generator=torch.Generator().manual_seed(ring.rank))
+        q.requires_grad_()
+        with pytest.MonkeyPatch.context() as patch:
+
+            def prepare_so(self: ProcessGroupTransport, device: torch.device, by_host: bool = by_host) -> None:
+                prepare(self, device)
+                self._by_host = by_host
+
+            patch.setattr(ProcessGroupTransport, "prepare", prepare_so)
+            o = ring_attention(q, q, q, sharding, causal=True)
+        found += [o.detach(), *torch.autograd.grad(o, q, torch.ones_like(o))]
+    return found
+
+
+@pytest.mark.dist
+def test_rows_that_pass_through_the_host_are_the_same(pool: Pools) -> None:
+    for o, dq, by_host, dq_by_host in pool(3).run(step_by_the_host):
+        assert torch.equal(o, by_host)
+        assert torch.equal(dq, dq_by_host)
+
+
 def test_numbers_of_another_kind_are_shown_as_a_difference() -> None:
     with pytest.raises(ValueError, match=r"ring ranks \[1\] \(keep_keys: True on most ranks, 1 on ring rank 1\)"):
         raise_differences([{"keep_keys": True, "softcap": 0.0}, {"keep_keys": 1, "softcap": 0.0}])

@@ -18,6 +18,11 @@ Note [Whose message]
     message is marked by the ring, the number of the post and what it is for. Gloo then waits for the one that belongs to a
     receive, and raises where it does not come. NCCL has no marks: there a ring has communicators of its own.
 
+Note [By the host]
+    Gloo reads and writes host memory only; given the address of a GPU's it ends the process. So where a group of GPUs has no NCCL,
+    rows are copied to the host and back, and a post waits for what its stream has yet to do: for trying a ring where ranks
+    share a GPU, and where there is nothing better.
+
 Note [Who waits for the store]
     A client of torch's TCPStore keeps its lock while it waits: where one thread waits for other ranks, no other thread can
     leave there what these wait for. So a thread has a client for itself while it compares: the group's, or a clone where that
@@ -40,6 +45,7 @@ from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed import TCPStore, distributed_c10d  # pyright: ignore[reportPrivateImportUsage]
 
 from ringattn.transport.base import Done, Parcel, Pending
@@ -83,10 +89,13 @@ if hasattr(os, "register_at_fork"):  # not on Windows
 
 
 class _Works:
-    """The works of one batch."""
+    """The works of one batch, and what landed in host memory for others: (where it belongs, where it landed)."""
 
-    def __init__(self, works: list[dist.Work], peers: list[int], rank: int, what: str) -> None:
+    def __init__(
+        self, works: list[dist.Work], peers: list[int], rank: int, what: str, landed: Sequence[tuple[Tensor, Tensor]]
+    ) -> None:
         self._works = works
+        self._landed = landed
         self._peers = peers
         self._rank = rank
         self._what = what
@@ -100,6 +109,8 @@ class _Works:
                     f"ring rank {self._rank}: {self._what}: the transfer with ring ranks {self._peers} failed or timed "
                     f"out; look for an earlier error on those ranks ({error})"
                 ) from error
+        for x, host in self._landed:
+            x.copy_(host)
 
 
 _COMMUNICATORS: dict[str, dist.ProcessGroup] = {}
@@ -242,6 +253,7 @@ class ProcessGroupTransport:
         self._name = name
         self._max_ctas = max_ctas
         self._name_mark, self._posts = zlib.crc32(name.encode()), 0
+        self._by_host = False
 
     def prepare(self, device: torch.device) -> None:
         """To be called by all ranks before the first post.
@@ -255,7 +267,9 @@ class ProcessGroupTransport:
         group = resolve_group(self._group_name)
         if device.type != "cuda" or self._name in _COMMUNICATORS:
             return
-        is_nccl = dist.is_nccl_available() and isinstance(group._get_backend(device), dist.ProcessGroupNCCL)
+        backend = group._get_backend(device)
+        is_nccl = dist.is_nccl_available() and isinstance(backend, dist.ProcessGroupNCCL)
+        self._by_host = dist.is_gloo_available() and isinstance(backend, dist.ProcessGroupGloo)
         if is_nccl and self._max_ctas is not None:
             make_communicator(self._name, group, device, self._max_ctas)
         else:
@@ -273,12 +287,22 @@ class ProcessGroupTransport:
         if not sends and not receives:
             return Done()
         peers = sorted({peer for peer, _ in (*sends, *receives)})
+        landed = list[tuple[Tensor, Tensor]]()
+        if self._by_host:
+            if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+                raise RuntimeError(
+                    f"ring rank {self._rank}: {what}: a ring that is captured into a CUDA graph must have a group of NCCL or the "
+                    "copy engine, got gloo, which moves rows of GPUs through the host; call init_process_group('nccl')"
+                )
+            sends = [(peer, x.to("cpu", copy=True)) for peer, x in sends]
+            landed = [(x, torch.empty(x.shape, dtype=x.dtype)) for _, x in receives]
+            receives = [(peer, host) for (peer, _), (_, host) in zip(receives, landed, strict=True)]
         own = _COMMUNICATORS.get(self._name)
         try:
             works = self._batch(sends, receives, what) if own is None else _coalesce(own, sends, receives)
         except RuntimeError as error:
             raise RuntimeError(f"ring rank {self._rank}: {what}: cannot reach ring ranks {peers} ({error})") from error
-        return _Works(works, peers, self._rank, what)
+        return _Works(works, peers, self._rank, what, landed)
 
     def _batch(self, sends: Sequence[Parcel], receives: Sequence[Parcel], what: str) -> list[dist.Work]:
         group = resolve_group(self._group_name, self._place)
