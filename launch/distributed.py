@@ -21,6 +21,8 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from ringattn.transport.symmetric import may_share_gpus
+
 T = TypeVar("T")
 
 
@@ -113,6 +115,8 @@ def default_ranks(device: str) -> int:
 def resolve_device(device: str, local_rank: int, local_world_size: int) -> torch.device:
     """The device of one rank: a GPU of its own where there are GPUs, else the CPU.
 
+    Ranks share GPUs where torch is told that they may (`may_share_gpus`).
+
     Args:
         device: "auto", "cpu" or "cuda".
         local_rank: Rank on this host.
@@ -128,12 +132,18 @@ def resolve_device(device: str, local_rank: int, local_world_size: int) -> torch
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if device == "cpu" or (device == "auto" and count == 0):
         return torch.device("cpu")
-    if local_world_size > count:
+    if local_world_size > count and not (count and may_share_gpus()):
         raise ValueError(
             f"the number of ranks on a host must be at most its number of GPUs, got {local_world_size} ranks "
             f"and {count} GPUs; start fewer with --nproc_per_node or pass --device cpu"
         )
-    return torch.device("cuda", local_rank)
+    return torch.device("cuda", local_rank % count)
+
+
+def choose_backend(device: torch.device, local_world_size: int) -> str:
+    """Between GPUs "nccl"; "gloo" between CPUs, and between ranks that share GPUs, which NCCL refuses."""
+    alone = device.type == "cuda" and local_world_size <= torch.cuda.device_count()
+    return "nccl" if alone else "gloo"
 
 
 @contextlib.contextmanager
@@ -159,8 +169,9 @@ def join_ranks(device: str, timeout_s: float) -> Iterator[Rank]:
     if dist.is_initialized():
         index, world_size = dist.get_rank(), dist.get_world_size()
     local_rank = int(os.environ.get("LOCAL_RANK", index))
+    local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
     try:
-        chosen = resolve_device(device, local_rank, int(os.environ.get("LOCAL_WORLD_SIZE", world_size)))
+        chosen = resolve_device(device, local_rank, local_world_size)
     except ValueError as error:
         raise Refusal(str(error)) from None
     if chosen.type == "cuda":
@@ -171,13 +182,13 @@ def join_ranks(device: str, timeout_s: float) -> Iterator[Rank]:
     if not is_rank():
         yield Rank(0, 1, chosen, "none", os.getppid())
         return
-    backend = "nccl" if chosen.type == "cuda" else "gloo"
+    backend = choose_backend(chosen, local_world_size)
     if backend == "gloo" and sys.platform == "linux" and os.environ.get("LOCAL_WORLD_SIZE") == str(world_size):
         # on one host the loopback serves; not every host can resolve its own name
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     timeout = datetime.timedelta(seconds=timeout_s)
     dist.init_process_group(
-        backend, device_id=chosen if chosen.type == "cuda" else None, timeout=timeout, **_place(world_size, timeout)
+        backend, device_id=chosen if backend == "nccl" else None, timeout=timeout, **_place(world_size, timeout)
     )
     try:
         yield Rank(index, world_size, chosen, backend, os.getppid())

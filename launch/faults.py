@@ -50,8 +50,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from ringattn.launch.distributed import choose_backend, resolve_device
 from ringattn.launch.rings import SCHEDULES, ScheduleName, check_nodes
 from ringattn.launch.session import parse, table, write_json
+from ringattn.transport.symmetric import may_share_gpus
 
 if TYPE_CHECKING:
     import ringattn
@@ -219,12 +221,13 @@ def _live(args: FaultArgs, trial: Trial, rank: int, port: int, device: str, cloc
     timeout = datetime.timedelta(seconds=args.timeout)
     where = torch.device("cpu")
     if device == "cuda":
-        where = torch.device("cuda", rank)
+        where = resolve_device("cuda", rank, args.ranks)
         torch.cuda.set_device(where)
+    backend = choose_backend(where, args.ranks)
     # as in `distributed`: multicast is of no use here and has hung hosts
     os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
     os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
-    if device == "cpu" and sys.platform == "linux":
+    if backend == "gloo" and sys.platform == "linux":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     # joining, and compiling in the first step, take longer than any other
     patient = datetime.timedelta(seconds=START_S)
@@ -232,22 +235,21 @@ def _live(args: FaultArgs, trial: Trial, rank: int, port: int, device: str, cloc
         "127.0.0.1", port, is_master=False, timeout=patient
     )
     _meet(store, "joined", args.ranks)
-    backend = "nccl" if device == "cuda" else "gloo"
     dist.init_process_group(
         backend,
         store=dist.PrefixStore("ring", store),  # pyright: ignore[reportPrivateImportUsage]
         rank=rank,
         world_size=args.ranks,
         # gloo keeps the timeout it starts with, and has nothing to compile
-        timeout=patient if device == "cuda" else timeout,
-        device_id=where if device == "cuda" else None,
+        timeout=patient if backend == "nccl" else timeout,
+        device_id=where if backend == "nccl" else None,
     )
 
     begin = _begin_training if args.what == "training" else _begin_decode
     warm = ringattn.Ring(timeout=patient, impl=args.impl, nodes=args.nodes, **SCHEDULES[args.schedule])
     begin(args, warm, where)()
     warm.close()
-    if device == "cuda":
+    if backend == "nccl":
         distributed_c10d._set_pg_timeout(timeout)
     ring = ringattn.Ring(timeout=timeout, impl=args.impl, nodes=args.nodes, **SCHEDULES[args.schedule])
     _meet(store, "warm", args.ranks)
@@ -515,7 +517,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     device = args.device
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
-    if device == "cuda" and torch.cuda.device_count() < args.ranks:
+    if device == "cuda" and torch.cuda.device_count() < args.ranks and not may_share_gpus():
         raise SystemExit(
             f"ranks must be at most the number of GPUs, got {args.ranks} ranks and {torch.cuda.device_count()} GPUs; "
             "pass --ranks or --device cpu"

@@ -39,6 +39,7 @@ from ringattn.launch.rings import ScheduleName, lonely_ring, make_ring
 from ringattn.launch.session import Session, describe, keeper, machine, open_session, parse, table
 from ringattn.launch.timeline import union
 from ringattn.launch.turns import capture_together, mark_now, settle, time_together
+from ringattn.transport.symmetric import may_share_gpus
 
 REPLAYS = 3
 """Graphs that are replayed under the profiler; the last one is looked at."""
@@ -291,7 +292,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command; returns its exit code."""
     args: ReplaysArgs = parse(ReplaysArgs, arguments, "replays", (ReplaysArgs.__doc__ or "").split("\n")[0])
     ranks, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), torch.cuda.device_count()
-    if ranks > gpus:
+    if ranks > gpus and not may_share_gpus():
         raise SystemExit(
             f"replays must have a GPU for each rank of a host, which CUDA graphs are of, got {ranks} ranks and {gpus} GPUs; "
             "start it on GPUs, one rank on each, with torchrun --nproc_per_node"

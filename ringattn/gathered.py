@@ -92,7 +92,9 @@ def forward(
             gathering_kernels,
             gathering.reels,
             ("forward",),
-            lambda: gathering_kernels.forward_gathered(q, near, far, rows, keys, score, arrivals, o=o, lse=lse),
+            lambda: gathering_kernels.forward_gathered(
+                q, near, far, rows, keys, score, arrivals, o=o, lse=lse, spare=gatherer.spare
+            ),
             score,
             given=(q, k, v),
             made=(o, lse),
@@ -181,6 +183,7 @@ def backward(
             dalibi=dalibi,
             bias_homes=home.bias_addresses,
             deterministic=call.deterministic,
+            spare=gatherer.spare,
         )
 
     with span("ring backward: all visits in one launch"):

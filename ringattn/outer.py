@@ -49,10 +49,7 @@ from ringattn.kernels.pack import pack
 from ringattn.parcels import Bundle, add_rows_, make_bundle, slices
 from ringattn.schedule import RankPlan, Rows
 from ringattn.spans import span
-from ringattn.transport.base import Buffers, Gatherer, Parcel, Pending, Reply, Seat
-
-SPARE = 4
-"""Multiprocessors that a launch leaves to NCCL while something crosses: as many as a ring's communicator may take."""
+from ringattn.transport.base import SPARE, Buffers, Gatherer, Parcel, Pending, Reply, Seat
 
 
 def outer_forward(
@@ -110,7 +107,7 @@ def outer_forward(
                     gathering.arrivals,
                     o=outs[place],
                     lse=sums[place],
-                    spare=SPARE * guests.crossing,
+                    spare=max(gatherer.spare, SPARE * guests.crossing),
                 )
         gathering.close()
     if len(seeing) > 1:
@@ -198,7 +195,7 @@ def outer_backward(
                     dalibi=slopes,
                     bias_homes=None,
                     deterministic=call.deterministic,
-                    spare=SPARE * (guests.crossing or home_again.crossing),
+                    spare=max(gatherer.spare, SPARE * (guests.crossing or home_again.crossing)),
                 )
             if outer:
                 dq.add_(part)

@@ -20,20 +20,31 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from ringattn import Ring
+from ringattn.launch.distributed import choose_backend, resolve_device
 from ringattn.schedule import Collection, collect, make_plan
+from ringattn.transport.base import SPARE
 from ringattn.transport.copy_engine import CopyEngineTransport
+from ringattn.transport.simulated import SimulatedGatherer
+from ringattn.transport.symmetric import may_share_gpus
 from ringattn.visibility import Visibility
 
 GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(GPUS < 2, reason="needs two GPUs")]
+RANKS = max(GPUS, 4) if GPUS and may_share_gpus() else GPUS
+"""Ranks that there can be: one on each GPU, or four where torch is told that they may share one."""
+SHARED = RANKS > GPUS
+"""Whether ranks share a GPU, and so have no NCCL, without which the process group is not for CUDA graphs."""
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(RANKS < 2, reason="needs two GPUs")]
 ROWS, HEADS, DIM, GUARD = 512, 8, 128, 128
 
 
 def _start(rank: int, world_size: int, port: int, body: Callable[..., None]) -> None:
-    torch.cuda.set_device(rank)
+    device = resolve_device("cuda", rank, world_size)
+    torch.cuda.set_device(device)
     store = dist.TCPStore("127.0.0.1", port, world_size, rank == 0)  # pyright: ignore[reportPrivateImportUsage]
-    timeout = timedelta(seconds=60)
-    dist.init_process_group("nccl", store=store, rank=rank, world_size=world_size, timeout=timeout)
+    backend, timeout = choose_backend(device, world_size), timedelta(seconds=60)
+    # what a tile is split into depends on how many programs there are: simulated rings are to have as many
+    SimulatedGatherer.spare = SPARE * (backend == "gloo")
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
     try:
         body(rank, world_size)
         torch.cuda.synchronize()
@@ -200,7 +211,7 @@ def _captures(rank: int, world_size: int) -> None:
 
 @pytest.mark.parametrize("body", [_gathers, _homes, _posts_and_rings, _lends, _captures])
 def test_on_real_devices(body: Callable[..., None]) -> None:
-    run(body, min(GPUS, 4))
+    run(body, min(RANKS, 4))
 
 
 def host_times() -> None:

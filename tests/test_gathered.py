@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from ringattn.schedule import Collection, collect, make_plan
 from ringattn.sharding import Sharding
 from ringattn.simulate import simulate_ring
 from ringattn.tables import find, returning_key
+from ringattn.transport.simulated import SimulatedGatherer
 from ringattn.visibility import Visibility
 from tests import gathering_kernels
 
@@ -158,6 +160,27 @@ def test_ranks_without_rows_are_visited_one_by_one(gathering):
     q, k, v, do = draw(3, 4, 2)
     simulate_ring(q, k, v, 4, layout="contiguous", memory_budget=PLENTY, do=do)
     assert "forward_gathered" not in gathering
+
+
+def test_one_launch_leaves_room_for_copies_that_need_it(gathering, monkeypatch):
+    found = []
+    for name in ("forward_gathered", "backward_gathered"):
+
+        def noted(*args, name=name, **kwargs):
+            found.append((name, kwargs["spare"]))
+            return getattr(gathering_kernels, name)(*args, **kwargs)
+
+        monkeypatch.setattr(eager, name, noted, raising=False)
+    q, k, v, do = draw(61, 4, 2)
+    simulate_ring(q, k, v, 2, memory_budget=PLENTY, do=do, causal=True)
+    assert Counter(found) == {("forward_gathered", 0): 2, ("backward_gathered", 0): 2}
+    found.clear()
+    monkeypatch.setattr(SimulatedGatherer, "spare", 4)
+    simulate_ring(q, k, v, 2, memory_budget=PLENTY, do=do, causal=True)
+    assert Counter(found) == {("forward_gathered", 4): 2, ("backward_gathered", 4): 2}
+    found.clear()
+    simulate_ring(q, k, v, 4, nodes=2, memory_budget=PLENTY, do=do, causal=True)
+    assert {spare for _, spare in found} == {4}
 
 
 def test_queries_move_visit_by_visit_when_they_are_asked_to(gathering):

@@ -22,7 +22,7 @@ from torch._inductor import config as inductor
 from torch.nn.functional import rms_norm, silu
 
 from ringattn import Ring, Sharding, ring_attention
-from tests.test_copy_engine_gpu import GPUS, run
+from tests.test_copy_engine_gpu import GPUS, RANKS, run
 from tests.test_gpu_ring import capture
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600), pytest.mark.skipif(GPUS < 1, reason="needs a GPU")]
@@ -164,7 +164,7 @@ def _whole_step_by_hand(rank: int, world_size: int) -> None:
 BODIES: list[Callable[[int, int], Any]] = [_reduce_overhead, _staged, _process_group, _whole_step_by_hand]
 
 
-@pytest.mark.parametrize("world_size", [1, GPUS] if GPUS > 1 else [1])
+@pytest.mark.parametrize("world_size", [1, RANKS] if RANKS > 1 else [1])
 @pytest.mark.parametrize("body", BODIES, ids=[body.__name__.strip("_") for body in BODIES])
 def test_compiled_blocks_equal_eager_with_cuda_graphs_around_the_ring(
     body: Callable[[int, int], Any], world_size: int

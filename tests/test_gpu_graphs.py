@@ -32,7 +32,7 @@ from ringattn.integrations.transformers.decoding import (
 )
 from ringattn.kernels import few_rows
 from ringattn.launch.inference_model import Shape, make_cache, make_model
-from tests.test_copy_engine_gpu import GPUS, run
+from tests.test_copy_engine_gpu import RANKS, SHARED, run
 from tests.transformers.models import make, tokens
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -50,7 +50,8 @@ def rings(world_size: int) -> dict[str, Ring]:
     """Both ways that partials are exchanged; alone there is none."""
     if world_size == 1:
         return {"alone": Ring()}
-    return {"one_shot": Ring(transport="copy_engine"), "group": Ring(transport="process_group")}
+    both = {"one_shot": Ring(transport="copy_engine")}
+    return both if SHARED else both | {"group": Ring(transport="process_group")}
 
 
 def fill(model: Any, cache: PagedKVCache, lengths: Sequence[int], reserve: int = 2000) -> list[int]:
@@ -264,10 +265,10 @@ def test_one_gpu_decodes_by_graphs_as_without(body: Callable[[int, int], None]) 
     body(0, 1)
 
 
-@pytest.mark.skipif(GPUS < 2, reason="needs two GPUs")
+@pytest.mark.skipif(RANKS < 2, reason="needs two GPUs")
 @pytest.mark.parametrize("body", BODIES, ids=[body.__name__.strip("_") for body in BODIES])
 def test_several_gpus_decode_by_graphs_as_without(body: Callable[[int, int], None]) -> None:
-    run(body, min(GPUS, 4))
+    run(body, min(RANKS, 4))
 
 
 def main() -> None:

@@ -22,7 +22,7 @@ from ringattn.inference import PagedKVCache, attend
 from ringattn.launch.check_inference import MOVES, InferenceCase, examine_history
 from ringattn.launch.histories import OPTIONS, History, Op, Sizes, extend
 from ringattn.launch.session import Session
-from tests.test_copy_engine_gpu import GPUS, run
+from tests.test_copy_engine_gpu import RANKS, run
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 PLENTY = 2**40
@@ -235,10 +235,10 @@ def test_one_gpu_attends_as_defined(body: Callable[[int, int], None]) -> None:
     body(0, 1)
 
 
-@pytest.mark.skipif(GPUS < 2, reason="needs two GPUs")
+@pytest.mark.skipif(RANKS < 2, reason="needs two GPUs")
 @pytest.mark.parametrize("body", BODIES, ids=[body.__name__.strip("_") for body in BODIES])
 def test_several_gpus_attend_as_defined(body: Callable[[int, int], None]) -> None:
-    run(body, min(GPUS, 4))
+    run(body, min(RANKS, 4))
 
 
 def main() -> None:

@@ -15,11 +15,11 @@ from torch import Tensor
 
 from ringattn import Ring, ring_attention, simulate_ring
 from ringattn.transport.copy_engine import CopyEngineTransport
-from tests.test_copy_engine_gpu import GPUS, run
+from tests.test_copy_engine_gpu import RANKS, SHARED, run
 from tests.test_gpu_ring import PATIENCE, PLENTY, assert_same, check_replays, draw, step
 
-IS_HOPPER = GPUS >= 4 and torch.cuda.get_device_capability() == (9, 0)
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(GPUS < 4, reason="needs four GPUs")]
+IS_HOPPER = RANKS >= 4 and torch.cuda.get_device_capability() == (9, 0)
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(RANKS < 4, reason="needs four GPUs")]
 NODES = 2
 
 
@@ -123,7 +123,9 @@ def _keys_in_place(rank: int, world_size: int) -> None:
         assert_same([o.detach(), *grads], expected, f"rank {rank}, buffer {seed}")
 
 
-BODIES: list[Callable[[int, int], None]] = [_bits, _queries_move, _graphs, _alternating, _keys_in_place]
+BODIES: list[Callable[[int, int], None]] = [_bits, _queries_move, _alternating, _keys_in_place]
+if not SHARED:
+    BODIES.append(_graphs)
 
 
 @pytest.mark.skipif(not IS_HOPPER, reason="needs compute capability 9.0")

@@ -15,10 +15,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ringattn import Ring, ring_attention, simulate_ring
-from tests.test_copy_engine_gpu import GPUS, run
+from tests.test_copy_engine_gpu import RANKS, run
 
-IS_HOPPER = GPUS >= 2 and torch.cuda.get_device_capability() == (9, 0)
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(GPUS < 2, reason="needs two GPUs")]
+IS_HOPPER = RANKS >= 2 and torch.cuda.get_device_capability() == (9, 0)
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(RANKS < 2, reason="needs two GPUs")]
 PLENTY = 2**40
 PATIENCE = timedelta(seconds=30)
 
@@ -247,4 +247,4 @@ BODIES: list[Callable[[int, int], None]] = [_bits, _graphs, _subgroups, _beside_
 @pytest.mark.skipif(not IS_HOPPER, reason="needs compute capability 9.0")
 @pytest.mark.parametrize("body", BODIES, ids=[body.__name__.strip("_") for body in BODIES])
 def test_several_gpus_give_the_bits_of_the_simulated_ring(body: Callable[[int, int], None]) -> None:
-    run(body, min(GPUS, 4))
+    run(body, min(RANKS, 4))

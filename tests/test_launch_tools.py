@@ -55,12 +55,13 @@ from ringattn.launch import (
     train,
     turns,
 )
-from ringattn.launch.distributed import REFUSED, resolve_device
+from ringattn.launch.distributed import REFUSED, choose_backend, resolve_device
 from ringattn.launch.session import Session, check_numbers, check_output, open_session
 from ringattn.layout import make_shards
 from ringattn.reference import visible_pairs
 from ringattn.sharding import Sharding
 from ringattn.transport import base
+from ringattn.transport.symmetric import SHARE
 from ringattn.visibility import Visibility
 
 ROOT = Path(__file__).parents[1]
@@ -1215,6 +1216,23 @@ def test_a_device_is_refused_with_what_to_do() -> None:
     with pytest.raises(ValueError, match="start fewer with --nproc_per_node or pass --device cpu"):
         resolve_device("cuda", 0, 1000)
     assert resolve_device("cpu", 3, 4) == torch.device("cpu")
+
+
+def test_ranks_share_gpus_where_torch_is_told_that_they_may(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.delenv(SHARE, raising=False)
+    with pytest.raises(ValueError, match="got 3 ranks and 2 GPUs"):
+        resolve_device("cuda", 2, 3)
+    monkeypatch.setenv(SHARE, "1")
+    found = [resolve_device("cuda", rank, 3) for rank in range(3)]
+    assert found == [torch.device("cuda", index) for index in (0, 1, 0)]
+    # NCCL refuses ranks that share a GPU
+    assert choose_backend(found[0], 3) == choose_backend(torch.device("cpu"), 1) == "gloo"
+    assert choose_backend(found[0], 2) == "nccl"
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    with pytest.raises(ValueError, match="got 3 ranks and 0 GPUs"):
+        resolve_device("cuda", 2, 3)
 
 
 @pytest.mark.parametrize("command", [bench_links, check, doctor, timeline, train])

@@ -19,14 +19,15 @@ from torch import Tensor
 from ringattn.call import Call, describe
 from ringattn.kernels import eager
 from ringattn.layout import Shard, make_shards
-from ringattn.outer import SPARE, _Guests
+from ringattn.outer import _Guests
 from ringattn.schedule import Collection, Nodes, RankPlan, collect, make_nodes, make_plan
 from ringattn.sharding import Sharding
 from ringattn.simulate import simulate_ring
 from ringattn.transport import choose
-from ringattn.transport.base import Buffers, Parcel, Seat
-from ringattn.transport.choose import find_obstacle
+from ringattn.transport.base import SPARE, Buffers, Parcel, Seat
+from ringattn.transport.choose import find_obstacle, share_gpus
 from ringattn.transport.process_group import name_part, resolve_group
+from ringattn.transport.symmetric import SHARE
 from ringattn.visibility import Visibility
 from tests import gathering_kernels
 from tests.fake_streams import MAIN, OTHER, Item
@@ -402,3 +403,24 @@ def test_gpus_need_to_reach_those_of_their_node_only(monkeypatch: pytest.MonkeyP
     found[3]["missing"] = "it has an AMD GPU"
     assert find_obstacle(0, device, found, pairs) == "ring rank 3 can not take part: it has an AMD GPU"
     assert choose.node_of(3, pairs, 4) == (2, 3)
+
+
+def test_ranks_share_a_gpu_where_torch_is_told_that_they_may(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpus = [SimpleNamespace(uuid=name) for name in "ab"]
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: gpus[index])
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda x, y: y == 1)
+    monkeypatch.delenv(SHARE, raising=False)
+    device = torch.device("cuda", 0)
+    found = [{"host": "one", "missing": None, "uuid": uuid} for uuid in "aba"]
+    said = (
+        "ring ranks 0 and 2 share a GPU; TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES=1 allows it, to try a ring on one GPU"
+    )
+    assert find_obstacle(0, device, found) == said
+    assert find_obstacle(0, device, found, ((0, 1), (2,))) is None
+    monkeypatch.setenv(SHARE, "1")
+    assert find_obstacle(0, device, found) is None
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda x, y: False)
+    assert find_obstacle(0, device, found) == "the GPU of ring rank 0 has no access to that of ring rank 1"
+    assert share_gpus((0, 1, 2), found)
+    assert not share_gpus((0, 1), found)

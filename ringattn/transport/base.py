@@ -33,6 +33,10 @@ class Reply(NamedTuple):
     x: Tensor
 
 
+SPARE = 4
+"""Multiprocessors that a launch leaves to what moves bytes by them beside it: as many as a ring's NCCL communicator may take."""
+
+
 @dataclass(frozen=True)
 class Choice:
     """A transport, or an exchange, and the reason for it.
@@ -163,7 +167,14 @@ class Homecoming(Protocol):
 
 
 class Gatherer(Protocol):
-    """Brings the keys of all owners at once (Note [Gathered visit] of the kernels' contract)."""
+    """Brings the keys of all owners at once (Note [Gathered visit] of the kernels' contract).
+
+    Attributes:
+        spare: Multiprocessors that kernels must leave free, because copies run on them: 0 between GPUs, `SPARE` where ranks
+            share one, whose copies to itself are kernels that would never begin behind a kernel that waits for them.
+    """
+
+    spare: int
 
     def make_room(self, slot_bytes: int, far_bytes: int, *, guests: bool = False) -> None:
         """Announces the largest gathers to come, so that nothing is allocated between them; every rank passes the same.

@@ -17,9 +17,9 @@ from typing import Any, Protocol
 import torch
 
 from ringattn.schedule import Nodes
-from ringattn.transport.base import Choice, Transport
+from ringattn.transport.base import SPARE, Choice, Transport
 from ringattn.transport.process_group import Agreement, name_part
-from ringattn.transport.symmetric import Memory
+from ringattn.transport.symmetric import SHARE, Memory, may_share_gpus
 
 TRANSPORTS = ("auto", "copy_engine", "process_group")
 PROBE_BYTES = 16 * 2**20
@@ -71,11 +71,16 @@ def find_obstacle(
         theirs = here.get(found[peer]["uuid"])
         if theirs is None:
             return f"ring rank {rank} does not see the GPU of ring rank {peer}; do not hide it by CUDA_VISIBLE_DEVICES"
-        if theirs == mine:
-            return f"ring ranks {rank} and {peer} share a GPU"
-        if not torch.cuda.can_device_access_peer(device, theirs):
+        if theirs == mine and not may_share_gpus():
+            return f"ring ranks {rank} and {peer} share a GPU; {SHARE}=1 allows it, to try a ring on one GPU"
+        if theirs != mine and not torch.cuda.can_device_access_peer(device, theirs):
             return f"the GPU of ring rank {rank} has no access to that of ring rank {peer}"
     return None
+
+
+def share_gpus(ranks: Sequence[int], found: Sequence[dict[str, Any]]) -> bool:
+    """Whether some of these ranks have one GPU between them, by what `look` said on every rank."""
+    return len({found[rank]["uuid"] for rank in ranks}) < len(ranks)
 
 
 def node_of(rank: int, nodes: Nodes | None, world_size: int) -> tuple[int, ...]:
@@ -182,7 +187,8 @@ def choose(
                 together = Agreement(group_name, place, len(mates), within, timeout)
             memory = SymmetricMemory(within, together, device, streams.synchronize)
             rate = measure_push(mates.index(rank), len(mates), streams, memory, agreement)
-            transport = CopyEngineTransport(rank, mates, name, streams, memory, timeout.total_seconds())
+            spare = SPARE * share_gpus(mates, found)
+            transport = CopyEngineTransport(rank, mates, name, streams, memory, timeout.total_seconds(), spare=spare)
     if transport is not None:
         why = f"the {world_size} GPUs of the ring are on one host and reach each other"
         if nodes is not None:

@@ -43,6 +43,7 @@ class CopyEngineTransport(Holdings):
 
     Args:
         watched: Look after the ring in a thread.
+        spare: See `Gatherer.spare`.
     """
 
     def __init__(
@@ -55,8 +56,10 @@ class CopyEngineTransport(Holdings):
         timeout: float,
         *,
         watched: bool = True,
+        spare: int = 0,
     ) -> None:
         super().__init__(rank, members, name, streams, memory, timeout)
+        self.spare = spare
         self._home_turn = self._post_turn = 0
         self._posted = 0
         self._lane: int | None = None

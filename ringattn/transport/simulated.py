@@ -122,6 +122,8 @@ class SimulatedGatherer:
         rank: This rank.
     """
 
+    spare = 0
+
     def __init__(self, hub: _Hub, rank: int) -> None:
         self._hub = hub
         self._rank = rank

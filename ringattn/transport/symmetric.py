@@ -12,6 +12,7 @@ Note [Old memory]
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -26,6 +27,15 @@ _gone: list[tuple[Tensor, Any]] = []
 
 ALIGNMENT = 256
 """Bytes that the parts of a region begin at a multiple of."""
+
+
+SHARE = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"
+"""What torch reads: 1 lets several ranks have one GPU, in whose memory they then reach each other."""
+
+
+def may_share_gpus() -> bool:
+    """Whether several ranks may have one GPU: to try what needs several where there is one, never for speed."""
+    return os.environ.get(SHARE) == "1"
 
 
 def aligned(num_bytes: int) -> int:
