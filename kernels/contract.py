@@ -348,6 +348,8 @@ class GatheringKernelSet(KernelSet, Protocol):
         bias_homes: Tensor | None,
         deterministic: bool,
         spare: int = 0,
+        o: Tensor | None = None,
+        dlse: Tensor | None = None,
     ) -> None:
         """Dq of this rank's queries, and every source's dk, dv and dkey_bias sent home.
 
@@ -357,7 +359,7 @@ class GatheringKernelSet(KernelSet, Protocol):
             near: Likewise.
             far: Likewise.
             lse: `b h s`, natural log.
-            delta: `b h s`, from `delta`.
+            delta: `b h s`, from `delta`; where o is given it is made here, and written.
             rows: The query side; `keys.sides` hold what every key row is seen by.
             keys: The key sides.
             score: Likewise.
@@ -369,6 +371,8 @@ class GatheringKernelSet(KernelSet, Protocol):
             bias_homes: Like homes, of the regions of dkey_bias. None: not wanted.
             deterministic: Sum in a fixed order.
             spare: As in `forward_gathered`.
+            o: `b s h dv`, contiguous last dim; None: delta is given.
+            dlse: `b h s`, contiguous last dim, the gradient of lse, with o; None: zero.
         """
         ...
 

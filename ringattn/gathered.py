@@ -165,7 +165,6 @@ def backward(
     there = score if gathering is None else _with_bias(score, gathering)
 
     def visit() -> None:
-        gathering_kernels.delta(o, do, dlse, delta)
         gathering_kernels.backward_gathered(
             do,
             q,
@@ -184,6 +183,8 @@ def backward(
             bias_homes=home.bias_addresses,
             deterministic=call.deterministic,
             spare=gatherer.spare,
+            o=o,
+            dlse=dlse,
         )
 
     with span("ring backward: all visits in one launch"):

@@ -200,6 +200,10 @@ class Visit:
         score = replace(whole.score, key_bias=self.table)
         return whole.do[:, at], whole.q[:, at], self.near, self.far, lse, delta, self.rows, self.keys, score
 
+    def source(self) -> dict[str, Tensor]:
+        """What delta is made of, where it is not given."""
+        return {"o": self.whole.low["o"].to(self.whole.q.dtype)[:, self.places]}
+
     def bring(self, group: int, source: int) -> None:
         """Puts the rows of a source for one group of heads into far."""
         whole, scene = self.whole, self.whole.scene

@@ -60,9 +60,13 @@ def backward_gathered(
     bias_homes: Tensor | None,
     deterministic: bool,
     spare: int = 0,
+    o: Tensor | None = None,
+    dlse: Tensor | None = None,
 ) -> None:
     assert arrivals is not None
     assert bool(arrivals.flags.all())
+    if o is not None:
+        eager.delta(o, do, dlse, delta)
     total = torch.empty_like(dq, dtype=lse.dtype)
     for number, (side, address) in enumerate(zip(keys.sides, homes.tolist(), strict=True)):
         k, v = _source(near, far, side, number)

@@ -49,6 +49,7 @@ def launch(visit: Visit, deterministic: bool) -> tuple[Tensor, Tensor | None]:
         dalibi=dalibi,
         bias_homes=visit.bias_homes,
         deterministic=deterministic,
+        **visit.source(),
     )
     return dq, dalibi
 

@@ -273,7 +273,7 @@ def test_calls_are_played_back_with_their_own_addresses(
     held = ranges(ring, inputs)
     for (launched, addresses), (wanted, others) in zip(heard + found, expected * 2, strict=True):
         assert launched == wanted
-        assert len(launched) > 4
+        assert len(launched) >= 4
         for x, y in zip(addresses, others, strict=True):
             # what is not made for the call is at its place
             assert x == y or not any(start <= z < end for z in (x, y) for start, end in held)

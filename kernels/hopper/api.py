@@ -7,12 +7,14 @@ Products are of fp16 or bf16 operands, everything else is fp32. Refuses to know 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from torch import Tensor
 
 from ringattn.kernels import homes as plain_homes
 from ringattn.kernels import homes_triton
 from ringattn.kernels.contract import Arrivals, Carry, Gathered, Grads, Score, Side
+from ringattn.kernels.hopper.around_launch import Source
 from ringattn.kernels.hopper.backward_launch import (
     MAX_HEAD_DIM,
     Away,
@@ -123,6 +125,8 @@ def backward_gathered(
     bias_homes: Tensor | None,
     deterministic: bool,
     spare: int = 0,
+    o: Tensor | None = None,
+    dlse: Tensor | None = None,
 ) -> None:
     """Dq of this rank's queries, and every source's dk, dv and dkey_bias sent home (`GatheringKernelSet.backward_gathered`).
 
@@ -130,16 +134,18 @@ def backward_gathered(
     arrives and dq is made by the kernel by rows behind it.
     """
     away = Away(far, arrivals, homes, home_rows, bias_homes)
+    source = None if o is None else Source(o, dlse)
+    how: dict[str, Any] = {"dq": dq, "dalibi": dalibi, "spare": spare}
     if max(q.shape[-1], near[1].shape[-1]) > MAX_HEAD_DIM:
-        launch_wide_gathered(do, q, near, lse, delta, rows, keys, score, away, dq=dq, dalibi=dalibi, spare=spare)
+        launch_wide_gathered(do, q, near, lse, delta, rows, keys, score, away, source=source, **how)
         return
     wants_terms = dalibi is not None or bias_homes is not None
     pair = deterministic or prefers_pair(q, near[1], score, wants_terms=wants_terms)
     args = (do, q, near, lse, delta, rows, keys, score, away)
-    launch_gathered(*args, dq=dq, dalibi=dalibi, want_rows=not pair, spare=spare)
+    launch_gathered(*args, want_rows=not pair, source=source, **how)
     if pair:
         error = None if arrivals is None else arrivals.error
-        launch_rows_gathered(do, q, near, far, lse, delta, rows, keys, score, error, dq=dq, dalibi=dalibi, spare=spare)
+        launch_rows_gathered(do, q, near, far, lse, delta, rows, keys, score, error, **how)
 
 
 def add_bias_homes(dkey_bias: Tensor, own: Tensor, parts: Sequence[Tensor], rows: Tensor) -> None:

@@ -11,13 +11,13 @@ import triton.language as tl
 
 
 @triton.jit
-def _place(rows, ROWS: tl.constexpr):
-    """(first row, head) of this program, where each owns ROWS of the `rows` of a head.
+def _place(program, rows, ROWS: tl.constexpr):
+    """(first row, head) of a program, where each owns ROWS of the `rows` of a head.
 
     One number says both: a device has room for 65535 programs in any dimension but the first, which heads of a batch may exceed.
     """
     tiles = tl.cdiv(rows, ROWS)
-    return tl.program_id(0) % tiles * ROWS, tl.program_id(0) // tiles
+    return program % tiles * ROWS, program // tiles
 
 
 @triton.jit
@@ -35,24 +35,37 @@ def _region(homes, side):
 
 @triton.jit(
     do_not_specialize=[
-        "lse_sb", "lse_sh", "delta_sb", "delta_sh", "num_heads", "rows", "padded_rows", "factor", "empty",
+        "lse_sb", "lse_sh", "delta_sb", "delta_sh", "dlse_sb", "dlse_sh", "num_heads", "rows", "padded_rows", "factor", "empty",
     ]
 )  # fmt: skip
 def prepare_kernel(
-    lse, delta, start_s, start_dp, dq, lse_sb, lse_sh, delta_sb, delta_sh, dq_sb, dq_ss, dq_sh, num_heads, rows,
-    padded_rows, factor, empty, ROWS: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr,
+    lse, delta, o, do, dlse, start_s, start_dp, dq, lse_sb, lse_sh, delta_sb, delta_sh, o_sb, o_ss, o_sh, do_sb, do_ss, do_sh,
+    dlse_sb, dlse_sh, dq_sb, dq_ss, dq_sh, num_heads, rows, padded_rows, factor, empty,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr, V_COLUMNS: tl.constexpr, V_WIDTH: tl.constexpr,
 ):  # fmt: skip
     """Stores lse * factor (`empty` where a row saw nothing) and -delta as `b h padded_rows`; dq, unless None, becomes zero.
 
-    A program owns ROWS rows of one head.
+    delta is rowsum(o * do) - dlse, made and stored here, or, where o is None, given. A program owns ROWS rows of one head.
     """
-    row0, head = _place(padded_rows, ROWS)
+    row0, head = _place(tl.program_id(0), padded_rows, ROWS)
     b = (head // num_heads).to(tl.int64)
     h = head % num_heads
     x = row0 + tl.arange(0, ROWS)
     inside = x < rows
     lse_i = tl.load(lse + b * lse_sb + h * lse_sh + x, mask=inside, other=0.0)
-    delta_i = tl.load(delta + b * delta_sb + h * delta_sh + x, mask=inside, other=0.0)
+    deltas = delta + b * delta_sb + h * delta_sh + x
+    if o is None:
+        delta_i = tl.load(deltas, mask=inside, other=0.0)
+    else:
+        # rows of do may lie far apart
+        far, y = x.to(tl.int64)[:, None], tl.arange(0, V_COLUMNS)[None, :]
+        there = inside[:, None] & (y < V_WIDTH)
+        o_i = tl.load(o + b * o_sb + h * o_sh + far * o_ss + y, mask=there, other=0.0)
+        do_i = tl.load(do + b * do_sb + h * do_sh + far * do_ss + y, mask=there, other=0.0)
+        delta_i = tl.sum(o_i.to(tl.float32) * do_i.to(tl.float32), 1)
+        if dlse is not None:
+            delta_i -= tl.load(dlse + b * dlse_sb + h * dlse_sh + x, mask=inside, other=0.0)
+        tl.store(deltas, delta_i, mask=inside)
     at = head.to(tl.int64) * padded_rows + x
     tl.store(start_s + at, tl.where(lse_i == float("-inf"), empty, lse_i * factor), mask=x < padded_rows)
     tl.store(start_dp + at, -delta_i, mask=x < padded_rows)
@@ -62,16 +75,16 @@ def prepare_kernel(
         tl.store(ptrs, tl.zeros([ROWS, COLUMNS], tl.float32), mask=mask)
 
 
-@triton.jit(do_not_specialize=["dalibi_sb", "dalibi_sh", "num_heads", "rows", "scale"])
-def finish_rows_kernel(
-    total, dq, dalibi, error, total_sb, total_ss, total_sh, dq_sb, dq_ss, dq_sh, dalibi_sb, dalibi_sh, num_heads, rows, scale,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr, ADD: tl.constexpr,
+@triton.jit
+def _finish_rows(
+    program, total, dq, dalibi, error, total_sb, total_ss, total_sh, dq_sb, dq_ss, dq_sh, dalibi_sb, dalibi_sh, num_heads, rows,
+    scale, ROWS: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr, ADD: tl.constexpr,
 ):  # fmt: skip
     """Writes, or under ADD adds, scale * total to dq in its dtype; a program owns ROWS rows of one head.
 
     dalibi, finished elsewhere, is touched only where `error` is set.
     """
-    row0, head = _place(rows, ROWS)
+    row0, head = _place(program, rows, ROWS)
     b = (head // num_heads).to(tl.int64)
     h = head % num_heads
     x = row0 + tl.arange(0, ROWS)
@@ -108,9 +121,9 @@ def _finish_part(
     tl.store(ptrs, total.to(ptrs.dtype.element_ty), mask=mask)
 
 
-@triton.jit(do_not_specialize=["num_heads", "rows"])
-def finish_keys_kernel(
-    splits, parts, dk, dv, sources, homes, dk_sb, dk_ss, dk_sh, dv_sb, dv_ss, dv_sh, num_heads, rows,
+@triton.jit
+def _finish_keys(
+    program, splits, parts, dk, dv, sources, homes, dk_sb, dk_ss, dk_sh, dv_sb, dv_ss, dv_sh, num_heads, rows,
     TILE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr,
     V_COLUMNS: tl.constexpr, V_WIDTH: tl.constexpr, ADD: tl.constexpr,
 ):  # fmt: skip
@@ -120,9 +133,11 @@ def finish_keys_kernel(
     owns ROWS rows of a tile. Tiles of a gathered visit (`sources`: split_tiles of the plan) go to the fp32 region at the
     address that `homes` gives, dv behind dk in each row, in place of `dk` and `dv`.
     """
-    split = splits + tl.program_id(0) * 4
+    PIECES: tl.constexpr = TILE // ROWS
+    number = program // PIECES
+    split = splits + number * 4
     head = tl.load(split)
-    first = tl.program_id(1) * ROWS
+    first = program % PIECES * ROWS
     row0 = tl.load(split + 1) + first
     slot = tl.load(split + 2).to(tl.int64)
     count = tl.load(split + 3)
@@ -131,7 +146,7 @@ def finish_keys_kernel(
     SIZE: tl.constexpr = TILE * (COLUMNS + V_COLUMNS)
     end = rows
     if homes is not None:
-        source = sources + tl.program_id(0) * 4
+        source = sources + number * 4
         begin = tl.load(source + 2)
         end = tl.load(source + 3) - begin
         row0 -= begin
@@ -148,12 +163,43 @@ def finish_keys_kernel(
         )  # fmt: skip
 
 
+@triton.jit(
+    do_not_specialize=[
+        "key_programs", "key_heads", "keys", "dalibi_sb", "dalibi_sh", "num_heads", "rows", "scale",
+    ]
+)  # fmt: skip
+def finish_kernel(
+    splits, parts, dk, dv, sources, homes, dk_sb, dk_ss, dk_sh, dv_sb, dv_ss, dv_sh, key_programs, key_heads, keys,
+    total, dq, dalibi, error, total_sb, total_ss, total_sh, dq_sb, dq_ss, dq_sh, dalibi_sb, dalibi_sh, num_heads, rows, scale,
+    TILE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr, V_COLUMNS: tl.constexpr,
+    V_WIDTH: tl.constexpr, ADD_KEYS: tl.constexpr, ADD_ROWS: tl.constexpr,
+):  # fmt: skip
+    """What is left to do with sums: the first `key_programs` programs finish split tiles of keys, the others dq.
+
+    Side by side, because neither fills a GPU and peers wait for the keys. `parts` is None where no tile was split, `total`
+    where dq is not to be finished.
+    """
+    program = tl.program_id(0)
+    if parts is not None:
+        if program < key_programs:
+            _finish_keys(
+                program, splits, parts, dk, dv, sources, homes, dk_sb, dk_ss, dk_sh, dv_sb, dv_ss, dv_sh, key_heads, keys,
+                TILE, ROWS, COLUMNS, WIDTH, V_COLUMNS, V_WIDTH, ADD_KEYS,
+            )  # fmt: skip
+    if total is not None:
+        if program >= key_programs:
+            _finish_rows(
+                program - key_programs, total, dq, dalibi, error, total_sb, total_ss, total_sh, dq_sb, dq_ss, dq_sh,
+                dalibi_sb, dalibi_sh, num_heads, rows, scale, ROWS, COLUMNS, WIDTH, ADD_ROWS,
+            )  # fmt: skip
+
+
 @triton.jit(do_not_specialize=["side", "rows"])
 def clear_home_kernel(
     homes, side, rows, out_sb, out_ss, ROWS: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr
 ):
     """Writes zeros to the first `rows` rows, of all heads together, of a region; a program owns ROWS of one batch element."""
-    row0, element = _place(rows, ROWS)
+    row0, element = _place(tl.program_id(0), rows, ROWS)
     mask = (row0 + tl.arange(0, ROWS) < rows)[:, None] & (tl.arange(0, COLUMNS) < WIDTH)[None, :]
     target = _region(homes, side) + element.to(tl.int64) * out_sb
     tl.store(target + _offsets(row0, out_ss, ROWS, COLUMNS), tl.zeros([ROWS, COLUMNS], tl.float32), mask=mask)

@@ -41,11 +41,38 @@ class Away:
     bias_homes: Tensor | None = None
 
 
+@dataclass(frozen=True)
+class Source:
+    """What delta is made of where it is not given: rowsum(o * do) - dlse.
+
+    Attributes:
+        o: `b s h dv`, contiguous last dim.
+        dlse: `b h s`, contiguous last dim; None: zero.
+    """
+
+    o: Tensor
+    dlse: Tensor | None
+
+
 def prepare(
-    tape: Tape, lse: Tensor, delta: Tensor, zeroed: Tensor | None, columns: int, factor: float, empty: float
+    tape: Tape,
+    lse: Tensor,
+    delta: Tensor,
+    do: Tensor,
+    source: Source | None,
+    zeroed: Tensor | None,
+    columns: int,
+    factor: float,
+    empty: float,
 ) -> tuple[Tensor, Tensor]:
-    """(lse * factor, -delta) as `b h padded_rows`, `empty` where a row saw nothing; `zeroed`, `b s h d`, becomes zero."""
+    """(lse * factor, -delta) as `b h padded_rows`, `empty` where a row saw nothing; `zeroed`, `b s h d`, becomes zero.
+
+    delta is given, or written where there is a source; do, `b s h dv`, is looked at only then.
+    """
     batch, h, s = lse.shape
+    o, dlse = (None, None) if source is None else (source.o, source.dlse)
+    made_of = None if source is None else do
+    v_width = columns if o is None else o.shape[-1]
     padded_rows = padded(s)
     start_s, start_dp = tape.room(batch, h, padded_rows), tape.room(batch, h, padded_rows)
     width = columns if zeroed is None else zeroed.shape[-1]
@@ -53,10 +80,10 @@ def prepare(
         around.prepare_kernel,
         (-(-padded_rows // ROWS) * batch * h,),
         (
-            lse, delta, start_s, start_dp, zeroed, *pair(lse), *pair(delta), *strides(zeroed), h, s, padded_rows,
-            factor, empty,
+            lse, delta, o, made_of, dlse, start_s, start_dp, zeroed, *pair(lse), *pair(delta), *strides(o), *strides(made_of),
+            *pair(dlse), *strides(zeroed), h, s, padded_rows, factor, empty,
         ),
-        {"ROWS": ROWS, "COLUMNS": columns, "WIDTH": width},
+        {"ROWS": ROWS, "COLUMNS": columns, "WIDTH": width, "V_COLUMNS": 1 << (v_width - 1).bit_length(), "V_WIDTH": v_width},
         num_warps=4,
     )  # fmt: skip
     return start_s, start_dp
@@ -67,40 +94,95 @@ def padded(rows: int) -> int:
     return rows + -rows % 4
 
 
-def finish_rows(
-    tape: Tape,
-    total: Tensor,
-    dq: Tensor,
-    dalibi: Tensor | None,
-    error: Tensor | None,
-    columns: int,
-    scale: float,
-    *,
-    add: bool,
-) -> None:
-    """Writes or adds scale * total to dq; NaN, in dalibi too, where `error` is set."""
-    batch, s, h, d = dq.shape
+@dataclass(frozen=True)
+class RowSums:
+    """dq in fp32 before it is scaled.
+
+    Attributes:
+        total: `b s h d` fp32.
+        dq: Likewise, in any dtype: scale * total is written to it, or added.
+        dalibi: NaN, like dq, where `error` is set.
+        error: The error word of a gathered visit.
+        columns: Of a row, padded.
+        scale: softmax_scale.
+        add: To what is in dq.
+    """
+
+    total: Tensor
+    dq: Tensor
+    dalibi: Tensor | None
+    error: Tensor | None
+    columns: int
+    scale: float
+    add: bool
+
+
+@dataclass(frozen=True)
+class KeyParts:
+    """Partial results of split tiles of keys, and where their sums belong.
+
+    Attributes:
+        plan: Of the kernel that left them.
+        parts: fp32, a line per slot.
+        tile: Keys of a tile.
+        columns: Of a row of dk and of dv in a slot.
+        widths: Of them in the sums.
+        target: dk and dv, or what is finished in their place; lines of sources and addresses of regions, by which a gathered
+            visit finds them; their strides of batch, row and head; heads, and rows.
+        add: To what is there.
+    """
+
+    plan: WorkPlan
+    parts: Tensor
+    tile: int
+    columns: tuple[int, int]
+    widths: tuple[int, int]
+    target: tuple[object, ...]
+    add: bool = False
+
+
+def finish(tape: Tape, keys: KeyParts | None, rows: RowSums | None = None) -> None:
+    """One launch of what is left to do with sums, if anything is."""
+    if keys is None and rows is None:
+        return
+    of_keys: tuple[object, ...] = (None,) * 6 + (0,) * 9
+    of_rows: tuple[object, ...] = (None,) * 4 + (0,) * 10 + (0.0,)
+    key_programs, row_programs, tile, columns, widths = 0, 0, ROWS, (1, 0), (1, 0)
+    if rows is not None:
+        batch, s, h, d = rows.dq.shape
+        row_programs, columns, widths = -(-s // ROWS) * batch * h, (rows.columns, 0), (d, 0)
+        of_rows = (
+            rows.total, rows.dq, rows.dalibi, rows.error, *strides(rows.total), *strides(rows.dq), *pair(rows.dalibi), h, s,
+            rows.scale,
+        )  # fmt: skip
+    if keys is not None:
+        key_programs, tile = keys.plan.splits.shape[0] * (keys.tile // ROWS), keys.tile
+        assert rows is None or (columns[0], widths[0]) == (keys.columns[0], keys.widths[0]), "dk is as wide as dq"
+        columns, widths = keys.columns, keys.widths
+        *places, heads, length = keys.target
+        of_keys = (keys.plan.splits, keys.parts, *places, key_programs, heads, length)
     tape.launch(
-        around.finish_rows_kernel,
-        (-(-s // ROWS) * batch * h,),
-        (total, dq, dalibi, error, *strides(total), *strides(dq), *pair(dalibi), h, s, scale),
-        {"ROWS": ROWS, "COLUMNS": columns, "WIDTH": d, "ADD": add},
+        around.finish_kernel,
+        (key_programs + row_programs,),
+        (*of_keys, *of_rows),
+        {
+            "TILE": tile, "ROWS": ROWS, "COLUMNS": columns[0], "WIDTH": widths[0], "V_COLUMNS": columns[1], "V_WIDTH": widths[1],
+            "ADD_KEYS": keys is not None and keys.add, "ADD_ROWS": rows is not None and rows.add,
+        },
         num_warps=4,
-    )
+    )  # fmt: skip
 
 
-def add_parts(
-    tape: Tape, plan: WorkPlan, parts: Tensor, tile: int, dk: Tensor, dv: Tensor, columns: tuple[int, int], *, add: bool
-) -> None:
-    """Adds up the partial results of split tiles of keys into dk and dv, which they hold padded to `columns`."""
-    widths = dk.shape[-1], dv.shape[-1]
+def added(
+    plan: WorkPlan, parts: Tensor, tile: int, dk: Tensor, dv: Tensor, columns: tuple[int, int], *, add: bool
+) -> KeyParts:
+    """Parts of dk and dv, which slots hold padded to `columns`."""
     _, rows, heads, _ = dk.shape
-    args = (dk, dv, None, None, *strides(dk), *strides(dv), heads, rows)
-    _finish_keys(tape, plan, parts, args, tile, columns, widths, add=add)
+    target = (dk, dv, None, None, *strides(dk), *strides(dv), heads, rows)
+    return KeyParts(plan, parts, tile, columns, (dk.shape[-1], dv.shape[-1]), target, add)
 
 
-def send_parts(
-    tape: Tape,
+def sent(
     plan: WorkPlan,
     parts: Tensor,
     tile: int,
@@ -109,12 +191,13 @@ def send_parts(
     heads: int,
     columns: tuple[int, int],
     widths: tuple[int, int],
-) -> None:
-    """Adds up the partial results of split tiles of keys where they are at home."""
+) -> KeyParts:
+    """Parts that are added up where they are at home."""
     width = sum(widths)
     of_home = (home_rows * heads * width, heads * width, width)
-    args = (None, None, plan.split_tiles, homes, *of_home, *of_home, heads, 0)
-    _finish_keys(tape, plan, parts, args, tile, columns, widths, add=False)
+    return KeyParts(
+        plan, parts, tile, columns, widths, (None, None, plan.split_tiles, homes, *of_home, *of_home, heads, 0)
+    )
 
 
 class KeyBias:
@@ -146,7 +229,7 @@ class KeyBias:
             _, heads, rows = self.per_head.shape
             per_head = (heads * rows, 1, rows)
             args = (self.per_head, None, None, None, *per_head, 0, 0, 0, heads, rows)
-            _finish_keys(self._tape, self._plan, self._parts, args, self._tile, (1, 0), (1, 0), add=False)
+            finish(self._tape, KeyParts(self._plan, self._parts, self._tile, (1, 0), (1, 0), args))
         self._tape.call(_add_heads if self._add else _sum_heads, self._out, self.per_head)
 
 
@@ -175,7 +258,7 @@ class BiasHomes:
         if self._plan.slots:
             of_home = (self._heads * self._home_rows, 1, self._home_rows)
             args = (None, None, self._plan.split_tiles, self.per_head, *of_home, 0, 0, 0, self._heads, 0)
-            _finish_keys(self._tape, self._plan, self.parts, args, self._tile, (1, 0), (1, 0), add=False)
+            finish(self._tape, KeyParts(self._plan, self.parts, self._tile, (1, 0), (1, 0), args))
 
 
 def clear_homes(tape: Tape, homes: Tensor, home_rows: int, lengths: list[int], batch: int, width: int) -> None:
@@ -196,29 +279,6 @@ def clear_homes(tape: Tape, homes: Tensor, home_rows: int, lengths: list[int], b
 def strides(x: Tensor | None) -> Strides:
     """Those of batch, row and head of a `b s h d` tensor; zeros where it is absent."""
     return (0, 0, 0) if x is None else (x.stride(0), x.stride(1), x.stride(2))
-
-
-def _finish_keys(
-    tape: Tape,
-    plan: WorkPlan,
-    parts: Tensor,
-    args: tuple[object, ...],
-    tile: int,
-    columns: tuple[int, int],
-    widths: tuple[int, int],
-    *,
-    add: bool,
-) -> None:
-    tape.launch(
-        around.finish_keys_kernel,
-        (plan.splits.shape[0], tile // ROWS),
-        (plan.splits, parts, *args),
-        {
-            "TILE": tile, "ROWS": ROWS, "COLUMNS": columns[0], "WIDTH": widths[0],
-            "V_COLUMNS": columns[1], "V_WIDTH": widths[1], "ADD": add,
-        },
-        num_warps=4,
-    )  # fmt: skip
 
 
 def _per_head(heads: int, out: Tensor, *, zero: bool) -> Tensor:

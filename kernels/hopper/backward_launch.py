@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,12 +21,15 @@ from ringattn.kernels.hopper.around_launch import (
     Away,
     BiasHomes,
     KeyBias,
-    add_parts,
+    KeyParts,
+    RowSums,
+    Source,
+    added,
     clear_homes,
-    finish_rows,
+    finish,
     padded,
     prepare,
-    send_parts,
+    sent,
     strides,
 )
 from ringattn.kernels.hopper.backward_configs import BackwardConfig, choose_backward, is_for_pair, padded_dims
@@ -126,6 +130,7 @@ def launch_gathered(
     dalibi: Tensor | None,
     want_rows: bool,
     spare: int = 0,
+    source: Source | None = None,
     config: BackwardConfig | None = None,
 ) -> None:
     """`GatheringKernelSet.backward_gathered` by one kernel over the keys of all sources.
@@ -135,7 +140,8 @@ def launch_gathered(
     """
     _check(q, near[1], score)
     out = _Out(dq, None, None, None, dalibi, accumulate_rows=False, accumulate_keys=False)
-    _launch(tape, do, q, *near, lse, delta, rows, keys, score, out, config, away, want_rows=want_rows, spare=spare)
+    how: dict[str, Any] = {"want_rows": want_rows, "spare": spare, "source": source}
+    _launch(tape, do, q, *near, lse, delta, rows, keys, score, out, config, away, **how)
 
 
 def _launch(
@@ -155,6 +161,7 @@ def _launch(
     *,
     want_rows: bool,
     spare: int = 0,
+    source: Source | None = None,
 ) -> None:
     batch, s, h, d = q.shape
     t, hk, dv = v.shape[1:]
@@ -171,6 +178,8 @@ def _launch(
         tape.keep(plan)
     if plan is None or shape is None or plan.programs == 0:
         _write_zeros(tape, out, want_rows=want_rows)
+        if source is not None and delta.numel():
+            prepare(tape, lse, delta, do, source, None, padded_d, LOG2E, math.inf)
         if away is not None:
             clear_homes(tape, away.homes, away.home_rows, lengths, batch, hk * (d + dv))
             if away.bias_homes is not None:
@@ -187,7 +196,7 @@ def _launch(
         total = out.dq if direct else tape.room(batch, s, h, d)
     zeroed = None if direct and out.accumulate_rows else total
     factor, empty = (-1 / score.softmax_scale, HIDDEN) if plain else (LOG2E, math.inf)
-    start_s, start_dp = prepare(tape, lse, delta, zeroed, padded_d, factor, empty)
+    start_s, start_dp = prepare(tape, lse, delta, do, source, zeroed, padded_d, factor, empty)
     parts = tape.room(plan.slots, TILE * (padded_d + padded_dv)) if plan.slots else None
     key_bias = None
     if out.dkey_bias is not None:
@@ -233,15 +242,16 @@ def _launch(
         "DS_LAYOUT": layout_of((TILE, block), q.dtype),
     }  # fmt: skip
     tape.launch(backward.backward_kernel, (plan.programs,), args, constants, num_warps=4, maxnreg=168)
+    of_rows: RowSums | None = None
     if total is not None and not direct:
         error = None if arrivals is None else arrivals.error
-        add = out.accumulate_rows
-        finish_rows(tape, total, out.dq, dalibi, error, padded_d, score.softmax_scale, add=add)
+        of_rows = RowSums(total, out.dq, dalibi, error, padded_d, score.softmax_scale, out.accumulate_rows)
+    of_keys: KeyParts | None = None
     if parts is not None and away is not None:
-        columns, widths = (padded_d, padded_dv), (d, dv)
-        send_parts(tape, plan, parts, TILE, away.homes, away.home_rows, hk, columns, widths)
+        of_keys = sent(plan, parts, TILE, away.homes, away.home_rows, hk, (padded_d, padded_dv), (d, dv))
     elif parts is not None and out.dk is not None and out.dv is not None:
-        add_parts(tape, plan, parts, TILE, out.dk, out.dv, (padded_d, padded_dv), add=out.accumulate_keys)
+        of_keys = added(plan, parts, TILE, out.dk, out.dv, (padded_d, padded_dv), add=out.accumulate_keys)
+    finish(tape, of_keys, of_rows)
     if key_bias is not None:
         key_bias.finish()
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,11 +19,13 @@ from ringattn.kernels.hopper.around_launch import (
     Away,
     BiasHomes,
     KeyBias,
-    add_parts,
+    Source,
+    added,
     clear_homes,
+    finish,
     padded,
     prepare,
-    send_parts,
+    sent,
     strides,
 )
 from ringattn.kernels.hopper.configs import columns_of
@@ -84,9 +87,10 @@ def launch_wide_gathered(
     dq: Tensor,
     dalibi: Tensor | None,
     spare: int = 0,
+    source: Source | None = None,
 ) -> None:
     """`GatheringKernelSet.backward_gathered` for head dims up to 256, likewise."""
-    launch_wide_keys_gathered(do, q, near, lse, delta, rows, keys, score, away, spare=spare)
+    launch_wide_keys_gathered(do, q, near, lse, delta, rows, keys, score, away, spare=spare, source=source)
     error = None if away.arrivals is None else away.arrivals.error
     launch_rows_gathered(do, q, near, away.far, lse, delta, rows, keys, score, error, dq=dq, dalibi=dalibi, spare=spare)
 
@@ -160,9 +164,11 @@ def launch_wide_keys_gathered(
     *,
     config: WideConfig | None = None,
     spare: int = 0,
+    source: Source | None = None,
 ) -> None:
     """Dk, dv and dkey_bias of all sources in one launch, sent home; arguments as `launch_gathered` of the fused backward."""
-    _launch(tape, do, q, near, lse, delta, rows, keys, score, (None, None), None, away, config, add=False, spare=spare)
+    how: dict[str, Any] = {"add": False, "spare": spare, "source": source}
+    _launch(tape, do, q, near, lse, delta, rows, keys, score, (None, None), None, away, config, **how)
 
 
 def _launch(
@@ -182,6 +188,7 @@ def _launch(
     *,
     add: bool,
     spare: int = 0,
+    source: Source | None = None,
 ) -> None:
     batch, s, h, d = q.shape
     t, hk, dv = near[1].shape[1:]
@@ -210,6 +217,8 @@ def _launch(
         for x in () if add else (*sums, dkey_bias):
             if x is not None:
                 tape.call(Tensor.zero_, x)
+        if source is not None and delta.numel():
+            prepare(tape, lse, delta, do, source, None, columns_of(d), LOG2E, math.inf)
         if away is not None:
             clear_homes(tape, away.homes, away.home_rows, lengths, batch, hk * (d + dv))
             if away.bias_homes is not None:
@@ -220,7 +229,7 @@ def _launch(
     columns, v_columns = columns_of(d), columns_of(dv)
     do, q = addressable(tape, do), addressable(tape, q)
     near, far = places(tape, near, None if away is None else away.far)
-    lse2, minus_delta = prepare(tape, lse, delta, None, columns, LOG2E, math.inf)
+    lse2, minus_delta = prepare(tape, lse, delta, do, source, None, columns, LOG2E, math.inf)
     parts = tape.room(plan.slots, TILE * (columns + v_columns)) if plan.slots else None
     key_bias = None
     if dkey_bias is not None:
@@ -266,8 +275,8 @@ def _launch(
     )  # fmt: skip
     dk_out, dv_out = sums
     if parts is not None and away is not None:
-        send_parts(tape, plan, parts, TILE, away.homes, away.home_rows, hk, (columns, v_columns), (d, dv))
+        finish(tape, sent(plan, parts, TILE, away.homes, away.home_rows, hk, (columns, v_columns), (d, dv)))
     elif parts is not None and dk_out is not None and dv_out is not None:
-        add_parts(tape, plan, parts, TILE, dk_out, dv_out, (columns, v_columns), add=add)
+        finish(tape, added(plan, parts, TILE, dk_out, dv_out, (columns, v_columns), add=add))
     if key_bias is not None:
         key_bias.finish()

@@ -55,16 +55,19 @@ def named(name: str) -> Scene:
 
 
 def run(visit: Visit, *, waits: bool = True, deterministic: bool = False, **mode: Any) -> tuple[Tensor, Tensor | None]:
-    """(dq, dalibi) of a rank; its far is filled beside the kernel, or before it."""
+    """(dq, dalibi) of a rank, which makes delta; its far is filled beside the kernel, or before it."""
     if not waits:
         while visit.arrive():
             pass
     dq, dalibi = visit.outputs()
+    do, q, near, far, lse, delta, *others = visit.arguments()
+    made = torch.full_like(delta, float("nan"))
     with machine.mode(mapped=(*visit.regions, *visit.bias_regions), outside=visit.arrive, **mode):
         backward_gathered(
-            *visit.arguments(), visit.arrivals if waits else None, visit.homes, visit.home_rows,
-            dq=dq, dalibi=dalibi, bias_homes=visit.bias_homes, deterministic=deterministic,
+            do, q, near, far, lse, made, *others, visit.arrivals if waits else None, visit.homes, visit.home_rows,
+            dq=dq, dalibi=dalibi, bias_homes=visit.bias_homes, deterministic=deterministic, **visit.source(),
         )  # fmt: skip
+    torch.testing.assert_close(made, delta, rtol=0.02, atol=0.02 * visit.whole.scene.head_dim**0.5)
     return dq, dalibi
 
 
@@ -111,6 +114,37 @@ def test_gradients_in_fixed_order_stay_within_budget(name: str):
 @pytest.mark.parametrize("name", ["zigzag", "group"])
 def test_no_order_of_events_changes_what_is_computed(name: str, mode: dict[str, Any]):
     assert_gradients_within_budget(named(name), **mode)
+
+
+@pytest.mark.parametrize("deterministic", [False, True], ids=["fused", "pair"])
+@pytest.mark.parametrize("name", ["lengths", "narrow_columns", "wide_groups"])
+def test_delta_is_made_as_it_would_be_given(name: str, deterministic: bool):
+    """Of rows that lie apart, and of a gradient of lse."""
+    scene = named(name)
+    whole = make_whole(scene)
+    visit = make_visit(whole, 1)
+    do, q, _, _, lse, delta, *_ = visit.arguments()
+    do = torch.cat((do, torch.full_like(do, float("nan"))), 2)[:, :, : do.shape[2]]
+    o = torch.cat((visit.source()["o"], torch.full_like(do, float("nan"))), 1)[:, : do.shape[1]]
+    dlse = (
+        torch.randn(lse.shape, generator=torch.Generator().manual_seed(0)).transpose(0, 1).contiguous().transpose(0, 1)
+    )
+    wanted = hopper.delta(o, do, dlse)
+    made = torch.cat((delta, delta), 1)[:, : delta.shape[1]].fill_(float("nan"))
+    found = []
+    for given, options in ((made, {"o": o, "dlse": dlse}), (made, {})):
+        again = make_visit(whole, 1)
+        dq, dalibi = again.outputs()
+        with machine.mode(mapped=(*again.regions, *again.bias_regions), outside=again.arrive):
+            backward_gathered(
+                do, q, again.near, again.far, lse, given, again.rows, again.keys, again.arguments()[-1], again.arrivals,
+                again.homes, again.home_rows, dq=dq, dalibi=dalibi, bias_homes=again.bias_homes, deterministic=deterministic,
+                **options,
+            )  # fmt: skip
+        found.append((dq, *again.regions))
+        torch.testing.assert_close(made, wanted, rtol=1e-5, atol=1e-5)
+    for x, y in zip(*found, strict=True):
+        assert torch.equal(x.nan_to_num(7.0), y.nan_to_num(7.0))
 
 
 def test_what_is_there_need_not_be_waited_for():
