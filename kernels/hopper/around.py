@@ -49,7 +49,7 @@ def prepare_kernel(
     """
     row0, head = _place(tl.program_id(0), padded_rows, ROWS)
     b = (head // num_heads).to(tl.int64)
-    h = head % num_heads
+    h = (head % num_heads).to(tl.int64)
     x = row0 + tl.arange(0, ROWS)
     inside = x < rows
     lse_i = tl.load(lse + b * lse_sb + h * lse_sh + x, mask=inside, other=0.0)
@@ -57,7 +57,7 @@ def prepare_kernel(
     if o is None:
         delta_i = tl.load(deltas, mask=inside, other=0.0)
     else:
-        # rows of do may lie far apart
+        # rows of do may lie far apart, and so may heads
         far, y = x.to(tl.int64)[:, None], tl.arange(0, V_COLUMNS)[None, :]
         there = inside[:, None] & (y < V_WIDTH)
         o_i = tl.load(o + b * o_sb + h * o_sh + far * o_ss + y, mask=there, other=0.0)

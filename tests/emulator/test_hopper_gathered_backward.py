@@ -23,6 +23,7 @@ from ringattn.kernels.hopper.rows_launch import RowsConfig, launch_rows, launch_
 from ringattn.kernels.hopper.wide_launch import WideConfig, launch_wide_keys, launch_wide_keys_gathered
 from tests.budget import assert_within_budget
 from tests.emulator import gluon as machine
+from tests.far_apart import heads_apart, leave_memory_alone
 from tests.gathered import Scene, Visit, contributions, make_visit, make_whole, shards_of
 
 backward_gathered: Any = hopper.backward_gathered
@@ -145,6 +146,20 @@ def test_delta_is_made_as_it_would_be_given(name: str, deterministic: bool):
         torch.testing.assert_close(made, wanted, rtol=1e-5, atol=1e-5)
     for x, y in zip(*found, strict=True):
         assert torch.equal(x.nan_to_num(7.0), y.nan_to_num(7.0))
+
+
+def test_delta_is_made_of_heads_that_lie_far_apart(monkeypatch: pytest.MonkeyPatch):
+    leave_memory_alone(monkeypatch)
+    visit = make_visit(make_whole(named("head_groups_wide")), 1)
+    do, q, near, far, lse, delta, *others = visit.arguments()
+    dq, dalibi = visit.outputs()
+    made = torch.full_like(delta, float("nan"))
+    with machine.mode(mapped=(*visit.regions, *visit.bias_regions), outside=visit.arrive):
+        backward_gathered(
+            heads_apart(do), q, near, far, lse, made, *others, visit.arrivals, visit.homes, visit.home_rows,
+            dq=dq, dalibi=dalibi, bias_homes=None, deterministic=False, o=heads_apart(visit.source()["o"]),
+        )  # fmt: skip
+    torch.testing.assert_close(made, hopper.delta(visit.source()["o"], do, None), rtol=1e-5, atol=1e-5)
 
 
 def test_what_is_there_need_not_be_waited_for():
