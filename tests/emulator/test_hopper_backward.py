@@ -1,16 +1,19 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 import torch
+from torch import Tensor
 
 pytest.importorskip("triton")
 
 from ringattn.kernels import eager, launch_triton
 from ringattn.kernels.contract import Gathered, Grads, KernelSet, Score
 from ringattn.kernels.hopper.backward_configs import BackwardConfig
+from ringattn.kernels.record_triton import Tape, recorded
 from ringattn.reference import visible_pairs
 from tests.emulator import gluon as machine
 from tests.emulator.pacing import keep_pace_always
@@ -116,6 +119,19 @@ def test_gradients_in_the_dtype_of_the_inputs_are_the_rounded_ones():
         assert torch.allclose(getattr(wide, name), getattr(narrow, name).float(), rtol=2**-10, atol=1e-6), name
 
 
+def test_rows_are_added_in_the_dtype_of_the_inputs_too():
+    def launch_again(*args: Any) -> None:
+        *others, grads = args
+        launch.launch_backward(*args)
+        written.append(grads.dq.clone())
+        grads.dq.fill_(3.0)
+        launch.launch_backward(*others, replace(grads, accumulate_rows=True))
+
+    written: list[Tensor] = []
+    found = visit(launch_again, torch.float16)
+    torch.testing.assert_close(found.dq, 3.0 + written[0], rtol=2**-9, atol=2**-9)
+
+
 def test_keys_alone_are_the_same_bits_and_leave_rows_alone():
     both, alone = (visit(one, torch.float32) for one in (launch.launch_backward, launch.launch_keys))
     assert torch.equal(both.dk, alone.dk)
@@ -169,3 +185,27 @@ def test_programs_that_keep_pace_compute_the_same_and_each_ends_every_epoch_once
     assert boards, "nobody kept pace"
     for board, programs in boards:
         assert board.tolist() == [programs] * len(board)
+
+
+@pytest.mark.parametrize("add_keys", [False, True])
+@pytest.mark.parametrize("add_rows", [False, True])
+def test_what_is_finished_side_by_side_is_added_or_written_each_as_told(add_rows: bool, add_keys: bool):
+    """One tile of keys in two parts, and rows that do not fill the programs that own them."""
+    draw = torch.Generator().manual_seed(0)
+    parts, total = (torch.randn(shape, generator=draw) for shape in ((2, 128 * (64 + 64)), (2, 50, 3, 40)))
+    dq = torch.randn(2, 50, 3, 40, generator=draw)
+    dk, dv = torch.randn(1, 100, 1, 40, generator=draw), torch.randn(1, 100, 1, 24, generator=draw)
+    before = [x.clone() for x in (dq, dk, dv)]
+    plan = SimpleNamespace(splits=torch.tensor([[0, 0, 0, 2]], dtype=torch.int32))
+
+    @recorded
+    def finish(tape: Tape, parts: Tensor, total: Tensor, dq: Tensor, dk: Tensor, dv: Tensor) -> None:
+        tape.keep(plan)
+        of_keys = around_launch.added(plan, parts, 128, dk, dv, (64, 64), add=add_keys)
+        around_launch.finish(tape, of_keys, around_launch.RowSums(total, dq, None, None, 64, 0.5, add_rows))
+
+    finish(parts, total, dq, dk, dv)
+    of_dk, of_dv = (x.sum(0).view(128, 64)[:100] for x in parts.split(128 * 64, 1))
+    sums = (total * 0.5, of_dk[None, :, None, :40], of_dv[None, :, None, :24])
+    for x, old, new, add in zip((dq, dk, dv), before, sums, (add_rows, add_keys, add_keys), strict=True):
+        torch.testing.assert_close(x, old + new if add else new)

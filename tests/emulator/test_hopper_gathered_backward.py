@@ -41,6 +41,7 @@ SCENES = (
     Scene("softcap_sinks", shards_of("zigzag", 420, 2), CAUSAL, softcap=3.0, sinks=True, dtype=torch.float16),
     Scene("slopes", shards_of("zigzag", 420, 2), CAUSAL, alibi=True),
     Scene("slopes_wide", shards_of("zigzag", 300, 2), CAUSAL, alibi=True, head_dim=128),
+    Scene("slopes_window", shards_of("contiguous", 560, 3), {"window": (20, 5)}, heads=1, alibi=True),
     Scene("key_bias", shards_of("zigzag", 420, 2), CAUSAL, heads=4, kv_heads=2, batch=2, groups=2, key_bias=True),
     Scene("key_bias_pair", shards_of("zigzag", 300, 2), CAUSAL, key_bias=True, head_dim=128),
     Scene("every_term", shards_of("zigzag", 300, 2), CAUSAL, softcap=4.0, alibi=True, key_bias=True),
@@ -237,7 +238,7 @@ def test_dq_by_rows_over_near_alone_is_the_bits_of_one_visit():
 
 @pytest.mark.parametrize("deterministic", [False, True], ids=["fused", "pair"])
 @pytest.mark.parametrize("lost", ["negative", "never"])
-@pytest.mark.parametrize("name", ["group", "slopes", "key_bias", "wide"])
+@pytest.mark.parametrize("name", ["group", "slopes", "slopes_window", "key_bias", "wide"])
 def test_what_never_comes_makes_results_nan_and_sets_the_error_word(name: str, lost: str, deterministic: bool):
     visit = make_visit(make_whole(named(name)), 1)
     visit.waiting = [(group, source) for group, source in visit.waiting if group > 0]
@@ -283,6 +284,18 @@ def test_a_rank_without_keys_of_its_own_fetches_all():
     dq, _ = run(visit)
     exact, low = (found["dq"][:, visit.places] for found in (whole.exact, whole.low))
     assert_within_budget(dq, exact, low, "dq", scene.dtype)
+
+
+@pytest.mark.parametrize("deterministic", [False, True], ids=["fused", "pair"])
+@pytest.mark.parametrize("head_dim", [64, 256])
+def test_delta_of_queries_that_have_no_keys_is_made_too(head_dim: int, deterministic: bool):
+    """The gradient of sinks asks for it."""
+    whole = make_whole(Scene("no_keys", ((), ((0, 1, 60),)), heads=1, head_dim=head_dim))
+    visit, other = make_visit(whole, 0), make_visit(whole, 1)
+    visit.places, visit.rows = other.places, other.rows
+    assert not any(side.positions.numel() for side in visit.keys.sides)
+    dq, _ = run(visit, deterministic=deterministic)
+    assert not dq.any()
 
 
 @pytest.mark.parametrize("deterministic", [False, True], ids=["fused", "pair"])
