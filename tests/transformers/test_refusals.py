@@ -280,6 +280,39 @@ def test_tokens_that_are_embedded_with_their_neighbours_are_refused(pool: Pools)
         assert "got ['trigram_input'] layers in the config of mobilebert" in found
 
 
+def make_esm(attention: str, counted: str, token_dropout: bool) -> Any:
+    register()
+    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 16}
+    sizes |= {"vocab_size": 61, "pad_token_id": 0, "mask_token_id": 60, "max_position_embeddings": 40}
+    config = AutoConfig.for_model("esm", **sizes, position_embedding_type=counted, token_dropout=token_dropout)
+    torch.manual_seed(0)
+    return AutoModelForMaskedLM.from_config(config, attn_implementation=attention).eval()
+
+
+@torch.no_grad()
+def share_esm(counted: str, token_dropout: bool) -> tuple[float, str]:
+    """How far the logits of a shard are from those of one process, and what was refused."""
+    ids = tokens(12).index_fill(1, torch.tensor([0, 1, 4]), 60)
+    expected = make_esm("eager", counted, token_dropout)(input_ids=ids).logits
+    part = shard_batch({"input_ids": ids}, Ring(), shift_labels=False)
+    try:
+        found = part["sharding"].unshard(make_esm("ringattn", counted, token_dropout)(**part).logits)
+    except NotImplementedError as error:
+        return 0.0, str(error)
+    return float((found - expected).norm() / expected.norm()), ""
+
+
+@pytest.mark.dist
+@pytest.mark.skipif(not FIVE, reason="ESM of 4.x draws its masks itself")
+def test_embeddings_that_would_count_what_a_rank_has_are_refused(pool: Pools) -> None:
+    for distance, refused in pool(2).run(share_esm, "rotary", False):
+        assert (distance < 1e-5, refused) == (True, "")
+    for _, refused in pool(2).run(share_esm, "rotary", True):
+        assert "got ['token_dropout'] layers in the config of esm" in refused
+    for _, refused in pool(2).run(share_esm, "absolute", False):
+        assert "a model that counts positions from 1 (padding_idx + 1) must hand them to its attention" in refused
+
+
 def share_experts(where: str) -> list[str]:
     ring, ids, found = Ring(), tokens(12), []
     model = make("gpt_oss", "ringattn", torch.float32, output_router_logits=where == "config")

@@ -188,8 +188,8 @@ def check_layers(config: Any) -> None:
     Such layers (recurrent ones, convolutions) would see the rows of a call as a sequence of its own.
     """
     others: list[str] = sorted(set(getattr(config, "layer_types", None) or ()) - OF_ATTENTION)
-    if getattr(config, "trigram_input", False):
-        others.append("trigram_input")  # MobileBERT embeds tokens with their neighbours
+    # MobileBERT embeds tokens with their neighbours, ESM scales their embeddings by how many of all are masked
+    others += [name for name in ("trigram_input", "token_dropout") if getattr(config, name, False)]
     if others:
         raise NotImplementedError(
             f"tokens must meet in layers of attention only where ranks share them or a RingCache keeps them, got {others} layers "
@@ -308,9 +308,14 @@ def _check_sharded(
             raise ValueError(
                 "position_ids must be given to a model whose rows are sharded, got none; pass the batch through shard_batch"
             )
-        turns = find_turns(getattr(module, "config", None))
+        turns, begin = find_turns(getattr(module, "config", None)), _begin(module)
+        if position_ids is UNSAID and begin:
+            raise NotImplementedError(
+                f"a model that counts positions from {begin} (padding_idx + 1) must hand them to its attention, to be checked, got "
+                f"one with {type(module).__name__}, which does not; run this model on one process"
+            )
         if isinstance(position_ids, Tensor):
-            check_positions(position_ids, sharding, mask, _number(module), _begin(module), turns)
+            check_positions(position_ids, sharding, mask, _number(module), begin, turns)
         if turns and (position_ids is UNSAID or torch.compiler.is_compiling()):
             check_rotation(turns, find_ends(sharding))
     except (ValueError, NotImplementedError) as error:
