@@ -139,6 +139,19 @@ def test_requests_whose_frequencies_would_depend_on_others_are_refused(tmp_path,
             opened(path)
 
 
+def test_requests_beyond_a_table_of_positions_are_refused_before_one_comes(tmp_path):
+    from transformers import AutoConfig
+
+    path = tmp_path / "config.json"
+    AutoConfig.for_model("gpt2", vocab_size=300, n_positions=64, n_embd=32, n_layer=1, n_head=2).to_json_file(path)
+    with pytest.raises(Refusal, match=r"max_len must be at most 64 where positions are not rotary: GPT2LMHeadModel"):
+        opened(path, max_len=65)
+    assert opened(path, max_len=64).length == 64
+    # rotary ones go on
+    AutoConfig.for_model("llama", vocab_size=300, **CONFIG).to_json_file(path)
+    assert opened(path, max_len=513).length == 512
+
+
 def test_a_checkpoint_brings_its_weights_its_tokenizer_and_its_stops(folder):
     from transformers import AutoModelForCausalLM
 

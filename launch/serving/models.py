@@ -121,6 +121,12 @@ def load(
     if "device_map" not in options:
         model = model.to(device)
     model.eval().requires_grad_(False)
+    if length is not None and (max_len or length) > length and not _rotates(model):
+        # a request that came there would end the server
+        raise Refusal(
+            f"max_len must be at most {length} where positions are not rotary: {type(model).__name__} has no more of them, got "
+            f"{max_len}; pass --max-len {length}, or leave it out"
+        )
     stops = _stops(model)
     embeddings: Any = model.get_input_embeddings()
     vocab: int = embeddings.weight.shape[0]
@@ -154,6 +160,11 @@ def _make_legible_(model: Any) -> None:
     head.mul_(3)
     letters = b"abcdefghijklmnopqrstuvwxyz ,."
     head[[x for x in range(256) if x not in letters]] = 0
+
+
+def _rotates(model: Any) -> bool:
+    """Whether positions are rotary, which go on beyond those that the config speaks of; others come from a table."""
+    return any(type(part).__name__.endswith("RotaryEmbedding") for part in model.modules())
 
 
 def _stops(model: Any) -> frozenset[int]:
