@@ -273,6 +273,20 @@ def test_what_cannot_be_served_is_refused(tmp_path, folder):
         make_cache(opened(folder).model, Ring(), gib=1e-9, page_size=64, kv_dtype="auto")
 
 
+def test_models_whose_attention_is_not_the_rings_are_refused(tmp_path):
+    path = tmp_path / "config.json"
+    sizes = {name: size for name, size in CONFIG.items() if name != "head_dim"}
+    path.write_text(json.dumps({"model_type": "falcon", "vocab_size": 300, **sizes}))
+    with pytest.raises(
+        Refusal, match="attend through transformers' attention interface, got falcon, which chooses among"
+    ):
+        opened(path)
+    kinds = ["linear_attention", "full_attention"]
+    path.write_text(json.dumps({"model_type": "qwen3_next", "vocab_size": 300, **CONFIG, "layer_types": kinds}))
+    with pytest.raises(Refusal, match=r"tokens must meet in layers of attention only .* \['linear_attention'\] layers"):
+        make_cache(opened(path).model, Ring(), gib=None, page_size=64, kv_dtype="auto")
+
+
 def test_the_tiny_model_answers_with_letters():
     served = opened("tiny")
     with torch.no_grad():

@@ -104,20 +104,28 @@ def load(
     chosen: torch.dtype = kind if dtype == "auto" else getattr(torch, dtype)
     options: dict[str, Any] = {"dtype": chosen, "attn_implementation": NAME}
     drawn = False
-    if place.is_dir() and any(place.glob("*.safetensors")) and path != TINY:
-        if device.type == "cuda" and importlib.util.find_spec("accelerate") is not None:
-            options["device_map"] = {"": device}
-        model: Any = AutoModelForCausalLM.from_pretrained(
-            str(place), local_files_only=True, trust_remote_code=False, use_safetensors=True, **options
-        )
-    else:
-        # the built-in model on the CPU, whose numbers are the same everywhere; others on GPUs, where drawing takes no time
-        drawn = device.type == "cuda" and path != TINY
-        with torch.random.fork_rng([device] if drawn else []), device if drawn else contextlib.nullcontext():
-            torch.manual_seed(seed)
-            model = AutoModelForCausalLM.from_config(config, trust_remote_code=False, **options)
-        if path == TINY:
-            _make_legible_(model)
+    try:
+        if place.is_dir() and any(place.glob("*.safetensors")) and path != TINY:
+            if device.type == "cuda" and importlib.util.find_spec("accelerate") is not None:
+                options["device_map"] = {"": device}
+            model: Any = AutoModelForCausalLM.from_pretrained(
+                str(place), local_files_only=True, trust_remote_code=False, use_safetensors=True, **options
+            )
+        else:
+            # the built-in model on the CPU, whose numbers are the same everywhere; others on GPUs, where drawing takes no time
+            drawn = device.type == "cuda" and path != TINY
+            with torch.random.fork_rng([device] if drawn else []), device if drawn else contextlib.nullcontext():
+                torch.manual_seed(seed)
+                model = AutoModelForCausalLM.from_config(config, trust_remote_code=False, **options)
+    except KeyError as error:
+        if error.args != (NAME,):
+            raise
+        raise Refusal(
+            f"a model must attend through transformers' attention interface, got {config.model_type}, which chooses among classes "
+            "of its own (as Falcon, GPT-J and GPT-Neo do); serve another model"
+        ) from None
+    if path == TINY:
+        _make_legible_(model)
     if "device_map" not in options:
         model = model.to(device)
     model.eval().requires_grad_(False)
@@ -187,12 +195,15 @@ def make_cache(model: Any, ring: Ring, *, gib: float | None, page_size: int, kv_
         kv_dtype: "auto" for the model's, or "fp8".
 
     Raises:
-        Refusal: Not even one page fits; raised on every rank.
+        Refusal: Not even one page fits, or the model keeps more than keys; raised on every rank.
     """
     from ringattn.integrations.transformers.generation import cache_sizes
 
     names = ("layers", "kv_heads", "head_dim", "v_head_dim")
-    shape: dict[str, Any] = dict(zip(names, cache_sizes(model), strict=True))
+    try:
+        shape: dict[str, Any] = dict(zip(names, cache_sizes(model), strict=True))
+    except NotImplementedError as error:
+        raise Refusal(str(error)) from None
     if gib is None and model.device.type == "cuda":
         torch.cuda.empty_cache()
         memory = None

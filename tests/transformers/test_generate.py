@@ -20,7 +20,7 @@ from ringattn.inference import CacheFull
 from ringattn.integrations.transformers import RingCache, register
 from tests.pool import Pools
 from tests.recording import Reruns
-from tests.transformers.models import make, tokens
+from tests.transformers.models import CONFIGS, make, tokens
 
 DECODERS = ("llama", "qwen3", "mistral", "gemma2", "gemma3", "gpt_oss", "llama4")
 EAGER = ("gemma2", "gpt_oss")
@@ -821,6 +821,22 @@ def test_models_that_number_the_rows_of_a_call_themselves_are_refused(kind: str,
     """They began to count anew in every call, and on every rank."""
     for told in (decoder_alone(kind), *pool(2).run(decoder_alone, kind)):
         assert told.startswith("a model must take position_ids where a cache keeps its keys, got one with ")
+
+
+@pytest.mark.skipif("gemma4_text" not in transformers.CONFIG_MAPPING, reason="this release has no layers that differ")
+def test_layers_whose_keys_differ_in_size_are_refused() -> None:
+    sizes = {**CONFIGS["gemma3"], "vocab_size_per_layer_input": 61, "hidden_size_per_layer_input": 8}
+    del sizes["model_type"]
+    register()
+    models = []
+    for width in (8, 16):
+        config = transformers.AutoConfig.for_model("gemma4_text", **sizes, global_head_dim=width)
+        models.append(transformers.AutoModelForCausalLM.from_config(config, attn_implementation="ringattn").eval())
+    RingCache(models[0], Ring(), max_tokens=40)
+    with pytest.raises(
+        NotImplementedError, match=r"as many key heads, of the same width, .* \[\(2, 8, 8\), \(2, 16, 16\)\]"
+    ):
+        RingCache(models[1], Ring(), max_tokens=40)
 
 
 def dropping(length: int) -> str:

@@ -110,7 +110,7 @@ class RingCache(Cache):
     Raises:
         ValueError: A number is less than 1, the memory is not there, or graphs are asked for where there can be none; raised on
             every rank.
-        NotImplementedError: In some layers of the model tokens meet otherwise than in attention.
+        NotImplementedError: In some layers of the model tokens meet otherwise than in attention, or layers keep keys of other sizes.
     """
 
     def __init__(
@@ -501,16 +501,29 @@ class _Drafted:
 
 
 def cache_sizes(model: PreTrainedModel) -> tuple[int, int, int, int]:
-    """Layers, key heads, and the dims of their keys and values; refuses models that keep more than keys."""
+    """Layers, key heads, and the dims of their keys and values; refuses models that keep more, or layers that differ."""
     config = model.config.get_text_config(decoder=True)
     check_layers(config)
+    # later releases of 5.x know configs whose layers differ
+    configs = config.per_layer_config if getattr(config, "is_heterogeneous", False) else [config]
+    sizes = {_key_sizes(one) for one in configs}
+    if len(sizes) > 1:
+        raise NotImplementedError(
+            f"all layers must have as many key heads, of the same width, for one cache to keep, got {sorted(sizes)} (heads, width "
+            f"of keys, of values) in the config of {config.model_type}; use attn_implementation='sdpa' on one process"
+        )
+    return _layers(model), *sizes.pop()
+
+
+def _key_sizes(config: Any) -> tuple[int, int, int]:
+    """Key heads, and the dims of their keys and values, by the config of a layer."""
     heads = config.num_attention_heads
     kv_heads = getattr(config, "num_key_value_heads", None) or heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
     if getattr(config, "qk_rope_head_dim", None) and getattr(config, "qk_nope_head_dim", None):
         # latent attention, which gives attention keys of all heads
         head_dim = config.qk_nope_head_dim + config.qk_rope_head_dim
-    return _layers(model), kv_heads, head_dim, getattr(config, "v_head_dim", None) or head_dim
+    return kv_heads, head_dim, getattr(config, "v_head_dim", None) or head_dim
 
 
 def _layers(model: PreTrainedModel) -> int:
