@@ -280,6 +280,33 @@ def test_tokens_that_are_embedded_with_their_neighbours_are_refused(pool: Pools)
         assert "got ['trigram_input'] layers in the config of mobilebert" in found
 
 
+def share_stablelm(rank_alone: bool) -> list[str]:
+    """What is said of a model whose layers hand no keywords on."""
+    register()
+    sizes = {name: size for name, size in CONFIGS["llama"].items() if name not in ("model_type", "head_dim")}
+    config = AutoConfig.for_model("stablelm", **sizes)
+    model: Any = AutoModelForCausalLM.from_config(config, attn_implementation="ringattn").eval()
+    ring, ids, found = Ring(), tokens(12), []
+    with RingCache(model, ring, max_tokens=40) as cache:
+        calls = [{"input_ids": ids, "past_key_values": cache}]
+        for given in calls if rank_alone else [*calls, shard_batch({"input_ids": ids}, ring)]:
+            try:
+                model(**given)
+            except RuntimeError as error:
+                found.append(str(error))
+    return found
+
+
+@pytest.mark.dist
+@pytest.mark.skipif(not FIVE, reason="layers of 4.x do not swallow the keyword")
+def test_layers_that_hand_no_keywords_on_are_named(pool: Pools) -> None:
+    told = "hands no keywords on (as StableLM and Nemotron do): run this model on one process"
+    for found in pool(2).run(share_stablelm, False):
+        assert [told in one and "StableLmAttention" in one for one in found] == [True, True]
+    (found,) = share_stablelm(True)
+    assert "hands no keywords on to attention (as StableLM and Nemotron) is not supported" in found
+
+
 def make_esm(attention: str, counted: str, token_dropout: bool) -> Any:
     register()
     sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 16}

@@ -260,7 +260,8 @@ def _whole(
         raise RuntimeError(
             f"a model must be called with a sharding among {ranks} ranks, got none; call it with shard_batch(batch, ring), or "
             "generate with a RingCache, or pass sharding=Ring(group_of_this_rank_alone).sharding(seq_len) when every rank has "
-            "whole sequences"
+            f"whole sequences. Was it called so, then what {type(module).__name__} is a part of hands no keywords on (as StableLM "
+            "and Nemotron do): run this model on one process, with attn_implementation='sdpa'"
         )
     if torch.compiler.is_compiling():
         raise RuntimeError(

@@ -110,7 +110,7 @@ class RingCache(Cache):
     Raises:
         ValueError: A number is less than 1, the memory is not there, or graphs are asked for where there can be none; raised on
             every rank.
-        NotImplementedError: In some layers of the model tokens meet otherwise than in attention, or layers keep keys of other sizes.
+        NotImplementedError: In some layers of the model tokens meet otherwise than in attention, or keys have other sizes.
     """
 
     def __init__(

@@ -184,7 +184,8 @@ def forward_step(
     if not step.calls:
         raise RuntimeError(
             "the model must attend with ringattn, got one that did not, whose tokens saw no cache; make it with "
-            "attn_implementation='ringattn', or call model.set_attn_implementation('ringattn')"
+            "attn_implementation='ringattn', or call model.set_attn_implementation('ringattn'); one that was made so and hands no "
+            "keywords on to attention (as StableLM and Nemotron) is not supported"
         )
     logits = out.logits
     if not can_keep:
