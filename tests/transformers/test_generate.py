@@ -448,6 +448,35 @@ def embedded() -> tuple[Tensor, Tensor]:
         return model.generate(**inputs, past_key_values=cache, **GREEDY), cache.kv.k.abs().amax((0, 2, 3, 4))  # pyright: ignore[reportOptionalMemberAccess]
 
 
+def composite(attention: str, told: dict[str, Any]) -> Tensor:
+    """What a model of images and text answers to text alone."""
+    register()
+    vision = {"model_type": "clip_vision_model", "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
+    vision |= {"num_attention_heads": 2, "image_size": 16, "patch_size": 8}
+    config = transformers.AutoConfig.for_model(
+        "llava", text_config=CONFIGS["llama"], vision_config=vision, image_token_id=60
+    )
+    torch.manual_seed(0)
+    model: Any = transformers.AutoModelForImageTextToText.from_config(config, attn_implementation=attention).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(8 if parameter.dim() > 1 else 1)
+    return model.generate(tokens(20).clamp(max=59), **GREEDY, **{name: call(model) for name, call in told.items()})
+
+
+def composite_on_ranks() -> Tensor:
+    with contextlib.ExitStack() as stack:
+        enter = partial(RingCache, ring=Ring(), max_tokens=64, page_size=4)
+        return composite("ringattn", {"past_key_values": lambda model: stack.enter_context(enter(model))})
+
+
+@pytest.mark.dist
+def test_a_model_of_images_generates_from_text(pool: Pools) -> None:
+    expected = composite("sdpa", {})
+    for found in (composite_on_ranks(), *pool(2).run(composite_on_ranks)):
+        assert torch.equal(found, expected)
+
+
 @pytest.mark.dist
 def test_embeddings_serve_as_a_prompt_and_every_rank_keeps_a_part(pool: Pools) -> None:
     model = make("llama", "sdpa", torch.float32).eval()
@@ -498,6 +527,7 @@ def refused(rank_of_mistakes: int) -> dict[str, str]:
         here.note("types", call({"token_type_ids": torch.zeros_like(ids)}))
         here.note("tuple", call({"return_dict": False}))
         here.note("none", call({"input_ids": None}))
+        here.note("positions", call({"position_ids": torch.arange(20).expand(3, 1, 20)}))
         here.note("long", call({"input_ids": tokens(41)}))
         here.note("holes", call({"attention_mask": holes}))
         here.note("right", call({"attention_mask": (torch.arange(20) < 15)[None]}))
@@ -525,6 +555,7 @@ TOLD = {
     "types": "NotImplementedError: token_type_ids must be left out",
     "tuple": "NotImplementedError: return_dict must be True",
     "none": "ValueError: the model must be called with input_ids or inputs_embeds",
+    "positions": "NotImplementedError: position_ids must be 2-dimensional, sequences x new tokens, got shape (3, 1, 20)",
     "long": "ValueError: a sequence must stay within max_tokens=40, got 0 tokens and 41 more",
     "holes": "NotImplementedError: attention_mask must have padding on the left only, got other padding in 1 of 1",
     "right": "NotImplementedError: attention_mask must have padding on the left only, got other padding in 1 of 1",

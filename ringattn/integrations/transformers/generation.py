@@ -451,9 +451,14 @@ class RingCache(Cache):
                 f"a model must be in eval mode among {self.ring.world_size} ranks, got {type(self._model).__name__} in training, "
                 "which drops other numbers on each of them; call model.eval()"
             )
-        new, mask = given.get(name), given.get("attention_mask")
+        new, mask, positions = (given.get(one) for one in (name, "attention_mask", "position_ids"))
         if new is None:
             raise ValueError("the model must be called with input_ids or inputs_embeds, got neither")
+        if positions is not None and positions.dim() != 2:
+            raise NotImplementedError(
+                f"position_ids must be 2-dimensional, sequences x new tokens, got shape {tuple(positions.shape)}; several "
+                "positions per token (images, video) are not supported"
+            )
         (b, n), before = new.shape[:2], self.get_seq_length()
         if self._requests and len(self._requests) != b:
             raise ValueError(
@@ -735,7 +740,9 @@ def _check_given(given: dict[str, Any]) -> None:
             "use attn_implementation='sdpa' on one process"
         )
     for name, value in given.items():
-        if name not in (*_TAKEN, *_PASSED_ON) and value is not None and value is not False:
+        # generate of 5.x hands on an empty dict where there are no images
+        said = value is not None and value is not False and not (isinstance(value, dict) and not value)
+        if name not in (*_TAKEN, *_PASSED_ON) and said:
             raise NotImplementedError(
                 f"{name} must be left out of a call with a RingCache, which does not know how to share it between ranks"
             )
