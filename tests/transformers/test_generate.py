@@ -586,6 +586,51 @@ def test_what_one_rank_does_wrong_is_an_error_on_all(pool: Pools) -> None:
         assert found["after"] == "20"
 
 
+class Failing(transformers.LogitsProcessor):
+    """Fails at its first token, on one rank or, by -1, on all."""
+
+    def __init__(self, rank: int) -> None:
+        self.here = rank in (-1, Ring().rank)
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        if self.here:
+            raise ZeroDivisionError("of a processor")
+        return scores
+
+    def put(self, value: Tensor) -> None:
+        if self.here:
+            raise ZeroDivisionError("of a streamer")
+
+    def end(self) -> None:
+        """Nothing."""
+
+
+def failing_between_calls(rank: int) -> list[str]:
+    model = make("llama", "ringattn", torch.float32).eval()
+    failing, found = Failing(rank), []
+    with RingCache(model, Ring(), max_tokens=64) as cache:
+        for options in ({"logits_processor": [failing]}, {"streamer": failing}, {}):
+            given = {**GREEDY, **options, "past_key_values": cache}
+            try:
+                found.append(str(model.generate(tokens(20), **given).shape[1]))
+            except (ValueError, ZeroDivisionError) as error:
+                found.append(f"{type(error).__name__}: {error}")
+            cache.reset()
+    return found
+
+
+@pytest.mark.dist
+def test_what_fails_between_calls_on_one_rank_is_told_to_those_who_compare_next(pool: Pools) -> None:
+    """They waited for the timeout."""
+    for rank, (*failed, after) in enumerate(pool(2).run(failing_between_calls, 1)):
+        for told, what in zip(failed, ("processor", "streamer"), strict=True):
+            said = f"ZeroDivisionError: of a {what}"
+            assert told.startswith(said if rank == 1 else f"ValueError: ring rank 1 refused: {said}"), told
+        assert after == "32"
+    for found in pool(2).run(failing_between_calls, -1):
+        assert found == ["ZeroDivisionError: of a processor", "ZeroDivisionError: of a streamer", "32"]
+
+
 class Counted:
     """Counts how often ranks compare and gather, exchanges aside."""
 

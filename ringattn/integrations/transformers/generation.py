@@ -18,8 +18,8 @@ Note [Alike on all ranks]
     brings is noted, and travels along with the comparisons of steps (Note [Words that travel along] of accord.py), one in 17
     tokens; when `generate` ends, the rest is compared together with what it returns, and when the cache is left, what came
     since. So a rank that chose otherwise is found by the end, and what is returned was the same on all ranks.
-    Such a call that is refused on one rank alone says so to whoever compares next; ranks that are in the exchange already wait
-    for it until the timeout.
+    Such a call that is refused on one rank alone says so to whoever compares next, and so does what fails between two calls (a
+    streamer or a logits processor of one rank); ranks that are in the exchange already wait for it until the timeout.
 
 Note [Beams]
     Sequences that go on from the same one share its full pages, so beams take no more room than sequences do: reordering copies
@@ -149,6 +149,7 @@ class RingCache(Cache):
         self._firsts: list[int] = []
         self._generating = 0  # calls of generate that have begun, within one another
         self._compared = False  # whether the generate that goes on has made its first call
+        self._calling = False  # whether a call of the model has begun and not come to its end
         self._forked = False  # whether sequences were repeated, which may then be kept by different ranks
         self._unwrap: Callable[[], None] | None = None
         self._recorder = choose_recorder(graphs, model, self.kv)
@@ -290,8 +291,14 @@ class RingCache(Cache):
         digest = blake2b(words.encode(), digest_size=8).hexdigest()
         self.ring.agree("what generate is called with", f"{words[:SHOWN]}, digest {digest}")
         _share_generators(self.ring, kv.device)
-        self._compared = False
-        out = self._run(generate, args, kwargs)
+        self._compared = self._calling = False
+        try:
+            out = self._run(generate, args, kwargs)
+        except Exception as error:
+            if self._calling:
+                raise  # ranks have raised it together, or were told
+            kv.accord.forget()
+            self.ring.refuse(error)
         kv.accord.note("generate", _hash(out if isinstance(out, Tensor) else out.sequences)[None])
         kv.accord.compare("what generate returns")
         return out
@@ -351,6 +358,7 @@ class RingCache(Cache):
     def _call(self, forward: Callable[..., Any], given: dict[str, Any]) -> Any:
         """A call of the model, whose own forward is given, with this cache and these arguments."""
         kv = self._open()
+        self._calling = True
         name = "inputs_embeds" if given.get("input_ids") is None else "input_ids"
         if self._generating:
             given = _drop_cached(given, name, self._firsts, self.get_seq_length())
@@ -382,6 +390,7 @@ class RingCache(Cache):
             kv.accord.forget()
             raise
         out.past_key_values = self
+        self._calling = False
         return out
 
     def _decode(self, forward: Callable[..., Any], new: Tensor, positions: Tensor, last: int) -> Any:
@@ -547,6 +556,7 @@ def _wrap(model: PreTrainedModel) -> Callable[[], None]:
 
     def call_without(cache: Any, /, *args: Any, **kwargs: Any) -> Any:
         if generating and cache is None:
+            generating[-1]._calling = True
             generating[-1].ring.refuse(
                 NotImplementedError(
                     f"generation must hand the RingCache to every call of the model, got one of {type(model).__name__} without, "
@@ -566,6 +576,7 @@ def _wrap(model: PreTrainedModel) -> Callable[[], None]:
         if not isinstance(cache, RingCache):
             return call_without(cache, *args, **kwargs)
         if cache._model is not model:
+            cache._calling = True
             cache.ring.refuse(
                 ValueError(
                     f"past_key_values must be a RingCache of the model that is called, a {type(model).__name__}, got one of "
