@@ -346,7 +346,7 @@ def check_sharding(x: object) -> None:
 def positions_of(shard: Shard) -> Tensor:
     """The global position of each row of a shard: `s` int64, ascending, on the CPU."""
     if not shard:
-        return torch.empty(0, dtype=torch.int64)
+        return torch.empty(0, dtype=torch.int64, device="cpu")
     return torch.cat([torch.arange(run.start, run.last + 1, run.stride, device="cpu") for run in shard])
 
 

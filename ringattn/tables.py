@@ -222,7 +222,7 @@ def returning_key(readers: tuple[Send, ...], rows: int, device: torch.device | s
         for line, reader in zip(table, readers, strict=True):
             packed = 0
             for offset, length in reader.rows:
-                line[offset : offset + length] = torch.arange(packed, packed + length, dtype=torch.int32)
+                line[offset : offset + length] = torch.arange(packed, packed + length, dtype=torch.int32, device="cpu")
                 packed += length
         return upload([table], place)[0]
 

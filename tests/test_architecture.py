@@ -193,6 +193,18 @@ def test_the_library_does_not_print(module):
     assert not printed, f"{module} prints in lines {printed}"
 
 
+FACTORIES = "arange as_tensor asarray empty eye full linspace ones rand randint randn randperm tensor zeros".split()
+
+
+@pytest.mark.parametrize("module", sorted(filter(_library, MODULES)))
+def test_tensors_are_made_where_the_code_says_not_where_the_caller_defaults_to(module):
+    """Under torch.set_default_device what names no device is on a GPU, where host memory is meant too."""
+    for node in ast.walk(_tree(MODULES[module])):
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in [f"torch.{name}" for name in FACTORIES]:
+            where = f"{MODULES[module]}:{node.lineno}"
+            assert any(x.arg == "device" for x in node.keywords), f"{where} makes a tensor on the default device"
+
+
 @everywhere
 def test_every_module_says_what_it_owns(module):
     assert ast.get_docstring(_tree(MODULES[module])), f"{MODULES[module]} has no docstring"

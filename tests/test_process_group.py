@@ -154,6 +154,17 @@ def test_rows_that_pass_through_the_host_are_the_same(pool: Pools) -> None:
         assert torch.equal(dq, dq_by_host)
 
 
+def test_rows_land_in_host_memory_whatever_the_default_device_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    group, rows = FakeGroup(), torch.zeros(5)
+    monkeypatch.setattr(group, "recv", lambda tensors, *_: tensors[0].fill_(3.0))
+    monkeypatch.setitem(process_group._COMMUNICATORS, "mine", group)  # pyright: ignore[reportArgumentType]
+    transport = ProcessGroupTransport("no such group", 0, 2, "mine")
+    transport._by_host = True
+    with torch.device("meta"):
+        transport.post([], [(1, rows)], "test").wait()
+    assert rows.tolist() == [3.0] * 5
+
+
 def test_numbers_of_another_kind_are_shown_as_a_difference() -> None:
     with pytest.raises(ValueError, match=r"ring ranks \[1\] \(keep_keys: True on most ranks, 1 on ring rank 1\)"):
         raise_differences([{"keep_keys": True, "softcap": 0.0}, {"keep_keys": 1, "softcap": 0.0}])

@@ -201,6 +201,15 @@ def test_positions_found_in_inference_mode_serve_training() -> None:
     torch.nn.Embedding(6, 4)(sharding.positions).sum().backward()
 
 
+def test_parts_are_put_together_whatever_the_default_device_is() -> None:
+    x = torch.arange(5)
+    shards = ((Run(0, 2, 3),), (), (Run(1, 2, 2),))
+    with torch.device("meta"):
+        everyone = [Sharding(5, "balanced", shards, rank) for rank in range(3)]
+        whole = everyone[0].assemble([sharding.shard(x, 0) for sharding in everyone], 0)
+    assert whole.tolist() == [0, 1, 2, 3, 4]
+
+
 def test_examples_in_the_docstrings_hold() -> None:
     result = doctest.testmod(ringattn.sharding)
     assert result.attempted

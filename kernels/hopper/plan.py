@@ -213,7 +213,10 @@ def _make(stationary: Sides, streamed: Sides, shape: Shape) -> WorkPlan:
 
     # entries: tiles of all heads, in the order of Note [Dealing]
     heads = shape.batch * shape.heads
-    tile, head = (x.flatten() for x in torch.meshgrid(torch.arange(per_batch), torch.arange(heads), indexing="ij"))
+    tile, head = (
+        x.flatten()
+        for x in torch.meshgrid(torch.arange(per_batch, device="cpu"), torch.arange(heads, device="cpu"), indexing="ij")
+    )
     index = tile if shared else tile + head // shape.heads * per_batch
     count = blocks[index]
     groups = max(1, min(heads, -(-heads * shape.streamed_bytes // L2_BYTES)))
@@ -260,10 +263,10 @@ def _meet(stationary: list[tuple[Side, int]], streamed: list[tuple[Side, int]], 
     for number, ((side, step), part) in enumerate(zip(stationary, parts, strict=True)):
         assert part[0].shape[0] == batches, "either all sources have bounds per batch element or none"
         first = side.run_list[0][0] if side.run_list else 0
-        begin_of = first + torch.arange(part[0].shape[1]) * shape.tile
+        begin_of = first + torch.arange(part[0].shape[1], device="cpu") * shape.tile
         row.append(begin_of)
         rows = side.lo_host.shape[1]
-        source.append(torch.tensor([[number, step, first, first + rows]]).expand(begin_of.shape[0], -1))
+        source.append(torch.tensor([[number, step, first, first + rows]], device="cpu").expand(begin_of.shape[0], -1))
     segments, table = _stream(bounds, streamed, shape)
     return _Tiles(segments, table, torch.cat(row), torch.cat(source))
 
@@ -272,7 +275,9 @@ def _stream(bounds: tuple[Tensor, ...], streamed: list[tuple[Side, int]], shape:
     """(segments, table) of tiles with these bounds."""
     block, align = shape.block, shape.align
     runs = [(*run, side.run_list[0][0], step) for side, step in streamed for run in side.run_list]
-    offset, length, start, stride, floor, step = torch.tensor(runs, dtype=torch.int64).reshape(-1, 6).unbind(1)
+    offset, length, start, stride, floor, step = (
+        torch.tensor(runs, dtype=torch.int64, device="cpu").reshape(-1, 6).unbind(1)
+    )
 
     def row_from(position: Tensor) -> Tensor:
         """The first row of each run at or after a position, as a row of the buffer; `tiles runs`."""
@@ -324,9 +329,9 @@ def _stream(bounds: tuple[Tensor, ...], streamed: list[tuple[Side, int]], shape:
         hidden = (numbers.sum(1, keepdim=True) == 0).to(torch.int64)  # sees nothing, or has only a hole here
         numbers, rows = torch.cat((hidden, numbers), 1), torch.cat((torch.zeros_like(hidden), rows), 1)
         masked = torch.cat((hidden, masked), 1)
-        of_run = torch.cat((torch.tensor([[0, 0, 0, 1, 0]]), of_run))
+        of_run = torch.cat((torch.tensor([[0, 0, 0, 1, 0]], device="cpu"), of_run))
     kept = numbers > 0
-    segments = torch.zeros(int(kept.sum()), 8, dtype=torch.int64)
+    segments = torch.zeros(int(kept.sum()), 8, dtype=torch.int64, device="cpu")
     segments[:, 0], segments[:, 1] = rows[kept], numbers[kept]
     segments[:, 2:7] = of_run.expand(tiles, -1, -1)[kept]
     each = kept.sum(1)
@@ -464,12 +469,12 @@ def _assemble(
     device: torch.device,
 ) -> WorkPlan:
     """The tables of a plan from what was dealt; index, head, row, source: of every entry, index into the tiles."""
-    owners = torch.tensor(dealt.owners, dtype=torch.int64)
+    owners = torch.tensor(dealt.owners, dtype=torch.int64, device="cpu")
     entries = torch.cat((head[:, None], row[:, None], tiles.table[index], torch.full_like(head, -1)[:, None]), 1)
     whole = owners >= 0
-    position = torch.arange(len(owners))
+    position = torch.arange(len(owners), device="cpu")
     work, owner, sequence = [entries[whole]], [owners[whole]], [position[whole]]
-    split = torch.tensor(list(dealt.parts), dtype=torch.int64)
+    split = torch.tensor(list(dealt.parts), dtype=torch.int64, device="cpu")
     segments = [tiles.segments]
     splits: list[tuple[int, int, int, int]] = []
     slot, following = 0, tiles.segments.shape[0]
@@ -481,10 +486,10 @@ def _assemble(
             cut = _cut_segments(own, first, number, masked, shape.block)
             numbers = [sum(x[1] for x in cut[kind]) for kind in (0, 1)]
             line = [of_head, of_row, following, len(cut[0]), len(cut[1]), *numbers, slot]
-            work.append(torch.tensor([line]))
-            owner.append(torch.tensor([program]))
-            sequence.append(torch.tensor([entry]))
-            segments.append(torch.tensor(cut[0] + cut[1]))
+            work.append(torch.tensor([line], device="cpu"))
+            owner.append(torch.tensor([program], device="cpu"))
+            sequence.append(torch.tensor([entry], device="cpu"))
+            segments.append(torch.tensor(cut[0] + cut[1], device="cpu"))
             following += len(cut[0]) + len(cut[1])
             slot += 1
     table, owners, sequence = torch.cat(work), torch.cat(owner), torch.cat(sequence)
@@ -493,10 +498,10 @@ def _assemble(
     table = table[order]
     taken = torch.bincount(owners, minlength=1)
     taken = taken[taken > 0]
-    starts = torch.cat((torch.zeros(1, dtype=torch.int64), taken.cumsum(0)))
-    merged = torch.tensor(splits, dtype=torch.int64).reshape(-1, 4)
+    starts = torch.cat((torch.zeros(1, dtype=torch.int64, device="cpu"), taken.cumsum(0)))
+    merged = torch.tensor(splits, dtype=torch.int64, device="cpu").reshape(-1, 4)
     blocks = int(table[:, 5:7].sum())
-    none = torch.zeros(0, 4, dtype=torch.int64)
+    none = torch.zeros(0, 4, dtype=torch.int64, device="cpu")
     sources = (none, none) if source is None else (source[sequence[order]], source[split])
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
@@ -504,7 +509,7 @@ def _assemble(
             "make the call once outside it"
         )
     uploaded = upload((table, torch.cat(segments), starts, merged, *sources), device)
-    met = torch.zeros(shape.programs, dtype=torch.int64).index_add_(0, owners, unsorted)
+    met = torch.zeros(shape.programs, dtype=torch.int64, device="cpu").index_add_(0, owners, unsorted)
     longest, deepest = int(met.max()) * shape.repeats, int(unsorted.max()) if unsorted.numel() else 0
     return WorkPlan(*uploaded, programs=taken.shape[0], slots=slot, blocks=blocks, longest=longest, deepest=deepest)
 

@@ -249,7 +249,9 @@ def plan_in_place(
     # the first place of each row: places ascend, and padding follows the row that it repeats
     back = torch.searchsorted(rows, torch.arange(total, device="cpu"))
     positions = here[rows].view(-1, s)
-    starts, ends = (torch.tensor(x, device="cpu")[torch.tensor(owners)][:, None] for x in (step.firsts, step.lengths))
+    starts, ends = (
+        torch.tensor(x, device="cpu")[torch.tensor(owners, device="cpu")][:, None] for x in (step.firsts, step.lengths)
+    )
     left, right = (None, None) if window is None else window
     right = 0 if causal and (right is None or right > 0) else right
     lo = starts.expand_as(positions) if left is None else torch.maximum(starts, positions - left)

@@ -492,7 +492,7 @@ def _rounded(num_bytes: int) -> int:
 def _ranges(stretches: Sequence[tuple[int, int]], device: torch.device) -> Tensor:
     """The integers of (start, length) stretches, one after another: `n` int64."""
     found = [torch.arange(start, start + length, device="cpu") for start, length in stretches]
-    return (torch.cat(found) if found else torch.empty(0, dtype=torch.int64)).to(device)
+    return (torch.cat(found) if found else torch.empty(0, dtype=torch.int64, device="cpu")).to(device)
 
 
 def _rows(x: Tensor) -> Tensor:

@@ -337,5 +337,5 @@ def upload(data: bytes | bytearray, words: Tensor) -> None:
         return
     there = torch.frombuffer(data if isinstance(data, bytearray) else bytearray(data), dtype=torch.int32)
     if words.is_cuda:
-        there = torch.empty(len(there), dtype=torch.int32, pin_memory=True).copy_(there)
+        there = torch.empty(len(there), dtype=torch.int32, pin_memory=True, device="cpu").copy_(there)
     words[: len(there)].copy_(there, non_blocking=True)

@@ -285,7 +285,7 @@ class Holdings:
         there = self._stretches.get(stretches)
         if there is None:
             self._refuse_in_capture("guards")
-            there = torch.tensor(stretches, dtype=torch.int32, pin_memory=flags.is_cuda).to(
+            there = torch.tensor(stretches, dtype=torch.int32, pin_memory=flags.is_cuda, device="cpu").to(
                 flags.device, non_blocking=True
             )
             self._stretches[stretches] = there

@@ -144,7 +144,7 @@ def home_programs(
         beginning, start, telling, receiving, ending = [], [], [], [], []
     addresses = [own.data_ptr()]
     addresses += [station.rows(fetch.owner) + (fetch.step - 1) * stride for fetch in collection.fetches]
-    table = torch.tensor([addresses, [x + behind for x in addresses]], dtype=torch.int64).to(own.device)
+    table = torch.tensor([addresses, [x + behind for x in addresses]], dtype=torch.int64, device="cpu").to(own.device)
     places = [(send.step - 1) * stride for send in collection.readers]
     bias = None
     if biased:

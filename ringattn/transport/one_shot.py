@@ -84,7 +84,7 @@ class OneShotExchange(Exchanging):
         self._said = self._errors.numpy()
         self._silence = self._said.tobytes()
         self._boxes: Region | None = None
-        self._table = torch.empty(0, dtype=torch.int64)
+        self._table = torch.empty(0, dtype=torch.int64, device="cpu")
         self._slot = 0
         self._lane: int | None = None
         self._captured = False
@@ -178,5 +178,5 @@ class OneShotExchange(Exchanging):
         self._boxes = None
         self._boxes = self._memory.region(HALVES * self._world_size * slot * 4, "exchange mailboxes")
         addresses = (*self._boxes.addresses, *self._control.addresses, self._errors.data_ptr())
-        self._table = torch.tensor(addresses, dtype=torch.int64).to(self._memory.device)
+        self._table = torch.tensor(addresses, dtype=torch.int64, device="cpu").to(self._memory.device)
         self._slot = slot

@@ -295,7 +295,7 @@ class ProcessGroupTransport:
                     "copy engine, got gloo, which moves rows of GPUs through the host; call init_process_group('nccl')"
                 )
             sends = [(peer, x.to("cpu", copy=True)) for peer, x in sends]
-            landed = [(x, torch.empty(x.shape, dtype=x.dtype)) for _, x in receives]
+            landed = [(x, torch.empty(x.shape, dtype=x.dtype, device="cpu")) for _, x in receives]
             receives = [(peer, host) for (peer, _), (_, host) in zip(receives, landed, strict=True)]
         own = _COMMUNICATORS.get(self._name)
         try:

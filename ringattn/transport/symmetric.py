@@ -127,7 +127,7 @@ class SymmetricMemory:
 
     def host_words(self, count: int) -> Tensor:
         """See `Memory.host_words`."""
-        return torch.zeros(count, dtype=torch.int32, pin_memory=True)
+        return torch.zeros(count, dtype=torch.int32, pin_memory=True, device="cpu")
 
     def _compare(self, what: str, text: str) -> None:
         mine = f"{what}: {text}"

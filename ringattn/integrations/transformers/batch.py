@@ -200,10 +200,10 @@ def _documents(batch: Mapping[str, Any], positions: Tensor | None, n: int) -> tu
 
 def _count(documents: tuple[int, ...] | None, n: int) -> Tensor:
     """Positions as a model would count them, from the start of each document."""
-    positions = torch.arange(n)
+    positions = torch.arange(n, device="cpu")
     if documents is None:
         return positions
-    edges = torch.tensor(documents)
+    edges = torch.tensor(documents, device="cpu")
     return positions - edges[torch.searchsorted(edges, positions, right=True) - 1]
 
 

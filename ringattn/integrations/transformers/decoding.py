@@ -434,7 +434,7 @@ class Decoding:
         # pieces of one row leave no gaps, and tokens that only the device knows stay there
         laid = tokens[None] if piece == 1 else step.lay(tokens)
         recorded.tokens[:, : laid.shape[1]].copy_(_ready(laid, recorded.tokens), non_blocking=True)
-        lasts = torch.tensor([row for one in step.last_rows if one is not None for row in one[1:]])
+        lasts = torch.tensor([row for one in step.last_rows if one is not None for row in one[1:]], device="cpu")
         assert isinstance(recorded.wanted, Tensor), "rows of packed requests are written in place"
         recorded.wanted[: len(lasts)].copy_(_ready(lasts, recorded.wanted), non_blocking=True)
         brought = f"{len(requests)} requests, {sum(counts)} new tokens"

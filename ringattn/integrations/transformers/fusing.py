@@ -175,7 +175,10 @@ def _rotation(part: nn.Module) -> Callable | None:
     code = code_of(part)
     known = code is not None and ROTATION in code.__code__.co_names and isinstance(getattr(part, "head_dim", None), int)
     rotate = code.__globals__.get(ROTATION) if known and code is not None else None
-    if not isinstance(rotate, FunctionType) or next(part.parameters(), torch.empty(0)).dtype not in FLOATS:
+    if (
+        not isinstance(rotate, FunctionType)
+        or next(part.parameters(), torch.empty(0, device="cpu")).dtype not in FLOATS
+    ):
         return None
     return rotate if list(inspect.signature(rotate).parameters)[:4] == ["q", "k", "cos", "sin"] else None
 
@@ -225,7 +228,10 @@ def _angles_for(part: nn.Module, rotate: Callable) -> list[tuple[Tensor, ...]]:
     for angles in (d, d // 2):
         draw = torch.Generator().manual_seed(0)
         shapes = [((n, 4, 1, d), (n, 2, 1, d), (n, 1, angles), (n, 1, angles)) for n in TRIED]
-        tried = [tuple(torch.randn(x, generator=draw).to(weight.device, weight.dtype) for x in one) for one in shapes]
+        tried = [
+            tuple(torch.randn(x, generator=draw, device="cpu").to(weight.device, weight.dtype) for x in one)
+            for one in shapes
+        ]
         with contextlib.suppress(RuntimeError, ValueError, TypeError):
             rotate(*tried[0])
             return tried

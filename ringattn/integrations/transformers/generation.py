@@ -372,7 +372,7 @@ class RingCache(Cache):
         keep = given.get("logits_to_keep", 0)
         wanted = [x % n for x in keep.tolist()] if isinstance(keep, Tensor) else list(range(n)[-keep:])
         positions = given.get("position_ids")
-        positions = torch.arange(before, before + n)[None] if positions is None else positions
+        positions = torch.arange(before, before + n, device="cpu")[None] if positions is None else positions
         options = {name: given[name] for name in _PASSED_ON if given.get(name) is not None}
         try:
             if (
@@ -447,7 +447,10 @@ class RingCache(Cache):
         if goes_on:
             self._open().accord.note(words, new, *(() if positions is None else (positions.to(new.device),)))
             return firsts, False
-        numbers = [int(_hash(x)) for x in (new, torch.tensor(firsts), *(() if positions is None else (positions,)))]
+        numbers = [
+            int(_hash(x))
+            for x in (new, torch.tensor(firsts, device="cpu"), *(() if positions is None else (positions,)))
+        ]
         self.ring.agree("what the model is called with", f"{words}, digests of tokens, padding and places {numbers}")
         self._compared = True
         return firsts, True
@@ -719,7 +722,7 @@ def _drop_cached(given: dict[str, Any], name: str, firsts: list[int], before: in
     if new is None or positions is None or positions.dim() != 2 or not 0 < before < new.shape[1]:
         return given
     n = new.shape[1]
-    if not bool((positions[:, -1].cpu() + torch.tensor(firsts) == n - 1).all()):
+    if not bool((positions[:, -1].cpu() + torch.tensor(firsts, device="cpu") == n - 1).all()):
         return given
     return {**given, name: new[:, before:], "position_ids": positions[:, before:]}
 

@@ -175,8 +175,8 @@ def _read_order(
     element = torch.arange(batch_size, device=device)[:, None]
     head = torch.zeros((), dtype=torch.long, device=device)
     before = torch.arange(rows - 1, device=device)
-    ahead = torch.as_tensor(mask_function(element, head, before, before + 1))
-    back = torch.as_tensor(mask_function(element, head, before + 1, before))
+    ahead = torch.as_tensor(mask_function(element, head, before, before + 1), device=device)
+    back = torch.as_tensor(mask_function(element, head, before + 1, before), device=device)
     ahead, back = torch.broadcast_tensors(ahead, back)
     sees_ahead, symmetric = torch.stack([ahead.any(), (ahead == back).all()]).tolist()
     if sees_ahead:
@@ -208,5 +208,5 @@ def _reach(mask_function: Callable[..., Any] | None, local_size: int | None) -> 
     """How far a row of a bidirectional window sees; models disagree whether its size counts the last one."""
     if local_size is None or mask_function is None or torch.compiler.is_compiling():
         return None
-    zero = torch.zeros((), dtype=torch.long)
+    zero = torch.zeros((), dtype=torch.long, device="cpu")
     return local_size if bool(mask_function(zero, zero, zero + local_size, zero)) else local_size - 1

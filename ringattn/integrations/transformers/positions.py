@@ -123,10 +123,10 @@ def _fit(here: Tensor, sharding: Sharding, padding: Tensor | None, begin: int = 
     positions = sharding.positions.cpu()
     bases = [positions]
     if sharding.documents is not None:
-        edges = torch.tensor(sharding.documents)
+        edges = torch.tensor(sharding.documents, device="cpu")
         bases.append(positions - edges[torch.searchsorted(edges, positions, right=True) - 1])
-    begins = torch.zeros(1, dtype=torch.int64)
-    held = torch.ones(1, len(positions), dtype=torch.bool)
+    begins = torch.zeros(1, dtype=torch.int64, device="cpu")
+    held = torch.ones(1, len(positions), dtype=torch.bool, device="cpu")
     if padding is not None:
         padding = padding.cpu()
         begins = padding.int().argmax(-1)
@@ -136,8 +136,8 @@ def _fit(here: Tensor, sharding: Sharding, padding: Tensor | None, begin: int = 
     far = torch.iinfo(torch.int64).max
     for base in bases:
         offset = here - base
-        least = offset.masked_fill(~held, far).amin(-1) if len(positions) else torch.zeros(1)
-        most = offset.masked_fill(~held, -far).amax(-1) if len(positions) else torch.zeros(1)
+        least = offset.masked_fill(~held, far).amin(-1) if len(positions) else torch.zeros(1, device="cpu")
+        most = offset.masked_fill(~held, -far).amax(-1) if len(positions) else torch.zeros(1, device="cpu")
         empty = ~held.any(-1)
         if bool((empty | ((least == most) & ((least >= begin) | (least == begin - begins)))).all()):
             return True

@@ -147,10 +147,10 @@ def find_gate(mlp: nn.Module, mine: slice | None = None) -> Gate | None:
     ):
         return None
     # far out some are cut off
-    near, far = torch.linspace(-4, 4, 64), 2.0 ** torch.arange(3, 41)
+    near, far = torch.linspace(-4, 4, 64, device="cpu"), 2.0 ** torch.arange(3, 41, device="cpu")
     x = torch.cat([near, far, -far]).to(last.weight.device)
     draw = torch.Generator().manual_seed(0)
-    rows = torch.randn(3, weights[0].shape[1], generator=draw).to(last.weight.device, last.weight.dtype)
+    rows = torch.randn(3, weights[0].shape[1], generator=draw, device="cpu").to(last.weight.device, last.weight.dtype)
     try:
         y, expected = between(x), mlp(rows[None])[0]
     except Exception:  # an MLP that takes other rows is none of these

@@ -204,7 +204,7 @@ def rows_for(part: nn.Module, columns: int) -> list[tuple[Tensor]]:
     """Rows to try a part with, the same on every rank."""
     weight = next(part.parameters())
     draw = torch.Generator().manual_seed(0)
-    return [(torch.randn(1, n, columns, generator=draw).to(weight.device, weight.dtype),) for n in TRIED]
+    return [(torch.randn(1, n, columns, generator=draw, device="cpu").to(weight.device, weight.dtype),) for n in TRIED]
 
 
 def _tensors(result: Any) -> tuple[Tensor, ...]:

@@ -63,7 +63,7 @@ def _within_documents(sharding: Sharding) -> list[int] | None:
         # without a look at positions: any rank may have the end of the longest one, or none
         lengths = [stop - start for start, stop in zip(sharding.documents[:-1], sharding.documents[1:], strict=True)]
         return [max(lengths)] + [1] * (len(sharding.shards) - 1)
-    edges, found = torch.tensor(sharding.documents), list[int]()
+    edges, found = torch.tensor(sharding.documents, device="cpu"), list[int]()
     for positions in map(positions_of, sharding.shards):
         inside = positions - edges[torch.searchsorted(edges, positions, right=True) - 1]
         found.append(int(inside.max()) + 1 if len(positions) else 0)

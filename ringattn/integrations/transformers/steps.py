@@ -217,9 +217,9 @@ def _kept_rows(
         last = len(wanted)
         tail = last > 0 and list(wanted) == list(range(new - last, new))
         return (last if tail else torch.tensor(list(wanted), dtype=torch.int64, device=device)), None
-    where = torch.full((new,), -1)
-    where[step.taken.cpu()] = torch.arange(step.rows)
-    rows = where[torch.tensor(list(wanted), dtype=torch.int64)]
+    where = torch.full((new,), -1, device="cpu")
+    where[step.taken.cpu()] = torch.arange(step.rows, device="cpu")
+    rows = where[torch.tensor(list(wanted), dtype=torch.int64, device="cpu")]
     places = (rows >= 0).nonzero()[:, 0]
     keep = rows[places].to(device)
     return keep, None if step.cache.ring.world_size == 1 else places.to(device)
