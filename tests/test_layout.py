@@ -117,6 +117,14 @@ def test_balanced_is_as_coarse_as_the_mask_allows() -> None:
     assert set(balanced(seq_len, 8, causal.work)) == set(zigzag(seq_len, 8))
 
 
+def test_balanced_begins_with_the_chunks_asked_for_and_refines_down_to_the_shortest() -> None:
+    work = Visibility(8, 8, causal=True).work
+    assert balanced(8, 2, work) == contiguous(8, 2)
+    assert balanced(8, 2, work, chunks_per_rank=2) == zigzag(8, 2)
+    assert balanced(8, 2, work, min_chunk_len=2) == zigzag(8, 2)
+    assert balanced(8, 2, work, min_chunk_len=3) == contiguous(8, 2)
+
+
 def test_balanced_ranks_are_in_order_of_their_first_position() -> None:
     mask = Visibility(1 << 14, 1 << 14, causal=True, documents=log_normal_documents(1 << 14, 700, 1.5, seed=5))
     firsts = [shard[0].start for shard in balanced(1 << 14, 8, mask.work)]

@@ -70,3 +70,11 @@ def test_keys_and_values_of_one_tensor_are_a_message_and_separate_ones_are_not()
     assert in_place([(both[1], 1), (both[0], 1)]) is None
     assert in_place([(both[0], 1), (both[1].clone(), 1)]) is None
     assert in_place([(both[0][..., :8], 1), (both[1], 1)]) is None
+
+
+def test_rows_with_gaps_and_rows_of_two_storages_are_no_message() -> None:
+    both, others = torch.randn(2, 2, 8, 16), torch.randn(2, 2, 8, 16)
+    assert in_place([(both[0].narrow(1, 2, 4), 1)]) is None
+    assert in_place([(both[0].transpose(0, 1), 0)]) is None
+    # the second lies where it would in the storage of the first
+    assert in_place([(both[0], 1), (others[1], 1)]) is None

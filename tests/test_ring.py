@@ -7,6 +7,8 @@ import datetime
 import itertools
 import pickle
 import time
+from collections import Counter
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -22,6 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from ringattn import Ring, attention_reference, ring_attention, ring_attention_with_lse, simulate_ring
 from ringattn.layout import make_shards
 from ringattn.schedule import make_plan
+from ringattn.transport.simulated import SimulatedTransport
 from ringattn.visibility import Visibility
 from tests.budget import assert_within_budget
 from tests.cases import Attention
@@ -177,6 +180,73 @@ def test_gradients_come_home_whatever_moves(name: str, backward: str) -> None:
     standard = Standard(CASES[name])
     for world_size in (3, 4):
         standard.check(simulate(CASES[name], "zigzag", world_size, backward))
+
+
+@pytest.fixture
+def poisoned_memory() -> Iterator[None]:
+    """Makes new memory NaN."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+SPARSE = {
+    "few tokens": Attention(mask={"lengths": ((4, 7),)}, features=("sinks", "alibi_slopes", "key_bias")),
+    "no tokens": Attention(batch=2, mask={"lengths": ((9, 9), (9, 9))}),
+    "fewer tokens than ranks": Attention(seq_len=3, features=("alibi_slopes", "key_bias")),
+    "keys of a few ranks": Attention(seq_len=30, kv_len=3),
+    "keys out of reach": Attention(seq_len=30, kv_len=3, mask={"window": (2, 0)}, features=("sinks",)),
+    "queries of a few ranks": Attention(seq_len=3, kv_len=30, features=("key_bias",)),
+}
+
+
+@pytest.mark.usefixtures("poisoned_memory")
+@pytest.mark.parametrize("backward", ["keys", "queries"])
+@pytest.mark.parametrize("name", SPARSE)
+def test_ranks_that_meet_nothing_leave_no_memory_as_it_came(name: str, backward: str) -> None:
+    standard = Standard(SPARSE[name])
+    for world_size, layout in itertools.product((1, 2, 8), ("contiguous", "striped")):
+        standard.check(simulate(SPARSE[name], layout, world_size, backward))
+
+
+@pytest.mark.parametrize("backward", ["keys", "queries"])
+def test_cotangents_of_rows_that_saw_nothing_are_not_read(backward: str) -> None:
+    case = Attention(mask={"lengths": ((4, 20),)})
+    do, dlse = case.cotangents()
+    sinks = torch.tensor([float("-inf"), 0.5])
+    found = []
+    for nothing in (0.0, float("nan")):
+        dlse[:, 0, :4], dlse[:, 0, 20:] = nothing, nothing
+        options = {"backward": backward, "sinks": sinks, **case.mask}
+        found.append(simulate_ring(**case.tensors(), world_size=3, do=do, dlse=dlse, **options).grads)
+    for name, grad in found[0].items():
+        torch.testing.assert_close(found[1][name], grad, rtol=0, atol=0, msg=name)
+
+
+@pytest.mark.parametrize("window", [None, (4, 0), (0, 8)])
+@pytest.mark.parametrize("num_heads", [1, 2, 4])
+@pytest.mark.parametrize("v_head_dim", [4, 16, 96])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_backward_moves_the_side_of_which_the_busiest_rank_moves_fewer_bytes(
+    monkeypatch: pytest.MonkeyPatch, window: tuple[int, int] | None, num_heads: int, v_head_dim: int, dtype: torch.dtype
+) -> None:
+    case = Attention(64, num_heads=num_heads, v_head_dim=v_head_dim, dtype=dtype, mask={"window": window})
+    moved: Counter[int] = Counter()
+    post = SimulatedTransport.post
+
+    def count(self: SimulatedTransport, sends: Any, receives: Any, what: str) -> Any:
+        if what.startswith("backward"):
+            moved[self._rank] += sum(x.numel() for _, x in (*sends, *receives))
+        return post(self, sends, receives, what)
+
+    monkeypatch.setattr(SimulatedTransport, "post", count)
+    busiest = {}
+    for backward in ("keys", "queries", "auto"):
+        moved.clear()
+        simulate(case, "contiguous", 4, backward)
+        busiest[backward] = max(moved.values())
+    assert busiest["keys"] != busiest["queries"]
+    assert busiest["auto"] == min(busiest.values()), busiest
 
 
 @pytest.mark.dist

@@ -190,8 +190,9 @@ def test_wrong_tensors_and_shards_are_refused() -> None:
         Sharding(4, "balanced", ((Run(0, 1, 2),), (Run(1, 1, 2),)), 0)
     with pytest.raises(ValueError, match="shards must hold each of 4 positions once"):
         Sharding(4, "balanced", ((Run(0, 2, 2),), (Run(2, 1, 2),)), 0)
-    with pytest.raises(ValueError, match=r"ascending, non-empty runs below 4, got .* on rank 0"):
-        Sharding(4, "balanced", ((Run(2, 1, 2), Run(0, 1, 2)),), 0)
+    for runs in ((Run(2, 1, 2), Run(0, 1, 2)), (Run(0, 2, 2), Run(1, 2, 2)), (Run(0, 1, 4), Run(4, 1, 0))):
+        with pytest.raises(ValueError, match=r"ascending, non-empty runs below 4, got .* on rank 0"):
+            Sharding(4, "balanced", (runs,), 0)
 
 
 def test_positions_found_in_inference_mode_serve_training() -> None:

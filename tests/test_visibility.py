@@ -6,6 +6,7 @@ import copy
 import doctest
 import itertools
 import pickle
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -70,6 +71,33 @@ def test_staircases_equal_the_intervals_they_trace(mask: Visibility, reading: Re
         for end in range(rows + 1):
             assert lower.total(end) == sum(lo for lo, _ in intervals[:end])
             assert upper.total(end) == sum(hi for _, hi in intervals[:end])
+
+
+def small_masks() -> Iterator[Visibility]:
+    """Every combination of features, each in a few sizes, of which a random draw would rarely meet the rarer ones."""
+    for seq_len, kv_len in ((11, 11), (11, 8), (8, 11)):
+        same = seq_len == kv_len
+        for fields in itertools.product(
+            ((False, 0), (True, 0), (True, 1), (True, 4)),
+            (None, (0, 0), (1, 3), (4, None), (None, 2)),
+            (None, (0, 5, 5, 11)) if same else (None,),
+            ((None, False), (3, False), (3, True), (4, True)) if same else ((None, False), (3, False)),
+            (None, ((2, 9), (4, 4))) if same else (None,),
+        ):
+            (causal, prefix_len), window, documents, (chunk_len, restart), lengths = fields
+            yield Visibility(seq_len, kv_len, causal, window, documents, prefix_len, chunk_len, lengths, restart)
+
+
+@pytest.mark.parametrize("reading", ["keys", "queries"])
+def test_staircases_of_every_combination_of_features_equal_the_intervals(reading: Reading) -> None:
+    for mask in small_masks():
+        rows = mask.seq_len if reading == "keys" else mask.kv_len
+        for b in range(mask.batch_size):
+            lower, upper = mask.bounds(reading, mask.extent(b))
+            intervals = [mask.interval(x, reading, mask.extent(b)) for x in range(rows)]
+            assert [(lower.at(x), upper.at(x)) for x in range(rows)] == intervals, mask
+            assert lower.total(rows) == sum(lo for lo, _ in intervals), mask
+            assert upper.total(rows) == sum(hi for _, hi in intervals), mask
 
 
 def test_straight_bounds_are_one_piece() -> None:
@@ -202,6 +230,17 @@ def test_wider_than_both_sequences_is_as_wide_as_the_longer() -> None:
         wide = Visibility(seq_len, kv_len, causal=True, window=(2**70, 9), prefix_len=2**63, chunk_len=2**63 - 1)
         assert wide == Visibility(seq_len, kv_len, causal=True, window=(9, 9), prefix_len=9, chunk_len=9)
         assert [wide.keys_of(i) for i in range(seq_len)] == [(0, kv_len)] * seq_len
+
+
+def test_fields_that_reach_no_further_are_kept_as_given() -> None:
+    mask = Visibility(9, 9, causal=True, window=(3, 2), prefix_len=4, chunk_len=5, lengths=((0, 9), (2, 7)))
+    assert (mask.window, mask.prefix_len, mask.chunk_len) == ((3, 2), 4, 5)
+    assert (mask.batch_size, Visibility(9, 9).batch_size) == (2, 1)
+    assert mask.extent() == (0, 9)
+    assert mask.keys_of(8) == mask.keys_of(8, 0) == (5, 9)
+    assert mask.queries_of(8) == mask.queries_of(8, 0) == (8, 9)
+    assert mask.pairs(0, 9) != mask.pairs(0, 9, 1)
+    assert mask.work(0, 9) == mask.pairs(0, 9) + mask.pairs(0, 9, 1)
 
 
 @pytest.mark.parametrize(
