@@ -165,6 +165,31 @@ def test_rows_land_in_host_memory_whatever_the_default_device_is(monkeypatch: py
     assert rows.tolist() == [3.0] * 5
 
 
+def prepare_for_a_gpu() -> bool:
+    transport = ProcessGroupTransport(str(dist.group.WORLD.group_name), dist.get_rank(), 2)  # pyright: ignore
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "all_reduce", lambda x, group: None)
+        patch.setattr(torch, "zeros", lambda size, device: None)
+        transport.prepare(torch.device("cuda", 0))
+    return transport._by_host
+
+
+@pytest.mark.dist
+def test_rows_of_gpus_pass_through_the_host_where_their_group_has_gloo(pool: Pools) -> None:
+    assert pool(2).run(prepare_for_a_gpu) == [True, True]
+
+
+def test_a_capture_is_refused_where_rows_pass_through_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    transport = ProcessGroupTransport("no such group", 0, 2, "mine")
+    transport._by_host = True
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    with pytest.raises(
+        RuntimeError, match="captured into a CUDA graph must have a group of NCCL or the copy engine, got"
+    ):
+        transport.post([(1, torch.ones(3))], [], "test")
+
+
 def test_numbers_of_another_kind_are_shown_as_a_difference() -> None:
     with pytest.raises(ValueError, match=r"ring ranks \[1\] \(keep_keys: True on most ranks, 1 on ring rank 1\)"):
         raise_differences([{"keep_keys": True, "softcap": 0.0}, {"keep_keys": 1, "softcap": 0.0}])
