@@ -60,7 +60,7 @@ def make_bundle(moving: Moving, rows: int, buffers: Buffers, name: str) -> Bundl
 
 def message_bytes(moving: Moving, rows: int) -> int:
     """Bytes of a message with that many rows of each tensor."""
-    return _layout(moving, [_sized(x, dim, rows) for x, dim in moving])[1] if rows else 0
+    return _layout(moving, [_sized(x, dim, rows) for x, dim in moving])[1]
 
 
 def in_place(moving: Moving) -> Tensor | None:

@@ -309,7 +309,6 @@ class Staircase:
     """
 
     def __init__(self, rows: int) -> None:
-        self.rows = rows
         self.starts: list[int] = [rows]
         self.values: list[int] = []
         self.slopes: list[int] = []
