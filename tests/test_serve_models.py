@@ -144,7 +144,9 @@ def test_requests_beyond_a_table_of_positions_are_refused_before_one_comes(tmp_p
 
     path = tmp_path / "config.json"
     AutoConfig.for_model("gpt2", vocab_size=300, n_positions=64, n_embd=32, n_layer=1, n_head=2).to_json_file(path)
-    with pytest.raises(Refusal, match=r"max_len must be at most 64 where positions are not rotary: GPT2LMHeadModel"):
+    with pytest.raises(
+        Refusal, match=r"max_len must be at most 64, the positions that GPT2LMHeadModel has learned, got 65"
+    ):
         opened(path, max_len=65)
     assert opened(path, max_len=64).length == 64
     # rotary ones go on

@@ -82,6 +82,7 @@ def load(
     from transformers import AutoConfig, AutoModelForCausalLM
 
     from ringattn.integrations.transformers import NAME, register
+    from ringattn.integrations.transformers.positions import find_table
     from ringattn.integrations.transformers.rotations import find_turns
 
     register()
@@ -129,12 +130,15 @@ def load(
     if "device_map" not in options:
         model = model.to(device)
     model.eval().requires_grad_(False)
-    if length is not None and (max_len or length) > length and not _rotates(model):
-        # a request that came there would end the server
-        raise Refusal(
-            f"max_len must be at most {length} where positions are not rotary: {type(model).__name__} has no more of them, got "
-            f"{max_len}; pass --max-len {length}, or leave it out"
-        )
+    table = find_table(model)
+    if table is not None:
+        if (max_len or table) > table:
+            # a request that came there would end the server
+            raise Refusal(
+                f"max_len must be at most {table}, the positions that {type(model).__name__} has learned, got {max_len}; pass "
+                f"--max-len {table}, or leave it out"
+            )
+        length = table
     stops = _stops(model)
     embeddings: Any = model.get_input_embeddings()
     vocab: int = embeddings.weight.shape[0]
@@ -168,11 +172,6 @@ def _make_legible_(model: Any) -> None:
     head.mul_(3)
     letters = b"abcdefghijklmnopqrstuvwxyz ,."
     head[[x for x in range(256) if x not in letters]] = 0
-
-
-def _rotates(model: Any) -> bool:
-    """Whether positions are rotary, which go on beyond those that the config speaks of; others come from a table."""
-    return any(type(part).__name__.endswith("RotaryEmbedding") for part in model.modules())
 
 
 def _stops(model: Any) -> frozenset[int]:

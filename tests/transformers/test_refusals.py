@@ -24,6 +24,7 @@ from ringattn.integrations.transformers import (
     register,
     shard_batch,
 )
+from ringattn.integrations.transformers.positions import find_table
 from tests.pool import Pools
 from tests.transformers.models import CONFIGS, make, tokens
 
@@ -338,6 +339,40 @@ def test_embeddings_that_would_count_what_a_rank_has_are_refused(pool: Pools) ->
         assert "got ['token_dropout'] layers in the config of esm" in refused
     for _, refused in pool(2).run(share_esm, "absolute", False):
         assert "a model that counts positions from 1 (padding_idx + 1) must hand them to its attention" in refused
+
+
+TABLES = {
+    "gpt2": {"n_positions": 16, "n_embd": 16, "n_layer": 1, "n_head": 2},
+    "opt": {
+        "max_position_embeddings": 16,
+        "hidden_size": 16,
+        "ffn_dim": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+    },
+    # counts from 2
+    "roberta": {"max_position_embeddings": 18, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
+    | {"num_attention_heads": 2, "pad_token_id": 1, "is_decoder": True},
+}
+
+
+@pytest.mark.parametrize("kind", TABLES)
+def test_a_cache_for_more_tokens_than_a_model_has_positions_is_refused(kind: str) -> None:
+    if kind == "roberta" and not FIVE:
+        pytest.skip("RoBERTa of 4.x does not ask for attention by name")
+    register()
+    config = AutoConfig.for_model(kind, vocab_size=61, **TABLES[kind])
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="ringattn").eval()
+    assert find_table(model) == 16
+    with pytest.raises(
+        ValueError, match=r"max_tokens must be at most 16, the positions that \w+ has learned, got 17; pass"
+    ):
+        RingCache(model, Ring(), max_tokens=17)
+    RingCache(model, Ring(), max_tokens=16)
+
+
+def test_rotary_positions_have_no_table() -> None:
+    assert find_table(make("llama", "ringattn")) is None
 
 
 def share_experts(where: str) -> list[str]:

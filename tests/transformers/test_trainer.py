@@ -20,7 +20,7 @@ from torch.utils.data import BatchSampler, Dataset, IterableDataset
 from transformers import DataCollatorWithFlattening, Trainer, TrainingArguments
 
 from ringattn import Ring
-from ringattn.integrations.transformers import RingCollator
+from ringattn.integrations.transformers import RingCollator, register
 from ringattn.integrations.transformers.trainer import RingTrainer
 from tests.pool import Pools
 from tests.transformers.models import make, tokens
@@ -145,12 +145,17 @@ def test_two_rings_of_two_train_as_one_process_on_twice_the_batch(pool: Pools, t
 
 
 def build(
-    folder: str, collator: Any = None, implementation: str = "ringattn", data: Any = None, **options: Any
+    folder: str,
+    collator: Any = None,
+    implementation: str = "ringattn",
+    data: Any = None,
+    model: Any = None,
+    **options: Any,
 ) -> RingTrainer:
     extras = {name: options.pop(name) for name in ("compute_metrics", "compute_loss_func") if name in options}
     collator = RingCollator(DataCollatorWithFlattening(), Ring()) if collator is None else collator
     return RingTrainer(
-        model=make("llama", implementation, torch.float32),
+        model=make("llama", implementation, torch.float32) if model is None else model,
         args=arguments(folder, **options),
         data_collator=collator,
         train_dataset=data or Samples(),
@@ -180,6 +185,21 @@ def test_options_that_would_see_a_shard_are_refused(tmp_path: Path, options: dic
 def test_a_model_that_does_not_attend_around_the_ring_is_refused(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="the model must attend with ringattn"):
         build(str(tmp_path), implementation="sdpa").train()
+
+
+@pytest.mark.parametrize("positions", [18, 17])
+def test_sequences_beyond_the_positions_that_a_model_learned_are_refused(tmp_path: Path, positions: int) -> None:
+    """The longest of the samples has 18 tokens, and others stand in front of it."""
+    register()
+    sizes = {"n_positions": positions, "n_embd": 16, "n_layer": 1, "n_head": 2, "vocab_size": 300}
+    config = transformers.AutoConfig.for_model("gpt2", **sizes)
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="ringattn")
+    trainer = build(str(tmp_path), model=model, max_steps=3)
+    refused = pytest.raises(
+        ValueError, match=r"at most 17 tokens, the positions that GPT2LMHeadModel has learned, got one of 18"
+    )
+    with refused if positions == 17 else contextlib.nullcontext():
+        trainer.train()
 
 
 def drawn(folder: str, cp: int) -> list[float]:

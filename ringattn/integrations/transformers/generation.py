@@ -53,6 +53,7 @@ from ringattn.inference import PagedKVCache
 from ringattn.inference.step import MOST_DECODED
 from ringattn.integrations.transformers.attention import check_layers
 from ringattn.integrations.transformers.decoding import Decoding, Recorder, choose_recorder
+from ringattn.integrations.transformers.positions import find_table
 from ringattn.integrations.transformers.replacing import OfOne
 from ringattn.integrations.transformers.steps import forward_step
 from ringattn.ring import Ring
@@ -108,8 +109,8 @@ class RingCache(Cache):
         kv: The cache that keeps the keys; None after the `with`, which frees its memory.
 
     Raises:
-        ValueError: A number is less than 1, the memory is not there, or graphs are asked for where there can be none; raised on
-            every rank.
+        ValueError: A number is less than 1, max_tokens is more than the positions that a model learned, the memory is not there,
+            or graphs are asked for where there can be none; raised on every rank.
         NotImplementedError: In some layers of the model tokens meet otherwise than in attention, or keys have other sizes.
     """
 
@@ -128,6 +129,12 @@ class RingCache(Cache):
             if value < 1:
                 raise ValueError(f"{name} must be at least 1, got {value}")
         layers, kv_heads, head_dim, v_head_dim = cache_sizes(model)
+        table = find_table(model)
+        if table is not None and max_tokens > table:
+            raise ValueError(
+                f"max_tokens must be at most {table}, the positions that {type(model).__name__} has learned, got {max_tokens}; "
+                f"pass max_tokens={table}"
+            )
         super().__init__(layers=[_Layer() for _ in range(layers)])  # pyright: ignore[reportArgumentType]
         self.ring, self.max_tokens = ring, max_tokens
         # sequences of a batch get their pages from the same ranks

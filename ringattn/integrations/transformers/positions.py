@@ -17,13 +17,28 @@ import weakref
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ringattn.integrations.transformers.masks import RingMask
 from ringattn.integrations.transformers.rotations import check_rotation, find_ends
 from ringattn.sharding import Sharding
 
 _UNPADDED = RingMask()
+
+
+def find_table(model: Any) -> int | None:
+    """Positions that a model can count where it learned an embedding of each; None: there is no such table.
+
+    Beyond it a model raises IndexError, on the rank that has the row; on a GPU its process can do nothing more then.
+    """
+    most = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+    for name, part in model.named_modules():
+        leaf = name.rpartition(".")[2]
+        if most is not None and isinstance(part, nn.Embedding) and ("position" in leaf or leaf == "wpe"):
+            # OPT and its kin have two rows more than they count; towers for images have tables of their own
+            if 0 <= part.num_embeddings - most <= 2:
+                return most if part.padding_idx is None else most - part.padding_idx - 1
+    return None
 
 
 class _Last:

@@ -22,6 +22,8 @@ from transformers import Trainer, TrainingArguments
 
 from ringattn.integrations.transformers.attention import calls_so_far
 from ringattn.integrations.transformers.batch import RingCollator
+from ringattn.integrations.transformers.positions import find_table
+from ringattn.integrations.transformers.rotations import find_ends
 from ringattn.ring import Ring
 
 
@@ -48,6 +50,7 @@ class RingTrainer(Trainer):
         self.ring = collator.ring
         if self.ring.world_size > 1:
             _check_shared(self.args)
+        self._table = find_table(self.model)
         self._counts = False  # whether the loss was found to be divided by its labels
         _place(self.ring, self.args.world_size, self.args.process_index)
         if not self.args.average_tokens_across_devices:
@@ -88,6 +91,14 @@ class RingTrainer(Trainer):
         self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
         """As Trainer's; refuses a model that attends to the rows of its rank only, or averages the loss over them."""
+        sharding = inputs.get("sharding")
+        if self._table is not None and sharding is not None:
+            longest = max(find_ends(sharding), default=0)
+            if longest > self._table:
+                raise ValueError(
+                    f"sequences must be of at most {self._table} tokens, the positions that {type(self.model).__name__} has "
+                    f"learned, got one of {longest}; cut them, or train a model with rotary positions"
+                )
         if not self._counts and self.ring.world_size > 1 and "num_items_in_batch" in inputs:
             self._check_count(model, inputs, num_items_in_batch)
         before = calls_so_far()
