@@ -7,6 +7,8 @@ import os
 import random
 import select
 import signal
+import time
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -229,6 +231,32 @@ def compare_often() -> int:
 def test_what_ranks_compare_does_not_stay_in_the_store(pool: Pools) -> None:
     # one key of each rank, which others may still read
     assert max(pool(3).run(compare_often)) <= 3
+
+
+def come_late_often() -> int:
+    """Keys that comparisons to which one rank came after the timeout have left in the store."""
+    ring = Ring(timeout=timedelta(seconds=1))
+    agreement = ring._agreement
+    assert agreement is not None
+    settle(ring)
+    before = agreement._store().num_keys()
+    for number in range(3):
+        agreement.compare(f"{number}")
+        dist.barrier()
+        if ring.rank == number % 2:
+            time.sleep(2)
+        with pytest.raises(RuntimeError, match=r"did not make this attention call|gave it up"):
+            agreement.compare(f"{number} again")
+        dist.barrier()
+    for _ in range(2):
+        agreement.compare("the end")
+        dist.barrier()
+    return agreement._store().num_keys() - before
+
+
+@pytest.mark.dist
+def test_what_late_ranks_compare_does_not_stay_in_the_store(pool: Pools) -> None:
+    assert max(pool(2).run(come_late_often)) <= 2
 
 
 def test_a_store_that_is_taken_is_cloned_once_where_it_can_be() -> None:
