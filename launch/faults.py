@@ -240,7 +240,7 @@ def _live(args: FaultArgs, trial: Trial, rank: int, port: int, device: str, cloc
         store=dist.PrefixStore("ring", store),  # pyright: ignore[reportPrivateImportUsage]
         rank=rank,
         world_size=args.ranks,
-        # gloo keeps the timeout it starts with, and has nothing to compile
+        # gloo keeps the timeout it starts with; between CPUs there is nothing to compile
         timeout=patient if backend == "nccl" else timeout,
         device_id=where if backend == "nccl" else None,
     )

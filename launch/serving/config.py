@@ -52,8 +52,8 @@ class ServeArgs:
         max_running: Requests that are computed at a time.
         queue: Requests that may wait beyond those that can be computed at once; more get status 429.
         max_connections: Connections that may be open, asking or not; one more gets status 503.
-        max_len: Tokens of a prompt and its answer; by default what the model's config says, which models without rotary
-            embeddings cannot exceed; always what the cache holds.
+        max_len: Tokens of a prompt and its answer; by default what the model's config says, which models that learned
+            their positions cannot exceed; always what the cache holds.
         max_tokens: New tokens that a request may ask for; by default all that fit.
         default_tokens: New tokens of an answer to a chat that does not say how many.
         max_body_mib: MiB of a request; more gets status 413.
