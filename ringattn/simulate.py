@@ -22,6 +22,7 @@ from ringattn.schedule import make_nodes
 from ringattn.sharding import Sharding
 from ringattn.transport.base import Seat
 from ringattn.transport.simulated import run_ranks
+from ringattn.transport.symmetric import ranks_per_gpu, spare_of
 from ringattn.validation import check_call
 from ringattn.visibility import Visibility
 
@@ -135,7 +136,9 @@ def simulate_ring(
 
     with torch.no_grad():
         levels = None if nodes == 1 else make_nodes(world_size, nodes)
-        parts = run_ranks(world_size, run, levels, budget=memory_budget)
+        # tiles are split by the number of programs: beside ranks that share a GPU it has as few as theirs
+        spare = spare_of(q.device, ranks_per_gpu())
+        parts = run_ranks(world_size, run, levels, budget=memory_budget, spare=spare)
         o = shardings[0].assemble([part[0] for part in parts], 1)
         lse = shardings[0].assemble([part[1] for part in parts], 2)
         found = [part[2] for part in parts if part[2] is not None]

@@ -22,9 +22,7 @@ import torch.multiprocessing as mp
 from ringattn import Ring
 from ringattn.launch.distributed import choose_backend, resolve_device
 from ringattn.schedule import Collection, collect, make_plan
-from ringattn.transport.base import SPARE
 from ringattn.transport.copy_engine import CopyEngineTransport
-from ringattn.transport.simulated import SimulatedGatherer
 from ringattn.transport.symmetric import may_share_gpus
 from ringattn.visibility import Visibility
 
@@ -42,8 +40,6 @@ def _start(rank: int, world_size: int, port: int, body: Callable[..., None]) -> 
     torch.cuda.set_device(device)
     store = dist.TCPStore("127.0.0.1", port, world_size, rank == 0)  # pyright: ignore[reportPrivateImportUsage]
     backend, timeout = choose_backend(device, world_size), timedelta(seconds=60)
-    # what a tile is split into depends on how many programs there are: simulated rings are to have as many
-    SimulatedGatherer.spare = SPARE * (backend == "gloo")
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
     try:
         body(rank, world_size)

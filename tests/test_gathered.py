@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from ringattn import simulate
 from ringattn.call import Call, describe
 from ringattn.gathered import choose_groups, gathered_bytes
 from ringattn.kernels import eager
@@ -19,7 +20,6 @@ from ringattn.schedule import Collection, collect, make_plan
 from ringattn.sharding import Sharding
 from ringattn.simulate import simulate_ring
 from ringattn.tables import find, returning_key
-from ringattn.transport.simulated import SimulatedGatherer
 from ringattn.visibility import Visibility
 from tests import gathering_kernels
 
@@ -175,7 +175,7 @@ def test_one_launch_leaves_room_for_copies_that_need_it(gathering, monkeypatch):
     simulate_ring(q, k, v, 2, memory_budget=PLENTY, do=do, causal=True)
     assert Counter(found) == {("forward_gathered", 0): 2, ("backward_gathered", 0): 2}
     found.clear()
-    monkeypatch.setattr(SimulatedGatherer, "spare", 4)
+    monkeypatch.setattr(simulate, "spare_of", lambda device, ranks: 4)
     simulate_ring(q, k, v, 2, memory_budget=PLENTY, do=do, causal=True)
     assert Counter(found) == {("forward_gathered", 4): 2, ("backward_gathered", 4): 2}
     found.clear()

@@ -25,9 +25,9 @@ from ringattn.sharding import Sharding
 from ringattn.simulate import simulate_ring
 from ringattn.transport import choose
 from ringattn.transport.base import SPARE, Buffers, Parcel, Seat
-from ringattn.transport.choose import find_obstacle, share_gpus
+from ringattn.transport.choose import find_obstacle, most_on_one_gpu
 from ringattn.transport.process_group import name_part, resolve_group
-from ringattn.transport.symmetric import SHARE
+from ringattn.transport.symmetric import SHARE, ranks_per_gpu, spare_of
 from ringattn.visibility import Visibility
 from tests import gathering_kernels
 from tests.fake_streams import MAIN, OTHER, Item
@@ -422,5 +422,32 @@ def test_ranks_share_a_gpu_where_torch_is_told_that_they_may(monkeypatch: pytest
     assert find_obstacle(0, device, found) is None
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda x, y: False)
     assert find_obstacle(0, device, found) == "the GPU of ring rank 0 has no access to that of ring rank 1"
-    assert share_gpus((0, 1, 2), found)
-    assert not share_gpus((0, 1), found)
+    found = [one | {"ranks": 1} for one in found]
+    assert most_on_one_gpu(found) == 2
+    assert most_on_one_gpu(found[:2]) == 1
+    # rings of others have the same GPUs
+    assert most_on_one_gpu([found[0], found[1] | {"ranks": 3}]) == 3
+
+
+def test_kernels_of_all_ranks_of_a_gpu_fit_at_once_beside_their_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=132))
+    gpu = torch.device("cuda", 0)
+    assert spare_of(gpu, 1) == spare_of(torch.device("cpu"), 4) == 0
+    for ranks in (2, 3, 4, 7):
+        assert ranks * (132 - spare_of(gpu, ranks) + SPARE) <= 132
+    assert spare_of(gpu, 2) == 70
+    assert spare_of(gpu, 60) == 131, "one program is left"
+
+
+def test_ranks_of_a_gpu_are_those_of_all_rings(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 6)
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    monkeypatch.setenv(SHARE, "1")
+    assert ranks_per_gpu() == 1, "nobody is there"
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    assert ranks_per_gpu() == 3
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    assert ranks_per_gpu() == 2
+    monkeypatch.delenv(SHARE)
+    assert ranks_per_gpu() == 1

@@ -170,8 +170,8 @@ class Gatherer(Protocol):
     """Brings the keys of all owners at once (Note [Gathered visit] of the kernels' contract).
 
     Attributes:
-        spare: Multiprocessors that kernels must leave free, because copies run on them: 0 between GPUs, `SPARE` where ranks
-            share one, whose copies to itself are kernels that would never begin behind a kernel that waits for them.
+        spare: Multiprocessors that kernels must leave free: 0 between GPUs. Where ranks share one, those of the other ranks, and
+            some for copies from a GPU to itself, which are kernels that would never begin behind one that waits for them.
     """
 
     spare: int

@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import socket
+from collections import Counter
 from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -17,9 +18,9 @@ from typing import Any, Protocol
 import torch
 
 from ringattn.schedule import Nodes
-from ringattn.transport.base import SPARE, Choice, Transport
+from ringattn.transport.base import Choice, Transport
 from ringattn.transport.process_group import Agreement, name_part
-from ringattn.transport.symmetric import SHARE, Memory, may_share_gpus
+from ringattn.transport.symmetric import SHARE, Memory, may_share_gpus, ranks_per_gpu, spare_of
 
 TRANSPORTS = ("auto", "copy_engine", "process_group")
 PROBE_BYTES = 16 * 2**20
@@ -39,7 +40,7 @@ def look(device: torch.device) -> dict[str, Any]:
         missing = "torch has no symmetric memory"
     uuid = str(torch.cuda.get_device_properties(device).uuid) if missing is None else None
     free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else 0
-    return {"host": host, "missing": missing, "uuid": uuid, "free": free}
+    return {"host": host, "missing": missing, "uuid": uuid, "free": free, "ranks": ranks_per_gpu()}
 
 
 def find_obstacle(
@@ -78,9 +79,10 @@ def find_obstacle(
     return None
 
 
-def share_gpus(ranks: Sequence[int], found: Sequence[dict[str, Any]]) -> bool:
-    """Whether some of these ranks have one GPU between them, by what `look` said on every rank."""
-    return len({found[rank]["uuid"] for rank in ranks}) < len(ranks)
+def most_on_one_gpu(found: Sequence[dict[str, Any]]) -> int:
+    """How many ranks the fullest GPU has, of this ring or of all, by what `look` said on every rank."""
+    here = Counter((one["host"], one["uuid"]) for one in found)
+    return max(*here.values(), *(one["ranks"] for one in found))
 
 
 def node_of(rank: int, nodes: Nodes | None, world_size: int) -> tuple[int, ...]:
@@ -187,7 +189,7 @@ def choose(
                 together = Agreement(group_name, place, len(mates), within, timeout)
             memory = SymmetricMemory(within, together, device, streams.synchronize)
             rate = measure_push(mates.index(rank), len(mates), streams, memory, agreement)
-            spare = SPARE * share_gpus(mates, found)
+            spare = spare_of(device, most_on_one_gpu(found))
             transport = CopyEngineTransport(rank, mates, name, streams, memory, timeout.total_seconds(), spare=spare)
     if transport is not None:
         why = f"the {world_size} GPUs of the ring are on one host and reach each other"

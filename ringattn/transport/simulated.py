@@ -84,11 +84,18 @@ class _Hub:
 
 
 class SimulatedTransport:
-    """One rank's end of the mailboxes."""
+    """One rank's end of the mailboxes.
 
-    def __init__(self, hub: _Hub, rank: int) -> None:
+    Args:
+        hub: The mailboxes.
+        rank: This rank.
+        spare: See `Gatherer.spare`.
+    """
+
+    def __init__(self, hub: _Hub, rank: int, spare: int = 0) -> None:
         self._hub = hub
         self._rank = rank
+        self._spare = spare
         self._posts = 0
 
     def post(self, sends: Sequence[Parcel], receives: Sequence[Parcel], what: str) -> Pending:
@@ -111,7 +118,7 @@ class SimulatedTransport:
 
     def gatherer(self) -> SimulatedGatherer:
         """Everything is fetched before the kernel starts."""
-        return SimulatedGatherer(self._hub, self._rank)
+        return SimulatedGatherer(self._hub, self._rank, self._spare)
 
 
 class SimulatedGatherer:
@@ -120,13 +127,13 @@ class SimulatedGatherer:
     Args:
         hub: The mailboxes.
         rank: This rank.
+        spare: See `Gatherer.spare`.
     """
 
-    spare = 0
-
-    def __init__(self, hub: _Hub, rank: int) -> None:
+    def __init__(self, hub: _Hub, rank: int, spare: int) -> None:
         self._hub = hub
         self._rank = rank
+        self.spare = spare
 
     def make_room(self, slot_bytes: int, far_bytes: int, *, guests: bool = False) -> None:
         """Mailboxes hold whatever is sent."""
@@ -282,7 +289,9 @@ def _addresses(regions: Tensor) -> Tensor:
     return torch.tensor([x.data_ptr() for x in regions], dtype=torch.int64, device=regions.device)
 
 
-def run_ranks(world_size: int, body: Callable[[Seat], T], nodes: Nodes | None = None, *, budget: int = 0) -> list[T]:
+def run_ranks(
+    world_size: int, body: Callable[[Seat], T], nodes: Nodes | None = None, *, budget: int = 0, spare: int = 0
+) -> list[T]:
     """Runs `body` once per rank in lockstep and returns the results in rank order.
 
     Args:
@@ -290,6 +299,7 @@ def run_ranks(world_size: int, body: Callable[[Seat], T], nodes: Nodes | None = 
         body: The work of one rank.
         nodes: Who shares a node, in a ring of two levels.
         budget: Bytes that gathered keys may take on a rank (`Seat.budget`); 0: visits one by one.
+        spare: See `Gatherer.spare`.
 
     Raises:
         BaseException: Whatever the first failing rank raised.
@@ -306,7 +316,8 @@ def run_ranks(world_size: int, body: Callable[[Seat], T], nodes: Nodes | None = 
                 if device is not None:
                     torch.cuda.set_device(device)
                 with torch.set_grad_enabled(grad):
-                    seat = Seat(rank, world_size, SimulatedTransport(hub, rank), budget=budget, nodes=nodes)
+                    transport = SimulatedTransport(hub, rank, spare)
+                    seat = Seat(rank, world_size, transport, budget=budget, nodes=nodes)
                     results[rank] = body(seat)
             except BaseException as caught:  # the caller's thread raises it
                 error = caught
