@@ -7,7 +7,8 @@ ready before: one call then costs the host 2 microseconds, a third of what a gen
 Note [Order of enqueueing]
     A wait for a word is invisible to CUDA's own scheduling, and streams may share a hardware queue. So whatever writes a
     word that another stream of this process waits for is enqueued before the wait: sharing a queue then costs time, never
-    a deadlock. Inside a capture the same dependencies are expressed by events too, since a graph keeps only those.
+    a deadlock. Inside a capture the same dependencies are expressed by events too, since a graph keeps only those; its branches
+    share queues as well, in the order in which they were captured.
 """
 
 from __future__ import annotations
