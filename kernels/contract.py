@@ -262,6 +262,9 @@ class KernelSet(Protocol):
         keys: Side,
         score: Score,
         grads: Grads,
+        *,
+        o: Tensor | None = None,
+        dlse: Tensor | None = None,
     ) -> None:
         """Gradients of one visit. With ds = p * (dp - delta): dq = scale * ds k, dk = scale * ds^T q, dv = p^T do.
 
@@ -271,11 +274,13 @@ class KernelSet(Protocol):
             k: As in forward.
             v: As in forward.
             lse: `b h s`, natural log: of the finished rows, over all visits.
-            delta: `b h s`, from `delta`.
+            delta: `b h s`, from `delta`; where o is given it is made here, and written.
             rows: The query side.
             keys: The key side.
             score: How scores are made.
             grads: Where results go.
+            o: `b s h dv`, contiguous last dim; None: delta is given.
+            dlse: `b h s`, contiguous last dim, the gradient of lse, with o; None: zero.
         """
         ...
 
@@ -371,8 +376,8 @@ class GatheringKernelSet(KernelSet, Protocol):
             bias_homes: Like homes, of the regions of dkey_bias. None: not wanted.
             deterministic: Sum in a fixed order.
             spare: As in `forward_gathered`.
-            o: `b s h dv`, contiguous last dim; None: delta is given.
-            dlse: `b h s`, contiguous last dim, the gradient of lse, with o; None: zero.
+            o: As in `backward`.
+            dlse: Likewise.
         """
         ...
 

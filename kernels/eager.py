@@ -248,10 +248,14 @@ def forward(
 
 def delta(o: Tensor, do: Tensor, dlse: Tensor | None, out: Tensor | None = None) -> Tensor:
     """rowsum(o * do) - dlse as `b h s` (`KernelSet.delta`)."""
+    found = _make_delta(o, do, dlse)
+    return found if out is None else out.copy_(found)
+
+
+def _make_delta(o: Tensor, do: Tensor, dlse: Tensor | None) -> Tensor:
     dtype = accumulation_dtype(o.dtype)
     rowsum = (o.detach().to(dtype) * do.detach().to(dtype)).sum(-1).transpose(1, 2).contiguous()
-    found = rowsum if dlse is None else rowsum.sub_(dlse.detach())
-    return found if out is None else out.copy_(found)
+    return rowsum if dlse is None else rowsum.sub_(dlse.detach())
 
 
 def backward(
@@ -265,8 +269,13 @@ def backward(
     keys: Side,
     score: Score,
     grads: Grads,
+    *,
+    o: Tensor | None = None,
+    dlse: Tensor | None = None,
 ) -> None:
     """Gradients of one visit (`KernelSet.backward`); bitwise the same from run to run."""
+    if o is not None:
+        delta.copy_(_make_delta(o, do, dlse))
     with _plain_arithmetic(q.device):
         visit = _Visit.of(q, k, v, rows, keys, score)
         dk, dv = torch.zeros_like(visit.keys_h), torch.zeros_like(visit.values_h)

@@ -123,7 +123,7 @@ def prepare_op(inputs: Inputs, ring: ringattn.Ring, impl: str) -> Contender:
 
 
 def prepare_kernels(inputs: Inputs, ring: ringattn.Ring, impl: str) -> Contender:
-    """Our kernel set as the ring calls it, on one visit: no autograd, no allocation; the backward includes delta."""
+    """Our kernel set as the ring calls it, on one visit: no autograd, no allocation; the backward makes delta."""
     problem = inputs.problem
     q, k, v, do = (x.detach() for x in inputs.take("bshd"))
     choice = pick(inputs.device, q.dtype, problem.head_dim, problem.head_dim, impl=impl)
@@ -134,14 +134,13 @@ def prepare_kernels(inputs: Inputs, ring: ringattn.Ring, impl: str) -> Contender
     score = call.score(q.dtype, 0)
     o, (dq, dk, dv) = torch.empty_like(q), (torch.empty_like(x) for x in (q, k, v))
     b, s, h, _ = q.shape
-    lse = torch.empty(b, h, s, dtype=accumulation_dtype(q.dtype), device=q.device)
+    lse, delta = torch.empty(2, b, h, s, dtype=accumulation_dtype(q.dtype), device=q.device)
 
     def forward() -> None:
         choice.kernels.forward(q, k, v, rows, keys, score, carry=None, first=True, last=True, o=o, lse=lse)
 
     def backward() -> None:
-        delta = choice.kernels.delta(o, do, None)
-        choice.kernels.backward(do, q, k, v, lse, delta, rows, keys, score, Grads(dq, dk, dv))
+        choice.kernels.backward(do, q, k, v, lse, delta, rows, keys, score, Grads(dq, dk, dv), o=o)
 
     def answers() -> Iterator[tuple[str, Tensor]]:
         forward()

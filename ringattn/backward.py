@@ -110,10 +110,12 @@ def ring_backward(
     wide = accumulation_dtype(q.dtype)
     if dlse is not None:
         dlse = dlse.masked_fill(lse == float("-inf"), 0.0)
-    delta = kernels.delta(o, do, dlse)
     moving = resolve_moving(call, q, k, v, score, seat.nodes)
     everyone = call.plan(moving, seat.nodes)
     plan = everyone.ranks[seat.rank]
+    # alone there is one visit, which makes delta beside what else it prepares
+    alone = seat.world_size == 1 and plan.visits[0] is not None
+    delta = torch.empty_like(lse, memory_format=torch.contiguous_format) if alone else kernels.delta(o, do, dlse)
     stationary = call.stationary(moving, q.device)
     payload = travellers(moving, q, k, v, score, do, lse, delta)
     b, s, h, _ = q.shape
@@ -172,6 +174,8 @@ def ring_backward(
                 accumulate_keys=stay_started and moving == "queries",
                 deterministic=call.deterministic,
             ),
+            o=o if alone else None,
+            dlse=dlse if alone else None,
         )
 
     if seat.world_size == 1:

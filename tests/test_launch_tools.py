@@ -75,8 +75,8 @@ def _wrong_forward(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def _wrong_backward(monkeypatch: pytest.MonkeyPatch) -> None:
-    def wrong(*args: Any) -> None:
-        right(*args)
+    def wrong(*args: Any, **kwargs: Any) -> None:
+        right(*args, **kwargs)
         args[9].dv.mul_(1.001)
 
     right = eager.backward

@@ -90,6 +90,9 @@ def backward(
     keys: Side,
     score: Score,
     grads: Grads,
+    *,
+    o: Tensor | None = None,
+    dlse: Tensor | None = None,
 ) -> None:
     """Gradients of one visit (`KernelSet.backward`).
 
@@ -97,13 +100,14 @@ def backward(
     pair of kernels suits the score better.
     """
     args = (do, q, k, v, lse, delta, rows, keys, score, grads)
+    source = None if o is None else Source(o, dlse)
     if max(q.shape[-1], v.shape[-1]) > MAX_HEAD_DIM:
-        launch_wide(*args)
+        launch_wide(*args, source=source)
     elif grads.deterministic or prefers_pair(q, v, score, wants_terms=_wants_terms(grads)):
-        launch_keys(*args)
+        launch_keys(*args, source=source)
         launch_rows(*args)
     else:
-        launch_backward(*args)
+        launch_backward(*args, source=source)
 
 
 def backward_gathered(

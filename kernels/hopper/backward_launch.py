@@ -83,13 +83,15 @@ def launch_backward(
     grads: Grads,
     *,
     config: BackwardConfig | None = None,
+    source: Source | None = None,
 ) -> None:
     """`KernelSet.backward`, with a configuration of the caller's choice in place of the table's.
 
     dq and dalibi are sums whose order changes from run to run.
     """
     _check(q, v, score)
-    _launch(tape, do, q, k, v, lse, delta, rows, keys, score, _out_of(grads), config, None, want_rows=True)
+    how: dict[str, Any] = {"want_rows": True, "source": source}
+    _launch(tape, do, q, k, v, lse, delta, rows, keys, score, _out_of(grads), config, None, **how)
 
 
 @recorded
@@ -107,10 +109,12 @@ def launch_keys(
     grads: Grads,
     *,
     config: BackwardConfig | None = None,
+    source: Source | None = None,
 ) -> None:
     """dk, dv and dkey_bias alone, in a fixed order of sums; dq and dalibi are left as they are."""
     _check(q, v, score)
-    _launch(tape, do, q, k, v, lse, delta, rows, keys, score, _out_of(grads), config, None, want_rows=False)
+    how: dict[str, Any] = {"want_rows": False, "source": source}
+    _launch(tape, do, q, k, v, lse, delta, rows, keys, score, _out_of(grads), config, None, **how)
 
 
 @recorded

@@ -67,9 +67,10 @@ def launch_wide(
     *,
     keys_config: WideConfig | None = None,
     rows_config: RowsConfig | None = None,
+    source: Source | None = None,
 ) -> None:
     """`KernelSet.backward` for head dims up to 256, the same bits from run to run."""
-    launch_wide_keys(do, q, k, v, lse, delta, rows, keys, score, grads, config=keys_config)
+    launch_wide_keys(do, q, k, v, lse, delta, rows, keys, score, grads, config=keys_config, source=source)
     launch_rows(do, q, k, v, lse, delta, rows, keys, score, grads, config=rows_config)
 
 
@@ -110,6 +111,7 @@ def launch_wide_keys(
     grads: Grads,
     *,
     config: WideConfig | None = None,
+    source: Source | None = None,
 ) -> None:
     """Makes dk, dv and dkey_bias of one visit in a fixed order of sums; dq and dalibi are left as they are.
 
@@ -120,12 +122,13 @@ def launch_wide_keys(
         k: Likewise.
         v: Likewise.
         lse: `b h s`, natural log; contiguous last dim.
-        delta: `b h s`; contiguous last dim.
+        delta: `b h s`; contiguous last dim; written where there is a source.
         rows: The query side.
         keys: The key side.
         score: Without bias and dropout.
         grads: Only dk, dv and dkey_bias are touched; dk and dv in the dtype of k unless they are added to.
         config: In place of the default.
+        source: What delta is made of; None: it is given.
 
     Raises:
         NotImplementedError: A dtype, head_dim or score that these kernels do not take.
@@ -146,6 +149,7 @@ def launch_wide_keys(
         None,
         config,
         add=grads.accumulate_keys,
+        source=source,
     )
 
 

@@ -50,10 +50,15 @@ def backward(
     keys: Side,
     score: Score,
     grads: Grads,
+    *,
+    o: Tensor | None = None,
+    dlse: Tensor | None = None,
 ) -> None:
     """Gradients of one visit (`KernelSet.backward`), the same bits from run to run.
 
     Raises:
         NotImplementedError: The dtype is not fp16, bf16 or fp32, or head_dim exceeds 256.
     """
+    if o is not None:
+        launch_delta(o, do, dlse, delta)
     launch_backward(do, q, k, v, lse, delta, rows, keys, score, grads)

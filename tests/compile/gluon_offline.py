@@ -226,6 +226,7 @@ def _backward_gathered(call: Call) -> None:
     getattr(importlib.import_module(module), name)(
         *visit.arguments(), visit.arrivals, visit.homes, visit.home_rows,
         dq=dq, dalibi=dalibi, bias_homes=visit.bias_homes, deterministic=call.deterministic,
+        **({} if call.through else visit.source()),
     )  # fmt: skip
 
 
@@ -281,7 +282,9 @@ def compile_call(call: Call, dump: str | None = None) -> list[Report]:
                 accumulate_keys=call.accumulate,
                 deterministic=call.deterministic,
             )
-            function(o, q, k, v, lse, lse.clone(), rows, keys, score, grads)
+            # the visit of a ring of one makes delta
+            made_of = {} if call.through or call.accumulate else {"o": o}
+            function(o.clone(), q, k, v, lse, lse.clone(), rows, keys, score, grads, **made_of)
     return [report(*launch, dump=dump) for launch in launches]
 
 

@@ -12,6 +12,7 @@ pytest.importorskip("triton")
 
 from ringattn.kernels import eager, launch_triton
 from ringattn.kernels.contract import Gathered, Grads, KernelSet, Score
+from ringattn.kernels.hopper.around_launch import Source
 from ringattn.kernels.hopper.backward_configs import BackwardConfig
 from ringattn.kernels.record_triton import Tape, recorded
 from ringattn.reference import visible_pairs
@@ -61,8 +62,8 @@ LONG: tuple[Case, ...] = (
 def kernels(config: BackwardConfig | None = None) -> KernelSet:
     """The backward of this room behind a forward that needs no emulator."""
 
-    def backward(*args: Any) -> None:
-        launch.launch_backward(*args, config=config)
+    def backward(*args: Any, o: Tensor | None = None, dlse: Tensor | None = None) -> None:
+        launch.launch_backward(*args, config=config, source=None if o is None else Source(o, dlse))
 
     return cast(KernelSet, SimpleNamespace(forward=eager.forward, delta=launch.launch_delta, backward=backward))
 

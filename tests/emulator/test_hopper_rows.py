@@ -6,12 +6,14 @@ from typing import Any, cast
 
 import pytest
 import torch
+from torch import Tensor
 
 pytest.importorskip("triton")
 
 from ringattn.kernels import eager
 from ringattn.kernels.contract import Grads, KernelSet, Score
 from ringattn.kernels.hopper import rows_launch, wide_launch
+from ringattn.kernels.hopper.around_launch import Source
 from ringattn.kernels.hopper.plan import Shape, make_plan
 from ringattn.kernels.hopper.rows_launch import RowsConfig, launch_rows
 from ringattn.kernels.hopper.wide_launch import WideConfig, launch_wide_keys
@@ -61,8 +63,8 @@ LONG = (
 def kernels(rows_config: RowsConfig | None = None, keys_config: WideConfig | None = None) -> KernelSet:
     """Both halves of the wide backward, at any head_dim, behind a forward that needs no emulator."""
 
-    def backward(*args: Any) -> None:
-        launch_wide_keys(*args, config=keys_config)
+    def backward(*args: Any, o: Tensor | None = None, dlse: Tensor | None = None) -> None:
+        launch_wide_keys(*args, config=keys_config, source=None if o is None else Source(o, dlse))
         launch_rows(*args, config=rows_config)
 
     return cast(KernelSet, SimpleNamespace(forward=eager.forward, delta=eager.delta, backward=backward))

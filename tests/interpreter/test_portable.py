@@ -95,12 +95,14 @@ class FarApart:
 
     def backward(
         self, do: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, rows: Side, keys: Side,
-        score: Score, grads: Grads,
+        score: Score, grads: Grads, *, o: Tensor | None = None, dlse: Tensor | None = None,
     ) -> None:  # fmt: skip
         names = ("dq", "dk", "dv") if grads.dbias is None else ("dq", "dk", "dv", "dbias")
         far = {name: self.place(name, getattr(grads, name)) for name in names}
         do, q, k, v = (self.place(*x) for x in (("do", do), ("q", q), ("k", k), ("v", v)))
-        portable.backward(do, q, k, v, lse, delta, rows, keys, self.score(score), replace(grads, **far))
+        o = None if o is None else self.place("o", o)
+        visit = (do, q, k, v, lse, delta, rows, keys, self.score(score), replace(grads, **far))
+        portable.backward(*visit, o=o, dlse=dlse)
         for name, x in far.items():
             getattr(grads, name).copy_(x)
 
