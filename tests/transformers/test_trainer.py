@@ -14,7 +14,7 @@ import torch.distributed as dist
 import transformers
 from accelerate.data_loader import BatchSamplerShard
 from accelerate.state import AcceleratorState, GradientState, PartialState
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.data import BatchSampler, Dataset, IterableDataset
 from transformers import DataCollatorWithFlattening, Trainer, TrainingArguments
@@ -187,16 +187,31 @@ def test_a_model_that_does_not_attend_around_the_ring_is_refused(tmp_path: Path)
         build(str(tmp_path), implementation="sdpa").train()
 
 
+class Wrapped(nn.Module):
+    """A model that is a part of a module without a config, which Trainer takes too."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, **kwargs: Any) -> Any:
+        return self.model(**kwargs)
+
+
+@pytest.mark.parametrize("wraps", [False, True], ids=["model", "part"])
 @pytest.mark.parametrize("positions", [18, 17])
-def test_sequences_beyond_the_positions_that_a_model_learned_are_refused(tmp_path: Path, positions: int) -> None:
+def test_sequences_beyond_the_positions_that_a_model_learned_are_refused(
+    tmp_path: Path, positions: int, wraps: bool
+) -> None:
     """The longest of the samples has 18 tokens, and others stand in front of it."""
     register()
     sizes = {"n_positions": positions, "n_embd": 16, "n_layer": 1, "n_head": 2, "vocab_size": 300}
     config = transformers.AutoConfig.for_model("gpt2", **sizes)
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="ringattn")
-    trainer = build(str(tmp_path), model=model, max_steps=3)
+    trainer = build(str(tmp_path), model=Wrapped(model) if wraps else model, max_steps=3)
+    name = "Wrapped" if wraps else "GPT2LMHeadModel"
     refused = pytest.raises(
-        ValueError, match=r"at most 17 tokens, the positions that GPT2LMHeadModel has learned, got one of 18"
+        ValueError, match=rf"at most 17 tokens, the positions that {name} has learned, got one of 18"
     )
     with refused if positions == 17 else contextlib.nullcontext():
         trainer.train()

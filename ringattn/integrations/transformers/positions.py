@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import PretrainedConfig
 
 from ringattn.integrations.transformers.masks import RingMask
 from ringattn.integrations.transformers.rotations import check_rotation, find_ends
@@ -31,7 +32,10 @@ def find_table(model: Any) -> int | None:
 
     Beyond it a model raises IndexError, on the rank that has the row; on a GPU its process can do nothing more then.
     """
-    most = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+    # Trainer takes any module, and a config is then that of a part, if there is one
+    configs = (getattr(part, "config", None) for part in model.modules())
+    config = next((one for one in configs if isinstance(one, PretrainedConfig)), None)
+    most = None if config is None else getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
     for name, part in model.named_modules():
         leaf = name.rpartition(".")[2]
         if most is not None and isinstance(part, nn.Embedding) and ("position" in leaf or leaf == "wpe"):
