@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
 
@@ -369,6 +370,29 @@ def test_a_cache_for_more_tokens_than_a_model_has_positions_is_refused(kind: str
     ):
         RingCache(model, Ring(), max_tokens=17)
     RingCache(model, Ring(), max_tokens=16)
+
+
+def make_caches_with_one_wrong_number() -> list[str]:
+    """What each rank is told where rank 1 asks for more than there can be, or for nothing."""
+    register()
+    ring, said = Ring(timeout=timedelta(seconds=20)), []
+    model = AutoModelForCausalLM.from_config(
+        AutoConfig.for_model("gpt2", vocab_size=61, **TABLES["gpt2"]), attn_implementation="ringattn"
+    )
+    for max_tokens, batch in ((17, 1), (16, 0)):
+        here = (max_tokens, batch) if ring.rank else (16, 1)
+        try:
+            RingCache(model.eval(), ring, max_tokens=here[0], batch=here[1])
+        except (ValueError, RuntimeError) as error:
+            said.append(str(error))
+    return said
+
+
+@pytest.mark.dist
+def test_numbers_of_a_cache_that_are_wrong_on_one_rank_are_refused_on_all(pool: Pools) -> None:
+    for table, batch in pool(2).run(make_caches_with_one_wrong_number):
+        assert "max_tokens must be at most 16, the positions that GPT2LMHeadModel has learned, got 17" in table
+        assert "batch must be at least 1, got 0" in batch
 
 
 def test_rotary_positions_have_no_table() -> None:

@@ -125,16 +125,17 @@ class RingCache(Cache):
         kv_dtype: torch.dtype | None = None,
         graphs: bool | Recorder | None = None,
     ) -> None:
-        for name, value in (("max_tokens", max_tokens), ("batch", batch), ("page_size", page_size)):
-            if value < 1:
-                raise ValueError(f"{name} must be at least 1, got {value}")
-        layers, kv_heads, head_dim, v_head_dim = cache_sizes(model)
-        table = find_table(model)
-        if table is not None and max_tokens > table:
-            raise ValueError(
-                f"max_tokens must be at most {table}, the positions that {type(model).__name__} has learned, got {max_tokens}; "
-                f"pass max_tokens={table}"
-            )
+        with ring.shared_refusals():
+            for name, value in (("max_tokens", max_tokens), ("batch", batch), ("page_size", page_size)):
+                if value < 1:
+                    raise ValueError(f"{name} must be at least 1, got {value}")
+            layers, kv_heads, head_dim, v_head_dim = cache_sizes(model)
+            table = find_table(model)
+            if table is not None and max_tokens > table:
+                raise ValueError(
+                    f"max_tokens must be at most {table}, the positions that {type(model).__name__} has learned, got {max_tokens}; "
+                    f"pass max_tokens={table}"
+                )
         super().__init__(layers=[_Layer() for _ in range(layers)])  # pyright: ignore[reportArgumentType]
         self.ring, self.max_tokens = ring, max_tokens
         # sequences of a batch get their pages from the same ranks
