@@ -167,18 +167,26 @@ def test_rows_land_in_host_memory_whatever_the_default_device_is(monkeypatch: py
     assert rows.tolist() == [3.0] * 5
 
 
-def prepare_for_a_gpu() -> bool:
-    transport = ProcessGroupTransport(str(dist.group.WORLD.group_name), dist.get_rank(), 2)  # pyright: ignore
+def prepare_for_a_gpu(level: str) -> bool:
+    torch_distributed: Any = dist
+    before = torch_distributed.get_debug_level()
+    torch_distributed.set_debug_level(torch_distributed.DebugLevel.__members__[level])
+    group: Any = dist.new_group()
+    torch_distributed.set_debug_level(before)
+    transport = ProcessGroupTransport(group.group_name, dist.get_rank(), 2)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dist, "all_reduce", lambda x, group: None)
         patch.setattr(torch, "zeros", lambda size, device: None)
         transport.prepare(torch.device("cuda", 0))
+    dist.destroy_process_group(group)
     return transport._by_host
 
 
 @pytest.mark.dist
-def test_rows_of_gpus_pass_through_the_host_where_their_group_has_gloo(pool: Pools) -> None:
-    assert pool(2).run(prepare_for_a_gpu) == [True, True]
+@pytest.mark.parametrize("level", ["OFF", "DETAIL"])
+def test_rows_of_gpus_pass_through_the_host_where_their_group_has_gloo(pool: Pools, level: str) -> None:
+    """However much of it torch is to say."""
+    assert pool(2).run(prepare_for_a_gpu, level) == [True, True]
 
 
 def test_a_capture_is_refused_where_rows_pass_through_the_host(monkeypatch: pytest.MonkeyPatch) -> None:

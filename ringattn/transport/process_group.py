@@ -267,9 +267,9 @@ class ProcessGroupTransport:
         group = resolve_group(self._group_name)
         if device.type != "cuda" or self._name in _COMMUNICATORS:
             return
-        backend = group._get_backend(device)
-        is_nccl = dist.is_nccl_available() and isinstance(backend, dist.ProcessGroupNCCL)
-        self._by_host = dist.is_gloo_available() and isinstance(backend, dist.ProcessGroupGloo)
+        is_nccl = dist.is_nccl_available() and isinstance(group._get_backend(device), dist.ProcessGroupNCCL)
+        # asked by name: with TORCH_DISTRIBUTED_DEBUG=DETAIL torch puts another class around gloo's
+        self._by_host = "cuda:gloo" in dist.get_backend_config(group)
         if is_nccl and self._max_ctas is not None:
             make_communicator(self._name, group, device, self._max_ctas)
         else:
