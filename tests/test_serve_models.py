@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import random
+import shutil
 from collections import Counter
 from functools import cache
 from pathlib import Path
@@ -273,6 +274,18 @@ def test_what_cannot_be_served_is_refused(tmp_path, folder):
         check_model(str(tmp_path))
     with pytest.raises(Refusal, match="must hold a page of 64 tokens at least"):
         make_cache(opened(folder).model, Ring(), gib=1e-9, page_size=64, kv_dtype="auto")
+
+
+def test_a_folder_without_all_weights_is_not_served_with_random_ones(tmp_path, folder):
+    """A layer that was in no file was drawn, and the server answered with it."""
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
+    config = json.loads((folder / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 3, "layer_types": None}))
+    with pytest.raises(
+        Refusal,
+        match=r"must have all weights of Qwen3ForCausalLM, got .* without 11 of them, such as model\.layers\.2\.",
+    ):
+        opened(tmp_path)
 
 
 def test_models_whose_attention_is_not_the_rings_are_refused(tmp_path):

@@ -19,6 +19,7 @@ from ringattn.inference import PagedKVCache
 from ringattn.launch.distributed import Rank, Refusal
 from ringattn.launch.serving.config import TINY, check_model
 from ringattn.launch.serving.text import Bytes, Pretrained, Tokenizer
+from ringattn.launch.weights import read_model
 from ringattn.ring import Ring
 
 CPU_CACHE_GIB = 0.25
@@ -109,9 +110,7 @@ def load(
         if place.is_dir() and any(place.glob("*.safetensors")) and path != TINY:
             if device.type == "cuda" and importlib.util.find_spec("accelerate") is not None:
                 options["device_map"] = {"": device}
-            model: Any = AutoModelForCausalLM.from_pretrained(
-                str(place), local_files_only=True, trust_remote_code=False, use_safetensors=True, **options
-            )
+            model: Any = read_model(place, use_safetensors=True, **options)
         else:
             # the built-in model on the CPU, whose numbers are the same everywhere; others on GPUs, where drawing takes no time
             drawn = device.type == "cuda" and path != TINY

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from ringattn.launch.distributed import Refusal
 from ringattn.launch.training.loss import cross_entropy_sum
 from ringattn.launch.training.model import document_positions
+from ringattn.launch.weights import read_model
 
 WEIGHTS = ("*.safetensors", "*.bin")
 TOKENIZERS = ("tokenizer.json", "tokenizer_config.json")
@@ -84,7 +85,8 @@ def build_causal_lm(path: str, seed: int, device: torch.device, vocabulary: int 
         vocabulary: How many different tokens the data has.
 
     Raises:
-        Refusal: transformers cannot make the model, it has too few tokens, or makes its logits in a way that is not known here.
+        Refusal: transformers cannot make the model, weights of it are missing, it has too few tokens, or makes its logits in a
+            way that is not known here.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -104,7 +106,7 @@ def build_causal_lm(path: str, seed: int, device: torch.device, vocabulary: int 
     # the logits of a few tokens are compared first, and without a ring; then attention is the ring's
     options = {"dtype": torch.float32, "attn_implementation": "eager"}
     if place.is_dir() and any(file for pattern in WEIGHTS for file in place.glob(pattern)):
-        model = AutoModelForCausalLM.from_pretrained(str(place), local_files_only=True, **options)
+        model = read_model(place, **options)
     else:
         with torch.random.fork_rng([device] if device.type == "cuda" else []), torch.device(device):
             torch.manual_seed(seed)

@@ -143,6 +143,11 @@ def test_weights_and_tokenizer_of_a_folder_are_used(tmp_path):
     held = build_causal_lm(path, 0, CPU, vocabulary=7).model.state_dict()
     assert all(torch.equal(held[name], value) for name, value in model.state_dict().items())
 
+    write_config(tmp_path / "model", vocab_size=7, num_hidden_layers=3)
+    with pytest.raises(Refusal, match=r"all weights of LlamaForCausalLM, got .* without 9 of them, .* would be random"):
+        build_causal_lm(path, 0, CPU, vocabulary=7)
+    write_config(tmp_path / "model", vocab_size=7)
+
     said = run_quietly(tmp_path / "out", model=path, data=str(tmp_path / "text"), pack=True, temperature=0.0)
     assert "nats per token" in said
     assert set((tmp_path / "out" / "sample.txt").read_text().replace("<end>", " ").split()) <= set(words)
