@@ -1,6 +1,6 @@
-"""Models of transformers from a folder of weights, whole or not at all.
+"""Configurations and weights of transformers' models, whole or not at all.
 
-Owns what is said of weights that are not there or cannot be read. Refuses to know what the model is for.
+Owns what is said of those that are not there or cannot be read. Refuses to know what the model is for.
 """
 
 from __future__ import annotations
@@ -8,7 +8,29 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from ringattn.launch.distributed import Refusal
+
+
+def read_config(path: str) -> Any:
+    """The configuration of a model.
+
+    Args:
+        path: A config.json, or a folder with one. Nothing is fetched, and no code is run.
+
+    Raises:
+        Refusal: transformers cannot read it.
+    """
+    from transformers import AutoConfig
+
+    place = str(Path(path).expanduser())
+    try:
+        return AutoConfig.from_pretrained(place, local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # what a file says wrongly, each model finds in a way of its own
+        raise Refusal(
+            f"model must be a configuration that transformers can read, got {path}: {type(error).__name__}: {error}"
+        ) from None
 
 
 def read_model(folder: Path, **options: Any) -> Any:
@@ -19,13 +41,22 @@ def read_model(folder: Path, **options: Any) -> Any:
         options: Of transformers' `from_pretrained`.
 
     Raises:
-        Refusal: Weights of the model are not in the folder: transformers would draw them at random, and go on.
+        Refusal: Files cannot be read or are not of this model, or weights of it are in none: transformers would draw them at
+            random, and go on.
     """
+    from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM
 
-    model, found = AutoModelForCausalLM.from_pretrained(
-        str(folder), local_files_only=True, trust_remote_code=False, output_loading_info=True, **options
-    )
+    try:
+        model, found = AutoModelForCausalLM.from_pretrained(
+            str(folder), local_files_only=True, trust_remote_code=False, output_loading_info=True, **options
+        )
+    except torch.OutOfMemoryError:
+        raise
+    except (SafetensorError, OSError, ValueError, RuntimeError) as error:
+        raise Refusal(
+            f"the weights in {folder} must be whole and of the model in its config.json, got {type(error).__name__}: {error}"
+        ) from None
     if missing := sorted(found["missing_keys"]):
         raise Refusal(
             f"the folder must have all weights of {type(model).__name__}, got {folder} without {len(missing)} of them, such as "

@@ -27,6 +27,7 @@ from ringattn.launch.serving.replica import Replica
 from ringattn.launch.serving.sampling import Logprob, Sampling, choose
 from ringattn.launch.serving.scheduling import Job, Scheduler
 from ringattn.launch.serving.text import REPLACEMENT, Bytes, NoTemplate, Pieces, Pretrained, Stops
+from ringattn.launch.training.pretrained import build_causal_lm
 from ringattn.ring import Ring
 from tests.recording import Reruns
 
@@ -286,6 +287,37 @@ def test_a_folder_without_all_weights_is_not_served_with_random_ones(tmp_path, f
         match=r"must have all weights of Qwen3ForCausalLM, got .* without 11 of them, such as model\.layers\.2\.",
     ):
         opened(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "cut", "message"),
+    [
+        (
+            "model.safetensors",
+            -100,
+            "weights in .* must be whole and of the model in its config.json, got SafetensorError",
+        ),
+        ("config.json", 0, "model must be a configuration that transformers can read, got .*not a valid JSON file"),
+        (
+            "config.json",
+            {"hidden_size": "32"},
+            "model must be a configuration that transformers can read, (?s:.*) expected int",
+        ),
+        ("config.json", {"hidden_size": 48}, "weights in .* must be whole and of the model in its config.json"),
+        ("config.json", None, "model must be a configuration that transformers can read, got .*TypeError"),
+    ],
+)
+def test_files_that_are_cut_short_or_say_nonsense_are_refused(tmp_path, folder, name, cut, message):
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
+    path = tmp_path / name
+    if isinstance(cut, int):
+        path.write_bytes(path.read_bytes()[:cut])
+    else:
+        path.write_text(json.dumps(cut if cut is None else {**json.loads(path.read_text()), **cut}))
+    with pytest.raises(Refusal, match=message):
+        opened(tmp_path)
+    with pytest.raises(Refusal, match=message):
+        build_causal_lm(str(tmp_path), 0, CPU, 10)
 
 
 def test_models_whose_attention_is_not_the_rings_are_refused(tmp_path):

@@ -19,7 +19,7 @@ from ringattn.inference import PagedKVCache
 from ringattn.launch.distributed import Rank, Refusal
 from ringattn.launch.serving.config import TINY, check_model
 from ringattn.launch.serving.text import Bytes, Pretrained, Tokenizer
-from ringattn.launch.weights import read_model
+from ringattn.launch.weights import read_config, read_model
 from ringattn.ring import Ring
 
 CPU_CACHE_GIB = 0.25
@@ -92,7 +92,7 @@ def load(
     if path == TINY:
         config: Any = AutoConfig.for_model("llama", **_TINY)
     else:
-        config = AutoConfig.from_pretrained(str(place), local_files_only=True, trust_remote_code=False)
+        config = read_config(path)
     text = config.get_text_config(decoder=True)
     length = getattr(text, "max_position_embeddings", None)
     for rope_type, most in find_turns(text):

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from ringattn.launch.distributed import Refusal
 from ringattn.launch.training.loss import cross_entropy_sum
 from ringattn.launch.training.model import document_positions
-from ringattn.launch.weights import read_model
+from ringattn.launch.weights import read_config, read_model
 
 WEIGHTS = ("*.safetensors", "*.bin")
 TOKENIZERS = ("tokenizer.json", "tokenizer_config.json")
@@ -88,19 +88,17 @@ def build_causal_lm(path: str, seed: int, device: torch.device, vocabulary: int 
         Refusal: transformers cannot make the model, weights of it are missing, it has too few tokens, or makes its logits in a
             way that is not known here.
     """
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM
 
     from ringattn.integrations.transformers import NAME, register
 
     register()
     place = Path(path).expanduser()
-    try:
-        config = AutoConfig.from_pretrained(str(place), local_files_only=True)
-    except (OSError, ValueError) as error:
-        raise Refusal(f"model must be a configuration that transformers can read, got {path}: {error}") from None
-    if config.vocab_size < vocabulary:
+    config = read_config(path)
+    tokens = getattr(config, "vocab_size", None)
+    if tokens is None or tokens < vocabulary:
         raise Refusal(
-            f"the model must have at least {vocabulary} tokens, got a vocab_size of {config.vocab_size} in {path}; "
+            f"the model must have at least {vocabulary} tokens, got a vocab_size of {tokens} in {path}; "
             "pass the folder that has its tokenizer, or a larger vocabulary"
         )
     # the logits of a few tokens are compared first, and without a ring; then attention is the ring's
