@@ -44,6 +44,7 @@ from ringattn.launch.training.data import load_corpus
 from ringattn.launch.training.history import History, draw_curve, read_rows, summarise
 from ringattn.launch.training.model import ModelConfig, Transformer
 from ringattn.launch.training.parallel import group_of_one, make_parallel
+from ringattn.launch.training.pretrained import read_said
 from ringattn.launch.training.run import check_continues, choose_checkpoint
 from ringattn.launch.training.trainer import Recipe, Trainer
 
@@ -271,6 +272,23 @@ def test_a_run_continues_only_with_its_model_and_its_data(tmp_path):
         check_continues(dataclasses.replace(config, dim=64), corpus, facts)
     with pytest.raises(Refusal, match="data must be the text of the checkpoint"):
         check_continues(config, corpus, facts | {"data": "other"})
+
+
+def test_a_run_continues_only_with_the_configuration_of_its_model(tmp_path):
+    """Its name was compared, and not what it says: with half of the layers a run went on with those."""
+    (tmp_path / "text").write_bytes(b"some text")
+    path = tmp_path / "config.json"
+    path.write_text('{"model_type": "llama", "num_hidden_layers": 4}')
+    corpus, config = load_corpus(str(tmp_path / "text")), dataclasses.replace(PRESETS["tiny"], model=str(tmp_path))
+    facts = {"config": dataclasses.asdict(config), "data": corpus.fingerprint, "configuration": read_said(str(path))}
+    assert check_continues(config, corpus, facts) == []
+    path.write_text('{"model_type": "llama", "num_hidden_layers": 2, "rope_theta": 5.0}')
+    with pytest.raises(
+        Refusal, match=r"got another one \(num_hidden_layers 4 -> 2, rope_theta None -> 5.0\); put it back"
+    ):
+        check_continues(config, corpus, facts)
+    del facts["configuration"]
+    assert check_continues(config, corpus, facts) == [], "a checkpoint of 0.16 does not know"
 
 
 def test_the_log_forgets_what_is_repeated_and_what_was_cut_short(tmp_path):

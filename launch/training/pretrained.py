@@ -6,6 +6,7 @@ loss. Refuses to know how attention goes around a ring: `ringattn.integrations.t
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,16 @@ def check_model(path: str) -> None:
     place = Path(path).expanduser()
     if not (place.is_file() or (place / "config.json").is_file()):
         raise Refusal(f"model must be a config.json or a folder with one, got {path}; download it first")
+
+
+def read_said(path: str) -> dict[str, Any]:
+    """What the config.json of a model says, as it stands there; empty where that is no object."""
+    place = Path(path).expanduser()
+    try:
+        said = json.loads((place / "config.json" if place.is_dir() else place).read_text())
+    except (OSError, ValueError):
+        said = None  # who makes the model says what is wrong
+    return said if isinstance(said, dict) else {}
 
 
 def load_tokenizer(path: str) -> Any:

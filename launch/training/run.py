@@ -35,7 +35,7 @@ from ringattn.launch.training.history import History, draw_curve, summarise
 from ringattn.launch.training.meter import AttentionClock, ForwardFlops, mfu, peak_flops, peak_memory_mib
 from ringattn.launch.training.model import ModelConfig, Transformer
 from ringattn.launch.training.parallel import make_parallel, stand_alone
-from ringattn.launch.training.pretrained import NUM_BYTES, build_causal_lm, load_tokenizer
+from ringattn.launch.training.pretrained import NUM_BYTES, build_causal_lm, load_tokenizer, read_said
 from ringattn.launch.training.trainer import StepResult, Trainer, rounding_band, steps_on_one_rank
 
 CLOCK_INTERVAL = 10
@@ -122,6 +122,15 @@ def check_continues(config: Config, corpus: Corpus, facts: dict[str, Any]) -> li
                 f"{name} must be {before[name]} as in the checkpoint, got {now[name]}; "
                 "pass another --out to start afresh"
             )
+    # checkpoints of 0.16 do not say it
+    if config.model is not None and (old := facts.get("configuration")) is not None:
+        new = read_said(config.model)
+        if changed := sorted(name for name in old.keys() | new.keys() if old.get(name) != new.get(name)):
+            said = ", ".join(f"{name} {old.get(name)} -> {new.get(name)}" for name in changed)
+            raise Refusal(
+                f"the configuration in {config.model} must be that of the checkpoint, got another one ({said}); "
+                "put it back, or pass another --out to start afresh"
+            )
     if facts["data"] != corpus.fingerprint:
         raise Refusal(
             f"data must be the text of the checkpoint, got other ones from {corpus.source}; "
@@ -183,6 +192,8 @@ class Run:
         self.config, self.rank = config, rank
         self.out = Path(config.out)
         self.tokenizer: Any = None if config.model is None else load_tokenizer(config.model)
+        # as the model was made: the file may change while it is trained
+        self._configuration = None if config.model is None else read_said(config.model)
         try:
             self.corpus = corpus if self.tokenizer is None else corpus.encoded(self.tokenizer, str(config.model))
             self.batches = Batches(self.corpus.text, config.seq_len, config.batch_size, config.seed)
@@ -314,6 +325,8 @@ class Run:
         """Begins to write a checkpoint; `Checkpoints.wait` ends it."""
         self.history.flush()
         facts = {"step": step, "data": self.corpus.fingerprint, "config": dataclasses.asdict(self.config)}
+        if self.config.model is not None:
+            facts["configuration"] = self._configuration
         self.checkpoints.save(step, self.trainer.state(), facts)
         self.saved = step
 

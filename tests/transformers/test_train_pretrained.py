@@ -100,7 +100,7 @@ def test_selective_recomputation_runs_no_ring_twice(alone, tmp_path):
 def run_quietly(out: Path, **flags: Any) -> str:
     said = io.StringIO()
     with contextlib.redirect_stdout(said):
-        assert run_rank(dataclasses.replace(PRESETS["tiny"], device="cpu", out=str(out), steps=4, **flags)) == 0
+        assert run_rank(dataclasses.replace(PRESETS["tiny"], device="cpu", out=str(out), **{"steps": 4, **flags})) == 0
     return said.getvalue()
 
 
@@ -169,3 +169,17 @@ def test_what_cannot_be_trained_exactly_is_refused(tmp_path):
     long = {"model": write_config(tmp_path), "data": text_folder(tmp_path / "text"), "seq_len": 100_000}
     with pytest.raises(Refusal, match="data must hold at least 200002 tokens for a context of 100000"):
         run_quietly(tmp_path / "out", **long)
+
+
+def test_a_run_does_not_continue_with_other_layers_of_the_same_name(tmp_path):
+    flags = {
+        "model": write_config(tmp_path / "model"),
+        "data": text_folder(tmp_path / "text"),
+        "checkpoint_interval": 1,
+    }
+    run_quietly(tmp_path / "out", **flags, steps=1)
+    write_config(tmp_path / "model", num_hidden_layers=1)
+    with pytest.raises(Refusal, match=r"must be that of the checkpoint, got another one \(num_hidden_layers 2 -> 1\)"):
+        run_quietly(tmp_path / "out", **flags, steps=2)
+    write_config(tmp_path / "model")
+    assert "continuing from step 1" in run_quietly(tmp_path / "out", **flags, steps=2)
