@@ -77,7 +77,7 @@ def run_rank(config: Config) -> int:
             )
         try:
             config.check_ranks(rank.world_size)
-            corpus = load_corpus(config.data)
+            corpus = load_corpus(config.data, config.out)
         except ValueError as error:
             raise Refusal(str(error)) from None
         stack.enter_context(group_of_one(rank.device))
@@ -117,7 +117,7 @@ def check(config: Config) -> None:
         if config.model is not None:
             check_model(config.model)
         else:
-            Batches(load_corpus(config.data).text, config.seq_len, config.batch_size, config.seed)
+            Batches(load_corpus(config.data, config.out).text, config.seq_len, config.batch_size, config.seed)
     except ValueError as error:
         raise Refusal(str(error)) from None
 

@@ -540,6 +540,18 @@ def test_a_folder_is_its_text_files_in_a_fixed_order(tmp_path):
     assert load_corpus(str(tmp_path)).fingerprint != corpus.fingerprint
 
 
+def test_what_a_run_writes_is_no_data_of_its_next_start(tmp_path, monkeypatch):
+    """With --data . and the default --out a run could not be continued: its log was new data."""
+    (tmp_path / "a.txt").write_bytes(b"some text")
+    before = load_corpus(str(tmp_path), str(tmp_path / "runs" / "train"))
+    (tmp_path / "runs" / "train").mkdir(parents=True)
+    (tmp_path / "runs" / "train" / "log.jsonl").write_text("{}")
+    monkeypatch.chdir(tmp_path)
+    for data, out in ((".", "runs/train"), (str(tmp_path), "runs/../runs/train")):
+        assert load_corpus(data, out).fingerprint == before.fingerprint
+    assert load_corpus(".", "elsewhere").fingerprint != before.fingerprint
+
+
 def test_a_file_is_read_as_it_is(tmp_path):
     path = tmp_path / "text"
     path.write_bytes(bytes(range(256)) * 3)

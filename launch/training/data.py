@@ -68,9 +68,12 @@ class Corpus:
         return replace(self, text=content, fingerprint=_fingerprint(content.numpy().tobytes()), separator=end)
 
 
-def _text_files(folder: Path, suffix: str) -> Iterator[tuple[str, bytes]]:
-    """Relative names and contents of the text files below a folder, in no particular order."""
+def _text_files(folder: Path, suffix: str, without: Path | None) -> Iterator[tuple[str, bytes]]:
+    """Relative names and contents of the text files below a folder, but not below another, in no particular order."""
     for where, folders, names in os.walk(folder):
+        if without is not None and Path(where).resolve() == without:
+            folders.clear()
+            continue
         folders[:] = [name for name in folders if name not in SKIPPED_FOLDERS and not name.startswith(".")]
         for name in names:
             path = Path(where, name)
@@ -89,7 +92,7 @@ def _fingerprint(content: bytes | mmap.mmap) -> str:
     return digest.hexdigest()[:16]
 
 
-def load_corpus(data: str | None = None) -> Corpus:
+def load_corpus(data: str | None = None, out: str | None = None) -> Corpus:
     """Reads a file, the text files of a folder, or the sources of Python's standard library.
 
     Files of a folder come in the order of a digest of their names: the same on every machine, and with no topic at the
@@ -97,6 +100,8 @@ def load_corpus(data: str | None = None) -> Corpus:
 
     Args:
         data: A file (mapped into memory, not read whole), a folder, or None: the standard library.
+        out: The folder of the run, which is no data wherever it lies: what a run writes there would be other data at its next
+            start.
 
     Returns:
         The bytes.
@@ -107,7 +112,8 @@ def load_corpus(data: str | None = None) -> Corpus:
     path = Path(sysconfig.get_path("stdlib")) if data is None else Path(data).expanduser()
     source = f"Python {sysconfig.get_python_version()} standard library" if data is None else str(path)
     if path.is_dir():
-        files = dict(_text_files(path, suffix=".py" if data is None else ""))
+        without = None if out is None else Path(out).resolve()
+        files = dict(_text_files(path, ".py" if data is None else "", without))
         order = sorted(files, key=lambda name: hashlib.sha256(name.encode()).digest())
         content = b"\0".join(files[name] for name in order)
         num_files = len(files)
