@@ -285,6 +285,24 @@ def test_histograms_hold_the_first_token_and_the_mean_of_the_later_ones():
     assert numbers["ringattn_request_seconds_sum"] >= 5 * 0.03
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_histograms_count_from_the_arrival_and_not_from_the_end_of_the_tokenizer(monkeypatch, stream):
+    """A client waits for the tokenizer, too, and for those whose long prompts it has before."""
+    encode = Letters.encode
+    monkeypatch.setattr(Letters, "encode", lambda self, text: (time.sleep(0.2), encode(self, text))[1])
+    served = Served(FakeRunner())
+    try:
+        body = {"prompt": "abc", "max_tokens": 3, "ignore_eos": True, "stream": stream}
+        httpx.post(f"{served.url}/v1/completions", json=body)
+        lines = httpx.get(f"{served.url}/metrics").text.splitlines()
+    finally:
+        served.close()
+    numbers = {name: float(value) for name, _, value in (line.rpartition(" ") for line in lines if line[0] != "#")}
+    for name in ("time_to_first_token", "request"):
+        assert 0.2 <= numbers[f"ringattn_{name}_seconds_sum"] < 2
+    assert numbers["ringattn_time_per_output_token_seconds_sum"] < 0.2
+
+
 # refusals
 
 BAD = [

@@ -205,14 +205,21 @@ class Answers:
         packed: The jobs, as the desk wrote them.
         take: Called with the place of a job among them and what happened to it (Note [One turn for a step]); returns whether
             nobody wants more of it. What it raises, `some` and `all` raise.
+        arrived: When the request did, by the monotonic clock.
     """
 
     def __init__(
-        self, desk: Desk, metrics: Metrics, names: Sequence[int], packed: bytes, take: Callable[[int, Event], bool]
+        self,
+        desk: Desk,
+        metrics: Metrics,
+        names: Sequence[int],
+        packed: bytes,
+        take: Callable[[int, Event], bool],
+        arrived: float,
     ) -> None:
         self._desk, self._metrics, self._names, self._take = desk, metrics, names, take
         self._left = {name: _Job(place) for place, name in enumerate(names)}
-        self._began = time.monotonic()
+        self._began = arrived
         self._error: Exception | None = None
         self._new = self._for_all = False
         self._waiting: asyncio.Future[None] | None = None

@@ -357,6 +357,7 @@ def make_app(
     async def answer(request: Request, kind: type[Chat] | type[Completion]) -> Response:
         desk.check()  # before a body is read that could not be answered
         data = await read_bytes(request, limits.body)
+        arrived = time.monotonic()  # the tokenizer's time is its client's, too, and the wait for it
         asked = await asyncio.get_running_loop().run_in_executor(clerk, prepare, kind, data)
         body, prompts, choices = asked.body, asked.prompts, asked.choices
         with_usage = bool(body.stream_options and body.stream_options.include_usage)
@@ -368,7 +369,7 @@ def make_app(
             return choices[place].finish is not None
 
         async def whole(scope: Scope, receive: Receive, send: Send) -> None:
-            with Answers(desk, metrics, asked.names, asked.packed, push) as answers:
+            with Answers(desk, metrics, asked.names, asked.packed, push, arrived) as answers:
                 await answers.all()
             await JSONResponse(writer.whole(prompts, choices))(scope, receive, send)
 
@@ -384,7 +385,7 @@ def make_app(
                     await send({"type": "http.response.start", "status": 200, "headers": headers})
                 await send({"type": "http.response.body", "body": data, "more_body": more})
 
-            with Answers(desk, metrics, asked.names, asked.packed, lines.push) as answers:
+            with Answers(desk, metrics, asked.names, asked.packed, lines.push, arrived) as answers:
                 try:
                     while await answers.some():
                         if data := lines.take():
