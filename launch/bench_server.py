@@ -212,6 +212,11 @@ class Target:
         return (self.about.get("flags") or {}).get("max_running")
 
 
+def _object(said: Any) -> dict[str, Any]:
+    """What another server may have said with JSON of its own: an object, or one without anything."""
+    return said if isinstance(said, dict) else {}
+
+
 async def meet(client: ServerClient, args: Server) -> Target:
     """Asks the server who it is.
 
@@ -229,14 +234,16 @@ async def meet(client: ServerClient, args: Server) -> Target:
         ) from None
     if status == 401:
         raise CannotBench(f"{where} wants a key: {message_of(models)}; set {KEY}, or pass --api-key")
-    cards = models.get("data") if isinstance(models, dict) and status == 200 else None
+    listed = _object(models).get("data") if status == 200 else None
+    cards = [one for one in listed if isinstance(_object(one).get("id"), str)] if isinstance(listed, list) else []
     if not cards:
         raise CannotBench(f"{where}/v1/models must name a model, got status {status}: {message_of(models)}")
     card = cards[0] if args.model is None else next((one for one in cards if one["id"] == args.model), None)
     if card is None:
         names = ", ".join(one["id"] for one in cards)
         raise CannotBench(f"model must be one of {names}, got {args.model}")
-    about = state[1].get("server") or {} if state[0] == 200 and isinstance(state[1], dict) else {}
+    told = _object(_object(state[1]).get("server")) if state[0] == 200 else {}
+    about = told if told.keys() >= {"vocab_size", "gpus", "flags"} else {}  # what others say there is their own
     vocab = args.vocab_size or about.get("vocab_size")
     if vocab is None:
         raise CannotBench(f"{where} does not say how many tokens its vocabulary has; pass --vocab-size")

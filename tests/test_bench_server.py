@@ -417,6 +417,29 @@ def test_a_server_that_cannot_be_measured_is_named_and_nothing_is_written(
     assert rows[1]["world_size"] is None
 
 
+@pytest.mark.parametrize(
+    ("models", "state", "said"),
+    [
+        ({"data": ["x"]}, {}, "/v1/models must name a model, got status 200: {'data': ['x']}"),
+        ({"data": {"id": "x"}}, {}, "/v1/models must name a model"),
+        ({"data": [{}]}, {}, "/v1/models must name a model"),
+        ({"data": [{"id": "m"}]}, {"server": "nginx"}, "does not say how many tokens its vocabulary has"),
+        ({"data": [{"id": "m"}]}, {"server": {"vocab_size": 9}}, "does not say how many tokens its vocabulary has"),
+    ],
+)
+def test_json_of_another_server_is_no_crash(models: Any, state: Any, said: str):
+    class Other:
+        url = "http://other"
+
+        async def get(self, path: str) -> tuple[int, Any]:
+            return 200, models if path == "/v1/models" else state
+
+    client: Any = Other()
+    with pytest.raises(bench_server.CannotBench) as caught:
+        asyncio.run(bench_server.meet(client, bench_server.Server(model="m")))
+    assert said in str(caught.value)
+
+
 def test_without_aiohttp_it_says_what_to_install(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
