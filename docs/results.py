@@ -55,8 +55,17 @@ def drawing() -> ModuleType:
 
 
 def load(name: str) -> Any:
-    """The content of a result file."""
-    return json.loads((HERE / "results" / name).read_text())
+    """The content of a result file.
+
+    Raises:
+        SystemExit: It is no JSON; the message names it.
+    """
+    try:
+        return json.loads((HERE / "results" / name).read_text())
+    except ValueError as error:
+        raise SystemExit(
+            f"error: docs/results/{name} must be JSON, got {error}; copy it again from where it was made"
+        ) from None
 
 
 def table(heads: list[str], rows: Iterable[list[object]]) -> str:
@@ -76,8 +85,19 @@ def source(machine: Row) -> str:
 
 
 def runs_of(kind: str) -> list[Any]:
-    """The content of every file of one bench, oldest first."""
-    found = [json.loads(path.read_text()) for path in sorted((HERE / "results").glob(f"{kind}*.json"))]
+    """The content of every file of one bench, oldest first.
+
+    Raises:
+        SystemExit: One is of no bench; the message names it.
+    """
+    found = []
+    for path in sorted((HERE / "results").glob(f"{kind}*.json")):
+        run = load(path.name)
+        if not (isinstance(run, dict) and "rows" in run and "date" in (run.get("machine") or {})):
+            raise SystemExit(
+                f"error: docs/results/{path.name} must be what a bench wrote, got no rows, machine and date; remove it"
+            )
+        found.append(run)
     return sorted(found, key=lambda one: one["machine"]["date"])
 
 

@@ -33,6 +33,13 @@ def test_the_readme_has_a_figure_or_a_link_for_what_it_leaves_to_the_page(result
     assert set(results.ELSEWHERE) <= set(titles), "what is left out stands there"
 
 
+@pytest.mark.parametrize("content", ["", "{", "[]", "null", '{"rows": []}', '{"machine": {}, "rows": []}'])
+def test_a_file_that_no_bench_wrote_is_named(results: ModuleType, content: str) -> None:
+    (results.HERE / "results" / "check2.json").write_text(content)
+    with pytest.raises(SystemExit, match=r"^error: docs/results/check2\.json must be "):
+        results.correctness()
+
+
 def test_a_line_of_correctness_says_how_keys_moved_and_the_worst_of_each_dtype(results: ModuleType) -> None:
     rows = [{"dtype": "bf16", "ratio": 0.5}, {"dtype": "bf16", "ratio": 1.5}, {"dtype": "fp32", "ratio": 0.25}]
     _keep(results, "check1.json", "2026-01-01", rows)
