@@ -437,6 +437,11 @@ def test_asking_a_model_for_attention_weights_is_refused() -> None:
     ("entries", "error", "match"),
     [
         ({"input_ids": None}, ValueError, "must have input_ids or inputs_embeds"),
+        ({"input_ids": torch.zeros(8)}, ValueError, r"input_ids must be a tensor b n, got \(8,\)"),
+        ({"input_ids": [[1, 2]]}, ValueError, "input_ids must be a tensor b n, got list"),
+        ({"inputs_embeds": torch.zeros(8, 4)}, ValueError, r"inputs_embeds must be a tensor b n e, got \(8, 4\)"),
+        ({"labels": [[1, 2]]}, ValueError, "labels must be a tensor, got list"),
+        ({"position_ids": [[1, 2]]}, ValueError, "position_ids must be a tensor, got list"),
         ({"pixel_values": torch.ones(1, 3, 4, 4)}, NotImplementedError, r"got \['pixel_values'\] too"),
         ({"past_key_values": object()}, NotImplementedError, r"got \['past_key_values'\] too"),
         ({"seq_idx": torch.zeros(2, 8)}, NotImplementedError, r"got \['seq_idx'\] too"),

@@ -160,6 +160,15 @@ def _check_entries(batch: Mapping[str, Any]) -> None:
             f"a batch must have entries that ringattn knows how to shard, got {unknown} too; take them out of the batch, or "
             "shard what belongs to tokens with sharding.shard and add it afterwards"
         )
+    for name in (*_ROWS, *_CUMULATIVE, "labels", "shift_labels", "position_ids"):
+        entry, least = batch.get(name), {"input_ids": 2, "inputs_embeds": 3}.get(name, 0)
+        if entry is None or (isinstance(entry, Tensor) and entry.dim() >= least):
+            continue
+        wanted = {2: " b n", 3: " b n e"}.get(least, "")
+        found = tuple(entry.shape) if isinstance(entry, Tensor) else type(entry).__name__
+        raise ValueError(
+            f"{name} must be a tensor{wanted}, got {found}; pass what the collator made, with its batch dimension"
+        )
     mask = batch.get("attention_mask")
     if mask is not None and not isinstance(mask, Tensor):
         raise NotImplementedError(
