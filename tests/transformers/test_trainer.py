@@ -187,6 +187,14 @@ def test_a_model_that_does_not_attend_around_the_ring_is_refused(tmp_path: Path)
         build(str(tmp_path), implementation="sdpa").train()
 
 
+def test_a_model_that_takes_the_name_and_attends_by_itself_is_not_told_to_take_the_name(tmp_path: Path) -> None:
+    register()
+    config = transformers.OpenAIGPTConfig(vocab_size=61, n_positions=64, n_embd=16, n_layer=1, n_head=2)
+    model = transformers.OpenAIGPTLMHeadModel._from_config(config, attn_implementation="ringattn")
+    with pytest.raises(RuntimeError, match="got OpenAIGPTLMHeadModel, which takes the name and attends by itself"):
+        build(str(tmp_path), model=model).train()
+
+
 class Wrapped(nn.Module):
     """A model that is a part of a module without a config, which Trainer takes too."""
 

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from transformers import Trainer, TrainingArguments
 
+from ringattn.integrations.transformers import NAME
 from ringattn.integrations.transformers.attention import calls_so_far
 from ringattn.integrations.transformers.batch import RingCollator
 from ringattn.integrations.transformers.positions import find_table
@@ -104,6 +105,13 @@ class RingTrainer(Trainer):
         before = calls_so_far()
         result = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         if calls_so_far() == before and not self.args.torch_compile:
+            whole: Any = self.model
+            config = getattr(whole, "config", None)
+            if getattr(config, "_attn_implementation", None) == NAME:
+                raise RuntimeError(
+                    f"the model must attend with ringattn, got {type(whole).__name__}, which takes the name and attends "
+                    "by itself, or not at all; train this model on one process, with a Trainer"
+                )
             raise RuntimeError(
                 "the model must attend with ringattn, got one that did not; make it with attn_implementation='ringattn', or call "
                 "model.set_attn_implementation('ringattn')"
