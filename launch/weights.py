@@ -33,6 +33,11 @@ def read_config(path: str) -> Any:
         ) from None
 
 
+def has_weights(place: Path) -> bool:
+    """Whether a folder has weights, or says by an index that it should; a configuration by itself has none."""
+    return place.is_dir() and any(any(place.glob(f"*.{kind}")) for kind in ("safetensors", "bin", "index.json"))
+
+
 def read_model(folder: Path, **options: Any) -> Any:
     """The causal language model of a folder, all of whose weights are there.
 
@@ -53,7 +58,7 @@ def read_model(folder: Path, **options: Any) -> Any:
         )
     except torch.OutOfMemoryError:
         raise
-    except (SafetensorError, OSError, ValueError, RuntimeError) as error:
+    except (SafetensorError, OSError, TypeError, ValueError, RuntimeError) as error:
         raise Refusal(
             f"the weights in {folder} must be whole and of the model in its config.json, got {type(error).__name__}: {error}"
         ) from None

@@ -19,7 +19,7 @@ from ringattn.inference import PagedKVCache
 from ringattn.launch.distributed import Rank, Refusal
 from ringattn.launch.serving.config import TINY, check_model
 from ringattn.launch.serving.text import Bytes, Pretrained, Tokenizer
-from ringattn.launch.weights import read_config, read_model
+from ringattn.launch.weights import has_weights, read_config, read_model
 from ringattn.ring import Ring
 
 CPU_CACHE_GIB = 0.25
@@ -107,7 +107,7 @@ def load(
     options: dict[str, Any] = {"dtype": chosen, "attn_implementation": NAME}
     drawn = False
     try:
-        if place.is_dir() and any(place.glob("*.safetensors")) and path != TINY:
+        if path != TINY and has_weights(place):
             if device.type == "cuda" and importlib.util.find_spec("accelerate") is not None:
                 options["device_map"] = {"": device}
             model: Any = read_model(place, use_safetensors=True, **options)

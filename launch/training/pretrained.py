@@ -16,9 +16,8 @@ from torch import Tensor, nn
 from ringattn.launch.distributed import Refusal
 from ringattn.launch.training.loss import cross_entropy_sum
 from ringattn.launch.training.model import document_positions
-from ringattn.launch.weights import read_config, read_model
+from ringattn.launch.weights import has_weights, read_config, read_model
 
-WEIGHTS = ("*.safetensors", "*.bin")
 TOKENIZERS = ("tokenizer.json", "tokenizer_config.json")
 NUM_BYTES = 256
 
@@ -114,7 +113,7 @@ def build_causal_lm(path: str, seed: int, device: torch.device, vocabulary: int 
         )
     # the logits of a few tokens are compared first, and without a ring; then attention is the ring's
     options = {"dtype": torch.float32, "attn_implementation": "eager"}
-    if place.is_dir() and any(file for pattern in WEIGHTS for file in place.glob(pattern)):
+    if has_weights(place):
         model = read_model(place, **options)
     else:
         with torch.random.fork_rng([device] if device.type == "cuda" else []), torch.device(device):
