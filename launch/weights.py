@@ -53,7 +53,7 @@ def read_model(folder: Path, **options: Any) -> Any:
     from transformers import AutoModelForCausalLM
 
     try:
-        model, found = AutoModelForCausalLM.from_pretrained(
+        read: Any = AutoModelForCausalLM.from_pretrained(
             str(folder), local_files_only=True, trust_remote_code=False, output_loading_info=True, **options
         )
     except torch.OutOfMemoryError:
@@ -62,6 +62,7 @@ def read_model(folder: Path, **options: Any) -> Any:
         raise Refusal(
             f"the weights in {folder} must be whole and of the model in its config.json, got {type(error).__name__}: {error}"
         ) from None
+    model, found = read
     if missing := sorted(found["missing_keys"]):
         raise Refusal(
             f"the folder must have all weights of {type(model).__name__}, got {folder} without {len(missing)} of them, such as "

@@ -243,7 +243,8 @@ class Run:
             return None
         facts = self.rank.lead(lambda: read_facts(path))
         assert facts is not None, "a checkpoint has facts"
-        changes = check_continues(self.config, self.corpus, facts)
+        # on rank 0, for a file may differ between hosts
+        changes = self.rank.lead(lambda: check_continues(self.config, self.corpus, facts))
         if self.rank.first:
             print(f"continuing from step {facts['step']} ({path})", flush=True)
             if changes:
