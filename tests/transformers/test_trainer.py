@@ -206,6 +206,14 @@ class Wrapped(nn.Module):
         return self.model(**kwargs)
 
 
+def test_a_module_without_a_config_that_does_not_attend_around_the_ring_is_refused(tmp_path: Path) -> None:
+    register()
+    config = transformers.AutoConfig.for_model("gpt2", n_positions=64, n_embd=16, n_layer=1, n_head=2, vocab_size=300)
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
+    with pytest.raises(RuntimeError, match="must attend with ringattn, got one that did not"):
+        build(str(tmp_path), model=Wrapped(model), max_steps=3).train()
+
+
 @pytest.mark.parametrize("wraps", [False, True], ids=["model", "part"])
 @pytest.mark.parametrize("positions", [18, 17])
 def test_sequences_beyond_the_positions_that_a_model_learned_are_refused(
