@@ -19,6 +19,11 @@ Note [Reel]
     tapes that plays, and splices them to a reel, a list of launches with holes for what changes alone. A reel is found by the
     facts about these tensors, by the identity of the others, and by whatever else the caller names; sides are held weakly, as by
     records. A tensor that nobody has named, a call that cannot be played, or one that no tape holds: there is no reel.
+
+Note [Leased]
+    Who captures launches into a graph repeats them later with the same addresses, asking nobody here. So rooms must stay, and
+    what launches read: both are then of the lease that was given (`leased`), which also says whether launches made a tensor that
+    would be gone by then, or went a way of which nothing is known.
 """
 
 from __future__ import annotations
@@ -30,7 +35,7 @@ import math
 import operator
 import threading
 import weakref
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Concatenate, ParamSpec
 
@@ -39,7 +44,7 @@ from torch import Tensor
 from triton.runtime import driver
 
 from ringattn.kernels import launch_triton
-from ringattn.kernels.contract import Reels
+from ringattn.kernels.contract import Lease, Reels
 from ringattn.kernels.launch_triton import Bound, Template
 
 CAPACITY = 1024
@@ -66,9 +71,11 @@ class _Ear(threading.local):
 
     Attributes:
         heard: Tapes and the tensors they were played with; None for a call without a tape. None: nobody listens.
+        lease: Note [Leased]; None: nobody will repeat what is launched.
     """
 
     heard: list[tuple[Tape, list[Any]] | None] | None = None
+    lease: Lease | None = None
 
 
 _ear = _Ear()
@@ -105,6 +112,9 @@ def recorded(launcher: Callable[Concatenate[Tape, P], None]) -> Callable[P, None
             tape = Tape(call)
             launcher(tape, *args, **kwargs)
         known = tape.close()
+        if _ear.lease is not None:
+            _ear.lease.held.append(tape)
+            _ear.lease.whole &= known and not tape.is_public
         if known:
             if len(records) >= CAPACITY:
                 records.clear()
@@ -161,6 +171,25 @@ def replay(
         reel.kept = kept
         there = weakref.ref(reels)  # in a circle with its reels their memory would wait for a collection
         reel.held = [weakref.ref(x, lambda _: _forget(there(), key)) for x in held]
+
+
+@contextlib.contextmanager
+def leased(lease: Lease) -> Iterator[None]:
+    """Takes what launches need of a lease, in this thread (Note [Leased]).
+
+    Args:
+        lease: Which.
+    """
+    before, _ear.lease = _ear.lease, lease
+    try:
+        yield
+    finally:
+        _ear.lease = before
+
+
+def is_heard() -> bool:
+    """Whether somebody wants to hear of each launch."""
+    return launch_triton.is_hooked()
 
 
 def _forget(reels: Reels | None, key: Hashable) -> None:
@@ -239,6 +268,7 @@ class Tape:
 
     Attributes:
         held: References to the objects on which the record depends.
+        is_public: Some launch goes by way of Triton's own.
     """
 
     def __init__(self, call: _Call) -> None:
@@ -251,7 +281,7 @@ class Tape:
         self._steps: list[_Launch | _Make] = []
         self._rooms: list[tuple[int, int, Callable[[], Tensor]]] = []
         self._room_bytes = 0
-        self._is_public = False
+        self.is_public = False
         self._count = 0
         self.keep(*call.held)
 
@@ -267,7 +297,9 @@ class Tape:
     def room(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         """Room for what one launch leaves to another; only for launches."""
         make = functools.partial(torch.empty, shape, dtype=dtype, device=self._device)
-        room = make()
+        room, lease = make(), _ear.lease
+        if lease is not None:
+            lease.held.append(room)
         self._rooms.append((self._add(room), self._room_bytes, make))
         self._room_bytes += -(-math.prod(shape) * room.element_size() // _ROOM) * _ROOM
         return room
@@ -275,6 +307,8 @@ class Tape:
     def call(self, function: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
         """The result of a function of tensors, called at every playback; it must not hold tensors itself."""
         result = function(*tensors)
+        if _ear.lease is not None:
+            _ear.lease.whole &= any(result is x for x in tensors)
         sources = tuple(self._places[id(x)] for x in tensors)
         place = self._places.get(id(result))
         self._steps.append(_Make(function, sources, self._add(result) if place is None else place))
@@ -292,13 +326,13 @@ class Tape:
                 place = self._place_of(x if template is None else getattr(x, "base"))  # noqa: B009
                 if place is not None:
                     step.holes.append((at, place, template))
-        self._is_public |= bound is None or bound.run is None
+        self.is_public |= bound is None or bound.run is None
         self._steps.append(step)
 
     def close(self) -> bool:
         """Ends the recording; says whether the tape can be played."""
         self._count = len(self._tensors)
-        if not self._is_public:
+        if not self.is_public:
             for step in self._steps:
                 if isinstance(step, _Launch):
                     step.flatten(self._tensors)
@@ -312,7 +346,7 @@ class Tape:
 
     def play(self, call: _Call) -> None:
         """Does the same with the tensors of another call."""
-        if self._is_public or launch_triton.is_hooked():
+        if self.is_public or launch_triton.is_hooked():
             self.play_publicly(call.tensors)
             return
         tensors: list[Any] = call.tensors
@@ -322,10 +356,12 @@ class Tape:
         addresses += (0,) * missing
         room = None
         if self._rooms:
-            room = torch.empty(self._room_bytes, dtype=torch.uint8, device=self._device)
+            room = _make_room(self._room_bytes, self._device)
             base = room.data_ptr()
             for place, offset, _ in self._rooms:
                 addresses[place] = base + offset
+        if _ear.lease is not None:
+            _lease_to(_ear.lease, self, self._steps)
         active: Any = driver.active  # its declared class does not say that devices have streams
         stream = active.get_current_stream(self._index)
         for step in self._steps:
@@ -333,6 +369,8 @@ class Tape:
 
     def play_publicly(self, tensors: list[Any]) -> None:
         """Likewise, by way of Triton's own launches; more is added to the tensors."""
+        if _ear.lease is not None:
+            _ear.lease.whole = False
         tensors += (None,) * (self._count - len(tensors))
         for place, _, make in self._rooms:
             tensors[place] = make()
@@ -377,7 +415,7 @@ class Reel:
         self.kept: tuple[Tensor, ...] = ()
         self._parts = parts  # keeps what launches read
         self._index, self._device = parts[0][0]._index, parts[0][0]._device
-        self._is_public = any(tape._is_public for tape, _ in parts)
+        self._is_public = any(tape.is_public for tape, _ in parts)
         self._steps: list[_Launch | _Make] = []
         self._rest: list[Any] = []  # the tensors that do not change, and places of what is made
         self._addresses: list[int] = []  # theirs
@@ -403,10 +441,12 @@ class Reel:
             addresses += self._addresses
             room = None
             if self._rooms:
-                room = torch.empty(self._room_bytes, dtype=torch.uint8, device=self._device)
+                room = _make_room(self._room_bytes, self._device)
                 base = room.data_ptr()
                 for place, offset in self._rooms:
                     addresses[place] = base + offset
+            if _ear.lease is not None:
+                _lease_to(_ear.lease, self, self._steps)
             tensors = [*changing, *self._rest] if self._makes else []
             active: Any = driver.active  # as in `Tape.play`
             stream = active.get_current_stream(self._index)
@@ -573,6 +613,17 @@ class _Launch:
             else:
                 args[at] = tuple(tensors[i] for i in place) if isinstance(place, tuple) else tensors[place]
         launch_triton.launch(self.kernel, self.grid, args, self.constants, **self.options)
+
+
+def _make_room(num_bytes: int, device: torch.device) -> Tensor:
+    lease = _ear.lease
+    return torch.empty(num_bytes, dtype=torch.uint8, device=device) if lease is None else lease.room(num_bytes, device)
+
+
+def _lease_to(lease: Lease, played: Tape | Reel, steps: Sequence[_Launch | _Make]) -> None:
+    """Lets a lease keep what is played, and know whether that makes tensors."""
+    lease.held.append(played)
+    lease.whole &= all(isinstance(step, _Launch) or step.place in step.sources for step in steps)
 
 
 def _on(index: int) -> contextlib.AbstractContextManager[Any]:

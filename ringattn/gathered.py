@@ -52,6 +52,10 @@ PUSH_RATE = 335e9
 """Bytes per second of a push where the ring has not measured it."""
 GROUP_HEADS = 8
 """Key heads of the smallest head group."""
+BRIEF = 1e-3
+"""Seconds of a kernel below which the host's time may show (Note [Repeats] of transport/repeats.py)."""
+KERNEL_RATE = 5e14
+"""Operations per second of a kernel, about."""
 
 
 def forward(
@@ -84,25 +88,37 @@ def forward(
     o = torch.empty(b, s, h, v.shape[-1], dtype=q.dtype, device=q.device)
     lse = torch.empty(b, h, s, dtype=accumulation_dtype(q.dtype), device=q.device)
     keep = keep and score.key_bias is None and _gathering(k, v, score, call, kernels, seat, backward=True) is not None
-    gathering = gatherer.gather(k, v, facts.collection, facts.groups, "forward", key_bias=score.key_bias, keep=keep)
-    near, far, arrivals = (k, v), (gathering.k, gathering.v), gathering.arrivals
-    rows, keys, score = call.stationary("keys", q.device), call.gathered(q.device), _with_bias(score, gathering)
-    with span("ring forward: all visits in one launch"):
-        _replay(
-            gathering_kernels,
-            gathering.reels,
-            ("forward",),
-            lambda: gathering_kernels.forward_gathered(
-                q, near, far, rows, keys, score, arrivals, o=o, lse=lse, spare=gatherer.spare
-            ),
-            score,
-            given=(q, k, v),
-            made=(o, lse),
-            kept=(*far, *_words(arrivals)),
-            held=(rows, keys),
-        )
-    gathering.close()
-    return o, lse, gathering.kept
+    kept: Tensor | None = None
+
+    def enqueue() -> tuple[Any, ...]:
+        nonlocal kept
+        rows, keys = call.stationary("keys", q.device), call.gathered(q.device)
+        gathering = gatherer.gather(k, v, facts.collection, facts.groups, "forward", key_bias=score.key_bias, keep=keep)
+        near, far, arrivals = (k, v), (gathering.k, gathering.v), gathering.arrivals
+        there = _with_bias(score, gathering)
+        with span("ring forward: all visits in one launch"):
+            _replay(
+                gathering_kernels,
+                gathering.reels,
+                ("forward",),
+                lambda: gathering_kernels.forward_gathered(
+                    q, near, far, rows, keys, there, arrivals, o=o, lse=lse, spare=gatherer.spare
+                ),
+                there,
+                given=(q, k, v),
+                made=(o, lse),
+                kept=(*far, *_words(arrivals)),
+                held=(rows, keys),
+            )
+        gathering.close()
+        kept = gathering.kept
+        return rows, keys
+
+    if keep or not _is_brief(q, v, call, backward=False):
+        enqueue()
+    else:
+        _repeat(gatherer, gathering_kernels, ("forward",), call, score, (q, k, v), (o, lse), enqueue)
+    return o, lse, kept
 
 
 def backward(
@@ -148,77 +164,90 @@ def backward(
         dlse = dlse.masked_fill(lse == float("-inf"), 0.0)
     b, _, hk, d = k.shape
     biased = bool(wanted.get("want_key_bias"))
-    home = gatherer.homecoming((b, hk, d + v.shape[-1]), facts.collection, q.device, "backward", biased=biased)
-    gathering = None
-    if kept is None:
-        gathering = gatherer.gather(
-            k, v, facts.collection, facts.groups, "backward", key_bias=score.key_bias, home=home
-        )
-        far, arrivals = (gathering.k, gathering.v), gathering.arrivals
-    else:
-        far, arrivals = (kept[..., :d], kept[..., d:]), gatherer.arrived(facts.collection, facts.groups, q.device)
-        home.begin()
+    is_brief = kept is None and _is_brief(q, v, call, backward=True)
     delta = torch.empty_like(lse, memory_format=torch.contiguous_format)
     dq = torch.empty_like(q, memory_format=torch.contiguous_format)
+    # later, they may have memory that the kernels between have used
+    dk, dv = _like(k, v) if is_brief else (k, v)
     dalibi = torch.empty_like(lse) if wanted.get("want_alibi") else None
-    rows, keys = call.stationary("keys", q.device), call.gathered(q.device)
-    there = score if gathering is None else _with_bias(score, gathering)
+    dkey_bias = torch.empty(k.shape[:2], dtype=torch.float32, device=k.device) if biased else None
 
-    def visit() -> None:
-        gathering_kernels.backward_gathered(
-            do,
-            q,
-            (k, v),
-            far,
-            lse,
-            delta,
-            rows,
-            keys,
-            there,
-            arrivals,
-            home.addresses,
-            home.rows,
-            dq=dq,
-            dalibi=dalibi,
-            bias_homes=home.bias_addresses,
-            deterministic=call.deterministic,
-            spare=gatherer.spare,
-            o=o,
-            dlse=dlse,
-        )
+    def enqueue() -> tuple[Any, ...]:
+        nonlocal dk, dv
+        rows, keys, returning = call.stationary("keys", q.device), call.gathered(q.device), call.returning(k.device)
+        home = gatherer.homecoming((b, hk, d + v.shape[-1]), facts.collection, q.device, "backward", biased=biased)
+        gathering, far, there = None, (k, v), score
+        if kept is None:
+            gathering = gatherer.gather(
+                k, v, facts.collection, facts.groups, "backward", key_bias=score.key_bias, home=home
+            )
+            far, arrivals, there = (gathering.k, gathering.v), gathering.arrivals, _with_bias(score, gathering)
+        else:
+            far, arrivals = (kept[..., :d], kept[..., d:]), gatherer.arrived(facts.collection, facts.groups, q.device)
+            home.begin()
 
-    with span("ring backward: all visits in one launch"):
+        def visit() -> None:
+            gathering_kernels.backward_gathered(
+                do,
+                q,
+                (k, v),
+                far,
+                lse,
+                delta,
+                rows,
+                keys,
+                there,
+                arrivals,
+                home.addresses,
+                home.rows,
+                dq=dq,
+                dalibi=dalibi,
+                bias_homes=home.bias_addresses,
+                deterministic=call.deterministic,
+                spare=gatherer.spare,
+                o=o,
+                dlse=dlse,
+            )
+
+        with span("ring backward: all visits in one launch"):
+            _replay(
+                gathering_kernels,
+                home.reels,
+                ("backward", call.deterministic, dlse is None, dalibi is None, gathering is None),
+                visit,
+                there,
+                given=(do, q, k, v, o, lse, *_present(dlse), *(far if gathering is None else ())),
+                made=(delta, dq, *_present(dalibi)),
+                kept=(
+                    home.addresses,
+                    *_present(home.bias_addresses),
+                    *_words(arrivals),
+                    *(() if gathering is None else far),
+                ),
+                held=(rows, keys),
+            )
+        if not is_brief:
+            dk, dv = _like(k, v)
+        parts, bias_parts = home.receive()
         _replay(
             gathering_kernels,
             home.reels,
-            ("backward", call.deterministic, dlse is None, dalibi is None, gathering is None),
-            visit,
-            there,
-            given=(do, q, k, v, o, lse, *_present(dlse), *(far if gathering is None else ())),
-            made=(delta, dq, *_present(dalibi)),
-            kept=(
-                home.addresses,
-                *_present(home.bias_addresses),
-                *_words(arrivals),
-                *(() if gathering is None else far),
-            ),
-            held=(rows, keys),
+            ("homes",),
+            lambda: gathering_kernels.add_homes(dk, dv, home.own, parts, returning),
+            given=(dk, dv),
+            kept=(home.own, *parts, returning),
         )
-    dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (k, v))
-    dkey_bias = torch.empty(k.shape[:2], dtype=torch.float32, device=k.device) if biased else None
-    parts, bias_parts = home.receive()
-    returning = call.returning(k.device)
-    _replay(
-        gathering_kernels,
-        home.reels,
-        ("homes",),
-        lambda: gathering_kernels.add_homes(dk, dv, home.own, parts, returning),
-        given=(dk, dv),
-        kept=(home.own, *parts, returning),
-    )
-    if dkey_bias is not None and home.own_bias is not None:
-        gathering_kernels.add_bias_homes(dkey_bias, home.own_bias, bias_parts, returning)
-    home.close()
+        if dkey_bias is not None and home.own_bias is not None:
+            gathering_kernels.add_bias_homes(dkey_bias, home.own_bias, bias_parts, returning)
+        home.close()
+        return rows, keys, returning
+
+    if not is_brief:
+        enqueue()
+    else:
+        key = "backward", dlse is None, dalibi is None
+        given, made = (do, q, k, v, o, lse, *_present(dlse)), (delta, dq, dk, dv, *_present(dalibi))
+        _repeat(gatherer, gathering_kernels, key, call, score, given, made, enqueue)
     return Gradients(
         dq=dq,
         dk=dk,
@@ -228,6 +257,38 @@ def backward(
         dkey_bias=dkey_bias,
         dbias=None,
     )
+
+
+def _repeat(
+    gatherer: Gatherer,
+    kernels: GatheringKernelSet,
+    key: tuple[Hashable, ...],
+    call: Call,
+    score: Score,
+    given: tuple[Tensor, ...],
+    made: tuple[Tensor, ...],
+    enqueue: Callable[[], object],
+) -> None:
+    """Enqueues a brief call, in one piece where it has come before and nobody wants to hear of its launches."""
+    leased: Any = getattr(kernels, "leased", None)
+    is_heard: Any = getattr(kernels, "is_heard", None)
+    # the bias goes through torch's own launches, and a seed is another one each time
+    if leased is None or is_heard is None or score.key_bias is not None or score.dropout_p > 0 or is_heard():
+        enqueue()
+        return
+    key = (*key, id(call), id(kernels), score.sinks is None, score.alibi_slopes is None)
+    given += _present(score.sinks) + _present(score.alibi_slopes)
+    gatherer.repeat(key, given, made, enqueue, leased, (call, kernels))
+
+
+def _is_brief(q: Tensor, v: Tensor, call: Call, *, backward: bool) -> bool:
+    """Whether the device may be done with a call before the host is."""
+    key = ("brief", q.shape, v.shape[-1])
+    seconds = call.memo.get(key)
+    if seconds is None:
+        b, _, h, d = q.shape
+        seconds = call.memo[key] = 2 * call.pairs(b) * h * (d + v.shape[-1]) / KERNEL_RATE
+    return seconds * (2.5 if backward else 1.0) < BRIEF
 
 
 def _replay(
@@ -251,6 +312,11 @@ def _replay(
         key += (score.softmax_scale, score.softcap, sinks is None, slopes is None, bias is None)
         given += _present(sinks) + _present(slopes) + _present(bias)
     replay(reels, key, run, given=given, **others)
+
+
+def _like(*tensors: Tensor) -> list[Tensor]:
+    """Contiguous tensors like these."""
+    return [torch.empty_like(x, memory_format=torch.contiguous_format) for x in tensors]
 
 
 def _present(x: Tensor | None) -> tuple[Tensor, ...]:

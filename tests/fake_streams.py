@@ -194,8 +194,21 @@ class FakeStreams:
     def compile(self, ops: Sequence[Op]) -> list[Op]:
         return list(ops)
 
-    def launch(self, program: list[Op], lane: int) -> None:
+    def record(self, work: Callable[[], object]) -> Recording:
+        assert self.recording is None, "a capture begins in no other one"
+        self.recording = recording = Recording()
+        try:
+            work()
+        finally:
+            self.recording = None
+        return recording
+
+    def launch(self, program: list[Op] | Recording, lane: int) -> None:
         self.launches += 1
+        if isinstance(program, Recording):
+            assert lane == self.lane, "what was recorded on the caller's stream goes there"
+            self.replay(program)
+            return
         for op in program:
             for make in _items(op):
                 self.enqueue(lane, make)

@@ -241,7 +241,58 @@ def _keys_kept(rank: int, world_size: int) -> None:
         assert_same(replayed, expect(ring, whole, "zigzag", PLENTY, causal=True), f"rank {rank}, replay {seed}")
 
 
-BODIES: list[Callable[[int, int], None]] = [_bits, _graphs, _subgroups, _beside_collectives, _keys_in_place, _keys_kept]
+def _come_again(rank: int, world_size: int) -> None:
+    """Steps of two shapes whose tensors come back to the same memory, on two streams in turns."""
+    ring = Ring(transport="copy_engine", memory_budget=PLENTY, timeout=PATIENCE)
+    kinds: list[tuple[int, dict[str, Any]]] = [
+        (256 * world_size, {"causal": True}),
+        (333 * world_size + 1, {"window": 200}),
+    ]
+    shardings = [ring.sharding(n) for n, _ in kinds]
+    inputs = [[sharding.shard(x, dim=1) for x in draw(0, n)] for sharding, (n, _) in zip(shardings, kinds, strict=True)]
+    for leaves in inputs:
+        for x in leaves[:3]:
+            x.requires_grad_()
+    seeds, other = range(1, 13), torch.cuda.Stream()
+    wholes = {(seed, kind): draw(seed, n) for seed in seeds for kind, (n, _) in enumerate(kinds)}
+    parts = {key: [shardings[key[1]].shard(x, dim=1) for x in whole] for key, whole in wholes.items()}
+    found = {
+        (seed, kind): [torch.empty_like(x) for x in (inputs[kind][0], *inputs[kind][:3])]
+        for seed in seeds
+        for kind in range(2)
+    }
+    graphs: list[int] = []
+    for seed in seeds:
+        # one kind alone, then both in turns, then both on another stream
+        for kind in range(1 if seed < 5 else 2):
+            stream = other if seed in (10, 11) else torch.cuda.current_stream()
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
+                with torch.no_grad():
+                    for x, y in zip(inputs[kind], parts[seed, kind], strict=True):
+                        x.copy_(y)
+                q, k, v, do = inputs[kind]
+                o = ring_attention(q, k, v, shardings[kind], deterministic=True, **kinds[kind][1])
+                grads = torch.autograd.grad(o, (q, k, v), do)
+                for x, y in zip(found[seed, kind], (o, *grads), strict=True):
+                    x.copy_(y.detach())
+                del o, grads
+            torch.cuda.current_stream().wait_stream(stream)
+        transport: Any = ring.seat.transport
+        graphs.append(sum(len(one.graphs) for one in transport._repeats._known.values()))
+    torch.cuda.synchronize()
+    for (seed, kind), here in found.items():
+        if kind == 0 or seed >= 5:
+            expected = expect(ring, wholes[seed, kind], "zigzag", PLENTY, **kinds[kind][1])
+            assert_same(here, expected, f"rank {rank}, seed {seed}, kind {kind}, graphs {graphs}")
+    # where buffers grow all begin anew
+    assert graphs[3] >= 2, f"a forward and a backward come again at the same addresses, got {graphs} graphs"
+    assert graphs[-1] >= 4, f"of both kinds, got {graphs}"
+
+
+BODIES: list[Callable[[int, int], None]] = [
+    _bits, _graphs, _subgroups, _beside_collectives, _keys_in_place, _keys_kept, _come_again,
+]  # fmt: skip
 
 
 @pytest.mark.skipif(not IS_HOPPER, reason="needs compute capability 9.0")

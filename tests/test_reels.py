@@ -21,7 +21,7 @@ pytest.importorskip("triton")
 from ringattn import gathered, tables
 from ringattn.call import Call, describe
 from ringattn.kernels import homes_triton, launch_triton, pack_triton, record_triton
-from ringattn.kernels.contract import Reels
+from ringattn.kernels.contract import Lease, Reels
 from ringattn.kernels.hopper import api as hopper
 from ringattn.layout import make_shards
 from ringattn.sharding import Sharding
@@ -38,21 +38,32 @@ Launch = tuple[str, tuple[int, ...], list[Any]]
 
 
 class Idle:
-    """Streams of a device that does nothing."""
+    """Streams of a device that does nothing. A graph is the launches in it.
+
+    Attributes:
+        seen: What is launched.
+        recorded: Graphs that were made.
+    """
 
     side, herald = 2, 3
+    seen: list[Launch]
+
+    def __init__(self) -> None:
+        self.recorded = 0
+        self._recording = False
 
     def main(self) -> int:
         return 1
 
     def capturing(self) -> bool:
-        return False
+        return self._recording
 
     def compile(self, ops: Sequence[Op]) -> list[Op]:
         return list(ops)
 
-    def launch(self, program: list[Op], lane: int) -> None:
-        pass
+    def launch(self, program: list[Op] | tuple[Launch, ...], lane: int) -> None:
+        if isinstance(program, tuple):
+            self.seen += program
 
     def copy(self, target: int, source: int, num_bytes: int, lane: int) -> None:
         pass
@@ -62,6 +73,15 @@ class Idle:
 
     def call(self, work: Callable[[], object]) -> None:
         work()
+
+    def record(self, work: Callable[[], object]) -> tuple[Launch, ...]:
+        before, self._recording = len(self.seen), True
+        work()
+        self._recording = False
+        self.recorded += 1
+        graph = tuple(self.seen[before:])
+        del self.seen[before:]
+        return graph
 
     def rescue(self, ops: Sequence[Op]) -> None:
         pass
@@ -132,6 +152,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Launch]]:
     for name in ("empty", "empty_like", "clone"):
         monkeypatch.setattr(torch, name, holding(getattr(torch, name)))
     monkeypatch.setattr(Tensor, "clone", holding(Tensor.clone))
+    monkeypatch.setattr(Idle, "seen", seen, raising=False)
     monkeypatch.setattr(launch_triton, "launch", launch)
     monkeypatch.setattr(launch_triton.Bound, "encode", encode)
     monkeypatch.setattr(record_triton, "driver", SimpleNamespace(active=active))
@@ -157,6 +178,7 @@ class Case:
     keep: bool = False
     odd: bool = False
     """Rows that the bulk copy engine cannot address, so that they are copied first."""
+    scale: float = 0.125
 
     n = 3 * 160
 
@@ -187,7 +209,7 @@ class Ring:
         self.case = case
         shards = make_shards("zigzag", case.n, ranks)
         sharding = Sharding(case.n, "zigzag", shards, 1, case.documents)
-        self.call = Call.decode(describe(sharding, softmax_scale=0.125, **case.mask, **case.options), 1)
+        self.call = Call.decode(describe(sharding, softmax_scale=case.scale, **case.mask, **case.options), 1)
         self.transport = CopyEngineTransport(1, range(ranks), "ring", Idle(), Alone(ranks), 10.0, watched=False)
         self.seat = Seat(1, ranks, self.transport, budget=2**40)
 
@@ -594,3 +616,163 @@ def test_one_call_goes_the_public_way_where_it_must(
     for _ in range(2):
         with_rooms(x, 100)
     assert [args[0] is x and args[3] == 100 for args in publicly] == [True, True]
+
+
+@pytest.fixture
+def steady(launches: list[Launch], monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """An allocator that gives each call the memory of the one before; what begins a call. Rooms of launches are new each time."""
+    pool: dict[Any, list[Tensor]] = {}
+    taken: dict[Any, int] = {}
+
+    def pooling(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def made(*args: Any, **kwargs: Any) -> Tensor:
+            x = make(*args, **kwargs)
+            if x.dtype == torch.uint8:
+                return x
+            key = x.shape, x.stride(), x.dtype
+            found, number = pool.setdefault(key, []), taken.get(key, 0)
+            taken[key] = number + 1
+            if number == len(found):
+                found.append(x)
+            return found[number]
+
+        return made
+
+    for name in ("empty", "empty_like"):
+        monkeypatch.setattr(torch, name, pooling(getattr(torch, name)))
+    return taken.clear
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=list(CASES))
+def test_a_graph_launches_what_its_call_did(
+    launches: list[Launch], steady: Callable[[], None], monkeypatch: pytest.MonkeyPatch, case: Case
+) -> None:
+    ring = Ring(case)
+    inputs = ring.inputs()
+
+    def run() -> tuple[list[Any], list[int]]:
+        launches.clear()
+        steady()
+        return named(launches, ring.both(inputs))
+
+    with monkeypatch.context() as plain:
+        plain.setattr(hopper, "leased", None)
+        for _ in range(4):
+            run()
+        expected = [run(), run()]
+    streams: Any = ring.transport.streams
+    assert not streams.recorded
+    found = [run() for _ in range(8)]
+    # keys that are kept have memory of their own each time, a bias and rows that are copied go through torch
+    pieces = case.keep or case.odd or "key_bias" in case.features
+    assert streams.recorded == (0 if pieces else 3), "one of the forward, one of the backward for each turn"
+    held = ranges(ring, [inputs])
+    for i, (launched, addresses) in enumerate(found):
+        wanted, others = expected[i % 2]
+        assert launched == wanted
+        for x, y in zip(addresses, others, strict=True):
+            assert x == y or not any(start <= z < end for z in (x, y) for start, end in held)
+    if not pieces:
+        assert found[4:6] == found[6:8], "also rooms are where they were"
+
+
+def test_what_graphs_read_lives_as_long_as_they_do(launches: list[Launch], steady: Callable[[], None]) -> None:
+    ring = Ring(Case())
+    inputs = ring.inputs()
+    for _ in range(6):
+        steady()
+        ring.both(inputs)
+    sides = weakref.ref(ring.call.stationary("keys", inputs["q"].device))
+    tables.clear()
+    ring.call._keys.clear()
+    gc.disable()
+    try:
+        assert sides() is not None
+        del ring
+        assert sides() is None
+    finally:
+        gc.enable()
+
+
+def test_who_hears_of_launches_hears_of_all(
+    launches: list[Launch], steady: Callable[[], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ring = Ring(Case())
+    inputs, asked = ring.inputs(), list[int]()
+    forward = hopper.forward_gathered
+    monkeypatch.setattr(hopper, "replay", None)
+    monkeypatch.setattr(hopper, "forward_gathered", lambda *args, **kwargs: (asked.append(1), forward(*args, **kwargs)))
+    for heard, expected in ((False, 4), (True, 4), (False, 0)):  # the first call makes memory
+        monkeypatch.setattr(hopper, "is_heard", lambda heard=heard: heard)
+        asked.clear()
+        for _ in range(4):
+            steady()
+            ring.both(inputs)
+        assert len(asked) == expected
+
+
+@pytest.mark.parametrize("long", [False, True])
+def test_only_brief_calls_become_graphs(
+    launches: list[Launch], steady: Callable[[], None], monkeypatch: pytest.MonkeyPatch, long: bool
+) -> None:
+    monkeypatch.setattr(gathered, "BRIEF", 0.0 if long else 1.0)
+    ring = Ring(Case())
+    inputs = ring.inputs()
+    for _ in range(6):
+        steady()
+        ring.both(inputs)
+    streams: Any = ring.transport.streams
+    assert streams.recorded == (0 if long else 3)
+
+
+@pytest.mark.parametrize("change", ["call", "strides", "slopes", "presence"])
+def test_another_call_over_the_same_memory_is_another_graph(
+    launches: list[Launch], steady: Callable[[], None], monkeypatch: pytest.MonkeyPatch, change: str
+) -> None:
+    """What a key leaves out would be launched as it was."""
+    case = Case(kv_heads=4, features=("alibi_slopes",))
+    differs = {"call": {"scale": 0.25}, "presence": {"features": ("sinks",)}}.get(change, {})
+    first, other = Ring(case), Ring(dataclasses.replace(case, **differs))
+    other.transport, other.seat = first.transport, first.seat
+    mine = first.inputs()
+    theirs = dict(mine)
+    if change == "strides":
+        b, t, h, d = mine["q"].shape
+        theirs["q"] = mine["q"].view(b, h, t, d).transpose(1, 2)
+    elif change == "slopes":
+        theirs["alibi_slopes"] = torch.ones(4)
+    elif change == "presence":
+        theirs["sinks"] = theirs.pop("alibi_slopes")
+
+    def run(ring: Ring, inputs: dict[str, Tensor]) -> list[Launch]:
+        launches.clear()
+        steady()
+        ring.both(inputs)
+        return list(launches)
+
+    with monkeypatch.context() as plain:
+        plain.setattr(hopper, "leased", None)
+        for _ in range(4):
+            run(first, mine)
+            run(other, theirs)
+        expected = [named(run(*one), [])[0] for one in ((first, mine), (other, theirs))]
+    for _ in range(5):
+        assert [named(run(*one), [])[0] for one in ((first, mine), (other, theirs))] == expected
+    streams: Any = first.transport.streams
+    assert streams.recorded == 4  # backwards that take turns have the same turn each time
+
+
+def test_a_room_that_is_outgrown_stays_where_graphs_know_it(launches: list[Launch]) -> None:
+    lease, device = Lease(), torch.device("cpu")
+    lease.begin()
+    first, second = lease.room(100, device), lease.room(10, device)
+    lease.begin()
+    assert lease.room(100, device) is first
+    assert lease.room(10, device) is second
+    lease.begin()
+    big = lease.room(101, device)
+    assert big.numel() == 150
+    assert first.data_ptr() != big.data_ptr()
+    assert [id(x) for x in lease.rooms] == [id(first), id(second), id(big)]
+    lease.begin()
+    assert lease.room(1, device) is big

@@ -27,10 +27,11 @@ from ringattn.kernels.hopper.forward_launch import can_gather, launch_forward, l
 from ringattn.kernels.hopper.rows_launch import launch_rows, launch_rows_gathered
 from ringattn.kernels.hopper.wide_launch import launch_wide, launch_wide_gathered
 from ringattn.kernels.portable.launch import launch_delta
-from ringattn.kernels.record_triton import replay
+from ringattn.kernels.record_triton import is_heard, leased, replay
 
 __all__ = [
-    "add_bias_homes", "add_homes", "backward", "backward_gathered", "delta", "forward", "forward_gathered", "gathers", "replay",
+    "add_bias_homes", "add_homes", "backward", "backward_gathered", "delta", "forward", "forward_gathered", "gathers", "is_heard",
+    "leased", "replay",
 ]  # fmt: skip
 
 

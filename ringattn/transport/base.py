@@ -7,14 +7,15 @@ who chooses, and how bytes move.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from ringattn.kernels.contract import Arrivals, Reels
+from ringattn.kernels.contract import Arrivals, Lease, Reels
 from ringattn.schedule import Collection, Nodes
 
 Parcel = tuple[int, Tensor]
@@ -267,6 +268,29 @@ class Gatherer(Protocol):
             device: Where kernels run.
             what: Names the call in errors.
             biased: There is a gradient of key_bias; the same on all ranks.
+        """
+        ...
+
+    def repeat(
+        self,
+        key: tuple[Hashable, ...],
+        given: Sequence[Tensor],
+        made: Sequence[Tensor],
+        enqueue: Callable[[], object],
+        leased: Callable[[Lease], AbstractContextManager[None]],
+        held: tuple[Any, ...],
+    ) -> None:
+        """Enqueues a call: a whole gather, a whole homecoming or both, and what is launched between.
+
+        One that comes again with the same tensors may be launched as a graph of what it enqueued before, without asking it.
+
+        Args:
+            key: All that decides what is enqueued beside the tensors; objects by their identity.
+            given: Tensors that it is given.
+            made: Tensors that its caller has made for it, whose shapes, strides and dtypes follow from the others.
+            enqueue: Enqueues it, on the current stream; returns what else must live for as long as it may be repeated.
+            leased: `GatheringKernelSet.leased` of its kernels.
+            held: The objects that the key names.
         """
         ...
 

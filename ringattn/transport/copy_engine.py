@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ringattn.kernels.contract import Arrivals
+from ringattn.kernels.contract import Arrivals, Lease
 from ringattn.kernels.pack import pack
 from ringattn.schedule import Collection
 from ringattn.transport.base import Done, Gathering, Homecoming, Parcel, Pending, Reply, Transport
@@ -27,6 +28,7 @@ from ringattn.transport.home_programs import HomePrograms, Together, home_progra
 from ringattn.transport.one_shot import OneShotExchange
 from ringattn.transport.post_programs import PostPrograms, post_programs
 from ringattn.transport.process_group import Agreement
+from ringattn.transport.repeats import SEEN, Repeat
 from ringattn.transport.stations import MOST_GROUPS, padded, view_bytes
 from ringattn.transport.streams import Program, Streams
 from ringattn.transport.symmetric import Memory
@@ -44,6 +46,9 @@ class CopyEngineTransport(Holdings):
     Args:
         watched: Look after the ring in a thread.
         spare: See `Gatherer.spare`.
+
+    Attributes:
+        repeated: Calls that were launched as one graph (Note [Repeats] of repeats.py).
     """
 
     def __init__(
@@ -62,6 +67,8 @@ class CopyEngineTransport(Holdings):
         self.spare = spare
         self._home_turn = self._post_turn = 0
         self._posted = 0
+        self.repeated = 0
+        self._recording = False
         self._lane: int | None = None
         self._gathering: _Arriving | None = None
         self._homecoming: _Coming | None = None
@@ -108,7 +115,9 @@ class CopyEngineTransport(Holdings):
         # what was lent has no room for a bias either: such keys are packed like others
         lent = self._find_lent(k, v) if self._lent_at and key_bias is None else None
         of_bias = None if key_bias is None else key_bias.dtype
-        key = (id(collection), k.shape, k.dtype, v.shape[-1], groups, id(lent), capturing, keep, of_bias)
+        # what is recorded is repeated without asking here, and keeps its name
+        how = what if self._recording else capturing
+        key = (id(collection), k.shape, k.dtype, v.shape[-1], groups, id(lent), how, keep, of_bias)
         found: GatherPrograms | None = self.find(key)
         if found is None:
             found = self.keep(key, self._prepare_gather(k, v, collection, groups, lent, what, of_bias, keep=keep))
@@ -117,6 +126,8 @@ class CopyEngineTransport(Holdings):
             if home is not None:
                 self.keep(home.key, home.plans)  # which growing for the gather has forgotten
         found.course.what = found.pushing.what = what
+        if self._recording:
+            self._repeats.lease.held.append(found)
 
         launch, streams = self.streams.launch, self.streams
         far, herald, kept = found.far[0], found.herald, None
@@ -214,7 +225,71 @@ class CopyEngineTransport(Holdings):
             self._enter()
             plans = self.keep(key, self._prepare_home(collection, shape, what, biased=biased))
         plans[self._home_turn].course.what = what
+        if self._recording:
+            self._repeats.lease.held.append(plans)
         return _Coming(self, key, plans)
+
+    def repeat(
+        self,
+        key: tuple[Hashable, ...],
+        given: Sequence[Tensor],
+        made: Sequence[Tensor],
+        enqueue: Callable[[], object],
+        leased: Callable[[Lease], AbstractContextManager[None]],
+        held: tuple[Any, ...],
+    ) -> None:
+        """See `Gatherer.repeat`, and Note [Repeats] of repeats.py."""
+        _, capturing = self._enter()
+        if capturing or self._homecoming is not None:
+            enqueue()
+            return
+        known = self._repeats.find(key, given, made, held)
+        graph = self._graph_of(known, enqueue, leased) if known.whole and known.seen >= SEEN else None
+        if graph is not None:
+            self.repeated += 1
+            self.streams.launch(graph, self.streams.main())
+            return
+        turn, lease = self._home_turn, self._repeats.lease
+        if known.seen and known.whole:
+            lease.begin()
+            with leased(lease):
+                enqueue()
+            known.whole = lease.whole
+            lease.end()
+        else:
+            enqueue()
+        known.seen = min(known.seen + 1, SEEN)
+        known.layout, known.turns = self._far_layout, self._home_turn != turn
+
+    def _graph_of(
+        self, known: Repeat, enqueue: Callable[[], object], leased: Callable[[Lease], AbstractContextManager[None]]
+    ) -> Program | None:
+        """What a call that has come before comes down to now; what it changes here is changed. None: it cannot be recorded."""
+        turn, layout, lease = self._home_turn, self._far_layout, self._repeats.lease
+        clears = self._captured or (known.layout is not layout and known.layout != layout)
+        which = clears, turn if known.turns else 0
+        found = known.graphs.get(which)
+        if found is not None:
+            self._far_layout, self._home_turn = known.layout, 1 - turn if known.turns else turn
+            return found[0]
+        lease.begin()
+        self._recording, graph = True, None
+        try:
+            with leased(lease):
+                graph = self.streams.record(lambda: lease.held.append(enqueue()))
+        except RuntimeError:
+            pass  # piece by piece it may do, or say what is wrong
+        finally:
+            self._recording = False
+            if graph is None or not lease.whole:
+                # nothing of it has happened
+                known.whole, graph = False, None
+                self._home_turn, self._far_layout = turn, layout
+                self._gathering = self._homecoming = None
+        held = lease.end()
+        if graph is not None:
+            known.graphs[which] = graph, held
+        return graph
 
     def one_shot(self, agreement: Agreement, why: str) -> OneShotExchange:
         """An exchange through memory that is mapped as this transport's is. Every member calls it.
@@ -379,7 +454,7 @@ class CopyEngineTransport(Holdings):
             self.watch.check()
         lane, capturing = self.streams.main(), self.streams.capturing()
         if capturing:
-            self._captured = True
+            self._captured |= not self._recording
         elif lane != self._lane:
             if self._lane is not None:
                 self.streams.order(self._lane, lane)

@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from ringattn.kernels.contract import Arrivals, Reels
+from ringattn.kernels.contract import Arrivals, Lease, Reels
 from ringattn.parcels import slices
 from ringattn.schedule import Collection, Nodes
 from ringattn.transport.base import Homecoming, Parcel, Pending, Reply, Seat
@@ -180,6 +181,19 @@ class SimulatedGatherer:
             home.begin()
             home.gathered = gathered
         return gathered
+
+    def repeat(
+        self,
+        key: tuple[Hashable, ...],
+        given: Sequence[Tensor],
+        made: Sequence[Tensor],
+        enqueue: Callable[[], object],
+        leased: Callable[[Lease], AbstractContextManager[None]],
+        held: tuple[Any, ...],
+    ) -> None:
+        """See `Gatherer.repeat`; each call is a new one."""
+        del key, given, made, leased, held
+        enqueue()
 
     def _fetch(self, mine: Tensor, far: Tensor, collection: Collection, what: str) -> Tensor:
         """Far, with the rows of all others in it; rows are dimension 1."""

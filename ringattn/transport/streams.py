@@ -102,6 +102,13 @@ class Streams(Protocol):
         """Enqueues torch work on the caller's stream."""
         ...
 
+    def record(self, work: Callable[[], object]) -> Program:
+        """What work enqueues on the caller's stream, and beside it, as one program for that stream; nothing of it happens yet.
+
+        While it is recorded, `capturing` says so.
+        """
+        ...
+
     def rescue(self, ops: Sequence[Op]) -> None:
         """Does it at once, whatever other streams wait for, from any thread, also while another thread captures."""
         ...
@@ -296,7 +303,7 @@ class CudaStreams:
     def launch(self, program: _Calls, lane: int) -> None:
         """See `Streams.launch`."""
         if program.until_graph == 0:
-            program.graph = _Graph(self._cu, self._scribe, program.calls)
+            program.graph = _Graph(self._cu, self._scribe, lambda: [call(self._scribe) for call in program.calls])
         program.until_graph -= 1
         if program.graph is not None:
             status = self._cu.cuGraphLaunch(program.graph.handle, lane)
@@ -320,6 +327,14 @@ class CudaStreams:
     def call(self, work: Callable[[], object]) -> None:
         """See `Streams.call`."""
         work()
+
+    def record(self, work: Callable[[], object]) -> _Calls:
+        """See `Streams.record`."""
+        recorded = _Calls([], -1)
+        with torch.cuda.stream(torch.cuda.ExternalStream(self._scribe, device=self._device)):
+            # torch may have to get memory meanwhile
+            recorded.graph = _Graph(self._cu, self._scribe, work, _RELAXED)
+        return recorded
 
     def rescue(self, ops: Sequence[Op]) -> None:
         """See `Streams.rescue`."""
@@ -413,18 +428,20 @@ def _do(driver: ctypes.CDLL, doing: str, function: Callable[..., int], *args: An
 
 
 class _Graph:
-    """Driver calls captured once; destroyed with the last reference (work in flight is let finish)."""
+    """Work on a stream, captured once; destroyed with the last reference (work in flight is let finish)."""
 
-    def __init__(self, driver: ctypes.CDLL, scribe: int, calls: Sequence[Callable[[int], None]]) -> None:
+    def __init__(self, driver: ctypes.CDLL, scribe: int, work: Callable[[], object], mode: int = _THREAD_LOCAL) -> None:
         self._cu = driver
         self.handle: int | None = None
         graph, ready = c_void_p(), c_void_p()
-        _do(driver, "begin a capture", driver.cuStreamBeginCapture_v2, scribe, _THREAD_LOCAL)
+        _do(driver, "begin a capture", driver.cuStreamBeginCapture_v2, scribe, mode)
         try:
-            for call in calls:
-                call(scribe)
-        finally:
-            ended = driver.cuStreamEndCapture(scribe, byref(graph))
+            work()
+        except BaseException:
+            if not driver.cuStreamEndCapture(scribe, byref(graph)):
+                driver.cuGraphDestroy(graph)
+            raise
+        ended = driver.cuStreamEndCapture(scribe, byref(graph))
         if ended:
             _refuse(driver, ended, "end a capture")
         made = driver.cuGraphInstantiateWithFlags(byref(ready), graph, 0)
