@@ -706,10 +706,12 @@ def soak_all(args: CheckArgs, session: Session, line: dict[str, Any]) -> int:
         for one in red:
             print(f"RED: {one}")
         poisoned = f", poisoned {tally.poisoned} times" if args.poison else ""
+        repeated = min(one.repeated for one in found), max(one.repeated for one in found)
+        as_graphs = f", {repeated[0]} to {repeated[1]} by rank as graphs of earlier ones" if repeated[1] else ""
         print(
             f"{'red' if code else 'green'}: {tally.calls} calls on one ring, {tally.backwards} with a backward, of {tally.cases} "
             f"cases ({tally.equal_to_simulation} calm answers equal to the simulated ring to the bit), looked at "
-            f"{tally.checks} times{poisoned}; {tally.prepare_s:.1f} s to prepare, {tally.seconds:.1f} s, "
+            f"{tally.checks} times{poisoned}{as_graphs}; {tally.prepare_s:.1f} s to prepare, {tally.seconds:.1f} s, "
             f"seed {args.seed}"
         )
         if args.json is not None:

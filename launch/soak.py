@@ -7,6 +7,8 @@ Note [What is soaked]
     All ranks draw the same sequence from one seed. A few calls are made like the layers of a model: forwards in order, then
     the backwards of those that have one, in reverse. Nobody waits for the device until the next check, which comes after a
     random number of calls; so buffers, slots and flags of one call meet those of the next while they are in use.
+    Some calls are made a few times with the same tensors, and their answers looked at on the device at once: their memory comes
+    back, as in the steps of a training, and with it what a ring does for calls that come again.
 
 Note [What is compared]
     Before the sequence every case is solved once, calmly, and held against the definition inside its error budget; a case that
@@ -33,6 +35,8 @@ from ringattn.launch.session import Session
 
 DELAY_MS = 20.0
 """The longest pause of a host with --delay."""
+AGAIN = 5
+"""Times that a call comes before the one whose answer is kept until the next check, where it comes again."""
 ENOUGH = 20
 """Wrong answers after which there is no point in going on."""
 
@@ -74,6 +78,7 @@ class Tally:
         cases: Distinct cases.
         equal_to_simulation: Cases whose calm answer was required to equal the simulated ring, and did.
         poisoned: Times the ring's buffers were filled with NaN.
+        repeated: Forwards and backwards that the ring launched as one graph, since they had come before with the same memory.
         red: What was wrong.
         prepare_s: Seconds until the first call of the sequence.
         seconds: Seconds of the sequence.
@@ -85,6 +90,7 @@ class Tally:
     cases: int = 0
     equal_to_simulation: int = 0
     poisoned: int = 0
+    repeated: int = 0
     red: list[str] = field(default_factory=list)
     prepare_s: float = 0.0
     seconds: float = 0.0
@@ -202,6 +208,7 @@ def _run(args: CheckArgs, session: Session, ring: ringattn.Ring, ready: Sequence
     # the first is drawn from alike on every rank; pauses are each rank's own
     chooser, pauses = random.Random(args.seed), random.Random(args.seed + 7919 * (session.rank + 1))
     waiting: list[tuple[int, Prepared, dict[str, Tensor]]] = []
+    same: list[tuple[str, Tensor]] = []
     until_check = chooser.randint(1, 24)
 
     def pause() -> None:
@@ -210,9 +217,20 @@ def _run(args: CheckArgs, session: Session, ring: ringattn.Ring, ready: Sequence
 
     while tally.calls < args.soak:
         layers = []
-        for _ in range(min(chooser.choice((1, 1, 2, 3)), args.soak - tally.calls)):
+        for _ in range(chooser.choice((1, 1, 2, 3))):
+            if tally.calls == args.soak:
+                break
             one, backward = chooser.choice(ready), chooser.random() < 0.75
             pause()
+            for _ in range(min(chooser.choice((0, 0, 0, AGAIN)), args.soak - tally.calls - 1)):
+                o, lse = attend(one, args.impl)
+                found = {"o": o.detach(), "lse": lse.detach()}
+                if backward:
+                    found |= differentiate(one, o, lse)
+                waiting.append((tally.calls, one, _look(tally.calls, one, found, same)))
+                del o, lse, found
+                tally.calls += 1
+                tally.backwards += backward
             o, lse = attend(one, args.impl)
             layers.append((tally.calls, one, backward, o, lse))
             tally.calls += 1
@@ -227,24 +245,34 @@ def _run(args: CheckArgs, session: Session, ring: ringattn.Ring, ready: Sequence
                 tally.backwards += 1
             waiting.append((number, one, found))
         if len(waiting) >= until_check:
-            _compare(waiting, tally)
-            waiting, until_check = [], chooser.randint(1, 24)
+            _compare(waiting, same, tally)
+            waiting, same, until_check = [], [], chooser.randint(1, 24)
             # all ranks stop together
             if session.maximum([float(len(tally.red))])[0] >= ENOUGH:
                 return
-    _compare(waiting, tally)
+    _compare(waiting, same, tally)
+    tally.repeated = getattr(ring.seat.transport, "repeated", 0)
 
 
-def _compare(waiting: Sequence[tuple[int, Prepared, dict[str, Tensor]]], tally: Tally) -> None:
+def _look(number: int, one: Prepared, found: dict[str, Tensor], same: list[tuple[str, Tensor]]) -> dict[str, Tensor]:
+    """Compares bits on the device, into `same`; returns what must be inside the budget instead."""
+    rest = {}
+    for name, x in found.items():
+        if name in ("o", "lse") or one.deterministic:
+            same.append((f"call {number}, {_title(one.case)}: {name}", (x == one.calm[name]).all()))
+        else:
+            rest[name] = x
+    return rest
+
+
+def _compare(
+    waiting: Sequence[tuple[int, Prepared, dict[str, Tensor]]], same: list[tuple[str, Tensor]], tally: Tally
+) -> None:
     tally.checks += 1
-    same: list[tuple[str, Tensor]] = []
     for number, one, found in waiting:
-        for name, x in found.items():
-            where = f"call {number}, {_title(one.case)}: {name}"
-            if name in ("o", "lse") or one.deterministic:
-                same.append((where, (x == one.calm[name]).all()))
-            elif not (ratio := ratio_of(one, name, x)) <= 1:
-                tally.red.append(f"{where} is {ratio:.3g} x its budget")
+        for name, x in _look(number, one, found, same).items():
+            if not (ratio := ratio_of(one, name, x)) <= 1:
+                tally.red.append(f"call {number}, {_title(one.case)}: {name} is {ratio:.3g} x its budget")
     if same:
         verdicts = torch.stack([verdict for _, verdict in same]).tolist()
         tally.red += [
