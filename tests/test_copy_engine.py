@@ -22,7 +22,7 @@ from ringattn.kernels.contract import Arrivals
 from ringattn.kernels.pack import pack
 from ringattn.layout import Run, make_shards, shard_len
 from ringattn.schedule import Collection, Fetch, Nodes, collect, make_plan
-from ringattn.transport import streams
+from ringattn.transport import repeats, streams
 from ringattn.transport.base import Gathering, Reply
 from ringattn.transport.choose import PROBE_BYTES, measure_push, node_of
 from ringattn.transport.copy_engine import CopyEngineTransport
@@ -759,6 +759,24 @@ def test_a_call_that_cannot_be_recorded_is_enqueued_piece_by_piece(monkeypatch: 
         ranks.each(lambda rank, salt=salt: again.call(rank, salt, backward=True))
     ranks.world.drain()
     assert again.enqueued == [4, 9]
+
+
+def test_graphs_are_made_as_long_as_they_are_repaid(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(repeats, "FREE", 2)
+    ranks = Ranks(2, 0)
+    agains = [Again(ranks, full(2)).make_room() for _ in range(4)]
+
+    def some(again: Again, count: int) -> int:
+        for _ in range(count):
+            ranks.each(lambda rank: again.call(rank, 1, backward=False))
+        ranks.world.drain()
+        return again.enqueued[0]
+
+    # two are free; the third is made when both together were launched four times
+    assert [some(agains[0], 3), some(agains[1], 3), some(agains[2], 5)] == [3, 3, 5]
+    assert some(agains[0], 2) == 3
+    assert some(agains[2], 3) == 6
+    assert some(agains[3], 5) == 5
 
 
 def test_what_was_left_open_is_closed_by_no_graph() -> None:

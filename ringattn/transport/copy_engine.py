@@ -46,9 +46,6 @@ class CopyEngineTransport(Holdings):
     Args:
         watched: Look after the ring in a thread.
         spare: See `Gatherer.spare`.
-
-    Attributes:
-        repeated: Calls that were launched as one graph (Note [Repeats] of repeats.py).
     """
 
     def __init__(
@@ -67,7 +64,6 @@ class CopyEngineTransport(Holdings):
         self.spare = spare
         self._home_turn = self._post_turn = 0
         self._posted = 0
-        self.repeated = 0
         self._recording = False
         self._lane: int | None = None
         self._gathering: _Arriving | None = None
@@ -246,7 +242,7 @@ class CopyEngineTransport(Holdings):
         known = self._repeats.find(key, given, made, held)
         graph = self._graph_of(known, enqueue, leased) if known.whole and known.seen >= SEEN else None
         if graph is not None:
-            self.repeated += 1
+            self._repeats.launched += 1
             self.streams.launch(graph, self.streams.main())
             return
         turn, lease = self._home_turn, self._repeats.lease
@@ -272,6 +268,8 @@ class CopyEngineTransport(Holdings):
         if found is not None:
             self._far_layout, self._home_turn = known.layout, 1 - turn if known.turns else turn
             return found[0]
+        if not self._repeats.repay():
+            return None
         lease.begin()
         self._recording, graph = True, None
         try:
@@ -289,6 +287,7 @@ class CopyEngineTransport(Holdings):
         held = lease.end()
         if graph is not None:
             known.graphs[which] = graph, held
+            self._repeats.recorded += 1
         return graph
 
     def one_shot(self, agreement: Agreement, why: str) -> OneShotExchange:
@@ -404,6 +403,11 @@ class CopyEngineTransport(Holdings):
             # another sharding of as many rows on the longest shard
             lent.k, lent.v = lent.slot[:, :mine, :, :d], lent.slot[:, :mine, :, d:]
         return lent.k, lent.v
+
+    @property
+    def repeated(self) -> int:
+        """Calls that were launched as one graph since memory was made (Note [Repeats] of repeats.py)."""
+        return self._repeats.launched
 
     def poison(self) -> None:
         """Sets all bits wherever rows are kept between two calls; every rank calls it. What was lent is left alone."""

@@ -29,6 +29,10 @@ from ringattn.transport.streams import Program
 
 REPEATS = 512
 """Calls that a ring remembers."""
+FREE = 256
+"""Graphs that a ring makes without asking whether earlier ones were worth it."""
+WORTH = 4
+"""Launches of a graph that repay what it takes to make it."""
 SEEN = 2
 """Times that a call is enqueued piece by piece before it is recorded."""
 
@@ -59,10 +63,13 @@ class Repeats:
 
     Attributes:
         lease: What recorded launches take rooms of.
+        recorded: Graphs that were made.
+        launched: How often graphs were launched.
     """
 
     def __init__(self) -> None:
         self.lease = Lease()
+        self.recorded = self.launched = 0
         self._known: OrderedDict[Hashable, Repeat] = OrderedDict()
 
     def find(
@@ -81,6 +88,10 @@ class Repeats:
         else:
             self._known.move_to_end(key)
         return found
+
+    def repay(self) -> bool:
+        """Whether making one more graph is likely to: memory may come back a few times and then never again."""
+        return self.recorded < FREE + self.launched // WORTH
 
     def forget(self) -> None:
         """All calls are new again."""
