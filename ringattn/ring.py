@@ -17,7 +17,7 @@ import operator
 import socket
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
@@ -44,7 +44,6 @@ from ringattn.transport.process_group import (
     Agreement,
     ProcessGroupTransport,
     let_go,
-    raise_differences,
     resolve_group,
 )
 from ringattn.visibility import Visibility
@@ -153,7 +152,7 @@ class Ring:
         self._choice = Choice("none", "one rank: every key is here already") if alone else undecided
         self._agreement = None if alone else Agreement(self._group_name, self.rank, self.world_size, self.name, timeout)
         if levels is None:
-            hosts = [""] if self._agreement is None else self._agreement.compare(socket.gethostname())
+            hosts = [""] if self._agreement is None else self._agreement.share("host", socket.gethostname())
             levels = group_by_host(hosts)
         levels = None if len(levels) == 1 else levels
         names = [
@@ -218,20 +217,28 @@ class Ring:
             The sharding, seen from this rank.
 
         Raises:
-            ValueError: An unknown layout, or boundaries that do not fit.
-            TypeError: The length or a boundary is no integer.
+            ValueError: An unknown layout, or boundaries that do not fit; other ranks find it when they compare their next call.
+            TypeError: The length or a boundary is no integer; likewise.
         """
-        seq_len = operator.index(seq_len)
-        documents = None if documents is None else tuple(map(operator.index, documents))
-        if balance is not None and layout != "balanced":
-            raise ValueError(f"balance must be given with layout='balanced' only, got layout={layout!r}; leave it out")
-        mask: dict[str, Any] = {"causal": True} if balance is None else resolve_mask(balance)
-        visibility = Visibility(seq_len=seq_len, kv_len=seq_len, documents=documents, **mask)
-        shards = make_shards(layout, seq_len, self.world_size, visibility)
-        sharding = Sharding(seq_len, layout, shards, self.rank, documents, ring=self, device=device)
-        # torch.compile reads what is there, and cannot make it: cached_property takes a lock
-        _ = sharding.positions, sharding.shard_lens
-        return sharding
+        with nullcontext() if torch.compiler.is_compiling() else self.shared_refusals():
+            seq_len = operator.index(seq_len)
+            documents = None if documents is None else tuple(map(operator.index, documents))
+            if balance is not None and layout != "balanced":
+                raise ValueError(
+                    f"balance must be given with layout='balanced' only, got layout={layout!r}; leave it out"
+                )
+            mask: dict[str, Any] = {"causal": True} if balance is None else resolve_mask(balance)
+            visibility = Visibility(seq_len=seq_len, kv_len=seq_len, documents=documents, **mask)
+            shards = make_shards(layout, seq_len, self.world_size, visibility)
+            sharding = Sharding(seq_len, layout, shards, self.rank, documents, ring=self, device=device)
+            # torch.compile reads what is there, and cannot make it: cached_property takes a lock
+            _ = sharding.positions, sharding.shard_lens
+            return sharding
+
+    @property
+    def failures(self) -> int:
+        """How many calls have been refused, here or on another rank, or were not made by all: for what ranks remember in step."""
+        return 0 if self._agreement is None else self._agreement.failures
 
     @contextmanager
     def refusals(self, call: str, tensors: Sequence[Tensor | None]) -> Iterator[None]:
@@ -263,15 +270,15 @@ class Ring:
         if self._agreement is not None:
             record = {**parse(call), "tensors": _without_rows(tensors), "nodes": self.seat.nodes}
             record["keep_keys"] = self.keep_keys
-            texts = self._agreement.compare(json.dumps(record))
-            raise_differences([json.loads(text) for text in texts])
+            self._agreement.compare_calls(record)
             self.settle(next(x.device for x in tensors if x is not None))
         self._agreed.add(signature)
 
     def refuse(self, error: Exception) -> NoReturn:
         """Raises an error of this rank that ranks which compare their next call find there, instead of waiting for this one.
 
-        For what is checked before a call is made and may be wrong on some ranks only.
+        For what is checked before a call is made and may be wrong on some ranks only. An error is told once, however many places
+        it passes on its way.
 
         Args:
             error: What to raise.
@@ -279,8 +286,12 @@ class Ring:
         Raises:
             Exception: The error.
         """
-        if self._agreement is not None:
-            self._agreement.refuse(error)
+        told: set[str] = vars(error).setdefault("_ringattn_told", set())
+        if self._agreement is not None and self.name not in told:
+            told.add(self.name)
+            # without the group, as in a process forked from its own, there is nobody to tell
+            with suppress(RuntimeError):
+                self._agreement.refuse(error)
         raise error
 
     @contextmanager
@@ -346,10 +357,7 @@ class Ring:
         """
         if self._agreement is None:
             return number
-        records = [json.loads(found) for found in self._agreement.compare(json.dumps({"number": number}))]
-        if any("number" not in record for record in records):
-            raise_differences(records)
-        return min(record["number"] for record in records)
+        return min(self._agreement.share("number", number))
 
     def gather(self, x: Tensor, dim: int, lengths: Sequence[int]) -> list[Tensor]:
         """Every rank's tensor, which differ in length along dim only; differentiable (gradients are summed over ranks).
@@ -412,17 +420,19 @@ class Ring:
         Returns:
             K `b t hk d` and v `b t hk dv`, this rank's rows, uninitialised; the last dim is contiguous.
         """
-        if device is None:
-            device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else "cpu"
-        device = torch.device(device)
-        dims = (head_dim, head_dim if v_head_dim is None else v_head_dim)
-        rows, mine = max(map(shard_len, sharding.shards)), sharding.shard_len
+        with self.shared_refusals():
+            if device is None:
+                device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else "cpu"
+            device = torch.device(device)
+            dims = (head_dim, head_dim if v_head_dim is None else v_head_dim)
+            rows, mine = max(map(shard_len, sharding.shards)), sharding.shard_len
         self._settle(device)
         lend = getattr(self.seat.transport, "lend", None)
         if lend is not None and device.type == "cuda":
             k, v = lend(name, batch, rows, mine, kv_heads, dims, dtype)
         else:
-            whole = self._kept.take(name, (batch, rows, kv_heads, sum(dims)), dtype, device)
+            with self.shared_refusals():
+                whole = self._kept.take(name, (batch, rows, kv_heads, sum(dims)), dtype, device)
             k, v = whole[:, :mine, :, :head_dim], whole[:, :mine, :, head_dim:]
         # fresh tensors each time: what autograd ties to them in one step is not there in the next
         return k.detach(), v.detach()
@@ -457,8 +467,9 @@ class Ring:
             why = f"partials cross between nodes ({why})"
         elif one_shot is not None and device.type == "cuda":
             missing = None if importlib.util.find_spec("triton") else f"ring rank {self.rank} has no triton"
-            found = [json.loads(text) for text in self._agreement.compare(json.dumps(missing))]
-            missing = next((text for text in found if text is not None), None)
+            missing = next(
+                (text for text in self._agreement.share("what an exchange lacks", missing) if text is not None), None
+            )
             if missing is None:
                 return one_shot(self._agreement, why)
             why = missing

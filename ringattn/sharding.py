@@ -182,16 +182,11 @@ class Sharding:
             dim: The sequence dimension; negative counts from the end.
 
         Raises:
-            ValueError: x does not have seq_len rows in `dim`.
-            NotImplementedError: x is a DTensor.
+            ValueError: x does not have seq_len rows in `dim`; other ranks of the ring find it when they compare their next call.
+            NotImplementedError: x is a DTensor; likewise.
         """
-        check_plain("x", x)
-        dim = _resolve_dim(x, dim)
-        if x.shape[dim] != self._seq_len:
-            raise ValueError(
-                f"x must have seq_len {self._seq_len} in dim {dim}, got {x.shape[dim]} (shape {tuple(x.shape)}); "
-                "pass the whole sequence, or name its dim"
-            )
+        with self._shared_refusals():
+            dim = self._check_rows("x", x, dim, "seq_len", self._seq_len, "the whole sequence, or name its dim")
         mine = self._shards[self._rank]
         parts = [_run_of(x, dim, run) for run in mine] or [x.narrow(dim, 0, 0)]
         # cat copies even a single part: a view would keep the whole sequence in memory
@@ -211,9 +206,10 @@ class Sharding:
             NotImplementedError: x_local is a DTensor.
         """
         ring = self._ring
-        compiling = torch.compiler.is_compiling()  # a trace has no other ranks
-        with nullcontext() if compiling or ring is None else ring.shared_refusals():
-            dim = self._check_rows(x_local, dim)
+        with self._shared_refusals():
+            dim = self._check_rows(
+                "x_local", x_local, dim, "shard_len", self.shard_len, "this rank's rows, or name their dim"
+            )
         if self.world_size == 1:
             return self.assemble([x_local], dim)
         if ring is None:
@@ -221,21 +217,26 @@ class Sharding:
                 f"unshard must reach the other {self.world_size - 1} ranks, got a sharding without a ring; "
                 "make it with Ring.sharding, or pass all parts to assemble"
             )
-        if not compiling:
+        if not torch.compiler.is_compiling():  # a trace has no other ranks
             shape = [*x_local.shape[:dim], self._shard_lens, *x_local.shape[dim + 1 :]]
             kind = f"{x_local.dtype} {x_local.device.type}"
             differentiable = torch.is_grad_enabled() and x_local.requires_grad
             ring.agree_once("a tensor to unshard", f"{shape} {kind} with gradients: {differentiable}")
         return self.assemble(ring.gather(x_local, dim, self.shard_lens), dim)
 
-    def _check_rows(self, x_local: Tensor, dim: int) -> int:
-        """The dim, counted from the front, in which a tensor has this rank's rows; refuses others."""
-        check_plain("x_local", x_local)
-        dim = _resolve_dim(x_local, dim)
-        if x_local.shape[dim] != self.shard_len:
+    def _shared_refusals(self) -> AbstractContextManager[None]:
+        """Lets the other ranks of the ring, if there is one, know of what is raised inside; a trace has no other ranks."""
+        ring = None if torch.compiler.is_compiling() else self._ring
+        return nullcontext() if ring is None else ring.shared_refusals()
+
+    @staticmethod
+    def _check_rows(name: str, x: Tensor, dim: int, wanted: str, rows: int, instead: str) -> int:
+        """The dim, counted from the front, in which a tensor has so many rows; refuses others."""
+        check_plain(name, x)
+        dim = _resolve_dim(x, dim)
+        if x.shape[dim] != rows:
             raise ValueError(
-                f"x_local must have shard_len {self.shard_len} in dim {dim}, got {x_local.shape[dim]} "
-                f"(shape {tuple(x_local.shape)}); pass this rank's rows, or name their dim"
+                f"{name} must have {wanted} {rows} in dim {dim}, got {x.shape[dim]} (shape {tuple(x.shape)}); pass {instead}"
             )
         return dim
 

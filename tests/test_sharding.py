@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import doctest
 import json
+import os
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from datetime import timedelta
 from typing import NoReturn
 
 import pytest
@@ -15,7 +17,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import ringattn.sharding
-from ringattn import Ring
+from ringattn import Ring, ring_attention
 from ringattn.layout import LAYOUTS, Run, contiguous, make_shards, striped, zigzag
 from ringattn.sharding import Sharding
 from ringattn.visibility import Visibility
@@ -215,3 +217,84 @@ def test_examples_in_the_docstrings_hold() -> None:
     result = doctest.testmod(ringattn.sharding)
     assert result.attempted
     assert not result.failed
+
+
+WRONG = {
+    "seq_len": "seq_len and kv_len must be at least 1, got 0",
+    "documents": "documents must be boundaries that start at 0 and end at seq_len 9, got 0, ..., 10",
+    "rows": "x must have seq_len 9 in dim 1, got 8",
+    "buffer": "no device",
+}
+
+
+def _make_wrongly(kind: str) -> list[str]:
+    """What each rank hears where rank 1 asks a ring for what cannot be, and then of the right call."""
+    ring, said = Ring(timeout=timedelta(seconds=20)), []
+    for wrong in (kind if ring.rank == 1 else "", ""):
+        try:
+            documents = [0, 4, 10 if wrong == "documents" else 9]
+            sharding = ring.sharding(0 if wrong == "seq_len" else 9, documents=documents)
+            x = sharding.shard(torch.ones(1, 8 if wrong == "rows" else 9, 2, 16))
+            device = "no device" if wrong == "buffer" else "cpu"
+            k, v = ring.kv_buffer(sharding, 1, 2, 16, dtype=x.dtype, name="a", device=device)
+            ring_attention(x, k.copy_(x), v.copy_(x), sharding)
+            said.append("")
+        except (ValueError, RuntimeError) as error:
+            said.append(str(error))
+    return said
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("kind", WRONG)
+def test_what_one_rank_asks_a_ring_for_wrongly_is_refused_on_all(pool: Pools, kind: str) -> None:
+    for refused, after in pool(2).run(_make_wrongly, kind):
+        assert WRONG[kind] in refused
+        assert after == ""
+
+
+def _settle_wrongly() -> tuple[str, str]:
+    """What a rank hears that settles how rows move, or over how many nodes, where rank 1 does something else."""
+    said = []
+    ring = Ring(timeout=timedelta(seconds=20), transport="copy_engine")
+    try:
+        ring.sharding(9 - 9 * ring.rank)
+        ring.settle(torch.device("cpu"))
+    except ValueError as error:
+        said.append(str(error))
+    try:
+        ring = Ring(timeout=timedelta(seconds=20), nodes=1 if ring.rank else "auto")
+        ring.least(1)
+    except ValueError as error:
+        said.append(str(error))
+    refused, differing = said
+    return refused, differing
+
+
+@pytest.mark.dist
+def test_ranks_that_settle_how_rows_move_hear_of_one_that_refuses(pool: Pools) -> None:
+    for refused, differing in pool(2).run(_settle_wrongly):
+        assert "seq_len and kv_len must be at least 1, got 0" in refused
+        assert "all ranks must make the same call, got a different one on ring ranks [1] (host: " in differing
+
+
+def _refuse_in_a_fork() -> str:
+    ring = Ring()
+    read, write = os.pipe()
+    if os.fork() == 0:
+        try:
+            ring.sharding(0)
+        except Exception as error:
+            os.write(write, f"{type(error).__name__}: {error}".encode())
+        finally:
+            os._exit(0)
+    os.close(write)
+    os.wait()
+    with os.fdopen(read) as said:
+        return said.read()
+
+
+@pytest.mark.dist
+def test_a_process_that_was_forked_says_what_it_refuses(pool: Pools) -> None:
+    """It cannot tell the other ranks, and must not hide what is wrong behind that."""
+    for said in pool(2).run(_refuse_in_a_fork):
+        assert said.startswith("ValueError: seq_len and kv_len must be at least 1, got 0")

@@ -7,7 +7,6 @@ know how either transport works.
 from __future__ import annotations
 
 import importlib.util
-import json
 import socket
 from collections import Counter
 from collections.abc import Sequence
@@ -118,7 +117,7 @@ def measure_push(place: int, size: int, clock: Clock, memory: Memory, agreement:
     seconds = clock.time_copy(region.addresses[(place + 1) % size], source.data_ptr(), PROBE_BYTES)
     # whoever still pushes is let finish before the region goes
     memory.meet("probe ends")
-    return min(json.loads(text) for text in agreement.compare(json.dumps(PROBE_BYTES / seconds)))
+    return min(agreement.share("bytes per second", PROBE_BYTES / seconds))
 
 
 def choose(
@@ -159,14 +158,13 @@ def choose(
     if wanted == "process_group":
         return fallback, Choice("process_group", "asked for"), memory_budget or 0, 0.0
     here = look(device) | {"memory_budget": memory_budget}
-    found = [json.loads(text) for text in agreement.compare(json.dumps(here))]
+    found = agreement.share("place", here)
     budgets = [other["memory_budget"] for other in found]
     if len(set(budgets)) > 1:
         raise ValueError(f"memory_budget must be the same on all ring ranks, got {budgets} by rank; pass one number")
     budget = memory_budget if memory_budget is not None else min(other["free"] for other in found) // 4
     transport, rate, obstacle = None, 0.0, find_obstacle(rank, device, found, nodes)
-    obstacles = [json.loads(text) for text in agreement.compare(json.dumps(obstacle))]
-    obstacle = next((text for text in obstacles if text is not None), None)
+    obstacle = next((text for text in agreement.share("obstacle", obstacle) if text is not None), None)
     if obstacle is None:
         from ringattn.transport.copy_engine import CopyEngineTransport
         from ringattn.transport.streams import CudaStreams
@@ -178,8 +176,7 @@ def choose(
         except RuntimeError as refusal:
             streams, error = None, f"ring rank {rank}: {refusal}"
         # one rank may have a broken installation: nobody makes memory before all are ready
-        errors = [json.loads(text) for text in agreement.compare(json.dumps(error))]
-        obstacle = next((text for text in errors if text is not None), None)
+        obstacle = next((text for text in agreement.share("error", error) if text is not None), None)
         if obstacle is None and streams is not None:
             mates, within, together = node_of(rank, nodes, world_size), group_name, agreement
             if nodes is not None:

@@ -402,9 +402,13 @@ class Agreement:
         world_size: Ranks in the group.
         name: Prefix of the keys: the same on all ranks, different for each ring.
         timeout: How long to wait for the others.
+
+    Attributes:
+        failures: Rounds so far that ended in an error here: the same number on all ranks where all of them came to each.
     """
 
     def __init__(self, group_name: str, rank: int, world_size: int, name: str, timeout: timedelta) -> None:
+        self.failures = 0
         self._group_name = group_name
         self._rank = rank
         self._world_size = world_size
@@ -467,8 +471,39 @@ class Agreement:
         Raises:
             Exception: The error.
         """
-        self.leave(json.dumps({"refused": f"{type(error).__name__}: {error}"}))
-        raise error
+        with self._failing():
+            self.leave(json.dumps({"refused": f"{type(error).__name__}: {error}"}))
+            raise error
+
+    def compare_calls(self, record: dict[str, Any]) -> None:
+        """Compares what ranks say of their calls.
+
+        Args:
+            record: As JSON has it.
+
+        Raises:
+            ValueError: They differ, or another rank has refused its call; raised on every rank.
+            RuntimeError: As `compare`.
+        """
+        with self._failing():
+            raise_differences([json.loads(found) for found in self.compare(json.dumps(record))])
+
+    def share(self, what: str, value: Any) -> list[Any]:
+        """The values of all ranks, in rank order.
+
+        Args:
+            what: What it is.
+            value: This rank's, as JSON has it.
+
+        Raises:
+            ValueError: Another rank has refused its call, or says something else.
+            RuntimeError: As `compare`.
+        """
+        with self._failing():
+            records = [json.loads(found) for found in self.compare(json.dumps({what: value}))]
+            if any(what not in record for record in records):
+                raise_differences(records)
+        return [record[what] for record in records]
 
     def agree(self, what: str, text: str) -> None:
         """Compares a text that must be the same on all ranks.
@@ -480,17 +515,25 @@ class Agreement:
         Raises:
             ValueError: It is not; raised on every rank, naming those that differ from most.
         """
-        records = [json.loads(found) for found in self.compare(json.dumps({"agreed": text}))]
-        if any("agreed" not in record for record in records):
-            raise_differences(records)
-        found = [record["agreed"] for record in records]
-        usual = Counter(found).most_common(1)[0][0]
-        differing = [rank for rank, other in enumerate(found) if other != usual]
-        if differing:
-            raise ValueError(
-                f"{what} must be the same on all ranks of a ring, got {usual} on most ranks and {found[differing[0]]} on ring rank "
-                f"{differing[0]} (ring ranks {differing} differ); give all of them the same"
-            )
+        with self._failing():
+            found = self.share("agreed", text)
+            usual = Counter(found).most_common(1)[0][0]
+            differing = [rank for rank, other in enumerate(found) if other != usual]
+            if differing:
+                raise ValueError(
+                    f"{what} must be the same on all ranks of a ring, got {usual} on most ranks and {found[differing[0]]} on ring "
+                    f"rank {differing[0]} (ring ranks {differing} differ); give all of them the same"
+                )
+
+    @contextlib.contextmanager
+    def _failing(self) -> Iterator[None]:
+        """Counts the round if it ends in an error."""
+        before = self.failures
+        try:
+            yield
+        except Exception:
+            self.failures = before + 1
+            raise
 
     def _set(self, store: Any, text: str) -> None:
         key = self._key(self._rank)
