@@ -18,7 +18,7 @@ Note [Fast path]
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -177,7 +177,8 @@ class RingMultiheadAttention(nn.MultiheadAttention):
                 query, key, value, key_padding_mask, need_weights, attn_mask, is_causal, sharding, kv_sharding
             )
         row_dim = 1 if self.batch_first and query.dim() == 3 else 0
-        sharding, kv_sharding = self._find_shardings(query, key, row_dim, sharding, kv_sharding)
+        with self._shared_refusals(sharding):
+            sharding, kv_sharding = self._find_shardings(query, key, row_dim, sharding, kv_sharding)
         keys = sharding if kv_sharding is None else kv_sharding
         # what is refused here on one rank, others hear of (not in a trace, which has no other ranks)
         with nullcontext() if torch.compiler.is_compiling() else sharding.ring.shared_refusals():
@@ -235,6 +236,13 @@ class RingMultiheadAttention(nn.MultiheadAttention):
         elif not self.batch_first:
             rows = rows.transpose(0, 1)
         return F.linear(rows, self.out_proj.weight, self.out_proj.bias), weights
+
+    def _shared_refusals(self, sharding: Sharding | None) -> AbstractContextManager[None]:
+        """Lets other ranks know of what is raised inside, where the ring is known (not in a trace, which has no other ranks)."""
+        ring = self._held.ring
+        if ring is None and isinstance(sharding, Sharding):
+            ring = sharding.ring
+        return nullcontext() if ring is None or torch.compiler.is_compiling() else ring.shared_refusals()
 
     def _find_shardings(
         self, query: Tensor, key: Tensor, dim: int, sharding: Sharding | None, kv_sharding: Sharding | None
@@ -389,17 +397,19 @@ class RingMultiheadAttention(nn.MultiheadAttention):
         kv_sharding: Sharding | None,
     ) -> tuple[Tensor, Tensor | None]:
         """`forward` of nested self-attention, in which `nn.TransformerEncoder` leaves out this rank's padded rows."""
-        if query is not key or key is not value or need_weights or not self.batch_first or kv_sharding is not None:
-            raise NotImplementedError(
-                "nested input must be that of self-attention with batch_first=True and need_weights=False, got other; "
-                "pass padded tensors with key_padding_mask"
-            )
-        if key_padding_mask is not None or attn_mask is not None:
-            raise AssertionError("nested input must come without masks, got one; pass padded tensors with it")
-        lengths = [x.shape[0] for x in query.unbind()]
-        found = resolve_sharding(sharding, None)
-        rows = max(lengths) if found is None else found[0].shard_len
-        x = query.to_padded_tensor(0.0, (len(lengths), rows, query.size(-1)))
+        with self._shared_refusals(sharding):
+            found = resolve_sharding(sharding, None)
+        with self._shared_refusals(None if found is None else found[0]):
+            if query is not key or key is not value or need_weights or not self.batch_first or kv_sharding is not None:
+                raise NotImplementedError(
+                    "nested input must be that of self-attention with batch_first=True and need_weights=False, got other; "
+                    "pass padded tensors with key_padding_mask"
+                )
+            if key_padding_mask is not None or attn_mask is not None:
+                raise AssertionError("nested input must come without masks, got one; pass padded tensors with it")
+            lengths = [x.shape[0] for x in query.unbind()]
+            rows = max(lengths) if found is None else found[0].shard_len
+            x = query.to_padded_tensor(0.0, (len(lengths), rows, query.size(-1)))
         padding = torch.arange(rows, device=x.device) >= torch.tensor(lengths, device=x.device)[:, None]
         o = self(x, x, x, padding, need_weights=False, is_causal=is_causal, sharding=sharding)[0]
         return torch.nested.as_nested_tensor([row[:length] for row, length in zip(o, lengths, strict=True)]), None

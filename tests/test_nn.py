@@ -9,6 +9,7 @@ import pickle
 import re
 import warnings
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -620,3 +621,34 @@ def test_nested_input_with_more_is_refused() -> None:
         module(x, x, x)
     with pytest.raises(AssertionError, match="nested input must come without masks"):
         module(x, x, x, key_padding_mask=z(2, 3), need_weights=False)
+
+
+def _attend_wrongly(kind: str) -> list[str]:
+    """What each rank hears where rank 1 calls a module of a ring wrongly, and then of the right call."""
+    ring, other = Ring(timeout=timedelta(seconds=20)), Ring(timeout=timedelta(seconds=20))
+    attention, said = RingMultiheadAttention(32, 2, batch_first=True, ring=ring), []
+    for wrong in (kind if ring.rank == 1 else "", ""):
+        sharding = (other if wrong == "other ring" else ring).sharding(11)
+        x = torch.ones(1, sharding.shard_len, 32)
+        x = torch.nested.as_nested_tensor([x[0]]) if wrong == "nested" else x
+        try:
+            attention(x, x, x, sharding=None if wrong == "no sharding" else sharding)
+            said.append("")
+        except (ValueError, RuntimeError) as error:
+            said.append(str(error))
+    return said
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [
+        ("other ring", "the sharding must be made by the ring of this module"),
+        ("no sharding", "attention over several ranks must know the sharding of its rows, got none"),
+        ("nested", "nested input must be that of self-attention"),
+    ],
+)
+def test_calls_that_one_rank_makes_wrongly_are_refused_on_all(pool: Pools, kind: str, expected: str) -> None:
+    for refused, after in pool(2).run(_attend_wrongly, kind):
+        assert expected in refused
+        assert after == ""
