@@ -8,6 +8,7 @@ import math
 import random
 import sys
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from functools import partial
 from typing import Any, Literal
 
@@ -812,7 +813,7 @@ def test_caches_that_differ_are_refused_on_every_rank(pool: Pools) -> None:
 class Comparing:
     """In place of a ring: counts what its ranks compare."""
 
-    world_size = 2
+    world_size, failures = 2, 0
 
     def __init__(self) -> None:
         self.compared: list[str] = []
@@ -854,3 +855,84 @@ def test_ranks_compare_prefills_always_and_decoding_as_often_as_it_pays() -> Non
     assert compared(lambda turn: turns[turn % 2](), 18) == [turn == 15 for turn in range(18)]
     assert compared(lambda _: cache.extend(requests[:2], [1, 1], into=static), 18).count(True) == 1
     assert len(set(ring.compared)) == len(ring.compared), "every text says how long requests are"
+
+
+WRONG = {
+    "join": "a request of up to 1000 tokens needs 250 pages of 4",
+    "extend": "must stay within the 20 tokens it reserved, got 0 and 21 more",
+    "mode": "mode must be 'auto', 'prefill' or 'decode', got 'some'",
+    "crop": "length must be from 0 to the 18 tokens there are",
+    "fork": "request must be one of those that joined and have not left, got 9",
+    "static": "new must be from 1 to 16, got 17",
+}
+
+
+def _bring(cache: PagedKVCache, step: Step, dtype: torch.dtype = torch.float32) -> None:
+    x = torch.ones(step.batch, step.rows, 1, 16)
+    attend(step, 0, x.to(dtype), x, x)
+
+
+def _paged(ring: Ring) -> PagedKVCache:
+    sizes = {"layers": 1, "kv_heads": 1, "head_dim": 16, "pages": 16, "page_size": 4}
+    return PagedKVCache(ring, dtype=torch.float32, device="cpu", **sizes)
+
+
+def _keep_books_wrongly(kind: str) -> list[str]:
+    """What each rank hears where rank 1 asks a cache for what cannot be, and then of another cache."""
+    ring, said = Ring(timeout=timedelta(seconds=20)), []
+    for wrong in (kind if ring.rank == 1 else "", ""):
+        cache = _paged(ring)
+        try:
+            request = cache.join(1000 if wrong == "join" else 20)
+            new = 21 if wrong == "extend" else 18
+            _bring(cache, cache.extend([request], [new], mode="some" if wrong == "mode" else "auto"))  # pyright: ignore
+            cache.crop(request, 19 if wrong == "crop" else 17)
+            cache.fork(9 if wrong == "fork" else request)
+            cache.static_step(1, 17 if wrong == "static" else 1, max_tokens=20)
+            _bring(cache, cache.extend([request], [1]))
+            said.append("")
+        except (ValueError, CacheFull) as error:
+            said.append(str(error))
+    return said
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("kind", WRONG)
+def test_what_one_rank_asks_of_the_books_wrongly_is_refused_on_all(pool: Pools, kind: str) -> None:
+    for refused, after in pool(2).run(_keep_books_wrongly, kind):
+        assert WRONG[kind] in refused
+        assert after == ""
+
+
+def _go_on_after_a_refusal(same_step: bool, same_request: bool) -> list[str]:
+    """What each rank hears of an attention call that rank 1 makes wrongly, and then of right ones."""
+    ring, said = Ring(timeout=timedelta(seconds=20)), []
+    cache = _paged(ring)
+    a, b = cache.join(50), cache.join(50)
+    for request in (a, b):
+        _bring(cache, cache.extend([request], [18]))
+    _bring(cache, cache.extend([a], [1]))
+    cache.accord.note("words before")
+    step = cache.extend([b], [17 if same_step else 1])
+    for wrong in (ring.rank == 1, False):
+        try:
+            _bring(cache, step, torch.float64 if wrong else torch.float32)
+            said.append("")
+        except (ValueError, RuntimeError) as error:
+            said.append(str(error))
+            if not same_step:
+                cache.crop(b, 18)
+                cache.accord.note("words after")
+                step = cache.extend([b if same_request else a], [1])
+    _bring(cache, cache.extend([a], [1]))
+    cache.accord.compare("the end")
+    return said
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize(("same_step", "same_request"), [(True, True), (False, True), (False, False)])
+def test_ranks_compare_again_after_a_refusal(pool: Pools, same_step: bool, same_request: bool) -> None:
+    """One of them came to the comparison and the other one did not, so they remembered different steps and words."""
+    for refused, after in pool(2).run(_go_on_after_a_refusal, same_step, same_request):
+        assert "q must have the dtype of the cache, torch.float32, got torch.float64" in refused
+        assert after == ""

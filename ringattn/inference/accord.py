@@ -18,6 +18,11 @@ Note [Words that travel along]
     on with it. So it notes what it brings, and a digest of all that was noted since travels along with the next comparison, for
     which no message more is sent: what differs is an error on every rank after COMPARED + 1 steps at the latest, or when the
     program says that it has come to an end (`compare`). Tensors are kept as they are until then, and read all at once.
+
+Note [After a refusal]
+    A rank that refuses does not come to compare, and the others hear of it there: from then on they would remember different
+    steps and words, so one of them would compare where another does not. What all have alike is that a call has failed
+    (`Ring.failures`): then all forget, and compare the next step.
 """
 
 from __future__ import annotations
@@ -52,6 +57,7 @@ class Accord:
         self._decoding: object = None
         self._decoded = 0
         self._noted: list[tuple[str, tuple[Tensor, ...]]] = []
+        self._failures = ring.failures
 
     def meet(self, step: Step, kind: str, device: torch.device) -> None:
         """Compares a step and a kind of call between the ranks, as far as they have not been compared.
@@ -69,9 +75,11 @@ class Accord:
         """
         if self._ring.world_size == 1:
             return
+        self._start_anew()
         same = self._is_known(step)
         if not same or kind not in self._kinds:
             self._ring.agree("attend: a step and its options", f"{_described(step)}, {kind}{self._take_notes()}")
+        step.met = True
         self._kinds.add(kind)
         if device not in self._settled:
             self._ring.settle(device)
@@ -85,6 +93,7 @@ class Accord:
             tensors: Small ones of integers; they may change afterwards.
         """
         if self._ring.world_size > 1:
+            self._start_anew()
             self._noted.append((words, tuple(x.detach().clone() for x in tensors)))
 
     def forget(self) -> None:
@@ -101,8 +110,15 @@ class Accord:
             ValueError: It differs; raised on every rank.
             RuntimeError: A rank did not come within the ring's timeout.
         """
+        self._start_anew()
         if self._noted:
             self._ring.agree(what, self._take_notes().removeprefix(", "))
+
+    def _start_anew(self) -> None:
+        """Forgets what was compared and noted before a call failed (Note [After a refusal])."""
+        if self._failures != self._ring.failures:
+            self._failures, self._decoding = self._ring.failures, None
+            self._noted.clear()
 
     def _take_notes(self) -> str:
         """What was noted, as words for a comparison."""
@@ -121,7 +137,6 @@ class Accord:
         """Whether the step needs no comparing (Note [Same books])."""
         if step.met:
             return True
-        step.met = True
         if step.mode == "prefill":
             return False
         who = (step.requests, step.counts)

@@ -101,11 +101,12 @@ class PagedKVCache:
         kv_dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ) -> None:
-        if device is None:
-            device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else "cpu"
-        device = torch.device(device)
-        if device.type == "cuda" and device.index is None:
-            device = torch.device("cuda", torch.cuda.current_device())
+        with ring.shared_refusals():
+            if device is None:
+                device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else "cpu"
+            device = torch.device(device)
+            if device.type == "cuda" and device.index is None:
+                device = torch.device("cuda", torch.cuda.current_device())
         self.ring, self.page_size, self.device = ring, page_size, device
         self.layers, self.kv_heads, self.dtype = layers, kv_heads, dtype
         self.head_dim, self.v_head_dim = head_dim, head_dim if v_head_dim is None else v_head_dim
@@ -181,23 +182,28 @@ class PagedKVCache:
 
     def join(self, reserve: int, first: int = 0) -> int:
         """Lets a request in; see `Pages.join`."""
-        return self.pages.join(index(reserve), index(first))
+        with self.ring.shared_refusals():
+            return self.pages.join(index(reserve), index(first))
 
     def join_alike(self, reserve: int, firsts: Sequence[int]) -> list[int]:
         """Lets a batch in whose requests are to grow alike; see `Pages.join_alike`."""
-        return self.pages.join_alike(index(reserve), [index(first) for first in firsts])
+        with self.ring.shared_refusals():
+            return self.pages.join_alike(index(reserve), [index(first) for first in firsts])
 
     def fork(self, request: int, length: int | None = None, reserve: int | None = None) -> int:
         """Lets a request in that shares the beginning of another one; see `Pages.fork`."""
-        return self.pages.fork(index(request), _whole(length), _whole(reserve))
+        with self.ring.shared_refusals():
+            return self.pages.fork(index(request), _whole(length), _whole(reserve))
 
     def crop(self, request: int, length: int, reserve: int | None = None) -> None:
         """Forgets a request's last tokens; see `Pages.crop`."""
-        self.pages.crop(index(request), index(length), _whole(reserve))
+        with self.ring.shared_refusals():
+            self.pages.crop(index(request), index(length), _whole(reserve))
 
     def leave(self, request: int) -> None:
         """Lets a request go; see `Pages.leave`."""
-        self.pages.leave(request)
+        with self.ring.shared_refusals():
+            self.pages.leave(request)
 
     def length(self, request: int) -> int:
         """Tokens of a request."""
@@ -208,7 +214,8 @@ class PagedKVCache:
 
         Of each request that changes at most one page is copied, in stream order.
         """
-        moves = [move for move in self.pages.reorder(requests, index) if move.rank == self.ring.rank]
+        with self.ring.shared_refusals():
+            moves = [move for move in self.pages.reorder(requests, index) if move.rank == self.ring.rank]
         if not moves:
             return
         source, target = (
@@ -250,6 +257,17 @@ class PagedKVCache:
             NotImplementedError: Prefill of requests that cannot be computed together; the message names the alternative.
             CacheFull: As `Pages.place`.
         """
+        with self.ring.shared_refusals():
+            step = self._extend(requests, counts, mode, alike, into)
+        if into is not None:
+            # a graph that is replayed compares nothing
+            self.accord.meet(into, "a static step", self.device)
+        return step
+
+    def _extend(
+        self, requests: Sequence[int], counts: Sequence[int], mode: str, alike: bool, into: StaticStep | None
+    ) -> Step:
+        """`extend`, before ranks compare."""
         # of a tensor's numbers each rank would keep its own device's
         requests, counts = list(map(index, requests)), list(map(index, counts))
         packed = into is not None and into.pieces is not None
@@ -281,8 +299,6 @@ class PagedKVCache:
             self._place(requests, counts, mode, alike)
         if into is not None:
             into.refill(requests, found, counts)
-            # a graph that is replayed compares nothing
-            self.accord.meet(into, "a static step", self.device)
             return into
         return make_step(self, requests, counts, mode, alike and mode == "prefill")
 
@@ -307,13 +323,14 @@ class PagedKVCache:
             ValueError: A number is out of range.
         """
         numbers = {"batch": batch, "max_tokens": max_tokens, "max_blocks": 1 if max_blocks is None else max_blocks}
-        for name, value in numbers.items():
-            if value < 1:
-                raise ValueError(f"{name} must be at least 1, got {value}; give the most that a step has to serve")
-        if not 1 <= new <= MOST_DECODED:
-            raise ValueError(f"new must be from 1 to {MOST_DECODED}, got {new}; more new tokens are a prefill")
-        most = -(-max_tokens // self.page_size) + 1 if max_blocks is None else max_blocks
-        with torch.inference_mode(False):  # it may be said anew outside
+        # it may be said anew outside of inference mode
+        with self.ring.shared_refusals(), torch.inference_mode(False):
+            for name, value in numbers.items():
+                if value < 1:
+                    raise ValueError(f"{name} must be at least 1, got {value}; give the most that a step has to serve")
+            if not 1 <= new <= MOST_DECODED:
+                raise ValueError(f"new must be from 1 to {MOST_DECODED}, got {new}; more new tokens are a prefill")
+            most = -(-max_tokens // self.page_size) + 1 if max_blocks is None else max_blocks
             return StaticStep.make(self, batch, new, max_tokens, most, packed)
 
     def put(self, layer: int, step: Step, k: Tensor, v: Tensor) -> None:
