@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM
 
 from ringattn import Ring
+from ringattn.inference import PagedKVCache
 from ringattn.integrations.transformers import (
     RingCache,
     RingMask,
@@ -23,6 +24,7 @@ from ringattn.integrations.transformers import (
     describe_mask,
     masks,
     register,
+    run_step,
     shard_batch,
 )
 from ringattn.integrations.transformers.positions import find_table
@@ -587,3 +589,48 @@ def test_evaluation_needs_no_gradients(pool: Pools) -> None:
         expected = make("llama", "sdpa").eval()(tokens(12)).logits
     torch.testing.assert_close(pool(2).run(with_inference_mode)[1], expected, rtol=1e-5, atol=1e-5)
     assert not dist.is_initialized()
+
+
+def _call_wrongly(kind: str) -> list[str]:
+    """What each rank hears where rank 1 calls a model or brings a batch wrongly, and then of three right calls."""
+    register()
+    ring, said = Ring(timeout=timedelta(seconds=20)), []
+    model = make("llama", "ringattn").eval()
+    whole = tokens(12)
+    if kind == "step":
+        sizes = {"layers": model.config.num_hidden_layers, "kv_heads": model.config.num_key_value_heads}
+        head_dim = getattr(model.config, "head_dim", None) or 16
+        cache = PagedKVCache(ring, head_dim=head_dim, dtype=model.dtype, pages=40, page_size=4, device="cpu", **sizes)
+    for wrong in (kind if ring.rank == 1 else "", "", "", ""):
+        try:
+            with torch.no_grad():
+                if kind == "step":
+                    step = cache.extend([cache.join(20)], [12])
+                    run_step(model, step, whole[:1, : 11 if wrong else 12])
+                else:
+                    mask = torch.ones(whole.shape[0], 11 if wrong == "batch" else 12)
+                    mask[:, 0] = 0  # a mask of tokens only is none
+                    part = shard_batch({"input_ids": whole, "attention_mask": mask}, ring)
+                    said_so = {"output_attentions": True} if wrong == "option" else {}
+                    part["attention_mask"] = part["attention_mask"][:, : 11 if wrong == "mask" else 12]
+                    model(**part, **said_so)
+            said.append("")
+        except (ValueError, NotImplementedError, RuntimeError) as error:
+            said.append(str(error))
+    return said
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [
+        ("batch", "attention_mask must have the shape of the tokens"),
+        ("option", "output_attentions must be False"),
+        ("mask", "attention_mask must be of the whole sequence, 12 tokens, got 11"),
+        ("step", "tokens must be the 1 x 12 new tokens that the step counts, got (1, 11)"),
+    ],
+)
+def test_what_one_rank_calls_wrongly_is_refused_on_all(pool: Pools, kind: str, expected: str) -> None:
+    for refused, *after in pool(2).run(_call_wrongly, kind):
+        assert expected in refused
+        assert after == ["", "", ""]

@@ -17,6 +17,7 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -30,7 +31,6 @@ from ringattn.integrations.transformers.masks import RingMask
 from ringattn.integrations.transformers.positions import check_positions, read_cumulative, read_documents
 from ringattn.integrations.transformers.rotations import check_rotation, find_ends, find_turns
 from ringattn.integrations.transformers.steps import attends_again
-from ringattn.living import find_ring
 from ringattn.ring import Ring, default_world_size
 from ringattn.sharding import Sharding, positions_of
 
@@ -125,32 +125,40 @@ def attend(
     """
     if not torch.compiler.is_compiling():
         _calls[0] += 1
-    _refuse_others(others, sharding)
-    mask = _check_mask(attention_mask)
-    causal = _resolve_causal(module, is_causal, mask)
+    ring = step.cache.ring if isinstance(step, Step) else sharding.ring if isinstance(sharding, Sharding) else None
+    lengths = key_bias = tokens = None
+    # what is refused here on one rank, others hear of (not in a trace, which has no other ranks)
+    with nullcontext() if ring is None or torch.compiler.is_compiling() else ring.shared_refusals():
+        _refuse_others(others, sharding)
+        mask = _check_mask(attention_mask)
+        causal = _resolve_causal(module, is_causal, mask)
+        if step is not None:
+            _check_step(step, module, query, key, mask, causal, dropout, sharding, (cu_seq_lens_q, cu_seq_lens_k))
+            if step.sharding is not None and (turns := find_turns(getattr(module, "config", None))):
+                check_rotation(turns, [*find_ends(step.sharding), *step.lengths])
+            window, chunk_len = _resolve_window(mask, causal, sliding_window, packed=False)
+            if _is_tempered(module):
+                query = _temper(module, query, step.positions)
+        else:
+            if sharding is None:
+                sharding = _whole(module, query, key, mask, position_ids, cu_seq_lens_q, cu_seq_lens_k)
+            else:
+                if cu_seq_lens_q is not None or cu_seq_lens_k is not None:
+                    raise ValueError(
+                        "cu_seq_lens must be left out when there is a sharding, which knows the documents; "
+                        "pass the whole batch through shard_batch"
+                    )
+                _check_sharded(module, position_ids, sharding, mask)
+                if sharding.world_size > 1:
+                    _check_router(module, others)
+                if _is_tempered(module):
+                    query = _temper(module, query, positions_of(sharding.shards[sharding.rank])[None])
+            packed = sharding.documents is not None
+            window, chunk_len = _resolve_window(mask, causal, sliding_window, packed=packed)
+            lengths, key_bias, tokens = _resolve_padding(mask, query, sharding, chunk_len)
     if step is not None:
-        _check_step(step, module, query, key, mask, causal, dropout, sharding, (cu_seq_lens_q, cu_seq_lens_k))
-        if step.sharding is not None and (turns := find_turns(getattr(module, "config", None))):
-            check_rotation(turns, [*find_ends(step.sharding), *step.lengths])
-        window, chunk_len = _resolve_window(mask, causal, sliding_window, packed=False)
-        if _is_tempered(module):
-            query = _temper(module, query, step.positions)
         return _attend_with_cache(step, module, query, key, value, window, chunk_len, scaling, softcap, s_aux), None
-    if sharding is None:
-        sharding = _whole(module, query, key, mask, position_ids, cu_seq_lens_q, cu_seq_lens_k)
-    else:
-        if cu_seq_lens_q is not None or cu_seq_lens_k is not None:
-            raise ValueError(
-                "cu_seq_lens must be left out when there is a sharding, which knows the documents; "
-                "pass the whole batch through shard_batch"
-            )
-        _check_sharded(module, position_ids, sharding, mask)
-        if sharding.world_size > 1:
-            _check_router(module, others)
-        if _is_tempered(module):
-            query = _temper(module, query, positions_of(sharding.shards[sharding.rank])[None])
-    window, chunk_len = _resolve_window(mask, causal, sliding_window, packed=sharding.documents is not None)
-    lengths, key_bias, tokens = _resolve_padding(mask, query, sharding, chunk_len)
+    assert sharding is not None, "a call without a step has a sharding"
     seed = None
     if dropout:
         if torch.compiler.is_compiling():
@@ -304,26 +312,20 @@ def _check_sharded(
         return
     check_layers(getattr(module, "config", None))
     _check_told(module, "where ranks share a sequence, got one with {}, which numbers the rows of each rank by itself")
-    try:
-        if position_ids is None:
-            raise ValueError(
-                "position_ids must be given to a model whose rows are sharded, got none; pass the batch through shard_batch"
-            )
-        turns, begin = find_turns(getattr(module, "config", None)), _begin(module)
-        if position_ids is UNSAID and begin:
-            raise NotImplementedError(
-                f"a model that counts positions from {begin} (padding_idx + 1) must hand them to its attention, to be checked, got "
-                f"one with {type(module).__name__}, which does not; run this model on one process"
-            )
-        if isinstance(position_ids, Tensor):
-            check_positions(position_ids, sharding, mask, _number(module), begin, turns)
-        if turns and (position_ids is UNSAID or torch.compiler.is_compiling()):
-            check_rotation(turns, find_ends(sharding))
-    except (ValueError, NotImplementedError) as error:
-        if not torch.compiler.is_compiling():
-            # right positions on other ranks must not leave them waiting for this one
-            find_ring(sharding.ring.name).refuse(error)
-        raise
+    if position_ids is None:
+        raise ValueError(
+            "position_ids must be given to a model whose rows are sharded, got none; pass the batch through shard_batch"
+        )
+    turns, begin = find_turns(getattr(module, "config", None)), _begin(module)
+    if position_ids is UNSAID and begin:
+        raise NotImplementedError(
+            f"a model that counts positions from {begin} (padding_idx + 1) must hand them to its attention, to be checked, got "
+            f"one with {type(module).__name__}, which does not; run this model on one process"
+        )
+    if isinstance(position_ids, Tensor):
+        check_positions(position_ids, sharding, mask, _number(module), begin, turns)
+    if turns and (position_ids is UNSAID or torch.compiler.is_compiling()):
+        check_rotation(turns, find_ends(sharding))
 
 
 def _check_router(module: nn.Module, others: dict[str, Any]) -> None:

@@ -67,8 +67,9 @@ def shard_batch(
         sharding, the `attention_mask` of the whole sequence, `num_items_in_batch`, `use_cache` False, and `sharding`.
 
     Raises:
-        ValueError: Entries do not fit each other, ranks pass different tokens, or a rank would get no row.
-        NotImplementedError: An entry cannot be sharded.
+        ValueError: Entries do not fit each other, ranks pass different tokens, or a rank would get no row; other ranks find it
+            when they compare their next call.
+        NotImplementedError: An entry cannot be sharded; likewise.
 
     Example:
         >>> ids = torch.arange(6)[None]
@@ -76,31 +77,38 @@ def shard_batch(
         >>> part["labels"].tolist(), part["num_items_in_batch"].item()
         ([[1, 2, 3, 4, 5, -100]], 5.0)
     """
-    _check_entries(batch)
-    tokens = batch["inputs_embeds"] if batch.get("input_ids") is None else batch["input_ids"]
-    b, n = tokens.shape[:2]
-    for name in ("labels", "shift_labels", "token_type_ids", "attention_mask"):
-        entry = batch.get(name)
-        if entry is not None and tuple(entry.shape) != (b, n):
-            raise ValueError(f"{name} must have the shape of the tokens, {(b, n)}, got {tuple(entry.shape)}")
-    positions = batch.get("position_ids")
-    if positions is not None and (positions.dim() != 2 or positions.shape[0] not in (1, b) or positions.shape[1] != n):
-        raise ValueError(
-            f"position_ids must have shape {(b, n)} or {(1, n)}, got {tuple(positions.shape)}; several positions per token "
-            "(images, video) are not supported"
-        )
-    documents = _documents(batch, positions, n)
-    sharding = ring.sharding(n, layout, documents, balance=balance, device=tokens.device)
-    empty = [rank for rank, rows in enumerate(sharding.shard_lens) if rows == 0]
-    if empty:
-        raise ValueError(
-            f"a sequence must leave each of {ring.world_size} ranks a row, got {n} tokens and none for ring ranks {empty}; "
-            "leave such short batches out, or pack them"
-        )
-    if documents is not None and b > 1 and positions is None:
-        raise NotImplementedError(
-            f"packed documents must come in one row, got {b}; flatten the batch, as DataCollatorWithFlattening does"
-        )
+    with ring.shared_refusals():
+        _check_entries(batch)
+        tokens = batch["inputs_embeds"] if batch.get("input_ids") is None else batch["input_ids"]
+        b, n = tokens.shape[:2]
+        for name in ("labels", "shift_labels", "token_type_ids", "attention_mask"):
+            entry = batch.get(name)
+            if entry is not None and tuple(entry.shape) != (b, n):
+                raise ValueError(f"{name} must have the shape of the tokens, {(b, n)}, got {tuple(entry.shape)}")
+        positions = batch.get("position_ids")
+        if positions is not None and (
+            positions.dim() != 2 or positions.shape[0] not in (1, b) or positions.shape[1] != n
+        ):
+            raise ValueError(
+                f"position_ids must have shape {(b, n)} or {(1, n)}, got {tuple(positions.shape)}; several positions per token "
+                "(images, video) are not supported"
+            )
+        documents = _documents(batch, positions, n)
+        sharding = ring.sharding(n, layout, documents, balance=balance, device=tokens.device)
+        empty = [rank for rank, rows in enumerate(sharding.shard_lens) if rows == 0]
+        if empty:
+            raise ValueError(
+                f"a sequence must leave each of {ring.world_size} ranks a row, got {n} tokens and none for ring ranks {empty}; "
+                "leave such short batches out, or pack them"
+            )
+        if documents is not None and b > 1 and positions is None:
+            raise NotImplementedError(
+                f"packed documents must come in one row, got {b}; flatten the batch, as DataCollatorWithFlattening does"
+            )
+        if not shift_labels and batch.get("shift_labels") is not None:
+            raise ValueError(
+                "shift_labels must be left out of a batch whose labels are not shifted, got both; drop one"
+            )
     _compare(tokens, ring)
     if positions is None:
         positions = _count(documents, n).to(tokens.device)[None]
@@ -218,8 +226,6 @@ def _count(documents: tuple[int, ...] | None, n: int) -> Tensor:
 
 def _labels(batch: Mapping[str, Any], sharding: Sharding, shift: bool) -> dict[str, Tensor]:
     labels, shifted = batch.get("labels"), batch.get("shift_labels")
-    if shifted is not None and not shift:
-        raise ValueError("shift_labels must be left out of a batch whose labels are not shifted, got both; drop one")
     if labels is None and shifted is None:
         return {}
     if shifted is None:
@@ -238,7 +244,8 @@ def _compare(tokens: Tensor, ring: Ring) -> None:
     seen = _seen.get(ring, 0)
     if seen >= COMPARED or ring.world_size == 1 or get_worker_info() is not None:
         return
-    _seen[ring] = seen + 1
     there = tokens.detach().contiguous().cpu().view(torch.uint8)
     text = f"{list(tokens.shape)} with checksum {zlib.crc32(there.numpy().tobytes()):08x}"
     ring.agree("the tokens of a batch", text)
+    # not before: a rank that was refused its batch did not come
+    _seen[ring] = seen + 1

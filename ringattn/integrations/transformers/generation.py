@@ -214,12 +214,14 @@ class RingCache(Cache):
 
     def crop(self, tokens_to_remove: int) -> None:
         """Forgets the last tokens: as many as a negative number says, or, where the release has it so, all from a length on."""
-        length, tokens_to_remove = self.get_seq_length(), int(tokens_to_remove)  # which may come as a tensor
-        if CROPS_BY_COUNT and tokens_to_remove > 0:
-            raise ValueError(
-                f"crop must be told a negative number of tokens to remove, got {tokens_to_remove}, which earlier releases of "
-                "transformers took for a length; subtract get_seq_length() from it"
-            )
+        length = self.get_seq_length()
+        with self.ring.shared_refusals():
+            tokens_to_remove = int(tokens_to_remove)  # which may come as a tensor
+            if CROPS_BY_COUNT and tokens_to_remove > 0:
+                raise ValueError(
+                    f"crop must be told a negative number of tokens to remove, got {tokens_to_remove}, which earlier releases of "
+                    "transformers took for a length; subtract get_seq_length() from it"
+                )
         by_count = tokens_to_remove < 0 or CROPS_BY_COUNT
         left = max(0, length + tokens_to_remove) if by_count else min(length, tokens_to_remove)
         self._crop(left)
@@ -285,13 +287,11 @@ class RingCache(Cache):
     def _generate(self, generate: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A call of the model's own generate with this cache (Note [Alike on all ranks])."""
         kv = self._open()
-        try:
+        with self.ring.shared_refusals():
             _check_clock(self._model, self.ring.world_size, args, kwargs)
             _check_guidance(self._model, args, kwargs)
             _check_early_exit(self._model, args, kwargs)
             _check_longer(self.get_seq_length(), args, kwargs)
-        except (ValueError, NotImplementedError) as error:
-            self.ring.refuse(error)
         if self.ring.world_size == 1:
             return self._run(generate, args, kwargs)
         said = {name: value for name, value in kwargs.items() if name not in _OWN}
@@ -437,10 +437,8 @@ class RingCache(Cache):
 
         Refuses what is wrong, or differs between ranks.
         """
-        try:
+        with self.ring.shared_refusals():
             firsts = self._read(given, name)
-        except (ValueError, NotImplementedError) as error:
-            self.ring.refuse(error)
         if self.ring.world_size == 1:
             return firsts, True
         new, positions, keep = given[name], given.get("position_ids"), given.get("logits_to_keep", 0)

@@ -103,7 +103,7 @@ def run_step(model: nn.Module, step: Step, tokens: Tensor, *, wanted: Sequence[i
         Logits of the last new token of each wanted request, `wanted vocab`, the same bits on every rank.
 
     Raises:
-        ValueError: The tokens are not those that the step counts.
+        ValueError: The tokens are not those that the step counts; other ranks find it when they compare the step.
         RuntimeError: The model does not attend with ringattn.
 
     Example:
@@ -111,17 +111,18 @@ def run_step(model: nn.Module, step: Step, tokens: Tensor, *, wanted: Sequence[i
         >>> run_step(model, step, torch.cat([prompt, other]), wanted=[1]).shape  # doctest: +SKIP
         torch.Size([1, 32000])
     """
-    tokens = tokens[None] if tokens.dim() == 1 else tokens
-    new = _new_tokens(step)
-    if tuple(tokens.shape) != (step.batch, new):
-        raise ValueError(
-            f"tokens must be the {step.batch} x {new} new tokens that the step counts, got {tuple(tokens.shape)}; "
-            "pass all of them on every rank"
-        )
-    chosen = list(range(len(step.requests))) if wanted is None else list(wanted)
-    packed = step.mode == "prefill" and step.batch == 1
-    ends = [end - 1 for end in accumulate(step.counts)]
-    rows = [ends[place] for place in chosen] if packed else [new - 1] if chosen else []
+    with step.cache.ring.shared_refusals():
+        tokens = tokens[None] if tokens.dim() == 1 else tokens
+        new = _new_tokens(step)
+        if tuple(tokens.shape) != (step.batch, new):
+            raise ValueError(
+                f"tokens must be the {step.batch} x {new} new tokens that the step counts, got {tuple(tokens.shape)}; "
+                "pass all of them on every rank"
+            )
+        chosen = list(range(len(step.requests))) if wanted is None else list(wanted)
+        packed = step.mode == "prefill" and step.batch == 1
+        ends = [end - 1 for end in accumulate(step.counts)]
+        rows = [ends[place] for place in chosen] if packed else [new - 1] if chosen else []
     with torch.no_grad():
         out = forward_step(model, step, {"input_ids": tokens}, step.positions, rows)
     if packed:
