@@ -873,7 +873,7 @@ def _bring(cache: PagedKVCache, step: Step, dtype: torch.dtype = torch.float32) 
 
 
 def _paged(ring: Ring) -> PagedKVCache:
-    sizes = {"layers": 1, "kv_heads": 1, "head_dim": 16, "pages": 16, "page_size": 4}
+    sizes: dict[str, Any] = {"layers": 1, "kv_heads": 1, "head_dim": 16, "pages": 16, "page_size": 4}
     return PagedKVCache(ring, dtype=torch.float32, device="cpu", **sizes)
 
 

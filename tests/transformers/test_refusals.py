@@ -597,10 +597,10 @@ def _call_wrongly(kind: str) -> list[str]:
     ring, said = Ring(timeout=timedelta(seconds=20)), []
     model = make("llama", "ringattn").eval()
     whole = tokens(12)
-    if kind == "step":
-        sizes = {"layers": model.config.num_hidden_layers, "kv_heads": model.config.num_key_value_heads}
-        head_dim = getattr(model.config, "head_dim", None) or 16
-        cache = PagedKVCache(ring, head_dim=head_dim, dtype=model.dtype, pages=40, page_size=4, device="cpu", **sizes)
+    sizes = {name: getattr(model.config, name) for name in ("num_hidden_layers", "num_key_value_heads", "head_dim")}
+    layers, kv_heads, head_dim = sizes.values()
+    paged: dict[str, Any] = {"pages": 40, "page_size": 4, "device": "cpu", "dtype": model.dtype}
+    cache = PagedKVCache(ring, layers=layers, kv_heads=kv_heads, head_dim=head_dim, **paged)
     for wrong in (kind if ring.rank == 1 else "", "", "", ""):
         try:
             with torch.no_grad():
