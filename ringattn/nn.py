@@ -180,8 +180,8 @@ class RingMultiheadAttention(nn.MultiheadAttention):
         with self._shared_refusals(sharding):
             sharding, kv_sharding = self._find_shardings(query, key, row_dim, sharding, kv_sharding)
         keys = sharding if kv_sharding is None else kv_sharding
-        # what is refused here on one rank, others hear of (not in a trace, which has no other ranks)
-        with nullcontext() if torch.compiler.is_compiling() else sharding.ring.shared_refusals():
+        # what is refused here on one rank, others hear of
+        with sharding.ring.shared_refusals():
             key_bias, bias, causal = self._resolve_masks(
                 query, key, value, key_padding_mask, need_weights, attn_mask, is_causal, sharding, keys
             )
@@ -238,11 +238,11 @@ class RingMultiheadAttention(nn.MultiheadAttention):
         return F.linear(rows, self.out_proj.weight, self.out_proj.bias), weights
 
     def _shared_refusals(self, sharding: Sharding | None) -> AbstractContextManager[None]:
-        """Lets other ranks know of what is raised inside, where the ring is known (not in a trace, which has no other ranks)."""
+        """Lets other ranks know of what is raised inside, where the ring is known."""
         ring = self._held.ring
         if ring is None and isinstance(sharding, Sharding):
             ring = sharding.ring
-        return nullcontext() if ring is None or torch.compiler.is_compiling() else ring.shared_refusals()
+        return nullcontext() if ring is None else ring.shared_refusals()
 
     def _find_shardings(
         self, query: Tensor, key: Tensor, dim: int, sharding: Sharding | None, kv_sharding: Sharding | None

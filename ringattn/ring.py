@@ -17,7 +17,7 @@ import operator
 import socket
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
@@ -220,7 +220,7 @@ class Ring:
             ValueError: An unknown layout, or boundaries that do not fit; other ranks find it when they compare their next call.
             TypeError: The length or a boundary is no integer; likewise.
         """
-        with nullcontext() if torch.compiler.is_compiling() else self.shared_refusals():
+        with self.shared_refusals():
             seq_len = operator.index(seq_len)
             documents = None if documents is None else tuple(map(operator.index, documents))
             if balance is not None and layout != "balanced":
@@ -286,25 +286,21 @@ class Ring:
         Raises:
             Exception: The error.
         """
-        told: set[str] = vars(error).setdefault("_ringattn_told", set())
-        if self._agreement is not None and self.name not in told:
-            told.add(self.name)
-            # without the group, as in a process forked from its own, there is nobody to tell
-            with suppress(RuntimeError):
-                self._agreement.refuse(error)
+        if self._agreement is not None:
+            self._agreement.tell(error)
         raise error
 
-    @contextmanager
-    def shared_refusals(self) -> Iterator[None]:
-        """Lets what is raised inside be found by ranks that compare their next call (`refuse`).
+    def shared_refusals(self) -> AbstractContextManager[None]:
+        """Lets what is raised inside be found by ranks that compare their next call (`refuse`); in a trace, nobody else.
+
+        A refusal stands in place of this rank's next comparison: the call has failed here, and where the others next compare. A
+        program that catches such errors goes on to the same call on all ranks then. What all ranks are refused alike costs none of
+        them a later call.
 
         Raises:
             Exception: What is raised inside.
         """
-        try:
-            yield
-        except Exception as error:
-            self.refuse(error)
+        return nullcontext() if torch.compiler.is_compiling() or self._agreement is None else self._agreement
 
     def agree(self, what: str, text: str) -> None:
         """Compares a text between all ranks, each of which must call it: for what must be equal and no call shows.

@@ -5,8 +5,6 @@ Owns the translation of those arguments. Refuses to know anything of the ring be
 
 from __future__ import annotations
 
-from contextlib import nullcontext
-
 import torch
 from torch import Tensor
 
@@ -69,8 +67,8 @@ def scaled_dot_product_attention(
         )
     sharding, kv_sharding = found
     keys = sharding if kv_sharding is None else kv_sharding
-    # what is refused here on one rank, others hear of (not in a trace, which has no other ranks)
-    with nullcontext() if torch.compiler.is_compiling() else sharding.ring.shared_refusals():
+    # what is refused here on one rank, others hear of
+    with sharding.ring.shared_refusals():
         _check(query, key, value, attn_mask, is_causal, enable_gqa, keys.seq_len)
         bias = None if attn_mask is None else _bias(attn_mask, query.dtype)
     o = ring_attention(

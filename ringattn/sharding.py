@@ -225,9 +225,8 @@ class Sharding:
         return self.assemble(ring.gather(x_local, dim, self.shard_lens), dim)
 
     def _shared_refusals(self) -> AbstractContextManager[None]:
-        """Lets the other ranks of the ring, if there is one, know of what is raised inside; a trace has no other ranks."""
-        ring = None if torch.compiler.is_compiling() else self._ring
-        return nullcontext() if ring is None else ring.shared_refusals()
+        """Lets the other ranks of the ring, if there is one, know of what is raised inside."""
+        return nullcontext() if self._ring is None else self._ring.shared_refusals()
 
     @staticmethod
     def _check_rows(name: str, x: Tensor, dim: int, wanted: str, rows: int, instead: str) -> int:

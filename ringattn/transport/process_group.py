@@ -41,6 +41,7 @@ import zlib
 from collections import Counter, defaultdict, deque
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
+from types import TracebackType
 from typing import Any, NoReturn
 
 import torch
@@ -367,6 +368,10 @@ _GAVE_UP = "gave up"
 """What a rank leaves in place of its text when others did not come in time."""
 
 
+_HEARD = "_ringattn_heard"
+"""Under which name an error keeps the names of the agreements in which a round has ended in it."""
+
+
 _GONE: defaultdict[str, deque[tuple[str, int, int, list[str]]]] = defaultdict(deque)
 """By group: name, rank and world size of agreements that are gone, and the keys that they left."""
 
@@ -404,7 +409,7 @@ class Agreement:
         timeout: How long to wait for the others.
 
     Attributes:
-        failures: Rounds so far that ended in an error here: the same number on all ranks where all of them came to each.
+        failures: Rounds so far that ended in an error here: the same number on all ranks that came to the same round.
     """
 
     def __init__(self, group_name: str, rank: int, world_size: int, name: str, timeout: timedelta) -> None:
@@ -415,6 +420,7 @@ class Agreement:
         self._name = name
         self._timeout = timeout
         self._round = 0
+        self._taken = threading.Lock()  # by the thread that is in the current round
         self._left: list[str] = []  # keys that others may still read
         gone = _GONE[group_name]
         weakref.finalize(self, gone.append, (name, rank, world_size, self._left)).atexit = False
@@ -431,7 +437,7 @@ class Agreement:
         Raises:
             RuntimeError: Some ranks did not come within the timeout, or have not waited for this one; they are named.
         """
-        with _client(self._store()) as store:
+        with self._taken, _client(self._store()) as store:
             return self._compare(store, text)
 
     def _compare(self, store: Any, text: str) -> list[str]:
@@ -465,15 +471,44 @@ class Agreement:
             )
         return texts
 
+    def __enter__(self) -> None:
+        """Nothing: what is raised inside is looked at."""
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Tells the others of an error."""
+        if isinstance(error, Exception):
+            self.tell(error)
+
+    def tell(self, error: Exception) -> None:
+        """Leaves an error of this rank for the current round, where ranks find it that come to compare, and goes on to the next.
+
+        An error uses up one round, however many places it passes on its way: what a comparison raised has had its round, and so
+        has what was raised from an error that was told.
+
+        Args:
+            error: What is being raised.
+        """
+        # beside a thread that compares there is no round to leave it in
+        if not self._taken.acquire(blocking=False):
+            return
+        try:
+            # without the group, as in a process forked from its own, there is nobody to tell
+            if self._is_new(error):
+                with contextlib.suppress(RuntimeError):
+                    self.leave(json.dumps({"refused": f"{type(error).__name__}: {error}"}))
+        finally:
+            self._taken.release()
+
     def refuse(self, error: Exception) -> NoReturn:
-        """Raises an error of this rank that ranks which compare their next call find there.
+        """Raises an error of this rank that ranks which compare their next call find there (`tell`).
 
         Raises:
             Exception: The error.
         """
-        with self._failing():
-            self.leave(json.dumps({"refused": f"{type(error).__name__}: {error}"}))
-            raise error
+        self.tell(error)
+        raise error
 
     def compare_calls(self, record: dict[str, Any]) -> None:
         """Compares what ranks say of their calls.
@@ -527,13 +562,19 @@ class Agreement:
 
     @contextlib.contextmanager
     def _failing(self) -> Iterator[None]:
-        """Counts the round if it ends in an error."""
-        before = self.failures
+        """Counts the round if it ends in an error, of which all ranks know then."""
         try:
             yield
-        except Exception:
-            self.failures = before + 1
+        except Exception as error:
+            self._is_new(error)
             raise
+
+    def _is_new(self, error: Exception) -> bool:
+        """Whether no round has ended in an error yet, nor in the one that it was raised from; counts it then."""
+        known = any(self._name in vars(one).get(_HEARD, ()) for one in (error, error.__cause__) if one is not None)
+        vars(error).setdefault(_HEARD, set()).add(self._name)
+        self.failures += not known
+        return not known
 
     def _set(self, store: Any, text: str) -> None:
         key = self._key(self._rank)

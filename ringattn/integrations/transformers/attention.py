@@ -127,8 +127,8 @@ def attend(
         _calls[0] += 1
     ring = step.cache.ring if isinstance(step, Step) else sharding.ring if isinstance(sharding, Sharding) else None
     lengths = key_bias = tokens = None
-    # what is refused here on one rank, others hear of (not in a trace, which has no other ranks)
-    with nullcontext() if ring is None or torch.compiler.is_compiling() else ring.shared_refusals():
+    # what is refused here on one rank, others hear of
+    with nullcontext() if ring is None else ring.shared_refusals():
         _refuse_others(others, sharding)
         mask = _check_mask(attention_mask)
         causal = _resolve_causal(module, is_causal, mask)
