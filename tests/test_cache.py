@@ -858,7 +858,7 @@ def test_ranks_compare_prefills_always_and_decoding_as_often_as_it_pays() -> Non
 
 
 WRONG = {
-    "join": "a request of up to 1000 tokens needs 250 pages of 4",
+    "join": "reserve must be from 1 to 2147483647 tokens",
     "extend": "must stay within the 20 tokens it reserved, got 0 and 21 more",
     "mode": "mode must be 'auto', 'prefill' or 'decode', got 'some'",
     "crop": "length must be from 0 to the 18 tokens there are",
@@ -883,7 +883,7 @@ def _keep_books_wrongly(kind: str) -> list[str]:
     for wrong in (kind if ring.rank == 1 else "", ""):
         cache = _paged(ring)
         try:
-            request = cache.join(1000 if wrong == "join" else 20)
+            request = cache.join(0 if wrong == "join" else 20)
             new = 21 if wrong == "extend" else 18
             _bring(cache, cache.extend([request], [new], mode="some" if wrong == "mode" else "auto"))  # pyright: ignore
             cache.crop(request, 19 if wrong == "crop" else 17)
@@ -891,7 +891,7 @@ def _keep_books_wrongly(kind: str) -> list[str]:
             cache.static_step(1, 17 if wrong == "static" else 1, max_tokens=20)
             _bring(cache, cache.extend([request], [1]))
             said.append("")
-        except (ValueError, CacheFull) as error:
+        except ValueError as error:
             said.append(str(error))
     return said
 
@@ -936,3 +936,63 @@ def test_ranks_compare_again_after_a_refusal(pool: Pools, same_step: bool, same_
     for refused, after in pool(2).run(_go_on_after_a_refusal, same_step, same_request):
         assert "q must have the dtype of the cache, torch.float32, got torch.float64" in refused
         assert after == ""
+
+
+def _ask_for_room(who: set[int]) -> list[int]:
+    """Comparisons of each step of decoding before which some ranks ask in vain for room, and are told so."""
+    ring = Ring(timeout=timedelta(seconds=20))
+    cache, agreement, found = _paged(ring), ring._agreement, list[int]()
+    assert agreement is not None
+    request = cache.join(100)
+    _bring(cache, cache.extend([request], [30]))
+    for _ in range(20):
+        before = agreement._round
+        if ring.rank in who:
+            with pytest.raises(CacheFull, match="a request of up to 1000 tokens needs 250 pages"):
+                cache.join(1000)
+            with pytest.raises(CacheFull, match="a batch of 2 requests of up to 100 tokens needs"):
+                cache.join_alike(100, [0, 0])
+            with pytest.raises(CacheFull):
+                cache.fork(request, reserve=1000)
+        _bring(cache, cache.extend([request], [1]))
+        found.append(agreement._round - before)
+    return found
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("who", [{0}, {0, 1}])
+def test_a_full_cache_is_an_answer_that_programs_may_ask_for(pool: Pools, who: set[int]) -> None:
+    """By one rank that plans for all of them, or on all ranks before each step: neither an error nor a message more."""
+    for found in pool(2).run(_ask_for_room, who):
+        assert sum(found[1:]) == 1, "every sixteenth step is compared"
+
+
+def _probe_alike() -> list[str]:
+    """What a rank hears of right calls between calls that all ranks are refused."""
+    ring, said = Ring(timeout=timedelta(seconds=20)), list[str]()
+    cache = _paged(ring)
+    request = cache.join(50)
+    probes: list[Callable[[], object]] = [
+        lambda: ring.sharding(0),
+        lambda: cache.fork(9),
+        lambda: cache.crop(request, 99),
+        lambda: cache.extend([request], [51]),
+        lambda: cache.static_step(0, max_tokens=1),
+        lambda: ring.sharding(9).shard(torch.ones(8), 0),
+        lambda: ring.kv_buffer(ring.sharding(9), 1, 1, 16, dtype=torch.float32, name="a", device="no device"),
+    ]
+    for number in range(3 * len(probes)):
+        for probe in (probes * 4)[number : number + number % 4]:
+            with pytest.raises((ValueError, RuntimeError)):
+                probe()
+        try:
+            _bring(cache, cache.extend([request], [1]))
+            said.append("")
+        except (ValueError, RuntimeError) as error:
+            said.append(str(error))
+    return said
+
+
+@pytest.mark.dist
+def test_what_all_ranks_try_in_vain_costs_none_of_them_a_call(pool: Pools) -> None:
+    assert pool(2).run(_probe_alike) == [[""] * 21] * 2

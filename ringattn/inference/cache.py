@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from operator import index
+from types import TracebackType
 from typing import Literal, SupportsIndex
 
 import torch
@@ -108,6 +109,7 @@ class PagedKVCache:
             if device.type == "cuda" and device.index is None:
                 device = torch.device("cuda", torch.cuda.current_device())
         self.ring, self.page_size, self.device = ring, page_size, device
+        self._refusals = _Refusals(ring)
         self.layers, self.kv_heads, self.dtype = layers, kv_heads, dtype
         self.head_dim, self.v_head_dim = head_dim, head_dim if v_head_dim is None else v_head_dim
         self.kv_dtype = dtype if kv_dtype is None else kv_dtype
@@ -182,27 +184,27 @@ class PagedKVCache:
 
     def join(self, reserve: int, first: int = 0) -> int:
         """Lets a request in; see `Pages.join`."""
-        with self.ring.shared_refusals():
+        with self._refusals:
             return self.pages.join(index(reserve), index(first))
 
     def join_alike(self, reserve: int, firsts: Sequence[int]) -> list[int]:
         """Lets a batch in whose requests are to grow alike; see `Pages.join_alike`."""
-        with self.ring.shared_refusals():
+        with self._refusals:
             return self.pages.join_alike(index(reserve), [index(first) for first in firsts])
 
     def fork(self, request: int, length: int | None = None, reserve: int | None = None) -> int:
         """Lets a request in that shares the beginning of another one; see `Pages.fork`."""
-        with self.ring.shared_refusals():
+        with self._refusals:
             return self.pages.fork(index(request), _whole(length), _whole(reserve))
 
     def crop(self, request: int, length: int, reserve: int | None = None) -> None:
         """Forgets a request's last tokens; see `Pages.crop`."""
-        with self.ring.shared_refusals():
+        with self._refusals:
             self.pages.crop(index(request), index(length), _whole(reserve))
 
     def leave(self, request: int) -> None:
         """Lets a request go; see `Pages.leave`."""
-        with self.ring.shared_refusals():
+        with self._refusals:
             self.pages.leave(request)
 
     def length(self, request: int) -> int:
@@ -214,7 +216,7 @@ class PagedKVCache:
 
         Of each request that changes at most one page is copied, in stream order.
         """
-        with self.ring.shared_refusals():
+        with self._refusals:
             moves = [move for move in self.pages.reorder(requests, index) if move.rank == self.ring.rank]
         if not moves:
             return
@@ -257,7 +259,7 @@ class PagedKVCache:
             NotImplementedError: Prefill of requests that cannot be computed together; the message names the alternative.
             CacheFull: As `Pages.place`.
         """
-        with self.ring.shared_refusals():
+        with self._refusals:
             step = self._extend(requests, counts, mode, alike, into)
         if into is not None:
             # a graph that is replayed compares nothing
@@ -324,7 +326,7 @@ class PagedKVCache:
         """
         numbers = {"batch": batch, "max_tokens": max_tokens, "max_blocks": 1 if max_blocks is None else max_blocks}
         # it may be said anew outside of inference mode
-        with self.ring.shared_refusals(), torch.inference_mode(False):
+        with self._refusals, torch.inference_mode(False):
             for name, value in numbers.items():
                 if value < 1:
                     raise ValueError(f"{name} must be at least 1, got {value}; give the most that a step has to serve")
@@ -501,6 +503,26 @@ class PagedKVCache:
             raise ValueError(f"{name} must have the dtype of the cache, {self.dtype}, got {x.dtype}; convert it first")
         if x.device != self.device:
             raise ValueError(f"{name} must be on the device of the cache, {self.device}, got {x.device}; move it there")
+
+
+class _Refusals:
+    """Lets other ranks know of what is raised inside; but not that the cache is full, which is an answer and no mistake.
+
+    It changes nothing, and equal books give it alike. So programs catch it to let a request wait: on all ranks, again and again,
+    or on the one that plans for all of them.
+    """
+
+    def __init__(self, ring: Ring) -> None:
+        self._ring = ring
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is not None and not isinstance(error, CacheFull):
+            self._ring.shared_refusals().__exit__(kind, error, trace)
 
 
 def _whole(number: SupportsIndex | None) -> int | None:
