@@ -267,13 +267,16 @@ class _Gradients(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *args: Any) -> tuple[Tensor, ...]:
-        del ctx
+        *_, ring, _, _ = args
+        ctx.living_ring = find_ring(ring)
         return tuple(ring_attention_backward_op(*args))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        raise NotImplementedError(
-            "ring attention must be differentiated once, got a gradient of its gradients; use attention_reference for it"
+        del grads
+        _refuse(
+            ctx.living_ring.name,
+            "ring attention must be differentiated once, got a gradient of its gradients; use attention_reference for it",
         )
 
 

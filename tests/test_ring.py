@@ -638,6 +638,30 @@ def test_keys_overwritten_before_the_backward_are_refused() -> None:
         o.sum().backward()
 
 
+def differentiate_twice_alone() -> list[str]:
+    """What a rank hears of steps of two calls; in the first step rank 1 alone wants a gradient of gradients."""
+    ring, said = Ring(timeout=datetime.timedelta(seconds=20)), []
+    sharding = ring.sharding(8)
+    for wrong in (ring.rank == 1, False):
+        x = torch.ones(1, 4, 2, 8, requires_grad=True)
+        try:
+            (dx,) = torch.autograd.grad(ring_attention(x, x, x, sharding).sum(), x, create_graph=wrong)
+            if wrong:
+                torch.autograd.grad(dx.sum(), x)
+            ring_attention(x, x, x, sharding, causal=True)
+            said.append("")
+        except (NotImplementedError, ValueError) as error:
+            said.append(str(error))
+    return said
+
+
+@pytest.mark.dist
+def test_gradients_of_gradients_on_one_rank_are_refused_on_all(pool: Pools) -> None:
+    for refused, after in pool(2).run(differentiate_twice_alone):
+        assert "ring attention must be differentiated once" in refused
+        assert after == ""
+
+
 def refuse_alone() -> Tensor:
     """Rank 1 makes a ring that cannot be, says so, and goes on."""
     if dist.get_rank():
