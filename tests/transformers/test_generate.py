@@ -6,6 +6,7 @@ import contextlib
 import copy
 import pickle
 from collections.abc import Callable
+from datetime import timedelta
 from functools import partial
 from typing import Any
 
@@ -541,6 +542,38 @@ def refused(rank_of_mistakes: int) -> dict[str, str]:
         here.found["after"] = str(model(ids, past_key_values=cache).logits.shape[1])
     here.told("left", lambda: cache.get_seq_length())
     return here.found
+
+
+def caches_that_differ(wrong: dict[str, Any]) -> tuple[str, int]:
+    """What a rank hears where rank 1 makes another cache, and tokens of a generation with the same one."""
+    model, ring = make("llama", "ringattn", torch.float32).eval(), Ring(timeout=timedelta(seconds=20))
+    same: dict[str, Any] = {"max_tokens": 64, "batch": 1, "page_size": 16}
+    said = ""
+    try:
+        RingCache(model, ring, **same | (wrong if ring.rank else {}))
+    except ValueError as error:
+        said = str(error)
+    with RingCache(model, ring, **same) as cache:
+        return said, model.generate(tokens(20), **GREEDY, past_key_values=cache).shape[1]
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize(
+    ("wrong", "expected"),
+    [
+        ({"max_tokens": 63}, "max_tokens=63, batch=1, CUDA graphs: False on ring rank 1"),
+        ({"max_tokens": 32, "batch": 2}, "max_tokens=32, batch=2, CUDA graphs: False on ring rank 1"),
+        ({"graphs": Reruns()}, "max_tokens=64, batch=1, CUDA graphs: True on ring rank 1"),
+        ({"graphs": True}, "ring rank 1 refused: ValueError: graphs must be False or left out"),
+    ],
+)
+def test_caches_that_differ_in_what_the_pages_do_not_show_are_refused(
+    pool: Pools, wrong: dict[str, Any], expected: str
+) -> None:
+    (first, length), (second, _) = pool(2).run(caches_that_differ, wrong)
+    assert expected in first
+    assert second == first or second in first
+    assert length == 32
 
 
 def cache_rank() -> int:

@@ -160,7 +160,10 @@ class RingCache(Cache):
         self._calling = False  # whether a call of the model has begun and not come to its end
         self._forked = False  # whether sequences were repeated, which may then be kept by different ranks
         self._unwrap: Callable[[], None] | None = None
-        self._recorder = choose_recorder(graphs, model, self.kv)
+        with ring.shared_refusals():
+            self._recorder = choose_recorder(graphs, model, self.kv)
+        # which neither the cache shows nor every call
+        ring.agree("a RingCache", f"max_tokens={max_tokens}, batch={batch}, CUDA graphs: {self._recorder is not None}")
         # by layers that are called (Note [Drafts]); made with the model's own forward, at the first call
         self._decodings: dict[int, Decoding] = {}
 
