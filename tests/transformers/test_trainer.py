@@ -311,6 +311,24 @@ def test_options_that_take_a_shard_for_a_batch_are_refused(pool: Pools, tmp_path
         assert "where ranks share a sequence" in told
 
 
+def build_alone(folder: str) -> str:
+    """What a rank hears where rank 1 alone gives an option that is refused."""
+    wrong: dict[str, Any] = {"label_smoothing_factor": 0.1} if dist.get_rank() else {}
+    with processes():
+        try:
+            build(folder, **wrong)
+        except (ValueError, NotImplementedError) as error:
+            return str(error)
+    return ""
+
+
+@pytest.mark.dist
+def test_an_option_that_one_rank_alone_is_refused_is_an_error_on_all(pool: Pools, tmp_path: Path) -> None:
+    """The others would wait for it where models are wrapped."""
+    for told in pool(2).run(build_alone, str(tmp_path)):
+        assert "label_smoothing_factor must be left out" in told
+
+
 def predict(folder: str) -> tuple[float, str]:
     """The loss of samples, and what comes of asking for their logits."""
     with processes():

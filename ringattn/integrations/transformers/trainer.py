@@ -36,7 +36,7 @@ class RingTrainer(Trainer):
 
     Raises:
         ValueError: The collator is not a RingCollator, the ranks of the ring are not consecutive, or an option would weigh the
-            ranks wrongly.
+            ranks wrongly; or another rank of the ring was refused its RingTrainer, or makes one for another model.
         NotImplementedError: An option would see labels of a shard; the message names it. Of a model whose loss is averaged over the
             labels of a shard, at its first batch.
     """
@@ -49,26 +49,12 @@ class RingTrainer(Trainer):
                 f"data_collator must be a RingCollator, got {type(collator).__name__}; wrap it: RingCollator(collator, ring)"
             )
         self.ring = collator.ring
-        if self.ring.world_size > 1:
-            _check_shared(self.args)
         self._table = find_table(self.model)
         self._counts = False  # whether the loss was found to be divided by its labels
-        _place(self.ring, self.args.world_size, self.args.process_index)
-        if not self.args.average_tokens_across_devices:
-            raise ValueError(
-                "average_tokens_across_devices must be True, got False: ranks of a ring see different numbers of labels"
-            )
-        refused = {
-            "compute_metrics": self.compute_metrics is not None,
-            "compute_loss_func": self.compute_loss_func is not None,
-            "label_smoothing_factor": self.args.label_smoothing_factor != 0,
-        }
-        for name, given in refused.items():
-            if given:
-                raise NotImplementedError(
-                    f"{name} must be left out: it would see this rank's rows, with labels that are shifted already; evaluate with "
-                    "the loss, or on one process"
-                )
+        with self.ring.shared_refusals():
+            self._check_options()
+        # to wrap the model, too, ranks wait for each other, and would for one whose options were refused
+        self.ring.agree("the model of a RingTrainer", type(self.model).__name__)
 
     def get_train_dataloader(self) -> DataLoader:
         """As Trainer's; the ranks of a ring read the same samples, and their workers draw the same."""
@@ -123,10 +109,11 @@ class RingTrainer(Trainer):
     ) -> tuple[Tensor | None, Any, Any]:
         """As Trainer's; the loss is that of whole sequences, on every rank. Refuses logits where ranks share a sequence."""
         if not prediction_loss_only and self.ring.world_size > 1:
-            raise NotImplementedError(
+            error = NotImplementedError(
                 "prediction_loss_only must be True where ranks share a sequence, got False: logits and labels would be those of "
                 "shards, each in the order of its rows; set args.prediction_loss_only = True, or predict on one process"
             )
+            self.ring.refuse(error)
         loss, logits, labels = super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
         if loss is not None and self.ring.world_size > 1:
             shares = self.ring.gather(loss.reshape(1), 0, [1] * self.ring.world_size)
@@ -136,6 +123,27 @@ class RingTrainer(Trainer):
                 # what accelerate keeps of the reports on a last batch that is short: each rank of the ring reports on all of it
                 state.active_dataloader.remainder *= self.ring.world_size
         return loss, logits, labels
+
+    def _check_options(self) -> None:
+        """Refuses what would see a shard, or weigh the ranks wrongly."""
+        if self.ring.world_size > 1:
+            _check_shared(self.args)
+        _place(self.ring, self.args.world_size, self.args.process_index)
+        if not self.args.average_tokens_across_devices:
+            raise ValueError(
+                "average_tokens_across_devices must be True, got False: ranks of a ring see different numbers of labels"
+            )
+        refused = {
+            "compute_metrics": self.compute_metrics is not None,
+            "compute_loss_func": self.compute_loss_func is not None,
+            "label_smoothing_factor": self.args.label_smoothing_factor != 0,
+        }
+        for name, given in refused.items():
+            if given:
+                raise NotImplementedError(
+                    f"{name} must be left out: it would see this rank's rows, with labels that are shifted already; evaluate with "
+                    "the loss, or on one process"
+                )
 
     def _check_count(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any) -> None:
         """Refuses a model that does not divide its loss by the labels of all ranks (Note [A loss that counts])."""
