@@ -52,7 +52,7 @@ from ringattn.inference.dealing import deal, share_out
 
 
 class CacheFull(RuntimeError):
-    """A request does not fit, now; the message has the numbers."""
+    """A request does not fit, now; the message has the numbers. Ranks with equal books are answered alike, and tell no other."""
 
 
 class Pages:
