@@ -13,11 +13,13 @@ from itertools import count
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUsage]
 
 from ringattn.transport.process_group import Agreement
+from ringattn.transport.symmetric import SymmetricMemory
 
 PATIENCE = timedelta(seconds=20)
 
@@ -193,6 +195,25 @@ def test_a_thread_that_refuses_beside_one_that_compares_takes_no_round() -> None
         thread.join()
 
     run(2, program)
+
+
+@pytest.mark.parametrize("how", ["same", "other size", "refused"])
+def test_ranks_that_make_buffers_hear_of_one_that_refuses(how: str) -> None:
+    def program(agreement: Ranked, rank: int) -> list[str]:
+        memory = SymmetricMemory("threads", agreement, torch.device("cpu"), lambda: None)
+        wrong = how if rank else ""
+        called = (
+            [refuse, agreement, "words", "plain"] if wrong == "refused" else [memory.meet, f"{wrong == 'other size'}"]
+        )
+        said = [attempt(*called), attempt(memory.meet, "again")]
+        assert agreement.failures == (how == "refused")
+        return said
+
+    for rank, (said, after) in enumerate(run(2, program)):
+        expected = {"same": "ok", "other size": "RuntimeError: all ranks of a ring must make the same buffers"}
+        refused = "ValueError: words" if rank else "ValueError: ring rank 1 refused: ValueError: words"
+        assert said.startswith(expected.get(how, refused))
+        assert after == "ok"
 
 
 def test_an_error_is_kept_by_nobody() -> None:
