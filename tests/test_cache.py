@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ringattn import Ring
+from ringattn import Ring, ring_attention
 from ringattn.inference import CacheFull, PagedKVCache, StaticStep, Step, attend
 from ringattn.inference import static as steps_of
 from ringattn.inference.accord import Accord
@@ -996,3 +996,70 @@ def _probe_alike() -> list[str]:
 @pytest.mark.dist
 def test_what_all_ranks_try_in_vain_costs_none_of_them_a_call(pool: Pools) -> None:
     assert pool(2).run(_probe_alike) == [[""] * 21] * 2
+
+
+MISTAKES = ("crop", "extend", "mode", "dtype", "softcap", "sharding", "attention")
+
+
+def _make_step(
+    cache: PagedKVCache, live: list[int], draw: random.Random, length: int, wrong: str, mistake: str
+) -> None:
+    """Any step of a program, drawn alike on all ranks; length: of no other step; wrong: this rank's mistake, mistake: anybody's."""
+    ring, kind = cache.ring, draw.choice(("prefill", "decode", "decode", "attend", "probe", "ask"))
+    if mistake in ("sharding", "attention") or (kind == "attend" and not mistake):
+        sharding = ring.sharding(0 if wrong == "sharding" else length)  # known calls are not compared
+        x = torch.full((1, sharding.shard_len, 1, 16), 3.0)
+        softcap = -1.0 if wrong == "attention" else 0.0
+        torch.testing.assert_close(ring_attention(x, x, x, sharding, window=draw.randrange(1, 9), softcap=softcap), x)
+    elif mistake or kind == "prefill" or not live:
+        if len(live) > 5:
+            cache.leave(live.pop(0))
+        request = cache.join(60)
+        if wrong == "crop":
+            cache.crop(request, 1)
+        new = 61 if wrong == "extend" else 17
+        step = cache.extend([request], [new], mode="some" if wrong == "mode" else "prefill")  # pyright: ignore
+        x = step.take(torch.full((1, new, 1, 16), float(request)))
+        attend(step, 0, x.double() if wrong == "dtype" else x, x, x, softcap=-1.0 if wrong == "softcap" else 0.0)
+        live.append(request)
+    elif kind == "decode":
+        some = [request for request in live if cache.length(request) < 60 and draw.random() < 0.8] or live[-1:]
+        x = torch.tensor(some, dtype=torch.float32)[:, None, None, None].expand(-1, 1, 1, 16).contiguous()
+        torch.testing.assert_close(attend(cache.extend(some, [1] * len(some)), 0, x, x, x), x)
+    elif kind == "probe":
+        for probe in (lambda: cache.fork(999), lambda: ring.sharding(0)) * draw.randrange(3):
+            with pytest.raises(ValueError, match="must be"):
+                probe()
+    elif ring.rank == draw.randrange(ring.world_size):
+        with pytest.raises(CacheFull):
+            cache.join(9999)
+
+
+def _run_program(seed: int) -> int:
+    """How many steps of a program failed, all of them on all ranks, in which one made a mistake."""
+    ring, draw, live, failed = Ring(timeout=timedelta(seconds=20)), random.Random(seed), list[int](), 0
+    cache = PagedKVCache(
+        ring, layers=1, kv_heads=1, head_dim=16, dtype=torch.float32, pages=99, page_size=4, device="cpu"
+    )
+    for number in range(50):
+        mistake, who = draw.choice(("", "", *MISTAKES)) if draw.random() < 0.4 else "", draw.randrange(ring.world_size)
+        # what is drawn in a step that ends early is not drawn by all
+        rest = random.Random(draw.random())
+        step = partial(_make_step, cache, live, rest, 9 + number, mistake if ring.rank == who else "", mistake)
+        if not mistake:
+            step()
+            continue
+        with pytest.raises(ValueError, match="" if ring.rank == who else f"ring rank {who} refused"):
+            step()
+        failed += 1
+        for request in set(cache.pages.requests) - set(live):
+            cache.leave(request)
+    ring.agree("the end", str([(request, cache.length(request)) for request in live]))
+    return failed
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize(("world_size", "seed"), [(2, 0), (2, 1), (3, 2), (3, 3)])
+def test_programs_go_on_after_mistakes_of_single_ranks(pool: Pools, world_size: int, seed: int) -> None:
+    """Prefill, decoding, attention, probes on all ranks and questions of one: results are right, and nobody waits for a rank."""
+    assert min(pool(world_size).run(_run_program, seed)) > 5
