@@ -22,7 +22,7 @@ from ringattn.kernels.contract import Arrivals
 from ringattn.kernels.pack import pack
 from ringattn.layout import Run, make_shards, shard_len
 from ringattn.schedule import Collection, Fetch, Nodes, collect, make_plan
-from ringattn.transport import repeats, streams
+from ringattn.transport import copy_engine, repeats, streams
 from ringattn.transport.base import Gathering, Reply
 from ringattn.transport.choose import PROBE_BYTES, measure_push, node_of
 from ringattn.transport.copy_engine import CopyEngineTransport
@@ -746,15 +746,27 @@ def test_graphs_go_with_what_they_rely_on(how: str, enqueued: int) -> None:
         assert some(6) == [0] * 3
 
 
-def test_a_call_that_cannot_be_recorded_is_enqueued_piece_by_piece(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("early", [False, True])
+def test_a_call_that_cannot_be_recorded_is_enqueued_piece_by_piece(
+    monkeypatch: pytest.MonkeyPatch, early: bool
+) -> None:
     ranks = Ranks(2, 0)
     again = Again(ranks, full(2)).make_room()
+    receive = copy_engine._Coming.receive
 
     def refuse(work: Callable[[], object]) -> None:
         FakeStreams.record(ranks.streams[1], work)
         raise RuntimeError("no memory")
 
-    monkeypatch.setattr(ranks.streams[1], "record", refuse)
+    def break_off(coming: Any) -> Any:
+        if coming._transport is ranks.ends[1] and ranks.streams[1].capturing():
+            raise RuntimeError("a call that no capture takes")
+        return receive(coming)
+
+    if early:
+        monkeypatch.setattr(copy_engine._Coming, "receive", break_off)
+    else:
+        monkeypatch.setattr(ranks.streams[1], "record", refuse)
     for salt in range(1, 9):
         ranks.each(lambda rank, salt=salt: again.call(rank, salt, backward=True))
     ranks.world.drain()
@@ -1606,7 +1618,7 @@ def test_poison_leaves_nothing_of_earlier_calls_but_what_was_lent() -> None:
 
 def test_all_ranks_keep_the_rate_of_the_slowest() -> None:
     world, found = World(3, 0), {}
-    texts: dict[int, str] = {}
+    values: dict[int, float] = {}
 
     @dataclass
     class Clock:
@@ -1620,10 +1632,11 @@ def test_all_ranks_keep_the_rate_of_the_slowest() -> None:
     class Table:
         rank: int
 
-        def compare(self, text: str) -> list[str]:
-            texts[self.rank] = text
+        def share(self, what: str, value: float) -> list[float]:
+            del what
+            values[self.rank] = value
             world.meet(self.rank)
-            return [texts[rank] for rank in range(3)]
+            return [values[rank] for rank in range(3)]
 
     def measure(rank: int) -> None:
         table: Any = Table(rank)

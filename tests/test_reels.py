@@ -25,7 +25,7 @@ from ringattn.kernels.contract import Lease, Reels
 from ringattn.kernels.hopper import api as hopper
 from ringattn.layout import make_shards
 from ringattn.sharding import Sharding
-from ringattn.transport import copy_engine
+from ringattn.transport import copy_engine, repeats
 from ringattn.transport.base import Seat
 from ringattn.transport.copy_engine import CopyEngineTransport
 from ringattn.transport.streams import Op
@@ -776,3 +776,78 @@ def test_a_room_that_is_outgrown_stays_where_graphs_know_it(launches: list[Launc
     assert [id(x) for x in lease.rooms] == [id(first), id(second), id(big)]
     lease.begin()
     assert lease.room(1, device) is big
+
+
+def test_graphs_keep_tables_rooms_and_records(launches: list[Launch], steady: Callable[[], None]) -> None:
+    """Whoever forgets them elsewhere does not take them from a graph."""
+    ring = Ring(Case(heads=8, kv_heads=8, dims=(128, 128)))
+    inputs, device = ring.inputs(), torch.device("cpu")
+    for _ in range(6):
+        launches.clear()
+        steady()
+        ring.both(inputs)
+    rooms = [(x.data_ptr(), x.data_ptr() + x.nbytes) for x in ring.transport._repeats.lease.rooms]
+    addresses = {x for _, _, flat in launches for x in flat if isinstance(x, int) and x >= ADDRESS}
+    assert any(start <= x < end for start, end in rooms for x in addresses), "launches use rooms that stay"
+    call = ring.call
+    tables_of = call.stationary("keys", device), call.gathered(device), call.returning(device)
+    assert ring.transport._repeats.lease.held == []
+    held = [kept for one in ring.transport._repeats._known.values() for _, kept in one.graphs.values()]
+    assert len(held) == 3
+    for several in held:
+        flat = [x for part in several for x in (part if isinstance(part, tuple) else (part,))]
+        assert all(any(x is table for x in flat) for table in tables_of[:2])
+        assert any(isinstance(x, record_triton.Tape | record_triton.Reel) for x in flat)
+    returning = [
+        any(x is tables_of[2] for part in several if isinstance(part, tuple) for x in part) for several in held
+    ]
+    assert sorted(returning) == [False, True, True]
+
+
+def test_a_lease_says_what_cannot_be_repeated(launches: list[Launch], monkeypatch: pytest.MonkeyPatch) -> None:
+    x, y, lease = torch.zeros(8), torch.zeros(8), Lease()
+
+    @record_triton.recorded
+    def makes(tape: record_triton.Tape, x: Tensor, *, anew: bool) -> None:
+        tape.call(torch.clone if anew else Tensor.zero_, x)
+
+    def whole(call: Callable[[], None]) -> bool:
+        lease.begin()
+        with record_triton.leased(lease):
+            call()
+        lease.end()
+        return lease.whole
+
+    for _ in range(2):  # as a launcher runs, and as its tape is played
+        assert whole(lambda: makes(x, anew=False))
+        assert not whole(lambda: makes(x, anew=True))
+        assert whole(lambda: of_two(x, y))
+        assert not whole(lambda: with_parts(x, (x,))), "a tape does not know which of the two a hole is for"
+    monkeypatch.setattr(launch_triton, "is_hooked", lambda: True)
+    lease.begin()
+    with record_triton.leased(lease):
+        makes(x, anew=False)
+    assert not lease.whole, "launches that somebody hears of go another way"
+
+
+def test_a_lease_keeps_what_a_launcher_has_made(launches: list[Launch]) -> None:
+    lease, x = Lease(), torch.zeros(8)
+    lease.begin()
+    with record_triton.leased(lease):
+        with_rooms(x, 100)
+    held = lease.end()
+    assert any(isinstance(one, record_triton.Tape) for one in held)
+    rooms = [one for one in held if isinstance(one, Tensor)]
+    (_, _, flat), *_ = launches
+    assert {flat[1], flat[2]} == {room.data_ptr() for room in rooms}
+
+
+def test_calls_that_are_remembered_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(repeats, "REPEATS", 3)
+    known, x = repeats.Repeats(), torch.zeros(1)
+    first, second = (known.find((i,), (x,), (), ()) for i in range(2))
+    assert known.find((0,), (x,), (), ()) is first
+    for i in range(2, 4):
+        known.find((i,), (x,), (), ())
+    assert known.find((0,), (x,), (), ()) is first, "the one that was used last stays"
+    assert known.find((1,), (x,), (), ()) is not second
