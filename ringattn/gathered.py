@@ -96,28 +96,28 @@ def forward(
         gathering = gatherer.gather(k, v, facts.collection, facts.groups, "forward", key_bias=score.key_bias, keep=keep)
         near, far, arrivals = (k, v), (gathering.k, gathering.v), gathering.arrivals
         there = _with_bias(score, gathering)
-        with span("ring forward: all visits in one launch"):
-            _replay(
-                gathering_kernels,
-                gathering.reels,
-                ("forward",),
-                lambda: gathering_kernels.forward_gathered(
-                    q, near, far, rows, keys, there, arrivals, o=o, lse=lse, spare=gatherer.spare
-                ),
-                there,
-                given=(q, k, v),
-                made=(o, lse),
-                kept=(*far, *_words(arrivals)),
-                held=(rows, keys),
-            )
+        _replay(
+            gathering_kernels,
+            gathering.reels,
+            ("forward",),
+            lambda: gathering_kernels.forward_gathered(
+                q, near, far, rows, keys, there, arrivals, o=o, lse=lse, spare=gatherer.spare
+            ),
+            there,
+            given=(q, k, v),
+            made=(o, lse),
+            kept=(*far, *_words(arrivals)),
+            held=(rows, keys),
+        )
         gathering.close()
         kept = gathering.kept
         return rows, keys
 
-    if keep or not _is_brief(q, v, call, backward=False):
-        enqueue()
-    else:
-        _repeat(gatherer, gathering_kernels, ("forward",), call, score, (q, k, v), (o, lse), enqueue)
+    with span("ring forward: all visits in one launch"):
+        if keep or not _is_brief(q, v, call, backward=False):
+            enqueue()
+        else:
+            _repeat(gatherer, gathering_kernels, ("forward",), call, score, (q, k, v), (o, lse), enqueue)
     return o, lse, kept
 
 
@@ -209,23 +209,22 @@ def backward(
                 dlse=dlse,
             )
 
-        with span("ring backward: all visits in one launch"):
-            _replay(
-                gathering_kernels,
-                home.reels,
-                ("backward", call.deterministic, dlse is None, dalibi is None, gathering is None),
-                visit,
-                there,
-                given=(do, q, k, v, o, lse, *_present(dlse), *(far if gathering is None else ())),
-                made=(delta, dq, *_present(dalibi)),
-                kept=(
-                    home.addresses,
-                    *_present(home.bias_addresses),
-                    *_words(arrivals),
-                    *(() if gathering is None else far),
-                ),
-                held=(rows, keys),
-            )
+        _replay(
+            gathering_kernels,
+            home.reels,
+            ("backward", call.deterministic, dlse is None, dalibi is None, gathering is None),
+            visit,
+            there,
+            given=(do, q, k, v, o, lse, *_present(dlse), *(far if gathering is None else ())),
+            made=(delta, dq, *_present(dalibi)),
+            kept=(
+                home.addresses,
+                *_present(home.bias_addresses),
+                *_words(arrivals),
+                *(() if gathering is None else far),
+            ),
+            held=(rows, keys),
+        )
         if not is_brief:
             dk, dv = _like(k, v)
         parts, bias_parts = home.receive()
@@ -242,12 +241,13 @@ def backward(
         home.close()
         return rows, keys, returning
 
-    if not is_brief:
-        enqueue()
-    else:
-        key = "backward", dlse is None, dalibi is None
-        given, made = (do, q, k, v, o, lse, *_present(dlse)), (delta, dq, dk, dv, *_present(dalibi))
-        _repeat(gatherer, gathering_kernels, key, call, score, given, made, enqueue)
+    with span("ring backward: all visits in one launch"):
+        if not is_brief:
+            enqueue()
+        else:
+            key = "backward", dlse is None, dalibi is None
+            given, made = (do, q, k, v, o, lse, *_present(dlse)), (delta, dq, dk, dv, *_present(dalibi))
+            _repeat(gatherer, gathering_kernels, key, call, score, given, made, enqueue)
     return Gradients(
         dq=dq,
         dk=dk,

@@ -851,3 +851,19 @@ def test_calls_that_are_remembered_are_bounded(monkeypatch: pytest.MonkeyPatch) 
         known.find((i,), (x,), (), ())
     assert known.find((0,), (x,), (), ()) is first, "the one that was used last stays"
     assert known.find((1,), (x,), (), ()) is not second
+
+
+def test_a_profiler_sees_a_graph_under_the_name_of_its_call(launches: list[Launch], steady: Callable[[], None]) -> None:
+    ring = Ring(Case())
+    inputs = ring.inputs()
+    for _ in range(6):
+        steady()
+        ring.both(inputs)
+    before = ring.transport.repeated
+    with torch.profiler.profile() as found:
+        steady()
+        ring.both(inputs)
+    assert ring.transport.repeated == before + 2
+    names = [event.name for event in found.events() or ()]
+    for way in ("forward", "backward"):
+        assert names.count(f"ring {way}: all visits in one launch") == 1
