@@ -308,7 +308,7 @@ class Lease:
 
     def begin(self) -> None:
         """The launches of a call follow. Calls that share a lease are ordered on the device, and so share its rooms."""
-        self.whole, self._taken = True, 0
+        self.held, self.whole, self._taken = [], True, 0  # also where launches before broke off
 
     def end(self) -> list[Any]:
         """They are launched; what must live as long as they may be repeated."""

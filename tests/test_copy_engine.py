@@ -723,8 +723,8 @@ def test_graphs_go_with_what_they_rely_on(how: str, enqueued: int) -> None:
 
     def some(count: int) -> list[int]:
         again.enqueued = [0] * 3
-        for now in itertools.islice(salt, count):
-            ranks.each(lambda rank, now=now: again.call(rank, now, backward=True))
+        for number in itertools.islice(salt, count):
+            ranks.each(lambda rank, number=number: again.call(rank, number, backward=True))
         ranks.world.drain()
         return again.enqueued
 

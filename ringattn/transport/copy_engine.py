@@ -247,6 +247,7 @@ class CopyEngineTransport(Holdings):
             return
         turn, lease = self._home_turn, self._repeats.lease
         if known.seen and known.whole:
+            # what comes once only takes no rooms that stay
             lease.begin()
             with leased(lease):
                 enqueue()
