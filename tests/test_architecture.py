@@ -141,7 +141,7 @@ def test_triton_is_imported_at_the_top_of_triton_kernels_only(module):
         assert not [name for name in names if _within(name, "triton") or _needs_triton(name)]
 
 
-@pytest.mark.parametrize("module", ["plan", "configs", "backward_configs"])
+@pytest.mark.parametrize("module", ["plan", "configs"])
 def test_what_is_decided_about_hopper_launches_needs_no_triton(module):
     name = f"ringattn.kernels.hopper.{module}"
     assert not [x for x in imports(name, MODULES[name]) if _within(x, "triton")]

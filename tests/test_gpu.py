@@ -52,10 +52,8 @@ def hopper() -> KernelSet:
 @pytest.fixture
 def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Three programs take all tiles of a Hopper launch: several each, of different lengths, which a device has room to avoid."""
-    for name in ("launching", "forward_launch", "backward_launch", "rows_launch", "wide_launch"):
-        module = importlib.import_module(f"ringattn.kernels.hopper.{name}")
-        if hasattr(module, "multiprocessors"):
-            monkeypatch.setattr(module, "multiprocessors", lambda device: 3)
+    launcher = importlib.import_module("ringattn.kernels.hopper.launcher")
+    monkeypatch.setattr(launcher, "multiprocessors", lambda device: 3)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])

@@ -129,7 +129,7 @@ def test_rows_that_come_late_are_waited_for(case: Gathering, delay: float, warm:
 
 
 def test_tiles_are_split_in_the_case_that_says_so(monkeypatch: pytest.MonkeyPatch, warm: Any) -> None:
-    from ringattn.kernels.hopper import forward_launch
+    from ringattn.kernels.hopper import launcher
 
     slots = []
 
@@ -138,8 +138,8 @@ def test_tiles_are_split_in_the_case_that_says_so(monkeypatch: pytest.MonkeyPatc
         slots.append(plan.slots)
         return plan
 
-    make_plan = forward_launch.make_plan
-    monkeypatch.setattr(forward_launch, "make_plan", noted)
+    make_plan = launcher.make_plan
+    monkeypatch.setattr(launcher, "make_plan", noted)
     warm(CASES[-1])
     assert slots
     assert min(slots) > 0

@@ -1,31 +1,27 @@
 """The Hopper kernel set: `GatheringKernelSet` of the contract in Gluon, for fp16 and bf16 on compute capability 9.0.
 
-Owns the names and the choice between the fused backward and the pair of kernels that sums in a fixed order.
-Products are of fp16 or bf16 operands, everything else is fp32. Refuses to know how any kernel is launched.
+Owns the names of the set's functions. Products are of fp16 or bf16 operands, everything else is fp32. Refuses to know how any
+kernel is launched.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from torch import Tensor
 
 from ringattn.kernels import homes as plain_homes
 from ringattn.kernels import homes_triton, launch_triton
 from ringattn.kernels.contract import Arrivals, Carry, Gathered, Grads, Score, Side
-from ringattn.kernels.hopper.around_launch import Source
-from ringattn.kernels.hopper.backward_launch import (
-    MAX_HEAD_DIM,
-    Away,
+from ringattn.kernels.hopper.launcher import (
+    BackwardInputs,
+    GradOutputs,
+    RemoteGradArgs,
+    can_gather,
     launch_backward,
-    launch_gathered,
-    launch_keys,
-    prefers_pair,
+    launch_forward,
+    launch_forward_gathered,
 )
-from ringattn.kernels.hopper.forward_launch import can_gather, launch_forward, launch_forward_gathered
-from ringattn.kernels.hopper.rows_launch import launch_rows, launch_rows_gathered
-from ringattn.kernels.hopper.wide_launch import launch_wide, launch_wide_gathered
 from ringattn.kernels.portable.launch import launch_delta
 
 __all__ = [
@@ -99,20 +95,9 @@ def backward(
     o: Tensor | None = None,
     dlse: Tensor | None = None,
 ) -> None:
-    """Gradients of one visit (`KernelSet.backward`).
-
-    Beyond a head_dim of 128 sums are made in a fixed order always, up to it where `grads.deterministic` asks for it or the
-    pair of kernels suits the score better.
-    """
-    args = (do, q, k, v, lse, delta, rows, keys, score, grads)
-    source = None if o is None else Source(o, dlse)
-    if max(q.shape[-1], v.shape[-1]) > MAX_HEAD_DIM:
-        launch_wide(*args, source=source)
-    elif grads.deterministic or prefers_pair(q, v, score, wants_terms=_wants_terms(grads)):
-        launch_keys(*args, source=source)
-        launch_rows(*args)
-    else:
-        launch_backward(*args, source=source)
+    """Gradients of one visit (`KernelSet.backward`)."""
+    x = BackwardInputs(do, q, k, v, lse, delta, rows, keys, score, o=o, dlse=dlse)
+    launch_backward(x, GradOutputs.of(grads), deterministic=grads.deterministic)
 
 
 def backward_gathered(
@@ -142,19 +127,9 @@ def backward_gathered(
     Regions of homes begin at multiples of 16 bytes. Where sums are made in a fixed order, the kernel by keys waits for what
     arrives and dq is made by the kernel by rows behind it.
     """
-    away = Away(far, arrivals, homes, home_rows, bias_homes)
-    source = None if o is None else Source(o, dlse)
-    how: dict[str, Any] = {"dq": dq, "dalibi": dalibi, "spare": spare}
-    if max(q.shape[-1], near[1].shape[-1]) > MAX_HEAD_DIM:
-        launch_wide_gathered(do, q, near, lse, delta, rows, keys, score, away, source=source, **how)
-        return
-    wants_terms = dalibi is not None or bias_homes is not None
-    pair = deterministic or prefers_pair(q, near[1], score, wants_terms=wants_terms)
-    args = (do, q, near, lse, delta, rows, keys, score, away)
-    launch_gathered(*args, want_rows=not pair, source=source, **how)
-    if pair:
-        error = None if arrivals is None else arrivals.error
-        launch_rows_gathered(do, q, near, far, lse, delta, rows, keys, score, error, **how)
+    remote = RemoteGradArgs(far, arrivals, homes, home_rows, bias_homes)
+    x = BackwardInputs(do, q, *near, lse, delta, rows, keys, score, o=o, dlse=dlse, remote=remote, spare=spare)
+    launch_backward(x, GradOutputs(dq, dalibi=dalibi), deterministic=deterministic)
 
 
 def add_bias_homes(dkey_bias: Tensor, own: Tensor, parts: Sequence[Tensor], rows: Tensor) -> None:
@@ -165,7 +140,3 @@ def add_bias_homes(dkey_bias: Tensor, own: Tensor, parts: Sequence[Tensor], rows
 def add_homes(dk: Tensor, dv: Tensor, own: Tensor, parts: Sequence[Tensor], rows: Tensor) -> None:
     """Dk and dv of this rank's keys (`GatheringKernelSet.add_homes`)."""
     (homes_triton if dk.is_cuda else plain_homes).add_homes(dk, dv, own, parts, rows)
-
-
-def _wants_terms(grads: Grads) -> bool:
-    return grads.dalibi is not None or grads.dkey_bias is not None

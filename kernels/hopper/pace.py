@@ -20,7 +20,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ringattn.kernels.hopper.launching import multiprocessors
+from ringattn.kernels.hopper.descriptors import multiprocessors
 from ringattn.kernels.hopper.pieces import EPOCH
 from ringattn.kernels.hopper.plan import L2_BYTES, Shape, WorkPlan
 

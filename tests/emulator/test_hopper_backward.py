@@ -12,15 +12,25 @@ pytest.importorskip("triton")
 
 from ringattn.kernels import eager, launch_triton
 from ringattn.kernels.contract import Gathered, Grads, KernelSet, Score
-from ringattn.kernels.hopper.around_launch import Source
-from ringattn.kernels.hopper.backward_configs import BackwardConfig
+from ringattn.kernels.hopper.configs import DkvConfig
+from ringattn.kernels.portable.launch import launch_delta
 from ringattn.reference import visible_pairs
 from tests.emulator import gluon as machine
 from tests.emulator.pacing import keep_pace_always
 from tests.kernel_conformance import LONG_CASES, Case, make_side, run_case
 
-launch: Any = pytest.importorskip("ringattn.kernels.hopper.backward_launch")
-around_launch: Any = pytest.importorskip("ringattn.kernels.hopper.around_launch")
+launcher: Any = pytest.importorskip("ringattn.kernels.hopper.launcher")
+
+
+def launch_backward(*args: Any, want_dq: bool = True, config: DkvConfig | None = None, **source: Any) -> None:
+    """One kernel for a step's dk and dv, and dq where it is wanted."""
+    *inputs, grads = args
+    out = None if grads is None else launcher.GradOutputs.of(grads)
+    launcher.launch_dkv(launcher.BackwardInputs(*inputs, **source), out, want_dq=want_dq, config=config)
+
+
+def launch_keys(*args: Any) -> None:
+    launch_backward(*args, want_dq=False)
 
 
 CAUSAL: dict[str, Any] = {"causal": True}
@@ -58,13 +68,13 @@ LONG: tuple[Case, ...] = (
 """What the shared cases leave out: padded columns under every feature, and tiles that are split under some."""
 
 
-def kernels(config: BackwardConfig | None = None) -> KernelSet:
+def kernels(config: DkvConfig | None = None) -> KernelSet:
     """The backward of this room behind a forward that needs no emulator."""
 
     def backward(*args: Any, o: Tensor | None = None, dlse: Tensor | None = None) -> None:
-        launch.launch_backward(*args, config=config, source=None if o is None else Source(o, dlse))
+        launch_backward(*args, config=config, o=o, dlse=dlse)
 
-    return cast(KernelSet, SimpleNamespace(forward=eager.forward, delta=launch.launch_delta, backward=backward))
+    return cast(KernelSet, SimpleNamespace(forward=eager.forward, delta=launch_delta, backward=backward))
 
 
 @pytest.mark.parametrize("case", LONG, ids=str)
@@ -79,10 +89,8 @@ def test_results_stay_within_budget_in_every_order_of_events(mode: dict[str, Any
         run_case(kernels(), case, torch.float16, "cpu")
 
 
-@pytest.mark.parametrize(
-    "config", [BackwardConfig(block=64, pin=True), BackwardConfig(block=64, persistent=False)], ids=str
-)
-def test_a_schedule_does_not_change_what_is_computed(config: BackwardConfig):
+@pytest.mark.parametrize("config", [DkvConfig(block=64, pin=True), DkvConfig(block=64, persistent=False)], ids=str)
+def test_a_schedule_does_not_change_what_is_computed(config: DkvConfig):
     run_case(kernels(config), next(case for case in LONG if case.name == "long_wide"), torch.bfloat16, "cpu")
 
 
@@ -90,7 +98,7 @@ def test_a_schedule_does_not_change_what_is_computed(config: BackwardConfig):
 def test_sums_that_leave_through_shared_memory_stay_within_budget(name: str):
     case = next(case for case in (*LONG, *LONG_CASES) if case.name == name)
     with machine.mode(seed=0):
-        run_case(kernels(BackwardConfig(block=64, staged=True)), case, torch.bfloat16, "cpu")
+        run_case(kernels(DkvConfig(block=64, staged=True)), case, torch.bfloat16, "cpu")
 
 
 def visit(launch_it: Any, grads_dtype: torch.dtype, scale: float = 1.0) -> Grads:
@@ -114,7 +122,7 @@ def visit(launch_it: Any, grads_dtype: torch.dtype, scale: float = 1.0) -> Grads
 
 
 def test_gradients_in_the_dtype_of_the_inputs_are_the_rounded_ones():
-    wide, narrow = (visit(launch.launch_backward, dtype) for dtype in (torch.float32, torch.float16))
+    wide, narrow = (visit(launch_backward, dtype) for dtype in (torch.float32, torch.float16))
     for name in ("dq", "dk", "dv"):
         assert torch.allclose(getattr(wide, name), getattr(narrow, name).float(), rtol=2**-10, atol=1e-6), name
 
@@ -122,10 +130,10 @@ def test_gradients_in_the_dtype_of_the_inputs_are_the_rounded_ones():
 def test_rows_are_added_in_the_dtype_of_the_inputs_too():
     def launch_again(*args: Any) -> None:
         *others, grads = args
-        launch.launch_backward(*args)
+        launch_backward(*args)
         written.append(grads.dq.clone())
         grads.dq.fill_(3.0)
-        launch.launch_backward(*others, replace(grads, accumulate_rows=True))
+        launch_backward(*others, replace(grads, accumulate_rows=True))
 
     written: list[Tensor] = []
     found = visit(launch_again, torch.float16)
@@ -133,14 +141,14 @@ def test_rows_are_added_in_the_dtype_of_the_inputs_too():
 
 
 def test_keys_alone_are_the_same_bits_and_leave_rows_alone():
-    both, alone = (visit(one, torch.float32) for one in (launch.launch_backward, launch.launch_keys))
+    both, alone = (visit(one, torch.float32) for one in (launch_backward, launch_keys))
     assert torch.equal(both.dk, alone.dk)
     assert torch.equal(both.dv, alone.dv)
     assert alone.dq.isnan().all()
 
 
 def test_keys_beyond_the_buffer_reach_nothing_where_every_score_is_very_low():
-    grads = visit(launch.launch_backward, torch.float32, scale=8.0)
+    grads = visit(launch_backward, torch.float32, scale=8.0)
     for name in ("dq", "dk", "dv"):
         assert getattr(grads, name).isfinite().all(), name
 
@@ -157,12 +165,11 @@ def test_heads_of_a_batch_may_exceed_the_programs_of_a_second_dimension(
     visible = torch.ones(1, s, 1, dtype=torch.bool)
     rows, keys = make_side(((0, 1, s),), visible, "cpu"), make_side(((0, 1, 1),), visible.transpose(1, 2), "cpu")
     sources = Gathered((keys,), (0,), 1, 0, keys.positions, keys.lo, keys.hi)
-    away = around_launch.Away((k[:, :0], k[:, :0]), None, homes, 1, homes)
-    launch.launch_delta(q, q, stat)
+    remote = launcher.RemoteGradArgs((k[:, :0], k[:, :0]), None, homes, 1, homes)
+    launch_delta(q, q, stat)
     dq = torch.empty_like(q)
-    launch.launch_gathered(
-        q, q, (k, k), stat, stat, rows, sources, Score(1.0), away, dq=dq, dalibi=None, want_rows=True
-    )
+    x = launcher.BackwardInputs(q, q, k, k, stat, stat, rows, sources, Score(1.0), remote=remote)
+    launcher.launch_dkv(x, launcher.GradOutputs(dq), want_dq=True)
     assert len(grids) == launches
     # what a launch of CUDA may have
     assert all(n <= 65535 for grid in grids for n in grid[1:]), grids
@@ -176,11 +183,11 @@ def test_heads_of_a_batch_may_exceed_the_programs_of_a_second_dimension(
 def test_what_these_kernels_do_not_compute_is_refused(score: Score):
     q = torch.zeros(1, 8, 1, 64, dtype=torch.bfloat16)
     with pytest.raises(NotImplementedError, match="neither bias nor dropout; use the portable kernels"):
-        launch.launch_backward(q, q, q, q, None, None, None, None, score, None)
+        launch_backward(q, q, q, q, None, None, None, None, score, None)
 
 
 def test_programs_that_keep_pace_compute_the_same_and_each_ends_every_epoch_once(monkeypatch: pytest.MonkeyPatch):
-    boards = keep_pace_always(monkeypatch, launch)
+    boards = keep_pace_always(monkeypatch, launcher)
     run_case(kernels(), next(case for case in LONG if case.name == "long_split"), torch.bfloat16, "cpu")
     assert boards, "nobody kept pace"
     for board, programs in boards:
@@ -198,8 +205,9 @@ def test_what_is_finished_side_by_side_is_added_or_written_each_as_told(add_rows
     before = [x.clone() for x in (dq, dk, dv)]
     plan = SimpleNamespace(splits=torch.tensor([[0, 0, 0, 2]], dtype=torch.int32))
 
-    of_keys = around_launch.added(plan, parts, 128, dk, dv, (64, 64), add=add_keys)
-    around_launch.finish(of_keys, around_launch.RowSums(total, dq, None, None, 64, 0.5, add_rows))
+    target = (dk, dv, None, None, *dk.stride()[:3], *dv.stride()[:3], 1, 100)
+    keys = launcher.KeySums(plan, parts, 128, (64, 64), (40, 24), target, add_keys)
+    launcher.finish_sums(keys, launcher.RowSums(total, dq, None, None, 64, 0.5, add_rows))
     of_dk, of_dv = (x.sum(0).view(128, 64)[:100] for x in parts.split(128 * 64, 1))
     sums = (total * 0.5, of_dk[None, :, None, :40], of_dv[None, :, None, :24])
     for x, old, new, add in zip((dq, dk, dv), before, sums, (add_rows, add_keys, add_keys), strict=True):

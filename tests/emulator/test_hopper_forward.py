@@ -14,7 +14,7 @@ from tests.emulator.pacing import keep_pace_always
 from tests.kernel_conformance import CASES, Case, KernelSet, run_case
 
 pytest.importorskip("triton")
-launcher = pytest.importorskip("ringattn.kernels.hopper.forward_launch")
+launcher = pytest.importorskip("ringattn.kernels.hopper.launcher")
 configs = pytest.importorskip("ringattn.kernels.hopper.configs")
 plan = pytest.importorskip("ringattn.kernels.hopper.plan")
 

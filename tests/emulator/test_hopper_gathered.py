@@ -16,8 +16,7 @@ if os.environ.get("GLUON_EMULATOR") != "1":
 
 from ringattn.kernels.contract import Score
 from ringattn.kernels.hopper import api as hopper
-from ringattn.kernels.hopper import forward_launch as launcher
-from ringattn.kernels.hopper import plan
+from ringattn.kernels.hopper import launcher, plan
 from ringattn.kernels.hopper.configs import ForwardConfig
 from ringattn.layout import Run
 from tests.emulator.arriving import Gathering, assert_right, make_scene, run

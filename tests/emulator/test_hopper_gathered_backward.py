@@ -14,13 +14,11 @@ if os.environ.get("GLUON_EMULATOR") != "1":
 
 from ringattn.kernels.contract import Grads, Score
 from ringattn.kernels.hopper import api as hopper
-from ringattn.kernels.hopper import backward_launch, wide_launch
+from ringattn.kernels.hopper import launcher
 from ringattn.kernels.hopper import plan as plan_of_work
-from ringattn.kernels.hopper.backward_configs import BackwardConfig
-from ringattn.kernels.hopper.backward_launch import Away, launch_backward, launch_gathered, launch_keys
+from ringattn.kernels.hopper.configs import DkvConfig, DqConfig, WideDkvConfig
+from ringattn.kernels.hopper.launcher import BackwardInputs, GradOutputs, RemoteGradArgs, launch_dkv, launch_dq
 from ringattn.kernels.hopper.plan import Shape, make_plan
-from ringattn.kernels.hopper.rows_launch import RowsConfig, launch_rows, launch_rows_gathered
-from ringattn.kernels.hopper.wide_launch import WideConfig, launch_wide_keys, launch_wide_keys_gathered
 from tests.budget import assert_within_budget
 from tests.emulator import gluon as machine
 from tests.far_apart import heads_apart, leave_memory_alone
@@ -172,26 +170,24 @@ def test_what_is_there_need_not_be_waited_for():
 def test_contributions_are_the_bits_of_visits_one_by_one(name: str, both: bool):
     """Where no tile is split, sums have one order."""
     scene = named(name)
-    config = BackwardConfig(block=64, persistent=False)
+    config = DkvConfig(block=64, persistent=False)
     whole = make_whole(scene)
     score = whole.score
     for rank in range(len(scene.shards)):
         visit = make_visit(whole, rank)
         do, q, near, far, lse, delta, rows, keys, _ = visit.arguments()
         dq, dalibi = visit.outputs(torch.float32)
-        gathered: Any = launch_gathered
-        away = Away(far, visit.arrivals, visit.homes, visit.home_rows)
+        remote = RemoteGradArgs(far, visit.arrivals, visit.homes, visit.home_rows)
         with machine.mode(mapped=tuple(visit.regions), outside=visit.arrive):
-            gathered(
-                do, q, near, lse, delta, rows, keys, score, away, dq=dq, dalibi=dalibi, want_rows=both, config=config
-            )
+            x = BackwardInputs(do, q, *near, lse, delta, rows, keys, score, remote=remote)
+            launch_dkv(x, GradOutputs(dq, dalibi=dalibi), want_dq=both, config=config)
         for side, places, region in zip(keys.sides, visit.source_places, visit.regions, strict=True):
             first = side.run_list[0][0]
             alone = replace(side, run_list=tuple((offset - first, *run) for offset, *run in side.run_list))
             k, v = whole.k[:, places], whole.v[:, places]
             grads = Grads(dq.clone(), *(torch.full(x.shape, float("nan")) for x in (k, v)), dalibi=visit.outputs()[1])
-            one: Any = launch_backward if both else launch_keys
-            one(do, q, k, v, lse, delta, rows, alone, score, grads, config=config)
+            x = BackwardInputs(do, q, k, v, lse, delta, rows, alone, score)
+            launch_dkv(x, GradOutputs.of(grads), want_dq=both, config=config)
             assert torch.equal(region[:, : len(places), :, : scene.head_dim], grads.dk)
             assert torch.equal(region[:, : len(places), :, scene.head_dim :], grads.dv)
 
@@ -199,14 +195,15 @@ def test_contributions_are_the_bits_of_visits_one_by_one(name: str, both: bool):
 @pytest.mark.parametrize("name", ["wide_terms", "wide_groups"])
 def test_wide_contributions_are_the_bits_of_visits_one_by_one(name: str):
     """Likewise, dkey_bias too."""
-    scene, config = named(name), WideConfig(split=False)
-    whole, gathered = make_whole(scene), launch_wide_keys_gathered
+    scene, config = named(name), WideDkvConfig(split=False)
+    whole = make_whole(scene)
     for rank in range(len(scene.shards)):
         visit = make_visit(whole, rank)
         do, q, near, far, lse, delta, rows, keys, score = visit.arguments()
-        away = Away(far, visit.arrivals, visit.homes, visit.home_rows, visit.bias_homes)
+        remote = RemoteGradArgs(far, visit.arrivals, visit.homes, visit.home_rows, visit.bias_homes)
         with machine.mode(mapped=(*visit.regions, *visit.bias_regions), outside=visit.arrive):
-            gathered(do, q, near, lse, delta, rows, keys, score, away, config=config)
+            x = BackwardInputs(do, q, *near, lse, delta, rows, keys, score, remote=remote)
+            launch_dkv(x, GradOutputs(torch.empty(0)), config=config)
         for i, (side, places) in enumerate(zip(keys.sides, visit.source_places, strict=True)):
             first = side.run_list[0][0]
             alone = replace(side, run_list=tuple((offset - first, *run) for offset, *run in side.run_list))
@@ -217,7 +214,7 @@ def test_wide_contributions_are_the_bits_of_visits_one_by_one(name: str):
             if whole.key_bias is not None:
                 grads = replace(grads, dkey_bias=torch.full((scene.batch, len(places)), float("nan")))
                 here = replace(score, key_bias=whole.key_bias[:, places])
-            launch_wide_keys(do, q, k, v, lse, delta, rows, alone, here, grads, config=config)
+            launch_dkv(BackwardInputs(do, q, k, v, lse, delta, rows, alone, here), GradOutputs.of(grads), config=config)
             assert torch.equal(visit.regions[i][:, : len(places), :, : scene.head_dim], grads.dk)
             assert torch.equal(visit.regions[i][:, : len(places), :, scene.head_dim :], grads.dv)
             if grads.dkey_bias is not None:
@@ -227,12 +224,13 @@ def test_wide_contributions_are_the_bits_of_visits_one_by_one(name: str):
 def test_dq_by_rows_over_near_alone_is_the_bits_of_one_visit():
     visit = make_visit(make_whole(named("alone")), 0)
     do, q, near, far, lse, delta, rows, keys, score = visit.arguments()
-    config = RowsConfig(64, 3, 3)
+    config = DqConfig(64, 3, 3)
     wanted, found = visit.outputs()[0], visit.outputs()[0]
-    grads = Grads(wanted, near[0], near[1])
-    k, v = near
-    launch_rows(do, q, k, v, lse, delta, rows, keys.sides[0], score, grads, config=config)
-    launch_rows_gathered(do, q, near, far, lse, delta, rows, keys, score, None, dq=found, dalibi=None, config=config)
+    remote = RemoteGradArgs(far, None, visit.homes, visit.home_rows)
+    alone = BackwardInputs(do, q, *near, lse, delta, rows, keys.sides[0], score)
+    fused = BackwardInputs(do, q, *near, lse, delta, rows, keys, score, remote=remote)
+    launch_dq(alone, GradOutputs(wanted), config=config)
+    launch_dq(fused, GradOutputs(found), config=config)
     assert torch.equal(wanted, found)
 
 
@@ -301,7 +299,7 @@ def test_delta_of_queries_that_have_no_keys_is_made_too(head_dim: int, determini
 @pytest.mark.parametrize("deterministic", [False, True], ids=["fused", "pair"])
 def test_parts_of_split_tiles_come_home(deterministic: bool, monkeypatch: pytest.MonkeyPatch):
     programs = 13
-    monkeypatch.setattr(backward_launch, "multiprocessors", lambda _: programs)
+    monkeypatch.setattr(launcher, "multiprocessors", lambda _: programs)
     scene = Scene("split", (((0, 1, 640),), ((640, 1, 100),)), heads=1, head_dim=128)
     visit = make_visit(make_whole(scene), 0)
     plan = make_plan(visit.keys, visit.rows, Shape(1, 1, 128, 64, programs, 640 * (256 * 2 + 128 * 4), align=4))
@@ -321,8 +319,7 @@ def test_parts_of_biases_come_home_too(head_dim: int, monkeypatch: pytest.Monkey
         split.update(made.split_tiles[:, 0].tolist())
         return made
 
-    for module in (backward_launch, wide_launch):
-        monkeypatch.setattr(module, "make_plan", make)
+    monkeypatch.setattr(launcher, "make_plan", make)
     runs = (((0, 1, 190),), ((190, 1, 50),))
     assert_gradients_within_budget(Scene("split", runs, heads=1, head_dim=head_dim, v_head_dim=64, key_bias=True))
     assert split == {0, 1}, "tiles of both sources are split"

@@ -12,11 +12,10 @@ pytest.importorskip("triton")
 
 from ringattn.kernels import eager
 from ringattn.kernels.contract import Grads, KernelSet, Score
-from ringattn.kernels.hopper import rows_launch, wide_launch
-from ringattn.kernels.hopper.around_launch import Source
+from ringattn.kernels.hopper import launcher
+from ringattn.kernels.hopper.configs import DqConfig, WideDkvConfig
+from ringattn.kernels.hopper.launcher import BackwardInputs, GradOutputs, launch_dkv, launch_dq
 from ringattn.kernels.hopper.plan import Shape, make_plan
-from ringattn.kernels.hopper.rows_launch import RowsConfig, launch_rows
-from ringattn.kernels.hopper.wide_launch import WideConfig, launch_wide_keys
 from ringattn.reference import visible_pairs
 from tests.emulator import gluon as machine
 from tests.emulator.pacing import keep_pace_always
@@ -24,7 +23,7 @@ from tests.kernel_conformance import CASES, Case, make_side, run_case
 
 CAUSAL: dict[str, Any] = {"causal": True}
 SERVED = [case for case in CASES if case.bias is None and case.dropout_p == 0]
-NARROW = RowsConfig(block=16, k_stages=3, v_stages=1, start=True)
+NARROW = DqConfig(block=16, k_stages=3, v_stages=1, start=True)
 """Many blocks where the lengths of the suite leave room for one."""
 
 LONG = (
@@ -60,12 +59,14 @@ LONG = (
 """Long enough for blocks without a mask, several tiles per program and tiles that are split."""
 
 
-def kernels(rows_config: RowsConfig | None = None, keys_config: WideConfig | None = None) -> KernelSet:
+def kernels(rows_config: DqConfig | None = None, keys_config: WideDkvConfig | None = None) -> KernelSet:
     """Both halves of the wide backward, at any head_dim, behind a forward that needs no emulator."""
 
     def backward(*args: Any, o: Tensor | None = None, dlse: Tensor | None = None) -> None:
-        launch_wide_keys(*args, config=keys_config, source=None if o is None else Source(o, dlse))
-        launch_rows(*args, config=rows_config)
+        *inputs, grads = args
+        x, out = BackwardInputs(*inputs, o=o, dlse=dlse), GradOutputs.of(grads)
+        launch_dkv(x, out, config=keys_config or WideDkvConfig())
+        launch_dq(x, out, config=rows_config)
 
     return cast(KernelSet, SimpleNamespace(forward=eager.forward, delta=eager.delta, backward=backward))
 
@@ -77,7 +78,7 @@ def test_rows_and_wide_keys_stay_within_budget(case: Case):
 
 @pytest.mark.parametrize("case", LONG, ids=str)
 def test_switches_and_float16_stay_within_budget(case: Case):
-    run_case(kernels(NARROW, WideConfig(ahead=False, split=False)), case, torch.float16, "cpu")
+    run_case(kernels(NARROW, WideDkvConfig(ahead=False, split=False)), case, torch.float16, "cpu")
 
 
 @pytest.mark.parametrize(
@@ -149,7 +150,7 @@ def test_gradients_reach_narrow_targets():
         assert torch.equal(x.bfloat16(), y)
 
 
-@pytest.mark.parametrize("launch", [launch_rows, launch_wide_keys])
+@pytest.mark.parametrize("launch", [launch_dq, launch_dkv])
 def test_what_is_not_computed_is_refused(launch: Any):
     n = 8
     rows = make_side(((0, 1, n),), visible_pairs(n, n), "cpu")
@@ -157,7 +158,8 @@ def test_what_is_not_computed_is_refused(launch: Any):
     def call(score: Score, d: int, dtype: torch.dtype) -> None:
         x = torch.zeros(1, n, 1, d, dtype=dtype)
         lse = torch.zeros(1, 1, n)
-        launch(x, x, x, x, lse, lse, rows, rows, score, Grads(x.float(), x.float(), x.float()))
+        grads = Grads(x.float(), x.float(), x.float())
+        launch(BackwardInputs(x, x, x, x, lse, lse, rows, rows, score), GradOutputs.of(grads))
 
     with pytest.raises(NotImplementedError, match="take float16 or bfloat16, got"):
         call(Score(1.0), 64, torch.float32)
@@ -172,9 +174,8 @@ def test_what_is_not_computed_is_refused(launch: Any):
 
 
 def test_programs_that_keep_pace_compute_the_same_and_each_ends_every_epoch_once(monkeypatch: pytest.MonkeyPatch):
-    boards = [keep_pace_always(monkeypatch, module) for module in (rows_launch, wide_launch)]
+    boards = keep_pace_always(monkeypatch, launcher)
     run_case(kernels(), LONG[0], torch.bfloat16, "cpu")
-    for found in boards:
-        assert found, "nobody kept pace"
-        for board, programs in found:
-            assert board.tolist() == [programs] * len(board)
+    assert len(boards) == 2, "both kernels keep pace"
+    for board, programs in boards:
+        assert board.tolist() == [programs] * len(board)
