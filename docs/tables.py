@@ -20,7 +20,7 @@ from unittest.mock import patch
 
 import torch
 
-from ringattn.kernels import select
+from ringattn.kernels import registry
 from ringattn.layout import LAYOUTS, make_shards
 from ringattn.schedule import make_plan, moved_rows
 from ringattn.visibility import Visibility
@@ -67,7 +67,7 @@ def _answers(
 ) -> dict[str, str]:
     """What each kernel set says on the GPU that suits it."""
     found = {}
-    fitting = SimpleNamespace(__version__=f"{select.HOPPER_TRITON[0]}.0")
+    fitting = SimpleNamespace(__version__=f"{registry.HOPPER_TRITON[0]}.0")
     with (
         patch.object(torch.cuda, "get_device_capability", return_value=(9, 0)),
         patch.object(importlib.util, "find_spec", return_value=fitting),
@@ -76,7 +76,9 @@ def _answers(
         for name in ("hopper", "portable", "eager"):
             features = () if feature is None else (feature,)
             try:
-                select.pick(torch.device("cuda"), dtype, head_dim, v_head_dim or head_dim, impl=name, features=features)
+                registry.select_kernels(
+                    torch.device("cuda"), dtype, head_dim, v_head_dim or head_dim, impl=name, features=features
+                )
                 found[name] = "yes"
             except NotImplementedError:
                 found[name] = "-"
@@ -92,7 +94,7 @@ def kernels() -> str:
         asked[f"head_dim {head_dim}"] = _answers(head_dim=head_dim)
     asked["head_dim 192, of the values 128"] = _answers(head_dim=192, v_head_dim=128)
     words = {"per_batch_bounds": "`lengths` per batch element", "alibi": "`alibi_slopes`", "dropout": "`dropout_p`"}
-    for feature in sorted(select.FEATURES):
+    for feature in sorted(registry.FEATURES):
         asked[words.get(feature, f"`{feature}`")] = _answers(feature=feature)
     return table(["", "hopper", "portable", "eager"], ([said, *found.values()] for said, found in asked.items()))
 

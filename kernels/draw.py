@@ -28,7 +28,7 @@ import math
 import torch
 from torch import Tensor
 
-from ringattn.kernels.twin import find_twin
+from ringattn.kernels.runtime.optional_triton import import_optional
 
 LOG2E = 1.0 / math.log(2.0)
 ONE = 2.0**40
@@ -63,7 +63,7 @@ def draw(logits: Tensor, how: Tensor | None, lse: Tensor | None = None) -> Tenso
     """
     if not 1 <= logits.shape[1] <= MOST:
         raise ValueError(f"vocab must be between 1 and {MOST}, got {logits.shape[1]}; give each row at least one logit")
-    fast = find_twin("ringattn.kernels.draw_triton") if logits.is_cuda else None
+    fast = import_optional("ringattn.kernels.draw_triton") if logits.is_cuda else None
     if fast is not None:
         return fast.draw(logits, how, lse)
     return draw_eager(logits, how, lse)

@@ -34,7 +34,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ringattn.kernels import draw as definition
-from ringattn.kernels.record_triton import Tape, recorded
+from ringattn.kernels.runtime.record_triton import Tape, recorded
 
 RANGES = 16
 """Ranges of a row: a token is found in one of them, not in the whole row."""

@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ringattn.kernels.twin import find_twin
+from ringattn.kernels.runtime.optional_triton import import_optional
 
 MOST_ROWS = 16
 """Rows up to which the kernel is at least as fast as what torch calls, for one weight."""
@@ -49,7 +49,7 @@ def has_kernel(weight: Tensor, *others: Tensor) -> bool:
     """
     if not weight.is_cuda or not all(_fits(one) for one in (weight, *others)):
         return False
-    fast = find_twin("ringattn.kernels.few_rows_triton")
+    fast = import_optional("ringattn.kernels.few_rows_triton")
     return fast is not None and fast.serves(weight.device)
 
 
@@ -131,7 +131,7 @@ def _twin(x: Tensor, *weights: Tensor) -> Any:
     # what a kernel would read wrong is multiplied, or refused, by torch
     alike = all(_is_row_of(x, weight) and weight.shape == weights[0].shape for weight in weights)
     fits = x.is_cuda and alike and 0 < len(x) <= MOST_GATED and has_kernel(*weights)
-    return find_twin("ringattn.kernels.few_rows_triton") if fits else None
+    return import_optional("ringattn.kernels.few_rows_triton") if fits else None
 
 
 def _is_row_of(x: Tensor, weight: Tensor) -> bool:

@@ -33,8 +33,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ringattn.kernels.portable.configs import kind_of
-from ringattn.kernels.record_triton import Tape, recorded
+from ringattn.kernels.attention.portable.configs import kind_of
+from ringattn.kernels.runtime.record_triton import Tape, recorded
 
 KINDS = {"sm80", "sm90", "sm100"}
 """Kinds of devices with room for the blocks of a program: 164 KiB of shared memory or more."""

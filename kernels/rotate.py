@@ -16,7 +16,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ringattn.kernels.twin import find_twin
+from ringattn.kernels.runtime.optional_triton import import_optional
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 WIDEST = 512
@@ -31,7 +31,7 @@ def has_kernel(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> bool:
     halves = 2 <= d <= WIDEST and d & (d - 1) == 0
     plain = all(x.dtype in DTYPES and x.stride(-1) == 1 and x.shape[-1] == d for x in (q, k, cos, sin))
     few = len(q) <= MOST_ROWS
-    return q.is_cuda and few and halves and plain and find_twin("ringattn.kernels.rotate_triton") is not None
+    return q.is_cuda and few and halves and plain and import_optional("ringattn.kernels.rotate_triton") is not None
 
 
 def rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
@@ -52,7 +52,7 @@ def rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tens
         tensor([[[0., 1.]]])
     """
     if has_kernel(q, k, cos, sin):
-        twin = find_twin("ringattn.kernels.rotate_triton")
+        twin = import_optional("ringattn.kernels.rotate_triton")
         return twin.rotate(q, k, cos, sin)
     return rotate_eager(q, k, cos, sin)
 

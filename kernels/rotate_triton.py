@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ringattn.kernels.record_triton import Tape, recorded
+from ringattn.kernels.runtime.record_triton import Tape, recorded
 
 NUMBERS = 1024
 """Of a program: some heads of one row."""

@@ -24,11 +24,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ringattn.kernels import decode as contract
-from ringattn.kernels import decode_eager
-from ringattn.kernels.contract import Score
-from ringattn.kernels.decode import FP8, PageTable
-from ringattn.kernels.parts import finish_parts, size
+from ringattn.kernels.decode import dispatch as contract
+from ringattn.kernels.decode import eager as decode_eager
+from ringattn.kernels.decode.dispatch import FP8, PageTable
+from ringattn.kernels.interface import Score
+from ringattn.kernels.partials.packed import finish_parts, size
 from ringattn.launch.bench_host import host_us
 from ringattn.launch.session import Session, check_numbers, write_json
 from ringattn.launch.turns import Time, reason, time_calls
@@ -284,7 +284,8 @@ def configured(
     """The kernel under a configuration, and the height of its stack; `splits` is what the chosen one would have."""
     import functools
 
-    from ringattn.kernels import decode_configs, decode_triton
+    from ringattn.kernels.decode import configs as decode_configs
+    from ringattn.kernels.decode import decode_triton
 
     config = decode_configs.Config(*(int(word) for word in words.split(",")))
     if device.type == "cuda":

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 import ringattn
-from ringattn.kernels import parts as packed
+from ringattn.kernels.partials import packed
 from ringattn.launch.check import DTYPES
 from ringattn.launch.problems import DTypeName
 from ringattn.launch.session import Session

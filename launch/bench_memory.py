@@ -28,7 +28,7 @@ import torch
 import ringattn
 from ringattn.backward import resolve_moving
 from ringattn.call import Call, describe
-from ringattn.kernels.contract import GUARD, Score, accumulation_dtype
+from ringattn.kernels.interface import PAD_ROWS, Score, accumulation_dtype
 from ringattn.launch.bench_ring import GIB, Layout, best_layout, peak_of, verify, visibility_of
 from ringattn.launch.check import DTYPES
 from ringattn.launch.problems import DTypeName, MaskName, Problem
@@ -136,11 +136,11 @@ def _predict_rank(
         return dict(found)
     plan = make_plan(shards, shards, visibility, "keys")
     if schedule in ("gathered", "kept"):
-        collection = collect(plan, rank, GUARD)
+        collection = collect(plan, rank, PAD_ROWS)
         per_row = b * hk * 2 * d
         found["slots"] = slots * e * collection.slot_rows * per_row
-        found["far"] = e * collection.most_far_rows * per_row
-        found["kept"] = e * collection.far_rows * per_row * (schedule == "kept")
+        found["far"] = e * collection.most_remote_rows * per_row
+        found["kept"] = e * collection.remote_rows * per_row * (schedule == "kept")
         found["homes"] = w * (2 * (world_size - 1) + 1) * collection.slot_rows * per_row
         found["accumulators"] = w * queries if w > e else 0
         found["gradients"] = max(gradients, delta + 2 * e * keys)

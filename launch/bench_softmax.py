@@ -132,7 +132,7 @@ def measure(x: Tensor) -> dict[str, float]:
 
 def launches(n: int, itemsize: int) -> list[Any]:
     """Other ways to give long rows to programs: larger tiles, more warps, other shares, and a program for each row."""
-    from ringattn.kernels import softmax_triton
+    from ringattn.kernels.softmax import softmax_triton
 
     shapes = [(8, 16, 1 << 16), (8, 32, 1 << 16), (16, 16, 1 << 16), (8, 16, 1 << 15), (8, 16, 1 << 17), (16, 16, n)]
     vec = 16 // itemsize
@@ -144,7 +144,7 @@ def launches(n: int, itemsize: int) -> list[Any]:
 
 def sweep(elements: int) -> None:
     """Prints GB/s by the formula of each of `launches`, fastest first, for rows of 256K and 1M."""
-    from ringattn.kernels import softmax_triton
+    from ringattn.kernels.softmax import softmax_triton
 
     for name, n in [(name, n) for name in DTYPES for n in LENGTHS[-2:]]:
         x = make_case(elements, n, DTYPES[name])

@@ -488,11 +488,11 @@ def compile_share(cases: Sequence[Case], args: CheckArgs, session: Session) -> N
 
 def unserved(case: Case | InferenceCase, args: CheckArgs, device: torch.device) -> str | None:
     """Why no kernel set serves the dtype and head dims of a case here, if none does."""
-    from ringattn.kernels.select import FEATURES, pick
+    from ringattn.kernels.registry import FEATURES, select_kernels
 
     asked = {"alibi" if option == "alibi_slopes" else option for option in case.options} & FEATURES
     try:
-        pick(device, DTYPES[case.dtype], case.head_dim, case.v_head_dim, impl=args.impl, features=asked)
+        select_kernels(device, DTYPES[case.dtype], case.head_dim, case.v_head_dim, impl=args.impl, features=asked)
     except (NotImplementedError, ValueError) as refusal:
         return str(refusal)
     return None

@@ -19,8 +19,8 @@ from torch import Tensor
 import ringattn
 from ringattn.budget import Budget
 from ringattn.call import Call, describe
-from ringattn.kernels.contract import Carry, Grads, accumulation_dtype
-from ringattn.kernels.select import pick
+from ringattn.kernels.interface import Grads, SoftmaxState, accumulation_dtype
+from ringattn.kernels.registry import select_kernels
 from ringattn.launch.problems import Problem, document_of, draw_inputs, visible_rows
 from ringattn.reference import dense_attention
 
@@ -114,7 +114,7 @@ def prepare_op(inputs: Inputs, ring: ringattn.Ring, impl: str) -> Contender:
     problem = inputs.problem
     q, k, v, do = inputs.take("bshd")
     sharding, _ = _call(problem, ring, impl)
-    choice = pick(inputs.device, q.dtype, problem.head_dim, problem.head_dim, impl=impl)
+    choice = select_kernels(inputs.device, q.dtype, problem.head_dim, problem.head_dim, impl=impl)
 
     def forward() -> Tensor:
         return ringattn.ring_attention(q, k, v, sharding, impl=impl, **problem.options)
@@ -126,7 +126,7 @@ def prepare_kernels(inputs: Inputs, ring: ringattn.Ring, impl: str) -> Contender
     """Our kernel set as the ring calls it, on one visit: no autograd, no allocation; the backward makes delta."""
     problem = inputs.problem
     q, k, v, do = (x.detach() for x in inputs.take("bshd"))
-    choice = pick(inputs.device, q.dtype, problem.head_dim, problem.head_dim, impl=impl)
+    choice = select_kernels(inputs.device, q.dtype, problem.head_dim, problem.head_dim, impl=impl)
     _, call = _call(problem, ring, impl)
     visit = call.visits("keys").visits[0]
     assert visit is not None, "a ring of one visits itself"
@@ -158,7 +158,7 @@ def prepare_carried(inputs: Inputs, ring: ringattn.Ring, impl: str) -> Contender
     """
     problem = inputs.problem
     q, k, v, _ = (x.detach() for x in inputs.take("bshd"))
-    choice = pick(inputs.device, q.dtype, problem.head_dim, problem.head_dim, impl=impl)
+    choice = select_kernels(inputs.device, q.dtype, problem.head_dim, problem.head_dim, impl=impl)
     _, call = _call(problem, ring, impl)
     visit = call.visits("keys").visits[0]
     assert visit is not None, "a ring of one visits itself"
@@ -167,7 +167,7 @@ def prepare_carried(inputs: Inputs, ring: ringattn.Ring, impl: str) -> Contender
     b, s, h, d = q.shape
     wide = accumulation_dtype(q.dtype)
     m, l = (torch.empty(b, h, s, dtype=wide, device=q.device) for _ in range(2))  # noqa: E741
-    carry = Carry(m, l, torch.empty(b, s, h, d, dtype=wide, device=q.device))
+    carry = SoftmaxState(m, l, torch.empty(b, s, h, d, dtype=wide, device=q.device))
     # written by a last visit only
     o, lse = torch.empty_like(q), torch.empty_like(m)
 

@@ -118,7 +118,7 @@ def look_at_transport(session: Session, nodes: int = 0) -> dict[str, str]:
 
 def look_at_kernels(device: torch.device) -> list[dict[str, Any]]:
     """Per dtype and head dim: the kernel set `impl="auto"` picks, why, and why not the others."""
-    from ringattn.kernels.select import pick
+    from ringattn.kernels.registry import select_kernels
 
     rows = []
     for dtype in (torch.bfloat16, torch.float16, torch.float32, torch.float64):
@@ -129,7 +129,7 @@ def look_at_kernels(device: torch.device) -> list[dict[str, Any]]:
                 "head_dim": head_dim,
             }
             try:
-                choice = pick(device, dtype, head_dim, head_dim, impl="auto")
+                choice = select_kernels(device, dtype, head_dim, head_dim, impl="auto")
             except (NotImplementedError, ValueError) as refusal:
                 rows.append(row | {"kernels": None, "why": str(refusal), "rejected": {}})
                 continue

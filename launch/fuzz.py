@@ -33,8 +33,8 @@ from torch import Tensor
 
 from ringattn import tables
 from ringattn.budget import Budget
-from ringattn.kernels.contract import Carry, Grads, KernelSet, Score, Side, accumulation_dtype
-from ringattn.kernels.select import pick
+from ringattn.kernels.interface import Grads, KernelSet, RowMetadata, Score, SoftmaxState, accumulation_dtype
+from ringattn.kernels.registry import select_kernels
 from ringattn.launch.session import Session
 from ringattn.layout import LAYOUTS, Run, Shard, make_shards
 from ringattn.reference import dense_attention, visible_pairs
@@ -399,7 +399,7 @@ class Subject:
         dtype = accumulation_dtype(self.tensors.q.dtype) if dtype is None else dtype
         return torch.full(shape, math.nan, dtype=dtype, device=self.tensors.q.device)
 
-    def _visits(self) -> Iterator[tuple[int, Side, Tensor, Tensor, Score]]:
+    def _visits(self) -> Iterator[tuple[int, RowMetadata, Tensor, Tensor, Score]]:
         return zip(itertools.count(), self._keys, self._k, self._v, self._scores)
 
     def attend(self) -> dict[str, Tensor]:
@@ -407,7 +407,7 @@ class Subject:
         b, s, h, _ = self._q.shape
         dv = self.case.v_head_dim
         o, lse = self._empty(b, s, h, dv, dtype=self._q.dtype), self._empty(b, h, s)
-        carry = Carry(self._empty(b, h, s), self._empty(b, h, s), self._empty(b, s, h, dv))
+        carry = SoftmaxState(self._empty(b, h, s), self._empty(b, h, s), self._empty(b, s, h, dv))
         last = len(self._keys) - 1
         for step, side, k, v, score in self._visits():
             alone = step == 0 == last
@@ -572,7 +572,7 @@ def fuzz(seconds: float, seed: int, impl: str, session: Session, keep: Callable[
 def _run_one(case: FuzzCase, impl: str, device: torch.device, tally: Tally) -> None:
     dtype = DTYPES[case.dtype]
     try:
-        choice = pick(device, dtype, case.head_dim, case.v_head_dim, impl=impl, features=case.features)
+        choice = select_kernels(device, dtype, case.head_dim, case.v_head_dim, impl=impl, features=case.features)
     except NotImplementedError as refusal:
         why = str(refusal)
         tally.skipped[why] = tally.skipped.get(why, 0) + 1

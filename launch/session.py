@@ -193,10 +193,10 @@ def check_kernels(name: str) -> None:
         Traceback (most recent call last):
         ValueError: impl must be "auto" or one of hopper, portable, eager, got "hooper"; use "auto"
     """
-    from ringattn.kernels.select import pick
+    from ringattn.kernels.registry import select_kernels
 
     with contextlib.suppress(NotImplementedError):  # known, though not for this
-        pick(torch.device("cpu"), torch.float64, 64, 64, impl=name)
+        select_kernels(torch.device("cpu"), torch.float64, 64, 64, impl=name)
 
 
 def check_output(args: Any) -> None:

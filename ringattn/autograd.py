@@ -40,7 +40,7 @@ from torch._C._functorch import is_batchedtensor, is_legacy_batchedtensor
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from ringattn import gathered
-from ringattn.kernels.contract import accumulation_dtype
+from ringattn.kernels.interface import accumulation_dtype
 from ringattn.living import find_ring
 from ringattn.plain import has_tangent
 from ringattn.prepared import prepare

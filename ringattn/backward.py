@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ringattn.call import Call
 from ringattn.forward import travellers
-from ringattn.kernels.contract import Grads, KernelSet, Score, accumulation_dtype
+from ringattn.kernels.interface import Grads, KernelSet, Score, accumulation_dtype
 from ringattn.schedule import Nodes
 from ringattn.spans import span
 from ringattn.traffic import Homeward, Traffic, reserve

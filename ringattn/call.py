@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ringattn.kernels.contract import GUARD, Gathered, Score, Side, accumulation_dtype
+from ringattn.kernels.interface import PAD_ROWS, GatheredKeys, RowMetadata, Score, accumulation_dtype
 from ringattn.schedule import Collection, Nodes, Plan, RankPlan, Visit, collect, make_plan, moved_rows
 from ringattn.sharding import Sharding
 from ringattn.tables import Key, find, gathered_key, moving_key, returning_key, stationary_key
@@ -45,7 +45,7 @@ class Call:
         softmax_scale: Factor on q . k.
         softcap: Bound of the soft cap; 0.0 for none.
         dropout_p: Probability of dropping an attention weight.
-        impl: Which kernel set: auto, or a name that `kernels.select` knows.
+        impl: Which kernel set: auto, or a name that `kernels.registry` knows.
         backward: What the backward moves: "keys", "queries", or "auto" for what suits the schedule and moves fewer bytes.
         deterministic: Gradients are the same bits from run to run.
         forward_only: There will be no backward (Note [Forwards alone] in tables.py).
@@ -64,13 +64,13 @@ class Call:
     forward_only: bool = False
     _plans: dict[tuple[str, Nodes | None], Plan] = field(default_factory=dict, init=False, repr=False, compare=False)
     _moved: dict[Nodes | None, tuple[int, int]] = field(default_factory=dict, init=False, repr=False, compare=False)
-    _keys: dict[tuple[str, int, torch.device], tuple[Visit | None, Key[Side]]] = field(
+    _keys: dict[tuple[str, int, torch.device], tuple[Visit | None, Key[RowMetadata]]] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
     _collections: dict[tuple[Nodes | None, int], Collection] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
-    _gathered: dict[tuple[torch.device, Nodes | None, int], Key[Gathered]] = field(
+    _gathered: dict[tuple[torch.device, Nodes | None, int], Key[GatheredKeys]] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
     _returning: dict[tuple[torch.device, Nodes | None, int], Key[Tensor]] = field(
@@ -112,7 +112,7 @@ class Call:
         """This rank's part of the plan."""
         return self.plan(moving).ranks[self.rank]
 
-    def stationary(self, moving: str, device: torch.device) -> Side:
+    def stationary(self, moving: str, device: torch.device) -> RowMetadata:
         """Tables of the side that stays: this rank's queries when keys move, and the other way round."""
         known = self._keys.get((moving, _STAYS, device))
         if known is None:
@@ -122,7 +122,7 @@ class Call:
             self._keys[moving, _STAYS, device] = known
         return find(known[1])
 
-    def moving(self, moving: str, visit: Visit, device: torch.device) -> Side:
+    def moving(self, moving: str, visit: Visit, device: torch.device) -> RowMetadata:
         """Tables of the rows that a visit brings."""
         known = self._keys.get((moving, visit.step, device))
         if known is None or known[0] is not visit:
@@ -140,10 +140,12 @@ class Call:
         """What this rank fetches, and who fetches from it, when all visits of an outer step are computed in one launch."""
         known = self._collections.get((nodes, outer))
         if known is None:
-            known = self._collections[nodes, outer] = collect(self.plan("keys", nodes), self.rank, GUARD, outer, nodes)
+            known = self._collections[nodes, outer] = collect(
+                self.plan("keys", nodes), self.rank, PAD_ROWS, outer, nodes
+            )
         return known
 
-    def gathered(self, device: torch.device, nodes: Nodes | None = None, outer: int = 0) -> Gathered:
+    def gathered(self, device: torch.device, nodes: Nodes | None = None, outer: int = 0) -> GatheredKeys:
         """Tables of the keys of these visits, likewise."""
         known = self._gathered.get((device, nodes, outer))
         if known is None:
@@ -195,7 +197,7 @@ class Call:
         key_bias: Tensor | None = None,
         bias: Tensor | None = None,
     ) -> frozenset[str]:
-        """What the call asks of a kernel set, in the words of `kernels.select.FEATURES`."""
+        """What the call asks of a kernel set, in the words of `kernels.registry.FEATURES`."""
         asked = {
             "softcap": self.softcap > 0,
             "dropout": self.dropout_p > 0,

@@ -15,7 +15,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ringattn.kernels.dropout import keep_mask
+from ringattn.kernels.attention.dropout import keep_mask
 
 _LIBRARY = torch.library.Library("ringattn", "FRAGMENT")
 _LIBRARY.define(

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ringattn.call import Call
-from ringattn.kernels.contract import Carry, KernelSet, Score, accumulation_dtype
+from ringattn.kernels.interface import KernelSet, Score, SoftmaxState, accumulation_dtype
 from ringattn.parcels import Moving
 from ringattn.schedule import Visit
 from ringattn.spans import span
@@ -90,9 +90,9 @@ def travellers(moving: str, q: Tensor, k: Tensor, v: Tensor, score: Score, *rows
     return [(q.contiguous(), 1), *((x.contiguous(), 1 if x.dim() == 4 else 2) for x in rows)]
 
 
-def _carry(o: Tensor, lse: Tensor, seat: Seat) -> Carry:
+def _carry(o: Tensor, lse: Tensor, seat: Seat) -> SoftmaxState:
     take = seat.buffers.take
-    return Carry(
+    return SoftmaxState(
         m=take("carry m", lse.shape, lse.dtype, lse.device),
         l=take("carry l", lse.shape, lse.dtype, lse.device),
         acc=take("carry acc", o.shape, lse.dtype, o.device),

@@ -38,7 +38,7 @@ from torch import Tensor
 from ringattn.backward import Gradients, ring_backward, sinks_gradient
 from ringattn.call import Call
 from ringattn.forward import ring_forward
-from ringattn.kernels.contract import GatheringKernelSet, KernelSet, Score, accumulation_dtype
+from ringattn.kernels.interface import FusedKernelSet, KernelSet, Score, accumulation_dtype
 from ringattn.layout import shard_len
 from ringattn.outer import outer_backward, outer_forward
 from ringattn.parcels import message_bytes
@@ -75,7 +75,7 @@ def forward(
             all ranks.
 
     Returns:
-        o and lse as there, and what was kept, `b far_rows hk (d + dv)`; None: nothing.
+        o and lse as there, and what was kept, `b remote_rows hk (d + dv)`; None: nothing.
     """
     found = _gathering(k, v, score, call, kernels, seat, backward=False)
     if found is None:
@@ -94,10 +94,10 @@ def forward(
         nonlocal kept
         rows, keys = call.stationary("keys", q.device), call.gathered(q.device)
         gathering = gatherer.gather(k, v, facts.collection, facts.groups, "forward", key_bias=score.key_bias, keep=keep)
-        near, far, arrivals = (k, v), (gathering.k, gathering.v), gathering.arrivals
+        near, far, ready_flags = (k, v), (gathering.k, gathering.v), gathering.ready_flags
         there = _with_bias(score, gathering)
-        gathering_kernels.forward_gathered(
-            q, near, far, rows, keys, there, arrivals, o=o, lse=lse, spare=gatherer.spare
+        gathering_kernels.forward_fused(
+            q, near, far, rows, keys, there, ready_flags, o=o, lse=lse, sm_margin=gatherer.sm_margin
         )
         gathering.close()
         kept = gathering.kept
@@ -171,12 +171,15 @@ def backward(
             gathering = gatherer.gather(
                 k, v, facts.collection, facts.groups, "backward", key_bias=score.key_bias, home=home
             )
-            far, arrivals, there = (gathering.k, gathering.v), gathering.arrivals, _with_bias(score, gathering)
+            far, ready_flags, there = (gathering.k, gathering.v), gathering.ready_flags, _with_bias(score, gathering)
         else:
-            far, arrivals = (kept[..., :d], kept[..., d:]), gatherer.arrived(facts.collection, facts.groups, q.device)
+            far, ready_flags = (
+                (kept[..., :d], kept[..., d:]),
+                gatherer.arrived(facts.collection, facts.groups, q.device),
+            )
             home.begin()
 
-        gathering_kernels.backward_gathered(
+        gathering_kernels.backward_fused(
             do,
             q,
             (k, v),
@@ -186,23 +189,23 @@ def backward(
             rows,
             keys,
             there,
-            arrivals,
+            ready_flags,
             home.addresses,
             home.rows,
             dq=dq,
             dalibi=dalibi,
-            bias_homes=home.bias_addresses,
+            bias_grad_buffers=home.bias_addresses,
             deterministic=call.deterministic,
-            spare=gatherer.spare,
+            sm_margin=gatherer.sm_margin,
             o=o,
             dlse=dlse,
         )
         if not is_brief:
             dk, dv = _like(k, v)
         parts, bias_parts = home.receive()
-        gathering_kernels.add_homes(dk, dv, home.own, parts, returning)
+        gathering_kernels.reduce_kv_grads(dk, dv, home.own, parts, returning)
         if dkey_bias is not None and home.own_bias is not None:
-            gathering_kernels.add_bias_homes(dkey_bias, home.own_bias, bias_parts, returning)
+            gathering_kernels.reduce_key_bias_grads(dkey_bias, home.own_bias, bias_parts, returning)
         home.close()
         return rows, keys, returning
 
@@ -226,7 +229,7 @@ def backward(
 
 def _repeat(
     gatherer: Gatherer,
-    kernels: GatheringKernelSet,
+    kernels: FusedKernelSet,
     key: tuple[Hashable, ...],
     call: Call,
     score: Score,
@@ -310,7 +313,7 @@ def reserve(
     collection = facts.collection
     sizes = (
         collection.slot_rows * (row + of_bias) + 16 * bool(of_bias),
-        collection.most_far_rows * (row + of_bias) + collection.slot_rows * of_bias + 16 * bool(of_bias),
+        collection.most_remote_rows * (row + of_bias) + collection.slot_rows * of_bias + 16 * bool(of_bias),
     )
     most = max(1.0, min(times, seat.budget / max(1, facts.needed[False])))
     gatherer.make_room(*_ahead("gathered", sizes, most, room), guests=seat.nodes is not None)
@@ -365,7 +368,7 @@ def gathered_bytes(
     """
     b, _, hk, d = k.shape
     row = b * hk * (d + v.shape[-1])
-    slots = collection.most_far_rows + (1 + 3 * guests) * collection.slot_rows
+    slots = collection.most_remote_rows + (1 + 3 * guests) * collection.slot_rows
     keys = slots * (row * k.element_size() + b * of_bias)
     keys += collection.slot_rows * b * of_bias  # the table holds near too
     homes = (2 * (members - 1) + 1 + 3 * guests) * collection.slot_rows * (row + b * hk * bool(of_bias)) * 4
@@ -414,9 +417,9 @@ def _look(k: Tensor, v: Tensor, score: Score, call: Call, seat: Seat) -> _Facts:
 
 def _gathering(
     k: Tensor, v: Tensor, score: Score, call: Call, kernels: KernelSet, seat: Seat, *, backward: bool
-) -> tuple[Gatherer, GatheringKernelSet, _Facts] | None:
+) -> tuple[Gatherer, FusedKernelSet, _Facts] | None:
     """What serves the gathered schedule; None for visits one by one."""
-    serves: Any = getattr(kernels, "gathers", None)
+    serves: Any = getattr(kernels, "can_fuse", None)
     # a node of one rank has nobody to gather from
     alone = seat.world_size == 1 or (seat.nodes is not None and len(seat.nodes[0]) == 1)
     # a guest comes without its bias
@@ -431,4 +434,4 @@ def _gathering(
     facts = _look(k, v, score, call, seat)
     if not facts.shared or facts.needed[backward] > seat.budget:
         return None
-    return gatherer, cast(GatheringKernelSet, kernels), facts
+    return gatherer, cast(FusedKernelSet, kernels), facts

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from ringattn.api import ring_attention_with_lse
 from ringattn.current import resolve_sharding
 from ringattn.dropout import draw_seed, kept_columns
-from ringattn.kernels.contract import accumulation_dtype
+from ringattn.kernels.interface import accumulation_dtype
 from ringattn.living import find_ring
 from ringattn.partial import Partial, finalize, merge
 from ringattn.ring import Ring, default_world_size

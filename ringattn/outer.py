@@ -43,13 +43,13 @@ from torch import Tensor
 
 from ringattn.backward import Gradients, sinks_gradient
 from ringattn.call import Call
-from ringattn.kernels.contract import GatheringKernelSet, Score, accumulation_dtype
-from ringattn.kernels.merge import merge_stack
-from ringattn.kernels.pack import pack
+from ringattn.kernels.interface import FusedKernelSet, Score, accumulation_dtype
+from ringattn.kernels.kv.pack import pack
+from ringattn.kernels.partials.merge import merge_stack
 from ringattn.parcels import Bundle, add_rows_, make_bundle, slices
 from ringattn.schedule import RankPlan, Rows
 from ringattn.spans import span
-from ringattn.transport.base import SPARE, Buffers, Gatherer, Parcel, Pending, Reply, Seat
+from ringattn.transport.base import SM_MARGIN, Buffers, Gatherer, Parcel, Pending, Reply, Seat
 
 
 def outer_forward(
@@ -58,7 +58,7 @@ def outer_forward(
     v: Tensor,
     score: Score,
     call: Call,
-    kernels: GatheringKernelSet,
+    kernels: FusedKernelSet,
     seat: Seat,
     gatherer: Gatherer,
     groups: int,
@@ -97,17 +97,17 @@ def outer_forward(
         if outer in seeing:
             place = seeing.index(outer)
             with span("ring forward: all visits of outer step {} in one launch", outer):
-                kernels.forward_gathered(
+                kernels.forward_fused(
                     q,
                     held,
                     (gathering.k, gathering.v),
                     rows,
                     call.gathered(q.device, seat.nodes, outer),
                     score if place == 0 else dataclasses.replace(score, sinks=None),
-                    gathering.arrivals,
+                    gathering.ready_flags,
                     o=outs[place],
                     lse=sums[place],
-                    spare=max(gatherer.spare, SPARE * guests.crossing),
+                    sm_margin=max(gatherer.sm_margin, SM_MARGIN * guests.crossing),
                 )
         gathering.close()
     if len(seeing) > 1:
@@ -125,7 +125,7 @@ def outer_backward(
     lse: Tensor,
     score: Score,
     call: Call,
-    kernels: GatheringKernelSet,
+    kernels: FusedKernelSet,
     seat: Seat,
     gatherer: Gatherer,
     groups: int,
@@ -178,7 +178,7 @@ def outer_backward(
             if dalibi is not None and outer:
                 slopes = buffers.take("dalibi", dalibi.shape, dalibi.dtype, device)
             with span("ring backward: all visits of outer step {} in one launch", outer):
-                kernels.backward_gathered(
+                kernels.backward_fused(
                     do,
                     q,
                     held,
@@ -188,14 +188,14 @@ def outer_backward(
                     rows,
                     call.gathered(device, nodes, outer),
                     score,
-                    gathering.arrivals,
+                    gathering.ready_flags,
                     home.addresses,
                     home.rows,
                     dq=part,
                     dalibi=slopes,
-                    bias_homes=None,
+                    bias_grad_buffers=None,
                     deterministic=call.deterministic,
-                    spare=max(gatherer.spare, SPARE * (guests.crossing or home_again.crossing)),
+                    sm_margin=max(gatherer.sm_margin, SM_MARGIN * (guests.crossing or home_again.crossing)),
                 )
             if outer:
                 dq.add_(part)
@@ -204,7 +204,7 @@ def outer_backward(
         else:
             home.own[:, : plan.held(outer).num_rows].zero_()
         into = home_again.room(outer)
-        kernels.add_homes(into[0], into[1], home.own, home.receive()[0], call.returning(device, nodes, outer))
+        kernels.reduce_kv_grads(into[0], into[1], home.own, home.receive()[0], call.returning(device, nodes, outer))
         home.close()
         home_again.cross(outer)
     home_again.land()
@@ -233,7 +233,7 @@ def _merge(outs: Tensor, sums: Tensor, o: Tensor, lse: Tensor) -> None:
     weights = torch.where(m == float("-inf"), 0.0, 1.0).to(m.dtype)
     rows, whole = outs.view(p, -1, dv), o.view(-1, dv)
     if outs.is_cuda:
-        from ringattn.kernels.merge_triton import merge_into
+        from ringattn.kernels.partials.merge_triton import merge_into
 
         total = torch.empty_like(m[0])
         merge_into(m, weights, rows, total, None, whole, log2=False, finish=True)

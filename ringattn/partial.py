@@ -30,7 +30,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ringattn.kernels.contract import accumulation_dtype
+from ringattn.kernels.interface import accumulation_dtype
 
 
 @dataclass(frozen=True)

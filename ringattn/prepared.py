@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 
 from ringattn.call import Call
-from ringattn.kernels.contract import KernelSet, Score
-from ringattn.kernels.select import pick
+from ringattn.kernels.interface import KernelSet, Score
+from ringattn.kernels.registry import select_kernels
 from ringattn.living import find_ring
 from ringattn.plain import check_plain
 from ringattn.ring import Ring
@@ -96,7 +96,7 @@ def prepare(
             call = Call.decode(text, here.rank)
             check_call(q, k, v, call, here.rank, here.world_size, **extras)
             features = call.features(**extras)
-            choice = pick(q.device, q.dtype, q.shape[-1], v.shape[-1], impl=call.impl, features=features)
+            choice = select_kernels(q.device, q.dtype, q.shape[-1], v.shape[-1], impl=call.impl, features=features)
         plain = call.dropout_p == 0 and all(x is None for x in extras.values())
         known = Prepared(call, choice.kernels, call.score(q.dtype, 0) if plain else None)
         if len(_prepared) >= CAPACITY:

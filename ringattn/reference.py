@@ -17,8 +17,8 @@ from typing import Literal, overload
 import torch
 from torch import Tensor
 
-from ringattn.kernels.contract import accumulation_dtype
-from ringattn.kernels.dropout import keep_mask
+from ringattn.kernels.attention.dropout import keep_mask
+from ringattn.kernels.interface import accumulation_dtype
 
 
 def visible_pairs(

@@ -155,14 +155,14 @@ class Reader(Send):
 
     Attributes:
         at: Where they begin there.
-        far_rows: Rows of that buffer.
-        near_rows: Rows that the peer holds itself.
+        remote_rows: Rows of that buffer.
+        local_rows: Rows that the peer holds itself.
         owners: Whose rows the peer fetches, in ring order; this rank is one of them.
     """
 
     at: int
-    far_rows: int
-    near_rows: int
+    remote_rows: int
+    local_rows: int
     owners: tuple[int, ...]
 
 
@@ -173,9 +173,9 @@ class Collection:
     Attributes:
         fetches: What this rank fetches, in ring order.
         readers: What others fetch from this rank, in ring order, and where they want it.
-        far_rows: Rows of this rank's far buffer, guards included; 0 when nothing is fetched.
+        remote_rows: Rows of this rank's far buffer, guards included; 0 when nothing is fetched.
         slot_rows: Rows of the longest moving shard of all ranks.
-        most_far_rows: The largest far_rows of all ranks, and of all outer steps.
+        most_remote_rows: The largest remote_rows of all ranks, and of all outer steps.
         first: The ring step of what this rank holds.
         skipped: The rank whose nearest owner this rank is, and its first owner, where that is another one: the rank fetches, but
             nothing from here. None: there is no such rank.
@@ -183,9 +183,9 @@ class Collection:
 
     fetches: tuple[Fetch, ...]
     readers: tuple[Reader, ...]
-    far_rows: int
+    remote_rows: int
     slot_rows: int
-    most_far_rows: int
+    most_remote_rows: int
     first: int = 0
     skipped: tuple[int, int] | None = None
 
@@ -203,23 +203,23 @@ def collect(plan: Plan, rank: int, guard: int, outer: int = 0, nodes: Nodes | No
     """
     steps = range(len(plan.ranks[rank].guests))
     most = max(_fetches(plan, part, step, guard)[1] for part in plan.ranks for step in steps)
-    fetches, far_rows = _fetches(plan, plan.ranks[rank], outer, guard)
+    fetches, remote_rows = _fetches(plan, plan.ranks[rank], outer, guard)
     size = plan.ranks[rank].local_size
     readers: list[Reader] = []
     for send in plan.ranks[rank].sends[outer * size + 1 : (outer + 1) * size]:
         if send is not None:
             theirs, room = _fetches(plan, plan.ranks[send.peer], outer, guard)
             at = next(fetch.at for fetch in theirs if fetch.owner == rank)
-            near_rows = plan.ranks[send.peer].held(outer).num_rows
+            local_rows = plan.ranks[send.peer].held(outer).num_rows
             owners = tuple(fetch.owner for fetch in theirs)
-            readers.append(Reader(send.step % size, send.peer, send.rows, at, room, near_rows, owners))
+            readers.append(Reader(send.step % size, send.peer, send.rows, at, room, local_rows, owners))
     members = next(node for node in _check_nodes(nodes, len(plan.ranks)) if rank in node)
     after = members[(members.index(rank) + 1) % len(members)]
     theirs, _ = _fetches(plan, plan.ranks[after], outer, guard)
     skipped = (after, theirs[0].owner) if theirs and theirs[0].owner != rank else None
     homes = [visit for part in plan.ranks for visit in part.visits if visit is not None and visit.step == 0]
     slot_rows = max((visit.num_rows for visit in homes), default=0)
-    return Collection(fetches, tuple(readers), far_rows, slot_rows, most, outer * size, skipped)
+    return Collection(fetches, tuple(readers), remote_rows, slot_rows, most, outer * size, skipped)
 
 
 def _fetches(plan: Plan, part: RankPlan, outer: int, guard: int) -> tuple[tuple[Fetch, ...], int]:

@@ -16,7 +16,7 @@ from torch import Tensor
 from ringattn import gathered
 from ringattn.backward import Gradients
 from ringattn.call import Call, describe, resolve_mask
-from ringattn.kernels.select import pick
+from ringattn.kernels.registry import select_kernels
 from ringattn.layout import make_shards
 from ringattn.schedule import make_nodes
 from ringattn.sharding import Sharding
@@ -109,7 +109,7 @@ def simulate_ring(
         }
         local = mine.shard(q, 1), keys.shard(k, 1), keys.shard(v, 1)
         check_call(*local, call, seat.rank, world_size, **extras)
-        choice = pick(q.device, q.dtype, d, v.shape[-1], impl=call.impl, features=call.features(**extras))
+        choice = select_kernels(q.device, q.dtype, d, v.shape[-1], impl=call.impl, features=call.features(**extras))
         kernels = choice.kernels
         score = call.score(q.dtype, dropout_seed, **extras)
         backward = do is not None or dlse is not None
@@ -137,8 +137,8 @@ def simulate_ring(
     with torch.no_grad():
         levels = None if nodes == 1 else make_nodes(world_size, nodes)
         # tiles are split by the number of programs: beside ranks that share a GPU it has as few as theirs
-        spare = spare_of(q.device, ranks_per_gpu())
-        parts = run_ranks(world_size, run, levels, budget=memory_budget, spare=spare)
+        sm_margin = spare_of(q.device, ranks_per_gpu())
+        parts = run_ranks(world_size, run, levels, budget=memory_budget, sm_margin=sm_margin)
         o = shardings[0].assemble([part[0] for part in parts], 1)
         lse = shardings[0].assemble([part[1] for part in parts], 2)
         found = [part[2] for part in parts if part[2] is not None]

@@ -1,8 +1,8 @@
 """Softmax and log-sum-exp of rows of any length, with a fixed number of logits on chip, as public differentiable ops.
 
 Owns what `online_softmax` and `online_logsumexp` promise, their registrations as operators (fake, autograd, second
-derivatives) and the choice of an implementation. Refuses to know how a row is walked: that is `kernels.softmax` (plain
-torch) and `kernels.softmax_triton` (GPUs).
+derivatives) and the choice of an implementation. Refuses to know how a row is walked: that is `kernels.softmax.eager` (plain
+torch) and `kernels.softmax.softmax_triton` (GPUs).
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ringattn.kernels import softmax as eager
-from ringattn.kernels.contract import accumulation_dtype
+from ringattn.kernels.interface import accumulation_dtype
+from ringattn.kernels.softmax import eager
 from ringattn.plain import has_tangent
 from ringattn.validation import DTYPES
 
@@ -135,7 +135,7 @@ def _implementation(x: Tensor, block_size: int | None, impl: str) -> ModuleType:
             return eager
     elif obstacle is not None:
         raise ValueError(f"impl must be 'eager' or 'auto' for this tensor, got 'portable'; {obstacle}")
-    from ringattn.kernels import softmax_triton
+    from ringattn.kernels.softmax import softmax_triton
 
     return softmax_triton
 

@@ -1,6 +1,7 @@
 """The integers of a plan as the device tensors that kernels read.
 
-Owns the making and caching of `ringattn.kernels.contract.Side` and `Gathered`. Refuses to know ranks, groups and how bytes move.
+Owns the making and caching of `ringattn.kernels.interface.RowMetadata` and `GatheredKeys`. Refuses to know ranks, groups and
+how bytes move.
 
 Note [Forwards alone]
     A forward asks of keys where they sit, and of queries what they see. What sees a key is asked by backwards, and costs most of
@@ -8,10 +9,10 @@ Note [Forwards alone]
     have no columns.
 
 Note [Kept sides]
-    The four tensors of a side are views of one int32 buffer (Note [One upload] of kernels/upload.py). Finished sides are kept,
-    least recently used first out, under a budget of bytes; their memory goes when all streams have read them (Note [Whose
-    memory] there). A CUDA graph reads the sides it was captured with at every replay, and nobody says when it is gone: these are
-    kept for good.
+    The four tensors of a side are views of one int32 buffer (Note [One upload] of kernels/runtime/host_to_device.py). Finished
+    sides are kept, least recently used first out, under a budget of bytes; their memory goes when all streams have read them
+    (Note [Whose memory] there). A CUDA graph reads the sides it was captured with at every replay, and nobody says when it is
+    gone: these are kept for good.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor
 
-from ringattn.kernels.contract import Gathered, Side
-from ringattn.kernels.upload import join, meet, upload
+from ringattn.kernels.interface import GatheredKeys, RowMetadata
+from ringattn.kernels.runtime.host_to_device import protect_from_reuse, upload, wait_for_uploads
 from ringattn.layout import Shard
 from ringattn.schedule import Collection, Send, Visit, pack
 from ringattn.visibility import Reading, Visibility
@@ -100,7 +101,7 @@ class Key(Generic[T]):
 
 def stationary_key(
     shard: Shard, visibility: Visibility, device: torch.device | str, reading: Reading | None = "keys"
-) -> Key[Side]:
+) -> Key[RowMetadata]:
     """The key of the side of a rank's own rows, which stay.
 
     Args:
@@ -114,7 +115,7 @@ def stationary_key(
 
 def moving_key(
     visit: Visit, visibility: Visibility, device: torch.device | str, reading: Reading | None = "queries"
-) -> Key[Side]:
+) -> Key[RowMetadata]:
     """The key of the side of the rows that a visit brings, packed in its buffer.
 
     Args:
@@ -129,12 +130,14 @@ def moving_key(
 
 def stationary_side(
     shard: Shard, visibility: Visibility, device: torch.device | str, reading: Reading = "keys"
-) -> Side:
+) -> RowMetadata:
     """The side of `stationary_key`."""
     return find(stationary_key(shard, visibility, device, reading))
 
 
-def moving_side(visit: Visit, visibility: Visibility, device: torch.device | str, reading: Reading = "queries") -> Side:
+def moving_side(
+    visit: Visit, visibility: Visibility, device: torch.device | str, reading: Reading = "queries"
+) -> RowMetadata:
     """The side of `moving_key`."""
     return find(moving_key(visit, visibility, device, reading))
 
@@ -145,7 +148,7 @@ def find(key: Key[T]) -> T:
     Raises:
         RuntimeError: A CUDA graph is being captured and the table is not there yet.
     """
-    join(key.device)
+    wait_for_uploads(key.device)
     with _lock:
         found = _cache.get(key)
         if found is not None:
@@ -154,7 +157,7 @@ def find(key: Key[T]) -> T:
     if key.device.type == "cuda":
         capturing = torch.cuda.is_current_stream_capturing()
         if torch._C._cuda_getCurrentRawStream(key.device.index) != key.stream:
-            key.stream = meet(key.device)
+            key.stream = protect_from_reuse(key.device)
     if found is None:
         if capturing:
             raise RuntimeError(
@@ -188,7 +191,7 @@ def gathered_key(
     device: torch.device | str,
     *,
     forward_only: bool = False,
-) -> Key[Gathered]:
+) -> Key[GatheredKeys]:
     """The key of the sides of all visits of a rank, when they are computed in one launch.
 
     Args:
@@ -200,7 +203,7 @@ def gathered_key(
     """
     own = visits[0]
     assert own is not None, "a rank without keys of its own visits one by one"
-    near_rows, sources = own.num_rows, [(0, own.runs)]
+    local_rows, sources = own.num_rows, [(0, own.runs)]
     for fetch in collection.fetches:
         visit = visits[fetch.step]
         assert visit is not None, "only rows that are visited are fetched"
@@ -209,8 +212,8 @@ def gathered_key(
         )
     return Key(
         device,
-        (tuple(sources), collection.far_rows, visibility, forward_only),
-        lambda place: _make_gathered(near_rows, sources, collection.far_rows, visibility, place, forward_only),
+        (tuple(sources), collection.remote_rows, visibility, forward_only),
+        lambda place: _make_gathered(local_rows, sources, collection.remote_rows, visibility, place, forward_only),
     )
 
 
@@ -260,36 +263,38 @@ def clear() -> None:
     _captured.clear()
 
 
-def _side_key(runs: Runs, visibility: Visibility, device: torch.device | str, reading: Reading | None) -> Key[Side]:
+def _side_key(
+    runs: Runs, visibility: Visibility, device: torch.device | str, reading: Reading | None
+) -> Key[RowMetadata]:
     return Key(device, (runs, visibility, reading), lambda place: _make(runs, visibility, place, reading))
 
 
-def _make(runs: Runs, visibility: Visibility, device: torch.device, reading: Reading | None) -> Side:
+def _make(runs: Runs, visibility: Visibility, device: torch.device, reading: Reading | None) -> RowMetadata:
     positions = _positions(runs, torch.int32 if reading is None else torch.int64)
     lo, hi = bounds_of(positions, visibility, reading)
     table = torch.tensor(runs, dtype=torch.int64, device="cpu").reshape(-1, 4)
     views = upload([table, positions, lo, hi], device)
-    return Side(*views, run_list=runs, lo_host=lo.to(torch.int32), hi_host=hi.to(torch.int32))
+    return RowMetadata(*views, run_list=runs, lo_host=lo.to(torch.int32), hi_host=hi.to(torch.int32))
 
 
 def _make_gathered(
-    near_rows: int,
+    local_rows: int,
     sources: list[tuple[int, Runs]],
-    far_rows: int,
+    remote_rows: int,
     visibility: Visibility,
     device: torch.device,
     forward_only: bool,
-) -> Gathered:
+) -> GatheredKeys:
     places, parts = [], []
     dtype = torch.int32 if forward_only else torch.int64
     for step, runs in sources:
         positions = _positions(runs, dtype)
-        first = runs[0][0] + near_rows if step else 0
+        first = runs[0][0] + local_rows if step else 0
         places.append(slice(first, first + positions.shape[0]))
         parts.append((positions, *bounds_of(positions, visibility, None if forward_only else "queries")))
     batches = max(lo.shape[0] for _, lo, _ in parts)
-    positions = torch.zeros(near_rows + far_rows, dtype=dtype, device="cpu")
-    asked = 0 if forward_only else near_rows + far_rows
+    positions = torch.zeros(local_rows + remote_rows, dtype=dtype, device="cpu")
+    asked = 0 if forward_only else local_rows + remote_rows
     lo, hi = torch.zeros(2, batches, asked, dtype=torch.int64, device="cpu")
     for place, part in zip(places, parts, strict=True):
         positions[place] = part[0]
@@ -298,7 +303,7 @@ def _make_gathered(
     tables = [torch.tensor(runs, dtype=torch.int64, device="cpu").reshape(-1, 4) for _, runs in sources]
     on_device = upload([positions, lo, hi, *tables], device)
     sides = tuple(
-        Side(
+        RowMetadata(
             table,
             on_device[0][place],
             on_device[1][:, place],
@@ -309,7 +314,7 @@ def _make_gathered(
         )
         for (_, runs), place, table in zip(sources, places, on_device[3:], strict=True)
     )
-    return Gathered(sides, tuple(step for step, _ in sources), near_rows, far_rows, *on_device[:3])
+    return GatheredKeys(sides, tuple(step for step, _ in sources), local_rows, remote_rows, *on_device[:3])
 
 
 def _positions(runs: Runs, dtype: torch.dtype) -> Tensor:

@@ -1,7 +1,7 @@
 """Every refusal of a call, in one place, before the first byte is sent.
 
 Owns the checks of tensors against a decoded call. Masks check themselves (`Visibility`), kernels are chosen in
-`kernels.select`. Refuses to fix anything.
+`kernels.registry`. Refuses to fix anything.
 """
 
 from __future__ import annotations

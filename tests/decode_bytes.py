@@ -1,6 +1,6 @@
 """All pairs of bytes, as decode kernels make numbers of them.
 
-Owns a kernel of one step of `kernels.decode_triton`, run by its interpreted and its compiled tests.
+Owns a kernel of one step of `kernels.decode.decode_triton`, run by its interpreted and its compiled tests.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ import torch
 import triton
 import triton.language as tl
 
-from ringattn.kernels.decode import FP8
-from ringattn.kernels.decode_triton import _pairs, _unit
+from ringattn.kernels.decode.decode_triton import _pairs, _unit
+from ringattn.kernels.decode.dispatch import FP8
 
 
 @triton.jit

@@ -13,10 +13,10 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from ringattn.kernels.contract import Score, accumulation_dtype
-from ringattn.kernels.decode import FP8, PageTable
-from ringattn.kernels.merge import merge_stack
-from ringattn.kernels.parts import size, views
+from ringattn.kernels.decode.dispatch import FP8, PageTable
+from ringattn.kernels.interface import Score, accumulation_dtype
+from ringattn.kernels.partials.merge import merge_stack
+from ringattn.kernels.partials.packed import size, views
 from ringattn.reference import dense_attention
 from tests.budget import assert_within_budget
 

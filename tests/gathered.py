@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ringattn.kernels.contract import GUARD, Arrivals, Gathered, Score, Side
+from ringattn.kernels.interface import PAD_ROWS, GatheredKeys, ReadyFlags, RowMetadata, Score
 from ringattn.reference import dense_attention, visible_pairs
 from tests.kernel_conformance import Runs, make_side, positions_of
 
@@ -161,8 +161,8 @@ class Visit:
     whole: Whole
     rank: int
     places: list[int]  # global positions of the queries
-    rows: Side
-    keys: Gathered
+    rows: RowMetadata
+    keys: GatheredKeys
     source_places: list[list[int]]  # global positions of the rows of each source
     owners: list[int]  # of each source
     near: tuple[Tensor, Tensor]
@@ -172,16 +172,16 @@ class Visit:
     error: Tensor
     regions: list[Tensor]  # one per source
     homes: Tensor
-    home_rows: int
+    grad_buffer_rows: int
     table: Tensor | None  # the bias of keys, near's and far's
     bias_regions: list[Tensor]
-    bias_homes: Tensor | None
+    bias_grad_buffers: Tensor | None
     waiting: list[tuple[int, int]]  # (group, source) still to come
 
     @property
-    def arrivals(self) -> Arrivals:
+    def ready_flags(self) -> ReadyFlags:
         """Of far, with little patience."""
-        return Arrivals(self.flags, self.error, 10**9)
+        return ReadyFlags(self.flags, self.error, 10**9)
 
     def outputs(self, dq_dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor | None]:
         """(dq, dalibi), unwritten."""
@@ -213,7 +213,7 @@ class Visit:
         for far, all_rows in zip(self.far, (whole.k, whole.v), strict=True):
             far[:, at, heads] = all_rows[:, self.source_places[source], heads]
         if self.table is not None and whole.key_bias is not None and group == 0:
-            self.table[:, self.keys.near_rows :][:, at] = whole.key_bias[:, self.source_places[source]]
+            self.table[:, self.keys.local_rows :][:, at] = whole.key_bias[:, self.source_places[source]]
 
     def arrive(self) -> bool:
         """The next rows come and their flag rises; False: all are there."""
@@ -236,8 +236,8 @@ class Sources:
         owners: The rank of each source.
     """
 
-    rows: Side
-    keys: Gathered
+    rows: RowMetadata
+    keys: GatheredKeys
     places: list[list[int]]
     owners: list[int]
 
@@ -270,17 +270,17 @@ def gather_sources(
     for runs in runs_of[1:]:
         side = make_side(runs, seen_by, device)
         count = side.positions.shape[0]
-        length = -(-(count + GUARD) // GUARD) * GUARD
+        length = -(-(count + PAD_ROWS) // PAD_ROWS) * PAD_ROWS
         for name, parts in tables.items():
             of_side = getattr(side, name).view(-1, count)
             guard = torch.zeros(of_side.shape[0], length - count, dtype=torch.int32, device=device)
             parts.append(torch.cat((of_side, guard), 1))
         run_list = tuple((offset + at, n, start, stride) for offset, n, start, stride in side.run_list)
         table = torch.tensor(run_list, dtype=torch.int32, device=device)
-        sides.append(Side(table, side.positions, side.lo, side.hi, run_list, side.lo_host, side.hi_host))
+        sides.append(RowMetadata(table, side.positions, side.lo, side.hi, run_list, side.lo_host, side.hi_host))
         at += length
     joined = {name: torch.cat(parts, 1).contiguous() for name, parts in tables.items()}
-    keys = Gathered(tuple(sides), tuple(steps), len(own), at, joined["positions"][0], joined["lo"], joined["hi"])
+    keys = GatheredKeys(tuple(sides), tuple(steps), len(own), at, joined["positions"][0], joined["lo"], joined["hi"])
     return Sources(make_side(shards[rank], visible, device), keys, [positions_of(runs) for runs in runs_of], owners)
 
 
@@ -290,31 +290,31 @@ def make_visit(whole: Whole, rank: int, device: torch.device | str = "cpu", ever
     sources = gather_sources(scene.shards, rank, whole.visible.cpu(), device, everything)
     keys, places = sources.keys, sources.places[0]
     b, hk, d, dv = scene.batch, scene.kv_heads, scene.head_dim, scene.v_head_dim or scene.head_dim
-    far = torch.full((b, keys.far_rows, hk, d + dv), NAN, dtype=scene.dtype, device=device)
+    far = torch.full((b, keys.remote_rows, hk, d + dv), NAN, dtype=scene.dtype, device=device)
     for side in keys.sides[1:]:
         end = side.run_list[0][0] + side.lo_host.shape[1]
-        far[:, end : end + GUARD] = 0  # what lies behind the guard stays NaN
-    home_rows = max(sum(length for _, _, length in shard) for shard in scene.shards) + 3
-    regions = [torch.full((b, home_rows, hk, d + dv), NAN, device=device) for _ in keys.sides]
+        far[:, end : end + PAD_ROWS] = 0  # what lies behind the guard stays NaN
+    grad_buffer_rows = max(sum(length for _, _, length in shard) for shard in scene.shards) + 3
+    regions = [torch.full((b, grad_buffer_rows, hk, d + dv), NAN, device=device) for _ in keys.sides]
     homes = torch.tensor([x.data_ptr() for x in regions], dtype=torch.int64, device=device)
-    table, bias_homes, bias_regions = None, None, []
+    table, bias_grad_buffers, bias_regions = None, None, []
     if whole.key_bias is not None:
-        table = torch.full((b, keys.near_rows + keys.far_rows), NAN, device=device)
-        table[:, : keys.near_rows] = whole.key_bias[:, places]
-        bias_regions = [torch.full((b, hk, home_rows), NAN, device=device) for _ in keys.sides]
-        bias_homes = torch.tensor([x.data_ptr() for x in bias_regions], dtype=torch.int64, device=device)
+        table = torch.full((b, keys.local_rows + keys.remote_rows), NAN, device=device)
+        table[:, : keys.local_rows] = whole.key_bias[:, places]
+        bias_regions = [torch.full((b, hk, grad_buffer_rows), NAN, device=device) for _ in keys.sides]
+        bias_grad_buffers = torch.tensor([x.data_ptr() for x in bias_regions], dtype=torch.int64, device=device)
     waiting = [(g, s) for g in range(scene.groups) for s in range(1, len(keys.sides))]
     return Visit(
         whole, rank, places, sources.rows, keys, sources.places, sources.owners,
         (whole.k[:, places], whole.v[:, places]), (far[..., :d], far[..., d:]), far,
         torch.zeros(scene.groups, len(scene.shards), dtype=torch.int32, device=device),
-        torch.zeros(1, dtype=torch.int32, device=device), regions, homes, home_rows, table, bias_regions, bias_homes,
+        torch.zeros(1, dtype=torch.int32, device=device), regions, homes, grad_buffer_rows, table, bias_regions, bias_grad_buffers,
         waiting,
     )  # fmt: skip
 
 
 def contributions(visits: list[Visit], rank: int, *, biases: bool = False) -> tuple[Tensor, list[Tensor], Tensor]:
-    """What `add_homes`, or `add_bias_homes`, is given on a rank: own, parts in ring order, rows."""
+    """What `reduce_kv_grads`, or `reduce_key_bias_grads`, is given on a rank: own, parts in ring order, rows."""
     (mine,) = (visit for visit in visits if visit.rank == rank)
     world = len(mine.whole.scene.shards)
     parts, table = [], []

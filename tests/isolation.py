@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from ringattn.inference import PagedKVCache, attend
-from ringattn.kernels.contract import KernelSet, Score, accumulation_dtype
-from ringattn.kernels.pages import contain
+from ringattn.kernels.interface import KernelSet, Score, accumulation_dtype
+from ringattn.kernels.kv.pages import contain
 from ringattn.reference import visible_pairs
 from tests.kernel_conformance import make_side
 

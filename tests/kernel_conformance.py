@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ringattn.kernels.contract import Carry, Grads, KernelSet, Score, Side, accumulation_dtype
+from ringattn.kernels.interface import Grads, KernelSet, RowMetadata, Score, SoftmaxState, accumulation_dtype
 from ringattn.reference import dense_attention, visible_pairs
 from tests.budget import assert_within_budget
 
@@ -381,7 +381,7 @@ def _intervals(visible: Tensor) -> Tensor:
     return bounds
 
 
-def make_side(runs: Runs, visible: Tensor, device: torch.device | str) -> Side:
+def make_side(runs: Runs, visible: Tensor, device: torch.device | str) -> RowMetadata:
     """The rows of one buffer under a mask `b n m` whose rows are all positions of this side."""
     positions = positions_of(runs)
     run_list: list[tuple[int, int, int, int]] = []
@@ -390,7 +390,7 @@ def make_side(runs: Runs, visible: Tensor, device: torch.device | str) -> Side:
         run_list.append((offset, length, start, stride))
         offset += length
     lo, hi = _intervals(visible)[:, :, positions]
-    return Side(
+    return RowMetadata(
         runs=torch.tensor(run_list, dtype=torch.int32, device=device).view(-1, 4),
         positions=torch.tensor(positions, dtype=torch.int32, device=device),
         lo=lo.contiguous().to(device),
@@ -573,7 +573,7 @@ def run_case(kernels: KernelSet, case: Case, dtype: torch.dtype, device: torch.d
     b, h, s = case.batch, case.heads, len(i)
     o = poisoned(b, s, h, v_head_dim, dtype=dtype)
     lse = poisoned(b, h, s)
-    carry = Carry(m=poisoned(b, h, s), l=poisoned(b, h, s), acc=poisoned(b, s, h, v_head_dim))
+    carry = SoftmaxState(m=poisoned(b, h, s), l=poisoned(b, h, s), acc=poisoned(b, s, h, v_head_dim))
     for step, side in enumerate(sides):
         first, last = step == 0, step == len(sides) - 1
         before = [x.clone() for x in (carry.m, carry.l, carry.acc)]

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ringattn.kernels.pages import FP8
+from ringattn.kernels.kv.pages import FP8
 
 Put = Callable[..., None]
 Take = Callable[..., None]

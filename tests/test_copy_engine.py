@@ -17,8 +17,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from ringattn.kernels.contract import Arrivals
-from ringattn.kernels.pack import pack
+from ringattn.kernels.interface import ReadyFlags
+from ringattn.kernels.kv.pack import pack
 from ringattn.layout import Run, make_shards, shard_len
 from ringattn.schedule import Collection, Fetch, Nodes, collect, make_plan
 from ringattn.transport import copy_engine, graph_cache, streams
@@ -117,7 +117,9 @@ def picked(x: Tensor, rows: tuple[tuple[int, int], ...]) -> Tensor:
     return torch.cat([x[:, offset : offset + length] for offset, length in rows], 1)
 
 
-def read_tile(streams: FakeStreams, arrivals: Arrivals, flag: int, rows: Tensor, end: Callable[[Any], None]) -> None:
+def read_tile(
+    streams: FakeStreams, ready_flags: ReadyFlags, flag: int, rows: Tensor, end: Callable[[Any], None]
+) -> None:
     """A tile of a kernel: it waits for a flag, reads rows bit by bit, and looks at the error word last.
 
     `end` is given what was read, and None by a tile that ends in NaN.
@@ -127,10 +129,10 @@ def read_tile(streams: FakeStreams, arrivals: Arrivals, flag: int, rows: Tensor,
     def begin() -> None:
         parts.clear()  # a captured kernel runs again
         if read(flag) < 0:
-            arrivals.error.fill_(1)
+            ready_flags.error.fill_(1)
 
     def finish() -> None:
-        end(None if int(arrivals.error) else torch.cat(parts, 1))
+        end(None if int(ready_flags.error) else torch.cat(parts, 1))
 
     streams.enqueue(MAIN, lambda: Item(lambda: read(flag) != 0, begin, "flag"))
     for part in rows.split(max(1, rows.shape[1] // 2), 1):
@@ -150,16 +152,16 @@ def run_kernel(
 ) -> None:
     """Waits for each flag as a kernel does, and compares what came with what the owner has; then spoils it."""
     collection, streams = shape.collections[rank], ranks.streams[rank]
-    far, arrivals = gathering.far, gathering.arrivals
+    far, ready_flags = gathering.far, gathering.ready_flags
     if biases is not None:
         table, near = gathering.key_bias, shape.lengths[rank]
-        assert table.shape == (shape.batch, near + collection.far_rows)
+        assert table.shape == (shape.batch, near + collection.remote_rows)
 
         def look_near() -> None:
             assert torch.equal(table[:, :near], biases(rank))
 
         streams.call(look_near)
-    if arrivals is None:
+    if ready_flags is None:
         assert not collection.fetches
         return
     per = shape.heads // shape.groups
@@ -188,7 +190,9 @@ def run_kernel(
                     assert not far[:, end : ends[0]].any(), "guard rows must be zero"
                 ranks.done()
 
-            read_tile(streams, arrivals, arrivals.flags[g, fetch.step].data_ptr(), far[:, fetch.at : end, heads], look)
+            read_tile(
+                streams, ready_flags, ready_flags.flags[g, fetch.step].data_ptr(), far[:, fetch.at : end, heads], look
+            )
 
 
 def gather(ranks: Ranks, shape: Shape, salt: int) -> None:
@@ -480,7 +484,7 @@ def kept(
     def come_back(rank: int, layer: int) -> None:
         shape, end = layers[layer], ranks.ends[rank]
         found = held[rank].pop()
-        far = dataclasses.make_dataclass("Far", ["far", "arrivals"])(
+        far = dataclasses.make_dataclass("Far", ["far", "ready_flags"])(
             found.kept, end.arrived(shape.collections[rank], shape.groups, torch.device("cpu"))
         )
         launched = ranks.streams[rank].launches
@@ -1059,8 +1063,8 @@ class Attention:
         streams, end, collection, groups = ranks.streams[rank], ranks.ends[rank], shape.collections[rank], shape.groups
         coming = end.homecoming((1, 2, 4), collection, torch.device("cpu"), "gradients") if backward else None
         found = end.gather(*keys_of(shape, rank, salt), collection, shape.groups, f"attention {salt}", home=coming)
-        arrivals = found.arrivals
-        assert arrivals is not None
+        ready_flags = found.ready_flags
+        assert ready_flags is not None
         total: list[float] = []
         for g in range(shape.groups):
             for fetch in collection.fetches:
@@ -1072,7 +1076,7 @@ class Attention:
                     total.append(NAN if seen is None else float(seen.sum()))
 
                 rows = found.far[:, fetch.at : fetch.at + 4, heads]
-                read_tile(streams, arrivals, arrivals.flags[g, fetch.step].data_ptr(), rows, look)
+                read_tile(streams, ready_flags, ready_flags.flags[g, fetch.step].data_ptr(), rows, look)
         if coming is not None:
 
             def send() -> None:
@@ -1220,8 +1224,8 @@ class Keeping:
     def backward(self, rank: int, layer: int) -> None:
         shape, ranks = self.shape, self.ranks
         streams, end, collection = ranks.streams[rank], ranks.ends[rank], shape.collections[rank]
-        arrivals = end.arrived(collection, 1, torch.device("cpu"))
-        assert arrivals is not None
+        ready_flags = end.arrived(collection, 1, torch.device("cpu"))
+        assert ready_flags is not None
         coming = end.homecoming((1, 2, 4), collection, torch.device("cpu"), "gradients")
         coming.begin()
         found: list[float] = []
@@ -1229,7 +1233,7 @@ class Keeping:
         brought = self._brought[rank, layer]
 
         def look() -> None:
-            lost_rows = bool((arrivals.flags[0] < 0).any()) or bool(arrivals.error)
+            lost_rows = bool((ready_flags.flags[0] < 0).any()) or bool(ready_flags.error)
             found.append(NAN if lost_rows else value)
             for fetch in collection.fetches:
                 rows = brought[:, fetch.at : fetch.at + 4]
@@ -1705,7 +1709,7 @@ def test_rows_go_to_a_reader_that_is_late(world_size: int, seed: int, groups: in
     while world.step():
         pass
     nearest = shape.collections[late].fetches[0]
-    far = ranks.ends[late]._fars[0].view((1, shape.collections[late].far_rows, 2, 4), torch.float32)
+    far = ranks.ends[late]._fars[0].view((1, shape.collections[late].remote_rows, 2, 4), torch.float32)
     heads = slice(0, 2 // groups)
     there = far[:, nearest.at : nearest.at + sum(length for _, length in nearest.rows), heads]
     mine = picked(torch.cat(keys_of(shape, nearest.owner, 2), -1), nearest.rows)[:, :, heads]
@@ -1718,7 +1722,7 @@ def test_room_that_is_made_ahead_is_not_made_again() -> None:
     ranks, shape = Ranks(3, 0), full(3)
     large = dataclasses.replace(shape, batch=2)
     row = large.batch * large.heads * sum(large.dims) * large.dtype.itemsize
-    sizes = large.rows * row, large.collections[0].most_far_rows * row
+    sizes = large.rows * row, large.collections[0].most_remote_rows * row
     ranks.each(lambda rank: ranks.ends[rank].make_room(*sizes))
     gather(ranks, shape, 0)
     held, regions = [end.num_bytes() for end in ranks.ends], len(ranks.world.regions)

@@ -32,7 +32,7 @@ RANKS = max(GPUS, 4) if GPUS and may_share_gpus() else GPUS
 SHARED = RANKS > GPUS
 """Whether ranks share a GPU, and so have no NCCL, without which the process group is not for CUDA graphs."""
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(RANKS < 2, reason="needs two GPUs")]
-ROWS, HEADS, DIM, GUARD = 512, 8, 128, 128
+ROWS, HEADS, DIM, PAD_ROWS = 512, 8, 128, 128
 
 
 def _start(rank: int, world_size: int, port: int, body: Callable[..., None]) -> None:
@@ -69,7 +69,7 @@ def collections(ring: Ring, **mask: Any) -> Collection:
     n = ROWS * ring.world_size
     sharding = ring.sharding(n)
     plan = make_plan(sharding.shards, sharding.shards, Visibility(seq_len=n, kv_len=n, **mask), "keys")
-    return collect(plan, ring.rank, GUARD)
+    return collect(plan, ring.rank, PAD_ROWS)
 
 
 def keys(rank: int, salt: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -107,8 +107,8 @@ def gather_and_check(
     for fetch in collection.fetches:
         rows = found.far[0, fetch.at : fetch.at + sum(length for _, length in fetch.rows)]
         out = torch.full_like(rows, float("nan"))
-        assert found.arrivals is not None
-        copy(found.arrivals.flags[groups - 1, fetch.step :], rows, out)
+        assert found.ready_flags is not None
+        copy(found.ready_flags.flags[groups - 1, fetch.step :], rows, out)
         seen.append((fetch, out))
     found.close()
     for fetch, out in seen:
@@ -172,12 +172,12 @@ def _lends(rank: int, world_size: int) -> None:
         for x, y in zip((k, v), keys(rank, salt), strict=True):
             x.copy_(y)
         found = end.gather(k, v, collection, 1, "test")
-        assert found.arrivals is not None
+        assert found.ready_flags is not None
         outs = []
         for fetch in collection.fetches:
             rows = found.far[0, fetch.at : fetch.at + ROWS]
             outs.append(torch.empty_like(rows))
-            copy(found.arrivals.flags[0, fetch.step :], rows, outs[-1])
+            copy(found.ready_flags.flags[0, fetch.step :], rows, outs[-1])
         found.close()
         for fetch, out in zip(collection.fetches, outs, strict=True):
             assert torch.equal(out, torch.cat(keys(fetch.owner, salt), -1)[0])
@@ -192,9 +192,9 @@ def _captures(rank: int, world_size: int) -> None:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         found = end.gather(k, v, collection, 4, "captured")
-        assert found.arrivals is not None
+        assert found.ready_flags is not None
         for fetch, out in zip(collection.fetches, outs, strict=True):
-            copy(found.arrivals.flags[3, fetch.step :], found.far[0, fetch.at : fetch.at + ROWS], out)
+            copy(found.ready_flags.flags[3, fetch.step :], found.far[0, fetch.at : fetch.at + ROWS], out)
         found.close()
     for salt in range(1, 8):
         for x, y in zip((k, v), keys(rank, salt), strict=True):

@@ -26,7 +26,7 @@ import torch.distributed as dist
 
 import ringattn
 from ringattn import attention_reference
-from ringattn.kernels import select
+from ringattn.kernels import registry
 from tests.pool import Pools
 
 ROOT = Path(__file__).parents[1]
@@ -199,7 +199,7 @@ def test_tables_are_what_the_library_says() -> None:
 
 
 def test_the_table_of_kernels_asks_about_every_option() -> None:
-    assert load("tables").kernels().count("\n") == 1 + 4 + 9 + 1 + len(select.FEATURES)
+    assert load("tables").kernels().count("\n") == 1 + 4 + 9 + 1 + len(registry.FEATURES)
 
 
 def test_pages_from_the_readme_keep_their_links() -> None:

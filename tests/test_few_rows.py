@@ -55,7 +55,7 @@ def test_products_are_rounded_once(dtype: torch.dtype, out: torch.dtype | None):
 def test_rows_that_a_kernel_would_read_wrong_are_left_to_torch(monkeypatch: pytest.MonkeyPatch):
     """On a CPU that says it has a kernel: it gets the rows that are like the weights, and no others."""
     monkeypatch.setattr(few_rows, "has_kernel", lambda *_: True)
-    monkeypatch.setattr(few_rows, "find_twin", lambda _: "the kernel")
+    monkeypatch.setattr(few_rows, "import_optional", lambda _: "the kernel")
     monkeypatch.setattr(Tensor, "is_cuda", True)
     x, weight, other, *_ = draw(0, 5, 256, 48, torch.bfloat16)
     assert few_rows._twin(x, weight, other) == "the kernel"

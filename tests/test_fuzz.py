@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from ringattn.kernels import eager
+from ringattn.kernels.attention import eager
 from ringattn.launch import check, fuzz
 from ringattn.launch.session import Session
 from ringattn.layout import shard_len

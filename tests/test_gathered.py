@@ -12,8 +12,8 @@ from torch import Tensor
 from ringattn import simulate
 from ringattn.call import Call, describe
 from ringattn.gathered import choose_groups, gathered_bytes
-from ringattn.kernels import eager
-from ringattn.kernels.contract import GUARD
+from ringattn.kernels.attention import eager
+from ringattn.kernels.interface import PAD_ROWS
 from ringattn.layout import make_shards
 from ringattn.reference import attention_reference
 from ringattn.schedule import Collection, collect, make_plan
@@ -46,7 +46,14 @@ def gathering(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
         return call
 
-    for name in ("gathers", "can_capture", "forward_gathered", "backward_gathered", "add_homes", "add_bias_homes"):
+    for name in (
+        "can_fuse",
+        "can_capture",
+        "forward_fused",
+        "backward_fused",
+        "reduce_kv_grads",
+        "reduce_key_bias_grads",
+    ):
         monkeypatch.setattr(eager, name, noted(name), raising=False)
     return asked
 
@@ -72,9 +79,9 @@ def test_one_launch_gives_what_the_visits_give(gathering, case, layout, world_si
     q, k, v, do = draw(61, 4, 2)
     options = {"layout": layout, "do": do, "dlse": torch.ones(2, 4, 61), **CASES[case]}
     gathered = simulate_ring(q, k, v, world_size, memory_budget=PLENTY, **options)
-    assert gathering.count("forward_gathered") == gathering.count("backward_gathered") == world_size
+    assert gathering.count("forward_fused") == gathering.count("backward_fused") == world_size
     staged = simulate_ring(q, k, v, world_size, **options)
-    assert gathering.count("forward_gathered") == world_size
+    assert gathering.count("forward_fused") == world_size
     assert gathered.grads is not None
     assert staged.grads is not None
     torch.testing.assert_close(gathered.o, staged.o, rtol=0, atol=0)
@@ -89,9 +96,9 @@ def test_a_bias_of_keys_comes_with_them_and_its_gradient_goes_home(gathering, ca
     q, k, v, do = draw(61, 4, 2)
     options = {"layout": layout, "do": do, "key_bias": draw_bias(61), **CASES[case]}
     gathered = simulate_ring(q, k, v, world_size, memory_budget=PLENTY, **options)
-    assert gathering.count("forward_gathered") == gathering.count("add_bias_homes") == world_size
+    assert gathering.count("forward_fused") == gathering.count("reduce_key_bias_grads") == world_size
     staged = simulate_ring(q, k, v, world_size, **options)
-    assert gathering.count("forward_gathered") == world_size
+    assert gathering.count("forward_fused") == world_size
     assert gathered.grads is not None
     assert staged.grads is not None
     torch.testing.assert_close(gathered.o, staged.o, rtol=0, atol=0)
@@ -104,7 +111,7 @@ def test_keys_that_have_a_bias_are_not_kept_but_fetched_again(gathering):
     q, k, v, do = draw(61, 4, 2)
     options = {"causal": True, "do": do, "key_bias": draw_bias(61), "memory_budget": PLENTY}
     fetched, kept = (simulate_ring(q, k, v, 2, keep_keys=keep, **options) for keep in (False, True))
-    assert gathering.count("backward_gathered") == 4
+    assert gathering.count("backward_fused") == 4
     assert fetched.grads is not None
     assert kept.grads is not None
     for name in ("q", "k", "v", "key_bias"):
@@ -119,7 +126,7 @@ def test_one_launch_gives_the_definition(gathering, biased):
     leaves: dict[str, Any] = {name: x.double().requires_grad_() for name, x in given.items()}
     o = attention_reference(**leaves, causal=True)
     expected = torch.autograd.grad(o, list(leaves.values()), do.double())
-    assert "backward_gathered" in gathering
+    assert "backward_fused" in gathering
     assert found.grads is not None
     torch.testing.assert_close(found.o.double(), o, rtol=1e-5, atol=1e-5)
     for name, grad in zip(leaves, expected, strict=True):
@@ -138,56 +145,56 @@ def test_one_launch_gives_the_definition(gathering, biased):
 def test_what_one_launch_cannot_serve_goes_visit_by_visit(gathering, options):
     q, k, v, do = draw(61, 4, 2)
     simulate_ring(q, k, v, 2, causal=True, do=do, **{"memory_budget": PLENTY, **options})
-    assert "forward_gathered" not in gathering
-    assert "backward_gathered" not in gathering
+    assert "forward_fused" not in gathering
+    assert "backward_fused" not in gathering
 
 
 def test_each_direction_is_gathered_where_it_fits(gathering):
     q, k, v, do = draw(61, 4, 2)
     mask = Visibility(61, 61, causal=True)
     shards = make_shards("zigzag", 61, 3)
-    collection = collect(make_plan(shards, shards, mask, "keys"), 0, GUARD)
+    collection = collect(make_plan(shards, shards, mask, "keys"), 0, PAD_ROWS)
     forward, backward = (gathered_bytes(k, v, collection, 3, backward=either) for either in (False, True))
     found = []
     for budget in (forward - 1, forward, backward - 1, backward):
         gathering.clear()
         simulate_ring(q, k, v, 3, layout="zigzag", causal=True, do=do, memory_budget=budget)
-        found.append(("forward_gathered" in gathering, "backward_gathered" in gathering))
+        found.append(("forward_fused" in gathering, "backward_fused" in gathering))
     assert found == [(False, False), (True, False), (True, False), (True, True)]
 
 
 def test_ranks_without_rows_are_visited_one_by_one(gathering):
     q, k, v, do = draw(3, 4, 2)
     simulate_ring(q, k, v, 4, layout="contiguous", memory_budget=PLENTY, do=do)
-    assert "forward_gathered" not in gathering
+    assert "forward_fused" not in gathering
 
 
 def test_one_launch_leaves_room_for_copies_that_need_it(gathering, monkeypatch):
     found = []
-    for name in ("forward_gathered", "backward_gathered"):
+    for name in ("forward_fused", "backward_fused"):
 
         def noted(*args, name=name, **kwargs):
-            found.append((name, kwargs["spare"]))
+            found.append((name, kwargs["sm_margin"]))
             return getattr(gathering_kernels, name)(*args, **kwargs)
 
         monkeypatch.setattr(eager, name, noted, raising=False)
     q, k, v, do = draw(61, 4, 2)
     simulate_ring(q, k, v, 2, memory_budget=PLENTY, do=do, causal=True)
-    assert Counter(found) == {("forward_gathered", 0): 2, ("backward_gathered", 0): 2}
+    assert Counter(found) == {("forward_fused", 0): 2, ("backward_fused", 0): 2}
     found.clear()
     monkeypatch.setattr(simulate, "spare_of", lambda device, ranks: 4)
     simulate_ring(q, k, v, 2, memory_budget=PLENTY, do=do, causal=True)
-    assert Counter(found) == {("forward_gathered", 4): 2, ("backward_gathered", 4): 2}
+    assert Counter(found) == {("forward_fused", 4): 2, ("backward_fused", 4): 2}
     found.clear()
     simulate_ring(q, k, v, 4, nodes=2, memory_budget=PLENTY, do=do, causal=True)
-    assert {spare for _, spare in found} == {4}
+    assert {sm_margin for _, sm_margin in found} == {4}
 
 
 def test_queries_move_visit_by_visit_when_they_are_asked_to(gathering):
     q, k, v, do = draw(61, 4, 2)
     simulate_ring(q, k, v, 2, causal=True, memory_budget=PLENTY, do=do, backward="queries")
-    assert "forward_gathered" in gathering
-    assert "backward_gathered" not in gathering
+    assert "forward_fused" in gathering
+    assert "backward_fused" not in gathering
 
 
 @pytest.mark.parametrize("layout", ["zigzag", "contiguous", "striped", "balanced"])
@@ -197,17 +204,17 @@ def test_what_is_fetched_is_what_is_read(layout, window):
     visibility = Visibility(n, n, window=window, causal=window is None)
     shards = make_shards(layout, n, world_size, visibility)
     plan = make_plan(shards, shards, visibility, "keys")
-    parts = [collect(plan, rank, GUARD) for rank in range(world_size)]
+    parts = [collect(plan, rank, PAD_ROWS) for rank in range(world_size)]
     sent = {(rank, reader.peer, reader.step): reader.rows for rank, part in enumerate(parts) for reader in part.readers}
     fetched = {(fetch.owner, rank, fetch.step): fetch.rows for rank, part in enumerate(parts) for fetch in part.fetches}
     assert sent == fetched
     for part in parts:
         end = 0
         for fetch in part.fetches:
-            assert fetch.at % GUARD == 0
+            assert fetch.at % PAD_ROWS == 0
             assert fetch.at >= end
-            end = fetch.at + sum(length for _, length in fetch.rows) + GUARD
-        assert end <= part.far_rows <= part.most_far_rows
+            end = fetch.at + sum(length for _, length in fetch.rows) + PAD_ROWS
+        assert end <= part.remote_rows <= part.most_remote_rows
         assert part.slot_rows == max(sum(run.length for run in shard) for shard in shards)
 
 
@@ -225,7 +232,7 @@ def test_one_table_holds_the_bounds_of_all_sources():
             visit = call.visits("keys").visits[step]
             assert visit is not None
             alone = call.moving("keys", visit, torch.device("cpu"))
-            first = side.run_list[0][0] + (found.near_rows if step else 0)
+            first = side.run_list[0][0] + (found.local_rows if step else 0)
             place = slice(first, first + alone.positions.shape[0])
             for name in ("positions", "lo", "hi"):
                 assert torch.equal(getattr(side, name), getattr(alone, name))
@@ -238,7 +245,7 @@ def test_every_returning_row_finds_its_own():
     n, world_size = 90, 3
     visibility = Visibility(n, n, causal=True, window=(19, 0))
     plan = make_plan(*(2 * [make_shards("zigzag", n, world_size, visibility)]), visibility, "keys")
-    readers = collect(plan, 1, GUARD).readers
+    readers = collect(plan, 1, PAD_ROWS).readers
     table = find(returning_key(readers, 30, "cpu"))
     for line, reader in zip(table, readers, strict=True):
         own = [x for offset, length in reader.rows for x in range(offset, offset + length)]

@@ -16,8 +16,10 @@ pytest.importorskip("triton")
 
 from ringattn import gathered, tables
 from ringattn.call import Call, describe
-from ringattn.kernels import homes_triton, launch_triton, pack_triton
-from ringattn.kernels.hopper import api as hopper
+from ringattn.kernels.attention.hopper import api as hopper
+from ringattn.kernels.comm import grad_reduce_triton
+from ringattn.kernels.kv import pack_triton
+from ringattn.kernels.runtime import bound_launch
 from ringattn.layout import make_shards
 from ringattn.sharding import Sharding
 from ringattn.transport import copy_engine, graph_cache
@@ -117,12 +119,12 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Launch]]:
     """What launchers hand to the driver: kernel, grid and arguments. Nothing runs."""
     seen: list[Launch] = []
 
-    def launch(kernel: Any, grid: Any, args: Any, constants: dict[str, Any], **options: int) -> launch_triton.Bound:
+    def launch(kernel: Any, grid: Any, args: Any, constants: dict[str, Any], **options: int) -> bound_launch.Bound:
         def run(x: int, y: int, z: int, stream: int, *flat: Any) -> None:
             assert stream == 1
             seen.append((kernel.fn.__name__, (x, y, z), list(flat)))
 
-        bound = launch_triton.Bound(None, (*constants.values(), *options.values()), run=run)
+        bound = bound_launch.Bound(None, (*constants.values(), *options.values()), run=run)
         # a call that is recorded launches as well
         flat, number = list[Any](), 0
         for x in args:
@@ -136,7 +138,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Launch]]:
         run(*(*grid, 1, 1)[:3], 1, *flat, *bound.tail)
         return bound
 
-    def encode(bound: launch_triton.Bound, number: int, descriptor: Any) -> list[Any]:
+    def encode(bound: bound_launch.Bound, number: int, descriptor: Any) -> list[Any]:
         del bound
         shape, strides, block = (tuple(getattr(descriptor, name)) for name in ("shape", "strides", "block_shape"))
         return [descriptor.base.data_ptr(), number, shape, strides, block]
@@ -151,10 +153,10 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Launch]]:
         monkeypatch.setattr(torch, name, holding(getattr(torch, name)))
     monkeypatch.setattr(Tensor, "clone", holding(Tensor.clone))
     monkeypatch.setattr(Idle, "seen", seen, raising=False)
-    monkeypatch.setattr(launch_triton, "launch", launch)
-    monkeypatch.setattr(launch_triton.Bound, "encode", encode)
+    monkeypatch.setattr(bound_launch, "launch", launch)
+    monkeypatch.setattr(bound_launch.Bound, "encode", encode)
     monkeypatch.setattr(copy_engine, "pack", pack_triton.pack)
-    monkeypatch.setattr(hopper, "plain_homes", homes_triton)
+    monkeypatch.setattr(hopper, "grad_reduce", grad_reduce_triton)
     yield seen
     held.clear()
 
@@ -340,10 +342,10 @@ def test_who_hears_of_launches_hears_of_all(
 ) -> None:
     ring = Ring(Case())
     inputs, asked = ring.inputs(), list[int]()
-    forward = hopper.forward_gathered
-    monkeypatch.setattr(hopper, "forward_gathered", lambda *args, **kwargs: (asked.append(1), forward(*args, **kwargs)))
+    forward = hopper.forward_fused
+    monkeypatch.setattr(hopper, "forward_fused", lambda *args, **kwargs: (asked.append(1), forward(*args, **kwargs)))
     for heard, expected in ((False, 4), (True, 4), (False, 0)):  # the first call makes memory
-        monkeypatch.setattr(launch_triton, "is_hooked", lambda heard=heard: heard)
+        monkeypatch.setattr(bound_launch, "is_hooked", lambda heard=heard: heard)
         asked.clear()
         for _ in range(4):
             steady()

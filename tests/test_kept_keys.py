@@ -17,7 +17,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from torch.utils.flop_counter import FlopCounterMode
 
 from ringattn import Ring, autograd, gathered, ring_attention, simulate_ring
-from ringattn.kernels import eager
+from ringattn.kernels.attention import eager
 from ringattn.transport.base import Seat
 from ringattn.transport.simulated import SimulatedGatherer, run_ranks
 from tests import gathering_kernels
@@ -31,7 +31,7 @@ RANKS = 3
 def gathers(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     """How many gathers there were of each direction, over all ranks; kernels are eager ones that gather."""
     counted: Counter[str] = Counter()
-    for name in ("gathers", "can_capture", "forward_gathered", "backward_gathered", "add_homes"):
+    for name in ("can_fuse", "can_capture", "forward_fused", "backward_fused", "reduce_kv_grads"):
         monkeypatch.setattr(eager, name, getattr(gathering_kernels, name), raising=False)
     gather = SimulatedGatherer.gather
 

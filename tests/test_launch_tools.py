@@ -32,8 +32,10 @@ from ringattn.backward import ring_backward
 from ringattn.budget import Budget
 from ringattn.call import Call, describe
 from ringattn.forward import ring_forward
-from ringattn.kernels import decode, decode_eager, eager
-from ringattn.kernels.contract import Score, accumulation_dtype
+from ringattn.kernels.attention import eager
+from ringattn.kernels.decode import dispatch
+from ringattn.kernels.decode import eager as decode_eager
+from ringattn.kernels.interface import Score, accumulation_dtype
 from ringattn.launch import (
     bench,
     bench_kernels,
@@ -960,12 +962,12 @@ def test_bench_decode_counts_the_bytes_of_k_and_v(tmp_path: Path) -> None:
 
 
 def test_bench_decode_gives_no_speed_to_a_wrong_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    right = decode.decode
+    right = dispatch.decode
 
     def off_by_a_little(q: Tensor, *rest: Any, **options: Any) -> None:
         right(q * 1.1, *rest, **options)
 
-    monkeypatch.setattr(decode, "decode", off_by_a_little)
+    monkeypatch.setattr(dispatch, "decode", off_by_a_little)
     assert bench.main([*DECODE, "--groups", "target", "--out", str(tmp_path)]) == 1
     (row,) = json.loads((tmp_path / "decode.json").read_text())["rows"]
     assert row["refused"].startswith("wrong answer: o is off by")

@@ -23,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ringattn import Ring, RingMultiheadAttention, checkpoint_contexts, replace_multihead_attention, use_sharding
 from ringattn import nn as ring_nn
-from ringattn.kernels.dropout import keep_mask
+from ringattn.kernels.attention.dropout import keep_mask
 from ringattn.layout import zigzag
 from ringattn.sharding import Sharding
 from tests.budget import assert_within_budget

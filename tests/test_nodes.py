@@ -17,14 +17,14 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from ringattn.call import Call, describe
-from ringattn.kernels import eager
+from ringattn.kernels.attention import eager
 from ringattn.layout import Shard, make_shards
 from ringattn.outer import _Guests
 from ringattn.schedule import Collection, Nodes, RankPlan, collect, make_nodes, make_plan
 from ringattn.sharding import Sharding
 from ringattn.simulate import simulate_ring
 from ringattn.transport import choose
-from ringattn.transport.base import SPARE, Buffers, Parcel, Seat
+from ringattn.transport.base import SM_MARGIN, Buffers, Parcel, Seat
 from ringattn.transport.choose import find_obstacle, most_on_one_gpu
 from ringattn.transport.process_group import name_part, resolve_group
 from ringattn.transport.symmetric import SHARE, ranks_per_gpu, spare_of
@@ -317,7 +317,7 @@ def test_what_is_fetched_in_an_outer_step_is_what_is_visited(data: st.DataObject
                     x for _, n, start, stride in visit.runs for x in range(start, start + n * stride, stride)
                 ]
                 assert set(found) <= set(positions[visit.owner])
-                assert fetch.at + len(found) + 4 <= here.far_rows <= here.most_far_rows
+                assert fetch.at + len(found) + 4 <= here.remote_rows <= here.most_remote_rows
             assert part.held(outer).num_rows <= here.slot_rows
 
 
@@ -330,10 +330,10 @@ def test_one_launch_per_outer_step_gives_what_the_visits_give(
     q, k, v, do = draw(61, 4, 2)
     options = {"layout": layout, "do": do, "dlse": torch.ones(2, 4, 61), **CASES[case]}
     found = simulate_ring(q, k, v, size[0], nodes=size[1], memory_budget=PLENTY, **options)
-    launches = gathering.count("forward_gathered")
-    assert size[0] <= launches == gathering.count("backward_gathered") <= size[0] * size[1]
+    launches = gathering.count("forward_fused")
+    assert size[0] <= launches == gathering.count("backward_fused") <= size[0] * size[1]
     expected = simulate_ring(q, k, v, size[0], nodes=size[1], **options)
-    assert gathering.count("forward_gathered") == launches
+    assert gathering.count("forward_fused") == launches
     assert found.grads is not None
     assert expected.grads is not None
     pairs = {"o": (found.o, expected.o), "lse": (found.lse, expected.lse)}
@@ -345,7 +345,7 @@ def test_one_launch_per_outer_step_makes_scores_alike(gathering: list[str]) -> N
     q, k, v, do = draw(45, 4, 2)
     options = {"causal": True, "do": do, "softcap": 5.0, "sinks": torch.randn(4), "alibi_slopes": torch.rand(4) / 8}
     found, expected = (simulate_ring(q, k, v, 4, nodes=2, memory_budget=room, **options) for room in (PLENTY, 0))
-    assert gathering.count("backward_gathered") == 8
+    assert gathering.count("backward_fused") == 8
     assert found.grads is not None
     assert expected.grads is not None
     assert found.grads.keys() == {"q", "k", "v", "sinks", "alibi_slopes"}
@@ -356,11 +356,11 @@ def test_one_launch_per_outer_step_makes_scores_alike(gathering: list[str]) -> N
 
 def test_launches_leave_room_for_what_crosses_beside_them(monkeypatch: pytest.MonkeyPatch) -> None:
     found: Counter[tuple[str, int]] = Counter()
-    for name in ("gathers", "can_capture", "forward_gathered", "backward_gathered", "add_homes"):
+    for name in ("can_fuse", "can_capture", "forward_fused", "backward_fused", "reduce_kv_grads"):
 
         def noted(*args: Any, name: str = name, **kwargs: Any) -> Any:
-            if "spare" in kwargs:
-                found[name, kwargs["spare"]] += 1
+            if "sm_margin" in kwargs:
+                found[name, kwargs["sm_margin"]] += 1
             return getattr(gathering_kernels, name)(*args, **kwargs)
 
         monkeypatch.setattr(eager, name, noted, raising=False)
@@ -368,7 +368,7 @@ def test_launches_leave_room_for_what_crosses_beside_them(monkeypatch: pytest.Mo
     simulate_ring(q, k, v, 6, nodes=3, memory_budget=PLENTY, do=do, causal=True)
     # the last launch of a forward has nothing beside it; that of a backward has the sums of the one before
     assert found == {
-        ("forward_gathered", SPARE): 12, ("forward_gathered", 0): 6, ("backward_gathered", SPARE): 18,
+        ("forward_fused", SM_MARGIN): 12, ("forward_fused", 0): 6, ("backward_fused", SM_MARGIN): 18,
     }  # fmt: skip
 
 
@@ -382,8 +382,8 @@ def test_what_a_launch_per_outer_step_cannot_serve_goes_visit_by_visit(
 ) -> None:
     q, k, v, do = draw(61, 4, 2)
     simulate_ring(q, k, v, 4, causal=True, do=do, **{"nodes": 2, "memory_budget": PLENTY, **options})
-    assert "backward_gathered" not in gathering
-    assert ("forward_gathered" in gathering) == (options.get("backward") == "queries")
+    assert "backward_fused" not in gathering
+    assert ("forward_fused" in gathering) == (options.get("backward") == "queries")
 
 
 def test_gpus_need_to_reach_those_of_their_node_only(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -434,7 +434,7 @@ def test_kernels_of_all_ranks_of_a_gpu_fit_at_once_beside_their_copies(monkeypat
     gpu = torch.device("cuda", 0)
     assert spare_of(gpu, 1) == spare_of(torch.device("cpu"), 4) == 0
     for ranks in (2, 3, 4, 7):
-        assert ranks * (132 - spare_of(gpu, ranks) + SPARE) <= 132
+        assert ranks * (132 - spare_of(gpu, ranks) + SM_MARGIN) <= 132
     assert spare_of(gpu, 2) == 70
     assert spare_of(gpu, 60) == 131, "one program is left"
 

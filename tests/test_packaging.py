@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[1]
 pytestmark = pytest.mark.packaging
 
 SMOKE = """
-import ringattn, ringattn.kernels.eager, ringattn.kernels.contract, ringattn.launch
+import ringattn, ringattn.kernels.attention.eager, ringattn.kernels.interface, ringattn.launch
 from importlib.util import find_spec
 from importlib.metadata import version
 from pathlib import Path

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from ringattn.budget import Budget, error
-from ringattn.kernels.dropout import keep_mask
+from ringattn.kernels.attention.dropout import keep_mask
 from ringattn.reference import attention_reference, dense_attention, visible_pairs
 
 MASKS: list[dict[str, Any]] = [

@@ -10,7 +10,7 @@ import pytest
 import torch.distributed as dist
 
 import ringattn
-from ringattn.kernels import eager
+from ringattn.kernels.attention import eager
 from ringattn.launch import check, soak
 
 

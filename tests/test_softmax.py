@@ -14,7 +14,7 @@ from torch.autograd import forward_ad
 
 import ringattn.partial
 import ringattn.softmax
-from ringattn.kernels.contract import accumulation_dtype
+from ringattn.kernels.interface import accumulation_dtype
 from ringattn.softmax import online_logsumexp, online_softmax
 
 INF = float("inf")
@@ -198,7 +198,7 @@ def test_importing_the_ops_imports_no_triton() -> None:
 
 @pytest.mark.parametrize("n", [1, 5, 4096, 8192, 8193, 32768, 65537, 1 << 20, (1 << 31) + 5])
 def test_every_launch_covers_the_row_with_whole_tiles(n: int) -> None:
-    triton_softmax = pytest.importorskip("ringattn.kernels.softmax_triton")
+    triton_softmax = pytest.importorskip("ringattn.kernels.softmax.softmax_triton")
     for outer, inner, unit, itemsize, block in itertools.product(
         [1, 3], [1, 7, 4096], [True, False], [2, 4], [None, 16, 1024]
     ):

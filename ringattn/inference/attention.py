@@ -24,12 +24,11 @@ from ringattn.call import Call, resolve_flag, resolve_real, resolve_window
 from ringattn.inference.in_place import READS, resolve_reads
 from ringattn.inference.prefill import MOVES, Prefill, growth, plan_travel, resolve_moves, rows_in_place
 from ringattn.inference.step import Step
-from ringattn.kernels.contract import Score, accumulation_dtype
-from ringattn.kernels.decode import deal, decode, num_splits, parts_len
-from ringattn.kernels.decode import pick as pick_decode
-from ringattn.kernels.merge import merge_stack
-from ringattn.kernels.parts import finish_parts, views
-from ringattn.kernels.select import pick
+from ringattn.kernels.decode.dispatch import decode, num_splits, parts_len, plan_splits, select_decode_kernel
+from ringattn.kernels.interface import Score, accumulation_dtype
+from ringattn.kernels.partials.merge import merge_stack
+from ringattn.kernels.partials.packed import finish_parts, views
+from ringattn.kernels.registry import select_kernels
 from ringattn.plain import check_plain
 from ringattn.validation import check_softcap
 from ringattn.visibility import Visibility
@@ -173,7 +172,9 @@ class _Prefill:
 
     def ready(self, step: Step, q: Tensor) -> Prefill:
         call, options, several = self.call, self.options, step.cache.ring.world_size > 1
-        choice = pick(q.device, q.dtype, q.shape[-1], step.cache.v_head_dim, impl=call.impl, features=self.features)
+        choice = select_kernels(
+            q.device, q.dtype, q.shape[-1], step.cache.v_head_dim, impl=call.impl, features=self.features
+        )
         fresh = step.lengths == step.counts
         wanted = "queries" if several and options.reads == "pages" else options.moves
         moves = resolve_moves(wanted, step, call, q, fresh)
@@ -232,16 +233,18 @@ class _Decode:
             q.device,
             head_dim=width,
             kv_dtype=cache.kv_dtype,
-            alike=step.pieces is not None,
+            same_length=step.pieces is not None,
         )
         parts = torch.empty(splits, parts_len(rows, dv), dtype=wide, device=q.device)
         lo, hi = step.bounds(self.options.causal, self.options.window, self.options.chunk_len)
         k_scale, v_scale = cache.scales(layer)
         pools = cache.k[layer], cache.v[layer]
-        dealt = step.once(
-            (self.options, tuple(q.shape), q.dtype, splits), lambda: deal(q, *pools, table, lo, hi, splits)
+        split_plan = step.once(
+            (self.options, tuple(q.shape), q.dtype, splits), lambda: plan_splits(q, *pools, table, lo, hi, splits)
         )
-        decode(q, *pools, table, lo, hi, positions, score, parts, k_scale=k_scale, v_scale=v_scale, dealt=dealt)
+        decode(
+            q, *pools, table, lo, hi, positions, score, parts, k_scale=k_scale, v_scale=v_scale, split_plan=split_plan
+        )
         o = torch.empty(b, s, h, dv, dtype=q.dtype, device=q.device)
         lse = torch.empty(b, h, s, dtype=wide, device=q.device)
         if wide == torch.float32:
@@ -285,7 +288,7 @@ def _decide(
         chunks_restart=True,
     )
     if step.mode == "decode":
-        pick_decode(q.device, q.dtype, cache.kv_dtype, q.shape[-1], cache.v_head_dim, cache.page_size)
+        select_decode_kernel(q.device, q.dtype, cache.kv_dtype, q.shape[-1], cache.v_head_dim, cache.page_size)
         return _Decode(options)
     assert step.sharding is not None, "a step of prefill has shardings"
     assert step.kv_sharding is not None, "a step of prefill has shardings"
@@ -302,9 +305,9 @@ def _decide(
         forward_only=True,
     )
     features = call.features(sinks=sinks, alibi_slopes=alibi_slopes)
-    pick(q.device, q.dtype, q.shape[-1], cache.v_head_dim, impl=call.impl, features=features)
+    select_kernels(q.device, q.dtype, q.shape[-1], cache.v_head_dim, impl=call.impl, features=features)
     if options.reads != "copies":
-        pick_decode(q.device, q.dtype, cache.kv_dtype, q.shape[-1], cache.v_head_dim, cache.page_size)
+        select_decode_kernel(q.device, q.dtype, cache.kv_dtype, q.shape[-1], cache.v_head_dim, cache.page_size)
     return _Prefill(call, options, features)
 
 

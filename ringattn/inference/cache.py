@@ -1,13 +1,13 @@
 """Keys and values of many requests, spread over the ranks of a ring in pages.
 
 Owns the memory of this rank's pages: how large it is, how it is laid out, and every refusal of rows that do not belong there.
-Refuses to know who keeps what (pages.py), how rows are copied (kernels/pages.py) and how attention reads them (attention.py).
+Refuses to know who keeps what (pages.py), how rows are copied (kernels/kv/pages.py) and how attention reads them (attention.py).
 
 Note [Memory]
     All pages are allocated when the cache is made, for k and for v in one piece each, a layer after another, and are zero. A row
     that was never written is therefore zero. Attention takes rows that blocks name and no others: what a request that has left
     wrote into a page, NaN included, takes no part in the next one's. NaN of a request that is there stays with it, too (Note
-    [Values that are not finite] of kernels/pages.py).
+    [Values that are not finite] of kernels/kv/pages.py).
     Within a layer a page of one head is contiguous: that is what decode streams.
 """
 
@@ -25,7 +25,7 @@ from ringattn.inference.accord import Accord
 from ringattn.inference.pages import CacheFull, Pages
 from ringattn.inference.static import StaticStep
 from ringattn.inference.step import MOST_DECODED, Step, make_step
-from ringattn.kernels import pages as rows
+from ringattn.kernels.kv import pages as rows
 from ringattn.plain import check_plain
 from ringattn.ring import Ring
 
@@ -54,7 +54,7 @@ class PagedKVCache:
         page_size: Tokens of a page.
         kv_dtype: What keys and values are kept in: None for dtype, or torch.float8_e4m3fn, half the bytes of bf16: every row
             of a head is then scaled by its largest element and rounded to three bits of mantissa (Note [fp8 rows] in
-            kernels/pages.py), which changes results.
+            kernels/kv/pages.py), which changes results.
         device: Where; default the current GPU, or the CPU where there is none.
 
     Attributes:

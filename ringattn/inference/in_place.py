@@ -37,9 +37,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from ringattn.kernels.contract import Carry, Score, accumulation_dtype
-from ringattn.kernels.decode import PageTable, decode, num_splits, parts_len, pick, tile_tokens
-from ringattn.kernels.parts import finish_parts, merge_parts, views
+from ringattn.kernels.decode.dispatch import PageTable, decode, num_splits, parts_len, select_decode_kernel, tile_tokens
+from ringattn.kernels.interface import Score, SoftmaxState, accumulation_dtype
+from ringattn.kernels.partials.packed import finish_parts, merge_parts, views
 
 if TYPE_CHECKING:
     from ringattn.inference.cache import PagedKVCache
@@ -122,7 +122,7 @@ def resolve_reads(wanted: str, step: Step, q: Tensor, left: int | None, fresh: b
     if wanted != "auto":
         return wanted
     dims = cache.head_dim, cache.v_head_dim
-    if fresh or pick(q.device, q.dtype, cache.kv_dtype, *dims, cache.page_size).name == "eager":
+    if fresh or select_decode_kernel(q.device, q.dtype, cache.kv_dtype, *dims, cache.page_size).name == "eager":
         return "copies"
     most = tile_tokens(h, cache.kv_heads, q.device, head_dim=max(dims), kv_dtype=cache.kv_dtype)
     sizes = {"heads": h, "kv_heads": cache.kv_heads, "element_size": cache.kv_dtype.itemsize, "most": most}
@@ -192,7 +192,7 @@ class InPlace:
         found = o.flatten(0, 1)
         return (found if self.back is None else found.index_select(0, self.back)).view(b, s, h, -1)
 
-    def visit(self, cache: PagedKVCache, layer: int, q: Tensor, score: Score, carry: Carry) -> None:
+    def visit(self, cache: PagedKVCache, layer: int, q: Tensor, score: Score, carry: SoftmaxState) -> None:
         """Writes the partial of q `b s h d` over this rank's keys into a carry."""
         b, s, h, _ = q.shape
         dv, count = cache.v_head_dim, self.lo.numel()

@@ -63,8 +63,8 @@ from torch import Tensor
 from ringattn import gathered
 from ringattn.call import Call
 from ringattn.inference.in_place import InPlace, plan_in_place
-from ringattn.kernels.contract import Carry, KernelSet, Score, Side, accumulation_dtype
-from ringattn.kernels.parts import clear, finish_parts, size, views
+from ringattn.kernels.interface import KernelSet, RowMetadata, Score, SoftmaxState, accumulation_dtype
+from ringattn.kernels.partials.packed import clear, finish_parts, size, views
 from ringattn.parcels import slices
 from ringattn.schedule import Plan, Rows, Visit
 from ringattn.spans import span
@@ -108,7 +108,7 @@ class Prefill:
     def contains(self) -> bool:
         """Whether the new rows are attended to as they are given, not as pages keep them, beside those of other requests.
 
-        Then what is not finite must be contained (Note [Values that are not finite] of kernels/pages.py).
+        Then what is not finite must be contained (Note [Values that are not finite] of kernels/kv/pages.py).
         """
         documents = self.call.sharding.documents
         return self.fresh and self.reads == "copies" and documents is not None and len(documents) > 2
@@ -137,7 +137,7 @@ class Prefill:
                     else self.in_place.attend(cache, layer, q, score)
                 )
 
-            def over_pages(rows: Tensor, carry: Carry) -> None:
+            def over_pages(rows: Tensor, carry: SoftmaxState) -> None:
                 assert self.in_place is not None, "rows that visit have rectangles"
                 self.in_place.visit(cache, layer, rows, score, carry)
 
@@ -154,7 +154,7 @@ class Prefill:
             return gathered.forward(q, keys, values, score, call, self.kernels, seat)[0]
         travel = guests.travel
 
-        def over_copies(rows: Tensor, carry: Carry) -> None:
+        def over_copies(rows: Tensor, carry: SoftmaxState) -> None:
             _visit_copies(rows, keys, values, score, call, self.kernels, seat, travel, carry)
 
         return _receive(guests, cache.v_head_dim, score, seat, over_copies)
@@ -257,7 +257,7 @@ class Travel:
     """
 
     plan: Plan
-    side: Side
+    side: RowMetadata
     stops: tuple[Stop, ...]
     total: int
     side_runs: tuple[tuple[int, int], ...]
@@ -325,7 +325,9 @@ def _invite(q: Tensor, dv: int, seat: Seat, travel: Travel) -> _Guests:
     return _Guests(q, travel, coming)
 
 
-def _receive(guests: _Guests, dv: int, score: Score, seat: Seat, visit: Callable[[Tensor, Carry], None]) -> Tensor:
+def _receive(
+    guests: _Guests, dv: int, score: Score, seat: Seat, visit: Callable[[Tensor, SoftmaxState], None]
+) -> Tensor:
     """The finished attention of this rank's query rows over the keys of all ranks.
 
     Args:
@@ -343,7 +345,7 @@ def _receive(guests: _Guests, dv: int, score: Score, seat: Seat, visit: Callable
     wide, take = accumulation_dtype(q.dtype), seat.buffers.take
     rows = _line_up(guests, seat)
     shape = (b, h, travel.total)
-    carry = Carry(
+    carry = SoftmaxState(
         m=take("visitors m", shape, wide, q.device),
         l=take("visitors l", shape, wide, q.device),
         acc=take("visitors acc", (b, travel.total, h, dv), wide, q.device),
@@ -367,7 +369,7 @@ def _visit_copies(
     kernels: KernelSet,
     seat: Seat,
     travel: Travel,
-    carry: Carry,
+    carry: SoftmaxState,
 ) -> None:
     """The forward of training of rows `b total h d` over k `b t hk d` and v `b t hk dv`, as a carry."""
     b, total, h, d = rows.shape
@@ -406,7 +408,7 @@ def _line_up(guests: _Guests, seat: Seat) -> Tensor:
     return found
 
 
-def _return(carry: Carry, s: int, seat: Seat, travel: Travel) -> Tensor:
+def _return(carry: SoftmaxState, s: int, seat: Seat, travel: Travel) -> Tensor:
     """The partials of this rank's rows from all ranks: a stack of packed parts in the order of ranks."""
     b, _, h, dv = carry.acc.shape
     wide, device, me = carry.acc.dtype, carry.acc.device, seat.rank
@@ -455,7 +457,7 @@ def _spread(part: Tensor, whole: Tensor, rows: Rows, shape: tuple[int, int, int,
             x.copy_(y)
 
 
-def _pack(carry: Carry, stop: Stop, part: Tensor) -> None:
+def _pack(carry: SoftmaxState, stop: Stop, part: Tensor) -> None:
     """The partial of some visitors as a packed part."""
     b, _, h, dv = carry.acc.shape
     m, l, acc = views(part, b * stop.count * h, dv)  # noqa: E741

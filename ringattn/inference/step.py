@@ -26,7 +26,7 @@ from torch import Tensor
 from ringattn.inference.blocks import LONGEST, Stretch, Table
 from ringattn.inference.pages import Pages
 from ringattn.inference.upload import Lines, Places, Rows, uploaded
-from ringattn.kernels.decode import PageTable
+from ringattn.kernels.decode.dispatch import PageTable
 from ringattn.layout import Run, Shard
 from ringattn.sharding import Sharding
 

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from ringattn.inference.blocks import Request, Table
-from ringattn.kernels.decode import PageTable
+from ringattn.kernels.decode.dispatch import PageTable
 
 WORD = 4
 """Bytes of an int32: places of numbers are counted in these."""

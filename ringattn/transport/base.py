@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from ringattn.kernels.contract import Arrivals
+from ringattn.kernels.interface import ReadyFlags
 from ringattn.schedule import Collection, Nodes
 
 Parcel = tuple[int, Tensor]
@@ -33,7 +33,7 @@ class Reply(NamedTuple):
     x: Tensor
 
 
-SPARE = 4
+SM_MARGIN = 4
 """Multiprocessors that a launch leaves to what moves bytes by them beside it: as many as a ring's NCCL communicator may take."""
 
 
@@ -101,12 +101,12 @@ class Gathering(Protocol):
     """Keys of other owners that are on their way.
 
     Attributes:
-        far: `b far_rows hk (d + dv)`: fills while kernels wait for `arrivals`; guard rows are zero.
-        k: `b far_rows hk d`, the keys in it.
-        v: `b far_rows hk dv`, the values in it.
+        far: `b remote_rows hk (d + dv)`: fills while kernels wait for `ready_flags`; guard rows are zero.
+        k: `b remote_rows hk d`, the keys in it.
+        v: `b remote_rows hk dv`, the values in it.
         kept: Like far, a tensor of the caller's own, complete behind `close`; None: nothing is kept.
-        key_bias: `b t+far_rows`, what is added to the scores of keys: this rank's own, then those of far; None: nothing is.
-        arrivals: How kernels wait; None when everything is there.
+        key_bias: `b t+remote_rows`, what is added to the scores of keys: this rank's own, then those of far; None: nothing is.
+        ready_flags: How kernels wait; None when everything is there.
     """
 
     far: Tensor
@@ -114,7 +114,7 @@ class Gathering(Protocol):
     v: Tensor
     kept: Tensor | None
     key_bias: Tensor | None
-    arrivals: Arrivals | None
+    ready_flags: ReadyFlags | None
 
     def close(self) -> None:
         """To be called once the kernels that read far are launched, on the same stream; `Homecoming.receive` may do it.
@@ -130,11 +130,11 @@ class Homecoming(Protocol):
     It begins with a gather that is given it, or by itself.
 
     Attributes:
-        addresses: int64, one per side of the gathered visit: where the backward writes (`KernelSet.backward_gathered`).
-        own: `b home_rows hk (d + dv)` fp32: the contribution of this rank to its own rows (addresses[0] points at it).
-        rows: home_rows of every region.
+        addresses: int64, one per side of the gathered visit: where the backward writes (`KernelSet.backward_fused`).
+        own: `b grad_buffer_rows hk (d + dv)` fp32: the contribution of this rank to its own rows (addresses[0] points at it).
+        rows: grad_buffer_rows of every region.
         bias_addresses: Likewise, of what goes to the gradient of key_bias; None: it is not wanted.
-        own_bias: `b hk home_rows` fp32, likewise.
+        own_bias: `b hk grad_buffer_rows` fp32, likewise.
     """
 
     addresses: Tensor
@@ -163,14 +163,15 @@ class Homecoming(Protocol):
 
 
 class Gatherer(Protocol):
-    """Brings the keys of all owners at once (Note [Gathered visit] of the kernels' contract).
+    """Brings the keys of all owners at once (Note [Fused call] of the interface of the kernels).
 
     Attributes:
-        spare: Multiprocessors that kernels must leave free: 0 between GPUs. Where ranks share one, those of the other ranks, and
-            some for copies from a GPU to itself, which are kernels that would never begin behind one that waits for them.
+        sm_margin: Multiprocessors that kernels must leave free: 0 between GPUs. Where ranks share one, those of the other
+            ranks, and some for copies from a GPU to itself, which are kernels that would never begin behind one that waits for
+            them.
     """
 
-    spare: int
+    sm_margin: int
 
     def make_room(self, slot_bytes: int, far_bytes: int, *, guests: bool = False) -> None:
         """Announces the largest gathers to come, so that nothing is allocated between them; every rank passes the same.
@@ -236,7 +237,7 @@ class Gatherer(Protocol):
         """
         ...
 
-    def arrived(self, collection: Collection, groups: int, device: torch.device) -> Arrivals | None:
+    def arrived(self, collection: Collection, groups: int, device: torch.device) -> ReadyFlags | None:
         """How kernels wait for rows that an earlier gather has brought and kept: as there, and not at all.
 
         Args:

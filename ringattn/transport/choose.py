@@ -186,8 +186,10 @@ def choose(
                 together = Agreement(group_name, place, len(mates), within, timeout)
             memory = SymmetricMemory(within, together, device, streams.synchronize)
             rate = measure_push(mates.index(rank), len(mates), streams, memory, agreement)
-            spare = spare_of(device, most_on_one_gpu(found))
-            transport = CopyEngineTransport(rank, mates, name, streams, memory, timeout.total_seconds(), spare=spare)
+            sm_margin = spare_of(device, most_on_one_gpu(found))
+            transport = CopyEngineTransport(
+                rank, mates, name, streams, memory, timeout.total_seconds(), sm_margin=sm_margin
+            )
     if transport is not None:
         why = f"the {world_size} GPUs of the ring are on one host and reach each other"
         if nodes is not None:

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ringattn.kernels.contract import Arrivals
-from ringattn.kernels.pack import pack
+from ringattn.kernels.interface import ReadyFlags
+from ringattn.kernels.kv.pack import pack
 from ringattn.schedule import Collection
 from ringattn.transport.base import Done, Gathering, Homecoming, Parcel, Pending, Reply, Transport
 from ringattn.transport.crossing import WatchedLink
@@ -44,7 +44,7 @@ class CopyEngineTransport(Holdings):
 
     Args:
         watched: Look after the ring in a thread.
-        spare: See `Gatherer.spare`.
+        sm_margin: See `Gatherer.sm_margin`.
     """
 
     def __init__(
@@ -57,10 +57,10 @@ class CopyEngineTransport(Holdings):
         timeout: float,
         *,
         watched: bool = True,
-        spare: int = 0,
+        sm_margin: int = 0,
     ) -> None:
         super().__init__(rank, members, name, streams, memory, timeout)
-        self.spare = spare
+        self.sm_margin = sm_margin
         self._home_turn = self._post_turn = 0
         self._posted = 0
         self._kept: list[Any] | None = None  # by the graph that is being captured, so that it lives as long
@@ -190,7 +190,7 @@ class CopyEngineTransport(Holdings):
         self._lent_at[found.slot.untyped_storage().data_ptr()] = found
         return found.slot[:, :rows]
 
-    def arrived(self, collection: Collection, groups: int, device: torch.device) -> Arrivals | None:
+    def arrived(self, collection: Collection, groups: int, device: torch.device) -> ReadyFlags | None:
         """See `Gatherer.arrived`."""
         del device  # that of this transport
         if not collection.fetches:
@@ -198,7 +198,7 @@ class CopyEngineTransport(Holdings):
         flags = self._raised.get(groups)
         if flags is None:
             flags = self._make_raised(groups)
-        return Arrivals(flags, self._error, self._patience)
+        return ReadyFlags(flags, self._error, self._patience)
 
     def homecoming(
         self,
@@ -473,12 +473,12 @@ class CopyEngineTransport(Holdings):
         # a bias stands behind the rows; what peers write is as large on all ranks, so that growing is collective
         size = 0 if of_bias is None else of_bias.itemsize
         slot_bytes = b * slot_rows * row
-        most = collection.most_far_rows
+        most = collection.most_remote_rows
         most_bytes = b * most * row
         if size:
             most_bytes = padded(most_bytes) + b * (slot_rows + most) * size
         station = self._make_far(most_bytes)
-        far, bias, of_slot = station.view((b, collection.far_rows, hk, width), k.dtype), None, None
+        far, bias, of_slot = station.view((b, collection.remote_rows, hk, width), k.dtype), None, None
         if lent is not None:
             slot = lent.slot
         else:
@@ -487,7 +487,7 @@ class CopyEngineTransport(Holdings):
             slot = view_bytes(flat, (b, slot_rows, hk, width), k.dtype)
             of_slot = None if of_bias is None else view_bytes(flat[behind:], (b, slot_rows), of_bias)
         if of_slot is not None and of_bias is not None:
-            of_all = (b, t + collection.far_rows)
+            of_all = (b, t + collection.remote_rows)
             if collection.fetches:
                 table = station.view(of_all, of_bias, padded(far.numel() * far.element_size()))
             else:  # far may be written to meanwhile: it is not this call's turn to read it
@@ -497,7 +497,7 @@ class CopyEngineTransport(Holdings):
         packed = slot[:, :t] if lent is None and collection.readers else None
         cleared = None
         if packed is not None and collection.fetches:
-            cleared = self._make_cleared(flags, far, tuple(guards(collection.far_rows, collection.fetches)))
+            cleared = self._make_cleared(flags, far, tuple(guards(collection.remote_rows, collection.fetches)))
         here = GatherMemory(
             station,
             far=far,
@@ -505,7 +505,7 @@ class CopyEngineTransport(Holdings):
             slot=slot,
             packed=packed,
             bias=bias,
-            arrivals=Arrivals(flags, self._error, self._patience),
+            ready_flags=ReadyFlags(flags, self._error, self._patience),
             cleared=cleared,
             keep=(collection, lent),
         )
@@ -577,7 +577,7 @@ class CopyEngineTransport(Holdings):
 class _Arriving:
     """See `Gathering`."""
 
-    __slots__ = ("_heralded", "_plan", "_transport", "arrivals", "far", "k", "kept", "key_bias", "v")
+    __slots__ = ("_heralded", "_plan", "_transport", "far", "k", "kept", "key_bias", "ready_flags", "v")
 
     def __init__(
         self, transport: CopyEngineTransport, plan: GatherPrograms, kept: Tensor | None, *, heralded: bool
@@ -588,7 +588,7 @@ class _Arriving:
         self.far, self.k, self.v = plan.far
         self.kept = kept
         self.key_bias = None if plan.bias is None else plan.bias[2]
-        self.arrivals = plan.arrivals
+        self.ready_flags = plan.ready_flags
 
     def close(self) -> None:
         self.join()

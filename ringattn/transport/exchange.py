@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ringattn.kernels.parts import finish_parts, merge_parts, size
+from ringattn.kernels.partials.packed import finish_parts, merge_parts, size
 from ringattn.transport.base import Choice, Seat
 from ringattn.transport.patience import Patience
 from ringattn.transport.process_group import Agreement, resolve_group

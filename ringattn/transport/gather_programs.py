@@ -26,10 +26,10 @@ Note [A gather]
     turn. `close` joins all three streams. So the slot is free when it has returned, as is what was lent; and `room` and `full` of
     a call have been taken by all before anybody says them again: an owner takes each `room` before it says the `full` of that
     push, and the reader says `room` again once it has taken every `full`, whereupon the others follow in turn.
-    Why pushes: reads queue their requests behind rows that the GPU sends at the same time, writes are posted (kernels/hopper/
-    NOTES.md has the numbers). Why one stream of them: several share the link, and the first rows come later. And why turns:
-    halves of shards are of different lengths, owners drift apart, and two that meet at one reader go at less than half the
-    speed each.
+    Why pushes: reads queue their requests behind rows that the GPU sends at the same time, writes are posted
+    (kernels/attention/hopper/ NOTES.md has the numbers). Why one stream of them: several share the link, and the first rows
+    come later. And why turns: halves of shards are of different lengths, owners drift apart, and two that meet at one reader go
+    at less than half the speed each.
 
 Note [Kept rows]
     What a gather keeps lands in far like all rows, where its kernel reads it. Behind the last flag the herald copies it into a
@@ -50,8 +50,8 @@ from typing import Any
 
 from torch import Tensor
 
-from ringattn.kernels.contract import Arrivals
-from ringattn.kernels.pack import Cleared
+from ringattn.kernels.interface import ReadyFlags
+from ringattn.kernels.kv.pack import Cleared
 from ringattn.schedule import Collection, Fetch, Reader, Rows
 from ringattn.transport.stations import Far, padded, say, take
 from ringattn.transport.streams import MAX_PITCH, Copy, Op, Program, Wait, Write
@@ -76,7 +76,7 @@ class Bias:
 
     Attributes:
         slot: `b slot_rows`, behind the slot of this rank.
-        table: `b t+far_rows`, for kernels.
+        table: `b t+remote_rows`, for kernels.
         near: Rows of this rank, t.
     """
 
@@ -91,8 +91,8 @@ class Bias:
     def pushes(self, table: int, reader: Reader) -> list[Op]:
         """The copies to one reader, whose table is at an address."""
         b, size = self.slot.shape[0], self.slot.element_size()
-        pitches = size * (reader.near_rows + reader.far_rows), size * self.slot.stride(0)
-        at, found = reader.near_rows + reader.at, list[Op]()
+        pitches = size * (reader.local_rows + reader.remote_rows), size * self.slot.stride(0)
+        at, found = reader.local_rows + reader.at, list[Op]()
         for offset, length in reader.rows:
             found.append(Copy(table + at * size, self.slot.data_ptr() + offset * size, length * size, b, *pitches))
             at += length
@@ -105,12 +105,12 @@ class GatherMemory:
 
     Attributes:
         station: What peers write into.
-        far: `b far_rows hk (d + dv)`, its rows.
+        far: `b remote_rows hk (d + dv)`, its rows.
         dim: d.
         slot: `b slot_rows hk (d + dv)`, what this rank pushes from.
         packed: The part of it that is to be packed; None where nobody reads it or the caller has filled it.
         bias: None: keys have none.
-        arrivals: The flags of this rank, one per group of heads and ring step.
+        ready_flags: The flags of this rank, one per group of heads and ring step.
         cleared: See `GatherPrograms`.
         keep: What else must live as long as the programs.
     """
@@ -121,18 +121,18 @@ class GatherMemory:
     slot: Tensor
     packed: Tensor | None
     bias: Bias | None
-    arrivals: Arrivals
+    ready_flags: ReadyFlags
     cleared: tuple[Cleared, Cleared] | None
     keep: Any
 
     @property
     def groups(self) -> int:
         """Groups of heads."""
-        return self.arrivals.flags.shape[0]
+        return self.ready_flags.flags.shape[0]
 
     def flag(self, group: int, step: int) -> int:
         """Address of the flag of a group of heads at a ring step."""
-        flags = self.arrivals.flags
+        flags = self.ready_flags.flags
         return flags.data_ptr() + 4 * (group * flags.shape[1] + step)
 
 
@@ -158,7 +158,7 @@ class GatherPrograms:
         far: All of it, with the keys and the values in it.
         guards: See `guards`.
         layout: Alike where two gathers have the same guards.
-        arrivals: None where nothing is fetched.
+        ready_flags: None where nothing is fetched.
         keep: Alive for as long as the programs.
         aim: What the herald does for rows that are kept at an address; None: none are.
         aimed: The programs of that, by address.
@@ -181,7 +181,7 @@ class GatherPrograms:
     far: tuple[Tensor, Tensor, Tensor]
     guards: list[tuple[int, int]]
     layout: object
-    arrivals: Arrivals | None
+    ready_flags: ReadyFlags | None
     keep: Any
     aim: Callable[[int], list[Op]] | None
     aimed: OrderedDict[int, Program] = field(default_factory=OrderedDict)
@@ -249,20 +249,20 @@ def gather_programs(
         far=(far, far[..., : here.dim], far[..., here.dim :]),
         guards=guards(far.shape[1], fetches),
         layout=(tuple((fetch.at, fetch.rows) for fetch in fetches), tuple(far.shape), far.dtype),
-        arrivals=here.arrivals if fetches else None,
+        ready_flags=here.ready_flags if fetches else None,
         keep=here,
         aim=aim if fetches and keep else None,
     )
 
 
-def guards(far_rows: int, fetches: Sequence[Fetch]) -> list[tuple[int, int]]:
+def guards(remote_rows: int, fetches: Sequence[Fetch]) -> list[tuple[int, int]]:
     """First and last row of what no owner has in far.
 
     Args:
-        far_rows: Rows of far.
+        remote_rows: Rows of far.
         fetches: The owners' places in it.
     """
-    ends = [fetch.at for fetch in fetches[1:]] + [far_rows]
+    ends = [fetch.at for fetch in fetches[1:]] + [remote_rows]
     return [(fetch.at + _num_rows(fetch.rows), end) for fetch, end in zip(fetches, ends, strict=False)]
 
 
@@ -283,8 +283,8 @@ def _push(words: Words, here: GatherMemory, collection: Collection, number: int)
             if g == 0 or turns > 1:
                 push += take(station.room(me, reader.peer))
             if g == 0 and bias is not None:
-                push += bias.pushes(theirs + padded(b * reader.far_rows * row), reader)
-            places = slot.data_ptr(), theirs, (slot_rows, reader.far_rows)
+                push += bias.pushes(theirs + padded(b * reader.remote_rows * row), reader)
+            places = slot.data_ptr(), theirs, (slot_rows, reader.remote_rows)
             push += _copies(*places, b, row, reader.rows, reader.at, g, here.groups)
             push += say([station.full(reader.peer, me, g)])
             last = reader.owners[-1] == me
@@ -300,7 +300,7 @@ def _herald(
     words: Words, here: GatherMemory, fetches: Sequence[Fetch], number: int
 ) -> Callable[[int | None], list[Op]]:
     """What the herald does; told an address, it copies there what is kept (Note [Kept rows])."""
-    b, far_rows, hk, width = here.far.shape
+    b, remote_rows, hk, width = here.far.shape
     row = hk * width * here.far.element_size()
     begins, ends = words.lane_begins(HERALD_START, HERALD, number), words.lane_ends(HERALD, HERALD_DONE)
     # between a peer's word and the flag stands nothing that can wait until the last flag
@@ -319,7 +319,7 @@ def _herald(
         if address is not None:
             for fetch in fetches:
                 rows = ((fetch.at, _num_rows(fetch.rows)),)
-                copies += _copies(mine, address, (far_rows, far_rows), b, row, rows, fetch.at, 0, 1)
+                copies += _copies(mine, address, (remote_rows, remote_rows), b, row, rows, fetch.at, 0, 1)
         return [*begins, *raises, *copies, *ends]
 
     return aim

@@ -23,7 +23,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from ringattn.kernels.pack import Cleared
+from ringattn.kernels.kv.pack import Cleared
 from ringattn.transport.graph_cache import GraphCache
 from ringattn.transport.stations import PAYLOAD_ALIGNMENT, Far, Station
 from ringattn.transport.streams import Streams

@@ -1,7 +1,7 @@
 """An exchange in one kernel per rank, between GPUs of one host: every rank stores its share where each of the others can read it.
 
 Owns the memory of the mailboxes, its growth and its end, and what the host says of a rank that did not come. Refuses to know
-how the kernel orders what it stores (notes of kernels/one_shot_triton.py), and how memory is mapped (`symmetric`).
+how the kernel orders what it stores (notes of kernels/comm/one_shot_triton.py), and how memory is mapped (`symmetric`).
 
 Note [Mailboxes that grow]
     Flags and the numbers of launches lie in the control, which is made once; mailboxes come and go. They grow at the first call
@@ -35,7 +35,7 @@ DID_NOT_COME, HAS_FAILED = 1, 2
 
 @lru_cache(maxsize=1)
 def _kernel() -> Any:
-    from ringattn.kernels import one_shot_triton
+    from ringattn.kernels.comm import one_shot_triton
 
     return one_shot_triton
 
@@ -75,7 +75,7 @@ class OneShotExchange(Exchanging):
         self._watch = watch
         self._timeout = timeout
         self._patience = min(max(int(timeout * 1e6), 1), 2**31 - 1)
-        words = _kernel().control_words(world_size)
+        words = _kernel().control_size(world_size)
         self._control: Region | None = memory.region(aligned(words * _kernel().WORD), "exchange flags")
         # when the ring fails, kernels that wait here are let go
         self._failed = (self._control.addresses[rank] + (words - 1) * _kernel().WORD, 1)
@@ -148,7 +148,7 @@ class OneShotExchange(Exchanging):
         _kernel().share(call.x, call.out, self._table, adds=False, **self._place())
 
     def _place(self) -> dict[str, int]:
-        return {"rank": self._rank, "ranks": self._world_size, "slot": self._slot, "patience": self._patience}
+        return {"rank": self._rank, "ranks": self._world_size, "slot": self._slot, "timeout_us": self._patience}
 
     def _describe(self) -> str:
         found = {

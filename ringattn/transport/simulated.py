@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from ringattn.kernels.contract import Arrivals
+from ringattn.kernels.interface import ReadyFlags
 from ringattn.parcels import slices
 from ringattn.schedule import Collection, Nodes
 from ringattn.transport.base import Homecoming, Parcel, Pending, Reply, Seat
@@ -89,13 +89,13 @@ class SimulatedTransport:
     Args:
         hub: The mailboxes.
         rank: This rank.
-        spare: See `Gatherer.spare`.
+        sm_margin: See `Gatherer.sm_margin`.
     """
 
-    def __init__(self, hub: _Hub, rank: int, spare: int = 0) -> None:
+    def __init__(self, hub: _Hub, rank: int, sm_margin: int = 0) -> None:
         self._hub = hub
         self._rank = rank
-        self._spare = spare
+        self._sm_margin = sm_margin
         self._posts = 0
 
     def post(self, sends: Sequence[Parcel], receives: Sequence[Parcel], what: str) -> Pending:
@@ -118,7 +118,7 @@ class SimulatedTransport:
 
     def gatherer(self) -> SimulatedGatherer:
         """Everything is fetched before the kernel starts."""
-        return SimulatedGatherer(self._hub, self._rank, self._spare)
+        return SimulatedGatherer(self._hub, self._rank, self._sm_margin)
 
 
 class SimulatedGatherer:
@@ -127,13 +127,13 @@ class SimulatedGatherer:
     Args:
         hub: The mailboxes.
         rank: This rank.
-        spare: See `Gatherer.spare`.
+        sm_margin: See `Gatherer.sm_margin`.
     """
 
-    def __init__(self, hub: _Hub, rank: int, spare: int) -> None:
+    def __init__(self, hub: _Hub, rank: int, sm_margin: int) -> None:
         self._hub = hub
         self._rank = rank
-        self.spare = spare
+        self.sm_margin = sm_margin
 
     def make_room(self, slot_bytes: int, far_bytes: int, *, guests: bool = False) -> None:
         """Mailboxes hold whatever is sent."""
@@ -166,15 +166,17 @@ class SimulatedGatherer:
         """See `Gatherer.gather`."""
         assert k.shape[2] % groups == 0, "head groups divide the key heads"
         mine = torch.cat((k, v), -1)
-        far = self._fetch(mine, mine.new_zeros(mine.shape[0], collection.far_rows, *mine.shape[2:]), collection, what)
+        far = self._fetch(
+            mine, mine.new_zeros(mine.shape[0], collection.remote_rows, *mine.shape[2:]), collection, what
+        )
         table = None
         if key_bias is not None:
             # what belongs to nobody is no number
-            nobody = key_bias.new_full((key_bias.shape[0], collection.far_rows), float("nan"))
+            nobody = key_bias.new_full((key_bias.shape[0], collection.remote_rows), float("nan"))
             table = torch.cat((key_bias, self._fetch(key_bias, nobody, collection, what)), 1)
-        arrivals = self.arrived(collection, groups, k.device)
+        ready_flags = self.arrived(collection, groups, k.device)
         kept = far.clone() if keep else None
-        gathered = _Gathered(far, far[..., : k.shape[-1]], far[..., k.shape[-1] :], kept, table, arrivals)
+        gathered = _Gathered(far, far[..., : k.shape[-1]], far[..., k.shape[-1] :], kept, table, ready_flags)
         if home is not None:
             assert isinstance(home, _Homes), "a homecoming of the same ring"
             home.begin()
@@ -204,12 +206,12 @@ class SimulatedGatherer:
             far[:, fetch.at : fetch.at + rows.shape[1]] = rows
         return far
 
-    def arrived(self, collection: Collection, groups: int, device: torch.device) -> Arrivals:
+    def arrived(self, collection: Collection, groups: int, device: torch.device) -> ReadyFlags:
         """See `Gatherer.arrived`."""
         del collection
         # there from the start, but said as on real ranks, so that the same kernels run
         flags = torch.ones(groups, self._hub.world_size, dtype=torch.int32, device=device)
-        return Arrivals(flags, torch.zeros(1, dtype=torch.int32, device=device), patience=10**9)
+        return ReadyFlags(flags, torch.zeros(1, dtype=torch.int32, device=device), timeout_ns=10**9)
 
     def homecoming(
         self,
@@ -231,7 +233,7 @@ class _Gathered:
     v: Tensor
     kept: Tensor | None
     key_bias: Tensor | None
-    arrivals: Arrivals | None
+    ready_flags: ReadyFlags | None
 
     def close(self) -> None:
         # a kernel that is launched later would be too late
@@ -300,7 +302,7 @@ def _addresses(regions: Tensor) -> Tensor:
 
 
 def run_ranks(
-    world_size: int, body: Callable[[Seat], T], nodes: Nodes | None = None, *, budget: int = 0, spare: int = 0
+    world_size: int, body: Callable[[Seat], T], nodes: Nodes | None = None, *, budget: int = 0, sm_margin: int = 0
 ) -> list[T]:
     """Runs `body` once per rank in lockstep and returns the results in rank order.
 
@@ -309,7 +311,7 @@ def run_ranks(
         body: The work of one rank.
         nodes: Who shares a node, in a ring of two levels.
         budget: Bytes that gathered keys may take on a rank (`Seat.budget`); 0: visits one by one.
-        spare: See `Gatherer.spare`.
+        sm_margin: See `Gatherer.sm_margin`.
 
     Raises:
         BaseException: Whatever the first failing rank raised.
@@ -326,7 +328,7 @@ def run_ranks(
                 if device is not None:
                     torch.cuda.set_device(device)
                 with torch.set_grad_enabled(grad):
-                    transport = SimulatedTransport(hub, rank, spare)
+                    transport = SimulatedTransport(hub, rank, sm_margin)
                     seat = Seat(rank, world_size, transport, budget=budget, nodes=nodes)
                     results[rank] = body(seat)
             except BaseException as caught:  # the caller's thread raises it

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ringattn.transport.base import SPARE
+from ringattn.transport.base import SM_MARGIN
 from ringattn.transport.process_group import Agreement
 
 _gone: list[tuple[Tensor, Any]] = []
@@ -49,14 +49,15 @@ def ranks_per_gpu() -> int:
 
 
 def spare_of(device: torch.device, ranks: int) -> int:
-    """Multiprocessors that the kernels of a rank leave free on a GPU that so many ranks have (`Gatherer.spare`).
+    """Multiprocessors that the kernels of a rank leave free on a GPU that so many ranks have (`Gatherer.sm_margin`).
 
-    Kernels that wait for a peer do not let go of theirs: those of all ranks must fit at once, with `SPARE` for the copies of each.
+    Kernels that wait for a peer do not let go of theirs: those of all ranks must fit at once, with `SM_MARGIN` for the copies
+    of each.
     """
     if ranks == 1 or device.type != "cuda":
         return 0
     count: int = torch.cuda.get_device_properties(device).multi_processor_count
-    return count - max(1, count // ranks - SPARE)
+    return count - max(1, count // ranks - SM_MARGIN)
 
 
 def aligned(num_bytes: int) -> int:

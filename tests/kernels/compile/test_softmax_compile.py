@@ -1,0 +1,106 @@
+"""The softmax and merge kernels compile for every GPU generation without a GPU, and stay in registers."""
+
+import os
+import re
+import subprocess
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+triton = pytest.importorskip("triton")
+if os.environ.get("TRITON_INTERPRET") == "1":
+    pytest.skip("the interpreter is on, and it replaces the compiler", allow_module_level=True)
+
+from triton.backends.compiler import GPUTarget  # noqa: E402
+from triton.compiler import ASTSource  # noqa: E402
+
+from ringattn.kernels.partials import merge_triton  # noqa: E402
+from ringattn.kernels.softmax import softmax_triton  # noqa: E402
+from ringattn.kernels.softmax.softmax_triton import choose_launch  # noqa: E402
+
+pytestmark = pytest.mark.compile
+TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+
+
+def build(fn, types: dict[str, str], constexprs: Mapping[str, object], num_warps: int, capability: int, **options: int):
+    """Compiles as the JIT does for 16-byte aligned pointers, sizes divisible by 16 and unit column strides."""
+    names = fn.arg_names
+    constexprs = {**constexprs, **{n: 1 for n in names if n.endswith("_sn")}}
+    signature = {n: "constexpr" if n in constexprs else types.get(n, "i32") for n in names}
+    general = {names[x] if isinstance(x, int) else x for x in fn.do_not_specialize or ()}
+    aligned = [i for i, n in enumerate(names) if n not in constexprs and n not in general]
+    attrs = {(i,): [["tt.divisibility", 16]] for i in aligned}
+    source = ASTSource(fn, signature, {(names.index(k),): v for k, v in constexprs.items()}, attrs)
+    target = GPUTarget("cuda", capability, 32)
+    return triton.compile(source, target=target, options={"num_warps": num_warps, **options})
+
+
+def spilled_bytes(ptx: str, capability: int, tmp_path: Path) -> int:
+    tool = TOOLS / ("ptxas-blackwell" if capability >= 100 else "ptxas")
+    source = tmp_path / "kernel.ptx"
+    source.write_text(ptx)
+    arch = re.search(r"\.target (sm_\w+)", ptx)
+    assert arch is not None
+    command = [tool, "-v", f"--gpu-name={arch[1]}", source, "-o", tmp_path / "kernel.cubin"]
+    report = subprocess.run([str(x) for x in command], capture_output=True, text=True, check=True).stderr
+    stores, loads = re.findall(r"(\d+) bytes spill stores, (\d+) bytes spill loads", report)[0]
+    return int(stores) + int(loads)
+
+
+def kernels(dtype: str, n: int):
+    """(kernel, types, constexprs, warps) of every launch for rows of n logits."""
+    itemsize = 4 if dtype == "fp32" else 2
+    how, back = (
+        choose_launch(1, n, (1 << 28) // n, unit_columns=True, itemsize=itemsize, num_sms=132, per_thread=per_thread)
+        for per_thread in (16, 8)
+    )
+    tensors = {name: f"*{dtype}" for name in ("x_ptr", "y_ptr", "dy_ptr", "dx_ptr")}
+    stats = {name: "*fp32" for name in ("lse_ptr", "m_ptr", "l_ptr", "dot_ptr", "g_ptr")}
+    types = {**tensors, **stats}
+    tiling, back_tiling = ({"ROWS": x.rows, "LANES": x.lanes, "VEC": x.vec} for x in (how, back))
+    if n <= how.tile:
+        block = {"ROWS": how.rows, "BLOCK": how.tile}
+        yield softmax_triton._softmax_block_kernel, types, {**block, "WANT_LSE": False}, how.warps
+        yield softmax_triton._softmax_backward_block_kernel, types, block, back.warps
+        return
+    splits = triton.next_power_of_2(how.splits)
+    for reduce, write in [(True, True)] if splits == 1 else [(True, False), (False, True)]:
+        phase = {"SPLITS": splits, "REDUCE": reduce, "WRITE": write}
+        yield softmax_triton._softmax_rows_kernel, types, {**tiling, **phase, "WANT_LSE": False}, how.warps
+        yield softmax_triton._softmax_backward_rows_kernel, types, {**back_tiling, **phase}, back.warps
+    yield softmax_triton._logsumexp_backward_kernel, types, tiling, how.warps
+
+
+@pytest.mark.parametrize(
+    ("dtype", "n", "capability"),
+    [
+        ("bf16", 1 << 15, 80),
+        ("bf16", 1 << 15, 90),
+        ("bf16", 1 << 15, 100),
+        ("bf16", 1 << 18, 90),
+        ("fp32", 1024, 90),
+        ("fp32", 1 << 20, 90),
+    ],
+)
+def test_kernels_compile_without_spills_and_keep_tiles_in_registers(dtype, n, capability, tmp_path) -> None:
+    seen = 0
+    for fn, types, constexprs, warps in kernels(dtype, n):
+        kernel = build(fn, types, constexprs, warps, capability)
+        ptx = kernel.asm["ptx"]
+        # threads exchange one number per row and warp; a tile that passes through shared memory needs more
+        assert kernel.metadata.shared <= 4 * warps * constexprs["ROWS"], fn
+        assert spilled_bytes(ptx, capability, tmp_path) == 0, fn
+        assert re.search(r"ld\.global\S*\.v4\.b32|ld\.global\S*\.v2\.b64", ptx), fn
+        assert re.search(r"st\.global\S*\.v4\.b32|st\.global\S*\.v2\.b64", ptx) or constexprs.get("WRITE") is False, fn
+        seen += 1
+    assert seen >= 2
+
+
+@pytest.mark.parametrize("capability", [80, 90, 100])
+def test_the_merge_compiles_without_spills(capability, tmp_path) -> None:
+    fn = merge_triton._merge_stack_kernel
+    types = {name: "*fp32" for name in fn.arg_names if name.endswith("_ptr")}
+    tile = merge_triton.merging(4, 4096, 128, programs=132)
+    options = {"ROWS": tile.rows, "COLUMNS": tile.columns, "LOG2": True, "FINISH": True, "TOGETHER": tile.together}
+    assert spilled_bytes(build(fn, types, options, tile.warps, capability).asm["ptx"], capability, tmp_path) == 0

@@ -1,0 +1,146 @@
+"""Plans whose tiles are rows of several owners: every visible pair once, no tile of two owners, in order of arrival."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from ringattn.kernels.attention.hopper.tile_scheduler import Shape, WorkPlan, make_plan
+from ringattn.visibility import Visibility
+from tests.gathered import Sources, gather_sources, shards_of
+from tests.kernel_conformance import Runs
+from tests.masks import is_visible, layouts, masks
+
+
+def assert_lawful(plan: WorkPlan, sources: Sources, shape: Shape, visible: Tensor) -> None:
+    """Whatever must hold for any plan whose tiles are rows of the sources; visible: `b n n`."""
+    work, segments = plan.work.tolist(), plan.segments.tolist()
+    sides, queries = sources.keys.sides, sources.rows.positions.tolist()
+    ends = [(begin, begin + len(places)) for begin, places in zip(first_rows(sources), sources.places, strict=True)]
+    counts = [torch.zeros(shape.batch * shape.heads, len(x), len(queries), dtype=torch.int64) for x in sources.places]
+    tiles: dict[tuple[int, int, int], list[int]] = {}
+    for line, (side, step, begin, end) in zip(work, plan.tiles.tolist(), strict=True):
+        head, row, segment, masked, full, _, _, slot = line
+        assert step == sources.keys.steps[side]
+        assert (begin, end) == ends[side]
+        assert begin <= row < end
+        assert (row - begin) % shape.tile == 0
+        own = slice(row - begin, min(row + shape.tile, end) - begin)
+        sees = visible[head // shape.heads][queries][:, sources.places[side][own]].T.to(torch.int64)
+        tiles.setdefault((head, side, row), []).append(slot)
+        for k, (first, number, low, high, origin, stride, *_) in enumerate(segments[segment : segment + masked + full]):
+            stop = first + number * shape.block
+            if k >= masked:
+                assert low <= first < stop <= high
+                assert sees[:, first:stop].all()
+            for x in range(max(first, low), min(stop, high)):
+                assert origin + stride * x == queries[x]
+                counts[side][head, own, x] += sees[:, x]
+    for found, places in zip(counts, sources.places, strict=True):
+        wanted = visible[:, queries][:, :, places].transpose(1, 2).to(torch.int64)
+        assert torch.equal(found, wanted.repeat_interleave(shape.heads, 0)), "every visible pair is met exactly once"
+    every = {
+        (head, side, row)
+        for head in range(shape.batch * shape.heads)
+        for side, (begin, end) in enumerate(ends)
+        for row in range(begin, end, shape.tile)
+    }
+    assert set(tiles) == every, "a tile that sees nothing is written too"
+
+    of_splits = {
+        (head, side, row): list(range(slot, slot + parts))
+        for (head, row, slot, parts), (side, *_) in zip(plan.splits.tolist(), plan.split_tiles.tolist(), strict=True)
+    }
+    for tile, slots in tiles.items():
+        assert sorted(slots) == of_splits.pop(tile, [-1]), "a tile is whole, or its parts have slots in a row"
+    assert not of_splits
+    for (side, step, begin, end), (_, row, *_) in zip(plan.split_tiles.tolist(), plan.splits.tolist(), strict=True):
+        assert (step, begin, end) == (sources.keys.steps[side], *ends[side])
+        assert begin <= row < end
+    assert len(sides) == len(ends)
+
+
+def assert_order_of_arrival(plan: WorkPlan, sources: Sources, shape: Shape) -> None:
+    """Every program takes near, then far as it arrives, then what is left of near."""
+    steps = max(sources.keys.steps) + 1
+    flags = [
+        head % shape.heads // (shape.heads // shape.groups) * steps + step if step else 0
+        for head, step in zip(plan.work[:, 0].tolist(), plan.tiles[:, 1].tolist(), strict=True)
+    ]
+    for begin, end in pairwise(plan.starts.tolist()):
+        mine = flags[begin:end]
+        far = [k for k, flag in enumerate(mine) if flag]
+        if far:
+            assert all(mine[far[0] : far[-1] + 1]), "near is not taken while far is awaited"
+            assert all(a <= b for a, b in pairwise(mine[far[0] : far[-1] + 1]))
+
+
+def first_rows(sources: Sources) -> list[int]:
+    return [side.run_list[0][0] if side.run_list else 0 for side in sources.keys.sides]
+
+
+def runs_of(shards: object) -> tuple[Runs, ...]:
+    return tuple(tuple((run.start, run.stride, run.length) for run in shard) for shard in shards)  # type: ignore[attr-defined]
+
+
+@settings(max_examples=150, deadline=None)
+@given(masks(max_len=40, cross=False), st.data())
+def test_plans_of_any_sources_are_lawful(mask: Visibility, data: st.DataObject) -> None:
+    world = data.draw(st.integers(1, 4))
+    shards = runs_of(data.draw(layouts(mask.seq_len, world)))
+    visible = torch.tensor(
+        [
+            [[is_visible(mask, i, j, b) for j in range(mask.seq_len)] for i in range(mask.seq_len)]
+            for b in range(mask.batch_size)
+        ]
+    )
+    rank = data.draw(st.integers(0, world - 1))
+    sources = gather_sources(shards, rank, visible, everything=data.draw(st.booleans()))
+    if not sources.rows.run_list:
+        return
+    groups = data.draw(st.sampled_from([1, 2]))
+    align = data.draw(st.sampled_from([1, 4]))
+    shape = Shape(
+        batch=mask.batch_size if mask.batch_size > 1 else data.draw(st.integers(1, 2)),
+        heads=groups * data.draw(st.integers(1, 2)),
+        tile=data.draw(st.sampled_from([1, 4, 16])),
+        block=align * data.draw(st.integers(1, 4)),
+        programs=data.draw(st.integers(1, 12)),
+        streamed_bytes=data.draw(st.sampled_from([0, 2**24, 2**26])),
+        repeats=data.draw(st.integers(1, 3)),
+        align=align,
+        split=data.draw(st.booleans()),
+        groups=groups,
+    )
+    plan = make_plan(sources.keys, sources.rows, shape)
+    assert_lawful(plan, sources, shape, visible.expand(shape.batch, -1, -1))
+    assert_order_of_arrival(plan, sources, shape)
+
+
+@pytest.mark.parametrize("split", [False, True])
+def test_half_of_near_is_kept_for_the_end(split: bool) -> None:
+    visible = torch.ones(1, 96, 96, dtype=torch.bool)
+    sources = gather_sources(shards_of("contiguous", 96, 3), 1, visible)
+    shape = Shape(1, 2, tile=8, block=8, programs=1, streamed_bytes=0, split=split, groups=2)
+    plan = make_plan(sources.keys, sources.rows, shape)
+    order = list(zip(plan.work[:, 0].tolist(), plan.tiles[:, 1].tolist(), strict=True))
+    near = [(head, 0) for head in (0, 1)] * 2
+    assert order[:4] == near
+    assert order[-4:] == near
+    assert order[4:-4] == [(head, step) for head in (0, 1) for step in (1, 2) for _ in range(4)]
+
+
+def test_a_gathered_plan_says_of_every_entry_whose_rows_it_holds_and_others_say_nothing() -> None:
+    visible = torch.ones(1, 40, 40, dtype=torch.bool)
+    sources = gather_sources(shards_of("contiguous", 40, 2), 0, visible)
+    shape = Shape(1, 1, tile=16, block=8, programs=2, streamed_bytes=0)
+    gathered = make_plan(sources.keys, sources.rows, shape)
+    assert gathered.tiles.shape == (len(gathered.work), 4)
+    assert gathered.split_tiles.shape == (len(gathered.splits), 4)
+    for other in (make_plan(sources.rows, sources.keys, shape), make_plan(sources.keys.sides[0], sources.rows, shape)):
+        assert other.tiles.shape[0] == other.split_tiles.shape[0] == 0

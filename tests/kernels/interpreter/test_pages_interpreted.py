@@ -1,0 +1,88 @@
+"""The Triton put and take leave the bits of the definition, and e4m3 by integers is that of torch."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tests.paging import CASES, Case, assert_put, assert_take
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_rows_are_put_as_defined(case: Case) -> None:
+    from ringattn.kernels.kv import pages_triton
+
+    assert_put(pages_triton.put, case)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_rows_are_taken_as_defined(case: Case) -> None:
+    from ringattn.kernels.kv import pages_triton
+
+    if case.is_quantised and case.dtype == torch.bfloat16:
+        # the interpreter cuts fp32 off where a GPU rounds it
+        case = replace(case, dtype=torch.float16)
+    assert_take(pages_triton.take, case)
+
+
+def test_every_code_of_e4m3_is_read_and_written_as_torch_does() -> None:
+    from ringattn.kernels.kv import pages_triton
+
+    # a page of 256 rows of one number: the codes as they are, scale 1
+    codes = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).view(1, 1, 256, 1)
+    scale = torch.ones(1, 1, 256)
+    k, v = torch.empty(2, 1, 256, 1, 1)
+    pages_triton.take(codes, codes.clone(), torch.arange(256).view(1, 256), k, v, scale, scale.clone())
+    expected = codes.float().flatten()
+    assert torch.equal(k.flatten().nan_to_num(nan=1e9), expected.nan_to_num(nan=1e9))
+    # each beside 448, so that the scale is 1 again; and what lies between two codes, ties included
+    finite = expected[expected.isfinite()].sort().values
+    between = torch.cat([finite, *((a * finite[:-1] + (1 - a) * finite[1:]) for a in (0.25, 0.5, 0.5001, 0.75))])
+    rows = torch.stack([between, torch.full_like(between, 448.0)], -1).view(1, -1, 1, 2)
+    n = rows.shape[1]
+    pool, scale = torch.zeros(1, 1, n, 2, dtype=torch.float8_e4m3fn), torch.zeros(1, 1, n)
+    pages_triton.put(pool, pool.clone(), rows, rows.clone(), torch.arange(n).view(1, n), scale, scale.clone())
+    assert scale.unique().tolist() == [1.0]
+    assert torch.equal(pool.view(torch.uint8)[0, 0], rows[0, :, 0].to(torch.float8_e4m3fn).view(torch.uint8))
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+def test_a_row_that_is_not_finite_is_nan_wherever_it_is_read(bad: float) -> None:
+    from ringattn.kernels.kv import pages, pages_triton
+
+    rows = torch.ones(1, 2, 1, 8)
+    rows[0, 0, 0, 3] = bad
+    for module in (pages_triton, pages):
+        pool = [torch.zeros(1, 1, 4, 8, dtype=torch.float8_e4m3fn) for _ in range(2)]
+        scales = [torch.zeros(1, 1, 4) for _ in range(2)]
+        slots = torch.tensor([[2, 1]])
+        module.put(*pool, rows, rows.clone(), slots, *scales)
+        k, v = torch.zeros(2, 1, 2, 1, 8)
+        module.take(*pool, slots, k, v, *scales)
+        assert k[0, 0].isnan().all()
+        assert torch.equal(k[0, 1], torch.ones(1, 8))
+
+
+@pytest.mark.parametrize("kv_dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+def test_a_row_of_values_that_is_not_finite_is_zeros_beside_a_key_of_nan(bad: float, kv_dtype: torch.dtype) -> None:
+    from ringattn.kernels.kv import pages, pages_triton
+
+    fp8 = kv_dtype == torch.float8_e4m3fn
+    dtype = torch.float32 if fp8 else kv_dtype
+    k, v = torch.ones(1, 2, 2, 8, dtype=dtype), torch.ones(1, 2, 2, 4, dtype=dtype)
+    v[0, 0, 1, 3] = bad
+    slots = torch.tensor([[2, -1]])
+    for module in (pages_triton, pages):
+        pool = [torch.zeros(1, 2, 4, dim, dtype=kv_dtype) for dim in (8, 4)]
+        scales = [torch.zeros(1, 2, 4) if fp8 else None for _ in range(2)]
+        contained = torch.zeros_like(k), torch.zeros_like(v)
+        module.put(*pool, k, v, slots, *scales, contained)
+        kept = torch.zeros_like(k[:, :1]), torch.zeros_like(v[:, :1])
+        module.take(*pool, slots[:, :1], *kept, *scales)
+        for keys, values in (kept, contained):
+            assert keys[0, 0, 1].isnan().all()
+            assert torch.equal(values[0, 0, 1], torch.zeros(4, dtype=dtype))
+            assert torch.equal(keys[0, 0, 0], k[0, 0, 0])
+            assert torch.equal(values[0, 0, 0], v[0, 0, 0])
+        assert torch.equal(contained[1][0, 1], v[0, 1]), "rows that are kept elsewhere are written, too"
