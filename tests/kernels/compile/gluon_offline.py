@@ -237,7 +237,7 @@ def compile_call(call: Call, dump: str | None = None) -> list[Report]:
             _backward_gathered(call)
         return [report(*launch, dump=dump) for launch in launches]
     module, _, name = (
-        call.through or f"ringattn.kernels.attention.hopper.api:{call.kernel}{'_gathered' * call.gathered}"
+        call.through or f"ringattn.kernels.attention.hopper.api:{call.kernel}{'_fused' * call.gathered}"
     ).partition(":")
     function = getattr(importlib.import_module(module), name)
     n, kv_heads = call.seq_len, 2
