@@ -15,7 +15,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -145,7 +145,7 @@ def _attend(step: Step, layer: int, given: Given, wanted: Wanted) -> Tensor:
     else:
         _check_gradients(given)
     with torch.no_grad():
-        step.cache.put(layer, step, k, v)
+        k, v = step.cache.put(layer, step, k, v, contain=known.contains)
         return known.attend(step, layer, q, k, v, sinks, alibi_slopes)
 
 
@@ -191,6 +191,7 @@ class _Decode:
     """A decode that is right."""
 
     options: _Options
+    contains: ClassVar[bool] = False  # pages are read
 
     def ready(self, step: Step, q: Tensor) -> _Decode:
         del step, q
