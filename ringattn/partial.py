@@ -152,8 +152,10 @@ def merge(a: Partial, b: Partial) -> Partial:
 
     def mix(x: Tensor, y: Tensor, of: tuple[Tensor, Tensor, Tensor, Tensor]) -> Tensor:
         fx, fy, x_empty, y_empty = of
+        # an empty side is made 0 before the product, whose gradient would be NaN where its o is (0 * NaN)
+        both = x.masked_fill(x_empty, 0.0) * fx + y.masked_fill(y_empty, 0.0) * fy
         # the select keeps the identity exact to the bit: -0.0 * 1 + 0.0 would be +0.0
-        return torch.where(y_empty, x, torch.where(x_empty, y, x * fx + y * fy))
+        return torch.where(y_empty, x, torch.where(x_empty, y, both))
 
     row = (scale_a, scale_b, a_empty, b_empty)
     column = (scale_a.unsqueeze(-1), scale_b.unsqueeze(-1), a_empty.unsqueeze(-1), b_empty.unsqueeze(-1))
