@@ -108,6 +108,8 @@ def _portable(request: _Request) -> tuple[bool, str]:
     interpreted = request.explicit and os.environ.get("TRITON_INTERPRET") == "1"
     if request.device.type != "cuda" and not interpreted:
         return False, f"device must be a CUDA or ROCm GPU (or TRITON_INTERPRET=1 be set), got {request.device}"
+    if request.device.type != "cuda" and request.dtype == torch.bfloat16:
+        return False, "dtype must be float16 or float32 in the Triton interpreter, whose products of bfloat16 are wrong"
     if importlib.util.find_spec("triton") is None:
         return False, "triton must be installed, got none"
     if request.device.type != "cuda":
