@@ -412,7 +412,11 @@ class RingMultiheadAttention(nn.MultiheadAttention):
             x = query.to_padded_tensor(0.0, (len(lengths), rows, query.size(-1)))
         padding = torch.arange(rows, device=x.device) >= torch.tensor(lengths, device=x.device)[:, None]
         o = self(x, x, x, padding, need_weights=False, is_causal=is_causal, sharding=sharding)[0]
-        return torch.nested.as_nested_tensor([row[:length] for row, length in zip(o, lengths, strict=True)]), None
+        parts = [row[:length] for row, length in zip(o, lengths, strict=True)]
+        if query.layout is torch.jagged:
+            # of the offsets of the input: tensors of other offsets cannot be added to it
+            return torch.nested.nested_tensor_from_jagged(torch.cat(parts), query.offsets()), None
+        return torch.nested.as_nested_tensor(parts), None
 
 
 def replace_multihead_attention(model: nn.Module, ring: Ring | None = None) -> list[str]:
