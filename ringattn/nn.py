@@ -186,6 +186,12 @@ class RingMultiheadAttention(nn.MultiheadAttention):
                 query, key, value, key_padding_mask, need_weights, attn_mask, is_causal, sharding, keys
             )
             q, k, v = (self._by_head(x, query.dim()) for x in self._project(query, key, value))
+            for name, x in (("key_padding_mask", key_bias), ("attn_mask", bias)):
+                if x is not None and x.dtype not in (torch.float32, query.dtype, q.dtype):
+                    raise RuntimeError(
+                        f"Expected {name} dtype to be bool or float or to match query dtype, but got {name}.dtype: {x.dtype} "
+                        f"and query.dtype: {query.dtype} instead."
+                    )
         if not torch.compiler.is_compiling():
             # weights take a collective more, which no call shows
             sharding.ring.agree_once("need_weights", f"{bool(need_weights)}")
