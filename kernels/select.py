@@ -135,6 +135,21 @@ _TABLE = (
 )
 
 
+IMPLS = ("auto", *(row.name for row in _TABLE))
+"""What a call may ask for."""
+
+
+def resolve_impl(impl: object) -> str:
+    """The name of a kernel set, or "auto", as users give it.
+
+    Raises:
+        ValueError: It is neither.
+    """
+    if not isinstance(impl, str) or impl not in IMPLS:
+        raise ValueError(f'impl must be "auto" or one of {", ".join(IMPLS[1:])}, got {impl!r}; use "auto"')
+    return IMPLS[IMPLS.index(impl)]
+
+
 def pick(
     device: torch.device,
     dtype: torch.dtype,
@@ -166,9 +181,7 @@ def pick(
         >>> print(pick(torch.device("cpu"), torch.float64, 64, 64, impl="eager"))
         eager: plain torch serves any device, head_dim and feature
     """
-    names = [row.name for row in _TABLE]
-    if impl not in ("auto", *names):
-        raise ValueError(f'impl must be "auto" or one of {", ".join(names)}, got "{impl}"; use "auto"')
+    impl = resolve_impl(impl)
     unknown = sorted(set(features) - FEATURES)
     if unknown:
         raise ValueError(f"features must be among {', '.join(sorted(FEATURES))}, got {', '.join(unknown)}")

@@ -30,7 +30,9 @@ from ringattn.current import resolve_sharding
 from ringattn.dropout import draw_seed, kept_columns
 from ringattn.kernels.contract import accumulation_dtype
 from ringattn.living import find_ring
+from ringattn.options import resolve_flag
 from ringattn.partial import Partial, finalize, merge
+from ringattn.plain import check_plain
 from ringattn.ring import Ring, default_world_size
 from ringattn.sharding import Sharding, positions_of
 
@@ -170,15 +172,22 @@ class RingMultiheadAttention(nn.MultiheadAttention):
         Raises:
             AssertionError: As `nn.MultiheadAttention` does, with its texts.
             RuntimeError: Likewise; and there is no sharding among several ranks.
+            TypeError: A tensor is something else.
+            NotImplementedError: A tensor has a meaning of its own, or nested input is not that of self-attention.
             ValueError: Weights are too many, the sharding belongs to another ring; and what `ring_attention` raises.
         """
-        if query.is_nested:
+        if isinstance(query, Tensor) and query.is_nested:
             return self._attend_nested(
                 query, key, value, key_padding_mask, need_weights, attn_mask, is_causal, sharding, kv_sharding
             )
-        row_dim = 1 if self.batch_first and query.dim() == 3 else 0
         with self._shared_refusals(sharding):
-            sharding, kv_sharding = self._find_shardings(query, key, row_dim, sharding, kv_sharding)
+            found = resolve_sharding(sharding, kv_sharding)
+        with self._shared_refusals(None if found is None else found[0]):
+            for name, x in (("query", query), ("key", key), ("value", value)):
+                check_plain(name, x)
+            need_weights, is_causal = resolve_flag("need_weights", need_weights), resolve_flag("is_causal", is_causal)
+            row_dim = 1 if self.batch_first and query.dim() == 3 else 0
+            sharding, kv_sharding = self._find_shardings(query, key, row_dim, found, kv_sharding is not None)
         keys = sharding if kv_sharding is None else kv_sharding
         # what is refused here on one rank, others hear of
         with sharding.ring.shared_refusals():
@@ -194,7 +203,7 @@ class RingMultiheadAttention(nn.MultiheadAttention):
                     )
         if not torch.compiler.is_compiling():
             # weights take a collective more, which no call shows
-            sharding.ring.agree_once("need_weights", f"{bool(need_weights)}")
+            sharding.ring.agree_once("need_weights", f"{need_weights}")
         b, s, h, _ = q.shape
         wide = accumulation_dtype(q.dtype)
         dropout_p = self.dropout if self.training else 0.0
@@ -251,11 +260,9 @@ class RingMultiheadAttention(nn.MultiheadAttention):
         return nullcontext() if ring is None else ring.shared_refusals()
 
     def _find_shardings(
-        self, query: Tensor, key: Tensor, dim: int, sharding: Sharding | None, kv_sharding: Sharding | None
+        self, query: Tensor, key: Tensor, dim: int, found: tuple[Sharding, Sharding | None] | None, given: bool
     ) -> tuple[Sharding, Sharding | None]:
-        """The sharding of the rows, and that of the keys where it is another."""
-        given = kv_sharding is not None
-        found = resolve_sharding(sharding, kv_sharding)
+        """The sharding of the rows, and that of the keys where it is another; given: the latter was given to the call."""
         if found is None:
             found = self._find_whole(query.shape[dim], key.shape[dim])
         rows, keys = found
@@ -301,6 +308,9 @@ class RingMultiheadAttention(nn.MultiheadAttention):
 
         Checks what torch checks, in its order and with its texts.
         """
+        for name, x in (("key_padding_mask", key_padding_mask), ("attn_mask", attn_mask)):
+            if x is not None:
+                check_plain(name, x)
         batched = F._mha_shape_check(  # pyright: ignore[reportAttributeAccessIssue]
             query, key, value, key_padding_mask, None, self.num_heads
         )
@@ -441,7 +451,7 @@ def replace_multihead_attention(model: nn.Module, ring: Ring | None = None) -> l
 
     Raises:
         NotImplementedError: The model holds a subclass of `nn.MultiheadAttention` whose forward is its own.
-        TypeError: The ring is something else.
+        TypeError: The ring or the model is something else.
 
     Example:
         >>> model = nn.TransformerEncoder(nn.TransformerEncoderLayer(32, 4, batch_first=True), 2)
@@ -449,6 +459,8 @@ def replace_multihead_attention(model: nn.Module, ring: Ring | None = None) -> l
         ['layers.0.self_attn', 'layers.1.self_attn']
     """
     _check_ring(ring)
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a module, got {type(model).__name__}; pass the model itself")
     found = {name: module for name, module in model.named_modules() if isinstance(module, nn.MultiheadAttention)}
     foreign = {
         name: type(module).__name__

@@ -11,6 +11,8 @@ from torch import Tensor
 from ringattn.api import ring_attention
 from ringattn.current import resolve_sharding
 from ringattn.dropout import draw_seed
+from ringattn.options import resolve_flag, resolve_real
+from ringattn.plain import check_plain
 from ringattn.sharding import Sharding
 
 
@@ -52,6 +54,8 @@ def scaled_dot_product_attention(
     Raises:
         RuntimeError: There is no sharding, or attn_mask comes with is_causal.
         ValueError: Shapes do not fit; and what `ring_attention` raises.
+        TypeError: A tensor is something else.
+        NotImplementedError: A tensor has a meaning of its own, such as a DTensor.
 
     Example:
         >>> from ringattn import Ring
@@ -69,8 +73,17 @@ def scaled_dot_product_attention(
     keys = sharding if kv_sharding is None else kv_sharding
     # what is refused here on one rank, others hear of
     with sharding.ring.shared_refusals():
-        _check(query, key, value, attn_mask, is_causal, enable_gqa, keys.seq_len)
-        bias = None if attn_mask is None else _bias(attn_mask, query.dtype)
+        is_causal, enable_gqa = resolve_flag("is_causal", is_causal), resolve_flag("enable_gqa", enable_gqa)
+        dropout_p = resolve_real("dropout_p", dropout_p)
+        _check_heads(query, key, value, enable_gqa)
+        if attn_mask is not None and is_causal:
+            raise RuntimeError(
+                "attn_mask must be None when is_causal=True, got both; put the causal mask into attn_mask, or drop it"
+            )
+        bias = None
+        if attn_mask is not None:
+            _check_mask(attn_mask, query, keys.seq_len)
+            bias = _bias(attn_mask, query.dtype)
     o = ring_attention(
         query.transpose(1, 2),
         key.transpose(1, 2),
@@ -94,10 +107,9 @@ def _bias(mask: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill(mask.logical_not(), float("-inf"))
 
 
-def _check(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_causal: bool, enable_gqa: bool, kv_len: int
-) -> None:
+def _check_heads(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> None:
     for name, x in (("query", query), ("key", key), ("value", value)):
+        check_plain(name, x)
         if x.dim() != 4:
             raise ValueError(f"{name} must be 4-dimensional, `b h s d`, got shape {tuple(x.shape)}; unsqueeze it")
     if not enable_gqa and (key.shape[1] != query.shape[1] or value.shape[1] != query.shape[1]):
@@ -105,12 +117,10 @@ def _check(
             f"key and value must have the {query.shape[1]} heads of query, got {key.shape[1]} and {value.shape[1]}; "
             "pass enable_gqa=True where they are shared by groups of query heads"
         )
-    if mask is None:
-        return
-    if is_causal:
-        raise RuntimeError(
-            "attn_mask must be None when is_causal=True, got both; put the causal mask into attn_mask, or drop it"
-        )
+
+
+def _check_mask(mask: Tensor, query: Tensor, kv_len: int) -> None:
+    check_plain("attn_mask", mask)
     if mask.dtype not in (torch.bool, torch.float32, query.dtype):
         raise RuntimeError(
             f"Expected attn_mask dtype to be bool or float or to match query dtype, but got attn_mask.dtype: {mask.dtype} "

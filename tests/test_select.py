@@ -168,7 +168,7 @@ def test_a_dtype_that_nobody_serves_is_refused():
 
 
 def test_unknown_names_are_refused():
-    with pytest.raises(ValueError, match='impl must be "auto" or one of hopper, portable, eager, got "flash"'):
+    with pytest.raises(ValueError, match="impl must be \"auto\" or one of hopper, portable, eager, got 'flash'"):
         pick(CPU, torch.float32, 64, 64, impl="flash")
     with pytest.raises(ValueError, match=r"features must be among .*, got rope"):
         pick(CPU, torch.float32, 64, 64, features={"rope", "sinks"})
