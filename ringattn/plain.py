@@ -13,6 +13,15 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 
+def is_causal_bias(x: object) -> bool:
+    """Whether x is torch's `CausalBias`: a tensor of uninitialised memory whose type says which pairs are visible."""
+    if type(x) is Tensor or not isinstance(x, Tensor):
+        return False
+    from torch.nn.attention.bias import CausalBias
+
+    return isinstance(x, CausalBias)
+
+
 def check_plain(name: str, x: Any) -> None:
     """Refuses what is no plain tensor: something else, or a tensor that means more or other than the numbers of its rows.
 
@@ -24,8 +33,8 @@ def check_plain(name: str, x: Any) -> None:
 
     Raises:
         TypeError: It is no tensor.
-        ValueError: It is nested or sparse.
-        NotImplementedError: It is a DTensor.
+        ValueError: It is nested, sparse or quantized.
+        NotImplementedError: It is a DTensor, a masked tensor, a causal bias, or a fake tensor outside of tracing.
     """
     kind = type(x)
     if kind is not Tensor and kind is not torch.nn.Parameter:
@@ -36,14 +45,31 @@ def check_plain(name: str, x: Any) -> None:
         raise ValueError(f"{name} must be a dense tensor, got a nested one; pad it with to_padded_tensor")
     if x.layout is not torch.strided:
         raise ValueError(f"{name} must be a dense tensor, got layout {x.layout}; pass {name}.to_dense()")
+    if x.is_quantized:
+        raise ValueError(f"{name} must be a dense tensor, got a quantized one; pass {name}.dequantize()")
 
 
 def _check_subclass(name: str, x: Tensor) -> None:
+    from torch._guards import detect_fake_mode
+    from torch._subclasses.fake_tensor import FakeTensor
+    from torch.masked import MaskedTensor
+
     # of the type: torch.compile does not see this method on an instance
     if hasattr(type(x), "to_local"):
         raise NotImplementedError(
             f"{name} must be a plain tensor, got a DTensor; wrap the call in "
             f"torch.distributed.tensor.experimental.local_map, or pass {name}.to_local()"
+        )
+    if is_causal_bias(x):
+        raise NotImplementedError(
+            f"{name} must be a plain tensor, got a CausalBias; scaled_dot_product_attention takes it as attn_mask, and "
+            "ring_attention takes causal=True or window= instead"
+        )
+    if isinstance(x, MaskedTensor):
+        raise NotImplementedError(f"{name} must be a plain tensor, got a MaskedTensor; pass {name}.to_tensor(value)")
+    if isinstance(x, FakeTensor) and detect_fake_mode() is None:
+        raise NotImplementedError(
+            f"{name} must have numbers, got a FakeTensor outside of tracing; call inside of its FakeTensorMode"
         )
 
 
