@@ -165,7 +165,7 @@ def ring_attention_with_lse(
     try:
         check_sharding(sharding)
         if kv_sharding is not None:
-            check_sharding(kv_sharding)
+            check_sharding(kv_sharding, "kv_sharding")
         check_tensors(q, k, v, sinks=sinks, alibi_slopes=alibi_slopes, key_bias=key_bias, bias=bias)
         kind = q.device.type
         if kind in _AUTOCAST and torch.is_autocast_enabled(kind):

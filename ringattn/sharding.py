@@ -342,14 +342,14 @@ def _restore(spec: Sequence[Any], rank: int, ring: str | None, device: torch.dev
     return Sharding.from_spec(spec, rank, ring=living_ring(ring), device=device)
 
 
-def check_sharding(x: object) -> None:
+def check_sharding(x: object, name: str = "sharding") -> None:
     """Refuses what is no sharding.
 
     Raises:
         TypeError: It is something else.
     """
     if not isinstance(x, Sharding):
-        raise TypeError(f"sharding must be what ring.sharding(seq_len) gives, got {type(x).__name__}")
+        raise TypeError(f"{name} must be what ring.sharding(seq_len) gives, got {type(x).__name__}")
 
 
 def resolve_shards(

@@ -171,6 +171,8 @@ def test_fractions_are_not_rounded(options: dict[str, Any], message: str) -> Non
 def test_what_is_no_sharding_is_named() -> None:
     with pytest.raises(TypeError, match=r"sharding must be what ring.sharding\(seq_len\) gives, got Ring"):
         ring_attention(Q, K, K, RING)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(TypeError, match=r"kv_sharding must be what .* gives, got bool"):
+        ring_attention(Q, K, K, SHARDING, kv_sharding=True)  # pyright: ignore[reportArgumentType]
 
 
 Z = Partial.identity((2,), 3)
