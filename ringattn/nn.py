@@ -430,8 +430,9 @@ class RingMultiheadAttention(nn.MultiheadAttention):
         o = self(x, x, x, padding, need_weights=False, is_causal=is_causal, sharding=sharding)[0]
         parts = [row[:length] for row, length in zip(o, lengths, strict=True)]
         if query.layout is torch.jagged:
-            # of the offsets of the input: tensors of other offsets cannot be added to it
-            return torch.nested.nested_tensor_from_jagged(torch.cat(parts), query.offsets()), None
+            # tensors of other offsets than those of the input cannot be added to it
+            offsets = query.offsets()  # pyright: ignore[reportAttributeAccessIssue]
+            return torch.nested.nested_tensor_from_jagged(torch.cat(parts), offsets), None
         return torch.nested.as_nested_tensor(parts), None
 
 

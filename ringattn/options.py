@@ -90,16 +90,19 @@ def resolve_word(name: str, word: Any, words: tuple[str, ...]) -> str:
     return words[words.index(word)]
 
 
-def resolve_window(window: int | Sequence[int | None] | None) -> tuple[int | None, ...] | None:
+def resolve_window(window: int | Sequence[int | None] | None) -> tuple[int | None, int | None] | None:
     """(left, right) of a window as users give it; a mask checks the numbers.
 
     Raises:
-        ValueError: It is neither one nor several numbers.
+        ValueError: It is neither one number nor two.
     """
     if window is None:
         return None
     if isinstance(window, (tuple, list)):
-        return tuple(None if side is None else _resolve_width("window", side, window) for side in window)
+        if len(window) != 2:
+            raise ValueError(f"window must be (left, right), got {window}; None on a side means unbounded")
+        left, right = (None if side is None else _resolve_width("window", side, window) for side in window)
+        return left, right
     if as_integer(window) is None:
         raise ValueError(f"window must be an int, (left, right) or None, got {window!r}; convert it first")
     return _resolve_width("window", window) - 1, 0

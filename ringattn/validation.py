@@ -32,9 +32,8 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor, **options: Tensor | None) -> 
         ValueError: As `check_plain`; or it is a meta tensor.
         NotImplementedError: As `check_plain`.
     """
-    for name, x in (("q", q), ("k", k), ("v", v), *options.items()):
-        if x is None and name in options:
-            continue
+    given = [(name, x) for name, x in options.items() if x is not None]
+    for name, x in (("q", q), ("k", k), ("v", v), *given):
         check_plain(name, x)
         if x.is_meta:
             raise ValueError(f"{name} must have numbers, got a meta tensor; make it real")

@@ -237,7 +237,8 @@ def causal_biases(compiled: bool) -> list[list[Tensor]]:
         rows, keys = ring.sharding(n), ring.sharding(m)
         whole = tensors_of_lengths(n, m)
         local = [side.shard(x, 2).requires_grad_() for x, side in zip(whole, (rows, keys, keys), strict=True)]
-        o = attend(*local, BIASES[corner](n, m), sharding=rows, kv_sharding=keys)
+        q, k, v = local
+        o = attend(q, k, v, BIASES[corner](n, m), sharding=rows, kv_sharding=keys)
         grads = torch.autograd.grad(o.square().sum(), local)
         results.append(
             [rows.unshard(o.detach(), 2), *(s.unshard(x, 2) for x, s in zip(grads, (rows, keys, keys), strict=True))]
@@ -254,7 +255,8 @@ def assert_causal(found: list[list[Tensor]]) -> None:
     for (corner, n, m), results in zip(CAUSAL_BIASES, found, strict=True):
         leaves = [x.requires_grad_() for x in tensors_of_lengths(n, m)]
         visible = torch.ones(n, m, dtype=torch.bool).tril(0 if corner == "upper" else m - n)
-        o = F.scaled_dot_product_attention(*leaves, visible)
+        q, k, v = leaves
+        o = F.scaled_dot_product_attention(q, k, v, visible)
         expected = [o.detach(), *torch.autograd.grad(o.square().sum(), leaves)]
         torch.testing.assert_close(results, expected, msg=lambda text, at=(corner, n, m): f"{at}: {text}")
 
