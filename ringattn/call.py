@@ -242,7 +242,15 @@ def describe(
 
     A dict literal: `torch.compile` traces formatting of constants, and the literal keeps tuples and floats as they are.
     Kept on the sharding (Note [Said once]), but for lengths, which belong to a batch.
+
+    Raises:
+        ValueError: An option is of the wrong kind, or the shardings are those of different ranks or ring sizes.
     """
+    if kv_sharding is not None and (kv_sharding.rank, kv_sharding.world_size) != (sharding.rank, sharding.world_size):
+        raise ValueError(
+            f"kv_sharding must be that of rank {sharding.rank} of {sharding.world_size}, like sharding, got one for rank "
+            f"{kv_sharding.rank} of {kv_sharding.world_size}; make both with the same ring"
+        )
     window, lengths = resolve_window(window), resolve_lengths(lengths)
     prefix_len, chunk_len = resolve_prefix_len(prefix_len), resolve_chunk_len(chunk_len)
     causal, deterministic = resolve_flag("causal", causal), resolve_flag("deterministic", deterministic)

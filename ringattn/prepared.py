@@ -92,7 +92,7 @@ def prepare(
     if known is None:
         with here.refusals(text, (q, k, v, *extras.values())):
             call = Call.decode(text, here.rank)
-            check_call(q, k, v, call, here.rank, here.world_size, **extras)
+            check_call(q, k, v, call, **extras)
             features = call.features(**extras)
             choice = pick(q.device, q.dtype, q.shape[-1], v.shape[-1], impl=call.impl, features=features)
         plain = call.dropout_p == 0 and all(x is None for x in extras.values())
