@@ -27,7 +27,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from ringattn.call import parse
+from ringattn.call import describe_record, parse
 from ringattn.flops import register_flops
 from ringattn.kernels.select import resolve_impl
 from ringattn.layout import shard_len
@@ -156,7 +156,11 @@ class Ring:
         self._choice = Choice("none", "one rank: every key is here already") if alone else undecided
         self._agreement = None if alone else Agreement(self._group_name, self.rank, self.world_size, self.name, timeout)
         if levels is None:
-            hosts = [""] if self._agreement is None else self._agreement.share("host", socket.gethostname())
+            hosts = (
+                [""]
+                if self._agreement is None
+                else self._agreement.share("host", socket.gethostname(), "Ring(nodes='auto')")
+            )
             levels = group_by_host(hosts)
         levels = None if len(levels) == 1 else levels
         names = [
@@ -266,7 +270,7 @@ class Ring:
         if self._agreement is not None:
             record = {**parse(call), "tensors": _without_rows(tensors), "nodes": self.seat.nodes}
             record["keep_keys"] = self.keep_keys
-            self._agreement.compare_calls(record)
+            self._agreement.compare_calls(record, describe_record(record))
             self.settle(next(x.device for x in tensors if x is not None))
         self._agreed.add(signature)
 
@@ -298,32 +302,34 @@ class Ring:
         """
         return nullcontext() if torch.compiler.is_compiling() or self._agreement is None else self._agreement
 
-    def agree(self, what: str, text: str) -> None:
+    def agree(self, what: str, text: str, doing: str = "") -> None:
         """Compares a text between all ranks, each of which must call it: for what must be equal and no call shows.
 
         Args:
             what: What the text says, in words for the message.
             text: Must be equal on all ranks.
+            doing: The call that this rank is in, for ranks that are in another one; default what and the text.
 
         Raises:
             ValueError: It is not; raised on every rank, naming those that differ from most.
         """
         if self._agreement is not None:
-            self._agreement.agree(what, text)
+            self._agreement.agree(what, text, doing)
 
-    def agree_once(self, what: str, text: str) -> None:
+    def agree_once(self, what: str, text: str, doing: str = "") -> None:
         """`agree`, at the first call with a text; later ones pay a set lookup.
 
         Args:
             what: As there.
             text: Likewise.
+            doing: See `agree`.
 
         Raises:
             ValueError: Likewise.
         """
         known = hashlib.blake2b(f"{what}: {text}".encode(), digest_size=16).digest()
         if known not in self._agreed:
-            self.agree(what, text)
+            self.agree(what, text, doing)
             self._agreed.add(known)
 
     def settle(self, device: torch.device) -> None:
@@ -349,7 +355,7 @@ class Ring:
         """
         if self._agreement is None:
             return number
-        return min(self._agreement.share("number", number))
+        return min(self._agreement.share("number", number, "the least of all ranks' numbers"))
 
     def gather(self, x: Tensor, dim: int, lengths: Sequence[int]) -> list[Tensor]:
         """Every rank's tensor, which differ in length along dim only; differentiable (gradients are summed over ranks).

@@ -42,7 +42,7 @@ class Gathering(Protocol):
         """Raises an error of which the other ranks hear."""
         ...
 
-    def agree_once(self, what: str, text: str) -> None:
+    def agree_once(self, what: str, text: str, doing: str = "") -> None:
         """Raises on every rank where a text that is new differs between ranks."""
         ...
 
@@ -232,7 +232,8 @@ class Sharding:
             shape = [*x_local.shape[:dim], self._shard_lens, *x_local.shape[dim + 1 :]]
             kind = f"{x_local.dtype} {x_local.device.type}"
             differentiable = torch.is_grad_enabled() and x_local.requires_grad
-            ring.agree_once("a tensor to unshard", f"{shape} {kind} with gradients: {differentiable}")
+            text = f"{shape} {kind} with gradients: {differentiable}"
+            ring.agree_once("a tensor to unshard", text, f"Sharding.unshard({shape}, {kind})")
         return self.assemble(ring.gather(x_local, dim, self.shard_lens), dim)
 
     def _shared_refusals(self) -> AbstractContextManager[None]:

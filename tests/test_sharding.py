@@ -76,7 +76,7 @@ class Neighbours:
     def refuse(self, error: Exception) -> NoReturn:
         raise error
 
-    def agree_once(self, what: str, text: str) -> None:
+    def agree_once(self, what: str, text: str, doing: str = "") -> None:
         pass
 
 
@@ -277,7 +277,10 @@ def _settle_wrongly() -> tuple[str, str]:
 def test_ranks_that_settle_how_rows_move_hear_of_one_that_refuses(pool: Pools) -> None:
     for refused, differing in pool(2).run(_settle_wrongly):
         assert "seq_len and kv_len must be at least 1, got 0" in refused
-        assert "all ranks must make the same call, got a different one on ring ranks [1] (host: " in differing
+        assert (
+            "got Ring(nodes='auto') on ring ranks [0] and the least of all ranks' numbers on ring ranks [1]"
+            in differing
+        )
 
 
 def _attend_as_sent_by_rank_0() -> tuple[int, float]:

@@ -364,6 +364,13 @@ def _clone(store: Any) -> Any:
     return store
 
 
+_DOING = "doing"
+"""Under which key a record says which call its rank is in."""
+_SHOWN = 200
+"""Characters of a call that messages show."""
+NOTED_AFTER_S = 1.0
+"""Seconds that a rank waits for others before it notes in the store which call it is in."""
+
 _GAVE_UP = "gave up"
 """What a rank leaves in place of its text when others did not come in time."""
 
@@ -431,30 +438,53 @@ class Agreement:
             self._set(store, text)
         self._round += 1
 
-    def compare(self, text: str) -> list[str]:
+    def compare(self, text: str, doing: str = "a comparison") -> list[str]:
         """Leaves this rank's text and returns the texts of all ranks, in rank order.
+
+        Args:
+            text: This rank's.
+            doing: The call that this rank is in, for messages.
 
         Raises:
             RuntimeError: Some ranks did not come within the timeout, or have not waited for this one; they are named.
         """
         with self._taken, _client(self._store()) as store:
-            return self._compare(store, text)
+            return self._compare(store, text, doing)
 
-    def _compare(self, store: Any, text: str) -> list[str]:
+    def _wait(self, store: Any, keys: list[str], doing: str) -> None:
+        """Waits for keys; a rank that waits long notes which call it is in, for ranks that miss it elsewhere."""
+        soon = min(self._timeout / 4, timedelta(seconds=NOTED_AFTER_S))
+        with contextlib.suppress(RuntimeError):
+            return store.wait(keys, soon)
+        note = self._note(self._rank)
+        store.set(note, f"{doing} of ring {self._name!r}")
+        try:
+            store.wait(keys, self._timeout - soon)
+        except RuntimeError:
+            self._left.append(note)  # others may read it after this rank
+            raise
+        store.delete_key(note)
+
+    def _compare(self, store: Any, text: str, doing: str) -> list[str]:
         keys = [self._key(peer) for peer in range(self._world_size)]
         read = self._left.copy()
         self._left.clear()
         self._set(store, text)
         try:
-            store.wait(keys, self._timeout)
+            self._wait(store, keys, doing)
         except RuntimeError as error:
             self._left += read
             missing = [peer for peer, key in enumerate(keys) if not store.check([key])]
             # who comes later is not to go on alone, nor to be a round behind
             store.set(self._key(self._rank), _GAVE_UP)
             self._round += 1
+            notes = {peer: store.get(note).decode() for peer in missing if store.check([note := self._note(peer)])}
+            where = f"this rank is in {doing}"
+            if notes:
+                here = f"{where} of ring {self._name!r}"
+                where = ", ".join([here, *(f"ring rank {peer} in {note}" for peer, note in notes.items())])
             raise RuntimeError(
-                f"ring rank {self._rank}: ring ranks {missing} did not make this attention call within {self._timeout}; "
+                f"ring rank {self._rank}: ring ranks {missing} did not make this attention call within {self._timeout} ({where}); "
                 f"all ranks of a ring must make the same calls in the same order"
             ) from error
         self._round += 1
@@ -510,48 +540,54 @@ class Agreement:
         self.tell(error)
         raise error
 
-    def compare_calls(self, record: dict[str, Any]) -> None:
+    def compare_calls(self, record: dict[str, Any], doing: str) -> None:
         """Compares what ranks say of their calls.
 
         Args:
             record: As JSON has it.
+            doing: The call in words: its name, and in parentheses what it is given.
 
         Raises:
             ValueError: They differ, or another rank has refused its call; raised on every rank.
             RuntimeError: As `compare`.
         """
         with self._failing():
-            raise_differences([json.loads(found) for found in self.compare(json.dumps(record))])
+            record = {**record, _DOING: doing}
+            raise_differences([json.loads(found) for found in self.compare(json.dumps(record), doing)])
 
-    def share(self, what: str, value: Any) -> list[Any]:
+    def share(self, what: str, value: Any, doing: str = "") -> list[Any]:
         """The values of all ranks, in rank order.
 
         Args:
             what: What it is.
             value: This rank's, as JSON has it.
+            doing: The call that this rank is in; default what.
 
         Raises:
             ValueError: Another rank has refused its call, or says something else.
             RuntimeError: As `compare`.
         """
         with self._failing():
-            records = [json.loads(found) for found in self.compare(json.dumps({what: value}))]
+            doing = (doing or what)[:_SHOWN]
+            texts = self.compare(json.dumps({what: value, _DOING: doing}), doing)
+            records = [json.loads(text) for text in texts]
             if any(what not in record for record in records):
                 raise_differences(records)
         return [record[what] for record in records]
 
-    def agree(self, what: str, text: str) -> None:
+    def agree(self, what: str, text: str, doing: str = "") -> None:
         """Compares a text that must be the same on all ranks.
 
         Args:
             what: What the text says, in words for the message.
             text: Must be equal on all ranks.
+            doing: The call that this rank is in; default what and the text.
 
         Raises:
             ValueError: It is not; raised on every rank, naming those that differ from most.
         """
         with self._failing():
-            found = self.share("agreed", text)
+            found = self.share(what, text, doing or f"{what}: {text}")
             usual = Counter(found).most_common(1)[0][0]
             differing = [rank for rank, other in enumerate(found) if other != usual]
             if differing:
@@ -581,12 +617,34 @@ class Agreement:
         store.set(key, text)
         self._left.append(key)
 
+    def _note(self, peer: int) -> str:
+        """The key of what a rank notes while it waits, whichever ring it waits in."""
+        return f"ringattn/waits/{self._world_size}/{peer}"
+
     def _key(self, peer: int) -> str:
         return f"ringattn/{self._name}/{self._round}/{peer}"
 
     def _store(self) -> Any:
         group = resolve_group(self._group_name)
         return distributed_c10d._get_process_group_store(group)
+
+
+def raise_calls(calls: Sequence[str]) -> NoReturn:
+    """Raises because ranks are in different calls.
+
+    Args:
+        calls: The call that each rank is in, by rank.
+
+    Raises:
+        ValueError: Naming the calls and the ranks.
+    """
+    ranks = defaultdict[str, list[int]](list)
+    for rank, call in enumerate(calls):
+        ranks[call].append(rank)
+    listed = " and ".join(f"{call} on ring ranks {those}" for call, those in ranks.items())
+    raise ValueError(
+        f"all ranks must make the same calls in the same order, got {listed}; look for a branch that not all ranks take"
+    )
 
 
 def raise_differences(records: Sequence[dict[str, Any]]) -> None:
@@ -602,6 +660,9 @@ def raise_differences(records: Sequence[dict[str, Any]]) -> None:
     if refused:
         listed = "; ".join(f"ring rank {rank} refused: {text}" for rank, text in refused.items())
         raise ValueError(f"{listed}; every rank of the ring refuses with it")
+    calls = [record.pop(_DOING, "a comparison") for record in records]
+    if len({call.partition("(")[0] for call in calls}) > 1:
+        raise_calls(calls)
     common = Counter(json.dumps(record) for record in records).most_common(1)[0][0]
     differing = [rank for rank, record in enumerate(records) if json.dumps(record) != common]
     if not differing:
