@@ -368,8 +368,8 @@ _DOING = "doing"
 """Under which key a record says which call its rank is in."""
 _SHOWN = 200
 """Characters of a call that messages show."""
-NOTED_AFTER_S = 1.0
-"""Seconds that a rank waits for others before it notes in the store which call it is in."""
+_NOWHERE = "nowhere"
+"""What a rank notes when it waits for no other rank any more."""
 
 _GAVE_UP = "gave up"
 """What a rank leaves in place of its text when others did not come in time."""
@@ -451,34 +451,24 @@ class Agreement:
         with self._taken, _client(self._store()) as store:
             return self._compare(store, text, doing)
 
-    def _wait(self, store: Any, keys: list[str], doing: str) -> None:
-        """Waits for keys; a rank that waits long notes which call it is in, for ranks that miss it elsewhere."""
-        soon = min(self._timeout / 4, timedelta(seconds=NOTED_AFTER_S))
-        with contextlib.suppress(RuntimeError):
-            return store.wait(keys, soon)
-        note = self._note(self._rank)
-        store.set(note, f"{doing} of ring {self._name!r}")
-        try:
-            store.wait(keys, self._timeout - soon)
-        except RuntimeError:
-            self._left.append(note)  # others may read it after this rank
-            raise
-        store.delete_key(note)
-
     def _compare(self, store: Any, text: str, doing: str) -> list[str]:
         keys = [self._key(peer) for peer in range(self._world_size)]
         read = self._left.copy()
         self._left.clear()
-        self._set(store, text)
+        # ranks that miss this one in another ring read what it waits in
+        note = self._note(self._rank)
+        self._set(store, text, **{note: f"{doing} of ring {self._name!r}"})
         try:
-            self._wait(store, keys, doing)
+            store.wait(keys, self._timeout)
         except RuntimeError as error:
             self._left += read
             missing = [peer for peer, key in enumerate(keys) if not store.check([key])]
             # who comes later is not to go on alone, nor to be a round behind
             store.set(self._key(self._rank), _GAVE_UP)
             self._round += 1
-            notes = {peer: store.get(note).decode() for peer in missing if store.check([note := self._note(peer)])}
+            found = {peer: self._note(peer) for peer in missing}
+            notes = {peer: store.get(key).decode() for peer, key in found.items() if store.check([key])}
+            notes = {peer: note for peer, note in notes.items() if note != _NOWHERE}
             where = f"this rank is in {doing}"
             if notes:
                 here = f"{where} of ring {self._name!r}"
@@ -488,6 +478,7 @@ class Agreement:
                 f"all ranks of a ring must make the same calls in the same order"
             ) from error
         self._round += 1
+        store.set(note, _NOWHERE)
         found = store.multi_get(keys) if store.has_extended_api() else [store.get(key) for key in keys]
         for key in read:
             store.delete_key(key)
@@ -612,9 +603,15 @@ class Agreement:
         self.failures += not known
         return not known
 
-    def _set(self, store: Any, text: str) -> None:
+    def _set(self, store: Any, text: str, **others: str) -> None:
+        """Leaves this rank's text for the current round, and other keys."""
         key = self._key(self._rank)
-        store.set(key, text)
+        texts = {**others, key: text}
+        if store.has_extended_api():
+            store.multi_set(list(texts), list(texts.values()))
+        else:
+            for other, value in texts.items():
+                store.set(other, value)
         self._left.append(key)
 
     def _note(self, peer: int) -> str:
