@@ -294,7 +294,8 @@ def describe_record(record: Mapping[str, Any]) -> str:
     return f"ring_attention({', '.join(words)})"
 
 
-def parse(text: str) -> dict[str, Any]:
+@lru_cache(maxsize=4)
+def parse(text: str) -> Mapping[str, Any]:
     """The record that `describe` wrote, as plain Python values."""
     return ast.literal_eval(text)
 

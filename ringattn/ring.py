@@ -36,6 +36,7 @@ from ringattn.options import resolve_flag, resolve_integer, resolve_real
 from ringattn.schedule import make_nodes
 from ringattn.sharding import Sharding, resolve_shards
 from ringattn.transport.base import Buffers, Choice, NoTransport, Seat, Transport
+from ringattn.transport.call_order import CallMark, CallOrder
 from ringattn.transport.choose import TRANSPORTS, choose
 from ringattn.transport.double import Throttled, WithinNode, group_by_host
 from ringattn.transport.exchange import AloneExchange, Exchange, GroupExchange
@@ -170,6 +171,7 @@ class Ring:
         self._links = [
             ProcessGroupTransport(self._group_name, self.rank, self.world_size, name, nccl_max_ctas) for name in names
         ]
+        self._order = None if self._agreement is None else CallOrder(self._agreement, self._links[0])
         mover: Transport = NoTransport() if alone else self._links[0]
         between: Transport | None = None
         if levels is not None:
@@ -241,7 +243,7 @@ class Ring:
         return 0 if self._agreement is None else self._agreement.failures
 
     @contextmanager
-    def refusals(self, call: str, tensors: Sequence[Tensor | None]) -> Iterator[None]:
+    def refusals(self, call: str, tensors: Sequence[Tensor | None], seed: int = 0) -> Iterator[None]:
         """Makes what is raised inside, and any difference between ranks, an error on every rank.
 
         The first call of each signature compares texts; later ones pay a set lookup.
@@ -250,6 +252,7 @@ class Ring:
             call: The call as text: must be equal on all ranks.
             tensors: Their dtypes, devices, shapes but for the row counts, and whether they require gradients must be equal on
                 all ranks.
+            seed: The dropout seed, compared with the first call of the signature; 0 where seeds may differ between ranks.
 
         Raises:
             ValueError: Inconsistent here, on another rank, or between ranks; the ranks are named.
@@ -269,10 +272,24 @@ class Ring:
             return
         if self._agreement is not None:
             record = {**parse(call), "tensors": _without_rows(tensors), "nodes": self.seat.nodes}
-            record["keep_keys"] = self.keep_keys
+            record |= {"keep_keys": self.keep_keys, "dropout_seed": seed}
             self._agreement.compare_calls(record, describe_record(record))
             self.settle(next(x.device for x in tensors if x is not None))
         self._agreed.add(signature)
+
+    def mark_call(self, call: str, tensors: Sequence[Tensor | None]) -> CallMark:
+        """The mark of a call's signature (Note [Call marks] of call_order.py); arguments as in `refusals`."""
+        if self._order is None:
+            return CallMark(0, "")
+        text = json.dumps([call, _without_rows(tensors)])
+        digest = hashlib.blake2b(text.encode(), digest_size=7)
+        return CallMark(
+            int.from_bytes(digest.digest()), f"{describe_record(parse(call))}, digest {digest.hexdigest()[:6]}"
+        )
+
+    def begin_call(self, call: CallMark, seed: int, forward: int, device: torch.device) -> int:
+        """The number of a call that is about to move rows; arguments and errors as in `CallOrder.begin`."""
+        return 0 if self._order is None else self._order.begin(call, seed, forward, device)
 
     def refuse(self, error: Exception) -> NoReturn:
         """Raises an error of this rank that ranks which compare their next call find there, instead of waiting for this one.

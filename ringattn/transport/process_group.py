@@ -16,7 +16,8 @@ Note [Whose message]
     A group has one order of messages between two ranks, whoever sends them: those of two rings in two threads would be taken
     for each other, and so would those of two calls, once a rank has left one out. All ranks make the same posts, so a
     message is marked by the ring, the number of the post and what it is for. Gloo then waits for the one that belongs to a
-    receive, and raises where it does not come. NCCL has no marks: there a ring has communicators of its own.
+    receive, and raises where it does not come. NCCL has no marks: there a ring has communicators of its own. Whether rows are those
+    of the same call is compared beside them (Note [Call marks] of call_order.py).
 
 Note [By the host]
     Gloo reads and writes host memory only; given the address of a GPU's it ends the process. So where a group of GPUs has no NCCL,
@@ -39,7 +40,7 @@ import threading
 import weakref
 import zlib
 from collections import Counter, defaultdict, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from types import TracebackType
 from typing import Any, NoReturn
@@ -233,6 +234,22 @@ def name_part(name: str, parent: str, rank: int, size: int) -> None:
     getattr(symmetric, "_group_name_to_store", {})[name] = store
 
 
+class _Marked:
+    """A post whose rows may be read once the marks that travel beside them are equal."""
+
+    def __init__(self, works: _Works, marks: Tensor, differ: Callable[[], NoReturn], post: Pending) -> None:
+        self._works = works
+        self._marks = marks
+        self._differ = differ
+        self._post = post
+
+    def wait(self) -> None:
+        self._works.wait()
+        if len(set(self._marks.tolist())) > 1:
+            self._differ()
+        self._post.wait()
+
+
 class ProcessGroupTransport:
     """One batched group of sends and receives per call.
 
@@ -255,6 +272,9 @@ class ProcessGroupTransport:
         self._max_ctas = max_ctas
         self._name_mark, self._posts = zlib.crc32(name.encode()), 0
         self._by_host = False
+        self._is_gloo = False
+        self._marks = 0
+        self._mark: tuple[list[dist.Work], Tensor, Callable[[], NoReturn]] | None = None
 
     def prepare(self, device: torch.device) -> None:
         """To be called by all ranks before the first post.
@@ -266,10 +286,11 @@ class ProcessGroupTransport:
             RuntimeError: NCCL refuses a communicator.
         """
         group = resolve_group(self._group_name)
+        # asked by name: with TORCH_DISTRIBUTED_DEBUG=DETAIL torch puts another class around gloo's
+        self._is_gloo = "cpu:gloo" in dist.get_backend_config(group)
         if device.type != "cuda" or self._name in _COMMUNICATORS:
             return
         is_nccl = dist.is_nccl_available() and isinstance(group._get_backend(device), dist.ProcessGroupNCCL)
-        # asked by name: with TORCH_DISTRIBUTED_DEBUG=DETAIL torch puts another class around gloo's
         self._by_host = "cuda:gloo" in dist.get_backend_config(group)
         if is_nccl and self._max_ctas is not None:
             make_communicator(self._name, group, device, self._max_ctas)
@@ -282,6 +303,38 @@ class ProcessGroupTransport:
 
     def post(self, sends: Sequence[Parcel], receives: Sequence[Parcel], what: str) -> Pending:
         """See `Transport.post`."""
+        pending = self._start(sends, receives, what)
+        if self._mark is None:
+            return pending
+        (works, marks, differ), self._mark = self._mark, None
+        peers = [peer for peer in range(self._place[1]) if peer != self._rank]
+        return _Marked(_Works(works, peers, self._rank, what, ()), marks, differ, pending)
+
+    def sends_marks(self, device: torch.device) -> bool:
+        """Whether `send_mark` serves rows on a device: where gloo moves them."""
+        return self._by_host if device.type == "cuda" else self._is_gloo
+
+    def send_mark(self, mark: int, differ: Callable[[], NoReturn]) -> None:
+        """Sends the mark of a call to all ranks; the wait for the next post compares the marks of all ranks.
+
+        Args:
+            mark: 64 bits, signed.
+            differ: Called on every rank where marks differ; raises.
+        """
+        self._marks += 1
+        group = resolve_group(self._group_name, self._place)
+        tag = zlib.crc32(b"mark", (self._name_mark + self._marks) % 2**32) % 2**31
+        rank, size = self._place
+        peers = [peer for peer in range(size) if peer != rank]
+        marks = torch.full((size,), mark, dtype=torch.int64, device="cpu")
+        try:
+            works = [group.send([marks[rank : rank + 1]], peer, tag) for peer in peers]
+            works += [group.recv([marks[peer : peer + 1]], peer, tag) for peer in peers]
+        except RuntimeError as error:
+            raise RuntimeError(f"ring rank {rank}: cannot reach ring ranks {peers} ({error})") from error
+        self._mark = works, marks, differ
+
+    def _start(self, sends: Sequence[Parcel], receives: Sequence[Parcel], what: str) -> Pending:
         self._posts += 1  # of empty ones, too: Note [Whose message]
         sends = [(peer, x) for peer, x in sends if x.numel()]
         receives = [(peer, x) for peer, x in receives if x.numel()]
@@ -587,6 +640,19 @@ class Agreement:
                     f"rank {differing[0]} (ring ranks {differing} differ); give all of them the same"
                 )
 
+    def differ(self, call: str, at: str) -> NoReturn:
+        """Raises on all ranks, which know that their calls differ.
+
+        Args:
+            call: That of this rank.
+            at: Which of its calls.
+
+        Raises:
+            ValueError: Naming the calls and the ranks.
+        """
+        with self._failing():
+            raise_calls(self.share("this call", call), at)
+
     @contextlib.contextmanager
     def _failing(self) -> Iterator[None]:
         """Counts the round if it ends in an error, of which all ranks know then."""
@@ -626,11 +692,12 @@ class Agreement:
         return distributed_c10d._get_process_group_store(group)
 
 
-def raise_calls(calls: Sequence[str]) -> NoReturn:
+def raise_calls(calls: Sequence[str], at: str = "") -> NoReturn:
     """Raises because ranks are in different calls.
 
     Args:
         calls: The call that each rank is in, by rank.
+        at: Which of their calls.
 
     Raises:
         ValueError: Naming the calls and the ranks.
@@ -640,7 +707,8 @@ def raise_calls(calls: Sequence[str]) -> NoReturn:
         ranks[call].append(rank)
     listed = " and ".join(f"{call} on ring ranks {those}" for call, those in ranks.items())
     raise ValueError(
-        f"all ranks must make the same calls in the same order, got {listed}; look for a branch that not all ranks take"
+        f"all ranks must make the same calls in the same order, got {listed}{at and f' as {at}'}; look for a branch that not all "
+        "ranks take"
     )
 
 
