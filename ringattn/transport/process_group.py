@@ -312,7 +312,7 @@ class ProcessGroupTransport:
 
     def sends_marks(self, device: torch.device) -> bool:
         """Whether `send_mark` serves rows on a device: where gloo moves them."""
-        return self._by_host if device.type == "cuda" else self._is_gloo
+        return self._is_gloo and (self._by_host or device.type != "cuda")
 
     def send_mark(self, mark: int, differ: Callable[[], NoReturn]) -> None:
         """Sends the mark of a call to all ranks; the wait for the next post compares the marks of all ranks.
