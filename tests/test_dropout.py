@@ -92,7 +92,7 @@ def test_dropout_seeds_that_differ_give_the_gradients_of_what_each_rank_dropped(
         mine = shardings[seat.rank]
         call = Call.decode(describe(mine, softmax_scale=0.25, causal=True, dropout_p=0.4), seat.rank)
         kernels = pick(q.device, q.dtype, 16, 16, impl="eager", features=call.features()).kernels
-        local, score = [mine.shard(x) for x in (q, k, v)], call.score(q.dtype, 5 + seat.rank)
+        local, score = (mine.shard(q), mine.shard(k), mine.shard(v)), call.score(q.dtype, 5 + seat.rank)
         o, lse, _ = gathered.forward(*local, score, call, kernels, seat)
         return o, gathered.backward(mine.shard(do), None, *local, o, lse, score, call, kernels, seat)
 
