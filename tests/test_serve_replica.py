@@ -185,7 +185,7 @@ def test_a_step_ahead_answers_as_each_prompt_alone_and_the_same_on_all_ranks(poo
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_requests_go_on_beside_those_whose_scores_are_no_numbers(pool: Pools, world_size: int):
-    answers, _, free = pool(world_size).run(serve, False, True)[0]
+    answers, _, _, free = pool(world_size).run(serve, False, True)[0]
     for job in spoilt_jobs():
         tokens, failure = answers.pop(job.name)
         assert not tokens
