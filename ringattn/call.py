@@ -280,15 +280,16 @@ def describe_record(record: Mapping[str, Any]) -> str:
     """A call in a few words, of what `parse` gives: what it is for, the sequence, and options that are no defaults.
 
     Example:
-        >>> describe_record({"sharding": (8, "zigzag", 2, None, None), "kv_sharding": None, "causal": True, "softcap": 0.0})
+        >>> record = {"sharding": '[8, "zigzag", 2, null, null]', "kv_sharding": None, "causal": True, "softcap": 0.0}
+        >>> describe_record(record)
         'ring_attention(8 tokens, zigzag, causal=True)'
     """
-    seq_len, layout, _, documents, _ = record["sharding"]
+    seq_len, layout, _, documents, _ = json.loads(record["sharding"])
     words = [f"{seq_len} tokens", layout]
     if documents is not None:
         words.append(f"{len(documents) - 1} documents")
     if record["kv_sharding"] is not None:
-        words.append(f"{record['kv_sharding'][0]} keys")
+        words.append(f"{json.loads(record['kv_sharding'])[0]} keys")
     defaults = {"window": None, "prefix_len": 0, "chunk_len": None, "softcap": 0.0, "dropout_p": 0.0, "impl": "auto"}
     defaults |= {"causal": False, "backward": "auto", "deterministic": False}
     words += [f"{name}={record[name]}" for name in record if name in defaults and record[name] != defaults[name]]
