@@ -112,7 +112,7 @@ def simulate_ring(
     rows = _shardings(n, "contiguous", shardings[0].documents, 1, None)[0]
     keys = rows if m == n else _shardings(m, "contiguous", None, 1, None)[0]
     whole = Call.decode(describe(rows, None if m == n else keys, softmax_scale=scale, **options), 0)
-    check_call(q, k, v, whole, 0, 1, **small, bias=whole_bias)
+    check_call(q, k, v, whole, **small, bias=whole_bias)
     for name, x, shape in (("do", do, (b, n, h, v.shape[-1])), ("dlse", dlse, (b, h, n))):
         if x is not None and (tuple(x.shape) != shape or x.device != q.device):
             raise ValueError(f"{name} must have shape {shape} on {q.device}, got {tuple(x.shape)} on {x.device}")
