@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -79,7 +80,7 @@ def assert_kernels_isolate(
 
 
 def attend_beside(
-    cache: PagedKVCache, heads: int, chunks: Sequence[Sequence[int]], spoilt: str | None, bad: float, **options: str
+    cache: PagedKVCache, heads: int, chunks: Sequence[Sequence[int]], spoilt: str | None, bad: float, **options: Any
 ) -> list[Tensor]:
     """What this rank's rows of the healthy requests get, step by step.
 

@@ -81,10 +81,8 @@ def _put_rows(pool, scale, y, to, ok, FP8: tl.constexpr, WIDTH: tl.constexpr, CO
 @triton.jit
 def _contain(k_rows, v_rows):
     """Rows of keys and values as Note [Values that are not finite] of pages.py says."""
-    fp32 = v_rows.to(tl.float32)
-    # the bits of fp64 numbers beyond fp32 would be lost
-    size = tl.abs(v_rows) if v_rows.dtype == tl.float64 else tl.abs(fp32)
-    bad = tl.max((~(size < float("inf"))).to(tl.int32), 1) > 0
+    wide = v_rows if v_rows.dtype == tl.float64 else v_rows.to(tl.float32)
+    bad = tl.sum(wide * 0.0, 1) != 0.0  # 0 times what is not finite is NaN
     nan = tl.full(k_rows.shape, float("nan"), tl.float32).to(k_rows.dtype)
     return tl.where(bad[:, None], nan, k_rows), tl.where(bad[:, None], tl.zeros_like(v_rows), v_rows)
 

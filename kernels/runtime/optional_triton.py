@@ -18,7 +18,7 @@ def import_optional(name: str) -> Any:
     The module is imported at the first call, so plain torch imports no Triton.
 
     Args:
-        name: In full, "ringattn.kernels.draw_triton".
+        name: In full, "ringattn.kernels.merge_triton".
 
     Raises:
         ImportError: It cannot be imported for another reason: it, or the Triton that is installed, is broken.

@@ -20,7 +20,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from ringattn.call import Call, resolve_flag, resolve_real, resolve_window
+from ringattn.call import Call
 from ringattn.inference.in_place import READS, resolve_reads
 from ringattn.inference.prefill import MOVES, Prefill, growth, plan_travel, resolve_moves, rows_in_place
 from ringattn.inference.step import Step
@@ -29,6 +29,7 @@ from ringattn.kernels.interface import Score, accumulation_dtype
 from ringattn.kernels.partials.merge import merge_stack
 from ringattn.kernels.partials.packed import finish_parts, views
 from ringattn.kernels.registry import select_kernels
+from ringattn.options import resolve_flag, resolve_real, resolve_window
 from ringattn.plain import check_plain
 from ringattn.validation import check_softcap
 from ringattn.visibility import Visibility
@@ -36,6 +37,7 @@ from ringattn.visibility import Visibility
 Window = tuple[int | None, int | None] | None
 Given = tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]
 """q, k, v, sinks and alibi_slopes."""
+_TENSORS = ("q", "k", "v", "sinks", "alibi_slopes")
 Wanted = tuple[bool, Any, float | None, float, int | None, str, str]
 """causal, window, softmax_scale, softcap, chunk_len and moves."""
 
@@ -90,7 +92,8 @@ def attend(
             ranks differ. Nothing is kept or moved then. It is raised on every rank wherever ranks compare: at the first layer of
             a prefill, and of a decode by other requests than before (of a static step: soon after; Note [Same books] of
             accord.py). Elsewhere the others find that this rank does not come.
-        NotImplementedError: No kernel serves the call.
+        TypeError: A tensor is something else.
+        NotImplementedError: No kernel serves the call, or a tensor has a meaning of its own.
         RuntimeError: A transfer failed or timed out.
 
     Example:
@@ -104,13 +107,17 @@ def attend(
         torch.Size([1, 20, 1, 16])
     """
     run = _beside_compilers() if "torch._dynamo" in sys.modules else _attend
+    given = (q, k, v, sinks, alibi_slopes)
     try:
+        for name, x in zip(_TENSORS, given, strict=True):
+            if x is not None or name in "qkv":
+                check_plain(name, x)
         scale = None if softmax_scale is None else resolve_real("softmax_scale", softmax_scale)
         softcap, causal = resolve_real("softcap", softcap), resolve_flag("causal", causal)
         options = (causal, resolve_window(window), scale, softcap, chunk_len, moves, reads)
     except Exception as error:
         step.cache.ring.refuse(error)
-    return run(step, layer, (q, k, v, sinks, alibi_slopes), options)
+    return run(step, layer, given, options)
 
 
 attend._torchdynamo_disable = True  # pyright: ignore[reportFunctionMemberAccess]
@@ -328,7 +335,7 @@ def _kind(options: _Options, given: Given) -> str:
 
 def _check_gradients(given: Given) -> None:
     if torch.is_grad_enabled():
-        for name, x in zip(("q", "k", "v", "sinks", "alibi_slopes"), given, strict=True):
+        for name, x in zip(_TENSORS, given, strict=True):
             if x is not None and x.requires_grad:
                 raise ValueError(
                     f"{name} must not require gradients, which a cache does not serve, got requires_grad=True; "
@@ -342,7 +349,6 @@ def _check_tensors(step: Step, q: Tensor, sinks: Tensor | None, alibi_slopes: Te
     for name, x in (("q", q), ("sinks", sinks), ("alibi_slopes", alibi_slopes)):
         if x is None:
             continue
-        check_plain(name, x)
         if x.device != cache.device:
             raise ValueError(
                 f"{name} must be on the device of the cache, {cache.device}, got {x.device}; move it there"
