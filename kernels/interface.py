@@ -1,4 +1,4 @@
-"""What every kernel set computes: the types it is given and the formula it obeys.
+"""Interface of the attention kernel sets: the types that they are given and the formula that they compute.
 
 Owns the interface between the ring and the kernels. Knows nothing of ranks, groups or transports, and computes nothing.
 
@@ -6,10 +6,10 @@ Shape legend: `b` batch, `s` query rows, `t` key rows, `h` query heads, `hk` key
 `d` head_dim of q and k, `dv` head_dim of v, `n` tokens of the whole key sequence, `r` runs.
 
 Note [One ring step]
-    A kernel call is one *visit*: the query rows of one rank against one buffer of keys. Row `x` of q sits at the global
+    A kernel call is one ring step: the query rows of one rank against one buffer of keys. Row `x` of q sits at the global
     position `rows.positions[x]` and sees the keys whose global position p satisfies `rows.lo[b, x] <= p < rows.hi[b, x]`.
-    The same relation read from the other side: key row `y` is seen by the queries at global positions
-    `keys.lo[b, y] <= i < keys.hi[b, y]`. Both readings are given, so that forward and dq walk keys while dk and dv walk queries.
+    The same relation is given for keys: key row `y` is seen by the queries at global positions
+    `keys.lo[b, y] <= i < keys.hi[b, y]`. So forward and dq loop over keys, while dk and dv loop over queries.
 
 Note [Score]
     s   = softmax_scale * (q . k)
@@ -19,7 +19,7 @@ Note [Score]
     s  += bias[b, h, x, j]                                   x: row of q, j: global key position
     p   = exp(s - lse) on visible pairs, 0 elsewhere
     o   = sum_j keep(b, h, i, j) / (1 - dropout_p) * p * v   keep: Note [Dropout]
-    A sink is one more logit `sinks[h]` in the denominator only: the partial (sink, 1, 0) that a first visit starts from.
+    A sink is one more logit `sinks[h]` in the denominator only: the partial (sink, 1, 0) that a first ring step starts from.
 
 Note [Dropout]
     keep(b, h, i, j) is a pure function of the seed and of global indices, so the mask is the same at any world size, in
@@ -29,28 +29,28 @@ Note [Dropout]
     keep iff philox(counter=(i, j), key=key)[0] >= floor(dropout_p * 2^32)
 
 Note [Softmax state]
-    Between visits the state of a query row is the partial (m, l, acc) of the online softmax, fp32 (fp64 for fp64 inputs):
+    Between ring steps the state of a query row is the partial (m, l, acc) of the online softmax, fp32 (fp64 for fp64 inputs):
     m = max s * log2(e), l = sum 2^(s*log2(e) - m), acc = sum 2^(s*log2(e) - m) v. The identity is (-inf, 0, 0).
-    A kernel may let m lag behind the maximum by up to 8: partials merge for any reference point, and 2^8 leaves room.
-    The last visit normalises: o = acc / l and lse = ln(2) * m + ln(l); a row that saw nothing has o = 0, lse = -inf.
+    A kernel may let m lag behind the maximum by up to 8: partials merge for any reference point, and fp32 has room for 2^8.
+    The last step normalises: o = acc / l and lse = ln(2) * m + ln(l); a row that saw nothing has o = 0, lse = -inf.
 
 Note [Fused call]
-    A fused call is all visits of a rank in one launch. Its keys lie in two places: `local_kv`, the rank's own k and v, and
-    `remote_kv`, one buffer with the rows of all other owners. A *source* is an owner's rows; source 0 is near, source s the owner
-    at ring step s. The rows of a source stand together in far, in the order of its side, and begin at a multiple of PAD_ROWS;
-    behind them lie at least PAD_ROWS rows of zeros that belong to nobody, so that a block of up to PAD_ROWS rows that begins in
-    a source meets finite numbers only. Where the sides say so, a source has no rows at all.
-    A bias of keys stands in one table of the local ones rows and far's, as their positions do.
-    far fills while the kernel runs. Key heads come in `groups` equal groups: flags[g, s] becomes 1 once the rows of source s
-    for the heads of group g are there; they come in the order of (g, s), and near needs no flag. A flag that becomes
-    negative says that its rows will never come, and no later flag becomes 1. A kernel that meets one, or waits longer than
-    `timeout_ns`, sets the error word, goes on, and makes every output that it writes from then on NaN: it never hangs and never
-    returns a number that could be taken for a result.
-    In the backward each source's gradients leave the kernel in fp32 and are added up by their owner: homes[s] is the
-    address of a contiguous `b grad_buffer_rows hk (d + dv)` region, in this or another device's memory, where the kernel writes
-    dk (first d columns) and dv (the others) of row x of the source, x counted from the source's first row. Where a gradient
-    of key_bias is wanted, bias_grad_buffers[s] is the address of a contiguous `b hk grad_buffer_rows` region for what each key
-    head adds to it. Every row of every source is written, zeros included.
+    A fused call computes all ring steps of a rank in one launch. Its keys lie in two places: `local_kv` is the rank's own k
+    and v, and `remote_kv` is one buffer with the rows of all other owners. A *source* is the rows of one owner: source 0 is
+    local, source s is the owner at ring step s. In the remote buffer the rows of a source are contiguous, in the order of its
+    metadata, and begin at a multiple of PAD_ROWS. At least PAD_ROWS rows of zeros follow them, so a block of up to PAD_ROWS
+    rows that begins in a source reads finite numbers only. A source may have no rows.
+    A bias of keys is one table: the local rows, then the remote rows, like their positions.
+    The remote buffer is filled while the kernel runs. Key heads come in `groups` equal groups: flags[g, s] becomes 1 once the
+    rows of source s for the heads of group g have arrived. They arrive in the order of (g, s); local rows need no flag. A
+    negative flag says that its rows will never arrive, and no later flag becomes 1. A kernel that reads a negative flag, or
+    waits longer than `timeout_ns`, sets the error word, continues, and writes NaN to every output from then on. So it never
+    hangs, and never returns a number that could be taken for a result.
+    In the backward the gradients of each source leave the kernel in fp32, and their owner adds them up. grad_buffers[s] is the
+    address of a contiguous `b grad_buffer_rows hk (d + dv)` region, in this or another device's memory. The kernel writes dk
+    (first d columns) and dv (the others) of row x of the source there, x counted from the source's first row. If a gradient of
+    key_bias is wanted, bias_grad_buffers[s] is the address of a contiguous `b hk grad_buffer_rows` region for the sums of
+    each key head. Every row of every source is written, zeros included.
 """
 
 from __future__ import annotations
@@ -77,8 +77,8 @@ class RowMetadata:
         lo: `b s` or `1 s` int32: first visible global position of the other side; not decreasing along rows.
         hi: `b s` or `1 s` int32: one past the last; lo <= hi; not decreasing along rows. lo == hi: sees nothing.
         run_list: The content of `runs` as Python integers, for kernels that plan on the host.
-        lo_host: The content of `lo` on the CPU, likewise.
-        hi_host: The content of `hi` on the CPU, likewise.
+        lo_host: The content of `lo` on the CPU, for the same use.
+        hi_host: The content of `hi` on the CPU, for the same use.
     """
 
     runs: Tensor
@@ -92,7 +92,7 @@ class RowMetadata:
 
 @dataclass(frozen=True)
 class Score:
-    """How a score is made from q . k (Note [Score]); None and 0.0 mean absent.
+    """Options of the score (Note [Score]); None and 0.0 mean absent.
 
     Attributes:
         softmax_scale: Factor on q . k.
@@ -101,7 +101,7 @@ class Score:
         dropout_seed: 64-bit seed of the counter-based mask.
         sinks: `h` fp32.
         alibi_slopes: `h` fp32.
-        key_bias: `b t` fp32, rows of this visit's key buffer; of a fused call `b local_rows+remote_rows`.
+        key_bias: `b t` fp32, rows of this step's key buffer; of a fused call `b local_rows+remote_rows`.
         bias: `b h s n` (expanded: strides may be 0), fp32 or q's dtype, columns by global key position.
     """
 
@@ -132,9 +132,9 @@ class SoftmaxState:
 
 @dataclass(frozen=True)
 class Grads:
-    """Where a backward visit puts what it finds, all in the accumulation dtype (fp32, or fp64 for fp64 inputs).
+    """Gradients that a backward step writes, all in the accumulation dtype (fp32, or fp64 for fp64 inputs).
 
-    `accumulate_rows` / `accumulate_keys` say whether the visit adds to what is there or overwrites it (every element is
+    `accumulate_rows` / `accumulate_keys` say whether the step adds to what is there or overwrites it (every element is
     then written, zeros included, so the buffer may be uninitialised). None: not wanted. Buffers for dq, dk and dv that are
     only overwritten may have the dtype of the inputs instead.
 
@@ -144,7 +144,7 @@ class Grads:
         dv: `b t hk dv`; keys.
         dkey_bias: `b t`; keys.
         dalibi: `b h s`, one partial sum per query row (the caller sums b and s); rows.
-        dbias: `b h s n`, dense. Each visit writes only its own visible pairs; the caller zeroes it once.
+        dbias: `b h s n`, dense. Each step writes only its own visible pairs; the caller zeroes it once.
         accumulate_rows: Add to dq and dalibi instead of overwriting.
         accumulate_keys: Add to dk, dv and dkey_bias instead of overwriting.
         deterministic: Sum in a fixed order: the same bits from run to run. A kernel set that always does may ignore it.
@@ -170,8 +170,8 @@ class GatheredKeys:
     """The key sides of a fused call (Note [Fused call]); compared and hashed by identity, like `RowMetadata`.
 
     Attributes:
-        sides: One per source, near first. Offsets of its runs count rows of the local buffer; those of the others count rows of
-            the remote buffer. Positions ascend within a side, not from side to side.
+        sides: One per source, local rows first. Offsets of its runs count rows of the local buffer; those of the others count
+            rows of the remote buffer. Positions ascend within a side, not from side to side.
         steps: The ring step of each side, ascending, the first one 0: the second index of its flag. Steps at which nothing
             is visible are left out.
         local_rows: Rows of the local buffer.
@@ -194,11 +194,11 @@ class GatheredKeys:
 
 @dataclass(frozen=True)
 class ReadyFlags:
-    """How a kernel knows that rows of the remote buffer are there (Note [Fused call]).
+    """Flags of the rows of the remote buffer that have arrived (Note [Fused call]).
 
     Attributes:
-        flags: `groups steps` int32, on the device, contiguous; nobody waits for column 0.
-        error: `1` int32, on the device, because kernels read it at the end of each tile; 0 until one has waited in vain.
+        flags: `groups steps` int32, on the device, contiguous; column 0 is not waited for.
+        error: `1` int32, on the device, because kernels read it at the end of each tile; 0 until one has timed out.
         timeout_ns: Nanoseconds a kernel waits for one flag.
     """
 
@@ -213,7 +213,7 @@ class ReadyFlags:
 
 
 class KernelSet(Protocol):
-    """One way to compute visits. A kernel set is a module with these functions; it holds no state."""
+    """One implementation of attention. A kernel set is a module with these functions; it holds no state."""
 
     def forward(
         self,
@@ -230,7 +230,7 @@ class KernelSet(Protocol):
         o: Tensor,
         lse: Tensor,
     ) -> None:
-        """Visits one buffer of keys.
+        """Attend to one buffer of keys.
 
         Args:
             q: `b s h d`; any strides with a contiguous last dim.
@@ -274,7 +274,7 @@ class KernelSet(Protocol):
             q: As in forward.
             k: As in forward.
             v: As in forward.
-            lse: `b h s`, natural log: of the finished rows, over all visits.
+            lse: `b h s`, natural log: of the finished rows, over all ring steps.
             delta: `b h s`, from `delta`; where o is given it is made here, and written.
             rows: The query side.
             keys: The key side.
@@ -287,14 +287,14 @@ class KernelSet(Protocol):
 
 
 class FusedKernelSet(KernelSet, Protocol):
-    """A kernel set that can also compute all visits of a rank in one launch (Note [Fused call])."""
+    """A kernel set that can also compute all ring steps of a rank in one launch (Note [Fused call])."""
 
     def can_capture(self) -> bool:
         """Whether a CUDA graph of what the functions of this set enqueue may be launched in place of calling them again."""
         ...
 
     def can_fuse(self, head_dim: int, v_head_dim: int, score: Score) -> bool:
-        """Whether `forward_fused` and `backward_fused` serve such a call; what they refuse goes visit by visit."""
+        """Whether `forward_fused` and `backward_fused` serve such a call; other calls go step by step."""
         ...
 
     def forward_fused(
@@ -311,7 +311,7 @@ class FusedKernelSet(KernelSet, Protocol):
         lse: Tensor,
         sm_margin: int = 0,
     ) -> None:
-        """The finished attention of q over all sources.
+        """Compute the finished attention of q over all sources.
 
         Args:
             q: `b s h d`; any strides with a contiguous last dim.
@@ -320,7 +320,7 @@ class FusedKernelSet(KernelSet, Protocol):
             rows: The query side.
             keys: The key sides.
             score: How scores are made; bias is absent.
-            ready_flags: None when all of the remote buffer is there.
+            ready_flags: None when all remote rows have arrived.
             o: `b s h dv`, q's dtype or fp32; written.
             lse: `b h s`, natural log, fp32; written.
             sm_margin: Multiprocessors to leave to what runs beside it, where programs would stay on all of them.
@@ -350,50 +350,54 @@ class FusedKernelSet(KernelSet, Protocol):
         o: Tensor | None = None,
         dlse: Tensor | None = None,
     ) -> None:
-        """Dq of this rank's queries, and every source's dk, dv and dkey_bias sent to their owners.
+        """Compute dq of this rank's queries, and send dk, dv and dkey_bias of every source to their owners.
 
         Args:
             do: `b s h dv`, contiguous last dim.
-            q: As in `forward_fused`, like the next five.
-            local_kv: Likewise.
-            remote_kv: Likewise.
+            q: As in `forward_fused`.
+            local_kv: As in `forward_fused`.
+            remote_kv: As in `forward_fused`.
             lse: `b h s`, natural log.
             delta: `b h s`, from `delta`; where o is given it is made here, and written.
             rows: The query side; `keys.sides` hold what every key row is seen by.
             keys: The key sides.
-            score: Likewise.
-            ready_flags: Likewise.
+            score: As in `forward_fused`.
+            ready_flags: As in `forward_fused`.
             grad_buffers: int64, on the device: the address of the region of each of `keys.sides`, in their order.
             grad_buffer_rows: Rows of a region, the same for all.
             dq: `b s h d`, q's dtype or fp32; overwritten.
             dalibi: `b h s` fp32, one partial sum per query row; overwritten. None: not wanted.
-            bias_grad_buffers: Like homes, of the regions of dkey_bias. None: not wanted.
+            bias_grad_buffers: Like grad_buffers, of the regions of dkey_bias. None: not wanted.
             deterministic: Sum in a fixed order.
             sm_margin: As in `forward_fused`.
             o: As in `backward`.
-            dlse: Likewise.
+            dlse: As in `backward`.
         """
         ...
 
-    def reduce_kv_grads(self, dk: Tensor, dv: Tensor, own: Tensor, parts: Sequence[Tensor], rows: Tensor) -> None:
-        """Dk and dv of this rank's keys: its own contribution and, in order, those that came back.
+    def reduce_kv_grads(
+        self, dk: Tensor, dv: Tensor, local_grads: Tensor, remote_grads: Sequence[Tensor], rows: Tensor
+    ) -> None:
+        """Sum dk and dv of this rank's keys: its own contribution and, in order, those of other ranks.
 
         Args:
             dk: `b t hk d`, contiguous, any floating dtype; written.
             dv: `b t hk dv`, likewise.
-            own: `b grad_buffer_rows hk (d + dv)` fp32: row x belongs to key row x.
-            parts: Like own, one per rank that visited, in ring order.
-            rows: int32 `parts t` on the device: the row of a part that belongs to a key row, or -1.
+            local_grads: `b grad_buffer_rows hk (d + dv)` fp32: row x belongs to key row x.
+            remote_grads: Like local_grads, one per rank that read these keys, in ring order.
+            rows: int32 `remote_grads t` on the device: the row of a part that belongs to a key row, or -1.
         """
         ...
 
-    def reduce_key_bias_grads(self, dkey_bias: Tensor, own: Tensor, parts: Sequence[Tensor], rows: Tensor) -> None:
-        """Dkey_bias of this rank's keys, likewise, and over all key heads.
+    def reduce_key_bias_grads(
+        self, dkey_bias: Tensor, local_grads: Tensor, remote_grads: Sequence[Tensor], rows: Tensor
+    ) -> None:
+        """Sum dkey_bias of this rank's keys over ranks and key heads.
 
         Args:
             dkey_bias: `b t` fp32, contiguous; written.
-            own: `b hk grad_buffer_rows` fp32: row x belongs to key row x.
-            parts: Like own, one per rank that visited, in ring order.
+            local_grads: `b hk grad_buffer_rows` fp32: row x belongs to key row x.
+            remote_grads: Like local_grads, one per rank that read these keys, in ring order.
             rows: As in `reduce_kv_grads`.
         """
         ...

@@ -1,4 +1,4 @@
-"""Which kernel set serves a call, and why not the others.
+"""Selection of the kernel set that serves a call, with the reasons against the others.
 
 Owns the table of kernel sets, fastest first, and what each refuses. Knows nothing of ranks. Imports a kernel set only
 when it is picked, and probes nothing at import time.

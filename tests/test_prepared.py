@@ -82,7 +82,7 @@ def test_nothing_is_decided_twice(monkeypatch: pytest.MonkeyPatch) -> None:
 
     for module, name in (
         (prepared, "check_call"),
-        (prepared, "pick"),
+        (prepared, "select_kernels"),
         (calls, "parse"),
         (calls, "make_plan"),
         (calls, "stationary_key"),

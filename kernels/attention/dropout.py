@@ -43,7 +43,7 @@ def philox(counter: tuple[Tensor, Tensor], key: Tensor) -> tuple[Tensor, Tensor]
 def keep_mask(
     seed: int, b_index: Tensor, h_index: Tensor, i: Tensor, j: Tensor, num_heads: int, dropout_p: float
 ) -> Tensor:
-    """Which attention weights survive dropout: the same answer on every device and at any world size.
+    """Mask of the attention weights that survive dropout: the same answer on every device and at any world size.
 
     Args:
         seed: 64-bit seed.

@@ -159,7 +159,7 @@ def meet(controls, flags, offset, epoch, word, failed, errors, timeout_us, RANKS
 
 @triton.jit
 def begin(table, me, RANKS: tl.constexpr, PROGRAMS: tl.constexpr):
-    """What this program of rank `me` finds in its control (Note [Mailboxes]).
+    """Values of this program of rank `me` in its control (Note [Mailboxes]).
 
     Returns where its flags, its epoch and `failed` stand, what `failed` is, the number of this launch, and the address of
     `errors`.
@@ -357,9 +357,9 @@ def share(
         table: As in `one_shot`.
         adds: Sum all ranks' numbers in fp32, in the order of the ranks, and round once; else lay columns side by side.
         rank: As in `one_shot`.
-        ranks: Likewise.
-        slot: Likewise, at least the bytes of x / 4.
-        timeout_us: Likewise.
+        ranks: As in `one_shot`.
+        slot: As in `one_shot`, at least the bytes of x / 4.
+        timeout_us: As in `one_shot`.
     """
     assert ranks <= MAX_RANKS, "a thread per rank sets and waits for flags"
     width = x.numel() if adds else x.shape[-1]

@@ -1,4 +1,4 @@
-"""How a decode call is shaped on each kind of device: one table and a few rules, so that a measured choice is a changed number.
+"""Shapes of decode calls on each kind of device: one table and a few rules, so that a measured choice is a changed number.
 
 Owns tile sizes, pipeline depth and how much of a device one call should fill. Refuses to know tensors, and needs no Triton.
 

@@ -136,7 +136,7 @@ def _plan_splits_kernel(
 
 @triton.jit
 def _how_many_before(starts, lengths, at, known, position):
-    """How many of the blocks `at` end at a position or earlier; without lengths, how many begin earlier."""
+    """Number of the blocks `at` end at a position or earlier; without lengths, how many begin earlier."""
     edge = tl.load(starts + at, mask=known, other=0)
     if lengths is not None:
         before = edge + tl.load(lengths + at, mask=known, other=0) <= position
@@ -206,7 +206,7 @@ def _pairs(x, HOW: tl.constexpr):
 
 @triton.jit
 def _unit(HOW: tl.constexpr):
-    """What the numbers of `_pairs` are to be multiplied by."""
+    """Factor for the numbers of `_pairs`."""
     return 1.0 if HOW == "instructions" else 256.0
 
 
@@ -383,7 +383,7 @@ _kernel: Any = _decode_kernel  # what @triton.jit makes of a function has a type
 
 @dataclass(frozen=True)
 class _Sharing:
-    """How the work of a call is divided (Note [Who does what]).
+    """Division of the work of a call (Note [Who does what]).
 
     Attributes:
         config: Of the launch.
@@ -518,7 +518,7 @@ def _launch(
 
 
 def bytes_of(capability: tuple[int, int] | None) -> tuple[str, str]:
-    """How a device makes numbers of bytes of k and of v (Note [Bytes in pairs]); None: the interpreter."""
+    """Conversion of the bytes of k and of v to numbers on a device (Note [Bytes in pairs]); None: the interpreter."""
     if capability is None:
         return "portable", "portable"
     return ("instructions", "instructions") if capability >= (8, 9) else ("bits", "bits")

@@ -133,7 +133,7 @@ def num_splits(
     kv_dtype: torch.dtype = torch.bfloat16,
     same_length: bool = False,
 ) -> int:
-    """How many partials a decode call should leave: enough to fill the device, few enough to be cheap to merge.
+    """Number of partials that a decode call should leave: enough to fill the device, few enough to be cheap to merge.
 
     Args:
         b: Requests.
@@ -162,7 +162,7 @@ def num_splits(
 def tile_tokens(
     h: int, hk: int, device: torch.device, *, head_dim: int = 128, kv_dtype: torch.dtype = torch.bfloat16
 ) -> int:
-    """How many rows of a request share one pass over its keys at most: the least that calls of many rows should bring.
+    """Largest number of rows of a request that share one pass over its keys: the least that calls of many rows should bring.
 
     Args:
         h: Query heads.
@@ -212,7 +212,7 @@ def decode(
         parts: `splits parts_len(b * s * h, dv)`, fp32 (fp64 for fp64 inputs), last dim contiguous: overwritten. Any number of
             splits is right; `num_splits` says which is fast.
         k_scale: `pages hk page_size` fp32, with fp8 only.
-        v_scale: Likewise.
+        v_scale: Like k_scale, of v.
         split_plan: What `plan_splits` found for tensors of these shapes with the same table and bounds; None: it is found again.
         impl: "auto", or the name of a kernel, which then serves or is refused.
 
@@ -237,17 +237,17 @@ def plan_splits(
     *,
     impl: str = "auto",
 ) -> Tensor | None:
-    """How the blocks of a table are shared out, which is the same for all layers: for calls of `decode` to be told.
+    """Division of the blocks of a table among programs, which is the same for all layers: for calls of `decode` to be told.
 
     In stream order on a GPU, and capturable.
 
     Args:
         q: As in `decode`, like the others; its numbers do not matter.
-        k: Likewise.
-        v: Likewise.
-        table: Likewise.
-        lo: Likewise.
-        hi: Likewise.
+        k: As in `decode`.
+        v: As in `decode`.
+        table: As in `decode`.
+        lo: As in `decode`.
+        hi: As in `decode`.
         splits: Height of the stack.
         impl: As in `decode`.
 

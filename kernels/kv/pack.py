@@ -15,7 +15,7 @@ from ringattn.kernels.runtime.optional_triton import import_optional
 
 @dataclass(frozen=True, eq=False)
 class Cleared:
-    """What a launch that packs sets to zero beside: a launch or a word in stream order for each would take longer.
+    """Memory that the packing launch also sets to zero: a launch or a word in stream order for each would take longer.
 
     Attributes:
         flags: int32, contiguous.

@@ -84,7 +84,7 @@ def take(
 
     Args:
         pool_k: As `put` left it.
-        pool_v: Likewise.
+        pool_v: Like pool_k, of values.
         slots: `b s` int64, contiguous, none of them -1.
         k: `b s hk d`, any strides with a contiguous last dim; written.
         v: `b s hk dv`, likewise.

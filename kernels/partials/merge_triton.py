@@ -27,7 +27,7 @@ IN_FLIGHT = 48
 
 @dataclass(frozen=True)
 class Tile:
-    """What a program that merges owns.
+    """Rows and columns that a merging program owns.
 
     Attributes:
         rows: Rows, a power of two.
@@ -48,7 +48,7 @@ class Tile:
 
 @functools.lru_cache(maxsize=4096)
 def merging(parts: int, rows: int, dv: int, programs: int) -> Tile:
-    """How a stack is shared out: rows are cut into columns until every multiprocessor has a program.
+    """Division of a stack among programs: rows are cut into columns until every multiprocessor has a program.
 
     Merging waits for memory: a program reads m of all parts, then l and acc of all, which it asks for together.
 
@@ -78,7 +78,7 @@ def programs_of(x: Tensor) -> int:
 
 
 def together(parts: int, numbers: int, warps: int) -> int:
-    """How many of the parts a program reads at once, when it holds so many numbers of each.
+    """Number of parts that a program reads at once, when it holds so many numbers of each.
 
     Few values, since each is a kernel of its own: powers of two up to 8, then multiples of 8.
     """

@@ -56,8 +56,8 @@ def clear(parts: Tensor, rows: int, dv: int) -> None:
 
     Args:
         parts: As in `views`; written.
-        rows: Likewise.
-        dv: Likewise.
+        rows: As in `views`.
+        dv: As in `views`.
     """
     parts.zero_()
     views(parts, rows, dv)[0].fill_(float("-inf"))

@@ -44,7 +44,7 @@ _LEADING = ("self", "gridX", "gridY", "gridZ", "stream", "function")
 
 
 class Template:
-    """What is the same for all tensors of one shape, strides and dtype that a kernel sees through one block.
+    """Properties that are the same for all tensors of one shape, strides and dtype that a kernel sees through one block.
 
     Args:
         descriptor: A descriptor of such a tensor, made and checked by its own class.
@@ -89,12 +89,12 @@ class Bound:
     encoded: dict[tuple[int, int, Template], list[Any]] = field(default_factory=dict)
 
     def encode(self, number: int, descriptor: Any) -> list[Any]:
-        """What a descriptor becomes, by its number among the descriptors."""
+        """Encode a descriptor, by its number among the descriptors."""
         inside = importlib.import_module("triton.backends.nvidia.driver")
         return inside.make_tensordesc_arg(descriptor, self.metas[number], *self.blanks)
 
     def encoding(self, number: int, template: Template, address: int) -> list[Any]:
-        """What the descriptor of a tensor at an address becomes."""
+        """Encode the descriptor of a tensor at an address, once."""
         key = (number, address, template)
         found = self.encoded.get(key)
         if found is None:
@@ -116,7 +116,7 @@ class _Place:
 
 @dataclass(frozen=True, eq=False)
 class _Places:
-    """Which run-time arguments are what, for one combination of types; facts about the others follow from their types.
+    """Positions of the run-time arguments by their kind, for one combination of types; facts about the others follow from their types.
 
     Attributes:
         general: Gives the integers that are never specialised on, the first of them twice; two zeros where there is none.
@@ -337,7 +337,7 @@ def _find_straight(bare: Any, function: int, packed: Any) -> tuple[Callable[...,
 
 
 def _blanks(encode: Callable[..., Any]) -> tuple[None, ...] | None:
-    """What is passed to Triton's encoding behind descriptor and meta; None: it is not known."""
+    """Arguments that are passed to Triton's encoding behind descriptor and meta; None: it is not known."""
     names = tuple(inspect.signature(encode).parameters)
     if names[:2] != ("arg", "metadata") or set(names[2:]) - {"_"}:
         return None

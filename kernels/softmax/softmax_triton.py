@@ -307,7 +307,7 @@ def _logsumexp_backward_kernel(
 
 @dataclass(frozen=True)
 class Launch:
-    """How rows are given to programs (Note [Which program owns what]).
+    """Division of rows among programs (Note [Which program owns what]).
 
     Attributes:
         rows: Inner rows of one program; a power of two.

@@ -131,7 +131,7 @@ def backward_fused(
 ) -> None:
     """Dq of this rank's queries, and every source's dk, dv and dkey_bias sent to their owners (`FusedKernelSet.backward_fused`).
 
-    Regions of homes begin at multiples of 16 bytes. Where sums are made in a fixed order, the kernel by keys waits for what
+    Regions of grad_buffers begin at multiples of 16 bytes. Where sums are made in a fixed order, the kernel by keys waits for what
     arrives and dq is made by the kernel by rows behind it.
     """
     remote = RemoteGradArgs(remote_kv, ready_flags, grad_buffers, grad_buffer_rows, bias_grad_buffers)
@@ -141,11 +141,13 @@ def backward_fused(
     launch_backward(x, GradOutputs(dq, dalibi=dalibi), deterministic=deterministic)
 
 
-def reduce_key_bias_grads(dkey_bias: Tensor, own: Tensor, parts: Sequence[Tensor], rows: Tensor) -> None:
+def reduce_key_bias_grads(dkey_bias: Tensor, local_grads: Tensor, remote_grads: Sequence[Tensor], rows: Tensor) -> None:
     """Dkey_bias of this rank's keys (`FusedKernelSet.reduce_key_bias_grads`)."""
-    (grad_reduce_triton if dkey_bias.is_cuda else grad_reduce).reduce_key_bias_grads(dkey_bias, own, parts, rows)
+    (grad_reduce_triton if dkey_bias.is_cuda else grad_reduce).reduce_key_bias_grads(
+        dkey_bias, local_grads, remote_grads, rows
+    )
 
 
-def reduce_kv_grads(dk: Tensor, dv: Tensor, own: Tensor, parts: Sequence[Tensor], rows: Tensor) -> None:
+def reduce_kv_grads(dk: Tensor, dv: Tensor, local_grads: Tensor, remote_grads: Sequence[Tensor], rows: Tensor) -> None:
     """Dk and dv of this rank's keys (`FusedKernelSet.reduce_kv_grads`)."""
-    (grad_reduce_triton if dk.is_cuda else grad_reduce).reduce_kv_grads(dk, dv, own, parts, rows)
+    (grad_reduce_triton if dk.is_cuda else grad_reduce).reduce_kv_grads(dk, dv, local_grads, remote_grads, rows)

@@ -65,8 +65,8 @@ from ringattn.kernels.attention.hopper.primitives import (
     EPOCH,
     arrive,
     entry,
+    exit_barrier,
     grad_buffer_of,
-    leave_barrier,
     limits,
     load_from,
     opaque,
@@ -187,7 +187,7 @@ def _producer(
                     count += 1
         taken += 1
     if board is not None:
-        leave_barrier(board, epoch, epochs)
+        exit_barrier(board, epoch, epochs)
 
 
 @gluon.jit

@@ -18,9 +18,9 @@ Note [Roles of the wide kernel]
 
     Named barriers, each + stage: Q_FREE and DO_FREE: both consumers are done with it. P_FULL, P_FREE: between them.
 
-    Tiles of several owners, their flags, tables and homes are those of Note [Tiles of several owners] in backward.py; a tile
-    that the end of its source cuts needs no mask for that, because no sum over keys is made here. Sums on their way home
-    change their layout through the shared memory of K and of V, which is let go behind them.
+    Tiles of several owners, their flags, tables and gradient buffers are those of Note [Tiles of several owners] in
+    backward.py; a tile that the end of its source cuts needs no mask for that, because no sum over keys is made here. Sums on
+    their way home change their layout through the shared memory of K and of V, which is let go behind them.
 """
 
 # pyright: reportGeneralTypeIssues=false, reportArgumentType=false, reportAssignmentType=false, reportCallIssue=false
@@ -40,8 +40,8 @@ from ringattn.kernels.attention.hopper.primitives import (
     EPOCH,
     arrive,
     entry,
+    exit_barrier,
     grad_buffer_of,
-    leave_barrier,
     limits,
     load_from,
     opaque,
@@ -133,7 +133,7 @@ def _produce(
                     x += BLOCK
                     count += 1
     if board is not None:
-        leave_barrier(board, epoch, epochs)
+        exit_barrier(board, epoch, epochs)
 
 
 @gluon.jit

@@ -33,7 +33,7 @@ from ringattn.kernels.attention.hopper.primitives import (
     EPOCH,
     arrive,
     entry,
-    leave_barrier,
+    exit_barrier,
     limits,
     load_from,
     opaque,
@@ -104,7 +104,7 @@ def _produce(
                 y += k_desc.block_type.shape[2]
                 count += 1
     if board is not None:
-        leave_barrier(board, epoch, epochs)
+        exit_barrier(board, epoch, epochs)
 
 
 @gluon.jit

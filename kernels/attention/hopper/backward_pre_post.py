@@ -1,4 +1,4 @@
-"""What runs before and after the fused backward, in plain Triton: row statistics, zeroed sums, scaled and summed results.
+"""Kernels that run before and after the fused backward, in plain Triton: row statistics, zeroed sums, scaled and summed results.
 
 Owns the form in which the fused kernel wants lse and delta, and what becomes of its fp32 sums. Refuses to know scores.
 
@@ -174,7 +174,7 @@ def finish_kernel(
     TILE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr, V_COLUMNS: tl.constexpr,
     V_WIDTH: tl.constexpr, ADD_KEYS: tl.constexpr, ADD_ROWS: tl.constexpr,
 ):  # fmt: skip
-    """What is left to do with sums: the first `key_programs` programs finish split tiles of keys, the others dq.
+    """Finish sums: the first `key_programs` programs finish split tiles of keys, the others dq.
 
     Side by side, because neither fills a GPU and peers wait for the keys. `parts` is None where no tile was split, `total`
     where dq is not to be finished.

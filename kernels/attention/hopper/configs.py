@@ -1,4 +1,4 @@
-"""How each Hopper kernel is shaped: one table, so that a measured choice is a changed number.
+"""Shapes of the Hopper kernels: one table, so that a measured choice is a changed number.
 
 Owns tile sizes, pipeline depth, switches for measurements, and which scores the fused backward is for. Refuses to know
 tensors and kernels.
@@ -216,6 +216,6 @@ def is_for_pair(head_dim: int, v_head_dim: int, extras: int, wants_extra_grads: 
 
 
 def padded_dims(head_dim: int, v_head_dim: int) -> tuple[int, int]:
-    """What the kernel makes of two head dims of up to 128; a narrow q beside a wide v is treated as wide."""
+    """Pad two head dims of up to 128 as the kernel does; a narrow q beside a wide v is treated as wide."""
     dv = 64 if v_head_dim <= 64 else 128
     return (64 if head_dim <= 64 and dv == 64 else 128), dv

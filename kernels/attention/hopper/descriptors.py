@@ -1,4 +1,4 @@
-"""How Hopper kernels are given tensors and numbers: descriptors of the bulk copy engine (TMA), strides, scales, workspaces.
+"""Arguments of Hopper kernels: descriptors of the bulk copy engine (TMA), strides, scales, workspaces.
 
 Owns the hardware's conditions on addresses and strides, and which descriptors are alike. Refuses to know which kernel they are
 for, and how a launch reaches the driver (Note [Bound launch] in bound_launch.py).
@@ -114,7 +114,7 @@ def workspace(beside: Tensor, *shape: int) -> Tensor:
 
 @functools.lru_cache
 def multiprocessors(device: torch.device) -> int:
-    """How many programs run side by side; on a CPU, where kernels are emulated, a few."""
+    """Number of programs that run side by side; on a CPU, where kernels are emulated, a few."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 3
 
 
@@ -126,7 +126,7 @@ def scale_and_cap(score: Score) -> tuple[float, float]:
 
 
 def timeout_us_of(ready_flags: ReadyFlags) -> int:
-    """How long kernels wait, in a unit in which every patience is of one width: a wider integer is another kernel."""
+    """Timeout of kernels that wait, in microseconds, so that every timeout has one width: a wider integer is another kernel."""
     return min(max(ready_flags.timeout_ns // 1000, 1), 2**31 - 1)
 
 

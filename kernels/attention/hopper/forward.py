@@ -52,7 +52,7 @@ from ringattn.kernels.attention.hopper.primitives import (
     EPOCH,
     arrive,
     entry,
-    leave_barrier,
+    exit_barrier,
     opaque,
     rows_ahead,
     sync,
@@ -171,7 +171,7 @@ def _producer(
                     parity ^= 1
                     used = True
     if board is not None:
-        leave_barrier(board, epoch, epochs)
+        exit_barrier(board, epoch, epochs)
 
 
 @gluon.jit

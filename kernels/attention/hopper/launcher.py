@@ -130,7 +130,7 @@ class BackwardInputs:
 
     @property
     def ready_flags(self) -> ReadyFlags | None:
-        """How kernels wait for remote rows; None: all rows are there."""
+        """Flags of remote rows; None: all rows are there."""
         return None if self.remote is None else self.remote.ready_flags
 
     @property
@@ -148,7 +148,7 @@ class BackwardInputs:
 
 @dataclass(frozen=True, eq=False)
 class GradOutputs:
-    """Where gradients go: as `Grads` has it, but no dk and dv in a fused call, which sends them to their owners."""
+    """Tensors that gradients are written to: as in `Grads`, but no dk and dv in a fused call, which sends them to their owners."""
 
     dq: Tensor
     dk: Tensor | None = None
@@ -224,7 +224,7 @@ def launch_forward_fused(
         launch_forward(q, k, v, rows, alone, score, carry=None, first=True, last=True, o=o, lse=lse, **options)
         return
     if k.shape[1] == 0:
-        # hidden blocks are read from near: one row of zeros stands for none
+        # hidden blocks are read from the local buffer: one row of zeros stands for none
         k, v = (x.new_zeros(batch, 1, *x.shape[2:]) for x in local_kv)
     # a copy of the remote buffer would be made before it is filled
     assert all(describable(x) for x in remote_kv), "rows of the remote buffer are whole words of 16 bytes"
@@ -261,7 +261,8 @@ def _launch_forward(
 ) -> None:
     """One launch, and one that adds up split tiles.
 
-    fused: k and v of the remote buffer, flags, error, key heads and steps of the flags, patience, and where far begins in a bias of
+    fused: k and v of the remote buffer, flags, error, key heads and steps of the flags, timeout, and where remote rows begin in
+        a bias of
     keys; None where absent.
     """
     batch, s, h, d = q.shape
@@ -345,7 +346,7 @@ def _launch_forward(
 
 @functools.lru_cache
 def choose_pack(s: int, group: int, tile: int) -> int:
-    """How many neighbouring heads share a tile: one, unless more save at least an eighth of the tiles.
+    """Number of neighbouring heads that share a tile: one, unless more save at least an eighth of the tiles.
 
     Args:
         s: Query rows.
@@ -689,7 +690,7 @@ def finish_sums(keys: KeySums | None, rows: RowSums | None = None) -> None:
 
 @dataclass(frozen=True, eq=False)
 class _BiasSums:
-    """What a kernel of dk and dv leaves of dkey_bias.
+    """Sums of dkey_bias that a kernel of dk and dv writes.
 
     Attributes:
         per_head: `b hk t` fp32, the sums of each key head; or the addresses of the regions of a fused call.
@@ -715,7 +716,7 @@ class _BiasSums:
 
 
 def _bias_sums(x: BackwardInputs, out: GradOutputs, plan: WorkPlan, tile: int, beside: Tensor) -> _BiasSums | None:
-    """Where dkey_bias goes first; None: it is not wanted. `beside` is an fp32 tensor of the launch."""
+    """Return the tensors that take dkey_bias first; None: it is not wanted. `beside` is an fp32 tensor of the launch."""
     batch, t, heads, _ = x.k.shape
     if out.dkey_bias is not None:
         # where something is added, tiles that see nothing are left out

@@ -1,4 +1,4 @@
-"""What every Hopper kernel is made of: named barriers, copies that add, tiles of the work plan, limits of visibility.
+"""Parts of every Hopper kernel: named barriers, copies that add, tiles of the work plan, limits of visibility.
 
 Owns the inline assembly. Refuses to know scores, softmax and gradients.
 
@@ -100,13 +100,13 @@ def wait_for_progress(board, epoch, epochs):
         in_time = _check_in(board + epoch, board + gl.maximum(epoch - 1, 0), enough)
         epoch += 1
         if in_time == 0:
-            leave_barrier(board, epoch, epochs)
+            exit_barrier(board, epoch, epochs)
             epoch = LEFT
     return epoch
 
 
 @gluon.jit
-def leave_barrier(board, epoch, epochs):
+def exit_barrier(board, epoch, epochs):
     """Says at once what this program has not said, so that nobody waits for it."""
     for i in range(epoch, epochs):
         _check_in(board + i, board + i, 0)
@@ -174,7 +174,7 @@ def reciprocal(x):
 
 @gluon.jit
 def load_from(local, remote, step, place, full, target):
-    """Loads a block from where its source lies: near, or far (None: there is none) for steps above 0."""
+    """Loads a block from where its source lies: local, or remote (None: there is none) for steps above 0."""
     if remote is None:
         tma.async_copy_global_to_shared(local, place, full, target)
     elif step > 0:
@@ -266,6 +266,6 @@ def send_grads(
 
 @gluon.jit
 def grad_buffer_of(grad_buffers, side, row, width):
-    """Where row `row` of the region of a source lies, rows being `width` numbers."""
+    """Address of row `row` of the region of a source, rows being `width` numbers."""
     region = gl.multiple_of(gl.cast(gl.load(grad_buffers + side), gl.pointer_type(gl.float32)), [16])
     return region + gl.cast(row, gl.int64) * width

@@ -1,4 +1,4 @@
-"""How far the programs of a long launch may drift apart.
+"""Barrier that bounds how far the programs of a long launch drift apart.
 
 Owns the choice of launches whose programs wait for each other, and the board on which they count. Refuses to know what they
 compute.

@@ -1,4 +1,4 @@
-"""Who computes what, and in which order: the work of one ring step cut into tiles and assigned to persistent programs.
+"""Assignment and order of work: the work of one ring step cut into tiles and assigned to persistent programs.
 
 Owns the integers: which blocks a tile of stationary rows meets, which of them need a mask, and which program takes which
 tile when. Made once per pair of sides on the host and kept as long as the sides live. Refuses to know tensors of values.
@@ -125,7 +125,7 @@ class WorkPlan:
 
 @dataclass(frozen=True)
 class Shape:
-    """What a plan depends on besides its sides.
+    """Parameters of a plan besides its sides.
 
     Attributes:
         batch: Batch elements.
@@ -174,7 +174,7 @@ def make_plan(stationary: AnyRows, streamed: AnyRows, shape: Shape) -> WorkPlan:
 
 @dataclass(frozen=True)
 class _Tiles:
-    """What every tile meets, before heads: int64 on the CPU, tiles of all batch elements that have bounds of their own.
+    """Segments of every tile, before heads: int64 on the CPU, tiles of all batch elements that have bounds of their own.
 
     Attributes:
         segments: `n 8`, as in Note [Work].
@@ -191,7 +191,7 @@ class _Tiles:
 
 @dataclass(frozen=True)
 class _Assignment:
-    """Which program takes what, entries by their index.
+    """Assignment of entries, by their index, to programs.
 
     Attributes:
         owners: The program of each entry; -1 for those that are split.

@@ -1,4 +1,4 @@
-"""How each kernel is shaped on each kind of device: one table, so that a measured choice is a changed number.
+"""Shapes of the kernels on each kind of device: one table, so that a measured choice is a changed number.
 
 Owns tile sizes, warps and pipeline depth, and the naming of device kinds. Refuses to know tensors and kernels.
 """
@@ -120,5 +120,5 @@ def choose(kind: str, itemsize: int, head_dim: int, kernel: str, dot_only: bool)
 
 
 def without_tma(config: Config) -> Config:
-    """What replaces a forward configuration when a tensor cannot be described: pointers take registers, so narrower."""
+    """Forward configuration to use when a tensor cannot be described: pointers take registers, so narrower."""
     return replace(config, tma=False, skew=False, block_n=min(config.block_n, 64))

@@ -265,7 +265,7 @@ def _signed(word: int) -> int:
 
 
 def _precision(q: Tensor, kind: str) -> str:
-    """How products of fp32 are made: three TF32 products where tensor cores have them, which keeps 21 bits."""
+    """Precision of fp32 products: three TF32 products where tensor cores have them, which keeps 21 bits."""
     return "tf32x3" if q.dtype == torch.float32 and kind.startswith("sm") else "ieee"
 
 
@@ -288,7 +288,7 @@ def _describable(x: Tensor) -> bool:
 
 
 def _streamed(x: Tensor, block: int, tma: bool) -> Any:
-    """What the kernel walks: the tensor, or a descriptor over `b h s d` with tiles of `block` rows."""
+    """Argument that the kernel streams: the tensor, or a descriptor over `b h s d` with tiles of `block` rows."""
     if not tma:
         return x
     batch, s, h, d = x.shape

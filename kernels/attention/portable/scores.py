@@ -65,5 +65,5 @@ def dropout_key(head, seed_low, seed_high):
 
 @triton.jit
 def kept(key, q_pos, k_pos, threshold):
-    """Which pairs of global positions survive dropout."""
+    """Mask of the pairs of global positions that survive dropout."""
     return philox(q_pos.to(tl.uint32), k_pos.to(tl.uint32), key) >= threshold.to(tl.uint32)

@@ -1,4 +1,4 @@
-"""What every tile loop shares: which tiles a program walks, which of them need a mask, and how rows are loaded.
+"""Code that every tile loop shares: which tiles a program walks, which of them need a mask, and how rows are loaded.
 
 Owns the arithmetic between global positions and rows of a run. Refuses to know scores and softmax.
 
