@@ -116,7 +116,7 @@ class _Place:
 
 @dataclass(frozen=True, eq=False)
 class _Places:
-    """Positions of the run-time arguments by their kind, for one combination of types; facts about the others follow from their types.
+    """Positions of run-time arguments by kind, for one combination of types; facts about the others follow from their types.
 
     Attributes:
         general: Gives the integers that are never specialised on, the first of them twice; two zeros where there is none.
