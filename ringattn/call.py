@@ -13,6 +13,7 @@ Note [Said once]
 from __future__ import annotations
 
 import ast
+import json
 import math
 import operator
 from collections.abc import Hashable, Mapping, Sequence
@@ -356,8 +357,9 @@ def parse(text: str) -> dict[str, Any]:
 @lru_cache(maxsize=512)
 def _decode(text: str, rank: int) -> Call:
     record = parse(text)
-    sharding = Sharding.from_spec(record["sharding"], rank)
-    kv_sharding = sharding if record["kv_sharding"] is None else Sharding.from_spec(record["kv_sharding"], rank)
+    sharding = Sharding.from_spec(json.loads(record["sharding"]), rank)
+    keys = record["kv_sharding"]
+    kv_sharding = sharding if keys is None else Sharding.from_spec(json.loads(keys), rank)
     return Call(
         sharding,
         kv_sharding,

@@ -13,16 +13,19 @@ Note [Pieces]
     As a function of the row, each bound is piecewise linear with slopes 0 and 1, and it can bend only at rows that are
     known in advance: where a segment (document, attention chunk) begins, a window's width after that, and so on.
     `bounds` evaluates the interval there, joins what is straight, and sums come from the pieces in closed form: the
-    cost of counting grows with the number of pieces, never with the number of tokens.
+    cost of counting grows with the number of pieces, never with the number of tokens. Segments of one length have the
+    same pieces, moved: they are evaluated once. Where shards have no gaps, pairs are counted between the ends of their
+    runs; where shards are the classes of a modulus, pieces that are alike are counted together.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
+from itertools import accumulate, pairwise
+from operator import gt, sub
 from typing import Any, Literal, Protocol
 
 from ringattn.layout import Run, Shard
@@ -249,34 +252,50 @@ class Visibility:
 
     def _trace(self, reading: Reading, extent: tuple[int, int] | None) -> Bounds:
         rows, limit = (self.seq_len, self.kv_len) if reading == "keys" else (self.kv_len, self.seq_len)
-        back, ahead = None, None
-        if self.window is not None:
-            back, ahead = self.window if reading == "keys" else self.window[::-1]
-        segments = {0}
+        start, stop = (0, rows) if extent is None else extent
+        edges = self._segments(rows, extent)
+        lower, upper = Staircase(), Staircase()
+        known: dict[tuple[int, int], Bounds] = {}
+        for a, b in pairwise(edges):
+            # segments of one length that lie alike to the prefix have one shape
+            shape = b - a, min(max(self.prefix_len - a, 0), b - a)
+            inside = rows == limit and start <= a and b <= stop
+            found = known.get(shape) if inside else None
+            if found is None:
+                found = self._trace_segment(a, b, limit, reading, extent)
+                if inside:
+                    known[shape] = found
+            lower.extend(a, found[0])
+            upper.extend(a, found[1])
+        return lower, upper
+
+    def _segments(self, rows: int, extent: tuple[int, int] | None) -> list[int]:
+        """Where a document, a batch element or an attention chunk begins or ends; rows see keys of their own segment."""
+        edges = {0, rows}
         if self.documents is not None:
-            segments.update(self.documents)
+            edges.update(self.documents)
         if extent is not None:
-            segments.update(extent)
+            edges.update(extent)
         if self.chunk_len is not None:
-            begins = sorted(segments) if self.chunks_restart else [0]
-            for a, b in pairwise([*begins, rows + self.chunk_len]):
-                segments.update(range(a, b, self.chunk_len))
-        bends = set(segments)
-        # a window bends a bound its width after a segment begins and before it ends, in segments that are longer
-        for a, b in pairwise([*sorted(segments), rows + limit]):
-            if back is not None and a + back < b:
-                bends.add(a + back)
-            if ahead is not None and b - ahead - 1 > a:
-                bends.add(b - ahead - 1)
-        for p in (limit, self.prefix_len - 1, self.prefix_len):
+            begins = sorted(edges) if self.chunks_restart else [0, rows]
+            for a, b in pairwise(begins):
+                edges.update(range(a, b, self.chunk_len))
+        return sorted(edges)
+
+    def _trace_segment(self, a: int, b: int, limit: int, reading: Reading, extent: tuple[int, int] | None) -> Bounds:
+        """Both bounds of the rows [a, b) of one segment, counted from a: rows and values."""
+        back, ahead = (None, None) if self.window is None else self.window if reading == "keys" else self.window[::-1]
+        bends = {a}
+        # a window bends a bound its width after a segment begins and before it ends, beyond the rows perhaps
+        for p in (a, b, a + (self.chunk_len or 0), limit, self.prefix_len - 1, self.prefix_len):
             bends.update((p, p + (back or 0), p - (ahead or 0) - 1))
-        edges = sorted(p for p in bends if 0 <= p < rows)
-        lower, upper = Staircase(rows), Staircase(rows)
-        for a, b in zip(edges, [*edges[1:], rows], strict=True):
-            lo, hi = self.interval(a, reading, extent)
-            lo_last, hi_last = (lo, hi) if b - a == 1 else self.interval(b - 1, reading, extent)
-            lower.extend(a, b, lo, lo_last)
-            upper.extend(a, b, hi, hi_last)
+        edges = sorted(p for p in bends if a <= p < b)
+        lower, upper = Staircase(), Staircase()
+        for begin, end in pairwise([*edges, b]):
+            lo, hi = self.interval(begin, reading, extent)
+            lo_last, hi_last = (lo, hi) if end - begin == 1 else self.interval(end - 1, reading, extent)
+            lower.append(end - begin, lo - a, lo_last - a)
+            upper.append(end - begin, hi - a, hi_last - a)
         return lower, upper
 
     def pairs(self, a: int, b: int, b_index: int = 0) -> int:
@@ -308,28 +327,47 @@ class Staircase:
         slopes: 0 or 1 per piece.
     """
 
-    def __init__(self, rows: int) -> None:
-        self.starts: list[int] = [rows]
+    def __init__(self) -> None:
+        self.starts: list[int] = [0]
         self.values: list[int] = []
         self.slopes: list[int] = []
-        self._sums: list[int] = [0]
 
-    def extend(self, a: int, b: int, first: int, last: int) -> None:
-        """Adds the rows [a, b), straight from the value `first` to the value `last`, to the end."""
+    def append(self, rows: int, first: int, last: int) -> None:
+        """Adds rows, straight from the value `first` to the value `last`, to the end."""
         slope = int(last > first)
-        assert last - first == slope * (b - 1 - a), "a bound bends inside a piece"
-        self._sums.append(self._sums[-1] + _ramp(first, slope, b - a))
-        if self.values:
-            rows = a - self.starts[-2]
-            step = first - (self.values[-1] + self.slopes[-1] * (rows - 1))
-            # one row alone is straight at any slope
-            if 0 <= step <= 1 and (rows == 1 or self.slopes[-1] == step) and (b - a == 1 or slope == step):
-                self.slopes[-1] = step
-                del self._sums[-2]
-                return
-        self.starts.insert(-1, a)
-        self.values.append(first)
-        self.slopes.append(slope)
+        assert last - first == slope * (rows - 1), "a bound bends inside a piece"
+        if not self._join(rows, first, slope):
+            self.values.append(first)
+            self.slopes.append(slope)
+            self.starts.append(self.starts[-1] + rows)
+
+    def extend(self, at: int, other: Staircase) -> None:
+        """Adds the rows and values of another function, both counted from `at`, to the end."""
+        starts, values, slopes = other.starts, other.values, other.slopes
+        joined = int(self._join(starts[1], at + values[0], slopes[0]))
+        if len(values) > joined:
+            self.values.extend([at + value for value in values[joined:]])
+            self.slopes.extend(slopes[joined:])
+            self.starts.extend([at + start for start in starts[joined + 1 :]])
+
+    def _join(self, rows: int, first: int, slope: int) -> bool:
+        """Makes the last piece longer by rows that go straight on, if they do."""
+        if not self.values:
+            return False
+        before = self.starts[-1] - self.starts[-2]
+        step = first - (self.values[-1] + self.slopes[-1] * (before - 1))
+        # one row alone is straight at any slope
+        if 0 <= step <= 1 and (before == 1 or self.slopes[-1] == step) and (rows == 1 or slope == step):
+            self.slopes[-1] = step
+            self.starts[-1] += rows
+            return True
+        return False
+
+    @cached_property
+    def _sums(self) -> list[int]:
+        """The sum of the values of all rows before each piece."""
+        lengths = map(sub, self.starts[1:], self.starts)
+        return list(accumulate(map(_ramp, self.values, self.slopes, lengths), initial=0))
 
     def piece(self, row: int) -> int:
         """The index of the piece that holds a row."""
@@ -339,6 +377,14 @@ class Staircase:
         """The value at a row."""
         k = self.piece(row)
         return self.values[k] + self.slopes[k] * (row - self.starts[k])
+
+    def first_above(self, value: int) -> int:
+        """The first row whose value is greater than `value`; the number of rows when there is none."""
+        k = bisect_right(self.values, value) - 1
+        if k < 0:
+            return 0
+        inside = self.starts[k] + value - self.values[k] + 1 if self.slopes[k] else self.starts[k + 1]
+        return min(inside, self.starts[k + 1])
 
     def total(self, end: int) -> int:
         """The sum of the values of the rows [0, end)."""
@@ -392,6 +438,22 @@ class Tally:
             total += floor_sum(full - some, run.stride, step, offset) + (full - some) + (terms - full) * run.length
         return total
 
+    def sum_along(self, bound: Staircase, a: int, b: int) -> int:
+        """The sum of `below(bound(x))` over a <= x < b, where runs have no gaps: in closed form between their ends."""
+        total = 0
+        while a < b:
+            value = bound.at(a)
+            k = bisect_left(self._starts, value) - 1
+            if k >= 0 and value <= (run := self._runs[k]).last:
+                # rises with the bound until that is beyond the run
+                end = min(b, bound.first_above(run.last))
+                total += bound.total(end) - bound.total(a) - (end - a) * (run.start - self._before[k])
+            else:
+                end = min(b, bound.first_above(self._starts[k + 1])) if k + 1 < len(self._starts) else b
+                total += (end - a) * self._before[k + 1]
+            a = end
+        return total
+
     def _sum(self, end: int) -> int:
         k = bisect_left(self._starts, end) - 1
         return self._sum_in(k, end) if k >= 0 else 0
@@ -409,47 +471,18 @@ class Tally:
 class Reach:
     """The positions of the other side that at least one row of a shard sees.
 
-    Kept as combs, in order of the rows that see them: positions p in [first, end) with `(p - first) % step < width`.
+    Seen as combs, in order of the rows that see them: positions p in [first, end) with `(p - first) % step < width`.
     Most are solid (step 1); strided rows under a window narrower than the stride leave gaps. Neither first nor end
     decreases from one comb to the next, and what earlier rows see begins no later: the first comb that meets a run has
-    the smallest position of it, the last one the greatest.
+    the smallest position of it, the last one the greatest. Combs are made when a run is looked for, from the rows that
+    see its ends: most runs are found in the first one.
     """
 
     def __init__(self, bounds: Bounds, shard: Shard) -> None:
-        self._firsts: list[int] = []
-        self._ends: list[int] = []
-        self._teeth: list[tuple[int, int]] = []
-        lower, upper = bounds
-        for run in shard:
-            x, k, m = 0, lower.piece(run.start), upper.piece(run.start)
-            while x < run.length:
-                begin = run.start + run.stride * x
-                while lower.starts[k + 1] <= begin:
-                    k += 1
-                while upper.starts[m + 1] <= begin:
-                    m += 1
-                x = min(run.length, -((run.start - min(lower.starts[k + 1], upper.starts[m + 1])) // run.stride))
-                last = run.start + run.stride * (x - 1)
-                down, up = lower.slopes[k], upper.slopes[m]
-                low, high = lower.values[k] - down * lower.starts[k], upper.values[m] - up * upper.starts[m]
-                # an interval that widens may be empty on its first row, one that narrows on its last
-                if up > down and low + down * begin == high + up * begin:
-                    begin += run.stride
-                elif up < down and low + down * last == high + up * last:
-                    last -= run.stride
-                first, width = low + down * begin, high + up * begin - low - down * begin
-                if begin <= last and width:
-                    gaps = down and up and width < run.stride and begin < last
-                    self._add(first, high + up * last, (run.stride, width) if gaps else (1, 1))
-
-    def _add(self, first: int, end: int, teeth: tuple[int, int]) -> None:
-        solid = teeth == (1, 1)
-        if solid and self._ends and self._teeth[-1] == teeth and first <= self._ends[-1]:
-            self._ends[-1] = end
-            return
-        self._firsts.append(first)
-        self._ends.append(end)
-        self._teeth.append(teeth)
+        self._bounds = bounds
+        self._shard = shard
+        self._starts = [run.start for run in shard]
+        self._lasts = [run.last for run in shard]
 
     def span(self, run: Run) -> tuple[int, int] | None:
         """The rows of a run from the first to the last that is seen, as (offset, length); None when none is."""
@@ -457,31 +490,67 @@ class Reach:
         return None if first is None else (first, self._last(run) - first + 1)
 
     def _first(self, run: Run) -> int | None:
-        for k in range(bisect_right(self._ends, run.start), len(self._ends)):
-            if self._firsts[k] > run.last:
+        for first, end, step, width in self._combs_from(self._bounds[1].first_above(run.start)):
+            if first > run.last:
                 return None
-            step, width = self._teeth[k]
-            y = max(0, _ceil_div(self._firsts[k] - run.start, run.stride))
+            y = max(0, _ceil_div(first - run.start, run.stride))
             # the run's place between the teeth repeats after at most `step` rows
             for row in range(y, min(y + step, run.length)):
-                offset = run.start + run.stride * row - self._firsts[k]
-                if offset >= self._ends[k] - self._firsts[k]:
+                offset = run.start + run.stride * row - first
+                if offset >= end - first:
                     break
                 if offset % step < width:
                     return row
         return None
 
     def _last(self, run: Run) -> int:
-        for k in range(bisect_right(self._firsts, run.last) - 1, -1, -1):
-            step, width = self._teeth[k]
-            y = min(run.length - 1, (self._ends[k] - 1 - run.start) // run.stride)
+        for first, end, step, width in self._combs_to(self._bounds[0].first_above(run.last) - 1):
+            y = min(run.length - 1, (end - 1 - run.start) // run.stride)
             for row in range(y, max(y - step, -1), -1):
-                offset = run.start + run.stride * row - self._firsts[k]
+                offset = run.start + run.stride * row - first
                 if offset < 0:
                     break
                 if offset % step < width:
                     return row
         raise AssertionError("a run with a first seen row has a last one")
+
+    def _combs_from(self, row: int) -> Iterator[tuple[int, int, int, int]]:
+        """What rows of the shard see, from the first one at or after a row on: (first, end, step, width)."""
+        lower, upper = self._bounds
+        for run in self._shard[bisect_left(self._lasts, row) :]:
+            x = max(0, _ceil_div(row - run.start, run.stride))
+            while x < run.length:
+                begin = run.start + run.stride * x
+                k, m = lower.piece(begin), upper.piece(begin)
+                x = min(run.length, _ceil_div(min(lower.starts[k + 1], upper.starts[m + 1]) - run.start, run.stride))
+                yield from self._comb(begin, run.start + run.stride * (x - 1), run.stride, k, m)
+
+    def _combs_to(self, row: int) -> Iterator[tuple[int, int, int, int]]:
+        """The same backwards, from the last row of the shard at or before a row on."""
+        lower, upper = self._bounds
+        for run in reversed(self._shard[: bisect_right(self._starts, row)]):
+            x = min(run.length - 1, (row - run.start) // run.stride)
+            while x >= 0:
+                last = run.start + run.stride * x
+                k, m = lower.piece(last), upper.piece(last)
+                x = max(0, _ceil_div(max(lower.starts[k], upper.starts[m]) - run.start, run.stride))
+                yield from self._comb(run.start + run.stride * x, last, run.stride, k, m)
+                x -= 1
+
+    def _comb(self, begin: int, last: int, stride: int, k: int, m: int) -> Iterator[tuple[int, int, int, int]]:
+        """What the rows begin .. last of a run see, which lie in piece k of the lower bound and m of the upper."""
+        lower, upper = self._bounds
+        down, up = lower.slopes[k], upper.slopes[m]
+        low, high = lower.values[k] - down * lower.starts[k], upper.values[m] - up * upper.starts[m]
+        # an interval that widens may be empty on its first row, one that narrows on its last
+        if up > down and low + down * begin == high + up * begin:
+            begin += stride
+        elif up < down and low + down * last == high + up * last:
+            last -= stride
+        first, width = low + down * begin, high + up * begin - low - down * begin
+        if begin <= last and width:
+            gaps = down and up and width < stride and begin < last
+            yield (first, high + up * last, stride, width) if gaps else (first, high + up * last, 1, 1)
 
 
 def count_pairs(bounds: Bounds, rows: Sequence[Shard], others: Sequence[Shard]) -> list[list[int]]:
@@ -498,34 +567,100 @@ def count_pairs(bounds: Bounds, rows: Sequence[Shard], others: Sequence[Shard]) 
     Returns:
         `counts[r][o]`: pairs between `rows[r]` and `others[o]`.
     """
+    counts = [[0] * len(others) for _ in rows]
+    strides = {run.stride for shard in (*rows, *others) for run in shard}
+    modulus = max(strides, default=1)
+    if strides <= {1}:
+        add = _add_stretches
+    elif all(_is_class(s, modulus, bounds[0].starts[-1]) for s in rows) and all(
+        _is_class(s, modulus, bounds[1].at(bounds[1].starts[-1] - 1)) for s in others
+    ):
+        add = _add_classes
+    else:
+        add = _add_pieces
+    for sign, bound in zip((-1, 1), bounds, strict=True):
+        add(counts, sign, bound, rows, others)
+    return counts
+
+
+def _is_class(shard: Shard, modulus: int, end: int) -> bool:
+    """Whether a shard holds all positions below `end` that are congruent by the modulus."""
+    if len(shard) != 1:
+        return False
+    run = shard[0]
+    return run.stride == modulus and run.start < modulus and run.last + modulus >= end
+
+
+def _add_stretches(
+    counts: list[list[int]], sign: int, bound: Staircase, rows: Sequence[Shard], others: Sequence[Shard]
+) -> None:
+    """Adds what lies below a bound where no run has gaps: the cost grows with runs, not with pieces."""
+    tallies = [Tally(shard) for shard in others]
+    for shard, row in zip(rows, counts, strict=True):
+        for run in shard:
+            for o, tally in enumerate(tallies):
+                row[o] += sign * tally.sum_along(bound, run.start, run.start + run.length)
+
+
+def _add_classes(
+    counts: list[list[int]], sign: int, bound: Staircase, rows: Sequence[Shard], others: Sequence[Shard]
+) -> None:
+    """Adds what lies below a bound where shards are the classes of one modulus: pieces that are alike are counted once.
+
+    A piece and its values may be moved by a multiple of the modulus: what then lies below changes by that many rows.
+    """
+    modulus = rows[0][0].stride
+    alike: dict[tuple[int, int, int, int], list[int]] = {}
+    for start, end, value, slope in zip(bound.starts, bound.starts[1:], bound.values, bound.slopes, strict=False):
+        whole, begin = divmod(start, modulus)
+        kind = begin, end - start, value - start, slope
+        found = alike.get(kind)
+        if found is None:
+            alike[kind] = [1, whole]
+        else:
+            found[0] += 1
+            found[1] += whole
+    classes = [shard[0].start for shard in others]
+    for (begin, length, ahead, slope), (times, wholes) in alike.items():
+        for shard, row in zip(rows, counts, strict=True):
+            first = (shard[0].start - begin) % modulus
+            terms = _ceil_div(length - first, modulus) if first < length else 0
+            if terms:
+                value = begin + ahead + slope * first - 1 + modulus
+                rest = wholes * terms + times * slope * (terms * (terms - 1) // 2)
+                for o, least in enumerate(classes):
+                    row[o] += sign * (times * terms * ((value - least) // modulus) + rest)
+
+
+def _add_pieces(
+    counts: list[list[int]], sign: int, bound: Staircase, rows: Sequence[Shard], others: Sequence[Shard]
+) -> None:
+    """Adds what lies below a bound, piece by piece."""
     tallies = [Tally(shard) for shard in others]
     columns: dict[int, list[int]] = {}
-    counts = [[0] * len(others) for _ in rows]
-    for sign, bound in zip((-1, 1), bounds, strict=True):
-        starts, values, slopes = bound.starts, bound.values, bound.slopes
-        for shard, row in zip(rows, counts, strict=True):
-            for run in shard:
-                x, k = 0, bound.piece(run.start)
-                while x < run.length:
-                    begin = run.start + run.stride * x
-                    while starts[k + 1] <= begin:
-                        k += 1
-                    x_end = min(run.length, -((run.start - starts[k + 1]) // run.stride))
-                    terms = x_end - x
-                    if slopes[k]:
-                        value = values[k] + begin - starts[k]
-                        for o, tally in enumerate(tallies):
-                            row[o] += sign * tally.sum_below(value, run.stride, terms)
-                    else:
-                        value = values[k]
-                        column = columns.get(value)
-                        if column is None:
-                            column = columns[value] = [tally.below(value) for tally in tallies]
-                        terms *= sign
-                        for o, below in enumerate(column):
-                            row[o] += terms * below
-                    x = x_end
-    return counts
+    starts, values, slopes = bound.starts, bound.values, bound.slopes
+    for shard, row in zip(rows, counts, strict=True):
+        for run in shard:
+            x, k = 0, bound.piece(run.start)
+            while x < run.length:
+                begin = run.start + run.stride * x
+                while starts[k + 1] <= begin:
+                    k += 1
+                x_end = min(run.length, -((run.start - starts[k + 1]) // run.stride))
+                terms = x_end - x
+                if slopes[k]:
+                    value = values[k] + begin - starts[k]
+                    for o, tally in enumerate(tallies):
+                        row[o] += sign * tally.sum_below(value, run.stride, terms)
+                else:
+                    value = values[k]
+                    column = columns.get(value)
+                    if column is None:
+                        column = columns[value] = [tally.below(value) for tally in tallies]
+                    terms *= sign
+                    for o, below in enumerate(column):
+                        row[o] += terms * below
+                x = x_end
 
 
 def floor_sum(terms: int, modulus: int, slope: int, offset: int) -> int:
@@ -557,12 +692,12 @@ def check_documents(documents: tuple[int, ...], seq_len: int) -> None:
             f"documents must be boundaries that start at 0 and end at seq_len {seq_len}, got {shown}; "
             "pass cumulative lengths, and count padding as a document of its own"
         )
-    for k in range(len(documents) - 1):
-        if documents[k] > documents[k + 1]:
-            raise ValueError(
-                f"documents must not decrease, got {documents[k]} then {documents[k + 1]} at index {k}; "
-                "pass cumulative lengths"
-            )
+    decreasing = list(map(gt, documents, documents[1:]))
+    if any(decreasing):
+        k = decreasing.index(True)
+        raise ValueError(
+            f"documents must not decrease, got {documents[k]} then {documents[k + 1]} at index {k}; pass cumulative lengths"
+        )
 
 
 def _check_window(window: tuple[int | None, int | None]) -> None:

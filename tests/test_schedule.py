@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import doctest
+import itertools
 from collections import Counter
 
 import pytest
@@ -10,8 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import ringattn.schedule
+from ringattn.call import Call
+from ringattn.call import describe as describe_call
 from ringattn.layout import Run, Shard, balanced, contiguous, make_shards, striped, zigzag
 from ringattn.schedule import Nodes, Plan, Rows, Visit, describe, draw, make_nodes, make_plan, moved_rows
+from ringattn.sharding import Sharding
 from ringattn.visibility import Visibility
 from tests.masks import is_visible, layouts, log_normal_documents, masks, positions, visible_times
 from tests.timing import least_seconds
@@ -328,6 +332,25 @@ def test_plans_of_a_million_tokens_are_quick(moving: str) -> None:
 
     assert least_seconds(plan) < 0.5  # about 50 ms on a quiet core
     assert sum(visit.pairs for _, visit in visits_of(plan())) == mask.pairs(0, seq_len)
+
+
+@pytest.mark.parametrize(
+    ("layout", "window"), [("contiguous", None), ("zigzag", (3, 0)), ("striped", None), ("balanced", (3, 0))]
+)
+def test_a_hundred_thousand_documents_are_planned_within_a_second(layout: str, window: tuple[int, int] | None) -> None:
+    seq_len = 1 << 20
+    documents = (*range(0, seq_len, 10), seq_len)
+
+    def plan() -> None:  # as a first call does: both directions, of a mask that is read from its text
+        make_plan.cache_clear()
+        mask = Visibility(seq_len, seq_len, causal=True, documents=documents)
+        sharding = Sharding(seq_len, layout, make_shards(layout, seq_len, 8, mask), 0, documents)
+        # another scale each time: no text is known already
+        call = Call.decode(describe_call(sharding, softmax_scale=next(scales), causal=True, window=window), 0)
+        call.moved_rows()
+
+    scales = itertools.count(1.0)
+    assert least_seconds(plan, 2) < 1.5  # about 0.5 s on a quiet core
 
 
 def test_the_plan_of_a_zigzag_takes_about_a_millisecond() -> None:
