@@ -94,7 +94,7 @@ def bench_prefill(args: Prefill, session: Session, keep: Keep) -> list[dict[str,
         keep: Who gets the rows.
     """
     check_schedules([args.schedule], session)
-    cases = [case for case in inference_cases(quick=True, device=session.device.type) if case.dtype == args.dtype]
+    cases = [case for case in inference_cases(full=False, device=session.device.type) if case.dtype == args.dtype]
     verdict = check(session, cases, CheckArgs(impl=args.impl, schedule=args.schedule, ahead=False))
     session.say(f"check: {len(verdict.rows) - len(verdict.red)} of {len(verdict.rows)} runs inside the error budget")
     if verdict.red or not verdict.rows:

@@ -2,8 +2,8 @@
 
 Owns the cases and the verdict. Refuses to know speed, and how an answer was made: it only calls the public functions.
 
-    python -m ringattn.launch.check --quick
-    torchrun --nproc_per_node 4 -m ringattn.launch.check
+    python -m ringattn.launch.check
+    torchrun --nproc_per_node 4 -m ringattn.launch.check --full
     torchrun --nproc_per_node 4 -m ringattn.launch.check --only inference
     python -m ringattn.launch.check --fuzz 300 --impl hopper
     torchrun --nproc_per_node 4 -m ringattn.launch.check --soak 1000 --delay --poison
@@ -28,14 +28,13 @@ Note [One process]
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -60,6 +59,8 @@ HANDFUL = ("dsinks", "dalibi_slopes")
 """Gradients that are one number per head (Note [A handful of numbers])."""
 COMPILE_SECONDS = 300.0
 """What compiling ahead may take; whatever is not compiled by then, the check compiles itself."""
+SAY_SECONDS = 5.0
+"""Between two lines that say how far the compilers are."""
 Standard = dict[str, tuple[Tensor, Budget]]
 """Per tensor: its fp64 definition on the whole sequence, and the error it may have."""
 Answer = tuple[dict[str, Tensor], Callable[[Tensor, str], Tensor]]
@@ -71,7 +72,7 @@ class CheckArgs:
     """Checks the ring on this machine, forward and backward, against the fp64 definition.
 
     Attributes:
-        quick: The smallest problems only: every layout, mask and option once, in seconds.
+        full: Real sizes, all dtypes, head dims and head groups, both directions under every mask: many kernels to compile.
         impl: Kernels to use: "auto", or the name of a kernel set.
         schedule: How keys move: "auto", "gathered" (one launch), "kept" (likewise, and backwards use the keys of their
             forwards), "in_place" (here as "gathered"), "staged" (step by step over the copy engine) or "process_group"
@@ -93,7 +94,7 @@ class CheckArgs:
         compile_share: "i/n": compile the i-th share of n and stop; what the check starts by itself on GPUs.
     """
 
-    quick: bool = False
+    full: bool = False
     impl: str = "auto"
     schedule: ScheduleName = "auto"
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -203,8 +204,11 @@ def masked(name: str, n: int, **sizes: Any) -> Case:
     return Case(sizes.pop("title", name), seq_len=n, documents=mask.pop("documents", None), mask=mask, **sizes)
 
 
-def quick_cases(world_size: int, device: str) -> Iterator[Case]:
-    """Every layout x mask and layout x option once, each dtype, and the smallest lengths."""
+def default_cases(world_size: int, device: str) -> Iterator[Case]:
+    """Every layout x mask and layout x option once, each dtype, and the smallest lengths.
+
+    On GPUs one head dim, and options one at a time: about ninety kernels, which compile within a minute on sixteen cores.
+    """
     n, d = (301, 64) if device == "cuda" else (37, 16)
     main = "bf16" if device == "cuda" else "fp32"
     size: dict[str, Any] = {"head_dim": d, "v_head_dim": d}
@@ -429,10 +433,10 @@ def finders(
         yield layout, functools.partial(examine, case, layout, solver, standard)
 
 
-def compile_ahead(cases: Sequence[Case], args: CheckArgs, ranks: int, session: Session) -> None:
+def compile_ahead(cases: Sequence[Case | InferenceCase], args: CheckArgs, ranks: int, session: Session) -> None:
     """Fills the compiler's cache from many processes, because one process compiles one kernel at a time.
 
-    One process per share of the cases that differ in their kernels runs a simulated ring, on the GPU of local rank 0,
+    Each takes a share of the cases that differ in their kernels, runs them on the GPU of local rank 0 (on a simulated ring),
     and throws the answers away. A share that fails is left to the check itself, which will say what is wrong.
 
     Args:
@@ -442,44 +446,61 @@ def compile_ahead(cases: Sequence[Case], args: CheckArgs, ranks: int, session: S
         session: The ranks; all wait for the cache.
     """
     if int(os.environ.get("LOCAL_RANK", "0")) == 0:
-        jobs = max(1, min((os.cpu_count() or 2) // 2, 24, len(cases) // 4))
+        jobs = max(1, min(os.cpu_count() or 2, 24, len(distinct_kernels(cases, args, session))))
         alone = {key: value for key, value in os.environ.items() if not key.startswith(("TORCHELASTIC", "MASTER_"))}
         for key in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK"):
             alone.pop(key, None)
         command = [sys.executable, "-m", "ringattn.launch.check", "--impl", args.impl, "--only", args.only]
         gathers = args.schedule == "gathered" or (args.schedule == "auto" and session.world_size > 1)
         command += ["--schedule", "gathered"] if gathers else []
-        command += [
-            "--nodes",
-            str(args.nodes),
-            "--simulate",
-            str(ranks),
-            *(["--quick"] if args.quick else []),
-            "--compile-share",
-        ]
+        command += ["--full"] if args.full else []
+        command += ["--nodes", str(args.nodes), "--simulate", str(ranks), "--compile-share"]
+        session.say(f"compiling in {jobs} processes first (--no-ahead: as kernels are met)")
         shares = [
             subprocess.Popen(
                 [*command, f"{job}/{jobs}"], env=alone, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
             )
             for job in range(jobs)
         ]
-        deadline = time.monotonic() + COMPILE_SECONDS
         with ended(shares):
-            for share in shares:
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    share.wait(max(0.0, deadline - time.monotonic()))
+            wait_for(shares, session)
     session.barrier()
 
 
-def compile_share(cases: Sequence[Case], args: CheckArgs, session: Session) -> None:
+def wait_for(shares: Sequence[subprocess.Popen[bytes]], session: Session) -> None:
+    """Waits until all processes have ended, or COMPILE_SECONDS, and says how far they are every few seconds."""
+    began, said = time.monotonic(), 0.0
+    while True:
+        running = sum(share.poll() is None for share in shares)
+        seconds = time.monotonic() - began
+        if not running or seconds > COMPILE_SECONDS or seconds - said > SAY_SECONDS:
+            said = seconds
+            session.say(f"  {len(shares) - running} of {len(shares)} processes are done, {seconds:.0f} s")
+        if not running or seconds > COMPILE_SECONDS:
+            return
+        time.sleep(0.1)
+
+
+def distinct_kernels(
+    cases: Sequence[Case | InferenceCase], args: CheckArgs, session: Session
+) -> list[Case | InferenceCase]:
+    """One of the cases for each combination of kernels; those that have many come first."""
+    found: dict[Hashable, Case | InferenceCase] = {}
+    for case in cases:
+        if unserved(case, args, session.device) is None:
+            what = case.name if isinstance(case, InferenceCase) else (case.backward, case.batch > 1)
+            found[case.dtype, case.head_dim, case.v_head_dim, case.options, what] = case
+    return sorted(found.values(), key=lambda case: (-len(case.options), case.name))
+
+
+def compile_share(cases: Sequence[Case | InferenceCase], args: CheckArgs, session: Session) -> None:
     """What one process of `compile_ahead` does."""
-    distinct = {
-        (case.dtype, case.head_dim, case.v_head_dim, case.options, case.backward, case.batch > 1): case
-        for case in cases
-        if unserved(case, args, session.device) is None
-    }
     ring = ringattn.Ring()
-    for case in share_of(list(distinct.values()), args.compile_share):
+    for case in share_of(distinct_kernels(cases, args, session), args.compile_share):
+        if isinstance(case, InferenceCase):
+            for _, finder in finders(case, ring, args, session):
+                finder()
+            continue
         inputs = draw(case, args.seed, session.device)
         for layout, solver in solvers(case, ring, inputs, args, session):
             if layout in (ALONE, case.layouts[0]):
@@ -510,45 +531,39 @@ def open_ring(session: Session, args: CheckArgs) -> ringattn.Ring:
     return make_ring(args.schedule, nodes=args.nodes, **limits)
 
 
-def run_cases(
-    session: Session, cases: Sequence[Case | InferenceCase], args: CheckArgs
+def run_case(
+    case: Case | InferenceCase, ring: ringattn.Ring, args: CheckArgs, session: Session
 ) -> tuple[list[Finding], list[tuple[Case | InferenceCase, str]]]:
-    """Examines every case in each of its layouts on this rank.
+    """Examines a case in each of its layouts on this rank.
 
     Args:
-        session: The ranks.
-        cases: What to check.
+        case: What to check.
+        ring: The ring of all ranks.
         args: Kernels and seed.
+        session: The ranks.
 
     Returns:
-        This rank's findings, and the cases that no kernel set serves, with the reason.
+        This rank's findings, and the case with the reason if no kernel set serves it.
 
     Raises:
         Exception: Anything but a refusal (ValueError, NotImplementedError), which every rank raises before it sends:
             after another exception the ranks no longer agree on what comes next.
     """
-    from tqdm import tqdm
-
-    ring = open_ring(session, args)
+    if (reason := unserved(case, args, session.device)) is not None:
+        return [], [(case, reason)]
     findings: list[Finding] = []
-    skipped: list[tuple[Case | InferenceCase, str]] = []
-    hidden = None if session.rank == 0 else True
-    for case in tqdm(cases, desc="check", disable=hidden, leave=False):
-        if (reason := unserved(case, args, session.device)) is not None:
-            skipped.append((case, reason))
-            continue
-        for layout, finder in finders(case, ring, args, session):
-            try:
-                findings.append(finder())
-            except (ValueError, NotImplementedError) as refusal:
-                findings.append(Finding(case, layout, broken=f"{type(refusal).__name__}: {refusal}"))
-            except Exception:
-                print(
-                    f"rank {session.rank}: check broke in {case.name!r} ({case.dtype} {case.shape}), {layout}",
-                    file=sys.stderr,
-                )
-                raise
-    return findings, skipped
+    for layout, finder in finders(case, ring, args, session):
+        try:
+            findings.append(finder())
+        except (ValueError, NotImplementedError) as refusal:
+            findings.append(Finding(case, layout, broken=f"{type(refusal).__name__}: {refusal}"))
+        except Exception:
+            print(
+                f"rank {session.rank}: check broke in {case.name!r} ({case.dtype} {case.shape}), {layout}",
+                file=sys.stderr,
+            )
+            raise
+    return findings, []
 
 
 def make_standard(case: Case, inputs: dict[str, Tensor], seed: int) -> Standard:
@@ -620,9 +635,33 @@ def agree(
     return Verdict(rows, [{"case": case.name, "dtype": case.dtype, "why": why} for case, why in skipped])
 
 
-def check(session: Session, cases: Sequence[Case | InferenceCase], args: CheckArgs) -> Verdict:
-    """Runs the cases and returns what all ranks found; the same on every rank."""
-    return agree(session, *run_cases(session, cases, args))
+def check(
+    session: Session, cases: Sequence[Case | InferenceCase], args: CheckArgs, *, progress: bool = False
+) -> Verdict:
+    """Runs the cases and returns what all ranks found; the same on every rank.
+
+    Args:
+        session: The ranks.
+        cases: What to check.
+        args: Kernels and seed.
+        progress: Whether rank 0 prints a line per case when it is done, and what is red at once.
+    """
+    ring, verdict = open_ring(session, args), Verdict([], [])
+    for number, case in enumerate(cases, start=1):
+        began = time.perf_counter()
+        found = agree(session, *run_case(case, ring, args, session))
+        verdict.rows.extend(found.rows)
+        verdict.skipped.extend(found.skipped)
+        if progress and found.rows:
+            worst = max(found.rows, key=lambda row: row["ratio"])
+            session.say(
+                f"[{number}/{len(cases)}] {case.name} ({case.dtype} {case.shape}): {len(found.rows)} runs, "
+                f"worst ratio {worst['ratio']:.2f}, {_name_worst(worst)}, {time.perf_counter() - began:.1f} s"
+            )
+        if progress:
+            for line in describe_red(found):
+                session.say(line)
+    return verdict
 
 
 def show(verdict: Verdict) -> None:
@@ -647,11 +686,17 @@ def show(verdict: Verdict) -> None:
     )
     for one in verdict.skipped:
         print(f"not served: {one['case']} in {one['dtype']}: {one['why']}")
+    for line in describe_red(verdict):
+        print(line)
+
+
+def describe_red(verdict: Verdict) -> Iterator[str]:
+    """Every red row in full."""
     for row in verdict.red:
         what = row["broken"] or f"error {row['error']} where {row['budget']} is allowed"
         others = ", ".join(f"{tensor} {ratio:.3g} x" for tensor, ratio in row["ratios"].items() if not ratio <= 1)
         where = f"{row['case']} ({row['dtype']} {row['shape']}), {row['layout']}, {row['tensor']} on rank {row['rank']}"
-        print(f"RED: {where}: {what}; over budget: {others}")
+        yield f"RED: {where}: {what}; over budget: {others}"
 
 
 def _name_worst(row: dict[str, Any]) -> str:
@@ -735,16 +780,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         check_schedules([args.schedule], session, nodes=args.nodes)
         if args.soak:
             return soak_all(args, session, line)
-        make = quick_cases if args.quick else full_cases
+        make = full_cases if args.full else default_cases
         ranks = max(session.world_size, args.simulate if session.world_size == 1 else 0)
-        cases = [case for case in make(ranks, session.device.type) if args.only in case.name]
+        every = (*make(ranks, session.device.type), *inference_cases(full=args.full, device=session.device.type))
+        cases = [case for case in every if args.only in case.name]
         if args.compile_share:
             compile_share(cases, args, session)
             return 0
         if args.ahead and session.device.type == "cuda":
             compile_ahead(cases, args, ranks, session)
-        served = inference_cases(quick=args.quick, device=session.device.type)
-        verdict = check(session, [*cases, *(case for case in served if args.only in case.name)], args)
+        verdict = check(session, cases, args, progress=True)
         code = int(session.maximum([float(bool(verdict.red) or not verdict.rows)])[0])
         if session.rank == 0:
             show(verdict)
@@ -758,7 +803,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 f"worst ratio {worst:.2f}, {time.perf_counter() - started:.1f} s"
             )
             if args.json is not None:
-                kept = {"machine": line, "quick": args.quick, "green": not code}
+                kept = {"machine": line, "full": args.full, "green": not code}
                 write_json(args.json, kept | dataclasses.asdict(verdict))
     return code
 

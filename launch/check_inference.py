@@ -83,11 +83,11 @@ class InferenceCase:
         return self.history.sizes.v_head_dim
 
 
-def inference_cases(*, quick: bool, device: str) -> Iterator[InferenceCase]:
-    """Every kind of history and every option; quick: each once.
+def inference_cases(*, full: bool, device: str) -> Iterator[InferenceCase]:
+    """Every kind of history, and all options at once.
 
     Args:
-        quick: The smallest that meet everything.
+        full: Every option under every kind of history, dtypes, head dims and head groups, too.
         device: "cuda" or "cpu".
     """
     gpu = device == "cuda"
@@ -101,7 +101,7 @@ def inference_cases(*, quick: bool, device: str) -> Iterator[InferenceCase]:
     histories = {"chunks": CHUNKS, "crowd": CROWD, "packed": PACKED, "padded": PADDED}
     for title, ops in histories.items():
         yield case(title, ops, main, {})
-    if quick:
+    if not full:
         yield case("everything", CROWD, main, OPTIONS["everything"])
         return
     for name, named in OPTIONS.items():

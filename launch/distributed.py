@@ -176,6 +176,9 @@ def join_ranks(device: str, timeout_s: float) -> Iterator[Rank]:
         raise Refusal(str(error)) from None
     if chosen.type == "cuda":
         torch.cuda.set_device(chosen)
+        # makes the context current in autograd's thread: it warns where its first call is a product, and set_device of a
+        # device that is current already does nothing
+        torch.ones((), device=chosen, requires_grad=True).square().backward()
     if dist.is_initialized():
         yield Rank(index, world_size, chosen, dist.get_backend(), os.getppid())
         return
