@@ -16,8 +16,9 @@ from hypothesis import strategies as st
 
 import ringattn.transport.double
 from ringattn import Ring, ring_attention, simulate_ring
+from ringattn.launch.runtime.slow_link import Throttled, slow_down
 from ringattn.transport.base import Done, NoTransport
-from ringattn.transport.double import Throttled, group_by_host
+from ringattn.transport.double import group_by_host
 from tests.cases import Attention
 from tests.pool import Pools
 from tests.test_ring import CASES, LAYOUTS, Standard, attend, attentions, simulate
@@ -118,7 +119,7 @@ def test_a_shard_and_its_gradient_cross_once_per_node(pool: Pools) -> None:
 def hold_up() -> float:
     """Seconds of a call whose shard takes 0.2 s to cross."""
     x = torch.randn(1, 64, 2, 16)
-    ring = Ring(nodes=2, outer_gbps=2 * x.numel() * 4 * 8 / 0.2 / 1e9)
+    ring = slow_down(Ring(nodes=2), 2 * x.numel() * 4 * 8 / 0.2 / 1e9)
     sharding = ring.sharding(4 * 64)
     begin = time.monotonic()
     ring_attention(x, x, x, sharding)
@@ -203,9 +204,9 @@ def test_wrong_options_are_refused() -> None:
         Ring(nodes="all")
     with pytest.raises(ValueError, match="nccl_max_ctas must be at least 1, got 0"):
         Ring(nccl_max_ctas=0)
-    with pytest.raises(ValueError, match="outer_gbps must be given with several nodes"):
-        Ring(outer_gbps=100)
-    with pytest.raises(ValueError, match="outer_gbps must be a positive number"):
+    with pytest.raises(ValueError, match="the ring must have several nodes"):
+        slow_down(Ring(), 100)
+    with pytest.raises(ValueError, match="gbps must be a positive number"):
         Throttled(NoTransport(), 0)
     x = torch.randn(1, 8, 1, 16)
     with pytest.raises(ValueError, match="nodes must divide the ring of 4 ranks, got 3"):

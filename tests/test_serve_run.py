@@ -25,8 +25,8 @@ import psutil
 import pytest
 import torch
 
-from ringattn.launch import bench
-from ringattn.launch.distributed import Rank
+from ringattn.launch.bench import __main__ as bench
+from ringattn.launch.runtime.distributed import Rank
 from ringattn.launch.serve import main
 from ringattn.launch.serving import run
 from ringattn.launch.serving.channel import PART, Channel
