@@ -46,7 +46,7 @@ WAYS = ("forward", "both")
 
 def drawing() -> ModuleType:
     """`figures.py` by its path: it needs nothing of the package, and the package needs seconds to import."""
-    spec = importlib.util.spec_from_file_location("figures", HERE / "figures.py")
+    spec = importlib.util.spec_from_file_location("figures", Path(__file__).parent / "figures.py")
     assert spec is not None, "a Python file"
     assert spec.loader is not None, "a Python file"
     module = importlib.util.module_from_spec(spec)

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 import ringattn.transport.double
 from ringattn import Ring, ring_attention, simulate_ring
+from ringattn.launch.runtime import slow_link
 from ringattn.launch.runtime.slow_link import Throttled, slow_down
 from ringattn.transport.base import Done, NoTransport
 from ringattn.transport.double import group_by_host
@@ -151,7 +152,7 @@ def test_transfers_of_a_throttled_link_queue_up_and_pass_while_others_work(monke
             return Done()
 
     clock = Clock()
-    monkeypatch.setattr(ringattn.transport.double, "time", clock)
+    monkeypatch.setattr(slow_link, "time", clock)
     link = Throttled(Nothing(), gbps=8e-6)  # a kilobyte per second
     x = torch.zeros(5000, dtype=torch.uint8)
     first, second = (link.post([(1, x)], [(1, x[:100])], "test") for _ in range(2))

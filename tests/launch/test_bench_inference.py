@@ -62,7 +62,6 @@ def test_every_part_of_attention_has_its_rows_and_their_numbers_agree(pool, tmp_
         assert row["ratio"] == pytest.approx(row["us_per_layer"] / row["bound_us"])
         assert row["ratio_with_15us"] == pytest.approx(row["us_per_layer"] / (row["bound_us"] + 15))
     assert list(figures.inference_lines(rows)) == ["attention", "prefill"]
-    assert (tmp_path / "inference.png").stat().st_size > 0
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])

@@ -167,7 +167,7 @@ def sweep(elements: int) -> None:
             print(f"  {rate:6.0f} {1.5 * copy / time:4.0%}  {variant}", flush=True)
 
 
-def provenance(argv: list[str]) -> dict[str, str]:
+def provenance(argv: Sequence[str]) -> dict[str, str]:
     """Machine, versions, commit and command."""
     import triton
 
