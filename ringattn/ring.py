@@ -13,7 +13,6 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import json
-import operator
 import socket
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -28,13 +27,16 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from ringattn.call import parse, resolve_mask
+from ringattn.call import describe_record, parse
 from ringattn.flops import register_flops
-from ringattn.layout import make_shards, shard_len
+from ringattn.kernels.select import resolve_impl
+from ringattn.layout import shard_len
 from ringattn.living import add_ring, find_ring
+from ringattn.options import resolve_flag, resolve_integer
 from ringattn.schedule import make_nodes
-from ringattn.sharding import Sharding
+from ringattn.sharding import Sharding, resolve_shards
 from ringattn.transport.base import Buffers, Choice, NoTransport, Seat, Transport
+from ringattn.transport.call_order import CallMark, CallOrder
 from ringattn.transport.choose import TRANSPORTS, choose
 from ringattn.transport.double import WithinNode, group_by_host
 from ringattn.transport.exchange import AloneExchange, Exchange, GroupExchange
@@ -46,7 +48,6 @@ from ringattn.transport.process_group import (
     let_go,
     resolve_group,
 )
-from ringattn.visibility import Visibility
 
 _COUNTS: Counter[str] = Counter()
 
@@ -85,9 +86,9 @@ class Ring:
         closings: How often it was closed.
 
     Raises:
-        ValueError: The mesh has more than one dimension, this process is not in the group, the transport is unknown, the
-            memory budget is negative, the nodes cannot hold equally many ranks each, or an option is out of range.
-        TypeError: The timeout is no timedelta, or the group is something else.
+        ValueError: The mesh has more than one dimension, this process is not in the group, the transport or impl is unknown,
+            the memory budget is negative, the nodes cannot hold equally many ranks each, or an option is out of range.
+        TypeError: The timeout is no timedelta, the group is something else, or what counts is no integer.
 
     Example:
         >>> ring = Ring()                       # one process: no group needed
@@ -109,6 +110,8 @@ class Ring:
     ) -> None:
         if transport not in TRANSPORTS:
             raise ValueError(f"transport must be one of {TRANSPORTS}, got {transport!r}; leave it out for 'auto'")
+        impl, keep_keys = resolve_impl(impl), resolve_flag("keep_keys", keep_keys)
+        memory_budget = None if memory_budget is None else resolve_integer("memory_budget", memory_budget)
         if memory_budget is not None and memory_budget < 0:
             raise ValueError(f"memory_budget must be a number of bytes, got {memory_budget}; None for a default")
         if not isinstance(timeout, timedelta):
@@ -135,11 +138,12 @@ class Ring:
         self.impl = impl
         self.keep_keys = keep_keys
         self.closings = 0
+        nccl_max_ctas = None if nccl_max_ctas is None else resolve_integer("nccl_max_ctas", nccl_max_ctas)
         if nccl_max_ctas is not None and nccl_max_ctas < 1:
             raise ValueError(f"nccl_max_ctas must be at least 1, got {nccl_max_ctas}; or None for no limit")
         if isinstance(nodes, str) and nodes != "auto":
             raise ValueError(f"nodes must be a number or 'auto', got {nodes!r}; 'auto' groups ranks by host name")
-        levels = None if isinstance(nodes, str) else make_nodes(self.world_size, nodes)
+        levels = None if isinstance(nodes, str) else make_nodes(self.world_size, resolve_integer("nodes", nodes))
         # every rank counts its rings per group, so equal rings have equal names: what one rank alone may refuse comes first
         self.name = f"{self._group_name}#{_COUNTS[self._group_name]}"
         _COUNTS[self._group_name] += 1
@@ -150,7 +154,11 @@ class Ring:
         self._choice = Choice("none", "one rank: every key is here already") if alone else undecided
         self._agreement = None if alone else Agreement(self._group_name, self.rank, self.world_size, self.name, timeout)
         if levels is None:
-            hosts = [""] if self._agreement is None else self._agreement.share("host", socket.gethostname())
+            hosts = (
+                [""]
+                if self._agreement is None
+                else self._agreement.share("host", socket.gethostname(), "Ring(nodes='auto')")
+            )
             levels = group_by_host(hosts)
         levels = None if len(levels) == 1 else levels
         names = [
@@ -160,6 +168,7 @@ class Ring:
         self._links = [
             ProcessGroupTransport(self._group_name, self.rank, self.world_size, name, nccl_max_ctas) for name in names
         ]
+        self._order = None if self._agreement is None else CallOrder(self._agreement, self._links[0])
         mover: Transport = NoTransport() if alone else self._links[0]
         between: Transport | None = None
         if levels is not None:
@@ -192,7 +201,7 @@ class Ring:
         self,
         seq_len: int,
         layout: str = "zigzag",
-        documents: Sequence[int] | None = None,
+        documents: Sequence[int] | Tensor | None = None,
         *,
         balance: dict[str, Any] | None = None,
         device: torch.device | str | None = None,
@@ -212,19 +221,11 @@ class Ring:
 
         Raises:
             ValueError: An unknown layout, or boundaries that do not fit; other ranks find it when they compare their next call.
-            TypeError: The length or a boundary is no integer; likewise.
+            TypeError: The length or a boundary is no integer, or balance no dict.
         """
         with self.shared_refusals():
-            seq_len = operator.index(seq_len)
-            documents = None if documents is None else tuple(map(operator.index, documents))
-            if balance is not None and layout != "balanced":
-                raise ValueError(
-                    f"balance must be given with layout='balanced' only, got layout={layout!r}; leave it out"
-                )
-            mask: dict[str, Any] = {"causal": True} if balance is None else resolve_mask(balance)
-            visibility = Visibility(seq_len=seq_len, kv_len=seq_len, documents=documents, **mask)
-            shards = make_shards(layout, seq_len, self.world_size, visibility)
-            sharding = Sharding(seq_len, layout, shards, self.rank, documents, ring=self, device=device)
+            size, boundaries, shards = resolve_shards(seq_len, layout, documents, balance, self.world_size)
+            sharding = Sharding(size, layout, shards, self.rank, boundaries, ring=self, device=device)
             # torch.compile reads what is there, and cannot make it: cached_property takes a lock
             _ = sharding.positions, sharding.shard_lens
             return sharding
@@ -235,7 +236,7 @@ class Ring:
         return 0 if self._agreement is None else self._agreement.failures
 
     @contextmanager
-    def refusals(self, call: str, tensors: Sequence[Tensor | None]) -> Iterator[None]:
+    def refusals(self, call: str, tensors: Sequence[Tensor | None], seed: int = 0) -> Iterator[None]:
         """Makes what is raised inside, and any difference between ranks, an error on every rank.
 
         The first call of each signature compares texts; later ones pay a set lookup.
@@ -244,6 +245,7 @@ class Ring:
             call: The call as text: must be equal on all ranks.
             tensors: Their dtypes, devices, shapes but for the row counts, and whether they require gradients must be equal on
                 all ranks.
+            seed: The dropout seed, compared with the first call of the signature; 0 where seeds may differ between ranks.
 
         Raises:
             ValueError: Inconsistent here, on another rank, or between ranks; the ranks are named.
@@ -263,10 +265,24 @@ class Ring:
             return
         if self._agreement is not None:
             record = {**parse(call), "tensors": _without_rows(tensors), "nodes": self.seat.nodes}
-            record["keep_keys"] = self.keep_keys
-            self._agreement.compare_calls(record)
+            record |= {"keep_keys": self.keep_keys, "dropout_seed": seed}
+            self._agreement.compare_calls(record, describe_record(record))
             self.settle(next(x.device for x in tensors if x is not None))
         self._agreed.add(signature)
+
+    def mark_call(self, call: str, tensors: Sequence[Tensor | None]) -> CallMark:
+        """The mark of a call's signature (Note [Call marks] of call_order.py); arguments as in `refusals`."""
+        if self._order is None:
+            return CallMark(0, "")
+        text = json.dumps([call, _without_rows(tensors)])
+        digest = hashlib.blake2b(text.encode(), digest_size=7)
+        return CallMark(
+            int.from_bytes(digest.digest()), f"{describe_record(parse(call))}, digest {digest.hexdigest()[:6]}"
+        )
+
+    def begin_call(self, call: CallMark, seed: int, forward: int, device: torch.device) -> int:
+        """The number of a call that is about to move rows; arguments and errors as in `CallOrder.begin`."""
+        return 0 if self._order is None else self._order.begin(call, seed, forward, device)
 
     def refuse(self, error: Exception) -> NoReturn:
         """Raises an error of this rank that ranks which compare their next call find there, instead of waiting for this one.
@@ -296,32 +312,34 @@ class Ring:
         """
         return nullcontext() if torch.compiler.is_compiling() or self._agreement is None else self._agreement
 
-    def agree(self, what: str, text: str) -> None:
+    def agree(self, what: str, text: str, doing: str = "") -> None:
         """Compares a text between all ranks, each of which must call it: for what must be equal and no call shows.
 
         Args:
             what: What the text says, in words for the message.
             text: Must be equal on all ranks.
+            doing: The call that this rank is in, for ranks that are in another one; default what and the text.
 
         Raises:
             ValueError: It is not; raised on every rank, naming those that differ from most.
         """
         if self._agreement is not None:
-            self._agreement.agree(what, text)
+            self._agreement.agree(what, text, doing)
 
-    def agree_once(self, what: str, text: str) -> None:
+    def agree_once(self, what: str, text: str, doing: str = "") -> None:
         """`agree`, at the first call with a text; later ones pay a set lookup.
 
         Args:
             what: As there.
             text: Likewise.
+            doing: See `agree`.
 
         Raises:
             ValueError: Likewise.
         """
         known = hashlib.blake2b(f"{what}: {text}".encode(), digest_size=16).digest()
         if known not in self._agreed:
-            self.agree(what, text)
+            self.agree(what, text, doing)
             self._agreed.add(known)
 
     def settle(self, device: torch.device) -> None:
@@ -347,7 +365,7 @@ class Ring:
         """
         if self._agreement is None:
             return number
-        return min(self._agreement.share("number", number))
+        return min(self._agreement.share("number", number, "the least of all ranks' numbers"))
 
     def gather(self, x: Tensor, dim: int, lengths: Sequence[int]) -> list[Tensor]:
         """Every rank's tensor, which differ in length along dim only; differentiable (gradients are summed over ranks).

@@ -7,7 +7,7 @@ and masks other than the documents of the batch.
 from __future__ import annotations
 
 import json
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
 from itertools import accumulate, pairwise
@@ -18,8 +18,9 @@ from torch import Tensor
 
 from ringattn.layout import LAYOUTS, PART, Run, Shard, check_sizes, make_shards, shard_len
 from ringattn.living import living_ring
+from ringattn.options import resolve_balance, resolve_documents, resolve_integer
 from ringattn.plain import check_plain
-from ringattn.visibility import check_documents
+from ringattn.visibility import Visibility, check_documents
 
 
 class Gathering(Protocol):
@@ -27,6 +28,8 @@ class Gathering(Protocol):
 
     name: str
     impl: str
+    rank: int
+    world_size: int
 
     def gather(self, x: Tensor, dim: int, lengths: Sequence[int]) -> list[Tensor]:
         """Every rank's tensor, in rank order; lengths along dim differ by rank."""
@@ -40,7 +43,7 @@ class Gathering(Protocol):
         """Raises an error of which the other ranks hear."""
         ...
 
-    def agree_once(self, what: str, text: str) -> None:
+    def agree_once(self, what: str, text: str, doing: str = "") -> None:
         """Raises on every rank where a text that is new differs between ranks."""
         ...
 
@@ -64,7 +67,8 @@ class Sharding:
         texts: The texts of attention calls with this sharding, by their options (Note [Said once] in call.py).
 
     Raises:
-        ValueError: The shards do not hold every position exactly once, or an argument is out of range.
+        ValueError: The shards do not hold every position exactly once, an argument is out of range, or the ring is another
+            rank, or of another size.
 
     Example:
         >>> from ringattn.layout import zigzag
@@ -94,6 +98,11 @@ class Sharding:
         if not 0 <= rank < len(shards):
             raise ValueError(
                 f"rank must be from 0 to {len(shards) - 1}, got {rank}; give one shard per rank of the ring"
+            )
+        if ring is not None and (rank, len(shards)) != (ring.rank, ring.world_size):
+            raise ValueError(
+                f"the sharding must be that of rank {ring.rank} of {ring.world_size}, as its ring is here, got one for rank "
+                f"{rank} of {len(shards)}; make it with ring.sharding(...)"
             )
         if documents is not None:
             check_documents(tuple(documents), seq_len)
@@ -184,7 +193,8 @@ class Sharding:
 
         Raises:
             ValueError: x does not have seq_len rows in `dim`; other ranks of the ring find it when they compare their next call.
-            NotImplementedError: x is a DTensor; likewise.
+            TypeError: x is no tensor, or dim no integer.
+            NotImplementedError: x is a DTensor, or another tensor with a meaning of its own.
         """
         with self._shared_refusals():
             dim = self._check_rows("x", x, dim, "seq_len", self._seq_len, "the whole sequence, or name its dim")
@@ -204,7 +214,8 @@ class Sharding:
             ValueError: x_local does not have shard_len rows in `dim`, or ranks have different tensors; raised on every rank where
                 a tensor of this kind is the first.
             RuntimeError: The ring has several ranks and this sharding was made without one.
-            NotImplementedError: x_local is a DTensor.
+            TypeError: x_local is no tensor, or dim no integer.
+            NotImplementedError: x_local is a DTensor, or another tensor with a meaning of its own.
         """
         ring = self._ring
         with self._shared_refusals():
@@ -222,7 +233,8 @@ class Sharding:
             shape = [*x_local.shape[:dim], self._shard_lens, *x_local.shape[dim + 1 :]]
             kind = f"{x_local.dtype} {x_local.device.type}"
             differentiable = torch.is_grad_enabled() and x_local.requires_grad
-            ring.agree_once("a tensor to unshard", f"{shape} {kind} with gradients: {differentiable}")
+            text = f"{shape} {kind} with gradients: {differentiable}"
+            ring.agree_once("a tensor to unshard", text, f"Sharding.unshard({shape}, {kind})")
         return self.assemble(ring.gather(x_local, dim, self.shard_lens), dim)
 
     def _shared_refusals(self) -> AbstractContextManager[None]:
@@ -249,7 +261,13 @@ class Sharding:
 
         Raises:
             ValueError: There is not one part per rank, or a part has the wrong length.
+            TypeError: parts is no sequence of tensors.
+            NotImplementedError: A part is a DTensor, or another tensor with a meaning of its own.
         """
+        if not isinstance(parts, Sequence):
+            raise TypeError(f"parts must be a sequence of tensors, got {type(parts).__name__}; pass one per rank")
+        for rank, part in enumerate(parts):
+            check_plain(f"parts[{rank}]", part)
         if len(parts) != self.world_size:
             raise ValueError(
                 f"parts must have one tensor per rank, {self.world_size}, got {len(parts)}; pass all ranks'"
@@ -318,8 +336,8 @@ class Sharding:
         return self._hash
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # a ring has connections and goes by its name: workers of a DataLoader send shardings to the process that holds it,
-        # and a process that does not hold it gets a sharding without
+        # a ring has connections and is found by its name: workers of a DataLoader send shardings to the process that holds it,
+        # other ranks of the ring get their own view, and a process that does not hold it gets a sharding without
         return _restore, (self.spec, self._rank, None if self._ring is None else self._ring.name, self._device)
 
     def __repr__(self) -> str:
@@ -331,17 +349,40 @@ class Sharding:
 
 
 def _restore(spec: Sequence[Any], rank: int, ring: str | None, device: torch.device) -> Sharding:
-    return Sharding.from_spec(spec, rank, ring=living_ring(ring), device=device)
+    found: Gathering | None = living_ring(ring)
+    if found is None or found.world_size != spec[2]:  # perhaps a ring of another job
+        return Sharding.from_spec(spec, rank, device=device)
+    return Sharding.from_spec(spec, found.rank, ring=found, device=device)
 
 
-def check_sharding(x: object) -> None:
+def check_sharding(x: object, name: str = "sharding") -> None:
     """Refuses what is no sharding.
 
     Raises:
         TypeError: It is something else.
     """
     if not isinstance(x, Sharding):
-        raise TypeError(f"sharding must be what ring.sharding(seq_len) gives, got {type(x).__name__}")
+        raise TypeError(f"{name} must be what ring.sharding(seq_len) gives, got {type(x).__name__}")
+
+
+def resolve_shards(
+    seq_len: int,
+    layout: str,
+    documents: Sequence[int] | Tensor | None,
+    balance: Mapping[str, Any] | None,
+    world_size: int,
+) -> tuple[int, tuple[int, ...] | None, tuple[Shard, ...]]:
+    """Length, documents and shards of a sequence, of what users give `Ring.sharding`.
+
+    Raises:
+        ValueError: An unknown layout, boundaries that do not fit, or an option of a mask that does not.
+        TypeError: The length or a boundary is no integer, or balance no dict.
+    """
+    seq_len, documents = resolve_integer("seq_len", seq_len), resolve_documents(documents)
+    if balance is not None and layout != "balanced":
+        raise ValueError(f"balance must be given with layout='balanced' only, got layout={layout!r}; leave it out")
+    mask = Visibility(seq_len=seq_len, kv_len=seq_len, documents=documents, **resolve_balance(balance))
+    return seq_len, documents, make_shards(layout, seq_len, world_size, mask)
 
 
 def positions_of(shard: Shard) -> Tensor:
@@ -357,6 +398,7 @@ def _run_of(x: Tensor, dim: int, run: Run) -> Tensor:
 
 
 def _resolve_dim(x: Tensor, dim: int) -> int:
+    dim = resolve_integer("dim", dim)
     if not -x.ndim <= dim < x.ndim:
         raise ValueError(
             f"dim must be from {-x.ndim} to {x.ndim - 1}, got {dim}; the tensor has shape {tuple(x.shape)}"

@@ -8,6 +8,7 @@ import json
 import os
 import random
 import re
+import resource
 import signal
 import subprocess
 import sys
@@ -26,11 +27,11 @@ import pytest
 import torch
 
 from ringattn.launch.bench import __main__ as bench
-from ringattn.launch.runtime.distributed import Rank
+from ringattn.launch.runtime.distributed import Rank, Refusal
 from ringattn.launch.serve import main
 from ringattn.launch.serving import run
 from ringattn.launch.serving.channel import PART, Channel
-from ringattn.launch.serving.config import KEY, TINY, ServeArgs, parse
+from ringattn.launch.serving.config import KEY, TINY, ServeArgs, allow_connections, parse
 from ringattn.launch.serving.models import load
 from ringattn.launch.serving.text import Bytes
 
@@ -188,6 +189,33 @@ def test_greedy_text_is_that_of_one_process(server):
         assert whole.choices[0].message.content == text
         stream = client.chat.completions.create(**how, stream=True, extra_body={"ignore_eos": True})
         assert "".join(chunk.choices[0].delta.content or "" for chunk in stream) == text
+
+
+def test_options_and_scores_of_a_prompt_go_through_two_processes_and_two_ranks(server):
+    """The likelihood of a prompt and of an answer is what one process with torch's own attention gives."""
+    prompt, most = "the exact ring of keys " * 20, 6
+    punished = {"repetition_penalty": 1.3, "frequency_penalty": 0.5, "presence_penalty": 0.2, "logit_bias": {"122": 3}}
+    body = {
+        "prompt": prompt,
+        "max_tokens": most,
+        "seed": 3,
+        "temperature": 0.7,
+        "top_k": 5,
+        "min_p": 0.01,
+        "ignore_eos": True,
+    }
+    asked = {**body, **punished, "echo": True, "logprobs": 1, "return_token_ids": True}
+    one, other = (
+        httpx.post(f"{server.url}/v1/completions", json=asked, timeout=120).json()["choices"][0] for _ in range(2)
+    )
+    assert one["token_ids"] == other["token_ids"]
+    tokens = [*prompt.encode(), *one["token_ids"]]
+    with torch.no_grad():
+        expected = _model()(input_ids=torch.tensor([tokens])).logits[0, :-1].log_softmax(-1)
+    found = one["logprobs"]["token_logprobs"]
+    assert (found[0], len(found)) == (None, len(prompt) + most)
+    wanted = expected.gather(1, torch.tensor(tokens[1:])[:, None])[:, 0]
+    torch.testing.assert_close(torch.tensor(found[1:]), wanted, rtol=1e-4, atol=1e-4)
 
 
 def test_the_state_says_what_the_server_runs_on_and_how_it_was_started(server):
@@ -455,6 +483,23 @@ def test_a_port_that_is_taken_and_a_cache_without_a_page_are_refused(capsys, mon
     assert "host and port must be free to listen on" in capsys.readouterr().err
     assert main([*flags, "--cache-gib", "1e-9"]) == 1
     assert "memory must hold a page of 64 tokens at least" in capsys.readouterr().err
+
+
+def test_a_process_may_open_a_file_for_each_connection_that_is_allowed(monkeypatch):
+    limits, found = (1024, 4096), []
+    monkeypatch.setattr(resource, "getrlimit", lambda _: limits)
+    monkeypatch.setattr(resource, "setrlimit", lambda _, new: found.append(new))
+    allow_connections(512)
+    assert found == []
+    allow_connections(4096 - 320)
+    assert found == [(4096, 4096)]
+    with pytest.raises(
+        Refusal, match=r"max_connections must be at most 3776 where a process may open 4096 files, got 3777"
+    ):
+        allow_connections(4096 - 319)
+    limits = (1024, resource.RLIM_INFINITY)
+    allow_connections(10**5)
+    assert found[1:] == [(10**5 + 320, resource.RLIM_INFINITY)]
 
 
 def test_the_key_comes_from_the_environment(monkeypatch, capsys):
