@@ -45,8 +45,8 @@ WAYS = ("forward", "both")
 
 
 def drawing() -> ModuleType:
-    """`launch/figures.py` by its path: it needs nothing of the package, and the package needs seconds to import."""
-    spec = importlib.util.spec_from_file_location("figures", Path(__file__).parents[1] / "launch/figures.py")
+    """`figures.py` by its path: it needs nothing of the package, and the package needs seconds to import."""
+    spec = importlib.util.spec_from_file_location("figures", Path(__file__).parent / "figures.py")
     assert spec is not None, "a Python file"
     assert spec.loader is not None, "a Python file"
     module = importlib.util.module_from_spec(spec)
@@ -494,7 +494,7 @@ def ring() -> str:
 
 
 def replay_rows(runs: list[Any]) -> list[Row]:
-    """The rows of all runs of `launch.replays`; a call that several runs looked at is shown from the last one alone."""
+    """The rows of all runs of `bench ring --profile`; a call that several runs looked at is shown from the last one alone."""
     last = {}
     for index, run in enumerate(runs):
         for row in run["rows"]:
@@ -520,7 +520,7 @@ def replays() -> str:
         "### Where a short call's time goes\n\nCalls in a row, replayed from a CUDA graph under the profiler, in microseconds, on "
         "average over ranks. A call takes the time of the same work alone, the time that its kernels take longer (they wait for "
         "rows), and the time in which no kernel runs (words in stream order, and launches). Copies run beside. "
-        "`launch/replays.py` has the definitions.",
+        "`launch/bench/details/graph_profile.py` has the definitions.",
         *(f"Run {index + 1}: {source(run['machine'])}" for index, run in enumerate(runs)),
         table(["GPUs", "heads", "tokens per GPU", "call", "takes", "alone", "waiting", "idle", "copies"], lines),
     ]
@@ -562,7 +562,7 @@ def memory() -> str:
     said = " ".join(f"Run {index + 1}: {source(run['machine'])}" for index, run in enumerate(runs))
     return (
         "### Memory\n\nThe peak of one forward and backward on the fullest GPU, inputs and gradients included; predicted from "
-        f"integers before anything is allocated (`launch/bench_memory.py`). {said}\n\n{body}"
+        f"integers before anything is allocated (`launch/bench/details/memory.py`). {said}\n\n{body}"
     )
 
 
@@ -715,7 +715,7 @@ def models() -> str:
         f"{first['heads']}/{first['kv_heads']} heads of {first['head_dim']}, SwiGLU {first['mlp_dim']:,}, vocabulary "
         f"{first['vocab_size']:,}) cut to the given number of layers, random weights, FSDP2, AdamW, blocks checkpointed; "
         "`ringattn` keeps what attention returned, the others compute it again. MFU counts nothing that is computed again, beside "
-        f"989 TFLOP/s. `launch/bench_model.py` has the definitions. {said}\n\n{body}"
+        f"989 TFLOP/s. `launch/bench/model.py` has the definitions. {said}\n\n{body}"
     )
     if drawing().model_lines(rows):
         text += f"\n\n![MFU of training steps over the context](docs/{MODEL_FIGURE})"
@@ -889,7 +889,7 @@ def inference() -> str:
     parts = [
         "### Inference\n\nA model with the shape of Llama 3 8B, cut to the given number of layers, random weights, in "
         "transformers; its K/V in a cache that is sharded over the GPUs. Everything is checked before it is timed. "
-        "`launch/bench_inference.py` has the definitions.",
+        "`launch/bench/inference.py` has the definitions.",
         *(
             f"Run {index + 1}, {band['read_gbps']:,.0f} GB/s read ({band['who']}): {source(run['machine'])}"
             for index, (run, band) in enumerate(zip(runs, bandwidths, strict=True))
@@ -1041,7 +1041,7 @@ def serving() -> str:
         return ""
     parts = [
         "### The server\n\nStreamed greedy answers over HTTP, from a client beside the server; median / 95th percentile. Prompts "
-        "are random tokens, each one new. `launch/bench_server.py` has the definitions. m8 and m32 have the shape of Llama 3 8B "
+        "are random tokens, each one new. `launch/bench/server.py` has the definitions. m8 and m32 have the shape of Llama 3 8B "
         "with 8 and 4 layers and random weights, whose scores lie close together: in bfloat16 other batches round to other tokens.",
         *(
             f"Run {index + 1}, {server_told(run['machine'])}; {source(run['machine'])}"

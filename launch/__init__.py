@@ -6,23 +6,27 @@ Owns which of its modules are commands: Python would run any other one with -m, 
 import sys
 from collections.abc import Sequence
 
-COMMANDS = (
-    "bench",
-    "bench_links",
-    "bench_softmax",
-    "check",
-    "doctor",
-    "faults",
-    "replays",
-    "serve",
-    "timeline",
-    "train",
-)
+COMMANDS = ("bench", "check", "doctor", "serve", "train")
 """Modules that are run with -m."""
 INSIDE = ("serving.http_process",)
 """Likewise, by other commands only."""
-PARTS = {"check_inference": "check --only inference", "fuzz": "check --fuzz", "soak": "check --soak"}
-"""What runs modules that a command has under another name; those of `bench` have theirs."""
+PARTS = {
+    "check.inference": "check --only inference",
+    "check.fuzz": "check --fuzz",
+    "check.stress": "check --soak",
+    "check.fault_injection": "check faults",
+    "bench.details.softmax": "bench kernels --softmax",
+    "bench.details.host": "bench ring --host",
+    "bench.details.memory": "bench ring --memory",
+    "bench.details.step_trace": "bench ring --trace",
+    "bench.details.graph_profile": "bench ring --profile",
+    "bench.details.decode": "bench inference --decode",
+    "bench.details.prefill": "bench inference --prefill",
+    "bench.details.reduce": "bench inference --reduce",
+}
+"""What runs modules that a command has under another name."""
+BENCHES = ("kernels", "ring", "model", "inference", "server")
+"""Commands of `bench`, which are modules of their names."""
 
 
 def _check_command(argv: Sequence[str], orig_argv: Sequence[str]) -> None:
@@ -41,8 +45,9 @@ def _check_command(argv: Sequence[str], orig_argv: Sequence[str]) -> None:
     name = rest.removeprefix(".")
     if not here or (flags and not flags.startswith("-")) or name in (*COMMANDS, *INSIDE):
         return
-    part = name.replace("_", " ", 1) if name.startswith("bench_") else PARTS.get(name)
-    instead = f"{here}.{part}" if part else f"one of {', '.join(f'{here}.{command}' for command in COMMANDS)}"
+    command, _, part = name.partition(".")
+    said = PARTS.get(name, f"bench {part}" if command == "bench" and part in BENCHES else None)
+    instead = f"{here}.{said}" if said else f"one of {', '.join(f'{here}.{command}' for command in COMMANDS)}"
     raise SystemExit(f"the module that is run must be a command, got {here}{rest}; run {instead}")
 
 

@@ -24,7 +24,16 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
-from ringattn.launch.session import Session, describe, installed, machine, open_session, parse, table, write_json
+from ringattn.launch.runtime.session import (
+    Session,
+    describe,
+    installed,
+    machine,
+    open_session,
+    parse,
+    table,
+    write_json,
+)
 
 MIB = 2**20
 MESSAGE_MIB = (1, 8, 64)
@@ -281,7 +290,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     args: DoctorArgs = parse(DoctorArgs, arguments, "doctor", (DoctorArgs.__doc__ or "").split("\n")[0])
     with open_session(args.device) as session:
         if args.nodes:
-            from ringattn.launch.rings import check_nodes
+            from ringattn.launch.runtime.ring_variants import check_nodes
 
             check_nodes(args.nodes, session.world_size)
         report = examine(session, args.links, args.nodes)

@@ -18,7 +18,7 @@ import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
-from ringattn.launch.distributed import REFUSED, Refusal, default_ranks, is_rank, launch_ranks, resolve_device
+from ringattn.launch.runtime.distributed import REFUSED, Refusal, default_ranks, is_rank, launch_ranks, resolve_device
 from ringattn.launch.serving.config import ENDED, check_model, parse
 
 MODULE = "ringattn.launch.serve"

@@ -19,7 +19,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from ringattn.launch.distributed import (
+from ringattn.launch.runtime.distributed import (
     REFUSED,
     Refusal,
     default_ranks,

@@ -32,13 +32,13 @@ from ringattn.flops import register_flops
 from ringattn.kernels.registry import resolve_impl
 from ringattn.layout import shard_len
 from ringattn.living import add_ring, find_ring
-from ringattn.options import resolve_flag, resolve_integer, resolve_real
+from ringattn.options import resolve_flag, resolve_integer
 from ringattn.schedule import make_nodes
 from ringattn.sharding import Sharding, resolve_shards
 from ringattn.transport.base import Buffers, Choice, NoTransport, Seat, Transport
 from ringattn.transport.call_order import CallMark, CallOrder
 from ringattn.transport.choose import TRANSPORTS, choose
-from ringattn.transport.double import Throttled, WithinNode, group_by_host
+from ringattn.transport.double import WithinNode, group_by_host
 from ringattn.transport.exchange import AloneExchange, Exchange, GroupExchange
 from ringattn.transport.gathering import gather_rows
 from ringattn.transport.patience import Marks, Patience, mark_now
@@ -76,7 +76,6 @@ class Ring:
             than one the ring has two levels, and each shard crosses between nodes once per node.
         nccl_max_ctas: Thread blocks, and so SMs, that NCCL may use for a transfer, in communicators of the ring's own; more
             are faster and leave less to attention. None: the group's own communicator, for within and between nodes.
-        outer_gbps: A measuring aid: lets nothing pass between nodes faster than this many gigabits per second.
 
     Attributes:
         name: Text by which operators find this ring.
@@ -108,7 +107,6 @@ class Ring:
         timeout: timedelta = timedelta(minutes=5),
         nodes: int | str = 1,
         nccl_max_ctas: int | None = 4,
-        outer_gbps: float | None = None,
     ) -> None:
         if transport not in TRANSPORTS:
             raise ValueError(f"transport must be one of {TRANSPORTS}, got {transport!r}; leave it out for 'auto'")
@@ -141,7 +139,6 @@ class Ring:
         self.keep_keys = keep_keys
         self.closings = 0
         nccl_max_ctas = None if nccl_max_ctas is None else resolve_integer("nccl_max_ctas", nccl_max_ctas)
-        outer_gbps = None if outer_gbps is None else resolve_real("outer_gbps", outer_gbps)
         if nccl_max_ctas is not None and nccl_max_ctas < 1:
             raise ValueError(f"nccl_max_ctas must be at least 1, got {nccl_max_ctas}; or None for no limit")
         if isinstance(nodes, str) and nodes != "auto":
@@ -176,10 +173,6 @@ class Ring:
         between: Transport | None = None
         if levels is not None:
             mover, between = WithinNode(mover), self._links[1]
-        if outer_gbps is not None:
-            if between is None:
-                raise ValueError(f"outer_gbps must be given with several nodes, got {outer_gbps} and one; leave it out")
-            between = Throttled(between, outer_gbps)
         self.seat = Seat(self.rank, self.world_size, mover, Buffers(), memory_budget or 0, levels, between)
         self._mover = mover
         self._kept = Buffers()  # what kv_buffer has lent
@@ -527,17 +520,6 @@ class Ring:
             watch.check()
         if not ended:
             self._patience.give_up(what, device)
-
-    def poison(self) -> None:
-        """Fills every buffer of the ring that no call is using with NaN: a testing aid, which shows reads of stale rows.
-
-        Every rank calls it between the same two calls, outside of captures and after `torch.cuda.synchronize()`; work
-        enqueued later on the current stream finds NaN wherever nothing has come since. What `kv_buffer` lent is left alone.
-        """
-        spoil = getattr(self._mover, "poison", None)
-        if spoil is not None:
-            spoil()
-        self.seat.buffers.poison()
 
     def close(self) -> None:
         """Lets go of buffers and NCCL communicators; every rank must call it, when its calls are over.

@@ -20,7 +20,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from ringattn import Ring
-from ringattn.launch.distributed import choose_backend, resolve_device
+from ringattn.launch.runtime.distributed import choose_backend, resolve_device
 from ringattn.schedule import Collection, collect, make_plan
 from ringattn.transport.copy_engine import CopyEngineTransport
 from ringattn.transport.symmetric import may_share_gpus

@@ -16,8 +16,10 @@ from hypothesis import strategies as st
 
 import ringattn.transport.double
 from ringattn import Ring, ring_attention, simulate_ring
+from ringattn.launch.runtime import slow_link
+from ringattn.launch.runtime.slow_link import Throttled, slow_down
 from ringattn.transport.base import Done, NoTransport
-from ringattn.transport.double import Throttled, group_by_host
+from ringattn.transport.double import group_by_host
 from tests.cases import Attention
 from tests.pool import Pools
 from tests.test_ring import CASES, LAYOUTS, Standard, attend, attentions, simulate
@@ -118,7 +120,7 @@ def test_a_shard_and_its_gradient_cross_once_per_node(pool: Pools) -> None:
 def hold_up() -> float:
     """Seconds of a call whose shard takes 0.2 s to cross."""
     x = torch.randn(1, 64, 2, 16)
-    ring = Ring(nodes=2, outer_gbps=2 * x.numel() * 4 * 8 / 0.2 / 1e9)
+    ring = slow_down(Ring(nodes=2), 2 * x.numel() * 4 * 8 / 0.2 / 1e9)
     sharding = ring.sharding(4 * 64)
     begin = time.monotonic()
     ring_attention(x, x, x, sharding)
@@ -150,7 +152,7 @@ def test_transfers_of_a_throttled_link_queue_up_and_pass_while_others_work(monke
             return Done()
 
     clock = Clock()
-    monkeypatch.setattr(ringattn.transport.double, "time", clock)
+    monkeypatch.setattr(slow_link, "time", clock)
     link = Throttled(Nothing(), gbps=8e-6)  # a kilobyte per second
     x = torch.zeros(5000, dtype=torch.uint8)
     first, second = (link.post([(1, x)], [(1, x[:100])], "test") for _ in range(2))
@@ -203,9 +205,9 @@ def test_wrong_options_are_refused() -> None:
         Ring(nodes="all")
     with pytest.raises(ValueError, match="nccl_max_ctas must be at least 1, got 0"):
         Ring(nccl_max_ctas=0)
-    with pytest.raises(ValueError, match="outer_gbps must be given with several nodes"):
-        Ring(outer_gbps=100)
-    with pytest.raises(ValueError, match="outer_gbps must be a positive number"):
+    with pytest.raises(ValueError, match="the ring must have several nodes"):
+        slow_down(Ring(), 100)
+    with pytest.raises(ValueError, match="gbps must be a positive number"):
         Throttled(NoTransport(), 0)
     x = torch.randn(1, 8, 1, 16)
     with pytest.raises(ValueError, match="nodes must divide the ring of 4 ranks, got 3"):

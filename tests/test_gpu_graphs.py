@@ -31,7 +31,7 @@ from ringattn.integrations.transformers.decoding import (
     find_obstacle,
 )
 from ringattn.kernels import few_rows
-from ringattn.launch.inference_model import Shape, make_cache, make_model
+from ringattn.launch.bench.inference_model import Shape, make_cache, make_model
 from tests.test_copy_engine_gpu import RANKS, SHARED, run
 from tests.transformers.models import make, tokens
 

@@ -19,9 +19,9 @@ from torch import Tensor
 
 from ringattn import Ring, ring_attention
 from ringattn.inference import PagedKVCache, attend
-from ringattn.launch.check_inference import MOVES, InferenceCase, examine_history
-from ringattn.launch.histories import OPTIONS, History, Op, Sizes, extend
-from ringattn.launch.session import Session
+from ringattn.launch.check.cache_scenarios import OPTIONS, History, Op, Sizes, extend
+from ringattn.launch.check.inference import MOVES, InferenceCase, examine_history
+from ringattn.launch.runtime.session import Session
 from tests.isolation import BAD, SPOILT, attend_beside
 from tests.test_copy_engine_gpu import RANKS, run
 

@@ -14,6 +14,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ringattn import Ring, ring_attention, simulate_ring
+from ringattn.launch.check.stress import poison_buffers
+from ringattn.launch.runtime.slow_link import slow_down
 from ringattn.transport.copy_engine import CopyEngineTransport
 from tests.test_copy_engine_gpu import RANKS, SHARED, run
 from tests.test_gpu_ring import PATIENCE, PLENTY, assert_same, check_replays, draw, step
@@ -24,7 +26,8 @@ NODES = 2
 
 
 def make(budget: int = PLENTY, transport: str = "copy_engine", gbps: float | None = None) -> Ring:
-    return Ring(nodes=NODES, transport=transport, memory_budget=budget, timeout=PATIENCE, outer_gbps=gbps)
+    ring = Ring(nodes=NODES, transport=transport, memory_budget=budget, timeout=PATIENCE)
+    return ring if gbps is None else slow_down(ring, gbps)
 
 
 def expect(ring: Ring, whole: list[Tensor], layout: str, budget: int, **mask: Any) -> list[Tensor]:
@@ -102,7 +105,7 @@ def _alternating(rank: int, world_size: int) -> None:
         if turn % 7 == 0:
             torch.cuda.synchronize()
             dist.barrier()
-            rings[i][0].poison()
+            poison_buffers(rings[i][0])
         traffic.synchronize()
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from ringattn import Ring, attention_reference, ring_attention
 from ringattn.inference import PagedKVCache, Step, attend
 from ringattn.inference.in_place import is_in_place_faster
-from ringattn.launch.histories import (
+from ringattn.launch.check.cache_scenarios import (
     CHUNKS,
     CROWD,
     OPTIONS,

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from ringattn import Ring
-from ringattn.launch.turns import settle
+from ringattn.launch.runtime.timing import settle
 from ringattn.transport import process_group
 from ringattn.transport.patience import MOST_PAUSE_S, Marks, Patience
 from tests.pool import Pools

@@ -25,7 +25,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ringattn.launch.distributed import Rank
+from ringattn.launch.runtime.distributed import Rank
 from ringattn.launch.serving import front, run
 from ringattn.launch.serving.api import Refused
 from ringattn.launch.serving.config import Limits

@@ -18,8 +18,8 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ringattn.launch.changing import change_model
-from ringattn.launch.distributed import Rank, Refusal
+from ringattn.launch.runtime.distributed import Rank, Refusal
+from ringattn.launch.runtime.model_optimization import change_model
 from ringattn.launch.serving import scheduling
 from ringattn.launch.serving.config import check_model
 from ringattn.launch.serving.models import describe, load, make_cache, share_weights

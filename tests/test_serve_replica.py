@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ringattn.launch.distributed import Rank
+from ringattn.launch.runtime.distributed import Rank
 from ringattn.launch.serving.channel import Channel
 from ringattn.launch.serving.config import TINY
 from ringattn.launch.serving.engine import Engine, follow

@@ -26,8 +26,8 @@ import psutil
 import pytest
 import torch
 
-from ringattn.launch import bench
-from ringattn.launch.distributed import Rank, Refusal
+from ringattn.launch.bench import __main__ as bench
+from ringattn.launch.runtime.distributed import Rank, Refusal
 from ringattn.launch.serve import main
 from ringattn.launch.serving import run
 from ringattn.launch.serving.channel import PART, Channel

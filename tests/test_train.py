@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import ringattn
-from ringattn.launch.distributed import Refusal
+from ringattn.launch.runtime.distributed import Refusal
 from ringattn.launch.training import meter
 from ringattn.launch.training.config import PRESETS
 from ringattn.launch.training.data import Batches, count_targets, cut, load_corpus

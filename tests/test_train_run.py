@@ -27,8 +27,8 @@ import pytest
 import torch
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
-from ringattn.launch import distributed
-from ringattn.launch.distributed import REFUSED, Rank, Refusal, describe_failures, launch_ranks
+from ringattn.launch.runtime import distributed
+from ringattn.launch.runtime.distributed import REFUSED, Rank, Refusal, describe_failures, launch_ranks
 from ringattn.launch.train import Persistence, count_ranks, main, run_rank
 from ringattn.launch.training.checkpoint import (
     Checkpoints,

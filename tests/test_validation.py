@@ -218,7 +218,6 @@ OF_ANOTHER_KIND: dict[str, tuple[Callable[..., Any], dict[str, Any], str]] = {
     "an unknown impl": (Ring, {"impl": "foo"}, 'impl must be "auto" or one of hopper, portable, eager, got \'foo\''),
     "a word as permission": (Ring, {"keep_keys": "no"}, "keep_keys must be True or False, got 'no'"),
     "a word as limit": (Ring, {"nccl_max_ctas": "4"}, "nccl_max_ctas must be an integer, got '4'"),
-    "a word as rate": (Ring, {"outer_gbps": "fast"}, "outer_gbps must be a number, got 'fast'"),
     "no partial": (Partial, {"m": None, "l": x(2), "o": x(2, 3)}, "m must be a tensor, got NoneType"),
     "no scores": (Partial.from_scores, {"s": None, "v": x(2, 3)}, "s must be a tensor, got NoneType"),
     "a tuple to merge": (merge, {"a": (x(2), x(2), x(2, 3)), "b": Z}, "a must be a Partial, got tuple"),

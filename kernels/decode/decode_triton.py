@@ -366,8 +366,10 @@ def _decode_kernel(
     ml = parts + tl.cast(rows, tl.int64) * DV_WIDTH
     home = tl.cast(split, tl.int64) * parts_sp
     tl.store(parts + home + acc_at, acc, mask=acc_there)
-    tl.store(ml + home + row, m_i - HEADROOM, mask=exists)
-    tl.store(ml + home + rows + row, tl.sum(l_i, 1), mask=exists)
+    total = tl.sum(l_i, 1)
+    # a maximum on the GPU passes over NaN: a row of NaN alone would have the m of a row that saw nothing
+    tl.store(ml + home + row, tl.where(total == total, m_i - HEADROOM, total), mask=exists)
+    tl.store(ml + home + rows + row, total, mask=exists)
     # of the splits that nobody needs, each program of this request says those that are its own modulo their number
     x = tl.arange(0, SPARED)
     for base in tl.range(mine // SPARED * SPARED, splits, SPARED):

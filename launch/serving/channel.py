@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ringattn.launch.distributed import Rank
+from ringattn.launch.runtime.distributed import Rank
 from ringattn.launch.serving.links import accept_ranks, connect
 from ringattn.launch.serving.wire import Message, Unpacker, pack
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from ringattn.launch.distributed import Refusal
+from ringattn.launch.runtime.distributed import Refusal
 
 TINY = "tiny"
 """The name of a model that needs no files."""

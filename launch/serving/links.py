@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from ringattn.launch.distributed import Rank
+from ringattn.launch.runtime.distributed import Rank
 
 
 @dataclass(frozen=True)

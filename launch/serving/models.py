@@ -16,10 +16,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ringattn.inference import PagedKVCache
-from ringattn.launch.distributed import Rank, Refusal
+from ringattn.launch.runtime.checkpoint_files import has_weights, read_config, read_model
+from ringattn.launch.runtime.distributed import Rank, Refusal
 from ringattn.launch.serving.config import TINY, check_model
 from ringattn.launch.serving.text import Bytes, Pretrained, Tokenizer
-from ringattn.launch.weights import has_weights, read_config, read_model
 from ringattn.ring import Ring
 
 CPU_CACHE_GIB = 0.25

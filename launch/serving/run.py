@@ -28,8 +28,9 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from ringattn.launch.changing import change_model
-from ringattn.launch.distributed import Rank, Refusal, join_ranks
+from ringattn.launch.runtime.distributed import Rank, Refusal, join_ranks
+from ringattn.launch.runtime.model_optimization import change_model
+from ringattn.launch.runtime.session import Session, machine
 from ringattn.launch.serving.channel import Channel
 from ringattn.launch.serving.collector import settle
 from ringattn.launch.serving.config import ENDED, LOOPBACK, Limits, ServeArgs, allow_connections
@@ -39,7 +40,6 @@ from ringattn.launch.serving.models import Served, describe, load, make_cache, s
 from ringattn.launch.serving.replica import Replica
 from ringattn.launch.serving.scheduling import Scheduler
 from ringattn.launch.serving.watch import Watch
-from ringattn.launch.session import Session, machine
 from ringattn.ring import Ring
 
 FAREWELL_S = 1.0

@@ -11,7 +11,7 @@ import socket
 import threading
 from collections.abc import Callable
 
-from ringattn.launch.distributed import Rank
+from ringattn.launch.runtime.distributed import Rank
 from ringattn.launch.serving.channel import Channel
 from ringattn.launch.serving.links import accept_ranks, connect
 

@@ -36,7 +36,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystem
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import async_save
 
-from ringattn.launch.distributed import Rank, Refusal
+from ringattn.launch.runtime.distributed import Rank, Refusal
 
 MANIFEST = "manifest.json"
 _NAME = re.compile(r"step-(\d+)-([0-9a-f]{16})")

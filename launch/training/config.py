@@ -15,7 +15,7 @@ from typing import Literal
 
 import torch
 
-from ringattn.launch.distributed import Refusal
+from ringattn.launch.runtime.distributed import Refusal
 from ringattn.launch.training.model import ModelConfig
 from ringattn.launch.training.parallel import mesh_sizes
 from ringattn.launch.training.trainer import Recipe

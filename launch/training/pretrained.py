@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ringattn.launch.distributed import Refusal
+from ringattn.launch.runtime.checkpoint_files import has_weights, read_config, read_model
+from ringattn.launch.runtime.distributed import Refusal
 from ringattn.launch.training.loss import cross_entropy_sum
 from ringattn.launch.training.model import document_positions
-from ringattn.launch.weights import has_weights, read_config, read_model
 
 TOKENIZERS = ("tokenizer.json", "tokenizer_config.json")
 NUM_BYTES = 256

@@ -19,8 +19,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ringattn.launch.distributed import Rank, Refusal, was_restarted
-from ringattn.launch.session import Session, machine, write_json
+from ringattn.launch.runtime.distributed import Rank, Refusal, was_restarted
+from ringattn.launch.runtime.session import Session, machine, write_json
 from ringattn.launch.training.checkpoint import (
     Checkpoints,
     find_checkpoint,

@@ -462,7 +462,8 @@ def _pack(carry: SoftmaxState, stop: Stop, part: Tensor) -> None:
     b, _, h, dv = carry.acc.shape
     m, l, acc = views(part, b * stop.count * h, dv)  # noqa: E741
     torch.index_select(carry.acc, 1, stop.places, out=acc.view(b, stop.count, h, dv))
-    for packed, x in ((m, carry.m), (l, carry.l)):
+    # a maximum on the GPU passes over NaN: a row of NaN alone would have the m of a row that saw nothing
+    for packed, x in ((m, carry.m.where(carry.l == carry.l, carry.l)), (l, carry.l)):
         packed.view(b, stop.count, h).copy_(x.index_select(2, stop.places).transpose(1, 2))
 
 

@@ -12,9 +12,9 @@ import torch
 from ringattn import Ring, attention_reference, ring_attention_with_lse
 from ringattn.kernels.interface import KernelSet
 from ringattn.kernels.runtime.host_to_device import protect_from_reuse, upload, wait_for_uploads
-from ringattn.launch import fuzz
-from ringattn.launch.session import Session
-from ringattn.launch.turns import time_calls
+from ringattn.launch.check import fuzz
+from ringattn.launch.runtime.session import Session
+from ringattn.launch.runtime.timing import time_calls
 from tests.budget import assert_within_budget
 from tests.isolation import BAD, SPOILT, assert_kernels_isolate
 from tests.kernel_conformance import CASES, LONG_CASES, Case, run_case

@@ -11,8 +11,10 @@ import pytest
 import torch
 
 from ringattn.integrations.transformers import decoding
-from ringattn.launch import bench, figures, inference_checks, inference_model
-from ringattn.launch.inference_model import Shape
+from ringattn.launch.bench import __main__ as bench
+from ringattn.launch.bench import inference_checks, inference_model
+from ringattn.launch.bench.inference_model import Shape
+from tests.drawing import figures
 from tests.recording import Reruns
 
 SHAPE = Shape(dim=32, layers=2, heads=4, kv_heads=2, head_dim=16, mlp_dim=48, vocab_size=61)

@@ -15,7 +15,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
-from ringattn.launch.distributed import Refusal
+from ringattn.launch.runtime.distributed import Refusal
 from ringattn.launch.train import check, run_rank
 from ringattn.launch.training.config import PRESETS, Config
 from ringattn.launch.training.data import load_corpus

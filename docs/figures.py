@@ -1,0 +1,456 @@
+"""Pictures of measured rows that can be read on a light and on a dark page.
+
+Owns how the speeds of kernels and rings are drawn. Refuses to know how they were measured, and which rows are good enough
+to be shown.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+NAMES = {
+    "hopper": "ringattn hopper",
+    "portable": "ringattn portable",
+    "auto": "ringattn auto",
+    "cudnn": "cuDNN",
+    "fa2": "FlashAttention-2",
+    "flex": "FlexAttention",
+    "fa4": "FlashAttention-4",
+}
+"""What contenders are called in tables and figures, in the order they are shown."""
+COLORS = {
+    "hopper": "#e5484d",
+    "portable": "#f0883e",
+    "auto": "#bf8700",
+    "cudnn": "#2da44e",
+    "fa2": "#8b949e",
+    "flex": "#a371f7",
+    "fa4": "#388bfd",
+}
+RING_NAMES = {
+    "auto": "ringattn",
+    "gathered": "ringattn gathered",
+    "staged": "ringattn staged",
+    "ring": "ringattn",
+    "ring_recomputed": "ringattn, attention recomputed",
+    "nccl": "ringattn NCCL",
+    "gloo": "ringattn gloo",
+    "torch_cp_allgather": "torch CP all-gather",
+    "torch_cp_alltoall": "torch CP all-to-all",
+    "ring_flash_attn": "ring-flash-attention",
+}
+"""What rings are called in tables and figures, in the order they are shown."""
+RING_COLORS = {
+    "auto": "#e5484d",
+    "gathered": "#e5484d",
+    "staged": "#f0883e",
+    "ring": "#e5484d",
+    "ring_recomputed": "#f0883e",
+    "nccl": "#bf8700",
+    "gloo": "#bf8700",
+    "torch_cp_allgather": "#2da44e",
+    "torch_cp_alltoall": "#388bfd",
+    "ring_flash_attn": "#8b949e",
+}
+DIRECTIONS = {"forward": "forward", "both": "forward + backward", "model": "training step"}
+INFERENCE = {
+    "first": ("time to first token", "s"),
+    "token": ("time per token", "ms"),
+    "attention": ("attention of a token", "times its bytes / bandwidth"),
+    "prefill": ("attention of a prompt", "% of training's forward"),
+}
+"""What is drawn of inference, in this order, and in which unit."""
+INK = "#7d8590"
+"""Gray that stands out from white and from near black alike."""
+STYLE: Any = {
+    "svg.fonttype": "none",
+    "svg.hashsalt": "ringattn",
+    "font.family": "sans-serif",
+    "font.size": 9,
+    "axes.edgecolor": INK,
+    "axes.labelcolor": INK,
+    "text.color": INK,
+    "xtick.color": INK,
+    "ytick.color": INK,
+    "savefig.transparent": True,
+}
+
+
+def lines_over_length(rows: Sequence[dict[str, Any]]) -> dict[tuple[int, str, str], dict[str, list[tuple[int, float]]]]:
+    """Per (head_dim, mask, direction), per contender: (tokens, TFLOP/s), shortest first.
+
+    One sequence, as many key/value heads as query heads, operators with autograd; what does not vary in length is left
+    out.
+    """
+    panels: dict[tuple[int, str, str], dict[str, list[tuple[int, float]]]] = {}
+    for row in rows:
+        alike = row["batch"] == 1 and row["heads"] == row["kv_heads"] and row["level"] == "op"
+        if alike and "tflops" in row:
+            lines = panels.setdefault((row["head_dim"], row["mask"], row["direction"]), {})
+            lines.setdefault(row["who"], []).append((row["seq_len"], row["tflops"]))
+    found = {key: {who: sorted(points) for who, points in lines.items()} for key, lines in panels.items()}
+    return {key: lines for key, lines in found.items() if any(len(points) > 1 for points in lines.values())}
+
+
+def draw_lengths(rows: Sequence[dict[str, Any]], path: Path, note: str = "") -> bool:
+    """Draws TFLOP/s over length: a column per mask, a row per direction and head_dim, a line per contender.
+
+    Args:
+        rows: Of `bench kernels`.
+        path: An .svg or .png.
+        note: Kept in an SVG as its description.
+
+    Returns:
+        Whether there was anything to draw: nothing is written when every contender met one length only.
+    """
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    from matplotlib import pyplot as plt
+
+    panels = lines_over_length(rows)
+    if not panels:
+        return False
+    masks = [one for one in ("full", "causal", "window", "documents") if any(key[1] == one for key in panels)]
+    rank = {"forward": 0, "backward": 1}
+    kinds = sorted({(direction, dim) for dim, _, direction in panels}, key=lambda kind: (rank[kind[0]], kind[1]))
+    lengths = sorted({n for lines in panels.values() for points in lines.values() for n, _ in points})
+    with mpl.rc_context(STYLE):
+        figure, axes = plt.subplots(
+            len(kinds), len(masks), figsize=(2.7 * len(masks), 2.1 * len(kinds) + 0.6), squeeze=False, sharex=True
+        )
+        for i, (direction, dim) in enumerate(kinds):
+            for axis, mask in zip(axes[i], masks, strict=True):
+                lines = panels.get((dim, mask, direction), {})
+                for who in [*NAMES, *sorted(set(lines) - set(NAMES))]:
+                    if who in lines:
+                        ours = who in ("hopper", "portable", "auto")
+                        axis.plot(
+                            *zip(*lines[who], strict=True),
+                            color=COLORS.get(who, INK),
+                            marker="o",
+                            markersize=3,
+                            linewidth=2.0 if ours else 1.2,
+                            label=NAMES.get(who, who),
+                        )
+                axis.set_xscale("log", base=2)
+                axis.set_ylim(bottom=0)
+                axis.grid(color=INK, alpha=0.25, linewidth=0.6)
+                axis.set_title(f"{direction}, {mask}, head_dim {dim}", fontsize=9)
+                axis.set_xticks(lengths, [thousands(n) for n in lengths])
+                axis.minorticks_off()
+            axes[i][0].set_ylabel("TFLOP/s")
+        for axis in axes[-1]:
+            axis.set_xlabel("tokens")
+        _finish(figure, _lines_in(axes), path, note)
+    return True
+
+
+def thousands(n: int) -> str:
+    """A length as people write it.
+
+    Example:
+        >>> thousands(512), thousands(65536), thousands(1048576)
+        ('512', '64K', '1M')
+    """
+    for size, letter in ((2**20, "M"), (2**10, "K")):
+        if n >= size and n % size == 0:
+            return f"{n // size}{letter}"
+    return str(n)
+
+
+def _lines_in(axes: Any) -> dict[str, Any]:
+    """The lines of all panels by their names, each name once."""
+    return {line.get_label(): line for axis in axes.flat for line in axis.get_lines()}
+
+
+def _finish(figure: Any, shown: dict[str, Any], path: Path, note: str) -> None:
+    """One legend below all panels, of what is shown by name, and the file."""
+    from matplotlib import pyplot as plt
+
+    columns = min(4, len(shown))
+    figure.legend(shown.values(), shown.keys(), loc="lower center", ncols=columns, frameon=False)
+    deep = 0.25 + 0.25 * -(-len(shown) // columns)
+    figure.tight_layout(rect=(0, deep / figure.get_figheight(), 1, 1))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    metadata = {"Date": None, "Description": note} if path.suffix == ".svg" else None
+    figure.savefig(path, dpi=130, metadata=metadata)
+    plt.close(figure)
+
+
+Panels = dict[tuple[str, str], dict[str, list[tuple[int, float]]]]
+
+
+def ring_lines(rows: Sequence[dict[str, Any]]) -> Panels:
+    """Per (direction, mask and heads), per contender: (tokens per GPU, percent of the kernel alone), shortest first.
+
+    What does not vary in length is left out, and so is a ring of one.
+    """
+    panels: Panels = {}
+    for row in rows:
+        if row["world_size"] > 1 and "refused" not in row:
+            for way in ("forward", "both"):
+                lines = panels.setdefault((way, f"{row['mask']}, {row['heads']}/{row['kv_heads']} heads"), {})
+                points = lines.setdefault(row.get("who", "auto"), [])
+                points.append((row["tokens_per_rank"], row[f"{way}_percent"]))
+    return _with_a_line(panels)
+
+
+def scaling_lines(rows: Sequence[dict[str, Any]]) -> Panels:
+    """Per (direction, heads and mask), per length per GPU of our rings: (GPUs, TFLOP/s per GPU)."""
+    panels: Panels = {}
+    for row in rows:
+        if row.get("ours", True) and "refused" not in row:
+            for way in ("forward", "both"):
+                lines = panels.setdefault((way, f"{row['mask']}, {row['heads']}/{row['kv_heads']} heads"), {})
+                points = lines.setdefault(f"{thousands(row['tokens_per_rank'])} tokens per GPU", [])
+                points.append((row["world_size"], row[f"{way}_tflops"]))
+    return _with_a_line(panels)
+
+
+def model_lines(rows: Sequence[dict[str, Any]]) -> Panels:
+    """One panel per number of GPUs: per attention, (context, MFU in percent)."""
+    panels: Panels = {}
+    for row in rows:
+        if row.get("mfu_percent") is not None:
+            lines = panels.setdefault(("model", f"{row['world_size']} GPUs"), {})
+            lines.setdefault(row["who"], []).append((row["seq_len"], row["mfu_percent"]))
+    return _with_a_line(panels)
+
+
+def _with_a_line(panels: Panels) -> Panels:
+    found = {key: {who: sorted(dict(points).items()) for who, points in lines.items()} for key, lines in panels.items()}
+    kept = {key: {who: points for who, points in lines.items() if len(points) > 1} for key, lines in found.items()}
+    return {key: lines for key, lines in kept.items() if lines}
+
+
+def draw_ring(rows: Sequence[dict[str, Any]], path: Path, note: str = "") -> bool:
+    """Draws percent of the kernel alone over tokens per GPU: a column per mask and heads, a row per direction.
+
+    Args:
+        rows: Of `bench ring`, of one world size.
+        path: An .svg or .png.
+        note: Kept in an SVG as its description.
+
+    Returns:
+        Whether there was anything to draw.
+    """
+    return _draw_panels(ring_lines(rows), path, note, "tokens per GPU", "% of the kernel alone", 105.0)
+
+
+def draw_scaling(rows: Sequence[dict[str, Any]], path: Path, note: str = "") -> bool:
+    """Draws TFLOP/s per GPU over the number of GPUs, a line per length per GPU; arguments as in `draw_ring`."""
+    return _draw_panels(scaling_lines(rows), path, note, "GPUs", "TFLOP/s per GPU", None)
+
+
+def draw_model(rows: Sequence[dict[str, Any]], path: Path, note: str = "") -> bool:
+    """Draws the MFU of training steps over the context, a line per attention; arguments as in `draw_ring`."""
+    return _draw_panels(model_lines(rows), path, note, "tokens of context", "MFU, %", None)
+
+
+def _draw_panels(panels: Panels, path: Path, note: str, x: str, y: str, top: float | None) -> bool:
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    from matplotlib import pyplot as plt
+
+    if not panels:
+        return False
+    ways = [way for way in DIRECTIONS if any(key[0] == way for key in panels)]
+    kinds = list(dict.fromkeys(kind for _, kind in panels))
+    ticks = sorted({n for lines in panels.values() for points in lines.values() for n, _ in points})
+    names = list(dict.fromkeys(who for lines in panels.values() for who in lines))
+    names = [*(who for who in RING_NAMES if who in names), *(who for who in names if who not in RING_NAMES)]
+    palette = dict(
+        zip(names, ["#e5484d", "#f0883e", "#bf8700", "#2da44e", "#388bfd", "#a371f7", "#8b949e"], strict=False)
+    )
+    with mpl.rc_context(STYLE):
+        size = (3.1 * len(kinds) + 0.4, 2.3 * len(ways) + 0.8)
+        figure, axes = plt.subplots(len(ways), len(kinds), figsize=size, squeeze=False, sharex=True)
+        for i, way in enumerate(ways):
+            for axis, kind in zip(axes[i], kinds, strict=True):
+                lines = panels.get((way, kind), {})
+                for who in names:
+                    if who in lines:
+                        axis.plot(
+                            *zip(*lines[who], strict=True),
+                            color=RING_COLORS.get(who, palette.get(who, INK)),
+                            marker="o",
+                            markersize=3,
+                            linewidth=1.2
+                            if who in ("torch_cp_allgather", "torch_cp_alltoall", "ring_flash_attn")
+                            else 2.0,
+                            label=RING_NAMES.get(who, who),
+                        )
+                axis.set_xscale("log", base=2)
+                axis.set_ylim(bottom=0, top=top)
+                axis.grid(color=INK, alpha=0.25, linewidth=0.6)
+                axis.set_title(f"{DIRECTIONS[way]}, {kind}", fontsize=9)
+                axis.set_xticks(ticks, [thousands(n) for n in ticks])
+                axis.minorticks_off()
+            axes[i][0].set_ylabel(y)
+        for axis in axes[-1]:
+            axis.set_xlabel(x)
+        _finish(figure, _lines_in(axes), path, note)
+    return True
+
+
+def replay_panels(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Of `bench ring --profile`: the shortest call that was looked at on the most GPUs, forward, then both ways."""
+    order = {way: place for place, way in enumerate(DIRECTIONS)}
+    chosen: dict[str, dict[str, Any]] = {}
+    for row in sorted(rows, key=lambda row: (-row["world_size"], row["tokens_per_rank"], row["kv_heads"])):
+        chosen.setdefault(row["way"], row)
+    most = max((row["world_size"] for row in chosen.values()), default=0)
+    return sorted((row for row in chosen.values() if row["world_size"] == most), key=lambda row: order[row["way"]])
+
+
+def draw_replays(rows: Sequence[dict[str, Any]], path: Path, note: str = "") -> bool:
+    """Draws what each device did in a few calls in a row: kernels, and copies below them.
+
+    Args:
+        rows: Of `bench ring --profile`.
+        path: An .svg or .png.
+        note: Kept in an SVG as its description.
+
+    Returns:
+        Whether there was anything to draw.
+    """
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    from matplotlib import pyplot as plt
+    from matplotlib.patches import Patch
+
+    panels = replay_panels(rows)
+    if not panels:
+        return False
+    kinds = {
+        "attention": "#e5484d",
+        "packing": "#f0883e",
+        "other kernels": "#bf8700",
+        "copies to other GPUs": "#388bfd",
+    }
+
+    def kind(event: dict[str, Any]) -> str:
+        if event["kind"] == "copy":
+            return "copies to other GPUs"
+        if event["name"] in ("forward_kernel", "backward_kernel"):
+            return "attention"
+        return "packing" if event["name"] == "_pack_kernel" else "other kernels"
+
+    with mpl.rc_context(STYLE):
+        ranks = panels[0]["world_size"]
+        figure, axes = plt.subplots(
+            len(panels), 1, figsize=(7.4, len(panels) * (0.45 * ranks + 0.9) + 0.4), squeeze=False
+        )
+        for axis, row in zip(axes[:, 0], panels, strict=True):
+            for rank, events in enumerate(row["events"]):
+                for event in events:
+                    low, high = (0.05, 0.3) if event["kind"] == "copy" else (0.35, 0.85)
+                    axis.broken_barh(
+                        [(event["start"], event["length"])],
+                        (rank + low, high - low),
+                        color=kinds[kind(event)],
+                        linewidth=0,
+                    )
+            axis.set_yticks([rank + 0.5 for rank in range(ranks)], [f"rank {rank}" for rank in range(ranks)])
+            axis.invert_yaxis()
+            axis.set_xlabel("microseconds")
+            heads = f"{row['heads']}/{row['kv_heads']} heads"
+            axis.set_title(
+                f"{DIRECTIONS[row['way']]}, {row['calls']} calls, {thousands(row['tokens_per_rank'])} tokens per GPU, {heads}",
+                fontsize=9,
+            )
+            axis.grid(color=INK, alpha=0.25, linewidth=0.6, axis="x")
+        _finish(figure, {name: Patch(color=color) for name, color in kinds.items()}, path, note)
+    return True
+
+
+def inference_lines(rows: Sequence[dict[str, Any]]) -> dict[str, dict[str, list[tuple[int, float]]]]:
+    """Per panel of INFERENCE, per line: (tokens of context, number), shortest first; what has one point is left out.
+
+    A time per token is a graph's where there is one; a prompt's attention is that in chunks where there is one. Times of
+    models with different numbers of layers are no line.
+    """
+    numbers = {"first": "ttft_s", "token": "ms_per_token", "attention": "ratio", "prefill": "percent_of_training"}
+    better = {"eager": 0, "graph": 1, "attend": 0, "attend_chunked": 1}
+    told = {row["layers"] for row in rows if row["part"] in ("first", "token", "generate") and "layers" in row}
+    chosen: dict[tuple[str, str, int], tuple[int, float]] = {}
+    for row in rows:
+        ranks, deep = row["world_size"], f", {row['layers']} layers" if len(told) > 1 and "layers" in row else ""
+        where = f"{ranks} GPU{'s' if ranks > 1 else ''}, batch {row.get('batch', 1)}"
+        points = []
+        if row["part"] == "generate" and row.get("who") == "ringattn":
+            continue  # beside "first" and "token", which measure the same without it
+        if row["part"] == "generate":
+            points = [(part, f"transformers, 1 GPU{deep}", row.get(numbers[part])) for part in ("first", "token")]
+        elif row["part"] in numbers and row.get("who") != "ring":
+            label = where + (deep if row["part"] in ("first", "token") else "")
+            points = [(row["part"], label, row.get(numbers[row["part"]]))]
+        for part, label, value in points:
+            rank = better.get(str(row.get("who" if part == "prefill" else "how")), 0)
+            key = (part, label, row.get("seq_len", 0))
+            if value is not None and rank >= chosen.get(key, (0, 0.0))[0]:
+                chosen[key] = (rank, value)
+    panels: dict[str, dict[str, list[tuple[int, float]]]] = {}
+    for (part, label, length), (_, value) in sorted(chosen.items()):
+        panels.setdefault(part, {}).setdefault(label, []).append((length, value))
+    found = {part: {label: x for label, x in lines.items() if len(x) > 1} for part, lines in panels.items()}
+    return {part: found[part] for part in INFERENCE if found.get(part)}
+
+
+def draw_inference(rows: Sequence[dict[str, Any]], path: Path, note: str = "") -> bool:
+    """Draws what prompts and tokens take over the context, a panel per quantity.
+
+    Args:
+        rows: Of `bench inference`.
+        path: An .svg or .png.
+        note: Kept in an SVG as its description.
+
+    Returns:
+        Whether there was anything to draw.
+    """
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    from matplotlib import pyplot as plt
+
+    panels = inference_lines(rows)
+    if not panels:
+        return False
+    names = list(dict.fromkeys(label for lines in panels.values() for label in sorted(lines)))
+    ours = [name for name in names if not name.startswith("transformers")]
+    palette = ["#e5484d", "#f0883e", "#bf8700", "#a371f7", "#388bfd", "#2da44e", "#db61a2", "#6e40c9"]
+    colors = {name: palette[i % len(palette)] for i, name in enumerate(ours)}
+    ticks = sorted({n for lines in panels.values() for points in lines.values() for n, _ in points})
+    with mpl.rc_context(STYLE):
+        size = (3.1 * len(panels) + 0.4, 3.4)
+        figure, axes = plt.subplots(1, len(panels), figsize=size, squeeze=False)
+        for axis, (part, lines) in zip(axes[0], panels.items(), strict=True):
+            for name in names:
+                if name in lines:
+                    mine = name in colors
+                    axis.plot(
+                        *zip(*lines[name], strict=True),
+                        color=colors.get(name, INK),
+                        marker="o",
+                        markersize=3,
+                        linewidth=2.0 if mine else 1.2,
+                        label=name,
+                    )
+            axis.set_xscale("log", base=2)
+            if part == "first":
+                axis.set_yscale("log")
+            else:
+                axis.set_ylim(bottom=0)
+            axis.grid(color=INK, alpha=0.25, linewidth=0.6)
+            axis.set_title(INFERENCE[part][0], fontsize=9)
+            axis.set_ylabel(INFERENCE[part][1])
+            axis.set_xlabel("tokens of context")
+            axis.set_xticks(ticks, [thousands(n) for n in ticks])
+            axis.minorticks_off()
+        _finish(figure, _lines_in(axes), path, note)
+    return True

@@ -1,0 +1,1 @@
+"""Whether answers are right on this machine: `python -m ringattn.launch.check`."""

@@ -1,0 +1,698 @@
+"""Is attention right on this machine? Every layout, mask, option and direction against the fp64 definition.
+
+Owns the cases and the verdict. Refuses to know speed, and how an answer was made: it only calls the public functions.
+
+Note [What is compared]
+    Every rank draws the same whole-sequence inputs, and computes from them, alone, the definition in fp64 and in the
+    dtype under test. The budget of each tensor (o, lse, dq, dk, dv, and the gradients of tensor-valued options) follows
+    from these two and from nothing else, so it is the same at every world size. Then the ring runs with random
+    cotangents for o and for lse, and the rows of all ranks are put together; gradients of which every rank has a share
+    are summed. A ratio is the part of the budget that is used up; above 1 the row is red, and the rank with the largest
+    error is named. The exit code is 0 when no row is red, on every rank alike.
+
+Note [A handful of numbers]
+    The gradients of sinks and alibi_slopes are sums over all rows into one number per head. The error of four numbers
+    is luck: one draw of the low-precision definition may come out ten times better than the next. So what is accepted
+    there is the largest error in nine draws of the same problem, under the rule for single elements, without the mean.
+
+Note [One process]
+    With one rank every layout is the same. So a single process runs the public functions on its ring of one (the column
+    "alone"), and each layout on a simulated ring: the same plans, loops and kernels, all ranks in this process.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+import ringattn
+from ringattn.budget import Budget, error
+from ringattn.launch.check.inference import MOVES, InferenceCase, examine_history
+from ringattn.launch.runtime.ring_variants import ScheduleName, make_ring
+from ringattn.launch.runtime.session import (
+    Session,
+    ended,
+    share_of,
+    table,
+)
+from ringattn.launch.runtime.slow_link import slow_down
+
+LAYOUTS = ("contiguous", "striped", "zigzag", "balanced")
+ALONE = "alone"
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
+OPTIONS = ("softmax_scale", "softcap", "sinks", "alibi_slopes", "key_bias", "bias", "dropout", "deterministic")
+MOVEMENTS = ("keys", "queries")
+SEQUENCE_DIM = {"q": 1, "k": 1, "v": 1, "o": 1, "lse": 2, "key_bias": 1, "bias": 2}
+"""The dim that is sharded; tensors that are not named here are whole on every rank."""
+HANDFUL = ("dsinks", "dalibi_slopes")
+"""Gradients that are one number per head (Note [A handful of numbers])."""
+COMPILE_SECONDS = 300.0
+"""What compiling ahead may take; whatever is not compiled by then, the check compiles itself."""
+SAY_SECONDS = 5.0
+"""Between two lines that say how far the compilers are."""
+Standard = dict[str, tuple[Tensor, Budget]]
+"""Per tensor: its fp64 definition on the whole sequence, and the error it may have."""
+Answer = tuple[dict[str, Tensor], Callable[[Tensor, str], Tensor]]
+"""Whole tensors by name, the same on every rank, and how to take this rank's rows from one of them."""
+
+
+@dataclass(frozen=True)
+class CheckArgs:
+    """Checks the ring on this machine, forward and backward, against the fp64 definition.
+
+    Attributes:
+        full: Real sizes, all dtypes, head dims and head groups, both directions under every mask: many kernels to compile.
+        impl: Kernels to use: "auto", or the name of a kernel set.
+        schedule: How keys move: "auto", "gathered" (one launch), "kept" (likewise, and backwards use the keys of their
+            forwards), "in_place" (here as "gathered"), "staged" (step by step over the copy engine) or "process_group"
+            (step by step over NCCL or gloo).
+        device: GPUs where there are any, or the CPU.
+        simulate: Ranks of the simulated ring in a single process; 0 for none.
+        only: Only cases whose name contains this.
+        json: Where to write every row as JSON.
+        seed: Seed of all inputs.
+        soak: Random calls on one ring instead of the cases, without a pause between them; all ranks.
+        delay: While soaking, hosts pause at random, up to 20 ms.
+        poison: While soaking, the ring's buffers are filled with NaN between calls.
+        fuzz: Seconds of random visits of the kernels alone instead of the cases; 0 for a single one.
+        fuzz_seed: Seed of the first random visit.
+        ahead: On GPUs, fill the compiler's cache from many processes first; not under a tool that watches one process.
+        nodes: Nodes of equal size that the ranks share; more than one makes a ring of two levels.
+        outer_gbps: Lets nothing pass between nodes faster than this many gigabits per second; 0 for no limit.
+        nccl_max_ctas: Thread blocks that NCCL may use for a transfer; 0 for the group's own communicator.
+        compile_share: "i/n": compile the i-th share of n and stop; what the check starts by itself on GPUs.
+    """
+
+    full: bool = False
+    impl: str = "auto"
+    schedule: ScheduleName = "auto"
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    simulate: int = 4
+    only: str = ""
+    json: Path | None = None
+    seed: int = 0
+    soak: int = 0
+    delay: bool = False
+    poison: bool = False
+    fuzz: float | None = None
+    fuzz_seed: int = 0
+    ahead: bool = True
+    nodes: int = 1
+    outer_gbps: float = 0.0
+    nccl_max_ctas: int = 4
+    compile_share: str = ""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One problem, to be solved in several layouts.
+
+    Attributes:
+        name: Shown in the table.
+        dtype: One of DTYPES.
+        seq_len: Tokens of the whole sequence.
+        batch: Batch elements.
+        heads: Query heads.
+        kv_heads: Key/value heads.
+        head_dim: Of q and k.
+        v_head_dim: Of v.
+        mask: Options of `ring_attention` that hide keys.
+        documents: Boundaries of packed documents, which belong to the sharding.
+        options: Of OPTIONS.
+        backward: What the backward moves: "keys", "queries", or "auto" for whichever is cheaper.
+        layouts: Of LAYOUTS.
+    """
+
+    name: str
+    dtype: str
+    seq_len: int
+    batch: int = 1
+    heads: int = 4
+    kv_heads: int = 2
+    head_dim: int = 64
+    v_head_dim: int = 64
+    mask: dict[str, Any] = field(default_factory=dict)
+    documents: tuple[int, ...] | None = None
+    options: tuple[str, ...] = ()
+    backward: str = "auto"
+    layouts: tuple[str, ...] = LAYOUTS
+
+    @property
+    def shape(self) -> str:
+        """The sizes, for people."""
+        dims = f"{self.head_dim}" if self.head_dim == self.v_head_dim else f"{self.head_dim}/{self.v_head_dim}"
+        return f"b{self.batch} n{self.seq_len} h{self.heads}/{self.kv_heads} d{dims}"
+
+
+@dataclass
+class Finding:
+    """What one rank found for one case in one layout.
+
+    Attributes:
+        case: The case.
+        layout: The layout, or "alone"; of inference, what was to move.
+        ratios: Part of the budget used up, per tensor; the same on every rank.
+        errors: The largest error per tensor, in the rows of this rank.
+        budgets: The largest error that each tensor may have.
+        broken: Why there is no answer at all, if so.
+    """
+
+    case: Case | InferenceCase
+    layout: str
+    ratios: dict[str, float] = field(default_factory=dict)
+    errors: dict[str, float] = field(default_factory=dict)
+    budgets: dict[str, float] = field(default_factory=dict)
+    broken: str | None = None
+
+
+def masks(n: int) -> dict[str, dict[str, Any]]:
+    """Every kind of mask, and some intersections, at length n."""
+    cuts = tuple(sorted({0, n // 7, n // 3, n // 2, n - n // 9, n}))
+    with_an_empty_one = (*cuts[:3], *cuts[2:])
+    return {
+        "full": {},
+        "causal": {"causal": True},
+        "causal window": {"causal": True, "window": (n // 5, 0)},
+        "band": {"window": (n // 7, n // 9)},
+        "look ahead": {"window": (0, None)},
+        "documents": {"causal": True, "documents": with_an_empty_one},
+        "documents, both ways": {"documents": cuts},
+        "documents and window": {"causal": True, "window": (n // 6, 0), "documents": cuts},
+        "prefix": {"causal": True, "prefix_len": n // 3},
+        "chunks": {"causal": True, "chunk_len": n // 3 + 1},
+        "lengths": {"causal": True, "lengths": ((0, n - n // 4), (n // 5, n))},
+        "lengths and band": {"window": (n // 7, n // 9), "lengths": ((n // 6, n // 2), (0, n))},
+    }
+
+
+def masked(name: str, n: int, **sizes: Any) -> Case:
+    """A case under one of `masks`."""
+    mask = dict(masks(n)[name])
+    if "lengths" in mask:
+        sizes["batch"] = len(mask["lengths"])
+    return Case(sizes.pop("title", name), seq_len=n, documents=mask.pop("documents", None), mask=mask, **sizes)
+
+
+def default_cases(world_size: int, device: str) -> Iterator[Case]:
+    """Every layout x mask and layout x option once, each dtype, and the smallest lengths.
+
+    On GPUs one head dim, and options one at a time: about ninety kernels, which compile within a minute on sixteen cores.
+    """
+    n, d = (301, 64) if device == "cuda" else (37, 16)
+    main = "bf16" if device == "cuda" else "fp32"
+    size: dict[str, Any] = {"head_dim": d, "v_head_dim": d}
+    for name in masks(n):
+        yield masked(name, n, dtype=main, **size)
+    for option in OPTIONS:
+        yield masked("causal", n, title=option, dtype=main, kv_heads=4, options=(option,), **size)
+    for moving in MOVEMENTS:
+        yield masked("band", n, title=f"backward moves {moving}", dtype=main, backward=moving, **size)
+    for dtype in DTYPES:
+        if dtype != main and not (dtype == "fp64" and device == "cuda"):
+            yield masked("causal", n, dtype=dtype, layouts=("zigzag",), **size)
+    yield masked("causal", 1, title="one token", dtype=main, **size)
+    if world_size > 2:
+        yield masked("causal", world_size - 1, title="fewer tokens than ranks", dtype=main, **size)
+    # long enough for "balanced" to deal out more than one stretch per rank
+    yield masked("documents", 256 * world_size + 1, title="balanced", dtype=main, layouts=("balanced",), **size)
+
+
+def full_cases(world_size: int, device: str) -> Iterator[Case]:
+    """Real sizes: all dtypes, both sides moving under every mask and option, head dims, head groups, odd lengths.
+
+    On GPUs a kernel is compiled per dtype, head dim and set of options; so each option meets each layout at one dtype
+    and head dim, all options together meet the other dtypes, and head dims meet one layout.
+    """
+    gpu = device == "cuda"
+    n, n_odd = (1021, 509) if gpu else (131, 67)
+    d, d_wide = (64, 128) if gpu else (16, 24)
+    main = "bf16" if gpu else "fp32"
+    dtypes = [name for name in DTYPES if not (gpu and name == "fp64")]
+    size: dict[str, Any] = {"head_dim": d, "v_head_dim": d}
+    wide: dict[str, Any] = {"head_dim": d_wide, "v_head_dim": d_wide}
+    for name in masks(n):
+        yield masked(name, n, dtype=main, heads=8, kv_heads=1, backward="keys", **size)
+    for name in masks(n):
+        yield masked(name, n, dtype=main, kv_heads=4, backward="queries", **(wide if gpu else size))
+    for dtype in dtypes:
+        if dtype != main:
+            for name in masks(n_odd):
+                yield masked(name, n_odd, dtype=dtype, layouts=("zigzag",) if gpu else LAYOUTS, **size)
+    for option in OPTIONS:
+        yield masked("causal", n_odd, title=option, dtype=main, kv_heads=4, options=(option,), **size)
+    for option in OPTIONS:
+        if option != "bias":
+            title = f"{option}, queries move"
+            yield masked("band", n_odd, title=title, dtype=main, options=(option,), backward="queries", **size)
+    for dtype in dtypes:
+        yield masked("documents and window", n_odd, title="all options", dtype=dtype, options=OPTIONS[:-1], **size)
+    yield masked("causal", n_odd, title="all options", dtype=main, kv_heads=4, options=OPTIONS, **wide)
+    for head_dim, v_head_dim in ((16, 16), (40, 40), (96, 96), (256, 256), (d, d_wide), (d_wide, d), (192, 128)):
+        dims = {"head_dim": head_dim, "v_head_dim": v_head_dim}
+        yield masked("causal", n_odd, title="head dim", dtype=main, layouts=("zigzag",), **dims)
+    for heads, kv_heads, batch in ((1, 1, 3), (6, 2, 2), (8, 2, 1), (12, 1, 1)):
+        yield masked("causal", n_odd, title="heads", dtype=main, heads=heads, kv_heads=kv_heads, batch=batch, **size)
+    for length in sorted({1, 2, world_size - 1, world_size + 1, 2 * world_size + 1, 128 * world_size} - {0}):
+        yield masked("causal", length, title="length", dtype=main, **size)
+    for name in ("causal", "documents", "lengths"):
+        yield masked(name, 256 * world_size + 1, title=f"balanced, {name}", dtype=main, layouts=("balanced",), **size)
+
+
+def draw(case: Case, seed: int, device: torch.device) -> dict[str, Tensor]:
+    """The same whole-sequence inputs and cotangents on every rank, in the dtypes the library is given."""
+    generator = torch.Generator().manual_seed(seed)
+    b, n, h, hk, dtype = case.batch, case.seq_len, case.heads, case.kv_heads, DTYPES[case.dtype]
+    accumulation = torch.float64 if dtype == torch.float64 else torch.float32
+
+    def normal(*shape: int, dtype: torch.dtype) -> Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float32).to(device, dtype)
+
+    drawn = {
+        "q": normal(b, n, h, case.head_dim, dtype=dtype),
+        "k": normal(b, n, hk, case.head_dim, dtype=dtype),
+        "v": normal(b, n, hk, case.v_head_dim, dtype=dtype),
+        "do": normal(b, n, h, case.v_head_dim, dtype=dtype),
+        "dlse": normal(b, h, n, dtype=accumulation),
+    }
+    if "sinks" in case.options:
+        drawn["sinks"] = normal(h, dtype=accumulation)
+    if "alibi_slopes" in case.options:
+        drawn["alibi_slopes"] = (torch.rand(h, generator=generator) / 8).to(device, accumulation)
+    if "key_bias" in case.options:
+        drawn["key_bias"] = normal(b, n, dtype=accumulation)
+    if "bias" in case.options:
+        drawn["bias"] = normal(b, h, n, n, dtype=dtype)
+    return drawn
+
+
+def plain_options(case: Case, seed: int) -> dict[str, Any]:
+    """The options that are numbers, for the ring and for the definition alike."""
+    options: dict[str, Any] = dict(case.mask)
+    if "softmax_scale" in case.options:
+        options["softmax_scale"] = 0.7 / case.head_dim**0.5
+    if "softcap" in case.options:
+        options["softcap"] = 1.5
+    if "dropout" in case.options:
+        options |= {"dropout_p": 0.3, "dropout_seed": 0x9876543210 + seed}
+    return options
+
+
+def gradients(answer: Callable[..., tuple[Tensor, Tensor]], inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+    """o, lse and the gradient of every input, for the cotangents among the inputs."""
+    leaves = {name: x.detach().requires_grad_() for name, x in inputs.items() if name not in ("do", "dlse")}
+    o, lse = answer(**leaves)
+    found = torch.autograd.grad([o, lse], list(leaves.values()), [inputs["do"], inputs["dlse"]])
+    named = {f"d{name}": gradient for name, gradient in zip(leaves, found, strict=True)}
+    return {"o": o.detach(), "lse": lse.detach(), **named}
+
+
+def define(case: Case, inputs: dict[str, Tensor], seed: int, dtype: torch.dtype) -> dict[str, Tensor]:
+    """The definition on the whole sequence, computed in `dtype`."""
+    cast = {name: x.to(dtype) if torch.float64 in (dtype, x.dtype) else x for name, x in inputs.items()}
+
+    def answer(**leaves: Tensor) -> tuple[Tensor, Tensor]:
+        options = plain_options(case, seed)
+        return ringattn.attention_reference(**leaves, **options, documents=case.documents, return_lse=True)
+
+    return gradients(answer, cast)
+
+
+def solve(
+    case: Case, layout: str, ring: ringattn.Ring, inputs: dict[str, Tensor], args: CheckArgs, session: Session
+) -> Answer:
+    """The ring's answer, the rows of all ranks put together."""
+    sharding = ring.sharding(case.seq_len, layout=layout, documents=case.documents)
+    local = {name: _local(x, name, sharding) for name, x in inputs.items()}
+
+    def answer(**leaves: Tensor) -> tuple[Tensor, Tensor]:
+        q, k, v = leaves.pop("q"), leaves.pop("k"), leaves.pop("v")
+        options: dict[str, Any] = plain_options(case, args.seed)
+        options |= {"impl": args.impl, "backward": case.backward}
+        options["deterministic"] = "deterministic" in case.options
+        return ringattn.ring_attention_with_lse(q, k, v, sharding, **leaves, **options)
+
+    whole = {}
+    for name, x in gradients(answer, local).items():
+        dim = _sequence_dim(name)
+        whole[name] = session.sum(x) if dim is None else sharding.unshard(x, dim=dim)
+    return whole, lambda x, name: _local(x, name, sharding)
+
+
+PLENTY = 2**50
+"""Bytes that hold the gathered keys of every case."""
+
+
+def solve_simulated(
+    case: Case, layout: str, world_size: int, inputs: dict[str, Tensor], args: CheckArgs, budget: int = 0
+) -> Answer:
+    """The answer of a simulated ring, put together again; budget: bytes for gathered keys, as in `simulate_ring`."""
+    whole = ringattn.simulate_ring(
+        **inputs,
+        world_size=world_size,
+        nodes=args.nodes,
+        layout=layout,
+        documents=case.documents,
+        impl=args.impl,
+        backward=case.backward,
+        deterministic="deterministic" in case.options,
+        memory_budget=budget,
+        **plain_options(case, args.seed),
+    )
+    found = {f"d{name}": x for name, x in (whole.grads or {}).items()}
+    return {"o": whole.o, "lse": whole.lse, **found}, lambda x, name: x  # noqa: ARG005
+
+
+def _sequence_dim(name: str) -> int | None:
+    return SEQUENCE_DIM.get(name, SEQUENCE_DIM.get(name.removeprefix("d")))
+
+
+def _local(x: Tensor, name: str, sharding: ringattn.Sharding) -> Tensor:
+    dim = _sequence_dim(name)
+    return x if dim is None else sharding.shard(x, dim=dim)
+
+
+def examine(case: Case, layout: str, solver: Callable[[], Answer], standard: Standard) -> Finding:
+    """Solves one case in one layout and holds the answer against the definition."""
+    finding = Finding(case, layout)
+    found, rows_of = solver()
+    for name, x in found.items():
+        exact, budget = standard[name]
+        finding.ratios[name] = budget.ratio(x, exact)
+        finding.budgets[name] = budget.largest
+        finding.errors[name] = error(rows_of(x, name), rows_of(exact, name))
+    if "deterministic" in case.options:
+        again, _ = solver()
+        same = all(torch.equal(again[name], x) for name, x in found.items())
+        finding.ratios["same bits twice"] = 0.0 if same else float("inf")
+    return finding
+
+
+def solvers(
+    case: Case, ring: ringattn.Ring, inputs: dict[str, Tensor], args: CheckArgs, session: Session
+) -> Iterator[tuple[str, Callable[[], Answer]]]:
+    """The layouts of a case, each with what solves it (Note [One process])."""
+    if ring.world_size == 1:
+        yield ALONE, lambda: solve(case, "contiguous", ring, inputs, args, session)
+    for layout in case.layouts:
+        if ring.world_size > 1:
+            yield layout, functools.partial(solve, case, layout, ring, inputs, args, session)
+        elif args.simulate:
+            budget = PLENTY if args.schedule == "gathered" else 0
+            yield layout, functools.partial(solve_simulated, case, layout, args.simulate, inputs, args, budget)
+
+
+def finders(
+    case: Case | InferenceCase, ring: ringattn.Ring, args: CheckArgs, session: Session
+) -> Iterator[tuple[str, Callable[[], Finding]]]:
+    """The layouts of a case, each with what examines it."""
+    if isinstance(case, InferenceCase):
+        # alone there is nothing to move, but two ways to read
+        alone = [("keys", ALONE), ("pages", "pages")]
+        for moves, shown in [(one, one) for one in case.moves] if ring.world_size > 1 else alone:
+
+            def find(moves: str = moves, shown: str = shown) -> Finding:
+                found = examine_history(case, moves, ring, session)
+                return Finding(case, shown, found.ratios, found.errors, found.budgets)
+
+            yield shown, find
+        return
+    inputs = draw(case, args.seed, session.device)
+    standard = make_standard(case, inputs, args.seed)
+    for layout, solver in solvers(case, ring, inputs, args, session):
+        yield layout, functools.partial(examine, case, layout, solver, standard)
+
+
+def compile_ahead(cases: Sequence[Case | InferenceCase], args: CheckArgs, ranks: int, session: Session) -> None:
+    """Fills the compiler's cache from many processes, because one process compiles one kernel at a time.
+
+    Each takes a share of the cases that differ in their kernels, runs them on the GPU of local rank 0 (on a simulated ring),
+    and throws the answers away. A share that fails is left to the check itself, which will say what is wrong.
+
+    Args:
+        cases: What will be checked.
+        args: Of the check.
+        ranks: World size of the simulated ring, so that first, middle and last visits are all met.
+        session: The ranks; all wait for the cache.
+    """
+    if int(os.environ.get("LOCAL_RANK", "0")) == 0:
+        jobs = max(1, min(os.cpu_count() or 2, 24, len(distinct_kernels(cases, args, session))))
+        alone = {key: value for key, value in os.environ.items() if not key.startswith(("TORCHELASTIC", "MASTER_"))}
+        for key in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK"):
+            alone.pop(key, None)
+        command = [sys.executable, "-m", "ringattn.launch.check", "--impl", args.impl, "--only", args.only]
+        gathers = args.schedule == "gathered" or (args.schedule == "auto" and session.world_size > 1)
+        command += ["--schedule", "gathered"] if gathers else []
+        command += ["--full"] if args.full else []
+        command += ["--nodes", str(args.nodes), "--simulate", str(ranks), "--compile-share"]
+        session.say(f"compiling in {jobs} processes first (--no-ahead: as kernels are met)")
+        shares = [
+            subprocess.Popen(
+                [*command, f"{job}/{jobs}"], env=alone, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+            )
+            for job in range(jobs)
+        ]
+        with ended(shares):
+            wait_for(shares, session)
+    session.barrier()
+
+
+def wait_for(shares: Sequence[subprocess.Popen[bytes]], session: Session) -> None:
+    """Waits until all processes have ended, or COMPILE_SECONDS, and says how far they are every few seconds."""
+    began, said = time.monotonic(), 0.0
+    while True:
+        running = sum(share.poll() is None for share in shares)
+        seconds = time.monotonic() - began
+        if not running or seconds > COMPILE_SECONDS or seconds - said > SAY_SECONDS:
+            said = seconds
+            session.say(f"  {len(shares) - running} of {len(shares)} processes are done, {seconds:.0f} s")
+        if not running or seconds > COMPILE_SECONDS:
+            return
+        time.sleep(0.1)
+
+
+def distinct_kernels(
+    cases: Sequence[Case | InferenceCase], args: CheckArgs, session: Session
+) -> list[Case | InferenceCase]:
+    """One of the cases for each combination of kernels; those that have many come first."""
+    found: dict[Hashable, Case | InferenceCase] = {}
+    for case in cases:
+        if unserved(case, args, session.device) is None:
+            what = case.name if isinstance(case, InferenceCase) else (case.backward, case.batch > 1)
+            found[case.dtype, case.head_dim, case.v_head_dim, case.options, what] = case
+    return sorted(found.values(), key=lambda case: (-len(case.options), case.name))
+
+
+def compile_share(cases: Sequence[Case | InferenceCase], args: CheckArgs, session: Session) -> None:
+    """What one process of `compile_ahead` does."""
+    ring = ringattn.Ring()
+    for case in share_of(distinct_kernels(cases, args, session), args.compile_share):
+        if isinstance(case, InferenceCase):
+            for _, finder in finders(case, ring, args, session):
+                finder()
+            continue
+        inputs = draw(case, args.seed, session.device)
+        for layout, solver in solvers(case, ring, inputs, args, session):
+            if layout in (ALONE, case.layouts[0]):
+                solver()
+
+
+def unserved(case: Case | InferenceCase, args: CheckArgs, device: torch.device) -> str | None:
+    """Why no kernel set serves the dtype and head dims of a case here, if none does."""
+    from ringattn.kernels.registry import FEATURES, select_kernels
+
+    asked = {"alibi" if option == "alibi_slopes" else option for option in case.options} & FEATURES
+    try:
+        select_kernels(device, DTYPES[case.dtype], case.head_dim, case.v_head_dim, impl=args.impl, features=asked)
+    except (NotImplementedError, ValueError) as refusal:
+        return str(refusal)
+    return None
+
+
+def open_ring(session: Session, args: CheckArgs) -> ringattn.Ring:
+    """The ring of all ranks, with the kernels, levels and links that were asked for."""
+    if session.world_size == 1:
+        return ringattn.Ring(impl=args.impl)
+    ring = make_ring(args.schedule, nodes=args.nodes, impl=args.impl, nccl_max_ctas=args.nccl_max_ctas or None)
+    return slow_down(ring, args.outer_gbps) if args.outer_gbps else ring
+
+
+def run_case(
+    case: Case | InferenceCase, ring: ringattn.Ring, args: CheckArgs, session: Session
+) -> tuple[list[Finding], list[tuple[Case | InferenceCase, str]]]:
+    """Examines a case in each of its layouts on this rank.
+
+    Args:
+        case: What to check.
+        ring: The ring of all ranks.
+        args: Kernels and seed.
+        session: The ranks.
+
+    Returns:
+        This rank's findings, and the case with the reason if no kernel set serves it.
+
+    Raises:
+        Exception: Anything but a refusal (ValueError, NotImplementedError), which every rank raises before it sends:
+            after another exception the ranks no longer agree on what comes next.
+    """
+    if (reason := unserved(case, args, session.device)) is not None:
+        return [], [(case, reason)]
+    findings: list[Finding] = []
+    for layout, finder in finders(case, ring, args, session):
+        try:
+            findings.append(finder())
+        except (ValueError, NotImplementedError) as refusal:
+            findings.append(Finding(case, layout, broken=f"{type(refusal).__name__}: {refusal}"))
+        except Exception:
+            print(
+                f"rank {session.rank}: check broke in {case.name!r} ({case.dtype} {case.shape}), {layout}",
+                file=sys.stderr,
+            )
+            raise
+    return findings, []
+
+
+def make_standard(case: Case, inputs: dict[str, Tensor], seed: int) -> Standard:
+    """The fp64 definition of every tensor of a case, and the error it may have."""
+    # fp64 has nothing wider to be compared with: its budget is that of fp32, scaled
+    low, scaled = (torch.float32, torch.float64) if case.dtype == "fp64" else (DTYPES[case.dtype], None)
+    exact, rounded = define(case, inputs, seed, torch.float64), define(case, inputs, seed, low)
+    standard = {name: (x, Budget.of(x, rounded[name], scaled)) for name, x in exact.items()}
+    few = [name for name in HANDFUL if name in exact]
+    if few:
+        draws = [(exact, rounded)]
+        for other in range(seed + 1, seed + 9):
+            drawn = draw(case, other, inputs["q"].device)
+            draws.append((define(case, drawn, other, torch.float64), define(case, drawn, other, low)))
+        for name in few:
+            pooled = Budget.of(torch.cat([x[name] for x, _ in draws]), torch.cat([x[name] for _, x in draws]), scaled)
+            standard[name] = exact[name], Budget(rms=pooled.largest, largest=pooled.largest)
+    return standard
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What all ranks found, together.
+
+    Attributes:
+        rows: One per case and layout, ready for JSON.
+        skipped: Cases no kernel set serves, with the reason.
+    """
+
+    rows: list[dict[str, Any]]
+    skipped: list[dict[str, str]]
+
+    @property
+    def red(self) -> list[dict[str, Any]]:
+        """The rows that are wrong."""
+        return [row for row in self.rows if not row["ratio"] <= 1]
+
+
+def agree(
+    session: Session, findings: Sequence[Finding], skipped: Sequence[tuple[Case | InferenceCase, str]]
+) -> Verdict:
+    """Joins the findings of all ranks: per row, the worst tensor and the rank that holds it."""
+    said = session.gather([(finding.ratios, finding.errors, finding.broken) for finding in findings])
+    rows = []
+    for index, finding in enumerate(findings):
+        ratios: dict[str, float] = {}
+        worst = (-1.0, 0.0, "", 0)
+        for rank, (of_rank, errors, broken) in enumerate(one[index] for one in said):
+            for tensor, ratio in (of_rank if broken is None else {"answer": float("inf")}).items():
+                ratio = float("inf") if ratio != ratio else ratio
+                ratios[tensor] = max(ratios.get(tensor, 0.0), ratio)
+                worst = max(worst, (ratio, errors.get(tensor, 0.0), tensor, rank))
+        ratio, _, tensor, rank = worst
+        row = {
+            "case": finding.case.name,
+            "dtype": finding.case.dtype,
+            "shape": finding.case.shape,
+            "options": list(finding.case.options),
+            "layout": finding.layout,
+            "ratio": ratio,
+            "tensor": tensor,
+            "rank": rank,
+            "error": said[rank][index][1].get(tensor),
+            "budget": finding.budgets.get(tensor),
+            "ratios": ratios,
+            "broken": said[rank][index][2],
+        }
+        rows.append(row)
+    return Verdict(rows, [{"case": case.name, "dtype": case.dtype, "why": why} for case, why in skipped])
+
+
+def check(
+    session: Session, cases: Sequence[Case | InferenceCase], args: CheckArgs, *, progress: bool = False
+) -> Verdict:
+    """Runs the cases and returns what all ranks found; the same on every rank.
+
+    Args:
+        session: The ranks.
+        cases: What to check.
+        args: Kernels and seed.
+        progress: Whether rank 0 prints a line per case when it is done, and what is red at once.
+    """
+    ring, verdict = open_ring(session, args), Verdict([], [])
+    for number, case in enumerate(cases, start=1):
+        began = time.perf_counter()
+        found = agree(session, *run_case(case, ring, args, session))
+        verdict.rows.extend(found.rows)
+        verdict.skipped.extend(found.skipped)
+        if progress and found.rows:
+            worst = max(found.rows, key=lambda row: row["ratio"])
+            session.say(
+                f"[{number}/{len(cases)}] {case.name} ({case.dtype} {case.shape}): {len(found.rows)} runs, "
+                f"worst ratio {worst['ratio']:.2f}, {_name_worst(worst)}, {time.perf_counter() - began:.1f} s"
+            )
+        if progress:
+            for line in describe_red(found):
+                session.say(line)
+    return verdict
+
+
+def show(verdict: Verdict) -> None:
+    """Prints one line per case, a column per layout, and every red row in full."""
+    columns = [one for one in (ALONE, *LAYOUTS, *MOVES) if any(row["layout"] == one for row in verdict.rows)]
+    lines: dict[tuple[str, ...], dict[str, Any]] = {}
+    for row in verdict.rows:
+        line = lines.setdefault((row["case"], row["dtype"], row["shape"]), {"worst": row})
+        line[row["layout"]] = row
+        line["worst"] = max(line["worst"], row, key=lambda one: one["ratio"])
+    table(
+        "part of the error budget that is used up (largest tensor)",
+        ["case", "dtype", "shape", *columns, "worst"],
+        [
+            [
+                *key,
+                *(f"{line[one]['ratio']:.2f}" if one in line else None for one in columns),
+                _name_worst(line["worst"]),
+            ]
+            for key, line in lines.items()
+        ],
+    )
+    for one in verdict.skipped:
+        print(f"not served: {one['case']} in {one['dtype']}: {one['why']}")
+    for line in describe_red(verdict):
+        print(line)
+
+
+def describe_red(verdict: Verdict) -> Iterator[str]:
+    """Every red row in full."""
+    for row in verdict.red:
+        what = row["broken"] or f"error {row['error']} where {row['budget']} is allowed"
+        others = ", ".join(f"{tensor} {ratio:.3g} x" for tensor, ratio in row["ratios"].items() if not ratio <= 1)
+        where = f"{row['case']} ({row['dtype']} {row['shape']}), {row['layout']}, {row['tensor']} on rank {row['rank']}"
+        yield f"RED: {where}: {what}; over budget: {others}"
+
+
+def _name_worst(row: dict[str, Any]) -> str:
+    return f"{row['tensor']} on rank {row['rank']}, {row['layout']}"

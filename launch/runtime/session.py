@@ -1,0 +1,417 @@
+"""What a measuring command needs around its work: its ranks, its device, and the line that says on what it ran.
+
+Owns agreement between ranks, and how results are shown and kept. Refuses to know attention, and how ranks join
+(`distributed`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import datetime
+import functools
+import json
+import os
+import platform
+import re
+import shlex
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ringattn.launch.runtime.distributed import RESTARTS, Refusal, join_ranks
+
+Args = TypeVar("Args")
+Item = TypeVar("Item")
+Keep = Callable[[list[dict[str, Any]]], None]
+"""Who gets all rows so far after each measurement, on every rank: a run that is cut off keeps what it has."""
+
+FROM_ZERO = ("nccl_max_ctas", "outer_ctas", "simulate", "warmup", "window")
+"""Counts of which none is meant, though their defaults are others."""
+ANY = ("fuzz_seed", "seed", "soak")
+"""Integers that are no counts, or are looked at elsewhere."""
+
+
+@dataclass(frozen=True)
+class Session:
+    """This process among the ranks of a command.
+
+    Attributes:
+        rank: This rank.
+        world_size: Ranks in all; 1 without torchrun.
+        device: Where this rank computes.
+        backend: "nccl", "gloo", or None without a process group.
+    """
+
+    rank: int
+    world_size: int
+    device: torch.device
+    backend: str | None
+
+    def say(self, *words: object) -> None:
+        """Prints on rank 0 only."""
+        if self.rank == 0:
+            print(*words, flush=True)
+
+    def barrier(self) -> None:
+        """Waits for every rank, and for the device."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        if self.world_size > 1:
+            flag = torch.zeros(1, device=self.device)
+            dist.all_reduce(flag)
+            flag.item()
+
+    def maximum(self, values: Sequence[float]) -> list[float]:
+        """The element-wise maximum over ranks; NaN counts as infinity, so that no rank can hide it."""
+        clean = [float("inf") if value != value else float(value) for value in values]
+        if self.world_size == 1 or not clean:
+            return clean
+        tensor = torch.tensor(clean, dtype=torch.float64, device=self.device)
+        dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
+        return tensor.tolist()
+
+    def sum(self, x: Tensor) -> Tensor:
+        """The sum of every rank's tensor."""
+        if self.world_size > 1:
+            x = x.clone()
+            dist.all_reduce(x)
+        return x
+
+    def gather(self, value: Any) -> list[Any]:
+        """What every rank says, in rank order, on every rank."""
+        if self.world_size == 1:
+            return [value]
+        said: list[Any] = [None] * self.world_size
+        dist.all_gather_object(said, value)
+        return said
+
+
+@contextlib.contextmanager
+def open_session(device: str = "auto", timeout_s: float = 120.0) -> Iterator[Session]:
+    """Joins the ranks torchrun started, or stands alone; leaves no process group behind.
+
+    A process group that already exists is used and left as it is.
+
+    Args:
+        device: "auto", "cpu" or "cuda".
+        timeout_s: Seconds after which a collective that nobody answers raises.
+
+    Yields:
+        The session.
+
+    Raises:
+        SystemExit: The ranks of this host can not have such devices, or do not meet; it says what to do.
+    """
+    with contextlib.ExitStack() as stack:
+        try:
+            rank = stack.enter_context(join_ranks(device, timeout_s))
+        except Refusal as error:
+            raise SystemExit(str(error)) from None
+        except (ValueError, dist.DistError) as error:  # of torch's rendezvous
+            place = ":".join(os.environ.get(name, "nothing") for name in ("MASTER_ADDR", "MASTER_PORT"))
+            raise SystemExit(
+                f"ranks must meet at MASTER_ADDR:MASTER_PORT, got {place}: {str(error).splitlines()[0]}; "
+                "start them with torchrun, or unset RANK and WORLD_SIZE for one process"
+            ) from error
+        yield Session(rank.index, rank.world_size, rank.device, None if rank.backend == "none" else rank.backend)
+
+
+def parse(kind: Any, arguments: Sequence[str] | None, prog: str, description: str) -> Any:
+    """The command line as the dataclass `kind` (or a union of dataclasses: one sub-command each)."""
+    try:
+        import tyro
+    except ModuleNotFoundError as error:
+        raise SystemExit(f"{prog} needs {error.name}; install it with: pip install 'ringattn[launch]'") from error
+    args = tyro.cli(kind, args=arguments, prog=f"python -m ringattn.launch.{prog}", description=description)
+    try:
+        check_numbers(args)
+        if getattr(args, "compile_share", ""):
+            read_share(args.compile_share)
+        if hasattr(args, "impl"):
+            check_kernels(args.impl)
+        if os.environ.get("RANK", "0") == "0":
+            check_output(args)
+    except ValueError as error:
+        raise SystemExit(str(error)) from None
+    return args
+
+
+def read_share(words: str) -> tuple[int, int]:
+    """The numbers of a flag that says "i/n".
+
+    Raises:
+        ValueError: It says no share.
+
+    Example:
+        >>> read_share("0/4")
+        (0, 4)
+    """
+    found = re.fullmatch(r"(\d+)/(\d+)", words)
+    if found is None or int(found[1]) >= int(found[2]):
+        raise ValueError(f"compile_share must be i/n with i below n, got {words}; pass such as --compile-share 0/4")
+    return int(found[1]), int(found[2])
+
+
+def share_of(items: Sequence[Item], words: str) -> Iterator[Item]:
+    """The i-th share of n, for as long as there is the process that started this one."""
+    job, jobs = read_share(words)
+    starter = os.getppid()
+    for item in items[job::jobs]:
+        if os.getppid() != starter:
+            return
+        yield item
+
+
+@contextlib.contextmanager
+def ended(processes: Sequence[subprocess.Popen[bytes]]) -> Iterator[None]:
+    """None of the processes is there any more behind this, however it ends."""
+    try:
+        yield
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+
+
+def check_kernels(name: str) -> None:
+    """Refuses what is no kernel set, here or elsewhere.
+
+    Raises:
+        ValueError: Names those that there are.
+
+    Example:
+        >>> check_kernels("hooper")
+        Traceback (most recent call last):
+        ValueError: impl must be "auto" or one of hopper, portable, eager, got 'hooper'; use "auto"
+    """
+    from ringattn.kernels.registry import select_kernels
+
+    with contextlib.suppress(NotImplementedError):  # known, though not for this
+        select_kernels(torch.device("cpu"), torch.float64, 64, 64, impl=name)
+
+
+def check_output(args: Any) -> None:
+    """Refuses a place where results could not be kept, which would be found out when they are there; leaves nothing behind.
+
+    Args:
+        args: The command line: with `out`, a folder, and perhaps `name`, that of a file in it; or `json`, a file or None.
+
+    Raises:
+        ValueError: Says which, and what to pass.
+    """
+    out, json_path, file = (getattr(args, name, None) for name in ("out", "json", "name"))
+    name, folder = ("json", json_path.parent) if json_path else ("out", out)
+    if folder is None:
+        return
+    if file is not None:
+        if not Path(file).name:
+            raise ValueError(f"name must be that of a file, got {file!r}; pass another --name")
+        if (taken := folder / f"{file}.json").is_dir():
+            raise ValueError(f"name must be that of a file, got {file}: {taken} is a folder; pass another --name")
+    try:
+        if json_path and json_path.is_dir():
+            raise IsADirectoryError("it is a folder")
+        there = next(one for one in (folder, *folder.parents) if one.exists())
+        with tempfile.TemporaryFile(dir=there):
+            pass
+    except OSError as error:
+        raise ValueError(
+            f"{name} must be a place that can be written, got {json_path or out}: {error}; pass another --{name}"
+        ) from None
+
+
+def check_numbers(args: Any) -> None:
+    """Refuses numbers of a command line that mean nothing, by the names and defaults of its fields.
+
+    Counts must be at least 1 (0 where that is a default, and in FROM_ZERO), other numbers at least 0, and seeds have 64 bits;
+    where a field takes several values and has some by default, there must be one; key/value heads must divide the query heads.
+
+    Args:
+        args: The command line: a dataclass.
+
+    Raises:
+        ValueError: Says which, and what to pass.
+
+    Example:
+        >>> @dataclass
+        ... class Shape:
+        ...     heads: int = 4
+        ...     kv_heads: tuple[int, ...] = (2, 4)
+        >>> check_numbers(Shape(heads=6))
+        Traceback (most recent call last):
+        ValueError: kv_heads must divide the 6 heads, got 4; pass another --kv-heads
+    """
+    for field in dataclasses.fields(args):
+        value, default = (
+            one if isinstance(one, tuple) else (one,) for one in (getattr(args, field.name), field.default)
+        )
+        flag = f"pass another --{field.name.replace('_', '-')}"
+        if default and not value:
+            raise ValueError(f"{field.name} must have at least one value, got none; {flag}")
+        for one in value:
+            if "seed" in field.name and one is not None and not -(2**63) <= one < 2**64:
+                raise ValueError(f"{field.name} must be from -2**63 to 2**64 - 1, as torch takes it, got {one}; {flag}")
+            if isinstance(one, bool) or not isinstance(one, (int, float)) or field.name in ANY:
+                continue
+            least = 0 if isinstance(one, float) or field.name in FROM_ZERO or 0 in default else 1
+            if not one >= least:  # comparisons with NaN are false
+                raise ValueError(f"{field.name} must be at least {least}, got {one}; {flag}")
+    heads, kv_heads = getattr(args, "heads", 0), getattr(args, "kv_heads", ())
+    for one in kv_heads if isinstance(kv_heads, tuple) else (kv_heads,):
+        if heads % one:
+            raise ValueError(f"kv_heads must divide the {heads} heads, got {one}; pass another --kv-heads")
+
+
+def _first_line(*command: str) -> str | None:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip().split("\n")[0] or None
+
+
+@functools.cache
+def commit() -> str | None:
+    """The commit of the source tree this package lies in, with "+changes" when it is not clean; None when installed."""
+    home = Path(__file__).resolve().parents[2]
+    if not (home / ".git").exists():
+        return None
+    found = _first_line("git", "-C", str(home), "rev-parse", "--short=12", "HEAD")
+    changed = _first_line("git", "-C", str(home), "status", "--porcelain", "--untracked-files=no")
+    return found and found + ("+changes" if changed else "")
+
+
+def installed(distribution: str) -> str | None:
+    """The installed version of a distribution, without importing it."""
+    from importlib import metadata
+
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+@functools.cache
+def driver() -> str | None:
+    """The version of the NVIDIA driver, if there is one."""
+    return _first_line("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+
+
+def cpu_name() -> str:
+    """The model of this host's processor."""
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    return platform.processor() or platform.machine()
+
+
+def nccl_version() -> str | None:
+    """The NCCL that torch was built with."""
+    if not (torch.cuda.is_available() and dist.is_nccl_available()):
+        return None
+    from torch.cuda import nccl
+
+    return ".".join(str(part) for part in nccl.version())
+
+
+def machine(session: Session) -> dict[str, Any]:
+    """The machine line: what the numbers of a run depend on, ready for JSON."""
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    return {
+        "ringattn": installed("ringattn"),
+        "commit": commit(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "triton": installed("triton"),
+        "einops": installed("einops"),
+        "cuda": torch.version.cuda,
+        "cudnn": torch.backends.cudnn.version() if count else None,
+        "nccl": nccl_version(),
+        "driver": driver(),
+        "cpu": f"{cpu_name()} x {os.cpu_count()}",
+        "gpus": [torch.cuda.get_device_name(index) for index in range(count)],
+        "device": session.device.type,
+        "world_size": session.world_size,
+        "backend": session.backend,
+        "command": command_line(),
+        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+    }
+
+
+def command_line() -> str:
+    """How this process was started, as far as it matters for doing it again."""
+    program = Path(sys.argv[0])
+    here = "python"
+    # a command that starts its own ranks does so by the same agent
+    if "TORCHELASTIC_RUN_ID" in os.environ and RESTARTS not in os.environ:
+        here = f"torchrun --nproc_per_node {os.environ.get('LOCAL_WORLD_SIZE', '1')}"
+    folder = program.parent
+    name = program.name
+    if folder.name == "launch":
+        name = f"-m ringattn.launch.{program.stem}"
+    elif folder.parent.name == "launch" and program.name == "__main__.py":
+        name = f"-m ringattn.launch.{folder.name}"
+    return shlex.join([*here.split(), *name.split(), *sys.argv[1:]])
+
+
+def describe(line: dict[str, Any]) -> str:
+    """The machine line for people: one line of text."""
+    gpus = line["gpus"]
+    where = f"{len(gpus)} x {gpus[0]}" if line["device"] == "cuda" else line["cpu"]
+    parts = [where, f"{line['world_size']} rank(s)", line["backend"] or "no process group", f"torch {line['torch']}"]
+    parts += [f"{name} {line[name]}" for name in ("triton", "nccl", "driver", "commit") if line[name]]
+    return ", ".join(parts)
+
+
+def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
+    """Prints a table: drawn on a terminal, aligned plain text elsewhere. None is shown as "-"."""
+    cells = [["-" if cell is None else str(cell) for cell in row] for row in rows]
+    if sys.stdout.isatty():
+        with contextlib.suppress(ModuleNotFoundError):
+            from rich.console import Console
+            from rich.table import Table
+            from rich.text import Text
+
+            drawn = Table(title=title, title_justify="left")
+            for column in columns:
+                drawn.add_column(column, overflow="fold")
+            for row in cells:
+                drawn.add_row(*(Text(cell) for cell in row))
+            Console().print(drawn)
+            return
+    widths = [max(len(row[index]) for row in [list(columns), *cells]) for index in range(len(columns))]
+    print(title)
+    for row in [list(columns), *cells]:
+        print(("  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True))).rstrip())
+    print(flush=True)
+
+
+def keeper(path: Path, session: Session, line: dict[str, Any]) -> Keep:
+    """Writes all rows so far as JSON, on rank 0."""
+
+    def keep(rows: list[dict[str, Any]]) -> None:
+        if session.rank == 0:
+            write_json(path, {"machine": line, "rows": rows})
+
+    return keep
+
+
+def write_json(path: Path, content: Any) -> None:
+    """Writes `content` as JSON, whole or not at all, also beside another process that writes the same file."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(f"{path.name}.{os.getpid()}.part")
+    try:
+        part.write_text(json.dumps(content, indent=1) + "\n")
+        part.replace(path)
+    finally:
+        part.unlink(missing_ok=True)

@@ -1,0 +1,35 @@
+"""What tests of several commands need."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from ringattn.layout import make_shards
+from ringattn.sharding import Sharding
+from ringattn.visibility import Visibility
+
+ROOT = Path(__file__).parents[2]
+
+
+TINY = ["--heads", "4", "--kv-heads", "2", "--head-dim", "16", "--dtype", "fp32"]
+
+
+def _off_by_a_little(right: Any, name: str) -> Any:
+    def wrong(*args: Any, **kwargs: Any) -> None:
+        right(*args, **kwargs)
+        kwargs[name].mul_(1.001)
+
+    return wrong
+
+
+class FakeRing:
+    """Deals out positions among ranks that are not there."""
+
+    def __init__(self, world_size: int) -> None:
+        self.world_size = world_size
+
+    def sharding(self, seq_len: int, layout: str, documents: Any = None, balance: Any = None) -> Any:
+        options: dict[str, Any] = balance or {"causal": True}
+        mask = Visibility(seq_len, seq_len, documents=documents, **options)
+        return Sharding(seq_len, layout, make_shards(layout, seq_len, self.world_size, mask), 0, documents)

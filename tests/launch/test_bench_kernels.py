@@ -1,0 +1,201 @@
+"""`bench kernels` gives a speed to right answers only, and says who was refused."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+import subprocess
+import sys
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import ringattn
+from ringattn.kernels.attention import eager
+from ringattn.launch.bench import __main__ as bench
+from ringattn.launch.bench import baselines, kernels, workloads
+from ringattn.reference import visible_pairs
+from tests.launch.common import ROOT, _off_by_a_little
+
+SMALL = ["kernels", "--device", "cpu", "--dtype", "fp32", "--rounds", "1", "--head-dims", "16", "--heads", "2"]
+
+
+SMALL += ["--length", "64", "--lengths", "32", "64", "--batch", "2", "32", "--carry-length", "48"]
+
+
+SMALL += ["--grouped", "4", "1", "--window", "15", "--document", "20"]
+
+
+def _rows(tmp_path: Path, *words: str) -> dict[str, Any]:
+    assert bench.main([*SMALL, "--out", str(tmp_path), *words]) == 0
+    return json.loads((tmp_path / "kernels.json").read_text())
+
+
+def test_bench_kernels_says_who_was_refused_and_why(tmp_path: Path) -> None:
+    groups = ["target", "masks", "grouped"]
+    kept = _rows(tmp_path, "--who", "auto", "portable", "cudnn", "fa2", "flex", "fa4", "--groups", *groups)
+    rows = kept["rows"]
+    assert {(row["who"], row["level"]) for row in rows if "tflops" in row} == {("auto", "op"), ("auto", "kernel")}
+    assert all(row["refused"] for row in rows if row["who"] != "auto")
+    assert "device must be a CUDA" in next(row["refused"] for row in rows if row["who"] == "portable")
+    assert {(row["group"], row["mask"], row["kv_heads"]) for row in rows} == {
+        *(("target", mask, 2) for mask in ("full", "causal")),
+        *(("masks", mask, 2) for mask in ("window", "documents")),
+        *(("grouped", mask, 1) for mask in ("full", "causal")),
+    }
+    for row in rows:
+        if "tflops" in row:
+            work = 4 * row["heads"] * 16 * row["pairs"] * {"forward": 1, "backward": 2.5}[row["direction"]]
+            assert row["tflops"] * row["ms"] * 1e9 == pytest.approx(work)
+            assert (row["timing"], row["graph_refused"]) == ("calls", "NotImplementedError: graphs need a GPU")
+            assert 0 < row["ratio"] <= 1
+            assert row["kernels"] == "eager"
+
+
+def test_bench_kernels_fails_when_nobody_was_timed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--who", "fa2", "portable", "--groups", "target", "--out", str(tmp_path)]
+    assert bench.main([*SMALL, *words]) == 1
+    assert capsys.readouterr().err == "error: every contender was refused, so nothing was timed; --who takes others\n"
+    rows = json.loads((tmp_path / "kernels.json").read_text())["rows"]
+    assert {row["who"] for row in rows if row["refused"]} == {"fa2", "portable"}
+    # a window of 16 cuts no 16 tokens
+    words = ["--groups", "lengths", "--masks", "window", "--lengths", "16", "--out", str(tmp_path / "none")]
+    with pytest.raises(SystemExit, match="bench kernels must have a problem to measure, got none; pass other --groups"):
+        bench.main([*SMALL, *words])
+    assert not (tmp_path / "none").exists()
+
+
+def test_bench_kernels_times_the_carry_beside_the_same_kernel_without(tmp_path: Path) -> None:
+    rows = _rows(tmp_path, "--who", "auto", "fa4", "--groups", "carry")["rows"]
+    assert {(row["who"], row["level"], row["direction"]) for row in rows} == {
+        ("auto", "kernel", "forward"),
+        ("auto", "carried", "forward"),
+    }
+    for row in rows:
+        if row["level"] == "carried":
+            assert row["cost_percent"] == pytest.approx(100 * (row["ms"] / row["plain_ms"] - 1))
+            assert row["seq_len"] == 48
+
+
+def test_bench_kernels_leaves_out_what_the_budget_does_not_reach(tmp_path: Path) -> None:
+    kept = _rows(tmp_path, "--who", "auto", "--groups", "lengths", "--budget-s", "1e-3")
+    assert kept["rows"] == []
+    assert {(one["mask"], one["seq_len"]) for one in kept["left_out"]} == {
+        (mask, n) for mask in ("full", "causal", "window", "documents") for n in (32, 64)
+    }
+
+
+def test_bench_kernels_gives_no_speed_to_a_wrong_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(eager, "forward", _off_by_a_little(eager.forward, "o"))
+    words = ["--who", "auto", "--groups", "target", "--masks", "full", "--out", str(tmp_path)]
+    assert bench.main([*SMALL, *words]) == 1
+    kept = json.loads((tmp_path / "kernels.json").read_text())
+    assert all("wrong answer: o " in row["refused"] and "ms" not in row for row in kept["rows"])
+    assert len(kept["red"]) == 2
+    assert "red, and so without a speed: auto op, full b1 n64 h2 d16 fp32: wrong answer: o " in capsys.readouterr().out
+
+
+def test_a_peer_that_raises_stops_nobody_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def breaks(inputs: baselines.Inputs) -> baselines.Contender:
+        raise AssertionError("only SM100 is supported")
+
+    def half(inputs: baselines.Inputs) -> baselines.Contender:
+        whole = baselines.prepare("auto", "op", inputs, ringattn.Ring())
+
+        def answers() -> Any:
+            yield next(whole.answers())
+            raise RuntimeError("no backward")
+
+        def backward() -> None:
+            raise RuntimeError("no backward")
+
+        return baselines.Contender(whole.forward, backward, answers)
+
+    monkeypatch.setattr(baselines, "prepare_fa4", breaks)
+    monkeypatch.setattr(baselines, "prepare_flex", half)
+    rows = _rows(tmp_path, "--who", "fa4", "flex", "auto", "--levels", "op", "--groups", "target")["rows"]
+    said = {(row["who"], row["direction"]): row.get("refused") for row in rows}
+    assert said == {
+        ("fa4", "forward"): "AssertionError: only SM100 is supported",
+        ("fa4", "backward"): "AssertionError: only SM100 is supported",
+        ("flex", "forward"): None,
+        ("flex", "backward"): "RuntimeError: no backward",
+        ("auto", "forward"): None,
+        ("auto", "backward"): None,
+    }
+
+
+def test_a_contender_that_does_not_answer_ends_the_run_and_is_named(tmp_path: Path) -> None:
+    program = (
+        "import sys, time\nfrom ringattn.launch.bench import __main__ as bench, baselines\n"
+        "baselines.prepare_flex = lambda inputs: time.sleep(100)\nsys.exit(bench.main(sys.argv[1:]))"
+    )
+    words = ["--who", "flex", "--groups", "target", "--patience-s", "8", "--out", str(tmp_path)]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", program, *SMALL, *words]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 3
+    rows = json.loads((tmp_path / "kernels.json").read_text())["rows"]
+    assert (rows[-1]["who"], rows[-1]["refused"][:18]) == ("flex", "no answer in 8 s: ")
+
+
+def test_what_matters_most_is_measured_first() -> None:
+    planned = kernels.schedule(bench.Kernels())
+    groups = [group for group, _ in planned]
+    assert list(dict.fromkeys(groups)) == list(kernels.GROUPS)
+    first = planned[0][1]
+    assert (first.batch, first.heads, first.seq_len, first.head_dim, first.mask) == (1, 16, 16384, 128, "full")
+    assert len(planned) == len(set(planned))
+    assert {problem.seq_len for _, problem in planned} == {2**power for power in range(11, 18)}
+    assert all(problem.seq_len > 4096 for _, problem in planned if problem.mask in ("window", "documents"))
+
+
+@pytest.mark.parametrize("mask", ["full", "causal", "window", "documents"])
+def test_the_standard_of_a_problem_is_the_reference_on_its_last_heads(mask: Any, monkeypatch: Any) -> None:
+    monkeypatch.setitem(baselines.CHUNK_ELEMENTS, "cpu", 300)
+    problem = workloads.Problem(mask, 41, 2, 4, 2, 16, "fp32", window=7, document=9)
+    inputs = baselines.Inputs(problem, torch.device("cpu"))
+    standard = baselines.make_standard(inputs)
+    leaves = [x.detach().double().requires_grad_() for x in inputs.take("bshd")[:3]]
+    o = ringattn.attention_reference(*leaves, documents=problem.documents, **problem.options)
+    grads = torch.autograd.grad(o, leaves, inputs.take("bshd")[3].double())
+    for name, x in zip(("o", "dq", "dk", "dv"), (o, *grads), strict=True):
+        head = slice(2, 4) if name in ("o", "dq") else slice(1, 2)
+        torch.testing.assert_close(standard.tensors[name][0], x[-1:, :, head].detach())
+        assert standard.ratio(name, x.detach().float()) < 1
+        assert standard.ratio(name, x.detach().float() * 1.01) > 1
+        assert standard.ratio(name, x.detach().float().index_fill(0, torch.tensor([0]), math.nan)) == math.inf
+
+
+@pytest.mark.parametrize("mask", ["full", "causal", "window", "documents"])
+@pytest.mark.parametrize("n", [1, 5, 64, 1000])
+def test_counted_pairs_are_the_visible_ones(mask: Any, n: int) -> None:
+    for document in (0, 6):
+        problem = workloads.Problem(mask, n, 1, 1, 1, 16, "fp32", window=7, document=document)
+        visible = visible_pairs(n, documents=problem.documents, **problem.options)
+        assert problem.pairs == int(visible.sum())
+        assert torch.equal(workloads.visible_rows(problem, 0, n, torch.device("cpu")), visible)
+
+
+@pytest.mark.parametrize("mask", ["full", "causal", "window", "documents"])
+@pytest.mark.parametrize("world_size", [1, 2, 8])
+def test_the_same_work_is_the_shortest_length_with_a_share_of_the_pairs(mask: Any, world_size: int) -> None:
+    problem = workloads.Problem(mask, 5000, 1, 1, 1, 16, "fp32", window=100)
+    share = workloads.same_work(problem, world_size)
+    shorter = dataclasses.replace(share, seq_len=share.seq_len - 1)
+    assert shorter.pairs < problem.pairs / world_size <= share.pairs
+    assert (share == problem) == (world_size == 1)
+
+
+def test_documents_are_the_same_at_every_length() -> None:
+    long, short = workloads.pack_documents(100_000), workloads.pack_documents(10_000)
+    assert long[: len(short) - 1] == short[:-1]
+    assert (short[0], short[-1], long[-1]) == (0, 10_000, 100_000)
+    assert all(a < b for a, b in pairwise(long))

@@ -1,0 +1,155 @@
+"""`check` is red when something is wrong, and says what."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from ringattn.budget import Budget
+from ringattn.kernels.attention import eager
+from ringattn.kernels.decode import eager as decode_eager
+from ringattn.launch.check import __main__ as check_command
+from ringattn.launch.check import attention as check
+from ringattn.launch.runtime.session import Session
+from tests.launch.common import ROOT, _off_by_a_little
+
+
+@pytest.fixture
+def _wrong_forward(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(eager, "forward", _off_by_a_little(eager.forward, "o"))
+
+
+def _torchrun(world_size: int, *words: str) -> subprocess.CompletedProcess[str]:
+    start = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(world_size)]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    return subprocess.run(
+        [*start, "-m", *words], env=environment, capture_output=True, text=True, timeout=240, check=False
+    )
+
+
+def test_check_is_green_in_one_process(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert check_command.main(["--device", "cpu", "--json", str(tmp_path / "check.json")]) == 0
+    kept = json.loads((tmp_path / "check.json").read_text())
+    assert kept["green"]
+    layouts = {row["layout"] for row in kept["rows"] if row["case"] == "causal window"}
+    assert layouts == {check.ALONE, *check.LAYOUTS}
+    tensors = {name for row in kept["rows"] for name in row["ratios"]}
+    gradients = {"dsinks", "dalibi_slopes", "dkey_bias", "dbias"}
+    said = capsys.readouterr().out.splitlines()
+    done = [line for line in said if line.startswith("[")]
+    cases = {(row["case"], row["dtype"], row["shape"]) for row in kept["rows"]}
+    assert len(done) == len(cases)
+    assert done[0].startswith(f"[1/{len(cases)}] full (fp32 b1 n37 h4/2 d16): 5 runs, worst ratio 0.")
+    inference = {"prefill", "decode", "same bits on all ranks"}
+    assert tensors == {"o", "lse", "dq", "dk", "dv", *gradients, "same bits twice", *inference}
+
+
+@pytest.mark.dist
+def test_check_is_green_under_torchrun() -> None:
+    done = _torchrun(2, "ringattn.launch.check", "--device", "cpu")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "green: " in done.stdout
+    assert "2 rank(s), gloo" in done.stdout
+
+
+@pytest.mark.usefixtures("_wrong_forward")
+def test_check_is_red_when_the_forward_is_off_by_a_thousandth(capsys: pytest.CaptureFixture[str]) -> None:
+    assert check_command.main(["--device", "cpu", "--only", "window"]) == 1
+    said = capsys.readouterr().out
+    assert "RED: causal window (fp32 b1 n37 h4/2 d16), zigzag, " in said
+    # at once, and at the end again
+    assert said.index("RED: causal window") < said.index("[2/") < said.rindex("RED: causal window")
+    assert "over budget: o " in said
+    assert "green: " not in said
+
+
+@pytest.mark.usefixtures("_wrong_backward")
+def test_check_is_red_when_the_backward_is_off_by_a_thousandth(capsys: pytest.CaptureFixture[str]) -> None:
+    assert check_command.main(["--device", "cpu", "--only", "window"]) == 1
+    assert "zigzag, dv on rank " in capsys.readouterr().out
+
+
+def _check_with_one_wrong_rank(only: str) -> int:
+    right = eager.forward
+    if dist.get_rank() == 1:
+        eager.forward = _off_by_a_little(right, "o")
+    try:
+        return check_command.main(["--device", "cpu", "--only", only])
+    finally:
+        eager.forward = right
+
+
+@pytest.mark.dist
+def test_every_rank_is_red_when_one_is_wrong(pool) -> None:
+    assert pool(2).run(_check_with_one_wrong_rank, "full") == [1, 1]
+    assert pool(2).run(_check_with_one_wrong_rank, "inference: chunks") == [1, 1]
+
+
+def test_check_is_red_when_decode_is_off(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    right = decode_eager._partial
+    monkeypatch.setattr(decode_eager, "_partial", lambda scores, values: right(scores * 1.01, values))
+    assert check_command.main(["--device", "cpu", "--only", "inference: crowd"]) == 1
+    said = capsys.readouterr().out
+    assert "RED: inference: crowd (fp32 12 ops h4/2 d8 page 4), alone, decode on rank 0" in said
+
+
+def test_check_is_red_when_nothing_was_checked(capsys: pytest.CaptureFixture[str]) -> None:
+    assert check_command.main(["--device", "cpu", "--only", "no such case"]) == 1
+    assert "nothing was checked: no case has 'no such case' in its name" in capsys.readouterr().out
+    assert check_command.main(["--device", "cpu", "--only", "sinks", "--impl", "hopper"]) == 1
+    assert "nothing was checked: no case was served" in capsys.readouterr().out
+    assert check_command.main(["--device", "cpu", "--only", "sinks", "--soak", "-1"]) == 1
+
+
+def test_nan_is_outside_every_budget() -> None:
+    case = check.Case("x", "fp32", 3)
+    exact = torch.zeros(3, dtype=torch.float64)
+    standard: check.Standard = {"o": (exact, Budget(1.0, 1.0))}
+    for wrong in (math.nan, math.inf, -math.inf):
+        x = torch.tensor([0.0, wrong, 0.0])
+        finding = check.examine(case, "zigzag", lambda x=x: ({"o": x}, lambda x, name: x), standard)
+        assert finding.ratios["o"] > 1
+        verdict = check.agree(Session(0, 1, torch.device("cpu"), None), [finding], [])
+        assert [row["tensor"] for row in verdict.red] == ["o"]
+    assert Session(0, 1, torch.device("cpu"), None).maximum([math.nan, 1.0]) == [math.inf, 1.0]
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 8])
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("make", [check.default_cases, check.full_cases])
+def test_every_layout_meets_every_mask_and_option(make: Any, world_size: int, device: str) -> None:
+    cases = list(make(world_size, device))
+    met = {(layout, option) for case in cases for layout in case.layouts for option in case.options}
+    assert met == {(layout, option) for layout in check.LAYOUTS for option in check.OPTIONS}
+    everywhere = [case.name for case in cases if case.layouts == check.LAYOUTS]
+    assert set(check.masks(64)) <= set(everywhere)
+    assert {case.dtype for case in cases} >= {"bf16", "fp16", "fp32"}
+    assert {"keys", "queries"} <= {case.backward for case in cases}
+
+
+def test_compilers_say_how_far_they_are(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(check, "SAY_SECONDS", 0.2)
+    shares = [subprocess.Popen([sys.executable, "-c", f"import time; time.sleep({s})"]) for s in (0, 1)]
+    check.wait_for(shares, Session(0, 1, torch.device("cpu"), None))
+    said = capsys.readouterr().out.splitlines()
+    assert len(said) > 2
+    assert said[-1].startswith("  2 of 2 processes are done, ")
+    assert [share.returncode for share in shares] == [0, 0]
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_few_kernels_are_compiled_by_default(device: str) -> None:
+    # each differs in dozens of kernels, and sixteen processes share them: a newcomer waits a minute for these
+    args, session = check.CheckArgs(), Session(0, 1, torch.device("cpu"), None)
+    cases = list(check.default_cases(4, device))
+    assert len(check.distinct_kernels(cases, args, session)) <= 16
+    assert len({case.head_dim for case in cases}) == 1

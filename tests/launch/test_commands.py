@@ -1,0 +1,409 @@
+"""Command lines are refused in a line where they mean nothing, and results are kept whole."""
+
+from __future__ import annotations
+
+import dataclasses
+import errno
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ringattn import launch
+from ringattn.launch import doctor, train
+from ringattn.launch.bench import __main__ as bench
+from ringattn.launch.bench import ring as ring_bench
+from ringattn.launch.bench import workloads
+from ringattn.launch.bench.details import graph_profile, memory, step_trace
+from ringattn.launch.check import __main__ as check_command
+from ringattn.launch.check import attention as check
+from ringattn.launch.check import fault_injection as faults
+from ringattn.launch.runtime import ring_variants, session
+from ringattn.launch.runtime.distributed import REFUSED, choose_backend, resolve_device
+from ringattn.launch.runtime.session import check_numbers, check_output
+from ringattn.transport.symmetric import SHARE
+from tests.drawing import figures
+from tests.launch.common import ROOT, TINY
+
+
+def test_modules_that_are_no_commands_say_which_is() -> None:
+    files = {
+        ".".join(path.relative_to(ROOT / "launch").with_suffix("").parts): path
+        for path in (ROOT / "launch").rglob("*.py")
+    }
+    runs = {
+        name.removesuffix(".__main__")
+        for name, path in files.items()
+        if '\nif __name__ == "__main__":' in path.read_text()
+    }
+    assert runs == {*launch.COMMANDS, *launch.INSIDE}
+    assert set(launch.PARTS) <= set(files)
+    for name in files:
+        name = name.removesuffix(".__init__")
+        module = f"ringattn.launch.{name}"
+        for start in (["-m", module], ["-u", f"-m{module}"]):
+            words = ["-m", "-m", "x"], ["python", *start, "-m", "x"]
+            if name in runs:
+                launch._check_command(*words)
+                continue
+            with pytest.raises(SystemExit, match=f"must be a command, got {module}; run (.*)") as refused:
+                launch._check_command(*words)
+            instead = str(refused.value).rpartition("; run ")[2]
+            if instead.startswith("ringattn.launch.bench "):
+                with pytest.raises(SystemExit, match="0"):
+                    bench.main([*instead.split()[1:], "--help"])
+    launch._check_command(["-m"], ["python", "-m", "myringattn.launch.x"])
+    done = subprocess.run(
+        [sys.executable, "-m", "ringattn.launch.check.fuzz"], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 1
+    assert done.stderr.strip().endswith("got ringattn.launch.check.fuzz; run ringattn.launch.check --fuzz")
+
+
+@pytest.mark.parametrize(
+    ("command", "words", "said"),
+    [
+        (bench, ["ring", "--heads", "3", "--kv-heads", "2"], "kv_heads must divide the 3 heads, got 2; pass another --kv-heads"),
+        (bench, ["ring", "--rounds", "0"], "rounds must be at least 1, got 0; pass another --rounds"),
+        (bench, ["ring", "--seconds", "nan"], "seconds must be at least 0, got nan; pass another --seconds"),
+        (bench, ["ring", "--tokens"], "tokens must have at least one value, got none; pass another --tokens"),
+        (bench, ["ring", "--total", "-4"], "total must be at least 1, got -4; pass another --total"),
+        (bench, ["ring", "--host", "--calls", "0"], "calls must be at least 1, got 0; pass another --calls"),
+        (bench, ["ring", "--memory", "--kv-heads", "0"], "kv_heads must be at least 1, got 0; pass another --kv-heads"),
+        (check_command, ["--simulate", "-1"], "simulate must be at least 0, got -1; pass another --simulate"),
+        (check_command, ["--seed", str(2**64)], r"seed must be from -2\*\*63 to 2\*\*64 - 1, as .* got 184.*; pass another --seed"),
+        (check_command, ["--fuzz-seed", str(-(2**63) - 1)], r"fuzz_seed must be from .* got -9223.*; pass another --fuzz-seed"),
+        (check_command, ["faults", "--times", "0"], "times must be at least 1, got 0; pass another --times"),
+        (bench, ["ring", "--trace", "--head-dim", "0"], "head_dim must be at least 1, got 0; pass another --head-dim"),
+    ],
+)  # fmt: skip
+def test_numbers_that_mean_nothing_are_refused(command: Any, words: list[str], said: str) -> None:
+    with pytest.raises(SystemExit, match=f"^{said}$"):
+        command.main([*words, "--device", "cpu"])
+
+
+def test_every_count_of_a_command_has_a_least() -> None:
+    kinds = [
+        bench.Kernels,
+        bench.Decode,
+        bench.Ring,
+        bench.Memory,
+        bench.Model,
+        bench.Host,
+        bench.Reduce,
+    ]
+    kinds += [bench.Prefill, bench.Inference, bench.Server, check.CheckArgs, doctor.DoctorArgs]
+    kinds += [faults.FaultArgs, graph_profile.ProfileArgs, step_trace.TraceArgs]
+    for kind in kinds:
+        check_numbers(kind())
+        for field in dataclasses.fields(kind):
+            several = isinstance(field.default, tuple)
+            if "int" in str(field.type) and field.name not in ("seed", "fuzz_seed", "soak"):
+                wrong = {field.name: (4, -1) if several else -1}
+                with pytest.raises(
+                    ValueError, match=rf"{field.name} must be (at least \d|multiples|the fewest|one number)"
+                ):
+                    check_numbers(kind(**wrong))
+
+
+@pytest.mark.parametrize(
+    ("command", "words"),
+    [
+        (bench, ["ring", "--out"]),
+        (bench, ["server", "--out"]),
+        (bench, ["kernels", "--softmax", "--json"]),
+        (check_command, ["--json"]),
+        (doctor, ["--json"]),
+        (check_command, ["faults", "--out"]),
+        (bench, ["ring", "--trace", "--out"]),
+    ],
+)
+def test_results_that_could_not_be_kept_are_not_measured(command: Any, words: list[str], tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    wrong = [tmp_path / "file" / "x" / "y", tmp_path if words[-1] == "--json" else tmp_path / "file"]
+    for path in wrong:
+        with pytest.raises(
+            SystemExit, match=f"{words[-1][2:]} must be a place that can be written, got {path}: .*; pass another"
+        ):
+            command.main([*words, str(path)])
+    check_output(bench.Ring(out=tmp_path / "not" / "there"))
+    assert [one.name for one in tmp_path.iterdir()] == ["file"]
+
+
+@pytest.mark.parametrize(("name", "said"), [("taken", "taken: .*taken.json is a folder"), ("", "''"), (".", "'.'")])
+def test_names_that_no_file_can_have_are_refused_before_anything_is_measured(
+    name: str, said: str, tmp_path: Path
+) -> None:
+    (tmp_path / "taken.json").mkdir()
+    for kind in ("ring", "ring --memory", "kernels", "server"):
+        with pytest.raises(SystemExit, match=f"^name must be that of a file, got {said}; pass another --name$"):
+            bench.main([*kind.split(), "--out", str(tmp_path), "--name", name])
+
+
+def test_json_is_whole_beside_another_writer_and_a_full_disk_leaves_the_last_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, whole = tmp_path / "rows.json", Path.write_text
+
+    def meet(self: Path, text: str) -> int:
+        """Half of a text is there when another process writes its own."""
+        with self.open("w") as file:
+            written = file.write(text[: len(text) // 2])
+            file.flush()
+            with monkeypatch.context() as other:
+                other.setattr(Path, "write_text", whole)
+                other.setattr(os, "getpid", lambda: -1)
+                session.write_json(path, ["the other"])
+            assert json.loads(path.read_text()) == ["the other"]
+            return written + file.write(text[written:])
+
+    monkeypatch.setattr(Path, "write_text", meet)
+    session.write_json(path, ["mine"])
+    assert json.loads(path.read_text()) == ["mine"]
+
+    def fill(self: Path, text: str) -> int:
+        whole(self, text[: len(text) // 2])
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(Path, "write_text", fill)
+    with pytest.raises(OSError, match="No space left on device"):
+        session.write_json(path, ["more"])
+    assert json.loads(path.read_text()) == ["mine"]
+    assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize(
+    ("command", "words"),
+    [
+        (check_command, ["--fuzz", "1"]),
+        (check_command, []),
+        (check_command, ["faults"]),
+        (bench, ["ring", "--trace"]),
+        (bench, ["ring", "--host"]),
+        (bench, ["inference", "--prefill"]),
+    ],
+)
+def test_kernels_that_nobody_knows_are_refused_at_once(command: Any, words: list[str]) -> None:
+    with pytest.raises(SystemExit, match=r"^impl must be \"auto\" or one of .*, got 'hooper'; use \"auto\"$"):
+        command.main([*words, "--impl", "hooper", "--device", "cpu"])
+
+
+def test_contenders_that_nobody_knows_are_refused() -> None:
+    with pytest.raises(
+        ValueError, match="who must be of cudnn, fa2, flex, fa4 and our kernel sets, got fa5: impl must be"
+    ):
+        bench.Kernels(who=("hopper", "fa5"))
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (
+            lambda: bench.Decode(tokens=4, batch=8),
+            "must have its new tokens, got 0 tokens of which 1 are new in group batch",
+        ),
+        (
+            lambda: bench.Decode(tokens=8, groups=("tokens",)),
+            "got 1 tokens of which 4 are new in group tokens; pass more --tokens",
+        ),
+        (lambda: bench.Decode(lengths=(0,)), "lengths must be at least 1, got 0"),
+        (
+            lambda: bench.Decode(configs=("64,4",)),
+            "configs must be chosen or block_n,warps,stages,per_sm, got 64,4; pass such as",
+        ),
+        (
+            lambda: bench.Prefill(total=(4096,)),
+            "turns must be at most the tokens of each prompt, got 8192 of 4096; pass other",
+        ),
+        (lambda: bench.Model(head_dim=3), "head_dim must be even, got 3"),
+        (lambda: bench.Inference(head_dim=3), "head_dim must be even, got 3"),
+    ],
+)
+def test_shapes_that_a_bench_cannot_measure_are_refused(make: Any, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        make()
+
+
+def test_heads_that_cannot_be_shared_are_refused() -> None:
+    with pytest.raises(ValueError, match="grouped must be query heads and a divisor of them, got"):
+        bench.Kernels(grouped=(3, 2))
+    with pytest.raises(ValueError, match="rows must be multiples of the 3 heads, got 32"):
+        bench.Reduce(heads=3)
+
+
+@pytest.mark.parametrize(
+    ("command", "flags", "ranks"),
+    [
+        (doctor, [], 1),
+        (check_command, ["--simulate", "3"], 3),
+        (check_command, ["--simulate", "0"], 1),
+        (check_command, ["--soak", "5"], 1),
+    ],
+)
+def test_nodes_that_the_ranks_cannot_share_are_refused(command: Any, flags: list[str], ranks: int) -> None:
+    with pytest.raises(SystemExit, match=f"nodes must divide the ring of {ranks} ranks, got 2"):
+        command.main(["--device", "cpu", "--nodes", "2", *flags])
+
+
+def _refusal(name: str, words: list[str]) -> str:
+    command = {"bench": bench, "check": check_command}[name]
+    with pytest.raises(SystemExit) as refused:
+        command.main([*words, "--device", "cpu"])
+    return str(refused.value)
+
+
+@pytest.mark.dist
+def test_schedules_and_nodes_that_cannot_be_are_refused_on_every_rank(pool) -> None:
+    for name, words in (
+        ("bench", ["inference", "--prefill", "--schedule", "gathered"]),
+        ("bench", ["ring", "--trace", "--schedule", "staged"]),
+        ("check", ["--schedule", "kept"]),
+    ):
+        for said in pool(2).run(_refusal, name, words):
+            assert said.startswith(f"one of the schedules must give a ring here, got none ({words[-1]}: rank 0: "), said
+            assert said.endswith("); choose another schedule")
+    assert (
+        pool(2).run(_refusal, "check", ["--nodes", "3"])
+        == ["nodes must divide the ring of 2 ranks, got 3; use nodes of equal size, or nodes=1"] * 2
+    )
+
+
+@pytest.mark.parametrize("share", ["x", "1/", "-1/2", "2/2"])
+@pytest.mark.parametrize(("command", "words"), [(bench, ["kernels"]), (check_command, [])])
+def test_shares_of_compiling_that_are_none_are_refused(command: Any, words: list[str], share: str) -> None:
+    with pytest.raises(SystemExit, match=f"^compile_share must be i/n with i below n, got {share}; pass such as"):
+        command.main([*words, f"--compile-share={share}", "--device", "cpu"])
+
+
+def _wait_for(what: Any, seconds: float = 180.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not what():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize("module", ["kernels", "check"])
+def test_processes_that_compile_end_with_the_one_that_started_them(module: str, how: int, tmp_path: Path) -> None:
+    share = (
+        "import os, sys, time; from pathlib import Path; from ringattn.launch.runtime.session import share_of\n"
+        "for item in share_of(range(12000), '0/1'): Path(sys.argv[1]).write_text(str(os.getpid())); time.sleep(0.05)"
+    )
+    starter = (
+        "import signal, subprocess, sys, torch; from ringattn.launch.bench import __main__ as bench, kernels\n"
+        "from ringattn.launch.check import attention as check; from ringattn.launch.runtime import session\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # what is started in the background ignores it
+        "start, words = subprocess.Popen, sys.argv[1:]\n"
+        "subprocess.Popen = lambda *_, **options: start([sys.executable, '-c', *words])\n"
+        "kernels.os.cpu_count = lambda: 2\n"
+        "one = session.Session(0, 1, torch.device('cpu'), None)\n"
+    )
+    starter += {
+        "kernels": "kernels.compile_ahead(bench.Kernels(), [], one)",
+        "check": "check.compile_ahead([], check.CheckArgs(), 1, one)",
+    }[module]
+    said = tmp_path / "pid"
+    command = [sys.executable, "-c", starter, share, str(said)]
+    process = subprocess.Popen(command, env=os.environ | {"PYTHONPATH": str(ROOT)}, stderr=subprocess.DEVNULL)
+    _wait_for(lambda: said.exists() and said.read_text())
+    process.send_signal(how)
+    process.wait(120)
+    pid = int(said.read_text())
+    _wait_for(lambda: not Path(f"/proc/{pid}").exists() or "\nState:\tZ" in Path(f"/proc/{pid}/status").read_text(), 60)
+
+
+@pytest.mark.parametrize(
+    ("kind", "words", "first", "rows"),
+    [
+        ("ring", [*TINY, "--tokens", "24", "48", "--rounds", "1", "--no-graphs"], 24, 1),
+        ("ring --memory", [*TINY, "--lengths", "24", "48"], 24, 1),
+        (
+            "inference --prefill",
+            [*TINY, "--total", "24", "48", "--chunks", "16", "--turns", "4", "--rounds", "1"],
+            24,
+            5,
+        ),
+    ],
+)
+def test_a_bench_that_is_cut_off_leaves_what_it_has_measured(
+    kind: str, words: list[str], first: int | None, rows: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    whole = session.write_json
+
+    def cut_off(path: Path, content: Any) -> None:
+        whole(path, content)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(session, "write_json", cut_off)
+    with pytest.raises(KeyboardInterrupt):
+        bench.main([*kind.split(), *words, "--device", "cpu", "--out", str(tmp_path)])
+    name = kind.rpartition("--")[2]
+    kept = json.loads((tmp_path / f"{name}.json").read_text())["rows"]
+    assert [row.get("seq_len") for row in kept] == [first] * rows
+    assert [path.name for path in tmp_path.iterdir()] == [f"{name}.json"]
+
+
+@pytest.mark.usefixtures("_wrong_backward")
+@pytest.mark.parametrize("kind", ["ring", "ring --memory", "ring --host"])
+def test_no_speed_is_shown_on_a_red_check(kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert bench.main([*kind.split(), *TINY, "--device", "cpu", "--out", str(tmp_path)]) == 1
+    said = capsys.readouterr().out
+    assert "red: no speed is shown" in said
+    assert "tflops" not in said
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_device_is_refused_with_what_to_do() -> None:
+    with pytest.raises(ValueError, match="device must be auto, cpu or cuda, got 'tpu'"):
+        resolve_device("tpu", 0, 1)
+    with pytest.raises(ValueError, match="start fewer with --nproc_per_node or pass --device cpu"):
+        resolve_device("cuda", 0, 1000)
+    assert resolve_device("cpu", 3, 4) == torch.device("cpu")
+
+
+def test_ranks_share_gpus_where_torch_is_told_that_they_may(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.delenv(SHARE, raising=False)
+    with pytest.raises(ValueError, match="got 3 ranks and 2 GPUs"):
+        resolve_device("cuda", 2, 3)
+    monkeypatch.setenv(SHARE, "1")
+    found = [resolve_device("cuda", rank, 3) for rank in range(3)]
+    assert found == [torch.device("cuda", index) for index in (0, 1, 0)]
+    # NCCL refuses ranks that share a GPU
+    assert choose_backend(found[0], 3) == choose_backend(torch.device("cpu"), 1) == "gloo"
+    assert choose_backend(found[0], 2) == "nccl"
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    with pytest.raises(ValueError, match="got 3 ranks and 0 GPUs"):
+        resolve_device("cuda", 2, 3)
+
+
+@pytest.mark.parametrize("command", [check_command, doctor, train])
+def test_commands_refuse_devices_that_are_not_there_in_a_line(command: Any, monkeypatch: Any, capsys: Any) -> None:
+    for name, value in {"RANK": "0", "WORLD_SIZE": "1000", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1000"}.items():
+        monkeypatch.setenv(name, value)
+    said = "must be at most its number of GPUs, got 1000 ranks and .* or pass --device cpu"
+    if command is train:
+        assert train.main(["--device", "cuda"]) == REFUSED
+        assert re.search(f"^error: .*{said}$", capsys.readouterr().err, re.MULTILINE)
+        return
+    with pytest.raises(SystemExit, match=said):
+        command.main(["--device", "cuda"])
+
+
+@pytest.mark.parametrize(
+    "module", [workloads, check, step_trace, graph_profile, ring_variants, ring_bench, memory, figures, session]
+)
+def test_examples_run(module: Any) -> None:
+    import doctest
+
+    found = doctest.testmod(module)
+    assert found.failed == 0
