@@ -69,7 +69,7 @@ def _answers(
 ) -> dict[str, str]:
     """What each kernel set says on the GPU that suits it."""
     found = {}
-    fitting = SimpleNamespace(__version__=f"{select.HOPPER_TRITON[0]}.0")
+    fitting = SimpleNamespace(__version__=f"{registry.HOPPER_TRITON[0]}.0")
     with (
         patch.object(torch.cuda, "get_device_capability", return_value=(9, 0)),
         patch.object(importlib.util, "find_spec", return_value=fitting),

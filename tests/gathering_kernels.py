@@ -73,7 +73,7 @@ def backward_fused(
     if o is not None:
         eager.delta(o, do, dlse, delta)
     total = torch.empty_like(dq, dtype=lse.dtype)
-    for number, (side, address) in enumerate(zip(keys.sides, grad_reduce.tolist(), strict=True)):
+    for number, (side, address) in enumerate(zip(keys.sides, grad_buffers.tolist(), strict=True)):
         k, v = _source(local_kv, remote_kv, side, number)
         b, t, hk, d = k.shape
         home = _region(address, (b, grad_buffer_rows, hk, d + v.shape[-1]))[:, :t]

@@ -15,8 +15,8 @@ from ringattn import Ring
 from ringattn.transport import exchange as exchange_module
 from ringattn.transport.exchange import Exchange, SimulatedExchange
 from ringattn.transport.simulated import run_ranks
+from tests.kernels.contract.test_packed import Sizes, attend, draw_parts
 from tests.pool import Pools
-from tests.test_parts import Sizes, attend, draw_parts
 
 
 def draw(seed: int, ranks: int, sizes: Sizes, *, sinks: bool) -> tuple[list[Tensor], Tensor | None, Tensor, Tensor]:

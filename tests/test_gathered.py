@@ -12,7 +12,7 @@ from torch import Tensor
 from ringattn import dispatch, simulate
 from ringattn.kernels.attention import eager
 from ringattn.kernels.interface import PAD_ROWS
-from ringattn.kernels.table_cache import find
+from ringattn.kernels.runtime.table_cache import find
 from ringattn.numerics.reference import attention_reference
 from ringattn.plan.attention_spec import AttentionSpec, serialize
 from ringattn.plan.device_tables import fused_tables, returning_key, step_tables

@@ -14,11 +14,11 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from ringattn.kernels import table_cache
 from ringattn.kernels.attention.hopper import api as hopper
+from ringattn.kernels.comm import grad_reduce_triton
 from ringattn.kernels.kv import pack_triton
-from ringattn.kernels.runtime import bound_launch
-from ringattn.kernels.table_cache import find
+from ringattn.kernels.runtime import bound_launch, table_cache
+from ringattn.kernels.runtime.table_cache import find
 from ringattn.plan.attention_spec import AttentionSpec, ScoreTensors, serialize
 from ringattn.plan.layouts import make_shards
 from ringattn.plan.sharding import Sharding
@@ -160,7 +160,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Launch]]:
     monkeypatch.setattr(bound_launch, "launch", launch)
     monkeypatch.setattr(bound_launch.Bound, "encode", encode)
     monkeypatch.setattr(copy_engine, "pack", pack_triton.pack)
-    monkeypatch.setattr(hopper, "plain_homes", homes_triton)
+    monkeypatch.setattr(hopper, "grad_reduce", grad_reduce_triton)
     yield seen
     held.clear()
 

@@ -83,8 +83,11 @@ def test_import_brings_no_optional_package(plain):
 
 
 def test_import_loads_no_triton_kernels(plain):
-    rooms = ("ringattn.kernels.attention.portable", "ringattn.kernels.attention.hopper")
-    assert not [name for name in plain["modules"] if name.startswith(rooms) or "triton" in name]
+    kernels = ("attention.portable", "attention.hopper", "runtime.bound_launch")
+    names = [name for name in plain["modules"] if not name.endswith(".optional_triton")]
+    assert not [
+        name for name in names if "triton" in name or name.startswith(tuple(f"ringattn.kernels.{x}" for x in kernels))
+    ]
 
 
 def test_import_does_not_start_the_compiler(plain):

@@ -1,7 +1,8 @@
 """The one-shot exchange, host and protocol, in any interleaving of all programs of all ranks: nothing is torn, stale or stuck.
 
 The kernel is a model of it: programs that store row by row, set flags, wait and read, in any order that a device could choose.
-What the kernel itself stores and reads is held to the same in tests/interpreter; what a device makes of it, in test_gpu_exchange.
+What the kernel itself stores and reads is held to the same in tests/kernels/interpreter;
+what a device makes of it, in test_gpu_exchange.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ from ringattn.kernels.partials import packed
 from ringattn.transport.one_shot import OneShotExchange
 from ringattn.transport.watch import Watch
 from tests.fake_streams import MAIN, FakeMemory, FakeStreams, Item, Recording, World, always
+from tests.kernels.contract.test_packed import Sizes
 from tests.test_exchange import DTYPES, add, assert_bits, draw, draw_shares, simulate
-from tests.test_parts import Sizes
 
 PROGRAMS = 3
 
@@ -161,10 +162,10 @@ class Ranks:
         rank: int,
         ranks: int,
         slot: int,
-        patience: int,
+        timeout_us: int,
     ) -> None:
         """In place of the kernel's launcher."""
-        self._launch(table, rank, ranks, slot, patience, lambda: Finishing(splits, sinks, o, lse))
+        self._launch(table, rank, ranks, slot, timeout_us, lambda: Finishing(splits, sinks, o, lse))
 
     def share(
         self,
@@ -176,15 +177,15 @@ class Ranks:
         rank: int,
         ranks: int,
         slot: int,
-        patience: int,
+        timeout_us: int,
     ) -> None:
         """In place of the other kernel's launcher."""
-        self._launch(table, rank, ranks, slot, patience, lambda: Sharing(x, out, adds))
+        self._launch(table, rank, ranks, slot, timeout_us, lambda: Sharing(x, out, adds))
 
     def _launch(
-        self, table: Tensor, rank: int, ranks: int, slot: int, patience: int, begin: Callable[[], Work]
+        self, table: Tensor, rank: int, ranks: int, slot: int, timeout_us: int, begin: Callable[[], Work]
     ) -> None:
-        assert (ranks, patience) == (self.ranks, 10_000_000)
+        assert (ranks, timeout_us) == (self.ranks, 10_000_000)
         streams = self.streams[rank]
 
         def make() -> Item:

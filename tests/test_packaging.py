@@ -114,7 +114,7 @@ def test_the_wheel_is_pure_and_asks_for_torch_but_not_for_triton(built):
 def test_the_source_archive_holds_real_files(built):
     members = tarfile.open(built["sdist"]).getmembers()
     assert not [m.name for m in members if m.issym() or m.islnk()]
-    assert any(m.name.endswith("ringattn/kernels/eager.py") for m in members)
+    assert any(m.name.endswith("ringattn/kernels/attention/eager.py") for m in members)
 
 
 @pytest.mark.parametrize("kind", ["wheel", "wheel_of_sdist"])

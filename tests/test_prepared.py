@@ -84,7 +84,7 @@ def test_nothing_is_decided_twice(monkeypatch: pytest.MonkeyPatch) -> None:
 
     for module, name in (
         (dispatch, "check_call"),
-        (dispatch, "pick"),
+        (dispatch, "select_kernels"),
         (dispatch, "serialize"),
         (dispatch, "make_execution_plan"),
         (calls, "parse"),

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ringattn.kernels import table_cache
+from ringattn.kernels.runtime import table_cache
 from ringattn.plan.device_tables import bounds_of, moving_side, stationary_side
 from ringattn.plan.layouts import contiguous, zigzag
 from ringattn.plan.mask import AttentionMask, MaskAxis

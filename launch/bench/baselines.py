@@ -19,7 +19,7 @@ from torch import Tensor
 import ringattn
 from ringattn.kernels.interface import Grads, SoftmaxState, accumulation_dtype
 from ringattn.kernels.registry import select_kernels
-from ringattn.kernels.table_cache import find
+from ringattn.kernels.runtime.table_cache import find
 from ringattn.launch.bench.workloads import Problem, document_of, draw_inputs, visible_rows
 from ringattn.numerics.error_budget import Budget
 from ringattn.numerics.reference import dense_attention

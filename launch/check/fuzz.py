@@ -31,9 +31,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ringattn.kernels import table_cache
 from ringattn.kernels.interface import Grads, KernelSet, RowMetadata, Score, SoftmaxState, accumulation_dtype
 from ringattn.kernels.registry import select_kernels
+from ringattn.kernels.runtime import table_cache
 from ringattn.launch.runtime.session import Session
 from ringattn.numerics.error_budget import Budget
 from ringattn.numerics.reference import dense_attention, visible_pairs

@@ -65,7 +65,7 @@ from ringattn.dispatch import run_forward
 from ringattn.inference.in_place import InPlace, plan_in_place
 from ringattn.kernels.interface import RowMetadata, Score, SoftmaxState, accumulation_dtype
 from ringattn.kernels.partials.packed import clear, finish_parts, size, views
-from ringattn.kernels.table_cache import Key, find
+from ringattn.kernels.runtime.table_cache import Key, find
 from ringattn.plan.attention_spec import AttentionSpec, ScoreTensors
 from ringattn.plan.device_tables import moving_key, stationary_key
 from ringattn.plan.ring_plan import Plan, RingStep, Rows

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ringattn.kernels.interface import GUARD, Score, accumulation_dtype
+from ringattn.kernels.interface import PAD_ROWS, Score, accumulation_dtype
 from ringattn.kernels.registry import resolve_impl
 from ringattn.plan.mask import AttentionMask
 from ringattn.plan.options import (
@@ -110,7 +110,7 @@ class AttentionSpec:
         found = self._gather_plans.get((nodes, outer))
         if found is None:
             found = self._gather_plans[nodes, outer] = make_gather_plan(
-                self.plan("keys", nodes), self.rank, GUARD, outer, nodes
+                self.plan("keys", nodes), self.rank, PAD_ROWS, outer, nodes
             )
         return found
 

@@ -1,7 +1,7 @@
 """The integers of a plan as the device tensors that kernels read.
 
-Owns the making of `ringattn.kernels.interface.RowMetadata` and `GatheredKeys`, which kernels/table_cache.py keeps. Refuses to know groups
-and how bytes move.
+Owns the making of `RowMetadata` and `GatheredKeys` (kernels/interface.py), which kernels/runtime/table_cache.py keeps. Refuses to
+know groups and how bytes move.
 
 Note [Forward only]
     A forward asks of keys where they sit, and of queries what they see. What sees a key is asked by backwards, and costs most of
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ringattn.kernels.interface import GatheredKeys, RowMetadata
 from ringattn.kernels.runtime.host_to_device import upload
-from ringattn.kernels.table_cache import Key, find
+from ringattn.kernels.runtime.table_cache import Key, find
 from ringattn.plan.attention_spec import AttentionSpec
 from ringattn.plan.layouts import Shard
 from ringattn.plan.mask import AttentionMask, MaskAxis

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from ringattn.kernels.interface import Score, accumulation_dtype
-from ringattn.kernels.table_cache import find
+from ringattn.kernels.runtime.table_cache import find
 from ringattn.schedule.execution_plan import ExecutionPlan, FusedPlan
 from ringattn.schedule.stepwise_backward import Gradients, WantedGrads, sinks_gradient
 from ringattn.transport.base import Gatherer, Gathering, Seat, span

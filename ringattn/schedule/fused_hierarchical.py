@@ -44,7 +44,7 @@ from torch import Tensor
 from ringattn.kernels.interface import Score, accumulation_dtype
 from ringattn.kernels.kv.pack import pack
 from ringattn.kernels.partials.merge import merge_stack
-from ringattn.kernels.table_cache import find
+from ringattn.kernels.runtime.table_cache import find
 from ringattn.plan.ring_plan import RankPlan, Rows
 from ringattn.schedule.execution_plan import ExecutionPlan
 from ringattn.schedule.kv_rotation import PackedMessage, add_rows_, make_message, slices

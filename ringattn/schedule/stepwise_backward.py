@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from ringattn.kernels.interface import Grads, Score, accumulation_dtype
-from ringattn.kernels.table_cache import find
+from ringattn.kernels.runtime.table_cache import find
 from ringattn.schedule.execution_plan import ExecutionPlan
 from ringattn.schedule.kv_rotation import GradReturner, KVPrefetcher, moving_tensors, reserve
 from ringattn.transport.base import Seat, span

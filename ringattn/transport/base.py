@@ -181,8 +181,9 @@ class Gatherer(Protocol):
     """Brings the keys of all owners at once (Note [Fused call] of the interface of the kernels).
 
     Attributes:
-        sm_margin: Multiprocessors that kernels must leave free: 0 between GPUs. Where ranks share one, those of the other ranks, and
-            some for copies from a GPU to itself, which are kernels that would never begin behind one that waits for them.
+        sm_margin: Multiprocessors that kernels must leave free: 0 between GPUs. Where ranks share one, those of the other
+            ranks, and some for copies from a GPU to itself, which are kernels that would never begin behind one that waits for
+            them.
     """
 
     sm_margin: int

@@ -51,7 +51,8 @@ def ranks_per_gpu() -> int:
 def spare_of(device: torch.device, ranks: int) -> int:
     """Multiprocessors that the kernels of a rank leave free on a GPU that so many ranks have (`Gatherer.sm_margin`).
 
-    Kernels that wait for a peer do not let go of theirs: those of all ranks must fit at once, with `SM_MARGIN` for the copies of each.
+    Kernels that wait for a peer do not let go of theirs: those of all ranks must fit at once, with `SM_MARGIN` for the copies
+    of each.
     """
     if ranks == 1 or device.type != "cuda":
         return 0

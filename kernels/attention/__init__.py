@@ -1,0 +1,1 @@
+"""Attention of query rows over key rows: one kernel set per folder or module."""

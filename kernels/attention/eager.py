@@ -1,0 +1,332 @@
+"""The kernel contract in plain torch: CPUs, fp64 and whatever the fast kernels refuse.
+
+Owns one blockwise implementation of Notes [Score], [Dropout] and [Carry] of interface.py, for any device. Knows nothing
+of ranks or of how rows are laid out beyond positions and intervals. Never holds a rows x keys tensor: at most one tile.
+
+Shape legend beside the contract's: `g` query heads per key head, `c = b hk` independent problems, `x` rows and `y` keys
+of a tile. Inside, tensors are head-major: queries `c (g x) d`, keys `c y d`, logits `c (g x) y`.
+
+Note [Tiles]
+    Query rows are cut into tiles of TILE_ROWS. Positions ascend and bounds never decrease, so the keys seen by any row
+    of a tile are one range of key rows, and those seen by all of its rows are a range inside it. Both are found for all
+    tiles by one binary search on the device and one copy to the host per call; keys outside the first are skipped,
+    tiles within the second need no mask. With bounds per batch element the first is the union over the batch and the
+    second the intersection.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ringattn.kernels.attention.dropout import keep_mask
+from ringattn.kernels.interface import Grads, RowMetadata, Score, SoftmaxState, accumulation_dtype
+
+# measured on one CPU core over head_dim 32 and 64: the logits of a tile stay in its caches, matmuls are still large
+TILE_ROWS = 256
+TILE_KEYS = 256
+
+LOG2E = math.log2(math.e)
+LN2 = math.log(2.0)
+
+
+@contextlib.contextmanager
+def _without_tf32(device: torch.device) -> Iterator[None]:
+    """Keeps autograd out, and an ambient autocast from lowering the matmuls."""
+    with torch.no_grad(), torch.autocast(device.type, enabled=False):
+        yield
+
+
+@dataclass(frozen=True)
+class _RowTile:
+    """Rows start:stop, the key rows seen by any of them and those seen by all of them (Note [Tiles])."""
+
+    start: int
+    stop: int
+    seen: tuple[int, int]
+    full: tuple[int, int]
+
+    @property
+    def rows(self) -> slice:
+        return slice(self.start, self.stop)
+
+    @property
+    def sees_keys(self) -> bool:
+        return self.seen[0] < self.seen[1]
+
+    def key_tiles(self) -> Iterator[tuple[slice, bool]]:
+        """Key rows to visit in ascending order, and whether they need a mask."""
+        begin, end = self.seen
+        for y in range(begin, end, TILE_KEYS):
+            y_end = min(y + TILE_KEYS, end)
+            yield slice(y, y_end), not (self.full[0] <= y and y_end <= self.full[1])
+
+
+def _row_tiles(rows: RowMetadata, keys: RowMetadata) -> list[_RowTile]:
+    num_rows = rows.positions.shape[0]
+    starts = torch.arange(0, num_rows, TILE_ROWS, device=rows.positions.device)
+    finals = (starts + (TILE_ROWS - 1)).clamp_max(num_rows - 1)
+    edges = torch.stack(
+        [
+            rows.lo[:, starts].amin(0),
+            rows.lo[:, finals].amax(0),
+            rows.hi[:, starts].amin(0),
+            rows.hi[:, finals].amax(0),
+        ]
+    )
+    ranges = torch.searchsorted(keys.positions, edges).T.tolist()
+    return [
+        _RowTile(x, min(x + TILE_ROWS, num_rows), seen=(seen_from, seen_to), full=(full_from, full_to))
+        for x, (seen_from, full_from, full_to, seen_to) in zip(range(0, num_rows, TILE_ROWS), ranges, strict=True)
+    ]
+
+
+@dataclass(frozen=True)
+class _Visit:
+    """One ring step, head-major and in the accumulation dtype, as far as every tile needs it."""
+
+    shape: tuple[int, int, int]  # b hk g
+    dtype: torch.dtype
+    keys_h: Tensor  # c t d
+    values_h: Tensor  # c t dv
+    rows: RowMetadata
+    keys: RowMetadata
+    score: Score
+
+    @classmethod
+    def of(cls, q: Tensor, k: Tensor, v: Tensor, rows: RowMetadata, keys: RowMetadata, score: Score) -> _Visit:
+        dtype = accumulation_dtype(q.dtype)
+        b, _, hk, _ = k.shape
+        shape = (b, hk, q.shape[2] // hk)
+        return cls(shape, dtype, _by_key_head(k, shape, dtype), _by_key_head(v, shape, dtype), rows, keys, score)
+
+    def by_head(self, x: Tensor) -> Tensor:
+        """`b x h d` -> `c (g x) d`, accumulation dtype."""
+        b, hk, g = self.shape
+        return x.transpose(1, 2).to(self.dtype).reshape(b * hk, g * x.shape[1], x.shape[3])
+
+    def by_token(self, x: Tensor) -> Tensor:
+        """`c (g x) d` -> `b x h d`."""
+        b, hk, g = self.shape
+        return x.reshape(b, hk * g, x.shape[1] // g, x.shape[2]).transpose(1, 2)
+
+    def statistic(self, x: Tensor) -> Tensor:
+        """`b h x` -> `c (g x) 1`, accumulation dtype."""
+        b, hk, g = self.shape
+        return x.to(self.dtype).reshape(b * hk, g * x.shape[2], 1)
+
+    def grouped(self, x: Tensor) -> Tensor:
+        """`c (g x) y` -> `b h x y`, a view."""
+        b, hk, g = self.shape
+        return x.view(b, hk * g, x.shape[1] // g, x.shape[2])
+
+    def per_head(self, x: Tensor) -> Tensor:
+        """`h` -> `1 h 1 1`, accumulation dtype."""
+        return x.to(self.dtype).view(1, -1, 1, 1)
+
+    def capped(self, q_h: Tensor, y: slice) -> Tensor:
+        """Soft-capped scores over softcap (a tanh), or the scores in log2 units without a soft cap: `c (g x) y`."""
+        s = torch.bmm(q_h, self.keys_h[:, y].transpose(1, 2))
+        # scaled after the sum: scaling q first would round every term of it
+        if self.score.softcap:
+            return s.mul_(self.score.softmax_scale / self.score.softcap).tanh_()
+        return s.mul_(self.score.softmax_scale * LOG2E)
+
+    def logits(self, capped: Tensor, x: slice, y: slice, masked: bool) -> Tensor:
+        """Scores in log2 units, -inf on invisible pairs: `c (g x) y`. Without a soft cap, in place."""
+        score = self.score
+        s = capped * (score.softcap * LOG2E) if score.softcap else capped
+        s_h = self.grouped(s)
+        if score.alibi_slopes is not None:
+            s_h.addcmul_(self.per_head(score.alibi_slopes), self.distance(x, y), value=-LOG2E)
+        if score.key_bias is not None:
+            s_h.add_(score.key_bias[:, None, None, y].to(self.dtype), alpha=LOG2E)
+        if score.bias is not None:
+            s_h.add_(score.bias[:, :, x].index_select(3, self.keys.positions[y]).to(self.dtype), alpha=LOG2E)
+        if masked:
+            s_h.masked_fill_(self.hidden(x, y), -math.inf)
+        return s
+
+    def hidden(self, x: slice, y: slice) -> Tensor:
+        """Invisible pairs: `b 1 x y`, or `1 1 x y` when all batch elements agree."""
+        j = self.keys.positions[y]
+        return ((j < self.rows.lo[:, x, None]) | (j >= self.rows.hi[:, x, None]))[:, None]
+
+    def distance(self, x: slice, y: slice) -> Tensor:
+        """|i - j| of global positions: `x y`."""
+        # subtracted as integers: fp32 does not hold positions beyond 2^24
+        return (self.rows.positions[x, None] - self.keys.positions[y]).abs_().to(self.dtype)
+
+    def kept(self, x: slice, y: slice) -> Tensor:
+        """Dropout factor of every pair, keep / (1 - p): `c (g x) y`."""
+        b, hk, g = self.shape
+        device = self.keys_h.device
+        keep = keep_mask(
+            self.score.dropout_seed,
+            torch.arange(b, device=device)[:, None, None, None],
+            torch.arange(hk * g, device=device)[None, :, None, None],
+            self.rows.positions[x, None],
+            self.keys.positions[y],
+            hk * g,
+            self.score.dropout_p,
+        )
+        return keep.to(self.dtype).div_(1 - self.score.dropout_p).view(b * hk, g * keep.shape[2], keep.shape[3])
+
+
+def _by_key_head(x: Tensor, shape: tuple[int, int, int], dtype: torch.dtype) -> Tensor:
+    """`b t hk d` -> `c t d`."""
+    b, hk, _ = shape
+    return x.transpose(1, 2).to(dtype).reshape(b * hk, x.shape[1], x.shape[3])
+
+
+def forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    rows: RowMetadata,
+    keys: RowMetadata,
+    score: Score,
+    *,
+    carry: SoftmaxState | None,
+    first: bool,
+    last: bool,
+    o: Tensor,
+    lse: Tensor,
+) -> None:
+    """Visits one buffer of keys (`KernelSet.forward`)."""
+    assert carry is not None or (first and last), "a visit that is not alone has a carry"
+    with _without_tf32(q.device):
+        visit = _Visit.of(q, k, v, rows, keys, score)
+        b, hk, g = visit.shape
+        for tile in _row_tiles(rows, keys):
+            x = tile.rows
+            num = tile.stop - tile.start
+            if not (first or last or tile.sees_keys):
+                continue  # the carry stays as it is
+            if first:
+                m = visit.keys_h.new_full((b * hk, g * num, 1), -math.inf)
+                if score.sinks is not None:
+                    visit.grouped(m).copy_(visit.per_head(score.sinks) * LOG2E)
+                l = (m > -math.inf).to(m.dtype)  # noqa: E741
+                acc = m.new_zeros(b * hk, g * num, v.shape[3])
+            else:
+                assert carry is not None
+                m = visit.statistic(carry.m[:, :, x])
+                l = visit.statistic(carry.l[:, :, x])  # noqa: E741
+                acc = visit.by_head(carry.acc[:, x])
+
+            q_h = visit.by_head(q[:, x])
+            for y, masked in tile.key_tiles():
+                s = visit.logits(visit.capped(q_h, y), x, y, masked)
+                m_new = torch.maximum(m, s.amax(-1, keepdim=True))
+                # rows that have seen nothing: exponentials are taken against 0, so that 2^-inf is 0 and never NaN
+                m_safe = m_new.masked_fill(m_new == -math.inf, 0.0)
+                p = s.sub_(m_safe).exp2_()
+                rescale = (m - m_safe).exp2_()
+                l = l * rescale + p.sum(-1, keepdim=True)  # noqa: E741
+                if score.dropout_p:
+                    p.mul_(visit.kept(x, y))
+                acc = torch.baddbmm(acc * rescale, p, visit.values_h[:, y])
+                m = m_new
+
+            if last:
+                # a row without weight has acc = 0, and log2(0) = -inf is its lse
+                o[:, x] = visit.by_token(acc / l.masked_fill(l == 0, 1.0)).to(o.dtype)
+                m_safe = m.masked_fill(m == -math.inf, 0.0)
+                lse[:, :, x] = visit.grouped(LN2 * m_safe + l.log())[..., 0]
+            else:
+                assert carry is not None
+                carry.m[:, :, x] = visit.grouped(m)[..., 0]
+                carry.l[:, :, x] = visit.grouped(l)[..., 0]
+                carry.acc[:, x] = visit.by_token(acc)
+
+
+def delta(o: Tensor, do: Tensor, dlse: Tensor | None, out: Tensor | None = None) -> Tensor:
+    """rowsum(o * do) - dlse as `b h s` (`KernelSet.delta`)."""
+    found = _make_delta(o, do, dlse)
+    return found if out is None else out.copy_(found)
+
+
+def _make_delta(o: Tensor, do: Tensor, dlse: Tensor | None) -> Tensor:
+    dtype = accumulation_dtype(o.dtype)
+    rowsum = (o.detach().to(dtype) * do.detach().to(dtype)).sum(-1).transpose(1, 2).contiguous()
+    return rowsum if dlse is None else rowsum.sub_(dlse.detach())
+
+
+def backward(
+    do: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lse: Tensor,
+    delta: Tensor,
+    rows: RowMetadata,
+    keys: RowMetadata,
+    score: Score,
+    grads: Grads,
+    *,
+    o: Tensor | None = None,
+    dlse: Tensor | None = None,
+) -> None:
+    """Gradients of one ring step (`KernelSet.backward`); bitwise the same from run to run."""
+    if o is not None:
+        delta.copy_(_make_delta(o, do, dlse))
+    with _without_tf32(q.device):
+        visit = _Visit.of(q, k, v, rows, keys, score)
+        dk, dv = torch.zeros_like(visit.keys_h), torch.zeros_like(visit.values_h)
+        dkey_bias = None if grads.dkey_bias is None else torch.zeros_like(grads.dkey_bias)
+        for tile in _row_tiles(rows, keys):
+            x = tile.rows
+            q_h, do_h = visit.by_head(q[:, x]), visit.by_head(do[:, x])
+            lse2 = visit.statistic(lse[:, :, x]) * LOG2E
+            # a row that saw nothing has weights exp(s - inf) = 0
+            lse2 = lse2.masked_fill(lse2 == -math.inf, math.inf)
+            delta_h = visit.statistic(delta[:, :, x])
+            dq = torch.zeros_like(q_h)
+            dalibi = torch.zeros_like(lse2)
+            for y, masked in tile.key_tiles():
+                capped = visit.capped(q_h, y)
+                p = visit.logits(capped, x, y, masked).sub_(lse2).exp2_()
+                dp = torch.bmm(do_h, visit.values_h[:, y].transpose(1, 2))
+                if score.dropout_p:
+                    kept = visit.kept(x, y)
+                    dp.mul_(kept)
+                    dv[:, y].baddbmm_((p * kept).transpose(1, 2), do_h)
+                else:
+                    dv[:, y].baddbmm_(p.transpose(1, 2), do_h)
+                ds = dp.sub_(delta_h).mul_(p)
+                if dkey_bias is not None:
+                    dkey_bias[:, y] += visit.grouped(ds).sum((1, 2))
+                if grads.dalibi is not None:
+                    dalibi -= (visit.grouped(ds) * visit.distance(x, y)).sum(-1).view_as(dalibi)
+                if grads.dbias is not None:
+                    # zero on invisible pairs, so adding writes the visible ones only
+                    grads.dbias[:, :, x].index_add_(3, keys.positions[y], visit.grouped(ds).to(grads.dbias.dtype))
+                if score.softcap:
+                    ds = ds.mul_(1 - capped.square_())
+                dq.baddbmm_(ds, visit.keys_h[:, y])
+                dk[:, y].baddbmm_(ds.transpose(1, 2), q_h)
+
+            _store(grads.dq[:, x], visit.by_token(dq.mul_(score.softmax_scale)), grads.accumulate_rows)
+            if grads.dalibi is not None:
+                _store(grads.dalibi[:, :, x], visit.grouped(dalibi)[..., 0], grads.accumulate_rows)
+
+        b, hk, _ = visit.shape
+        dk.mul_(score.softmax_scale)
+        _store(grads.dk, dk.view(b, hk, *dk.shape[1:]).transpose(1, 2), grads.accumulate_keys)
+        _store(grads.dv, dv.view(b, hk, *dv.shape[1:]).transpose(1, 2), grads.accumulate_keys)
+        if grads.dkey_bias is not None and dkey_bias is not None:
+            _store(grads.dkey_bias, dkey_bias, grads.accumulate_keys)
+
+
+def _store(target: Tensor, found: Tensor, accumulate: bool) -> None:
+    """Adds to `target`, or overwrites it."""
+    if accumulate:
+        target += found
+    else:
+        target.copy_(found)

@@ -1,0 +1,677 @@
+"""The fused backward kernel for sm_90: one pass over the scores makes dq, dk and dv (five products instead of seven).
+
+Owns the gradients of one ring step for head dims up to 128. Refuses to know how it is launched, how work is dealt
+(`plan.py`), and what runs before and after it (`around.py`).
+
+Note [Tile of keys]
+    A tile is 128 keys of one key head: two consumer warpgroups of 64 keys each. Blocks of BM queries of every query head of
+    the group stream past it, first those that need a mask, then those that do not. Per block, in keys x queries:
+
+        s  = k q^T            p  = 2^(scale * s - lse)         S and P of 64 x BM in registers
+        dp = v do^T           ds = p * (dp - delta)
+        dv += p do            dk += ds q                       64 x D in registers through the whole tile
+        dq = ds^T k                                            of both warpgroups together, each makes half of it
+
+    ds goes through shared memory, so that dq leaves the program once per block: in fp32, added to global memory by the
+    bulk copy engine, which a warp of its own drives.
+
+Note [Start values]
+    A product may start from any accumulator. S starts from -lse / softmax_scale (hidden pairs: from -1e30) and dP from
+    -delta, so that p = 2^(scale * S) and ds = p * dP: no subtraction, no mask and no register is left for them. Scores
+    that are more than a scaled product (softcap, ALiBi, key bias, a scale that is not positive) start from zero instead.
+
+Note [Rows beyond the keys]
+    In a tile that the end of the buffer cuts, every block is masked: p of a key that does not exist could overflow,
+    and infinity times the zeros read in its place would reach dq.
+
+Note [Addresses]
+    K and V stay where they are through all loops, so the compiler makes the descriptors of all their slices once and keeps
+    them, in registers that the products need. An index that it cannot see through makes them where they are used (LATE_ADDRESSES).
+
+Note [Tiles of several owners]
+    In a fused call (Note [Fused call] of interface.py) a tile holds rows of one source: `tiles` says which. Its K
+    and V come from the local or the remote buffer, and the end of the source takes the place of the end of the buffer; what
+    lies behind it in the remote buffer are zeros. The producer waits for the flag of a source before the first tile of it that
+    its program takes; flags rise in order, so that one number says what has been seen. A bias of keys came before the flag too:
+    consumers read it when K is there. dk and dv go to the address of the owner's region.
+
+Note [Stores to other devices]
+    An accumulator gives a thread two neighbouring columns, so that its stores are 32 bytes in each of eight rows: what
+    crosses the link in packets of that size is mostly headers. Sums on their way home change their layout first, through the
+    buffer of dq where there is one: 16 bytes a thread, whole lines of 128 bytes or more. The storer hands each half of the
+    buffer over once more for that.
+
+Note [Roles]
+    warps 0-3, 4-7   consumers: keys 0 .. 63 and 64 .. 127 of the tile
+    warp 8           producer: loads K and V of a tile, and Q, dO, lse and delta of a block
+    warp 9           storer: adds dq to global memory
+    Named barriers: 8 both halves of ds are stored; 9 + stage the consumers are done with a stage; 12 + half that half of
+    the dq buffer is free; 14 + half it is full.
+"""
+
+# pyright: reportGeneralTypeIssues=false, reportArgumentType=false, reportCallIssue=false, reportAttributeAccessIssue=false
+# pyright: reportOperatorIssue=false, reportIndexIssue=false, reportAssignmentType=false, reportPossiblyUnboundVariable=false
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from ringattn.kernels.attention.hopper.primitives import (
+    EPOCH,
+    arrive,
+    entry,
+    exit_barrier,
+    grad_buffer_of,
+    limits,
+    load_from,
+    opaque,
+    pinned,
+    reciprocal,
+    reduce_add,
+    send_grads,
+    sync,
+    wait_flag,
+    wait_for_progress,
+)
+
+TILE = gl.constexpr(128)  # keys
+HALF = gl.constexpr(64)  # keys of a consumer
+HIDDEN = gl.constexpr(-1.0e30)  # start value of a score whose weight is zero
+LOG2E = gl.constexpr(1.4426950408889634)
+NEVER = gl.constexpr(2**30)  # beyond every flag
+STAGES = gl.constexpr(2)  # blocks of queries in shared memory
+DS_STORED = gl.constexpr(8)
+STAGE_FREE = gl.constexpr(9)
+DQ_FREE = gl.constexpr(12)
+DQ_FULL = gl.constexpr(14)
+
+RUNTIME = (
+    "dk_sb", "dk_ss", "dk_sh", "dv_sb", "dv_ss", "dv_sh", "lo_sb", "hi_sb", "key_bias_sb", "dalibi_sb", "dalibi_sh",
+    "heads", "group", "rows", "queries", "padded_queries", "local_rows", "grad_buffer_rows", "steps", "heads_per_group",
+    "timeout_us", "epochs",
+)  # fmt: skip
+
+
+@gluon.jit
+def _end(tiles, at, rows):
+    """One past the last key of the tile's source, or of the buffer."""
+    end = rows
+    if tiles is not None:
+        end = gl.load(tiles + at * 4 + 3)
+    return end
+
+
+@gluon.jit
+def _tile(work, tiles, at, rows):
+    """(head, row, segment, masked, full, masked_blocks, full_blocks, slot); Note [Rows beyond the keys]."""
+    head, row, segment, masked, full, masked_blocks, full_blocks, slot = entry(work, at)
+    cut = row + TILE > _end(tiles, at, rows)
+    masked = gl.where(cut, masked + full, masked)
+    full = gl.where(cut, 0, full)
+    masked_blocks = gl.where(cut, masked_blocks + full_blocks, masked_blocks)
+    full_blocks = gl.where(cut, 0, full_blocks)
+    return head, row, segment, masked, full, masked_blocks, full_blocks, slot
+
+
+@gluon.jit
+def _turn(turn, group, segment, masked, full):
+    """(query head of the group, first segment, end): masked segments of all heads come before full ones of all heads."""
+    late = turn >= group
+    first = gl.where(late, segment + masked, segment)
+    return gl.where(late, turn - group, turn), first, first + gl.where(late, full, masked)
+
+
+@gluon.jit
+def _producer(
+    work, segments, starts, tiles, q_desc, do_desc, k_desc, v_desc, k_remote, v_remote, lse_desc, delta_desc, q_s, do_s, k_s, v_s,
+    lse_s, delta_s, kv_full, kv_free, q_full, do_full, flags, error, heads, group, rows, padded_queries, steps,
+    heads_per_group, timeout_us, board, epochs, BM: gl.constexpr,
+):  # fmt: skip
+    at = gl.load(starts + gl.program_id(0))
+    last = gl.load(starts + gl.program_id(0) + 1)
+    count = 0
+    taken = 0
+    seen = 0
+    met = 0
+    epoch = 0
+    for i in range(at, last):
+        head, row, segment, masked, full, _masked_blocks, _full_blocks, _slot = _tile(work, tiles, i, rows)
+        b = head // heads
+        h_kv = head % heads
+        step = 0
+        if tiles is not None:
+            step = gl.load(tiles + i * 4 + 1)
+        if flags is not None:
+            flag = h_kv // heads_per_group * steps + step
+            if step > 0 and flag > seen:
+                there = wait_flag(flags + flag, error, timeout_us)
+                seen = gl.where(there == 1, flag, NEVER)  # what is lost is lost: no more waiting
+        if taken > 0:
+            mbarrier.wait(kv_free.index(0), (taken & 1) ^ 1)
+        mbarrier.expect(kv_full.index(0), k_desc.block_type.nbytes)
+        load_from(k_desc, k_remote, step, [b, h_kv, row, 0], kv_full.index(0), k_s.index(0))
+        fresh = True
+        for turn in range(2 * group):
+            g, first, end = _turn(turn, group, segment, masked, full)
+            h = h_kv * group + g
+            stat = (b * heads * group + h) * padded_queries
+            for part in range(first, end):
+                x = gl.load(segments + part * 8)
+                blocks = gl.load(segments + part * 8 + 1)
+                for _j in range(blocks):
+                    if board is not None:
+                        met += 1
+                        if met == EPOCH:
+                            met = 0
+                            epoch = wait_for_progress(board, epoch, epochs)
+                    st = count & 1
+                    if count >= STAGES:
+                        sync(STAGE_FREE + st, 288)
+                    mbarrier.expect(q_full.index(st), q_desc.block_type.nbytes + BM * 8)
+                    tma.async_copy_global_to_shared(q_desc, [b, h, x, 0], q_full.index(st), q_s.index(st))
+                    tma.async_copy_global_to_shared(lse_desc, [stat + x], q_full.index(st), lse_s.index(st))
+                    tma.async_copy_global_to_shared(delta_desc, [stat + x], q_full.index(st), delta_s.index(st))
+                    mbarrier.expect(do_full.index(st), do_desc.block_type.nbytes)
+                    tma.async_copy_global_to_shared(do_desc, [b, h, x, 0], do_full.index(st), do_s.index(st))
+                    if fresh:
+                        # after the first block: S needs K and Q, and only then does dP need V and dO
+                        mbarrier.expect(kv_full.index(1), v_desc.block_type.nbytes)
+                        load_from(v_desc, v_remote, step, [b, h_kv, row, 0], kv_full.index(1), v_s.index(0))
+                        fresh = False
+                    x += BM
+                    count += 1
+        taken += 1
+    if board is not None:
+        exit_barrier(board, epoch, epochs)
+
+
+@gluon.jit
+def _storer(
+    work, segments, starts, tiles, dq_desc, dk_desc, dv_desc, dq_s, heads, group, rows, D: gl.constexpr, DV: gl.constexpr,
+    BM: gl.constexpr, ADD: gl.constexpr, GRAD_BUFFERS: gl.constexpr,
+):  # fmt: skip
+    COLUMNS: gl.constexpr = D * BM // 128
+    at = gl.load(starts + gl.program_id(0))
+    last = gl.load(starts + gl.program_id(0) + 1)
+    for i in range(at, last):
+        head, row, segment, masked, full, _masked_blocks, _full_blocks, slot = _tile(work, tiles, i, rows)
+        b = head // heads
+        h_kv = head % heads
+        for turn in range(2 * group):
+            g, first, end = _turn(turn, group, segment, masked, full)
+            h = h_kv * group + g
+            for part in range(first, end):
+                x = gl.load(segments + part * 8)
+                blocks = gl.load(segments + part * 8 + 1)
+                for _j in range(blocks):
+                    tma.store_wait(1)
+                    arrive(DQ_FREE, 160)
+                    tma.store_wait(0)
+                    arrive(DQ_FREE + 1, 160)
+                    sync(DQ_FULL, 160)
+                    reduce_add(dq_desc, [b, h, x, 0], dq_s.index(0))
+                    sync(DQ_FULL + 1, 160)
+                    if BM == 64:
+                        reduce_add(dq_desc, [b, h, x, COLUMNS], dq_s.index(1))
+                    else:
+                        reduce_add(dq_desc, [b, h, x + 64, 0], dq_s.index(1))
+                    x += BM
+        if GRAD_BUFFERS:
+            if slot < 0:
+                # no full half follows, so that the meeting itself keeps this warp from running ahead
+                tma.store_wait(0)
+                sync(DQ_FREE, 160)
+                sync(DQ_FREE + 1, 160)
+        if dk_desc is not None:
+            if slot < 0:
+                for n in gl.static_range((D + DV) // COLUMNS):
+                    tma.store_wait(1)
+                    arrive(DQ_FREE, 160)
+                    tma.store_wait(0)
+                    arrive(DQ_FREE + 1, 160)
+                    for which in gl.static_range(2):
+                        sync(DQ_FULL + which, 160)
+                        if n * COLUMNS < D:
+                            _move(dk_desc, [b, h_kv, row + which * HALF, n * COLUMNS], dq_s.index(which), ADD)
+                        else:
+                            _move(dv_desc, [b, h_kv, row + which * HALF, n * COLUMNS - D], dq_s.index(which), ADD)
+    tma.store_wait(0)
+
+
+@gluon.jit
+def _move(descriptor, coordinates, source, ADD: gl.constexpr):
+    if ADD:
+        reduce_add(descriptor, coordinates, source)
+    else:
+        tma.async_copy_shared_to_global(descriptor, coordinates, source)
+
+
+@gluon.jit
+def _tanh(x):
+    return 1.0 - 2.0 * reciprocal(1.0 + gl.exp2(x * (2.0 * LOG2E)))
+
+
+@gluon.jit
+def _away(i_pos, k_pos):
+    """|i - j| of keys x queries."""
+    away = gl.expand_dims(i_pos, 0) - gl.expand_dims(k_pos, 1)
+    return gl.maximum(away, -away).to(gl.float32)
+
+
+@gluon.jit
+def _spread(numbers_s, BM: gl.constexpr):
+    """One number per query as keys x queries, from which a product may start."""
+    s_l: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BM, 16])
+    numbers = gl.expand_dims(numbers_s.load(gl.SliceLayout(0, s_l)), 0)
+    start, _zero = gl.broadcast(numbers, gl.zeros([HALF, BM], gl.float32, s_l))
+    return start
+
+
+@gluon.jit
+def _send(
+    WHICH: gl.constexpr, st, weights, ds, dk, dv, q, do, k_h, ds_s, D: gl.constexpr, DV: gl.constexpr, BM: gl.constexpr
+):  # fmt: skip
+    """Issues dv += p do, dq = ds^T k and dk += ds q in this order; dq once both warpgroups have stored their ds."""
+    dk_l: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
+    dv_l: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DV, 16])
+    dq_l: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D * BM // 128, 16])
+    ds_block = ds_s.index(st)
+    ds_block.slice(WHICH * HALF, HALF, 0).store(ds)
+    dv_token = warpgroup_mma(gl.convert_layout(weights, gl.DotOperandLayout(0, dv_l, 2)), do, dv, is_async=True)
+    fence_async_shared()
+    sync(DS_STORED, 256)
+    if BM == 64:
+        ds_t = ds_block.permute((1, 0))
+    else:
+        ds_t = ds_block.slice(WHICH * 64, 64, 1).permute((1, 0))
+    dq_zero = gl.zeros([64, D * BM // 128], gl.float32, dq_l)
+    dq_token = warpgroup_mma(ds_t, k_h, dq_zero, use_acc=False, is_async=True)
+    dk_token = warpgroup_mma(gl.convert_layout(ds, gl.DotOperandLayout(0, dk_l, 2)), q, dk, is_async=True)
+    return dv_token, dq_token, dk_token
+
+
+@gluon.jit
+def _put_dq(WHICH: gl.constexpr, dq, dq_half, softmax_scale, SCALE_DQ: gl.constexpr):
+    """Hands this warpgroup's half of dq to the storer."""
+    if SCALE_DQ:
+        dq = dq * softmax_scale
+    sync(DQ_FREE + WHICH, 160)
+    dq_half.store(dq)
+    fence_async_shared()
+    arrive(DQ_FULL + WHICH, 160)
+
+
+@gluon.jit
+def _hand(WHICH: gl.constexpr, sums, half, WIDTH: gl.constexpr, COLUMNS: gl.constexpr):
+    """Hands 64 x WIDTH sums to the storer, COLUMNS at a time, through the buffer of dq."""
+    if WIDTH == COLUMNS:
+        _put_dq(WHICH, sums, half, 1.0, False)
+    else:
+        left, right = gl.split(gl.permute(gl.reshape(sums, [HALF, 2, COLUMNS]), [0, 2, 1]))
+        _put_dq(WHICH, left, half, 1.0, False)
+        _put_dq(WHICH, right, half, 1.0, False)
+
+
+@gluon.jit
+def _step(
+    WHICH: gl.constexpr, count, dk, dv, dkey_bias, low, high, x, origin, stride, k_pos, slope, key_bias, dalibi, queries,
+    q_s, do_s, k_s, v_s, lse_s, delta_s, ds_s, dq_half, columns_s, q_full, do_full, scale, cap, softmax_scale,
+    MASKED: gl.constexpr, D: gl.constexpr, DV: gl.constexpr, BM: gl.constexpr, DOT_ONLY: gl.constexpr,
+    SOFTCAP: gl.constexpr, WANT_KEY_BIAS: gl.constexpr, WANT_DQ: gl.constexpr, SCALE_DQ: gl.constexpr, PIN: gl.constexpr,
+    LATE_ADDRESSES: gl.constexpr,
+):  # fmt: skip
+    """Adds what one block of queries sends to 64 keys, and makes this warpgroup's half of the block's dq.
+
+    `low`, `high`: limits of each key (Note [Limits] of primitives.py). `x`: first query row of the block; row y sits at the
+    global position origin + stride * y. `slope` and `key_bias` are in log2 units.
+    """
+    dtype: gl.constexpr = q_s.dtype
+    s_l: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BM, 16])
+    dk_l: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
+    dv_l: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DV, 16])
+    columns_l: gl.constexpr = gl.SliceLayout(0, s_l)
+    # behind the selects of a mask the compiler would wait for S before it issues dP
+    EARLY: gl.constexpr = PIN or MASKED
+    st = count & 1
+    phase = (count >> 1) & 1
+    COLUMNS: gl.constexpr = D * BM // 128
+    tile = opaque(gl.to_tensor(0)) if LATE_ADDRESSES else 0  # Note [Addresses]
+    k = k_s.index(tile).reshape([TILE, D])
+    k_w = k.slice(WHICH * HALF, HALF, 0)
+    v_w = v_s.index(tile).reshape([TILE, DV]).slice(WHICH * HALF, HALF, 0)
+    k_h = k.slice(WHICH * COLUMNS, COLUMNS, 1) if BM == 64 else k
+    q = q_s.index(st).reshape([BM, D])
+    do = do_s.index(st).reshape([BM, DV])
+
+    mbarrier.wait(q_full.index(st), phase)
+    if MASKED:
+        column = x + gl.expand_dims(columns_s.slice(0, BM).load(columns_l), 0)
+        visible = (column >= gl.expand_dims(low, 1)) & (column < gl.expand_dims(high, 1))
+    start_s = _spread(lse_s.index(st), BM)
+    start_dp = _spread(delta_s.index(st), BM)
+    if DOT_ONLY:
+        if MASKED:
+            start_s = gl.where(visible, start_s, HIDDEN)
+        if EARLY:
+            start_s = pinned(start_s)
+            start_dp = pinned(start_dp)
+        s_token = warpgroup_mma(k_w, q.permute((1, 0)), start_s, is_async=True)
+    else:
+        zero = gl.zeros([HALF, BM], gl.float32, s_l)
+        s_token = warpgroup_mma(k_w, q.permute((1, 0)), zero, use_acc=False, is_async=True)
+    mbarrier.wait(do_full.index(st), phase)
+    dp_token = warpgroup_mma(v_w, do.permute((1, 0)), start_dp, is_async=True)
+    s = warpgroup_mma_wait(1, deps=[s_token])
+    if DOT_ONLY:
+        p = gl.exp2(s * scale)
+    else:
+        s = s * scale
+        if SOFTCAP:
+            t = _tanh(s)
+            s = t * cap
+        if slope is not None:
+            s -= slope * _away(origin + stride * (x + columns_s.slice(0, BM).load(columns_l)), k_pos)
+        if key_bias is not None:
+            s += gl.expand_dims(key_bias, 1)
+        p = gl.exp2(s - start_s)
+        if MASKED:
+            p = gl.where(visible, p, 0.0)
+    weights = p.to(dtype)
+    if SOFTCAP:
+        if WANT_KEY_BIAS or dalibi is not None:
+            steepness = 1.0 - t * t
+        else:
+            p = p * (1.0 - t * t)  # now, so that the tanh is not kept until dp is there
+    dp = warpgroup_mma_wait(0, deps=[dp_token])
+    ds = p * dp
+    if WANT_KEY_BIAS:
+        dkey_bias += gl.sum(ds, 1)
+    if dalibi is not None:
+        column = x + columns_s.slice(0, BM).load(columns_l)
+        # distances once more: kept until dp is there they would not fit into registers
+        away = _away(origin + stride * column, opaque(k_pos))
+        gl.atomic_add(dalibi + column, -gl.sum(ds * away, 0), mask=column < queries, sem="relaxed")
+    if SOFTCAP:
+        if WANT_KEY_BIAS or dalibi is not None:
+            ds = ds * steepness
+    ds = ds.to(dtype)
+    if WANT_DQ:
+        dv_token, dq_token, dk_token = _send(WHICH, st, weights, ds, dk, dv, q, do, k_h, ds_s, D, DV, BM)
+        dv = warpgroup_mma_wait(2, deps=[dv_token])
+        dq = warpgroup_mma_wait(1, deps=[dq_token])
+        _put_dq(WHICH, dq, dq_half, softmax_scale, SCALE_DQ)
+    else:
+        dv_token = warpgroup_mma(gl.convert_layout(weights, gl.DotOperandLayout(0, dv_l, 2)), do, dv, is_async=True)
+        dk_token = warpgroup_mma(gl.convert_layout(ds, gl.DotOperandLayout(0, dk_l, 2)), q, dk, is_async=True)
+        dv = warpgroup_mma_wait(1, deps=[dv_token])
+    dk = warpgroup_mma_wait(0, deps=[dk_token])
+    arrive(STAGE_FREE + st, 288)
+    return dk, dv, dkey_bias
+
+
+@gluon.jit
+def _put(target, stride, value, y, rows, columns_s, WIDTH: gl.constexpr, COLUMNS: gl.constexpr, ADD: gl.constexpr):
+    """Writes, or adds to what is there, the rows before `rows` of 64 rows from y on; `target` points at row 0."""
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
+    r = gl.expand_dims(opaque(gl.arange(0, HALF, gl.SliceLayout(1, layout))), 1)
+    c = gl.expand_dims(gl.arange(0, COLUMNS, gl.SliceLayout(0, layout)), 0)
+    at = (target + gl.cast(y, gl.int64) * stride + r * stride) + c
+    mask = r < rows - y
+    if WIDTH < COLUMNS:
+        column = columns_s.slice(0, COLUMNS).load(gl.SliceLayout(0, layout))
+        mask = mask & gl.expand_dims(column < WIDTH, 0)
+    if ADD:
+        value += gl.load(at, mask=mask, other=0.0)
+    gl.store(at, value.to(target.dtype.element_ty), mask=mask)
+
+
+@gluon.jit
+def _consumer(
+    WHICH: gl.constexpr, work, segments, starts, tiles, q_s, do_s, k_s, v_s, lse_s, delta_s, ds_s, dq_s, columns_s,
+    kv_full, kv_free, q_full, do_full, dk_out, dv_out, grad_buffers, error, parts, dkey_bias_out, dkey_bias_parts, dalibi_out,
+    positions, lo_ptr, hi_ptr, alibi_slopes, key_bias_ptr,
+    dk_sb, dk_ss, dk_sh, dv_sb, dv_ss, dv_sh, lo_sb, hi_sb, key_bias_sb, dalibi_sb, dalibi_sh, heads, group, rows, queries,
+    local_rows, grad_buffer_rows, scale, cap, softmax_scale,
+    D: gl.constexpr, DV: gl.constexpr, D_WIDTH: gl.constexpr, DV_WIDTH: gl.constexpr, BM: gl.constexpr,
+    DOT_ONLY: gl.constexpr, SOFTCAP: gl.constexpr, ADD: gl.constexpr,
+    WANT_DQ: gl.constexpr, SCALE_DQ: gl.constexpr, PIN: gl.constexpr, LATE_ADDRESSES: gl.constexpr, STAGED: gl.constexpr,
+    UNIT: gl.constexpr,
+):  # fmt: skip
+    COLUMNS: gl.constexpr = D * BM // 128
+    WANT_KEY_BIAS: gl.constexpr = dkey_bias_out is not None
+    s_l: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BM, 16])
+    dk_l: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
+    dv_l: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DV, 16])
+    rows_l: gl.constexpr = gl.SliceLayout(1, s_l)
+    at = gl.load(starts + gl.program_id(0))
+    last = gl.load(starts + gl.program_id(0) + 1)
+    count = 0
+    taken = 0
+    dq_half = dq_s.index(WHICH).reshape([64, COLUMNS]) if WANT_DQ else None
+    for i in range(at, last):
+        head, row, segment, masked, full, _masked_blocks, full_blocks, slot = _tile(work, tiles, i, rows)
+        b = head // heads
+        h_kv = head % heads
+        y = row + WHICH * HALF
+        dk = gl.zeros([HALF, D], gl.float32, dk_l)
+        dv = gl.zeros([HALF, DV], gl.float32, dv_l)
+        y_own = y + opaque(gl.arange(0, HALF, rows_l))
+        exists = y_own < _end(tiles, i, rows)
+        y_table = y_own
+        if tiles is not None:
+            # positions and bounds of local and remote rows stand behind one another
+            y_table = y_own + gl.where(gl.load(tiles + i * 4 + 1) > 0, local_rows, 0)
+        dkey_bias = gl.zeros([HALF], gl.float32, rows_l)
+        key_bias = None
+        if key_bias_ptr is not None:
+            bias_at = key_bias_ptr + gl.cast(b, gl.int64) * key_bias_sb + y_table
+            if tiles is None:
+                key_bias = gl.load(bias_at, mask=exists, other=0.0) * LOG2E
+        k_pos = None
+        if alibi_slopes is not None:
+            k_pos = gl.load(positions + y_table, mask=exists, other=0)
+        lo = gl.load(lo_ptr + gl.cast(b, gl.int64) * lo_sb + y_table, mask=exists, other=0)
+        hi = gl.load(hi_ptr + gl.cast(b, gl.int64) * hi_sb + y_table, mask=exists, other=0)
+        mbarrier.wait(kv_full.index(0), taken & 1)
+        mbarrier.wait(kv_full.index(1), taken & 1)
+        if key_bias_ptr is not None:
+            if tiles is not None:
+                key_bias = gl.load(bias_at, mask=exists, other=0.0) * LOG2E
+
+        for g in range(group):
+            h = h_kv * group + g
+            slope = gl.load(alibi_slopes + h) * LOG2E if alibi_slopes is not None else None
+            dalibi = None
+            if dalibi_out is not None:
+                dalibi = dalibi_out + gl.cast(b, gl.int64) * dalibi_sb + gl.cast(h, gl.int64) * dalibi_sh
+            for part in range(segment, segment + masked):
+                x, blocks, begin, end, origin, stride = _segment(segments, part)
+                low, high = limits(lo, hi, begin, end, origin, stride)
+                for _j in range(blocks):
+                    dk, dv, dkey_bias = _step(
+                        WHICH, count, dk, dv, dkey_bias, low, high, x, origin, stride, k_pos, slope, key_bias, dalibi,
+                        queries, q_s, do_s, k_s, v_s, lse_s, delta_s, ds_s, dq_half, columns_s, q_full, do_full, scale, cap,
+                        softmax_scale, True, D, DV, BM, DOT_ONLY, SOFTCAP, WANT_KEY_BIAS, WANT_DQ, SCALE_DQ, PIN, LATE_ADDRESSES,
+                    )  # fmt: skip
+                    x += BM
+                    count += 1
+        if DOT_ONLY:
+            for _j in range(full_blocks * group):
+                dk, dv, dkey_bias = _step(
+                    WHICH, count, dk, dv, dkey_bias, None, None, 0, 0, 0, None, None, None, None, queries, q_s, do_s, k_s,
+                    v_s, lse_s, delta_s, ds_s, dq_half, columns_s, q_full, do_full, scale, cap, softmax_scale, False,
+                    D, DV, BM, DOT_ONLY, SOFTCAP, WANT_KEY_BIAS, WANT_DQ, SCALE_DQ, PIN, LATE_ADDRESSES,
+                )  # fmt: skip
+                count += 1
+        else:
+            for g in range(group):
+                h = h_kv * group + g
+                slope = gl.load(alibi_slopes + h) * LOG2E if alibi_slopes is not None else None
+                dalibi = None
+                if dalibi_out is not None:
+                    dalibi = dalibi_out + gl.cast(b, gl.int64) * dalibi_sb + gl.cast(h, gl.int64) * dalibi_sh
+                for part in range(segment + masked, segment + masked + full):
+                    x, blocks, begin, end, origin, stride = _segment(segments, part)
+                    for _j in range(blocks):
+                        dk, dv, dkey_bias = _step(
+                            WHICH, count, dk, dv, dkey_bias, None, None, x, origin, stride, k_pos, slope, key_bias, dalibi,
+                            queries, q_s, do_s, k_s, v_s, lse_s, delta_s, ds_s, dq_half, columns_s, q_full, do_full,
+                            scale, cap, softmax_scale, False, D, DV, BM, DOT_ONLY, SOFTCAP, WANT_KEY_BIAS, WANT_DQ, SCALE_DQ,
+                            PIN, LATE_ADDRESSES,
+                        )  # fmt: skip
+                        x += BM
+                        count += 1
+
+        mbarrier.arrive(kv_free.index(0), count=1)
+        # read again: kept through the loops it would cost registers there
+        again = opaque(gl.to_tensor(i))
+        head, row, segment, masked, full, _masked_blocks, full_blocks, slot = entry(work, again)
+        b = head // heads
+        h_kv = head % heads
+        y = row + WHICH * HALF
+        if error is not None:
+            health = gl.where(gl.load(error, volatile=True) == 0, 1.0, float("nan"))
+            dk = dk * (softmax_scale * health)
+            dv = dv * health
+            dkey_bias = dkey_bias * health
+        else:
+            dk = dk * softmax_scale
+        if slot >= 0:
+            part_out = parts + gl.cast(slot, gl.int64) * (TILE * (D + DV))
+            _put(part_out, D, dk, WHICH * HALF, TILE, columns_s, D, D, False)
+            _put(part_out + TILE * D, DV, dv, WHICH * HALF, TILE, columns_s, DV, DV, False)
+        elif STAGED:
+            _hand(WHICH, dk, dq_half, D, COLUMNS)
+            _hand(WHICH, dv, dq_half, DV, COLUMNS)
+        elif grad_buffers is not None:
+            side = tiles + again * 4
+            begin = gl.load(side + 2)
+            own_rows = gl.load(side + 3) - begin
+            first_row = gl.cast(b, gl.int64) * grad_buffer_rows * heads + h_kv
+            grad_buffer = grad_buffer_of(grad_buffers, gl.load(side), first_row, D_WIDTH + DV_WIDTH)
+            stride = heads * (D_WIDTH + DV_WIDTH)
+            if WANT_DQ:
+                sync(DQ_FREE + WHICH, 160)
+            CHUNK: gl.constexpr = COLUMNS if WANT_DQ else 32
+            send_grads(grad_buffer, stride, dk, y - begin, own_rows, dq_half, 0, D_WIDTH, D, CHUNK)
+            send_grads(grad_buffer + D_WIDTH, stride, dv, y - begin, own_rows, dq_half, 0, DV_WIDTH, DV, CHUNK)
+        else:
+            dk_at = dk_out + (gl.cast(b, gl.int64) * dk_sb + gl.cast(h_kv, gl.int64) * dk_sh) * UNIT
+            dv_at = dv_out + (gl.cast(b, gl.int64) * dv_sb + gl.cast(h_kv, gl.int64) * dv_sh) * UNIT
+            _put(dk_at, dk_ss * UNIT, dk, y, rows, columns_s, D_WIDTH, D, ADD)
+            _put(dv_at, dv_ss * UNIT, dv, y, rows, columns_s, DV_WIDTH, DV, ADD)
+        if WANT_KEY_BIAS:
+            if slot >= 0:
+                gl.store(dkey_bias_parts + slot * TILE + (y_own - row), dkey_bias)
+            elif grad_buffers is not None:
+                side = tiles + again * 4
+                line = grad_buffer_of(dkey_bias_out, gl.load(side), head, grad_buffer_rows)
+                gl.store(line + (y_own - gl.load(side + 2)), dkey_bias, mask=exists)
+            else:
+                gl.store(dkey_bias_out + gl.cast(head, gl.int64) * rows + y_own, dkey_bias, mask=exists)
+        taken += 1
+
+
+@gluon.jit
+def _segment(segments, part):
+    """(first row, blocks, begin, end, origin, stride) of a segment; Note [Work] of tile_scheduler.py."""
+    at = segments + part * 8
+    return gl.load(at), gl.load(at + 1), gl.load(at + 2), gl.load(at + 3), gl.load(at + 4), gl.load(at + 5)
+
+
+@gluon.jit(do_not_specialize=list(RUNTIME))
+def backward_kernel(
+    work, segments, starts, tiles, q_desc, do_desc, k_desc, v_desc, k_remote, v_remote, lse_desc, delta_desc, dq_desc, dk_desc,
+    dv_desc, dk_out, dv_out, grad_buffers, flags, error, board, parts, dkey_bias_out, dkey_bias_parts,
+    dalibi_out, positions, lo_ptr, hi_ptr, alibi_slopes, key_bias,
+    dk_sb, dk_ss, dk_sh, dv_sb, dv_ss, dv_sh, lo_sb, hi_sb, key_bias_sb, dalibi_sb, dalibi_sh,
+    heads, group, rows, queries, padded_queries, local_rows, grad_buffer_rows, steps, heads_per_group, timeout_us,
+    epochs, scale, cap, softmax_scale,
+    D: gl.constexpr, DV: gl.constexpr, D_WIDTH: gl.constexpr, DV_WIDTH: gl.constexpr, BM: gl.constexpr,
+    DOT_ONLY: gl.constexpr, SOFTCAP: gl.constexpr, ADD: gl.constexpr,
+    WANT_DQ: gl.constexpr, SCALE_DQ: gl.constexpr, PIN: gl.constexpr, LATE_ADDRESSES: gl.constexpr, UNIT: gl.constexpr,
+    DS_LAYOUT: gl.constexpr, num_warps: gl.constexpr,
+):  # fmt: skip
+    """dq, dk and dv of one ring step, or dk and dv alone; `rows` are keys, `heads` key heads.
+
+    q, do, k and v are described as rows of one head (`descriptors.rows_of`), lse and delta as lists with heads of
+    `padded_queries` numbers: start values (Note [Start values]), or for scores that are not plain lse in log2 units and
+    -delta. dq is fp32 and added to, times softmax_scale under SCALE_DQ. dk and dv are written (under ADD: added to) in
+    the dtype of their tensors, whose strides are in units of UNIT elements; `parts` takes those of split tiles, `slots
+    128 D` and `slots 128 DV` for each slot, fp32. `dkey_bias_out` is `b hk t`, one sum per key head (of a fused call the
+    addresses of regions `b hk grad_buffer_rows`), and `dkey_bias_parts` `slots 128`. `scale` is softmax_scale * log2(e), or under
+    SOFTCAP softmax_scale / softcap; `cap` is softcap * log2(e).
+
+    Of a fused call only (Note [Tiles of several owners]; otherwise None): `tiles` of the plan, `k_remote` and `v_remote`, and
+    `grad_buffers`, the addresses of regions of `grad_buffer_rows` rows, in place of dk_out and dv_out; bounds and positions of
+    the remote buffer begin at `local_rows`. Where remote rows may still be on their way: `flags`, `error` and `timeout_us`,
+    with `steps` flags for each `heads_per_group` key heads.
+    """
+    COLUMNS: gl.constexpr = D * BM // 128
+    q_s = gl.allocate_shared_memory(q_desc.dtype, [STAGES, 1, 1, BM, D], q_desc.layout)
+    do_s = gl.allocate_shared_memory(do_desc.dtype, [STAGES, 1, 1, BM, DV], do_desc.layout)
+    k_s = gl.allocate_shared_memory(k_desc.dtype, [1, 1, 1, TILE, D], k_desc.layout)
+    v_s = gl.allocate_shared_memory(v_desc.dtype, [1, 1, 1, TILE, DV], v_desc.layout)
+    lse_s = gl.allocate_shared_memory(gl.float32, [STAGES, BM], lse_desc.layout)
+    delta_s = gl.allocate_shared_memory(gl.float32, [STAGES, BM], delta_desc.layout)
+    kv_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    kv_free = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
+    q_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    do_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    # column numbers: as constants they would be computed before all loops and kept in registers through them
+    columns_s = gl.allocate_shared_memory(gl.int32, [128], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    columns_s.store(gl.arange(0, 128, gl.BlockedLayout([1], [32], [num_warps], [0])))
+    mbarrier.init(kv_free.index(0), count=2)
+    for n in gl.static_range(2):
+        mbarrier.init(kv_full.index(n), count=1)
+        mbarrier.init(q_full.index(n), count=1)
+        mbarrier.init(do_full.index(n), count=1)
+    if WANT_DQ:
+        ds_s = gl.allocate_shared_memory(q_desc.dtype, [2, TILE, BM], DS_LAYOUT)
+        dq_s = gl.allocate_shared_memory(gl.float32, [2, 1, 1, 64, COLUMNS], dq_desc.layout)
+        gl.warp_specialize([
+            (_consumer, (gl.constexpr(0), work, segments, starts, tiles, q_s, do_s, k_s, v_s, lse_s, delta_s, ds_s, dq_s,
+                     columns_s, kv_full, kv_free, q_full, do_full, dk_out, dv_out, grad_buffers, error, parts,
+                     dkey_bias_out, dkey_bias_parts, dalibi_out, positions, lo_ptr, hi_ptr, alibi_slopes, key_bias,
+                     dk_sb, dk_ss, dk_sh, dv_sb, dv_ss, dv_sh, lo_sb, hi_sb, key_bias_sb, dalibi_sb, dalibi_sh,
+                     heads, group, rows, queries, local_rows, grad_buffer_rows, scale, cap, softmax_scale,
+                     D, DV, D_WIDTH, DV_WIDTH, BM, DOT_ONLY, SOFTCAP, ADD, WANT_DQ, SCALE_DQ, PIN,
+                     LATE_ADDRESSES, dk_desc is not None, UNIT)),
+            (_consumer, (gl.constexpr(1), work, segments, starts, tiles, q_s, do_s, k_s, v_s, lse_s, delta_s, ds_s, dq_s,
+                     columns_s, kv_full, kv_free, q_full, do_full, dk_out, dv_out, grad_buffers, error, parts,
+                     dkey_bias_out, dkey_bias_parts, dalibi_out, positions, lo_ptr, hi_ptr, alibi_slopes, key_bias,
+                     dk_sb, dk_ss, dk_sh, dv_sb, dv_ss, dv_sh, lo_sb, hi_sb, key_bias_sb, dalibi_sb, dalibi_sh,
+                     heads, group, rows, queries, local_rows, grad_buffer_rows, scale, cap, softmax_scale,
+                     D, DV, D_WIDTH, DV_WIDTH, BM, DOT_ONLY, SOFTCAP, ADD, WANT_DQ, SCALE_DQ, PIN,
+                     LATE_ADDRESSES, dk_desc is not None, UNIT)),
+            (_producer, (work, segments, starts, tiles, q_desc, do_desc, k_desc, v_desc, k_remote, v_remote, lse_desc, delta_desc,
+                     q_s, do_s, k_s, v_s, lse_s, delta_s, kv_full, kv_free, q_full, do_full, flags, error,
+                     heads, group, rows, padded_queries, steps, heads_per_group, timeout_us, board, epochs, BM)),
+            (_storer, (work, segments, starts, tiles, dq_desc, dk_desc, dv_desc, dq_s, heads, group, rows, D, DV, BM, ADD,
+                     grad_buffers is not None)),
+        ], [4, 1, 1], [240, 24, 24])  # fmt: skip
+    else:
+        gl.warp_specialize([
+            (_consumer, (gl.constexpr(0), work, segments, starts, tiles, q_s, do_s, k_s, v_s, lse_s, delta_s, None, None,
+                     columns_s, kv_full, kv_free, q_full, do_full, dk_out, dv_out, grad_buffers, error, parts,
+                     dkey_bias_out, dkey_bias_parts, dalibi_out, positions, lo_ptr, hi_ptr, alibi_slopes, key_bias,
+                     dk_sb, dk_ss, dk_sh, dv_sb, dv_ss, dv_sh, lo_sb, hi_sb, key_bias_sb, dalibi_sb, dalibi_sh,
+                     heads, group, rows, queries, local_rows, grad_buffer_rows, scale, cap, softmax_scale,
+                     D, DV, D_WIDTH, DV_WIDTH, BM, DOT_ONLY, SOFTCAP, ADD, WANT_DQ, SCALE_DQ, PIN,
+                     LATE_ADDRESSES, dk_desc is not None, UNIT)),
+            (_consumer, (gl.constexpr(1), work, segments, starts, tiles, q_s, do_s, k_s, v_s, lse_s, delta_s, None, None,
+                     columns_s, kv_full, kv_free, q_full, do_full, dk_out, dv_out, grad_buffers, error, parts,
+                     dkey_bias_out, dkey_bias_parts, dalibi_out, positions, lo_ptr, hi_ptr, alibi_slopes, key_bias,
+                     dk_sb, dk_ss, dk_sh, dv_sb, dv_ss, dv_sh, lo_sb, hi_sb, key_bias_sb, dalibi_sb, dalibi_sh,
+                     heads, group, rows, queries, local_rows, grad_buffer_rows, scale, cap, softmax_scale,
+                     D, DV, D_WIDTH, DV_WIDTH, BM, DOT_ONLY, SOFTCAP, ADD, WANT_DQ, SCALE_DQ, PIN,
+                     LATE_ADDRESSES, dk_desc is not None, UNIT)),
+            (_producer, (work, segments, starts, tiles, q_desc, do_desc, k_desc, v_desc, k_remote, v_remote, lse_desc, delta_desc,
+                     q_s, do_s, k_s, v_s, lse_s, delta_s, kv_full, kv_free, q_full, do_full, flags, error,
+                     heads, group, rows, padded_queries, steps, heads_per_group, timeout_us, board, epochs, BM)),
+        ], [4, 1], [240, 24])  # fmt: skip

@@ -1,0 +1,502 @@
+"""dk and dv for head dims beyond 128: the two consumers share a tile of keys by role, not by rows.
+
+Owns dk, dv and dkey_bias of one ring step, or of all in one launch, in a fixed order of sums; dq is the business of `rows.py`.
+Refuses to know how it is launched, how work is dealt (`plan.py`), and who prepares lse and delta (`around.py`).
+
+Note [Roles of the wide kernel]
+    At 256 columns the accumulators of dk and dv of 64 keys fill the registers of two warpgroups, 128 each per thread. A
+    tile is 64 keys of one key head; blocks of 64 queries of every query head of the group stream past it, first those that
+    need a mask, then those that do not. Per block, in keys x queries:
+
+        warps 0-3   s  = k q^T    p  = 2^(scale * s - lse)    dv += p do     p from registers, and to the other warpgroup
+        warps 4-7   dp = v do^T   ds = p * (dp - delta)       dk += ds q     ds from registers
+        warp 8      loads K and V of a tile, and Q, dO, lse and delta of a block
+
+    Only p changes hands, rounded to the dtype of the inputs, through shared memory. Exponentials of one warpgroup run
+    under the products of the other. With both products from registers a block reads 272 KiB of shared memory where halves
+    of the columns or rows for each warpgroup would read 312; see NOTES.md.
+
+    Named barriers, each + stage: Q_FREE and DO_FREE: both consumers are done with it. P_FULL, P_FREE: between them.
+
+    Tiles of several owners, their flags, tables and gradient buffers are those of Note [Tiles of several owners] in
+    backward.py; a tile that the end of its source cuts needs no mask for that, because no sum over keys is made here. Sums on
+    their way home change their layout through the shared memory of K and of V, which is let go behind them.
+"""
+
+# pyright: reportGeneralTypeIssues=false, reportArgumentType=false, reportAssignmentType=false, reportCallIssue=false
+# pyright: reportAttributeAccessIssue=false, reportIndexIssue=false, reportOperatorIssue=false
+# pyright: reportPossiblyUnboundVariable=false, reportOptionalOperand=false
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from ringattn.kernels.attention.hopper.primitives import (
+    EPOCH,
+    arrive,
+    entry,
+    exit_barrier,
+    grad_buffer_of,
+    limits,
+    load_from,
+    opaque,
+    put,
+    send_grads,
+    sync,
+    wait_flag,
+    wait_for_progress,
+)
+
+TILE = gl.constexpr(64)  # keys
+BLOCK = gl.constexpr(64)  # queries
+STAGES = gl.constexpr(2)
+LOG2E = gl.constexpr(1.4426950408889634)
+Q_FREE = gl.constexpr(8)
+DO_FREE = gl.constexpr(10)
+P_FULL = gl.constexpr(12)
+P_FREE = gl.constexpr(14)
+NEVER = gl.constexpr(2**30)  # beyond every flag
+CHUNK = gl.constexpr(32)  # columns that change their layout at a time on their way home
+
+
+@gluon.jit
+def _beginning(tile_s, COLUMNS: gl.constexpr, LAYOUT: gl.constexpr):
+    """Shared memory of TILE x CHUNK fp32 numbers where a tile of COLUMNS 16-bit numbers begins."""
+    # Triton from 3.8 on reinterprets nothing in part
+    pieces = tile_s.index(0)._reinterpret(gl.float32, [COLUMNS // (2 * CHUNK), TILE, CHUNK], LAYOUT)
+    return pieces.index(0)
+
+
+@gluon.jit
+def _produce(
+    work, segments, starts, tiles, q_desc, do_desc, k_desc, v_desc, k_remote, v_remote, lse_desc, delta_desc, q_s, do_s, k_s, v_s,
+    lse_s, delta_s, k_full, k_free, v_full, v_free, q_full, do_full, flags, error, heads, group, padded_queries, steps,
+    heads_per_group, timeout_us, board, epochs,
+):  # fmt: skip
+    """Streams the tiles of this program; V of a tile follows its first Q."""
+    first = gl.load(starts + gl.program_id(0))
+    last = gl.load(starts + gl.program_id(0) + 1)
+    count = 0
+    seen = 0
+    epoch = 0
+    for at in range(first, last):
+        head, row, segment, masked, full, _m, _f, _slot = entry(work, at)
+        b = head // heads
+        h_kv = head % heads
+        step = 0
+        if tiles is not None:
+            step = gl.load(tiles + at * 4 + 1)
+        if flags is not None:
+            flag = h_kv // heads_per_group * steps + step
+            if step > 0 and flag > seen:
+                there = wait_flag(flags + flag, error, timeout_us)
+                seen = gl.where(there == 1, flag, NEVER)  # what is lost is lost: no more waiting
+        phase = ((at - first) & 1) ^ 1
+        mbarrier.wait(k_free, phase)
+        mbarrier.expect(k_full, k_desc.block_type.nbytes)
+        load_from(k_desc, k_remote, step, [b, h_kv, row, 0], k_full, k_s.index(0))
+        fresh = 1
+        for turn in range(2 * group):
+            # masked segments of all heads come before full ones of all heads
+            late = turn >= group
+            h = h_kv * group + gl.where(late, turn - group, turn)
+            begin = gl.where(late, segment + masked, segment)
+            stat = (b * heads * group + h) * padded_queries
+            for part in range(begin, begin + gl.where(late, full, masked)):
+                x = gl.load(segments + part * 8)
+                blocks = gl.load(segments + part * 8 + 1)
+                for _j in range(blocks):
+                    if board is not None:
+                        if count > 0 and count % EPOCH == 0:
+                            epoch = wait_for_progress(board, epoch, epochs)
+                    st = count & 1
+                    if count >= STAGES:
+                        sync(Q_FREE + st, 288)
+                    mbarrier.expect(q_full.index(st), q_desc.block_type.nbytes + BLOCK * 4)
+                    tma.async_copy_global_to_shared(q_desc, [b, h, x, 0], q_full.index(st), q_s.index(st))
+                    tma.async_copy_global_to_shared(lse_desc, [stat + x], q_full.index(st), lse_s.index(st))
+                    if fresh == 1:
+                        mbarrier.wait(v_free, phase)
+                        mbarrier.expect(v_full, v_desc.block_type.nbytes)
+                        load_from(v_desc, v_remote, step, [b, h_kv, row, 0], v_full, v_s.index(0))
+                    if count >= STAGES:
+                        sync(DO_FREE + st, 288)
+                    mbarrier.expect(do_full.index(st), do_desc.block_type.nbytes + BLOCK * 4)
+                    tma.async_copy_global_to_shared(do_desc, [b, h, x, 0], do_full.index(st), do_s.index(st))
+                    tma.async_copy_global_to_shared(delta_desc, [stat + x], do_full.index(st), delta_s.index(st))
+                    fresh = 0
+                    x += BLOCK
+                    count += 1
+    if board is not None:
+        exit_barrier(board, epoch, epochs)
+
+
+@gluon.jit
+def _tanh(x):
+    return 1.0 - 2.0 / (1.0 + gl.exp2(x * (2.0 * LOG2E)))
+
+
+@gluon.jit
+def _weigh(
+    dv, count, low, high, x, origin, stride, k_pos, slope, key_bias, q_s, do_s, k_s, lse_s, p_s, q_full, do_full, scale, cap,
+    MASKED: gl.constexpr, D: gl.constexpr, DV: gl.constexpr, SOFTCAP: gl.constexpr, WANT_KEY_BIAS: gl.constexpr,
+):  # fmt: skip
+    """Makes the weights of one block, hands them over, and adds what they send to dv.
+
+    `low`, `high`: limits of each key (Note [Limits] of primitives.py). `x`: first query row of the block; row y sits at the
+    global position origin + stride * y. `slope` and `key_bias` are in log2 units.
+    """
+    dtype: gl.constexpr = q_s.dtype
+    s_l: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 16])
+    dv_l: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DV, 16])
+    columns_l: gl.constexpr = gl.SliceLayout(0, s_l)
+    zero = gl.zeros([TILE, BLOCK], gl.float32, s_l)
+    st = count & 1
+    phase = (count >> 1) & 1
+    q = q_s.index(st).reshape([BLOCK, D])
+    do = do_s.index(st).reshape([BLOCK, DV])
+    # an index the compiler cannot see through: held through the loop, the addresses of all slices fill the registers
+    k = k_s.index(opaque(gl.to_tensor(0))).reshape([TILE, D])
+
+    mbarrier.wait(q_full.index(st), phase)
+    s_token = warpgroup_mma(k, q.permute((1, 0)), zero, use_acc=False, is_async=True)
+    lse2 = gl.expand_dims(lse_s.index(st).load(columns_l), 0)
+    s = warpgroup_mma_wait(0, deps=[s_token])
+    arrive(Q_FREE + st, 288)
+    s = s * scale
+    tanh = s
+    if SOFTCAP:
+        tanh = _tanh(s)
+        s = tanh * cap
+    row = x + opaque(gl.arange(0, BLOCK, columns_l))
+    if slope is not None:
+        away = gl.expand_dims(origin + stride * row, 0) - gl.expand_dims(k_pos, 1)
+        s -= slope * gl.abs(away).to(gl.float32)
+    if key_bias is not None:
+        s += gl.expand_dims(key_bias, 1)
+    p = gl.exp2(s - lse2)
+    if MASKED:
+        column = gl.expand_dims(row, 0)
+        visible = (column >= gl.expand_dims(low, 1)) & (column < gl.expand_dims(high, 1))
+        p = gl.where(visible, p, 0.0)
+    weights = p.to(dtype)
+    if count >= STAGES:
+        sync(P_FREE + st, 256)
+    if SOFTCAP:
+        # ds has the derivative of the soft cap besides, the gradient of the key bias does not
+        p_s.index(st).store((p * (1.0 - tanh * tanh)).to(dtype))
+        if WANT_KEY_BIAS:
+            p_s.index(st + STAGES).store(weights)
+    else:
+        p_s.index(st).store(weights)
+    arrive(P_FULL + st, 256)
+    mbarrier.wait(do_full.index(st), phase)
+    dv_token = warpgroup_mma(gl.convert_layout(weights, gl.DotOperandLayout(0, dv_l, 2)), do, dv, is_async=True)
+    dv = warpgroup_mma_wait(0, deps=[dv_token])
+    arrive(DO_FREE + st, 288)
+    return dv
+
+
+@gluon.jit
+def _make_dv(
+    work, segments, starts, tiles, q_s, do_s, k_s, lse_s, p_s, k_full, k_free, q_full, do_full, dv_out, grad_buffers, error, parts,
+    positions, lo_ptr, hi_ptr, alibi_slopes, key_bias_ptr, dv_sb, dv_ss, dv_sh, lo_sb, hi_sb, key_bias_sb, heads, group, rows,
+    local_rows, grad_buffer_rows, scale, cap,
+    D_WIDTH: gl.constexpr, D: gl.constexpr, DV: gl.constexpr, DV_WIDTH: gl.constexpr, SOFTCAP: gl.constexpr,
+    WANT_KEY_BIAS: gl.constexpr, ADD: gl.constexpr, UNIT: gl.constexpr, GRAD_LAYOUT: gl.constexpr,
+):  # fmt: skip
+    """Scores, weights and dv of every tile of this program."""
+    s_l: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 16])
+    dv_l: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DV, 16])
+    first = gl.load(starts + gl.program_id(0))
+    last = gl.load(starts + gl.program_id(0) + 1)
+    count = 0
+    for at in range(first, last):
+        head, row, segment, masked, full, _m, full_blocks, slot = entry(work, at)
+        b = head // heads
+        h_kv = head % heads
+        b64 = gl.cast(b, gl.int64)
+        dv = gl.zeros([TILE, DV], gl.float32, dv_l)
+        y = row + opaque(gl.arange(0, TILE, gl.SliceLayout(1, s_l)))
+        exists = y < rows
+        if tiles is not None:
+            exists = y < gl.load(tiles + at * 4 + 3)
+            # positions, bounds and biases of local and remote rows stand behind one another
+            y += gl.where(gl.load(tiles + at * 4 + 1) > 0, local_rows, 0)
+        key_bias = None
+        if key_bias_ptr is not None:
+            bias_at = key_bias_ptr + b64 * key_bias_sb + y
+            if tiles is None:
+                key_bias = gl.load(bias_at, mask=exists, other=0.0) * LOG2E
+        k_pos = None
+        if alibi_slopes is not None:
+            k_pos = gl.load(positions + y, mask=exists, other=0)
+        lo = gl.load(lo_ptr + b64 * lo_sb + y, mask=exists, other=0)
+        hi = gl.load(hi_ptr + b64 * hi_sb + y, mask=exists, other=0)
+        mbarrier.wait(k_full, (at - first) & 1)
+        if key_bias_ptr is not None:
+            if tiles is not None:
+                key_bias = gl.load(bias_at, mask=exists, other=0.0) * LOG2E
+
+        for g in range(group):
+            slope = gl.load(alibi_slopes + h_kv * group + g) * LOG2E if alibi_slopes is not None else None
+            for part in range(segment, segment + masked):
+                x, blocks, begin, end, origin, stride = _segment(segments, part)
+                low, high = limits(lo, hi, begin, end, origin, stride)
+                for _j in range(blocks):
+                    dv = _weigh(
+                        dv, count, low, high, x, origin, stride, k_pos, slope, key_bias, q_s, do_s, k_s, lse_s, p_s,
+                        q_full, do_full, scale, cap, True, D, DV, SOFTCAP, WANT_KEY_BIAS,
+                    )  # fmt: skip
+                    x += BLOCK
+                    count += 1
+        if alibi_slopes is not None:
+            for g in range(group):
+                slope = gl.load(alibi_slopes + h_kv * group + g) * LOG2E
+                for part in range(segment + masked, segment + masked + full):
+                    x, blocks, _begin, _end, origin, stride = _segment(segments, part)
+                    for _j in range(blocks):
+                        dv = _weigh(
+                            dv, count, lo, hi, x, origin, stride, k_pos, slope, key_bias, q_s, do_s, k_s, lse_s, p_s,
+                            q_full, do_full, scale, cap, False, D, DV, SOFTCAP, WANT_KEY_BIAS,
+                        )  # fmt: skip
+                        x += BLOCK
+                        count += 1
+        else:
+            for _j in range(full_blocks * group):
+                dv = _weigh(
+                    dv, count, lo, hi, 0, 0, 0, k_pos, None, key_bias, q_s, do_s, k_s, lse_s, p_s, q_full, do_full, scale,
+                    cap, False, D, DV, SOFTCAP, WANT_KEY_BIAS,
+                )  # fmt: skip
+                count += 1
+        if grad_buffers is None:
+            mbarrier.arrive(k_free, count=1)
+        else:
+            # read again: kept through the loops it would cost registers there
+            again = opaque(gl.to_tensor(at))
+            head, row, _s, _masked, _full, _m, _f, slot = entry(work, again)
+            b64 = gl.cast(head // heads, gl.int64)
+            h_kv = head % heads
+        if error is not None:
+            dv = dv * gl.where(gl.load(error, volatile=True) == 0, 1.0, float("nan"))
+        if slot >= 0:
+            put(parts + gl.cast(slot, gl.int64) * (TILE * (D + DV)) + TILE * D, DV, dv, 0, TILE, DV, DV, False)
+        elif grad_buffers is not None:
+            begin = gl.load(tiles + again * 4 + 2)
+            own_rows = gl.load(tiles + again * 4 + 3) - begin
+            first_row = b64 * grad_buffer_rows * heads + h_kv
+            grad_buffer = (
+                grad_buffer_of(grad_buffers, gl.load(tiles + again * 4), first_row, D_WIDTH + DV_WIDTH) + D_WIDTH
+            )
+            between = heads * (D_WIDTH + DV_WIDTH)
+            buffer = _beginning(k_s, D, GRAD_LAYOUT)
+            send_grads(grad_buffer, between, dv, row - begin, own_rows, buffer, 0, DV_WIDTH, DV, CHUNK)
+        else:
+            target = dv_out + (b64 * dv_sb + gl.cast(h_kv, gl.int64) * dv_sh) * UNIT
+            put(target, dv_ss * UNIT, dv, row, rows, DV_WIDTH, DV, ADD)
+        if grad_buffers is not None:
+            # the buffer was that of K: what comes next comes through another proxy
+            fence_async_shared()
+            mbarrier.arrive(k_free, count=1)
+
+
+@gluon.jit
+def _slopes(count, do_s, v_s, delta_s, do_full, DV: gl.constexpr):
+    """Begins dp - delta of a block, a product that starts from -delta."""
+    s_l: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 16])
+    st = count & 1
+    do = do_s.index(st).reshape([BLOCK, DV])
+    v = v_s.index(opaque(gl.to_tensor(0))).reshape([TILE, DV])
+    mbarrier.wait(do_full.index(st), (count >> 1) & 1)
+    minus_delta = gl.expand_dims(delta_s.index(st).load(gl.SliceLayout(0, s_l)), 0)
+    start, _zero = gl.broadcast(minus_delta, gl.zeros([TILE, BLOCK], gl.float32, s_l))
+    return warpgroup_mma(v, do.permute((1, 0)), start, is_async=True)
+
+
+@gluon.jit
+def _take(
+    count, dp, dkey_bias, p_s, D: gl.constexpr, DTYPE: gl.constexpr, SOFTCAP: gl.constexpr, WANT_KEY_BIAS: gl.constexpr
+):  # fmt: skip
+    """(ds as an operand, dkey_bias) from the weights of a block, when they come."""
+    s_l: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 16])
+    dk_l: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
+    st = count & 1
+    sync(P_FULL + st, 256)
+    ds = p_s.index(st).load(s_l).to(gl.float32) * dp
+    if WANT_KEY_BIAS:
+        if SOFTCAP:
+            dkey_bias += gl.sum(p_s.index(st + STAGES).load(s_l).to(gl.float32) * dp, 1)
+        else:
+            dkey_bias += gl.sum(ds, 1)
+    arrive(P_FREE + st, 256)
+    return gl.convert_layout(ds.to(DTYPE), gl.DotOperandLayout(0, dk_l, 2)), dkey_bias
+
+
+@gluon.jit
+def _make_dk(
+    work, starts, tiles, q_s, do_s, v_s, delta_s, p_s, v_full, v_free, q_full, do_full, dk_out, grad_buffers, error, parts,
+    dkey_bias_out, dkey_bias_parts, dk_sb, dk_ss, dk_sh, heads, group, rows, grad_buffer_rows, softmax_scale,
+    D: gl.constexpr, DV: gl.constexpr, D_WIDTH: gl.constexpr, DV_WIDTH: gl.constexpr, SOFTCAP: gl.constexpr,
+    AHEAD: gl.constexpr, ADD: gl.constexpr, UNIT: gl.constexpr, GRAD_LAYOUT: gl.constexpr,
+):  # fmt: skip
+    """dp, ds and dk of every tile of this program; which pairs are hidden is known from their weights."""
+    dtype: gl.constexpr = q_s.dtype
+    WANT_KEY_BIAS: gl.constexpr = dkey_bias_out is not None
+    s_l: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 16])
+    dk_l: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
+    rows_l: gl.constexpr = gl.SliceLayout(1, s_l)
+    first = gl.load(starts + gl.program_id(0))
+    last = gl.load(starts + gl.program_id(0) + 1)
+    count = 0
+    for at in range(first, last):
+        head, row, _s, _masked, _full, masked_blocks, full_blocks, slot = entry(work, at)
+        dk = gl.zeros([TILE, D], gl.float32, dk_l)
+        dkey_bias = gl.zeros([TILE], gl.float32, rows_l)
+        mbarrier.wait(v_full, (at - first) & 1)
+        blocks = (masked_blocks + full_blocks) * group
+        if AHEAD:
+            dp = warpgroup_mma_wait(0, deps=[_slopes(count, do_s, v_s, delta_s, do_full, DV)])
+            arrive(DO_FREE + (count & 1), 288)
+            for _j in range(blocks - 1):
+                ds, dkey_bias = _take(count, dp, dkey_bias, p_s, D, dtype, SOFTCAP, WANT_KEY_BIAS)
+                dp_token = _slopes(count + 1, do_s, v_s, delta_s, do_full, DV)
+                mbarrier.wait(q_full.index(count & 1), (count >> 1) & 1)
+                dk_token = warpgroup_mma(ds, q_s.index(count & 1).reshape([BLOCK, D]), dk, is_async=True)
+                dp = warpgroup_mma_wait(1, deps=[dp_token])
+                arrive(DO_FREE + ((count + 1) & 1), 288)
+                dk = warpgroup_mma_wait(0, deps=[dk_token])
+                arrive(Q_FREE + (count & 1), 288)
+                count += 1
+            ds, dkey_bias = _take(count, dp, dkey_bias, p_s, D, dtype, SOFTCAP, WANT_KEY_BIAS)
+            mbarrier.wait(q_full.index(count & 1), (count >> 1) & 1)
+            dk_token = warpgroup_mma(ds, q_s.index(count & 1).reshape([BLOCK, D]), dk, is_async=True)
+            dk = warpgroup_mma_wait(0, deps=[dk_token])
+            arrive(Q_FREE + (count & 1), 288)
+            count += 1
+        else:
+            for _j in range(blocks):
+                dp = warpgroup_mma_wait(0, deps=[_slopes(count, do_s, v_s, delta_s, do_full, DV)])
+                arrive(DO_FREE + (count & 1), 288)
+                ds, dkey_bias = _take(count, dp, dkey_bias, p_s, D, dtype, SOFTCAP, WANT_KEY_BIAS)
+                mbarrier.wait(q_full.index(count & 1), (count >> 1) & 1)
+                dk_token = warpgroup_mma(ds, q_s.index(count & 1).reshape([BLOCK, D]), dk, is_async=True)
+                dk = warpgroup_mma_wait(0, deps=[dk_token])
+                arrive(Q_FREE + (count & 1), 288)
+                count += 1
+        if grad_buffers is None:
+            mbarrier.arrive(v_free, count=1)
+        else:
+            again = opaque(gl.to_tensor(at))
+            head, row, _s, _masked, _full, _m, _f, slot = entry(work, again)
+
+        b = gl.cast(head // heads, gl.int64)
+        h_kv = gl.cast(head % heads, gl.int64)
+        y = opaque(gl.arange(0, TILE, rows_l))
+        if error is not None:
+            health = gl.where(gl.load(error, volatile=True) == 0, 1.0, float("nan"))
+            dk = dk * (softmax_scale * health)
+            dkey_bias = dkey_bias * health
+        else:
+            dk = dk * softmax_scale
+        if slot >= 0:
+            put(parts + gl.cast(slot, gl.int64) * (TILE * (D + DV)), D, dk, 0, TILE, D, D, False)
+            if WANT_KEY_BIAS:
+                gl.store(dkey_bias_parts + slot * TILE + y, dkey_bias)
+        elif grad_buffers is not None:
+            side = gl.load(tiles + again * 4)
+            begin = gl.load(tiles + again * 4 + 2)
+            own_rows = gl.load(tiles + again * 4 + 3) - begin
+            buffer = _beginning(v_s, DV, GRAD_LAYOUT)
+            grad_buffer = grad_buffer_of(grad_buffers, side, b * grad_buffer_rows * heads + h_kv, D_WIDTH + DV_WIDTH)
+            send_grads(
+                grad_buffer, heads * (D_WIDTH + DV_WIDTH), dk, row - begin, own_rows, buffer, 0, D_WIDTH, D, CHUNK
+            )
+            if WANT_KEY_BIAS:
+                line = grad_buffer_of(dkey_bias_out, side, head, grad_buffer_rows) + (row - begin)
+                gl.store(line + y, dkey_bias, mask=y < own_rows - (row - begin))
+        else:
+            put(dk_out + (b * dk_sb + h_kv * dk_sh) * UNIT, dk_ss * UNIT, dk, row, rows, D_WIDTH, D, ADD)
+            if WANT_KEY_BIAS:
+                gl.store(dkey_bias_out + gl.cast(head, gl.int64) * rows + row + y, dkey_bias, mask=row + y < rows)
+        if grad_buffers is not None:
+            fence_async_shared()
+            mbarrier.arrive(v_free, count=1)
+
+
+@gluon.jit
+def _segment(segments, part):
+    """(first row, blocks, begin, end, origin, stride) of a segment; Note [Work] of tile_scheduler.py."""
+    at = segments + part * 8
+    return gl.load(at), gl.load(at + 1), gl.load(at + 2), gl.load(at + 3), gl.load(at + 4), gl.load(at + 5)
+
+
+@gluon.jit(
+    do_not_specialize=[
+        "dk_sb", "dk_ss", "dk_sh", "dv_sb", "dv_ss", "dv_sh", "lo_sb", "hi_sb", "key_bias_sb", "heads", "group", "rows",
+        "padded_queries", "local_rows", "grad_buffer_rows", "steps", "heads_per_group", "timeout_us",
+        "epochs",
+    ]
+)  # fmt: skip
+def backward_dkv_wide_kernel(
+    work, segments, starts, tiles, q_desc, do_desc, k_desc, v_desc, k_remote, v_remote, lse_desc, delta_desc, dk_out, dv_out,
+    grad_buffers, flags, error, board, parts, dkey_bias_out, dkey_bias_parts, positions, lo_ptr, hi_ptr, alibi_slopes, key_bias,
+    dk_sb, dk_ss, dk_sh, dv_sb, dv_ss, dv_sh, lo_sb, hi_sb, key_bias_sb, heads, group, rows, padded_queries, local_rows,
+    grad_buffer_rows, steps, heads_per_group, timeout_us, epochs, scale, cap, softmax_scale,
+    D: gl.constexpr, DV: gl.constexpr, D_WIDTH: gl.constexpr, DV_WIDTH: gl.constexpr, SOFTCAP: gl.constexpr,
+    AHEAD: gl.constexpr, ADD: gl.constexpr, UNIT: gl.constexpr, P_LAYOUT: gl.constexpr, GRAD_LAYOUT: gl.constexpr,
+    num_warps: gl.constexpr,  # noqa: ARG001
+):  # fmt: skip
+    """dk, dv and dkey_bias of one ring step (Note [Roles of the wide kernel]); `rows` are keys, `heads` key heads.
+
+    q, do, k and v are described as rows of one head (`descriptors.rows_of`); lse in log2 units (infinity where a row saw
+    nothing) and -delta as lists with heads of `padded_queries` numbers. dk and dv are written (under ADD: added to) in the
+    dtype of their tensors, whose strides are in units of UNIT elements; `parts` takes those of split tiles, `64 D` and
+    `64 DV` numbers for each slot. `dkey_bias_out` is `b hk t`, one sum per key head (of a fused call the addresses of
+    regions `b hk grad_buffer_rows`), `dkey_bias_parts` `slots 64`. What is of fused calls is as in `backward_kernel`.
+    `scale` is softmax_scale * log2(e), or under SOFTCAP softmax_scale / softcap; `cap` is softcap * log2(e). AHEAD: dP
+    of the next block is made beside dk of this one.
+    """
+    WANT_KEY_BIAS: gl.constexpr = dkey_bias_out is not None
+    P_TILES: gl.constexpr = 2 * STAGES if SOFTCAP and dkey_bias_out is not None else STAGES
+    q_s = gl.allocate_shared_memory(q_desc.dtype, [STAGES, 1, 1, BLOCK, D], q_desc.layout)
+    do_s = gl.allocate_shared_memory(do_desc.dtype, [STAGES, 1, 1, BLOCK, DV], do_desc.layout)
+    k_s = gl.allocate_shared_memory(k_desc.dtype, [1, 1, 1, TILE, D], k_desc.layout)
+    v_s = gl.allocate_shared_memory(v_desc.dtype, [1, 1, 1, TILE, DV], v_desc.layout)
+    p_s = gl.allocate_shared_memory(q_desc.dtype, [P_TILES, TILE, BLOCK], P_LAYOUT)
+    lse_s = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK], lse_desc.layout)
+    delta_s = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK], delta_desc.layout)
+    of_tile = gl.allocate_shared_memory(gl.int64, [4, 1], mbarrier.MBarrierLayout())
+    q_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    do_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    k_full = of_tile.index(0)
+    k_free = of_tile.index(1)
+    v_full = of_tile.index(2)
+    v_free = of_tile.index(3)
+    for n in gl.static_range(4):
+        mbarrier.init(of_tile.index(n), count=1)
+    for n in gl.static_range(STAGES):
+        mbarrier.init(q_full.index(n), count=1)
+        mbarrier.init(do_full.index(n), count=1)
+    gl.warp_specialize([
+        (_make_dv, (
+            work, segments, starts, tiles, q_s, do_s, k_s, lse_s, p_s, k_full, k_free, q_full, do_full, dv_out, grad_buffers, error,
+            parts, positions, lo_ptr, hi_ptr, alibi_slopes, key_bias, dv_sb, dv_ss, dv_sh, lo_sb, hi_sb, key_bias_sb, heads,
+            group, rows, local_rows, grad_buffer_rows, scale, cap, D_WIDTH, D, DV, DV_WIDTH, SOFTCAP, WANT_KEY_BIAS, ADD, UNIT,
+            GRAD_LAYOUT,
+        )),
+        (_make_dk, (
+            work, starts, tiles, q_s, do_s, v_s, delta_s, p_s, v_full, v_free, q_full, do_full, dk_out, grad_buffers, error, parts,
+            dkey_bias_out, dkey_bias_parts, dk_sb, dk_ss, dk_sh, heads, group, rows, grad_buffer_rows, softmax_scale, D, DV,
+            D_WIDTH, DV_WIDTH, SOFTCAP, AHEAD, ADD, UNIT, GRAD_LAYOUT,
+        )),
+        (_produce, (
+            work, segments, starts, tiles, q_desc, do_desc, k_desc, v_desc, k_remote, v_remote, lse_desc, delta_desc, q_s, do_s,
+            k_s, v_s, lse_s, delta_s, k_full, k_free, v_full, v_free, q_full, do_full, flags, error, heads, group,
+            padded_queries, steps, heads_per_group, timeout_us, board, epochs,
+        )),
+    ], [4, 1], [240, 24])  # fmt: skip

@@ -1,0 +1,390 @@
+"""The dq kernel: a tile of queries stays, keys and values stream past, and every sum has a fixed order.
+
+Owns dq and dalibi of one ring step. Each row of dq has one writer (or, in a tile that was split, one writer per part and one
+that adds the parts in order), so the result is the same bits from run to run. It is the other half of a backward whose
+keys half makes dk and dv only. Refuses to know how it is launched and how work is dealt.
+
+Note [Rows]
+    A program takes tiles of 128 rows of one query head, a consumer warpgroup 64 of them. Per block of keys:
+
+        S  = Q K^T       P  = 2^(scale * S - lse2)      lse2, delta: two numbers per thread, in registers
+        dP = dO V^T      dS = P * (dP - delta)
+        dQ += dS K       dS from registers
+
+    Q and dO lie in shared memory for the whole tile; one producer warp streams K and V. The two warpgroups do not meet:
+    while one computes exponentials, the products of the other keep the tensor cores busy.
+
+In a fused call segments say of their step whether their rows lie in the local or the remote buffer (Note [Sources] of
+tile_scheduler.py); a bias of keys has those of the remote buffer behind the `local_rows` of the local buffer. All of the remote
+buffer is there when this kernel runs; where another kernel waited for it in vain, `error` is set and every result is NaN.
+
+Named barriers: V_EMPTY + stage, K_EMPTY + stage: both warpgroups have read the stage. ROWS_EMPTY: likewise Q and dO.
+"""
+
+# pyright: reportGeneralTypeIssues=false, reportArgumentType=false, reportAssignmentType=false, reportCallIssue=false
+# pyright: reportAttributeAccessIssue=false, reportIndexIssue=false, reportOperatorIssue=false
+import triton
+import triton.language as tl
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
+
+from ringattn.kernels.attention.hopper.primitives import (
+    EPOCH,
+    arrive,
+    entry,
+    exit_barrier,
+    limits,
+    load_from,
+    opaque,
+    rows_ahead,
+    sync,
+    wait_for_progress,
+)
+
+LOG2E = gl.constexpr(1.4426950408889634)
+V_EMPTY = gl.constexpr(8)
+K_EMPTY = gl.constexpr(11)
+ROWS_EMPTY = gl.constexpr(14)
+TILE = gl.constexpr(128)  # rows of a tile
+HALF = gl.constexpr(64)  # rows of a warpgroup
+
+
+@gluon.jit
+def _produce(
+    work, starts, segments, q_desc, do_desc, k_desc, v_desc, k_remote, v_remote, q_s, do_s, k_s, v_s, q_full, do_full, k_full,
+    v_full, num_heads, group, board, epochs, K_STAGES: gl.constexpr, V_STAGES: gl.constexpr,
+):  # fmt: skip
+    """Streams the tiles of this program: per block K then V; Q and dO of a tile behind its first K and V."""
+    first = gl.load(starts + gl.program_id(0))
+    last = gl.load(starts + gl.program_id(0) + 1)
+    count = 0
+    epoch = 0
+    for at in range(first, last):
+        head, row, segment, masked, full, _m, _f, _s = entry(work, at)
+        b = head // num_heads
+        h = head % num_heads
+        hk = h // group
+        fresh = 1
+        for i in range(segment, segment + masked + full):
+            y = gl.load(segments + i * 8)
+            blocks = gl.load(segments + i * 8 + 1)
+            step = 0
+            if k_remote is not None:
+                step = gl.load(segments + i * 8 + 6)
+            for _j in range(blocks):
+                if board is not None:
+                    if count > 0 and count % EPOCH == 0:
+                        epoch = wait_for_progress(board, epoch, epochs)
+                stage = count % K_STAGES
+                if count >= K_STAGES:
+                    sync(K_EMPTY + stage, 288)
+                mbarrier.expect(k_full.index(stage), k_desc.block_type.nbytes)
+                load_from(k_desc, k_remote, step, [b, hk, y, 0], k_full.index(stage), k_s.index(stage))
+                if fresh == 1:
+                    if at > first:
+                        sync(ROWS_EMPTY, 288)
+                    for w in gl.static_range(2):
+                        mbarrier.expect(q_full.index(w), q_desc.block_type.nbytes)
+                        tma.async_copy_global_to_shared(
+                            q_desc, [b, h, row + w * HALF, 0], q_full.index(w), q_s.index(w)
+                        )
+                stage = count % V_STAGES
+                if count >= V_STAGES:
+                    sync(V_EMPTY + stage, 288)
+                mbarrier.expect(v_full.index(stage), v_desc.block_type.nbytes)
+                load_from(v_desc, v_remote, step, [b, hk, y, 0], v_full.index(stage), v_s.index(stage))
+                if fresh == 1:
+                    for w in gl.static_range(2):
+                        mbarrier.expect(do_full.index(w), do_desc.block_type.nbytes)
+                        tma.async_copy_global_to_shared(
+                            do_desc, [b, h, row + w * HALF, 0], do_full.index(w), do_s.index(w)
+                        )
+                fresh = 0
+                y += k_desc.block_type.shape[2]
+                count += 1
+    if board is not None:
+        exit_barrier(board, epoch, epochs)
+
+
+@gluon.jit
+def _tanh(x):
+    return 1.0 - 2.0 / (1.0 + gl.exp2(x * (2.0 * LOG2E)))
+
+
+@gluon.jit
+def _step(
+    W: gl.constexpr, dq, dalibi, count, q_s, do_s, k_s, v_s, k_full, v_full, lse2, delta, q_pos, low, high, y, origin,
+    stride, slope, key_bias, t, scale, cap, MASKED: gl.constexpr, SOFTCAP: gl.constexpr, WANT_ALIBI: gl.constexpr,
+    START: gl.constexpr, D: gl.constexpr, DV: gl.constexpr, BLOCK: gl.constexpr, K_STAGES: gl.constexpr, V_STAGES:
+    gl.constexpr,
+):  # fmt: skip
+    """Adds what a block of keys, rows `y` onwards of the buffer, sends to the 64 queries of a warpgroup."""
+    dtype: gl.constexpr = k_s.dtype
+    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 16])
+    dq_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
+    columns: gl.constexpr = gl.SliceLayout(0, s_layout)
+    zero = gl.zeros([HALF, BLOCK], gl.float32, s_layout)
+    k_stage = count % K_STAGES
+    v_stage = count % V_STAGES
+    # the same address, computed where it stands: held through the loop, the descriptors of all its slices fill 100 registers
+    warpgroup = opaque(gl.to_tensor(W))
+    q = q_s.index(warpgroup).reshape([HALF, D])
+    do = do_s.index(warpgroup).reshape([HALF, DV])
+    if V_STAGES == 1:
+        v_stage = opaque(v_stage)
+    k = k_s.index(k_stage).reshape([BLOCK, D])
+    v = v_s.index(v_stage).reshape([BLOCK, DV])
+
+    mbarrier.wait(k_full.index(k_stage), (count // K_STAGES) & 1)
+    s_token = warpgroup_mma(q, k.permute((1, 0)), zero, use_acc=False, is_async=True)
+    mbarrier.wait(v_full.index(v_stage), (count // V_STAGES) & 1)
+    if START:
+        start, _zero = gl.broadcast(gl.expand_dims(-delta, 1), zero)
+        dp_token = warpgroup_mma(do, v.permute((1, 0)), start, is_async=True)
+    else:
+        dp_token = warpgroup_mma(do, v.permute((1, 0)), zero, use_acc=False, is_async=True)
+    x = gl.arange(0, BLOCK, columns)
+    if slope is not None or key_bias is not None:
+        x = opaque(x)  # hoisted it would cost registers; masks alone are better off without
+    x = y + x
+    bias = zero
+    if key_bias is not None:
+        bias = gl.load(key_bias + x, mask=x < t, other=0.0) * LOG2E
+    s = warpgroup_mma_wait(1, deps=[s_token])
+
+    s = s * scale
+    tanh = s
+    if SOFTCAP:
+        tanh = _tanh(s)
+        s = tanh * cap
+    if slope is not None:
+        k_pos = origin + stride * x
+        distance = gl.abs(gl.expand_dims(q_pos, 1) - gl.expand_dims(k_pos, 0)).to(gl.float32)
+        s = s - distance * (slope * LOG2E)
+    if key_bias is not None:
+        s = s + gl.expand_dims(bias, 0)
+    p = gl.exp2(s - gl.expand_dims(lse2, 1))
+    if MASKED:
+        column = gl.expand_dims(x, 0)
+        visible = (column >= gl.expand_dims(low, 1)) & (column < gl.expand_dims(high, 1))
+        p = gl.where(visible, p, 0.0)
+
+    dp = warpgroup_mma_wait(0, deps=[dp_token])
+    arrive(V_EMPTY + v_stage, 288)
+    if START:
+        ds = p * dp
+    else:
+        ds = p * (dp - gl.expand_dims(delta, 1))
+    if WANT_ALIBI:
+        # made again: held since the scores it would cost as many registers as they
+        here = gl.expand_dims(opaque(q_pos), 1)
+        dalibi -= gl.sum(ds * gl.abs(here - gl.expand_dims(origin + stride * x, 0)).to(gl.float32), 1)
+    if SOFTCAP:
+        ds = ds * (1.0 - tanh * tanh)
+    ds = gl.convert_layout(ds.to(dtype), gl.DotOperandLayout(0, dq_layout, 2))
+    dq_token = warpgroup_mma(ds, k, dq, is_async=True)
+    dq = warpgroup_mma_wait(0, deps=[dq_token])
+    arrive(K_EMPTY + k_stage, 288)
+    return dq, dalibi
+
+
+@gluon.jit
+def _consume(
+    W: gl.constexpr, work, starts, segments, q_s, do_s, k_s, v_s, q_full, do_full, k_full, v_full, lse, delta_ptr,
+    dq_out, dalibi_out, error, part, dalibi_part, positions, lo_ptr, hi_ptr, alibi_slopes, key_bias, lse_sb, lse_sh,
+    delta_sb, delta_sh, dq_sb, dq_ss, dq_sh, dalibi_sb, dalibi_sh, lo_sb, hi_sb, key_bias_sb, num_heads, rows, t, local_rows,
+    softmax_scale, scale, cap, SOFTCAP: gl.constexpr, START: gl.constexpr, ADD: gl.constexpr, UNIT: gl.constexpr, D:
+    gl.constexpr, D_WIDTH: gl.constexpr, DV: gl.constexpr, BLOCK: gl.constexpr, K_STAGES: gl.constexpr, V_STAGES:
+    gl.constexpr,
+):  # fmt: skip
+    """Makes rows W * 64 .. W * 64 + 63 of every tile of this program."""
+    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 16])
+    dq_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
+    of_s: gl.constexpr = gl.SliceLayout(1, s_layout)
+    of_dq: gl.constexpr = gl.SliceLayout(1, dq_layout)
+    WANT_ALIBI: gl.constexpr = dalibi_out is not None
+    first = gl.load(starts + gl.program_id(0))
+    last = gl.load(starts + gl.program_id(0) + 1)
+    count = 0
+    for at in range(first, last):
+        head, row, segment, masked, full, _m, _f, slot = entry(work, at)
+        b = head // num_heads
+        h = head % num_heads
+        b64 = gl.cast(b, gl.int64)
+        h64 = gl.cast(h, gl.int64)
+        x = row + W * HALF + gl.arange(0, HALF, of_s)
+        exists = x < rows
+        lse2 = gl.load(lse + b64 * lse_sb + h64 * lse_sh + x, mask=exists, other=float("-inf")) * LOG2E
+        # rows that saw nothing: all their weights are 0
+        lse2 = gl.where(lse2 == float("-inf"), float("inf"), lse2)
+        delta = gl.load(delta_ptr + b64 * delta_sb + h64 * delta_sh + x, mask=exists, other=0.0)
+        q_pos = x
+        slope = None
+        if alibi_slopes is not None:
+            q_pos = gl.load(positions + x, mask=exists, other=0)
+            slope = gl.load(alibi_slopes + h)
+        bias = None
+        if key_bias is not None:
+            bias = key_bias + b64 * key_bias_sb
+        dq = gl.zeros([HALF, D], gl.float32, dq_layout)
+        dalibi = gl.zeros([HALF], gl.float32, of_s)
+
+        mbarrier.wait(q_full.index(W), (at - first) & 1)
+        mbarrier.wait(do_full.index(W), (at - first) & 1)
+        for i in range(segment, segment + masked):
+            y = gl.load(segments + i * 8)
+            blocks = gl.load(segments + i * 8 + 1)
+            begin = gl.load(segments + i * 8 + 2)
+            end = gl.load(segments + i * 8 + 3)
+            origin = gl.load(segments + i * 8 + 4)
+            stride = gl.load(segments + i * 8 + 5)
+            lo = gl.load(lo_ptr + b64 * lo_sb + x, mask=exists, other=0)
+            hi = gl.load(hi_ptr + b64 * hi_sb + x, mask=exists, other=0)
+            low, high = limits(lo, hi, begin, end, origin, stride)
+            of_source = bias
+            if local_rows is not None:
+                of_source = bias + rows_ahead(segments, i, local_rows)
+            for _j in range(blocks):
+                dq, dalibi = _step(
+                    W, dq, dalibi, count, q_s, do_s, k_s, v_s, k_full, v_full, lse2, delta, q_pos, low, high, y,
+                    origin, stride, slope, of_source, t, scale, cap, True, SOFTCAP, WANT_ALIBI, START, D, DV, BLOCK,
+                    K_STAGES, V_STAGES,
+                )  # fmt: skip
+                y += BLOCK
+                count += 1
+        for i in range(segment + masked, segment + masked + full):
+            y = gl.load(segments + i * 8)
+            blocks = gl.load(segments + i * 8 + 1)
+            origin = gl.load(segments + i * 8 + 4)
+            stride = gl.load(segments + i * 8 + 5)
+            of_source = bias
+            if local_rows is not None:
+                of_source = bias + rows_ahead(segments, i, local_rows)
+            for _j in range(blocks):
+                dq, dalibi = _step(
+                    W, dq, dalibi, count, q_s, do_s, k_s, v_s, k_full, v_full, lse2, delta, q_pos, x, x, y, origin,
+                    stride, slope, of_source, t, scale, cap, False, SOFTCAP, WANT_ALIBI, START, D, DV, BLOCK, K_STAGES,
+                    V_STAGES,
+                )  # fmt: skip
+                y += BLOCK
+                count += 1
+        arrive(ROWS_EMPTY, 288)
+        if error is not None:
+            health = gl.where(gl.load(error, volatile=True) == 0, 1.0, float("nan"))
+            dq = dq * health
+            dalibi = dalibi * health
+
+        r = gl.expand_dims(gl.arange(0, HALF, of_dq), 1)
+        c = gl.expand_dims(gl.arange(0, D, gl.SliceLayout(0, dq_layout)), 0)
+        if slot >= 0:
+            tile = gl.cast(slot, gl.int64) * TILE + W * HALF
+            gl.store(part + tile * D + (r * D + c), dq)
+            if WANT_ALIBI:
+                gl.store(dalibi_part + tile + gl.arange(0, HALF, of_s), dalibi)
+        else:
+            at_row = gl.cast(r + (row + W * HALF), gl.int64)
+            mask = (at_row < rows) & (c < D_WIDTH)
+            target = dq_out + (b64 * dq_sb + h64 * dq_sh) * UNIT + (at_row * (dq_ss * UNIT) + c)
+            result = dq * softmax_scale
+            if ADD:
+                result += gl.load(target, mask=mask, other=0.0)
+            gl.store(target, result.to(dq_out.dtype.element_ty), mask=mask)
+            if WANT_ALIBI:
+                sums = dalibi_out + b64 * dalibi_sb + h64 * dalibi_sh + x
+                if ADD:
+                    gl.store(sums, dalibi + gl.load(sums, mask=exists, other=0.0), mask=exists)
+                else:
+                    gl.store(sums, dalibi, mask=exists)
+
+
+@gluon.jit(
+    do_not_specialize=[
+        "lse_sb", "lse_sh", "delta_sb", "delta_sh", "dq_sb", "dq_ss", "dq_sh", "dalibi_sb", "dalibi_sh", "lo_sb", "hi_sb",
+        "key_bias_sb", "num_heads", "group", "rows", "t", "local_rows", "epochs",
+    ]
+)  # fmt: skip
+def backward_dq_kernel(
+    work, starts, segments, q_desc, do_desc, k_desc, v_desc, k_remote, v_remote, lse, delta, dq_out, dalibi_out, error, board, part,
+    dalibi_part, positions, lo, hi, alibi_slopes, key_bias, lse_sb, lse_sh, delta_sb, delta_sh, dq_sb, dq_ss, dq_sh, dalibi_sb,
+    dalibi_sh, lo_sb, hi_sb, key_bias_sb, num_heads, group, rows, t, local_rows, epochs, softmax_scale, scale, cap,
+    SOFTCAP: gl.constexpr, START: gl.constexpr, ADD: gl.constexpr, UNIT: gl.constexpr, D: gl.constexpr, D_WIDTH: gl.constexpr, DV:
+    gl.constexpr, BLOCK: gl.constexpr, K_STAGES: gl.constexpr, V_STAGES: gl.constexpr,
+    num_warps: gl.constexpr,  # noqa: ARG001
+):  # fmt: skip
+    """Dq and dalibi of the tiles dealt to this program (Note [Rows]).
+
+    `lse` (natural log), `delta` and `dalibi_out` are `b h s`; `dq_out` is `b s h d`, its strides counted in UNIT elements,
+    so that the compiler sees when pairs of columns are aligned. `scale` is softmax_scale * log2(e), or under SOFTCAP
+    softmax_scale / softcap, `cap` softcap * log2(e). `part` (`slots 128 D`) and `dalibi_part` take unscaled sums of tiles
+    that were split. START: the products of dP start from -delta, otherwise delta is subtracted afterwards.
+    """
+    q_s = gl.allocate_shared_memory(q_desc.dtype, [2, 1, 1, HALF, D], q_desc.layout)
+    do_s = gl.allocate_shared_memory(do_desc.dtype, [2, 1, 1, HALF, DV], do_desc.layout)
+    k_s = gl.allocate_shared_memory(k_desc.dtype, [K_STAGES, 1, 1, BLOCK, D], k_desc.layout)
+    v_s = gl.allocate_shared_memory(v_desc.dtype, [V_STAGES, 1, 1, BLOCK, DV], v_desc.layout)
+    q_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    do_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    k_full = gl.allocate_shared_memory(gl.int64, [K_STAGES, 1], mbarrier.MBarrierLayout())
+    v_full = gl.allocate_shared_memory(gl.int64, [V_STAGES, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(2):
+        mbarrier.init(q_full.index(i), count=1)
+        mbarrier.init(do_full.index(i), count=1)
+    for i in gl.static_range(K_STAGES):
+        mbarrier.init(k_full.index(i), count=1)
+    for i in gl.static_range(V_STAGES):
+        mbarrier.init(v_full.index(i), count=1)
+    gl.warp_specialize([
+        (_consume, (
+            gl.constexpr(0), work, starts, segments, q_s, do_s, k_s, v_s, q_full, do_full, k_full, v_full, lse, delta,
+            dq_out, dalibi_out, error, part, dalibi_part, positions, lo, hi, alibi_slopes, key_bias, lse_sb, lse_sh,
+            delta_sb, delta_sh, dq_sb, dq_ss, dq_sh, dalibi_sb, dalibi_sh, lo_sb, hi_sb, key_bias_sb, num_heads, rows,
+            t, local_rows, softmax_scale, scale, cap, SOFTCAP, START, ADD, UNIT, D, D_WIDTH, DV, BLOCK, K_STAGES, V_STAGES,
+        )),
+        (_consume, (
+            gl.constexpr(1), work, starts, segments, q_s, do_s, k_s, v_s, q_full, do_full, k_full, v_full, lse, delta,
+            dq_out, dalibi_out, error, part, dalibi_part, positions, lo, hi, alibi_slopes, key_bias, lse_sb, lse_sh,
+            delta_sb, delta_sh, dq_sb, dq_ss, dq_sh, dalibi_sb, dalibi_sh, lo_sb, hi_sb, key_bias_sb, num_heads, rows,
+            t, local_rows, softmax_scale, scale, cap, SOFTCAP, START, ADD, UNIT, D, D_WIDTH, DV, BLOCK, K_STAGES, V_STAGES,
+        )),
+        (_produce, (
+            work, starts, segments, q_desc, do_desc, k_desc, v_desc, k_remote, v_remote, q_s, do_s, k_s, v_s, q_full, do_full,
+            k_full, v_full, num_heads, group, board, epochs, K_STAGES, V_STAGES,
+        )),
+    ], [4, 1], [240, 24])  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["dq_sb", "dq_ss", "dq_sh", "dalibi_sb", "dalibi_sh", "num_heads", "rows"])
+def add_parts_kernel(
+    splits, part, dalibi_part, dq_out, dalibi_out, dq_sb, dq_ss, dq_sh, dalibi_sb, dalibi_sh, num_heads, rows, softmax_scale,
+    ADD: tl.constexpr, D: tl.constexpr, D_WIDTH: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    """Adds the parts of a split tile in slot order; a program owns CHUNK rows of one tile."""
+    base = splits + tl.program_id(1) * 4
+    head = tl.load(base)
+    row = tl.load(base + 1)
+    slot = tl.load(base + 2)
+    parts = tl.load(base + 3)
+    b = (head // num_heads).to(tl.int64)
+    h = (head % num_heads).to(tl.int64)
+    r = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
+    c = tl.arange(0, D)[None, :]
+    dq = tl.zeros([CHUNK, D], tl.float32)
+    dalibi = tl.zeros([CHUNK], tl.float32)
+    for i in range(parts):
+        at = (slot + i).to(tl.int64) * 128 + r
+        dq += tl.load(part + at[:, None] * D + c)
+        if dalibi_out is not None:
+            dalibi += tl.load(dalibi_part + at)
+    x = row + r
+    mask = (x < rows)[:, None] & (c < D_WIDTH)
+    target = dq_out + b * dq_sb + h * dq_sh + (x.to(tl.int64)[:, None] * dq_ss + c)
+    dq = dq * softmax_scale
+    if ADD:
+        dq += tl.load(target, mask=mask, other=0.0)
+    tl.store(target, dq.to(dq_out.dtype.element_ty), mask=mask)
+    if dalibi_out is not None:
+        target = dalibi_out + b * dalibi_sb + h * dalibi_sh + x
+        if ADD:
+            dalibi += tl.load(target, mask=x < rows, other=0.0)
+        tl.store(target, dalibi, mask=x < rows)

@@ -1,0 +1,221 @@
+"""Shapes of the Hopper kernels: one table, so that a measured choice is a changed number.
+
+Owns tile sizes, pipeline depth, switches for measurements, and which scores the fused backward is for. Refuses to know
+tensors and kernels.
+
+Note [Scores for the pair]
+    The fused kernel at 128 columns holds dk and dv (128 registers), S and dP (64) and half of dq; what a score needs beyond
+    that must fit into the rest. A soft cap, slopes or a key bias fit. A sum over queries for the gradient of a key bias makes
+    the assembler serialise the products (C7512), one over keys for the gradient of slopes spills in every block, and so do
+    three terms at once. These go to a pair of kernels instead, one for dk and dv and one for dq: seven products instead of
+    five, with all loops in registers. At 64 columns everything fits.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import ClassVar
+
+
+@dataclass(frozen=True)
+class ForwardConfig:
+    """The shape of a forward launch.
+
+    Attributes:
+        consumers: Warpgroups of 64 query rows, 1 to 3.
+        block_n: Key rows of a block.
+        stages: Blocks of k, and of v, in shared memory.
+        named: "Stage is empty" goes through named barriers; needs at most four stages.
+        early: The first q . k of the next tile runs beneath the end of this one; q then takes two stages.
+        turns: Consumers issue their products in turn, so that one multiplies while another exponentiates.
+        held: q stays in registers, which spares shared memory a third of the reads of q . k.
+        store: o leaves through the shared memory of its q tile and the copy engine, where the engine can address it.
+        ahead: The limits of the next tile are computed at the end of this one, beneath its products.
+        lazy: The accumulator is scaled only in warps in which a maximum has grown by more than 2^8.
+    """
+
+    consumers: int
+    block_n: int
+    stages: int
+    named: bool = True
+    early: bool = False
+    turns: bool = False
+    held: bool = False
+    store: bool = False
+    ahead: bool = False
+    lazy: bool = False
+
+    @property
+    def turn(self) -> int:
+        """The first named barrier of the turns; 0: none."""
+        if not self.turns or self.consumers == 1:
+            return 0
+        first = FIRST_BARRIER + 2 * self.stages * self.named
+        assert first + self.consumers <= 16, "named barriers must be at most eight; take fewer stages"
+        return first
+
+    @property
+    def maxnreg(self) -> int:
+        """Registers per thread at entry: what the register file holds for this many warps."""
+        return {1: 232, 2: 168, 3: 128}[self.consumers]
+
+
+@dataclass(frozen=True)
+class DkvConfig:
+    """The shape of a launch of the kernel that makes dk and dv, and may make dq.
+
+    Attributes:
+        block: Query rows of a block: 64 or 128, without dq also 32.
+        pin: Start values get registers of their own before the first product, so that both products are in flight at once.
+        persistent: As many programs as multiprocessors, which take several tiles each; else one tile per program.
+        late_addresses: Addresses of K and V are made where products use them, in uniform registers; else they are kept through all
+            loops. Costs some 40 uniform instructions a block.
+        staged: dk and dv in fp32 leave through the buffer of dq and the bulk copy engine, not from registers.
+        tile: Keys of a tile.
+    """
+
+    block: int
+    pin: bool = False
+    persistent: bool = True
+    late_addresses: bool = True
+    staged: bool = False
+    tile: ClassVar[int] = 128
+
+    @property
+    def split(self) -> bool:
+        """Tiles may be split among programs."""
+        return self.persistent
+
+
+@dataclass(frozen=True)
+class WideDkvConfig:
+    """The shape of a launch of the kernel that makes dk and dv of wide heads.
+
+    Attributes:
+        ahead: dP of the next block is made beside dk of this one, so that it is there when the weights come.
+        split: Tiles may be split among programs.
+        tile: Keys of a tile.
+        block: Query rows of a block.
+        persistent: As many programs as multiprocessors.
+    """
+
+    ahead: bool = True
+    split: bool = True
+    tile: ClassVar[int] = 64
+    block: ClassVar[int] = 64
+    persistent: ClassVar[bool] = True
+
+
+@dataclass(frozen=True)
+class DqConfig:
+    """The shape of a launch of the kernel that makes dq alone.
+
+    Attributes:
+        block: Keys per step.
+        k_stages: Blocks of K in flight.
+        v_stages: Blocks of V in flight.
+        start: dP starts from -delta instead of having delta subtracted.
+        split: Tiles may be split among programs.
+    """
+
+    block: int
+    k_stages: int
+    v_stages: int
+    start: bool = False
+    split: bool = True
+
+
+FIRST_BARRIER = 8  # Note [Named barriers] in primitives.py
+BUCKETS = (64, 128, 256)  # columns of a head in shared memory
+MAX_HEAD_DIM = BUCKETS[-1]
+FUSED_MAX_HEAD_DIM = 128
+"""Largest head_dim of the kernel that makes dq, dk and dv."""
+
+# (columns of q and k, columns of v) -> plain scores, other scores (their operands need registers, so fewer consumers)
+_FORWARD: dict[tuple[int, int], tuple[ForwardConfig, ForwardConfig]] = {
+    (64, 64): (ForwardConfig(3, 128, 4, early=True, store=True, ahead=True), ForwardConfig(2, 128, 4)),
+    (64, 128): (ForwardConfig(2, 128, 4), ForwardConfig(2, 64, 4)),
+    (64, 256): (ForwardConfig(2, 64, 4), ForwardConfig(2, 64, 4)),
+    (128, 64): (ForwardConfig(2, 128, 3), ForwardConfig(2, 64, 4)),
+    (128, 128): (ForwardConfig(2, 128, 2, early=True, store=True, ahead=True, lazy=True), ForwardConfig(2, 64, 4)),
+    (128, 256): (ForwardConfig(2, 64, 3), ForwardConfig(2, 64, 3)),
+    (256, 64): (ForwardConfig(2, 64, 4), ForwardConfig(2, 64, 4)),
+    (256, 128): (ForwardConfig(2, 64, 3), ForwardConfig(2, 64, 3)),
+    (256, 256): (ForwardConfig(2, 64, 2, lazy=True), ForwardConfig(2, 64, 2)),
+}
+
+
+def columns_of(head_dim: int) -> int:
+    """The columns that a head_dim takes in shared memory; the copy engine fills the rest with zeros."""
+    return next(bucket for bucket in BUCKETS if head_dim <= bucket)
+
+
+@functools.lru_cache
+def choose_forward(head_dim: int, v_head_dim: int, dot_only: bool) -> ForwardConfig:
+    """The configuration of a forward launch; plain: the score is q . k times a positive scale."""
+    return _FORWARD[columns_of(head_dim), columns_of(v_head_dim)][0 if dot_only else 1]
+
+
+# (padded head_dim, padded v_head_dim) -> plain scores, other scores (their terms need registers, so smaller blocks)
+_DKV: dict[tuple[int, int], tuple[DkvConfig, DkvConfig]] = {
+    (64, 64): (DkvConfig(128), DkvConfig(64)),
+    (128, 64): (DkvConfig(64, late_addresses=False), DkvConfig(64)),
+    (128, 128): (DkvConfig(64, late_addresses=False), DkvConfig(64)),
+}
+_EVERY_TERM = DkvConfig(32)  # without dq at 128 columns: three terms spill in blocks of 64
+
+
+@functools.lru_cache
+def choose_dkv(
+    head_dim: int, v_head_dim: int, dot_only: bool, extras: int = 0, *, want_dq: bool = True
+) -> DkvConfig | WideDkvConfig:
+    """The configuration of a launch that makes dk and dv.
+
+    Args:
+        head_dim: Of q and k.
+        v_head_dim: Of v.
+        dot_only: The score is q . k times a positive scale.
+        extras: How many of soft cap, slopes and key bias the score has.
+        want_dq: dq is made too.
+    """
+    if max(head_dim, v_head_dim) > FUSED_MAX_HEAD_DIM:
+        return WideDkvConfig()
+    dims = padded_dims(head_dim, v_head_dim)
+    if extras == 3 and dims[0] == 128 and not want_dq:
+        return _EVERY_TERM
+    return _DKV[dims][0 if dot_only else 1]
+
+
+def choose_dq(columns: int, extras: int) -> DqConfig:
+    """The configuration of a launch that makes dq alone.
+
+    Scores with a soft cap or terms of their own hold more numbers per pair: smaller blocks keep them in registers.
+
+    Args:
+        columns: What head_dims are padded to at most.
+        extras: How many of soft cap, slopes and key bias the score has.
+    """
+    if columns <= 64:
+        return DqConfig(64, 3, 3) if extras else DqConfig(128, 3, 3)
+    if columns <= 128:
+        return DqConfig(32, 3, 3) if extras == 3 else DqConfig(64, 3, 3) if extras else DqConfig(128, 2, 2)
+    return DqConfig(32, 3, 2) if extras else DqConfig(64, 2, 1)
+
+
+def is_for_pair(head_dim: int, v_head_dim: int, extras: int, wants_extra_grads: bool) -> bool:
+    """Whether a pair of kernels takes a score that may be summed in any order; Note [Scores for the pair].
+
+    Args:
+        head_dim: Of q and k.
+        v_head_dim: Of v.
+        extras: How many of soft cap, slopes and key bias the score has.
+        wants_extra_grads: Whether a gradient of slopes or key bias is wanted.
+    """
+    return padded_dims(head_dim, v_head_dim)[0] == 128 and (wants_extra_grads or extras == 3)
+
+
+def padded_dims(head_dim: int, v_head_dim: int) -> tuple[int, int]:
+    """Pad two head dims of up to 128 as the kernel does; a narrow q beside a wide v is treated as wide."""
+    dv = 64 if v_head_dim <= 64 else 128
+    return (64 if head_dim <= 64 and dv == 64 else 128), dv

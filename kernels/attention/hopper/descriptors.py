@@ -1,0 +1,183 @@
+"""Arguments of Hopper kernels: descriptors of the bulk copy engine (TMA), strides, scales, workspaces.
+
+Owns the hardware's conditions on addresses and strides, and which descriptors are alike. Refuses to know which kernel they are
+for, and how a launch reaches the driver (Note [Bound launch] in bound_launch.py).
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Hashable
+from typing import cast
+
+import torch
+from torch import Tensor
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from ringattn.kernels.interface import ReadyFlags, Score
+from ringattn.kernels.runtime.bound_launch import WORD, Template
+
+LOG2E = math.log2(math.e)
+CAPACITY = 1024
+"""Templates of descriptors that are kept; beyond it all are dropped, and made again when needed."""
+
+_DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32}
+
+_templates: dict[Hashable, Template] = {}
+
+Strides = tuple[int, int, int]
+
+
+def describable(x: Tensor) -> bool:
+    """Whether the bulk copy engine can address it: aligned base and strides, nothing expanded, something there."""
+    return _is_describable(x.shape, x.stride(), x.element_size()) and x.data_ptr() % WORD == 0
+
+
+def addressable(x: Tensor) -> Tensor:
+    """The tensor itself, or a contiguous copy of one that the bulk copy engine cannot address."""
+    return x if describable(x) else x.clone(memory_format=torch.contiguous_format)
+
+
+def addressable_kv(
+    local_kv: tuple[Tensor, Tensor], remote_kv: tuple[Tensor, Tensor] | None
+) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor] | None]:
+    """K and v of local and remote rows as the engine can address them; one that has no rows stands for the other, untouched."""
+    if remote_kv is None:
+        return (addressable(local_kv[0]), addressable(local_kv[1])), None
+    local_kv, remote_kv = (
+        (local_kv if local_kv[0].numel() else remote_kv),
+        (remote_kv if remote_kv[0].numel() else local_kv),
+    )
+    local_kv, remote_kv = ((addressable(k), addressable(v)) for k, v in (local_kv, remote_kv))
+    return local_kv, remote_kv
+
+
+def rows_of(x: Tensor, rows: int, columns: int) -> TensorDescriptor:
+    """A `b s h d` tensor in tiles of `rows` rows of one head, as blocks [1, 1, rows, columns] at (b, h, row, 0).
+
+    Rows and columns beyond the tensor read as zero and are not written.
+    """
+
+    def make() -> TensorDescriptor:
+        b, s, h, d = x.shape
+        sb, ss, sh, _ = _aligned_strides(x)
+        block = [1, 1, rows, columns]
+        return TensorDescriptor(x, [b, h, s, d], [sb, sh, ss, 1], block, layout_of(tuple(block), x.dtype))
+
+    return _described(x, (rows, columns), make)
+
+
+def kv_rows_of(
+    kv: tuple[Tensor, Tensor] | None, rows: int, columns: tuple[int, int]
+) -> tuple[TensorDescriptor | None, ...]:
+    """`rows_of` k and of v, each with its own columns; None for both where they are absent."""
+    return (None, None) if kv is None else (rows_of(kv[0], rows, columns[0]), rows_of(kv[1], rows, columns[1]))
+
+
+def groups_of(x: Tensor, rows: int, group: int, columns: int) -> TensorDescriptor:
+    """A `b s h d` tensor in tiles of `rows` rows of `group` neighbouring heads: blocks [1, rows, 1, group, columns].
+
+    The block at (b, row, head group, 0, 0) holds the heads of a row next to each other.
+    """
+
+    def make() -> TensorDescriptor:
+        b, s, h, d = x.shape
+        sb, ss, sh, _ = _aligned_strides(x)
+        block = [1, rows, 1, group, columns]
+        shape, strides = [b, s, h // group, group, d], [sb, ss, group * sh, sh, 1]
+        return TensorDescriptor(x, shape, strides, block, layout_of(tuple(block), x.dtype))
+
+    return _described(x, (rows, group, columns), make)
+
+
+def numbers_of(x: Tensor, block: int) -> TensorDescriptor:
+    """A contiguous tensor as one list, in blocks of `block` numbers; loads begin at multiples of 16 bytes."""
+
+    def make() -> TensorDescriptor:
+        return TensorDescriptor(x, [x.numel()], [1], [block], layout_of((block,), x.dtype))
+
+    return _described(x, (block,), make)
+
+
+@functools.lru_cache
+def layout_of(block: tuple[int, ...], dtype: torch.dtype) -> gl.NVMMASharedLayout:
+    """The shared-memory layout of a block that products read."""
+    return cast(gl.NVMMASharedLayout, gl.NVMMASharedLayout.get_default_for(list(block), _DTYPES[dtype]))
+
+
+def workspace(beside: Tensor, *shape: int) -> Tensor:
+    """An uninitialised fp32 tensor on the device of another one, for what one launch leaves to the next."""
+    return torch.empty(shape, dtype=torch.float32, device=beside.device)
+
+
+@functools.lru_cache
+def multiprocessors(device: torch.device) -> int:
+    """Number of programs that run side by side; on a CPU, where kernels are emulated, a few."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 3
+
+
+def scale_and_cap(score: Score) -> tuple[float, float]:
+    """The kernels' `scale` and `cap`, in log2 units."""
+    if score.softcap > 0:
+        return score.softmax_scale / score.softcap, score.softcap * LOG2E
+    return score.softmax_scale * LOG2E, 0.0
+
+
+def timeout_us_of(ready_flags: ReadyFlags) -> int:
+    """Timeout of kernels that wait, in microseconds, so that every timeout has one width: a wider integer is another kernel."""
+    return min(max(ready_flags.timeout_ns // 1000, 1), 2**31 - 1)
+
+
+def per_batch(x: Tensor | None) -> int:
+    """The batch stride of a tensor with one row per batch element, or one row for all."""
+    return 0 if x is None or x.shape[0] == 1 else x.stride(0)
+
+
+def pair(x: Tensor | None) -> tuple[int, int]:
+    """The strides of batch and head of a `b h s` tensor; zeros where it is absent."""
+    return (0, 0) if x is None else (x.stride(0), x.stride(1))
+
+
+def strides(x: Tensor | None, unit: int = 1) -> Strides:
+    """The strides of batch, row and head of a `b s h d` tensor, in units of elements; zeros where it is absent."""
+    return (0, 0, 0) if x is None else (x.stride(0) // unit, x.stride(1) // unit, x.stride(2) // unit)
+
+
+def store_unit(x: Tensor, widest: int) -> int:
+    """The largest power of two up to `widest` that divides all strides: how many elements one store may take."""
+    whole = math.gcd(
+        widest, *(stride for stride, length in zip(x.stride()[:-1], x.shape[:-1], strict=True) if length > 1)
+    )
+    return whole if x.data_ptr() % (whole * x.element_size()) == 0 else 1
+
+
+def _described(x: Tensor, block: tuple[int, ...], make: Callable[[], TensorDescriptor]) -> TensorDescriptor:
+    """The descriptor that `make` gives; it is called, and so checked, at the first sight of a shape, strides and block."""
+    facts = (x.shape, x.stride(), x.dtype, block)
+    template = _templates.get(facts)
+    if template is None:
+        if len(_templates) >= CAPACITY:
+            _templates.clear()
+        template = _templates[facts] = Template(make())
+    return template.over(x)
+
+
+@functools.lru_cache(maxsize=4096)
+def _is_describable(shape: tuple[int, ...], strides: tuple[int, ...], size: int) -> bool:
+    aligned = all(
+        stride > 0 and stride * size % WORD == 0
+        for stride, length in zip(strides[:-1], shape[:-1], strict=True)
+        if length > 1
+    )
+    return aligned and strides[-1] == 1 and 0 not in shape
+
+
+def _aligned_strides(x: Tensor) -> list[int]:
+    # the stride of a dimension of length 1 means nothing, but a descriptor wants it aligned
+    size = x.element_size()
+    return [
+        stride if length > 1 else max(WORD // size, x.shape[-1])
+        for stride, length in zip(x.stride(), x.shape, strict=True)
+    ]

@@ -1,0 +1,742 @@
+"""The Hopper forward: a tile of queries in registers, blocks of keys and values streaming past it, from carry to output.
+
+Owns the pipeline between the copy engine, the tensor cores and the online softmax of Note [Softmax state], and the merge of tiles
+that were split among programs. Refuses to know how it is launched, and which blocks a tile meets: that is data (plan.py).
+
+Note [Pipeline]
+    One producer warp copies; each consumer warpgroup owns 64 rows of the tile and keeps q . k of block j and p v of
+    block j - 1 in flight together, so that the tensor cores have work beneath the exponentials:
+
+        q . k (j)      |====|          |====|
+        p v (j - 1)         |====|          |====|
+        softmax (j)         |---------|     |---------|
+
+    The first block of a tile has no p v beneath it and the last p v no softmax above it: both stand outside the loops.
+    Masked blocks come first, in a loop of their own; what only they need holds no registers during the full ones.
+
+Note [Empty stages]
+    A consumer that has read a stage of shared memory says so. A named barrier takes the arrivals of single warps without
+    stopping them; barriers of shared memory want the whole warpgroup at one point. A stage is never released twice before
+    it is filled again, so a named barrier never collects arrivals of two rounds. There are eight names: enough for four
+    stages of k and of v.
+
+Note [Packed heads]
+    Row r of a tile is query row r // PACK of head r % PACK among PACK neighbouring heads that share keys: few query rows
+    then still fill a tile.
+
+Note [Gathered keys]
+    Keys of other ranks lie in a second pair of tensors, k_remote and v_remote, which may fill while the kernel runs. Only the
+    producer knows: by the ring step of a segment it chooses the tensor, and before the first block of a segment whose rows it
+    has not yet known to be there it waits for their flag. Flags rise in the order of their places, and none behind one that
+    became negative, so that one that has been seen stands for all before it, in whatever order heads come. A wait in vain is
+    the last one of its program; what its consumers write from then on is not a number, because they read the error word at
+    the end of each tile, behind the last copy of the tile and so behind its waits. A bias of keys comes before the flag of
+    its keys, and is read by consumers once a block of them is in shared memory: behind the producer's wait, which has
+    acquired what the flag stands for.
+"""
+
+# pyright: reportGeneralTypeIssues=false, reportArgumentType=false, reportAssignmentType=false, reportCallIssue=false
+# pyright: reportPossiblyUnboundVariable=false, reportOptionalOperand=false, reportOptionalMemberAccess=false
+# (the compiler of kernels fills in builders, folds constants and drops the branches that they close)
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from ringattn.kernels.attention.hopper.primitives import (
+    EPOCH,
+    arrive,
+    entry,
+    exit_barrier,
+    opaque,
+    rows_ahead,
+    sync,
+    wait_flag,
+    wait_for_progress,
+)
+
+EMPTY_K = gl.constexpr(8)  # the first free named barrier
+LOG2E = gl.constexpr(1.4426950408889634)
+LN2 = gl.constexpr(0.6931471805599453)
+GROWTH = gl.constexpr(8.0)  # weights stay below 2^8, which every dtype holds
+ALL = gl.constexpr(2**31 - 1)  # beyond every place of a flag
+
+
+@gluon.jit
+def _release(empty, stage, name, THREADS: gl.constexpr, NAMED: gl.constexpr):
+    """Says that this partition has read a stage; Note [Empty stages]."""
+    if NAMED:
+        arrive(name + stage, THREADS)
+    else:
+        mbarrier.arrive(empty.index(stage), count=1)
+
+
+@gluon.jit
+def _fill(
+    desc, remote, step, b, h, row, smem, full, empty, stage, parity, used, name, THREADS: gl.constexpr, NAMED: gl.constexpr
+):  # fmt: skip
+    """Copies a block of k or v into a stage once every consumer has left it; `used`: it has been filled before.
+
+    From `remote` at ring steps beyond 0; None: there is nothing but the local buffer. (A branch instead of predicates made the
+    consumers spill.)
+    """
+    if NAMED:
+        if used:
+            sync(name + stage, THREADS)
+    else:
+        mbarrier.wait(empty.index(stage), parity ^ 1)
+    mbarrier.expect(full.index(stage), desc.block_type.nbytes)
+    if remote is None:
+        tma.async_copy_global_to_shared(desc, [b, h, row, 0], full.index(stage), smem.index(stage))
+    else:
+        tma.async_copy_global_to_shared(remote, [b, h, row, 0], full.index(stage), smem.index(stage), pred=step > 0)
+        tma.async_copy_global_to_shared(desc, [b, h, row, 0], full.index(stage), smem.index(stage), pred=step == 0)
+
+
+@gluon.jit
+def _fill_queries(INDEX: gl.constexpr, desc, b, h, row, smem, full, empty, place, parity, PACK: gl.constexpr):
+    mbarrier.wait(empty.index(place + INDEX), parity ^ 1)
+    mbarrier.expect(full.index(place + INDEX), desc.block_type.nbytes)
+    bar = full.index(place + INDEX)
+    if PACK == 1:
+        tma.async_copy_global_to_shared(desc, [b, h, row + INDEX * 64, 0], bar, smem.index(place + INDEX))
+    else:
+        tma.async_copy_global_to_shared(desc, [b, row + INDEX * (64 // PACK), h, 0, 0], bar, smem.index(place + INDEX))
+
+
+@gluon.jit
+def _producer(
+    q, k, v, k_remote, v_remote, ready_flags, pace, plan, shared, heads, group,
+    CONSUMERS: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, PACK: gl.constexpr, NAMED: gl.constexpr,
+    Q_STAGES: gl.constexpr,
+):  # fmt: skip
+    """One warp that copies, in the order in which the consumers wait: q of the first, k, the other q, v, k, v, ..."""
+    threads: gl.constexpr = 128 * CONSUMERS + 32
+    work, segments, starts = plan
+    flags, error, flag_heads, flag_steps, timeout_us = ready_flags
+    q_s, k_s, v_s, q_full, q_empty, k_full, k_empty, v_full, v_empty = shared
+    first = gl.load(starts + gl.program_id(0))
+    stop = gl.load(starts + gl.program_id(0) + 1)
+    stage = 0
+    parity = 0
+    used = False
+    step = 0
+    seen = 0
+    board, epochs = pace
+    met = 0
+    epoch = 0
+    for at in range(first, stop):
+        head, row, segment, masked, full, _masked_blocks, _full_blocks, _slot = entry(work, at)
+        b = head // heads
+        h = head % heads
+        place = (at - first) % Q_STAGES * CONSUMERS
+        q_parity = (at - first) // Q_STAGES & 1
+        _fill_queries(0, q, b, h, row, q_s, q_full, q_empty, place, q_parity, PACK)
+        for i in range(segment, segment + masked + full):
+            key = gl.load(segments + i * 8)
+            blocks = gl.load(segments + i * 8 + 1)
+            if k_remote is not None:
+                step = gl.load(segments + i * 8 + 6)
+            if flags is not None:
+                if step > 0:
+                    flag = h // group // flag_heads * flag_steps + step
+                    if flag > seen:
+                        seen = gl.where(wait_flag(flags + flag, error, timeout_us) == 1, flag, ALL)
+            for j in range(blocks):
+                if board is not None:
+                    met += 1
+                    if met == EPOCH:
+                        met = 0
+                        epoch = wait_for_progress(board, epoch, epochs)
+                _fill(
+                    k, k_remote, step, b, h // group, key, k_s, k_full, k_empty, stage, parity, used, EMPTY_K, threads, NAMED
+                )  # fmt: skip
+                if i == segment:
+                    if j == 0:
+                        for other in gl.static_range(1, CONSUMERS):
+                            _fill_queries(other, q, b, h, row, q_s, q_full, q_empty, place, q_parity, PACK)
+                _fill(
+                    v, v_remote, step, b, h // group, key, v_s, v_full, v_empty, stage, parity, used, EMPTY_K + STAGES,
+                    threads, NAMED,
+                )  # fmt: skip
+                key += BLOCK_N
+                stage += 1
+                if stage == STAGES:
+                    stage = 0
+                    parity ^= 1
+                    used = True
+    if board is not None:
+        exit_barrier(board, epoch, epochs)
+
+
+@gluon.jit
+def _segment(segments, i):
+    """(row, blocks, begin, end, origin, stride) of segment i; Note [Work] in plan.py."""
+    base = segments + i * 8
+    return gl.load(base), gl.load(base + 1), gl.load(base + 2), gl.load(base + 3), gl.load(base + 4), gl.load(base + 5)
+
+
+@gluon.jit
+def _limits(lo, hi, begin, end, origin, stride):
+    """As `limits` of primitives.py; dense runs, which are most, go without the divisions."""
+    start = origin + stride * begin
+    length = (end - begin) * stride
+    low = gl.minimum(gl.maximum(lo - start, 0), length)
+    high = gl.minimum(gl.maximum(hi - start, 0), length)
+    if stride != 1:
+        low = (low + stride - 1) // stride
+        high = (high + stride - 1) // stride
+    return begin + low, begin + high
+
+
+@gluon.jit
+def _limits_in(
+    INDEX: gl.constexpr, at, segment, anything, plan, sides, heads, rows, lo_sb, hi_sb, PACK: gl.constexpr,
+    LAYOUT: gl.constexpr,
+):  # fmt: skip
+    """The limits of the rows of entry `at` in a segment, from memory alone; without `anything` nobody asks for them."""
+    work, segments, _starts = plan
+    _positions, lo_ptr, hi_ptr = sides
+    head = gl.load(work + at * 8)
+    x = gl.load(work + at * 8 + 1) + (INDEX * 64 + gl.arange(0, 64, LAYOUT)) // PACK
+    b = gl.cast(head // heads, gl.int64)
+    exists = (x < rows) & anything
+    lo = gl.load(lo_ptr + b * lo_sb + x, mask=exists, other=0)
+    hi = gl.load(hi_ptr + b * hi_sb + x, mask=exists, other=0)
+    _key, _blocks, begin, end, origin, stride = _segment(segments, segment)
+    return _limits(lo, hi, begin, end, origin, stride)
+
+
+@gluon.jit
+def _first_limits(
+    INDEX: gl.constexpr, at, plan, sides, heads, rows, lo_sb, hi_sb, PACK: gl.constexpr, LAYOUT: gl.constexpr
+):  # fmt: skip
+    """The limits of the rows of entry `at` in its first segment, if that is masked."""
+    work = plan[0]
+    segment = gl.load(work + at * 8 + 2)
+    masked = gl.load(work + at * 8 + 3)
+    return _limits_in(INDEX, at, segment, masked > 0, plan, sides, heads, rows, lo_sb, hi_sb, PACK, LAYOUT)
+
+
+@gluon.jit
+def _hide(s, low, high, key, COLUMNS: gl.constexpr):
+    """Scores of a block whose first key row is `key`, with the pairs outside [low, high) at -inf; Note [Limits]."""
+    y = gl.expand_dims(key + gl.arange(0, s.shape[1], COLUMNS), 0)
+    visible = (y >= gl.expand_dims(low, 1)) & (y < gl.expand_dims(high, 1))
+    return gl.where(visible, s, -float("inf"))
+
+
+@gluon.jit
+def _score(
+    s, distance, key, stride, slope, key_bias, ahead, keys, scale, cap, SOFTCAP: gl.constexpr, COLUMNS: gl.constexpr
+):
+    """Scores in log2 units from q . k; `distance`: of each row's position from that of key row 0 of the run's buffer.
+
+    `ahead`: how many numbers of the bias stand before those of the buffer; None: none.
+    """
+    if SOFTCAP:
+        s = cap - (2.0 * cap) / (1.0 + gl.exp2(s * (2.0 * LOG2E * scale)))
+    else:
+        s = s * scale
+    if slope is not None:
+        # exact: what is subtracted stays below 2^24, and beyond that distance one position is less than a rounding
+        y = (gl.arange(0, s.shape[1], COLUMNS) * stride).to(gl.float32)
+        shift = (distance - stride * key).to(gl.float32)
+        s -= gl.expand_dims(slope, 1) * gl.abs(gl.expand_dims(shift, 1) - gl.expand_dims(y, 0))
+    if key_bias is not None:
+        if ahead is not None:
+            key += ahead
+        y = key + gl.arange(0, s.shape[1], COLUMNS)
+        bias = gl.load(key_bias + y, mask=(y >= 0) & (y < keys), other=0.0)
+        s += gl.expand_dims(bias * LOG2E, 0)
+    return s
+
+
+@gluon.constexpr_function
+def _scaling(count):
+    """(assembly, constraints) that multiply `count` registers by as many others unless no row of the warp changes."""
+    products = " ".join(f"mul.f32 ${i}, ${i}, ${2 * count + i};" for i in range(count))
+    # the elements 0 and 2 of an accumulator lie in the two rows of a thread
+    changes = f"setp.neu.f32 p, ${2 * count}, 0f3F800000; setp.neu.or.f32 p, ${2 * count + 2}, 0f3F800000, p;"
+    asm = f"{{ .reg .pred p; {changes} vote.sync.any.pred p, p, -1; @!p bra SAME; {products} SAME: }}"
+    return asm, ",".join(["=f"] * count + [str(i) for i in range(count)] + ["f"] * count)
+
+
+@gluon.jit
+def _scaled(acc, alpha):
+    """The accumulator times alpha, skipped by warps in whose rows alpha is 1."""
+    asm: gl.constexpr = _scaling(acc.shape[1] // 2)
+    alpha, acc = gl.broadcast(gl.expand_dims(alpha, 1), acc)
+    return gl.inline_asm_elementwise(
+        asm[0], asm[1], [acc, alpha], dtype=gl.float32, is_pure=True, pack=acc.shape[1] // 2
+    )
+
+
+@gluon.jit
+def _softmax(s, m_i, l_i, scale, DOT_ONLY: gl.constexpr, GUARD: gl.constexpr, LAZY: gl.constexpr):
+    """(p, m, l, alpha): weights of a block and what they make of the state; GUARD: a row may have seen nothing so far.
+
+    LAZY: m follows the maximum only once that has grown by GROWTH, so that alpha is 1 in most blocks.
+    """
+    top = gl.max(s, 1)
+    if DOT_ONLY:
+        top = top * scale
+    m_new = gl.maximum(m_i, top)
+    if LAZY:
+        m_new = gl.where(m_new > m_i + GROWTH, m_new, m_i)
+    m_ref = m_new
+    if GUARD:
+        m_ref = gl.where(m_new == -float("inf"), 0.0, m_new)
+    alpha = gl.exp2(m_i - m_ref)
+    if DOT_ONLY:
+        p = gl.exp2(s * scale - gl.expand_dims(m_ref, 1))
+    else:
+        p = gl.exp2(s - gl.expand_dims(m_ref, 1))
+    return p, m_new, l_i * alpha + gl.sum(p, 1), alpha
+
+
+@gluon.jit
+def _merge_sums(m_a, l_a, m_b, l_b):
+    """(m, l, weight of a, weight of b) of the merge of two partials; merging two empty ones is empty."""
+    m = gl.maximum(m_a, m_b)
+    shift = gl.where(m == -float("inf"), 0.0, m)
+    alpha = gl.exp2(m_a - shift)
+    beta = gl.exp2(m_b - shift)
+    return m, l_a * alpha + l_b * beta, alpha, beta
+
+
+@gluon.jit
+def _packed(p):
+    """The same weights, two to a register: what a loop carries as halves costs a permutation of each in each round."""
+    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [p], dtype=p.dtype, is_pure=False, pack=2)
+
+
+@gluon.jit
+def _take_turn(INDEX: gl.constexpr, TURN: gl.constexpr):
+    """Waits until the consumer before this one has issued its products; TURN: the first of the named barriers, 0: none."""
+    if TURN > 0:
+        sync(TURN + INDEX, 256)
+
+
+@gluon.jit
+def _pass_turn(INDEX: gl.constexpr, CONSUMERS: gl.constexpr, TURN: gl.constexpr):
+    if TURN > 0:
+        arrive(TURN + (INDEX + 1) % CONSUMERS, 256)
+
+
+@gluon.jit
+def _first_product(
+    INDEX: gl.constexpr, q_s, k_s, q_full, k_full, tile, stage, parity, there, BLOCK_N: gl.constexpr, D: gl.constexpr,
+    S_LAYOUT: gl.constexpr, CONSUMERS: gl.constexpr, Q_STAGES: gl.constexpr, TURN: gl.constexpr,
+):  # fmt: skip
+    """Issues q . k of the first block of this program's tile number `tile`; of what lies there if it has no such tile."""
+    place = tile % Q_STAGES * CONSUMERS + INDEX
+    if there:
+        mbarrier.wait(q_full.index(place), tile // Q_STAGES & 1)
+        mbarrier.wait(k_full.index(stage), parity)
+    _take_turn(INDEX, TURN)
+    q = q_s.index(place).reshape([64, D])
+    k_tile = k_s.index(stage).reshape([BLOCK_N, D]).permute((1, 0))
+    qk = warpgroup_mma(q, k_tile, gl.zeros([64, BLOCK_N], gl.float32, S_LAYOUT), use_acc=False, is_async=True)
+    _pass_turn(INDEX, CONSUMERS, TURN)
+    return qk
+
+
+@gluon.jit
+def _products(
+    INDEX: gl.constexpr, q, k_s, v_s, k_full, k_empty, v_full, stage, parity, p, acc, alpha,
+    STAGES: gl.constexpr, BLOCK_N: gl.constexpr, D: gl.constexpr, DV: gl.constexpr, S_LAYOUT: gl.constexpr,
+    THREADS: gl.constexpr, NAMED: gl.constexpr, CONSUMERS: gl.constexpr, TURN: gl.constexpr, LAZY: gl.constexpr,
+):  # fmt: skip
+    """Issues q . k of the next block and p v of the block in `stage`; (s, p v in flight, next stage, its parity)."""
+    v_stage = stage
+    v_parity = parity
+    stage += 1
+    if stage == STAGES:
+        stage = 0
+        parity ^= 1
+    k_tile = k_s.index(stage).reshape([BLOCK_N, D]).permute((1, 0))
+    v_tile = v_s.index(v_stage).reshape([BLOCK_N, DV])
+    if LAZY:
+        acc = _scaled(acc, alpha)
+    mbarrier.wait(k_full.index(stage), parity)
+    _take_turn(INDEX, TURN)
+    qk = warpgroup_mma(q, k_tile, gl.zeros([64, BLOCK_N], gl.float32, S_LAYOUT), use_acc=False, is_async=True)
+    mbarrier.wait(v_full.index(v_stage), v_parity)
+    if not LAZY:
+        acc = acc * gl.expand_dims(alpha, 1)  # here, so that q . k does not wait for it
+    acc = warpgroup_mma(p, v_tile, acc, is_async=True)
+    _pass_turn(INDEX, CONSUMERS, TURN)
+    s = warpgroup_mma_wait(1, deps=[qk])
+    _release(k_empty, stage, EMPTY_K, THREADS, NAMED)
+    return s, acc, stage, parity
+
+
+@gluon.jit
+def _consumer(
+    INDEX: gl.constexpr, o_desc, plan, shared, state, sides, strides, sizes, sinks, alibi_slopes, key_bias, error,
+    CONSUMERS: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, D: gl.constexpr, DV: gl.constexpr,
+    DV_WIDTH: gl.constexpr, PACK: gl.constexpr, O_UNIT: gl.constexpr, ACC_UNIT: gl.constexpr, FIRST: gl.constexpr,
+    LAST: gl.constexpr, DOT_ONLY: gl.constexpr, SOFTCAP: gl.constexpr, NAMED: gl.constexpr, Q_STAGES: gl.constexpr,
+    TURN: gl.constexpr, EARLY: gl.constexpr, HELD: gl.constexpr, STORE: gl.constexpr, AHEAD: gl.constexpr,
+    LAZY: gl.constexpr,
+):  # fmt: skip
+    """One warpgroup: rows INDEX * 64 .. INDEX * 64 + 63 of every tile of this program; Note [Pipeline]."""
+    work, segments, starts = plan
+    q_s, k_s, v_s, q_full, q_empty, k_full, k_empty, v_full, v_empty = shared
+    o, lse, carry_m, carry_l, carry_acc, part_m, part_l, part_acc = state
+    positions, _lo_ptr, _hi_ptr = sides
+    o_sb, o_ss, o_sh, acc_sb, acc_ss, acc_sh, lse_sb, lse_sh, m_sb, m_sh, l_sb, l_sh, lo_sb, hi_sb, key_bias_sb = (
+        strides
+    )
+    heads, rows, keys, local_rows, scale, cap = sizes
+    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
+    o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DV, 16])
+    p_layout: gl.constexpr = gl.DotOperandLayout(0, o_layout, 2)
+    s_rows: gl.constexpr = gl.SliceLayout(1, s_layout)
+    s_columns: gl.constexpr = gl.SliceLayout(0, s_layout)
+    o_rows: gl.constexpr = gl.SliceLayout(1, o_layout)
+    threads: gl.constexpr = 128 * CONSUMERS + 32
+    tile: gl.constexpr = 64 * CONSUMERS
+    # full blocks of other scores need to know where they are
+    PLACED: gl.constexpr = alibi_slopes is not None or key_bias is not None
+    GUARD: gl.constexpr = key_bias is not None
+    HAS_REGISTERS: gl.constexpr = DV <= 128 and not EARLY  # in registers, for what was carried beside the last p v
+    dtype: gl.constexpr = q_s.dtype
+
+    first = gl.load(starts + gl.program_id(0))
+    stop = gl.load(starts + gl.program_id(0) + 1)
+    stage = 0
+    parity = 0
+    if TURN > 0 and INDEX == CONSUMERS - 1:
+        _pass_turn(INDEX, CONSUMERS, TURN)
+    if EARLY:
+        qk = _first_product(
+            INDEX, q_s, k_s, q_full, k_full, 0, stage, parity, first < stop, BLOCK_N, D, s_layout, CONSUMERS, Q_STAGES, TURN
+        )  # fmt: skip
+        s = warpgroup_mma_wait(0, deps=[qk])
+        if first < stop:
+            _release(k_empty, stage, EMPTY_K, threads, NAMED)
+    if AHEAD:
+        low, high = _first_limits(INDEX, first, plan, sides, heads, rows, lo_sb, hi_sb, PACK, s_rows)
+    for at in range(first, stop):
+        head, row, segment, masked, _full, masked_blocks, full_blocks, _slot = entry(work, at)
+        b64 = gl.cast(head // heads, gl.int64)
+        h = head % heads
+
+        # the first block; the limits arrive beneath its product
+        if not EARLY:
+            qk = _first_product(
+                INDEX, q_s, k_s, q_full, k_full, at - first, stage, parity, True, BLOCK_N, D, s_layout, CONSUMERS,
+                Q_STAGES, TURN,
+            )  # fmt: skip
+        r = INDEX * 64 + gl.arange(0, 64, s_rows)
+        x = row + r // PACK
+        head_of_row = h * PACK + r % PACK
+        exists = x < rows
+        key, blocks, _begin, _end, origin, stride = _segment(segments, segment)
+        if not AHEAD:
+            low, high = _first_limits(INDEX, at, plan, sides, heads, rows, lo_sb, hi_sb, PACK, s_rows)
+        m_i = gl.full([64], -float("inf"), gl.float32, s_rows)
+        l_i = gl.full([64], 0.0, gl.float32, s_rows)
+        acc = gl.zeros([64, DV], gl.float32, o_layout)
+        slope = None
+        distance = None
+        position = None
+        bias = None
+        ahead = None
+        if alibi_slopes is not None:
+            slope = gl.load(alibi_slopes + head_of_row) * LOG2E
+            position = gl.load(positions + x, mask=exists, other=0)
+            distance = position - origin
+        if key_bias is not None:
+            bias = key_bias + b64 * key_bias_sb
+            if local_rows is not None:
+                ahead = rows_ahead(segments, segment, local_rows)
+        if not EARLY:
+            s = warpgroup_mma_wait(0, deps=[qk])
+            _release(k_empty, stage, EMPTY_K, threads, NAMED)
+        q = q_s.index((at - first) % Q_STAGES * CONSUMERS + INDEX).reshape([64, D])
+        if HELD:
+            q = q.load(gl.DotOperandLayout(0, s_layout, 2))
+        if not DOT_ONLY:
+            s = _score(s, distance, key, stride, slope, bias, ahead, keys, scale, cap, SOFTCAP, s_columns)
+        if masked > 0:
+            s = _hide(s, low, high, key, s_columns)
+        p, m_i, l_i, alpha = _softmax(s, m_i, l_i, scale, DOT_ONLY, True, LAZY)
+        alpha = gl.convert_layout(alpha, o_rows)
+        p = gl.convert_layout(p.to(dtype), p_layout)
+
+        left = blocks
+        for _ in range(1, masked_blocks):
+            key += BLOCK_N
+            left -= 1
+            if left == 0:
+                segment += 1
+                key, left, _begin, _end, origin, stride = _segment(segments, segment)
+                # widened here: what is made of strides outside of the loop would be spilled beside wide heads
+                of_lo = opaque(gl.to_tensor(lo_sb))
+                of_hi = opaque(gl.to_tensor(hi_sb))
+                low, high = _limits_in(INDEX, at, segment, True, plan, sides, heads, rows, of_lo, of_hi, PACK, s_rows)
+                if alibi_slopes is not None:
+                    distance = position - origin
+                if local_rows is not None:
+                    ahead = rows_ahead(segments, segment, local_rows)
+            v_stage = stage
+            s, product, stage, parity = _products(
+                INDEX, q, k_s, v_s, k_full, k_empty, v_full, stage, parity, p, acc, alpha,
+                STAGES, BLOCK_N, D, DV, s_layout, threads, NAMED, CONSUMERS, TURN, LAZY,
+            )  # fmt: skip
+            if not DOT_ONLY:
+                s = _score(s, distance, key, stride, slope, bias, ahead, keys, scale, cap, SOFTCAP, s_columns)
+            s = _hide(s, low, high, key, s_columns)
+            p, m_i, l_i, alpha = _softmax(s, m_i, l_i, scale, DOT_ONLY, True, LAZY)
+            acc = warpgroup_mma_wait(0, deps=[product])
+            _release(v_empty, v_stage, EMPTY_K + STAGES, threads, NAMED)
+            alpha = gl.convert_layout(alpha, o_rows)
+            p = gl.convert_layout(p.to(dtype), p_layout)
+
+        p = _packed(p)
+        for _ in range(gl.where(masked_blocks == 0, 1, 0), full_blocks):
+            if PLACED:
+                key += BLOCK_N
+                left -= 1
+                if left == 0:
+                    segment += 1
+                    key, left, _begin, _end, origin, stride = _segment(segments, segment)
+                    if alibi_slopes is not None:
+                        distance = position - origin
+                    if local_rows is not None:
+                        ahead = rows_ahead(segments, segment, local_rows)
+            v_stage = stage
+            s, product, stage, parity = _products(
+                INDEX, q, k_s, v_s, k_full, k_empty, v_full, stage, parity, p, acc, alpha,
+                STAGES, BLOCK_N, D, DV, s_layout, threads, NAMED, CONSUMERS, TURN, LAZY,
+            )  # fmt: skip
+            if not DOT_ONLY:
+                s = _score(s, distance, key, stride, slope, bias, ahead, keys, scale, cap, SOFTCAP, s_columns)
+            p, m_i, l_i, alpha = _softmax(s, m_i, l_i, scale, DOT_ONLY, GUARD, LAZY)
+            acc = warpgroup_mma_wait(0, deps=[product])
+            _release(v_empty, v_stage, EMPTY_K + STAGES, threads, NAMED)
+            alpha = gl.convert_layout(alpha, o_rows)
+            p = gl.convert_layout(p.to(dtype), p_layout)
+
+        # the last p v; what was carried arrives beneath it
+        q_place = (at - first) % Q_STAGES * CONSUMERS + INDEX
+        if not STORE:
+            mbarrier.arrive(q_empty.index(q_place), count=1)
+        mbarrier.wait(v_full.index(stage), parity)
+        acc = acc * gl.expand_dims(alpha, 1)
+        product = warpgroup_mma(p, v_s.index(stage).reshape([BLOCK_N, DV]), acc, is_async=True)
+        v_stage = stage
+        stage += 1
+        if stage == STAGES:
+            stage = 0
+            parity ^= 1
+        if EARLY:
+            qk = _first_product(
+                INDEX, q_s, k_s, q_full, k_full, at + 1 - first, stage, parity, at + 1 < stop, BLOCK_N, D, s_layout,
+                CONSUMERS, Q_STAGES, TURN,
+            )  # fmt: skip
+        if AHEAD:
+            low, high = _first_limits(
+                INDEX, gl.minimum(at + 1, stop - 1), plan, sides, heads, rows, lo_sb, hi_sb, PACK, s_rows
+            )
+        # read again, so that it holds no registers through the loops
+        this_head, this_row, _, _, _, _, _, this_slot = entry(work, at)
+        b64 = gl.cast(this_head // heads, gl.int64)
+        h = this_head % heads
+        r = INDEX * 64 + gl.arange(0, 64, s_rows)
+        x = this_row + r // PACK
+        head_of_row = h * PACK + r % PACK
+        exists = x < rows
+        whole = this_slot < 0  # the parts of a split tile start from nothing; finish.py lets the carry join
+        if not FIRST or not LAST:
+            place, inside = _place(
+                INDEX, b64, h, this_row, rows, acc_sb, acc_ss, acc_sh, o_layout, PACK, DV, DV_WIDTH, ACC_UNIT
+            )
+        if not FIRST:
+            m_0 = gl.load(carry_m + b64 * m_sb + head_of_row * m_sh + x, mask=exists & whole, other=-float("inf"))
+            l_0 = gl.load(carry_l + b64 * l_sb + head_of_row * l_sh + x, mask=exists & whole, other=0.0)
+            if HAS_REGISTERS:
+                acc_0 = gl.load(carry_acc + place, mask=inside & whole, other=0.0)
+        if error is not None:
+            in_vain = gl.load(error, volatile=True) != 0
+        acc = warpgroup_mma_wait(1 if EARLY else 0, deps=[product])
+        _release(v_empty, v_stage, EMPTY_K + STAGES, threads, NAMED)
+
+        if whole:
+            if FIRST:
+                if sinks is not None:
+                    m_0 = gl.load(sinks + head_of_row) * LOG2E
+                    m_i, l_i, mine, _sink = _merge_sums(m_i, l_i, m_0, 1.0)
+                    acc = acc * gl.expand_dims(gl.convert_layout(mine, o_rows), 1)
+            else:
+                if not HAS_REGISTERS:
+                    acc_0 = gl.load(carry_acc + place, mask=inside, other=0.0)
+                m_i, l_i, mine, carried = _merge_sums(m_i, l_i, m_0, l_0)
+                acc = acc * gl.expand_dims(gl.convert_layout(mine, o_rows), 1)
+                acc += acc_0 * gl.expand_dims(gl.convert_layout(carried, o_rows), 1)
+            if LAST:
+                divisor = gl.where(l_i > 0.0, l_i, 1.0)
+                found = gl.where(l_i > 0.0, (m_i + gl.log2(divisor)) * LN2, -float("inf"))
+                if error is not None:
+                    divisor = gl.where(in_vain, float("nan"), divisor)
+                    found = gl.where(in_vain, float("nan"), found)
+                acc = acc * gl.expand_dims(gl.convert_layout(1.0 / divisor, o_rows), 1)
+                if STORE:
+                    o_tile = q_s.index(q_place)
+                    o_tile.reshape([64, D]).store(acc.to(dtype))
+                    fence_async_shared()
+                    if PACK == 1:
+                        corner = [this_head // heads, h, this_row + INDEX * 64, 0]
+                    else:
+                        corner = [this_head // heads, this_row + INDEX * (64 // PACK), h, 0, 0]
+                    tma.async_copy_shared_to_global(o_desc, corner, o_tile)
+                else:
+                    place, inside = _place(
+                        INDEX, b64, h, this_row, rows, o_sb, o_ss, o_sh, o_layout, PACK, DV, DV_WIDTH, O_UNIT
+                    )
+                    gl.store(o + place, acc.to(o.dtype.element_ty), mask=inside)
+                gl.store(lse + b64 * lse_sb + head_of_row * lse_sh + x, found, mask=exists)
+            else:
+                gl.store(carry_m + b64 * m_sb + head_of_row * m_sh + x, m_i, mask=exists)
+                gl.store(carry_l + b64 * l_sb + head_of_row * l_sh + x, l_i, mask=exists)
+                gl.store(carry_acc + place, acc, mask=inside)
+        else:
+            at_row = gl.cast(this_slot, gl.int64) * tile + r
+            gl.store(part_m + at_row, m_i)
+            gl.store(part_l + at_row, l_i)
+            y = gl.expand_dims(gl.convert_layout(at_row, o_rows), 1) * DV
+            gl.store(part_acc + y + gl.expand_dims(gl.arange(0, DV, gl.SliceLayout(0, o_layout)), 0), acc)
+        if EARLY:
+            s = warpgroup_mma_wait(0, deps=[qk])
+            if at + 1 < stop:
+                _release(k_empty, stage, EMPTY_K, threads, NAMED)
+        if STORE:
+            tma.store_wait(0)
+            mbarrier.arrive(q_empty.index(q_place), count=1)
+
+
+@gluon.jit
+def _place(INDEX: gl.constexpr, b, h, row, rows, sb, ss, sh, LAYOUT: gl.constexpr, PACK: gl.constexpr, DV: gl.constexpr,
+           DV_WIDTH: gl.constexpr, UNIT: gl.constexpr):  # fmt: skip
+    """(offsets, which exist) of this warpgroup's rows in a `b s h dv` tensor; strides in units of UNIT elements."""
+    r = INDEX * 64 + gl.arange(0, 64, gl.SliceLayout(1, LAYOUT))
+    column = gl.expand_dims(gl.arange(0, DV, gl.SliceLayout(0, LAYOUT)), 0)
+    x = row + r // PACK
+    offsets = (b * sb + gl.cast(x, gl.int64) * ss + gl.cast(h * PACK + r % PACK, gl.int64) * sh) * UNIT
+    inside = gl.expand_dims(x < rows, 1)
+    if DV_WIDTH < DV:
+        inside = inside & (column < DV_WIDTH)
+    return gl.expand_dims(offsets, 1) + column, inside
+
+
+RUNTIME = [
+    "o_sb", "o_ss", "o_sh", "acc_sb", "acc_ss", "acc_sh", "lse_sb", "lse_sh", "m_sb", "m_sh", "l_sb", "l_sh", "lo_sb",
+    "hi_sb", "key_bias_sb", "heads", "group", "rows", "keys", "flag_heads", "flag_steps", "timeout_us", "local_rows",
+    "epochs",
+]  # fmt: skip
+
+
+@gluon.jit(do_not_specialize=RUNTIME)
+def forward_kernel(
+    q, k, v, o_desc, work, segments, starts, o, lse, carry_m, carry_l, carry_acc, part_m, part_l, part_acc, positions,
+    lo_ptr, hi_ptr, sinks, alibi_slopes, key_bias, k_remote, v_remote, flags, error, board,
+    o_sb, o_ss, o_sh, acc_sb, acc_ss, acc_sh, lse_sb, lse_sh, m_sb, m_sh, l_sb, l_sh, lo_sb, hi_sb, key_bias_sb,
+    heads, group, rows, keys, flag_heads, flag_steps, timeout_us, local_rows, epochs, scale, cap,
+    CONSUMERS: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, D: gl.constexpr, DV: gl.constexpr,
+    DV_WIDTH: gl.constexpr, PACK: gl.constexpr, O_UNIT: gl.constexpr, ACC_UNIT: gl.constexpr, FIRST: gl.constexpr,
+    LAST: gl.constexpr, DOT_ONLY: gl.constexpr, SOFTCAP: gl.constexpr, NAMED: gl.constexpr, Q_STAGES: gl.constexpr,
+    TURN: gl.constexpr, EARLY: gl.constexpr, HELD: gl.constexpr, STORE: gl.constexpr, AHEAD: gl.constexpr,
+    LAZY: gl.constexpr, num_warps: gl.constexpr,  # noqa: ARG001
+):  # fmt: skip
+    """Works through starts[p] .. starts[p + 1] of `work`; absent tensors are None.
+
+    `scale` is softmax_scale * log2(e), or under SOFTCAP softmax_scale / softcap; `cap` is softcap * log2(e). PLAIN: the
+    score is q . k times a positive scale, which is folded into the exponent. Strides of o and carry_acc are counted in
+    O_UNIT and ACC_UNIT elements, which tells the compiler how wide a store may be. `keys` are the numbers of key_bias for
+    one batch element; where keys are gathered, those of the remote buffer begin at local_rows. Key heads come in groups of
+    flag_heads; flags has flag_steps columns. Note [Gathered keys].
+    """
+    q_s = gl.allocate_shared_memory(q.dtype, [Q_STAGES * CONSUMERS] + q.block_type.shape, q.layout)  # noqa: RUF005
+    k_s = gl.allocate_shared_memory(k.dtype, [STAGES] + k.block_type.shape, k.layout)  # noqa: RUF005
+    v_s = gl.allocate_shared_memory(v.dtype, [STAGES] + v.block_type.shape, v.layout)  # noqa: RUF005
+    q_full = gl.allocate_shared_memory(gl.int64, [Q_STAGES * CONSUMERS, 1], mbarrier.MBarrierLayout())
+    q_empty = gl.allocate_shared_memory(gl.int64, [Q_STAGES * CONSUMERS, 1], mbarrier.MBarrierLayout())
+    k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(Q_STAGES * CONSUMERS):
+        mbarrier.init(q_full.index(i), count=1)
+        mbarrier.init(q_empty.index(i), count=1)
+    for i in gl.static_range(STAGES):
+        mbarrier.init(k_full.index(i), count=1)
+        mbarrier.init(k_empty.index(i), count=CONSUMERS)
+        mbarrier.init(v_full.index(i), count=1)
+        mbarrier.init(v_empty.index(i), count=CONSUMERS)
+
+    shared = (q_s, k_s, v_s, q_full, q_empty, k_full, k_empty, v_full, v_empty)
+    plan = (work, segments, starts)
+    state = (o, lse, carry_m, carry_l, carry_acc, part_m, part_l, part_acc)
+    sides = (positions, lo_ptr, hi_ptr)
+    strides = (
+        o_sb,
+        o_ss,
+        o_sh,
+        acc_sb,
+        acc_ss,
+        acc_sh,
+        lse_sb,
+        lse_sh,
+        m_sb,
+        m_sh,
+        l_sb,
+        l_sh,
+        lo_sb,
+        hi_sb,
+        key_bias_sb,
+    )
+    sizes = (heads, rows, keys, local_rows, scale, cap)
+    ready_flags = (flags, error, flag_heads, flag_steps, timeout_us)
+    pace = (board, epochs)
+    # registers: of what a multiprocessor has, the workers name their share and the first consumer gets the rest
+    if CONSUMERS == 1:
+        gl.warp_specialize([
+            (_consumer, (gl.constexpr(0), o_desc, plan, shared, state, sides, strides, sizes, sinks, alibi_slopes, key_bias,
+                error, CONSUMERS, BLOCK_N, STAGES, D, DV, DV_WIDTH, PACK, O_UNIT, ACC_UNIT, FIRST, LAST, DOT_ONLY, SOFTCAP, NAMED,
+                Q_STAGES, TURN, EARLY, HELD, STORE, AHEAD, LAZY)),
+            (_producer, (q, k, v, k_remote, v_remote, ready_flags, pace, plan, shared, heads, group, CONSUMERS, BLOCK_N, STAGES,
+                PACK, NAMED, Q_STAGES)),
+        ], [1], [24])  # fmt: skip
+    elif CONSUMERS == 2:
+        gl.warp_specialize([
+            (_consumer, (gl.constexpr(0), o_desc, plan, shared, state, sides, strides, sizes, sinks, alibi_slopes, key_bias,
+                error, CONSUMERS, BLOCK_N, STAGES, D, DV, DV_WIDTH, PACK, O_UNIT, ACC_UNIT, FIRST, LAST, DOT_ONLY, SOFTCAP, NAMED,
+                Q_STAGES, TURN, EARLY, HELD, STORE, AHEAD, LAZY)),
+            (_consumer, (gl.constexpr(1), o_desc, plan, shared, state, sides, strides, sizes, sinks, alibi_slopes, key_bias,
+                error, CONSUMERS, BLOCK_N, STAGES, D, DV, DV_WIDTH, PACK, O_UNIT, ACC_UNIT, FIRST, LAST, DOT_ONLY, SOFTCAP, NAMED,
+                Q_STAGES, TURN, EARLY, HELD, STORE, AHEAD, LAZY)),
+            (_producer, (q, k, v, k_remote, v_remote, ready_flags, pace, plan, shared, heads, group, CONSUMERS, BLOCK_N, STAGES,
+                PACK, NAMED, Q_STAGES)),
+        ], [4, 1], [240, 24])  # fmt: skip
+    else:
+        gl.warp_specialize([
+            (_consumer, (gl.constexpr(0), o_desc, plan, shared, state, sides, strides, sizes, sinks, alibi_slopes, key_bias,
+                error, CONSUMERS, BLOCK_N, STAGES, D, DV, DV_WIDTH, PACK, O_UNIT, ACC_UNIT, FIRST, LAST, DOT_ONLY, SOFTCAP, NAMED,
+                Q_STAGES, TURN, EARLY, HELD, STORE, AHEAD, LAZY)),
+            (_consumer, (gl.constexpr(1), o_desc, plan, shared, state, sides, strides, sizes, sinks, alibi_slopes, key_bias,
+                error, CONSUMERS, BLOCK_N, STAGES, D, DV, DV_WIDTH, PACK, O_UNIT, ACC_UNIT, FIRST, LAST, DOT_ONLY, SOFTCAP, NAMED,
+                Q_STAGES, TURN, EARLY, HELD, STORE, AHEAD, LAZY)),
+            (_consumer, (gl.constexpr(2), o_desc, plan, shared, state, sides, strides, sizes, sinks, alibi_slopes, key_bias,
+                error, CONSUMERS, BLOCK_N, STAGES, D, DV, DV_WIDTH, PACK, O_UNIT, ACC_UNIT, FIRST, LAST, DOT_ONLY, SOFTCAP, NAMED,
+                Q_STAGES, TURN, EARLY, HELD, STORE, AHEAD, LAZY)),
+            (_producer, (q, k, v, k_remote, v_remote, ready_flags, pace, plan, shared, heads, group, CONSUMERS, BLOCK_N, STAGES,
+                PACK, NAMED, Q_STAGES)),
+        ], [4, 4, 1], [160, 160, 24])  # fmt: skip

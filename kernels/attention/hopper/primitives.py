@@ -1,0 +1,271 @@
+"""Parts of every Hopper kernel: named barriers, copies that add, tiles of the work plan, limits of visibility.
+
+Owns the inline assembly. Refuses to know scores, softmax and gradients.
+
+Note [Named barriers]
+    Triton gives the barriers 0, 1, 2, ... to the partitions of a kernel; 8 to 15 are free and are named by the kernels.
+    `sync` waits for `threads` threads to have arrived, `arrive` counts this warp without stopping it.
+
+Note [Limits]
+    A masked block compares the row numbers of the streamed side with two limits per row of the tile, so that positions are
+    divided once per segment and not compared at every pair: row y of the buffer is visible iff low <= y < high.
+
+Note [Flags]
+    What fills a buffer beside a running kernel is another engine: rows are there once the flag that is written behind them
+    reads 1 to a load that acquires at the scope of the system. Bulk copies read through a proxy of their own, so a fence
+    between the proxies stands behind the load. A wait ends: by the flag, by a negative flag, or by the clock. All threads of
+    a warp leave it with one answer, because what follows is done by the warp as a whole.
+"""
+
+# pyright: reportGeneralTypeIssues=false, reportArgumentType=false, reportAssignmentType=false, reportCallIssue=false
+# pyright: reportOptionalMemberAccess=false
+from triton._C.libtriton import ir
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language._core import builtin
+from triton.experimental.gluon.language.nvidia.hopper import tma
+
+EPOCH = gl.constexpr(64)  # blocks between two looks at the board; Note [Pace] in pace.py
+LEFT = gl.constexpr(2**30)  # beyond every epoch
+
+
+@gluon.constexpr_function
+def _barrier(kind, threads):
+    return f"bar.{kind} $1, {threads}; mov.u32 $0, 0;"
+
+
+@gluon.jit
+def sync(barrier, THREADS: gl.constexpr):
+    """Waits until THREADS threads, this warpgroup's among them, have arrived at a named barrier."""
+    asm: gl.constexpr = _barrier("sync", THREADS)
+    gl.inline_asm_elementwise(asm, "=r,r", [gl.to_tensor(barrier)], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def arrive(barrier, THREADS: gl.constexpr):
+    """Counts the threads of this partition at a named barrier without waiting."""
+    asm: gl.constexpr = _barrier("arrive", THREADS)
+    gl.inline_asm_elementwise(asm, "=r,r", [gl.to_tensor(barrier)], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def wait_flag(flag, error, timeout_us):
+    """Waits until *flag is 1, and says so with a 1; Note [Flags].
+
+    A negative flag, or patience (microseconds) running out, sets *error and returns 0 all the same.
+    """
+    return gl.inline_asm_elementwise(
+        """{
+        .reg .pred p; .reg .s32 v; .reg .u64 began, now;
+        mov.u64 began, %globaltimer;
+        POLL:
+        ld.acquire.sys.global.s32 v, [$1];
+        setp.ne.s32 p, v, 0;
+        @p bra SEEN;
+        mov.u64 now, %globaltimer;
+        sub.s64 now, now, began;
+        setp.gt.s64 p, now, $3;
+        @p bra SEEN;
+        nanosleep.u32 64;
+        bra POLL;
+        SEEN:
+        setp.le.s32 p, v, 0;
+        vote.sync.any.pred p, p, -1;
+        @p st.relaxed.sys.global.s32 [$2], 1;
+        fence.proxy.async.global;
+        selp.s32 $0, 0, 1, p;
+        }""",
+        "=r,l,l,l",
+        [flag, error, gl.to_tensor(timeout_us).to(gl.int64) * 1000],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@gluon.jit
+def wait_for_progress(board, epoch, epochs):
+    """Says that this program has come to the end of an epoch, and waits for those that are more than one behind.
+
+    Args:
+        board: `epochs` int32: how many programs have ended each epoch.
+        epoch: The one that ends; LEFT: this program says and waits no more.
+        epochs: Those of the program with the most blocks.
+
+    Returns:
+        The next epoch, or LEFT.
+    """
+    if epoch < LEFT:
+        enough = gl.where(epoch > 0, gl.num_programs(0), 0)
+        in_time = _check_in(board + epoch, board + gl.maximum(epoch - 1, 0), enough)
+        epoch += 1
+        if in_time == 0:
+            exit_barrier(board, epoch, epochs)
+            epoch = LEFT
+    return epoch
+
+
+@gluon.jit
+def exit_barrier(board, epoch, epochs):
+    """Says at once what this program has not said, so that nobody waits for it."""
+    for i in range(epoch, epochs):
+        _check_in(board + i, board + i, 0)
+
+
+@gluon.jit
+def _check_in(place, awaited, enough):
+    """Counts this program at a place, and waits until another place counts enough: 1, or after 20 ms 0."""
+    return gl.inline_asm_elementwise(
+        """{
+        .reg .pred p; .reg .u32 lane; .reg .s32 v; .reg .u64 began, now;
+        mov.u32 lane, %laneid;
+        setp.eq.u32 p, lane, 0;
+        @p red.relaxed.gpu.global.add.s32 [$1], 1;
+        mov.u64 began, %globaltimer;
+        POLL:
+        ld.relaxed.gpu.global.s32 v, [$2];
+        setp.ge.s32 p, v, $3;
+        @p bra SEEN;
+        mov.u64 now, %globaltimer;
+        sub.s64 now, now, began;
+        setp.gt.s64 p, now, 20000000;
+        @p bra SEEN;
+        nanosleep.u32 32;
+        bra POLL;
+        SEEN:
+        setp.ge.s32 p, v, $3;
+        vote.sync.all.pred p, p, -1;
+        selp.s32 $0, 1, 0, p;
+        }""",
+        "=r,l,l,r",
+        [place, awaited, gl.to_tensor(enough)],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@builtin
+def reduce_add(descriptor, coordinates, source, _semantic=None):
+    """Adds a tile of shared memory to global memory through the bulk copy engine; `tma.store_wait` waits for it."""
+    coordinates = _semantic._convert_to_ir_values(coordinates, require_i64=False)
+    _semantic.builder.create_async_tma_reduce(
+        ir.DESCRIPTOR_REDUCE_KIND.ADD, descriptor.handle, coordinates, source.handle
+    )
+
+
+@gluon.jit
+def opaque(x):
+    """The same int32 tensor, computed where it stands: hoisted out of a loop it would hold registers through it."""
+    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def pinned(x):
+    """The same fp32 tensor in registers of its own, made here: the copy cannot move behind a product that needs it."""
+    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def reciprocal(x):
+    """1 / x to the last bit or so; 0 for infinity."""
+    return gl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
+
+
+@gluon.jit
+def load_from(local, remote, step, place, full, target):
+    """Loads a block from where its source lies: local, or remote (None: there is none) for steps above 0."""
+    if remote is None:
+        tma.async_copy_global_to_shared(local, place, full, target)
+    elif step > 0:
+        tma.async_copy_global_to_shared(remote, place, full, target)
+    else:
+        tma.async_copy_global_to_shared(local, place, full, target)
+
+
+@gluon.jit
+def entry(work, at):
+    """(head, row, segment, masked, full, masked_blocks, full_blocks, slot) of entry `at`; Note [Work] in plan.py."""
+    base = work + at * 8
+    return (
+        gl.load(base), gl.load(base + 1), gl.load(base + 2), gl.load(base + 3),
+        gl.load(base + 4), gl.load(base + 5), gl.load(base + 6), gl.load(base + 7),
+    )  # fmt: skip
+
+
+@gluon.jit
+def rows_ahead(segments, i, local_rows):
+    """Rows that stand before those of the buffer of segment i in tables of local and remote rows: none, or the local ones."""
+    return gl.where(gl.load(segments + i * 8 + 6) > 0, local_rows, 0)
+
+
+@gluon.jit
+def limits(lo, hi, begin, end, origin, stride):
+    """(low, high): rows of the streamed buffer that a tile row with bounds lo, hi sees of a run; Note [Limits]."""
+    low = begin + _rows_before(lo, begin, end, origin, stride)
+    high = begin + _rows_before(hi, begin, end, origin, stride)
+    return low, high
+
+
+@gluon.jit
+def _rows_before(position, begin, end, origin, stride):
+    start = origin + stride * begin
+    distance = gl.minimum(gl.maximum(position - start, 0), (end - begin) * stride)
+    return (distance + stride - 1) // stride
+
+
+@gluon.jit
+def put(
+    target, stride, value, y, rows, WIDTH: gl.constexpr, COLUMNS: gl.constexpr, ADD: gl.constexpr
+):  # fmt: skip
+    """Writes, or adds to what is there, the rows before `rows` of the 64 rows of an accumulator from row y on.
+
+    `target` points at row 0; WIDTH of the COLUMNS columns exist.
+    """
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
+    r = gl.expand_dims(opaque(gl.arange(0, 64, gl.SliceLayout(1, layout))), 1)
+    c = gl.expand_dims(gl.arange(0, COLUMNS, gl.SliceLayout(0, layout)), 0)
+    at = (target + gl.cast(y, gl.int64) * stride + r * stride) + c
+    mask = r < rows - y
+    if WIDTH < COLUMNS:
+        mask = mask & (c < WIDTH)
+    if ADD:
+        value += gl.load(at, mask=mask, other=0.0)
+    gl.store(at, value.to(target.dtype.element_ty), mask=mask)
+
+
+@gluon.jit
+def send_grads(
+    target, stride, value, y, rows, buffer, FIRST: gl.constexpr, WIDTH: gl.constexpr, COLUMNS: gl.constexpr,
+    CHUNK: gl.constexpr,
+):  # fmt: skip
+    """Writes the rows before `rows` of the 64 rows of an accumulator from row y on, CHUNK columns at a time.
+
+    `target` points at row 0; WIDTH of the columns exist, of which `value` holds COLUMNS from FIRST on. `buffer`: shared memory
+    for 64 x CHUNK numbers; None: of the compiler's choice. Note [Stores to
+    other devices] in backward.py.
+    """
+    if COLUMNS > CHUNK:
+        left, right = gl.split(gl.permute(gl.reshape(value, [64, 2, COLUMNS // 2]), [0, 2, 1]))
+        send_grads(target, stride, left, y, rows, buffer, FIRST, WIDTH, COLUMNS // 2, CHUNK)
+        send_grads(target, stride, right, y, rows, buffer, FIRST + COLUMNS // 2, WIDTH, COLUMNS // 2, CHUNK)
+    elif FIRST < WIDTH:
+        layout: gl.constexpr = gl.BlockedLayout([1, 4], [128 // CHUNK, CHUNK // 4], [4, 1], [1, 0])
+        if buffer is not None:
+            buffer.store(value)
+            value = buffer.load(layout)
+        else:
+            value = gl.convert_layout(value, layout)
+        r = gl.expand_dims(opaque(gl.arange(0, 64, gl.SliceLayout(1, layout))), 1)
+        c = gl.expand_dims(FIRST + gl.arange(0, CHUNK, gl.SliceLayout(0, layout)), 0)
+        mask = r < rows - y
+        if WIDTH < FIRST + CHUNK:
+            mask = mask & (c < WIDTH)
+        gl.store((target + gl.cast(y, gl.int64) * stride + r * stride) + c, value, mask=mask)
+
+
+@gluon.jit
+def grad_buffer_of(grad_buffers, side, row, width):
+    """Address of row `row` of the region of a source, rows being `width` numbers."""
+    region = gl.multiple_of(gl.cast(gl.load(grad_buffers + side), gl.pointer_type(gl.float32)), [16])
+    return region + gl.cast(row, gl.int64) * width

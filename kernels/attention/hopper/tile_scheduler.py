@@ -1,0 +1,528 @@
+"""Assignment and order of work: the work of one ring step cut into tiles and assigned to persistent programs.
+
+Owns the integers: which blocks a tile of stationary rows meets, which of them need a mask, and which program takes which
+tile when. Made once per pair of sides on the host and kept as long as the sides live. Refuses to know tensors of values.
+
+Note [Work]
+    The stationary side is cut into tiles (queries for the forward and dq, keys for dk and dv); what streams past a tile is
+    a list of segments of blocks of `block` rows of the other side. Per tile, segments that need a mask come first, then
+    those in which every pair is visible. Blocks of a full segment lie inside one run and are visible to every row of the
+    tile; a masked block may hold hidden pairs, rows beyond its run, and rows beyond the buffer.
+
+    work      `entries 8` int32: head, row, segment, masked, full, masked_blocks, full_blocks, slot
+              head: index into batch x heads of the stationary side (b * heads + h). row: first row of the tile.
+              segment: index of the tile's first segment; `masked` segments, then `full` segments follow one another,
+              and hold masked_blocks and full_blocks blocks. slot: -1, or where this part of a tile that was split among
+              programs leaves its partial result.
+    segments  `n 8` int32: row, blocks, begin, end, origin, stride, step, 0
+              row: first streamed row of the first block. begin, end: the rows of the run that the segment lies in; row x
+              sits at global position origin + stride * x. A masked block's rows outside [begin, end) are hidden.
+              step: 0, or the ring step of a gathered source; Note [Sources].
+    starts    `programs + 1` int32: program p takes entries starts[p] .. starts[p + 1] - 1, in order.
+    splits    `tiles 4` int32: head, row, first slot, parts: the tiles whose partial results a second kernel adds up.
+    tiles     `entries 4` int32, only when the stationary side is gathered: side, step, begin, end of each entry's source:
+              its index among the sides, its ring step, and its rows in the local or the remote buffer.
+    split_tiles  `tiles 4` int32, likewise: the same of each line of splits.
+
+    Every tile in `work` has at least one block; a tile that sees nothing is left out, or, when its rows must be written
+    all the same (`every_tile`), has one masked block in which everything is hidden.
+
+Note [Phase]
+    Where the grid of blocks begins is free for every tile and run, and decides how many blocks are met and how many of
+    them need a mask. The fewest blocks come from beginning at the first row that is seen, or at any row that the slack of
+    the last block allows; among those, the most full blocks come from beginning such that a block begins where the rows
+    that all see begin, or, when the slack does not reach so far, as early as it allows. These three are compared. A tile
+    that holds the end of one run and the beginning of a distant one may see two stretches of a run with a hole between
+    them: nothing is full then, and the blocks before the hole and those after it are two masked segments.
+
+Note [Sources]
+    Either side may be gathered: the rows of several owners (Note [Fused call] of interface.py). Local rows and remote rows are
+    counted each from zero, and what a segment or a tile says of rows is meant in the buffer of its source: local for step 0,
+    remote for the others. Blocks begin inside their source; where they leave it they meet pad rows. A tile never holds rows of
+    two sources. Streamed sources come in ring order, among masked segments and among full ones, so that what arrives last is
+    met last. Of stationary sources, tiles are taken in the order in which their rows arrive: the longer half of the local
+    buffer first, then remote rows group by group and step by step, then the rest of the local buffer, while the last
+    contributions are on their way to their owners.
+
+Note [Assignment]
+    Cost of a tile: its blocks (times `repeats`) + OVERHEAD for prologue and epilogue. Heads go in groups that stream no
+    more than L2_BYTES together, so that what they stream stays in the level-two cache; within a group the longest tiles
+    come first, heads change fastest among equals, and each goes to the program that is free first (the greedy
+    longest-processing-time rule). If the most loaded program would still exceed the mean by more than SLACK, tiles are
+    split along the streamed side: under a limit a little above the mean, a tile that no program can take whole fills up
+    the least loaded programs one after another, and its rest goes where it fits most tightly. So long tiles are cut into
+    programs' shares, and of equal tiles those of the last round are. A part costs EPILOGUE more than a tile, for its
+    partial result, and the second launch costs MERGE: a split that gains less is not made.
+"""
+
+from __future__ import annotations
+
+import threading
+from bisect import bisect_right
+from dataclasses import dataclass
+from heapq import heapreplace
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+
+from ringattn.kernels.interface import GatheredKeys, RowMetadata
+from ringattn.kernels.runtime.host_to_device import upload, wait_for_uploads
+
+L2_BYTES = 32 * 2**20
+"""Of the level-two cache, what one group of heads may stream."""
+OVERHEAD = 1
+"""Prologue and epilogue of a tile, in blocks."""
+EPILOGUE = 1
+"""What a part costs beyond that, because it leaves a partial result in fp32, in blocks."""
+MERGE = 3
+"""The launch that adds partial results up, in blocks."""
+MIN_PART = 4
+"""Work of the smallest part, in blocks."""
+SLACK = 0.02
+"""Excess of the most loaded program over the mean that is left alone."""
+
+_FINEST = 0.005  # the first step from the mean to the limit that splitting keeps
+_BEYOND = 2**31 - 1  # beyond every position
+
+AnyRows = RowMetadata | GatheredKeys
+"""One side of a launch."""
+
+_plans: WeakKeyDictionary[AnyRows, WeakKeyDictionary[AnyRows, dict[Shape, WorkPlan]]] = WeakKeyDictionary()
+_lock = threading.Lock()  # the ranks of a simulated ring are threads
+
+
+@dataclass(frozen=True)
+class WorkPlan:
+    """The work of one kernel launch (Note [Work]); int32 tensors on the device of the sides.
+
+    Attributes:
+        work: `entries 8`.
+        segments: `n 8`.
+        starts: `programs + 1`.
+        splits: `tiles 4`; no rows when nothing is split.
+        tiles: `entries 4`; no rows unless the stationary side is gathered.
+        split_tiles: `tiles 4`; likewise.
+        programs: Persistent programs.
+        slots: Partial results that the launch leaves.
+        blocks: Blocks of all entries together, for tests and for judging balance.
+        longest: Blocks that the program with the most of them loads, `repeats` counted.
+        deepest: Blocks of the longest entry, walked once.
+    """
+
+    work: Tensor
+    segments: Tensor
+    starts: Tensor
+    splits: Tensor
+    tiles: Tensor
+    split_tiles: Tensor
+    programs: int
+    slots: int
+    blocks: int
+    longest: int
+    deepest: int
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Parameters of a plan besides its sides.
+
+    Attributes:
+        batch: Batch elements.
+        heads: Heads of the stationary side (query heads over the group size where a group is packed into a tile).
+        tile: Stationary rows of a tile.
+        block: Streamed rows of a block.
+        programs: Persistent programs: multiprocessors of the device.
+        streamed_bytes: What one head streams if it sees everything, for grouping heads.
+        repeats: How often a tile walks its segments (the query heads of a group, for dk and dv).
+        align: Segments begin at multiples of this many rows (bulk loads of row statistics need 4).
+        every_tile: Tiles that see nothing are written too.
+        split: Whether tiles may be split.
+        groups: Groups of heads in which rows of a gathered stationary side arrive; divides heads.
+    """
+
+    batch: int
+    heads: int
+    tile: int
+    block: int
+    programs: int
+    streamed_bytes: int
+    repeats: int = 1
+    align: int = 1
+    every_tile: bool = True
+    split: bool = True
+    groups: int = 1
+
+
+def make_plan(stationary: AnyRows, streamed: AnyRows, shape: Shape) -> WorkPlan:
+    """The plan of a launch whose tiles are rows of `stationary` and whose blocks are rows of `streamed`; cached.
+
+    Visibility is read from `stationary.lo_host` and `hi_host`, positions from both run lists. A plan without work has no
+    programs. Must not be asked for tiles that are written in any case (`every_tile`) when nothing streams past them.
+    """
+    wait_for_uploads(_sources(stationary)[0][0].runs.device)
+    with _lock:
+        of_stationary = _plans.setdefault(stationary, WeakKeyDictionary())
+        of_pair = of_stationary.setdefault(streamed, {})
+        plan = of_pair.get(shape)
+        if plan is None:
+            # a plan outlives the call that makes it: its tensors must be ordinary even when made under inference mode
+            with torch.inference_mode(False):
+                plan = of_pair[shape] = _make(stationary, streamed, shape)
+        return plan
+
+
+@dataclass(frozen=True)
+class _Tiles:
+    """Segments of every tile, before heads: int64 on the CPU, tiles of all batch elements that have bounds of their own.
+
+    Attributes:
+        segments: `n 8`, as in Note [Work].
+        table: `tiles 5`: segment, masked, full, masked_blocks, full_blocks, as in Note [Work].
+        row: First row of each tile of one batch element.
+        source: `tiles 4` of one batch element: side, step, begin, end, as in Note [Work].
+    """
+
+    segments: Tensor
+    table: Tensor
+    row: Tensor
+    source: Tensor
+
+
+@dataclass(frozen=True)
+class _Assignment:
+    """Assignment of entries, by their index, to programs.
+
+    Attributes:
+        owners: The program of each entry; -1 for those that are split.
+        parts: Of the entries that are split: first block, blocks and program of each part.
+        makespan: Cost of the most loaded program.
+    """
+
+    owners: list[int]
+    parts: dict[int, list[tuple[int, int, int]]]
+    makespan: int
+
+
+def _make(stationary: AnyRows, streamed: AnyRows, shape: Shape) -> WorkPlan:
+    assert shape.block % shape.align == 0, "blocks must keep the alignment of their segment"
+    tiles = _meet(_sources(stationary), _sources(streamed), shape)
+    per_batch = tiles.row.shape[0]
+    shared = tiles.table.shape[0] == per_batch
+    blocks = tiles.table[:, 3] + tiles.table[:, 4]
+
+    # entries: tiles of all heads, in the order of Note [Assignment]
+    heads = shape.batch * shape.heads
+    tile, head = (
+        x.flatten()
+        for x in torch.meshgrid(torch.arange(per_batch, device="cpu"), torch.arange(heads, device="cpu"), indexing="ij")
+    )
+    index = tile if shared else tile + head // shape.heads * per_batch
+    count = blocks[index]
+    groups = max(1, min(heads, -(-heads * shape.streamed_bytes // L2_BYTES)))
+    longest = int(count.max()) if count.numel() else 0
+    turn = head // -(-heads // groups)
+    if isinstance(stationary, GatheredKeys):
+        turn += _wave(tile, head, count, tiles, shape) * groups
+    order = torch.argsort(turn * (longest + 1) + longest - count, stable=True)
+    order = order[count[order] > 0]
+    index, head, tile, count = index[order], head[order], tile[order], count[order]
+    source = tiles.source[tile] if isinstance(stationary, GatheredKeys) else None
+
+    assigned = _assign(count, shape)
+    device = _sources(stationary)[0][0].runs.device
+    return _assemble(tiles, index, head, tiles.row[tile], source, assigned, shape, device)
+
+
+def _sources(sides: AnyRows) -> list[tuple[RowMetadata, int]]:
+    """Every source and its ring step."""
+    return list(zip(sides.sides, sides.steps, strict=True)) if isinstance(sides, GatheredKeys) else [(sides, 0)]
+
+
+def _wave(tile: Tensor, head: Tensor, count: Tensor, tiles: _Tiles, shape: Shape) -> Tensor:
+    """When the rows of each entry are to be taken, if they are those of gathered sources; Note [Sources]."""
+    step = tiles.source[tile, 1]
+    steps = int(step.max()) + 1 if step.numel() else 1
+    group = head % shape.heads // (shape.heads // shape.groups)
+    last = shape.groups * steps
+    here = (step == 0).nonzero()[:, 0]
+    longest_first = here[torch.argsort(-count[here], stable=True)]
+    done = count[longest_first].cumsum(0)
+    late = longest_first[done * 2 > done[-1:]]
+    wave = torch.where(step == 0, 0, group * steps + step)
+    wave[late] = last
+    return wave
+
+
+def _meet(stationary: list[tuple[RowMetadata, int]], streamed: list[tuple[RowMetadata, int]], shape: Shape) -> _Tiles:
+    """The segments of every tile of all stationary sources."""
+    parts = [_reduce_bounds(side, shape) for side, _ in stationary]
+    batches = max(side.lo_host.shape[0] for side, _ in stationary)
+    bounds = tuple(torch.cat(x, 1).flatten() for x in zip(*parts, strict=True))
+    row, source = [], []
+    for number, ((side, step), part) in enumerate(zip(stationary, parts, strict=True)):
+        assert part[0].shape[0] == batches, "either all sources have bounds per batch element or none"
+        first = side.run_list[0][0] if side.run_list else 0
+        begin_of = first + torch.arange(part[0].shape[1], device="cpu") * shape.tile
+        row.append(begin_of)
+        rows = side.lo_host.shape[1]
+        source.append(torch.tensor([[number, step, first, first + rows]], device="cpu").expand(begin_of.shape[0], -1))
+    segments, table = _stream(bounds, streamed, shape)
+    return _Tiles(segments, table, torch.cat(row), torch.cat(source))
+
+
+def _stream(bounds: tuple[Tensor, ...], streamed: list[tuple[RowMetadata, int]], shape: Shape) -> tuple[Tensor, Tensor]:
+    """(segments, table) of tiles with these bounds."""
+    block, align = shape.block, shape.align
+    runs = [(*run, side.run_list[0][0], step) for side, step in streamed for run in side.run_list]
+    offset, length, start, stride, floor, step = (
+        torch.tensor(runs, dtype=torch.int64, device="cpu").reshape(-1, 6).unbind(1)
+    )
+
+    def row_from(position: Tensor) -> Tensor:
+        """The first row of each run at or after a position, as a row of the buffer; `tiles runs`."""
+        distance = torch.minimum((position[:, None] - start).clamp(min=0), length * stride)
+        return offset + (distance + stride - 1) // stride
+
+    first, end, full_first, full_end, hole_first, hole_end = (row_from(x) for x in bounds)
+    seen, has_full = end > first, full_end > full_first
+
+    # where the grid begins is chosen as Note [Phase] says
+    def blocks_from(row: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """(blocks, head blocks, full blocks) of the grid that begins at a row."""
+        count = -((row - end) // block)
+        head = -((row - full_first).clamp(max=0) // block)
+        full = torch.where(has_full, (full_end - row - head * block) // block, 0).clamp(min=0)
+        return count, torch.where(full > 0, head, count), full
+
+    at_first = first - first % align
+    aligned = full_first + (-full_first) % align
+    at_full = aligned - -((first - aligned) // block) * block
+    earliest = end + (at_first - end) // block * block
+    row = at_first
+    count, head, full = blocks_from(row)
+    for candidate in (at_full, earliest + (-earliest) % align):
+        other = blocks_from(candidate)
+        fewer = (other[0] < count) | ((other[0] == count) & (other[2] > full))
+        better = fewer & (candidate >= floor) & (candidate <= first)
+        row = torch.where(better, candidate, row)
+        count, head, full = (torch.where(better, y, x) for x, y in zip((count, head, full), other, strict=True))
+    # where nothing is full, head and tail may lie on either side of a hole
+    before_hole = -((row - torch.minimum(hole_first, end)).clamp(max=0) // block)
+    head = torch.where(full > 0, head, before_hole)
+    tail_row = row + (head + full) * block
+    tail_row = torch.where(full > 0, tail_row, torch.maximum(tail_row, hole_end - hole_end % align))
+    tail = -((tail_row - end).clamp(max=0) // block)
+    head, full, tail = (torch.where(seen, x, 0) for x in (head, full, tail))
+
+    # per tile head and tail of every run, then what is full of every run
+    tiles = row.shape[0]
+    masked = torch.stack((head, tail), 2).flatten(1)
+    numbers = torch.cat((masked, full), 1)
+    masked_rows = torch.stack((row, tail_row), 2).flatten(1)
+    rows = torch.cat((masked_rows, row + head * block), 1)
+    origin = start - stride * offset
+    of_run = torch.stack((offset, offset + length, origin, stride, step), 1)
+    of_run = torch.cat((of_run.repeat_interleave(2, 0), of_run))
+    if shape.every_tile and tiles:
+        assert int(length.sum()) > 0, "a tile that nothing streams past has no work to plan"
+        hidden = (numbers.sum(1, keepdim=True) == 0).to(torch.int64)  # sees nothing, or has only a hole here
+        numbers, rows = torch.cat((hidden, numbers), 1), torch.cat((torch.zeros_like(hidden), rows), 1)
+        masked = torch.cat((hidden, masked), 1)
+        of_run = torch.cat((torch.tensor([[0, 0, 0, 1, 0]], device="cpu"), of_run))
+    kept = numbers > 0
+    segments = torch.zeros(int(kept.sum()), 8, dtype=torch.int64, device="cpu")
+    segments[:, 0], segments[:, 1] = rows[kept], numbers[kept]
+    segments[:, 2:7] = of_run.expand(tiles, -1, -1)[kept]
+    each = kept.sum(1)
+    table = torch.stack((each.cumsum(0) - each, (masked > 0).sum(1), (full > 0).sum(1), masked.sum(1), full.sum(1)), 1)
+    return segments, table
+
+
+def _reduce_bounds(side: RowMetadata, shape: Shape) -> tuple[Tensor, ...]:
+    """(any_lo, any_hi, full_lo, full_hi, hole_lo, hole_hi) of every tile as `batches tiles`, in global positions.
+
+    Rows that see nothing do not widen `any`, and empty `full`; rows past the end touch neither. The hole is the longest
+    stretch within `any` that no row sees, as where a tile holds the end of one run and the beginning of a distant one;
+    a tile without a hole has it beyond every position.
+    """
+    lo, hi = torch.broadcast_tensors(side.lo_host.to(torch.int64), side.hi_host.to(torch.int64))
+    assert lo.shape[0] in (1, shape.batch), "bounds are per batch element or shared by all"
+    batches, rows = lo.shape
+    tiles = -(-rows // shape.tile)
+    sees = lo < hi
+
+    def cut(x: Tensor, beyond: int) -> Tensor:
+        """`tiles rows`, with a value for rows past the end."""
+        padded = x.new_full((batches, tiles * shape.tile), beyond)
+        padded[:, :rows] = x
+        return padded.view(batches * tiles, shape.tile)
+
+    seen_lo, seen_hi = cut(torch.where(sees, lo, _BEYOND), _BEYOND), cut(torch.where(sees, hi, 0), 0)
+    hole_lo = seen_hi.cummax(1).values[:, :-1]
+    hole_hi = seen_lo.flip(1).cummin(1).values.flip(1)[:, 1:]
+    real = (hole_lo > 0) & (hole_hi < _BEYOND) & (hole_lo < hole_hi)
+    # one column more, so that tiles of one row have a hole to choose
+    hole_lo, hole_hi = (
+        torch.nn.functional.pad(torch.where(real, x, _BEYOND), (0, 1), value=_BEYOND) for x in (hole_lo, hole_hi)
+    )
+    longest = (hole_hi - hole_lo).argmax(1, keepdim=True)
+    found = (
+        seen_lo.amin(1),
+        seen_hi.amax(1),
+        cut(lo, 0).amax(1),
+        cut(hi, _BEYOND).amin(1),
+        hole_lo.gather(1, longest)[:, 0],
+        hole_hi.gather(1, longest)[:, 0],
+    )
+    return tuple(x.view(batches, tiles) for x in found)
+
+
+def _assign(blocks: Tensor, shape: Shape) -> _Assignment:
+    """Deals entries of so many blocks, in this order (Note [Assignment])."""
+    counts = blocks.tolist()
+    costs = (blocks * shape.repeats + OVERHEAD).tolist()
+    programs = shape.programs
+    loads = list(range(programs))  # a heap of load * programs + program
+    owners = []
+    for cost in costs:
+        owners.append(loads[0] % programs)
+        heapreplace(loads, loads[0] + cost * programs)
+    whole = _Assignment(owners, {}, max(loads) // programs)
+    mean = sum(costs) / programs
+    if not shape.split or whole.makespan <= mean * (1 + SLACK):
+        return whole
+    least = max(mean, MIN_PART + OVERHEAD + EPILOGUE)
+    excess = 0.0
+    while True:
+        limit = int(least * (1 + excess)) + 1
+        if limit + MERGE >= whole.makespan:
+            return whole
+        assigned = _assign_within(counts, costs, limit, shape)
+        if assigned.makespan <= limit:
+            return assigned
+        excess = max(_FINEST, excess * 1.5)
+
+
+def _assign_within(counts: list[int], costs: list[int], limit: int, shape: Shape) -> _Assignment:
+    """Deals likewise, but splits what would lift the least loaded program over a limit.
+
+    The makespan exceeds the limit if that cannot be kept.
+    """
+    programs = shape.programs
+    loads = list(range(programs))
+    owners: list[int] = []
+    parts: dict[int, list[tuple[int, int, int]]] = {}
+    top = limit * programs + programs  # beyond every load that is within the limit
+    for entry, cost in enumerate(costs):
+        least = loads[0]
+        if least + cost * programs < top:
+            owners.append(least % programs)
+            heapreplace(loads, least + cost * programs)
+            continue
+        loads.sort()  # stays a heap
+        cut = _cut(loads, counts[entry], limit, shape)
+        if len(cut) > 1:
+            parts[entry] = cut
+            owners.append(-1)
+        else:
+            owners.append(cut[0][2])
+    return _Assignment(owners, parts, max(loads) // programs)
+
+
+def _cut(loads: list[int], blocks: int, limit: int, shape: Shape) -> list[tuple[int, int, int]]:
+    """Cuts one tile into (first block, blocks, program) and updates the sorted loads.
+
+    What fits nowhere goes to the least loaded program all the same, over the limit.
+    """
+    programs, repeats = shape.programs, shape.repeats
+    smallest = -(-MIN_PART // repeats)
+    fixed = OVERHEAD + EPILOGUE
+    parts: list[tuple[int, int, int]] = []
+    first = 0
+    while first < blocks:
+        rest = blocks - first
+        # the most loaded program that can still take the rest
+        place = bisect_right(loads, (limit - rest * repeats - fixed) * programs + programs - 1) - 1
+        number = rest
+        if place < 0:
+            place = 0
+            room = (limit - loads[0] // programs - fixed) // repeats
+            if room >= smallest and rest >= 2 * smallest:
+                number = min(room, rest - smallest)
+        load = loads.pop(place)
+        parts.append((first, number, load % programs))
+        load += (number * repeats + fixed) * programs
+        loads.insert(bisect_right(loads, load), load)
+        first += number
+    return parts
+
+
+def _assemble(
+    tiles: _Tiles,
+    index: Tensor,
+    head: Tensor,
+    row: Tensor,
+    source: Tensor | None,
+    assigned: _Assignment,
+    shape: Shape,
+    device: torch.device,
+) -> WorkPlan:
+    """The tables of a plan from an assignment; index, head, row, source: of every entry, index into the tiles."""
+    owners = torch.tensor(assigned.owners, dtype=torch.int64, device="cpu")
+    entries = torch.cat((head[:, None], row[:, None], tiles.table[index], torch.full_like(head, -1)[:, None]), 1)
+    whole = owners >= 0
+    position = torch.arange(len(owners), device="cpu")
+    work, owner, sequence = [entries[whole]], [owners[whole]], [position[whole]]
+    split = torch.tensor(list(assigned.parts), dtype=torch.int64, device="cpu")
+    segments = [tiles.segments]
+    splits: list[tuple[int, int, int, int]] = []
+    slot, following = 0, tiles.segments.shape[0]
+    for entry, parts in assigned.parts.items():
+        of_head, of_row, segment, masked, full = entries[entry, :5].tolist()
+        own = tiles.segments[segment : segment + masked + full].tolist()
+        splits.append((of_head, of_row, slot, len(parts)))
+        for first, number, program in parts:
+            cut = _cut_segments(own, first, number, masked, shape.block)
+            numbers = [sum(x[1] for x in cut[kind]) for kind in (0, 1)]
+            line = [of_head, of_row, following, len(cut[0]), len(cut[1]), *numbers, slot]
+            work.append(torch.tensor([line], device="cpu"))
+            owner.append(torch.tensor([program], device="cpu"))
+            sequence.append(torch.tensor([entry], device="cpu"))
+            segments.append(torch.tensor(cut[0] + cut[1], device="cpu"))
+            following += len(cut[0]) + len(cut[1])
+            slot += 1
+    table, owners, sequence = torch.cat(work), torch.cat(owner), torch.cat(sequence)
+    unsorted = table[:, 5:7].sum(1)
+    order = torch.argsort(owners * len(position) + sequence, stable=True)
+    table = table[order]
+    taken = torch.bincount(owners, minlength=1)
+    taken = taken[taken > 0]
+    starts = torch.cat((torch.zeros(1, dtype=torch.int64, device="cpu"), taken.cumsum(0)))
+    merged = torch.tensor(splits, dtype=torch.int64, device="cpu").reshape(-1, 4)
+    blocks = int(table[:, 5:7].sum())
+    none = torch.zeros(0, 4, dtype=torch.int64, device="cpu")
+    sources = (none, none) if source is None else (source[sequence[order]], source[split])
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            "the plan of a call must be on the device before it is captured, got a first call during a capture; "
+            "make the call once outside it"
+        )
+    uploaded = upload((table, torch.cat(segments), starts, merged, *sources), device)
+    met = torch.zeros(shape.programs, dtype=torch.int64, device="cpu").index_add_(0, owners, unsorted)
+    longest, deepest = int(met.max()) * shape.repeats, int(unsorted.max()) if unsorted.numel() else 0
+    return WorkPlan(*uploaded, programs=taken.shape[0], slots=slot, blocks=blocks, longest=longest, deepest=deepest)
+
+
+def _cut_segments(
+    segments: list[list[int]], first: int, number: int, masked: int, block: int
+) -> tuple[list[list[int]], list[list[int]]]:
+    """(masked, full) segments of `number` blocks of a tile from its block `first` on."""
+    cut: tuple[list[list[int]], list[list[int]]] = ([], [])
+    begin = 0
+    for k, (row, blocks, *run) in enumerate(segments):
+        a, e = max(first, begin), min(first + number, begin + blocks)
+        if a < e:
+            cut[k >= masked].append([row + (a - begin) * block, e - a, *run])
+        begin += blocks
+    return cut

@@ -1,0 +1,352 @@
+"""The backward kernels: delta, then dk and dv by tiles of keys, then dq by tiles of queries.
+
+Owns the gradients of one ring step. Every output element has exactly one writer and every sum has a fixed order, so that the
+result is the same bits from run to run. That costs q . k and do . v twice (seven products instead of five).
+Refuses to know how it is launched.
+
+Note [Two readings]
+    dk and dv hold a tile of keys and walk the runs of the query side by `keys.lo, keys.hi`; dq holds a tile of queries and
+    walks the runs of the key side by `rows.lo, rows.hi`. Both are the loop of Note [Tile ranges], with the sides exchanged.
+    A dk/dv program takes all query heads of its key head in turn: a shared key head needs no atomics.
+"""
+
+# pyright: reportGeneralTypeIssues=false
+import triton
+import triton.language as tl
+
+from ringattn.kernels.attention.portable.scores import LOG2E, dropout_key, kept, score
+from ringattn.kernels.attention.portable.tiles import (
+    load_bounds,
+    load_rows,
+    reduce_bounds,
+    run_tiles,
+    store_rows,
+    swizzle,
+)
+
+
+@triton.jit(do_not_specialize=["dlse_sb", "dlse_sh", "rows", "num_heads"])
+def delta_kernel(
+    o, do, dlse, delta, o_sb, o_ss, o_sh, do_sb, do_ss, do_sh, dlse_sb, dlse_sh, num_heads, rows,
+    BLOCK_M: tl.constexpr, DV: tl.constexpr, DV_WIDTH: tl.constexpr,
+):  # fmt: skip
+    """rowsum(o * do) - dlse into a contiguous `b h s`; a program owns BLOCK_M rows of one head."""
+    tiles = tl.cdiv(rows, BLOCK_M)
+    row0 = tl.program_id(0) % tiles * BLOCK_M
+    head = tl.program_id(0) // tiles
+    b = (head // num_heads).to(tl.int64)
+    h = (head % num_heads).to(tl.int64)
+    x = row0 + tl.arange(0, BLOCK_M)
+    o_tile = load_rows(o + b * o_sb + h * o_sh, b, h, row0, rows, o_ss, BLOCK_M, DV, DV_WIDTH, True, False)
+    do_tile = load_rows(do + b * do_sb + h * do_sh, b, h, row0, rows, do_ss, BLOCK_M, DV, DV_WIDTH, True, False)
+    total = tl.sum(o_tile.to(tl.float32) * do_tile.to(tl.float32), 1)
+    if dlse is not None:
+        total -= tl.load(dlse + b * dlse_sb + h * dlse_sh + x, mask=x < rows, other=0.0)
+    tl.store(delta + head.to(tl.int64) * rows + x, total, mask=x < rows)
+
+
+@triton.jit
+def _load_stat(src, at, row, x, inside, MASKED: tl.constexpr, TMA: tl.constexpr):
+    """One number per row; `src` points at a head's row 0, or describes all heads end to end, this one from `at` on.
+
+    Under TMA `at` and `row` are multiples of four: a bulk load must begin at a multiple of 16 bytes.
+    """
+    if TMA:
+        value = src.load([at + row])
+    elif MASKED:
+        value = tl.load(src + x, mask=inside, other=0.0)
+    else:
+        value = tl.load(src + x)
+    return value
+
+
+@triton.jit
+def _keys_step(
+    dk, dv, dkey_bias, k_tile, v_tile, q, do, lse2, delta, stat_at, b, h, row, begin, end, origin, stride, lo_ptr, hi_ptr, row0, rows,
+    k_pos, key_exists, key_bias_tile, bias, bias_ss, q_ss, do_ss, slope, scale, cap, key, drop_threshold, drop_factor,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, D: tl.constexpr, D_WIDTH: tl.constexpr, DV: tl.constexpr, DV_WIDTH: tl.constexpr,
+    MASKED: tl.constexpr, SOFTCAP: tl.constexpr, DROPOUT: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
+    WANT_KEY_BIAS: tl.constexpr,
+):  # fmt: skip
+    """Adds what one tile of queries of one head sends to a tile of keys. Tiles of scores are keys x queries."""
+    x = row + tl.arange(0, BLOCK_M)
+    inside = x < end
+    q_pos = origin + stride * x
+    q_tile = load_rows(q, b, h, row, end, q_ss, BLOCK_M, D, D_WIDTH, MASKED, TMA)
+    do_tile = load_rows(do, b, h, row, end, do_ss, BLOCK_M, DV, DV_WIDTH, MASKED, TMA)
+    qk = tl.dot(k_tile, tl.trans(q_tile), input_precision=PRECISION)
+    lse2_i = _load_stat(lse2, stat_at, row, x, inside, MASKED, TMA)
+    bias_tile = None
+    if bias is not None:
+        at = (tl.cast(row, tl.int64) * bias_ss + tl.arange(0, BLOCK_M).to(tl.int64) * bias_ss)[None, :]
+        bias_tile = tl.load(bias + at, mask=inside[None, :] & key_exists[:, None], other=0.0)
+    PRECISE: tl.constexpr = q_tile.dtype == tl.float32
+    s, t = score(qk, q_pos[None, :], k_pos[:, None], slope, key_bias_tile, bias_tile, scale, cap, SOFTCAP, PRECISE)
+    if key_bias_tile is not None or bias is not None:
+        lse2_i = tl.where(lse2_i == float("-inf"), float("inf"), lse2_i)  # a bias of -inf on all that a row sees
+    p = tl.exp2(s - lse2_i[None, :])
+    if MASKED:
+        lo, hi = load_bounds(lo_ptr, hi_ptr, row0, rows, BLOCK_N)
+        visible = (q_pos[None, :] >= lo[:, None]) & (q_pos[None, :] < hi[:, None])
+        if TMA:
+            # a bulk load brings rows outside the run, which belong to other positions; a guarded one brings zeros
+            visible &= (inside & (x >= begin))[None, :]
+        p = tl.where(visible, p, 0.0)
+    dp = tl.dot(v_tile, tl.trans(do_tile), input_precision=PRECISION)
+    # not before dp: that costs registers; not after dv: waiting for it would serialize the products in flight
+    delta_i = _load_stat(delta, stat_at, row, x, inside, MASKED, TMA)
+    weights = p
+    if DROPOUT:
+        keep = kept(key, q_pos[None, :], k_pos[:, None], drop_threshold)
+        weights = tl.where(keep, p * drop_factor, 0.0)
+        dp = tl.where(keep, dp * drop_factor, 0.0)
+    dv = tl.dot(weights.to(do_tile.dtype), do_tile, dv, input_precision=PRECISION)
+    ds = p * (dp - delta_i[None, :])
+    if WANT_KEY_BIAS:
+        dkey_bias += tl.sum(ds, 1)
+    if SOFTCAP:
+        ds = ds * (1.0 - t * t)
+    dk = tl.dot(ds.to(q_tile.dtype), q_tile, dk, input_precision=PRECISION)
+    return dk, dv, dkey_bias
+
+
+@triton.jit(
+    do_not_specialize=[
+        "queries", "lo_sb", "hi_sb", "key_bias_sb", "rows", "num_runs", "tiles", "sweep", "heads", "seed_low", "seed_high",
+        "drop_threshold",
+    ]
+)  # fmt: skip
+def keys_kernel(
+    do, q, k, v, lse2, delta, dk_out, dv_out, dkey_bias_out, positions, lo_ptr, hi_ptr, runs, alibi_slopes, key_bias, bias,
+    do_sb, do_ss, do_sh, q_sb, q_ss, q_sh, k_sb, k_ss, k_sh, v_sb, v_ss, v_sh, dk_sb, dk_ss, dk_sh, dv_sb, dv_ss, dv_sh,
+    queries, lo_sb, hi_sb, key_bias_sb, bias_sb, bias_sh, bias_ss, bias_sn,
+    heads, num_heads, group, rows, num_runs, tiles, sweep, softmax_scale, scale, cap, seed_low, seed_high, drop_threshold,
+    drop_factor,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, D: tl.constexpr, D_WIDTH: tl.constexpr, DV: tl.constexpr,
+    DV_WIDTH: tl.constexpr, ADD: tl.constexpr, SOFTCAP: tl.constexpr, DROPOUT: tl.constexpr, TMA: tl.constexpr,
+    SAME_STRIDE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """dk, dv of BLOCK_N keys (`rows` in all) of one key head; `runs` and num_runs are those of the query side.
+
+    `lse2` (lse in log2 units) and `delta` are contiguous `b h queries`, or under TMA descriptors of that memory; `queries`
+    is s, or under TMA s rounded up to a multiple of four.
+    `heads` counts batch x key heads, `num_heads` key heads. `dkey_bias_out` is a contiguous `b hk t`: one sum per key head.
+    """
+    if SAME_STRIDE:
+        do_ss = q_ss  # one set of offsets in registers serves both
+    tile, head = swizzle(tiles, heads, sweep)
+    row0 = tile * BLOCK_N  # under a causal mask the first keys are seen most: longest first
+    b = head // num_heads
+    h_kv = head % num_heads
+    # where memory holds heads first, those before this one may be more than 2^31 numbers
+    b64, h_kv64 = b.to(tl.int64), h_kv.to(tl.int64)
+    y = row0 + tl.arange(0, BLOCK_N)
+    key_exists = y < rows
+    lo_ptr += b64 * lo_sb
+    hi_ptr += b64 * hi_sb
+    lo, hi = load_bounds(lo_ptr, hi_ptr, row0, rows, BLOCK_N)
+    any_lo, any_hi, full_lo, full_hi = reduce_bounds(lo, hi, key_exists)
+    if ADD:
+        if any_lo >= any_hi:
+            return
+
+    k_tile = load_rows(k + b64 * k_sb + h_kv64 * k_sh, b, h_kv, row0, rows, k_ss, BLOCK_N, D, D_WIDTH, True, False)
+    v_tile = load_rows(v + b64 * v_sb + h_kv64 * v_sh, b, h_kv, row0, rows, v_ss, BLOCK_N, DV, DV_WIDTH, True, False)
+    k_pos = tl.load(positions + y, mask=key_exists, other=0)
+    key_bias_tile = None
+    if key_bias is not None:
+        key_bias_tile = tl.load(key_bias + b64 * key_bias_sb + y, mask=key_exists, other=0.0)[:, None]
+    dk = tl.zeros([BLOCK_N, D], tl.float32)
+    dv = tl.zeros([BLOCK_N, DV], tl.float32)
+    dkey_bias = tl.zeros([BLOCK_N], tl.float32)
+
+    for r in tl.range(0, num_runs):
+        begin, first, end, count, head_end, tail, origin, stride = run_tiles(
+            runs, r, any_lo, any_hi, full_lo, full_hi, BLOCK_M, 4 if TMA else 1
+        )
+        if count > 0:
+            for g in tl.range(0, group):
+                h = h_kv * group + g
+                h64 = h.to(tl.int64)
+                stat_at = (b * num_heads * group + h) * queries
+                if TMA:
+                    q_base = q
+                    do_base = do
+                    lse2_base = lse2
+                    delta_base = delta
+                else:
+                    lse2_base = lse2 + (b64 * num_heads * group + h) * queries
+                    delta_base = delta + (b64 * num_heads * group + h) * queries
+                    q_base = q + b64 * q_sb + h64 * q_sh
+                    do_base = do + b64 * do_sb + h64 * do_sh
+                bias_base = None
+                if bias is not None:
+                    bias_base = bias + b64 * bias_sb + h64 * bias_sh + (k_pos.to(tl.int64) * bias_sn)[:, None]
+                slope = tl.load(alibi_slopes + h) if alibi_slopes is not None else None
+                key = dropout_key(b * num_heads * group + h, seed_low, seed_high) if DROPOUT else None
+                for j in tl.range(0, head_end + count - tail):
+                    i = tl.where(j < head_end, j, j - head_end + tail)
+                    row = first + i * BLOCK_M
+                    dk, dv, dkey_bias = _keys_step(
+                        dk, dv, dkey_bias, k_tile, v_tile, q_base, do_base, lse2_base, delta_base, stat_at, b, h, row,
+                        begin, end, origin, stride, lo_ptr, hi_ptr, row0, rows, k_pos, key_exists, key_bias_tile, bias_base,
+                        bias_ss, q_ss,
+                        do_ss, slope,
+                        scale, cap, key, drop_threshold, drop_factor, BLOCK_M, BLOCK_N, D, D_WIDTH, DV, DV_WIDTH, True, SOFTCAP,
+                        DROPOUT, TMA, PRECISION, dkey_bias_out is not None,
+                    )  # fmt: skip
+                for row in tl.range(first + head_end * BLOCK_M, first + tail * BLOCK_M, BLOCK_M):
+                    dk, dv, dkey_bias = _keys_step(
+                        dk, dv, dkey_bias, k_tile, v_tile, q_base, do_base, lse2_base, delta_base, stat_at, b, h, row,
+                        begin, end, origin, stride, lo_ptr, hi_ptr, row0, rows, k_pos, key_exists, key_bias_tile, bias_base,
+                        bias_ss, q_ss,
+                        do_ss, slope,
+                        scale, cap, key, drop_threshold, drop_factor, BLOCK_M, BLOCK_N, D, D_WIDTH, DV, DV_WIDTH, False, SOFTCAP,
+                        DROPOUT, TMA, PRECISION, dkey_bias_out is not None,
+                    )  # fmt: skip
+
+    store_rows(dv_out + b64 * dv_sb + h_kv64 * dv_sh, dv, row0, rows, dv_ss, BLOCK_N, DV, DV_WIDTH, ADD)
+    dk = dk * softmax_scale
+    store_rows(dk_out + b64 * dk_sb + h_kv64 * dk_sh, dk, row0, rows, dk_ss, BLOCK_N, D, D_WIDTH, ADD)
+    if dkey_bias_out is not None:
+        tl.store(dkey_bias_out + head.to(tl.int64) * rows + y, dkey_bias, mask=key_exists)
+
+
+@triton.jit
+def _rows_step(
+    dq, dalibi, q_tile, do_tile, lse2, delta_i, k, v, b, h_kv, row, end, origin, stride, lo_ptr, hi_ptr, row0, rows, q_pos,
+    row_exists, key_bias, bias, bias_sn, dbias, dbias_sn, k_ss, v_ss, slope, scale, cap, key, drop_threshold, drop_factor,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, D: tl.constexpr, D_WIDTH: tl.constexpr, DV: tl.constexpr, DV_WIDTH: tl.constexpr,
+    MASKED: tl.constexpr, SOFTCAP: tl.constexpr, DROPOUT: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
+    WANT_ALIBI: tl.constexpr,
+):  # fmt: skip
+    """Adds what one tile of keys sends to a tile of queries. Tiles of scores are queries x keys."""
+    y = row + tl.arange(0, BLOCK_N)
+    inside = y < end
+    k_pos = origin + stride * y
+    k_tile = load_rows(k, b, h_kv, row, end, k_ss, BLOCK_N, D, D_WIDTH, MASKED, TMA)
+    qk = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
+    key_bias_tile = None
+    bias_tile = None
+    if key_bias is not None:
+        key_bias_tile = tl.load(key_bias + y, mask=inside, other=0.0)[None, :]
+    if bias is not None:
+        columns = (k_pos.to(tl.int64) * bias_sn)[None, :]
+        bias_tile = tl.load(bias + columns, mask=row_exists[:, None] & inside[None, :], other=0.0)
+    PRECISE: tl.constexpr = q_tile.dtype == tl.float32
+    s, t = score(qk, q_pos[:, None], k_pos[None, :], slope, key_bias_tile, bias_tile, scale, cap, SOFTCAP, PRECISE)
+    p = tl.exp2(s - lse2[:, None])
+    visible = row_exists[:, None]
+    if MASKED:
+        lo, hi = load_bounds(lo_ptr, hi_ptr, row0, rows, BLOCK_M)
+        visible = (k_pos[None, :] >= lo[:, None]) & (k_pos[None, :] < hi[:, None]) & inside[None, :]
+        p = tl.where(visible, p, 0.0)
+    v_tile = load_rows(v, b, h_kv, row, end, v_ss, BLOCK_N, DV, DV_WIDTH, MASKED, TMA)
+    dp = tl.dot(do_tile, tl.trans(v_tile), input_precision=PRECISION)
+    if DROPOUT:
+        dp = tl.where(kept(key, q_pos[:, None], k_pos[None, :], drop_threshold), dp * drop_factor, 0.0)
+    ds = p * (dp - delta_i[:, None])
+    if dbias is not None:
+        tl.store(dbias + (k_pos.to(tl.int64) * dbias_sn)[None, :], ds, mask=visible)
+    if WANT_ALIBI:
+        dalibi -= tl.sum(ds * tl.abs(q_pos[:, None] - k_pos[None, :]).to(tl.float32), 1)
+    if SOFTCAP:
+        ds = ds * (1.0 - t * t)
+    dq = tl.dot(ds.to(k_tile.dtype), k_tile, dq, input_precision=PRECISION)
+    return dq, dalibi
+
+
+@triton.jit(
+    do_not_specialize=[
+        "lse_sb", "lse_sh", "delta_sb", "delta_sh", "dalibi_sb", "dalibi_sh", "lo_sb", "hi_sb", "key_bias_sb", "rows", "num_runs",
+        "tiles", "sweep", "heads", "seed_low", "seed_high", "drop_threshold",
+    ]
+)  # fmt: skip
+def rows_kernel(
+    do, q, k, v, lse, delta, dq_out, dalibi_out, dbias, positions, lo_ptr, hi_ptr, runs, alibi_slopes, key_bias, bias,
+    do_sb, do_ss, do_sh, q_sb, q_ss, q_sh, k_sb, k_ss, k_sh, v_sb, v_ss, v_sh, dq_sb, dq_ss, dq_sh,
+    lse_sb, lse_sh, delta_sb, delta_sh, dalibi_sb, dalibi_sh, lo_sb, hi_sb, key_bias_sb, bias_sb, bias_sh, bias_ss, bias_sn,
+    dbias_sb, dbias_sh, dbias_ss, dbias_sn,
+    heads, num_heads, group, rows, num_runs, tiles, sweep, softmax_scale, scale, cap, seed_low, seed_high, drop_threshold,
+    drop_factor,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, D: tl.constexpr, D_WIDTH: tl.constexpr, DV: tl.constexpr,
+    DV_WIDTH: tl.constexpr, ADD: tl.constexpr, SOFTCAP: tl.constexpr, DROPOUT: tl.constexpr, TMA: tl.constexpr,
+    SAME_STRIDE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Dq (and dalibi, dbias) of BLOCK_M queries of one head; `runs` and num_runs are those of the key side."""
+    if SAME_STRIDE:
+        v_ss = k_ss
+    tile, head = swizzle(tiles, heads, sweep)
+    row0 = (tiles - 1 - tile) * BLOCK_M
+    b = head // num_heads
+    h = head % num_heads
+    h_kv = h // group
+    b64, h64, h_kv64 = b.to(tl.int64), h.to(tl.int64), h_kv.to(tl.int64)
+    x = row0 + tl.arange(0, BLOCK_M)
+    row_exists = x < rows
+    lo_ptr += b64 * lo_sb
+    hi_ptr += b64 * hi_sb
+    lo, hi = load_bounds(lo_ptr, hi_ptr, row0, rows, BLOCK_M)
+    any_lo, any_hi, full_lo, full_hi = reduce_bounds(lo, hi, row_exists)
+    if ADD:
+        if any_lo >= any_hi:
+            return
+
+    q_tile = load_rows(q + b64 * q_sb + h64 * q_sh, b, h, row0, rows, q_ss, BLOCK_M, D, D_WIDTH, True, False)
+    do_tile = load_rows(do + b64 * do_sb + h64 * do_sh, b, h, row0, rows, do_ss, BLOCK_M, DV, DV_WIDTH, True, False)
+    lse2 = tl.load(lse + b64 * lse_sb + h64 * lse_sh + x, mask=row_exists, other=float("-inf")) * LOG2E
+    lse2 = tl.where(lse2 == float("-inf"), float("inf"), lse2)  # rows that saw nothing: all their weights are 0
+    delta_i = tl.load(delta + b64 * delta_sb + h64 * delta_sh + x, mask=row_exists, other=0.0)
+    q_pos = tl.load(positions + x, mask=row_exists, other=0)
+    if TMA:
+        k_base = k
+        v_base = v
+    else:
+        k_base = k + b64 * k_sb + h_kv64 * k_sh
+        v_base = v + b64 * v_sb + h_kv64 * v_sh
+    key_bias_base = key_bias + b64 * key_bias_sb if key_bias is not None else None
+    bias_base = None
+    if bias is not None:
+        bias_base = (bias + b64 * bias_sb + h64 * bias_sh + row0.to(tl.int64) * bias_ss) + (
+            tl.arange(0, BLOCK_M).to(tl.int64) * bias_ss
+        )[:, None]
+    dbias_base = None
+    if dbias is not None:
+        dbias_base = (dbias + b64 * dbias_sb + h64 * dbias_sh + row0.to(tl.int64) * dbias_ss) + (
+            tl.arange(0, BLOCK_M).to(tl.int64) * dbias_ss
+        )[:, None]
+    slope = tl.load(alibi_slopes + h) if alibi_slopes is not None else None
+    key = dropout_key(head, seed_low, seed_high) if DROPOUT else None
+    dq = tl.zeros([BLOCK_M, D], tl.float32)
+    dalibi = tl.zeros([BLOCK_M], tl.float32)
+
+    for r in tl.range(0, num_runs):
+        _, first, end, count, head_end, tail, origin, stride = run_tiles(
+            runs, r, any_lo, any_hi, full_lo, full_hi, BLOCK_N
+        )
+        for j in tl.range(0, head_end + count - tail):
+            i = tl.where(j < head_end, j, j - head_end + tail)
+            row = first + i * BLOCK_N
+            dq, dalibi = _rows_step(
+                dq, dalibi, q_tile, do_tile, lse2, delta_i, k_base, v_base, b, h_kv, row, end, origin, stride,
+                lo_ptr, hi_ptr, row0, rows, q_pos, row_exists, key_bias_base, bias_base, bias_sn, dbias_base,
+                dbias_sn, k_ss, v_ss, slope, scale,
+                cap, key, drop_threshold, drop_factor, BLOCK_M, BLOCK_N, D, D_WIDTH, DV, DV_WIDTH, True, SOFTCAP, DROPOUT, TMA,
+                PRECISION, dalibi_out is not None,
+            )  # fmt: skip
+        for row in tl.range(first + head_end * BLOCK_N, first + tail * BLOCK_N, BLOCK_N):
+            dq, dalibi = _rows_step(
+                dq, dalibi, q_tile, do_tile, lse2, delta_i, k_base, v_base, b, h_kv, row, end, origin, stride,
+                lo_ptr, hi_ptr, row0, rows, q_pos, row_exists, key_bias_base, bias_base, bias_sn, dbias_base,
+                dbias_sn, k_ss, v_ss, slope, scale,
+                cap, key, drop_threshold, drop_factor, BLOCK_M, BLOCK_N, D, D_WIDTH, DV, DV_WIDTH, False, SOFTCAP, DROPOUT, TMA,
+                PRECISION, dalibi_out is not None,
+            )  # fmt: skip
+
+    dq = dq * softmax_scale
+    store_rows(dq_out + b64 * dq_sb + h64 * dq_sh, dq, row0, rows, dq_ss, BLOCK_M, D, D_WIDTH, ADD)
+    if dalibi_out is not None:
+        at = dalibi_out + b64 * dalibi_sb + h64 * dalibi_sh + x
+        if ADD:
+            dalibi += tl.load(at, mask=row_exists, other=0.0)
+        tl.store(at, dalibi, mask=row_exists)

@@ -1,0 +1,124 @@
+"""Shapes of the kernels on each kind of device: one table, so that a measured choice is a changed number.
+
+Owns tile sizes, warps and pipeline depth, and the naming of device kinds. Refuses to know tensors and kernels.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from dataclasses import dataclass, replace
+
+import torch
+
+
+@dataclass(frozen=True)
+class Config:
+    """The shape of one kernel launch.
+
+    Attributes:
+        block_m: Query rows of a tile.
+        block_n: Key rows of a tile.
+        num_warps: Warps of a program.
+        num_stages: Depth of the load pipeline.
+        skew: Issue the next q . k before the current softmax (forward only).
+        tma: Load what streams through tensor descriptors, where strides and addresses allow it.
+        maxnreg: Cap on registers per thread; None for the compiler's choice.
+    """
+
+    block_m: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+    skew: bool = False
+    tma: bool = False
+    maxnreg: int | None = None
+
+
+INTERPRETER = "interpreter"  # small tiles: many tiles and edges in a small test
+
+_KERNELS = ("forward", "keys", "rows")
+
+# (kind of device, bytes per element, largest padded head_dim) -> forward, keys (dk and dv), rows (dq)
+_TABLE: dict[tuple[str, int, int], tuple[Config, Config, Config]] = {
+    # 227 KiB of shared memory, wgmma
+    ("sm90", 2, 64): (Config(128, 64, 4, 3, tma=True), Config(64, 64, 4, 3, tma=True), Config(64, 64, 4, 3, tma=True)),
+    ("sm90", 2, 128): (Config(128, 128, 8, 3, tma=True), Config(64, 128, 8, 3, tma=True), Config(128, 64, 8, 3)),
+    ("sm90", 2, 256): (Config(128, 64, 8, 2), Config(32, 64, 8, 2), Config(64, 32, 4, 2)),
+    ("sm90", 4, 64): (Config(64, 32, 4, 2), Config(32, 32, 4, 2), Config(32, 32, 4, 2)),
+    ("sm90", 4, 128): (Config(64, 32, 4, 2), Config(32, 32, 4, 2), Config(32, 32, 4, 2)),
+    ("sm90", 4, 256): (Config(32, 32, 4, 1), Config(16, 32, 4, 1), Config(32, 16, 4, 1)),
+    # 227 KiB, tensor memory
+    ("sm100", 2, 64): (Config(128, 64, 8, 3), Config(64, 128, 8, 2), Config(128, 64, 8, 2)),
+    ("sm100", 2, 128): (Config(128, 64, 8, 2), Config(64, 128, 8, 2), Config(128, 64, 8, 2)),
+    ("sm100", 2, 256): (Config(128, 64, 8, 2), Config(32, 64, 8, 2), Config(64, 32, 4, 2)),
+    ("sm100", 4, 64): (Config(64, 32, 4, 2), Config(32, 32, 4, 2), Config(32, 32, 4, 2)),
+    ("sm100", 4, 128): (Config(64, 32, 4, 2), Config(32, 32, 4, 2), Config(32, 32, 4, 2)),
+    ("sm100", 4, 256): (Config(32, 32, 4, 1), Config(16, 32, 4, 1), Config(32, 16, 4, 1)),
+    # 163 KiB
+    ("sm80", 2, 64): (Config(128, 64, 4, 3), Config(64, 128, 8, 2), Config(128, 64, 8, 2)),
+    ("sm80", 2, 128): (Config(128, 64, 8, 2), Config(64, 64, 8, 2), Config(64, 64, 4, 2)),
+    ("sm80", 2, 256): (Config(64, 32, 4, 2), Config(32, 64, 8, 1), Config(64, 32, 4, 1)),
+    ("sm80", 4, 64): (Config(64, 32, 4, 2), Config(32, 32, 4, 2), Config(32, 32, 4, 2)),
+    ("sm80", 4, 128): (Config(64, 32, 4, 2), Config(32, 32, 4, 1), Config(32, 32, 4, 1)),
+    ("sm80", 4, 256): (Config(32, 32, 4, 1), Config(16, 32, 4, 1), Config(32, 16, 4, 1)),
+    # 99 KiB: consumer and workstation parts of every generation since
+    ("sm86", 2, 64): (Config(64, 64, 4, 2), Config(32, 64, 4, 2), Config(64, 32, 4, 2)),
+    ("sm86", 2, 128): (Config(64, 32, 4, 2), Config(32, 64, 4, 2), Config(64, 32, 4, 2)),
+    ("sm86", 2, 256): (Config(32, 32, 4, 1), Config(16, 32, 4, 1), Config(32, 16, 4, 1)),
+    ("sm86", 4, 64): (Config(32, 32, 4, 2), Config(32, 32, 4, 1), Config(32, 32, 4, 1)),
+    ("sm86", 4, 128): (Config(32, 32, 4, 1), Config(16, 32, 4, 1), Config(32, 16, 4, 1)),
+    ("sm86", 4, 256): (Config(16, 16, 4, 1), Config(16, 16, 4, 1), Config(16, 16, 4, 1)),
+    # 64 KiB of LDS
+    ("amd", 2, 64): (Config(128, 64, 4, 1), Config(32, 64, 4, 1), Config(64, 32, 4, 1)),
+    ("amd", 2, 128): (Config(128, 32, 4, 1), Config(32, 64, 4, 1), Config(64, 32, 4, 1)),
+    ("amd", 2, 256): (Config(64, 32, 4, 1), Config(16, 32, 4, 1), Config(32, 16, 4, 1)),
+    ("amd", 4, 64): (Config(32, 32, 4, 1), Config(32, 32, 4, 1), Config(32, 32, 4, 1)),
+    ("amd", 4, 128): (Config(32, 16, 4, 1), Config(16, 32, 4, 1), Config(32, 16, 4, 1)),
+    ("amd", 4, 256): (Config(16, 16, 4, 1), Config(16, 16, 4, 1), Config(16, 16, 4, 1)),
+} | {
+    (INTERPRETER, size, head_dim): (Config(32, 16, 1, 1, skew=size == 4), Config(16, 32, 1, 1), Config(32, 16, 1, 1))
+    for size in (2, 4)
+    for head_dim in (64, 128, 256)
+}
+
+
+@functools.lru_cache
+def kind_of(device: torch.device) -> str:
+    """The kind of device whose configurations serve a tensor's device."""
+    if device.type == "cpu" or os.environ.get("TRITON_INTERPRET") == "1":
+        return INTERPRETER
+    if torch.version.hip is not None:
+        return "amd"
+    major, minor = torch.cuda.get_device_capability(device)
+    if major == 9:
+        return "sm90"
+    if major == 10:
+        return "sm100"
+    if (major, minor) in ((8, 0), (8, 7)):
+        return "sm80"
+    return "sm86"
+
+
+@functools.lru_cache
+def choose(kind: str, itemsize: int, head_dim: int, kernel: str, dot_only: bool) -> Config:
+    """The configuration of one kernel.
+
+    Args:
+        kind: From `kind_of`.
+        itemsize: Bytes per element of q, k and v.
+        head_dim: The larger of the padded head_dim of q and of v.
+        kernel: "forward", "keys" or "rows".
+        dot_only: False when the score has a cap, a bias or dropout: those need registers and shared memory, so tiles of
+            scores get narrower and the pipeline shorter.
+    """
+    bucket = next(b for b in (64, 128, 256) if head_dim <= b)
+    config = _TABLE[kind, itemsize, bucket][_KERNELS.index(kernel)]
+    if dot_only or kind == INTERPRETER:
+        return config
+    return replace(config, block_n=min(config.block_n, 64), num_stages=min(config.num_stages, 2), skew=False)
+
+
+def without_tma(config: Config) -> Config:
+    """Forward configuration to use when a tensor cannot be described: pointers take registers, so narrower."""
+    return replace(config, tma=False, skew=False, block_n=min(config.block_n, 64))

@@ -1,0 +1,130 @@
+"""Code that every tile loop shares: which tiles a program walks, which of them need a mask, and how rows are loaded.
+
+Owns the arithmetic between global positions and rows of a run. Refuses to know scores and softmax.
+
+Note [Tile ranges]
+    Along a run, global positions ascend, so what a tile of stationary rows sees of it is described by four numbers in
+    local row indices: [any_lo, any_hi) is seen by some row, [full_lo, full_hi) by all of them. They come from four
+    reductions over the bounds of the rows (once per program) and a clamped division per run, because that division is
+    monotone. Tiles start at any_lo; a tile inside the full region needs no mask, the few others at either end do:
+
+        any_lo        full_lo              full_hi       any_hi
+          |  head tiles  |    full tiles      |  tail tiles |
+
+    Full tiles are one loop. Head and tail tiles are one loop as well, which jumps over the full ones, so that the
+    masked code exists once; it comes first, so that what only it needs holds no registers during the other. A run
+    that nobody sees costs a handful of scalar instructions.
+"""
+
+import triton
+import triton.language as tl
+
+FAR = tl.constexpr(2**31 - 1)  # beyond every position
+
+
+@triton.jit
+def swizzle(tiles, heads, sweep):
+    """(tile, head) of this program: all tiles of `sweep` heads come before the next heads, heads change fastest.
+
+    A sweep is as many heads as keep what they stream in the L2 cache.
+    """
+    pid = tl.program_id(0)
+    section = pid // (sweep * tiles)
+    first = section * sweep
+    width = tl.minimum(sweep, heads - first)
+    rest = pid - first * tiles
+    return rest // width, first + rest % width
+
+
+@triton.jit
+def load_bounds(lo, hi, row, end, ROWS: tl.constexpr):
+    """(lo, hi) of rows row .. row + ROWS - 1; rows from `end` on see nothing.
+
+    Tiles that need a mask load them again: held through the full tiles they would cost registers.
+    """
+    x = row + tl.arange(0, ROWS)
+    return tl.load(lo + x, mask=x < end, other=0), tl.load(hi + x, mask=x < end, other=0)
+
+
+@triton.jit
+def reduce_bounds(lo, hi, exists):
+    """(any_lo, any_hi, full_lo, full_hi) of a tile of rows, in global positions.
+
+    Rows that see nothing do not widen `any`, and empty `full`; rows that do not exist touch neither.
+    """
+    sees = exists & (lo < hi)
+    any_lo = tl.min(tl.where(sees, lo, FAR), 0)
+    any_hi = tl.max(tl.where(sees, hi, 0), 0)
+    full_lo = tl.max(tl.where(exists, lo, 0), 0)
+    full_hi = tl.min(tl.where(exists, hi, FAR), 0)
+    return any_lo, any_hi, full_lo, full_hi
+
+
+@triton.jit
+def first_row_from(position, length, start, stride):
+    """The first row of the run at or after a global position; `length` if there is none."""
+    distance = tl.minimum(tl.maximum(position - start, 0), length * stride)
+    return (distance + stride - 1) // stride
+
+
+@triton.jit
+def run_tiles(runs, r, any_lo, any_hi, full_lo, full_hi, BLOCK: tl.constexpr, ALIGN: tl.constexpr = 1):
+    """(begin, first row, end row, tiles, first full tile, end of full tiles, origin, stride) of run r; Note [Tile ranges].
+
+    Rows are rows of the buffer; row x sits at global position origin + stride * x. The run begins at row `begin`. Tiles
+    start at a multiple of ALIGN, so the first tile may begin with rows that are hidden, or even before the run.
+    """
+    offset = tl.load(runs + 4 * r)
+    length = tl.load(runs + 4 * r + 1)
+    start = tl.load(runs + 4 * r + 2)
+    stride = tl.load(runs + 4 * r + 3)
+    first = first_row_from(any_lo, length, start, stride)
+    end = first_row_from(any_hi, length, start, stride)
+    full_first = first_row_from(full_lo, length, start, stride)
+    full_end = first_row_from(full_hi, length, start, stride)
+    seen = end > first
+    first -= (first + offset) % ALIGN
+    count = tl.where(seen, (end - first + BLOCK - 1) // BLOCK, 0)
+    head = tl.minimum(tl.maximum(full_first - first + BLOCK - 1, 0) // BLOCK, count)
+    tail = tl.maximum(tl.minimum(tl.maximum(full_end - first, 0) // BLOCK, count), head)
+    return offset, first + offset, end + offset, count, head, tail, start - stride * offset, stride
+
+
+@triton.jit
+def load_rows(
+    src, b, h, row, end, stride, ROWS: tl.constexpr, COLS: tl.constexpr, WIDTH: tl.constexpr, GUARD: tl.constexpr,
+    TMA: tl.constexpr,
+):  # fmt: skip
+    """Rows row .. row + ROWS - 1 as ROWS x COLS; columns from WIDTH on, and under GUARD rows from `end` on, are zero.
+
+    `src` points at row 0 of one head, or is a descriptor over `b h s d` under TMA (which ends at the end of the buffer).
+    """
+    if TMA:
+        tile = tl.reshape(src.load([b, h, row, 0]), [ROWS, COLS])
+    else:
+        x = tl.arange(0, ROWS)[:, None]
+        c = tl.arange(0, COLS)[None, :]
+        ptrs = src + tl.cast(row, tl.int64) * stride + (x * stride + c)
+        if GUARD and WIDTH == COLS:
+            tile = tl.load(ptrs, mask=x < end - row, other=0.0)
+        elif GUARD:
+            tile = tl.load(ptrs, mask=(x < end - row) & (c < WIDTH), other=0.0)
+        elif WIDTH == COLS:
+            tile = tl.load(ptrs)
+        else:
+            tile = tl.load(ptrs, mask=c < WIDTH, other=0.0)
+    return tile
+
+
+@triton.jit
+def store_rows(
+    dst, tile, row, end, stride, ROWS: tl.constexpr, COLS: tl.constexpr, WIDTH: tl.constexpr, ADD: tl.constexpr
+):
+    """Writes (or under ADD adds) the rows before `end` and the columns before WIDTH of a tile."""
+    x = tl.arange(0, ROWS)[:, None]
+    c = tl.arange(0, COLS)[None, :]
+    ptrs = dst + tl.cast(row, tl.int64) * stride + (x * stride + c)
+    mask = (x < end - row) & (c < WIDTH)
+    if ADD:
+        tile += tl.load(ptrs, mask=mask, other=0.0)
+    tl.store(ptrs, tile.to(dst.dtype.element_ty), mask=mask)

@@ -1,0 +1,1 @@
+"""Attention of a few new tokens over a paged cache."""

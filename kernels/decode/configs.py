@@ -1,0 +1,197 @@
+"""Shapes of decode calls on each kind of device: one table and a few rules, so that a measured choice is a changed number.
+
+Owns tile sizes, pipeline depth and how much of a device one call should fill. Refuses to know tensors, and needs no Triton.
+
+Note [Slots]
+    The unit of work is a slot: a share of one request's blocks, for all its key heads and tiles of rows. `slots` of them fill
+    the device, `splits` of them at most belong to one request (it is the height of the stack). On the device every program
+    computes from the table how many blocks a share has, the same for all requests: so many that about `slots` shares come out,
+    or with many requests a few times as many, and at most `splits` for a request. A long request among short ones so gets many
+    programs.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+MIN_TOKENS = 128
+"""Keys below which a share is not made smaller: starting a program costs as much."""
+MIN_TOKENS_PER_ROW = 8
+"""Keys per row of a tile that a share has at least: a partial then costs at most about an eighth of the keys' bytes."""
+ROUNDS = 4
+"""How many programs of many rows one after another a multiprocessor should get at most."""
+BEGIN_BLOCKS = 4
+"""What beginning and ending a program of many rows costs, in blocks of keys."""
+ROWS_FREE = 2**17
+"""Rows of all parts of a stack for which there is memory. Beyond it a request has as many programs as multiprocessors, at most."""
+
+
+@dataclass(frozen=True)
+class Config:
+    """The shape of a decode launch.
+
+    Attributes:
+        block_n: Keys of a tile; at most a page.
+        num_warps: Warps of a program.
+        num_stages: Depth of the load pipeline, in tiles of K and of V.
+        per_sm: Programs for each multiprocessor.
+        block_m: Query rows of a tile, at most.
+        maxnreg: Cap on registers per thread, so that the programs fit; None for the compiler's choice.
+    """
+
+    block_n: int
+    num_warps: int
+    num_stages: int
+    per_sm: int
+    block_m: int = 64
+    maxnreg: int | None = None
+
+
+INTERPRETER = "interpreter"  # small tiles: many tiles and edges in a small test
+FEW_ROWS = 16
+"""Rows of the smallest tile: a few new tokens of grouped heads fit."""
+
+MANY_ROWS = 64
+"""Rows of a tile beyond which a call is bound by products instead of memory: rows of a prompt, not of decoding."""
+
+# (kind of device, bytes per element of the pool, largest padded head_dim) -> for FEW_ROWS, for more, for more than MANY_ROWS
+_TABLE: dict[tuple[str, int, int], tuple[Config, ...]] = {
+    # 227 KiB of shared memory
+    ("sm90", 1, 64): (Config(64, 4, 4, 4), Config(64, 8, 4, 2), Config(64, 8, 4, 1, block_m=128)),
+    ("sm90", 1, 128): (Config(64, 4, 4, 3, maxnreg=168), Config(64, 8, 4, 2), Config(64, 8, 4, 1, block_m=128)),
+    ("sm90", 1, 256): (Config(32, 4, 4, 3, maxnreg=168), Config(32, 8, 3, 1)),
+    ("sm90", 2, 64): (Config(64, 4, 4, 4), Config(64, 4, 3, 2), Config(64, 8, 4, 1, block_m=128)),
+    ("sm90", 2, 128): (Config(64, 4, 4, 2), Config(64, 4, 3, 2), Config(64, 8, 3, 1, block_m=128)),
+    ("sm90", 2, 256): (Config(32, 4, 4, 2), Config(32, 8, 3, 1)),
+    ("sm100", 1, 64): (Config(64, 4, 4, 4), Config(64, 8, 4, 2), Config(64, 8, 4, 1, block_m=128)),
+    ("sm100", 1, 128): (Config(64, 4, 4, 3, maxnreg=168), Config(64, 8, 4, 2), Config(64, 8, 4, 1, block_m=128)),
+    ("sm100", 1, 256): (Config(32, 4, 4, 3, maxnreg=168), Config(32, 8, 3, 1)),
+    ("sm100", 2, 64): (Config(64, 4, 4, 4), Config(64, 8, 4, 1), Config(64, 8, 4, 1, block_m=128)),
+    ("sm100", 2, 128): (Config(64, 4, 4, 2), Config(64, 8, 3, 1), Config(64, 8, 3, 1, block_m=128)),
+    ("sm100", 2, 256): (Config(32, 4, 4, 2), Config(32, 8, 3, 1)),
+    # 163 KiB
+    ("sm80", 1, 64): (Config(64, 4, 4, 4), Config(64, 8, 4, 2)),
+    ("sm80", 1, 128): (Config(64, 4, 4, 2), Config(32, 8, 4, 1)),
+    ("sm80", 1, 256): (Config(32, 4, 4, 2), Config(32, 8, 3, 1, block_m=32)),
+    ("sm80", 2, 64): (Config(64, 4, 4, 3), Config(64, 8, 4, 1)),
+    ("sm80", 2, 128): (Config(64, 4, 3, 2), Config(64, 8, 3, 1)),
+    ("sm80", 2, 256): (Config(32, 4, 3, 2), Config(32, 8, 3, 1, block_m=32)),
+    # 99 KiB: consumer and workstation parts of every generation since
+    ("sm86", 1, 64): (Config(64, 4, 3, 3), Config(32, 8, 3, 1)),
+    ("sm86", 1, 128): (Config(64, 4, 3, 2), Config(32, 8, 3, 1)),
+    ("sm86", 1, 256): (Config(32, 4, 3, 2), Config(32, 8, 2, 1, block_m=32)),
+    ("sm86", 2, 64): (Config(64, 4, 3, 2), Config(32, 8, 3, 1)),
+    ("sm86", 2, 128): (Config(32, 4, 3, 2), Config(32, 8, 3, 1)),
+    ("sm86", 2, 256): (Config(16, 4, 3, 2), Config(16, 8, 2, 1, block_m=32)),
+    # 64 KiB of LDS
+    ("amd", 2, 64): (Config(64, 4, 2, 2), Config(32, 4, 2, 1)),
+    ("amd", 2, 128): (Config(32, 4, 2, 2), Config(32, 4, 2, 1, block_m=32)),
+    ("amd", 2, 256): (Config(16, 4, 2, 2), Config(16, 4, 2, 1, block_m=16)),
+} | {
+    # fp32: products of three TF32 products each, which take registers
+    (kind, 4, bucket): (Config(16 if bucket == 256 else 32, 4, 2, 2, block_m=16),) * 2
+    for kind in ("sm80", "sm86", "sm90", "sm100", "amd")
+    for bucket in (64, 128, 256)
+} | {
+    (INTERPRETER, size, bucket): (Config(16, 1, 1, 2, block_m=32), Config(32, 1, 1, 2, block_m=32))
+    for size in (1, 2, 4)
+    for bucket in (64, 128, 256)
+}  # fmt: skip
+
+
+@functools.lru_cache
+def choose(kind: str, itemsize: int, head_dim: int, rows: int) -> Config:
+    """The configuration of a call.
+
+    Args:
+        kind: From `portable.configs.kind_of`.
+        itemsize: Bytes per element of the pool.
+        head_dim: The larger of the head_dim of q and of v.
+        rows: Query rows that share a key head.
+    """
+    bucket = next(b for b in (64, 128, 256) if head_dim <= b)
+    found = _TABLE[kind, itemsize, bucket]
+    return found[min((rows > FEW_ROWS) + (rows > MANY_ROWS), len(found) - 1)]
+
+
+def row_tiles(s: int, group: int, block_m: int) -> tuple[int, int]:
+    """(rows of a tile, tiles) of the s * group query rows that share a key head."""
+    rows = s * group
+    tile = max(16, min(block_m, 1 << (rows - 1).bit_length()))
+    return tile, -(-rows // tile)
+
+
+def slots(s: int, h: int, hk: int, sms: int, config: Config) -> int:
+    """Slots that fill a device at once (Note [Slots])."""
+    _, tiles = row_tiles(s, h // hk, config.block_m)
+    return max(1, sms * config.per_sm // (hk * tiles))
+
+
+def shares(weights: Sequence[int], s: int, h: int, hk: int, page_size: int, sms: int, config: Config) -> int:
+    """The height of the stack with which requests of many rows are soonest done, by an estimate of rounds.
+
+    Programs that multiply are long, so they are cut until the last round costs little; few enough that parts cost little.
+
+    Args:
+        weights: Blocks of each request that some of its rows see.
+        s: Rows of each.
+        h: Query heads.
+        hk: Key heads.
+        page_size: Rows of a page.
+        sms: Multiprocessors.
+        config: Of the launch.
+
+    Example:
+        >>> one = Config(64, 8, 3, 1, block_m=128)
+        >>> [shares([2048] * b, 32, 32, 8, 64, 132, one) for b in (1, 4, 12)]
+        [16, 4, 4]
+    """
+    _, tiles = row_tiles(s, h // hk, config.block_m)
+    at_once = sms * config.per_sm
+    least = least_blocks(s, h // hk, page_size)
+    total, longest = sum(weights), max(weights, default=0)
+    best, soonest = 1, None
+    for height in range(1, 1 + max(1, -(-ROUNDS * at_once // max(1, hk * tiles * len(weights))))):
+        share = max(-(-total // (height * max(1, len(weights)))), -(-longest // height), least)
+        programs = hk * tiles * sum(max(1, -(-weight // share)) for weight in weights)
+        time = -(-programs // at_once) * (share + BEGIN_BLOCKS)
+        if soonest is None or time < soonest:
+            best, soonest = height, time
+    return best
+
+
+def least_blocks(s: int, group: int, page_size: int) -> int:
+    """Blocks of the smallest share."""
+    return -(-max(MIN_TOKENS, MIN_TOKENS_PER_ROW * s * group) // page_size)
+
+
+def splits(
+    b: int, s: int, h: int, hk: int, blocks: int, page_size: int, sms: int, config: Config, *, same_length: bool = False
+) -> int:
+    """The height of the stack: `kernels.decode.dispatch.num_splits` for a device of `sms` multiprocessors.
+
+    Example:
+        >>> one = Config(64, 4, 3, 2)
+        >>> [splits(b, 1, 32, 8, 1024, 64, 132, one) for b in (2, 8, 64, 200)]
+        [33, 33, 33, 20]
+        >>> [splits(b, 16, 32, 8, 1024, 64, 132, one, same_length=True) for b in (2, 8, 32)]
+        [17, 5, 2]
+    """
+    if s * h // hk > MANY_ROWS:
+        return shares((blocks,) * b, s, h, hk, page_size, sms, config)
+    full, rows = slots(s, h, hk, sms, config), max(1, b * s * h)
+    most = -(-blocks // least_blocks(s, h // hk, page_size))
+    if same_length:
+        return max(1, min(-(-full // max(b, 1)), most))
+    # what a request does not need costs it next to nothing: a long one among short ones may take the whole device
+    return max(1, min(full, most, max(ROWS_FREE // rows, slots(s, h, hk, sms, replace(config, per_sm=1)))))
+
+
+@functools.lru_cache
+def multiprocessors(device: torch.device) -> int:
+    """Of a GPU."""
+    return torch.cuda.get_device_properties(device).multi_processor_count

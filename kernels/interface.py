@@ -1,0 +1,408 @@
+"""Interface of the attention kernel sets: the types that they are given and the formula that they compute.
+
+Owns the interface between the ring and the kernels. Knows nothing of ranks, groups or transports, and computes nothing.
+
+Shape legend: `b` batch, `s` query rows, `t` key rows, `h` query heads, `hk` key/value heads (`hk` divides `h`),
+`d` head_dim of q and k, `dv` head_dim of v, `n` tokens of the whole key sequence, `r` runs.
+
+Note [One ring step]
+    A kernel call is one ring step: the query rows of one rank against one buffer of keys. Row `x` of q sits at the global
+    position `rows.positions[x]` and sees the keys whose global position p satisfies `rows.lo[b, x] <= p < rows.hi[b, x]`.
+    The same relation is given for keys: key row `y` is seen by the queries at global positions
+    `keys.lo[b, y] <= i < keys.hi[b, y]`. So forward and dq loop over keys, while dk and dv loop over queries.
+
+Note [Score]
+    s   = softmax_scale * (q . k)
+    s   = softcap * tanh(s / softcap)                        when softcap > 0
+    s  -= alibi_slopes[h] * |i - j|                          i, j: global positions
+    s  += key_bias[b, y]                                     y: row of the key buffer
+    s  += bias[b, h, x, j]                                   x: row of q, j: global key position
+    p   = exp(s - lse) on visible pairs, 0 elsewhere
+    o   = sum_j keep(b, h, i, j) / (1 - dropout_p) * p * v   keep: Note [Dropout]
+    A sink is one more logit `sinks[h]` in the denominator only: the partial (sink, 1, 0) that a first ring step starts from.
+
+Note [Dropout]
+    keep(b, h, i, j) is a pure function of the seed and of global indices, so the mask is the same at any world size, in
+    any kernel and in the backward. With philox = Philox-2x32-10 (Salmon et al., "Parallel random numbers: as easy as
+    1, 2, 3", SC 2011; multiplier 0xD256D193, Weyl constant 0x9E3779B9) and H query heads:
+    key = philox(counter=(b * H + h, seed >> 32), key=seed & 0xFFFFFFFF)[0]
+    keep iff philox(counter=(i, j), key=key)[0] >= floor(dropout_p * 2^32)
+
+Note [Softmax state]
+    Between ring steps the state of a query row is the partial (m, l, acc) of the online softmax, fp32 (fp64 for fp64 inputs):
+    m = max s * log2(e), l = sum 2^(s*log2(e) - m), acc = sum 2^(s*log2(e) - m) v. The identity is (-inf, 0, 0).
+    A kernel may let m lag behind the maximum by up to 8: partials merge for any reference point, and fp32 has room for 2^8.
+    The last step normalises: o = acc / l and lse = ln(2) * m + ln(l); a row that saw nothing has o = 0, lse = -inf.
+
+Note [Fused call]
+    A fused call computes all ring steps of a rank in one launch. Its keys lie in two places: `local_kv` is the rank's own k
+    and v, and `remote_kv` is one buffer with the rows of all other owners. A *source* is the rows of one owner: source 0 is
+    local, source s is the owner at ring step s. In the remote buffer the rows of a source are contiguous, in the order of its
+    metadata, and begin at a multiple of PAD_ROWS. At least PAD_ROWS rows of zeros follow them, so a block of up to PAD_ROWS
+    rows that begins in a source reads finite numbers only. A source may have no rows.
+    A bias of keys is one table: the local rows, then the remote rows, like their positions.
+    The remote buffer is filled while the kernel runs. Key heads come in `groups` equal groups: flags[g, s] becomes 1 once the
+    rows of source s for the heads of group g have arrived. They arrive in the order of (g, s); local rows need no flag. A
+    negative flag says that its rows will never arrive, and no later flag becomes 1. A kernel that reads a negative flag, or
+    waits longer than `timeout_ns`, sets the error word, continues, and writes NaN to every output from then on. So it never
+    hangs, and never returns a number that could be taken for a result.
+    In the backward the gradients of each source leave the kernel in fp32, and their owner adds them up. grad_buffers[s] is the
+    address of a contiguous `b grad_buffer_rows hk (d + dv)` region, in this or another device's memory. The kernel writes dk
+    (first d columns) and dv (the others) of row x of the source there, x counted from the source's first row. If a gradient of
+    key_bias is wanted, bias_grad_buffers[s] is the address of a contiguous `b hk grad_buffer_rows` region for the sums of
+    each key head. Every row of every source is written, zeros included.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class RowMetadata:
+    """The rows of one side (queries, or keys) of a step: where they sit and what they see on the other side.
+
+    Compared and hashed by identity, so that a kernel set may keep what it derives from a side as long as the side lives.
+
+    Attributes:
+        runs: `r 4` int32 on the device: (offset, length, start, stride). Rows offset .. offset + length - 1 of the buffer
+            sit at global positions start + stride * i. Runs cover every row of the buffer once, in row order; positions
+            ascend over the whole buffer.
+        positions: `s` int32 on the device: the global position of each row.
+        lo: `b s` or `1 s` int32: first visible global position of the other side; not decreasing along rows.
+        hi: `b s` or `1 s` int32: one past the last; lo <= hi; not decreasing along rows. lo == hi: sees nothing.
+        run_list: The content of `runs` as Python integers, for kernels that plan on the host.
+        lo_host: The content of `lo` on the CPU, for the same use.
+        hi_host: The content of `hi` on the CPU, for the same use.
+    """
+
+    runs: Tensor
+    positions: Tensor
+    lo: Tensor
+    hi: Tensor
+    run_list: tuple[tuple[int, int, int, int], ...]
+    lo_host: Tensor
+    hi_host: Tensor
+
+
+@dataclass(frozen=True)
+class Score:
+    """Options of the score (Note [Score]); None and 0.0 mean absent.
+
+    Attributes:
+        softmax_scale: Factor on q . k.
+        softcap: Bound of the soft cap, in score units; 0.0 for none.
+        dropout_p: Probability of dropping one attention weight.
+        dropout_seed: 64-bit seed of the counter-based mask.
+        sinks: `h` fp32.
+        alibi_slopes: `h` fp32.
+        key_bias: `b t` fp32, rows of this step's key buffer; of a fused call `b local_rows+remote_rows`.
+        bias: `b h s n` (expanded: strides may be 0), fp32 or q's dtype, columns by global key position.
+    """
+
+    softmax_scale: float
+    softcap: float = 0.0
+    dropout_p: float = 0.0
+    dropout_seed: int = 0
+    sinks: Tensor | None = None
+    alibi_slopes: Tensor | None = None
+    key_bias: Tensor | None = None
+    bias: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class SoftmaxState:
+    """The running partial of every query row (Note [Softmax state]).
+
+    Attributes:
+        m: `b h s`, log2 units.
+        l: `b h s`.
+        acc: `b s h dv`.
+    """
+
+    m: Tensor
+    l: Tensor  # noqa: E741
+    acc: Tensor
+
+
+@dataclass(frozen=True)
+class Grads:
+    """Gradients that a backward step writes, all in the accumulation dtype (fp32, or fp64 for fp64 inputs).
+
+    `accumulate_rows` / `accumulate_keys` say whether the step adds to what is there or overwrites it (every element is
+    then written, zeros included, so the buffer may be uninitialised). None: not wanted. Buffers for dq, dk and dv that are
+    only overwritten may have the dtype of the inputs instead.
+
+    Attributes:
+        dq: `b s h d`; rows.
+        dk: `b t hk d`; keys.
+        dv: `b t hk dv`; keys.
+        dkey_bias: `b t`; keys.
+        dalibi: `b h s`, one partial sum per query row (the caller sums b and s); rows.
+        dbias: `b h s n`, dense. Each step writes only its own visible pairs; the caller zeroes it once.
+        accumulate_rows: Add to dq and dalibi instead of overwriting.
+        accumulate_keys: Add to dk, dv and dkey_bias instead of overwriting.
+        deterministic: Sum in a fixed order: the same bits from run to run. A kernel set that always does may ignore it.
+    """
+
+    dq: Tensor
+    dk: Tensor
+    dv: Tensor
+    dkey_bias: Tensor | None = None
+    dalibi: Tensor | None = None
+    dbias: Tensor | None = None
+    accumulate_rows: bool = field(default=False)
+    accumulate_keys: bool = field(default=False)
+    deterministic: bool = field(default=False)
+
+
+PAD_ROWS = 128
+"""Rows of zeros behind every source of a fused call, and what its first row is a multiple of."""
+
+
+@dataclass(frozen=True, eq=False)
+class GatheredKeys:
+    """The key sides of a fused call (Note [Fused call]); compared and hashed by identity, like `RowMetadata`.
+
+    Attributes:
+        sides: One per source, local rows first. Offsets of its runs count rows of the local buffer; those of the others count
+            rows of the remote buffer. Positions ascend within a side, not from side to side.
+        steps: The ring step of each side, ascending, the first one 0: the second index of its flag. Steps at which nothing
+            is visible are left out.
+        local_rows: Rows of the local buffer.
+        remote_rows: Rows of the remote buffer, pad rows included; 0 when there are no others.
+        positions: `local_rows + remote_rows` int32 on the device: as `RowMetadata.positions`, row x of the local buffer at x
+            and row x of the remote buffer at local_rows + x, so that one pointer serves all sources; pad rows hold zeros. Those
+            of the sides are views of it.
+        lo: `b|1 local_rows+remote_rows` int32, likewise.
+        hi: `b|1 local_rows+remote_rows` int32, likewise.
+    """
+
+    sides: tuple[RowMetadata, ...]
+    steps: tuple[int, ...]
+    local_rows: int
+    remote_rows: int
+    positions: Tensor
+    lo: Tensor
+    hi: Tensor
+
+
+@dataclass(frozen=True)
+class ReadyFlags:
+    """Flags of the rows of the remote buffer that have arrived (Note [Fused call]).
+
+    Attributes:
+        flags: `groups steps` int32, on the device, contiguous; column 0 is not waited for.
+        error: `1` int32, on the device, because kernels read it at the end of each tile; 0 until one has timed out.
+        timeout_ns: Nanoseconds a kernel waits for one flag.
+    """
+
+    flags: Tensor
+    error: Tensor
+    timeout_ns: int
+
+    @property
+    def groups(self) -> int:
+        """Groups of key heads."""
+        return self.flags.shape[0]
+
+
+class KernelSet(Protocol):
+    """One implementation of attention. A kernel set is a module with these functions; it holds no state."""
+
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        rows: RowMetadata,
+        keys: RowMetadata,
+        score: Score,
+        *,
+        carry: SoftmaxState | None,
+        first: bool,
+        last: bool,
+        o: Tensor,
+        lse: Tensor,
+    ) -> None:
+        """Attend to one buffer of keys.
+
+        Args:
+            q: `b s h d`; any strides with a contiguous last dim.
+            k: `b t hk d`, likewise.
+            v: `b t hk dv`, likewise.
+            rows: The query side.
+            keys: The key side.
+            score: How scores are made.
+            carry: Running partial, updated in place; None only when first and last.
+            first: Start from the identity (or from the sinks) instead of reading the carry, which may be uninitialised.
+            last: Normalise into `o` and `lse` and leave the carry alone; otherwise write the carry.
+            o: `b s h dv`, q's dtype: written when last.
+            lse: `b h s`, natural log, accumulation dtype: written when last.
+        """
+        ...
+
+    def delta(self, o: Tensor, do: Tensor, dlse: Tensor | None, out: Tensor | None = None) -> Tensor:
+        """rowsum(o * do) - dlse, in out if given: `b h s` in the accumulation dtype; o, do `b s h dv`, dlse `b h s`."""
+        ...
+
+    def backward(
+        self,
+        do: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        lse: Tensor,
+        delta: Tensor,
+        rows: RowMetadata,
+        keys: RowMetadata,
+        score: Score,
+        grads: Grads,
+        *,
+        o: Tensor | None = None,
+        dlse: Tensor | None = None,
+    ) -> None:
+        """Gradients of one ring step. With ds = p * (dp - delta): dq = scale * ds k, dk = scale * ds^T q, dv = p^T do.
+
+        Args:
+            do: `b s h dv`, contiguous last dim.
+            q: As in forward.
+            k: As in forward.
+            v: As in forward.
+            lse: `b h s`, natural log: of the finished rows, over all ring steps.
+            delta: `b h s`, from `delta`; where o is given it is made here, and written.
+            rows: The query side.
+            keys: The key side.
+            score: How scores are made.
+            grads: Where results go.
+            o: `b s h dv`, contiguous last dim; None: delta is given.
+            dlse: `b h s`, contiguous last dim, the gradient of lse, with o; None: zero.
+        """
+        ...
+
+
+class FusedKernelSet(KernelSet, Protocol):
+    """A kernel set that can also compute all ring steps of a rank in one launch (Note [Fused call])."""
+
+    def can_capture(self) -> bool:
+        """Whether a CUDA graph of what the functions of this set enqueue may be launched in place of calling them again."""
+        ...
+
+    def can_fuse(self, head_dim: int, v_head_dim: int, score: Score) -> bool:
+        """Whether `forward_fused` and `backward_fused` serve such a call; other calls go step by step."""
+        ...
+
+    def forward_fused(
+        self,
+        q: Tensor,
+        local_kv: tuple[Tensor, Tensor],
+        remote_kv: tuple[Tensor, Tensor],
+        rows: RowMetadata,
+        keys: GatheredKeys,
+        score: Score,
+        ready_flags: ReadyFlags | None,
+        *,
+        o: Tensor,
+        lse: Tensor,
+        sm_margin: int = 0,
+    ) -> None:
+        """Compute the finished attention of q over all sources.
+
+        Args:
+            q: `b s h d`; any strides with a contiguous last dim.
+            local_kv: k `b t hk d` and v `b t hk dv` of this rank, likewise.
+            remote_kv: k `b remote_rows hk d` and v `b remote_rows hk dv`: views of one `b remote_rows hk (d + dv)` buffer.
+            rows: The query side.
+            keys: The key sides.
+            score: How scores are made; bias is absent.
+            ready_flags: None when all remote rows have arrived.
+            o: `b s h dv`, q's dtype or fp32; written.
+            lse: `b h s`, natural log, fp32; written.
+            sm_margin: Multiprocessors to leave to what runs beside it, where programs would stay on all of them.
+        """
+        ...
+
+    def backward_fused(
+        self,
+        do: Tensor,
+        q: Tensor,
+        local_kv: tuple[Tensor, Tensor],
+        remote_kv: tuple[Tensor, Tensor],
+        lse: Tensor,
+        delta: Tensor,
+        rows: RowMetadata,
+        keys: GatheredKeys,
+        score: Score,
+        ready_flags: ReadyFlags | None,
+        grad_buffers: Tensor,
+        grad_buffer_rows: int,
+        *,
+        dq: Tensor,
+        dalibi: Tensor | None,
+        bias_grad_buffers: Tensor | None,
+        deterministic: bool,
+        sm_margin: int = 0,
+        o: Tensor | None = None,
+        dlse: Tensor | None = None,
+    ) -> None:
+        """Compute dq of this rank's queries, and send dk, dv and dkey_bias of every source to their owners.
+
+        Args:
+            do: `b s h dv`, contiguous last dim.
+            q: As in `forward_fused`.
+            local_kv: As in `forward_fused`.
+            remote_kv: As in `forward_fused`.
+            lse: `b h s`, natural log.
+            delta: `b h s`, from `delta`; where o is given it is made here, and written.
+            rows: The query side; `keys.sides` hold what every key row is seen by.
+            keys: The key sides.
+            score: As in `forward_fused`.
+            ready_flags: As in `forward_fused`.
+            grad_buffers: int64, on the device: the address of the region of each of `keys.sides`, in their order.
+            grad_buffer_rows: Rows of a region, the same for all.
+            dq: `b s h d`, q's dtype or fp32; overwritten.
+            dalibi: `b h s` fp32, one partial sum per query row; overwritten. None: not wanted.
+            bias_grad_buffers: Like grad_buffers, of the regions of dkey_bias. None: not wanted.
+            deterministic: Sum in a fixed order.
+            sm_margin: As in `forward_fused`.
+            o: As in `backward`.
+            dlse: As in `backward`.
+        """
+        ...
+
+    def reduce_kv_grads(
+        self, dk: Tensor, dv: Tensor, local_grads: Tensor, remote_grads: Sequence[Tensor], rows: Tensor
+    ) -> None:
+        """Sum dk and dv of this rank's keys: its own contribution and, in order, those of other ranks.
+
+        Args:
+            dk: `b t hk d`, contiguous, any floating dtype; written.
+            dv: `b t hk dv`, likewise.
+            local_grads: `b grad_buffer_rows hk (d + dv)` fp32: row x belongs to key row x.
+            remote_grads: Like local_grads, one per rank that read these keys, in ring order.
+            rows: int32 `remote_grads t` on the device: the row of a part that belongs to a key row, or -1.
+        """
+        ...
+
+    def reduce_key_bias_grads(
+        self, dkey_bias: Tensor, local_grads: Tensor, remote_grads: Sequence[Tensor], rows: Tensor
+    ) -> None:
+        """Sum dkey_bias of this rank's keys over ranks and key heads.
+
+        Args:
+            dkey_bias: `b t` fp32, contiguous; written.
+            local_grads: `b hk grad_buffer_rows` fp32: row x belongs to key row x.
+            remote_grads: Like local_grads, one per rank that read these keys, in ring order.
+            rows: As in `reduce_kv_grads`.
+        """
+        ...
+
+
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of partials, lse and gradient accumulators: fp64 for fp64 inputs, else fp32."""
+    return torch.float64 if dtype == torch.float64 else torch.float32

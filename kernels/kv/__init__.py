@@ -1,0 +1,1 @@
+"""Keys and values in memory: packed to travel, and in pages."""

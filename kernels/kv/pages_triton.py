@@ -1,0 +1,236 @@
+"""Rows into pages and out of them, in one Triton launch for keys and values. `kernels.kv.pages` has the torch version.
+
+Owns the kernels and their launchers. Runs on CUDA and ROCm devices, and on CPU tensors in the Triton interpreter.
+
+Note [Bits of e4m3]
+    fp8 is made and read as bytes, by integer arithmetic: the same bits on every device, those without fp8 instructions and the
+    interpreter included. Of a number y with |y| < 464: from 2^-6 on, rounding the mantissa of fp32 to three bits and moving the
+    bias from 127 to 7 gives the code, carries included; below, |y| * 2^9 rounded to an integer is the code. Adding 2^23 and
+    taking the last byte rounds to nearest even, as the conversion does.
+"""
+
+# pyright: reportGeneralTypeIssues=false, reportArgumentType=false
+# (powers of two may be constants of kernels, says Triton)
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ringattn.kernels.kv.pages import LARGEST, SMALLEST_SCALE
+from ringattn.kernels.runtime import bound_launch
+
+BYTES = 8192
+"""What one program moves of each tensor: enough in flight to keep memory busy, few enough rows to fill the device."""
+
+_Pools = tuple[Tensor, Tensor, Tensor | None, Tensor | None]
+
+_LARGEST = tl.constexpr(LARGEST)
+_SMALLEST_SCALE = tl.constexpr(SMALLEST_SCALE)
+
+
+@triton.jit
+def _encode(y):
+    """The e4m3 codes of numbers within its range, as bytes (Note [Bits of e4m3])."""
+    bits = y.to(tl.int32, bitcast=True)
+    size = bits & 0x7FFFFFFF
+    large = ((size + 0x7FFFF + ((size >> 20) & 1)) >> 20) - 960
+    small = (tl.abs(y) * 512.0 + 8388608.0).to(tl.int32, bitcast=True) & 0xFF
+    code = tl.where(size < 0x3C800000, small, large)
+    code = tl.where(size > 0x7F800000, 0x7F, code)
+    return (code | ((bits >> 24) & 0x80)).to(tl.uint8)
+
+
+@triton.jit
+def _decode(code):
+    """The numbers that e4m3 codes stand for, as fp32."""
+    code = code.to(tl.int32)
+    size = code & 0x7F
+    large = ((size + 960) << 20).to(tl.float32, bitcast=True)
+    y = tl.where(size < 8, size.to(tl.float32) * 0.001953125, large)
+    y = tl.where(size == 0x7F, float("nan"), y)
+    return tl.where((code & 0x80) != 0, -y, y)
+
+
+@triton.jit
+def _rows_at(x, ok, WIDTH: tl.constexpr, COLUMNS: tl.constexpr):
+    """Rows that begin at x."""
+    c = tl.arange(0, COLUMNS)[None, :]
+    return tl.load(x[:, None] + c, mask=ok[:, None] & (c < WIDTH), other=0.0)
+
+
+@triton.jit
+def _put_rows(pool, scale, y, to, ok, FP8: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr):
+    """Writes rows y of one tensor to rows `to` of the pool, whose pages and heads are counted through."""
+    c = tl.arange(0, COLUMNS)[None, :]
+    mask = ok[:, None] & (c < WIDTH)
+    if FP8:
+        y = y.to(tl.float32)
+        # a maximum may pass over NaN, a sum does not
+        bad = tl.sum(tl.where(y == y, 0.0, y), 1)
+        s = tl.maximum(tl.div_rn(tl.max(tl.abs(y), 1), _LARGEST), _SMALLEST_SCALE) + bad
+        tl.store(scale + to, s, mask=ok)
+        y = _encode(tl.div_rn(y, s[:, None] + tl.zeros_like(y)))
+    tl.store((pool + to * WIDTH)[:, None] + c, y, mask=mask)
+
+
+@triton.jit
+def _contain(k_rows, v_rows):
+    """Rows of keys and values as Note [Values that are not finite] of pages.py says."""
+    wide = v_rows if v_rows.dtype == tl.float64 else v_rows.to(tl.float32)
+    bad = tl.sum(wide * 0.0, 1) != 0.0  # 0 times what is not finite is NaN
+    nan = tl.full(k_rows.shape, float("nan"), tl.float32).to(k_rows.dtype)
+    return tl.where(bad[:, None], nan, k_rows), tl.where(bad[:, None], tl.zeros_like(v_rows), v_rows)
+
+
+@triton.jit(do_not_specialize=["s", "rows"])
+def _put_kernel(
+    pool_k, pool_v, k_scale, v_scale, k, v, slots, k_contained, v_contained, s, rows,
+    k_sb, k_ss, k_sh, v_sb, v_ss, v_sh,
+    HK: tl.constexpr, SIZE: tl.constexpr, FP8: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
+    D_COLUMNS: tl.constexpr, DV_COLUMNS: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """One program owns ROWS of the b * s * hk rows, of k and of v.
+
+    Example: HK = 2, SIZE = 4: row 5 is token 2, head 1; with slot 9 it goes to page 2, row 1, which is row 21 of the pool.
+    """
+    r = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    ok = r < rows
+    t, h = r // HK, (r % HK).to(tl.int64)
+    slot = tl.load(slots + t, mask=ok, other=-1)
+    b, x = (t // s).to(tl.int64), (t % s).to(tl.int64)
+    # rows are asked for before their slots are known: one round trip
+    k_rows = _rows_at(k + b * k_sb + x * k_ss + h * k_sh, ok, D, D_COLUMNS)
+    v_rows = _rows_at(v + b * v_sb + x * v_ss + h * v_sh, ok, DV, DV_COLUMNS)
+    k_rows, v_rows = _contain(k_rows, v_rows)
+    if k_contained is not None:
+        _put_rows(k_contained, None, k_rows, r.to(tl.int64), ok, False, D, D_COLUMNS)
+        _put_rows(v_contained, None, v_rows, r.to(tl.int64), ok, False, DV, DV_COLUMNS)
+    ok = slot >= 0
+    to = (slot // SIZE * HK + h) * SIZE + slot % SIZE
+    _put_rows(pool_k, k_scale, k_rows, to, ok, FP8, D, D_COLUMNS)
+    _put_rows(pool_v, v_scale, v_rows, to, ok, FP8, DV, DV_COLUMNS)
+
+
+@triton.jit
+def _take_rows(pool, scale, x, at, source, ok, FP8: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr):
+    """Reads rows of one tensor: row `source` of the pool, to x at `at`."""
+    c = tl.arange(0, COLUMNS)[None, :]
+    mask = ok[:, None] & (c < WIDTH)
+    y = tl.load((pool + source * WIDTH)[:, None] + c, mask=mask)
+    if FP8:
+        y = _decode(y) * tl.load(scale + source, mask=ok)[:, None]
+    tl.store((x + at)[:, None] + c, y.to(x.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=["s", "tokens"])
+def _take_kernel(
+    pool_k, pool_v, k_scale, v_scale, k, v, slots, s, tokens,
+    k_sb, k_ss, k_sh, v_sb, v_ss, v_sh,
+    HK: tl.constexpr, SIZE: tl.constexpr, FP8: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
+    D_COLUMNS: tl.constexpr, DV_COLUMNS: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """One program owns one head of ROWS of the b * s tokens: it reads a page of a head in one piece, where slots follow."""
+    h = (tl.program_id(0) % HK).to(tl.int64)
+    t = tl.program_id(0) // HK * ROWS + tl.arange(0, ROWS)
+    ok = t < tokens
+    slot = tl.load(slots + t, mask=ok, other=0)
+    source = (slot // SIZE * HK + h) * SIZE + slot % SIZE
+    b, x = (t // s).to(tl.int64), (t % s).to(tl.int64)
+    _take_rows(pool_k, k_scale, k, b * k_sb + x * k_ss + h * k_sh, source, ok, FP8, D, D_COLUMNS)
+    _take_rows(pool_v, v_scale, v, b * v_sb + x * v_ss + h * v_sh, source, ok, FP8, DV, DV_COLUMNS)
+
+
+def put(
+    pool_k: Tensor,
+    pool_v: Tensor,
+    k: Tensor,
+    v: Tensor,
+    slots: Tensor,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    contained: tuple[Tensor, Tensor] | None = None,
+) -> None:
+    """Takes the arguments of `kernels.kv.pages.put`."""
+    if slots.numel():
+        _put(*_seen(pool_k, pool_v, k_scale, v_scale), k, v, slots, *(contained or (None, None)))
+
+
+def take(
+    pool_k: Tensor,
+    pool_v: Tensor,
+    slots: Tensor,
+    k: Tensor,
+    v: Tensor,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+) -> None:
+    """Takes the arguments of `kernels.kv.pages.take`."""
+    if slots.numel():
+        _take(*_seen(pool_k, pool_v, k_scale, v_scale), k, v, slots)
+
+
+def _seen(pool_k: Tensor, pool_v: Tensor, k_scale: Tensor | None, v_scale: Tensor | None) -> _Pools:
+    """The pools and scales as kernels see them: fp8 is bytes (Note [Bits of e4m3])."""
+    if k_scale is None:
+        return pool_k, pool_v, None, None
+    return pool_k.view(torch.uint8), pool_v.view(torch.uint8), k_scale, v_scale
+
+
+def _put(
+    pool_k: Tensor,
+    pool_v: Tensor,
+    k_scale: Tensor | None,
+    v_scale: Tensor | None,
+    k: Tensor,
+    v: Tensor,
+    slots: Tensor,
+    k_contained: Tensor | None,
+    v_contained: Tensor | None,
+) -> None:
+    b, s, hk, _ = k.shape
+    rows, constants = b * s * hk, _constants(pool_k, k, v)
+    constants["ROWS"] = min(constants["ROWS"], triton.next_power_of_2(rows))
+    bound_launch.launch(
+        _put_kernel,
+        (-(-rows // constants["ROWS"]),),
+        (
+            pool_k, pool_v, k_scale, v_scale, k, v, slots, k_contained, v_contained, s, rows, *k.stride()[:3],
+            *v.stride()[:3],
+        ),
+        constants | {"FP8": k_scale is not None},
+        num_warps=4,
+    )  # fmt: skip
+
+
+def _take(
+    pool_k: Tensor,
+    pool_v: Tensor,
+    k_scale: Tensor | None,
+    v_scale: Tensor | None,
+    k: Tensor,
+    v: Tensor,
+    slots: Tensor,
+) -> None:
+    b, s, hk, _ = k.shape
+    constants = _constants(pool_k, k, v)
+    bound_launch.launch(
+        _take_kernel,
+        (-(-b * s // constants["ROWS"]) * hk,),
+        (pool_k, pool_v, k_scale, v_scale, k, v, slots, s, b * s, *k.stride()[:3], *v.stride()[:3]),
+        constants | {"FP8": k_scale is not None},
+        num_warps=4,
+    )
+
+
+def _constants(pool_k: Tensor, k: Tensor, v: Tensor) -> dict[str, Any]:
+    d, dv = k.shape[-1], v.shape[-1]
+    columns, v_columns = triton.next_power_of_2(d), triton.next_power_of_2(dv)
+    rows = max(1, BYTES // (max(columns, v_columns) * k.element_size()))
+    return {
+        "HK": k.shape[2], "SIZE": pool_k.shape[2], "D": d, "DV": dv, "D_COLUMNS": columns, "DV_COLUMNS": v_columns, "ROWS": rows,
+    }  # fmt: skip

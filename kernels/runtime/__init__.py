@@ -1,0 +1,1 @@
+"""Launches, copies to the device, and modules that need Triton."""

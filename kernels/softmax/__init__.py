@@ -1,0 +1,1 @@
+"""Online softmax and log-sum-exp of rows."""

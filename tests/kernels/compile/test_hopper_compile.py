@@ -1,0 +1,133 @@
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Callable
+
+import pytest
+
+pytest.importorskip("triton")
+if os.environ.get("TRITON_INTERPRET") == "1":
+    pytest.skip("the interpreter is on, and it replaces the compiler", allow_module_level=True)
+
+import triton
+from triton.experimental.gluon import language as gl
+
+from ringattn.kernels.attention.hopper import progress_barrier
+from ringattn.kernels.attention.hopper.configs import BUCKETS
+from tests.kernels.compile.gluon_offline import FEATURES, Call, Report, compile_or_say
+
+pytestmark = pytest.mark.compile
+SHARED = 227 * 1024
+
+PAIRS = tuple(itertools.product(BUCKETS, BUCKETS))
+"""Columns of q and k, and of v: each pair has a configuration of its own."""
+BACKWARD_PAIRS = tuple(pair for pair in PAIRS if pair != (64, 128))
+"""The backward takes a narrow q beside a wide v for a wide one."""
+
+CALLS = {
+    **{f"forward_{d}_{dv}": Call("forward", d, dv) for d, dv in PAIRS},
+    **{f"forward_{d}_{dv}_every_feature": Call("forward", d, dv, features=FEATURES) for d, dv in PAIRS},
+    **{f"forward_{d}_carried": Call("forward", d, first=False, last=False) for d in BUCKETS},
+    "forward_128_begins": Call("forward", 128, last=False),
+    "forward_128_ends": Call("forward", 128, first=False),
+    "forward_128_carried_every_feature": Call("forward", 128, first=False, last=False, features=FEATURES),
+    "forward_128_packed_group": Call("forward", 128, group=8, seq_len=40),
+    "forward_96": Call("forward", 96),
+    "forward_128_gathered_packed_group": Call("forward", 128, group=8, seq_len=40, gathered=True),
+    "forward_128_gathered_wide": Call("forward", 128, gathered=True, wide=True),
+    "forward_128_gathered_every_feature": Call("forward", 128, features=FEATURES, gathered=True),
+    **{f"backward_{d}_{dv}": Call("backward", d, dv) for d, dv in BACKWARD_PAIRS},
+    **{f"backward_{d}_{dv}_every_feature": Call("backward", d, dv, features=FEATURES) for d, dv in BACKWARD_PAIRS},
+    **{f"backward_{d}_accumulated": Call("backward", d, accumulate=True, group=4) for d in BUCKETS},
+    "backward_96": Call("backward", 96),
+    **{f"backward_{d}_deterministic": Call("backward", d, deterministic=True) for d in (64, 128)},
+    **{
+        f"backward_{d}_deterministic_every_feature": Call("backward", d, deterministic=True, features=FEATURES)
+        for d in (64, 128)
+    },
+    "backward_128_deterministic_softcap": Call("backward", 128, deterministic=True, features=("softcap",)),
+    # scores that the fused kernel keeps at 128 columns
+    "backward_128_softcap": Call("backward", 128, features=("softcap",)),
+    "backward_64_softcap": Call("backward", 64, features=("softcap",)),
+    **{f"backward_{d}_gathered": Call("backward", d, gathered=True) for d in (64, 128)},
+    **{
+        f"backward_{d}_gathered_deterministic": Call("backward", d, gathered=True, deterministic=True)
+        for d in (64, 128)
+    },
+    **{f"backward_{d}_gathered_every_feature": Call("backward", d, gathered=True, features=FEATURES) for d in BUCKETS},
+    "backward_256_gathered": Call("backward", 256, gathered=True),
+    "backward_256_128_gathered": Call("backward", 256, 128, gathered=True),
+    "backward_64_gathered_key_bias": Call("backward", 64, gathered=True, features=("key_bias",)),
+}
+
+# HGMMA of one warpgroup in one round of each loop, from tile shapes: an instruction does 64 x n x 16, n up to 256
+PRODUCTS: dict[str, Callable[[dict[str, int]], set[int]]] = {
+    "forward_kernel": lambda c: {(c["D"] + c["BLOCK_N"]) // 16},
+    "backward_dq_kernel": lambda c: {(c["D"] + c["DV"] + c["BLOCK"]) // 16},
+    "backward_kernel": lambda c: {(c["D"] + c["DV"] + 2 * c["BM"] + 128 * c["WANT_DQ"]) // 16},
+    "backward_dkv_wide_kernel": lambda c: {(c["D"] + 64) // 16, (c["DV"] + 64) // 16},
+}
+
+
+SPILLS_OF_38 = {
+    "backward_64_64_every_feature": 8,
+    "backward_64_gathered_every_feature": 8,
+    "backward_128_softcap": 2,
+}
+"""Accesses to local memory in loops with products that Triton 3.8.0 makes where 3.6 and 3.7 make none, at most."""
+
+
+def constants_of(report: Report) -> dict[str, int]:
+    return {
+        name: int(value == "True") if value in ("True", "False") else int(value)
+        for name, value in report.constants
+        if value in ("True", "False") or value.isdecimal()
+    }
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_every_launch_fits_and_keeps_its_loops_in_registers(name: str):
+    found = compile_or_say(CALLS[name])
+    assert not isinstance(found, str), found
+    assert any(report.products for report in found), found
+    spills = SPILLS_OF_38.get(name, 0) if triton.__version__.startswith("3.8.") else 0
+    for report in found:
+        assert report.shared <= SHARED, str(report)
+        assert not report.stale, f"{report}: {report.stale}"
+        assert report.loop_spills <= spills, str(report)
+        assert not report.warnings, f"{report}: {report.warnings}"
+        if report.products or report.name in PRODUCTS:
+            each = PRODUCTS[report.name](constants_of(report))
+            assert {products for products, _ in report.loops} == each, f"{report}: {each} per round"
+
+
+@pytest.mark.parametrize("features", [(), FEATURES], ids=["plain", "every_feature"])
+@pytest.mark.parametrize("head_dim", BUCKETS)
+def test_waiting_for_rows_costs_the_loops_nothing(head_dim: int, features: tuple[str, ...]):
+    alone, gathered = (
+        compile_or_say(Call("forward", head_dim, features=features, gathered=waits)) for waits in (False, True)
+    )
+    assert not isinstance(alone, str), alone
+    assert not isinstance(gathered, str), gathered
+    for before, after in zip(alone, gathered, strict=True):
+        assert not after.stale, after.stale
+        assert not after.warnings, after.warnings
+        assert (after.loops, after.products) == (before.loops, before.products)
+        assert (after.registers, after.injected) == (before.registers, before.injected)
+        assert after.shared - before.shared < 64, "arguments of the partitions"
+        assert after.loop_spills == 0
+
+
+@pytest.mark.parametrize(("kernel", "head_dim"), [("forward", 128), ("backward", 128), ("backward", 256)])
+def test_keeping_pace_costs_the_loops_nothing(kernel: str, head_dim: int, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(progress_barrier, "L2_BYTES", 0)
+    monkeypatch.setattr(progress_barrier, "EPOCH", gl.constexpr(1))
+    found = compile_or_say(Call(kernel, head_dim))
+    assert not isinstance(found, str), found
+    for report in (x for x in found if x.products):
+        assert ("board", "None") not in report.constants
+        assert not report.stale, report.stale
+        assert not report.warnings, report.warnings
+        assert report.loop_spills == 0
+        assert {products for products, _ in report.loops} == PRODUCTS[report.name](constants_of(report))

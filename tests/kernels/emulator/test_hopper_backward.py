@@ -1,0 +1,215 @@
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+from ringattn.kernels.attention import eager
+from ringattn.kernels.attention.hopper.configs import DkvConfig
+from ringattn.kernels.attention.portable.launcher import launch_delta
+from ringattn.kernels.interface import GatheredKeys, Grads, KernelSet, Score
+from ringattn.kernels.runtime import bound_launch
+from ringattn.numerics.reference import visible_pairs
+from tests.kernel_conformance import LONG_CASES, Case, make_side, run_case
+from tests.kernels.emulator import gluon as machine
+from tests.kernels.emulator.progress import keep_pace_always
+
+launcher: Any = pytest.importorskip("ringattn.kernels.attention.hopper.launcher")
+
+
+def launch_backward(*args: Any, want_dq: bool = True, config: DkvConfig | None = None, **source: Any) -> None:
+    """One kernel for a step's dk and dv, and dq where it is wanted."""
+    *inputs, grads = args
+    out = None if grads is None else launcher.GradOutputs.of(grads)
+    launcher.launch_dkv(launcher.BackwardInputs(*inputs, **source), out, want_dq=want_dq, config=config)
+
+
+def launch_keys(*args: Any) -> None:
+    launch_backward(*args, want_dq=False)
+
+
+CAUSAL: dict[str, Any] = {"causal": True}
+LONG: tuple[Case, ...] = (
+    Case("long_wide", seq_len=300, mask=CAUSAL, heads=4, kv_heads=2, head_dim=128),
+    Case("long_128_v_64", seq_len=290, kv_len=256, head_dim=128, v_head_dim=64),
+    Case("long_split", seq_len=1200, kv_len=120, heads=1, kv_heads=1, head_dim=64, key_bias=True, alibi=True),
+    Case(
+        "long_everything",
+        seq_len=300,
+        kv_len=256,
+        batch=2,
+        heads=4,
+        kv_heads=2,
+        head_dim=64,
+        v_head_dim=40,
+        softcap=3.0,
+        softmax_scale=0.3,
+        alibi=True,
+        key_bias=True,
+        sinks=True,
+    ),
+    Case(
+        "long_everything_wide",
+        seq_len=330,
+        mask=CAUSAL,
+        head_dim=128,
+        v_head_dim=96,
+        softcap=3.0,
+        alibi=True,
+        key_bias=True,
+        accumulate=True,
+    ),
+)
+"""What the shared cases leave out: padded columns under every feature, and tiles that are split under some."""
+
+
+def kernels(config: DkvConfig | None = None) -> KernelSet:
+    """The backward of this room behind a forward that needs no emulator."""
+
+    def backward(*args: Any, o: Tensor | None = None, dlse: Tensor | None = None) -> None:
+        launch_backward(*args, config=config, o=o, dlse=dlse)
+
+    return cast(KernelSet, SimpleNamespace(forward=eager.forward, delta=launch_delta, backward=backward))
+
+
+@pytest.mark.parametrize("case", LONG, ids=str)
+def test_backward_stays_within_budget(case: Case):
+    run_case(kernels(), case, torch.bfloat16, "cpu")
+
+
+@pytest.mark.parametrize("mode", [{"eager": True}, {"seed": 0}, {"seed": 1, "eager": True}], ids=str)
+def test_results_stay_within_budget_in_every_order_of_events(mode: dict[str, Any]):
+    case = next(case for case in LONG if case.name == "long_128_v_64")
+    with machine.mode(**mode):
+        run_case(kernels(), case, torch.float16, "cpu")
+
+
+@pytest.mark.parametrize("config", [DkvConfig(block=64, pin=True), DkvConfig(block=64, persistent=False)], ids=str)
+def test_a_schedule_does_not_change_what_is_computed(config: DkvConfig):
+    run_case(kernels(config), next(case for case in LONG if case.name == "long_wide"), torch.bfloat16, "cpu")
+
+
+@pytest.mark.parametrize("name", ["long_wide", "long_128_v_64", "long_zigzag", "long_split", "long_everything_wide"])
+def test_sums_that_leave_through_shared_memory_stay_within_budget(name: str):
+    case = next(case for case in (*LONG, *LONG_CASES) if case.name == name)
+    with machine.mode(seed=0):
+        run_case(kernels(DkvConfig(block=64, staged=True)), case, torch.bfloat16, "cpu")
+
+
+def ring_step(launch_it: Any, grads_dtype: torch.dtype, scale: float = 1.0) -> Grads:
+    """One causal visit of 200 keys by 200 queries, gradients overwritten; scores far below zero under a large scale."""
+    generator = torch.Generator().manual_seed(0)
+    visible = visible_pairs(200, 200, causal=True)
+    runs = ((0, 1, 200),)
+    rows, keys = make_side(runs, visible, "cpu"), make_side(runs, visible.transpose(1, 2), "cpu")
+    q, do = (torch.randn(1, 200, 2, 64, generator=generator).half() for _ in range(2))
+    k, v = (torch.randn(1, 200, 1, 64, generator=generator).half() for _ in range(2))
+    if scale > 1:
+        q, k = q.abs() * scale, -k.abs() * scale
+    scores = torch.einsum("bshd,btgd->bhst", q.float(), k.float()) / 8
+    lse = scores.masked_fill(~visible[:, None], float("-inf")).logsumexp(-1)
+    dq, dk, dv = (torch.full_like(x, float("nan"), dtype=grads_dtype) for x in (q, k, v))
+    grads = Grads(dq=dq, dk=dk, dv=dv)
+    launch_it(
+        do, q, k, v, lse, torch.randn(1, 2, 200, generator=generator), rows, keys, Score(softmax_scale=1 / 8), grads
+    )
+    return grads
+
+
+def test_gradients_in_the_dtype_of_the_inputs_are_the_rounded_ones():
+    wide, narrow = (ring_step(launch_backward, dtype) for dtype in (torch.float32, torch.float16))
+    for name in ("dq", "dk", "dv"):
+        assert torch.allclose(getattr(wide, name), getattr(narrow, name).float(), rtol=2**-10, atol=1e-6), name
+
+
+def test_rows_are_added_in_the_dtype_of_the_inputs_too():
+    def launch_again(*args: Any) -> None:
+        *others, grads = args
+        launch_backward(*args)
+        written.append(grads.dq.clone())
+        grads.dq.fill_(3.0)
+        launch_backward(*others, replace(grads, accumulate_rows=True))
+
+    written: list[Tensor] = []
+    found = ring_step(launch_again, torch.float16)
+    torch.testing.assert_close(found.dq, 3.0 + written[0], rtol=2**-9, atol=2**-9)
+
+
+def test_keys_alone_are_the_same_bits_and_leave_rows_alone():
+    both, alone = (ring_step(one, torch.float32) for one in (launch_backward, launch_keys))
+    assert torch.equal(both.dk, alone.dk)
+    assert torch.equal(both.dv, alone.dv)
+    assert alone.dq.isnan().all()
+
+
+def test_keys_beyond_the_buffer_reach_nothing_where_every_score_is_very_low():
+    grads = ring_step(launch_backward, torch.float32, scale=8.0)
+    for name in ("dq", "dk", "dv"):
+        assert getattr(grads, name).isfinite().all(), name
+
+
+@pytest.mark.parametrize(("s", "launches"), [(1, 4), (0, 2)])
+def test_heads_of_a_batch_may_exceed_the_programs_of_a_second_dimension(
+    s: int, launches: int, monkeypatch: pytest.MonkeyPatch
+):
+    grids: list[tuple[int, ...]] = []
+    monkeypatch.setattr(bound_launch, "launch", lambda kernel, grid, *_, **__: grids.append(grid))
+    b, h, d = 1100, 64, 16
+    k, stat, homes = torch.zeros(b, 1, h, d).half(), torch.zeros(b, h, s), torch.zeros(1, dtype=torch.int64)
+    q = k[:, :s].clone()
+    visible = torch.ones(1, s, 1, dtype=torch.bool)
+    rows, keys = make_side(((0, 1, s),), visible, "cpu"), make_side(((0, 1, 1),), visible.transpose(1, 2), "cpu")
+    sources = GatheredKeys((keys,), (0,), 1, 0, keys.positions, keys.lo, keys.hi)
+    remote = launcher.RemoteGradArgs((k[:, :0], k[:, :0]), None, homes, 1, homes)
+    launch_delta(q, q, stat)
+    dq = torch.empty_like(q)
+    x = launcher.BackwardInputs(q, q, k, k, stat, stat, rows, sources, Score(1.0), remote=remote)
+    launcher.launch_dkv(x, launcher.GradOutputs(dq), want_dq=True)
+    assert len(grids) == launches
+    # what a launch of CUDA may have
+    assert all(n <= 65535 for grid in grids for n in grid[1:]), grids
+
+
+@pytest.mark.parametrize(
+    "score",
+    [Score(softmax_scale=1.0, bias=torch.zeros(1)), Score(softmax_scale=1.0, dropout_p=0.5)],
+    ids=["bias", "dropout"],
+)
+def test_what_these_kernels_do_not_compute_is_refused(score: Score):
+    q = torch.zeros(1, 8, 1, 64, dtype=torch.bfloat16)
+    with pytest.raises(NotImplementedError, match="neither bias nor dropout; use the portable kernels"):
+        launch_backward(q, q, q, q, None, None, None, None, score, None)
+
+
+def test_programs_that_keep_pace_compute_the_same_and_each_ends_every_epoch_once(monkeypatch: pytest.MonkeyPatch):
+    boards = keep_pace_always(monkeypatch, launcher)
+    run_case(kernels(), next(case for case in LONG if case.name == "long_split"), torch.bfloat16, "cpu")
+    assert boards, "nobody kept pace"
+    for board, programs in boards:
+        assert board.tolist() == [programs] * len(board)
+
+
+@pytest.mark.parametrize("add_keys", [False, True])
+@pytest.mark.parametrize("add_rows", [False, True])
+def test_what_is_finished_side_by_side_is_added_or_written_each_as_told(add_rows: bool, add_keys: bool):
+    """One tile of keys in two parts, and rows that do not fill the programs that own them."""
+    draw = torch.Generator().manual_seed(0)
+    parts, total = (torch.randn(shape, generator=draw) for shape in ((2, 128 * (64 + 64)), (2, 50, 3, 40)))
+    dq = torch.randn(2, 50, 3, 40, generator=draw)
+    dk, dv = torch.randn(1, 100, 1, 40, generator=draw), torch.randn(1, 100, 1, 24, generator=draw)
+    before = [x.clone() for x in (dq, dk, dv)]
+    plan = SimpleNamespace(splits=torch.tensor([[0, 0, 0, 2]], dtype=torch.int32))
+
+    target = (dk, dv, None, None, *dk.stride()[:3], *dv.stride()[:3], 1, 100)
+    keys = launcher.KeySums(plan, parts, 128, (64, 64), (40, 24), target, add_keys)
+    launcher.finish_sums(keys, launcher.RowSums(total, dq, None, None, 64, 0.5, add_rows))
+    of_dk, of_dv = (x.sum(0).view(128, 64)[:100] for x in parts.split(128 * 64, 1))
+    sums = (total * 0.5, of_dk[None, :, None, :40], of_dv[None, :, None, :24])
+    for x, old, new, add in zip((dq, dk, dv), before, sums, (add_rows, add_keys, add_keys), strict=True):
+        torch.testing.assert_close(x, old + new if add else new)

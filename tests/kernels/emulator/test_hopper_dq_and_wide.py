@@ -1,0 +1,181 @@
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+from ringattn.kernels.attention import eager
+from ringattn.kernels.attention.hopper import launcher
+from ringattn.kernels.attention.hopper.configs import DqConfig, WideDkvConfig
+from ringattn.kernels.attention.hopper.launcher import BackwardInputs, GradOutputs, launch_dkv, launch_dq
+from ringattn.kernels.attention.hopper.tile_scheduler import Shape, make_plan
+from ringattn.kernels.interface import Grads, KernelSet, Score
+from ringattn.numerics.reference import visible_pairs
+from tests.kernel_conformance import CASES, Case, make_side, run_case
+from tests.kernels.emulator import gluon as machine
+from tests.kernels.emulator.progress import keep_pace_always
+
+CAUSAL: dict[str, Any] = {"causal": True}
+SERVED = [case for case in CASES if case.bias is None and case.dropout_p == 0]
+NARROW = DqConfig(block=16, k_stages=3, v_stages=1, start=True)
+"""Many blocks where the lengths of the suite leave room for one."""
+
+LONG = (
+    Case("long_full", seq_len=600, head_dim=64, heads=1, kv_heads=1, key_bias=True),
+    Case("long_causal", seq_len=330, mask=CAUSAL, head_dim=64, heads=3, kv_heads=1),
+    Case("long_documents", seq_len=400, mask={"causal": True, "documents": (0, 3, 200, 331, 400)}, head_dim=128),
+    Case("long_256_v_192", seq_len=270, mask=CAUSAL, head_dim=256, v_head_dim=192, heads=2, kv_heads=1),
+    Case(
+        "long_zigzag",
+        seq_len=800,
+        q_runs=((100, 1, 100), (600, 1, 100)),
+        ring_steps=(((100, 1, 100), (600, 1, 100)), ((0, 2, 50), (701, 1, 99))),
+        mask=CAUSAL,
+        head_dim=64,
+        heads=2,
+        kv_heads=1,
+        accumulate=True,
+    ),
+    Case(
+        "long_everything",
+        seq_len=300,
+        batch=2,
+        mask={"causal": True, "window": (170, None), "lengths": ((0, 300), (37, 253))},
+        head_dim=192,
+        v_head_dim=128,
+        softcap=3.0,
+        alibi=True,
+        key_bias=True,
+        sinks=True,
+        accumulate=True,
+    ),
+)
+"""Long enough for blocks without a mask, several tiles per program and tiles that are split."""
+
+
+def kernels(rows_config: DqConfig | None = None, keys_config: WideDkvConfig | None = None) -> KernelSet:
+    """Both halves of the wide backward, at any head_dim, behind a forward that needs no emulator."""
+
+    def backward(*args: Any, o: Tensor | None = None, dlse: Tensor | None = None) -> None:
+        *inputs, grads = args
+        x, out = BackwardInputs(*inputs, o=o, dlse=dlse), GradOutputs.of(grads)
+        launch_dkv(x, out, config=keys_config or WideDkvConfig())
+        launch_dq(x, out, config=rows_config)
+
+    return cast(KernelSet, SimpleNamespace(forward=eager.forward, delta=eager.delta, backward=backward))
+
+
+@pytest.mark.parametrize("case", [*SERVED, *LONG], ids=str)
+def test_rows_and_wide_keys_stay_within_budget(case: Case):
+    run_case(kernels(), case, torch.bfloat16, "cpu")
+
+
+@pytest.mark.parametrize("case", LONG, ids=str)
+def test_switches_and_float16_stay_within_budget(case: Case):
+    run_case(kernels(NARROW, WideDkvConfig(ahead=False, split=False)), case, torch.float16, "cpu")
+
+
+@pytest.mark.parametrize(
+    ("case", "mode"),
+    [(LONG[1], {"eager": True}), (LONG[1], {"seed": 0}), (LONG[-1], {"seed": 1, "eager": True})],
+    ids=str,
+)
+def test_no_order_of_events_changes_what_is_computed(case: Case, mode: dict[str, Any]):
+    with machine.mode(**mode):
+        run_case(kernels(NARROW), case, torch.bfloat16, "cpu")
+
+
+def test_no_order_of_events_changes_a_bit():
+    n, heads, d = 600, 1, 64
+    visible = visible_pairs(n, n)
+    rows, keys = (make_side(((0, 1, n),), x, "cpu") for x in (visible, visible.transpose(1, 2)))
+    generator = torch.Generator().manual_seed(0)
+    q, k, v, do = (torch.randn(1, n, heads, d, generator=generator).bfloat16() for _ in range(4))
+    score = Score(
+        0.125,
+        softcap=5.0,
+        alibi_slopes=torch.rand(heads, generator=generator),
+        key_bias=torch.randn(1, n, generator=generator),
+    )
+    o, lse = torch.empty_like(q), torch.empty(1, heads, n)
+    eager.forward(q, k, v, rows, keys, score, carry=None, first=True, last=True, o=o, lse=lse)
+    delta = eager.delta(o, do, None)
+    shape = Shape(1, heads, 128, NARROW.block, 3, 4 * n * d)
+    assert make_plan(rows, keys, shape).slots, "the case splits tiles of queries"
+    assert make_plan(keys, rows, replace(shape, tile=64, block=64, align=4)).slots, "the case splits tiles of keys"
+    found = []
+    for changes in ({}, {"seed": 4, "eager": True}):
+        dq, dk, dv = (torch.full(x.shape, float("nan")) for x in (q, k, v))
+        grads = Grads(
+            dq,
+            dk,
+            dv,
+            dkey_bias=torch.full((1, n), float("nan")),
+            dalibi=torch.full((1, heads, n), float("nan")),
+        )
+        with machine.mode(**changes):
+            kernels(NARROW).backward(do, q, k, v, lse, delta, rows, keys, score, grads)
+        found.append([grads.dq, grads.dk, grads.dv, grads.dkey_bias, grads.dalibi])
+    for others in found[1:]:
+        for x, y in zip(found[0], others, strict=True):
+            assert torch.equal(x, y)
+
+
+def test_gradients_reach_narrow_targets():
+    n, heads, d = 140, 2, 128
+    visible = visible_pairs(n, n, causal=True)
+    rows, keys = (make_side(((0, 1, n),), x, "cpu") for x in (visible, visible.transpose(1, 2)))
+    generator = torch.Generator().manual_seed(0)
+    q, k, v, do = (torch.randn(1, n, heads, d, generator=generator).bfloat16() for _ in range(4))
+    o, lse = torch.empty_like(q), torch.empty(1, heads, n)
+    score = Score(d**-0.5)
+    eager.forward(q, k, v, rows, keys, score, carry=None, first=True, last=True, o=o, lse=lse)
+    delta = eager.delta(o, do, None)
+
+    def unwritten(dtype: torch.dtype) -> torch.Tensor:
+        return torch.full((1, n, heads, d), float("nan"), dtype=dtype)
+
+    wide, narrow = (
+        Grads(dq=unwritten(dtype), dk=unwritten(dtype), dv=unwritten(dtype)) for dtype in (torch.float32, q.dtype)
+    )
+    for grads in (wide, narrow):
+        kernels().backward(do, q, k, v, lse, delta, rows, keys, score, grads)
+    for x, y in zip((wide.dq, wide.dk, wide.dv), (narrow.dq, narrow.dk, narrow.dv), strict=True):
+        assert torch.equal(x.bfloat16(), y)
+
+
+@pytest.mark.parametrize("launch", [launch_dq, launch_dkv])
+def test_what_is_not_computed_is_refused(launch: Any):
+    n = 8
+    rows = make_side(((0, 1, n),), visible_pairs(n, n), "cpu")
+
+    def call(score: Score, d: int, dtype: torch.dtype) -> None:
+        x = torch.zeros(1, n, 1, d, dtype=dtype)
+        lse = torch.zeros(1, 1, n)
+        grads = Grads(x.float(), x.float(), x.float())
+        launch(BackwardInputs(x, x, x, x, lse, lse, rows, rows, score), GradOutputs.of(grads))
+
+    with pytest.raises(NotImplementedError, match="take float16 or bfloat16, got"):
+        call(Score(1.0), 64, torch.float32)
+    with pytest.raises(NotImplementedError, match="head dims up to 256 in steps of 8, got 264 and 264"):
+        call(Score(1.0), 264, torch.bfloat16)
+    with pytest.raises(NotImplementedError, match="in steps of 8, got 20 and 20"):
+        call(Score(1.0), 20, torch.bfloat16)
+    with pytest.raises(NotImplementedError, match="neither bias nor dropout"):
+        call(Score(1.0, dropout_p=0.5), 64, torch.bfloat16)
+    with pytest.raises(NotImplementedError, match="neither bias nor dropout"):
+        call(Score(1.0, bias=torch.zeros(1, 1, n, n)), 64, torch.bfloat16)
+
+
+def test_programs_that_keep_pace_compute_the_same_and_each_ends_every_epoch_once(monkeypatch: pytest.MonkeyPatch):
+    boards = keep_pace_always(monkeypatch, launcher)
+    run_case(kernels(), LONG[0], torch.bfloat16, "cpu")
+    assert len(boards) == 2, "both kernels keep pace"
+    for board, programs in boards:
+        assert board.tolist() == [programs] * len(board)

@@ -1,0 +1,149 @@
+from __future__ import annotations
+
+import types
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+
+from ringattn.kernels.attention import eager
+from tests.isolation import BAD, SPOILT, assert_kernels_isolate
+from tests.kernel_conformance import CASES, Case, KernelSet, run_case
+from tests.kernels.emulator import gluon as machine
+from tests.kernels.emulator.progress import keep_pace_always
+
+pytest.importorskip("triton")
+launcher = pytest.importorskip("ringattn.kernels.attention.hopper.launcher")
+configs = pytest.importorskip("ringattn.kernels.attention.hopper.configs")
+plan = pytest.importorskip("ringattn.kernels.attention.hopper.tile_scheduler")
+
+CAUSAL: dict[str, Any] = {"causal": True}
+SPLIT = [
+    case
+    for case in CASES
+    if case.name
+    in ("hidden_rows", "every_mask", "right_padding_and_nothing", "padded_ring", "zigzag", "many_runs", "gqa_3")
+]
+TILES = Case("tiles", seq_len=300, mask=CAUSAL, heads=4, kv_heads=2)  # several tiles per program
+CARRIES = Case(
+    "carries",
+    seq_len=400,
+    q_runs=((200, 1, 100),),
+    ring_steps=(((200, 1, 100),), ((0, 1, 200),)),
+    mask=CAUSAL,
+    heads=2,
+    kv_heads=1,
+    sinks=True,
+)
+FEW_ROWS = Case(
+    "few_rows",
+    seq_len=300,
+    q_runs=((295, 1, 5),),
+    ring_steps=(((0, 1, 300),),),
+    mask=CAUSAL,
+    heads=8,
+    kv_heads=1,
+    sinks=True,
+)
+SCORES = replace(CARRIES, name="scores", softcap=2.0, alibi=True, key_bias=True)
+
+
+def hopper_forward(**options: Any) -> KernelSet:
+    """The forward under test beside a backward that is right."""
+    forward = partial(launcher.launch_forward, **options)
+    return types.SimpleNamespace(forward=forward, delta=eager.delta, backward=eager.backward)  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize("consumers", [1, 2, 3])
+@pytest.mark.parametrize("case", [TILES, CARRIES, SCORES], ids=str)
+def test_any_number_of_consumers_computes_the_same_attention(case: Case, consumers: int):
+    config = configs.ForwardConfig(consumers, 32, 3)
+    run_case(hopper_forward(config=config), case, torch.bfloat16, "cpu")
+
+
+@pytest.mark.parametrize("named", [True, False])
+@pytest.mark.parametrize("stages", [1, 2, 4])
+def test_any_number_of_stages_computes_the_same_attention(stages: int, named: bool):
+    config = configs.ForwardConfig(2, 32, stages, named=named)
+    run_case(hopper_forward(config=config), TILES, torch.bfloat16, "cpu")
+
+
+@pytest.mark.parametrize("switch", ["early", "turns", "held", "store", "ahead", "lazy"])
+@pytest.mark.parametrize(("case", "seed"), [(TILES, None), (TILES, 1), (SCORES, 2)], ids=str)
+def test_no_switch_changes_what_is_computed(case: Case, switch: str, seed: int | None):
+    config = configs.ForwardConfig(2, 32, 2, **{switch: True})
+    with machine.mode(seed=seed):
+        run_case(hopper_forward(config=config), case, torch.bfloat16, "cpu")
+
+
+@pytest.mark.parametrize("seed", [None, 1, 2])
+@pytest.mark.parametrize("case", [TILES, CARRIES], ids=str)
+def test_all_switches_together_compute_the_same_attention(case: Case, seed: int | None):
+    config = configs.ForwardConfig(2, 32, 2, early=True, store=True, ahead=True, lazy=True)
+    with machine.mode(seed=seed):
+        run_case(hopper_forward(config=config), case, torch.bfloat16, "cpu")
+
+
+@pytest.mark.parametrize("switches", [{}, {"early": True, "store": True, "ahead": True, "lazy": True}], ids=["", "all"])
+@pytest.mark.parametrize("bad", BAD)
+@pytest.mark.parametrize("spoilt", SPOILT)
+def test_what_is_not_finite_stays_with_its_request(spoilt: str, bad: float, switches: dict[str, Any]):
+    kernels = hopper_forward(config=configs.ForwardConfig(2, 32, 2, **switches))
+    assert_kernels_isolate(kernels, (150, 61, 80), spoilt, bad, torch.bfloat16, "cpu")
+
+
+@pytest.mark.parametrize("pack", [1, 2, 8])
+@pytest.mark.parametrize(
+    "case", [FEW_ROWS, replace(FEW_ROWS, name="few_rows_scores", alibi=True, softcap=2.0)], ids=str
+)
+def test_packing_heads_computes_the_same_attention(case: Case, pack: int):
+    run_case(hopper_forward(pack=pack), case, torch.bfloat16, "cpu")
+
+
+@pytest.mark.parametrize("case", [*SPLIT, TILES, CARRIES, FEW_ROWS, SCORES], ids=str)
+def test_splitting_tiles_computes_the_same_attention(case: Case, monkeypatch: pytest.MonkeyPatch):
+    for name in ("OVERHEAD", "EPILOGUE", "MERGE"):
+        monkeypatch.setattr(plan, name, 0)
+    monkeypatch.setattr(plan, "MIN_PART", 1)
+    slots = []
+
+    def many_programs(rows: Any, keys: Any, shape: Any) -> Any:
+        made = plan.make_plan(rows, keys, replace(shape, programs=7))
+        slots.append(made.slots)
+        return made
+
+    monkeypatch.setattr(launcher, "make_plan", many_programs)
+    config = configs.ForwardConfig(1, 16, 2)
+    run_case(hopper_forward(config=config), case, torch.float16, "cpu")
+    if case in (TILES, CARRIES, FEW_ROWS, SCORES):
+        assert max(slots) > 0, "nothing was split"
+
+
+@pytest.mark.parametrize("case", [replace(TILES, name="dim_20_v_12", head_dim=20, v_head_dim=12, batch=2)], ids=str)
+def test_rows_of_any_width_are_served(case: Case):
+    run_case(hopper_forward(), case, torch.bfloat16, "cpu")
+
+
+def test_heads_are_packed_when_that_saves_tiles():
+    assert launcher.choose_pack(5, 8, 128) == 8
+    assert launcher.choose_pack(5, 6, 128) == 2
+    assert launcher.choose_pack(1, 128, 128) == 64
+    assert launcher.choose_pack(40, 4, 128) == 2
+    assert launcher.choose_pack(128, 4, 128) == 1
+    assert launcher.choose_pack(16385, 8, 128) == 1
+
+
+@pytest.mark.parametrize("option", [{"dropout_p": 0.5}, {"bias": "dense"}])
+def test_what_the_kernel_does_not_know_is_refused(option: dict[str, Any]):
+    with pytest.raises(NotImplementedError, match=r"take no (bias|dropout).*portable"):
+        run_case(hopper_forward(), replace(CASES[0], **option), torch.bfloat16, "cpu")
+
+
+def test_programs_that_keep_pace_compute_the_same_and_each_ends_every_epoch_once(monkeypatch: pytest.MonkeyPatch):
+    boards = keep_pace_always(monkeypatch, launcher)
+    run_case(hopper_forward(config=configs.ForwardConfig(2, 32, 2)), CARRIES, torch.bfloat16, "cpu")
+    assert boards, "nobody kept pace"
+    for board, programs in boards:
+        assert board.tolist() == [programs] * len(board)
