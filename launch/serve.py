@@ -27,7 +27,7 @@ DESCRIPTION = """Serves a language model over an OpenAI-compatible HTTP interfac
 Starts its own ranks (one per GPU, or two on the CPU) unless torchrun did: torchrun --nproc_per_node 4 -m ringattn.launch.serve
 The page at / is a chat and shows what the server does."""
 
-PACKAGES = ("tyro", "fastapi", "uvicorn", "prometheus_client")
+PACKAGES = ("tyro", "fastapi", "uvicorn", "prometheus_client", "zmq", "msgspec")
 """What a server needs beside transformers, which takes seconds to import: ranks do it first of all."""
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import socket
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -14,11 +15,12 @@ from torch import Tensor
 
 from ringattn.inference.pages import Pages
 from ringattn.launch.serving.config import Limits
-from ringattn.launch.serving.desk import Desk
 from ringattn.launch.serving.engine import Engine
-from ringattn.launch.serving.front import Front, listen
+from ringattn.launch.serving.engine_client import EngineClient
+from ringattn.launch.serving.engine_server import BACKLOG, EngineServer, bind
 from ringattn.launch.serving.http import Server, make_app
-from ringattn.launch.serving.sampling import Chosen, Logprob, Sampling, choose
+from ringattn.launch.serving.messages import Capacity, Logprob, receive_at, send_to, to_engine_address, to_http_address
+from ringattn.launch.serving.sampling import Chosen, Sampling, choose
 from ringattn.launch.serving.scheduling import Plan, Scheduler
 from ringattn.launch.serving.text import NoTemplate
 
@@ -151,6 +153,33 @@ def text_of(prompt: str, max_tokens: int) -> str:
     return Letters().decode(answer(Letters().encode(prompt), max_tokens))
 
 
+class Link:
+    """The sockets between an engine and the HTTP process, in one process.
+
+    Attributes:
+        folder: Of the sockets.
+        engine: The engine's end of the socket that ends with a process.
+        http: The other end.
+    """
+
+    def __init__(self) -> None:
+        self._folder = tempfile.TemporaryDirectory(prefix="ringattn-")
+        self.folder = self._folder.name
+        self.engine, self.http = socket.socketpair()
+
+    def client(self, capacity: Capacity, state: dict[str, Any]) -> EngineClient:
+        pull, push = receive_at(to_http_address(self.folder)), send_to(to_engine_address(self.folder))
+        return EngineClient(pull, push, self.http, capacity, state)
+
+    def server(self, engine: Engine, name: str, lost: Callable[[str], None], timeout_s: float) -> EngineServer:
+        return EngineServer(engine, self.folder, self.engine, name, lost, timeout_s)
+
+    def close(self) -> None:
+        self.engine.close()
+        self.http.close()
+        self._folder.cleanup()
+
+
 class Served:
     """The whole server in this process, both of its processes as threads, with a fake model.
 
@@ -175,12 +204,14 @@ class Served:
         scheduler = Scheduler(runner.books, chunk=64, most_running=running, most_waiting=waiting)
         self.runner = runner
         self.engine = Engine(runner, scheduler, lambda _: None, time_limit_s=time_limit_s)
-        mine, theirs = socket.socketpair()
+        self.link = Link()
         self.lost: list[str] = []
-        self.front = Front(self.engine, mine, "the fake", self.lost.append, patience_s)
-        desk = Desk(theirs, scheduler.room, self.engine.state())
-        app = make_app(desk, Letters(), "fake", limits or Limits(), key=key, hosts=hosts, about=about)
-        self.server = Server(listen("127.0.0.1", 0), connections)
+        self.engine_server = self.link.server(self.engine, "the fake", self.lost.append, patience_s)
+        client = self.link.client(scheduler.room, self.engine.state())
+        app = make_app(client, Letters(), "fake", limits or Limits(), key=key, hosts=hosts, about=about)
+        listening = bind("127.0.0.1", 0)
+        listening.listen(BACKLOG)
+        self.server = Server(listening, connections)
         self.server.start(app)
         self.url = f"http://127.0.0.1:{self.server.port}"
         self.thread = threading.Thread(target=self._run, daemon=True)
@@ -195,8 +226,9 @@ class Served:
     def close(self) -> None:
         self.engine.stop(0.0)
         self.thread.join(10)
-        self.front.stop()
+        self.engine_server.stop()
         self.server.stop()
+        self.link.close()
 
     def state_when(self, so: Callable[[dict[str, Any]], bool], patience_s: float = 10.0) -> dict[str, Any]:
         """The state as soon as something is so."""

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import json
 import os
-import random
 import signal
 import socket
 import subprocess
@@ -19,6 +17,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import httpx
+import msgspec
 import psutil
 import pytest
 import torch
@@ -26,24 +25,43 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ringattn.launch.distributed import Rank
-from ringattn.launch.serving import front, run
+from ringattn.launch.serving import engine_server, run
 from ringattn.launch.serving.api import Refused
 from ringattn.launch.serving.config import Limits
-from ringattn.launch.serving.desk import GONE, Desk
 from ringattn.launch.serving.engine import Engine
-from ringattn.launch.serving.front import Front, HttpProcess, Outbox, listen
+from ringattn.launch.serving.engine_client import GONE, submit_of
+from ringattn.launch.serving.engine_server import EngineServer, HttpProcess, bind, jobs_of
+from ringattn.launch.serving.messages import (
+    Cancel,
+    Capacity,
+    Event,
+    Logprob,
+    Ready,
+    Rejected,
+    Settings,
+    StepOutput,
+    Stop,
+    Submit,
+    decode_to_engine,
+    decode_to_http,
+    encode,
+    receive_at,
+    send_to,
+    to_engine_address,
+    to_http_address,
+)
 from ringattn.launch.serving.prefixes import chain
-from ringattn.launch.serving.sampling import Logprob, Sampling
-from ringattn.launch.serving.scheduling import Event, Job, Room, Scheduler
+from ringattn.launch.serving.sampling import Sampling
+from ringattn.launch.serving.scheduling import Job, Scheduler
 from ringattn.launch.serving.text import Bytes, make_tokenizer
-from ringattn.launch.serving.wire import Unpacker, pack, read_events, read_jobs, write_events, write_jobs
-from tests.serving import FakeRunner, Served, text_of
+from tests.serving import FakeRunner, Link, Served, text_of
 from tests.test_serve_http import going_on
 from tests.test_serve_run import FLAGS, Process
 
 # what travels
 
 numbers = st.floats(allow_nan=False)
+counts = st.integers(1, 2**63 - 1)
 samplings = st.builds(
     Sampling,
     st.floats(0, 2),
@@ -54,46 +72,38 @@ samplings = st.builds(
 details = st.builds(Logprob, numbers, st.lists(st.tuples(st.integers(0, 2**31), numbers)).map(tuple))
 events = st.builds(
     Event,
-    st.integers(1),
+    counts,
     st.none() | st.integers(0, 2**31),
     st.none() | st.sampled_from(["stop", "length"]),
     st.none() | st.tuples(st.integers(400, 599), st.text()),
-    st.integers(0),
+    st.integers(0, 2**63 - 1),
     st.none() | details,
 )
 
 
-def travel(message: dict[str, Any], cuts: random.Random) -> dict[str, Any]:
-    """A message that comes between two others, in pieces."""
-    data, unpacker, found = pack({}) + pack(message) + pack({"ready": True}), Unpacker(), []
-    while data:
-        length = cuts.randrange(1, len(data) + 1)
-        found += unpacker.push(data[:length])
-        data = data[length:]
-    assert (found[0], found[2], len(found)) == ({}, {"ready": True}, 3)
-    return found[1]
-
-
 @settings(deadline=None, max_examples=30)
-@given(st.lists(events), st.randoms())
-def test_events_survive_the_way(sent, cuts):
-    assert read_events(travel({"events": write_events(sent)}, cuts)["events"]) == sent
+@given(st.lists(events), st.none() | st.just({"closed": None, "pages": {"free": [1, 2]}, "uptime_s": 0.5}))
+def test_what_is_sent_to_http_is_what_is_received(sent, state):
+    message = StepOutput(sent, state)
+    assert decode_to_http(encode(message)) == message
 
 
 @settings(deadline=None, max_examples=30)
 @given(
     st.lists(st.lists(st.integers(0, 2**32 - 1), min_size=1), min_size=1, max_size=4),
-    st.lists(st.tuples(st.integers(0, 3), st.integers(1), samplings, st.frozensets(st.integers(0))), min_size=1),
+    st.lists(st.tuples(st.integers(0, 3), counts, samplings, st.frozensets(st.integers(0, 2**31))), min_size=1),
     st.integers(1, 8),
-    st.randoms(),
 )
-def test_jobs_survive_the_way_and_draw_as_they_would_have(prompts, asked, size, cuts):
+def test_requests_that_are_sent_are_those_that_are_received_and_draw_the_same(prompts, asked, size):
     digests = [chain(prompt, size) for prompt in prompts]
     sent = [
         Job(name, prompts[x % len(prompts)], most, sampling=how, stops=stops, digests=digests[x % len(prompts)])
         for name, (x, most, how, stops) in enumerate(asked, 1)
     ]
-    found = read_jobs(travel({"submit": write_jobs(sent)}, cuts)["submit"])
+    message = decode_to_engine(encode(submit_of(sent)))
+    assert isinstance(message, Submit)
+    assert len(message.prompts) == len({x % len(prompts) for x, *_ in asked})  # each is sent once
+    found = jobs_of(message)
     for one, other in zip(sent, found, strict=True):
         for name in ("name", "prompt", "max_tokens", "stops", "digests"):
             assert getattr(one, name) == getattr(other, name)
@@ -110,44 +120,44 @@ def test_a_tokenizer_is_made_again_from_its_recipe():
 # nobody waits
 
 
-def test_what_is_not_taken_at_once_is_sent_later_in_order_and_the_sender_never_waits():
-    mine, theirs = socket.socketpair()
-    with theirs:
-        outbox = Outbox(mine, lambda _: pytest.fail("256 MiB do not wait"))
-        # now and then one that no socket takes whole
-        sent = [{"x": x, "pad": "y" * (2**20 if x % 500 == 499 else x * 7919 % 5000)} for x in range(3000)]
-        began = time.monotonic()
-        for message in sent:
-            outbox.send(pack(message))
-        assert time.monotonic() - began < 2.0
-        outbox.close()
-        mine.close()
-        theirs.settimeout(10)
-        unpacker, found = Unpacker(), []
-        while data := theirs.recv(2**16):
-            found += unpacker.push(data)
-    assert found == sent
-
-
-def test_what_waits_is_bounded_and_what_comes_after_the_end_is_nobodys(monkeypatch):
-    monkeypatch.setattr(front, "MOST_BEHIND", 2**20)
-    mine, theirs = socket.socketpair()
-    with mine, theirs:
-        full: list[int] = []
-        outbox = Outbox(mine, full.append)
-        for _ in range(40):
-            outbox.send(b"x" * 2**16)
-        assert len(full) == 1
-        assert 2**20 < full[0] <= 2**20 + 2**16
-
-
-def quiet_front(lost: list[str], patience_s: float) -> socket.socket:
-    """The other end of a front."""
+@contextlib.contextmanager
+def quiet_http(lost: list[str], timeout_s: float) -> Iterator[tuple[EngineServer, Link]]:
+    """An engine's side of a connection whose other side is the test."""
     runner = FakeRunner()
     engine = Engine(runner, Scheduler(runner.books, chunk=8, most_running=4, most_waiting=4), print, time_limit_s=9.0)
-    mine, theirs = socket.socketpair()
-    Front(engine, mine, "the other", lost.append, patience_s)
-    return theirs
+    with contextlib.closing(Link()) as link:
+        server = link.server(engine, "the other", lost.append, timeout_s)
+        yield server, link
+        server.stop()
+
+
+def test_what_is_not_received_at_once_is_sent_later_in_order_and_the_sender_never_waits():
+    # now and then one that no socket takes whole
+    sent = [Event(x, failure=(503, "y" * (2**20 if x % 500 == 499 else x * 7919 % 5000))) for x in range(3000)]
+    lost: list[str] = []
+    with quiet_http(lost, 60.0) as (server, link):
+        began = time.monotonic()
+        for event in sent:
+            server._deliver([event], None)
+        assert time.monotonic() - began < 2.0
+        server.stop()
+        with receive_at(to_http_address(link.folder)) as pull:
+            found = []
+            while not isinstance(message := decode_to_http(pull.recv()), Stop):
+                assert isinstance(message, StepOutput)
+                found += message.events
+    assert found == sent
+    assert not lost
+
+
+def test_what_waits_for_http_is_bounded_and_what_comes_after_the_end_is_dropped(monkeypatch):
+    monkeypatch.setattr(engine_server, "MOST_QUEUED", 100)
+    lost: list[str] = []
+    with quiet_http(lost, 60.0) as (server, _):
+        for x in range(200):
+            server._deliver([Event(x, 65)], None)
+            assert bool(lost) == (x >= 100)
+    assert lost == ["the other must receive what it is sent, got 100 messages that it has left unread"]
 
 
 def wait_for(what: Any, patience_s: float = 10.0) -> None:
@@ -158,18 +168,22 @@ def wait_for(what: Any, patience_s: float = 10.0) -> None:
 
 
 @pytest.mark.parametrize(
-    ("say", "message"),
+    ("data", "message"),
     [
-        (lambda end: end.close(), "the other is gone"),
-        (lambda end: end.send(pack({"ready": True})), "the other has given no sign of life for 0.2 s"),
-        (lambda end: end.send(pack({"cancel": 1})), "the other cannot be understood: KeyError: 'keep'"),
-        (lambda end: end.send(b"\x01\0\0\0\0\0\0\0{"), "the other cannot be understood: JSONDecodeError"),
+        (None, "the other is gone"),
+        (encode(Ready()), "the other has sent no heartbeat for 0.2 s"),
+        (encode(Cancel(1, keep=None)), "the other must send messages that are understood, got ValidationError: "),  # type: ignore[arg-type]
+        (b"{", "the other must send messages that are understood, got ValidationError: "),
+        (b"", "the other must send messages that are understood, got DecodeError: "),
     ],
 )
-def test_a_side_of_http_that_is_gone_silent_or_odd_is_lost(say, message):
+def test_an_http_process_that_is_gone_silent_or_odd_is_lost(data, message):
     lost: list[str] = []
-    with contextlib.closing(quiet_front(lost, 0.2)) as theirs:
-        say(theirs)
+    with quiet_http(lost, 0.2) as (_, link), send_to(to_engine_address(link.folder)) as push:
+        if data is None:
+            link.http.close()
+        else:
+            push.send(data)
         wait_for(lambda: lost)
     assert len(lost) == 1
     assert lost[0].startswith(message)
@@ -187,7 +201,7 @@ def test_when_the_engine_is_gone_answers_that_are_open_and_that_are_asked_for_ge
             next(lines)
             whole = threads.submit(httpx.post, f"{served.url}/v1/completions", json=body, timeout=30)
             served.state_when(lambda state: state["running"] == 2)
-            served.front._connection.shutdown(socket.SHUT_RDWR)
+            served.link.engine.shutdown(socket.SHUT_RDWR)
             told = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
             assert told[-1]["error"]["message"] == GONE
             assert whole.result().status_code == 503
@@ -200,44 +214,41 @@ def test_when_the_engine_is_gone_answers_that_are_open_and_that_are_asked_for_ge
 
 
 def test_who_is_refused_because_the_engine_is_closed_knows_it_before_the_next_state():
-    mine, theirs = socket.socketpair()
-    with mine, theirs:
-        desk = Desk(mine, Room(64, 4, 4, 4, True), {"closed": None, "queued": 3})
-        desk.check()
-        desk._take({"refused": [1], "as": "Closed", "message": "the server is shutting down"})
-        assert desk.closed == "the server is shutting down"
+    with contextlib.closing(Link()) as link:
+        client = link.client(Capacity(64, 4, 4, 4, True), {"closed": None, "queued": 3})
+        client.check()
+        client.handle(Rejected([1], "Closed", "the server is shutting down"))
+        assert client.closed == "the server is shutting down"
         with pytest.raises(Refused, match="shutting down"):
-            desk.check()
+            client.check()
 
 
 def test_a_request_that_crosses_the_engines_last_word_is_refused_and_one_that_comes_later_too():
-    mine, theirs = socket.socketpair()
-
-    async def cross() -> list[Any]:
-        desk = Desk(mine, Room(64, 4, 4, 4, True), {"closed": "the server is shutting down", "queued": 0})
-        await desk.open()
+    async def cross(link: Link) -> list[Any]:
+        client = link.client(Capacity(64, 4, 4, 4, True), {"closed": "the server is shutting down", "queued": 0})
+        await client.open()
         early: list[Any] = []
         late: list[Any] = []
-        desk.submit([1, 2], pack({}), early.append)
-        desk._take({"events": write_events([Event(1, 65, "stop")]), "stop": True})
-        desk.submit([3], pack({}), late.append)
-        desk._transport.close()
+        client.submit([1, 2], b"", early.append)
+        client.handle(StepOutput([Event(1, 65, "stop")]))
+        client.handle(Stop())
+        client.submit([3], b"", late.append)
+        client.close()
         return [*early, len(early) - 2, *late, len(late) - 1]
 
-    with theirs:
-        event, early, none, late, nothing = asyncio.run(cross())
+    with contextlib.closing(Link()) as link:
+        event, early, none, late, nothing = asyncio.run(cross(link))
     assert event == Event(1, 65, "stop")
     assert (str(early), early.status, none) == ("the server is shutting down", 503, 0)
     assert (str(late), late.status, nothing) == ("the server is shutting down", 503, 0)
 
 
 def test_a_full_queue_is_refused_by_what_the_engine_has_said_last():
-    mine, theirs = socket.socketpair()
-    with mine, theirs:
-        desk = Desk(mine, Room(64, 4, 4, 4, True), {"closed": None, "queued": 3})
-        desk._take({"state": {"closed": None, "queued": 4}})
+    with contextlib.closing(Link()) as link:
+        client = link.client(Capacity(64, 4, 4, 4, True), {"closed": None, "queued": 3})
+        client.handle(StepOutput(state={"closed": None, "queued": 4}))
         with pytest.raises(Refused, match="at most 4 requests may wait, got 1 more beside 4") as caught:
-            desk.check()
+            client.check()
         assert caught.value.status == 429
 
 
@@ -248,33 +259,22 @@ class Apart:
     """An engine with a fake model in this process, and HTTP in another, which is told of more room than there is."""
 
     def __init__(self) -> None:
-        self.process = HttpProcess()
-        self.fronts: list[Front] = []
+        bound = bind("127.0.0.1", 0)
+        self.port = bound.getsockname()[1]
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.process = HttpProcess(bound)
+        self.servers: list[EngineServer] = []
         self.other = psutil.Process(self.process._process.pid)
         self.runner = FakeRunner(pages=8, step_s=0.01)  # 64 tokens
         scheduler = Scheduler(self.runner.books, chunk=64, most_running=64, most_waiting=2)
         self.engine = Engine(self.runner, scheduler, lambda _: None, time_limit_s=60.0)
         self.thread = threading.Thread(target=self.engine.run, daemon=True)
 
-    def serve(self) -> None:
-        room = dataclasses.replace(self.engine.scheduler.room, capacity=10**6, queue=10**6)
-        listening = listen("127.0.0.1", 0)
-        self.port = listening.getsockname()[1]
-        self.url = f"http://127.0.0.1:{self.port}"
-        self.process.serve(
-            listening,
-            {
-                "model": "fake",
-                "tokenizer": Bytes().recipe(),
-                "limits": dataclasses.asdict(Limits()),
-                "room": dataclasses.asdict(room),
-                "state": self.engine.state(),
-                "key": None,
-                "hosts": None,
-                "about": {},
-                "connections": 50,
-            },
-        )
+    @property
+    def settings(self) -> Settings:
+        capacity = msgspec.structs.replace(self.engine.scheduler.room, capacity=10**6, queue=10**6)
+        recipe = Bytes().recipe()
+        return Settings("fake", recipe, Limits(), capacity, self.engine.state(), None, None, {}, connections=50)
 
     def ask(self, **body: Any) -> httpx.Response:
         return httpx.post(f"{self.url}/v1/completions", json={"temperature": 0, **body}, timeout=30)
@@ -289,21 +289,23 @@ def others() -> Iterator[tuple[Apart, Apart]]:
     others = Apart(), Apart()
     yield others
     for one in others:
-        # a test that failed has left a front, for which the end of the process would be that of this one
-        for front_of in one.fronts:
-            front_of.stop()
+        # a test that failed has left a server, for which the end of the process would be that of this one
+        for server in one.servers:
+            server.stop()
         one.process.kill()
 
 
 def test_an_engine_that_is_killed_takes_the_process_of_http_with_it_and_the_port_is_free(others):
     apart, _ = others
-    apart.serve()
-    # somebody else is the engine
-    connection = apart.process.connection
-    assert not connection.get_inheritable()
+    apart.process.listen()
+    # another process is the engine, and this one its way of saying something
+    link = apart.process.link
+    assert not link.get_inheritable()
     sleep = [sys.executable, "-S", "-c", "import time; time.sleep(60)"]
-    engine = subprocess.Popen(sleep, pass_fds=[connection.fileno()])
-    connection.close()
+    engine = subprocess.Popen(sleep, pass_fds=[link.fileno()])
+    link.close()
+    push = send_to(to_http_address(apart.process.folder))
+    push.send(encode(apart.settings))
     with ThreadPoolExecutor(1) as threads:
         assert httpx.get(f"{apart.url}/health", timeout=30).status_code == 200
         asked = threads.submit(apart.ask, prompt="a", max_tokens=9)
@@ -313,9 +315,12 @@ def test_an_engine_that_is_killed_takes_the_process_of_http_with_it_and_the_port
         engine.kill()
         engine.wait()
         assert (asked.result().status_code, asked.result().json()["error"]["message"]) == (503, GONE)
-    apart.process.wait(10.0)
+    apart.process._process.wait(10.0)
     assert apart.process._process.returncode == 1
-    listen("127.0.0.1", apart.port).close()
+    assert not os.path.exists(apart.process.folder)
+    push.close()
+    with bind("127.0.0.1", apart.port) as free:
+        free.listen()
 
 
 def test_statuses_come_through_a_stall_stops_no_step_and_a_killed_process_of_http_ends_the_server(
@@ -327,9 +332,10 @@ def test_statuses_come_through_a_stall_stops_no_step_and_a_killed_process_of_htt
     monkeypatch.setattr(run.os, "_exit", codes.append)
     ending = run.Ending(Rank(0, 1, torch.device("cpu"), "none", os.getppid()))
     ending.engine, ending.process = apart.engine, apart.process
-    apart.serve()
-    apart.fronts.append(Front(apart.engine, apart.process.connection, apart.process.name, ending, 60.0))
-    apart.fronts[0].wait_until_ready()
+    process = apart.process
+    process.listen()
+    apart.servers.append(EngineServer(apart.engine, process.folder, process.link, process.name, ending, 60.0))
+    apart.servers[0].start(apart.settings)
     apart.thread.start()
 
     answer = apart.ask(prompt=going_on("a", 9), max_tokens=9, logprobs=2).json()["choices"][0]
@@ -431,5 +437,6 @@ def test_a_killed_engine_leaves_no_process_behind_and_its_port_is_free(pair):
     server.process.kill()
     other.wait(10)
     thread.join(10)
-    listen("127.0.0.1", port).close()
+    with bind("127.0.0.1", port) as free:
+        free.listen()
     assert seen[-1]["error"]["message"] == GONE

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
-import socket
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
@@ -14,13 +14,10 @@ from hypothesis import strategies as st
 
 from ringattn.launch.serving.api import Choice, Lines, Writer
 from ringattn.launch.serving.config import Limits
-from ringattn.launch.serving.desk import Desk
 from ringattn.launch.serving.http import make_app
-from ringattn.launch.serving.sampling import Logprob
-from ringattn.launch.serving.scheduling import Event, Room
+from ringattn.launch.serving.messages import Capacity, Event, Logprob, StepOutput, Stop
 from ringattn.launch.serving.text import REPLACEMENT, Bytes
-from ringattn.launch.serving.wire import pack, write_events
-from tests.serving import Letters
+from tests.serving import Letters, Link
 
 # lines
 
@@ -100,9 +97,9 @@ class Steps:
     """The app, asked by clients that are here, and an engine whose steps are made by hand."""
 
     def __init__(self, tokenizer: Any = None) -> None:
-        self.mine, theirs = socket.socketpair()
-        self.desk = Desk(theirs, Room(10**6, 64, 100, 64, False), {"closed": None, "queued": 0})
-        self.app = make_app(self.desk, tokenizer or Letters(), "fake", Limits())
+        self.link = Link()
+        self.client = self.link.client(Capacity(10**6, 64, 100, 64, False), {"closed": None, "queued": 0})
+        self.app = make_app(self.client, tokenizer or Letters(), "fake", Limits())
 
     async def ask(self, send: Callable[[Any], Awaitable[None]], **body: Any) -> tuple[asyncio.Task[None], list[int]]:
         """The task of a request that the engine has been given, and the names of its jobs."""
@@ -119,24 +116,24 @@ class Steps:
         scope = {"type": "http", "method": "POST", "path": "/v1/completions", "raw_path": b"/v1/completions"}
         scope |= {"headers": [(b"content-type", b"application/json")], "query_string": b"", "root_path": ""}
         scope |= {"http_version": "1.1", "scheme": "http", "server": ("here", 1), "client": ("here", 2)}
-        known = set(self.desk._open)
+        known = set(self.client._open)
         task = asyncio.ensure_future(self.app(scope, receive, send))
-        while not (names := sorted(set(self.desk._open) - known)):
+        while not (names := sorted(set(self.client._open) - known)):
             await asyncio.sleep(0.001)
         return task, names
 
     def step(self, *events: Event) -> None:
-        self.desk.data_received(pack({"events": write_events(events)}))
+        self.client.handle(StepOutput(list(events)))
 
     def run(self, what: Callable[[], Awaitable[Any]]) -> Any:
         async def run() -> Any:
-            await self.desk.open()
+            await self.client.open()
             try:
                 return await what()
             finally:
-                self.desk._transport.close()
+                self.client.close()
 
-        with self.mine:
+        with contextlib.closing(self.link):
             return asyncio.run(asyncio.wait_for(run(), 20))
 
 
@@ -258,7 +255,7 @@ def test_a_job_that_was_answered_is_told_once_and_what_comes_after_is_nobodys():
 
         task, (name, other) = await steps.ask(send, stream=True, n=2, stop=["bc"])
         said: list[Any] = []
-        steps.desk.cancel = lambda *what, **how: said.append((what, how))
+        steps.client.cancel = lambda *what, **how: said.append((what, how))
         # all of it in one turn, as when this process was behind
         steps.step(*(Event(name, token) for token in b"abcdef"), *(Event(other, token) for token in b"xyz"))
         steps.step(Event(name, 103, "length"), Event(other, 33, "length"))
@@ -282,8 +279,8 @@ def test_an_answer_that_ended_before_the_engine_did_is_no_error(stream):
         task, (name,) = await steps.ask(send, stream=stream)
         steps.step(Event(name, 97))
         await turns()
-        events = write_events([Event(name, 98, "length"), Event(name, 99, "length")])
-        steps.desk.data_received(pack({"events": events}) + pack({"stop": True}))
+        steps.step(Event(name, 98, "length"), Event(name, 99, "length"))
+        steps.client.handle(Stop())
         await task
         return sent
 

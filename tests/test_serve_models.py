@@ -22,9 +22,10 @@ from ringattn.launch.changing import change_model
 from ringattn.launch.distributed import Rank, Refusal
 from ringattn.launch.serving import scheduling
 from ringattn.launch.serving.config import check_model
+from ringattn.launch.serving.messages import Logprob
 from ringattn.launch.serving.models import describe, load, make_cache, share_weights
 from ringattn.launch.serving.replica import Replica
-from ringattn.launch.serving.sampling import Logprob, Sampling, choose
+from ringattn.launch.serving.sampling import Sampling, choose
 from ringattn.launch.serving.scheduling import Job, Scheduler
 from ringattn.launch.serving.text import REPLACEMENT, Bytes, NoTemplate, Pieces, Pretrained, Stops
 from ringattn.launch.training.pretrained import build_causal_lm

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import doctest
 import random
-import socket
 from collections.abc import Callable
 
 import pytest
@@ -13,10 +13,11 @@ from hypothesis import strategies as st
 
 from ringattn.launch.serving import engine, scheduling
 from ringattn.launch.serving.api import Refused
-from ringattn.launch.serving.desk import Desk
 from ringattn.launch.serving.engine import Engine
-from ringattn.launch.serving.scheduling import Event, Job, NeverFits, Plan, QueueFull, Scheduler
-from tests.serving import STOP, FakeRunner, FakeStep, answer
+from ringattn.launch.serving.engine_client import EngineClient
+from ringattn.launch.serving.messages import Event, StepOutput
+from ringattn.launch.serving.scheduling import Job, NeverFits, Plan, QueueFull, Scheduler
+from tests.serving import STOP, FakeRunner, FakeStep, Link, answer
 
 
 class Hooked(FakeRunner):
@@ -84,10 +85,10 @@ class Bench:
             assert job.tokens[len(job.prompt) :][: len(whole)] == whole
 
 
-def status_of(desk: Desk) -> int:
+def status_of(client: EngineClient) -> int:
     """What a client would get before its request is read."""
     try:
-        desk.check()
+        client.check()
     except Refused as error:
         return error.status
     return 200
@@ -224,19 +225,18 @@ def test_a_busy_engine_says_at_once_that_its_queue_is_not_full_any_more(monkeypa
     bench = Bench(1, 1)
     bench.ask(4, 2)
     bench.ask(4, 40)
-    mine, theirs = socket.socketpair()
-    with mine, theirs:
-        desk = Desk(mine, bench.scheduler.room, bench.engine.state())
-        assert status_of(desk) == 200
+    with contextlib.closing(Link()) as link:
+        client = link.client(bench.scheduler.room, bench.engine.state())
+        assert status_of(client) == 200
         seen: list[tuple[int, int]] = []
         take = bench.engine.deliver
 
         def look(events: list[Event], state: dict | None) -> None:
             take(events, state)
             if state is not None:
-                desk._take({"state": state})
+                client.handle(StepOutput(state=state))
             if len(bench.ended) < 3:
-                seen.append((status_of(desk), bench.engine._line.waiting))
+                seen.append((status_of(client), bench.engine._line.waiting))
                 if seen[-1][0] == 429:
                     monkeypatch.setattr(engine, "STATE_S", float("inf"))
                 else:
@@ -244,7 +244,7 @@ def test_a_busy_engine_says_at_once_that_its_queue_is_not_full_any_more(monkeypa
 
         bench.engine.deliver = look
         bench.run()
-    # whom the desk refuses by what it has heard last, the engine would refuse, too
+    # whom the client refuses by what it has heard last, the engine would refuse, too
     assert set(seen) >= {(200, 0), (429, 1)}
     assert (429, 0) not in seen
 

@@ -11,13 +11,14 @@ import torch
 import torch.distributed as dist
 
 from ringattn.launch.distributed import Rank
-from ringattn.launch.serving.channel import Channel
 from ringattn.launch.serving.config import TINY
-from ringattn.launch.serving.engine import Engine, follow
+from ringattn.launch.serving.engine import Engine, worker_loop
+from ringattn.launch.serving.messages import Event, Stop
 from ringattn.launch.serving.models import load, make_cache
+from ringattn.launch.serving.rank_channel import RankChannel
 from ringattn.launch.serving.replica import Computing, Replica
 from ringattn.launch.serving.sampling import Sampling
-from ringattn.launch.serving.scheduling import Event, Job, Plan, Scheduler
+from ringattn.launch.serving.scheduling import Job, Plan, Scheduler
 from ringattn.ring import Ring
 from tests.pool import Pools
 
@@ -72,7 +73,7 @@ def jobs() -> list[Job]:
 def serve(ahead: bool) -> tuple[Answers, int, list[int]]:
     """What all jobs were answered on rank 0, tokens that were carried, and pages that are free in the end."""
     rank = Rank(dist.get_rank(), dist.get_world_size(), CPU, "gloo", os.getppid())
-    ring, channel = Ring(), Channel(rank, 30.0)
+    ring, channel = Ring(), RankChannel(rank, 30.0)
     served = load(TINY, name=None, dtype="auto", device=CPU, seed=0)
     cache = make_cache(served.model, ring, gib=0.01, page_size=4, kv_dtype="auto")
     replica = Replica(served.model, cache, 4, False)
@@ -80,7 +81,7 @@ def serve(ahead: bool) -> tuple[Answers, int, list[int]]:
     answers: Answers = {}
     if rank.first:
         scheduler = Scheduler(cache.pages, chunk=64, most_running=4, most_waiting=20, keep=False)
-        engine = Engine(runner, scheduler, channel.send, time_limit_s=60.0)
+        engine = Engine(runner, scheduler, channel.broadcast, time_limit_s=60.0)
 
         def deliver(events: list[Event], state: Any) -> None:
             del state
@@ -96,9 +97,9 @@ def serve(ahead: bool) -> tuple[Answers, int, list[int]]:
         engine.deliver = deliver
         engine.submit(jobs())
         engine.run()
-        channel.send({"stop": True})
+        channel.broadcast(Stop())
     else:
-        follow(runner, channel)
+        worker_loop(runner, channel)
     channel.close()
     return answers, getattr(runner, "carried", 0), list(cache.pages.free)
 

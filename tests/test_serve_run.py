@@ -29,9 +29,10 @@ from ringattn.launch import bench
 from ringattn.launch.distributed import Rank
 from ringattn.launch.serve import main
 from ringattn.launch.serving import run
-from ringattn.launch.serving.channel import PART, Channel
 from ringattn.launch.serving.config import KEY, TINY, ServeArgs, parse
+from ringattn.launch.serving.messages import Heartbeat, StepCommand, ToRank
 from ringattn.launch.serving.models import load
+from ringattn.launch.serving.rank_channel import RankChannel
 from ringattn.launch.serving.text import Bytes
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -369,20 +370,20 @@ def test_under_torchrun_rank_0_is_told_to_end_and_the_code_says_how_it_ended(num
         server.close()
 
 
-def _hear(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def _receive(messages: list[ToRank]) -> list[ToRank]:
     import torch.distributed as dist
 
     rank = Rank(dist.get_rank(), dist.get_world_size(), torch.device("cpu"), "gloo", os.getppid())
-    channel = Channel(rank, 30.0)
-    heard = []
+    channel = RankChannel(rank, 30.0)
+    received = []
     for message in messages:
         if rank.first:
-            channel.send(message)
-            heard.append(message)
+            channel.broadcast(message)
+            received.append(message)
         else:
-            heard.append(channel.receive())
+            received.append(channel.receive())
     channel.close()
-    return heard
+    return received
 
 
 def test_what_was_there_before_a_server_began_is_no_business_of_its_collector() -> None:
@@ -398,9 +399,10 @@ def test_what_was_there_before_a_server_began_is_no_business_of_its_collector() 
 
 
 def test_messages_of_any_length_arrive_whole(pool):
-    messages = [{}, {"tokens": list(range(10))}, {"text": "ß" * PART}, {"tokens": list(range(100_000))}]
-    messages += [{"x": "y" * (PART - 8 - len('{"x":""}') + off)} for off in (-1, 0, 1)]
-    assert pool(2).run(_hear, messages) == [messages, messages]
+    change = ("fork", 2, 1, 16, 2**40)
+    messages = [Heartbeat(), StepCommand(), StepCommand(changes=[change], tokens=list(range(10)), decodes=True)]
+    messages += [StepCommand(tokens=list(range(count))) for count in (3000, 100_000)]
+    assert pool(2).run(_receive, messages) == [messages, messages]
 
 
 # refusals that start nothing

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import random
 from collections.abc import Sequence
 from typing import Any
@@ -14,8 +13,9 @@ from hypothesis import strategies as st
 
 from ringattn.inference.pages import Pages
 from ringattn.launch.serving import scheduling
+from ringattn.launch.serving.messages import Event, decode_to_rank, encode
 from ringattn.launch.serving.prefixes import Prefixes, chain
-from ringattn.launch.serving.scheduling import Event, Job, NeverFits, Plan, QueueFull, Scheduler, apply_changes
+from ringattn.launch.serving.scheduling import Job, NeverFits, Plan, QueueFull, Scheduler, apply_changes
 from tests.serving import STOP, FakeRunner, FakeStep, answer
 
 
@@ -69,7 +69,7 @@ class Bench:
             assert len(plan.carried) in (0, len(plan.tokens))
             apply_changes(self.other.books, plan.changes)
             if plan.requests:
-                told = Plan(**json.loads(json.dumps(plan.message())))
+                told = Plan.of(decode_to_rank(encode(plan.command())))  # type: ignore[arg-type]
                 started = plan, self.runner.start(plan)
                 self.other.start(told)
                 assert self.other._chosen == self.runner._chosen

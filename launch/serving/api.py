@@ -18,8 +18,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from pydantic_core import to_json
 
 from ringattn.inference.blocks import LONGEST
-from ringattn.launch.serving.sampling import Logprob, Sampling
-from ringattn.launch.serving.scheduling import Event
+from ringattn.launch.serving.messages import Event, Logprob
+from ringattn.launch.serving.sampling import Sampling
 from ringattn.launch.serving.text import REPLACEMENT, Pieces, Stops, Tokenizer, text_alone
 
 MOST_CHOICES = 128

@@ -7,7 +7,7 @@ Note [Threads]
     The loop runs in the main thread of every rank. `submit`, `cancel`, `stop`, `fail` and `state` may be called from any
     thread; what happens to requests is delivered by a callback, once per step and together with the state where that is new, in
     the loop's thread, or, when all fails, in the thread that says so. Nothing else of weight runs beside the loop: HTTP and
-    tokenizers have a process of their own (front.py), because threads of one interpreter take turns.
+    tokenizers have a process of their own (engine_server.py), because threads of one interpreter take turns.
 
 Note [A step ahead]
     Where steps are enqueued (`Runner.ahead`), the next one is planned, told and started while one is under way, and only then are
@@ -27,9 +27,9 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from ringattn.inference.pages import Pages
-from ringattn.launch.serving.channel import Channel
-from ringattn.launch.serving.sampling import Logprob
-from ringattn.launch.serving.scheduling import Event, Job, Plan, Scheduler, apply_changes
+from ringattn.launch.serving.messages import Event, Heartbeat, Logprob, StepCommand, Stop, ToRank
+from ringattn.launch.serving.rank_channel import RankChannel
+from ringattn.launch.serving.scheduling import Job, Plan, Scheduler, apply_changes
 
 BEAT_S = 1.0
 """Seconds between messages to ranks that have nothing to do: each of their waits is bounded."""
@@ -91,7 +91,7 @@ class Engine:
     Args:
         runner: What computes steps here.
         scheduler: Over the runner's books.
-        tell: Tells the other ranks.
+        broadcast: Sends a message to the other ranks.
         time_limit_s: Seconds that a request may take from its arrival.
 
     Attributes:
@@ -100,9 +100,9 @@ class Engine:
     """
 
     def __init__(
-        self, runner: Runner, scheduler: Scheduler, tell: Callable[[dict[str, Any]], None], *, time_limit_s: float
+        self, runner: Runner, scheduler: Scheduler, broadcast: Callable[[ToRank], None], *, time_limit_s: float
     ) -> None:
-        self.runner, self.scheduler, self.tell, self.time_limit_s = runner, scheduler, tell, time_limit_s
+        self.runner, self.scheduler, self.broadcast, self.time_limit_s = runner, scheduler, broadcast, time_limit_s
         self.deliver: Callable[[list[Event], dict[str, Any] | None], None] = lambda *_: None
         self._wake = threading.Condition()
         self._submitted: list[Job] = []
@@ -214,7 +214,7 @@ class Engine:
             with self._wake:
                 if not (self._submitted or self._cancelled or self._cut is not None):
                     self._wake.wait(BEAT_S)
-            self.tell({})
+            self.broadcast(Heartbeat())
 
     def _count(self) -> None:
         """Counts anew who waits: what has ended since the last time has made room; what has come was counted as it came."""
@@ -241,7 +241,7 @@ class Engine:
 
     def _start(self, plan: Plan) -> _UnderWay | None:
         """Tells the other ranks, and starts what is to be computed; None when there is nothing."""
-        self.tell(plan.message())
+        self.broadcast(plan.command())
         if not plan.requests:
             return None
         began = time.monotonic()
@@ -316,16 +316,13 @@ class Engine:
         return self._state
 
 
-def follow(runner: Runner, channel: Channel) -> None:
-    """The loop of every other rank: makes the steps that rank 0 plans, until it says stop."""
+def worker_loop(runner: Runner, channel: RankChannel) -> None:
+    """The loop of every rank but 0: computes the steps that rank 0 plans, until it sends Stop."""
     before: Computing | None = None
-    while True:
-        message = channel.receive()
-        if message.get("stop"):
-            break
+    while not isinstance(message := channel.receive(), Stop):
         started = None
-        if message:
-            plan = Plan(**message)
+        if isinstance(message, StepCommand):
+            plan = Plan.of(message)
             apply_changes(runner.books, plan.changes)
             if plan.requests:
                 started = runner.start(plan)

@@ -1,7 +1,7 @@
 """The server's HTTP: routes, limits, keys, streams, and what happens when a client goes away.
 
-Owns status codes and the thread that serves. Refuses to know what bodies may say (api.py), where answers come from (desk.py), and
-which process this is (http_process.py). Nothing that a request sends is executed or unpickled.
+Owns status codes and the thread that serves. Refuses to know what bodies may say (api.py), where answers come from
+(engine_client.py), and which process this is (http_process.py). Nothing that a request sends is executed or unpickled.
 """
 
 from __future__ import annotations
@@ -43,10 +43,11 @@ from ringattn.launch.serving.api import (
 )
 from ringattn.launch.serving.config import Limits
 from ringattn.launch.serving.connections import bound_connections
-from ringattn.launch.serving.desk import Answers, Desk
+from ringattn.launch.serving.engine_client import Answers, EngineClient
+from ringattn.launch.serving.messages import Event
 from ringattn.launch.serving.metrics import CONTENT_TYPE, Metrics
 from ringattn.launch.serving.prefixes import chain
-from ringattn.launch.serving.scheduling import Event, Job
+from ringattn.launch.serving.scheduling import Job
 from ringattn.launch.serving.text import NoTemplate, Tokenizer
 
 PAGE = Path(__file__).with_name("page.html")
@@ -69,7 +70,7 @@ class Prepared:
         prompts: Its tokens.
         choices: The answers that it gets, in the order of the prompts.
         names: Of its jobs, one for each answer.
-        packed: These as the desk takes them.
+        packed: These as the client takes them.
     """
 
     body: Chat | Completion
@@ -207,7 +208,7 @@ class Guard:
 
 
 def make_app(
-    desk: Desk,
+    client: EngineClient,
     tokenizer: Tokenizer,
     model: str,
     limits: Limits,
@@ -219,7 +220,7 @@ def make_app(
     """The server's routes.
 
     Args:
-        desk: What answers.
+        client: Of the engine.
         tokenizer: Of the model.
         model: The name under which it is served.
         limits: What requests may take.
@@ -227,15 +228,16 @@ def make_app(
         hosts: The names by which the server may be called; None for any.
         about: What /state says of the server itself: what it runs on, and how it was started.
     """
-    metrics = Metrics(desk.state)
+    metrics = Metrics(client.state)
     # one thread: tokenizers are not safe in several, and a long prompt must not stop the event loop
     clerk = ThreadPoolExecutor(1, "tokenizer")
     began = int(time.time())
 
     @contextlib.asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        await desk.open()
+        await client.open()
         yield
+        client.close()
         clerk.shutdown(wait=False, cancel_futures=True)
 
     # no pages that load scripts from elsewhere
@@ -256,7 +258,7 @@ def make_app(
         return refusal(Refused(500, f"the server has failed at this request: {type(error).__name__}"))
 
     def card() -> dict[str, Any]:
-        room = desk.room.capacity
+        room = client.capacity.capacity
         length = room if limits.length is None else min(room, limits.length)
         return {"id": model, "object": "model", "created": began, "owned_by": "ringattn", "max_model_len": length}
 
@@ -271,7 +273,7 @@ def make_app(
 
     @app.api_route("/health", methods=["GET", "HEAD"])
     async def health() -> Response:
-        closed = desk.closed
+        closed = client.closed
         return JSONResponse({"status": closed or "ok"}, 503 if closed else 200)
 
     @app.get("/metrics")
@@ -280,7 +282,7 @@ def make_app(
 
     @app.get("/state")
     async def state() -> Any:
-        return {"model": model, "server": dict(about or {}), **desk.state()}
+        return {"model": model, "server": dict(about or {}), **client.state()}
 
     page, policy = read_page()
 
@@ -309,7 +311,7 @@ def make_app(
         else:
             wanted = body.prompts()
             asked = body.max_tokens or min(COMPLETION_TOKENS, limits.max_tokens or COMPLETION_TOKENS)
-        if len(wanted) * body.choices > (most := min(MOST_ANSWERS, desk.room.running + desk.room.queue)):
+        if len(wanted) * body.choices > (most := min(MOST_ANSWERS, client.capacity.running + client.capacity.queue)):
             raise Refused(
                 400,
                 f"a request must ask for at most {most} answers, got {len(wanted)} prompts times {body.choices}",
@@ -331,7 +333,7 @@ def make_app(
             if isinstance(body, Completion) and body.echo:
                 echo = prompt if isinstance(prompt, str) else tokenizer.decode(tokens)
             most = _check_length(len(tokens), asked)
-            digests = chain(tokens, desk.room.page_size) if desk.room.keep else []
+            digests = chain(tokens, client.capacity.page_size) if client.capacity.keep else []
             prompts.append(tokens)
             for number_of_prompt in range(body.choices):
                 index = number * body.choices + number_of_prompt
@@ -340,7 +342,7 @@ def make_app(
                 jobs.append(
                     Job(0, tokens, most, sampling=body.sampling(number_of_prompt), stops=stops, digests=digests)
                 )
-        return Prepared(body, prompts, choices, *desk.pack(jobs))
+        return Prepared(body, prompts, choices, *client.pack(jobs))
 
     def _check_length(prompt: int, asked: int | None) -> int:
         """New tokens of an answer; refuses what is longer than the model, the cache or the limit."""
@@ -355,7 +357,7 @@ def make_app(
         return asked
 
     async def answer(request: Request, kind: type[Chat] | type[Completion]) -> Response:
-        desk.check()  # before a body is read that could not be answered
+        client.check()  # before a body is read that could not be answered
         data = await read_bytes(request, limits.body)
         arrived = time.monotonic()  # the tokenizer's time is its client's, too, and the wait for it
         asked = await asyncio.get_running_loop().run_in_executor(clerk, prepare, kind, data)
@@ -369,7 +371,7 @@ def make_app(
             return choices[place].finish is not None
 
         async def whole(scope: Scope, receive: Receive, send: Send) -> None:
-            with Answers(desk, metrics, asked.names, asked.packed, push, arrived) as answers:
+            with Answers(client, metrics, asked.names, asked.packed, push, arrived) as answers:
                 await answers.all()
             await JSONResponse(writer.whole(prompts, choices))(scope, receive, send)
 
@@ -385,7 +387,7 @@ def make_app(
                     await send({"type": "http.response.start", "status": 200, "headers": headers})
                 await send({"type": "http.response.body", "body": data, "more_body": more})
 
-            with Answers(desk, metrics, asked.names, asked.packed, lines.push, arrived) as answers:
+            with Answers(client, metrics, asked.names, asked.packed, lines.push, arrived) as answers:
                 try:
                     while await answers.some():
                         if data := lines.take():

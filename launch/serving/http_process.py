@@ -1,23 +1,30 @@
-"""The process that serves HTTP: python -m ringattn.launch.serving.http_process DESCRIPTOR, as rank 0 starts it.
+"""The process that serves HTTP: python -m ringattn.launch.serving.http_process PORT LINK FOLDER, as rank 0 starts it.
 
-Owns its life: what it is told at first, and when it ends. Refuses to know routes (http.py) and who started it (front.py). It
+Owns the life of the process: its settings, and when it ends. Routes are in http.py; rank 0's side is engine_server.py. It
 touches no GPU and joins no process group.
 """
 
 from __future__ import annotations
 
 import os
+import shutil
 import socket
 import sys
-from typing import Any
+
+import zmq
 
 from ringattn.launch.serving.collector import settle
-from ringattn.launch.serving.config import Limits
-from ringattn.launch.serving.desk import Desk
+from ringattn.launch.serving.engine_client import EngineClient
 from ringattn.launch.serving.http import Server, make_app
-from ringattn.launch.serving.scheduling import Room
+from ringattn.launch.serving.messages import (
+    Settings,
+    decode_to_http,
+    receive_at,
+    send_to,
+    to_engine_address,
+    to_http_address,
+)
 from ringattn.launch.serving.text import make_tokenizer
-from ringattn.launch.serving.wire import Unpacker
 
 TURN_S = 0.0005
 """Seconds for which a thread may keep the others waiting: what reads requests, for one, and what writes to clients."""
@@ -25,56 +32,60 @@ LOOK_S = 1.0
 """Seconds between looks at whether the thread that serves is still there."""
 
 
-def main(descriptor: int) -> int:
-    """Serves until the engine says stop, or is gone.
+def main(port: int, link: int, folder: str) -> int:
+    """Serves until the engine sends Stop, or is gone.
 
     Args:
-        descriptor: Of the connection to the engine.
+        port: Descriptor of the socket for clients.
+        link: Descriptor of the socket that ends with the engine's process.
+        folder: Where the sockets are; removed where the engine's process can not do it.
 
     Returns:
-        The exit code: 0 when it was told to stop, or had not begun.
+        The exit code: 0 when the engine has sent Stop, or has ended before it began.
     """
-    connection = socket.socket(fileno=descriptor)
-    told = _receive(connection)
-    if told is None:
+    engine = socket.socket(fileno=link)
+    pull, push = receive_at(to_http_address(folder)), send_to(to_engine_address(folder))
+    settings = _receive_settings(pull, engine)
+    if settings is None:
+        shutil.rmtree(folder, ignore_errors=True)
         return 0
-    settings, listening = told
-    desk = Desk(connection, Room(**settings["room"]), settings["state"])
+    client = EngineClient(pull, push, engine, settings.capacity, settings.state)
     app = make_app(
-        desk,
-        make_tokenizer(settings["tokenizer"]),
-        settings["model"],
-        Limits(**settings["limits"]),
-        key=settings["key"],
-        hosts=settings["hosts"],
-        about=settings["about"],
+        client,
+        make_tokenizer(settings.tokenizer),
+        settings.model,
+        settings.limits,
+        key=settings.key,
+        hosts=settings.hosts,
+        about=settings.about,
     )
     sys.setswitchinterval(TURN_S)
-    server = Server(listening, settings["connections"])
+    server = Server(socket.socket(fileno=port), settings.connections)
     server.start(app)
     settle()
-    desk.say_ready()
-    while not desk.over.wait(LOOK_S):
+    client.send_ready()
+    while not client.over.wait(LOOK_S):
         if not server.alive:
             return 1
     server.stop()
-    return 0 if desk.told else 1
+    if not client.told:
+        shutil.rmtree(folder, ignore_errors=True)
+    return 0 if client.told else 1
 
 
-def _receive(connection: socket.socket) -> tuple[dict[str, Any], socket.socket] | None:
-    """The first message and the listening socket that comes with it; None when the engine is gone before."""
-    unpacker, descriptors = Unpacker(), []
-    while True:
-        data, found, _, _ = socket.recv_fds(connection, 2**16, 1)
-        if not data:
-            return None
-        descriptors += found
-        if messages := unpacker.push(data):
-            return messages[0]["serve"], socket.socket(fileno=descriptors[0])
+def _receive_settings(pull: zmq.Socket[bytes], engine: socket.socket) -> Settings | None:
+    """The first message; None when the engine ends or fails before."""
+    poller = zmq.Poller()
+    poller.register(pull, zmq.POLLIN)
+    poller.register(engine, zmq.POLLIN)
+    if pull not in dict(poller.poll()):
+        return None
+    message = decode_to_http(pull.recv())
+    return message if isinstance(message, Settings) else None
 
 
 if __name__ == "__main__":
-    code = main(int(sys.argv[1]))
+    code = main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3])
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)  # a thread that reads a long prompt is not waited for

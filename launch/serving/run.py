@@ -8,8 +8,8 @@ Note [How it ends]
     at most, tells the other ranks to end, and everybody leaves with 0. The others ignore both signals: they end when rank 0 says
     so or is gone. When a rank or the process of HTTP is lost, or anything fails in a step, every rank says what it knows and leaves
     with 1; requests under way get an error. Nothing waits for ever: collectives give up after --timeout, each rank holds a
-    connection whose end is noticed at once (watch.py), and so does the process of HTTP (front.py), which ends by rank 0's word or
-    with it.
+    connection whose end is noticed at once (rank_liveness.py), and so does the HTTP process (engine_server.py), which ends when
+    rank 0 tells it to, or with rank 0.
 """
 
 from __future__ import annotations
@@ -19,28 +19,31 @@ import dataclasses
 import datetime
 import os
 import signal
-import socket
 import sys
 import threading
 import time
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, TypeVar
 
 from ringattn.launch.changing import change_model
 from ringattn.launch.distributed import Rank, Refusal, join_ranks
-from ringattn.launch.serving.channel import Channel
 from ringattn.launch.serving.collector import settle
 from ringattn.launch.serving.config import ENDED, LOOPBACK, Limits, ServeArgs
-from ringattn.launch.serving.engine import Engine, follow
-from ringattn.launch.serving.front import Front, HttpProcess, listen
+from ringattn.launch.serving.engine import Engine, worker_loop
+from ringattn.launch.serving.engine_server import EngineServer, HttpProcess, bind
+from ringattn.launch.serving.messages import PortResult, Settings, Stop
 from ringattn.launch.serving.models import Served, describe, load, make_cache, share_weights
+from ringattn.launch.serving.rank_channel import RankChannel
+from ringattn.launch.serving.rank_liveness import RankLiveness
 from ringattn.launch.serving.replica import Replica
 from ringattn.launch.serving.scheduling import Scheduler
-from ringattn.launch.serving.watch import Watch
 from ringattn.launch.session import Session, machine
 from ringattn.ring import Ring
+
+T = TypeVar("T")
 
 FAREWELL_S = 1.0
 """Seconds in which answers about a failure may leave before the process does."""
@@ -95,24 +98,25 @@ def run_rank(args: ServeArgs) -> int:
     try:
         with join_ranks(args.device, args.timeout) as rank, contextlib.ExitStack() as stack:
             ending = Ending(rank)
-            channel = Channel(rank, args.timeout)
+            channel = RankChannel(rank, args.timeout)
             stack.callback(channel.close)
             try:
-                probe = _listen(args, rank, channel)  # a model may take minutes to read
-                if probe is not None:
-                    probe.close()
-                    ending.process = HttpProcess()
+                bound = _with_port(args, rank, channel, lambda: bind(args.host, args.port))
+                port = 0
+                if bound is not None:
+                    port = bound.getsockname()[1]
+                    ending.process = HttpProcess(bound)
                     stack.callback(ending.process.kill)
-                served, replica, cache = _prepare(args, rank)
-                listening = _listen(args, rank, channel)
+                served, replica, cache = _prepare(args, rank)  # which may take minutes
+                _with_port(args, rank, channel, lambda: ending.process and ending.process.listen())
                 settle()
-                watch = Watch(rank, channel, ending, args.timeout)
+                liveness = RankLiveness(rank, channel, ending, args.timeout)
                 serving.set()
-                if listening is None:
-                    follow(replica, channel)
-                    watch.close()
+                if not rank.first:
+                    worker_loop(replica, channel)
+                    liveness.close()
                 else:
-                    _lead(args, rank, channel, watch, served, replica, listening, cache, ending, stops)
+                    _lead(args, rank, channel, liveness, served, replica, port, cache, ending, stops)
             except Refusal:
                 raise  # on every rank alike
             except Exception as error:
@@ -163,37 +167,39 @@ def _prepare(args: ServeArgs, rank: Rank) -> tuple[Served, Replica, str]:
     return served, replica, describe(cache)
 
 
-def _listen(args: ServeArgs, rank: Rank, channel: Channel) -> socket.socket | None:
-    """Rank 0's socket, which listens, and nobody answers yet; None on the others.
+def _with_port(args: ServeArgs, rank: Rank, channel: RankChannel, use: Callable[[], T]) -> T | None:
+    """Uses the port for clients on rank 0, and returns what that gives; returns None on the others.
 
     Raises:
-        Refusal: The address cannot be had; on every rank.
+        Refusal: The port cannot be had; on every rank.
     """
-    refusal, listening = "", None
+    error, found = "", None
     if rank.first:
         try:
-            listening = listen(args.host, args.port)
-        except OSError as error:
-            refusal = (
-                f"host and port must be free to listen on, got {args.host} and {args.port}: {error.strerror or error}; "
+            found = use()
+        except OSError as why:
+            error = (
+                f"host and port must be free to listen on, got {args.host} and {args.port}: {why.strerror or why}; "
                 "pass another --port, or --port 0 for any"
             )
-        channel.send({"refusal": refusal})
-    elif rank.world_size > 1:
-        refusal = channel.receive()["refusal"]
-    if refusal:
-        raise Refusal(refusal)
-    return listening
+        channel.broadcast(PortResult(error))
+    else:
+        result = channel.receive()
+        assert isinstance(result, PortResult), "all ranks ask for the port at the same time"
+        error = result.error
+    if error:
+        raise Refusal(error)
+    return found
 
 
 def _lead(
     args: ServeArgs,
     rank: Rank,
-    channel: Channel,
-    watch: Watch,
+    channel: RankChannel,
+    liveness: RankLiveness,
     served: Served,
     replica: Replica,
-    listening: socket.socket,
+    port: int,
     cache: str,
     ending: Ending,
     stops: list[int],
@@ -210,7 +216,7 @@ def _lead(
         pieces=replica.pieces,
         rows=replica.rows,
     )
-    engine = Engine(replica, scheduler, channel.send, time_limit_s=args.time_limit)
+    engine = Engine(replica, scheduler, channel.broadcast, time_limit_s=args.time_limit)
     ending.engine = engine
     limits = Limits(
         body=int(args.max_body_mib * 2**20),
@@ -219,21 +225,20 @@ def _lead(
         default_tokens=args.default_tokens,
     )
     hosts = LOOPBACK if args.host in LOOPBACK else None
-    where = f"http://{f'[{args.host}]' if ':' in args.host else args.host}:{listening.getsockname()[1]}"
-    settings = {
-        "model": served.name,
-        "tokenizer": served.tokenizer.recipe(),
-        "limits": dataclasses.asdict(limits),
-        "room": dataclasses.asdict(scheduler.room),
-        "state": engine.state(),
-        "key": args.api_key,
-        "hosts": hosts,
-        "about": _about(args, rank, served, replica),
-        "connections": args.max_connections,
-    }
-    process.serve(listening, settings)
-    front = Front(engine, process.connection, process.name, ending, args.timeout)
-    front.wait_until_ready()
+    where = f"http://{f'[{args.host}]' if ':' in args.host else args.host}:{port}"
+    settings = Settings(
+        model=served.name,
+        tokenizer=served.tokenizer.recipe(),
+        limits=limits,
+        capacity=scheduler.room,
+        state=engine.state(),
+        key=args.api_key,
+        hosts=hosts,
+        about=_about(args, rank, served, replica),
+        connections=args.max_connections,
+    )
+    server = EngineServer(engine, process.folder, process.link, process.name, ending, args.timeout)
+    server.start(settings)
     print(f"cache: {cache}", flush=True)
     print(f"serving {served.name} at {where} (a page to look at) and {where}/v1 (the interface)", flush=True)
     if rank.backend != "none" and ENDED not in os.environ:
@@ -243,11 +248,11 @@ def _lead(
     over = _stop_on_signals(engine, args.grace, stops, rank)
     engine.run()
     over.set()
-    watch.expect_end()
-    channel.send({"stop": True})
-    front.stop()
+    liveness.expect_end()
+    channel.broadcast(Stop())
+    server.stop()
     process.wait(PARTING_S)
-    watch.close()
+    liveness.close()
     if path := os.environ.get(ENDED):
         Path(path).touch()
     print("stopped", flush=True)

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from ringattn.kernels.draw import draw
+from ringattn.launch.serving.messages import Logprob
 
 COLDEST = 1e-6
 """Temperatures below it choose the same, and might be 0 in fp32."""
@@ -49,19 +50,6 @@ class Sampling:
     def __post_init__(self) -> None:
         # of an integer, Python's generator takes the absolute value
         self.draws = random.Random(hex(self.seed) if self.seed is not None and self.seed < 0 else self.seed)
-
-
-@dataclass(frozen=True)
-class Logprob:
-    """What a model thought of a chosen token.
-
-    Attributes:
-        logprob: Natural log of the token's probability at temperature 1.
-        top: The likeliest tokens and theirs, likeliest first.
-    """
-
-    logprob: float
-    top: tuple[tuple[int, float], ...]
 
 
 @dataclass(frozen=True)

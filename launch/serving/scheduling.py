@@ -48,10 +48,13 @@ from collections import OrderedDict, deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import Any
+
+import msgspec
 
 from ringattn.inference.pages import Pages
 from ringattn.inference.step import MOST_DECODED as PIECE
+from ringattn.launch.serving.messages import Capacity, Event, StepCommand
 from ringattn.launch.serving.prefixes import Digest, Prefixes, chain
 
 PACKED_STEPS = 4
@@ -75,38 +78,21 @@ class QueueFull(RuntimeError):
     """There are too many requests already; the message has the numbers."""
 
 
-@dataclass(frozen=True)
-class Room:
-    """What a scheduler can take, for those who ask it from afar.
+def check_queue(capacity: Capacity, requests: int, waiting: int) -> None:
+    """Refuses requests that would wait, and for which the queue has no room.
 
-    Attributes:
-        capacity: Tokens that the cache of all ranks holds.
-        running: Requests that run at a time.
-        queue: Requests that wait behind them (Note [Who waits]).
-        page_size: Tokens of a page, and so of the stretches of `Job.digests`.
-        keep: Whether these are used.
+    Args:
+        capacity: Of the engine.
+        requests: How many.
+        waiting: How many wait already.
+
+    Raises:
+        QueueFull: They are too many.
     """
-
-    capacity: int
-    running: int
-    queue: int
-    page_size: int
-    keep: bool
-
-    def check_queue(self, jobs: int, waiting: int) -> None:
-        """Refuses jobs that would wait, and for which the queue has no room.
-
-        Args:
-            jobs: How many.
-            waiting: How many wait already.
-
-        Raises:
-            QueueFull: They are too many.
-        """
-        if waiting + jobs > self.queue:
-            raise QueueFull(
-                f"at most {self.queue} requests may wait, got {jobs} more beside {waiting}; try again later"
-            )
+    if waiting + requests > capacity.queue:
+        raise QueueFull(
+            f"at most {capacity.queue} requests may wait, got {requests} more beside {waiting}; try again later"
+        )
 
 
 @dataclass(frozen=True)
@@ -120,13 +106,13 @@ class Line:
         waiting: Requests that wait behind those.
 
     Example:
-        >>> line = Line(Room(capacity=64, running=4, queue=1, page_size=4, keep=True), places=4, pages=16)
+        >>> line = Line(Capacity(capacity=64, running=4, queue=1, page_size=4, keep=True), places=4, pages=16)
         >>> jobs = [Job(name, [1] * 20, 4) for name in range(3)]  # 6 pages each
         >>> line.after(jobs).waiting
         1
     """
 
-    room: Room
+    room: Capacity
     places: int
     pages: int
     waiting: int = 0
@@ -149,7 +135,7 @@ class Line:
             QueueFull: The queue has no room for those of them that would wait.
         """
         after = self.after(jobs)
-        self.room.check_queue(after.waiting - self.waiting, self.waiting)
+        check_queue(self.room, after.waiting - self.waiting, self.waiting)
         return after
 
 
@@ -207,31 +193,6 @@ class Job:
         return len(self.tokens) + self.coming < self.reserve
 
 
-class Event(NamedTuple):
-    """What happened to a job.
-
-    Attributes:
-        name: Which one.
-        token: A new token of the answer.
-        finish: Why the answer has ended: "stop" or "length".
-        failure: An HTTP status and a sentence, when there is no answer.
-        shared: Tokens of the prompt that were in the cache already.
-        details: What the sampler says about the token.
-    """
-
-    name: int
-    token: int | None = None
-    finish: str | None = None
-    failure: tuple[int, str] | None = None
-    shared: int = 0
-    details: Any = None
-
-    @property
-    def last(self) -> bool:
-        """Whether nothing follows."""
-        return self.finish is not None or self.failure is not None
-
-
 @dataclass
 class Plan:
     """One step, as every rank makes it.
@@ -264,10 +225,14 @@ class Plan:
     jobs: list[Job] = field(default_factory=list)
     answers: int = 0
 
-    def message(self) -> dict[str, Any]:
-        """What the other ranks need of it, as JSON takes it."""
-        names = ("changes", "requests", "counts", "tokens", "carried", "wanted", "decodes", "packed", "mixed")
-        return {name: getattr(self, name) for name in names}
+    @classmethod
+    def of(cls, command: StepCommand) -> Plan:
+        """The step of a message, on the other ranks."""
+        return cls(**msgspec.structs.asdict(command))
+
+    def command(self) -> StepCommand:
+        """The message for the other ranks."""
+        return StepCommand(**{name: getattr(self, name) for name in StepCommand.__struct_fields__})
 
 
 def apply_changes(books: Pages, changes: Iterable[Sequence[Any]]) -> None:
@@ -313,7 +278,7 @@ class Scheduler:
     ) -> None:
         self.books, self.chunk, self.keep, self.pieces, self.rows = books, chunk, keep, pieces, rows
         self.most_running = most_running
-        self.room = Room(
+        self.room = Capacity(
             books.pages * books.world_size * books.page_size, most_running, most_waiting, books.page_size, keep
         )
         self.waiting: deque[Job] = deque()

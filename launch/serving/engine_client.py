@@ -1,19 +1,20 @@
-"""The engine as the process of HTTP sees it: who takes requests there, and brings back what happens to them.
+"""The engine as the HTTP process sees it: sends requests to it, and passes on what happens to them.
 
-Owns names of jobs, which event belongs to which answer, and what is known of the engine. Refuses to know HTTP (http.py), and what
-is done with requests on the other side (front.py).
+Owns the ids of requests, which event belongs to which answer, and the last known state of the engine. Routes are in http.py; the
+other ends of the sockets in engine_server.py.
 
 Note [One turn for a step]
-    A step brings a token for each of many answers. What each becomes, its text and its line, is made in the turn of the event loop
-    that reads the step; the tasks of the answers are woken by it and only write, one after the other, in the next. A write to
-    a socket wakes who reads there, and what is computed after it is slower: with 15 us of Python for each, 64 writes one after the
-    other took 5 to 6 us of a core each, and 9 to 10 where the Python stood between them (uvloop, 230 bytes each over loopback, 2
-    cores of a virtual machine).
+    A step brings a token for each of many answers. The text and the line of each are made in the turn of the event loop
+    that receives the step; the tasks of the answers are woken by it and only write, one after the other, in the next. A write to
+    a socket wakes the process that reads there, and code that runs after it is slower: with 15 us of Python for each, 64 writes one
+    after the other took 5 to 6 us of a core each, and 9 to 10 where the Python stood between them (uvloop, 230 bytes each over
+    loopback, 2 cores of a virtual machine).
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import socket
 import threading
@@ -22,13 +23,30 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import zmq
+
 from ringattn.launch.serving.api import Refused
+from ringattn.launch.serving.messages import (
+    Cancel,
+    Capacity,
+    Event,
+    Heartbeat,
+    NewRequest,
+    Prompt,
+    Ready,
+    Rejected,
+    StepOutput,
+    Stop,
+    Submit,
+    ToHttp,
+    decode_to_http,
+    encode,
+)
 from ringattn.launch.serving.metrics import Metrics
-from ringattn.launch.serving.scheduling import Event, Job, QueueFull, Room
-from ringattn.launch.serving.wire import Message, Unpacker, pack, read_events, write_jobs
+from ringattn.launch.serving.scheduling import Job, QueueFull, check_queue
 
 BEAT_S = 1.0
-"""Seconds between signs of life."""
+"""Seconds between heartbeats."""
 
 GONE = "the server is going down: its engine is gone"
 
@@ -37,49 +55,67 @@ _REFUSALS = {
     "QueueFull": (429, None, "queue_full"),
     "Closed": (503, None, "unavailable"),
 }
-"""What the engine's exceptions are in OpenAI's words: status, field and code."""
+"""Status, field and code of OpenAI's errors for the engine's exceptions."""
 
 
 def refusal_of(kind: str, message: str) -> Refused:
-    """What a client is told when the engine has raised an exception of this name."""
+    """Returns the error that a client gets when the engine has raised an exception of this name."""
     status, param, code = _REFUSALS[kind]
     return Refused(status, message, param, code)
 
 
-class Desk(asyncio.Protocol):
-    """This process's end of the connection to the engine.
+class EngineClient:
+    """Sends requests to the engine, and passes on its events.
 
-    All is called in the event loop's thread, except where it says otherwise.
+    All methods are called in the event loop's thread, except where it says otherwise.
 
     Args:
-        connection: The other end is a `Front`.
-        room: What the engine can take.
-        state: Its state at first.
+        pull: Receives from an `EngineServer`.
+        push: Sends to it.
+        link: Ends with the engine's process.
+        capacity: Of the engine.
+        state: Of the engine, at first.
 
     Attributes:
-        over: Set when there is nothing to serve any more: the engine has said so, or is gone.
-        told: Whether it has said so.
+        over: Set when the engine has sent Stop, or is gone.
+        told: Whether it has sent Stop.
     """
 
-    def __init__(self, connection: socket.socket, room: Room, state: dict[str, Any]) -> None:
-        self.room, self.over, self.told = room, threading.Event(), False
-        self._connection, self._state = connection, state
+    def __init__(
+        self,
+        pull: zmq.Socket[bytes],
+        push: zmq.Socket[bytes],
+        link: socket.socket,
+        capacity: Capacity,
+        state: dict[str, Any],
+    ) -> None:
+        self.capacity, self.over, self.told = capacity, threading.Event(), False
+        self._pull, self._push, self._link, self._state = pull, push, link, state
+        self._descriptor: Any = pull.fd
         self._closed: str | None = None
         self._names = itertools.count(1)
         self._open: dict[int, Callable[[Event | Refused], object]] = {}
-        self._unpacker = Unpacker()
         self._loop: asyncio.AbstractEventLoop
-        self._transport: asyncio.WriteTransport
 
     async def open(self) -> None:
-        """Begins to listen to the engine, in the running event loop."""
+        """Begins to receive from the engine, in the running event loop."""
         self._loop = asyncio.get_running_loop()
-        await self._loop.create_unix_connection(lambda: self, sock=self._connection)
+        self._loop.add_reader(self._descriptor, self._receive)
+        self._loop.add_reader(self._link, self._lose)
+        self._loop.call_soon(self._receive)  # ZeroMQ's descriptor tells of changes only
         self._beat()
 
-    def say_ready(self) -> None:
+    def close(self) -> None:
+        """Receives and sends nothing more."""
+        self._end()
+        self._loop.remove_reader(self._descriptor)
+        self._loop.remove_reader(self._link)
+        self._pull.close()
+        self._push.close()
+
+    def send_ready(self) -> None:
         """Tells the engine that clients are answered. In any thread."""
-        self._loop.call_soon_threadsafe(self._say, pack({"ready": True}))
+        self._loop.call_soon_threadsafe(self._send, encode(Ready()))
 
     @property
     def closed(self) -> str | None:
@@ -87,11 +123,11 @@ class Desk(asyncio.Protocol):
         return self._closed or self._state["closed"]
 
     def state(self) -> dict[str, Any]:
-        """What the engine has said last about how it goes."""
+        """Returns the last known state of the engine."""
         return self._state
 
     def check(self) -> None:
-        """Refuses early what the engine would refuse by what it has said last.
+        """Refuses early what the engine would refuse by its last known state.
 
         Raises:
             Refused: It is closed, or its queue is full.
@@ -99,83 +135,102 @@ class Desk(asyncio.Protocol):
         if self.closed:
             raise refusal_of("Closed", self.closed)
         try:
-            self.room.check_queue(1, self._state["queued"])
+            check_queue(self.capacity, 1, self._state["queued"])
         except QueueFull as error:
             raise refusal_of("QueueFull", str(error)) from None
 
     def pack(self, jobs: Sequence[Job]) -> tuple[list[int], bytes]:
-        """Names jobs, and writes them as `submit` takes them. In any thread: long prompts take a while."""
+        """Gives requests their ids, and encodes them for `submit`. In any thread: long prompts take a while."""
         for job in jobs:
             job.name = next(self._names)
-        return [job.name for job in jobs], pack({"submit": write_jobs(jobs)})
+        return [job.name for job in jobs], encode(submit_of(jobs))
 
     def submit(self, names: Sequence[int], packed: bytes, put: Callable[[Event | Refused], object]) -> None:
-        """Sends jobs to the engine.
+        """Sends requests to the engine.
 
         Args:
-            names: Of the jobs.
-            packed: The jobs, as `pack` wrote them.
+            names: Ids of the requests.
+            packed: The requests, encoded by `pack`.
             put: Called with what happens to them, which must not raise; a refusal is of all of them.
         """
         if self.over.is_set():
             put(refusal_of("Closed", self.closed or GONE))
         self._open.update(dict.fromkeys(names, put))
-        self._say(packed)
+        self._send(packed)
 
     def cancel(self, name: int, keep: bool = False) -> None:
-        """Ends a job before its end; `keep` as the engine's."""
-        self._say(pack({"cancel": name, "keep": keep}))
+        """Ends a request before its end; `keep` as in `Engine.cancel`."""
+        self._send(encode(Cancel(name, keep)))
 
     def forget(self, names: Sequence[int]) -> None:
-        """Nobody waits for these jobs any more."""
+        """Drops events of these requests from now on."""
         for name in names:
             del self._open[name]
 
-    def connection_made(self, transport: Any) -> None:
-        """Of asyncio."""
-        self._transport = transport
-
-    def data_received(self, data: bytes) -> None:
-        """Of asyncio: the engine has said something."""
-        for message in self._unpacker.push(data):
-            self._take(message)
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        """Of asyncio: the engine is gone. What it had not said is an error."""
-        del exc
-        self._end()
-
-    def _take(self, message: Message) -> None:
-        if "state" in message:
-            self._state = message["state"]
-        for event in read_events(message.get("events", ())):
-            if (put := self._open.get(event.name)) is not None:
-                put(event)
-        if "refused" in message:
-            if message["as"] == "Closed":
-                self._closed = message["message"]
-            if (put := self._open.get(message["refused"][0])) is not None:
-                put(refusal_of(message["as"], message["message"]))
-        if "stop" in message:
+    def handle(self, message: ToHttp) -> None:
+        """Passes on a message of the engine."""
+        if isinstance(message, StepOutput):
+            if message.state is not None:
+                self._state = message.state
+            for event in message.events:
+                if (put := self._open.get(event.name)) is not None:
+                    put(event)
+        elif isinstance(message, Rejected):
+            if message.kind == "Closed":
+                self._closed = message.reason
+            if (put := self._open.get(message.names[0])) is not None:
+                put(refusal_of(message.kind, message.reason))
+        elif isinstance(message, Stop):
             self.told = True
             self._end()
 
+    def _receive(self) -> None:
+        """Handles all messages that have come."""
+        while not self._pull.closed:
+            try:
+                data = self._pull.recv(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            self.handle(decode_to_http(data))
+
+    def _lose(self) -> None:
+        """The engine is gone; what it has sent before counts."""
+        self._loop.remove_reader(self._link)
+        self._receive()
+        self._end()
+
     def _end(self) -> None:
-        """Nothing more will be said: jobs that have not ended by now, or that crossed the last word, are refused."""
+        """Refuses requests that have not ended by now, or that the engine will not receive any more."""
         if not self.over.is_set():
             self._closed = self.closed or GONE
             for put in set(self._open.values()):
                 put(refusal_of("Closed", self._closed))
             self.over.set()
 
-    def _say(self, data: bytes) -> None:
-        if not self._transport.is_closing():
-            self._transport.write(data)
+    def _send(self, data: bytes) -> None:
+        if not (self.over.is_set() or self._push.closed):
+            with contextlib.suppress(zmq.Again):
+                self._push.send(data, zmq.NOBLOCK)
 
     def _beat(self) -> None:
-        if not self._transport.is_closing():
-            self._say(pack({}))
+        if not self.over.is_set():
+            self._send(encode(Heartbeat()))
             self._loop.call_later(BEAT_S, self._beat)
+
+
+def submit_of(jobs: Sequence[Job]) -> Submit:
+    """Returns the message for some requests."""
+    indices: dict[int, int] = {}
+    prompts, requests = [], []
+    for job in jobs:
+        if id(job.prompt) not in indices:
+            indices[id(job.prompt)] = len(prompts)
+            prompts.append(Prompt(job.prompt, job.digests))
+        how = job.sampling
+        seed = None if how.seed is None else hex(how.seed)
+        asked = (how.temperature, how.top_p, seed, how.logprobs)
+        requests.append(NewRequest(job.name, indices[id(job.prompt)], job.max_tokens, sorted(job.stops), *asked))
+    return Submit(prompts, requests)
 
 
 @dataclass(slots=True)
@@ -199,10 +254,10 @@ class Answers:
     """What happens to some jobs, until all have ended; those that have not at the end of the context are cancelled.
 
     Args:
-        desk: Who takes them.
+        client: Sends them.
         metrics: What is observed on the way.
         names: Of the jobs.
-        packed: The jobs, as the desk wrote them.
+        packed: The jobs, as the client encoded them.
         take: Called with the place of a job among them and what happened to it (Note [One turn for a step]); returns whether
             nobody wants more of it. What it raises, `some` and `all` raise.
         arrived: When the request did, by the monotonic clock.
@@ -210,29 +265,29 @@ class Answers:
 
     def __init__(
         self,
-        desk: Desk,
+        client: EngineClient,
         metrics: Metrics,
         names: Sequence[int],
         packed: bytes,
         take: Callable[[int, Event], bool],
         arrived: float,
     ) -> None:
-        self._desk, self._metrics, self._names, self._take = desk, metrics, names, take
+        self._client, self._metrics, self._names, self._take = client, metrics, names, take
         self._left = {name: _Job(place) for place, name in enumerate(names)}
         self._began = arrived
         self._error: Exception | None = None
         self._new = self._for_all = False
         self._waiting: asyncio.Future[None] | None = None
-        desk.submit(names, packed, self._put)
+        client.submit(names, packed, self._put)
 
     def __enter__(self) -> Answers:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._desk.forget(self._names)
+        self._client.forget(self._names)
         for name in self._left:
             self._metrics.cancelled.inc()
-            self._desk.cancel(name)
+            self._client.cancel(name)
 
     async def some(self) -> bool:
         """Returns when something has happened since the last call: whether more can.
@@ -265,7 +320,7 @@ class Answers:
         await self._waiting
 
     def _put(self, what: Event | Refused) -> None:
-        """Takes what has happened, in the desk's turn."""
+        """Takes what has happened, in the client's turn."""
         if self._error is not None or not self._left:
             return
         try:
@@ -285,7 +340,7 @@ class Answers:
                 self._end(what.name, job)
             if self._take(job.place, what) and not what.last:
                 self._end(what.name, job)
-                self._desk.cancel(what.name, keep=True)
+                self._client.cancel(what.name, keep=True)
         except Exception as error:  # of this request, not of those beside it
             self._error = error
         self._new = True
