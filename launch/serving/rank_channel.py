@@ -98,7 +98,6 @@ def connect_to_rank_0(rank: Rank, address: RankAddress) -> tuple[zmq.Socket[byte
     dealer = zmq.Context.instance().socket(zmq.DEALER)
     dealer.linger = LINGER_MS
     dealer.routing_id = _identity(address.secret, rank.index)
-    dealer.reconnect_ivl = -1  # a rank that is gone does not come back
     ended = dealer.get_monitor_socket(zmq.EVENT_DISCONNECTED)
     dealer.connect(f"tcp://{address.host}:{address.port}")
     dealer.send(encode(Hello(rank.index, os.getpid())))
