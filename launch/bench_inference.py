@@ -70,7 +70,7 @@ from ringattn.launch.inference_model import (
 from ringattn.launch.problems import Problem, teraflops
 from ringattn.launch.ring_contenders import prepare_ours
 from ringattn.launch.session import Keep, Session, check_numbers
-from ringattn.launch.training.meter import mfu, peak_flops
+from ringattn.launch.train.metrics import mfu, peak_flops
 from ringattn.launch.turns import Time, reason, time_together
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from torch import Tensor
 import ringattn
 from ringattn.launch import bench, bench_model
 from ringattn.launch.bench_model import Batch, Model, model_flops
-from ringattn.launch.training.model import ModelConfig, Transformer, recompute_
+from ringattn.launch.train.model import ModelConfig, Transformer, recompute_
 
 SMALL = ["--layers", "2", "--dim", "16", "--heads", "4", "--kv-heads", "2", "--head-dim", "8", "--mlp-dim", "24"]
 CONFIG = ModelConfig(16, 2, 4, 2, 8, 24, vocab_size=11, tie_embeddings=False)

@@ -52,11 +52,11 @@ from ringattn.launch import (
     rings,
     session,
     timeline,
-    train,
     turns,
 )
 from ringattn.launch.distributed import REFUSED, choose_backend, resolve_device
 from ringattn.launch.session import Session, check_numbers, check_output, open_session
+from ringattn.launch.train import cli as train_cli
 from ringattn.layout import make_shards
 from ringattn.reference import visible_pairs
 from ringattn.sharding import Sharding
@@ -101,7 +101,7 @@ def _torchrun(world_size: int, *words: str) -> subprocess.CompletedProcess[str]:
 
 def test_modules_that_are_no_commands_say_which_is() -> None:
     files = {
-        ".".join(path.relative_to(ROOT / "launch").with_suffix("").parts): path
+        ".".join(path.relative_to(ROOT / "launch").with_suffix("").parts).removesuffix(".__main__"): path
         for path in (ROOT / "launch").rglob("*.py")
     }
     runs = {name for name, path in files.items() if '\nif __name__ == "__main__":' in path.read_text()}
@@ -1235,13 +1235,13 @@ def test_ranks_share_gpus_where_torch_is_told_that_they_may(monkeypatch: pytest.
         resolve_device("cuda", 2, 3)
 
 
-@pytest.mark.parametrize("command", [bench_links, check, doctor, timeline, train])
+@pytest.mark.parametrize("command", [bench_links, check, doctor, timeline, train_cli])
 def test_commands_refuse_devices_that_are_not_there_in_a_line(command: Any, monkeypatch: Any, capsys: Any) -> None:
     for name, value in {"RANK": "0", "WORLD_SIZE": "1000", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1000"}.items():
         monkeypatch.setenv(name, value)
     said = "must be at most its number of GPUs, got 1000 ranks and .* or pass --device cpu"
-    if command is train:
-        assert train.main(["--device", "cuda"]) == REFUSED
+    if command is train_cli:
+        assert train_cli.main(["--device", "cuda"]) == REFUSED
         assert re.search(f"^error: .*{said}$", capsys.readouterr().err, re.MULTILINE)
         return
     with pytest.raises(SystemExit, match=said):

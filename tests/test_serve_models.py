@@ -28,7 +28,7 @@ from ringattn.launch.serving.replica import Replica
 from ringattn.launch.serving.sampling import Sampling, choose
 from ringattn.launch.serving.scheduling import Job, Scheduler
 from ringattn.launch.serving.text import REPLACEMENT, Bytes, NoTemplate, Pieces, Pretrained, Stops
-from ringattn.launch.training.pretrained import build_causal_lm
+from ringattn.launch.train.pretrained import build_causal_lm
 from ringattn.ring import Ring
 from tests.recording import Reruns
 

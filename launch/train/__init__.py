@@ -1,1 +1,1 @@
-"""The parts of the training job."""
+"""The training job: `python -m ringattn.launch.train`."""

@@ -1,6 +1,6 @@
-"""Checkpoints on disk: whole or absent, known to be intact, and written while training goes on.
+"""Checkpoints on disk: published atomically, verified by digests, and written in the background.
 
-Owns folder names, durability, what to keep, and the thread that writes. Refuses to know what a state means.
+Owns folder names, durability, which checkpoints are kept, and the writer thread. Does not interpret the state.
 
 Note [Folder]
     A checkpoint is a folder `step-<step>-<digest>`. All ranks write their parts at once (torch.distributed.checkpoint:
@@ -59,12 +59,12 @@ def _sync(path: Path) -> None:
 
 
 def _remove(folder: Path) -> None:
-    """Removes a folder so that a half-removed one never looks like a checkpoint."""
-    doomed = folder.with_name(f".{folder.name.lstrip('.')}.old")
+    """Remove a folder so that a partly removed one is never taken for a checkpoint."""
+    renamed = folder.with_name(f".{folder.name.lstrip('.')}.old")
     with contextlib.suppress(FileNotFoundError):
-        shutil.rmtree(doomed, ignore_errors=True)
-        folder.rename(doomed)
-        shutil.rmtree(doomed, ignore_errors=True)
+        shutil.rmtree(renamed, ignore_errors=True)
+        folder.rename(renamed)
+        shutil.rmtree(renamed, ignore_errors=True)
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
@@ -89,17 +89,17 @@ def newest_step(folder: Path) -> int:
 
 
 def read_facts(path: Path) -> dict[str, Any]:
-    """What was said when a checkpoint was saved."""
+    """Return the facts that were saved with a checkpoint."""
     return json.loads((path / MANIFEST).read_text())["facts"]
 
 
 def check_checkpoint(path: Path, share: int = 0, shares: int = 1) -> str | None:
-    """What is wrong with a checkpoint: None when its files match its manifest, and that its name.
+    """Verify a checkpoint: return a description of the damage, or None when all digests match.
 
     Args:
         path: The folder.
-        share: Which of the files to read: every `shares`-th, beginning with this one; names and sizes are always looked at.
-        shares: Among how many readers files are divided.
+        share: Index of this reader: it reads every `shares`-th file from this one on; names and sizes are always checked.
+        shares: Number of readers that the files are divided among.
     """
     match = _NAME.fullmatch(path.name)
     if match is None:
@@ -118,29 +118,29 @@ def check_checkpoint(path: Path, share: int = 0, shares: int = 1) -> str | None:
     return None
 
 
-def what_is_wrong(path: Path, rank: Rank) -> str | None:
-    """As `check_checkpoint`, by all ranks together: each reads a share of the files, and all know what any of them found."""
+def find_damage(path: Path, rank: Rank) -> str | None:
+    """Verify a checkpoint on all ranks, each reading a share of the files; all return the same result."""
     return next(filter(None, rank.gather(check_checkpoint(path, rank.index, rank.world_size))), None)
 
 
 def find_checkpoint(folder: Path, rank: Rank) -> Path | None:
-    """The newest intact checkpoint of a folder, which all ranks read together; warns about each newer one that is not."""
+    """Return the newest intact checkpoint of a folder, verified by all ranks; warn about each damaged newer one."""
     for name in rank.broadcast([path.name for path in list_checkpoints(folder)]):
-        wrong = what_is_wrong(folder / name, rank)
-        if wrong is None:
+        damage = find_damage(folder / name, rank)
+        if damage is None:
             return folder / name
         if rank.first:
-            warnings.warn(f"checkpoint {folder / name} {wrong}; an older one is used", stacklevel=2)
+            warnings.warn(f"checkpoint {folder / name} {damage}; an older one is used", stacklevel=2)
     return None
 
 
 class Checkpoints:
-    """Writes the checkpoints of one run. Every rank makes one and calls it alike; there must be a process group.
+    """Writes the checkpoints of one run. A collective: every rank makes one and calls the same methods.
 
     Args:
         folder: Where; made if absent.
         rank: This rank.
-        keep: How many checkpoints stay; older ones are removed.
+        keep: Number of checkpoints to keep; older ones are removed.
     """
 
     def __init__(self, folder: Path, rank: Rank, keep: int = 2) -> None:
@@ -159,9 +159,9 @@ class Checkpoints:
         """Copies a state and begins to write it (Note [Stalls]); waits for the save before.
 
         Args:
-            step: How many steps the state has seen.
+            step: Number of steps done.
             state: Tensors, sharded or replicated, and numbers, in dicts; by the time this returns they may change.
-            facts: What `read_facts` is to return; JSON.
+            facts: JSON that `read_facts` returns.
 
         Raises:
             Refusal: The save before failed, here or on another rank.
@@ -199,27 +199,27 @@ class Checkpoints:
 
     def _publish(self, part: Path, writing: Any, facts: dict[str, Any]) -> None:
         """The thread: waits for all parts, then rank 0 makes them a checkpoint (Note [Folder])."""
-        said: Any
+        parts: Any
         try:
             writing.result()
             mine = [*part.glob(f"__{self.rank.index}_*"), *(part.glob(".metadata") if self.rank.first else ())]
-            said = {path.name: (path.stat().st_size, _digest(path)) for path in mine}
+            parts = {path.name: (path.stat().st_size, _digest(path)) for path in mine}
         except BaseException as error:
-            said = self._error = _reason(error)
+            parts = self._error = _reason(error)
         try:
-            everyone: list[Any] = [None] * self.rank.world_size
-            dist.all_gather_object(everyone, said, group=self._group)
+            all_ranks: list[Any] = [None] * self.rank.world_size
+            dist.all_gather_object(all_ranks, parts, group=self._group)
             if self.rank.first:
-                self._rename(part, everyone, facts)
+                self._rename(part, all_ranks, facts)
         except BaseException as error:
             self._error = self._error or _reason(error)
 
     def _rename(self, part: Path, parts: Iterable[Any], facts: dict[str, Any]) -> None:
-        if any(isinstance(said, str) for said in parts):
+        if any(isinstance(one, str) for one in parts):
             shutil.rmtree(part, ignore_errors=True)
             return
         try:
-            files = {name: proof for said in parts for name, proof in said.items()}
+            files = {name: proof for one in parts for name, proof in one.items()}
             manifest = part / MANIFEST
             manifest.write_text(json.dumps({"facts": facts, "files": files}, indent=1))
             _sync(manifest)
@@ -232,14 +232,14 @@ class Checkpoints:
             shutil.rmtree(part, ignore_errors=True)
             raise
         _sync(self.folder)
-        # newer ones are damaged, or belong to a history that this run has left
+        # newer ones are damaged, or are from before this run was restarted at an earlier step
         stale = [other for other in list_checkpoints(self.folder) if step_of(other) > self._step]
         for old in [*stale, *[other for other in list_checkpoints(self.folder) if other not in stale][self.keep :]]:
             _remove(old)
 
 
 def _reason(error: BaseException) -> str:
-    """What failed, without the traces that torch.distributed.checkpoint wraps around it."""
+    """Return the cause of a failure without the traces that torch.distributed.checkpoint wraps around it."""
     failures = getattr(error, "failures", None)
     if failures:
         error = next(iter(failures.values()))[0]

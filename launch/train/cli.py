@@ -1,10 +1,9 @@
-"""The main job: trains a transformer on real text, every sequence split over the ranks of a ring.
+"""Command of the training job: a transformer on real text, every sequence sharded over the ranks of a ring.
 
     python -m ringattn.launch.train                            starts its own ranks: one per GPU, or two on the CPU
     torchrun --nproc_per_node 4 -m ringattn.launch.train       the same job, its ranks started by torchrun
 
-Owns the command: its processes, when they are started again, its folder and its exit code. Refuses to know what happens in
-a run (training/run.py).
+Starts the ranks, restarts them when one dies, locks the output folder and returns the exit code. The run itself is in run.py.
 """
 
 from __future__ import annotations
@@ -28,12 +27,12 @@ from ringattn.launch.distributed import (
     launch_ranks,
     resolve_device,
 )
-from ringattn.launch.training.checkpoint import newest_step
-from ringattn.launch.training.config import Config, parse
-from ringattn.launch.training.data import Batches, load_corpus
-from ringattn.launch.training.parallel import group_of_one, mesh_sizes
-from ringattn.launch.training.pretrained import check_model
-from ringattn.launch.training.run import Run
+from ringattn.launch.train.checkpoint import newest_step
+from ringattn.launch.train.config import Config, parse
+from ringattn.launch.train.data import Batches, load_corpus
+from ringattn.launch.train.parallel import mesh_sizes, single_process_group
+from ringattn.launch.train.pretrained import check_model
+from ringattn.launch.train.run import Run
 
 MODULE = "ringattn.launch.train"
 DESCRIPTION = """Trains a transformer on real text, every sequence split over the ranks of a ring.
@@ -43,15 +42,15 @@ A run whose rank dies comes back by itself; the same command continues one that 
 
 
 @contextlib.contextmanager
-def _only_run_in(folder: Path, patience_s: float = 30.0) -> Iterator[None]:
-    """Holds the folder for this run; waits a while for the ranks of a killed run to notice and go."""
+def _lock_folder(folder: Path, timeout_s: float = 30.0) -> Iterator[None]:
+    """Locks the folder of a run; waits for the ranks of a killed run to exit."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         opened = (folder / ".lock").open("w")
     except OSError as error:
         raise Refusal(f"out must be a folder that can be written, got {folder}: {error}; pass another --out") from None
     with opened as lock:
-        deadline = time.monotonic() + patience_s
+        deadline = time.monotonic() + timeout_s
         while True:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -64,7 +63,7 @@ def _only_run_in(folder: Path, patience_s: float = 30.0) -> Iterator[None]:
 
 
 def run_rank(config: Config) -> int:
-    """One rank of the run.
+    """Runs one rank.
 
     Returns:
         Its exit code: 0, or 130 when the run was interrupted.
@@ -80,35 +79,35 @@ def run_rank(config: Config) -> int:
             corpus = load_corpus(config.data, config.out)
         except ValueError as error:
             raise Refusal(str(error)) from None
-        stack.enter_context(group_of_one(rank.device))
+        stack.enter_context(single_process_group(rank.device))
         if len(set(rank.gather((corpus.fingerprint, dataclasses.astuple(config))))) > 1:
             raise Refusal("flags and data must be the same on every rank, got different ones; start all ranks alike")
-        # one writer, so one lock; the others hear whether it is held
-        rank.lead(lambda: stack.enter_context(_only_run_in(Path(config.out))))
+        # rank 0 alone writes, so it alone locks; the others get its error
+        rank.lead(lambda: stack.enter_context(_lock_folder(Path(config.out))))
         run = Run(config, rank, corpus)
-        run.introduce()
+        run.print_summary()
         if run.start >= config.steps:
-            run.say(f"all {config.steps} steps were done before; pass more --steps, or another --out to start afresh")
+            run.print(f"all {config.steps} steps were done before; pass more --steps, or another --out to start afresh")
         elif not run.train():
-            run.say(f"stopped after step {run.saved}, which is saved; the same command continues")
+            run.print(f"stopped after step {run.saved}, which is saved; the same command continues")
             return 130
         run.sample()
-        run.conclude()
+        run.report_results()
         return 0
 
 
 def count_ranks(config: Config) -> int:
-    """How many ranks to start: what --nproc says, else as many as the mesh has places, else the default."""
+    """Return the number of ranks to start: --nproc, else the size of the mesh, else the default."""
     dp, cp = mesh_sizes(config.mesh, None)
     named = (config.mesh or "").count("=")
     return config.nproc or (dp * cp if named == 2 else default_ranks(config.device))
 
 
 def check(config: Config) -> None:
-    """Refuses flags that no run can obey on this machine.
+    """Refuse flags that cannot work on this machine.
 
     Raises:
-        Refusal: Says which flag, and what to pass instead.
+        Refusal: A flag is wrong; the message names it and what to pass instead.
     """
     try:
         nproc = count_ranks(config)
@@ -122,12 +121,12 @@ def check(config: Config) -> None:
         raise Refusal(str(error)) from None
 
 
-class Persistence:
-    """Whether a run whose rank died is worth starting again: as long as it makes progress, and a few times without.
+class RestartPolicy:
+    """Decides whether a run is restarted when a rank has died: while it makes progress, and a few times without.
 
     Args:
         out: The folder of the run: progress is a checkpoint of a later step.
-        limit: How many restarts in a row may follow each other without one.
+        limit: Consecutive restarts without progress.
     """
 
     def __init__(self, out: Path, limit: int) -> None:
@@ -135,10 +134,10 @@ class Persistence:
         self.step, self.tries = newest_step(out), 0
 
     def __call__(self, what: str) -> bool:
-        """Says what happened and what follows, and answers.
+        """Print what happened, and return whether to restart.
 
         Args:
-            what: The death, as a sentence.
+            what: Description of the failure.
         """
         step = newest_step(self.out)
         if step > self.step:
@@ -161,10 +160,10 @@ class Persistence:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Starts the ranks of the run, or is one of them.
+    """Start the ranks of the run, or run one of them.
 
     Args:
-        arguments: The command line; by default this process's.
+        arguments: The command line; by default that of this process.
 
     Returns:
         The exit code.
@@ -177,12 +176,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         config = parse(arguments, prog=f"python -m {MODULE}", description=DESCRIPTION)
         if is_rank():
             return record(run_rank)(config) or 0
-        # what the flags alone make impossible is said once, not by every rank
+        # check flags once, not on every rank
         check(config)
         nproc = count_ranks(config)
         if nproc == 1:
             return run_rank(config)
-        return launch_ranks(MODULE, arguments, nproc, Persistence(Path(config.out), config.max_restarts))
+        return launch_ranks(MODULE, arguments, nproc, RestartPolicy(Path(config.out), config.max_restarts))
     except (Refusal, FloatingPointError) as error:
         # raised on every rank alike
         if os.environ.get("RANK", "0") == "0":

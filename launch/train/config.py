@@ -16,9 +16,9 @@ from typing import Literal
 import torch
 
 from ringattn.launch.distributed import Refusal
-from ringattn.launch.training.model import ModelConfig
-from ringattn.launch.training.parallel import mesh_sizes
-from ringattn.launch.training.trainer import Recipe
+from ringattn.launch.train.model import ModelConfig
+from ringattn.launch.train.parallel import mesh_sizes
+from ringattn.launch.train.trainer import Recipe
 
 
 @dataclass(frozen=True)
@@ -158,7 +158,7 @@ class Config:
             )
 
     def recipe(self, device: torch.device, separator: int) -> Recipe:
-        """How the model is trained on a device.
+        """Return the training recipe for a device.
 
         Args:
             device: Where.
@@ -250,7 +250,7 @@ PRESETS = {
 
 
 PACKAGES = ("tyro", "tqdm", "matplotlib", "psutil")
-"""What every run imports, sooner or later, besides what the library needs."""
+"""Packages that every run imports besides those of the library."""
 
 
 def _check_installed(packages: Sequence[str], extra: str) -> None:

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ringattn.launch.training.loss import IGNORED
+from ringattn.launch.train.loss import IGNORED
 
 VALIDATION_SHARE = 20  # one token in this many is held out
 SKIPPED_FOLDERS = {"site-packages", "dist-packages", "__pycache__"}
@@ -135,7 +135,7 @@ def load_corpus(data: str | None = None, out: str | None = None) -> Corpus:
 
 @dataclass(frozen=True)
 class Rows:
-    """What a model is given, and what it is to predict.
+    """Inputs of a model and their targets.
 
     Attributes:
         tokens: `b n` int64.
@@ -154,7 +154,7 @@ def count_targets(windows: Tensor, separator: int | None) -> int:
     return count if separator is None else count - int((windows[:, :-1] == separator).sum())
 
 
-def cut(windows: Tensor, separator: int | None) -> Rows:
+def make_rows(windows: Tensor, separator: int | None) -> Rows:
     """Rows from `b n+1` windows of text.
 
     Args:
@@ -164,7 +164,7 @@ def cut(windows: Tensor, separator: int | None) -> Rows:
             predicts a document's first token.
 
     Example:
-        >>> rows = cut(torch.tensor([[5, 0, 6, 7], [8, 9, 0, 4]]), separator=0)
+        >>> rows = make_rows(torch.tensor([[5, 0, 6, 7], [8, 9, 0, 4]]), separator=0)
         >>> rows.tokens.tolist(), rows.documents
         ([[5, 0, 6, 8, 9, 0]], (0, 2, 3, 6))
         >>> rows.targets.tolist()

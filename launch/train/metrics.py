@@ -1,6 +1,6 @@
-"""What a step costs: floating-point operations, the share of the GPUs' peak, memory, and the time a ring waits.
+"""Metrics of a training step: FLOPs, MFU, peak memory and exposed communication.
 
-Owns the definitions of these numbers. Refuses to know how a step is made.
+Defines these numbers; the step itself is in trainer.py.
 
 Note [Model FLOPs]
     torch's FlopCounterMode counts one forward of the whole batch, added over ranks: matrix products, and attention by its
@@ -53,19 +53,19 @@ PEAKS = {
 
 
 def peak_flops(name: str, dtype: torch.dtype) -> float | None:
-    """The peak FLOP/s of a GPU by its name, in bfloat16; None where it is not known, and for other dtypes."""
+    """Return the peak FLOP/s of a GPU by its name, in bfloat16; None for unknown GPUs and other dtypes."""
     if dtype != torch.bfloat16:
         return None
     return next((peak for part, peak in PEAKS.items() if part in name), None)
 
 
 def mfu(flops: float, seconds: float, num_gpus: int, peak: float | None) -> float | None:
-    """The share of the peak that a step reaches (Note [Model FLOPs]); None where there is no peak."""
+    """Return the share of the peak that a step reaches (Note [Model FLOPs]); None where there is no peak."""
     return None if peak is None else flops / (seconds * num_gpus * peak)
 
 
 def peak_memory_mib(device: torch.device, so_far: float) -> float:
-    """The most memory this rank has held, MiB: of the GPU, or of the process."""
+    """Return the peak memory of this rank in MiB: of the GPU, or of the process."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**20
     import psutil
@@ -74,7 +74,7 @@ def peak_memory_mib(device: torch.device, so_far: float) -> float:
 
 
 class ForwardFlops:
-    """Counts what runs inside `with`, in this process: products of the model and of attention apart.
+    """Counts FLOPs inside `with`, in this process, separately for attention and for everything else.
 
     Attributes:
         attention: FLOPs of this package's operators.
@@ -98,10 +98,10 @@ class ForwardFlops:
         self.others = sum(counts.values()) - self.attention
 
 
-class AttentionClock(TorchDispatchMode):
+class AttentionTimer(TorchDispatchMode):
     """Times the attention operators of what runs inside `with`, forward and backward, on the GPU (Note [Exposed communication]).
 
-    Keep one for the whole run: it remembers what a visible pair takes alone.
+    Keep one for the whole run: it caches the time of a visible pair without communication.
 
     Args:
         group: A process group of this rank alone.
@@ -114,7 +114,7 @@ class AttentionClock(TorchDispatchMode):
         self._ms_per_pair: dict[str, float] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Runs one operator, between two events if it is one of ours."""
+        """Run one operator, between two events if it is a ringattn operator."""
         del types
         if getattr(func, "namespace", None) != "ringattn":
             return func(*args, **(kwargs or {}))
@@ -130,7 +130,7 @@ class AttentionClock(TorchDispatchMode):
         return result
 
     def exposed_ms(self) -> float | None:
-        """How much longer the operators took than alone, in milliseconds, and forgets them; None when none computed."""
+        """Return and reset the exposed communication in milliseconds; None when no operator ran."""
         seen, self._seen = self._seen, []
         if not any(one.pairs for one in seen):
             return None
@@ -166,7 +166,7 @@ class _Timed:
 def _ms_per_pair(
     widths: tuple[Sequence[int], ...], dtype: torch.dtype, pairs: int, group: Any, repeats: int = 5
 ) -> dict[str, float]:
-    """What a forward and a backward take per visible pair in one causal call on this rank alone: the fastest of some."""
+    """Measure the forward and backward time per visible pair in a causal call on one rank: the minimum of several."""
     n = max(16, math.isqrt(2 * pairs))
     sharding = ringattn.Ring(group).sharding(n)
     device = torch.device("cuda", torch.cuda.current_device())

@@ -1,7 +1,4 @@
-"""The record of a run: one JSON object per line, and its picture.
-
-Owns the log file and the loss curve. Refuses to know how the numbers were made.
-"""
+"""Metrics log of a run: one JSON object per line, a summary, and a plot of the losses."""
 
 from __future__ import annotations
 
@@ -13,12 +10,12 @@ from pathlib import Path
 from typing import Any
 
 
-class History:
+class MetricsLog:
     """The rows of `log.jsonl`, each with a "step": losses of training ("loss") and of validation ("validation_loss").
 
     Args:
         folder: Where the log lies; made if absent.
-        step: Rows of later steps are dropped, as the run repeats them.
+        step: Rows of later steps are dropped, because the run repeats them.
         writes: Whether this process writes to the log; others keep their rows in memory.
     """
 
@@ -35,21 +32,21 @@ class History:
         part.replace(self.path)
 
     def add(self, **row: Any) -> None:
-        """Appends one row; it is in the file when this returns."""
+        """Append one row and write it to the file."""
         self.rows.append(row)
         if self.writes:
             with self.path.open("a") as file:
                 file.write(json.dumps(row) + "\n")
 
     def flush(self) -> None:
-        """Makes the rows so far survive a loss of power."""
+        """Sync the rows to disk."""
         if self.writes and self.rows:
             with self.path.open("a") as file:
                 os.fsync(file.fileno())
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
-    """The rows of a log; a last line that was cut short is left out."""
+    """Return the rows of a log, without a truncated last line."""
     rows = []
     for line in path.read_text().splitlines():
         try:
@@ -60,11 +57,11 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
 
 
 def summarise(rows: Sequence[dict[str, Any]], start: int = 0) -> dict[str, Any]:
-    """What the steps of a run come to.
+    """Summarise the steps of a run.
 
     Args:
         rows: Rows of a log.
-        start: Steps that another start of the run made: they count among the losses alone.
+        start: Steps before the last restart of the run: they count in the losses only.
 
     Returns:
         Losses and norms of all steps. Tokens/s, seconds and MFU are medians, without the first two of this start, which
@@ -90,14 +87,14 @@ def summarise(rows: Sequence[dict[str, Any]], start: int = 0) -> dict[str, Any]:
     }
 
 
-def draw_curve(rows: list[dict[str, Any]], path: Path, title: str, unit: str = "byte") -> None:
-    """Draws training and validation loss over steps.
+def plot_losses(rows: list[dict[str, Any]], path: Path, title: str, unit: str = "byte") -> None:
+    """Plot training and validation loss over steps.
 
     Args:
         rows: Rows of a log.
-        path: The picture; its suffix is the format.
-        title: Above the picture.
-        unit: What a token is.
+        path: The image file; its suffix is the format.
+        title: Of the plot.
+        unit: "byte" or "token".
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure

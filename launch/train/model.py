@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import ringattn
-from ringattn.launch.training.loss import cross_entropy_sum
+from ringattn.launch.train.loss import cross_entropy_sum
 
 
 @dataclass(frozen=True)

@@ -1,11 +1,11 @@
-"""Who trains what: ranks as a mesh of dp x cp, and a model whose parameters are sharded over all of them.
+"""Parallelism of the training job: a mesh of data-parallel x context-parallel ranks, and FSDP2 over all of them.
 
-Owns the meaning of `--mesh`, the groups, and FSDP2's settings. Refuses to know models, data and steps.
+Owns the meaning of `--mesh`, the process groups and the settings of FSDP2. Knows no models, data or steps.
 
 Note [Mesh]
     Ranks are numbered row by row: rank = dp_rank * cp + cp_rank, so the ranks of a ring are neighbours. The cp ranks of one
     dp rank share sequences, each holding some rows of all of them; different dp ranks have different sequences.
-    Parameters, gradients and optimiser state know nothing of that: they are sharded over all dp x cp ranks alike,
+    Parameters, gradients and optimiser state do not depend on that: they are sharded over all dp x cp ranks,
     because every rank computes a part of the same sum (Note [Exact gradient] in trainer.py).
 """
 
@@ -52,7 +52,7 @@ def mesh_sizes(text: str | None, world_size: int | None) -> tuple[int, int]:
     dp = sizes.setdefault("dp", max(1, world_size // sizes["cp"]))
     if dp * sizes["cp"] != world_size:
         raise ValueError(
-            f"mesh must have as many places as there are ranks, got dp={dp} x cp={sizes['cp']} for {world_size} rank(s); "
+            f"mesh must have one place for each rank, got dp={dp} x cp={sizes['cp']} for {world_size} rank(s); "
             "pass sizes whose product is the number of ranks"
         )
     return dp, sizes["cp"]
@@ -60,41 +60,41 @@ def mesh_sizes(text: str | None, world_size: int | None) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class Parallel:
-    """This rank's place in the mesh (Note [Mesh]).
+    """Position of this rank in the mesh (Note [Mesh]).
 
     Attributes:
         dp: Groups of different sequences.
         dp_rank: This rank's group.
         ring: The ranks that share its sequences.
-        everyone: All ranks, as a mesh of one dimension: parameters are sharded over it.
+        all_ranks: All ranks, as a mesh of one dimension: parameters are sharded over it.
         device: Where this rank computes.
     """
 
     dp: int
     dp_rank: int
     ring: ringattn.Ring
-    everyone: DeviceMesh
+    all_ranks: DeviceMesh
     device: torch.device
 
     @property
     def world_size(self) -> int:
         """Ranks in all."""
-        return self.everyone.size()
+        return self.all_ranks.size()
 
     @property
     def cp(self) -> int:
         """Ranks of a ring."""
         return self.ring.world_size
 
-    def add_(self, values: torch.Tensor) -> torch.Tensor:
-        """Adds a tensor over all ranks, in place."""
+    def all_reduce_(self, values: torch.Tensor) -> torch.Tensor:
+        """Sum a tensor over all ranks, in place."""
         if self.world_size > 1:
-            dist.all_reduce(values, group=self.everyone.get_group())
+            dist.all_reduce(values, group=self.all_ranks.get_group())
         return values
 
 
 def make_parallel(device: torch.device, text: str | None = None, timeout_s: float = 600.0) -> Parallel:
-    """All ranks as a mesh; every rank calls it. The process group must exist.
+    """Build the mesh of all ranks. A collective; the process group must exist.
 
     Args:
         device: Where this rank computes.
@@ -104,20 +104,20 @@ def make_parallel(device: torch.device, text: str | None = None, timeout_s: floa
     world_size = dist.get_world_size()
     dp, cp = mesh_sizes(text, world_size)
     mesh = init_device_mesh(device.type, (dp, cp), mesh_dim_names=("dp", "cp"))
-    everyone = init_device_mesh(device.type, (world_size,), mesh_dim_names=("dp_cp",))
+    all_ranks = init_device_mesh(device.type, (world_size,), mesh_dim_names=("dp_cp",))
     ring = ringattn.Ring(mesh["cp"], timeout=datetime.timedelta(seconds=timeout_s))
-    return Parallel(dp, mesh.get_local_rank("dp"), ring, everyone, device)
+    return Parallel(dp, mesh.get_local_rank("dp"), ring, all_ranks, device)
 
 
-def stand_alone(group: dist.ProcessGroup, device: torch.device) -> Parallel:
-    """A mesh of this rank only, from a group of this rank only; no other rank takes part."""
-    everyone = DeviceMesh.from_group(group, device.type, mesh_dim_names=("dp_cp",))
-    return Parallel(1, 0, ringattn.Ring(group), everyone, device)
+def single_rank(group: dist.ProcessGroup, device: torch.device) -> Parallel:
+    """Build a mesh of this rank only, from a process group of this rank only."""
+    all_ranks = DeviceMesh.from_group(group, device.type, mesh_dim_names=("dp_cp",))
+    return Parallel(1, 0, ringattn.Ring(group), all_ranks, device)
 
 
 @contextlib.contextmanager
-def group_of_one(device: torch.device) -> Iterator[None]:
-    """Inside, there is a process group: the one that exists, or one of this process alone, which then goes."""
+def single_process_group(device: torch.device) -> Iterator[None]:
+    """Context with a process group: the existing one, or a temporary one of this process only."""
     if dist.is_initialized():
         yield
         return
@@ -131,9 +131,9 @@ def group_of_one(device: torch.device) -> Iterator[None]:
 
 
 def shard_model_(
-    model: nn.Module, blocks: Sequence[nn.Module], everyone: DeviceMesh, dtype: torch.dtype, reshard: bool
+    model: nn.Module, blocks: Sequence[nn.Module], all_ranks: DeviceMesh, dtype: torch.dtype, reshard: bool
 ) -> None:
-    """Shards the parameters of a model over all ranks: FSDP2, one unit per block and one for the rest.
+    """Shard the parameters of a model over all ranks: FSDP2, one unit per block and one for the rest.
 
     Parameters, gradients and optimiser state stay float32; a unit is gathered in `dtype` where it is used. Gradients are
     *added* over ranks in float32, not averaged.
@@ -141,7 +141,7 @@ def shard_model_(
     Args:
         model: The whole, on any device; equal on all ranks. Each keeps its part.
         blocks: The submodules that are gathered one at a time.
-        everyone: The ranks.
+        all_ranks: The ranks.
         dtype: Of the computation.
         reshard: Whether a block's gathered parameters are dropped between forward and backward.
     """
@@ -151,8 +151,8 @@ def shard_model_(
         cast_forward_inputs=False,  # rotary tables stay as they are
     )
     for block in blocks:
-        fully_shard(block, mesh=everyone, mp_policy=policy, reshard_after_forward=reshard)
-    fully_shard(model, mesh=everyone, mp_policy=policy)
+        fully_shard(block, mesh=all_ranks, mp_policy=policy, reshard_after_forward=reshard)
+    fully_shard(model, mesh=all_ranks, mp_policy=policy)
     for module in model.modules():
         if isinstance(module, FSDPModule):
             # a factor alone would ask for a reduction that gloo does not have

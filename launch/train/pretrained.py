@@ -1,7 +1,7 @@
-"""Causal language models of transformers, as the trainer calls models.
+"""Causal language models of transformers with the trainer's interface.
 
-Owns where they come from (a configuration, or a folder with weights), their vocabulary, and the way from hidden rows to a
-loss. Refuses to know how attention goes around a ring: `ringattn.integrations.transformers` does.
+Loads them (from a configuration, or a folder with weights), checks their vocabulary, and computes the loss from hidden rows. Ring
+attention is in `ringattn.integrations.transformers`.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from ringattn.launch.distributed import Refusal
-from ringattn.launch.training.loss import cross_entropy_sum
-from ringattn.launch.training.model import document_positions
+from ringattn.launch.train.loss import cross_entropy_sum
+from ringattn.launch.train.model import document_positions
 from ringattn.launch.weights import has_weights, read_config, read_model
 
 TOKENIZERS = ("tokenizer.json", "tokenizer_config.json")
@@ -23,7 +23,7 @@ NUM_BYTES = 256
 
 
 def check_model(path: str) -> None:
-    """Refuses what is neither a configuration nor a folder with one.
+    """Refuse a path that is neither a configuration nor a folder with one.
 
     Raises:
         Refusal: There is no such file, or no config.json in the folder.
@@ -33,18 +33,18 @@ def check_model(path: str) -> None:
         raise Refusal(f"model must be a config.json or a folder with one, got {path}; download it first")
 
 
-def read_said(path: str) -> dict[str, Any]:
-    """What the config.json of a model says, as it stands there; empty where that is no object."""
+def read_config_json(path: str) -> dict[str, Any]:
+    """Return the config.json of a model as a dict; empty when it is not a JSON object."""
     place = Path(path).expanduser()
     try:
-        said = json.loads((place / "config.json" if place.is_dir() else place).read_text())
+        content = json.loads((place / "config.json" if place.is_dir() else place).read_text())
     except (OSError, ValueError):
-        said = None  # who makes the model says what is wrong
-    return said if isinstance(said, dict) else {}
+        content = None  # building the model raises the error
+    return content if isinstance(content, dict) else {}
 
 
 def load_tokenizer(path: str) -> Any:
-    """The tokenizer in the folder of a model; None where there is none, and tokens are bytes."""
+    """Load the tokenizer in the folder of a model; None where there is none, and tokens are bytes."""
     place = Path(path).expanduser()
     if not any((place / name).is_file() for name in TOKENIZERS):
         return None
@@ -54,7 +54,7 @@ def load_tokenizer(path: str) -> Any:
 
 
 class CausalLM(nn.Module):
-    """A causal language model of transformers, called as `model.Transformer` is.
+    """Causal language model of transformers with the interface of `model.Transformer`.
 
     Args:
         model: The model, with ring attention.
@@ -73,7 +73,7 @@ class CausalLM(nn.Module):
         return max(lists, key=len)
 
     def forward(self, tokens: Tensor, sharding: Any, targets: Tensor | None = None) -> Tensor:
-        """The logits `b s vocab` of this rank's rows, or with targets `b s` the sum of their losses, fp32."""
+        """Return the logits `b s vocab` of this rank's rows, or with targets `b s` the sum of their losses, fp32."""
         positions = document_positions(sharding).to(tokens.device)[None]
         decoder = self.model.base_model
         hidden = decoder(input_ids=tokens, position_ids=positions, sharding=sharding, use_cache=False).last_hidden_state
@@ -84,19 +84,19 @@ class CausalLM(nn.Module):
 
 
 def build_causal_lm(path: str, seed: int, device: torch.device, vocabulary: int = NUM_BYTES) -> CausalLM:
-    """The model of a folder, with its weights, or with random ones: a function of the seed and the kind of device alone.
+    """Build the model of a folder with its weights, or with random ones that depend on the seed and the device type only.
 
     Random weights are made on the device, whole; weights of a folder are read into host memory.
 
     Args:
         path: A folder, or a config.json.
         seed: Of random weights.
-        device: Where training will be.
-        vocabulary: How many different tokens the data has.
+        device: Of the training.
+        vocabulary: Number of different tokens in the data.
 
     Raises:
-        Refusal: transformers cannot make the model, weights of it are missing, it has too few tokens, or makes its logits in a
-            way that is not known here.
+        Refusal: transformers cannot build the model, weights are missing, the vocabulary is too small, or the logits are not
+            the last rows times the output embedding.
     """
     from transformers import AutoModelForCausalLM
 
@@ -132,7 +132,7 @@ def _logits(hidden: Tensor, head: Tensor, softcap: float) -> Tensor:
 
 @torch.no_grad()
 def _check_logits(model: Any, softcap: float, path: str) -> None:
-    """Refuses a model whose logits are something else than its last rows times its output embedding, softly capped."""
+    """Refuse a model whose logits are not its last rows times its output embedding, softly capped."""
     model.eval()
     tokens = torch.arange(4, device=model.device)[None]
     wanted = model(input_ids=tokens, use_cache=False).logits

@@ -1,7 +1,6 @@
-"""One run of the training job on one rank: where it starts, the order of events, what is said and kept.
+"""One run of the training job on one rank: resume, training loop, validation, checkpoints, sample and report.
 
-Owns resuming, the comparison with one rank, validation, when to save, the sample and what is reported. Refuses to know how
-a step is computed (trainer.py), how files stay whole (checkpoint.py, history.py) and how ranks start.
+Steps are computed in trainer.py, files are written by checkpoint.py and metrics_log.py, and ranks are started by cli.py.
 """
 
 from __future__ import annotations
@@ -21,30 +20,30 @@ from torch import nn
 
 from ringattn.launch.distributed import Rank, Refusal, was_restarted
 from ringattn.launch.session import Session, machine, write_json
-from ringattn.launch.training.checkpoint import (
+from ringattn.launch.train.checkpoint import (
     Checkpoints,
     find_checkpoint,
+    find_damage,
     list_checkpoints,
     read_facts,
     step_of,
-    what_is_wrong,
 )
-from ringattn.launch.training.config import Config
-from ringattn.launch.training.data import Batches, Corpus
-from ringattn.launch.training.history import History, draw_curve, summarise
-from ringattn.launch.training.meter import AttentionClock, ForwardFlops, mfu, peak_flops, peak_memory_mib
-from ringattn.launch.training.model import ModelConfig, Transformer
-from ringattn.launch.training.parallel import make_parallel, stand_alone
-from ringattn.launch.training.pretrained import NUM_BYTES, build_causal_lm, load_tokenizer, read_said
-from ringattn.launch.training.trainer import StepResult, Trainer, rounding_band, steps_on_one_rank
+from ringattn.launch.train.config import Config
+from ringattn.launch.train.data import Batches, Corpus
+from ringattn.launch.train.metrics import AttentionTimer, ForwardFlops, mfu, peak_flops, peak_memory_mib
+from ringattn.launch.train.metrics_log import MetricsLog, plot_losses, summarise
+from ringattn.launch.train.model import ModelConfig, Transformer
+from ringattn.launch.train.parallel import make_parallel, single_rank
+from ringattn.launch.train.pretrained import NUM_BYTES, build_causal_lm, load_tokenizer, read_config_json
+from ringattn.launch.train.trainer import StepResult, Trainer, rounding_tolerance, steps_on_one_rank
 
-CLOCK_INTERVAL = 10
+TIMER_INTERVAL = 10
 """Steps between measurements of exposed communication."""
 
 
 @contextlib.contextmanager
 def _interrupts() -> Iterator[list[int]]:
-    """Ctrl-C inside adds to the list instead of raising, so that all ranks can stop after the same step."""
+    """Record Ctrl-C in a list instead of raising, so that all ranks can stop after the same step."""
     seen: list[int] = []
 
     def note(number: int, frame: FrameType | None) -> None:
@@ -59,15 +58,15 @@ def _interrupts() -> Iterator[list[int]]:
 
 
 def choose_checkpoint(resume: str, out: Path, rank: Rank) -> Path | None:
-    """The checkpoint a run continues from, the same on every rank, or None for a fresh run.
+    """Return the checkpoint to resume from, the same on every rank, or None for a new run.
 
     Args:
-        resume: "auto", "never" or a checkpoint. A run that comes back after a rank died continues its own, if it has any.
+        resume: "auto", "never" or a checkpoint. A run that is restarted after a rank died resumes its own, if it has any.
         out: The folder of the run.
         rank: This rank.
 
     Raises:
-        Refusal: The checkpoint does not exist or is damaged, or the run would begin where checkpoints of another one lie.
+        Refusal: The checkpoint does not exist or is damaged, or the folder has checkpoints of another run.
     """
     found = len(rank.broadcast([path.name for path in list_checkpoints(out)]))
     old = rank.broadcast(sorted(path.name for path in out.glob("step-*.pt")))
@@ -84,12 +83,14 @@ def choose_checkpoint(resume: str, out: Path, rank: Rank) -> Path | None:
         return None
     if not rank.broadcast(Path(resume).is_dir()):
         raise Refusal(f"resume must be auto, never or a checkpoint that exists, got {resume}; look into {out}")
-    if wrong := what_is_wrong(Path(resume), rank):
+    if damage := find_damage(Path(resume), rank):
         raise Refusal(
-            f"resume must be an intact checkpoint, got {resume}, which {wrong}; look into {out} for another one"
+            f"resume must be an intact checkpoint, got {resume}, which {damage}; look into {out} for another one"
         )
-    # a rank that dies before the first save comes back to the newest in out, and the first save removes what is later
-    if others := rank.broadcast([path.name for path in list_checkpoints(out) if not _leads_to(path, Path(resume))]):
+    # a restart before the first save resumes from the newest in out, and the first save removes later ones
+    if others := rank.broadcast(
+        [path.name for path in list_checkpoints(out) if not _is_same_or_earlier(path, Path(resume))]
+    ):
         raise Refusal(
             f"out must hold no checkpoints but the one to continue from and earlier ones of its run, got {others[0]} in {out}; "
             "pass another --out, or move them"
@@ -97,14 +98,14 @@ def choose_checkpoint(resume: str, out: Path, rank: Rank) -> Path | None:
     return Path(resume)
 
 
-def _leads_to(path: Path, chosen: Path) -> bool:
-    """Whether a checkpoint is the chosen one, or stands before it in the same folder."""
+def _is_same_or_earlier(path: Path, chosen: Path) -> bool:
+    """Return whether a checkpoint is the chosen one, or an earlier one in the same folder."""
     path, chosen = path.resolve(), chosen.resolve()
     return path == chosen or (path.parent == chosen.parent and step_of(path) < step_of(chosen))
 
 
 def check_continues(config: Config, corpus: Corpus, facts: dict[str, Any]) -> list[str]:
-    """What changed since a checkpoint, as sentences; refuses what a run cannot continue with.
+    """Return descriptions of the flags that changed since a checkpoint; refuse changes that a run cannot resume with.
 
     Args:
         config: The flags now.
@@ -112,7 +113,7 @@ def check_continues(config: Config, corpus: Corpus, facts: dict[str, Any]) -> li
         facts: Those of the checkpoint.
 
     Raises:
-        Refusal: The model or the data is another one.
+        Refusal: The model or the data has changed.
     """
     before, now = facts["config"], dataclasses.asdict(config)
     shape = {field.name for field in dataclasses.fields(ModelConfig)} | {"model"}
@@ -122,13 +123,13 @@ def check_continues(config: Config, corpus: Corpus, facts: dict[str, Any]) -> li
                 f"{name} must be {before[name]} as in the checkpoint, got {now[name]}; "
                 "pass another --out to start afresh"
             )
-    # checkpoints of 0.16 do not say it
+    # checkpoints of 0.16 do not have it
     if config.model is not None and (old := facts.get("configuration")) is not None:
-        new = read_said(config.model)
+        new = read_config_json(config.model)
         if changed := sorted(name for name in old.keys() | new.keys() if old.get(name) != new.get(name)):
-            said = ", ".join(f"{name} {old.get(name)} -> {new.get(name)}" for name in changed)
+            changes = ", ".join(f"{name} {old.get(name)} -> {new.get(name)}" for name in changed)
             raise Refusal(
-                f"the configuration in {config.model} must be that of the checkpoint, got another one ({said}); "
+                f"the configuration in {config.model} must be that of the checkpoint, got another one ({changes}); "
                 "put it back, or pass another --out to start afresh"
             )
     if facts["data"] != corpus.fingerprint:
@@ -136,21 +137,23 @@ def check_continues(config: Config, corpus: Corpus, facts: dict[str, Any]) -> li
             f"data must be the text of the checkpoint, got other ones from {corpus.source}; "
             "pass the --data of the first start, or another --out to start afresh"
         )
-    steers = set(before) & set(now) - shape - {"preset", "nproc", "data", "out", "resume", "timeout", "max_restarts"}
-    return [f"{name} {before[name]} -> {now[name]}" for name in sorted(steers) if before[name] != now[name]]
+    flags = set(before) & set(now) - shape - {"preset", "nproc", "data", "out", "resume", "timeout", "max_restarts"}
+    return [f"{name} {before[name]} -> {now[name]}" for name in sorted(flags) if before[name] != now[name]]
 
 
-def comparison(alone: Sequence[StepResult], ringed: Sequence[StepResult], world_size: int, dtype: torch.dtype) -> str:
-    """The table of the first steps on one rank and on the ring.
+def compare_results(
+    single: Sequence[StepResult], ring: Sequence[StepResult], world_size: int, dtype: torch.dtype
+) -> str:
+    """Compare the first steps on one rank with those on the ring.
 
     Args:
-        alone: Steps of one rank.
-        ringed: The same steps of the ring.
+        single: Steps of one rank.
+        ring: The same steps of the ring.
         world_size: Ranks of the ring.
         dtype: Of the computation.
 
     Returns:
-        The table, as text.
+        A table.
 
     Raises:
         Refusal: A loss or a gradient norm differs by more than rounding; the message holds the table.
@@ -160,11 +163,11 @@ def comparison(alone: Sequence[StepResult], ringed: Sequence[StepResult], world_
         f"first steps on 1 rank and on {world_size} ranks (loss in nats, norm of the gradient)",
         f"{'step':>6}" + "".join(f"{column:>13}" for column in columns),
     ]
-    shares = []  # of the allowed difference
-    for step, (one, many) in enumerate(zip(alone, ringed, strict=True), start=1):
+    shares = []  # of the tolerance
+    for step, (one, many) in enumerate(zip(single, ring, strict=True), start=1):
         cells = []
         for a, b in ((one.loss, many.loss), (one.grad_norm, many.grad_norm)):
-            shares.append(abs(a - b) / rounding_band(a, dtype))
+            shares.append(abs(a - b) / rounding_tolerance(a, dtype))
             cells.append(f"{a:>13.7f}{b:>13.7f}{b - a:>13.1e}")
         lines.append(f"{step:>6}{''.join(cells)}")
     text = "\n".join(lines)
@@ -177,7 +180,7 @@ def comparison(alone: Sequence[StepResult], ringed: Sequence[StepResult], world_
 
 
 class Run:
-    """One rank's part of a run: the flags, the data and the trainer, and what has happened so far.
+    """State of a run on one rank: flags, data, trainer and progress.
 
     Args:
         config: The flags.
@@ -185,15 +188,15 @@ class Run:
         corpus: The data.
 
     Raises:
-        Refusal: The run cannot begin with these flags, this data or this folder. Raised on every rank.
+        Refusal: The flags, the data or the folder do not allow a run. Raised on every rank.
     """
 
     def __init__(self, config: Config, rank: Rank, corpus: Corpus) -> None:
         self.config, self.rank = config, rank
         self.out = Path(config.out)
         self.tokenizer: Any = None if config.model is None else load_tokenizer(config.model)
-        # as the model was made: the file may change while it is trained
-        self._configuration = None if config.model is None else read_said(config.model)
+        # read now: the file may change during training
+        self._configuration = None if config.model is None else read_config_json(config.model)
         try:
             self.corpus = corpus if self.tokenizer is None else corpus.encoded(self.tokenizer, str(config.model))
             self.batches = Batches(self.corpus.text, config.seq_len, config.batch_size, config.seed)
@@ -201,12 +204,12 @@ class Run:
             raise Refusal(str(error)) from None
         self.recipe = config.recipe(rank.device, self.corpus.separator)
         self.checkpoints = Checkpoints(self.out, rank)
-        # rank by rank: for what a rank does without the others
-        self._alone: Any = dist.new_group([rank.index], use_local_synchronization=True)
+        # a group per rank, for steps without the others
+        self._single: Any = dist.new_group([rank.index], use_local_synchronization=True)
         path = choose_checkpoint(config.resume, self.out, rank)
         facts = self._read_facts(path)
         self.start = int(facts["step"]) if facts else 0
-        self.alone = [] if facts else self._steps_alone()
+        self.single_rank_results = [] if facts else self._single_rank_steps()
         self.trainer = Trainer(self.build, self.recipe, make_parallel(rank.device, config.mesh, config.timeout))
         self._count_flops()
         if path is not None:
@@ -214,13 +217,13 @@ class Run:
             self.checkpoints.load_(path, state)
             self.trainer.load_state_(state)
         self.saved = self.start
-        self.history = History(self.out, self.start, writes=rank.first)
+        self.metrics_log = MetricsLog(self.out, self.start, writes=rank.first)
         clocked = rank.device.type == "cuda" and not config.compile
-        self._clock = AttentionClock(self._alone) if clocked else None
+        self._timer = AttentionTimer(self._single) if clocked else None
         self.bar: Any = None
 
     def build(self) -> nn.Module:
-        """A fresh model: a function of the flags alone."""
+        """Build a new model, which depends on the flags only."""
         if self.config.model is not None:
             vocabulary = NUM_BYTES if self.tokenizer is None else len(self.tokenizer)
             return build_causal_lm(self.config.model, self.config.seed, self.rank.device, vocabulary)
@@ -228,8 +231,8 @@ class Run:
         model.initialise_(self.config.seed)
         return model
 
-    def say(self, text: str) -> None:
-        """Prints on rank 0, above the progress bar."""
+    def print(self, text: str) -> None:
+        """Print on rank 0, above the progress bar."""
         if not self.rank.first:
             return
         if self.bar is None or self.bar.disable:
@@ -238,7 +241,7 @@ class Run:
             self.bar.write(text)
 
     def _read_facts(self, path: Path | None) -> dict[str, Any] | None:
-        """What the checkpoint to continue from was saved with, if there is one; says what changed."""
+        """Read the facts of the checkpoint to resume from, if any, and print which flags changed."""
         if path is None:
             return None
         facts = self.rank.lead(lambda: read_facts(path))
@@ -251,15 +254,15 @@ class Run:
                 print(f"changed since then: {', '.join(changes)}", flush=True)
         return facts
 
-    def _steps_alone(self) -> list[StepResult]:
-        """The first steps as rank 0 makes them alone, known to every rank; empty when there is nothing to compare."""
+    def _single_rank_steps(self) -> list[StepResult]:
+        """Return the first steps on rank 0 only, on every rank; empty when there is nothing to compare."""
         count = min(self.config.compare_steps, self.config.steps)
         if self.rank.world_size == 1 or not count:
             return []
-        return self.rank.lead(lambda: self._take_alone(count)) or []
+        return self.rank.lead(lambda: self._run_single_rank(count)) or []
 
-    def _take_alone(self, count: int) -> list[StepResult]:
-        """The first `count` steps of this rank without the others; empty when it cannot hold them.
+    def _run_single_rank(self, count: int) -> list[StepResult]:
+        """Run the first `count` steps on this rank only; empty when its memory is too small.
 
         Raises:
             Refusal: A loss or a gradient is not finite.
@@ -268,7 +271,7 @@ class Run:
         batches = [self.batches.training(step) for step in range(count)]
         lrs = [self.config.lr_at(step) for step in range(count)]
         try:
-            parallel = stand_alone(self._alone, self.rank.device)
+            parallel = single_rank(self._single, self.rank.device)
             steps = steps_on_one_rank(self.build, self.recipe, parallel, batches, lrs)
         except torch.OutOfMemoryError:
             print("one GPU cannot hold this run: its first steps are not compared with one rank", flush=True)
@@ -280,9 +283,9 @@ class Run:
         return steps
 
     def _count_flops(self) -> None:
-        """Counts one forward of the first batch: what a token and what a visible pair costs, over all ranks."""
+        """Count the FLOPs of a token and of a visible pair from one forward of the first batch, over all ranks."""
         windows = self.batches.training(0)
-        # what is compiled hides its operators
+        # compiled code hides its operators
         with torch.compiler.set_stance("force_eager"), ForwardFlops() as counted:
             self.trainer.evaluate([windows])
         attention, others = (
@@ -292,19 +295,19 @@ class Run:
         self._flops_per_pair = attention / self.trainer.pairs(windows)
 
     def flops(self, windows: torch.Tensor) -> float:
-        """Floating-point operations of a step (Note [Model FLOPs])."""
+        """Return the floating-point operations of a step (Note [Model FLOPs])."""
         tokens = windows.shape[0] * (windows.shape[1] - 1)
         return 3 * (self._flops_per_token * tokens + self._flops_per_pair * self.trainer.pairs(windows))
 
-    def introduce(self) -> None:
-        """Says what is about to run."""
+    def print_summary(self) -> None:
+        """Print model, mesh, batch and data."""
         config, rank, parallel = self.config, self.rank, self.trainer.parallel
         first = next(iter(self.trainer.micro_batches(self.batches.training(0))))
         held = rank.gather(self.trainer.sharding(first).shard_len)
         where = torch.cuda.get_device_name(rank.device) if rank.device.type == "cuda" else "CPU"
         micro = f" in {config.accumulate} micro-batches" if config.accumulate > 1 else ""
         packed = f", packed to {first.tokens.shape[1]:,}" if config.pack else ""
-        self.say(
+        self.print(
             f"{self.trainer.num_parameters / 1e6:.2f}M parameters, {str(self.recipe.dtype).removeprefix('torch.')}, "
             f"{rank.world_size} rank(s) (dp {parallel.dp} x cp {parallel.cp}) on {where}, backend {rank.backend}\n"
             f"context {config.seq_len:,} tokens{packed} ({self.recipe.layout}: {_ranges(held)} per rank), "
@@ -314,39 +317,39 @@ class Run:
         )
 
     def validate(self, step: int) -> None:
-        """Measures and logs the validation loss, and redraws the curve."""
+        """Measure and log the validation loss, and plot the losses."""
         loss = self.trainer.evaluate(self.batches.validation(self.config.eval_batches))
-        self.history.add(step=step, validation_loss=loss)
-        self.say(f"step {step}: validation loss {loss:.4f}")
+        self.metrics_log.add(step=step, validation_loss=loss)
+        self.print(f"step {step}: validation loss {loss:.4f}")
         if self.rank.first:
             title = f"{self.rank.world_size} rank(s), context {self.config.seq_len:,}, {self.config.layout}"
-            draw_curve(self.history.rows, self.out / "loss.png", title, self._unit)
+            plot_losses(self.metrics_log.rows, self.out / "loss.png", title, self._unit)
 
     def save(self, step: int) -> None:
-        """Begins to write a checkpoint; `Checkpoints.wait` ends it."""
-        self.history.flush()
+        """Start to write a checkpoint; `Checkpoints.wait` waits for it."""
+        self.metrics_log.flush()
         facts = {"step": step, "data": self.corpus.fingerprint, "config": dataclasses.asdict(self.config)}
         if self.config.model is not None:
             facts["configuration"] = self._configuration
         self.checkpoints.save(step, self.trainer.state(), facts)
         self.saved = step
 
-    def _timed_step(self, step: int, told: Sequence[float]) -> tuple[StepResult, float, float | None]:
-        """One step, its seconds, and the milliseconds of exposed communication where they are measured."""
+    def _timed_step(self, step: int, values: Sequence[float]) -> tuple[StepResult, float, float | None]:
+        """Run one step; return it with its seconds and the milliseconds of exposed communication, where measured."""
         windows = self.batches.training(step)
-        measured = self._clock is not None and (step + 1 - self.start) % CLOCK_INTERVAL == 0
+        measured = self._timer is not None and (step + 1 - self.start) % TIMER_INTERVAL == 0
         self.trainer.seed_dropout(step)
         began = time.perf_counter()
-        with self._clock if measured and self._clock else contextlib.nullcontext():
-            result = self.trainer.step(windows, self.config.lr_at(step), told)
+        with self._timer if measured and self._timer else contextlib.nullcontext():
+            result = self.trainer.step(windows, self.config.lr_at(step), values)
         seconds = time.perf_counter() - began
-        if not measured or self._clock is None:
+        if not measured or self._timer is None:
             return result, seconds, None
-        exposed = [ms for ms in self.rank.gather(self._clock.exposed_ms()) if ms is not None]
+        exposed = [ms for ms in self.rank.gather(self._timer.exposed_ms()) if ms is not None]
         return result, seconds, max(exposed, default=None)
 
     def train(self) -> bool:
-        """Runs the steps that are left.
+        """Run the remaining steps.
 
         Returns:
             Whether all are done; False when the run was interrupted.
@@ -356,9 +359,9 @@ class Run:
         config, world_size = self.config, self.rank.world_size
         gpu = torch.cuda.get_device_name(self.rank.device) if self.rank.device.type == "cuda" else ""
         peak_rate = peak_flops(gpu, self.recipe.dtype)
-        peak, ringed, stopped, done = 0.0, [], False, self.start
+        peak, ring_results, stopped, done = 0.0, [], False, self.start
         shown = max(1, config.steps // 20)
-        disable = None if self.rank.first else True  # None: no bar where nobody watches
+        disable = None if self.rank.first else True  # None: no bar without a terminal
         with (
             tqdm(total=config.steps, initial=self.start, disable=disable, unit="step", dynamic_ncols=True) as self.bar,
             _interrupts() as seen,
@@ -366,21 +369,21 @@ class Run:
             if not self.start:
                 self.validate(0)
             for step in range(self.start, config.steps):
-                told = [0.0] * (1 + world_size)
-                told[0] = float(bool(seen) or self.rank.orphaned)
-                told[1 + self.rank.index] = peak = peak_memory_mib(self.rank.device, peak)
+                values = [0.0] * (1 + world_size)
+                values[0] = float(bool(seen) or self.rank.orphaned)
+                values[1 + self.rank.index] = peak = peak_memory_mib(self.rank.device, peak)
                 try:
-                    result, seconds, exposed = self._timed_step(step, told)
+                    result, seconds, exposed = self._timed_step(step, values)
                 except FloatingPointError:
-                    self.checkpoints.wait()  # raised on every rank: the last checkpoint is still to be completed
+                    self.checkpoints.wait()  # raised on every rank: finish the last checkpoint first
                     raise
                 speed = config.batch_size * config.seq_len / seconds
                 share = (
                     mfu(self.flops(self.batches.training(step)), seconds, world_size, peak_rate) if peak_rate else None
                 )
-                stopped, memory = result.said[0] > 0, result.said[1:]
+                stopped, memory = result.sums[0] > 0, result.sums[1:]
                 done = step + 1
-                self.history.add(
+                self.metrics_log.add(
                     step=done,
                     loss=result.loss,
                     grad_norm=result.grad_norm,
@@ -399,11 +402,13 @@ class Run:
                 self.bar.set_postfix_str(status, refresh=False)
                 self.bar.update()
                 if self.rank.first and self.bar.disable and (done % shown == 0 or done == self.start + 1):
-                    self.say(f"step {done}/{config.steps}: {status}")
-                if len(ringed) < len(self.alone):
-                    ringed.append(result)
-                    if len(ringed) == len(self.alone):
-                        self.say(comparison(self.alone, ringed, world_size, self.recipe.dtype))
+                    self.print(f"step {done}/{config.steps}: {status}")
+                if len(ring_results) < len(self.single_rank_results):
+                    ring_results.append(result)
+                    if len(ring_results) == len(self.single_rank_results):
+                        self.print(
+                            compare_results(self.single_rank_results, ring_results, world_size, self.recipe.dtype)
+                        )
                 if stopped:
                     break
                 if done % config.eval_interval == 0 or done == config.steps:
@@ -416,20 +421,20 @@ class Run:
         return not stopped
 
     def sample(self) -> None:
-        """Generates text after a few held-out tokens, shows it and keeps it."""
+        """Generate text after a few held-out tokens, print it and write it to a file."""
         if not self.config.sample_len:
             return
         prompt = self.batches.prompt(self.config.prompt_len)
         text = self.trainer.generate(prompt, self.config.sample_len, self.config.temperature, self.config.seed)
         before = self._decode(prompt.tolist())
         after = self._decode(text.tolist()).removeprefix(before)
-        self.say(f"--- held-out text\n{before.decode(errors='replace')}")
-        self.say(f"--- the model goes on\n{after.decode(errors='replace')}\n---")
+        self.print(f"--- held-out text\n{before.decode(errors='replace')}")
+        self.print(f"--- the model continues\n{after.decode(errors='replace')}\n---")
         if self.rank.first:
             (self.out / "sample.txt").write_bytes(before + after)
 
     def _decode(self, tokens: list[int]) -> bytes:
-        """Tokens as text. A model with more tokens than there are bytes may say one that is none: it is left out."""
+        """Decode tokens; without a tokenizer, tokens that are not bytes are left out."""
         if self.tokenizer is not None:
             return self.tokenizer.decode(tokens).encode()
         return bytes(token for token in tokens if token < NUM_BYTES)
@@ -438,9 +443,9 @@ class Run:
     def _unit(self) -> str:
         return "byte" if self.tokenizer is None else "token"
 
-    def conclude(self) -> None:
-        """Says what came out and where it lies, and keeps it as a result beside those of the benches."""
-        rows = self.history.rows
+    def report_results(self) -> None:
+        """Print losses, memory and output paths, and write result.json."""
+        rows = self.metrics_log.rows
         training = [row for row in rows if "loss" in row]
         validation = [row["validation_loss"] for row in rows if "validation_loss" in row]
         if not (self.rank.first and training and validation):
@@ -450,7 +455,7 @@ class Run:
             found = summarise(rows, self.start)
             memory = found["peak_memory_mib"]
             write_json(self.out / "result.json", {"machine": self._machine(), "rows": [self._facts() | found]})
-        self.say(
+        self.print(
             f"loss {training[0]['loss']:.4f} -> {training[-1]['loss']:.4f}, "
             f"validation {validation[0]:.4f} -> {validation[-1]:.4f} nats per {self._unit} over {len(training)} steps\n"
             + (f"peak memory per rank: {', '.join(f'{value:.0f}' for value in memory)} MiB\n" if memory else "")
@@ -462,7 +467,7 @@ class Run:
         return machine(Session(self.rank.index, self.rank.world_size, self.rank.device, backend))
 
     def _facts(self) -> dict[str, Any]:
-        """What a result says of the run besides its steps."""
+        """Return the fields of the result that describe the run."""
         config, parallel = self.config, self.trainer.parallel
         named = ("preset", "model", "seq_len", "batch_size", "accumulate", "pack", "recompute", "compile")
         return {

@@ -1,6 +1,6 @@
-"""One model, its optimiser and its mesh: a step, a validation, a sample, and the comparison with one rank.
+"""Trainer of one model on a mesh: training step, validation, text generation, and the first steps on one rank.
 
-Owns the arithmetic that makes a sharded run equal a single process. Refuses to know files, flags and progress bars.
+Owns the arithmetic that makes a sharded run equal a single process. Knows no files, flags or progress bars.
 
 Note [Exact gradient]
     Every rank sees some rows of some sequences; some ranks may see none. The loss of a step is the sum over all tokens
@@ -8,11 +8,11 @@ Note [Exact gradient]
     rows divided by the *global* number, and gradients are added over ranks and micro-batches: the result is the
     gradient of one process, whatever the mesh, the lengths of the shards and of the documents. (An average over ranks
     or micro-batches would weigh the tokens of short ones more.) Parameters are sharded over all ranks by FSDP2, which
-    adds gradients as it sends them to their owners; the loss, the norm and a few numbers that ranks tell each other are
-    added in one small all-reduce.
+    adds gradients as it sends them to their owners; the loss, the norm and a few values of each rank are
+    summed in one small all-reduce.
 
 Note [Rows]
-    Every rank is given the whole batch, `b n+1` tokens. Its windows are dealt out by micro-batch, then by dp rank; the
+    Every rank is given the whole batch, `b n+1` tokens. Its windows are split by micro-batch, then by dp rank; the
     ring of a dp rank shards the sequences among its cp ranks.
 """
 
@@ -31,23 +31,23 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.utils import get_total_norm
 
-from ringattn.launch.training.data import Rows, count_targets, cut
-from ringattn.launch.training.model import recompute_
-from ringattn.launch.training.parallel import Parallel, shard_model_
+from ringattn.launch.train.data import Rows, count_targets, make_rows
+from ringattn.launch.train.model import recompute_
+from ringattn.launch.train.parallel import Parallel, shard_model_
 from ringattn.visibility import Visibility
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """How a model is trained, apart from its data.
+    """Training options of a model, without its data.
 
     Attributes:
         seed: Of the initialisation, and of dropout where the model has any.
-        layout: How sequences are sharded.
+        layout: Of the sequence shards.
         separator: The last token of each document, when attention stays inside documents; None: it does not.
         accumulate: Micro-batches of a step.
         dtype: float32, or bfloat16 for all but parameters, gradients, statistics and the loss.
-        recompute: What the backward recomputes: "none"; "selective", everything but attention; "full", everything.
+        recompute: Activations that the backward recomputes: "none"; "selective", everything but attention; "full", everything.
         reshard: Whether gathered parameters are dropped between forward and backward.
         compile: Whether blocks are compiled.
         weight_decay: Of matrices.
@@ -70,25 +70,25 @@ class Recipe:
 
 @dataclass(frozen=True)
 class StepResult:
-    """What every rank knows after a step.
+    """Result of a step, the same on every rank.
 
     Attributes:
         loss: Mean over all tokens, natural log, before the update.
         grad_norm: Of the whole gradient, before clipping.
-        said: The numbers ranks told each other, added over ranks.
+        sums: The values passed to the step, summed over ranks.
     """
 
     loss: float
     grad_norm: float
-    said: list[float]
+    sums: list[float]
 
 
 class Trainer:
     """A model sharded over the ranks, and the rows of this one.
 
     Args:
-        build: Makes the model, equal on every rank: a module that is called as `Transformer` is and has `blocks`.
-        recipe: How it is trained.
+        build: Makes the model, equal on every rank: a module with the interface of `Transformer`.
+        recipe: Of the training.
         parallel: The ranks.
     """
 
@@ -102,7 +102,7 @@ class Trainer:
         if recipe.compile:
             for block in blocks:
                 block.forward = torch.compile(block.forward)
-        shard_model_(self.model, blocks, parallel.everyone, recipe.dtype, recipe.reshard)
+        shard_model_(self.model, blocks, parallel.all_ranks, recipe.dtype, recipe.reshard)
         self.model.to(self.device)  # buffers: parameters are there
         parameters = list(self.model.parameters())
         decayed = [parameter for parameter in parameters if parameter.ndim > 1]
@@ -113,16 +113,16 @@ class Trainer:
         )
 
     def sharding(self, rows: Rows) -> Any:
-        """Who of this ring holds which positions of some rows."""
+        """Return the sharding of some rows over this ring."""
         n, layout = rows.tokens.shape[1], self.recipe.layout
         balance = _mask(self.recipe.window) if layout == "balanced" else None
         return self.ring.sharding(n, layout, rows.documents, balance=balance)
 
     def micro_batches(self, windows: Tensor) -> Iterator[Rows]:
-        """The rows of this rank's ring, micro-batch by micro-batch (Note [Rows]).
+        """Yield the rows of this rank's ring, one micro-batch at a time (Note [Rows]).
 
         Raises:
-            ValueError: The windows cannot be dealt out evenly.
+            ValueError: The windows cannot be split evenly.
         """
         parts = self.recipe.accumulate * self.parallel.dp
         if windows.shape[0] % parts:
@@ -130,9 +130,9 @@ class Trainer:
                 f"batch_size must be a multiple of accumulate x dp, got {windows.shape[0]} and "
                 f"{self.recipe.accumulate} x {self.parallel.dp}; pass another --batch-size, --accumulate or --mesh"
             )
-        dealt = windows.unflatten(0, (self.recipe.accumulate, self.parallel.dp, -1))
+        split = windows.unflatten(0, (self.recipe.accumulate, self.parallel.dp, -1))
         for micro in range(self.recipe.accumulate):
-            yield cut(dealt[micro, self.parallel.dp_rank], self.recipe.separator)
+            yield make_rows(split[micro, self.parallel.dp_rank], self.recipe.separator)
 
     def loss_sum(self, rows: Rows) -> Tensor:
         """The loss of this rank's rows: a sum, fp32; 0 where the rank holds nothing."""
@@ -143,15 +143,15 @@ class Trainer:
     def pairs(self, windows: Tensor) -> int:
         """Visible (query, key) pairs of a whole batch, of one layer and head: causal, within documents and the window."""
         parts = windows.split(windows.shape[0] // (self.recipe.accumulate * self.parallel.dp))
-        return sum(_pairs(cut(part, self.recipe.separator), self.recipe.window) for part in parts)
+        return sum(_pairs(make_rows(part, self.recipe.separator), self.recipe.window) for part in parts)
 
-    def step(self, windows: Tensor, lr: float, told: Sequence[float] = ()) -> StepResult:
+    def step(self, windows: Tensor, lr: float, values: Sequence[float] = ()) -> StepResult:
         """One update from a batch that every rank is given whole (Note [Exact gradient]).
 
         Args:
             windows: `b n+1` tokens, the same on every rank.
             lr: Learning rate of this step.
-            told: What this rank tells; equally many numbers on every rank.
+            values: Numbers of this rank to sum over ranks; the same count on every rank.
 
         Returns:
             The same result on every rank.
@@ -170,9 +170,9 @@ class Trainer:
             (loss_sum / num_targets).backward()
             total += loss_sum.detach() / num_targets
         gradients = [parameter.grad.to_local() for parameter in self.model.parameters() if parameter.grad is not None]
-        numbers = torch.tensor([0.0, 0.0, *told], dtype=torch.float64, device=self.device)
+        numbers = torch.tensor([0.0, 0.0, *values], dtype=torch.float64, device=self.device)
         numbers[0], numbers[1] = total, get_total_norm(gradients).square()
-        loss, square, *said = self.parallel.add_(numbers).tolist()
+        loss, square, *sums = self.parallel.all_reduce_(numbers).tolist()
         grad_norm = math.sqrt(square) if square >= 0 else square
         if not (math.isfinite(loss) and math.isfinite(grad_norm)):
             raise FloatingPointError(
@@ -185,10 +185,10 @@ class Trainer:
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         self.optimizer.step()
-        return StepResult(loss, grad_norm, said)
+        return StepResult(loss, grad_norm, sums)
 
     def seed_dropout(self, step: int) -> None:
-        """Makes what a step draws a function of seed, step and dp rank alone; the ranks of a ring draw alike."""
+        """Seed the generators from seed, step and dp rank; all ranks of a ring get the same seed."""
         torch.manual_seed(random.Random(f"{self.recipe.seed} {step} {self.parallel.dp_rank}").getrandbits(63))
 
     @torch.no_grad()
@@ -201,8 +201,8 @@ class Trainer:
             for rows in self.micro_batches(windows):
                 total += self.loss_sum(rows)
             count += count_targets(windows, self.recipe.separator)
-        self._rest()
-        return self.parallel.add_(total).item() / max(1, count)
+        self._end_evaluation()
+        return self.parallel.all_reduce_(total).item() / max(1, count)
 
     @torch.no_grad()
     def generate(self, prompt: Tensor, length: int, temperature: float, seed: int) -> Tensor:
@@ -229,18 +229,18 @@ class Trainer:
             for held in (positions == at - 1).nonzero().flatten().tolist():
                 row.copy_(logits[0, held])
             # one rank of each ring holds the row, the others add zero: exact
-            scores = self.parallel.add_(row).double().cpu() / self.parallel.dp
+            scores = self.parallel.all_reduce_(row).double().cpu() / self.parallel.dp
             if temperature == 0:
                 text[at] = scores.argmax()
             else:
                 # the largest is 0 before it is divided, so that no temperature makes infinities of two
                 weights = ((scores - scores.max()) / temperature).softmax(0)
                 text[at] = torch.multinomial(weights, 1, generator=generator)[0]
-        self._rest()
+        self._end_evaluation()
         return text
 
-    def _rest(self) -> None:
-        """After forwards without a backward: drops what they gathered, and goes back to training."""
+    def _end_evaluation(self) -> None:
+        """Free the parameters that forwards without a backward have gathered, and return to training mode."""
         for module in self.model.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
@@ -275,12 +275,12 @@ def steps_on_one_rank(
     batches: Sequence[Tensor],
     lrs: Sequence[float],
 ) -> list[StepResult]:
-    """Trains a fresh model in this process alone.
+    """Train a new model on this rank only.
 
     Args:
         build: Makes the model.
-        recipe: How it is trained.
-        parallel: This rank on its own.
+        recipe: Of the training.
+        parallel: A mesh of this rank only.
         batches: One batch per step.
         lrs: One learning rate per step.
 
@@ -295,11 +295,11 @@ def steps_on_one_rank(
     return results
 
 
-def rounding_band(value: float, dtype: torch.dtype) -> float:
-    """How far two orders of the same sums may put a loss or a norm.
+def rounding_tolerance(value: float, dtype: torch.dtype) -> float:
+    """Return the rounding error allowed for a loss or a norm whose sums are ordered differently.
 
     64 rounding units of float32, or a quarter of one of bfloat16, whose runs still add in float32: each several times
-    what is seen over the first steps of a run.
+    the difference seen over the first steps of a run.
     """
     units = 64 if dtype == torch.float32 else 0.25
     return units * torch.finfo(dtype).eps * abs(value)

@@ -29,8 +29,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
 from ringattn.launch import distributed
 from ringattn.launch.distributed import REFUSED, Rank, Refusal, describe_failures, launch_ranks
-from ringattn.launch.train import Persistence, count_ranks, main, run_rank
-from ringattn.launch.training.checkpoint import (
+from ringattn.launch.train.checkpoint import (
     Checkpoints,
     check_checkpoint,
     find_checkpoint,
@@ -39,16 +38,17 @@ from ringattn.launch.training.checkpoint import (
     read_facts,
     step_of,
 )
-from ringattn.launch.training.config import PRESETS, Config, parse
-from ringattn.launch.training.data import load_corpus
-from ringattn.launch.training.history import History, draw_curve, read_rows, summarise
-from ringattn.launch.training.model import ModelConfig, Transformer
-from ringattn.launch.training.parallel import group_of_one, make_parallel
-from ringattn.launch.training.pretrained import read_said
-from ringattn.launch.training.run import check_continues, choose_checkpoint
-from ringattn.launch.training.trainer import Recipe, Trainer
+from ringattn.launch.train.cli import RestartPolicy, count_ranks, main, run_rank
+from ringattn.launch.train.config import PRESETS, Config, parse
+from ringattn.launch.train.data import load_corpus
+from ringattn.launch.train.metrics_log import MetricsLog, plot_losses, read_rows, summarise
+from ringattn.launch.train.model import ModelConfig, Transformer
+from ringattn.launch.train.parallel import make_parallel, single_process_group
+from ringattn.launch.train.pretrained import read_config_json
+from ringattn.launch.train.run import check_continues, choose_checkpoint
+from ringattn.launch.train.trainer import Recipe, Trainer
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[3]
 CPU = torch.device("cpu")
 ALONE = Rank(0, 1, CPU, "none", os.getppid())
 
@@ -59,7 +59,7 @@ ALONE = Rank(0, 1, CPU, "none", os.getppid())
 @pytest.fixture(autouse=True, scope="module")
 def group() -> Iterator[None]:
     """This process as the only rank."""
-    with group_of_one(CPU):
+    with single_process_group(CPU):
         yield
 
 
@@ -149,7 +149,7 @@ def test_training_goes_on_while_a_checkpoint_is_written(tmp_path, monkeypatch):
 
 def save_for_ever(folder: Path) -> None:
     """Saves one checkpoint after the other."""
-    with group_of_one(CPU):
+    with single_process_group(CPU):
         checkpoints = Checkpoints(folder, ALONE)
         for step in itertools.count(newest_step(folder) + 1):
             checkpoints.save(step, {"x": torch.full((1000,), float(step))}, {"step": step})
@@ -280,7 +280,11 @@ def test_a_run_continues_only_with_the_configuration_of_its_model(tmp_path):
     path = tmp_path / "config.json"
     path.write_text('{"model_type": "llama", "num_hidden_layers": 4}')
     corpus, config = load_corpus(str(tmp_path / "text")), dataclasses.replace(PRESETS["tiny"], model=str(tmp_path))
-    facts = {"config": dataclasses.asdict(config), "data": corpus.fingerprint, "configuration": read_said(str(path))}
+    facts = {
+        "config": dataclasses.asdict(config),
+        "data": corpus.fingerprint,
+        "configuration": read_config_json(str(path)),
+    }
     assert check_continues(config, corpus, facts) == []
     path.write_text('{"model_type": "llama", "num_hidden_layers": 2, "rope_theta": 5.0}')
     with pytest.raises(
@@ -292,16 +296,16 @@ def test_a_run_continues_only_with_the_configuration_of_its_model(tmp_path):
 
 
 def test_the_log_forgets_what_is_repeated_and_what_was_cut_short(tmp_path):
-    history = History(tmp_path, 0, writes=True)
+    history = MetricsLog(tmp_path, 0, writes=True)
     for step in range(1, 6):
         history.add(step=step, loss=1 / step)
     with history.path.open("a") as file:
         file.write('{"step": 6, "lo')
-    again = History(tmp_path, 3, writes=True)
+    again = MetricsLog(tmp_path, 3, writes=True)
     assert [row["step"] for row in again.rows] == [1, 2, 3]
     again.add(step=4, loss=0.5)
     assert [row["step"] for row in read_rows(again.path)] == [1, 2, 3, 4]
-    History(tmp_path, 0, writes=False).add(step=1, loss=9.0)
+    MetricsLog(tmp_path, 0, writes=False).add(step=1, loss=9.0)
     assert len(read_rows(again.path)) == 4
 
 
@@ -326,7 +330,7 @@ def test_a_summary_counts_the_steps_of_this_start_and_not_the_first_two():
 
 
 def test_the_curve_is_a_picture(tmp_path):
-    draw_curve([{"step": 0, "validation_loss": 5.5}, {"step": 1, "loss": 5.0}], tmp_path / "loss.png", "title")
+    plot_losses([{"step": 0, "validation_loss": 5.5}, {"step": 1, "loss": 5.0}], tmp_path / "loss.png", "title")
     assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
     assert [path.name for path in tmp_path.iterdir()] == ["loss.png"]
 
@@ -407,13 +411,13 @@ def test_the_rank_that_was_killed_is_named_before_those_it_took_along():
 
 
 def test_a_run_without_progress_is_given_up_and_progress_counts_anew(tmp_path, capsys):
-    again = Persistence(tmp_path, 2)
+    again = RestartPolicy(tmp_path, 2)
     assert [again("dead"), again("dead")] == [True, True]
     saved(tmp_path, 5)
     assert [again("dead"), again("dead"), again("dead")] == [True, True, False]
     assert "starting all ranks again from step 5 (try 2 of 2)" in (said := capsys.readouterr().err)
     assert "started again 2 time(s) without getting past the checkpoint of step 5: giving up" in said
-    assert not Persistence(tmp_path, 0)("dead")
+    assert not RestartPolicy(tmp_path, 0)("dead")
 
 
 @pytest.mark.parametrize(("code", "starts"), [(REFUSED, 1), (1, 3), (-9, 3)])

@@ -15,11 +15,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import ringattn
 from ringattn.launch.distributed import Refusal
-from ringattn.launch.training import meter
-from ringattn.launch.training.config import PRESETS
-from ringattn.launch.training.data import Batches, count_targets, cut, load_corpus
-from ringattn.launch.training.loss import IGNORED, cross_entropy_sum
-from ringattn.launch.training.model import (
+from ringattn.launch.train import metrics
+from ringattn.launch.train.config import PRESETS
+from ringattn.launch.train.data import Batches, count_targets, load_corpus, make_rows
+from ringattn.launch.train.loss import IGNORED, cross_entropy_sum
+from ringattn.launch.train.model import (
     ModelConfig,
     Transformer,
     apply_rope,
@@ -27,9 +27,9 @@ from ringattn.launch.training.model import (
     recompute_,
     rope_tables,
 )
-from ringattn.launch.training.parallel import Parallel, group_of_one, make_parallel, mesh_sizes
-from ringattn.launch.training.run import comparison
-from ringattn.launch.training.trainer import Recipe, StepResult, Trainer
+from ringattn.launch.train.parallel import Parallel, make_parallel, mesh_sizes, single_process_group
+from ringattn.launch.train.run import compare_results
+from ringattn.launch.train.trainer import Recipe, StepResult, Trainer
 
 CPU = torch.device("cpu")
 SMALL = ModelConfig(dim=32, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8, mlp_dim=48)
@@ -45,7 +45,7 @@ def make_model(config: ModelConfig = SMALL, recompute: str = "none", seed: int =
 @pytest.fixture(scope="module")
 def alone() -> Iterator[Parallel]:
     """This process as the only rank."""
-    with group_of_one(CPU):
+    with single_process_group(CPU):
         yield make_parallel(CPU)
 
 
@@ -237,14 +237,14 @@ def take_steps(
     seq_len: int, mesh: str | None = None, count: int = 3, batch: int = 4, **recipe: Any
 ) -> dict[str, object]:
     """What one rank knows after some steps and a validation."""
-    with group_of_one(CPU):
+    with single_process_group(CPU):
         trainer = Trainer(make_model, Recipe(**recipe), make_parallel(CPU, mesh))
         steps = [trainer.step(some_tokens(batch, seq_len + 1, seed=step), 1e-2, [1.0]) for step in range(count)]
         weights = [parameter.full_tensor().flatten() for parameter in trainer.model.parameters()]
         return {
             "losses": [step.loss for step in steps],
             "norms": [step.grad_norm for step in steps],
-            "said": [step.said for step in steps],
+            "said": [step.sums for step in steps],
             "validation": trainer.evaluate([some_tokens(batch, seq_len + 1, seed=9)]),
             "text": trainer.generate(some_tokens(5), 4, 0.0, seed=0).tolist(),
             "weights": torch.cat(weights).detach(),
@@ -336,7 +336,7 @@ def test_a_batch_that_cannot_be_dealt_out_is_refused(alone):
 
 def bf16_steps() -> dict[str, object]:
     """A few steps in bfloat16, and what the parameters, gradients and states are kept in."""
-    with group_of_one(CPU):
+    with single_process_group(CPU):
         trainer = Trainer(make_model, Recipe(dtype=torch.bfloat16, accumulate=2), make_parallel(CPU))
         steps = [trainer.step(some_tokens(4, 33, seed=step), 1e-2) for step in range(3)]
         kept = [x for p in trainer.model.parameters() for x in (p, p.grad, *trainer.optimizer.state[p].values())]
@@ -407,12 +407,12 @@ def test_a_mesh_of_another_size_is_refused():
 
 def test_flops_are_counted_by_visible_pairs(alone):
     trainer, windows = Trainer(make_model, Recipe(separator=0), alone), some_tokens(2, 65) % 9
-    with meter.ForwardFlops() as counted:
+    with metrics.ForwardFlops() as counted:
         trainer.evaluate([windows])
     matrices = sum(p.numel() for name, p in make_model().named_parameters() if p.ndim == 2)
     assert counted.others == 2 * matrices * 128  # the tied embedding counts once, as the output projection
     pairs = trainer.pairs(windows)
-    documents = cut(windows, 0).documents or ()
+    documents = make_rows(windows, 0).documents or ()
     assert pairs == sum((b - a) * (b - a + 1) // 2 for a, b in itertools.pairwise(documents))
     assert counted.attention == SMALL.num_layers * 4 * SMALL.head_dim * SMALL.num_heads * pairs
 
@@ -442,8 +442,8 @@ def test_exposed_time_is_what_attention_takes_beyond_its_pairs_alone(alone, monk
         asked.append(call)
         return {"forward": 0.001, "backward": 0.002}
 
-    monkeypatch.setattr(meter, "_ms_per_pair", per_pair)
-    trainer, clock = Trainer(make_model, Recipe(), alone), meter.AttentionClock(None)
+    monkeypatch.setattr(metrics, "_ms_per_pair", per_pair)
+    trainer, clock = Trainer(make_model, Recipe(), alone), metrics.AttentionTimer(None)
     assert clock.exposed_ms() is None
     pairs = 2 * 16 * 17 // 2
     for _ in range(2):
@@ -456,13 +456,13 @@ def test_exposed_time_is_what_attention_takes_beyond_its_pairs_alone(alone, monk
 
 
 def test_a_known_gpu_has_a_peak_and_an_unknown_one_has_none():
-    assert meter.peak_flops("NVIDIA H200", torch.bfloat16) == 989e12
-    assert meter.peak_flops("NVIDIA H100 PCIe", torch.bfloat16) == 756e12
-    assert meter.peak_flops("NVIDIA L40S", torch.bfloat16) == 362e12
-    assert meter.peak_flops("NVIDIA H200", torch.float32) is None
-    assert meter.peak_flops("another", torch.bfloat16) is None
-    assert meter.mfu(989e12, 2.0, 4, 989e12) == 0.125
-    assert meter.mfu(1.0, 1.0, 1, None) is None
+    assert metrics.peak_flops("NVIDIA H200", torch.bfloat16) == 989e12
+    assert metrics.peak_flops("NVIDIA H100 PCIe", torch.bfloat16) == 756e12
+    assert metrics.peak_flops("NVIDIA L40S", torch.bfloat16) == 362e12
+    assert metrics.peak_flops("NVIDIA H200", torch.float32) is None
+    assert metrics.peak_flops("another", torch.bfloat16) is None
+    assert metrics.mfu(989e12, 2.0, 4, 989e12) == 0.125
+    assert metrics.mfu(1.0, 1.0, 1, None) is None
 
 
 def test_the_learning_rate_rises_and_then_falls_to_a_tenth():
@@ -479,7 +479,7 @@ def results(*pairs: tuple[float, float]) -> list[StepResult]:
 
 def test_the_comparison_shows_rounding_and_refuses_more():
     alone = results((5.5, 2.0), (5.25, 2.5))
-    text = comparison(alone, results((5.5000004, 2.0), (5.25, 2.5000002)), 4, torch.float32)
+    text = compare_results(alone, results((5.5000004, 2.0), (5.25, 2.5000002)), 4, torch.float32)
     assert len(text.splitlines()) == 5
     assert text.endswith("equal within rounding")
     for wrong in (
@@ -488,7 +488,7 @@ def test_the_comparison_shows_rounding_and_refuses_more():
         results((5.5, 2.0), (math.nan, 2.5)),
     ):
         with pytest.raises(Refusal, match="the ring must equal one rank within rounding"):
-            comparison(alone, wrong, 4, torch.float32)
+            compare_results(alone, wrong, 4, torch.float32)
 
 
 # the data
