@@ -187,7 +187,3 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if os.environ.get("RANK", "0") == "0":
             print(f"error: {error}", file=sys.stderr, flush=True)
         return REFUSED if is_rank() else 1
-
-
-if __name__ == "__main__":
-    sys.exit(main())
