@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import socket
 import time
+from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -440,6 +442,59 @@ def test_other_paths_methods_and_types(http):
     assert http.head("/").status_code == 200
 
 
+def sent(served: Served, *headers: str, body: bytes = b"") -> bytes:
+    """The whole answer to a request with these headers, one line each: clients send none twice."""
+    method = "POST /v1/completions" if body else "GET /v1/models"
+    lines = [f"{method} HTTP/1.1", *headers, f"Content-Length: {len(body)}", "Connection: close", "", ""]
+    with socket.create_connection(("127.0.0.1", served.server.port)) as connection:
+        connection.sendall("\r\n".join(lines).encode("latin-1") + body)
+        return read_all(connection)
+
+
+@pytest.mark.parametrize("name", ["Host", "Authorization", "X-Request-Id"])
+def test_a_header_that_decides_may_be_sent_once(served, name):
+    value = "Bearer x" if name == "Authorization" else "x"
+    once = sorted({"Host: x", f"{name}: {value}"})
+    assert sent(served, *once).startswith(b"HTTP/1.1 200 ")
+    # of two, the last one counted, whatever a proxy in front had made of the first
+    head, _, body = sent(served, *once, f"{name.lower()}: {value}").partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 400 ")
+    error = json.loads(body)["error"]
+    assert (error["param"], error["type"]) == (name.lower(), "invalid_request_error")
+    assert error["message"].startswith(f"{name.lower()} must be sent once, got 2 headers")
+
+
+def test_a_body_in_an_encoding_that_is_not_served_gets_a_415(served):
+    body = json.dumps({"prompt": "a", "max_tokens": 1, "temperature": 0}).encode()
+    plain = ("Host: x", "Content-Type: application/json")
+    for said, status in (("identity", 200), ("gzip", 415), ("br", 415), ("identity, gzip", 415)):
+        head, _, answer = sent(served, *plain, f"Content-Encoding: {said}", body=body).partition(b"\r\n\r\n")
+        assert head.startswith(f"HTTP/1.1 {status} ".encode()), said
+        if status == 415:
+            assert f"Content-Encoding must be identity, got {said}" in json.loads(answer)["error"]["message"]
+    twice = sent(served, *plain, "Content-Encoding: identity", "Content-Encoding: gzip", body=body)
+    assert twice.startswith(b"HTTP/1.1 415 ")
+
+
+def test_an_answer_has_the_request_id_of_its_request_or_a_new_one(served, client, http):
+    asked: dict[str, Any] = {"model": "fake", "prompt": "a", "max_tokens": 1, "temperature": 0}
+    made = {client.completions.create(**asked)._request_id for _ in range(2)}
+    assert len(made) == 2, made
+    assert all(re.fullmatch("req-[0-9a-f]{32}", name) for name in made)
+    mine = {"X-Request-Id": "trace/7:a"}
+    assert client.completions.create(**asked, extra_headers=mine)._request_id == "trace/7:a"
+    for path, status in (("/health", 200), ("/nothing", 404), ("/v1/completions", 405)):
+        answer = http.get(path, headers=mine)
+        assert (answer.status_code, answer.headers["x-request-id"]) == (status, "trace/7:a")
+    stream = http.post("/v1/completions", json={"prompt": "a", "max_tokens": 1, "stream": True}, headers=mine)
+    assert stream.headers.get_list("x-request-id") == ["trace/7:a"]
+    for name in ("", "a b", "x" * 201, "ä"):
+        head, _, body = sent(served, "Host: x", f"X-Request-Id: {name}").partition(b"\r\n\r\n")
+        assert head.startswith(b"HTTP/1.1 400 ")
+        assert json.loads(body)["error"]["param"] == "x-request-id"
+        assert re.search(rb"x-request-id: req-[0-9a-f]{32}", head), head
+
+
 def test_a_full_queue_gets_a_429_and_a_stopping_server_a_503():
     served = Served(FakeRunner(pages=8, step_s=0.02), waiting=2)
     try:
@@ -657,6 +712,12 @@ def read_all(connection: socket.socket) -> bytes:
     return data
 
 
+def write_slowly(connection: socket.socket) -> None:
+    for _ in range(20):
+        connection.sendall(b"x")
+        time.sleep(0.01)
+
+
 def test_one_connection_too_many_gets_503_and_a_place_that_is_left_is_free(monkeypatch):
     monkeypatch.setattr(connections, "FAREWELL_S", 0.2)
     served = Served(FakeRunner(step_s=0.01), connections=3)
@@ -684,6 +745,44 @@ def test_one_connection_too_many_gets_503_and_a_place_that_is_left_is_free(monke
                 assert sum(line.startswith("data: ") for line in lines) >= 60
             silent.pop().close()
         served.assert_idle()
+    finally:
+        served.close()
+
+
+def test_all_of_many_connections_too_many_get_503():
+    """Beyond the 64 that were being turned away at the same time, clients were cut off without a word."""
+    served = Served(FakeRunner(), connections=10)
+    get = b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n"
+    try:
+        with contextlib.ExitStack() as stack:
+            place = ("127.0.0.1", served.server.port)
+            many = [stack.enter_context(socket.create_connection(place)) for _ in range(10 + 200)]
+            for connection in many:
+                connection.sendall(get)
+            statuses: Counter[bytes] = Counter()
+            for connection in many:
+                connection.settimeout(10)
+                statuses[connection.recv(4096)[:12]] += 1
+        assert statuses == {b"HTTP/1.1 200": 10, b"HTTP/1.1 503": 200}
+    finally:
+        served.close()
+
+
+def test_one_more_that_is_turned_away_ends_the_wait_for_the_first(monkeypatch):
+    monkeypatch.setattr(connections, "MOST_LEAVING", 2)
+    served = Served(FakeRunner(), connections=1)
+    place = ("127.0.0.1", served.server.port)
+    try:
+        with socket.create_connection(place), contextlib.ExitStack() as stack:
+            late = []
+            for _ in range(4):
+                late.append(stack.enter_context(socket.create_connection(place)))
+                late[-1].settimeout(10)
+                assert late[-1].recv(4096).startswith(b"HTTP/1.1 503 ")
+            # closed on the server's side: what is sent is answered by a reset, after at most one more try
+            with pytest.raises((BrokenPipeError, ConnectionResetError)):
+                write_slowly(late[0])
+            write_slowly(late[3])
     finally:
         served.close()
 

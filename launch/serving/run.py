@@ -32,7 +32,7 @@ from ringattn.launch.changing import change_model
 from ringattn.launch.distributed import Rank, Refusal, join_ranks
 from ringattn.launch.serving.channel import Channel
 from ringattn.launch.serving.collector import settle
-from ringattn.launch.serving.config import ENDED, LOOPBACK, Limits, ServeArgs
+from ringattn.launch.serving.config import ENDED, LOOPBACK, Limits, ServeArgs, allow_connections
 from ringattn.launch.serving.engine import Engine, follow
 from ringattn.launch.serving.front import Front, HttpProcess, listen
 from ringattn.launch.serving.models import Served, describe, load, make_cache, share_weights
@@ -167,12 +167,15 @@ def _listen(args: ServeArgs, rank: Rank, channel: Channel) -> socket.socket | No
     """Rank 0's socket, which listens, and nobody answers yet; None on the others.
 
     Raises:
-        Refusal: The address cannot be had; on every rank.
+        Refusal: The address cannot be had, or not so many connections; on every rank.
     """
     refusal, listening = "", None
     if rank.first:
         try:
+            allow_connections(args.max_connections)
             listening = listen(args.host, args.port)
+        except Refusal as error:
+            refusal = str(error)
         except OSError as error:
             refusal = (
                 f"host and port must be free to listen on, got {args.host} and {args.port}: {error.strerror or error}; "
