@@ -104,7 +104,9 @@ def test_jobs_survive_the_way_and_draw_as_they_would_have(prompts, asked, size, 
 
 
 def test_a_tokenizer_is_made_again_from_its_recipe():
-    assert isinstance(make_tokenizer(json.loads(json.dumps(Bytes().recipe()))), Bytes)
+    made = make_tokenizer(json.loads(json.dumps(Bytes(300).recipe())))
+    assert isinstance(made, Bytes)
+    assert made.vocab_size == 300
 
 
 # nobody waits

@@ -411,6 +411,31 @@ def test_null_says_nothing_and_an_answer_may_be_sent_back(http):
     assert answer.status_code == 200, answer.text
 
 
+HARMLESS = {
+    "user": "u",
+    "metadata": {"a": "b"},
+    "safety_identifier": "s",
+    "prompt_cache_key": "k",
+    "parallel_tool_calls": True,
+    "store": False,
+    "service_tier": "auto",
+    "reasoning_effort": "none",
+    "verbosity": "medium",
+}
+
+
+@pytest.mark.parametrize("path", ["completions", "chat/completions"])
+def test_fields_that_ask_for_nothing_change_nothing_and_their_other_values_are_refused(http, path):
+    body = {"prompt": "a"} if path == "completions" else {"messages": [{"role": "user", "content": "a"}]}
+    body |= {"max_tokens": 3, "temperature": 0}
+    said, plain = (http.post(f"/v1/{path}", json=x).json()["choices"] for x in ({**body, **HARMLESS}, body))
+    assert said == plain
+    others = {"store": True, "service_tier": "flex", "reasoning_effort": "high", "verbosity": "low", "user": 5}
+    for name, value in others.items():
+        answer = http.post(f"/v1/{path}", json={**body, name: value})
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, name)
+
+
 def test_clients_of_openai_see_their_own_exceptions(client):
     with pytest.raises(openai.BadRequestError, match=r"got 1 \+ 5000 = 5001") as caught:
         client.completions.create(model="fake", prompt="a", max_tokens=5000)

@@ -80,8 +80,16 @@ class _Body(_Strict):
     stop: str | list[str] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    user: str | None = None  # says nothing about the answer
-    metadata: dict[str, str] | None = None  # likewise
+    # what says nothing about the answer, and the values of others that ask for nothing: clients send them unasked
+    user: str | None = None
+    metadata: dict[str, str] | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    parallel_tool_calls: bool | None = None  # of no tools
+    store: Literal[False] | None = None
+    service_tier: Literal["auto", "default"] | None = None
+    reasoning_effort: Literal["none", "medium"] | None = None  # both are defaults of OpenAI's models
+    verbosity: Literal["medium"] | None = None
     ignore_eos: bool = False  # goes on to max_tokens, for measurements; like the next, not OpenAI's, named as elsewhere
     return_token_ids: bool | None = None  # says the answer's tokens as numbers, those without text of their own too
     presence_penalty: float | None = None
