@@ -50,6 +50,12 @@ samplings = st.builds(
     st.floats(0, 1, exclude_min=True),
     st.none() | st.integers() | st.just(10**4300 - 1) | st.just(-(10**5000)),
     st.none() | st.integers(0, 20),
+    st.integers(0, 2**31),
+    st.floats(0, 1),
+    st.floats(0.01, 100),
+    st.floats(-2, 2),
+    st.floats(-2, 2),
+    st.lists(st.tuples(st.integers(0, 2**31), st.floats(-100, 100))).map(tuple),
 )
 details = st.builds(Logprob, numbers, st.lists(st.tuples(st.integers(0, 2**31), numbers)).map(tuple))
 events = st.builds(
@@ -60,6 +66,7 @@ events = st.builds(
     st.none() | st.tuples(st.integers(400, 599), st.text()),
     st.integers(0),
     st.none() | details,
+    st.lists(details).map(tuple),
 )
 
 
@@ -90,17 +97,24 @@ def test_events_survive_the_way(sent, cuts):
 def test_jobs_survive_the_way_and_draw_as_they_would_have(prompts, asked, size, cuts):
     digests = [chain(prompt, size) for prompt in prompts]
     sent = [
-        Job(name, prompts[x % len(prompts)], most, sampling=how, stops=stops, digests=digests[x % len(prompts)])
+        Job(
+            name,
+            prompts[x % len(prompts)],
+            most,
+            sampling=how,
+            stops=stops,
+            digests=digests[x % len(prompts)],
+            score_prompt=x % 2 == 0,
+        )
         for name, (x, most, how, stops) in enumerate(asked, 1)
     ]
     found = read_jobs(travel({"submit": write_jobs(sent)}, cuts)["submit"])
     for one, other in zip(sent, found, strict=True):
-        for name in ("name", "prompt", "max_tokens", "stops", "digests"):
+        for name in ("name", "prompt", "max_tokens", "stops", "digests", "score_prompt"):
             assert getattr(one, name) == getattr(other, name)
-        drawn = [how.draws.random() for how in (one.sampling, other.sampling)]
+        assert one.sampling == other.sampling
+        drawn = [how.draw() for how in (one.sampling, other.sampling)]
         assert one.sampling.seed is None or drawn[0] == drawn[1]
-        names = ("temperature", "top_p", "seed", "logprobs")
-        assert all(getattr(one.sampling, name) == getattr(other.sampling, name) for name in names)
 
 
 def test_a_tokenizer_is_made_again_from_its_recipe():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import re
 import socket
 import time
@@ -18,7 +19,7 @@ import pytest
 
 from ringattn.launch.serving import connections
 from ringattn.launch.serving.http import Limits
-from tests.serving import STOP, FakeRunner, Letters, Served, answer, text_of
+from tests.serving import STOP, VOCAB, FakeRunner, Letters, Served, answer, follow, text_of
 
 
 def ending(stem: str, least: int, most: int) -> str:
@@ -199,6 +200,114 @@ def test_echo_repeats_the_prompt(client):
     assert "".join(chunk.choices[0].text for chunk in stream) == "abc" + text_of("abc", 4)
 
 
+def read_chunks(answer: httpx.Response) -> list[dict[str, Any]]:
+    events = answer.text.split("\n\n")
+    assert events[-2:] == ["data: [DONE]", ""]
+    return [json.loads(event.removeprefix("data: "))["choices"][0] for event in events[:-2]]
+
+
+@pytest.mark.parametrize("length", [1, 2, 30, 700])
+def test_echo_with_logprobs_says_what_the_model_thought_of_each_token_of_the_prompt(http, length):
+    prompt = (going_on("e", 5) * length)[:length]
+    body = {"prompt": prompt, "max_tokens": 5, "temperature": 0, "echo": True, "logprobs": 2, "ignore_eos": True}
+    # a prefix that is there already has no scores
+    (whole,) = [http.post("/v1/completions", json=body).json()["choices"][0] for _ in range(2)][1:]
+    said, text = whole["logprobs"], whole["text"]
+    assert said["tokens"] == list(text)
+    assert text.startswith(prompt)
+    assert len(text) == length + 5
+    assert said["text_offset"] == list(range(length + 5))
+    assert said["token_logprobs"][0] is said["top_logprobs"][0] is None
+    tokens = Letters().encode(text)
+    lse = math.log(math.exp(10) + VOCAB - 1)
+    for place in range(1, len(tokens)):
+        likely = follow(tokens[:place])
+        assert said["token_logprobs"][place] == pytest.approx(10 * (tokens[place] == likely) - lse, abs=1e-4)
+        top = said["top_logprobs"][place]
+        assert len(top) == 2
+        assert max(top, key=lambda one: top[one]) == chr(likely)
+    chunks = read_chunks(http.post("/v1/completions", json={**body, "stream": True}))
+    assert "".join(chunk["text"] for chunk in chunks) == text
+    parts = [chunk["logprobs"] for chunk in chunks if chunk["logprobs"]]
+    assert parts[0]["tokens"] == list(prompt)
+    assert {name: [one for part in parts for one in part[name]] for name in said} == said
+
+
+def test_a_prompt_alone_is_answered_where_no_token_is_wanted(http):
+    prompt = "how likely is this"
+    body = {"prompt": [prompt, "and this"], "max_tokens": 0, "echo": True, "logprobs": 0}
+    answer = http.post("/v1/completions", json=body).json()
+    first, second = answer["choices"]
+    assert (first["text"], second["text"]) == (prompt, "and this")
+    assert len(first["logprobs"]["token_logprobs"]) == len(prompt)
+    assert [first["finish_reason"], answer["usage"]["completion_tokens"]] == ["length", 0]
+    chunks = read_chunks(http.post("/v1/completions", json={**body, "prompt": prompt, "stream": True}))
+    assert [chunk["text"] for chunk in chunks] == [prompt, ""]
+    assert chunks[0]["logprobs"] == first["logprobs"]
+    assert chunks[1]["finish_reason"] == "length"
+    plain = http.post("/v1/completions", json={"prompt": prompt, "max_tokens": 0, "echo": True}).json()["choices"][0]
+    assert (plain["text"], plain["logprobs"]) == (prompt, None)
+
+
+def test_scores_of_a_prompt_that_are_no_numbers_fail_their_request_only():
+    class Poisoned(FakeRunner):
+        def start(self, plan):
+            step = super().start(plan)
+            for place, scores in zip(plan.scored, step._chosen.scores, strict=True):
+                if plan.jobs[place].prompt[0] == ord("!"):
+                    scores[0, 0] = math.nan
+            return step
+
+    served = Served(Poisoned())
+    try:
+        body = {"max_tokens": 2, "echo": True, "logprobs": 1, "temperature": 0}
+        statuses = [
+            httpx.post(f"{served.url}/v1/completions", json={**body, "prompt": prompt}).status_code
+            for prompt in ("good", "!bad", "good")
+        ]
+        assert statuses == [200, 500, 200]
+        served.assert_idle()
+    finally:
+        served.close()
+
+
+def test_options_of_other_servers_have_their_meaning(http):
+    """The fake model gives one token 10 more than all others."""
+    prompt = going_on("options", 8)
+    tokens = answer(Letters().encode(prompt), 8)
+    other = next(x for x in range(32, 127) if x not in tokens)
+
+    def ask(path: str = "completions", **how: Any) -> tuple[str, str]:
+        body = {"prompt": prompt} if path == "completions" else {"messages": [{"role": "user", "content": "x"}]}
+        said = http.post(f"/v1/{path}", json={**body, "max_tokens": 8, "ignore_eos": True, **how})
+        assert said.status_code == 200, said.text
+        choice = said.json()["choices"][0]
+        return choice.get("text") or choice["message"]["content"], choice["finish_reason"]
+
+    text = Letters().decode(tokens)
+    hot = {"temperature": 2.0, "seed": 1}
+    assert ask(**hot)[0] != text
+    for how in ({"top_k": 1}, {"min_p": 0.5}, {"top_p": 0.01}):
+        assert ask(**hot, **how) == (text, "length")
+    assert ask(**hot, top_k=0, min_p=0) == ask(**hot, top_k=-1) == ask(**hot)
+    for path in ("completions", "chat/completions"):
+        found = ask(path, temperature=0, logit_bias={str(other): 100, str(tokens[0]): -1})
+        assert found == (chr(other) * 8, "length")
+        # another token follows as soon as the penalty makes one likelier
+        punished = ask(path, temperature=0, logit_bias={str(other): 11}, frequency_penalty=1.5)[0]
+        assert punished[0] == chr(other) != punished[1]
+    many = {"temperature": 0, "logit_bias": {str(other): 10.5, str(tokens[0]): 0.4}}
+    assert ask(**many)[0] == chr(other) * 8
+    assert ask(**many, presence_penalty=0.3)[0][1] != chr(other)
+    # tokens of the prompt are punished, too
+    third = next(x for x in range(other + 1, 127) if chr(x) not in prompt)
+    told = {"prompt": prompt + chr(other), "temperature": 0, "logit_bias": {str(other): 40, str(third): 35}}
+    assert ask(**told)[0] == chr(other) * 8
+    assert ask(**told, repetition_penalty=2)[0][:2] == chr(third) + chr(other)
+    at = next(x for x in range(2, 8) if tokens[x] not in tokens[:x])
+    assert ask(temperature=0, stop_token_ids=[tokens[at], 1]) == (text[:at], "stop")
+
+
 def test_logprobs_name_the_likeliest_tokens(client):
     found = client.completions.create(model="fake", prompt=going_on("l", 5), max_tokens=5, temperature=0, logprobs=2)
     said, text = found.choices[0].logprobs, found.choices[0].text
@@ -339,11 +448,38 @@ BAD = [
     ({"prompt": "a", "stop": ["x"] * 17}, "stop: must be"),
     ({"prompt": "a", "stop": ["x", 5]}, r"stop.list\[str\].1: Input should be a valid string"),
     ({"prompt": "a", "logprobs": 100}, "logprobs: "),
-    ({"prompt": "a", "echo": True, "logprobs": 1}, "echo must be left out"),
+    ({"prompt": "a", "logprobs": -1}, "logprobs: "),
+    ({"prompt": "a", "stop_token_ids": ["5"]}, "stop_token_ids.0: Input should be a valid integer"),
     ({"prompt": "a", "suffix": "x"}, "suffix: must be left out"),
     ({"prompt": "a", "best_of": 2}, "best_of must be left out or equal n"),
-    ({"prompt": "a", "presence_penalty": 0.5}, "presence_penalty: must be left out, got 0.5"),
-    ({"prompt": "a", "logit_bias": {"1": 3}}, "logit_bias: must be left out"),
+    *(
+        ({"prompt": "a", name: value}, f"{name}: ")
+        for name, value in (
+            ("presence_penalty", 2.1),
+            ("presence_penalty", "1"),
+            ("frequency_penalty", -2.1),
+            ("repetition_penalty", 0),
+            ("repetition_penalty", -1.0),
+            ("repetition_penalty", 101),
+            ("top_k", -2),
+            ("top_k", 1.5),
+            ("top_k", True),
+            ("min_p", -0.1),
+            ("min_p", 1.1),
+            ("logit_bias", {"1": 101}),
+            ("logit_bias", {"1": -100.5}),
+            ("logit_bias", {"256": 1}),
+            ("logit_bias", {"-1": 1}),
+            ("logit_bias", {"01": 1}),
+            ("logit_bias", {"x": 1}),
+            ("logit_bias", [1]),
+            ("logit_bias", {str(x): 1 for x in range(1025)}),
+            ("stop_token_ids", [256]),
+            ("stop_token_ids", [-1]),
+            ("stop_token_ids", 5),
+            ("stop_token_ids", [1] * 1025),
+        )
+    ),
     ({"prompt": "a", "stream_options": {"include_usage": True}}, "stream_options must be left out"),
     ({"prompt": "a", "__class__": "x"}, "__class__ must be left out: it is not supported"),
     ({"prompt": "a", "\ud800": "x"}, "unicode"),
@@ -358,6 +494,7 @@ def test_malformed_bodies_get_a_400_that_says_why(http, body, message):
     error = answer.json()["error"]
     assert set(error) == {"message", "type", "param", "code"}
     assert error["type"] == "invalid_request_error"
+    assert not message.endswith("_penalty: ") or error["param"] == message[:-2]
     assert re.search(message, error["message"]), error["message"]
 
 

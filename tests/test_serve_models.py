@@ -74,7 +74,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def sample(logits: torch.Tensor, how: list[Sampling]) -> list[tuple[int | None, Logprob | None]]:
-    return choose(logits, how).on_host().read()
+    return choose(logits, how, [[]] * len(how)).on_host().read()
 
 
 def opened(path: Path | str, **how: Any) -> Any:

@@ -334,7 +334,12 @@ def make_app(
             asked = body.max_completion_tokens or body.max_tokens
         else:
             wanted = body.prompts()
-            asked = body.max_tokens or min(COMPLETION_TOKENS, limits.max_tokens or COMPLETION_TOKENS)
+            asked = body.max_tokens
+            if asked is None:
+                asked = min(COMPLETION_TOKENS, limits.max_tokens or COMPLETION_TOKENS)
+        body.check_tokens(tokenizer.vocab_size)
+        silent = asked == 0
+        score_prompt = isinstance(body, Completion) and body.echo and body.logprobs is not None
         if len(wanted) * body.choices > (most := min(MOST_ANSWERS, desk.room.running + desk.room.queue)):
             raise Refused(
                 400,
@@ -356,16 +361,16 @@ def make_app(
             echo = ""
             if isinstance(body, Completion) and body.echo:
                 echo = prompt if isinstance(prompt, str) else tokenizer.decode(tokens)
-            most = _check_length(len(tokens), asked)
+            most = _check_length(len(tokens), 1 if silent else asked)
             digests = chain(tokens, desk.room.page_size) if desk.room.keep else []
             prompts.append(tokens)
             for number_of_prompt in range(body.choices):
                 index = number * body.choices + number_of_prompt
-                choices.append(Choice(index, tokens, tokenizer, body.stops, echo))
-                stops = frozenset() if body.ignore_eos else tokenizer.stops
-                jobs.append(
-                    Job(0, tokens, most, sampling=body.sampling(number_of_prompt), stops=stops, digests=digests)
-                )
+                choices.append(Choice(index, tokens, tokenizer, body.stops, echo, score_prompt, silent))
+                job = Job(0, tokens, most, sampling=body.sampling(number_of_prompt), digests=digests)
+                job.stops = frozenset(body.stop_token_ids) | (frozenset() if body.ignore_eos else tokenizer.stops)
+                job.score_prompt = score_prompt
+                jobs.append(job)
         return Prepared(body, prompts, choices, *desk.pack(jobs))
 
     def _check_length(prompt: int, asked: int | None) -> int:

@@ -71,11 +71,8 @@ def write_jobs(jobs: Sequence[Job]) -> list[Any]:
         if id(job.prompt) not in prompts:
             prompts[id(job.prompt)] = len(texts)
             texts.append([_write_bytes(array("I", job.prompt).tobytes()), _write_bytes(b"".join(job.digests))])
-        how = job.sampling
-        # JSON's integers have a longest one in Python
-        seed = None if how.seed is None else hex(how.seed)
-        sampling = [how.temperature, how.top_p, seed, how.logprobs]
-        rows.append([job.name, prompts[id(job.prompt)], job.max_tokens, sampling, sorted(job.stops)])
+        stops, sampling = sorted(job.stops), job.sampling.write()
+        rows.append([job.name, prompts[id(job.prompt)], job.max_tokens, sampling, stops, job.score_prompt])
     return [texts, rows]
 
 
@@ -88,10 +85,11 @@ def read_jobs(written: list[Any]) -> list[Job]:
         data = base64.b64decode(digests)
         prompts.append((found.tolist(), [data[x : x + DIGEST] for x in range(0, len(data), DIGEST)]))
     jobs = []
-    for name, place, max_tokens, (temperature, top_p, seed, logprobs), stops in written[1]:
-        sampling = Sampling(temperature, top_p, None if seed is None else int(seed, 16), logprobs)
+    for name, place, max_tokens, sampling, stops, score_prompt in written[1]:
         tokens, digests = prompts[place]
-        jobs.append(Job(name, tokens, max_tokens, sampling=sampling, stops=frozenset(stops), digests=digests))
+        job = Job(name, tokens, max_tokens, stops=frozenset(stops), digests=digests, score_prompt=score_prompt)
+        job.sampling = Sampling.read(sampling)
+        jobs.append(job)
     return jobs
 
 
@@ -99,15 +97,21 @@ def write_events(events: Sequence[Event]) -> list[Any]:
     """Events as JSON takes them: rows, which end where nothing more is said. Most are a name and a token."""
     return [
         [event.name, event.token]
-        if event.finish is None and event.failure is None and event.details is None and not event.shared
+        if event.finish is None
+        and event.failure is None
+        and event.details is None
+        and not (event.shared or event.scores)
         else _write_event(event)
         for event in events
     ]
 
 
 def _write_event(event: Event) -> list[Any]:
-    details = () if event.details is None else ((event.details.logprob, event.details.top),)
-    return [event.name, event.token, event.finish, event.failure, event.shared, *details]
+    row = [event.name, event.token, event.finish, event.failure, event.shared]
+    if event.details is not None or event.scores:
+        row.append(None if event.details is None else _write_details(event.details))
+        row += [list(map(_write_details, event.scores))] if event.scores else []
+    return row
 
 
 def read_events(written: Sequence[Any]) -> list[Event]:
@@ -116,10 +120,15 @@ def read_events(written: Sequence[Any]) -> list[Event]:
 
 
 def _read_event(
-    name: int, token: int | None, finish: str | None, failure: Any, shared: int, details: Any = None
+    name: int, token: int | None, finish: str | None, failure: Any, shared: int, details: Any = None, scores: Any = ()
 ) -> Event:
     told = None if failure is None else (failure[0], failure[1])
-    return Event(name, token, finish, told, shared, None if details is None else _read_details(details))
+    said = None if details is None else _read_details(details)
+    return Event(name, token, finish, told, shared, said, tuple([_read_details(one) for one in scores]))
+
+
+def _write_details(details: Logprob) -> list[Any]:
+    return [details.logprob, details.top]
 
 
 def _read_details(details: list[Any]) -> Logprob:
