@@ -18,7 +18,7 @@ def find_twin(name: str) -> Any:
     It is imported when it is asked for first, so nobody who stays in plain torch imports Triton.
 
     Args:
-        name: In full, "ringattn.kernels.draw_triton".
+        name: In full, "ringattn.kernels.merge_triton".
 
     Raises:
         ImportError: It cannot be imported for another reason: it, or the Triton that is installed, is broken.

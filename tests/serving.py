@@ -8,6 +8,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from ringattn.launch.serving.engine_client import EngineClient
 from ringattn.launch.serving.engine_server import BACKLOG, EngineServer, bind
 from ringattn.launch.serving.http import Server, make_app
 from ringattn.launch.serving.messages import Capacity, Logprob, receive_at, send_to, to_engine_address, to_http_address
-from ringattn.launch.serving.sampling import Chosen, Sampling, choose
+from ringattn.launch.serving.sampling import Chosen, Sampling, choose, score
 from ringattn.launch.serving.scheduling import Plan, Scheduler
 from ringattn.launch.serving.text import NoTemplate
 
@@ -32,6 +33,13 @@ def follow(tokens: Sequence[int]) -> int:
     """The token that follows: one of the printable ones, or now and then STOP."""
     digest = hashlib.sha256(bytes(token % 251 for token in tokens)).digest()
     return STOP if digest[0] == 0 else 32 + digest[1] % 95
+
+
+def scores_after(tokens: Sequence[int]) -> Tensor:
+    """The scores of a next token."""
+    logits = torch.zeros(VOCAB)
+    logits[follow(tokens)] = 10.0
+    return logits
 
 
 def answer(prompt: Sequence[int], max_tokens: int) -> list[int]:
@@ -65,6 +73,10 @@ class FakeStep:
         self.wait()
         return self._chosen.read()
 
+    def read_scores(self) -> list[tuple[Logprob, ...] | None]:
+        self.wait()
+        return self._chosen.read_scores()
+
 
 class FakeRunner:
     """Keeps each token in the page and row where the books put it, and reads it back from there.
@@ -94,8 +106,16 @@ class FakeRunner:
                 plan.tokens[i] = self._chosen[place]
                 self.carried += 1
         logits = self.run(plan)
-        how = [plan.jobs[place].sampling or Sampling(0) for place in plan.wanted] if plan.jobs else []
-        chosen = choose(logits if how else logits[:0], how)
+        jobs = [plan.jobs[place] for place in plan.wanted] if plan.jobs else []
+        how = [job.sampling or Sampling(0) for job in jobs]
+        chosen = choose(logits if how else logits[:0], how, [job.prompt for job in jobs])
+        scores = []
+        for place, targets in zip(plan.scored if plan.jobs else (), plan.targets, strict=True):
+            job, tokens = plan.jobs[place], torch.tensor(targets)
+            ends = range(job.done - plan.counts[place] + 1, job.done + 1)
+            rows = torch.stack([scores_after(job.prompt[:end]) for end in ends])
+            scores.append(score(rows[: len(targets)], tokens, job.sampling.logprobs if job.sampling else 0))
+        chosen = replace(chosen, scores=tuple(scores))
         # what other ranks get from rank 0 is the same
         self._chosen = chosen.tokens.clamp(min=0).tolist() if how else logits.argmax(-1).tolist()
         now = time.monotonic()
@@ -118,12 +138,12 @@ class FakeRunner:
                 page = self.memory[piece.rank][piece.page]
                 page[piece.row : piece.row + piece.length] = plan.tokens[at : at + piece.length]
                 at += piece.length
-        logits = torch.zeros(len(plan.wanted), VOCAB)
+        logits = torch.empty(len(plan.wanted), VOCAB)
         for row, place in enumerate(plan.wanted):
             tokens: list[int] = []
             for block in self.books.blocks(plan.requests[place]):
                 tokens += self.memory[block.rank][block.page][: block.length]
-            logits[row, follow(tokens)] = 10.0
+            logits[row] = scores_after(tokens)
         return logits
 
 

@@ -68,6 +68,12 @@ samplings = st.builds(
     st.floats(0, 1, exclude_min=True),
     st.none() | st.integers() | st.just(10**4300 - 1) | st.just(-(10**5000)),
     st.none() | st.integers(0, 20),
+    st.integers(0, 2**31),
+    st.floats(0, 1),
+    st.floats(0.01, 100),
+    st.floats(-2, 2),
+    st.floats(-2, 2),
+    st.lists(st.tuples(st.integers(0, 2**31), st.floats(-100, 100))).map(tuple),
 )
 details = st.builds(Logprob, numbers, st.lists(st.tuples(st.integers(0, 2**31), numbers)).map(tuple))
 events = st.builds(
@@ -78,6 +84,7 @@ events = st.builds(
     st.none() | st.tuples(st.integers(400, 599), st.text()),
     st.integers(0, 2**63 - 1),
     st.none() | details,
+    st.lists(details).map(tuple),
 )
 
 
@@ -97,7 +104,15 @@ def test_what_is_sent_to_http_is_what_is_received(sent, state):
 def test_requests_that_are_sent_are_those_that_are_received_and_draw_the_same(prompts, asked, size):
     digests = [chain(prompt, size) for prompt in prompts]
     sent = [
-        Job(name, prompts[x % len(prompts)], most, sampling=how, stops=stops, digests=digests[x % len(prompts)])
+        Job(
+            name,
+            prompts[x % len(prompts)],
+            most,
+            sampling=how,
+            stops=stops,
+            digests=digests[x % len(prompts)],
+            score_prompt=x % 2 == 0,
+        )
         for name, (x, most, how, stops) in enumerate(asked, 1)
     ]
     message = decode_to_engine(encode(submit_of(sent)))
@@ -105,16 +120,17 @@ def test_requests_that_are_sent_are_those_that_are_received_and_draw_the_same(pr
     assert len(message.prompts) == len({x % len(prompts) for x, *_ in asked})  # each is sent once
     found = jobs_of(message)
     for one, other in zip(sent, found, strict=True):
-        for name in ("name", "prompt", "max_tokens", "stops", "digests"):
+        for name in ("name", "prompt", "max_tokens", "stops", "digests", "score_prompt"):
             assert getattr(one, name) == getattr(other, name)
-        drawn = [how.draws.random() for how in (one.sampling, other.sampling)]
+        assert one.sampling == other.sampling
+        drawn = [how.draw() for how in (one.sampling, other.sampling)]
         assert one.sampling.seed is None or drawn[0] == drawn[1]
-        names = ("temperature", "top_p", "seed", "logprobs")
-        assert all(getattr(one.sampling, name) == getattr(other.sampling, name) for name in names)
 
 
 def test_a_tokenizer_is_made_again_from_its_recipe():
-    assert isinstance(make_tokenizer(json.loads(json.dumps(Bytes().recipe()))), Bytes)
+    made = make_tokenizer(json.loads(json.dumps(Bytes(300).recipe())))
+    assert isinstance(made, Bytes)
+    assert made.vocab_size == 300
 
 
 # nobody waits

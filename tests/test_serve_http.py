@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import math
 import re
 import socket
 import time
+from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -16,7 +19,7 @@ import pytest
 
 from ringattn.launch.serving import connections
 from ringattn.launch.serving.http import Limits
-from tests.serving import STOP, FakeRunner, Letters, Served, answer, text_of
+from tests.serving import STOP, VOCAB, FakeRunner, Letters, Served, answer, follow, text_of
 
 
 def ending(stem: str, least: int, most: int) -> str:
@@ -197,6 +200,114 @@ def test_echo_repeats_the_prompt(client):
     assert "".join(chunk.choices[0].text for chunk in stream) == "abc" + text_of("abc", 4)
 
 
+def read_chunks(answer: httpx.Response) -> list[dict[str, Any]]:
+    events = answer.text.split("\n\n")
+    assert events[-2:] == ["data: [DONE]", ""]
+    return [json.loads(event.removeprefix("data: "))["choices"][0] for event in events[:-2]]
+
+
+@pytest.mark.parametrize("length", [1, 2, 30, 700])
+def test_echo_with_logprobs_says_what_the_model_thought_of_each_token_of_the_prompt(http, length):
+    prompt = (going_on("e", 5) * length)[:length]
+    body = {"prompt": prompt, "max_tokens": 5, "temperature": 0, "echo": True, "logprobs": 2, "ignore_eos": True}
+    # a prefix that is there already has no scores
+    (whole,) = [http.post("/v1/completions", json=body).json()["choices"][0] for _ in range(2)][1:]
+    said, text = whole["logprobs"], whole["text"]
+    assert said["tokens"] == list(text)
+    assert text.startswith(prompt)
+    assert len(text) == length + 5
+    assert said["text_offset"] == list(range(length + 5))
+    assert said["token_logprobs"][0] is said["top_logprobs"][0] is None
+    tokens = Letters().encode(text)
+    lse = math.log(math.exp(10) + VOCAB - 1)
+    for place in range(1, len(tokens)):
+        likely = follow(tokens[:place])
+        assert said["token_logprobs"][place] == pytest.approx(10 * (tokens[place] == likely) - lse, abs=1e-4)
+        top = said["top_logprobs"][place]
+        assert len(top) == 2
+        assert max(top, key=lambda one: top[one]) == chr(likely)
+    chunks = read_chunks(http.post("/v1/completions", json={**body, "stream": True}))
+    assert "".join(chunk["text"] for chunk in chunks) == text
+    parts = [chunk["logprobs"] for chunk in chunks if chunk["logprobs"]]
+    assert parts[0]["tokens"] == list(prompt)
+    assert {name: [one for part in parts for one in part[name]] for name in said} == said
+
+
+def test_a_prompt_alone_is_answered_where_no_token_is_wanted(http):
+    prompt = "how likely is this"
+    body = {"prompt": [prompt, "and this"], "max_tokens": 0, "echo": True, "logprobs": 0}
+    answer = http.post("/v1/completions", json=body).json()
+    first, second = answer["choices"]
+    assert (first["text"], second["text"]) == (prompt, "and this")
+    assert len(first["logprobs"]["token_logprobs"]) == len(prompt)
+    assert [first["finish_reason"], answer["usage"]["completion_tokens"]] == ["length", 0]
+    chunks = read_chunks(http.post("/v1/completions", json={**body, "prompt": prompt, "stream": True}))
+    assert [chunk["text"] for chunk in chunks] == [prompt, ""]
+    assert chunks[0]["logprobs"] == first["logprobs"]
+    assert chunks[1]["finish_reason"] == "length"
+    plain = http.post("/v1/completions", json={"prompt": prompt, "max_tokens": 0, "echo": True}).json()["choices"][0]
+    assert (plain["text"], plain["logprobs"]) == (prompt, None)
+
+
+def test_scores_of_a_prompt_that_are_no_numbers_fail_their_request_only():
+    class Poisoned(FakeRunner):
+        def start(self, plan):
+            step = super().start(plan)
+            for place, scores in zip(plan.scored, step._chosen.scores, strict=True):
+                if plan.jobs[place].prompt[0] == ord("!"):
+                    scores[0, 0] = math.nan
+            return step
+
+    served = Served(Poisoned())
+    try:
+        body = {"max_tokens": 2, "echo": True, "logprobs": 1, "temperature": 0}
+        statuses = [
+            httpx.post(f"{served.url}/v1/completions", json={**body, "prompt": prompt}).status_code
+            for prompt in ("good", "!bad", "good")
+        ]
+        assert statuses == [200, 500, 200]
+        served.assert_idle()
+    finally:
+        served.close()
+
+
+def test_options_of_other_servers_have_their_meaning(http):
+    """The fake model gives one token 10 more than all others."""
+    prompt = going_on("options", 8)
+    tokens = answer(Letters().encode(prompt), 8)
+    other = next(x for x in range(32, 127) if x not in tokens)
+
+    def ask(path: str = "completions", **how: Any) -> tuple[str, str]:
+        body = {"prompt": prompt} if path == "completions" else {"messages": [{"role": "user", "content": "x"}]}
+        said = http.post(f"/v1/{path}", json={**body, "max_tokens": 8, "ignore_eos": True, **how})
+        assert said.status_code == 200, said.text
+        choice = said.json()["choices"][0]
+        return choice.get("text") or choice["message"]["content"], choice["finish_reason"]
+
+    text = Letters().decode(tokens)
+    hot = {"temperature": 2.0, "seed": 1}
+    assert ask(**hot)[0] != text
+    for how in ({"top_k": 1}, {"min_p": 0.5}, {"top_p": 0.01}):
+        assert ask(**hot, **how) == (text, "length")
+    assert ask(**hot, top_k=0, min_p=0) == ask(**hot, top_k=-1) == ask(**hot, top_k=10**30) == ask(**hot)
+    for path in ("completions", "chat/completions"):
+        found = ask(path, temperature=0, logit_bias={str(other): 100, str(tokens[0]): -1})
+        assert found == (chr(other) * 8, "length")
+        # another token follows as soon as the penalty makes one likelier
+        punished = ask(path, temperature=0, logit_bias={str(other): 11}, frequency_penalty=1.5)[0]
+        assert punished[0] == chr(other) != punished[1]
+    many = {"temperature": 0, "logit_bias": {str(other): 10.5, str(tokens[0]): 0.4}}
+    assert ask(**many)[0] == chr(other) * 8
+    assert ask(**many, presence_penalty=0.3)[0][1] != chr(other)
+    # tokens of the prompt are punished, too
+    third = next(x for x in range(other + 1, 127) if chr(x) not in prompt)
+    told = {"prompt": prompt + chr(other), "temperature": 0, "logit_bias": {str(other): 40, str(third): 35}}
+    assert ask(**told)[0] == chr(other) * 8
+    assert ask(**told, repetition_penalty=2)[0][:2] == chr(third) + chr(other)
+    at = next(x for x in range(2, 8) if tokens[x] not in tokens[:x])
+    assert ask(temperature=0, stop_token_ids=[tokens[at], 1]) == (text[:at], "stop")
+
+
 def test_logprobs_name_the_likeliest_tokens(client):
     found = client.completions.create(model="fake", prompt=going_on("l", 5), max_tokens=5, temperature=0, logprobs=2)
     said, text = found.choices[0].logprobs, found.choices[0].text
@@ -337,11 +448,38 @@ BAD = [
     ({"prompt": "a", "stop": ["x"] * 17}, "stop: must be"),
     ({"prompt": "a", "stop": ["x", 5]}, r"stop.list\[str\].1: Input should be a valid string"),
     ({"prompt": "a", "logprobs": 100}, "logprobs: "),
-    ({"prompt": "a", "echo": True, "logprobs": 1}, "echo must be left out"),
+    ({"prompt": "a", "logprobs": -1}, "logprobs: "),
+    ({"prompt": "a", "stop_token_ids": ["5"]}, "stop_token_ids.0: Input should be a valid integer"),
     ({"prompt": "a", "suffix": "x"}, "suffix: must be left out"),
     ({"prompt": "a", "best_of": 2}, "best_of must be left out or equal n"),
-    ({"prompt": "a", "presence_penalty": 0.5}, "presence_penalty: must be left out, got 0.5"),
-    ({"prompt": "a", "logit_bias": {"1": 3}}, "logit_bias: must be left out"),
+    *(
+        ({"prompt": "a", name: value}, f"{name}: ")
+        for name, value in (
+            ("presence_penalty", 2.1),
+            ("presence_penalty", "1"),
+            ("frequency_penalty", -2.1),
+            ("repetition_penalty", 0),
+            ("repetition_penalty", -1.0),
+            ("repetition_penalty", 101),
+            ("top_k", -2),
+            ("top_k", 1.5),
+            ("top_k", True),
+            ("min_p", -0.1),
+            ("min_p", 1.1),
+            ("logit_bias", {"1": 101}),
+            ("logit_bias", {"1": -100.5}),
+            ("logit_bias", {"256": 1}),
+            ("logit_bias", {"-1": 1}),
+            ("logit_bias", {"01": 1}),
+            ("logit_bias", {"x": 1}),
+            ("logit_bias", [1]),
+            ("logit_bias", {str(x): 1 for x in range(1025)}),
+            ("stop_token_ids", [256]),
+            ("stop_token_ids", [-1]),
+            ("stop_token_ids", 5),
+            ("stop_token_ids", [1] * 1025),
+        )
+    ),
     ({"prompt": "a", "stream_options": {"include_usage": True}}, "stream_options must be left out"),
     ({"prompt": "a", "__class__": "x"}, "__class__ must be left out: it is not supported"),
     ({"prompt": "a", "\ud800": "x"}, "unicode"),
@@ -356,6 +494,7 @@ def test_malformed_bodies_get_a_400_that_says_why(http, body, message):
     error = answer.json()["error"]
     assert set(error) == {"message", "type", "param", "code"}
     assert error["type"] == "invalid_request_error"
+    assert not message.endswith("_penalty: ") or error["param"] == message[:-2]
     assert re.search(message, error["message"]), error["message"]
 
 
@@ -409,6 +548,31 @@ def test_null_says_nothing_and_an_answer_may_be_sent_back(http):
     assert answer.status_code == 200, answer.text
 
 
+HARMLESS = {
+    "user": "u",
+    "metadata": {"a": "b"},
+    "safety_identifier": "s",
+    "prompt_cache_key": "k",
+    "parallel_tool_calls": True,
+    "store": False,
+    "service_tier": "auto",
+    "reasoning_effort": "none",
+    "verbosity": "medium",
+}
+
+
+@pytest.mark.parametrize("path", ["completions", "chat/completions"])
+def test_fields_that_ask_for_nothing_change_nothing_and_their_other_values_are_refused(http, path):
+    body = {"prompt": "a"} if path == "completions" else {"messages": [{"role": "user", "content": "a"}]}
+    body |= {"max_tokens": 3, "temperature": 0}
+    said, plain = (http.post(f"/v1/{path}", json=x).json()["choices"] for x in ({**body, **HARMLESS}, body))
+    assert said == plain
+    others = {"store": True, "service_tier": "flex", "reasoning_effort": "high", "verbosity": "low", "user": 5}
+    for name, value in others.items():
+        answer = http.post(f"/v1/{path}", json={**body, name: value})
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, name)
+
+
 def test_clients_of_openai_see_their_own_exceptions(client):
     with pytest.raises(openai.BadRequestError, match=r"got 1 \+ 5000 = 5001") as caught:
         client.completions.create(model="fake", prompt="a", max_tokens=5000)
@@ -438,6 +602,59 @@ def test_other_paths_methods_and_types(http):
     assert http.get("/docs").status_code == 404
     assert (http.head("/health").status_code, http.head("/health").content) == (200, b"")
     assert http.head("/").status_code == 200
+
+
+def sent(served: Served, *headers: str, body: bytes = b"") -> bytes:
+    """The whole answer to a request with these headers, one line each: clients send none twice."""
+    method = "POST /v1/completions" if body else "GET /v1/models"
+    lines = [f"{method} HTTP/1.1", *headers, f"Content-Length: {len(body)}", "Connection: close", "", ""]
+    with socket.create_connection(("127.0.0.1", served.server.port)) as connection:
+        connection.sendall("\r\n".join(lines).encode("latin-1") + body)
+        return read_all(connection)
+
+
+@pytest.mark.parametrize("name", ["Host", "Authorization", "X-Request-Id"])
+def test_a_header_that_decides_may_be_sent_once(served, name):
+    value = "Bearer x" if name == "Authorization" else "x"
+    once = sorted({"Host: x", f"{name}: {value}"})
+    assert sent(served, *once).startswith(b"HTTP/1.1 200 ")
+    # of two, the last one counted, whatever a proxy in front had made of the first
+    head, _, body = sent(served, *once, f"{name.lower()}: {value}").partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 400 ")
+    error = json.loads(body)["error"]
+    assert (error["param"], error["type"]) == (name.lower(), "invalid_request_error")
+    assert error["message"].startswith(f"{name.lower()} must be sent once, got 2 headers")
+
+
+def test_a_body_in_an_encoding_that_is_not_served_gets_a_415(served):
+    body = json.dumps({"prompt": "a", "max_tokens": 1, "temperature": 0}).encode()
+    plain = ("Host: x", "Content-Type: application/json")
+    for said, status in (("identity", 200), ("gzip", 415), ("br", 415), ("identity, gzip", 415)):
+        head, _, answer = sent(served, *plain, f"Content-Encoding: {said}", body=body).partition(b"\r\n\r\n")
+        assert head.startswith(f"HTTP/1.1 {status} ".encode()), said
+        if status == 415:
+            assert f"Content-Encoding must be identity, got {said}" in json.loads(answer)["error"]["message"]
+    twice = sent(served, *plain, "Content-Encoding: identity", "Content-Encoding: gzip", body=body)
+    assert twice.startswith(b"HTTP/1.1 415 ")
+
+
+def test_an_answer_has_the_request_id_of_its_request_or_a_new_one(served, client, http):
+    asked: dict[str, Any] = {"model": "fake", "prompt": "a", "max_tokens": 1, "temperature": 0}
+    made = {client.completions.create(**asked)._request_id for _ in range(2)}
+    assert len(made) == 2, made
+    assert all(re.fullmatch("req-[0-9a-f]{32}", name) for name in made)
+    mine = {"X-Request-Id": "trace/7:a"}
+    assert client.completions.create(**asked, extra_headers=mine)._request_id == "trace/7:a"
+    for path, status in (("/health", 200), ("/nothing", 404), ("/v1/completions", 405)):
+        answer = http.get(path, headers=mine)
+        assert (answer.status_code, answer.headers["x-request-id"]) == (status, "trace/7:a")
+    stream = http.post("/v1/completions", json={"prompt": "a", "max_tokens": 1, "stream": True}, headers=mine)
+    assert stream.headers.get_list("x-request-id") == ["trace/7:a"]
+    for name in ("", "a b", "x" * 201, "ä"):
+        head, _, body = sent(served, "Host: x", f"X-Request-Id: {name}").partition(b"\r\n\r\n")
+        assert head.startswith(b"HTTP/1.1 400 ")
+        assert json.loads(body)["error"]["param"] == "x-request-id"
+        assert re.search(rb"x-request-id: req-[0-9a-f]{32}", head), head
 
 
 def test_a_full_queue_gets_a_429_and_a_stopping_server_a_503():
@@ -657,6 +874,12 @@ def read_all(connection: socket.socket) -> bytes:
     return data
 
 
+def write_slowly(connection: socket.socket) -> None:
+    for _ in range(20):
+        connection.sendall(b"x")
+        time.sleep(0.01)
+
+
 def test_one_connection_too_many_gets_503_and_a_place_that_is_left_is_free(monkeypatch):
     monkeypatch.setattr(connections, "FAREWELL_S", 0.2)
     served = Served(FakeRunner(step_s=0.01), connections=3)
@@ -684,6 +907,44 @@ def test_one_connection_too_many_gets_503_and_a_place_that_is_left_is_free(monke
                 assert sum(line.startswith("data: ") for line in lines) >= 60
             silent.pop().close()
         served.assert_idle()
+    finally:
+        served.close()
+
+
+def test_all_of_many_connections_too_many_get_503():
+    """Beyond the 64 that were being turned away at the same time, clients were cut off without a word."""
+    served = Served(FakeRunner(), connections=10)
+    get = b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n"
+    try:
+        with contextlib.ExitStack() as stack:
+            place = ("127.0.0.1", served.server.port)
+            many = [stack.enter_context(socket.create_connection(place)) for _ in range(10 + 200)]
+            for connection in many:
+                connection.sendall(get)
+            statuses: Counter[bytes] = Counter()
+            for connection in many:
+                connection.settimeout(10)
+                statuses[connection.recv(4096)[:12]] += 1
+        assert statuses == {b"HTTP/1.1 200": 10, b"HTTP/1.1 503": 200}
+    finally:
+        served.close()
+
+
+def test_one_more_that_is_turned_away_ends_the_wait_for_the_first(monkeypatch):
+    monkeypatch.setattr(connections, "MOST_LEAVING", 2)
+    served = Served(FakeRunner(), connections=1)
+    place = ("127.0.0.1", served.server.port)
+    try:
+        with socket.create_connection(place), contextlib.ExitStack() as stack:
+            late = []
+            for _ in range(4):
+                late.append(stack.enter_context(socket.create_connection(place)))
+                late[-1].settimeout(10)
+                assert late[-1].recv(4096).startswith(b"HTTP/1.1 503 ")
+            # closed on the server's side: what is sent is answered by a reset, after at most one more try
+            with pytest.raises((BrokenPipeError, ConnectionResetError)):
+                write_slowly(late[0])
+            write_slowly(late[3])
     finally:
         served.close()
 

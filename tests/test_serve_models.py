@@ -75,7 +75,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def sample(logits: torch.Tensor, how: list[Sampling]) -> list[tuple[int | None, Logprob | None]]:
-    return choose(logits, how).on_host().read()
+    return choose(logits, how, [[]] * len(how)).on_host().read()
 
 
 def opened(path: Path | str, **how: Any) -> Any:
@@ -245,6 +245,9 @@ def test_a_config_alone_gives_the_same_random_weights_everywhere(tmp_path):
     assert one.facts == other.facts != path.facts
     assert one.name == path.name == tmp_path.name
     assert isinstance(one.tokenizer, Bytes)
+    # what such a model answers with may be part of the next prompt
+    assert one.tokenizer.vocab_size == one.model.config.vocab_size == 300
+    assert one.tokenizer.decode([97, 256, 299, 98]) == "ab"
 
 
 def drawn_apart() -> list[torch.Tensor]:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from ringattn.launch.distributed import Rank
 from ringattn.launch.serving.config import TINY
@@ -24,6 +25,8 @@ from tests.pool import Pools
 
 CPU = torch.device("cpu")
 Answers = dict[int, tuple[list[int], Any]]
+SCORED = 5
+"""The job that wants the logprobs of its prompt."""
 
 
 class _Later:
@@ -39,6 +42,10 @@ class _Later:
     def read(self) -> Any:
         self.wait()
         return self._step.read()
+
+    def read_scores(self) -> Any:
+        self.wait()
+        return self._step.read_scores()
 
 
 class _Ahead:
@@ -59,19 +66,40 @@ class _Ahead:
 
 
 def jobs() -> list[Job]:
-    """Greedy ones and drawn ones, some with logprobs, of which some end by a token."""
+    """Greedy ones and drawn ones, with every option, of which some end by a token."""
     draw = random.Random(3)
     found = []
     for name in range(9):
         prompt = [draw.randrange(97, 123) for _ in range(draw.choice([3, 20, 70]))]
-        how = Sampling(0.8 * (name % 3 == 1), 0.9, seed=name, logprobs=2 if name % 4 == 0 else None)
+        how = Sampling(
+            0.8 * (name % 3 == 1),
+            0.9,
+            seed=name,
+            logprobs=2 if name % 4 == 0 or name == SCORED else None,
+            top_k=20 * (name % 2),
+            min_p=0.02 * (name % 3 == 1),
+            repetition_penalty=1.0 + 0.3 * (name % 4 == 2),
+            frequency_penalty=0.5 * (name % 4 == 3),
+            presence_penalty=0.4 * (name % 5 == 0),
+            logit_bias=((97 + name, 2.0),) if name % 2 else (),
+        )
         stops = frozenset(draw.sample(range(97, 123), 4 * (name % 2)))
-        found.append(Job(name, prompt, draw.choice([1, 5, 12]), sampling=how, stops=stops))
+        most = draw.choice([1, 5, 12])
+        found.append(Job(name, prompt, most, sampling=how, stops=stops, score_prompt=name == SCORED))
     return found
 
 
-def serve(ahead: bool) -> tuple[Answers, int, list[int]]:
-    """What all jobs were answered on rank 0, tokens that were carried, and pages that are free in the end."""
+def scores_of(prompt: list[int]) -> Tensor:
+    """What one process with torch's own attention thinks of a prompt's tokens, from the second one on."""
+    model = load(TINY, name=None, dtype="auto", device=CPU, seed=0).model
+    model.set_attn_implementation("sdpa")
+    with torch.no_grad():
+        found = model(input_ids=torch.tensor([prompt])).logits[0].log_softmax(-1)
+    return found[:-1].gather(1, torch.tensor(prompt[1:])[:, None])[:, 0]
+
+
+def serve(ahead: bool) -> tuple[Answers, list[float], int, list[int]]:
+    """What all jobs were answered on rank 0, scores of a prompt, tokens that were carried, and pages that are free in the end."""
     rank = Rank(dist.get_rank(), dist.get_world_size(), CPU, "gloo", os.getppid())
     ring, channel = Ring(), RankChannel(rank, 30.0)
     served = load(TINY, name=None, dtype="auto", device=CPU, seed=0)
@@ -79,6 +107,7 @@ def serve(ahead: bool) -> tuple[Answers, int, list[int]]:
     replica = Replica(served.model, cache, 4, False)
     runner: Any = _Ahead(replica) if ahead else replica
     answers: Answers = {}
+    scores: list[float] = []
     if rank.first:
         scheduler = Scheduler(cache.pages, chunk=64, most_running=4, most_waiting=20, keep=False)
         engine = Engine(runner, scheduler, channel.broadcast, time_limit_s=60.0)
@@ -87,6 +116,8 @@ def serve(ahead: bool) -> tuple[Answers, int, list[int]]:
             del state
             for event in events:
                 tokens, _ = answers.setdefault(event.name, ([], None))
+                assert not event.scores or (event.name, tokens) == (SCORED, [])
+                scores.extend(one.logprob for one in event.scores)
                 if event.token is not None:
                     tokens.append(event.token)
                 said = [event.details.logprob, *event.details.top] if event.details else None
@@ -101,7 +132,7 @@ def serve(ahead: bool) -> tuple[Answers, int, list[int]]:
     else:
         worker_loop(runner, channel)
     channel.close()
-    return answers, getattr(runner, "carried", 0), list(cache.pages.free)
+    return answers, scores, getattr(runner, "carried", 0), list(cache.pages.free)
 
 
 def alone() -> Answers:
@@ -115,8 +146,9 @@ def alone() -> Answers:
         scheduler.add([job])
         tokens: list[int] = []
         while (plan := scheduler.plan()) and plan.requests:
-            chosen = replica.start(plan).read()
-            for event in scheduler.record(plan, dict.fromkeys([job.name], chosen[0] if chosen else None)):  # pyright: ignore[reportArgumentType]
+            step = replica.start(plan)
+            said: Any = dict.fromkeys([job.name], next(iter(step.read()), None))
+            for event in scheduler.record(plan, said, step.read_scores()):
                 tokens += [] if event.token is None else [event.token]
                 answers[job.name] = tokens, event.finish
         assert cache.pages.requests == ()
@@ -124,11 +156,13 @@ def alone() -> Answers:
 
 
 def test_a_step_ahead_answers_as_each_prompt_alone_and_the_same_on_all_ranks(pool: Pools):
-    expected = alone()
+    expected, scored = alone(), scores_of(jobs()[SCORED].prompt)
+    assert len(scored) > 60, "more than one step of the test brings it"
     assert {finish for _, finish in expected.values()} == {"stop", "length"}
     for ahead in (False, True):
-        (answers, carried, free), (_, carried_there, free_there) = pool(2).run(serve, ahead)
+        (answers, scores, carried, free), (*_, carried_there, free_there) = pool(2).run(serve, ahead)
         assert answers == expected
+        torch.testing.assert_close(torch.tensor(scores), scored, rtol=1e-4, atol=1e-4)
         assert free == free_there
         assert len(set(free)) == 1, "all pages of both ranks have come back"
         assert carried == carried_there

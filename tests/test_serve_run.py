@@ -8,6 +8,7 @@ import json
 import os
 import random
 import re
+import resource
 import signal
 import subprocess
 import sys
@@ -26,10 +27,10 @@ import pytest
 import torch
 
 from ringattn.launch import bench
-from ringattn.launch.distributed import Rank
+from ringattn.launch.distributed import Rank, Refusal
 from ringattn.launch.serve import main
 from ringattn.launch.serving import run
-from ringattn.launch.serving.config import KEY, TINY, ServeArgs, parse
+from ringattn.launch.serving.config import KEY, TINY, ServeArgs, allow_connections, parse
 from ringattn.launch.serving.messages import Heartbeat, StepCommand, ToRank
 from ringattn.launch.serving.models import load
 from ringattn.launch.serving.rank_channel import RankChannel
@@ -457,6 +458,23 @@ def test_a_port_that_is_taken_and_a_cache_without_a_page_are_refused(capsys, mon
     assert "host and port must be free to listen on" in capsys.readouterr().err
     assert main([*flags, "--cache-gib", "1e-9"]) == 1
     assert "memory must hold a page of 64 tokens at least" in capsys.readouterr().err
+
+
+def test_a_process_may_open_a_file_for_each_connection_that_is_allowed(monkeypatch):
+    limits, found = (1024, 4096), []
+    monkeypatch.setattr(resource, "getrlimit", lambda _: limits)
+    monkeypatch.setattr(resource, "setrlimit", lambda _, new: found.append(new))
+    allow_connections(512)
+    assert found == []
+    allow_connections(4096 - 320)
+    assert found == [(4096, 4096)]
+    with pytest.raises(
+        Refusal, match=r"max_connections must be at most 3776 where a process may open 4096 files, got 3777"
+    ):
+        allow_connections(4096 - 319)
+    limits = (1024, resource.RLIM_INFINITY)
+    allow_connections(10**5)
+    assert found[1:] == [(10**5 + 320, resource.RLIM_INFINITY)]
 
 
 def test_the_key_comes_from_the_environment(monkeypatch, capsys):

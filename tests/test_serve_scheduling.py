@@ -16,7 +16,7 @@ from ringattn.launch.serving import scheduling
 from ringattn.launch.serving.messages import Event, decode_to_rank, encode
 from ringattn.launch.serving.prefixes import Prefixes, chain
 from ringattn.launch.serving.scheduling import Job, NeverFits, Plan, QueueFull, Scheduler, apply_changes
-from tests.serving import STOP, FakeRunner, FakeStep, answer
+from tests.serving import STOP, FakeRunner, FakeStep, answer, scores_after
 
 
 def job(name: int, prompt: Sequence[int], max_tokens: int = 5, deadline: float = float("inf")) -> Job:
@@ -52,6 +52,7 @@ class Bench:
             rows=rows,
         )
         self.answers: dict[int, list[int]] = {}
+        self.scores: dict[int, list[float]] = {}
         self.ended: dict[int, Event] = {}
         self.plans: list[Plan] = []
 
@@ -84,7 +85,8 @@ class Bench:
         """Reads a step."""
         jobs = [plan.jobs[place] for place in plan.wanted]
         chosen = {job.name: one for job, one in zip(jobs, step.read(), strict=True)}
-        for event in self.scheduler.record(plan, chosen):
+        for event in self.scheduler.record(plan, chosen, step.read_scores()):
+            self.scores.setdefault(event.name, []).extend(one.logprob for one in event.scores)
             if event.token is not None:
                 self.answers.setdefault(event.name, []).append(event.token)
             if event.last:
@@ -131,7 +133,7 @@ def test_every_request_gets_what_it_gets_alone_and_all_pages_come_back(
         ahead=ahead,
         rows=rows,
     )
-    wanted, cancelled = {}, set()
+    wanted, cancelled, scored = {}, set(), {}
     stems = [[draw.randrange(1, 250) for _ in range(20)] for _ in range(3)]
     for name in range(draw.randrange(1, 25)):
         prompt = draw.choice(stems)[: draw.randrange(0, 20)] + [
@@ -140,6 +142,8 @@ def test_every_request_gets_what_it_gets_alone_and_all_pages_come_back(
         max_tokens = draw.randrange(1, 12)
         wanted[name] = answer(prompt, max_tokens)
         bench.scheduler.add([job(name, prompt, max_tokens)])
+        bench.scheduler.waiting[-1].score_prompt = draw.random() < 0.2
+        scored |= {name: prompt} if bench.scheduler.waiting[-1].score_prompt else {}
         for _ in range(draw.choice([0, 0, 1, 5])):
             bench.step()
         if draw.random() < 0.2:
@@ -153,6 +157,8 @@ def test_every_request_gets_what_it_gets_alone_and_all_pages_come_back(
         else:
             assert bench.answers.get(name, []) == tokens
             assert bench.ended[name].finish in ("stop", "length")
+            expected = likelihoods(scored[name]) if name in scored else []
+            assert bench.scores[name] == pytest.approx(expected, abs=1e-5)
     bench.assert_all_pages_come_back()
 
 
@@ -238,6 +244,32 @@ def test_short_prompts_whose_pieces_read_too_much_together_come_one_after_anothe
     bench.scheduler.add([job(name, [name + 1] * 30, 1) for name in range(3)])
     bench.drain()
     assert [plan.counts for plan in bench.plans if plan.packed] == [[30], [30], [30]]
+
+
+def likelihoods(prompt: Sequence[int]) -> list[float]:
+    """What the fake thinks of the tokens of a prompt, from the second one on."""
+    rows = [scores_after(prompt[:end]).log_softmax(-1) for end in range(1, len(prompt))]
+    return [float(row[token]) for row, token in zip(rows, prompt[1:], strict=True)]
+
+
+def test_a_prompt_that_is_scored_is_computed_whole_in_short_steps_and_serves_others():
+    bench = Bench(pages=400, page_size=4, chunk=1000, pieces=2, rows=30)
+    prompt = [x * 37 % 250 + 1 for x in range(600)]
+    bench.scheduler.add([job(0, prompt)])
+    bench.drain()
+    steps = len(bench.plans)
+    scored = Job(1, prompt, 5, stops=frozenset([STOP]), score_prompt=True)
+    bench.scheduler.add([scored, job(2, [9] * 500), job(3, [8, 7])])
+    bench.drain()
+    assert bench.ended[1].shared == 0
+    shares = [plan.counts[plan.scored[0]] for plan in bench.plans[steps:] if plan.scored]
+    assert (sum(shares), max(shares)) == (600, scheduling.SCORED)
+    assert bench.scores[1] == pytest.approx(likelihoods(prompt), abs=1e-5)
+    assert (bench.scores[2], bench.scores[3]) == ([], [])
+    bench.scheduler.add([job(4, prompt)])
+    bench.drain()
+    assert bench.ended[4].shared > 500
+    bench.assert_all_pages_come_back()
 
 
 def test_a_prefix_is_computed_once():

@@ -1,13 +1,14 @@
 """What requests may say and what answers look like: the parts of OpenAI's interface that are served.
 
 Owns bodies, their refusals, and the objects of answers, chunks and errors. Refuses to know HTTP (http.py) and the engine.
-Nothing is accepted and ignored: a field that is not served may only have the value that means nothing.
+Nothing is accepted and ignored: a field that is not served may only have a value that asks for nothing.
 """
 
 from __future__ import annotations
 
 import json
 import math
+import re
 import time
 import uuid
 from collections.abc import Sequence
@@ -25,8 +26,12 @@ from ringattn.launch.serving.text import REPLACEMENT, Pieces, Stops, Tokenizer, 
 MOST_CHOICES = 128
 MOST_STOPS = 16
 MOST_LOGPROBS = 20
+MOST_NAMED = 1024
+"""Tokens that `logit_bias` or `stop_token_ids` may name."""
 COMPLETION_TOKENS = 16
 """New tokens of a completion that does not say how many: OpenAI's default."""
+
+TOKEN = re.compile("0|[1-9][0-9]{0,8}")
 
 _TYPES = {401: "authentication_error", 429: "rate_limit_error", 500: "server_error", 503: "service_unavailable_error"}
 
@@ -80,19 +85,35 @@ class _Body(_Strict):
     stop: str | list[str] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    user: str | None = None  # says nothing about the answer
-    metadata: dict[str, str] | None = None  # likewise
+    # what says nothing about the answer, and the values of others that ask for nothing: clients send them unasked
+    user: str | None = None
+    metadata: dict[str, str] | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    parallel_tool_calls: bool | None = None  # of no tools
+    store: Literal[False] | None = None
+    service_tier: Literal["auto", "default"] | None = None
+    reasoning_effort: Literal["none", "medium"] | None = None  # both are defaults of OpenAI's models
+    verbosity: Literal["medium"] | None = None
     ignore_eos: bool = False  # goes on to max_tokens, for measurements; like the next, not OpenAI's, named as elsewhere
     return_token_ids: bool | None = None  # says the answer's tokens as numbers, those without text of their own too
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
+    presence_penalty: float = Field(0.0, ge=-2, le=2)
+    frequency_penalty: float = Field(0.0, ge=-2, le=2)
+    logit_bias: dict[str, float] = Field({}, max_length=MOST_NAMED)
+    # not OpenAI's, named as vLLM has them
+    top_k: int = Field(0, ge=-1)  # 0 and -1: all
+    min_p: float = Field(0.0, ge=0, le=1)
+    repetition_penalty: float = Field(1.0, ge=0.01, le=100)
+    stop_token_ids: list[int] = Field([], max_length=MOST_NAMED)
 
-    @field_validator("presence_penalty", "frequency_penalty", "logit_bias")
+    @field_validator("logit_bias")
     @classmethod
-    def _nothing(cls, value: Any) -> Any:
-        if value:
-            raise ValueError(f"must be left out, got {value}: it is not supported")
+    def _biases(cls, value: dict[str, float]) -> dict[str, float]:
+        for token, bias in value.items():
+            if not TOKEN.fullmatch(token) or not -100 <= bias <= 100:
+                raise ValueError(
+                    f"must have tokens, as digits, with numbers from -100 to 100, got {token[:20]!r}: {bias}"
+                )
         return value
 
     @field_validator("stop")
@@ -107,6 +128,11 @@ class _Body(_Strict):
     def stops(self) -> list[str]:
         """The stop strings."""
         return [self.stop] if isinstance(self.stop, str) else list(self.stop or ())
+
+    @property
+    def biases(self) -> dict[int, float]:
+        """What is added to the logits of tokens."""
+        return {int(token): bias for token, bias in self.logit_bias.items()}
 
     @property
     def choices(self) -> int:
@@ -124,13 +150,31 @@ class _Body(_Strict):
             top_p=1.0 if self.top_p is None else self.top_p,
             seed=None if self.seed is None else self.seed + choice,
             logprobs=self.wanted_logprobs(),
+            top_k=max(0, min(self.top_k, LONGEST)),  # no vocabulary has more
+            min_p=self.min_p,
+            repetition_penalty=self.repetition_penalty,
+            presence_penalty=self.presence_penalty,
+            frequency_penalty=self.frequency_penalty,
+            logit_bias=tuple(self.biases.items()),
         )
+
+    def check_tokens(self, vocab_size: int) -> None:
+        """Refuses tokens that the model does not have.
+
+        Raises:
+            Refused: `logit_bias` or `stop_token_ids` names one.
+        """
+        for name, tokens in (("logit_bias", self.biases), ("stop_token_ids", self.stop_token_ids)):
+            for token in tokens:
+                if not 0 <= token < vocab_size:
+                    raise Refused(400, f"{name}: tokens must be from 0 to {vocab_size - 1}, got {token}", name)
 
 
 class Completion(_Body):
     """The body of /v1/completions."""
 
     prompt: Any
+    max_tokens: int | None = Field(None, ge=0, le=LONGEST)  # 0: the prompt alone, with echo
     echo: bool = False
     logprobs: int | None = Field(None, ge=0, le=MOST_LOGPROBS)
     best_of: int | None = None
@@ -248,8 +292,8 @@ def read_body(kind: type[_Body], data: bytes) -> Any:
         raise Refused(400, "stream_options must be left out when stream is not true", "stream_options")
     if isinstance(body, Completion) and body.best_of not in (None, body.choices):
         raise Refused(400, f"best_of must be left out or equal n, got {body.best_of}", "best_of")
-    if isinstance(body, Completion) and body.echo and body.logprobs is not None:
-        raise Refused(400, "echo must be left out when logprobs are wanted: those of a prompt are not kept", "echo")
+    if isinstance(body, Completion) and body.max_tokens == 0 and not body.echo:
+        raise Refused(400, "max_tokens: must be at least 1 when echo is not true, got 0", "max_tokens")
     if isinstance(body, Chat) and body.top_logprobs is not None and not body.logprobs:
         raise Refused(400, "top_logprobs must be left out when logprobs is not true", "top_logprobs")
     if isinstance(body, Chat) and None not in (body.max_tokens, body.max_completion_tokens):
@@ -266,6 +310,10 @@ def ascii_only(text: str) -> str:
     return text.encode("ascii", "backslashreplace").decode()
 
 
+Said = tuple[int, Logprob | None, int]
+"""A token, what the model thought of it, and where it begins in the text."""
+
+
 @dataclass
 class Choice:
     """One answer as it grows.
@@ -276,13 +324,16 @@ class Choice:
         tokenizer: Of the model.
         stops: Strings that end it.
         echo: Text that comes before it.
+        score_prompt: Whether logprobs of the prompt come, which is echoed.
+        silent: Whether it has no tokens: only its prompt is wanted.
 
     Attributes:
         finish: Why it has ended; None while it has not.
         length: Characters of its tokens so far, with those that may yet begin a stop string.
         shared: How many of its prompt's were in the cache.
         ids: Its tokens.
-        logprobs: Of its tokens: (token, its text, what the model thought, where it begins in the text).
+        logprobs: Of its tokens: (token, what the model thought, where it begins in the text with the echo).
+        echoed: The same of its prompt's, of whose first one the model could think nothing.
     """
 
     index: int
@@ -290,16 +341,22 @@ class Choice:
     tokenizer: Tokenizer
     stops: Sequence[str]
     echo: str = ""
+    score_prompt: bool = False
+    silent: bool = False
     finish: str | None = None
     length: int = 0
     shared: int = 0
     ids: list[int] = field(default_factory=list)
-    logprobs: list[tuple[int, Logprob, int]] = field(default_factory=list)
+    logprobs: list[Said] = field(default_factory=list)
+    echoed: list[Said] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self._pieces = Pieces(self.tokenizer.decode, self.prompt)
         self._stops = Stops(self.stops)
         self._texts: list[str] = []
+        self._prompt_pieces, self._echoed_length = Pieces(self.tokenizer.decode), 0
+        if self.score_prompt:
+            self._echo(None)
 
     @property
     def text(self) -> str:
@@ -316,11 +373,16 @@ class Choice:
             status, message = event.failure
             raise Refused(status, message, code="unavailable" if status == 503 else None)
         self.shared = event.shared
+        for one in event.scores:
+            self._echo(one)
+        if self.silent:
+            self.finish = "length" if event.token is not None or event.finish is not None else None
+            return ""
         piece = ""
         if event.token is not None:
             self.ids.append(event.token)
             if event.details is not None:
-                self.logprobs.append((event.token, event.details, self.length))
+                self.logprobs.append((event.token, event.details, len(self.echo) + self.length))
             piece = self._cut(self._pieces.push(event.token))
         if event.finish is not None:
             piece += self._cut(self._pieces.rest())
@@ -332,6 +394,12 @@ class Choice:
         elif event.finish is not None:
             self.finish = event.finish
         return piece
+
+    def _echo(self, said: Logprob | None) -> None:
+        """Notes what the model thought of the prompt's next token."""
+        token = self.prompt[len(self.echoed)]
+        self.echoed.append((token, said, self._echoed_length))
+        self._echoed_length += len(self._prompt_pieces.push(token))
 
     def _cut(self, piece: str) -> str:
         """What of some more text certainly comes before any stop string."""
@@ -381,7 +449,7 @@ class Writer:
         """The answer at once."""
         made = []
         for choice in choices:
-            said = self._logprobs(choice, 0)
+            said = self._logprobs(choice.echoed + choice.logprobs)
             body: dict[str, Any] = (
                 {"message": {"role": "assistant", "content": choice.text}}
                 if self._chat
@@ -396,13 +464,14 @@ class Writer:
         """The first line of a choice, before any token; may be none."""
         if self._chat:
             return line(self._chunk(choice.index, {"delta": {"role": "assistant", "content": ""}}, None, None))
-        return line(self._chunk(choice.index, {"text": choice.echo}, None, None)) if choice.echo else b""
+        said = self._logprobs(choice.echoed)
+        return line(self._chunk(choice.index, {"text": choice.echo}, said, None)) if choice.echo or said else b""
 
     def piece(self, choice: Choice, text: str, said: int) -> bytes:
         """A line with some text; of the answer's tokens `said` have been sent before."""
         form = self._forms.get(choice.index) or self._form(choice.index)
         ids = to_json(choice.ids[said:]) if self._with_ids else b""
-        logprobs = to_json(self._logprobs(choice, said)) if choice.logprobs else b"null"
+        logprobs = to_json(self._logprobs(choice.logprobs[said:])) if choice.logprobs else b"null"
         return form[0] + to_json(text) + form[1] + ids + form[2] + logprobs + form[3]
 
     def closing(self, choice: Choice) -> bytes:
@@ -437,21 +506,21 @@ class Writer:
         chunk = {**self._common, "object": self._kind, "choices": [choice]}
         return {**chunk, "usage": None} if self._with_usage else chunk
 
-    def _logprobs(self, choice: Choice, said: int) -> dict[str, Any] | None:
-        rows = choice.logprobs[said:]
+    def _logprobs(self, rows: Sequence[Said]) -> dict[str, Any] | None:
         if not rows:
             return None
         if self._chat:
             content = []
             for token, found, _ in rows:
+                assert found is not None, "a chat echoes nothing"
                 top = [self._entry(one, value) for one, value in found.top]
                 content.append({**self._entry(token, found.logprob), "top_logprobs": top})
             return {"content": content, "refusal": None}
         return {
             "tokens": [self._text(token) for token, _, _ in rows],
-            "token_logprobs": [_number(found.logprob) for _, found, _ in rows],
-            "top_logprobs": [self._by_text(found.top) for _, found, _ in rows],
-            "text_offset": [len(choice.echo) + offset for _, _, offset in rows],
+            "token_logprobs": [None if found is None else _number(found.logprob) for _, found, _ in rows],
+            "top_logprobs": [None if found is None else self._by_text(found.top) for _, found, _ in rows],
+            "text_offset": [offset for _, _, offset in rows],
         }
 
     def _by_text(self, top: Sequence[tuple[int, float]]) -> dict[str, float]:
@@ -494,6 +563,8 @@ class Lines:
         choice = self._choices[place]
         said = len(choice.ids)
         piece = choice.push(event)
+        if event.scores:
+            return False  # said with the echo
         if place not in self._opened:
             self._opened.add(place)
             self._lines += filter(None, [self._writer.opening(choice)])

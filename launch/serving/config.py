@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import resource
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +26,12 @@ ENDED = "RINGATTN_SERVE_ENDED"
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 """Names of this machine."""
+
+MOST_LEAVING = 256
+"""Connections beyond --max-connections that are being turned away at a time; one more ends the wait for the first of them."""
+
+OTHER_FILES = 64
+"""Files of the process of HTTP that are no connections."""
 
 MOST_GRACE_S = 25.0
 """What launchers kill after 30 s must have ended before."""
@@ -162,6 +169,26 @@ def parse(arguments: Sequence[str], prog: str, description: str) -> ServeArgs:
     if args.api_key is None and KEY in os.environ:
         return dataclasses.replace(args, api_key=os.environ[KEY])
     return args
+
+
+def allow_connections(most: int) -> None:
+    """Lets this process, and those that it starts, open a file per connection: without one left, a client is cut off.
+
+    Args:
+        most: Connections that may be open, beside MOST_LEAVING.
+
+    Raises:
+        Refusal: The system does not allow so many files.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    files = most + MOST_LEAVING + OTHER_FILES
+    if hard != resource.RLIM_INFINITY and files > hard:
+        raise Refusal(
+            f"max_connections must be at most {hard - files + most} where a process may open {hard} files, got {most}; "
+            "pass another --max-connections, or raise that limit (ulimit -Hn)"
+        )
+    if soft != resource.RLIM_INFINITY and files > soft:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (files, hard))
 
 
 def check_model(path: str) -> None:

@@ -15,13 +15,12 @@ import json
 from typing import Any
 
 from ringattn.launch.serving.api import Refused
+from ringattn.launch.serving.config import MOST_LEAVING
 
 SILENT_S = 60.0
 """Seconds in which the first request of a connection must have come."""
-FAREWELL_S = 1.0
-"""Seconds in which a client may read why it is turned away."""
-MOST_LEAVING = 64
-"""Connections that are being turned away at a time; more are cut off without a word."""
+FAREWELL_S = 5.0
+"""Seconds in which a client may read why it is turned away; most close at once when they have."""
 
 
 def bound_connections(kind: Any, most: int) -> type[asyncio.Protocol]:
@@ -32,7 +31,7 @@ def bound_connections(kind: Any, most: int) -> type[asyncio.Protocol]:
         most: How many.
     """
     here: set[asyncio.Protocol] = set()
-    leaving: set[asyncio.Protocol] = set()
+    leaving: dict[asyncio.Protocol, Any] = {}  # in the order in which they came, with their transports
     answer = _answer(most)
 
     class Bounded(kind):
@@ -49,9 +48,8 @@ def bound_connections(kind: Any, most: int) -> type[asyncio.Protocol]:
                 return
             self.turned_away = True
             if len(leaving) >= MOST_LEAVING:
-                transport.abort()
-                return
-            leaving.add(self)
+                leaving.pop(next(iter(leaving))).close()
+            leaving[self] = transport
             transport.write(answer)
             transport.write_eof()
             asyncio.get_running_loop().call_later(FAREWELL_S, transport.close)
@@ -64,7 +62,7 @@ def bound_connections(kind: Any, most: int) -> type[asyncio.Protocol]:
         def connection_lost(self, exc: Exception | None) -> None:
             """Its place is free."""
             here.discard(self)
-            leaving.discard(self)
+            leaving.pop(self, None)
             if not self.turned_away:
                 self._silence.cancel()
                 super().connection_lost(exc)

@@ -61,6 +61,10 @@ class Computing(Protocol):
         """Waits, and says what was chosen for each request that gets a token, on rank 0: a token, None where there is none."""
         ...
 
+    def read_scores(self) -> list[tuple[Logprob, ...] | None]:
+        """Waits, and says what the model thought of each of `Plan.targets`, on rank 0; None where that is no number."""
+        ...
+
 
 class Runner(Protocol):
     """What computes steps, on every rank alike.
@@ -256,6 +260,7 @@ class Engine:
             chosen = under_way.step.read()
         else:
             under_way.step.wait()
+        scores = under_way.step.read_scores() if plan.scored else []
         ended = time.monotonic()
         kind = "decode" if plan.answers else "prefill"
         self._steps[kind] += 1
@@ -264,7 +269,7 @@ class Engine:
         self._ended = ended
         self._generated += len(jobs)
         self._recent.append((ended, len(plan.tokens) - plan.answers, len(jobs)))
-        return self.scheduler.record(plan, {job.name: one for job, one in zip(jobs, chosen, strict=True)})
+        return self.scheduler.record(plan, {job.name: one for job, one in zip(jobs, chosen, strict=True)}, scores)
 
     def _deliver(self, events: list[Event], state: dict[str, Any] | None) -> None:
         with self._wake:

@@ -226,10 +226,8 @@ def submit_of(jobs: Sequence[Job]) -> Submit:
         if id(job.prompt) not in indices:
             indices[id(job.prompt)] = len(prompts)
             prompts.append(Prompt(job.prompt, job.digests))
-        how = job.sampling
-        seed = None if how.seed is None else hex(how.seed)
-        asked = (how.temperature, how.top_p, seed, how.logprobs)
-        requests.append(NewRequest(job.name, indices[id(job.prompt)], job.max_tokens, sorted(job.stops), *asked))
+        options, stops = job.sampling.options(), sorted(job.stops)
+        requests.append(NewRequest(job.name, indices[id(job.prompt)], job.max_tokens, stops, options, job.score_prompt))
     return Submit(prompts, requests)
 
 

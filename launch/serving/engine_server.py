@@ -247,10 +247,7 @@ def jobs_of(message: Submit) -> list[Job]:
     jobs = []
     for one in message.requests:
         prompt = message.prompts[one.prompt]
-        seed = None if one.seed is None else int(one.seed, 16)
-        sampling = Sampling(one.temperature, one.top_p, seed, one.logprobs)
-        stops = frozenset(one.stops)
-        jobs.append(
-            Job(one.name, prompt.tokens, one.max_tokens, sampling=sampling, stops=stops, digests=prompt.digests)
-        )
+        job = Job(one.name, prompt.tokens, one.max_tokens, stops=frozenset(one.stops), digests=prompt.digests)
+        job.sampling, job.score_prompt = Sampling.of(one.sampling), one.score_prompt
+        jobs.append(job)
     return jobs

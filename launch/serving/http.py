@@ -15,6 +15,7 @@ import re
 import socket
 import threading
 import time
+import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -51,6 +52,12 @@ from ringattn.launch.serving.scheduling import Job
 from ringattn.launch.serving.text import NoTemplate, Tokenizer
 
 PAGE = Path(__file__).with_name("page.html")
+REQUEST_ID = re.compile(rb"[!-~]{1,200}")
+"""A request id that a client may choose: it comes back in the answer."""
+
+ONCE = ("host", "authorization", "x-request-id")
+"""Headers that may be sent once: of two, a proxy in front and this server may each obey another one."""
+
 OPEN_PATHS = ("/", "/health")
 """What needs no key: the page by itself shows nothing."""
 
@@ -137,6 +144,11 @@ async def read_bytes(request: Request, limit: int) -> bytes:
     if kind != "application/json":
         # forms of other sites, which browsers send without asking, cannot say this
         raise Refused(415, f"Content-Type must be application/json, got {ascii_only(kind)[:100] or 'none'}")
+    encoding = ", ".join(request.headers.getlist("content-encoding")).strip().lower()
+    if encoding not in ("", "identity"):
+        raise Refused(
+            415, f"Content-Encoding must be identity, got {ascii_only(encoding)[:100]}; send the body as it is"
+        )
     data, size = bytearray(), 0
 
     async def read() -> None:
@@ -160,7 +172,7 @@ async def read_bytes(request: Request, limit: int) -> bytes:
 
 
 class Guard:
-    """Checks hosts and keys before anything else, and counts answers.
+    """Checks headers before anything else, counts answers, and gives each a request id.
 
     Args:
         app: What is guarded.
@@ -183,16 +195,30 @@ class Guard:
             return
         path = scope["path"] if scope["path"] in self._paths else "other"
 
-        async def count(message: Message) -> None:
+        headers = dict(scope["headers"])
+        error = self._check(scope, headers)
+        given = headers.get(b"x-request-id", b"")
+        # a refused one is not sent back
+        name = given if REQUEST_ID.fullmatch(given) else f"req-{uuid.uuid4().hex}".encode()
+
+        async def mark(message: Message) -> None:
             if message["type"] == "http.response.start":
                 self._metrics.responses.labels(path, message["status"]).inc()
+                message = {**message, "headers": [*message.get("headers", ()), (b"x-request-id", name)]}
             await send(message)
 
-        error = self._check(scope)
-        await (self._app if error is None else refusal(error))(scope, receive, count)
+        await (self._app if error is None else refusal(error))(scope, receive, mark)
 
-    def _check(self, scope: Scope) -> Refused | None:
-        headers = dict(scope["headers"])
+    def _check(self, scope: Scope, headers: Mapping[bytes, bytes]) -> Refused | None:
+        names = [name for name, _ in scope["headers"]]
+        for once in ONCE:
+            if (count := names.count(once.encode())) > 1:
+                return Refused(400, f"{once} must be sent once, got {count} headers; leave out all but one", once)
+        given = headers.get(b"x-request-id")
+        if given is not None and not REQUEST_ID.fullmatch(given):
+            shown = ascii_only(given.decode("latin-1"))[:100]
+            what = f"x-request-id must be 1 to 200 printable ASCII characters without spaces, got {shown!r}"
+            return Refused(400, f"{what}; leave it out to get one", "x-request-id")
         if self._hosts is not None:
             host = headers.get(b"host", b"").decode("latin-1")
             name = re.sub(r":\d*$", "", host).strip("[]").lower()
@@ -310,7 +336,12 @@ def make_app(
             asked = body.max_completion_tokens or body.max_tokens
         else:
             wanted = body.prompts()
-            asked = body.max_tokens or min(COMPLETION_TOKENS, limits.max_tokens or COMPLETION_TOKENS)
+            asked = body.max_tokens
+            if asked is None:
+                asked = min(COMPLETION_TOKENS, limits.max_tokens or COMPLETION_TOKENS)
+        body.check_tokens(tokenizer.vocab_size)
+        silent = asked == 0
+        score_prompt = isinstance(body, Completion) and body.echo and body.logprobs is not None
         if len(wanted) * body.choices > (most := min(MOST_ANSWERS, client.capacity.running + client.capacity.queue)):
             raise Refused(
                 400,
@@ -332,16 +363,16 @@ def make_app(
             echo = ""
             if isinstance(body, Completion) and body.echo:
                 echo = prompt if isinstance(prompt, str) else tokenizer.decode(tokens)
-            most = _check_length(len(tokens), asked)
+            most = _check_length(len(tokens), 1 if silent else asked)
             digests = chain(tokens, client.capacity.page_size) if client.capacity.keep else []
             prompts.append(tokens)
             for number_of_prompt in range(body.choices):
                 index = number * body.choices + number_of_prompt
-                choices.append(Choice(index, tokens, tokenizer, body.stops, echo))
-                stops = frozenset() if body.ignore_eos else tokenizer.stops
-                jobs.append(
-                    Job(0, tokens, most, sampling=body.sampling(number_of_prompt), stops=stops, digests=digests)
-                )
+                choices.append(Choice(index, tokens, tokenizer, body.stops, echo, score_prompt, silent))
+                job = Job(0, tokens, most, sampling=body.sampling(number_of_prompt), digests=digests)
+                job.stops = frozenset(body.stop_token_ids) | (frozenset() if body.ignore_eos else tokenizer.stops)
+                job.score_prompt = score_prompt
+                jobs.append(job)
         return Prepared(body, prompts, choices, *client.pack(jobs))
 
     def _check_length(prompt: int, asked: int | None) -> int:

@@ -55,6 +55,7 @@ class Event(msgspec.Struct, array_like=True, frozen=True, gc=False):
         failure: An HTTP status and a sentence, when there is no answer.
         shared: Tokens of the prompt that were in the cache already.
         details: Log probabilities of the token, where they were asked for.
+        scores: The same of the prompt's next tokens, from its second one on; then there is neither token nor end.
     """
 
     name: int
@@ -63,6 +64,7 @@ class Event(msgspec.Struct, array_like=True, frozen=True, gc=False):
     failure: tuple[int, str] | None = None
     shared: int = 0
     details: Logprob | None = None
+    scores: tuple[Logprob, ...] = ()
 
     @property
     def last(self) -> bool:
@@ -86,6 +88,25 @@ class Prompt(msgspec.Struct, array_like=True):
     digests: list[bytes]
 
 
+class SamplingOptions(msgspec.Struct, array_like=True):
+    """Options of `Sampling`, which says what they mean.
+
+    Attributes:
+        seed: In hexadecimal: msgpack has no integers beyond 64 bits.
+    """
+
+    temperature: float
+    top_p: float
+    seed: str | None
+    logprobs: int | None
+    top_k: int
+    min_p: float
+    repetition_penalty: float
+    presence_penalty: float
+    frequency_penalty: float
+    logit_bias: tuple[tuple[int, float], ...]
+
+
 class NewRequest(msgspec.Struct, array_like=True):
     """A request for one answer.
 
@@ -94,20 +115,16 @@ class NewRequest(msgspec.Struct, array_like=True):
         prompt: Index among the prompts of the message.
         max_tokens: New tokens at most.
         stops: Tokens that end the answer.
-        temperature: See `Sampling`.
-        top_p: See `Sampling`.
-        seed: In hexadecimal: msgpack has no integers beyond 64 bits.
-        logprobs: See `Sampling`.
+        sampling: Of its tokens.
+        score_prompt: Whether logprobs of the prompt's tokens are wanted.
     """
 
     name: int
     prompt: int
     max_tokens: int
     stops: list[int]
-    temperature: float
-    top_p: float
-    seed: str | None
-    logprobs: int | None
+    sampling: SamplingOptions
+    score_prompt: bool
 
 
 class Submit(msgspec.Struct, tag=True):
@@ -221,6 +238,7 @@ class StepCommand(msgspec.Struct, tag=True, omit_defaults=True):
     decodes: bool = False
     packed: bool = False
     mixed: bool = False
+    scored: list[int] = []
 
 
 ToRank = RankAddress | PortResult | StepCommand | Heartbeat | Stop

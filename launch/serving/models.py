@@ -145,10 +145,10 @@ def load(
     if path != TINY and any((folder / file).is_file() for file in TOKENIZERS):
         tokenizer: Tokenizer = Pretrained(folder, stops, vocab)
     else:
-        tokenizer = Bytes()
-        if vocab < tokenizer.vocab_size:
+        tokenizer = Bytes(vocab)
+        if vocab < Bytes.LEAST:
             raise Refusal(
-                f"a model without a tokenizer must have at least {tokenizer.vocab_size} tokens, for bytes and an end, got {vocab}; "
+                f"a model without a tokenizer must have at least {Bytes.LEAST} tokens, for bytes and an end, got {vocab}; "
                 "put a tokenizer.json into its folder"
             )
     served_name = name or (TINY if path == TINY else (place if place.is_dir() else place.parent).resolve().name)

@@ -18,8 +18,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -28,7 +29,7 @@ from torch import Tensor
 from ringattn.inference import PagedKVCache
 from ringattn.inference.step import MOST_DECODED
 from ringattn.launch.serving.messages import Logprob
-from ringattn.launch.serving.sampling import Chosen, Sampling, choose, to_device
+from ringattn.launch.serving.sampling import Chosen, Sampling, choose, score, to_device
 from ringattn.launch.serving.scheduling import Plan
 from ringattn.transport.patience import Marks
 
@@ -144,14 +145,15 @@ class Replica:
         """
         device, ring = self._cache.device, self._cache.ring
         begun = self._mark()
-        logits = self._compute(plan)
+        logits, scored = self._compute(plan)
         chosen, count = None, len(plan.wanted)
         if count > self._mine.shape[0]:
             self._room(2 * count)
         if ring.rank == 0:
-            chosen = choose(logits, [plan.jobs[place].sampling for place in plan.wanted])
+            jobs = [plan.jobs[place] for place in plan.wanted]
+            chosen = choose(logits, [job.sampling for job in jobs], [job.prompt for job in jobs])
             self._mine[:count].copy_(chosen.tokens)
-            chosen = chosen.on_host()
+            chosen = replace(chosen, scores=tuple(self._score(plan, scored))).on_host()
         ring.exchange(device).gather(*self._bits)
         # what is no number ends its request, and what a failed exchange leaves ends the server: both must be tokens until then
         self._chosen = self._all[:count].clamp(min=0)
@@ -177,11 +179,40 @@ class Replica:
         self._cache.ring.wait(self._cache.device, marks=marks, what=step.what)
         self._usual[step.kind] = marks.lasted_s
 
-    def _compute(self, plan: Plan) -> Tensor:
+    def _compute(self, plan: Plan) -> tuple[Tensor, list[Tensor]]:
+        """The logits `wanted vocab` of a step, which the next one may overwrite, and `rows vocab` of each that is scored."""
+        tokens = self._tokens(plan)
+        if plan.scored:
+            return self._compute_scored(plan, tokens)
+        return self._compute_wanted(plan, tokens), []
+
+    def _compute_scored(self, plan: Plan, tokens: Tensor) -> tuple[Tensor, list[Tensor]]:
+        """`_compute` where logits of all rows of some are wanted."""
+        from ringattn.integrations.transformers.steps import forward_step
+
+        step = self._cache.extend(plan.requests, plan.counts, mode="prefill")
+        ends = list(accumulate(plan.counts, initial=0))
+        rows = {place: range(ends[place + 1] - 1, ends[place + 1]) for place in plan.wanted}
+        rows |= {place: range(ends[place], ends[place + 1]) for place in plan.scored}
+        laid = [row for place in sorted(rows) for row in rows[place]]
+        with torch.no_grad():
+            out = forward_step(self._model, step, {"input_ids": tokens[None]}, step.positions, laid)
+        parts = dict(zip(sorted(rows), out.logits[0].split([len(rows[place]) for place in sorted(rows)]), strict=True))
+        wanted = [parts[place][-1:] for place in plan.wanted]
+        return torch.cat([out.logits[0, :0], *wanted]), [parts[place] for place in plan.scored]
+
+    def _score(self, plan: Plan, scored: Sequence[Tensor]) -> list[Tensor]:
+        """The logprobs of tokens of prompts, by rank 0, one prompt after another: each may take much memory."""
+        found = []
+        for place, targets, logits in zip(plan.scored, plan.targets, scored, strict=True):
+            tokens = self._upload(targets)
+            found.append(score(logits[: len(tokens)], tokens, plan.jobs[place].sampling.logprobs))
+        return found
+
+    def _compute_wanted(self, plan: Plan, tokens: Tensor) -> Tensor:
         """The logits `wanted vocab` of a step, which the next one may overwrite."""
         from ringattn.integrations.transformers import run_step
 
-        tokens = self._tokens(plan)
         if plan.decodes:
             return self._decoding.run(plan.requests, tokens[:, None]).logits[:, -1]
         if plan.packed or plan.mixed:
@@ -261,9 +292,13 @@ class Computing:
         assert self.choice is not None, "rank 0 chooses"
         return self.choice.read()
 
+    def read_scores(self) -> list[tuple[Logprob, ...] | None]:
+        """What the model thought of the tokens of prompts that are scored, on rank 0; waits for it."""
+        self.wait()
+        assert self.choice is not None, "rank 0 chooses"
+        return self.choice.read_scores()
+
 
 def _try_choices(logits: Tensor) -> None:
-    """Chooses tokens in every way for which something else is compiled: some drawn or none, with logprobs or without."""
-    for temperature in (0.0, 1.0):
-        for logprobs in (None, 1):
-            choose(logits, [Sampling(temperature, 0.9, seed=0, logprobs=logprobs)])
+    """Chooses a token with all options, so that no request waits until the kernels of torch are loaded."""
+    choose(logits, [Sampling(1.0, 0.9, 0, 1, 5, 0.1, 1.1, 0.1, 0.1, ((0, 1.0),))], [[0]])

@@ -19,6 +19,7 @@ import dataclasses
 import datetime
 import os
 import signal
+import socket
 import sys
 import threading
 import time
@@ -31,7 +32,7 @@ from typing import Any, TypeVar
 from ringattn.launch.changing import change_model
 from ringattn.launch.distributed import Rank, Refusal, join_ranks
 from ringattn.launch.serving.collector import settle
-from ringattn.launch.serving.config import ENDED, LOOPBACK, Limits, ServeArgs
+from ringattn.launch.serving.config import ENDED, LOOPBACK, Limits, ServeArgs, allow_connections
 from ringattn.launch.serving.engine import Engine, worker_loop
 from ringattn.launch.serving.engine_server import EngineServer, HttpProcess, bind
 from ringattn.launch.serving.messages import PortResult, Settings, Stop
@@ -101,7 +102,7 @@ def run_rank(args: ServeArgs) -> int:
             channel = RankChannel(rank, args.timeout)
             stack.callback(channel.close)
             try:
-                bound = _with_port(args, rank, channel, lambda: bind(args.host, args.port))
+                bound = _with_port(args, rank, channel, lambda: _bind(args))
                 port = 0
                 if bound is not None:
                     port = bound.getsockname()[1]
@@ -167,16 +168,24 @@ def _prepare(args: ServeArgs, rank: Rank) -> tuple[Served, Replica, str]:
     return served, replica, describe(cache)
 
 
+def _bind(args: ServeArgs) -> socket.socket:
+    """Binds the port for clients, and allows as many open files as there may be connections."""
+    allow_connections(args.max_connections)
+    return bind(args.host, args.port)
+
+
 def _with_port(args: ServeArgs, rank: Rank, channel: RankChannel, use: Callable[[], T]) -> T | None:
     """Uses the port for clients on rank 0, and returns what that gives; returns None on the others.
 
     Raises:
-        Refusal: The port cannot be had; on every rank.
+        Refusal: The port cannot be had, or not so many connections; on every rank.
     """
     error, found = "", None
     if rank.first:
         try:
             found = use()
+        except Refusal as why:
+            error = str(why)
         except OSError as why:
             error = (
                 f"host and port must be free to listen on, got {args.host} and {args.port}: {why.strerror or why}; "

@@ -40,6 +40,10 @@ Note [Steps ahead]
     because nobody wants more, was then in one step too many, whose token is dropped, and whose key is cropped before the prefix
     is kept. What an ended request had is free at once, though a step that is under way still writes there: steps are computed
     in the order of their plans.
+
+Note [Scores]
+    A prompt whose logprobs are wanted comes in steps around the ring, which give the logits of all its rows; a prefix that is there
+    already has none, so it begins afresh. Logits take vocab numbers a row: it brings at most SCORED tokens to a step.
 """
 
 from __future__ import annotations
@@ -68,6 +72,9 @@ MIXED_KEYS = 2**18
 """Keys on a rank that the rows of prompts of a mixed step may read together: a fourth of MOST_KEYS, because every row reads."""
 MOST_KEPT = 1024
 """Prefixes of ended requests that are kept at most: each costs some bookkeeping."""
+
+SCORED = 256
+"""Tokens that a prompt brings to a step where logits of all of them are wanted: 128 MiB of a vocabulary of 2**17 in fp32."""
 
 
 class NeverFits(ValueError):
@@ -151,6 +158,7 @@ class Job:
         sampling: How its tokens are chosen; not looked at here.
         stops: Tokens that end the answer, and are not part of it.
         digests: The chain of the prompt.
+        score_prompt: Whether the logprobs of the prompt's tokens are wanted: then all of it is computed (Note [Scores]).
         arrived: When it came.
         tokens: The prompt and the answer so far.
         request: Its name in the cache, once it was let in.
@@ -168,6 +176,7 @@ class Job:
     sampling: Any = None
     stops: frozenset[int] = frozenset()
     digests: list[Digest] = field(default_factory=list)
+    score_prompt: bool = False
     arrived: float = 0.0
     tokens: list[int] = field(default_factory=list)
     request: int = -1
@@ -209,8 +218,10 @@ class Plan:
         decodes: Whether each brings the token it got last; else they bring parts of prompts.
         packed: Whether these are computed like decoding (Note [Short prompts]).
         mixed: Whether some bring the token they got last, and others parts of prompts, in single rows (likewise).
+        scored: Places of those whose rows all give logits (Note [Scores]); only where neither of the three above is so.
         jobs: Rank 0 only: whose they are.
         answers: Rank 0 only: how many of them, the first ones, bring the token they got last.
+        targets: Rank 0 only: the tokens, of each that is scored, that its rows foretell, but for what follows the prompt.
     """
 
     changes: list[tuple[Any, ...]] = field(default_factory=list)
@@ -222,8 +233,10 @@ class Plan:
     decodes: bool = False
     packed: bool = False
     mixed: bool = False
+    scored: list[int] = field(default_factory=list)
     jobs: list[Job] = field(default_factory=list)
     answers: int = 0
+    targets: list[list[int]] = field(default_factory=list)
 
     @classmethod
     def of(cls, command: StepCommand) -> Plan:
@@ -446,6 +459,9 @@ class Scheduler:
             plan.tokens += job.tokens[job.done : job.done + share]
             if plan.answers:
                 plan.carried += [-1] * share
+            if job.score_prompt and (targets := job.prompt[job.done + 1 : job.done + share + 1]):
+                plan.scored.append(len(plan.jobs) - 1)
+                plan.targets.append(targets)
             job.done += share
             if job.prefilled:
                 job.coming, job.place = job.coming + 1, len(plan.wanted)
@@ -478,18 +494,25 @@ class Scheduler:
             len(self.running) < self.most_running and bool(self._by_length(list(self.waiting))[1])
         )
 
-    def record(self, plan: Plan, chosen: Mapping[int, tuple[int | None, Any]]) -> list[Event]:
+    def record(
+        self, plan: Plan, chosen: Mapping[int, tuple[int | None, Any]], scores: Sequence[tuple[Any, ...] | None] = ()
+    ) -> list[Event]:
         """Takes the tokens that a step gave.
 
         Args:
             plan: The step.
             chosen: By name of a job: its token, or None when the model gave no numbers, and what is to be said about it. Jobs
                 that have been ended since may be missing.
+            scores: What is to be said about `plan.targets`; None when the model gave no numbers.
 
         Returns:
             What happened, in the order of the plan.
         """
         events = []
+        for place, said in zip(plan.scored, scores, strict=True):
+            if (job := plan.jobs[place]).name not in self.running:
+                continue
+            events.append(self._fail(job) if said is None else Event(job.name, shared=job.shared, scores=said))
         for job in [plan.jobs[place] for place in plan.wanted]:
             if job.name not in self.running:
                 continue
@@ -498,11 +521,7 @@ class Scheduler:
                 self._coming.drop(job.name)
             token, details = chosen[job.name]
             if token is None:
-                message = (
-                    "the model's scores for the next token are not numbers: its dtype may be too narrow for this prompt"
-                )
-                events.append(Event(job.name, failure=(500, message)))
-                self._leave(job, keep=False)
+                events.append(self._fail(job))
                 continue
             finish = None
             if token in job.stops:
@@ -522,6 +541,12 @@ class Scheduler:
                     self._ready.add(job.request, job.digests[: brought // self.books.page_size])
         return events
 
+    def _fail(self, job: Job) -> Event:
+        """Takes a job out for which the model gave no numbers."""
+        self._leave(job, keep=False)
+        message = "the model's scores for the next token are not numbers: its dtype may be too narrow for this prompt"
+        return Event(job.name, failure=(500, message))
+
     def pages(self) -> dict[str, list[int]]:
         """Pages of each rank: those of running requests, those of kept prefixes alone, and free ones."""
         running = [len(pages) for pages in self._pages_of(self._of_request)]
@@ -535,7 +560,7 @@ class Scheduler:
         for job in prompts:
             pieces = _pages(len(job.prompt) - job.done, PIECE)
             few = pieces <= PACKED_STEPS * self.pieces and self._keys(job) <= MOST_KEYS * self.books.world_size
-            (short if few else long).append(job)
+            (short if few and not job.score_prompt else long).append(job)
         return short, long
 
     def _share_beside(self, answers: list[Job], short: list[Job]) -> list[tuple[Job, int]]:
@@ -578,7 +603,7 @@ class Scheduler:
             nonlocal left
             had = shares.get(job.name, 0)
             missing = len(job.prompt) - job.done - had
-            share = min(missing, most)
+            share = min(missing, most, SCORED - had) if job.score_prompt else min(missing, most)
             if share < missing:
                 # whole pages, so that few are left with a gap
                 over = (job.done + had + share) % self.books.page_size
@@ -602,7 +627,7 @@ class Scheduler:
             if self._blocked == (job.name, self._left):
                 break
             parent, length = self._longest(job)
-            if self.keep and self._coming.find(job.digests)[1] > length:
+            if self.keep and not job.score_prompt and self._coming.find(job.digests)[1] > length:
                 passed.append(self.waiting.popleft())
                 continue
             if not self._let_in(job, parent, length):
@@ -649,7 +674,7 @@ class Scheduler:
 
     def _longest(self, job: Job) -> tuple[int | None, int]:
         """Whose prefix to begin with, and how much of it; the prompt's last token is always computed: its logits are wanted."""
-        found, length = self._ready.find(job.digests) if self.keep else (None, 0)
+        found, length = self._ready.find(job.digests) if self.keep and not job.score_prompt else (None, 0)
         if not isinstance(found, int):
             return None, 0
         theirs = self._kept[found] if found in self._kept else self._of_request[found].tokens

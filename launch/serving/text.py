@@ -80,13 +80,18 @@ class Tokenizer(Protocol):
 
 
 class Bytes:
-    """A tokenizer that needs nothing: a token is a byte, and one more ends an answer."""
+    """A tokenizer that needs nothing: a token is a byte, one more ends an answer, and those above have no text.
+
+    Args:
+        vocab_size: Of the model: what it may answer with can be sent back in a prompt.
+    """
 
     END = 256
+    LEAST = 257
 
-    def __init__(self) -> None:
+    def __init__(self, vocab_size: int = LEAST) -> None:
         self.stops = frozenset([self.END])
-        self.vocab_size = 257
+        self.vocab_size = vocab_size
 
     def encode(self, text: str) -> list[int]:
         """The bytes of a text."""
@@ -102,8 +107,8 @@ class Bytes:
         return bytes(token for token in tokens if token < 256).decode(errors="replace")
 
     def recipe(self) -> dict[str, Any]:
-        """Nothing."""
-        return {}
+        """How many tokens the model has."""
+        return {"vocab_size": self.vocab_size}
 
 
 class Pretrained:
@@ -172,8 +177,8 @@ def _plain_tokenizer(inner: Any) -> Any:
 
 def make_tokenizer(recipe: Mapping[str, Any]) -> Tokenizer:
     """The tokenizer of a recipe: of a folder, or bytes."""
-    if not recipe:
-        return Bytes()
+    if "folder" not in recipe:
+        return Bytes(recipe["vocab_size"])
     return Pretrained(Path(recipe["folder"]), frozenset(recipe["stops"]), recipe["vocab_size"])
 
 
