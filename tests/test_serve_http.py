@@ -285,7 +285,7 @@ def test_options_of_other_servers_have_their_meaning(http):
         return choice.get("text") or choice["message"]["content"], choice["finish_reason"]
 
     text = Letters().decode(tokens)
-    hot = {"temperature": 2.0, "seed": 1}
+    hot: Any = {"temperature": 2.0, "seed": 1}
     assert ask(**hot)[0] != text
     for how in ({"top_k": 1}, {"min_p": 0.5}, {"top_p": 0.01}):
         assert ask(**hot, **how) == (text, "length")

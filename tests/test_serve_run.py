@@ -192,6 +192,33 @@ def test_greedy_text_is_that_of_one_process(server):
         assert "".join(chunk.choices[0].delta.content or "" for chunk in stream) == text
 
 
+def test_options_and_scores_of_a_prompt_go_through_two_processes_and_two_ranks(server):
+    """The likelihood of a prompt and of an answer is what one process with torch's own attention gives."""
+    prompt, most = "the exact ring of keys " * 20, 6
+    punished = {"repetition_penalty": 1.3, "frequency_penalty": 0.5, "presence_penalty": 0.2, "logit_bias": {"122": 3}}
+    body = {
+        "prompt": prompt,
+        "max_tokens": most,
+        "seed": 3,
+        "temperature": 0.7,
+        "top_k": 5,
+        "min_p": 0.01,
+        "ignore_eos": True,
+    }
+    asked = {**body, **punished, "echo": True, "logprobs": 1, "return_token_ids": True}
+    one, other = (
+        httpx.post(f"{server.url}/v1/completions", json=asked, timeout=120).json()["choices"][0] for _ in range(2)
+    )
+    assert one["token_ids"] == other["token_ids"]
+    tokens = [*prompt.encode(), *one["token_ids"]]
+    with torch.no_grad():
+        expected = _model()(input_ids=torch.tensor([tokens])).logits[0, :-1].log_softmax(-1)
+    found = one["logprobs"]["token_logprobs"]
+    assert (found[0], len(found)) == (None, len(prompt) + most)
+    wanted = expected.gather(1, torch.tensor(tokens[1:])[:, None])[:, 0]
+    torch.testing.assert_close(torch.tensor(found[1:]), wanted, rtol=1e-4, atol=1e-4)
+
+
 def test_the_state_says_what_the_server_runs_on_and_how_it_was_started(server):
     about = server.state()["server"]
     assert (about["world_size"], about["device"], about["backend"]) == (2, "cpu", "gloo")

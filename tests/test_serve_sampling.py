@@ -242,7 +242,7 @@ def processed(x: Tensor, prompt: list[int], answer: list[int], **said: Any) -> T
     from transformers.generation import logits_process as of
 
     x, tokens = x.double()[None], torch.tensor([prompt + answer])
-    bias = {(token,): float(value) for token, value in said.get("logit_bias", ())}
+    bias: Any = {(token,): float(value) for token, value in said.get("logit_bias", ())}
     first = LogitsProcessorList([of.SequenceBiasLogitsProcessor(bias)] if bias else [])
     if "repetition_penalty" in said:
         first.append(of.RepetitionPenaltyLogitsProcessor(said["repetition_penalty"]))
@@ -318,7 +318,7 @@ def test_requests_with_options_answer_alone_as_beside_others() -> None:
 
     alone: dict[int, list[int]] = {}
     for row, one in enumerate(samplings()):
-        alone[row] = [choose(x[row : row + 1], [one], [prompts[row]]).tokens.item() for x in logits[row:]]
+        alone[row] = [int(choose(x[row : row + 1], [one], [prompts[row]]).tokens) for x in logits[row:]]
     together, hows = {row: [] for row in range(6)}, samplings()
     for step, x in enumerate(logits):
         # one more request with each step, in another order each time

@@ -126,7 +126,7 @@ class Sampling:
         if self._counts is None:
             self._counts = torch.zeros(x.shape[1], dtype=torch.int32, device=x.device)
             known = [token for token in set(prompt) if token < x.shape[1]]
-            self._counts[to_device(known, torch.int64, x.device)] = IN_PROMPT
+            self._counts.index_fill_(0, to_device(known, torch.int64, x.device), IN_PROMPT)
         return self._counts
 
     def count(self, counts: Tensor) -> None:
