@@ -19,7 +19,7 @@ COMMANDS = (
     "train",
 )
 """Modules that are run with -m."""
-INSIDE = ("serving.http_process",)
+INSIDE = ("serve.http.process",)
 """Likewise, by other commands only."""
 PARTS = {"check_inference": "check --only inference", "fuzz": "check --fuzz", "soak": "check --soak"}
 """What runs modules that a command has under another name; those of `bench` have theirs."""

@@ -42,7 +42,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ringattn.launch.asking import Answer, ServerClient, message_of
-from ringattn.launch.serving.config import KEY
+from ringattn.launch.serve.config import KEY
 from ringattn.launch.session import Keep, check_numbers
 
 WARM_TOKENS = 2

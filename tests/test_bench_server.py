@@ -24,8 +24,8 @@ import torch
 from ringattn.launch import asking, bench, bench_server
 from ringattn.launch.asking import Answer, Events, ServerClient
 from ringattn.launch.bench_server import Bench, Load, Prompts, Server, Target, holds, mark_largest, quantile, run_load
-from ringattn.launch.serving.http import Limits
-from tests.serving import VOCAB, FakeRunner, Served, follow
+from ringattn.launch.serve.http.app import Limits
+from tests.support.serving import VOCAB, FakeRunner, Served, follow
 
 SAYS = {"vocab_size": VOCAB, "world_size": 2, "device": "cpu", "gpus": [], "cpu": "x", "dtype": "float32", "torch": "2"}
 ABOUT = {**SAYS, "graphs": 0, "parameters": 1, "flags": {"max_running": 64}}

@@ -15,10 +15,10 @@ import torch
 import zmq
 
 from ringattn.launch.distributed import Rank
-from ringattn.launch.serving import rank_liveness
-from ringattn.launch.serving.messages import Hello, RankAddress, StepCommand, Stop, encode
-from ringattn.launch.serving.rank_channel import RankChannel, accept_ranks, close_dealer, connect_to_rank_0
-from ringattn.launch.serving.rank_liveness import RankLiveness
+from ringattn.launch.serve import rank_liveness
+from ringattn.launch.serve.messages import Hello, RankAddress, StepCommand, Stop, encode
+from ringattn.launch.serve.rank_channel import RankChannel, accept_ranks, close_dealer, connect_to_rank_0
+from ringattn.launch.serve.rank_liveness import RankLiveness
 
 
 def rank(index: int, world_size: int = 2) -> Rank:
