@@ -101,7 +101,7 @@ class _Body(_Strict):
     frequency_penalty: float = Field(0.0, ge=-2, le=2)
     logit_bias: dict[str, float] = Field({}, max_length=MOST_NAMED)
     # not OpenAI's, named as vLLM has them
-    top_k: int = Field(0, ge=-1)  # 0 and -1: all
+    top_k: int = Field(0, ge=-1, le=LONGEST)  # 0 and -1: all
     min_p: float = Field(0.0, ge=0, le=1)
     repetition_penalty: float = Field(1.0, ge=0.01, le=100)
     stop_token_ids: list[int] = Field([], max_length=MOST_NAMED)
