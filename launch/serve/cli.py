@@ -3,7 +3,7 @@
     python -m ringattn.launch.serve --model PATH               starts its own ranks: one per GPU, or two on the CPU
     torchrun --nproc_per_node 4 -m ringattn.launch.serve --model PATH
 
-Owns the command: its processes and its exit code. Refuses to know what a rank does (serving/run.py).
+Starts the ranks and returns the exit code. A rank is in run.py.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ Starts its own ranks (one per GPU, or two on the CPU) unless torchrun did: torch
 The page at / is a chat and shows what the server does."""
 
 PACKAGES = ("tyro", "fastapi", "uvicorn", "prometheus_client", "zmq", "msgspec")
-"""What a server needs beside transformers, which takes seconds to import: ranks do it first of all."""
+"""Packages that a server needs beside transformers, which takes seconds to import."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Starts the ranks of the server, or is one of them.
+    """Start the ranks of the server, or run one of them.
 
     Args:
-        arguments: The command line; by default this process's.
+        arguments: The command line; by default that of this process.
 
     Returns:
-        The exit code: 0 when it was told to stop.
+        The exit code: 0 after an orderly shutdown.
     """
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     warnings.showwarning = lambda message, *_: print(f"warning: {message}", file=sys.stderr, flush=True)
@@ -54,7 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise Refusal(str(error)) from None
         if nproc > 1:
             return _launch(arguments, nproc)
-        # not at the top: what starts the ranks needs none of what they load
+        # not at the top: the launcher needs nothing that ranks import
         from ringattn.launch.serve.run import run_rank
 
         return run_rank(args)
@@ -65,7 +65,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _check_packages() -> None:
-    """Refuses before anything is loaded when a package is missing, or lacks what it needs itself."""
+    """Refuse to start when a package is missing or cannot be imported."""
     why = {} if importlib.util.find_spec("transformers") else {"transformers": "it is not there"}
     for name in PACKAGES:
         try:
@@ -85,5 +85,5 @@ def _launch(arguments: Sequence[str], nproc: int) -> int:
         os.environ[ENDED] = str(ended)
         code = launch_ranks(MODULE, arguments, nproc, hint="the same command starts the server again")
         del os.environ[ENDED]
-        # a signal is how a server ends: what counts is whether it ended well
+        # servers are ended by signals: the marker file tells an orderly end
         return 0 if ended.exists() and code in (0, 128 + signal.SIGTERM, 128 + signal.SIGINT) else code or 1

@@ -1,7 +1,4 @@
-"""The flags of the server.
-
-Owns names, defaults and limits of flags, and what can be refused before anything is loaded. Refuses to know how flags are obeyed.
-"""
+"""Flags of the server: names, defaults, limits, and checks before anything is loaded."""
 
 from __future__ import annotations
 
@@ -19,7 +16,7 @@ TINY = "tiny"
 """The name of a model that needs no files."""
 
 KEY = "RINGATTN_API_KEY"
-"""The environment variable of the key, which a command line would show to everybody on the machine."""
+"""Environment variable of the API key, which a command line would show to all users of the machine."""
 
 ENDED = "RINGATTN_SERVE_ENDED"
 """The environment variable that names a file which rank 0 makes when it has ended as it should."""
@@ -27,14 +24,14 @@ ENDED = "RINGATTN_SERVE_ENDED"
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 """Names of this machine."""
 
-MOST_LEAVING = 256
-"""Connections beyond --max-connections that are being turned away at a time; one more ends the wait for the first of them."""
+MAX_CLOSING = 256
+"""Connections beyond --max-connections that are being closed at a time; one more ends the wait for the first of them."""
 
 OTHER_FILES = 64
-"""Files of the process of HTTP that are no connections."""
+"""Files of the HTTP process that are not connections."""
 
-MOST_GRACE_S = 25.0
-"""What launchers kill after 30 s must have ended before."""
+MAX_GRACE_S = 25.0
+"""Launchers kill after 30 s."""
 
 
 @dataclass(frozen=True)
@@ -123,8 +120,8 @@ class ServeArgs:
                 raise ValueError(f"{name} must be above 0, got {value}; pass another --{name.replace('_', '-')}")
         if not -(2**63) <= self.seed < 2**64:
             raise ValueError(f"seed must be from -2**63 to 2**64 - 1, got {self.seed}; pass another --seed")
-        if not 0 <= self.grace <= MOST_GRACE_S:
-            raise ValueError(f"grace must be from 0 to {MOST_GRACE_S:g} s, got {self.grace}; launchers kill after 30 s")
+        if not 0 <= self.grace <= MAX_GRACE_S:
+            raise ValueError(f"grace must be from 0 to {MAX_GRACE_S:g} s, got {self.grace}; launchers kill after 30 s")
         if self.api_key is not None and (not self.api_key or self.api_key != self.api_key.strip()):
             # who sends no key would have an empty one, and a header loses the spaces at its end
             what = "one with spaces at an end" if self.api_key.strip() else "an empty one"
@@ -137,7 +134,7 @@ class ServeArgs:
 
 @dataclass(frozen=True)
 class Limits:
-    """What requests may take.
+    """Limits of requests.
 
     Attributes:
         body: Bytes.
@@ -158,7 +155,7 @@ def parse(arguments: Sequence[str], prog: str, description: str) -> ServeArgs:
     Args:
         arguments: The command line.
         prog: The command, for its help.
-        description: Likewise.
+        description: For its help.
 
     Raises:
         SystemExit: One is unknown or out of range; it was said.
@@ -171,17 +168,17 @@ def parse(arguments: Sequence[str], prog: str, description: str) -> ServeArgs:
     return args
 
 
-def allow_connections(most: int) -> None:
+def raise_file_limit(most: int) -> None:
     """Lets this process, and those that it starts, open a file per connection: without one left, a client is cut off.
 
     Args:
-        most: Connections that may be open, beside MOST_LEAVING.
+        most: Connections that may be open, beside MAX_CLOSING.
 
     Raises:
         Refusal: The system does not allow so many files.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    files = most + MOST_LEAVING + OTHER_FILES
+    files = most + MAX_CLOSING + OTHER_FILES
     if hard != resource.RLIM_INFINITY and files > hard:
         raise Refusal(
             f"max_connections must be at most {hard - files + most} where a process may open {hard} files, got {most}; "

@@ -1,19 +1,19 @@
-"""The loop that turns requests into tokens, on rank 0 and on the ranks that follow it.
+"""Engine loop of rank 0, which turns requests into tokens, and the loop of the other ranks.
 
-Owns the order of events in a step, who is told what, stopping, and the numbers that say how it goes. Refuses to know what a step
-brings (scheduling.py), how it is computed (a `Runner`), and HTTP.
+Owns the order of events in a step, delivery of events, shutdown, and the state of the server. Steps are planned by scheduler.py and
+computed by a `Runner`.
 
 Note [Threads]
-    The loop runs in the main thread of every rank. `submit`, `cancel`, `stop`, `fail` and `state` may be called from any
-    thread; what happens to requests is delivered by a callback, once per step and together with the state where that is new, in
-    the loop's thread, or, when all fails, in the thread that says so. Nothing else of weight runs beside the loop: HTTP and
-    tokenizers have a process of their own (engine_server.py), because threads of one interpreter take turns.
+    The loop runs in the main thread of every rank. `submit`, `cancel`, `stop`, `fail` and `state` may be called from any thread.
+    Events are delivered by a callback, once per step and together with a new state, in the loop's thread; after a failure, in the
+    thread that reports it. HTTP and tokenizers have a process of their own (engine_server.py), because threads of one interpreter
+    take turns.
 
-Note [A step ahead]
-    Where steps are enqueued (`Runner.ahead`), the next one is planned, told and started while one is under way, and only then are
-    the tokens of that one read, recorded and delivered: the device finds its next work there when it ends. A step that has ended
-    already, because the host is slower than the device, is read first: its plan would know more, and clients wait. So is one
-    before a step around the ring, which takes long to start. At most one step is under way when another one is started, on every
+Note [Asynchronous steps]
+    Where steps are enqueued (`Runner.ahead`), the next one is planned, broadcast and started while one runs, and only then are the
+    tokens of that one read, recorded and delivered: the device has its next work when a step ends. A step that has ended
+    already, because the host is slower than the device, is read first: the next plan then knows its tokens, and clients wait less.
+    So is a step before one around the ring, which takes long to start. At most one step runs when another one is started, on every
     rank.
 """
 
@@ -29,10 +29,10 @@ from typing import Any, Protocol
 from ringattn.inference.pages import Pages
 from ringattn.launch.serve.messages import Event, Heartbeat, Logprob, StepCommand, Stop, ToRank
 from ringattn.launch.serve.rank_channel import RankChannel
-from ringattn.launch.serve.scheduler import Job, Plan, Scheduler, apply_changes
+from ringattn.launch.serve.scheduler import Plan, Request, Scheduler, apply_changes
 
 BEAT_S = 1.0
-"""Seconds between messages to ranks that have nothing to do: each of their waits is bounded."""
+"""Seconds between messages to idle ranks, whose waits have a timeout."""
 
 STATE_S = 0.2
 """Seconds for which a busy server's state may be old."""
@@ -42,10 +42,10 @@ WINDOW_S = 5.0
 
 
 class Closed(RuntimeError):
-    """The server takes no requests: it is stopping, or has lost a rank."""
+    """The server accepts no requests: it is stopping, or has lost a rank."""
 
 
-class Computing(Protocol):
+class PendingStep(Protocol):
     """A step that was started."""
 
     @property
@@ -58,49 +58,48 @@ class Computing(Protocol):
         ...
 
     def read(self) -> list[tuple[int | None, Logprob | None]]:
-        """Waits, and says what was chosen for each request that gets a token, on rank 0: a token, None where there is none."""
+        """Wait, and return the token of each request that gets one, and its logprobs, on rank 0; None if not finite."""
         ...
 
     def read_scores(self) -> list[tuple[Logprob, ...] | None]:
-        """Waits, and says what the model thought of each of `Plan.targets`, on rank 0; None where that is no number."""
+        """Wait, and return the logprobs of each of `Plan.targets`, on rank 0; None if not finite."""
         ...
 
 
 class Runner(Protocol):
-    """What computes steps, on every rank alike.
+    """Computes steps; every rank has one and starts the same steps.
 
     Attributes:
-        books: Of the cache.
+        allocator: Pages of the cache.
         ahead: Whether `start` returns before a step is computed.
     """
 
-    books: Pages
+    allocator: Pages
     ahead: bool
 
-    def start(self, plan: Plan) -> Computing:
+    def start(self, plan: Plan) -> PendingStep:
         """Starts a step; at most one that was started before is not read."""
         ...
 
 
 @dataclass
-class _UnderWay:
+class _RunningStep:
     plan: Plan
-    step: Computing
+    step: PendingStep
     began: float
 
 
 class Engine:
-    """Rank 0's loop.
+    """Engine of rank 0.
 
     Args:
-        runner: What computes steps here.
-        scheduler: Over the runner's books.
+        runner: Computes steps.
+        scheduler: With the runner's allocator.
         broadcast: Sends a message to the other ranks.
         time_limit_s: Seconds that a request may take from its arrival.
 
     Attributes:
-        deliver: Called with what has happened to requests and with the state, None where that is not new. Set it before requests
-            come.
+        deliver: Called with events and with the state, None where that is not new. Set it before requests are submitted.
     """
 
     def __init__(
@@ -109,12 +108,12 @@ class Engine:
         self.runner, self.scheduler, self.broadcast, self.time_limit_s = runner, scheduler, broadcast, time_limit_s
         self.deliver: Callable[[list[Event], dict[str, Any] | None], None] = lambda *_: None
         self._wake = threading.Condition()
-        self._submitted: list[Job] = []
-        self._line = scheduler.line()  # with those that were submitted at its end
+        self._submitted: list[Request] = []
+        self._admission_queue = scheduler.admission_queue()  # submitted requests included
         self._cancelled: list[tuple[int, bool]] = []
         self._open: set[int] = set()
         self._closed: str | None = None
-        self._cut: float | None = None  # when running requests are cut
+        self._stop_deadline: float | None = None  # when running requests are ended
         self._began = time.monotonic()
         self._steps = {"prefill": 0, "decode": 0}
         self._seconds = {"prefill": 0.0, "decode": 0.0}
@@ -123,33 +122,33 @@ class Engine:
         self._recent: deque[tuple[float, int, int]] = deque()
         self._published = 0.0
         self._state: dict[str, Any] = {}
-        self._publish()
+        self._update_state()
 
-    def submit(self, jobs: Sequence[Job]) -> None:
-        """Puts jobs into the queue, all of them or none.
+    def submit(self, requests: Sequence[Request]) -> None:
+        """Add requests to the queue, all of them or none.
 
         Args:
-            jobs: With names that no other job has had.
+            requests: With names that no other request has had.
 
         Raises:
             NeverFits: One is larger than the cache, or an empty server could not take them all.
             QueueFull: The queue has no room for those of them that would wait.
             Closed: The server is stopping, or has failed.
         """
-        self.scheduler.check_together(jobs)
+        self.scheduler.check_together(requests)
         with self._wake:
             if self._closed is not None:
                 raise Closed(self._closed)
-            self._line = self._line.admit(jobs)
-            for job in jobs:
-                job.arrived = time.monotonic()
-                job.deadline = job.arrived + self.time_limit_s
-                self._submitted.append(job)
-                self._open.add(job.name)
+            self._admission_queue = self._admission_queue.admit(requests)
+            for request in requests:
+                request.arrived = time.monotonic()
+                request.deadline = request.arrived + self.time_limit_s
+                self._submitted.append(request)
+                self._open.add(request.id)
             self._wake.notify()
 
     def cancel(self, name: int, keep: bool = False) -> None:
-        """Ends a job before its end; nothing is delivered about it any more.
+        """Ends a request before its end; nothing is delivered about it any more.
 
         Args:
             name: Which one; one that has ended already is no error.
@@ -162,21 +161,21 @@ class Engine:
                 self._wake.notify()
 
     def stop(self, grace_s: float) -> None:
-        """Takes no more requests, fails those that wait, and ends the loop when those that run have ended.
+        """Accept no more requests, fail waiting ones, and end the loop when the running ones have ended.
 
         Args:
-            grace_s: Seconds after which they are cut.
+            grace_s: Seconds after which they are ended.
         """
-        # this may be called by a signal handler, in the middle of anything: it waits for nobody
-        if self._cut is None:
+        # a signal handler may call this at any moment: it must not wait for the lock
+        if self._stop_deadline is None:
             self._closed = self._closed or "the server is shutting down"
-            self._cut = time.monotonic() + grace_s
+            self._stop_deadline = time.monotonic() + grace_s
         if self._wake.acquire(blocking=False):
             self._wake.notify()
             self._wake.release()
 
     def fail(self, why: str) -> None:
-        """Fails all requests and takes no more: the loop cannot go on."""
+        """Fail all requests and accept no more: the loop cannot continue."""
         with self._wake:
             self._closed = why
             failed = [Event(name, failure=(503, why)) for name in sorted(self._open)]
@@ -186,19 +185,19 @@ class Engine:
 
     @property
     def closed(self) -> str | None:
-        """Why no requests are taken; None while they are."""
+        """Why no requests are accepted; None while they are."""
         return self._closed
 
     def state(self) -> dict[str, Any]:
-        """Numbers that say how it goes, at most STATE_S old."""
+        """Return the state, at most STATE_S old."""
         return self._state
 
     def run(self) -> None:
-        """Makes steps until `stop` was called and all has ended (Note [A step ahead])."""
-        before: _UnderWay | None = None
+        """Run steps until `stop` was called and all requests have ended (Note [Asynchronous steps])."""
+        before: _RunningStep | None = None
         while True:
             events = self._take()
-            if before is not None and (before.step.ended or self.scheduler.long_next):
+            if before is not None and (before.step.ended or self.scheduler.may_prefill_next):
                 events += self._end(before)
                 before = None
             plan = self.scheduler.plan()
@@ -208,81 +207,83 @@ class Engine:
                     events += self._end(step)
             busy = plan is not None or before is not None
             before = started if self.runner.ahead else None
-            # before anybody hears that a request has ended, and asks for another one
+            # before clients learn that a request has ended, and send another one
             self._count()
-            self._deliver(events, self._publish(now_or_soon=not busy))
+            self._deliver(events, self._update_state(force=not busy))
             if busy:
                 continue
-            if self._cut is not None and not self._submitted:
+            if self._stop_deadline is not None and not self._submitted:
                 break
             with self._wake:
-                if not (self._submitted or self._cancelled or self._cut is not None):
+                if not (self._submitted or self._cancelled or self._stop_deadline is not None):
                     self._wake.wait(BEAT_S)
             self.broadcast(Heartbeat())
 
     def _count(self) -> None:
-        """Counts anew who waits: what has ended since the last time has made room; what has come was counted as it came."""
+        """Count the waiting requests again: requests have ended since the last count."""
         with self._wake:
-            self._line = self.scheduler.line().after(self._submitted)
+            self._admission_queue = self.scheduler.admission_queue().after(self._submitted)
 
     def _take(self) -> list[Event]:
-        """What has come since the last step: requests, cancellations, the time, the end."""
+        """Handle what has come since the last step: requests, cancellations, deadlines, the shutdown."""
         with self._wake:
             submitted, self._submitted = self._submitted, []
             cancelled, self._cancelled = self._cancelled, []
         self.scheduler.add(submitted)
         for name, keep in cancelled:
-            self.scheduler.end(name, keep)
-        events = self.scheduler.overdue(time.monotonic())
-        if self._cut is not None:
+            self.scheduler.remove(name, keep)
+        events = self.scheduler.remove_expired(time.monotonic())
+        if self._stop_deadline is not None:
             out = list(self.scheduler.waiting)
-            if time.monotonic() >= self._cut:
+            if time.monotonic() >= self._stop_deadline:
                 out += self.scheduler.running.values()
-            for job in out:
-                self.scheduler.end(job.name)
-                events.append(Event(job.name, failure=(503, "the server is shutting down")))
+            for request in out:
+                self.scheduler.remove(request.id)
+                events.append(Event(request.id, failure=(503, "the server is shutting down")))
         return events
 
-    def _start(self, plan: Plan) -> _UnderWay | None:
-        """Tells the other ranks, and starts what is to be computed; None when there is nothing."""
+    def _start(self, plan: Plan) -> _RunningStep | None:
+        """Broadcast a step and start it; return None when there is nothing to compute."""
         self.broadcast(plan.command())
-        if not plan.requests:
+        if not plan.cache_ids:
             return None
         began = time.monotonic()
-        return _UnderWay(plan, self.runner.start(plan), began)
+        return _RunningStep(plan, self.runner.start(plan), began)
 
-    def _end(self, under_way: _UnderWay) -> list[Event]:
-        """Waits for a step and takes its tokens."""
-        plan = under_way.plan
-        jobs = [plan.jobs[place] for place in plan.wanted]
+    def _end(self, running_step: _RunningStep) -> list[Event]:
+        """Wait for a step and record its tokens."""
+        plan = running_step.plan
+        requests = [plan.requests[place] for place in plan.wanted]
         chosen: list[tuple[int | None, Logprob | None]] = []
-        if jobs:
-            chosen = under_way.step.read()
+        if requests:
+            chosen = running_step.step.read()
         else:
-            under_way.step.wait()
-        scores = under_way.step.read_scores() if plan.scored else []
+            running_step.step.wait()
+        scores = running_step.step.read_scores() if plan.scored else []
         ended = time.monotonic()
         kind = "decode" if plan.answers else "prefill"
         self._steps[kind] += 1
         # steps overlap: a second counts for the one that is under way the longest
-        self._seconds[kind] += ended - max(under_way.began, self._ended)
+        self._seconds[kind] += ended - max(running_step.began, self._ended)
         self._ended = ended
-        self._generated += len(jobs)
-        self._recent.append((ended, len(plan.tokens) - plan.answers, len(jobs)))
-        return self.scheduler.record(plan, {job.name: one for job, one in zip(jobs, chosen, strict=True)}, scores)
+        self._generated += len(requests)
+        self._recent.append((ended, len(plan.tokens) - plan.answers, len(requests)))
+        return self.scheduler.record(
+            plan, {request.id: one for request, one in zip(requests, chosen, strict=True)}, scores
+        )
 
     def _deliver(self, events: list[Event], state: dict[str, Any] | None) -> None:
         with self._wake:
-            events = [event for event in events if event.name in self._open]
-            self._open.difference_update(event.name for event in events if event.last)
+            events = [event for event in events if event.request_id in self._open]
+            self._open.difference_update(event.request_id for event in events if event.last)
         if events or state is not None:
             self.deliver(events, state)
 
-    def _publish(self, now_or_soon: bool = True) -> dict[str, Any] | None:
-        """Makes the state anew and returns it; that of a busy engine only when it is old, or has closed or has room since."""
+    def _update_state(self, force: bool = True) -> dict[str, Any] | None:
+        """Update the state and return it; None while a busy engine's state is recent and still open or still full."""
         now, closed = time.monotonic(), self._closed
-        waiting, queue = self._line.waiting, self.scheduler.room.queue
-        old = now_or_soon or now - self._published >= STATE_S
+        waiting, queue = self._admission_queue.waiting, self.scheduler.capacity.max_waiting
+        old = force or now - self._published >= STATE_S
         if not old and self._state["closed"] == closed and not (waiting < queue <= self._state["queued"]):
             return None
         self._published = now
@@ -290,20 +291,25 @@ class Engine:
             self._recent.popleft()
         scheduler = self.scheduler
         window = min(WINDOW_S, max(now - self._began, 1e-3))
-        prompts = [job for job in scheduler.running.values() if not job.prefilled]
+        prompts = [request for request in scheduler.running.values() if not request.prefilled]
         self._state = {
             "running": len(scheduler.running),
             "waiting": len(scheduler.waiting),
             "queued": waiting,
             "prefilling": [
-                {"request": job.name, "done": job.done, "shared": job.shared, "total": len(job.prompt)}
-                for job in prompts
+                {
+                    "request": request.id,
+                    "done": request.num_computed,
+                    "shared": request.num_cached,
+                    "total": len(request.prompt),
+                }
+                for request in prompts
             ],
-            "ranks": scheduler.books.world_size,
-            "page_size": scheduler.books.page_size,
-            "pages_per_rank": scheduler.books.pages,
+            "ranks": scheduler.allocator.world_size,
+            "page_size": scheduler.allocator.page_size,
+            "pages_per_rank": scheduler.allocator.pages,
             "pages": scheduler.pages(),
-            "kept_prefixes": scheduler.kept,
+            "kept_prefixes": scheduler.num_kept_prefixes,
             "tokens_per_second": {
                 "prompt": round(sum(one[1] for one in self._recent) / window, 1),
                 "generated": round(sum(one[2] for one in self._recent) / window, 1),
@@ -323,13 +329,13 @@ class Engine:
 
 def worker_loop(runner: Runner, channel: RankChannel) -> None:
     """The loop of every rank but 0: computes the steps that rank 0 plans, until it sends Stop."""
-    before: Computing | None = None
+    before: PendingStep | None = None
     while not isinstance(message := channel.receive(), Stop):
         started = None
         if isinstance(message, StepCommand):
             plan = Plan.of(message)
-            apply_changes(runner.books, plan.changes)
-            if plan.requests:
+            apply_changes(runner.allocator, plan.changes)
+            if plan.cache_ids:
                 started = runner.start(plan)
         if before is not None:
             before.wait()

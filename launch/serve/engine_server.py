@@ -1,6 +1,6 @@
 """Rank 0's side of the HTTP process: starts it, receives requests for the engine, and sends what happens to them.
 
-Owns the HTTP process and the engine's ends of the sockets. HTTP is in the other process (http_process.py, engine_client.py).
+Owns the HTTP process and the engine's ends of the sockets. HTTP is in the other process (http/process.py, http/engine_client.py).
 
 Note [Two processes]
     HTTP costs more per token (text, JSON, a write to a socket) than planning and sampling do, and threads of one interpreter take
@@ -12,7 +12,7 @@ Note [Sockets of the engine]
     thread writes what the receiver does not take at once. Beside them the processes share a pair of connected sockets on which
     nothing is sent: the operating system closes it when either process ends, however it ends. The HTTP process then answers open
     requests with an error and exits, and with it the port is free. Rank 0 takes the server down when the HTTP process is gone, when
-    it sends no heartbeat for as long as ranks wait for each other, or when it leaves more than MOST_QUEUED messages unread. Signals
+    it sends no heartbeat for as long as ranks wait for each other, or when it leaves more than MAX_QUEUED messages unread. Signals
     of a terminal or a launcher, which come to both, are for rank 0 alone: the HTTP process is started with them blocked, and ends
     with the message Stop.
 """
@@ -53,13 +53,13 @@ from ringattn.launch.serve.messages import (
     to_http_address,
 )
 from ringattn.launch.serve.sampling import Sampling
-from ringattn.launch.serve.scheduler import Job, NeverFits, QueueFull
+from ringattn.launch.serve.scheduler import NeverFits, QueueFull, Request
 
 MODULE = "ringattn.launch.serve.http.process"
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 BACKLOG = 2048
 """Connections that wait to be accepted."""
-MOST_QUEUED = 2**15
+MAX_QUEUED = 2**15
 """Messages that wait for the HTTP process at most; one has the tokens of a step, half a KiB for 64 answers."""
 START_S = 60.0
 """Seconds that the HTTP process may take to be ready at least: it loads what it needs."""
@@ -161,9 +161,9 @@ class EngineServer:
     ) -> None:
         self._engine, self._link, self._name, self._lost = engine, link, name, lost
         self._timeout, self._start_timeout = timeout_s, max(timeout_s, START_S)
-        self._ready, self._closing = threading.Event(), threading.Event()
+        self._computed, self._closing = threading.Event(), threading.Event()
         self._lock = threading.Lock()  # a socket is used by one thread at a time
-        self._push = send_to(to_http_address(folder), MOST_QUEUED)
+        self._push = send_to(to_http_address(folder), MAX_QUEUED)
         self._pull = receive_at(to_engine_address(folder))
         engine.deliver = self._deliver
         threading.Thread(target=self._receive, daemon=True, name="engine_server").start()
@@ -175,7 +175,7 @@ class EngineServer:
             RuntimeError: They are not, in time.
         """
         self._send(settings)
-        if not self._ready.wait(self._start_timeout):
+        if not self._computed.wait(self._start_timeout):
             raise RuntimeError(
                 f"{self._name} must be ready within {self._start_timeout:g} s, got nothing; its message is above"
             )
@@ -198,7 +198,7 @@ class EngineServer:
                 if not self._push.closed:
                     self._push.send(data, zmq.NOBLOCK)
         except zmq.Again:
-            self._lose(f"must receive what it is sent, got {MOST_QUEUED} messages that it has left unread")
+            self._lose(f"must receive what it is sent, got {MAX_QUEUED} messages that it has left unread")
 
     def _receive(self) -> None:
         poller = zmq.Poller()
@@ -206,7 +206,7 @@ class EngineServer:
         poller.register(self._link, zmq.POLLIN)
         heard, how = time.monotonic(), None
         while how is None and not self._closing.is_set():
-            timeout = self._timeout if self._ready.is_set() else self._start_timeout
+            timeout = self._timeout if self._computed.is_set() else self._start_timeout
             ready = dict(poller.poll(int(1000 * min(LOOK_S, timeout))))
             now = time.monotonic()
             if self._pull in ready:
@@ -227,14 +227,14 @@ class EngineServer:
         message = decode_to_engine(data)
         if isinstance(message, Submit):
             try:
-                self._engine.submit(jobs_of(message))
+                self._engine.submit(requests_of(message))
             except (NeverFits, QueueFull, Closed) as error:
-                names = [request.name for request in message.requests]
-                self._send(Rejected(names, type(error).__name__, str(error)))
+                request_ids = [request.id for request in message.requests]
+                self._send(Rejected(request_ids, type(error).__name__, str(error)))
         elif isinstance(message, Cancel):
-            self._engine.cancel(message.name, message.keep)
+            self._engine.cancel(message.request_id, message.keep)
         elif isinstance(message, Ready):
-            self._ready.set()
+            self._computed.set()
 
     def _lose(self, how: str) -> None:
         if not self._closing.is_set():
@@ -242,12 +242,12 @@ class EngineServer:
             self._lost(f"{self._name} {how}")
 
 
-def jobs_of(message: Submit) -> list[Job]:
+def requests_of(message: Submit) -> list[Request]:
     """Returns the requests of a message as the scheduler takes them."""
-    jobs = []
+    requests = []
     for one in message.requests:
         prompt = message.prompts[one.prompt]
-        job = Job(one.name, prompt.tokens, one.max_tokens, stops=frozenset(one.stops), digests=prompt.digests)
-        job.sampling, job.score_prompt = Sampling.of(one.sampling), one.score_prompt
-        jobs.append(job)
-    return jobs
+        request = Request(one.id, prompt.tokens, one.max_tokens, stops=frozenset(one.stops), digests=prompt.digests)
+        request.sampling, request.score_prompt = Sampling.of(one.sampling), one.score_prompt
+        requests.append(request)
+    return requests

@@ -1,17 +1,14 @@
-"""When the garbage collector looks at what.
-
-Owns the one call that each process of the server makes once it is ready. Refuses to know what they are.
-"""
+"""Garbage collection of the server's processes."""
 
 from __future__ import annotations
 
 import gc
 
 
-def settle() -> None:
-    """What was made until now lives as long as the server: the garbage collector need not look at it again.
+def freeze_gc() -> None:
+    """Exclude all existing objects from garbage collection; a process calls it once it is ready.
 
-    A full collection looks at every object of all imported modules, and everybody waits for the process that makes it.
+    They live as long as the server. A full collection would visit every object of all imported modules and stall the process.
     """
     gc.collect()
     gc.freeze()

@@ -31,38 +31,38 @@ class Capacity(msgspec.Struct, frozen=True):
     """Tokens and requests that the engine can hold.
 
     Attributes:
-        capacity: Tokens that the cache of all ranks holds.
-        running: Requests that run at a time.
-        queue: Requests that wait behind them (Note [Who waits] of scheduling.py).
-        page_size: Tokens of a page, and of a block of `Job.digests`.
-        keep: Whether prefixes are shared, for which the digests are needed.
+        tokens: That the cache of all ranks holds.
+        max_running: Requests that run at a time.
+        max_waiting: Requests that wait behind them (Note [Waiting requests] of scheduler.py).
+        page_size: Tokens of a page, and of a block of `Request.digests`.
+        keep_prefixes: Whether prefixes are shared, for which the digests are needed.
     """
 
-    capacity: int
-    running: int
-    queue: int
+    tokens: int
+    max_running: int
+    max_waiting: int
     page_size: int
-    keep: bool
+    keep_prefixes: bool
 
 
 class Event(msgspec.Struct, array_like=True, frozen=True, gc=False):
     """A new token of an answer, its end, or both.
 
     Attributes:
-        name: Id of the request.
+        request_id: Of the request.
         token: A new token of the answer.
         finish: Why the answer has ended: "stop" or "length".
         failure: An HTTP status and a sentence, when there is no answer.
-        shared: Tokens of the prompt that were in the cache already.
+        num_cached: Tokens of the prompt that were in the cache already.
         details: Log probabilities of the token, where they were asked for.
         scores: The same of the prompt's next tokens, from its second one on; then there is neither token nor end.
     """
 
-    name: int
+    request_id: int
     token: int | None = None
     finish: str | None = None
     failure: tuple[int, str] | None = None
-    shared: int = 0
+    num_cached: int = 0
     details: Logprob | None = None
     scores: tuple[Logprob, ...] = ()
 
@@ -82,7 +82,7 @@ RETRY_MS = 10
 
 
 class Prompt(msgspec.Struct, array_like=True):
-    """Tokens of a prompt, and the digests of its pages (`prefixes.chain`)."""
+    """Tokens of a prompt, and the digests of its pages (`prefix_digests`)."""
 
     tokens: list[int]
     digests: list[bytes]
@@ -111,7 +111,7 @@ class NewRequest(msgspec.Struct, array_like=True):
     """A request for one answer.
 
     Attributes:
-        name: Its id, which no other request has.
+        id: Unique.
         prompt: Index among the prompts of the message.
         max_tokens: New tokens at most.
         stops: Tokens that end the answer.
@@ -119,7 +119,7 @@ class NewRequest(msgspec.Struct, array_like=True):
         score_prompt: Whether logprobs of the prompt's tokens are wanted.
     """
 
-    name: int
+    id: int
     prompt: int
     max_tokens: int
     stops: list[int]
@@ -137,7 +137,7 @@ class Submit(msgspec.Struct, tag=True):
 class Cancel(msgspec.Struct, tag=True):
     """Ends a request before its end; see `Engine.cancel`."""
 
-    name: int
+    request_id: int
     keep: bool
 
 
@@ -192,12 +192,12 @@ class Rejected(msgspec.Struct, tag=True):
     """The engine does not accept the requests of a `Submit`.
 
     Attributes:
-        names: Of the requests.
+        request_ids: Of the requests.
         kind: Name of the exception that the engine raised.
         reason: Its message.
     """
 
-    names: list[int]
+    request_ids: list[int]
     kind: str
     reason: str
 
@@ -213,7 +213,7 @@ ToHttp = Settings | StepOutput | Rejected | Stop
 
 
 class RankAddress(msgspec.Struct, tag=True):
-    """Where rank 0 listens for connections of other ranks, and the secret that they prove themselves with."""
+    """Address at which rank 0 accepts other ranks, and the secret that identifies them."""
 
     host: str
     port: int
@@ -230,10 +230,10 @@ class StepCommand(msgspec.Struct, tag=True, omit_defaults=True):
     """A step that all ranks compute; the fields are those of `Plan`."""
 
     changes: list[tuple[Any, ...]] = []
-    requests: list[int] = []
+    cache_ids: list[int] = []
     counts: list[int] = []
     tokens: list[int] = []
-    carried: list[int] = []
+    from_previous: list[int] = []
     wanted: list[int] = []
     decodes: bool = False
     packed: bool = False
@@ -269,12 +269,12 @@ decode_hello = msgspec.msgpack.Decoder(Hello).decode
 
 
 def to_engine_address(folder: str) -> str:
-    """Where the engine receives."""
+    """Return the address at which the engine receives."""
     return f"ipc://{folder}/engine"
 
 
 def to_http_address(folder: str) -> str:
-    """Where the HTTP process receives."""
+    """Return the address at which the HTTP process receives."""
     return f"ipc://{folder}/http"
 
 

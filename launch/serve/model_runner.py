@@ -1,17 +1,17 @@
-"""One rank's part of every step: from a plan to tokens that are being chosen.
+"""Computation of a step on one rank: from a plan to sampled tokens.
 
-Owns how a step is computed, what is recorded before the first request, and where tokens are between two steps. Refuses to know who
-asked for them (scheduling.py), and how a token is chosen from logits (sampling.py).
+Owns how a step is computed, the graphs that are captured before the first request, and the tokens between two steps. Requests
+are in scheduler.py, sampling in sampling.py.
 
-Note [Tokens that stay]
-    With many requests the host needs nearly as long for a step as a GPU does: it plans, tells the other ranks, lays out tables,
-    launches, and says what has come. So on GPUs a step is started before the tokens of the one before it are known to the host.
-    They are on the device: rank 0 chooses them, all ranks get them by one exchange, and the next step takes from there what its
-    plan calls `carried`. The exchange is the one that attention makes, and lays all ranks' columns side by side, of which those of
-    rank 0 count: two columns of bits make a token. It is always of one size, so that ranks compare it once.
-    The host reads them later, when the device has come there. That wait ends where the step may have been a replay (Note [A
-    replay that does not end] of decoding.py). Steps around the ring take as long as they take, and are bounded by what bounds
-    plain calls. No rank starts more than one step before the last one has ended.
+Note [Tokens on the device]
+    With many requests the host needs nearly as long for a step as a GPU does: it plans, sends the plan, builds tables,
+    launches kernels, and delivers tokens. So on GPUs a step is started before the host knows the tokens of the previous one.
+    They are on the device: rank 0 samples them, one exchange gives them to all ranks, and the next step takes those that its
+    plan marks in `from_previous`. The exchange is that of attention, and puts the columns of all ranks side by side, of which
+    those of rank 0 are used: two columns of bits make a token. It always has the same size, so that ranks compare it once.
+    The host reads the tokens later, when the device has computed them. That wait has a timeout where the step may have been a
+    replay (Note [A replay that does not end] of decoding.py). Steps around the ring have the timeouts of plain calls. No rank
+    starts more than one step before the previous one has ended.
 """
 
 from __future__ import annotations
@@ -29,55 +29,66 @@ from torch import Tensor
 from ringattn.inference import PagedKVCache
 from ringattn.inference.step import MOST_DECODED
 from ringattn.launch.serve.messages import Logprob
-from ringattn.launch.serve.sampling import Chosen, Sampling, choose, score, to_device
+from ringattn.launch.serve.sampling import SampledTokens, Sampling, sample_tokens, score, to_device
 from ringattn.launch.serve.scheduler import Plan
 from ringattn.transport.patience import Marks
 
 if TYPE_CHECKING:
     from ringattn.integrations.transformers.decoding import Recorder
 
-TRIED = ((0, 24), (0, 56), (0, 120), (0, 520), (0, 1024), (1024, 350), (8192, 12), (8192, 50), (8192, 200), (8192, 550))
-"""Prompts that are computed before the first request: tokens on each rank that are there already, and new ones. From them follow
-how kernels pack heads into tiles, what moves, and how pages are read."""
+WARM_UP_PROMPTS = (
+    (0, 24),
+    (0, 56),
+    (0, 120),
+    (0, 520),
+    (0, 1024),
+    (1024, 350),
+    (8192, 12),
+    (8192, 50),
+    (8192, 200),
+    (8192, 550),
+)
+"""Prompts that are computed before the first request: cached tokens on each rank, and new ones. They select how kernels pack heads
+into tiles, whether keys or queries are exchanged, and how pages are read."""
 
 
-PIECES = (2, 4, 8, 16, 32)
+PACKED_PIECES = (2, 4, 8, 16, 32)
 """Pieces of 16 rows of the graphs for short prompts: products of 512 rows take not much longer than reading the weights."""
-ROWS = (64, 192, 448)
+MIXED_ROWS = (64, 192, 448)
 """Rows of prompts, beside those of the answers, of the graphs for both together."""
 
 
-class Replica:
-    """One rank's part of every step.
+class ModelRunner:
+    """Computes the steps of one rank.
 
     Args:
         model: As loaded.
-        cache: As made for it.
+        cache: Of the model.
         most: Requests that decode together at most.
         graphs: Whether steps of decoding and of short prompts are replayed from CUDA graphs: None: where that can be; False: never;
             or what records them.
 
     Attributes:
-        books: Of the cache.
-        ahead: Whether `start` returns before a step is computed, so that another one may be started (Note [Tokens that stay]).
+        allocator: Pages of the cache.
+        ahead: Whether `start` returns before a step is computed, so that another one may be started (Note [Tokens on the device]).
     """
 
     def __init__(self, model: Any, cache: PagedKVCache, most: int, graphs: bool | Recorder | None = None) -> None:
         from ringattn.integrations.transformers.decoding import Decoding, batch_sizes, choose_recorder
 
         self._model, self._cache = model, cache
-        self.books = cache.pages
+        self.allocator = cache.pages
         sizes = batch_sizes(most)
         recorder = choose_recorder(graphs, model, cache)
-        rows = [most + more for more in ROWS]
-        most_shapes = len(sizes) + len(PIECES) + len(rows)
+        rows = [most + more for more in MIXED_ROWS]
+        most_shapes = len(sizes) + len(PACKED_PIECES) + len(rows)
         self._decoding = Decoding(
-            model, cache, recorder, batches=sizes, pieces=PIECES, rows=rows, most=most_shapes, awaited=False
+            model, cache, recorder, batches=sizes, pieces=PACKED_PIECES, rows=rows, most=most_shapes, awaited=False
         )
         self.ahead = cache.device.type == "cuda"
         self._chosen = torch.empty(0, dtype=torch.int64, device=cache.device)  # by the last step, on every rank
-        self._room(most)
-        self._usual: dict[tuple[bool, bool, bool, int], float] = {}  # seconds that waits for steps of a kind took
+        self._allocate_outputs(most)
+        self._typical_s: dict[tuple[bool, bool, bool, int], float] = {}  # seconds that waits for steps of a kind took
         self._steps = 0
 
     @property
@@ -96,13 +107,13 @@ class Replica:
         return self._decoding.most_rows
 
     def prepare(self, longest: int | None = None) -> list[str]:
-        """Computes prompts of several lengths and captures what can be captured, so that no request waits for a compiler.
+        """Compute prompts of several lengths and capture graphs, so that no request waits for a compiler.
 
         Args:
             longest: Tokens that the model takes; None: no bound.
 
         Returns:
-            How that went, a line each.
+            Lines to print.
         """
         began, said = time.monotonic(), []
         self._decoding.prepare()
@@ -110,87 +121,89 @@ class Replica:
             short = f", and prompts in parts of up to {MOST_DECODED * self.pieces} tokens" * bool(self.pieces)
             said.append(f"decoding{short}: {self.graphs} CUDA graphs captured in {time.monotonic() - began:.1f} s")
         began = time.monotonic()
-        tried = self._try_prompts(longest)
+        tried = self._warm_up_prefill(longest)
         said.append(f"prompts around the ring: {tried} steps computed in {time.monotonic() - began:.1f} s")
         return said
 
-    def _try_prompts(self, longest: int | None) -> int:
-        """Steps with the numbers of tokens on which kernels depend; how many there were."""
+    def _warm_up_prefill(self, longest: int | None) -> int:
+        """Compute WARM_UP_PROMPTS; return the number of steps."""
         from ringattn.integrations.transformers import run_step
 
         cache, ranks, tried, logits = self._cache, self._cache.ring.world_size, 0, None
         room = min(cache.capacity_tokens, longest or cache.capacity_tokens)
-        for past, new in TRIED:
+        for past, new in WARM_UP_PROMPTS:
             # nothing is compiled for CPUs, where a past takes time
             needless = (past and cache.device.type == "cpu") or (not past and ranks * new <= MOST_DECODED * self.pieces)
             if needless or ranks * (past + new) > room:
                 continue
-            request = cache.join(ranks * (past + new))
+            cache_id = cache.join(ranks * (past + new))
             if past:
-                # what nobody has written yet is zero, and as good as anything
-                cache.pages.place([request], [ranks * past])
-            step = cache.extend([request], [ranks * new], mode="prefill")
+                # unwritten pages are zeros, which serve as well
+                cache.pages.place([cache_id], [ranks * past])
+            step = cache.extend([cache_id], [ranks * new], mode="prefill")
             logits = run_step(self._model, step, torch.zeros(ranks * new, dtype=torch.int64), wanted=[0])
             tried += 1
-            cache.leave(request)
+            cache.leave(cache_id)
         if logits is not None and cache.ring.rank == 0:
-            _try_choices(logits)
+            _warm_up_sampling(logits)
         return tried
 
-    def start(self, plan: Plan) -> Computing:
-        """Enqueues a step and the choice of its tokens; every rank calls it alike.
+    def start(self, plan: Plan) -> PendingStep:
+        """Enqueue a step and the sampling of its tokens. A collective.
 
         Args:
-            plan: With jobs on rank 0, whose samplings it asks for, and without elsewhere.
+            plan: With requests on rank 0, whose sampling options it uses, and without elsewhere.
         """
         device, ring = self._cache.device, self._cache.ring
-        begun = self._mark()
+        begun = self._record_event()
         logits, scored = self._compute(plan)
         chosen, count = None, len(plan.wanted)
-        if count > self._mine.shape[0]:
-            self._room(2 * count)
+        if count > self._local_tokens.shape[0]:
+            self._allocate_outputs(2 * count)
         if ring.rank == 0:
-            jobs = [plan.jobs[place] for place in plan.wanted]
-            chosen = choose(logits, [job.sampling for job in jobs], [job.prompt for job in jobs])
-            self._mine[:count].copy_(chosen.tokens)
+            requests = [plan.requests[place] for place in plan.wanted]
+            chosen = sample_tokens(
+                logits, [request.sampling for request in requests], [request.prompt for request in requests]
+            )
+            self._local_tokens[:count].copy_(chosen.tokens)
             chosen = replace(chosen, scores=tuple(self._score(plan, scored))).on_host()
         ring.exchange(device).gather(*self._bits)
         # what is no number ends its request, and what a failed exchange leaves ends the server: both must be tokens until then
         self._chosen = self._all[:count].clamp(min=0)
         self._steps += 1
         kind = plan.decodes, plan.packed, plan.mixed, len(plan.tokens).bit_length()
-        what = f"step {self._steps} ({len(plan.requests)} requests, {len(plan.tokens)} new tokens)"
-        return Computing(self, kind, chosen, begun, self._mark(), what)
+        what = f"step {self._steps} ({len(plan.cache_ids)} requests, {len(plan.tokens)} new tokens)"
+        return PendingStep(self, kind, chosen, begun, self._record_event(), what)
 
-    def _room(self, tokens: int) -> None:
-        """Makes room for what is chosen in a step, on this rank and by all."""
+    def _allocate_outputs(self, tokens: int) -> None:
+        """Allocate the sampled tokens of a step, of this rank and of all."""
         new = partial(torch.zeros, dtype=torch.int64, device=self._cache.device)
-        self._mine, self._all = new(tokens), new(self._cache.ring.world_size * tokens)
-        self._bits = [x.view(torch.float32)[None] for x in (self._mine, self._all)]
+        self._local_tokens, self._all = new(tokens), new(self._cache.ring.world_size * tokens)
+        self._bits = [x.view(torch.float32)[None] for x in (self._local_tokens, self._all)]
 
-    def await_end(self, step: Computing) -> None:
-        """See `Computing.wait`."""
+    def await_end(self, step: PendingStep) -> None:
+        """See `PendingStep.wait`."""
         if step.end is None:
             return
         if not any(step.kind[:3]):
             step.end.synchronize()
             return
-        marks = Marks(step.begun, step.end, self._usual.get(step.kind, 0.0))
+        marks = Marks(step.begun, step.end, self._typical_s.get(step.kind, 0.0))
         self._cache.ring.wait(self._cache.device, marks=marks, what=step.what)
-        self._usual[step.kind] = marks.lasted_s
+        self._typical_s[step.kind] = marks.lasted_s
 
     def _compute(self, plan: Plan) -> tuple[Tensor, list[Tensor]]:
-        """The logits `wanted vocab` of a step, which the next one may overwrite, and `rows vocab` of each that is scored."""
+        """Return the logits `wanted vocab` of a step, which the next one may overwrite, and `rows vocab` of each scored request."""
         tokens = self._tokens(plan)
         if plan.scored:
             return self._compute_scored(plan, tokens)
         return self._compute_wanted(plan, tokens), []
 
     def _compute_scored(self, plan: Plan, tokens: Tensor) -> tuple[Tensor, list[Tensor]]:
-        """`_compute` where logits of all rows of some are wanted."""
+        """Compute a step where all rows of some requests give logits."""
         from ringattn.integrations.transformers.steps import forward_step
 
-        step = self._cache.extend(plan.requests, plan.counts, mode="prefill")
+        step = self._cache.extend(plan.cache_ids, plan.counts, mode="prefill")
         ends = list(accumulate(plan.counts, initial=0))
         rows = {place: range(ends[place + 1] - 1, ends[place + 1]) for place in plan.wanted}
         rows |= {place: range(ends[place], ends[place + 1]) for place in plan.scored}
@@ -202,42 +215,42 @@ class Replica:
         return torch.cat([out.logits[0, :0], *wanted]), [parts[place] for place in plan.scored]
 
     def _score(self, plan: Plan, scored: Sequence[Tensor]) -> list[Tensor]:
-        """The logprobs of tokens of prompts, by rank 0, one prompt after another: each may take much memory."""
+        """Return the logprobs of prompt tokens on rank 0, one prompt after another: each may take much memory."""
         found = []
         for place, targets, logits in zip(plan.scored, plan.targets, scored, strict=True):
             tokens = self._upload(targets)
-            found.append(score(logits[: len(tokens)], tokens, plan.jobs[place].sampling.logprobs))
+            found.append(score(logits[: len(tokens)], tokens, plan.requests[place].sampling.logprobs))
         return found
 
     def _compute_wanted(self, plan: Plan, tokens: Tensor) -> Tensor:
-        """The logits `wanted vocab` of a step, which the next one may overwrite."""
+        """Return the logits `wanted vocab` of a step, which the next one may overwrite."""
         from ringattn.integrations.transformers import run_step
 
         if plan.decodes:
-            return self._decoding.run(plan.requests, tokens[:, None]).logits[:, -1]
+            return self._decoding.run(plan.cache_ids, tokens[:, None]).logits[:, -1]
         if plan.packed or plan.mixed:
             piece = 1 if plan.mixed else MOST_DECODED
-            logits = self._decoding.run_packed(plan.requests, plan.counts, tokens, piece=piece)
+            logits = self._decoding.run_packed(plan.cache_ids, plan.counts, tokens, piece=piece)
             if logits is not None:
                 return self._rows(logits, plan.wanted)
-        step = self._cache.extend(plan.requests, plan.counts)
+        step = self._cache.extend(plan.cache_ids, plan.counts)
         if step.mode == "decode":
-            tokens = tokens.view(len(plan.requests), -1)
+            tokens = tokens.view(len(plan.cache_ids), -1)
         return run_step(self._model, step, tokens, wanted=plan.wanted)
 
     def _tokens(self, plan: Plan) -> Tensor:
-        """The new tokens of a step, on the device where it takes any from there."""
-        if not plan.carried:
+        """Return the new tokens of a step, on the device if any of them is there only."""
+        if not plan.from_previous:
             return torch.tensor(plan.tokens)
         count = self._chosen.shape[0]
-        if plan.carried == list(range(count)):
+        if plan.from_previous == list(range(count)):
             return self._chosen
-        places = [count + i if place < 0 else place for i, place in enumerate(plan.carried)]
-        said, at = self._upload([plan.tokens, places])
+        slots = [count + i if place < 0 else place for i, place in enumerate(plan.from_previous)]
+        said, at = self._upload([plan.tokens, slots])
         return torch.cat([self._chosen, said])[at]
 
-    def _mark(self) -> torch.cuda.Event | None:
-        """Where the device will have come to what was enqueued until now; None where that is now."""
+    def _record_event(self) -> torch.cuda.Event | None:
+        """Record an event behind the work enqueued so far; None on CPUs, where it is done."""
         if self._cache.device.type != "cuda":
             return None
         mark = torch.cuda.Event(blocking=True)
@@ -253,29 +266,29 @@ class Replica:
 
 
 @dataclass
-class Computing:
+class PendingStep:
     """A step that was started.
 
     Attributes:
         replica: By whom.
-        kind: What steps that take about as long have in common: whether they decode, are packed, are mixed, and how many rows
+        kind: Key of steps that take about as long: whether they decode, are packed, are mixed, and how many rows
             they have, as a power of two.
-        choice: The tokens that are being chosen; None where they are not known to the host: on all ranks but the first.
-        begun: Where the device comes to it.
-        end: Where the device has computed it; None, like begun, where that was when it was started.
+        choice: The sampled tokens on rank 0; None elsewhere.
+        begun: Event before the step; None on CPUs.
+        end: Event after the step; None on CPUs, where it is done at once.
         what: For messages.
     """
 
-    replica: Replica
+    model_runner: ModelRunner
     kind: tuple[bool, bool, bool, int]
-    choice: Chosen | None
+    choice: SampledTokens | None
     begun: torch.cuda.Event | None
     end: torch.cuda.Event | None
     what: str
 
     @property
     def ended(self) -> bool:
-        """Whether it has been computed; asks nobody, waits for nothing."""
+        """Whether it has been computed; waits for nothing."""
         return self.end is None or self.end.query()
 
     def wait(self) -> None:
@@ -284,21 +297,21 @@ class Computing:
         Raises:
             RuntimeError: A rank did not come in time; see `Ring.wait`.
         """
-        self.replica.await_end(self)
+        self.model_runner.await_end(self)
 
     def read(self) -> list[tuple[int | None, Logprob | None]]:
-        """What was chosen for each who wanted a token, on rank 0; waits for it."""
+        """Wait, and return the sampled tokens and their logprobs, on rank 0."""
         self.wait()
         assert self.choice is not None, "rank 0 chooses"
         return self.choice.read()
 
     def read_scores(self) -> list[tuple[Logprob, ...] | None]:
-        """What the model thought of the tokens of prompts that are scored, on rank 0; waits for it."""
+        """Wait, and return the logprobs of scored prompts, on rank 0."""
         self.wait()
         assert self.choice is not None, "rank 0 chooses"
         return self.choice.read_scores()
 
 
-def _try_choices(logits: Tensor) -> None:
-    """Chooses a token with all options, so that no request waits until the kernels of torch are loaded."""
-    choose(logits, [Sampling(1.0, 0.9, 0, 1, 5, 0.1, 1.1, 0.1, 0.1, ((0, 1.0),))], [[0]])
+def _warm_up_sampling(logits: Tensor) -> None:
+    """Sample with all options, so that no request waits until the kernels of torch are loaded."""
+    sample_tokens(logits, [Sampling(1.0, 0.9, 0, 1, 5, 0.1, 1.1, 0.1, 0.1, ((0, 1.0),))], [[0]])

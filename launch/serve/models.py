@@ -1,6 +1,6 @@
-"""What is served: a causal language model of transformers with its tokenizer, and the cache that its ranks share.
+"""The model that is served, a causal language model of transformers, with its tokenizer and its KV cache.
 
-Owns where they come from, and how many pages the memory holds. Refuses to know requests, and how a step is computed (replica.py).
+Loads them, and finds how many pages the memory holds.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from torch import Tensor
 from ringattn.inference import PagedKVCache
 from ringattn.launch.distributed import Rank, Refusal
 from ringattn.launch.serve.config import TINY, check_model
-from ringattn.launch.serve.tokenizer import Bytes, Pretrained, Tokenizer
+from ringattn.launch.serve.tokenizer import ByteTokenizer, PretrainedTokenizer, Tokenizer
 from ringattn.launch.weights import has_weights, read_config, read_model
 from ringattn.ring import Ring
 
 CPU_CACHE_GIB = 0.25
-"""What the cache of a rank takes on CPUs, where most memory is somebody else's."""
+"""GiB of the cache of a rank on CPUs, where other processes need most of the memory."""
 
 TOKENIZERS = ("tokenizer.json", "tokenizer_config.json")
 
@@ -41,8 +41,8 @@ _TINY = {
 
 
 @dataclass(frozen=True)
-class Served:
-    """A model that is ready to be asked.
+class ServedModel:
+    """A loaded model.
 
     Attributes:
         model: On its device, with ring attention.
@@ -50,7 +50,7 @@ class Served:
         name: By which requests call it.
         length: Tokens of a sequence at most, by its config; None where that says nothing.
         facts: What must be the same on all ranks.
-        drawn: Its weights were drawn on a GPU: all ranks must take those of rank 0 (`share_weights`).
+        random_weights: They were drawn on a GPU: all ranks must take those of rank 0 (`broadcast_weights`).
     """
 
     model: Any
@@ -58,12 +58,12 @@ class Served:
     name: str
     length: int | None
     facts: str
-    drawn: bool = False
+    random_weights: bool = False
 
 
-def load(
+def load_model(
     path: str, *, name: str | None, dtype: str, device: torch.device, seed: int, max_len: int | None = None
-) -> Served:
+) -> ServedModel:
     """The model of a folder, of a config (random weights), or the one that is built in.
 
     Nothing is fetched, and no code in the folder is run. Weights are read straight onto a GPU where accelerate is installed, and
@@ -105,7 +105,7 @@ def load(
     kind: Any = (getattr(text, "dtype", None) if device.type == "cuda" else None) or torch.float32
     chosen: torch.dtype = kind if dtype == "auto" else getattr(torch, dtype)
     options: dict[str, Any] = {"dtype": chosen, "attn_implementation": NAME}
-    drawn = False
+    random_weights = False
     try:
         if path != TINY and has_weights(place):
             if device.type == "cuda" and importlib.util.find_spec("accelerate") is not None:
@@ -113,8 +113,11 @@ def load(
             model: Any = read_model(place, use_safetensors=True, **options)
         else:
             # the built-in model on the CPU, whose numbers are the same everywhere; others on GPUs, where drawing takes no time
-            drawn = device.type == "cuda" and path != TINY
-            with torch.random.fork_rng([device] if drawn else []), device if drawn else contextlib.nullcontext():
+            random_weights = device.type == "cuda" and path != TINY
+            with (
+                torch.random.fork_rng([device] if random_weights else []),
+                device if random_weights else contextlib.nullcontext(),
+            ):
                 torch.manual_seed(seed)
                 model = AutoModelForCausalLM.from_config(config, trust_remote_code=False, **options)
     except KeyError as error:
@@ -125,7 +128,7 @@ def load(
             "of its own (as Falcon, GPT-J and GPT-Neo do); serve another model"
         ) from None
     if path == TINY:
-        _make_legible_(model)
+        _prefer_letters_(model)
     if "device_map" not in options:
         model = model.to(device)
     model.eval().requires_grad_(False)
@@ -143,30 +146,31 @@ def load(
     vocab: int = embeddings.weight.shape[0]
     folder = place if place.is_dir() else place.parent
     if path != TINY and any((folder / file).is_file() for file in TOKENIZERS):
-        tokenizer: Tokenizer = Pretrained(folder, stops, vocab)
+        tokenizer: Tokenizer = PretrainedTokenizer(folder, stops, vocab)
     else:
-        tokenizer = Bytes(vocab)
-        if vocab < Bytes.LEAST:
+        tokenizer = ByteTokenizer(vocab)
+        if vocab < ByteTokenizer.MIN_VOCAB:
             raise Refusal(
-                f"a model without a tokenizer must have at least {Bytes.LEAST} tokens, for bytes and an end, got {vocab}; "
+                f"a model without a tokenizer must have at least {ByteTokenizer.MIN_VOCAB} tokens, for bytes and an end, "
+                f"got {vocab}; "
                 "put a tokenizer.json into its folder"
             )
     served_name = name or (TINY if path == TINY else (place if place.is_dir() else place.parent).resolve().name)
     facts = f"{type(model).__name__} {config.to_json_string(use_diff=False)} {chosen} {seed} {sorted(tokenizer.stops)}"
-    return Served(model, tokenizer, served_name, length, facts, drawn)
+    return ServedModel(model, tokenizer, served_name, length, facts, random_weights)
 
 
 @torch.no_grad()
-def share_weights(model: Any, rank: Rank) -> None:
-    """Gives all ranks the weights and buffers of rank 0: what GPUs draw from one seed may differ between kinds of them."""
+def broadcast_weights(model: Any, rank: Rank) -> None:
+    """Broadcast weights and buffers of rank 0: different GPUs may draw different numbers from the same seed."""
     if rank.world_size > 1:
         for x in (*model.parameters(), *model.buffers()):
             dist.broadcast(x.detach(), src=0)
 
 
 @torch.no_grad()
-def _make_legible_(model: Any) -> None:
-    """Lets random weights answer with letters: other bytes get a score of 0, which is little beside the largest."""
+def _prefer_letters_(model: Any) -> None:
+    """Make random weights answer with letters: other bytes get a logit of 0, which is far below the largest."""
     head: Tensor = model.get_output_embeddings().weight
     head.mul_(3)
     letters = b"abcdefghijklmnopqrstuvwxyz ,."
@@ -222,12 +226,13 @@ def make_cache(model: Any, ring: Ring, *, gib: float | None, page_size: int, kv_
         raise Refusal(f"{error} (--cache-gib, --page-size)") from None
 
 
-def describe(cache: PagedKVCache) -> str:
-    """How much the cache of all ranks holds, in words."""
-    books = cache.pages
-    size = books.pages * cache.page_size * cache.bytes_per_token / 2**30
+def describe_cache(cache: PagedKVCache) -> str:
+    """Return a description of the cache of all ranks."""
+    allocator = cache.pages
+    size = allocator.pages * cache.page_size * cache.bytes_per_token / 2**30
     kind = str(cache.kv_dtype).removeprefix("torch.")
     return (
-        f"{cache.capacity_tokens} tokens in {kind} on {books.world_size} ranks, {books.pages} pages of {cache.page_size} tokens "
+        f"{cache.capacity_tokens} tokens in {kind} on {allocator.world_size} ranks, "
+        f"{allocator.pages} pages of {cache.page_size} tokens "
         f"and {size:.2f} GiB each"
     )

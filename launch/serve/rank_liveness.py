@@ -105,7 +105,7 @@ class RankLiveness:
         router.close()
 
     def _state_of(self, router: zmq.Socket[bytes], identity: bytes, silent_s: float) -> str | None:
-        """How a rank was lost; None when it is there."""
+        """Return how a rank was lost; None when it is connected."""
         try:
             router.send_multipart([identity, _HEARTBEAT], zmq.NOBLOCK)
         except zmq.Again:

@@ -1,15 +1,13 @@
-"""One rank of the server: what it loads, what it does, and how it ends.
+"""One rank of the server: loads the model, serves or follows rank 0, and ends.
 
-Owns signals and the one way out when something fails. Refuses to know how ranks are started (serve.py), and how requests are
-scheduled and answered.
+Handles signals and failures. Ranks are started by cli.py.
 
-Note [How it ends]
-    On SIGTERM or SIGINT rank 0 takes no more requests, sends those that wait away, lets those that run end, for --grace seconds
-    at most, tells the other ranks to end, and everybody leaves with 0. The others ignore both signals: they end when rank 0 says
-    so or is gone. When a rank or the process of HTTP is lost, or anything fails in a step, every rank says what it knows and leaves
-    with 1; requests under way get an error. Nothing waits for ever: collectives give up after --timeout, each rank holds a
-    connection whose end is noticed at once (rank_liveness.py), and so does the HTTP process (engine_server.py), which ends when
-    rank 0 tells it to, or with rank 0.
+Note [Shutdown]
+    On SIGTERM or SIGINT rank 0 accepts no more requests, rejects waiting ones, waits up to --grace seconds for running ones, and
+    sends Stop to the other ranks; all exit with 0. The others ignore both signals: they end when rank 0 sends Stop or is gone. When
+    a rank or the HTTP process is lost, or a step fails, every rank prints the cause it knows and exits with 1; open requests get an
+    error. Every wait has a timeout: collectives give up after --timeout, each rank holds a connection whose end is noticed at
+    once (rank_liveness.py), and so does the HTTP process (engine_server.py), which ends with the message Stop, or with rank 0.
 """
 
 from __future__ import annotations
@@ -31,13 +29,13 @@ from typing import Any, TypeVar
 
 from ringattn.launch.changing import change_model
 from ringattn.launch.distributed import Rank, Refusal, join_ranks
-from ringattn.launch.serve.config import ENDED, LOOPBACK, Limits, ServeArgs, allow_connections
+from ringattn.launch.serve.config import ENDED, LOOPBACK, Limits, ServeArgs, raise_file_limit
 from ringattn.launch.serve.engine import Engine, worker_loop
 from ringattn.launch.serve.engine_server import EngineServer, HttpProcess, bind
-from ringattn.launch.serve.freeze_gc import settle
+from ringattn.launch.serve.freeze_gc import freeze_gc
 from ringattn.launch.serve.messages import PortResult, Settings, Stop
-from ringattn.launch.serve.model_runner import Replica
-from ringattn.launch.serve.models import Served, describe, load, make_cache, share_weights
+from ringattn.launch.serve.model_runner import ModelRunner
+from ringattn.launch.serve.models import ServedModel, broadcast_weights, describe_cache, load_model, make_cache
 from ringattn.launch.serve.rank_channel import RankChannel
 from ringattn.launch.serve.rank_liveness import RankLiveness
 from ringattn.launch.serve.scheduler import Scheduler
@@ -47,15 +45,14 @@ from ringattn.ring import Ring
 T = TypeVar("T")
 
 FAREWELL_S = 1.0
-"""Seconds in which answers about a failure may leave before the process does."""
+"""Seconds in which error answers may be sent before the process exits."""
+
+HTTP_EXIT_S = 10.0
+"""Seconds in which the HTTP process must exit after Stop."""
 
 
-PARTING_S = 10.0
-"""Seconds in which the process of HTTP must have ended when it was told to."""
-
-
-class Ending:
-    """The one way out when something fails: everybody is told, then the process leaves.
+class FatalExit:
+    """Ends the process after a fatal failure: prints the cause, fails all requests, and exits.
 
     Args:
         rank: This rank.
@@ -68,7 +65,7 @@ class Ending:
         self.process: HttpProcess | None = None
 
     def __call__(self, why: str) -> None:
-        """Says why, fails all requests, and leaves with code 1, however the main thread is busy; the first call counts."""
+        """Print the cause, fail all requests, and exit with code 1, in any thread; only the first call counts."""
         if not self._once.acquire(blocking=False):
             time.sleep(60)  # the thread that was first is about to end the process
         print(f"error: rank {self._rank.index}: {why}", file=sys.stderr, flush=True)
@@ -81,10 +78,10 @@ class Ending:
 
 
 def run_rank(args: ServeArgs) -> int:
-    """One rank of the server.
+    """Run one rank of the server.
 
     Returns:
-        Its exit code: 0 when it was told to stop. A failure ends the process.
+        The exit code: 0 after an orderly shutdown. A failure ends the process.
     """
     stops: list[int] = []
     serving = threading.Event()
@@ -92,13 +89,13 @@ def run_rank(args: ServeArgs) -> int:
     def note(number: int, frame: FrameType | None) -> None:
         del frame
         if not serving.is_set():
-            os._exit(128 + number)  # nothing has begun that could end well
+            os._exit(128 + number)  # nothing is open that could be ended in order
         stops.append(number)
 
     before = {number: signal.signal(number, note) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
         with join_ranks(args.device, args.timeout) as rank, contextlib.ExitStack() as stack:
-            ending = Ending(rank)
+            fatal_exit = FatalExit(rank)
             channel = RankChannel(rank, args.timeout)
             stack.callback(channel.close)
             try:
@@ -106,35 +103,35 @@ def run_rank(args: ServeArgs) -> int:
                 port = 0
                 if bound is not None:
                     port = bound.getsockname()[1]
-                    ending.process = HttpProcess(bound)
-                    stack.callback(ending.process.kill)
-                served, replica, cache = _prepare(args, rank)  # which may take minutes
-                _with_port(args, rank, channel, lambda: ending.process and ending.process.listen())
-                settle()
-                liveness = RankLiveness(rank, channel, ending, args.timeout)
+                    fatal_exit.process = HttpProcess(bound)
+                    stack.callback(fatal_exit.process.kill)
+                served, model_runner, cache = _prepare(args, rank)  # which may take minutes
+                _with_port(args, rank, channel, lambda: fatal_exit.process and fatal_exit.process.listen())
+                freeze_gc()
+                liveness = RankLiveness(rank, channel, fatal_exit, args.timeout)
                 serving.set()
                 if not rank.first:
-                    worker_loop(replica, channel)
+                    worker_loop(model_runner, channel)
                     liveness.close()
                 else:
-                    _lead(args, rank, channel, liveness, served, replica, port, cache, ending, stops)
+                    _serve(args, rank, channel, liveness, served, model_runner, port, cache, fatal_exit, stops)
             except Refusal:
                 raise  # on every rank alike
             except Exception as error:
-                # a broken connection is an effect: the watch, which knows the cause, may come first
+                # a broken connection is an effect: wait for RankLiveness, which knows the cause
                 time.sleep(0 if rank.world_size == 1 else 2 * FAREWELL_S)
                 traceback.print_exc()
                 if rank.orphaned:
-                    ending("what started the ranks is gone, and with it the store through which they meet")
-                ending(f"{type(error).__name__}: {(str(error).splitlines() or ['no message'])[0]}")
+                    fatal_exit("the launcher of the ranks is gone, and with it their rendezvous store")
+                fatal_exit(f"{type(error).__name__}: {(str(error).splitlines() or ['no message'])[0]}")
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
     return 0
 
 
-def _prepare(args: ServeArgs, rank: Rank) -> tuple[Served, Replica, str]:
-    """The model of this rank, what computes its steps, and what the cache holds in words."""
+def _prepare(args: ServeArgs, rank: Rank) -> tuple[ServedModel, ModelRunner, str]:
+    """Load the model; return it with its runner and a description of the cache."""
     if args.nproc not in (None, rank.world_size):
         raise Refusal(
             f"nproc must be the number of ranks that torchrun started, got {args.nproc} and {rank.world_size}; leave it out"
@@ -142,7 +139,7 @@ def _prepare(args: ServeArgs, rank: Rank) -> tuple[Served, Replica, str]:
     ring = Ring(timeout=datetime.timedelta(seconds=args.timeout))
     problem, served = "", None
     try:
-        served = load(
+        served = load_model(
             args.model, name=args.name, dtype=args.dtype, device=rank.device, seed=args.seed, max_len=args.max_len
         )
     except (Refusal, ValueError, OSError, ImportError) as error:
@@ -154,23 +151,23 @@ def _prepare(args: ServeArgs, rank: Rank) -> tuple[Served, Replica, str]:
         raise Refusal(str(error)) from None
     if served is None:
         raise Refusal(problem)
-    if served.drawn:
-        share_weights(served.model, rank)
+    if served.random_weights:
+        broadcast_weights(served.model, rank)
     if rank.device.type == "cuda":
         for line in change_model(served.model, ring, fused=args.fuse, split=args.split).said:
             if rank.first:
                 print(line, flush=True)
     cache = make_cache(served.model, ring, gib=args.cache_gib, page_size=args.page_size, kv_dtype=args.kv_dtype)
-    replica = Replica(served.model, cache, args.max_running, None if args.graphs else False)
-    for line in replica.prepare(served.length):
+    model_runner = ModelRunner(served.model, cache, args.max_running, None if args.graphs else False)
+    for line in model_runner.prepare(served.length):
         if rank.first:
             print(line, flush=True)
-    return served, replica, describe(cache)
+    return served, model_runner, describe_cache(cache)
 
 
 def _bind(args: ServeArgs) -> socket.socket:
     """Binds the port for clients, and allows as many open files as there may be connections."""
-    allow_connections(args.max_connections)
+    raise_file_limit(args.max_connections)
     return bind(args.host, args.port)
 
 
@@ -201,32 +198,32 @@ def _with_port(args: ServeArgs, rank: Rank, channel: RankChannel, use: Callable[
     return found
 
 
-def _lead(
+def _serve(
     args: ServeArgs,
     rank: Rank,
     channel: RankChannel,
     liveness: RankLiveness,
-    served: Served,
-    replica: Replica,
+    served: ServedModel,
+    model_runner: ModelRunner,
     port: int,
     cache: str,
-    ending: Ending,
+    fatal_exit: FatalExit,
     stops: list[int],
 ) -> None:
-    """Rank 0: serves until it is told to stop."""
-    process = ending.process
+    """Serve on rank 0 until a signal arrives."""
+    process = fatal_exit.process
     assert process is not None, "rank 0 has started it"
     scheduler = Scheduler(
-        replica.books,
+        model_runner.allocator,
         chunk=args.chunk,
-        most_running=args.max_running,
-        most_waiting=args.queue,
+        max_running=args.max_running,
+        max_waiting=args.queue,
         keep=args.keep_prefixes,
-        pieces=replica.pieces,
-        rows=replica.rows,
+        pieces=model_runner.pieces,
+        rows=model_runner.rows,
     )
-    engine = Engine(replica, scheduler, channel.broadcast, time_limit_s=args.time_limit)
-    ending.engine = engine
+    engine = Engine(model_runner, scheduler, channel.broadcast, time_limit_s=args.time_limit)
+    fatal_exit.engine = engine
     limits = Limits(
         body=int(args.max_body_mib * 2**20),
         length=args.max_len or served.length,
@@ -239,14 +236,14 @@ def _lead(
         model=served.name,
         tokenizer=served.tokenizer.recipe(),
         limits=limits,
-        capacity=scheduler.room,
+        capacity=scheduler.capacity,
         state=engine.state(),
         key=args.api_key,
         hosts=hosts,
-        about=_about(args, rank, served, replica),
+        about=_server_info(args, rank, served, model_runner),
         connections=args.max_connections,
     )
-    server = EngineServer(engine, process.folder, process.link, process.name, ending, args.timeout)
+    server = EngineServer(engine, process.folder, process.link, process.name, fatal_exit, args.timeout)
     server.start(settings)
     print(f"cache: {cache}", flush=True)
     print(f"serving {served.name} at {where} (a page to look at) and {where}/v1 (the interface)", flush=True)
@@ -260,15 +257,15 @@ def _lead(
     liveness.expect_end()
     channel.broadcast(Stop())
     server.stop()
-    process.wait(PARTING_S)
+    process.wait(HTTP_EXIT_S)
     liveness.close()
     if path := os.environ.get(ENDED):
         Path(path).touch()
     print("stopped", flush=True)
 
 
-def _about(args: ServeArgs, rank: Rank, served: Served, replica: Replica) -> dict[str, Any]:
-    """What speeds of this server depend on: where it runs, what it serves, and the flags that say how; no paths, no key."""
+def _server_info(args: ServeArgs, rank: Rank, served: ServedModel, model_runner: ModelRunner) -> dict[str, Any]:
+    """Return the machine, the model and the flags on which speeds depend; no paths, no key."""
     backend = None if rank.backend == "none" else rank.backend
     line = machine(Session(rank.index, rank.world_size, rank.device, backend))
     names = (
@@ -288,13 +285,13 @@ def _about(args: ServeArgs, rank: Rank, served: Served, replica: Replica) -> dic
         "parameters": sum(x.numel() for x in served.model.parameters()),
         "dtype": str(served.model.dtype).removeprefix("torch."),
         "vocab_size": served.tokenizer.vocab_size,
-        "graphs": replica.graphs,
+        "graphs": model_runner.graphs,
         "flags": {name: getattr(args, name) for name in names},
     }
 
 
 def _stop_on_signals(engine: Engine, grace_s: float, stops: list[int], rank: Rank) -> threading.Event:
-    """Stops an engine when a signal has come, or the launcher has gone; until the event is set."""
+    """Stop an engine after a signal or when the launcher is gone, until the returned event is set."""
     over = threading.Event()
 
     def look() -> None:

@@ -1,6 +1,6 @@
-"""How a token is chosen from logits: plain torch.
+"""Sampling of tokens from logits, in plain torch.
 
-Owns penalties, biases, temperature, top-k, top-p, min-p, seeds and logprobs. Refuses to know whose logits they are. Legend: b rows,
+Applies penalties, biases, temperature, top-k, top-p, min-p, seeds and logprobs. Legend: b rows,
 vocab.
 
 Note [Order of options]
@@ -15,7 +15,7 @@ Note [Weights]
     row gives the same token whatever is computed beside it. A token less than 2^-41 as likely as the likeliest has weight 0 and is
     never drawn; so has a logit of -inf.
 
-Note [Tokens that are in]
+Note [Truncation]
     top_k keeps the k largest logits. With W the sum of the weights that are left, top_p keeps x >= t, where t is the largest logit
     such that the weights from there on come to at least top_p W. min_p keeps weights of at least min_p times the largest one. The
     likeliest token is always in, and so are tokens exactly as likely as the last one that top_k or top_p keeps.
@@ -25,7 +25,7 @@ Note [Draws]
     up to which the weights come to more than floor(u K); u K is rounded to fp64. The number is a hash of the request's seed and of
     how many tokens were drawn for it before. So what a seed gives depends on the request alone, not on those computed beside it.
 
-Note [Nothing is waited for]
+Note [Asynchronous sampling]
     The next step may be computed from tokens that only the device knows. So what is chosen is enqueued behind the logits, on the
     way there and back through pinned memory, and read later. Tokens of an answer are counted for penalties on the device, too.
 """
@@ -45,7 +45,7 @@ from torch import Tensor
 
 from ringattn.launch.serve.messages import Logprob, SamplingOptions
 
-COLDEST = 1e-6
+MIN_TEMPERATURE = 1e-6
 """Temperatures below it choose the same, and might be 0 in fp32."""
 
 ONE = 2.0**40
@@ -53,10 +53,10 @@ ONE = 2.0**40
 
 LOG2E = 1.0 / math.log(2.0)
 
-MOST_SCALE = 2.0**100
-"""What differences of logits are multiplied by at most, and the inverse of the least: 0 times infinity would be no number."""
+MAX_SCALE = 2.0**100
+"""Upper bound of the factor of logit differences, and inverse of the lower bound: 0 times infinity is NaN."""
 
-MOST_LOGITS = 2**22
+MAX_LOGITS = 2**22
 """Logits of a row: their weights come to less than 2^63."""
 
 IN_PROMPT = 2**30
@@ -65,7 +65,7 @@ IN_PROMPT = 2**30
 
 @dataclass
 class Sampling:
-    """How the tokens of one request are chosen (Note [Order of options]). One object serves one answer: it counts draws and tokens.
+    """Sampling options and state of one request (Note [Order of options]). It serves one answer.
 
     Attributes:
         temperature: Logits are divided by it; 0 takes the largest.
@@ -117,7 +117,7 @@ class Sampling:
         return (int.from_bytes(numbered.digest(), "little") >> 11) * 2.0**-53
 
     def counts(self, prompt: Sequence[int], x: Tensor) -> Tensor:
-        """How often the answer has each token, and IN_PROMPT more where the prompt has it: `vocab` int32.
+        """Return the count of each token in the answer, and IN_PROMPT more where the prompt has it: `vocab` int32.
 
         Args:
             prompt: Its tokens.
@@ -156,8 +156,8 @@ class Sampling:
 
 
 @dataclass(frozen=True)
-class Chosen:
-    """Tokens that are being chosen: all of it is enqueued, and nothing was waited for.
+class SampledTokens:
+    """Sampled tokens, enqueued on the device; nothing was waited for.
 
     Attributes:
         tokens: `b` int64; -1 where the largest logit is no finite number.
@@ -171,10 +171,10 @@ class Chosen:
     how: tuple[Sampling, ...]
     scores: tuple[Tensor, ...] = ()
 
-    def on_host(self) -> Chosen:
+    def on_host(self) -> SampledTokens:
         """The same where the host can read it, once the current stream has come there."""
         said = None if self.said is None else _to_host(self.said)
-        return Chosen(_to_host(self.tokens), said, self.how, tuple(map(_to_host, self.scores)))
+        return SampledTokens(_to_host(self.tokens), said, self.how, tuple(map(_to_host, self.scores)))
 
     def read(self) -> list[tuple[int | None, Logprob | None]]:
         """For each row the token, None where there is none, and its logprob where that is wanted."""
@@ -194,8 +194,8 @@ class Chosen:
         return found
 
 
-def choose(logits: Tensor, how: Sequence[Sampling], prompts: Sequence[Sequence[int]]) -> Chosen:
-    """Chooses a token for every row, without waiting for the device.
+def sample_tokens(logits: Tensor, how: Sequence[Sampling], prompts: Sequence[Sequence[int]]) -> SampledTokens:
+    """Sample a token for every row, without waiting for the device.
 
     Args:
         logits: `b vocab`.
@@ -218,7 +218,7 @@ def choose(logits: Tensor, how: Sequence[Sampling], prompts: Sequence[Sequence[i
         x[at] = penalize(x[at], counts, to_device(options, torch.float32, device))
     settings = cut = None
     if any(one.temperature > 0 for one in how):
-        settings = to_device([_settings(one) for one in how], torch.float64, device)
+        settings = to_device([_draw_settings(one) for one in how], torch.float64, device)
         sorted_out = [row for row, one in enumerate(how) if one.cuts]
         cut = to_device(sorted_out, torch.int64, device) if sorted_out else None
     tokens = draw(x, settings, cut)
@@ -228,12 +228,12 @@ def choose(logits: Tensor, how: Sequence[Sampling], prompts: Sequence[Sequence[i
             how[row].count(one)
     wanting = [row for row, one in enumerate(how) if one.logprobs is not None]
     if not wanting:
-        return Chosen(tokens, None, tuple(how))
+        return SampledTokens(tokens, None, tuple(how))
     asked = tokens
     if len(wanting) < len(how):
         rows = to_device(wanting, torch.int64, device)
         logits, asked = logits[rows], tokens[rows]
-    return Chosen(tokens, score(logits, asked, max(how[row].logprobs or 0 for row in wanting)), tuple(how))
+    return SampledTokens(tokens, score(logits, asked, max(how[row].logprobs or 0 for row in wanting)), tuple(how))
 
 
 def draw(logits: Tensor, settings: Tensor | None = None, cut: Tensor | None = None) -> Tensor:
@@ -249,7 +249,7 @@ def draw(logits: Tensor, settings: Tensor | None = None, cut: Tensor | None = No
         `b` int64; -1 for a row whose largest logit is no finite number, or that holds a NaN.
 
     Raises:
-        ValueError: Rows hold no logit, or more than MOST_LOGITS.
+        ValueError: Rows hold no logit, or more than MAX_LOGITS.
 
     Example:
         >>> logits = torch.tensor([[1.0, 3.0, 2.0]])
@@ -257,9 +257,9 @@ def draw(logits: Tensor, settings: Tensor | None = None, cut: Tensor | None = No
         >>> [int(draw(logits, one, torch.tensor([0]))) for one in settings]
         [1, 1, 2]
     """
-    if not 1 <= logits.shape[1] <= MOST_LOGITS:
+    if not 1 <= logits.shape[1] <= MAX_LOGITS:
         raise ValueError(
-            f"vocab must be between 1 and {MOST_LOGITS}, got {logits.shape[1]}; give each row at least one logit"
+            f"vocab must be between 1 and {MAX_LOGITS}, got {logits.shape[1]}; give each row at least one logit"
         )
     largest, tokens = logits.max(-1, keepdim=True)
     finite = largest.isfinite()
@@ -267,18 +267,18 @@ def draw(logits: Tensor, settings: Tensor | None = None, cut: Tensor | None = No
         temperature, _, _, min_p, number = settings.unsqueeze(-1).unbind(1)
         drawn = temperature > 0
         x = torch.where(finite, logits, 0.0).float()
-        weights = weigh(x, torch.where(finite, largest, 0.0), torch.where(drawn, temperature, 1.0))
+        weights = token_weights(x, torch.where(finite, largest, 0.0), torch.where(drawn, temperature, 1.0))
         if cut is not None:
-            weights[cut] = weights[cut].masked_fill(x[cut] < _least_that_is_in(x[cut], weights[cut], settings[cut]), 0)
+            weights[cut] = weights[cut].masked_fill(x[cut] < _threshold_logit(x[cut], weights[cut], settings[cut]), 0)
         weights.masked_fill_(weights < (min_p * ONE).ceil().long(), 0)
         sums = weights.cumsum(-1)
-        kept = sums[:, -1:]
-        goal = (number * kept.double()).long().minimum(kept - 1)
+        num_kept_prefixes = sums[:, -1:]
+        goal = (number * num_kept_prefixes.double()).long().minimum(num_kept_prefixes - 1)
         tokens = torch.where(drawn, (sums <= goal).sum(-1, keepdim=True), tokens)
     return torch.where(finite, tokens, -1).squeeze(1)
 
 
-def weigh(x: Tensor, largest: Tensor, temperature: Tensor) -> Tensor:
+def token_weights(x: Tensor, largest: Tensor, temperature: Tensor) -> Tensor:
     """The weights of tokens (Note [Weights]), int64.
 
     Args:
@@ -286,14 +286,14 @@ def weigh(x: Tensor, largest: Tensor, temperature: Tensor) -> Tensor:
         largest: `b 1`.
         temperature: `b 1` fp64.
     """
-    scale = (LOG2E / temperature).float().clamp(1 / MOST_SCALE, MOST_SCALE)
+    scale = (LOG2E / temperature).float().clamp(1 / MAX_SCALE, MAX_SCALE)
     # in fp32 the vector units of a CPU and its scalar ones differ, and where a token stands says which compute its weight
     likely = torch.exp2(((x - largest) * scale).double()).float()
     return (likely * ONE + 0.5).long()
 
 
-def _least_that_is_in(x: Tensor, weights: Tensor, settings: Tensor) -> Tensor:
-    """The smallest logit that top_k and top_p keep, `b 1` (Note [Tokens that are in])."""
+def _threshold_logit(x: Tensor, weights: Tensor, settings: Tensor) -> Tensor:
+    """The smallest logit that top_k and top_p keep, `b 1` (Note [Truncation])."""
     _, top_k, top_p, _, _ = settings.unsqueeze(-1).unbind(1)
     values, names = x.sort(dim=-1, descending=True)
     k = torch.where(top_k > 0, top_k, x.shape[1]).clamp(max=x.shape[1]).long()
@@ -342,23 +342,23 @@ def _read_logprob(row: Sequence[float], most: int) -> Logprob:
     return Logprob(own, tuple(zip(map(int, names), found, strict=True))[:most])
 
 
-def _settings(one: Sampling) -> tuple[float, ...]:
-    """What `draw` is to know of the next token of a request, which draws a number for it if it has a temperature."""
+def _draw_settings(one: Sampling) -> tuple[float, ...]:
+    """Return the row of `draw`'s settings for the next token; draws a number if the request has a temperature."""
     if one.temperature <= 0:
         return 0.0, 0.0, 1.0, 0.0, 0.0
-    return max(one.temperature, COLDEST), one.top_k, one.top_p, one.min_p, one.draw()
+    return max(one.temperature, MIN_TEMPERATURE), one.top_k, one.top_p, one.min_p, one.draw()
 
 
 def _add_biases_(x: Tensor, how: Sequence[Sampling]) -> None:
-    """Adds to logits what requests want added."""
+    """Add the biases of requests to logits, in place."""
     found = []
     for row, one in enumerate(how):
         if one.logit_bias:
             tokens, biases = one.biases(x)
             found.append((tokens + row * x.shape[1], biases))
     if found:
-        places, biases = map(torch.cat, zip(*found, strict=True))
-        x.view(-1).index_add_(0, places, biases)
+        slots, biases = map(torch.cat, zip(*found, strict=True))
+        x.view(-1).index_add_(0, slots, biases)
 
 
 def to_device(values: Sequence[Any], dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -149,7 +149,7 @@ class Rows:
 
 
 def count_targets(windows: Tensor, separator: int | None) -> int:
-    """How many tokens of `b n+1` windows are to be predicted: all but each first, and but the firsts of documents."""
+    """Return the number of targets in `b n+1` windows: all but each first, and but the firsts of documents."""
     count = windows.shape[0] * (windows.shape[1] - 1)
     return count if separator is None else count - int((windows[:, :-1] == separator).sum())
 
@@ -205,7 +205,7 @@ class Batches:
 
     @property
     def num_training_tokens(self) -> int:
-        """Where the validation tokens begin."""
+        """Index of the first validation token."""
         return self.text.numel() - max(self.text.numel() // VALIDATION_SHARE, self.seq_len + 1)
 
     def _windows(self, starts: list[int]) -> Tensor:

@@ -18,12 +18,12 @@ from ringattn.inference.pages import Pages
 from ringattn.launch.serve.config import Limits
 from ringattn.launch.serve.engine import Engine
 from ringattn.launch.serve.engine_server import BACKLOG, EngineServer, bind
-from ringattn.launch.serve.http.app import Server, make_app
+from ringattn.launch.serve.http.app import HttpServer, make_app
 from ringattn.launch.serve.http.engine_client import EngineClient
 from ringattn.launch.serve.messages import Capacity, Logprob, receive_at, send_to, to_engine_address, to_http_address
-from ringattn.launch.serve.sampling import Chosen, Sampling, choose, score
+from ringattn.launch.serve.sampling import SampledTokens, Sampling, sample_tokens, score
 from ringattn.launch.serve.scheduler import Plan, Scheduler
-from ringattn.launch.serve.tokenizer import NoTemplate
+from ringattn.launch.serve.tokenizer import ChatTemplateError
 
 VOCAB = 256
 STOP = 0
@@ -57,7 +57,7 @@ class FakeStep:
         ends: When its device will have computed it; None: when somebody waits for it.
     """
 
-    def __init__(self, chosen: Chosen, ends: float | None) -> None:
+    def __init__(self, chosen: SampledTokens, ends: float | None) -> None:
         self._chosen, self.ends = chosen, ends
 
     @property
@@ -89,32 +89,32 @@ class FakeRunner:
     def __init__(
         self, world_size: int = 2, pages: int = 64, page_size: int = 4, step_s: float = 0.0, ahead: bool = True
     ) -> None:
-        self.books = Pages(world_size, pages, page_size)
+        self.allocator = Pages(world_size, pages, page_size)
         self.memory = [[[-1] * page_size for _ in range(pages)] for _ in range(world_size)]
         self.step_s = step_s
         self.ahead = ahead
         self.steps: list[tuple[int, ...]] = []
-        self.carried = 0
+        self.from_previous = 0
         self._chosen: list[int] = []
         self._last: FakeStep | None = None
         self._before: FakeStep | None = None
 
     def start(self, plan: Plan) -> FakeStep:
         assert self._before is None or self._before.ended, "two steps are under way"
-        for i, place in enumerate(plan.carried):
+        for i, place in enumerate(plan.from_previous):
             if place >= 0:
                 plan.tokens[i] = self._chosen[place]
-                self.carried += 1
+                self.from_previous += 1
         logits = self.run(plan)
-        jobs = [plan.jobs[place] for place in plan.wanted] if plan.jobs else []
-        how = [job.sampling or Sampling(0) for job in jobs]
-        chosen = choose(logits if how else logits[:0], how, [job.prompt for job in jobs])
+        requests = [plan.requests[place] for place in plan.wanted] if plan.requests else []
+        how = [request.sampling or Sampling(0) for request in requests]
+        chosen = sample_tokens(logits if how else logits[:0], how, [request.prompt for request in requests])
         scores = []
-        for place, targets in zip(plan.scored if plan.jobs else (), plan.targets, strict=True):
-            job, tokens = plan.jobs[place], torch.tensor(targets)
-            ends = range(job.done - plan.counts[place] + 1, job.done + 1)
-            rows = torch.stack([scores_after(job.prompt[:end]) for end in ends])
-            scores.append(score(rows[: len(targets)], tokens, job.sampling.logprobs if job.sampling else 0))
+        for place, targets in zip(plan.scored if plan.requests else (), plan.targets, strict=True):
+            request, tokens = plan.requests[place], torch.tensor(targets)
+            ends = range(request.num_computed - plan.counts[place] + 1, request.num_computed + 1)
+            rows = torch.stack([scores_after(request.prompt[:end]) for end in ends])
+            scores.append(score(rows[: len(targets)], tokens, request.sampling.logprobs if request.sampling else 0))
         chosen = replace(chosen, scores=tuple(scores))
         # what other ranks get from rank 0 is the same
         self._chosen = chosen.tokens.clamp(min=0).tolist() if how else logits.argmax(-1).tolist()
@@ -131,17 +131,17 @@ class FakeRunner:
         assert not (plan.packed and plan.decodes)
         at = 0
         decode = set(plan.counts) == {1}
-        before = [self.books.length(request) for request in plan.requests]
-        self.books.place(plan.requests, plan.counts, one_by_one=decode)
-        for request, length in zip(plan.requests, before, strict=True):
-            for piece in self.books.pieces(request, length):
+        before = [self.allocator.length(cache_id) for cache_id in plan.cache_ids]
+        self.allocator.place(plan.cache_ids, plan.counts, one_by_one=decode)
+        for cache_id, length in zip(plan.cache_ids, before, strict=True):
+            for piece in self.allocator.pieces(cache_id, length):
                 page = self.memory[piece.rank][piece.page]
                 page[piece.row : piece.row + piece.length] = plan.tokens[at : at + piece.length]
                 at += piece.length
         logits = torch.empty(len(plan.wanted), VOCAB)
         for row, place in enumerate(plan.wanted):
             tokens: list[int] = []
-            for block in self.books.blocks(plan.requests[place]):
+            for block in self.allocator.blocks(plan.cache_ids[place]):
                 tokens += self.memory[block.rank][block.page][: block.length]
             logits[row] = scores_after(tokens)
         return logits
@@ -158,7 +158,7 @@ class Letters:
 
     def chat(self, messages: Sequence[dict[str, str]]) -> list[int]:
         if messages[0]["content"] == "refuse":
-            raise NoTemplate("the template refuses")
+            raise ChatTemplateError("the template refuses")
         return self.encode("".join(f"<{message['role']}>{message['content']}" for message in messages) + "<assistant>")
 
     def decode(self, tokens: Sequence[int]) -> str:
@@ -200,7 +200,7 @@ class Link:
         self._folder.cleanup()
 
 
-class Served:
+class FakeServer:
     """The whole server in this process, both of its processes as threads, with a fake model.
 
     Attributes:
@@ -219,19 +219,19 @@ class Served:
         hosts: Sequence[str] | None = None,
         connections: int = 1000,
         about: dict[str, Any] | None = None,
-        patience_s: float = 60.0,
+        timeout_s: float = 60.0,
     ) -> None:
-        scheduler = Scheduler(runner.books, chunk=64, most_running=running, most_waiting=waiting)
+        scheduler = Scheduler(runner.allocator, chunk=64, max_running=running, max_waiting=waiting)
         self.runner = runner
         self.engine = Engine(runner, scheduler, lambda _: None, time_limit_s=time_limit_s)
         self.link = Link()
         self.lost: list[str] = []
-        self.engine_server = self.link.server(self.engine, "the fake", self.lost.append, patience_s)
-        client = self.link.client(scheduler.room, self.engine.state())
+        self.engine_server = self.link.server(self.engine, "the fake", self.lost.append, timeout_s)
+        client = self.link.client(scheduler.capacity, self.engine.state())
         app = make_app(client, Letters(), "fake", limits or Limits(), key=key, hosts=hosts, about=about)
         listening = bind("127.0.0.1", 0)
         listening.listen(BACKLOG)
-        self.server = Server(listening, connections)
+        self.server = HttpServer(listening, connections)
         self.server.start(app)
         self.url = f"http://127.0.0.1:{self.server.port}"
         self.thread = threading.Thread(target=self._run, daemon=True)
@@ -250,9 +250,9 @@ class Served:
         self.server.stop()
         self.link.close()
 
-    def state_when(self, so: Callable[[dict[str, Any]], bool], patience_s: float = 10.0) -> dict[str, Any]:
+    def state_when(self, so: Callable[[dict[str, Any]], bool], timeout_s: float = 10.0) -> dict[str, Any]:
         """The state as soon as something is so."""
-        deadline = time.monotonic() + patience_s
+        deadline = time.monotonic() + timeout_s
         while not so(state := self.engine.state()):
             assert time.monotonic() < deadline, state
             time.sleep(0.01)
@@ -262,4 +262,7 @@ class Served:
         """Nothing runs or waits, and every page is free or holds a prefix that is kept."""
         state = self.state_when(lambda state: not (state["running"] or state["waiting"]))
         assert state["pages"]["running"] == [0] * state["ranks"]
-        assert not self.engine._open
+        deadline = time.monotonic() + 10.0
+        while self.engine._open:  # emptied just after the state is new
+            assert time.monotonic() < deadline
+            time.sleep(0.001)

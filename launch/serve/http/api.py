@@ -1,6 +1,6 @@
-"""What requests may say and what answers look like: the parts of OpenAI's interface that are served.
+"""Bodies of requests and answers: the parts of OpenAI's interface that are served.
 
-Owns bodies, their refusals, and the objects of answers, chunks and errors. Refuses to know HTTP (http.py) and the engine.
+Owns validation of bodies, and the objects of answers, chunks and errors. HTTP itself is in app.py.
 Nothing is accepted and ignored: a field that is not served may only have a value that asks for nothing.
 """
 
@@ -19,14 +19,15 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from pydantic_core import to_json
 
 from ringattn.inference.blocks import LONGEST
+from ringattn.launch.serve.http.detokenizer import Detokenizer, StopStrings, text_alone
 from ringattn.launch.serve.messages import Event, Logprob
 from ringattn.launch.serve.sampling import Sampling
-from ringattn.launch.serve.tokenizer import REPLACEMENT, Pieces, Stops, Tokenizer, text_alone
+from ringattn.launch.serve.tokenizer import REPLACEMENT, Tokenizer
 
-MOST_CHOICES = 128
-MOST_STOPS = 16
-MOST_LOGPROBS = 20
-MOST_NAMED = 1024
+MAX_CHOICES = 128
+MAX_STOPS = 16
+MAX_LOGPROBS = 20
+MAX_NAMED = 1024
 """Tokens that `logit_bias` or `stop_token_ids` may name."""
 COMPLETION_TOKENS = 16
 """New tokens of a completion that does not say how many: OpenAI's default."""
@@ -36,8 +37,8 @@ TOKEN = re.compile("0|[1-9][0-9]{0,8}")
 _TYPES = {401: "authentication_error", 429: "rate_limit_error", 500: "server_error", 503: "service_unavailable_error"}
 
 
-class Refused(Exception):
-    """A request gets an error instead of an answer.
+class RequestError(Exception):
+    """An error that a request gets instead of an answer.
 
     Args:
         status: Of HTTP.
@@ -62,7 +63,7 @@ class _Strict(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _without_nulls(cls, said: Any) -> Any:
-        """Clients that write down what they do not say write null."""
+        """Drop null fields, which some clients send for absent ones."""
         return {name: value for name, value in said.items() if value is not None} if isinstance(said, dict) else said
 
 
@@ -74,13 +75,13 @@ class StreamOptions(_Strict):
 
 
 class _Body(_Strict):
-    """What both kinds of request may say."""
+    """Fields of both kinds of request."""
 
     model: str | None = None
     max_tokens: int | None = Field(None, ge=1, le=LONGEST)
     temperature: float | None = Field(None, ge=0, le=2)
     top_p: float | None = Field(None, gt=0, le=1)
-    n: int | None = Field(None, ge=1, le=MOST_CHOICES)
+    n: int | None = Field(None, ge=1, le=MAX_CHOICES)
     seed: int | None = None
     stop: str | list[str] | None = None
     stream: bool | None = None
@@ -95,16 +96,16 @@ class _Body(_Strict):
     service_tier: Literal["auto", "default"] | None = None
     reasoning_effort: Literal["none", "medium"] | None = None  # both are defaults of OpenAI's models
     verbosity: Literal["medium"] | None = None
-    ignore_eos: bool = False  # goes on to max_tokens, for measurements; like the next, not OpenAI's, named as elsewhere
+    ignore_eos: bool = False  # goes on to max_tokens, for measurements; not OpenAI's, as is the next
     return_token_ids: bool | None = None  # says the answer's tokens as numbers, those without text of their own too
     presence_penalty: float = Field(0.0, ge=-2, le=2)
     frequency_penalty: float = Field(0.0, ge=-2, le=2)
-    logit_bias: dict[str, float] = Field({}, max_length=MOST_NAMED)
+    logit_bias: dict[str, float] = Field({}, max_length=MAX_NAMED)
     # not OpenAI's, named as vLLM has them
     top_k: int = Field(0, ge=-1, le=LONGEST)  # 0 and -1: all
     min_p: float = Field(0.0, ge=0, le=1)
     repetition_penalty: float = Field(1.0, ge=0.01, le=100)
-    stop_token_ids: list[int] = Field([], max_length=MOST_NAMED)
+    stop_token_ids: list[int] = Field([], max_length=MAX_NAMED)
 
     @field_validator("logit_bias")
     @classmethod
@@ -120,8 +121,8 @@ class _Body(_Strict):
     @classmethod
     def _stops(cls, value: str | list[str] | None) -> str | list[str] | None:
         strings = [value] if isinstance(value, str) else value or []
-        if len(strings) > MOST_STOPS or not all(0 < len(string) <= 1000 for string in strings):
-            raise ValueError(f"must be at most {MOST_STOPS} strings of 1 to 1000 characters")
+        if len(strings) > MAX_STOPS or not all(0 < len(string) <= 1000 for string in strings):
+            raise ValueError(f"must be at most {MAX_STOPS} strings of 1 to 1000 characters")
         return value
 
     @property
@@ -131,7 +132,7 @@ class _Body(_Strict):
 
     @property
     def biases(self) -> dict[int, float]:
-        """What is added to the logits of tokens."""
+        """Biases of logits by token."""
         return {int(token): bias for token, bias in self.logit_bias.items()}
 
     @property
@@ -140,17 +141,17 @@ class _Body(_Strict):
         return self.n or 1
 
     def wanted_logprobs(self) -> int | None:
-        """How many of the likeliest tokens to name; None for no logprobs."""
+        """Number of likeliest tokens to return; None for no logprobs."""
         raise NotImplementedError("each kind of request says this in its own way")
 
     def sampling(self, choice: int) -> Sampling:
-        """How the tokens of a choice are chosen: each of several has a seed of its own."""
+        """Return the sampling of a choice; each of several has its own seed."""
         return Sampling(
             temperature=1.0 if self.temperature is None else self.temperature,
             top_p=1.0 if self.top_p is None else self.top_p,
             seed=None if self.seed is None else self.seed + choice,
             logprobs=self.wanted_logprobs(),
-            top_k=max(0, min(self.top_k, LONGEST)),  # no vocabulary has more
+            top_k=max(0, self.top_k),
             min_p=self.min_p,
             repetition_penalty=self.repetition_penalty,
             presence_penalty=self.presence_penalty,
@@ -162,12 +163,12 @@ class _Body(_Strict):
         """Refuses tokens that the model does not have.
 
         Raises:
-            Refused: `logit_bias` or `stop_token_ids` names one.
+            RequestError: `logit_bias` or `stop_token_ids` names one.
         """
         for name, tokens in (("logit_bias", self.biases), ("stop_token_ids", self.stop_token_ids)):
             for token in tokens:
                 if not 0 <= token < vocab_size:
-                    raise Refused(400, f"{name}: tokens must be from 0 to {vocab_size - 1}, got {token}", name)
+                    raise RequestError(400, f"{name}: tokens must be from 0 to {vocab_size - 1}, got {token}", name)
 
 
 class Completion(_Body):
@@ -176,7 +177,7 @@ class Completion(_Body):
     prompt: Any
     max_tokens: int | None = Field(None, ge=0, le=LONGEST)  # 0: the prompt alone, with echo
     echo: bool = False
-    logprobs: int | None = Field(None, ge=0, le=MOST_LOGPROBS)
+    logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     best_of: int | None = None
     suffix: str | None = None
 
@@ -195,7 +196,7 @@ class Completion(_Body):
         """The prompts: each a text or tokens.
 
         Raises:
-            Refused: They are something else, or none.
+            RequestError: They are something else, or none.
         """
         prompt = self.prompt
         if isinstance(prompt, str):
@@ -207,7 +208,7 @@ class Completion(_Body):
                 return prompt
             if all(isinstance(x, list) and x and all(type(y) is int for y in x) for x in prompt):
                 return prompt
-        raise Refused(
+        raise RequestError(
             400, "prompt must be a string, a list of strings, tokens, or lists of tokens; none may be empty", "prompt"
         )
 
@@ -230,8 +231,8 @@ class Message(_Strict):
     audio: None = None
     annotations: None = None
 
-    def plain(self) -> dict[str, str]:
-        """As a chat template takes it."""
+    def template_message(self) -> dict[str, str]:
+        """Return the message for a chat template."""
         content = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
         return {"role": "system" if self.role == "developer" else self.role, "content": content}
 
@@ -248,7 +249,7 @@ class Chat(_Body):
     messages: list[Message] = Field(min_length=1)
     max_completion_tokens: int | None = Field(None, ge=1, le=LONGEST)
     logprobs: bool | None = None
-    top_logprobs: int | None = Field(None, ge=0, le=MOST_LOGPROBS)
+    top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     response_format: TextFormat | None = None
     tools: list[Any] | None = Field(None, max_length=0)
     tool_choice: Literal["none"] | None = None
@@ -266,16 +267,18 @@ def read_body(kind: type[_Body], data: bytes) -> Any:
         data: As it came.
 
     Raises:
-        Refused: It is not JSON, or says what is not served.
+        RequestError: It is not JSON, or says what is not served.
     """
     try:
         content = json.loads(data, parse_constant=_no_constant)
     except RecursionError:
-        raise Refused(400, "the body must be JSON, got one that is nested too deeply", code="invalid_json") from None
+        raise RequestError(
+            400, "the body must be JSON, got one that is nested too deeply", code="invalid_json"
+        ) from None
     except ValueError as error:
-        raise Refused(400, f"the body must be JSON, got: {ascii_only(str(error))}", code="invalid_json") from None
+        raise RequestError(400, f"the body must be JSON, got: {ascii_only(str(error))}", code="invalid_json") from None
     if not isinstance(content, dict):
-        raise Refused(400, f"the body must be a JSON object, got {type(content).__name__}", code="invalid_json")
+        raise RequestError(400, f"the body must be a JSON object, got {type(content).__name__}", code="invalid_json")
     try:
         body = kind.model_validate(content)
     except ValidationError as error:
@@ -283,21 +286,21 @@ def read_body(kind: type[_Body], data: bytes) -> Any:
         first = max(error.errors(include_url=False, include_input=False), key=lambda one: len(one["loc"]))
         where = ascii_only(".".join(map(str, first["loc"])))[:100]
         if first["type"] == "extra_forbidden":
-            raise Refused(
+            raise RequestError(
                 400, f"{where} must be left out: it is not supported", where, "unsupported_parameter"
             ) from None
         what = ascii_only(first["msg"].removeprefix("Value error, "))
-        raise Refused(400, f"{where}: {what}"[:500], where) from None
+        raise RequestError(400, f"{where}: {what}"[:500], where) from None
     if body.stream_options is not None and not body.stream:
-        raise Refused(400, "stream_options must be left out when stream is not true", "stream_options")
+        raise RequestError(400, "stream_options must be left out when stream is not true", "stream_options")
     if isinstance(body, Completion) and body.best_of not in (None, body.choices):
-        raise Refused(400, f"best_of must be left out or equal n, got {body.best_of}", "best_of")
+        raise RequestError(400, f"best_of must be left out or equal n, got {body.best_of}", "best_of")
     if isinstance(body, Completion) and body.max_tokens == 0 and not body.echo:
-        raise Refused(400, "max_tokens: must be at least 1 when echo is not true, got 0", "max_tokens")
+        raise RequestError(400, "max_tokens: must be at least 1 when echo is not true, got 0", "max_tokens")
     if isinstance(body, Chat) and body.top_logprobs is not None and not body.logprobs:
-        raise Refused(400, "top_logprobs must be left out when logprobs is not true", "top_logprobs")
+        raise RequestError(400, "top_logprobs must be left out when logprobs is not true", "top_logprobs")
     if isinstance(body, Chat) and None not in (body.max_tokens, body.max_completion_tokens):
-        raise Refused(400, "max_tokens must be left out beside max_completion_tokens", "max_tokens")
+        raise RequestError(400, "max_tokens must be left out beside max_completion_tokens", "max_tokens")
     return body
 
 
@@ -306,7 +309,7 @@ def _no_constant(name: str) -> NoReturn:
 
 
 def ascii_only(text: str) -> str:
-    """A text that every client can decode: what a request said may not be text at all."""
+    """Return a text that every client can decode."""
     return text.encode("ascii", "backslashreplace").decode()
 
 
@@ -316,7 +319,7 @@ Said = tuple[int, Logprob | None, int]
 
 @dataclass
 class Choice:
-    """One answer as it grows.
+    """State of one answer.
 
     Args:
         index: Its place among the answers to a request.
@@ -330,10 +333,10 @@ class Choice:
     Attributes:
         finish: Why it has ended; None while it has not.
         length: Characters of its tokens so far, with those that may yet begin a stop string.
-        shared: How many of its prompt's were in the cache.
+        num_cached: Tokens of its prompt that were in the cache.
         ids: Its tokens.
-        logprobs: Of its tokens: (token, what the model thought, where it begins in the text with the echo).
-        echoed: The same of its prompt's, of whose first one the model could think nothing.
+        logprobs: Of its tokens: (token, its logprobs, where it begins in the text with the echo).
+        echoed: The same of its prompt's, whose first one has none.
     """
 
     index: int
@@ -345,16 +348,16 @@ class Choice:
     silent: bool = False
     finish: str | None = None
     length: int = 0
-    shared: int = 0
+    num_cached: int = 0
     ids: list[int] = field(default_factory=list)
     logprobs: list[Said] = field(default_factory=list)
     echoed: list[Said] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self._pieces = Pieces(self.tokenizer.decode, self.prompt)
-        self._stops = Stops(self.stops)
+        self._detokenizer = Detokenizer(self.tokenizer.decode, self.prompt)
+        self._stops = StopStrings(self.stops)
         self._texts: list[str] = []
-        self._prompt_pieces, self._echoed_length = Pieces(self.tokenizer.decode), 0
+        self._prompt_detokenizer, self._echoed_length = Detokenizer(self.tokenizer.decode), 0
         if self.score_prompt:
             self._echo(None)
 
@@ -364,15 +367,15 @@ class Choice:
         return "".join(self._texts)
 
     def push(self, event: Event) -> str:
-        """What an event adds to the text.
+        """Add an event; return the text that it adds.
 
         Raises:
-            Refused: The event is a failure.
+            RequestError: The event is a failure.
         """
         if event.failure is not None:
             status, message = event.failure
-            raise Refused(status, message, code="unavailable" if status == 503 else None)
-        self.shared = event.shared
+            raise RequestError(status, message, code="unavailable" if status == 503 else None)
+        self.num_cached = event.num_cached
         for one in event.scores:
             self._echo(one)
         if self.silent:
@@ -383,9 +386,9 @@ class Choice:
             self.ids.append(event.token)
             if event.details is not None:
                 self.logprobs.append((event.token, event.details, len(self.echo) + self.length))
-            piece = self._cut(self._pieces.push(event.token))
+            piece = self._stop_deadline(self._detokenizer.push(event.token))
         if event.finish is not None:
-            piece += self._cut(self._pieces.rest())
+            piece += self._stop_deadline(self._detokenizer.rest())
             piece += self._stops.rest()
         if piece:
             self._texts.append(piece)
@@ -396,22 +399,22 @@ class Choice:
         return piece
 
     def _echo(self, said: Logprob | None) -> None:
-        """Notes what the model thought of the prompt's next token."""
+        """Add the logprobs of the prompt's next token."""
         token = self.prompt[len(self.echoed)]
         self.echoed.append((token, said, self._echoed_length))
-        self._echoed_length += len(self._prompt_pieces.push(token))
+        self._echoed_length += len(self._prompt_detokenizer.push(token))
 
-    def _cut(self, piece: str) -> str:
-        """What of some more text certainly comes before any stop string."""
+    def _stop_deadline(self, piece: str) -> str:
+        """Return the part of some more text that certainly comes before any stop string."""
         self.length += len(piece)
         return self._stops.push(piece)
 
 
 def usage(prompts: Sequence[Sequence[int]], choices: Sequence[Choice]) -> dict[str, Any]:
-    """How many tokens a request took; prompts count once, whatever n is."""
+    """Return the token counts of a request; prompts count once, whatever n is."""
     prompt, generated = sum(map(len, prompts)), sum(len(choice.ids) for choice in choices)
     per_prompt = len(choices) // max(1, len(prompts))
-    cached = sum(choice.shared for choice in choices[::per_prompt])
+    cached = sum(choice.num_cached for choice in choices[::per_prompt])
     return {
         "prompt_tokens": prompt,
         "completion_tokens": generated,
@@ -420,12 +423,12 @@ def usage(prompts: Sequence[Sequence[int]], choices: Sequence[Choice]) -> dict[s
     }
 
 
-def line(chunk: dict[str, Any]) -> bytes:
+def sse_line(chunk: dict[str, Any]) -> bytes:
     """An object as a stream sends it."""
     return b"data: " + to_json(chunk) + b"\n\n"
 
 
-class Writer:
+class ResponseWriter:
     """The objects of one answer, and the lines of a stream.
 
     Args:
@@ -463,9 +466,9 @@ class Writer:
     def opening(self, choice: Choice) -> bytes:
         """The first line of a choice, before any token; may be none."""
         if self._chat:
-            return line(self._chunk(choice.index, {"delta": {"role": "assistant", "content": ""}}, None, None))
+            return sse_line(self._chunk(choice.index, {"delta": {"role": "assistant", "content": ""}}, None, None))
         said = self._logprobs(choice.echoed)
-        return line(self._chunk(choice.index, {"text": choice.echo}, said, None)) if choice.echo or said else b""
+        return sse_line(self._chunk(choice.index, {"text": choice.echo}, said, None)) if choice.echo or said else b""
 
     def piece(self, choice: Choice, text: str, said: int) -> bytes:
         """A line with some text; of the answer's tokens `said` have been sent before."""
@@ -477,19 +480,19 @@ class Writer:
     def closing(self, choice: Choice) -> bytes:
         """The last line of a choice."""
         body: dict[str, Any] = {"delta": {}} if self._chat else {"text": ""}
-        return line(self._chunk(choice.index, body, None, choice.finish))
+        return sse_line(self._chunk(choice.index, body, None, choice.finish))
 
     def usage(self, prompts: Sequence[Sequence[int]], choices: Sequence[Choice]) -> bytes:
         """The line with the usage, after all choices."""
         chunk = {**self._common, "object": self._kind, "choices": [], "usage": usage(prompts, choices)}
-        return line(chunk)
+        return sse_line(chunk)
 
     def _form(self, index: int) -> tuple[bytes, ...]:
-        """What stands before, between and after the text, the tokens and the logprobs in all pieces of a choice."""
+        """Return the constant parts around the text, the tokens and the logprobs in all pieces of a choice."""
         text, ids, logprobs = marks = [f"{self._common['id']} {x}" for x in range(3)]
         body: dict[str, Any] = {"delta": {"content": text}} if self._chat else {"text": text}
         body |= {"token_ids": ids} if self._with_ids else {}
-        rest, form = line(self._chunk(index, body, logprobs, None)), []
+        rest, form = sse_line(self._chunk(index, body, logprobs, None)), []
         for mark in marks:
             before, found, after = rest.partition(to_json(mark))
             form.append(before if found else b"")
@@ -540,8 +543,8 @@ class Writer:
         return text_alone(self._decode, token)
 
 
-class Lines:
-    """The lines that events make of choices, until they are taken: all that follow, where a client does not read.
+class StreamLines:
+    """Lines of a stream that were not sent yet; they accumulate where a client does not read.
 
     Args:
         writer: Of the answer.
@@ -549,7 +552,7 @@ class Lines:
         with_ids: Whether a token without text has a line too.
     """
 
-    def __init__(self, writer: Writer, choices: Sequence[Choice], with_ids: bool) -> None:
+    def __init__(self, writer: ResponseWriter, choices: Sequence[Choice], with_ids: bool) -> None:
         self._writer, self._choices, self._with_ids = writer, choices, with_ids
         self._opened: set[int] = set()
         self._lines: list[bytes] = []
@@ -558,7 +561,7 @@ class Lines:
         """Takes what happened to a choice; returns whether it has ended.
 
         Raises:
-            Refused: The event is a failure.
+            RequestError: The event is a failure.
         """
         choice = self._choices[place]
         said = len(choice.ids)
@@ -582,5 +585,5 @@ class Lines:
 
 
 def _number(logprob: float) -> float:
-    """What JSON can say: OpenAI's stand-in for minus infinity."""
+    """Return a number of JSON: OpenAI's value in place of minus infinity."""
     return logprob if math.isfinite(logprob) else -9999.0

@@ -1,7 +1,7 @@
-"""The server's HTTP: routes, limits, keys, streams, and what happens when a client goes away.
+"""HTTP application: routes, limits, keys, streams, and cancellation when a client disconnects.
 
-Owns status codes and the thread that serves. Refuses to know what bodies may say (api.py), where answers come from
-(engine_client.py), and which process this is (http_process.py). Nothing that a request sends is executed or unpickled.
+Bodies and answers are defined in api.py, tokens come from engine_client.py, and process.py is the process. Nothing that a
+request sends is executed or unpickled.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from pathlib import Path
 from typing import Any
 
 import uvicorn
-from fastapi import FastAPI, Request
+from fastapi import FastAPI
+from fastapi import Request as HttpRequest
 from fastapi.responses import HTMLResponse, JSONResponse, Response
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
@@ -36,20 +37,20 @@ from ringattn.launch.serve.http.api import (
     Chat,
     Choice,
     Completion,
-    Lines,
-    Refused,
-    Writer,
+    RequestError,
+    ResponseWriter,
+    StreamLines,
     ascii_only,
-    line,
     read_body,
+    sse_line,
 )
-from ringattn.launch.serve.http.connections import bound_connections
-from ringattn.launch.serve.http.engine_client import Answers, EngineClient
+from ringattn.launch.serve.http.connections import limit_connections
+from ringattn.launch.serve.http.engine_client import EngineClient, OpenRequests
 from ringattn.launch.serve.http.metrics import CONTENT_TYPE, Metrics
 from ringattn.launch.serve.messages import Event
-from ringattn.launch.serve.prefix_cache import chain
-from ringattn.launch.serve.scheduler import Job
-from ringattn.launch.serve.tokenizer import NoTemplate, Tokenizer
+from ringattn.launch.serve.prefix_cache import prefix_digests
+from ringattn.launch.serve.scheduler import Request
+from ringattn.launch.serve.tokenizer import ChatTemplateError, Tokenizer
 
 PAGE = Path(__file__).with_name("page.html")
 REQUEST_ID = re.compile(rb"[!-~]{1,200}")
@@ -59,36 +60,36 @@ ONCE = ("host", "authorization", "x-request-id")
 """Headers that may be sent once: of two, a proxy in front and this server may each obey another one."""
 
 OPEN_PATHS = ("/", "/health")
-"""What needs no key: the page by itself shows nothing."""
+"""Paths that need no key: the page by itself shows nothing."""
 
 BODY_S = 60.0
 """Seconds in which a body must have come."""
 
-MOST_ANSWERS = 1024
+MAX_ANSWERS = 1024
 """Answers of one request: prompts times choices."""
 
 
 @dataclass(frozen=True)
-class Prepared:
-    """A request that is ready for the engine.
+class PreparedRequest:
+    """A validated and tokenized request.
 
     Attributes:
-        body: What it says.
-        prompts: Its tokens.
-        choices: The answers that it gets, in the order of the prompts.
-        names: Of its jobs, one for each answer.
-        packed: These as the client takes them.
+        body: Of the request.
+        prompts: Their tokens.
+        choices: Its answers, in the order of the prompts.
+        request_ids: Of its answers.
+        encoded: The requests, by `EngineClient.encode_requests`.
     """
 
     body: Chat | Completion
     prompts: list[list[int]]
     choices: list[Choice]
-    names: list[int]
-    packed: bytes
+    request_ids: list[int]
+    encoded: bytes
 
 
-class Answering(Response):
-    """Answers a request, unless the client goes away before: then its jobs are cancelled at once.
+class CancellableResponse(Response):
+    """Answers a request, or cancels it when the client disconnects.
 
     Args:
         work: Sends the answer; what it raises before the first byte becomes an error answer.
@@ -99,7 +100,7 @@ class Answering(Response):
         self._work = work
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Runs the work beside a listener for the client's end."""
+        """Run the work beside a listener for the disconnect."""
         listener = asyncio.ensure_future(_wait_until_gone(receive))
         work = asyncio.ensure_future(self._work(scope, receive, send))
         try:
@@ -109,8 +110,8 @@ class Answering(Response):
                 task.cancel()
             await asyncio.gather(listener, work, return_exceptions=True)
         error = None if work.cancelled() else work.exception()
-        if isinstance(error, Refused):
-            await refusal(error)(scope, receive, send)
+        if isinstance(error, RequestError):
+            await error_response(error)(scope, receive, send)
         elif error is not None:
             raise error
 
@@ -120,8 +121,8 @@ async def _wait_until_gone(receive: Receive) -> None:
         pass
 
 
-def refusal(error: Refused) -> JSONResponse:
-    """An error as an answer."""
+def error_response(error: RequestError) -> JSONResponse:
+    """Return the response of an error."""
     headers = {}
     if error.status == 429:
         headers["Retry-After"] = "1"
@@ -130,30 +131,30 @@ def refusal(error: Refused) -> JSONResponse:
     return JSONResponse(error.body(), error.status, headers)
 
 
-async def read_bytes(request: Request, limit: int) -> bytes:
-    """A request's body.
+async def read_bytes(http_request: HttpRequest, limit: int) -> bytes:
+    """Read the body of a request.
 
     Args:
-        request: Whose.
+        http_request: The request.
         limit: Bytes at most.
 
     Raises:
-        Refused: It is larger, comes too slowly, or says that it is not JSON.
+        RequestError: The body is larger, comes too slowly, or is not JSON by its type.
     """
-    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    kind = http_request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
-        # forms of other sites, which browsers send without asking, cannot say this
-        raise Refused(415, f"Content-Type must be application/json, got {ascii_only(kind)[:100] or 'none'}")
-    encoding = ", ".join(request.headers.getlist("content-encoding")).strip().lower()
+        # forms of other sites, which browsers send without asking, cannot have this type
+        raise RequestError(415, f"Content-Type must be application/json, got {ascii_only(kind)[:100] or 'none'}")
+    encoding = ", ".join(http_request.headers.getlist("content-encoding")).strip().lower()
     if encoding not in ("", "identity"):
-        raise Refused(
+        raise RequestError(
             415, f"Content-Encoding must be identity, got {ascii_only(encoding)[:100]}; send the body as it is"
         )
     data, size = bytearray(), 0
 
     async def read() -> None:
         nonlocal size
-        async for piece in request.stream():
+        async for piece in http_request.stream():
             size += len(piece)
             if size <= limit:
                 data.extend(piece)
@@ -163,21 +164,21 @@ async def read_bytes(request: Request, limit: int) -> bytes:
     try:
         await asyncio.wait_for(read(), BODY_S)
     except (TimeoutError, asyncio.TimeoutError):  # two kinds before Python 3.11
-        raise Refused(408, f"the body must come within {BODY_S:g} s, got {size} bytes until then") from None
+        raise RequestError(408, f"the body must come within {BODY_S:g} s, got {size} bytes until then") from None
     except ClientDisconnect:
-        raise Refused(499, "the client went away") from None
+        raise RequestError(499, "the client went away") from None
     if size > limit:
-        raise Refused(413, f"the body must have at most {limit} bytes, got {size} or more", code="body_too_large")
+        raise RequestError(413, f"the body must have at most {limit} bytes, got {size} or more", code="body_too_large")
     return bytes(data)
 
 
-class Guard:
-    """Checks headers before anything else, counts answers, and gives each a request id.
+class HeaderMiddleware:
+    """Middleware that checks headers first, counts answers, and gives each a request id.
 
     Args:
-        app: What is guarded.
-        key: What `Authorization: Bearer` must say; None for no key.
-        hosts: What `Host` must name; None for any. A page of another site whose name was made to mean this machine is refused so.
+        app: The application.
+        key: Expected bearer token; None for none.
+        hosts: Allowed values of `Host`; None for any. This refuses pages of other sites whose name resolves to this machine.
         metrics: Where answers are counted.
         paths: Those that are counted by name.
     """
@@ -207,29 +208,31 @@ class Guard:
                 message = {**message, "headers": [*message.get("headers", ()), (b"x-request-id", name)]}
             await send(message)
 
-        await (self._app if error is None else refusal(error))(scope, receive, mark)
+        await (self._app if error is None else error_response(error))(scope, receive, mark)
 
-    def _check(self, scope: Scope, headers: Mapping[bytes, bytes]) -> Refused | None:
+    def _check(self, scope: Scope, headers: Mapping[bytes, bytes]) -> RequestError | None:
         names = [name for name, _ in scope["headers"]]
         for once in ONCE:
             if (count := names.count(once.encode())) > 1:
-                return Refused(400, f"{once} must be sent once, got {count} headers; leave out all but one", once)
+                return RequestError(400, f"{once} must be sent once, got {count} headers; leave out all but one", once)
         given = headers.get(b"x-request-id")
         if given is not None and not REQUEST_ID.fullmatch(given):
             shown = ascii_only(given.decode("latin-1"))[:100]
             what = f"x-request-id must be 1 to 200 printable ASCII characters without spaces, got {shown!r}"
-            return Refused(400, f"{what}; leave it out to get one", "x-request-id")
+            return RequestError(400, f"{what}; leave it out to get one", "x-request-id")
         if self._hosts is not None:
             host = headers.get(b"host", b"").decode("latin-1")
             name = re.sub(r":\d*$", "", host).strip("[]").lower()
             if name not in self._hosts:
-                return Refused(
+                return RequestError(
                     403, f"Host must be one of {', '.join(self._hosts)}, got {ascii_only(host)[:100]!r}; see --host"
                 )
         if self._key is not None and scope["path"] not in OPEN_PATHS:
             scheme, _, given = headers.get(b"authorization", b"").partition(b" ")
             if scheme.lower() != b"bearer" or not hmac.compare_digest(given.strip(), self._key):
-                return Refused(401, "Authorization must be 'Bearer KEY' with the server's key", code="invalid_api_key")
+                return RequestError(
+                    401, "Authorization must be 'Bearer KEY' with the server's key", code="invalid_api_key"
+                )
         return None
 
 
@@ -243,20 +246,20 @@ def make_app(
     hosts: Sequence[str] | None = None,
     about: Mapping[str, Any] | None = None,
 ) -> ASGIApp:
-    """The server's routes.
+    """Build the application.
 
     Args:
         client: Of the engine.
         tokenizer: Of the model.
         model: The name under which it is served.
-        limits: What requests may take.
-        key: What requests must know; None for nothing.
+        limits: Of requests.
+        key: Expected bearer token; None for none.
         hosts: The names by which the server may be called; None for any.
-        about: What /state says of the server itself: what it runs on, and how it was started.
+        about: Machine, model and flags of the server, for /state.
     """
     metrics = Metrics(client.state)
     # one thread: tokenizers are not safe in several, and a long prompt must not stop the event loop
-    clerk = ThreadPoolExecutor(1, "tokenizer")
+    tokenizer_thread = ThreadPoolExecutor(1, "tokenizer")
     began = int(time.time())
 
     @contextlib.asynccontextmanager
@@ -264,38 +267,40 @@ def make_app(
         await client.open()
         yield
         client.close()
-        clerk.shutdown(wait=False, cancel_futures=True)
+        tokenizer_thread.shutdown(wait=False, cancel_futures=True)
 
     # no pages that load scripts from elsewhere
     app = FastAPI(lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
 
-    @app.exception_handler(Refused)
-    async def refused(_: Request, error: Refused) -> Response:
-        return refusal(error)
+    @app.exception_handler(RequestError)
+    async def refused(_: HttpRequest, error: RequestError) -> Response:
+        return error_response(error)
 
     @app.exception_handler(HTTPException)
-    async def missing(request: Request, error: HTTPException) -> Response:
-        answer = refusal(Refused(error.status_code, f"{ascii_only(request.url.path)[:200]}: {error.detail}"))
+    async def missing(http_request: HttpRequest, error: HTTPException) -> Response:
+        answer = error_response(
+            RequestError(error.status_code, f"{ascii_only(http_request.url.path)[:200]}: {error.detail}")
+        )
         answer.headers.update(error.headers or {})
         return answer
 
     @app.exception_handler(Exception)
-    async def broken(_: Request, error: Exception) -> Response:
-        return refusal(Refused(500, f"the server has failed at this request: {type(error).__name__}"))
+    async def broken(_: HttpRequest, error: Exception) -> Response:
+        return error_response(RequestError(500, f"the server has failed at this request: {type(error).__name__}"))
 
-    def card() -> dict[str, Any]:
-        room = client.capacity.capacity
+    def model_card() -> dict[str, Any]:
+        room = client.capacity.tokens
         length = room if limits.length is None else min(room, limits.length)
         return {"id": model, "object": "model", "created": began, "owned_by": "ringattn", "max_model_len": length}
 
     @app.get("/v1/models")
     async def models() -> Any:
-        return {"object": "list", "data": [card()]}
+        return {"object": "list", "data": [model_card()]}
 
     @app.get("/v1/models/{name:path}")
     async def one_model(name: str) -> Any:
         check_model(name)
-        return card()
+        return model_card()
 
     @app.api_route("/health", methods=["GET", "HEAD"])
     async def health() -> Response:
@@ -318,21 +323,23 @@ def make_app(
 
     def check_model(name: str | None) -> None:
         if name is not None and name != model:
-            raise Refused(404, f"model must be {model!r}, got {ascii_only(name)[:200]!r}", "model", "model_not_found")
+            raise RequestError(
+                404, f"model must be {model!r}, got {ascii_only(name)[:200]!r}", "model", "model_not_found"
+            )
 
-    def prepare(kind: type[Chat] | type[Completion], data: bytes) -> Prepared:
-        """What a body asks for; runs in the clerk's thread."""
+    def prepare_request(kind: type[Chat] | type[Completion], data: bytes) -> PreparedRequest:
+        """Validate and tokenize a body; runs in the tokenizer's thread."""
         body = read_body(kind, data)
         check_model(body.model)
         try:
-            return _prepare(body)
-        except (NoTemplate, UnicodeEncodeError) as error:
-            raise Refused(400, ascii_only(str(error))[:500], "messages" if kind is Chat else "prompt") from None
+            return tokenize(body)
+        except (ChatTemplateError, UnicodeEncodeError) as error:
+            raise RequestError(400, ascii_only(str(error))[:500], "messages" if kind is Chat else "prompt") from None
 
-    def _prepare(body: Chat | Completion) -> Prepared:
+    def tokenize(body: Chat | Completion) -> PreparedRequest:
         wanted: list[str | list[int]]
         if isinstance(body, Chat):
-            wanted = [tokenizer.chat([message.plain() for message in body.messages])]
+            wanted = [tokenizer.chat([message.template_message() for message in body.messages])]
             asked = body.max_completion_tokens or body.max_tokens
         else:
             wanted = body.prompts()
@@ -342,20 +349,22 @@ def make_app(
         body.check_tokens(tokenizer.vocab_size)
         silent = asked == 0
         score_prompt = isinstance(body, Completion) and body.echo and body.logprobs is not None
-        if len(wanted) * body.choices > (most := min(MOST_ANSWERS, client.capacity.running + client.capacity.queue)):
-            raise Refused(
+        if len(wanted) * body.choices > (
+            most := min(MAX_ANSWERS, client.capacity.max_running + client.capacity.max_waiting)
+        ):
+            raise RequestError(
                 400,
                 f"a request must ask for at most {most} answers, got {len(wanted)} prompts times {body.choices}",
                 "n",
             )
-        prompts, choices, jobs = [], [], []
+        prompts, choices, requests = [], [], []
         for number, prompt in enumerate(wanted):
             tokens = tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
             field = "messages" if isinstance(body, Chat) else "prompt"
             if not tokens:
-                raise Refused(400, f"{field} must have at least one token, got none", field)
+                raise RequestError(400, f"{field} must have at least one token, got none", field)
             if not (0 <= min(tokens) and max(tokens) < tokenizer.vocab_size):
-                raise Refused(
+                raise RequestError(
                     400,
                     f"tokens must be from 0 to {tokenizer.vocab_size - 1}, got {min(tokens)} to {max(tokens)}",
                     field,
@@ -364,50 +373,50 @@ def make_app(
             if isinstance(body, Completion) and body.echo:
                 echo = prompt if isinstance(prompt, str) else tokenizer.decode(tokens)
             most = _check_length(len(tokens), 1 if silent else asked)
-            digests = chain(tokens, client.capacity.page_size) if client.capacity.keep else []
+            digests = prefix_digests(tokens, client.capacity.page_size) if client.capacity.keep_prefixes else []
             prompts.append(tokens)
             for number_of_prompt in range(body.choices):
                 index = number * body.choices + number_of_prompt
                 choices.append(Choice(index, tokens, tokenizer, body.stops, echo, score_prompt, silent))
-                job = Job(0, tokens, most, sampling=body.sampling(number_of_prompt), digests=digests)
-                job.stops = frozenset(body.stop_token_ids) | (frozenset() if body.ignore_eos else tokenizer.stops)
-                job.score_prompt = score_prompt
-                jobs.append(job)
-        return Prepared(body, prompts, choices, *client.pack(jobs))
+                request = Request(0, tokens, most, sampling=body.sampling(number_of_prompt), digests=digests)
+                request.stops = frozenset(body.stop_token_ids) | (frozenset() if body.ignore_eos else tokenizer.stops)
+                request.score_prompt = score_prompt
+                requests.append(request)
+        return PreparedRequest(body, prompts, choices, *client.encode_requests(requests))
 
     def _check_length(prompt: int, asked: int | None) -> int:
-        """New tokens of an answer; refuses what is longer than the model, the cache or the limit."""
-        whole = card()["max_model_len"]
+        """Return the new tokens of an answer; refuse more than the model, the cache or the limit allow."""
+        whole = model_card()["max_model_len"]
         if asked is None:
             asked = max(1, min(limits.default_tokens, limits.max_tokens or whole, whole - prompt))
         if limits.max_tokens is not None and asked > limits.max_tokens:
-            raise Refused(400, f"max_tokens must be at most {limits.max_tokens}, got {asked}", "max_tokens")
+            raise RequestError(400, f"max_tokens must be at most {limits.max_tokens}, got {asked}", "max_tokens")
         if prompt + asked > whole:
             what = f"prompt and max_tokens must fit into {whole} tokens, got {prompt} + {asked} = {prompt + asked}"
-            raise Refused(400, what, "max_tokens", "context_length_exceeded")
+            raise RequestError(400, what, "max_tokens", "context_length_exceeded")
         return asked
 
-    async def answer(request: Request, kind: type[Chat] | type[Completion]) -> Response:
+    async def answer(http_request: HttpRequest, kind: type[Chat] | type[Completion]) -> Response:
         client.check()  # before a body is read that could not be answered
-        data = await read_bytes(request, limits.body)
+        data = await read_bytes(http_request, limits.body)
         arrived = time.monotonic()  # the tokenizer's time is its client's, too, and the wait for it
-        asked = await asyncio.get_running_loop().run_in_executor(clerk, prepare, kind, data)
+        asked = await asyncio.get_running_loop().run_in_executor(tokenizer_thread, prepare_request, kind, data)
         body, prompts, choices = asked.body, asked.prompts, asked.choices
         with_usage = bool(body.stream_options and body.stream_options.include_usage)
         with_ids = bool(body.return_token_ids)
-        writer = Writer(kind is Chat, model, tokenizer, with_usage, with_ids)
+        writer = ResponseWriter(kind is Chat, model, tokenizer, with_usage, with_ids)
 
         def push(place: int, event: Event) -> bool:
             choices[place].push(event)
             return choices[place].finish is not None
 
         async def whole(scope: Scope, receive: Receive, send: Send) -> None:
-            with Answers(client, metrics, asked.names, asked.packed, push, arrived) as answers:
-                await answers.all()
+            with OpenRequests(client, metrics, asked.request_ids, asked.encoded, push, arrived) as answers:
+                await answers.wait_all()
             await JSONResponse(writer.whole(prompts, choices))(scope, receive, send)
 
         async def streamed(_: Scope, __: Receive, send: Send) -> None:
-            started, lines = False, Lines(writer, choices, with_ids)
+            started, lines = False, StreamLines(writer, choices, with_ids)
 
             async def say(data: bytes, more: bool = True) -> None:
                 nonlocal started
@@ -418,37 +427,37 @@ def make_app(
                     await send({"type": "http.response.start", "status": 200, "headers": headers})
                 await send({"type": "http.response.body", "body": data, "more_body": more})
 
-            with Answers(client, metrics, asked.names, asked.packed, lines.push, arrived) as answers:
+            with OpenRequests(client, metrics, asked.request_ids, asked.encoded, lines.push, arrived) as answers:
                 try:
-                    while await answers.some():
+                    while await answers.wait_any():
                         if data := lines.take():
                             await say(data)
-                except Refused as error:
+                except RequestError as error:
                     data = lines.take()
                     if not (started or data):
                         raise
-                    await say(data + line(error.body()), more=False)
+                    await say(data + sse_line(error.body()), more=False)
                     return
             # the last lines leave with the end: a write costs more than a line
-            ending = writer.usage(prompts, choices) if with_usage else b""
-            await say(lines.take() + ending + b"data: [DONE]\n\n", more=False)
+            fatal_exit = writer.usage(prompts, choices) if with_usage else b""
+            await say(lines.take() + fatal_exit + b"data: [DONE]\n\n", more=False)
 
-        return Answering(streamed if body.stream else whole)
+        return CancellableResponse(streamed if body.stream else whole)
 
     @app.post("/v1/completions")
-    async def completions(request: Request) -> Response:
-        return await answer(request, Completion)
+    async def completions(http_request: HttpRequest) -> Response:
+        return await answer(http_request, Completion)
 
     @app.post("/v1/chat/completions")
-    async def chat(request: Request) -> Response:
-        return await answer(request, Chat)
+    async def chat(http_request: HttpRequest) -> Response:
+        return await answer(http_request, Chat)
 
     paths = ("/", "/health", "/metrics", "/state", "/v1/models", "/v1/completions", "/v1/chat/completions")
-    return Guard(app, key, hosts, metrics, paths)
+    return HeaderMiddleware(app, key, hosts, metrics, paths)
 
 
 def read_page() -> tuple[str, str]:
-    """The page, and the policy that lets a browser run its own script and style, speak with this server, and nothing else."""
+    """Return the page, and a policy that allows its own script and style and requests to this server only."""
     text = PAGE.read_text(encoding="utf-8")
 
     def hashed(tag: str) -> str:
@@ -461,11 +470,11 @@ def read_page() -> tuple[str, str]:
     return text, f"{policy}; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 
 
-class Server:
-    """An app that is served by a thread.
+class HttpServer:
+    """Serves an application in a thread.
 
     Args:
-        listening: The socket that it is served on, and that is closed at its end.
+        listening: The socket to accept connections from; closed at the end.
         connections: Open ones at most; others get status 503.
 
     Attributes:
@@ -478,15 +487,15 @@ class Server:
         self._server: uvicorn.Server | None = None
         self._thread: threading.Thread | None = None
 
-    def start(self, app: ASGIApp, patience_s: float = 30.0) -> None:
-        """Serves an app; returns when it answers.
+    def start(self, app: ASGIApp, timeout_s: float = 30.0) -> None:
+        """Start to serve an application; return when it answers.
 
         Raises:
-            RuntimeError: It does not begin to.
+            RuntimeError: It does not start in time.
         """
         config = uvicorn.Config(
             app,
-            http=bound_connections(AutoHTTPProtocol, self._connections),
+            http=limit_connections(AutoHTTPProtocol, self._connections),
             log_level="warning",
             access_log=False,
             timeout_graceful_shutdown=3,
@@ -496,11 +505,11 @@ class Server:
         self._server = uvicorn.Server(config)
         self._thread = threading.Thread(target=self._server.run, args=([self._socket],), daemon=True, name="http")
         self._thread.start()
-        deadline = time.monotonic() + patience_s
+        deadline = time.monotonic() + timeout_s
         while not self._server.started:
             if time.monotonic() > deadline or not self._thread.is_alive():
                 raise RuntimeError(
-                    f"the HTTP server must start within {patience_s:g} s, got nothing; its message is above"
+                    f"the HTTP server must start within {timeout_s:g} s, got nothing; its message is above"
                 )
             time.sleep(0.01)
 
@@ -509,9 +518,9 @@ class Server:
         """Whether it still serves."""
         return self._thread is not None and self._thread.is_alive()
 
-    def stop(self, patience_s: float = 10.0) -> None:
-        """Lets answers that are under way end, and ends."""
+    def stop(self, timeout_s: float = 10.0) -> None:
+        """Wait for open answers, and stop."""
         if self._server is not None and self._thread is not None:
             self._server.should_exit = True
-            self._thread.join(patience_s)
+            self._thread.join(timeout_s)
         self._socket.close()

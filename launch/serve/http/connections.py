@@ -1,6 +1,6 @@
-"""How many connections the server holds open, and what it says to one more.
+"""Limit of open connections: one too many gets status 503, and idle ones are closed.
 
-Owns their count, and the end of those that ask nothing. Refuses to know requests: those are uvicorn's protocol, which is given.
+Wraps uvicorn's protocol, which handles requests.
 
 Note [Not by uvicorn]
     uvicorn's own limit counts connections too, but looks at it when a request has come: connections that send none are not bounded,
@@ -14,68 +14,68 @@ import asyncio
 import json
 from typing import Any
 
-from ringattn.launch.serve.config import MOST_LEAVING
-from ringattn.launch.serve.http.api import Refused
+from ringattn.launch.serve.config import MAX_CLOSING
+from ringattn.launch.serve.http.api import RequestError
 
-SILENT_S = 60.0
+IDLE_S = 60.0
 """Seconds in which the first request of a connection must have come."""
 FAREWELL_S = 5.0
-"""Seconds in which a client may read why it is turned away; most close at once when they have."""
+"""Seconds in which a rejected client may read the answer; most close at once."""
 
 
-def bound_connections(kind: Any, most: int) -> type[asyncio.Protocol]:
-    """A protocol of which a server holds so many open at most; others get status 503.
+def limit_connections(kind: Any, most: int) -> type[asyncio.Protocol]:
+    """Return a protocol that accepts a limited number of connections; others get status 503.
 
     Args:
         kind: uvicorn's protocol.
         most: How many.
     """
-    here: set[asyncio.Protocol] = set()
-    leaving: dict[asyncio.Protocol, Any] = {}  # in the order in which they came, with their transports
+    accepted: set[asyncio.Protocol] = set()
+    closing: dict[asyncio.Protocol, Any] = {}  # in the order in which they came, with their transports
     answer = _answer(most)
 
-    class Bounded(kind):
+    class LimitedProtocol(kind):
         """One connection."""
 
-        turned_away = False
+        rejected = False
 
         def connection_made(self, transport: Any) -> None:
-            """Takes it, or answers and closes it."""
-            if len(here) < most:
-                here.add(self)
+            """Accept the connection, or answer and close it."""
+            if len(accepted) < most:
+                accepted.add(self)
                 super().connection_made(transport)
-                self._silence = asyncio.get_running_loop().call_later(SILENT_S, self._close_if_silent)
+                self._idle_timer = asyncio.get_running_loop().call_later(IDLE_S, self._close_if_idle)
                 return
-            self.turned_away = True
-            if len(leaving) >= MOST_LEAVING:
-                leaving.pop(next(iter(leaving))).close()
-            leaving[self] = transport
+            self.rejected = True
+            if len(closing) >= MAX_CLOSING:
+                closing.pop(next(iter(closing))).close()
+            closing[self] = transport
             transport.write(answer)
             transport.write_eof()
             asyncio.get_running_loop().call_later(FAREWELL_S, transport.close)
 
         def data_received(self, data: bytes) -> None:
-            """What comes is read by the protocol, or by nobody."""
-            if not self.turned_away:
+            """Pass data to the protocol of an accepted connection."""
+            if not self.rejected:
                 super().data_received(data)
 
         def connection_lost(self, exc: Exception | None) -> None:
-            """Its place is free."""
-            here.discard(self)
-            leaving.pop(self, None)
-            if not self.turned_away:
-                self._silence.cancel()
+            """Free the place of the connection."""
+            accepted.discard(self)
+            closing.pop(self, None)
+            if not self.rejected:
+                self._idle_timer.cancel()
                 super().connection_lost(exc)
 
-        def _close_if_silent(self) -> None:
+        def _close_if_idle(self) -> None:
             if self.cycle is None:
                 self.transport.close()
 
-    return Bounded
+    return LimitedProtocol
 
 
 def _answer(most: int) -> bytes:
-    error = Refused(
+    error = RequestError(
         503, f"at most {most} connections may be open, got one more; try again later", code="too_many_connections"
     )
     body = json.dumps(error.body()).encode()

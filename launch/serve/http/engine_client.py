@@ -25,7 +25,7 @@ from typing import Any
 
 import zmq
 
-from ringattn.launch.serve.http.api import Refused
+from ringattn.launch.serve.http.api import RequestError
 from ringattn.launch.serve.http.metrics import Metrics
 from ringattn.launch.serve.messages import (
     Cancel,
@@ -43,12 +43,12 @@ from ringattn.launch.serve.messages import (
     decode_to_http,
     encode,
 )
-from ringattn.launch.serve.scheduler import Job, QueueFull, check_queue
+from ringattn.launch.serve.scheduler import QueueFull, Request, check_queue
 
 BEAT_S = 1.0
 """Seconds between heartbeats."""
 
-GONE = "the server is going down: its engine is gone"
+ENGINE_GONE = "the server is going down: its engine is gone"
 
 _REFUSALS = {
     "NeverFits": (400, "max_tokens", "context_length_exceeded"),
@@ -58,10 +58,10 @@ _REFUSALS = {
 """Status, field and code of OpenAI's errors for the engine's exceptions."""
 
 
-def refusal_of(kind: str, message: str) -> Refused:
+def error_of(kind: str, message: str) -> RequestError:
     """Returns the error that a client gets when the engine has raised an exception of this name."""
     status, param, code = _REFUSALS[kind]
-    return Refused(status, message, param, code)
+    return RequestError(status, message, param, code)
 
 
 class EngineClient:
@@ -77,8 +77,8 @@ class EngineClient:
         state: Of the engine, at first.
 
     Attributes:
-        over: Set when the engine has sent Stop, or is gone.
-        told: Whether it has sent Stop.
+        ended: Set when the engine has sent Stop, or is gone.
+        stopped: Whether it has sent Stop.
     """
 
     def __init__(
@@ -89,12 +89,12 @@ class EngineClient:
         capacity: Capacity,
         state: dict[str, Any],
     ) -> None:
-        self.capacity, self.over, self.told = capacity, threading.Event(), False
+        self.capacity, self.ended, self.stopped = capacity, threading.Event(), False
         self._pull, self._push, self._link, self._state = pull, push, link, state
         self._descriptor: Any = pull.fd
         self._closed: str | None = None
-        self._names = itertools.count(1)
-        self._open: dict[int, Callable[[Event | Refused], object]] = {}
+        self._ids = itertools.count(1)
+        self._callbacks: dict[int, Callable[[Event | RequestError], object]] = {}
         self._loop: asyncio.AbstractEventLoop
 
     async def open(self) -> None:
@@ -130,42 +130,44 @@ class EngineClient:
         """Refuses early what the engine would refuse by its last known state.
 
         Raises:
-            Refused: It is closed, or its queue is full.
+            RequestError: It is closed, or its queue is full.
         """
         if self.closed:
-            raise refusal_of("Closed", self.closed)
+            raise error_of("Closed", self.closed)
         try:
             check_queue(self.capacity, 1, self._state["queued"])
         except QueueFull as error:
-            raise refusal_of("QueueFull", str(error)) from None
+            raise error_of("QueueFull", str(error)) from None
 
-    def pack(self, jobs: Sequence[Job]) -> tuple[list[int], bytes]:
+    def encode_requests(self, requests: Sequence[Request]) -> tuple[list[int], bytes]:
         """Gives requests their ids, and encodes them for `submit`. In any thread: long prompts take a while."""
-        for job in jobs:
-            job.name = next(self._names)
-        return [job.name for job in jobs], encode(submit_of(jobs))
+        for request in requests:
+            request.id = next(self._ids)
+        return [request.id for request in requests], encode(submit_of(requests))
 
-    def submit(self, names: Sequence[int], packed: bytes, put: Callable[[Event | Refused], object]) -> None:
+    def submit(
+        self, request_ids: Sequence[int], encoded: bytes, on_event: Callable[[Event | RequestError], object]
+    ) -> None:
         """Sends requests to the engine.
 
         Args:
-            names: Ids of the requests.
-            packed: The requests, encoded by `pack`.
-            put: Called with what happens to them, which must not raise; a refusal is of all of them.
+            request_ids: Of the requests.
+            encoded: The requests, by `encode_requests`.
+            on_event: Called with each event, and must not raise; an error is that of all requests.
         """
-        if self.over.is_set():
-            put(refusal_of("Closed", self.closed or GONE))
-        self._open.update(dict.fromkeys(names, put))
-        self._send(packed)
+        if self.ended.is_set():
+            on_event(error_of("Closed", self.closed or ENGINE_GONE))
+        self._callbacks.update(dict.fromkeys(request_ids, on_event))
+        self._send(encoded)
 
-    def cancel(self, name: int, keep: bool = False) -> None:
+    def cancel(self, request_id: int, keep: bool = False) -> None:
         """Ends a request before its end; `keep` as in `Engine.cancel`."""
-        self._send(encode(Cancel(name, keep)))
+        self._send(encode(Cancel(request_id, keep)))
 
-    def forget(self, names: Sequence[int]) -> None:
+    def close_requests(self, request_ids: Sequence[int]) -> None:
         """Drops events of these requests from now on."""
-        for name in names:
-            del self._open[name]
+        for request_id in request_ids:
+            del self._callbacks[request_id]
 
     def handle(self, message: ToHttp) -> None:
         """Passes on a message of the engine."""
@@ -173,15 +175,15 @@ class EngineClient:
             if message.state is not None:
                 self._state = message.state
             for event in message.events:
-                if (put := self._open.get(event.name)) is not None:
-                    put(event)
+                if (on_event := self._callbacks.get(event.request_id)) is not None:
+                    on_event(event)
         elif isinstance(message, Rejected):
             if message.kind == "Closed":
                 self._closed = message.reason
-            if (put := self._open.get(message.names[0])) is not None:
-                put(refusal_of(message.kind, message.reason))
+            if (on_event := self._callbacks.get(message.request_ids[0])) is not None:
+                on_event(error_of(message.kind, message.reason))
         elif isinstance(message, Stop):
-            self.told = True
+            self.stopped = True
             self._end()
 
     def _receive(self) -> None:
@@ -201,39 +203,43 @@ class EngineClient:
 
     def _end(self) -> None:
         """Refuses requests that have not ended by now, or that the engine will not receive any more."""
-        if not self.over.is_set():
-            self._closed = self.closed or GONE
-            for put in set(self._open.values()):
-                put(refusal_of("Closed", self._closed))
-            self.over.set()
+        if not self.ended.is_set():
+            self._closed = self.closed or ENGINE_GONE
+            for on_event in set(self._callbacks.values()):
+                on_event(error_of("Closed", self._closed))
+            self.ended.set()
 
     def _send(self, data: bytes) -> None:
-        if not (self.over.is_set() or self._push.closed):
+        if not (self.ended.is_set() or self._push.closed):
             with contextlib.suppress(zmq.Again):
                 self._push.send(data, zmq.NOBLOCK)
 
     def _beat(self) -> None:
-        if not self.over.is_set():
+        if not self.ended.is_set():
             self._send(encode(Heartbeat()))
             self._loop.call_later(BEAT_S, self._beat)
 
 
-def submit_of(jobs: Sequence[Job]) -> Submit:
+def submit_of(requests: Sequence[Request]) -> Submit:
     """Returns the message for some requests."""
     indices: dict[int, int] = {}
-    prompts, requests = [], []
-    for job in jobs:
-        if id(job.prompt) not in indices:
-            indices[id(job.prompt)] = len(prompts)
-            prompts.append(Prompt(job.prompt, job.digests))
-        options, stops = job.sampling.options(), sorted(job.stops)
-        requests.append(NewRequest(job.name, indices[id(job.prompt)], job.max_tokens, stops, options, job.score_prompt))
-    return Submit(prompts, requests)
+    prompts, sent = [], []
+    for request in requests:
+        if id(request.prompt) not in indices:
+            indices[id(request.prompt)] = len(prompts)
+            prompts.append(Prompt(request.prompt, request.digests))
+        options, stops = request.sampling.options(), sorted(request.stops)
+        sent.append(
+            NewRequest(
+                request.id, indices[id(request.prompt)], request.max_tokens, stops, options, request.score_prompt
+            )
+        )
+    return Submit(prompts, sent)
 
 
 @dataclass(slots=True)
-class _Job:
-    """A job that has not ended.
+class _OpenRequest:
+    """A request that has not ended.
 
     Attributes:
         place: Among those of its request.
@@ -248,16 +254,16 @@ class _Job:
     latest: float = 0.0
 
 
-class Answers:
-    """What happens to some jobs, until all have ended; those that have not at the end of the context are cancelled.
+class OpenRequests:
+    """Events of some requests until all have ended; at the end of the context the others are cancelled.
 
     Args:
         client: Sends them.
-        metrics: What is observed on the way.
-        names: Of the jobs.
-        packed: The jobs, as the client encoded them.
-        take: Called with the place of a job among them and what happened to it (Note [One turn for a step]); returns whether
-            nobody wants more of it. What it raises, `some` and `all` raise.
+        metrics: Observed here.
+        request_ids: Of the requests.
+        encoded: The requests, by `EngineClient.encode_requests`.
+        take: Called with the place of a request among them and an event of it (Note [One turn for a step]); returns whether
+            it is finished. What it raises, `wait_any` and `wait_all` raise.
         arrived: When the request did, by the monotonic clock.
     """
 
@@ -265,90 +271,90 @@ class Answers:
         self,
         client: EngineClient,
         metrics: Metrics,
-        names: Sequence[int],
-        packed: bytes,
+        request_ids: Sequence[int],
+        encoded: bytes,
         take: Callable[[int, Event], bool],
         arrived: float,
     ) -> None:
-        self._client, self._metrics, self._names, self._take = client, metrics, names, take
-        self._left = {name: _Job(place) for place, name in enumerate(names)}
+        self._client, self._metrics, self._ids, self._take = client, metrics, request_ids, take
+        self._unfinished = {request_id: _OpenRequest(place) for place, request_id in enumerate(request_ids)}
         self._began = arrived
         self._error: Exception | None = None
         self._new = self._for_all = False
-        self._waiting: asyncio.Future[None] | None = None
-        client.submit(names, packed, self._put)
+        self._waiter: asyncio.Future[None] | None = None
+        client.submit(request_ids, encoded, self._on_event)
 
-    def __enter__(self) -> Answers:
+    def __enter__(self) -> OpenRequests:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._client.forget(self._names)
-        for name in self._left:
+        self._client.close_requests(self._ids)
+        for request_id in self._unfinished:
             self._metrics.cancelled.inc()
-            self._client.cancel(name)
+            self._client.cancel(request_id)
 
-    async def some(self) -> bool:
-        """Returns when something has happened since the last call: whether more can.
+    async def wait_any(self) -> bool:
+        """Wait for an event since the last call; return whether more can follow.
 
         Raises:
-            Refused: The engine does not take the jobs, or one has failed.
+            RequestError: The engine does not take the requests, or one has failed.
         """
         if not self._new:
-            await self._sleep(for_all=False)
+            await self._wait(for_all=False)
         self._new = False
-        return self._going_on()
+        return self._any_unfinished()
 
-    async def all(self) -> None:
+    async def wait_all(self) -> None:
         """Returns when all have ended.
 
         Raises:
-            Refused: As `some`.
+            RequestError: As `wait_any`.
         """
-        if self._going_on():
-            await self._sleep(for_all=True)
-            self._going_on()
+        if self._any_unfinished():
+            await self._wait(for_all=True)
+            self._any_unfinished()
 
-    def _going_on(self) -> bool:
+    def _any_unfinished(self) -> bool:
         if self._error is not None:
             raise self._error
-        return bool(self._left)
+        return bool(self._unfinished)
 
-    async def _sleep(self, for_all: bool) -> None:
-        self._for_all, self._waiting = for_all, asyncio.get_running_loop().create_future()
-        await self._waiting
+    async def _wait(self, for_all: bool) -> None:
+        self._for_all, self._waiter = for_all, asyncio.get_running_loop().create_future()
+        await self._waiter
 
-    def _put(self, what: Event | Refused) -> None:
-        """Takes what has happened, in the client's turn."""
-        if self._error is not None or not self._left:
+    def _on_event(self, what: Event | RequestError) -> None:
+        """Handle an event, in the turn of the event loop that received it."""
+        if self._error is not None or not self._unfinished:
             return
         try:
-            if isinstance(what, Refused):
-                self._left.clear()
+            if isinstance(what, RequestError):
+                self._unfinished.clear()
                 raise what
-            job = self._left.get(what.name)
-            if job is None:
-                return  # what comes after a stop string is nobody's
+            request = self._unfinished.get(what.request_id)
+            if request is None:
+                return  # events after a stop string are dropped
             if what.token is not None:
-                job.latest = time.monotonic()
-                if not job.tokens:
-                    job.first = job.latest
-                    self._metrics.first_token.observe(job.first - self._began)
-                job.tokens += 1
+                request.latest = time.monotonic()
+                if not request.tokens:
+                    request.first = request.latest
+                    self._metrics.first_token.observe(request.first - self._began)
+                request.tokens += 1
             if what.last:
-                self._end(what.name, job)
-            if self._take(job.place, what) and not what.last:
-                self._end(what.name, job)
-                self._client.cancel(what.name, keep=True)
+                self._end(what.request_id, request)
+            if self._take(request.place, what) and not what.last:
+                self._end(what.request_id, request)
+                self._client.cancel(what.request_id, keep=True)
         except Exception as error:  # of this request, not of those beside it
             self._error = error
         self._new = True
-        if self._waiting is not None and not (self._for_all and self._left and self._error is None):
-            if not self._waiting.done():  # its task may be about to end
-                self._waiting.set_result(None)
-            self._waiting = None
+        if self._waiter is not None and not (self._for_all and self._unfinished and self._error is None):
+            if not self._waiter.done():  # its task may be about to end
+                self._waiter.set_result(None)
+            self._waiter = None
 
-    def _end(self, name: int, job: _Job) -> None:
-        del self._left[name]
+    def _end(self, request_id: int, request: _OpenRequest) -> None:
+        del self._unfinished[request_id]
         self._metrics.latency.observe(time.monotonic() - self._began)
-        if job.tokens > 1:
-            self._metrics.per_token.observe((job.latest - job.first) / (job.tokens - 1))
+        if request.tokens > 1:
+            self._metrics.per_token.observe((request.latest - request.first) / (request.tokens - 1))

@@ -1,7 +1,4 @@
-"""The server's numbers for Prometheus.
-
-Owns names and buckets. Refuses to know where the numbers come from: the engine's state, and what HTTP has observed.
-"""
+"""Metrics of the server for Prometheus, from the engine's state and from what the HTTP process observes."""
 
 from __future__ import annotations
 
@@ -51,7 +48,7 @@ class Metrics:
         self.cancelled = Counter("ringattn_cancelled", "Answers that nobody waited for any more", **made)
 
     def collect(self) -> Iterator[Metric]:
-        """What the engine's state says."""
+        """Yield the metrics of the engine's state."""
         state = self._state()
         totals = state["totals"]
         for name, text in (("running", "Requests in the cache"), ("waiting", "Requests that wait for room")):

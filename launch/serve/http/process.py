@@ -13,8 +13,8 @@ import sys
 
 import zmq
 
-from ringattn.launch.serve.freeze_gc import settle
-from ringattn.launch.serve.http.app import Server, make_app
+from ringattn.launch.serve.freeze_gc import freeze_gc
+from ringattn.launch.serve.http.app import HttpServer, make_app
 from ringattn.launch.serve.http.engine_client import EngineClient
 from ringattn.launch.serve.messages import (
     Settings,
@@ -60,17 +60,17 @@ def main(port: int, link: int, folder: str) -> int:
         about=settings.about,
     )
     sys.setswitchinterval(TURN_S)
-    server = Server(socket.socket(fileno=port), settings.connections)
+    server = HttpServer(socket.socket(fileno=port), settings.connections)
     server.start(app)
-    settle()
+    freeze_gc()
     client.send_ready()
-    while not client.over.wait(LOOK_S):
+    while not client.ended.wait(LOOK_S):
         if not server.alive:
             return 1
     server.stop()
-    if not client.told:
+    if not client.stopped:
         shutil.rmtree(folder, ignore_errors=True)
-    return 0 if client.told else 1
+    return 0 if client.stopped else 1
 
 
 def _receive_settings(pull: zmq.Socket[bytes], engine: socket.socket) -> Settings | None:

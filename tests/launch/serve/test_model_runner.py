@@ -15,24 +15,24 @@ from ringattn.launch.distributed import Rank
 from ringattn.launch.serve.config import TINY
 from ringattn.launch.serve.engine import Engine, worker_loop
 from ringattn.launch.serve.messages import Event, Stop
-from ringattn.launch.serve.model_runner import Computing, Replica
-from ringattn.launch.serve.models import load, make_cache
+from ringattn.launch.serve.model_runner import ModelRunner, PendingStep
+from ringattn.launch.serve.models import load_model, make_cache
 from ringattn.launch.serve.rank_channel import RankChannel
 from ringattn.launch.serve.sampling import Sampling
-from ringattn.launch.serve.scheduler import Job, Plan, Scheduler
+from ringattn.launch.serve.scheduler import Plan, Request, Scheduler
 from ringattn.ring import Ring
 from tests.pool import Pools
 
 CPU = torch.device("cpu")
 Answers = dict[int, tuple[list[int], Any]]
 SCORED = 5
-"""The job that wants the logprobs of its prompt."""
+"""The request that wants the logprobs of its prompt."""
 
 
 class _Later:
     """A step that seems to be under way until somebody waits for it."""
 
-    def __init__(self, step: Computing) -> None:
+    def __init__(self, step: PendingStep) -> None:
         self._step, self.ended = step, False
 
     def wait(self) -> None:
@@ -57,15 +57,15 @@ class _Ahead:
 
     ahead = True
 
-    def __init__(self, replica: Replica) -> None:
-        self._replica, self.books, self.carried = replica, replica.books, 0
+    def __init__(self, model_runner: ModelRunner) -> None:
+        self._replica, self.allocator, self.from_previous = model_runner, model_runner.allocator, 0
 
     def start(self, plan: Plan) -> Any:
-        self.carried += sum(place >= 0 for place in plan.carried)
+        self.from_previous += sum(place >= 0 for place in plan.from_previous)
         return _Later(self._replica.start(plan))
 
 
-def jobs() -> list[Job]:
+def requests() -> list[Request]:
     """Greedy ones and drawn ones, with every option, of which some end by a token."""
     draw = random.Random(3)
     found = []
@@ -85,13 +85,13 @@ def jobs() -> list[Job]:
         )
         stops = frozenset(draw.sample(range(97, 123), 4 * (name % 2)))
         most = draw.choice([1, 5, 12])
-        found.append(Job(name, prompt, most, sampling=how, stops=stops, score_prompt=name == SCORED))
+        found.append(Request(name, prompt, most, sampling=how, stops=stops, score_prompt=name == SCORED))
     return found
 
 
 def scores_of(prompt: list[int]) -> Tensor:
     """What one process with torch's own attention thinks of a prompt's tokens, from the second one on."""
-    model = load(TINY, name=None, dtype="auto", device=CPU, seed=0).model
+    model = load_model(TINY, name=None, dtype="auto", device=CPU, seed=0).model
     model.set_attn_implementation("sdpa")
     with torch.no_grad():
         found = model(input_ids=torch.tensor([prompt])).logits[0].log_softmax(-1)
@@ -99,75 +99,75 @@ def scores_of(prompt: list[int]) -> Tensor:
 
 
 def serve(ahead: bool) -> tuple[Answers, list[float], int, list[int]]:
-    """What all jobs were answered on rank 0, scores of a prompt, tokens that were carried, and pages that are free in the end."""
+    """Answers and scores of rank 0, tokens that were taken from the previous step, and pages that are free in the end."""
     rank = Rank(dist.get_rank(), dist.get_world_size(), CPU, "gloo", os.getppid())
     ring, channel = Ring(), RankChannel(rank, 30.0)
-    served = load(TINY, name=None, dtype="auto", device=CPU, seed=0)
+    served = load_model(TINY, name=None, dtype="auto", device=CPU, seed=0)
     cache = make_cache(served.model, ring, gib=0.01, page_size=4, kv_dtype="auto")
-    replica = Replica(served.model, cache, 4, False)
-    runner: Any = _Ahead(replica) if ahead else replica
+    model_runner = ModelRunner(served.model, cache, 4, False)
+    runner: Any = _Ahead(model_runner) if ahead else model_runner
     answers: Answers = {}
     scores: list[float] = []
     if rank.first:
-        scheduler = Scheduler(cache.pages, chunk=64, most_running=4, most_waiting=20, keep=False)
+        scheduler = Scheduler(cache.pages, chunk=64, max_running=4, max_waiting=20, keep=False)
         engine = Engine(runner, scheduler, channel.broadcast, time_limit_s=60.0)
 
         def deliver(events: list[Event], state: Any) -> None:
             del state
             for event in events:
-                tokens, _ = answers.setdefault(event.name, ([], None))
-                assert not event.scores or (event.name, tokens) == (SCORED, [])
+                tokens, _ = answers.setdefault(event.request_id, ([], None))
+                assert not event.scores or (event.request_id, tokens) == (SCORED, [])
                 scores.extend(one.logprob for one in event.scores)
                 if event.token is not None:
                     tokens.append(event.token)
                 said = [event.details.logprob, *event.details.top] if event.details else None
-                answers[event.name] = tokens, event.finish or event.failure or said
-                if sum(isinstance(end, str) for _, end in answers.values()) == len(jobs()):
+                answers[event.request_id] = tokens, event.finish or event.failure or said
+                if sum(isinstance(end, str) for _, end in answers.values()) == len(requests()):
                     engine.stop(0.0)
 
         engine.deliver = deliver
-        engine.submit(jobs())
+        engine.submit(requests())
         engine.run()
         channel.broadcast(Stop())
     else:
         worker_loop(runner, channel)
     channel.close()
-    return answers, scores, getattr(runner, "carried", 0), list(cache.pages.free)
+    return answers, scores, getattr(runner, "from_previous", 0), list(cache.pages.free)
 
 
 def alone() -> Answers:
-    """What each job gets by itself, step by step, on one rank without replays."""
-    served = load(TINY, name=None, dtype="auto", device=CPU, seed=0)
+    """What each request gets by itself, step by step, on one rank without replays."""
+    served = load_model(TINY, name=None, dtype="auto", device=CPU, seed=0)
     cache = make_cache(served.model, Ring(), gib=0.01, page_size=4, kv_dtype="auto")
-    replica = Replica(served.model, cache, 4, False)
+    model_runner = ModelRunner(served.model, cache, 4, False)
     answers: Answers = {}
-    for job in jobs():
-        scheduler = Scheduler(cache.pages, chunk=16, most_running=1, most_waiting=1, keep=False)
-        scheduler.add([job])
+    for request in requests():
+        scheduler = Scheduler(cache.pages, chunk=16, max_running=1, max_waiting=1, keep=False)
+        scheduler.add([request])
         tokens: list[int] = []
-        while (plan := scheduler.plan()) and plan.requests:
-            step = replica.start(plan)
-            said: Any = dict.fromkeys([job.name], next(iter(step.read()), None))
+        while (plan := scheduler.plan()) and plan.cache_ids:
+            step = model_runner.start(plan)
+            said: Any = dict.fromkeys([request.id], next(iter(step.read()), None))
             for event in scheduler.record(plan, said, step.read_scores()):
                 tokens += [] if event.token is None else [event.token]
-                answers[job.name] = tokens, event.finish
+                answers[request.id] = tokens, event.finish
         assert cache.pages.requests == ()
     return answers
 
 
 def test_a_step_ahead_answers_as_each_prompt_alone_and_the_same_on_all_ranks(pool: Pools):
-    expected, scored = alone(), scores_of(jobs()[SCORED].prompt)
+    expected, scored = alone(), scores_of(requests()[SCORED].prompt)
     assert len(scored) > 60, "more than one step of the test brings it"
     assert {finish for _, finish in expected.values()} == {"stop", "length"}
     for ahead in (False, True):
-        (answers, scores, carried, free), (*_, carried_there, free_there) = pool(2).run(serve, ahead)
+        (answers, scores, from_previous, free), (*_, carried_there, free_there) = pool(2).run(serve, ahead)
         assert answers == expected
         torch.testing.assert_close(torch.tensor(scores), scored, rtol=1e-4, atol=1e-4)
         assert free == free_there
         assert len(set(free)) == 1, "all pages of both ranks have come back"
-        assert carried == carried_there
+        assert from_previous == carried_there
         # nearly all tokens but the first of a request that waited are carried
-        assert carried > 20 if ahead else carried == 0, carried
+        assert from_previous > 20 if ahead else from_previous == 0, from_previous
 
 
 class _Waits:
@@ -188,26 +188,26 @@ class _Waits:
 
 
 def test_what_may_be_a_replay_is_waited_for_in_a_wait_that_ends_and_a_long_prompt_as_long_as_it_takes():
-    replica: Any = Replica.__new__(Replica)
+    model_runner: Any = ModelRunner.__new__(ModelRunner)
     waits: Any = _Waits()
-    replica._cache, replica._usual = waits, {}
+    model_runner._cache, model_runner._typical_s = waits, {}
     for kind in ((True, False, False, 3), (False, False, False, 12), (True, False, False, 3), (False, True, False, 9)):
-        Computing(replica, kind, None, waits, waits, f"{kind[3]}").wait()
+        PendingStep(model_runner, kind, None, waits, waits, f"{kind[3]}").wait()
     assert waits.asked == [("3", 0.0), "synchronize", ("3", 0.25), ("9", 0.0)]
-    Computing(replica, (True, False, False, 3), None, None, None, "it has ended").wait()
+    PendingStep(model_runner, (True, False, False, 3), None, None, None, "it has ended").wait()
     assert len(waits.asked) == 4
 
 
 def test_what_a_failed_exchange_leaves_is_a_token_to_the_next_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """All bits are set then: as an index of the embedding that is an error of the device, which hides the one with a reason."""
-    served = load(TINY, name=None, dtype="auto", device=CPU, seed=0)
+    served = load_model(TINY, name=None, dtype="auto", device=CPU, seed=0)
     cache = make_cache(served.model, Ring(), gib=0.01, page_size=4, kv_dtype="auto")
-    replica = Replica(served.model, cache, 4, False)
-    scheduler = Scheduler(cache.pages, chunk=16, most_running=1, most_waiting=1, keep=False)
-    scheduler.add(jobs()[:1])
+    model_runner = ModelRunner(served.model, cache, 4, False)
+    scheduler = Scheduler(cache.pages, chunk=16, max_running=1, max_waiting=1, keep=False)
+    scheduler.add(requests()[:1])
     monkeypatch.setattr(type(cache.ring.exchange(CPU)), "gather", lambda self, x, out: out.view(torch.int64).fill_(-1))
     plan = scheduler.plan()
     assert plan is not None
     assert plan.wanted
-    replica.start(plan)
-    assert replica._chosen.tolist() == [0] * len(plan.wanted)
+    model_runner.start(plan)
+    assert model_runner._chosen.tolist() == [0] * len(plan.wanted)

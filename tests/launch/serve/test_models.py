@@ -20,14 +20,15 @@ from hypothesis import strategies as st
 
 from ringattn.launch.changing import change_model
 from ringattn.launch.distributed import Rank, Refusal
-from ringattn.launch.serve import scheduler as scheduling
+from ringattn.launch.serve import scheduler as scheduler_module
 from ringattn.launch.serve.config import check_model
+from ringattn.launch.serve.http.detokenizer import Detokenizer, StopStrings
 from ringattn.launch.serve.messages import Logprob
-from ringattn.launch.serve.model_runner import Replica
-from ringattn.launch.serve.models import describe, load, make_cache, share_weights
-from ringattn.launch.serve.sampling import Sampling, choose
-from ringattn.launch.serve.scheduler import Job, Scheduler
-from ringattn.launch.serve.tokenizer import REPLACEMENT, Bytes, NoTemplate, Pieces, Pretrained, Stops
+from ringattn.launch.serve.model_runner import ModelRunner
+from ringattn.launch.serve.models import broadcast_weights, describe_cache, load_model, make_cache
+from ringattn.launch.serve.sampling import Sampling, sample_tokens
+from ringattn.launch.serve.scheduler import Request, Scheduler
+from ringattn.launch.serve.tokenizer import REPLACEMENT, ByteTokenizer, ChatTemplateError, PretrainedTokenizer
 from ringattn.launch.train.pretrained import build_causal_lm
 from ringattn.ring import Ring
 from tests.recording import Reruns
@@ -75,15 +76,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def sample(logits: torch.Tensor, how: list[Sampling]) -> list[tuple[int | None, Logprob | None]]:
-    return choose(logits, how, [[]] * len(how)).on_host().read()
+    return sample_tokens(logits, how, [[]] * len(how)).on_host().read()
 
 
 def opened(path: Path | str, **how: Any) -> Any:
-    return load(str(path), **{"name": None, "dtype": "auto", "device": CPU, "seed": 0, **how})
+    return load_model(str(path), **{"name": None, "dtype": "auto", "device": CPU, "seed": 0, **how})
 
 
 def answered(
-    replica: Replica, prompts: list[list[int]], ahead: bool = False, mixed: bool = False
+    model_runner: ModelRunner, prompts: list[list[int]], ahead: bool = False, mixed: bool = False
 ) -> tuple[list[list[int]], Counter[str]]:
     """Six greedy tokens for each prompt, which come one after another, and how many steps there were of which kind.
 
@@ -93,33 +94,33 @@ def answered(
         ahead: The next step is started before one is read.
         mixed: Prompts may come together with answers.
     """
-    chunk = 64 if replica.pieces else 8
+    chunk = 64 if model_runner.pieces else 8
     scheduler = Scheduler(
-        replica.books,
+        model_runner.allocator,
         chunk=chunk,
-        most_running=4,
-        most_waiting=4,
+        max_running=4,
+        max_waiting=4,
         keep=False,
-        pieces=min(2, replica.pieces),
-        rows=replica.rows if mixed else 0,
+        pieces=min(2, model_runner.pieces),
+        rows=model_runner.rows if mixed else 0,
     )
     answers: dict[int, list[int]] = {name: [] for name in range(len(prompts))}
-    coming = [Job(name, prompt, 6, sampling=Sampling(0)) for name, prompt in enumerate(prompts)]
-    scheduler.add([coming.pop(0)])
+    pending = [Request(name, prompt, 6, sampling=Sampling(0)) for name, prompt in enumerate(prompts)]
+    scheduler.add([pending.pop(0)])
     before, kinds = None, Counter[str]()
     while (plan := scheduler.plan()) or before:
-        started = (plan, replica.start(plan)) if plan and plan.requests else None
+        started = (plan, model_runner.start(plan)) if plan and plan.requests else None
         if plan is not None:
             kinds.update(name for name in ("decodes", "packed", "mixed") if getattr(plan, name))
         if ahead:
             started, before = before, started
         if started is not None:
             plan, step = started
-            chosen = {plan.jobs[place].name: one for place, one in zip(plan.wanted, step.read(), strict=True)}
+            chosen = {plan.requests[place].id: one for place, one in zip(plan.wanted, step.read(), strict=True)}
             for event in scheduler.record(plan, chosen):
-                answers[event.name].append(event.token or 0)
-            if coming and plan.answers:
-                scheduler.add([coming.pop(0)])
+                answers[event.request_id].append(event.token or 0)
+            if pending and plan.answers:
+                scheduler.add([pending.pop(0)])
     return list(answers.values()), kinds
 
 
@@ -176,12 +177,12 @@ def test_a_checkpoint_brings_its_weights_its_tokenizer_and_its_stops(folder):
     ]
     cache = make_cache(served.model, Ring(), gib=0.001, page_size=4, kv_dtype="auto")
     for recorder in (None, Reruns()):
-        replica = Replica(served.model, cache, 4, recorder)
-        prepared = replica.prepare()
+        model_runner = ModelRunner(served.model, cache, 4, recorder)
+        prepared = model_runner.prepare()
         assert prepared[-1].startswith("prompts around the ring: ")
         assert cache.used_pages == (0,)
         for ahead, mixed in ((False, False), (True, False), (True, True), (False, True)):
-            answers, kinds = answered(replica, prompts, ahead, mixed)
+            answers, kinds = answered(model_runner, prompts, ahead, mixed)
             assert answers == [x[0, len(tokens) :].tolist() for x, tokens in zip(wanted, prompts, strict=True)]
             assert bool(kinds["mixed"]) == (mixed and recorder is not None)
         if recorder is not None:
@@ -194,32 +195,32 @@ def test_a_checkpoint_brings_its_weights_its_tokenizer_and_its_stops(folder):
             )
             # a prompt in two steps, and two that come later
             assert recorder.replays >= 5 + 4
-    assert "tokens in float32 on 1 ranks" in describe(cache)
+    assert "tokens in float32 on 1 ranks" in describe_cache(cache)
 
 
 def test_no_mixed_step_is_planned_for_which_there_is_no_room():
     from ringattn.integrations.transformers.decoding import ROW_TOKENS
 
-    assert scheduling.MIXED_LENGTH <= ROW_TOKENS
+    assert scheduler_module.MIXED_LENGTH <= ROW_TOKENS
 
 
 def test_a_chat_template_comes_from_the_checkpoint(folder):
-    tokenizer = Pretrained(folder, frozenset(), 500)
+    tokenizer = PretrainedTokenizer(folder, frozenset(), 500)
     messages = [{"role": "system", "content": "be"}, {"role": "user", "content": "the ring"}]
     tokens = tokenizer.chat(messages)
     assert tokenizer.inner.decode(tokens) == "<|system|>be<|user|>the ring<|assistant|>"
     assert tokenizer.decode(tokens) == "bethe ring"
-    with pytest.raises(NoTemplate, match="no user"):
+    with pytest.raises(ChatTemplateError, match="no user"):
         tokenizer.chat([{"role": "assistant", "content": "x"}])
     tokenizer.inner.chat_template = None
     with pytest.raises(
-        NoTemplate, match="must have a chat template to chat, got none in its folder; use /v1/completions"
+        ChatTemplateError, match="must have a chat template to chat, got none in its folder; use /v1/completions"
     ):
         tokenizer.chat(messages)
 
 
 def test_half_a_surrogate_pair_is_found_before_a_tokenizer_takes_it_for_something_else(folder):
-    for tokenizer in (Bytes(), Pretrained(folder, frozenset(), 500)):
+    for tokenizer in (ByteTokenizer(), PretrainedTokenizer(folder, frozenset(), 500)):
         for make in (tokenizer.encode, lambda text, of=tokenizer: of.chat([{"role": "user", "content": text}])):
             assert make("\U0001f600")
             with pytest.raises(UnicodeEncodeError, match="surrogates not allowed"):
@@ -227,9 +228,9 @@ def test_half_a_surrogate_pair_is_found_before_a_tokenizer_takes_it_for_somethin
 
 
 def test_a_template_executes_nothing(folder):
-    tokenizer = Pretrained(folder, frozenset(), 500)
+    tokenizer = PretrainedTokenizer(folder, frozenset(), 500)
     tokenizer.inner.chat_template = "{{ messages.__class__.__mro__[1].__subclasses__() }}"
-    with pytest.raises(NoTemplate):
+    with pytest.raises(ChatTemplateError):
         tokenizer.chat([{"role": "user", "content": "x"}])
     tokenizer.inner.chat_template = TEMPLATE
     text = "{{ 7 * 6 }}{% for x in messages %}"
@@ -244,7 +245,7 @@ def test_a_config_alone_gives_the_same_random_weights_everywhere(tmp_path):
     assert all(torch.equal(a, b) for a, b in zip(one.model.parameters(), other.model.parameters(), strict=True))
     assert one.facts == other.facts != path.facts
     assert one.name == path.name == tmp_path.name
-    assert isinstance(one.tokenizer, Bytes)
+    assert isinstance(one.tokenizer, ByteTokenizer)
     # what such a model answers with may be part of the next prompt
     assert one.tokenizer.vocab_size == one.model.config.vocab_size == 300
     assert one.tokenizer.decode([97, 256, 299, 98]) == "ab"
@@ -255,7 +256,7 @@ def drawn_apart() -> list[torch.Tensor]:
     torch.manual_seed(rank.index)
     model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4))
     model(torch.randn(2, 3))
-    share_weights(model, rank)
+    broadcast_weights(model, rank)
     return [x.detach() for x in (*model.parameters(), *model.buffers())]
 
 
@@ -352,7 +353,7 @@ def test_the_tiny_model_answers_with_letters():
     served = opened("tiny")
     with torch.no_grad():
         chosen = served.model(torch.arange(256)[None], use_cache=False).logits[0].argmax(-1)
-    assert set(chosen.tolist()) <= {*b"abcdefghijklmnopqrstuvwxyz ,.", Bytes.END}
+    assert set(chosen.tolist()) <= {*b"abcdefghijklmnopqrstuvwxyz ,.", ByteTokenizer.END}
     assert len(set(chosen.tolist())) > 10
 
 
@@ -360,19 +361,19 @@ def test_the_tiny_model_answers_with_letters():
 
 
 def through(decode: Any, tokens: list[int], before: list[int]) -> str:
-    pieces = Pieces(decode, before)
+    pieces = Detokenizer(decode, before)
     return "".join(pieces.push(token) for token in tokens) + pieces.rest()
 
 
 @given(st.text(max_size=60), st.text(max_size=20))
 def test_pieces_of_text_are_the_text(text, prompt):
-    assert through(Bytes().decode, Bytes().encode(text) if _encodable(text) else [], []) == (
+    assert through(ByteTokenizer().decode, ByteTokenizer().encode(text) if _encodable(text) else [], []) == (
         text if _encodable(text) else ""
     )
     if _encodable(text + prompt):
-        before = Bytes().encode(prompt)
-        pieces = Pieces(Bytes().decode, before)
-        for token in Bytes().encode(text):
+        before = ByteTokenizer().encode(prompt)
+        pieces = Detokenizer(ByteTokenizer().decode, before)
+        for token in ByteTokenizer().encode(text):
             assert REPLACEMENT in text or REPLACEMENT not in pieces.push(token), "a character was torn"
 
 
@@ -382,8 +383,8 @@ def _encodable(text: str) -> bool:
 
 @given(st.lists(st.integers(0, 256), max_size=150))
 def test_pieces_of_bytes_that_are_no_text_are_what_decoding_all_gives(tokens):
-    found = through(Bytes().decode, tokens, [])
-    whole = Bytes().decode(tokens)
+    found = through(ByteTokenizer().decode, tokens, [])
+    whole = ByteTokenizer().decode(tokens)
     assert found == whole or (
         REPLACEMENT * 8 in whole and found.replace(REPLACEMENT, "") == whole.replace(REPLACEMENT, "")
     )
@@ -413,7 +414,7 @@ def test_pieces_of_a_bpe_tokenizer_are_what_decoding_all_gives(seed):
     st.lists(st.text("abE", min_size=1, max_size=4), max_size=3),
 )
 def test_a_text_ends_before_the_first_stop_string(text, cuts, strings):
-    stops, found, at = Stops(strings), "", 0
+    stops, found, at = StopStrings(strings), "", 0
     for cut in [*cuts, len(text)]:
         found += stops.push(text[at : at + cut])
         at += cut

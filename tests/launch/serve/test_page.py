@@ -15,7 +15,7 @@ from torch import Tensor
 from ringattn.launch.serve.http.app import read_page
 from ringattn.launch.serve.scheduler import Plan
 from tests.launch.serve.test_http import going_on
-from tests.support.serving import STOP, FakeRunner, Served, text_of
+from tests.support.serving import STOP, FakeRunner, FakeServer, text_of
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 QUIET = ["--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking"]
@@ -59,7 +59,9 @@ def page(browser: Any) -> Iterator[Any]:
     )
     page.on(
         "request",
-        lambda request: bad.append(request.url) if not request.url.startswith(("http://127.0.0.1", "data:")) else None,
+        lambda cache_id: (
+            bad.append(cache_id.url) if not cache_id.url.startswith(("http://127.0.0.1", "data:")) else None
+        ),
     )
     yield page
     context.close()
@@ -75,7 +77,7 @@ def screenshot(page: Any, name: str) -> None:
 def test_a_chat_streams_and_the_state_lives(page):
     from playwright.sync_api import expect
 
-    served = Served(FakeRunner(pages=300, page_size=16, step_s=0.02))
+    served = FakeServer(FakeRunner(pages=300, page_size=16, step_s=0.02))
     try:
         question = next(
             x
@@ -107,8 +109,8 @@ def test_a_chat_streams_and_the_state_lives(page):
         page.click("#send")
         expect(page.locator(".turn.assistant")).to_have_count(2)
         expect(page.locator(".after")).to_have_count(2)
-        shared = page.locator("#total-shared")
-        expect(shared).not_to_have_text("0")
+        num_cached = page.locator("#total-shared")
+        expect(num_cached).not_to_have_text("0")
         screenshot(page, "chat")
         page.click("#clear")
         expect(page.locator(".turn")).to_have_count(0)
@@ -125,13 +127,13 @@ def test_what_a_model_says_is_text_and_never_markup(page):
             logits.zero_()
             said = "<img src=x onerror=alert(1)><b>bold</b>" + "\0"
             for row, place in enumerate(plan.wanted):
-                job = plan.jobs[place]
+                request = plan.requests[place]
                 # of the tokens that are coming the last one is chosen here
-                chosen = len(job.tokens) - len(job.prompt) + job.coming - 1
+                chosen = len(request.tokens) - len(request.prompt) + request.pending - 1
                 logits[row, ord(said[min(chosen, len(said) - 1)])] = 10.0
             return logits
 
-    served = Served(Markup(pages=300, page_size=16))
+    served = FakeServer(Markup(pages=300, page_size=16))
     try:
         page.goto(served.url)
         expect(page.locator("#status")).to_have_text("ready")
@@ -155,7 +157,7 @@ class Endless(FakeRunner):
 def test_stopping_an_answer_frees_its_pages(page):
     from playwright.sync_api import expect
 
-    served = Served(Endless(pages=300, page_size=16, step_s=0.02))
+    served = FakeServer(Endless(pages=300, page_size=16, step_s=0.02))
     try:
         page.goto(served.url)
         expect(page.locator("#status")).to_have_text("ready")
@@ -175,7 +177,7 @@ def test_stopping_an_answer_frees_its_pages(page):
 def test_a_long_prompt_shows_how_far_it_is_and_refusals_are_shown(page):
     from playwright.sync_api import expect
 
-    served = Served(FakeRunner(pages=600, page_size=16, step_s=0.05))
+    served = FakeServer(FakeRunner(pages=600, page_size=16, step_s=0.05))
     try:
         page.goto(served.url)
         expect(page.locator("#status")).to_have_text("ready")
@@ -196,7 +198,7 @@ def test_a_long_prompt_shows_how_far_it_is_and_refusals_are_shown(page):
 def test_a_server_with_a_key_asks_for_it_and_one_that_is_gone_shows(page):
     from playwright.sync_api import expect
 
-    served = Served(FakeRunner(), key="open sesame")
+    served = FakeServer(FakeRunner(), key="open sesame")
     try:
         page.goto(served.url)
         expect(page.locator("#status")).to_have_text("needs a key")

@@ -28,9 +28,9 @@ from ringattn.launch.distributed import Rank
 from ringattn.launch.serve import engine_server, run
 from ringattn.launch.serve.config import Limits
 from ringattn.launch.serve.engine import Engine
-from ringattn.launch.serve.engine_server import EngineServer, HttpProcess, bind, jobs_of
-from ringattn.launch.serve.http.api import Refused
-from ringattn.launch.serve.http.engine_client import GONE, submit_of
+from ringattn.launch.serve.engine_server import EngineServer, HttpProcess, bind, requests_of
+from ringattn.launch.serve.http.api import RequestError
+from ringattn.launch.serve.http.engine_client import ENGINE_GONE, submit_of
 from ringattn.launch.serve.messages import (
     Cancel,
     Capacity,
@@ -50,13 +50,13 @@ from ringattn.launch.serve.messages import (
     to_engine_address,
     to_http_address,
 )
-from ringattn.launch.serve.prefix_cache import chain
+from ringattn.launch.serve.prefix_cache import prefix_digests
 from ringattn.launch.serve.sampling import Sampling
-from ringattn.launch.serve.scheduler import Job, Scheduler
-from ringattn.launch.serve.tokenizer import Bytes, make_tokenizer
+from ringattn.launch.serve.scheduler import Request, Scheduler
+from ringattn.launch.serve.tokenizer import ByteTokenizer, make_tokenizer
 from tests.launch.serve.test_http import going_on
 from tests.launch.serve.test_server import FLAGS, Process
-from tests.support.serving import FakeRunner, Link, Served, text_of
+from tests.support.serving import FakeRunner, FakeServer, Link, text_of
 
 # what travels
 
@@ -102,9 +102,9 @@ def test_what_is_sent_to_http_is_what_is_received(sent, state):
     st.integers(1, 8),
 )
 def test_requests_that_are_sent_are_those_that_are_received_and_draw_the_same(prompts, asked, size):
-    digests = [chain(prompt, size) for prompt in prompts]
+    digests = [prefix_digests(prompt, size) for prompt in prompts]
     sent = [
-        Job(
+        Request(
             name,
             prompts[x % len(prompts)],
             most,
@@ -118,9 +118,9 @@ def test_requests_that_are_sent_are_those_that_are_received_and_draw_the_same(pr
     message = decode_to_engine(encode(submit_of(sent)))
     assert isinstance(message, Submit)
     assert len(message.prompts) == len({x % len(prompts) for x, *_ in asked})  # each is sent once
-    found = jobs_of(message)
+    found = requests_of(message)
     for one, other in zip(sent, found, strict=True):
-        for name in ("name", "prompt", "max_tokens", "stops", "digests", "score_prompt"):
+        for name in ("id", "prompt", "max_tokens", "stops", "digests", "score_prompt"):
             assert getattr(one, name) == getattr(other, name)
         assert one.sampling == other.sampling
         drawn = [how.draw() for how in (one.sampling, other.sampling)]
@@ -128,8 +128,8 @@ def test_requests_that_are_sent_are_those_that_are_received_and_draw_the_same(pr
 
 
 def test_a_tokenizer_is_made_again_from_its_recipe():
-    made = make_tokenizer(json.loads(json.dumps(Bytes(300).recipe())))
-    assert isinstance(made, Bytes)
+    made = make_tokenizer(json.loads(json.dumps(ByteTokenizer(300).recipe())))
+    assert isinstance(made, ByteTokenizer)
     assert made.vocab_size == 300
 
 
@@ -140,7 +140,7 @@ def test_a_tokenizer_is_made_again_from_its_recipe():
 def quiet_http(lost: list[str], timeout_s: float) -> Iterator[tuple[EngineServer, Link]]:
     """An engine's side of a connection whose other side is the test."""
     runner = FakeRunner()
-    engine = Engine(runner, Scheduler(runner.books, chunk=8, most_running=4, most_waiting=4), print, time_limit_s=9.0)
+    engine = Engine(runner, Scheduler(runner.allocator, chunk=8, max_running=4, max_waiting=4), print, time_limit_s=9.0)
     with contextlib.closing(Link()) as link:
         server = link.server(engine, "the other", lost.append, timeout_s)
         yield server, link
@@ -167,7 +167,7 @@ def test_what_is_not_received_at_once_is_sent_later_in_order_and_the_sender_neve
 
 
 def test_what_waits_for_http_is_bounded_and_what_comes_after_the_end_is_dropped(monkeypatch):
-    monkeypatch.setattr(engine_server, "MOST_QUEUED", 100)
+    monkeypatch.setattr(engine_server, "MAX_QUEUED", 100)
     lost: list[str] = []
     with quiet_http(lost, 60.0) as (server, _):
         for x in range(200):
@@ -176,8 +176,8 @@ def test_what_waits_for_http_is_bounded_and_what_comes_after_the_end_is_dropped(
     assert lost == ["the other must receive what it is sent, got 100 messages that it has left unread"]
 
 
-def wait_for(what: Any, patience_s: float = 10.0) -> None:
-    deadline = time.monotonic() + patience_s
+def wait_for(what: Any, timeout_s: float = 10.0) -> None:
+    deadline = time.monotonic() + timeout_s
     while not what():
         assert time.monotonic() < deadline
         time.sleep(0.01)
@@ -206,7 +206,7 @@ def test_an_http_process_that_is_gone_silent_or_odd_is_lost(data, message):
 
 
 def test_when_the_engine_is_gone_answers_that_are_open_and_that_are_asked_for_get_a_503():
-    served = Served(FakeRunner(pages=400, step_s=0.02))
+    served = FakeServer(FakeRunner(pages=400, step_s=0.02))
     try:
         body = {"prompt": going_on("e", 300), "max_tokens": 300, "temperature": 0}
         with (
@@ -219,7 +219,7 @@ def test_when_the_engine_is_gone_answers_that_are_open_and_that_are_asked_for_ge
             served.state_when(lambda state: state["running"] == 2)
             served.link.engine.shutdown(socket.SHUT_RDWR)
             told = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
-            assert told[-1]["error"]["message"] == GONE
+            assert told[-1]["error"]["message"] == ENGINE_GONE
             assert whole.result().status_code == 503
         for answer in (httpx.get(f"{served.url}/health"), httpx.post(f"{served.url}/v1/completions", json=body)):
             assert answer.status_code == 503
@@ -235,7 +235,7 @@ def test_who_is_refused_because_the_engine_is_closed_knows_it_before_the_next_st
         client.check()
         client.handle(Rejected([1], "Closed", "the server is shutting down"))
         assert client.closed == "the server is shutting down"
-        with pytest.raises(Refused, match="shutting down"):
+        with pytest.raises(RequestError, match="shutting down"):
             client.check()
 
 
@@ -263,7 +263,7 @@ def test_a_full_queue_is_refused_by_what_the_engine_has_said_last():
     with contextlib.closing(Link()) as link:
         client = link.client(Capacity(64, 4, 4, 4, True), {"closed": None, "queued": 3})
         client.handle(StepOutput(state={"closed": None, "queued": 4}))
-        with pytest.raises(Refused, match="at most 4 requests may wait, got 1 more beside 4") as caught:
+        with pytest.raises(RequestError, match="at most 4 requests may wait, got 1 more beside 4") as caught:
             client.check()
         assert caught.value.status == 429
 
@@ -282,14 +282,14 @@ class Apart:
         self.servers: list[EngineServer] = []
         self.other = psutil.Process(self.process._process.pid)
         self.runner = FakeRunner(pages=8, step_s=0.01)  # 64 tokens
-        scheduler = Scheduler(self.runner.books, chunk=64, most_running=64, most_waiting=2)
+        scheduler = Scheduler(self.runner.allocator, chunk=64, max_running=64, max_waiting=2)
         self.engine = Engine(self.runner, scheduler, lambda _: None, time_limit_s=60.0)
         self.thread = threading.Thread(target=self.engine.run, daemon=True)
 
     @property
     def settings(self) -> Settings:
-        capacity = msgspec.structs.replace(self.engine.scheduler.room, capacity=10**6, queue=10**6)
-        recipe = Bytes().recipe()
+        capacity = msgspec.structs.replace(self.engine.scheduler.capacity, tokens=10**6, max_waiting=10**6)
+        recipe = ByteTokenizer().recipe()
         return Settings("fake", recipe, Limits(), capacity, self.engine.state(), None, None, {}, connections=50)
 
     def ask(self, **body: Any) -> httpx.Response:
@@ -330,7 +330,7 @@ def test_an_engine_that_is_killed_takes_the_process_of_http_with_it_and_the_port
         assert apart.other.is_running()
         engine.kill()
         engine.wait()
-        assert (asked.result().status_code, asked.result().json()["error"]["message"]) == (503, GONE)
+        assert (asked.result().status_code, asked.result().json()["error"]["message"]) == (503, ENGINE_GONE)
     apart.process._process.wait(10.0)
     assert apart.process._process.returncode == 1
     assert not os.path.exists(apart.process.folder)
@@ -346,11 +346,11 @@ def test_statuses_come_through_a_stall_stops_no_step_and_a_killed_process_of_htt
     codes: list[int] = []
     monkeypatch.setattr(run, "FAREWELL_S", 0.01)
     monkeypatch.setattr(run.os, "_exit", codes.append)
-    ending = run.Ending(Rank(0, 1, torch.device("cpu"), "none", os.getppid()))
-    ending.engine, ending.process = apart.engine, apart.process
+    fatal_exit = run.FatalExit(Rank(0, 1, torch.device("cpu"), "none", os.getppid()))
+    fatal_exit.engine, fatal_exit.process = apart.engine, apart.process
     process = apart.process
     process.listen()
-    apart.servers.append(EngineServer(apart.engine, process.folder, process.link, process.name, ending, 60.0))
+    apart.servers.append(EngineServer(apart.engine, process.folder, process.link, process.name, fatal_exit, 60.0))
     apart.servers[0].start(apart.settings)
     apart.thread.start()
 
@@ -455,4 +455,4 @@ def test_a_killed_engine_leaves_no_process_behind_and_its_port_is_free(pair):
     thread.join(10)
     with bind("127.0.0.1", port) as free:
         free.listen()
-    assert seen[-1]["error"]["message"] == GONE
+    assert seen[-1]["error"]["message"] == ENGINE_GONE

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ringattn.launch.serve import sampling
 from ringattn.launch.serve.messages import SamplingOptions
-from ringattn.launch.serve.sampling import COLDEST, Sampling, choose
+from ringattn.launch.serve.sampling import MIN_TEMPERATURE, Sampling, sample_tokens
 
 INF = float("inf")
 LAST = 1 - 2.0**-53
@@ -88,7 +88,7 @@ def wanted(x: Tensor, temperature: float, top_p: float, number: float) -> set[in
     scale=st.sampled_from([0.0, 0.1, 1.0, 5.0]),
     ties=st.booleans(),
     masked=st.sampled_from([0.0, 0.5]),
-    temperature=st.sampled_from([COLDEST, 0.1, 0.7, 1.0, 2.0, 100.0]),
+    temperature=st.sampled_from([MIN_TEMPERATURE, 0.1, 0.7, 1.0, 2.0, 100.0]),
     top_p=st.one_of(st.floats(0, 1), st.sampled_from([0.0, 1e-30, 0.5, 0.9, 1.0])),
     number=st.one_of(st.floats(0, 1, exclude_max=True), st.sampled_from([0.0, LAST])),
 )
@@ -150,7 +150,7 @@ def test_the_ends_of_the_interval_fall_on_the_first_and_the_last_token_that_are_
             assert ends.tolist() == [inside[0], inside[-1]]
 
 
-@pytest.mark.parametrize("temperature", [COLDEST, 1.0, 100.0, 1e300])
+@pytest.mark.parametrize("temperature", [MIN_TEMPERATURE, 1.0, 100.0, 1e300])
 def test_masked_tokens_are_never_drawn(temperature: float) -> None:
     x = torch.full((64, 33), -INF)
     x[:, 5::7] = draw_logits(3, 64, 4, 1.0)
@@ -185,8 +185,8 @@ def test_no_order_of_adding_changes_what_is_in() -> None:
     order = torch.randperm(5000, generator=torch.Generator().manual_seed(8))
     one = torch.tensor([[1.0]], dtype=torch.float64)
     largest = x.max(-1, keepdim=True).values
-    weights = sampling.weigh(x, largest, one)
-    assert torch.equal(sampling.weigh(x[:, order], largest, one), weights[:, order])
+    weights = sampling.token_weights(x, largest, one)
+    assert torch.equal(sampling.token_weights(x[:, order], largest, one), weights[:, order])
     assert int(weights.sum()) == sum(weights[0].tolist())
     assert int(weights.max()) == 2**40
 
@@ -202,7 +202,7 @@ def test_rows_without_a_temperature_take_the_first_of_the_largest() -> None:
 def test_a_row_that_has_no_largest_number_gives_no_token(dtype: torch.dtype) -> None:
     nan = math.nan
     x = torch.tensor([[1.0, 2.0], [1.0, nan], [nan, 1.0], [INF, 0.0], [-INF, -INF], [-INF, 1.0]]).to(dtype)
-    for temperature in (0.0, COLDEST, 1.0):
+    for temperature in (0.0, MIN_TEMPERATURE, 1.0):
         assert draw(x, how(*[(temperature, 0.9, 0.5)] * 6)).tolist() == [1, -1, -1, -1, -1, 1]
     assert draw(x[:, :1], how(*[(1.0, 0.9, LAST)] * 6)).tolist() == [0, 0, -1, -1, -1, -1]
 
@@ -211,7 +211,7 @@ def test_rows_that_cannot_be_added_up_are_refused() -> None:
     with pytest.raises(ValueError, match=r"vocab must be between 1 and 4194304, got 0; give each row"):
         draw(torch.zeros(2, 0), None)
     with pytest.raises(ValueError, match=r"got 4194305"):
-        draw(torch.zeros(1, 1).expand(1, sampling.MOST_LOGITS + 1), None)
+        draw(torch.zeros(1, 1).expand(1, sampling.MAX_LOGITS + 1), None)
     assert draw(torch.zeros(0, 5), None).tolist() == []
 
 
@@ -267,7 +267,7 @@ def test_options_are_those_of_transformers_and_vllm(data: Any, seed: int, prompt
     one, twin, answer = Sampling(**said, seed=seed), Sampling(seed=seed), []
     for x in draw_logits(seed, 8, VOCAB, 2.0):
         p, number = processed(x, prompt, answer, **said), twin.draw()
-        (token,) = choose(x[None], [one], [prompt]).tokens.tolist()
+        (token,) = sample_tokens(x[None], [one], [prompt]).tokens.tolist()
         sums = p.cumsum(-1)
         assert p[token] > 0
         assert sums[token] > number - EPS
@@ -289,15 +289,15 @@ def test_each_option_of_the_test_above_changes_what_is_drawn() -> None:
 def test_the_largest_is_taken_after_penalties_and_biases() -> None:
     x = torch.tensor([[3.0, 2.5, 2.0, -1.0]])
     greedy = Sampling(0, frequency_penalty=0.3)
-    assert [choose(x, [greedy], [[0]]).tokens.item() for _ in range(6)] == [0, 0, 1, 0, 1, 0]
-    assert choose(x, [Sampling(0, repetition_penalty=2.0)], [[0, 1]]).tokens.tolist() == [2]
-    assert choose(-x, [Sampling(0, repetition_penalty=2.0)], [[3]]).tokens.tolist() == [3]
-    assert choose(-x, [Sampling(0, repetition_penalty=0.1)], [[2]]).tokens.tolist() == [3]
+    assert [sample_tokens(x, [greedy], [[0]]).tokens.item() for _ in range(6)] == [0, 0, 1, 0, 1, 0]
+    assert sample_tokens(x, [Sampling(0, repetition_penalty=2.0)], [[0, 1]]).tokens.tolist() == [2]
+    assert sample_tokens(-x, [Sampling(0, repetition_penalty=2.0)], [[3]]).tokens.tolist() == [3]
+    assert sample_tokens(-x, [Sampling(0, repetition_penalty=0.1)], [[2]]).tokens.tolist() == [3]
     once = Sampling(0, presence_penalty=0.6)
-    assert [choose(x, [once], [[0]]).tokens.item() for _ in range(4)] == [0, 1, 0, 0]
-    assert choose(x, [Sampling(0, logit_bias=((3, 5.0), (0, -1.0)))], [[0]]).tokens.tolist() == [3]
+    assert [sample_tokens(x, [once], [[0]]).tokens.item() for _ in range(4)] == [0, 1, 0, 0]
+    assert sample_tokens(x, [Sampling(0, logit_bias=((3, 5.0), (0, -1.0)))], [[0]]).tokens.tolist() == [3]
     # top_k, top_p and min_p leave the largest
-    assert choose(x, [Sampling(0, 0.1, top_k=1, min_p=1.0)], [[0]]).tokens.tolist() == [0]
+    assert sample_tokens(x, [Sampling(0, 0.1, top_k=1, min_p=1.0)], [[0]]).tokens.tolist() == [0]
 
 
 def test_requests_with_options_answer_alone_as_beside_others() -> None:
@@ -318,12 +318,12 @@ def test_requests_with_options_answer_alone_as_beside_others() -> None:
 
     alone: dict[int, list[int]] = {}
     for row, one in enumerate(samplings()):
-        alone[row] = [int(choose(x[row : row + 1], [one], [prompts[row]]).tokens) for x in logits[row:]]
+        alone[row] = [int(sample_tokens(x[row : row + 1], [one], [prompts[row]]).tokens) for x in logits[row:]]
     together, hows = {row: [] for row in range(6)}, samplings()
     for step, x in enumerate(logits):
         # one more request with each step, in another order each time
         rows = sorted(range(min(6, step + 1)), key=lambda row: (row * 5 + step) % 7)
-        tokens = choose(x[rows], [hows[row] for row in rows], [prompts[row] for row in rows]).tokens.tolist()
+        tokens = sample_tokens(x[rows], [hows[row] for row in rows], [prompts[row] for row in rows]).tokens.tolist()
         for row, token in zip(rows, tokens, strict=True):
             together[row].append(token)
     assert together == alone
@@ -349,4 +349,4 @@ def test_options_survive_the_way_and_name_only_tokens_of_the_model() -> None:
     assert found == sent
     assert found.draw() == sent.draw()
     # an output head may have fewer tokens than the embedding
-    assert choose(torch.zeros(1, 50), [found], [[1, 60]]).tokens.shape == (1,)
+    assert sample_tokens(torch.zeros(1, 50), [found], [[1, 60]]).tokens.shape == (1,)

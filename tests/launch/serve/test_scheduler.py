@@ -12,15 +12,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ringattn.inference.pages import Pages
-from ringattn.launch.serve import scheduler as scheduling
+from ringattn.launch.serve import scheduler as scheduler_module
 from ringattn.launch.serve.messages import Event, decode_to_rank, encode
-from ringattn.launch.serve.prefix_cache import Prefixes, chain
-from ringattn.launch.serve.scheduler import Job, NeverFits, Plan, QueueFull, Scheduler, apply_changes
+from ringattn.launch.serve.prefix_cache import PrefixIndex, prefix_digests
+from ringattn.launch.serve.scheduler import NeverFits, Plan, QueueFull, Request, Scheduler, apply_changes
 from tests.support.serving import STOP, FakeRunner, FakeStep, answer, scores_after
 
 
-def job(name: int, prompt: Sequence[int], max_tokens: int = 5, deadline: float = float("inf")) -> Job:
-    return Job(name, list(prompt), max_tokens, deadline, stops=frozenset([STOP]))
+def request(name: int, prompt: Sequence[int], max_tokens: int = 5, deadline: float = float("inf")) -> Request:
+    return Request(name, list(prompt), max_tokens, deadline, stops=frozenset([STOP]))
 
 
 class Bench:
@@ -43,10 +43,10 @@ class Bench:
         self.before: tuple[Plan, FakeStep] | None = None
         self.other = FakeRunner(2, pages, page_size, ahead=False)
         self.scheduler = Scheduler(
-            self.runner.books,
+            self.runner.allocator,
             chunk=chunk,
-            most_running=running,
-            most_waiting=waiting,
+            max_running=running,
+            max_waiting=waiting,
             keep=keep,
             pieces=pieces,
             rows=rows,
@@ -66,10 +66,10 @@ class Bench:
             pieces = sum(-(-count // 16) for count in plan.counts)
             assert not plan.packed or pieces <= self.scheduler.pieces
             assert plan.decodes + plan.packed + plan.mixed <= 1
-            assert not plan.mixed or (sum(plan.counts) <= self.scheduler.rows and 0 < plan.answers < len(plan.jobs))
-            assert len(plan.carried) in (0, len(plan.tokens))
-            apply_changes(self.other.books, plan.changes)
-            if plan.requests:
+            assert not plan.mixed or (sum(plan.counts) <= self.scheduler.rows and 0 < plan.answers < len(plan.requests))
+            assert len(plan.from_previous) in (0, len(plan.tokens))
+            apply_changes(self.other.allocator, plan.changes)
+            if plan.cache_ids:
                 told = Plan.of(decode_to_rank(encode(plan.command())))  # type: ignore[arg-type]
                 started = plan, self.runner.start(plan)
                 self.other.start(told)
@@ -83,15 +83,15 @@ class Bench:
 
     def record(self, plan: Plan, step: FakeStep) -> None:
         """Reads a step."""
-        jobs = [plan.jobs[place] for place in plan.wanted]
-        chosen = {job.name: one for job, one in zip(jobs, step.read(), strict=True)}
+        requests = [plan.requests[place] for place in plan.wanted]
+        chosen = {request.id: one for request, one in zip(requests, step.read(), strict=True)}
         for event in self.scheduler.record(plan, chosen, step.read_scores()):
-            self.scores.setdefault(event.name, []).extend(one.logprob for one in event.scores)
+            self.scores.setdefault(event.request_id, []).extend(one.logprob for one in event.scores)
             if event.token is not None:
-                self.answers.setdefault(event.name, []).append(event.token)
+                self.answers.setdefault(event.request_id, []).append(event.token)
             if event.last:
-                assert event.name not in self.ended
-                self.ended[event.name] = event
+                assert event.request_id not in self.ended
+                self.ended[event.request_id] = event
 
     def drain(self) -> None:
         while self.step():
@@ -100,13 +100,13 @@ class Bench:
         assert not self.scheduler.running
 
     def assert_all_pages_come_back(self) -> None:
-        self.scheduler.add([job(10**6, [1] * (self.scheduler.capacity - 1), 1)])  # as large as the cache
+        self.scheduler.add([request(10**6, [1] * (self.scheduler.capacity.tokens - 1), 1)])  # as large as the cache
         self.drain()
-        self.scheduler._make_room(self.runner.books.pages * 2, set())
+        self.scheduler._evict_prefixes(self.runner.allocator.pages * 2, set())
         self.step()
         for runner in (self.runner, self.other):
-            assert runner.books.free == (runner.books.pages,) * 2
-            assert runner.books.requests == ()
+            assert runner.allocator.free == (runner.allocator.pages,) * 2
+            assert runner.allocator.requests == ()
 
 
 @settings(deadline=None, max_examples=60)
@@ -141,14 +141,14 @@ def test_every_request_gets_what_it_gets_alone_and_all_pages_come_back(
         ]
         max_tokens = draw.randrange(1, 12)
         wanted[name] = answer(prompt, max_tokens)
-        bench.scheduler.add([job(name, prompt, max_tokens)])
+        bench.scheduler.add([request(name, prompt, max_tokens)])
         bench.scheduler.waiting[-1].score_prompt = draw.random() < 0.2
         scored |= {name: prompt} if bench.scheduler.waiting[-1].score_prompt else {}
         for _ in range(draw.choice([0, 0, 1, 5])):
             bench.step()
         if draw.random() < 0.2:
             victim = draw.randrange(name + 1)
-            if bench.scheduler.end(victim, keep=draw.random() < 0.5):
+            if bench.scheduler.remove(victim, keep=draw.random() < 0.5):
                 cancelled.add(victim)
     bench.drain()
     for name, tokens in wanted.items():
@@ -165,9 +165,9 @@ def test_every_request_gets_what_it_gets_alone_and_all_pages_come_back(
 def test_short_prompts_are_packed_and_take_turns_with_answers_and_long_ones():
     bench = Bench(pages=800, page_size=4, chunk=100, pieces=4)
     short, long = [7] * 40, list(range(1, 251)) * 4
-    bench.scheduler.add([job(0, [3]), job(1, long)])
+    bench.scheduler.add([request(0, [3]), request(1, long)])
     bench.step()
-    bench.scheduler.add([job(2 + name, [name + 10, *short], 3) for name in range(3)])
+    bench.scheduler.add([request(2 + name, [name + 10, *short], 3) for name in range(3)])
     bench.drain()
     kinds = ["packed" if plan.packed else "decodes" if plan.decodes else "ring" for plan in bench.plans if plan.counts]
     assert kinds[:8] == ["packed", "decodes", "ring", "decodes", "packed", "decodes", "ring", "decodes"]
@@ -186,9 +186,9 @@ def kind_of(plan: Plan) -> str:
 def test_short_prompts_come_with_the_tokens_of_answers_and_long_ones_take_turns_with_both():
     bench = Bench(pages=800, page_size=4, chunk=100, pieces=4, rows=40, ahead=True)
     short, long = [7] * 40, list(range(1, 251)) * 4
-    bench.scheduler.add([job(0, [3], 60), job(1, long)])
+    bench.scheduler.add([request(0, [3], 60), request(1, long)])
     bench.step()
-    bench.scheduler.add([job(2 + name, [name + 10, *short], 3) for name in range(3)])
+    bench.scheduler.add([request(2 + name, [name + 10, *short], 3) for name in range(3)])
     bench.drain()
     plans = [plan for plan in bench.plans if plan.counts]
     kinds = [kind_of(plan) for plan in plans]
@@ -198,39 +198,39 @@ def test_short_prompts_come_with_the_tokens_of_answers_and_long_ones_take_turns_
     assert plans[3].counts[0] == 1
     assert all(sum(plan.counts) <= 40 for plan in plans if plan.mixed)
     # nothing waits: a token of the first answer is in every second step at least
-    talks = [any(job.name == 0 for job in plan.jobs) for plan in plans[: kinds.index("decodes")]]
+    talks = [any(request.id == 0 for request in plan.requests) for plan in plans[: kinds.index("decodes")]]
     assert all(x or y for x, y in itertools.pairwise(talks))
-    assert bench.runner.carried > 10
+    assert bench.runner.from_previous > 10
     bench.assert_all_pages_come_back()
 
 
 @pytest.mark.parametrize(("constant", "value"), [("MIXED_LENGTH", 35), ("MIXED_KEYS", 200)])
 def test_prompts_that_would_make_a_mixed_step_long_take_turns(monkeypatch, constant, value):
-    monkeypatch.setattr(scheduling, constant, value)
+    monkeypatch.setattr(scheduler_module, constant, value)
     bench = Bench(pages=800, page_size=4, chunk=100, pieces=4, rows=64)
     talker = next([1, 2, x] for x in range(3, 99) if len(answer([1, 2, x], 60)) == 60)
-    bench.scheduler.add([job(0, talker, 60)])
+    bench.scheduler.add([request(0, talker, 60)])
     bench.step()
     for prompt in ([9] * 40, [8] * 10):
-        bench.scheduler.add([job(len(prompt), prompt, 1)])
+        bench.scheduler.add([request(len(prompt), prompt, 1)])
         bench.step()
         bench.step()
     # 40 tokens are too long, or 1,600 keys too many; 10 are not
     assert [kind_of(plan) for plan in bench.plans] == ["packed", "decodes", "packed", "mixed", "decodes"]
     for _ in range(40):
         bench.step()
-    bench.scheduler.add([job(3, [7] * 10, 1)])
+    bench.scheduler.add([request(3, [7] * 10, 1)])
     bench.step()
     # nor may the answer be too long
     assert kind_of(bench.plans[-1]) == ("packed" if constant == "MIXED_LENGTH" else "mixed")
 
 
 def test_a_few_tokens_with_a_long_past_are_not_packed(monkeypatch):
-    monkeypatch.setattr(scheduling, "MOST_KEYS", 600)
+    monkeypatch.setattr(scheduler_module, "MAX_KEYS", 600)
     bench = Bench(pages=800, page_size=4, chunk=100, pieces=4)
     past = [x % 250 + 1 for x in range(600)]
     for name, tokens in enumerate((past, [*past, *[9] * 40], [*past[:250], *[9] * 40], past[1:20])):
-        bench.scheduler.add([job(name, tokens, 1)])
+        bench.scheduler.add([request(name, tokens, 1)])
         bench.drain()
     kinds = [(sum(plan.counts), plan.packed) for plan in bench.plans if plan.counts]
     assert (40, False) in kinds, "3 pieces of 640 tokens on 2 ranks"
@@ -239,9 +239,9 @@ def test_a_few_tokens_with_a_long_past_are_not_packed(monkeypatch):
 
 
 def test_short_prompts_whose_pieces_read_too_much_together_come_one_after_another(monkeypatch):
-    monkeypatch.setattr(scheduling, "MOST_KEYS", 50)
+    monkeypatch.setattr(scheduler_module, "MAX_KEYS", 50)
     bench = Bench(pages=800, page_size=4, chunk=100, pieces=4)
-    bench.scheduler.add([job(name, [name + 1] * 30, 1) for name in range(3)])
+    bench.scheduler.add([request(name, [name + 1] * 30, 1) for name in range(3)])
     bench.drain()
     assert [plan.counts for plan in bench.plans if plan.packed] == [[30], [30], [30]]
 
@@ -255,44 +255,44 @@ def likelihoods(prompt: Sequence[int]) -> list[float]:
 def test_a_prompt_that_is_scored_is_computed_whole_in_short_steps_and_serves_others():
     bench = Bench(pages=400, page_size=4, chunk=1000, pieces=2, rows=30)
     prompt = [x * 37 % 250 + 1 for x in range(600)]
-    bench.scheduler.add([job(0, prompt)])
+    bench.scheduler.add([request(0, prompt)])
     bench.drain()
     steps = len(bench.plans)
-    scored = Job(1, prompt, 5, stops=frozenset([STOP]), score_prompt=True)
-    bench.scheduler.add([scored, job(2, [9] * 500), job(3, [8, 7])])
+    scored = Request(1, prompt, 5, stops=frozenset([STOP]), score_prompt=True)
+    bench.scheduler.add([scored, request(2, [9] * 500), request(3, [8, 7])])
     bench.drain()
-    assert bench.ended[1].shared == 0
+    assert bench.ended[1].num_cached == 0
     shares = [plan.counts[plan.scored[0]] for plan in bench.plans[steps:] if plan.scored]
-    assert (sum(shares), max(shares)) == (600, scheduling.SCORED)
+    assert (sum(shares), max(shares)) == (600, scheduler_module.SCORED)
     assert bench.scores[1] == pytest.approx(likelihoods(prompt), abs=1e-5)
     assert (bench.scores[2], bench.scores[3]) == ([], [])
-    bench.scheduler.add([job(4, prompt)])
+    bench.scheduler.add([request(4, prompt)])
     bench.drain()
-    assert bench.ended[4].shared > 500
+    assert bench.ended[4].num_cached > 500
     bench.assert_all_pages_come_back()
 
 
 def test_a_prefix_is_computed_once():
     bench = Bench(page_size=4, chunk=64)
     system = list(range(1, 33))
-    bench.scheduler.add([job(name, [*system, 100 + name, 7]) for name in range(8)])
+    bench.scheduler.add([request(name, [*system, 100 + name, 7]) for name in range(8)])
     bench.drain()
     assert bench.scheduler.prefill_tokens == 32 + 8 * 2
     assert bench.scheduler.shared_tokens == 7 * 32
-    assert [bench.ended[name].shared for name in range(8)] == [0] + [32] * 7
+    assert [bench.ended[name].num_cached for name in range(8)] == [0] + [32] * 7
     before = bench.scheduler.prefill_tokens
-    bench.scheduler.add([job(9, [*system, 100, 7, *bench.answers[0], 9])])  # the next turn of the first one
+    bench.scheduler.add([request(9, [*system, 100, 7, *bench.answers[0], 9])])  # the next turn of the first one
     bench.drain()
     assert bench.scheduler.prefill_tokens - before <= 2  # the last token of an answer was never brought, and one is new
 
 
 def test_the_last_token_of_a_known_prompt_is_computed_again():
     bench = Bench(page_size=4)
-    bench.scheduler.add([job(0, range(1, 9))])
+    bench.scheduler.add([request(0, range(1, 9))])
     bench.drain()
-    bench.scheduler.add([job(1, range(1, 9))])
+    bench.scheduler.add([request(1, range(1, 9))])
     bench.drain()
-    assert bench.ended[1].shared == 7
+    assert bench.ended[1].num_cached == 7
     assert bench.answers[1] == bench.answers[0] == answer(range(1, 9), 5)
 
 
@@ -300,60 +300,60 @@ def test_kept_prefixes_go_in_the_order_of_their_last_use():
     bench = Bench(pages=12, page_size=4)  # 24 pages in all
     prompts = [[10 * name + 1] * 27 for name in range(3)]  # 7 pages each, and an answer of one token
     for name, prompt in enumerate(prompts):
-        bench.scheduler.add([job(name, prompt, 1)])
+        bench.scheduler.add([request(name, prompt, 1)])
         bench.drain()
-    assert bench.scheduler.kept == 3
-    bench.scheduler.add([job(3, prompts[0], 1)])  # used again
+    assert bench.scheduler.num_kept_prefixes == 3
+    bench.scheduler.add([request(3, prompts[0], 1)])  # used again
     bench.drain()
-    bench.scheduler.add([job(4, [99] * 20, 1)])  # needs 6 pages, and so the room of one
+    bench.scheduler.add([request(4, [99] * 20, 1)])  # needs 6 pages, and so the room of one
     bench.drain()
-    for name, shared in ((5, 26), (6, 0)):
-        bench.scheduler.add([job(name, prompts[name - 5], 1)])
+    for name, num_cached in ((5, 26), (6, 0)):
+        bench.scheduler.add([request(name, prompts[name - 5], 1)])
         bench.drain()
-        assert bench.ended[name].shared == shared
+        assert bench.ended[name].num_cached == num_cached
 
 
 def test_long_prompts_stall_neither_answers_nor_short_prompts():
     bench = Bench(pages=400, page_size=4, chunk=32)
     talker = next([1, 2, x] for x in range(3, 99) if len(answer([1, 2, x], 60)) == 60)
-    bench.scheduler.add([job(0, talker, 60)])
+    bench.scheduler.add([request(0, talker, 60)])
     bench.step()
-    bench.scheduler.add([job(1, [5] * 1000, 1)])
+    bench.scheduler.add([request(1, [5] * 1000, 1)])
     bench.step()
-    bench.scheduler.add([job(name, [name] * 6, 2) for name in range(2, 8)])
+    bench.scheduler.add([request(name, [name] * 6, 2) for name in range(2, 8)])
     seen = len(bench.plans)
     while len(bench.ended) < 8:
         bench.step()
-    talks = [any(job.name == 0 for job in plan.jobs) for plan in bench.plans[:-1]]
+    talks = [any(request.id == 0 for request in plan.requests) for plan in bench.plans[:-1]]
     assert all(x or y for x, y in itertools.pairwise(talks)), "two chunks between two tokens of an answer"
     order = list(bench.ended)
     assert order.index(1) > max(order.index(name) for name in range(2, 8))
     assert all(sum(plan.counts) <= 32 for plan in bench.plans if set(plan.counts) != {1})
     # six short prompts of 6 tokens share half of each chunk of 32: three chunks bring them all
-    first = next(i for i, plan in enumerate(bench.plans) if any(job.name == 7 for job in plan.jobs))
+    first = next(i for i, plan in enumerate(bench.plans) if any(request.id == 7 for request in plan.requests))
     assert first - seen <= 6
     # and the long one got at least half of each chunk: 1000 / 16 chunks at most
-    assert sum(any(job.name == 1 for job in plan.jobs) for plan in bench.plans) <= 1000 / 16 + 1
+    assert sum(any(request.id == 1 for request in plan.requests) for plan in bench.plans) <= 1000 / 16 + 1
 
 
 def test_what_can_never_fit_is_refused_with_numbers():
     bench = Bench(pages=4, page_size=4)
     with pytest.raises(NeverFits, match=r"cache of 32 tokens on 2 ranks, got 30 \+ 3 = 33"):
-        bench.scheduler.add([job(0, [1] * 30, 3)])
-    bench.scheduler.add([job(1, [1] * 30, 2)])
+        bench.scheduler.add([request(0, [1] * 30, 3)])
+    bench.scheduler.add([request(1, [1] * 30, 2)])
     bench.drain()
     assert len(bench.answers[1]) == 2
 
 
 def test_what_does_not_fit_now_waits_and_a_full_queue_refuses():
     bench = Bench(pages=4, page_size=4, waiting=2)
-    bench.scheduler.add([job(0, [1] * 20, 8)])
+    bench.scheduler.add([request(0, [1] * 20, 8)])
     bench.step()
-    bench.scheduler.add([job(1, [2] * 8, 4), job(2, [3], 2)])
+    bench.scheduler.add([request(1, [2] * 8, 4), request(2, [3], 2)])
     bench.step()
-    assert [one.name for one in bench.scheduler.waiting] == [1, 2]  # in order: the small one does not overtake
+    assert [one.id for one in bench.scheduler.waiting] == [1, 2]  # in order: the small one does not overtake
     with pytest.raises(QueueFull, match="at most 2 requests may wait, got 1 more beside 2"):
-        bench.scheduler.line().admit([job(3, [4], 1)])
+        bench.scheduler.admission_queue().admit([request(3, [4], 1)])
     bench.drain()
     assert sorted(bench.ended) == [0, 1, 2]
     bench.assert_all_pages_come_back()
@@ -361,37 +361,37 @@ def test_what_does_not_fit_now_waits_and_a_full_queue_refuses():
 
 def test_a_fork_that_does_not_fit_is_let_in_afresh():
     bench = Bench(pages=2, page_size=8)  # 4 pages
-    bench.scheduler.add([job(0, [1] * 12, 1)])  # leaves a page and a half
+    bench.scheduler.add([request(0, [1] * 12, 1)])  # leaves a page and a half
     bench.drain()
-    bench.scheduler.add([job(1, [1] * 11 + [2] * 20, 1)])  # 4 pages; as a fork of 11 tokens it would need 2 + 3
+    bench.scheduler.add([request(1, [1] * 11 + [2] * 20, 1)])  # 4 pages; as a fork of 11 tokens it would need 2 + 3
     bench.drain()
     assert bench.answers[1] == answer([1] * 11 + [2] * 20, 1)
-    assert bench.ended[1].shared == 0
+    assert bench.ended[1].num_cached == 0
 
 
 def test_time_runs_out_for_those_who_run_and_those_who_wait():
     bench = Bench(pages=4, page_size=4)
-    bench.scheduler.add([job(0, [1] * 20, 8, deadline=10.0), job(1, [2] * 20, 8, deadline=10.0)])
+    bench.scheduler.add([request(0, [1] * 20, 8, deadline=10.0), request(1, [2] * 20, 8, deadline=10.0)])
     bench.step()
-    assert bench.scheduler.overdue(9.9) == []
-    events = bench.scheduler.overdue(10.0)
-    assert [(event.name, event.failure and event.failure[0]) for event in events] == [(0, 503), (1, 503)]
+    assert bench.scheduler.remove_expired(9.9) == []
+    events = bench.scheduler.remove_expired(10.0)
+    assert [(event.request_id, event.failure and event.failure[0]) for event in events] == [(0, 503), (1, 503)]
     bench.drain()
     bench.assert_all_pages_come_back()
 
 
 def test_ranks_that_name_requests_differently_are_found_out():
-    books = Pages(1, 4, 4)
-    books.join(4)
+    allocator = Pages(1, 4, 4)
+    allocator.join(4)
     with pytest.raises(RuntimeError, match="got 1 here and 0 on rank 0"):
-        apply_changes(books, [("join", 0, 4)])
+        apply_changes(allocator, [("join", 0, 4)])
 
 
 @given(st.lists(st.lists(st.integers(0, 2), max_size=12), max_size=8), st.lists(st.integers(0, 2), max_size=12))
 def test_the_index_finds_the_longest_prefix(known, prompt):
-    index = Prefixes(2)
+    index = PrefixIndex(2)
     for name, tokens in enumerate(known):
-        index.add(name, chain(tokens, 2))
+        index.add(name, prefix_digests(tokens, 2))
     for name in range(0, len(known), 3):
         index.drop(name)
 
@@ -402,7 +402,7 @@ def test_the_index_finds_the_longest_prefix(known, prompt):
         return n
 
     left = {name: common(tokens) for name, tokens in enumerate(known) if name % 3}
-    holder: Any
-    holder, length = index.find(chain(prompt, 2))
+    owner: Any
+    owner, length = index.find(prefix_digests(prompt, 2))
     assert length == max(left.values(), default=0)
-    assert holder is None if length == 0 else left[holder] == length
+    assert owner is None if length == 0 else left[owner] == length

@@ -30,11 +30,11 @@ from ringattn.launch import bench
 from ringattn.launch.distributed import Rank, Refusal
 from ringattn.launch.serve import run
 from ringattn.launch.serve.cli import main
-from ringattn.launch.serve.config import KEY, TINY, ServeArgs, allow_connections, parse
+from ringattn.launch.serve.config import KEY, TINY, ServeArgs, parse, raise_file_limit
 from ringattn.launch.serve.messages import Heartbeat, StepCommand, ToRank
-from ringattn.launch.serve.models import load
+from ringattn.launch.serve.models import load_model
 from ringattn.launch.serve.rank_channel import RankChannel
-from ringattn.launch.serve.tokenizer import Bytes
+from ringattn.launch.serve.tokenizer import ByteTokenizer
 
 ROOT = Path(__file__).resolve().parents[3]
 pytestmark = pytest.mark.dist
@@ -75,8 +75,8 @@ class Process:
     def said(self) -> str:
         return "".join(self.lines)
 
-    def wait_until_ready(self, patience_s: float = 120.0) -> str:
-        deadline = time.monotonic() + patience_s
+    def wait_until_ready(self, timeout_s: float = 120.0) -> str:
+        deadline = time.monotonic() + timeout_s
         while not (found := re.search(r"serving \S+ at (http://\S+)", self.said)):
             assert self.process.poll() is None, self.said
             assert time.monotonic() < deadline, self.said
@@ -88,16 +88,16 @@ class Process:
         children = psutil.Process(self.process.pid).children(recursive=True)
         return next(child for child in children if child.environ().get("RANK") == str(index))
 
-    def wait(self, patience_s: float) -> int:
-        code = self.process.wait(patience_s)
+    def wait(self, timeout_s: float) -> int:
+        code = self.process.wait(timeout_s)
         self._reader.join(10)
         return code
 
     def state(self) -> dict[str, Any]:
         return httpx.get(f"{self.url}/state").json()
 
-    def state_when(self, so: Any, patience_s: float = 30.0) -> dict[str, Any]:
-        deadline = time.monotonic() + patience_s
+    def state_when(self, so: Any, timeout_s: float = 30.0) -> dict[str, Any]:
+        deadline = time.monotonic() + timeout_s
         while not so(state := self.state()):
             assert time.monotonic() < deadline, state
             time.sleep(0.05)
@@ -133,7 +133,7 @@ def server(doomed: Process) -> Iterator[Process]:
 
 @cache
 def _model() -> Any:
-    served = load(TINY, name=None, dtype="auto", device=torch.device("cpu"), seed=0)
+    served = load_model(TINY, name=None, dtype="auto", device=torch.device("cpu"), seed=0)
     served.model.set_attn_implementation("sdpa")
     return served.model
 
@@ -160,7 +160,7 @@ def ask_for(prompt: str, most: int) -> tuple[dict[str, Any], str]:
     """A request that stays on decided tokens, and the text it must get."""
     tokens = _alone(prompt, most)
     body = {"model": "tiny", "prompt": prompt, "max_tokens": len(tokens), "temperature": 0, "ignore_eos": True}
-    return body, Bytes().decode(tokens)
+    return body, ByteTokenizer().decode(tokens)
 
 
 def prompts(count: int, longest: int) -> list[str]:
@@ -418,7 +418,7 @@ def test_what_was_there_before_a_server_began_is_no_business_of_its_collector() 
     mine = [object()]
     assert any(x is mine for x in gc.get_objects())
     try:
-        run.settle()
+        run.freeze_gc()
         assert not any(x is mine for x in gc.get_objects())
         later = [object()]
         assert any(x is later for x in gc.get_objects())
@@ -479,7 +479,7 @@ def test_a_port_that_is_taken_and_a_cache_without_a_page_are_refused(capsys, mon
     from ringattn.launch.serve import run
 
     with socket.create_server(("127.0.0.1", 0)) as taken, monkeypatch.context() as patch:
-        patch.setattr(run, "load", None)  # the port is refused before a model is read
+        patch.setattr(run, "load_model", None)  # the port is refused before a model is read
         flags = ["--model", "tiny", "--device", "cpu", "--nproc", "1", "--port", str(taken.getsockname()[1])]
         assert main(flags) == 1
     assert "host and port must be free to listen on" in capsys.readouterr().err
@@ -491,16 +491,16 @@ def test_a_process_may_open_a_file_for_each_connection_that_is_allowed(monkeypat
     limits, found = (1024, 4096), []
     monkeypatch.setattr(resource, "getrlimit", lambda _: limits)
     monkeypatch.setattr(resource, "setrlimit", lambda _, new: found.append(new))
-    allow_connections(512)
+    raise_file_limit(512)
     assert found == []
-    allow_connections(4096 - 320)
+    raise_file_limit(4096 - 320)
     assert found == [(4096, 4096)]
     with pytest.raises(
         Refusal, match=r"max_connections must be at most 3776 where a process may open 4096 files, got 3777"
     ):
-        allow_connections(4096 - 319)
+        raise_file_limit(4096 - 319)
     limits = (1024, resource.RLIM_INFINITY)
-    allow_connections(10**5)
+    raise_file_limit(10**5)
     assert found[1:] == [(10**5 + 320, resource.RLIM_INFINITY)]
 
 

@@ -13,10 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ringattn.launch.serve.config import Limits
-from ringattn.launch.serve.http.api import Choice, Lines, Writer
+from ringattn.launch.serve.http.api import Choice, ResponseWriter, StreamLines
 from ringattn.launch.serve.http.app import make_app
 from ringattn.launch.serve.messages import Capacity, Event, Logprob, StepOutput, Stop
-from ringattn.launch.serve.tokenizer import REPLACEMENT, Bytes
+from ringattn.launch.serve.tokenizer import REPLACEMENT, ByteTokenizer
 from tests.support.serving import Letters, Link
 
 # lines
@@ -37,8 +37,8 @@ def test_a_line_is_the_json_of_its_chunk(chat, with_usage, with_ids, with_logpro
 
     tokenizer: Any = Said()
     choice = Choice(3, [], tokenizer, [])
-    writer = Writer(chat, model, tokenizer, with_usage, with_ids)
-    lines, said, offset = Lines(writer, {3: choice}, with_ids), "", 0  # type: ignore[arg-type]
+    writer = ResponseWriter(chat, model, tokenizer, with_usage, with_ids)
+    lines, said, offset = StreamLines(writer, {3: choice}, with_ids), "", 0  # type: ignore[arg-type]
     for token, word in enumerate(words):
         before, held = said, choice.length
         details = Logprob(-0.25 if token else float("-inf"), ((token, -0.25),)) if with_logprobs else None
@@ -70,10 +70,10 @@ def test_a_line_is_the_json_of_its_chunk(chat, with_usage, with_ids, with_logpro
 
 
 def test_bytes_of_a_token_that_is_a_part_of_a_character_are_not_made_up():
-    choice = Choice(0, [], Bytes(), [])
+    choice = Choice(0, [], ByteTokenizer(), [])
     for token in "aß".encode():
         choice.push(Event(1, token, details=Logprob(-0.5, ((token, -0.5),))))
-    (answer,) = Writer(True, "bytes", Bytes()).whole([[1]], [choice])["choices"]
+    (answer,) = ResponseWriter(True, "bytes", ByteTokenizer()).whole([[1]], [choice])["choices"]
     said = answer["logprobs"]["content"]
     assert [(entry["token"], entry["bytes"]) for entry in said] == [
         ("a", [97]),
@@ -84,9 +84,9 @@ def test_bytes_of_a_token_that_is_a_part_of_a_character_are_not_made_up():
 
 
 def test_of_tokens_with_one_text_the_likeliest_is_said():
-    choice = Choice(0, [], Bytes(), [])
+    choice = Choice(0, [], ByteTokenizer(), [])
     choice.push(Event(1, 0xC3, details=Logprob(-0.1, ((0xC3, -0.1), (0x61, -3.0), (0xE2, -5.0)))))
-    (answer,) = Writer(False, "bytes", Bytes()).whole([[1]], [choice])["choices"]
+    (answer,) = ResponseWriter(False, "bytes", ByteTokenizer()).whole([[1]], [choice])["choices"]
     assert list(answer["logprobs"]["top_logprobs"][0].items()) == [(REPLACEMENT, -0.1), ("a", -3.0)]
 
 
@@ -102,7 +102,7 @@ class Steps:
         self.app = make_app(self.client, tokenizer or Letters(), "fake", Limits())
 
     async def ask(self, send: Callable[[Any], Awaitable[None]], **body: Any) -> tuple[asyncio.Task[None], list[int]]:
-        """The task of a request that the engine has been given, and the names of its jobs."""
+        """The task of a request that the engine has been given, and the names of its requests."""
         data = json.dumps({"prompt": "abc", "max_tokens": 500, **body}).encode()
         asked = iter([{"type": "http.request", "body": data, "more_body": False}])
         over = asyncio.Event()
@@ -116,9 +116,9 @@ class Steps:
         scope = {"type": "http", "method": "POST", "path": "/v1/completions", "raw_path": b"/v1/completions"}
         scope |= {"headers": [(b"content-type", b"application/json")], "query_string": b"", "root_path": ""}
         scope |= {"http_version": "1.1", "scheme": "http", "server": ("here", 1), "client": ("here", 2)}
-        known = set(self.client._open)
+        known = set(self.client._callbacks)
         task = asyncio.ensure_future(self.app(scope, receive, send))
-        while not (names := sorted(set(self.client._open) - known)):
+        while not (names := sorted(set(self.client._callbacks) - known)):
             await asyncio.sleep(0.001)
         return task, names
 

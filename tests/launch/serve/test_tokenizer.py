@@ -13,8 +13,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ringattn.launch.serve import tokenizer as text
-from ringattn.launch.serve.tokenizer import REPLACEMENT, Bytes, Pieces, Pretrained
+from ringattn.launch.serve.http import detokenizer
+from ringattn.launch.serve.http.detokenizer import Detokenizer
+from ringattn.launch.serve.tokenizer import REPLACEMENT, ByteTokenizer, PretrainedTokenizer
 
 WORDS = "the ring of keys and the ring of values, straße, naïve; it's  two  blanks, 日本 and 🙂.\n"
 
@@ -75,13 +76,13 @@ KINDS: dict[str, Callable[[], Any]] = {one.__name__: one for one in (byte_level,
 def decoder(kind: str) -> tuple[Callable[[Sequence[int]], str], int]:
     """How tokens of a kind become text, and how many there are."""
     if kind == "bytes":
-        return Bytes().decode, Bytes().vocab_size
+        return ByteTokenizer().decode, ByteTokenizer().vocab_size
     inner = KINDS[kind]()
     return lambda tokens: inner.decode(list(tokens), skip_special_tokens=True), inner.get_vocab_size()
 
 
 def pieces_of(decode: Any, tokens: Sequence[int], before: Sequence[int]) -> list[str]:
-    pieces = Pieces(decode, before)
+    pieces = Detokenizer(decode, before)
     return [*(pieces.push(token) for token in tokens), pieces.rest()]
 
 
@@ -98,10 +99,10 @@ def test_pieces_are_the_text_and_those_that_are_remembered_are_those_that_are_as
     # a run of byte tokens that is no text is marks, those of its bytes that were text before too: no stream can say that
     if kind != "byte_fallback" or REPLACEMENT not in whole:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(text, "text_after", lambda *_: None)
+            patch.setattr(detokenizer, "text_after", lambda *_: None)
             assert found == pieces_of(decode, tokens[before:], tokens[:before])
     # bytes that are no text, and tokens without any, are only seen in the last few
-    windows = [tokens[x : x + text.FEW] for x in range(len(tokens) - text.FEW + 1)]
+    windows = [tokens[x : x + detokenizer.CONTEXT_TOKENS] for x in range(len(tokens) - detokenizer.CONTEXT_TOKENS + 1)]
     if REPLACEMENT not in whole and whole.startswith(prompt) and all(map(decode, windows)):
         assert prompt + "".join(found) == whole
 
@@ -123,7 +124,7 @@ def test_pairs_that_came_before_are_not_asked_for_again():
 
     def decode(tokens: Sequence[int]) -> str:
         asked.append(len(tokens))
-        return Bytes().decode(tokens)
+        return ByteTokenizer().decode(tokens)
 
     tokens = WORDS.encode("ascii", "ignore") * 3
     pieces_of(decode, tokens, b"before")
@@ -137,7 +138,7 @@ def test_a_tokenizer_that_decodes_in_its_own_way_is_asked_itself(tmp_path: Path)
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     PreTrainedTokenizerFast(tokenizer_object=byte_level(), eos_token="<|end|>").save_pretrained(tmp_path)
-    plain = Pretrained(tmp_path, frozenset(), 400)
+    plain = PretrainedTokenizer(tmp_path, frozenset(), 400)
     tokens = [*plain.encode(WORDS), *plain.stops, *plain.encode("日 plain added")]
     wanted = plain.inner.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
     assert plain.decode(tokens) == wanted
@@ -149,12 +150,12 @@ def test_a_tokenizer_that_decodes_in_its_own_way_is_asked_itself(tmp_path: Path)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(AutoTokenizer, "from_pretrained", lambda folder, **_: Own.from_pretrained(folder))
-        own = Pretrained(tmp_path, frozenset(), 400)
+        own = PretrainedTokenizer(tmp_path, frozenset(), 400)
     assert own.decode(tokens) == wanted.upper()
 
 
 def test_examples():
-    assert not doctest.testmod(text).failed
+    assert not doctest.testmod(detokenizer).failed
 
 
 def may_begin(string: str, said: str) -> int:
@@ -164,4 +165,4 @@ def may_begin(string: str, said: str) -> int:
 @given(st.text("abE", min_size=1, max_size=6), st.text("abE", max_size=12))
 def test_what_may_begin_a_stop_string_is_its_first_part_at_the_end(string, said):
     if string not in said:
-        assert text._may_begin(string, said) == may_begin(string, said)
+        assert detokenizer._partial_match(string, said) == may_begin(string, said)
