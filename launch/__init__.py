@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 COMMANDS = ("bench", "check", "doctor", "serve", "train")
 """Modules that are run with -m."""
-INSIDE = ("serving.http_process",)
+INSIDE = ("serve.http.process",)
 """Likewise, by other commands only."""
 PARTS = {
     "check.inference": "check --only inference",

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from ringattn.launch.serving.sampling import Sampling, choose, draw
+from ringattn.launch.serve.sampling import Sampling, choose, draw
 
 pytestmark = [
     pytest.mark.gpu,

@@ -71,7 +71,7 @@ from ringattn.launch.check.attention import DTYPES
 from ringattn.launch.runtime.model_optimization import change_model
 from ringattn.launch.runtime.session import Keep, Session, check_numbers
 from ringattn.launch.runtime.timing import Time, reason, time_together
-from ringattn.launch.training.meter import mfu, peak_flops
+from ringattn.launch.train.metrics import mfu, peak_flops
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -15,7 +15,7 @@ Note [MFU]
     Model FLOPs of a step: 6 per parameter (the embedding's rows are looked up, not multiplied) and token, and
     12 * heads * head_dim per layer and visible pair: forward once, backward twice, nothing for what is computed again
     (Chowdhery et al. 2022, "PaLM", appendix B, with pairs instead of all keys). MFU is their part of the peak in the
-    datasheet (`training/meter.py`: 989 TFLOP/s for H100 and H200).
+    datasheet (`train/metrics.py`: 989 TFLOP/s for H100 and H200).
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ from ringattn.launch.bench.workloads import Problem
 from ringattn.launch.check.attention import DTYPES
 from ringattn.launch.runtime.distributed import Refusal
 from ringattn.launch.runtime.session import Keep, Session, check_numbers
-from ringattn.launch.training.meter import mfu, peak_flops
-from ringattn.launch.training.model import Block, ModelConfig, Transformer, recompute_
+from ringattn.launch.train.metrics import mfu, peak_flops
+from ringattn.launch.train.model import Block, ModelConfig, Transformer, recompute_
 
 Attention = Literal["ring", "ring_recomputed", "torch_cp_allgather", "torch_cp_alltoall"]
 

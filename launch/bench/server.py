@@ -43,7 +43,7 @@ from typing import Any, Literal
 
 from ringattn.launch.bench.http_client import Answer, ServerClient, message_of
 from ringattn.launch.runtime.session import Keep, check_numbers
-from ringattn.launch.serving.config import KEY
+from ringattn.launch.serve.config import KEY
 
 WARM_TOKENS = 2
 """Tokens of an answer that only warms."""

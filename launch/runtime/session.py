@@ -331,7 +331,7 @@ def machine(session: Session) -> dict[str, Any]:
         "ringattn": installed("ringattn"),
         "commit": commit(),
         "python": platform.python_version(),
-        "torch": torch.__version__,
+        "torch": str(torch.__version__),
         "triton": installed("triton"),
         "einops": installed("einops"),
         "cuda": torch.version.cuda,

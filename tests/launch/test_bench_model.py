@@ -15,7 +15,7 @@ import ringattn
 from ringattn.launch.bench import __main__ as bench
 from ringattn.launch.bench import model as model_bench
 from ringattn.launch.bench.model import Batch, Model, model_flops
-from ringattn.launch.training.model import ModelConfig, Transformer, recompute_
+from ringattn.launch.train.model import ModelConfig, Transformer, recompute_
 
 SMALL = ["--layers", "2", "--dim", "16", "--heads", "4", "--kv-heads", "2", "--head-dim", "8", "--mlp-dim", "24"]
 CONFIG = ModelConfig(16, 2, 4, 2, 8, 24, vocab_size=11, tie_embeddings=False)

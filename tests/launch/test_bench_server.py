@@ -26,8 +26,8 @@ from ringattn.launch.bench import http_client
 from ringattn.launch.bench import server as server_bench
 from ringattn.launch.bench.http_client import Answer, Events, ServerClient
 from ringattn.launch.bench.server import Bench, Load, Prompts, Server, Target, holds, mark_largest, quantile, run_load
-from ringattn.launch.serving.http import Limits
-from tests.serving import VOCAB, FakeRunner, Served, follow
+from ringattn.launch.serve.http.app import Limits
+from tests.support.serving import VOCAB, FakeRunner, FakeServer, follow
 
 SAYS = {"vocab_size": VOCAB, "world_size": 2, "device": "cpu", "gpus": [], "cpu": "x", "dtype": "float32", "torch": "2"}
 ABOUT = {**SAYS, "graphs": 0, "parameters": 1, "flags": {"max_running": 64}}
@@ -36,8 +36,8 @@ WORDS += ["--tokens", "6", "--requests", "4", "--sample", "3", "--most-clients",
 
 
 @contextmanager
-def serving(runner: FakeRunner | None = None, **how: Any) -> Iterator[Served]:
-    served = Served(runner or FakeRunner(pages=2000), about=ABOUT, **how)
+def serving(runner: FakeRunner | None = None, **how: Any) -> Iterator[FakeServer]:
+    served = FakeServer(runner or FakeRunner(pages=2000), about=ABOUT, **how)
     try:
         yield served
     finally:
@@ -288,8 +288,8 @@ def test_a_load_has_all_its_clients_under_way_and_never_more(clients: int):
     assert all(answer.good and answer.began >= load.opened for answer in load.measured)
     assert max(answer.ended for answer in load.measured) <= load.closed
     for moment in (answer.times[2] for answer in load.measured):
-        under_way = sum(0 < one.began < moment and not 0 < one.ended < moment for one in load.asked)
-        assert under_way <= clients
+        running_step = sum(0 < one.began < moment and not 0 < one.ended < moment for one in load.asked)
+        assert running_step <= clients
     # between an answer and the next question of the same client is next to nothing
     spent = sum(min(one.ended or load.closed, load.closed) - max(one.began, load.opened) for one in load.asked
                 if (one.ended or math.inf) > load.opened and 0 < one.began < load.closed)  # fmt: skip
@@ -352,8 +352,8 @@ class WrongBesideOthers(FakeRunner):
     def run(self, plan: Any) -> torch.Tensor:
         logits = super().run(plan)
         if len(plan.requests) > 1 and plan.decodes:
-            for row, job in enumerate(plan.jobs):
-                if len(job.tokens) >= len(job.prompt) + 2:
+            for row, request in enumerate(plan.requests):
+                if len(request.tokens) >= len(request.prompt) + 2:
                     logits[row] = logits[row].roll(1)
         return logits
 
@@ -409,7 +409,7 @@ def test_a_server_that_cannot_be_measured_is_named_and_nothing_is_written(
     assert "url must be that of a running server" in error(served.url)
     assert "url must be such as" in error("127.0.0.1:8000")
     assert "url must name no user, got one" in error("http://user:word@127.0.0.1:8000")
-    quiet = Served(FakeRunner())
+    quiet = FakeServer(FakeRunner())
     try:
         assert "pass --vocab-size" in error(quiet.url)
         code, rows = run_bench(quiet.url, tmp_path, "--vocab-size", "256", "--parts", "alone")

@@ -337,11 +337,11 @@ def test_a_replay_that_does_not_end_is_an_error_of_generate_on_every_rank(pool: 
 
 def go_down(folder: str) -> None:
     """A rank of a server whose second decoding step is a replay that does not end; it ends the process."""
-    from ringattn.launch.serving import run
-    from ringattn.launch.serving.config import ServeArgs
-    from ringattn.launch.serving.engine import Engine
-    from ringattn.launch.serving.sampling import Sampling
-    from ringattn.launch.serving.scheduling import Job
+    from ringattn.launch.serve import run
+    from ringattn.launch.serve.config import ServeArgs
+    from ringattn.launch.serve.engine import Engine
+    from ringattn.launch.serve.sampling import Sampling
+    from ringattn.launch.serve.scheduler import Request
     from ringattn.transport import patience
 
     descriptor = os.open(f"{folder}/{Ring().rank}", os.O_WRONLY | os.O_CREAT)
@@ -352,7 +352,7 @@ def go_down(folder: str) -> None:
     serve = Engine.run
 
     def ask_first(engine: Engine) -> None:
-        engine.submit([Job(0, [1, 2, 3], 8, sampling=Sampling())])
+        engine.submit([Request(0, [1, 2, 3], 8, sampling=Sampling())])
         serve(engine)
 
     Engine.run = ask_first  # pyright: ignore[reportAttributeAccessIssue]

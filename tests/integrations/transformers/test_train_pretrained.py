@@ -16,13 +16,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from ringattn.launch.runtime.distributed import Refusal
-from ringattn.launch.train import check, run_rank
-from ringattn.launch.training.config import PRESETS, Config
-from ringattn.launch.training.data import load_corpus
-from ringattn.launch.training.history import read_rows
-from ringattn.launch.training.parallel import Parallel, group_of_one, make_parallel
-from ringattn.launch.training.pretrained import build_causal_lm, load_tokenizer
-from ringattn.launch.training.trainer import Recipe, Trainer
+from ringattn.launch.train.cli import check, run_rank
+from ringattn.launch.train.config import PRESETS, Config
+from ringattn.launch.train.data import load_corpus
+from ringattn.launch.train.metrics_log import read_rows
+from ringattn.launch.train.parallel import Parallel, make_parallel, single_process_group
+from ringattn.launch.train.pretrained import build_causal_lm, load_tokenizer
+from ringattn.launch.train.trainer import Recipe, Trainer
 
 CPU = torch.device("cpu")
 COMMON = {
@@ -57,7 +57,7 @@ def write_config(folder: Path, name: str = "llama", **changes: Any) -> str:
 @pytest.fixture(scope="module")
 def alone() -> Iterator[Parallel]:
     """This process as the only rank."""
-    with group_of_one(CPU):
+    with single_process_group(CPU):
         yield make_parallel(CPU)
 
 

@@ -1,0 +1,1 @@
+"""The server: `python -m ringattn.launch.serve`."""

@@ -1,0 +1,205 @@
+"""Flags of the server: names, defaults, limits, and checks before anything is loaded."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import resource
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from ringattn.launch.runtime.distributed import Refusal
+
+TINY = "tiny"
+"""The name of a model that needs no files."""
+
+KEY = "RINGATTN_API_KEY"
+"""Environment variable of the API key, which a command line would show to all users of the machine."""
+
+ENDED = "RINGATTN_SERVE_ENDED"
+"""The environment variable that names a file which rank 0 makes when it has ended as it should."""
+
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+"""Names of this machine."""
+
+MAX_CLOSING = 256
+"""Connections beyond --max-connections that are being closed at a time; one more ends the wait for the first of them."""
+
+OTHER_FILES = 64
+"""Files of the HTTP process that are not connections."""
+
+MAX_GRACE_S = 25.0
+"""Launchers kill after 30 s."""
+
+
+@dataclass(frozen=True)
+class ServeArgs:
+    """Flags of the server.
+
+    Attributes:
+        model: A folder of transformers (config, weights as safetensors, tokenizer), a config.json (random weights, and bytes for
+            tokens where no tokenizer lies beside it), or tiny, which needs no files and talks nonsense.
+        name: By which requests call the model; default the folder's name.
+        host: The address to listen on; only this machine reaches the default.
+        port: The port; 0 for any that is free.
+        api_key: What requests must send as a bearer token; better given by the environment variable RINGATTN_API_KEY.
+        nproc: Ranks to start; by default one per GPU, or two where there are none. Under torchrun, leave it out.
+        device: auto takes GPUs where there are any.
+        dtype: auto is the config's on GPUs, float32 on CPUs.
+        seed: Of random weights.
+        cache_gib: GiB per rank for keys and values; by default most of what a GPU has left, or 0.25 on CPUs.
+        page_size: Tokens of a page.
+        kv_dtype: auto is the dtype; fp8 keeps keys and values in half of bfloat16's bytes, which changes answers a little.
+        chunk: Tokens of prompts per step.
+        max_running: Requests that are computed at a time.
+        queue: Requests that may wait beyond those that can be computed at once; more get status 429.
+        max_connections: Connections that may be open, asking or not; one more gets status 503.
+        max_len: Tokens of a prompt and its answer; by default what the model's config says, which models that learned
+            their positions cannot exceed; always what the cache holds.
+        max_tokens: New tokens that a request may ask for; by default all that fit.
+        default_tokens: New tokens of an answer to a chat that does not say how many.
+        max_body_mib: MiB of a request; more gets status 413.
+        time_limit: Seconds that a request may take, waiting included; then it gets status 503.
+        graphs: Whether decoding steps are captured in CUDA graphs, on GPUs, before the server answers.
+        fuse: Whether the model's decoder layers are compiled for decode, on GPUs, before the server answers.
+        split: Whether each GPU reads a slice of MLPs and of the output head in steps whose rows all GPUs have.
+        keep_prefixes: Whether beginnings of requests are kept for later ones that begin alike.
+        grace: Seconds that running requests get to end when the server is told to stop.
+        timeout: Seconds after which ranks that wait for each other give up.
+    """
+
+    model: str
+    name: str | None = None
+    host: str = "127.0.0.1"
+    port: int = 8000
+    api_key: str | None = None
+    nproc: int | None = None
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    seed: int = 0
+    cache_gib: float | None = None
+    page_size: int = 64
+    kv_dtype: Literal["auto", "fp8"] = "auto"
+    chunk: int = 4096
+    max_running: int = 64
+    queue: int = 256
+    max_connections: int = 512
+    max_len: int | None = None
+    max_tokens: int | None = None
+    default_tokens: int = 512
+    max_body_mib: float = 32.0
+    time_limit: float = 600.0
+    graphs: bool = True
+    fuse: bool = True
+    split: bool = True
+    keep_prefixes: bool = True
+    grace: float = 10.0
+    timeout: float = 300.0
+
+    def __post_init__(self) -> None:
+        counts = (
+            "nproc",
+            "page_size",
+            "chunk",
+            "max_running",
+            "queue",
+            "max_connections",
+            "max_len",
+            "max_tokens",
+            "default_tokens",
+        )
+        for name in counts:
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name} must be at least 1, got {value}; pass another --{name.replace('_', '-')}")
+        for name in ("cache_gib", "max_body_mib", "time_limit", "timeout"):
+            value = getattr(self, name)
+            if value is not None and not 0 < value < float("inf"):
+                raise ValueError(f"{name} must be above 0, got {value}; pass another --{name.replace('_', '-')}")
+        if not -(2**63) <= self.seed < 2**64:
+            raise ValueError(f"seed must be from -2**63 to 2**64 - 1, got {self.seed}; pass another --seed")
+        if not 0 <= self.grace <= MAX_GRACE_S:
+            raise ValueError(f"grace must be from 0 to {MAX_GRACE_S:g} s, got {self.grace}; launchers kill after 30 s")
+        if self.api_key is not None and (not self.api_key or self.api_key != self.api_key.strip()):
+            # who sends no key would have an empty one, and a header loses the spaces at its end
+            what = "one with spaces at an end" if self.api_key.strip() else "an empty one"
+            raise ValueError(
+                f"api_key must have characters and no spaces around them, got {what}; leave it out for no key"
+            )
+        if not 0 <= self.port < 65536:
+            raise ValueError(f"port must be from 0 to 65535, got {self.port}; pass another --port")
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Limits of requests.
+
+    Attributes:
+        body: Bytes.
+        length: Tokens of a prompt and its answer, by the model; None for no limit but the cache.
+        max_tokens: New tokens of an answer; None for no limit of its own.
+        default_tokens: New tokens of an answer to a chat that does not say how many.
+    """
+
+    body: int = 32 * 2**20
+    length: int | None = None
+    max_tokens: int | None = None
+    default_tokens: int = 512
+
+
+def parse(arguments: Sequence[str], prog: str, description: str) -> ServeArgs:
+    """The flags.
+
+    Args:
+        arguments: The command line.
+        prog: The command, for its help.
+        description: For its help.
+
+    Raises:
+        SystemExit: One is unknown or out of range; it was said.
+    """
+    import tyro
+
+    args = tyro.cli(ServeArgs, args=list(arguments), prog=prog, description=description)
+    if args.api_key is None and KEY in os.environ:
+        return dataclasses.replace(args, api_key=os.environ[KEY])
+    return args
+
+
+def raise_file_limit(most: int) -> None:
+    """Lets this process, and those that it starts, open a file per connection: without one left, a client is cut off.
+
+    Args:
+        most: Connections that may be open, beside MAX_CLOSING.
+
+    Raises:
+        Refusal: The system does not allow so many files.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    files = most + MAX_CLOSING + OTHER_FILES
+    if hard != resource.RLIM_INFINITY and files > hard:
+        raise Refusal(
+            f"max_connections must be at most {hard - files + most} where a process may open {hard} files, got {most}; "
+            "pass another --max-connections, or raise that limit (ulimit -Hn)"
+        )
+    if soft != resource.RLIM_INFINITY and files > soft:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (files, hard))
+
+
+def check_model(path: str) -> None:
+    """Refuses what is neither built in, nor a configuration, nor a folder with one.
+
+    Raises:
+        Refusal: There is no such file, no config.json in the folder, or its weights would have to be unpickled.
+    """
+    if path == TINY:
+        return
+    place = Path(path).expanduser()
+    if not (place.is_file() or (place / "config.json").is_file()):
+        raise Refusal(f"model must be {TINY!r}, a config.json or a folder with one, got {path}; download it first")
+    if place.is_dir() and not any(place.glob("*.safetensors")) and any(place.glob("*.bin")):
+        raise Refusal(
+            f"weights must be safetensors, got *.bin in {path}, which would be unpickled; save the model with transformers again"
+        )

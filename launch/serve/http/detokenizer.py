@@ -1,0 +1,174 @@
+"""Text of the tokens of an answer, as they come, up to a stop string.
+
+Note [Text of one more token]
+    Where the text so far is whole, what a token adds is the text of it and the token before, less the text of that one alone. Both
+    are remembered, for most pairs of a language come again and again: a token then costs one look-up. Where one of the two texts
+    does not say enough (bytes that are no text yet, a token without text, a text that changes when something follows) the
+    tokenizer is asked for the text of the last few tokens instead, until the text is whole again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+
+from ringattn.launch.serve.tokenizer import REPLACEMENT
+
+CONTEXT_TOKENS = 8
+"""Tokens of the prompt before an answer: some tokenizers write a token's text by what stands before it."""
+
+MAX_BEGUN = 3
+"""Bytes, and so tokens, of a character that has begun and not ended."""
+
+MAX_KEPT = CONTEXT_TOKENS + MAX_BEGUN
+"""Of the tokens before: the last few, and those that may have begun a character of which these have the end."""
+
+MAX_UNDECODED = 64
+"""Tokens after which text that never becomes valid is given as it is."""
+
+MAX_TEXTS = 2**16
+"""Texts of tokens, and of pairs of them, that are remembered; 2**16 pairs take about 15 MiB."""
+
+Decode = Callable[[Sequence[int]], str]
+
+
+@lru_cache(MAX_TEXTS)
+def text_alone(decode: Decode, token: int) -> str:
+    """Return the text of a single token."""
+    return decode([token])
+
+
+@lru_cache(MAX_TEXTS)
+def text_after(decode: Decode, before: int, token: int) -> str | None:
+    """Return the text that a token adds after another token; None where the two are not enough to tell."""
+    known, both = text_alone(decode, before), decode([before, token])
+    if not known or REPLACEMENT in both or not both.startswith(known):
+        return None
+    return both[len(known) :]
+
+
+class Detokenizer:
+    """Incremental detokenizer: the pieces together are the text of all tokens.
+
+    A character whose bytes come in several tokens is given with the last of them (Note [Text of one more token]).
+
+    Args:
+        decode: A tokenizer's.
+        before: The tokens of the prompt; the last few are enough.
+
+    Example:
+        >>> detokenizer = Detokenizer(lambda tokens: bytes(tokens).decode(errors="replace"))
+        >>> [detokenizer.push(token) for token in "aß".encode()], detokenizer.rest()
+        (['a', '', 'ß'], '')
+    """
+
+    def __init__(self, decode: Decode, before: Sequence[int] = ()) -> None:
+        self._decode = decode
+        tokens = list(before[-MAX_KEPT - MAX_BEGUN :])
+        # a character that the prompt began belongs to the answer that ends it
+        for begun in range(MAX_BEGUN + 1):
+            self._tokens = tokens[: len(tokens) - begun]
+            text = self._context_text()
+            if not text.endswith(REPLACEMENT):
+                self._tokens += tokens[len(tokens) - begun :]
+                # characters of the text of `_tokens`; None: all of it
+                self._emitted = len(text) if begun else None
+                return
+        self._tokens = tokens
+        self._emitted = len(self._context_text()) - 1
+
+    def push(self, token: int) -> str:
+        """The text that is certain now; may be empty."""
+        tokens = self._tokens
+        if self._emitted is None:
+            piece = text_after(self._decode, tokens[-1], token) if tokens else None
+            if piece is not None:
+                tokens.append(token)
+                if len(tokens) > MAX_UNDECODED:
+                    del tokens[:-MAX_KEPT]
+                return piece
+            self._emitted = len(self._context_text())
+        tokens.append(token)
+        text = self._decode(tokens)
+        if not text.endswith(REPLACEMENT):
+            piece, self._emitted = text[self._emitted :], None
+        elif len(tokens) < MAX_UNDECODED:
+            # all marks: some tokenizers write one for each byte that stands beside one that is no text yet
+            piece = text[self._emitted : len(text.rstrip(REPLACEMENT))]
+            self._emitted += len(piece)
+        else:
+            piece = text[self._emitted :]
+            self._emitted = len(self._context_text())
+        return piece
+
+    def _context_text(self) -> str:
+        """The text of the last few tokens, which are kept: from where a character begins, if one does."""
+        tokens = self._tokens
+        for count in range(CONTEXT_TOKENS, MAX_KEPT + 1):
+            text = self._decode(tokens[-count:])
+            if REPLACEMENT not in text:
+                break
+        else:
+            count = CONTEXT_TOKENS
+            text = self._decode(tokens[-count:])
+        del tokens[:-count]
+        return text
+
+    def rest(self) -> str:
+        """Return the text that was held back, at the end."""
+        if self._emitted is None:
+            return ""
+        text = self._decode(self._tokens)[self._emitted :]
+        self._emitted = None
+        return text
+
+
+class StopStrings:
+    """Cuts a text that comes in pieces before the first stop string.
+
+    Args:
+        strings: Those that end it; empty ones are not allowed.
+
+    Example:
+        >>> stops = StopStrings(["END"])
+        >>> stops.push("a E"), stops.push("Nb"), stops.push("ENDc"), stops.found
+        ('a ', 'ENb', '', True)
+    """
+
+    def __init__(self, strings: Sequence[str]) -> None:
+        self._strings = tuple(strings)
+        self._held = ""
+        self.found = False
+
+    def push(self, piece: str) -> str:
+        """The text that certainly comes before any stop string."""
+        if self.found:
+            return ""
+        if not self._strings:
+            return piece
+        text = self._held + piece
+        slots = [place for place in (text.find(string) for string in self._strings) if place >= 0]
+        if slots:
+            self.found, self._held = True, ""
+            return text[: min(slots)]
+        certain = min(_partial_match(string, text) for string in self._strings)
+        self._held = text[certain:]
+        return text[:certain]
+
+    def rest(self) -> str:
+        """Return the text that was held back, at the end."""
+        held, self._held = self._held, ""
+        return held
+
+
+def _partial_match(string: str, text: str) -> int:
+    """Return where a string may begin that a text contains only in part; the length of the text if nowhere.
+
+    Example:
+        >>> _partial_match("END", "an EEN"), _partial_match("END", "an E D")
+        (4, 6)
+    """
+    place = text.find(string[0], max(0, len(text) - len(string) + 1))
+    while place >= 0 and not string.startswith(text[place:]):
+        place = text.find(string[0], place + 1)
+    return place if place >= 0 else len(text)

@@ -1,0 +1,91 @@
+"""The process that serves HTTP: python -m ringattn.launch.serve.http.process PORT LINK FOLDER, as rank 0 starts it.
+
+Owns the life of the process: its settings, and when it ends. Routes are in http.py; rank 0's side is engine_server.py. It
+touches no GPU and joins no process group.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import sys
+
+import zmq
+
+from ringattn.launch.serve.freeze_gc import freeze_gc
+from ringattn.launch.serve.http.app import HttpServer, make_app
+from ringattn.launch.serve.http.engine_client import EngineClient
+from ringattn.launch.serve.messages import (
+    Settings,
+    decode_to_http,
+    receive_at,
+    send_to,
+    to_engine_address,
+    to_http_address,
+)
+from ringattn.launch.serve.tokenizer import make_tokenizer
+
+TURN_S = 0.0005
+"""Seconds for which a thread may keep the others waiting: what reads requests, for one, and what writes to clients."""
+LOOK_S = 1.0
+"""Seconds between looks at whether the thread that serves is still there."""
+
+
+def main(port: int, link: int, folder: str) -> int:
+    """Serves until the engine sends Stop, or is gone.
+
+    Args:
+        port: Descriptor of the socket for clients.
+        link: Descriptor of the socket that ends with the engine's process.
+        folder: Where the sockets are; removed where the engine's process can not do it.
+
+    Returns:
+        The exit code: 0 when the engine has sent Stop, or has ended before it began.
+    """
+    engine = socket.socket(fileno=link)
+    pull, push = receive_at(to_http_address(folder)), send_to(to_engine_address(folder))
+    settings = _receive_settings(pull, engine)
+    if settings is None:
+        shutil.rmtree(folder, ignore_errors=True)
+        return 0
+    client = EngineClient(pull, push, engine, settings.capacity, settings.state)
+    app = make_app(
+        client,
+        make_tokenizer(settings.tokenizer),
+        settings.model,
+        settings.limits,
+        key=settings.key,
+        hosts=settings.hosts,
+        about=settings.about,
+    )
+    sys.setswitchinterval(TURN_S)
+    server = HttpServer(socket.socket(fileno=port), settings.connections)
+    server.start(app)
+    freeze_gc()
+    client.send_ready()
+    while not client.ended.wait(LOOK_S):
+        if not server.alive:
+            return 1
+    server.stop()
+    if not client.stopped:
+        shutil.rmtree(folder, ignore_errors=True)
+    return 0 if client.stopped else 1
+
+
+def _receive_settings(pull: zmq.Socket[bytes], engine: socket.socket) -> Settings | None:
+    """The first message; None when the engine ends or fails before."""
+    poller = zmq.Poller()
+    poller.register(pull, zmq.POLLIN)
+    poller.register(engine, zmq.POLLIN)
+    if pull not in dict(poller.poll()):
+        return None
+    message = decode_to_http(pull.recv())
+    return message if isinstance(message, Settings) else None
+
+
+if __name__ == "__main__":
+    code = main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3])
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)  # a thread that reads a long prompt is not waited for

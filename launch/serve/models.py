@@ -1,0 +1,237 @@
+"""The model that is served, a causal language model of transformers, with its tokenizer and its KV cache.
+
+Loads them, and finds how many pages the memory holds.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ringattn.inference import PagedKVCache
+from ringattn.launch.runtime.checkpoint_files import has_weights, read_config, read_model
+from ringattn.launch.runtime.distributed import Rank, Refusal
+from ringattn.launch.serve.config import TINY, check_model
+from ringattn.launch.serve.tokenizer import ByteTokenizer, PretrainedTokenizer, Tokenizer
+from ringattn.ring import Ring
+
+CPU_CACHE_GIB = 0.25
+"""GiB of the cache of a rank on CPUs, where other processes need most of the memory."""
+
+TOKENIZERS = ("tokenizer.json", "tokenizer_config.json")
+
+_TINY = {
+    "vocab_size": 257,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 2**20,
+    "initializer_range": 0.2,
+}
+
+
+@dataclass(frozen=True)
+class ServedModel:
+    """A loaded model.
+
+    Attributes:
+        model: On its device, with ring attention.
+        tokenizer: Its own, or bytes.
+        name: By which requests call it.
+        length: Tokens of a sequence at most, by its config; None where that says nothing.
+        facts: What must be the same on all ranks.
+        random_weights: They were drawn on a GPU: all ranks must take those of rank 0 (`broadcast_weights`).
+    """
+
+    model: Any
+    tokenizer: Tokenizer
+    name: str
+    length: int | None
+    facts: str
+    random_weights: bool = False
+
+
+def load_model(
+    path: str, *, name: str | None, dtype: str, device: torch.device, seed: int, max_len: int | None = None
+) -> ServedModel:
+    """The model of a folder, of a config (random weights), or the one that is built in.
+
+    Nothing is fetched, and no code in the folder is run. Weights are read straight onto a GPU where accelerate is installed, and
+    drawn there.
+
+    Args:
+        path: What was given as --model.
+        name: By which requests call it; None for the folder's name.
+        dtype: "float32", "bfloat16", "float16", or "auto": the config's on a GPU, float32 on a CPU.
+        device: Of this rank.
+        seed: Of random weights.
+        max_len: Tokens that a request may have; None: what the config says.
+
+    Raises:
+        Refusal: The model cannot be served.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from ringattn.integrations.transformers import NAME, register
+    from ringattn.integrations.transformers.positions import max_learned_positions, rope_scaling_limits
+
+    register()
+    check_model(path)
+    place = Path(path).expanduser()
+    if path == TINY:
+        config: Any = AutoConfig.for_model("llama", **_TINY)
+    else:
+        config = read_config(path)
+    text = config.get_text_config(decoder=True)
+    length = getattr(text, "max_position_embeddings", None)
+    for rope_type, most in rope_scaling_limits(text):
+        # the longest request of a step would choose for those beside it
+        if (max_len or length or most) > most:
+            raise Refusal(
+                f"max_len must be at most {most} where rope_type is {rope_type!r}, whose frequencies depend on the longest request "
+                f"of a step, got {max_len or length}; pass --max-len {most}"
+            )
+    kind: Any = (getattr(text, "dtype", None) if device.type == "cuda" else None) or torch.float32
+    chosen: torch.dtype = kind if dtype == "auto" else getattr(torch, dtype)
+    options: dict[str, Any] = {"dtype": chosen, "attn_implementation": NAME}
+    random_weights = False
+    try:
+        if path != TINY and has_weights(place):
+            if device.type == "cuda" and importlib.util.find_spec("accelerate") is not None:
+                options["device_map"] = {"": device}
+            model: Any = read_model(place, use_safetensors=True, **options)
+        else:
+            # the built-in model on the CPU, whose numbers are the same everywhere; others on GPUs, where drawing takes no time
+            random_weights = device.type == "cuda" and path != TINY
+            with (
+                torch.random.fork_rng([device] if random_weights else []),
+                device if random_weights else contextlib.nullcontext(),
+            ):
+                torch.manual_seed(seed)
+                model = AutoModelForCausalLM.from_config(config, trust_remote_code=False, **options)
+    except KeyError as error:
+        if error.args != (NAME,):
+            raise
+        raise Refusal(
+            f"a model must attend through transformers' attention interface, got {config.model_type}, which chooses among classes "
+            "of its own (as Falcon, GPT-J and GPT-Neo do); serve another model"
+        ) from None
+    if path == TINY:
+        _prefer_letters_(model)
+    if "device_map" not in options:
+        model = model.to(device)
+    model.eval().requires_grad_(False)
+    table = max_learned_positions(model)
+    if table is not None:
+        if (max_len or table) > table:
+            # a request that came there would end the server
+            raise Refusal(
+                f"max_len must be at most {table}, the positions that {type(model).__name__} has learned, got {max_len}; pass "
+                f"--max-len {table}, or leave it out"
+            )
+        length = table
+    stops = _stops(model)
+    embeddings: Any = model.get_input_embeddings()
+    vocab: int = embeddings.weight.shape[0]
+    folder = place if place.is_dir() else place.parent
+    if path != TINY and any((folder / file).is_file() for file in TOKENIZERS):
+        tokenizer: Tokenizer = PretrainedTokenizer(folder, stops, vocab)
+    else:
+        tokenizer = ByteTokenizer(vocab)
+        if vocab < ByteTokenizer.MIN_VOCAB:
+            raise Refusal(
+                f"a model without a tokenizer must have at least {ByteTokenizer.MIN_VOCAB} tokens, for bytes and an end, "
+                f"got {vocab}; "
+                "put a tokenizer.json into its folder"
+            )
+    served_name = name or (TINY if path == TINY else (place if place.is_dir() else place.parent).resolve().name)
+    facts = f"{type(model).__name__} {config.to_json_string(use_diff=False)} {chosen} {seed} {sorted(tokenizer.stops)}"
+    return ServedModel(model, tokenizer, served_name, length, facts, random_weights)
+
+
+@torch.no_grad()
+def broadcast_weights(model: Any, rank: Rank) -> None:
+    """Broadcast weights and buffers of rank 0: different GPUs may draw different numbers from the same seed."""
+    if rank.world_size > 1:
+        for x in (*model.parameters(), *model.buffers()):
+            dist.broadcast(x.detach(), src=0)
+
+
+@torch.no_grad()
+def _prefer_letters_(model: Any) -> None:
+    """Make random weights answer with letters: other bytes get a logit of 0, which is far below the largest."""
+    head: Tensor = model.get_output_embeddings().weight
+    head.mul_(3)
+    letters = b"abcdefghijklmnopqrstuvwxyz ,."
+    head[[x for x in range(256) if x not in letters]] = 0
+
+
+def _stops(model: Any) -> frozenset[int]:
+    """Tokens that end an answer, by the model's configurations."""
+    found: set[int] = set()
+    for config in (getattr(model, "generation_config", None), model.config.get_text_config(decoder=True)):
+        value = getattr(config, "eos_token_id", None)
+        found |= {value} if isinstance(value, int) else set(value or ())
+    return frozenset(found)
+
+
+def make_cache(model: Any, ring: Ring, *, gib: float | None, page_size: int, kv_dtype: str) -> PagedKVCache:
+    """The cache of a model; every rank calls it alike.
+
+    Args:
+        model: As loaded; on its device.
+        ring: All ranks.
+        gib: GiB per rank; None for most of what the fullest GPU has left, or CPU_CACHE_GIB on CPUs.
+        page_size: Tokens of a page.
+        kv_dtype: "auto" for the model's, or "fp8".
+
+    Raises:
+        Refusal: Not even one page fits, or the model keeps more than keys; raised on every rank.
+    """
+    from ringattn.integrations.transformers.ring_cache import cache_sizes
+
+    names = ("layers", "kv_heads", "head_dim", "v_head_dim")
+    try:
+        shape: dict[str, Any] = dict(zip(names, cache_sizes(model), strict=True))
+    except NotImplementedError as error:
+        raise Refusal(str(error)) from None
+    if gib is None and model.device.type == "cuda":
+        torch.cuda.empty_cache()
+        memory = None
+    else:
+        memory = int((CPU_CACHE_GIB if gib is None else gib) * 2**30)
+    kind = torch.float8_e4m3fn if kv_dtype == "fp8" else None
+    try:
+        return PagedKVCache(
+            ring,
+            **shape,
+            dtype=model.dtype,
+            memory=memory,
+            page_size=page_size,
+            kv_dtype=kind,
+            device=model.device,
+        )
+    except ValueError as error:
+        raise Refusal(f"{error} (--cache-gib, --page-size)") from None
+
+
+def describe_cache(cache: PagedKVCache) -> str:
+    """Return a description of the cache of all ranks."""
+    allocator = cache.pages
+    size = allocator.pages * cache.page_size * cache.bytes_per_token / 2**30
+    kind = str(cache.kv_dtype).removeprefix("torch.")
+    return (
+        f"{cache.capacity_tokens} tokens in {kind} on {allocator.world_size} ranks, "
+        f"{allocator.pages} pages of {cache.page_size} tokens "
+        f"and {size:.2f} GiB each"
+    )

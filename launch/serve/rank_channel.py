@@ -1,0 +1,192 @@
+"""Step commands from rank 0 to the other ranks, over ZeroMQ.
+
+Owns how ranks connect to rank 0, and the messages of the main thread. rank_liveness.py has connections of its own, made here, too.
+
+Note [Sockets]
+    Rank 0 has a ROUTER socket and every other rank a DEALER: commands reach each rank in order, and a send to a rank that is gone
+    raises (ROUTER_MANDATORY). Rank 0 accepts only ranks that name themselves with the secret that it gave out through the process
+    group; messages of others are dropped. Nothing is unpickled.
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+import secrets
+import socket
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import torch
+import torch.distributed as dist
+import zmq
+
+from ringattn.launch.runtime.distributed import Rank
+from ringattn.launch.serve.messages import Hello, RankAddress, ToRank, decode_hello, decode_to_rank, encode
+
+FRAME = 1024
+"""Bytes of the broadcast in which rank 0 gives out its first address."""
+LINGER_MS = 2000
+"""Milliseconds in which a message that was sent may leave after its socket was closed."""
+
+
+@dataclass(frozen=True)
+class Peer:
+    """Another rank that has connected to rank 0.
+
+    Attributes:
+        rank: Its index.
+        process: Its process id.
+        identity: Its name on the ROUTER socket.
+    """
+
+    rank: int
+    process: int
+    identity: bytes
+
+
+def accept_ranks(
+    rank: Rank, announce: Callable[[RankAddress], object], timeout_s: float
+) -> tuple[zmq.Socket[bytes], list[Peer]]:
+    """Waits on rank 0 until all other ranks have connected.
+
+    Args:
+        rank: This rank.
+        announce: Sends the other ranks the address that they pass to `connect_to_rank_0`.
+        timeout_s: Seconds in which they must connect.
+
+    Returns:
+        A ROUTER socket, and the ranks in order.
+
+    Raises:
+        RuntimeError: A rank did not connect in time.
+    """
+    here = os.environ.get("LOCAL_WORLD_SIZE") == str(rank.world_size)
+    host = "127.0.0.1" if here else os.environ.get("MASTER_ADDR", "127.0.0.1")
+    router = zmq.Context.instance().socket(zmq.ROUTER)
+    router.linger = LINGER_MS
+    router.router_mandatory = True
+    port = router.bind_to_random_port(f"tcp://{socket.gethostbyname(host)}")
+    secret = secrets.token_hex(16)
+    expected = {_identity(secret, index): index for index in range(1, rank.world_size)}
+    announce(RankAddress(host, port, secret))
+    peers: dict[int, Peer] = {}
+    deadline = time.monotonic() + timeout_s
+    while missing := sorted(set(expected.values()) - set(peers)):
+        if not router.poll(max(0, int(1000 * (deadline - time.monotonic())))):
+            router.close()
+            raise RuntimeError(f"ranks {missing} must connect to rank 0 within {timeout_s:g} s, got nothing from them")
+        identity, *frames = router.recv_multipart()
+        if identity in expected:
+            peers[expected[identity]] = Peer(expected[identity], decode_hello(frames[0]).process, identity)
+    return router, [peers[index] for index in sorted(peers)]
+
+
+def connect_to_rank_0(rank: Rank, address: RankAddress) -> tuple[zmq.Socket[bytes], zmq.Socket[bytes]]:
+    """Connects any other rank to rank 0.
+
+    Args:
+        rank: This rank.
+        address: As rank 0 has announced it.
+
+    Returns:
+        A DEALER socket, and one that can be read when the connection has ended.
+    """
+    dealer = zmq.Context.instance().socket(zmq.DEALER)
+    dealer.linger = LINGER_MS
+    dealer.routing_id = _identity(address.secret, rank.index)
+    ended = dealer.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+    dealer.connect(f"tcp://{address.host}:{address.port}")
+    dealer.send(encode(Hello(rank.index, os.getpid())))
+    return dealer, ended
+
+
+def close_dealer(dealer: zmq.Socket[bytes]) -> None:
+    """Closes a socket of `connect_to_rank_0` and the one beside it."""
+    dealer.disable_monitor()
+    dealer.close()
+
+
+def _identity(secret: str, index: int) -> bytes:
+    return f"{secret}/{index}".encode()
+
+
+class RankChannel:
+    """Messages from rank 0 to all other ranks.
+
+    Every rank makes one, and calls `broadcast` (rank 0) or `receive` (the others) equally often.
+
+    Args:
+        rank: This rank.
+        timeout_s: Seconds after which a rank that waits for a message, or for a receiver, gives up.
+
+    Raises:
+        RuntimeError: A rank did not connect in time.
+    """
+
+    def __init__(self, rank: Rank, timeout_s: float) -> None:
+        self._rank, self._timeout = rank, timeout_s
+        self._peers: list[Peer] = []
+        self._socket: zmq.Socket[bytes] | None = None
+        if rank.world_size == 1:
+            return
+        if rank.first:
+            self._socket, self._peers = accept_ranks(rank, self._share_address, timeout_s)
+            self._socket.sndtimeo = int(1000 * timeout_s)
+        else:
+            self._socket, ended = connect_to_rank_0(rank, self._share_address())
+            self._poller = zmq.Poller()
+            self._poller.register(self._socket, zmq.POLLIN)
+            self._poller.register(ended, zmq.POLLIN)
+
+    def broadcast(self, message: ToRank) -> None:
+        """Sends a message to all other ranks, on rank 0.
+
+        Raises:
+            RuntimeError: One is gone, or does not receive.
+        """
+        data = encode(message)
+        for peer in self._peers:
+            assert self._socket is not None, "there are peers"
+            try:
+                self._socket.send_multipart([peer.identity, data])
+            except zmq.Again:
+                raise RuntimeError(
+                    f"rank {peer.rank} must receive a message within {self._timeout:g} s, got none received"
+                ) from None
+            except zmq.ZMQError as error:
+                if error.errno != zmq.EHOSTUNREACH:
+                    raise
+                raise RuntimeError(f"rank {peer.rank} (process {peer.process}) is gone") from None
+
+    def receive(self) -> ToRank:
+        """Returns the next message of rank 0, on any other rank.
+
+        Raises:
+            RuntimeError: Rank 0 is gone, or has sent nothing in time.
+        """
+        assert self._socket is not None, "there is a rank 0 beside this one"
+        ready = dict(self._poller.poll(int(1000 * self._timeout)))
+        if not ready:
+            raise RuntimeError(f"rank 0 must send a message within {self._timeout:g} s, got none")
+        try:  # what was sent before the end is still there after it
+            return decode_to_rank(self._socket.recv(zmq.NOBLOCK))
+        except zmq.Again:
+            raise RuntimeError("rank 0 is gone") from None
+
+    def close(self) -> None:
+        """Closes the connections."""
+        if self._socket is not None:
+            self._socket.close() if self._rank.first else close_dealer(self._socket)
+            self._socket, self._peers = None, []
+
+    def _share_address(self, address: RankAddress | None = None) -> RankAddress:
+        """Broadcasts the address of rank 0 over the process group: the only message that takes this way."""
+        data = b"" if address is None else msgspec.json.encode(address)
+        frame = torch.frombuffer(bytearray(data.ljust(FRAME)), dtype=torch.uint8)
+        group: Any = dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=self._timeout))
+        dist.broadcast(frame, src=0, group=group)
+        return msgspec.json.decode(frame.numpy().tobytes(), type=RankAddress)

@@ -1,0 +1,308 @@
+"""One rank of the server: loads the model, serves or follows rank 0, and ends.
+
+Handles signals and failures. Ranks are started by cli.py.
+
+Note [Shutdown]
+    On SIGTERM or SIGINT rank 0 accepts no more requests, rejects waiting ones, waits up to --grace seconds for running ones, and
+    sends Stop to the other ranks; all exit with 0. The others ignore both signals: they end when rank 0 sends Stop or is gone. When
+    a rank or the HTTP process is lost, or a step fails, every rank prints the cause it knows and exits with 1; open requests get an
+    error. Every wait has a timeout: collectives give up after --timeout, each rank holds a connection whose end is noticed at
+    once (rank_liveness.py), and so does the HTTP process (engine_server.py), which ends with the message Stop, or with rank 0.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import datetime
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+from typing import Any, TypeVar
+
+from ringattn.launch.runtime.distributed import Rank, Refusal, join_ranks
+from ringattn.launch.runtime.model_optimization import change_model
+from ringattn.launch.runtime.session import Session, machine
+from ringattn.launch.serve.config import ENDED, LOOPBACK, Limits, ServeArgs, raise_file_limit
+from ringattn.launch.serve.engine import Engine, worker_loop
+from ringattn.launch.serve.engine_server import EngineServer, HttpProcess, bind
+from ringattn.launch.serve.freeze_gc import freeze_gc
+from ringattn.launch.serve.messages import PortResult, Settings, Stop
+from ringattn.launch.serve.model_runner import ModelRunner
+from ringattn.launch.serve.models import ServedModel, broadcast_weights, describe_cache, load_model, make_cache
+from ringattn.launch.serve.rank_channel import RankChannel
+from ringattn.launch.serve.rank_liveness import RankLiveness
+from ringattn.launch.serve.scheduler import Scheduler
+from ringattn.ring import Ring
+
+T = TypeVar("T")
+
+FAREWELL_S = 1.0
+"""Seconds in which error answers may be sent before the process exits."""
+
+HTTP_EXIT_S = 10.0
+"""Seconds in which the HTTP process must exit after Stop."""
+
+
+class FatalExit:
+    """Ends the process after a fatal failure: prints the cause, fails all requests, and exits.
+
+    Args:
+        rank: This rank.
+    """
+
+    def __init__(self, rank: Rank) -> None:
+        self._rank = rank
+        self._once = threading.Lock()
+        self.engine: Engine | None = None
+        self.process: HttpProcess | None = None
+
+    def __call__(self, why: str) -> None:
+        """Print the cause, fail all requests, and exit with code 1, in any thread; only the first call counts."""
+        if not self._once.acquire(blocking=False):
+            time.sleep(60)  # the thread that was first is about to end the process
+        print(f"error: rank {self._rank.index}: {why}", file=sys.stderr, flush=True)
+        if self.engine is not None:
+            self.engine.fail(f"the server is going down: {why}")
+            time.sleep(FAREWELL_S)
+        if self.process is not None:
+            self.process.kill()  # with it the port is free
+        os._exit(1)
+
+
+def run_rank(args: ServeArgs) -> int:
+    """Run one rank of the server.
+
+    Returns:
+        The exit code: 0 after an orderly shutdown. A failure ends the process.
+    """
+    stops: list[int] = []
+    serving = threading.Event()
+
+    def note(number: int, frame: FrameType | None) -> None:
+        del frame
+        if not serving.is_set():
+            os._exit(128 + number)  # nothing is open that could be ended in order
+        stops.append(number)
+
+    before = {number: signal.signal(number, note) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        with join_ranks(args.device, args.timeout) as rank, contextlib.ExitStack() as stack:
+            fatal_exit = FatalExit(rank)
+            channel = RankChannel(rank, args.timeout)
+            stack.callback(channel.close)
+            try:
+                bound = _with_port(args, rank, channel, lambda: _bind(args))
+                port = 0
+                if bound is not None:
+                    port = bound.getsockname()[1]
+                    fatal_exit.process = HttpProcess(bound)
+                    stack.callback(fatal_exit.process.kill)
+                served, model_runner, cache = _prepare(args, rank)  # which may take minutes
+                _with_port(args, rank, channel, lambda: fatal_exit.process and fatal_exit.process.listen())
+                freeze_gc()
+                liveness = RankLiveness(rank, channel, fatal_exit, args.timeout)
+                serving.set()
+                if not rank.first:
+                    worker_loop(model_runner, channel)
+                    liveness.close()
+                else:
+                    _serve(args, rank, channel, liveness, served, model_runner, port, cache, fatal_exit, stops)
+            except Refusal:
+                raise  # on every rank alike
+            except Exception as error:
+                # a broken connection is an effect: wait for RankLiveness, which knows the cause
+                time.sleep(0 if rank.world_size == 1 else 2 * FAREWELL_S)
+                traceback.print_exc()
+                if rank.orphaned:
+                    fatal_exit("the launcher of the ranks is gone, and with it their rendezvous store")
+                fatal_exit(f"{type(error).__name__}: {(str(error).splitlines() or ['no message'])[0]}")
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    return 0
+
+
+def _prepare(args: ServeArgs, rank: Rank) -> tuple[ServedModel, ModelRunner, str]:
+    """Load the model; return it with its runner and a description of the cache."""
+    if args.nproc not in (None, rank.world_size):
+        raise Refusal(
+            f"nproc must be the number of ranks that torchrun started, got {args.nproc} and {rank.world_size}; leave it out"
+        )
+    ring = Ring(timeout=datetime.timedelta(seconds=args.timeout))
+    problem, served = "", None
+    try:
+        served = load_model(
+            args.model, name=args.name, dtype=args.dtype, device=rank.device, seed=args.seed, max_len=args.max_len
+        )
+    except (Refusal, ValueError, OSError, ImportError) as error:
+        problem = f"{args.model} cannot be served: {error}" if not isinstance(error, Refusal) else str(error)
+    try:
+        shown = dataclasses.asdict(dataclasses.replace(args, api_key=None))
+        ring.agree("flags and model", problem or f"{shown} {served.facts if served else ''}")
+    except ValueError as error:
+        raise Refusal(str(error)) from None
+    if served is None:
+        raise Refusal(problem)
+    if served.random_weights:
+        broadcast_weights(served.model, rank)
+    if rank.device.type == "cuda":
+        for line in change_model(served.model, ring, fused=args.fuse, split=args.split).said:
+            if rank.first:
+                print(line, flush=True)
+    cache = make_cache(served.model, ring, gib=args.cache_gib, page_size=args.page_size, kv_dtype=args.kv_dtype)
+    model_runner = ModelRunner(served.model, cache, args.max_running, None if args.graphs else False)
+    for line in model_runner.prepare(served.length):
+        if rank.first:
+            print(line, flush=True)
+    return served, model_runner, describe_cache(cache)
+
+
+def _bind(args: ServeArgs) -> socket.socket:
+    """Binds the port for clients, and allows as many open files as there may be connections."""
+    raise_file_limit(args.max_connections)
+    return bind(args.host, args.port)
+
+
+def _with_port(args: ServeArgs, rank: Rank, channel: RankChannel, use: Callable[[], T]) -> T | None:
+    """Uses the port for clients on rank 0, and returns what that gives; returns None on the others.
+
+    Raises:
+        Refusal: The port cannot be had, or not so many connections; on every rank.
+    """
+    error, found = "", None
+    if rank.first:
+        try:
+            found = use()
+        except Refusal as why:
+            error = str(why)
+        except OSError as why:
+            error = (
+                f"host and port must be free to listen on, got {args.host} and {args.port}: {why.strerror or why}; "
+                "pass another --port, or --port 0 for any"
+            )
+        channel.broadcast(PortResult(error))
+    else:
+        result = channel.receive()
+        assert isinstance(result, PortResult), "all ranks ask for the port at the same time"
+        error = result.error
+    if error:
+        raise Refusal(error)
+    return found
+
+
+def _serve(
+    args: ServeArgs,
+    rank: Rank,
+    channel: RankChannel,
+    liveness: RankLiveness,
+    served: ServedModel,
+    model_runner: ModelRunner,
+    port: int,
+    cache: str,
+    fatal_exit: FatalExit,
+    stops: list[int],
+) -> None:
+    """Serve on rank 0 until a signal arrives."""
+    process = fatal_exit.process
+    assert process is not None, "rank 0 has started it"
+    scheduler = Scheduler(
+        model_runner.allocator,
+        chunk=args.chunk,
+        max_running=args.max_running,
+        max_waiting=args.queue,
+        keep=args.keep_prefixes,
+        pieces=model_runner.pieces,
+        rows=model_runner.rows,
+    )
+    engine = Engine(model_runner, scheduler, channel.broadcast, time_limit_s=args.time_limit)
+    fatal_exit.engine = engine
+    limits = Limits(
+        body=int(args.max_body_mib * 2**20),
+        length=args.max_len or served.length,
+        max_tokens=args.max_tokens,
+        default_tokens=args.default_tokens,
+    )
+    hosts = LOOPBACK if args.host in LOOPBACK else None
+    where = f"http://{f'[{args.host}]' if ':' in args.host else args.host}:{port}"
+    settings = Settings(
+        model=served.name,
+        tokenizer=served.tokenizer.recipe(),
+        limits=limits,
+        capacity=scheduler.capacity,
+        state=engine.state(),
+        key=args.api_key,
+        hosts=hosts,
+        about=_server_info(args, rank, served, model_runner),
+        connections=args.max_connections,
+    )
+    server = EngineServer(engine, process.folder, process.link, process.name, fatal_exit, args.timeout)
+    server.start(settings)
+    print(f"cache: {cache}", flush=True)
+    print(f"serving {served.name} at {where} (a page to look at) and {where}/v1 (the interface)", flush=True)
+    if rank.backend != "none" and ENDED not in os.environ:
+        print(
+            f"to end it: kill {os.getpid()} (torchrun that is told to end reports the signal as an error)", flush=True
+        )
+    over = _stop_on_signals(engine, args.grace, stops, rank)
+    engine.run()
+    over.set()
+    liveness.expect_end()
+    channel.broadcast(Stop())
+    server.stop()
+    process.wait(HTTP_EXIT_S)
+    liveness.close()
+    if path := os.environ.get(ENDED):
+        Path(path).touch()
+    print("stopped", flush=True)
+
+
+def _server_info(args: ServeArgs, rank: Rank, served: ServedModel, model_runner: ModelRunner) -> dict[str, Any]:
+    """Return the machine, the model and the flags on which speeds depend; no paths, no key."""
+    backend = None if rank.backend == "none" else rank.backend
+    line = machine(Session(rank.index, rank.world_size, rank.device, backend))
+    names = (
+        "kv_dtype",
+        "page_size",
+        "chunk",
+        "max_running",
+        "queue",
+        "max_connections",
+        "keep_prefixes",
+        "fuse",
+        "split",
+    )
+    return {
+        **{name: value for name, value in line.items() if name not in ("command", "date")},
+        "kind": type(served.model).__name__,
+        "parameters": sum(x.numel() for x in served.model.parameters()),
+        "dtype": str(served.model.dtype).removeprefix("torch."),
+        "vocab_size": served.tokenizer.vocab_size,
+        "graphs": model_runner.graphs,
+        "flags": {name: getattr(args, name) for name in names},
+    }
+
+
+def _stop_on_signals(engine: Engine, grace_s: float, stops: list[int], rank: Rank) -> threading.Event:
+    """Stop an engine after a signal or when the launcher is gone, until the returned event is set."""
+    over = threading.Event()
+
+    def look() -> None:
+        while not over.wait(0.1):
+            if engine.closed:
+                return  # it is going down already
+            if stops or rank.orphaned:
+                why = signal.Signals(stops[0]).name if stops else "the end of its launcher"
+                print(f"stopping after {why}: running requests have {grace_s:g} s to end", flush=True)
+                engine.stop(grace_s)
+                return
+
+    threading.Thread(target=look, daemon=True, name="signals").start()
+    return over

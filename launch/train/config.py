@@ -1,0 +1,287 @@
+"""The flags of the training job and their presets.
+
+Owns names, defaults and limits of flags. Refuses to know how they are obeyed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import importlib.util
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+
+from ringattn.launch.runtime.distributed import Refusal
+from ringattn.launch.train.model import ModelConfig
+from ringattn.launch.train.parallel import mesh_sizes
+from ringattn.launch.train.trainer import Recipe
+
+
+@dataclass(frozen=True)
+class Config:
+    """Flags of the training job. Values shown as defaults are those of the chosen preset.
+
+    Attributes:
+        preset: Where the other defaults come from: tiny (seconds), cpu (minutes on two cores), gpu, gpu-128k, gpu-1m;
+            auto is gpu where there are GPUs, else cpu.
+        nproc: Ranks to start; by default one per GPU, or two where there are none. Under torchrun, leave it out.
+        mesh: How ranks share the work, such as dp=2,cp=4: cp ranks share sequences, dp groups of them have different ones.
+            A size that is left out is what the ranks leave; by default all are on cp. Changes no result.
+        device: auto takes GPUs where there are any.
+        data: A file or a folder of text; by default the sources of Python's standard library.
+        out: Folder of the log, the loss curve, the checkpoints and the sample.
+        resume: auto continues from the newest intact checkpoint in out; never refuses a folder that has any; else the
+            checkpoint to continue from: the newest in out, or one of elsewhere with a new out.
+        max_restarts: How often in a row, without a new checkpoint in between, a run whose rank died is started again.
+        steps: Updates in all, counting those before a resume.
+        seq_len: Context in tokens; the part that is split over ranks.
+        batch_size: Sequences per step, over all ranks and micro-batches.
+        accumulate: Micro-batches that a step is made of; gradients are exchanged once.
+        pack: Whether attention stays inside documents (files), whose positions begin at 0; the sequences that a ring has at
+            a time become one.
+        model: A configuration (config.json) or a folder of transformers: that causal language model, with its weights
+            where there are any, instead of the shape below; its tokenizer where there is one, else bytes.
+        dim: Width of the residual stream.
+        num_layers: Blocks.
+        num_heads: Query heads.
+        num_kv_heads: Key/value heads; divides num_heads.
+        head_dim: Width of a head.
+        mlp_dim: Hidden width of SwiGLU.
+        window: Each token sees this many tokens, itself the last of them; by default all before it.
+        tie_embeddings: Whether the output projection is the embedding.
+        lr: Learning rate after the warm-up; falls along a cosine to a tenth.
+        warmup_steps: Steps over which the learning rate rises.
+        weight_decay: Of matrices.
+        max_grad_norm: Gradients are scaled down to this norm.
+        layout: How sequences are sharded over ranks; auto is zigzag, and balanced for packed documents.
+        seed: Of initialisation, batches and sample.
+        dtype: auto is bfloat16 on GPUs, float32 on CPUs; parameters, gradients and optimiser state are always float32.
+        recompute: What the backward recomputes to save memory: selective is everything but attention.
+        reshard: Whether parameters gathered for a block's forward are dropped until its backward: less memory, more traffic.
+        compile: Whether blocks are compiled.
+        eval_interval: Steps between validations.
+        eval_batches: Batches of a validation.
+        checkpoint_interval: Steps between checkpoints; the last two are kept.
+        compare_steps: First steps of a fresh run that are also run on one rank alone, and compared; 0 for none.
+        sample_len: Tokens of text to generate at the end; 0 for none.
+        prompt_len: Tokens of validation text the sample begins with.
+        temperature: Of the sample.
+        timeout: Seconds after which ranks that wait for each other give up.
+    """
+
+    preset: Literal["auto", "tiny", "cpu", "gpu", "gpu-128k", "gpu-1m"] = "auto"
+    nproc: int | None = None
+    mesh: str | None = None
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    data: str | None = None
+    out: str = "runs/train"
+    resume: str = "auto"
+    max_restarts: int = 3
+    steps: int = 300
+    seq_len: int = 1024
+    batch_size: int = 4
+    accumulate: int = 1
+    pack: bool = False
+    model: str | None = None
+    dim: int = 128
+    num_layers: int = 4
+    num_heads: int = 4
+    num_kv_heads: int = 2
+    head_dim: int = 32
+    mlp_dim: int = 352
+    window: int | None = None
+    tie_embeddings: bool = True
+    lr: float = 3e-3
+    warmup_steps: int = 30
+    weight_decay: float = 0.1
+    max_grad_norm: float = 1.0
+    layout: Literal["auto", "contiguous", "striped", "zigzag", "balanced"] = "auto"
+    seed: int = 0
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    recompute: Literal["none", "selective", "full"] = "none"
+    reshard: bool = True
+    compile: bool = False
+    eval_interval: int = 50
+    eval_batches: int = 4
+    checkpoint_interval: int = 50
+    compare_steps: int = 3
+    sample_len: int = 200
+    prompt_len: int = 100
+    temperature: float = 0.7
+    timeout: float = 600.0
+
+    def __post_init__(self) -> None:
+        at_least = {"steps": 1, "seq_len": 1, "batch_size": 1, "warmup_steps": 0, "eval_interval": 1, "eval_batches": 1}
+        at_least |= {"checkpoint_interval": 1, "compare_steps": 0, "sample_len": 0, "prompt_len": 1}
+        at_least |= {"accumulate": 1, "max_restarts": 0}
+        for name, least in at_least.items():
+            if getattr(self, name) < least:
+                flag = "--" + name.replace("_", "-")
+                raise ValueError(f"{name} must be at least {least}, got {getattr(self, name)}; pass another {flag}")
+        # a negative norm would turn gradients round; comparisons with NaN are false
+        for name, words, fits in (
+            ("lr", "at least 0", 0 <= self.lr < math.inf),
+            ("weight_decay", "at least 0", 0 <= self.weight_decay < math.inf),
+            ("temperature", "at least 0", 0 <= self.temperature < math.inf),
+            ("timeout", "above 0", 0 < self.timeout < math.inf),
+            ("max_grad_norm", "above 0", self.max_grad_norm > 0),
+            ("seed", "from -2**63 to 2**64 - 1", -(2**63) <= self.seed < 2**64),
+        ):
+            if not fits:
+                flag = "--" + name.replace("_", "-")
+                raise ValueError(f"{name} must be {words}, got {getattr(self, name)}; pass another {flag}")
+        if self.nproc is not None and self.nproc < 1:
+            raise ValueError(f"nproc must be at least 1, got {self.nproc}; leave it out for one rank per GPU, or two")
+        mesh_sizes(self.mesh, None)
+        self.shape()
+
+    def shape(self) -> ModelConfig:
+        """The shape of the model, where `model` names none."""
+        names = [field.name for field in dataclasses.fields(ModelConfig) if hasattr(self, field.name)]
+        return ModelConfig(**{name: getattr(self, name) for name in names})
+
+    def check_ranks(self, world_size: int) -> None:
+        """Refuses a number of ranks that the mesh and the batch cannot be divided among.
+
+        Raises:
+            ValueError: Says which flag, and what to pass instead.
+        """
+        dp, _ = mesh_sizes(self.mesh, world_size)
+        if self.batch_size % (dp * self.accumulate):
+            raise ValueError(
+                f"batch_size must be a multiple of dp x accumulate, got {self.batch_size} and {dp} x {self.accumulate}; "
+                "pass another --batch-size, --mesh or --accumulate"
+            )
+
+    def recipe(self, device: torch.device, separator: int) -> Recipe:
+        """Return the training recipe for a device.
+
+        Args:
+            device: Where.
+            separator: The last token of every document.
+        """
+        name = {"cpu": "float32", "cuda": "bfloat16"}[device.type] if self.dtype == "auto" else self.dtype
+        return Recipe(
+            seed=self.seed,
+            layout=("balanced" if self.pack else "zigzag") if self.layout == "auto" else self.layout,
+            separator=separator if self.pack else None,
+            accumulate=self.accumulate,
+            dtype=getattr(torch, name),
+            recompute=self.recompute,
+            reshard=self.reshard,
+            compile=self.compile,
+            weight_decay=self.weight_decay,
+            max_grad_norm=self.max_grad_norm,
+            window=self.window,
+        )
+
+    def lr_at(self, step: int) -> float:
+        """The learning rate of the step after `step` steps: a linear warm-up, then a cosine to a tenth."""
+        if step < self.warmup_steps:
+            return self.lr * (step + 1) / self.warmup_steps
+        done = (step - self.warmup_steps) / max(1, self.steps - self.warmup_steps)
+        return self.lr * (0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * min(done, 1.0))))
+
+
+_CPU = Config(preset="cpu")
+_GPU = Config(
+    preset="gpu",
+    steps=1000,
+    seq_len=32_768,
+    batch_size=4,
+    dim=768,
+    num_layers=12,
+    num_heads=12,
+    num_kv_heads=4,
+    head_dim=64,
+    mlp_dim=2048,
+    lr=1e-3,
+    warmup_steps=100,
+    eval_interval=100,
+    checkpoint_interval=100,
+    sample_len=400,
+)
+_GPU_128K = replace(
+    _GPU,
+    preset="gpu-128k",
+    steps=200,
+    seq_len=131_072,
+    batch_size=1,
+    dim=1024,
+    num_heads=8,
+    num_kv_heads=2,
+    head_dim=128,
+    mlp_dim=2816,
+    recompute="selective",
+    lr=6e-4,
+    warmup_steps=20,
+    eval_interval=50,
+    eval_batches=2,
+    checkpoint_interval=50,
+)
+PRESETS = {
+    "tiny": Config(
+        preset="tiny",
+        steps=20,
+        seq_len=64,
+        batch_size=2,
+        dim=32,
+        num_layers=2,
+        head_dim=8,
+        mlp_dim=64,
+        warmup_steps=5,
+        eval_interval=10,
+        eval_batches=2,
+        checkpoint_interval=5,
+        sample_len=16,
+        prompt_len=16,
+    ),
+    "cpu": _CPU,
+    "gpu": _GPU,
+    "gpu-128k": _GPU_128K,
+    "gpu-1m": replace(
+        _GPU_128K, preset="gpu-1m", steps=20, seq_len=1_048_576, eval_batches=1, eval_interval=20, compare_steps=0
+    ),
+}
+
+
+PACKAGES = ("tyro", "tqdm", "matplotlib", "psutil")
+"""Packages that every run imports besides those of the library."""
+
+
+def _check_installed(packages: Sequence[str], extra: str) -> None:
+    missing = [name for name in packages if importlib.util.find_spec(name) is None]
+    if missing:
+        raise Refusal(f"train needs {' and '.join(missing)}; install it with: pip install 'ringattn[{extra}]'")
+
+
+def parse(arguments: Sequence[str], prog: str, description: str | None) -> Config:
+    """The flags, with the defaults of the preset that they choose.
+
+    Raises:
+        Refusal: Flags contradict each other, or a package that the run needs is not installed.
+    """
+    _check_installed(PACKAGES, "launch")
+    import tyro
+
+    first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    first.add_argument("--preset", default="auto")
+    first.add_argument("--device", default="auto")
+    early, _ = first.parse_known_args(list(arguments))
+    preset = early.preset
+    if preset == "auto":
+        preset = "gpu" if early.device != "cpu" and torch.cuda.is_available() else "cpu"
+    # the defaults are of the preset, and an unknown one is left for tyro to refuse
+    default = replace(PRESETS.get(preset, _CPU), preset="auto")
+    parsed = tyro.cli(Config, args=list(arguments), default=default, prog=prog, description=description)
+    if parsed.model is not None:
+        _check_installed(("transformers",), "transformers")
+        for field in dataclasses.fields(ModelConfig):
+            if hasattr(default, field.name) and getattr(parsed, field.name) != getattr(default, field.name):
+                flag = "--" + field.name.replace("_", "-")
+                raise Refusal(f"{field.name} must be left to the configuration in --model, got {flag}; leave it out")
+    return replace(parsed, preset=preset)  # type: ignore[arg-type]

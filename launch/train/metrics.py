@@ -1,0 +1,188 @@
+"""Metrics of a training step: FLOPs, MFU, peak memory and exposed communication.
+
+Defines these numbers; the step itself is in trainer.py.
+
+Note [Model FLOPs]
+    torch's FlopCounterMode counts one forward of the whole batch, added over ranks: matrix products, and attention by its
+    visible pairs only (causal, window, documents; `ringattn.plan.flops`). A step is three times its forward (each product
+    has two in the backward), whatever is recomputed. The attention's part is kept as FLOPs per visible pair, so that packed
+    batches, whose documents differ, are counted by their own pairs. MFU is FLOPs of a step / (seconds x GPUs x peak).
+
+Note [Exposed communication]
+    How much longer the attention operators of a step take, on the GPU's own clock, than the same kernels would without a
+    ring. On every tenth step events are recorded around each of them. What a visible pair takes alone is measured once, when
+    first needed: one causal call on this rank alone, of the same heads, head_dim and dtype, and of the length that has
+    as many visible pairs as this rank's average call. So the number holds waits for rows, transfers that slow a kernel
+    down, merging, and a few per cent of error either way, as the shapes differ. It may be slightly negative. The largest
+    of any rank is reported; on CPUs, and where blocks are compiled, there is none.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import ringattn
+from ringattn.plan.attention_spec import AttentionSpec
+from ringattn.ring_registry import find_ring
+
+# dense bfloat16 with fp32 accumulation, FLOP/s, from data sheets; the first name that is part of the device's counts
+PEAKS = {
+    "GB200": 2.5e15,
+    "B200": 2.25e15,
+    "GH200": 989e12,
+    "H200": 989e12,
+    "H100 PCIe": 756e12,
+    "H100 NVL": 835e12,
+    "H100": 989e12,
+    "H800": 989e12,
+    "H20": 148e12,
+    "A100": 312e12,
+    "A800": 312e12,
+    "A10G": 70e12,
+    "L40S": 362e12,
+    "L4": 121e12,
+    "MI325X": 1307e12,
+    "MI300X": 1307e12,
+}
+
+
+def peak_flops(name: str, dtype: torch.dtype) -> float | None:
+    """Return the peak FLOP/s of a GPU by its name, in bfloat16; None for unknown GPUs and other dtypes."""
+    if dtype != torch.bfloat16:
+        return None
+    return next((peak for part, peak in PEAKS.items() if part in name), None)
+
+
+def mfu(flops: float, seconds: float, num_gpus: int, peak: float | None) -> float | None:
+    """Return the share of the peak that a step reaches (Note [Model FLOPs]); None where there is no peak."""
+    return None if peak is None else flops / (seconds * num_gpus * peak)
+
+
+def peak_memory_mib(device: torch.device, so_far: float) -> float:
+    """Return the peak memory of this rank in MiB: of the GPU, or of the process."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**20
+    import psutil
+
+    return max(so_far, psutil.Process().memory_info().rss / 2**20)
+
+
+class ForwardFlops:
+    """Counts FLOPs inside `with`, in this process, separately for attention and for everything else.
+
+    Attributes:
+        attention: FLOPs of this package's operators.
+        others: All other FLOPs.
+    """
+
+    attention = 0
+    others = 0
+
+    def __enter__(self) -> ForwardFlops:
+        from torch.utils.flop_counter import FlopCounterMode
+
+        self._counter = FlopCounterMode(display=False)
+        self._counter.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._counter.__exit__(*error)
+        counts = self._counter.get_flop_counts().get("Global", {})
+        self.attention = sum(count for op, count in counts.items() if "ringattn" in str(op))
+        self.others = sum(counts.values()) - self.attention
+
+
+class AttentionTimer(TorchDispatchMode):
+    """Times the attention operators of what runs inside `with`, forward and backward, on the GPU (Note [Exposed communication]).
+
+    Keep one for the whole run: it caches the time of a visible pair without communication.
+
+    Args:
+        group: A process group of this rank alone.
+    """
+
+    def __init__(self, group: Any) -> None:
+        super().__init__()
+        self._group = group
+        self._seen: list[_Timed] = []
+        self._ms_per_pair: dict[str, float] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run one operator, between two events if it is a ringattn operator."""
+        del types
+        if getattr(func, "namespace", None) != "ringattn":
+            return func(*args, **(kwargs or {}))
+        name = func._schema.name.removeprefix("ringattn::")
+        q, k, v = args[:3] if name == "forward" else args[2:5]
+        ring, text = args[-2:] if name == "forward" else args[-3:-1]
+        pairs = AttentionSpec.deserialize(text, find_ring(ring).rank).pairs(q.shape[0])
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        result = func(*args, **(kwargs or {}))
+        end.record()
+        self._seen.append(_Timed(name, begin, end, pairs, (q.shape[2:], k.shape[2:], v.shape[2:]), q.dtype))
+        return result
+
+    def exposed_ms(self) -> float | None:
+        """Return and reset the exposed communication in milliseconds; None when no operator ran."""
+        seen, self._seen = self._seen, []
+        if not any(one.pairs for one in seen):
+            return None
+        if not self._ms_per_pair:
+            forwards = [one for one in seen if one.name == "forward" and one.pairs]
+            average = sum(one.pairs for one in forwards) // len(forwards)
+            self._ms_per_pair = _ms_per_pair(forwards[0].widths, forwards[0].dtype, average, self._group)
+        torch.cuda.synchronize()
+        return sum(one.begin.elapsed_time(one.end) - one.pairs * self._ms_per_pair[one.name] for one in seen)
+
+
+@dataclass(frozen=True)
+class _Timed:
+    """One call of an operator.
+
+    Attributes:
+        name: "forward" or "backward".
+        begin: Before it.
+        end: After it.
+        pairs: Visible pairs that it computed.
+        widths: Of q, k and v: heads and width of a head.
+        dtype: Of q.
+    """
+
+    name: str
+    begin: torch.cuda.Event
+    end: torch.cuda.Event
+    pairs: int
+    widths: tuple[Sequence[int], ...]
+    dtype: torch.dtype
+
+
+def _ms_per_pair(
+    widths: tuple[Sequence[int], ...], dtype: torch.dtype, pairs: int, group: Any, repeats: int = 5
+) -> dict[str, float]:
+    """Measure the forward and backward time per visible pair in a causal call on one rank: the minimum of several."""
+    n = max(16, math.isqrt(2 * pairs))
+    sharding = ringattn.Ring(group).sharding(n)
+    device = torch.device("cuda", torch.cuda.current_device())
+    # outside of a step's clock, and of the autograd of a step
+    q, k, v = (torch.randn(1, n, *width, device=device, dtype=dtype, requires_grad=True) for width in widths)
+    fastest = {"forward": math.inf, "backward": math.inf}
+    for _ in range(repeats):
+        before, between, begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(4))
+        before.record()
+        o = ringattn.ring_attention(q, k, v, sharding, causal=True)
+        between.record()
+        gradient = torch.ones_like(o)
+        begin.record()
+        torch.autograd.grad(o, (q, k, v), gradient)
+        end.record()
+        torch.cuda.synchronize()
+        fastest["forward"] = min(fastest["forward"], before.elapsed_time(between))
+        fastest["backward"] = min(fastest["backward"], begin.elapsed_time(end))
+    return {name: ms / (n * (n + 1) / 2) for name, ms in fastest.items()}

@@ -1,0 +1,241 @@
+"""A decoder-only transformer whose attention is the ring: RoPE, grouped queries, RMSNorm, SwiGLU.
+
+Owns the architecture, its initialisation, and what a backward recomputes of any model. Refuses to know groups, ranks,
+optimisers and text: a model sees the rows of one shard, and only attention looks beyond them.
+
+Shape legend: `b` batch, `s` tokens of this rank's shard, `h` query heads, `hk` key/value heads, `d` head_dim.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from einops import rearrange
+from torch import Tensor, nn
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+import ringattn
+from ringattn.launch.train.loss import cross_entropy_sum
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """The shape of a model.
+
+    Attributes:
+        dim: Width of the residual stream.
+        num_layers: Blocks.
+        num_heads: Query heads.
+        num_kv_heads: Key/value heads; divides num_heads.
+        head_dim: Width of a head; even.
+        mlp_dim: Hidden width of SwiGLU.
+        vocab_size: Tokens in the vocabulary.
+        window: Each token sees the last `window` tokens, itself among them; None: all before it.
+        rope_theta: Base of the rotary frequencies.
+        tie_embeddings: Whether the output projection is the embedding.
+    """
+
+    dim: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    mlp_dim: int
+    vocab_size: int = 256
+    window: int | None = None
+    rope_theta: float = 500_000.0
+    tie_embeddings: bool = True
+
+    def __post_init__(self) -> None:
+        for name in ("dim", "num_layers", "num_heads", "num_kv_heads", "head_dim", "mlp_dim"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(
+                f"num_kv_heads must divide num_heads, got {self.num_kv_heads} and {self.num_heads}; "
+                "pass --num-kv-heads a divisor"
+            )
+        if self.head_dim % 2:
+            raise ValueError(f"head_dim must be even, got {self.head_dim}; rotary embedding turns pairs")
+        if self.window is not None and self.window < 1:
+            raise ValueError(f"window must be at least 1, got {self.window}; leave it out for full attention")
+
+
+def document_positions(sharding: Any) -> Tensor:
+    """The position of each of this rank's rows inside its document, `s` int64; without documents its global position."""
+    if sharding.documents is None:
+        return sharding.positions
+    bounds = torch.tensor(sharding.documents, device=sharding.positions.device)
+    # the last bound at or before a position starts its document; empty documents repeat a bound
+    return sharding.positions - bounds[torch.searchsorted(bounds, sharding.positions, right=True) - 1]
+
+
+def rope_tables(positions: Tensor, head_dim: int, theta: float) -> tuple[Tensor, Tensor]:
+    """Cosines and sines of the rotary angles, `s d/2` fp32 each.
+
+    Frequency i is `theta ** (-2 i / d)` (Su et al., "RoFormer", equation 15). Angles are made in fp64: at position
+    1,000,000 an fp32 angle is wrong by hundredths of a radian.
+
+    Args:
+        positions: Of the rows, `s`.
+        head_dim: Width of a head.
+        theta: Base of the frequencies.
+    """
+    exponents = torch.arange(0, head_dim, 2, dtype=torch.float64, device=positions.device) / head_dim
+    angles = positions.to(torch.float64)[:, None] * theta**-exponents
+    return angles.cos().float(), angles.sin().float()
+
+
+def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Turns the pairs (x[i], x[i + d/2]) of `b s h d` by the angle of their position; keeps the dtype."""
+    first, second = x.float().chunk(2, dim=-1)
+    cos, sin = cos[:, None, :], sin[:, None, :]  # s 1 d/2
+    return torch.cat((first * cos - second * sin, first * sin + second * cos), dim=-1).to(x.dtype)
+
+
+class Attention(nn.Module):
+    """Causal grouped-query attention over the whole sequence, from the rows of one shard."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.attend: Callable[..., Tensor] = ringattn.ring_attention
+        self.q = nn.Linear(config.dim, config.num_heads * config.head_dim, bias=False)
+        self.k = nn.Linear(config.dim, config.num_kv_heads * config.head_dim, bias=False)
+        self.v = nn.Linear(config.dim, config.num_kv_heads * config.head_dim, bias=False)
+        self.out = nn.Linear(config.num_heads * config.head_dim, config.dim, bias=False)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, sharding: Any) -> Tensor:
+        """Rows `b s dim` to rows `b s dim`."""
+        heads, kv_heads, d = self.config.num_heads, self.config.num_kv_heads, self.config.head_dim
+        q = apply_rope(rearrange(self.q(x), "b s (h d) -> b s h d", h=heads, d=d), cos, sin)
+        k = apply_rope(rearrange(self.k(x), "b s (hk d) -> b s hk d", hk=kv_heads, d=d), cos, sin)
+        v = rearrange(self.v(x), "b s (hk d) -> b s hk d", hk=kv_heads, d=d)
+        o = self.attend(q, k, v, sharding, causal=True, window=self.config.window)
+        return self.out(rearrange(o, "b s h d -> b s (h d)"))
+
+
+class Mlp(nn.Module):
+    """SwiGLU: down(silu(gate(x)) * up(x)) (Shazeer, "GLU Variants Improve Transformer", equation 6).
+
+    Attributes:
+        rows: Of more rows than these, so many are computed at a time, and again in the backward; 0: all at once.
+    """
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.rows = 0
+        self.gate = nn.Linear(config.dim, config.mlp_dim, bias=False)
+        self.up = nn.Linear(config.dim, config.mlp_dim, bias=False)
+        self.down = nn.Linear(config.mlp_dim, config.dim, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Rows `b s dim` to rows `b s dim`; no row looks at another."""
+        if not self.rows or x.shape[1] <= self.rows:
+            return self._compute(x)
+        return torch.cat([checkpoint(self._compute, part, use_reentrant=False) for part in x.split(self.rows, 1)], 1)
+
+    def _compute(self, x: Tensor) -> Tensor:
+        return self.down(F.silu(self.gate(x)) * self.up(x))
+
+
+class Block(nn.Module):
+    """Attention and SwiGLU, each normalised before and added to the residual stream."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.attention_norm = nn.RMSNorm(config.dim, eps=1e-6)
+        self.attention = Attention(config)
+        self.mlp_norm = nn.RMSNorm(config.dim, eps=1e-6)
+        self.mlp = Mlp(config)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, sharding: Any) -> Tensor:
+        """Rows `b s dim` to rows `b s dim`."""
+        x = x + self.attention(self.attention_norm(x), cos, sin, sharding)
+        return x + self.mlp(self.mlp_norm(x))
+
+
+def _keep_attention(_: Any, op: Any, *__: Any, **___: Any) -> CheckpointPolicy:
+    """Recomputes everything in the backward but the ring, whose recomputation would move the keys again."""
+    ours = getattr(op, "namespace", None) == "ringattn"
+    return CheckpointPolicy.MUST_SAVE if ours else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def _selective_contexts() -> tuple[Any, Any]:
+    return create_selective_checkpoint_contexts(_keep_attention)
+
+
+def recompute_(blocks: Sequence[nn.Module], how: str) -> None:
+    """Makes the backward recompute blocks instead of keeping what is inside them.
+
+    Args:
+        blocks: Modules whose forward is a function of its arguments.
+        how: "none"; "selective", everything but attention; "full", everything.
+    """
+    if how == "none":
+        return
+    options = {"context_fn": _selective_contexts} if how == "selective" else {}
+    for block in blocks:
+        # inside the module's call, so that what hooks do around it is done once
+        block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False, **options)
+
+
+class Transformer(nn.Module):
+    """Tokens of one shard to the logits of the tokens after them, or to their loss.
+
+    Args:
+        config: The shape of the model.
+    """
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.embedding = nn.Embedding(config.vocab_size, config.dim)
+        self.blocks = nn.ModuleList(Block(config) for _ in range(config.num_layers))
+        self.norm = nn.RMSNorm(config.dim, eps=1e-6)
+        self.head = nn.Linear(config.dim, config.vocab_size, bias=False)
+        if config.tie_embeddings:
+            self.head.weight = self.embedding.weight
+
+    @torch.no_grad()
+    def initialise_(self, seed: int) -> None:
+        """Fills the parameters from a seed alone: the same at any rank and world size.
+
+        Matrices are normal with variance 1 / fan_in; the two that end a residual branch are smaller by
+        sqrt(2 * num_layers), so that the stream does not grow with depth. Embeddings have standard deviation 0.02.
+        """
+        generator = torch.Generator().manual_seed(seed)
+        for name, parameter in self.named_parameters():
+            if parameter.ndim == 1:
+                parameter.fill_(1.0)
+                continue
+            std = 0.02 if name in ("embedding.weight", "head.weight") else parameter.shape[1] ** -0.5
+            if name.endswith(("attention.out.weight", "mlp.down.weight")):
+                std /= math.sqrt(2 * self.config.num_layers)
+            parameter.copy_(torch.empty(parameter.shape).normal_(0.0, std, generator=generator))
+
+    def forward(self, tokens: Tensor, sharding: Any, targets: Tensor | None = None) -> Tensor:
+        """The logits of this rank's rows, or their loss.
+
+        Args:
+            tokens: `b s` integers, the rows of `sharding` that this rank holds.
+            sharding: Who holds which positions; gives the positions, from each document's start, that RoPE turns by.
+            targets: `b s`: the token after each row, or `IGNORED`.
+
+        Returns:
+            `b s vocab_size`, row x predicting the token after the global position of row x; with targets the sum of
+            their losses, natural log, fp32.
+        """
+        positions = document_positions(sharding).to(tokens.device)
+        cos, sin = rope_tables(positions, self.config.head_dim, self.config.rope_theta)
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x, cos, sin, sharding)
+        x = self.norm(x)
+        return self.head(x) if targets is None else cross_entropy_sum(x, self.head.weight, targets)

@@ -1,0 +1,147 @@
+"""Causal language models of transformers with the trainer's interface.
+
+Loads them (from a configuration, or a folder with weights), checks their vocabulary, and computes the loss from hidden rows. Ring
+attention is in `ringattn.integrations.transformers`.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ringattn.launch.runtime.checkpoint_files import has_weights, read_config, read_model
+from ringattn.launch.runtime.distributed import Refusal
+from ringattn.launch.train.loss import cross_entropy_sum
+from ringattn.launch.train.model import document_positions
+
+TOKENIZERS = ("tokenizer.json", "tokenizer_config.json")
+NUM_BYTES = 256
+
+
+def check_model(path: str) -> None:
+    """Refuse a path that is neither a configuration nor a folder with one.
+
+    Raises:
+        Refusal: There is no such file, or no config.json in the folder.
+    """
+    place = Path(path).expanduser()
+    if not (place.is_file() or (place / "config.json").is_file()):
+        raise Refusal(f"model must be a config.json or a folder with one, got {path}; download it first")
+
+
+def read_config_json(path: str) -> dict[str, Any]:
+    """Return the config.json of a model as a dict; empty when it is not a JSON object."""
+    place = Path(path).expanduser()
+    try:
+        content = json.loads((place / "config.json" if place.is_dir() else place).read_text())
+    except (OSError, ValueError):
+        content = None  # building the model raises the error
+    return content if isinstance(content, dict) else {}
+
+
+def load_tokenizer(path: str) -> Any:
+    """Load the tokenizer in the folder of a model; None where there is none, and tokens are bytes."""
+    place = Path(path).expanduser()
+    if not any((place / name).is_file() for name in TOKENIZERS):
+        return None
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(str(place), local_files_only=True)
+
+
+class CausalLM(nn.Module):
+    """Causal language model of transformers with the interface of `model.Transformer`.
+
+    Args:
+        model: The model, with ring attention.
+        softcap: Of its logits; 0.0 for none.
+    """
+
+    def __init__(self, model: Any, softcap: float) -> None:
+        super().__init__()
+        self.model = model
+        self.softcap = softcap
+
+    @property
+    def blocks(self) -> nn.ModuleList:
+        """The decoder layers: the longest list of modules that the model holds."""
+        lists = [module for module in self.model.modules() if isinstance(module, nn.ModuleList)]
+        return max(lists, key=len)
+
+    def forward(self, tokens: Tensor, sharding: Any, targets: Tensor | None = None) -> Tensor:
+        """Return the logits `b s vocab` of this rank's rows, or with targets `b s` the sum of their losses, fp32."""
+        positions = document_positions(sharding).to(tokens.device)[None]
+        decoder = self.model.base_model
+        hidden = decoder(input_ids=tokens, position_ids=positions, sharding=sharding, use_cache=False).last_hidden_state
+        head = self.model.get_output_embeddings().weight
+        if targets is not None:
+            return cross_entropy_sum(hidden, head, targets, self.softcap)
+        return _logits(hidden, head, self.softcap)
+
+
+def build_causal_lm(path: str, seed: int, device: torch.device, vocabulary: int = NUM_BYTES) -> CausalLM:
+    """Build the model of a folder with its weights, or with random ones that depend on the seed and the device type only.
+
+    Random weights are made on the device, whole; weights of a folder are read into host memory.
+
+    Args:
+        path: A folder, or a config.json.
+        seed: Of random weights.
+        device: Of the training.
+        vocabulary: Number of different tokens in the data.
+
+    Raises:
+        Refusal: transformers cannot build the model, weights are missing, the vocabulary is too small, or the logits are not
+            the last rows times the output embedding.
+    """
+    from transformers import AutoModelForCausalLM
+
+    from ringattn.integrations.transformers import NAME, register
+
+    register()
+    place = Path(path).expanduser()
+    config = read_config(path)
+    tokens = getattr(config, "vocab_size", None)
+    if tokens is None or tokens < vocabulary:
+        raise Refusal(
+            f"the model must have at least {vocabulary} tokens, got a vocab_size of {tokens} in {path}; "
+            "pass the folder that has its tokenizer, or a larger vocabulary"
+        )
+    # the logits of a few tokens are compared first, and without a ring; then attention is the ring's
+    options = {"dtype": torch.float32, "attn_implementation": "eager"}
+    if has_weights(place):
+        model = read_model(place, **options)
+    else:
+        with torch.random.fork_rng([device] if device.type == "cuda" else []), torch.device(device):
+            torch.manual_seed(seed)
+            model = AutoModelForCausalLM.from_config(config, **options)
+    softcap = getattr(config, "final_logit_softcapping", None) or 0.0
+    _check_logits(model, softcap, path)
+    model.set_attn_implementation(NAME)
+    return CausalLM(model, softcap)
+
+
+def _logits(hidden: Tensor, head: Tensor, softcap: float) -> Tensor:
+    logits = hidden @ head.T
+    return softcap * torch.tanh(logits / softcap) if softcap else logits
+
+
+@torch.no_grad()
+def _check_logits(model: Any, softcap: float, path: str) -> None:
+    """Refuse a model whose logits are not its last rows times its output embedding, softly capped."""
+    model.eval()
+    tokens = torch.arange(4, device=model.device)[None]
+    wanted = model(input_ids=tokens, use_cache=False).logits
+    hidden = model.base_model(input_ids=tokens, use_cache=False).last_hidden_state
+    head = model.get_output_embeddings()
+    found = None if getattr(head, "bias", None) is not None else _logits(hidden, head.weight, softcap)
+    if found is None or not torch.allclose(found, wanted, atol=1e-4, rtol=1e-4):
+        raise Refusal(
+            f"the logits of {path} must be its last rows times its output embedding, got other ones: its loss would be "
+            "another; train a model without scaled logits and without a bias on them"
+        )
+    model.train()

@@ -1,0 +1,486 @@
+"""One run of the training job on one rank: resume, training loop, validation, checkpoints, sample and report.
+
+Steps are computed in trainer.py, files are written by checkpoint.py and metrics_log.py, and ranks are started by cli.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import signal
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ringattn.launch.runtime.distributed import Rank, Refusal, was_restarted
+from ringattn.launch.runtime.session import Session, machine, write_json
+from ringattn.launch.train.checkpoint import (
+    Checkpoints,
+    find_checkpoint,
+    find_damage,
+    list_checkpoints,
+    read_facts,
+    step_of,
+)
+from ringattn.launch.train.config import Config
+from ringattn.launch.train.data import Batches, Corpus
+from ringattn.launch.train.metrics import AttentionTimer, ForwardFlops, mfu, peak_flops, peak_memory_mib
+from ringattn.launch.train.metrics_log import MetricsLog, plot_losses, summarise
+from ringattn.launch.train.model import ModelConfig, Transformer
+from ringattn.launch.train.parallel import make_parallel, single_rank
+from ringattn.launch.train.pretrained import NUM_BYTES, build_causal_lm, load_tokenizer, read_config_json
+from ringattn.launch.train.trainer import StepResult, Trainer, rounding_tolerance, steps_on_one_rank
+
+TIMER_INTERVAL = 10
+"""Steps between measurements of exposed communication."""
+
+
+@contextlib.contextmanager
+def _interrupts() -> Iterator[list[int]]:
+    """Record Ctrl-C in a list instead of raising, so that all ranks can stop after the same step."""
+    seen: list[int] = []
+
+    def note(number: int, frame: FrameType | None) -> None:
+        del frame
+        seen.append(number)
+
+    before = signal.signal(signal.SIGINT, note)
+    try:
+        yield seen
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def choose_checkpoint(resume: str, out: Path, rank: Rank) -> Path | None:
+    """Return the checkpoint to resume from, the same on every rank, or None for a new run.
+
+    Args:
+        resume: "auto", "never" or a checkpoint. A run that is restarted after a rank died resumes its own, if it has any.
+        out: The folder of the run.
+        rank: This rank.
+
+    Raises:
+        Refusal: The checkpoint does not exist or is damaged, or the folder has checkpoints of another run.
+    """
+    found = len(rank.broadcast([path.name for path in list_checkpoints(out)]))
+    old = rank.broadcast(sorted(path.name for path in out.glob("step-*.pt")))
+    if old and not found:
+        raise Refusal(
+            f"out must hold no single-file checkpoints, which 0.3 wrote and this version does not read, got {old[-1]} in {out}; "
+            "pass another --out, or go on with ringattn 0.3"
+        )
+    if resume == "auto" or (found and was_restarted()):
+        return find_checkpoint(out, rank)
+    if resume == "never":
+        if found:
+            raise Refusal(f"out must hold no checkpoints for a fresh run, got {found} in {out}; pass another --out")
+        return None
+    if not rank.broadcast(Path(resume).is_dir()):
+        raise Refusal(f"resume must be auto, never or a checkpoint that exists, got {resume}; look into {out}")
+    if damage := find_damage(Path(resume), rank):
+        raise Refusal(
+            f"resume must be an intact checkpoint, got {resume}, which {damage}; look into {out} for another one"
+        )
+    # a restart before the first save resumes from the newest in out, and the first save removes later ones
+    if others := rank.broadcast(
+        [path.name for path in list_checkpoints(out) if not _is_same_or_earlier(path, Path(resume))]
+    ):
+        raise Refusal(
+            f"out must hold no checkpoints but the one to continue from and earlier ones of its run, got {others[0]} in {out}; "
+            "pass another --out, or move them"
+        )
+    return Path(resume)
+
+
+def _is_same_or_earlier(path: Path, chosen: Path) -> bool:
+    """Return whether a checkpoint is the chosen one, or an earlier one in the same folder."""
+    path, chosen = path.resolve(), chosen.resolve()
+    return path == chosen or (path.parent == chosen.parent and step_of(path) < step_of(chosen))
+
+
+def check_continues(config: Config, corpus: Corpus, facts: dict[str, Any]) -> list[str]:
+    """Return descriptions of the flags that changed since a checkpoint; refuse changes that a run cannot resume with.
+
+    Args:
+        config: The flags now.
+        corpus: The data now.
+        facts: Those of the checkpoint.
+
+    Raises:
+        Refusal: The model or the data has changed.
+    """
+    before, now = facts["config"], dataclasses.asdict(config)
+    shape = {field.name for field in dataclasses.fields(ModelConfig)} | {"model"}
+    for name in sorted(shape & before.keys()):
+        if before[name] != now[name]:
+            raise Refusal(
+                f"{name} must be {before[name]} as in the checkpoint, got {now[name]}; "
+                "pass another --out to start afresh"
+            )
+    # checkpoints of 0.16 do not have it
+    if config.model is not None and (old := facts.get("configuration")) is not None:
+        new = read_config_json(config.model)
+        if changed := sorted(name for name in old.keys() | new.keys() if old.get(name) != new.get(name)):
+            changes = ", ".join(f"{name} {old.get(name)} -> {new.get(name)}" for name in changed)
+            raise Refusal(
+                f"the configuration in {config.model} must be that of the checkpoint, got another one ({changes}); "
+                "put it back, or pass another --out to start afresh"
+            )
+    if facts["data"] != corpus.fingerprint:
+        raise Refusal(
+            f"data must be the text of the checkpoint, got other ones from {corpus.source}; "
+            "pass the --data of the first start, or another --out to start afresh"
+        )
+    flags = set(before) & set(now) - shape - {"preset", "nproc", "data", "out", "resume", "timeout", "max_restarts"}
+    return [f"{name} {before[name]} -> {now[name]}" for name in sorted(flags) if before[name] != now[name]]
+
+
+def compare_results(
+    single: Sequence[StepResult], ring: Sequence[StepResult], world_size: int, dtype: torch.dtype
+) -> str:
+    """Compare the first steps on one rank with those on the ring.
+
+    Args:
+        single: Steps of one rank.
+        ring: The same steps of the ring.
+        world_size: Ranks of the ring.
+        dtype: Of the computation.
+
+    Returns:
+        A table.
+
+    Raises:
+        Refusal: A loss or a gradient norm differs by more than rounding; the message holds the table.
+    """
+    columns = ["loss, 1", f"loss, {world_size}", "difference", "norm, 1", f"norm, {world_size}", "difference"]
+    lines = [
+        f"first steps on 1 rank and on {world_size} ranks (loss in nats, norm of the gradient)",
+        f"{'step':>6}" + "".join(f"{column:>13}" for column in columns),
+    ]
+    shares = []  # of the tolerance
+    for step, (one, many) in enumerate(zip(single, ring, strict=True), start=1):
+        cells = []
+        for a, b in ((one.loss, many.loss), (one.grad_norm, many.grad_norm)):
+            shares.append(abs(a - b) / rounding_tolerance(a, dtype))
+            cells.append(f"{a:>13.7f}{b:>13.7f}{b - a:>13.1e}")
+        lines.append(f"{step:>6}{''.join(cells)}")
+    text = "\n".join(lines)
+    if not all(share <= 1 for share in shares):
+        raise Refusal(
+            f"{text}\nthe ring must equal one rank within rounding, got differences beyond it; "
+            "run python -m ringattn.launch.check to see which part is wrong"
+        )
+    return f"{text}\nequal within rounding"
+
+
+class Run:
+    """State of a run on one rank: flags, data, trainer and progress.
+
+    Args:
+        config: The flags.
+        rank: This rank.
+        corpus: The data.
+
+    Raises:
+        Refusal: The flags, the data or the folder do not allow a run. Raised on every rank.
+    """
+
+    def __init__(self, config: Config, rank: Rank, corpus: Corpus) -> None:
+        self.config, self.rank = config, rank
+        self.out = Path(config.out)
+        self.tokenizer: Any = None if config.model is None else load_tokenizer(config.model)
+        # read now: the file may change during training
+        self._configuration = None if config.model is None else read_config_json(config.model)
+        try:
+            self.corpus = corpus if self.tokenizer is None else corpus.encoded(self.tokenizer, str(config.model))
+            self.batches = Batches(self.corpus.text, config.seq_len, config.batch_size, config.seed)
+        except ValueError as error:
+            raise Refusal(str(error)) from None
+        self.recipe = config.recipe(rank.device, self.corpus.separator)
+        self.checkpoints = Checkpoints(self.out, rank)
+        # a group per rank, for steps without the others
+        self._single: Any = dist.new_group([rank.index], use_local_synchronization=True)
+        path = choose_checkpoint(config.resume, self.out, rank)
+        facts = self._read_facts(path)
+        self.start = int(facts["step"]) if facts else 0
+        self.single_rank_results = [] if facts else self._single_rank_steps()
+        self.trainer = Trainer(self.build, self.recipe, make_parallel(rank.device, config.mesh, config.timeout))
+        self._count_flops()
+        if path is not None:
+            state = self.trainer.state()
+            self.checkpoints.load_(path, state)
+            self.trainer.load_state_(state)
+        self.saved = self.start
+        self.metrics_log = MetricsLog(self.out, self.start, writes=rank.first)
+        clocked = rank.device.type == "cuda" and not config.compile
+        self._timer = AttentionTimer(self._single) if clocked else None
+        self.bar: Any = None
+
+    def build(self) -> nn.Module:
+        """Build a new model, which depends on the flags only."""
+        if self.config.model is not None:
+            vocabulary = NUM_BYTES if self.tokenizer is None else len(self.tokenizer)
+            return build_causal_lm(self.config.model, self.config.seed, self.rank.device, vocabulary)
+        model = Transformer(self.config.shape())
+        model.initialise_(self.config.seed)
+        return model
+
+    def print(self, text: str) -> None:
+        """Print on rank 0, above the progress bar."""
+        if not self.rank.first:
+            return
+        if self.bar is None or self.bar.disable:
+            print(text, flush=True)
+        else:
+            self.bar.write(text)
+
+    def _read_facts(self, path: Path | None) -> dict[str, Any] | None:
+        """Read the facts of the checkpoint to resume from, if any, and print which flags changed."""
+        if path is None:
+            return None
+        facts = self.rank.lead(lambda: read_facts(path))
+        assert facts is not None, "a checkpoint has facts"
+        # on rank 0, for a file may differ between hosts
+        changes = self.rank.lead(lambda: check_continues(self.config, self.corpus, facts))
+        if self.rank.first:
+            print(f"continuing from step {facts['step']} ({path})", flush=True)
+            if changes:
+                print(f"changed since then: {', '.join(changes)}", flush=True)
+        return facts
+
+    def _single_rank_steps(self) -> list[StepResult]:
+        """Return the first steps on rank 0 only, on every rank; empty when there is nothing to compare."""
+        count = min(self.config.compare_steps, self.config.steps)
+        if self.rank.world_size == 1 or not count:
+            return []
+        return self.rank.lead(lambda: self._run_single_rank(count)) or []
+
+    def _run_single_rank(self, count: int) -> list[StepResult]:
+        """Run the first `count` steps on this rank only; empty when its memory is too small.
+
+        Raises:
+            Refusal: A loss or a gradient is not finite.
+        """
+        steps = []
+        batches = [self.batches.training(step) for step in range(count)]
+        lrs = [self.config.lr_at(step) for step in range(count)]
+        try:
+            parallel = single_rank(self._single, self.rank.device)
+            steps = steps_on_one_rank(self.build, self.recipe, parallel, batches, lrs)
+        except torch.OutOfMemoryError:
+            print("one GPU cannot hold this run: its first steps are not compared with one rank", flush=True)
+        except FloatingPointError as error:
+            raise Refusal(str(error)) from None
+        if self.rank.device.type == "cuda":
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats(self.rank.device)
+        return steps
+
+    def _count_flops(self) -> None:
+        """Count the FLOPs of a token and of a visible pair from one forward of the first batch, over all ranks."""
+        windows = self.batches.training(0)
+        # compiled code hides its operators
+        with torch.compiler.set_stance("force_eager"), ForwardFlops() as counted:
+            self.trainer.evaluate([windows])
+        attention, others = (
+            sum(column) for column in zip(*self.rank.gather((counted.attention, counted.others)), strict=True)
+        )
+        self._flops_per_token = others / (windows.shape[0] * (windows.shape[1] - 1))
+        self._flops_per_pair = attention / self.trainer.pairs(windows)
+
+    def flops(self, windows: torch.Tensor) -> float:
+        """Return the floating-point operations of a step (Note [Model FLOPs])."""
+        tokens = windows.shape[0] * (windows.shape[1] - 1)
+        return 3 * (self._flops_per_token * tokens + self._flops_per_pair * self.trainer.pairs(windows))
+
+    def print_summary(self) -> None:
+        """Print model, mesh, batch and data."""
+        config, rank, parallel = self.config, self.rank, self.trainer.parallel
+        first = next(iter(self.trainer.micro_batches(self.batches.training(0))))
+        held = rank.gather(self.trainer.sharding(first).shard_len)
+        where = torch.cuda.get_device_name(rank.device) if rank.device.type == "cuda" else "CPU"
+        micro = f" in {config.accumulate} micro-batches" if config.accumulate > 1 else ""
+        packed = f", packed to {first.tokens.shape[1]:,}" if config.pack else ""
+        self.print(
+            f"{self.trainer.num_parameters / 1e6:.2f}M parameters, {str(self.recipe.dtype).removeprefix('torch.')}, "
+            f"{rank.world_size} rank(s) (dp {parallel.dp} x cp {parallel.cp}) on {where}, backend {rank.backend}\n"
+            f"context {config.seq_len:,} tokens{packed} ({self.recipe.layout}: {_ranges(held)} per rank), "
+            f"batch {config.batch_size}{micro}, {config.steps} steps\n"
+            f"{self.corpus.source}: {self.corpus.text.numel() / 1e6:.1f} M tokens in {self.corpus.num_files} file(s), "
+            f"{(self.corpus.text.numel() - self.batches.num_training_tokens) / 1e6:.2f} M held out"
+        )
+
+    def validate(self, step: int) -> None:
+        """Measure and log the validation loss, and plot the losses."""
+        loss = self.trainer.evaluate(self.batches.validation(self.config.eval_batches))
+        self.metrics_log.add(step=step, validation_loss=loss)
+        self.print(f"step {step}: validation loss {loss:.4f}")
+        if self.rank.first:
+            title = f"{self.rank.world_size} rank(s), context {self.config.seq_len:,}, {self.config.layout}"
+            plot_losses(self.metrics_log.rows, self.out / "loss.png", title, self._unit)
+
+    def save(self, step: int) -> None:
+        """Start to write a checkpoint; `Checkpoints.wait` waits for it."""
+        self.metrics_log.flush()
+        facts = {"step": step, "data": self.corpus.fingerprint, "config": dataclasses.asdict(self.config)}
+        if self.config.model is not None:
+            facts["configuration"] = self._configuration
+        self.checkpoints.save(step, self.trainer.state(), facts)
+        self.saved = step
+
+    def _timed_step(self, step: int, values: Sequence[float]) -> tuple[StepResult, float, float | None]:
+        """Run one step; return it with its seconds and the milliseconds of exposed communication, where measured."""
+        windows = self.batches.training(step)
+        measured = self._timer is not None and (step + 1 - self.start) % TIMER_INTERVAL == 0
+        self.trainer.seed_dropout(step)
+        began = time.perf_counter()
+        with self._timer if measured and self._timer else contextlib.nullcontext():
+            result = self.trainer.step(windows, self.config.lr_at(step), values)
+        seconds = time.perf_counter() - began
+        if not measured or self._timer is None:
+            return result, seconds, None
+        exposed = [ms for ms in self.rank.gather(self._timer.exposed_ms()) if ms is not None]
+        return result, seconds, max(exposed, default=None)
+
+    def train(self) -> bool:
+        """Run the remaining steps.
+
+        Returns:
+            Whether all are done; False when the run was interrupted.
+        """
+        from tqdm import tqdm
+
+        config, world_size = self.config, self.rank.world_size
+        gpu = torch.cuda.get_device_name(self.rank.device) if self.rank.device.type == "cuda" else ""
+        peak_rate = peak_flops(gpu, self.recipe.dtype)
+        peak, ring_results, stopped, done = 0.0, [], False, self.start
+        shown = max(1, config.steps // 20)
+        disable = None if self.rank.first else True  # None: no bar without a terminal
+        with (
+            tqdm(total=config.steps, initial=self.start, disable=disable, unit="step", dynamic_ncols=True) as self.bar,
+            _interrupts() as seen,
+        ):
+            if not self.start:
+                self.validate(0)
+            for step in range(self.start, config.steps):
+                values = [0.0] * (1 + world_size)
+                values[0] = float(bool(seen) or self.rank.orphaned)
+                values[1 + self.rank.index] = peak = peak_memory_mib(self.rank.device, peak)
+                try:
+                    result, seconds, exposed = self._timed_step(step, values)
+                except FloatingPointError:
+                    self.checkpoints.wait()  # raised on every rank: finish the last checkpoint first
+                    raise
+                speed = config.batch_size * config.seq_len / seconds
+                share = (
+                    mfu(self.flops(self.batches.training(step)), seconds, world_size, peak_rate) if peak_rate else None
+                )
+                stopped, memory = result.sums[0] > 0, result.sums[1:]
+                done = step + 1
+                self.metrics_log.add(
+                    step=done,
+                    loss=result.loss,
+                    grad_norm=result.grad_norm,
+                    lr=config.lr_at(step),
+                    tokens_per_s=round(speed, 1),
+                    tokens_per_s_per_rank=round(speed / world_size, 1),
+                    step_s=round(seconds, 6),
+                    mfu=None if share is None else round(share, 4),
+                    exposed_ms=None if exposed is None else round(exposed, 3),
+                    peak_memory_mib=[round(value, 1) for value in memory],
+                )
+                gib = max(memory) / 1024
+                status = f"loss {result.loss:.3f}, norm {result.grad_norm:.2f}, {speed:,.0f} tokens/s"
+                status += f" ({speed / world_size:,.0f} per rank), {gib:.2f} GiB"
+                status += "" if share is None else f", {100 * share:.1f}% MFU"
+                self.bar.set_postfix_str(status, refresh=False)
+                self.bar.update()
+                if self.rank.first and self.bar.disable and (done % shown == 0 or done == self.start + 1):
+                    self.print(f"step {done}/{config.steps}: {status}")
+                if len(ring_results) < len(self.single_rank_results):
+                    ring_results.append(result)
+                    if len(ring_results) == len(self.single_rank_results):
+                        self.print(
+                            compare_results(self.single_rank_results, ring_results, world_size, self.recipe.dtype)
+                        )
+                if stopped:
+                    break
+                if done % config.eval_interval == 0 or done == config.steps:
+                    self.validate(done)
+                if done % config.checkpoint_interval == 0 or done == config.steps:
+                    self.save(done)
+            if stopped and self.saved != done:
+                self.save(done)
+            self.checkpoints.wait()
+        return not stopped
+
+    def sample(self) -> None:
+        """Generate text after a few held-out tokens, print it and write it to a file."""
+        if not self.config.sample_len:
+            return
+        prompt = self.batches.prompt(self.config.prompt_len)
+        text = self.trainer.generate(prompt, self.config.sample_len, self.config.temperature, self.config.seed)
+        before = self._decode(prompt.tolist())
+        after = self._decode(text.tolist()).removeprefix(before)
+        self.print(f"--- held-out text\n{before.decode(errors='replace')}")
+        self.print(f"--- the model continues\n{after.decode(errors='replace')}\n---")
+        if self.rank.first:
+            (self.out / "sample.txt").write_bytes(before + after)
+
+    def _decode(self, tokens: list[int]) -> bytes:
+        """Decode tokens; without a tokenizer, tokens that are not bytes are left out."""
+        if self.tokenizer is not None:
+            return self.tokenizer.decode(tokens).encode()
+        return bytes(token for token in tokens if token < NUM_BYTES)
+
+    @property
+    def _unit(self) -> str:
+        return "byte" if self.tokenizer is None else "token"
+
+    def report_results(self) -> None:
+        """Print losses, memory and output paths, and write result.json."""
+        rows = self.metrics_log.rows
+        training = [row for row in rows if "loss" in row]
+        validation = [row["validation_loss"] for row in rows if "validation_loss" in row]
+        if not (self.rank.first and training and validation):
+            return
+        memory: list[float] = []
+        if self.start < training[-1]["step"]:
+            found = summarise(rows, self.start)
+            memory = found["peak_memory_mib"]
+            write_json(self.out / "result.json", {"machine": self._machine(), "rows": [self._facts() | found]})
+        self.print(
+            f"loss {training[0]['loss']:.4f} -> {training[-1]['loss']:.4f}, "
+            f"validation {validation[0]:.4f} -> {validation[-1]:.4f} nats per {self._unit} over {len(training)} steps\n"
+            + (f"peak memory per rank: {', '.join(f'{value:.0f}' for value in memory)} MiB\n" if memory else "")
+            + f"log, curve, sample and checkpoints: {self.out}/{{log.jsonl,result.json,loss.png,sample.txt,step-*}}"
+        )
+
+    def _machine(self) -> dict[str, Any]:
+        backend = None if self.rank.backend == "none" else self.rank.backend
+        return machine(Session(self.rank.index, self.rank.world_size, self.rank.device, backend))
+
+    def _facts(self) -> dict[str, Any]:
+        """Return the fields of the result that describe the run."""
+        config, parallel = self.config, self.trainer.parallel
+        named = ("preset", "model", "seq_len", "batch_size", "accumulate", "pack", "recompute", "compile")
+        return {
+            "bench": "train",
+            "world_size": self.rank.world_size,
+            "dp": parallel.dp,
+            "cp": parallel.cp,
+            "parameters": self.trainer.num_parameters,
+            "dtype": str(self.recipe.dtype).removeprefix("torch."),
+            **{name: getattr(config, name) for name in named},
+        }
+
+
+def _ranges(lengths: Sequence[int]) -> str:
+    low, high = min(lengths), max(lengths)
+    return f"{low:,}" if low == high else f"{low:,} to {high:,}"

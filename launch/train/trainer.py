@@ -1,0 +1,305 @@
+"""Trainer of one model on a mesh: training step, validation, text generation, and the first steps on one rank.
+
+Owns the arithmetic that makes a sharded run equal a single process. Knows no files, flags or progress bars.
+
+Note [Exact gradient]
+    Every rank sees some rows of some sequences; some ranks may see none. The loss of a step is the sum over all tokens
+    that are to be predicted divided by their number, both global. So each rank differentiates the *sum* over its own
+    rows divided by the *global* number, and gradients are added over ranks and micro-batches: the result is the
+    gradient of one process, whatever the mesh, the lengths of the shards and of the documents. (An average over ranks
+    or micro-batches would weigh the tokens of short ones more.) Parameters are sharded over all ranks by FSDP2, which
+    adds gradients as it sends them to their owners; the loss, the norm and a few values of each rank are
+    summed in one small all-reduce.
+
+Note [Rows]
+    Every rank is given the whole batch, `b n+1` tokens. Its windows are split by micro-batch, then by dp rank; the
+    ring of a dp rank shards the sequences among its cp ranks.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.fsdp import FSDPModule
+from torch.nn.utils import get_total_norm
+
+from ringattn.launch.train.data import Rows, count_targets, make_rows
+from ringattn.launch.train.model import recompute_
+from ringattn.launch.train.parallel import Parallel, shard_model_
+from ringattn.plan.mask import AttentionMask
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Training options of a model, without its data.
+
+    Attributes:
+        seed: Of the initialisation, and of dropout where the model has any.
+        layout: Of the sequence shards.
+        separator: The last token of each document, when attention stays inside documents; None: it does not.
+        accumulate: Micro-batches of a step.
+        dtype: float32, or bfloat16 for all but parameters, gradients, statistics and the loss.
+        recompute: Activations that the backward recomputes: "none"; "selective", everything but attention; "full", everything.
+        reshard: Whether gathered parameters are dropped between forward and backward.
+        compile: Whether blocks are compiled.
+        weight_decay: Of matrices.
+        max_grad_norm: Gradients are scaled down to this norm.
+        window: Tokens that each token sees, for balancing work and counting it; None: all before it.
+    """
+
+    seed: int = 0
+    layout: str = "zigzag"
+    separator: int | None = None
+    accumulate: int = 1
+    dtype: torch.dtype = torch.float32
+    recompute: str = "none"
+    reshard: bool = True
+    compile: bool = False
+    weight_decay: float = 0.1
+    max_grad_norm: float = 1.0
+    window: int | None = None
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """Result of a step, the same on every rank.
+
+    Attributes:
+        loss: Mean over all tokens, natural log, before the update.
+        grad_norm: Of the whole gradient, before clipping.
+        sums: The values passed to the step, summed over ranks.
+    """
+
+    loss: float
+    grad_norm: float
+    sums: list[float]
+
+
+class Trainer:
+    """A model sharded over the ranks, and the rows of this one.
+
+    Args:
+        build: Makes the model, equal on every rank: a module with the interface of `Transformer`.
+        recipe: Of the training.
+        parallel: The ranks.
+    """
+
+    def __init__(self, build: Callable[[], nn.Module], recipe: Recipe, parallel: Parallel) -> None:
+        self.recipe, self.parallel = recipe, parallel
+        self.ring, self.device = parallel.ring, parallel.device
+        self.model: Any = build().train()
+        self.num_parameters = sum(parameter.numel() for parameter in self.model.parameters())
+        blocks = list(self.model.blocks)
+        recompute_(blocks, recipe.recompute)
+        if recipe.compile:
+            for block in blocks:
+                block.forward = torch.compile(block.forward)
+        shard_model_(self.model, blocks, parallel.all_ranks, recipe.dtype, recipe.reshard)
+        self.model.to(self.device)  # buffers: parameters are there
+        parameters = list(self.model.parameters())
+        decayed = [parameter for parameter in parameters if parameter.ndim > 1]
+        others = [parameter for parameter in parameters if parameter.ndim <= 1]
+        groups = [{"params": decayed, "weight_decay": recipe.weight_decay}, {"params": others, "weight_decay": 0.0}]
+        self.optimizer = torch.optim.AdamW(
+            [group for group in groups if group["params"]], lr=0.0, betas=(0.9, 0.95), fused=True
+        )
+
+    def sharding(self, rows: Rows) -> Any:
+        """Return the sharding of some rows over this ring."""
+        n, layout = rows.tokens.shape[1], self.recipe.layout
+        balance = _mask(self.recipe.window) if layout == "balanced" else None
+        return self.ring.sharding(n, layout, rows.documents, balance=balance)
+
+    def micro_batches(self, windows: Tensor) -> Iterator[Rows]:
+        """Yield the rows of this rank's ring, one micro-batch at a time (Note [Rows]).
+
+        Raises:
+            ValueError: The windows cannot be split evenly.
+        """
+        parts = self.recipe.accumulate * self.parallel.dp
+        if windows.shape[0] % parts:
+            raise ValueError(
+                f"batch_size must be a multiple of accumulate x dp, got {windows.shape[0]} and "
+                f"{self.recipe.accumulate} x {self.parallel.dp}; pass another --batch-size, --accumulate or --mesh"
+            )
+        split = windows.unflatten(0, (self.recipe.accumulate, self.parallel.dp, -1))
+        for micro in range(self.recipe.accumulate):
+            yield make_rows(split[micro, self.parallel.dp_rank], self.recipe.separator)
+
+    def loss_sum(self, rows: Rows) -> Tensor:
+        """The loss of this rank's rows: a sum, fp32; 0 where the rank holds nothing."""
+        sharding = self.sharding(rows)
+        tokens, targets = (sharding.shard(x.to(self.device), dim=1) for x in (rows.tokens, rows.targets))
+        return self.model(tokens, sharding, targets)
+
+    def pairs(self, windows: Tensor) -> int:
+        """Visible (query, key) pairs of a whole batch, of one layer and head: causal, within documents and the window."""
+        parts = windows.split(windows.shape[0] // (self.recipe.accumulate * self.parallel.dp))
+        return sum(_pairs(make_rows(part, self.recipe.separator), self.recipe.window) for part in parts)
+
+    def step(self, windows: Tensor, lr: float, values: Sequence[float] = ()) -> StepResult:
+        """One update from a batch that every rank is given whole (Note [Exact gradient]).
+
+        Args:
+            windows: `b n+1` tokens, the same on every rank.
+            lr: Learning rate of this step.
+            values: Numbers of this rank to sum over ranks; the same count on every rank.
+
+        Returns:
+            The same result on every rank.
+
+        Raises:
+            FloatingPointError: The loss or the gradient is not finite. Raised on every rank; nothing was updated.
+        """
+        num_targets = max(1, count_targets(windows, self.recipe.separator))
+        self.optimizer.zero_grad()
+        total = torch.zeros((), device=self.device)
+        for micro, rows in enumerate(self.micro_batches(windows), start=1):
+            last = micro == self.recipe.accumulate
+            self.model.set_is_last_backward(last)
+            self.model.set_requires_gradient_sync(last)
+            loss_sum = self.loss_sum(rows)
+            (loss_sum / num_targets).backward()
+            total += loss_sum.detach() / num_targets
+        gradients = [parameter.grad.to_local() for parameter in self.model.parameters() if parameter.grad is not None]
+        numbers = torch.tensor([0.0, 0.0, *values], dtype=torch.float64, device=self.device)
+        numbers[0], numbers[1] = total, get_total_norm(gradients).square()
+        loss, square, *sums = self.parallel.all_reduce_(numbers).tolist()
+        grad_norm = math.sqrt(square) if square >= 0 else square
+        if not (math.isfinite(loss) and math.isfinite(grad_norm)):
+            raise FloatingPointError(
+                f"loss and gradient norm must be finite, got {loss} and {grad_norm}; "
+                "pass a smaller --lr, and start again: the run continues from the last checkpoint"
+            )
+        if grad_norm > self.recipe.max_grad_norm:
+            for gradient in gradients:
+                gradient.mul_(self.recipe.max_grad_norm / grad_norm)
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        self.optimizer.step()
+        return StepResult(loss, grad_norm, sums)
+
+    def seed_dropout(self, step: int) -> None:
+        """Seed the generators from seed, step and dp rank; all ranks of a ring get the same seed."""
+        torch.manual_seed(random.Random(f"{self.recipe.seed} {step} {self.parallel.dp_rank}").getrandbits(63))
+
+    @torch.no_grad()
+    def evaluate(self, batches: Iterable[Tensor]) -> float:
+        """The mean loss over batches of `b n+1` tokens, natural log; the same on every rank."""
+        total = torch.zeros((), dtype=torch.float64, device=self.device)
+        count = 0
+        self.model.eval()
+        for windows in batches:
+            for rows in self.micro_batches(windows):
+                total += self.loss_sum(rows)
+            count += count_targets(windows, self.recipe.separator)
+        self._end_evaluation()
+        return self.parallel.all_reduce_(total).item() / max(1, count)
+
+    @torch.no_grad()
+    def generate(self, prompt: Tensor, length: int, temperature: float, seed: int) -> Tensor:
+        """Continues a text, each token from one forward of the whole ring over prompt and continuation.
+
+        Args:
+            prompt: At least one token, 1-dimensional, the same on every rank.
+            length: Tokens to add.
+            temperature: Of the logits; 0 takes the likeliest token.
+            seed: Of the draws.
+
+        Returns:
+            Prompt and continuation, int64 on the CPU, the same on every rank.
+        """
+        generator = torch.Generator().manual_seed(seed)
+        text = F.pad(prompt.long(), (0, length))
+        sharding = self.ring.sharding(text.numel())
+        positions = sharding.positions.cpu()
+        self.model.eval()
+        for at in range(prompt.numel(), text.numel()):
+            # tokens from here on are still zero; no earlier row sees them
+            logits = self.model(sharding.shard(text[None].to(self.device), dim=1), sharding)
+            row = torch.zeros(logits.shape[-1], device=self.device)
+            for held in (positions == at - 1).nonzero().flatten().tolist():
+                row.copy_(logits[0, held])
+            # one rank of each ring holds the row, the others add zero: exact
+            scores = self.parallel.all_reduce_(row).double().cpu() / self.parallel.dp
+            if temperature == 0:
+                text[at] = scores.argmax()
+            else:
+                # the largest is 0 before it is divided, so that no temperature makes infinities of two
+                weights = ((scores - scores.max()) / temperature).softmax(0)
+                text[at] = torch.multinomial(weights, 1, generator=generator)[0]
+        self._end_evaluation()
+        return text
+
+    def _end_evaluation(self) -> None:
+        """Free the parameters that forwards without a backward have gathered, and return to training mode."""
+        for module in self.model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+        self.model.train()
+
+    def state(self) -> dict[str, Any]:
+        """Parameters and optimiser state by name of parameter, as sharded tensors: independent of the mesh."""
+        model, optimizer = get_state_dict(self.model, self.optimizer)
+        return {"model": model, "optimizer": optimizer}
+
+    def load_state_(self, state: dict[str, Any]) -> None:
+        """Continues from what `state` returned, filled with other values; the weight decay stays the recipe's."""
+        decays = [group["weight_decay"] for group in self.optimizer.param_groups]
+        set_state_dict(self.model, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+        for group, decay in zip(self.optimizer.param_groups, decays, strict=True):
+            group["weight_decay"] = decay
+
+
+def _mask(window: int | None) -> dict[str, Any]:
+    return {"causal": True, "window": None if window is None else (window - 1, 0)}
+
+
+def _pairs(rows: Rows, window: int | None) -> int:
+    batch, n = rows.tokens.shape
+    return batch * AttentionMask(n, n, documents=rows.documents, **_mask(window)).pairs(0, n)
+
+
+def steps_on_one_rank(
+    build: Callable[[], nn.Module],
+    recipe: Recipe,
+    parallel: Parallel,
+    batches: Sequence[Tensor],
+    lrs: Sequence[float],
+) -> list[StepResult]:
+    """Train a new model on this rank only.
+
+    Args:
+        build: Makes the model.
+        recipe: Of the training.
+        parallel: A mesh of this rank only.
+        batches: One batch per step.
+        lrs: One learning rate per step.
+
+    Returns:
+        One result per step.
+    """
+    trainer = Trainer(build, recipe, parallel)
+    results = []
+    for step, (windows, lr) in enumerate(zip(batches, lrs, strict=True)):
+        trainer.seed_dropout(step)
+        results.append(trainer.step(windows, lr))
+    return results
+
+
+def rounding_tolerance(value: float, dtype: torch.dtype) -> float:
+    """Return the rounding error allowed for a loss or a norm whose sums are ordered differently.
+
+    64 rounding units of float32, or a quarter of one of bfloat16, whose runs still add in float32: each several times
+    the difference seen over the first steps of a run.
+    """
+    units = 64 if dtype == torch.float32 else 0.25
+    return units * torch.finfo(dtype).eps * abs(value)

@@ -1,0 +1,517 @@
+"""Models, tokenizers, pieces of text and the choice of tokens, as the server uses them."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+import shutil
+from collections import Counter
+from functools import cache
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ringattn.launch.runtime.distributed import Rank, Refusal
+from ringattn.launch.runtime.model_optimization import change_model
+from ringattn.launch.serve import scheduler as scheduler_module
+from ringattn.launch.serve.config import check_model
+from ringattn.launch.serve.http.detokenizer import Detokenizer, StopStrings
+from ringattn.launch.serve.messages import Logprob
+from ringattn.launch.serve.model_runner import ModelRunner
+from ringattn.launch.serve.models import broadcast_weights, describe_cache, load_model, make_cache
+from ringattn.launch.serve.sampling import Sampling, sample_tokens
+from ringattn.launch.serve.scheduler import Request, Scheduler
+from ringattn.launch.serve.tokenizer import REPLACEMENT, ByteTokenizer, ChatTemplateError, PretrainedTokenizer
+from ringattn.launch.train.pretrained import build_causal_lm
+from ringattn.ring import Ring
+from tests.recording import Reruns
+
+CPU = torch.device("cpu")
+TEMPLATE = (
+    "{% for m in messages %}{% if m.role == 'assistant' and loop.first %}{{ raise_exception('no user') }}{% endif %}"
+    "<|{{ m.role }}|>{{ m.content }}{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+CONFIG = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+CONFIG |= {"num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 512}
+
+
+@cache
+def _tokenizer() -> Any:
+    """A byte-level BPE tokenizer, made here: characters of several bytes may fall into several tokens."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    inner = Tokenizer(models.BPE())
+    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    inner.decoder = decoders.ByteLevel()
+    special = ["<|end|>", "<|user|>", "<|assistant|>", "<|system|>"]
+    trainer = trainers.BpeTrainer(
+        vocab_size=400,
+        special_tokens=special,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    inner.train_from_iterator(["the ring of keys and the ring of values, straße, naïve"] * 20, trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="<|end|>", chat_template=TEMPLATE)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint as transformers saves it."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    path = tmp_path_factory.mktemp("models") / "small"
+    torch.manual_seed(1)
+    config = AutoConfig.for_model("qwen3", vocab_size=len(_tokenizer()) + 5, eos_token_id=[0, 7], **CONFIG)
+    AutoModelForCausalLM.from_config(config).save_pretrained(path)
+    _tokenizer().save_pretrained(path)
+    return path
+
+
+def sample(logits: torch.Tensor, how: list[Sampling]) -> list[tuple[int | None, Logprob | None]]:
+    return sample_tokens(logits, how, [[]] * len(how)).on_host().read()
+
+
+def opened(path: Path | str, **how: Any) -> Any:
+    return load_model(str(path), **{"name": None, "dtype": "auto", "device": CPU, "seed": 0, **how})
+
+
+def answered(
+    model_runner: ModelRunner, prompts: list[list[int]], ahead: bool = False, mixed: bool = False
+) -> tuple[list[list[int]], Counter[str]]:
+    """Six greedy tokens for each prompt, which come one after another, and how many steps there were of which kind.
+
+    Args:
+        replica: Computes them.
+        prompts: Tokens.
+        ahead: The next step is started before one is read.
+        mixed: Prompts may come together with answers.
+    """
+    chunk = 64 if model_runner.pieces else 8
+    scheduler = Scheduler(
+        model_runner.allocator,
+        chunk=chunk,
+        max_running=4,
+        max_waiting=4,
+        keep=False,
+        pieces=min(2, model_runner.pieces),
+        rows=model_runner.rows if mixed else 0,
+    )
+    answers: dict[int, list[int]] = {name: [] for name in range(len(prompts))}
+    pending = [Request(name, prompt, 6, sampling=Sampling(0)) for name, prompt in enumerate(prompts)]
+    scheduler.add([pending.pop(0)])
+    before, kinds = None, Counter[str]()
+    while (plan := scheduler.plan()) or before:
+        started = (plan, model_runner.start(plan)) if plan and plan.requests else None
+        if plan is not None:
+            kinds.update(name for name in ("decodes", "packed", "mixed") if getattr(plan, name))
+        if ahead:
+            started, before = before, started
+        if started is not None:
+            plan, step = started
+            chosen = {plan.requests[place].id: one for place, one in zip(plan.wanted, step.read(), strict=True)}
+            for event in scheduler.record(plan, chosen):
+                answers[event.request_id].append(event.token or 0)
+            if pending and plan.answers:
+                scheduler.add([pending.pop(0)])
+    return list(answers.values()), kinds
+
+
+@pytest.mark.parametrize(("kind", "most"), [("longrope", 64), ("dynamic", 512)])
+def test_requests_whose_frequencies_would_depend_on_others_are_refused(tmp_path, kind, most):
+    """Up to the length from which on the longest request of a step chooses for all, nobody notices."""
+    from transformers import AutoConfig
+
+    told: dict[str, Any] = {"rope_type": kind, "factor": 4.0, "rope_theta": 10000.0}
+    if kind == "longrope":
+        told |= {"short_factor": [1.0] * 4, "long_factor": [4.0] * 4, "original_max_position_embeddings": most}
+    config: Any = AutoConfig.for_model("llama", vocab_size=300, rope_parameters=told, **CONFIG)
+    path = tmp_path / "config.json"
+    config.to_json_file(path)
+    with pytest.raises(Refusal, match=rf"max_len must be at most {most} where rope_type is '{kind}'.*--max-len {most}"):
+        opened(path, max_len=most + 1)
+    assert opened(path, max_len=most).length == 512
+    if kind == "longrope":
+        with pytest.raises(Refusal, match=r"got 512; pass --max-len 64"):
+            opened(path)
+
+
+def test_requests_beyond_a_table_of_positions_are_refused_before_one_comes(tmp_path):
+    from transformers import AutoConfig
+
+    path = tmp_path / "config.json"
+    AutoConfig.for_model("gpt2", vocab_size=300, n_positions=64, n_embd=32, n_layer=1, n_head=2).to_json_file(path)
+    with pytest.raises(
+        Refusal, match=r"max_len must be at most 64, the positions that GPT2LMHeadModel has learned, got 65"
+    ):
+        opened(path, max_len=65)
+    assert opened(path, max_len=64).length == 64
+    # rotary ones go on
+    AutoConfig.for_model("llama", vocab_size=300, **CONFIG).to_json_file(path)
+    assert opened(path, max_len=513).length == 512
+
+
+def test_a_checkpoint_brings_its_weights_its_tokenizer_and_its_stops(folder):
+    from transformers import AutoModelForCausalLM
+
+    served = opened(folder)
+    assert (served.name, served.length) == ("small", 512)
+    assert served.tokenizer.stops == {0, 7}
+    assert not served.model.training
+    plain: Any = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="sdpa", dtype=torch.float32)
+    assert all(torch.equal(a, b) for a, b in zip(plain.parameters(), served.model.parameters(), strict=True))
+    assert opened(folder, name="other", dtype="bfloat16").model.dtype == torch.bfloat16
+    # what the scheduler gets out of it is what the model gives by itself, by replays as by plain calls
+    prompt = served.tokenizer.encode("the ring of keys and values, and then some more")
+    prompts = [prompt, prompt[:20], prompt[3:9]]
+    wanted = [
+        plain.generate(torch.tensor([tokens]), max_new_tokens=6, do_sample=False, eos_token_id=None, pad_token_id=0)
+        for tokens in prompts
+    ]
+    cache = make_cache(served.model, Ring(), gib=0.001, page_size=4, kv_dtype="auto")
+    for recorder in (None, Reruns()):
+        model_runner = ModelRunner(served.model, cache, 4, recorder)
+        prepared = model_runner.prepare()
+        assert prepared[-1].startswith("prompts around the ring: ")
+        assert cache.used_pages == (0,)
+        for ahead, mixed in ((False, False), (True, False), (True, True), (False, True)):
+            answers, kinds = answered(model_runner, prompts, ahead, mixed)
+            assert answers == [x[0, len(tokens) :].tolist() for x, tokens in zip(wanted, prompts, strict=True)]
+            assert bool(kinds["mixed"]) == (mixed and recorder is not None)
+        if recorder is not None:
+            assert prepared[0].startswith(
+                "decoding, and prompts in parts of up to 512 tokens: 11 CUDA graphs captured in"
+            )
+            rows = [(1, 4)] * 3  # of as many requests as may decode
+            assert sorted(recorder.shapes) == sorted(
+                [(1, 1), (1, 2), (1, 4), (1, 8), (1, 16), (1, 32), (2, 1), (4, 1), *rows]
+            )
+            # a prompt in two steps, and two that come later
+            assert recorder.replays >= 5 + 4
+    assert "tokens in float32 on 1 ranks" in describe_cache(cache)
+
+
+def test_no_mixed_step_is_planned_for_which_there_is_no_room():
+    from ringattn.integrations.transformers.cuda_graph_runner import ROW_TOKENS
+
+    assert scheduler_module.MIXED_LENGTH <= ROW_TOKENS
+
+
+def test_a_chat_template_comes_from_the_checkpoint(folder):
+    tokenizer = PretrainedTokenizer(folder, frozenset(), 500)
+    messages = [{"role": "system", "content": "be"}, {"role": "user", "content": "the ring"}]
+    tokens = tokenizer.chat(messages)
+    assert tokenizer.inner.decode(tokens) == "<|system|>be<|user|>the ring<|assistant|>"
+    assert tokenizer.decode(tokens) == "bethe ring"
+    with pytest.raises(ChatTemplateError, match="no user"):
+        tokenizer.chat([{"role": "assistant", "content": "x"}])
+    tokenizer.inner.chat_template = None
+    with pytest.raises(
+        ChatTemplateError, match="must have a chat template to chat, got none in its folder; use /v1/completions"
+    ):
+        tokenizer.chat(messages)
+
+
+def test_half_a_surrogate_pair_is_found_before_a_tokenizer_takes_it_for_something_else(folder):
+    for tokenizer in (ByteTokenizer(), PretrainedTokenizer(folder, frozenset(), 500)):
+        for make in (tokenizer.encode, lambda text, of=tokenizer: of.chat([{"role": "user", "content": text}])):
+            assert make("\U0001f600")
+            with pytest.raises(UnicodeEncodeError, match="surrogates not allowed"):
+                make("\ud83d")
+
+
+def test_a_template_executes_nothing(folder):
+    tokenizer = PretrainedTokenizer(folder, frozenset(), 500)
+    tokenizer.inner.chat_template = "{{ messages.__class__.__mro__[1].__subclasses__() }}"
+    with pytest.raises(ChatTemplateError):
+        tokenizer.chat([{"role": "user", "content": "x"}])
+    tokenizer.inner.chat_template = TEMPLATE
+    text = "{{ 7 * 6 }}{% for x in messages %}"
+    assert text in tokenizer.inner.decode(tokenizer.chat([{"role": "user", "content": text}]))
+
+
+def test_a_config_alone_gives_the_same_random_weights_everywhere(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "vocab_size": 300, **CONFIG}))
+    state = torch.random.get_rng_state()
+    one, other, path = opened(tmp_path), opened(tmp_path), opened(tmp_path / "config.json", seed=1)
+    assert torch.equal(state, torch.random.get_rng_state())
+    assert all(torch.equal(a, b) for a, b in zip(one.model.parameters(), other.model.parameters(), strict=True))
+    assert one.facts == other.facts != path.facts
+    assert one.name == path.name == tmp_path.name
+    assert isinstance(one.tokenizer, ByteTokenizer)
+    # what such a model answers with may be part of the next prompt
+    assert one.tokenizer.vocab_size == one.model.config.vocab_size == 300
+    assert one.tokenizer.decode([97, 256, 299, 98]) == "ab"
+
+
+def drawn_apart() -> list[torch.Tensor]:
+    rank = Rank(dist.get_rank(), dist.get_world_size(), CPU, "gloo", 0)
+    torch.manual_seed(rank.index)
+    model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4))
+    model(torch.randn(2, 3))
+    broadcast_weights(model, rank)
+    return [x.detach() for x in (*model.parameters(), *model.buffers())]
+
+
+@pytest.mark.dist
+def test_weights_and_buffers_that_were_drawn_apart_are_those_of_rank_0(pool):
+    first, second = pool(2).run(drawn_apart)
+    torch.manual_seed(0)
+    assert torch.equal(first[0], torch.nn.Linear(3, 4).weight)
+    assert len(first) == 7
+    assert all(torch.equal(x, y) for x, y in zip(first, second, strict=True))
+
+
+def test_what_cannot_be_served_is_refused(tmp_path, folder):
+    with pytest.raises(Refusal, match=r"model must be 'tiny', a config\.json or a folder with one"):
+        check_model(str(tmp_path))
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "vocab_size": 256, **CONFIG}))
+    with pytest.raises(Refusal, match="must have at least 257 tokens, for bytes and an end, got 256"):
+        opened(tmp_path)
+    (tmp_path / "pytorch_model.bin").write_bytes(b"x")
+    with pytest.raises(Refusal, match=r"weights must be safetensors, got \*\.bin .* would be unpickled"):
+        check_model(str(tmp_path))
+    with pytest.raises(Refusal, match="must hold a page of 64 tokens at least"):
+        make_cache(opened(folder).model, Ring(), gib=1e-9, page_size=64, kv_dtype="auto")
+
+
+def test_a_folder_without_all_weights_is_not_served_with_random_ones(tmp_path, folder):
+    """A layer that was in no file was drawn, and the server answered with it."""
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
+    config = json.loads((folder / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 3, "layer_types": None}))
+    with pytest.raises(
+        Refusal,
+        match=r"must have all weights of Qwen3ForCausalLM, got .* without 11 of them, such as model\.layers\.2\.",
+    ):
+        opened(tmp_path)
+
+
+def test_an_index_without_its_weights_is_no_configuration_alone(tmp_path, folder):
+    """A checkpoint of which the small files had come was served with random weights."""
+    (tmp_path / "config.json").write_bytes((folder / "config.json").read_bytes())
+    index = {"metadata": {}, "weight_map": {"lm_head.weight": "model-00001-of-00002.safetensors"}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    for make in (opened, lambda path: build_causal_lm(str(path), 0, CPU, 10)):
+        with pytest.raises(Refusal, match=r"weights in .* must be whole and of the model in its config.json"):
+            make(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "cut", "message"),
+    [
+        (
+            "model.safetensors",
+            -100,
+            "weights in .* must be whole and of the model in its config.json, got SafetensorError",
+        ),
+        ("config.json", 0, "model must be a configuration that transformers can read, got .*not a valid JSON file"),
+        (
+            "config.json",
+            {"hidden_size": "32"},
+            r"must be .*config.* got .*(StrictDataclassFieldValidation|Type)Error",
+        ),
+        ("config.json", {"hidden_size": 48}, "weights in .* must be whole and of the model in its config.json"),
+        ("config.json", None, "model must be a configuration that transformers can read, got .*TypeError"),
+    ],
+)
+def test_files_that_are_cut_short_or_say_nonsense_are_refused(tmp_path, folder, name, cut, message):
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
+    path = tmp_path / name
+    if isinstance(cut, int):
+        path.write_bytes(path.read_bytes()[:cut])
+    else:
+        path.write_text(json.dumps(cut if cut is None else {**json.loads(path.read_text()), **cut}))
+    with pytest.raises(Refusal, match=message):
+        opened(tmp_path)
+    with pytest.raises(Refusal, match=message):
+        build_causal_lm(str(tmp_path), 0, CPU, 10)
+
+
+def test_models_whose_attention_is_not_the_rings_are_refused(tmp_path):
+    path = tmp_path / "config.json"
+    sizes = {name: size for name, size in CONFIG.items() if name != "head_dim"}
+    path.write_text(json.dumps({"model_type": "falcon", "vocab_size": 300, **sizes}))
+    with pytest.raises(
+        Refusal, match="attend through transformers' attention interface, got falcon, which chooses among"
+    ):
+        opened(path)
+    kinds = ["linear_attention", "full_attention"]
+    path.write_text(json.dumps({"model_type": "qwen3_next", "vocab_size": 300, **CONFIG, "layer_types": kinds}))
+    with pytest.raises(Refusal, match=r"tokens must meet in layers of attention only .* \['linear_attention'\] layers"):
+        make_cache(opened(path).model, Ring(), gib=None, page_size=64, kv_dtype="auto")
+
+
+def test_the_tiny_model_answers_with_letters():
+    served = opened("tiny")
+    with torch.no_grad():
+        chosen = served.model(torch.arange(256)[None], use_cache=False).logits[0].argmax(-1)
+    assert set(chosen.tolist()) <= {*b"abcdefghijklmnopqrstuvwxyz ,.", ByteTokenizer.END}
+    assert len(set(chosen.tolist())) > 10
+
+
+# text
+
+
+def through(decode: Any, tokens: list[int], before: list[int]) -> str:
+    pieces = Detokenizer(decode, before)
+    return "".join(pieces.push(token) for token in tokens) + pieces.rest()
+
+
+@given(st.text(max_size=60), st.text(max_size=20))
+def test_pieces_of_text_are_the_text(text, prompt):
+    assert through(ByteTokenizer().decode, ByteTokenizer().encode(text) if _encodable(text) else [], []) == (
+        text if _encodable(text) else ""
+    )
+    if _encodable(text + prompt):
+        before = ByteTokenizer().encode(prompt)
+        pieces = Detokenizer(ByteTokenizer().decode, before)
+        for token in ByteTokenizer().encode(text):
+            assert REPLACEMENT in text or REPLACEMENT not in pieces.push(token), "a character was torn"
+
+
+def _encodable(text: str) -> bool:
+    return not any(0xD800 <= ord(x) < 0xE000 for x in text)
+
+
+@given(st.lists(st.integers(0, 256), max_size=150))
+def test_pieces_of_bytes_that_are_no_text_are_what_decoding_all_gives(tokens):
+    found = through(ByteTokenizer().decode, tokens, [])
+    whole = ByteTokenizer().decode(tokens)
+    assert found == whole or (
+        REPLACEMENT * 8 in whole and found.replace(REPLACEMENT, "") == whole.replace(REPLACEMENT, "")
+    )
+
+
+@settings(deadline=None)
+@given(st.integers(0, 2**32))
+def test_pieces_of_a_bpe_tokenizer_are_what_decoding_all_gives(seed):
+    draw = random.Random(seed)
+    text = "".join(draw.choice(["ring ", "straße", "é", "日本", "🙂", " keys", ", ", "\n"]) for _ in range(30))
+    tokenizer = _tokenizer()
+    tokens = tokenizer(text)["input_ids"]
+    cut = draw.randrange(len(tokens))
+
+    def decode(some: Any) -> str:
+        return tokenizer.decode(list(some), skip_special_tokens=True, clean_up_tokenization_spaces=False)
+
+    assert through(decode, tokens, []) == text
+    answer = through(decode, tokens[cut:], tokens[:cut])
+    assert text.endswith(answer)
+    assert len(answer) >= len(decode(tokens[cut:]).replace(REPLACEMENT, ""))
+
+
+@given(
+    st.text("abE", max_size=30),
+    st.lists(st.integers(1, 4), max_size=30),
+    st.lists(st.text("abE", min_size=1, max_size=4), max_size=3),
+)
+def test_a_text_ends_before_the_first_stop_string(text, cuts, strings):
+    stops, found, at = StopStrings(strings), "", 0
+    for cut in [*cuts, len(text)]:
+        found += stops.push(text[at : at + cut])
+        at += cut
+    if not stops.found:
+        found += stops.rest()
+        assert found == text
+    assert not [string for string in strings if string in found]
+    if stops.found:
+        assert any(text[len(found) :].startswith(string) for string in strings)
+
+
+# the choice of tokens
+
+
+def test_temperature_0_takes_the_largest_and_others_follow_the_probabilities():
+    logits = torch.tensor([[1.0, 3.0, 2.0, -1.0]])
+    assert sample(logits, [Sampling(0)])[0][0] == 1
+    for temperature, top_p in ((1.0, 1.0), (0.5, 1.0), (1.0, 0.8)):
+        hows = [Sampling(temperature, top_p, seed=x) for x in range(4000)]
+        counts = Counter(token for token, _ in sample(logits.expand(4000, 4), hows))
+        wanted = (logits[0] / temperature).softmax(-1)
+        if top_p < 1:
+            wanted[[0, 3]] = 0  # 0.64 and 0.24 come to 0.8 with the second
+            wanted /= wanted.sum()
+        for token in range(4):
+            sigma = math.sqrt(4000 * wanted[token] * (1 - wanted[token]))
+            assert abs(counts[token] - 4000 * wanted[token]) <= 4 * sigma
+
+
+def test_a_draw_depends_on_its_own_request_only():
+    logits = torch.randn(5, 100)
+    alone = [sample(logits[row : row + 1], [Sampling(1.3, 0.9, seed=row)])[0][0] for row in range(5)]
+    together = sample(logits, [Sampling(1.3, 0.9, seed=row) for row in range(5)])
+    assert [token for token, _ in together] == alone
+
+
+def test_seeds_on_both_sides_of_0_draw_otherwise():
+    logits = torch.zeros(1, 1000)
+    drawn = [[sample(logits, [how])[0][0] for _ in range(3)] for how in map(lambda x: Sampling(seed=x), range(-3, 4))]
+    assert len(set(map(tuple, drawn))) == 7
+    assert [sample(logits, [how])[0][0] for how in [Sampling(seed=-3)] * 3] == drawn[0]
+
+
+def test_the_smallest_temperature_and_top_p_take_the_largest():
+    logits = torch.randn(20, 50) * 100
+    for how in ((1e-30, 1.0), (1e-60, 1.0), (2.0, 1e-9)):
+        assert [token for token, _ in sample(logits, [Sampling(*how) for _ in range(20)])] == logits.argmax(-1).tolist()
+
+
+def test_logprobs_are_those_of_temperature_1():
+    logits = torch.randn(1, 10)
+    [(token, said)] = sample(logits, [Sampling(0.3, 0.5, logprobs=3)])
+    wanted = logits[0].log_softmax(-1)
+    assert said is not None
+    assert said.logprob == pytest.approx(float(wanted[token]))
+    assert [name for name, _ in said.top] == wanted.topk(3).indices.tolist()
+
+
+def test_logits_that_are_no_numbers_are_found():
+    logits = torch.tensor([[1.0, 2.0], [1.0, math.nan], [math.inf, 0.0], [math.nan, math.nan]])
+    for temperature in (0, 1, 1e-300):
+        found = [token for token, _ in sample(logits, [Sampling(temperature, seed=0, logprobs=1)] * 4)]
+        assert found[1:] == [None] * 3
+        assert found[0] is not None
+
+
+@pytest.mark.parametrize(
+    ("flags", "fails", "asked", "said"),
+    [
+        ({}, "", ["parallel", "compile"], ["tensor parallelism: 3 modules", "compiled for decode: 7 modules"]),
+        ({}, "compile", ["parallel", "compile"], ["tensor parallelism: 3 modules", "compiled for decode: none"]),
+        ({}, "parallel", ["parallel", "compile"], ["every rank reads all weights: no memory", "7 modules"]),
+        ({"fuse": False}, "", ["parallel"], ["3 modules"]),
+        ({"split": False}, "", ["compile"], ["7 modules"]),
+        ({"ranks": 1}, "", ["compile"], ["7 modules"]),
+    ],
+)
+def test_a_model_that_can_not_be_changed_is_served_as_it_is(monkeypatch, flags, fails, asked, said):
+    transformers = pytest.importorskip("ringattn.integrations.transformers")
+    calls = []
+
+    def apply(*_: Any) -> int:
+        calls.append("parallel")
+        if fails == "parallel":
+            raise transformers.TensorParallelError("no memory")
+        return 3
+
+    def compile_(*_: Any) -> int:
+        calls.append("compile")
+        return 0 if fails == "compile" else 7
+
+    monkeypatch.setattr(transformers, "apply_tensor_parallel", apply)
+    monkeypatch.setattr(transformers, "compile_for_decode", compile_)
+    ring: Any = SimpleNamespace(world_size=flags.get("ranks", 2))
+    found = change_model(None, ring, fused=flags.get("fuse", True), split=flags.get("split", True))
+    assert calls == asked
+    done = set(asked) - {fails}
+    assert (found.fused, found.split) == (7 * ("compile" in done), 3 * ("parallel" in done))
+    assert len(found.said) == len(said)
+    assert all(words in line for words, line in zip(said, found.said, strict=True))

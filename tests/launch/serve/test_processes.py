@@ -1,0 +1,458 @@
+"""The two processes of the server: what they say survives the way, neither waits for the other, and neither outlives the other."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import httpx
+import msgspec
+import psutil
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ringattn.launch.runtime.distributed import Rank
+from ringattn.launch.serve import engine_server, run
+from ringattn.launch.serve.config import Limits
+from ringattn.launch.serve.engine import Engine
+from ringattn.launch.serve.engine_server import EngineServer, HttpProcess, bind, requests_of
+from ringattn.launch.serve.http.api import RequestError
+from ringattn.launch.serve.http.engine_client import ENGINE_GONE, submit_of
+from ringattn.launch.serve.messages import (
+    Cancel,
+    Capacity,
+    Event,
+    Logprob,
+    Ready,
+    Rejected,
+    Settings,
+    StepOutput,
+    Stop,
+    Submit,
+    decode_to_engine,
+    decode_to_http,
+    encode,
+    receive_at,
+    send_to,
+    to_engine_address,
+    to_http_address,
+)
+from ringattn.launch.serve.prefix_cache import prefix_digests
+from ringattn.launch.serve.sampling import Sampling
+from ringattn.launch.serve.scheduler import Request, Scheduler
+from ringattn.launch.serve.tokenizer import ByteTokenizer, make_tokenizer
+from tests.launch.serve.test_http import going_on
+from tests.launch.serve.test_server import FLAGS, Process
+from tests.support.serving import FakeRunner, FakeServer, Link, text_of
+
+# what travels
+
+numbers = st.floats(allow_nan=False)
+counts = st.integers(1, 2**63 - 1)
+samplings = st.builds(
+    Sampling,
+    st.floats(0, 2),
+    st.floats(0, 1, exclude_min=True),
+    st.none() | st.integers() | st.just(10**4300 - 1) | st.just(-(10**5000)),
+    st.none() | st.integers(0, 20),
+    st.integers(0, 2**31),
+    st.floats(0, 1),
+    st.floats(0.01, 100),
+    st.floats(-2, 2),
+    st.floats(-2, 2),
+    st.lists(st.tuples(st.integers(0, 2**31), st.floats(-100, 100))).map(tuple),
+)
+details = st.builds(Logprob, numbers, st.lists(st.tuples(st.integers(0, 2**31), numbers)).map(tuple))
+events = st.builds(
+    Event,
+    counts,
+    st.none() | st.integers(0, 2**31),
+    st.none() | st.sampled_from(["stop", "length"]),
+    st.none() | st.tuples(st.integers(400, 599), st.text()),
+    st.integers(0, 2**63 - 1),
+    st.none() | details,
+    st.lists(details).map(tuple),
+)
+
+
+@settings(deadline=None, max_examples=30)
+@given(st.lists(events), st.none() | st.just({"closed": None, "pages": {"free": [1, 2]}, "uptime_s": 0.5}))
+def test_what_is_sent_to_http_is_what_is_received(sent, state):
+    message = StepOutput(sent, state)
+    assert decode_to_http(encode(message)) == message
+
+
+@settings(deadline=None, max_examples=30)
+@given(
+    st.lists(st.lists(st.integers(0, 2**32 - 1), min_size=1), min_size=1, max_size=4),
+    st.lists(st.tuples(st.integers(0, 3), counts, samplings, st.frozensets(st.integers(0, 2**31))), min_size=1),
+    st.integers(1, 8),
+)
+def test_requests_that_are_sent_are_those_that_are_received_and_draw_the_same(prompts, asked, size):
+    digests = [prefix_digests(prompt, size) for prompt in prompts]
+    sent = [
+        Request(
+            name,
+            prompts[x % len(prompts)],
+            most,
+            sampling=how,
+            stops=stops,
+            digests=digests[x % len(prompts)],
+            score_prompt=x % 2 == 0,
+        )
+        for name, (x, most, how, stops) in enumerate(asked, 1)
+    ]
+    message = decode_to_engine(encode(submit_of(sent)))
+    assert isinstance(message, Submit)
+    assert len(message.prompts) == len({x % len(prompts) for x, *_ in asked})  # each is sent once
+    found = requests_of(message)
+    for one, other in zip(sent, found, strict=True):
+        for name in ("id", "prompt", "max_tokens", "stops", "digests", "score_prompt"):
+            assert getattr(one, name) == getattr(other, name)
+        assert one.sampling == other.sampling
+        drawn = [how.draw() for how in (one.sampling, other.sampling)]
+        assert one.sampling.seed is None or drawn[0] == drawn[1]
+
+
+def test_a_tokenizer_is_made_again_from_its_recipe():
+    made = make_tokenizer(json.loads(json.dumps(ByteTokenizer(300).recipe())))
+    assert isinstance(made, ByteTokenizer)
+    assert made.vocab_size == 300
+
+
+# nobody waits
+
+
+@contextlib.contextmanager
+def quiet_http(lost: list[str], timeout_s: float) -> Iterator[tuple[EngineServer, Link]]:
+    """An engine's side of a connection whose other side is the test."""
+    runner = FakeRunner()
+    engine = Engine(runner, Scheduler(runner.allocator, chunk=8, max_running=4, max_waiting=4), print, time_limit_s=9.0)
+    with contextlib.closing(Link()) as link:
+        server = link.server(engine, "the other", lost.append, timeout_s)
+        yield server, link
+        server.stop()
+
+
+def test_what_is_not_received_at_once_is_sent_later_in_order_and_the_sender_never_waits():
+    # now and then one that no socket takes whole
+    sent = [Event(x, failure=(503, "y" * (2**20 if x % 500 == 499 else x * 7919 % 5000))) for x in range(3000)]
+    lost: list[str] = []
+    with quiet_http(lost, 60.0) as (server, link):
+        began = time.monotonic()
+        for event in sent:
+            server._deliver([event], None)
+        assert time.monotonic() - began < 2.0
+        server.stop()
+        with receive_at(to_http_address(link.folder)) as pull:
+            found = []
+            while not isinstance(message := decode_to_http(pull.recv()), Stop):
+                assert isinstance(message, StepOutput)
+                found += message.events
+    assert found == sent
+    assert not lost
+
+
+def test_what_waits_for_http_is_bounded_and_what_comes_after_the_end_is_dropped(monkeypatch):
+    monkeypatch.setattr(engine_server, "MAX_QUEUED", 100)
+    lost: list[str] = []
+    with quiet_http(lost, 60.0) as (server, _):
+        for x in range(200):
+            server._deliver([Event(x, 65)], None)
+            assert bool(lost) == (x >= 100)
+    assert lost == ["the other must receive what it is sent, got 100 messages that it has left unread"]
+
+
+def wait_for(what: Any, timeout_s: float = 10.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not what():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (None, "the other is gone"),
+        (encode(Ready()), "the other has sent no heartbeat for 0.2 s"),
+        (encode(Cancel(1, keep=None)), "the other must send messages that are understood, got ValidationError: "),  # type: ignore[arg-type]
+        (b"{", "the other must send messages that are understood, got ValidationError: "),
+        (b"", "the other must send messages that are understood, got DecodeError: "),
+    ],
+)
+def test_an_http_process_that_is_gone_silent_or_odd_is_lost(data, message):
+    lost: list[str] = []
+    with quiet_http(lost, 0.2) as (_, link), send_to(to_engine_address(link.folder)) as push:
+        if data is None:
+            link.http.close()
+        else:
+            push.send(data)
+        wait_for(lambda: lost)
+    assert len(lost) == 1
+    assert lost[0].startswith(message)
+
+
+def test_when_the_engine_is_gone_answers_that_are_open_and_that_are_asked_for_get_a_503():
+    served = FakeServer(FakeRunner(pages=400, step_s=0.02))
+    try:
+        body = {"prompt": going_on("e", 300), "max_tokens": 300, "temperature": 0}
+        with (
+            ThreadPoolExecutor(1) as threads,
+            httpx.stream("POST", f"{served.url}/v1/completions", json={**body, "stream": True}, timeout=30) as stream,
+        ):
+            lines = stream.iter_lines()
+            next(lines)
+            whole = threads.submit(httpx.post, f"{served.url}/v1/completions", json=body, timeout=30)
+            served.state_when(lambda state: state["running"] == 2)
+            served.link.engine.shutdown(socket.SHUT_RDWR)
+            told = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
+            assert told[-1]["error"]["message"] == ENGINE_GONE
+            assert whole.result().status_code == 503
+        for answer in (httpx.get(f"{served.url}/health"), httpx.post(f"{served.url}/v1/completions", json=body)):
+            assert answer.status_code == 503
+            assert "its engine is gone" in answer.text
+        assert served.lost == ["the fake is gone"]
+    finally:
+        served.close()
+
+
+def test_who_is_refused_because_the_engine_is_closed_knows_it_before_the_next_state():
+    with contextlib.closing(Link()) as link:
+        client = link.client(Capacity(64, 4, 4, 4, True), {"closed": None, "queued": 3})
+        client.check()
+        client.handle(Rejected([1], "Closed", "the server is shutting down"))
+        assert client.closed == "the server is shutting down"
+        with pytest.raises(RequestError, match="shutting down"):
+            client.check()
+
+
+def test_a_request_that_crosses_the_engines_last_word_is_refused_and_one_that_comes_later_too():
+    async def cross(link: Link) -> list[Any]:
+        client = link.client(Capacity(64, 4, 4, 4, True), {"closed": "the server is shutting down", "queued": 0})
+        await client.open()
+        early: list[Any] = []
+        late: list[Any] = []
+        client.submit([1, 2], b"", early.append)
+        client.handle(StepOutput([Event(1, 65, "stop")]))
+        client.handle(Stop())
+        client.submit([3], b"", late.append)
+        client.close()
+        return [*early, len(early) - 2, *late, len(late) - 1]
+
+    with contextlib.closing(Link()) as link:
+        event, early, none, late, nothing = asyncio.run(cross(link))
+    assert event == Event(1, 65, "stop")
+    assert (str(early), early.status, none) == ("the server is shutting down", 503, 0)
+    assert (str(late), late.status, nothing) == ("the server is shutting down", 503, 0)
+
+
+def test_a_full_queue_is_refused_by_what_the_engine_has_said_last():
+    with contextlib.closing(Link()) as link:
+        client = link.client(Capacity(64, 4, 4, 4, True), {"closed": None, "queued": 3})
+        client.handle(StepOutput(state={"closed": None, "queued": 4}))
+        with pytest.raises(RequestError, match="at most 4 requests may wait, got 1 more beside 4") as caught:
+            client.check()
+        assert caught.value.status == 429
+
+
+# two processes
+
+
+class Apart:
+    """An engine with a fake model in this process, and HTTP in another, which is told of more room than there is."""
+
+    def __init__(self) -> None:
+        bound = bind("127.0.0.1", 0)
+        self.port = bound.getsockname()[1]
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.process = HttpProcess(bound)
+        self.servers: list[EngineServer] = []
+        self.other = psutil.Process(self.process._process.pid)
+        self.runner = FakeRunner(pages=8, step_s=0.01)  # 64 tokens
+        scheduler = Scheduler(self.runner.allocator, chunk=64, max_running=64, max_waiting=2)
+        self.engine = Engine(self.runner, scheduler, lambda _: None, time_limit_s=60.0)
+        self.thread = threading.Thread(target=self.engine.run, daemon=True)
+
+    @property
+    def settings(self) -> Settings:
+        capacity = msgspec.structs.replace(self.engine.scheduler.capacity, tokens=10**6, max_waiting=10**6)
+        recipe = ByteTokenizer().recipe()
+        return Settings("fake", recipe, Limits(), capacity, self.engine.state(), None, None, {}, connections=50)
+
+    def ask(self, **body: Any) -> httpx.Response:
+        return httpx.post(f"{self.url}/v1/completions", json={"temperature": 0, **body}, timeout=30)
+
+    def state_when(self, so: Any) -> None:
+        wait_for(lambda: so(self.engine.state()))
+
+
+@pytest.fixture(scope="module")
+def others() -> Iterator[tuple[Apart, Apart]]:
+    """They start side by side."""
+    others = Apart(), Apart()
+    yield others
+    for one in others:
+        # a test that failed has left a server, for which the end of the process would be that of this one
+        for server in one.servers:
+            server.stop()
+        one.process.kill()
+
+
+def test_an_engine_that_is_killed_takes_the_process_of_http_with_it_and_the_port_is_free(others):
+    apart, _ = others
+    apart.process.listen()
+    # another process is the engine, and this one its way of saying something
+    link = apart.process.link
+    assert not link.get_inheritable()
+    sleep = [sys.executable, "-S", "-c", "import time; time.sleep(60)"]
+    engine = subprocess.Popen(sleep, pass_fds=[link.fileno()])
+    link.close()
+    push = send_to(to_http_address(apart.process.folder))
+    push.send(encode(apart.settings))
+    with ThreadPoolExecutor(1) as threads:
+        assert httpx.get(f"{apart.url}/health", timeout=30).status_code == 200
+        asked = threads.submit(apart.ask, prompt="a", max_tokens=9)
+        time.sleep(0.5)
+        assert not asked.done()
+        assert apart.other.is_running()
+        engine.kill()
+        engine.wait()
+        assert (asked.result().status_code, asked.result().json()["error"]["message"]) == (503, ENGINE_GONE)
+    apart.process._process.wait(10.0)
+    assert apart.process._process.returncode == 1
+    assert not os.path.exists(apart.process.folder)
+    push.close()
+    with bind("127.0.0.1", apart.port) as free:
+        free.listen()
+
+
+def test_statuses_come_through_a_stall_stops_no_step_and_a_killed_process_of_http_ends_the_server(
+    others, monkeypatch, capfd
+):
+    _, apart = others
+    codes: list[int] = []
+    monkeypatch.setattr(run, "FAREWELL_S", 0.01)
+    monkeypatch.setattr(run.os, "_exit", codes.append)
+    fatal_exit = run.FatalExit(Rank(0, 1, torch.device("cpu"), "none", os.getppid()))
+    fatal_exit.engine, fatal_exit.process = apart.engine, apart.process
+    process = apart.process
+    process.listen()
+    apart.servers.append(EngineServer(apart.engine, process.folder, process.link, process.name, fatal_exit, 60.0))
+    apart.servers[0].start(apart.settings)
+    apart.thread.start()
+
+    answer = apart.ask(prompt=going_on("a", 9), max_tokens=9, logprobs=2).json()["choices"][0]
+    assert answer["text"] == text_of(going_on("a", 9), 9)
+    assert len(answer["logprobs"]["top_logprobs"][8]) == 2
+    large = apart.ask(prompt="a", max_tokens=64)
+    assert (large.status_code, large.json()["error"]["code"]) == (400, "context_length_exceeded")
+    assert "must fit into the cache of 64 tokens on 2 ranks, got 1 + 64 = 65" in large.json()["error"]["message"]
+
+    # signals to all processes of a terminal are not for this one
+    for number in (signal.SIGINT, signal.SIGTERM):
+        apart.other.send_signal(number)
+    prompt = going_on("f", 50)
+
+    def ask_three() -> list[Future[httpx.Response]]:
+        """At once: one that runs, and two that wait."""
+        asked = [threads.submit(apart.ask, prompt=prompt, max_tokens=50) for _ in range(3)]
+        apart.state_when(lambda state: (state["running"], state["waiting"]) == (1, 2))
+        return asked
+
+    with ThreadPoolExecutor(4) as threads:
+        apart.runner.step_s = 0.2  # none ends before all have come
+        asked = ask_three()
+        late = apart.ask(prompt=prompt, max_tokens=50, n=2)
+        assert (late.status_code, late.headers["retry-after"]) == (429, "1")
+        assert late.json()["error"]["message"].startswith("at most 2 requests may wait, got 2 more beside 2")
+        apart.runner.step_s = 0.01
+        apart.other.suspend()
+        apart.state_when(lambda state: not (state["running"] or state["waiting"]))
+        apart.other.resume()
+        assert [one.result().json()["choices"][0]["text"] for one in asked] == [text_of(prompt, 50)] * 3
+
+        apart.runner.step_s = 0.2  # none ends before all have come
+        asked = ask_three()
+        apart.engine.stop(30.0)
+        apart.runner.step_s = 0.01
+        late = apart.ask(prompt=prompt, max_tokens=5)
+        assert (late.status_code, late.json()["error"]["code"]) == (503, "unavailable")
+        assert httpx.get(f"{apart.url}/health").status_code == 503
+        assert sorted(one.result().status_code for one in asked) == [200, 503, 503]
+    # nobody was cancelled by what was refused
+    assert "ringattn_cancelled_total 0.0" in httpx.get(f"{apart.url}/metrics").text
+    apart.thread.join(10)
+    assert not apart.thread.is_alive()
+
+    apart.other.kill()
+    wait_for(lambda: codes)
+    assert codes == [1]
+    assert f"error: rank 0: the HTTP process (process {apart.other.pid}) is gone" in capfd.readouterr().err
+
+
+@pytest.fixture(scope="module")
+def pair() -> Iterator[tuple[Process, Process]]:
+    """Two whole servers, which will lose one of their processes."""
+    servers = Process(*FLAGS, "--nproc", "1"), Process(*FLAGS, "--nproc", "1")
+    yield servers
+    for server in servers:
+        server.close()
+
+
+def open_stream(server: Process, seen: list[Any]) -> threading.Thread:
+    """A request whose answer will not end, once it has begun; what comes of it goes into `seen`."""
+
+    def stream() -> None:
+        body = {"prompt": "abc", "max_tokens": 2000, "temperature": 1, "stream": True, "ignore_eos": True}
+        with (
+            contextlib.suppress(httpx.HTTPError),
+            httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=60) as answer,
+        ):
+            seen.extend(json.loads(line[6:]) for line in answer.iter_lines() if line.startswith("data: {"))
+
+    thread = threading.Thread(target=stream)
+    thread.start()
+    server.state_when(lambda state: state["totals"]["steps"]["decode"] > 3)
+    return thread
+
+
+@pytest.mark.dist
+@pytest.mark.slow
+def test_a_killed_process_of_http_takes_the_server_down(pair):
+    server, _ = pair
+    server.wait_until_ready()
+    (other,) = psutil.Process(server.process.pid).children()
+    thread = open_stream(server, [])
+    other.kill()
+    assert server.wait(20) == 1, server.said
+    thread.join(10)
+    assert f"error: rank 0: the HTTP process (process {other.pid}) is gone" in server.said
+
+
+@pytest.mark.dist
+@pytest.mark.slow
+def test_a_killed_engine_leaves_no_process_behind_and_its_port_is_free(pair):
+    _, server = pair
+    port = int(server.wait_until_ready().rpartition(":")[2])
+    (other,) = psutil.Process(server.process.pid).children()
+    seen: list[Any] = []
+    thread = open_stream(server, seen)
+    server.process.kill()
+    other.wait(10)
+    thread.join(10)
+    with bind("127.0.0.1", port) as free:
+        free.listen()
+    assert seen[-1]["error"]["message"] == ENGINE_GONE

@@ -1,0 +1,197 @@
+"""Connections between ranks: only ranks connect, messages arrive in order, and a rank that is lost is named in bounded time."""
+
+from __future__ import annotations
+
+import os
+import queue
+import re
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import zmq
+
+from ringattn.launch.runtime.distributed import Rank
+from ringattn.launch.serve import rank_liveness
+from ringattn.launch.serve.messages import Hello, RankAddress, StepCommand, Stop, encode
+from ringattn.launch.serve.rank_channel import RankChannel, accept_ranks, close_dealer, connect_to_rank_0
+from ringattn.launch.serve.rank_liveness import RankLiveness
+
+
+def rank(index: int, world_size: int = 2) -> Rank:
+    return Rank(index, world_size, torch.device("cpu"), "gloo", os.getppid())
+
+
+class Addresses:
+    """Carries the address of rank 0 to the others, in place of a channel."""
+
+    def __init__(self) -> None:
+        self.sent: queue.Queue[RankAddress] = queue.Queue()
+        self.broadcast = self.sent.put
+
+    def receive(self) -> RankAddress:
+        address = self.sent.get(timeout=10)
+        self.sent.put(address)  # for the next rank
+        return address
+
+
+@pytest.fixture(autouse=True)
+def local(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("MASTER_ADDR", raising=False)
+    monkeypatch.setattr(rank_liveness, "BEAT_S", 0.1)
+
+
+def in_thread(body: Callable[[], Any]) -> Callable[[], Any]:
+    """Starts a function; the one that is returned waits for its result."""
+    found: list[Any] = []
+    thread = threading.Thread(target=lambda: found.append(body()), daemon=True)
+    thread.start()
+
+    def result() -> Any:
+        thread.join(20)
+        return found[0]
+
+    return result
+
+
+def wait_for(what: Callable[[], Any], timeout_s: float = 10.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not what():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_a_stranger_does_not_take_the_place_of_a_rank():
+    addresses = Addresses()
+    accepted = in_thread(lambda: accept_ranks(rank(0), addresses.broadcast, 20.0))
+    address = addresses.receive()
+    with zmq.Context.instance().socket(zmq.DEALER) as stranger:
+        stranger.linger = 0
+        stranger.routing_id = b"guessed/1"
+        stranger.connect(f"tcp://{address.host}:{address.port}")
+        stranger.send(encode(Hello(1, 4711)))
+        time.sleep(0.2)
+        dealer, _ = connect_to_rank_0(rank(1), address)
+        router, peers = accepted()
+        assert [(peer.rank, peer.process) for peer in peers] == [(1, os.getpid())]
+        router.send_multipart([peers[0].identity, b"command"])
+        assert dealer.recv() == b"command"
+        assert not stranger.poll(100)
+    close_dealer(dealer)
+    router.close()
+
+
+def test_a_rank_that_does_not_connect_is_named():
+    addresses = Addresses()
+
+    def accept() -> str:
+        with pytest.raises(RuntimeError) as refused:
+            accept_ranks(rank(0, 3), addresses.broadcast, 0.5)
+        return str(refused.value)
+
+    accepted = in_thread(accept)
+    dealer, _ = connect_to_rank_0(rank(1, 3), addresses.receive())
+    assert accepted() == "ranks [2] must connect to rank 0 within 0.5 s, got nothing from them"
+    close_dealer(dealer)
+
+
+@pytest.fixture
+def channels(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[RankChannel, RankChannel]]:
+    """Those of two ranks, both in this process."""
+    addresses = Addresses()
+
+    def share(_: RankChannel, address: RankAddress | None = None) -> RankAddress:
+        if address is not None:
+            addresses.broadcast(address)
+        return addresses.receive()
+
+    monkeypatch.setattr(RankChannel, "_share_address", share)
+    first = in_thread(lambda: RankChannel(rank(0), 0.5))
+    other = RankChannel(rank(1), 0.5)
+    yield first(), other
+    first().close()
+    other.close()
+
+
+def test_what_rank_0_sent_before_it_ended_is_received_and_then_its_end(channels):
+    first, other = channels
+    sent = [StepCommand(tokens=[x]) for x in range(20)]
+    for message in sent:
+        first.broadcast(message)
+    first.close()
+    time.sleep(0.2)
+    assert [other.receive() for _ in sent] == sent
+    with pytest.raises(RuntimeError, match="rank 0 is gone"):
+        other.receive()
+
+
+def test_a_rank_0_that_sends_nothing_is_an_error(channels):
+    with pytest.raises(RuntimeError, match=re.escape("rank 0 must send a message within 0.5 s, got none")):
+        channels[1].receive()
+
+
+def test_a_rank_that_is_gone_is_named_by_the_next_send(channels):
+    first, other = channels
+    first.broadcast(Stop())
+    assert other.receive() == Stop()
+    other.close()
+    time.sleep(0.2)
+    with pytest.raises(RuntimeError, match=rf"rank 1 \(process {os.getpid()}\) is gone"):
+        first.broadcast(Stop())
+
+
+def watch(timeout_s: float, lost: list[str]) -> tuple[RankLiveness, Any, Any]:
+    """Rank 0's side, and the sockets of a rank 1 that does nothing by itself."""
+    addresses: Any = Addresses()
+    first = in_thread(lambda: RankLiveness(rank(0), addresses, lost.append, timeout_s))
+    dealer, ended = connect_to_rank_0(rank(1), addresses.receive())
+    return first(), dealer, ended
+
+
+def test_a_rank_that_ends_is_lost_at_once_and_named():
+    lost: list[str] = []
+    _, dealer, _ = watch(60.0, lost)
+    time.sleep(0.3)
+    assert not lost
+    close_dealer(dealer)
+    wait_for(lambda: lost, 2.0)
+    assert lost == [f"rank 1 (process {os.getpid()}) is gone"]
+
+
+def test_a_rank_that_sends_no_heartbeat_is_lost():
+    lost: list[str] = []
+    _, dealer, _ = watch(0.5, lost)
+    wait_for(lambda: lost)
+    close_dealer(dealer)
+    assert lost == [f"rank 1 (process {os.getpid()}) has sent no heartbeat for 0.5 s"]
+
+
+def test_a_rank_that_ends_when_it_is_expected_to_is_not_lost_and_rank_0_waits_for_it():
+    lost: list[str] = []
+    first, dealer, _ = watch(60.0, lost)
+    first.expect_end()
+    closed = in_thread(lambda: first.close() or time.monotonic())
+    time.sleep(0.3)
+    before = time.monotonic()
+    close_dealer(dealer)
+    assert before < closed() < before + 2.0
+    assert not lost
+
+
+@pytest.mark.parametrize(("closes", "message"), [(True, "is gone"), (False, "has sent no heartbeat for 0.5 s")])
+def test_a_rank_0_that_ends_or_sends_no_heartbeat_is_lost(closes, message):
+    lost: list[str] = []
+    addresses: Any = Addresses()
+    accepted = in_thread(lambda: accept_ranks(rank(0), addresses.broadcast, 20.0))
+    other = RankLiveness(rank(1), addresses, lost.append, 0.5)
+    router, _ = accepted()
+    if closes:
+        router.close()
+    wait_for(lambda: lost)
+    assert lost == [f"rank 0 {message}"]
+    other.close()
+    if not closes:
+        router.close()

@@ -1,0 +1,168 @@
+"""Tokens become text piece by piece: the pieces are the text, for every kind of tokenizer, and what is remembered changes none."""
+
+from __future__ import annotations
+
+import doctest
+import random
+from collections.abc import Callable, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ringattn.launch.serve.http import detokenizer
+from ringattn.launch.serve.http.detokenizer import Detokenizer
+from ringattn.launch.serve.tokenizer import REPLACEMENT, ByteTokenizer, PretrainedTokenizer
+
+WORDS = "the ring of keys and the ring of values, straße, naïve; it's  two  blanks, 日本 and 🙂.\n"
+
+
+def byte_level() -> Any:
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    inner = Tokenizer(models.BPE())
+    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    inner.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=330, special_tokens=["<|end|>"], initial_alphabet=alphabet, show_progress=False
+    )
+    inner.train_from_iterator([WORDS] * 20, trainer)
+    inner.add_tokens(["plain added", "日"])
+    return inner
+
+
+def byte_fallback() -> Any:
+    """As Llama 2 and Gemma have it: blanks are part of words, rare characters are bytes, the first blank is dropped."""
+    from tokenizers import Tokenizer, decoders, models
+
+    pieces = ["<unk>", "<s>", "</s>", *(f"<0x{x:02X}>" for x in range(256))]
+    pieces += ["▁", "▁▁", "▁the", "▁ring", "the", "ring", "s", ",", "▁日", "本", "é", "n't", "."]
+    inner = Tokenizer(models.BPE(vocab={x: n for n, x in enumerate(pieces)}, merges=[], byte_fallback=True))
+    inner.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    inner.add_special_tokens(["<s>", "</s>"])
+    return inner
+
+
+def word_pieces() -> Any:
+    from tokenizers import Tokenizer, decoders, models
+
+    pieces = ["[UNK]", "[CLS]", "the", "ring", "##s", "##ing", "don", "'", "t", ".", ",", "日", "##本", "naïve"]
+    inner = Tokenizer(models.WordPiece(vocab={x: n for n, x in enumerate(pieces)}, unk_token="[UNK]"))
+    inner.decoder = decoders.WordPiece()
+    inner.add_special_tokens(["[CLS]"])
+    return inner
+
+
+def metaspace() -> Any:
+    from tokenizers import Tokenizer, decoders, models
+
+    pieces = [("<unk>", 0.0), ("</s>", 0.0), ("▁", -1.0), ("▁the", -2.0), ("ring", -2.0), ("▁ring", -2.0), ("本", -3.0)]
+    inner = Tokenizer(models.Unigram(pieces, 0, False))
+    inner.decoder = decoders.Metaspace()
+    inner.add_special_tokens(["</s>"])
+    return inner
+
+
+KINDS: dict[str, Callable[[], Any]] = {one.__name__: one for one in (byte_level, byte_fallback, word_pieces, metaspace)}
+
+
+@cache
+def decoder(kind: str) -> tuple[Callable[[Sequence[int]], str], int]:
+    """How tokens of a kind become text, and how many there are."""
+    if kind == "bytes":
+        return ByteTokenizer().decode, ByteTokenizer().vocab_size
+    inner = KINDS[kind]()
+    return lambda tokens: inner.decode(list(tokens), skip_special_tokens=True), inner.get_vocab_size()
+
+
+def pieces_of(decode: Any, tokens: Sequence[int], before: Sequence[int]) -> list[str]:
+    pieces = Detokenizer(decode, before)
+    return [*(pieces.push(token) for token in tokens), pieces.rest()]
+
+
+@pytest.mark.parametrize("kind", ["bytes", *KINDS])
+@settings(deadline=None, max_examples=150)
+@given(seed=st.integers(0, 2**32), before=st.integers(0, 12), count=st.integers(0, 60))
+def test_pieces_are_the_text_and_those_that_are_remembered_are_those_that_are_asked_for(kind, seed, before, count):
+    decode, vocabulary = decoder(kind)
+    draw = random.Random(seed)
+    few = [draw.randrange(vocabulary) for _ in range(draw.choice([3, 30]))]  # pairs come again
+    tokens = [draw.choice(few) for _ in range(before + count)]
+    found = pieces_of(decode, tokens[before:], tokens[:before])
+    prompt, whole = decode(tokens[:before]), decode(tokens)
+    # a run of byte tokens that is no text is marks, those of its bytes that were text before too: no stream can say that
+    if kind != "byte_fallback" or REPLACEMENT not in whole:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(detokenizer, "text_after", lambda *_: None)
+            assert found == pieces_of(decode, tokens[before:], tokens[:before])
+    # bytes that are no text, and tokens without any, are only seen in the last few
+    windows = [tokens[x : x + detokenizer.CONTEXT_TOKENS] for x in range(len(tokens) - detokenizer.CONTEXT_TOKENS + 1)]
+    if REPLACEMENT not in whole and whole.startswith(prompt) and all(map(decode, windows)):
+        assert prompt + "".join(found) == whole
+
+
+def test_characters_that_are_bytes_are_never_torn():
+    decode, _ = decoder("byte_fallback")
+    tokens = [3 + byte for byte in "日🙂本é🙂🙂".encode()]
+    for cut in range(len(tokens)):
+        pieces = pieces_of(decode, tokens[cut:], tokens[:cut])
+        begun = tokens[:cut]
+        while decode(begun).endswith(REPLACEMENT):
+            begun = begun[:-1]
+        assert decode(begun) + "".join(pieces) == "日🙂本é🙂🙂"
+        assert REPLACEMENT not in "".join(pieces)
+
+
+def test_pairs_that_came_before_are_not_asked_for_again():
+    asked: list[int] = []
+
+    def decode(tokens: Sequence[int]) -> str:
+        asked.append(len(tokens))
+        return ByteTokenizer().decode(tokens)
+
+    tokens = WORDS.encode("ascii", "ignore") * 3
+    pieces_of(decode, tokens, b"before")
+    assert max(asked[1:]) <= 2
+    asked.clear()
+    assert "".join(pieces_of(decode, tokens, b"before")) == tokens.decode()
+    assert asked == [6]
+
+
+def test_a_tokenizer_that_decodes_in_its_own_way_is_asked_itself(tmp_path: Path):
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+    PreTrainedTokenizerFast(tokenizer_object=byte_level(), eos_token="<|end|>").save_pretrained(tmp_path)
+    plain = PretrainedTokenizer(tmp_path, frozenset(), 400)
+    tokens = [*plain.encode(WORDS), *plain.stops, *plain.encode("日 plain added")]
+    wanted = plain.inner.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    assert plain.decode(tokens) == wanted
+    assert plain._plain is not None
+
+    class Own(type(plain.inner)):
+        def _decode(self, *args: Any, **how: Any) -> str:
+            return super()._decode(*args, **how).upper()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(AutoTokenizer, "from_pretrained", lambda folder, **_: Own.from_pretrained(folder))
+        own = PretrainedTokenizer(tmp_path, frozenset(), 400)
+    assert own.decode(tokens) == wanted.upper()
+
+
+def test_examples():
+    assert not doctest.testmod(detokenizer).failed
+
+
+def may_begin(string: str, said: str) -> int:
+    return next((x for x in range(len(said)) if string.startswith(said[x:])), len(said))
+
+
+@given(st.text("abE", min_size=1, max_size=6), st.text("abE", max_size=12))
+def test_what_may_begin_a_stop_string_is_its_first_part_at_the_end(string, said):
+    if string not in said:
+        assert detokenizer._partial_match(string, said) == may_begin(string, said)

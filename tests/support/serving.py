@@ -1,0 +1,268 @@
+"""A model for the tests of the server that answers with a function of all tokens it was given, and keeps them in honest books."""
+
+from __future__ import annotations
+
+import hashlib
+import socket
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ringattn.inference.pages import Pages
+from ringattn.launch.serve.config import Limits
+from ringattn.launch.serve.engine import Engine
+from ringattn.launch.serve.engine_server import BACKLOG, EngineServer, bind
+from ringattn.launch.serve.http.app import HttpServer, make_app
+from ringattn.launch.serve.http.engine_client import EngineClient
+from ringattn.launch.serve.messages import Capacity, Logprob, receive_at, send_to, to_engine_address, to_http_address
+from ringattn.launch.serve.sampling import SampledTokens, Sampling, sample_tokens, score
+from ringattn.launch.serve.scheduler import Plan, Scheduler
+from ringattn.launch.serve.tokenizer import ChatTemplateError
+
+VOCAB = 256
+STOP = 0
+
+
+def follow(tokens: Sequence[int]) -> int:
+    """The token that follows: one of the printable ones, or now and then STOP."""
+    digest = hashlib.sha256(bytes(token % 251 for token in tokens)).digest()
+    return STOP if digest[0] == 0 else 32 + digest[1] % 95
+
+
+def scores_after(tokens: Sequence[int]) -> Tensor:
+    """The scores of a next token."""
+    logits = torch.zeros(VOCAB)
+    logits[follow(tokens)] = 10.0
+    return logits
+
+
+def answer(prompt: Sequence[int], max_tokens: int) -> list[int]:
+    """What a request gets alone."""
+    tokens = list(prompt)
+    while len(tokens) < len(prompt) + max_tokens and (token := follow(tokens)) != STOP:
+        tokens.append(token)
+    return tokens[len(prompt) :]
+
+
+class FakeStep:
+    """A step of a `FakeRunner`.
+
+    Attributes:
+        ends: When its device will have computed it; None: when somebody waits for it.
+    """
+
+    def __init__(self, chosen: SampledTokens, ends: float | None) -> None:
+        self._chosen, self.ends = chosen, ends
+
+    @property
+    def ended(self) -> bool:
+        return self.ends is not None and time.monotonic() >= self.ends
+
+    def wait(self) -> None:
+        if self.ends is None:
+            self.ends = time.monotonic()
+        time.sleep(max(0.0, self.ends - time.monotonic()))
+
+    def read(self) -> list[tuple[int | None, Logprob | None]]:
+        self.wait()
+        return self._chosen.read()
+
+    def read_scores(self) -> list[tuple[Logprob, ...] | None]:
+        self.wait()
+        return self._chosen.read_scores()
+
+
+class FakeRunner:
+    """Keeps each token in the page and row where the books put it, and reads it back from there.
+
+    Args:
+        step_s: What its device needs for a step.
+        ahead: Whether `start` returns before; without step_s such steps end when somebody waits for them, and not before.
+    """
+
+    def __init__(
+        self, world_size: int = 2, pages: int = 64, page_size: int = 4, step_s: float = 0.0, ahead: bool = True
+    ) -> None:
+        self.allocator = Pages(world_size, pages, page_size)
+        self.memory = [[[-1] * page_size for _ in range(pages)] for _ in range(world_size)]
+        self.step_s = step_s
+        self.ahead = ahead
+        self.steps: list[tuple[int, ...]] = []
+        self.from_previous = 0
+        self._chosen: list[int] = []
+        self._last: FakeStep | None = None
+        self._before: FakeStep | None = None
+
+    def start(self, plan: Plan) -> FakeStep:
+        assert self._before is None or self._before.ended, "two steps are under way"
+        for i, place in enumerate(plan.from_previous):
+            if place >= 0:
+                plan.tokens[i] = self._chosen[place]
+                self.from_previous += 1
+        logits = self.run(plan)
+        requests = [plan.requests[place] for place in plan.wanted] if plan.requests else []
+        how = [request.sampling or Sampling(0) for request in requests]
+        chosen = sample_tokens(logits if how else logits[:0], how, [request.prompt for request in requests])
+        scores = []
+        for place, targets in zip(plan.scored if plan.requests else (), plan.targets, strict=True):
+            request, tokens = plan.requests[place], torch.tensor(targets)
+            ends = range(request.num_computed - plan.counts[place] + 1, request.num_computed + 1)
+            rows = torch.stack([scores_after(request.prompt[:end]) for end in ends])
+            scores.append(score(rows[: len(targets)], tokens, request.sampling.logprobs if request.sampling else 0))
+        chosen = replace(chosen, scores=tuple(scores))
+        # what other ranks get from rank 0 is the same
+        self._chosen = chosen.tokens.clamp(min=0).tolist() if how else logits.argmax(-1).tolist()
+        now = time.monotonic()
+        busy_until = now if self._last is None or self._last.ends is None else max(now, self._last.ends)
+        ends = busy_until + self.step_s if self.step_s or not self.ahead else None
+        self._before, self._last = self._last, FakeStep(chosen, ends)
+        if not self.ahead:
+            self._last.wait()
+        return self._last
+
+    def run(self, plan: Plan) -> Tensor:
+        self.steps.append(tuple(plan.counts))
+        assert not (plan.packed and plan.decodes)
+        at = 0
+        decode = set(plan.counts) == {1}
+        before = [self.allocator.length(cache_id) for cache_id in plan.cache_ids]
+        self.allocator.place(plan.cache_ids, plan.counts, one_by_one=decode)
+        for cache_id, length in zip(plan.cache_ids, before, strict=True):
+            for piece in self.allocator.pieces(cache_id, length):
+                page = self.memory[piece.rank][piece.page]
+                page[piece.row : piece.row + piece.length] = plan.tokens[at : at + piece.length]
+                at += piece.length
+        logits = torch.empty(len(plan.wanted), VOCAB)
+        for row, place in enumerate(plan.wanted):
+            tokens: list[int] = []
+            for block in self.allocator.blocks(plan.cache_ids[place]):
+                tokens += self.memory[block.rank][block.page][: block.length]
+            logits[row] = scores_after(tokens)
+        return logits
+
+
+class Letters:
+    """A tokenizer for `FakeRunner`: a token is a character, STOP ends an answer."""
+
+    stops = frozenset([STOP])
+    vocab_size = VOCAB
+
+    def encode(self, text: str) -> list[int]:
+        return list(text.encode("latin-1"))
+
+    def chat(self, messages: Sequence[dict[str, str]]) -> list[int]:
+        if messages[0]["content"] == "refuse":
+            raise ChatTemplateError("the template refuses")
+        return self.encode("".join(f"<{message['role']}>{message['content']}" for message in messages) + "<assistant>")
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        return bytes(tokens).decode("latin-1")
+
+    def recipe(self) -> dict[str, Any]:
+        raise AssertionError("this one is known to one process")
+
+
+def text_of(prompt: str, max_tokens: int) -> str:
+    """The text that a prompt gets alone."""
+    return Letters().decode(answer(Letters().encode(prompt), max_tokens))
+
+
+class Link:
+    """The sockets between an engine and the HTTP process, in one process.
+
+    Attributes:
+        folder: Of the sockets.
+        engine: The engine's end of the socket that ends with a process.
+        http: The other end.
+    """
+
+    def __init__(self) -> None:
+        self._folder = tempfile.TemporaryDirectory(prefix="ringattn-")
+        self.folder = self._folder.name
+        self.engine, self.http = socket.socketpair()
+
+    def client(self, capacity: Capacity, state: dict[str, Any]) -> EngineClient:
+        pull, push = receive_at(to_http_address(self.folder)), send_to(to_engine_address(self.folder))
+        return EngineClient(pull, push, self.http, capacity, state)
+
+    def server(self, engine: Engine, name: str, lost: Callable[[str], None], timeout_s: float) -> EngineServer:
+        return EngineServer(engine, self.folder, self.engine, name, lost, timeout_s)
+
+    def close(self) -> None:
+        self.engine.close()
+        self.http.close()
+        self._folder.cleanup()
+
+
+class FakeServer:
+    """The whole server in this process, both of its processes as threads, with a fake model.
+
+    Attributes:
+        lost: What the engine's side has said about the loss of the other.
+    """
+
+    def __init__(
+        self,
+        runner: FakeRunner,
+        *,
+        running: int = 64,
+        waiting: int = 1000,
+        time_limit_s: float = 60.0,
+        limits: Limits | None = None,
+        key: str | None = None,
+        hosts: Sequence[str] | None = None,
+        connections: int = 1000,
+        about: dict[str, Any] | None = None,
+        timeout_s: float = 60.0,
+    ) -> None:
+        scheduler = Scheduler(runner.allocator, chunk=64, max_running=running, max_waiting=waiting)
+        self.runner = runner
+        self.engine = Engine(runner, scheduler, lambda _: None, time_limit_s=time_limit_s)
+        self.link = Link()
+        self.lost: list[str] = []
+        self.engine_server = self.link.server(self.engine, "the fake", self.lost.append, timeout_s)
+        client = self.link.client(scheduler.capacity, self.engine.state())
+        app = make_app(client, Letters(), "fake", limits or Limits(), key=key, hosts=hosts, about=about)
+        listening = bind("127.0.0.1", 0)
+        listening.listen(BACKLOG)
+        self.server = HttpServer(listening, connections)
+        self.server.start(app)
+        self.url = f"http://127.0.0.1:{self.server.port}"
+        self.thread = threading.Thread(target=self._run, daemon=True)
+        self.thread.start()
+
+    def _run(self) -> None:
+        try:
+            self.engine.run()
+        except RuntimeError as error:
+            self.engine.fail(str(error))
+
+    def close(self) -> None:
+        self.engine.stop(0.0)
+        self.thread.join(10)
+        self.engine_server.stop()
+        self.server.stop()
+        self.link.close()
+
+    def state_when(self, so: Callable[[dict[str, Any]], bool], timeout_s: float = 10.0) -> dict[str, Any]:
+        """The state as soon as something is so."""
+        deadline = time.monotonic() + timeout_s
+        while not so(state := self.engine.state()):
+            assert time.monotonic() < deadline, state
+            time.sleep(0.01)
+        return state
+
+    def assert_idle(self) -> None:
+        """Nothing runs or waits, and every page is free or holds a prefix that is kept."""
+        state = self.state_when(lambda state: not (state["running"] or state["waiting"]))
+        assert state["pages"]["running"] == [0] * state["ranks"]
+        deadline = time.monotonic() + 10.0
+        while self.engine._open:  # emptied just after the state is new
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
