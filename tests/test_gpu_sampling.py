@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from ringattn.launch.serve.sampling import Sampling, choose, draw
+from ringattn.launch.serve.sampling import Sampling, sample_tokens, draw
 
 pytestmark = [
     pytest.mark.gpu,
@@ -39,22 +39,22 @@ def test_a_row_gives_the_token_that_it_gives_alone_and_on_the_cpu(dtype: torch.d
     steps = [torch.randn(48, vocab, generator=torch.Generator().manual_seed(x)).mul(3).to(dtype) for x in range(3)]
     prompts = [list(range(row)) for row in range(48)]
     how = samplings()
-    together = [choose(x.cuda(), how, prompts).tokens.tolist() for x in steps]
+    together = [sample_tokens(x.cuda(), how, prompts).tokens.tolist() for x in steps]
     for row in range(0, 48, 5):
         alone = samplings()[row]
-        tokens = [choose(x[row : row + 1].cuda(), [alone], [prompts[row]]).tokens.item() for x in steps]
+        tokens = [sample_tokens(x[row : row + 1].cuda(), [alone], [prompts[row]]).tokens.item() for x in steps]
         assert tokens == [one[row] for one in together], row
     here = samplings()
-    assert [choose(x, here, prompts).tokens.tolist() for x in steps] == together
+    assert [sample_tokens(x, here, prompts).tokens.tolist() for x in steps] == together
 
 
 def test_nothing_waits_for_the_device() -> None:
     how, prompts = samplings(), [[1, 2]] * 48
     logits = torch.randn(48, 1000, device="cuda")
-    choose(logits, how, prompts).on_host()
+    sample_tokens(logits, how, prompts).on_host()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        chosen = choose(logits, how, prompts).on_host()
+        chosen = sample_tokens(logits, how, prompts).on_host()
     finally:
         torch.cuda.set_sync_debug_mode("default")
     torch.cuda.synchronize()
