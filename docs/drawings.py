@@ -16,9 +16,9 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from ringattn.layout import Shard, balanced, contiguous, make_shards, striped, zigzag
-from ringattn.schedule import Plan, make_plan
-from ringattn.visibility import Visibility
+from ringattn.plan.layouts import Shard, balanced, contiguous, make_shards, striped, zigzag
+from ringattn.plan.mask import Visibility
+from ringattn.plan.ring_plan import Plan, make_plan
 
 HERE = Path(__file__).parent
 WORLD_SIZE = 4

@@ -13,8 +13,8 @@ from collections.abc import Callable
 
 import torch
 
-from ringattn.partial import Partial, finalize, reduce_partials
-from ringattn.softmax import online_softmax
+from ringattn.numerics.partial import Partial, finalize, reduce_partials
+from ringattn.numerics.softmax import online_softmax
 
 SHARED_MEMORY = 227 * 1024  # bytes that one program can have on an H100, H200 or B200
 

@@ -21,9 +21,9 @@ from unittest.mock import patch
 import torch
 
 from ringattn.kernels import select
-from ringattn.layout import LAYOUTS, make_shards
-from ringattn.schedule import make_plan, moved_rows
-from ringattn.visibility import Visibility
+from ringattn.plan.layouts import LAYOUTS, make_shards
+from ringattn.plan.mask import Visibility
+from ringattn.plan.ring_plan import make_plan, moved_rows
 
 HERE = Path(__file__).parent
 MARKED = re.compile(r"<!-- table: ([\w-]+) -->\n.*?<!-- end of table -->", re.DOTALL)

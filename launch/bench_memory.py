@@ -26,8 +26,6 @@ from typing import Any, Literal
 import torch
 
 import ringattn
-from ringattn.backward import resolve_moving
-from ringattn.call import Call, describe
 from ringattn.kernels.contract import GUARD, Score, accumulation_dtype
 from ringattn.launch.bench_ring import GIB, Layout, best_layout, peak_of, verify, visibility_of
 from ringattn.launch.check import DTYPES
@@ -35,9 +33,11 @@ from ringattn.launch.problems import DTypeName, MaskName, Problem
 from ringattn.launch.ring_contenders import prepare_ours
 from ringattn.launch.rings import ScheduleName, lonely_ring, open_rings, shown_name
 from ringattn.launch.session import Keep, Session
-from ringattn.layout import make_shards
-from ringattn.schedule import RankPlan, collect, make_plan
-from ringattn.sharding import Sharding
+from ringattn.plan.attention_spec import Call, describe
+from ringattn.plan.layouts import make_shards
+from ringattn.plan.ring_plan import RankPlan, collect, make_plan
+from ringattn.plan.sharding import Sharding
+from ringattn.schedule.stepwise_backward import resolve_moving
 
 SLOTS = 1
 """Slots of a gathered ring."""

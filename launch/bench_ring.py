@@ -34,8 +34,8 @@ from ringattn.launch.ring_contenders import PeerName, Peers, RingContender, atte
 from ringattn.launch.rings import ScheduleName, lonely_ring, open_rings, shown_name
 from ringattn.launch.session import Keep, Session
 from ringattn.launch.turns import Time, time_together
-from ringattn.schedule import make_plan, moved_rows
-from ringattn.visibility import Visibility
+from ringattn.plan.mask import Visibility
+from ringattn.plan.ring_plan import make_plan, moved_rows
 
 Layout = Literal["best", "contiguous", "striped", "zigzag", "balanced"]
 GIB = 2**30
@@ -110,7 +110,7 @@ def best_layout(problem: Problem, world_size: int) -> str:
         return "balanced"
     if problem.mask != "window":
         return "zigzag"
-    from ringattn.layout import make_shards
+    from ringattn.plan.layouts import make_shards
 
     visibility = visibility_of(problem)
     rows = {}

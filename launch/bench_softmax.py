@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from ringattn.launch.session import check_output, write_json
-from ringattn.softmax import online_logsumexp, online_softmax
+from ringattn.numerics.softmax import online_logsumexp, online_softmax
 
 LENGTHS = (1 << 10, 1 << 11, 1 << 12, 1 << 13, 1 << 15, 1 << 17, 1 << 18, 1 << 20)
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}

@@ -44,10 +44,10 @@ import torch
 from torch import Tensor
 
 import ringattn
-from ringattn.budget import Budget, error
 from ringattn.launch.check_inference import MOVES, InferenceCase, examine_history, inference_cases
 from ringattn.launch.rings import ScheduleName, check_nodes, check_schedules, make_ring
 from ringattn.launch.session import Session, describe, ended, machine, open_session, parse, share_of, table, write_json
+from ringattn.numerics.error_budget import Budget, error
 
 LAYOUTS = ("contiguous", "striped", "zigzag", "balanced")
 ALONE = "alone"

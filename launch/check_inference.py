@@ -20,7 +20,6 @@ from typing import Any
 import torch
 
 import ringattn
-from ringattn.budget import Budget, error
 from ringattn.launch.histories import (
     CHUNKS,
     CROWD,
@@ -38,6 +37,7 @@ from ringattn.launch.histories import (
     play,
 )
 from ringattn.launch.session import Session
+from ringattn.numerics.error_budget import Budget, error
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
 MOVES = ("auto", "keys", "queries", "pages")

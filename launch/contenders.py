@@ -17,12 +17,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import ringattn
-from ringattn.budget import Budget
-from ringattn.call import Call, describe
 from ringattn.kernels.contract import Carry, Grads, accumulation_dtype
 from ringattn.kernels.select import pick
 from ringattn.launch.problems import Problem, document_of, draw_inputs, visible_rows
-from ringattn.reference import dense_attention
+from ringattn.numerics.error_budget import Budget
+from ringattn.numerics.reference import dense_attention
+from ringattn.plan.attention_spec import Call, describe
 
 PEERS = ("cudnn", "fa2", "flex", "fa4")
 CHUNK_ELEMENTS = {"cuda": 2**26, "cpu": 2**16}

@@ -31,14 +31,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ringattn import tables
-from ringattn.budget import Budget
 from ringattn.kernels.contract import Carry, Grads, KernelSet, Score, Side, accumulation_dtype
 from ringattn.kernels.select import pick
 from ringattn.launch.session import Session
-from ringattn.layout import LAYOUTS, Run, Shard, make_shards
-from ringattn.reference import dense_attention, visible_pairs
-from ringattn.visibility import Visibility
+from ringattn.numerics.error_budget import Budget
+from ringattn.numerics.reference import dense_attention, visible_pairs
+from ringattn.plan import device_tables
+from ringattn.plan.layouts import LAYOUTS, Run, Shard, make_shards
+from ringattn.plan.mask import Visibility
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
 NEIGHBOURS = 8
@@ -371,8 +371,8 @@ class Subject:
     def __init__(self, case: FuzzCase, kernels: KernelSet, device: torch.device) -> None:
         self.case, self._kernels = case, kernels
         self.tensors = draw_tensors(case, case.seed, device)
-        self._rows = tables.stationary_side(case.rows, case.mask, device, "keys")
-        self._keys = [tables.stationary_side(keys, case.mask, device, "queries") for keys in case.visits]
+        self._rows = device_tables.stationary_side(case.rows, case.mask, device, "keys")
+        self._keys = [device_tables.stationary_side(keys, case.mask, device, "queries") for keys in case.visits]
         widths = [len(side.positions) for side in self._keys]
         x = self.tensors
         self._q, self._do = lay_out(x.q, case.strides[0]), lay_out(x.do, case.strides[3])
@@ -579,7 +579,7 @@ def _run_one(case: FuzzCase, impl: str, device: torch.device, tally: Tally) -> N
         return
     tally.cases += 1
     tally.served[choice.name] = tally.served.get(choice.name, 0) + 1
-    tables.clear()
+    device_tables.clear()
     try:
         ratios = examine(case, choice.kernels, device)
     except Exception as error:

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 import ringattn
-from ringattn.budget import Budget
 from ringattn.inference import Step, attend
 from ringattn.launch.inference_model import (
     Decoder,
@@ -26,7 +25,8 @@ from ringattn.launch.inference_model import (
     pages_for,
 )
 from ringattn.launch.session import Session
-from ringattn.reference import attention_reference
+from ringattn.numerics.error_budget import Budget
+from ringattn.numerics.reference import attention_reference
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

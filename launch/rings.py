@@ -14,7 +14,7 @@ import torch.distributed as dist
 import ringattn
 from ringattn.launch.distributed import Refusal
 from ringattn.launch.session import Session
-from ringattn.schedule import make_nodes
+from ringattn.plan.ring_plan import make_nodes
 
 ScheduleName = Literal["auto", "gathered", "kept", "in_place", "staged", "process_group"]
 SCHEDULES: dict[str, dict[str, Any]] = {

@@ -6,15 +6,15 @@ Importing this package touches no device, imports no kernel compiler and takes n
 from typing import TYPE_CHECKING
 
 from ringattn.api import ring_attention, ring_attention_with_lse
-from ringattn.current import checkpoint_contexts, use_sharding
-from ringattn.nn import RingMultiheadAttention, replace_multihead_attention
-from ringattn.partial import Partial, finalize, merge, reduce_partials
-from ringattn.reference import attention_reference
+from ringattn.integrations.torch.multihead_attention import RingMultiheadAttention, replace_multihead_attention
+from ringattn.integrations.torch.sdpa import scaled_dot_product_attention
+from ringattn.numerics.partial import Partial, finalize, merge, reduce_partials
+from ringattn.numerics.reference import attention_reference
+from ringattn.numerics.softmax import online_logsumexp, online_softmax
+from ringattn.plan.sharding import Sharding
 from ringattn.ring import Ring
-from ringattn.sdpa import scaled_dot_product_attention
-from ringattn.sharding import Sharding
+from ringattn.sharding_context import checkpoint_contexts, use_sharding
 from ringattn.simulate import simulate_ring
-from ringattn.softmax import online_logsumexp, online_softmax
 
 __all__ = [
     "Partial",

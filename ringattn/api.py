@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from ringattn.autograd import attend
-from ringattn.call import describe
-from ringattn.plain import is_distributed
-from ringattn.prepared import refuse_distributed
-from ringattn.sharding import Sharding, check_sharding
+from ringattn.dispatch import refuse_distributed
+from ringattn.plan.attention_spec import describe
+from ringattn.plan.sharding import Sharding, check_sharding
+from ringattn.tensor_checks import is_distributed
 
 _AUTOCAST = ("cpu", "cuda", "hip", "xpu")
 """Devices with autocast. Named, because torch.compile of torch 2.11 does not trace the question."""

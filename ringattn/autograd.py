@@ -39,11 +39,11 @@ from torch._C._autograd import _profiler_enabled
 from torch._C._functorch import is_batchedtensor, is_legacy_batchedtensor
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from ringattn import gathered
+from ringattn.dispatch import prepare
 from ringattn.kernels.contract import accumulation_dtype
-from ringattn.living import find_ring
-from ringattn.plain import has_tangent
-from ringattn.prepared import prepare
+from ringattn.ring_registry import find_ring
+from ringattn.schedule import fused
+from ringattn.tensor_checks import has_tangent
 
 _PLAIN = frozenset({Tensor, torch.nn.Parameter, type(None)})
 """What has no ideas of its own about operators."""
@@ -99,7 +99,7 @@ def _forward(
         with torch.autocast(q.device.type, enabled=False):
             return _forward(*args)
     here, decoded, kernels, score = prepare(*args)
-    o, lse, _aside.kept = gathered.forward(
+    o, lse, _aside.kept = fused.forward(
         _rows(q), _rows(k), _rows(v), score, decoded, kernels, here.seat, keep=_aside.keep
     )
     return o, lse
@@ -128,7 +128,7 @@ def _backward(
         with torch.autocast(q.device.type, enabled=False):
             return _backward(do, dlse, q, k, v, o, lse, *options, dropout_seed, ring, call, wanted)
     here, decoded, kernels, score = prepare(q, k, v, *options, dropout_seed, ring, call)
-    grads = gathered.backward(
+    grads = fused.backward(
         torch.zeros_like(o) if do is None else _rows(_as(do, o)),
         dlse,
         _rows(q),

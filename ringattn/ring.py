@@ -28,12 +28,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from ringattn.call import parse, resolve_mask
-from ringattn.flops import register_flops
-from ringattn.layout import make_shards, shard_len
-from ringattn.living import add_ring, find_ring
-from ringattn.schedule import make_nodes
-from ringattn.sharding import Sharding
+from ringattn.plan.attention_spec import parse, resolve_mask
+from ringattn.plan.flops import register_flops
+from ringattn.plan.layouts import make_shards, shard_len
+from ringattn.plan.mask import Visibility
+from ringattn.plan.ring_plan import make_nodes
+from ringattn.plan.sharding import Sharding
+from ringattn.ring_registry import add_ring, find_ring
 from ringattn.transport.base import Buffers, Choice, NoTransport, Seat, Transport
 from ringattn.transport.choose import TRANSPORTS, choose
 from ringattn.transport.double import Throttled, WithinNode, group_by_host
@@ -46,7 +47,6 @@ from ringattn.transport.process_group import (
     let_go,
     resolve_group,
 )
-from ringattn.visibility import Visibility
 
 _COUNTS: Counter[str] = Counter()
 

@@ -13,18 +13,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ringattn import gathered
-from ringattn.backward import Gradients
-from ringattn.call import Call, describe, resolve_mask
 from ringattn.kernels.select import pick
-from ringattn.layout import make_shards
-from ringattn.schedule import make_nodes
-from ringattn.sharding import Sharding
+from ringattn.plan.attention_spec import Call, describe, resolve_mask
+from ringattn.plan.layouts import make_shards
+from ringattn.plan.mask import Visibility
+from ringattn.plan.ring_plan import make_nodes
+from ringattn.plan.sharding import Sharding
+from ringattn.schedule import fused
+from ringattn.schedule.stepwise_backward import Gradients
+from ringattn.schedule.validation import check_call
 from ringattn.transport.base import Seat
 from ringattn.transport.simulated import run_ranks
 from ringattn.transport.symmetric import ranks_per_gpu, spare_of
-from ringattn.validation import check_call
-from ringattn.visibility import Visibility
 
 
 @dataclass(frozen=True)
@@ -113,10 +113,10 @@ def simulate_ring(
         kernels = choice.kernels
         score = call.score(q.dtype, dropout_seed, **extras)
         backward = do is not None or dlse is not None
-        o, lse, kept = gathered.forward(*local, score, call, kernels, seat, keep=keep_keys and backward)
+        o, lse, kept = fused.forward(*local, score, call, kernels, seat, keep=keep_keys and backward)
         if not backward:
             return o, lse, None
-        grads = gathered.backward(
+        grads = fused.backward(
             torch.zeros_like(o) if do is None else mine.shard(do, 1),
             None if dlse is None else mine.shard(dlse, 2),
             *local,

@@ -1,11 +1,11 @@
-"""Asserts the error budget (ringattn.budget) and says by how much it was missed."""
+"""Asserts the error budget (ringattn.numerics.error_budget) and says by how much it was missed."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from ringattn.budget import Budget, error
+from ringattn.numerics.error_budget import Budget, error
 
 
 def assert_within_budget(

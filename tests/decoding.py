@@ -17,7 +17,7 @@ from ringattn.kernels.contract import Score, accumulation_dtype
 from ringattn.kernels.decode import FP8, PageTable
 from ringattn.kernels.merge import merge_stack
 from ringattn.kernels.parts import size, views
-from ringattn.reference import dense_attention
+from ringattn.numerics.reference import dense_attention
 from tests.budget import assert_within_budget
 
 Blocks = tuple[tuple[int, int, int], ...]

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ringattn.kernels.contract import GUARD, Arrivals, Gathered, Score, Side
-from ringattn.reference import dense_attention, visible_pairs
+from ringattn.numerics.reference import dense_attention, visible_pairs
 from tests.kernel_conformance import Runs, make_side, positions_of
 
 NAN = math.nan

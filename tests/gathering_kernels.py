@@ -1,4 +1,4 @@
-"""Gathered visits from the eager kernels: what the loops of `ringattn.gathered` are tested with where there is no GPU."""
+"""Gathered visits from the eager kernels: what the loops of `ringattn.schedule.fused` are tested with where there is no GPU."""
 
 from __future__ import annotations
 

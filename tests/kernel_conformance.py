@@ -2,7 +2,7 @@
 
 Sides are built here from dense masks and global positions, in plain Python, so that neither the intervals of the
 library nor a kernel set judges itself. The judge is `dense_attention` in fp64 on the rows and keys of the case, under the error
-budget of `ringattn.budget`. Lengths of CASES stay below 80 rows: they also run in the Triton interpreter.
+budget of `ringattn.numerics.error_budget`. Lengths of CASES stay below 80 rows: they also run in the Triton interpreter.
 
     @pytest.mark.parametrize("case", CASES, ids=str)
     def test_forward_and_backward_stay_within_budget(case):
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from ringattn.kernels.contract import Carry, Grads, KernelSet, Score, Side, accumulation_dtype
-from ringattn.reference import dense_attention, visible_pairs
+from ringattn.numerics.reference import dense_attention, visible_pairs
 from tests.budget import assert_within_budget
 
 Runs = tuple[tuple[int, int, int], ...]

@@ -8,8 +8,8 @@ from itertools import pairwise
 
 from hypothesis import strategies as st
 
-from ringattn.layout import Run, Shard, balanced, contiguous, striped, zigzag
-from ringattn.visibility import Visibility
+from ringattn.plan.layouts import Run, Shard, balanced, contiguous, striped, zigzag
+from ringattn.plan.mask import Visibility
 
 
 def is_visible(mask: Visibility, i: int, j: int, b: int = 0) -> bool:

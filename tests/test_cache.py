@@ -21,7 +21,7 @@ from ringattn.inference import CacheFull, PagedKVCache, StaticStep, Step, attend
 from ringattn.inference import static as steps_of
 from ringattn.inference.accord import Accord
 from ringattn.kernels import pages as rows
-from ringattn.sharding import positions_of
+from ringattn.plan.sharding import positions_of
 from tests.paging import CASES, Case, assert_put, assert_take
 from tests.pool import Pools
 

@@ -20,7 +20,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
-from ringattn import Ring, Sharding, gathered, ring_attention_with_lse
+from ringattn import Ring, Sharding, ring_attention_with_lse
+from ringattn.schedule import fused
 from tests.pool import Pools
 from tests.transformer import CHECKPOINTS, WIDTH, Attention, Block, make_transformer
 
@@ -202,7 +203,7 @@ def counted_rings() -> Iterator[Counter[str]]:
     runs: Counter[str] = Counter()
 
     def counting(name: str) -> Callable[..., Any]:
-        run = getattr(gathered, name)
+        run = getattr(fused, name)
 
         def counted(*args: Any, **kwargs: Any) -> Any:
             runs[name] += 1
@@ -212,7 +213,7 @@ def counted_rings() -> Iterator[Counter[str]]:
 
     with pytest.MonkeyPatch.context() as patch:
         for name in ("forward", "backward"):
-            patch.setattr(gathered, name, counting(name))
+            patch.setattr(fused, name, counting(name))
         yield runs
 
 

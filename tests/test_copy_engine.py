@@ -20,14 +20,14 @@ from torch import Tensor
 
 from ringattn.kernels.contract import Arrivals
 from ringattn.kernels.pack import pack
-from ringattn.layout import Run, make_shards, shard_len
-from ringattn.schedule import Collection, Fetch, Nodes, collect, make_plan
+from ringattn.plan.layouts import Run, make_shards, shard_len
+from ringattn.plan.mask import Visibility
+from ringattn.plan.ring_plan import Collection, Fetch, Nodes, collect, make_plan
 from ringattn.transport import copy_engine, repeats, streams
 from ringattn.transport.base import Gathering, Reply
 from ringattn.transport.choose import PROBE_BYTES, measure_push, node_of
 from ringattn.transport.copy_engine import CopyEngineTransport
 from ringattn.transport.watch import PLACE, PLACES
-from ringattn.visibility import Visibility
 from tests.fake_streams import HERALD, MAIN, FakeMemory, FakeStreams, Item, Recording, World, read
 
 NAN = float("nan")

@@ -15,12 +15,12 @@ from ringattn import (
     Ring,
     RingMultiheadAttention,
     checkpoint_contexts,
-    current,
     ring_attention,
     scaled_dot_product_attention,
+    sharding_context,
     use_sharding,
 )
-from ringattn.current import find_sharding, resolve_sharding
+from ringattn.sharding_context import find_sharding, resolve_sharding
 from tests.pool import Pools
 
 
@@ -60,8 +60,8 @@ def test_a_thread_has_its_own() -> None:
 
 
 def test_what_old_compilers_read_is_never_the_sharding_of_another_thread() -> None:
-    shared, ring = current._Traced(), Ring()
-    mine, other = (current._Entry(ring.sharding(n), None, -1) for n in (4, 5))
+    shared, ring = sharding_context._Traced(), Ring()
+    mine, other = (sharding_context._Entry(ring.sharding(n), None, -1) for n in (4, 5))
     inside, leave = threading.Event(), threading.Event()
 
     def visit() -> None:
@@ -74,7 +74,7 @@ def test_what_old_compilers_read_is_never_the_sharding_of_another_thread() -> No
         assert shared.entry is mine
         thread.start()
         inside.wait(10)
-        assert shared.entry is current._AMBIGUOUS
+        assert shared.entry is sharding_context._AMBIGUOUS
     assert shared.entry is other
     leave.set()
     thread.join()
@@ -122,7 +122,7 @@ def test_models_that_never_had_a_sharding_are_recomputed_without(monkeypatch: py
     module = RingMultiheadAttention(8, 2)
     options: dict[str, Any]
     for used, options in ((False, {}), (True, {"context_fn": checkpoint_contexts})):
-        monkeypatch.setattr("ringattn.current._used", used)
+        monkeypatch.setattr("ringattn.sharding_context._used", used)
         x = torch.randn(5, 1, 8, requires_grad=True)
         (expected,) = torch.autograd.grad(module(x, x, x)[0].sum(), x)
         o = checkpoint(lambda x: module(x, x, x)[0], x, use_reentrant=False, **options)

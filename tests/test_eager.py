@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ringattn.kernels import eager
 from ringattn.kernels.contract import Grads, Score, Side
-from ringattn.reference import visible_pairs
+from ringattn.numerics.reference import visible_pairs
 from tests.kernel_conformance import CASES, Case, make_side, run_case
 
 F64 = torch.float64

@@ -13,8 +13,8 @@ import torch
 from ringattn.kernels import eager
 from ringattn.launch import check, fuzz
 from ringattn.launch.session import Session
-from ringattn.layout import shard_len
-from ringattn.visibility import Visibility
+from ringattn.plan.layouts import shard_len
+from ringattn.plan.mask import Visibility
 
 CPU = ["--device", "cpu", "--impl", "eager"]
 

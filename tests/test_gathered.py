@@ -10,17 +10,17 @@ import torch
 from torch import Tensor
 
 from ringattn import simulate
-from ringattn.call import Call, describe
-from ringattn.gathered import choose_groups, gathered_bytes
 from ringattn.kernels import eager
 from ringattn.kernels.contract import GUARD
-from ringattn.layout import make_shards
-from ringattn.reference import attention_reference
-from ringattn.schedule import Collection, collect, make_plan
-from ringattn.sharding import Sharding
+from ringattn.numerics.reference import attention_reference
+from ringattn.plan.attention_spec import Call, describe
+from ringattn.plan.device_tables import find, returning_key
+from ringattn.plan.layouts import make_shards
+from ringattn.plan.mask import Visibility
+from ringattn.plan.ring_plan import Collection, collect, make_plan
+from ringattn.plan.sharding import Sharding
+from ringattn.schedule.fused import choose_groups, gathered_bytes
 from ringattn.simulate import simulate_ring
-from ringattn.tables import find, returning_key
-from ringattn.visibility import Visibility
 from tests import gathering_kernels
 
 PLENTY = 2**40

@@ -16,12 +16,12 @@ from torch import Tensor
 from ringattn.kernels.contract import GUARD, Gathered, Side
 from ringattn.kernels.hopper import plan as planning
 from ringattn.kernels.hopper.plan import EPILOGUE, MIN_PART, OVERHEAD, Shape, WorkPlan, make_plan
-from ringattn.layout import contiguous, shard_len, zigzag
-from ringattn.reference import visible_pairs
-from ringattn.schedule import Collection, collect
-from ringattn.schedule import make_plan as make_ring
-from ringattn.tables import find, gathered_key, stationary_side
-from ringattn.visibility import Visibility
+from ringattn.numerics.reference import visible_pairs
+from ringattn.plan.device_tables import find, gathered_key, stationary_side
+from ringattn.plan.layouts import contiguous, shard_len, zigzag
+from ringattn.plan.mask import Visibility
+from ringattn.plan.ring_plan import Collection, collect
+from ringattn.plan.ring_plan import make_plan as make_ring
 from tests.kernel_conformance import CASES, Case, make_side, positions_of
 from tests.masks import is_visible, layouts, masks, positions, run_shards
 from tests.timing import least_seconds

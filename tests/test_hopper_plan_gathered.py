@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from ringattn.kernels.hopper.plan import Shape, WorkPlan, make_plan
-from ringattn.visibility import Visibility
+from ringattn.plan.mask import Visibility
 from tests.gathered import Sources, gather_sources, shards_of
 from tests.kernel_conformance import Runs
 from tests.masks import is_visible, layouts, masks

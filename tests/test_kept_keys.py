@@ -16,8 +16,9 @@ from torch import Tensor
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from torch.utils.flop_counter import FlopCounterMode
 
-from ringattn import Ring, autograd, gathered, ring_attention, simulate_ring
+from ringattn import Ring, autograd, ring_attention, simulate_ring
 from ringattn.kernels import eager
+from ringattn.schedule import fused
 from ringattn.transport.base import Seat
 from ringattn.transport.simulated import SimulatedGatherer, run_ranks
 from tests import gathering_kernels
@@ -195,7 +196,7 @@ def test_what_cannot_be_kept_is_not(gathers: Counter[str], options: dict[str, An
 
 def test_nothing_is_kept_longer_than_the_graph(gathers: Counter[str], monkeypatch: pytest.MonkeyPatch) -> None:
     born: dict[int, list[weakref.ref[Tensor]]] = {rank: [] for rank in range(RANKS)}
-    forward = gathered.forward
+    forward = fused.forward
 
     def noting(*args: Any, **kwargs: Any) -> Any:
         o, lse, kept = forward(*args, **kwargs)
@@ -203,7 +204,7 @@ def test_nothing_is_kept_longer_than_the_graph(gathers: Counter[str], monkeypatc
             born[args[6].rank].append(weakref.ref(kept))
         return o, lse, kept
 
-    monkeypatch.setattr(gathered, "forward", noting)
+    monkeypatch.setattr(fused, "forward", noting)
 
     def body(ring: Ring) -> list[int]:
         def alive() -> int:

@@ -28,10 +28,6 @@ from torch import Tensor
 
 import ringattn
 from ringattn import launch
-from ringattn.backward import ring_backward
-from ringattn.budget import Budget
-from ringattn.call import Call, describe
-from ringattn.forward import ring_forward
 from ringattn.kernels import decode, decode_eager, eager
 from ringattn.kernels.contract import Score, accumulation_dtype
 from ringattn.launch import (
@@ -57,12 +53,16 @@ from ringattn.launch import (
 )
 from ringattn.launch.distributed import REFUSED, choose_backend, resolve_device
 from ringattn.launch.session import Session, check_numbers, check_output, open_session
-from ringattn.layout import make_shards
-from ringattn.reference import visible_pairs
-from ringattn.sharding import Sharding
+from ringattn.numerics.error_budget import Budget
+from ringattn.numerics.reference import visible_pairs
+from ringattn.plan.attention_spec import Call, describe
+from ringattn.plan.layouts import make_shards
+from ringattn.plan.mask import Visibility
+from ringattn.plan.sharding import Sharding
+from ringattn.schedule.stepwise_backward import ring_backward
+from ringattn.schedule.stepwise_forward import ring_forward
 from ringattn.transport import base
 from ringattn.transport.symmetric import SHARE
-from ringattn.visibility import Visibility
 
 ROOT = Path(__file__).parents[1]
 TINY = ["--heads", "4", "--kv-heads", "2", "--head-dim", "16", "--dtype", "fp32"]

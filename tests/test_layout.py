@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import ringattn.layout
-from ringattn.layout import LAYOUTS, Run, Shard, balanced, contiguous, make_shards, shard_len, striped, zigzag
-from ringattn.visibility import Visibility
+import ringattn.plan.layouts
+from ringattn.plan.layouts import LAYOUTS, Run, Shard, balanced, contiguous, make_shards, shard_len, striped, zigzag
+from ringattn.plan.mask import Visibility
 from tests.masks import few_long_documents, layouts, log_normal_documents, positions, runs
 from tests.timing import least_seconds
 
@@ -162,6 +162,6 @@ def test_wrong_sizes_and_names_are_refused() -> None:
 
 
 def test_examples_in_the_docstrings_hold() -> None:
-    result = doctest.testmod(ringattn.layout)
+    result = doctest.testmod(ringattn.plan.layouts)
     assert result.attempted
     assert not result.failed

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ringattn.kernels.contract import accumulation_dtype
 from ringattn.kernels.merge import LN2, merge_stack
-from ringattn.partial import Partial, finalize, reduce_partials
+from ringattn.numerics.partial import Partial, finalize, reduce_partials
 
 INF = float("inf")
 

@@ -22,10 +22,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from ringattn import Ring, RingMultiheadAttention, checkpoint_contexts, replace_multihead_attention, use_sharding
-from ringattn import nn as ring_nn
+from ringattn.integrations.torch import multihead_attention as ring_nn
 from ringattn.kernels.dropout import keep_mask
-from ringattn.layout import zigzag
-from ringattn.sharding import Sharding
+from ringattn.plan.layouts import zigzag
+from ringattn.plan.sharding import Sharding
 from tests.budget import assert_within_budget
 from tests.multihead import (
     FP64,

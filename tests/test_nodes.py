@@ -16,19 +16,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from ringattn.call import Call, describe
 from ringattn.kernels import eager
-from ringattn.layout import Shard, make_shards
-from ringattn.outer import _Guests
-from ringattn.schedule import Collection, Nodes, RankPlan, collect, make_nodes, make_plan
-from ringattn.sharding import Sharding
+from ringattn.plan.attention_spec import Call, describe
+from ringattn.plan.layouts import Shard, make_shards
+from ringattn.plan.mask import Visibility
+from ringattn.plan.ring_plan import Collection, Nodes, RankPlan, collect, make_nodes, make_plan
+from ringattn.plan.sharding import Sharding
+from ringattn.schedule.fused_hierarchical import _Guests
 from ringattn.simulate import simulate_ring
 from ringattn.transport import choose
 from ringattn.transport.base import SPARE, Buffers, Parcel, Seat
 from ringattn.transport.choose import find_obstacle, most_on_one_gpu
 from ringattn.transport.process_group import name_part, resolve_group
 from ringattn.transport.symmetric import SHARE, ranks_per_gpu, spare_of
-from ringattn.visibility import Visibility
 from tests import gathering_kernels
 from tests.fake_streams import MAIN, OTHER, Item
 from tests.pool import Pools

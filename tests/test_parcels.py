@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from ringattn.parcels import add_rows_, in_place, make_bundle, message_bytes, pack_
+from ringattn.schedule.packed_message import add_rows_, in_place, make_bundle, message_bytes, pack_
 from ringattn.transport.base import Buffers
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float64)

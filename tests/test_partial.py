@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from ringattn.partial import Partial, finalize, merge, reduce_partials
+from ringattn.numerics.partial import Partial, finalize, merge, reduce_partials
 
 INF = float("inf")
 DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16]

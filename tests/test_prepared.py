@@ -12,10 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from ringattn import Ring, Sharding, attention_reference, prepared, ring_attention, tables
-from ringattn import call as calls
-from ringattn.call import describe
-from ringattn.schedule import make_plan
+from ringattn import Ring, Sharding, attention_reference, dispatch, ring_attention
+from ringattn.plan import attention_spec as calls
+from ringattn.plan import device_tables
+from ringattn.plan.attention_spec import describe
+from ringattn.plan.ring_plan import make_plan
 from tests.pool import Pools
 
 RING = Ring()
@@ -23,9 +24,9 @@ RING = Ring()
 
 @pytest.fixture(autouse=True)
 def _fresh() -> Iterator[None]:
-    prepared._prepared.clear()
+    dispatch._prepared.clear()
     yield
-    prepared._prepared.clear()
+    dispatch._prepared.clear()
 
 
 def draw_qkv(n: int, h: int, hk: int, d: int, dtype: torch.dtype, *, transposed: bool) -> list[Tensor]:
@@ -81,13 +82,13 @@ def test_nothing_is_decided_twice(monkeypatch: pytest.MonkeyPatch) -> None:
         raise AssertionError("a call that was made before must be found, got one that is decided again")
 
     for module, name in (
-        (prepared, "check_call"),
-        (prepared, "pick"),
+        (dispatch, "check_call"),
+        (dispatch, "pick"),
         (calls, "parse"),
         (calls, "make_plan"),
         (calls, "stationary_key"),
         (calls, "moving_key"),
-        (tables, "_make"),
+        (device_tables, "_make"),
     ):
         monkeypatch.setattr(module, name, decided)
     monkeypatch.setattr(type(RING), "refusals", decided)
@@ -175,11 +176,11 @@ def test_every_rank_refuses_at_first_sight_and_at_each_later_wrong_call(pool: Po
 
 
 def test_what_is_kept_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prepared, "CAPACITY", 3)
+    monkeypatch.setattr(dispatch, "CAPACITY", 3)
     for n in range(1, 9):
         q, k, v = draw_qkv(n, 1, 1, 8, torch.float32, transposed=False)
         ring_attention(q, k, v, RING.sharding(n))
-        assert 1 <= len(prepared._prepared) <= 3
+        assert 1 <= len(dispatch._prepared) <= 3
 
 
 def test_a_kept_call_does_not_keep_its_ring() -> None:
@@ -188,7 +189,7 @@ def test_a_kept_call_does_not_keep_its_ring() -> None:
     ring_attention(q, k, v, ring.sharding(4))
     gone = weakref.ref(ring)
     del ring
-    assert prepared._prepared
+    assert dispatch._prepared
     assert gone() is None
 
 

@@ -18,13 +18,14 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from ringattn import gathered, tables
-from ringattn.call import Call, describe
 from ringattn.kernels import homes_triton, launch_triton, pack_triton, record_triton
 from ringattn.kernels.contract import Lease, Reels
 from ringattn.kernels.hopper import api as hopper
-from ringattn.layout import make_shards
-from ringattn.sharding import Sharding
+from ringattn.plan import device_tables
+from ringattn.plan.attention_spec import Call, describe
+from ringattn.plan.layouts import make_shards
+from ringattn.plan.sharding import Sharding
+from ringattn.schedule import fused
 from ringattn.transport import copy_engine, repeats
 from ringattn.transport.base import Seat
 from ringattn.transport.copy_engine import CopyEngineTransport
@@ -232,10 +233,10 @@ class Ring:
         score = self.call.score(q.dtype, 0, **extras)
         kernels: Any = hopper
         here = score, self.call, kernels, self.seat
-        o, lse, kept = gathered.forward(q, k, v, *here, keep=self.case.keep)
+        o, lse, kept = fused.forward(q, k, v, *here, keep=self.case.keep)
         assert (kept is not None) == self.case.keep
         wanted = {"want_alibi": "alibi_slopes" in extras, "want_key_bias": "key_bias" in extras}
-        grads = gathered.backward(do, None, q, k, v, o, lse, *here, kept=kept, **wanted)
+        grads = fused.backward(do, None, q, k, v, o, lse, *here, kept=kept, **wanted)
         return [o, lse, grads.dq, grads.dk, grads.dv]
 
 
@@ -321,7 +322,7 @@ def test_calls_of_many_kinds_on_one_ring(launches: list[Launch], monkeypatch: py
         for _ in range(draw.choice((0, 0, 1, 2))):
             run(ring, ring.inputs(), played=True)
         if draw.random() < 0.1:
-            tables.clear()
+            device_tables.clear()
         runs = []
         for played in (False, False, True, True):  # each of both twice: homecomings take turns
             run(before, others, played=played)
@@ -409,7 +410,7 @@ def test_reels_go_with_their_tables(launches: list[Launch]) -> None:
         ring.both(ring.inputs())
     reels = reels_of(ring)
     assert min(map(len, reels)) == 2, "packing and forward; backward and sum, twice"
-    tables.clear()
+    device_tables.clear()
     gc.collect()
     assert sorted(map(len, reels)) == [1, 1, 1], "what reads no side stays"
     for _ in range(2):
@@ -683,7 +684,7 @@ def test_what_graphs_read_lives_as_long_as_they_do(launches: list[Launch], stead
         steady()
         ring.both(inputs)
     sides = weakref.ref(ring.call.stationary("keys", inputs["q"].device))
-    tables.clear()
+    device_tables.clear()
     ring.call._keys.clear()
     gc.disable()
     try:
@@ -715,7 +716,7 @@ def test_who_hears_of_launches_hears_of_all(
 def test_only_brief_calls_become_graphs(
     launches: list[Launch], steady: Callable[[], None], monkeypatch: pytest.MonkeyPatch, long: bool
 ) -> None:
-    monkeypatch.setattr(gathered, "BRIEF", 0.0 if long else 1.0)
+    monkeypatch.setattr(fused, "BRIEF", 0.0 if long else 1.0)
     ring = Ring(Case())
     inputs = ring.inputs()
     for _ in range(6):

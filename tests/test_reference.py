@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 import torch
 
-from ringattn.budget import Budget, error
 from ringattn.kernels.dropout import keep_mask
-from ringattn.reference import attention_reference, dense_attention, visible_pairs
+from ringattn.numerics.error_budget import Budget, error
+from ringattn.numerics.reference import attention_reference, dense_attention, visible_pairs
 
 MASKS: list[dict[str, Any]] = [
     {},

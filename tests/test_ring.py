@@ -22,10 +22,10 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from ringattn import Ring, attention_reference, ring_attention, ring_attention_with_lse, simulate_ring
-from ringattn.layout import make_shards
-from ringattn.schedule import make_plan
+from ringattn.plan.layouts import make_shards
+from ringattn.plan.mask import Visibility
+from ringattn.plan.ring_plan import make_plan
 from ringattn.transport.simulated import SimulatedTransport
-from ringattn.visibility import Visibility
 from tests.budget import assert_within_budget
 from tests.cases import Attention
 from tests.pool import Pool, Pools

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import ringattn.schedule
-from ringattn.layout import Run, Shard, balanced, contiguous, make_shards, striped, zigzag
-from ringattn.schedule import Nodes, Plan, Rows, Visit, describe, draw, make_nodes, make_plan, moved_rows
-from ringattn.visibility import Visibility
+import ringattn.plan.ring_plan
+from ringattn.plan.layouts import Run, Shard, balanced, contiguous, make_shards, striped, zigzag
+from ringattn.plan.mask import Visibility
+from ringattn.plan.ring_plan import Nodes, Plan, Rows, Visit, describe, draw, make_nodes, make_plan, moved_rows
 from tests.masks import is_visible, layouts, log_normal_documents, masks, positions, visible_times
 from tests.timing import least_seconds
 
@@ -383,6 +383,6 @@ def test_wrong_arguments_are_refused() -> None:
 
 
 def test_examples_in_the_docstrings_hold() -> None:
-    result = doctest.testmod(ringattn.schedule)
+    result = doctest.testmod(ringattn.plan.ring_plan)
     assert result.attempted
     assert not result.failed

@@ -16,11 +16,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-import ringattn.sharding
+import ringattn.plan.sharding
 from ringattn import Ring, ring_attention
-from ringattn.layout import LAYOUTS, Run, contiguous, make_shards, striped, zigzag
-from ringattn.sharding import Sharding
-from ringattn.visibility import Visibility
+from ringattn.plan.layouts import LAYOUTS, Run, contiguous, make_shards, striped, zigzag
+from ringattn.plan.mask import Visibility
+from ringattn.plan.sharding import Sharding
 from tests.masks import layouts, positions
 from tests.pool import Pools
 
@@ -214,7 +214,7 @@ def test_parts_are_put_together_whatever_the_default_device_is() -> None:
 
 
 def test_examples_in_the_docstrings_hold() -> None:
-    result = doctest.testmod(ringattn.sharding)
+    result = doctest.testmod(ringattn.plan.sharding)
     assert result.attempted
     assert not result.failed
 

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.autograd import forward_ad
 
-import ringattn.partial
-import ringattn.softmax
+import ringattn.numerics.partial
+import ringattn.numerics.softmax
 from ringattn.kernels.contract import accumulation_dtype
-from ringattn.softmax import online_logsumexp, online_softmax
+from ringattn.numerics.softmax import online_logsumexp, online_softmax
 
 INF = float("inf")
 FLOATS = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
@@ -179,20 +179,20 @@ def test_refusals_say_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
         with pytest.raises(ValueError, match=r"x is fp64|triton is not installed"):
             op(x.double(), impl="portable")
         with monkeypatch.context() as patch:
-            patch.setattr(ringattn.softmax, "_has_triton", lambda: False)
+            patch.setattr(ringattn.numerics.softmax, "_has_triton", lambda: False)
             with pytest.raises(ValueError, match="got 'portable'; triton is not installed"):
                 op(x, impl="portable")
 
 
 def test_the_examples_in_the_docstrings_are_true() -> None:
-    for module in (ringattn.softmax, ringattn.partial):
+    for module in (ringattn.numerics.softmax, ringattn.numerics.partial):
         result = doctest.testmod(module)
         assert result.attempted > 0
         assert result.failed == 0
 
 
 def test_importing_the_ops_imports_no_triton() -> None:
-    code = "import sys, ringattn.softmax; sys.exit('triton' in sys.modules)"
+    code = "import sys, ringattn.numerics.softmax; sys.exit('triton' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=120).returncode == 0
 
 

@@ -11,19 +11,19 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ringattn import tables
-from ringattn.layout import contiguous, zigzag
-from ringattn.schedule import make_plan
-from ringattn.tables import bounds_of, moving_side, stationary_side
-from ringattn.visibility import Reading, Visibility
+from ringattn.plan import device_tables
+from ringattn.plan.device_tables import bounds_of, moving_side, stationary_side
+from ringattn.plan.layouts import contiguous, zigzag
+from ringattn.plan.mask import Reading, Visibility
+from ringattn.plan.ring_plan import make_plan
 from tests.masks import layouts, masks, positions
 
 
 @pytest.fixture(autouse=True)
 def _fresh_cache() -> Iterator[None]:
-    tables.clear()
+    device_tables.clear()
     yield
-    tables.clear()
+    device_tables.clear()
 
 
 @settings(max_examples=150, deadline=None)
@@ -87,27 +87,29 @@ def test_the_cache_keeps_the_latest_sides_within_its_budget(monkeypatch: pytest.
     shards = contiguous(256, 4)
     mask = Visibility(256, 256)
     first = stationary_side(shards[0], mask, "cpu")
-    monkeypatch.setattr(tables, "CACHE_BYTES", 2 * first.runs.untyped_storage().nbytes())
+    monkeypatch.setattr(device_tables, "CACHE_BYTES", 2 * first.runs.untyped_storage().nbytes())
     second = stationary_side(shards[1], mask, "cpu")
     assert stationary_side(shards[0], mask, "cpu") is first
     stationary_side(shards[2], mask, "cpu")
     assert stationary_side(shards[0], mask, "cpu") is first
     assert stationary_side(shards[1], mask, "cpu") is not second
-    monkeypatch.setattr(tables, "CACHE_BYTES", 0)
+    monkeypatch.setattr(device_tables, "CACHE_BYTES", 0)
     only = stationary_side(shards[3], mask, "cpu")
     assert stationary_side(shards[3], mask, "cpu") is only
 
 
 def test_bytes_are_counted_as_tables_come_and_go(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tables, "CACHE_BYTES", 1000)
+    monkeypatch.setattr(device_tables, "CACHE_BYTES", 1000)
     for size in (3, 4, 3, 2, 1, 5, 4, 12, 1):
-        key: tables.Key[torch.Tensor] = tables.Key("cpu", (size,), lambda _, size=size: torch.empty(100 * size).byte())
-        tables.find(key)
-        sizes = [x.numel() for x in tables._cache.values()]
-        assert tables._held == sum(sizes)
-        assert tables._held <= 1000 or len(sizes) == 1
-    tables.clear()
-    assert tables._held == 0
+        key: device_tables.Key[torch.Tensor] = device_tables.Key(
+            "cpu", (size,), lambda _, size=size: torch.empty(100 * size).byte()
+        )
+        device_tables.find(key)
+        sizes = [x.numel() for x in device_tables._cache.values()]
+        assert device_tables._held == sum(sizes)
+        assert device_tables._held <= 1000 or len(sizes) == 1
+    device_tables.clear()
+    assert device_tables._held == 0
 
 
 def test_threads_may_make_tables_at_once() -> None:
@@ -116,8 +118,8 @@ def test_threads_may_make_tables_at_once() -> None:
     def find(thread: int) -> None:
         try:
             for i in range(3000):
-                tables.find(tables.Key("cpu", (i % 1000, thread), lambda _: torch.empty(0)))
-                tables.find(tables.Key("cpu", (i,), lambda _: torch.empty(0)))
+                device_tables.find(device_tables.Key("cpu", (i % 1000, thread), lambda _: torch.empty(0)))
+                device_tables.find(device_tables.Key("cpu", (i,), lambda _: torch.empty(0)))
         except BaseException as error:
             failed.append(error)
 

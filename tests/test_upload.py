@@ -11,9 +11,9 @@ import torch
 
 from ringattn.kernels import upload as uploads
 from ringattn.kernels.upload import ALIGNMENT, join, meet, upload
-from ringattn.layout import zigzag
-from ringattn.tables import Key, clear, find, stationary_side
-from ringattn.visibility import Visibility
+from ringattn.plan.device_tables import Key, clear, find, stationary_side
+from ringattn.plan.layouts import zigzag
+from ringattn.plan.mask import Visibility
 
 GPU = torch.device("cuda", 0)
 
@@ -125,7 +125,7 @@ def test_a_stream_alone_forgets_its_uploads_and_a_capture_waits_for_nothing(monk
 
 def test_whoever_finds_tables_joins(monkeypatch: pytest.MonkeyPatch) -> None:
     joined: list[torch.device] = []
-    monkeypatch.setattr("ringattn.tables.join", joined.append)
+    monkeypatch.setattr("ringattn.plan.device_tables.join", joined.append)
     for _ in range(2):
         stationary_side(zigzag(16, 2)[0], Visibility(16, 16, causal=True), "cpu")
     assert joined == [torch.device("cpu")] * 2
@@ -158,7 +158,7 @@ def test_neither_a_capture_nor_a_stream_that_may_end_is_waited_for(monkeypatch: 
 
 def test_a_stream_meets_tables_when_it_first_finds_one(monkeypatch: pytest.MonkeyPatch) -> None:
     device, met = Device(monkeypatch), list[torch.device]()
-    monkeypatch.setattr("ringattn.tables.meet", lambda place: met.append(place) or meet(place))
+    monkeypatch.setattr("ringattn.plan.device_tables.meet", lambda place: met.append(place) or meet(place))
     key = Key(GPU, ("one",), lambda _: torch.zeros(1))
     try:
         for stream in (device.first, device.first, device.second, device.second):
@@ -184,7 +184,7 @@ def test_tables_lie_side_by_side_in_one_buffer() -> None:
 
 def test_what_a_capture_has_found_is_kept_for_good(monkeypatch: pytest.MonkeyPatch) -> None:
     device = Device(monkeypatch)
-    monkeypatch.setattr("ringattn.tables.CACHE_BYTES", 0)
+    monkeypatch.setattr("ringattn.plan.device_tables.CACHE_BYTES", 0)
     clear()
     keys = [Key(GPU, (name,), lambda _: torch.zeros(1)) for name in "abc"]
     held = []

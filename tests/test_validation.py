@@ -11,10 +11,10 @@ import torch
 from torch.autograd import forward_ad
 
 from ringattn import Ring, RingMultiheadAttention, Sharding, ring_attention, ring_attention_with_lse, simulate_ring
-from ringattn.call import Call, describe
-from ringattn.layout import make_shards
-from ringattn.validation import check_call
-from ringattn.visibility import Visibility
+from ringattn.plan.attention_spec import Call, describe
+from ringattn.plan.layouts import make_shards
+from ringattn.plan.mask import Visibility
+from ringattn.schedule.validation import check_call
 from tests.pool import Pools
 
 RING = Ring()

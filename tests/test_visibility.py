@@ -13,9 +13,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import ringattn.visibility
-from ringattn.layout import Run, striped
-from ringattn.visibility import Reach, Reading, Tally, Visibility, count_pairs, floor_sum
+import ringattn.plan.mask
+from ringattn.plan.layouts import Run, striped
+from ringattn.plan.mask import Reach, Reading, Tally, Visibility, count_pairs, floor_sum
 from tests.masks import is_visible, layouts, log_normal_documents, masks, positions, run_shards, runs
 from tests.timing import least_seconds
 
@@ -275,6 +275,6 @@ def test_a_run_of_one_position_counts_like_the_pair() -> None:
 
 
 def test_examples_in_the_docstrings_hold() -> None:
-    result = doctest.testmod(ringattn.visibility)
+    result = doctest.testmod(ringattn.plan.mask)
     assert result.attempted
     assert not result.failed

@@ -4,7 +4,7 @@ Owns the definitions of these numbers. Refuses to know how a step is made.
 
 Note [Model FLOPs]
     torch's FlopCounterMode counts one forward of the whole batch, added over ranks: matrix products, and attention by its
-    visible pairs only (causal, window, documents; `ringattn.flops`). A step is three times its forward (each product
+    visible pairs only (causal, window, documents; `ringattn.plan.flops`). A step is three times its forward (each product
     has two in the backward), whatever is recomputed. The attention's part is kept as FLOPs per visible pair, so that packed
     batches, whose documents differ, are counted by their own pairs. MFU is FLOPs of a step / (seconds x GPUs x peak).
 
@@ -28,8 +28,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import ringattn
-from ringattn.call import Call
-from ringattn.living import find_ring
+from ringattn.plan.attention_spec import Call
+from ringattn.ring_registry import find_ring
 
 # dense bfloat16 with fp32 accumulation, FLOP/s, from data sheets; the first name that is part of the device's counts
 PEAKS = {

@@ -34,7 +34,7 @@ from torch.nn.utils import get_total_norm
 from ringattn.launch.training.data import Rows, count_targets, cut
 from ringattn.launch.training.model import recompute_
 from ringattn.launch.training.parallel import Parallel, shard_model_
-from ringattn.visibility import Visibility
+from ringattn.plan.mask import Visibility
 
 
 @dataclass(frozen=True)

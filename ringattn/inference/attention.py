@@ -20,7 +20,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ringattn.call import Call, resolve_flag, resolve_real, resolve_window
 from ringattn.inference.in_place import READS, resolve_reads
 from ringattn.inference.prefill import MOVES, Prefill, growth, plan_travel, resolve_moves, rows_in_place
 from ringattn.inference.step import Step
@@ -30,9 +29,10 @@ from ringattn.kernels.decode import pick as pick_decode
 from ringattn.kernels.merge import merge_stack
 from ringattn.kernels.parts import finish_parts, views
 from ringattn.kernels.select import pick
-from ringattn.plain import check_plain
-from ringattn.validation import check_softcap
-from ringattn.visibility import Visibility
+from ringattn.plan.attention_spec import Call, resolve_flag, resolve_real, resolve_window
+from ringattn.plan.mask import Visibility
+from ringattn.schedule.validation import check_softcap
+from ringattn.tensor_checks import check_plain
 
 Window = tuple[int | None, int | None] | None
 Given = tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]

@@ -25,8 +25,8 @@ from ringattn.inference.pages import CacheFull, Pages
 from ringattn.inference.static import StaticStep
 from ringattn.inference.step import MOST_DECODED, Step, make_step
 from ringattn.kernels import pages as rows
-from ringattn.plain import check_plain
 from ringattn.ring import Ring
+from ringattn.tensor_checks import check_plain
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 DEFAULT_SHARE = 0.7

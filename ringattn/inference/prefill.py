@@ -1,7 +1,7 @@
 """Attention of a prompt's new rows over all that their requests have: keys go round the ring, or queries do.
 
 Owns the choice of what moves, and the forward in which queries move. Refuses to know pages and requests (step.py, cache.py),
-how keys move (`ringattn.gathered`) and how a visit is computed.
+how keys move (`ringattn.schedule.fused`) and how a visit is computed.
 
 Note [What moves]
     A rank has s new rows and t kept keys per batch element, all ranks together N rows and T keys. It receives, in bytes,
@@ -60,15 +60,15 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from ringattn import gathered
-from ringattn.call import Call
 from ringattn.inference.in_place import InPlace, plan_in_place
 from ringattn.kernels.contract import Carry, KernelSet, Score, Side, accumulation_dtype
 from ringattn.kernels.parts import clear, finish_parts, size, views
-from ringattn.parcels import slices
-from ringattn.schedule import Plan, Rows, Visit
+from ringattn.plan.attention_spec import Call
+from ringattn.plan.device_tables import find, moving_key
+from ringattn.plan.ring_plan import Plan, Rows, Visit
+from ringattn.schedule import fused
+from ringattn.schedule.packed_message import slices
 from ringattn.spans import span
-from ringattn.tables import find, moving_key
 from ringattn.transport.base import Parcel, Pending, Reply, Seat
 
 if TYPE_CHECKING:
@@ -140,9 +140,9 @@ class Prefill:
         keys, values = _rows(keys), _rows(values)
         if guests is None:
             if not self._begun:
-                gathered.reserve(keys, values, score, call, self.kernels, seat, self.times, cache.room)
+                fused.reserve(keys, values, score, call, self.kernels, seat, self.times, cache.room)
                 self._begun.append(True)
-            return gathered.forward(q, keys, values, score, call, self.kernels, seat)[0]
+            return fused.forward(q, keys, values, score, call, self.kernels, seat)[0]
         travel = guests.travel
 
         def over_copies(rows: Tensor, carry: Carry) -> None:

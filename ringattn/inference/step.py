@@ -27,8 +27,8 @@ from ringattn.inference.blocks import LONGEST, Stretch, Table
 from ringattn.inference.pages import Pages
 from ringattn.inference.upload import Lines, Places, Rows, uploaded
 from ringattn.kernels.decode import PageTable
-from ringattn.layout import Run, Shard
-from ringattn.sharding import Sharding
+from ringattn.plan.layouts import Run, Shard
+from ringattn.plan.sharding import Sharding
 
 if TYPE_CHECKING:
     from ringattn.inference.cache import PagedKVCache

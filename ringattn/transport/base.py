@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ringattn.kernels.contract import Arrivals, Lease, Reels
-from ringattn.schedule import Collection, Nodes
+from ringattn.plan.ring_plan import Collection, Nodes
 
 Parcel = tuple[int, Tensor]
 """(ring rank of the peer, contiguous tensor)."""
@@ -372,7 +372,7 @@ class Seat:
         budget: Bytes that gathered keys and their gradients may take per rank; the same on all ranks.
         push_rate: Bytes per second at which the slowest rank pushes into another one's memory; the same on all ranks. 0.0:
             unknown.
-        nodes: Who shares a node, in a ring of two levels (Note [Double ring] in schedule.py); None: one level.
+        nodes: Who shares a node, in a ring of two levels (Note [Double ring] in ring_plan.py); None: one level.
         between_nodes: What moves bytes between nodes; None: `transport` does.
     """
 

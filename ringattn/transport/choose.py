@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 import torch
 
-from ringattn.schedule import Nodes
+from ringattn.plan.ring_plan import Nodes
 from ringattn.transport.base import Choice, Transport
 from ringattn.transport.process_group import Agreement, name_part
 from ringattn.transport.symmetric import SHARE, Memory, may_share_gpus, ranks_per_gpu, spare_of

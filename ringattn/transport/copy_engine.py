@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ringattn.kernels.contract import Arrivals, Lease
 from ringattn.kernels.pack import pack
-from ringattn.schedule import Collection
+from ringattn.plan.ring_plan import Collection
 from ringattn.transport.base import Done, Gathering, Homecoming, Parcel, Pending, Reply, Transport
 from ringattn.transport.crossing import WatchedLink
 from ringattn.transport.gather_programs import Bias, GatherMemory, GatherPrograms, gather_programs, guards

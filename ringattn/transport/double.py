@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from ringattn.schedule import Nodes
+from ringattn.plan.ring_plan import Nodes
 from ringattn.transport.base import Parcel, Pending, Transport
 
 

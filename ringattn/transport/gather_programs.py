@@ -52,7 +52,7 @@ from torch import Tensor
 
 from ringattn.kernels.contract import Arrivals, Reels
 from ringattn.kernels.pack import Cleared
-from ringattn.schedule import Collection, Fetch, Reader, Rows
+from ringattn.plan.ring_plan import Collection, Fetch, Reader, Rows
 from ringattn.transport.stations import Far, padded, say, take
 from ringattn.transport.streams import MAX_PITCH, Copy, Op, Program, Wait, Write
 from ringattn.transport.watch import (

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ringattn.kernels.contract import Reels
-from ringattn.schedule import Collection
+from ringattn.plan.ring_plan import Collection
 from ringattn.transport.gather_programs import GatherPrograms
 from ringattn.transport.stations import Station, say, take, view_bytes
 from ringattn.transport.streams import Op, Program, Streams

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from ringattn.kernels.contract import Arrivals, Lease, Reels
-from ringattn.parcels import slices
-from ringattn.schedule import Collection, Nodes
+from ringattn.plan.ring_plan import Collection, Nodes
+from ringattn.schedule.packed_message import slices
 from ringattn.transport.base import Homecoming, Parcel, Pending, Reply, Seat
 
 T = TypeVar("T")

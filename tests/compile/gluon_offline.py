@@ -31,7 +31,7 @@ from triton.runtime import jit
 from triton.runtime.driver import driver
 
 from ringattn.kernels.contract import GUARD, Arrivals, Carry, Gathered, Grads, Score, Side
-from ringattn.reference import visible_pairs
+from ringattn.numerics.reference import visible_pairs
 from tests.compile import sass, ttgir
 from tests.gathered import Scene, make_visit, make_whole
 from tests.kernel_conformance import make_side

@@ -10,13 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ringattn.call import Call, describe
 from ringattn.kernels.contract import GUARD, Arrivals, Score
-from ringattn.layout import Shard, make_shards
-from ringattn.parcels import slices
-from ringattn.reference import attention_reference
-from ringattn.sharding import Sharding
-from ringattn.visibility import Visibility
+from ringattn.numerics.reference import attention_reference
+from ringattn.plan.attention_spec import Call, describe
+from ringattn.plan.layouts import Shard, make_shards
+from ringattn.plan.mask import Visibility
+from ringattn.plan.sharding import Sharding
+from ringattn.schedule.packed_message import slices
 from tests.budget import assert_within_budget
 from tests.emulator import gluon as machine
 

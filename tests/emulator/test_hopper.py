@@ -13,8 +13,8 @@ if os.environ.get("GLUON_EMULATOR") != "1":
 
 from ringattn.kernels.contract import Grads, Score
 from ringattn.kernels.hopper import api as hopper
-from ringattn.reference import visible_pairs
-from ringattn.validation import SOFTCAPS
+from ringattn.numerics.reference import visible_pairs
+from ringattn.schedule.validation import SOFTCAPS
 from tests.emulator import gluon as machine
 from tests.kernel_conformance import CASES, LONG_CASES, Case, make_side, run_case
 

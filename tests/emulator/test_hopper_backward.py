@@ -15,7 +15,7 @@ from ringattn.kernels.contract import Gathered, Grads, KernelSet, Score
 from ringattn.kernels.hopper.around_launch import Source
 from ringattn.kernels.hopper.backward_configs import BackwardConfig
 from ringattn.kernels.record_triton import Tape, recorded
-from ringattn.reference import visible_pairs
+from ringattn.numerics.reference import visible_pairs
 from tests.emulator import gluon as machine
 from tests.emulator.pacing import keep_pace_always
 from tests.kernel_conformance import LONG_CASES, Case, make_side, run_case

@@ -19,7 +19,7 @@ from ringattn.kernels.hopper import api as hopper
 from ringattn.kernels.hopper import forward_launch as launcher
 from ringattn.kernels.hopper import plan
 from ringattn.kernels.hopper.configs import ForwardConfig
-from ringattn.layout import Run
+from ringattn.plan.layouts import Run
 from tests.emulator.arriving import Gathering, assert_right, make_scene, run
 
 HOLES = (

@@ -17,7 +17,7 @@ from ringattn.kernels.hopper.around_launch import Source
 from ringattn.kernels.hopper.plan import Shape, make_plan
 from ringattn.kernels.hopper.rows_launch import RowsConfig, launch_rows
 from ringattn.kernels.hopper.wide_launch import WideConfig, launch_wide_keys
-from ringattn.reference import visible_pairs
+from ringattn.numerics.reference import visible_pairs
 from tests.emulator import gluon as machine
 from tests.emulator.pacing import keep_pace_always
 from tests.kernel_conformance import CASES, Case, make_side, run_case

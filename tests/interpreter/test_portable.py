@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ringattn.kernels.contract import Carry, Grads, Score, Side
-from ringattn.validation import SOFTCAPS
+from ringattn.schedule.validation import SOFTCAPS
 from tests.far_apart import HALF_WAY, at_strides, heads_apart, leave_memory_alone
 from tests.kernel_conformance import CASES, Case, run_case
 

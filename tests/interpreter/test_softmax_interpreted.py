@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ringattn.softmax import online_logsumexp, online_softmax
+from ringattn.numerics.softmax import online_logsumexp, online_softmax
 
 INF = float("inf")
 CASES = [  # shape, dim, block_size; blocks of many rows, whole rows, shares, rows side by side, odd tails
@@ -103,7 +103,7 @@ def test_shares_merge_to_the_whole_row(splits: int) -> None:
 
 
 def test_auto_does_not_choose_the_interpreter() -> None:
-    from ringattn import softmax as public
     from ringattn.kernels import softmax as eager
+    from ringattn.numerics import softmax as public
 
     assert public._implementation(torch.ones(2, 2), None, "auto") is eager

@@ -15,8 +15,8 @@ from ringattn import Ring
 from ringattn.integrations.transformers import RingCollator, shard_batch
 from ringattn.integrations.transformers.masks import RingMask
 from ringattn.integrations.transformers.positions import check_positions, read_documents
-from ringattn.layout import contiguous
-from ringattn.sharding import Sharding
+from ringattn.plan.layouts import contiguous
+from ringattn.plan.sharding import Sharding
 from tests.pool import Pools
 from tests.transformers.models import make, tokens
 from tests.transformers.test_models import alone, assert_equal, on_ranks

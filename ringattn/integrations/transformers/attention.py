@@ -31,8 +31,8 @@ from ringattn.integrations.transformers.masks import RingMask
 from ringattn.integrations.transformers.positions import check_positions, read_cumulative, read_documents
 from ringattn.integrations.transformers.rotations import check_rotation, find_ends, find_turns
 from ringattn.integrations.transformers.steps import attends_again
+from ringattn.plan.sharding import Sharding, positions_of
 from ringattn.ring import Ring, default_world_size
-from ringattn.sharding import Sharding, positions_of
 
 UNSAID = "unsaid"
 """In place of position ids that a model does not pass; None are those that it passes without having any."""

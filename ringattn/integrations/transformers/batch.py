@@ -21,8 +21,8 @@ from torch import Tensor
 from torch.utils.data import get_worker_info
 
 from ringattn.integrations.transformers.positions import read_cumulative, read_documents
+from ringattn.plan.sharding import Sharding
 from ringattn.ring import Ring
-from ringattn.sharding import Sharding
 
 IGNORE_INDEX = -100
 """The label of a token that is not to be predicted, as transformers has it."""

@@ -22,7 +22,7 @@ from transformers import PretrainedConfig
 
 from ringattn.integrations.transformers.masks import RingMask
 from ringattn.integrations.transformers.rotations import check_rotation, find_ends
-from ringattn.sharding import Sharding
+from ringattn.plan.sharding import Sharding
 
 _UNPADDED = RingMask()
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from ringattn.sharding import Sharding, positions_of
+from ringattn.plan.sharding import Sharding, positions_of
 
 
 def find_turns(config: Any) -> tuple[tuple[str, int], ...]:

@@ -1,12 +1,12 @@
 """All visits of a rank in one launch: keys of all owners come while one kernel computes.
 
-Owns the choice between this schedule and the visits one by one (`forward.py`, `backward.py`), and the order of gather,
-launch and release. Refuses to know how bytes move and how a kernel waits for them.
+Owns the choice between this schedule and the visits one by one (`stepwise_forward.py`, `stepwise_backward.py`), and the order
+of gather, launch and release. Refuses to know how bytes move and how a kernel waits for them.
 
 Note [Two schedules]
     gathered  one launch forward, one backward (plus the sum of what came home). A query row stays in registers from its
               first key to its last, and no partial touches memory. The keys of all owners need room on every rank. In a ring
-              of two levels one launch per outer step (outer.py).
+              of two levels one launch per outer step (fused_hierarchical.py).
     staged    one launch per ring step, partials in fp32 between them, two receive buffers: room for two shards, whatever the
               number of ranks (a copy engine adds four outboxes). Serves every kernel set, every option and every transport.
     Both give the same partials merged in ring order; they round at different places. Which one is taken follows from
@@ -35,14 +35,14 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from ringattn.backward import Gradients, ring_backward, sinks_gradient
-from ringattn.call import Call
-from ringattn.forward import ring_forward
 from ringattn.kernels.contract import Arrivals, GatheringKernelSet, KernelSet, Reels, Score, accumulation_dtype
-from ringattn.layout import shard_len
-from ringattn.outer import outer_backward, outer_forward
-from ringattn.parcels import message_bytes
-from ringattn.schedule import Collection
+from ringattn.plan.attention_spec import Call
+from ringattn.plan.layouts import shard_len
+from ringattn.plan.ring_plan import Collection
+from ringattn.schedule.fused_hierarchical import outer_backward, outer_forward
+from ringattn.schedule.packed_message import message_bytes
+from ringattn.schedule.stepwise_backward import Gradients, ring_backward, sinks_gradient
+from ringattn.schedule.stepwise_forward import ring_forward
 from ringattn.spans import span
 from ringattn.transport.base import Gatherer, Gathering, Seat
 

@@ -1,7 +1,7 @@
 """The backward loop of one rank: one side stays, the other visits, and its gradients are sent home.
 
 Owns the order of visits, what each is given and what it writes. Refuses to know how rows and contributions travel
-(traffic.py), how a visit is computed, and what a mask means.
+(kv_rotation.py), how a visit is computed, and what a mask means.
 
 Note [Coming home]
     What moves is either keys (k, v; dk and dv go home in fp32) or queries (q, do, lse, delta; dq goes home in fp32),
@@ -18,12 +18,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ringattn.call import Call
-from ringattn.forward import travellers
 from ringattn.kernels.contract import Grads, KernelSet, Score, accumulation_dtype
-from ringattn.schedule import Nodes
+from ringattn.plan.attention_spec import Call
+from ringattn.plan.ring_plan import Nodes
+from ringattn.schedule.kv_rotation import Homeward, Traffic, reserve
+from ringattn.schedule.stepwise_forward import travellers
 from ringattn.spans import span
-from ringattn.traffic import Homeward, Traffic, reserve
 from ringattn.transport.base import Seat
 
 

@@ -26,13 +26,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ringattn.api import ring_attention_with_lse
-from ringattn.current import resolve_sharding
-from ringattn.dropout import draw_seed, kept_columns
 from ringattn.kernels.contract import accumulation_dtype
-from ringattn.living import find_ring
-from ringattn.partial import Partial, finalize, merge
+from ringattn.numerics.dropout import draw_seed, kept_columns
+from ringattn.numerics.partial import Partial, finalize, merge
+from ringattn.plan.sharding import Sharding, positions_of
 from ringattn.ring import Ring, default_world_size
-from ringattn.sharding import Sharding, positions_of
+from ringattn.ring_registry import find_ring
+from ringattn.sharding_context import resolve_sharding
 
 CAPACITY = 1024
 """Lengths of whole sequences that are kept; beyond it all are forgotten, and made again as they come."""

@@ -25,7 +25,7 @@ from functools import cached_property
 from itertools import pairwise
 from typing import Any, Literal, Protocol
 
-from ringattn.layout import Run, Shard
+from ringattn.plan.layouts import Run, Shard
 
 Reading = Literal["keys", "queries"]
 """What the rows of one side see: "keys" (the rows are queries) or "queries" (the rows are keys)."""

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from ringattn.kernels import softmax as eager
 from ringattn.kernels.contract import accumulation_dtype
-from ringattn.plain import has_tangent
-from ringattn.validation import DTYPES
+from ringattn.schedule.validation import DTYPES
+from ringattn.tensor_checks import has_tangent
 
 IMPLS = ("auto", "eager", "portable")
 

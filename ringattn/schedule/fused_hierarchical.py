@@ -1,11 +1,11 @@
 """One launch per outer step: the gathered schedule of a ring of two levels.
 
 Owns the order of crossings, gathers and launches over the nodes, and what is made of their results. Refuses to know who
-chooses this schedule (`gathered.py`), how bytes move, and how a kernel waits for them.
+chooses this schedule (`fused.py`), how bytes move, and how a kernel waits for them.
 
 Note [One launch per outer step]
     In outer step o the ranks of a node hold, together, the keys of another node: each rank its guest (Note [Double ring] in
-    schedule.py). Guests come over the process group into a place that is pushed from, so a launch finds its own guest
+    ring_plan.py). Guests come over the process group into a place that is pushed from, so a launch finds its own guest
     in place and waits for the others, as it does with shards in outer step 0. The guests of step o + 1 are on their way while
     step o is computed; two places take turns.
     All outer steps in one launch would be possible if a stream wrote a flag behind each guest, and it could hang: the kernel
@@ -41,13 +41,13 @@ import dataclasses
 import torch
 from torch import Tensor
 
-from ringattn.backward import Gradients, sinks_gradient
-from ringattn.call import Call
 from ringattn.kernels.contract import GatheringKernelSet, Score, accumulation_dtype
 from ringattn.kernels.merge import merge_stack
 from ringattn.kernels.pack import pack
-from ringattn.parcels import Bundle, add_rows_, make_bundle, slices
-from ringattn.schedule import RankPlan, Rows
+from ringattn.plan.attention_spec import Call
+from ringattn.plan.ring_plan import RankPlan, Rows
+from ringattn.schedule.packed_message import Bundle, add_rows_, make_bundle, slices
+from ringattn.schedule.stepwise_backward import Gradients, sinks_gradient
 from ringattn.spans import span
 from ringattn.transport.base import SPARE, Buffers, Gatherer, Parcel, Pending, Reply, Seat
 

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from ringattn.api import ring_attention
-from ringattn.current import resolve_sharding
-from ringattn.dropout import draw_seed
-from ringattn.sharding import Sharding
+from ringattn.numerics.dropout import draw_seed
+from ringattn.plan.sharding import Sharding
+from ringattn.sharding_context import resolve_sharding
 
 
 def scaled_dot_product_attention(

@@ -9,7 +9,7 @@ Note [Ring order]
     their way while step s is computed; two receive buffers take turns.
 
 Note [Slow link]
-    In a double ring (Note [Double ring] in schedule.py) the guest of outer step o + 1 is on its way during all inner
+    In a double ring (Note [Double ring] in ring_plan.py) the guest of outer step o + 1 is on its way during all inner
     steps of outer step o, over a transport of its own, so that inner posts never queue behind the slow link. What a node
     adds up for a guest leaves as soon as its last inner contribution is in, and has until outer step o + 2 to arrive.
     Two buffers take turns for guests, and two for the sums.
@@ -21,8 +21,8 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from ringattn.parcels import Bundle, Moving, add_rows_, in_place, make_bundle, message_bytes, pack_
-from ringattn.schedule import Plan, RankPlan, Rows
+from ringattn.plan.ring_plan import Plan, RankPlan, Rows
+from ringattn.schedule.packed_message import Bundle, Moving, add_rows_, in_place, make_bundle, message_bytes, pack_
 from ringattn.transport.base import Parcel, Pending, Reply, Seat
 
 

@@ -21,7 +21,7 @@ from typing import NamedTuple
 import torch
 from torch.torch_version import TorchVersion
 
-from ringattn.sharding import Sharding, check_sharding
+from ringattn.plan.sharding import Sharding, check_sharding
 
 
 class _Entry(NamedTuple):

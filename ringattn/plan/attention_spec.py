@@ -24,10 +24,10 @@ import torch
 from torch import Tensor
 
 from ringattn.kernels.contract import GUARD, Gathered, Score, Side, accumulation_dtype
-from ringattn.schedule import Collection, Nodes, Plan, RankPlan, Visit, collect, make_plan, moved_rows
-from ringattn.sharding import Sharding
-from ringattn.tables import Key, find, gathered_key, moving_key, returning_key, stationary_key
-from ringattn.visibility import Reading, Visibility
+from ringattn.plan.device_tables import Key, find, gathered_key, moving_key, returning_key, stationary_key
+from ringattn.plan.mask import Reading, Visibility
+from ringattn.plan.ring_plan import Collection, Nodes, Plan, RankPlan, Visit, collect, make_plan, moved_rows
+from ringattn.plan.sharding import Sharding
 
 MOVEMENTS = ("auto", "keys", "queries")
 
@@ -48,7 +48,7 @@ class Call:
         impl: Which kernel set: auto, or a name that `kernels.select` knows.
         backward: What the backward moves: "keys", "queries", or "auto" for what suits the schedule and moves fewer bytes.
         deterministic: Gradients are the same bits from run to run.
-        forward_only: There will be no backward (Note [Forwards alone] in tables.py).
+        forward_only: There will be no backward (Note [Forwards alone] in device_tables.py).
         memo: What others derived from the call and keep with it.
     """
 

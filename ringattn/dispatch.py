@@ -20,13 +20,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ringattn.call import Call
 from ringattn.kernels.contract import KernelSet, Score
 from ringattn.kernels.select import pick
-from ringattn.living import find_ring
-from ringattn.plain import check_plain
+from ringattn.plan.attention_spec import Call
 from ringattn.ring import Ring
-from ringattn.validation import check_call
+from ringattn.ring_registry import find_ring
+from ringattn.schedule.validation import check_call
+from ringattn.tensor_checks import check_plain
 
 CAPACITY = 1024
 """Calls that are kept; beyond it all are forgotten, and prepared again as they come."""

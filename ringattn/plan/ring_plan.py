@@ -24,9 +24,9 @@ from collections import Counter
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from ringattn.layout import Shard
-from ringattn.layout import shard_len as rows_of
-from ringattn.visibility import Reach, Reading, Visibility, count_pairs
+from ringattn.plan.layouts import Shard
+from ringattn.plan.layouts import shard_len as rows_of
+from ringattn.plan.mask import Reach, Reading, Visibility, count_pairs
 
 Rows = tuple[tuple[int, int], ...]
 """Row ranges of a shard, as (offset, length): ascending, disjoint, never empty, joined where they touch."""
@@ -413,7 +413,7 @@ def describe(plan: Plan) -> str:
     """The plan as a short table: per rank the rows received at each step, and its share of the work.
 
     Example:
-        >>> from ringattn.layout import contiguous
+        >>> from ringattn.plan.layouts import contiguous
         >>> shards = contiguous(8, 2)
         >>> print(describe(make_plan(shards, shards, Visibility(8, 8, causal=True), "keys")))
         2 ranks, keys move
@@ -446,7 +446,7 @@ def draw(visibility: Visibility, shards: tuple[Shard, ...], b: int = 0) -> str:
         ValueError: There are more ranks than characters.
 
     Example:
-        >>> from ringattn.layout import zigzag
+        >>> from ringattn.plan.layouts import zigzag
         >>> print(draw(Visibility(4, 4, causal=True), zigzag(4, 2)))
         0...
         11..

@@ -9,8 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ringattn.call import MOVEMENTS, Call
-from ringattn.plain import check_plain
+from ringattn.plan.attention_spec import MOVEMENTS, Call
+from ringattn.tensor_checks import check_plain
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 SOFTCAPS = {torch.float16: 2.0**13, torch.bfloat16: 2.0**16, torch.float32: 2.0**100, torch.float64: 2.0**100}

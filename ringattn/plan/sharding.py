@@ -15,10 +15,10 @@ from typing import Any, NoReturn, Protocol
 import torch
 from torch import Tensor
 
-from ringattn.layout import LAYOUTS, PART, Run, Shard, check_sizes, make_shards, shard_len
-from ringattn.living import living_ring
-from ringattn.plain import check_plain
-from ringattn.visibility import check_documents
+from ringattn.plan.layouts import LAYOUTS, PART, Run, Shard, check_sizes, make_shards, shard_len
+from ringattn.plan.mask import check_documents
+from ringattn.ring_registry import living_ring
+from ringattn.tensor_checks import check_plain
 
 
 class Gathering(Protocol):
@@ -60,13 +60,13 @@ class Sharding:
 
     Attributes:
         text: `spec` as a Python literal: equal on all ranks.
-        texts: The texts of attention calls with this sharding, by their options (Note [Said once] in call.py).
+        texts: The texts of attention calls with this sharding, by their options (Note [Said once] in attention_spec.py).
 
     Raises:
         ValueError: The shards do not hold every position exactly once, or an argument is out of range.
 
     Example:
-        >>> from ringattn.layout import zigzag
+        >>> from ringattn.plan.layouts import zigzag
         >>> sharding = Sharding(8, "zigzag", zigzag(8, 2), rank=0)
         >>> sharding.positions.tolist(), sharding.shard_lens
         ([0, 1, 6, 7], (4, 4))
@@ -370,14 +370,14 @@ def _check_partition(shards: tuple[Shard, ...], seq_len: int, *, whole: bool) ->
             if run.length < 1 or run.stride < 1 or run.start < end or run.last >= seq_len:
                 raise ValueError(
                     f"shards must hold ascending, non-empty runs below {seq_len}, got {run} on rank {rank}; "
-                    "make them with ringattn.layout.make_shards"
+                    "make them with ringattn.plan.layouts.make_shards"
                 )
             end = run.last + 1
     held = sum(shard_len(shard) for shard in shards)
     if (whole and held != seq_len) or not _is_disjoint(shards, seq_len):
         raise ValueError(
             f"shards must hold each of {seq_len} positions once, got {held} rows; "
-            "make them with ringattn.layout.make_shards"
+            "make them with ringattn.plan.layouts.make_shards"
         )
 
 

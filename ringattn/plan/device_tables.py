@@ -26,9 +26,9 @@ from torch import Tensor
 
 from ringattn.kernels.contract import Gathered, Side
 from ringattn.kernels.upload import join, meet, upload
-from ringattn.layout import Shard
-from ringattn.schedule import Collection, Send, Visit, pack
-from ringattn.visibility import Reading, Visibility
+from ringattn.plan.layouts import Shard
+from ringattn.plan.mask import Reading, Visibility
+from ringattn.plan.ring_plan import Collection, Send, Visit, pack
 
 Runs = tuple[tuple[int, int, int, int], ...]
 

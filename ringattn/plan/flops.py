@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from ringattn.call import Call
-from ringattn.living import find_ring
+from ringattn.plan.attention_spec import Call
+from ringattn.ring_registry import find_ring
 
 
 @lru_cache(maxsize=1)

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ringattn.schedule import Rows
+from ringattn.plan.ring_plan import Rows
 from ringattn.transport.base import Buffers
 
 Moving = Sequence[tuple[Tensor, int]]

@@ -1,6 +1,6 @@
 """The forward loop of one rank: keys visit queries, step by step.
 
-Owns the order of visits and what each is given. Refuses to know how rows travel (Note [Ring order] in traffic.py), how a
+Owns the order of visits and what each is given. Refuses to know how rows travel (Note [Ring order] in kv_rotation.py), how a
 visit is computed, and what a mask means.
 """
 
@@ -11,12 +11,12 @@ import dataclasses
 import torch
 from torch import Tensor
 
-from ringattn.call import Call
 from ringattn.kernels.contract import Carry, KernelSet, Score, accumulation_dtype
-from ringattn.parcels import Moving
-from ringattn.schedule import Visit
+from ringattn.plan.attention_spec import Call
+from ringattn.plan.ring_plan import Visit
+from ringattn.schedule.kv_rotation import Traffic, reserve
+from ringattn.schedule.packed_message import Moving
 from ringattn.spans import span
-from ringattn.traffic import Traffic, reserve
 from ringattn.transport.base import Seat
 
 

@@ -1,0 +1,1 @@
+"""Drop-in replacements for PyTorch's own attention modules and functions."""

@@ -1,0 +1,1 @@
+"""The order of communication and compute of one call."""
