@@ -26,18 +26,18 @@ from typing import Any, Literal
 import torch
 
 import ringattn
-from ringattn.kernels.contract import GUARD, Score, accumulation_dtype
+from ringattn.kernels.contract import GUARD, accumulation_dtype
 from ringattn.launch.bench_ring import GIB, Layout, best_layout, peak_of, verify, visibility_of
 from ringattn.launch.check import DTYPES
 from ringattn.launch.problems import DTypeName, MaskName, Problem
 from ringattn.launch.ring_contenders import prepare_ours
 from ringattn.launch.rings import ScheduleName, lonely_ring, open_rings, shown_name
 from ringattn.launch.session import Keep, Session
-from ringattn.plan.attention_spec import Call, describe
+from ringattn.plan.attention_spec import AttentionSpec, serialize
 from ringattn.plan.layouts import make_shards
 from ringattn.plan.ring_plan import RankPlan, collect, make_plan
 from ringattn.plan.sharding import Sharding
-from ringattn.schedule.stepwise_backward import resolve_moving
+from ringattn.schedule.execution_plan import resolve_moving
 
 SLOTS = 1
 """Slots of a gathered ring."""
@@ -150,9 +150,9 @@ def _predict_rank(
     found["gradients"] = max(gradients, delta) if w > e else delta
     if sum(visit is not None for visit in plan.ranks[rank].visits) > 1:
         found["partial"] = w * (queries + 2 * numbers)
-    call = Call.decode(describe(sharding, softmax_scale=1.0, impl="eager", **problem.options), rank)
+    spec = AttentionSpec.deserialize(serialize(sharding, softmax_scale=1.0, impl="eager", **problem.options), rank)
     q, k = (torch.empty(b, s, heads, d, dtype=dtype, device="meta") for heads in (h, hk))
-    moving = resolve_moving(call, q, k, k, Score(1.0))
+    moving = resolve_moving(spec, q, k, k)
     back = make_plan(shards, shards, visibility, moving)
     part = back.ranks[rank]
     row = b * hk * d

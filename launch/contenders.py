@@ -22,7 +22,8 @@ from ringattn.kernels.select import pick
 from ringattn.launch.problems import Problem, document_of, draw_inputs, visible_rows
 from ringattn.numerics.error_budget import Budget
 from ringattn.numerics.reference import dense_attention
-from ringattn.plan.attention_spec import Call, describe
+from ringattn.plan.attention_spec import AttentionSpec, ScoreTensors, serialize
+from ringattn.plan.device_tables import AttentionTables
 
 PEERS = ("cudnn", "fa2", "flex", "fa4")
 CHUNK_ELEMENTS = {"cuda": 2**26, "cpu": 2**16}
@@ -103,10 +104,10 @@ def _heads_second(x: Tensor) -> Tensor:
     return x.transpose(1, 2)
 
 
-def _call(problem: Problem, ring: ringattn.Ring, impl: str) -> tuple[ringattn.Sharding, Call]:
+def _call(problem: Problem, ring: ringattn.Ring, impl: str) -> tuple[ringattn.Sharding, AttentionSpec]:
     sharding = ring.sharding(problem.seq_len, layout="contiguous", documents=problem.documents)
-    text = describe(sharding, softmax_scale=problem.head_dim**-0.5, impl=impl, **problem.options)
-    return sharding, Call.decode(text, 0)
+    text = serialize(sharding, softmax_scale=problem.head_dim**-0.5, impl=impl, **problem.options)
+    return sharding, AttentionSpec.deserialize(text, 0)
 
 
 def prepare_op(inputs: Inputs, ring: ringattn.Ring, impl: str) -> Contender:
@@ -127,11 +128,11 @@ def prepare_kernels(inputs: Inputs, ring: ringattn.Ring, impl: str) -> Contender
     problem = inputs.problem
     q, k, v, do = (x.detach() for x in inputs.take("bshd"))
     choice = pick(inputs.device, q.dtype, problem.head_dim, problem.head_dim, impl=impl)
-    _, call = _call(problem, ring, impl)
-    visit = call.visits("keys").visits[0]
+    _, spec = _call(problem, ring, impl)
+    tables, visit = AttentionTables(spec, inputs.device), spec.plan("keys").ranks[0].visits[0]
     assert visit is not None, "a ring of one visits itself"
-    rows, keys = call.stationary("keys", inputs.device), call.moving("keys", visit, inputs.device)
-    score = call.score(q.dtype, 0)
+    rows, keys = tables.stationary("keys"), tables.moving("keys", visit)
+    score = spec.score(q.dtype, 0, ScoreTensors())
     o, (dq, dk, dv) = torch.empty_like(q), (torch.empty_like(x) for x in (q, k, v))
     b, s, h, _ = q.shape
     lse, delta = torch.empty(2, b, h, s, dtype=accumulation_dtype(q.dtype), device=q.device)
@@ -159,11 +160,11 @@ def prepare_carried(inputs: Inputs, ring: ringattn.Ring, impl: str) -> Contender
     problem = inputs.problem
     q, k, v, _ = (x.detach() for x in inputs.take("bshd"))
     choice = pick(inputs.device, q.dtype, problem.head_dim, problem.head_dim, impl=impl)
-    _, call = _call(problem, ring, impl)
-    visit = call.visits("keys").visits[0]
+    _, spec = _call(problem, ring, impl)
+    tables, visit = AttentionTables(spec, inputs.device), spec.plan("keys").ranks[0].visits[0]
     assert visit is not None, "a ring of one visits itself"
-    rows, keys = call.stationary("keys", inputs.device), call.moving("keys", visit, inputs.device)
-    score = call.score(q.dtype, 0)
+    rows, keys = tables.stationary("keys"), tables.moving("keys", visit)
+    score = spec.score(q.dtype, 0, ScoreTensors())
     b, s, h, d = q.shape
     wide = accumulation_dtype(q.dtype)
     m, l = (torch.empty(b, h, s, dtype=wide, device=q.device) for _ in range(2))  # noqa: E741

@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from ringattn.autograd import attend
-from ringattn.dispatch import refuse_distributed
-from ringattn.plan.attention_spec import describe
+from ringattn.dispatch import call_text, refuse_distributed
 from ringattn.plan.sharding import Sharding, check_sharding
 from ringattn.tensor_checks import is_distributed
 
@@ -166,7 +165,8 @@ def ring_attention_with_lse(
         the sink), fp32 (fp64 for fp64 inputs); -inf on rows that see nothing.
     """
     try:
-        check_sharding(sharding)
+        if type(sharding) is not Sharding:
+            check_sharding(sharding)
         if kv_sharding is not None:
             check_sharding(kv_sharding)
         tensors = (q, k, v, sinks, alibi_slopes, key_bias, bias)
@@ -180,7 +180,7 @@ def ring_attention_with_lse(
                     f"{name} must have rows and numbers, got a {'nested' if x.is_nested else 'meta'} tensor; pad it, or make "
                     "it real"
                 )
-        distributed = any(map(is_distributed, tensors))
+        distributed = any(type(x) is not Tensor and is_distributed(x) for x in tensors)
         kind = q.device.type
         if kind in _AUTOCAST and torch.is_autocast_enabled(kind):
             lower = torch.get_autocast_dtype(kind)
@@ -202,21 +202,20 @@ def ring_attention_with_lse(
             if not 0 <= seed < 2**64:
                 raise ValueError(f"dropout_seed must have 64 bits, got {seed}; take it modulo 2**64")
             seed -= 2**64  # the same bits: operators take signed integers
-        call = describe(
-            sharding,
-            kv_sharding,
-            softmax_scale=scale,
-            causal=causal,
-            window=window,
-            prefix_len=prefix_len,
-            chunk_len=chunk_len,
-            lengths=lengths,
-            softcap=softcap,
-            dropout_p=dropout_p,
-            impl=sharding.ring.impl if impl is None else impl,
-            backward=backward,
-            deterministic=deterministic,
-        )
+        options = {
+            "softmax_scale": scale,
+            "causal": causal,
+            "window": window,
+            "prefix_len": prefix_len,
+            "chunk_len": chunk_len,
+            "lengths": lengths,
+            "softcap": softcap,
+            "dropout_p": dropout_p,
+            "impl": impl,
+            "backward": backward,
+            "deterministic": deterministic,
+        }
+        call = call_text(sharding, kv_sharding, options)
     except Exception as error:
         # what is refused here on one rank, others hear of (not in a trace, which has no other ranks)
         if isinstance(sharding, Sharding) and not torch.compiler.is_compiling():
@@ -224,7 +223,9 @@ def ring_attention_with_lse(
         raise
     if distributed:
         refuse_distributed(tensors, sharding.ring.name)
-    return attend(q, k, v, sinks, alibi_slopes, key_bias, bias, seed, sharding.ring.name, call)
+    # the property raises where there is no ring
+    ring = sharding.ring_name or sharding.ring.name
+    return attend(q, k, v, sinks, alibi_slopes, key_bias, bias, seed, ring, call)
 
 
 def _expand(bias: Tensor, q: Tensor, kv_len: int) -> Tensor:

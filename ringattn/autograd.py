@@ -37,12 +37,13 @@ import torch
 from torch import Tensor
 from torch._C._autograd import _profiler_enabled
 from torch._C._functorch import is_batchedtensor, is_legacy_batchedtensor
+from torch.autograd import forward_ad
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from ringattn.dispatch import prepare
+from ringattn.dispatch import resolve, ring_of, run_backward, run_forward
 from ringattn.kernels.contract import accumulation_dtype
-from ringattn.ring_registry import find_ring
-from ringattn.schedule import fused
+from ringattn.plan.attention_spec import ScoreTensors
+from ringattn.schedule.stepwise_backward import WantedGrads
 from ringattn.tensor_checks import has_tangent
 
 _PLAIN = frozenset({Tensor, torch.nn.Parameter, type(None)})
@@ -98,10 +99,9 @@ def _forward(
     if torch.is_autocast_enabled(q.device.type):
         with torch.autocast(q.device.type, enabled=False):
             return _forward(*args)
-    here, decoded, kernels, score = prepare(*args)
-    o, lse, _aside.kept = fused.forward(
-        _rows(q), _rows(k), _rows(v), score, decoded, kernels, here.seat, keep=_aside.keep
-    )
+    tensors = ScoreTensors(sinks, alibi_slopes, key_bias, bias)
+    here, plan, score = resolve(q, k, v, tensors, dropout_seed, ring, call)
+    o, lse, _aside.kept = run_forward(_rows(q), _rows(k), _rows(v), score, plan, here.seat, keep=_aside.keep)
     return o, lse
 
 
@@ -123,32 +123,18 @@ def _backward(
     wanted: list[bool],
 ) -> list[Tensor]:
     """dq, dk, dv and those of dsinks, dalibi_slopes, dkey_bias, dbias that are wanted, each in its tensor's dtype."""
-    options = (sinks, alibi_slopes, key_bias, bias)
+    tensors = ScoreTensors(sinks, alibi_slopes, key_bias, bias)
     if torch.is_autocast_enabled(q.device.type):
         with torch.autocast(q.device.type, enabled=False):
-            return _backward(do, dlse, q, k, v, o, lse, *options, dropout_seed, ring, call, wanted)
-    here, decoded, kernels, score = prepare(q, k, v, *options, dropout_seed, ring, call)
-    grads = fused.backward(
-        torch.zeros_like(o) if do is None else _rows(_as(do, o)),
-        dlse,
-        _rows(q),
-        _rows(k),
-        _rows(v),
-        o,
-        lse,
-        score,
-        decoded,
-        kernels,
-        here.seat,
-        kept=_aside.kept,
-        want_sinks=wanted[0],
-        want_alibi=wanted[1],
-        want_key_bias=wanted[2],
-        want_bias=wanted[3],
+            return _backward(do, dlse, q, k, v, o, lse, *tensors, dropout_seed, ring, call, wanted)
+    here, plan, score = resolve(q, k, v, tensors, dropout_seed, ring, call)
+    do = torch.zeros_like(o) if do is None else _rows(_as(do, o))
+    grads = run_backward(
+        do, dlse, _rows(q), _rows(k), _rows(v), o, lse, score, plan, here.seat, WantedGrads(*wanted), saved=_aside.kept
     )
     found = (grads.dsinks, grads.dalibi, grads.dkey_bias, grads.dbias)
     result = [_as(grads.dq, q), _as(grads.dk, k), _as(grads.dv, v)]
-    for grad, option in zip(found, options, strict=True):
+    for grad, option in zip(found, tensors, strict=True):
         if grad is not None and option is not None:
             result.append(_as(grad, option))
     return result
@@ -229,7 +215,7 @@ class _Attention(torch.autograd.Function):
         """Keys of the dispatcher; None: the short way."""
         *tensors, ctx.dropout_seed, ctx.ring, ctx.call = args
         # the graph keeps the ring alive until it is used up
-        ctx.living_ring = find_ring(ctx.ring)
+        ctx.living_ring = ring_of(ctx.ring)
         _aside.keep = ctx.living_ring.keep_keys and _runs_as_it_is()
         try:
             o, lse = _below_autograd(keys, *args)
@@ -268,7 +254,7 @@ class _Gradients(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *args: Any) -> tuple[Tensor, ...]:
         *_, ring, _, _ = args
-        ctx.living_ring = find_ring(ring)
+        ctx.living_ring = ring_of(ring)
         return tuple(ring_attention_backward_op(*args))
 
     @staticmethod
@@ -308,7 +294,7 @@ def _below_autograd(keys: Any, *args: Any) -> tuple[Tensor, Tensor]:
 
 def _differentiably(keys: Any, *args: Any) -> tuple[Tensor, Tensor]:
     """The forward operator as autograd sees it; without keys of the dispatcher, the short way."""
-    if has_tangent(*args[:7]):
+    if forward_ad._current_level >= 0 and has_tangent(*args[:7]):
         _refuse(
             args[8],
             "ring attention must be differentiated backward, got a tangent (torch.func.jvp or forward_ad); use "
@@ -330,7 +316,7 @@ def _refuse(ring: str, why: str) -> NoReturn:
     error = NotImplementedError(why)
     # while a graph is traced nothing is said to others: they trace the same
     if not torch.compiler.is_compiling():
-        find_ring(ring).refuse(error)
+        ring_of(ring).refuse(error)
     raise error
 
 

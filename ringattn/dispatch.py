@@ -1,115 +1,204 @@
-"""What is decided about a call at first sight, and found again at each later one.
+"""From options and tensors to the record that a call runs by, and to the schedule that runs it.
 
-Owns the table of calls that were checked, agreed upon between the ranks, and given kernels. Refuses to know how anything
-is computed, and what travels.
+Owns the cache of resolved calls: validated options, chosen kernels and schedule, device tables. Refuses to know how anything is
+computed, and how bytes move.
 
-Note [Prepared calls]
-    Whether a call is right, what it means and which kernels serve it depends on its text, on the ring, and on a few facts
-    about its tensors: shapes, dtypes, devices and whether they require gradients, never on values. So all of it is decided
-    once, and a later call with the same facts is found by one look into a table. A call that was refused is not there: it is
-    checked, and refused, again.
-    The table says nothing of what other ranks agreed upon (`Ring.refusals` does), so forgetting an entry is harmless.
-    A ring that was closed has nothing left of what its calls prepared, and prepares them again.
+Note [Resolved calls]
+    Whether a call is right, what it means and which kernels serve it depends on its text, on the ring, and on a few facts about
+    its tensors: shapes, dtypes, devices and whether they require gradients, never on values. So all of it is resolved once into
+    an `ExecutionPlan`, and a later call with the same facts is found by one look into a table. A call that was refused is not
+    there: it is checked, and refused, again. The cache does not record what other ranks agreed on (`Ring.refusals` does), so
+    dropping an entry is harmless. Closing a ring, or deciding its transport, begins a new generation, whose calls are resolved
+    again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ringattn.kernels.contract import KernelSet, Score
+from ringattn.kernels.contract import Score
 from ringattn.kernels.select import pick
-from ringattn.plan.attention_spec import Call
+from ringattn.plan.attention_spec import AttentionSpec, ScoreTensors, serialize
+from ringattn.plan.sharding import Sharding
 from ringattn.ring import Ring
-from ringattn.ring_registry import find_ring
+from ringattn.ring_registry import RINGS, find_ring
+from ringattn.schedule.execution_plan import ExecutionPlan, make_execution_plan
+from ringattn.schedule.fused import fused_backward, fused_forward
+from ringattn.schedule.fused_hierarchical import hierarchical_backward, hierarchical_forward
+from ringattn.schedule.stepwise_backward import Gradients, WantedGrads, stepwise_backward
+from ringattn.schedule.stepwise_forward import stepwise_forward
 from ringattn.schedule.validation import check_call
 from ringattn.tensor_checks import check_plain
+from ringattn.transport.base import Seat
 
 CAPACITY = 1024
-"""Calls that are kept; beyond it all are forgotten, and prepared again as they come."""
+"""Resolved calls that are kept; beyond it all are dropped, and resolved again as they come."""
 
-_prepared: dict[Hashable, Prepared] = {}
+_VALUES = frozenset({int, float, bool, str, type(None)})
+"""Types of options by whose value a text can be found."""
+
+_plans: dict[Hashable, ExecutionPlan] = {}
 
 
-@dataclass(frozen=True, eq=False)
-class Prepared:
-    """What is known of a call.
+def call_text(sharding: Sharding, kv_sharding: Sharding | None, options: Mapping[str, Any]) -> str:
+    """Return the text of a call (`serialize`), found again by the options as they were given.
 
-    Attributes:
-        call: The decoded text.
-        kernels: What computes visits.
-        score: How scores are made, where that needs no tensor and no seed.
+    Texts are kept with the sharding, but for calls with `lengths`, which belong to a batch.
+
+    Args:
+        sharding: The sharding of the queries.
+        kv_sharding: The sharding of the keys, where it is another one.
+        options: The other arguments of `serialize`, always in the same order; impl None is the ring's.
     """
+    values = tuple(options.values())
+    # tracing must not see a table that changes
+    if torch.compiler.is_compiling() or not all(map(_is_value, values)):
+        return _serialize(sharding, kv_sharding, options)
+    # 1 equals True and 1.0: options of other types have other texts
+    key = (None if kv_sharding is None else kv_sharding.text, values, tuple(map(type, values)))
+    text = sharding.texts.get(key)
+    if text is None:
+        text = sharding.texts[key] = _serialize(sharding, kv_sharding, options)
+    return text
 
-    call: Call
-    kernels: KernelSet
-    score: Score | None
 
-
-def prepare(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    sinks: Tensor | None,
-    alibi_slopes: Tensor | None,
-    key_bias: Tensor | None,
-    bias: Tensor | None,
-    dropout_seed: int,
-    ring: str,
-    text: str,
-) -> tuple[Ring, Call, KernelSet, Score]:
-    """The ring, the decoded call, its kernels and score; every refusal happens here, on every rank.
+def resolve(
+    q: Tensor, k: Tensor, v: Tensor, tensors: ScoreTensors, dropout_seed: int, ring: str, text: str
+) -> tuple[Ring, ExecutionPlan, Score]:
+    """Return the ring, the plan and the score of a call; every refusal happens here, on every rank.
 
     Args:
         q: `b s h d`.
         k: `b t hk d`.
         v: `b t hk dv`.
-        sinks: `h`.
-        alibi_slopes: `h`.
-        key_bias: `b t`.
-        bias: `b h s n`.
-        dropout_seed: Seed of the mask.
+        tensors: The optional tensors of the score.
+        dropout_seed: Seed of the dropout mask.
         ring: The name of the ring.
-        text: The call as `describe` wrote it.
+        text: The call as `serialize` wrote it.
 
     Raises:
-        ValueError: As `ring_attention` does.
-        NotImplementedError: Likewise.
+        ValueError: A shape, dtype, device or option is inconsistent, here or between ranks.
+        NotImplementedError: The combination is not supported.
         RuntimeError: The ring is gone.
     """
-    here: Ring = find_ring(ring)
-    facts = (
-        ring, here.closings, text, q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.device, k.device, v.device,
-        q.requires_grad, k.requires_grad, v.requires_grad,
-        *(
-            (x.shape, x.dtype, x.device, x.requires_grad) if x is not None else None
-            for x in (sinks, alibi_slopes, key_bias, bias)
-        ),
-    )  # fmt: skip
-    known = _prepared.get(facts)
-    extras = {"sinks": sinks, "alibi_slopes": alibi_slopes, "key_bias": key_bias, "bias": bias}
-    if known is None:
-        with here.refusals(text, (q, k, v, *extras.values())):
-            call = Call.decode(text, here.rank)
-            check_call(q, k, v, call, here.rank, here.world_size, **extras)
-            features = call.features(**extras)
-            choice = pick(q.device, q.dtype, q.shape[-1], v.shape[-1], impl=call.impl, features=features)
-        plain = call.dropout_p == 0 and all(x is None for x in extras.values())
-        known = Prepared(call, choice.kernels, call.score(q.dtype, 0) if plain else None)
-        if len(_prepared) >= CAPACITY:
-            _prepared.clear()
-        _prepared[facts] = known
-    score = known.score
-    if score is None:
-        score = known.call.score(q.dtype, dropout_seed, **extras)
-    return here, known.call, known.kernels, score
+    here: Ring = ring_of(ring)
+    facts = (ring, here.closings, text, *_facts(q, k, v, tensors))
+    plan = _plans.get(facts)
+    if plan is None:
+        with here.refusals(text, (q, k, v, *tensors)):
+            spec = AttentionSpec.deserialize(text, here.rank)
+            check_call(q, k, v, spec, here.rank, here.world_size, tensors)
+            kernels = _pick(spec, q, v, tensors).kernels
+        # the first call of a ring decides its transport, which begins a generation
+        facts = (ring, here.closings, *facts[2:])
+        plan = _keep(facts, make_execution_plan(spec, q, k, v, tensors, kernels, here.seat))
+    return here, plan, _score(plan, q, dropout_seed, tensors)
+
+
+def resolve_simulated(
+    q: Tensor, k: Tensor, v: Tensor, tensors: ScoreTensors, dropout_seed: int, seat: Seat, text: str
+) -> tuple[ExecutionPlan, Score]:
+    """Return the plan and the score of a call of one simulated rank.
+
+    Args:
+        q: As in `resolve`.
+        k: As in `resolve`.
+        v: As in `resolve`.
+        tensors: As in `resolve`.
+        dropout_seed: As in `resolve`.
+        seat: The place of the rank in the simulated ring.
+        text: As in `resolve`.
+
+    Raises:
+        ValueError: As in `resolve`.
+        NotImplementedError: As in `resolve`.
+    """
+    place = ("simulated", seat.rank, seat.world_size, seat.nodes, seat.budget)
+    facts = (place, text, *_facts(q, k, v, tensors))
+    plan = _plans.get(facts)
+    if plan is None:
+        spec = AttentionSpec.deserialize(text, seat.rank)
+        check_call(q, k, v, spec, seat.rank, seat.world_size, tensors)
+        kernels = _pick(spec, q, v, tensors).kernels
+        plan = _keep(facts, make_execution_plan(spec, q, k, v, tensors, kernels, seat))
+    return plan, _score(plan, q, dropout_seed, tensors)
+
+
+def run_forward(
+    q: Tensor, k: Tensor, v: Tensor, score: Score, plan: ExecutionPlan, seat: Seat, *, keep: bool = False
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Return o and lse of this rank's rows by the schedule of the plan, and the saved K/V (Note [Saved K/V] in fused.py).
+
+    Args:
+        q: `b s h d`, this rank's rows.
+        k: `b t hk d`, this rank's rows.
+        v: `b t hk dv`, this rank's rows.
+        score: From `resolve`.
+        plan: From `resolve`.
+        seat: This rank's place in the ring.
+        keep: Save the gathered K/V for the backward, where both directions are fused; the same on all ranks.
+    """
+    if plan.fused_forward is None:
+        return *stepwise_forward(q, k, v, score, plan, seat), None
+    if seat.nodes is not None:
+        return *hierarchical_forward(q, k, v, score, plan, seat), None
+    return fused_forward(q, k, v, score, plan, seat, keep=keep)
+
+
+def run_backward(
+    do: Tensor,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    o: Tensor,
+    lse: Tensor,
+    score: Score,
+    plan: ExecutionPlan,
+    seat: Seat,
+    wanted: WantedGrads,
+    *,
+    saved: Tensor | None = None,
+) -> Gradients:
+    """Return the gradients of `run_forward` by the schedule of the plan.
+
+    Args:
+        do: `b s h dv`, cotangent of o.
+        dlse: `b h s`, cotangent of lse.
+        q: As in the forward.
+        k: As in the forward.
+        v: As in the forward.
+        o: From the forward.
+        lse: From the forward.
+        score: As in the forward.
+        plan: As in the forward.
+        seat: As in the forward.
+        wanted: Which gradients of optional tensors to compute.
+        saved: The K/V that the forward saved.
+    """
+    args = (do, dlse, q, k, v, o, lse, score, plan, seat, wanted)
+    if plan.fused_backward is None:
+        return stepwise_backward(*args)
+    if seat.nodes is not None:
+        return hierarchical_backward(*args)
+    return fused_backward(*args, saved=saved)
+
+
+def ring_of(name: str) -> Ring:
+    """Return the living ring of a name.
+
+    Raises:
+        RuntimeError: Nothing holds it any more.
+    """
+    return RINGS.get(name) or find_ring(name)
 
 
 def refuse_distributed(tensors: Sequence[Tensor | None], ring: str) -> None:
-    """Refuses, on every rank, a call that has a DTensor among its tensors: the operator would be asked how to shard it.
+    """Refuse, on every rank, a call that has a DTensor among its tensors: the operator would be asked how to shard it.
 
     Args:
         tensors: q, k, v, sinks, alibi_slopes, key_bias and bias.
@@ -122,7 +211,43 @@ def refuse_distributed(tensors: Sequence[Tensor | None], ring: str) -> None:
         for name, x in zip(("q", "k", "v", "sinks", "alibi_slopes", "key_bias", "bias"), tensors, strict=True):
             check_plain(name, x)
     except NotImplementedError as error:
-        # while a graph is traced nothing is said to others: they trace the same
+        # while a graph is traced no error is published: the other ranks trace the same
         if not torch.compiler.is_compiling():
             find_ring(ring).refuse(error)
         raise
+
+
+def _serialize(sharding: Sharding, kv_sharding: Sharding | None, options: Mapping[str, Any]) -> str:
+    if options.get("impl", "auto") is None:
+        options = {**options, "impl": sharding.ring.impl}
+    return serialize(sharding, kv_sharding, **options)
+
+
+def _facts(q: Tensor, k: Tensor, v: Tensor, tensors: ScoreTensors) -> tuple[Hashable, ...]:
+    """Return all that decides a call apart from its text and its ring."""
+    return (
+        q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.device, k.device, v.device,
+        q.requires_grad, k.requires_grad, v.requires_grad,
+        *((x.shape, x.dtype, x.device, x.requires_grad) if x is not None else None for x in tensors),
+    )  # fmt: skip
+
+
+def _pick(spec: AttentionSpec, q: Tensor, v: Tensor, tensors: ScoreTensors) -> Any:
+    return pick(q.device, q.dtype, q.shape[-1], v.shape[-1], impl=spec.impl, features=spec.features(tensors))
+
+
+def _score(plan: ExecutionPlan, q: Tensor, dropout_seed: int, tensors: ScoreTensors) -> Score:
+    return plan.spec.score(q.dtype, dropout_seed, tensors) if plan.score is None else plan.score
+
+
+def _keep(facts: Hashable, plan: ExecutionPlan) -> ExecutionPlan:
+    if len(_plans) >= CAPACITY:
+        _plans.clear()
+    _plans[facts] = plan
+    return plan
+
+
+def _is_value(x: Any) -> bool:
+    if type(x) is tuple:
+        return all(y is None or type(y) is int for y in x)
+    return type(x) in _VALUES

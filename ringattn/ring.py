@@ -565,6 +565,7 @@ class Ring:
             watched = getattr(mover, "watched", None)
             mover, between = (WithinNode(mover), between) if watched is None else (mover, watched(between))
         self.seat = replace(self.seat, transport=mover, between_nodes=between, budget=budget, push_rate=rate)
+        self.closings += 1
         self._settled = True
 
     def _warm_up(self, device: torch.device) -> None:

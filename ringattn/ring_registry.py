@@ -8,12 +8,12 @@ from __future__ import annotations
 import weakref
 from typing import Any
 
-_RINGS: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
+RINGS: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
 
 
 def add_ring(ring: Any) -> None:
     """Lets the ring be found by its name for as long as something holds it."""
-    _RINGS[ring.name] = ring
+    RINGS[ring.name] = ring
 
 
 def find_ring(name: str) -> Any:
@@ -22,7 +22,7 @@ def find_ring(name: str) -> Any:
     Raises:
         RuntimeError: Nothing holds it any more.
     """
-    ring = _RINGS.get(name)
+    ring = RINGS.get(name)
     if ring is None:
         raise RuntimeError(
             f"the ring {name!r} is gone; keep the Ring or its Sharding alive as long as its results are used"
@@ -32,4 +32,4 @@ def find_ring(name: str) -> Any:
 
 def living_ring(name: str | None) -> Any | None:
     """The living `Ring` of that name, or None where this process has none."""
-    return None if name is None else _RINGS.get(name)
+    return None if name is None else RINGS.get(name)

@@ -8,20 +8,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ringattn.kernels.select import pick
-from ringattn.plan.attention_spec import Call, describe, resolve_mask
+from ringattn.dispatch import call_text, resolve_simulated, run_backward, run_forward
+from ringattn.plan.attention_spec import ScoreTensors, resolve_mask
 from ringattn.plan.layouts import make_shards
 from ringattn.plan.mask import Visibility
 from ringattn.plan.ring_plan import make_nodes
 from ringattn.plan.sharding import Sharding
-from ringattn.schedule import fused
-from ringattn.schedule.stepwise_backward import Gradients
-from ringattn.schedule.validation import check_call
+from ringattn.schedule.stepwise_backward import Gradients, WantedGrads
 from ringattn.transport.base import Seat
 from ringattn.transport.simulated import run_ranks
 from ringattn.transport.symmetric import ranks_per_gpu, spare_of
@@ -93,51 +92,37 @@ def simulate_ring(
     """
     (b, n, h, d), m = q.shape, k.shape[1]
     whole_bias = None if bias is None else bias.expand(b, h, n, m)
-    shardings = _shardings(n, layout, documents, world_size, balance)
-    kv_shardings = shardings if m == n else _shardings(m, layout, None, world_size, balance)
+    documents = None if documents is None else tuple(documents)
+    make = _usual_shardings if balance is None else partial(_shardings, balance=balance)
+    shardings = make(n, layout, documents, world_size)
+    kv_shardings = shardings if m == n else make(m, layout, None, world_size)
     scale = d**-0.5 if softmax_scale is None else softmax_scale
+    call = {"softmax_scale": scale, **options}
 
     def run(seat: Seat) -> tuple[Tensor, Tensor, Gradients | None]:
         mine, keys = shardings[seat.rank], kv_shardings[seat.rank]
-        text = describe(mine, None if keys is mine else keys, softmax_scale=scale, **options)
-        call = Call.decode(text, seat.rank)
-        extras = {
-            "sinks": sinks,
-            "alibi_slopes": alibi_slopes,
-            "key_bias": None if key_bias is None else keys.shard(key_bias, 1),
-            "bias": None if whole_bias is None else mine.shard(whole_bias, 2),
-        }
+        tensors = ScoreTensors(
+            sinks,
+            alibi_slopes,
+            None if key_bias is None else keys.shard(key_bias, 1),
+            None if whole_bias is None else mine.shard(whole_bias, 2),
+        )
         local = mine.shard(q, 1), keys.shard(k, 1), keys.shard(v, 1)
-        check_call(*local, call, seat.rank, world_size, **extras)
-        choice = pick(q.device, q.dtype, d, v.shape[-1], impl=call.impl, features=call.features(**extras))
-        kernels = choice.kernels
-        score = call.score(q.dtype, dropout_seed, **extras)
+        text = call_text(mine, None if keys is mine else keys, call)
+        plan, score = resolve_simulated(*local, tensors, dropout_seed, seat, text)
         backward = do is not None or dlse is not None
-        o, lse, kept = fused.forward(*local, score, call, kernels, seat, keep=keep_keys and backward)
+        o, lse, saved = run_forward(*local, score, plan, seat, keep=keep_keys and backward)
         if not backward:
             return o, lse, None
-        grads = fused.backward(
-            torch.zeros_like(o) if do is None else mine.shard(do, 1),
-            None if dlse is None else mine.shard(dlse, 2),
-            *local,
-            o,
-            lse,
-            score,
-            call,
-            kernels,
-            seat,
-            kept=kept,
-            want_sinks=sinks is not None,
-            want_alibi=alibi_slopes is not None,
-            want_key_bias=key_bias is not None,
-            want_bias=bias is not None,
-        )
-        return o, lse, grads
+        d_o = torch.zeros_like(o) if do is None else mine.shard(do, 1)
+        d_lse = None if dlse is None else mine.shard(dlse, 2)
+        wanted = WantedGrads(*(x is not None for x in tensors))
+        return o, lse, run_backward(d_o, d_lse, *local, o, lse, score, plan, seat, wanted, saved=saved)
 
     with torch.no_grad():
         levels = None if nodes == 1 else make_nodes(world_size, nodes)
         # tiles are split by the number of programs: beside ranks that share a GPU it has as few as theirs
-        spare = spare_of(q.device, ranks_per_gpu())
+        spare = spare_of(q.device, ranks_per_gpu()) if memory_budget else 0
         parts = run_ranks(world_size, run, levels, budget=memory_budget, spare=spare)
         o = shardings[0].assemble([part[0] for part in parts], 1)
         lse = shardings[0].assemble([part[1] for part in parts], 2)
@@ -166,9 +151,11 @@ def simulate_ring(
 
 
 def _shardings(
-    seq_len: int, layout: str, documents: Sequence[int] | None, world_size: int, balance: dict[str, Any] | None
+    seq_len: int, layout: str, documents: tuple[int, ...] | None, world_size: int, balance: dict[str, Any] | None
 ) -> list[Sharding]:
-    documents = None if documents is None else tuple(documents)
     mask = Visibility(seq_len=seq_len, kv_len=seq_len, documents=documents, **resolve_mask(balance or {"causal": True}))
     shards = make_shards(layout, seq_len, world_size, mask)
     return [Sharding(seq_len, layout, shards, rank, documents) for rank in range(world_size)]
+
+
+_usual_shardings = lru_cache(maxsize=64)(partial(_shardings, balance=None))

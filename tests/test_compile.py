@@ -20,8 +20,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
-from ringattn import Ring, Sharding, ring_attention_with_lse
-from ringattn.schedule import fused
+from ringattn import Ring, Sharding, autograd, ring_attention_with_lse
 from tests.pool import Pools
 from tests.transformer import CHECKPOINTS, WIDTH, Attention, Block, make_transformer
 
@@ -203,7 +202,7 @@ def counted_rings() -> Iterator[Counter[str]]:
     runs: Counter[str] = Counter()
 
     def counting(name: str) -> Callable[..., Any]:
-        run = getattr(fused, name)
+        run = getattr(autograd, f"run_{name}")
 
         def counted(*args: Any, **kwargs: Any) -> Any:
             runs[name] += 1
@@ -213,7 +212,7 @@ def counted_rings() -> Iterator[Counter[str]]:
 
     with pytest.MonkeyPatch.context() as patch:
         for name in ("forward", "backward"):
-            patch.setattr(fused, name, counting(name))
+            patch.setattr(autograd, f"run_{name}", counting(name))
         yield runs
 
 

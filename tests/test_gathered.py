@@ -9,17 +9,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from ringattn import simulate
+from ringattn import dispatch, simulate
 from ringattn.kernels import eager
 from ringattn.kernels.contract import GUARD
 from ringattn.numerics.reference import attention_reference
-from ringattn.plan.attention_spec import Call, describe
-from ringattn.plan.device_tables import find, returning_key
+from ringattn.plan.attention_spec import AttentionSpec, serialize
+from ringattn.plan.device_tables import AttentionTables, find, returning_key
 from ringattn.plan.layouts import make_shards
 from ringattn.plan.mask import Visibility
 from ringattn.plan.ring_plan import Collection, collect, make_plan
 from ringattn.plan.sharding import Sharding
-from ringattn.schedule.fused import choose_groups, gathered_bytes
+from ringattn.schedule.execution_plan import choose_groups, fused_bytes
 from ringattn.simulate import simulate_ring
 from tests import gathering_kernels
 
@@ -46,6 +46,7 @@ def gathering(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
         return call
 
+    monkeypatch.setattr(dispatch, "_plans", {})
     for name in ("gathers", "forward_gathered", "backward_gathered", "add_homes", "add_bias_homes"):
         monkeypatch.setattr(eager, name, noted(name), raising=False)
     return asked
@@ -147,7 +148,7 @@ def test_each_direction_is_gathered_where_it_fits(gathering):
     mask = Visibility(61, 61, causal=True)
     shards = make_shards("zigzag", 61, 3)
     collection = collect(make_plan(shards, shards, mask, "keys"), 0, GUARD)
-    forward, backward = (gathered_bytes(k, v, collection, 3, backward=either) for either in (False, True))
+    forward, backward = (fused_bytes(k, v, collection, 3, backward=either) for either in (False, True))
     found = []
     for budget in (forward - 1, forward, backward - 1, backward):
         gathering.clear()
@@ -216,15 +217,16 @@ def test_one_table_holds_the_bounds_of_all_sources():
     shards = make_shards("zigzag", n, world_size, Visibility(n, n, causal=True))
     for rank in range(world_size):
         sharding = Sharding(n, "zigzag", shards, rank)
-        call = Call.decode(describe(sharding, softmax_scale=1.0, causal=True, window=50), rank)
-        found = call.gathered(torch.device("cpu"))
-        assert found is call.gathered(torch.device("cpu"))
+        call = AttentionSpec.deserialize(serialize(sharding, softmax_scale=1.0, causal=True, window=50), rank)
+        tables = AttentionTables(call, torch.device("cpu"))
+        found = tables.gathered()
+        assert found is tables.gathered()
         assert found.steps[0] == 0
         assert list(found.steps) == sorted(found.steps)
         for step, side in zip(found.steps, found.sides, strict=True):
-            visit = call.visits("keys").visits[step]
+            visit = call.plan("keys").ranks[rank].visits[step]
             assert visit is not None
-            alone = call.moving("keys", visit, torch.device("cpu"))
+            alone = tables.moving("keys", visit)
             first = side.run_list[0][0] + (found.near_rows if step else 0)
             place = slice(first, first + alone.positions.shape[0])
             for name in ("positions", "lo", "hi"):

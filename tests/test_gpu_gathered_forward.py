@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ringattn.kernels.contract import Arrivals, Score
+from ringattn.plan.device_tables import AttentionTables
 from tests.emulator.arriving import Gathering, Scene, assert_right, make_scene
 
 IS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
@@ -68,7 +69,7 @@ class Launch:
         lse = torch.full((o.shape[0], o.shape[2], o.shape[1]), -7.0, device=DEVICE)
         api.forward_gathered(
             self.q, (self.near[0], self.near[1]), (self.far[..., :d], self.far[..., d:]),
-            self.call.stationary("keys", DEVICE), self.call.gathered(DEVICE), self.score,
+            AttentionTables(self.call, DEVICE).stationary("keys"), AttentionTables(self.call, DEVICE).gathered(), self.score,
             Arrivals(self.flags, self.error, self.patience), o=o, lse=lse,
         )  # fmt: skip
         return o, lse

@@ -16,9 +16,8 @@ from torch import Tensor
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from torch.utils.flop_counter import FlopCounterMode
 
-from ringattn import Ring, autograd, ring_attention, simulate_ring
+from ringattn import Ring, autograd, dispatch, ring_attention, simulate_ring
 from ringattn.kernels import eager
-from ringattn.schedule import fused
 from ringattn.transport.base import Seat
 from ringattn.transport.simulated import SimulatedGatherer, run_ranks
 from tests import gathering_kernels
@@ -32,6 +31,7 @@ RANKS = 3
 def gathers(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     """How many gathers there were of each direction, over all ranks; kernels are eager ones that gather."""
     counted: Counter[str] = Counter()
+    monkeypatch.setattr(dispatch, "_plans", {})
     for name in ("gathers", "forward_gathered", "backward_gathered", "add_homes"):
         monkeypatch.setattr(eager, name, getattr(gathering_kernels, name), raising=False)
     gather = SimulatedGatherer.gather
@@ -196,15 +196,15 @@ def test_what_cannot_be_kept_is_not(gathers: Counter[str], options: dict[str, An
 
 def test_nothing_is_kept_longer_than_the_graph(gathers: Counter[str], monkeypatch: pytest.MonkeyPatch) -> None:
     born: dict[int, list[weakref.ref[Tensor]]] = {rank: [] for rank in range(RANKS)}
-    forward = fused.forward
+    forward = autograd.run_forward
 
     def noting(*args: Any, **kwargs: Any) -> Any:
         o, lse, kept = forward(*args, **kwargs)
         if kept is not None:
-            born[args[6].rank].append(weakref.ref(kept))
+            born[args[5].rank].append(weakref.ref(kept))
         return o, lse, kept
 
-    monkeypatch.setattr(fused, "forward", noting)
+    monkeypatch.setattr(autograd, "run_forward", noting)
 
     def body(ring: Ring) -> list[int]:
         def alive() -> int:

@@ -55,12 +55,13 @@ from ringattn.launch.distributed import REFUSED, choose_backend, resolve_device
 from ringattn.launch.session import Session, check_numbers, check_output, open_session
 from ringattn.numerics.error_budget import Budget
 from ringattn.numerics.reference import visible_pairs
-from ringattn.plan.attention_spec import Call, describe
+from ringattn.plan.attention_spec import AttentionSpec, ScoreTensors, serialize
 from ringattn.plan.layouts import make_shards
 from ringattn.plan.mask import Visibility
 from ringattn.plan.sharding import Sharding
-from ringattn.schedule.stepwise_backward import ring_backward
-from ringattn.schedule.stepwise_forward import ring_forward
+from ringattn.schedule.execution_plan import make_execution_plan
+from ringattn.schedule.stepwise_backward import WantedGrads, stepwise_backward
+from ringattn.schedule.stepwise_forward import stepwise_forward
 from ringattn.transport import base
 from ringattn.transport.symmetric import SHARE
 
@@ -765,14 +766,15 @@ def _held(problem: Any, layout: str, world_size: int, rank: int) -> int:
     ring = FakeRing(world_size)
     dealt = bench_ring.deal(problem, ring, layout)  # pyright: ignore[reportArgumentType]
     sharding = Sharding(problem.seq_len, layout, dealt.shards, rank, problem.documents)
-    call = Call.decode(describe(sharding, softmax_scale=1.0, impl="eager", **problem.options), rank)
+    spec = AttentionSpec.deserialize(serialize(sharding, softmax_scale=1.0, impl="eager", **problem.options), rank)
     seat = base.Seat(rank, world_size, _NoWire())
     kernels: Any = _NoKernels()
 
     def step() -> list[torch.Tensor]:
         q, k, v, do = (x.detach() for x in problems.draw_inputs(problem, sharding.shard_len, torch.device("cpu")))
-        o, lse = ring_forward(q, k, v, Score(1.0), call, kernels, seat)
-        grads = ring_backward(do, None, q, k, v, o, lse, Score(1.0), call, kernels, seat)
+        plan = make_execution_plan(spec, q, k, v, ScoreTensors(), kernels, seat)
+        o, lse = stepwise_forward(q, k, v, Score(1.0), plan, seat)
+        grads = stepwise_backward(do, None, q, k, v, o, lse, Score(1.0), plan, seat, WantedGrads())
         return [grads.dq.to(q.dtype), grads.dk.to(q.dtype), grads.dv.to(q.dtype)]
 
     step()

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from ringattn.kernels import eager
-from ringattn.plan.attention_spec import Call, describe
+from ringattn.plan.attention_spec import AttentionSpec, serialize
 from ringattn.plan.layouts import Shard, make_shards
 from ringattn.plan.mask import Visibility
 from ringattn.plan.ring_plan import Collection, Nodes, RankPlan, collect, make_nodes, make_plan
@@ -134,7 +134,9 @@ class Double:
         mask = {"causal": visibility.causal, "window": visibility.window}
         n = visibility.seq_len
         calls = [
-            Call.decode(describe(Sharding(n, "contiguous", tuple(shards), rank), softmax_scale=1.0, **mask), rank)
+            AttentionSpec.deserialize(
+                serialize(Sharding(n, "contiguous", tuple(shards), rank), softmax_scale=1.0, **mask), rank
+            )
             for rank in range(world)
         ]
         plan = calls[0].plan("keys", self.nodes)
@@ -158,7 +160,8 @@ class Double:
             seat = Seat(rank, world, end, nodes=self.nodes, between_nodes=self.links[rank])
             # what a caller may do to its rows once the call is enqueued
             k, v = (x.clone() for x in held(rank, 0))
-            guests = _Guests(k, v, calls[rank], seat, end, Fresh(), f"call {salt}")
+            slot_rows = levels[0][rank].slot_rows
+            guests = _Guests(k, v, parts[rank], slot_rows, seat, end, Fresh(), f"call {salt}")
             for outer, collections in enumerate(levels):
                 here = Shape(
                     shape.batch, shape.heads, shape.dims, shape.groups, collections, (), shape.dtype

@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from ringattn import Ring, Sharding, attention_reference, dispatch, ring_attention
+from ringattn.dispatch import call_text
 from ringattn.plan import attention_spec as calls
 from ringattn.plan import device_tables
-from ringattn.plan.attention_spec import describe
+from ringattn.plan.attention_spec import serialize
 from ringattn.plan.ring_plan import make_plan
 from tests.pool import Pools
 
@@ -24,9 +25,9 @@ RING = Ring()
 
 @pytest.fixture(autouse=True)
 def _fresh() -> Iterator[None]:
-    dispatch._prepared.clear()
+    dispatch._plans.clear()
     yield
-    dispatch._prepared.clear()
+    dispatch._plans.clear()
 
 
 def draw_qkv(n: int, h: int, hk: int, d: int, dtype: torch.dtype, *, transposed: bool) -> list[Tensor]:
@@ -84,10 +85,12 @@ def test_nothing_is_decided_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     for module, name in (
         (dispatch, "check_call"),
         (dispatch, "pick"),
+        (dispatch, "serialize"),
+        (dispatch, "make_execution_plan"),
         (calls, "parse"),
         (calls, "make_plan"),
-        (calls, "stationary_key"),
-        (calls, "moving_key"),
+        (device_tables, "stationary_key"),
+        (device_tables, "moving_key"),
         (device_tables, "_make"),
     ):
         monkeypatch.setattr(module, name, decided)
@@ -97,12 +100,21 @@ def test_nothing_is_decided_twice(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_an_equal_call_is_the_same_text() -> None:
     sharding = RING.sharding(12, documents=(0, 5, 12))
-    assert describe(sharding, softmax_scale=0.5, window=3) is describe(sharding, softmax_scale=0.5, window=(2, 0))
-    assert describe(sharding, softmax_scale=0.5, causal=True) != describe(sharding, softmax_scale=0.5)
+    options = {"softmax_scale": 0.5, "window": 3, "prefix_len": 1}
+    text = call_text(sharding, None, options)
+    assert call_text(sharding, None, dict(options)) is text
+    assert call_text(sharding, None, {**options, "window": (2, 0)}) == text
     with pytest.raises(ValueError, match="prefix_len must be of integers, got True"):  # in a table 1 is True
-        describe(sharding, softmax_scale=0.5, prefix_len=True)
+        call_text(sharding, None, {**options, "prefix_len": True})
     other = RING.sharding(7)
-    assert describe(sharding, other, softmax_scale=0.5) != describe(sharding, softmax_scale=0.5)
+    assert call_text(sharding, other, options) != text
+
+
+def test_a_number_that_changes_in_place_is_read_at_every_call() -> None:
+    sharding, scale = RING.sharding(12), torch.tensor(0.5)
+    first = call_text(sharding, None, {"softmax_scale": scale})
+    scale.fill_(0.25)
+    assert call_text(sharding, None, {"softmax_scale": scale}) != first
 
 
 def test_whatever_differs_is_another_text() -> None:
@@ -123,13 +135,17 @@ def test_whatever_differs_is_another_text() -> None:
         {"deterministic": True},
     ]
     for _ in range(2):
-        assert len({describe(sharding, **{**usual, **other}) for other in others}) == len(others)
+        texts = set[str]()
+        for other in others:
+            options = {**usual, **other}
+            texts.add(call_text(sharding, options.pop("kv_sharding", None), options))
+        assert len(texts) == len(others)
 
 
 def test_lengths_are_not_kept_with_the_sharding() -> None:
     sharding = RING.sharding(12)
     for stop in range(12):
-        assert f"((0, {stop}),)" in describe(sharding, softmax_scale=0.5, lengths=((0, stop),))
+        assert f"((0, {stop}),)" in call_text(sharding, None, {"softmax_scale": 0.5, "lengths": ((0, stop),)})
     assert not sharding.texts
 
 
@@ -180,7 +196,7 @@ def test_what_is_kept_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     for n in range(1, 9):
         q, k, v = draw_qkv(n, 1, 1, 8, torch.float32, transposed=False)
         ring_attention(q, k, v, RING.sharding(n))
-        assert 1 <= len(dispatch._prepared) <= 3
+        assert 1 <= len(dispatch._plans) <= 3
 
 
 def test_a_kept_call_does_not_keep_its_ring() -> None:
@@ -189,7 +205,7 @@ def test_a_kept_call_does_not_keep_its_ring() -> None:
     ring_attention(q, k, v, ring.sharding(4))
     gone = weakref.ref(ring)
     del ring
-    assert dispatch._prepared
+    assert dispatch._plans
     assert gone() is None
 
 
@@ -202,7 +218,7 @@ def test_gradients_of_gradients_are_refused() -> None:
 
 def test_plans_are_those_of_the_schedule() -> None:
     sharding: Sharding = RING.sharding(12, documents=(0, 5, 12))
-    call = calls.Call.decode(describe(sharding, softmax_scale=0.5, causal=True), 0)
+    call = calls.AttentionSpec.deserialize(serialize(sharding, softmax_scale=0.5, causal=True), 0)
     for moving in ("keys", "queries"):
         expected = make_plan(sharding.shards, sharding.shards, call.visibility, moving)
         assert call.plan(moving) == expected

@@ -22,7 +22,7 @@ from ringattn.kernels import homes_triton, launch_triton, pack_triton, record_tr
 from ringattn.kernels.contract import Lease, Reels
 from ringattn.kernels.hopper import api as hopper
 from ringattn.plan import device_tables
-from ringattn.plan.attention_spec import Call, describe
+from ringattn.plan.attention_spec import AttentionSpec, serialize
 from ringattn.plan.layouts import make_shards
 from ringattn.plan.sharding import Sharding
 from ringattn.schedule import fused
@@ -210,7 +210,9 @@ class Ring:
         self.case = case
         shards = make_shards("zigzag", case.n, ranks)
         sharding = Sharding(case.n, "zigzag", shards, 1, case.documents)
-        self.call = Call.decode(describe(sharding, softmax_scale=case.scale, **case.mask, **case.options), 1)
+        self.call = AttentionSpec.deserialize(
+            serialize(sharding, softmax_scale=case.scale, **case.mask, **case.options), 1
+        )
         self.transport = CopyEngineTransport(1, range(ranks), "ring", Idle(), Alone(ranks), 10.0, watched=False)
         self.seat = Seat(1, ranks, self.transport, budget=2**40)
 

@@ -29,8 +29,9 @@ from ringattn.kernels.decode import pick as pick_decode
 from ringattn.kernels.merge import merge_stack
 from ringattn.kernels.parts import finish_parts, views
 from ringattn.kernels.select import pick
-from ringattn.plan.attention_spec import Call, resolve_flag, resolve_real, resolve_window
+from ringattn.plan.attention_spec import AttentionSpec, ScoreTensors, resolve_flag, resolve_real, resolve_window
 from ringattn.plan.mask import Visibility
+from ringattn.schedule.execution_plan import make_execution_plan
 from ringattn.schedule.validation import check_softcap
 from ringattn.tensor_checks import check_plain
 
@@ -167,23 +168,30 @@ class _Options:
 class _Prefill:
     """A prefill that is right, before ranks have agreed on it."""
 
-    call: Call
+    spec: AttentionSpec
     options: _Options
-    features: frozenset[str]
+    tensors: ScoreTensors
 
     def ready(self, step: Step, q: Tensor) -> Prefill:
-        call, options, several = self.call, self.options, step.cache.ring.world_size > 1
-        choice = pick(q.device, q.dtype, q.shape[-1], step.cache.v_head_dim, impl=call.impl, features=self.features)
+        spec, options, cache, several = self.spec, self.options, step.cache, step.cache.ring.world_size > 1
+        features = spec.features(self.tensors)
+        kernels = pick(q.device, q.dtype, q.shape[-1], cache.v_head_dim, impl=spec.impl, features=features).kernels
         fresh = step.lengths == step.counts
         wanted = "queries" if several and options.reads == "pages" else options.moves
-        moves = resolve_moves(wanted, step, call, q, fresh)
+        moves = resolve_moves(wanted, step, spec, q, fresh)
         left = None if options.window is None else options.window[0]
         if options.chunk_len is not None:
             left = options.chunk_len if left is None else min(left, options.chunk_len)
         reads = "copies" if several and moves == "keys" else resolve_reads(options.reads, step, q, left, fresh)
-        travel = plan_travel(call, q.device) if moves == "queries" and (several or reads == "copies") else None
-        in_place = rows_in_place(step, call, travel, q.shape[2]) if reads == "pages" else None
-        return Prefill(call, choice.kernels, moves, reads, fresh, travel, in_place, growth(step))
+        travel = plan_travel(spec, q.device) if moves == "queries" and (several or reads == "copies") else None
+        in_place = rows_in_place(step, spec, travel, q.shape[2]) if reads == "pages" else None
+        # shapes of keys and values; how many rows there are is no matter
+        k, v = (
+            torch.empty(q.shape[0], 0, cache.kv_heads, d, dtype=q.dtype, device="meta")
+            for d in (cache.head_dim, cache.v_head_dim)
+        )
+        plan = make_execution_plan(spec, q, k, v, self.tensors, kernels, cache.ring.seat)
+        return Prefill(plan, moves, reads, fresh, travel, in_place, growth(step))
 
 
 @dataclass(frozen=True, eq=False)
@@ -288,7 +296,7 @@ def _decide(
         return _Decode(options)
     assert step.sharding is not None, "a step of prefill has shardings"
     assert step.kv_sharding is not None, "a step of prefill has shardings"
-    call = Call(
+    spec = AttentionSpec(
         step.sharding,
         step.kv_sharding,
         visibility,
@@ -300,11 +308,11 @@ def _decide(
         deterministic=False,
         forward_only=True,
     )
-    features = call.features(sinks=sinks, alibi_slopes=alibi_slopes)
-    pick(q.device, q.dtype, q.shape[-1], cache.v_head_dim, impl=call.impl, features=features)
+    tensors = ScoreTensors(sinks, alibi_slopes)
+    pick(q.device, q.dtype, q.shape[-1], cache.v_head_dim, impl=spec.impl, features=spec.features(tensors))
     if options.reads != "copies":
         pick_decode(q.device, q.dtype, cache.kv_dtype, q.shape[-1], cache.v_head_dim, cache.page_size)
-    return _Prefill(call, options, features)
+    return _Prefill(spec, options, tensors)
 
 
 def _facts(x: Tensor | None) -> Any:

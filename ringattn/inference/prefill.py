@@ -51,6 +51,7 @@ Note [Room ahead]
 from __future__ import annotations
 
 import dataclasses
+import math
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -60,16 +61,16 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from ringattn.dispatch import run_forward
 from ringattn.inference.in_place import InPlace, plan_in_place
-from ringattn.kernels.contract import Carry, KernelSet, Score, Side, accumulation_dtype
+from ringattn.kernels.contract import Carry, Score, Side, accumulation_dtype
 from ringattn.kernels.parts import clear, finish_parts, size, views
-from ringattn.plan.attention_spec import Call
+from ringattn.plan.attention_spec import AttentionSpec, ScoreTensors
 from ringattn.plan.device_tables import find, moving_key
 from ringattn.plan.ring_plan import Plan, Rows, Visit
-from ringattn.schedule import fused
-from ringattn.schedule.packed_message import slices
-from ringattn.spans import span
-from ringattn.transport.base import Parcel, Pending, Reply, Seat
+from ringattn.schedule.execution_plan import ExecutionPlan
+from ringattn.schedule.kv_rotation import message_bytes, slices
+from ringattn.transport.base import Parcel, Pending, Reply, Seat, span
 
 if TYPE_CHECKING:
     from ringattn.inference.step import Step
@@ -84,8 +85,7 @@ class Prefill:
     """What is decided about a kind of call when a step of prefill meets it first.
 
     Attributes:
-        call: Shardings and mask.
-        kernels: What computes visits.
+        plan: The resolved spec.
         moves: "keys" or "queries".
         reads: "copies" or "pages".
         fresh: Nothing was kept before: the new rows are all there are.
@@ -94,8 +94,7 @@ class Prefill:
         times: How many times as long the requests may become (Note [Room ahead]).
     """
 
-    call: Call
-    kernels: KernelSet
+    plan: ExecutionPlan
     moves: str
     reads: str
     fresh: bool
@@ -115,9 +114,9 @@ class Prefill:
         alibi_slopes: Tensor | None,
     ) -> Tensor:
         """O `b s h dv` of this rank's new rows, whose keys the cache has."""
-        cache, call, seat = step.cache, self.call, step.cache.ring.seat
+        cache, plan, seat = step.cache, self.plan, step.cache.ring.seat
         q = _rows(q)
-        score = call.score(q.dtype, 0, sinks=sinks, alibi_slopes=alibi_slopes)
+        score = plan.spec.score(q.dtype, 0, ScoreTensors(sinks, alibi_slopes))
         # Note [What queries wait for]
         guests = None if self.travel is None else _invite(q.contiguous(), cache.v_head_dim, seat, self.travel)
         if self.reads == "pages":
@@ -140,20 +139,20 @@ class Prefill:
         keys, values = _rows(keys), _rows(values)
         if guests is None:
             if not self._begun:
-                fused.reserve(keys, values, score, call, self.kernels, seat, self.times, cache.room)
+                _reserve_ahead(keys, values, plan, seat, self.times, cache.room)
                 self._begun.append(True)
-            return fused.forward(q, keys, values, score, call, self.kernels, seat)[0]
+            return run_forward(q, keys, values, score, plan, seat)[0]
         travel = guests.travel
 
         def over_copies(rows: Tensor, carry: Carry) -> None:
-            _visit_copies(rows, keys, values, score, call, self.kernels, seat, travel, carry)
+            _visit_copies(rows, keys, values, score, plan, seat, travel, carry)
 
         return _receive(guests, cache.v_head_dim, score, seat, over_copies)
 
 
 def rows_in_place(
     step: Step,
-    call: Call,
+    spec: AttentionSpec,
     travel: Travel | None,
     heads: int,
 ) -> InPlace | None:
@@ -161,11 +160,11 @@ def rows_in_place(
 
     Args:
         step: The step.
-        call: Shardings and mask.
+        spec: Shardings and mask.
         travel: How queries move, where they do.
         heads: Query heads.
     """
-    mask = call.visibility
+    mask = spec.visibility
     new = [(length - count, count, i) for i, (length, count) in enumerate(zip(step.lengths, step.counts, strict=True))]
     if travel is not None:
         visiting = travel.side_runs
@@ -183,13 +182,13 @@ def rows_in_place(
     return plan_in_place(step, new, heads, mask.causal, mask.window, mask.chunk_len, step.cache.device)
 
 
-def resolve_moves(wanted: str, step: Step, call: Call, q: Tensor, fresh: bool) -> str:
+def resolve_moves(wanted: str, step: Step, spec: AttentionSpec, q: Tensor, fresh: bool) -> str:
     """What moves: as wanted, or by Note [What moves] from numbers that are equal on all ranks.
 
     Args:
         wanted: One of MOVES.
         step: The step.
-        call: Shardings and mask.
+        spec: Shardings and mask.
         q: `b s h d`.
         fresh: Nothing was kept before.
     """
@@ -201,14 +200,61 @@ def resolve_moves(wanted: str, step: Step, call: Call, q: Tensor, fresh: bool) -
     nodes = cache.ring.seat.nodes
     _, _, h, d = q.shape
     element, wide = q.element_size(), accumulation_dtype(q.dtype).itemsize
-    keys = max(part.received_rows for part in call.plan("keys", nodes).ranks)
+    keys = max(part.received_rows for part in spec.plan("keys", nodes).ranks)
     per_key = cache.kv_heads * (d + cache.v_head_dim) * element
     queries = max(
         part.received_rows * d * element
         + sum(send.num_rows for send in part.sends if send) * (cache.v_head_dim + 2) * wide
-        for part in call.plan("queries").ranks
+        for part in spec.plan("queries").ranks
     )
     return "keys" if keys * per_key <= queries * h else "queries"
+
+
+def _reserve_ahead(
+    k: Tensor,
+    v: Tensor,
+    plan: ExecutionPlan,
+    seat: Seat,
+    times: float,
+    reserved: dict[str, tuple[int, ...]],
+) -> None:
+    """Reserve buffers for this forward and, where they must grow, for forwards that move up to `times` as many keys.
+
+    Fused calls reserve as far as the memory budget allows. Every rank calls it alike.
+
+    Args:
+        k: `b t hk d`.
+        v: `b t hk dv`.
+        plan: The resolved call.
+        seat: This rank's place in the ring.
+        times: At least 1.
+        reserved: Bytes that earlier calls have reserved; updated.
+    """
+    if seat.world_size == 1:
+        return
+    fused, gatherer = plan.fused_forward, seat.transport.gatherer()
+    if fused is None or gatherer is None:
+        moving = [(k, 1), (v, 1)]
+        rows = (plan.ring_plan.largest_send, plan.ring_plan.largest_crossing)
+        sizes = _grow(reserved, "stepwise", tuple(message_bytes(moving, n) for n in rows), times)
+        for transport, size in zip((seat.transport, seat.slow_transport), sizes, strict=True):
+            if size:
+                transport.reserve(size)
+        return
+    b, _, hk, d = k.shape
+    row, collection = b * hk * (d + v.shape[-1]) * k.element_size(), fused.collection
+    most = max(1.0, min(times, seat.budget / max(1, fused.num_bytes)))
+    sizes = _grow(reserved, "fused", (collection.slot_rows * row, collection.most_far_rows * row), most)
+    gatherer.make_room(*sizes, guests=seat.nodes is not None)
+
+
+def _grow(reserved: dict[str, tuple[int, ...]], kind: str, sizes: tuple[int, ...], times: float) -> tuple[int, ...]:
+    """Return the bytes of a kind of buffers: those that are there, or more where they do not suffice."""
+    there = reserved.get(kind, (0,) * len(sizes))
+    if any(size > have for size, have in zip(sizes, there, strict=True)):
+        there = tuple(max(math.ceil(times * size), have) for size, have in zip(sizes, there, strict=True))
+        reserved[kind] = there
+    return there
 
 
 def growth(step: Step) -> float:
@@ -254,10 +300,10 @@ class Travel:
     side_runs: tuple[tuple[int, int], ...]
 
 
-def plan_travel(call: Call, device: torch.device) -> Travel:
+def plan_travel(spec: AttentionSpec, device: torch.device) -> Travel:
     """The integers and tables of a forward in which queries move."""
-    plan = call.plan("queries")
-    visits = [visit for visit in plan.ranks[call.rank].visits if visit is not None and visit.pairs]
+    plan = spec.plan("queries")
+    visits = [visit for visit in plan.ranks[spec.rank].visits if visit is not None and visit.pairs]
     # (start, offset in the visit, length, visit): of stretches that never overlap
     stretches = sorted((run[2], run[0], run[1], i) for i, visit in enumerate(visits) for run in visit.runs)
     ends = list(accumulate((length for _, _, length, _ in stretches), initial=0))
@@ -269,7 +315,7 @@ def plan_travel(call: Call, device: torch.device) -> Travel:
         Stop(visit.owner, visit.rows, visit.num_rows, _ranges([part[1:] for part in sorted(mine)], device))
         for visit, mine in zip(visits, parts, strict=True)
     )
-    side = find(moving_key(Visit(0, call.rank, (), runs, 0), call.visibility, device, "keys"))
+    side = find(moving_key(Visit(0, spec.rank, (), runs, 0), spec.visibility, device, "keys"))
     return Travel(plan, side, stops, ends[-1], tuple((start, length) for _, length, start, _ in runs))
 
 
@@ -354,8 +400,7 @@ def _visit_copies(
     k: Tensor,
     v: Tensor,
     score: Score,
-    call: Call,
-    kernels: KernelSet,
+    plan: ExecutionPlan,
     seat: Seat,
     travel: Travel,
     carry: Carry,
@@ -363,12 +408,12 @@ def _visit_copies(
     """The forward of training of rows `b total h d` over k `b t hk d` and v `b t hk dv`, as a carry."""
     b, total, h, d = rows.shape
     dv, take = v.shape[-1], seat.buffers.take
-    kernels.forward(
+    plan.kernels.forward(
         rows,
         k,
         v,
         travel.side,
-        call.stationary("queries", rows.device),
+        plan.tables.stationary("queries"),
         # one sink for all partials: where they meet
         dataclasses.replace(score, sinks=None),
         carry=carry,

@@ -1,13 +1,8 @@
-"""What one attention call is, apart from its tensors.
+"""The options of one attention call, apart from its tensors.
 
-Owns the record of shardings, mask and score options, its text form (a custom op takes strings, and a text can be
-compared between ranks), and what follows from it by integers alone: plans and sides. Refuses to know groups, buffers
-and how anything is computed.
-
-Note [Said once]
-    The options of a layer are the same at every step, so what follows from them is kept where it is found without
-    comparing long records: the text on the sharding, plans and the keys of sides on the call, which `decode` gives again
-    for an equal text. Finding them costs the host a microsecond or two, however many documents there are.
+Owns the record of shardings, mask and score options, its text form (a custom op takes strings, and a text can be compared
+between ranks), and the integers that follow from it: ring plans and gather plans. Refuses to know groups, buffers, devices and
+how anything is computed.
 """
 
 from __future__ import annotations
@@ -15,41 +10,53 @@ from __future__ import annotations
 import ast
 import math
 import operator
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ringattn.kernels.contract import GUARD, Gathered, Score, Side, accumulation_dtype
-from ringattn.plan.device_tables import Key, find, gathered_key, moving_key, returning_key, stationary_key
-from ringattn.plan.mask import Reading, Visibility
-from ringattn.plan.ring_plan import Collection, Nodes, Plan, RankPlan, Visit, collect, make_plan, moved_rows
+from ringattn.kernels.contract import GUARD, Score, accumulation_dtype
+from ringattn.plan.mask import Visibility
+from ringattn.plan.ring_plan import Collection, Nodes, Plan, collect, make_plan
 from ringattn.plan.sharding import Sharding
 
 MOVEMENTS = ("auto", "keys", "queries")
 
-_STAYS = -1  # in place of a ring step
+
+class ScoreTensors(NamedTuple):
+    """The optional tensors of a score; None: absent.
+
+    Attributes:
+        sinks: `h`, one more logit per head, in the denominator only.
+        alibi_slopes: `h`.
+        key_bias: `b t`, added to every score of a key.
+        bias: `b h s n`, added to the score of a query row and a key.
+    """
+
+    sinks: Tensor | None = None
+    alibi_slopes: Tensor | None = None
+    key_bias: Tensor | None = None
+    bias: Tensor | None = None
 
 
 @dataclass(frozen=True)
-class Call:
-    """One attention call.
+class AttentionSpec:
+    """The options of one attention call.
 
     Attributes:
-        sharding: Who holds which query positions.
-        kv_sharding: Who holds which key positions.
+        sharding: The query positions of every rank.
+        kv_sharding: The key positions of every rank.
         visibility: The mask.
         softmax_scale: Factor on q . k.
         softcap: Bound of the soft cap; 0.0 for none.
         dropout_p: Probability of dropping an attention weight.
-        impl: Which kernel set: auto, or a name that `kernels.select` knows.
-        backward: What the backward moves: "keys", "queries", or "auto" for what suits the schedule and moves fewer bytes.
+        impl: Kernel set: "auto", or a name that `kernels.select` knows.
+        backward: Side that moves in a stepwise backward: "keys", "queries", or "auto" for the one of fewer bytes.
         deterministic: Gradients are the same bits from run to run.
-        forward_only: There will be no backward (Note [Forwards alone] in device_tables.py).
-        memo: What others derived from the call and keep with it.
+        forward_only: There will be no backward (Note [Forward only] in device_tables.py).
     """
 
     sharding: Sharding
@@ -63,29 +70,18 @@ class Call:
     deterministic: bool
     forward_only: bool = False
     _plans: dict[tuple[str, Nodes | None], Plan] = field(default_factory=dict, init=False, repr=False, compare=False)
-    _moved: dict[Nodes | None, tuple[int, int]] = field(default_factory=dict, init=False, repr=False, compare=False)
-    _keys: dict[tuple[str, int, torch.device], tuple[Visit | None, Key[Side]]] = field(
-        default_factory=dict, init=False, repr=False, compare=False
-    )
     _collections: dict[tuple[Nodes | None, int], Collection] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
-    _gathered: dict[tuple[torch.device, Nodes | None, int], Key[Gathered]] = field(
-        default_factory=dict, init=False, repr=False, compare=False
-    )
-    _returning: dict[tuple[torch.device, Nodes | None, int], Key[Tensor]] = field(
-        default_factory=dict, init=False, repr=False, compare=False
-    )
-    memo: dict[Hashable, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @staticmethod
-    def decode(text: str, rank: int) -> Call:
-        """The call that `describe` made a text of, seen from a rank; cached.
+    def deserialize(text: str, rank: int) -> AttentionSpec:
+        """Return the record that `serialize` wrote, seen from a rank; cached.
 
         Raises:
             ValueError: Options are inconsistent.
         """
-        return _decode(text, rank)
+        return _deserialize(text, rank)
 
     @property
     def rank(self) -> int:
@@ -93,89 +89,24 @@ class Call:
         return self.sharding.rank
 
     def plan(self, moving: str, nodes: Nodes | None = None) -> Plan:
-        """The plan with keys or queries moving, in one node or several."""
+        """Return the ring plan in which keys or queries move, in one node or several."""
         plan = self._plans.get((moving, nodes))
         if plan is None:
             plan = make_plan(self.sharding.shards, self.kv_sharding.shards, self.visibility, moving, nodes)
             self._plans[moving, nodes] = plan
         return plan
 
-    def moved_rows(self, nodes: Nodes | None = None) -> tuple[int, int]:
-        """Rows that the busiest rank moves when keys move, and when queries do."""
-        moved = self._moved.get(nodes)
-        if moved is None:
-            moved = moved_rows(self.plan("keys", nodes)), moved_rows(self.plan("queries", nodes))
-            self._moved[nodes] = moved
-        return moved
-
-    def visits(self, moving: str) -> RankPlan:
-        """This rank's part of the plan."""
-        return self.plan(moving).ranks[self.rank]
-
-    def stationary(self, moving: str, device: torch.device) -> Side:
-        """Tables of the side that stays: this rank's queries when keys move, and the other way round."""
-        known = self._keys.get((moving, _STAYS, device))
-        if known is None:
-            shards = self.sharding.shards if moving == "keys" else self.kv_sharding.shards
-            reading = "keys" if moving == "keys" else self._of_keys
-            known = None, stationary_key(shards[self.rank], self.visibility, device, reading)
-            self._keys[moving, _STAYS, device] = known
-        return find(known[1])
-
-    def moving(self, moving: str, visit: Visit, device: torch.device) -> Side:
-        """Tables of the rows that a visit brings."""
-        known = self._keys.get((moving, visit.step, device))
-        if known is None or known[0] is not visit:
-            reading = self._of_keys if moving == "keys" else "keys"
-            known = visit, moving_key(visit, self.visibility, device, reading)
-            self._keys[moving, visit.step, device] = known
-        return find(known[1])
-
-    @property
-    def _of_keys(self) -> Reading | None:
-        """What tables of keys say of them."""
-        return None if self.forward_only else "queries"
-
     def collection(self, nodes: Nodes | None = None, outer: int = 0) -> Collection:
-        """What this rank fetches, and who fetches from it, when all visits of an outer step are computed in one launch."""
-        known = self._collections.get((nodes, outer))
-        if known is None:
-            known = self._collections[nodes, outer] = collect(self.plan("keys", nodes), self.rank, GUARD, outer, nodes)
-        return known
+        """Return which rows this rank fetches and sends when all steps of an outer step are computed in one launch."""
+        found = self._collections.get((nodes, outer))
+        if found is None:
+            found = self._collections[nodes, outer] = collect(self.plan("keys", nodes), self.rank, GUARD, outer, nodes)
+        return found
 
-    def gathered(self, device: torch.device, nodes: Nodes | None = None, outer: int = 0) -> Gathered:
-        """Tables of the keys of these visits, likewise."""
-        known = self._gathered.get((device, nodes, outer))
-        if known is None:
-            plan = self.plan("keys", nodes).ranks[self.rank]
-            inner = plan.visits[outer * plan.local_size + 1 : (outer + 1) * plan.local_size]
-            visits = (plan.held(outer), *inner)
-            collection = self.collection(nodes, outer)
-            known = gathered_key(visits, collection, self.visibility, device, forward_only=self.forward_only)
-            self._gathered[device, nodes, outer] = known
-        return find(known)
-
-    def returning(self, device: torch.device, nodes: Nodes | None = None, outer: int = 0) -> Tensor:
-        """Which row of each reader's contribution belongs to each row that this rank holds, or -1, likewise."""
-        known = self._returning.get((device, nodes, outer))
-        if known is None:
-            held = self.plan("keys", nodes).ranks[self.rank].held(outer)
-            known = returning_key(self.collection(nodes, outer).readers, held.num_rows, device)
-            self._returning[device, nodes, outer] = known
-        return find(known)
-
-    def score(
-        self,
-        dtype: torch.dtype,
-        dropout_seed: int,
-        *,
-        sinks: Tensor | None = None,
-        alibi_slopes: Tensor | None = None,
-        key_bias: Tensor | None = None,
-        bias: Tensor | None = None,
-    ) -> Score:
-        """How scores are made; small options in the accumulation dtype of `dtype`, bias as it is."""
+    def score(self, dtype: torch.dtype, dropout_seed: int, tensors: ScoreTensors) -> Score:
+        """Return the score that kernels compute; small tensors in the accumulation dtype of `dtype`, bias as it is."""
         wide = accumulation_dtype(dtype)
+        sinks, alibi_slopes, key_bias, bias = tensors
         return Score(
             self.softmax_scale,
             self.softcap,
@@ -187,34 +118,28 @@ class Call:
             bias=bias,
         )
 
-    def features(
-        self,
-        *,
-        sinks: Tensor | None = None,
-        alibi_slopes: Tensor | None = None,
-        key_bias: Tensor | None = None,
-        bias: Tensor | None = None,
-    ) -> frozenset[str]:
-        """What the call asks of a kernel set, in the words of `kernels.select.FEATURES`."""
+    def features(self, tensors: ScoreTensors) -> frozenset[str]:
+        """Return the features that a kernel set must have, by their names in `kernels.select.FEATURES`."""
         asked = {
             "softcap": self.softcap > 0,
             "dropout": self.dropout_p > 0,
-            "sinks": sinks is not None,
-            "alibi": alibi_slopes is not None,
-            "key_bias": key_bias is not None,
-            "bias": bias is not None,
+            "sinks": tensors.sinks is not None,
+            "alibi": tensors.alibi_slopes is not None,
+            "key_bias": tensors.key_bias is not None,
+            "bias": tensors.bias is not None,
             "per_batch_bounds": self.visibility.lengths is not None,
             "deterministic": self.deterministic,
         }
         return frozenset(name for name, is_asked in asked.items() if is_asked)
 
     def pairs(self, batch: int) -> int:
-        """Visible (query, key) pairs that this rank computes in the forward, over all batch elements."""
-        total = sum(visit.pairs for visit in self.visits("keys").visits if visit is not None)
+        """Return the visible (query, key) pairs that this rank computes in the forward, over all batch elements."""
+        visits = self.plan("keys").ranks[self.rank].visits
+        total = sum(visit.pairs for visit in visits if visit is not None)
         return total if self.visibility.lengths is not None else total * batch
 
 
-def describe(
+def serialize(
     sharding: Sharding,
     kv_sharding: Sharding | None = None,
     *,
@@ -230,10 +155,9 @@ def describe(
     backward: str = "auto",
     deterministic: bool = False,
 ) -> str:
-    """The text of a call, equal on all ranks, which `Call.decode` reads; options as in `ring_attention`.
+    """Return the text of a call, equal on all ranks, which `AttentionSpec.deserialize` reads; options as in `ring_attention`.
 
     A dict literal: `torch.compile` traces formatting of constants, and the literal keeps tuples and floats as they are.
-    Kept on the sharding (Note [Said once]), but for lengths, which belong to a batch.
     """
     window, lengths = resolve_window(window), resolve_lengths(lengths)
     prefix_len = _resolve_number("prefix_len", prefix_len)
@@ -242,21 +166,12 @@ def describe(
     softmax_scale, softcap = resolve_real("softmax_scale", softmax_scale), resolve_real("softcap", softcap)
     dropout_p = resolve_real("dropout_p", dropout_p)
     keys = None if kv_sharding is None else kv_sharding.text
-    # in the words of the text, in which 1 is not True: options with equal words have equal texts
-    mask = f"'window': {window}, 'prefix_len': {prefix_len}, 'chunk_len': {chunk_len}"
-    # tracing must not see a table that changes
-    keep = lengths is None and not torch.compiler.is_compiling()
-    words = (keys, mask, causal, softmax_scale, softcap, dropout_p, impl, backward, deterministic)
-    text = sharding.texts.get(words) if keep else None
-    if text is None:
-        text = (
-            f"{{'sharding': {sharding.text}, 'kv_sharding': {keys}, 'causal': {causal}, {mask}, "
-            f"'lengths': {lengths}, 'softmax_scale': {softmax_scale}, 'softcap': {softcap}, "
-            f"'dropout_p': {dropout_p}, 'impl': '{impl}', 'backward': '{backward}', 'deterministic': {deterministic}}}"
-        )
-        if keep:
-            sharding.texts[words] = text
-    return text
+    return (
+        f"{{'sharding': {sharding.text}, 'kv_sharding': {keys}, 'causal': {causal}, 'window': {window}, "
+        f"'prefix_len': {prefix_len}, 'chunk_len': {chunk_len}, 'lengths': {lengths}, 'softmax_scale': {softmax_scale}, "
+        f"'softcap': {softcap}, 'dropout_p': {dropout_p}, 'impl': '{impl}', 'backward': '{backward}', "
+        f"'deterministic': {deterministic}}}"
+    )
 
 
 def resolve_window(window: int | Sequence[int | None] | None) -> tuple[int | None, ...] | None:
@@ -349,16 +264,16 @@ def _resolve_number(name: str, number: Any, given: Any = None) -> int:
 
 
 def parse(text: str) -> dict[str, Any]:
-    """The record that `describe` wrote, as plain Python values."""
+    """The record that `serialize` wrote, as plain Python values."""
     return ast.literal_eval(text)
 
 
 @lru_cache(maxsize=512)
-def _decode(text: str, rank: int) -> Call:
+def _deserialize(text: str, rank: int) -> AttentionSpec:
     record = parse(text)
     sharding = Sharding.from_spec(record["sharding"], rank)
     kv_sharding = sharding if record["kv_sharding"] is None else Sharding.from_spec(record["kv_sharding"], rank)
-    return Call(
+    return AttentionSpec(
         sharding,
         kv_sharding,
         Visibility(

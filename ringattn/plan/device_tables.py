@@ -2,9 +2,9 @@
 
 Owns the making and caching of `ringattn.kernels.contract.Side` and `Gathered`. Refuses to know ranks, groups and how bytes move.
 
-Note [Forwards alone]
+Note [Forward only]
     A forward asks of keys where they sit, and of queries what they see. What sees a key is asked by backwards, and costs most of
-    what these tables cost. So a call that will have no backward (`Call.forward_only`) leaves it out: lo and hi of its keys
+    what these tables cost. So a call that will have no backward (`AttentionSpec.forward_only`) leaves it out: lo and hi of its keys
     have no columns.
 
 Note [Kept sides]
@@ -26,9 +26,10 @@ from torch import Tensor
 
 from ringattn.kernels.contract import Gathered, Side
 from ringattn.kernels.upload import join, meet, upload
+from ringattn.plan.attention_spec import AttentionSpec
 from ringattn.plan.layouts import Shard
 from ringattn.plan.mask import Reading, Visibility
-from ringattn.plan.ring_plan import Collection, Send, Visit, pack
+from ringattn.plan.ring_plan import Collection, Nodes, Send, Visit, pack
 
 Runs = tuple[tuple[int, int, int, int], ...]
 
@@ -98,6 +99,68 @@ class Key(Generic[T]):
         )
 
 
+class AttentionTables:
+    """The device tables of one call on one device.
+
+    Keys of tables are made at first sight and kept with the call, because masks of many documents are long to hash; the tables
+    themselves are found in the cache of all calls (`find`).
+
+    Args:
+        spec: The call.
+        device: Where the kernels run.
+    """
+
+    def __init__(self, spec: AttentionSpec, device: torch.device) -> None:
+        self._spec = spec
+        self._device = device
+        self._of_keys: Reading | None = None if spec.forward_only else "queries"
+        self._stationary: dict[str, Key[Side]] = {}
+        self._moving: dict[tuple[str, int], tuple[Visit, Key[Side]]] = {}
+        self._gathered: dict[tuple[Nodes | None, int], Key[Gathered]] = {}
+        self._returning: dict[tuple[Nodes | None, int], Key[Tensor]] = {}
+
+    def stationary(self, moving: str) -> Side:
+        """Return the table of the side that stays: this rank's queries when keys move, and the other way round."""
+        key = self._stationary.get(moving)
+        if key is None:
+            spec = self._spec
+            shards = spec.sharding.shards if moving == "keys" else spec.kv_sharding.shards
+            reading = "keys" if moving == "keys" else self._of_keys
+            key = self._stationary[moving] = stationary_key(shards[spec.rank], spec.visibility, self._device, reading)
+        return find(key)
+
+    def moving(self, moving: str, visit: Visit) -> Side:
+        """Return the table of the rows that a ring step brings."""
+        known = self._moving.get((moving, visit.step))
+        if known is None or known[0] is not visit:
+            reading = self._of_keys if moving == "keys" else "keys"
+            known = visit, moving_key(visit, self._spec.visibility, self._device, reading)
+            self._moving[moving, visit.step] = known
+        return find(known[1])
+
+    def gathered(self, nodes: Nodes | None = None, outer: int = 0) -> Gathered:
+        """Return the tables of all keys of an outer step that is computed in one launch."""
+        key = self._gathered.get((nodes, outer))
+        if key is None:
+            spec = self._spec
+            plan = spec.plan("keys", nodes).ranks[spec.rank]
+            inner = plan.visits[outer * plan.local_size + 1 : (outer + 1) * plan.local_size]
+            collection = spec.collection(nodes, outer)
+            key = self._gathered[nodes, outer] = gathered_key(
+                (plan.held(outer), *inner), collection, spec.visibility, self._device, forward_only=spec.forward_only
+            )
+        return find(key)
+
+    def returning(self, nodes: Nodes | None = None, outer: int = 0) -> Tensor:
+        """Return which row of each reader's contribution belongs to each row that this rank holds, or -1."""
+        key = self._returning.get((nodes, outer))
+        if key is None:
+            held = self._spec.plan("keys", nodes).ranks[self._spec.rank].held(outer)
+            readers = self._spec.collection(nodes, outer).readers
+            key = self._returning[nodes, outer] = returning_key(readers, held.num_rows, self._device)
+        return find(key)
+
+
 def stationary_key(
     shard: Shard, visibility: Visibility, device: torch.device | str, reading: Reading | None = "keys"
 ) -> Key[Side]:
@@ -107,7 +170,7 @@ def stationary_key(
         shard: The rows.
         visibility: The mask.
         device: Where the kernels run.
-        reading: What the rows see: "keys" when they are queries, "queries" when they are keys; None: Note [Forwards alone].
+        reading: What the rows see: "keys" when they are queries, "queries" when they are keys; None: Note [Forward only].
     """
     return _side_key(pack(shard), visibility, device, reading)
 
@@ -122,7 +185,7 @@ def moving_key(
         visibility: The mask.
         device: Where the kernels run.
         reading: What the rows see: "queries" when they are keys (moving="keys"), "keys" when they are queries; None:
-            Note [Forwards alone].
+            Note [Forward only].
     """
     return _side_key(visit.runs, visibility, device, reading)
 
@@ -196,7 +259,7 @@ def gathered_key(
         collection: Where the rows of each visit stand in far.
         visibility: The mask.
         device: Where the kernels run.
-        forward_only: Note [Forwards alone].
+        forward_only: Note [Forward only].
     """
     own = visits[0]
     assert own is not None, "a rank without keys of its own visits one by one"
@@ -235,7 +298,7 @@ def bounds_of(positions: Tensor, visibility: Visibility, reading: Reading | None
     Args:
         positions: `s` int64, global positions of the rows.
         visibility: The mask.
-        reading: "keys" when the rows are queries, "queries" when they are keys; None: Note [Forwards alone].
+        reading: "keys" when the rows are queries, "queries" when they are keys; None: Note [Forward only].
 
     Returns:
         lo and hi, `b s` int64; b is 1 when all batch elements share one mask. `1 0` where nobody asks.

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 from ringattn.plan.layouts import Shard
 from ringattn.plan.layouts import shard_len as rows_of
@@ -56,12 +56,12 @@ class Visit:
     pairs: int
     holder: int | None = None
 
-    @property
+    @cached_property
     def num_rows(self) -> int:
         """Rows that move."""
         return sum(length for _, length in self.rows)
 
-    @property
+    @cached_property
     def source(self) -> int:
         """The rank that sends the rows, and that contributions to their gradients are sent to."""
         return self.owner if self.holder is None else self.holder
@@ -78,7 +78,7 @@ class Send:
     peer: int
     rows: Rows
 
-    @property
+    @cached_property
     def num_rows(self) -> int:
         """Rows that move."""
         return sum(length for _, length in self.rows)
@@ -98,7 +98,7 @@ class RankPlan:
     sends: tuple[Send | None, ...]
     guests: tuple[Visit | None, ...] = (None,)
 
-    @property
+    @cached_property
     def local_size(self) -> int:
         """Ranks of a node, which is the number of inner steps."""
         return len(self.visits) // len(self.guests)

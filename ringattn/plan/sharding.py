@@ -60,7 +60,8 @@ class Sharding:
 
     Attributes:
         text: `spec` as a Python literal: equal on all ranks.
-        texts: The texts of attention calls with this sharding, by their options (Note [Said once] in attention_spec.py).
+        texts: The texts of attention calls with this sharding, by their options as given (`dispatch.call_text`).
+        ring_name: The name of the ring that made it; None: it was made without one.
 
     Raises:
         ValueError: The shards do not hold every position exactly once, or an argument is out of range.
@@ -102,6 +103,7 @@ class Sharding:
         self._rank = rank
         self._documents = None if documents is None else tuple(documents)
         self._ring = ring
+        self.ring_name = None if ring is None else ring.name
         self._device = torch.device("cpu" if device is None else device)
         _check_partition(self._shards, seq_len, whole=layout != PART)
         # not cached_property, whose lock torch.compile does not trace

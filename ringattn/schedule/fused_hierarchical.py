@@ -1,7 +1,7 @@
 """One launch per outer step: the gathered schedule of a ring of two levels.
 
 Owns the order of crossings, gathers and launches over the nodes, and what is made of their results. Refuses to know who
-chooses this schedule (`fused.py`), how bytes move, and how a kernel waits for them.
+chooses this schedule (execution_plan.py), how bytes move, and how a kernel waits for them.
 
 Note [One launch per outer step]
     In outer step o the ranks of a node hold, together, the keys of another node: each rank its guest (Note [Double ring] in
@@ -41,68 +41,59 @@ import dataclasses
 import torch
 from torch import Tensor
 
-from ringattn.kernels.contract import GatheringKernelSet, Score, accumulation_dtype
+from ringattn.kernels.contract import Score, accumulation_dtype
 from ringattn.kernels.merge import merge_stack
 from ringattn.kernels.pack import pack
-from ringattn.plan.attention_spec import Call
 from ringattn.plan.ring_plan import RankPlan, Rows
-from ringattn.schedule.packed_message import Bundle, add_rows_, make_bundle, slices
-from ringattn.schedule.stepwise_backward import Gradients, sinks_gradient
-from ringattn.spans import span
-from ringattn.transport.base import SPARE, Buffers, Gatherer, Parcel, Pending, Reply, Seat
+from ringattn.schedule.execution_plan import ExecutionPlan
+from ringattn.schedule.kv_rotation import Bundle, add_rows_, make_bundle, slices
+from ringattn.schedule.stepwise_backward import Gradients, WantedGrads, sinks_gradient
+from ringattn.transport.base import SPARE, Buffers, Gatherer, Parcel, Pending, Reply, Seat, span
 
 
-def outer_forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    score: Score,
-    call: Call,
-    kernels: GatheringKernelSet,
-    seat: Seat,
-    gatherer: Gatherer,
-    groups: int,
+def hierarchical_forward(
+    q: Tensor, k: Tensor, v: Tensor, score: Score, plan: ExecutionPlan, seat: Seat
 ) -> tuple[Tensor, Tensor]:
-    """`ring_forward` of a ring of two levels, one launch per outer step.
+    """Return the finished attention of this rank's query rows in a ring of two levels, one launch per outer step.
 
     Args:
-        q: As there, like the next six.
-        k: Likewise.
-        v: Likewise.
-        score: Likewise; without terms by key.
-        call: Likewise.
-        kernels: Likewise.
-        seat: Likewise; of two levels.
-        gatherer: What brings keys within the node.
-        groups: Head groups.
+        q: `b s h d`, this rank's rows.
+        k: `b t hk d`, this rank's rows.
+        v: `b t hk dv`, this rank's rows.
+        score: How scores are computed, without terms by key.
+        plan: The resolved call, which has a fused forward.
+        seat: This rank's place in a ring of two levels.
 
     Returns:
-        o and lse as there.
+        o `b s h dv` in q's dtype and lse `b h s`.
     """
-    plan = call.plan("keys", seat.nodes).ranks[seat.rank]
+    fused, gatherer = plan.fused_forward, seat.transport.gatherer()
+    assert fused is not None, "the fused schedule runs calls that were resolved to it"
+    assert gatherer is not None, "the fused schedule needs a transport that gathers"
+    mine = plan.ring_plan.ranks[seat.rank]
     b, s, h, _ = q.shape
     dv, wide = v.shape[-1], accumulation_dtype(q.dtype)
-    seeing = [outer for outer in range(len(plan.guests)) if _sees(plan, outer)]
+    seeing = [outer for outer in range(len(mine.guests)) if _sees(mine, outer)]
     o = torch.empty(b, s, h, dv, dtype=q.dtype, device=q.device)
     lse = torch.empty(b, h, s, dtype=wide, device=q.device)
     outs, sums = o[None], lse[None]
     if len(seeing) > 1:
         outs = torch.empty(len(seeing), b, s, h, dv, dtype=wide, device=q.device)
         sums = torch.empty(len(seeing), b, h, s, dtype=wide, device=q.device)
-    rows = call.stationary("keys", q.device)
-    guests = _Guests(k, v, call, seat, gatherer, Buffers(), "forward")
-    for outer in range(len(plan.guests)):
+    rows = plan.tables.stationary("keys")
+    guests = _Guests(k, v, mine, plan.spec.collection(seat.nodes).slot_rows, seat, gatherer, Buffers(), "forward")
+    for outer in range(len(mine.guests)):
         held = guests.arrive(outer)
-        gathering = gatherer.gather(*held, call.collection(seat.nodes, outer), groups, "forward")
+        gathering = gatherer.gather(*held, plan.spec.collection(seat.nodes, outer), fused.groups, "forward")
         if outer in seeing:
             place = seeing.index(outer)
             with span("ring forward: all visits of outer step {} in one launch", outer):
-                kernels.forward_gathered(
+                fused.kernels.forward_gathered(
                     q,
                     held,
                     (gathering.k, gathering.v),
                     rows,
-                    call.gathered(q.device, seat.nodes, outer),
+                    plan.tables.gathered(seat.nodes, outer),
                     score if place == 0 else dataclasses.replace(score, sinks=None),
                     gathering.arrivals,
                     o=outs[place],
@@ -115,7 +106,7 @@ def outer_forward(
     return o, lse
 
 
-def outer_backward(
+def hierarchical_backward(
     do: Tensor,
     dlse: Tensor | None,
     q: Tensor,
@@ -124,54 +115,48 @@ def outer_backward(
     o: Tensor,
     lse: Tensor,
     score: Score,
-    call: Call,
-    kernels: GatheringKernelSet,
+    plan: ExecutionPlan,
     seat: Seat,
-    gatherer: Gatherer,
-    groups: int,
-    *,
-    want_sinks: bool = False,
-    want_alibi: bool = False,
+    wanted: WantedGrads,
 ) -> Gradients:
-    """`ring_backward` of a ring of two levels, one launch per outer step: dq stays, dk and dv go home.
+    """Return the gradients of `hierarchical_forward`: dq stays, dk and dv are returned to their owners.
 
     Args:
-        do: As there, like the next ten.
-        dlse: Likewise.
-        q: Likewise.
-        k: Likewise.
-        v: Likewise.
-        o: Likewise.
-        lse: Likewise.
-        score: Likewise.
-        call: Likewise.
-        kernels: Likewise.
-        seat: Likewise; of two levels.
-        gatherer: What brings keys within the node, and contributions home there.
-        groups: Head groups.
-        want_sinks: Compute dsinks.
-        want_alibi: Compute dalibi.
+        do: `b s h dv`, cotangent of o.
+        dlse: `b h s`, cotangent of lse; ignored on rows that saw nothing.
+        q: `b s h d`.
+        k: `b t hk d`.
+        v: `b t hk dv`.
+        o: From the forward.
+        lse: From the forward.
+        score: As in the forward.
+        plan: The resolved call, which has a fused backward.
+        seat: As in the forward.
+        wanted: Which gradients of optional tensors to compute: of sinks and alibi_slopes at most.
     """
+    fused, gatherer = plan.fused_backward, seat.transport.gatherer()
+    assert fused is not None, "the fused schedule runs calls that were resolved to it"
+    assert gatherer is not None, "the fused schedule needs a transport that gathers"
     nodes, device = seat.nodes, q.device
-    plan = call.plan("keys", nodes).ranks[seat.rank]
+    kernels, mine = fused.kernels, plan.ring_plan.ranks[seat.rank]
     b, _, hk, d = k.shape
     if dlse is not None:
         dlse = dlse.masked_fill(lse == float("-inf"), 0.0)
     delta = kernels.delta(o, do, dlse)
-    rows = call.stationary("keys", device)
+    rows = plan.tables.stationary("keys")
     dq = torch.empty(q.shape, dtype=torch.float32, device=device)
-    dalibi = torch.empty(lse.shape, dtype=torch.float32, device=device) if want_alibi else None
+    dalibi = torch.empty(lse.shape, dtype=torch.float32, device=device) if wanted.alibi_slopes else None
     dk, dv = (torch.empty(x.shape, dtype=torch.float32, device=device) for x in (k, v))
     # of this call: a graph that captured it must not lose them to a larger one
     buffers = Buffers()
-    guests = _Guests(k, v, call, seat, gatherer, buffers, "backward")
-    home_again = _Sums(dk, dv, plan, seat, buffers, "backward, gradients")
-    for outer in range(len(plan.guests)):
+    guests = _Guests(k, v, mine, plan.spec.collection(seat.nodes).slot_rows, seat, gatherer, buffers, "backward")
+    home_again = _Sums(dk, dv, mine, seat, buffers, "backward, gradients")
+    for outer in range(len(mine.guests)):
         held = guests.arrive(outer)
-        collection = call.collection(nodes, outer)
+        collection = plan.spec.collection(nodes, outer)
         home = gatherer.homecoming((b, hk, d + v.shape[-1]), collection, device, "backward")
-        gathering = gatherer.gather(*held, collection, groups, "backward", home=home)
-        if _sees(plan, outer):
+        gathering = gatherer.gather(*held, collection, fused.groups, "backward", home=home)
+        if _sees(mine, outer):
             # the first launch overwrites, the others add
             part = dq if outer == 0 else buffers.take("dq", dq.shape, dq.dtype, device)
             slopes = dalibi
@@ -186,7 +171,7 @@ def outer_backward(
                     lse,
                     delta,
                     rows,
-                    call.gathered(device, nodes, outer),
+                    plan.tables.gathered(nodes, outer),
                     score,
                     gathering.arrivals,
                     home.addresses,
@@ -194,7 +179,7 @@ def outer_backward(
                     dq=part,
                     dalibi=slopes,
                     bias_homes=None,
-                    deterministic=call.deterministic,
+                    deterministic=plan.spec.deterministic,
                     spare=max(gatherer.spare, SPARE * (guests.crossing or home_again.crossing)),
                 )
             if outer:
@@ -202,9 +187,9 @@ def outer_backward(
             if outer and dalibi is not None and slopes is not None:
                 dalibi.add_(slopes)
         else:
-            home.own[:, : plan.held(outer).num_rows].zero_()
+            home.own[:, : mine.held(outer).num_rows].zero_()
         into = home_again.room(outer)
-        kernels.add_homes(into[0], into[1], home.own, home.receive()[0], call.returning(device, nodes, outer))
+        kernels.add_homes(into[0], into[1], home.own, home.receive()[0], plan.tables.returning(nodes, outer))
         home.close()
         home_again.cross(outer)
     home_again.land()
@@ -212,7 +197,7 @@ def outer_backward(
         dq=dq,
         dk=dk,
         dv=dv,
-        dsinks=sinks_gradient(score, lse, delta) if want_sinks else None,
+        dsinks=sinks_gradient(score, lse, delta) if wanted.sinks else None,
         dalibi=None if dalibi is None else dalibi.sum((0, 2)),
         dkey_bias=None,
         dbias=None,
@@ -247,11 +232,19 @@ class _Guests:
     """Keys on their way between nodes: `arrive` for each outer step in turn, and the next one is on its way."""
 
     def __init__(
-        self, k: Tensor, v: Tensor, call: Call, seat: Seat, gatherer: Gatherer, buffers: Buffers, what: str
+        self,
+        k: Tensor,
+        v: Tensor,
+        plan: RankPlan,
+        slot_rows: int,
+        seat: Seat,
+        gatherer: Gatherer,
+        buffers: Buffers,
+        what: str,
     ) -> None:
         self._keys = k, v
-        self._plan = call.plan("keys", seat.nodes).ranks[seat.rank]
-        self._slot_rows = call.collection(seat.nodes).slot_rows
+        self._plan = plan
+        self._slot_rows = slot_rows
         self._seat = seat
         self._gatherer = gatherer
         self._buffers = buffers

@@ -1,7 +1,7 @@
-"""The backward loop of one rank: one side stays, the other visits, and its gradients are sent home.
+"""The stepwise backward: one side stays, the other moves around the ring, and its gradients are returned to their owners.
 
-Owns the order of visits, what each is given and what it writes. Refuses to know how rows and contributions travel
-(kv_rotation.py), how a visit is computed, and what a mask means.
+Owns the loop, and what each step reads and writes. Refuses to know how rows and contributions move (kv_rotation.py), how a step
+is computed, and what a mask means.
 
 Note [Coming home]
     What moves is either keys (k, v; dk and dv go home in fp32) or queries (q, do, lse, delta; dq goes home in fp32),
@@ -14,17 +14,15 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from ringattn.kernels.contract import Grads, KernelSet, Score, accumulation_dtype
-from ringattn.plan.attention_spec import Call
-from ringattn.plan.ring_plan import Nodes
-from ringattn.schedule.kv_rotation import Homeward, Traffic, reserve
-from ringattn.schedule.stepwise_forward import travellers
-from ringattn.spans import span
-from ringattn.transport.base import Seat
+from ringattn.kernels.contract import Grads, Score, accumulation_dtype
+from ringattn.schedule.execution_plan import ExecutionPlan
+from ringattn.schedule.kv_rotation import Homeward, Traffic, reserve, travellers
+from ringattn.transport.base import Seat, span
 
 
 @dataclass(frozen=True)
@@ -52,25 +50,23 @@ class Gradients:
     dbias: Tensor | None
 
 
-def resolve_moving(call: Call, q: Tensor, k: Tensor, v: Tensor, score: Score, nodes: Nodes | None = None) -> str:
-    """What the backward moves: the call's choice, or the side that costs fewer bytes on the busiest rank.
+class WantedGrads(NamedTuple):
+    """Which gradients of the optional tensors of a score are wanted.
 
-    bias is indexed by this rank's rows, so its rows cannot leave: keys move then.
+    Attributes:
+        sinks: That of sinks.
+        alibi_slopes: That of alibi_slopes.
+        key_bias: That of key_bias.
+        bias: That of bias.
     """
-    if score.bias is not None:
-        return "keys"
-    if call.backward != "auto":
-        return call.backward
-    e, wide = q.element_size(), accumulation_dtype(q.dtype).itemsize
-    _, _, hk, d = k.shape
-    h, dv = q.shape[2], v.shape[-1]
-    per_key = (e + wide) * hk * (d + dv)
-    per_query = e * h * (d + dv) + wide * h * (d + 2)
-    keys, queries = call.moved_rows(nodes)
-    return "keys" if per_key * keys <= per_query * queries else "queries"
+
+    sinks: bool = False
+    alibi_slopes: bool = False
+    key_bias: bool = False
+    bias: bool = False
 
 
-def ring_backward(
+def stepwise_backward(
     do: Tensor,
     dlse: Tensor | None,
     q: Tensor,
@@ -79,16 +75,11 @@ def ring_backward(
     o: Tensor,
     lse: Tensor,
     score: Score,
-    call: Call,
-    kernels: KernelSet,
+    plan: ExecutionPlan,
     seat: Seat,
-    *,
-    want_sinks: bool = False,
-    want_alibi: bool = False,
-    want_key_bias: bool = False,
-    want_bias: bool = False,
+    wanted: WantedGrads,
 ) -> Gradients:
-    """Gradients of `ring_forward`.
+    """Return the gradients of `stepwise_forward`.
 
     Args:
         do: `b s h dv`, cotangent of o.
@@ -99,24 +90,18 @@ def ring_backward(
         o: From the forward.
         lse: From the forward.
         score: As in the forward.
-        call: As in the forward.
-        kernels: As in the forward.
+        plan: As in the forward.
         seat: As in the forward.
-        want_sinks: Compute dsinks.
-        want_alibi: Compute dalibi.
-        want_key_bias: Compute dkey_bias.
-        want_bias: Compute dbias.
+        wanted: Which gradients of optional tensors to compute.
     """
-    wide = accumulation_dtype(q.dtype)
+    wide, kernels, moving = accumulation_dtype(q.dtype), plan.kernels, plan.backward_moving
     if dlse is not None:
         dlse = dlse.masked_fill(lse == float("-inf"), 0.0)
-    moving = resolve_moving(call, q, k, v, score, seat.nodes)
-    everyone = call.plan(moving, seat.nodes)
-    plan = everyone.ranks[seat.rank]
-    # alone there is one visit, which makes delta beside what else it prepares
-    alone = seat.world_size == 1 and plan.visits[0] is not None
+    everyone, mine = plan.backward_plan, plan.backward_plan.ranks[seat.rank]
+    # a single rank computes one step, and the kernel that prepares its rows makes delta too
+    alone = seat.world_size == 1 and mine.visits[0] is not None
     delta = torch.empty_like(lse, memory_format=torch.contiguous_format) if alone else kernels.delta(o, do, dlse)
-    stationary = call.stationary(moving, q.device)
+    stationary = plan.tables.stationary(moving)
     payload = travellers(moving, q, k, v, score, do, lse, delta)
     b, s, h, _ = q.shape
 
@@ -127,12 +112,12 @@ def ring_backward(
         # alone there is one visit: nothing is added to what it writes, so it may round at once
         return torch.empty_like(x, memory_format=torch.contiguous_format) if seat.world_size == 1 else wide_like(x)
 
-    key_side = [grad_like(k), grad_like(v)] + ([wide_like(k[..., 0, 0])] if want_key_bias else [])
-    query_side = [grad_like(q)] + ([wide_like(lse)] if want_alibi else [])
-    dbias = torch.zeros(b, h, s, call.kv_sharding.seq_len, dtype=wide, device=q.device) if want_bias else None
+    key_side = [grad_like(k), grad_like(v)] + ([wide_like(k[..., 0, 0])] if wanted.key_bias else [])
+    query_side = [grad_like(q)] + ([wide_like(lse)] if wanted.alibi_slopes else [])
+    dbias = torch.zeros(b, h, s, plan.spec.kv_sharding.seq_len, dtype=wide, device=q.device) if wanted.bias else None
     home, stay = (key_side, query_side) if moving == "keys" else (query_side, key_side)
     row_dims = [1, 1, 1] if moving == "keys" else [1, 2]
-    if plan.visits[0] is None:
+    if mine.visits[0] is None:
         for x in (*home, *stay):
             x.zero_()
 
@@ -141,16 +126,16 @@ def ring_backward(
             dq=query_side[0],
             dk=key_side[0],
             dv=key_side[1],
-            dsinks=sinks_gradient(score, lse, delta) if want_sinks else None,
-            dalibi=query_side[1].sum((0, 2)) if want_alibi else None,
-            dkey_bias=key_side[2] if want_key_bias else None,
+            dsinks=sinks_gradient(score, lse, delta) if wanted.sinks else None,
+            dalibi=query_side[1].sum((0, 2)) if wanted.alibi_slopes else None,
+            dkey_bias=key_side[2] if wanted.key_bias else None,
             dbias=dbias,
         )
 
     def compute(step: int, held: list[Tensor], contribution: list[Tensor]) -> None:
-        visit = plan.visits[step]
+        visit = mine.visits[step]
         assert visit is not None, "an empty visit is never computed"
-        guest = call.moving(moving, visit, q.device)
+        guest = plan.tables.moving(moving, visit)
         if moving == "keys":
             keys_out, rows_out = contribution, stay
             args = (do, q, held[0], held[1], lse, delta, stationary, guest)
@@ -167,26 +152,26 @@ def ring_backward(
                 dq=rows_out[0],
                 dk=keys_out[0],
                 dv=keys_out[1],
-                dkey_bias=keys_out[2] if want_key_bias else None,
-                dalibi=rows_out[1] if want_alibi else None,
+                dkey_bias=keys_out[2] if wanted.key_bias else None,
+                dalibi=rows_out[1] if wanted.alibi_slopes else None,
                 dbias=dbias,
                 accumulate_rows=stay_started and moving == "keys",
                 accumulate_keys=stay_started and moving == "queries",
-                deterministic=call.deterministic,
+                deterministic=plan.spec.deterministic,
             ),
             o=o if alone else None,
             dlse=dlse if alone else None,
         )
 
     if seat.world_size == 1:
-        if plan.visits[0] is not None:
+        if mine.visits[0] is not None:
             with span("ring step 0 backward: {} of rank 0", moving):
                 compute(0, [x for x, _ in payload], home)
         return gradients()
     returned = list(zip(home, row_dims, strict=False))
     reserve(everyone, seat, payload, returned)
-    traffic = Traffic(payload, plan, seat, f"backward, {moving}")
-    homeward = Homeward(returned, plan, seat, "backward, gradients")
+    traffic = Traffic(payload, mine, seat, f"backward, {moving}")
+    homeward = Homeward(returned, mine, seat, "backward, gradients")
     # two steps past the last: one sends its contributions home, one adds them
     for step in range(seat.world_size + 2):
         held = traffic.arrive(step)
@@ -194,7 +179,7 @@ def ring_backward(
         if step <= seat.world_size:
             traffic.post(step, *homeward.parcels(step), f" and gradients of step {step - 1}")
         homeward.cross(step)
-        visit = plan.visits[step] if step < seat.world_size else None
+        visit = mine.visits[step] if step < seat.world_size else None
         if visit is None:
             continue
         with span("ring step {} backward: {} of rank {}", step, moving, visit.owner):

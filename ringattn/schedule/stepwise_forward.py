@@ -1,7 +1,6 @@
-"""The forward loop of one rank: keys visit queries, step by step.
+"""The stepwise forward: at each ring step one shard of K/V meets this rank's queries.
 
-Owns the order of visits and what each is given. Refuses to know how rows travel (Note [Ring order] in kv_rotation.py), how a
-visit is computed, and what a mask means.
+Owns the loop. Refuses to know how rows move (kv_rotation.py), how a step is computed, and what a mask means.
 """
 
 from __future__ import annotations
@@ -11,28 +10,25 @@ import dataclasses
 import torch
 from torch import Tensor
 
-from ringattn.kernels.contract import Carry, KernelSet, Score, accumulation_dtype
-from ringattn.plan.attention_spec import Call
+from ringattn.kernels.contract import Carry, Score, accumulation_dtype
 from ringattn.plan.ring_plan import Visit
-from ringattn.schedule.kv_rotation import Traffic, reserve
-from ringattn.schedule.packed_message import Moving
-from ringattn.spans import span
-from ringattn.transport.base import Seat
+from ringattn.schedule.execution_plan import ExecutionPlan
+from ringattn.schedule.kv_rotation import Traffic, reserve, travellers
+from ringattn.transport.base import Seat, span
 
 
-def ring_forward(
-    q: Tensor, k: Tensor, v: Tensor, score: Score, call: Call, kernels: KernelSet, seat: Seat
+def stepwise_forward(
+    q: Tensor, k: Tensor, v: Tensor, score: Score, plan: ExecutionPlan, seat: Seat
 ) -> tuple[Tensor, Tensor]:
-    """The finished attention of this rank's query rows over the keys of all ranks.
+    """Return the finished attention of this rank's query rows over the keys of all ranks.
 
     Args:
         q: `b s h d`, this rank's rows.
         k: `b t hk d`, this rank's rows.
         v: `b t hk dv`, this rank's rows.
-        score: How scores are made; key_bias holds this rank's keys.
-        call: Shardings and mask.
-        kernels: What computes a visit.
-        seat: This rank's place at the ring.
+        score: How scores are computed; key_bias holds this rank's keys.
+        plan: The resolved call.
+        seat: This rank's place in the ring.
 
     Returns:
         o `b s h dv` in q's dtype and lse `b h s` (natural log, accumulation dtype).
@@ -40,54 +36,41 @@ def ring_forward(
     b, s, h, _ = q.shape
     o = torch.empty(b, s, h, v.shape[-1], dtype=q.dtype, device=q.device)
     lse = torch.empty(b, h, s, dtype=accumulation_dtype(q.dtype), device=q.device)
-    everyone = call.plan("keys", seat.nodes)
-    plan = everyone.ranks[seat.rank]
-    rows = call.stationary("keys", q.device)
-    moving = travellers("keys", q, k, v, score)
-    steps = [step for step, visit in enumerate(plan.visits) if visit is not None]
-    carry = _carry(o, lse, seat) if len(steps) > 1 else None
-    if not steps and s:
-        # this rank sees no key at all: one visit to an empty buffer writes the empty rows
-        keys = call.moving("keys", Visit(0, seat.rank, (), (), 0), q.device)
-        kernels.forward(
+    rows, visits = plan.tables.stationary("keys"), plan.ring_plan.ranks[seat.rank].visits
+    carry = _carry(o, lse, seat) if plan.last_step > plan.first_step else None
+    if plan.first_step < 0 and s:
+        # this rank sees no key at all: one step over an empty buffer writes the empty rows
+        keys = plan.tables.moving("keys", Visit(0, seat.rank, (), (), 0))
+        plan.kernels.forward(
             q, k[:, :0], v[:, :0], rows, keys, _local(score, 0), carry=None, first=True, last=True, o=o, lse=lse
         )
-    traffic = None
+    moving = travellers("keys", q, k, v, score)
+    prefetcher = None
     if seat.world_size > 1:
-        reserve(everyone, seat, moving)
-        traffic = Traffic(moving, plan, seat, "forward, keys")
+        reserve(plan.ring_plan, seat, moving)
+        prefetcher = Traffic(moving, plan.ring_plan.ranks[seat.rank], seat, "forward, keys")
     held = [x for x, _ in moving]
-    for step in range(seat.world_size):
-        if traffic is not None:
-            held = traffic.arrive(step)
-            traffic.post(step)
-        visit = plan.visits[step]
+    for step, visit in enumerate(visits):
+        if prefetcher is not None:
+            held = prefetcher.arrive(step)
+            prefetcher.post(step)
         if visit is None or s == 0:
             continue
-        here = score if score.key_bias is None else dataclasses.replace(score, key_bias=held[2])
         with span("ring step {}: keys of rank {}", step, visit.owner):
-            kernels.forward(
+            plan.kernels.forward(
                 q,
                 held[0],
                 held[1],
                 rows,
-                call.moving("keys", visit, q.device),
-                here,
+                plan.tables.moving("keys", visit),
+                score if score.key_bias is None else dataclasses.replace(score, key_bias=held[2]),
                 carry=carry,
-                first=step == steps[0],
-                last=step == steps[-1],
+                first=step == plan.first_step,
+                last=step == plan.last_step,
                 o=o,
                 lse=lse,
             )
     return o, lse
-
-
-def travellers(moving: str, q: Tensor, k: Tensor, v: Tensor, score: Score, *rows: Tensor) -> Moving:
-    """What travels when keys (k, v, key_bias) or queries (q and the given `b s h dv` and `b h s` rows) move."""
-    if moving == "keys":
-        bias = [] if score.key_bias is None else [(score.key_bias, 1)]
-        return [(k.contiguous(), 1), (v.contiguous(), 1), *bias]
-    return [(q.contiguous(), 1), *((x.contiguous(), 1 if x.dim() == 4 else 2) for x in rows)]
 
 
 def _carry(o: Tensor, lse: Tensor, seat: Seat) -> Carry:

@@ -1,6 +1,6 @@
 """Every refusal of a call, in one place, before the first byte is sent.
 
-Owns the checks of tensors against a decoded call. Masks check themselves (`Visibility`), kernels are chosen in
+Owns the checks of tensors against a decoded spec. Masks check themselves (`Visibility`), kernels are chosen in
 `kernels.select`. Refuses to fix anything.
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ringattn.plan.attention_spec import MOVEMENTS, Call
+from ringattn.plan.attention_spec import MOVEMENTS, AttentionSpec, ScoreTensors
 from ringattn.tensor_checks import check_plain
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -22,14 +22,10 @@ def check_call(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    call: Call,
+    spec: AttentionSpec,
     rank: int,
     world_size: int,
-    *,
-    sinks: Tensor | None = None,
-    alibi_slopes: Tensor | None = None,
-    key_bias: Tensor | None = None,
-    bias: Tensor | None = None,
+    tensors: ScoreTensors,
 ) -> None:
     """Raises ValueError or NotImplementedError when the tensors do not fit each other or the call; else returns.
 
@@ -37,16 +33,12 @@ def check_call(
         q: Queries, must be `b s h d`.
         k: Keys, must be `b t hk d`.
         v: Values, must be `b t hk dv`.
-        call: The decoded call.
+        spec: The options of the spec.
         rank: This rank.
         world_size: Ranks in the ring.
-        sinks: Must be `h`.
-        alibi_slopes: Must be `h`.
-        key_bias: Must be `b t`.
-        bias: Must be `b h s n` after expansion.
+        tensors: The optional tensors, bias after expansion.
     """
-    options = {"sinks": sinks, "alibi_slopes": alibi_slopes, "key_bias": key_bias, "bias": bias}
-    given = {name: x for name, x in options.items() if x is not None}
+    given = {name: x for name, x in tensors._asdict().items() if x is not None}
     for name, x in (("q", q), ("k", k), ("v", v), *given.items()):
         check_plain(name, x)
         if x.layout is not torch.strided:
@@ -66,19 +58,19 @@ def check_call(
         if not x.is_floating_point():
             raise ValueError(f"{name} must be floating point, got {x.dtype}")
     _check_shapes(q, k, v)
-    _check_shardings(q, k, call, rank, world_size)
+    _check_shardings(q, k, spec, rank, world_size)
     b, s, h, _ = q.shape
     wanted = {
         "sinks": ((h,), "one logit per query head"),
         "alibi_slopes": ((h,), "one slope per query head"),
         "key_bias": ((b, k.shape[1]), "this rank's keys"),
-        "bias": ((b, h, s, call.kv_sharding.seq_len), "this rank's query rows x all keys"),
+        "bias": ((b, h, s, spec.kv_sharding.seq_len), "this rank's query rows x all keys"),
     }
     for name, x in given.items():
         shape, meaning = wanted[name]
         if tuple(x.shape) != shape:
             raise ValueError(f"{name} must have shape {shape} ({meaning}), got {tuple(x.shape)}")
-    _check_options(call, q.dtype, b, bias is not None)
+    _check_options(spec, q.dtype, b, tensors.bias is not None)
 
 
 def _check_shapes(q: Tensor, k: Tensor, v: Tensor) -> None:
@@ -95,8 +87,8 @@ def _check_shapes(q: Tensor, k: Tensor, v: Tensor) -> None:
         raise ValueError(f"head_dim must be at least 1, got {d} for q and {v.shape[-1]} for v")
 
 
-def _check_shardings(q: Tensor, k: Tensor, call: Call, rank: int, world_size: int) -> None:
-    for name, sharding, x in (("q", call.sharding, q), ("k", call.kv_sharding, k)):
+def _check_shardings(q: Tensor, k: Tensor, spec: AttentionSpec, rank: int, world_size: int) -> None:
+    for name, sharding, x in (("q", spec.sharding, q), ("k", spec.kv_sharding, k)):
         if (sharding.rank, len(sharding.shards)) != (rank, world_size):
             raise ValueError(
                 f"the sharding of {name} must be made by this ring (rank {rank} of {world_size}), got one for rank "
@@ -107,7 +99,7 @@ def _check_shardings(q: Tensor, k: Tensor, call: Call, rank: int, world_size: in
                 f"{name} must have the {sharding.shard_len} rows that rank {rank} holds of {sharding.seq_len}, got "
                 f"{x.shape[1]}; pass this rank's rows, as sharding.shard(x, dim=1) gives them"
             )
-    if call.kv_sharding.documents not in (None, call.sharding.documents):
+    if spec.kv_sharding.documents not in (None, spec.sharding.documents):
         raise ValueError(
             "kv_sharding must have no documents, or those of sharding, which alone are part of the mask, got others; make it "
             "without documents=, and hide pairs across documents by bias"
@@ -131,16 +123,16 @@ def check_softcap(softcap: float, dtype: torch.dtype) -> None:
         )
 
 
-def _check_options(call: Call, dtype: torch.dtype, batch: int, has_bias: bool) -> None:
-    check_softcap(call.softcap, dtype)
-    if not 0 <= call.dropout_p < 1:
-        raise ValueError(f"dropout_p must be in [0, 1), got {call.dropout_p}")
-    lengths = call.visibility.lengths
+def _check_options(spec: AttentionSpec, dtype: torch.dtype, batch: int, has_bias: bool) -> None:
+    check_softcap(spec.softcap, dtype)
+    if not 0 <= spec.dropout_p < 1:
+        raise ValueError(f"dropout_p must be in [0, 1), got {spec.dropout_p}")
+    lengths = spec.visibility.lengths
     if lengths is not None and len(lengths) != batch:
         raise ValueError(f"lengths must have one (start, stop) per batch element, {batch}, got {len(lengths)}")
-    if call.backward not in MOVEMENTS:
-        raise ValueError(f"backward must be one of {', '.join(MOVEMENTS)}, got {call.backward!r}")
-    if has_bias and call.backward == "queries":
+    if spec.backward not in MOVEMENTS:
+        raise ValueError(f"backward must be one of {', '.join(MOVEMENTS)}, got {spec.backward!r}")
+    if has_bias and spec.backward == "queries":
         raise NotImplementedError(
             "backward='queries' must go without bias, whose rows cannot leave their rank; use backward='keys' or 'auto'"
         )

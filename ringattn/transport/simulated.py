@@ -18,7 +18,6 @@ from torch import Tensor
 
 from ringattn.kernels.contract import Arrivals, Lease, Reels
 from ringattn.plan.ring_plan import Collection, Nodes
-from ringattn.schedule.packed_message import slices
 from ringattn.transport.base import Homecoming, Parcel, Pending, Reply, Seat
 
 T = TypeVar("T")
@@ -198,7 +197,11 @@ class SimulatedGatherer:
     def _fetch(self, mine: Tensor, far: Tensor, collection: Collection, what: str) -> Tensor:
         """Far, with the rows of all others in it; rows are dimension 1."""
         for reader in collection.readers:
-            self._hub.deliver(self._rank, reader.peer, torch.cat(slices(mine, 1, reader.rows), 1))
+            self._hub.deliver(
+                self._rank,
+                reader.peer,
+                torch.cat([mine.narrow(1, offset, length) for offset, length in reader.rows], 1),
+            )
         for fetch in collection.fetches:
             rows = self._hub.collect(
                 fetch.owner, self._rank, f"{what}, keys of ring step {collection.first + fetch.step}"

@@ -12,11 +12,12 @@ from torch import Tensor
 
 from ringattn.kernels.contract import GUARD, Arrivals, Score
 from ringattn.numerics.reference import attention_reference
-from ringattn.plan.attention_spec import Call, describe
+from ringattn.plan.attention_spec import AttentionSpec, serialize
+from ringattn.plan.device_tables import AttentionTables
 from ringattn.plan.layouts import Shard, make_shards
 from ringattn.plan.mask import Visibility
 from ringattn.plan.sharding import Sharding
-from ringattn.schedule.packed_message import slices
+from ringattn.schedule.kv_rotation import slices
 from tests.budget import assert_within_budget
 from tests.emulator import gluon as machine
 
@@ -61,7 +62,7 @@ class Gathering:
         return self.name
 
     @property
-    def call(self) -> Call:
+    def call(self) -> AttentionSpec:
         """The call of this rank."""
         visibility = Visibility(self.seq_len, self.seq_len, **self.mask)
         name, shards = "contiguous", self.layout
@@ -71,7 +72,7 @@ class Gathering:
         sharding = Sharding(self.seq_len, name, shards, self.rank, mask.pop("documents", None))
         scale = self.options.get("softmax_scale", self.head_dim**-0.5)
         softcap = self.options.get("softcap", 0.0)
-        return Call.decode(describe(sharding, softmax_scale=scale, softcap=softcap, **mask), self.rank)
+        return AttentionSpec.deserialize(serialize(sharding, softmax_scale=scale, softcap=softcap, **mask), self.rank)
 
 
 @dataclass
@@ -137,7 +138,7 @@ def make_scene(gathering: Gathering, lost: int | None = None, refused: int | Non
     def rows_of(x: Tensor, rank: int) -> Tensor:
         return x[:, positions_of(call.kv_sharding.shards[rank])]
 
-    collection, keys = call.collection(), call.gathered(torch.device("cpu"))
+    collection, keys = call.collection(), AttentionTables(call, torch.device("cpu")).gathered()
     buffer = torch.full((g.batch, collection.far_rows, g.kv_heads, g.head_dim + dv), float("nan")).to(g.dtype)
     for fetch in collection.fetches:
         end = fetch.at + sum(length for _, length in fetch.rows)
@@ -201,13 +202,13 @@ def run(
     s = scene.q.shape[1]
     o = torch.full((g.batch, s, g.heads, g.v_head_dim or g.head_dim), -7.0).to(g.dtype)
     lse = torch.full((g.batch, g.heads, s), -7.0)
-    device = torch.device("cpu")
+    tables = AttentionTables(call, torch.device("cpu"))
     rng = None if seed is None else random.Random(seed)
     for _ in range(0 if rng is None else rng.randrange(4)):
         scene.step()
     with machine.mode(outside=scene.step, seed=seed, **mode):
         forward(
-            scene.q, scene.near, scene.far, call.stationary("keys", device), call.gathered(device), scene.score,
+            scene.q, scene.near, scene.far, tables.stationary("keys"), tables.gathered(), scene.score,
             scene.arrivals if awaited else None, o=o, lse=lse,
         )  # fmt: skip
     return o, lse

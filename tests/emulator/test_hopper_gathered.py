@@ -19,6 +19,7 @@ from ringattn.kernels.hopper import api as hopper
 from ringattn.kernels.hopper import forward_launch as launcher
 from ringattn.kernels.hopper import plan
 from ringattn.kernels.hopper.configs import ForwardConfig
+from ringattn.plan.device_tables import AttentionTables
 from ringattn.plan.layouts import Run
 from tests.emulator.arriving import Gathering, assert_right, make_scene, run
 
@@ -95,11 +96,12 @@ def test_one_launch_equals_one_visit_that_meets_the_same_blocks(name: str):
     call, x = case.call, scene.whole
     alone = replace(case, world_size=1, rank=0).call
     device = torch.device("cpu")
-    visit = alone.visits("keys").visits[0]
+    visit = alone.plan("keys").ranks[alone.rank].visits[0]
     assert visit is not None
     other_o, other_lse = torch.empty_like(o), torch.empty_like(lse)
     launcher.launch_forward(
-        scene.q, x["k"], x["v"], call.stationary("keys", device), alone.moving("keys", visit, device), scene.score,
+        scene.q, x["k"], x["v"], AttentionTables(call, device).stationary("keys"),
+        AttentionTables(alone, device).moving("keys", visit), scene.score,
         carry=None, first=True, last=True, o=other_o, lse=other_lse, config=SMALL,
     )  # fmt: skip
     assert torch.equal(o, other_o)

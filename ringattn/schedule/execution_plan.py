@@ -1,0 +1,230 @@
+"""The frozen record of a call: everything that its options, its shapes and the ring decide before it runs.
+
+Owns the choice between the fused and the stepwise schedule, head groups and what moves in a backward. The loops read its fields
+and ask nobody else. Refuses to know how bytes move and how a launch waits for them.
+
+Note [Two schedules]
+    fused     One launch forward, one backward, plus the sum of the gradients that were returned. A query row stays in registers
+              from its first key to its last, and no partial touches memory. The keys of all owners need space on every rank. In
+              a hierarchical ring there is one launch per outer step (fused_hierarchical.py).
+    stepwise  One launch per ring step, fp32 partials between them, two receive buffers: space for two shards, whatever the
+              number of ranks (a copy engine adds four outboxes). Serves every kernel set, every option and every transport.
+    Both merge the same partials in ring order; they round at different places. The choice follows from numbers that are equal
+    on all ranks, so all ranks make the same one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, cast
+
+from torch import Tensor
+
+from ringattn.kernels.contract import GatheringKernelSet, KernelSet, Score, accumulation_dtype
+from ringattn.plan.attention_spec import AttentionSpec, ScoreTensors
+from ringattn.plan.device_tables import AttentionTables
+from ringattn.plan.layouts import shard_len
+from ringattn.plan.ring_plan import Collection, Nodes, Plan, moved_rows
+from ringattn.transport.base import Seat
+
+PUSH_SECONDS = 50e-6
+"""Least duration of one push, over all heads of a group: shorter ones cost more to begin than they hide."""
+PUSH_RATE = 335e9
+"""Bytes per second of a push where the ring has not measured it."""
+GROUP_HEADS = 8
+"""Key heads of the smallest head group."""
+SHORT_SECONDS = 1e-3
+"""Duration of a kernel below which the host's time may show, so that a call is worth a CUDA graph."""
+KERNEL_RATE = 5e14
+"""Operations per second of a kernel, about."""
+
+
+@dataclass(frozen=True, eq=False)
+class FusedPlan:
+    """One direction of a call that is computed in one launch per node.
+
+    Attributes:
+        kernels: The kernel set, which can compute fused launches.
+        collection: The rows that this rank fetches and sends.
+        groups: Head groups in which rows come.
+        num_bytes: Bytes that the direction takes on the rank that needs most.
+        is_short: The device may finish before the host has enqueued the call.
+    """
+
+    kernels: GatheringKernelSet
+    collection: Collection
+    groups: int
+    num_bytes: int
+    is_short: bool
+
+
+@dataclass(frozen=True, eq=False)
+class ExecutionPlan:
+    """A validated call, resolved once and found again at each later call of its kind.
+
+    Attributes:
+        spec: The options.
+        kernels: The kernel set.
+        tables: The device tables that kernels read.
+        score: The score, where it needs no tensor and no seed; None: make it for each call.
+        ring_plan: The ring steps of all ranks in a forward.
+        first_step: The first ring step at which this rank computes; -1: it sees no key at all.
+        last_step: The last one.
+        fused_forward: The fused schedule of a forward; None: it goes step by step.
+        fused_backward: The fused schedule of a backward; None: it goes step by step.
+        backward_moving: The side that moves in a stepwise backward: "keys" or "queries".
+        backward_plan: The ring steps of all ranks in that backward.
+    """
+
+    spec: AttentionSpec
+    kernels: KernelSet
+    tables: AttentionTables
+    score: Score | None
+    ring_plan: Plan
+    first_step: int
+    last_step: int
+    fused_forward: FusedPlan | None
+    fused_backward: FusedPlan | None
+    backward_moving: str
+    backward_plan: Plan
+
+
+def make_execution_plan(
+    spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor, tensors: ScoreTensors, kernels: KernelSet, seat: Seat
+) -> ExecutionPlan:
+    """Return the plan of a validated call.
+
+    Args:
+        spec: The options.
+        q: `b s h d`; shapes, dtype and device alone are read of it and of the others.
+        k: `b t hk d`.
+        v: `b t hk dv`.
+        tensors: The optional tensors of the score.
+        kernels: The kernel set.
+        seat: This rank's place in the ring.
+    """
+    ring_plan = spec.plan("keys", seat.nodes)
+    steps = [step for step, visit in enumerate(ring_plan.ranks[seat.rank].visits) if visit is not None]
+    has_no_tensors = all(x is None for x in tensors)
+    moving = resolve_moving(spec, q, k, v, has_bias=tensors.bias is not None, nodes=seat.nodes)
+    fused = [_fuse(spec, q, k, v, tensors, kernels, seat, backward=backward) for backward in (False, True)]
+    return ExecutionPlan(
+        spec=spec,
+        kernels=kernels,
+        tables=AttentionTables(spec, q.device),
+        score=spec.score(q.dtype, 0, tensors) if has_no_tensors and spec.dropout_p == 0 else None,
+        ring_plan=ring_plan,
+        first_step=steps[0] if steps else -1,
+        last_step=steps[-1] if steps else -1,
+        fused_forward=fused[0],
+        fused_backward=fused[1],
+        backward_moving=moving,
+        backward_plan=ring_plan if moving == "keys" else spec.plan(moving, seat.nodes),
+    )
+
+
+def resolve_moving(
+    spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor, *, has_bias: bool = False, nodes: Nodes | None = None
+) -> str:
+    """Return what a stepwise backward moves: the call's choice, or the side that costs fewer bytes on the busiest rank.
+
+    bias is indexed by this rank's query rows, so these cannot leave: keys move then.
+    """
+    if has_bias:
+        return "keys"
+    if spec.backward != "auto":
+        return spec.backward
+    e, wide = q.element_size(), accumulation_dtype(q.dtype).itemsize
+    _, _, hk, d = k.shape
+    h, dv = q.shape[2], v.shape[-1]
+    per_key = (e + wide) * hk * (d + dv)
+    per_query = e * h * (d + dv) + wide * h * (d + 2)
+    keys, queries = moved_rows(spec.plan("keys", nodes)), moved_rows(spec.plan("queries", nodes))
+    return "keys" if per_key * keys <= per_query * queries else "queries"
+
+
+def choose_groups(k: Tensor, v: Tensor, collection: Collection, push_rate: float = 0.0) -> int:
+    """Return the head groups in which keys come: more groups, so that the first tiles wait for less, while pushes stay long.
+
+    Computed from numbers that are equal on all ranks.
+
+    Args:
+        k: `b t hk d`.
+        v: `b t hk dv`.
+        collection: The rows that each rank fetches.
+        push_rate: Bytes per second between two ranks; 0.0: not measured.
+    """
+    b, _, hk, d = k.shape
+    shard = b * collection.slot_rows * hk * (d + v.shape[-1]) * k.element_size()
+    most = min(hk // GROUP_HEADS, int(shard / (PUSH_SECONDS * (push_rate or PUSH_RATE))))
+    return max((groups for groups in (1, 2, 4, 8) if groups <= most and hk % groups == 0), default=1)
+
+
+def fused_bytes(
+    k: Tensor,
+    v: Tensor,
+    collection: Collection,
+    members: int,
+    *,
+    backward: bool,
+    bias_bytes: int = 0,
+    hierarchical: bool = False,
+) -> int:
+    """Return the bytes that the fused schedule takes on the rank that needs most.
+
+    These are the buffer of remote rows, the send slot and, in a backward, two sets of gradient regions. A hierarchical ring adds
+    two places for shards of other nodes and one for what is sent, and in the backward two sums on their way and one that arrives.
+
+    Args:
+        k: `b t hk d`.
+        v: `b t hk dv`.
+        collection: The rows that each rank fetches.
+        members: Ranks that fetch from each other.
+        backward: Count a backward.
+        bias_bytes: Bytes of the bias of one key; 0: there is none.
+        hierarchical: The ring has two levels.
+    """
+    b, _, hk, d = k.shape
+    row = b * hk * (d + v.shape[-1])
+    slots = collection.most_far_rows + (1 + 3 * hierarchical) * collection.slot_rows
+    keys = slots * (row * k.element_size() + b * bias_bytes)
+    keys += collection.slot_rows * b * bias_bytes  # the table of biases holds local keys too
+    regions = (2 * (members - 1) + 1 + 3 * hierarchical) * collection.slot_rows
+    return keys + regions * (row + b * hk * bool(bias_bytes)) * 4 * backward
+
+
+def _fuse(
+    spec: AttentionSpec,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    tensors: ScoreTensors,
+    kernels: KernelSet,
+    seat: Seat,
+    *,
+    backward: bool,
+) -> FusedPlan | None:
+    """Return the fused plan of a direction; None: the stepwise schedule serves it."""
+    serves: Any = getattr(kernels, "gathers", None)
+    nodes, key_bias = seat.nodes, tensors.key_bias
+    members = seat.world_size if nodes is None else len(nodes[0])
+    # a node of one rank has no peer to gather from, and a bias of keys does not cross between nodes
+    if members == 1 or serves is None or (nodes is not None and key_bias is not None):
+        return None
+    if (backward and spec.backward == "queries") or seat.transport.gatherer() is None:
+        return None
+    score = spec.score(q.dtype, 0, tensors)
+    shards = (*spec.sharding.shards, *spec.kv_sharding.shards)
+    if not serves(k.shape[-1], v.shape[-1], score) or not all(shard_len(shard) for shard in shards):
+        return None
+    collection = spec.collection(nodes)
+    bias_bytes = 0 if key_bias is None else accumulation_dtype(q.dtype).itemsize
+    num_bytes = fused_bytes(
+        k, v, collection, members, backward=backward, bias_bytes=bias_bytes, hierarchical=nodes is not None
+    )
+    if num_bytes > seat.budget:
+        return None
+    b, _, h, d = q.shape
+    seconds = 2 * spec.pairs(b) * h * (d + v.shape[-1]) / KERNEL_RATE * (2.5 if backward else 1.0)
+    groups = choose_groups(k, v, collection, seat.push_rate)
+    return FusedPlan(cast(GatheringKernelSet, kernels), collection, groups, num_bytes, seconds < SHORT_SECONDS)
