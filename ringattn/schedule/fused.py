@@ -1,7 +1,7 @@
 """All visits of a rank in one launch: keys of all owners come while one kernel computes.
 
-Owns the choice between this schedule and the visits one by one (`stepwise_forward.py`, `stepwise_backward.py`), and the order
-of gather, launch and release. Refuses to know how bytes move and how a kernel waits for them.
+Owns the choice between this schedule and the visits one by one (`stepwise_forward.py`, `stepwise_backward.py`), and the order of gather,
+launch and release. Refuses to know how bytes move and how a kernel waits for them.
 
 Note [Two schedules]
     gathered  one launch forward, one backward (plus the sum of what came home). A query row stays in registers from its
@@ -35,7 +35,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from ringattn.kernels.contract import Arrivals, GatheringKernelSet, KernelSet, Reels, Score, accumulation_dtype
+from ringattn.kernels.contract import GatheringKernelSet, KernelSet, Score, accumulation_dtype
 from ringattn.plan.attention_spec import Call
 from ringattn.plan.layouts import shard_len
 from ringattn.plan.ring_plan import Collection
@@ -53,7 +53,7 @@ PUSH_RATE = 335e9
 GROUP_HEADS = 8
 """Key heads of the smallest head group."""
 BRIEF = 1e-3
-"""Seconds of a kernel below which the host's time may show (Note [Repeats] of transport/repeats.py)."""
+"""Seconds of a kernel below which the host's time may show (Note [Graph cache] of transport/graph_cache.py)."""
 KERNEL_RATE = 5e14
 """Operations per second of a kernel, about."""
 
@@ -96,18 +96,8 @@ def forward(
         gathering = gatherer.gather(k, v, facts.collection, facts.groups, "forward", key_bias=score.key_bias, keep=keep)
         near, far, arrivals = (k, v), (gathering.k, gathering.v), gathering.arrivals
         there = _with_bias(score, gathering)
-        _replay(
-            gathering_kernels,
-            gathering.reels,
-            ("forward",),
-            lambda: gathering_kernels.forward_gathered(
-                q, near, far, rows, keys, there, arrivals, o=o, lse=lse, spare=gatherer.spare
-            ),
-            there,
-            given=(q, k, v),
-            made=(o, lse),
-            kept=(*far, *_words(arrivals)),
-            held=(rows, keys),
+        gathering_kernels.forward_gathered(
+            q, near, far, rows, keys, there, arrivals, o=o, lse=lse, spare=gatherer.spare
         )
         gathering.close()
         kept = gathering.kept
@@ -176,7 +166,7 @@ def backward(
         nonlocal dk, dv
         rows, keys, returning = call.stationary("keys", q.device), call.gathered(q.device), call.returning(k.device)
         home = gatherer.homecoming((b, hk, d + v.shape[-1]), facts.collection, q.device, "backward", biased=biased)
-        gathering, far, there = None, (k, v), score
+        there = score
         if kept is None:
             gathering = gatherer.gather(
                 k, v, facts.collection, facts.groups, "backward", key_bias=score.key_bias, home=home
@@ -186,56 +176,31 @@ def backward(
             far, arrivals = (kept[..., :d], kept[..., d:]), gatherer.arrived(facts.collection, facts.groups, q.device)
             home.begin()
 
-        def visit() -> None:
-            gathering_kernels.backward_gathered(
-                do,
-                q,
-                (k, v),
-                far,
-                lse,
-                delta,
-                rows,
-                keys,
-                there,
-                arrivals,
-                home.addresses,
-                home.rows,
-                dq=dq,
-                dalibi=dalibi,
-                bias_homes=home.bias_addresses,
-                deterministic=call.deterministic,
-                spare=gatherer.spare,
-                o=o,
-                dlse=dlse,
-            )
-
-        _replay(
-            gathering_kernels,
-            home.reels,
-            ("backward", call.deterministic, dlse is None, dalibi is None, gathering is None),
-            visit,
+        gathering_kernels.backward_gathered(
+            do,
+            q,
+            (k, v),
+            far,
+            lse,
+            delta,
+            rows,
+            keys,
             there,
-            given=(do, q, k, v, o, lse, *_present(dlse), *(far if gathering is None else ())),
-            made=(delta, dq, *_present(dalibi)),
-            kept=(
-                home.addresses,
-                *_present(home.bias_addresses),
-                *_words(arrivals),
-                *(() if gathering is None else far),
-            ),
-            held=(rows, keys),
+            arrivals,
+            home.addresses,
+            home.rows,
+            dq=dq,
+            dalibi=dalibi,
+            bias_homes=home.bias_addresses,
+            deterministic=call.deterministic,
+            spare=gatherer.spare,
+            o=o,
+            dlse=dlse,
         )
         if not is_brief:
             dk, dv = _like(k, v)
         parts, bias_parts = home.receive()
-        _replay(
-            gathering_kernels,
-            home.reels,
-            ("homes",),
-            lambda: gathering_kernels.add_homes(dk, dv, home.own, parts, returning),
-            given=(dk, dv),
-            kept=(home.own, *parts, returning),
-        )
+        gathering_kernels.add_homes(dk, dv, home.own, parts, returning)
         if dkey_bias is not None and home.own_bias is not None:
             gathering_kernels.add_bias_homes(dkey_bias, home.own_bias, bias_parts, returning)
         home.close()
@@ -269,16 +234,14 @@ def _repeat(
     made: tuple[Tensor, ...],
     enqueue: Callable[[], object],
 ) -> None:
-    """Enqueues a brief call, in one piece where it has come before and nobody wants to hear of its launches."""
-    leased: Any = getattr(kernels, "leased", None)
-    is_heard: Any = getattr(kernels, "is_heard", None)
-    # the bias goes through torch's own launches, and a seed is another one each time
-    if leased is None or is_heard is None or score.key_bias is not None or score.dropout_p > 0 or is_heard():
+    """Enqueues a brief call, as one graph where it has come before and its kernels allow it."""
+    # a bias is no part of the key, and a seed is another one each time
+    if score.key_bias is not None or score.dropout_p > 0 or not kernels.can_capture():
         enqueue()
         return
     key = (*key, id(call), id(kernels), score.sinks is None, score.alibi_slopes is None)
     given += _present(score.sinks) + _present(score.alibi_slopes)
-    gatherer.repeat(key, given, made, enqueue, leased, (call, kernels))
+    gatherer.repeat(key, given, made, enqueue, (call, kernels))
 
 
 def _is_brief(q: Tensor, v: Tensor, call: Call, *, backward: bool) -> bool:
@@ -291,29 +254,6 @@ def _is_brief(q: Tensor, v: Tensor, call: Call, *, backward: bool) -> bool:
     return seconds * (2.5 if backward else 1.0) < BRIEF
 
 
-def _replay(
-    kernels: GatheringKernelSet,
-    reels: Reels,
-    key: tuple[Hashable, ...],
-    run: Callable[[], object],
-    score: Score | None = None,
-    *,
-    given: tuple[Tensor, ...],
-    **others: tuple[Any, ...],
-) -> None:
-    """Runs launchers, or plays back what they came down to (`GatheringKernelSet.replay`); `score` is one of their arguments."""
-    replay = getattr(kernels, "replay", None)
-    if replay is None:
-        run()
-        return
-    key = (*key, kernels)
-    if score is not None:
-        sinks, slopes, bias = score.sinks, score.alibi_slopes, score.key_bias
-        key += (score.softmax_scale, score.softcap, sinks is None, slopes is None, bias is None)
-        given += _present(sinks) + _present(slopes) + _present(bias)
-    replay(reels, key, run, given=given, **others)
-
-
 def _like(*tensors: Tensor) -> list[Tensor]:
     """Contiguous tensors like these."""
     return [torch.empty_like(x, memory_format=torch.contiguous_format) for x in tensors]
@@ -321,11 +261,6 @@ def _like(*tensors: Tensor) -> list[Tensor]:
 
 def _present(x: Tensor | None) -> tuple[Tensor, ...]:
     return () if x is None else (x,)
-
-
-def _words(arrivals: Arrivals | None) -> tuple[Tensor, ...]:
-    """What kernels look at of arrivals."""
-    return () if arrivals is None else (arrivals.flags, arrivals.error)
 
 
 def _with_bias(score: Score, gathering: Gathering) -> Score:
