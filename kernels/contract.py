@@ -55,10 +55,9 @@ Note [Gathered visit]
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -286,67 +285,12 @@ class KernelSet(Protocol):
         ...
 
 
-class Reels(dict[Hashable, Any]):
-    """What `GatheringKernelSet.replay` remembers of calls over the same memory; the memory goes with it."""
-
-
-class Lease:
-    """Memory and records that launches need for as long as the call that they belong to may be repeated in one piece.
-
-    Attributes:
-        held: What they read beside the tensors of their call.
-        whole: They did nothing that cannot be repeated so.
-        rooms: All that were given; one that was outgrown stays for the calls that know it.
-    """
-
-    def __init__(self) -> None:
-        self.held: list[Any] = []
-        self.whole = True
-        self.rooms: list[Tensor] = []
-        self._current: list[Tensor] = []
-        self._taken = 0
-
-    def begin(self) -> None:
-        """The launches of a call follow. Calls that share a lease are ordered on the device, and so share its rooms."""
-        self.held, self.whole, self._taken = [], True, 0  # also where launches before broke off
-
-    def end(self) -> list[Any]:
-        """They are launched; what must live as long as they may be repeated."""
-        held, self.held = self.held, []
-        return held
-
-    def room(self, num_bytes: int, device: torch.device) -> Tensor:
-        """Room for what one launch leaves to another. It stays where it is: a call that was recorded writes there again.
-
-        Args:
-            num_bytes: At least so many.
-            device: Where.
-        """
-        place, self._taken = self._taken, self._taken + 1
-        before = self._current[place] if place < len(self._current) else None
-        if before is not None and before.numel() >= num_bytes:
-            return before
-        # half as much again: all that were outgrown take no more than twice the last one
-        most = num_bytes if before is None else max(num_bytes, before.numel() * 3 // 2)
-        room = torch.empty(most, dtype=torch.uint8, device=device)
-        self._current[place : place + 1] = [room]
-        self.rooms.append(room)
-        return room
-
-
 class GatheringKernelSet(KernelSet, Protocol):
-    """A kernel set that can also compute all visits of a rank in one launch (Note [Gathered visit]).
+    """A kernel set that can also compute all visits of a rank in one launch (Note [Gathered visit])."""
 
-    Attributes:
-        replay: `record_triton.replay`, where all that the functions of a set enqueue goes through recorded launchers; None: it does
-            not.
-        leased: `record_triton.leased`, likewise.
-        is_heard: Whether somebody wants to hear of each launch, likewise.
-    """
-
-    replay: Callable[..., None] | None
-    leased: Callable[[Lease], AbstractContextManager[None]] | None
-    is_heard: Callable[[], bool] | None
+    def can_capture(self) -> bool:
+        """Whether a CUDA graph of what the functions of this set enqueue may be launched in place of calling them again."""
+        ...
 
     def gathers(self, head_dim: int, v_head_dim: int, score: Score) -> bool:
         """Whether `forward_gathered` and `backward_gathered` serve such a call; what they refuse goes visit by visit."""

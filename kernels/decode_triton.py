@@ -54,13 +54,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ringattn.kernels import decode_configs
+from ringattn.kernels import decode_configs, launch_triton
 from ringattn.kernels.contract import Score
 from ringattn.kernels.decode import FP8, PageTable, check_decode
 from ringattn.kernels.decode_configs import Config
 from ringattn.kernels.portable.configs import kind_of
 from ringattn.kernels.portable.scores import score as score_of
-from ringattn.kernels.record_triton import Tape, recorded
 
 LOG2E = math.log2(math.e)
 FAN = 128
@@ -448,13 +447,10 @@ def deal(q: Tensor, k: Tensor, v: Tensor, table: PageTable, lo: Tensor, hi: Tens
     return dealt
 
 
-@recorded
-def _launch_deal(
-    tape: Tape, q: Tensor, v: Tensor, table: PageTable, lo: Tensor, hi: Tensor, dealt: Tensor, splits: int
-) -> None:
+def _launch_deal(q: Tensor, v: Tensor, table: PageTable, lo: Tensor, hi: Tensor, dealt: Tensor, splits: int) -> None:
     b, s, _, _ = q.shape
     sharing = _sharing(q, v, splits, None)
-    tape.launch(
+    launch_triton.launch(
         _deal_kernel,
         (1,),
         (table.counts, lo, hi, dealt, lo.stride(0), hi.stride(0), b, s, sharing.slots, splits, sharing.least),
@@ -463,9 +459,7 @@ def _launch_deal(
     )
 
 
-@recorded
 def _launch(
-    tape: Tape,
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -497,7 +491,7 @@ def _launch(
     options = {"num_warps": config.num_warps} | ({} if config.maxnreg is None else {"maxnreg": config.maxnreg})
     k_bytes, v_bytes = bytes_of(None if not q.is_cuda else torch.cuda.get_device_capability(q.device))
     fp32_on_gpu = q.dtype == torch.float32 and kind.startswith("sm")
-    tape.launch(
+    launch_triton.launch(
         _kernel,
         (programs,),
         (

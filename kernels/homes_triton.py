@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ringattn.kernels.record_triton import Tape, recorded
+from ringattn.kernels import launch_triton
 
 
 @triton.jit
@@ -81,18 +81,13 @@ def _add_bias_homes_kernel(dkey_bias, own, parts, rows, t, home_rows, HEADS: tl.
 
 def add_bias_homes(dkey_bias: Tensor, own: Tensor, parts: Sequence[Tensor], rows: Tensor) -> None:
     """As `kernels.homes.add_bias_homes`."""
-    _launch_bias(dkey_bias, own, tuple(parts), rows)
-
-
-@recorded
-def _launch_bias(tape: Tape, dkey_bias: Tensor, own: Tensor, parts: tuple[Tensor, ...], rows: Tensor) -> None:
     b, t = dkey_bias.shape
     if b * t == 0:
         return
-    tape.launch(
+    launch_triton.launch(
         _add_bias_homes_kernel,
         (-(-t // 256), b),
-        (dkey_bias, own, parts, rows, t, own.shape[2]),
+        (dkey_bias, own, tuple(parts), rows, t, own.shape[2]),
         {"HEADS": own.shape[1], "ROWS": 256},
         num_warps=4,
     )
@@ -100,20 +95,15 @@ def _launch_bias(tape: Tape, dkey_bias: Tensor, own: Tensor, parts: tuple[Tensor
 
 def add_homes(dk: Tensor, dv: Tensor, own: Tensor, parts: Sequence[Tensor], rows: Tensor) -> None:
     """As `kernels.homes.add_homes`; fp32 regions."""
-    _launch(dk, dv, own, tuple(parts), rows)
-
-
-@recorded
-def _launch(tape: Tape, dk: Tensor, dv: Tensor, own: Tensor, parts: tuple[Tensor, ...], rows: Tensor) -> None:
     b, t, heads, d = dk.shape
     if dk.numel() + dv.numel() == 0:
         return
     columns, v_columns = triton.next_power_of_2(d), triton.next_power_of_2(dv.shape[-1])
     per_program = max(1, 2048 // max(columns, v_columns))
-    tape.launch(
+    launch_triton.launch(
         _add_homes_kernel,
         (-(-t // per_program) * heads, b),
-        (dk, dv, own, parts, rows, t, own.shape[1], heads),
+        (dk, dv, own, tuple(parts), rows, t, own.shape[1], heads),
         {"ROWS": per_program, "D": d, "DV": dv.shape[-1], "D_COLUMNS": columns, "DV_COLUMNS": v_columns},
         num_warps=4,
     )

@@ -9,8 +9,7 @@ Note [Bound launch]
     do_not_specialize, whether it is 1 or a multiple of 16, the block of a descriptor, and the constants. The compiled
     kernel is looked up by these, and launched with arguments as the driver wants them: addresses in place of tensors, and
     descriptors encoded. The caching allocator hands the same addresses out again and again, so encoded descriptors are
-    kept, by address, and only by address: keeping one keeps no memory alive. `launch` still looks at every argument;
-    launchers go through Note [Record] in record_triton.py, which finds all launches of a call at once.
+    kept, by address, and only by address: keeping one keeps no memory alive.
 
 Note [Inside Triton]
     A compiled kernel is launched by `compiled[grid](*args)`, which is public and takes tens of microseconds: it asks for
@@ -31,6 +30,7 @@ from dataclasses import dataclass, field
 from operator import itemgetter
 from typing import Any
 
+import torch
 from torch import Tensor
 from triton import knobs
 from triton.runtime import driver
@@ -158,7 +158,7 @@ _kernels: dict[int, _Kernel] = {}
 def launch(
     kernel: Any, grid: tuple[int, ...], args: Sequence[Any], constants: Mapping[str, Any], **options: int
 ) -> Bound | None:
-    """Launches a kernel on the current stream of the device that its tensors are on, which must be the current one.
+    """Launches a kernel on the current stream of the device that its tensors are on.
 
     Args:
         kernel: A `triton.jit` or `gluon.jit` function.
@@ -195,6 +195,9 @@ def launch(
     index = args[places.tensors[0]].device.index if places.tensors else None
     if index is None and places.descriptors:
         index = args[places.descriptors[0]].base.device.index
+    if index is not None and index != torch.cuda.current_device():
+        with torch.cuda.device(index):
+            return launch(kernel, grid, args, constants, **options)
     key = (index, *constants, *constants.values(), *options, *options.values(), *facts)
     bound = known.variants.get(key)
     grid = (*grid, 1, 1)[:3]

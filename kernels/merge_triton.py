@@ -16,8 +16,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ringattn.kernels import launch_triton
 from ringattn.kernels.decode_configs import multiprocessors
-from ringattn.kernels.record_triton import Tape, recorded
 
 LEAST, MOST = 32, 512
 """Numbers of acc that a program holds: a line of memory, and what 4 warps load in words of 16 bytes."""
@@ -189,9 +189,7 @@ def merge_stack(
     return (acc, top) if total is None else (top, total, acc)
 
 
-@recorded
 def merge_into(
-    tape: Tape,
     m: Tensor,
     l: Tensor,  # noqa: E741
     o: Tensor,
@@ -206,7 +204,7 @@ def merge_into(
     parts, rows, dv = o.shape
     tile = merging(parts, rows, dv, programs_of(o))
     if rows:
-        tape.launch(
+        launch_triton.launch(
             _merge_stack_kernel,
             tile.grid(rows, dv),
             (m, l, o, top, total, acc, parts, rows, dv, *m.stride(), *l.stride(), *o.stride()[:2], acc.stride(0)),

@@ -48,9 +48,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ringattn.kernels import launch_triton
 from ringattn.kernels.merge_triton import normalise, together
 from ringattn.kernels.parts_triton import first_of, merge_tile, store_finished
-from ringattn.kernels.record_triton import Tape, recorded
 
 PROGRAMS = 128
 """Programs of every launch: a row each for 4 tokens of 32 heads, and about as many as a device has SMs."""
@@ -220,9 +220,7 @@ def _one_shot_kernel(
     tl.store(epochs, epoch)
 
 
-@recorded
 def one_shot(
-    tape: Tape,
     stack: Tensor,
     sinks: Tensor | None,
     o: Tensor,
@@ -237,7 +235,6 @@ def one_shot(
     """One exchange of parts; every rank launches it alike, in the order of one stream.
 
     Args:
-        tape: Where the launch is recorded.
         stack: `splits, b * s * h * (dv + 2)` fp32: this rank's parts.
         sinks: `h` fp32, or None.
         o: `b s h dv`, contiguous; written.
@@ -273,7 +270,7 @@ def one_shot(
         slot,
         patience,
     )
-    tape.launch(_one_shot_kernel, (PROGRAMS,), args, constants, num_warps=WARPS, num_stages=1)
+    launch_triton.launch(_one_shot_kernel, (PROGRAMS,), args, constants, num_warps=WARPS, num_stages=1)
 
 
 @triton.jit(do_not_specialize=["me", "units", "line", "patience"])
@@ -339,9 +336,7 @@ def _share_kernel(
     tl.store(epochs, epoch)
 
 
-@recorded
 def share(
-    tape: Tape,
     x: Tensor,
     out: Tensor,
     table: Tensor,
@@ -355,7 +350,6 @@ def share(
     """One exchange of numbers as they are; every rank launches it alike, in the order of one stream.
 
     Args:
-        tape: Where the launch is recorded.
         x: This rank's numbers, contiguous; `rows width` where columns are laid side by side.
         out: The shape of x, any floating dtype; or `rows, ranks * width`, the dtype of x. Contiguous, at most 2**30 numbers, no
             memory of x; written.
@@ -375,4 +369,4 @@ def share(
         "RANKS": ranks, "PROGRAMS": PROGRAMS, "UNIT": unit, "UNITS": per_program, "ADDS": adds, "TOGETHER": min(ranks, AT_ONCE),
     }  # fmt: skip
     args = (x, out, table, rank, units, width // unit, slot, patience)
-    tape.launch(_share_kernel, (PROGRAMS,), args, constants, num_warps=WARPS, num_stages=1)
+    launch_triton.launch(_share_kernel, (PROGRAMS,), args, constants, num_warps=WARPS, num_stages=1)

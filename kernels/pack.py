@@ -10,7 +10,6 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from ringattn.kernels.contract import Reels
 from ringattn.kernels.twin import find_twin
 
 
@@ -35,13 +34,7 @@ class Cleared:
     stretches: bool
 
 
-def pack(
-    slot: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cleared: Cleared | None = None,
-    reels: Reels | None = None,
-) -> None:
+def pack(slot: Tensor, k: Tensor, v: Tensor, cleared: Cleared | None = None) -> None:
     """Copies k and v into the columns of slot.
 
     Args:
@@ -49,11 +42,10 @@ def pack(
         k: `b t hk d`, likewise.
         v: `b t hk dv`, likewise.
         cleared: What else is written.
-        reels: What earlier calls with this slot, and with what is cleared, have left for later ones.
     """
     fast = find_twin("ringattn.kernels.pack_triton") if slot.is_cuda else None
     if fast is not None:
-        fast.pack(slot, k, v, cleared, reels)
+        fast.pack(slot, k, v, cleared)
         return
     if cleared is not None:
         cleared.flags.zero_()

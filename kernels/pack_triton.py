@@ -12,9 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ringattn.kernels.contract import Reels
+from ringattn.kernels import launch_triton
 from ringattn.kernels.pack import Cleared
-from ringattn.kernels.record_triton import Tape, recorded, replay
 
 BYTES = 16384
 """What one program copies of each tensor: enough in flight to keep memory busy, few enough rows to fill the device."""
@@ -65,17 +64,8 @@ def _pack_kernel(
     tl.store(to[:, None] + (D + c_v)[None, :], y, mask=mask_v)
 
 
-def pack(slot: Tensor, k: Tensor, v: Tensor, cleared: Cleared | None = None, reels: Reels | None = None) -> None:
+def pack(slot: Tensor, k: Tensor, v: Tensor, cleared: Cleared | None = None) -> None:
     """Takes the arguments of `kernels.pack.pack`; what is cleared wants rows to pack."""
-    if reels is None:
-        _pack(slot, k, v, cleared)
-        return
-    held = () if cleared is None else (cleared,)
-    replay(reels, ("pack",), lambda: _pack(slot, k, v, cleared), given=(k, v), kept=(slot,), held=held)
-
-
-@recorded
-def _pack(tape: Tape, slot: Tensor, k: Tensor, v: Tensor, cleared: Cleared | None) -> None:
     b, t, hk, d = k.shape
     dv = v.shape[-1]
     rows = t * hk
@@ -91,7 +81,7 @@ def _pack(tape: Tape, slot: Tensor, k: Tensor, v: Tensor, cleared: Cleared | Non
         flags, error, far, guards = cleared.flags, cleared.error, cleared.far, cleared.guards
         words, pieces = flags.numel(), -(-cleared.longest * far.stride(1) // ZEROS)
         more = guards.shape[0] * pieces * cleared.stretches
-    tape.launch(
+    launch_triton.launch(
         _pack_kernel,
         (programs + more, b),
         (

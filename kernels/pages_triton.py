@@ -21,8 +21,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ringattn.kernels import launch_triton
 from ringattn.kernels.pages import LARGEST, SMALLEST_SCALE
-from ringattn.kernels.record_triton import Tape, recorded
 
 BYTES = 8192
 """What one program moves of each tensor: enough in flight to keep memory busy, few enough rows to fill the device."""
@@ -167,9 +167,7 @@ def _seen(pool_k: Tensor, pool_v: Tensor, k_scale: Tensor | None, v_scale: Tenso
     return pool_k.view(torch.uint8), pool_v.view(torch.uint8), k_scale, v_scale
 
 
-@recorded
 def _put(
-    tape: Tape,
     pool_k: Tensor,
     pool_v: Tensor,
     k_scale: Tensor | None,
@@ -181,7 +179,7 @@ def _put(
     b, s, hk, _ = k.shape
     rows, constants = b * s * hk, _constants(pool_k, k, v)
     constants["ROWS"] = min(constants["ROWS"], triton.next_power_of_2(rows))
-    tape.launch(
+    launch_triton.launch(
         _put_kernel,
         (-(-rows // constants["ROWS"]),),
         (pool_k, pool_v, k_scale, v_scale, k, v, slots, s, rows, *k.stride()[:3], *v.stride()[:3]),
@@ -190,9 +188,7 @@ def _put(
     )
 
 
-@recorded
 def _take(
-    tape: Tape,
     pool_k: Tensor,
     pool_v: Tensor,
     k_scale: Tensor | None,
@@ -203,7 +199,7 @@ def _take(
 ) -> None:
     b, s, hk, _ = k.shape
     constants = _constants(pool_k, k, v)
-    tape.launch(
+    launch_triton.launch(
         _take_kernel,
         (-(-b * s // constants["ROWS"]) * hk,),
         (pool_k, pool_v, k_scale, v_scale, k, v, slots, s, b * s, *k.stride()[:3], *v.stride()[:3]),

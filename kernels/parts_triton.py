@@ -13,9 +13,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ringattn.kernels import launch_triton
 from ringattn.kernels.merge_triton import merge_into, merge_rows, merging, normalise, programs_of
 from ringattn.kernels.parts import views
-from ringattn.kernels.record_triton import Tape, recorded
 
 
 @triton.jit
@@ -69,13 +69,12 @@ def merge_parts(stack: Tensor, out: Tensor, rows: int, dv: int) -> None:
     merge_into(*views(stack, rows, dv), *views(out, rows, dv), log2=True, finish=False)
 
 
-@recorded
-def finish_parts(tape: Tape, stack: Tensor, rows: int, dv: int, sinks: Tensor | None, o: Tensor, lse: Tensor) -> None:
+def finish_parts(stack: Tensor, rows: int, dv: int, sinks: Tensor | None, o: Tensor, lse: Tensor) -> None:
     """As `kernels.parts.finish_parts`."""
     _, heads, queries = lse.shape
     tile = merging(stack.shape[0], rows, dv, programs_of(stack))
     if rows:
-        tape.launch(
+        launch_triton.launch(
             _finish_parts_kernel,
             tile.grid(rows, dv),
             (stack, sinks, o, lse, stack.shape[0], stack.stride(0), rows, heads, queries, dv),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 
 import pytest
@@ -17,15 +16,6 @@ def pool() -> Iterator[Pools]:
     pools = Pools()
     yield pools
     pools.close()
-
-
-@pytest.fixture(autouse=True)
-def nothing_recorded() -> Iterator[None]:
-    """No test plays back what another one, which may have put something in place of a part, has recorded."""
-    yield
-    records = sys.modules.get("ringattn.kernels.record_triton")
-    if records is not None:
-        records.forget()
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -256,6 +256,9 @@ class FakeStreams:
         for lane in beside:
             assert lane not in started or lane in recording.joined, "a stream must be joined inside the capture"
 
+    def graph_bytes(self) -> int:
+        return 0
+
     def rescue(self, ops: Sequence[Op]) -> None:
         for op in ops:
             for make in _items(op):

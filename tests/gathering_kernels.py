@@ -14,6 +14,10 @@ from ringattn.kernels import eager, homes
 from ringattn.kernels.contract import Arrivals, Carry, Gathered, Grads, Score, Side
 
 
+def can_capture() -> bool:
+    return True
+
+
 def gathers(head_dim: int, v_head_dim: int, score: Score) -> bool:
     return score.bias is None
 

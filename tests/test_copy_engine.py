@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import dataclasses
 import itertools
@@ -23,7 +22,7 @@ from ringattn.kernels.pack import pack
 from ringattn.plan.layouts import Run, make_shards, shard_len
 from ringattn.plan.mask import Visibility
 from ringattn.plan.ring_plan import Collection, Fetch, Nodes, collect, make_plan
-from ringattn.transport import copy_engine, repeats, streams
+from ringattn.transport import copy_engine, graph_cache, streams
 from ringattn.transport.base import Gathering, Reply
 from ringattn.transport.choose import PROBE_BYTES, measure_push, node_of
 from ringattn.transport.copy_engine import CopyEngineTransport
@@ -630,7 +629,6 @@ class Again:
             self.inputs[rank],
             (),
             lambda: enqueue(rank),
-            lambda _: contextlib.nullcontext(),
             (self,),
         )
 
@@ -687,7 +685,7 @@ def test_calls_that_come_again_are_right_whichever_ranks_repeat_them(
                 ranks.each(lambda rank, again=again, salt=salt, way=backward: again.call(rank, salt, backward=way))
             if data.draw(st.booleans()):
                 # one rank begins anew
-                ranks.ends[data.draw(st.integers(0, world_size - 1))]._repeats.forget()
+                ranks.ends[data.draw(st.integers(0, world_size - 1))]._graphs.clear()
         for kind, shape in data.draw(rounds(world_size))[: data.draw(st.integers(0, 2))]:
             salt += 1
             play(ranks, kind, shape, salt)
@@ -774,7 +772,7 @@ def test_a_call_that_cannot_be_recorded_is_enqueued_piece_by_piece(
 
 
 def test_graphs_are_made_as_long_as_they_are_repaid(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(repeats, "FREE", 2)
+    monkeypatch.setattr(graph_cache, "FREE", 2)
     ranks = Ranks(2, 0)
     agains = [Again(ranks, full(2)).make_room() for _ in range(4)]
 
@@ -843,7 +841,6 @@ def test_survivors_of_a_rank_that_is_lost_in_a_call_that_came_again_end_in_nan(
             (),
             (),
             lambda: attention.attend(rank, 1, backward=backward),
-            lambda _: contextlib.nullcontext(),
             (attention,),
         )
 

@@ -47,7 +47,7 @@ def gathering(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         return call
 
     monkeypatch.setattr(dispatch, "_plans", {})
-    for name in ("gathers", "forward_gathered", "backward_gathered", "add_homes", "add_bias_homes"):
+    for name in ("gathers", "can_capture", "forward_gathered", "backward_gathered", "add_homes", "add_bias_homes"):
         monkeypatch.setattr(eager, name, noted(name), raising=False)
     return asked
 

@@ -279,7 +279,7 @@ def _come_again(rank: int, world_size: int) -> None:
                 del o, grads
             torch.cuda.current_stream().wait_stream(stream)
         transport: Any = ring.seat.transport
-        graphs.append(sum(len(one.graphs) for one in transport._repeats._known.values()))
+        graphs.append(sum(len(one.graphs) for one in transport._graphs._calls.values()))
     torch.cuda.synchronize()
     for (seed, kind), here in found.items():
         if kind == 0 or seed >= 5:

@@ -32,7 +32,7 @@ def gathers(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     """How many gathers there were of each direction, over all ranks; kernels are eager ones that gather."""
     counted: Counter[str] = Counter()
     monkeypatch.setattr(dispatch, "_plans", {})
-    for name in ("gathers", "forward_gathered", "backward_gathered", "add_homes"):
+    for name in ("gathers", "can_capture", "forward_gathered", "backward_gathered", "add_homes"):
         monkeypatch.setattr(eager, name, getattr(gathering_kernels, name), raising=False)
     gather = SimulatedGatherer.gather
 

@@ -359,7 +359,7 @@ def test_one_launch_per_outer_step_makes_scores_alike(gathering: list[str]) -> N
 
 def test_launches_leave_room_for_what_crosses_beside_them(monkeypatch: pytest.MonkeyPatch) -> None:
     found: Counter[tuple[str, int]] = Counter()
-    for name in ("gathers", "forward_gathered", "backward_gathered", "add_homes"):
+    for name in ("gathers", "can_capture", "forward_gathered", "backward_gathered", "add_homes"):
 
         def noted(*args: Any, name: str = name, **kwargs: Any) -> Any:
             if "spare" in kwargs:

@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from ringattn.kernels import homes as plain_homes
-from ringattn.kernels import homes_triton
+from ringattn.kernels import homes_triton, launch_triton
 from ringattn.kernels.contract import Arrivals, Carry, Gathered, Grads, Score, Side
 from ringattn.kernels.hopper.around_launch import Source
 from ringattn.kernels.hopper.backward_launch import (
@@ -27,11 +27,10 @@ from ringattn.kernels.hopper.forward_launch import can_gather, launch_forward, l
 from ringattn.kernels.hopper.rows_launch import launch_rows, launch_rows_gathered
 from ringattn.kernels.hopper.wide_launch import launch_wide, launch_wide_gathered
 from ringattn.kernels.portable.launch import launch_delta
-from ringattn.kernels.record_triton import is_heard, leased, replay
 
 __all__ = [
-    "add_bias_homes", "add_homes", "backward", "backward_gathered", "delta", "forward", "forward_gathered", "gathers", "is_heard",
-    "leased", "replay",
+    "add_bias_homes", "add_homes", "backward", "backward_gathered", "can_capture", "delta", "forward", "forward_gathered",
+    "gathers",
 ]  # fmt: skip
 
 
@@ -56,6 +55,11 @@ def forward(
 def gathers(head_dim: int, v_head_dim: int, score: Score) -> bool:
     """Whether visits of this kind are also computed in one launch (`GatheringKernelSet.gathers`)."""
     return can_gather(head_dim, v_head_dim, score)
+
+
+def can_capture() -> bool:
+    """Whether a CUDA graph may stand for launches (`GatheringKernelSet.can_capture`): launch hooks would miss a replay."""
+    return not launch_triton.is_hooked()
 
 
 def forward_gathered(

@@ -5,17 +5,17 @@ Owns what the fused backward and the wide one have in common. Refuses to know th
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from ringattn.kernels import launch_triton
 from ringattn.kernels.contract import Arrivals
 from ringattn.kernels.hopper import around
 from ringattn.kernels.hopper.arguments import pair
+from ringattn.kernels.hopper.launching import workspace
 from ringattn.kernels.hopper.plan import WorkPlan
-from ringattn.kernels.record_triton import Tape
 
 ROWS = 32  # of a program
 
@@ -55,7 +55,6 @@ class Source:
 
 
 def prepare(
-    tape: Tape,
     lse: Tensor,
     delta: Tensor,
     do: Tensor,
@@ -74,9 +73,9 @@ def prepare(
     made_of = None if source is None else do
     v_width = columns if o is None else o.shape[-1]
     padded_rows = padded(s)
-    start_s, start_dp = tape.room(batch, h, padded_rows), tape.room(batch, h, padded_rows)
+    start_s, start_dp = workspace(lse, batch, h, padded_rows), workspace(lse, batch, h, padded_rows)
     width = columns if zeroed is None else zeroed.shape[-1]
-    tape.launch(
+    launch_triton.launch(
         around.prepare_kernel,
         (-(-padded_rows // ROWS) * batch * h,),
         (
@@ -141,7 +140,7 @@ class KeyParts:
     add: bool = False
 
 
-def finish(tape: Tape, keys: KeyParts | None, rows: RowSums | None = None) -> None:
+def finish(keys: KeyParts | None, rows: RowSums | None = None) -> None:
     """One launch of what is left to do with sums, if anything is."""
     if keys is None and rows is None:
         return
@@ -161,7 +160,7 @@ def finish(tape: Tape, keys: KeyParts | None, rows: RowSums | None = None) -> No
         columns, widths = keys.columns, keys.widths
         *places, heads, length = keys.target
         of_keys = (keys.plan.splits, keys.parts, *places, key_programs, heads, length)
-    tape.launch(
+    launch_triton.launch(
         around.finish_kernel,
         (key_programs + row_programs,),
         (*of_keys, *of_rows),
@@ -204,7 +203,6 @@ class KeyBias:
     """What the kernel by keys leaves of dkey_bias, per key head.
 
     Args:
-        tape: Where the launches are said.
         out: dkey_bias, `b t`.
         heads: Key heads.
         plan: Of the kernel.
@@ -212,11 +210,12 @@ class KeyBias:
         add: To what is in out.
     """
 
-    def __init__(self, tape: Tape, out: Tensor, heads: int, plan: WorkPlan, tile: int, *, add: bool) -> None:
-        self._tape, self._out, self._plan, self._tile, self._add = tape, out, plan, tile, add
+    def __init__(self, out: Tensor, heads: int, plan: WorkPlan, tile: int, *, add: bool) -> None:
+        self._out, self._plan, self._tile, self._add = out, plan, tile, add
         # where something is added, tiles that see nothing are left out
-        self.per_head = tape.call(functools.partial(_per_head, heads, zero=add), out)
-        self._parts = tape.room(plan.slots, tile) if plan.slots else None
+        make = torch.zeros if add else torch.empty
+        self.per_head = make((out.shape[0], heads, out.shape[1]), dtype=torch.float32, device=out.device)
+        self._parts = workspace(out, plan.slots, tile) if plan.slots else None
 
     @property
     def parts(self) -> Tensor:
@@ -229,15 +228,17 @@ class KeyBias:
             _, heads, rows = self.per_head.shape
             per_head = (heads * rows, 1, rows)
             args = (self.per_head, None, None, None, *per_head, 0, 0, 0, heads, rows)
-            finish(self._tape, KeyParts(self._plan, self._parts, self._tile, (1, 0), (1, 0), args))
-        self._tape.call(_add_heads if self._add else _sum_heads, self._out, self.per_head)
+            finish(KeyParts(self._plan, self._parts, self._tile, (1, 0), (1, 0), args))
+        if self._add:
+            self._out.add_(self.per_head.sum(1))
+        else:
+            torch.sum(self.per_head, 1, out=self._out)
 
 
 class BiasHomes:
     """What a gathered kernel by keys sends home of dkey_bias, likewise.
 
     Args:
-        tape: Where the launches are said.
         homes: Addresses of the regions, `b hk home_rows` each.
         home_rows: Rows of a region.
         heads: Key heads.
@@ -246,28 +247,26 @@ class BiasHomes:
         other: An fp32 tensor of the launch.
     """
 
-    def __init__(
-        self, tape: Tape, homes: Tensor, home_rows: int, heads: int, plan: WorkPlan, tile: int, other: Tensor
-    ) -> None:
-        self._tape, self._home_rows, self._heads, self._plan, self._tile = tape, home_rows, heads, plan, tile
+    def __init__(self, homes: Tensor, home_rows: int, heads: int, plan: WorkPlan, tile: int, other: Tensor) -> None:
+        self._home_rows, self._heads, self._plan, self._tile = home_rows, heads, plan, tile
         self.per_head = homes
-        self.parts = tape.room(plan.slots, tile) if plan.slots else other
+        self.parts = workspace(other, plan.slots, tile) if plan.slots else other
 
     def finish(self) -> None:
         """Adds up the partial results of split tiles where they are at home."""
         if self._plan.slots:
             of_home = (self._heads * self._home_rows, 1, self._home_rows)
             args = (None, None, self._plan.split_tiles, self.per_head, *of_home, 0, 0, 0, self._heads, 0)
-            finish(self._tape, KeyParts(self._plan, self.parts, self._tile, (1, 0), (1, 0), args))
+            finish(KeyParts(self._plan, self.parts, self._tile, (1, 0), (1, 0), args))
 
 
-def clear_homes(tape: Tape, homes: Tensor, home_rows: int, lengths: list[int], batch: int, width: int) -> None:
+def clear_homes(homes: Tensor, home_rows: int, lengths: list[int], batch: int, width: int) -> None:
     """Zeros in the first rows, `lengths`, of every region."""
     columns = 1 << (width - 1).bit_length()
     per_program = max(1, 4096 // columns)
     for side, rows in enumerate(lengths):
         if batch * rows * width:
-            tape.launch(
+            launch_triton.launch(
                 around.clear_home_kernel,
                 (-(-rows // per_program) * batch,),
                 (homes, side, rows, home_rows * width, width),
@@ -279,16 +278,3 @@ def clear_homes(tape: Tape, homes: Tensor, home_rows: int, lengths: list[int], b
 def strides(x: Tensor | None) -> Strides:
     """Those of batch, row and head of a `b s h d` tensor; zeros where it is absent."""
     return (0, 0, 0) if x is None else (x.stride(0), x.stride(1), x.stride(2))
-
-
-def _per_head(heads: int, out: Tensor, *, zero: bool) -> Tensor:
-    make = torch.zeros if zero else torch.empty
-    return make((out.shape[0], heads, out.shape[1]), dtype=torch.float32, device=out.device)
-
-
-def _add_heads(out: Tensor, per_head: Tensor) -> Tensor:
-    return out.add_(per_head.sum(1))
-
-
-def _sum_heads(out: Tensor, per_head: Tensor) -> Tensor:
-    return torch.sum(per_head, 1, out=out)

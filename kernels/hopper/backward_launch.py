@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ringattn.kernels import launch_triton
 from ringattn.kernels.contract import Gathered, Grads, Score, Side
 from ringattn.kernels.hopper import backward
 from ringattn.kernels.hopper.arguments import LOG2E, microseconds, pair, per_batch, scale_and_cap
@@ -41,11 +42,11 @@ from ringattn.kernels.hopper.launching import (
     numbers_of,
     places,
     rows_of,
+    workspace,
 )
 from ringattn.kernels.hopper.pace import board_of
 from ringattn.kernels.hopper.plan import Shape, Sides, make_plan
 from ringattn.kernels.portable.launch import launch_delta
-from ringattn.kernels.record_triton import Tape, recorded
 
 __all__ = ["Away", "launch_backward", "launch_delta", "launch_gathered", "launch_keys", "prefers_pair"]
 
@@ -68,9 +69,7 @@ class _Out:
     accumulate_keys: bool
 
 
-@recorded
 def launch_backward(
-    tape: Tape,
     do: Tensor,
     q: Tensor,
     k: Tensor,
@@ -91,12 +90,10 @@ def launch_backward(
     """
     _check(q, v, score)
     how: dict[str, Any] = {"want_rows": True, "source": source}
-    _launch(tape, do, q, k, v, lse, delta, rows, keys, score, _out_of(grads), config, None, **how)
+    _launch(do, q, k, v, lse, delta, rows, keys, score, _out_of(grads), config, None, **how)
 
 
-@recorded
 def launch_keys(
-    tape: Tape,
     do: Tensor,
     q: Tensor,
     k: Tensor,
@@ -114,12 +111,10 @@ def launch_keys(
     """dk, dv and dkey_bias alone, in a fixed order of sums; dq and dalibi are left as they are."""
     _check(q, v, score)
     how: dict[str, Any] = {"want_rows": False, "source": source}
-    _launch(tape, do, q, k, v, lse, delta, rows, keys, score, _out_of(grads), config, None, **how)
+    _launch(do, q, k, v, lse, delta, rows, keys, score, _out_of(grads), config, None, **how)
 
 
-@recorded
 def launch_gathered(
-    tape: Tape,
     do: Tensor,
     q: Tensor,
     near: tuple[Tensor, Tensor],
@@ -145,11 +140,10 @@ def launch_gathered(
     _check(q, near[1], score)
     out = _Out(dq, None, None, None, dalibi, accumulate_rows=False, accumulate_keys=False)
     how: dict[str, Any] = {"want_rows": want_rows, "spare": spare, "source": source}
-    _launch(tape, do, q, *near, lse, delta, rows, keys, score, out, config, away, **how)
+    _launch(do, q, *near, lse, delta, rows, keys, score, out, config, away, **how)
 
 
 def _launch(
-    tape: Tape,
     do: Tensor,
     q: Tensor,
     k: Tensor,
@@ -179,39 +173,38 @@ def _launch(
         groups = 1 if arrivals is None else arrivals.groups
         shape = _shape(q, hk, dv, lengths, config, groups, spare, every_tile=not out.accumulate_keys)
         plan = make_plan(keys, rows, shape)
-        tape.keep(plan)
     if plan is None or shape is None or plan.programs == 0:
-        _write_zeros(tape, out, want_rows=want_rows)
+        _write_zeros(out, want_rows=want_rows)
         if source is not None and delta.numel():
-            prepare(tape, lse, delta, do, source, None, padded_d, LOG2E, math.inf)
+            prepare(lse, delta, do, source, None, padded_d, LOG2E, math.inf)
         if away is not None:
-            clear_homes(tape, away.homes, away.home_rows, lengths, batch, hk * (d + dv))
+            clear_homes(away.homes, away.home_rows, lengths, batch, hk * (d + dv))
             if away.bias_homes is not None:
-                clear_homes(tape, away.bias_homes, away.home_rows, lengths, batch * hk, 1)
+                clear_homes(away.bias_homes, away.home_rows, lengths, batch * hk, 1)
         return
 
-    board, epochs = board_of(tape, plan, shape, (d + dv) * q.element_size() + 4 * d * want_rows, q)
-    do, q = addressable(tape, do), addressable(tape, q)
-    near, far = places(tape, (k, v), None if away is None else away.far)
+    board, epochs = board_of(plan, shape, (d + dv) * q.element_size() + 4 * d * want_rows, q)
+    do, q = addressable(do), addressable(q)
+    near, far = places((k, v), None if away is None else away.far)
     # sums that may turn out to be lost are finished by a kernel that knows
     direct = out.dq.dtype == torch.float32 and describable(out.dq) and arrivals is None
     total = None
     if want_rows:
-        total = out.dq if direct else tape.room(batch, s, h, d)
+        total = out.dq if direct else workspace(q, batch, s, h, d)
     zeroed = None if direct and out.accumulate_rows else total
     factor, empty = (-1 / score.softmax_scale, HIDDEN) if plain else (LOG2E, math.inf)
-    start_s, start_dp = prepare(tape, lse, delta, do, source, zeroed, padded_d, factor, empty)
-    parts = tape.room(plan.slots, TILE * (padded_d + padded_dv)) if plan.slots else None
+    start_s, start_dp = prepare(lse, delta, do, source, zeroed, padded_d, factor, empty)
+    parts = workspace(q, plan.slots, TILE * (padded_d + padded_dv)) if plan.slots else None
     key_bias = None
     if out.dkey_bias is not None:
-        key_bias = KeyBias(tape, out.dkey_bias, hk, plan, TILE, add=out.accumulate_keys)
+        key_bias = KeyBias(out.dkey_bias, hk, plan, TILE, add=out.accumulate_keys)
     elif away is not None and away.bias_homes is not None:
-        key_bias = BiasHomes(tape, away.bias_homes, away.home_rows, hk, plan, TILE, start_s)
+        key_bias = BiasHomes(away.bias_homes, away.home_rows, hk, plan, TILE, start_s)
     # the kernel asks at run time whether a tile was split: what it would then write to must be a pointer of its kind
     parts_out = start_s if parts is None else parts
     dalibi = out.dalibi if want_rows else None
     if dalibi is not None and not out.accumulate_rows:
-        tape.call(Tensor.zero_, dalibi)
+        dalibi.zero_()
     block, columns = config.block, padded_d * config.block // 128
     sums = [x for x in (out.dk, out.dv) if x is not None]
     unit = 8 if all(x % 8 == 0 for total_of in sums for x in total_of.stride()[:3]) else 1
@@ -245,7 +238,7 @@ def _launch(
         "NEAR": config.near, "UNIT": unit,
         "DS_LAYOUT": layout_of((TILE, block), q.dtype),
     }  # fmt: skip
-    tape.launch(backward.backward_kernel, (plan.programs,), args, constants, num_warps=4, maxnreg=168)
+    launch_triton.launch(backward.backward_kernel, (plan.programs,), args, constants, num_warps=4, maxnreg=168)
     of_rows: RowSums | None = None
     if total is not None and not direct:
         error = None if arrivals is None else arrivals.error
@@ -255,7 +248,7 @@ def _launch(
         of_keys = sent(plan, parts, TILE, away.homes, away.home_rows, hk, (padded_d, padded_dv), (d, dv))
     elif parts is not None and out.dk is not None and out.dv is not None:
         of_keys = added(plan, parts, TILE, out.dk, out.dv, (padded_d, padded_dv), add=out.accumulate_keys)
-    finish(tape, of_keys, of_rows)
+    finish(of_keys, of_rows)
     if key_bias is not None:
         key_bias.finish()
 
@@ -312,7 +305,7 @@ def _shape(
     )
 
 
-def _write_zeros(tape: Tape, out: _Out, *, want_rows: bool) -> None:
+def _write_zeros(out: _Out, *, want_rows: bool) -> None:
     """What is owed by a visit in which nothing is seen."""
     owed: list[Tensor | None] = []
     if want_rows and not out.accumulate_rows:
@@ -321,7 +314,7 @@ def _write_zeros(tape: Tape, out: _Out, *, want_rows: bool) -> None:
         owed += [out.dk, out.dv, out.dkey_bias]
     for x in owed:
         if x is not None:
-            tape.call(Tensor.zero_, x)
+            x.zero_()
 
 
 def _check(q: Tensor, v: Tensor, score: Score) -> None:

@@ -13,14 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ringattn.kernels import launch_triton
 from ringattn.kernels.contract import GUARD, Arrivals, Carry, Gathered, Score, Side
 from ringattn.kernels.hopper import finish, forward
 from ringattn.kernels.hopper.arguments import microseconds, pair, per_batch, scale_and_cap
 from ringattn.kernels.hopper.configs import MAX_HEAD_DIM, ForwardConfig, choose_forward, columns_of
-from ringattn.kernels.hopper.launching import addressable, describable, groups_of, multiprocessors, rows_of
+from ringattn.kernels.hopper.launching import addressable, describable, groups_of, multiprocessors, rows_of, workspace
 from ringattn.kernels.hopper.pace import board_of
 from ringattn.kernels.hopper.plan import Shape, make_plan
-from ringattn.kernels.record_triton import Tape, recorded
 
 DTYPES = (torch.float16, torch.bfloat16)
 MAX_PACK = 64  # heads in the rows of one warpgroup
@@ -29,9 +29,7 @@ LEAST_SCALE = 1e-30  # a smaller softmax_scale may be 0 in fp32, which makes NaN
 _ABSENT = (None,) * 8
 
 
-@recorded
 def launch_forward(
-    tape: Tape,
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -49,12 +47,10 @@ def launch_forward(
 ) -> None:
     """`KernelSet.forward`, with a configuration and packing of the caller's choice in place of the table's."""
     _check(q, v, score)
-    _visit(tape, q, k, v, rows, keys, score, carry, first, last, o, lse, config, pack)
+    _visit(q, k, v, rows, keys, score, carry, first, last, o, lse, config, pack)
 
 
-@recorded
 def launch_forward_gathered(
-    tape: Tape,
     q: Tensor,
     near: tuple[Tensor, Tensor],
     far: tuple[Tensor, Tensor],
@@ -77,11 +73,11 @@ def launch_forward_gathered(
     if batch * s * h == 0:
         return
     if len(keys.sides) == 1:
-        _visit(tape, q, k, v, rows, keys.sides[0], score, None, True, True, o, lse, config, pack, spare)
+        _visit(q, k, v, rows, keys.sides[0], score, None, True, True, o, lse, config, pack, spare)
         return
     if k.shape[1] == 0:
         # hidden blocks are read from near: one row of zeros stands for none
-        k, v = (tape.call(_one_row, x) for x in near)
+        k, v = (x.new_zeros(batch, 1, *x.shape[2:]) for x in near)
     # a copy of far would be made before it is filled
     assert all(describable(x) for x in far), "rows of far are whole words of 16 bytes"
     waits = (None,) * 5
@@ -92,7 +88,7 @@ def launch_forward_gathered(
     streamed = keys.near_rows + keys.far_rows
     near_rows = None if score.key_bias is None else keys.near_rows
     gathered = (*far, *waits, near_rows)
-    _launch(tape, q, k, v, rows, keys, gathered, score, streamed, None, True, True, o, lse, config, pack, spare)
+    _launch(q, k, v, rows, keys, gathered, score, streamed, None, True, True, o, lse, config, pack, spare)
 
 
 def can_gather(head_dim: int, v_head_dim: int, score: Score) -> bool:
@@ -101,7 +97,6 @@ def can_gather(head_dim: int, v_head_dim: int, score: Score) -> bool:
 
 
 def _visit(
-    tape: Tape,
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -121,17 +116,15 @@ def _visit(
     if q.numel() == 0 or not (first or last or t):
         return
     if t > 0:
-        _launch(tape, q, k, v, rows, keys, _ABSENT, score, t, carry, first, last, o, lse, config, pack, spare)
+        _launch(q, k, v, rows, keys, _ABSENT, score, t, carry, first, last, o, lse, config, pack, spare)
         return
     # nothing is multiplied: the identity, the sinks or the carry become the result
     from ringattn.kernels.portable.launch import launch_forward as visit_nothing
 
-    tape.forgo()
     visit_nothing(q, k, v, rows, keys, score, carry=carry, first=first, last=last, o=o, lse=lse)
 
 
 def _launch(
-    tape: Tape,
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -175,12 +168,11 @@ def _launch(
         every_tile=first or last,
     )
     plan = make_plan(rows, keys, shape)
-    tape.keep(plan)
     if plan.work.shape[0] == 0:
         return
-    board, epochs = board_of(tape, plan, shape, (d + dv) * k.element_size(), q)
+    board, epochs = board_of(plan, shape, (d + dv) * k.element_size(), q)
     columns, v_columns = columns_of(d), columns_of(dv)
-    q, k, v = _described(tape, q), _described(tape, k), _described(tape, v)
+    q, k, v = _described(q), _described(k), _described(v)
     k_far, v_far = (
         None if x is None else rows_of(x, config.block_n, wide)
         for x, wide in zip(far, (columns, v_columns), strict=True)
@@ -192,12 +184,12 @@ def _launch(
     )
     # absent tensors of the carry and of the workspace are never touched; lse is a pointer of their kind
     state = (carry.m, carry.l, carry.acc) if carry is not None else (lse, lse, lse)
-    parts = _workspace(tape, plan.slots, tile, v_columns) if plan.slots else (lse, lse, lse)
+    parts = _parts(q, plan.slots, tile, v_columns) if plan.slots else (lse, lse, lse)
     o_unit = _unit(o, 8)
     acc_unit = 1 if carry is None else _unit(carry.acc, 4)
     acc_strides = (0, 0, 0) if carry is None else _strides(carry.acc, acc_unit)
     pairs = (*pair(lse), *pair(state[0]), *pair(state[1]))
-    tape.launch(
+    launch_triton.launch(
         forward.forward_kernel,
         (plan.programs,),
         (
@@ -220,7 +212,7 @@ def _launch(
     )  # fmt: skip
     if plan.slots:
         chunk = 16
-        tape.launch(
+        launch_triton.launch(
             finish.finish_kernel,
             (plan.splits.shape[0], tile // chunk),
             (
@@ -270,22 +262,14 @@ def _check(q: Tensor, v: Tensor, score: Score) -> None:
         raise NotImplementedError(f'the hopper kernels take no {what}, got one; use impl="portable" or "auto"')
 
 
-def _described(tape: Tape, x: Tensor) -> Tensor:
+def _described(x: Tensor) -> Tensor:
     """The tensor itself where the copy engine can address it, or a copy; rows are whole words of 16 bytes."""
-    return addressable(tape, x) if x.shape[-1] % 8 == 0 else tape.call(_whole_words, x)
+    return addressable(x) if x.shape[-1] % 8 == 0 else torch.nn.functional.pad(x, (0, -x.shape[-1] % 8))
 
 
-def _whole_words(x: Tensor) -> Tensor:
-    return torch.nn.functional.pad(x, (0, -x.shape[-1] % 8))
-
-
-def _one_row(x: Tensor) -> Tensor:
-    return x.new_zeros(x.shape[0], 1, *x.shape[2:])
-
-
-def _workspace(tape: Tape, slots: int, tile: int, columns: int) -> tuple[Tensor, Tensor, Tensor]:
+def _parts(beside: Tensor, slots: int, tile: int, columns: int) -> tuple[Tensor, Tensor, Tensor]:
     """(m, l, acc) of the parts of split tiles."""
-    return tape.room(slots, tile), tape.room(slots, tile), tape.room(slots, tile, columns)
+    return workspace(beside, slots, tile), workspace(beside, slots, tile), workspace(beside, slots, tile, columns)
 
 
 def _unit(x: Tensor, widest: int) -> int:

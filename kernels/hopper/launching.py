@@ -16,7 +16,6 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ringattn.kernels.launch_triton import WORD, Template
-from ringattn.kernels.record_triton import Tape
 
 CAPACITY = 1024
 """Templates of descriptors that are kept; beyond it all are forgotten, and made again as they come."""
@@ -31,19 +30,19 @@ def describable(x: Tensor) -> bool:
     return _is_describable(x.shape, x.stride(), x.element_size()) and x.data_ptr() % WORD == 0
 
 
-def addressable(tape: Tape, x: Tensor) -> Tensor:
+def addressable(x: Tensor) -> Tensor:
     """The tensor itself, or a contiguous copy of one that the bulk copy engine cannot address."""
-    return x if describable(x) else tape.call(_copy, x)
+    return x if describable(x) else x.clone(memory_format=torch.contiguous_format)
 
 
 def places(
-    tape: Tape, near: tuple[Tensor, Tensor], far: tuple[Tensor, Tensor] | None
+    near: tuple[Tensor, Tensor], far: tuple[Tensor, Tensor] | None
 ) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor] | None]:
     """K and v of near and far as the engine can address them; one that has no rows stands for the other, untouched."""
     if far is None:
-        return (addressable(tape, near[0]), addressable(tape, near[1])), None
+        return (addressable(near[0]), addressable(near[1])), None
     near, far = (near if near[0].numel() else far), (far if far[0].numel() else near)
-    near, far = ((addressable(tape, k), addressable(tape, v)) for k, v in (near, far))
+    near, far = ((addressable(k), addressable(v)) for k, v in (near, far))
     return near, far
 
 
@@ -93,14 +92,15 @@ def layout_of(block: tuple[int, ...], dtype: torch.dtype) -> gl.NVMMASharedLayou
     return cast(gl.NVMMASharedLayout, gl.NVMMASharedLayout.get_default_for(list(block), _DTYPES[dtype]))
 
 
+def workspace(beside: Tensor, *shape: int) -> Tensor:
+    """An uninitialised fp32 tensor on the device of another one, for what one launch leaves to the next."""
+    return torch.empty(shape, dtype=torch.float32, device=beside.device)
+
+
 @functools.lru_cache
 def multiprocessors(device: torch.device) -> int:
     """How many programs run side by side; on a CPU, where kernels are emulated, a few."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 3
-
-
-def _copy(x: Tensor) -> Tensor:
-    return x.clone(memory_format=torch.contiguous_format)
 
 
 def _described(x: Tensor, block: tuple[int, ...], make: Callable[[], TensorDescriptor]) -> TensorDescriptor:

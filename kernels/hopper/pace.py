@@ -17,24 +17,18 @@ Note [Pace]
 
 from __future__ import annotations
 
-import functools
-
 import torch
 from torch import Tensor
 
 from ringattn.kernels.hopper.launching import multiprocessors
 from ringattn.kernels.hopper.pieces import EPOCH
 from ringattn.kernels.hopper.plan import L2_BYTES, Shape, WorkPlan
-from ringattn.kernels.record_triton import Tape
 
 
-def board_of(
-    tape: Tape, plan: WorkPlan, shape: Shape, row_bytes: int, beside: Tensor
-) -> tuple[Tensor | None, int | None]:
+def board_of(plan: WorkPlan, shape: Shape, row_bytes: int, beside: Tensor) -> tuple[Tensor | None, int | None]:
     """(board, epochs) of a launch; None for both where nobody waits.
 
     Args:
-        tape: Of the launch.
         plan: Of the launch.
         shape: What the plan was made for.
         row_bytes: What one streamed row of one head moves.
@@ -44,8 +38,4 @@ def board_of(
     epochs = plan.longest // int(EPOCH)
     if streamed < L2_BYTES or epochs < 2 or not 1 < plan.programs <= multiprocessors(beside.device):
         return None, None
-    return tape.call(functools.partial(_zeros, epochs), beside), epochs
-
-
-def _zeros(count: int, beside: Tensor) -> Tensor:
-    return torch.zeros(count, dtype=torch.int32, device=beside.device)
+    return torch.zeros(epochs, dtype=torch.int32, device=beside.device), epochs

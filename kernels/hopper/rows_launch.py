@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ringattn.kernels import launch_triton
 from ringattn.kernels.contract import Gathered, Grads, Score, Side
 from ringattn.kernels.hopper import launching
 from ringattn.kernels.hopper.arguments import per_batch, scale_and_cap
@@ -17,7 +18,6 @@ from ringattn.kernels.hopper.configs import columns_of
 from ringattn.kernels.hopper.pace import board_of
 from ringattn.kernels.hopper.plan import Shape, Sides, make_plan
 from ringattn.kernels.hopper.rows import add_parts_kernel, rows_kernel
-from ringattn.kernels.record_triton import Tape, recorded
 
 TILE = 128  # rows of a tile
 MAX_HEAD_DIM = 256
@@ -55,9 +55,7 @@ def choose(columns: int, score: Score) -> RowsConfig:
     return RowsConfig(32, 3, 2) if terms else RowsConfig(64, 2, 1)
 
 
-@recorded
 def launch_rows(
-    tape: Tape,
     do: Tensor,
     q: Tensor,
     k: Tensor,
@@ -74,7 +72,6 @@ def launch_rows(
     """Makes dq and dalibi of one visit, the same bits from run to run; other gradients are left alone.
 
     Args:
-        tape: Given by `recorded`.
         do: As in `KernelSet.backward`.
         q: Likewise; fp16 or bf16, head_dim a multiple of 8 up to 256.
         k: Likewise.
@@ -91,14 +88,10 @@ def launch_rows(
         NotImplementedError: A dtype, head_dim or score that these kernels do not take.
     """
     out = (grads.dq, grads.dalibi)
-    _launch(
-        tape, do, q, (k, v), None, lse, delta, rows, keys, score, out, None, config, accumulate=grads.accumulate_rows
-    )
+    _launch(do, q, (k, v), None, lse, delta, rows, keys, score, out, None, config, accumulate=grads.accumulate_rows)
 
 
-@recorded
 def launch_rows_gathered(
-    tape: Tape,
     do: Tensor,
     q: Tensor,
     near: tuple[Tensor, Tensor],
@@ -118,7 +111,6 @@ def launch_rows_gathered(
     """Dq and dalibi of a gathered visit all of whose keys are there, the same bits from run to run.
 
     Args:
-        tape: Given by `recorded`.
         do: As in `GatheringKernelSet.backward_gathered`, like the others.
         q: Likewise.
         near: Likewise.
@@ -135,11 +127,10 @@ def launch_rows_gathered(
         config: In place of the table's.
     """
     out = dq, dalibi
-    _launch(tape, do, q, near, far, lse, delta, rows, keys, score, out, error, config, accumulate=False, spare=spare)
+    _launch(do, q, near, far, lse, delta, rows, keys, score, out, error, config, accumulate=False, spare=spare)
 
 
 def _launch(
-    tape: Tape,
     do: Tensor,
     q: Tensor,
     near: tuple[Tensor, Tensor],
@@ -168,15 +159,15 @@ def _launch(
         if not accumulate:
             for x in (dq, dalibi):
                 if x is not None:
-                    tape.call(Tensor.zero_, x)
+                    x.zero_()
         return
     near_rows = None
     if isinstance(keys, Gathered) and score.key_bias is not None:
         near_rows = keys.near_rows
     columns, v_columns = columns_of(d), columns_of(dv)
     config = config or choose(max(columns, v_columns), score)
-    do, q = launching.addressable(tape, do), launching.addressable(tape, q)
-    near, far = launching.places(tape, near, far)
+    do, q = launching.addressable(do), launching.addressable(q)
+    near, far = launching.places(near, far)
     shape = Shape(
         batch=batch,
         heads=h,
@@ -188,15 +179,14 @@ def _launch(
         split=config.split,
     )
     plan = make_plan(rows, keys, shape)
-    tape.keep(plan)
     if plan.programs == 0:
         return
-    board, epochs = board_of(tape, plan, shape, (d + dv) * q.element_size(), q)
+    board, epochs = board_of(plan, shape, (d + dv) * q.element_size(), q)
     part = dalibi_part = None
     if plan.slots:
-        part = tape.room(plan.slots, TILE, columns)
+        part = launching.workspace(q, plan.slots, TILE, columns)
         if dalibi is not None:
-            dalibi_part = tape.room(plan.slots, TILE)
+            dalibi_part = launching.workspace(q, plan.slots, TILE)
     q_tile, do_tile = launching.rows_of(q, TILE // 2, columns), launching.rows_of(do, TILE // 2, v_columns)
     tiles = [
         None if x is None else launching.rows_of(x, config.block, width)
@@ -207,7 +197,7 @@ def _launch(
     unit = 2 if all(stride % 2 == 0 for stride in dq_strides) else 1
     dalibi_strides = dalibi.stride()[:2] if dalibi is not None else (0, 0)
     scale, cap = scale_and_cap(score)
-    tape.launch(
+    launch_triton.launch(
         rows_kernel,
         (plan.programs,),
         (
@@ -237,7 +227,7 @@ def _launch(
     )  # fmt: skip
     if plan.slots:
         chunk = 16
-        tape.launch(
+        launch_triton.launch(
             add_parts_kernel,
             (TILE // chunk, plan.splits.shape[0]),
             (

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ringattn.kernels import launch_triton
 from ringattn.kernels.contract import Gathered, Grads, Score, Side
 from ringattn.kernels.hopper.arguments import LOG2E, microseconds, per_batch, scale_and_cap
 from ringattn.kernels.hopper.around_launch import (
@@ -29,12 +30,19 @@ from ringattn.kernels.hopper.around_launch import (
     strides,
 )
 from ringattn.kernels.hopper.configs import columns_of
-from ringattn.kernels.hopper.launching import addressable, layout_of, multiprocessors, numbers_of, places, rows_of
+from ringattn.kernels.hopper.launching import (
+    addressable,
+    layout_of,
+    multiprocessors,
+    numbers_of,
+    places,
+    rows_of,
+    workspace,
+)
 from ringattn.kernels.hopper.pace import board_of
 from ringattn.kernels.hopper.plan import Shape, Sides, make_plan
 from ringattn.kernels.hopper.rows_launch import RowsConfig, check, launch_rows, launch_rows_gathered
 from ringattn.kernels.hopper.wide import wide_keys_kernel
-from ringattn.kernels.record_triton import Tape, recorded
 
 TILE = 64  # keys
 BLOCK = 64  # queries
@@ -96,9 +104,7 @@ def launch_wide_gathered(
     launch_rows_gathered(do, q, near, away.far, lse, delta, rows, keys, score, error, dq=dq, dalibi=dalibi, spare=spare)
 
 
-@recorded
 def launch_wide_keys(
-    tape: Tape,
     do: Tensor,
     q: Tensor,
     k: Tensor,
@@ -116,7 +122,6 @@ def launch_wide_keys(
     """Makes dk, dv and dkey_bias of one visit in a fixed order of sums; dq and dalibi are left as they are.
 
     Args:
-        tape: Given by `recorded`.
         do: As in `KernelSet.backward`.
         q: Likewise; fp16 or bf16, head_dim a multiple of 8 up to 256.
         k: Likewise.
@@ -135,7 +140,6 @@ def launch_wide_keys(
     """
     sums = (grads.dk, grads.dv)
     _launch(
-        tape,
         do,
         q,
         (k, v),
@@ -153,9 +157,7 @@ def launch_wide_keys(
     )
 
 
-@recorded
 def launch_wide_keys_gathered(
-    tape: Tape,
     do: Tensor,
     q: Tensor,
     near: tuple[Tensor, Tensor],
@@ -172,11 +174,10 @@ def launch_wide_keys_gathered(
 ) -> None:
     """Dk, dv and dkey_bias of all sources in one launch, sent home; arguments as `launch_gathered` of the fused backward."""
     how: dict[str, Any] = {"add": False, "spare": spare, "source": source}
-    _launch(tape, do, q, near, lse, delta, rows, keys, score, (None, None), None, away, config, **how)
+    _launch(do, q, near, lse, delta, rows, keys, score, (None, None), None, away, config, **how)
 
 
 def _launch(
-    tape: Tape,
     do: Tensor,
     q: Tensor,
     near: tuple[Tensor, Tensor],
@@ -216,34 +217,33 @@ def _launch(
             groups=1 if arrivals is None else arrivals.groups,
         )
         plan = make_plan(keys, rows, shape)
-        tape.keep(plan)
     if plan is None or shape is None or plan.programs == 0:
         for x in () if add else (*sums, dkey_bias):
             if x is not None:
-                tape.call(Tensor.zero_, x)
+                x.zero_()
         if source is not None and delta.numel():
-            prepare(tape, lse, delta, do, source, None, columns_of(d), LOG2E, math.inf)
+            prepare(lse, delta, do, source, None, columns_of(d), LOG2E, math.inf)
         if away is not None:
-            clear_homes(tape, away.homes, away.home_rows, lengths, batch, hk * (d + dv))
+            clear_homes(away.homes, away.home_rows, lengths, batch, hk * (d + dv))
             if away.bias_homes is not None:
-                clear_homes(tape, away.bias_homes, away.home_rows, lengths, batch * hk, 1)
+                clear_homes(away.bias_homes, away.home_rows, lengths, batch * hk, 1)
         return
 
-    board, epochs = board_of(tape, plan, shape, (d + dv) * q.element_size(), q)
+    board, epochs = board_of(plan, shape, (d + dv) * q.element_size(), q)
     columns, v_columns = columns_of(d), columns_of(dv)
-    do, q = addressable(tape, do), addressable(tape, q)
-    near, far = places(tape, near, None if away is None else away.far)
-    lse2, minus_delta = prepare(tape, lse, delta, do, source, None, columns, LOG2E, math.inf)
-    parts = tape.room(plan.slots, TILE * (columns + v_columns)) if plan.slots else None
+    do, q = addressable(do), addressable(q)
+    near, far = places(near, None if away is None else away.far)
+    lse2, minus_delta = prepare(lse, delta, do, source, None, columns, LOG2E, math.inf)
+    parts = workspace(q, plan.slots, TILE * (columns + v_columns)) if plan.slots else None
     key_bias = None
     if dkey_bias is not None:
-        key_bias = KeyBias(tape, dkey_bias, hk, plan, TILE, add=add)
+        key_bias = KeyBias(dkey_bias, hk, plan, TILE, add=add)
     elif away is not None and away.bias_homes is not None:
-        key_bias = BiasHomes(tape, away.bias_homes, away.home_rows, hk, plan, TILE, lse2)
+        key_bias = BiasHomes(away.bias_homes, away.home_rows, hk, plan, TILE, lse2)
     sums_strides = [x for total in sums if total is not None for x in strides(total)]
     unit = 8 if all(x % 8 == 0 for x in sums_strides) else 1
     far_tiles = (None, None) if far is None else (rows_of(far[0], TILE, columns), rows_of(far[1], TILE, v_columns))
-    tape.launch(
+    launch_triton.launch(
         wide_keys_kernel,
         (plan.programs,),
         (
@@ -279,8 +279,8 @@ def _launch(
     )  # fmt: skip
     dk_out, dv_out = sums
     if parts is not None and away is not None:
-        finish(tape, sent(plan, parts, TILE, away.homes, away.home_rows, hk, (columns, v_columns), (d, dv)))
+        finish(sent(plan, parts, TILE, away.homes, away.home_rows, hk, (columns, v_columns), (d, dv)))
     elif parts is not None and dk_out is not None and dv_out is not None:
-        finish(tape, added(plan, parts, TILE, dk_out, dv_out, (columns, v_columns), add=add))
+        finish(added(plan, parts, TILE, dk_out, dv_out, (columns, v_columns), add=add))
     if key_bias is not None:
         key_bias.finish()

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from ringattn.kernels import launch_triton
 from ringattn.kernels.contract import Carry, Grads, Score, Side
 from ringattn.kernels.portable import backward, configs, forward
 from ringattn.kernels.portable.configs import Config
-from ringattn.kernels.record_triton import Tape, recorded
 
 # what @triton.jit makes of a function has a type that says neither [grid] nor that constants are plain values
 _forward: Any = forward.forward_kernel
@@ -92,11 +92,10 @@ def launch_delta(o: Tensor, do: Tensor, dlse: Tensor | None, out: Tensor | None 
     return delta
 
 
-@recorded
-def _fill_delta(tape: Tape, o: Tensor, do: Tensor, dlse: Tensor | None, delta: Tensor) -> None:
+def _fill_delta(o: Tensor, do: Tensor, dlse: Tensor | None, delta: Tensor) -> None:
     batch, s, h, dv = o.shape
     block_m = 64
-    tape.launch(
+    launch_triton.launch(
         _delta,
         (-(-s // block_m) * batch * h,),
         (o, do, dlse, delta, *_strides(o), *_strides(do), *_pair(dlse), h, s),

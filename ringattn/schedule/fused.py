@@ -199,7 +199,7 @@ def _repeat(
 ) -> None:
     """Enqueue a short call, as one graph where it has come before and its kernels allow it."""
     # a bias is no part of the key, and a seed is another one each time
-    if score.key_bias is not None or score.dropout_p > 0 or not getattr(fused.kernels, "can_capture", bool)():
+    if score.key_bias is not None or score.dropout_p > 0 or not fused.kernels.can_capture():
         enqueue()
         return
     key = (*key, id(plan), score.sinks is None, score.alibi_slopes is None)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.autograd import profiler
 
-from ringattn.kernels.contract import Arrivals, Lease, Reels
+from ringattn.kernels.contract import Arrivals
 from ringattn.plan.ring_plan import Collection, Nodes
 
 Parcel = tuple[int, Tensor]
@@ -122,7 +122,6 @@ class Gathering(Protocol):
         kept: Like far, a tensor of the caller's own, complete behind `close`; None: nothing is kept.
         key_bias: `b t+far_rows`, what is added to the scores of keys: this rank's own, then those of far; None: nothing is.
         arrivals: How kernels wait; None when everything is there.
-        reels: What was launched over such a gather, for later ones with the same memory (`GatheringKernelSet.replay`).
     """
 
     far: Tensor
@@ -131,7 +130,6 @@ class Gathering(Protocol):
     kept: Tensor | None
     key_bias: Tensor | None
     arrivals: Arrivals | None
-    reels: Reels
 
     def close(self) -> None:
         """To be called once the kernels that read far are launched, on the same stream; `Homecoming.receive` may do it.
@@ -152,7 +150,6 @@ class Homecoming(Protocol):
         rows: home_rows of every region.
         bias_addresses: Likewise, of what goes to the gradient of key_bias; None: it is not wanted.
         own_bias: `b hk home_rows` fp32, likewise.
-        reels: As in `Gathering`.
     """
 
     addresses: Tensor
@@ -160,7 +157,6 @@ class Homecoming(Protocol):
     rows: int
     bias_addresses: Tensor | None
     own_bias: Tensor | None
-    reels: Reels
 
     def begin(self) -> None:
         """To be called in front of the backward where nothing is gathered: its owners let this rank write."""
@@ -291,7 +287,6 @@ class Gatherer(Protocol):
         given: Sequence[Tensor],
         made: Sequence[Tensor],
         enqueue: Callable[[], object],
-        leased: Callable[[Lease], AbstractContextManager[None]],
         held: tuple[Any, ...],
     ) -> None:
         """Enqueues a call: a whole gather, a whole homecoming or both, and what is launched between.
@@ -303,7 +298,6 @@ class Gatherer(Protocol):
             given: Tensors that it is given.
             made: Tensors that its caller has made for it, whose shapes, strides and dtypes follow from the others.
             enqueue: Enqueues it, on the current stream; returns what else must live for as long as it may be repeated.
-            leased: `GatheringKernelSet.leased` of its kernels.
             held: The objects that the key names.
         """
         ...

@@ -11,24 +11,23 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Hashable, Sequence
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ringattn.kernels.contract import Arrivals, Lease
+from ringattn.kernels.contract import Arrivals
 from ringattn.kernels.pack import pack
 from ringattn.plan.ring_plan import Collection
 from ringattn.transport.base import Done, Gathering, Homecoming, Parcel, Pending, Reply, Transport
 from ringattn.transport.crossing import WatchedLink
 from ringattn.transport.gather_programs import Bias, GatherMemory, GatherPrograms, gather_programs, guards
+from ringattn.transport.graph_cache import SEEN, CachedCall
 from ringattn.transport.holdings import KINDS, PLAIN, REPLIES, Holdings, Lent, ordinary
 from ringattn.transport.home_programs import HomePrograms, Together, home_programs
 from ringattn.transport.one_shot import OneShotExchange
 from ringattn.transport.post_programs import PostPrograms, post_programs
 from ringattn.transport.process_group import Agreement
-from ringattn.transport.repeats import SEEN, Repeat
 from ringattn.transport.stations import MOST_GROUPS, padded, view_bytes
 from ringattn.transport.streams import Program, Streams
 from ringattn.transport.symmetric import Memory
@@ -64,7 +63,7 @@ class CopyEngineTransport(Holdings):
         self.spare = spare
         self._home_turn = self._post_turn = 0
         self._posted = 0
-        self._recording = False
+        self._kept: list[Any] | None = None  # by the graph that is being captured, so that it lives as long
         self._lane: int | None = None
         self._gathering: _Arriving | None = None
         self._homecoming: _Coming | None = None
@@ -111,8 +110,8 @@ class CopyEngineTransport(Holdings):
         # what was lent has no room for a bias either: such keys are packed like others
         lent = self._find_lent(k, v) if self._lent_at and key_bias is None else None
         of_bias = None if key_bias is None else key_bias.dtype
-        # what is recorded is repeated without asking here, and keeps its name
-        how = what if self._recording else capturing
+        # a captured call is launched again without coming here, and keeps its name
+        how = what if self._kept is not None else capturing
         key = (id(collection), k.shape, k.dtype, v.shape[-1], groups, id(lent), how, keep, of_bias)
         found: GatherPrograms | None = self.find(key)
         if found is None:
@@ -122,8 +121,8 @@ class CopyEngineTransport(Holdings):
             if home is not None:
                 self.keep(home.key, home.plans)  # which growing for the gather has forgotten
         found.course.what = found.pushing.what = what
-        if self._recording:
-            self._repeats.lease.held.append(found)
+        if self._kept is not None:
+            self._kept.append(found)
 
         launch, streams = self.streams.launch, self.streams
         far, herald, kept = found.far[0], found.herald, None
@@ -151,7 +150,7 @@ class CopyEngineTransport(Holdings):
         self._far_layout = found.layout
         if found.packed is not None:
             slot = found.packed
-            streams.call(lambda: pack(slot, k, v, cleared, found.reels))
+            streams.call(lambda: pack(slot, k, v, cleared))
         if found.bias is not None and key_bias is not None:
             for target in found.bias[:2]:
                 if target is not None:
@@ -221,8 +220,8 @@ class CopyEngineTransport(Holdings):
             self._enter()
             plans = self.keep(key, self._prepare_home(collection, shape, what, biased=biased))
         plans[self._home_turn].course.what = what
-        if self._recording:
-            self._repeats.lease.held.append(plans)
+        if self._kept is not None:
+            self._kept.append(plans)
         return _Coming(self, key, plans)
 
     def repeat(
@@ -231,64 +230,51 @@ class CopyEngineTransport(Holdings):
         given: Sequence[Tensor],
         made: Sequence[Tensor],
         enqueue: Callable[[], object],
-        leased: Callable[[Lease], AbstractContextManager[None]],
         held: tuple[Any, ...],
     ) -> None:
-        """See `Gatherer.repeat`, and Note [Repeats] of repeats.py."""
+        """See `Gatherer.repeat`, and Note [Graph cache] of graph_cache.py."""
         _, capturing = self._enter()
         if capturing or self._homecoming is not None:
             enqueue()
             return
-        known = self._repeats.find(key, given, made, held)
-        graph = self._graph_of(known, enqueue, leased) if known.whole and known.seen >= SEEN else None
+        known = self._graphs.find(key, given, made, held)
+        graph = self._graph_of(known, enqueue) if known.can_capture and known.seen >= SEEN else None
         if graph is not None:
-            self._repeats.launched += 1
+            self._graphs.launched += 1
             self.streams.launch(graph, self.streams.main())
             return
-        turn, lease = self._home_turn, self._repeats.lease
-        if known.seen and known.whole:
-            # what comes once only takes no rooms that stay
-            lease.begin()
-            with leased(lease):
-                enqueue()
-            known.whole = lease.whole
-            lease.end()
-        else:
-            enqueue()
+        turn = self._home_turn
+        enqueue()
         known.seen = min(known.seen + 1, SEEN)
-        known.layout, known.turns = self._far_layout, self._home_turn != turn
+        known.layout, known.takes_turn = self._far_layout, self._home_turn != turn
 
-    def _graph_of(
-        self, known: Repeat, enqueue: Callable[[], object], leased: Callable[[Lease], AbstractContextManager[None]]
-    ) -> Program | None:
-        """What a call that has come before comes down to now; what it changes here is changed. None: it cannot be recorded."""
-        turn, layout, lease = self._home_turn, self._far_layout, self._repeats.lease
+    def _graph_of(self, known: CachedCall, enqueue: Callable[[], object]) -> Program | None:
+        """The graph of a call, made now or found; updates the state that the call changes. None: it cannot be captured."""
+        turn, layout = self._home_turn, self._far_layout
         clears = self._captured or (known.layout is not layout and known.layout != layout)
-        which = clears, turn if known.turns else 0
+        which = clears, turn if known.takes_turn else 0
         found = known.graphs.get(which)
         if found is not None:
-            self._far_layout, self._home_turn = known.layout, 1 - turn if known.turns else turn
+            self._far_layout, self._home_turn = known.layout, 1 - turn if known.takes_turn else turn
             return found[0]
-        if not self._repeats.repay():
+        if not self._graphs.may_capture():
             return None
-        lease.begin()
-        self._recording, graph = True, None
+        kept: list[Any] = []
+        self._kept, graph = kept, None
         try:
-            with leased(lease):
-                graph = self.streams.record(lambda: lease.held.append(enqueue()))
+            graph = self.streams.record(lambda: kept.append(enqueue()))
         except RuntimeError:
-            pass  # piece by piece it may do, or say what is wrong
+            pass  # piece by piece the call may succeed, or raise the error again
         finally:
-            self._recording = False
-            if graph is None or not lease.whole:
-                # nothing of it has happened
-                known.whole, graph = False, None
+            self._kept = None
+            if graph is None:
+                # nothing of it has run
+                known.can_capture = False
                 self._home_turn, self._far_layout = turn, layout
                 self._gathering = self._homecoming = None
-        held = lease.end()
         if graph is not None:
-            known.graphs[which] = graph, held
-            self._repeats.recorded += 1
+            known.graphs[which] = graph, kept
+            self._graphs.captured += 1
         return graph
 
     def one_shot(self, agreement: Agreement, why: str) -> OneShotExchange:
@@ -407,8 +393,8 @@ class CopyEngineTransport(Holdings):
 
     @property
     def repeated(self) -> int:
-        """Calls that were launched as one graph since memory was made (Note [Repeats] of repeats.py)."""
-        return self._repeats.launched
+        """Calls that were launched as one graph since memory was made (Note [Graph cache] of graph_cache.py)."""
+        return self._graphs.launched
 
     def poison(self) -> None:
         """Sets all bits wherever rows are kept between two calls; every rank calls it. What was lent is left alone."""
@@ -459,7 +445,7 @@ class CopyEngineTransport(Holdings):
             self.watch.check()
         lane, capturing = self.streams.main(), self.streams.capturing()
         if capturing:
-            self._captured |= not self._recording
+            self._captured |= self._kept is None
         elif lane != self._lane:
             if self._lane is not None:
                 self.streams.order(self._lane, lane)
@@ -591,7 +577,7 @@ class CopyEngineTransport(Holdings):
 class _Arriving:
     """See `Gathering`."""
 
-    __slots__ = ("_heralded", "_plan", "_transport", "arrivals", "far", "k", "kept", "key_bias", "reels", "v")
+    __slots__ = ("_heralded", "_plan", "_transport", "arrivals", "far", "k", "kept", "key_bias", "v")
 
     def __init__(
         self, transport: CopyEngineTransport, plan: GatherPrograms, kept: Tensor | None, *, heralded: bool
@@ -603,7 +589,6 @@ class _Arriving:
         self.kept = kept
         self.key_bias = None if plan.bias is None else plan.bias[2]
         self.arrivals = plan.arrivals
-        self.reels = plan.reels
 
     def close(self) -> None:
         self.join()
@@ -634,7 +619,7 @@ class _Coming:
 
     __slots__ = (
         "_begun", "_closed", "_gathering", "_received", "_together", "_transport",
-        "addresses", "bias_addresses", "key", "own", "own_bias", "plan", "plans", "reels", "rows",
+        "addresses", "bias_addresses", "key", "own", "own_bias", "plan", "plans", "rows",
     )  # fmt: skip
 
     def __init__(self, transport: CopyEngineTransport, key: Any, plans: tuple[HomePrograms, HomePrograms]) -> None:
@@ -645,7 +630,6 @@ class _Coming:
         self._gathering: _Arriving | None = None
         self._together: Together | None = None
         self.addresses = plan.addresses
-        self.reels = plan.reels
         self.own = plan.own
         self.rows = plan.own.shape[1]
         self.bias_addresses, self.own_bias = (None, None) if plan.bias is None else plan.bias[:2]

@@ -50,7 +50,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ringattn.kernels.contract import Arrivals, Reels
+from ringattn.kernels.contract import Arrivals
 from ringattn.kernels.pack import Cleared
 from ringattn.plan.ring_plan import Collection, Fetch, Reader, Rows
 from ringattn.transport.stations import Far, padded, say, take
@@ -162,7 +162,6 @@ class GatherPrograms:
         keep: Alive for as long as the programs.
         aim: What the herald does for rows that are kept at an address; None: none are.
         aimed: The programs of that, by address.
-        reels: See `Gathering`.
     """
 
     course: Course
@@ -186,7 +185,6 @@ class GatherPrograms:
     keep: Any
     aim: Callable[[int], list[Op]] | None
     aimed: OrderedDict[int, Program] = field(default_factory=OrderedDict)
-    reels: Reels = field(default_factory=Reels)
 
 
 def gather_programs(

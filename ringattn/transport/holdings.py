@@ -6,8 +6,8 @@ the table of what earlier calls have made. Refuses to know what is enqueued, and
 Note [Seen before]
     Whatever follows from shapes and plans alone is made at first sight: programs, views, tables of addresses. A later call
     finds it by one look into a table and enqueues it: a gather costs the host four driver calls and a launch, a homecoming that
-    begins with it one more, a post one driver call per copy and one or two more. What kernels were launched over such memory is
-    kept with its programs (Note [Reel] of kernels/record_triton.py). Growing buffers forget the table, so what is found there fits.
+    begins with it one more, a post one driver call per copy and one or two more. Growing buffers forget
+    the table, so what is found there fits.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from ringattn.kernels.pack import Cleared
-from ringattn.transport.repeats import Repeats
+from ringattn.transport.graph_cache import GraphCache
 from ringattn.transport.stations import PAYLOAD_ALIGNMENT, Far, Station
 from ringattn.transport.streams import Streams
 from ringattn.transport.symmetric import Memory, aligned
@@ -115,7 +115,7 @@ class Holdings:
     def _let_go(self) -> None:
         """Holds nothing: at the beginning, and when all is given up."""
         self._courses.clear()
-        self._repeats = Repeats()
+        self._graphs = GraphCache()
         self._fars: list[Far] = []
         self._homes: list[Station] = []
         self._boxes: tuple[list[Station], ...] = tuple([] for _ in KINDS)
@@ -136,7 +136,7 @@ class Holdings:
         lent = (lent.slot for lent in self._lent.values())
         local = (self._slot, self._flags, self._own, *self._guests, *lent, *self._raised.values())
         stations = sum(station.region.local.numel() for station in self._stations())
-        return stations + sum(x.untyped_storage().nbytes() for x in (*local, *self._repeats.lease.rooms))
+        return stations + self.streams.graph_bytes() + sum(x.untyped_storage().nbytes() for x in local)
 
     def find(self, key: Any) -> Any:
         """What an earlier call has made (Note [Seen before]); None: nothing.
@@ -165,7 +165,7 @@ class Holdings:
     def _forget_courses(self) -> None:
         self._retire(list(self._courses.values()))
         self._courses.clear()
-        self._repeats.forget()
+        self._graphs.clear()
 
     def _retire(self, old: Any) -> None:
         """Lets go, unless a captured graph may use it (Note [Old memory] of symmetric.py)."""
@@ -307,7 +307,7 @@ class Holdings:
     def _make_lent(self, key: tuple[str, tuple[Any, ...]], mine: int) -> Lent:
         name, (shape, d, dtype) = key
         self._refuse_in_capture(f"kv_buffer {name!r}")
-        self._repeats.forget()  # they know these addresses as other tensors, or as a slot that goes
+        self._graphs.clear()  # they know these addresses as other tensors, or as a slot that goes
         for old in [other for other in self._lent if other[0] == name]:
             self.streams.synchronize()
             gone = self._lent.pop(old)

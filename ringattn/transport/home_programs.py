@@ -16,7 +16,6 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from ringattn.kernels.contract import Reels
 from ringattn.plan.ring_plan import Collection
 from ringattn.transport.gather_programs import GatherPrograms
 from ringattn.transport.stations import Station, say, take, view_bytes
@@ -58,7 +57,6 @@ class HomePrograms:
         regions: What came home, one per reader.
         bias: Addresses, own and regions of the bias of keys; None: it has no gradient.
         keep: Alive for as long as the programs.
-        reels: See `Homecoming`.
     """
 
     course: Course
@@ -74,7 +72,6 @@ class HomePrograms:
     regions: list[Tensor]
     bias: tuple[Tensor, Tensor, list[Tensor]] | None
     keep: Any
-    reels: Reels = field(default_factory=Reels)
     # what a gather pushes from and into goes with its programs, and not with these
     _together: WeakKeyDictionary[GatherPrograms, Together] = field(default_factory=WeakKeyDictionary)
 

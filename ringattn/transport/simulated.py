@@ -9,14 +9,13 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Hashable, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from ringattn.kernels.contract import Arrivals, Lease, Reels
+from ringattn.kernels.contract import Arrivals
 from ringattn.plan.ring_plan import Collection, Nodes
 from ringattn.transport.base import Homecoming, Parcel, Pending, Reply, Seat
 
@@ -187,11 +186,10 @@ class SimulatedGatherer:
         given: Sequence[Tensor],
         made: Sequence[Tensor],
         enqueue: Callable[[], object],
-        leased: Callable[[Lease], AbstractContextManager[None]],
         held: tuple[Any, ...],
     ) -> None:
         """See `Gatherer.repeat`; each call is a new one."""
-        del key, given, made, leased, held
+        del key, given, made, held
         enqueue()
 
     def _fetch(self, mine: Tensor, far: Tensor, collection: Collection, what: str) -> Tensor:
@@ -237,7 +235,6 @@ class _Gathered:
     kept: Tensor | None
     key_bias: Tensor | None
     arrivals: Arrivals | None
-    reels: Reels = field(default_factory=Reels)
 
     def close(self) -> None:
         # a kernel that is launched later would be too late
@@ -267,7 +264,6 @@ class _Homes:
         self._made = torch.full((sides, b, self.rows, hk, width), float("nan"), dtype=torch.float32, device=device)
         self.own = self._made[0]
         self.addresses = _addresses(self._made)
-        self.reels = Reels()
         self._biases = None
         if biased:
             self._biases = torch.full((sides, b, hk, self.rows), float("nan"), dtype=torch.float32, device=device)

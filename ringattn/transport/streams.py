@@ -105,8 +105,13 @@ class Streams(Protocol):
     def record(self, work: Callable[[], object]) -> Program:
         """What work enqueues on the caller's stream, and beside it, as one program for that stream; nothing of it happens yet.
 
-        While it is recorded, `capturing` says so.
+        While it is recorded, `capturing` says so. Memory that work frees again belongs to all programs that are recorded here,
+        so these must be ordered on the device.
         """
+        ...
+
+    def graph_bytes(self) -> int:
+        """Bytes of device memory that recorded programs use beside the tensors that they were given."""
         ...
 
     def rescue(self, ops: Sequence[Op]) -> None:
@@ -273,6 +278,7 @@ class CudaStreams:
         event = c_void_p()
         self._do("make an event", self._cu.cuEventCreate, byref(event), _NO_TIMING)
         self._event = event.value
+        self._pool: torch.cuda.MemPool | None = None  # of temporary tensors of recorded work
 
     def main(self) -> int:
         """See `Streams.main`."""
@@ -331,10 +337,17 @@ class CudaStreams:
     def record(self, work: Callable[[], object]) -> _Calls:
         """See `Streams.record`."""
         recorded = _Calls([], -1)
-        with torch.cuda.stream(torch.cuda.ExternalStream(self._scribe, device=self._device)):
+        if self._pool is None:
+            self._pool = torch.cuda.MemPool()
+        scribe = torch.cuda.ExternalStream(self._scribe, device=self._device)
+        with torch.cuda.use_mem_pool(self._pool, self._index), torch.cuda.stream(scribe):
             # torch may have to get memory meanwhile
             recorded.graph = _Graph(self._cu, self._scribe, work, _RELAXED)
         return recorded
+
+    def graph_bytes(self) -> int:
+        """See `Streams.graph_bytes`."""
+        return 0 if self._pool is None else sum(segment["total_size"] for segment in self._pool.snapshot())
 
     def rescue(self, ops: Sequence[Op]) -> None:
         """See `Streams.rescue`."""

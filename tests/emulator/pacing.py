@@ -24,8 +24,8 @@ def keep_pace_always(monkeypatch: pytest.MonkeyPatch, launcher: types.ModuleType
     boards: list[tuple[Tensor, int]] = []
     board_of = pace.board_of
 
-    def noted(tape: Any, plan: Any, *rest: Any) -> Any:
-        found = board_of(tape, plan, *rest)
+    def noted(plan: Any, *rest: Any) -> Any:
+        found = board_of(plan, *rest)
         if found[0] is not None:
             boards.append((found[0], plan.programs))
         return found

@@ -14,7 +14,6 @@ from ringattn.kernels import eager, launch_triton
 from ringattn.kernels.contract import Gathered, Grads, KernelSet, Score
 from ringattn.kernels.hopper.around_launch import Source
 from ringattn.kernels.hopper.backward_configs import BackwardConfig
-from ringattn.kernels.record_triton import Tape, recorded
 from ringattn.numerics.reference import visible_pairs
 from tests.emulator import gluon as machine
 from tests.emulator.pacing import keep_pace_always
@@ -199,13 +198,8 @@ def test_what_is_finished_side_by_side_is_added_or_written_each_as_told(add_rows
     before = [x.clone() for x in (dq, dk, dv)]
     plan = SimpleNamespace(splits=torch.tensor([[0, 0, 0, 2]], dtype=torch.int32))
 
-    @recorded
-    def finish(tape: Tape, parts: Tensor, total: Tensor, dq: Tensor, dk: Tensor, dv: Tensor) -> None:
-        tape.keep(plan)
-        of_keys = around_launch.added(plan, parts, 128, dk, dv, (64, 64), add=add_keys)
-        around_launch.finish(tape, of_keys, around_launch.RowSums(total, dq, None, None, 64, 0.5, add_rows))
-
-    finish(parts, total, dq, dk, dv)
+    of_keys = around_launch.added(plan, parts, 128, dk, dv, (64, 64), add=add_keys)
+    around_launch.finish(of_keys, around_launch.RowSums(total, dq, None, None, 64, 0.5, add_rows))
     of_dk, of_dv = (x.sum(0).view(128, 64)[:100] for x in parts.split(128 * 64, 1))
     sums = (total * 0.5, of_dk[None, :, None, :40], of_dv[None, :, None, :24])
     for x, old, new, add in zip((dq, dk, dv), before, sums, (add_rows, add_keys, add_keys), strict=True):
