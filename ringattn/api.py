@@ -180,7 +180,7 @@ def ring_attention_with_lse(
                     f"{name} must have rows and numbers, got a {'nested' if x.is_nested else 'meta'} tensor; pad it, or make "
                     "it real"
                 )
-        distributed = any(type(x) is not Tensor and is_distributed(x) for x in tensors)
+        distributed = any(x is not None and type(x) is not Tensor and is_distributed(x) for x in tensors)
         kind = q.device.type
         if kind in _AUTOCAST and torch.is_autocast_enabled(kind):
             lower = torch.get_autocast_dtype(kind)

@@ -17,7 +17,7 @@ from tests.thinning import EVERY
 
 ROOT = Path(__file__).parents[1]
 ROOMS = {"ringattn": ROOT / "ringattn", "ringattn.kernels": ROOT / "kernels", "ringattn.launch": ROOT / "launch"}
-INTEGERS = ["layout", "visibility", "schedule"]  # each may import those before it
+INTEGERS = ["plan.layouts", "plan.mask", "plan.ring_plan"]  # each may import those before it
 DISTRIBUTED = ("torch.distributed", "torch._C._distributed", "torch._C._functional_collectives")
 
 

@@ -17,10 +17,13 @@ pytest.importorskip("triton")
 from ringattn.kernels import homes_triton, launch_triton, pack_triton
 from ringattn.kernels.hopper import api as hopper
 from ringattn.plan import device_tables
-from ringattn.plan.attention_spec import Call, describe
+from ringattn.plan.attention_spec import AttentionSpec, ScoreTensors, serialize
 from ringattn.plan.layouts import make_shards
 from ringattn.plan.sharding import Sharding
-from ringattn.schedule import fused
+from ringattn.schedule import execution_plan
+from ringattn.schedule.execution_plan import ExecutionPlan, make_execution_plan
+from ringattn.schedule.fused import fused_backward, fused_forward
+from ringattn.schedule.stepwise_backward import WantedGrads
 from ringattn.transport import copy_engine, graph_cache
 from ringattn.transport.base import Seat
 from ringattn.transport.copy_engine import CopyEngineTransport
@@ -205,9 +208,11 @@ class Ring:
         self.case = case
         shards = make_shards("zigzag", case.n, ranks)
         sharding = Sharding(case.n, "zigzag", shards, 1, case.documents)
-        self.call = Call.decode(describe(sharding, softmax_scale=case.scale, **case.mask, **case.options), 1)
+        text = serialize(sharding, softmax_scale=case.scale, **case.mask, **case.options)
+        self.spec = AttentionSpec.deserialize(text, 1)
         self.transport = CopyEngineTransport(1, range(ranks), "ring", Idle(), Alone(ranks), 10.0, watched=False)
         self.seat = Seat(1, ranks, self.transport, budget=2**40)
+        self.plan: ExecutionPlan | None = None
 
     def inputs(self) -> dict[str, Tensor]:
         """Those of one call; every call has its own."""
@@ -225,13 +230,15 @@ class Ring:
         """A forward and a backward; what they give."""
         q, k, v, do = (inputs[name] for name in ("q", "k", "v", "do"))
         extras = {name: inputs[name] for name in self.case.features}
-        score = self.call.score(q.dtype, 0, **extras)
+        tensors = ScoreTensors(**extras)
         kernels: Any = hopper
-        here = score, self.call, kernels, self.seat
-        o, lse, kept = fused.forward(q, k, v, *here, keep=self.case.keep)
+        # one plan for all calls, as `dispatch.resolve` finds it
+        self.plan = self.plan or make_execution_plan(self.spec, q, k, v, tensors, kernels, self.seat)
+        here = self.spec.score(q.dtype, 0, tensors), self.plan, self.seat
+        o, lse, kept = fused_forward(q, k, v, *here, keep=self.case.keep)
         assert (kept is not None) == self.case.keep
-        wanted = {"want_alibi": "alibi_slopes" in extras, "want_key_bias": "key_bias" in extras}
-        grads = fused.backward(do, None, q, k, v, o, lse, *here, kept=kept, **wanted)
+        wanted = WantedGrads(alibi_slopes="alibi_slopes" in extras, key_bias="key_bias" in extras)
+        grads = fused_backward(do, None, q, k, v, o, lse, *here, wanted, saved=kept)
         return [o, lse, grads.dq, grads.dk, grads.dv]
 
 
@@ -324,9 +331,9 @@ def test_what_graphs_read_lives_as_long_as_they_do(launches: list[Launch], stead
     for _ in range(6):
         steady()
         ring.both(inputs)
-    sides = weakref.ref(ring.call.stationary("keys", inputs["q"].device))
+    assert ring.plan is not None
+    sides = weakref.ref(ring.plan.tables.stationary("keys"))
     device_tables.clear()
-    ring.call._keys.clear()
     gc.disable()
     try:
         assert sides() is not None
@@ -356,7 +363,7 @@ def test_who_hears_of_launches_hears_of_all(
 def test_only_brief_calls_become_graphs(
     launches: list[Launch], steady: Callable[[], None], monkeypatch: pytest.MonkeyPatch, long: bool
 ) -> None:
-    monkeypatch.setattr(fused, "BRIEF", 0.0 if long else 1.0)
+    monkeypatch.setattr(execution_plan, "SHORT_SECONDS", 0.0 if long else 1.0)
     ring = Ring(Case())
     inputs = ring.inputs()
     for _ in range(6):
@@ -406,13 +413,14 @@ def test_another_call_over_the_same_memory_is_another_graph(
 def test_graphs_keep_tables_and_programs(launches: list[Launch], steady: Callable[[], None]) -> None:
     """A table that is dropped elsewhere stays alive in a graph."""
     ring = Ring(Case(heads=8, kv_heads=8, dims=(128, 128)))
-    inputs, device = ring.inputs(), torch.device("cpu")
+    inputs = ring.inputs()
     for _ in range(6):
         launches.clear()
         steady()
         ring.both(inputs)
-    call = ring.call
-    tables_of = call.stationary("keys", device), call.gathered(device), call.returning(device)
+    assert ring.plan is not None
+    tables = ring.plan.tables
+    tables_of = tables.stationary("keys"), tables.gathered(), tables.returning()
     assert ring.transport._kept is None
     held = [kept for one in ring.transport._graphs._calls.values() for _, kept in one.graphs.values()]
     assert len(held) == 3

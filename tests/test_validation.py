@@ -11,7 +11,7 @@ import torch
 from torch.autograd import forward_ad
 
 from ringattn import Ring, RingMultiheadAttention, Sharding, ring_attention, ring_attention_with_lse, simulate_ring
-from ringattn.plan.attention_spec import AttentionSpec, serialize
+from ringattn.plan.attention_spec import AttentionSpec, ScoreTensors, serialize
 from ringattn.plan.layouts import make_shards
 from ringattn.plan.mask import Visibility
 from ringattn.schedule.validation import check_call
@@ -297,7 +297,7 @@ def test_derivatives_that_are_not_there_are_refused(derive: Callable[[], Any], m
 def test_tensors_on_different_devices_are_refused() -> None:
     call = AttentionSpec.deserialize(serialize(SHARDING, softmax_scale=1.0), rank=0)
     with pytest.raises(ValueError, match="k must be on the device of q, cpu, got meta"):
-        check_call(Q, K.to("meta"), K, call, 0, 1)
+        check_call(Q, K.to("meta"), K, call, 0, 1, ScoreTensors())
 
 
 def test_bias_cannot_travel_with_queries() -> None:

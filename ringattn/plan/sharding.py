@@ -233,7 +233,8 @@ class Sharding:
     @staticmethod
     def _check_rows(name: str, x: Tensor, dim: int, wanted: str, rows: int, instead: str) -> int:
         """The dim, counted from the front, in which a tensor has so many rows; refuses others."""
-        check_plain(name, x)
+        if type(x) is not Tensor:
+            check_plain(name, x)
         dim = _resolve_dim(x, dim)
         if x.shape[dim] != rows:
             raise ValueError(
@@ -353,7 +354,7 @@ def positions_of(shard: Shard) -> Tensor:
 
 
 def _run_of(x: Tensor, dim: int, run: Run) -> Tensor:
-    stretch = x.narrow(dim, run.start, run.last - run.start + 1)
+    stretch = x.narrow(dim, run.start, run.stride * (run.length - 1) + 1)
     return stretch if run.stride == 1 else stretch[(slice(None),) * dim + (slice(None, None, run.stride),)]
 
 
