@@ -14,10 +14,9 @@ Note [Prepared calls]
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from ringattn.kernels.contract import KernelSet, Score
@@ -26,7 +25,6 @@ from ringattn.plan.attention_spec import Call
 from ringattn.ring import Ring
 from ringattn.ring_registry import find_ring
 from ringattn.schedule.validation import check_call
-from ringattn.tensor_checks import check_plain
 
 CAPACITY = 1024
 """Calls that are kept; beyond it all are forgotten, and prepared again as they come."""
@@ -106,23 +104,3 @@ def prepare(
     if score is None:
         score = known.call.score(q.dtype, dropout_seed, **extras)
     return here, known.call, known.kernels, score
-
-
-def refuse_distributed(tensors: Sequence[Tensor | None], ring: str) -> None:
-    """Refuses, on every rank, a call that has a DTensor among its tensors: the operator would be asked how to shard it.
-
-    Args:
-        tensors: q, k, v, sinks, alibi_slopes, key_bias and bias.
-        ring: The name of the ring.
-
-    Raises:
-        NotImplementedError: Always.
-    """
-    try:
-        for name, x in zip(("q", "k", "v", "sinks", "alibi_slopes", "key_bias", "bias"), tensors, strict=True):
-            check_plain(name, x)
-    except NotImplementedError as error:
-        # while a graph is traced nothing is said to others: they trace the same
-        if not torch.compiler.is_compiling():
-            find_ring(ring).refuse(error)
-        raise

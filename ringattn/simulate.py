@@ -14,14 +14,13 @@ import torch
 from torch import Tensor
 
 from ringattn.kernels.select import pick
-from ringattn.plan.attention_spec import Call, describe, resolve_mask
-from ringattn.plan.layouts import make_shards
-from ringattn.plan.mask import Visibility
+from ringattn.plan.attention_spec import Call, describe
+from ringattn.plan.options import resolve_flag, resolve_integer
 from ringattn.plan.ring_plan import make_nodes
-from ringattn.plan.sharding import Sharding
+from ringattn.plan.sharding import Sharding, resolve_shards
 from ringattn.schedule import fused
 from ringattn.schedule.stepwise_backward import Gradients
-from ringattn.schedule.validation import check_call
+from ringattn.schedule.validation import check_call, check_tensors, expand_bias
 from ringattn.transport.base import Seat
 from ringattn.transport.simulated import run_ranks
 from ringattn.transport.symmetric import ranks_per_gpu, spare_of
@@ -51,7 +50,7 @@ def simulate_ring(
     *,
     nodes: int = 1,
     layout: str = "zigzag",
-    documents: Sequence[int] | None = None,
+    documents: Sequence[int] | Tensor | None = None,
     balance: dict[str, Any] | None = None,
     do: Tensor | None = None,
     dlse: Tensor | None = None,
@@ -90,12 +89,33 @@ def simulate_ring(
 
     Returns:
         Whole outputs and gradients.
+
+    Raises:
+        ValueError: What `ring_attention` or `Ring.sharding` raises, of whole tensors; or a cotangent has another shape.
+        TypeError: A tensor is something else, or what counts is no integer.
+        NotImplementedError: Meaningful but not supported; the message names the alternative.
     """
+    small = {"sinks": sinks, "alibi_slopes": alibi_slopes, "key_bias": key_bias}
+    check_tensors(q, k, v, **small, bias=bias, do=do, dlse=dlse)
+    world_size, nodes = resolve_integer("world_size", world_size), resolve_integer("nodes", nodes)
+    dropout_seed, keep_keys = resolve_integer("dropout_seed", dropout_seed), resolve_flag("keep_keys", keep_keys)
+    memory_budget = resolve_integer("memory_budget", memory_budget)
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if x.dim() != 4:
+            raise ValueError(f"{name} must be 4-dimensional, `batch rows heads head_dim`, got shape {tuple(x.shape)}")
     (b, n, h, d), m = q.shape, k.shape[1]
-    whole_bias = None if bias is None else bias.expand(b, h, n, m)
+    whole_bias = None if bias is None else expand_bias(bias, q, m)
     shardings = _shardings(n, layout, documents, world_size, balance)
     kv_shardings = shardings if m == n else _shardings(m, layout, None, world_size, balance)
-    scale = d**-0.5 if softmax_scale is None else softmax_scale
+    scale = (d**-0.5 if d else 1.0) if softmax_scale is None else softmax_scale
+    # what is wrong is named as it was given, before it is cut: as in a ring of one rank
+    rows = _shardings(n, "contiguous", shardings[0].documents, 1, None)[0]
+    keys = rows if m == n else _shardings(m, "contiguous", None, 1, None)[0]
+    whole = Call.decode(describe(rows, None if m == n else keys, softmax_scale=scale, **options), 0)
+    check_call(q, k, v, whole, 0, 1, **small, bias=whole_bias)
+    for name, x, shape in (("do", do, (b, n, h, v.shape[-1])), ("dlse", dlse, (b, h, n))):
+        if x is not None and (tuple(x.shape) != shape or x.device != q.device):
+            raise ValueError(f"{name} must have shape {shape} on {q.device}, got {tuple(x.shape)} on {x.device}")
 
     def run(seat: Seat) -> tuple[Tensor, Tensor, Gradients | None]:
         mine, keys = shardings[seat.rank], kv_shardings[seat.rank]
@@ -166,9 +186,11 @@ def simulate_ring(
 
 
 def _shardings(
-    seq_len: int, layout: str, documents: Sequence[int] | None, world_size: int, balance: dict[str, Any] | None
+    seq_len: int,
+    layout: str,
+    documents: Sequence[int] | Tensor | None,
+    world_size: int,
+    balance: dict[str, Any] | None,
 ) -> list[Sharding]:
-    documents = None if documents is None else tuple(documents)
-    mask = Visibility(seq_len=seq_len, kv_len=seq_len, documents=documents, **resolve_mask(balance or {"causal": True}))
-    shards = make_shards(layout, seq_len, world_size, mask)
-    return [Sharding(seq_len, layout, shards, rank, documents) for rank in range(world_size)]
+    seq_len, boundaries, shards = resolve_shards(seq_len, layout, documents, balance, world_size)
+    return [Sharding(seq_len, layout, shards, rank, boundaries) for rank in range(world_size)]

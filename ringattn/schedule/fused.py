@@ -1,7 +1,7 @@
 """All visits of a rank in one launch: keys of all owners come while one kernel computes.
 
-Owns the choice between this schedule and the visits one by one (`stepwise_forward.py`, `stepwise_backward.py`), and the order
-of gather, launch and release. Refuses to know how bytes move and how a kernel waits for them.
+Owns the choice between this schedule and the visits one by one (`stepwise_forward.py`, `stepwise_backward.py`), and the order of gather,
+launch and release. Refuses to know how bytes move and how a kernel waits for them.
 
 Note [Two schedules]
     gathered  one launch forward, one backward (plus the sum of what came home). A query row stays in registers from its
