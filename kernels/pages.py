@@ -15,9 +15,16 @@ Note [fp8 rows]
     finite e4m3, so nothing overflows, and a row of zeros stays one. What is read is e4m3 * scale, in fp32, rounded to the
     dtype that is asked for. e4m3 has three bits of mantissa: a number of at least 2^-6 * scale is off by at most 2^-4 of
     itself, a smaller one by at most 2^-10 * scale. A row with a NaN or an infinity is NaN wherever it is read.
+
+Note [Values that are not finite]
+    Requests share tiles of kernels. A tile hides a score by selecting -inf, so NaN in q or k of one request cannot reach another.
+    But it multiplies hidden values by weights of 0, and 0 * NaN is NaN. So a row of v with a NaN or an infinity is kept as zeros,
+    and the row of k beside it as NaN: tokens that see it become NaN, all others are what they are beside a healthy request.
 """
 
 from __future__ import annotations
+
+import math
 
 import torch
 from torch import Tensor
@@ -39,8 +46,9 @@ def put(
     slots: Tensor,
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
+    contained: tuple[Tensor, Tensor] | None = None,
 ) -> None:
-    """Writes rows to their slots.
+    """Writes rows to their slots, those of values that are not finite as Note [Values that are not finite] says.
 
     On a GPU it is one launch, which depends on shapes alone: captured in a CUDA graph it serves whatever slots hold later.
 
@@ -51,15 +59,16 @@ def put(
         v: `b s hk dv`, likewise.
         slots: `b s` int64, contiguous; -1: the row goes nowhere. No slot twice.
         k_scale: `pages hk page_size` fp32, contiguous; written. With fp8 only (Note [fp8 rows]).
-        v_scale: Likewise.
+        v_scale: Scales of v, as k_scale.
+        contained: Contiguous tensors like k and v, which get all rows as well, as pages have them but for rounding to fp8.
     """
     if not slots.numel():
         return
     fast = find_twin("ringattn.kernels.pages_triton") if pool_k.is_cuda else None
     if fast is not None:
-        fast.put(pool_k, pool_v, k, v, slots, k_scale, v_scale)
+        fast.put(pool_k, pool_v, k, v, slots, k_scale, v_scale, contained)
         return
-    put_eager(pool_k, pool_v, k, v, slots, k_scale, v_scale)
+    put_eager(pool_k, pool_v, k, v, slots, k_scale, v_scale, contained)
 
 
 def take(
@@ -99,8 +108,13 @@ def put_eager(
     slots: Tensor,
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
+    contained: tuple[Tensor, Tensor] | None = None,
 ) -> None:
     """`put` in plain torch."""
+    k, v = contain(k, v)
+    if contained is not None:
+        contained[0].copy_(k)
+        contained[1].copy_(v)
     here = slots >= 0
     page, row = _places(pool_k, slots[here])
     for pool, x, scale in ((pool_k, k, k_scale), (pool_v, v, v_scale)):
@@ -125,6 +139,22 @@ def take_eager(
     for pool, x, scale in ((pool_k, k, k_scale), (pool_v, v, v_scale)):
         rows = _bits(pool)[page, :, row].view(pool.dtype)
         x.copy_(rows if scale is None else dequantise(rows, scale[page, :, row], x.dtype))
+
+
+def contain(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Rows of keys and values as Note [Values that are not finite] says.
+
+    Args:
+        k: `... d`.
+        v: `... dv`.
+
+    Example:
+        >>> k, v = contain(torch.ones(3, 1), torch.tensor([[1.0], [math.inf], [math.nan]]))
+        >>> k.tolist(), v.tolist()
+        ([[1.0], [nan], [nan]], [[1.0], [0.0], [0.0]])
+    """
+    bad = ~v.isfinite().all(-1, keepdim=True)
+    return k.masked_fill(bad, math.nan), v.masked_fill(bad, 0)
 
 
 def quantise(x: Tensor) -> tuple[Tensor, Tensor]:

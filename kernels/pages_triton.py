@@ -78,9 +78,18 @@ def _put_rows(pool, scale, y, to, ok, FP8: tl.constexpr, WIDTH: tl.constexpr, CO
     tl.store((pool + to * WIDTH)[:, None] + c, y, mask=mask)
 
 
+@triton.jit
+def _contain(k_rows, v_rows):
+    """Rows of keys and values as Note [Values that are not finite] of pages.py says."""
+    wide = v_rows if v_rows.dtype == tl.float64 else v_rows.to(tl.float32)
+    bad = tl.sum(wide * 0.0, 1) != 0.0  # 0 times what is not finite is NaN
+    nan = tl.full(k_rows.shape, float("nan"), tl.float32).to(k_rows.dtype)
+    return tl.where(bad[:, None], nan, k_rows), tl.where(bad[:, None], tl.zeros_like(v_rows), v_rows)
+
+
 @triton.jit(do_not_specialize=["s", "rows"])
 def _put_kernel(
-    pool_k, pool_v, k_scale, v_scale, k, v, slots, s, rows,
+    pool_k, pool_v, k_scale, v_scale, k, v, slots, k_contained, v_contained, s, rows,
     k_sb, k_ss, k_sh, v_sb, v_ss, v_sh,
     HK: tl.constexpr, SIZE: tl.constexpr, FP8: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
     D_COLUMNS: tl.constexpr, DV_COLUMNS: tl.constexpr, ROWS: tl.constexpr,
@@ -97,6 +106,10 @@ def _put_kernel(
     # rows are asked for before their slots are known: one round trip
     k_rows = _rows_at(k + b * k_sb + x * k_ss + h * k_sh, ok, D, D_COLUMNS)
     v_rows = _rows_at(v + b * v_sb + x * v_ss + h * v_sh, ok, DV, DV_COLUMNS)
+    k_rows, v_rows = _contain(k_rows, v_rows)
+    if k_contained is not None:
+        _put_rows(k_contained, None, k_rows, r.to(tl.int64), ok, False, D, D_COLUMNS)
+        _put_rows(v_contained, None, v_rows, r.to(tl.int64), ok, False, DV, DV_COLUMNS)
     ok = slot >= 0
     to = (slot // SIZE * HK + h) * SIZE + slot % SIZE
     _put_rows(pool_k, k_scale, k_rows, to, ok, FP8, D, D_COLUMNS)
@@ -140,10 +153,11 @@ def put(
     slots: Tensor,
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
+    contained: tuple[Tensor, Tensor] | None = None,
 ) -> None:
     """Takes the arguments of `kernels.pages.put`."""
     if slots.numel():
-        _put(*_seen(pool_k, pool_v, k_scale, v_scale), k, v, slots)
+        _put(*_seen(pool_k, pool_v, k_scale, v_scale), k, v, slots, *(contained or (None, None)))
 
 
 def take(
@@ -175,6 +189,8 @@ def _put(
     k: Tensor,
     v: Tensor,
     slots: Tensor,
+    k_contained: Tensor | None,
+    v_contained: Tensor | None,
 ) -> None:
     b, s, hk, _ = k.shape
     rows, constants = b * s * hk, _constants(pool_k, k, v)
@@ -182,10 +198,13 @@ def _put(
     launch_triton.launch(
         _put_kernel,
         (-(-rows // constants["ROWS"]),),
-        (pool_k, pool_v, k_scale, v_scale, k, v, slots, s, rows, *k.stride()[:3], *v.stride()[:3]),
+        (
+            pool_k, pool_v, k_scale, v_scale, k, v, slots, k_contained, v_contained, s, rows, *k.stride()[:3],
+            *v.stride()[:3],
+        ),
         constants | {"FP8": k_scale is not None},
         num_warps=4,
-    )
+    )  # fmt: skip
 
 
 def _take(

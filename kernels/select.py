@@ -108,6 +108,8 @@ def _portable(request: _Request) -> tuple[bool, str]:
     interpreted = request.explicit and os.environ.get("TRITON_INTERPRET") == "1"
     if request.device.type != "cuda" and not interpreted:
         return False, f"device must be a CUDA or ROCm GPU (or TRITON_INTERPRET=1 be set), got {request.device}"
+    if request.device.type != "cuda" and request.dtype == torch.bfloat16:
+        return False, "dtype must be float16 or float32 in the Triton interpreter, whose products of bfloat16 are wrong"
     if importlib.util.find_spec("triton") is None:
         return False, "triton must be installed, got none"
     if request.device.type != "cuda":
@@ -131,6 +133,21 @@ _TABLE = (
     _Row("portable", "ringattn.kernels.portable.api", _portable),
     _Row("eager", "ringattn.kernels.eager", _eager),
 )
+
+
+IMPLS = ("auto", *(row.name for row in _TABLE))
+"""What a call may ask for."""
+
+
+def resolve_impl(impl: object) -> str:
+    """The name of a kernel set, or "auto", as users give it.
+
+    Raises:
+        ValueError: It is neither.
+    """
+    if not isinstance(impl, str) or impl not in IMPLS:
+        raise ValueError(f'impl must be "auto" or one of {", ".join(IMPLS[1:])}, got {impl!r}; use "auto"')
+    return IMPLS[IMPLS.index(impl)]
 
 
 def pick(
@@ -164,9 +181,7 @@ def pick(
         >>> print(pick(torch.device("cpu"), torch.float64, 64, 64, impl="eager"))
         eager: plain torch serves any device, head_dim and feature
     """
-    names = [row.name for row in _TABLE]
-    if impl not in ("auto", *names):
-        raise ValueError(f'impl must be "auto" or one of {", ".join(names)}, got "{impl}"; use "auto"')
+    impl = resolve_impl(impl)
     unknown = sorted(set(features) - FEATURES)
     if unknown:
         raise ValueError(f"features must be among {', '.join(sorted(FEATURES))}, got {', '.join(unknown)}")

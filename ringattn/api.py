@@ -5,21 +5,20 @@ Owns the contract that users read. Refuses to know how a ring works: it only des
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from ringattn.autograd import attend
-from ringattn.dispatch import call_text, refuse_distributed
+from ringattn.dispatch import call_text
+from ringattn.plan.options import resolve_integer, resolve_real
 from ringattn.plan.sharding import Sharding, check_sharding
-from ringattn.tensor_checks import is_distributed
+from ringattn.schedule.validation import check_tensors, expand_bias
 
+_PLAIN = (Tensor, torch.nn.Parameter)
 _AUTOCAST = ("cpu", "cuda", "hip", "xpu")
 """Devices with autocast. Named, because torch.compile of torch 2.11 does not trace the question."""
-_REQUIRED = ("q", "k", "v")
-_TENSORS = (*_REQUIRED, "sinks", "alibi_slopes", "key_bias", "bias")
 
 
 def ring_attention(
@@ -168,25 +167,18 @@ def ring_attention_with_lse(
         if type(sharding) is not Sharding:
             check_sharding(sharding)
         if kv_sharding is not None:
-            check_sharding(kv_sharding)
+            check_sharding(kv_sharding, "kv_sharding")
         tensors = (q, k, v, sinks, alibi_slopes, key_bias, bias)
-        for name, x in zip(_TENSORS, tensors, strict=True):
-            if x is None and name not in _REQUIRED:
-                continue
-            if not isinstance(x, Tensor):
-                raise TypeError(f"{name} must be a tensor, got {type(x).__name__}; convert it first")
-            if x.is_nested or x.is_meta:
-                raise ValueError(
-                    f"{name} must have rows and numbers, got a {'nested' if x.is_nested else 'meta'} tensor; pad it, or make "
-                    "it real"
-                )
-        distributed = any(x is not None and type(x) is not Tensor and is_distributed(x) for x in tensors)
+        if not all(map(_is_plain, tensors)) or q is None or k is None or v is None:
+            check_tensors(q, k, v, sinks=sinks, alibi_slopes=alibi_slopes, key_bias=key_bias, bias=bias)
         kind = q.device.type
         if kind in _AUTOCAST and torch.is_autocast_enabled(kind):
             lower = torch.get_autocast_dtype(kind)
             q, k, v = (x.to(lower) if x.is_floating_point() and x.dtype != torch.float64 else x for x in (q, k, v))
-        if bias is not None and not distributed:
-            bias = _expand(bias, q, (kv_sharding or sharding).seq_len)
+        if bias is not None:
+            bias = expand_bias(bias, q, (kv_sharding or sharding).seq_len)
+        if type(dropout_p) is not float:
+            dropout_p = resolve_real("dropout_p", dropout_p)
         if dropout_p and dropout_seed is None:
             raise ValueError(
                 f"dropout_seed must be given when dropout_p is {dropout_p}; pass one integer per call, the same on all ranks"
@@ -196,8 +188,8 @@ def ring_attention_with_lse(
         scale = (d**-0.5 if d else 1.0) if softmax_scale is None else softmax_scale
         # a seed may be a symbol of a trace, which has no truth
         seed = 0 if dropout_seed is None else dropout_seed
-        if not isinstance(seed, (int, torch.SymInt)):
-            seed = operator.index(seed)
+        if type(seed) is not int and not isinstance(seed, torch.SymInt):
+            seed = resolve_integer("dropout_seed", seed)
         if type(seed) is int and not torch.compiler.is_compiling() and not -(2**63) <= seed < 2**63:
             if not 0 <= seed < 2**64:
                 raise ValueError(f"dropout_seed must have 64 bits, got {seed}; take it modulo 2**64")
@@ -221,23 +213,14 @@ def ring_attention_with_lse(
         if isinstance(sharding, Sharding) and not torch.compiler.is_compiling():
             sharding.ring.refuse(error)
         raise
-    if distributed:
-        refuse_distributed(tensors, sharding.ring.name)
     # the property raises where there is no ring
     ring = sharding.ring_name or sharding.ring.name
     return attend(q, k, v, sinks, alibi_slopes, key_bias, bias, seed, ring, call)
 
 
-def _expand(bias: Tensor, q: Tensor, kv_len: int) -> Tensor:
-    """Bias as `b h s n`, without a copy."""
-    if q.dim() != 4:
-        return bias  # q is refused where tensors are checked
-    b, s, h, _ = q.shape
-    wanted = (b, h, s, kv_len)
-    sizes = (1,) * (4 - bias.dim()) + tuple(bias.shape)
-    if len(sizes) != 4 or any(x not in (1, y) for x, y in zip(sizes, wanted, strict=True)):
-        raise ValueError(
-            f"bias must be broadcastable to {wanted} (this rank's query rows x all keys), got {tuple(bias.shape)}; "
-            "cut a whole one with sharding.shard(bias, dim=-2)"
-        )
-    return bias.expand(wanted)
+def _is_plain(x: Tensor | None) -> bool:
+    """Whether a tensor is absent, or surely one of those that `check_tensors` takes."""
+    if x is None:
+        return True
+    is_usual = type(x) in _PLAIN and x.layout is torch.strided
+    return is_usual and not (x.is_nested or x.is_quantized or x.is_meta)

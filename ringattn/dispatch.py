@@ -14,7 +14,7 @@ Note [Resolved calls]
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping
 from typing import Any
 
 import torch
@@ -32,7 +32,6 @@ from ringattn.schedule.fused_hierarchical import hierarchical_backward, hierarch
 from ringattn.schedule.stepwise_backward import Gradients, WantedGrads, stepwise_backward
 from ringattn.schedule.stepwise_forward import stepwise_forward
 from ringattn.schedule.validation import check_call
-from ringattn.tensor_checks import check_plain
 from ringattn.transport.base import Seat
 
 CAPACITY = 1024
@@ -56,7 +55,7 @@ def call_text(sharding: Sharding, kv_sharding: Sharding | None, options: Mapping
     """
     values = tuple(options.values())
     # tracing must not see a table that changes
-    if torch.compiler.is_compiling() or not all(map(_is_value, values)):
+    if torch.compiler.is_compiling() or not all(map(is_value, values)):
         return _serialize(sharding, kv_sharding, options)
     # 1 equals True and 1.0: options of other types have other texts
     key = (None if kv_sharding is None else kv_sharding.text, values, tuple(map(type, values)))
@@ -197,26 +196,6 @@ def ring_of(name: str) -> Ring:
     return RINGS.get(name) or find_ring(name)
 
 
-def refuse_distributed(tensors: Sequence[Tensor | None], ring: str) -> None:
-    """Refuse, on every rank, a call that has a DTensor among its tensors: the operator would be asked how to shard it.
-
-    Args:
-        tensors: q, k, v, sinks, alibi_slopes, key_bias and bias.
-        ring: The name of the ring.
-
-    Raises:
-        NotImplementedError: Always.
-    """
-    try:
-        for name, x in zip(("q", "k", "v", "sinks", "alibi_slopes", "key_bias", "bias"), tensors, strict=True):
-            check_plain(name, x)
-    except NotImplementedError as error:
-        # while a graph is traced no error is published: the other ranks trace the same
-        if not torch.compiler.is_compiling():
-            find_ring(ring).refuse(error)
-        raise
-
-
 def _serialize(sharding: Sharding, kv_sharding: Sharding | None, options: Mapping[str, Any]) -> str:
     if options.get("impl", "auto") is None:
         options = {**options, "impl": sharding.ring.impl}
@@ -247,7 +226,8 @@ def _keep(facts: Hashable, plan: ExecutionPlan) -> ExecutionPlan:
     return plan
 
 
-def _is_value(x: Any) -> bool:
+def is_value(x: Any) -> bool:
+    """Whether an option is of a type whose value, with the type, can be a key."""
     if type(x) is tuple:
         return all(y is None or type(y) is int for y in x)
     return type(x) in _VALUES

@@ -13,7 +13,6 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import json
-import operator
 import socket
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -28,12 +27,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from ringattn.plan.attention_spec import parse, resolve_mask
+from ringattn.kernels.select import resolve_impl
+from ringattn.plan.attention_spec import parse
 from ringattn.plan.flops import register_flops
-from ringattn.plan.layouts import make_shards, shard_len
-from ringattn.plan.mask import Visibility
+from ringattn.plan.layouts import shard_len
+from ringattn.plan.options import resolve_flag, resolve_integer, resolve_real
 from ringattn.plan.ring_plan import make_nodes
-from ringattn.plan.sharding import Sharding
+from ringattn.plan.sharding import Sharding, resolve_shards
 from ringattn.ring_registry import add_ring, find_ring
 from ringattn.transport.base import Buffers, Choice, NoTransport, Seat, Transport
 from ringattn.transport.choose import TRANSPORTS, choose
@@ -86,9 +86,9 @@ class Ring:
         closings: How often it was closed.
 
     Raises:
-        ValueError: The mesh has more than one dimension, this process is not in the group, the transport is unknown, the
-            memory budget is negative, the nodes cannot hold equally many ranks each, or an option is out of range.
-        TypeError: The timeout is no timedelta, or the group is something else.
+        ValueError: The mesh has more than one dimension, this process is not in the group, the transport or impl is unknown,
+            the memory budget is negative, the nodes cannot hold equally many ranks each, or an option is out of range.
+        TypeError: The timeout is no timedelta, the group is something else, or what counts is no integer.
 
     Example:
         >>> ring = Ring()                       # one process: no group needed
@@ -111,6 +111,8 @@ class Ring:
     ) -> None:
         if transport not in TRANSPORTS:
             raise ValueError(f"transport must be one of {TRANSPORTS}, got {transport!r}; leave it out for 'auto'")
+        impl, keep_keys = resolve_impl(impl), resolve_flag("keep_keys", keep_keys)
+        memory_budget = None if memory_budget is None else resolve_integer("memory_budget", memory_budget)
         if memory_budget is not None and memory_budget < 0:
             raise ValueError(f"memory_budget must be a number of bytes, got {memory_budget}; None for a default")
         if not isinstance(timeout, timedelta):
@@ -137,11 +139,13 @@ class Ring:
         self.impl = impl
         self.keep_keys = keep_keys
         self.closings = 0
+        nccl_max_ctas = None if nccl_max_ctas is None else resolve_integer("nccl_max_ctas", nccl_max_ctas)
+        outer_gbps = None if outer_gbps is None else resolve_real("outer_gbps", outer_gbps)
         if nccl_max_ctas is not None and nccl_max_ctas < 1:
             raise ValueError(f"nccl_max_ctas must be at least 1, got {nccl_max_ctas}; or None for no limit")
         if isinstance(nodes, str) and nodes != "auto":
             raise ValueError(f"nodes must be a number or 'auto', got {nodes!r}; 'auto' groups ranks by host name")
-        levels = None if isinstance(nodes, str) else make_nodes(self.world_size, nodes)
+        levels = None if isinstance(nodes, str) else make_nodes(self.world_size, resolve_integer("nodes", nodes))
         # every rank counts its rings per group, so equal rings have equal names: what one rank alone may refuse comes first
         self.name = f"{self._group_name}#{_COUNTS[self._group_name]}"
         _COUNTS[self._group_name] += 1
@@ -198,7 +202,7 @@ class Ring:
         self,
         seq_len: int,
         layout: str = "zigzag",
-        documents: Sequence[int] | None = None,
+        documents: Sequence[int] | Tensor | None = None,
         *,
         balance: dict[str, Any] | None = None,
         device: torch.device | str | None = None,
@@ -218,19 +222,11 @@ class Ring:
 
         Raises:
             ValueError: An unknown layout, or boundaries that do not fit; other ranks find it when they compare their next call.
-            TypeError: The length or a boundary is no integer; likewise.
+            TypeError: The length or a boundary is no integer, or balance no dict.
         """
         with self.shared_refusals():
-            seq_len = operator.index(seq_len)
-            documents = None if documents is None else tuple(map(operator.index, documents))
-            if balance is not None and layout != "balanced":
-                raise ValueError(
-                    f"balance must be given with layout='balanced' only, got layout={layout!r}; leave it out"
-                )
-            mask: dict[str, Any] = {"causal": True} if balance is None else resolve_mask(balance)
-            visibility = Visibility(seq_len=seq_len, kv_len=seq_len, documents=documents, **mask)
-            shards = make_shards(layout, seq_len, self.world_size, visibility)
-            sharding = Sharding(seq_len, layout, shards, self.rank, documents, ring=self, device=device)
+            size, boundaries, shards = resolve_shards(seq_len, layout, documents, balance, self.world_size)
+            sharding = Sharding(size, layout, shards, self.rank, boundaries, ring=self, device=device)
             # torch.compile reads what is there, and cannot make it: cached_property takes a lock
             _ = sharding.positions, sharding.shard_lens
             return sharding

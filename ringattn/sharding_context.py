@@ -101,7 +101,7 @@ def use_sharding(sharding: Sharding, kv_sharding: Sharding | None = None) -> Ite
     global _used
     check_sharding(sharding)
     if kv_sharding is not None:
-        check_sharding(kv_sharding)
+        check_sharding(kv_sharding, "kv_sharding")
     _used = True
     with _entered(sharding, kv_sharding):
         yield
@@ -180,9 +180,9 @@ def resolve_sharding(
         RuntimeError: As `find_sharding`.
         TypeError: One of them is something else.
     """
-    for x in (sharding, kv_sharding):
+    for name, x in (("sharding", sharding), ("kv_sharding", kv_sharding)):
         if x is not None:
-            check_sharding(x)
+            check_sharding(x, name)
     if sharding is not None:
         return sharding, kv_sharding
     found = find_sharding()

@@ -6,21 +6,20 @@ same kernels in the same order: what real ranks compute must equal this to the b
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache, partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ringattn.dispatch import call_text, resolve_simulated, run_backward, run_forward
-from ringattn.plan.attention_spec import ScoreTensors, resolve_mask
-from ringattn.plan.layouts import make_shards
-from ringattn.plan.mask import Visibility
+from ringattn.dispatch import call_text, is_value, resolve_simulated, run_backward, run_forward
+from ringattn.plan.attention_spec import AttentionSpec, ScoreTensors
+from ringattn.plan.options import resolve_flag, resolve_integer
 from ringattn.plan.ring_plan import make_nodes
-from ringattn.plan.sharding import Sharding
+from ringattn.plan.sharding import Sharding, resolve_shards
 from ringattn.schedule.stepwise_backward import Gradients, WantedGrads
+from ringattn.schedule.validation import check_call, check_tensors, expand_bias
 from ringattn.transport.base import Seat
 from ringattn.transport.simulated import run_ranks
 from ringattn.transport.symmetric import ranks_per_gpu, spare_of
@@ -42,6 +41,10 @@ class Simulated:
     grads: dict[str, Tensor] | None
 
 
+_checked: dict[Hashable, tuple[list[Sharding], list[Sharding], dict[str, Any], list[int]]] = {}
+"""Calls that `_check` has taken, with what it returned."""
+
+
 def simulate_ring(
     q: Tensor,
     k: Tensor,
@@ -50,7 +53,7 @@ def simulate_ring(
     *,
     nodes: int = 1,
     layout: str = "zigzag",
-    documents: Sequence[int] | None = None,
+    documents: Sequence[int] | Tensor | None = None,
     balance: dict[str, Any] | None = None,
     do: Tensor | None = None,
     dlse: Tensor | None = None,
@@ -89,34 +92,46 @@ def simulate_ring(
 
     Returns:
         Whole outputs and gradients.
+
+    Raises:
+        ValueError: What `ring_attention` or `Ring.sharding` raises, of whole tensors; or a cotangent has another shape.
+        TypeError: A tensor is something else, or what counts is no integer.
+        NotImplementedError: Meaningful but not supported; the message names the alternative.
     """
-    (b, n, h, d), m = q.shape, k.shape[1]
-    whole_bias = None if bias is None else bias.expand(b, h, n, m)
-    documents = None if documents is None else tuple(documents)
-    make = _usual_shardings if balance is None else partial(_shardings, balance=balance)
-    shardings = make(n, layout, documents, world_size)
-    kv_shardings = shardings if m == n else make(m, layout, None, world_size)
-    scale = d**-0.5 if softmax_scale is None else softmax_scale
-    call = {"softmax_scale": scale, **options}
+    tensors = {"sinks": sinks, "alibi_slopes": alibi_slopes, "key_bias": key_bias, "bias": bias, "do": do, "dlse": dlse}
+    numbers = {"world_size": world_size, "nodes": nodes, "dropout_seed": dropout_seed, "memory_budget": memory_budget}
+    layouts = {"layout": layout, "documents": documents, "balance": balance}
+    call = {"softmax_scale": softmax_scale, **options}
+    values = (*numbers.items(), ("keep_keys", keep_keys), *layouts.items(), *call.items())
+    facts = tuple(map(_fact, (q, k, v, *tensors.values()))), tuple((name, type(x), x) for name, x in values)
+    usual = all(is_value(x) for _, x in values)
+    checked = _checked.get(facts) if usual else None
+    if checked is None:
+        checked = _check(q, k, v, tensors, numbers, keep_keys, layouts, call)
+        if usual:
+            _checked[facts] = checked
+    shardings, kv_shardings, call, (world_size, nodes, dropout_seed, memory_budget) = checked
+    b, _, h, _ = q.shape
+    whole_bias = None if bias is None else bias.expand(b, h, q.shape[1], k.shape[1])
 
     def run(seat: Seat) -> tuple[Tensor, Tensor, Gradients | None]:
         mine, keys = shardings[seat.rank], kv_shardings[seat.rank]
-        tensors = ScoreTensors(
+        score_tensors = ScoreTensors(
             sinks,
             alibi_slopes,
-            None if key_bias is None else keys.shard(key_bias, 1),
-            None if whole_bias is None else mine.shard(whole_bias, 2),
+            None if key_bias is None else keys.cut(key_bias, 1),
+            None if whole_bias is None else mine.cut(whole_bias, 2),
         )
-        local = mine.shard(q, 1), keys.shard(k, 1), keys.shard(v, 1)
+        local = mine.cut(q, 1), keys.cut(k, 1), keys.cut(v, 1)
         text = call_text(mine, None if keys is mine else keys, call)
-        plan, score = resolve_simulated(*local, tensors, dropout_seed, seat, text)
+        plan, score = resolve_simulated(*local, score_tensors, dropout_seed, seat, text)
         backward = do is not None or dlse is not None
         o, lse, saved = run_forward(*local, score, plan, seat, keep=keep_keys and backward)
         if not backward:
             return o, lse, None
-        d_o = torch.zeros_like(o) if do is None else mine.shard(do, 1)
-        d_lse = None if dlse is None else mine.shard(dlse, 2)
-        wanted = WantedGrads(*(x is not None for x in tensors))
+        d_o = torch.zeros_like(o) if do is None else mine.cut(do, 1)
+        d_lse = None if dlse is None else mine.cut(dlse, 2)
+        wanted = WantedGrads(*(x is not None for x in score_tensors))
         return o, lse, run_backward(d_o, d_lse, *local, o, lse, score, plan, seat, wanted, saved=saved)
 
     with torch.no_grad():
@@ -124,16 +139,16 @@ def simulate_ring(
         # tiles are split by the number of programs: beside ranks that share a GPU it has as few as theirs
         spare = spare_of(q.device, ranks_per_gpu()) if memory_budget else 0
         parts = run_ranks(world_size, run, levels, budget=memory_budget, spare=spare)
-        o = shardings[0].assemble([part[0] for part in parts], 1)
-        lse = shardings[0].assemble([part[1] for part in parts], 2)
+        o = shardings[0].concatenate([part[0] for part in parts], 1)
+        lse = shardings[0].concatenate([part[1] for part in parts], 2)
         found = [part[2] for part in parts if part[2] is not None]
         if not found:
             return Simulated(o, lse, None)
         queries, keys = shardings[0], kv_shardings[0]
         grads = {
-            "q": queries.assemble([grad.dq for grad in found], 1).to(q.dtype),
-            "k": keys.assemble([grad.dk for grad in found], 1).to(q.dtype),
-            "v": keys.assemble([grad.dv for grad in found], 1).to(q.dtype),
+            "q": queries.concatenate([grad.dq for grad in found], 1).to(q.dtype),
+            "k": keys.concatenate([grad.dk for grad in found], 1).to(q.dtype),
+            "v": keys.concatenate([grad.dv for grad in found], 1).to(q.dtype),
         }
         shares = {"sinks": [g.dsinks for g in found], "alibi_slopes": [g.dalibi for g in found]}
         for name, share in shares.items():
@@ -144,18 +159,66 @@ def simulate_ring(
         for name, (row_parts, sharding, dim) in rows.items():
             present = [x for x in row_parts if x is not None]
             if present:
-                grads[name] = sharding.assemble(present, dim)
+                grads[name] = sharding.concatenate(present, dim)
         if bias is not None:
             grads["bias"] = grads["bias"].sum_to_size(bias.shape)
         return Simulated(o, lse, grads)
 
 
+def _check(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    tensors: dict[str, Tensor | None],
+    numbers: dict[str, Any],
+    keep_keys: Any,
+    layouts: dict[str, Any],
+    call: dict[str, Any],
+) -> tuple[list[Sharding], list[Sharding], dict[str, Any], list[int]]:
+    """Refuse whole tensors and options as `ring_attention` would; return both shardings of all ranks, options and numbers."""
+    check_tensors(q, k, v, **tensors)
+    numbers = {name: resolve_integer(name, x) for name, x in numbers.items()}
+    resolve_flag("keep_keys", keep_keys)
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if x.dim() != 4:
+            raise ValueError(f"{name} must be 4-dimensional, `batch rows heads head_dim`, got shape {tuple(x.shape)}")
+    (b, n, h, d), m = q.shape, k.shape[1]
+    bias = tensors["bias"]
+    score = ScoreTensors(
+        tensors["sinks"],
+        tensors["alibi_slopes"],
+        tensors["key_bias"],
+        None if bias is None else expand_bias(bias, q, m),
+    )
+    shardings = _shardings(n, **layouts, world_size=numbers["world_size"])
+    kv_layouts = {**layouts, "documents": None}
+    kv_shardings = shardings if m == n else _shardings(m, **kv_layouts, world_size=numbers["world_size"])
+    if call["softmax_scale"] is None:
+        call = {**call, "softmax_scale": d**-0.5 if d else 1.0}
+    # a wrong tensor is named as it was given, before it is cut: as in a ring of one rank
+    [rows] = _shardings(n, "contiguous", shardings[0].documents, None, 1)
+    keys = None if m == n else _shardings(m, "contiguous", None, None, 1)[0]
+    check_call(q, k, v, AttentionSpec.deserialize(call_text(rows, keys, call), 0), 0, 1, score)
+    for name, shape in (("do", (b, n, h, v.shape[-1])), ("dlse", (b, h, n))):
+        x = tensors[name]
+        if x is not None and (tuple(x.shape) != shape or x.device != q.device):
+            raise ValueError(f"{name} must have shape {shape} on {q.device}, got {tuple(x.shape)} on {x.device}")
+    return shardings, kv_shardings, call, list(numbers.values())
+
+
 def _shardings(
-    seq_len: int, layout: str, documents: tuple[int, ...] | None, world_size: int, balance: dict[str, Any] | None
+    seq_len: int,
+    layout: str,
+    documents: Sequence[int] | Tensor | None,
+    balance: dict[str, Any] | None,
+    world_size: int,
 ) -> list[Sharding]:
-    mask = Visibility(seq_len=seq_len, kv_len=seq_len, documents=documents, **resolve_mask(balance or {"causal": True}))
-    shards = make_shards(layout, seq_len, world_size, mask)
-    return [Sharding(seq_len, layout, shards, rank, documents) for rank in range(world_size)]
+    seq_len, boundaries, shards = resolve_shards(seq_len, layout, documents, balance, world_size)
+    return [Sharding(seq_len, layout, shards, rank, boundaries) for rank in range(world_size)]
 
 
-_usual_shardings = lru_cache(maxsize=64)(partial(_shardings, balance=None))
+def _fact(x: Any) -> Hashable:
+    """Return all of a tensor that `_check` looks at."""
+    if not isinstance(x, Tensor) or x.is_nested:
+        return type(x)
+    return type(x), x.shape, x.dtype, x.device, x.layout

@@ -1,35 +1,75 @@
-"""Plain tensors, and those that are more: DTensors, and tensors that a tangent follows.
+"""Plain tensors, and those that are more: tensors with a meaning of their own, and tensors that a tangent follows.
 
-Owns how they are told apart and what is said about DTensors. Refuses to know process groups, and so the type itself: importing
-it costs as much as importing torch.
+Owns how they are told apart, and what each other kind is refused with. Refuses to know process groups, and so the types
+themselves: importing it costs as much as importing torch.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
+import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
 
-def is_distributed(x: Tensor | None) -> bool:
-    """Whether x is a DTensor, of which each rank holds a part or a copy."""
-    # of the type: torch.compile does not see this method on an instance
-    return x is not None and type(x) is not Tensor and hasattr(type(x), "to_local")
+def is_causal_bias(x: object) -> bool:
+    """Whether x is torch's `CausalBias`: a tensor of uninitialised memory whose type says which pairs are visible."""
+    if type(x) is Tensor or not isinstance(x, Tensor):
+        return False
+    from torch.nn.attention.bias import CausalBias
+
+    return isinstance(x, CausalBias)
 
 
-def check_plain(name: str, x: Tensor | None) -> None:
-    """Refuses a DTensor: its shape is that of the whole tensor, and a call is about the rows that are here.
+def check_plain(name: str, x: Any) -> None:
+    """Refuses what is no plain tensor: something else, or a tensor that means more or other than the numbers of its rows.
+
+    Parameters, and subclasses of Tensor that mean their numbers, are plain.
 
     Args:
         name: What to call it.
         x: The tensor.
 
     Raises:
-        NotImplementedError: It is a DTensor.
+        TypeError: It is no tensor.
+        ValueError: It is nested, sparse or quantized.
+        NotImplementedError: It is a DTensor, a masked tensor, a causal bias, or a fake tensor outside of tracing.
     """
-    if is_distributed(x):
+    kind = type(x)
+    if kind is not Tensor and kind is not torch.nn.Parameter:
+        if not isinstance(x, Tensor):
+            raise TypeError(f"{name} must be a tensor, got {kind.__name__}; convert it first")
+        _check_subclass(name, x)
+    if x.is_nested:
+        raise ValueError(f"{name} must be a dense tensor, got a nested one; pad it with to_padded_tensor")
+    if x.layout is not torch.strided:
+        raise ValueError(f"{name} must be a dense tensor, got layout {x.layout}; pass {name}.to_dense()")
+    if x.is_quantized:
+        raise ValueError(f"{name} must be a dense tensor, got a quantized one; pass {name}.dequantize()")
+
+
+def _check_subclass(name: str, x: Tensor) -> None:
+    from torch._guards import detect_fake_mode
+    from torch._subclasses.fake_tensor import FakeTensor
+    from torch.masked import MaskedTensor
+
+    # of the type: torch.compile does not see this method on an instance
+    if hasattr(type(x), "to_local"):
         raise NotImplementedError(
             f"{name} must be a plain tensor, got a DTensor; wrap the call in "
             f"torch.distributed.tensor.experimental.local_map, or pass {name}.to_local()"
+        )
+    if is_causal_bias(x):
+        raise NotImplementedError(
+            f"{name} must be a plain tensor, got a CausalBias; scaled_dot_product_attention takes it as attn_mask, and "
+            "ring_attention takes causal=True or window= instead"
+        )
+    if isinstance(x, MaskedTensor):
+        raise NotImplementedError(f"{name} must be a plain tensor, got a MaskedTensor; pass {name}.to_tensor(value)")
+    if isinstance(x, FakeTensor) and detect_fake_mode() is None:
+        raise NotImplementedError(
+            f"{name} must have numbers, got a FakeTensor outside of tracing; call inside of its FakeTensorMode"
         )
 
 

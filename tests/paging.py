@@ -102,7 +102,10 @@ def assert_put(put: Put, case: Case, device: torch.device | str = "cpu") -> None
     """Holds an implementation to the definition, to the bit."""
     pool = case.pool(device)
     k, v = case.rows(device)
-    put(pool[0], pool[1], k, v, case.slots(device), pool[2], pool[3])
+    contained = tuple(torch.full(x.shape, math.nan, dtype=x.dtype, device=device) for x in (k, v))
+    put(pool[0], pool[1], k, v, case.slots(device), pool[2], pool[3], contained)
+    for found, wanted in zip(contained, case.rows(), strict=True):
+        assert torch.equal(found.cpu(), wanted)
     for found, wanted in zip(pool, expected_pool(case), strict=True):
         if wanted is not None:
             assert found is not None

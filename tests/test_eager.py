@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ringattn.kernels import eager
 from ringattn.kernels.contract import Grads, Score, Side
 from ringattn.numerics.reference import visible_pairs
+from tests.isolation import BAD, SPOILT, assert_kernels_isolate
 from tests.kernel_conformance import CASES, Case, make_side, run_case
 
 F64 = torch.float64
@@ -30,6 +31,12 @@ def test_tiles_of_any_size_stay_within_budget(case: Case, tile: tuple[int, int],
     run_case(eager, case, F64, "cpu")
 
 
+@pytest.mark.parametrize("bad", BAD)
+@pytest.mark.parametrize("spoilt", SPOILT)
+def test_what_is_not_finite_stays_with_its_request(spoilt: str, bad: float):
+    assert_kernels_isolate(eager, (300, 170, 90), spoilt, bad, torch.float32, "cpu")
+
+
 def _sides(seq_len: int, **mask: Any) -> tuple[Side, Side]:
     visible = visible_pairs(seq_len, **mask)
     runs = ((0, 1, seq_len),)
@@ -46,6 +53,16 @@ def _visit(seq_len: int, score: Score, dtype: torch.dtype = torch.float32, heads
     dq, dk, dv = (torch.empty(1, seq_len, heads, 16) for _ in range(3))
     eager.backward(do, q, k, v, lse, eager.delta(o, do, None), rows, keys, score, Grads(dq, dk, dv))
     return [o, lse, dq, dk, dv]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_rows_that_see_one_key_have_no_gradient_but_of_roundings(dtype: torch.dtype):
+    _, _, dq, dk, _ = _visit(64, Score(0.25), dtype, window=(0, 0))
+    assert max(dq.abs().max(), dk.abs().max()) < 1e-5
+    # o = v / 0.9 is rounded to dtype before delta is made of it
+    _, _, dq, dk, _ = _visit(64, Score(0.25, dropout_p=0.1, dropout_seed=1), dtype, window=(0, 0))
+    eps = torch.finfo(dtype).eps
+    assert eps / 100 < max(dq.abs().max(), dk.abs().max()) < 20 * eps
 
 
 class _Watch(TorchDispatchMode):

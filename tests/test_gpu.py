@@ -16,6 +16,7 @@ from ringattn.launch import fuzz
 from ringattn.launch.session import Session
 from ringattn.launch.turns import time_calls
 from tests.budget import assert_within_budget
+from tests.isolation import BAD, SPOILT, assert_kernels_isolate
 from tests.kernel_conformance import CASES, LONG_CASES, Case, run_case
 
 pytestmark = [
@@ -62,6 +63,23 @@ def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("case", HOPPER_CASES, ids=str)
 def test_hopper_kernels_stay_within_budget(hopper: KernelSet, case: Case, dtype: torch.dtype) -> None:
     run_case(hopper, case, dtype, "cuda")
+
+
+@pytest.mark.parametrize("lengths", [(300, 300), (300, 300, 300), (1000, 1000)], ids=str)
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("bad", BAD)
+@pytest.mark.parametrize("spoilt", SPOILT)
+@pytest.mark.parametrize("name", ["portable", "hopper"])
+def test_what_is_not_finite_stays_with_its_request(
+    request: pytest.FixtureRequest, name: str, spoilt: str, bad: float, head_dim: int, lengths: tuple[int, ...]
+) -> None:
+    if name == "hopper":
+        kernels = request.getfixturevalue("hopper")
+    else:
+        kernels = pytest.importorskip("ringattn.kernels.portable.api")
+    assert_kernels_isolate(
+        kernels, lengths, spoilt, bad, torch.bfloat16, "cuda", heads=8, kv_heads=2, head_dim=head_dim
+    )
 
 
 @pytest.mark.usefixtures("few_programs")

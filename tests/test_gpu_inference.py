@@ -22,6 +22,7 @@ from ringattn.inference import PagedKVCache, attend
 from ringattn.launch.check_inference import MOVES, InferenceCase, examine_history
 from ringattn.launch.histories import OPTIONS, History, Op, Sizes, extend
 from ringattn.launch.session import Session
+from tests.isolation import BAD, SPOILT, attend_beside
 from tests.test_copy_engine_gpu import RANKS, run
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -233,6 +234,29 @@ ALONE = [_histories, _options, _shapes, _whole_prompts, _graphs]
 @pytest.mark.parametrize("body", ALONE, ids=[body.__name__.strip("_") for body in ALONE])
 def test_one_gpu_attends_as_defined(body: Callable[[int, int], None]) -> None:
     body(0, 1)
+
+
+@pytest.mark.parametrize("kv_dtype", [None, torch.float8_e4m3fn])
+@pytest.mark.parametrize("reads", ["copies", "pages"])
+@pytest.mark.parametrize("impl", ["auto", "portable", "eager"])
+@pytest.mark.parametrize("bad", BAD)
+@pytest.mark.parametrize("spoilt", SPOILT)
+def test_what_is_not_finite_stays_with_its_request(
+    spoilt: str, bad: float, impl: str, reads: str, kv_dtype: torch.dtype | None
+) -> None:
+    """Three requests of 300 tokens in two chunks, then decoding."""
+    healthy, found = (
+        attend_beside(
+            cache_of(Ring(impl=impl), 60, kv_dtype=kv_dtype),
+            8,
+            ((300, 300, 300), (70, 90, 33), (1, 1, 1), (4, 4, 4)),
+            which,
+            bad,
+            reads=reads,
+        )
+        for which in (None, spoilt)
+    )
+    assert all(map(torch.equal, healthy, found))
 
 
 @pytest.mark.skipif(RANKS < 2, reason="needs two GPUs")

@@ -34,6 +34,7 @@ from ringattn.launch.histories import (
     play,
 )
 from tests.budget import assert_within_budget
+from tests.isolation import BAD, SPOILT, attend_beside
 from tests.pool import Pools
 
 WORLDS = [1, 2, 4]
@@ -632,6 +633,36 @@ def test_rings_of_two_levels_are_right(pool: Pools) -> None:
         for ops in (CHUNKS, CROWD, PACKED):
             history = History(Sizes(), ops, moves=moves, **OPTIONS["everything"])
             judge(history, pool(4).run(play_on_nodes, history))
+
+
+MIXED = ((30, 41, 17), (19, 5, 33), (1, 1, 1), (2, 2, 2))
+"""New tokens of three requests: two prefills and two decodes."""
+
+
+def beside(spoilt: str | None, bad: float, moves: str, reads: str, kv_dtype: torch.dtype | None) -> list[Tensor]:
+    cache = small(kv_dtype=kv_dtype, pages=60)
+    return attend_beside(cache, 4, MIXED, spoilt, bad, moves=moves, reads=reads)
+
+
+@pytest.mark.parametrize("kv_dtype", [None, torch.float8_e4m3fn])
+@pytest.mark.parametrize("reads", ["copies", "pages"])
+@pytest.mark.parametrize("bad", BAD)
+@pytest.mark.parametrize("spoilt", SPOILT)
+def test_what_is_not_finite_stays_with_its_request(
+    spoilt: str, bad: float, reads: str, kv_dtype: torch.dtype | None
+) -> None:
+    healthy, found = (beside(which, bad, "auto", reads, kv_dtype) for which in (None, spoilt))
+    assert all(map(torch.equal, healthy, found))
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize(("moves", "reads"), [("keys", "copies"), ("queries", "copies"), ("queries", "pages")])
+@pytest.mark.parametrize("spoilt", SPOILT)
+def test_what_is_not_finite_stays_with_its_request_on_ranks(pool: Pools, spoilt: str, moves: str, reads: str) -> None:
+    ranks = pool(2)
+    healthy, found = (ranks.run(beside, which, BAD[0], moves, reads, None) for which in (None, spoilt))
+    for mine, other in zip(healthy, found, strict=True):
+        assert all(map(torch.equal, mine, other))
 
 
 @pytest.mark.parametrize("reads", ["copies", "pages"])

@@ -257,7 +257,7 @@ def test_json_is_whole_beside_another_writer_and_a_full_disk_leaves_the_last_one
     ],
 )
 def test_kernels_that_nobody_knows_are_refused_at_once(command: Any, words: list[str]) -> None:
-    with pytest.raises(SystemExit, match=r'^impl must be "auto" or one of .*, got "hooper"; use "auto"$'):
+    with pytest.raises(SystemExit, match=r"^impl must be \"auto\" or one of .*, got 'hooper'; use \"auto\"$"):
         command.main([*words, "--impl", "hooper", "--device", "cpu"])
 
 

@@ -612,6 +612,31 @@ def test_what_one_rank_refuses_all_ranks_refuse(pool: Pools) -> None:
     assert "ring rank 0 refused: RuntimeError: The shape of the 2D attn_mask" in every_rank
 
 
+def test_jagged_input_gives_jagged_output_of_its_own_offsets() -> None:
+    module = RingMultiheadAttention(16, 2, batch_first=True)
+    parts = [torch.randn(length, 16) for length in (5, 2, 3)]
+    x = torch.nested.nested_tensor(parts, layout=torch.jagged, requires_grad=True)
+    o = module(x, x, x, need_weights=False)[0]
+    assert o.layout is torch.jagged
+    for found, part in zip(o.unbind(), parts, strict=True):
+        torch.testing.assert_close(found, module(*(part[None],) * 3, need_weights=False)[0][0])
+    (x + o).values().sum().backward()  # which offsets of another tensor refuse
+    assert x.grad is not None
+    assert x.grad.values().isfinite().all()
+
+
+@pytest.mark.parametrize("name", ["attn_mask", "key_padding_mask"])
+def test_masks_of_a_dtype_that_torch_refuses_are_refused(name: str) -> None:
+    x, shape = torch.randn(1, 4, 8, dtype=FP64), {"attn_mask": (4, 4), "key_padding_mask": (1, 4)}[name]
+    for module in (
+        kind(8, 2, batch_first=True, dtype=FP64) for kind in (nn.MultiheadAttention, RingMultiheadAttention)
+    ):
+        for dtype in (torch.float32, FP64):
+            module(x, x, x, need_weights=False, **{name: torch.zeros(shape, dtype=dtype)})
+        with pytest.raises(RuntimeError, match="dtype to be bool or float or to match query dtype"):
+            module(x, x, x, need_weights=False, **{name: torch.zeros(shape, dtype=torch.float16)})
+
+
 def test_nested_input_with_more_is_refused() -> None:
     module = RingMultiheadAttention(8, 2, batch_first=True)
     with warnings.catch_warnings():

@@ -207,6 +207,20 @@ def test_plus_inf_and_nan_scores_show_in_their_own_row_only() -> None:
     torch.testing.assert_close(o[1], torch.softmax(s[1], -1) @ v)
 
 
+@pytest.mark.parametrize("empty_first", [True, False])
+def test_what_an_empty_side_holds_reaches_no_gradient(empty_first: bool) -> None:
+    def leaves(m: float, total: float, *o: float) -> Partial:
+        return Partial(*(torch.tensor(x, dtype=torch.float64).requires_grad_() for x in ([m], [total], [o])))
+
+    empty, other = leaves(-math.inf, 0.0, math.nan, math.inf), leaves(0.5, 2.0, 3.0, 4.0)
+    merged = merge(empty, other) if empty_first else merge(other, empty)
+    outputs = finalize(merged)
+    grads = torch.autograd.grad([x.sum() for x in outputs], [empty.m, empty.l, empty.o, other.m, other.l, other.o])
+    alone = torch.autograd.grad([x.sum() for x in finalize(other)], [other.m, other.l, other.o])
+    assert all((grad == 0).all() for grad in grads[:3])
+    assert all(torch.equal(*pair) for pair in zip(grads[3:], alone, strict=True))
+
+
 def test_vmap_and_compile_see_no_data_dependent_branch() -> None:
     def attend(s: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         parts = [Partial.from_scores(s[..., :4], v[..., :4, :]), Partial.from_scores(s[..., 4:], v[..., 4:, :])]

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 
 from ringattn import Ring, attention_reference, scaled_dot_product_attention, use_sharding
 from tests.budget import assert_within_budget
@@ -222,6 +223,64 @@ def test_rows_without_keys_are_zero(kind: str) -> None:
     o.square().sum().backward()
     assert x.grad is not None
     assert x.grad.isfinite().all()
+
+
+CAUSAL_BIASES = [("upper", 9, 9), ("upper", 9, 5), ("upper", 5, 9), ("lower", 9, 9), ("lower", 5, 9), ("lower", 1, 9)]
+BIASES = {"upper": causal_upper_left, "lower": causal_lower_right}
+
+
+def causal_biases(compiled: bool) -> list[list[Tensor]]:
+    """Whole o, dq, dk and dv for each of them."""
+    ring, results = Ring(), []
+    attend = torch.compile(scaled_dot_product_attention, backend="eager") if compiled else scaled_dot_product_attention
+    for corner, n, m in CAUSAL_BIASES:
+        rows, keys = ring.sharding(n), ring.sharding(m)
+        whole = tensors_of_lengths(n, m)
+        local = [side.shard(x, 2).requires_grad_() for x, side in zip(whole, (rows, keys, keys), strict=True)]
+        q, k, v = local
+        o = attend(q, k, v, BIASES[corner](n, m), sharding=rows, kv_sharding=keys)
+        grads = torch.autograd.grad(o.square().sum(), local)
+        results.append(
+            [rows.unshard(o.detach(), 2), *(s.unshard(x, 2) for x, s in zip(grads, (rows, keys, keys), strict=True))]
+        )
+    return results
+
+
+def tensors_of_lengths(n: int, m: int) -> list[Tensor]:
+    g = torch.Generator().manual_seed(n + 10 * m)
+    return [torch.randn(2, 2, rows, 8, dtype=torch.float64, generator=g) for rows in (n, m, m)]
+
+
+def assert_causal(found: list[list[Tensor]]) -> None:
+    for (corner, n, m), results in zip(CAUSAL_BIASES, found, strict=True):
+        leaves = [x.requires_grad_() for x in tensors_of_lengths(n, m)]
+        visible = torch.ones(n, m, dtype=torch.bool).tril(0 if corner == "upper" else m - n)
+        q, k, v = leaves
+        o = F.scaled_dot_product_attention(q, k, v, visible)
+        expected = [o.detach(), *torch.autograd.grad(o.square().sum(), leaves)]
+        torch.testing.assert_close(results, expected, msg=lambda text, at=(corner, n, m): f"{at}: {text}")
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_causal_biases_of_torch_are_the_masks_that_they_name(compiled: bool) -> None:
+    assert_causal(causal_biases(compiled))
+
+
+@pytest.mark.dist
+def test_causal_biases_of_torch_mean_the_whole_sequences_on_ranks(pool: Pools) -> None:
+    for found in pool(2).run(causal_biases, False):
+        assert_causal(found)
+
+
+@pytest.mark.filterwarnings("ignore:Lower right causal bias")
+def test_causal_biases_that_do_not_fit_are_refused() -> None:
+    x, sharding, longer = torch.randn(1, 2, 4, 8), Ring().sharding(4), Ring().sharding(6)
+    y = torch.randn(1, 2, 6, 8)
+    for bias in (causal_upper_left(2, 4), causal_lower_right(4, 6)):
+        refuse(r"attn_mask must be a causal bias of the whole sequences, \(4, 4\)", ValueError, x, x, x, attn_mask=bias)
+    refuse("must be None when is_causal", RuntimeError, x, x, x, attn_mask=causal_upper_left(4, 4), is_causal=True)
+    options = {"sharding": longer, "kv_sharding": sharding, "attn_mask": causal_lower_right(6, 4)}
+    refuse("at least as many keys as queries, got", NotImplementedError, y, x, x, **options)
 
 
 def drop(spread: int) -> tuple[Tensor, int]:

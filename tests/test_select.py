@@ -146,6 +146,14 @@ def test_portable_on_a_cpu_needs_the_interpreter_and_an_explicit_wish(
     assert pick(CPU, torch.float32, 64, 64).name == "eager"
 
 
+def test_the_interpreter_is_refused_bfloat16(gpu: types.ModuleType, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    with pytest.raises(NotImplementedError, match=r'float16 or float32 in the Triton interpreter.*use impl="eager"'):
+        pick(CPU, torch.bfloat16, 64, 64, impl="portable")
+    assert pick(CPU, torch.bfloat16, 64, 64).name == "eager"
+    assert pick(GPU, torch.bfloat16, 64, 64, impl="portable").kernels is gpu
+
+
 def test_an_explicit_eager_is_taken_without_looking_at_the_others(gpu: types.ModuleType):
     choice = pick(GPU, torch.float16, 64, 64, impl="eager")
     assert choice.kernels is eager
@@ -160,7 +168,7 @@ def test_a_dtype_that_nobody_serves_is_refused():
 
 
 def test_unknown_names_are_refused():
-    with pytest.raises(ValueError, match='impl must be "auto" or one of hopper, portable, eager, got "flash"'):
+    with pytest.raises(ValueError, match="impl must be \"auto\" or one of hopper, portable, eager, got 'flash'"):
         pick(CPU, torch.float32, 64, 64, impl="flash")
     with pytest.raises(ValueError, match=r"features must be among .*, got rope"):
         pick(CPU, torch.float32, 64, 64, features={"rope", "sinks"})

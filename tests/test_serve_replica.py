@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import random
 from typing import Any
@@ -22,6 +23,8 @@ from ringattn.ring import Ring
 from tests.pool import Pools
 
 CPU = torch.device("cpu")
+SPOILT = 65
+"""A token of no job of `jobs`."""
 Answers = dict[int, tuple[list[int], Any]]
 
 
@@ -69,11 +72,22 @@ def jobs() -> list[Job]:
     return found
 
 
-def serve(ahead: bool) -> tuple[Answers, int, list[int]]:
+def spoilt_jobs() -> list[Job]:
+    """Prompts with a token whose embedding is not a number, of lengths that share tiles and steps with those of `jobs`."""
+    return [Job(100 + n, [98] * n + [SPOILT] + [99] * 4, 3, sampling=Sampling(0.0)) for n in (2, 30, 63)]
+
+
+def serve(ahead: bool, spoil: bool = False) -> tuple[Answers, int, list[int]]:
     """What all jobs were answered on rank 0, tokens that were carried, and pages that are free in the end."""
+    every = jobs()
+    if spoil:
+        every[1:1], every[4:4], every[7:7] = ([job] for job in spoilt_jobs())
     rank = Rank(dist.get_rank(), dist.get_world_size(), CPU, "gloo", os.getppid())
     ring, channel = Ring(), Channel(rank, 30.0)
     served = load(TINY, name=None, dtype="auto", device=CPU, seed=0)
+    served.model.get_input_embeddings().register_forward_hook(
+        lambda _, ids, x: x.masked_fill((ids[0] == SPOILT)[..., None], math.nan)
+    )
     cache = make_cache(served.model, ring, gib=0.01, page_size=4, kv_dtype="auto")
     replica = Replica(served.model, cache, 4, False)
     runner: Any = _Ahead(replica) if ahead else replica
@@ -89,12 +103,12 @@ def serve(ahead: bool) -> tuple[Answers, int, list[int]]:
                 if event.token is not None:
                     tokens.append(event.token)
                 said = [event.details.logprob, *event.details.top] if event.details else None
-                answers[event.name] = tokens, event.finish or event.failure or said
-                if sum(isinstance(end, str) for _, end in answers.values()) == len(jobs()):
+                answers[event.name] = tokens, event.finish or (event.failure[1] if event.failure else said)
+                if sum(isinstance(end, str) for _, end in answers.values()) == len(every):
                     engine.stop(0.0)
 
         engine.deliver = deliver
-        engine.submit(jobs())
+        engine.submit(every)
         engine.run()
         channel.send({"stop": True})
     else:
@@ -133,6 +147,17 @@ def test_a_step_ahead_answers_as_each_prompt_alone_and_the_same_on_all_ranks(poo
         assert carried == carried_there
         # nearly all tokens but the first of a request that waited are carried
         assert carried > 20 if ahead else carried == 0, carried
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_requests_go_on_beside_those_whose_scores_are_no_numbers(pool: Pools, world_size: int):
+    answers, _, free = pool(world_size).run(serve, False, True)[0]
+    for job in spoilt_jobs():
+        tokens, failure = answers.pop(job.name)
+        assert not tokens
+        assert "are not numbers" in failure
+    assert answers == alone()
+    assert len(set(free)) == 1, "all pages have come back"
 
 
 class _Waits:

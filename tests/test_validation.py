@@ -6,11 +6,29 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.autograd import forward_ad
+from torch.nn.attention.flex_attention import create_block_mask
 
-from ringattn import Ring, RingMultiheadAttention, Sharding, ring_attention, ring_attention_with_lse, simulate_ring
+from ringattn import (
+    Partial,
+    Ring,
+    RingMultiheadAttention,
+    Sharding,
+    attention_reference,
+    finalize,
+    merge,
+    online_logsumexp,
+    online_softmax,
+    reduce_partials,
+    replace_multihead_attention,
+    ring_attention,
+    ring_attention_with_lse,
+    scaled_dot_product_attention,
+    simulate_ring,
+)
 from ringattn.plan.attention_spec import AttentionSpec, ScoreTensors, serialize
 from ringattn.plan.layouts import make_shards
 from ringattn.plan.mask import Visibility
@@ -36,14 +54,15 @@ REFUSED: dict[str, tuple[tuple[torch.Tensor, torch.Tensor, torch.Tensor], dict[s
     "v rows": ((Q, K, x(2, 7, 2, 16)), {}, r"v must have rows and heads \(8, 2\) like k, got \(7, 2\)"),
     "no heads": ((x(2, 8, 0, 16), K, K), {}, "must be a multiple of the key heads, got 0 and 2"),
     "sparse": ((Q.to_sparse(), K, K), {"causal": True}, "q must be a dense tensor, got layout torch.sparse_coo"),
-    "meta": ((Q.to("meta"), K, K), {}, "q must have rows and numbers, got a meta tensor"),
+    "meta": ((Q.to("meta"), K, K), {}, "q must have numbers, got a meta tensor"),
     "nested v": (
         (Q, K, torch.nested.as_nested_tensor([K[0]])),
         {},
-        "v must have rows and numbers, got a nested tensor",
+        "v must be a dense tensor, got a nested one",
     ),
     "no dimensions": ((x(), K, K), {}, r"q must be 4-dimensional, `batch rows heads head_dim`, got shape \(\)"),
     "no head_dim": ((x(2, 8, 4, 0), x(2, 8, 2, 0), K), {}, "head_dim must be at least 1, got 0 for q"),
+    "key rows alone": ((Q, x(2, 9, 2, 16), K), {}, "k must have the 8 rows that rank 0 holds of 8, got 9"),
     "heads": ((Q, x(2, 8, 3, 16), x(2, 8, 3, 16)), {}, "must be a multiple of the key heads, got 4 and 3"),
     "rows": ((x(2, 7, 4, 16), K, K), {}, "q must have the 8 rows that rank 0 holds of 8, got 7"),
     "key rows": ((Q, x(2, 9, 2, 16), x(2, 9, 2, 16)), {}, "k must have the 8 rows that rank 0 holds of 8, got 9"),
@@ -91,6 +110,13 @@ REFUSED: dict[str, tuple[tuple[torch.Tensor, torch.Tensor, torch.Tensor], dict[s
     "several scales": ((Q, K, K), {"softmax_scale": torch.ones(4)}, "softmax_scale must be a number, got tensor"),
     "a huge cap": ((Q, K, K), {"softcap": 10**400}, "softcap must be a number, got 1000"),
     "a word as dropout": ((Q, K, K), {"dropout_p": "0.5", "dropout_seed": 1}, "dropout_p must be a number, got '0.5'"),
+    "several flags": ((Q, K, K), {"causal": torch.ones(2, dtype=torch.bool)}, r"causal must be .*, got tensor\(\["),
+    "several rates": ((Q, K, K), {"dropout_p": torch.ones(2)}, r"dropout_p must be a number, got tensor\(\["),
+    "windows": (
+        (Q, K, K),
+        {"window": torch.tensor([1, 2])},
+        r"window must be an int, \(left, right\) or None, got tensor",
+    ),
     "prefix": ((Q, K, K), {"prefix_len": 3}, "prefix_len must come with causal=True"),
     "window": ((Q, K, K), {"window": (-1, 0)}, "window"),
     "fractions of a window": ((Q, K, K), {"window": (1.5, 0)}, r"window must be of integers, got \(1.5, 0\)"),
@@ -110,6 +136,11 @@ REFUSED: dict[str, tuple[tuple[torch.Tensor, torch.Tensor, torch.Tensor], dict[s
     ),
     "chunk": ((Q, K, K), {"chunk_len": 0}, "chunk_len must be at least 1 or None, got 0"),
     "impl": ((Q, K, K), {"impl": "fast"}, "impl must be"),
+    "a quoted impl": ((Q, K, K), {"impl": "a'b"}, """impl must be "auto" or one of .*, got "a'b\""""),
+    "an impl of two lines": ((Q, K, K), {"impl": "a\nb"}, r"impl must be .*, got 'a\\nb'"),
+    "a list as impl": ((Q, K, K), {"impl": ["eager"]}, r"impl must be .*, got \['eager'\]"),
+    "a quoted backward": ((Q, K, K), {"backward": "a'b"}, """backward must be one of .*, got "a'b\""""),
+    "no backward": ((Q, K, K), {"backward": None}, "backward must be one of .*, got None"),
     "backward": ((Q, K, K), {"backward": "both"}, "backward must be one of auto, keys, queries, got 'both'"),
 }
 
@@ -124,8 +155,12 @@ def test_inconsistent_calls_are_refused(name: str) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"lengths": [[0, 3.7], [0, 4]]}, "'float' object cannot be interpreted as an integer"),
-        ({"dropout_p": 0.5, "dropout_seed": 0.5}, "'float' object cannot be interpreted as an integer"),
+        ({"lengths": [[0, 3.7], [0, 4]]}, "lengths must be of integers, got 3.7"),
+        ({"lengths": torch.tensor([[0.0, 3.0]] * 2)}, "lengths must be of integers, got 0.0"),
+        ({"lengths": [[False, True]] * 2}, "lengths must be of integers, got False"),
+        ({"dropout_p": 0.5, "dropout_seed": 0.5}, "dropout_seed must be an integer, got 0.5"),
+        ({"dropout_p": 0.5, "dropout_seed": True}, "dropout_seed must be an integer, got True"),
+        ({"dropout_p": 0.5, "dropout_seed": torch.ones(2).int()}, r"dropout_seed must be an integer, got tensor\(\["),
     ],
 )
 def test_fractions_are_not_rounded(options: dict[str, Any], message: str) -> None:
@@ -136,11 +171,157 @@ def test_fractions_are_not_rounded(options: dict[str, Any], message: str) -> Non
 def test_what_is_no_sharding_is_named() -> None:
     with pytest.raises(TypeError, match=r"sharding must be what ring.sharding\(seq_len\) gives, got Ring"):
         ring_attention(Q, K, K, RING)  # pyright: ignore[reportArgumentType]
-    for documents in ([0, 3.5, 8], [0, torch.tensor(2.0), 8]):
-        with pytest.raises(TypeError, match="integer"):
-            RING.sharding(8, documents=documents)  # pyright: ignore[reportArgumentType]
-    with pytest.raises(TypeError, match="integer"):
-        RING.sharding(8.0)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(TypeError, match=r"kv_sharding must be what .* gives, got bool"):
+        ring_attention(Q, K, K, SHARDING, kv_sharding=True)  # pyright: ignore[reportArgumentType]
+
+
+Z = Partial.identity((2,), 3)
+
+OF_ANOTHER_KIND: dict[str, tuple[Callable[..., Any], dict[str, Any], str]] = {
+    "fractions of documents": (RING.sharding, {"seq_len": 8, "documents": [0, 3.5, 8]}, "documents must be of integers, got 3.5"),
+    "a fraction of a tensor": (
+        RING.sharding,
+        {"seq_len": 8, "documents": [0, torch.tensor(2.0), 8]},
+        r"documents must be of integers, got tensor\(2.\)",
+    ),
+    "a flag among documents": (RING.sharding, {"seq_len": 8, "documents": [0, True, 8]}, "documents must be of integers, got True"),
+    "one document": (RING.sharding, {"seq_len": 8, "documents": 8}, r"documents must be boundaries \(0, .*\), got 8"),
+    "a whole float": (RING.sharding, {"seq_len": 8.0}, "seq_len must be an integer, got 8.0"),
+    "a flag as length": (RING.sharding, {"seq_len": True}, "seq_len must be an integer, got True"),
+    "an unknown mask": (
+        RING.sharding,
+        {"seq_len": 8, "layout": "balanced", "balance": {"foo": 1}},
+        r"balance must have options among causal, window, .*, got \['foo'\]",
+    ),
+    "documents to balance": (
+        RING.sharding,
+        {"seq_len": 8, "layout": "balanced", "balance": {"documents": (0, 8)}},
+        r"balance must have options among .*, got \['documents'\]",
+    ),
+    "a word to balance": (
+        RING.sharding,
+        {"seq_len": 8, "layout": "balanced", "balance": "causal"},
+        "balance must be a dict of mask options, got 'causal'",
+    ),
+    "nothing to shard": (SHARDING.shard, {"x": None}, "x must be a tensor, got NoneType"),
+    "a list to shard": (SHARDING.shard, {"x": [1] * 8, "dim": 0}, "x must be a tensor, got list"),
+    "an array to shard": (SHARDING.shard, {"x": np.ones(8), "dim": 0}, "x must be a tensor, got ndarray"),
+    "a whole float as dim": (SHARDING.shard, {"x": Q, "dim": 1.0}, "dim must be an integer, got 1.0"),
+    "nothing to unshard": (SHARDING.unshard, {"x_local": None}, "x_local must be a tensor, got NoneType"),
+    "nothing to assemble": (SHARDING.assemble, {"parts": None}, "parts must be a sequence of tensors, got NoneType"),
+    "one tensor to assemble": (SHARDING.assemble, {"parts": Q}, "parts must be a sequence of tensors, got Tensor"),
+    "parts of nothing": (SHARDING.assemble, {"parts": [None]}, r"parts\[0\] must be a tensor, got NoneType"),
+    "no nodes": (Ring, {"nodes": None}, "nodes must be an integer, got None"),
+    "a whole float of nodes": (Ring, {"nodes": 1.0}, "nodes must be an integer, got 1.0"),
+    "a word as budget": (Ring, {"memory_budget": "1G"}, "memory_budget must be an integer, got '1G'"),
+    "no number as budget": (Ring, {"memory_budget": float("nan")}, "memory_budget must be an integer, got nan"),
+    "an unknown impl": (Ring, {"impl": "foo"}, 'impl must be "auto" or one of hopper, portable, eager, got \'foo\''),
+    "a word as permission": (Ring, {"keep_keys": "no"}, "keep_keys must be True or False, got 'no'"),
+    "a word as limit": (Ring, {"nccl_max_ctas": "4"}, "nccl_max_ctas must be an integer, got '4'"),
+    "a word as rate": (Ring, {"outer_gbps": "fast"}, "outer_gbps must be a number, got 'fast'"),
+    "no partial": (Partial, {"m": None, "l": x(2), "o": x(2, 3)}, "m must be a tensor, got NoneType"),
+    "no scores": (Partial.from_scores, {"s": None, "v": x(2, 3)}, "s must be a tensor, got NoneType"),
+    "a tuple to merge": (merge, {"a": (x(2), x(2), x(2, 3)), "b": Z}, "a must be a Partial, got tuple"),
+    "a tuple to merge with": (merge, {"a": Z, "b": (x(2), x(2), x(2, 3))}, "b must be a Partial, got tuple"),
+    "tuples to reduce": (reduce_partials, {"parts": [Z, (1, 2, 3)]}, r"parts\[1\] must be a Partial, got tuple"),
+    "one partial to reduce": (reduce_partials, {"parts": Z}, "parts must be a sequence of partials, got Partial"),
+    "a tuple to finalize": (finalize, {"p": (1, 2, 3)}, "p must be a Partial, got tuple"),
+    "no logits": (online_softmax, {"x": None}, "x must be a tensor, got NoneType"),
+    "a fraction as dim": (online_logsumexp, {"x": x(2), "dim": 0.5}, "dim must be an integer, got 0.5"),
+    "a fraction as block": (online_softmax, {"x": x(2), "block_size": 2.0}, "block_size must be an integer, got 2.0"),
+    "no model": (replace_multihead_attention, {"model": None}, "model must be a module, got NoneType"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OF_ANOTHER_KIND)
+def test_what_is_of_another_kind_is_named(name: str) -> None:
+    call, options, message = OF_ANOTHER_KIND[name]
+    with pytest.raises((TypeError, ValueError), match=message):
+        call(**options)
+
+
+WHOLE: dict[str, tuple[dict[str, Any], str]] = {
+    "q 3-d": ({"q": Q[0]}, r"q must be 4-dimensional, .*, got shape \(8, 4, 16\)"),
+    "no q": ({"q": None}, "q must be a tensor, got NoneType"),
+    "v rows": ({"v": K[:, :7]}, r"v must have rows and heads \(8, 2\) like k, got \(7, 2\)"),
+    "do rows": ({"do": Q[:, :7]}, r"do must have shape \(2, 8, 4, 16\) on cpu, got \(2, 7, 4, 16\)"),
+    "do heads": ({"do": Q[:, :, :1]}, r"do must have shape \(2, 8, 4, 16\) on cpu, got \(2, 8, 1, 16\)"),
+    "a list as do": ({"do": [1]}, "do must be a tensor, got list"),
+    "dlse": ({"dlse": x(2, 4, 7)}, r"dlse must have shape \(2, 4, 8\) on cpu, got \(2, 4, 7\)"),
+    "key_bias": ({"key_bias": x(2, 7)}, r"key_bias must have shape \(2, 8\) .*, got \(2, 7\)"),
+    "bias": ({"bias": x(8, 7)}, r"bias must be broadcastable to \(2, 4, 8, 8\) .*, got \(8, 7\)"),
+    "ranks": ({"world_size": 2.0}, "world_size must be an integer, got 2.0"),
+    "nodes": ({"nodes": None}, "nodes must be an integer, got None"),
+    "documents": ({"documents": (0, 3.0, 8)}, "documents must be of integers, got 3.0"),
+    "seed": ({"dropout_p": 0.5, "dropout_seed": 1.5}, "dropout_seed must be an integer, got 1.5"),
+    "keep_keys": ({"keep_keys": "no"}, "keep_keys must be True or False, got 'no'"),
+    "memory_budget": ({"memory_budget": "1G"}, "memory_budget must be an integer, got '1G'"),
+    "balance": ({"balance": {"causal": True}}, "balance must be given with layout='balanced' only"),
+}
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_a_simulated_ring_names_what_it_was_given(name: str) -> None:
+    options, message = WHOLE[name]
+    with pytest.raises((TypeError, ValueError), match=f"^{message}"):
+        simulate_ring(**{"q": Q, "k": K, "v": K, "world_size": 2, **options})
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"q": None}, "q must be a tensor, got NoneType"),
+        ({"q": Q[0]}, "q must be 4-dimensional"),
+        ({"bias": [1]}, "bias must be a tensor, got list"),
+        ({"causal": "no"}, "causal must be True or False, got 'no'"),
+        ({"window": 1.5}, r"window must be an int, \(left, right\) or None, got 1.5"),
+        ({"lengths": [(0.0, 3.0)] * 2}, "lengths must be of integers, got 0.0"),
+        ({"documents": (0, 3.0, 8)}, "documents must be of integers, got 3.0"),
+        ({"dropout_p": 2.0}, r"dropout_p must be in \[0, 1\), got 2.0"),
+        ({"dropout_p": 0.5, "dropout_seed": 1.5}, "dropout_seed must be an integer, got 1.5"),
+    ],
+)
+def test_the_definition_names_what_is_of_another_kind(options: dict[str, Any], message: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=message):
+        attention_reference(**{"q": Q, "k": K, "v": K, **options})
+
+
+BLOCKS = create_block_mask(lambda b, h, i, j: j <= i, 1, 1, 8, 8, "cpu")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"query": None}, "query must be a tensor, got NoneType"),
+        ({"key": [1]}, "key must be a tensor, got list"),
+        ({"attn_mask": [[True]]}, "attn_mask must be a tensor, got list"),
+        ({"attn_mask": np.ones((8, 8), dtype=bool)}, "attn_mask must be a tensor, got ndarray"),
+        ({"attn_mask": BLOCKS}, "attn_mask must be a tensor, got BlockMask"),
+        ({"is_causal": torch.ones(2, dtype=torch.bool)}, "is_causal must be True or False, got tensor"),
+        ({"enable_gqa": "no"}, "enable_gqa must be True or False, got 'no'"),
+        ({"dropout_p": torch.ones(2)}, "dropout_p must be a number, got tensor"),
+    ],
+)
+def test_the_function_of_torch_names_what_is_of_another_kind(options: dict[str, Any], message: str) -> None:
+    given = dict.fromkeys(("query", "key", "value"), Q.transpose(1, 2))
+    with pytest.raises((TypeError, ValueError), match=message):
+        scaled_dot_product_attention(**{**given, "sharding": SHARDING, **options})
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"query": None}, "query must be a tensor, got NoneType"),
+        ({"attn_mask": [[0.0]]}, "attn_mask must be a tensor, got list"),
+        ({"key_padding_mask": [[0.0]]}, "key_padding_mask must be a tensor, got list"),
+        ({"is_causal": "no"}, "is_causal must be True or False, got 'no'"),
+        ({"need_weights": "no"}, "need_weights must be True or False, got 'no'"),
+    ],
+)
+def test_multihead_attention_names_what_is_of_another_kind(options: dict[str, Any], message: str) -> None:
+    given = dict.fromkeys(("query", "key", "value"), x(1, 8, 16))
+    with pytest.raises((TypeError, ValueError), match=message):
+        RingMultiheadAttention(16, 2, batch_first=True)(**{**given, **options})
 
 
 def odd_calls() -> list[str]:

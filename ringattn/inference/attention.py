@@ -15,7 +15,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -29,8 +29,9 @@ from ringattn.kernels.decode import pick as pick_decode
 from ringattn.kernels.merge import merge_stack
 from ringattn.kernels.parts import finish_parts, views
 from ringattn.kernels.select import pick
-from ringattn.plan.attention_spec import AttentionSpec, ScoreTensors, resolve_flag, resolve_real, resolve_window
+from ringattn.plan.attention_spec import AttentionSpec, ScoreTensors
 from ringattn.plan.mask import Visibility
+from ringattn.plan.options import resolve_flag, resolve_real, resolve_window
 from ringattn.schedule.execution_plan import make_execution_plan
 from ringattn.schedule.validation import check_softcap
 from ringattn.tensor_checks import check_plain
@@ -38,6 +39,7 @@ from ringattn.tensor_checks import check_plain
 Window = tuple[int | None, int | None] | None
 Given = tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]
 """q, k, v, sinks and alibi_slopes."""
+_TENSORS = ("q", "k", "v", "sinks", "alibi_slopes")
 Wanted = tuple[bool, Any, float | None, float, int | None, str, str]
 """causal, window, softmax_scale, softcap, chunk_len and moves."""
 
@@ -92,7 +94,8 @@ def attend(
             ranks differ. Nothing is kept or moved then. It is raised on every rank wherever ranks compare: at the first layer of
             a prefill, and of a decode by other requests than before (of a static step: soon after; Note [Same books] of
             accord.py). Elsewhere the others find that this rank does not come.
-        NotImplementedError: No kernel serves the call.
+        TypeError: A tensor is something else.
+        NotImplementedError: No kernel serves the call, or a tensor has a meaning of its own.
         RuntimeError: A transfer failed or timed out.
 
     Example:
@@ -106,13 +109,17 @@ def attend(
         torch.Size([1, 20, 1, 16])
     """
     run = _beside_compilers() if "torch._dynamo" in sys.modules else _attend
+    given = (q, k, v, sinks, alibi_slopes)
     try:
+        for name, x in zip(_TENSORS, given, strict=True):
+            if x is not None or name in "qkv":
+                check_plain(name, x)
         scale = None if softmax_scale is None else resolve_real("softmax_scale", softmax_scale)
         softcap, causal = resolve_real("softcap", softcap), resolve_flag("causal", causal)
         options = (causal, resolve_window(window), scale, softcap, chunk_len, moves, reads)
     except Exception as error:
         step.cache.ring.refuse(error)
-    return run(step, layer, (q, k, v, sinks, alibi_slopes), options)
+    return run(step, layer, given, options)
 
 
 attend._torchdynamo_disable = True  # pyright: ignore[reportFunctionMemberAccess]
@@ -146,7 +153,7 @@ def _attend(step: Step, layer: int, given: Given, wanted: Wanted) -> Tensor:
     else:
         _check_gradients(given)
     with torch.no_grad():
-        step.cache.put(layer, step, k, v)
+        k, v = step.cache.put(layer, step, k, v, contain=known.contains)
         return known.attend(step, layer, q, k, v, sinks, alibi_slopes)
 
 
@@ -199,6 +206,7 @@ class _Decode:
     """A decode that is right."""
 
     options: _Options
+    contains: ClassVar[bool] = False  # pages are read
 
     def ready(self, step: Step, q: Tensor) -> _Decode:
         del step, q
@@ -332,7 +340,7 @@ def _kind(options: _Options, given: Given) -> str:
 
 def _check_gradients(given: Given) -> None:
     if torch.is_grad_enabled():
-        for name, x in zip(("q", "k", "v", "sinks", "alibi_slopes"), given, strict=True):
+        for name, x in zip(_TENSORS, given, strict=True):
             if x is not None and x.requires_grad:
                 raise ValueError(
                     f"{name} must not require gradients, which a cache does not serve, got requires_grad=True; "
@@ -346,7 +354,6 @@ def _check_tensors(step: Step, q: Tensor, sinks: Tensor | None, alibi_slopes: Te
     for name, x in (("q", q), ("sinks", sinks), ("alibi_slopes", alibi_slopes)):
         if x is None:
             continue
-        check_plain(name, x)
         if x.device != cache.device:
             raise ValueError(
                 f"{name} must be on the device of the cache, {cache.device}, got {x.device}; move it there"

@@ -5,8 +5,9 @@ Refuses to know who keeps what (pages.py), how rows are copied (kernels/pages.py
 
 Note [Memory]
     All pages are allocated when the cache is made, for k and for v in one piece each, a layer after another, and are zero. A row
-    that was never written is therefore zero, and one that was written is as finite as its model. Attention takes rows that
-    blocks name and no others: what a request that has left wrote into a page, NaN included, takes no part in the next one's.
+    that was never written is therefore zero. Attention takes rows that blocks name and no others: what a request that has left
+    wrote into a page, NaN included, takes no part in the next one's. NaN of a request that is there stays with it, too (Note
+    [Values that are not finite] of kernels/pages.py).
     Within a layer a page of one head is contiguous: that is what decode streams.
 """
 
@@ -335,14 +336,21 @@ class PagedKVCache:
             most = -(-max_tokens // self.page_size) + 1 if max_blocks is None else max_blocks
             return StaticStep.make(self, batch, new, max_tokens, most, packed)
 
-    def put(self, layer: int, step: Step, k: Tensor, v: Tensor) -> None:
+    def put(self, layer: int, step: Step, k: Tensor, v: Tensor, *, contain: bool = False) -> tuple[Tensor, Tensor]:
         """Keeps the rows of a step that fall to this rank; on a GPU in stream order, and capturable in a CUDA graph.
+
+        A row of v with a NaN or an infinity is kept as zeros, and its row of k as NaN: so tokens that see it become NaN, and
+        requests that do not see it are untouched.
 
         Args:
             layer: Of which layer.
             step: Whose rows.
             k: `batch rows hk d`.
             v: `batch rows hk dv`.
+            contain: Return copies of k and v with such rows changed as the cache keeps them.
+
+        Returns:
+            K and v as given, or with `contain` the copies.
 
         Raises:
             ValueError: The layer or a shape, dtype or device does not fit the cache, or a request of the step is gone.
@@ -352,7 +360,14 @@ class PagedKVCache:
         except (ValueError, NotImplementedError) as error:
             # rows differ by rank, so perhaps nobody else refuses
             self.ring.refuse(error)
-        rows.put(self.k[layer], self.v[layer], k.detach(), v.detach(), step.slots, *self.scales(layer))
+        k, v = k.detach(), v.detach()
+        contained = (
+            (torch.empty(k.shape, dtype=k.dtype, device=k.device), torch.empty(v.shape, dtype=v.dtype, device=v.device))
+            if contain
+            else None
+        )
+        rows.put(self.k[layer], self.v[layer], k, v, step.slots, *self.scales(layer), contained)
+        return contained or (k, v)
 
     def check(self, layer: int, step: Step, k: Tensor, v: Tensor) -> None:
         """Refuses what `put` does, on this rank.

@@ -103,6 +103,15 @@ class Prefill:
     times: float
     _begun: list[bool] = field(default_factory=list, init=False, repr=False)
 
+    @property
+    def contains(self) -> bool:
+        """Whether the new rows are attended to as they are given, not as pages keep them, beside those of other requests.
+
+        Then what is not finite must be contained (Note [Values that are not finite] of kernels/pages.py).
+        """
+        documents = self.call.sharding.documents
+        return self.fresh and self.reads == "copies" and documents is not None and len(documents) > 2
+
     def attend(
         self,
         step: Step,

@@ -31,6 +31,7 @@ import torch
 from torch import Tensor
 
 from ringattn.kernels.contract import accumulation_dtype
+from ringattn.tensor_checks import check_plain
 
 
 @dataclass(frozen=True)
@@ -51,6 +52,8 @@ class Partial:
 
     Raises:
         ValueError: The shapes of m, l and o do not fit each other, or their dtypes differ.
+        TypeError: One of them is no tensor.
+        NotImplementedError: One of them is a tensor with a meaning of its own, such as a masked one.
     """
 
     m: Tensor
@@ -58,6 +61,8 @@ class Partial:
     o: Tensor
 
     def __post_init__(self) -> None:
+        for name, x in (("m", self.m), ("l", self.l), ("o", self.o)):
+            check_plain(name, x)
         if self.l.shape != self.m.shape:
             raise ValueError(f"l must have the shape of m {tuple(self.m.shape)}, got {tuple(self.l.shape)}; reshape it")
         if self.o.shape[:-1] != self.m.shape or self.o.ndim != self.m.ndim + 1:
@@ -107,7 +112,11 @@ class Partial:
 
         Raises:
             ValueError: s and v differ in dtype or in the number of keys.
+            TypeError: One of them is no tensor.
+            NotImplementedError: One of them is a tensor with a meaning of its own, such as a masked one.
         """
+        for name, x in (("s", s), ("v", v)):
+            check_plain(name, x)
         if s.dtype != v.dtype:
             raise ValueError(f"s must have the dtype of v {v.dtype}, got {s.dtype}; cast one of them")
         if v.ndim < 2 or s.ndim < 1 or s.shape[-1] != v.shape[-2]:
@@ -128,6 +137,11 @@ def _shift(m: Tensor) -> Tensor:
     return torch.where(m == float("-inf"), 0.0, m)
 
 
+def _check_partial(name: str, x: object) -> None:
+    if not isinstance(x, Partial):
+        raise TypeError(f"{name} must be a Partial, got {type(x).__name__}; make one with Partial.from_scores")
+
+
 def merge(a: Partial, b: Partial) -> Partial:
     """The partial of the keys of a and b together (Note [Partial]).
 
@@ -140,7 +154,10 @@ def merge(a: Partial, b: Partial) -> Partial:
 
     Raises:
         ValueError: a and b differ in dtype or in the value dim.
+        TypeError: One of them is no partial.
     """
+    for name, x in (("a", a), ("b", b)):
+        _check_partial(name, x)
     if a.m.dtype != b.m.dtype:
         raise ValueError(f"b must have the dtype of a {a.m.dtype}, got {b.m.dtype}; cast one of them")
     if a.o.shape[-1] != b.o.shape[-1]:
@@ -152,8 +169,10 @@ def merge(a: Partial, b: Partial) -> Partial:
 
     def mix(x: Tensor, y: Tensor, of: tuple[Tensor, Tensor, Tensor, Tensor]) -> Tensor:
         fx, fy, x_empty, y_empty = of
+        # an empty side is made 0 before the product, whose gradient would be NaN where its o is (0 * NaN)
+        both = x.masked_fill(x_empty, 0.0) * fx + y.masked_fill(y_empty, 0.0) * fy
         # the select keeps the identity exact to the bit: -0.0 * 1 + 0.0 would be +0.0
-        return torch.where(y_empty, x, torch.where(x_empty, y, x * fx + y * fy))
+        return torch.where(y_empty, x, torch.where(x_empty, y, both))
 
     row = (scale_a, scale_b, a_empty, b_empty)
     column = (scale_a.unsqueeze(-1), scale_b.unsqueeze(-1), a_empty.unsqueeze(-1), b_empty.unsqueeze(-1))
@@ -173,7 +192,12 @@ def reduce_partials(parts: Sequence[Partial], how: str = "tree") -> Partial:
 
     Raises:
         ValueError: parts is empty, or how is neither "tree" nor "sequential".
+        TypeError: parts is no sequence of partials.
     """
+    if not isinstance(parts, Sequence):
+        raise TypeError(f"parts must be a sequence of partials, got {type(parts).__name__}; pass them in a list")
+    for i, part in enumerate(parts):
+        _check_partial(f"parts[{i}]", part)
     if not parts:
         raise ValueError("parts must hold at least one partial, got none; start from Partial.identity")
     if how == "sequential":
@@ -198,7 +222,11 @@ def finalize(p: Partial) -> tuple[Tensor, Tensor]:
 
     Returns:
         (o, lse): o `... d`, normalised; lse `...`, natural log. An empty row has o = 0 and lse = -inf.
+
+    Raises:
+        TypeError: p is no partial.
     """
+    _check_partial("p", p)
     empty = p.l == 0
     # the divisor is made safe before the division: a NaN in the branch not taken would still poison its gradient
     l = torch.where(empty, 1.0, p.l)  # noqa: E741

@@ -19,6 +19,17 @@ from torch import Tensor
 
 from ringattn.kernels.contract import accumulation_dtype
 from ringattn.kernels.dropout import keep_mask
+from ringattn.plan.options import (
+    resolve_chunk_len,
+    resolve_documents,
+    resolve_flag,
+    resolve_integer,
+    resolve_lengths,
+    resolve_prefix_len,
+    resolve_real,
+    resolve_window,
+)
+from ringattn.tensor_checks import check_plain
 
 
 def visible_pairs(
@@ -275,7 +286,10 @@ def attention_reference(
         that sees nothing (and has no sink) has o = 0, lse = -inf and gradients 0.
 
     Raises:
-        ValueError: prefix_len is given without causal, or documents do not divide the sequence.
+        ValueError: prefix_len is given without causal, documents do not divide the sequence, a tensor has other than 4 dims, or
+            an option is of another kind.
+        TypeError: A tensor is something else, or what counts is no integer.
+        NotImplementedError: A tensor has a meaning of its own, such as a masked one.
 
     Example:
         >>> q = k = torch.zeros(1, 2, 1, 4)
@@ -283,18 +297,28 @@ def attention_reference(
         >>> attention_reference(q, k, v, causal=True).flatten().tolist()
         [1.0, 2.0]
     """
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        check_plain(name, x)
+        if x.dim() != 4:
+            raise ValueError(f"{name} must be 4-dimensional, `batch rows heads head_dim`, got shape {tuple(x.shape)}")
+    for name, x in (("sinks", sinks), ("alibi_slopes", alibi_slopes), ("key_bias", key_bias), ("bias", bias)):
+        if x is not None:
+            check_plain(name, x)
     s, t = q.shape[1], k.shape[1]
     visible = visible_pairs(
         s,
         t,
-        causal=causal,
-        window=window,
-        documents=documents,
-        prefix_len=prefix_len,
-        chunk_len=chunk_len,
-        lengths=lengths,
+        causal=resolve_flag("causal", causal),
+        window=resolve_window(window),
+        documents=resolve_documents(documents),
+        prefix_len=resolve_prefix_len(prefix_len),
+        chunk_len=resolve_chunk_len(chunk_len),
+        lengths=resolve_lengths(lengths),
         device=q.device,
     )
+    dropout_p = resolve_real("dropout_p", dropout_p)
+    if not 0 <= dropout_p < 1:
+        raise ValueError(f"dropout_p must be in [0, 1), got {dropout_p}; 0.0 drops nothing")
     o, lse = dense_attention(
         q,
         k,
@@ -309,6 +333,6 @@ def attention_reference(
         key_bias=key_bias,
         bias=bias,
         dropout_p=dropout_p,
-        dropout_seed=dropout_seed,
+        dropout_seed=resolve_integer("dropout_seed", dropout_seed),
     )
     return (o, lse) if return_lse else o

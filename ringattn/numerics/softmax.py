@@ -17,8 +17,9 @@ from torch import Tensor
 
 from ringattn.kernels import softmax as eager
 from ringattn.kernels.contract import accumulation_dtype
+from ringattn.plan.options import resolve_integer
 from ringattn.schedule.validation import DTYPES
-from ringattn.tensor_checks import has_tangent
+from ringattn.tensor_checks import check_plain, has_tangent
 
 IMPLS = ("auto", "eager", "portable")
 
@@ -46,7 +47,8 @@ def online_softmax(x: Tensor, dim: int = -1, *, block_size: int | None = None, i
     Raises:
         ValueError: x is not floating or has no dims, dim is out of range, block_size or impl is not one of the above,
             or impl="portable" cannot serve x.
-        NotImplementedError: x has a tangent of forward-mode differentiation.
+        TypeError: x is no tensor, or dim or block_size no integer.
+        NotImplementedError: x has a tangent of forward-mode differentiation, or a meaning of its own, such as a masked tensor.
 
     Example:
         >>> online_softmax(torch.tensor([1.0, 2.0, 3.0, 10.0]), block_size=2)
@@ -71,7 +73,8 @@ def online_logsumexp(x: Tensor, dim: int = -1, *, block_size: int | None = None,
 
     Raises:
         ValueError: As in `online_softmax`.
-        NotImplementedError: Likewise.
+        TypeError: As in `online_softmax`.
+        NotImplementedError: As in `online_softmax`.
 
     Example:
         >>> online_logsumexp(torch.tensor([1.0, 2.0, 3.0, 10.0]))
@@ -87,15 +90,17 @@ def _tiles(block_size: int | None) -> bool:
 
 
 def _check(x: Tensor, dim: int, block_size: int | None, impl: str) -> int:
+    check_plain("x", x)
     if x.dtype not in DTYPES:
         raise ValueError(f"x must be fp16, bf16, fp32 or fp64, got {x.dtype}; cast it")
     if x.ndim == 0:
         raise ValueError("x must have at least one dim, got a scalar; unsqueeze it")
+    dim = resolve_integer("dim", dim)
     if not -x.ndim <= dim < x.ndim:
         raise ValueError(f"dim must be in [{-x.ndim}, {x.ndim}), got {dim}; x has shape {tuple(x.shape)}")
     if impl not in IMPLS:
         raise ValueError(f"impl must be one of {', '.join(IMPLS)}, got {impl!r}; 'auto' always works")
-    if block_size is not None and block_size < 1:
+    if block_size is not None and resolve_integer("block_size", block_size) < 1:
         raise ValueError(f"block_size must be at least 1, got {block_size}; None chooses one")
     if impl == "portable" and not _tiles(block_size):
         raise ValueError(

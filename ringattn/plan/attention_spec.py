@@ -8,18 +8,26 @@ how anything is computed.
 from __future__ import annotations
 
 import ast
-import math
-import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ringattn.kernels.contract import GUARD, Score, accumulation_dtype
+from ringattn.kernels.select import resolve_impl
 from ringattn.plan.mask import Visibility
+from ringattn.plan.options import (
+    resolve_chunk_len,
+    resolve_flag,
+    resolve_lengths,
+    resolve_prefix_len,
+    resolve_real,
+    resolve_window,
+    resolve_word,
+)
 from ringattn.plan.ring_plan import Collection, Nodes, Plan, collect, make_plan
 from ringattn.plan.sharding import Sharding
 
@@ -160,11 +168,11 @@ def serialize(
     A dict literal: `torch.compile` traces formatting of constants, and the literal keeps tuples and floats as they are.
     """
     window, lengths = resolve_window(window), resolve_lengths(lengths)
-    prefix_len = _resolve_number("prefix_len", prefix_len)
-    chunk_len = None if chunk_len is None else _resolve_number("chunk_len", chunk_len)
+    prefix_len, chunk_len = resolve_prefix_len(prefix_len), resolve_chunk_len(chunk_len)
     causal, deterministic = resolve_flag("causal", causal), resolve_flag("deterministic", deterministic)
     softmax_scale, softcap = resolve_real("softmax_scale", softmax_scale), resolve_real("softcap", softcap)
     dropout_p = resolve_real("dropout_p", dropout_p)
+    impl, backward = resolve_impl(impl), resolve_word("backward", backward, MOVEMENTS)
     keys = None if kv_sharding is None else kv_sharding.text
     return (
         f"{{'sharding': {sharding.text}, 'kv_sharding': {keys}, 'causal': {causal}, 'window': {window}, "
@@ -172,95 +180,6 @@ def serialize(
         f"'softcap': {softcap}, 'dropout_p': {dropout_p}, 'impl': '{impl}', 'backward': '{backward}', "
         f"'deterministic': {deterministic}}}"
     )
-
-
-def resolve_window(window: int | Sequence[int | None] | None) -> tuple[int | None, ...] | None:
-    """(left, right) of a window as users give it; a mask checks the numbers.
-
-    Raises:
-        ValueError: It is neither one nor several numbers.
-    """
-    if window is None:
-        return None
-    if isinstance(window, (tuple, list)):
-        return tuple(None if side is None else _resolve_number("window", side, window) for side in window)
-    if isinstance(window, (bool, float, str)):
-        raise ValueError(f"window must be an int, (left, right) or None, got {window!r}; convert it first")
-    return _resolve_number("window", window) - 1, 0
-
-
-def resolve_lengths(lengths: Sequence[Sequence[int]] | Tensor | None) -> tuple[tuple[int, int], ...] | None:
-    """(start, stop) of each batch element, of lengths as users give them; a mask checks the numbers.
-
-    Raises:
-        ValueError: They are no pairs.
-        TypeError: They are no integers.
-    """
-    if lengths is None:
-        return None
-    rows = lengths.tolist() if isinstance(lengths, Tensor) else lengths
-    try:
-        pairs = [(start, stop) for start, stop in rows]
-    except (TypeError, ValueError):
-        raise ValueError(
-            f"lengths must have one (start, stop) per batch element, got {rows!r}; (0, n) are the first n tokens"
-        ) from None
-    return tuple((operator.index(start), operator.index(stop)) for start, stop in pairs)
-
-
-def resolve_flag(name: str, flag: Any) -> bool:
-    """A flag as users give it.
-
-    Raises:
-        ValueError: It is no truth value: words like "no" would count as true.
-    """
-    if flag not in (True, False):
-        raise ValueError(f"{name} must be True or False, got {flag!r}; convert it first")
-    return bool(flag)
-
-
-def resolve_real(name: str, number: Any) -> float:
-    """A finite number as Python's own.
-
-    Raises:
-        ValueError: It is something else, or would get a gradient.
-    """
-    if type(number) is not float:
-        if isinstance(number, Tensor) and number.requires_grad:
-            raise ValueError(
-                f"{name} must be a number, got a tensor that requires a gradient, which it would not get; "
-                "pass its item(), or multiply q by a scale that is learned"
-            )
-        try:
-            if isinstance(number, (bool, str)):
-                raise TypeError("words and flags are no numbers")
-            number = float(number)
-        except (TypeError, ValueError, OverflowError):
-            raise ValueError(f"{name} must be a number, got {number!r}; convert it first") from None
-    if not math.isfinite(number):
-        raise ValueError(f"{name} must be finite, got {number}")
-    return number
-
-
-def resolve_mask(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Options of a mask as users give them -> as `Visibility` takes them.
-
-    Raises:
-        ValueError: As `resolve_window`, `resolve_lengths` and `resolve_flag`.
-        TypeError: As `resolve_lengths`.
-    """
-    made = {"window": resolve_window, "lengths": resolve_lengths, "causal": partial(resolve_flag, "causal")}
-    return {name: made[name](option) if name in made else option for name, option in options.items()}
-
-
-def _resolve_number(name: str, number: Any, given: Any = None) -> int:
-    """An integer as Python's own, whose text can be read again."""
-    if type(number) is int:
-        return number
-    if isinstance(number, (bool, float)) or not hasattr(type(number), "__index__"):
-        given = number if given is None else given
-        raise ValueError(f"{name} must be of integers, got {given!r}; convert it first")
-    return operator.index(number)
 
 
 def parse(text: str) -> dict[str, Any]:

@@ -6,7 +6,7 @@ and masks other than the documents of the batch.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
 from itertools import accumulate, pairwise
@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from ringattn.plan.layouts import LAYOUTS, PART, Run, Shard, check_sizes, make_shards, shard_len
-from ringattn.plan.mask import check_documents
+from ringattn.plan.mask import Visibility, check_documents
+from ringattn.plan.options import resolve_balance, resolve_documents, resolve_integer
 from ringattn.ring_registry import living_ring
 from ringattn.tensor_checks import check_plain
 
@@ -185,12 +186,16 @@ class Sharding:
 
         Raises:
             ValueError: x does not have seq_len rows in `dim`; other ranks of the ring find it when they compare their next call.
-            NotImplementedError: x is a DTensor; likewise.
+            TypeError: x is no tensor, or dim no integer.
+            NotImplementedError: x is a DTensor, or another tensor with a meaning of its own.
         """
         with self._shared_refusals():
             dim = self._check_rows("x", x, dim, "seq_len", self._seq_len, "the whole sequence, or name its dim")
-        mine = self._shards[self._rank]
-        parts = [_run_of(x, dim, run) for run in mine] or [x.narrow(dim, 0, 0)]
+        return self.cut(x, dim)
+
+    def cut(self, x: Tensor, dim: int) -> Tensor:
+        """Return `shard` of a tensor that was checked; dim counts from the front."""
+        parts = [_run_of(x, dim, run) for run in self._shards[self._rank]] or [x.narrow(dim, 0, 0)]
         # cat copies even a single part: a view would keep the whole sequence in memory
         return torch.cat(parts, dim).contiguous()
 
@@ -205,7 +210,8 @@ class Sharding:
             ValueError: x_local does not have shard_len rows in `dim`, or ranks have different tensors; raised on every rank where
                 a tensor of this kind is the first.
             RuntimeError: The ring has several ranks and this sharding was made without one.
-            NotImplementedError: x_local is a DTensor.
+            TypeError: x_local is no tensor, or dim no integer.
+            NotImplementedError: x_local is a DTensor, or another tensor with a meaning of its own.
         """
         ring = self._ring
         with self._shared_refusals():
@@ -233,8 +239,7 @@ class Sharding:
     @staticmethod
     def _check_rows(name: str, x: Tensor, dim: int, wanted: str, rows: int, instead: str) -> int:
         """The dim, counted from the front, in which a tensor has so many rows; refuses others."""
-        if type(x) is not Tensor:
-            check_plain(name, x)
+        check_plain(name, x)
         dim = _resolve_dim(x, dim)
         if x.shape[dim] != rows:
             raise ValueError(
@@ -251,7 +256,13 @@ class Sharding:
 
         Raises:
             ValueError: There is not one part per rank, or a part has the wrong length.
+            TypeError: parts is no sequence of tensors.
+            NotImplementedError: A part is a DTensor, or another tensor with a meaning of its own.
         """
+        if not isinstance(parts, Sequence):
+            raise TypeError(f"parts must be a sequence of tensors, got {type(parts).__name__}; pass one per rank")
+        for rank, part in enumerate(parts):
+            check_plain(f"parts[{rank}]", part)
         if len(parts) != self.world_size:
             raise ValueError(
                 f"parts must have one tensor per rank, {self.world_size}, got {len(parts)}; pass all ranks'"
@@ -262,6 +273,10 @@ class Sharding:
             raise ValueError(
                 f"parts must have the lengths {self.shard_lens} in dim {dim}, got {lengths}; pass them in rank order"
             )
+        return self.concatenate(parts, dim)
+
+    def concatenate(self, parts: Sequence[Tensor], dim: int) -> Tensor:
+        """Return `assemble` of tensors that were checked; dim counts from the front."""
         if all(run.stride == 1 for shard in self._shards for run in shard):
             stretches = [
                 (run.start, part.narrow(dim, offset, run.length))
@@ -336,14 +351,34 @@ def _restore(spec: Sequence[Any], rank: int, ring: str | None, device: torch.dev
     return Sharding.from_spec(spec, rank, ring=living_ring(ring), device=device)
 
 
-def check_sharding(x: object) -> None:
+def check_sharding(x: object, name: str = "sharding") -> None:
     """Refuses what is no sharding.
 
     Raises:
         TypeError: It is something else.
     """
     if not isinstance(x, Sharding):
-        raise TypeError(f"sharding must be what ring.sharding(seq_len) gives, got {type(x).__name__}")
+        raise TypeError(f"{name} must be what ring.sharding(seq_len) gives, got {type(x).__name__}")
+
+
+def resolve_shards(
+    seq_len: int,
+    layout: str,
+    documents: Sequence[int] | Tensor | None,
+    balance: Mapping[str, Any] | None,
+    world_size: int,
+) -> tuple[int, tuple[int, ...] | None, tuple[Shard, ...]]:
+    """Length, documents and shards of a sequence, of what users give `Ring.sharding`.
+
+    Raises:
+        ValueError: An unknown layout, boundaries that do not fit, or an option of a mask that does not.
+        TypeError: The length or a boundary is no integer, or balance no dict.
+    """
+    seq_len, documents = resolve_integer("seq_len", seq_len), resolve_documents(documents)
+    if balance is not None and layout != "balanced":
+        raise ValueError(f"balance must be given with layout='balanced' only, got layout={layout!r}; leave it out")
+    mask = Visibility(seq_len=seq_len, kv_len=seq_len, documents=documents, **resolve_balance(balance))
+    return seq_len, documents, make_shards(layout, seq_len, world_size, mask)
 
 
 def positions_of(shard: Shard) -> Tensor:
@@ -359,6 +394,7 @@ def _run_of(x: Tensor, dim: int, run: Run) -> Tensor:
 
 
 def _resolve_dim(x: Tensor, dim: int) -> int:
+    dim = resolve_integer("dim", dim)
     if not -x.ndim <= dim < x.ndim:
         raise ValueError(
             f"dim must be from {-x.ndim} to {x.ndim - 1}, got {dim}; the tensor has shape {tuple(x.shape)}"

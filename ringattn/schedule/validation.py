@@ -1,6 +1,6 @@
 """Every refusal of a call, in one place, before the first byte is sent.
 
-Owns the checks of tensors against a decoded spec. Masks check themselves (`Visibility`), kernels are chosen in
+Owns the checks of tensors against the options of a call. Masks check themselves (`Visibility`), kernels are chosen in
 `kernels.select`. Refuses to fix anything.
 """
 
@@ -9,13 +9,53 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ringattn.plan.attention_spec import MOVEMENTS, AttentionSpec, ScoreTensors
+from ringattn.plan.attention_spec import AttentionSpec, ScoreTensors
 from ringattn.tensor_checks import check_plain
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 SOFTCAPS = {torch.float16: 2.0**13, torch.bfloat16: 2.0**16, torch.float32: 2.0**100, torch.float64: 2.0**100}
 """The widest soft cap by dtype. In half precision kernels take a tanh that is rounded by 2**-24, which makes a score wrong by
 softcap times that: up to here less than one rounding of the dtype. Wider dtypes only need a number to multiply with."""
+
+
+def check_tensors(q: Tensor, k: Tensor, v: Tensor, **options: Tensor | None) -> None:
+    """Raises when a call is given something else than plain tensors with numbers in them; else returns.
+
+    Args:
+        q: Queries.
+        k: Keys.
+        v: Values.
+        **options: Others, by name; None: not given.
+
+    Raises:
+        TypeError: As `check_plain`.
+        ValueError: As `check_plain`; or it is a meta tensor.
+        NotImplementedError: As `check_plain`.
+    """
+    given = [(name, x) for name, x in options.items() if x is not None]
+    for name, x in (("q", q), ("k", k), ("v", v), *given):
+        check_plain(name, x)
+        if x.is_meta:
+            raise ValueError(f"{name} must have numbers, got a meta tensor; make it real")
+
+
+def expand_bias(bias: Tensor, q: Tensor, kv_len: int) -> Tensor:
+    """A bias as `b h s n`, without a copy; as it is where q, which is refused later, has other dims.
+
+    Raises:
+        ValueError: It is not broadcastable to that.
+    """
+    if q.dim() != 4:
+        return bias
+    b, s, h, _ = q.shape
+    wanted = (b, h, s, kv_len)
+    sizes = (1,) * (4 - bias.dim()) + tuple(bias.shape)
+    if len(sizes) != 4 or any(x not in (1, y) for x, y in zip(sizes, wanted, strict=True)):
+        raise ValueError(
+            f"bias must be broadcastable to {wanted} (this rank's query rows x all keys), got {tuple(bias.shape)}; "
+            "cut a whole one with sharding.shard(bias, dim=-2)"
+        )
+    return bias.expand(wanted)
 
 
 def check_call(
@@ -33,16 +73,12 @@ def check_call(
         q: Queries, must be `b s h d`.
         k: Keys, must be `b t hk d`.
         v: Values, must be `b t hk dv`.
-        spec: The options of the spec.
+        spec: The options of the call.
         rank: This rank.
         world_size: Ranks in the ring.
         tensors: The optional tensors, bias after expansion.
     """
     given = {name: x for name, x in tensors._asdict().items() if x is not None}
-    for name, x in (("q", q), ("k", k), ("v", v), *given.items()):
-        check_plain(name, x)
-        if x.layout is not torch.strided:
-            raise ValueError(f"{name} must be a dense tensor, got layout {x.layout}; pass {name}.to_dense()")
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.dim() != 4:
             raise ValueError(f"{name} must be 4-dimensional, `batch rows heads head_dim`, got shape {tuple(x.shape)}")
@@ -57,8 +93,8 @@ def check_call(
     for name, x in given.items():
         if not x.is_floating_point():
             raise ValueError(f"{name} must be floating point, got {x.dtype}")
-    _check_shapes(q, k, v)
     _check_shardings(q, k, spec, rank, world_size)
+    _check_shapes(q, k, v)
     b, s, h, _ = q.shape
     wanted = {
         "sinks": ((h,), "one logit per query head"),
@@ -130,8 +166,6 @@ def _check_options(spec: AttentionSpec, dtype: torch.dtype, batch: int, has_bias
     lengths = spec.visibility.lengths
     if lengths is not None and len(lengths) != batch:
         raise ValueError(f"lengths must have one (start, stop) per batch element, {batch}, got {len(lengths)}")
-    if spec.backward not in MOVEMENTS:
-        raise ValueError(f"backward must be one of {', '.join(MOVEMENTS)}, got {spec.backward!r}")
     if has_bias and spec.backward == "queries":
         raise NotImplementedError(
             "backward='queries' must go without bias, whose rows cannot leave their rank; use backward='keys' or 'auto'"

@@ -15,9 +15,10 @@ from tests.compile.test_softmax_compile import build, spilled_bytes  # noqa: E40
 pytestmark = pytest.mark.compile
 
 
-@pytest.mark.parametrize("name", ["_put_kernel", "_take_kernel"])
+@pytest.mark.parametrize("name", ["_put_kernel", "_put_kernel and contain", "_take_kernel"])
 @pytest.mark.parametrize(("capability", "fp8"), [(80, False), (80, True), (90, False), (90, True), (100, True)])
 def test_rows_move_in_wide_words_without_spills(name: str, capability: int, fp8: bool, tmp_path) -> None:
+    name, _, contain = name.partition(" and ")
     fn = getattr(pages_triton, name)
     pool = "*u8" if fp8 else "*bf16"
     types = {"pool_k": pool, "pool_v": pool, "k": "*bf16", "v": "*bf16", "slots": "*i64"}
@@ -27,6 +28,10 @@ def test_rows_move_in_wide_words_without_spills(name: str, capability: int, fp8:
     scales = dict.fromkeys(("k_scale", "v_scale"), "*fp32") if fp8 else {}
     if not fp8:
         constants |= {"k_scale": None, "v_scale": None}
+    if contain:
+        types |= {"k_contained": "*bf16", "v_contained": "*bf16"}
+    elif name == "_put_kernel":
+        constants |= {"k_contained": None, "v_contained": None}
     kernel = build(fn, types | scales, constants, 4, capability)
     ptx = kernel.asm["ptx"]
     assert spilled_bytes(ptx, capability, tmp_path) == 0

@@ -11,6 +11,7 @@ import torch
 from ringattn.kernels import eager
 from tests.emulator import gluon as machine
 from tests.emulator.pacing import keep_pace_always
+from tests.isolation import BAD, SPOILT, assert_kernels_isolate
 from tests.kernel_conformance import CASES, Case, KernelSet, run_case
 
 pytest.importorskip("triton")
@@ -83,6 +84,14 @@ def test_all_switches_together_compute_the_same_attention(case: Case, seed: int 
     config = configs.ForwardConfig(2, 32, 2, early=True, store=True, ahead=True, lazy=True)
     with machine.mode(seed=seed):
         run_case(hopper_forward(config=config), case, torch.bfloat16, "cpu")
+
+
+@pytest.mark.parametrize("switches", [{}, {"early": True, "store": True, "ahead": True, "lazy": True}], ids=["", "all"])
+@pytest.mark.parametrize("bad", BAD)
+@pytest.mark.parametrize("spoilt", SPOILT)
+def test_what_is_not_finite_stays_with_its_request(spoilt: str, bad: float, switches: dict[str, Any]):
+    kernels = hopper_forward(config=configs.ForwardConfig(2, 32, 2, **switches))
+    assert_kernels_isolate(kernels, (150, 61, 80), spoilt, bad, torch.bfloat16, "cpu")
 
 
 @pytest.mark.parametrize("pack", [1, 2, 8])

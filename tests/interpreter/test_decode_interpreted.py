@@ -33,6 +33,25 @@ def test_half_precision_stays_within_budget(case: Case) -> None:
     run(case, torch.float16)
 
 
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("spoilt", ["q", "k", "v"])
+def test_what_is_not_finite_stays_with_its_request(spoilt: str, bad: float) -> None:
+    scene = make_scene(Case(lengths=(90, 70, 33), tokens=3, splits=3, mine=1.0))
+    found = []
+    for which in (None, spoilt):
+        given = {name: getattr(scene, name).clone() for name in ("q", "k", "v")}
+        if which == "q":
+            given["q"][1] = bad
+        elif which is not None:
+            for page, _, length in scene.blocks[1]:
+                given[which][page, :, :length] = bad
+        other = replace(scene, **given)
+        parts = empty_parts(other, 3)
+        decode(*other.arguments(), parts, impl="portable")
+        found.append(finish(other, parts)[0][[0, 2]])
+    assert torch.equal(*found)
+
+
 @pytest.mark.parametrize("softcap", [50.0, 2.0**13, 2.0**100])
 def test_a_wide_softcap_loses_no_digits_of_fp32(softcap: float) -> None:
     run(Case(lengths=(160, 77), tokens=2, softcap=softcap), torch.float32)

@@ -61,3 +61,28 @@ def test_a_row_that_is_not_finite_is_nan_wherever_it_is_read(bad: float) -> None
         module.take(*pool, slots, k, v, *scales)
         assert k[0, 0].isnan().all()
         assert torch.equal(k[0, 1], torch.ones(1, 8))
+
+
+@pytest.mark.parametrize("kv_dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+def test_a_row_of_values_that_is_not_finite_is_zeros_beside_a_key_of_nan(bad: float, kv_dtype: torch.dtype) -> None:
+    from ringattn.kernels import pages, pages_triton
+
+    fp8 = kv_dtype == torch.float8_e4m3fn
+    dtype = torch.float32 if fp8 else kv_dtype
+    k, v = torch.ones(1, 2, 2, 8, dtype=dtype), torch.ones(1, 2, 2, 4, dtype=dtype)
+    v[0, 0, 1, 3] = bad
+    slots = torch.tensor([[2, -1]])
+    for module in (pages_triton, pages):
+        pool = [torch.zeros(1, 2, 4, dim, dtype=kv_dtype) for dim in (8, 4)]
+        scales = [torch.zeros(1, 2, 4) if fp8 else None for _ in range(2)]
+        contained = torch.zeros_like(k), torch.zeros_like(v)
+        module.put(*pool, k, v, slots, *scales, contained)
+        kept = torch.zeros_like(k[:, :1]), torch.zeros_like(v[:, :1])
+        module.take(*pool, slots[:, :1], *kept, *scales)
+        for keys, values in (kept, contained):
+            assert keys[0, 0, 1].isnan().all()
+            assert torch.equal(values[0, 0, 1], torch.zeros(4, dtype=dtype))
+            assert torch.equal(keys[0, 0, 0], k[0, 0, 0])
+            assert torch.equal(values[0, 0, 0], v[0, 0, 0])
+        assert torch.equal(contained[1][0, 1], v[0, 1]), "rows that are kept elsewhere are written, too"

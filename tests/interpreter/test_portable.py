@@ -10,6 +10,7 @@ from torch import Tensor
 from ringattn.kernels.contract import Carry, Grads, Score, Side
 from ringattn.schedule.validation import SOFTCAPS
 from tests.far_apart import HALF_WAY, at_strides, heads_apart, leave_memory_alone
+from tests.isolation import BAD, SPOILT, assert_kernels_isolate
 from tests.kernel_conformance import CASES, Case, run_case
 
 pytest.importorskip("triton")
@@ -45,6 +46,12 @@ def side(n: int, lo: torch.Tensor, hi: torch.Tensor) -> Side:
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_forward_and_backward_stay_within_budget(case: Case):
     run_case(portable, case, torch.float32, "cpu")
+
+
+@pytest.mark.parametrize("bad", BAD)
+@pytest.mark.parametrize("spoilt", SPOILT)
+def test_what_is_not_finite_stays_with_its_request(spoilt: str, bad: float):
+    assert_kernels_isolate(portable, (90, 71, 50), spoilt, bad, torch.float32, "cpu")
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if case.name in HALF_CASES], ids=str)

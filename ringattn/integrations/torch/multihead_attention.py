@@ -29,10 +29,12 @@ from ringattn.api import ring_attention_with_lse
 from ringattn.kernels.contract import accumulation_dtype
 from ringattn.numerics.dropout import draw_seed, kept_columns
 from ringattn.numerics.partial import Partial, finalize, merge
+from ringattn.plan.options import resolve_flag
 from ringattn.plan.sharding import Sharding, positions_of
 from ringattn.ring import Ring, default_world_size
 from ringattn.ring_registry import find_ring
 from ringattn.sharding_context import resolve_sharding
+from ringattn.tensor_checks import check_plain
 
 CAPACITY = 1024
 """Lengths of whole sequences that are kept; beyond it all are forgotten, and made again as they come."""
@@ -170,15 +172,22 @@ class RingMultiheadAttention(nn.MultiheadAttention):
         Raises:
             AssertionError: As `nn.MultiheadAttention` does, with its texts.
             RuntimeError: Likewise; and there is no sharding among several ranks.
+            TypeError: A tensor is something else.
+            NotImplementedError: A tensor has a meaning of its own, or nested input is not that of self-attention.
             ValueError: Weights are too many, the sharding belongs to another ring; and what `ring_attention` raises.
         """
-        if query.is_nested:
+        if isinstance(query, Tensor) and query.is_nested:
             return self._attend_nested(
                 query, key, value, key_padding_mask, need_weights, attn_mask, is_causal, sharding, kv_sharding
             )
-        row_dim = 1 if self.batch_first and query.dim() == 3 else 0
         with self._shared_refusals(sharding):
-            sharding, kv_sharding = self._find_shardings(query, key, row_dim, sharding, kv_sharding)
+            found = resolve_sharding(sharding, kv_sharding)
+        with self._shared_refusals(None if found is None else found[0]):
+            for name, x in (("query", query), ("key", key), ("value", value)):
+                check_plain(name, x)
+            need_weights, is_causal = resolve_flag("need_weights", need_weights), resolve_flag("is_causal", is_causal)
+            row_dim = 1 if self.batch_first and query.dim() == 3 else 0
+            sharding, kv_sharding = self._find_shardings(query, key, row_dim, found, kv_sharding is not None)
         keys = sharding if kv_sharding is None else kv_sharding
         # what is refused here on one rank, others hear of
         with sharding.ring.shared_refusals():
@@ -186,9 +195,15 @@ class RingMultiheadAttention(nn.MultiheadAttention):
                 query, key, value, key_padding_mask, need_weights, attn_mask, is_causal, sharding, keys
             )
             q, k, v = (self._by_head(x, query.dim()) for x in self._project(query, key, value))
+            for name, x in (("key_padding_mask", key_bias), ("attn_mask", bias)):
+                if x is not None and x.dtype not in (torch.float32, query.dtype, q.dtype):
+                    raise RuntimeError(
+                        f"Expected {name} dtype to be bool or float or to match query dtype, but got {name}.dtype: {x.dtype} "
+                        f"and query.dtype: {query.dtype} instead."
+                    )
         if not torch.compiler.is_compiling():
             # weights take a collective more, which no call shows
-            sharding.ring.agree_once("need_weights", f"{bool(need_weights)}")
+            sharding.ring.agree_once("need_weights", f"{need_weights}")
         b, s, h, _ = q.shape
         wide = accumulation_dtype(q.dtype)
         dropout_p = self.dropout if self.training else 0.0
@@ -245,11 +260,9 @@ class RingMultiheadAttention(nn.MultiheadAttention):
         return nullcontext() if ring is None else ring.shared_refusals()
 
     def _find_shardings(
-        self, query: Tensor, key: Tensor, dim: int, sharding: Sharding | None, kv_sharding: Sharding | None
+        self, query: Tensor, key: Tensor, dim: int, found: tuple[Sharding, Sharding | None] | None, given: bool
     ) -> tuple[Sharding, Sharding | None]:
-        """The sharding of the rows, and that of the keys where it is another."""
-        given = kv_sharding is not None
-        found = resolve_sharding(sharding, kv_sharding)
+        """The sharding of the rows, and that of the keys where it is another; given: the latter was given to the call."""
         if found is None:
             found = self._find_whole(query.shape[dim], key.shape[dim])
         rows, keys = found
@@ -295,6 +308,9 @@ class RingMultiheadAttention(nn.MultiheadAttention):
 
         Checks what torch checks, in its order and with its texts.
         """
+        for name, x in (("key_padding_mask", key_padding_mask), ("attn_mask", attn_mask)):
+            if x is not None:
+                check_plain(name, x)
         batched = F._mha_shape_check(  # pyright: ignore[reportAttributeAccessIssue]
             query, key, value, key_padding_mask, None, self.num_heads
         )
@@ -412,7 +428,12 @@ class RingMultiheadAttention(nn.MultiheadAttention):
             x = query.to_padded_tensor(0.0, (len(lengths), rows, query.size(-1)))
         padding = torch.arange(rows, device=x.device) >= torch.tensor(lengths, device=x.device)[:, None]
         o = self(x, x, x, padding, need_weights=False, is_causal=is_causal, sharding=sharding)[0]
-        return torch.nested.as_nested_tensor([row[:length] for row, length in zip(o, lengths, strict=True)]), None
+        parts = [row[:length] for row, length in zip(o, lengths, strict=True)]
+        if query.layout is torch.jagged:
+            # tensors of other offsets than those of the input cannot be added to it
+            offsets = query.offsets()  # pyright: ignore[reportAttributeAccessIssue]
+            return torch.nested.nested_tensor_from_jagged(torch.cat(parts), offsets), None
+        return torch.nested.as_nested_tensor(parts), None
 
 
 def replace_multihead_attention(model: nn.Module, ring: Ring | None = None) -> list[str]:
@@ -431,7 +452,7 @@ def replace_multihead_attention(model: nn.Module, ring: Ring | None = None) -> l
 
     Raises:
         NotImplementedError: The model holds a subclass of `nn.MultiheadAttention` whose forward is its own.
-        TypeError: The ring is something else.
+        TypeError: The ring or the model is something else.
 
     Example:
         >>> model = nn.TransformerEncoder(nn.TransformerEncoderLayer(32, 4, batch_first=True), 2)
@@ -439,6 +460,8 @@ def replace_multihead_attention(model: nn.Module, ring: Ring | None = None) -> l
         ['layers.0.self_attn', 'layers.1.self_attn']
     """
     _check_ring(ring)
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a module, got {type(model).__name__}; pass the model itself")
     found = {name: module for name, module in model.named_modules() if isinstance(module, nn.MultiheadAttention)}
     foreign = {
         name: type(module).__name__

@@ -5,13 +5,17 @@ Owns the translation of those arguments. Refuses to know anything of the ring be
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from ringattn.api import ring_attention
 from ringattn.numerics.dropout import draw_seed
+from ringattn.plan.options import resolve_flag, resolve_real
 from ringattn.plan.sharding import Sharding
 from ringattn.sharding_context import resolve_sharding
+from ringattn.tensor_checks import check_plain, is_causal_bias
 
 
 def scaled_dot_product_attention(
@@ -36,7 +40,9 @@ def scaled_dot_product_attention(
         key: Keys of this rank, `b hk s d`.
         value: Values of this rank, `b hk s dv`.
         attn_mask: This rank's query rows x *all* keys by global position, broadcastable to `b h s n`. Bool: True takes part.
-            Floating point: added to the scores. `sharding.shard(mask, dim=-2)` cuts it from a whole one.
+            Floating point: added to the scores. `sharding.shard(mask, dim=-2)` cuts it from a whole one. Or torch's
+            `causal_upper_left(s, n)` or `causal_lower_right(s, n)` of the whole sequences, s queries and n keys, which is never
+            materialised.
         dropout_p: Probability of dropping a weight, always applied. The seed is drawn from torch's default CPU generator: ranks
             whose generators agree drop what one process would, others by their own draw, and gradients are exact either way.
         is_causal: Key j is visible to query i when j <= i, by global position; never materialised. Of two sequences
@@ -52,6 +58,8 @@ def scaled_dot_product_attention(
     Raises:
         RuntimeError: There is no sharding, or attn_mask comes with is_causal.
         ValueError: Shapes do not fit; and what `ring_attention` raises.
+        TypeError: A tensor is something else.
+        NotImplementedError: A tensor has a meaning of its own, or a lower right causal mask leaves rows without keys.
 
     Example:
         >>> from ringattn import Ring
@@ -69,8 +77,19 @@ def scaled_dot_product_attention(
     keys = sharding if kv_sharding is None else kv_sharding
     # what is refused here on one rank, others hear of
     with sharding.ring.shared_refusals():
-        _check(query, key, value, attn_mask, is_causal, enable_gqa, keys.seq_len)
-        bias = None if attn_mask is None else _bias(attn_mask, query.dtype)
+        is_causal, enable_gqa = resolve_flag("is_causal", is_causal), resolve_flag("enable_gqa", enable_gqa)
+        dropout_p = resolve_real("dropout_p", dropout_p)
+        _check_heads(query, key, value, enable_gqa)
+        if attn_mask is not None and is_causal:
+            raise RuntimeError(
+                "attn_mask must be None when is_causal=True, got both; put the causal mask into attn_mask, or drop it"
+            )
+        bias, window = None, None
+        if is_causal_bias(attn_mask):
+            is_causal, window = _resolve_causal_bias(attn_mask, sharding.seq_len, keys.seq_len)
+        elif attn_mask is not None:
+            _check_mask(attn_mask, query, keys.seq_len)
+            bias = _bias(attn_mask, query.dtype)
     o = ring_attention(
         query.transpose(1, 2),
         key.transpose(1, 2),
@@ -78,6 +97,7 @@ def scaled_dot_product_attention(
         sharding,
         kv_sharding=kv_sharding,
         causal=is_causal,
+        window=window,
         softmax_scale=scale,
         bias=bias,
         dropout_p=dropout_p,
@@ -94,10 +114,29 @@ def _bias(mask: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill(mask.logical_not(), float("-inf"))
 
 
-def _check(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_causal: bool, enable_gqa: bool, kv_len: int
-) -> None:
+def _resolve_causal_bias(mask: Any, seq_len: int, kv_len: int) -> tuple[bool, tuple[None, int] | None]:
+    """A `CausalBias` of the whole sequences as causal and window."""
+    from torch.nn.attention.bias import CausalVariant
+
+    sizes = mask.seq_len_q, mask.seq_len_kv
+    if sizes != (seq_len, kv_len):
+        raise ValueError(
+            f"attn_mask must be a causal bias of the whole sequences, {(seq_len, kv_len)}, got one of {sizes}; make it of "
+            "sharding.seq_len and kv_sharding.seq_len"
+        )
+    if mask.variant == CausalVariant.UPPER_LEFT or seq_len == kv_len:
+        return True, None
+    if kv_len < seq_len:
+        raise NotImplementedError(
+            f"attn_mask must be a lower right causal bias of at least as many keys as queries, got {sizes}, whose first rows "
+            "see nothing; pass sharding.shard(mask, dim=-2) of a bool mask"
+        )
+    return False, (None, kv_len - seq_len)
+
+
+def _check_heads(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> None:
     for name, x in (("query", query), ("key", key), ("value", value)):
+        check_plain(name, x)
         if x.dim() != 4:
             raise ValueError(f"{name} must be 4-dimensional, `b h s d`, got shape {tuple(x.shape)}; unsqueeze it")
     if not enable_gqa and (key.shape[1] != query.shape[1] or value.shape[1] != query.shape[1]):
@@ -105,12 +144,10 @@ def _check(
             f"key and value must have the {query.shape[1]} heads of query, got {key.shape[1]} and {value.shape[1]}; "
             "pass enable_gqa=True where they are shared by groups of query heads"
         )
-    if mask is None:
-        return
-    if is_causal:
-        raise RuntimeError(
-            "attn_mask must be None when is_causal=True, got both; put the causal mask into attn_mask, or drop it"
-        )
+
+
+def _check_mask(mask: Tensor, query: Tensor, kv_len: int) -> None:
+    check_plain("attn_mask", mask)
     if mask.dtype not in (torch.bool, torch.float32, query.dtype):
         raise RuntimeError(
             f"Expected attn_mask dtype to be bool or float or to match query dtype, but got attn_mask.dtype: {mask.dtype} "

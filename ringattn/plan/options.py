@@ -1,0 +1,197 @@
+"""Options as users give them, made Python's own values; an option of another kind is refused by name.
+
+Owns the kinds: flags, numbers, integers, words, and the options of a mask. Refuses to know their range (masks and calls check
+that) and tensors with rows (`plain`).
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+
+
+def as_integer(number: Any) -> int | None:
+    """An integer as Python's own, whose text can be read again; None for what is none, flags and whole floats included."""
+    if type(number) is int:
+        return number
+    if isinstance(number, (bool, float)) or not hasattr(type(number), "__index__"):
+        return None
+    try:
+        return operator.index(number)
+    except TypeError:  # tensors and arrays have the method, whatever they hold
+        return None
+
+
+def resolve_integer(name: str, number: Any, kind: str = "an integer") -> int:
+    """An integer as users give it, of any type that counts; kind is what all of the option must be, for the message.
+
+    Raises:
+        TypeError: It is something else: fractions are not rounded.
+    """
+    found = as_integer(number)
+    if found is None:
+        raise TypeError(f"{name} must be {kind}, got {number!r}; convert it first")
+    return found
+
+
+def resolve_flag(name: str, flag: Any) -> bool:
+    """A flag as users give it.
+
+    Raises:
+        ValueError: It is no truth value: words like "no" would count as true.
+    """
+    if type(flag) is bool:
+        return flag
+    try:
+        known = flag in (True, False)
+    except (RuntimeError, ValueError):  # several elements have no truth value
+        known = False
+    if not known:
+        raise ValueError(f"{name} must be True or False, got {flag!r}; convert it first")
+    return bool(flag)
+
+
+def resolve_real(name: str, number: Any) -> float:
+    """A finite number as Python's own.
+
+    Raises:
+        ValueError: It is something else, or would get a gradient.
+    """
+    if type(number) is not float:
+        if isinstance(number, Tensor) and number.requires_grad:
+            raise ValueError(
+                f"{name} must be a number, got a tensor that requires a gradient, which it would not get; "
+                "pass its item(), or multiply q by a scale that is learned"
+            )
+        try:
+            if isinstance(number, (bool, str)):
+                raise TypeError("words and flags are no numbers")
+            number = float(number)
+        except (TypeError, ValueError, OverflowError):
+            raise ValueError(f"{name} must be a number, got {number!r}; convert it first") from None
+    if not math.isfinite(number):
+        raise ValueError(f"{name} must be finite, got {number}")
+    return number
+
+
+def resolve_word(name: str, word: Any, words: tuple[str, ...]) -> str:
+    """One of some words.
+
+    Raises:
+        ValueError: It is another, or no text.
+    """
+    if not isinstance(word, str) or word not in words:
+        raise ValueError(f"{name} must be one of {', '.join(words)}, got {word!r}; use one of these")
+    return words[words.index(word)]
+
+
+def resolve_window(window: int | Sequence[int | None] | None) -> tuple[int | None, int | None] | None:
+    """(left, right) of a window as users give it; a mask checks the numbers.
+
+    Raises:
+        ValueError: It is neither one number nor two.
+    """
+    if window is None:
+        return None
+    if isinstance(window, (tuple, list)):
+        if len(window) != 2:
+            raise ValueError(f"window must be (left, right), got {window}; None on a side means unbounded")
+        left, right = (None if side is None else _resolve_width("window", side, window) for side in window)
+        return left, right
+    if as_integer(window) is None:
+        raise ValueError(f"window must be an int, (left, right) or None, got {window!r}; convert it first")
+    return _resolve_width("window", window) - 1, 0
+
+
+def resolve_prefix_len(prefix_len: int) -> int:
+    """The length of a prefix as users give it; a mask checks the number.
+
+    Raises:
+        ValueError: It is no integer.
+    """
+    return _resolve_width("prefix_len", prefix_len)
+
+
+def resolve_chunk_len(chunk_len: int | None) -> int | None:
+    """The length of chunks as users give it; a mask checks the number.
+
+    Raises:
+        ValueError: It is no integer.
+    """
+    return None if chunk_len is None else _resolve_width("chunk_len", chunk_len)
+
+
+def resolve_lengths(lengths: Sequence[Sequence[int]] | Tensor | None) -> tuple[tuple[int, int], ...] | None:
+    """(start, stop) of each batch element, of lengths as users give them; a mask checks the numbers.
+
+    Raises:
+        ValueError: They are no pairs.
+        TypeError: They are no integers.
+    """
+    if lengths is None:
+        return None
+    rows = lengths.tolist() if isinstance(lengths, Tensor) else lengths
+    try:
+        pairs = [(start, stop) for start, stop in rows]
+    except (TypeError, ValueError):
+        raise ValueError(
+            f"lengths must have one (start, stop) per batch element, got {rows!r}; (0, n) are the first n tokens"
+        ) from None
+    kind = "of integers"
+    return tuple((resolve_integer("lengths", a, kind), resolve_integer("lengths", b, kind)) for a, b in pairs)
+
+
+def resolve_documents(documents: Sequence[int] | Tensor | None) -> tuple[int, ...] | None:
+    """Boundaries of documents as users give them; a sharding checks the numbers.
+
+    Raises:
+        TypeError: They are no integers.
+    """
+    if documents is None:
+        return None
+    try:
+        boundaries = tuple(documents.tolist() if isinstance(documents, Tensor) else documents)
+    except TypeError:
+        raise TypeError(
+            f"documents must be boundaries (0, ..., seq_len), got {documents!r}; pass cumulative lengths"
+        ) from None
+    return tuple(resolve_integer("documents", boundary, "of integers") for boundary in boundaries)
+
+
+_MASK: dict[str, Callable[[Any], Any]] = {
+    "causal": partial(resolve_flag, "causal"),
+    "window": resolve_window,
+    "prefix_len": resolve_prefix_len,
+    "chunk_len": resolve_chunk_len,
+    "lengths": resolve_lengths,
+}
+
+
+def resolve_balance(balance: Mapping[str, Any] | None) -> dict[str, Any]:
+    """The mask to balance for as users give it -> as `Visibility` takes it; without one, a causal mask.
+
+    Raises:
+        ValueError: An option of the mask is unknown or of another kind.
+        TypeError: It is no dict, or what counts is no integer.
+    """
+    if balance is None:
+        return {"causal": True}
+    if not isinstance(balance, Mapping):
+        raise TypeError(f"balance must be a dict of mask options, got {balance!r}; pass one such as {{'causal': True}}")
+    unknown = [option for option in balance if option not in _MASK]
+    if unknown:
+        raise ValueError(f"balance must have options among {', '.join(_MASK)}, got {unknown}; leave out the others")
+    return {name: _MASK[name](option) for name, option in balance.items()}
+
+
+def _resolve_width(name: str, number: Any, given: Any = None) -> int:
+    """An integer of a mask; given is what to show of a sequence that holds it."""
+    found = as_integer(number)
+    if found is None:
+        raise ValueError(f"{name} must be of integers, got {number if given is None else given!r}; convert it first")
+    return found
