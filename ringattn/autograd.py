@@ -72,10 +72,14 @@ class _Aside(threading.local):
     Attributes:
         keep: A forward keeps the keys of others, where it can.
         kept: What it kept, or what a backward is given.
+        made: The number of a forward that has run, as a call of its ring; 0: none has.
+        forward: That of the forward whose backward runs; 0: unknown.
     """
 
     keep: bool = False
     kept: Tensor | None = None
+    made: int = 0
+    forward: int = 0
 
 
 _aside = _Aside()
@@ -98,7 +102,7 @@ def _forward(
     if torch.is_autocast_enabled(q.device.type):
         with torch.autocast(q.device.type, enabled=False):
             return _forward(*args)
-    here, decoded, kernels, score = prepare(*args)
+    here, decoded, kernels, score, _aside.made = prepare(*args)
     o, lse, _aside.kept = fused.forward(
         _rows(q), _rows(k), _rows(v), score, decoded, kernels, here.seat, keep=_aside.keep
     )
@@ -127,7 +131,7 @@ def _backward(
     if torch.is_autocast_enabled(q.device.type):
         with torch.autocast(q.device.type, enabled=False):
             return _backward(do, dlse, q, k, v, o, lse, *options, dropout_seed, ring, call, wanted)
-    here, decoded, kernels, score = prepare(q, k, v, *options, dropout_seed, ring, call)
+    here, decoded, kernels, score, _ = prepare(q, k, v, *options, dropout_seed, ring, call, _aside.forward)
     grads = fused.backward(
         torch.zeros_like(o) if do is None else _rows(_as(do, o)),
         dlse,
@@ -230,10 +234,10 @@ class _Attention(torch.autograd.Function):
         *tensors, ctx.dropout_seed, ctx.ring, ctx.call = args
         # the graph keeps the ring alive until it is used up
         ctx.living_ring = find_ring(ctx.ring)
-        _aside.keep = ctx.living_ring.keep_keys and _runs_as_it_is()
+        _aside.keep, _aside.made = ctx.living_ring.keep_keys and _runs_as_it_is(), 0
         try:
             o, lse = _below_autograd(keys, *args)
-            kept = _aside.kept
+            kept, ctx.number = _aside.kept, _aside.made
         finally:
             _aside.keep, _aside.kept = False, None
         ctx.save_for_backward(*tensors, o, lse, kept)
@@ -251,13 +255,14 @@ class _Attention(torch.autograd.Function):
                 "jacobian(vectorize=True)); loop over them with retain_graph=True, or use attention_reference",
             )
         q, k, v, *options, o, lse, _aside.kept = ctx.saved_tensors
+        _aside.forward = ctx.number
         run = _short_backward if _is_unseen((do, dlse, q, k, v, o, lse, *options)) else ring_attention_backward_op
         run = _Gradients.apply if torch.is_grad_enabled() else run
         args = (do, dlse, q, k, v, o, lse, *options, ctx.dropout_seed, ctx.ring, ctx.call, ctx.wanted)
         try:
             dq, dk, dv, *others = run(*args)
         finally:
-            _aside.kept = None
+            _aside.kept, _aside.forward = None, 0
         rest = iter(others)
         return None, dq, dk, dv, *(next(rest) if want else None for want in ctx.wanted), None, None, None
 

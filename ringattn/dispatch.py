@@ -21,10 +21,11 @@ from torch import Tensor
 
 from ringattn.kernels.contract import KernelSet, Score
 from ringattn.kernels.select import pick
-from ringattn.plan.attention_spec import Call
+from ringattn.plan.attention_spec import Call, parse
 from ringattn.ring import Ring
 from ringattn.ring_registry import find_ring
 from ringattn.schedule.validation import check_call
+from ringattn.transport.call_order import FORWARD, CallMark
 
 CAPACITY = 1024
 """Calls that are kept; beyond it all are forgotten, and prepared again as they come."""
@@ -40,11 +41,15 @@ class Prepared:
         call: The decoded text.
         kernels: What computes visits.
         score: How scores are made, where that needs no tensor and no seed.
+        mark: For the comparison of the order of calls.
+        shares_seed: Ranks must have equal dropout seeds (Note [Seeds] in dropout.py).
     """
 
     call: Call
     kernels: KernelSet
     score: Score | None
+    mark: CallMark
+    shares_seed: bool
 
 
 def prepare(
@@ -58,8 +63,9 @@ def prepare(
     dropout_seed: int,
     ring: str,
     text: str,
-) -> tuple[Ring, Call, KernelSet, Score]:
-    """The ring, the decoded call, its kernels and score; every refusal happens here, on every rank.
+    forward: int = FORWARD,
+) -> tuple[Ring, Call, KernelSet, Score, int]:
+    """The ring, the decoded call, its kernels, score and number; every refusal happens here, on every rank.
 
     Args:
         q: `b s h d`.
@@ -72,6 +78,7 @@ def prepare(
         dropout_seed: Seed of the mask.
         ring: The name of the ring.
         text: The call as `describe` wrote it.
+        forward: See `CallOrder.begin`.
 
     Raises:
         ValueError: As `ring_attention` does.
@@ -90,17 +97,25 @@ def prepare(
     known = _prepared.get(facts)
     extras = {"sinks": sinks, "alibi_slopes": alibi_slopes, "key_bias": key_bias, "bias": bias}
     if known is None:
-        with here.refusals(text, (q, k, v, *extras.values())):
+        tensors = (q, k, v, *extras.values())
+        with here.shared_refusals():
+            record = parse(text)
+        shares_seed = record["dropout_p"] > 0 and record["backward"] != "keys"
+        with here.refusals(text, tensors, dropout_seed if shares_seed else 0):
             call = Call.decode(text, here.rank)
-            check_call(q, k, v, call, here.rank, here.world_size, **extras)
+            check_call(q, k, v, call, **extras)
             features = call.features(**extras)
             choice = pick(q.device, q.dtype, q.shape[-1], v.shape[-1], impl=call.impl, features=features)
         plain = call.dropout_p == 0 and all(x is None for x in extras.values())
-        known = Prepared(call, choice.kernels, call.score(q.dtype, 0) if plain else None)
+        score = call.score(q.dtype, 0) if plain else None
+        known = Prepared(call, choice.kernels, score, here.mark_call(text, tensors), shares_seed)
         if len(_prepared) >= CAPACITY:
             _prepared.clear()
         _prepared[facts] = known
     score = known.score
     if score is None:
         score = known.call.score(q.dtype, dropout_seed, **extras)
-    return here, known.call, known.kernels, score
+    if known.shares_seed and known.call.backward == "queries":
+        here.agree_once("dropout_seed", str(dropout_seed))
+    number = here.begin_call(known.mark, dropout_seed if known.shares_seed else 0, forward, q.device)
+    return here, known.call, known.kernels, score, number

@@ -128,7 +128,7 @@ def simulate_ring(
             "bias": None if whole_bias is None else mine.shard(whole_bias, 2),
         }
         local = mine.shard(q, 1), keys.shard(k, 1), keys.shard(v, 1)
-        check_call(*local, call, seat.rank, world_size, **extras)
+        check_call(*local, call, **extras)
         choice = pick(q.device, q.dtype, d, v.shape[-1], impl=call.impl, features=call.features(**extras))
         kernels = choice.kernels
         score = call.score(q.dtype, dropout_seed, **extras)

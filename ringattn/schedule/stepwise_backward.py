@@ -55,12 +55,15 @@ class Gradients:
 def resolve_moving(call: Call, q: Tensor, k: Tensor, v: Tensor, score: Score, nodes: Nodes | None = None) -> str:
     """What the backward moves: the call's choice, or the side that costs fewer bytes on the busiest rank.
 
-    bias is indexed by this rank's rows, so its rows cannot leave: keys move then.
+    bias is indexed by this rank's rows, so its rows cannot leave: keys move then. With dropout keys move, too, unless the call
+    says otherwise (Note [Seeds] in dropout.py).
     """
     if score.bias is not None:
         return "keys"
     if call.backward != "auto":
         return call.backward
+    if call.dropout_p > 0:
+        return "keys"
     e, wide = q.element_size(), accumulation_dtype(q.dtype).itemsize
     _, _, hk, d = k.shape
     h, dv = q.shape[2], v.shape[-1]

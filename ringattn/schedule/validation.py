@@ -63,8 +63,6 @@ def check_call(
     k: Tensor,
     v: Tensor,
     call: Call,
-    rank: int,
-    world_size: int,
     *,
     sinks: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
@@ -78,8 +76,6 @@ def check_call(
         k: Keys, must be `b t hk d`.
         v: Values, must be `b t hk dv`.
         call: The decoded call.
-        rank: This rank.
-        world_size: Ranks in the ring.
         sinks: Must be `h`.
         alibi_slopes: Must be `h`.
         key_bias: Must be `b t`.
@@ -101,7 +97,7 @@ def check_call(
     for name, x in given.items():
         if not x.is_floating_point():
             raise ValueError(f"{name} must be floating point, got {x.dtype}")
-    _check_shardings(q, k, call, rank, world_size)
+    _check_rows(q, k, call)
     _check_shapes(q, k, v)
     b, s, h, _ = q.shape
     wanted = {
@@ -131,16 +127,11 @@ def _check_shapes(q: Tensor, k: Tensor, v: Tensor) -> None:
         raise ValueError(f"head_dim must be at least 1, got {d} for q and {v.shape[-1]} for v")
 
 
-def _check_shardings(q: Tensor, k: Tensor, call: Call, rank: int, world_size: int) -> None:
+def _check_rows(q: Tensor, k: Tensor, call: Call) -> None:
     for name, sharding, x in (("q", call.sharding, q), ("k", call.kv_sharding, k)):
-        if (sharding.rank, len(sharding.shards)) != (rank, world_size):
-            raise ValueError(
-                f"the sharding of {name} must be made by this ring (rank {rank} of {world_size}), got one for rank "
-                f"{sharding.rank} of {len(sharding.shards)}; make it with ring.sharding(...)"
-            )
         if x.shape[1] != sharding.shard_len:
             raise ValueError(
-                f"{name} must have the {sharding.shard_len} rows that rank {rank} holds of {sharding.seq_len}, got "
+                f"{name} must have the {sharding.shard_len} rows that rank {sharding.rank} holds of {sharding.seq_len}, got "
                 f"{x.shape[1]}; pass this rank's rows, as sharding.shard(x, dim=1) gives them"
             )
     if call.kv_sharding.documents not in (None, call.sharding.documents):
