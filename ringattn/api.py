@@ -75,12 +75,13 @@ def ring_attention(
         bias: Broadcastable to `b h s n`: this rank's query rows x all n keys by global position.
         dropout_p: Probability of dropping an attention weight.
         dropout_seed: Seed of the mask; needed when dropout_p > 0, and equal on all ranks. The mask is a function of
-            the seed and global indices, so it is the same at any world size.
+            the seed and global indices, so it is the same at any world size. Seeds are compared between ranks, except with
+            backward="keys".
         deterministic: Demand bitwise repeatable gradients. The eager and portable kernels always give them; the Hopper
             kernels then compute two products more. The forward always repeats.
         impl: Kernel set: "auto", "hopper", "portable", "eager"; default: the ring's.
-        backward: What a backward that goes step by step moves: "keys", "queries", or "auto" for whichever moves fewer bytes. One
-            that gathers all keys in one launch moves keys; "queries" makes it go step by step.
+        backward: What a backward that goes step by step moves: "keys", "queries", or "auto" for whichever moves fewer bytes, and
+            for keys with dropout. One that gathers all keys in one launch moves keys; "queries" makes it go step by step.
 
     Returns:
         `b s h dv`, this rank's rows, q's dtype.

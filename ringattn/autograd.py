@@ -73,10 +73,14 @@ class _Aside(threading.local):
     Attributes:
         keep: A forward keeps the keys of others, where it can.
         kept: What it kept, or what a backward is given.
+        made: The number of a forward that has run, as a call of its ring; 0: none has.
+        forward: That of the forward whose backward runs; 0: unknown.
     """
 
     keep: bool = False
     kept: Tensor | None = None
+    made: int = 0
+    forward: int = 0
 
 
 _aside = _Aside()
@@ -100,7 +104,7 @@ def _forward(
         with torch.autocast(q.device.type, enabled=False):
             return _forward(*args)
     tensors = ScoreTensors(sinks, alibi_slopes, key_bias, bias)
-    here, plan, score = resolve(q, k, v, tensors, dropout_seed, ring, call)
+    here, plan, score, _aside.made = resolve(q, k, v, tensors, dropout_seed, ring, call)
     o, lse, _aside.kept = run_forward(_rows(q), _rows(k), _rows(v), score, plan, here.seat, keep=_aside.keep)
     return o, lse
 
@@ -127,7 +131,7 @@ def _backward(
     if torch.is_autocast_enabled(q.device.type):
         with torch.autocast(q.device.type, enabled=False):
             return _backward(do, dlse, q, k, v, o, lse, *tensors, dropout_seed, ring, call, wanted)
-    here, plan, score = resolve(q, k, v, tensors, dropout_seed, ring, call)
+    here, plan, score, _ = resolve(q, k, v, tensors, dropout_seed, ring, call, _aside.forward)
     do = torch.zeros_like(o) if do is None else _rows(_as(do, o))
     grads = run_backward(
         do, dlse, _rows(q), _rows(k), _rows(v), o, lse, score, plan, here.seat, WantedGrads(*wanted), saved=_aside.kept
@@ -216,10 +220,10 @@ class _Attention(torch.autograd.Function):
         *tensors, ctx.dropout_seed, ctx.ring, ctx.call = args
         # the graph keeps the ring alive until it is used up
         ctx.living_ring = ring_of(ctx.ring)
-        _aside.keep = ctx.living_ring.keep_keys and _runs_as_it_is()
+        _aside.keep, _aside.made = ctx.living_ring.keep_keys and _runs_as_it_is(), 0
         try:
             o, lse = _below_autograd(keys, *args)
-            kept = _aside.kept
+            kept, ctx.number = _aside.kept, _aside.made
         finally:
             _aside.keep, _aside.kept = False, None
         ctx.save_for_backward(*tensors, o, lse, kept)
@@ -237,13 +241,14 @@ class _Attention(torch.autograd.Function):
                 "jacobian(vectorize=True)); loop over them with retain_graph=True, or use attention_reference",
             )
         q, k, v, *options, o, lse, _aside.kept = ctx.saved_tensors
+        _aside.forward = ctx.number
         run = _short_backward if _is_unseen((do, dlse, q, k, v, o, lse, *options)) else ring_attention_backward_op
         run = _Gradients.apply if torch.is_grad_enabled() else run
         args = (do, dlse, q, k, v, o, lse, *options, ctx.dropout_seed, ctx.ring, ctx.call, ctx.wanted)
         try:
             dq, dk, dv, *others = run(*args)
         finally:
-            _aside.kept = None
+            _aside.kept, _aside.forward = None, 0
         rest = iter(others)
         return None, dq, dk, dv, *(next(rest) if want else None for want in ctx.wanted), None, None, None
 

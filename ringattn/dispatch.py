@@ -15,6 +15,7 @@ Note [Resolved calls]
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from torch import Tensor
 
 from ringattn.kernels.contract import Score
 from ringattn.kernels.select import pick
-from ringattn.plan.attention_spec import AttentionSpec, ScoreTensors, serialize
+from ringattn.plan.attention_spec import AttentionSpec, ScoreTensors, parse, serialize
 from ringattn.plan.sharding import Sharding
 from ringattn.ring import Ring
 from ringattn.ring_registry import RINGS, find_ring
@@ -33,6 +34,7 @@ from ringattn.schedule.stepwise_backward import Gradients, WantedGrads, stepwise
 from ringattn.schedule.stepwise_forward import stepwise_forward
 from ringattn.schedule.validation import check_call
 from ringattn.transport.base import Seat
+from ringattn.transport.call_order import FORWARD
 
 CAPACITY = 1024
 """Resolved calls that are kept; beyond it all are dropped, and resolved again as they come."""
@@ -66,9 +68,16 @@ def call_text(sharding: Sharding, kv_sharding: Sharding | None, options: Mapping
 
 
 def resolve(
-    q: Tensor, k: Tensor, v: Tensor, tensors: ScoreTensors, dropout_seed: int, ring: str, text: str
-) -> tuple[Ring, ExecutionPlan, Score]:
-    """Return the ring, the plan and the score of a call; every refusal happens here, on every rank.
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    tensors: ScoreTensors,
+    dropout_seed: int,
+    ring: str,
+    text: str,
+    forward: int = FORWARD,
+) -> tuple[Ring, ExecutionPlan, Score, int]:
+    """Return the ring, the plan, the score and the number of a call; every refusal happens here, on every rank.
 
     Args:
         q: `b s h d`.
@@ -78,6 +87,7 @@ def resolve(
         dropout_seed: Seed of the dropout mask.
         ring: The name of the ring.
         text: The call as `serialize` wrote it.
+        forward: The number of the forward whose backward it is, 0 where that is unknown; FORWARD in a forward.
 
     Raises:
         ValueError: A shape, dtype, device or option is inconsistent, here or between ranks.
@@ -88,14 +98,24 @@ def resolve(
     facts = (ring, here.closings, text, *_facts(q, k, v, tensors))
     plan = _plans.get(facts)
     if plan is None:
-        with here.refusals(text, (q, k, v, *tensors)):
+        given = (q, k, v, *tensors)
+        with here.shared_refusals():
+            record = parse(text)
+        shares_seed = record["dropout_p"] > 0 and record["backward"] != "keys"
+        with here.refusals(text, given, dropout_seed if shares_seed else 0):
             spec = AttentionSpec.deserialize(text, here.rank)
-            check_call(q, k, v, spec, here.rank, here.world_size, tensors)
+            check_call(q, k, v, spec, tensors)
             kernels = _pick(spec, q, v, tensors).kernels
         # the first call of a ring decides its transport, which begins a generation
         facts = (ring, here.closings, *facts[2:])
-        plan = _keep(facts, make_execution_plan(spec, q, k, v, tensors, kernels, here.seat))
-    return here, plan, _score(plan, q, dropout_seed, tensors)
+        plan = make_execution_plan(spec, q, k, v, tensors, kernels, here.seat)
+        plan = _keep(facts, replace(plan, mark=here.mark_call(text, given), shares_seed=shares_seed))
+    if plan.shares_seed and plan.spec.backward == "queries":
+        here.agree_once("dropout_seed", str(dropout_seed))
+    number = 0
+    if here.call_order is not None and plan.mark is not None:
+        number = here.call_order.begin(plan.mark, dropout_seed if plan.shares_seed else 0, forward, q.device)
+    return here, plan, _score(plan, q, dropout_seed, tensors), number
 
 
 def resolve_simulated(
@@ -121,7 +141,7 @@ def resolve_simulated(
     plan = _plans.get(facts)
     if plan is None:
         spec = AttentionSpec.deserialize(text, seat.rank)
-        check_call(q, k, v, spec, seat.rank, seat.world_size, tensors)
+        check_call(q, k, v, spec, tensors)
         kernels = _pick(spec, q, v, tensors).kernels
         plan = _keep(facts, make_execution_plan(spec, q, k, v, tensors, kernels, seat))
     return plan, _score(plan, q, dropout_seed, tensors)

@@ -28,7 +28,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from ringattn.kernels.select import resolve_impl
-from ringattn.plan.attention_spec import parse
+from ringattn.plan.attention_spec import describe_record, parse
 from ringattn.plan.flops import register_flops
 from ringattn.plan.layouts import shard_len
 from ringattn.plan.options import resolve_flag, resolve_integer, resolve_real
@@ -36,6 +36,7 @@ from ringattn.plan.ring_plan import make_nodes
 from ringattn.plan.sharding import Sharding, resolve_shards
 from ringattn.ring_registry import add_ring, find_ring
 from ringattn.transport.base import Buffers, Choice, NoTransport, Seat, Transport
+from ringattn.transport.call_order import CallMark, CallOrder
 from ringattn.transport.choose import TRANSPORTS, choose
 from ringattn.transport.double import Throttled, WithinNode, group_by_host
 from ringattn.transport.exchange import AloneExchange, Exchange, GroupExchange
@@ -83,7 +84,8 @@ class Ring:
         world_size: Number of ranks.
         impl: Default kernel set.
         keep_keys: As given.
-        closings: How often it was closed.
+        closings: How often it was closed, or its transport was decided.
+        call_order: The comparison of the order of calls between ranks; None: there are no others.
 
     Raises:
         ValueError: The mesh has more than one dimension, this process is not in the group, the transport or impl is unknown,
@@ -156,7 +158,11 @@ class Ring:
         self._choice = Choice("none", "one rank: every key is here already") if alone else undecided
         self._agreement = None if alone else Agreement(self._group_name, self.rank, self.world_size, self.name, timeout)
         if levels is None:
-            hosts = [""] if self._agreement is None else self._agreement.share("host", socket.gethostname())
+            hosts = (
+                [""]
+                if self._agreement is None
+                else self._agreement.share("host", socket.gethostname(), "Ring(nodes='auto')")
+            )
             levels = group_by_host(hosts)
         levels = None if len(levels) == 1 else levels
         names = [
@@ -166,6 +172,7 @@ class Ring:
         self._links = [
             ProcessGroupTransport(self._group_name, self.rank, self.world_size, name, nccl_max_ctas) for name in names
         ]
+        self.call_order = None if self._agreement is None else CallOrder(self._agreement, self._links[0])
         mover: Transport = NoTransport() if alone else self._links[0]
         between: Transport | None = None
         if levels is not None:
@@ -237,7 +244,7 @@ class Ring:
         return 0 if self._agreement is None else self._agreement.failures
 
     @contextmanager
-    def refusals(self, call: str, tensors: Sequence[Tensor | None]) -> Iterator[None]:
+    def refusals(self, call: str, tensors: Sequence[Tensor | None], seed: int = 0) -> Iterator[None]:
         """Makes what is raised inside, and any difference between ranks, an error on every rank.
 
         The first call of each signature compares texts; later ones pay a set lookup.
@@ -246,6 +253,7 @@ class Ring:
             call: The call as text: must be equal on all ranks.
             tensors: Their dtypes, devices, shapes but for the row counts, and whether they require gradients must be equal on
                 all ranks.
+            seed: The dropout seed, compared with the first call of the signature; 0 where seeds may differ between ranks.
 
         Raises:
             ValueError: Inconsistent here, on another rank, or between ranks; the ranks are named.
@@ -265,10 +273,20 @@ class Ring:
             return
         if self._agreement is not None:
             record = {**parse(call), "tensors": _without_rows(tensors), "nodes": self.seat.nodes}
-            record["keep_keys"] = self.keep_keys
-            self._agreement.compare_calls(record)
+            record |= {"keep_keys": self.keep_keys, "dropout_seed": seed}
+            self._agreement.compare_calls(record, describe_record(record))
             self.settle(next(x.device for x in tensors if x is not None))
         self._agreed.add(signature)
+
+    def mark_call(self, call: str, tensors: Sequence[Tensor | None]) -> CallMark:
+        """The mark of a call's signature (Note [Call marks] of call_order.py); arguments as in `refusals`."""
+        if self.call_order is None:
+            return CallMark(0, "")
+        text = json.dumps([call, _without_rows(tensors)])
+        digest = hashlib.blake2b(text.encode(), digest_size=7)
+        return CallMark(
+            int.from_bytes(digest.digest()), f"{describe_record(parse(call))}, digest {digest.hexdigest()[:6]}"
+        )
 
     def refuse(self, error: Exception) -> NoReturn:
         """Raises an error of this rank that ranks which compare their next call find there, instead of waiting for this one.
@@ -298,32 +316,34 @@ class Ring:
         """
         return nullcontext() if torch.compiler.is_compiling() or self._agreement is None else self._agreement
 
-    def agree(self, what: str, text: str) -> None:
+    def agree(self, what: str, text: str, doing: str = "") -> None:
         """Compares a text between all ranks, each of which must call it: for what must be equal and no call shows.
 
         Args:
             what: What the text says, in words for the message.
             text: Must be equal on all ranks.
+            doing: The call that this rank is in, for ranks that are in another one; default what and the text.
 
         Raises:
             ValueError: It is not; raised on every rank, naming those that differ from most.
         """
         if self._agreement is not None:
-            self._agreement.agree(what, text)
+            self._agreement.agree(what, text, doing)
 
-    def agree_once(self, what: str, text: str) -> None:
+    def agree_once(self, what: str, text: str, doing: str = "") -> None:
         """`agree`, at the first call with a text; later ones pay a set lookup.
 
         Args:
             what: As there.
             text: Likewise.
+            doing: See `agree`.
 
         Raises:
             ValueError: Likewise.
         """
         known = hashlib.blake2b(f"{what}: {text}".encode(), digest_size=16).digest()
         if known not in self._agreed:
-            self.agree(what, text)
+            self.agree(what, text, doing)
             self._agreed.add(known)
 
     def settle(self, device: torch.device) -> None:
@@ -349,7 +369,7 @@ class Ring:
         """
         if self._agreement is None:
             return number
-        return min(self._agreement.share("number", number))
+        return min(self._agreement.share("number", number, "the least of all ranks' numbers"))
 
     def gather(self, x: Tensor, dim: int, lengths: Sequence[int]) -> list[Tensor]:
         """Every rank's tensor, which differ in length along dim only; differentiable (gradients are summed over ranks).

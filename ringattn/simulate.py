@@ -198,7 +198,7 @@ def _check(
     # a wrong tensor is named as it was given, before it is cut: as in a ring of one rank
     [rows] = _shardings(n, "contiguous", shardings[0].documents, None, 1)
     keys = None if m == n else _shardings(m, "contiguous", None, None, 1)[0]
-    check_call(q, k, v, AttentionSpec.deserialize(call_text(rows, keys, call), 0), 0, 1, score)
+    check_call(q, k, v, AttentionSpec.deserialize(call_text(rows, keys, call), 0), score)
     for name, shape in (("do", (b, n, h, v.shape[-1])), ("dlse", (b, h, n))):
         x = tensors[name]
         if x is not None and (tuple(x.shape) != shape or x.device != q.device):

@@ -106,7 +106,7 @@ def test_ranks_stay_in_step_whatever_some_of_them_refuse(steps: list[tuple[str, 
             for _ in who:
                 assert attempt(refuse, agreement, f"probe {number}", how) != "ok"
         if kind == "other call" and rank in who:
-            agreement.compare_calls({"call": number})
+            agreement.compare_calls({"call": number}, "another call")
         agreement.agree("a text", f"{number} {rank if kind == 'other text' and rank in who else ''}")
 
     def within(agreement: Ranked, rank: int, number: int) -> None:

@@ -226,7 +226,10 @@ def stop_answering() -> None:
     ring = Ring(group, nodes=2)
     sharding = ring.sharding(16)
     x = torch.randn(1, sharding.shard_len, 2, 16)
-    ring_attention(x, x, x, sharding)
+    for _ in range(2):
+        ring_attention(x, x, x, sharding)
+    # between GPUs no marks travel beside the first rows, and ranks do not compare them in the third call
+    ring._links[0].sends_marks = lambda device: False
     if ring.rank != 1:
         ring_attention(x, x, x, sharding)
     else:

@@ -1,9 +1,20 @@
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
+from torch import Tensor
 
+from ringattn import attention_reference
+from ringattn.dispatch import resolve_simulated, run_backward, run_forward
 from ringattn.kernels.dropout import keep_mask, philox
+from ringattn.plan.attention_spec import ScoreTensors, serialize
+from ringattn.plan.layouts import zigzag
+from ringattn.plan.sharding import Sharding
+from ringattn.schedule.stepwise_backward import WantedGrads
+from ringattn.transport.base import Seat
+from ringattn.transport.simulated import run_ranks
 
 
 def _mask(seed: int, b: range, h: range, i: range, j: range, num_heads: int, p: float) -> torch.Tensor:
@@ -70,3 +81,35 @@ def test_seeds_batches_and_heads_are_independent():
     streams = torch.cat([streams, high]).flatten(1).double() * 2 - 1
     correlation = streams @ streams.T / streams.shape[1]
     assert (correlation - correlation.diagonal().diag()).abs().max() < 6 / streams.shape[1] ** 0.5
+
+
+def test_dropout_seeds_that_differ_give_the_gradients_of_what_each_rank_dropped() -> None:
+    """As they may where every rank draws its own (Note [Seeds])."""
+    n, world = 22, 3
+    q, k, v, do = torch.randn(4, 1, n, 2, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    shardings = [Sharding(n, "zigzag", zigzag(n, world), rank) for rank in range(world)]
+
+    def run(seat: Seat) -> tuple[Tensor, Any]:
+        mine = shardings[seat.rank]
+        text = serialize(mine, softmax_scale=0.25, causal=True, dropout_p=0.4, impl="eager")
+        local = mine.shard(q), mine.shard(k), mine.shard(v)
+        plan, score = resolve_simulated(*local, ScoreTensors(), 5 + seat.rank, seat, text)
+        o, lse, _ = run_forward(*local, score, plan, seat)
+        return o, run_backward(mine.shard(do), None, *local, o, lse, score, plan, seat, WantedGrads())
+
+    with torch.no_grad():
+        parts = run_ranks(world, run)
+    expected = [torch.zeros_like(x) for x in (q, q, k, v)]
+    for rank, sharding in enumerate(shardings):
+        rows = torch.zeros(n, dtype=torch.bool).index_fill(0, sharding.positions, True)[:, None, None]
+        leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+        o = attention_reference(*leaves, causal=True, softmax_scale=0.25, dropout_p=0.4, dropout_seed=5 + rank)
+        assert isinstance(o, Tensor)
+        found = o.detach() * rows, *torch.autograd.grad(o, leaves, do * rows)
+        expected = [x + y for x, y in zip(expected, found, strict=True)]
+    made = [
+        [o for o, _ in parts],
+        *([getattr(grads, name) for _, grads in parts] for name in ("dq", "dk", "dv")),
+    ]
+    for found, wanted in zip(made, expected, strict=True):
+        torch.testing.assert_close(shardings[0].assemble(found), wanted)

@@ -420,7 +420,7 @@ def count_comparisons() -> list[int]:
     calls = []
     agreement: Any = ring._agreement
     compare = agreement.compare
-    agreement.compare = lambda text: (calls.append(text), compare(text))[1]
+    agreement.compare = lambda *texts: (calls.append(texts), compare(*texts))[1]
     request, found = cache.join(140), []
     for count in (16, 31, 20, *[1] * 40):
         step = cache.extend([request], [count], mode="prefill" if count > 1 else "decode")

@@ -6,6 +6,7 @@ import copy
 import datetime
 import itertools
 import pickle
+import re
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -440,11 +441,13 @@ def leave_a_backward_out() -> None:
 
 @pytest.mark.dist
 def test_the_next_call_of_a_rank_that_left_a_backward_out_is_not_taken_for_it(pool: Pools) -> None:
-    with pytest.raises(RuntimeError, match="failed or timed out") as caught:
+    call = r"ring_attention\(16 tokens, zigzag\), digest [0-9a-f]{6}"
+    message = (
+        rf"the backward of call 1, {call} on ring ranks \[0\] and {call} on ring ranks \[1\] as call 2 of the ring"
+    )
+    with pytest.raises(ValueError, match=message) as caught:
         pool(2).run(leave_a_backward_out)
-    every_rank = str(caught.value.__cause__)
-    assert "ring rank 0: backward" in every_rank
-    assert "ring rank 1: forward" in every_rank
+    assert len(re.findall(message, str(caught.value.__cause__))) == 2
 
 
 def attend_in_two_threads() -> list[Tensor]:
@@ -699,3 +702,49 @@ def test_budgets_that_differ_are_refused_by_every_rank(pool: Pools) -> None:
     # with one budget the refusal is about the transport
     for said in pool(2).run(_refused_budget, (1000, 1000)):
         assert "must have GPUs of one host that reach each other" in said
+
+
+def do_other_things(kind: str) -> str:
+    """The error of a rank where rank 1 does something else than ranks 0 and 2, which attend."""
+    ring = Ring(timeout=datetime.timedelta(seconds=2 if kind == "rings" else 20))
+    if kind == "rings" and ring.rank == 1:
+        ring = Ring(timeout=datetime.timedelta(seconds=2))
+    sharding = ring.sharding(15)
+    x = torch.ones(1, sharding.shard_len, 2, 16)
+    try:
+        if ring.rank != 1 or kind == "rings":
+            ring_attention(x, x, x, sharding, causal=True)
+        elif kind == "unshard":
+            sharding.unshard(x)
+        else:
+            ring.agree("a RingCache", "batch=1")
+    except (ValueError, RuntimeError) as error:
+        return str(error)
+    return ""
+
+
+OTHER = {
+    "unshard": r"Sharding.unshard([1, (5, 5, 5), 2, 16], torch.float32 cpu)",
+    "agree": "a RingCache: batch=1",
+}
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("kind", OTHER)
+def test_ranks_that_do_different_things_hear_what_each_did(pool: Pools, kind: str) -> None:
+    for said in pool(3).run(do_other_things, kind):
+        assert said.startswith(
+            f"all ranks must make the same calls in the same order, got ring_attention(15 tokens, zigzag, causal=True) on "
+            f"ring ranks [0, 2] and {OTHER[kind]} on ring ranks [1]"
+        )
+
+
+@pytest.mark.dist
+def test_ranks_that_wait_in_different_rings_hear_where_the_others_wait(pool: Pools) -> None:
+    here, there, _ = pool(3).run(do_other_things, "rings")
+    call = r"ring_attention\(15 tokens, zigzag, causal=True\) of ring '0#\d+'"
+    assert re.search(rf"ranks \[1\] did not .* \(this rank is in {call}, ring rank 1 in {call}\)", here)
+    assert re.search(
+        rf"ranks \[0, 2\] did not .* \(this rank is in {call}, ring rank 0 in {call}, ring rank 2 in", there
+    )
+    assert len(set(re.findall(r"of ring '(0#\d+)'", here))) == 2

@@ -5,19 +5,21 @@ from __future__ import annotations
 import doctest
 import json
 import os
+import pickle
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
 import ringattn.plan.sharding
-from ringattn import Ring, ring_attention
+from ringattn import Ring, attention_reference, ring_attention
 from ringattn.plan.layouts import LAYOUTS, Run, contiguous, make_shards, striped, zigzag
 from ringattn.plan.mask import Visibility
 from ringattn.plan.sharding import Sharding
@@ -59,8 +61,9 @@ class Neighbours:
     name = "neighbours"
     impl = "auto"
 
-    def __init__(self, mine: Tensor, parts: list[Tensor]) -> None:
-        self.mine, self.parts = mine, parts
+    def __init__(self, rank: int, parts: list[Tensor]) -> None:
+        self.rank, self.world_size = rank, len(parts)
+        self.mine, self.parts = parts[rank], parts
 
     def gather(self, x: Tensor, dim: int, lengths: Sequence[int]) -> list[Tensor]:
         assert x is self.mine
@@ -73,7 +76,7 @@ class Neighbours:
     def refuse(self, error: Exception) -> NoReturn:
         raise error
 
-    def agree_once(self, what: str, text: str) -> None:
+    def agree_once(self, what: str, text: str, doing: str = "") -> None:
         pass
 
 
@@ -83,7 +86,7 @@ def test_unshard_gathers_every_rank(layout: str) -> None:
     everyone = ring(13, layout, 4)
     parts = [sharding.shard(x, dim) for sharding in everyone]
     for rank, mine in enumerate(parts):
-        sharding = Sharding(13, layout, everyone[rank].shards, rank, ring=Neighbours(mine, parts))
+        sharding = Sharding(13, layout, everyone[rank].shards, rank, ring=Neighbours(rank, parts))
         assert torch.equal(sharding.unshard(mine, dim), x)
 
 
@@ -274,7 +277,42 @@ def _settle_wrongly() -> tuple[str, str]:
 def test_ranks_that_settle_how_rows_move_hear_of_one_that_refuses(pool: Pools) -> None:
     for refused, differing in pool(2).run(_settle_wrongly):
         assert "seq_len and kv_len must be at least 1, got 0" in refused
-        assert "all ranks must make the same call, got a different one on ring ranks [1] (host: " in differing
+        assert (
+            "got Ring(nodes='auto') on ring ranks [0] and the least of all ranks' numbers on ring ranks [1]"
+            in differing
+        )
+
+
+def _attend_as_sent_by_rank_0() -> tuple[int, float]:
+    """The rank whose rows a sharding has that rank 0 has sent, and how far attention with it is off."""
+    ring = Ring()
+    sent: list[Any] = [(ring.sharding(13), ring.sharding(9)) if ring.rank == 0 else None]
+    dist.broadcast_object_list(sent, 0)
+    sharding, kv_sharding = sent[0]
+    q, k = torch.randn(1, 13, 2, 16, dtype=torch.float64), torch.randn(1, 9, 2, 16, dtype=torch.float64)
+    mine, keys = sharding.shard(q), kv_sharding.shard(k)
+    o = ring_attention(mine, keys, keys, sharding, kv_sharding=kv_sharding, window=(4, 2))
+    expected = attention_reference(q, k, k, window=(4, 2))
+    return sharding.rank, float((sharding.unshard(o) - expected).abs().max())
+
+
+@pytest.mark.dist
+def test_a_sharding_that_another_rank_sent_is_that_of_this_rank(pool: Pools) -> None:
+    for rank, (found, off) in enumerate(pool(3).run(_attend_as_sent_by_rank_0)):
+        assert found == rank
+        assert off < 1e-12
+
+
+def test_a_sharding_of_another_job_comes_without_a_ring() -> None:
+    here = Ring()
+
+    class Gone(Neighbours):
+        name = here.name
+
+    lost = pickle.loads(pickle.dumps(Sharding(4, "contiguous", contiguous(4, 2), 1, ring=Gone(1, [torch.ones(2)] * 2))))
+    assert (lost.rank, lost.shard_lens) == (1, (2, 2))
+    with pytest.raises(RuntimeError, match="must be made by a ring to attend with it, got one without"):
+        _ = lost.ring
 
 
 def _refuse_in_a_fork() -> str:

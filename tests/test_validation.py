@@ -478,7 +478,7 @@ def test_derivatives_that_are_not_there_are_refused(derive: Callable[[], Any], m
 def test_tensors_on_different_devices_are_refused() -> None:
     call = AttentionSpec.deserialize(serialize(SHARDING, softmax_scale=1.0), rank=0)
     with pytest.raises(ValueError, match="k must be on the device of q, cpu, got meta"):
-        check_call(Q, K.to("meta"), K, call, 0, 1, ScoreTensors())
+        check_call(Q, K.to("meta"), K, call, ScoreTensors())
 
 
 def test_bias_cannot_travel_with_queries() -> None:
@@ -499,9 +499,12 @@ def test_unknown_options_are_refused() -> None:
 
 def test_a_sharding_of_another_ring_is_refused() -> None:
     shards = make_shards("zigzag", 8, 2, Visibility(8, 8))
-    foreign = Sharding(8, "zigzag", shards, 0, ring=RING)
-    with pytest.raises(ValueError, match="must be made by this ring"):
-        ring_attention(x(1, 4, 4, 16), x(1, 4, 2, 16), x(1, 4, 2, 16), foreign)
+    with pytest.raises(ValueError, match="must be that of rank 0 of 1, as its ring is here, got one for rank 0 of 2"):
+        Sharding(8, "zigzag", shards, 0, ring=RING)
+    with pytest.raises(
+        ValueError, match="kv_sharding must be that of rank 0 of 1, like sharding, got one for rank 1 of 2"
+    ):
+        ring_attention(Q, x(1, 4, 2, 16), x(1, 4, 2, 16), SHARDING, kv_sharding=Sharding(8, "zigzag", shards, 1))
 
 
 def test_numbers_and_flags_may_be_those_of_tensors() -> None:

@@ -7,7 +7,9 @@ Note [Seeds]
     draws the same one. Ranks whose generators are in the same state draw the same seed, and then the mask is that of one
     process, at any world size. Where they differ, each rank drops weights of its own query rows by its own seed: an honest
     mask too, and the gradients are exact as long as keys move in the backward, because then a row's weights are made
-    again by the rank that made them. So calls that draw a seed say backward="keys".
+    again by the rank that made them. So keys move in the backward of a call with dropout, unless it says backward="queries". Calls
+    that draw a seed say backward="keys", and their seeds are not compared. Other calls must have the same seed on all ranks
+    (Note [Call marks] of transport/call_order.py); with backward="queries" every new seed is compared before the call.
 """
 
 from __future__ import annotations

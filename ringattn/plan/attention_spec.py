@@ -8,7 +8,7 @@ how anything is computed.
 from __future__ import annotations
 
 import ast
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -166,7 +166,15 @@ def serialize(
     """Return the text of a call, equal on all ranks, which `AttentionSpec.deserialize` reads; options as in `ring_attention`.
 
     A dict literal: `torch.compile` traces formatting of constants, and the literal keeps tuples and floats as they are.
+
+    Raises:
+        ValueError: An option is of the wrong kind, or the shardings are those of different ranks or ring sizes.
     """
+    if kv_sharding is not None and (kv_sharding.rank, kv_sharding.world_size) != (sharding.rank, sharding.world_size):
+        raise ValueError(
+            f"kv_sharding must be that of rank {sharding.rank} of {sharding.world_size}, like sharding, got one for rank "
+            f"{kv_sharding.rank} of {kv_sharding.world_size}; make both with the same ring"
+        )
     window, lengths = resolve_window(window), resolve_lengths(lengths)
     prefix_len, chunk_len = resolve_prefix_len(prefix_len), resolve_chunk_len(chunk_len)
     causal, deterministic = resolve_flag("causal", causal), resolve_flag("deterministic", deterministic)
@@ -182,7 +190,27 @@ def serialize(
     )
 
 
-def parse(text: str) -> dict[str, Any]:
+def describe_record(record: Mapping[str, Any]) -> str:
+    """A call in a few words, of what `parse` gives: what it is for, the sequence, and options that are no defaults.
+
+    Example:
+        >>> describe_record({"sharding": (8, "zigzag", 2, None, None), "kv_sharding": None, "causal": True, "softcap": 0.0})
+        'ring_attention(8 tokens, zigzag, causal=True)'
+    """
+    seq_len, layout, _, documents, _ = record["sharding"]
+    words = [f"{seq_len} tokens", layout]
+    if documents is not None:
+        words.append(f"{len(documents) - 1} documents")
+    if record["kv_sharding"] is not None:
+        words.append(f"{record['kv_sharding'][0]} keys")
+    defaults = {"window": None, "prefix_len": 0, "chunk_len": None, "softcap": 0.0, "dropout_p": 0.0, "impl": "auto"}
+    defaults |= {"causal": False, "backward": "auto", "deterministic": False}
+    words += [f"{name}={record[name]}" for name in record if name in defaults and record[name] != defaults[name]]
+    return f"ring_attention({', '.join(words)})"
+
+
+@lru_cache(maxsize=4)
+def parse(text: str) -> Mapping[str, Any]:
     """The record that `serialize` wrote, as plain Python values."""
     return ast.literal_eval(text)
 

@@ -27,6 +27,8 @@ class Gathering(Protocol):
 
     name: str
     impl: str
+    rank: int
+    world_size: int
 
     def gather(self, x: Tensor, dim: int, lengths: Sequence[int]) -> list[Tensor]:
         """Every rank's tensor, in rank order; lengths along dim differ by rank."""
@@ -40,7 +42,7 @@ class Gathering(Protocol):
         """Raises an error of which the other ranks hear."""
         ...
 
-    def agree_once(self, what: str, text: str) -> None:
+    def agree_once(self, what: str, text: str, doing: str = "") -> None:
         """Raises on every rank where a text that is new differs between ranks."""
         ...
 
@@ -65,7 +67,8 @@ class Sharding:
         ring_name: The name of the ring that made it; None: it was made without one.
 
     Raises:
-        ValueError: The shards do not hold every position exactly once, or an argument is out of range.
+        ValueError: The shards do not hold every position exactly once, an argument is out of range, or the ring is another
+            rank, or of another size.
 
     Example:
         >>> from ringattn.plan.layouts import zigzag
@@ -95,6 +98,11 @@ class Sharding:
         if not 0 <= rank < len(shards):
             raise ValueError(
                 f"rank must be from 0 to {len(shards) - 1}, got {rank}; give one shard per rank of the ring"
+            )
+        if ring is not None and (rank, len(shards)) != (ring.rank, ring.world_size):
+            raise ValueError(
+                f"the sharding must be that of rank {ring.rank} of {ring.world_size}, as its ring is here, got one for rank "
+                f"{rank} of {len(shards)}; make it with ring.sharding(...)"
             )
         if documents is not None:
             check_documents(tuple(documents), seq_len)
@@ -229,7 +237,8 @@ class Sharding:
             shape = [*x_local.shape[:dim], self._shard_lens, *x_local.shape[dim + 1 :]]
             kind = f"{x_local.dtype} {x_local.device.type}"
             differentiable = torch.is_grad_enabled() and x_local.requires_grad
-            ring.agree_once("a tensor to unshard", f"{shape} {kind} with gradients: {differentiable}")
+            text = f"{shape} {kind} with gradients: {differentiable}"
+            ring.agree_once("a tensor to unshard", text, f"Sharding.unshard({shape}, {kind})")
         return self.assemble(ring.gather(x_local, dim, self.shard_lens), dim)
 
     def _shared_refusals(self) -> AbstractContextManager[None]:
@@ -335,8 +344,8 @@ class Sharding:
         return self._hash
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # a ring has connections and goes by its name: workers of a DataLoader send shardings to the process that holds it,
-        # and a process that does not hold it gets a sharding without
+        # a ring has connections and is found by its name: workers of a DataLoader send shardings to the process that holds it,
+        # other ranks of the ring get their own view, and a process that does not hold it gets a sharding without
         return _restore, (self.spec, self._rank, None if self._ring is None else self._ring.name, self._device)
 
     def __repr__(self) -> str:
@@ -348,7 +357,10 @@ class Sharding:
 
 
 def _restore(spec: Sequence[Any], rank: int, ring: str | None, device: torch.device) -> Sharding:
-    return Sharding.from_spec(spec, rank, ring=living_ring(ring), device=device)
+    found: Gathering | None = living_ring(ring)
+    if found is None or found.world_size != spec[2]:  # perhaps a ring of another job
+        return Sharding.from_spec(spec, rank, device=device)
+    return Sharding.from_spec(spec, found.rank, ring=found, device=device)
 
 
 def check_sharding(x: object, name: str = "sharding") -> None:

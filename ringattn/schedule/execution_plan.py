@@ -26,6 +26,7 @@ from ringattn.plan.device_tables import AttentionTables
 from ringattn.plan.layouts import shard_len
 from ringattn.plan.ring_plan import Collection, Nodes, Plan, moved_rows
 from ringattn.transport.base import Seat
+from ringattn.transport.call_order import CallMark
 
 PUSH_SECONDS = 50e-6
 """Least duration of one push, over all heads of a group: shorter ones cost more to begin than they hide."""
@@ -74,6 +75,8 @@ class ExecutionPlan:
         fused_backward: The fused schedule of a backward; None: it goes step by step.
         backward_moving: The side that moves in a stepwise backward: "keys" or "queries".
         backward_plan: The ring steps of all ranks in that backward.
+        mark: For the comparison of the order of calls between ranks; None: there are no other ranks.
+        shares_seed: Ranks must have equal dropout seeds (Note [Seeds] in dropout.py).
     """
 
     spec: AttentionSpec
@@ -87,6 +90,8 @@ class ExecutionPlan:
     fused_backward: FusedPlan | None
     backward_moving: str
     backward_plan: Plan
+    mark: CallMark | None = None
+    shares_seed: bool = False
 
 
 def make_execution_plan(
@@ -128,12 +133,15 @@ def resolve_moving(
 ) -> str:
     """Return what a stepwise backward moves: the call's choice, or the side that costs fewer bytes on the busiest rank.
 
-    bias is indexed by this rank's query rows, so these cannot leave: keys move then.
+    bias is indexed by this rank's query rows, so these cannot leave: keys move then. With dropout keys move, too, unless the
+    call says otherwise (Note [Seeds] in dropout.py).
     """
     if has_bias:
         return "keys"
     if spec.backward != "auto":
         return spec.backward
+    if spec.dropout_p > 0:
+        return "keys"
     e, wide = q.element_size(), accumulation_dtype(q.dtype).itemsize
     _, _, hk, d = k.shape
     h, dv = q.shape[2], v.shape[-1]

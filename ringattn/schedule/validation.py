@@ -63,8 +63,6 @@ def check_call(
     k: Tensor,
     v: Tensor,
     spec: AttentionSpec,
-    rank: int,
-    world_size: int,
     tensors: ScoreTensors,
 ) -> None:
     """Raises ValueError or NotImplementedError when the tensors do not fit each other or the call; else returns.
@@ -74,8 +72,6 @@ def check_call(
         k: Keys, must be `b t hk d`.
         v: Values, must be `b t hk dv`.
         spec: The options of the call.
-        rank: This rank.
-        world_size: Ranks in the ring.
         tensors: The optional tensors, bias after expansion.
     """
     given = {name: x for name, x in tensors._asdict().items() if x is not None}
@@ -93,7 +89,7 @@ def check_call(
     for name, x in given.items():
         if not x.is_floating_point():
             raise ValueError(f"{name} must be floating point, got {x.dtype}")
-    _check_shardings(q, k, spec, rank, world_size)
+    _check_rows(q, k, spec)
     _check_shapes(q, k, v)
     b, s, h, _ = q.shape
     wanted = {
@@ -123,16 +119,11 @@ def _check_shapes(q: Tensor, k: Tensor, v: Tensor) -> None:
         raise ValueError(f"head_dim must be at least 1, got {d} for q and {v.shape[-1]} for v")
 
 
-def _check_shardings(q: Tensor, k: Tensor, spec: AttentionSpec, rank: int, world_size: int) -> None:
+def _check_rows(q: Tensor, k: Tensor, spec: AttentionSpec) -> None:
     for name, sharding, x in (("q", spec.sharding, q), ("k", spec.kv_sharding, k)):
-        if (sharding.rank, len(sharding.shards)) != (rank, world_size):
-            raise ValueError(
-                f"the sharding of {name} must be made by this ring (rank {rank} of {world_size}), got one for rank "
-                f"{sharding.rank} of {len(sharding.shards)}; make it with ring.sharding(...)"
-            )
         if x.shape[1] != sharding.shard_len:
             raise ValueError(
-                f"{name} must have the {sharding.shard_len} rows that rank {rank} holds of {sharding.seq_len}, got "
+                f"{name} must have the {sharding.shard_len} rows that rank {sharding.rank} holds of {sharding.seq_len}, got "
                 f"{x.shape[1]}; pass this rank's rows, as sharding.shard(x, dim=1) gives them"
             )
     if spec.kv_sharding.documents not in (None, spec.sharding.documents):

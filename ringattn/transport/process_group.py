@@ -16,7 +16,8 @@ Note [Whose message]
     A group has one order of messages between two ranks, whoever sends them: those of two rings in two threads would be taken
     for each other, and so would those of two calls, once a rank has left one out. All ranks make the same posts, so a
     message is marked by the ring, the number of the post and what it is for. Gloo then waits for the one that belongs to a
-    receive, and raises where it does not come. NCCL has no marks: there a ring has communicators of its own.
+    receive, and raises where it does not come. NCCL has no marks: there a ring has communicators of its own. Whether rows are those
+    of the same call is compared beside them (Note [Call marks] of call_order.py).
 
 Note [By the host]
     Gloo reads and writes host memory only; given the address of a GPU's it ends the process. So where a group of GPUs has no NCCL,
@@ -39,7 +40,7 @@ import threading
 import weakref
 import zlib
 from collections import Counter, defaultdict, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from types import TracebackType
 from typing import Any, NoReturn
@@ -233,6 +234,22 @@ def name_part(name: str, parent: str, rank: int, size: int) -> None:
     getattr(symmetric, "_group_name_to_store", {})[name] = store
 
 
+class _Marked:
+    """A post whose rows may be read once the marks that travel beside them are equal."""
+
+    def __init__(self, works: _Works, marks: Tensor, differ: Callable[[], NoReturn], post: Pending) -> None:
+        self._works = works
+        self._marks = marks
+        self._differ = differ
+        self._post = post
+
+    def wait(self) -> None:
+        self._works.wait()
+        if len(set(self._marks.tolist())) > 1:
+            self._differ()
+        self._post.wait()
+
+
 class ProcessGroupTransport:
     """One batched group of sends and receives per call.
 
@@ -255,6 +272,9 @@ class ProcessGroupTransport:
         self._max_ctas = max_ctas
         self._name_mark, self._posts = zlib.crc32(name.encode()), 0
         self._by_host = False
+        self._is_gloo = False
+        self._marks = 0
+        self._mark: tuple[list[dist.Work], Tensor, Callable[[], NoReturn]] | None = None
 
     def prepare(self, device: torch.device) -> None:
         """To be called by all ranks before the first post.
@@ -266,10 +286,11 @@ class ProcessGroupTransport:
             RuntimeError: NCCL refuses a communicator.
         """
         group = resolve_group(self._group_name)
+        # asked by name: with TORCH_DISTRIBUTED_DEBUG=DETAIL torch puts another class around gloo's
+        self._is_gloo = "cpu:gloo" in dist.get_backend_config(group)
         if device.type != "cuda" or self._name in _COMMUNICATORS:
             return
         is_nccl = dist.is_nccl_available() and isinstance(group._get_backend(device), dist.ProcessGroupNCCL)
-        # asked by name: with TORCH_DISTRIBUTED_DEBUG=DETAIL torch puts another class around gloo's
         self._by_host = "cuda:gloo" in dist.get_backend_config(group)
         if is_nccl and self._max_ctas is not None:
             make_communicator(self._name, group, device, self._max_ctas)
@@ -282,6 +303,38 @@ class ProcessGroupTransport:
 
     def post(self, sends: Sequence[Parcel], receives: Sequence[Parcel], what: str) -> Pending:
         """See `Transport.post`."""
+        pending = self._start(sends, receives, what)
+        if self._mark is None:
+            return pending
+        (works, marks, differ), self._mark = self._mark, None
+        peers = [peer for peer in range(self._place[1]) if peer != self._rank]
+        return _Marked(_Works(works, peers, self._rank, what, ()), marks, differ, pending)
+
+    def sends_marks(self, device: torch.device) -> bool:
+        """Whether `send_mark` serves rows on a device: where gloo moves them."""
+        return self._is_gloo and (self._by_host or device.type != "cuda")
+
+    def send_mark(self, mark: int, differ: Callable[[], NoReturn]) -> None:
+        """Sends the mark of a call to all ranks; the wait for the next post compares the marks of all ranks.
+
+        Args:
+            mark: 64 bits, signed.
+            differ: Called on every rank where marks differ; raises.
+        """
+        self._marks += 1
+        group = resolve_group(self._group_name, self._place)
+        tag = zlib.crc32(b"mark", (self._name_mark + self._marks) % 2**32) % 2**31
+        rank, size = self._place
+        peers = [peer for peer in range(size) if peer != rank]
+        marks = torch.full((size,), mark, dtype=torch.int64, device="cpu")
+        try:
+            works = [group.send([marks[rank : rank + 1]], peer, tag) for peer in peers]
+            works += [group.recv([marks[peer : peer + 1]], peer, tag) for peer in peers]
+        except RuntimeError as error:
+            raise RuntimeError(f"ring rank {rank}: cannot reach ring ranks {peers} ({error})") from error
+        self._mark = works, marks, differ
+
+    def _start(self, sends: Sequence[Parcel], receives: Sequence[Parcel], what: str) -> Pending:
         self._posts += 1  # of empty ones, too: Note [Whose message]
         sends = [(peer, x) for peer, x in sends if x.numel()]
         receives = [(peer, x) for peer, x in receives if x.numel()]
@@ -364,6 +417,13 @@ def _clone(store: Any) -> Any:
     return store
 
 
+_DOING = "doing"
+"""Under which key a record says which call its rank is in."""
+_SHOWN = 200
+"""Characters of a call that messages show."""
+_NOWHERE = "nowhere"
+"""What a rank notes when it waits for no other rank any more."""
+
 _GAVE_UP = "gave up"
 """What a rank leaves in place of its text when others did not come in time."""
 
@@ -431,20 +491,26 @@ class Agreement:
             self._set(store, text)
         self._round += 1
 
-    def compare(self, text: str) -> list[str]:
+    def compare(self, text: str, doing: str = "a comparison") -> list[str]:
         """Leaves this rank's text and returns the texts of all ranks, in rank order.
+
+        Args:
+            text: This rank's.
+            doing: The call that this rank is in, for messages.
 
         Raises:
             RuntimeError: Some ranks did not come within the timeout, or have not waited for this one; they are named.
         """
         with self._taken, _client(self._store()) as store:
-            return self._compare(store, text)
+            return self._compare(store, text, doing)
 
-    def _compare(self, store: Any, text: str) -> list[str]:
+    def _compare(self, store: Any, text: str, doing: str) -> list[str]:
         keys = [self._key(peer) for peer in range(self._world_size)]
         read = self._left.copy()
         self._left.clear()
-        self._set(store, text)
+        # ranks that miss this one in another ring read what it waits in
+        note = self._note(self._rank)
+        self._set(store, text, **{note: f"{doing} of ring {self._name!r}"})
         try:
             store.wait(keys, self._timeout)
         except RuntimeError as error:
@@ -453,11 +519,19 @@ class Agreement:
             # who comes later is not to go on alone, nor to be a round behind
             store.set(self._key(self._rank), _GAVE_UP)
             self._round += 1
+            found = {peer: self._note(peer) for peer in missing}
+            notes = {peer: store.get(key).decode() for peer, key in found.items() if store.check([key])}
+            notes = {peer: note for peer, note in notes.items() if note != _NOWHERE}
+            where = f"this rank is in {doing}"
+            if notes:
+                here = f"{where} of ring {self._name!r}"
+                where = ", ".join([here, *(f"ring rank {peer} in {note}" for peer, note in notes.items())])
             raise RuntimeError(
-                f"ring rank {self._rank}: ring ranks {missing} did not make this attention call within {self._timeout}; "
+                f"ring rank {self._rank}: ring ranks {missing} did not make this attention call within {self._timeout} ({where}); "
                 f"all ranks of a ring must make the same calls in the same order"
             ) from error
         self._round += 1
+        store.set(note, _NOWHERE)
         found = store.multi_get(keys) if store.has_extended_api() else [store.get(key) for key in keys]
         for key in read:
             store.delete_key(key)
@@ -510,48 +584,54 @@ class Agreement:
         self.tell(error)
         raise error
 
-    def compare_calls(self, record: dict[str, Any]) -> None:
+    def compare_calls(self, record: dict[str, Any], doing: str) -> None:
         """Compares what ranks say of their calls.
 
         Args:
             record: As JSON has it.
+            doing: The call in words: its name, and in parentheses what it is given.
 
         Raises:
             ValueError: They differ, or another rank has refused its call; raised on every rank.
             RuntimeError: As `compare`.
         """
         with self._failing():
-            raise_differences([json.loads(found) for found in self.compare(json.dumps(record))])
+            record = {**record, _DOING: doing}
+            raise_differences([json.loads(found) for found in self.compare(json.dumps(record), doing)])
 
-    def share(self, what: str, value: Any) -> list[Any]:
+    def share(self, what: str, value: Any, doing: str = "") -> list[Any]:
         """The values of all ranks, in rank order.
 
         Args:
             what: What it is.
             value: This rank's, as JSON has it.
+            doing: The call that this rank is in; default what.
 
         Raises:
             ValueError: Another rank has refused its call, or says something else.
             RuntimeError: As `compare`.
         """
         with self._failing():
-            records = [json.loads(found) for found in self.compare(json.dumps({what: value}))]
+            doing = (doing or what)[:_SHOWN]
+            texts = self.compare(json.dumps({what: value, _DOING: doing}), doing)
+            records = [json.loads(text) for text in texts]
             if any(what not in record for record in records):
                 raise_differences(records)
         return [record[what] for record in records]
 
-    def agree(self, what: str, text: str) -> None:
+    def agree(self, what: str, text: str, doing: str = "") -> None:
         """Compares a text that must be the same on all ranks.
 
         Args:
             what: What the text says, in words for the message.
             text: Must be equal on all ranks.
+            doing: The call that this rank is in; default what and the text.
 
         Raises:
             ValueError: It is not; raised on every rank, naming those that differ from most.
         """
         with self._failing():
-            found = self.share("agreed", text)
+            found = self.share(what, text, doing or f"{what}: {text}")
             usual = Counter(found).most_common(1)[0][0]
             differing = [rank for rank, other in enumerate(found) if other != usual]
             if differing:
@@ -559,6 +639,19 @@ class Agreement:
                     f"{what} must be the same on all ranks of a ring, got {usual} on most ranks and {found[differing[0]]} on ring "
                     f"rank {differing[0]} (ring ranks {differing} differ); give all of them the same"
                 )
+
+    def differ(self, call: str, at: str) -> NoReturn:
+        """Raises on all ranks, which know that their calls differ.
+
+        Args:
+            call: That of this rank.
+            at: Which of its calls.
+
+        Raises:
+            ValueError: Naming the calls and the ranks.
+        """
+        with self._failing():
+            raise_calls(self.share("this call", call), at)
 
     @contextlib.contextmanager
     def _failing(self) -> Iterator[None]:
@@ -576,10 +669,20 @@ class Agreement:
         self.failures += not known
         return not known
 
-    def _set(self, store: Any, text: str) -> None:
+    def _set(self, store: Any, text: str, **others: str) -> None:
+        """Leaves this rank's text for the current round, and other keys."""
         key = self._key(self._rank)
-        store.set(key, text)
+        texts = {**others, key: text}
+        if store.has_extended_api():
+            store.multi_set(list(texts), list(texts.values()))
+        else:
+            for other, value in texts.items():
+                store.set(other, value)
         self._left.append(key)
+
+    def _note(self, peer: int) -> str:
+        """The key of what a rank notes while it waits, whichever ring it waits in."""
+        return f"ringattn/waits/{self._world_size}/{peer}"
 
     def _key(self, peer: int) -> str:
         return f"ringattn/{self._name}/{self._round}/{peer}"
@@ -587,6 +690,26 @@ class Agreement:
     def _store(self) -> Any:
         group = resolve_group(self._group_name)
         return distributed_c10d._get_process_group_store(group)
+
+
+def raise_calls(calls: Sequence[str], at: str = "") -> NoReturn:
+    """Raises because ranks are in different calls.
+
+    Args:
+        calls: The call that each rank is in, by rank.
+        at: Which of their calls.
+
+    Raises:
+        ValueError: Naming the calls and the ranks.
+    """
+    ranks = defaultdict[str, list[int]](list)
+    for rank, call in enumerate(calls):
+        ranks[call].append(rank)
+    listed = " and ".join(f"{call} on ring ranks {those}" for call, those in ranks.items())
+    raise ValueError(
+        f"all ranks must make the same calls in the same order, got {listed}{at and f' as {at}'}; look for a branch that not all "
+        "ranks take"
+    )
 
 
 def raise_differences(records: Sequence[dict[str, Any]]) -> None:
@@ -602,6 +725,9 @@ def raise_differences(records: Sequence[dict[str, Any]]) -> None:
     if refused:
         listed = "; ".join(f"ring rank {rank} refused: {text}" for rank, text in refused.items())
         raise ValueError(f"{listed}; every rank of the ring refuses with it")
+    calls = [record.pop(_DOING, "a comparison") for record in records]
+    if len({call.partition("(")[0] for call in calls}) > 1:
+        raise_calls(calls)
     common = Counter(json.dumps(record) for record in records).most_common(1)[0][0]
     differing = [rank for rank, record in enumerate(records) if json.dumps(record) != common]
     if not differing:
