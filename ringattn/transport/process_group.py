@@ -273,7 +273,7 @@ class ProcessGroupTransport:
         self._name_mark, self._posts = zlib.crc32(name.encode()), 0
         self._by_host = False
         self._is_gloo = False
-        self._marks = 0
+        self._marks = self._call_mark = 0
         self._mark: tuple[list[dist.Work], Tensor, Callable[[], NoReturn]] | None = None
 
     def prepare(self, device: torch.device) -> None:
@@ -308,7 +308,12 @@ class ProcessGroupTransport:
             return pending
         (works, marks, differ), self._mark = self._mark, None
         peers = [peer for peer in range(self._place[1]) if peer != self._rank]
-        return _Marked(_Works(works, peers, self._rank, what, ()), marks, differ, pending)
+
+        def raise_difference() -> NoReturn:
+            self._call_mark = 0  # equal on all ranks again
+            differ()
+
+        return _Marked(_Works(works, peers, self._rank, what, ()), marks, raise_difference, pending)
 
     def sends_marks(self, device: torch.device) -> bool:
         """Whether `send_mark` serves rows on a device: where gloo moves them."""
@@ -332,7 +337,7 @@ class ProcessGroupTransport:
             works += [group.recv([marks[peer : peer + 1]], peer, tag) for peer in peers]
         except RuntimeError as error:
             raise RuntimeError(f"ring rank {rank}: cannot reach ring ranks {peers} ({error})") from error
-        self._mark = works, marks, differ
+        self._mark, self._call_mark = (works, marks, differ), mark
 
     def _start(self, sends: Sequence[Parcel], receives: Sequence[Parcel], what: str) -> Pending:
         self._posts += 1  # of empty ones, too: Note [Whose message]
@@ -360,7 +365,8 @@ class ProcessGroupTransport:
 
     def _batch(self, sends: Sequence[Parcel], receives: Sequence[Parcel], what: str) -> list[dist.Work]:
         group = resolve_group(self._group_name, self._place)
-        mark = zlib.crc32(what.encode(), (self._name_mark + self._posts) % 2**32) % 2**31
+        # rows of another call are not matched, whose sizes may differ
+        mark = zlib.crc32(what.encode(), (self._name_mark + self._posts + self._call_mark) % 2**32) % 2**31
         ops = [dist.P2POp(dist.isend, x, group=group, group_peer=peer, tag=mark) for peer, x in sends]
         ops += [dist.P2POp(dist.irecv, x, group=group, group_peer=peer, tag=mark) for peer, x in receives]
         return dist.batch_isend_irecv(ops)
