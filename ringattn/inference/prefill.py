@@ -109,7 +109,7 @@ class Prefill:
 
         Then what is not finite must be contained (Note [Values that are not finite] of kernels/pages.py).
         """
-        documents = self.call.sharding.documents
+        documents = self.plan.spec.sharding.documents
         return self.fresh and self.reads == "copies" and documents is not None and len(documents) > 2
 
     def attend(
