@@ -17,8 +17,7 @@ import torch
 from torch import Tensor
 
 from ringattn import Ring, ring_attention
-from ringattn.inference import CacheFull, PagedKVCache, StaticStep, Step, attend
-from ringattn.inference import static as steps_of
+from ringattn.inference import CacheFull, PagedKVCache, StaticStep, Step, attend, batch_metadata
 from ringattn.inference.accord import Accord
 from ringattn.kernels import pages as rows
 from ringattn.plan.sharding import positions_of
@@ -414,7 +413,7 @@ def test_what_does_not_reach_a_static_step_is_said_anew(monkeypatch: pytest.Monk
     for request in requests[:2]:
         cache.extend([request], [9], mode="prefill")
     with monkeypatch.context() as broken:
-        broken.setattr(steps_of, "upload", lambda *_: 1 / 0)
+        broken.setattr(batch_metadata, "copy_to_device", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             cache.extend(requests, [1] * 3, into=step)
     cache.extend(requests, [1] * 3, into=step)
@@ -521,8 +520,10 @@ def test_what_a_static_step_uploads_for_a_token_does_not_grow_with_what_there_is
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     sizes: list[int] = []
-    upload = steps_of.upload
-    monkeypatch.setattr(steps_of, "upload", lambda data, words: (sizes.append(len(data)), upload(data, words)))
+    upload = batch_metadata.copy_to_device
+    monkeypatch.setattr(
+        batch_metadata, "copy_to_device", lambda data, words: (sizes.append(len(data)), upload(data, words))
+    )
     found, costs = [], []
     for tokens in (2**14, 2**20):
         cache = make(0, 4, layers=1, kv_heads=1, head_dim=1, v_head_dim=1, pages=8 * 2**12 + 64, page_size=64)

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from ringattn.inference import PagedKVCache
-from ringattn.inference.step import MOST_DECODED
+from ringattn.inference.forward_batch import MOST_DECODED
 from ringattn.launch.serving.sampling import Chosen, Logprob, Sampling, choose, to_device
 from ringattn.launch.serving.scheduling import Plan
 from ringattn.transport.patience import Marks

@@ -51,7 +51,7 @@ from itertools import accumulate
 from typing import Any, NamedTuple
 
 from ringattn.inference.pages import Pages
-from ringattn.inference.step import MOST_DECODED as PIECE
+from ringattn.inference.forward_batch import MOST_DECODED as PIECE
 from ringattn.launch.serving.prefixes import Digest, Prefixes, chain
 
 PACKED_STEPS = 4

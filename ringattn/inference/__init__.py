@@ -2,8 +2,8 @@
 
 from ringattn.inference.attention import attend
 from ringattn.inference.cache import PagedKVCache
+from ringattn.inference.forward_batch import Step
 from ringattn.inference.pages import CacheFull
-from ringattn.inference.static import StaticStep
-from ringattn.inference.step import Step
+from ringattn.inference.static_batch import StaticStep
 
 __all__ = ["CacheFull", "PagedKVCache", "StaticStep", "Step", "attend"]

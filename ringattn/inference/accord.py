@@ -1,6 +1,6 @@
 """That all ranks mean the same: what they compare before keys are kept and rows move.
 
-Owns when ranks compare, and what. Refuses to know what a step does with its rows (step.py) and how texts travel (ring.py).
+Owns when ranks compare, and what. Refuses to know what a step does with its rows (forward_batch.py) and how texts travel (ring.py).
 
 Note [Same books]
     Every rank keeps the books of a cache by itself, so a rank that was called differently would go on with other numbers and
@@ -33,11 +33,11 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from ringattn.inference.static import StaticStep
+from ringattn.inference.static_batch import StaticStep
 from ringattn.ring import Ring
 
 if TYPE_CHECKING:
-    from ringattn.inference.step import Step
+    from ringattn.inference.forward_batch import Step
 
 COMPARED = 16
 """Steps of decoding by the same requests, or static ones, after which ranks compare again."""

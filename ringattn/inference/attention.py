@@ -20,9 +20,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from ringattn.inference.forward_batch import Step
 from ringattn.inference.in_place import READS, resolve_reads
 from ringattn.inference.prefill import MOVES, Prefill, growth, plan_travel, resolve_moves, rows_in_place
-from ringattn.inference.step import Step
 from ringattn.kernels.contract import Score, accumulation_dtype
 from ringattn.kernels.decode import deal, decode, num_splits, parts_len
 from ringattn.kernels.decode import pick as pick_decode

@@ -22,9 +22,9 @@ import torch
 from torch import Tensor
 
 from ringattn.inference.accord import Accord
+from ringattn.inference.forward_batch import MOST_DECODED, Step, make_step
 from ringattn.inference.pages import CacheFull, Pages
-from ringattn.inference.static import StaticStep
-from ringattn.inference.step import MOST_DECODED, Step, make_step
+from ringattn.inference.static_batch import StaticStep
 from ringattn.kernels import pages as rows
 from ringattn.ring import Ring
 from ringattn.tensor_checks import check_plain

@@ -43,7 +43,7 @@ from ringattn.kernels.parts import finish_parts, merge_parts, views
 
 if TYPE_CHECKING:
     from ringattn.inference.cache import PagedKVCache
-    from ringattn.inference.step import Step
+    from ringattn.inference.forward_batch import Step
 
 READS = ("auto", "pages", "copies")
 SLOWNESS = 1.6

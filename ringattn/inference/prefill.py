@@ -1,6 +1,6 @@
 """Attention of a prompt's new rows over all that their requests have: keys go round the ring, or queries do.
 
-Owns the choice of what moves, and the forward in which queries move. Refuses to know pages and requests (step.py, cache.py),
+Owns the choice of what moves, and the forward in which queries move. Refuses to know pages and requests (forward_batch.py, cache.py),
 how keys move (`ringattn.schedule.fused`) and how a visit is computed.
 
 Note [What moves]
@@ -73,7 +73,7 @@ from ringattn.schedule.kv_rotation import message_bytes, slices
 from ringattn.transport.base import Parcel, Pending, Reply, Seat, span
 
 if TYPE_CHECKING:
-    from ringattn.inference.step import Step
+    from ringattn.inference.forward_batch import Step
 
 MOVES = ("auto", "keys", "queries")
 SLACK = 1.05

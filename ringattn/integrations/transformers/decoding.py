@@ -20,7 +20,7 @@ Note [Batches]
 
 Note [Short prompts]
     A prompt of a few hundred tokens is a call of few products and as many launches as any other, so it is replayed, too: in a
-    packed step (Note [Pieces] of inference/static.py), with a number of pieces that doubles from shape to shape. Prompts, or
+    packed step (Note [Pieces] of inference/static_batch.py), with a number of pieces that doubles from shape to shape. Prompts, or
     what is left of them, share a call as far as there are pieces. In pieces of a single row they share it with the next tokens
     of answers, which would leave 15 of 16 rows of a larger piece empty; but every row then reads the keys before it by itself.
 
@@ -50,8 +50,8 @@ import torch
 from torch import Tensor, nn
 
 from ringattn.inference import PagedKVCache, StaticStep
-from ringattn.inference.static import most_blocks
-from ringattn.inference.step import MOST_DECODED
+from ringattn.inference.static_batch import most_blocks
+from ringattn.inference.forward_batch import MOST_DECODED
 from ringattn.integrations.transformers.replacing import distance
 from ringattn.integrations.transformers.steps import forward_step
 from ringattn.transport.patience import Marks

@@ -50,7 +50,7 @@ from torch import Tensor, nn
 from transformers import Cache, GenerationConfig, MaxTimeCriteria, PretrainedConfig, PreTrainedModel
 
 from ringattn.inference import PagedKVCache
-from ringattn.inference.step import MOST_DECODED
+from ringattn.inference.forward_batch import MOST_DECODED
 from ringattn.integrations.transformers.attention import check_layers
 from ringattn.integrations.transformers.decoding import Decoding, Recorder, choose_recorder
 from ringattn.integrations.transformers.positions import find_table

@@ -1,7 +1,7 @@
 """How one call of a model brings new tokens to a cache: who computes which rows, where they are kept, what they see.
 
 Owns `Step`, which is made once per call and serves all layers. Refuses to know keys and values themselves (cache.py), how
-attention is computed (attention.py), how numbers lie in an upload (upload.py), and steps that are used again (static.py).
+attention is computed (attention.py), how numbers lie in an upload (batch_metadata.py), and steps that are used again (static_batch.py).
 
 Note [Two modes]
     prefill: the rows of the new tokens are shared out. A rank computes the rows that it will keep, so their keys need not move
@@ -23,9 +23,9 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor
 
+from ringattn.inference.batch_metadata import BatchMetadata, PackedBlocks, to_device
 from ringattn.inference.blocks import LONGEST, Stretch, Table
 from ringattn.inference.pages import Pages
-from ringattn.inference.upload import Lines, Places, Rows, uploaded
 from ringattn.kernels.decode import PageTable
 from ringattn.plan.layouts import Run, Shard
 from ringattn.plan.sharding import Sharding
@@ -72,7 +72,7 @@ class Step:
         met: Ranks have compared the step, as far as they do (accord.py).
         calls: What was decided about calls with this step, by their options and shapes (attention.py).
         shared: What layers have found for each other (`once`).
-        pieces: decode: how many there are, and rows of each, where requests are packed (Note [Pieces] of static.py); else None.
+        pieces: decode: how many there are, and rows of each, where requests are packed (Note [Pieces] of static_batch.py); else None.
     """
 
     cache: PagedKVCache
@@ -215,15 +215,15 @@ def make_step(
     firsts = tuple(map(books.first, requests))
     common = (cache, mode, tuple(requests), tuple(counts), lengths, firsts)
     if mode == "decode":
-        places = Places(len(requests), counts[0])
-        here = books.look(requests)
-        lines = Lines(here, lengths, counts, [1] * len(here), cache.ring.rank, places.new)
-        # a kernel wants one column at least
-        columns = max(1, *map(len, lines.tables))
-        words = uploaded(places.fill(books.page_size, lines, columns), cache.device)
+        here, shape = books.look(requests), (len(requests), counts[0])
+        # kernels need at least one column
+        max_blocks = max(1, *[len(one.tables[cache.ring.rank]) for one in here])
+        metadata = BatchMetadata(
+            *shape, max_blocks, page_size=books.page_size, rank=cache.ring.rank, device=cache.device
+        )
+        metadata.write(here, counts, [1] * len(here), books.changes)
         last = tuple((i, counts[0] - 1) for i in range(len(requests)))
-        found = places.view(words, places.table(words[places.words(0) :], columns), (places.batch, places.new))
-        return Step(*common, places.batch, places.new, **found, last_rows=last, known=books.changes)
+        return Step(*common, *shape, **metadata.tensors(shape), last_rows=last, known=books.changes)
     return _prefill_step(common, alike)
 
 
@@ -248,11 +248,11 @@ def _prefill_step(common: tuple, alike: bool) -> Step:
     tables = [books.table(request, rank) for request in requests]
     added = [_since(table, before) for table, before in zip(tables, befores, strict=True)]
     shifts = [first - before for first, before in zip(firsts_new, befores, strict=True)]
-    ours = Rows.of([table for table, _ in added], [skipped for _, skipped in added], shifts)
-    held = Rows.of(tables)
-    words = uploaded(ours.data() + held.data(), cache.device)
-    pages, starts, row, skipped, shift = ours.count(words, sharding.shard_len * batch)
-    held_pages, _, held_row = held.count(words[len(ours.words) :], kv_sharding.shard_len * batch)
+    ours = PackedBlocks.of([table for table, _ in added], [skipped for _, skipped in added], shifts)
+    held = PackedBlocks.of(tables)
+    ints = to_device(ours.data() + held.data(), cache.device)
+    pages, starts, row, skipped, shift = ours.expand(ints, sharding.shard_len * batch)
+    held_pages, _, held_row = held.expand(ints[len(ours.ints) :], kv_sharding.shard_len * batch)
     positions = (starts + row).view(batch, sharding.shard_len)
     slots = (pages * cache.page_size + skipped + row).view(batch, sharding.shard_len)
     taken = (starts + row + shift)[: sharding.shard_len]
