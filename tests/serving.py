@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ringattn.inference.pages import Pages
+from ringattn.inference.page_allocator import Pages
 from ringattn.launch.serving.config import Limits
 from ringattn.launch.serving.desk import Desk
 from ringattn.launch.serving.engine import Engine

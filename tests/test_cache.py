@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ringattn import Ring, ring_attention
 from ringattn.inference import CacheFull, PagedKVCache, StaticStep, Step, attend, batch_metadata
-from ringattn.inference.accord import Accord
+from ringattn.inference.consistency import Accord
 from ringattn.kernels import pages as rows
 from ringattn.plan.sharding import positions_of
 from tests.paging import CASES, Case, assert_put, assert_take

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ringattn import Ring, attention_reference, ring_attention
 from ringattn.inference import PagedKVCache, Step, attend
-from ringattn.inference.in_place import is_in_place_faster
+from ringattn.inference.paged_prefill import is_in_place_faster
 from ringattn.launch.histories import (
     CHUNKS,
     CROWD,

@@ -20,9 +20,9 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from ringattn.inference import blocks as books_of
-from ringattn.inference.blocks import Block, Move, Piece
-from ringattn.inference.pages import CacheFull, Pages
+from ringattn.inference import block_table as books_of
+from ringattn.inference.block_table import Block, Move, Piece
+from ringattn.inference.page_allocator import CacheFull, Pages
 
 
 def state(books: Pages) -> str:

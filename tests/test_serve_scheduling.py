@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ringattn.inference.pages import Pages
+from ringattn.inference.page_allocator import Pages
 from ringattn.launch.serving import scheduling
 from ringattn.launch.serving.prefixes import Prefixes, chain
 from ringattn.launch.serving.scheduling import Event, Job, NeverFits, Plan, QueueFull, Scheduler, apply_changes

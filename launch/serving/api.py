@@ -17,7 +17,7 @@ from typing import Any, Literal, NoReturn
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 from pydantic_core import to_json
 
-from ringattn.inference.blocks import LONGEST
+from ringattn.inference.block_table import LONGEST
 from ringattn.launch.serving.sampling import Logprob, Sampling
 from ringattn.launch.serving.scheduling import Event
 from ringattn.launch.serving.text import REPLACEMENT, Pieces, Stops, Tokenizer, text_alone

@@ -26,7 +26,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from ringattn.inference.pages import Pages
+from ringattn.inference.page_allocator import Pages
 from ringattn.launch.serving.channel import Channel
 from ringattn.launch.serving.sampling import Logprob
 from ringattn.launch.serving.scheduling import Event, Job, Plan, Scheduler, apply_changes

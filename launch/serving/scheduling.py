@@ -50,8 +50,8 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any, NamedTuple
 
-from ringattn.inference.pages import Pages
 from ringattn.inference.forward_batch import MOST_DECODED as PIECE
+from ringattn.inference.page_allocator import Pages
 from ringattn.launch.serving.prefixes import Digest, Prefixes, chain
 
 PACKED_STEPS = 4

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from ringattn.inference.forward_batch import Step
-from ringattn.inference.in_place import READS, resolve_reads
+from ringattn.inference.paged_prefill import READS, resolve_reads
 from ringattn.inference.prefill import MOVES, Prefill, growth, plan_travel, resolve_moves, rows_in_place
 from ringattn.kernels.contract import Score, accumulation_dtype
 from ringattn.kernels.decode import deal, decode, num_splits, parts_len
@@ -143,7 +143,7 @@ def _attend(step: Step, layer: int, given: Given, wanted: Wanted) -> Tensor:
     if known is None:
         try:
             _check_gradients(given)
-            step.cache.check(layer, step, k, v)
+            step.check_rows(layer, k, v)
             options = _Options(*wanted)
             found = _decide(step, options, q, sinks, alibi_slopes)
         except Exception as error:
@@ -153,7 +153,7 @@ def _attend(step: Step, layer: int, given: Given, wanted: Wanted) -> Tensor:
     else:
         _check_gradients(given)
     with torch.no_grad():
-        k, v = step.cache.put(layer, step, k, v, contain=known.contains)
+        k, v = step.put(layer, k, v, contain=known.contains)
         return known.attend(step, layer, q, k, v, sinks, alibi_slopes)
 
 

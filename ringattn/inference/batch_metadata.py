@@ -13,7 +13,7 @@ Note [Block updates]
     token changes one block of a request, on one rank. So only the first upload has whole tables. They stay on the device, and
     later uploads have only the blocks that changed, with their places: 20 bytes each. The host remembers for each row which
     request it holds, since which change of the page allocator, and how long the request was. Tokens that have not moved since
-    then (Note [What stays] of blocks.py), in blocks that ended before the last of them, are on the device already.
+    then (Note [What stays] of block_table.py), in blocks that ended before the last of them, are on the device already.
 
     Memory on the device: block updates | integers of rows | block tables
     The first upload writes the last two, each later one the end of the first and the second: one copy each.
@@ -31,7 +31,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ringattn.inference.blocks import Request, Table
+from ringattn.inference.block_table import Request, Table
 from ringattn.kernels.decode import PageTable
 
 _INT = 4

@@ -1,7 +1,7 @@
 """How one call of a model brings new tokens to a cache: who computes which rows, where they are kept, what they see.
 
-Owns `Step`, which is made once per call and serves all layers. Refuses to know keys and values themselves (cache.py), how
-attention is computed (attention.py), how numbers lie in an upload (batch_metadata.py), and steps that are used again (static_batch.py).
+Owns `Step`, which is made once per call and serves all layers. Refuses to know how rows are stored (kv_pool.py), how attention is
+computed (attention.py), how integers lie in an upload (batch_metadata.py), and steps that are used again (static_batch.py).
 
 Note [Two modes]
     prefill: the rows of the new tokens are shared out. A rank computes the rows that it will keep, so their keys need not move
@@ -17,21 +17,20 @@ from bisect import bisect_right
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from hashlib import blake2b
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
 
 from ringattn.inference.batch_metadata import BatchMetadata, PackedBlocks, to_device
-from ringattn.inference.blocks import LONGEST, Stretch, Table
-from ringattn.inference.pages import Pages
+from ringattn.inference.block_table import LONGEST, Stretch, Table
+from ringattn.inference.kv_pool import KVPool
+from ringattn.inference.page_allocator import Pages
 from ringattn.kernels.decode import PageTable
 from ringattn.plan.layouts import Run, Shard
 from ringattn.plan.sharding import Sharding
-
-if TYPE_CHECKING:
-    from ringattn.inference.cache import PagedKVCache
 
 MOST_DECODED = 16
 """New tokens per request up to which a step may be one of decoding."""
@@ -72,10 +71,10 @@ class Step:
         met: Ranks have compared the step, as far as they do (accord.py).
         calls: What was decided about calls with this step, by their options and shapes (attention.py).
         shared: What layers have found for each other (`once`).
-        pieces: decode: how many there are, and rows of each, where requests are packed (Note [Pieces] of static_batch.py); else None.
+        pieces: decode: number of pieces and rows of each, if requests are packed (Note [Pieces] of static_batch.py); else None.
     """
 
-    cache: PagedKVCache
+    cache: KVPool
     mode: Literal["prefill", "decode"]
     requests: tuple[int, ...]
     counts: tuple[int, ...]
@@ -102,6 +101,9 @@ class Step:
     shared: dict[Hashable, Tensor | None] = field(default_factory=dict, repr=False)
     pieces: tuple[int, int] | None = None
 
+    compares_rarely: ClassVar[bool] = False
+    """Ranks compare such batches every so often, also when their requests change (consistency.py)."""
+
     @property
     def tiles(self) -> tuple[int, int]:
         """Decode: the rows as kernels take them, which is how tables and bounds are laid out: `batch rows`, or pieces."""
@@ -126,6 +128,44 @@ class Step:
             dim: Where they are.
         """
         return tokens if self.mode == "decode" else tokens.index_select(dim, self.taken.to(tokens.device))
+
+    def put(self, layer: int, k: Tensor, v: Tensor, *, contain: bool = False) -> tuple[Tensor, Tensor]:
+        """See `PagedKVCache.put`."""
+        try:
+            self.check_rows(layer, k, v)
+        except (ValueError, NotImplementedError) as error:
+            # rows differ by rank, so perhaps nobody else refuses
+            self.cache.ring.refuse(error)
+        return self.cache.put_rows(layer, self.slots, k, v, contain=contain)
+
+    def check_rows(self, layer: int, k: Tensor, v: Tensor) -> None:
+        """Check what `put` writes.
+
+        Args:
+            layer: Layer of the cache.
+            k: `batch rows hk d`.
+            v: `batch rows hk dv`.
+
+        Raises:
+            ValueError: The layer or a shape, dtype or device does not fit the cache, or a request of the step is gone.
+            NotImplementedError: A tensor has a meaning of its own.
+        """
+        self._check_current()
+        self.cache.check_rows(layer, (self.batch, self.rows), k, v)
+
+    def describe(self) -> str:
+        """Return a text that is equal on two ranks if the step is: numbers for people, and a digest of the rest."""
+        if self.sharding is not None and self.kv_sharding is not None:
+            owners = f"{self.sharding.text} {self.kv_sharding.text}"
+        else:
+            owners = [one.stretches for one in self.cache.pages.look(self.requests)]
+        facts = repr((self.requests, self.counts, self.lengths, self.firsts, owners))
+        few = (
+            f"requests {self.requests} with {self.counts} new tokens"
+            if len(self.requests) <= 8
+            else f"{len(self.requests)} requests"
+        )
+        return f"{self.mode} of {few}, digest {blake2b(facts.encode(), digest_size=8).hexdigest()}"
 
     @property
     def seen_from(self) -> Tensor:
@@ -159,6 +199,23 @@ class Step:
         if key not in self.shared:
             self.shared[key] = find()
         return self.shared[key]
+
+    def _check_current(self) -> None:
+        books = self.cache.pages
+        if self.known == books.changes:
+            return
+        here = set(books.requests)
+        for request, length in zip(self.requests, self.lengths, strict=True):
+            there = books.stayed(request, self.known) if request in here else None
+            if there is None or there < length:
+                gone = "has left" if there is None else f"was cropped to {there} tokens"
+                if there is not None and books.length(request) > there:
+                    gone = f"has had others behind the first {there}"
+                raise ValueError(
+                    f"the requests of a step must be as long as it made them, got request {request} of {length} tokens, "
+                    f"which {gone} since; extend again"
+                )
+        self.known = books.changes
 
     def _said_bounds(self, mask: Mask) -> tuple[Tensor, Tensor] | None:
         """Bounds that came with the upload, those of most models; None: they are to be found."""
@@ -199,7 +256,7 @@ class Step:
 
 
 def make_step(
-    cache: PagedKVCache, requests: Sequence[int], counts: Sequence[int], mode: Literal["prefill", "decode"], alike: bool
+    cache: KVPool, requests: Sequence[int], counts: Sequence[int], mode: Literal["prefill", "decode"], alike: bool
 ) -> Step:
     """The step that brings tokens for which room was made.
 

@@ -1,7 +1,7 @@
 """Attention of a prompt's new rows over all that their requests have: keys go round the ring, or queries do.
 
-Owns the choice of what moves, and the forward in which queries move. Refuses to know pages and requests (forward_batch.py, cache.py),
-how keys move (`ringattn.schedule.fused`) and how a visit is computed.
+Owns the choice of what moves, and the forward in which queries move. Refuses to know pages and requests (forward_batch.py), how
+keys move (`ringattn.schedule.fused`) and how a visit is computed.
 
 Note [What moves]
     A rank has s new rows and t kept keys per batch element, all ranks together N rows and T keys. It receives, in bytes,
@@ -56,13 +56,13 @@ from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from ringattn.dispatch import run_forward
-from ringattn.inference.in_place import InPlace, plan_in_place
+from ringattn.inference.forward_batch import Step
+from ringattn.inference.paged_prefill import InPlace, plan_in_place
 from ringattn.kernels.contract import Carry, Score, Side, accumulation_dtype
 from ringattn.kernels.parts import clear, finish_parts, size, views
 from ringattn.plan.attention_spec import AttentionSpec, ScoreTensors
@@ -71,9 +71,6 @@ from ringattn.plan.ring_plan import Plan, Rows, Visit
 from ringattn.schedule.execution_plan import ExecutionPlan
 from ringattn.schedule.kv_rotation import message_bytes, slices
 from ringattn.transport.base import Parcel, Pending, Reply, Seat, span
-
-if TYPE_CHECKING:
-    from ringattn.inference.forward_batch import Step
 
 MOVES = ("auto", "keys", "queries")
 SLACK = 1.05

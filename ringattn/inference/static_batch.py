@@ -22,18 +22,16 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import accumulate
-from typing import TYPE_CHECKING
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from ringattn.inference.batch_metadata import BatchMetadata
-from ringattn.inference.blocks import Request
+from ringattn.inference.block_table import Request
 from ringattn.inference.forward_batch import Mask, Step
-from ringattn.inference.pages import Pages
-
-if TYPE_CHECKING:
-    from ringattn.inference.cache import PagedKVCache
+from ringattn.inference.kv_pool import KVPool
+from ringattn.inference.page_allocator import Pages
 
 
 class StaticStep(Step):
@@ -44,6 +42,7 @@ class StaticStep(Step):
         max_blocks: Blocks of a request on one rank that it has room for.
     """
 
+    compares_rarely: ClassVar[bool] = True
     max_tokens: int
     max_blocks: int
     _metadata: BatchMetadata
@@ -54,9 +53,7 @@ class StaticStep(Step):
     _in_call: bool = False
 
     @classmethod
-    def make(
-        cls, cache: PagedKVCache, batch: int, new: int, max_tokens: int, max_blocks: int, packed: bool
-    ) -> StaticStep:
+    def make(cls, cache: KVPool, batch: int, new: int, max_tokens: int, max_blocks: int, packed: bool) -> StaticStep:
         """A step without requests.
 
         Args:

@@ -50,8 +50,8 @@ import torch
 from torch import Tensor, nn
 
 from ringattn.inference import PagedKVCache, StaticStep
-from ringattn.inference.static_batch import most_blocks
 from ringattn.inference.forward_batch import MOST_DECODED
+from ringattn.inference.static_batch import most_blocks
 from ringattn.integrations.transformers.replacing import distance
 from ringattn.integrations.transformers.steps import forward_step
 from ringattn.transport.patience import Marks

@@ -28,19 +28,37 @@ Note [After a refusal]
 from __future__ import annotations
 
 from hashlib import blake2b
-from typing import TYPE_CHECKING
+from typing import ClassVar, Literal, Protocol
 
 import torch
 from torch import Tensor
 
-from ringattn.inference.static_batch import StaticStep
 from ringattn.ring import Ring
-
-if TYPE_CHECKING:
-    from ringattn.inference.forward_batch import Step
 
 COMPARED = 16
 """Steps of decoding by the same requests, or static ones, after which ranks compare again."""
+
+
+class Comparable(Protocol):
+    """A batch that ranks compare.
+
+    Attributes:
+        mode: "prefill" or "decode".
+        requests: Requests that bring tokens.
+        counts: New tokens of each request.
+        met: Ranks have compared the batch.
+        compares_rarely: Ranks need not compare a decode batch whenever its requests change.
+    """
+
+    mode: Literal["prefill", "decode"]
+    requests: tuple[int, ...]
+    counts: tuple[int, ...]
+    met: bool
+    compares_rarely: ClassVar[bool]
+
+    def describe(self) -> str:
+        """Return a text that is equal on two ranks if the batch is."""
+        ...
 
 
 class Accord:
@@ -59,7 +77,7 @@ class Accord:
         self._noted: list[tuple[str, tuple[Tensor, ...]]] = []
         self._failures = ring.failures
 
-    def meet(self, step: Step, kind: str, device: torch.device) -> None:
+    def meet(self, step: Comparable, kind: str, device: torch.device) -> None:
         """Compares a step and a kind of call between the ranks, as far as they have not been compared.
 
         Every rank calls it when a step meets a kind of call for the first time.
@@ -78,7 +96,7 @@ class Accord:
         self._start_anew()
         same = self._is_known(step)
         if not same or kind not in self._kinds:
-            self._ring.agree("attend: a step and its options", f"{_described(step)}, {kind}{self._take_notes()}")
+            self._ring.agree("attend: a step and its options", f"{step.describe()}, {kind}{self._take_notes()}")
         step.met = True
         self._kinds.add(kind)
         if device not in self._settled:
@@ -133,31 +151,16 @@ class Accord:
             digest.update(repr(torch.cat([x.to(numbers[0].device) for x in numbers]).tolist()).encode())
         return f", tokens and options of {len(noted)} calls, digest {digest.hexdigest()}"
 
-    def _is_known(self, step: Step) -> bool:
+    def _is_known(self, step: Comparable) -> bool:
         """Whether the step needs no comparing (Note [Same books])."""
         if step.met:
             return True
         if step.mode == "prefill":
             return False
         who = (step.requests, step.counts)
-        patience = COMPARED if self._decoding == who or isinstance(step, StaticStep) else 0
+        patience = COMPARED if self._decoding == who or step.compares_rarely else 0
         if self._decoding is None or self._decoded >= patience:
             self._decoding, self._decoded = who, 0
             return False
         self._decoded += 1
         return True
-
-
-def _described(step: Step) -> str:
-    """A step in words: what people can compare, and a digest of the rest."""
-    if step.sharding is not None and step.kv_sharding is not None:
-        owners = f"{step.sharding.text} {step.kv_sharding.text}"
-    else:
-        owners = [one.stretches for one in step.cache.pages.look(step.requests)]
-    facts = repr((step.requests, step.counts, step.lengths, step.firsts, owners))
-    few = (
-        f"requests {step.requests} with {step.counts} new tokens"
-        if len(step.requests) <= 8
-        else f"{len(step.requests)} requests"
-    )
-    return f"{step.mode} of {few}, digest {blake2b(facts.encode(), digest_size=8).hexdigest()}"

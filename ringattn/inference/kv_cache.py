@@ -1,14 +1,7 @@
-"""Keys and values of many requests, spread over the ranks of a ring in pages.
+"""Cache of keys and values of many requests, spread over the ranks of a ring in pages.
 
-Owns the memory of this rank's pages: how large it is, how it is laid out, and every refusal of rows that do not belong there.
-Refuses to know who keeps what (pages.py), how rows are copied (kernels/pages.py) and how attention reads them (attention.py).
-
-Note [Memory]
-    All pages are allocated when the cache is made, for k and for v in one piece each, a layer after another, and are zero. A row
-    that was never written is therefore zero. Attention takes rows that blocks name and no others: what a request that has left
-    wrote into a page, NaN included, takes no part in the next one's. NaN of a request that is there stays with it, too (Note
-    [Values that are not finite] of kernels/pages.py).
-    Within a layer a page of one head is contiguous: that is what decode streams.
+Owns the life of requests, and how a call of the model gets room for its new tokens. Refuses to know which tokens lie in which
+pages (page_allocator.py), memory (kv_pool.py), and how attention reads it (attention.py).
 """
 
 from __future__ import annotations
@@ -21,20 +14,14 @@ from typing import Literal, SupportsIndex
 import torch
 from torch import Tensor
 
-from ringattn.inference.accord import Accord
 from ringattn.inference.forward_batch import MOST_DECODED, Step, make_step
-from ringattn.inference.pages import CacheFull, Pages
+from ringattn.inference.kv_pool import KVPool
+from ringattn.inference.page_allocator import CacheFull
 from ringattn.inference.static_batch import StaticStep
-from ringattn.kernels import pages as rows
 from ringattn.ring import Ring
-from ringattn.tensor_checks import check_plain
-
-DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-DEFAULT_SHARE = 0.7
-"""The part of the memory that is free on the fullest GPU which a cache takes when it is told neither pages nor memory."""
 
 
-class PagedKVCache:
+class PagedKVCache(KVPool):
     """A cache of keys and values whose pages lie on all ranks of a ring.
 
     Every rank makes the same cache and the same calls in the same order; each keeps the tokens that fall to it, and all know who
@@ -56,21 +43,6 @@ class PagedKVCache:
             of a head is then scaled by its largest element and rounded to three bits of mantissa (Note [fp8 rows] in
             kernels/pages.py), which changes results.
         device: Where; default the current GPU, or the CPU where there is none.
-
-    Attributes:
-        ring: As given.
-        pages: The books.
-        accord: What the ranks have compared.
-        room: Bytes of the ring's buffers that prefills have asked for (Note [Room ahead] of prefill.py).
-        page_size: As given.
-        device: Where it is.
-        dtype: As given.
-        kv_dtype: What k and v are kept in.
-        bytes_per_token: Of all layers, k and v, and scales.
-        k: `layers pages hk page_size d`.
-        v: `layers pages hk page_size dv`.
-        k_scale: With fp8: `layers pages hk page_size` fp32, else None.
-        v_scale: Likewise.
 
     Raises:
         ValueError: A size is out of range, a dtype is not served, there is not enough memory for the pages, or not memory
@@ -103,70 +75,20 @@ class PagedKVCache:
         kv_dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ) -> None:
-        with ring.shared_refusals():
-            if device is None:
-                device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else "cpu"
-            device = torch.device(device)
-            if device.type == "cuda" and device.index is None:
-                device = torch.device("cuda", torch.cuda.current_device())
-        self.ring, self.page_size, self.device = ring, page_size, device
+        super().__init__(
+            ring,
+            layers=layers,
+            kv_heads=kv_heads,
+            head_dim=head_dim,
+            v_head_dim=v_head_dim,
+            dtype=dtype,
+            pages=pages,
+            memory=memory,
+            page_size=page_size,
+            kv_dtype=kv_dtype,
+            device=device,
+        )
         self._refusals = _Refusals(ring)
-        self.layers, self.kv_heads, self.dtype = layers, kv_heads, dtype
-        self.head_dim, self.v_head_dim = head_dim, head_dim if v_head_dim is None else v_head_dim
-        self.kv_dtype = dtype if kv_dtype is None else kv_dtype
-        with ring.shared_refusals():
-            self._check_sizes(pages, memory)
-            scales = 2 * torch.float32.itemsize if self.is_quantised else 0
-            row = (self.head_dim + self.v_head_dim) * self.kv_dtype.itemsize + scales
-            self.bytes_per_token = layers * kv_heads * row
-            wanted = (
-                layers,
-                kv_heads,
-                self.head_dim,
-                self.v_head_dim,
-                dtype,
-                self.kv_dtype,
-                page_size,
-                pages,
-                memory,
-                device.type,
-            )
-        ring.agree("a cache of keys and values", " ".join(map(str, wanted)))
-        least = None
-        if device.type == "cuda":
-            # what torch keeps for later is free as well
-            torch.cuda.empty_cache()
-            least = ring.least(torch.cuda.mem_get_info(device)[0])
-        page_bytes = page_size * self.bytes_per_token
-        if pages is None:
-            room = memory if memory is not None else int(DEFAULT_SHARE * (least or 0))
-            pages = room // page_bytes
-            if pages < 1:
-                raise ValueError(
-                    f"memory must hold a page of {page_size} tokens at least, {page_bytes} bytes, got {room} on each rank; "
-                    "give more memory or use smaller pages"
-                )
-        needed = pages * page_bytes
-        if least is not None and needed > least:
-            raise ValueError(
-                f"{pages} pages of {page_size} tokens need {needed} bytes on each rank, got {least} that are free on the "
-                f"fullest GPU of the ring; use at most {least // page_bytes} pages, or kv_dtype=torch.float8_e4m3fn"
-            )
-        self.pages = Pages(ring.world_size, pages, page_size, page_bytes)
-        self.accord = Accord(ring)
-        self.room: dict[str, tuple[int, ...]] = {}
-        shape = (layers, pages, kv_heads, page_size)
-        # rows are written inside of inference mode and outside
-        with ring.shared_refusals(), torch.inference_mode(False):
-            self.k = torch.zeros(*shape, self.head_dim, dtype=self.kv_dtype, device=device)
-            self.v = torch.zeros(*shape, self.v_head_dim, dtype=self.kv_dtype, device=device)
-            self.k_scale = torch.zeros(shape, dtype=torch.float32, device=device) if self.is_quantised else None
-            self.v_scale = torch.zeros(shape, dtype=torch.float32, device=device) if self.is_quantised else None
-
-    @property
-    def is_quantised(self) -> bool:
-        """Whether rows are kept in fp8."""
-        return self.kv_dtype == rows.FP8
 
     @property
     def capacity_tokens(self) -> int:
@@ -226,7 +148,7 @@ class PagedKVCache:
         )
         for pool in (self.k, self.v, self.k_scale, self.v_scale):
             if pool is not None:
-                bits = pool.view(torch.uint8) if pool.dtype == rows.FP8 else pool
+                bits = pool.view(torch.uint8) if self.is_quantised and pool.dtype == self.kv_dtype else pool
                 # read as a whole before anything is written
                 bits[:, target] = bits[:, source]
 
@@ -337,17 +259,17 @@ class PagedKVCache:
             return StaticStep.make(self, batch, new, max_tokens, most, packed)
 
     def put(self, layer: int, step: Step, k: Tensor, v: Tensor, *, contain: bool = False) -> tuple[Tensor, Tensor]:
-        """Keeps the rows of a step that fall to this rank; on a GPU in stream order, and capturable in a CUDA graph.
+        """Write the rows of a step that are stored on this rank; on a GPU in stream order, and capturable in a CUDA graph.
 
-        A row of v with a NaN or an infinity is kept as zeros, and its row of k as NaN: so tokens that see it become NaN, and
-        requests that do not see it are untouched.
+        If a row of v has a NaN or an infinity, the cache stores zeros for it, and NaN for its row of k. So tokens that see it
+        become NaN, and other requests are unaffected.
 
         Args:
-            layer: Of which layer.
-            step: Whose rows.
+            layer: Layer of the cache.
+            step: The step, made by this cache.
             k: `batch rows hk d`.
             v: `batch rows hk dv`.
-            contain: Return copies of k and v with such rows changed as the cache keeps them.
+            contain: Return copies of k and v in which such rows are changed as in the cache.
 
         Returns:
             K and v as given, or with `contain` the copies.
@@ -355,75 +277,11 @@ class PagedKVCache:
         Raises:
             ValueError: The layer or a shape, dtype or device does not fit the cache, or a request of the step is gone.
         """
-        try:
-            self.check(layer, step, k, v)
-        except (ValueError, NotImplementedError) as error:
-            # rows differ by rank, so perhaps nobody else refuses
-            self.ring.refuse(error)
-        k, v = k.detach(), v.detach()
-        contained = (
-            (torch.empty(k.shape, dtype=k.dtype, device=k.device), torch.empty(v.shape, dtype=v.dtype, device=v.device))
-            if contain
-            else None
-        )
-        rows.put(self.k[layer], self.v[layer], k, v, step.slots, *self.scales(layer), contained)
-        return contained or (k, v)
-
-    def check(self, layer: int, step: Step, k: Tensor, v: Tensor) -> None:
-        """Refuses what `put` does, on this rank.
-
-        Args:
-            layer: As there, like the others.
-            step: Likewise.
-            k: Likewise.
-            v: Likewise.
-
-        Raises:
-            ValueError: As there.
-        """
-        self._check_layer(layer)
-        self._check_step(step)
-        self._check_rows(step, k, v)
-
-    def take(self, layer: int, slots: Tensor, out: tuple[Tensor, Tensor] | None = None) -> tuple[Tensor, Tensor]:
-        """Rows that are kept here, in `dtype`.
-
-        Args:
-            layer: Of which layer.
-            slots: `batch t`: page * page_size + row, none -1.
-            out: Where to write them; None: new tensors.
-
-        Returns:
-            K `batch t hk d` and v `batch t hk dv`.
-
-        Raises:
-            ValueError: The layer, or the shape, dtype or device of slots or out does not fit.
-        """
-        try:
-            self._check_layer(layer)
-            if slots.dim() != 2 or slots.dtype != torch.int64 or slots.device != self.device:
-                raise ValueError(
-                    f"slots must be `batch t` int64 on {self.device}, got {tuple(slots.shape)} {slots.dtype} on "
-                    f"{slots.device}; pass step.kept_slots"
-                )
-            shapes = [(*slots.shape, self.kv_heads, dim) for dim in (self.head_dim, self.v_head_dim)]
-            if out is None:
-                out = (
-                    torch.empty(shapes[0], dtype=self.dtype, device=self.device),
-                    torch.empty(shapes[1], dtype=self.dtype, device=self.device),
-                )
-            for name, x, shape in zip(("k", "v"), out, shapes, strict=True):
-                self._check_tensor(f"out {name}", x, shape, "the slots")
-        except (ValueError, NotImplementedError) as error:
-            self.ring.refuse(error)
-        rows.take(self.k[layer], self.v[layer], slots.contiguous(), *out, *self.scales(layer))
-        return out
-
-    def scales(self, layer: int) -> tuple[Tensor | None, Tensor | None]:
-        """The scales of a layer's keys and values: `pages hk page_size` fp32 each with fp8, else None."""
-        if self.k_scale is None or self.v_scale is None:
-            return None, None
-        return self.k_scale[layer], self.v_scale[layer]
+        if step.cache is not self:
+            self.ring.refuse(
+                ValueError("step must be made by this cache, got one of another cache; make it with extend")
+            )
+        return step.put(layer, k, v, contain=contain)
 
     def _place(self, requests: Sequence[int], counts: Sequence[int], mode: str, alike: bool) -> None:
         """Makes room, having made sure that a step can be made of it."""
@@ -449,75 +307,6 @@ class PagedKVCache:
                 f"requests with padding in front must be alike, got firsts {firsts}; pack tokens without padding"
             )
         self.pages.place(requests, counts, alike=alike)
-
-    def _check_sizes(self, pages: int | None, memory: int | None) -> None:
-        sizes = {
-            "layers": self.layers, "kv_heads": self.kv_heads, "head_dim": self.head_dim, "v_head_dim": self.v_head_dim,
-            "page_size": self.page_size, "pages": 1 if pages is None else pages, "memory": 1 if memory is None else memory,
-        }  # fmt: skip
-        for name, value in sizes.items():
-            if value < 1:
-                raise ValueError(
-                    f"{name} must be at least 1, got {value}; give the sizes of the model and of the cache"
-                )
-        if pages is not None and memory is not None:
-            raise ValueError(
-                f"pages and memory must not both be given, got {pages} and {memory}; leave one of them out"
-            )
-        if pages is None and memory is None and self.device.type != "cuda":
-            raise ValueError(f"pages or memory must be given on {self.device.type}, got neither; give one of them")
-        if self.dtype not in DTYPES:
-            raise ValueError(f"dtype must be float16, bfloat16, float32 or float64, got {self.dtype}; give the model's")
-        if self.kv_dtype not in (self.dtype, rows.FP8):
-            raise NotImplementedError(
-                f"kv_dtype must be dtype, {self.dtype}, or torch.float8_e4m3fn, got {self.kv_dtype}; leave it out"
-            )
-        if self.is_quantised and self.dtype == torch.float64:
-            raise NotImplementedError("kv_dtype must be float64 too with dtype float64, got float8_e4m3fn; use float32")
-
-    def _check_layer(self, layer: int) -> None:
-        if not 0 <= layer < self.layers:
-            raise ValueError(f"layer must be from 0 to {self.layers - 1}, got {layer}; make the cache for all layers")
-
-    def _check_step(self, step: Step) -> None:
-        if step.cache is not self:
-            raise ValueError("step must be made by this cache, got one of another cache; make it with extend")
-        books = self.pages
-        if step.known == books.changes:
-            return
-        here = set(books.requests)
-        for request, length in zip(step.requests, step.lengths, strict=True):
-            there = books.stayed(request, step.known) if request in here else None
-            if there is None or there < length:
-                gone = "has left" if there is None else f"was cropped to {there} tokens"
-                if there is not None and books.length(request) > there:
-                    gone = f"has had others behind the first {there}"
-                raise ValueError(
-                    f"the requests of a step must be as long as it made them, got request {request} of {length} tokens, "
-                    f"which {gone} since; extend again"
-                )
-        step.known = books.changes
-
-    def _check_rows(self, step: Step, k: Tensor, v: Tensor) -> None:
-        for name, x, dim in (("k", k, self.head_dim), ("v", v, self.v_head_dim)):
-            self._check_tensor(
-                name, x, (step.batch, step.rows, self.kv_heads, dim), "the step: pass this rank's rows (step.take)"
-            )
-
-    def _check_tensor(self, name: str, x: Tensor, shape: tuple[int, ...], what: str) -> None:
-        if tuple(x.shape) == shape and x.dtype == self.dtype and x.device == self.device and type(x) is Tensor:
-            if x.stride(-1) == 1 or shape[-1] == 1 or not x.numel():
-                return
-            raise ValueError(f"{name} must have a contiguous last dim, got strides {x.stride()}; make it contiguous")
-        check_plain(name, x)
-        if tuple(x.shape) != shape:
-            raise ValueError(
-                f"{name} must have shape {shape}, `batch rows heads head_dim` of {what}, got {tuple(x.shape)}"
-            )
-        if x.dtype != self.dtype:
-            raise ValueError(f"{name} must have the dtype of the cache, {self.dtype}, got {x.dtype}; convert it first")
-        if x.device != self.device:
-            raise ValueError(f"{name} must be on the device of the cache, {self.device}, got {x.device}; move it there")
 
 
 class _Refusals:

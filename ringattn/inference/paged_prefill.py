@@ -32,18 +32,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from ringattn.inference.forward_batch import Step
+from ringattn.inference.kv_pool import KVPool
 from ringattn.kernels.contract import Carry, Score, accumulation_dtype
 from ringattn.kernels.decode import PageTable, decode, num_splits, parts_len, pick, tile_tokens
 from ringattn.kernels.parts import finish_parts, merge_parts, views
-
-if TYPE_CHECKING:
-    from ringattn.inference.cache import PagedKVCache
-    from ringattn.inference.forward_batch import Step
 
 READS = ("auto", "pages", "copies")
 SLOWNESS = 1.6
@@ -149,7 +146,7 @@ class InPlace:
     rows: Tensor | None
     back: Tensor | None
 
-    def partial(self, cache: PagedKVCache, layer: int, q: Tensor, score: Score) -> Tensor:
+    def partial(self, cache: KVPool, layer: int, q: Tensor, score: Score) -> Tensor:
         """The stack of packed parts of the rectangles over this rank's keys.
 
         Args:
@@ -181,7 +178,7 @@ class InPlace:
         )
         return parts
 
-    def attend(self, cache: PagedKVCache, layer: int, q: Tensor, score: Score) -> Tensor:
+    def attend(self, cache: KVPool, layer: int, q: Tensor, score: Score) -> Tensor:
         """The finished attention of rows that see keys of this rank only: o `b s h dv` of q `b s h d`."""
         b, s, h, _ = q.shape
         parts = self.partial(cache, layer, q.flatten(0, 1), score)
@@ -192,7 +189,7 @@ class InPlace:
         found = o.flatten(0, 1)
         return (found if self.back is None else found.index_select(0, self.back)).view(b, s, h, -1)
 
-    def visit(self, cache: PagedKVCache, layer: int, q: Tensor, score: Score, carry: Carry) -> None:
+    def visit(self, cache: KVPool, layer: int, q: Tensor, score: Score, carry: Carry) -> None:
         """Writes the partial of q `b s h d` over this rank's keys into a carry."""
         b, s, h, _ = q.shape
         dv, count = cache.v_head_dim, self.lo.numel()
