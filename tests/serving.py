@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ringattn.inference.page_allocator import Pages
+from ringattn.inference.page_allocator import PageAllocator
 from ringattn.launch.serving.config import Limits
 from ringattn.launch.serving.desk import Desk
 from ringattn.launch.serving.engine import Engine
@@ -75,7 +75,7 @@ class FakeRunner:
     def __init__(
         self, world_size: int = 2, pages: int = 64, page_size: int = 4, step_s: float = 0.0, ahead: bool = True
     ) -> None:
-        self.books = Pages(world_size, pages, page_size)
+        self.allocator = PageAllocator(world_size, pages, page_size)
         self.memory = [[[-1] * page_size for _ in range(pages)] for _ in range(world_size)]
         self.step_s = step_s
         self.ahead = ahead
@@ -109,17 +109,17 @@ class FakeRunner:
         assert not (plan.packed and plan.decodes)
         at = 0
         decode = set(plan.counts) == {1}
-        before = [self.books.length(request) for request in plan.requests]
-        self.books.place(plan.requests, plan.counts, one_by_one=decode)
+        before = [self.allocator.length(request) for request in plan.requests]
+        self.allocator.assign(plan.requests, plan.counts, one_by_one=decode)
         for request, length in zip(plan.requests, before, strict=True):
-            for piece in self.books.pieces(request, length):
+            for piece in self.allocator.page_spans(request, length):
                 page = self.memory[piece.rank][piece.page]
                 page[piece.row : piece.row + piece.length] = plan.tokens[at : at + piece.length]
                 at += piece.length
         logits = torch.zeros(len(plan.wanted), VOCAB)
         for row, place in enumerate(plan.wanted):
             tokens: list[int] = []
-            for block in self.books.blocks(plan.requests[place]):
+            for block in self.allocator.blocks(plan.requests[place]):
                 tokens += self.memory[block.rank][block.page][: block.length]
             logits[row, follow(tokens)] = 10.0
         return logits
@@ -172,7 +172,7 @@ class Served:
         about: dict[str, Any] | None = None,
         patience_s: float = 60.0,
     ) -> None:
-        scheduler = Scheduler(runner.books, chunk=64, most_running=running, most_waiting=waiting)
+        scheduler = Scheduler(runner.allocator, chunk=64, most_running=running, most_waiting=waiting)
         self.runner = runner
         self.engine = Engine(runner, scheduler, lambda _: None, time_limit_s=time_limit_s)
         mine, theirs = socket.socketpair()

@@ -144,7 +144,9 @@ def test_what_waits_is_bounded_and_what_comes_after_the_end_is_nobodys(monkeypat
 def quiet_front(lost: list[str], patience_s: float) -> socket.socket:
     """The other end of a front."""
     runner = FakeRunner()
-    engine = Engine(runner, Scheduler(runner.books, chunk=8, most_running=4, most_waiting=4), print, time_limit_s=9.0)
+    engine = Engine(
+        runner, Scheduler(runner.allocator, chunk=8, most_running=4, most_waiting=4), print, time_limit_s=9.0
+    )
     mine, theirs = socket.socketpair()
     Front(engine, mine, "the other", lost.append, patience_s)
     return theirs
@@ -252,7 +254,7 @@ class Apart:
         self.fronts: list[Front] = []
         self.other = psutil.Process(self.process._process.pid)
         self.runner = FakeRunner(pages=8, step_s=0.01)  # 64 tokens
-        scheduler = Scheduler(self.runner.books, chunk=64, most_running=64, most_waiting=2)
+        scheduler = Scheduler(self.runner.allocator, chunk=64, most_running=64, most_waiting=2)
         self.engine = Engine(self.runner, scheduler, lambda _: None, time_limit_s=60.0)
         self.thread = threading.Thread(target=self.engine.run, daemon=True)
 

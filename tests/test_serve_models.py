@@ -94,7 +94,7 @@ def answered(
     """
     chunk = 64 if replica.pieces else 8
     scheduler = Scheduler(
-        replica.books,
+        replica.allocator,
         chunk=chunk,
         most_running=4,
         most_waiting=4,

@@ -37,7 +37,7 @@ class Bench:
     def __init__(self, places: int, queue: int, *, pages: int = 1000, keep: bool = False, ahead: bool = False) -> None:
         self.runner = Hooked(pages, ahead)
         self.scheduler = Scheduler(
-            self.runner.books, chunk=64, most_running=places, most_waiting=queue, keep=keep, pieces=2
+            self.runner.allocator, chunk=64, most_running=places, most_waiting=queue, keep=keep, pieces=2
         )
         self.engine = Engine(self.runner, self.scheduler, lambda _: None, time_limit_s=1e6)
         self.engine.deliver = self._take

@@ -53,7 +53,7 @@ class _Ahead:
     ahead = True
 
     def __init__(self, replica: Replica) -> None:
-        self._replica, self.books, self.carried = replica, replica.books, 0
+        self._replica, self.allocator, self.carried = replica, replica.allocator, 0
 
     def start(self, plan: Plan) -> Any:
         self.carried += sum(place >= 0 for place in plan.carried)
@@ -93,7 +93,7 @@ def serve(ahead: bool, spoil: bool = False) -> tuple[Answers, int, list[int]]:
     runner: Any = _Ahead(replica) if ahead else replica
     answers: Answers = {}
     if rank.first:
-        scheduler = Scheduler(cache.pages, chunk=64, most_running=4, most_waiting=20, keep=False)
+        scheduler = Scheduler(cache.allocator, chunk=64, most_running=4, most_waiting=20, keep=False)
         engine = Engine(runner, scheduler, channel.send, time_limit_s=60.0)
 
         def deliver(events: list[Event], state: Any) -> None:
@@ -114,7 +114,7 @@ def serve(ahead: bool, spoil: bool = False) -> tuple[Answers, int, list[int]]:
     else:
         follow(runner, channel)
     channel.close()
-    return answers, getattr(runner, "carried", 0), list(cache.pages.free)
+    return answers, getattr(runner, "carried", 0), list(cache.allocator.free_pages)
 
 
 def alone() -> Answers:
@@ -124,7 +124,7 @@ def alone() -> Answers:
     replica = Replica(served.model, cache, 4, False)
     answers: Answers = {}
     for job in jobs():
-        scheduler = Scheduler(cache.pages, chunk=16, most_running=1, most_waiting=1, keep=False)
+        scheduler = Scheduler(cache.allocator, chunk=16, most_running=1, most_waiting=1, keep=False)
         scheduler.add([job])
         tokens: list[int] = []
         while (plan := scheduler.plan()) and plan.requests:
@@ -132,7 +132,7 @@ def alone() -> Answers:
             for event in scheduler.record(plan, dict.fromkeys([job.name], chosen[0] if chosen else None)):  # pyright: ignore[reportArgumentType]
                 tokens += [] if event.token is None else [event.token]
                 answers[job.name] = tokens, event.finish
-        assert cache.pages.requests == ()
+        assert cache.allocator.requests == ()
     return answers
 
 
@@ -193,7 +193,7 @@ def test_what_a_failed_exchange_leaves_is_a_token_to_the_next_step(monkeypatch: 
     served = load(TINY, name=None, dtype="auto", device=CPU, seed=0)
     cache = make_cache(served.model, Ring(), gib=0.01, page_size=4, kv_dtype="auto")
     replica = Replica(served.model, cache, 4, False)
-    scheduler = Scheduler(cache.pages, chunk=16, most_running=1, most_waiting=1, keep=False)
+    scheduler = Scheduler(cache.allocator, chunk=16, most_running=1, most_waiting=1, keep=False)
     scheduler.add(jobs()[:1])
     monkeypatch.setattr(type(cache.ring.exchange(CPU)), "gather", lambda self, x, out: out.view(torch.int64).fill_(-1))
     plan = scheduler.plan()

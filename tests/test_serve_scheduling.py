@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ringattn.inference.page_allocator import Pages
+from ringattn.inference.page_allocator import PageAllocator
 from ringattn.launch.serving import scheduling
 from ringattn.launch.serving.prefixes import Prefixes, chain
 from ringattn.launch.serving.scheduling import Event, Job, NeverFits, Plan, QueueFull, Scheduler, apply_changes
@@ -43,7 +43,7 @@ class Bench:
         self.before: tuple[Plan, FakeStep] | None = None
         self.other = FakeRunner(2, pages, page_size, ahead=False)
         self.scheduler = Scheduler(
-            self.runner.books,
+            self.runner.allocator,
             chunk=chunk,
             most_running=running,
             most_waiting=waiting,
@@ -67,7 +67,7 @@ class Bench:
             assert plan.decodes + plan.packed + plan.mixed <= 1
             assert not plan.mixed or (sum(plan.counts) <= self.scheduler.rows and 0 < plan.answers < len(plan.jobs))
             assert len(plan.carried) in (0, len(plan.tokens))
-            apply_changes(self.other.books, plan.changes)
+            apply_changes(self.other.allocator, plan.changes)
             if plan.requests:
                 told = Plan(**json.loads(json.dumps(plan.message())))
                 started = plan, self.runner.start(plan)
@@ -100,11 +100,11 @@ class Bench:
     def assert_all_pages_come_back(self) -> None:
         self.scheduler.add([job(10**6, [1] * (self.scheduler.capacity - 1), 1)])  # as large as the cache
         self.drain()
-        self.scheduler._make_room(self.runner.books.pages * 2, set())
+        self.scheduler._make_room(self.runner.allocator.pages * 2, set())
         self.step()
         for runner in (self.runner, self.other):
-            assert runner.books.free == (runner.books.pages,) * 2
-            assert runner.books.requests == ()
+            assert runner.allocator.free_pages == (runner.allocator.pages,) * 2
+            assert runner.allocator.requests == ()
 
 
 @settings(deadline=None, max_examples=60)
@@ -349,10 +349,10 @@ def test_time_runs_out_for_those_who_run_and_those_who_wait():
 
 
 def test_ranks_that_name_requests_differently_are_found_out():
-    books = Pages(1, 4, 4)
-    books.join(4)
+    allocator = PageAllocator(1, 4, 4)
+    allocator.add_request(4)
     with pytest.raises(RuntimeError, match="got 1 here and 0 on rank 0"):
-        apply_changes(books, [("join", 0, 4)])
+        apply_changes(allocator, [("add_request", 0, 4)])
 
 
 @given(st.lists(st.lists(st.integers(0, 2), max_size=12), max_size=8), st.lists(st.integers(0, 2), max_size=12))

@@ -17,7 +17,7 @@ from typing import Any, Literal, NoReturn
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 from pydantic_core import to_json
 
-from ringattn.inference.block_table import LONGEST
+from ringattn.inference.block_table import MAX_REQUEST_TOKENS
 from ringattn.launch.serving.sampling import Logprob, Sampling
 from ringattn.launch.serving.scheduling import Event
 from ringattn.launch.serving.text import REPLACEMENT, Pieces, Stops, Tokenizer, text_alone
@@ -72,7 +72,7 @@ class _Body(_Strict):
     """What both kinds of request may say."""
 
     model: str | None = None
-    max_tokens: int | None = Field(None, ge=1, le=LONGEST)
+    max_tokens: int | None = Field(None, ge=1, le=MAX_REQUEST_TOKENS)
     temperature: float | None = Field(None, ge=0, le=2)
     top_p: float | None = Field(None, gt=0, le=1)
     n: int | None = Field(None, ge=1, le=MOST_CHOICES)
@@ -202,7 +202,7 @@ class Chat(_Body):
     """The body of /v1/chat/completions."""
 
     messages: list[Message] = Field(min_length=1)
-    max_completion_tokens: int | None = Field(None, ge=1, le=LONGEST)
+    max_completion_tokens: int | None = Field(None, ge=1, le=MAX_REQUEST_TOKENS)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=MOST_LOGPROBS)
     response_format: TextFormat | None = None

@@ -26,7 +26,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from ringattn.inference.page_allocator import Pages
+from ringattn.inference.page_allocator import PageAllocator
 from ringattn.launch.serving.channel import Channel
 from ringattn.launch.serving.sampling import Logprob
 from ringattn.launch.serving.scheduling import Event, Job, Plan, Scheduler, apply_changes
@@ -66,11 +66,11 @@ class Runner(Protocol):
     """What computes steps, on every rank alike.
 
     Attributes:
-        books: Of the cache.
+        allocator: Of the cache.
         ahead: Whether `start` returns before a step is computed.
     """
 
-    books: Pages
+    allocator: PageAllocator
     ahead: bool
 
     def start(self, plan: Plan) -> Computing:
@@ -294,9 +294,9 @@ class Engine:
                 {"request": job.name, "done": job.done, "shared": job.shared, "total": len(job.prompt)}
                 for job in prompts
             ],
-            "ranks": scheduler.books.world_size,
-            "page_size": scheduler.books.page_size,
-            "pages_per_rank": scheduler.books.pages,
+            "ranks": scheduler.allocator.world_size,
+            "page_size": scheduler.allocator.page_size,
+            "pages_per_rank": scheduler.allocator.pages,
             "pages": scheduler.pages(),
             "kept_prefixes": scheduler.kept,
             "tokens_per_second": {
@@ -326,7 +326,7 @@ def follow(runner: Runner, channel: Channel) -> None:
         started = None
         if message:
             plan = Plan(**message)
-            apply_changes(runner.books, plan.changes)
+            apply_changes(runner.allocator, plan.changes)
             if plan.requests:
                 started = runner.start(plan)
         if before is not None:

@@ -224,10 +224,10 @@ def make_cache(model: Any, ring: Ring, *, gib: float | None, page_size: int, kv_
 
 def describe(cache: PagedKVCache) -> str:
     """How much the cache of all ranks holds, in words."""
-    books = cache.pages
-    size = books.pages * cache.page_size * cache.bytes_per_token / 2**30
+    allocator = cache.allocator
+    size = allocator.pages * cache.page_size * cache.bytes_per_token / 2**30
     kind = str(cache.kv_dtype).removeprefix("torch.")
     return (
-        f"{cache.capacity_tokens} tokens in {kind} on {books.world_size} ranks, {books.pages} pages of {cache.page_size} tokens "
-        f"and {size:.2f} GiB each"
+        f"{cache.capacity_tokens} tokens in {kind} on {allocator.world_size} ranks, {allocator.pages} pages of {cache.page_size} "
+        f"tokens and {size:.2f} GiB each"
     )

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from ringattn.inference import PagedKVCache
-from ringattn.inference.forward_batch import MOST_DECODED
+from ringattn.inference.forward_batch import MAX_DECODE_TOKENS
 from ringattn.launch.serving.sampling import Chosen, Logprob, Sampling, choose, to_device
 from ringattn.launch.serving.scheduling import Plan
 from ringattn.transport.patience import Marks
@@ -56,7 +56,7 @@ class Replica:
             or what records them.
 
     Attributes:
-        books: Of the cache.
+        allocator: Of the cache.
         ahead: Whether `start` returns before a step is computed, so that another one may be started (Note [Tokens that stay]).
     """
 
@@ -64,7 +64,7 @@ class Replica:
         from ringattn.integrations.transformers.decoding import Decoding, batch_sizes, choose_recorder
 
         self._model, self._cache = model, cache
-        self.books = cache.pages
+        self.allocator = cache.allocator
         sizes = batch_sizes(most)
         recorder = choose_recorder(graphs, model, cache)
         rows = [most + more for more in ROWS]
@@ -105,7 +105,7 @@ class Replica:
         began, said = time.monotonic(), []
         self._decoding.prepare()
         if self.graphs:
-            short = f", and prompts in parts of up to {MOST_DECODED * self.pieces} tokens" * bool(self.pieces)
+            short = f", and prompts in parts of up to {MAX_DECODE_TOKENS * self.pieces} tokens" * bool(self.pieces)
             said.append(f"decoding{short}: {self.graphs} CUDA graphs captured in {time.monotonic() - began:.1f} s")
         began = time.monotonic()
         tried = self._try_prompts(longest)
@@ -120,17 +120,19 @@ class Replica:
         room = min(cache.capacity_tokens, longest or cache.capacity_tokens)
         for past, new in TRIED:
             # nothing is compiled for CPUs, where a past takes time
-            needless = (past and cache.device.type == "cpu") or (not past and ranks * new <= MOST_DECODED * self.pieces)
+            needless = (past and cache.device.type == "cpu") or (
+                not past and ranks * new <= MAX_DECODE_TOKENS * self.pieces
+            )
             if needless or ranks * (past + new) > room:
                 continue
-            request = cache.join(ranks * (past + new))
+            request = cache.add_request(ranks * (past + new))
             if past:
                 # what nobody has written yet is zero, and as good as anything
-                cache.pages.place([request], [ranks * past])
+                cache.allocator.assign([request], [ranks * past])
             step = cache.extend([request], [ranks * new], mode="prefill")
             logits = run_step(self._model, step, torch.zeros(ranks * new, dtype=torch.int64), wanted=[0])
             tried += 1
-            cache.leave(request)
+            cache.free(request)
         if logits is not None and cache.ring.rank == 0:
             _try_choices(logits)
         return tried
@@ -184,7 +186,7 @@ class Replica:
         if plan.decodes:
             return self._decoding.run(plan.requests, tokens[:, None]).logits[:, -1]
         if plan.packed or plan.mixed:
-            piece = 1 if plan.mixed else MOST_DECODED
+            piece = 1 if plan.mixed else MAX_DECODE_TOKENS
             logits = self._decoding.run_packed(plan.requests, plan.counts, tokens, piece=piece)
             if logits is not None:
                 return self._rows(logits, plan.wanted)

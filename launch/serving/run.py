@@ -202,7 +202,7 @@ def _lead(
     process = ending.process
     assert process is not None, "rank 0 has started it"
     scheduler = Scheduler(
-        replica.books,
+        replica.allocator,
         chunk=args.chunk,
         most_running=args.max_running,
         most_waiting=args.queue,

@@ -50,8 +50,8 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any, NamedTuple
 
-from ringattn.inference.forward_batch import MOST_DECODED as PIECE
-from ringattn.inference.page_allocator import Pages
+from ringattn.inference.forward_batch import MAX_DECODE_TOKENS as PIECE
+from ringattn.inference.page_allocator import PageAllocator
 from ringattn.launch.serving.prefixes import Digest, Prefixes, chain
 
 PACKED_STEPS = 4
@@ -237,8 +237,8 @@ class Plan:
     """One step, as every rank makes it.
 
     Attributes:
-        changes: What happens to the books before it: ("join", request, reserve), ("fork", request, parent, length, reserve),
-            ("crop", request, length, reserve) or ("leave", request); `request` is the name that the books give or know.
+        changes: What happens to the books before it: ("add_request", request, reserve), ("fork", request, parent, length, reserve),
+            ("truncate", request, length, reserve) or ("free", request); `request` is the name that the books give or know.
         requests: Who brings tokens; none when there is nothing to compute.
         counts: How many each.
         tokens: Those tokens, one request after another.
@@ -270,17 +270,17 @@ class Plan:
         return {name: getattr(self, name) for name in names}
 
 
-def apply_changes(books: Pages, changes: Iterable[Sequence[Any]]) -> None:
+def apply_changes(allocator: PageAllocator, changes: Iterable[Sequence[Any]]) -> None:
     """Does to these books what was done to those of rank 0.
 
     Raises:
         RuntimeError: They name a request differently: they had diverged.
     """
     for what, request, *rest in changes:
-        if what in ("leave", "crop"):
-            getattr(books, what)(request, *rest)
+        if what in ("free", "truncate"):
+            getattr(allocator, what)(request, *rest)
             continue
-        named = books.join(*rest) if what == "join" else books.fork(*rest)
+        named = allocator.add_request(*rest) if what == "add_request" else allocator.fork(*rest)
         if named != request:
             raise RuntimeError(
                 f"all ranks must name requests alike, got {named} here and {request} on rank 0; this is a bug"
@@ -291,7 +291,7 @@ class Scheduler:
     """Decides every step (Note [Policy]).
 
     Args:
-        books: The books of rank 0's cache.
+        allocator: The books of rank 0's cache.
         chunk: Tokens of prompts per step.
         most_running: Requests that are in the cache at a time.
         most_waiting: Requests that wait behind them at a time (Note [Who waits]).
@@ -302,7 +302,7 @@ class Scheduler:
 
     def __init__(
         self,
-        books: Pages,
+        allocator: PageAllocator,
         *,
         chunk: int,
         most_running: int,
@@ -311,16 +311,20 @@ class Scheduler:
         pieces: int = 0,
         rows: int = 0,
     ) -> None:
-        self.books, self.chunk, self.keep, self.pieces, self.rows = books, chunk, keep, pieces, rows
+        self.allocator, self.chunk, self.keep, self.pieces, self.rows = allocator, chunk, keep, pieces, rows
         self.most_running = most_running
         self.room = Room(
-            books.pages * books.world_size * books.page_size, most_running, most_waiting, books.page_size, keep
+            allocator.pages * allocator.world_size * allocator.page_size,
+            most_running,
+            most_waiting,
+            allocator.page_size,
+            keep,
         )
         self.waiting: deque[Job] = deque()
         self.running: dict[int, Job] = {}
         self.prefill_tokens = self.decode_tokens = self.shared_tokens = 0
-        self._ready = Prefixes(books.page_size)  # by request of the cache
-        self._coming = Prefixes(books.page_size)  # by name of a job: prompts that are being computed
+        self._ready = Prefixes(allocator.page_size)  # by request of the cache
+        self._coming = Prefixes(allocator.page_size)  # by name of a job: prompts that are being computed
         self._kept: OrderedDict[int, list[int]] = (
             OrderedDict()
         )  # request of the cache -> its tokens, least recently used first
@@ -352,10 +356,10 @@ class Scheduler:
         Raises:
             NeverFits: The cache of all ranks is smaller.
         """
-        if _pages(prompt + max_tokens, self.books.page_size) * self.books.page_size > self.capacity:
+        if _pages(prompt + max_tokens, self.allocator.page_size) * self.allocator.page_size > self.capacity:
             raise NeverFits(
-                f"prompt and max_tokens must fit into the cache of {self.capacity} tokens on {self.books.world_size} ranks, got "
-                f"{prompt} + {max_tokens} = {prompt + max_tokens}; ask for less, or start the server with more cache"
+                f"prompt and max_tokens must fit into the cache of {self.capacity} tokens on {self.allocator.world_size} ranks, "
+                f"got {prompt} + {max_tokens} = {prompt + max_tokens}; ask for less, or start the server with more cache"
             )
 
     def check_together(self, jobs: Sequence[Job]) -> None:
@@ -366,7 +370,7 @@ class Scheduler:
         """
         for job in jobs:
             self.check(len(job.prompt), job.max_tokens)
-        whole = self.books.pages * self.books.world_size
+        whole = self.allocator.pages * self.allocator.world_size
         waiting = Line(self.room, self.most_running, whole).after(jobs).waiting
         if waiting > self.room.queue:
             raise NeverFits(
@@ -381,7 +385,7 @@ class Scheduler:
             if not places or (self.waiting and self._blocked == (self.waiting[0].name, self._left)):
                 self._line = Line(self.room, 0, 0, len(self.waiting))
             else:
-                pages = max(self.books.pages * self.books.world_size - self._taken, self.books.available)
+                pages = max(self.allocator.pages * self.allocator.world_size - self._taken, self.allocator.available)
                 self._line = Line(self.room, places, pages).after(self.waiting)
         return self._line
 
@@ -397,7 +401,7 @@ class Scheduler:
             self._line = None
             job.tokens = list(job.prompt)
             if self.keep and not job.digests:
-                job.digests = chain(job.prompt, self.books.page_size)
+                job.digests = chain(job.prompt, self.allocator.page_size)
             self.waiting.append(job)
 
     def end(self, name: int, keep: bool = False) -> bool:
@@ -554,14 +558,14 @@ class Scheduler:
             for job in plan.jobs[plan.answers :]:
                 if job.name in self.running:
                     brought = min(job.done, len(job.prompt))
-                    self._ready.add(job.request, job.digests[: brought // self.books.page_size])
+                    self._ready.add(job.request, job.digests[: brought // self.allocator.page_size])
         return events
 
     def pages(self) -> dict[str, list[int]]:
         """Pages of each rank: those of running requests, those of kept prefixes alone, and free ones."""
         running = [len(pages) for pages in self._pages_of(self._of_request)]
-        free = list(self.books.free)
-        kept = [self.books.pages - f - r for f, r in zip(free, running, strict=True)]
+        free = list(self.allocator.free_pages)
+        kept = [self.allocator.pages - f - r for f, r in zip(free, running, strict=True)]
         return {"running": running, "kept": kept, "free": free}
 
     def _by_length(self, prompts: list[Job]) -> tuple[list[Job], list[Job]]:
@@ -569,7 +573,7 @@ class Scheduler:
         short, long = [], []
         for job in prompts:
             pieces = _pages(len(job.prompt) - job.done, PIECE)
-            few = pieces <= PACKED_STEPS * self.pieces and self._keys(job) <= MOST_KEYS * self.books.world_size
+            few = pieces <= PACKED_STEPS * self.pieces and self._keys(job) <= MOST_KEYS * self.allocator.world_size
             (short if few else long).append(job)
         return short, long
 
@@ -581,7 +585,7 @@ class Scheduler:
         prompts, keys = [], 0
         for job in short:
             keys += min(len(job.prompt) - job.done, left) * len(job.prompt)
-            if len(job.prompt) > MIXED_LENGTH or keys > MIXED_KEYS * self.books.world_size:
+            if len(job.prompt) > MIXED_LENGTH or keys > MIXED_KEYS * self.allocator.world_size:
                 break
             prompts.append(job)
         return self._share(prompts, left, 1) if prompts else []
@@ -596,7 +600,7 @@ class Scheduler:
         return [
             job
             for job, keys in zip(short, sums, strict=True)
-            if job is short[0] or keys <= MOST_KEYS * self.books.world_size
+            if job is short[0] or keys <= MOST_KEYS * self.allocator.world_size
         ]
 
     def _share(self, prompts: list[Job], left: int, grain: int) -> list[tuple[Job, int]]:
@@ -616,7 +620,7 @@ class Scheduler:
             share = min(missing, most)
             if share < missing:
                 # whole pages, so that few are left with a gap
-                over = (job.done + had + share) % self.books.page_size
+                over = (job.done + had + share) % self.allocator.page_size
                 share = share - over if share > over else share
             if share > 0:
                 shares[job.name] = had + share
@@ -648,7 +652,7 @@ class Scheduler:
 
     def _let_in(self, job: Job, parent: int | None, length: int) -> bool:
         """Lets a job in as a fork or, where only that has room, afresh; False when there is no room."""
-        size = self.books.page_size
+        size = self.allocator.page_size
         users = set(self._of_request)
         if parent is not None and self._make_room(_pages(job.reserve - length, size), users | {parent}):
             job.request = self._change("fork", parent, length, job.reserve)
@@ -656,7 +660,7 @@ class Scheduler:
                 self._kept.move_to_end(parent)
         elif (parent is None or parent in self._kept) and self._make_room(_pages(job.reserve, size), users):
             length = 0
-            job.request = self._change("join", job.reserve)
+            job.request = self._change("add_request", job.reserve)
         else:
             return False
         job.done = job.shared = length
@@ -671,14 +675,14 @@ class Scheduler:
 
     def _make_room(self, pages: int, spared: set[int]) -> bool:
         """Lets go of kept prefixes, longest unused first, until so many pages can be promised; of none when that is in vain."""
-        if self.books.available >= pages:
+        if self.allocator.available >= pages:
             return True
-        owed = sum(self.books.free) - self.books.available
-        if self.books.pages * self.books.world_size - sum(map(len, self._pages_of(spared))) - owed < pages:
+        owed = sum(self.allocator.free_pages) - self.allocator.available
+        if self.allocator.pages * self.allocator.world_size - sum(map(len, self._pages_of(spared))) - owed < pages:
             return False
         for request in [request for request in self._kept if request not in spared]:
             self._forget(request)
-            if self.books.available >= pages:
+            if self.allocator.available >= pages:
                 return True
         raise AssertionError("letting go of all prefixes must make the room that was counted")
 
@@ -688,26 +692,26 @@ class Scheduler:
         if not isinstance(found, int):
             return None, 0
         theirs = self._kept[found] if found in self._kept else self._of_request[found].tokens
-        most = min(len(job.prompt) - 1, self.books.length(found), len(theirs))
+        most = min(len(job.prompt) - 1, self.allocator.length(found), len(theirs))
         while length < most and theirs[length] == job.prompt[length]:
             length += 1
         return found, min(length, most)
 
     def _leave(self, job: Job, keep: bool) -> None:
         """Takes a running job out, and keeps its prefix if that is worth it."""
-        length = min(self.books.length(job.request), len(job.tokens))
+        length = min(self.allocator.length(job.request), len(job.tokens))
         self._coming.drop(job.name)
         del self.running[job.name], self._of_request[job.request]
         self._left += 1
         self._taken -= job.pages
-        if not (self.keep and keep and length >= self.books.page_size):
+        if not (self.keep and keep and length >= self.allocator.page_size):
             self._ready.drop(job.request)
-            self._change("leave", job.request)
+            self._change("free", job.request)
             return
-        self._change("crop", job.request, length, length)  # what it had reserved beyond that is given back
+        self._change("truncate", job.request, length, length)  # what it had reserved beyond that is given back
         self._kept[job.request] = job.tokens[:length]
-        known = job.digests[: length // self.books.page_size]
-        self._ready.add(job.request, chain(self._kept[job.request], self.books.page_size, known))
+        known = job.digests[: length // self.allocator.page_size]
+        self._ready.add(job.request, chain(self._kept[job.request], self.allocator.page_size, known))
         if len(self._kept) > MOST_KEPT:
             self._forget(next(iter(self._kept)))
 
@@ -715,23 +719,23 @@ class Scheduler:
         """Lets go of a kept prefix."""
         del self._kept[request]
         self._ready.drop(request)
-        self._change("leave", request)
+        self._change("free", request)
 
     def _change(self, what: str, *rest: int) -> int:
         """Changes the books, and notes it for the other ranks."""
         self._line = None
-        if what in ("leave", "crop"):
-            getattr(self.books, what)(*rest)
+        if what in ("free", "truncate"):
+            getattr(self.allocator, what)(*rest)
             self._changes.append((what, *rest))
             return rest[0]
-        request = self.books.join(*rest) if what == "join" else self.books.fork(*rest)
+        request = self.allocator.add_request(*rest) if what == "add_request" else self.allocator.fork(*rest)
         self._changes.append((what, request, *rest))
         return request
 
     def _pages_of(self, requests: Iterable[int]) -> list[set[int]]:
         """Pages of requests, by rank, each once."""
-        ranks = range(self.books.world_size)
-        return [set().union(*(self.books.table(request, rank).pages for request in requests)) for rank in ranks]
+        ranks = range(self.allocator.world_size)
+        return [set().union(*(self.allocator.table(request, rank).pages for request in requests)) for rank in ranks]
 
 
 def _pages(tokens: int, size: int) -> int:

@@ -13,7 +13,7 @@ Note [Block updates]
     token changes one block of a request, on one rank. So only the first upload has whole tables. They stay on the device, and
     later uploads have only the blocks that changed, with their places: 20 bytes each. The host remembers for each row which
     request it holds, since which change of the page allocator, and how long the request was. Tokens that have not moved since
-    then (Note [What stays] of block_table.py), in blocks that ended before the last of them, are on the device already.
+    then (Note [Unmoved tokens] of block_table.py), in blocks that ended before the last of them, are on the device already.
 
     Memory on the device: block updates | integers of rows | block tables
     The first upload writes the last two, each later one the end of the first and the second: one copy each.
@@ -31,7 +31,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ringattn.inference.block_table import Request, Table
+from ringattn.inference.block_table import BlockTable, Request
 from ringattn.kernels.decode import PageTable
 
 _INT = 4
@@ -56,7 +56,7 @@ class _BlockUpdates:
     starts: array[int] = field(default_factory=lambda: array("i"))
     lengths: array[int] = field(default_factory=lambda: array("i"))
 
-    def add(self, table: Table, begin: int, row_start: int) -> None:
+    def add(self, table: BlockTable, begin: int, row_start: int) -> None:
         """Add the blocks of a table from `begin` on, for a row whose first block has this index."""
         self.places.extend(range(row_start + begin, row_start + len(table)))
         self.pages.extend(table.pages[begin:])
@@ -146,7 +146,7 @@ class BatchMetadata:
             requests: Requests, their new tokens included.
             counts: New tokens of each request.
             rows: Rows of each request: its new tokens fill them in order, the last one perhaps in part.
-            change: Number of the allocator's last change (`Pages.changes`).
+            change: Number of the allocator's last change (`PageAllocator.changes`).
         """
         data = bytearray(self._empty)
         self._write_tokens(data, requests, counts, rows)
@@ -247,7 +247,7 @@ def _aligned(count: int) -> int:
     return -(-count // _ALIGNMENT) * _ALIGNMENT
 
 
-def _slots(table: Table, page_size: int, before: int, count: int) -> array[int]:
+def _slots(table: BlockTable, page_size: int, before: int, count: int) -> array[int]:
     """Return page * page_size + row of a request's last tokens, from `before` on; -1: on another rank."""
     found = array("q", (-1,)) * count
     for page, start, length in zip(*map(reversed, (table.pages, table.starts, table.lengths)), strict=True):
@@ -259,7 +259,7 @@ def _slots(table: Table, page_size: int, before: int, count: int) -> array[int]:
     return found
 
 
-def _kept_blocks(one: Request, table: Table, held: tuple[int, int] | None, length: int) -> int:
+def _kept_blocks(one: Request, table: BlockTable, held: tuple[int, int] | None, length: int) -> int:
     """Return how many of a request's first blocks on this rank a row has on the device (Note [Block updates]).
 
     Args:
@@ -270,7 +270,7 @@ def _kept_blocks(one: Request, table: Table, held: tuple[int, int] | None, lengt
     """
     if held is None or held[0] != one.name:
         return 0
-    unmoved = min(length, one.stayed(held[1]))
+    unmoved = min(length, one.unmoved_tokens(held[1]))
     blocks = bisect_left(table.starts, unmoved)
     # the block that ends with them may have been longer, or shorter
     return blocks - (blocks > 0 and table.starts[blocks - 1] + table.lengths[blocks - 1] >= unmoved)
@@ -289,7 +289,7 @@ class PackedBlocks:
     fields: int
 
     @classmethod
-    def of(cls, tables: Sequence[Table], skipped: Sequence[int] = (), shifts: Sequence[int] = ()) -> PackedBlocks:
+    def of(cls, tables: Sequence[BlockTable], skipped: Sequence[int] = (), shifts: Sequence[int] = ()) -> PackedBlocks:
         """Return the blocks of several requests, one request after another.
 
         Args:

@@ -1,28 +1,29 @@
-"""That all ranks mean the same: what they compare before keys are kept and rows move.
+"""Comparison of batches and results between the ranks of a cache.
 
-Owns when ranks compare, and what. Refuses to know what a step does with its rows (forward_batch.py) and how texts travel (ring.py).
+Owns when ranks compare, and what. Refuses to know what a batch does with its rows (forward_batch.py) and how texts are exchanged
+(ring.py).
 
-Note [Same books]
-    Every rank keeps the books of a cache by itself, so a rank that was called differently would go on with other numbers and
-    nobody would notice. So ranks compare a digest of a step (whose tokens it brings, and who keeps which of those they see) in
-    one short message, before its first layer does anything:
+Note [When ranks compare]
+    Every rank runs the page allocator by itself, so a rank that was called differently would go on with other numbers unnoticed.
+    Ranks therefore compare a digest of a batch (requests, new tokens, and owners of the tokens they see) in one short message,
+    before its first layer stores or sends anything:
     - for every prefill, whatever the number of layers;
-    - for steps of decoding when who decodes changes, and else every COMPARED steps: a comparison costs a fraction of a
+    - for decode batches when their requests change, and else every COMPARED batches: a comparison takes a fraction of a
       millisecond, which is little beside a chunk of a prompt but not beside a token;
-    - for static steps, short prompts among them, every COMPARED steps whoever decodes: in a server with many clients somebody
-      comes or goes with almost every step, all ranks are told so by one, and a comparison takes the host a third of a step.
-    What belongs to layers (options, heads, dtypes) is compared once per kind, in the same message where it comes in time.
+    - for static batches, also of short prompts, every COMPARED batches: in a server with many clients requests change with
+      almost every batch, one rank sends the changes to all, and a comparison takes a third of the host time of a batch.
+    Options, heads and dtypes of layers are compared once per kind, in the same message if it comes in time.
 
-Note [Words that travel along]
-    A program on every rank chooses tokens by itself, of logits that are the same bits, and a rank that chose another one would go
-    on with it. So it notes what it brings, and a digest of all that was noted since travels along with the next comparison, for
-    which no message more is sent: what differs is an error on every rank after COMPARED + 1 steps at the latest, or when the
-    program says that it has come to an end (`compare`). Tensors are kept as they are until then, and read all at once.
+Note [Recorded results]
+    Each rank samples tokens by itself, from logits that are the same bits. To find a rank that sampled another token, ranks
+    record their tokens; a digest of all records since the last comparison is sent with the next one, without a message of
+    its own. A difference is an error on every rank after COMPARED + 1 batches at the latest, or when the program ends
+    (`check_recorded`). Tensors are copied when they are recorded and read at the comparison, all at once.
 
 Note [After a refusal]
-    A rank that refuses does not come to compare, and the others hear of it there: from then on they would remember different
-    steps and words, so one of them would compare where another does not. What all have alike is that a call has failed
-    (`Ring.failures`): then all forget, and compare the next step.
+    A rank that refuses a call does not compare, and the others learn of it there. From then on ranks would remember different
+    batches and records, so one of them would compare where another does not. The number of failed calls is equal on all ranks
+    (`Ring.failures`): when it changes, all discard what they remember, and compare the next batch.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ class Comparable(Protocol):
         ...
 
 
-class Accord:
+class ConsistencyChecker:
     """What the ranks of one cache have agreed upon.
 
     Args:
@@ -77,7 +78,7 @@ class Accord:
         self._noted: list[tuple[str, tuple[Tensor, ...]]] = []
         self._failures = ring.failures
 
-    def meet(self, step: Comparable, kind: str, device: torch.device) -> None:
+    def check_batch(self, step: Comparable, kind: str, device: torch.device) -> None:
         """Compares a step and a kind of call between the ranks, as far as they have not been compared.
 
         Every rank calls it when a step meets a kind of call for the first time.
@@ -103,8 +104,8 @@ class Accord:
             self._ring.settle(device)
             self._settled.add(device)
 
-    def note(self, words: str, *tensors: Tensor) -> None:
-        """Keeps what must be the same on all ranks until they compare (Note [Words that travel along]).
+    def record(self, words: str, *tensors: Tensor) -> None:
+        """Keeps what must be the same on all ranks until they compare (Note [Recorded results]).
 
         Args:
             words: Any.
@@ -114,11 +115,11 @@ class Accord:
             self._start_anew()
             self._noted.append((words, tuple(x.detach().clone() for x in tensors)))
 
-    def forget(self) -> None:
+    def discard(self) -> None:
         """Drops what was noted: a call has failed, perhaps on this rank alone."""
         self._noted.clear()
 
-    def compare(self, what: str) -> None:
+    def check_recorded(self, what: str) -> None:
         """Compares what was noted since ranks last compared, if anything was; every rank calls it.
 
         Args:
@@ -152,7 +153,7 @@ class Accord:
         return f", tokens and options of {len(noted)} calls, digest {digest.hexdigest()}"
 
     def _is_known(self, step: Comparable) -> bool:
-        """Whether the step needs no comparing (Note [Same books])."""
+        """Whether the step needs no comparing (Note [When ranks compare])."""
         if step.met:
             return True
         if step.mode == "prefill":

@@ -1,14 +1,15 @@
-"""How one call of a model brings new tokens to a cache: who computes which rows, where they are kept, what they see.
+"""Batch of new tokens of one call of a model: the rows of each rank, where keys are stored, and what rows see.
 
-Owns `Step`, which is made once per call and serves all layers. Refuses to know how rows are stored (kv_pool.py), how attention is
-computed (attention.py), how integers lie in an upload (batch_metadata.py), and steps that are used again (static_batch.py).
+Owns `ForwardBatch`, which is made once per call and serves all layers. Refuses to know how rows are stored (kv_pool.py), how
+attention is computed (attention.py), how integers lie in an upload (batch_metadata.py), and batches that are used again
+(static_batch.py).
 
 Note [Two modes]
-    prefill: the rows of the new tokens are shared out. A rank computes the rows that it will keep, so their keys need not move
-        to be kept. Requests stand one after another in one virtual sequence, each a document: its tokens of before, then the
-        new ones; what is computed are rows of that sequence. A batch of requests that are alike keeps its batch dimension
-        instead.
-    decode: each request brings the same few tokens, every rank computes them all, and whoever keeps a token writes it.
+    prefill: rows of the new tokens are split between ranks. A rank computes the rows that it will store, so their keys are
+        not sent to be stored. Requests stand one after another in one virtual sequence, each a document: its cached tokens, then
+        the new ones; the rows computed are rows of that sequence. A batch of requests of the same length keeps its batch
+        dimension instead.
+    decode: each request brings the same few tokens, every rank computes them all, and one rank stores each of them.
 """
 
 from __future__ import annotations
@@ -25,21 +26,21 @@ import torch
 from torch import Tensor
 
 from ringattn.inference.batch_metadata import BatchMetadata, PackedBlocks, to_device
-from ringattn.inference.block_table import LONGEST, Stretch, Table
+from ringattn.inference.block_table import MAX_REQUEST_TOKENS, BlockTable, RankSpan
 from ringattn.inference.kv_pool import KVPool
-from ringattn.inference.page_allocator import Pages
+from ringattn.inference.page_allocator import PageAllocator
 from ringattn.kernels.decode import PageTable
 from ringattn.plan.layouts import Run, Shard
 from ringattn.plan.sharding import Sharding
 
-MOST_DECODED = 16
+MAX_DECODE_TOKENS = 16
 """New tokens per request up to which a step may be one of decoding."""
 Mask = tuple[bool, tuple[int | None, int | None] | None, int | None]
 """causal, window and chunk_len."""
 
 
 @dataclass(eq=False)
-class Step:
+class ForwardBatch:
     """One call of a model, seen from this rank (Note [Two modes]).
 
     Attributes:
@@ -67,8 +68,8 @@ class Step:
         causal_ends: decode: `tiles` int32 on the device: one past the row itself, or starts where it lies before that: where a
             causal mask ends.
         memo: What is worked out once for all layers.
-        known: How many changes the cache had seen when the step was last found to be in place (`Pages.changes`).
-        met: Ranks have compared the step, as far as they do (accord.py).
+        known: How many changes the cache had seen when the step was last found to be in place (`PageAllocator.changes`).
+        met: Ranks have compared the step, as far as they do (consistency.py).
         calls: What was decided about calls with this step, by their options and shapes (attention.py).
         shared: What layers have found for each other (`once`).
         pieces: decode: number of pieces and rows of each, if requests are packed (Note [Pieces] of static_batch.py); else None.
@@ -110,14 +111,14 @@ class Step:
         return self.pieces or (self.batch, self.rows)
 
     @property
-    def moved(self) -> tuple[str, ...]:
+    def comm_modes(self) -> tuple[str, ...]:
         """What went round the ring in each kind of call of this step so far: "keys" or "queries"; empty for decode."""
-        return tuple(known.moves for known in self.calls.values() if hasattr(known, "moves"))
+        return tuple(known.comm_mode for known in self.calls.values() if hasattr(known, "comm_mode"))
 
     @property
-    def read(self) -> tuple[str, ...]:
+    def kv_accesses(self) -> tuple[str, ...]:
         """How each kind of call of this step so far read what was kept: "copies" or "pages"; empty for decode."""
-        return tuple(known.reads for known in self.calls.values() if hasattr(known, "reads"))
+        return tuple(known.kv_access for known in self.calls.values() if hasattr(known, "kv_access"))
 
     def take(self, tokens: Tensor, dim: int = 1) -> Tensor:
         """This rank's rows of the new tokens.
@@ -158,7 +159,7 @@ class Step:
         if self.sharding is not None and self.kv_sharding is not None:
             owners = f"{self.sharding.text} {self.kv_sharding.text}"
         else:
-            owners = [one.stretches for one in self.cache.pages.look(self.requests)]
+            owners = [one.stretches for one in self.cache.allocator.get_requests(self.requests)]
         facts = repr((self.requests, self.counts, self.lengths, self.firsts, owners))
         few = (
             f"requests {self.requests} with {self.counts} new tokens"
@@ -201,21 +202,21 @@ class Step:
         return self.shared[key]
 
     def _check_current(self) -> None:
-        books = self.cache.pages
-        if self.known == books.changes:
+        allocator = self.cache.allocator
+        if self.known == allocator.changes:
             return
-        here = set(books.requests)
+        here = set(allocator.requests)
         for request, length in zip(self.requests, self.lengths, strict=True):
-            there = books.stayed(request, self.known) if request in here else None
+            there = allocator.unmoved_tokens(request, self.known) if request in here else None
             if there is None or there < length:
                 gone = "has left" if there is None else f"was cropped to {there} tokens"
-                if there is not None and books.length(request) > there:
+                if there is not None and allocator.length(request) > there:
                     gone = f"has had others behind the first {there}"
                 raise ValueError(
                     f"the requests of a step must be as long as it made them, got request {request} of {length} tokens, "
                     f"which {gone} since; extend again"
                 )
-        self.known = books.changes
+        self.known = allocator.changes
 
     def _said_bounds(self, mask: Mask) -> tuple[Tensor, Tensor] | None:
         """Bounds that came with the upload, those of most models; None: they are to be found."""
@@ -241,23 +242,23 @@ class Step:
         if left is None:
             lo.copy_(self.seen_from)
         else:
-            torch.maximum(self.seen_from, here - min(left, LONGEST), out=lo)
+            torch.maximum(self.seen_from, here - min(left, MAX_REQUEST_TOKENS), out=lo)
         if right is None:
             hi.copy_(ends)
         else:
-            torch.sub(ends, here, out=hi).clamp_(max=min(right + 1, LONGEST)).add_(here)
+            torch.sub(ends, here, out=hi).clamp_(max=min(right + 1, MAX_REQUEST_TOKENS)).add_(here)
         if chunk_len is not None:
             # chunks are counted from the first token that is seen
-            chunk_len = min(chunk_len, LONGEST)
+            chunk_len = min(chunk_len, MAX_REQUEST_TOKENS)
             begin = here - torch.remainder(here - self.seen_from, chunk_len)
             torch.maximum(lo, begin, out=lo)
             hi.sub_(begin).clamp_(max=chunk_len).add_(begin)
         torch.maximum(lo, hi, out=hi)
 
 
-def make_step(
-    cache: KVPool, requests: Sequence[int], counts: Sequence[int], mode: Literal["prefill", "decode"], alike: bool
-) -> Step:
+def make_forward_batch(
+    cache: KVPool, requests: Sequence[int], counts: Sequence[int], mode: Literal["prefill", "decode"], same_length: bool
+) -> ForwardBatch:
     """The step that brings tokens for which room was made.
 
     Args:
@@ -265,44 +266,44 @@ def make_step(
         requests: Who brings tokens.
         counts: How many each.
         mode: How they are computed.
-        alike: prefill: the requests keep a batch dimension.
+        same_length: prefill: the requests keep a batch dimension.
     """
-    books = cache.pages
-    lengths = tuple(map(books.length, requests))
-    firsts = tuple(map(books.first, requests))
+    allocator = cache.allocator
+    lengths = tuple(map(allocator.length, requests))
+    firsts = tuple(map(allocator.first, requests))
     common = (cache, mode, tuple(requests), tuple(counts), lengths, firsts)
     if mode == "decode":
-        here, shape = books.look(requests), (len(requests), counts[0])
+        here, shape = allocator.get_requests(requests), (len(requests), counts[0])
         # kernels need at least one column
         max_blocks = max(1, *[len(one.tables[cache.ring.rank]) for one in here])
         metadata = BatchMetadata(
-            *shape, max_blocks, page_size=books.page_size, rank=cache.ring.rank, device=cache.device
+            *shape, max_blocks, page_size=allocator.page_size, rank=cache.ring.rank, device=cache.device
         )
-        metadata.write(here, counts, [1] * len(here), books.changes)
+        metadata.write(here, counts, [1] * len(here), allocator.changes)
         last = tuple((i, counts[0] - 1) for i in range(len(requests)))
-        return Step(*common, *shape, **metadata.tensors(shape), last_rows=last, known=books.changes)
-    return _prefill_step(common, alike)
+        return ForwardBatch(*common, *shape, **metadata.tensors(shape), last_rows=last, known=allocator.changes)
+    return _prefill_step(common, same_length)
 
 
-def _prefill_step(common: tuple, alike: bool) -> Step:
+def _prefill_step(common: tuple, same_length: bool) -> ForwardBatch:
     cache, _, requests, counts, lengths, _ = common
-    books, rank, world = cache.pages, cache.ring.rank, range(cache.ring.world_size)
+    allocator, rank, world = cache.allocator, cache.ring.rank, range(cache.ring.world_size)
     befores = [length - new for length, new in zip(lengths, counts, strict=True)]
-    batch = len(requests) if alike else 1
-    documents = None if alike else tuple(accumulate(lengths, initial=0))
+    batch = len(requests) if same_length else 1
+    documents = None if same_length else tuple(accumulate(lengths, initial=0))
     # where a request begins in the virtual sequence, and its new tokens among all new ones
     origins = (0,) * batch if documents is None else documents[:-1]
-    firsts_new = (0,) * batch if alike else tuple(accumulate(counts[:-1], initial=0))
-    total = lengths[0] if alike else sum(lengths)
+    firsts_new = (0,) * batch if same_length else tuple(accumulate(counts[:-1], initial=0))
+    total = lengths[0] if same_length else sum(lengths)
     # those of a batch are on the same ranks
-    stood_for = range(1 if alike else len(requests))
-    new = [(i, stretch) for i in stood_for for stretch in books.stretches(requests[i], befores[i])]
-    kept = [(i, stretch) for i in stood_for for stretch in books.stretches(requests[i])]
+    stood_for = range(1 if same_length else len(requests))
+    new = [(i, stretch) for i in stood_for for stretch in allocator.rank_spans(requests[i], befores[i])]
+    kept = [(i, stretch) for i in stood_for for stretch in allocator.rank_spans(requests[i])]
     sharding, kv_sharding = (
         Sharding(total, "part", _shards(found, origins, world), rank, documents, ring=cache.ring, device=cache.device)
         for found in (new, kept)
     )
-    tables = [books.table(request, rank) for request in requests]
+    tables = [allocator.table(request, rank) for request in requests]
     added = [_since(table, before) for table, before in zip(tables, befores, strict=True)]
     shifts = [first - before for first, before in zip(firsts_new, befores, strict=True)]
     ours = PackedBlocks.of([table for table, _ in added], [skipped for _, skipped in added], shifts)
@@ -314,35 +315,35 @@ def _prefill_step(common: tuple, alike: bool) -> Step:
     slots = (pages * cache.page_size + skipped + row).view(batch, sharding.shard_len)
     taken = (starts + row + shift)[: sharding.shard_len]
     kept_slots = (held_pages * cache.page_size + held_row).view(batch, kv_sharding.shard_len)
-    return Step(
+    return ForwardBatch(
         *common,
         batch=batch,
         rows=sharding.shard_len,
         positions=positions,
         taken=taken,
         slots=slots,
-        last_rows=_last_rows(books, requests, befores, rank, alike),
+        last_rows=_last_rows(allocator, requests, befores, rank, same_length),
         sharding=sharding,
         kv_sharding=kv_sharding,
         kept_slots=kept_slots,
-        known=books.changes,
+        known=allocator.changes,
     )
 
 
 def _last_rows(
-    books: Pages, requests: Sequence[int], befores: Sequence[int], rank: int, alike: bool
+    allocator: PageAllocator, requests: Sequence[int], befores: Sequence[int], rank: int, same_length: bool
 ) -> tuple[tuple[int, int] | None, ...]:
     found: list[tuple[int, int] | None] = []
     row = 0
     for i, (request, before) in enumerate(zip(requests, befores, strict=True)):
-        stretches = books.stretches(request, before)
+        stretches = allocator.rank_spans(request, before)
         here = sum(stretch.stop - stretch.start for stretch in stretches if stretch.rank == rank)
-        row = here if alike else row + here
-        found.append((i if alike else 0, row - 1) if stretches[-1].rank == rank else None)
+        row = here if same_length else row + here
+        found.append((i if same_length else 0, row - 1) if stretches[-1].rank == rank else None)
     return tuple(found)
 
 
-def _shards(found: Sequence[tuple[int, Stretch]], origins: Sequence[int], world: range) -> tuple[Shard, ...]:
+def _shards(found: Sequence[tuple[int, RankSpan]], origins: Sequence[int], world: range) -> tuple[Shard, ...]:
     """Every rank's runs of the virtual sequence, those that touch joined."""
     shards: list[list[Run]] = [[] for _ in world]
     for i, (rank, start, stop) in found:
@@ -354,12 +355,12 @@ def _shards(found: Sequence[tuple[int, Stretch]], origins: Sequence[int], world:
     return tuple(map(tuple, shards))
 
 
-def _since(table: Table, before: int) -> tuple[Table, int]:
+def _since(table: BlockTable, before: int) -> tuple[BlockTable, int]:
     """The part of a request's blocks from a token on, and how many rows of the first page lie before it."""
     begin = bisect_right(table.starts, before)
     if begin and table.starts[begin - 1] + table.lengths[begin - 1] > before:
         begin -= 1
-    part = Table(table.pages[begin:], table.starts[begin:], table.lengths[begin:])
+    part = BlockTable(table.pages[begin:], table.starts[begin:], table.lengths[begin:])
     skipped = max(0, before - part.starts[0]) if part else 0
     if skipped:
         part.starts[0] += skipped

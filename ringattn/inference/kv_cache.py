@@ -14,10 +14,10 @@ from typing import Literal, SupportsIndex
 import torch
 from torch import Tensor
 
-from ringattn.inference.forward_batch import MOST_DECODED, Step, make_step
+from ringattn.inference.forward_batch import MAX_DECODE_TOKENS, ForwardBatch, make_forward_batch
 from ringattn.inference.kv_pool import KVPool
 from ringattn.inference.page_allocator import CacheFull
-from ringattn.inference.static_batch import StaticStep
+from ringattn.inference.static_batch import StaticBatch
 from ringattn.ring import Ring
 
 
@@ -52,7 +52,7 @@ class PagedKVCache(KVPool):
         >>> cache = PagedKVCache(Ring(), layers=1, kv_heads=1, head_dim=16, dtype=torch.float32, pages=4, page_size=4, device="cpu")
         >>> cache.bytes_per_token, cache.capacity_tokens
         (128, 16)
-        >>> request = cache.join(reserve=10)
+        >>> request = cache.add_request(reserve=10)
         >>> step = cache.extend([request], [7])
         >>> step.mode, step.rows, step.positions.tolist()
         ('decode', 7, [[0, 1, 2, 3, 4, 5, 6]])
@@ -93,54 +93,54 @@ class PagedKVCache(KVPool):
     @property
     def capacity_tokens(self) -> int:
         """Tokens that the pages of all ranks hold together."""
-        return self.pages.world_size * self.pages.pages * self.page_size
+        return self.allocator.world_size * self.allocator.pages * self.page_size
 
     @property
     def free_pages(self) -> tuple[int, ...]:
         """Pages of each rank that hold nothing; some may be promised."""
-        return self.pages.free
+        return self.allocator.free_pages
 
     @property
     def used_pages(self) -> tuple[int, ...]:
         """Pages of each rank that hold something."""
-        return tuple(self.pages.pages - free for free in self.pages.free)
+        return tuple(self.allocator.pages - free for free in self.allocator.free_pages)
 
-    def join(self, reserve: int, first: int = 0) -> int:
-        """Lets a request in; see `Pages.join`."""
+    def add_request(self, reserve: int, first: int = 0) -> int:
+        """Lets a request in; see `PageAllocator.add_request`."""
         with self._refusals:
-            return self.pages.join(index(reserve), index(first))
+            return self.allocator.add_request(index(reserve), index(first))
 
-    def join_alike(self, reserve: int, firsts: Sequence[int]) -> list[int]:
-        """Lets a batch in whose requests are to grow alike; see `Pages.join_alike`."""
+    def add_batch(self, reserve: int, firsts: Sequence[int]) -> list[int]:
+        """Lets a batch in whose requests are to grow alike; see `PageAllocator.add_batch`."""
         with self._refusals:
-            return self.pages.join_alike(index(reserve), [index(first) for first in firsts])
+            return self.allocator.add_batch(index(reserve), [index(first) for first in firsts])
 
     def fork(self, request: int, length: int | None = None, reserve: int | None = None) -> int:
-        """Lets a request in that shares the beginning of another one; see `Pages.fork`."""
+        """Lets a request in that shares the beginning of another one; see `PageAllocator.fork`."""
         with self._refusals:
-            return self.pages.fork(index(request), _whole(length), _whole(reserve))
+            return self.allocator.fork(index(request), _whole(length), _whole(reserve))
 
-    def crop(self, request: int, length: int, reserve: int | None = None) -> None:
-        """Forgets a request's last tokens; see `Pages.crop`."""
+    def truncate(self, request: int, length: int, reserve: int | None = None) -> None:
+        """Forgets a request's last tokens; see `PageAllocator.truncate`."""
         with self._refusals:
-            self.pages.crop(index(request), index(length), _whole(reserve))
+            self.allocator.truncate(index(request), index(length), _whole(reserve))
 
-    def leave(self, request: int) -> None:
-        """Lets a request go; see `Pages.leave`."""
+    def free(self, request: int) -> None:
+        """Lets a request go; see `PageAllocator.free`."""
         with self._refusals:
-            self.pages.leave(request)
+            self.allocator.free(request)
 
     def length(self, request: int) -> int:
         """Tokens of a request."""
-        return self.pages.length(request)
+        return self.allocator.length(request)
 
     def reorder(self, requests: Sequence[int], index: Sequence[int]) -> None:
-        """Makes request i of a batch what request index[i] of it was, as beam search wants; see `Pages.reorder`.
+        """Makes request i of a batch what request index[i] of it was, as beam search wants; see `PageAllocator.reorder`.
 
         Of each request that changes at most one page is copied, in stream order.
         """
         with self._refusals:
-            moves = [move for move in self.pages.reorder(requests, index) if move.rank == self.ring.rank]
+            moves = [move for move in self.allocator.reorder(requests, index) if move.rank == self.ring.rank]
         if not moves:
             return
         source, target = (
@@ -158,9 +158,9 @@ class PagedKVCache(KVPool):
         counts: Sequence[int],
         *,
         mode: Literal["auto", "prefill", "decode"] = "auto",
-        alike: bool = False,
-        into: StaticStep | None = None,
-    ) -> Step:
+        same_length: bool = False,
+        into: StaticBatch | None = None,
+    ) -> ForwardBatch:
         """Makes room for new tokens, and says how the call of the model that brings them goes.
 
         A call that raises has changed nothing.
@@ -169,7 +169,7 @@ class PagedKVCache(KVPool):
             requests: Which ones, each once.
             counts: New tokens of each.
             mode: "prefill", "decode", or "auto": decode when all bring the same number, at most 16, or into is packed.
-            alike: The requests are one batch of equal lengths: prefill keeps the batch dimension instead of packing them, and
+            same_length: The requests are one batch of equal lengths: prefill keeps the batch dimension instead of packing them, and
                 decode keeps them on the same ranks, as far as there is room, so that they can be prefilled again.
             into: A static step in which the new tokens are said, in stream order, instead of in a new step; mode "decode". One
                 that is packed takes any numbers of them for which it has pieces.
@@ -178,30 +178,30 @@ class PagedKVCache(KVPool):
             The step: `into` where it was given.
 
         Raises:
-            ValueError: As `Pages.place`; or decode with unequal or too many new tokens, or what `into` has no room for.
+            ValueError: As `PageAllocator.assign`; or decode with unequal or too many new tokens, or what `into` has no room for.
             NotImplementedError: Prefill of requests that cannot be computed together; the message names the alternative.
-            CacheFull: As `Pages.place`.
+            CacheFull: As `PageAllocator.assign`.
         """
         with self._refusals:
-            step = self._extend(requests, counts, mode, alike, into)
+            step = self._extend(requests, counts, mode, same_length, into)
         if into is not None:
             # a graph that is replayed compares nothing
-            self.accord.meet(into, "a static step", self.device)
+            self.consistency.check_batch(into, "a static step", self.device)
         return step
 
     def _extend(
-        self, requests: Sequence[int], counts: Sequence[int], mode: str, alike: bool, into: StaticStep | None
-    ) -> Step:
+        self, requests: Sequence[int], counts: Sequence[int], mode: str, same_length: bool, into: StaticBatch | None
+    ) -> ForwardBatch:
         """`extend`, before ranks compare."""
         # of a tensor's numbers each rank would keep its own device's
         requests, counts = list(map(index, requests)), list(map(index, counts))
         packed = into is not None and into.pieces is not None
-        few = packed or (len(set(counts)) == 1 and 1 <= counts[0] <= MOST_DECODED)
+        few = packed or (len(set(counts)) == 1 and 1 <= counts[0] <= MAX_DECODE_TOKENS)
         if mode not in ("auto", "prefill", "decode"):
             raise ValueError(f"mode must be 'auto', 'prefill' or 'decode', got {mode!r}; leave it out for 'auto'")
         if mode == "decode" and not few:
             raise ValueError(
-                f"decode must bring the same number of new tokens for each request, at most {MOST_DECODED}, got "
+                f"decode must bring the same number of new tokens for each request, at most {MAX_DECODE_TOKENS}, got "
                 f"{list(counts)}; use mode='prefill'"
             )
         if mode == "auto":
@@ -219,17 +219,17 @@ class PagedKVCache(KVPool):
             found = into.check(requests, counts)
         if packed:
             # many rows of a request, which later steps of it find as if a prefill had brought them
-            self.pages.place(requests, counts)
+            self.allocator.assign(requests, counts)
         else:
-            self._place(requests, counts, mode, alike)
+            self._place(requests, counts, mode, same_length)
         if into is not None:
             into.refill(requests, found, counts)
             return into
-        return make_step(self, requests, counts, mode, alike and mode == "prefill")
+        return make_forward_batch(self, requests, counts, mode, same_length and mode == "prefill")
 
-    def static_step(
+    def static_batch(
         self, batch: int, new: int = 1, *, max_tokens: int, max_blocks: int | None = None, packed: bool = False
-    ) -> StaticStep:
+    ) -> StaticBatch:
         """A step of decoding for CUDA graphs: its tensors keep their addresses and shapes, and `extend(..., into=it)` refills them.
 
         Capture a model's forward with it after a warm-up, then for each token extend into it and replay. Rows of the batch
@@ -241,8 +241,9 @@ class PagedKVCache(KVPool):
             max_tokens: The longest request, its new tokens included.
             max_blocks: Blocks of one request that a rank may have; fewer take less memory and less to plan for. None: all that
                 max_tokens may need, were they on one rank. Requests that were forked may have more blocks than pages full.
-            packed: Requests bring different numbers of tokens, short prompts for instance, cut into pieces of `new` rows; the model
-                gets all rows in one line, `1 (batch new)`, where `StaticStep.lay` puts tokens and `last_rows` finds the last ones.
+            packed: Requests bring different numbers of tokens, for instance short prompts, cut into pieces of `new` rows. The model
+                gets all rows in one sequence, `1 (batch new)`: `StaticBatch.arrange` puts tokens there, and `last_rows` finds the
+                last ones.
 
         Raises:
             ValueError: A number is out of range.
@@ -253,12 +254,14 @@ class PagedKVCache(KVPool):
             for name, value in numbers.items():
                 if value < 1:
                     raise ValueError(f"{name} must be at least 1, got {value}; give the most that a step has to serve")
-            if not 1 <= new <= MOST_DECODED:
-                raise ValueError(f"new must be from 1 to {MOST_DECODED}, got {new}; more new tokens are a prefill")
+            if not 1 <= new <= MAX_DECODE_TOKENS:
+                raise ValueError(f"new must be from 1 to {MAX_DECODE_TOKENS}, got {new}; more new tokens are a prefill")
             most = -(-max_tokens // self.page_size) + 1 if max_blocks is None else max_blocks
-            return StaticStep.make(self, batch, new, max_tokens, most, packed)
+            return StaticBatch.make(self, batch, new, max_tokens, most, packed)
 
-    def put(self, layer: int, step: Step, k: Tensor, v: Tensor, *, contain: bool = False) -> tuple[Tensor, Tensor]:
+    def put(
+        self, layer: int, step: ForwardBatch, k: Tensor, v: Tensor, *, contain: bool = False
+    ) -> tuple[Tensor, Tensor]:
         """Write the rows of a step that are stored on this rank; on a GPU in stream order, and capturable in a CUDA graph.
 
         If a row of v has a NaN or an infinity, the cache stores zeros for it, and NaN for its row of k. So tokens that see it
@@ -283,30 +286,30 @@ class PagedKVCache(KVPool):
             )
         return step.put(layer, k, v, contain=contain)
 
-    def _place(self, requests: Sequence[int], counts: Sequence[int], mode: str, alike: bool) -> None:
+    def _place(self, requests: Sequence[int], counts: Sequence[int], mode: str, same_length: bool) -> None:
         """Makes room, having made sure that a step can be made of it."""
-        alike = alike and len(requests) > 1
+        same_length = same_length and len(requests) > 1
         if mode == "decode":
             # nothing of this step asks for it: batches that grew apart, or find no room alike, decode as well
-            if alike and self.pages.are_alike(requests):
+            if same_length and self.allocator.have_same_placement(requests):
                 try:
-                    self.pages.place(requests, counts, alike=True, one_by_one=True)
+                    self.allocator.assign(requests, counts, same_length=True, one_by_one=True)
                     return
                 except CacheFull:
                     pass
-            self.pages.place(requests, counts, one_by_one=True)
+            self.allocator.assign(requests, counts, one_by_one=True)
             return
-        firsts = [self.pages.first(request) for request in requests]
-        if alike and len(set(requests)) == len(requests) and not self.pages.are_alike(requests):
+        firsts = [self.allocator.first(request) for request in requests]
+        if same_length and len(set(requests)) == len(requests) and not self.allocator.have_same_placement(requests):
             raise NotImplementedError(
                 f"a batch of {len(requests)} requests must be kept alike to be prefilled together, got lengths "
-                f"{[self.pages.length(request) for request in requests]} that grew apart; prefill them one by one"
+                f"{[self.allocator.length(request) for request in requests]} that grew apart; prefill them one by one"
             )
-        if not alike and len(requests) > 1 and any(firsts):
+        if not same_length and len(requests) > 1 and any(firsts):
             raise NotImplementedError(
                 f"requests with padding in front must be alike, got firsts {firsts}; pack tokens without padding"
             )
-        self.pages.place(requests, counts, alike=alike)
+        self.allocator.assign(requests, counts, same_length=same_length)
 
 
 class _Refusals:

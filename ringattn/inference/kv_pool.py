@@ -15,8 +15,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ringattn.inference.consistency import Accord
-from ringattn.inference.page_allocator import Pages
+from ringattn.inference.consistency import ConsistencyChecker
+from ringattn.inference.page_allocator import PageAllocator
 from ringattn.kernels import pages as rows
 from ringattn.ring import Ring
 from ringattn.tensor_checks import check_plain
@@ -34,7 +34,7 @@ class KVPool:
     Attributes:
         ring: The ranks.
         pages: The page allocator.
-        accord: The comparisons between ranks.
+        consistency: The comparisons between ranks.
         room: Bytes of the ring's buffers that prefills have reserved (Note [Room ahead] of prefill.py).
         layers: Layers of the model.
         kv_heads: Key heads.
@@ -114,8 +114,8 @@ class KVPool:
                 f"{pages} pages of {page_size} tokens need {needed} bytes on each rank, got {least} that are free on the "
                 f"fullest GPU of the ring; use at most {least // page_bytes} pages, or kv_dtype=torch.float8_e4m3fn"
             )
-        self.pages = Pages(ring.world_size, pages, page_size, page_bytes)
-        self.accord = Accord(ring)
+        self.allocator = PageAllocator(ring.world_size, pages, page_size, page_bytes)
+        self.consistency = ConsistencyChecker(ring)
         self.room: dict[str, tuple[int, ...]] = {}
         shape = (layers, pages, kv_heads, page_size)
         # rows are written inside of inference mode and outside

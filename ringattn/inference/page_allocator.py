@@ -1,38 +1,37 @@
-"""Who holds which tokens of each request: blocks, pages and reservations.
+"""Page allocator: which rank and page hold which tokens of each request, and how many pages are reserved.
 
-Owns the bookkeeping of a sharded, paged cache, with the values of blocks.py. Every rank keeps the same books: the same calls in the
-same order give the same answers everywhere, so nothing is ever said between ranks. Refuses to know tensors, layers and kernels,
-and by what rule new pages are shared out (dealing.py). Standard library only.
+Owns the bookkeeping of a sharded, paged cache, with the values of block_table.py. Every rank runs the same allocator: the same
+calls in the same order have the same results on every rank, so ranks exchange no messages. Refuses to know tensors, layers and
+kernels. Standard library only.
 
-Note [Who writes]
-    A page that has one user is written by it. A page that has several is written by the one that opened it, its writer, and only
-    behind the rows that the others may see: forks take their rows when they are made and never write there. So no row that
-    somebody else sees is ever overwritten, whatever is cropped. A page whose writer has gone is written by nobody until one
-    user is left.
+Note [Page writers]
+    A page with one user is written by it. A page with several users is written by the request that opened it, its writer, and
+    only behind the rows that the others may see: forks take their rows when they are made and never write there. So a row that
+    another request sees is never overwritten, whatever is truncated. A page whose writer was freed is not written until it has
+    one user left.
 
 Note [Reservations]
-    A request says at the beginning how long it may become. What it may still have to open is promised to it: the pages for
-    all of its tokens to come, less the room in the page that it writes. A promise is only made while pages that are free
-    cover all promises, and all that follows keeps it so: what was accepted always fits.
-    A promise is one of pages anywhere, unless requests joined alike: they need pages on the same ranks, and have them
-    promised rank by rank.
-    A server asks what is left whenever somebody comes or goes, and keeps a thousand requests that have ended. So promises are
-    summed as they change: when a request comes, opens a page, is cropped or goes. To be forked changes nothing: who wrote the
-    last page goes on writing it. Only a request that may grow and whose last page has other users may be owed less when these
-    leave: such ones, few at a time, are asked.
-    To crop is free as long as it gives up pages that nobody else uses. A request that crops into pages it shares gives up
-    rows that do not become free: it asks for the difference, and is refused when it is not there.
+    A request reserves its final length when it is added. The pages that it may still have to open are reserved for it: those of
+    all tokens to come, less the rows left in the page that it writes. A reservation is granted only while free pages cover all
+    reservations, and every later call keeps it so: a request that was accepted always fits.
+    A reservation is one of pages on any rank. Requests of `add_batch` need pages on the same ranks, and reserve them by rank.
+    Servers ask for `available` whenever a request comes or goes, with a thousand requests that have ended in the cache. So
+    reservations are summed as they change: when a request is added, opens a page, is truncated or freed. A fork changes
+    nothing for its parent, which goes on writing its last page. Only a request that may grow and whose last page has other
+    users may need fewer pages when these are freed: such requests, few at a time, are asked each time.
+    Truncating is free as long as it gives up pages that no other request uses. A request that truncates into pages it shares
+    gives up rows that do not become free: it reserves the difference, and is refused if it is not available.
 
-Note [Ends]
-    Decoding adds a token to most requests in most steps, and nothing else happens to them: a step must cost the host little.
-    So what follows from a request's blocks is worked out when they change, and not when tokens are added to the last one: how
-    long the request may become in that block, for it keeps the right to its page until it is cropped or reordered itself
-    (Note [Who writes]), and a number by which whoever has looked sees that it is still so (`layout`).
+Note [Last blocks]
+    Decoding adds a token to most requests in most steps, which must cost the host little. So the facts that follow from a
+    request's blocks are computed when blocks change, and not when tokens are appended to the last one: the length up to which the
+    request may grow in that block, and a number by which a copy of the blocks is known to be current (`layout`). The request
+    keeps the right to write its last page until it is truncated or reordered itself (Note [Page writers]).
 
 Note [Even work]
-    A page of a prompt is computed by the rank that keeps it, and a causal row costs what lies before it. So the new pages of
-    a prompt are dealt in a zigzag: one stretch per rank on the way up, one on the way down, equally long as far as ranks have
-    room. Tokens that come one by one go to the rank with most free pages.
+    A page of a prompt is computed by the rank that stores it, and a causal row costs as many keys as lie before it. So the new
+    pages of a prompt are assigned in a zigzag: one run per rank upwards, one downwards, equally long as far as ranks have free
+    pages. Tokens that come one by one go to the rank with most free pages.
 """
 
 from __future__ import annotations
@@ -42,13 +41,13 @@ from collections.abc import Collection, Sequence
 from itertools import count
 
 from ringattn.inference.block_table import (
-    LONGEST,
+    MAX_REQUEST_TOKENS,
     Block,
-    Move,
-    Piece,
+    BlockTable,
+    PageCopy,
+    PageSpan,
+    RankSpan,
     Request,
-    Stretch,
-    Table,
     blocks_in_common,
     first_stretches,
     parting,
@@ -59,7 +58,7 @@ class CacheFull(RuntimeError):
     """A request does not fit, now; the message has the numbers. Ranks with equal books are answered alike, and tell no other."""
 
 
-class Pages:
+class PageAllocator:
     """The books of a cache that is spread over ranks.
 
     A call that raises has changed nothing.
@@ -80,12 +79,12 @@ class Pages:
         ValueError: A number is less than 1.
 
     Example:
-        >>> books = Pages(world_size=2, pages=4, page_size=4)
-        >>> request = books.join(reserve=12)
-        >>> books.place([request], [10])
-        >>> [(block.rank, block.start, block.length) for block in books.blocks(request)]
+        >>> allocator = PageAllocator(world_size=2, pages=4, page_size=4)
+        >>> request = allocator.add_request(reserve=12)
+        >>> allocator.assign([request], [10])
+        >>> [(block.rank, block.start, block.length) for block in allocator.blocks(request)]
         [(0, 0, 4), (1, 4, 4), (0, 8, 2)]
-        >>> books.free, books.available
+        >>> allocator.free_pages, allocator.available
         ((2, 3), 5)
     """
 
@@ -111,7 +110,7 @@ class Pages:
         self._layouts = count()
 
     @property
-    def free(self) -> tuple[int, ...]:
+    def free_pages(self) -> tuple[int, ...]:
         """Pages of each rank that are not used."""
         return tuple(map(len, self._free))
 
@@ -138,11 +137,11 @@ class Pages:
         """Tokens that a request may grow to."""
         return self._find(request).promised
 
-    def table(self, request: int, rank: int) -> Table:
+    def table(self, request: int, rank: int) -> BlockTable:
         """A request's blocks on a rank."""
         return self._find(request).tables[rank]
 
-    def look(self, requests: Collection[int]) -> list[Request]:
+    def get_requests(self, requests: Collection[int]) -> list[Request]:
         """Requests as decoding wants to know them, step by step: their books, and all at once."""
         try:
             return list(map(self._requests.__getitem__, requests))
@@ -158,46 +157,46 @@ class Pages:
         ]
         return tuple(sorted(found, key=lambda block: block.start))
 
-    def pieces(self, request: int, start: int = 0) -> list[Piece]:
+    def page_spans(self, request: int, start: int = 0) -> list[PageSpan]:
         """Where a request's tokens from `start` on are, ascending."""
         found = []
         for block in self.blocks(request):
             skipped = max(0, start - block.start)
             if skipped < block.length:
-                found.append(Piece(block.rank, block.page, skipped, block.start + skipped, block.length - skipped))
+                found.append(PageSpan(block.rank, block.page, skipped, block.start + skipped, block.length - skipped))
         return found
 
-    def stretches(self, request: int, start: int = 0) -> list[Stretch]:
+    def rank_spans(self, request: int, start: int = 0) -> list[RankSpan]:
         """The ranks of a request's tokens from `start` on, ascending; neighbours are on different ranks."""
         one = self._find(request)
         stops = [begin for _, begin in one.stretches[1:]] + [one.length]
         return [
-            Stretch(rank, max(begin, start), stop)
+            RankSpan(rank, max(begin, start), stop)
             for (rank, begin), stop in zip(one.stretches, stops, strict=False)
             if stop > start
         ]
 
-    def stayed(self, request: int, change: int) -> int:
+    def unmoved_tokens(self, request: int, change: int) -> int:
         """Tokens at the beginning of a request that have been where they are since `changes` was `change`, as far as there were.
 
         Example:
-            >>> books = Pages(world_size=1, pages=4, page_size=4)
-            >>> request = books.join(reserve=12)
-            >>> books.place([request], [10])
-            >>> seen = books.changes
-            >>> books.crop(request, 6)
-            >>> books.place([request], [3])
-            >>> books.stayed(request, seen), books.stayed(request, books.changes)
+            >>> allocator = PageAllocator(world_size=1, pages=4, page_size=4)
+            >>> request = allocator.add_request(reserve=12)
+            >>> allocator.assign([request], [10])
+            >>> seen = allocator.changes
+            >>> allocator.truncate(request, 6)
+            >>> allocator.assign([request], [3])
+            >>> allocator.unmoved_tokens(request, seen), allocator.unmoved_tokens(request, allocator.changes)
             (6, 9)
         """
-        return self._find(request).stayed(change)
+        return self._find(request).unmoved_tokens(change)
 
-    def are_alike(self, requests: Sequence[int]) -> bool:
+    def have_same_placement(self, requests: Sequence[int]) -> bool:
         """Whether requests are equally long and have each token on the same rank."""
-        first, *others = self.look(requests)
+        first, *others = self.get_requests(requests)
         return all(first.length == other.length and first.stretches == other.stretches for other in others)
 
-    def join(self, reserve: int, first: int = 0) -> int:
+    def add_request(self, reserve: int, first: int = 0) -> int:
         """Lets a request in.
 
         Args:
@@ -217,7 +216,7 @@ class Pages:
         self._promise(one)
         return one.name
 
-    def join_alike(self, reserve: int, firsts: Sequence[int]) -> list[int]:
+    def add_batch(self, reserve: int, firsts: Sequence[int]) -> list[int]:
         """Lets a batch of requests in, which are given room on the same ranks (Note [Reservations]).
 
         Args:
@@ -271,7 +270,7 @@ class Pages:
         parent = self._find(request)
         length = parent.length if length is None else length
         reserve = parent.promised if reserve is None else reserve
-        if not 0 <= length <= parent.length or not max(length, 1) <= reserve <= LONGEST:
+        if not 0 <= length <= parent.length or not max(length, 1) <= reserve <= MAX_REQUEST_TOKENS:
             raise ValueError(
                 f"length must be from 0 to the {parent.length} tokens there are and reserve at least as long, "
                 f"got {length} and {reserve}; share fewer tokens or reserve more"
@@ -288,7 +287,7 @@ class Pages:
         self._promise(child)
         return child.name
 
-    def crop(self, request: int, length: int, reserve: int | None = None) -> None:
+    def truncate(self, request: int, length: int, reserve: int | None = None) -> None:
         """Forgets a request's last tokens.
 
         Args:
@@ -324,7 +323,7 @@ class Pages:
             raise CacheFull(
                 f"request {request} gives up pages that others use when it is cropped to {length} tokens, and to grow to "
                 f"{reserve} again needs {more} pages more, got {there} that are neither used nor promised; "
-                "crop less, wait until the others leave, or reserve less by crop(..., reserve=)"
+                "crop less, wait until the others leave, or reserve less by truncate(..., reserve=)"
             )
         self.changes += 1
         one.note(self.changes, length)
@@ -341,7 +340,7 @@ class Pages:
             self._fix(one.fixed, more, freed)
         self._promise(one)
 
-    def leave(self, request: int) -> None:
+    def free(self, request: int) -> None:
         """Lets a request go; pages that nobody else uses are free again."""
         one = self._find(request)
         self.changes += 1
@@ -352,28 +351,28 @@ class Pages:
         self._release(one)
         del self._requests[request]
 
-    def place(
-        self, requests: Sequence[int], counts: Sequence[int], *, alike: bool = False, one_by_one: bool = False
+    def assign(
+        self, requests: Sequence[int], counts: Sequence[int], *, same_length: bool = False, one_by_one: bool = False
     ) -> None:
         """Makes room for new tokens of requests.
 
         Args:
             requests: Which ones, each once.
             counts: New tokens of each.
-            alike: Each new token is on the same rank for all requests, which are equally long and get equally many.
+            same_length: Each new token is on the same rank for all requests, which are equally long and get equally many.
             one_by_one: Tokens of a decoding step, which every rank computes: they go where most pages are free.
 
         Raises:
             ValueError: A request is not here, would outgrow its reservation, occurs twice, or they are not alike.
             CacheFull: alike: ranks do not have a page for each of the requests. Never of those that joined alike and were
-                placed, cropped and reordered alike since, short of a crop that asked (`crop`).
+                placed, cropped and reordered alike since, short of a crop that asked (`truncate`).
         """
         if not requests or len(set(requests)) != len(requests) or len(counts) != len(requests) or min(counts) < 1:
             raise ValueError(
                 f"requests must occur once each, with at least one new token, got {list(requests)} and {list(counts)}; "
                 "name each once and give each its number of new tokens"
             )
-        found = self.look(requests)
+        found = self.get_requests(requests)
         crowded = [(one, new) for one, new in zip(found, counts, strict=True) if one.length + new > one.full]
         for one, new in crowded:
             if one.length + new > one.promised:
@@ -381,7 +380,7 @@ class Pages:
                     f"request {one.name} must stay within the {one.promised} tokens it reserved, got {one.length} and "
                     f"{new} more; reserve more when it joins"
                 )
-        if alike and len(found) > 1:
+        if same_length and len(found) > 1:
             self._place_alike(found, counts, one_by_one)
             return
         for one, new in zip(found, counts, strict=True):
@@ -394,15 +393,15 @@ class Pages:
             room = self._room(one)
             if new > room:
                 there = self._anywhere() if one.fixed is None else one.fixed
-                dealt = deal(self._pages_of(new - room), there, one_by_one)
+                assigned = assign_pages(self._pages_of(new - room), there, one_by_one)
                 self._append(one, room)
-                self._open(one, new - room, dealt)
+                self._open(one, new - room, assigned)
             else:
                 # others have left its last page
                 self._append(one, new)
                 self._find_end(one)
 
-    def reorder(self, requests: Sequence[int], index: Sequence[int]) -> list[Move]:
+    def reorder(self, requests: Sequence[int], index: Sequence[int]) -> list[PageCopy]:
         """Makes request i of a batch what request index[i] of it was, as beam search wants; names and reservations stay.
 
         Full pages are shared. The last page of each request is its own, so that all can go on: its rows are to be moved.
@@ -418,7 +417,7 @@ class Pages:
         Raises:
             ValueError: index is out of range, or the requests are not so.
         """
-        found = self.look(requests)
+        found = self.get_requests(requests)
         if len(index) != len(found) or not all(0 <= i < len(found) for i in index) or len(set(requests)) != len(found):
             raise ValueError(
                 f"index must name one of {len(found)} different requests for each of them, got {list(index)} for "
@@ -427,10 +426,10 @@ class Pages:
         ends = [end for one in found if (end := self._end(one)) is not None]
         partial = any(rows < self.page_size for _, _, rows in ends)
         alone = not partial or all(self._users[rank][page] == 1 for rank, page, _ in ends)
-        if not alone or len({rows for _, _, rows in ends}) > 1 or (found and not self.are_alike(requests)):
+        if not alone or len({rows for _, _, rows in ends}) > 1 or (found and not self.have_same_placement(requests)):
             raise ValueError(
                 f"requests must have joined alike and grown alike to be reordered, got {list(requests)} that are not; "
-                "let them in by join_alike, or fork one by one"
+                "let them in by add_batch, or fork one by one"
             )
         self.changes += 1
         before = [([table.head(len(table)) for table in one.tables], one.first) for one in found]
@@ -458,13 +457,13 @@ class Pages:
                 rank, page, rows = ends[i]
                 one.tables[rank].pages[-1] = page
                 if source != i:
-                    moves.append(Move(rank, ends[source][1], page, rows))
+                    moves.append(PageCopy(rank, ends[source][1], page, rows))
         for one in found:
             self._find_end(one)
         return moves
 
     def _place_alike(self, group: list[Request], counts: Sequence[int], one_by_one: bool) -> None:
-        if len(set(counts)) != 1 or not self.are_alike([one.name for one in group]):
+        if len(set(counts)) != 1 or not self.have_same_placement([one.name for one in group]):
             raise ValueError(
                 f"requests must be equally long, on the same ranks, and get equally many tokens to be placed alike, got "
                 f"lengths {[one.length for one in group]} and {list(counts)} more; place them without alike"
@@ -493,15 +492,15 @@ class Pages:
                 f"{pages} pages must be free for each of {len(group)} requests on the same ranks, got {limit} by rank"
                 f"{f' and {self.available} in all for {more} beyond those promised' if more > 0 else ''}"
                 f"{f', and requests {short} that would leave room in pages they were promised' if short else ''}; "
-                "let them join by join_alike, place them without alike, or let fewer requests in"
+                "let them join by add_batch, place them without alike, or let fewer requests in"
             )
-        dealt = deal(pages, limit, one_by_one)
+        assigned = assign_pages(pages, limit, one_by_one)
         for one in group:
             self._append(one, here)
-            self._open(one, new - here, dealt)
+            self._open(one, new - here, assigned)
 
-    def _use(self, one: Request, rank: int, table: Table, begin: int, end: int) -> None:
-        """Counts one user more of the pages of blocks begin .. end - 1, which are those of a request (Note [Who writes])."""
+    def _use(self, one: Request, rank: int, table: BlockTable, begin: int, end: int) -> None:
+        """Counts one user more of the pages of blocks begin .. end - 1, which are those of a request (Note [Page writers])."""
         users, writer, seen = self._users[rank], self._writer[rank], self._seen[rank]
         for page, rows in zip(table.pages[begin:end], table.lengths[begin:end], strict=True):
             before = users[page]
@@ -517,9 +516,9 @@ class Pages:
             one.last.lengths[-1] += new
             one.length += new
 
-    def _open(self, one: Request, new: int, dealt: Sequence[tuple[int, int]]) -> None:
+    def _open(self, one: Request, new: int, assigned: Sequence[tuple[int, int]]) -> None:
         """Adds tokens in new pages: so many of each rank, in this order."""
-        for rank, pages in dealt:
+        for rank, pages in assigned:
             here = min(new, pages * self.page_size)
             new -= here
             free, table = self._free[rank], one.tables[rank]
@@ -571,15 +570,15 @@ class Pages:
         return one.stretches[-1][0], one.last.pages[-1], one.last.lengths[-1]
 
     def _room(self, one: Request) -> int:
-        """Tokens that a request may add to its last page (Note [Who writes])."""
+        """Tokens that a request may add to its last page (Note [Page writers])."""
         end = self._end(one)
         return 0 if end is None else self._room_behind(one, *end)
 
     def _find_end(self, one: Request) -> None:
-        """Works out what follows from a request's blocks; called when they have changed (Note [Ends])."""
+        """Works out what follows from a request's blocks; called when they have changed (Note [Last blocks])."""
         one.layout = next(self._layouts)
-        one.most_blocks = max([len(table.pages) for table in one.tables])
-        one.last = one.tables[one.stretches[-1][0]] if one.stretches else Table()
+        one.max_blocks_after = max([len(table.pages) for table in one.tables])
+        one.last = one.tables[one.stretches[-1][0]] if one.stretches else BlockTable()
         one.full = min(one.promised, one.length + self._room(one))
 
     def _room_behind(self, one: Request, rank: int, page: int, rows: int) -> int:
@@ -611,9 +610,9 @@ class Pages:
         self._asked.pop(one.name, None)
 
     def _check_reserve(self, reserve: int, first: int) -> None:
-        if not 1 <= reserve <= LONGEST or not 0 <= first <= reserve:
+        if not 1 <= reserve <= MAX_REQUEST_TOKENS or not 0 <= first <= reserve:
             raise ValueError(
-                f"reserve must be from 1 to {LONGEST} tokens and first from 0 to reserve, got {reserve} and {first}; "
+                f"reserve must be from 1 to {MAX_REQUEST_TOKENS} tokens and first from 0 to reserve, got {reserve} and {first}; "
                 "reserve the prompt and all that may follow"
             )
 
@@ -629,7 +628,7 @@ class Pages:
 
     def _admit(self, reserve: int, first: int) -> Request:
         name = next(self._names)
-        one = Request(name, reserve, first, 0, [Table() for _ in range(self.world_size)])
+        one = Request(name, reserve, first, 0, [BlockTable() for _ in range(self.world_size)])
         self._requests[name] = one
         return one
 
@@ -650,16 +649,16 @@ class Pages:
         return found
 
 
-def deal(pages: int, room: Sequence[int], one_by_one: bool) -> list[tuple[int, int]]:
+def assign_pages(pages: int, room: Sequence[int], one_by_one: bool) -> list[tuple[int, int]]:
     """The ranks of new pages, in order, as (rank, so many) (Note [Even work])."""
     assert pages <= sum(room), f"{pages} promised pages must be there, got {list(room)}"
     if one_by_one:
-        left, dealt = list(room), []
+        left, assigned = list(room), []
         for _ in range(pages):
             rank = max(range(len(room)), key=left.__getitem__)
             left[rank] -= 1
-            dealt.append((rank, 1))
-        return dealt
+            assigned.append((rank, 1))
+        return assigned
     share = share_out(pages, room)
     up = [(held + 1) // 2 for held in share]
     ranks = range(len(room))

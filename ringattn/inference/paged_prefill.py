@@ -36,7 +36,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from ringattn.inference.forward_batch import Step
+from ringattn.inference.forward_batch import ForwardBatch
 from ringattn.inference.kv_pool import KVPool
 from ringattn.kernels.contract import Carry, Score, accumulation_dtype
 from ringattn.kernels.decode import PageTable, decode, num_splits, parts_len, pick, tile_tokens
@@ -50,7 +50,7 @@ FLOPS_PER_BYTE = 120.0
 MOST_RECTANGLES = 256
 """Requests to one call of the kernel, every program of which looks at the bounds of all: more are not in place by themselves."""
 Window = tuple[int | None, int | None] | None
-Stretch = tuple[int, int, int]
+RankSpan = tuple[int, int, int]
 """(start, length, request): positions start .. start + length - 1 of the request at this place in its step."""
 
 
@@ -105,7 +105,7 @@ def is_in_place_faster(
     return slower <= saved
 
 
-def resolve_reads(wanted: str, step: Step, q: Tensor, left: int | None, fresh: bool) -> str:
+def resolve_reads(wanted: str, step: ForwardBatch, q: Tensor, left: int | None, fresh: bool) -> str:
     """What is read: as wanted, or by Note [In place or copied] from numbers that are equal on all ranks.
 
     Args:
@@ -203,8 +203,8 @@ class InPlace:
 
 
 def plan_in_place(
-    step: Step,
-    stretches: Sequence[Stretch],
+    step: ForwardBatch,
+    stretches: Sequence[RankSpan],
     heads: int,
     causal: bool,
     window: Window,
@@ -269,10 +269,10 @@ def plan_in_place(
     )
 
 
-def _table(step: Step, owners: Sequence[int], device: torch.device) -> PageTable:
+def _table(step: ForwardBatch, owners: Sequence[int], device: torch.device) -> PageTable:
     """This rank's blocks of each rectangle's request."""
     cache = step.cache
-    tables = [cache.pages.table(request, cache.ring.rank) for request in step.requests]
+    tables = [cache.allocator.table(request, cache.ring.rank) for request in step.requests]
     # a kernel wants one column at least
     found = torch.zeros(3, len(tables), max(1, *map(len, tables)), dtype=torch.int32, device="cpu")
     for i, table in enumerate(tables):

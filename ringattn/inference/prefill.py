@@ -39,8 +39,8 @@ Note [Rows of pages]
     2 t hk (d + dv) e bytes, of which attention reads half again: for bf16, d = dv = 128, 8 key heads and 256K tokens on a rank
     2.1 GB, 0.6 ms at 3.35 TB/s. Attention over them makes 4 N t h d FLOPs: with 32 query heads at 600 TFLOP/s 7.3 us for each
     of the N new rows of all ranks. So the copy takes 8% of it beside 1K new rows and 0.25% beside 32K; beside few rows it is most
-    of the time, and pages are read in place instead, where no keys move (Note [In place or copied] of in_place.py). A prompt that
-    begins has kept nothing yet: its rows are used as they are.
+    of the time, and pages are read in place instead, where no keys move (Note [In place or copied] of paged_prefill.py). The first
+    chunk of a prompt has no cached rows: its rows are used as they are.
 
 Note [Room ahead]
     Every chunk of a long prompt sees more keys than the one before, and buffers of the ring that other ranks write to are made by
@@ -61,7 +61,7 @@ import torch
 from torch import Tensor
 
 from ringattn.dispatch import run_forward
-from ringattn.inference.forward_batch import Step
+from ringattn.inference.forward_batch import ForwardBatch
 from ringattn.inference.paged_prefill import InPlace, plan_in_place
 from ringattn.kernels.contract import Carry, Score, Side, accumulation_dtype
 from ringattn.kernels.parts import clear, finish_parts, size, views
@@ -83,8 +83,8 @@ class Prefill:
 
     Attributes:
         plan: The resolved spec.
-        moves: "keys" or "queries".
-        reads: "copies" or "pages".
+        comm_mode: "keys" or "queries".
+        kv_access: "copies" or "pages".
         fresh: Nothing was kept before: the new rows are all there are.
         travel: How queries move, where they do.
         in_place: Which rows attend over this rank's pages where they lie, if they do and there are any.
@@ -92,8 +92,8 @@ class Prefill:
     """
 
     plan: ExecutionPlan
-    moves: str
-    reads: str
+    comm_mode: str
+    kv_access: str
     fresh: bool
     travel: Travel | None
     in_place: InPlace | None
@@ -107,11 +107,11 @@ class Prefill:
         Then what is not finite must be contained (Note [Values that are not finite] of kernels/pages.py).
         """
         documents = self.plan.spec.sharding.documents
-        return self.fresh and self.reads == "copies" and documents is not None and len(documents) > 2
+        return self.fresh and self.kv_access == "copies" and documents is not None and len(documents) > 2
 
     def attend(
         self,
-        step: Step,
+        step: ForwardBatch,
         layer: int,
         q: Tensor,
         k: Tensor,
@@ -125,7 +125,7 @@ class Prefill:
         score = plan.spec.score(q.dtype, 0, ScoreTensors(sinks, alibi_slopes))
         # Note [What queries wait for]
         guests = None if self.travel is None else _invite(q.contiguous(), cache.v_head_dim, seat, self.travel)
-        if self.reads == "pages":
+        if self.kv_access == "pages":
             if guests is None:
                 return (
                     q.new_empty(*q.shape[:3], cache.v_head_dim)
@@ -157,7 +157,7 @@ class Prefill:
 
 
 def rows_in_place(
-    step: Step,
+    step: ForwardBatch,
     spec: AttentionSpec,
     travel: Travel | None,
     heads: int,
@@ -188,7 +188,7 @@ def rows_in_place(
     return plan_in_place(step, new, heads, mask.causal, mask.window, mask.chunk_len, step.cache.device)
 
 
-def resolve_moves(wanted: str, step: Step, spec: AttentionSpec, q: Tensor, fresh: bool) -> str:
+def resolve_moves(wanted: str, step: ForwardBatch, spec: AttentionSpec, q: Tensor, fresh: bool) -> str:
     """What moves: as wanted, or by Note [What moves] from numbers that are equal on all ranks.
 
     Args:
@@ -263,10 +263,10 @@ def _grow(reserved: dict[str, tuple[int, ...]], kind: str, sizes: tuple[int, ...
     return there
 
 
-def growth(step: Step) -> float:
+def growth(step: ForwardBatch) -> float:
     """How many times as many tokens the requests of a step may have as they have now, and SLACK."""
-    books = step.cache.pages
-    promised, there = sum(map(books.reserved, step.requests)), sum(step.lengths)
+    allocator = step.cache.allocator
+    promised, there = sum(map(allocator.reserved, step.requests)), sum(step.lengths)
     return max(1.0, promised / there) * SLACK
 
 

@@ -1,20 +1,20 @@
-"""A step of decoding that stays where it is, for CUDA graphs: the next tokens are said to it in place.
+"""Decode batch with fixed addresses, for CUDA graphs: new tokens are written in place.
 
-Owns `StaticStep` and what it refuses. Refuses to know how numbers lie in an upload (batch_metadata.py), and how a step is made that
-is used once (forward_batch.py).
+Owns `StaticBatch` and its refusals. Refuses to know how integers lie in an upload (batch_metadata.py), and how a batch is made
+that is used once (forward_batch.py).
 
-Note [Steps that stay]
-    A captured CUDA graph reads the addresses that it was captured with. A `StaticStep` has its tensors at fixed addresses and
-    in fixed shapes; the next tokens are said to it in place (`PagedKVCache.extend(..., into=step)`), in stream order, and a
-    graph that was captured with it then serves them. Rows of the batch that no request fills see nothing and are kept nowhere.
+Note [Fixed addresses]
+    A captured CUDA graph reads the addresses that it was captured with. A `StaticBatch` has tensors of fixed addresses and
+    shapes; new tokens are written in place (`PagedKVCache.extend(..., into=step)`), in stream order, and a graph that was
+    captured with the batch then serves them. Rows that no request fills see nothing and are not stored.
 
 Note [Pieces]
-    A short prompt is a step of decoding, too: every rank computes all of its rows, attends over the keys that it keeps, and one
-    exchange makes the answers. Who keeps what is then said by tables alone, so one graph serves all prompts that have room in
-    it, where a prefill is planned and launched anew each time. It costs P times the products, which take no longer than
-    reading the weights does as long as rows are a few hundred. A packed step has so many pieces of so many rows. Each request's
-    new tokens are cut into pieces, each with all blocks of its request; rows of a last piece that are too many see nothing and
-    are kept nowhere. The model gets the rows of all pieces in one line.
+    A short prompt can be decoded: every rank computes all of its rows, attends over the keys that it stores, and one reduction
+    merges the partials. Block tables alone say which rank stores what, so one graph serves all prompts that fit, while a prefill
+    is planned and launched anew each time. Matrix products are computed P times, which takes no longer than reading the
+    weights as long as rows are a few hundred. A packed batch has a number of pieces of `new` rows. Each request's new tokens are
+    cut into pieces, each with all blocks of its request; surplus rows of a last piece see nothing and are not stored. The model
+    gets the rows of all pieces in one sequence.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from torch import Tensor
 
 from ringattn.inference.batch_metadata import BatchMetadata
 from ringattn.inference.block_table import Request
-from ringattn.inference.forward_batch import Mask, Step
+from ringattn.inference.forward_batch import ForwardBatch, Mask
 from ringattn.inference.kv_pool import KVPool
-from ringattn.inference.page_allocator import Pages
+from ringattn.inference.page_allocator import PageAllocator
 
 
-class StaticStep(Step):
-    """A step of decoding whose tensors stay where they are (Note [Steps that stay]); made by `PagedKVCache.static_step`.
+class StaticBatch(ForwardBatch):
+    """A step of decoding whose tensors stay where they are (Note [Fixed addresses]); made by `PagedKVCache.static_batch`.
 
     Attributes:
         max_tokens: The longest request that it serves.
@@ -53,7 +53,7 @@ class StaticStep(Step):
     _in_call: bool = False
 
     @classmethod
-    def make(cls, cache: KVPool, batch: int, new: int, max_tokens: int, max_blocks: int, packed: bool) -> StaticStep:
+    def make(cls, cache: KVPool, batch: int, new: int, max_tokens: int, max_blocks: int, packed: bool) -> StaticBatch:
         """A step without requests.
 
         Args:
@@ -76,7 +76,7 @@ class StaticStep(Step):
 
     def check(self, requests: Sequence[int], counts: Sequence[int]) -> list[Request]:
         """Refuses what does not fit, before room is made for it; returns what the books say of the requests."""
-        books, (batch, new) = self.cache.pages, self.tiles
+        allocator, (batch, new) = self.cache.allocator, self.tiles
         if self.pieces is not None:
             if min(counts, default=1) < 1 or sum(-(-count // new) for count in counts) > batch:
                 raise ValueError(
@@ -88,13 +88,13 @@ class StaticStep(Step):
                 f"a static step must be given at most {batch} requests with {new} new tokens each, got "
                 f"{len(requests)} with {list(counts)}; make one of another shape, or extend without into"
             )
-        found = books.look(requests)
+        found = allocator.get_requests(requests)
         most = max(counts, default=0)
         longest = max([one.length for one in found], default=0) + most
-        if longest <= self.max_tokens and _most_blocks(books, found, most) <= self.max_blocks:
+        if longest <= self.max_tokens and _most_blocks(allocator, found, most) <= self.max_blocks:
             return found
         for one, count in zip(found, counts, strict=False):
-            length, most = one.length + count, _most_blocks(books, [one], count)
+            length, most = one.length + count, _most_blocks(allocator, [one], count)
             if length > self.max_tokens or most > self.max_blocks:
                 raise ValueError(
                     f"a static step must be given requests of at most {self.max_tokens} tokens in {self.max_blocks} "
@@ -105,7 +105,7 @@ class StaticStep(Step):
 
     def refill(self, requests: Sequence[int], here: Sequence[Request], counts: Sequence[int]) -> None:
         """Says the next tokens, for which room was made, in place; here: what `check` returned."""
-        books, new = self.cache.pages, self.tiles[1]
+        allocator, new = self.cache.allocator, self.tiles[1]
         said = tuple(counts)
         if said != self.counts:
             self.counts = said
@@ -115,13 +115,13 @@ class StaticStep(Step):
             self.last_rows = tuple([(0, last) if self.pieces else divmod(last, new) for last in lasts])
         self.requests, self.firsts = tuple(requests), tuple([one.first for one in here])
         self.lengths = tuple([one.length for one in here])
-        self.known, self.met = books.changes, False
-        self._metadata.write(here, said, self._rows, books.changes)
+        self.known, self.met = allocator.changes, False
+        self._metadata.write(here, said, self._rows, allocator.changes)
         for mask, found in self._found.items():
             self._find_bounds(mask, *found)
         self._fresh = set(self._found)
 
-    def lay(self, tokens: Tensor) -> Tensor:
+    def arrange(self, tokens: Tensor) -> Tensor:
         """The new tokens where the model is to find them: `batch rows` on the CPU, 0 where there is none.
 
         Args:
@@ -137,7 +137,7 @@ class StaticStep(Step):
 
     @contextmanager
     def one_call(self) -> Iterator[None]:
-        """As `Step.one_call`. What is found in a call is not true of the next one, and in a capture it is found in every replay."""
+        """As `ForwardBatch.one_call`, for this call alone: tokens change in place, and a captured call runs again in every replay."""
         self.shared, self._in_call = {}, True
         try:
             yield
@@ -145,13 +145,13 @@ class StaticStep(Step):
             self.shared, self._in_call = {}, False
 
     def once(self, key: Hashable, find: Callable[[], Tensor | None]) -> Tensor | None:
-        """As `Step.once`, inside of `one_call` alone."""
+        """As `ForwardBatch.once`, inside of `one_call` alone."""
         return super().once(key, find) if self._in_call else None
 
     def bounds(
         self, causal: bool, window: tuple[int | None, int | None] | None, chunk_len: int | None = None
     ) -> tuple[Tensor, Tensor]:
-        """As `Step.bounds`, at fixed addresses.
+        """As `ForwardBatch.bounds`, at fixed addresses.
 
         What was asked for once is worked out again whenever the step is said anew, so a graph that is captured afterwards need
         not do it. A graph that is captured before does it by itself.
@@ -171,10 +171,10 @@ class StaticStep(Step):
         return known
 
 
-def most_blocks(books: Pages, requests: Sequence[int], new: int) -> int:
+def max_blocks_after(allocator: PageAllocator, requests: Sequence[int], new: int) -> int:
     """Blocks that one of some requests may have on one rank when each has got `new` more tokens; the same on every rank."""
-    return _most_blocks(books, books.look(requests), new)
+    return _most_blocks(allocator, allocator.get_requests(requests), new)
 
 
-def _most_blocks(books: Pages, requests: Sequence[Request], new: int) -> int:
-    return max([one.most_blocks for one in requests], default=0) + -(-new // books.page_size)
+def _most_blocks(allocator: PageAllocator, requests: Sequence[Request], new: int) -> int:
+    return max([one.max_blocks_after for one in requests], default=0) + -(-new // allocator.page_size)

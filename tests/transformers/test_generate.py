@@ -59,7 +59,7 @@ def on_ranks(kind: str, calls: list[dict[str, Any]], sizes: dict[str, Any]) -> t
         found = [model.generate(**call, past_key_values=cache).clone() for call in calls]
         cache.reset()
         assert cache.kv is not None
-        home = set(cache.kv.pages.free) == {cache.kv.pages.pages}
+        home = set(cache.kv.allocator.free_pages) == {cache.kv.allocator.pages}
     return found, home and "forward" not in model.__dict__
 
 
@@ -252,7 +252,7 @@ def drafted(calls: list[dict[str, Any]], recorder: Reruns | None = None) -> tupl
             found.append(model.generate(**call, past_key_values=cache))
             cache.reset()
         assert cache.kv is not None
-        assert set(cache.kv.pages.free) == {cache.kv.pages.pages}
+        assert set(cache.kv.allocator.free_pages) == {cache.kv.allocator.pages}
     return found, met
 
 

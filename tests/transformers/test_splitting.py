@@ -56,7 +56,7 @@ def _answers(model: Any, ring: Ring, backend: Any = None) -> tuple[int, list[Ten
     parts = split(model, ring, backend=backend) if backend != "whole" else 0
     sizes = dict(zip(("layers", "kv_heads", "head_dim", "v_head_dim"), cache_sizes(model), strict=True))
     cache = PagedKVCache(ring, **sizes, dtype=torch.float32, pages=16, page_size=4)
-    one, two = (cache.join(30) for _ in range(2))
+    one, two = (cache.add_request(30) for _ in range(2))
     said, read = [], []
     patch = pytest.MonkeyPatch()
     with patch.context() as context:
@@ -121,7 +121,7 @@ def _with_kernels(kind: str) -> tuple[int, float, dict[str, int]]:
         cache = PagedKVCache(ring, **sizes, dtype=torch.float32, pages=16, page_size=4)
         if count is not None:
             count.since()
-        found = Decoding(model, cache, None).run([cache.join(30)], torch.tensor([[3, 4, 5]]), last=3).logits
+        found = Decoding(model, cache, None).run([cache.add_request(30)], torch.tensor([[3, 4, 5]]), last=3).logits
         return parts, found, {} if count is None else count.since()
 
     _, expected, _ = decode(None)

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ringattn.api import ring_attention
-from ringattn.inference import Step
+from ringattn.inference import ForwardBatch
 from ringattn.inference import attend as attend_step
 from ringattn.integrations.transformers.masks import RingMask
 from ringattn.integrations.transformers.positions import check_positions, read_cumulative, read_documents
@@ -80,7 +80,7 @@ def attend(
     dropout: float = 0.0,
     scaling: float | None = None,
     sharding: Sharding | None = None,
-    step: Step | None = None,
+    step: ForwardBatch | None = None,
     position_ids: Tensor | str | None = UNSAID,
     is_causal: bool | None = None,
     sliding_window: int | None = None,
@@ -125,7 +125,9 @@ def attend(
     """
     if not torch.compiler.is_compiling():
         _calls[0] += 1
-    ring = step.cache.ring if isinstance(step, Step) else sharding.ring if isinstance(sharding, Sharding) else None
+    ring = (
+        step.cache.ring if isinstance(step, ForwardBatch) else sharding.ring if isinstance(sharding, Sharding) else None
+    )
     lengths = key_bias = tokens = None
     # what is refused here on one rank, others hear of
     with nullcontext() if ring is None else ring.shared_refusals():
@@ -380,7 +382,7 @@ def _number(module: nn.Module) -> int | None:
 
 
 def _check_step(
-    step: Step,
+    step: ForwardBatch,
     module: nn.Module,
     query: Tensor,
     key: Tensor,
@@ -390,7 +392,7 @@ def _check_step(
     sharding: Sharding | None,
     cu_seq_lens: tuple[Tensor | None, Tensor | None],
 ) -> None:
-    if not isinstance(step, Step):
+    if not isinstance(step, ForwardBatch):
         raise ValueError(
             f"step must be a ringattn.inference.Step, got {type(step).__name__}; pass what PagedKVCache.extend returned"
         )
@@ -429,7 +431,7 @@ def _check_step(
 
 
 def _attend_with_cache(
-    step: Step,
+    step: ForwardBatch,
     module: nn.Module,
     query: Tensor,
     key: Tensor,

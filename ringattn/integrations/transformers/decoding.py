@@ -7,7 +7,7 @@ Legend: b requests, n new tokens of each.
 
 Note [Replays]
     A call of a model with a token is hundreds of launches, which take the host longer than the device. Captured once in a CUDA
-    graph, they are one launch. A graph reads the addresses that it was captured with, so tokens and the step (`StaticStep`) are
+    graph, they are one launch. A graph reads the addresses that it was captured with, so tokens and the step (`StaticBatch`) are
     written in place and the graph is replayed; its logits stay where they are until the next replay, of this or another graph:
     graphs share their memory.
 
@@ -49,9 +49,9 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
-from ringattn.inference import PagedKVCache, StaticStep
-from ringattn.inference.forward_batch import MOST_DECODED
-from ringattn.inference.static_batch import most_blocks
+from ringattn.inference import PagedKVCache, StaticBatch
+from ringattn.inference.forward_batch import MAX_DECODE_TOKENS
+from ringattn.inference.static_batch import max_blocks_after
 from ringattn.integrations.transformers.replacing import distance
 from ringattn.integrations.transformers.steps import forward_step
 from ringattn.transport.patience import Marks
@@ -272,7 +272,7 @@ class _Recorded:
         checked: It has been found to be right.
     """
 
-    step: StaticStep
+    step: StaticBatch
     tokens: Tensor
     wanted: range | Tensor
     logits: Tensor
@@ -319,7 +319,7 @@ class Decoding:
         self._batches, self._patience, self._most = batches, patience, most
         few = max(batches or (1,))
         self._packed = [
-            *(_Shape(batch, MOST_DECODED, 0, batch) for batch in pieces),
+            *(_Shape(batch, MAX_DECODE_TOKENS, 0, batch) for batch in pieces),
             *(_Shape(batch, 1, 0, min(batch, few)) for batch in rows),
         ]
         self._recorded: dict[_Shape, _Recorded] = {}
@@ -336,7 +336,9 @@ class Decoding:
     @property
     def most_pieces(self) -> int:
         """Pieces of MOST_DECODED rows that requests may be cut into to be replayed in one packed call; 0: none are."""
-        return max((shape.batch for shape in self._recorded if shape.packed and shape.new == MOST_DECODED), default=0)
+        return max(
+            (shape.batch for shape in self._recorded if shape.packed and shape.new == MAX_DECODE_TOKENS), default=0
+        )
 
     @property
     def most_rows(self) -> int:
@@ -363,7 +365,7 @@ class Decoding:
         *,
         positions: Tensor | None = None,
         last: int = 1,
-        alike: bool = False,
+        same_length: bool = False,
     ) -> Any:
         """Brings new tokens of requests to the cache, and computes their logits.
 
@@ -372,7 +374,7 @@ class Decoding:
             tokens: `b n` int64, 1 <= n <= 16, the same on every rank, on any device.
             positions: `b n` or `1 n`: what rotary embeddings get; None: the places of the tokens in their requests.
             last: Of how many of the new tokens logits are wanted, at least 1.
-            alike: As in `PagedKVCache.extend`.
+            same_length: As in `PagedKVCache.extend`.
 
         Returns:
             What the model returns, with logits `b last vocab`, the same bits on every rank. Of a call that was replayed it has
@@ -386,10 +388,10 @@ class Decoding:
         b, new = tokens.shape
         recorded = self._find(requests, new, last)
         if recorded is None:
-            step = self._cache.extend(requests, [new] * b, mode="decode", alike=alike)
+            step = self._cache.extend(requests, [new] * b, mode="decode", same_length=same_length)
             return self._call(step, tokens, step.positions if positions is None else positions, range(new - last, new))
         self._check_ring()
-        self._cache.extend(requests, [new] * b, mode="decode", alike=alike, into=recorded.step)
+        self._cache.extend(requests, [new] * b, mode="decode", same_length=same_length, into=recorded.step)
         recorded.tokens[:b].copy_(_ready(tokens, recorded.tokens), non_blocking=True)
         if positions is not None:
             recorded.step.positions[:b].copy_(positions)
@@ -400,7 +402,7 @@ class Decoding:
 
     @torch.no_grad()
     def run_packed(
-        self, requests: Sequence[int], counts: Sequence[int], tokens: Tensor, *, piece: int = MOST_DECODED
+        self, requests: Sequence[int], counts: Sequence[int], tokens: Tensor, *, piece: int = MAX_DECODE_TOKENS
     ) -> Tensor | None:
         """Brings short prompts, or parts of prompts, and computes the logits of their last tokens (Note [Short prompts]).
 
@@ -425,14 +427,14 @@ class Decoding:
             if shape.packed and shape.new == piece and shape.batch >= pieces and shape.most >= many
         ]
         recorded = min(found, key=lambda one: one.step.tiles[0], default=None)
-        books = self._cache.pages
-        if recorded is None or most_blocks(books, requests, max(counts)) > recorded.step.max_blocks:
+        allocator = self._cache.allocator
+        if recorded is None or max_blocks_after(allocator, requests, max(counts)) > recorded.step.max_blocks:
             return None
         self._check_ring()
         step = recorded.step
         self._cache.extend(requests, counts, into=step)
         # pieces of one row leave no gaps, and tokens that only the device knows stay there
-        laid = tokens[None] if piece == 1 else step.lay(tokens)
+        laid = tokens[None] if piece == 1 else step.arrange(tokens)
         recorded.tokens[:, : laid.shape[1]].copy_(_ready(laid, recorded.tokens), non_blocking=True)
         lasts = torch.tensor([row for one in step.last_rows if one is not None for row in one[1:]], device="cpu")
         assert isinstance(recorded.wanted, Tensor), "rows of packed requests are written in place"
@@ -467,8 +469,8 @@ class Decoding:
         if batch is None:
             return None
         shape = _Shape(batch, new, last)
-        books = self._cache.pages
-        blocks = most_blocks(books, requests, new)
+        allocator = self._cache.allocator
+        blocks = max_blocks_after(allocator, requests, new)
         found = self._recorded.get(shape)
         if found is not None and blocks <= found.step.max_blocks:
             return found
@@ -477,8 +479,8 @@ class Decoding:
             return None
         if found is None and self._met[shape] < self._patience:
             return None
-        ahead = max(books.reserved(request) - books.length(request) for request in requests)
-        return self._record(shape, max(blocks, most_blocks(books, requests, ahead)))
+        ahead = max(allocator.reserved(request) - allocator.length(request) for request in requests)
+        return self._record(shape, max(blocks, max_blocks_after(allocator, requests, ahead)))
 
     def _record(self, shape: _Shape, blocks: int) -> _Recorded | None:
         """Records a shape with room for so many blocks; None where a rank can not (Note [All ranks alike])."""
@@ -487,16 +489,16 @@ class Decoding:
         self._recorded.pop(shape, None)
         cache = self._cache
         if shape.packed:
-            room = min(blocks, cache.pages.pages + 1)
+            room = min(blocks, cache.allocator.pages + 1)
         else:
-            room = min(LEAST_BLOCKS, cache.pages.pages + 1)
+            room = min(LEAST_BLOCKS, cache.allocator.pages + 1)
             while room < blocks:
                 room *= 2
         kinds: list[Callable[..., Any]] = []
         made, why = None, ""
         # what is written in place must not be bound to the mode of whoever came first
         with torch.inference_mode(False), torch.no_grad():
-            step = cache.static_step(
+            step = cache.static_batch(
                 shape.batch, shape.new, max_tokens=cache.capacity_tokens, max_blocks=room, packed=shape.packed
             )
             tokens = torch.zeros(step.batch, step.rows, dtype=torch.int64, device=cache.device)

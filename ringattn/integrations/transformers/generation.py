@@ -15,7 +15,7 @@ Note [Alike on all ranks]
     - at its first call of the model, and at any other call that brings more than few tokens: tokens, padding, places, and
       whose logits are wanted. So do calls outside of `generate` that bring more than one token.
     A call that goes on from there brings tokens which every rank has chosen from what all hold alike. It sends nothing. What it
-    brings is noted, and travels along with the comparisons of steps (Note [Words that travel along] of accord.py), one in 17
+    brings is noted, and travels along with the comparisons of steps (Note [Recorded results] of consistency.py), one in 17
     tokens; when `generate` ends, the rest is compared together with what it returns, and when the cache is left, what came
     since. So a rank that chose otherwise is found by the end, and what is returned was the same on all ranks.
     Such a call that is refused on one rank alone says so to whoever compares next, and so does what fails between two calls (a
@@ -50,7 +50,7 @@ from torch import Tensor, nn
 from transformers import Cache, GenerationConfig, MaxTimeCriteria, PretrainedConfig, PreTrainedModel
 
 from ringattn.inference import PagedKVCache
-from ringattn.inference.forward_batch import MOST_DECODED
+from ringattn.inference.forward_batch import MAX_DECODE_TOKENS
 from ringattn.integrations.transformers.attention import check_layers
 from ringattn.integrations.transformers.decoding import Decoding, Recorder, choose_recorder
 from ringattn.integrations.transformers.positions import find_table
@@ -183,7 +183,7 @@ class RingCache(Cache):
         kv, self.kv, self._requests = self.kv, None, []
         self._recorder, self._decodings = None, {}
         if kind is None and kv is not None:
-            kv.accord.compare("what the model was called with before the RingCache was left")
+            kv.consistency.check_recorded("what the model was called with before the RingCache was left")
 
     def __repr__(self) -> str:
         if self.kv is None:
@@ -232,7 +232,7 @@ class RingCache(Cache):
     def reset(self) -> None:
         """Forgets everything."""
         for request in self._requests:
-            self._open().leave(request)
+            self._open().free(request)
         self._requests, self._firsts, self._forked = [], [], False
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
@@ -308,10 +308,10 @@ class RingCache(Cache):
         except Exception as error:
             if self._calling:
                 raise  # ranks have raised it together, or were told
-            kv.accord.forget()
+            kv.consistency.discard()
             self.ring.refuse(error)
-        kv.accord.note("generate", _hash(out if isinstance(out, Tensor) else out.sequences)[None])
-        kv.accord.compare("what generate returns")
+        kv.consistency.record("generate", _hash(out if isinstance(out, Tensor) else out.sequences)[None])
+        kv.consistency.check_recorded("what generate returns")
         return out
 
     def _run(self, generate: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -341,12 +341,12 @@ class RingCache(Cache):
             # whoever comes next may be other sequences
             return self.reset()
         for request in self._requests:
-            self._open().crop(request, length)
+            self._open().truncate(request, length)
 
     def _select(self, sources: list[int]) -> None:
         """Lets sequence i go on from what sequence sources[i] was."""
         kv, were = self._open(), self._requests
-        kv.accord.note(f"sequences {sources}")
+        kv.consistency.record(f"sequences {sources}")
         if sources == list(range(len(were))):
             return
         if len(sources) == len(were) and not self._forked:
@@ -354,7 +354,7 @@ class RingCache(Cache):
         else:
             for place, request in enumerate(were):
                 if place not in sources:
-                    kv.leave(request)
+                    kv.free(request)
             seen: set[int] = set()
             self._requests = []
             for source in sources:
@@ -364,7 +364,7 @@ class RingCache(Cache):
         self._firsts = [self._firsts[source] for source in sources]
 
     def _is_alike(self) -> bool:
-        return not self._forked or self._open().pages.are_alike(self._requests)
+        return not self._forked or self._open().allocator.have_same_placement(self._requests)
 
     def _call(self, forward: Callable[..., Any], given: dict[str, Any]) -> Any:
         """A call of the model, whose own forward is given, with this cache and these arguments."""
@@ -379,7 +379,7 @@ class RingCache(Cache):
         if compared and not self._generating:
             _share_generators(self.ring, kv.device)
         if not self._requests:
-            self._requests, self._firsts = kv.join_alike(self.max_tokens, firsts), firsts
+            self._requests, self._firsts = kv.add_batch(self.max_tokens, firsts), firsts
         keep = given.get("logits_to_keep", 0)
         wanted = [x % n for x in keep.tolist()] if isinstance(keep, Tensor) else list(range(n)[-keep:])
         positions = given.get("position_ids")
@@ -388,7 +388,7 @@ class RingCache(Cache):
         try:
             if (
                 name == "input_ids"
-                and n <= MOST_DECODED
+                and n <= MAX_DECODE_TOKENS
                 and wanted == list(range(n))[-len(wanted) :]
                 and not any(options.values())
             ):
@@ -398,7 +398,7 @@ class RingCache(Cache):
         except BaseException:
             # rows that some layers have not written are nobody's
             self._crop(before)
-            kv.accord.forget()
+            kv.consistency.discard()
             raise
         out.past_key_values = self
         self._calling = False
@@ -409,7 +409,9 @@ class RingCache(Cache):
         layers = _layers(self._model)
         if layers not in self._decodings:
             self._decodings[layers] = Decoding(forward, self._open(), self._recorder, patience=2)
-        out = self._decodings[layers].run(self._requests, new, positions=positions, last=last, alike=self._is_alike())
+        out = self._decodings[layers].run(
+            self._requests, new, positions=positions, last=last, same_length=self._is_alike()
+        )
         # callers may keep them
         out.logits = out.logits.clone()
         return out
@@ -425,7 +427,7 @@ class RingCache(Cache):
     ) -> Any:
         """Any other call."""
         kv, (b, n) = self._open(), new.shape[:2]
-        step = kv.extend(self._requests, [n] * b, alike=self._is_alike())
+        step = kv.extend(self._requests, [n] * b, same_length=self._is_alike())
         if step.batch != b:
             # sequences that are kept by different ranks are computed one after another
             new, positions = new.flatten(0, 1)[None], positions.expand(b, -1).flatten()[None]
@@ -446,7 +448,7 @@ class RingCache(Cache):
             return firsts, True
         new, positions, keep = given[name], given.get("position_ids"), given.get("logits_to_keep", 0)
         b, n = new.shape[:2]
-        few = 1 if not self._generating else MOST_DECODED
+        few = 1 if not self._generating else MAX_DECODE_TOKENS
         goes_on = bool(self._requests) and n <= few and name == "input_ids" and (self._compared or not self._generating)
         options = [
             keep if isinstance(keep, int) else keep.tolist(),
@@ -454,7 +456,7 @@ class RingCache(Cache):
         ]
         words = f"{b} sequences, {n} new tokens after {self.get_seq_length()}, options {options}"
         if goes_on:
-            self._open().accord.note(words, new, *(() if positions is None else (positions.to(new.device),)))
+            self._open().consistency.record(words, new, *(() if positions is None else (positions.to(new.device),)))
             return firsts, False
         numbers = [
             int(_hash(x))
@@ -498,7 +500,7 @@ class RingCache(Cache):
                 f"attention_mask must begin with the padding that the cache knows of, {known} tokens by sequence, got {firsts}; "
                 "call reset() before other prompts"
             )
-        if any(firsts) and n > MOST_DECODED and not self._is_alike():
+        if any(firsts) and n > MAX_DECODE_TOKENS and not self._is_alike():
             raise NotImplementedError(
                 f"sequences with padding must be kept by the same ranks to go on with {n} tokens, got some that were repeated; "
                 "call reset() and give the whole prompts again"

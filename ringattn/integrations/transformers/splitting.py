@@ -99,10 +99,12 @@ def _inner(mlp: nn.Module, ranks: int) -> int | None:
     inner = last.in_features
     sizes = [one.out_features for one in first]
     # or both products of a gate in one
-    alike = (set(sizes) == {inner} or sizes == [2 * inner]) and all(one.in_features == width(mlp) for one in first)
+    same_length = (set(sizes) == {inner} or sizes == [2 * inner]) and all(
+        one.in_features == width(mlp) for one in first
+    )
     own = any(True for _ in mlp.parameters(recurse=False))
     fits = inner % ranks == 0 and inner // ranks * last.weight.element_size() % ALIGNED == 0
-    return inner if alike and not own and fits else None
+    return inner if same_length and not own and fits else None
 
 
 def _split_mlp(mlp: nn.Module, ring: Ring, backend: str | Callable | None) -> Replacement | None:

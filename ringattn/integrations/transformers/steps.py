@@ -32,7 +32,7 @@ import torch
 from torch import Tensor, nn
 from transformers import Cache
 
-from ringattn.inference import Step
+from ringattn.inference import ForwardBatch
 from ringattn.ring import Ring
 
 _everywhere: ContextVar[Ring | None] = ContextVar("rows_everywhere", default=None)
@@ -88,7 +88,7 @@ class PassingCache(Cache):
         return (query_length if isinstance(query_length, int) else query_length.shape[0]), 0
 
 
-def run_step(model: nn.Module, step: Step, tokens: Tensor, *, wanted: Sequence[int] | None = None) -> Tensor:
+def run_step(model: nn.Module, step: ForwardBatch, tokens: Tensor, *, wanted: Sequence[int] | None = None) -> Tensor:
     """Runs a causal model of transformers over the new tokens of a step; every rank calls it alike.
 
     Args:
@@ -133,7 +133,7 @@ def run_step(model: nn.Module, step: Step, tokens: Tensor, *, wanted: Sequence[i
 
 def forward_step(
     forward: Callable[..., Any],
-    step: Step,
+    step: ForwardBatch,
     inputs: dict[str, Tensor],
     positions: Tensor,
     wanted: Sequence[int] | Tensor | None,
@@ -200,7 +200,7 @@ def forward_step(
     return out
 
 
-def _new_tokens(step: Step) -> int:
+def _new_tokens(step: ForwardBatch) -> int:
     """New tokens of each batch element of the model."""
     if step.mode == "decode":
         return step.rows
@@ -208,7 +208,7 @@ def _new_tokens(step: Step) -> int:
 
 
 def _kept_rows(
-    step: Step, new: int, wanted: Sequence[int] | Tensor, device: torch.device
+    step: ForwardBatch, new: int, wanted: Sequence[int] | Tensor, device: torch.device
 ) -> tuple[int | Tensor, Tensor | None]:
     """Which of this rank's rows are wanted, as transformers takes them, and their places among all wanted (None: no others)."""
     if isinstance(wanted, Tensor):
