@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ringattn import Ring, attention_reference, ring_attention
 from ringattn.inference import ForwardBatch, PagedKVCache, attend
-from ringattn.inference.paged_prefill import is_in_place_faster
+from ringattn.inference.paged_prefill import is_paged_faster
 from ringattn.launch.histories import (
     CHUNKS,
     CROWD,
@@ -545,16 +545,16 @@ MEASURED = {
 def test_the_counts_choose_what_was_faster() -> None:
     sizes = {"heads": 32, "kv_heads": 8, "element_size": 2, "most": 32}
     for (kept, new), (copies, in_place) in MEASURED.items():
-        assert is_in_place_faster([new], [kept + new], **sizes) == (in_place < copies), (kept, new)
+        assert is_paged_faster([new], [kept + new], **sizes) == (in_place < copies), (kept, new)
     # several requests: few rows on a long one outweigh many on a short one, and not the other way round
-    assert is_in_place_faster([32, 512], [200_000, 2_000], **sizes)
-    assert not is_in_place_faster([512, 32], [200_000, 2_000], **sizes)
+    assert is_paged_faster([32, 512], [200_000, 2_000], **sizes)
+    assert not is_paged_faster([512, 32], [200_000, 2_000], **sizes)
     # a window is all that is read in place, and all would be copied
-    assert is_in_place_faster([512], [200_000], left=4095, **sizes)
-    assert not is_in_place_faster([32] * 257, [200_000] * 257, **sizes)
+    assert is_paged_faster([512], [200_000], left=4095, **sizes)
+    assert not is_paged_faster([32] * 257, [200_000] * 257, **sizes)
     # more heads on a key head are more products for the same bytes; half the bytes are half the copy
-    assert not is_in_place_faster([64], [100_000], **sizes | {"heads": 64, "most": 16})
-    assert not is_in_place_faster([64], [100_000], **sizes | {"element_size": 1})
+    assert not is_paged_faster([64], [100_000], **sizes | {"heads": 64, "most": 16})
+    assert not is_paged_faster([64], [100_000], **sizes | {"element_size": 1})
 
 
 @pytest.mark.dist

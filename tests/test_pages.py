@@ -256,7 +256,7 @@ class Model(RuleBasedStateMachine):
             assert one.max_blocks_after == max(Counter(block.rank for block in blocks).values(), default=0)
             assert one.last is one.tables[blocks[-1].rank] if blocks else not one.last
             room = max(0, one.full - one.length)
-            assert room <= min(one.promised - one.length, self.allocator._room(one)), "whatever others did"
+            assert room <= min(one.reserved_tokens - one.length, self.allocator._free_rows(one)), "whatever others did"
             # all but the last block's length
             layout = name, [block[:3] for block in blocks], [block.length for block in blocks[:-1]]
             assert not blocks or self.layouts.setdefault(one.layout, layout) == layout
@@ -288,8 +288,10 @@ class Model(RuleBasedStateMachine):
             for page in range(allocator.pages):
                 assert allocator._users[rank][page] == users[rank, page]
                 assert (page in free) == (users[rank, page] == 0)
-        anywhere = sum(allocator._owed(one) for one in allocator._requests.values() if one.fixed is None)
-        assert allocator.available == sum(allocator.free_pages) - sum(allocator._fixed) - anywhere >= 0
+        anywhere = sum(
+            allocator._pages_to_open(one) for one in allocator._requests.values() if one.reserved_by_rank is None
+        )
+        assert allocator.available == sum(allocator.free_pages) - sum(allocator._reserved_by_rank) - anywhere >= 0
         assert set(allocator.requests) == set(self.said)
 
     def teardown(self) -> None:

@@ -21,8 +21,15 @@ import torch
 from torch import Tensor
 
 from ringattn.inference.forward_batch import ForwardBatch
-from ringattn.inference.paged_prefill import READS, resolve_reads
-from ringattn.inference.prefill import MOVES, Prefill, growth, plan_travel, resolve_moves, rows_in_place
+from ringattn.inference.paged_prefill import KV_ACCESS_MODES, resolve_kv_access
+from ringattn.inference.prefill import (
+    COMM_MODES,
+    Prefill,
+    find_paged_rows,
+    growth_limit,
+    plan_queries,
+    resolve_comm_mode,
+)
 from ringattn.kernels.contract import Score, accumulation_dtype
 from ringattn.kernels.decode import deal, decode, num_splits, parts_len
 from ringattn.kernels.decode import pick as pick_decode
@@ -185,22 +192,24 @@ class _Prefill:
         kernels = pick(q.device, q.dtype, q.shape[-1], cache.v_head_dim, impl=spec.impl, features=features).kernels
         fresh = step.lengths == step.counts
         wanted = "queries" if several and options.kv_access == "pages" else options.comm_mode
-        comm_mode = resolve_moves(wanted, step, spec, q, fresh)
+        comm_mode = resolve_comm_mode(wanted, step, spec, q, fresh)
         left = None if options.window is None else options.window[0]
         if options.chunk_len is not None:
             left = options.chunk_len if left is None else min(left, options.chunk_len)
         kv_access = (
-            "copies" if several and comm_mode == "keys" else resolve_reads(options.kv_access, step, q, left, fresh)
+            "copies" if several and comm_mode == "keys" else resolve_kv_access(options.kv_access, step, q, left, fresh)
         )
-        travel = plan_travel(spec, q.device) if comm_mode == "queries" and (several or kv_access == "copies") else None
-        in_place = rows_in_place(step, spec, travel, q.shape[2]) if kv_access == "pages" else None
+        query_plan = (
+            plan_queries(spec, q.device) if comm_mode == "queries" and (several or kv_access == "copies") else None
+        )
+        paged_rows = find_paged_rows(step, spec, query_plan, q.shape[2]) if kv_access == "pages" else None
         # shapes of keys and values; how many rows there are is no matter
         k, v = (
             torch.empty(q.shape[0], 0, cache.kv_heads, d, dtype=q.dtype, device="meta")
             for d in (cache.head_dim, cache.v_head_dim)
         )
         plan = make_execution_plan(spec, q, k, v, self.tensors, kernels, cache.ring.seat)
-        return Prefill(plan, comm_mode, kv_access, fresh, travel, in_place, growth(step))
+        return Prefill(plan, comm_mode, kv_access, fresh, query_plan, paged_rows, growth_limit(step))
 
 
 @dataclass(frozen=True, eq=False)
@@ -381,13 +390,13 @@ def _check_tensors(step: ForwardBatch, q: Tensor, sinks: Tensor | None, alibi_sl
 
 def _check_options(options: _Options, dtype: torch.dtype) -> None:
     check_softcap(options.softcap, dtype)
-    if options.comm_mode not in MOVES:
+    if options.comm_mode not in COMM_MODES:
         raise ValueError(
-            f"comm_mode must be one of {', '.join(MOVES)}, got {options.comm_mode!r}; 'auto' takes what is fewer bytes"
+            f"comm_mode must be one of {', '.join(COMM_MODES)}, got {options.comm_mode!r}; 'auto' takes what is fewer bytes"
         )
-    if options.kv_access not in READS:
+    if options.kv_access not in KV_ACCESS_MODES:
         raise ValueError(
-            f"kv_access must be one of {', '.join(READS)}, got {options.kv_access!r}; 'auto' takes what is faster"
+            f"kv_access must be one of {', '.join(KV_ACCESS_MODES)}, got {options.kv_access!r}; 'auto' takes what is faster"
         )
     if options.kv_access == "pages" and options.comm_mode == "keys":
         raise ValueError(

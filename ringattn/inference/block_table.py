@@ -103,13 +103,13 @@ class Request:
 
     Attributes:
         name: What it is called by.
-        promised: Tokens it may grow to.
+        reserved_tokens: Tokens it may grow to.
         first: Its first token that anybody sees.
         length: Its tokens.
         tables: Its blocks by rank.
-        stretches: Ranks of its tokens, ascending: (rank, the first token).
-        fixed: Pages promised on each rank; None: promised anywhere.
-        owed: Pages of the sum of promises that are its own (Note [Reservations] of page_allocator.py).
+        spans: Ranks of its tokens, ascending: (rank, the first token).
+        reserved_by_rank: Pages promised on each rank; None: promised anywhere.
+        pages_to_open: Pages of the sum of promises that are its own (Note [Reservations] of page_allocator.py).
         notes: (number of a change, tokens that it left in place), both ascending (Note [Unmoved tokens]).
         last: Its blocks on the rank that has the last one; none where it has no tokens.
         full: Tokens that it may certainly grow to in its last block (Note [Last blocks] of page_allocator.py).
@@ -119,13 +119,13 @@ class Request:
     """
 
     name: int
-    promised: int
+    reserved_tokens: int
     first: int
     length: int
     tables: list[BlockTable]
-    stretches: list[tuple[int, int]] = field(default_factory=list)
-    fixed: list[int] | None = None
-    owed: int = 0
+    spans: list[tuple[int, int]] = field(default_factory=list)
+    reserved_by_rank: list[int] | None = None
+    pages_to_open: int = 0
     notes: list[tuple[int, int]] = field(default_factory=list)
     last: BlockTable = field(default_factory=BlockTable)
     full: int = 0
@@ -149,12 +149,12 @@ class Request:
             notes[:2] = [(notes[1][0], notes[0][1])]
 
 
-def first_stretches(stretches: Sequence[tuple[int, int]], length: int) -> list[tuple[int, int]]:
+def truncate_spans(spans: Sequence[tuple[int, int]], length: int) -> list[tuple[int, int]]:
     """The stretches of the first tokens."""
-    return list(stretches[: bisect_left(stretches, length, key=lambda stretch: stretch[1])])
+    return list(spans[: bisect_left(spans, length, key=lambda span: span[1])])
 
 
-def parting(a: BlockTable, b: BlockTable, same: int) -> int:
+def first_difference(a: BlockTable, b: BlockTable, same: int) -> int:
     """The first token that may be elsewhere in one of two tables than in the other; the first `same` blocks are in common."""
     rest = [(one.pages[same:], one.starts[same:], one.lengths[same:]) for one in (a, b)]
     if rest[0] == rest[1]:
@@ -162,7 +162,7 @@ def parting(a: BlockTable, b: BlockTable, same: int) -> int:
     return min((one.starts[same] for one in (a, b) if same < len(one)), default=MAX_REQUEST_TOKENS)
 
 
-def blocks_in_common(a: BlockTable, b: BlockTable) -> int:
+def common_blocks(a: BlockTable, b: BlockTable) -> int:
     """How many blocks two tables begin with in common, their last ones aside."""
     low, high = 0, max(0, min(len(a), len(b)) - 1)
     while low < high:

@@ -47,14 +47,14 @@ class Comparable(Protocol):
         mode: "prefill" or "decode".
         requests: Requests that bring tokens.
         counts: New tokens of each request.
-        met: Ranks have compared the batch.
+        compared: Ranks have compared the batch.
         compares_rarely: Ranks need not compare a decode batch whenever its requests change.
     """
 
     mode: Literal["prefill", "decode"]
     requests: tuple[int, ...]
     counts: tuple[int, ...]
-    met: bool
+    compared: bool
     compares_rarely: ClassVar[bool]
 
     def describe(self) -> str:
@@ -72,10 +72,10 @@ class ConsistencyChecker:
     def __init__(self, ring: Ring) -> None:
         self._ring = ring
         self._kinds: set[str] = set()
-        self._settled: set[torch.device] = set()
+        self._initialized: set[torch.device] = set()
         self._decoding: object = None
-        self._decoded = 0
-        self._noted: list[tuple[str, tuple[Tensor, ...]]] = []
+        self._since_compared = 0
+        self._records: list[tuple[str, tuple[Tensor, ...]]] = []
         self._failures = ring.failures
 
     def check_batch(self, step: Comparable, kind: str, device: torch.device) -> None:
@@ -94,15 +94,15 @@ class ConsistencyChecker:
         """
         if self._ring.world_size == 1:
             return
-        self._start_anew()
+        self._discard_after_failure()
         same = self._is_known(step)
         if not same or kind not in self._kinds:
-            self._ring.agree("attend: a step and its options", f"{step.describe()}, {kind}{self._take_notes()}")
-        step.met = True
+            self._ring.agree("attend: a step and its options", f"{step.describe()}, {kind}{self._take_records()}")
+        step.compared = True
         self._kinds.add(kind)
-        if device not in self._settled:
+        if device not in self._initialized:
             self._ring.settle(device)
-            self._settled.add(device)
+            self._initialized.add(device)
 
     def record(self, words: str, *tensors: Tensor) -> None:
         """Keeps what must be the same on all ranks until they compare (Note [Recorded results]).
@@ -112,12 +112,12 @@ class ConsistencyChecker:
             tensors: Small ones of integers; they may change afterwards.
         """
         if self._ring.world_size > 1:
-            self._start_anew()
-            self._noted.append((words, tuple(x.detach().clone() for x in tensors)))
+            self._discard_after_failure()
+            self._records.append((words, tuple(x.detach().clone() for x in tensors)))
 
     def discard(self) -> None:
         """Drops what was noted: a call has failed, perhaps on this rank alone."""
-        self._noted.clear()
+        self._records.clear()
 
     def check_recorded(self, what: str) -> None:
         """Compares what was noted since ranks last compared, if anything was; every rank calls it.
@@ -129,21 +129,21 @@ class ConsistencyChecker:
             ValueError: It differs; raised on every rank.
             RuntimeError: A rank did not come within the ring's timeout.
         """
-        self._start_anew()
-        if self._noted:
-            self._ring.agree(what, self._take_notes().removeprefix(", "))
+        self._discard_after_failure()
+        if self._records:
+            self._ring.agree(what, self._take_records().removeprefix(", "))
 
-    def _start_anew(self) -> None:
+    def _discard_after_failure(self) -> None:
         """Forgets what was compared and noted before a call failed (Note [After a refusal])."""
         if self._failures != self._ring.failures:
             self._failures, self._decoding = self._ring.failures, None
-            self._noted.clear()
+            self._records.clear()
 
-    def _take_notes(self) -> str:
+    def _take_records(self) -> str:
         """What was noted, as words for a comparison."""
-        if not self._noted:
+        if not self._records:
             return ""
-        noted, self._noted = self._noted, []
+        noted, self._records = self._records, []
         words = repr([(words, [tuple(x.shape) for x in tensors]) for words, tensors in noted])
         digest = blake2b(words.encode(), digest_size=8)
         numbers = [x.flatten().long() for _, tensors in noted for x in tensors]
@@ -154,14 +154,14 @@ class ConsistencyChecker:
 
     def _is_known(self, step: Comparable) -> bool:
         """Whether the step needs no comparing (Note [When ranks compare])."""
-        if step.met:
+        if step.compared:
             return True
         if step.mode == "prefill":
             return False
         who = (step.requests, step.counts)
         patience = COMPARED if self._decoding == who or step.compares_rarely else 0
-        if self._decoding is None or self._decoded >= patience:
-            self._decoding, self._decoded = who, 0
+        if self._decoding is None or self._since_compared >= patience:
+            self._decoding, self._since_compared = who, 0
             return False
-        self._decoded += 1
+        self._since_compared += 1
         return True

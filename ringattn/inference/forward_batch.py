@@ -69,7 +69,7 @@ class ForwardBatch:
             causal mask ends.
         memo: What is worked out once for all layers.
         known: How many changes the cache had seen when the step was last found to be in place (`PageAllocator.changes`).
-        met: Ranks have compared the step, as far as they do (consistency.py).
+        compared: Ranks have compared the step, as far as they do (consistency.py).
         calls: What was decided about calls with this step, by their options and shapes (attention.py).
         shared: What layers have found for each other (`once`).
         pieces: decode: number of pieces and rows of each, if requests are packed (Note [Pieces] of static_batch.py); else None.
@@ -97,7 +97,7 @@ class ForwardBatch:
     causal_ends: Tensor | None = None
     memo: dict[object, tuple[Tensor, Tensor]] = field(default_factory=dict, repr=False)
     known: int = -1
-    met: bool = False
+    compared: bool = False
     calls: dict[object, Any] = field(default_factory=dict, repr=False)
     shared: dict[Hashable, Tensor | None] = field(default_factory=dict, repr=False)
     pieces: tuple[int, int] | None = None
@@ -159,7 +159,7 @@ class ForwardBatch:
         if self.sharding is not None and self.kv_sharding is not None:
             owners = f"{self.sharding.text} {self.kv_sharding.text}"
         else:
-            owners = [one.stretches for one in self.cache.allocator.get_requests(self.requests)]
+            owners = [one.spans for one in self.cache.allocator.get_requests(self.requests)]
         facts = repr((self.requests, self.counts, self.lengths, self.firsts, owners))
         few = (
             f"requests {self.requests} with {self.counts} new tokens"
@@ -297,8 +297,8 @@ def _prefill_step(common: tuple, same_length: bool) -> ForwardBatch:
     total = lengths[0] if same_length else sum(lengths)
     # those of a batch are on the same ranks
     stood_for = range(1 if same_length else len(requests))
-    new = [(i, stretch) for i in stood_for for stretch in allocator.rank_spans(requests[i], befores[i])]
-    kept = [(i, stretch) for i in stood_for for stretch in allocator.rank_spans(requests[i])]
+    new = [(i, span) for i in stood_for for span in allocator.rank_spans(requests[i], befores[i])]
+    kept = [(i, span) for i in stood_for for span in allocator.rank_spans(requests[i])]
     sharding, kv_sharding = (
         Sharding(total, "part", _shards(found, origins, world), rank, documents, ring=cache.ring, device=cache.device)
         for found in (new, kept)
@@ -336,10 +336,10 @@ def _last_rows(
     found: list[tuple[int, int] | None] = []
     row = 0
     for i, (request, before) in enumerate(zip(requests, befores, strict=True)):
-        stretches = allocator.rank_spans(request, before)
-        here = sum(stretch.stop - stretch.start for stretch in stretches if stretch.rank == rank)
+        spans = allocator.rank_spans(request, before)
+        here = sum(span.stop - span.start for span in spans if span.rank == rank)
         row = here if same_length else row + here
-        found.append((i if same_length else 0, row - 1) if stretches[-1].rank == rank else None)
+        found.append((i if same_length else 0, row - 1) if spans[-1].rank == rank else None)
     return tuple(found)
 
 

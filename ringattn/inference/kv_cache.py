@@ -106,27 +106,27 @@ class PagedKVCache(KVPool):
         return tuple(self.allocator.pages - free for free in self.allocator.free_pages)
 
     def add_request(self, reserve: int, first: int = 0) -> int:
-        """Lets a request in; see `PageAllocator.add_request`."""
+        """Add a request; see `PageAllocator.add_request`."""
         with self._refusals:
             return self.allocator.add_request(index(reserve), index(first))
 
     def add_batch(self, reserve: int, firsts: Sequence[int]) -> list[int]:
-        """Lets a batch in whose requests are to grow alike; see `PageAllocator.add_batch`."""
+        """Add requests that grow on the same ranks; see `PageAllocator.add_batch`."""
         with self._refusals:
             return self.allocator.add_batch(index(reserve), [index(first) for first in firsts])
 
     def fork(self, request: int, length: int | None = None, reserve: int | None = None) -> int:
-        """Lets a request in that shares the beginning of another one; see `PageAllocator.fork`."""
+        """Add a request that shares the beginning of another one; see `PageAllocator.fork`."""
         with self._refusals:
             return self.allocator.fork(index(request), _whole(length), _whole(reserve))
 
     def truncate(self, request: int, length: int, reserve: int | None = None) -> None:
-        """Forgets a request's last tokens; see `PageAllocator.truncate`."""
+        """Remove a request's last tokens; see `PageAllocator.truncate`."""
         with self._refusals:
             self.allocator.truncate(index(request), index(length), _whole(reserve))
 
     def free(self, request: int) -> None:
-        """Lets a request go; see `PageAllocator.free`."""
+        """Free a request; see `PageAllocator.free`."""
         with self._refusals:
             self.allocator.free(request)
 
@@ -135,7 +135,7 @@ class PagedKVCache(KVPool):
         return self.allocator.length(request)
 
     def reorder(self, requests: Sequence[int], index: Sequence[int]) -> None:
-        """Makes request i of a batch what request index[i] of it was, as beam search wants; see `PageAllocator.reorder`.
+        """Replace request i of a batch by request index[i], for beam search; see `PageAllocator.reorder`.
 
         Of each request that changes at most one page is copied, in stream order.
         """
@@ -161,7 +161,7 @@ class PagedKVCache(KVPool):
         same_length: bool = False,
         into: StaticBatch | None = None,
     ) -> ForwardBatch:
-        """Makes room for new tokens, and says how the call of the model that brings them goes.
+        """Assign pages to new tokens and return the batch of the call of the model that computes them.
 
         A call that raises has changed nothing.
 
@@ -287,7 +287,7 @@ class PagedKVCache(KVPool):
         return step.put(layer, k, v, contain=contain)
 
     def _place(self, requests: Sequence[int], counts: Sequence[int], mode: str, same_length: bool) -> None:
-        """Makes room, having made sure that a step can be made of it."""
+        """Check that the tokens can be computed together, and assign pages."""
         same_length = same_length and len(requests) > 1
         if mode == "decode":
             # nothing of this step asks for it: batches that grew apart, or find no room alike, decode as well

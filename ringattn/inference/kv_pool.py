@@ -35,7 +35,7 @@ class KVPool:
         ring: The ranks.
         pages: The page allocator.
         consistency: The comparisons between ranks.
-        room: Bytes of the ring's buffers that prefills have reserved (Note [Room ahead] of prefill.py).
+        reserved_bytes: Bytes of the ring's buffers that prefills have reserved (Note [Room ahead] of prefill.py).
         layers: Layers of the model.
         kv_heads: Key heads.
         head_dim: Head dim of the keys.
@@ -101,11 +101,11 @@ class KVPool:
             least = ring.least(torch.cuda.mem_get_info(device)[0])
         page_bytes = page_size * self.bytes_per_token
         if pages is None:
-            room = memory if memory is not None else int(DEFAULT_SHARE * (least or 0))
-            pages = room // page_bytes
+            size = memory if memory is not None else int(DEFAULT_SHARE * (least or 0))
+            pages = size // page_bytes
             if pages < 1:
                 raise ValueError(
-                    f"memory must hold a page of {page_size} tokens at least, {page_bytes} bytes, got {room} on each rank; "
+                    f"memory must hold a page of {page_size} tokens at least, {page_bytes} bytes, got {size} on each rank; "
                     "give more memory or use smaller pages"
                 )
         needed = pages * page_bytes
@@ -116,7 +116,7 @@ class KVPool:
             )
         self.allocator = PageAllocator(ring.world_size, pages, page_size, page_bytes)
         self.consistency = ConsistencyChecker(ring)
-        self.room: dict[str, tuple[int, ...]] = {}
+        self.reserved_bytes: dict[str, tuple[int, ...]] = {}
         shape = (layers, pages, kv_heads, page_size)
         # rows are written inside of inference mode and outside
         with ring.shared_refusals(), torch.inference_mode(False):

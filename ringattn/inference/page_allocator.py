@@ -48,9 +48,9 @@ from ringattn.inference.block_table import (
     PageSpan,
     RankSpan,
     Request,
-    blocks_in_common,
-    first_stretches,
-    parting,
+    common_blocks,
+    first_difference,
+    truncate_spans,
 )
 
 
@@ -102,9 +102,9 @@ class PageAllocator:
         self._seen = [
             [0] * pages for _ in range(world_size)
         ]  # rows that others than the writer may see, of shared pages
-        self._fixed = [0] * world_size  # pages promised on this rank
-        self._owed_anywhere = 0  # of requests that no others can change
-        self._asked: dict[int, Request] = {}  # those that others can
+        self._reserved_by_rank = [0] * world_size  # pages promised on this rank
+        self._total_to_open = 0  # of requests that no others can change
+        self._with_shared_page: dict[int, Request] = {}  # those that others can
         self._requests: dict[int, Request] = {}
         self._names = count()
         self._layouts = count()
@@ -118,7 +118,12 @@ class PageAllocator:
     def available(self) -> int:
         """Pages of all ranks that are neither used nor promised."""
         free = sum(map(len, self._free))
-        return free - sum(self._fixed) - self._owed_anywhere - sum(map(self._owed, self._asked.values()))
+        return (
+            free
+            - sum(self._reserved_by_rank)
+            - self._total_to_open
+            - sum(map(self._pages_to_open, self._with_shared_page.values()))
+        )
 
     @property
     def requests(self) -> tuple[int, ...]:
@@ -135,7 +140,7 @@ class PageAllocator:
 
     def reserved(self, request: int) -> int:
         """Tokens that a request may grow to."""
-        return self._find(request).promised
+        return self._find(request).reserved_tokens
 
     def table(self, request: int, rank: int) -> BlockTable:
         """A request's blocks on a rank."""
@@ -169,10 +174,10 @@ class PageAllocator:
     def rank_spans(self, request: int, start: int = 0) -> list[RankSpan]:
         """The ranks of a request's tokens from `start` on, ascending; neighbours are on different ranks."""
         one = self._find(request)
-        stops = [begin for _, begin in one.stretches[1:]] + [one.length]
+        stops = [begin for _, begin in one.spans[1:]] + [one.length]
         return [
             RankSpan(rank, max(begin, start), stop)
-            for (rank, begin), stop in zip(one.stretches, stops, strict=False)
+            for (rank, begin), stop in zip(one.spans, stops, strict=False)
             if stop > start
         ]
 
@@ -194,10 +199,10 @@ class PageAllocator:
     def have_same_placement(self, requests: Sequence[int]) -> bool:
         """Whether requests are equally long and have each token on the same rank."""
         first, *others = self.get_requests(requests)
-        return all(first.length == other.length and first.stretches == other.stretches for other in others)
+        return all(first.length == other.length and first.spans == other.spans for other in others)
 
     def add_request(self, reserve: int, first: int = 0) -> int:
-        """Lets a request in.
+        """Add a request.
 
         Args:
             reserve: Tokens it may grow to, at least 1.
@@ -208,16 +213,16 @@ class PageAllocator:
 
         Raises:
             ValueError: reserve or first is out of range.
-            CacheFull: There is no room for so many tokens now.
+            CacheFull: There are too few free pages for so many tokens now.
         """
         self._check_reserve(reserve, first)
-        self._check_room(self._pages_of(reserve), "a request", reserve)
+        self._check_available(self._pages_of(reserve), "a request", reserve)
         one = self._admit(reserve, first)
-        self._promise(one)
+        self._reserve(one)
         return one.name
 
     def add_batch(self, reserve: int, firsts: Sequence[int]) -> list[int]:
-        """Lets a batch of requests in, which are given room on the same ranks (Note [Reservations]).
+        """Add requests whose pages are on the same ranks (Note [Reservations]).
 
         Args:
             reserve: Tokens that each may grow to, at least 1.
@@ -228,32 +233,35 @@ class PageAllocator:
 
         Raises:
             ValueError: reserve or one of firsts is out of range, or there are none.
-            CacheFull: There is no room for so many tokens now.
+            CacheFull: There are too few free pages for so many tokens now.
         """
         if not firsts:
             raise ValueError("firsts must have one number per request, got none; give 0 for a request without padding")
         for first in firsts:
             self._check_reserve(reserve, first)
         batch, pages = len(firsts), self._pages_of(reserve)
-        self._check_room(batch * pages, f"a batch of {batch} requests", reserve)
-        room = [there // batch for there in self._anywhere()]
-        if pages > sum(room):
+        self._check_available(batch * pages, f"a batch of {batch} requests", reserve)
+        capacity = [there // batch for there in self._unreserved_pages()]
+        if pages > sum(capacity):
             raise CacheFull(
                 f"a batch of {batch} requests of up to {reserve} tokens needs {pages} pages of {self.page_size} for each "
-                f"of them on the same ranks, got {room} by rank; wait until others leave, reserve less, use smaller "
+                f"of them on the same ranks, got {capacity} by rank; wait until others leave, reserve less, use smaller "
                 "pages, or give the cache more memory"
             )
-        shares = share_out(pages, room)
+        shares = split_evenly(pages, capacity)
         names = []
         for first in firsts:
             one = self._admit(reserve, first)
-            one.fixed = list(shares)
+            one.reserved_by_rank = list(shares)
             names.append(one.name)
-        self._fixed = [promised + batch * share for promised, share in zip(self._fixed, shares, strict=True)]
+        self._reserved_by_rank = [
+            reserved_tokens + batch * share
+            for reserved_tokens, share in zip(self._reserved_by_rank, shares, strict=True)
+        ]
         return names
 
     def fork(self, request: int, length: int | None = None, reserve: int | None = None) -> int:
-        """Lets a request in that begins like another one and shares its pages.
+        """Add a request that begins like another one and shares its pages.
 
         Args:
             request: The other one.
@@ -265,30 +273,30 @@ class PageAllocator:
 
         Raises:
             ValueError: length or reserve is out of range.
-            CacheFull: There is no room for what it may add.
+            CacheFull: There are too few free pages for what it may add.
         """
         parent = self._find(request)
         length = parent.length if length is None else length
-        reserve = parent.promised if reserve is None else reserve
+        reserve = parent.reserved_tokens if reserve is None else reserve
         if not 0 <= length <= parent.length or not max(length, 1) <= reserve <= MAX_REQUEST_TOKENS:
             raise ValueError(
                 f"length must be from 0 to the {parent.length} tokens there are and reserve at least as long, "
                 f"got {length} and {reserve}; share fewer tokens or reserve more"
             )
-        self._check_room(self._pages_of(reserve - length), "a fork", reserve)
+        self._check_available(self._pages_of(reserve - length), "a fork", reserve)
         child = self._admit(reserve, parent.first)
-        child.length, child.stretches = length, first_stretches(parent.stretches, length)
+        child.length, child.spans = length, truncate_spans(parent.spans, length)
         for rank, table in enumerate(parent.tables):
             kept = child.tables[rank] = table.head(bisect_left(table.starts, length))
             if kept and kept.starts[-1] + kept.lengths[-1] > length:
                 kept.lengths[-1] = length - kept.starts[-1]
             self._use(parent, rank, kept, 0, len(kept))
         self._find_end(child)
-        self._promise(child)
+        self._reserve(child)
         return child.name
 
     def truncate(self, request: int, length: int, reserve: int | None = None) -> None:
-        """Forgets a request's last tokens.
+        """Remove a request's last tokens.
 
         Args:
             request: Which one.
@@ -297,13 +305,13 @@ class PageAllocator:
 
         Raises:
             ValueError: There are fewer tokens, or reserve is out of range.
-            CacheFull: What it gives up is shared, so that there is no room to grow as far again (Note [Reservations]).
+            CacheFull: What it gives up is shared, so that too few pages are free to grow as far again (Note [Reservations]).
         """
         one = self._find(request)
-        reserve = one.promised if reserve is None else reserve
-        if not 0 <= length <= one.length or not max(length, 1) <= reserve <= one.promised:
+        reserve = one.reserved_tokens if reserve is None else reserve
+        if not 0 <= length <= one.length or not max(length, 1) <= reserve <= one.reserved_tokens:
             raise ValueError(
-                f"length must be from 0 to the {one.length} tokens there are and reserve from there to the {one.promised} "
+                f"length must be from 0 to the {one.length} tokens there are and reserve from there to the {one.reserved_tokens} "
                 f"that were reserved, got {length} and {reserve}; nothing grows by cropping"
             )
         kept = [bisect_left(table.starts, length) for table in one.tables]
@@ -311,13 +319,13 @@ class PageAllocator:
             sum(self._users[rank][page] == 1 for page in table.pages[blocks:])
             for rank, (table, blocks) in enumerate(zip(one.tables, kept, strict=True))
         ]
-        stretches = first_stretches(one.stretches, length)
-        room = 0
-        if stretches:
-            last = stretches[-1][0]
+        spans = truncate_spans(one.spans, length)
+        capacity = 0
+        if spans:
+            last = spans[-1][0]
             table, block = one.tables[last], kept[last] - 1
-            room = self._room_behind(one, last, table.pages[block], length - table.starts[block])
-        more = self._pages_of(reserve - length - room) - self._owed(one)
+            capacity = self._free_rows_after(one, last, table.pages[block], length - table.starts[block])
+        more = self._pages_of(reserve - length - capacity) - self._pages_to_open(one)
         there = self.available + sum(freed)
         if more > there:
             raise CacheFull(
@@ -331,30 +339,30 @@ class PageAllocator:
             for page in reversed(table.pages[blocks:]):
                 self._drop(one, rank, page)
             table.cut(blocks)
-        if stretches:
-            table = one.tables[stretches[-1][0]]
+        if spans:
+            table = one.tables[spans[-1][0]]
             table.lengths[-1] = length - table.starts[-1]
-        one.length, one.promised, one.stretches = length, reserve, stretches
+        one.length, one.reserved_tokens, one.spans = length, reserve, spans
         self._find_end(one)
-        if one.fixed is not None:
-            self._fix(one.fixed, more, freed)
-        self._promise(one)
+        if one.reserved_by_rank is not None:
+            self._reserve_by_rank(one.reserved_by_rank, more, freed)
+        self._reserve(one)
 
     def free(self, request: int) -> None:
-        """Lets a request go; pages that nobody else uses are free again."""
+        """Free a request, and the pages that no other request uses."""
         one = self._find(request)
         self.changes += 1
         for rank, table in enumerate(one.tables):
             for page in reversed(table.pages):
                 self._drop(one, rank, page)
-            self._fixed[rank] -= 0 if one.fixed is None else one.fixed[rank]
-        self._release(one)
+            self._reserved_by_rank[rank] -= 0 if one.reserved_by_rank is None else one.reserved_by_rank[rank]
+        self._unreserve(one)
         del self._requests[request]
 
     def assign(
         self, requests: Sequence[int], counts: Sequence[int], *, same_length: bool = False, one_by_one: bool = False
     ) -> None:
-        """Makes room for new tokens of requests.
+        """Assign pages to new tokens of requests.
 
         Args:
             requests: Which ones, each once.
@@ -375,13 +383,13 @@ class PageAllocator:
         found = self.get_requests(requests)
         crowded = [(one, new) for one, new in zip(found, counts, strict=True) if one.length + new > one.full]
         for one, new in crowded:
-            if one.length + new > one.promised:
+            if one.length + new > one.reserved_tokens:
                 raise ValueError(
-                    f"request {one.name} must stay within the {one.promised} tokens it reserved, got {one.length} and "
+                    f"request {one.name} must stay within the {one.reserved_tokens} tokens it reserved, got {one.length} and "
                     f"{new} more; reserve more when it joins"
                 )
         if same_length and len(found) > 1:
-            self._place_alike(found, counts, one_by_one)
+            self._assign_same_length(found, counts, one_by_one)
             return
         for one, new in zip(found, counts, strict=True):
             length = one.length + new
@@ -390,12 +398,12 @@ class PageAllocator:
                 one.length = length
                 one.last.lengths[-1] += new
                 continue
-            room = self._room(one)
-            if new > room:
-                there = self._anywhere() if one.fixed is None else one.fixed
-                assigned = assign_pages(self._pages_of(new - room), there, one_by_one)
-                self._append(one, room)
-                self._open(one, new - room, assigned)
+            capacity = self._free_rows(one)
+            if new > capacity:
+                there = self._unreserved_pages() if one.reserved_by_rank is None else one.reserved_by_rank
+                assigned = assign_pages(self._pages_of(new - capacity), there, one_by_one)
+                self._append(one, capacity)
+                self._open(one, new - capacity, assigned)
             else:
                 # others have left its last page
                 self._append(one, new)
@@ -434,13 +442,13 @@ class PageAllocator:
         self.changes += 1
         before = [([table.head(len(table)) for table in one.tables], one.first) for one in found]
         common = [
-            [blocks_in_common(mine, his) for mine, his in zip(before[i][0], before[j][0], strict=True)]
+            [common_blocks(mine, his) for mine, his in zip(before[i][0], before[j][0], strict=True)]
             for i, j in enumerate(index)
         ]
         for i, (source, same) in enumerate(zip(index, common, strict=True)):
             if source != i:
                 tables = zip(before[i][0], before[source][0], same, strict=True)
-                found[i].note(self.changes, min(parting(*one) for one in tables))
+                found[i].note(self.changes, min(first_difference(*one) for one in tables))
         last = ends[0][0] if partial else None
         # all take before any gives up: what stays in use must not become free in between
         for one, source, same in zip(found, index, common, strict=True):
@@ -462,31 +470,35 @@ class PageAllocator:
             self._find_end(one)
         return moves
 
-    def _place_alike(self, group: list[Request], counts: Sequence[int], one_by_one: bool) -> None:
+    def _assign_same_length(self, group: list[Request], counts: Sequence[int], one_by_one: bool) -> None:
         if len(set(counts)) != 1 or not self.have_same_placement([one.name for one in group]):
             raise ValueError(
                 f"requests must be equally long, on the same ranks, and get equally many tokens to be placed alike, got "
                 f"lengths {[one.length for one in group]} and {list(counts)} more; place them without alike"
             )
         new = counts[0]
-        # ends may differ: behind the room that all have, all go on in new pages
-        here = min(new, *map(self._room, group))
+        # ends may differ: behind the rows that all have free, all go on in new pages
+        here = min(new, *map(self._free_rows, group))
         pages = self._pages_of(new - here)
         if not pages:
             for one in group:
                 self._append(one, here)
             return
-        there = self._anywhere()
-        anywhere = [one for one in group if one.fixed is None]
-        limits = [one.fixed for one in group if one.fixed is not None]
+        there = self._unreserved_pages()
+        anywhere = [one for one in group if one.reserved_by_rank is None]
+        limits = [one.reserved_by_rank for one in group if one.reserved_by_rank is not None]
         if anywhere:
             limits.append([x // len(anywhere) for x in there])
         limit = [min(column) for column in zip(*limits, strict=True)]
-        # who leaves room behind needs more than was promised, now or later
+        # a request that leaves rows free needs more than was promised, now or later
         rest = here + pages * self.page_size
-        needed = {one.name: pages + self._pages_of(one.promised - one.length - rest) for one in group}
-        more = sum(needed[one.name] - self._owed(one) for one in anywhere)
-        short = [one.name for one in group if one.fixed is not None and sum(one.fixed) < needed[one.name]]
+        needed = {one.name: pages + self._pages_of(one.reserved_tokens - one.length - rest) for one in group}
+        more = sum(needed[one.name] - self._pages_to_open(one) for one in anywhere)
+        short = [
+            one.name
+            for one in group
+            if one.reserved_by_rank is not None and sum(one.reserved_by_rank) < needed[one.name]
+        ]
         if pages > sum(limit) or more > self.available or short:
             raise CacheFull(
                 f"{pages} pages must be free for each of {len(group)} requests on the same ranks, got {limit} by rank"
@@ -533,31 +545,34 @@ class PageAllocator:
             table.starts.extend(range(one.length, one.length + here, self.page_size))
             table.lengths.extend([self.page_size] * (pages - 1))
             table.lengths.append(here - (pages - 1) * self.page_size)
-            if not one.stretches or one.stretches[-1][0] != rank:
-                one.stretches.append((rank, one.length))
+            if not one.spans or one.spans[-1][0] != rank:
+                one.spans.append((rank, one.length))
             one.length += here
-            if one.fixed is not None:
-                one.fixed[rank] -= pages
-                self._fixed[rank] -= pages
+            if one.reserved_by_rank is not None:
+                one.reserved_by_rank[rank] -= pages
+                self._reserved_by_rank[rank] -= pages
         self._find_end(one)
-        self._promise(one)
+        self._reserve(one)
 
-    def _anywhere(self) -> list[int]:
+    def _unreserved_pages(self) -> list[int]:
         """Free pages of each rank that are not promised on it."""
-        return [len(free) - fixed for free, fixed in zip(self._free, self._fixed, strict=True)]
+        return [
+            len(free) - reserved_by_rank
+            for free, reserved_by_rank in zip(self._free, self._reserved_by_rank, strict=True)
+        ]
 
-    def _fix(self, fixed: list[int], more: int, freed: Sequence[int]) -> None:
+    def _reserve_by_rank(self, reserved_by_rank: list[int], more: int, freed: Sequence[int]) -> None:
         """Changes what is promised rank by rank: pages that became free first, then where most are."""
         for rank, pages in enumerate(freed):
             here = max(0, min(pages, more))
-            fixed[rank] += here
-            self._fixed[rank] += here
+            reserved_by_rank[rank] += here
+            self._reserved_by_rank[rank] += here
             more -= here
         while more:
-            there = self._anywhere() if more > 0 else fixed
+            there = self._unreserved_pages() if more > 0 else reserved_by_rank
             rank, step = max(range(self.world_size), key=there.__getitem__), 1 if more > 0 else -1
-            fixed[rank] += step
-            self._fixed[rank] += step
+            reserved_by_rank[rank] += step
+            self._reserved_by_rank[rank] += step
             more -= step
 
     def _pages_of(self, tokens: int) -> int:
@@ -565,49 +580,49 @@ class PageAllocator:
 
     def _end(self, one: Request) -> tuple[int, int, int] | None:
         """The rank, page and rows of a request's last block."""
-        if not one.stretches:
+        if not one.spans:
             return None
-        return one.stretches[-1][0], one.last.pages[-1], one.last.lengths[-1]
+        return one.spans[-1][0], one.last.pages[-1], one.last.lengths[-1]
 
-    def _room(self, one: Request) -> int:
+    def _free_rows(self, one: Request) -> int:
         """Tokens that a request may add to its last page (Note [Page writers])."""
         end = self._end(one)
-        return 0 if end is None else self._room_behind(one, *end)
+        return 0 if end is None else self._free_rows_after(one, *end)
 
     def _find_end(self, one: Request) -> None:
         """Works out what follows from a request's blocks; called when they have changed (Note [Last blocks])."""
         one.layout = next(self._layouts)
         one.max_blocks_after = max([len(table.pages) for table in one.tables])
-        one.last = one.tables[one.stretches[-1][0]] if one.stretches else BlockTable()
-        one.full = min(one.promised, one.length + self._room(one))
+        one.last = one.tables[one.spans[-1][0]] if one.spans else BlockTable()
+        one.full = min(one.reserved_tokens, one.length + self._free_rows(one))
 
-    def _room_behind(self, one: Request, rank: int, page: int, rows: int) -> int:
-        """What `_room` is when a request's last block is this one."""
+    def _free_rows_after(self, one: Request, rank: int, page: int, rows: int) -> int:
+        """What `_free_rows` is when a request's last block is this one."""
         if self._users[rank][page] > 1 and (self._writer[rank][page] != one.name or rows < self._seen[rank][page]):
             return 0
         return self.page_size - rows
 
-    def _owed(self, one: Request) -> int:
+    def _pages_to_open(self, one: Request) -> int:
         """Pages that a request may still open."""
-        return self._pages_of(one.promised - one.length - self._room(one))
+        return self._pages_of(one.reserved_tokens - one.length - self._free_rows(one))
 
-    def _promise(self, one: Request) -> None:
+    def _reserve(self, one: Request) -> None:
         """Sums anew what a request may still open; called when that has changed (Note [Reservations])."""
-        self._release(one)
-        if one.fixed is not None or one.length == one.promised:
+        self._unreserve(one)
+        if one.reserved_by_rank is not None or one.length == one.reserved_tokens:
             return
         end = self._end(one)
         if end is not None and self._users[end[0]][end[1]] > 1:
-            self._asked[one.name] = one
+            self._with_shared_page[one.name] = one
             return
-        one.owed = self._owed(one)
-        self._owed_anywhere += one.owed
+        one.pages_to_open = self._pages_to_open(one)
+        self._total_to_open += one.pages_to_open
 
-    def _release(self, one: Request) -> None:
+    def _unreserve(self, one: Request) -> None:
         """Takes a request out of the sum of promises."""
-        self._owed_anywhere -= one.owed
-        one.owed = 0
-        self._asked.pop(one.name, None)
+        self._total_to_open -= one.pages_to_open
+        one.pages_to_open = 0
+        self._with_shared_page.pop(one.name, None)
 
     def _check_reserve(self, reserve: int, first: int) -> None:
         if not 1 <= reserve <= MAX_REQUEST_TOKENS or not 0 <= first <= reserve:
@@ -616,7 +631,7 @@ class PageAllocator:
                 "reserve the prompt and all that may follow"
             )
 
-    def _check_room(self, needed: int, what: str, reserve: int) -> None:
+    def _check_available(self, needed: int, what: str, reserve: int) -> None:
         there = self.available
         if needed > there:
             size = f" ({needed * self._page_bytes} bytes)" if self._page_bytes else ""
@@ -649,35 +664,35 @@ class PageAllocator:
         return found
 
 
-def assign_pages(pages: int, room: Sequence[int], one_by_one: bool) -> list[tuple[int, int]]:
+def assign_pages(pages: int, capacity: Sequence[int], one_by_one: bool) -> list[tuple[int, int]]:
     """The ranks of new pages, in order, as (rank, so many) (Note [Even work])."""
-    assert pages <= sum(room), f"{pages} promised pages must be there, got {list(room)}"
+    assert pages <= sum(capacity), f"{pages} promised pages must be there, got {list(capacity)}"
     if one_by_one:
-        left, assigned = list(room), []
+        left, assigned = list(capacity), []
         for _ in range(pages):
-            rank = max(range(len(room)), key=left.__getitem__)
+            rank = max(range(len(capacity)), key=left.__getitem__)
             left[rank] -= 1
             assigned.append((rank, 1))
         return assigned
-    share = share_out(pages, room)
+    share = split_evenly(pages, capacity)
     up = [(held + 1) // 2 for held in share]
-    ranks = range(len(room))
+    ranks = range(len(capacity))
     order = [(r, up[r]) for r in ranks] + [(r, share[r] - up[r]) for r in reversed(ranks)]
     return [(rank, held) for rank, held in order if held]
 
 
-def share_out(pages: int, room: Sequence[int]) -> list[int]:
-    """How many pages each rank gets: equally many as far as there is room, the odd ones where it is emptiest."""
-    share = [0] * len(room)
+def split_evenly(pages: int, capacity: Sequence[int]) -> list[int]:
+    """Return how many pages each rank gets: equally many as far as its capacity allows, odd ones where most pages are free."""
+    share = [0] * len(capacity)
     while pages:
-        ranks = [rank for rank in range(len(room)) if share[rank] < room[rank]]
+        ranks = [rank for rank in range(len(capacity)) if share[rank] < capacity[rank]]
         each = pages // len(ranks)
         if not each:
-            for rank in sorted(ranks, key=lambda r: (share[r] - room[r], r))[:pages]:
+            for rank in sorted(ranks, key=lambda r: (share[r] - capacity[r], r))[:pages]:
                 share[rank] += 1
             return share
         for rank in ranks:
-            more = min(each, room[rank] - share[rank])
+            more = min(each, capacity[rank] - share[rank])
             share[rank] += more
             pages -= more
     return share

@@ -42,19 +42,19 @@ from ringattn.kernels.contract import Carry, Score, accumulation_dtype
 from ringattn.kernels.decode import PageTable, decode, num_splits, parts_len, pick, tile_tokens
 from ringattn.kernels.parts import finish_parts, merge_parts, views
 
-READS = ("auto", "pages", "copies")
+KV_ACCESS_MODES = ("auto", "pages", "copies")
 SLOWNESS = 1.6
 """How many times as long as the forward of training the decode kernel multiplies, for rows that fill its tiles."""
 FLOPS_PER_BYTE = 120.0
 """FLOP of the forward of training in the time in which a byte of the pages is copied, and half the copy read."""
-MOST_RECTANGLES = 256
+MAX_RECTANGLES = 256
 """Requests to one call of the kernel, every program of which looks at the bounds of all: more are not in place by themselves."""
 Window = tuple[int | None, int | None] | None
 RankSpan = tuple[int, int, int]
 """(start, length, request): positions start .. start + length - 1 of the request at this place in its step."""
 
 
-def stretch_rows(counts: Sequence[int], most: int) -> int:
+def rectangle_rows(counts: Sequence[int], most: int) -> int:
     """Rows of a rectangle (Note [Rectangles]).
 
     Args:
@@ -62,13 +62,13 @@ def stretch_rows(counts: Sequence[int], most: int) -> int:
         most: Rows that share a tile.
 
     Example:
-        >>> stretch_rows([70, 3], 32), stretch_rows([5], 32), stretch_rows([33], 32)
+        >>> rectangle_rows([70, 3], 32), rectangle_rows([5], 32), rectangle_rows([33], 32)
         (24, 5, 17)
     """
     return max((-(-count // -(-count // most)) for count in counts if count), default=1)
 
 
-def is_in_place_faster(
+def is_paged_faster(
     counts: Sequence[int],
     lengths: Sequence[int],
     *,
@@ -91,11 +91,11 @@ def is_in_place_faster(
 
     Example:
         >>> sizes = {"heads": 32, "kv_heads": 8, "element_size": 2, "most": 32}
-        >>> [is_in_place_faster([count], [131072], **sizes) for count in (32, 96, 128)]
+        >>> [is_paged_faster([count], [131072], **sizes) for count in (32, 96, 128)]
         [True, True, False]
     """
-    s = stretch_rows(counts, most)
-    if sum(-(-count // s) for count in counts) > MOST_RECTANGLES:
+    s = rectangle_rows(counts, most)
+    if sum(-(-count // s) for count in counts) > MAX_RECTANGLES:
         return False
     slower = saved = 0.0
     for count, length in zip(counts, lengths, strict=True):
@@ -105,7 +105,7 @@ def is_in_place_faster(
     return slower <= saved
 
 
-def resolve_reads(wanted: str, step: ForwardBatch, q: Tensor, left: int | None, fresh: bool) -> str:
+def resolve_kv_access(wanted: str, step: ForwardBatch, q: Tensor, left: int | None, fresh: bool) -> str:
     """What is read: as wanted, or by Note [In place or copied] from numbers that are equal on all ranks.
 
     Args:
@@ -123,11 +123,11 @@ def resolve_reads(wanted: str, step: ForwardBatch, q: Tensor, left: int | None, 
         return "copies"
     most = tile_tokens(h, cache.kv_heads, q.device, head_dim=max(dims), kv_dtype=cache.kv_dtype)
     sizes = {"heads": h, "kv_heads": cache.kv_heads, "element_size": cache.kv_dtype.itemsize, "most": most}
-    return "pages" if is_in_place_faster(step.counts, step.lengths, left=left, **sizes) else "copies"
+    return "pages" if is_paged_faster(step.counts, step.lengths, left=left, **sizes) else "copies"
 
 
 @dataclass(frozen=True, eq=False)
-class InPlace:
+class PagedRows:
     """Rows that attend over this rank's pages (Note [Rectangles]); made once for all layers.
 
     Attributes:
@@ -202,7 +202,7 @@ class InPlace:
             target.copy_(found if target is carry.acc else found.transpose(1, 2))
 
 
-def plan_in_place(
+def plan_paged_rows(
     step: ForwardBatch,
     stretches: Sequence[RankSpan],
     heads: int,
@@ -210,7 +210,7 @@ def plan_in_place(
     window: Window,
     chunk_len: int | None,
     device: torch.device,
-) -> InPlace | None:
+) -> PagedRows | None:
     """How rows attend over this rank's pages.
 
     Args:
@@ -233,7 +233,7 @@ def plan_in_place(
     if not total:
         return None
     dims = max(cache.head_dim, cache.v_head_dim)
-    s = stretch_rows(counts, tile_tokens(heads, cache.kv_heads, device, head_dim=dims, kv_dtype=cache.kv_dtype))
+    s = rectangle_rows(counts, tile_tokens(heads, cache.kv_heads, device, head_dim=dims, kv_dtype=cache.kv_dtype))
     here = torch.cat([torch.arange(start, start + length, device="cpu") for start, length, _ in stretches])
     numbers, owners, first = [], [], 0
     for request, count in enumerate(counts):
@@ -259,7 +259,7 @@ def plan_in_place(
     # a row before its request's first seen token is seen by nobody, and sees nothing
     hi = torch.where(positions < starts, lo, torch.maximum(lo, hi))
     lo, hi, positions = torch.stack((lo, hi, positions)).to(device, torch.int32)
-    return InPlace(
+    return PagedRows(
         _table(step, owners, device),
         lo,
         hi,

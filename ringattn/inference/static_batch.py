@@ -91,10 +91,10 @@ class StaticBatch(ForwardBatch):
         found = allocator.get_requests(requests)
         most = max(counts, default=0)
         longest = max([one.length for one in found], default=0) + most
-        if longest <= self.max_tokens and _most_blocks(allocator, found, most) <= self.max_blocks:
+        if longest <= self.max_tokens and _max_blocks_after(allocator, found, most) <= self.max_blocks:
             return found
         for one, count in zip(found, counts, strict=False):
-            length, most = one.length + count, _most_blocks(allocator, [one], count)
+            length, most = one.length + count, _max_blocks_after(allocator, [one], count)
             if length > self.max_tokens or most > self.max_blocks:
                 raise ValueError(
                     f"a static step must be given requests of at most {self.max_tokens} tokens in {self.max_blocks} "
@@ -115,7 +115,7 @@ class StaticBatch(ForwardBatch):
             self.last_rows = tuple([(0, last) if self.pieces else divmod(last, new) for last in lasts])
         self.requests, self.firsts = tuple(requests), tuple([one.first for one in here])
         self.lengths = tuple([one.length for one in here])
-        self.known, self.met = allocator.changes, False
+        self.known, self.compared = allocator.changes, False
         self._metadata.write(here, said, self._rows, allocator.changes)
         for mask, found in self._found.items():
             self._find_bounds(mask, *found)
@@ -137,7 +137,7 @@ class StaticBatch(ForwardBatch):
 
     @contextmanager
     def one_call(self) -> Iterator[None]:
-        """As `ForwardBatch.one_call`, for this call alone: tokens change in place, and a captured call runs again in every replay."""
+        """As `ForwardBatch.one_call`, for this call alone: tokens change in place, and replays run a captured call again."""
         self.shared, self._in_call = {}, True
         try:
             yield
@@ -173,8 +173,8 @@ class StaticBatch(ForwardBatch):
 
 def max_blocks_after(allocator: PageAllocator, requests: Sequence[int], new: int) -> int:
     """Blocks that one of some requests may have on one rank when each has got `new` more tokens; the same on every rank."""
-    return _most_blocks(allocator, allocator.get_requests(requests), new)
+    return _max_blocks_after(allocator, allocator.get_requests(requests), new)
 
 
-def _most_blocks(allocator: PageAllocator, requests: Sequence[Request], new: int) -> int:
+def _max_blocks_after(allocator: PageAllocator, requests: Sequence[Request], new: int) -> int:
     return max([one.max_blocks_after for one in requests], default=0) + -(-new // allocator.page_size)
