@@ -92,7 +92,7 @@ def attend_beside(
         bad: What stands in it.
         options: Of `attend`.
     """
-    requests = [cache.join(sum(counts)) for counts in zip(*chunks, strict=True)]
+    requests = [cache.add_request(sum(counts)) for counts in zip(*chunks, strict=True)]
     generator = torch.Generator().manual_seed(0)
     found = []
     for counts in chunks:

@@ -17,9 +17,8 @@ import torch
 from torch import Tensor
 
 from ringattn import Ring, ring_attention
-from ringattn.inference import CacheFull, PagedKVCache, StaticStep, Step, attend
-from ringattn.inference import static as steps_of
-from ringattn.inference.accord import Accord
+from ringattn.inference import CacheFull, ForwardBatch, PagedKVCache, StaticBatch, attend, batch_metadata
+from ringattn.inference.consistency import ConsistencyChecker
 from ringattn.kernels.kv import pages as rows
 from ringattn.plan.sharding import positions_of
 from tests.paging import CASES, Case, assert_put, assert_take
@@ -66,8 +65,8 @@ class Ranks:
         return answers[0]
 
     def bring(
-        self, requests: list[int], counts: list[int], into: list[StaticStep] | None = None, **how: Any
-    ) -> list[Step]:
+        self, requests: list[int], counts: list[int], into: list[StaticBatch] | None = None, **how: Any
+    ) -> list[ForwardBatch]:
         """New tokens for requests, through steps and puts of all ranks and layers."""
         steps = [
             cache.extend(requests, counts, into=None if into is None else into[rank], **how)
@@ -78,7 +77,7 @@ class Ranks:
             new.append(list(range(self.tokens, self.tokens + count)))
             self.tokens += count
             self.said[request] += new[-1]
-        batched = steps[0].mode == "decode" or how.get("alike", False)
+        batched = steps[0].mode == "decode" or how.get("same_length", False)
         for cache, step in zip(self.caches, steps, strict=True):
             self.check(step, requests, counts, new, batched)
             for layer in range(cache.layers):
@@ -98,15 +97,17 @@ class Ranks:
             assert owners[len(requests) :].eq(0).all()
         return steps
 
-    def check(self, step: Step, requests: list[int], counts: list[int], new: list[list[int]], batched: bool) -> None:
+    def check(
+        self, step: ForwardBatch, requests: list[int], counts: list[int], new: list[list[int]], batched: bool
+    ) -> None:
         """What a step says of its rows, against the books, row by row."""
-        books, size, rank = step.cache.pages, step.cache.page_size, step.cache.ring.rank
+        allocator, size, rank = step.cache.allocator, step.cache.page_size, step.cache.ring.rank
         groups = [[i] for i in range(len(requests))] if batched else [list(range(len(requests)))]
         assert step.batch >= len(groups)
         for element, group in enumerate(groups):
             expected = []
             for i in group:
-                for piece in books.pieces(requests[i], books.length(requests[i]) - counts[i]):
+                for piece in allocator.page_spans(requests[i], allocator.length(requests[i]) - counts[i]):
                     for x in range(piece.length):
                         slot = piece.page * size + piece.row + x if piece.rank == rank else -1
                         if piece.rank == rank or step.mode == "decode":
@@ -131,7 +132,7 @@ class Ranks:
         """Every request's tokens, from the rows of its blocks."""
         for request, tokens in self.said.items():
             for layer in range(self.caches[0].layers):
-                for block in self.caches[0].pages.blocks(request):
+                for block in self.caches[0].allocator.blocks(request):
                     cache = self.caches[block.rank]
                     mine = tokens[block.start : block.stop]
                     for pool, dim in ((cache.k, D), (cache.v, DV)):
@@ -147,25 +148,25 @@ def test_every_history_reads_back_what_was_put(world_size: int, seed: int) -> No
     ranks = Ranks(world_size)
     for _ in range(25):
         here = sorted(ranks.said)
-        what = choose.choice(["join", "join", "fork", "prefill", "prefill", "decode", "crop", "leave"])
+        what = choose.choice(["add_request", "add_request", "fork", "prefill", "prefill", "decode", "truncate", "free"])
         try:
-            if what == "join":
-                ranks.said[ranks.all("join", choose.randint(1, 30))] = []
+            if what == "add_request":
+                ranks.said[ranks.all("add_request", choose.randint(1, 30))] = []
             elif what == "fork" and here:
                 parent = choose.choice(here)
                 length = choose.randint(0, len(ranks.said[parent]))
                 ranks.said[ranks.all("fork", parent, length, length + 9)] = ranks.said[parent][:length]
-            elif what == "crop" and here:
+            elif what == "truncate" and here:
                 request = choose.choice(here)
                 length = choose.randint(0, len(ranks.said[request]))
-                ranks.all("crop", request, length)
+                ranks.all("truncate", request, length)
                 del ranks.said[request][length:]
-            elif what == "leave" and here:
+            elif what == "free" and here:
                 request = choose.choice(here)
-                ranks.all("leave", request)
+                ranks.all("free", request)
                 del ranks.said[request]
             elif what in ("prefill", "decode"):
-                room = {one: ranks.caches[0].pages.reserved(one) - len(ranks.said[one]) for one in here}
+                room = {one: ranks.caches[0].allocator.reserved(one) - len(ranks.said[one]) for one in here}
                 some = [one for one in here if room[one] and choose.random() < 0.7]
                 if some:
                     least = min(room[one] for one in some)
@@ -176,32 +177,32 @@ def test_every_history_reads_back_what_was_put(world_size: int, seed: int) -> No
             continue
         ranks.read()
     for request in list(ranks.said):
-        ranks.all("leave", request)
+        ranks.all("free", request)
     assert ranks.caches[0].free_pages == (12,) * world_size
     assert ranks.caches[0].used_pages == (0,) * world_size
 
 
 def test_a_batch_keeps_its_dimension_and_its_ranks() -> None:
     ranks = Ranks(2)
-    batch = ranks.all("join_alike", 28, [2, 0])
+    batch = ranks.all("add_batch", 28, [2, 0])
     ranks.said = {one: [] for one in batch}
     for counts, mode in ((9, "prefill"), (1, "decode"), (3, "decode"), (7, "prefill")):
-        steps = ranks.bring(batch, [counts] * 2, mode=mode, alike=True)
+        steps = ranks.bring(batch, [counts] * 2, mode=mode, same_length=True)
         assert steps[0].batch == 2
         assert steps[0].firsts == (2, 0)
         ranks.read()
-    assert ranks.caches[0].pages.are_alike(batch)
+    assert ranks.caches[0].allocator.have_same_placement(batch)
 
 
 def test_a_batch_that_finds_no_room_alike_decodes_all_the_same() -> None:
     ranks = Ranks(1, pages=3)
-    first = ranks.all("join", 7)
+    first = ranks.all("add_request", 7)
     ranks.said[first] = []
     ranks.bring([first], [2])
     second = ranks.all("fork", first, 2, 6)
     ranks.said[second] = list(ranks.said[first])
     for _ in range(4):
-        ranks.bring([first, second], [1, 1], alike=True)
+        ranks.bring([first, second], [1, 1], same_length=True)
     ranks.bring([first], [1])
     ranks.read()
 
@@ -209,7 +210,7 @@ def test_a_batch_that_finds_no_room_alike_decodes_all_the_same() -> None:
 @pytest.mark.parametrize("world_size", [1, 3])
 def test_rows_that_are_kept_are_those_of_the_sharding_of_keys(world_size: int) -> None:
     ranks = Ranks(world_size, pages=36 // world_size)
-    one, other = ranks.all("join", 40), ranks.all("join", 30)
+    one, other = ranks.all("add_request", 40), ranks.all("add_request", 30)
     ranks.said = {one: [], other: []}
     ranks.bring([one], [21])
     fork = ranks.all("fork", one, 17, 25)
@@ -236,34 +237,34 @@ def test_numbers_that_come_as_tensors_are_kept_as_numbers() -> None:
     def number(x: int) -> Any:
         return torch.tensor(x)
 
-    books = make(world_size=2)
-    one = books.join(number(20), number(1))
-    step = books.extend([number(one)], [number(9)])
-    books.crop(number(one), number(6), number(15))
-    other = books.fork(number(one), number(3), number(8))
-    books.join_alike(number(4), [number(1), 0])
-    books.extend([one, other], [number(2)] * 2)
-    kept = [books.pages.stretches(x) for x in (one, other)], [books.length(x) for x in (one, other)]
+    cache = make(world_size=2)
+    one = cache.add_request(number(20), number(1))
+    step = cache.extend([number(one)], [number(9)])
+    cache.truncate(number(one), number(6), number(15))
+    other = cache.fork(number(one), number(3), number(8))
+    cache.add_batch(number(4), [number(1), 0])
+    cache.extend([one, other], [number(2)] * 2)
+    kept = [cache.allocator.rank_spans(x) for x in (one, other)], [cache.length(x) for x in (one, other)]
     assert "tensor" not in repr((step.requests, step.counts, step.lengths, step.firsts, *kept))
     counts: list[Any] = [1.5]
     with pytest.raises(TypeError, match="'float' object"):
-        books.extend([one], counts)
+        cache.extend([one], counts)
 
 
 def test_reordered_requests_read_what_the_others_had() -> None:
     ranks = Ranks(2, kv_dtype=None)
-    beams = ranks.all("join_alike", 20, [0, 0, 0])
+    beams = ranks.all("add_batch", 20, [0, 0, 0])
     ranks.said = {one: [] for one in beams}
-    ranks.bring(beams, [6] * 3, mode="prefill", alike=True)
+    ranks.bring(beams, [6] * 3, mode="prefill", same_length=True)
     for index in ([1, 0, 0], [2, 2, 2], [0, 1, 2], [1, 2, 0]):
         ranks.all("reorder", beams, index)
         ranks.said = {one: list(ranks.said[beams[i]]) for one, i in zip(beams, index, strict=True)}
         ranks.read()
-        ranks.bring(beams, [1] * 3, alike=True)
+        ranks.bring(beams, [1] * 3, same_length=True)
         ranks.read()
 
 
-def table_of(step: Step) -> list[list[tuple[int, int, int]]]:
+def table_of(step: ForwardBatch) -> list[list[tuple[int, int, int]]]:
     """(page, start, length) of every block of every row of a decode step."""
     assert step.table is not None
     blocks = zip(step.table.pages.tolist(), step.table.starts.tolist(), step.table.lengths.tolist(), strict=True)
@@ -273,11 +274,11 @@ def table_of(step: Step) -> list[list[tuple[int, int, int]]]:
 
 def test_a_static_step_says_what_a_new_one_would_at_the_same_addresses() -> None:
     said, fresh = Ranks(2, pages=20), Ranks(2, pages=20)
-    steps = [cache.static_step(4, 2, max_tokens=40) for cache in said.caches]
+    steps = [cache.static_batch(4, 2, max_tokens=40) for cache in said.caches]
     addresses = [[x.data_ptr() for x in tensors(step)] for step in steps]
     for ranks in (said, fresh):
         for _ in range(4):
-            ranks.said[ranks.all("join", 40 if not ranks.said else 12, 0)] = []
+            ranks.said[ranks.all("add_request", 40 if not ranks.said else 12, 0)] = []
         ranks.bring([0], [19])
     for requests in ([0], [2, 0, 1], [3, 1, 0, 2], [1], [0, 2, 3]):
         said.bring(requests, [2] * len(requests), into=steps)
@@ -306,39 +307,43 @@ class Shown:
 
     def __init__(self, seed: int, rank: int) -> None:
         self.draw, self.cache = random.Random(seed), make(rank, 2, layers=1, pages=40)
-        self.books = self.cache.pages
+        self.allocator = self.cache.allocator
         shapes = [(3, 1, False), (5, 3, False), (9, 1, True), (6, 3, True)]
-        self.steps = [self.cache.static_step(batch, new, max_tokens=60, packed=packed) for batch, new, packed in shapes]
+        self.steps = [
+            self.cache.static_batch(batch, new, max_tokens=60, packed=packed) for batch, new, packed in shapes
+        ]
         self.groups: list[list[int]] = []
         self.decoded: list[tuple[int, ...]] = []
 
     def change(self) -> None:
-        draw, cache, here = self.draw, self.cache, list(self.books.requests)
-        what = draw.choice(["join", "alike", "fork", "crop", "leave", "reorder", "reorder", "prefill", "decode"])
+        draw, cache, here = self.draw, self.cache, list(self.allocator.requests)
+        what = draw.choice(
+            ["add_request", "same_length", "fork", "truncate", "free", "reorder", "reorder", "prefill", "decode"]
+        )
         one = draw.choice(here) if here else -1
-        if what == "join":
-            cache.join(draw.randint(10, 40), draw.choice([0, 3]))
-        elif what == "alike":
-            self.groups.append(cache.join_alike(30, [0] * draw.randint(2, 3)))
-            cache.extend(self.groups[-1], [7] * len(self.groups[-1]), mode="prefill", alike=True)
+        if what == "add_request":
+            cache.add_request(draw.randint(10, 40), draw.choice([0, 3]))
+        elif what == "same_length":
+            self.groups.append(cache.add_batch(30, [0] * draw.randint(2, 3)))
+            cache.extend(self.groups[-1], [7] * len(self.groups[-1]), mode="prefill", same_length=True)
         elif what == "reorder" and self.groups:
             group = draw.choice(self.groups)
             cache.reorder(group, [draw.randrange(len(group)) for _ in group])
         elif what == "fork" and here:
             length = draw.randint(0, cache.length(one))
             cache.fork(one, length, max(1, length) + draw.randint(0, 20))
-        elif what == "crop" and here:
-            cache.crop(one, draw.randint(max(0, cache.length(one) - 9), cache.length(one)))
-        elif what == "leave" and len(here) > 4:
-            cache.leave(one)
+        elif what == "truncate" and here:
+            cache.truncate(one, draw.randint(max(0, cache.length(one) - 9), cache.length(one)))
+        elif what == "free" and len(here) > 4:
+            cache.free(one)
             self.groups = [group for group in self.groups if one not in group]
-        elif what in ("prefill", "decode") and here and self.books.reserved(one) > self.books.length(one):
+        elif what in ("prefill", "decode") and here and self.allocator.reserved(one) > self.allocator.length(one):
             cache.extend([one], [1], mode=what)
 
     def decode(self) -> bool:
         step = self.draw.choice(self.steps)
         (batch, new), packed = step.tiles, step.pieces is not None
-        left = {one: self.books.reserved(one) - self.books.length(one) for one in self.books.requests}
+        left = {one: self.allocator.reserved(one) - self.allocator.length(one) for one in self.allocator.requests}
         able = [one for one in left if left[one] >= (1 if packed else new)]
         chosen = self.draw.sample(able, min(len(able), self.draw.randint(1, batch)))
         group = self.draw.choice(self.groups) if self.groups else []
@@ -347,20 +352,20 @@ class Shown:
         if not chosen:
             return False
         counts = [self.draw.randint(1, min(left[one], batch // len(chosen) * new)) if packed else new for one in chosen]
-        self.cache.extend(chosen, counts, into=step, alike=chosen == group)
+        self.cache.extend(chosen, counts, into=step, same_length=chosen == group)
         self.check(step, counts)
         return True
 
-    def check(self, step: Step, counts: list[int]) -> None:
+    def check(self, step: ForwardBatch, counts: list[int]) -> None:
         """All that a step says, against the books, row by row."""
-        (batch, new), rank, books = step.tiles, self.cache.ring.rank, self.books
+        (batch, new), rank, allocator = step.tiles, self.cache.ring.rank, self.allocator
         tables, tokens, lasts = [], [], []
         for one, count in zip(step.requests, counts, strict=True):
-            first, length = books.first(one), books.length(one)
-            pieces = [piece for piece in books.pieces(one, length - count) if piece.rank == rank]
+            first, length = allocator.first(one), allocator.length(one)
+            pieces = [piece for piece in allocator.page_spans(one, length - count) if piece.rank == rank]
             slot = {piece.start + x: 4 * piece.page + piece.row + x for piece in pieces for x in range(piece.length)}
             for begin in range(length - count, length, new):
-                tables.append([tuple(x)[1:] for x in books.blocks(one) if x.rank == rank])
+                tables.append([tuple(x)[1:] for x in allocator.blocks(one) if x.rank == rank])
                 there = range(begin, min(begin + new, length))
                 tokens += [(x, slot.get(x, -1), first, length) for x in there] + [(0, -1, 0, 0)] * (new - len(there))
                 lasts.append(len(tokens) - 1 - new + len(there))
@@ -376,7 +381,7 @@ class Shown:
         assert step.positions.flatten().tolist() == [x[0] for x in tokens] + [0] * ((batch - some) * new)
         assert step.last_rows == tuple((0, end) if step.pieces else divmod(end, new) for end in ends)
         assert (step.lengths, step.firsts) == (
-            tuple(map(books.length, step.requests)), tuple(map(books.first, step.requests)),
+            tuple(map(allocator.length, step.requests)), tuple(map(allocator.first, step.requests)),
         )  # fmt: skip
 
 
@@ -397,8 +402,8 @@ def test_a_static_step_shows_what_the_books_say_after_every_history(rank: int) -
 
 def test_rows_of_padding_see_nothing_in_a_static_step() -> None:
     cache = make(pages=40)
-    requests = [cache.join(20), cache.join(20, 4)]
-    step = cache.static_step(2, max_tokens=20)
+    requests = [cache.add_request(20), cache.add_request(20, 4)]
+    step = cache.static_batch(2, max_tokens=20)
     for length in range(1, 9):
         cache.extend(requests, [1, 1], into=step)
         lo, hi = step.bounds(True, None)
@@ -408,17 +413,17 @@ def test_rows_of_padding_see_nothing_in_a_static_step() -> None:
 def test_what_does_not_reach_a_static_step_is_said_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     """Else its rows would go on from blocks that the device never got."""
     cache = make(pages=40)
-    requests = [cache.join(30) for _ in range(3)]
-    step = cache.static_step(3, max_tokens=30)
+    requests = [cache.add_request(30) for _ in range(3)]
+    step = cache.static_batch(3, max_tokens=30)
     cache.extend(requests, [1] * 3, into=step)
     for request in requests[:2]:
         cache.extend([request], [9], mode="prefill")
     with monkeypatch.context() as broken:
-        broken.setattr(steps_of, "upload", lambda *_: 1 / 0)
+        broken.setattr(batch_metadata, "copy_to_device", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             cache.extend(requests, [1] * 3, into=step)
     cache.extend(requests, [1] * 3, into=step)
-    assert table_of(step) == [[x[1:] for x in cache.pages.blocks(one)] for one in requests]
+    assert table_of(step) == [[x[1:] for x in cache.allocator.blocks(one)] for one in requests]
     assert step.positions.flatten().tolist() == [cache.length(one) - 1 for one in requests]
 
 
@@ -426,14 +431,14 @@ def test_what_does_not_reach_a_static_step_is_said_anew(monkeypatch: pytest.Monk
 def test_tensors_of_a_decode_step_are_aligned_whatever_its_shape(batch: int) -> None:
     """Else kernels would be compiled, and launches recorded, again and again as requests grow."""
     cache = make(pages=400)
-    requests = [cache.join(100) for _ in range(batch)]
-    static = cache.static_step(batch, 3, max_tokens=100)
+    requests = [cache.add_request(100) for _ in range(batch)]
+    static = cache.static_batch(batch, 3, max_tokens=100)
     for _ in range(9):
         for step in (cache.extend(requests, [1] * batch), cache.extend(requests, [3] * batch, into=static)):
             assert [x.data_ptr() % 32 for x in tensors(step)] == [0] * len(tensors(step))
 
 
-def tensors(step: Step) -> list[Tensor]:
+def tensors(step: ForwardBatch) -> list[Tensor]:
     assert step.table is not None
     assert step.positions32 is not None
     assert step.starts is not None
@@ -452,9 +457,9 @@ def test_bounds_are_what_each_row_may_see(
 ) -> None:
     causal, window, chunk_len = mask
     cache = make(pages=16)
-    batch = cache.join_alike(30, [4, 0])
-    cache.extend(batch, [9, 9], alike=True)
-    step = cache.extend(batch, [3, 3], alike=True)
+    batch = cache.add_batch(30, [4, 0])
+    cache.extend(batch, [9, 9], same_length=True)
+    step = cache.extend(batch, [3, 3], same_length=True)
     lo, hi = step.bounds(causal, window, chunk_len)
     left, right = (None, None) if window is None else window
     for element, first in enumerate((4, 0)):
@@ -492,9 +497,9 @@ def test_a_decode_step_costs_the_same_over_a_million_tokens() -> None:
     found = []
     for tokens in (2**10, 2**20):
         cache = make(0, 4, layers=1, kv_heads=1, head_dim=1, v_head_dim=1, pages=8 * 2**12 + 8, page_size=64)
-        requests = [cache.join(tokens + 100) for _ in range(8)]
+        requests = [cache.add_request(tokens + 100) for _ in range(8)]
         for request in requests:
-            cache.pages.place([request], [tokens])
+            cache.allocator.assign([request], [tokens])
         cache.extend(requests, [1] * 8)
         found.append(lines_of(partial(cache.extend, requests, [1] * 8)))
         assert table_of(cache.extend(requests, [1] * 8))[0][-1][1] <= tokens
@@ -506,13 +511,16 @@ def test_to_come_and_to_go_cost_the_same_beside_a_thousand_that_have_ended() -> 
     for ended in (10, 1000):
         cache = make(pages=4000)
         for _ in range(ended):
-            request = cache.join(9)
+            request = cache.add_request(9)
             cache.extend([request], [6], mode="prefill")
-            cache.crop(request, 6, 6)
-        costs = [lines_of(partial(cache.join, 9)), lines_of(partial(cache.fork, cache.pages.requests[0], 5, 9))]
-        request = cache.join(9)
+            cache.truncate(request, 6, 6)
+        costs = [
+            lines_of(partial(cache.add_request, 9)),
+            lines_of(partial(cache.fork, cache.allocator.requests[0], 5, 9)),
+        ]
+        request = cache.add_request(9)
         cache.extend([request], [7], mode="prefill")
-        costs += [lines_of(partial(cache.crop, request, 6, 6)), lines_of(partial(cache.leave, request))]
+        costs += [lines_of(partial(cache.truncate, request, 6, 6)), lines_of(partial(cache.free, request))]
         found.append(costs)
     assert found[0] == found[1]
 
@@ -521,15 +529,17 @@ def test_what_a_static_step_uploads_for_a_token_does_not_grow_with_what_there_is
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     sizes: list[int] = []
-    upload = steps_of.upload
-    monkeypatch.setattr(steps_of, "upload", lambda data, words: (sizes.append(len(data)), upload(data, words)))
+    upload = batch_metadata.copy_to_device
+    monkeypatch.setattr(
+        batch_metadata, "copy_to_device", lambda data, words: (sizes.append(len(data)), upload(data, words))
+    )
     found, costs = [], []
     for tokens in (2**14, 2**20):
         cache = make(0, 4, layers=1, kv_heads=1, head_dim=1, v_head_dim=1, pages=8 * 2**12 + 64, page_size=64)
-        requests = [cache.join(tokens + 1000) for _ in range(8)]
+        requests = [cache.add_request(tokens + 1000) for _ in range(8)]
         for request in requests:
-            cache.pages.place([request], [tokens])
-        step = cache.static_step(8, max_tokens=tokens + 1000, max_blocks=2**13)
+            cache.allocator.assign([request], [tokens])
+        step = cache.static_batch(8, max_tokens=tokens + 1000, max_blocks=2**13)
         bring = partial(cache.extend, requests, [1] * 8, into=step)
         bring()
         assert sizes.pop() >= 256 + 20 * 8 * tokens // 64 // 4, "the first brings all blocks"
@@ -540,10 +550,12 @@ def test_what_a_static_step_uploads_for_a_token_does_not_grow_with_what_there_is
         sizes.clear()
         # what is taken back and said anew, as guesses are, costs no more
         for request in requests:
-            cache.crop(request, cache.length(request) - 1)
+            cache.truncate(request, cache.length(request) - 1)
         bring()
         assert sizes.pop() <= 416
-        assert all(table_of(step)[i][-1][0] == cache.pages.table(one, 0).pages[-1] for i, one in enumerate(requests))
+        assert all(
+            table_of(step)[i][-1][0] == cache.allocator.table(one, 0).pages[-1] for i, one in enumerate(requests)
+        )
     assert found[0] == found[1]
     assert 256 <= min(found[0]) < max(found[0]) <= 416
     assert costs[0] == costs[1]
@@ -551,8 +563,8 @@ def test_what_a_static_step_uploads_for_a_token_does_not_grow_with_what_there_is
 
 def test_a_prompt_of_a_million_tokens_is_planned_in_runs() -> None:
     cache = make(0, 4, layers=1, kv_heads=1, head_dim=1, v_head_dim=1, pages=2**12 + 8, page_size=64)
-    request = cache.join(2**20)
-    steps: list[Step] = []
+    request = cache.add_request(2**20)
+    steps: list[ForwardBatch] = []
     # Python walks pages where they are handed out, in three lines, and nowhere else
     assert lines_of(lambda: steps.append(cache.extend([request], [2**20], mode="prefill"))) < 3 * 2**20 / 64 + 2000
     assert steps[0].sharding is not None
@@ -588,7 +600,7 @@ def test_attention_over_fp8_is_as_close_as_its_three_bits_allow() -> None:
     found = {}
     for kv_dtype in (None, torch.float8_e4m3fn):
         cache = make(head_dim=d, v_head_dim=d, dtype=torch.bfloat16, pages=11, page_size=64, kv_dtype=kv_dtype)
-        request = cache.join(n)
+        request = cache.add_request(n)
         step = cache.extend([request], [n - 1])
         cache.put(0, step, step.take(k[:, :-1]), step.take(v[:, :-1]))
         found[kv_dtype] = attend(cache.extend([request], [1]), 0, q[:, -1:], k[:, -1:], v[:, -1:]).float()
@@ -609,12 +621,12 @@ def test_what_a_request_that_has_left_wrote_is_not_seen(mode: Literal["prefill",
     for spoiled in (False, True):
         cache = make(pages=3)
         if spoiled:
-            request = cache.join(12)
+            request = cache.add_request(12)
             step = cache.extend([request], [12])
             cache.put(0, step, *(torch.full((1, 12, HEADS, dim), math.nan) for dim in (D, DV)))
-            cache.leave(request)
+            cache.free(request)
         torch.manual_seed(1)
-        request = cache.join(10)
+        request = cache.add_request(10)
         x = [torch.randn(1, 10, heads, dim) for heads, dim in ((HEADS, D), (HEADS, D), (HEADS, DV))]
         parts = []
         for begin, end in ((0, 5), (5, 6), (6, 10)):
@@ -627,8 +639,8 @@ def test_what_a_request_that_has_left_wrote_is_not_seen(mode: Literal["prefill",
 
 def test_rows_of_nobody_see_nothing_and_are_kept_nowhere() -> None:
     cache = make()
-    request = cache.join(20)
-    step = cache.static_step(3, max_tokens=20)
+    request = cache.add_request(20)
+    step = cache.static_batch(3, max_tokens=20)
     torch.manual_seed(0)
     for _ in range(3):
         cache.extend([request], [1], into=step)
@@ -645,18 +657,18 @@ def test_memory_is_bounded_by_what_is_given() -> None:
     cache = make(pages=None, memory=10_000)
     # two layers, two heads, 4 + 3 numbers of 4 bytes; 448 bytes for a page of 4
     assert cache.bytes_per_token == 112
-    assert cache.pages.pages == 22
+    assert cache.allocator.pages == 22
     assert cache.capacity_tokens == 88
     assert sum(x.nbytes for x in (cache.k, cache.v)) == 22 * 448
     small = make(pages=None, memory=10_000, kv_dtype=torch.float8_e4m3fn)
     assert small.bytes_per_token == 2 * 2 * (4 + 3 + 2 * 4)
-    assert small.pages.pages == 41
+    assert small.allocator.pages == 41
     scales = [x for x in small.scales(0) if x is not None]
     assert small.k.nbytes + small.v.nbytes + 2 * sum(x.nbytes for x in scales) == 41 * 4 * small.bytes_per_token
     with pytest.raises(
         CacheFull, match=r"a request of up to 89 tokens needs 23 pages of 4 \(10304 bytes\), got 22 of 22 on 1 ranks"
     ):
-        cache.join(89)
+        cache.add_request(89)
 
 
 @pytest.mark.parametrize(
@@ -683,7 +695,7 @@ def test_a_cache_that_cannot_be_is_refused(changes: dict[str, Any], kind: type[E
 
 def test_rows_that_do_not_belong_there_are_refused() -> None:
     cache, other = make(), make()
-    request = cache.join(20)
+    request = cache.add_request(20)
     step = cache.extend([request], [5])
     k, v = torch.zeros(1, 5, HEADS, D), torch.zeros(1, 5, HEADS, DV)
     before = cache.k.clone()
@@ -704,9 +716,9 @@ def test_rows_that_do_not_belong_there_are_refused() -> None:
         ("decode must bring the same number", lambda: cache.extend([request], [17], mode="decode")),
         ("mode must be", lambda: cache.extend([request], [1], mode="encode")),  # pyright: ignore[reportArgumentType]
         ("must stay within the 20 tokens it reserved, got 5 and 16 more", lambda: cache.extend([request], [16])),
-        ("batch must be at least 1", lambda: cache.static_step(0, max_tokens=4)),
-        ("max_tokens must be at least 1", lambda: cache.static_step(1, max_tokens=0)),
-        ("new must be from 1 to 16, got 17", lambda: cache.static_step(1, 17, max_tokens=40)),
+        ("batch must be at least 1", lambda: cache.static_batch(0, max_tokens=4)),
+        ("max_tokens must be at least 1", lambda: cache.static_batch(1, max_tokens=0)),
+        ("new must be from 1 to 16, got 17", lambda: cache.static_batch(1, 17, max_tokens=40)),
     ]  # fmt: skip
     for text, call in cases:
         with pytest.raises(ValueError, match=text):
@@ -717,15 +729,15 @@ def test_rows_that_do_not_belong_there_are_refused() -> None:
 
 def test_a_step_whose_requests_are_gone_keeps_nothing() -> None:
     cache = make()
-    first, second = cache.join(20), cache.join(20)
+    first, second = cache.add_request(20), cache.add_request(20)
     step = cache.extend([first], [5])
     k, v = torch.ones(1, 5, HEADS, D), torch.ones(1, 5, HEADS, DV)
-    cache.leave(second)
+    cache.free(second)
     cache.put(0, step, k, v)
-    cache.crop(first, 4)
+    cache.truncate(first, 4)
     with pytest.raises(ValueError, match="request 0 of 5 tokens, which was cropped to 4 tokens since; extend again"):
         cache.put(1, step, k, v)
-    cache.leave(first)
+    cache.free(first)
     with pytest.raises(ValueError, match="request 0 of 5 tokens, which has left since"):
         cache.put(1, step, k, v)
     assert not cache.k[1].any()
@@ -733,16 +745,16 @@ def test_a_step_whose_requests_are_gone_keeps_nothing() -> None:
 
 def test_a_static_step_refuses_what_it_has_no_room_for_before_room_is_made() -> None:
     cache = make(pages=16)
-    requests = [cache.join(30) for _ in range(2)]
-    step = cache.static_step(1, 2, max_tokens=8)
-    narrow = cache.static_step(2, 1, max_tokens=30, max_blocks=1)
+    requests = [cache.add_request(30) for _ in range(2)]
+    step = cache.static_batch(1, 2, max_tokens=8)
+    narrow = cache.static_batch(2, 1, max_tokens=30, max_blocks=1)
     cases: list[tuple[str, Callable[[], object]]] = [
         ("at most 1 requests with 2 new tokens each, got 2", lambda: cache.extend(requests, [2, 2], into=step)),
         ("at most 1 requests with 2 new tokens each, got 1 with .1.", lambda: cache.extend(requests[:1], [1], into=step)),
         ("8 tokens in 3 blocks of each rank, got request 0 with 9 in up", lambda: cache.extend(requests[:1], [2], into=step)),
         ("in 1 blocks of each rank, got request 0 with 8 in up to 3", lambda: cache.extend(requests[:1], [1], into=narrow)),
         ("into must be left out of a prefill", lambda: cache.extend(requests[:1], [2], mode="prefill", into=step)),
-        ("into must be a static step of this cache", lambda: cache.extend([0], [2], into=make().static_step(1, max_tokens=8))),
+        ("into must be a static step of this cache", lambda: cache.extend([0], [2], into=make().static_batch(1, max_tokens=8))),
     ]  # fmt: skip
     cache.extend(requests[:1], [7])
     for text, call in cases:
@@ -753,13 +765,13 @@ def test_a_static_step_refuses_what_it_has_no_room_for_before_room_is_made() -> 
 
 def test_requests_that_cannot_be_prefilled_together_are_refused_before_room_is_made() -> None:
     cache = make(0, 2)
-    padded, other = cache.join(20, first=3), cache.join(20)
+    padded, other = cache.add_request(20, first=3), cache.add_request(20)
     free = cache.free_pages
     with pytest.raises(NotImplementedError, match=r"requests with padding in front must be alike, got firsts \[3, 0\]"):
         cache.extend([padded, other], [9, 4])
     cache.extend([other], [4])
     with pytest.raises(NotImplementedError, match=r"must be kept alike to be prefilled together, got lengths \[0, 4\]"):
-        cache.extend([padded, other], [5, 5], mode="prefill", alike=True)
+        cache.extend([padded, other], [5, 5], mode="prefill", same_length=True)
     assert cache.length(padded) == 0
     assert sum(free) - sum(cache.free_pages) == 1
 
@@ -827,15 +839,15 @@ class Comparing:
 
 def test_ranks_compare_prefills_always_and_decoding_as_often_as_it_pays() -> None:
     cache, ring = make(pages=400), Comparing()
-    accord = Accord(ring)  # pyright: ignore[reportArgumentType]
-    requests = [cache.join(200) for _ in range(6)]
-    static, packed = cache.static_step(4, max_tokens=200), cache.static_step(8, 4, max_tokens=200, packed=True)
+    consistency = ConsistencyChecker(ring)  # pyright: ignore[reportArgumentType]
+    requests = [cache.add_request(200) for _ in range(6)]
+    static, packed = cache.static_batch(4, max_tokens=200), cache.static_batch(8, 4, max_tokens=200, packed=True)
 
-    def compared(call: Callable[[int], Step], times: int) -> list[bool]:
+    def compared(call: Callable[[int], ForwardBatch], times: int) -> list[bool]:
         found = []
         for turn in range(times):
             before = len(ring.compared)
-            accord.meet(call(turn), "a kind", torch.device("cpu"))
+            consistency.check_batch(call(turn), "a kind", torch.device("cpu"))
             found.append(len(ring.compared) > before)
         return found
 
@@ -858,16 +870,16 @@ def test_ranks_compare_prefills_always_and_decoding_as_often_as_it_pays() -> Non
 
 
 WRONG = {
-    "join": "reserve must be from 1 to 2147483647 tokens",
+    "add_request": "reserve must be from 1 to 2147483647 tokens",
     "extend": "must stay within the 20 tokens it reserved, got 0 and 21 more",
     "mode": "mode must be 'auto', 'prefill' or 'decode', got 'some'",
-    "crop": "length must be from 0 to the 18 tokens there are",
+    "truncate": "length must be from 0 to the 18 tokens there are",
     "fork": "request must be one of those that joined and have not left, got 9",
     "static": "new must be from 1 to 16, got 17",
 }
 
 
-def _bring(cache: PagedKVCache, step: Step, dtype: torch.dtype = torch.float32) -> None:
+def _bring(cache: PagedKVCache, step: ForwardBatch, dtype: torch.dtype = torch.float32) -> None:
     x = torch.ones(step.batch, step.rows, 1, 16)
     attend(step, 0, x.to(dtype), x, x)
 
@@ -883,12 +895,12 @@ def _keep_books_wrongly(kind: str) -> list[str]:
     for wrong in (kind if ring.rank == 1 else "", ""):
         cache = _paged(ring)
         try:
-            request = cache.join(0 if wrong == "join" else 20)
+            request = cache.add_request(0 if wrong == "add_request" else 20)
             new = 21 if wrong == "extend" else 18
             _bring(cache, cache.extend([request], [new], mode="some" if wrong == "mode" else "auto"))  # pyright: ignore
-            cache.crop(request, 19 if wrong == "crop" else 17)
+            cache.truncate(request, 19 if wrong == "truncate" else 17)
             cache.fork(9 if wrong == "fork" else request)
-            cache.static_step(1, 17 if wrong == "static" else 1, max_tokens=20)
+            cache.static_batch(1, 17 if wrong == "static" else 1, max_tokens=20)
             _bring(cache, cache.extend([request], [1]))
             said.append("")
         except ValueError as error:
@@ -908,11 +920,11 @@ def _go_on_after_a_refusal(same_step: bool, same_request: bool) -> list[str]:
     """What each rank hears of an attention call that rank 1 makes wrongly, and then of right ones."""
     ring, said = Ring(timeout=timedelta(seconds=20)), []
     cache = _paged(ring)
-    a, b = cache.join(50), cache.join(50)
+    a, b = cache.add_request(50), cache.add_request(50)
     for request in (a, b):
         _bring(cache, cache.extend([request], [18]))
     _bring(cache, cache.extend([a], [1]))
-    cache.accord.note("words before")
+    cache.consistency.record("words before")
     step = cache.extend([b], [17 if same_step else 1])
     for wrong in (ring.rank == 1, False):
         try:
@@ -921,11 +933,11 @@ def _go_on_after_a_refusal(same_step: bool, same_request: bool) -> list[str]:
         except (ValueError, RuntimeError) as error:
             said.append(str(error))
             if not same_step:
-                cache.crop(b, 18)
-                cache.accord.note("words after")
+                cache.truncate(b, 18)
+                cache.consistency.record("words after")
                 step = cache.extend([b if same_request else a], [1])
     _bring(cache, cache.extend([a], [1]))
-    cache.accord.compare("the end")
+    cache.consistency.check_recorded("the end")
     return said
 
 
@@ -943,15 +955,15 @@ def _ask_for_room(who: set[int]) -> list[int]:
     ring = Ring(timeout=timedelta(seconds=20))
     cache, agreement, found = _paged(ring), ring._agreement, list[int]()
     assert agreement is not None
-    request = cache.join(100)
+    request = cache.add_request(100)
     _bring(cache, cache.extend([request], [30]))
     for _ in range(20):
         before = agreement._round
         if ring.rank in who:
             with pytest.raises(CacheFull, match="a request of up to 1000 tokens needs 250 pages"):
-                cache.join(1000)
+                cache.add_request(1000)
             with pytest.raises(CacheFull, match="a batch of 2 requests of up to 100 tokens needs"):
-                cache.join_alike(100, [0, 0])
+                cache.add_batch(100, [0, 0])
             with pytest.raises(CacheFull):
                 cache.fork(request, reserve=1000)
         _bring(cache, cache.extend([request], [1]))
@@ -971,13 +983,13 @@ def _probe_alike() -> list[str]:
     """What a rank hears of right calls between calls that all ranks are refused."""
     ring, said = Ring(timeout=timedelta(seconds=20)), list[str]()
     cache = _paged(ring)
-    request = cache.join(50)
+    request = cache.add_request(50)
     probes: list[Callable[[], object]] = [
         lambda: ring.sharding(0),
         lambda: cache.fork(9),
-        lambda: cache.crop(request, 99),
+        lambda: cache.truncate(request, 99),
         lambda: cache.extend([request], [51]),
-        lambda: cache.static_step(0, max_tokens=1),
+        lambda: cache.static_batch(0, max_tokens=1),
         lambda: ring.sharding(9).shard(torch.ones(8), 0),
         lambda: ring.kv_buffer(ring.sharding(9), 1, 1, 16, dtype=torch.float32, name="a", device="no device"),
     ]
@@ -998,7 +1010,7 @@ def test_what_all_ranks_try_in_vain_costs_none_of_them_a_call(pool: Pools) -> No
     assert pool(2).run(_probe_alike) == [[""] * 21] * 2
 
 
-MISTAKES = ("crop", "extend", "mode", "dtype", "softcap", "sharding", "attention")
+MISTAKES = ("truncate", "extend", "mode", "dtype", "softcap", "sharding", "attention")
 
 
 def _make_step(
@@ -1013,10 +1025,10 @@ def _make_step(
         torch.testing.assert_close(ring_attention(x, x, x, sharding, window=draw.randrange(1, 9), softcap=softcap), x)
     elif mistake or kind == "prefill" or not live:
         if len(live) > 5:
-            cache.leave(live.pop(0))
-        request = cache.join(60)
-        if wrong == "crop":
-            cache.crop(request, 1)
+            cache.free(live.pop(0))
+        request = cache.add_request(60)
+        if wrong == "truncate":
+            cache.truncate(request, 1)
         new = 61 if wrong == "extend" else 17
         step = cache.extend([request], [new], mode="some" if wrong == "mode" else "prefill")  # pyright: ignore
         x = step.take(torch.full((1, new, 1, 16), float(request)))
@@ -1032,7 +1044,7 @@ def _make_step(
                 probe()
     elif ring.rank == draw.randrange(ring.world_size):
         with pytest.raises(CacheFull):
-            cache.join(9999)
+            cache.add_request(9999)
 
 
 def _run_program(seed: int) -> int:
@@ -1052,8 +1064,8 @@ def _run_program(seed: int) -> int:
         with pytest.raises(ValueError, match=None if ring.rank == who else f"ring rank {who} refused"):
             step()
         failed += 1
-        for request in set(cache.pages.requests) - set(live):
-            cache.leave(request)
+        for request in set(cache.allocator.requests) - set(live):
+            cache.free(request)
     ring.agree("the end", str([(request, cache.length(request)) for request in live]))
     return failed
 

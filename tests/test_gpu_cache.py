@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ringattn import Ring
-from ringattn.inference import PagedKVCache, StaticStep, Step, attend
+from ringattn.inference import ForwardBatch, PagedKVCache, StaticBatch, attend
 from ringattn.kernels.kv import pages
 from tests.paging import CASES, Case, assert_put, assert_take
 
@@ -48,7 +48,7 @@ def test_rows_far_behind_two_billion_elements_are_put_and_taken() -> None:
     assert torch.equal(found.cpu(), pages.dequantise(rows, factor, torch.bfloat16))
 
 
-def draw(cache: PagedKVCache, step: Step, seed: int) -> list[Tensor]:
+def draw(cache: PagedKVCache, step: ForwardBatch, seed: int) -> list[Tensor]:
     generator = torch.Generator("cuda").manual_seed(seed)
     return [
         torch.randn(step.batch, step.rows, heads, D, device="cuda", generator=generator).bfloat16()
@@ -62,8 +62,8 @@ def test_steps_are_those_of_a_cpu() -> None:
         PagedKVCache(Ring(), layers=1, kv_heads=1, head_dim=1, dtype=torch.float32, pages=64, device="cpu"),
     )
     for cache in (here, there):
-        cache.join(3000)
-        cache.join(500)
+        cache.add_request(3000)
+        cache.add_request(500)
     for requests, counts in (([0, 1], [1900, 333]), ([1], [2]), ([1, 0], [7, 7]), ([0], [600])):
         a, b = here.extend(requests, counts), there.extend(requests, counts)
         assert torch.equal(a.positions.cpu(), b.positions)
@@ -76,7 +76,7 @@ def test_steps_are_those_of_a_cpu() -> None:
                 assert torch.equal(getattr(a.table, name).cpu(), getattr(b.table, name))
 
 
-def layers(step: Step, x: list[Tensor]) -> Tensor:
+def layers(step: ForwardBatch, x: list[Tensor]) -> Tensor:
     """Two layers, of which the second sees a window."""
     o = attend(step, 0, *x)
     return attend(step, 1, x[0] + o, x[1], x[2], window=100)
@@ -88,26 +88,26 @@ def test_a_graph_that_is_replayed_decodes_as_new_steps_do(kv_dtype: torch.dtype 
     caches = make(kv_dtype), make(kv_dtype)
     for cache in caches:
         for reserve, count in ((700, 500), (400, 63), (900, 129)):
-            request = cache.join(reserve)
+            request = cache.add_request(reserve)
             step = cache.extend([request], [count], mode="prefill")
             attend(step, 0, *draw(cache, step, request))
             attend(step, 1, *draw(cache, step, request))
     plain, captured = caches
-    static = captured.static_step(3, max_tokens=1000)
+    static = captured.static_batch(3, max_tokens=1000)
     x = draw(captured, static, 0)
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.stream(stream):
         # a rehearsal with requests that leave again: kernels are compiled; cold: bounds are first asked for in the capture
-        other = captured.join(2)
-        rehearsal = captured.extend([other], [1], into=static if warm else captured.static_step(3, max_tokens=1000))
+        other = captured.add_request(2)
+        rehearsal = captured.extend([other], [1], into=static if warm else captured.static_batch(3, max_tokens=1000))
         layers(rehearsal, x)
-        captured.leave(other)
+        captured.free(other)
         # what it wrote stays in the page until others write there
-        other = plain.join(2)
+        other = plain.add_request(2)
         layers(plain.extend([other], [1]), [y[:1] for y in x])
-        plain.leave(other)
+        plain.free(other)
         captured.extend([0, 1], [1, 1], into=static)
         torch.cuda.synchronize()
         with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
@@ -131,7 +131,7 @@ def test_a_graph_that_is_replayed_decodes_as_new_steps_do(kv_dtype: torch.dtype 
                 for a, b in ((captured.k, plain.k), (captured.v, plain.v))
             )
     assert addresses == [y.data_ptr() for y in (static.positions, static.slots, *static.bounds(True, (99, 0)))]
-    assert isinstance(static, StaticStep)
+    assert isinstance(static, StaticBatch)
 
 
 def test_a_cache_takes_the_stated_part_of_what_is_free() -> None:

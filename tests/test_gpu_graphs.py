@@ -54,7 +54,7 @@ def rings(world_size: int) -> dict[str, Ring]:
 
 
 def fill(model: Any, cache: PagedKVCache, lengths: Sequence[int], reserve: int = 2000) -> list[int]:
-    requests = [cache.join(reserve) for _ in lengths]
+    requests = [cache.add_request(reserve) for _ in lengths]
     for seed, (request, length) in enumerate(zip(requests, lengths, strict=True)):
         ids = torch.randint(1000, (length,), generator=torch.Generator().manual_seed(seed))
         run_step(model, cache.extend([request], [length], mode="prefill"), ids, wanted=[])
@@ -114,7 +114,7 @@ def _prompts(rank: int, world_size: int) -> None:
         draw = random.Random(0)
         for seed in range(24):
             if seed % 3 == 0:
-                late, _ = [one._cache.join(900) for one in (graphs, plain)]
+                late, _ = [one._cache.add_request(900) for one in (graphs, plain)]
                 requests.append(late)
             chosen = draw.sample(requests[-8:], draw.randint(1, 4))
             counts = [draw.choice((1, 3, 16, 33, 100, 128)) for _ in chosen]

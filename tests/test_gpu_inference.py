@@ -34,9 +34,9 @@ BF16 = torch.bfloat16
 SIZES = Sizes(4, 2, 128, 128, page_size=16, pages=400, dtype=BF16)
 SMALL = Sizes(4, 2, 64, 64, page_size=16, pages=60, dtype=BF16)
 LIFE: tuple[Op, ...] = (
-    ("join", 0, 2600, 0),
-    ("join", 1, 900, 0),
-    ("join", 2, 200, 0),
+    ("add_request", 0, 2600, 0),
+    ("add_request", 1, 900, 0),
+    ("add_request", 2, 200, 0),
     extend((0,), (1100,)),
     extend((0,), (1,), "prefill"),
     extend((0, 1, 2), (611, 333, 41), "prefill"),
@@ -44,8 +44,8 @@ LIFE: tuple[Op, ...] = (
     extend((3,), (40,), "prefill"),
     extend((0, 1, 2, 3), (1, 1, 1, 1)),
     extend((0, 1, 3), (4, 4, 4)),
-    ("leave", 1),
-    ("crop", 0, 1700),
+    ("free", 1),
+    ("truncate", 0, 1700),
     ("fork", 4, 2, 30, 100),
     extend((0, 3, 4), (301, 200, 9), "prefill"),
     extend((4, 2, 0), (4, 4, 4)),
@@ -53,18 +53,18 @@ LIFE: tuple[Op, ...] = (
 )
 """Prompts of many tiles, in chunks, packed, over turns and with shared beginnings; three or four requests decode."""
 BATCH: tuple[Op, ...] = (
-    ("join", 0, 500, 0),
-    ("join", 1, 500, 7),
-    ("join", 2, 500, 140),
+    ("add_request", 0, 500, 0),
+    ("add_request", 1, 500, 7),
+    ("add_request", 2, 500, 140),
     extend((0, 1, 2), (221, 221, 221), "prefill", True),
-    extend((0, 1, 2), (1, 1, 1), alike=True),
-    extend((0, 1, 2), (4, 4, 4), alike=True),
+    extend((0, 1, 2), (1, 1, 1), same_length=True),
+    extend((0, 1, 2), (4, 4, 4), same_length=True),
     extend((0, 1, 2), (119, 119, 119), "prefill", True),
     extend((0, 1, 2), (1, 1, 1)),
 )
 """A batch with padding in front."""
 PIECES: tuple[Op, ...] = (
-    ("join", 0, 400, 0),
+    ("add_request", 0, 400, 0),
     extend((0,), (137,)),
     extend((0,), (1,), "prefill"),
     extend((0,), (64,)),
@@ -96,9 +96,9 @@ def session_of(rank: int, world_size: int) -> Session:
     )
 
 
-def judge(name: str, history: History, ring: Ring, session: Session, moves: tuple[str, ...] = MOVES) -> None:
+def judge(name: str, history: History, ring: Ring, session: Session, comm_mode: tuple[str, ...] = MOVES) -> None:
     case = InferenceCase(name, str(history.sizes.dtype), history)
-    for moving in moves if session.world_size > 1 else ("auto", "keys", "pages"):
+    for moving in comm_mode if session.world_size > 1 else ("auto", "keys", "pages"):
         case = dataclasses.replace(
             case, dtype={BF16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}[history.sizes.dtype]
         )
@@ -162,7 +162,7 @@ def _whole_prompts(rank: int, world_size: int) -> None:
     n = 1000 * world_size + 37
     for name, ring in rings(world_size).items():
         cache = cache_of(ring, 40)
-        step = cache.extend([cache.join(n)], [n])
+        step = cache.extend([cache.add_request(n)], [n])
         q, k, v = (step.take(x) for x in draw(n))
         assert step.sharding is not None
         o = attend(step, 0, q, k, v)
@@ -175,11 +175,11 @@ def _rooms(rank: int, world_size: int) -> None:
     for name in ("gathered", "staged"):
         ring = rings(world_size)[name]
         cache = cache_of(ring, 8 * chunks + 8)
-        request = cache.join(chunk * chunks)
+        request = cache.add_request(chunk * chunks)
         held: list[int] = []
         for index in range(chunks):
             step = cache.extend([request], [chunk])
-            attend(step, 0, *(step.take(x) for x in draw(chunk, seed=index)), moves="keys")
+            attend(step, 0, *(step.take(x) for x in draw(chunk, seed=index)), comm_mode="keys")
             transport: Any = ring._mover
             held.append(transport.num_bytes())
         assert len(set(held)) == 1, f"rank {rank}, {name}: {held}"
@@ -189,12 +189,12 @@ def _graphs(rank: int, world_size: int) -> None:
     """A decode step that was captured answers as one that was not."""
     ring = next(iter(rings(world_size).values()))
     cache = cache_of(ring, 64, layers=2)
-    requests = [cache.join(900), cache.join(700)]
+    requests = [cache.add_request(900), cache.add_request(700)]
     step = cache.extend(requests, [500, 303], mode="prefill")
     for layer in (0, 1):
         attend(step, layer, *(step.take(x) for x in draw(803, seed=layer)))
     twins = [cache.fork(request) for request in requests]
-    static = cache.static_step(2, max_tokens=900)
+    static = cache.static_batch(2, max_tokens=900)
     inputs = [torch.zeros(2, 1, h, 128, device="cuda", dtype=BF16) for h in (8, 2, 2)]
 
     def layers(step: Any) -> list[Tensor]:
@@ -207,13 +207,13 @@ def _graphs(rank: int, world_size: int) -> None:
             layers(cache.extend(requests, [1, 1], into=static))
     torch.cuda.synchronize()
     for request, twin in zip(requests, twins, strict=True):
-        cache.crop(request, cache.length(twin))
+        cache.truncate(request, cache.length(twin))
     graph = torch.cuda.CUDAGraph()
     cache.extend(requests, [1, 1], into=static)
     with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
         captured = layers(static)
     for request, twin in zip(requests, twins, strict=True):
-        cache.crop(request, cache.length(twin))
+        cache.truncate(request, cache.length(twin))
     for token in range(20):
         for x, y in zip(inputs, (x.view(2, 1, -1, 128) for x in draw(2, seed=100 + token)), strict=True):
             x.copy_(y)
@@ -237,12 +237,12 @@ def test_one_gpu_attends_as_defined(body: Callable[[int, int], None]) -> None:
 
 
 @pytest.mark.parametrize("kv_dtype", [None, torch.float8_e4m3fn])
-@pytest.mark.parametrize("reads", ["copies", "pages"])
+@pytest.mark.parametrize("kv_access", ["copies", "pages"])
 @pytest.mark.parametrize("impl", ["auto", "portable", "eager"])
 @pytest.mark.parametrize("bad", BAD)
 @pytest.mark.parametrize("spoilt", SPOILT)
 def test_what_is_not_finite_stays_with_its_request(
-    spoilt: str, bad: float, impl: str, reads: str, kv_dtype: torch.dtype | None
+    spoilt: str, bad: float, impl: str, kv_access: str, kv_dtype: torch.dtype | None
 ) -> None:
     """Three requests of 300 tokens in two chunks, then decoding."""
     healthy, found = (
@@ -252,7 +252,7 @@ def test_what_is_not_finite_stays_with_its_request(
             ((300, 300, 300), (70, 90, 33), (1, 1, 1), (4, 4, 4)),
             which,
             bad,
-            reads=reads,
+            kv_access=kv_access,
         )
         for which in (None, spoilt)
     )

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from ringattn.launch.serve.sampling import Sampling, sample_tokens, draw
+from ringattn.launch.serve.sampling import Sampling, draw, sample_tokens
 
 pytestmark = [
     pytest.mark.gpu,

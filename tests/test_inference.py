@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from ringattn import Ring, attention_reference, ring_attention
-from ringattn.inference import PagedKVCache, Step, attend
-from ringattn.inference.in_place import is_in_place_faster
+from ringattn.inference import ForwardBatch, PagedKVCache, attend
+from ringattn.inference.paged_prefill import is_paged_faster
 from ringattn.launch.check.cache_scenarios import (
     CHUNKS,
     CROWD,
@@ -56,16 +56,16 @@ def judge(history: History, by_rank: list[list[Answer]]) -> None:
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("moves", ["keys", "queries"])
+@pytest.mark.parametrize("comm_mode", ["keys", "queries"])
 @pytest.mark.parametrize("world_size", WORLDS)
-def test_every_option_is_right_for_every_history(pool: Pools, world_size: int, moves: str) -> None:
+def test_every_option_is_right_for_every_history(pool: Pools, world_size: int, comm_mode: str) -> None:
     # every option meets every history, and both of them either movement
-    turn = moves == "queries"
+    turn = comm_mode == "queries"
     for (row, named), (column, ops) in itertools.product(
         enumerate(OPTIONS.values()), enumerate((CHUNKS, CROWD, PACKED, PADDED))
     ):
         if (row + column) % 2 == turn:
-            history = History(Sizes(), ops, moves=moves, **named)
+            history = History(Sizes(), ops, comm_mode=comm_mode, **named)
             judge(history, pool(world_size).run(play_on_ring, history))
 
 
@@ -75,16 +75,16 @@ def test_pages_that_are_read_in_place_say_the_same(pool: Pools, world_size: int)
     # a third of the options on each number of ranks
     for named in (*OPTIONS.values(),)[WORLDS.index(world_size) :: len(WORLDS)]:
         for ops in (CHUNKS, CROWD, PACKED, PADDED):
-            history = History(Sizes(layers=1), ops, reads="pages", **named)
+            history = History(Sizes(layers=1), ops, kv_access="pages", **named)
             judge(history, pool(world_size).run(play_on_ring, history))
 
 
 @pytest.mark.dist
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
 def test_every_dtype_is_right(pool: Pools, dtype: torch.dtype) -> None:
-    for moves in ("keys", "queries"):
+    for comm_mode in ("keys", "queries"):
         for ops in (CHUNKS, CROWD, PACKED, PADDED):
-            history = History(Sizes(dtype=dtype), ops, moves=moves, features=("sinks", "alibi_slopes"))
+            history = History(Sizes(dtype=dtype), ops, comm_mode=comm_mode, features=("sinks", "alibi_slopes"))
             judge(history, pool(2).run(play_on_ring, history))
 
 
@@ -103,8 +103,8 @@ def test_every_dtype_is_right(pool: Pools, dtype: torch.dtype) -> None:
 def test_every_shape_is_right(pool: Pools, sizes: Sizes) -> None:
     if sizes.page_size == 1:
         sizes = dataclasses.replace(sizes, pages=400)
-    for moves, ops in (("keys", CROWD), ("queries", CROWD), ("auto", CROWD), ("auto", PACKED)):
-        history = History(sizes, ops, moves=moves)
+    for comm_mode, ops in (("keys", CROWD), ("queries", CROWD), ("auto", CROWD), ("auto", PACKED)):
+        history = History(sizes, ops, comm_mode=comm_mode)
         judge(history, pool(4).run(play_on_ring, history))
 
 
@@ -115,25 +115,25 @@ def histories(draw: st.DrawFn) -> History:
     ops: list[Op] = []
     for turn in range(draw(st.integers(2, 9))):
         kind = (
-            draw(st.sampled_from(["join", "extend", "extend", "extend", "fork", "crop", "leave"]))
+            draw(st.sampled_from(["add_request", "extend", "extend", "extend", "fork", "truncate", "free"]))
             if lengths
-            else "join"
+            else "add_request"
         )
         name = draw(st.sampled_from(sorted(lengths))) if lengths else 0
-        if kind == "join" and len(lengths) < 4:
+        if kind == "add_request" and len(lengths) < 4:
             lengths[turn] = (0, 120)
-            ops.append(("join", turn, 120, 0))
+            ops.append(("add_request", turn, 120, 0))
         elif kind == "fork" and len(lengths) < 4:
             length = draw(st.integers(0, lengths[name][0]))
             lengths[turn] = (length, 120)
             ops.append(("fork", turn, name, length, 120))
-        elif kind == "crop":
+        elif kind == "truncate":
             length = draw(st.integers(0, lengths[name][0]))
             lengths[name] = (length, lengths[name][1])
-            ops.append(("crop", name, length))
-        elif kind == "leave" and len(lengths) > 1:
+            ops.append(("truncate", name, length))
+        elif kind == "free" and len(lengths) > 1:
             del lengths[name]
-            ops.append(("leave", name))
+            ops.append(("free", name))
         elif kind == "extend":
             names = draw(st.lists(st.sampled_from(sorted(lengths)), min_size=1, unique=True))
             if draw(st.booleans()):
@@ -152,12 +152,12 @@ def histories(draw: st.DrawFn) -> History:
     sizes = Sizes(page_size=draw(st.sampled_from([1, 3, 4, 16])), pages=600, layers=1)
     sizes = dataclasses.replace(sizes, pages=4 * 600 // sizes.page_size)
     named = OPTIONS[draw(st.sampled_from(sorted(OPTIONS)))]
-    reads = draw(st.sampled_from(["auto", "pages"]))
+    kv_access = draw(st.sampled_from(["auto", "pages"]))
     return History(
         sizes,
         tuple(ops),
-        moves=draw(st.sampled_from(["auto", "keys", "queries"])) if reads == "auto" else "auto",
-        reads=reads,
+        comm_mode=draw(st.sampled_from(["auto", "keys", "queries"])) if kv_access == "auto" else "auto",
+        kv_access=kv_access,
         seed=draw(st.integers(0, 99)),
         **named,
     )
@@ -180,7 +180,7 @@ def small(ring: Ring | None = None, **changes: Any) -> PagedKVCache:
     return PagedKVCache(Ring() if ring is None else ring, **facts)
 
 
-def rows_of(step: Step, **changes: Any) -> dict[str, Any]:
+def rows_of(step: ForwardBatch, **changes: Any) -> dict[str, Any]:
     """Right tensors for a step of `small`, but for what is changed."""
     shapes = {"q": (4, 16), "k": (2, 16), "v": (2, 8)}
     given = {name: torch.ones(step.batch, step.rows, *shape) for name, shape in shapes.items()}
@@ -214,11 +214,11 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "a flag as window": ({"window": True}, r"window must be an int, \(left, right\) or None, got True"),
     "fractions of a window": ({"window": (1.5, 0)}, r"window must be of integers, got \(1.5, 0\)"),
     "chunks": ({"chunk_len": 0}, "chunk_len must be at least 1 or None, got 0"),
-    "moves": ({"moves": "values"}, "moves must be one of auto, keys, queries, got 'values'"),
-    "reads": ({"reads": "memory"}, "reads must be one of auto, pages, copies, got 'memory'"),
+    "comm_mode": ({"comm_mode": "values"}, "comm_mode must be one of auto, keys, queries, got 'values'"),
+    "kv_access": ({"kv_access": "memory"}, "kv_access must be one of auto, pages, copies, got 'memory'"),
     "copies move": (
-        {"reads": "pages", "moves": "keys"},
-        "moves must be 'queries' or 'auto' with reads='pages', got 'keys'",
+        {"kv_access": "pages", "comm_mode": "keys"},
+        "comm_mode must be 'queries' or 'auto' with kv_access='pages', got 'keys'",
     ),
 }
 
@@ -229,7 +229,7 @@ def test_what_is_wrong_is_refused_with_its_name(name: str, mode: Any) -> None:
     changes, message = WRONG[name]
     cache = small()
     count = TOKENS if mode == "prefill" else 2
-    step = cache.extend([cache.join(30)], [count], mode=mode)
+    step = cache.extend([cache.add_request(30)], [count], mode=mode)
     before = cache.k.clone()
     changes = {
         key: x[:, :2] if torch.is_tensor(x) and x.shape[:2] == (1, 20) and mode == "decode" else x
@@ -246,13 +246,13 @@ def test_what_is_wrong_is_refused_with_its_name(name: str, mode: Any) -> None:
 
 def test_a_step_whose_tokens_are_gone_is_refused() -> None:
     cache = small()
-    request = cache.join(40)
+    request = cache.add_request(40)
     step = cache.extend([request], [TOKENS])
-    cache.crop(request, 7)
+    cache.truncate(request, 7)
     with pytest.raises(ValueError, match="request 0 of 20 tokens, which was cropped to 7 tokens since; extend again"):
         attend(step, 0, **rows_of(step))
     step = cache.extend([request], [3])
-    cache.leave(request)
+    cache.free(request)
     with pytest.raises(ValueError, match="request 0 of 10 tokens, which has left since"):
         attend(step, 0, **rows_of(step))
 
@@ -260,10 +260,10 @@ def test_a_step_whose_tokens_are_gone_is_refused() -> None:
 @pytest.mark.parametrize("mode", ["prefill", "decode"])
 def test_a_step_whose_tokens_are_others_now_is_refused_and_writes_to_nobodys_pages(mode: Any) -> None:
     cache = small()
-    request, other = cache.join(40), cache.join(40)
+    request, other = cache.add_request(40), cache.add_request(40)
     first = cache.extend([request], [7])
     step = cache.extend([request], [13], mode=mode)
-    cache.crop(request, 7)
+    cache.truncate(request, 7)
     # of pages that were given up, some are another request's now
     cache.extend([other], [20])
     again = cache.extend([request], [13], mode=mode)
@@ -278,7 +278,7 @@ def test_a_step_whose_tokens_are_others_now_is_refused_and_writes_to_nobodys_pag
 
 def test_results_carry_no_graph() -> None:
     cache = small()
-    step = cache.extend([cache.join(30)], [TOKENS])
+    step = cache.extend([cache.add_request(30)], [TOKENS])
     weight = torch.ones(16, requires_grad=True)
     with torch.no_grad():
         assert not attend(step, 0, **rows_of(step, q=torch.ones(1, TOKENS, 4, 16) * weight)).requires_grad
@@ -295,8 +295,8 @@ def test_a_cache_and_a_static_step_serve_inside_and_outside_of_inference_mode(in
     with torch.inference_mode(next(modes)):
         cache = small()
     with torch.inference_mode(next(modes)):
-        static = cache.static_step(2, 4, max_tokens=40)
-    request = cache.join(40)
+        static = cache.static_batch(2, 4, max_tokens=40)
+    request = cache.add_request(40)
     for mode in modes:
         with torch.inference_mode(mode):
             cache.extend([request], [4], into=static)
@@ -308,13 +308,13 @@ def ask_and_train() -> Tensor:
     ring = Ring()
     cache, sharding = small(ring), ring.sharding(TOKENS)
     for mode in (True, False):
-        for moves in ("keys", "queries"):
-            request = cache.join(40)
+        for comm_mode in ("keys", "queries"):
+            request = cache.add_request(40)
             with torch.inference_mode(mode):
                 for count in (TOKENS, 3, 1):
                     step = cache.extend([request], [count], mode="prefill" if count > 1 else "decode")
-                    attend(step, 0, **rows_of(step), moves=moves)
-            cache.leave(request)
+                    attend(step, 0, **rows_of(step), comm_mode=comm_mode)
+            cache.free(request)
         with torch.inference_mode(mode):
             q, k, v = (torch.ones(1, sharding.shard_len, h, 16, requires_grad=not mode) for h in (4, 2, 2))
             o = ring_attention(q, k, v, sharding, causal=True)
@@ -331,7 +331,7 @@ def test_what_a_ring_made_in_inference_mode_serves_training(pool: Pools) -> None
 
 def test_a_step_goes_when_nobody_has_it() -> None:
     cache = small()
-    request = cache.join(60)
+    request = cache.add_request(60)
     for count in (TOKENS, 30, 2):
         step = cache.extend([request], [count])
         attend(step, 0, **rows_of(step), window=(9, 0))
@@ -349,17 +349,17 @@ def refuse_together(fault: str) -> str:
     ring = Ring()
     odd = ring.rank == 1
     cache = small(ring)
-    request = cache.join(100)
+    request = cache.add_request(100)
     if fault.startswith("decode"):
         step = cache.extend([request], [TOKENS])
         for layer in (0, 1):
             attend(step, layer, **rows_of(step))
     counts = [3 + odd] if fault == "decode longer" else [TOKENS + 2 * odd] if fault == "longer" else [TOKENS]
     if fault == "another request":
-        other = cache.join(40)
+        other = cache.add_request(40)
         request = other if odd else request
     if fault == "decode crop" and odd:
-        cache.crop(request, TOKENS - 1)
+        cache.truncate(request, TOKENS - 1)
     if fault.startswith("decode"):
         counts = [3 + (odd and fault == "decode longer")]
     step = cache.extend([request], counts)
@@ -421,7 +421,7 @@ def count_comparisons() -> list[int]:
     agreement: Any = ring._agreement
     compare = agreement.compare
     agreement.compare = lambda *texts: (calls.append(texts), compare(*texts))[1]
-    request, found = cache.join(140), []
+    request, found = cache.add_request(140), []
     for count in (16, 31, 20, *[1] * 40):
         step = cache.extend([request], [count], mode="prefill" if count > 1 else "decode")
         before = len(calls)
@@ -446,13 +446,13 @@ def whole_prompt(world_size: int) -> tuple[Tensor, Tensor]:
     """A prompt by attend and the same rows by ring_attention."""
     ring = Ring()
     cache = small(ring)
-    step = cache.extend([cache.join(100)], [97])
+    step = cache.extend([cache.add_request(100)], [97])
     generator = torch.Generator().manual_seed(0)
     whole = [torch.randn(1, 97, *shape, generator=generator) for shape in ((4, 16), (2, 16), (2, 8))]
     q, k, v = (step.take(x) for x in whole)
     assert step.sharding is not None
     o = attend(step, 0, q, k, v)
-    assert step.moved == ("keys",)
+    assert step.comm_modes == ("keys",)
     return o, ring_attention(q, k, v, step.sharding, causal=True)
 
 
@@ -477,9 +477,9 @@ def announce(reserve: int) -> tuple[list[int], int]:
         return post(sends, receives, what)
 
     transport.reserve, transport.post = lambda size, replies=0: said.append(size), watched
-    request = cache.join(reserve)
+    request = cache.add_request(reserve)
     for _ in range(10):
-        attend(step := cache.extend([request], [100]), 0, **rows_of(step), moves="keys")
+        attend(step := cache.extend([request], [100]), 0, **rows_of(step), comm_mode="keys")
     del transport.reserve, transport.post
     return said, largest
 
@@ -498,13 +498,13 @@ def order_of_events() -> list[str]:
     ring = Ring()
     cache: Any = small(ring)
     events: list[str] = []
-    request = cache.join(100)
+    request = cache.add_request(100)
     attend(step := cache.extend([request], [40]), 0, **rows_of(step))
     transport: Any = ring.seat.transport
     post, take = transport.post, cache.take
     transport.post = lambda *given: (events.append(given[-1].partition(" ")[2]), post(*given))[1]
     cache.take = lambda *given: (events.append("pages"), take(*given))[1]
-    attend(step := cache.extend([request], [33]), 0, **rows_of(step), moves="queries")
+    attend(step := cache.extend([request], [33]), 0, **rows_of(step), comm_mode="queries")
     del transport.post
     return events
 
@@ -519,12 +519,12 @@ def test_queries_are_under_way_while_pages_are_copied(pool: Pools) -> None:
 def what_moves(new: int) -> tuple[str, ...]:
     ring = Ring()
     cache = small(ring, layers=1, kv_heads=1, pages=400, v_head_dim=16, dtype=torch.bfloat16)
-    request = cache.join(1200)
+    request = cache.add_request(1200)
     for count in (1000, new):
         step = cache.extend([request], [count], mode="prefill")
         x = torch.ones(1, step.rows, 4, 16, dtype=torch.bfloat16)
         attend(step, 0, x, x[:, :, :1], x[:, :, :1])
-    return step.moved
+    return step.comm_modes
 
 
 @pytest.mark.dist
@@ -545,16 +545,16 @@ MEASURED = {
 def test_the_counts_choose_what_was_faster() -> None:
     sizes = {"heads": 32, "kv_heads": 8, "element_size": 2, "most": 32}
     for (kept, new), (copies, in_place) in MEASURED.items():
-        assert is_in_place_faster([new], [kept + new], **sizes) == (in_place < copies), (kept, new)
+        assert is_paged_faster([new], [kept + new], **sizes) == (in_place < copies), (kept, new)
     # several requests: few rows on a long one outweigh many on a short one, and not the other way round
-    assert is_in_place_faster([32, 512], [200_000, 2_000], **sizes)
-    assert not is_in_place_faster([512, 32], [200_000, 2_000], **sizes)
+    assert is_paged_faster([32, 512], [200_000, 2_000], **sizes)
+    assert not is_paged_faster([512, 32], [200_000, 2_000], **sizes)
     # a window is all that is read in place, and all would be copied
-    assert is_in_place_faster([512], [200_000], left=4095, **sizes)
-    assert not is_in_place_faster([32] * 257, [200_000] * 257, **sizes)
+    assert is_paged_faster([512], [200_000], left=4095, **sizes)
+    assert not is_paged_faster([32] * 257, [200_000] * 257, **sizes)
     # more heads on a key head are more products for the same bytes; half the bytes are half the copy
-    assert not is_in_place_faster([64], [100_000], **sizes | {"heads": 64, "most": 16})
-    assert not is_in_place_faster([64], [100_000], **sizes | {"element_size": 1})
+    assert not is_paged_faster([64], [100_000], **sizes | {"heads": 64, "most": 16})
+    assert not is_paged_faster([64], [100_000], **sizes | {"element_size": 1})
 
 
 @pytest.mark.dist
@@ -564,16 +564,16 @@ def test_few_rows_of_one_rank_visit_all_pages_in_place(pool: Pools) -> None:
 
 def what_is_read() -> tuple[tuple[str, ...], tuple[str, ...]]:
     cache = small(Ring())
-    request = cache.join(40)
+    request = cache.add_request(40)
     cache.extend([request], [30], mode="prefill")
     step = cache.extend([request], [2], mode="prefill")
     # one rank computes them, the others have none and read their pages all the same
     assert step.rows in (0, 2)
-    attend(step, 0, **rows_of(step), reads="pages")
-    return step.moved, step.read
+    attend(step, 0, **rows_of(step), kv_access="pages")
+    return step.comm_modes, step.kv_accesses
 
 
-@pytest.mark.parametrize("reads", ["pages", "copies"])
+@pytest.mark.parametrize("kv_access", ["pages", "copies"])
 @pytest.mark.parametrize(
     "mask",
     [
@@ -583,17 +583,17 @@ def what_is_read() -> tuple[tuple[str, ...], tuple[str, ...]]:
     ],
     ids=str,
 )
-def test_a_prefill_sees_all_that_huge_windows_and_chunks_see(mask: dict[str, Any], reads: str) -> None:
+def test_a_prefill_sees_all_that_huge_windows_and_chunks_see(mask: dict[str, Any], kv_access: str) -> None:
     cache = small(layers=1)
     # chunks are counted from the first token that is seen
-    request, first = cache.join(30, 3), 3
+    request, first = cache.add_request(30, 3), 3
     draw = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(1, 30, h, d, generator=draw) for h, d in ((4, 16), (2, 16), (2, 8)))
     found = []
     for done, count in ((0, 20), (20, 10)):
         step = cache.extend([request], [count], mode="prefill")
         rows = (x[:, done : done + count] for x in (q, k, v))
-        found.append(attend(step, 0, *rows, **mask, reads=reads)[:, max(0, first - done) :])
+        found.append(attend(step, 0, *rows, **mask, kv_access=kv_access)[:, max(0, first - done) :])
     near = mask | {"window": (2, 30) if "window" in mask else None, "chunk_len": None}
     for o, end, new in zip(found, (20, 30), (17, 10), strict=True):
         expected = attention_reference(*(x[:, first:end] for x in (q, k, v)), **near)[:, -new:]
@@ -603,7 +603,7 @@ def test_a_prefill_sees_all_that_huge_windows_and_chunks_see(mask: dict[str, Any
 def test_compilers_leave_it_alone() -> None:
     from torch._dynamo.testing import CompileCounterWithBackend
 
-    def model(x: Tensor, step: Step) -> Tensor:
+    def model(x: Tensor, step: ForwardBatch) -> Tensor:
         x = x + attend(step, 0, x.sin(), x.cos()[:, :, :2], x[:, :, :2, :8].cos()).repeat(1, 1, 1, 2)
         return 2 * attend(step, 1, x.sin(), x.cos()[:, :, :2], x[:, :, :2, :8].cos())
 
@@ -611,7 +611,7 @@ def test_compilers_leave_it_alone() -> None:
     counter = CompileCounterWithBackend("eager")
     for run in (model, torch.compile(model, backend=counter)):
         cache, answers = small(), []
-        request = cache.join(60)
+        request = cache.add_request(60)
         for count in (20, 3, 1):
             step = cache.extend([request], [count])
             with torch.no_grad():
@@ -629,9 +629,9 @@ def play_on_nodes(history: History) -> list[Answer]:
 
 @pytest.mark.dist
 def test_rings_of_two_levels_are_right(pool: Pools) -> None:
-    for moves in ("keys", "queries"):
+    for comm_mode in ("keys", "queries"):
         for ops in (CHUNKS, CROWD, PACKED):
-            history = History(Sizes(), ops, moves=moves, **OPTIONS["everything"])
+            history = History(Sizes(), ops, comm_mode=comm_mode, **OPTIONS["everything"])
             judge(history, pool(4).run(play_on_nodes, history))
 
 
@@ -639,45 +639,49 @@ MIXED = ((30, 41, 17), (19, 5, 33), (1, 1, 1), (2, 2, 2))
 """New tokens of three requests: two prefills and two decodes."""
 
 
-def beside(spoilt: str | None, bad: float, moves: str, reads: str, kv_dtype: torch.dtype | None) -> list[Tensor]:
+def beside(
+    spoilt: str | None, bad: float, comm_mode: str, kv_access: str, kv_dtype: torch.dtype | None
+) -> list[Tensor]:
     cache = small(kv_dtype=kv_dtype, pages=60)
-    return attend_beside(cache, 4, MIXED, spoilt, bad, moves=moves, reads=reads)
+    return attend_beside(cache, 4, MIXED, spoilt, bad, comm_mode=comm_mode, kv_access=kv_access)
 
 
 @pytest.mark.parametrize("kv_dtype", [None, torch.float8_e4m3fn])
-@pytest.mark.parametrize("reads", ["copies", "pages"])
+@pytest.mark.parametrize("kv_access", ["copies", "pages"])
 @pytest.mark.parametrize("bad", BAD)
 @pytest.mark.parametrize("spoilt", SPOILT)
 def test_what_is_not_finite_stays_with_its_request(
-    spoilt: str, bad: float, reads: str, kv_dtype: torch.dtype | None
+    spoilt: str, bad: float, kv_access: str, kv_dtype: torch.dtype | None
 ) -> None:
-    healthy, found = (beside(which, bad, "auto", reads, kv_dtype) for which in (None, spoilt))
+    healthy, found = (beside(which, bad, "auto", kv_access, kv_dtype) for which in (None, spoilt))
     assert all(map(torch.equal, healthy, found))
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize(("moves", "reads"), [("keys", "copies"), ("queries", "copies"), ("queries", "pages")])
+@pytest.mark.parametrize(("comm_mode", "kv_access"), [("keys", "copies"), ("queries", "copies"), ("queries", "pages")])
 @pytest.mark.parametrize("spoilt", SPOILT)
-def test_what_is_not_finite_stays_with_its_request_on_ranks(pool: Pools, spoilt: str, moves: str, reads: str) -> None:
+def test_what_is_not_finite_stays_with_its_request_on_ranks(
+    pool: Pools, spoilt: str, comm_mode: str, kv_access: str
+) -> None:
     ranks = pool(2)
-    healthy, found = (ranks.run(beside, which, BAD[0], moves, reads, None) for which in (None, spoilt))
+    healthy, found = (ranks.run(beside, which, BAD[0], comm_mode, kv_access, None) for which in (None, spoilt))
     for mine, other in zip(healthy, found, strict=True):
         assert all(map(torch.equal, mine, other))
 
 
-@pytest.mark.parametrize("reads", ["copies", "pages"])
-def test_rows_in_fp8_are_seen_as_they_read_back(reads: str) -> None:
+@pytest.mark.parametrize("kv_access", ["copies", "pages"])
+def test_rows_in_fp8_are_seen_as_they_read_back(kv_access: str) -> None:
     cache = small(kv_dtype=torch.float8_e4m3fn)
-    request = cache.join(100)
+    request = cache.add_request(100)
     generator = torch.Generator().manual_seed(0)
     for count, mode in ((20, "prefill"), (33, "prefill"), (2, "decode"), (19, "prefill")):
         step = cache.extend([request], [count], mode=mode)  # pyright: ignore[reportArgumentType]
         q, k, v = (torch.randn(1, count, *shape, generator=generator) for shape in ((4, 16), (2, 16), (2, 8)))
-        o = attend(step, 0, q, k, v, reads=reads)
-        assert step.read == ((reads,) if mode == "prefill" else ())
-        if count == 20 and reads == "copies":
+        o = attend(step, 0, q, k, v, kv_access=kv_access)
+        assert step.kv_accesses == ((kv_access,) if mode == "prefill" else ())
+        if count == 20 and kv_access == "copies":
             continue  # nothing was kept before: the new rows are seen as they came
-        pages = cache.pages.table(request, 0)
+        pages = cache.allocator.table(request, 0)
         slots = [page * 4 + row for page, n in zip(pages.pages, pages.lengths, strict=True) for row in range(n)]
         keys, values = cache.take(0, torch.tensor([slots]))
         n = keys.shape[1]

@@ -20,14 +20,14 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from ringattn.inference import blocks as books_of
-from ringattn.inference.blocks import Block, Move, Piece
-from ringattn.inference.pages import CacheFull, Pages
+from ringattn.inference import block_table as block_table
+from ringattn.inference.block_table import Block, PageCopy, PageSpan
+from ringattn.inference.page_allocator import CacheFull, PageAllocator
 
 
-def state(books: Pages) -> str:
+def state(allocator: PageAllocator) -> str:
     """All that the books say, as text."""
-    return repr({name: value for name, value in vars(books).items() if name != "_names"})
+    return repr({name: value for name, value in vars(allocator).items() if name != "_names"})
 
 
 class Model(RuleBasedStateMachine):
@@ -37,10 +37,14 @@ class Model(RuleBasedStateMachine):
         world=st.integers(1, 3),
         pages=st.integers(3, 12),
         page_size=st.sampled_from([4, 3, 1]),
-        notes=st.sampled_from([2, books_of.MOST_NOTES]),
+        notes=st.sampled_from([2, block_table.MAX_CHANGE_LOG]),
     )
     def begin(self, world: int, pages: int, page_size: int, notes: int) -> None:
-        self.books, self.notes, books_of.MOST_NOTES = Pages(world, pages, page_size), books_of.MOST_NOTES, notes
+        self.allocator, self.notes, block_table.MAX_CHANGE_LOG = (
+            PageAllocator(world, pages, page_size),
+            block_table.MAX_CHANGE_LOG,
+            notes,
+        )
         self.looks: list[
             tuple[int, dict[int, list[tuple[int, int, int]]]]
         ] = []  # (number of a change, places of all tokens)
@@ -53,11 +57,11 @@ class Model(RuleBasedStateMachine):
 
     def attempt(self, call: Callable[[], Any], *refusals: type[Exception]) -> Any:
         """The result, or None when it was refused, which must have changed nothing."""
-        before = state(self.books)
+        before = state(self.allocator)
         try:
             return call()
         except refusals:
-            assert state(self.books) == before
+            assert state(self.allocator) == before
             return None
 
     def pick(self, data: st.DataObject) -> int:
@@ -69,7 +73,7 @@ class Model(RuleBasedStateMachine):
 
     def write(self, request: int, before: int) -> None:
         """What a step does with new tokens."""
-        pieces = self.books.pieces(request, before)
+        pieces = self.allocator.page_spans(request, before)
         assert [piece.start for piece in pieces][:1] == [before]
         for piece in pieces:
             for i in range(piece.length):
@@ -81,33 +85,33 @@ class Model(RuleBasedStateMachine):
     def grow(self, request: int, most: int) -> None:
         """Says up to so many tokens more, as far as they are reserved."""
         before = len(self.said[request])
-        new = min(most, self.books.reserved(request) - before)
+        new = min(most, self.allocator.reserved(request) - before)
         if new > 0:
-            self.books.place([request], [new])
+            self.allocator.assign([request], [new])
             self.write(request, before)
             self.split(request)
 
     def left_at_worst(self) -> int:
         """Free pages less those for all tokens to come, were no page to be appended to."""
-        books = self.books
-        return sum(books.free) - sum(
-            -(-(books.reserved(one) - len(had)) // self.size) for one, had in self.said.items()
+        allocator = self.allocator
+        return sum(allocator.free_pages) - sum(
+            -(-(allocator.reserved(one) - len(had)) // self.size) for one, had in self.said.items()
         )
 
     @rule(reserve=st.integers(1, 14), padding=st.integers(0, 3), new=st.integers(0, 9))
     def join(self, reserve: int, padding: int, new: int) -> None:
         first = min(padding, reserve)
         must_fit = -(-reserve // self.size) <= self.left_at_worst()
-        name = self.attempt(lambda: self.books.join(reserve, first), *(() if must_fit else (CacheFull,)))
+        name = self.attempt(lambda: self.allocator.add_request(reserve, first), *(() if must_fit else (CacheFull,)))
         if name is not None:
             assert name not in self.said
-            assert self.books.first(name) == first
+            assert self.allocator.first(name) == first
             self.said[name] = []
             self.grow(name, new)
 
     @rule(batch=st.integers(1, 3), reserve=st.integers(1, 9))
-    def join_alike(self, batch: int, reserve: int) -> None:
-        names = self.attempt(lambda: self.books.join_alike(reserve, [0] * batch), CacheFull)
+    def add_batch(self, batch: int, reserve: int) -> None:
+        names = self.attempt(lambda: self.allocator.add_batch(reserve, [0] * batch), CacheFull)
         if names is not None:
             self.said.update({name: [] for name in names})
             self.groups.append(names)
@@ -121,7 +125,7 @@ class Model(RuleBasedStateMachine):
         reserve = max(1, length) + data.draw(st.integers(0, 8))
         must_fit = -(-(reserve - length) // self.size) <= self.left_at_worst()
         refusals = () if must_fit else (CacheFull,)
-        name = self.attempt(lambda: self.books.fork(parent, length, reserve), *refusals)
+        name = self.attempt(lambda: self.allocator.fork(parent, length, reserve), *refusals)
         if name is not None:
             self.said[name] = self.said[parent][:length]
             self.split(parent)
@@ -132,45 +136,46 @@ class Model(RuleBasedStateMachine):
     @rule(data=st.data(), how=st.sampled_from(["each", "each", "alike"]), one_by_one=st.booleans())
     def place(self, data: st.DataObject, how: str, one_by_one: bool) -> None:
         requests = data.draw(st.lists(st.sampled_from(sorted(self.said)), min_size=1, max_size=3, unique=True))
-        left = [self.books.reserved(one) - len(self.said[one]) for one in requests]
+        left = [self.allocator.reserved(one) - len(self.said[one]) for one in requests]
         # now and then one token too many
         counts = [x + 1 if x < 1 else data.draw(st.integers(1, x)) for x in left]
-        alike = how == "alike"
-        if alike:
+        same_length = how == "alike"
+        if same_length:
             counts = [min(counts)] * len(counts)
         fits = all(new <= x for new, x in zip(counts, left, strict=True))
         before = [len(self.said[one]) for one in requests]
-        refusals = (ValueError, CacheFull) if alike else () if fits else (ValueError,)
+        refusals = (ValueError, CacheFull) if same_length else () if fits else (ValueError,)
         done = self.attempt(
-            lambda: self.books.place(requests, counts, alike=alike, one_by_one=one_by_one) or True, *refusals
+            lambda: self.allocator.assign(requests, counts, same_length=same_length, one_by_one=one_by_one) or True,
+            *refusals,
         )
         if done:
             assert fits
             for one, start in zip(requests, before, strict=True):
                 self.write(one, start)
-            assert not alike or self.books.are_alike(requests)
+            assert not same_length or self.allocator.have_same_placement(requests)
             self.split(*requests)
 
     @precondition(lambda self: self.groups)
     @rule(data=st.data(), one_by_one=st.booleans())
     def place_group(self, data: st.DataObject, one_by_one: bool) -> None:
         group = data.draw(st.sampled_from(self.groups))
-        left = self.books.reserved(group[0]) - len(self.said[group[0]])
+        left = self.allocator.reserved(group[0]) - len(self.said[group[0]])
         if left:
             new, before = data.draw(st.integers(1, left)), len(self.said[group[0]])
-            self.books.place(group, [new] * len(group), alike=True, one_by_one=one_by_one)
+            self.allocator.assign(group, [new] * len(group), same_length=True, one_by_one=one_by_one)
             for one in group:
                 self.write(one, before)
-            assert self.books.are_alike(group)
+            assert self.allocator.have_same_placement(group)
 
     @precondition(lambda self: self.groups)
     @rule(data=st.data())
     def reorder_group(self, data: st.DataObject) -> None:
         group = data.draw(st.sampled_from(self.groups))
         index = data.draw(st.lists(st.integers(0, len(group) - 1), min_size=len(group), max_size=len(group)))
-        available = self.books.available
-        moves = self.books.reorder(group, index)
-        assert self.books.available >= available
+        available = self.allocator.available
+        moves = self.allocator.reorder(group, index)
+        assert self.allocator.available >= available
         rows = {
             (move.rank, move.target, i): self.memory[move.rank, move.source, i]
             for move in moves
@@ -186,13 +191,15 @@ class Model(RuleBasedStateMachine):
         request = self.pick(data)
         had = self.said[request]
         length = max(0, len(had) - data.draw(st.integers(0, 2 * self.size)))
-        reserve = data.draw(st.integers(max(length, 1), self.books.reserved(request))) if less else None
+        reserve = data.draw(st.integers(max(length, 1), self.allocator.reserved(request))) if less else None
         # to reserve no more than is left always fits, and so does giving up what is one's own alone
         users = self.users()
-        shared = any(users[block.rank, block.page] > 1 for block in self.books.blocks(request) if block.stop > length)
+        shared = any(
+            users[block.rank, block.page] > 1 for block in self.allocator.blocks(request) if block.stop > length
+        )
         must_fit = reserve == max(length, 1) if reserve is not None and length else not shared
         done = self.attempt(
-            lambda: self.books.crop(request, length, reserve) or True, *(() if must_fit else (CacheFull,))
+            lambda: self.allocator.truncate(request, length, reserve) or True, *(() if must_fit else (CacheFull,))
         )
         if done:
             del had[length:]
@@ -203,7 +210,7 @@ class Model(RuleBasedStateMachine):
     @rule(data=st.data())
     def leave(self, data: st.DataObject) -> None:
         request = self.pick(data)
-        self.books.leave(request)
+        self.allocator.free(request)
         del self.said[request]
         self.split(request)
 
@@ -211,311 +218,315 @@ class Model(RuleBasedStateMachine):
     @rule(data=st.data())
     def keep_every_promise(self, data: st.DataObject) -> None:
         """All that was reserved fits, whoever comes first and however it comes."""
-        books = copy.deepcopy(self.books)
+        allocator = copy.deepcopy(self.allocator)
         for group in self.groups:
-            left = books.reserved(group[0]) - books.length(group[0])
+            left = allocator.reserved(group[0]) - allocator.length(group[0])
             if left:
-                books.place(group, [left] * len(group), alike=True)
+                allocator.assign(group, [left] * len(group), same_length=True)
         last = data.draw(st.integers(0, len(self.said)))
         for one in sorted(self.said, key=lambda one: (one >= last, one)):
-            left = books.reserved(one) - books.length(one)
+            left = allocator.reserved(one) - allocator.length(one)
             for new in (left // 2, left - left // 2):
                 if new:
-                    books.place([one], [new], one_by_one=bool(one % 2))
-        assert all(books.length(one) == books.reserved(one) for one in self.said)
+                    allocator.assign([one], [new], one_by_one=bool(one % 2))
+        assert all(allocator.length(one) == allocator.reserved(one) for one in self.said)
 
     def places(self, request: int) -> list[tuple[int, int, int]]:
         """(rank, page, row) of every token."""
-        blocks = self.books.blocks(request)
+        blocks = self.allocator.blocks(request)
         return [(block.rank, block.page, row) for block in blocks for row in range(block.length)]
 
     @rule()
     def look(self) -> None:
-        self.looks = [*self.looks[-3:], (self.books.changes, {one: self.places(one) for one in self.said})]
+        self.looks = [*self.looks[-3:], (self.allocator.changes, {one: self.places(one) for one in self.said})]
 
     @invariant()
     def what_is_said_to_have_stayed_is_where_it_was(self) -> None:
         for change, places in getattr(self, "looks", ()):
             for one in set(places) & set(self.said):
-                stayed = min(self.books.stayed(one, change), len(places[one]))
+                stayed = min(self.allocator.unmoved_tokens(one, change), len(places[one]))
                 assert self.places(one)[:stayed] == places[one][:stayed]
                 # and all of it has, where nothing went
-                assert stayed == len(places[one]) or change < self.books.changes
+                assert stayed == len(places[one]) or change < self.allocator.changes
 
     @invariant()
     def what_follows_from_blocks_is_what_they_say(self) -> None:
         for name in getattr(self, "said", ()):
-            one, blocks = self.books.look([name])[0], self.books.blocks(name)
-            assert one.most_blocks == max(Counter(block.rank for block in blocks).values(), default=0)
+            one, blocks = self.allocator.get_requests([name])[0], self.allocator.blocks(name)
+            assert one.max_blocks_after == max(Counter(block.rank for block in blocks).values(), default=0)
             assert one.last is one.tables[blocks[-1].rank] if blocks else not one.last
             room = max(0, one.full - one.length)
-            assert room <= min(one.promised - one.length, self.books._room(one)), "whatever others did"
+            assert room <= min(one.reserved_tokens - one.length, self.allocator._free_rows(one)), "whatever others did"
             # all but the last block's length
             layout = name, [block[:3] for block in blocks], [block.length for block in blocks[:-1]]
             assert not blocks or self.layouts.setdefault(one.layout, layout) == layout
 
     def users(self) -> Counter[tuple[int, int]]:
-        return Counter((block.rank, block.page) for one in self.said for block in self.books.blocks(one))
+        return Counter((block.rank, block.page) for one in self.said for block in self.allocator.blocks(one))
 
     @invariant()
     def every_request_reads_its_own_tokens(self) -> None:
         for one, tokens in getattr(self, "said", {}).items():
-            assert self.books.length(one) == len(tokens)
+            assert self.allocator.length(one) == len(tokens)
             read, at = [], 0
-            for block in self.books.blocks(one):
+            for block in self.allocator.blocks(one):
                 assert block.start == at
                 assert 1 <= block.length <= self.size
                 at = block.stop
                 read += [self.memory[block.rank, block.page, i] for i in range(block.length)]
             assert read == tokens
-            ranks = [rank for rank, start, stop in self.books.stretches(one) for _ in range(start, stop)]
-            assert ranks == [block.rank for block in self.books.blocks(one) for _ in range(block.length)]
+            ranks = [rank for rank, start, stop in self.allocator.rank_spans(one) for _ in range(start, stop)]
+            assert ranks == [block.rank for block in self.allocator.blocks(one) for _ in range(block.length)]
 
     @invariant()
     def every_page_is_counted(self) -> None:
         if not hasattr(self, "books"):
             return
-        users, books = self.users(), self.books
-        for rank, free in enumerate(books._free):
-            assert len(free) == len(set(free)) == books.free[rank]
-            for page in range(books.pages):
-                assert books._users[rank][page] == users[rank, page]
+        users, allocator = self.users(), self.allocator
+        for rank, free in enumerate(allocator._free):
+            assert len(free) == len(set(free)) == allocator.free_pages[rank]
+            for page in range(allocator.pages):
+                assert allocator._users[rank][page] == users[rank, page]
                 assert (page in free) == (users[rank, page] == 0)
-        anywhere = sum(books._owed(one) for one in books._requests.values() if one.fixed is None)
-        assert books.available == sum(books.free) - sum(books._fixed) - anywhere >= 0
-        assert set(books.requests) == set(self.said)
+        anywhere = sum(
+            allocator._pages_to_open(one) for one in allocator._requests.values() if one.reserved_by_rank is None
+        )
+        assert allocator.available == sum(allocator.free_pages) - sum(allocator._reserved_by_rank) - anywhere >= 0
+        assert set(allocator.requests) == set(self.said)
 
     def teardown(self) -> None:
         for one in getattr(self, "said", {}):
-            self.books.leave(one)
+            self.allocator.free(one)
         if hasattr(self, "books"):
-            books_of.MOST_NOTES = self.notes
-            assert sum(self.books.free) == self.books.available == self.total
+            block_table.MAX_CHANGE_LOG = self.notes
+            assert sum(self.allocator.free_pages) == self.allocator.available == self.total
 
 
-def ranks(books: Pages, request: int) -> list[tuple[int, int]]:
+def ranks(allocator: PageAllocator, request: int) -> list[tuple[int, int]]:
     """(rank, tokens) of a request's stretches."""
-    return [(rank, stop - start) for rank, start, stop in books.stretches(request)]
+    return [(rank, stop - start) for rank, start, stop in allocator.rank_spans(request)]
 
 
 def test_a_prompt_is_dealt_up_and_down_the_ranks() -> None:
-    books = Pages(world_size=3, pages=20, page_size=4)
-    request = books.join(reserve=60)
-    books.place([request], [46])
+    allocator = PageAllocator(world_size=3, pages=20, page_size=4)
+    request = allocator.add_request(reserve=60)
+    allocator.assign([request], [46])
     # twelve pages, four on each rank; the last is half full
-    assert ranks(books, request) == [(0, 8), (1, 8), (2, 16), (1, 8), (0, 6)]
-    books.place([request], [14])
+    assert ranks(allocator, request) == [(0, 8), (1, 8), (2, 16), (1, 8), (0, 6)]
+    allocator.assign([request], [14])
     # what is open is filled first; new pages go to all ranks again
-    assert ranks(books, request) == [(0, 8), (1, 8), (2, 16), (1, 8), (0, 12), (1, 4), (2, 4)]
-    assert books.free == (15, 15, 15)
+    assert ranks(allocator, request) == [(0, 8), (1, 8), (2, 16), (1, 8), (0, 12), (1, 4), (2, 4)]
+    assert allocator.free_pages == (15, 15, 15)
 
 
 def test_work_is_even_as_far_as_ranks_have_room() -> None:
-    books = Pages(world_size=4, pages=100, page_size=4)
+    allocator = PageAllocator(world_size=4, pages=100, page_size=4)
     for reserve in (4, 40, 400, 37):
-        request = books.join(reserve)
-        books.place([request], [reserve])
-        held = [sum(n for rank, n in ranks(books, request) if rank == r) for r in range(4)]
+        request = allocator.add_request(reserve)
+        allocator.assign([request], [reserve])
+        held = [sum(n for rank, n in ranks(allocator, request) if rank == r) for r in range(4)]
         assert max(held) - min(held) <= 4
-    assert max(books.free) - min(books.free) <= 1
+    assert max(allocator.free_pages) - min(allocator.free_pages) <= 1
 
 
 def test_tokens_that_come_one_by_one_go_to_the_emptiest_rank() -> None:
-    books = Pages(world_size=2, pages=10, page_size=2)
-    big, small = books.join(8), books.join(12)
-    books.place([big], [2])
+    allocator = PageAllocator(world_size=2, pages=10, page_size=2)
+    big, small = allocator.add_request(8), allocator.add_request(12)
+    allocator.assign([big], [2])
     for _ in range(12):
-        books.place([small], [1], one_by_one=True)
-    assert ranks(books, small) == [(1, 2), (0, 2), (1, 2), (0, 2), (1, 2), (0, 2)]
+        allocator.assign([small], [1], one_by_one=True)
+    assert ranks(allocator, small) == [(1, 2), (0, 2), (1, 2), (0, 2), (1, 2), (0, 2)]
 
 
 def test_what_one_request_may_write_on_a_shared_page_is_behind_all_forks() -> None:
-    books = Pages(world_size=1, pages=6, page_size=4)
-    request = books.join(4)
-    books.place([request], [1])
-    books.fork(request, reserve=1)
-    books.place([request], [1])
-    books.fork(request, reserve=2)
+    allocator = PageAllocator(world_size=1, pages=6, page_size=4)
+    request = allocator.add_request(4)
+    allocator.assign([request], [1])
+    allocator.fork(request, reserve=1)
+    allocator.assign([request], [1])
+    allocator.fork(request, reserve=2)
     # behind the second fork's rows, not only behind the first one's
-    books.crop(request, 1)
-    books.place([request], [3])
-    assert books.pieces(request) == [Piece(0, 0, 0, 0, 1), Piece(0, 1, 0, 1, 3)]
+    allocator.truncate(request, 1)
+    allocator.assign([request], [3])
+    assert allocator.page_spans(request) == [PageSpan(0, 0, 0, 0, 1), PageSpan(0, 1, 0, 1, 3)]
 
 
 def test_a_writer_goes_on_behind_its_forks_and_may_crop_as_far() -> None:
-    books = Pages(world_size=1, pages=1, page_size=4)
-    request = books.join(4)
-    books.place([request], [2])
-    fork = books.fork(request, reserve=2)
-    books.place([request], [2])
-    books.crop(request, 2)
-    books.place([request], [2])
-    assert books.blocks(request) == (Block(0, 0, 0, 4),)
-    assert books.blocks(fork) == (Block(0, 0, 0, 2),)
-    before = state(books)
+    allocator = PageAllocator(world_size=1, pages=1, page_size=4)
+    request = allocator.add_request(4)
+    allocator.assign([request], [2])
+    fork = allocator.fork(request, reserve=2)
+    allocator.assign([request], [2])
+    allocator.truncate(request, 2)
+    allocator.assign([request], [2])
+    assert allocator.blocks(request) == (Block(0, 0, 0, 4),)
+    assert allocator.blocks(fork) == (Block(0, 0, 0, 2),)
+    before = state(allocator)
     with pytest.raises(
         CacheFull, match=r"gives up pages that others use when it is cropped to 1 tokens.*needs 1 pages more, got 0"
     ):
-        books.crop(request, 1)
-    assert state(books) == before
-    books.crop(request, 1, reserve=1)
-    books.leave(fork)
-    assert books.available == 0
-    books.leave(request)
-    assert books.available == 1
+        allocator.truncate(request, 1)
+    assert state(allocator) == before
+    allocator.truncate(request, 1, reserve=1)
+    allocator.free(fork)
+    assert allocator.available == 0
+    allocator.free(request)
+    assert allocator.available == 1
 
 
 def test_the_last_user_of_a_page_writes_it_and_still_does_when_it_is_forked() -> None:
-    books = Pages(world_size=1, pages=2, page_size=4)
-    first = books.join(3)
-    books.place([first], [2])
-    second = books.fork(first, reserve=4)
-    books.leave(first)
+    allocator = PageAllocator(world_size=1, pages=2, page_size=4)
+    first = allocator.add_request(3)
+    allocator.assign([first], [2])
+    second = allocator.fork(first, reserve=4)
+    allocator.free(first)
     # alone on its page, it needs no other
-    other = books.join(4)
-    books.fork(second, reserve=2)
-    books.place([other], [4])
-    books.place([second], [2])
-    assert books.blocks(second) == (Block(0, 0, 0, 4),)
+    other = allocator.add_request(4)
+    allocator.fork(second, reserve=2)
+    allocator.assign([other], [4])
+    allocator.assign([second], [2])
+    assert allocator.blocks(second) == (Block(0, 0, 0, 4),)
 
 
 def test_a_fork_of_a_fork_writes_nothing_that_either_sees() -> None:
-    books = Pages(world_size=1, pages=8, page_size=4)
-    first = books.join(4)
-    books.place([first], [3])
-    second = books.fork(first, 3, reserve=8)
-    third = books.fork(second, 2, reserve=8)
+    allocator = PageAllocator(world_size=1, pages=8, page_size=4)
+    first = allocator.add_request(4)
+    allocator.assign([first], [3])
+    second = allocator.fork(first, 3, reserve=8)
+    third = allocator.fork(second, 2, reserve=8)
     for request in (third, second, first):
-        books.place([request], [1])
-    assert [books.blocks(request)[-1][:2] for request in (third, second, first)] == [(0, 1), (0, 2), (0, 0)]
+        allocator.assign([request], [1])
+    assert [allocator.blocks(request)[-1][:2] for request in (third, second, first)] == [(0, 1), (0, 2), (0, 0)]
 
 
 def test_promises_on_a_rank_are_kept_from_requests_that_may_go_anywhere() -> None:
-    books = Pages(world_size=2, pages=2, page_size=1)
-    pair = books.join_alike(1, [0, 0])
-    single = books.join(2)
-    books.place([single], [2])
-    books.place(pair, [1, 1], alike=True)
-    assert [ranks(books, one) for one in pair] == [[(0, 1)]] * 2
-    assert [len(books.blocks(one)) for one in pair] == [1, 1]
+    allocator = PageAllocator(world_size=2, pages=2, page_size=1)
+    pair = allocator.add_batch(1, [0, 0])
+    single = allocator.add_request(2)
+    allocator.assign([single], [2])
+    allocator.assign(pair, [1, 1], same_length=True)
+    assert [ranks(allocator, one) for one in pair] == [[(0, 1)]] * 2
+    assert [len(allocator.blocks(one)) for one in pair] == [1, 1]
 
 
 def test_what_must_be_alike_and_has_no_room_alike_is_refused_when_it_joins() -> None:
-    books = Pages(world_size=2, pages=3, page_size=4)
-    before = state(books)
+    allocator = PageAllocator(world_size=2, pages=3, page_size=4)
+    before = state(allocator)
     with pytest.raises(
         CacheFull,
         match=r"batch of 2 requests of up to 9 tokens needs 3 pages of 4 for each of them on the same ranks, got \[1, 1\]",
     ):
-        books.join_alike(9, [0, 0])
-    assert state(books) == before
-    pair = books.join_alike(8, [0, 0])
-    books.join(8)
-    books.place(pair, [8, 8], alike=True)
-    assert ranks(books, pair[0]) == ranks(books, pair[1]) == [(0, 4), (1, 4)]
+        allocator.add_batch(9, [0, 0])
+    assert state(allocator) == before
+    pair = allocator.add_batch(8, [0, 0])
+    allocator.add_request(8)
+    allocator.assign(pair, [8, 8], same_length=True)
+    assert ranks(allocator, pair[0]) == ranks(allocator, pair[1]) == [(0, 4), (1, 4)]
 
 
 def test_placing_alike_takes_nothing_that_others_were_promised() -> None:
-    books = Pages(world_size=1, pages=3, page_size=4)
-    first = books.join(7)
-    books.place([first], [2])
-    second = books.fork(first, reserve=6)
-    before = state(books)
+    allocator = PageAllocator(world_size=1, pages=3, page_size=4)
+    first = allocator.add_request(7)
+    allocator.assign([first], [2])
+    second = allocator.fork(first, reserve=6)
+    before = state(allocator)
     # the fork cannot write where the first one can: side by side they need a page each, and one is left
     with pytest.raises(
         CacheFull,
         match=r"1 pages must be free for each of 2 requests on the same ranks, got .1. by rank and 0 in all for 1",
     ):
-        books.place([first, second], [1, 1], alike=True)
-    assert state(books) == before
-    books.place([first, second], [1, 1])
-    books.place([first, second], [4, 3])
+        allocator.assign([first, second], [1, 1], same_length=True)
+    assert state(allocator) == before
+    allocator.assign([first, second], [1, 1])
+    allocator.assign([first, second], [4, 3])
 
 
 def test_who_was_promised_pages_on_a_rank_leaves_no_room_in_them_for_a_fork() -> None:
-    books = Pages(world_size=1, pages=8, page_size=4)
-    (one,) = books.join_alike(8, [0])
-    books.place([one], [2])
-    fork = books.fork(one, reserve=8)
-    before = state(books)
+    allocator = PageAllocator(world_size=1, pages=8, page_size=4)
+    (one,) = allocator.add_batch(8, [0])
+    allocator.assign([one], [2])
+    fork = allocator.fork(one, reserve=8)
+    before = state(allocator)
     with pytest.raises(CacheFull, match=r"requests .0. that would leave room in pages they were promised"):
-        books.place([one, fork], [1, 1], alike=True)
-    assert state(books) == before
-    books.place([one, fork], [6, 6])
+        allocator.assign([one, fork], [1, 1], same_length=True)
+    assert state(allocator) == before
+    allocator.assign([one, fork], [6, 6])
 
 
 def test_reordered_requests_share_full_pages_and_have_a_last_page_each() -> None:
-    books = Pages(world_size=2, pages=6, page_size=2)
-    beams = books.join_alike(6, [1, 0, 0])
-    books.place(beams, [3, 3, 3], alike=True)
-    full = [books.blocks(one)[0] for one in beams]
-    last = [books.blocks(one)[1] for one in beams]
-    moves = books.reorder(beams, [1, 1, 0])
+    allocator = PageAllocator(world_size=2, pages=6, page_size=2)
+    beams = allocator.add_batch(6, [1, 0, 0])
+    allocator.assign(beams, [3, 3, 3], same_length=True)
+    full = [allocator.blocks(one)[0] for one in beams]
+    last = [allocator.blocks(one)[1] for one in beams]
+    moves = allocator.reorder(beams, [1, 1, 0])
     assert moves == [
-        Move(last[0].rank, last[1].page, last[0].page, 1),
-        Move(last[0].rank, last[0].page, last[2].page, 1),
+        PageCopy(last[0].rank, last[1].page, last[0].page, 1),
+        PageCopy(last[0].rank, last[0].page, last[2].page, 1),
     ]
-    assert [books.blocks(one) for one in beams] == [(full[1], last[0]), (full[1], last[1]), (full[0], last[2])]
-    assert [books.first(one) for one in beams] == [0, 0, 1]
-    books.place(beams, [3, 3, 3], alike=True)
+    assert [allocator.blocks(one) for one in beams] == [(full[1], last[0]), (full[1], last[1]), (full[0], last[2])]
+    assert [allocator.first(one) for one in beams] == [0, 0, 1]
+    allocator.assign(beams, [3, 3, 3], same_length=True)
 
 
 def test_refusals_say_what_is_needed_and_change_nothing() -> None:
-    books = Pages(world_size=2, pages=3, page_size=4, page_bytes=1000)
-    request = books.join(10)
-    books.place([request], [5])
-    other = books.join(1)
-    before = state(books)
+    allocator = PageAllocator(world_size=2, pages=3, page_size=4, page_bytes=1000)
+    request = allocator.add_request(10)
+    allocator.assign([request], [5])
+    other = allocator.add_request(1)
+    before = state(allocator)
     cases: list[tuple[type[Exception], str, Callable[[], object]]] = [
-        (CacheFull, r"a request of up to 9 tokens needs 3 pages of 4 \(3000 bytes\), got 2 of 6 on 2 ranks", lambda: books.join(9)),
-        (CacheFull, "a fork of up to 14 tokens needs 3 pages", lambda: books.fork(request, reserve=14)),
-        (CacheFull, "a batch of 3 requests of up to 4 tokens needs 3 pages", lambda: books.join_alike(4, [0] * 3)),
-        (ValueError, "reserve must be from 1", lambda: books.join(0)),
-        (ValueError, "reserve must be from 1", lambda: books.join(2**31)),
-        (ValueError, "first from 0 to reserve, got 4 and 5", lambda: books.join(4, first=5)),
-        (ValueError, "firsts must have one number per request", lambda: books.join_alike(4, [])),
-        (ValueError, "length must be from 0 to the 5 tokens there are", lambda: books.fork(request, 6)),
-        (ValueError, "reserve at least as long, got 5 and 4", lambda: books.fork(request, reserve=4)),
-        (ValueError, "length must be from 0 to the 5 tokens", lambda: books.crop(request, 6)),
-        (ValueError, "reserve from there to the 10", lambda: books.crop(request, 5, reserve=11)),
-        (ValueError, "must stay within the 10 tokens it reserved, got 5 and 6 more", lambda: books.place([other, request], [1, 6])),
-        (ValueError, "occur once each", lambda: books.place([request, request], [1, 1])),
-        (ValueError, "occur once each", lambda: books.place([request], [0])),
-        (ValueError, "occur once each", lambda: books.place([], [])),
-        (ValueError, "occur once each", lambda: books.place([request], [1, 1])),
-        (ValueError, "equally long", lambda: books.place([request, other], [1, 1], alike=True)),
-        (ValueError, "one of those that joined and have not left, got 7", lambda: books.place([request, 7], [1, 1])),
-        (ValueError, "have not left, got 7", lambda: books.leave(7)),
-        (ValueError, "index must name one of 2", lambda: books.reorder([request, other], [0, 2])),
-        (ValueError, "joined alike and grown alike", lambda: books.reorder([request, other], [0, 0])),
+        (CacheFull, r"a request of up to 9 tokens needs 3 pages of 4 \(3000 bytes\), got 2 of 6 on 2 ranks",
+            lambda: allocator.add_request(9)),
+        (CacheFull, "a fork of up to 14 tokens needs 3 pages", lambda: allocator.fork(request, reserve=14)),
+        (CacheFull, "a batch of 3 requests of up to 4 tokens needs 3 pages", lambda: allocator.add_batch(4, [0] * 3)),
+        (ValueError, "reserve must be from 1", lambda: allocator.add_request(0)),
+        (ValueError, "reserve must be from 1", lambda: allocator.add_request(2**31)),
+        (ValueError, "first from 0 to reserve, got 4 and 5", lambda: allocator.add_request(4, first=5)),
+        (ValueError, "firsts must have one number per request", lambda: allocator.add_batch(4, [])),
+        (ValueError, "length must be from 0 to the 5 tokens there are", lambda: allocator.fork(request, 6)),
+        (ValueError, "reserve at least as long, got 5 and 4", lambda: allocator.fork(request, reserve=4)),
+        (ValueError, "length must be from 0 to the 5 tokens", lambda: allocator.truncate(request, 6)),
+        (ValueError, "reserve from there to the 10", lambda: allocator.truncate(request, 5, reserve=11)),
+        (ValueError, "must stay within the 10 tokens it reserved, got 5 and 6 more",
+            lambda: allocator.assign([other, request], [1, 6])),
+        (ValueError, "occur once each", lambda: allocator.assign([request, request], [1, 1])),
+        (ValueError, "occur once each", lambda: allocator.assign([request], [0])),
+        (ValueError, "occur once each", lambda: allocator.assign([], [])),
+        (ValueError, "occur once each", lambda: allocator.assign([request], [1, 1])),
+        (ValueError, "equally long", lambda: allocator.assign([request, other], [1, 1], same_length=True)),
+        (ValueError, "one of those that joined and have not left, got 7", lambda: allocator.assign([request, 7], [1, 1])),
+        (ValueError, "have not left, got 7", lambda: allocator.free(7)),
+        (ValueError, "index must name one of 2", lambda: allocator.reorder([request, other], [0, 2])),
+        (ValueError, "joined alike and grown alike", lambda: allocator.reorder([request, other], [0, 0])),
     ]  # fmt: skip
     for kind, text, call in cases:
         with pytest.raises(kind, match=text):
             call()
-        assert state(books) == before, text
+        assert state(allocator) == before, text
 
 
 @pytest.mark.parametrize("sizes", [(0, 1, 1), (1, 0, 1), (1, 1, 0)])
 def test_books_have_room_for_a_page(sizes: tuple[int, int, int]) -> None:
     with pytest.raises(ValueError, match="must be at least 1, got 0"):
-        Pages(*sizes)
+        PageAllocator(*sizes)
 
 
 def test_what_stayed_is_the_least_that_any_crop_since_has_left_and_old_notes_promise_no_more(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(books_of, "MOST_NOTES", 4)
-    books, draw = Pages(1, 400, 1), random.Random(0)
-    request = books.join(400)
+    monkeypatch.setattr(block_table, "MAX_CHANGE_LOG", 4)
+    allocator, draw = PageAllocator(1, 400, 1), random.Random(0)
+    request = allocator.add_request(400)
     left: list[int] = []
     for crops in range(300):
         # towards longer ones, as guesses that are taken back leave them
-        books.place([request], [draw.randint(1, 400 - books.length(request))])
-        kept = draw.randint(min(crops, books.length(request)), books.length(request))
-        books.crop(request, kept)
+        allocator.assign([request], [draw.randint(1, 400 - allocator.length(request))])
+        kept = draw.randint(min(crops, allocator.length(request)), allocator.length(request))
+        allocator.truncate(request, kept)
         left.append(kept)
         exact = [min(left[since:], default=kept) for since in range(crops + 2)]
-        found = [books.stayed(request, since) for since in range(crops + 2)]
+        found = [allocator.unmoved_tokens(request, since) for since in range(crops + 2)]
         assert all(mine <= theirs for mine, theirs in zip(found, exact, strict=True))
         assert found[-4:] == exact[-4:]
 

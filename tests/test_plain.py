@@ -40,7 +40,7 @@ def cached(**given: Any) -> Tensor:
     cache = PagedKVCache(
         Ring(), dtype=torch.float32, device="cpu", layers=1, kv_heads=2, head_dim=16, pages=1, page_size=16
     )
-    step = cache.extend([cache.join(reserve=6)], [6])
+    step = cache.extend([cache.add_request(reserve=6)], [6])
     return attend(step, 0, **{**dict.fromkeys("qkv", X), **given})
 
 

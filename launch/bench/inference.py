@@ -363,11 +363,11 @@ def measure_prompt_attention(bench: _Bench, length: int) -> None:
     cache, (q, k, v), forward = made
 
     def bring(chunk: int) -> None:
-        request = cache.join(reserve=length)
+        request = cache.add_request(reserve=length)
         for start in range(0, length, chunk):
             step = cache.extend([request], [min(chunk, length - start)], mode="prefill")
             attend(step, 0, q[:, : step.rows], k[:, : step.rows], v[:, : step.rows])
-        cache.leave(request)
+        cache.free(request)
 
     def train() -> None:
         with torch.enable_grad():
@@ -525,12 +525,12 @@ def measure_first_token(bench: _Bench, shape: Shape, model: PreTrainedModel, len
     prompt = draw_tokens(length, args.vocab_size, session.device)
 
     def first(count: int) -> float:
-        request = cache.join(reserve=count)
+        request = cache.add_request(reserve=count)
         session.barrier()
         began = time.perf_counter()
         fill_by_prompt(model, cache, request, prompt[:count], args.chunk).argmax(-1).tolist()
         seconds = session.maximum([time.perf_counter() - began])[0]
-        cache.leave(request)
+        cache.free(request)
         return seconds
 
     outside = outside_torch(session.device) if cuda else 0

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 import ringattn
-from ringattn.inference import Step, attend
+from ringattn.inference import ForwardBatch, attend
 from ringattn.launch.bench.inference_model import (
     Decoder,
     Shape,
@@ -45,7 +45,7 @@ def check_attention(shape: Shape, dtype: torch.dtype, ring: ringattn.Ring, sessi
         for heads in (shape.heads, shape.kv_heads, shape.kv_heads)
     )
     cache = make_cache(ring, shape, pages_for(1, n, ring.world_size), dtype, device)
-    request = cache.join(reserve=n)
+    request = cache.add_request(reserve=n)
     exact = attention_reference(*(x.double() for x in (q, k, v)), causal=True)
     low = attention_reference(q, k, v, causal=True)
     prompt, found = n - few, {}
@@ -77,7 +77,7 @@ def check_model(shape: Shape, dtype: torch.dtype, model: PreTrainedModel, ring: 
             logits = model(input_ids=tokens[None], use_cache=False, logits_to_keep=few + 1).logits[0]
             expected.append(logits[:-1].float())
     cache = make_cache(ring, shape, pages_for(1, n, ring.world_size), dtype, device)
-    request = cache.join(reserve=n)
+    request = cache.add_request(reserve=n)
     prompt = n - few
     found = [fill_by_prompt(model, cache, request, tokens[:prompt], 200)]
     decoder = Decoder(model, cache, [request])
@@ -100,7 +100,7 @@ def check_model(shape: Shape, dtype: torch.dtype, model: PreTrainedModel, ring: 
     return ""
 
 
-def check_decoded(step: Step, layer: int, q: Tensor, o: Tensor, session: Session) -> float:
+def check_decoded(step: ForwardBatch, layer: int, q: Tensor, o: Tensor, session: Session) -> float:
     """How far the answer of a decoding step over a large cache is off, relative to its size: root mean squares.
 
     The first and the last request against plain torch in fp32 over each rank's own pages, merged by what every rank says.
@@ -123,7 +123,7 @@ def check_decoded(step: Step, layer: int, q: Tensor, o: Tensor, session: Session
     return session.maximum([worst])[0]
 
 
-def _plain_partial(step: Step, layer: int, q: Tensor, i: int) -> tuple[Tensor, Tensor, Tensor]:
+def _plain_partial(step: ForwardBatch, layer: int, q: Tensor, i: int) -> tuple[Tensor, Tensor, Tensor]:
     """M `h` (natural log), l `h` and acc `h dv` of a request's keys on this rank, some pages at a time."""
     cache, table = step.cache, step.table
     assert table is not None, "a step of decoding has a table"

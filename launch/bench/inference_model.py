@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from ringattn import Ring
-from ringattn.inference import PagedKVCache, Step
+from ringattn.inference import ForwardBatch, PagedKVCache
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -227,13 +227,13 @@ def full_cache(
     for scale in (cache.k_scale, cache.v_scale):
         if scale is not None:
             scale.fill_(1.0)
-    requests = [cache.join(reserve=tokens + room) for _ in range(batch)]
+    requests = [cache.add_request(reserve=tokens + room) for _ in range(batch)]
     for request in requests:
         cache.extend([request], [tokens], mode="prefill")
     return cache, requests
 
 
-def local_bytes(step: Step) -> int:
+def local_bytes(step: ForwardBatch) -> int:
     """Bytes of K and V of one layer that this rank reads in a step of decoding, by the step's own table."""
     table, cache = step.table, step.cache
     assert table is not None, "a step of decoding has a table"

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from ringattn import Ring, attention_reference
-from ringattn.inference import PagedKVCache, StaticStep, attend
+from ringattn.inference import PagedKVCache, StaticBatch, attend
 
 Op = tuple[Any, ...]
-"""("join", name, reserve, first), ("fork", name, parent, length, reserve), ("crop", name, length), ("leave", name) or
+"""("add_request", name, reserve, first), ("fork", name, parent, length, reserve), ("truncate", name, length), ("free", name) or
 ("extend", names, counts, mode, alike). Names are integers of the history; modes beside those of `extend` are those of
 PIECES: into one packed static step that serves the whole history."""
 
@@ -47,18 +47,18 @@ class History:
         ops: In order.
         options: Of `attend`; one per kind of layer. Names in `features` are drawn.
         features: "sinks", "alibi_slopes".
-        moves: As in `attend`.
+        comm_mode: As in `attend`.
         seed: Of all tokens.
-        reads: As in `attend`.
+        kv_access: As in `attend`.
     """
 
     sizes: Sizes
     ops: tuple[Op, ...]
     options: tuple[dict[str, Any], ...] = ({},)
     features: tuple[str, ...] = ()
-    moves: str = "auto"
+    comm_mode: str = "auto"
     seed: int = 0
-    reads: str = "auto"
+    kv_access: str = "auto"
 
     def of_layer(self, layer: int) -> dict[str, Any]:
         """The options of a layer that are numbers."""
@@ -76,8 +76,8 @@ class History:
 
     def tokens(self, index: int, layer: int) -> tuple[Tensor, Tensor, Tensor]:
         """q, k and v of the new tokens of an op, `batch rows heads dim`."""
-        _, names, counts, _, alike = self.ops[index]
-        together = alike or self.is_decode(index)
+        _, names, counts, _, same_length = self.ops[index]
+        together = same_length or self.is_decode(index)
         shape = (len(names), counts[0]) if together else (1, sum(counts))
         generator = torch.Generator().manual_seed(self.seed * 1000 + index * 10 + layer)
         sizes = self.sizes
@@ -125,27 +125,27 @@ def play(history: History, ring: Ring, device: torch.device | str) -> list[Answe
         pool.fill_(float("nan"))
     tensors = {name: x.to(device) for name, x in history.tensors().items()}
     known: dict[int, int] = {}
-    packed: dict[str, StaticStep] = {}
+    packed: dict[str, StaticBatch] = {}
     answers = []
     for index, op in enumerate(history.ops):
         what, name, *rest = op
-        if what == "join":
-            known[name] = cache.join(*rest)
+        if what == "add_request":
+            known[name] = cache.add_request(*rest)
         elif what == "fork":
             known[name] = cache.fork(known[rest[0]], *rest[1:])
-        elif what == "crop":
-            cache.crop(known[name], *rest)
-        elif what == "leave":
-            cache.leave(known.pop(name))
+        elif what == "truncate":
+            cache.truncate(known[name], *rest)
+        elif what == "free":
+            cache.free(known.pop(name))
         else:
-            counts, mode, alike = rest
+            counts, mode, same_length = rest
             requests = [known[one] for one in name]
             if mode in PIECES:
                 if mode not in packed:
-                    packed[mode] = cache.static_step(*PIECES[mode], max_tokens=cache.capacity_tokens, packed=True)
+                    packed[mode] = cache.static_batch(*PIECES[mode], max_tokens=cache.capacity_tokens, packed=True)
                 step, rows = cache.extend(requests, counts, into=packed[mode]), _rows_of(counts, PIECES[mode][1])
             else:
-                step, rows = cache.extend(requests, counts, mode=mode, alike=alike), None
+                step, rows = cache.extend(requests, counts, mode=mode, same_length=same_length), None
             answer = Answer(step.mode, step.taken.cpu() if rows is None else torch.arange(len(rows)), ())
             for layer in range(sizes.layers):
                 local = [x.to(device) for x in history.tokens(index, layer)]
@@ -157,12 +157,18 @@ def play(history: History, ring: Ring, device: torch.device | str) -> list[Answe
                         x.new_full((1, step.rows, *x.shape[2:]), 7.0).index_copy(1, rows.to(device), x) for x in local
                     ]
                 o = attend(
-                    step, layer, *local, moves=history.moves, reads=history.reads, **history.of_layer(layer), **tensors
+                    step,
+                    layer,
+                    *local,
+                    comm_mode=history.comm_mode,
+                    kv_access=history.kv_access,
+                    **history.of_layer(layer),
+                    **tensors,
                 ).cpu()
                 answer.layers.append(o if rows is None else o[:, rows])
                 if ring.seat.buffers.num_bytes():
                     ring.seat.buffers.poison()
-            answer.moved = step.moved
+            answer.moved = step.comm_modes
             answers.append(answer)
     return answers
 
@@ -212,7 +218,7 @@ class Definition:
         history, answers = self._history, []
         for index, op in enumerate(history.ops):
             what, name, *rest = op
-            if what == "join":
+            if what == "add_request":
                 sizes = history.sizes
                 rows = (
                     (sizes.heads, sizes.head_dim),
@@ -227,9 +233,9 @@ class Definition:
             elif what == "fork":
                 self._kept[name] = [[x[:, : rest[1]] for x in layer] for layer in self._kept[rest[0]]]
                 self._first[name] = self._first[rest[0]]
-            elif what == "crop":
+            elif what == "truncate":
                 self._kept[name] = [[x[:, : rest[0]] for x in layer] for layer in self._kept[name]]
-            elif what == "leave":
+            elif what == "free":
                 del self._kept[name]
             else:
                 answers.append(
@@ -237,9 +243,11 @@ class Definition:
                 )
         return answers
 
-    def _extend(self, index: int, layer: int, names: tuple[int, ...], counts: tuple[int, ...], alike: bool) -> Tensor:
+    def _extend(
+        self, index: int, layer: int, names: tuple[int, ...], counts: tuple[int, ...], same_length: bool
+    ) -> Tensor:
         history = self._history
-        together = alike or history.is_decode(index)
+        together = same_length or history.is_decode(index)
         tokens = [x.to(self._device, self._dtype) for x in history.tokens(index, layer)]
         found = []
         for i, (name, count) in enumerate(zip(names, counts, strict=True)):
@@ -266,13 +274,13 @@ class Definition:
         return torch.cat(found, 0 if together else 1)
 
 
-def extend(names: tuple[int, ...], counts: tuple[int, ...], mode: str = "auto", alike: bool = False) -> Op:
+def extend(names: tuple[int, ...], counts: tuple[int, ...], mode: str = "auto", same_length: bool = False) -> Op:
     """An op that brings new tokens."""
-    return "extend", names, counts, mode, alike
+    return "extend", names, counts, mode, same_length
 
 
 CHUNKS: tuple[Op, ...] = (
-    ("join", 0, 200, 0),
+    ("add_request", 0, 200, 0),
     extend((0,), (37,)),
     extend((0,), (1,), "prefill"),
     extend((0,), (64,)),
@@ -286,15 +294,15 @@ CHUNKS: tuple[Op, ...] = (
 """One request in pieces of all sizes, both ways."""
 
 CROWD: tuple[Op, ...] = (
-    ("join", 0, 120, 0),
+    ("add_request", 0, 120, 0),
     extend((0,), (41,)),
     ("fork", 1, 0, 41, 90),
     ("fork", 2, 0, 18, 60),
-    ("join", 3, 50, 0),
+    ("add_request", 3, 50, 0),
     extend((0, 1, 2, 3), (3, 20, 1, 23), "prefill"),
     extend((0, 1, 2, 3), (1, 1, 1, 1)),
-    ("crop", 1, 44),
-    ("leave", 0),
+    ("truncate", 1, 44),
+    ("free", 0),
     extend((3, 1), (3, 3)),
     extend((2, 1, 3), (9, 2, 1), "prefill"),
     extend((1, 2, 3), (16, 16, 16)),
@@ -302,18 +310,18 @@ CROWD: tuple[Op, ...] = (
 """Requests that share beginnings and steps."""
 
 PACKED: tuple[Op, ...] = (
-    ("join", 0, 120, 0),
-    ("join", 1, 60, 0),
+    ("add_request", 0, 120, 0),
+    ("add_request", 1, 60, 0),
     extend((0, 1), (41, 7), "packed"),
     ("fork", 2, 0, 30, 90),
-    ("join", 3, 50, 0),
+    ("add_request", 3, 50, 0),
     extend((0, 1, 2), (1, 1, 1)),
     extend((2, 3, 0), (33, 4, 1), "rows"),
     extend((3,), (16,)),
-    ("crop", 0, 35),
+    ("truncate", 0, 35),
     extend((1,), (50,), "packed"),
     extend((2, 0), (9, 20), "prefill"),
-    ("leave", 2),
+    ("free", 2),
     extend((0, 3), (6, 8), "packed"),
     extend((3, 0), (1, 5), "rows"),
     extend((0, 1, 3), (2, 2, 2)),
@@ -321,20 +329,20 @@ PACKED: tuple[Op, ...] = (
 """Prompts, and what goes on from them, as steps of decoding in pieces."""
 
 PADDED: tuple[Op, ...] = (
-    ("join", 0, 80, 0),
-    ("join", 1, 80, 7),
-    ("join", 2, 80, 20),
+    ("add_request", 0, 80, 0),
+    ("add_request", 1, 80, 7),
+    ("add_request", 2, 80, 20),
     extend((0, 1, 2), (21, 21, 21), "prefill", True),
-    extend((0, 1, 2), (1, 1, 1), alike=True),
-    extend((0, 1, 2), (4, 4, 4), alike=True),
+    extend((0, 1, 2), (1, 1, 1), same_length=True),
+    extend((0, 1, 2), (4, 4, 4), same_length=True),
     extend((0, 1, 2), (19, 19, 19), "prefill", True),
     extend((0, 1, 2), (1, 1, 1)),
 )
 """A batch with padding in front."""
 
 LONG: tuple[Op, ...] = (
-    ("join", 0, 2600, 0),
-    ("join", 1, 900, 0),
+    ("add_request", 0, 2600, 0),
+    ("add_request", 1, 900, 0),
     extend((0,), (1100,)),
     extend((0,), (1,), "prefill"),
     extend((0, 1), (611, 333), "prefill"),
@@ -342,8 +350,8 @@ LONG: tuple[Op, ...] = (
     extend((2,), (40,), "prefill"),
     extend((0, 1, 2), (1, 1, 1)),
     extend((0, 1, 2), (5, 5, 5)),
-    ("leave", 1),
-    ("crop", 0, 1700),
+    ("free", 1),
+    ("truncate", 0, 1700),
     extend((0, 2), (301, 200), "prefill"),
     extend((2, 0), (16, 16)),
     extend((0,), (1,)),

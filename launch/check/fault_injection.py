@@ -286,7 +286,7 @@ def _begin_training(args: FaultArgs, ring: ringattn.Ring, where: torch.device) -
 
 @torch.no_grad()
 def _begin_decode(args: FaultArgs, ring: ringattn.Ring, where: torch.device) -> Callable[..., None]:
-    from ringattn.inference import PagedKVCache, Step, attend
+    from ringattn.inference import ForwardBatch, PagedKVCache, attend
 
     dtype = torch.bfloat16 if where.type == "cuda" else torch.float32
     sizes: dict[str, Any] = {
@@ -297,18 +297,18 @@ def _begin_decode(args: FaultArgs, ring: ringattn.Ring, where: torch.device) -> 
         "pages": args.tokens // 16 + 2,
     }
     cache = PagedKVCache(ring, dtype=dtype, device=where, **sizes)
-    request = cache.join(args.tokens + 1)
+    request = cache.add_request(args.tokens + 1)
 
-    def layers(step: Step, heads: int = 4) -> None:
+    def layers(step: ForwardBatch, heads: int = 4) -> None:
         q, k, v = (torch.ones(step.batch, step.rows, h, 64, dtype=dtype, device=where) for h in (heads, 2, 2))
         for layer in range(cache.layers):
             attend(step, layer, q, k, v)
 
     layers(cache.extend([request], [args.tokens], mode="prefill"))
-    static = cache.static_step(1, max_tokens=args.tokens + 1) if args.what == "graph" else None
+    static = cache.static_batch(1, max_tokens=args.tokens + 1) if args.what == "graph" else None
 
-    def extend() -> Step:
-        cache.crop(request, args.tokens)
+    def extend() -> ForwardBatch:
+        cache.truncate(request, args.tokens)
         return cache.extend([request], [1], mode="decode", into=static)
 
     graph = None

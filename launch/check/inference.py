@@ -166,7 +166,7 @@ def _going(history: History, way: str) -> History:
     if way == "auto":
         return history
     moves, reads = ("auto", "pages") if way == "pages" else (way, "copies")
-    return dataclasses.replace(history, moves=moves, reads=reads)
+    return dataclasses.replace(history, comm_mode=moves, kv_access=reads)
 
 
 def _worsen(found: dict[str, float], name: str, value: float) -> None:

@@ -26,7 +26,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from ringattn.inference.pages import Pages
+from ringattn.inference.page_allocator import PageAllocator
 from ringattn.launch.serve.messages import Event, Heartbeat, Logprob, StepCommand, Stop, ToRank
 from ringattn.launch.serve.rank_channel import RankChannel
 from ringattn.launch.serve.scheduler import Plan, Request, Scheduler, apply_changes
@@ -74,7 +74,7 @@ class Runner(Protocol):
         ahead: Whether `start` returns before a step is computed.
     """
 
-    allocator: Pages
+    allocator: PageAllocator
     ahead: bool
 
     def start(self, plan: Plan) -> PendingStep:

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from ringattn.inference import PagedKVCache
-from ringattn.inference.step import MOST_DECODED
+from ringattn.inference.forward_batch import MAX_DECODE_TOKENS
 from ringattn.launch.serve.messages import Logprob
 from ringattn.launch.serve.sampling import SampledTokens, Sampling, sample_tokens, score, to_device
 from ringattn.launch.serve.scheduler import Plan
@@ -77,7 +77,7 @@ class ModelRunner:
         from ringattn.integrations.transformers.cuda_graph_runner import CUDAGraphRunner, batch_sizes, select_capturer
 
         self._model, self._cache = model, cache
-        self.allocator = cache.pages
+        self.allocator = cache.allocator
         sizes = batch_sizes(most)
         recorder = select_capturer(graphs, model, cache)
         rows = [most + more for more in MIXED_ROWS]
@@ -125,7 +125,7 @@ class ModelRunner:
         began, said = time.monotonic(), []
         self._decoding.prepare()
         if self.graphs:
-            short = f", and prompts in parts of up to {MOST_DECODED * self.pieces} tokens" * bool(self.pieces)
+            short = f", and prompts in parts of up to {MAX_DECODE_TOKENS * self.pieces} tokens" * bool(self.pieces)
             said.append(f"decoding{short}: {self.graphs} CUDA graphs captured in {time.monotonic() - began:.1f} s")
         began = time.monotonic()
         tried = self._warm_up_prefill(longest)
@@ -140,17 +140,19 @@ class ModelRunner:
         room = min(cache.capacity_tokens, longest or cache.capacity_tokens)
         for past, new in WARM_UP_PROMPTS:
             # nothing is compiled for CPUs, where a past takes time
-            needless = (past and cache.device.type == "cpu") or (not past and ranks * new <= MOST_DECODED * self.pieces)
+            needless = (past and cache.device.type == "cpu") or (
+                not past and ranks * new <= MAX_DECODE_TOKENS * self.pieces
+            )
             if needless or ranks * (past + new) > room:
                 continue
-            cache_id = cache.join(ranks * (past + new))
+            cache_id = cache.add_request(ranks * (past + new))
             if past:
                 # unwritten pages are zeros, which serve as well
-                cache.pages.place([cache_id], [ranks * past])
+                cache.allocator.assign([cache_id], [ranks * past])
             step = cache.extend([cache_id], [ranks * new], mode="prefill")
             logits = run_step(self._model, step, torch.zeros(ranks * new, dtype=torch.int64), wanted=[0])
             tried += 1
-            cache.leave(cache_id)
+            cache.free(cache_id)
         if logits is not None and cache.ring.rank == 0:
             _warm_up_sampling(logits)
         return tried
@@ -236,7 +238,7 @@ class ModelRunner:
         if plan.decodes:
             return self._decoding.run(plan.cache_ids, tokens[:, None]).logits[:, -1]
         if plan.packed or plan.mixed:
-            piece = 1 if plan.mixed else MOST_DECODED
+            piece = 1 if plan.mixed else MAX_DECODE_TOKENS
             logits = self._decoding.run_mixed(plan.cache_ids, plan.counts, tokens, piece=piece)
             if logits is not None:
                 return self._rows(logits, plan.wanted)

@@ -227,7 +227,7 @@ def make_cache(model: Any, ring: Ring, *, gib: float | None, page_size: int, kv_
 
 def describe_cache(cache: PagedKVCache) -> str:
     """Return a description of the cache of all ranks."""
-    allocator = cache.pages
+    allocator = cache.allocator
     size = allocator.pages * cache.page_size * cache.bytes_per_token / 2**30
     kind = str(cache.kv_dtype).removeprefix("torch.")
     return (

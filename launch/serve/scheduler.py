@@ -57,8 +57,8 @@ from typing import Any
 
 import msgspec
 
-from ringattn.inference.pages import Pages
-from ringattn.inference.step import MOST_DECODED as PIECE
+from ringattn.inference.forward_batch import MAX_DECODE_TOKENS as PIECE
+from ringattn.inference.page_allocator import PageAllocator
 from ringattn.launch.serve.messages import Capacity, Event, StepCommand
 from ringattn.launch.serve.prefix_cache import Digest, PrefixIndex, prefix_digests
 
@@ -209,8 +209,8 @@ class Plan:
     """One step, the same on every rank.
 
     Attributes:
-        changes: Changes of the page allocator before the step: ("join", cache_id, max_length), ("fork", cache_id, parent, length,
-            max_length), ("crop", cache_id, length, max_length) or ("leave", cache_id).
+        changes: Changes of the page allocator before the step: ("add_request", cache_id, max_length), ("fork", cache_id, parent, length,
+            max_length), ("truncate", cache_id, length, max_length) or ("free", cache_id).
         cache_ids: Ids in the cache of the requests that compute tokens; empty when there is nothing to compute.
         counts: Tokens of each.
         tokens: Those tokens, one request after another.
@@ -250,17 +250,17 @@ class Plan:
         return StepCommand(**{name: getattr(self, name) for name in StepCommand.__struct_fields__})
 
 
-def apply_changes(allocator: Pages, changes: Iterable[Sequence[Any]]) -> None:
+def apply_changes(allocator: PageAllocator, changes: Iterable[Sequence[Any]]) -> None:
     """Apply the changes of rank 0's page allocator to that of this rank.
 
     Raises:
         RuntimeError: They give a request different ids: the allocators have diverged.
     """
     for what, cache_id, *rest in changes:
-        if what in ("leave", "crop"):
+        if what in ("free", "truncate"):
             getattr(allocator, what)(cache_id, *rest)
             continue
-        named = allocator.join(*rest) if what == "join" else allocator.fork(*rest)
+        named = allocator.add_request(*rest) if what == "add_request" else allocator.fork(*rest)
         if named != cache_id:
             raise RuntimeError(
                 f"page allocators of all ranks must give a request the same id, got {named} here and {cache_id} on rank 0; "
@@ -283,7 +283,7 @@ class Scheduler:
 
     def __init__(
         self,
-        allocator: Pages,
+        allocator: PageAllocator,
         *,
         chunk: int,
         max_running: int,
@@ -561,7 +561,7 @@ class Scheduler:
     def pages(self) -> dict[str, list[int]]:
         """Return the pages of each rank: of running requests, of kept prefixes only, and free ones."""
         running = [len(pages) for pages in self._pages_of(self._by_cache_id)]
-        free = list(self.allocator.free)
+        free = list(self.allocator.free_pages)
         num_kept_prefixes = [self.allocator.pages - f - r for f, r in zip(free, running, strict=True)]
         return {"running": running, "kept": num_kept_prefixes, "free": free}
 
@@ -659,7 +659,7 @@ class Scheduler:
             _pages(request.max_length, size), users
         ):
             length = 0
-            request.cache_id = self._apply("join", request.max_length)
+            request.cache_id = self._apply("add_request", request.max_length)
         else:
             return False
         request.num_computed = request.num_cached = length
@@ -676,7 +676,7 @@ class Scheduler:
         """Evict kept prefixes, least recently used first, until enough pages are available; none if that cannot succeed."""
         if self.allocator.available >= pages:
             return True
-        owed = sum(self.allocator.free) - self.allocator.available
+        owed = sum(self.allocator.free_pages) - self.allocator.available
         if self.allocator.pages * self.allocator.world_size - sum(map(len, self._pages_of(spared))) - owed < pages:
             return False
         for cache_id in [cache_id for cache_id in self._kept_prefixes if cache_id not in spared]:
@@ -705,9 +705,9 @@ class Scheduler:
         self._reserved_pages -= request.pages
         if not (self.keep and keep and length >= self.allocator.page_size):
             self._computed.drop(request.cache_id)
-            self._apply("leave", request.cache_id)
+            self._apply("free", request.cache_id)
             return
-        self._apply("crop", request.cache_id, length, length)  # frees what it had reserved beyond
+        self._apply("truncate", request.cache_id, length, length)  # frees what it had reserved beyond
         self._kept_prefixes[request.cache_id] = request.tokens[:length]
         known = request.digests[: length // self.allocator.page_size]
         self._computed.add(
@@ -720,16 +720,16 @@ class Scheduler:
         """Free a kept prefix."""
         del self._kept_prefixes[cache_id]
         self._computed.drop(cache_id)
-        self._apply("leave", cache_id)
+        self._apply("free", cache_id)
 
     def _apply(self, what: str, *rest: int) -> int:
         """Change the page allocator, and record the change for the other ranks."""
         self._admission_queue = None
-        if what in ("leave", "crop"):
+        if what in ("free", "truncate"):
             getattr(self.allocator, what)(*rest)
             self._changes.append((what, *rest))
             return rest[0]
-        cache_id = self.allocator.join(*rest) if what == "join" else self.allocator.fork(*rest)
+        cache_id = self.allocator.add_request(*rest) if what == "add_request" else self.allocator.fork(*rest)
         self._changes.append((what, cache_id, *rest))
         return cache_id
 

@@ -1,9 +1,9 @@
 """Inference over contexts that no single device can hold: a sharded, paged cache of keys and values, prefill and decode."""
 
 from ringattn.inference.attention import attend
-from ringattn.inference.cache import PagedKVCache
-from ringattn.inference.pages import CacheFull
-from ringattn.inference.static import StaticStep
-from ringattn.inference.step import Step
+from ringattn.inference.forward_batch import ForwardBatch
+from ringattn.inference.kv_cache import PagedKVCache
+from ringattn.inference.page_allocator import CacheFull
+from ringattn.inference.static_batch import StaticBatch
 
-__all__ = ["CacheFull", "PagedKVCache", "StaticStep", "Step", "attend"]
+__all__ = ["CacheFull", "ForwardBatch", "PagedKVCache", "StaticBatch", "attend"]

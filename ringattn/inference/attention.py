@@ -20,9 +20,16 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from ringattn.inference.in_place import READS, resolve_reads
-from ringattn.inference.prefill import MOVES, Prefill, growth, plan_travel, resolve_moves, rows_in_place
-from ringattn.inference.step import Step
+from ringattn.inference.forward_batch import ForwardBatch
+from ringattn.inference.paged_prefill import KV_ACCESS_MODES, resolve_kv_access
+from ringattn.inference.prefill import (
+    COMM_MODES,
+    Prefill,
+    find_paged_rows,
+    growth_limit,
+    plan_queries,
+    resolve_comm_mode,
+)
 from ringattn.kernels.decode.dispatch import decode, num_splits, parts_len, plan_splits, select_decode_kernel
 from ringattn.kernels.interface import Score, accumulation_dtype
 from ringattn.kernels.partials.merge import merge_stack
@@ -44,7 +51,7 @@ Wanted = tuple[bool, Any, float | None, float, int | None, str, str]
 
 
 def attend(
-    step: Step,
+    step: ForwardBatch,
     layer: int,
     q: Tensor,
     k: Tensor,
@@ -57,8 +64,8 @@ def attend(
     sinks: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
     chunk_len: int | None = None,
-    moves: str = "auto",
-    reads: str = "auto",
+    comm_mode: str = "auto",
+    kv_access: str = "auto",
 ) -> Tensor:
     """Keeps the keys of new tokens and attends with their queries over all that their requests have.
 
@@ -80,10 +87,10 @@ def attend(
         alibi_slopes: `h`.
         chunk_len: Tokens see those of their own chunk of so many tokens. Chunks are counted from the first token of the request
             that is seen.
-        moves: What goes round the ring in prefill: "keys", "queries", or "auto" for whichever is fewer bytes.
-        reads: How a prefill reads what is kept: "copies" of all pages in one piece, for the kernels of training; "pages" where
+        comm_mode: What goes round the ring in prefill: "keys", "queries", or "auto" for whichever is fewer bytes.
+        kv_access: How a prefill reads what is kept: "copies" of all pages in one piece, for the kernels of training; "pages" where
             they lie, with the kernel of decoding; or "auto" for whichever is faster by its counts (Note [In place or copied] of
-            in_place.py). Keys that move are copied, so "pages" makes queries move. Decode always reads pages.
+            paged_prefill.py). Keys that move are copied, so "pages" makes queries move. Decode always reads pages.
 
     Returns:
         `batch rows h dv`, q's dtype. In decode every rank has the same bits.
@@ -91,8 +98,8 @@ def attend(
     Raises:
         ValueError: A shape, dtype, device or option is inconsistent; something requires gradients; the step is out of date; or
             ranks differ. Nothing is kept or moved then. It is raised on every rank wherever ranks compare: at the first layer of
-            a prefill, and of a decode by other requests than before (of a static step: soon after; Note [Same books] of
-            accord.py). Elsewhere the others find that this rank does not come.
+            a prefill, and of a decode by other requests than before (of a static step: soon after; Note [When ranks compare] of
+            consistency.py). Elsewhere the others find that this rank does not come.
         TypeError: A tensor is something else.
         NotImplementedError: No kernel serves the call, or a tensor has a meaning of its own.
         RuntimeError: A transfer failed or timed out.
@@ -102,7 +109,7 @@ def attend(
         >>> from ringattn.inference import PagedKVCache
         >>> sizes = {"layers": 1, "kv_heads": 1, "head_dim": 16, "pages": 2, "page_size": 16}
         >>> cache = PagedKVCache(Ring(), dtype=torch.float32, device="cpu", **sizes)
-        >>> step = cache.extend([cache.join(reserve=20)], [20])
+        >>> step = cache.extend([cache.add_request(reserve=20)], [20])
         >>> x = torch.ones(1, 20, 1, 16)
         >>> attend(step, 0, step.take(x), step.take(x), step.take(x)).shape
         torch.Size([1, 20, 1, 16])
@@ -115,7 +122,7 @@ def attend(
                 check_plain(name, x)
         scale = None if softmax_scale is None else resolve_real("softmax_scale", softmax_scale)
         softcap, causal = resolve_real("softcap", softcap), resolve_flag("causal", causal)
-        options = (causal, resolve_window(window), scale, softcap, chunk_len, moves, reads)
+        options = (causal, resolve_window(window), scale, softcap, chunk_len, comm_mode, kv_access)
     except Exception as error:
         step.cache.ring.refuse(error)
     return run(step, layer, given, options)
@@ -134,7 +141,7 @@ def _beside_compilers() -> Callable[..., Tensor]:
     return _hidden[0]
 
 
-def _attend(step: Step, layer: int, given: Given, wanted: Wanted) -> Tensor:
+def _attend(step: ForwardBatch, layer: int, given: Given, wanted: Wanted) -> Tensor:
     """`attend` of q, k, v, sinks and alibi_slopes, as options say."""
     q, k, v, sinks, alibi_slopes = given
     key = (*wanted, *map(_facts, given))
@@ -142,17 +149,17 @@ def _attend(step: Step, layer: int, given: Given, wanted: Wanted) -> Tensor:
     if known is None:
         try:
             _check_gradients(given)
-            step.cache.check(layer, step, k, v)
+            step.check_rows(layer, k, v)
             options = _Options(*wanted)
             found = _decide(step, options, q, sinks, alibi_slopes)
         except Exception as error:
             step.cache.ring.refuse(error)
-        step.cache.accord.meet(step, _kind(options, given), q.device)
+        step.cache.consistency.check_batch(step, _kind(options, given), q.device)
         known = step.calls[key] = found.ready(step, q)
     else:
         _check_gradients(given)
     with torch.no_grad():
-        k, v = step.cache.put(layer, step, k, v, contain=known.contains)
+        k, v = step.put(layer, k, v, contain=known.contains)
         return known.attend(step, layer, q, k, v, sinks, alibi_slopes)
 
 
@@ -163,8 +170,8 @@ class _Options:
     softmax_scale: float | None
     softcap: float
     chunk_len: int | None
-    moves: str
-    reads: str
+    comm_mode: str
+    kv_access: str
 
     def scale(self, q: Tensor) -> float:
         return q.shape[-1] ** -0.5 if self.softmax_scale is None else self.softmax_scale
@@ -178,28 +185,32 @@ class _Prefill:
     options: _Options
     tensors: ScoreTensors
 
-    def ready(self, step: Step, q: Tensor) -> Prefill:
+    def ready(self, step: ForwardBatch, q: Tensor) -> Prefill:
         spec, options, cache, several = self.spec, self.options, step.cache, step.cache.ring.world_size > 1
         features = spec.features(self.tensors)
         kernels = select_kernels(
             q.device, q.dtype, q.shape[-1], cache.v_head_dim, impl=spec.impl, features=features
         ).kernels
         fresh = step.lengths == step.counts
-        wanted = "queries" if several and options.reads == "pages" else options.moves
-        moves = resolve_moves(wanted, step, spec, q, fresh)
+        wanted = "queries" if several and options.kv_access == "pages" else options.comm_mode
+        comm_mode = resolve_comm_mode(wanted, step, spec, q, fresh)
         left = None if options.window is None else options.window[0]
         if options.chunk_len is not None:
             left = options.chunk_len if left is None else min(left, options.chunk_len)
-        reads = "copies" if several and moves == "keys" else resolve_reads(options.reads, step, q, left, fresh)
-        travel = plan_travel(spec, q.device) if moves == "queries" and (several or reads == "copies") else None
-        in_place = rows_in_place(step, spec, travel, q.shape[2]) if reads == "pages" else None
+        kv_access = (
+            "copies" if several and comm_mode == "keys" else resolve_kv_access(options.kv_access, step, q, left, fresh)
+        )
+        query_plan = (
+            plan_queries(spec, q.device) if comm_mode == "queries" and (several or kv_access == "copies") else None
+        )
+        paged_rows = find_paged_rows(step, spec, query_plan, q.shape[2]) if kv_access == "pages" else None
         # shapes of keys and values; how many rows there are is no matter
         k, v = (
             torch.empty(q.shape[0], 0, cache.kv_heads, d, dtype=q.dtype, device="meta")
             for d in (cache.head_dim, cache.v_head_dim)
         )
         plan = make_execution_plan(spec, q, k, v, self.tensors, kernels, cache.ring.seat)
-        return Prefill(plan, moves, reads, fresh, travel, in_place, growth(step))
+        return Prefill(plan, comm_mode, kv_access, fresh, query_plan, paged_rows, growth_limit(step))
 
 
 @dataclass(frozen=True, eq=False)
@@ -209,13 +220,13 @@ class _Decode:
     options: _Options
     contains: ClassVar[bool] = False  # pages are read
 
-    def ready(self, step: Step, q: Tensor) -> _Decode:
+    def ready(self, step: ForwardBatch, q: Tensor) -> _Decode:
         del step, q
         return self
 
     def attend(
         self,
-        step: Step,
+        step: ForwardBatch,
         layer: int,
         q: Tensor,
         k: Tensor,
@@ -275,7 +286,7 @@ class _Decode:
 
 
 def _decide(
-    step: Step,
+    step: ForwardBatch,
     options: _Options,
     q: Tensor,
     sinks: Tensor | None,
@@ -321,7 +332,7 @@ def _decide(
     )
     tensors = ScoreTensors(sinks, alibi_slopes)
     select_kernels(q.device, q.dtype, q.shape[-1], cache.v_head_dim, impl=spec.impl, features=spec.features(tensors))
-    if options.reads != "copies":
+    if options.kv_access != "copies":
         select_decode_kernel(q.device, q.dtype, cache.kv_dtype, q.shape[-1], cache.v_head_dim, cache.page_size)
     return _Prefill(spec, options, tensors)
 
@@ -351,7 +362,7 @@ def _check_gradients(given: Given) -> None:
                 )
 
 
-def _check_tensors(step: Step, q: Tensor, sinks: Tensor | None, alibi_slopes: Tensor | None) -> None:
+def _check_tensors(step: ForwardBatch, q: Tensor, sinks: Tensor | None, alibi_slopes: Tensor | None) -> None:
     """What the cache does not look at."""
     cache = step.cache
     for name, x in (("q", q), ("sinks", sinks), ("alibi_slopes", alibi_slopes)):
@@ -382,13 +393,16 @@ def _check_tensors(step: Step, q: Tensor, sinks: Tensor | None, alibi_slopes: Te
 
 def _check_options(options: _Options, dtype: torch.dtype) -> None:
     check_softcap(options.softcap, dtype)
-    if options.moves not in MOVES:
+    if options.comm_mode not in COMM_MODES:
         raise ValueError(
-            f"moves must be one of {', '.join(MOVES)}, got {options.moves!r}; 'auto' takes what is fewer bytes"
+            f"comm_mode must be one of {', '.join(COMM_MODES)}, got {options.comm_mode!r}; 'auto' takes what is fewer bytes"
         )
-    if options.reads not in READS:
-        raise ValueError(f"reads must be one of {', '.join(READS)}, got {options.reads!r}; 'auto' takes what is faster")
-    if options.reads == "pages" and options.moves == "keys":
+    if options.kv_access not in KV_ACCESS_MODES:
         raise ValueError(
-            "moves must be 'queries' or 'auto' with reads='pages', got 'keys', which are copied before they move; leave moves out"
+            f"kv_access must be one of {', '.join(KV_ACCESS_MODES)}, got {options.kv_access!r}; 'auto' takes what is faster"
+        )
+    if options.kv_access == "pages" and options.comm_mode == "keys":
+        raise ValueError(
+            "comm_mode must be 'queries' or 'auto' with kv_access='pages', got 'keys', which are copied "
+            "before they are sent; leave comm_mode out"
         )

@@ -1,7 +1,7 @@
 """Attention of a prompt's new rows over all that their requests have: keys go round the ring, or queries do.
 
-Owns the choice of what moves, and the forward in which queries move. Refuses to know pages and requests (step.py, cache.py),
-how keys move (`ringattn.schedule.fused`) and how a visit is computed.
+Owns the choice of what moves, and the forward in which queries move. Refuses to know pages and requests (forward_batch.py), how
+keys move (`ringattn.schedule.fused`) and how a visit is computed.
 
 Note [What moves]
     A rank has s new rows and t kept keys per batch element, all ranks together N rows and T keys. It receives, in bytes,
@@ -39,8 +39,8 @@ Note [Rows of pages]
     2 t hk (d + dv) e bytes, of which attention reads half again: for bf16, d = dv = 128, 8 key heads and 256K tokens on a rank
     2.1 GB, 0.6 ms at 3.35 TB/s. Attention over them makes 4 N t h d FLOPs: with 32 query heads at 600 TFLOP/s 7.3 us for each
     of the N new rows of all ranks. So the copy takes 8% of it beside 1K new rows and 0.25% beside 32K; beside few rows it is most
-    of the time, and pages are read in place instead, where no keys move (Note [In place or copied] of in_place.py). A prompt that
-    begins has kept nothing yet: its rows are used as they are.
+    of the time, and pages are read in place instead, where no keys move (Note [In place or copied] of paged_prefill.py). The first
+    chunk of a prompt has no cached rows: its rows are used as they are.
 
 Note [Room ahead]
     Every chunk of a long prompt sees more keys than the one before, and buffers of the ring that other ranks write to are made by
@@ -56,13 +56,13 @@ from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from ringattn.dispatch import run_forward
-from ringattn.inference.in_place import InPlace, plan_in_place
+from ringattn.inference.forward_batch import ForwardBatch
+from ringattn.inference.paged_prefill import PagedRows, plan_paged_rows
 from ringattn.kernels.interface import RowMetadata, Score, SoftmaxState, accumulation_dtype
 from ringattn.kernels.partials.packed import clear, finish_parts, size, views
 from ringattn.kernels.runtime.table_cache import Key, find
@@ -73,10 +73,7 @@ from ringattn.schedule.execution_plan import ExecutionPlan
 from ringattn.schedule.kv_rotation import message_bytes, slices
 from ringattn.transport.base import Parcel, Pending, Reply, Seat, span
 
-if TYPE_CHECKING:
-    from ringattn.inference.step import Step
-
-MOVES = ("auto", "keys", "queries")
+COMM_MODES = ("auto", "keys", "queries")
 SLACK = 1.05
 """How uneven shards of a longer request may be."""
 
@@ -87,22 +84,22 @@ class Prefill:
 
     Attributes:
         plan: The resolved spec.
-        moves: "keys" or "queries".
-        reads: "copies" or "pages".
+        comm_mode: "keys" or "queries".
+        kv_access: "copies" or "pages".
         fresh: Nothing was kept before: the new rows are all there are.
-        travel: How queries move, where they do.
-        in_place: Which rows attend over this rank's pages where they lie, if they do and there are any.
-        times: How many times as long the requests may become (Note [Room ahead]).
+        query_plan: How queries move, where they do.
+        paged_rows: Which rows attend over this rank's pages where they lie, if they do and there are any.
+        growth_factor: How many times as long the requests may become (Note [Room ahead]).
     """
 
     plan: ExecutionPlan
-    moves: str
-    reads: str
+    comm_mode: str
+    kv_access: str
     fresh: bool
-    travel: Travel | None
-    in_place: InPlace | None
-    times: float
-    _begun: list[bool] = field(default_factory=list, init=False, repr=False)
+    query_plan: QueryPlan | None
+    paged_rows: PagedRows | None
+    growth_factor: float
+    _has_reserved: list[bool] = field(default_factory=list, init=False, repr=False)
 
     @property
     def contains(self) -> bool:
@@ -110,12 +107,12 @@ class Prefill:
 
         Then what is not finite must be contained (Note [Values that are not finite] of kernels/kv/pages.py).
         """
-        documents = self.call.sharding.documents
-        return self.fresh and self.reads == "copies" and documents is not None and len(documents) > 2
+        documents = self.plan.spec.sharding.documents
+        return self.fresh and self.kv_access == "copies" and documents is not None and len(documents) > 2
 
     def attend(
         self,
-        step: Step,
+        step: ForwardBatch,
         layer: int,
         q: Tensor,
         k: Tensor,
@@ -128,71 +125,73 @@ class Prefill:
         q = _rows(q)
         score = plan.spec.score(q.dtype, 0, ScoreTensors(sinks, alibi_slopes))
         # Note [What queries wait for]
-        guests = None if self.travel is None else _invite(q.contiguous(), cache.v_head_dim, seat, self.travel)
-        if self.reads == "pages":
-            if guests is None:
+        in_flight = (
+            None if self.query_plan is None else _post_queries(q.contiguous(), cache.v_head_dim, seat, self.query_plan)
+        )
+        if self.kv_access == "pages":
+            if in_flight is None:
                 return (
                     q.new_empty(*q.shape[:3], cache.v_head_dim)
-                    if self.in_place is None
-                    else self.in_place.attend(cache, layer, q, score)
+                    if self.paged_rows is None
+                    else self.paged_rows.attend(cache, layer, q, score)
                 )
 
             def over_pages(rows: Tensor, carry: SoftmaxState) -> None:
-                assert self.in_place is not None, "rows that visit have rectangles"
-                self.in_place.visit(cache, layer, rows, score, carry)
+                assert self.paged_rows is not None, "rows that visit have rectangles"
+                self.paged_rows.visit(cache, layer, rows, score, carry)
 
-            return _receive(guests, cache.v_head_dim, score, seat, over_pages)
+            return _attend_and_merge(in_flight, cache.v_head_dim, score, seat, over_pages)
         keys, values = k, v
         if not self.fresh:
             assert step.kept_slots is not None, "a step of prefill knows where keys are kept"
             keys, values = cache.take(layer, step.kept_slots)
         keys, values = _rows(keys), _rows(values)
-        if guests is None:
-            if not self._begun:
-                _reserve_ahead(keys, values, plan, seat, self.times, cache.room)
-                self._begun.append(True)
+        if in_flight is None:
+            if not self._has_reserved:
+                _reserve_ahead(keys, values, plan, seat, self.growth_factor, cache.reserved_bytes)
+                self._has_reserved.append(True)
             return run_forward(q, keys, values, score, plan, seat)[0]
-        travel = guests.travel
+        query_plan = in_flight.query_plan
 
         def over_copies(rows: Tensor, carry: SoftmaxState) -> None:
-            _visit_copies(rows, keys, values, score, plan, seat, travel, carry)
+            _attend_copies(rows, keys, values, score, plan, seat, query_plan, carry)
 
-        return _receive(guests, cache.v_head_dim, score, seat, over_copies)
+        return _attend_and_merge(in_flight, cache.v_head_dim, score, seat, over_copies)
 
 
-def rows_in_place(
-    step: Step,
+def find_paged_rows(
+    step: ForwardBatch,
     spec: AttentionSpec,
-    travel: Travel | None,
+    query_plan: QueryPlan | None,
     heads: int,
-) -> InPlace | None:
+) -> PagedRows | None:
     """The rows that attend over this rank's pages: those that visit, or on one rank all new ones.
 
     Args:
         step: The step.
         spec: Shardings and mask.
-        travel: How queries move, where they do.
+        query_plan: How queries move, where they do.
         heads: Query heads.
     """
     mask = spec.mask
     new = [(length - count, count, i) for i, (length, count) in enumerate(zip(step.lengths, step.counts, strict=True))]
-    if travel is not None:
-        visiting = travel.side_runs
+    if query_plan is not None:
+        by_rank = query_plan.side_runs
         if mask.documents is None:
             # requests that are alike: each has a batch element
-            new = [(start, length, i) for i in range(len(step.requests)) for start, length in visiting]
+            new = [(start, length, i) for i in range(len(step.requests)) for start, length in by_rank]
         else:
             new = []
-            for start, length in visiting:
+            for start, length in by_rank:
                 while length:
                     i = bisect_right(mask.documents, start) - 1
                     some = min(length, mask.documents[i + 1] - start)
                     new.append((start - mask.documents[i], some, i))
                     start, length = start + some, length - some
-    return plan_in_place(step, new, heads, mask.causal, mask.window, mask.chunk_len, step.cache.device)
+    return plan_paged_rows(step, new, heads, mask.causal, mask.window, mask.chunk_len, step.cache.device)
 
 
-def resolve_moves(wanted: str, step: Step, spec: AttentionSpec, q: Tensor, fresh: bool) -> str:
+def resolve_comm_mode(wanted: str, step: ForwardBatch, spec: AttentionSpec, q: Tensor, fresh: bool) -> str:
     """What moves: as wanted, or by Note [What moves] from numbers that are equal on all ranks.
 
     Args:
@@ -225,10 +224,10 @@ def _reserve_ahead(
     v: Tensor,
     plan: ExecutionPlan,
     seat: Seat,
-    times: float,
+    growth_factor: float,
     reserved: dict[str, tuple[int, ...]],
 ) -> None:
-    """Reserve buffers for this forward and, where they must grow, for forwards that move up to `times` as many keys.
+    """Reserve buffers for this forward and, where they must grow, for forwards that move up to `growth_factor` as many keys.
 
     Fused calls reserve as far as the memory budget allows. Every rank calls it alike.
 
@@ -237,7 +236,7 @@ def _reserve_ahead(
         v: `b t hk dv`.
         plan: The resolved call.
         seat: This rank's place in the ring.
-        times: At least 1.
+        growth_factor: At least 1.
         reserved: Bytes that earlier calls have reserved; updated.
     """
     if seat.world_size == 1:
@@ -246,59 +245,61 @@ def _reserve_ahead(
     if fused is None or gatherer is None:
         moving = [(k, 1), (v, 1)]
         rows = (plan.ring_plan.largest_send, plan.ring_plan.largest_remote_send)
-        sizes = _grow(reserved, "stepwise", tuple(message_bytes(moving, n) for n in rows), times)
+        sizes = _reserved_bytes(reserved, "stepwise", tuple(message_bytes(moving, n) for n in rows), growth_factor)
         for transport, size in zip((seat.transport, seat.slow_transport), sizes, strict=True):
             if size:
                 transport.reserve(size)
         return
     b, _, hk, d = k.shape
     row, gather_plan = b * hk * (d + v.shape[-1]) * k.element_size(), fused.gather_plan
-    most = max(1.0, min(times, seat.budget / max(1, fused.num_bytes)))
-    sizes = _grow(reserved, "fused", (gather_plan.slot_rows * row, gather_plan.most_remote_rows * row), most)
-    gatherer.make_room(*sizes, guests=seat.nodes is not None)
+    most = max(1.0, min(growth_factor, seat.budget / max(1, fused.num_bytes)))
+    sizes = _reserved_bytes(reserved, "fused", (gather_plan.slot_rows * row, gather_plan.most_remote_rows * row), most)
+    gatherer.make_room(*sizes, in_flight=seat.nodes is not None)
 
 
-def _grow(reserved: dict[str, tuple[int, ...]], kind: str, sizes: tuple[int, ...], times: float) -> tuple[int, ...]:
+def _reserved_bytes(
+    reserved: dict[str, tuple[int, ...]], kind: str, sizes: tuple[int, ...], growth_factor: float
+) -> tuple[int, ...]:
     """Return the bytes of a kind of buffers: those that are there, or more where they do not suffice."""
     there = reserved.get(kind, (0,) * len(sizes))
     if any(size > have for size, have in zip(sizes, there, strict=True)):
-        there = tuple(max(math.ceil(times * size), have) for size, have in zip(sizes, there, strict=True))
+        there = tuple(max(math.ceil(growth_factor * size), have) for size, have in zip(sizes, there, strict=True))
         reserved[kind] = there
     return there
 
 
-def growth(step: Step) -> float:
+def growth_limit(step: ForwardBatch) -> float:
     """How many times as many tokens the requests of a step may have as they have now, and SLACK."""
-    books = step.cache.pages
-    promised, there = sum(map(books.reserved, step.requests)), sum(step.lengths)
-    return max(1.0, promised / there) * SLACK
+    allocator = step.cache.allocator
+    reserved_tokens, there = sum(map(allocator.reserved, step.requests)), sum(step.lengths)
+    return max(1.0, reserved_tokens / there) * SLACK
 
 
 @dataclass(frozen=True, eq=False)
-class Stop:
+class QuerySegment:
     """An owner's rows that visit this rank's keys, or this rank's rows that visit an owner's.
 
     Attributes:
         rank: The owner.
         rows: Which of the owner's rows.
         count: How many.
-        places: `count` int64 on the device: where they stand among all that visit here.
+        indices: `count` int64 on the device: where they stand among all that visit here.
     """
 
     rank: int
     rows: Rows
     count: int
-    places: Tensor
+    indices: Tensor
 
 
 @dataclass(frozen=True, eq=False)
-class Travel:
+class QueryPlan:
     """How the queries of a step move (Note [Queries move]), seen from this rank.
 
     Attributes:
         plan: Every rank's part.
         side: All rows that visit here, in the order of their positions.
-        stops: Whose they are: this rank's own first, where they see its keys, then in ring order.
+        segments: Whose they are: this rank's own first, where they see its keys, then in ring order.
         total: Rows of side.
         side_runs: (start, length) of their positions, one stretch after another.
         keys: The key of the table of this rank's keys.
@@ -306,82 +307,82 @@ class Travel:
 
     plan: Plan
     side: RowMetadata
-    stops: tuple[Stop, ...]
+    segments: tuple[QuerySegment, ...]
     total: int
     side_runs: tuple[tuple[int, int], ...]
     keys: Key[RowMetadata]
 
 
-def plan_travel(spec: AttentionSpec, device: torch.device) -> Travel:
+def plan_queries(spec: AttentionSpec, device: torch.device) -> QueryPlan:
     """The integers and tables of a forward in which queries move."""
     plan = spec.plan("queries")
     visits = [visit for visit in plan.ranks[spec.rank].ring_steps if visit is not None and visit.pairs]
     # (start, offset in the visit, length, visit): of stretches that never overlap
-    stretches = sorted((run[2], run[0], run[1], i) for i, visit in enumerate(visits) for run in visit.runs)
-    ends = list(accumulate((length for _, _, length, _ in stretches), initial=0))
-    runs = tuple((at, length, start, 1) for at, (start, _, length, _) in zip(ends, stretches, strict=False))
+    spans = sorted((run[2], run[0], run[1], i) for i, visit in enumerate(visits) for run in visit.runs)
+    ends = list(accumulate((length for _, _, length, _ in spans), initial=0))
+    runs = tuple((at, length, start, 1) for at, (start, _, length, _) in zip(ends, spans, strict=False))
     parts: list[list[tuple[int, int, int]]] = [[] for _ in visits]
-    for at, (_, offset, length, i) in zip(ends, stretches, strict=False):
+    for at, (_, offset, length, i) in zip(ends, spans, strict=False):
         parts[i].append((offset, at, length))
-    stops = tuple(
-        Stop(visit.owner, visit.rows, visit.num_rows, _ranges([part[1:] for part in sorted(mine)], device))
+    segments = tuple(
+        QuerySegment(visit.owner, visit.rows, visit.num_rows, _ranges([part[1:] for part in sorted(mine)], device))
         for visit, mine in zip(visits, parts, strict=True)
     )
     side = find(moving_key(RingStep(0, spec.rank, (), runs, 0), spec.mask, device, "keys"))
     keys = stationary_key(spec.kv_sharding.shards[spec.rank], spec.mask, device, None)
-    return Travel(plan, side, stops, ends[-1], tuple((start, length) for _, length, start, _ in runs), keys)
+    return QueryPlan(plan, side, segments, ends[-1], tuple((start, length) for _, length, start, _ in runs), keys)
 
 
 @dataclass(frozen=True, eq=False)
-class _Guests:
+class InFlightQueries:
     """Query rows of other ranks on their way to this one's keys, and this rank's on their way to theirs.
 
     Attributes:
         q: `b s h d`: this rank's rows, contiguous.
-        travel: From `plan_travel`.
-        coming: Per ring step from 1 on: the owner's rows that come, `b count h d`, or None, and what is to be waited for.
+        query_plan: From `plan_queries`.
+        arriving: Per ring step from 1 on: the owner's rows that come, `b count h d`, or None, and what is to be waited for.
     """
 
     q: Tensor
-    travel: Travel
-    coming: list[tuple[Tensor | None, list[Pending]]]
+    query_plan: QueryPlan
+    arriving: list[tuple[Tensor | None, list[Pending]]]
 
 
-def _invite(q: Tensor, dv: int, seat: Seat, travel: Travel) -> _Guests:
+def _post_queries(q: Tensor, dv: int, seat: Seat, query_plan: QueryPlan) -> InFlightQueries:
     """Sends this rank's rows to those who keep keys that they see, and lets theirs come; returns at once.
 
     Args:
         q: `b s h d`, this rank's rows, contiguous.
         dv: Width of values.
         seat: This rank's place at the ring.
-        travel: From `plan_travel`.
+        query_plan: From `plan_queries`.
     """
     b, _, h, d = q.shape
-    largest = travel.plan.largest_send * b * h
+    largest = query_plan.plan.largest_send * b * h
     _reserve(seat, largest * d * q.element_size(), size(largest, dv) * accumulation_dtype(q.dtype).itemsize)
-    visiting = {stop.rank: stop for stop in travel.stops}
-    plan, coming = travel.plan.ranks[seat.rank], []
+    by_rank = {segment.rank: segment for segment in query_plan.segments}
+    plan, arriving = query_plan.plan.ranks[seat.rank], []
     for step in range(1, seat.world_size):
-        gives: list[Parcel] = []
+        sends: list[Parcel] = []
         recvs: list[Parcel] = []
         part = None
-        send, stop = plan.sends[step], visiting.get((seat.rank - step) % seat.world_size)
+        send, segment = plan.sends[step], by_rank.get((seat.rank - step) % seat.world_size)
         if send is not None:
-            gives = [(send.peer, _cut(q, send.rows))]
-        if stop is not None:
-            part = seat.buffers.take(f"visitors {step}", (b, stop.count, h, d), q.dtype, q.device)
-            recvs = [(stop.rank, part)]
-        coming.append((part, _post(seat, gives, recvs, f"prefill, queries for ring step {step}")))
-    return _Guests(q, travel, coming)
+            sends = [(send.peer, _select_rows(q, send.rows))]
+        if segment is not None:
+            part = seat.buffers.take(f"visitors {step}", (b, segment.count, h, d), q.dtype, q.device)
+            recvs = [(segment.rank, part)]
+        arriving.append((part, _post(seat, sends, recvs, f"prefill, queries for ring step {step}")))
+    return InFlightQueries(q, query_plan, arriving)
 
 
-def _receive(
-    guests: _Guests, dv: int, score: Score, seat: Seat, visit: Callable[[Tensor, SoftmaxState], None]
+def _attend_and_merge(
+    in_flight: InFlightQueries, dv: int, score: Score, seat: Seat, visit: Callable[[Tensor, SoftmaxState], None]
 ) -> Tensor:
     """The finished attention of this rank's query rows over the keys of all ranks.
 
     Args:
-        guests: From `_invite`.
+        in_flight: From `_post_queries`.
         dv: Head dim of the values.
         score: How scores are made.
         seat: This rank's place at the ring.
@@ -390,34 +391,34 @@ def _receive(
     Returns:
         o `b s h dv` in q's dtype.
     """
-    q, travel = guests.q, guests.travel
+    q, query_plan = in_flight.q, in_flight.query_plan
     b, s, h, _ = q.shape
     wide, take = accumulation_dtype(q.dtype), seat.buffers.take
-    rows = _line_up(guests, seat)
-    shape = (b, h, travel.total)
+    rows = _gather_queries(in_flight, seat)
+    shape = (b, h, query_plan.total)
     carry = SoftmaxState(
         m=take("visitors m", shape, wide, q.device),
         l=take("visitors l", shape, wide, q.device),
-        acc=take("visitors acc", (b, travel.total, h, dv), wide, q.device),
+        acc=take("visitors acc", (b, query_plan.total, h, dv), wide, q.device),
     )
-    if travel.total:
+    if query_plan.total:
         with span("all queries visit the keys of rank {}", seat.rank):
             visit(rows, carry)
-    stack = _return(carry, s, seat, travel)
+    stack = _return_partials(carry, s, seat, query_plan)
     o = torch.empty(b, s, h, dv, dtype=q.dtype, device=q.device)
     if o.numel():
         finish_parts(stack, b * s * h, dv, score.sinks, o, take("visitors end", (b, h, s), wide, q.device))
     return o
 
 
-def _visit_copies(
+def _attend_copies(
     rows: Tensor,
     k: Tensor,
     v: Tensor,
     score: Score,
     plan: ExecutionPlan,
     seat: Seat,
-    travel: Travel,
+    query_plan: QueryPlan,
     carry: SoftmaxState,
 ) -> None:
     """The forward of training of rows `b total h d` over k `b t hk d` and v `b t hk dv`, as a carry."""
@@ -427,8 +428,8 @@ def _visit_copies(
         rows,
         k,
         v,
-        travel.side,
-        find(travel.keys),
+        query_plan.side,
+        find(query_plan.keys),
         # one sink for all partials: where they meet
         dataclasses.replace(score, sinks=None),
         carry=carry,
@@ -440,60 +441,60 @@ def _visit_copies(
     )
 
 
-def _line_up(guests: _Guests, seat: Seat) -> Tensor:
+def _gather_queries(in_flight: InFlightQueries, seat: Seat) -> Tensor:
     """The query rows of all ranks that see a key of this one, `b total h d`, by position."""
-    q, travel = guests.q, guests.travel
+    q, query_plan = in_flight.q, in_flight.query_plan
     b, _, h, d = q.shape
-    found = seat.buffers.take("visitors", (b, travel.total, h, d), q.dtype, q.device)
-    visiting = {stop.rank: stop for stop in travel.stops}
-    if seat.rank in visiting:
-        own = visiting[seat.rank]
-        found.index_copy_(1, own.places, _cut(q, own.rows))
-    for step, (part, pending) in enumerate(guests.coming, 1):
+    found = seat.buffers.take("visitors", (b, query_plan.total, h, d), q.dtype, q.device)
+    by_rank = {segment.rank: segment for segment in query_plan.segments}
+    if seat.rank in by_rank:
+        own = by_rank[seat.rank]
+        found.index_copy_(1, own.indices, _select_rows(q, own.rows))
+    for step, (part, pending) in enumerate(in_flight.arriving, 1):
         for one in pending:
             one.wait()
         if part is not None:
-            found.index_copy_(1, visiting[(seat.rank - step) % seat.world_size].places, part)
+            found.index_copy_(1, by_rank[(seat.rank - step) % seat.world_size].indices, part)
     return found
 
 
-def _return(carry: SoftmaxState, s: int, seat: Seat, travel: Travel) -> Tensor:
+def _return_partials(carry: SoftmaxState, s: int, seat: Seat, query_plan: QueryPlan) -> Tensor:
     """The partials of this rank's rows from all ranks: a stack of packed parts in the order of ranks."""
     b, _, h, dv = carry.acc.shape
     wide, device, me = carry.acc.dtype, carry.acc.device, seat.rank
-    visiting = {stop.rank: stop for stop in travel.stops}
-    plan, landing = travel.plan.ranks[me], []
+    by_rank = {segment.rank: segment for segment in query_plan.segments}
+    plan, returning = query_plan.plan.ranks[me], []
     stack = seat.buffers.take("visitors home", (seat.world_size, size(b * s * h, dv)), wide, device)
     for step in range(1, seat.world_size):
-        gives: list[Parcel] = []
+        sends: list[Parcel] = []
         recvs: list[Parcel] = []
-        stop, send = visiting.get((me - step) % seat.world_size), plan.sends[step]
+        segment, send = by_rank.get((me - step) % seat.world_size), plan.sends[step]
         peer, part = (me + step) % seat.world_size, None
-        if stop is not None:
-            made = seat.buffers.take(f"visitors made {step}", (size(b * stop.count * h, dv),), wide, device)
-            _pack(carry, stop, made)
-            gives = [Reply(stop.rank, made)]
+        if segment is not None:
+            made = seat.buffers.take(f"visitors made {step}", (size(b * segment.count * h, dv),), wide, device)
+            _pack_partial(carry, segment, made)
+            sends = [Reply(segment.rank, made)]
         if send is not None and send.num_rows == s:
             recvs = [Reply(peer, stack[peer])]
         elif send is not None:
             part = seat.buffers.take(f"visitors back {step}", (size(b * send.num_rows * h, dv),), wide, device)
             recvs = [Reply(peer, part)]
-        landing.append((peer, send, part, _post(seat, gives, recvs, f"prefill, partials of ring step {step}")))
-    if me in visiting and s:
-        _pack(carry, visiting[me], stack[me])
+        returning.append((peer, send, part, _post(seat, sends, recvs, f"prefill, partials of ring step {step}")))
+    if me in by_rank and s:
+        _pack_partial(carry, by_rank[me], stack[me])
     else:
         clear(stack[me], b * s * h, dv)
-    for peer, send, part, pending in landing:
+    for peer, send, part, pending in returning:
         if send is None or part is not None:
             clear(stack[peer], b * s * h, dv)
         for one in pending:
             one.wait()
         if send is not None and part is not None:
-            _spread(part, stack[peer], send.rows, (b, s, h, dv))
+            _scatter_partial(part, stack[peer], send.rows, (b, s, h, dv))
     return stack
 
 
-def _spread(part: Tensor, whole: Tensor, rows: Rows, shape: tuple[int, int, int, int]) -> None:
+def _scatter_partial(part: Tensor, whole: Tensor, rows: Rows, shape: tuple[int, int, int, int]) -> None:
     """Writes the packed part of some rows of `b s h dv` into that of all of them."""
     b, s, h, dv = shape
     lengths = [length for _, length in rows]
@@ -506,33 +507,33 @@ def _spread(part: Tensor, whole: Tensor, rows: Rows, shape: tuple[int, int, int,
             x.copy_(y)
 
 
-def _pack(carry: SoftmaxState, stop: Stop, part: Tensor) -> None:
+def _pack_partial(carry: SoftmaxState, segment: QuerySegment, part: Tensor) -> None:
     """The partial of some visitors as a packed part."""
     b, _, h, dv = carry.acc.shape
-    m, l, acc = views(part, b * stop.count * h, dv)  # noqa: E741
-    torch.index_select(carry.acc, 1, stop.places, out=acc.view(b, stop.count, h, dv))
+    m, l, acc = views(part, b * segment.count * h, dv)  # noqa: E741
+    torch.index_select(carry.acc, 1, segment.indices, out=acc.view(b, segment.count, h, dv))
     # a maximum on the GPU passes over NaN: a row of NaN alone would have the m of a row that saw nothing
     for packed, x in ((m, carry.m.where(carry.l == carry.l, carry.l)), (l, carry.l)):
-        packed.view(b, stop.count, h).copy_(x.index_select(2, stop.places).transpose(1, 2))
+        packed.view(b, segment.count, h).copy_(x.index_select(2, segment.indices).transpose(1, 2))
 
 
-def _cut(q: Tensor, rows: Rows) -> Tensor:
+def _select_rows(q: Tensor, rows: Rows) -> Tensor:
     found = slices(q, 1, rows)
     if len(found) > 1:
         return torch.cat(found, 1)
     return found[0].contiguous()
 
 
-def _post(seat: Seat, gives: Sequence[Parcel], recvs: Sequence[Parcel], what: str) -> list[Pending]:
+def _post(seat: Seat, sends: Sequence[Parcel], recvs: Sequence[Parcel], what: str) -> list[Pending]:
     """One post per level of the ring: all ranks make the same ones."""
     if seat.nodes is None:
-        return [seat.transport.post(gives, recvs, what)]
+        return [seat.transport.post(sends, recvs, what)]
     near = next(set(node) for node in seat.nodes if seat.rank in node)
     posts = []
     for transport, within in ((seat.transport, True), (seat.slow_transport, False)):
         posts.append(
             transport.post(
-                [one for one in gives if (one[0] in near) == within],
+                [one for one in sends if (one[0] in near) == within],
                 [one for one in recvs if (one[0] in near) == within],
                 what,
             )
@@ -550,9 +551,9 @@ def _rounded(num_bytes: int) -> int:
     return 1 << (num_bytes - 1).bit_length() if num_bytes else 0
 
 
-def _ranges(stretches: Sequence[tuple[int, int]], device: torch.device) -> Tensor:
+def _ranges(spans: Sequence[tuple[int, int]], device: torch.device) -> Tensor:
     """The integers of (start, length) stretches, one after another: `n` int64."""
-    found = [torch.arange(start, start + length, device="cpu") for start, length in stretches]
+    found = [torch.arange(start, start + length, device="cpu") for start, length in spans]
     return (torch.cat(found) if found else torch.empty(0, dtype=torch.int64, device="cpu")).to(device)
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ringattn.inference.pages import Pages
+from ringattn.inference.page_allocator import PageAllocator
 from ringattn.launch.serve.config import Limits
 from ringattn.launch.serve.engine import Engine
 from ringattn.launch.serve.engine_server import BACKLOG, EngineServer, bind
@@ -89,7 +89,7 @@ class FakeRunner:
     def __init__(
         self, world_size: int = 2, pages: int = 64, page_size: int = 4, step_s: float = 0.0, ahead: bool = True
     ) -> None:
-        self.allocator = Pages(world_size, pages, page_size)
+        self.allocator = PageAllocator(world_size, pages, page_size)
         self.memory = [[[-1] * page_size for _ in range(pages)] for _ in range(world_size)]
         self.step_s = step_s
         self.ahead = ahead
@@ -132,9 +132,9 @@ class FakeRunner:
         at = 0
         decode = set(plan.counts) == {1}
         before = [self.allocator.length(cache_id) for cache_id in plan.cache_ids]
-        self.allocator.place(plan.cache_ids, plan.counts, one_by_one=decode)
+        self.allocator.assign(plan.cache_ids, plan.counts, one_by_one=decode)
         for cache_id, length in zip(plan.cache_ids, before, strict=True):
-            for piece in self.allocator.pieces(cache_id, length):
+            for piece in self.allocator.page_spans(cache_id, length):
                 page = self.memory[piece.rank][piece.page]
                 page[piece.row : piece.row + piece.length] = plan.tokens[at : at + piece.length]
                 at += piece.length

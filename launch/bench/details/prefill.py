@@ -125,7 +125,7 @@ def measure(args: Prefill, total: int, ring: ringattn.Ring, session: Session) ->
         page_size=args.page_size,
         device=device,
     )
-    request = cache.join(total)
+    request = cache.add_request(total)
     sharding = ring.sharding(total)
     # the longest shard of any contender: rows are the same random ones for all
     most = min(total, max(sharding.shard_lens) + 2 * args.page_size * ring.world_size)
@@ -140,8 +140,10 @@ def measure(args: Prefill, total: int, ring: ringattn.Ring, session: Session) ->
     def extend(new: int, who: str, moves: str = "auto", reads: str = "auto") -> None:
         step = cache.extend([request], [new], mode="prefill")
         for layer in range(args.layers):
-            attend(step, layer, q[:, : step.rows], k[:, : step.rows], v[:, : step.rows], moves=moves, reads=reads)
-        moved[who], read[who] = "/".join(step.moved), "/".join(step.read)
+            attend(
+                step, layer, q[:, : step.rows], k[:, : step.rows], v[:, : step.rows], comm_mode=moves, kv_access=reads
+            )
+        moved[who], read[who] = "/".join(step.comm_modes), "/".join(step.kv_accesses)
 
     def training() -> None:
         with torch.no_grad():
@@ -150,12 +152,12 @@ def measure(args: Prefill, total: int, ring: ringattn.Ring, session: Session) ->
                 ringattn.ring_attention(q[:, :n], k[:, :n], v[:, :n], sharding, causal=True)
 
     def prompt(chunk: int, who: str) -> None:
-        cache.crop(request, 0)
+        cache.truncate(request, 0)
         for start in range(0, total, chunk):
             extend(min(chunk, total - start), who)
 
     def turn(new: int, who: str, moves: str, reads: str) -> None:
-        cache.crop(request, total - new)
+        cache.truncate(request, total - new)
         extend(new, who, moves, reads)
 
     named: dict[str, tuple[int, Callable[[], None]]] = {

@@ -18,7 +18,7 @@ from typing import Any, Literal, NoReturn
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 from pydantic_core import to_json
 
-from ringattn.inference.blocks import LONGEST
+from ringattn.inference.block_table import MAX_REQUEST_TOKENS
 from ringattn.launch.serve.http.detokenizer import Detokenizer, StopStrings, text_alone
 from ringattn.launch.serve.messages import Event, Logprob
 from ringattn.launch.serve.sampling import Sampling
@@ -78,7 +78,7 @@ class _Body(_Strict):
     """Fields of both kinds of request."""
 
     model: str | None = None
-    max_tokens: int | None = Field(None, ge=1, le=LONGEST)
+    max_tokens: int | None = Field(None, ge=1, le=MAX_REQUEST_TOKENS)
     temperature: float | None = Field(None, ge=0, le=2)
     top_p: float | None = Field(None, gt=0, le=1)
     n: int | None = Field(None, ge=1, le=MAX_CHOICES)
@@ -102,7 +102,7 @@ class _Body(_Strict):
     frequency_penalty: float = Field(0.0, ge=-2, le=2)
     logit_bias: dict[str, float] = Field({}, max_length=MAX_NAMED)
     # not OpenAI's, named as vLLM has them
-    top_k: int = Field(0, ge=-1, le=LONGEST)  # 0 and -1: all
+    top_k: int = Field(0, ge=-1, le=MAX_REQUEST_TOKENS)  # 0 and -1: all
     min_p: float = Field(0.0, ge=0, le=1)
     repetition_penalty: float = Field(1.0, ge=0.01, le=100)
     stop_token_ids: list[int] = Field([], max_length=MAX_NAMED)
@@ -175,7 +175,7 @@ class Completion(_Body):
     """The body of /v1/completions."""
 
     prompt: Any
-    max_tokens: int | None = Field(None, ge=0, le=LONGEST)  # 0: the prompt alone, with echo
+    max_tokens: int | None = Field(None, ge=0, le=MAX_REQUEST_TOKENS)  # 0: the prompt alone, with echo
     echo: bool = False
     logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     best_of: int | None = None
@@ -247,7 +247,7 @@ class Chat(_Body):
     """The body of /v1/chat/completions."""
 
     messages: list[Message] = Field(min_length=1)
-    max_completion_tokens: int | None = Field(None, ge=1, le=LONGEST)
+    max_completion_tokens: int | None = Field(None, ge=1, le=MAX_REQUEST_TOKENS)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     response_format: TextFormat | None = None

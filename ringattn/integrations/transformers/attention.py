@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from ringattn.api import ring_attention
-from ringattn.inference import Step
+from ringattn.inference import ForwardBatch
 from ringattn.inference import attend as attend_step
 from ringattn.integrations.transformers.masks import RingMask
 from ringattn.integrations.transformers.model_forward import attended_before, untraced
@@ -60,7 +60,7 @@ def _not_traced_with_step(attend: Callable[..., Any]) -> Callable[..., Any]:
     not_traced: Callable[..., Any] = untraced(attend)
 
     @functools.wraps(attend)
-    def call(*args: Any, step: Step | None = None, **kwargs: Any) -> Any:
+    def call(*args: Any, step: ForwardBatch | None = None, **kwargs: Any) -> Any:
         return attend(*args, **kwargs) if step is None else not_traced(*args, step=step, **kwargs)
 
     return call
@@ -77,7 +77,7 @@ def attend(
     dropout: float = 0.0,
     scaling: float | None = None,
     sharding: Sharding | None = None,
-    step: Step | None = None,
+    step: ForwardBatch | None = None,
     position_ids: Tensor | str | None = NOT_PASSED,
     is_causal: bool | None = None,
     sliding_window: int | None = None,
@@ -122,7 +122,9 @@ def attend(
     """
     if not torch.compiler.is_compiling():
         _calls[0] += 1
-    ring = step.cache.ring if isinstance(step, Step) else sharding.ring if isinstance(sharding, Sharding) else None
+    ring = (
+        step.cache.ring if isinstance(step, ForwardBatch) else sharding.ring if isinstance(sharding, Sharding) else None
+    )
     lengths = key_bias = tokens = None
     # an error raised here on one rank is raised on the others too
     with nullcontext() if ring is None else ring.shared_refusals():
@@ -300,7 +302,7 @@ def _layer_index(module: nn.Module) -> int | None:
 
 
 def _check_step(
-    step: Step,
+    step: ForwardBatch,
     module: nn.Module,
     query: Tensor,
     key: Tensor,
@@ -310,7 +312,7 @@ def _check_step(
     sharding: Sharding | None,
     cu_seq_lens: tuple[Tensor | None, Tensor | None],
 ) -> None:
-    if not isinstance(step, Step):
+    if not isinstance(step, ForwardBatch):
         raise ValueError(
             f"step must be a ringattn.inference.Step, got {type(step).__name__}; pass what PagedKVCache.extend returned"
         )
@@ -349,7 +351,7 @@ def _check_step(
 
 
 def _attend_with_cache(
-    step: Step,
+    step: ForwardBatch,
     module: nn.Module,
     query: Tensor,
     key: Tensor,

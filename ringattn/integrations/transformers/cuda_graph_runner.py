@@ -7,7 +7,7 @@ Legend: b requests, n new tokens of each.
 
 Note [Replays]
     A call of a model with one token is hundreds of launches, which take the host longer than the device. Captured once in a CUDA
-    graph, they are one launch. A graph reads the addresses that it was captured with, so tokens and the step (`StaticStep`) are
+    graph, they are one launch. A graph reads the addresses that it was captured with, so tokens and the step (`StaticBatch`) are
     written in place and the graph is replayed. Its logits stay valid until the next replay, of this or another graph: graphs
     share their memory.
 
@@ -49,9 +49,9 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
-from ringattn.inference import PagedKVCache, StaticStep
-from ringattn.inference.static import most_blocks
-from ringattn.inference.step import MOST_DECODED
+from ringattn.inference import PagedKVCache, StaticBatch
+from ringattn.inference.forward_batch import MAX_DECODE_TOKENS
+from ringattn.inference.static_batch import max_blocks_after
 from ringattn.integrations.transformers.model_forward import forward_step, rms_difference
 from ringattn.transport.patience import Marks
 
@@ -271,7 +271,7 @@ class _Captured:
         checked: Its first replay was compared with a plain call.
     """
 
-    step: StaticStep
+    step: StaticBatch
     tokens: Tensor
     wanted: range | Tensor
     logits: Tensor
@@ -318,7 +318,7 @@ class CUDAGraphRunner:
         self._batches, self._capture_at, self._max_graphs = batches, capture_at, max_graphs
         few = max(batches or (1,))
         self._packed = [
-            *(_Shape(batch, MOST_DECODED, 0, batch) for batch in pieces),
+            *(_Shape(batch, MAX_DECODE_TOKENS, 0, batch) for batch in pieces),
             *(_Shape(batch, 1, 0, min(batch, few)) for batch in rows),
         ]
         self._graphs: dict[_Shape, _Captured] = {}
@@ -334,8 +334,10 @@ class CUDAGraphRunner:
 
     @property
     def most_pieces(self) -> int:
-        """Maximum number of pieces of MOST_DECODED rows in one mixed call; 0: there are no such calls."""
-        return max((shape.batch for shape in self._graphs if shape.packed and shape.new == MOST_DECODED), default=0)
+        """Maximum number of pieces of MAX_DECODE_TOKENS rows in one mixed call; 0: there are no such calls."""
+        return max(
+            (shape.batch for shape in self._graphs if shape.packed and shape.new == MAX_DECODE_TOKENS), default=0
+        )
 
     @property
     def most_rows(self) -> int:
@@ -362,7 +364,7 @@ class CUDAGraphRunner:
         *,
         positions: Tensor | None = None,
         last: int = 1,
-        alike: bool = False,
+        same_length: bool = False,
     ) -> Any:
         """Append new tokens of requests to the cache, and compute their logits.
 
@@ -371,7 +373,7 @@ class CUDAGraphRunner:
             tokens: `b n` int64, 1 <= n <= 16, the same on every rank, on any device.
             positions: `b n` or `1 n`: positions for rotary embeddings; None: those of the tokens in their requests.
             last: Number of last tokens whose logits are wanted, at least 1.
-            alike: As in `PagedKVCache.extend`.
+            same_length: As in `PagedKVCache.extend`.
 
         Returns:
             The output of the model, with logits `b last vocab`, the same bits on every rank. After a replay it has nothing else,
@@ -385,10 +387,10 @@ class CUDAGraphRunner:
         b, new = tokens.shape
         captured = self._find(requests, new, last)
         if captured is None:
-            step = self._cache.extend(requests, [new] * b, mode="decode", alike=alike)
+            step = self._cache.extend(requests, [new] * b, mode="decode", same_length=same_length)
             return self._call(step, tokens, step.positions if positions is None else positions, range(new - last, new))
         self._check_ring()
-        self._cache.extend(requests, [new] * b, mode="decode", alike=alike, into=captured.step)
+        self._cache.extend(requests, [new] * b, mode="decode", same_length=same_length, into=captured.step)
         captured.tokens[:b].copy_(_pinned(tokens, captured.tokens), non_blocking=True)
         if positions is not None:
             captured.step.positions[:b].copy_(positions)
@@ -399,7 +401,7 @@ class CUDAGraphRunner:
 
     @torch.no_grad()
     def run_mixed(
-        self, requests: Sequence[int], counts: Sequence[int], tokens: Tensor, *, piece: int = MOST_DECODED
+        self, requests: Sequence[int], counts: Sequence[int], tokens: Tensor, *, piece: int = MAX_DECODE_TOKENS
     ) -> Tensor | None:
         """Append short prompts, parts of prompts or next tokens, and compute the logits of their last tokens (Note [Mixed calls]).
 
@@ -424,14 +426,14 @@ class CUDAGraphRunner:
             if shape.packed and shape.new == piece and shape.batch >= pieces and shape.requests >= many
         ]
         captured = min(found, key=lambda one: one.step.tiles[0], default=None)
-        books = self._cache.pages
-        if captured is None or most_blocks(books, requests, max(counts)) > captured.step.max_blocks:
+        allocator = self._cache.allocator
+        if captured is None or max_blocks_after(allocator, requests, max(counts)) > captured.step.max_blocks:
             return None
         self._check_ring()
         step = captured.step
         self._cache.extend(requests, counts, into=step)
         # pieces of one row leave no gaps, and tokens on the device stay there
-        laid = tokens[None] if piece == 1 else step.lay(tokens)
+        laid = tokens[None] if piece == 1 else step.arrange(tokens)
         captured.tokens[:, : laid.shape[1]].copy_(_pinned(laid, captured.tokens), non_blocking=True)
         lasts = torch.tensor([row for one in step.last_rows if one is not None for row in one[1:]], device="cpu")
         assert isinstance(captured.wanted, Tensor), "rows of packed requests are written in place"
@@ -466,8 +468,8 @@ class CUDAGraphRunner:
         if batch is None:
             return None
         shape = _Shape(batch, new, last)
-        books = self._cache.pages
-        blocks = most_blocks(books, requests, new)
+        allocator = self._cache.allocator
+        blocks = max_blocks_after(allocator, requests, new)
         found = self._graphs.get(shape)
         if found is not None and blocks <= found.step.max_blocks:
             return found
@@ -476,8 +478,8 @@ class CUDAGraphRunner:
             return None
         if found is None and self._occurrences[shape] < self._capture_at:
             return None
-        ahead = max(books.reserved(request) - books.length(request) for request in requests)
-        return self._capture(shape, max(blocks, most_blocks(books, requests, ahead)))
+        ahead = max(allocator.reserved(request) - allocator.length(request) for request in requests)
+        return self._capture(shape, max(blocks, max_blocks_after(allocator, requests, ahead)))
 
     def _capture(self, shape: _Shape, blocks: int) -> _Captured | None:
         """Capture a shape with room for so many blocks; None when a rank cannot (Note [All ranks alike])."""
@@ -486,16 +488,16 @@ class CUDAGraphRunner:
         self._graphs.pop(shape, None)
         cache = self._cache
         if shape.packed:
-            room = min(blocks, cache.pages.pages + 1)
+            room = min(blocks, cache.allocator.pages + 1)
         else:
-            room = min(LEAST_BLOCKS, cache.pages.pages + 1)
+            room = min(LEAST_BLOCKS, cache.allocator.pages + 1)
             while room < blocks:
                 room *= 2
         kinds: list[Callable[..., Any]] = []
         made, why = None, ""
         # tensors that are written in place must not be inference tensors of the first caller
         with torch.inference_mode(False), torch.no_grad():
-            step = cache.static_step(
+            step = cache.static_batch(
                 shape.batch, shape.new, max_tokens=cache.capacity_tokens, max_blocks=room, packed=shape.packed
             )
             tokens = torch.zeros(step.batch, step.rows, dtype=torch.int64, device=cache.device)

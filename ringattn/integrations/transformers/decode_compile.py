@@ -109,12 +109,12 @@ def _compare(model: PreTrainedModel, compiled: list[_Compiled], shared: _EagerOn
         for one in compiled:
             one.module.forward = one.compare
         for batch in TRIED:
-            requests = [cache.join(1) for _ in range(batch)]
+            requests = [cache.add_request(1) for _ in range(batch)]
             step = cache.extend(requests, [1] * batch, mode="decode")
             tokens = torch.arange(batch, device="cpu")[:, None]
             forward_step(model, step, {"input_ids": tokens}, step.positions, [0])
             for request in requests:
-                cache.leave(request)
+                cache.free(request)
     except Exception as error:  # compilers raise errors of any type
         return describe_error(error)
     finally:

@@ -33,7 +33,7 @@ import torch
 from torch import Tensor, nn
 from transformers import Cache
 
-from ringattn.inference import Step
+from ringattn.inference import ForwardBatch
 from ringattn.ring import Ring
 
 ROUNDINGS = 4
@@ -104,7 +104,7 @@ class PassthroughCache(Cache):
         return (query_length if isinstance(query_length, int) else query_length.shape[0]), 0
 
 
-def run_step(model: nn.Module, step: Step, tokens: Tensor, *, wanted: Sequence[int] | None = None) -> Tensor:
+def run_step(model: nn.Module, step: ForwardBatch, tokens: Tensor, *, wanted: Sequence[int] | None = None) -> Tensor:
     """Run a causal model of transformers over the new tokens of a step; collective over the ring.
 
     Args:
@@ -149,7 +149,7 @@ def run_step(model: nn.Module, step: Step, tokens: Tensor, *, wanted: Sequence[i
 
 def forward_step(
     forward: Callable[..., Any],
-    step: Step,
+    step: ForwardBatch,
     inputs: dict[str, Tensor],
     positions: Tensor,
     wanted: Sequence[int] | Tensor | None,
@@ -212,7 +212,7 @@ def forward_step(
     return out
 
 
-def _new_tokens(step: Step) -> int:
+def _new_tokens(step: ForwardBatch) -> int:
     """Return the new tokens of each batch element of the model."""
     if step.mode == "decode":
         return step.rows
@@ -220,7 +220,7 @@ def _new_tokens(step: Step) -> int:
 
 
 def _kept_rows(
-    step: Step, new: int, wanted: Sequence[int] | Tensor, device: torch.device
+    step: ForwardBatch, new: int, wanted: Sequence[int] | Tensor, device: torch.device
 ) -> tuple[int | Tensor, Tensor | None]:
     """Return the wanted rows of this rank as `logits_to_keep`, and their places among all wanted (None: there are no others)."""
     if isinstance(wanted, Tensor):

@@ -15,7 +15,7 @@ Note [Same tokens on all ranks]
     - at its first call of the model, and at any other call with more than a few tokens: tokens, padding, positions, and the rows
       whose logits are wanted. So do calls outside of `generate` with more than one token.
     A later call brings tokens that every rank has chosen from the same logits. It sends nothing. Its inputs are recorded and
-    compared together with steps (Note [Words that travel along] of accord.py), once in 17 tokens. The rest is compared with the
+    compared together with steps (Note [Recorded results] of consistency.py), once in 17 tokens. The rest is compared with the
     result when `generate` ends, and when the cache is left. So a rank with other tokens is found by the end, and a result that is
     returned was the same on all ranks.
     When such a call raises on one rank alone, that rank publishes the error to the next comparison. So does an error between two
@@ -49,7 +49,7 @@ from torch import Tensor
 from transformers import Cache, GenerationConfig, PretrainedConfig, PreTrainedModel
 
 from ringattn.inference import PagedKVCache
-from ringattn.inference.step import MOST_DECODED
+from ringattn.inference.forward_batch import MAX_DECODE_TOKENS
 from ringattn.integrations.transformers.cuda_graph_runner import CUDAGraphRunner, GraphCapturer, select_capturer
 from ringattn.integrations.transformers.model_forward import BoundPatch, forward_step
 from ringattn.integrations.transformers.positions import max_learned_positions
@@ -174,7 +174,7 @@ class RingCache(Cache):
         kv, self.kv, self._requests = self.kv, None, []
         self._capturer, self._runners = None, {}
         if kind is None and kv is not None:
-            kv.accord.compare("what the model was called with before the RingCache was left")
+            kv.consistency.check_recorded("what the model was called with before the RingCache was left")
 
     def __repr__(self) -> str:
         if self.kv is None:
@@ -222,7 +222,7 @@ class RingCache(Cache):
     def reset(self) -> None:
         """Remove all sequences."""
         for request in self._requests:
-            self._open().leave(request)
+            self._open().free(request)
         self._requests, self._paddings, self._forked = [], [], False
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
@@ -296,10 +296,10 @@ class RingCache(Cache):
         except Exception as error:
             if self._calling:
                 raise  # raised on all ranks, or published to them
-            kv.accord.forget()
+            kv.consistency.discard()
             self.ring.refuse(error)
-        kv.accord.note("generate", _hash(out if isinstance(out, Tensor) else out.sequences)[None])
-        kv.accord.compare("what generate returns")
+        kv.consistency.record("generate", _hash(out if isinstance(out, Tensor) else out.sequences)[None])
+        kv.consistency.check_recorded("what generate returns")
         return out
 
     def _run(self, generate: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -329,12 +329,12 @@ class RingCache(Cache):
             # other sequences may come next
             return self.reset()
         for request in self._requests:
-            self._open().crop(request, length)
+            self._open().truncate(request, length)
 
     def _select(self, sources: list[int]) -> None:
         """Let sequence i continue the former sequence sources[i]."""
         kv, were = self._open(), self._requests
-        kv.accord.note(f"sequences {sources}")
+        kv.consistency.record(f"sequences {sources}")
         if sources == list(range(len(were))):
             return
         if len(sources) == len(were) and not self._forked:
@@ -342,7 +342,7 @@ class RingCache(Cache):
         else:
             for place, request in enumerate(were):
                 if place not in sources:
-                    kv.leave(request)
+                    kv.free(request)
             seen: set[int] = set()
             self._requests = []
             for source in sources:
@@ -352,7 +352,7 @@ class RingCache(Cache):
         self._paddings = [self._paddings[source] for source in sources]
 
     def _has_same_owners(self) -> bool:
-        return not self._forked or self._open().pages.are_alike(self._requests)
+        return not self._forked or self._open().allocator.have_same_placement(self._requests)
 
     def _call(self, forward: Callable[..., Any], given: dict[str, Any]) -> Any:
         """Call the model, whose own forward is given, with this cache and these arguments."""
@@ -367,7 +367,7 @@ class RingCache(Cache):
         if compared and not self._generating:
             _share_generators(self.ring, kv.device)
         if not self._requests:
-            self._requests, self._paddings = kv.join_alike(self.max_tokens, paddings), paddings
+            self._requests, self._paddings = kv.add_batch(self.max_tokens, paddings), paddings
         keep = given.get("logits_to_keep", 0)
         wanted = [x % n for x in keep.tolist()] if isinstance(keep, Tensor) else list(range(n)[-keep:])
         positions = given.get("position_ids")
@@ -376,7 +376,7 @@ class RingCache(Cache):
         try:
             if (
                 name == "input_ids"
-                and n <= MOST_DECODED
+                and n <= MAX_DECODE_TOKENS
                 and wanted == list(range(n))[-len(wanted) :]
                 and not any(options.values())
             ):
@@ -386,7 +386,7 @@ class RingCache(Cache):
         except BaseException:
             # some layers have not written these rows
             self._crop(before)
-            kv.accord.forget()
+            kv.consistency.discard()
             raise
         out.past_key_values = self
         self._calling = False
@@ -398,7 +398,7 @@ class RingCache(Cache):
         if layers not in self._runners:
             self._runners[layers] = CUDAGraphRunner(forward, self._open(), self._capturer, capture_at=2)
         out = self._runners[layers].run(
-            self._requests, new, positions=positions, last=last, alike=self._has_same_owners()
+            self._requests, new, positions=positions, last=last, same_length=self._has_same_owners()
         )
         # callers may keep them, and the next replay overwrites them
         out.logits = out.logits.clone()
@@ -415,7 +415,7 @@ class RingCache(Cache):
     ) -> Any:
         """Call the model with any other new tokens."""
         kv, (b, n) = self._open(), new.shape[:2]
-        step = kv.extend(self._requests, [n] * b, alike=self._has_same_owners())
+        step = kv.extend(self._requests, [n] * b, same_length=self._has_same_owners())
         if step.batch != b:
             # sequences whose pages are on different ranks are packed
             new, positions = new.flatten(0, 1)[None], positions.expand(b, -1).flatten()[None]
@@ -436,7 +436,7 @@ class RingCache(Cache):
             return paddings, True
         new, positions, keep = given[name], given.get("position_ids"), given.get("logits_to_keep", 0)
         b, n = new.shape[:2]
-        few = 1 if not self._generating else MOST_DECODED
+        few = 1 if not self._generating else MAX_DECODE_TOKENS
         continues = (
             bool(self._requests) and n <= few and name == "input_ids" and (self._compared or not self._generating)
         )
@@ -446,7 +446,7 @@ class RingCache(Cache):
         ]
         text = f"{b} sequences, {n} new tokens after {self.get_seq_length()}, options {options}"
         if continues:
-            self._open().accord.note(text, new, *(() if positions is None else (positions.to(new.device),)))
+            self._open().consistency.record(text, new, *(() if positions is None else (positions.to(new.device),)))
             return paddings, False
         numbers = [
             int(_hash(x))
@@ -490,7 +490,7 @@ class RingCache(Cache):
                 f"attention_mask must begin with the padding that the cache knows of, {known} tokens by sequence, got {paddings}; "
                 "call reset() before other prompts"
             )
-        if any(paddings) and n > MOST_DECODED and not self._has_same_owners():
+        if any(paddings) and n > MAX_DECODE_TOKENS and not self._has_same_owners():
             raise NotImplementedError(
                 f"sequences with padding must be kept by the same ranks to go on with {n} tokens, got some that were repeated; "
                 "call reset() and give the whole prompts again"

@@ -33,7 +33,7 @@ def make_cache(ring: Ring, pages: int = 64, page_size: int = 4) -> PagedKVCache:
 
 def fill(model: Any, cache: PagedKVCache, lengths: Sequence[int], reserve: int = 60) -> list[int]:
     """Requests with prompts of these lengths."""
-    requests = [cache.join(reserve) for _ in lengths]
+    requests = [cache.add_request(reserve) for _ in lengths]
     for seed, (request, length) in enumerate(zip(requests, lengths, strict=True)):
         run_step(model, cache.extend([request], [length], mode="prefill"), tokens(length, seed=seed)[0], wanted=[])
     return requests
@@ -74,7 +74,7 @@ def coming_and_going(kind: str) -> tuple[list[tuple[int, ...]], int, int]:
         assert twins.step(chosen, seed=seed)
         steps += len(chosen) <= 4
     for cache in twins.caches:
-        cache.leave(twins.requests[1])
+        cache.free(twins.requests[1])
     late, _ = [fill(twins.model, cache, (9,)) for cache in twins.caches]
     assert twins.step([*late, twins.requests[4]], seed=99)
     assert twins.replayed.captured == recorder.records <= 3
@@ -181,7 +181,7 @@ def packed(kind: str) -> tuple[list[tuple[int, ...]], int]:
     shapes = list(recorder.shapes)
     ring, plain = twins.caches
     first, second = twins.requests
-    third, _ = [cache.join(100) for cache in twins.caches]
+    third, _ = [cache.add_request(100) for cache in twins.caches]
     draw = random.Random(3)
     for seed, (requests, counts) in enumerate(
         [([first], [16]), ([third, second], [17, 1]), ([second, first, third], [20, 16, 32]), ([third], [3])]
@@ -194,16 +194,16 @@ def packed(kind: str) -> tuple[list[tuple[int, ...]], int]:
         torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
         torch.testing.assert_close(ring.k, plain.k, rtol=1e-5, atol=1e-5)
         torch.testing.assert_close(ring.v, plain.v, rtol=1e-5, atol=1e-5)
-        assert ring.pages.table(first, 0) == plain.pages.table(first, 0)
+        assert ring.allocator.table(first, 0) == plain.allocator.table(first, 0)
         # decoding goes on from there, and so does the ring
         assert twins.step(draw.sample([first, second, third], 2), seed=seed)
         more = tokens(9, seed=seed)[0]
         ended = [run_step(twins.model, cache.extend([first], [9], mode="prefill"), more) for cache in twins.caches]
         torch.testing.assert_close(*ended, rtol=1e-5, atol=1e-5)
-    before = ring.pages.length(first)
+    before = ring.allocator.length(first)
     for requests, counts in (([first], [81]), ([first, second, third], [33, 32, 16])):
         assert twins.replayed.run_mixed(requests, counts, tokens(sum(counts))[0]) is None, "six pieces"
-    assert ring.pages.length(first) == before
+    assert ring.allocator.length(first) == before
     assert not twins.said
     return shapes, recorder.replays
 

@@ -40,13 +40,13 @@ def decode(model: Any, ring: Ring | None = None, shapes: tuple[tuple[int, int], 
     cache = PagedKVCache(ring or Ring(), **sizes, dtype=model.dtype, pages=16, page_size=4)
     found = []
     for batch, new in shapes:
-        requests = [cache.join(12) for _ in range(batch)]
+        requests = [cache.add_request(12) for _ in range(batch)]
         prompt = cache.extend(requests, [5] * batch, mode="prefill")
         found.append(run_step(model, prompt, torch.arange(5 * batch).remainder(59)))
         step = cache.extend(requests, [new] * batch, mode="decode")
         found.append(run_step(model, step, torch.arange(batch * new).view(batch, new)))
         for request in requests:
-            cache.leave(request)
+            cache.free(request)
     return found
 
 

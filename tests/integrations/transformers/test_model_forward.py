@@ -33,7 +33,7 @@ def through_cache(kind: str, lengths: Sequence[int], chunks: Sequence[Sequence[i
     model = make(kind, "ringattn", torch.float32).eval()
     cache = _cache()
     prompts = [tokens(length, seed=i)[0] for i, length in enumerate(lengths)]
-    requests = [cache.join(length) for length in lengths]
+    requests = [cache.add_request(length) for length in lengths]
     found = []
     for counts in chunks:
         chosen = [i for i, count in enumerate(counts) if count]
@@ -84,7 +84,7 @@ def by_hand(kind: str) -> tuple[int, Tensor, Tensor, Tensor]:
     model = make(kind, "ringattn", torch.float32).eval()
     cache = _cache()
     prompt = tokens(29)
-    request = cache.join(40)
+    request = cache.add_request(40)
     with torch.no_grad():
         step = cache.extend([request], [24], mode="prefill")
         logits = model(step.take(prompt[:, :24]), position_ids=step.positions, step=step, use_cache=False).logits
@@ -118,7 +118,7 @@ def test_drafted_tokens_read_nothing_of_a_mask_that_a_graph_would_not_read_again
     expected = alone(kind, prompt[0])
     model = make(kind, "ringattn", torch.float32).eval()
     cache = _cache()
-    request = cache.join(40)
+    request = cache.add_request(40)
     run_step(model, cache.extend([request], [20], mode="prefill"), prompt[:, :20])
     described: list[RingMask] = []
 
@@ -160,7 +160,7 @@ def _refused(
     model = make("llama", implementation, torch.float32).eval()
     cache = _cache()
     settings: dict[str, object] = {"input_ids": tokens(20), "use_cache": False}
-    step = cache.extend([cache.join(40)], [20], mode="prefill")
+    step = cache.extend([cache.add_request(40)], [20], mode="prefill")
     settings |= {"step": step, "position_ids": step.positions, **changes}
     with torch.no_grad(), pytest.raises(error, match=match):
         model(**settings)
@@ -175,18 +175,18 @@ def test_what_does_not_fit_a_step_is_refused() -> None:
     _refused("sharding and cu_seq_lens must be left out", sharding=Ring().sharding(20))
     model = make("llama", "ringattn", torch.float32)
     cache = _cache()
-    step = cache.extend([cache.join(40)], [20], mode="prefill")
+    step = cache.extend([cache.add_request(40)], [20], mode="prefill")
     with pytest.raises(ValueError, match="must not require gradients, which a cache does not serve"):
         model(tokens(20), position_ids=step.positions, step=step, use_cache=False)
     narrow = PagedKVCache(Ring(), layers=2, kv_heads=4, head_dim=8, dtype=torch.float32, pages=8, device="cpu")
-    step = narrow.extend([narrow.join(40)], [20], mode="prefill")
+    step = narrow.extend([narrow.add_request(40)], [20], mode="prefill")
     with pytest.raises(ValueError, match=r"k must have shape \(1, 20, 4, 8\).*got \(1, 20, 2, 8\)"):
         run_step(model, step, tokens(20))
     shallow = PagedKVCache(Ring(), layers=1, kv_heads=2, head_dim=8, dtype=torch.float32, pages=8, device="cpu")
-    step = shallow.extend([shallow.join(40)], [20], mode="prefill")
+    step = shallow.extend([shallow.add_request(40)], [20], mode="prefill")
     with pytest.raises(ValueError, match="layer must be from 0 to 0, got 1"):
         run_step(model, step, tokens(20))
-    step = cache.extend([cache.join(40)], [20], mode="prefill")
+    step = cache.extend([cache.add_request(40)], [20], mode="prefill")
     with pytest.raises(ValueError, match=r"tokens must be the 1 x 20 new tokens that the step counts, got \(1, 19\)"):
         run_step(model, step, tokens(19))
     with pytest.raises(RuntimeError, match="the model must attend with ringattn, got one that did not"):
@@ -196,6 +196,6 @@ def test_what_does_not_fit_a_step_is_refused() -> None:
 def test_dropout_with_a_step_is_refused() -> None:
     model = make("llama", "ringattn", torch.float32, attention_dropout=0.5)
     cache = _cache()
-    step = cache.extend([cache.join(40)], [20], mode="prefill")
+    step = cache.extend([cache.add_request(40)], [20], mode="prefill")
     with pytest.raises(ValueError, match=r"dropout must be 0 in a call with a step, got 0.5; call model.eval\(\)"):
         run_step(model, step, tokens(20))

@@ -608,7 +608,7 @@ def _call_wrongly(kind: str) -> list[str]:
         try:
             with torch.no_grad():
                 if kind == "step":
-                    step = cache.extend([cache.join(20)], [12])
+                    step = cache.extend([cache.add_request(20)], [12])
                     run_step(model, step, whole[:1, : 11 if wrong else 12])
                 else:
                     mask = torch.ones(whole.shape[0], 11 if wrong == "batch" else 12)

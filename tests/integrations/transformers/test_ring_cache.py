@@ -59,7 +59,7 @@ def on_ranks(kind: str, calls: list[dict[str, Any]], sizes: dict[str, Any]) -> t
         found = [model.generate(**call, past_key_values=cache).clone() for call in calls]
         cache.reset()
         assert cache.kv is not None
-        home = set(cache.kv.pages.free) == {cache.kv.pages.pages}
+        home = set(cache.kv.allocator.free_pages) == {cache.kv.allocator.pages}
     return found, home and "forward" not in model.__dict__
 
 
@@ -117,7 +117,7 @@ def several_turns(kind: str, implementation: str) -> list[Tensor]:
         ids = turn(cache, tokens(0, 2), tokens(23, 2))
         length = cache.get_seq_length()
         turn(cache, ids, tokens(5, 2, seed=1))
-        cache.crop(length - cache.get_seq_length())
+        cache.truncate(length - cache.get_seq_length())
         assert cache.get_seq_length() == length
         turn(cache, ids, tokens(31, 2, seed=2))
         return found
@@ -252,7 +252,7 @@ def drafted(calls: list[dict[str, Any]], recorder: Reruns | None = None) -> tupl
             found.append(model.generate(**call, past_key_values=cache))
             cache.reset()
         assert cache.kv is not None
-        assert set(cache.kv.pages.free) == {cache.kv.pages.pages}
+        assert set(cache.kv.allocator.free_pages) == {cache.kv.allocator.pages}
     return found, met
 
 
@@ -812,7 +812,7 @@ def test_a_call_that_fails_leaves_nothing_behind() -> None:
     with torch.no_grad(), RingCache(model, Ring(), max_tokens=40) as cache:
         model(tokens(20), past_key_values=cache)
         expected = model(tokens(3, seed=1), past_key_values=cache).logits
-        cache.crop(-3)
+        cache.truncate(-3)
         hook = model.model.layers[1].register_forward_pre_hook(lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             model(tokens(19, seed=2), past_key_values=cache)

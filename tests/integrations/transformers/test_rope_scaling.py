@@ -129,8 +129,12 @@ def test_requests_of_one_call_must_want_the_same_frequencies() -> None:
     model = make("llama", "ringattn", torch.float32, **rotation("longrope")).eval()
     cache = PagedKVCache(Ring(), layers=2, kv_heads=2, head_dim=8, dtype=torch.float32, pages=64, page_size=4)
     with pytest.raises(NotImplementedError, match=REFUSAL):
-        run_step(model, cache.extend([cache.join(reserve=90), cache.join(reserve=20)], [80, 20]), tokens(100)[0])
-    requests, prompts = [cache.join(reserve=40), cache.join(reserve=50)], [tokens(40), tokens(50, seed=1)]
+        run_step(
+            model,
+            cache.extend([cache.add_request(reserve=90), cache.add_request(reserve=20)], [80, 20]),
+            tokens(100)[0],
+        )
+    requests, prompts = [cache.add_request(reserve=40), cache.add_request(reserve=50)], [tokens(40), tokens(50, seed=1)]
     found = run_step(model, cache.extend(requests, [40, 50]), torch.cat(prompts, 1)[0])
     for mine, prompt in zip(found, prompts, strict=True):
         torch.testing.assert_close(mine, model(prompt).logits[0, -1], rtol=1e-4, atol=1e-5)

@@ -62,7 +62,7 @@ def _answers(model: Any, ring: Ring, whole: bool = False) -> tuple[int, list[Ten
     parts = 0 if whole else apply_tensor_parallel(model, ring)
     sizes = dict(zip(("layers", "kv_heads", "head_dim", "v_head_dim"), cache_sizes(model), strict=True))
     cache = PagedKVCache(ring, **sizes, dtype=torch.float32, pages=16, page_size=4)
-    one, two = (cache.join(30) for _ in range(2))
+    one, two = (cache.add_request(30) for _ in range(2))
     said, read = [], []
     patch = pytest.MonkeyPatch()
     with patch.context() as context:

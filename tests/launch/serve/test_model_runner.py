@@ -123,7 +123,7 @@ def serve(ahead: bool, spoil: bool = False) -> tuple[Answers, list[float], int, 
     answers: Answers = {}
     scores: list[float] = []
     if rank.first:
-        scheduler = Scheduler(cache.pages, chunk=64, max_running=4, max_waiting=20, keep=False)
+        scheduler = Scheduler(cache.allocator, chunk=64, max_running=4, max_waiting=20, keep=False)
         engine = Engine(runner, scheduler, channel.broadcast, time_limit_s=60.0)
 
         def deliver(events: list[Event], state: Any) -> None:
@@ -146,7 +146,7 @@ def serve(ahead: bool, spoil: bool = False) -> tuple[Answers, list[float], int, 
     else:
         worker_loop(runner, channel)
     channel.close()
-    return answers, scores, getattr(runner, "from_previous", 0), list(cache.pages.free)
+    return answers, scores, getattr(runner, "from_previous", 0), list(cache.allocator.free_pages)
 
 
 def alone() -> Answers:
@@ -156,7 +156,7 @@ def alone() -> Answers:
     model_runner = ModelRunner(served.model, cache, 4, False)
     answers: Answers = {}
     for request in requests():
-        scheduler = Scheduler(cache.pages, chunk=16, max_running=1, max_waiting=1, keep=False)
+        scheduler = Scheduler(cache.allocator, chunk=16, max_running=1, max_waiting=1, keep=False)
         scheduler.add([request])
         tokens: list[int] = []
         while (plan := scheduler.plan()) and plan.cache_ids:
@@ -165,7 +165,7 @@ def alone() -> Answers:
             for event in scheduler.record(plan, said, step.read_scores()):
                 tokens += [] if event.token is None else [event.token]
                 answers[request.id] = tokens, event.finish
-        assert cache.pages.requests == ()
+        assert cache.allocator.requests == ()
     return answers
 
 
@@ -228,7 +228,7 @@ def test_what_a_failed_exchange_leaves_is_a_token_to_the_next_step(monkeypatch: 
     served = load_model(TINY, name=None, dtype="auto", device=CPU, seed=0)
     cache = make_cache(served.model, Ring(), gib=0.01, page_size=4, kv_dtype="auto")
     model_runner = ModelRunner(served.model, cache, 4, False)
-    scheduler = Scheduler(cache.pages, chunk=16, max_running=1, max_waiting=1, keep=False)
+    scheduler = Scheduler(cache.allocator, chunk=16, max_running=1, max_waiting=1, keep=False)
     scheduler.add(requests()[:1])
     monkeypatch.setattr(type(cache.ring.exchange(CPU)), "gather", lambda self, x, out: out.view(torch.int64).fill_(-1))
     plan = scheduler.plan()

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ringattn.inference.pages import Pages
+from ringattn.inference.page_allocator import PageAllocator
 from ringattn.launch.serve import scheduler as scheduler_module
 from ringattn.launch.serve.messages import Event, decode_to_rank, encode
 from ringattn.launch.serve.prefix_cache import PrefixIndex, prefix_digests
@@ -105,7 +105,7 @@ class Bench:
         self.scheduler._evict_prefixes(self.runner.allocator.pages * 2, set())
         self.step()
         for runner in (self.runner, self.other):
-            assert runner.allocator.free == (runner.allocator.pages,) * 2
+            assert runner.allocator.free_pages == (runner.allocator.pages,) * 2
             assert runner.allocator.requests == ()
 
 
@@ -381,10 +381,10 @@ def test_time_runs_out_for_those_who_run_and_those_who_wait():
 
 
 def test_ranks_that_name_requests_differently_are_found_out():
-    allocator = Pages(1, 4, 4)
-    allocator.join(4)
+    allocator = PageAllocator(1, 4, 4)
+    allocator.add_request(4)
     with pytest.raises(RuntimeError, match="got 1 here and 0 on rank 0"):
-        apply_changes(allocator, [("join", 0, 4)])
+        apply_changes(allocator, [("add_request", 0, 4)])
 
 
 @given(st.lists(st.lists(st.integers(0, 2), max_size=12), max_size=8), st.lists(st.integers(0, 2), max_size=12))

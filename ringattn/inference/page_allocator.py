@@ -1,33 +1,37 @@
-"""Who holds which tokens of each request: blocks, pages and reservations.
+"""Page allocator: which rank and page hold which tokens of each request, and how many pages are reserved.
 
-Owns the bookkeeping of a sharded, paged cache, with the values of blocks.py. Every rank keeps the same books: the same calls in the
-same order give the same answers everywhere, so nothing is ever said between ranks. Refuses to know tensors, layers and kernels,
-and by what rule new pages are shared out (dealing.py). Standard library only.
+Owns the bookkeeping of a sharded, paged cache, with the values of block_table.py. Every rank runs the same allocator: the same
+calls in the same order have the same results on every rank, so ranks exchange no messages. Refuses to know tensors, layers and
+kernels. Standard library only.
 
-Note [Who writes]
-    A page that has one user is written by it. A page that has several is written by the one that opened it, its writer, and only
-    behind the rows that the others may see: forks take their rows when they are made and never write there. So no row that
-    somebody else sees is ever overwritten, whatever is cropped. A page whose writer has gone is written by nobody until one
-    user is left.
+Note [Page writers]
+    A page with one user is written by it. A page with several users is written by the request that opened it, its writer, and
+    only behind the rows that the others may see: forks take their rows when they are made and never write there. So a row that
+    another request sees is never overwritten, whatever is truncated. A page whose writer was freed is not written until it has
+    one user left.
 
 Note [Reservations]
-    A request says at the beginning how long it may become. What it may still have to open is promised to it: the pages for
-    all of its tokens to come, less the room in the page that it writes. A promise is only made while pages that are free
-    cover all promises, and all that follows keeps it so: what was accepted always fits.
-    A promise is one of pages anywhere, unless requests joined alike: they need pages on the same ranks, and have them
-    promised rank by rank.
-    A server asks what is left whenever somebody comes or goes, and keeps a thousand requests that have ended. So promises are
-    summed as they change: when a request comes, opens a page, is cropped or goes. To be forked changes nothing: who wrote the
-    last page goes on writing it. Only a request that may grow and whose last page has other users may be owed less when these
-    leave: such ones, few at a time, are asked.
-    To crop is free as long as it gives up pages that nobody else uses. A request that crops into pages it shares gives up
-    rows that do not become free: it asks for the difference, and is refused when it is not there.
+    A request reserves its final length when it is added. The pages that it may still have to open are reserved for it: those of
+    all tokens to come, less the rows left in the page that it writes. A reservation is granted only while free pages cover all
+    reservations, and every later call keeps it so: a request that was accepted always fits.
+    A reservation is one of pages on any rank. Requests of `add_batch` need pages on the same ranks, and reserve them by rank.
+    Servers ask for `available` whenever a request comes or goes, with a thousand requests that have ended in the cache. So
+    reservations are summed as they change: when a request is added, opens a page, is truncated or freed. A fork changes
+    nothing for its parent, which goes on writing its last page. Only a request that may grow and whose last page has other
+    users may need fewer pages when these are freed: such requests, few at a time, are asked each time.
+    Truncating is free as long as it gives up pages that no other request uses. A request that truncates into pages it shares
+    gives up rows that do not become free: it reserves the difference, and is refused if it is not available.
 
-Note [Ends]
-    Decoding adds a token to most requests in most steps, and nothing else happens to them: a step must cost the host little.
-    So what follows from a request's blocks is worked out when they change, and not when tokens are added to the last one: how
-    long the request may become in that block, for it keeps the right to its page until it is cropped or reordered itself
-    (Note [Who writes]), and a number by which whoever has looked sees that it is still so (`layout`).
+Note [Last blocks]
+    Decoding adds a token to most requests in most steps, which must cost the host little. So the facts that follow from a
+    request's blocks are computed when blocks change, and not when tokens are appended to the last one: the length up to which the
+    request may grow in that block, and a number by which a copy of the blocks is known to be current (`layout`). The request
+    keeps the right to write its last page until it is truncated or reordered itself (Note [Page writers]).
+
+Note [Even work]
+    A page of a prompt is computed by the rank that stores it, and a causal row costs as many keys as lie before it. So the new
+    pages of a prompt are assigned in a zigzag: one run per rank upwards, one downwards, equally long as far as ranks have free
+    pages. Tokens that come one by one go to the rank with most free pages.
 """
 
 from __future__ import annotations
@@ -36,26 +40,25 @@ from bisect import bisect_left
 from collections.abc import Collection, Sequence
 from itertools import count
 
-from ringattn.inference.blocks import (
-    LONGEST,
+from ringattn.inference.block_table import (
+    MAX_REQUEST_TOKENS,
     Block,
-    Move,
-    Piece,
+    BlockTable,
+    PageCopy,
+    PageSpan,
+    RankSpan,
     Request,
-    Stretch,
-    Table,
-    blocks_in_common,
-    first_stretches,
-    parting,
+    common_blocks,
+    first_difference,
+    truncate_spans,
 )
-from ringattn.inference.dealing import deal, share_out
 
 
 class CacheFull(RuntimeError):
     """A request does not fit, now; the message has the numbers. Ranks with equal books are answered alike, and tell no other."""
 
 
-class Pages:
+class PageAllocator:
     """The books of a cache that is spread over ranks.
 
     A call that raises has changed nothing.
@@ -76,12 +79,12 @@ class Pages:
         ValueError: A number is less than 1.
 
     Example:
-        >>> books = Pages(world_size=2, pages=4, page_size=4)
-        >>> request = books.join(reserve=12)
-        >>> books.place([request], [10])
-        >>> [(block.rank, block.start, block.length) for block in books.blocks(request)]
+        >>> allocator = PageAllocator(world_size=2, pages=4, page_size=4)
+        >>> request = allocator.add_request(reserve=12)
+        >>> allocator.assign([request], [10])
+        >>> [(block.rank, block.start, block.length) for block in allocator.blocks(request)]
         [(0, 0, 4), (1, 4, 4), (0, 8, 2)]
-        >>> books.free, books.available
+        >>> allocator.free_pages, allocator.available
         ((2, 3), 5)
     """
 
@@ -99,15 +102,15 @@ class Pages:
         self._seen = [
             [0] * pages for _ in range(world_size)
         ]  # rows that others than the writer may see, of shared pages
-        self._fixed = [0] * world_size  # pages promised on this rank
-        self._owed_anywhere = 0  # of requests that no others can change
-        self._asked: dict[int, Request] = {}  # those that others can
+        self._reserved_by_rank = [0] * world_size  # pages promised on this rank
+        self._total_to_open = 0  # of requests that no others can change
+        self._with_shared_page: dict[int, Request] = {}  # those that others can
         self._requests: dict[int, Request] = {}
         self._names = count()
         self._layouts = count()
 
     @property
-    def free(self) -> tuple[int, ...]:
+    def free_pages(self) -> tuple[int, ...]:
         """Pages of each rank that are not used."""
         return tuple(map(len, self._free))
 
@@ -115,7 +118,12 @@ class Pages:
     def available(self) -> int:
         """Pages of all ranks that are neither used nor promised."""
         free = sum(map(len, self._free))
-        return free - sum(self._fixed) - self._owed_anywhere - sum(map(self._owed, self._asked.values()))
+        return (
+            free
+            - sum(self._reserved_by_rank)
+            - self._total_to_open
+            - sum(map(self._pages_to_open, self._with_shared_page.values()))
+        )
 
     @property
     def requests(self) -> tuple[int, ...]:
@@ -132,13 +140,13 @@ class Pages:
 
     def reserved(self, request: int) -> int:
         """Tokens that a request may grow to."""
-        return self._find(request).promised
+        return self._find(request).reserved_tokens
 
-    def table(self, request: int, rank: int) -> Table:
+    def table(self, request: int, rank: int) -> BlockTable:
         """A request's blocks on a rank."""
         return self._find(request).tables[rank]
 
-    def look(self, requests: Collection[int]) -> list[Request]:
+    def get_requests(self, requests: Collection[int]) -> list[Request]:
         """Requests as decoding wants to know them, step by step: their books, and all at once."""
         try:
             return list(map(self._requests.__getitem__, requests))
@@ -154,47 +162,47 @@ class Pages:
         ]
         return tuple(sorted(found, key=lambda block: block.start))
 
-    def pieces(self, request: int, start: int = 0) -> list[Piece]:
+    def page_spans(self, request: int, start: int = 0) -> list[PageSpan]:
         """Where a request's tokens from `start` on are, ascending."""
         found = []
         for block in self.blocks(request):
             skipped = max(0, start - block.start)
             if skipped < block.length:
-                found.append(Piece(block.rank, block.page, skipped, block.start + skipped, block.length - skipped))
+                found.append(PageSpan(block.rank, block.page, skipped, block.start + skipped, block.length - skipped))
         return found
 
-    def stretches(self, request: int, start: int = 0) -> list[Stretch]:
+    def rank_spans(self, request: int, start: int = 0) -> list[RankSpan]:
         """The ranks of a request's tokens from `start` on, ascending; neighbours are on different ranks."""
         one = self._find(request)
-        stops = [begin for _, begin in one.stretches[1:]] + [one.length]
+        stops = [begin for _, begin in one.spans[1:]] + [one.length]
         return [
-            Stretch(rank, max(begin, start), stop)
-            for (rank, begin), stop in zip(one.stretches, stops, strict=False)
+            RankSpan(rank, max(begin, start), stop)
+            for (rank, begin), stop in zip(one.spans, stops, strict=False)
             if stop > start
         ]
 
-    def stayed(self, request: int, change: int) -> int:
+    def unmoved_tokens(self, request: int, change: int) -> int:
         """Tokens at the beginning of a request that have been where they are since `changes` was `change`, as far as there were.
 
         Example:
-            >>> books = Pages(world_size=1, pages=4, page_size=4)
-            >>> request = books.join(reserve=12)
-            >>> books.place([request], [10])
-            >>> seen = books.changes
-            >>> books.crop(request, 6)
-            >>> books.place([request], [3])
-            >>> books.stayed(request, seen), books.stayed(request, books.changes)
+            >>> allocator = PageAllocator(world_size=1, pages=4, page_size=4)
+            >>> request = allocator.add_request(reserve=12)
+            >>> allocator.assign([request], [10])
+            >>> seen = allocator.changes
+            >>> allocator.truncate(request, 6)
+            >>> allocator.assign([request], [3])
+            >>> allocator.unmoved_tokens(request, seen), allocator.unmoved_tokens(request, allocator.changes)
             (6, 9)
         """
-        return self._find(request).stayed(change)
+        return self._find(request).unmoved_tokens(change)
 
-    def are_alike(self, requests: Sequence[int]) -> bool:
+    def have_same_placement(self, requests: Sequence[int]) -> bool:
         """Whether requests are equally long and have each token on the same rank."""
-        first, *others = self.look(requests)
-        return all(first.length == other.length and first.stretches == other.stretches for other in others)
+        first, *others = self.get_requests(requests)
+        return all(first.length == other.length and first.spans == other.spans for other in others)
 
-    def join(self, reserve: int, first: int = 0) -> int:
-        """Lets a request in.
+    def add_request(self, reserve: int, first: int = 0) -> int:
+        """Add a request.
 
         Args:
             reserve: Tokens it may grow to, at least 1.
@@ -205,16 +213,16 @@ class Pages:
 
         Raises:
             ValueError: reserve or first is out of range.
-            CacheFull: There is no room for so many tokens now.
+            CacheFull: There are too few free pages for so many tokens now.
         """
         self._check_reserve(reserve, first)
-        self._check_room(self._pages_of(reserve), "a request", reserve)
+        self._check_available(self._pages_of(reserve), "a request", reserve)
         one = self._admit(reserve, first)
-        self._promise(one)
+        self._reserve(one)
         return one.name
 
-    def join_alike(self, reserve: int, firsts: Sequence[int]) -> list[int]:
-        """Lets a batch of requests in, which are given room on the same ranks (Note [Reservations]).
+    def add_batch(self, reserve: int, firsts: Sequence[int]) -> list[int]:
+        """Add requests whose pages are on the same ranks (Note [Reservations]).
 
         Args:
             reserve: Tokens that each may grow to, at least 1.
@@ -225,32 +233,35 @@ class Pages:
 
         Raises:
             ValueError: reserve or one of firsts is out of range, or there are none.
-            CacheFull: There is no room for so many tokens now.
+            CacheFull: There are too few free pages for so many tokens now.
         """
         if not firsts:
             raise ValueError("firsts must have one number per request, got none; give 0 for a request without padding")
         for first in firsts:
             self._check_reserve(reserve, first)
         batch, pages = len(firsts), self._pages_of(reserve)
-        self._check_room(batch * pages, f"a batch of {batch} requests", reserve)
-        room = [there // batch for there in self._anywhere()]
-        if pages > sum(room):
+        self._check_available(batch * pages, f"a batch of {batch} requests", reserve)
+        capacity = [there // batch for there in self._unreserved_pages()]
+        if pages > sum(capacity):
             raise CacheFull(
                 f"a batch of {batch} requests of up to {reserve} tokens needs {pages} pages of {self.page_size} for each "
-                f"of them on the same ranks, got {room} by rank; wait until others leave, reserve less, use smaller "
+                f"of them on the same ranks, got {capacity} by rank; wait until others leave, reserve less, use smaller "
                 "pages, or give the cache more memory"
             )
-        shares = share_out(pages, room)
+        shares = split_evenly(pages, capacity)
         names = []
         for first in firsts:
             one = self._admit(reserve, first)
-            one.fixed = list(shares)
+            one.reserved_by_rank = list(shares)
             names.append(one.name)
-        self._fixed = [promised + batch * share for promised, share in zip(self._fixed, shares, strict=True)]
+        self._reserved_by_rank = [
+            reserved_tokens + batch * share
+            for reserved_tokens, share in zip(self._reserved_by_rank, shares, strict=True)
+        ]
         return names
 
     def fork(self, request: int, length: int | None = None, reserve: int | None = None) -> int:
-        """Lets a request in that begins like another one and shares its pages.
+        """Add a request that begins like another one and shares its pages.
 
         Args:
             request: The other one.
@@ -262,30 +273,30 @@ class Pages:
 
         Raises:
             ValueError: length or reserve is out of range.
-            CacheFull: There is no room for what it may add.
+            CacheFull: There are too few free pages for what it may add.
         """
         parent = self._find(request)
         length = parent.length if length is None else length
-        reserve = parent.promised if reserve is None else reserve
-        if not 0 <= length <= parent.length or not max(length, 1) <= reserve <= LONGEST:
+        reserve = parent.reserved_tokens if reserve is None else reserve
+        if not 0 <= length <= parent.length or not max(length, 1) <= reserve <= MAX_REQUEST_TOKENS:
             raise ValueError(
                 f"length must be from 0 to the {parent.length} tokens there are and reserve at least as long, "
                 f"got {length} and {reserve}; share fewer tokens or reserve more"
             )
-        self._check_room(self._pages_of(reserve - length), "a fork", reserve)
+        self._check_available(self._pages_of(reserve - length), "a fork", reserve)
         child = self._admit(reserve, parent.first)
-        child.length, child.stretches = length, first_stretches(parent.stretches, length)
+        child.length, child.spans = length, truncate_spans(parent.spans, length)
         for rank, table in enumerate(parent.tables):
             kept = child.tables[rank] = table.head(bisect_left(table.starts, length))
             if kept and kept.starts[-1] + kept.lengths[-1] > length:
                 kept.lengths[-1] = length - kept.starts[-1]
             self._use(parent, rank, kept, 0, len(kept))
         self._find_end(child)
-        self._promise(child)
+        self._reserve(child)
         return child.name
 
-    def crop(self, request: int, length: int, reserve: int | None = None) -> None:
-        """Forgets a request's last tokens.
+    def truncate(self, request: int, length: int, reserve: int | None = None) -> None:
+        """Remove a request's last tokens.
 
         Args:
             request: Which one.
@@ -294,13 +305,13 @@ class Pages:
 
         Raises:
             ValueError: There are fewer tokens, or reserve is out of range.
-            CacheFull: What it gives up is shared, so that there is no room to grow as far again (Note [Reservations]).
+            CacheFull: What it gives up is shared, so that too few pages are free to grow as far again (Note [Reservations]).
         """
         one = self._find(request)
-        reserve = one.promised if reserve is None else reserve
-        if not 0 <= length <= one.length or not max(length, 1) <= reserve <= one.promised:
+        reserve = one.reserved_tokens if reserve is None else reserve
+        if not 0 <= length <= one.length or not max(length, 1) <= reserve <= one.reserved_tokens:
             raise ValueError(
-                f"length must be from 0 to the {one.length} tokens there are and reserve from there to the {one.promised} "
+                f"length must be from 0 to the {one.length} tokens there are and reserve from there to the {one.reserved_tokens} "
                 f"that were reserved, got {length} and {reserve}; nothing grows by cropping"
             )
         kept = [bisect_left(table.starts, length) for table in one.tables]
@@ -308,19 +319,19 @@ class Pages:
             sum(self._users[rank][page] == 1 for page in table.pages[blocks:])
             for rank, (table, blocks) in enumerate(zip(one.tables, kept, strict=True))
         ]
-        stretches = first_stretches(one.stretches, length)
-        room = 0
-        if stretches:
-            last = stretches[-1][0]
+        spans = truncate_spans(one.spans, length)
+        capacity = 0
+        if spans:
+            last = spans[-1][0]
             table, block = one.tables[last], kept[last] - 1
-            room = self._room_behind(one, last, table.pages[block], length - table.starts[block])
-        more = self._pages_of(reserve - length - room) - self._owed(one)
+            capacity = self._free_rows_after(one, last, table.pages[block], length - table.starts[block])
+        more = self._pages_of(reserve - length - capacity) - self._pages_to_open(one)
         there = self.available + sum(freed)
         if more > there:
             raise CacheFull(
                 f"request {request} gives up pages that others use when it is cropped to {length} tokens, and to grow to "
                 f"{reserve} again needs {more} pages more, got {there} that are neither used nor promised; "
-                "crop less, wait until the others leave, or reserve less by crop(..., reserve=)"
+                "crop less, wait until the others leave, or reserve less by truncate(..., reserve=)"
             )
         self.changes += 1
         one.note(self.changes, length)
@@ -328,57 +339,57 @@ class Pages:
             for page in reversed(table.pages[blocks:]):
                 self._drop(one, rank, page)
             table.cut(blocks)
-        if stretches:
-            table = one.tables[stretches[-1][0]]
+        if spans:
+            table = one.tables[spans[-1][0]]
             table.lengths[-1] = length - table.starts[-1]
-        one.length, one.promised, one.stretches = length, reserve, stretches
+        one.length, one.reserved_tokens, one.spans = length, reserve, spans
         self._find_end(one)
-        if one.fixed is not None:
-            self._fix(one.fixed, more, freed)
-        self._promise(one)
+        if one.reserved_by_rank is not None:
+            self._reserve_by_rank(one.reserved_by_rank, more, freed)
+        self._reserve(one)
 
-    def leave(self, request: int) -> None:
-        """Lets a request go; pages that nobody else uses are free again."""
+    def free(self, request: int) -> None:
+        """Free a request, and the pages that no other request uses."""
         one = self._find(request)
         self.changes += 1
         for rank, table in enumerate(one.tables):
             for page in reversed(table.pages):
                 self._drop(one, rank, page)
-            self._fixed[rank] -= 0 if one.fixed is None else one.fixed[rank]
-        self._release(one)
+            self._reserved_by_rank[rank] -= 0 if one.reserved_by_rank is None else one.reserved_by_rank[rank]
+        self._unreserve(one)
         del self._requests[request]
 
-    def place(
-        self, requests: Sequence[int], counts: Sequence[int], *, alike: bool = False, one_by_one: bool = False
+    def assign(
+        self, requests: Sequence[int], counts: Sequence[int], *, same_length: bool = False, one_by_one: bool = False
     ) -> None:
-        """Makes room for new tokens of requests.
+        """Assign pages to new tokens of requests.
 
         Args:
             requests: Which ones, each once.
             counts: New tokens of each.
-            alike: Each new token is on the same rank for all requests, which are equally long and get equally many.
+            same_length: Each new token is on the same rank for all requests, which are equally long and get equally many.
             one_by_one: Tokens of a decoding step, which every rank computes: they go where most pages are free.
 
         Raises:
             ValueError: A request is not here, would outgrow its reservation, occurs twice, or they are not alike.
             CacheFull: alike: ranks do not have a page for each of the requests. Never of those that joined alike and were
-                placed, cropped and reordered alike since, short of a crop that asked (`crop`).
+                placed, cropped and reordered alike since, short of a crop that asked (`truncate`).
         """
         if not requests or len(set(requests)) != len(requests) or len(counts) != len(requests) or min(counts) < 1:
             raise ValueError(
                 f"requests must occur once each, with at least one new token, got {list(requests)} and {list(counts)}; "
                 "name each once and give each its number of new tokens"
             )
-        found = self.look(requests)
+        found = self.get_requests(requests)
         crowded = [(one, new) for one, new in zip(found, counts, strict=True) if one.length + new > one.full]
         for one, new in crowded:
-            if one.length + new > one.promised:
+            if one.length + new > one.reserved_tokens:
                 raise ValueError(
-                    f"request {one.name} must stay within the {one.promised} tokens it reserved, got {one.length} and "
+                    f"request {one.name} must stay within the {one.reserved_tokens} tokens it reserved, got {one.length} and "
                     f"{new} more; reserve more when it joins"
                 )
-        if alike and len(found) > 1:
-            self._place_alike(found, counts, one_by_one)
+        if same_length and len(found) > 1:
+            self._assign_same_length(found, counts, one_by_one)
             return
         for one, new in zip(found, counts, strict=True):
             length = one.length + new
@@ -387,18 +398,18 @@ class Pages:
                 one.length = length
                 one.last.lengths[-1] += new
                 continue
-            room = self._room(one)
-            if new > room:
-                there = self._anywhere() if one.fixed is None else one.fixed
-                dealt = deal(self._pages_of(new - room), there, one_by_one)
-                self._append(one, room)
-                self._open(one, new - room, dealt)
+            capacity = self._free_rows(one)
+            if new > capacity:
+                there = self._unreserved_pages() if one.reserved_by_rank is None else one.reserved_by_rank
+                assigned = assign_pages(self._pages_of(new - capacity), there, one_by_one)
+                self._append(one, capacity)
+                self._open(one, new - capacity, assigned)
             else:
                 # others have left its last page
                 self._append(one, new)
                 self._find_end(one)
 
-    def reorder(self, requests: Sequence[int], index: Sequence[int]) -> list[Move]:
+    def reorder(self, requests: Sequence[int], index: Sequence[int]) -> list[PageCopy]:
         """Makes request i of a batch what request index[i] of it was, as beam search wants; names and reservations stay.
 
         Full pages are shared. The last page of each request is its own, so that all can go on: its rows are to be moved.
@@ -414,7 +425,7 @@ class Pages:
         Raises:
             ValueError: index is out of range, or the requests are not so.
         """
-        found = self.look(requests)
+        found = self.get_requests(requests)
         if len(index) != len(found) or not all(0 <= i < len(found) for i in index) or len(set(requests)) != len(found):
             raise ValueError(
                 f"index must name one of {len(found)} different requests for each of them, got {list(index)} for "
@@ -423,21 +434,21 @@ class Pages:
         ends = [end for one in found if (end := self._end(one)) is not None]
         partial = any(rows < self.page_size for _, _, rows in ends)
         alone = not partial or all(self._users[rank][page] == 1 for rank, page, _ in ends)
-        if not alone or len({rows for _, _, rows in ends}) > 1 or (found and not self.are_alike(requests)):
+        if not alone or len({rows for _, _, rows in ends}) > 1 or (found and not self.have_same_placement(requests)):
             raise ValueError(
                 f"requests must have joined alike and grown alike to be reordered, got {list(requests)} that are not; "
-                "let them in by join_alike, or fork one by one"
+                "let them in by add_batch, or fork one by one"
             )
         self.changes += 1
         before = [([table.head(len(table)) for table in one.tables], one.first) for one in found]
         common = [
-            [blocks_in_common(mine, his) for mine, his in zip(before[i][0], before[j][0], strict=True)]
+            [common_blocks(mine, his) for mine, his in zip(before[i][0], before[j][0], strict=True)]
             for i, j in enumerate(index)
         ]
         for i, (source, same) in enumerate(zip(index, common, strict=True)):
             if source != i:
                 tables = zip(before[i][0], before[source][0], same, strict=True)
-                found[i].note(self.changes, min(parting(*one) for one in tables))
+                found[i].note(self.changes, min(first_difference(*one) for one in tables))
         last = ends[0][0] if partial else None
         # all take before any gives up: what stays in use must not become free in between
         for one, source, same in zip(found, index, common, strict=True):
@@ -454,50 +465,54 @@ class Pages:
                 rank, page, rows = ends[i]
                 one.tables[rank].pages[-1] = page
                 if source != i:
-                    moves.append(Move(rank, ends[source][1], page, rows))
+                    moves.append(PageCopy(rank, ends[source][1], page, rows))
         for one in found:
             self._find_end(one)
         return moves
 
-    def _place_alike(self, group: list[Request], counts: Sequence[int], one_by_one: bool) -> None:
-        if len(set(counts)) != 1 or not self.are_alike([one.name for one in group]):
+    def _assign_same_length(self, group: list[Request], counts: Sequence[int], one_by_one: bool) -> None:
+        if len(set(counts)) != 1 or not self.have_same_placement([one.name for one in group]):
             raise ValueError(
                 f"requests must be equally long, on the same ranks, and get equally many tokens to be placed alike, got "
                 f"lengths {[one.length for one in group]} and {list(counts)} more; place them without alike"
             )
         new = counts[0]
-        # ends may differ: behind the room that all have, all go on in new pages
-        here = min(new, *map(self._room, group))
+        # ends may differ: behind the rows that all have free, all go on in new pages
+        here = min(new, *map(self._free_rows, group))
         pages = self._pages_of(new - here)
         if not pages:
             for one in group:
                 self._append(one, here)
             return
-        there = self._anywhere()
-        anywhere = [one for one in group if one.fixed is None]
-        limits = [one.fixed for one in group if one.fixed is not None]
+        there = self._unreserved_pages()
+        anywhere = [one for one in group if one.reserved_by_rank is None]
+        limits = [one.reserved_by_rank for one in group if one.reserved_by_rank is not None]
         if anywhere:
             limits.append([x // len(anywhere) for x in there])
         limit = [min(column) for column in zip(*limits, strict=True)]
-        # who leaves room behind needs more than was promised, now or later
+        # a request that leaves rows free needs more than was promised, now or later
         rest = here + pages * self.page_size
-        needed = {one.name: pages + self._pages_of(one.promised - one.length - rest) for one in group}
-        more = sum(needed[one.name] - self._owed(one) for one in anywhere)
-        short = [one.name for one in group if one.fixed is not None and sum(one.fixed) < needed[one.name]]
+        needed = {one.name: pages + self._pages_of(one.reserved_tokens - one.length - rest) for one in group}
+        more = sum(needed[one.name] - self._pages_to_open(one) for one in anywhere)
+        short = [
+            one.name
+            for one in group
+            if one.reserved_by_rank is not None and sum(one.reserved_by_rank) < needed[one.name]
+        ]
         if pages > sum(limit) or more > self.available or short:
             raise CacheFull(
                 f"{pages} pages must be free for each of {len(group)} requests on the same ranks, got {limit} by rank"
                 f"{f' and {self.available} in all for {more} beyond those promised' if more > 0 else ''}"
                 f"{f', and requests {short} that would leave room in pages they were promised' if short else ''}; "
-                "let them join by join_alike, place them without alike, or let fewer requests in"
+                "let them join by add_batch, place them without alike, or let fewer requests in"
             )
-        dealt = deal(pages, limit, one_by_one)
+        assigned = assign_pages(pages, limit, one_by_one)
         for one in group:
             self._append(one, here)
-            self._open(one, new - here, dealt)
+            self._open(one, new - here, assigned)
 
-    def _use(self, one: Request, rank: int, table: Table, begin: int, end: int) -> None:
-        """Counts one user more of the pages of blocks begin .. end - 1, which are those of a request (Note [Who writes])."""
+    def _use(self, one: Request, rank: int, table: BlockTable, begin: int, end: int) -> None:
+        """Counts one user more of the pages of blocks begin .. end - 1, which are those of a request (Note [Page writers])."""
         users, writer, seen = self._users[rank], self._writer[rank], self._seen[rank]
         for page, rows in zip(table.pages[begin:end], table.lengths[begin:end], strict=True):
             before = users[page]
@@ -513,9 +528,9 @@ class Pages:
             one.last.lengths[-1] += new
             one.length += new
 
-    def _open(self, one: Request, new: int, dealt: Sequence[tuple[int, int]]) -> None:
+    def _open(self, one: Request, new: int, assigned: Sequence[tuple[int, int]]) -> None:
         """Adds tokens in new pages: so many of each rank, in this order."""
-        for rank, pages in dealt:
+        for rank, pages in assigned:
             here = min(new, pages * self.page_size)
             new -= here
             free, table = self._free[rank], one.tables[rank]
@@ -530,31 +545,34 @@ class Pages:
             table.starts.extend(range(one.length, one.length + here, self.page_size))
             table.lengths.extend([self.page_size] * (pages - 1))
             table.lengths.append(here - (pages - 1) * self.page_size)
-            if not one.stretches or one.stretches[-1][0] != rank:
-                one.stretches.append((rank, one.length))
+            if not one.spans or one.spans[-1][0] != rank:
+                one.spans.append((rank, one.length))
             one.length += here
-            if one.fixed is not None:
-                one.fixed[rank] -= pages
-                self._fixed[rank] -= pages
+            if one.reserved_by_rank is not None:
+                one.reserved_by_rank[rank] -= pages
+                self._reserved_by_rank[rank] -= pages
         self._find_end(one)
-        self._promise(one)
+        self._reserve(one)
 
-    def _anywhere(self) -> list[int]:
+    def _unreserved_pages(self) -> list[int]:
         """Free pages of each rank that are not promised on it."""
-        return [len(free) - fixed for free, fixed in zip(self._free, self._fixed, strict=True)]
+        return [
+            len(free) - reserved_by_rank
+            for free, reserved_by_rank in zip(self._free, self._reserved_by_rank, strict=True)
+        ]
 
-    def _fix(self, fixed: list[int], more: int, freed: Sequence[int]) -> None:
+    def _reserve_by_rank(self, reserved_by_rank: list[int], more: int, freed: Sequence[int]) -> None:
         """Changes what is promised rank by rank: pages that became free first, then where most are."""
         for rank, pages in enumerate(freed):
             here = max(0, min(pages, more))
-            fixed[rank] += here
-            self._fixed[rank] += here
+            reserved_by_rank[rank] += here
+            self._reserved_by_rank[rank] += here
             more -= here
         while more:
-            there = self._anywhere() if more > 0 else fixed
+            there = self._unreserved_pages() if more > 0 else reserved_by_rank
             rank, step = max(range(self.world_size), key=there.__getitem__), 1 if more > 0 else -1
-            fixed[rank] += step
-            self._fixed[rank] += step
+            reserved_by_rank[rank] += step
+            self._reserved_by_rank[rank] += step
             more -= step
 
     def _pages_of(self, tokens: int) -> int:
@@ -562,58 +580,58 @@ class Pages:
 
     def _end(self, one: Request) -> tuple[int, int, int] | None:
         """The rank, page and rows of a request's last block."""
-        if not one.stretches:
+        if not one.spans:
             return None
-        return one.stretches[-1][0], one.last.pages[-1], one.last.lengths[-1]
+        return one.spans[-1][0], one.last.pages[-1], one.last.lengths[-1]
 
-    def _room(self, one: Request) -> int:
-        """Tokens that a request may add to its last page (Note [Who writes])."""
+    def _free_rows(self, one: Request) -> int:
+        """Tokens that a request may add to its last page (Note [Page writers])."""
         end = self._end(one)
-        return 0 if end is None else self._room_behind(one, *end)
+        return 0 if end is None else self._free_rows_after(one, *end)
 
     def _find_end(self, one: Request) -> None:
-        """Works out what follows from a request's blocks; called when they have changed (Note [Ends])."""
+        """Works out what follows from a request's blocks; called when they have changed (Note [Last blocks])."""
         one.layout = next(self._layouts)
-        one.most_blocks = max([len(table.pages) for table in one.tables])
-        one.last = one.tables[one.stretches[-1][0]] if one.stretches else Table()
-        one.full = min(one.promised, one.length + self._room(one))
+        one.max_blocks_after = max([len(table.pages) for table in one.tables])
+        one.last = one.tables[one.spans[-1][0]] if one.spans else BlockTable()
+        one.full = min(one.reserved_tokens, one.length + self._free_rows(one))
 
-    def _room_behind(self, one: Request, rank: int, page: int, rows: int) -> int:
-        """What `_room` is when a request's last block is this one."""
+    def _free_rows_after(self, one: Request, rank: int, page: int, rows: int) -> int:
+        """What `_free_rows` is when a request's last block is this one."""
         if self._users[rank][page] > 1 and (self._writer[rank][page] != one.name or rows < self._seen[rank][page]):
             return 0
         return self.page_size - rows
 
-    def _owed(self, one: Request) -> int:
+    def _pages_to_open(self, one: Request) -> int:
         """Pages that a request may still open."""
-        return self._pages_of(one.promised - one.length - self._room(one))
+        return self._pages_of(one.reserved_tokens - one.length - self._free_rows(one))
 
-    def _promise(self, one: Request) -> None:
+    def _reserve(self, one: Request) -> None:
         """Sums anew what a request may still open; called when that has changed (Note [Reservations])."""
-        self._release(one)
-        if one.fixed is not None or one.length == one.promised:
+        self._unreserve(one)
+        if one.reserved_by_rank is not None or one.length == one.reserved_tokens:
             return
         end = self._end(one)
         if end is not None and self._users[end[0]][end[1]] > 1:
-            self._asked[one.name] = one
+            self._with_shared_page[one.name] = one
             return
-        one.owed = self._owed(one)
-        self._owed_anywhere += one.owed
+        one.pages_to_open = self._pages_to_open(one)
+        self._total_to_open += one.pages_to_open
 
-    def _release(self, one: Request) -> None:
+    def _unreserve(self, one: Request) -> None:
         """Takes a request out of the sum of promises."""
-        self._owed_anywhere -= one.owed
-        one.owed = 0
-        self._asked.pop(one.name, None)
+        self._total_to_open -= one.pages_to_open
+        one.pages_to_open = 0
+        self._with_shared_page.pop(one.name, None)
 
     def _check_reserve(self, reserve: int, first: int) -> None:
-        if not 1 <= reserve <= LONGEST or not 0 <= first <= reserve:
+        if not 1 <= reserve <= MAX_REQUEST_TOKENS or not 0 <= first <= reserve:
             raise ValueError(
-                f"reserve must be from 1 to {LONGEST} tokens and first from 0 to reserve, got {reserve} and {first}; "
+                f"reserve must be from 1 to {MAX_REQUEST_TOKENS} tokens and first from 0 to reserve, got {reserve} and {first}; "
                 "reserve the prompt and all that may follow"
             )
 
-    def _check_room(self, needed: int, what: str, reserve: int) -> None:
+    def _check_available(self, needed: int, what: str, reserve: int) -> None:
         there = self.available
         if needed > there:
             size = f" ({needed * self._page_bytes} bytes)" if self._page_bytes else ""
@@ -625,7 +643,7 @@ class Pages:
 
     def _admit(self, reserve: int, first: int) -> Request:
         name = next(self._names)
-        one = Request(name, reserve, first, 0, [Table() for _ in range(self.world_size)])
+        one = Request(name, reserve, first, 0, [BlockTable() for _ in range(self.world_size)])
         self._requests[name] = one
         return one
 
@@ -644,3 +662,37 @@ class Pages:
                 f"request must be one of those that joined and have not left, got {request!r}; let it join first"
             )
         return found
+
+
+def assign_pages(pages: int, capacity: Sequence[int], one_by_one: bool) -> list[tuple[int, int]]:
+    """The ranks of new pages, in order, as (rank, so many) (Note [Even work])."""
+    assert pages <= sum(capacity), f"{pages} promised pages must be there, got {list(capacity)}"
+    if one_by_one:
+        left, assigned = list(capacity), []
+        for _ in range(pages):
+            rank = max(range(len(capacity)), key=left.__getitem__)
+            left[rank] -= 1
+            assigned.append((rank, 1))
+        return assigned
+    share = split_evenly(pages, capacity)
+    up = [(held + 1) // 2 for held in share]
+    ranks = range(len(capacity))
+    order = [(r, up[r]) for r in ranks] + [(r, share[r] - up[r]) for r in reversed(ranks)]
+    return [(rank, held) for rank, held in order if held]
+
+
+def split_evenly(pages: int, capacity: Sequence[int]) -> list[int]:
+    """Return how many pages each rank gets: equally many as far as its capacity allows, odd ones where most pages are free."""
+    share = [0] * len(capacity)
+    while pages:
+        ranks = [rank for rank in range(len(capacity)) if share[rank] < capacity[rank]]
+        each = pages // len(ranks)
+        if not each:
+            for rank in sorted(ranks, key=lambda r: (share[r] - capacity[r], r))[:pages]:
+                share[rank] += 1
+            return share
+        for rank in ranks:
+            more = min(each, capacity[rank] - share[rank])
+            share[rank] += more
+            pages -= more
+    return share

@@ -1,14 +1,15 @@
-"""How one call of a model brings new tokens to a cache: who computes which rows, where they are kept, what they see.
+"""Batch of new tokens of one call of a model: the rows of each rank, where keys are stored, and what rows see.
 
-Owns `Step`, which is made once per call and serves all layers. Refuses to know keys and values themselves (cache.py), how
-attention is computed (attention.py), how numbers lie in an upload (upload.py), and steps that are used again (static.py).
+Owns `ForwardBatch`, which is made once per call and serves all layers. Refuses to know how rows are stored (kv_pool.py), how
+attention is computed (attention.py), how integers lie in an upload (batch_metadata.py), and batches that are used again
+(static_batch.py).
 
 Note [Two modes]
-    prefill: the rows of the new tokens are shared out. A rank computes the rows that it will keep, so their keys need not move
-        to be kept. Requests stand one after another in one virtual sequence, each a document: its tokens of before, then the
-        new ones; what is computed are rows of that sequence. A batch of requests that are alike keeps its batch dimension
-        instead.
-    decode: each request brings the same few tokens, every rank computes them all, and whoever keeps a token writes it.
+    prefill: rows of the new tokens are split between ranks. A rank computes the rows that it will store, so their keys are
+        not sent to be stored. Requests stand one after another in one virtual sequence, each a document: its cached tokens, then
+        the new ones; the rows computed are rows of that sequence. A batch of requests of the same length keeps its batch
+        dimension instead.
+    decode: each request brings the same few tokens, every rank computes them all, and one rank stores each of them.
 """
 
 from __future__ import annotations
@@ -17,30 +18,29 @@ from bisect import bisect_right
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from hashlib import blake2b
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
 
-from ringattn.inference.blocks import LONGEST, Stretch, Table
-from ringattn.inference.pages import Pages
-from ringattn.inference.upload import Lines, Places, Rows, uploaded
+from ringattn.inference.batch_metadata import BatchMetadata, PackedBlocks, to_device
+from ringattn.inference.block_table import MAX_REQUEST_TOKENS, BlockTable, RankSpan
+from ringattn.inference.kv_pool import KVPool
+from ringattn.inference.page_allocator import PageAllocator
 from ringattn.kernels.decode.dispatch import PageTable
 from ringattn.plan.layouts import Run, Shard
 from ringattn.plan.sharding import Sharding
 
-if TYPE_CHECKING:
-    from ringattn.inference.cache import PagedKVCache
-
-MOST_DECODED = 16
+MAX_DECODE_TOKENS = 16
 """New tokens per request up to which a step may be one of decoding."""
 Mask = tuple[bool, tuple[int | None, int | None] | None, int | None]
 """causal, window and chunk_len."""
 
 
 @dataclass(eq=False)
-class Step:
+class ForwardBatch:
     """One call of a model, seen from this rank (Note [Two modes]).
 
     Attributes:
@@ -68,14 +68,14 @@ class Step:
         causal_ends: decode: `tiles` int32 on the device: one past the row itself, or starts where it lies before that: where a
             causal mask ends.
         memo: What is worked out once for all layers.
-        known: How many changes the cache had seen when the step was last found to be in place (`Pages.changes`).
-        met: Ranks have compared the step, as far as they do (accord.py).
+        known: How many changes the cache had seen when the step was last found to be in place (`PageAllocator.changes`).
+        compared: Ranks have compared the step, as far as they do (consistency.py).
         calls: What was decided about calls with this step, by their options and shapes (attention.py).
         shared: What layers have found for each other (`once`).
-        pieces: decode: how many there are, and rows of each, where requests are packed (Note [Pieces] of static.py); else None.
+        pieces: decode: number of pieces and rows of each, if requests are packed (Note [Pieces] of static_batch.py); else None.
     """
 
-    cache: PagedKVCache
+    cache: KVPool
     mode: Literal["prefill", "decode"]
     requests: tuple[int, ...]
     counts: tuple[int, ...]
@@ -97,10 +97,13 @@ class Step:
     causal_ends: Tensor | None = None
     memo: dict[object, tuple[Tensor, Tensor]] = field(default_factory=dict, repr=False)
     known: int = -1
-    met: bool = False
+    compared: bool = False
     calls: dict[object, Any] = field(default_factory=dict, repr=False)
     shared: dict[Hashable, Tensor | None] = field(default_factory=dict, repr=False)
     pieces: tuple[int, int] | None = None
+
+    compares_rarely: ClassVar[bool] = False
+    """Ranks compare such batches every so often, also when their requests change (consistency.py)."""
 
     @property
     def tiles(self) -> tuple[int, int]:
@@ -108,14 +111,14 @@ class Step:
         return self.pieces or (self.batch, self.rows)
 
     @property
-    def moved(self) -> tuple[str, ...]:
+    def comm_modes(self) -> tuple[str, ...]:
         """What went round the ring in each kind of call of this step so far: "keys" or "queries"; empty for decode."""
-        return tuple(known.moves for known in self.calls.values() if hasattr(known, "moves"))
+        return tuple(known.comm_mode for known in self.calls.values() if hasattr(known, "comm_mode"))
 
     @property
-    def read(self) -> tuple[str, ...]:
+    def kv_accesses(self) -> tuple[str, ...]:
         """How each kind of call of this step so far read what was kept: "copies" or "pages"; empty for decode."""
-        return tuple(known.reads for known in self.calls.values() if hasattr(known, "reads"))
+        return tuple(known.kv_access for known in self.calls.values() if hasattr(known, "kv_access"))
 
     def take(self, tokens: Tensor, dim: int = 1) -> Tensor:
         """This rank's rows of the new tokens.
@@ -126,6 +129,44 @@ class Step:
             dim: Where they are.
         """
         return tokens if self.mode == "decode" else tokens.index_select(dim, self.taken.to(tokens.device))
+
+    def put(self, layer: int, k: Tensor, v: Tensor, *, contain: bool = False) -> tuple[Tensor, Tensor]:
+        """See `PagedKVCache.put`."""
+        try:
+            self.check_rows(layer, k, v)
+        except (ValueError, NotImplementedError) as error:
+            # rows differ by rank, so perhaps nobody else refuses
+            self.cache.ring.refuse(error)
+        return self.cache.put_rows(layer, self.slots, k, v, contain=contain)
+
+    def check_rows(self, layer: int, k: Tensor, v: Tensor) -> None:
+        """Check what `put` writes.
+
+        Args:
+            layer: Layer of the cache.
+            k: `batch rows hk d`.
+            v: `batch rows hk dv`.
+
+        Raises:
+            ValueError: The layer or a shape, dtype or device does not fit the cache, or a request of the step is gone.
+            NotImplementedError: A tensor has a meaning of its own.
+        """
+        self._check_current()
+        self.cache.check_rows(layer, (self.batch, self.rows), k, v)
+
+    def describe(self) -> str:
+        """Return a text that is equal on two ranks if the step is: numbers for people, and a digest of the rest."""
+        if self.sharding is not None and self.kv_sharding is not None:
+            owners = f"{self.sharding.text} {self.kv_sharding.text}"
+        else:
+            owners = [one.spans for one in self.cache.allocator.get_requests(self.requests)]
+        facts = repr((self.requests, self.counts, self.lengths, self.firsts, owners))
+        few = (
+            f"requests {self.requests} with {self.counts} new tokens"
+            if len(self.requests) <= 8
+            else f"{len(self.requests)} requests"
+        )
+        return f"{self.mode} of {few}, digest {blake2b(facts.encode(), digest_size=8).hexdigest()}"
 
     @property
     def seen_from(self) -> Tensor:
@@ -160,6 +201,23 @@ class Step:
             self.shared[key] = find()
         return self.shared[key]
 
+    def _check_current(self) -> None:
+        allocator = self.cache.allocator
+        if self.known == allocator.changes:
+            return
+        here = set(allocator.requests)
+        for request, length in zip(self.requests, self.lengths, strict=True):
+            there = allocator.unmoved_tokens(request, self.known) if request in here else None
+            if there is None or there < length:
+                gone = "has left" if there is None else f"was cropped to {there} tokens"
+                if there is not None and allocator.length(request) > there:
+                    gone = f"has had others behind the first {there}"
+                raise ValueError(
+                    f"the requests of a step must be as long as it made them, got request {request} of {length} tokens, "
+                    f"which {gone} since; extend again"
+                )
+        self.known = allocator.changes
+
     def _said_bounds(self, mask: Mask) -> tuple[Tensor, Tensor] | None:
         """Bounds that came with the upload, those of most models; None: they are to be found."""
         causal, window, chunk_len = mask
@@ -184,23 +242,23 @@ class Step:
         if left is None:
             lo.copy_(self.seen_from)
         else:
-            torch.maximum(self.seen_from, here - min(left, LONGEST), out=lo)
+            torch.maximum(self.seen_from, here - min(left, MAX_REQUEST_TOKENS), out=lo)
         if right is None:
             hi.copy_(ends)
         else:
-            torch.sub(ends, here, out=hi).clamp_(max=min(right + 1, LONGEST)).add_(here)
+            torch.sub(ends, here, out=hi).clamp_(max=min(right + 1, MAX_REQUEST_TOKENS)).add_(here)
         if chunk_len is not None:
             # chunks are counted from the first token that is seen
-            chunk_len = min(chunk_len, LONGEST)
+            chunk_len = min(chunk_len, MAX_REQUEST_TOKENS)
             begin = here - torch.remainder(here - self.seen_from, chunk_len)
             torch.maximum(lo, begin, out=lo)
             hi.sub_(begin).clamp_(max=chunk_len).add_(begin)
         torch.maximum(lo, hi, out=hi)
 
 
-def make_step(
-    cache: PagedKVCache, requests: Sequence[int], counts: Sequence[int], mode: Literal["prefill", "decode"], alike: bool
-) -> Step:
+def make_forward_batch(
+    cache: KVPool, requests: Sequence[int], counts: Sequence[int], mode: Literal["prefill", "decode"], same_length: bool
+) -> ForwardBatch:
     """The step that brings tokens for which room was made.
 
     Args:
@@ -208,84 +266,84 @@ def make_step(
         requests: Who brings tokens.
         counts: How many each.
         mode: How they are computed.
-        alike: prefill: the requests keep a batch dimension.
+        same_length: prefill: the requests keep a batch dimension.
     """
-    books = cache.pages
-    lengths = tuple(map(books.length, requests))
-    firsts = tuple(map(books.first, requests))
+    allocator = cache.allocator
+    lengths = tuple(map(allocator.length, requests))
+    firsts = tuple(map(allocator.first, requests))
     common = (cache, mode, tuple(requests), tuple(counts), lengths, firsts)
     if mode == "decode":
-        places = Places(len(requests), counts[0])
-        here = books.look(requests)
-        lines = Lines(here, lengths, counts, [1] * len(here), cache.ring.rank, places.new)
-        # a kernel wants one column at least
-        columns = max(1, *map(len, lines.tables))
-        words = uploaded(places.fill(books.page_size, lines, columns), cache.device)
+        here, shape = allocator.get_requests(requests), (len(requests), counts[0])
+        # kernels need at least one column
+        max_blocks = max(1, *[len(one.tables[cache.ring.rank]) for one in here])
+        metadata = BatchMetadata(
+            *shape, max_blocks, page_size=allocator.page_size, rank=cache.ring.rank, device=cache.device
+        )
+        metadata.write(here, counts, [1] * len(here), allocator.changes)
         last = tuple((i, counts[0] - 1) for i in range(len(requests)))
-        found = places.view(words, places.table(words[places.words(0) :], columns), (places.batch, places.new))
-        return Step(*common, places.batch, places.new, **found, last_rows=last, known=books.changes)
-    return _prefill_step(common, alike)
+        return ForwardBatch(*common, *shape, **metadata.tensors(shape), last_rows=last, known=allocator.changes)
+    return _prefill_step(common, same_length)
 
 
-def _prefill_step(common: tuple, alike: bool) -> Step:
+def _prefill_step(common: tuple, same_length: bool) -> ForwardBatch:
     cache, _, requests, counts, lengths, _ = common
-    books, rank, world = cache.pages, cache.ring.rank, range(cache.ring.world_size)
+    allocator, rank, world = cache.allocator, cache.ring.rank, range(cache.ring.world_size)
     befores = [length - new for length, new in zip(lengths, counts, strict=True)]
-    batch = len(requests) if alike else 1
-    documents = None if alike else tuple(accumulate(lengths, initial=0))
+    batch = len(requests) if same_length else 1
+    documents = None if same_length else tuple(accumulate(lengths, initial=0))
     # where a request begins in the virtual sequence, and its new tokens among all new ones
     origins = (0,) * batch if documents is None else documents[:-1]
-    firsts_new = (0,) * batch if alike else tuple(accumulate(counts[:-1], initial=0))
-    total = lengths[0] if alike else sum(lengths)
+    firsts_new = (0,) * batch if same_length else tuple(accumulate(counts[:-1], initial=0))
+    total = lengths[0] if same_length else sum(lengths)
     # those of a batch are on the same ranks
-    stood_for = range(1 if alike else len(requests))
-    new = [(i, stretch) for i in stood_for for stretch in books.stretches(requests[i], befores[i])]
-    kept = [(i, stretch) for i in stood_for for stretch in books.stretches(requests[i])]
+    stood_for = range(1 if same_length else len(requests))
+    new = [(i, span) for i in stood_for for span in allocator.rank_spans(requests[i], befores[i])]
+    kept = [(i, span) for i in stood_for for span in allocator.rank_spans(requests[i])]
     sharding, kv_sharding = (
         Sharding(total, "part", _shards(found, origins, world), rank, documents, ring=cache.ring, device=cache.device)
         for found in (new, kept)
     )
-    tables = [books.table(request, rank) for request in requests]
+    tables = [allocator.table(request, rank) for request in requests]
     added = [_since(table, before) for table, before in zip(tables, befores, strict=True)]
     shifts = [first - before for first, before in zip(firsts_new, befores, strict=True)]
-    ours = Rows.of([table for table, _ in added], [skipped for _, skipped in added], shifts)
-    held = Rows.of(tables)
-    words = uploaded(ours.data() + held.data(), cache.device)
-    pages, starts, row, skipped, shift = ours.count(words, sharding.shard_len * batch)
-    held_pages, _, held_row = held.count(words[len(ours.words) :], kv_sharding.shard_len * batch)
+    ours = PackedBlocks.of([table for table, _ in added], [skipped for _, skipped in added], shifts)
+    held = PackedBlocks.of(tables)
+    ints = to_device(ours.data() + held.data(), cache.device)
+    pages, starts, row, skipped, shift = ours.expand(ints, sharding.shard_len * batch)
+    held_pages, _, held_row = held.expand(ints[len(ours.ints) :], kv_sharding.shard_len * batch)
     positions = (starts + row).view(batch, sharding.shard_len)
     slots = (pages * cache.page_size + skipped + row).view(batch, sharding.shard_len)
     taken = (starts + row + shift)[: sharding.shard_len]
     kept_slots = (held_pages * cache.page_size + held_row).view(batch, kv_sharding.shard_len)
-    return Step(
+    return ForwardBatch(
         *common,
         batch=batch,
         rows=sharding.shard_len,
         positions=positions,
         taken=taken,
         slots=slots,
-        last_rows=_last_rows(books, requests, befores, rank, alike),
+        last_rows=_last_rows(allocator, requests, befores, rank, same_length),
         sharding=sharding,
         kv_sharding=kv_sharding,
         kept_slots=kept_slots,
-        known=books.changes,
+        known=allocator.changes,
     )
 
 
 def _last_rows(
-    books: Pages, requests: Sequence[int], befores: Sequence[int], rank: int, alike: bool
+    allocator: PageAllocator, requests: Sequence[int], befores: Sequence[int], rank: int, same_length: bool
 ) -> tuple[tuple[int, int] | None, ...]:
     found: list[tuple[int, int] | None] = []
     row = 0
     for i, (request, before) in enumerate(zip(requests, befores, strict=True)):
-        stretches = books.stretches(request, before)
-        here = sum(stretch.stop - stretch.start for stretch in stretches if stretch.rank == rank)
-        row = here if alike else row + here
-        found.append((i if alike else 0, row - 1) if stretches[-1].rank == rank else None)
+        spans = allocator.rank_spans(request, before)
+        here = sum(span.stop - span.start for span in spans if span.rank == rank)
+        row = here if same_length else row + here
+        found.append((i if same_length else 0, row - 1) if spans[-1].rank == rank else None)
     return tuple(found)
 
 
-def _shards(found: Sequence[tuple[int, Stretch]], origins: Sequence[int], world: range) -> tuple[Shard, ...]:
+def _shards(found: Sequence[tuple[int, RankSpan]], origins: Sequence[int], world: range) -> tuple[Shard, ...]:
     """Every rank's runs of the virtual sequence, those that touch joined."""
     shards: list[list[Run]] = [[] for _ in world]
     for i, (rank, start, stop) in found:
@@ -297,12 +355,12 @@ def _shards(found: Sequence[tuple[int, Stretch]], origins: Sequence[int], world:
     return tuple(map(tuple, shards))
 
 
-def _since(table: Table, before: int) -> tuple[Table, int]:
+def _since(table: BlockTable, before: int) -> tuple[BlockTable, int]:
     """The part of a request's blocks from a token on, and how many rows of the first page lie before it."""
     begin = bisect_right(table.starts, before)
     if begin and table.starts[begin - 1] + table.lengths[begin - 1] > before:
         begin -= 1
-    part = Table(table.pages[begin:], table.starts[begin:], table.lengths[begin:])
+    part = BlockTable(table.pages[begin:], table.starts[begin:], table.lengths[begin:])
     skipped = max(0, before - part.starts[0]) if part else 0
     if skipped:
         part.starts[0] += skipped

@@ -1,19 +1,19 @@
-"""What the books say of a request: which of its tokens lie in which pages, and which of them have stayed there.
+"""Block tables: the pages that hold a request's tokens on each rank, and which tokens have not moved since a change.
 
-Owns the values that the books (pages.py) are made of and answer with, and what follows from one or two of these alone. Refuses to
-know who else uses a page, and what is free or promised. Standard library only.
+Owns the values that the page allocator (page_allocator.py) is made of, and what follows from one or two of them alone. Refuses to
+know which other requests use a page, and which pages are free or reserved. Standard library only.
 
 Note [Blocks]
-    A request's tokens 0 .. length-1 are cut into blocks. A block is a stretch of consecutive tokens at the beginning of one page
-    of one rank, and may cover less than its page. A fork shares its parent's pages, each counted once per user, with the last
-    block cut at the fork; what it adds goes to pages of its own. So joining, growing, forking and leaving copy nothing.
+    A request's tokens 0 .. length-1 are cut into blocks. A block is a run of consecutive tokens at the beginning of one page of
+    one rank, and may cover less than its page. A fork shares its parent's pages, each counted once per user, with the last
+    block cut at the fork; its own tokens go to pages of its own. So adding, growing, forking and freeing a request copy nothing.
 
-Note [What stays]
-    Growing leaves every token where it is. Whoever keeps a copy of a request's blocks therefore asks which of its tokens have
-    stayed since he looked (`stayed`), and reads on from there. Cropping and reordering note how many tokens they left in
-    place, by the number of the change (`Pages.changes`). A note that a later one undercuts says nothing more and is dropped, so the
-    rest ascends, and the first one after a change is the least. More than MOST_NOTES are too many: the oldest two then become
-    one that says less.
+Note [Unmoved tokens]
+    Appending leaves every token in its place. A copy of a request's blocks is therefore brought up to date from
+    `unmoved_tokens` on: the tokens that have not moved since the copy was made. Truncating and reordering record how many tokens
+    they left in place, by the number of the change (`PageAllocator.changes`). A record that a later one undercuts is dropped, so
+    the rest ascends, and the first record after a change is the least. Beyond MAX_CHANGE_LOG the oldest two become one that
+    claims less.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-LONGEST = 2**31 - 1
+MAX_REQUEST_TOKENS = 2**31 - 1
 """Tokens of a request: positions are int32 in kernels."""
-MOST_NOTES = 32
-"""Notes about what stayed that are kept of a request (Note [What stays])."""
+MAX_CHANGE_LOG = 32
+"""Notes about what stayed that are kept of a request (Note [Unmoved tokens])."""
 
 
 class Block(NamedTuple):
@@ -44,7 +44,7 @@ class Block(NamedTuple):
         return self.start + self.length
 
 
-class Piece(NamedTuple):
+class PageSpan(NamedTuple):
     """Tokens start .. start + length - 1 of a request and where they are: rows row .. row + length - 1 of a page."""
 
     rank: int
@@ -54,7 +54,7 @@ class Piece(NamedTuple):
     length: int
 
 
-class Stretch(NamedTuple):
+class RankSpan(NamedTuple):
     """Tokens start .. stop - 1 of a request, all on one rank."""
 
     rank: int
@@ -62,7 +62,7 @@ class Stretch(NamedTuple):
     stop: int
 
 
-class Move(NamedTuple):
+class PageCopy(NamedTuple):
     """Rows 0 .. rows - 1 of one page of a rank that another page of it must have too."""
 
     rank: int
@@ -72,7 +72,7 @@ class Move(NamedTuple):
 
 
 @dataclass(slots=True)
-class Table:
+class BlockTable:
     """A request's blocks on one rank, ascending: for reading only.
 
     Attributes:
@@ -88,9 +88,9 @@ class Table:
     def __len__(self) -> int:
         return len(self.pages)
 
-    def head(self, blocks: int) -> Table:
+    def head(self, blocks: int) -> BlockTable:
         """A copy of the first blocks."""
-        return Table(self.pages[:blocks], self.starts[:blocks], self.lengths[:blocks])
+        return BlockTable(self.pages[:blocks], self.starts[:blocks], self.lengths[:blocks])
 
     def cut(self, blocks: int) -> None:
         """Forgets all but the first blocks."""
@@ -103,66 +103,66 @@ class Request:
 
     Attributes:
         name: What it is called by.
-        promised: Tokens it may grow to.
+        reserved_tokens: Tokens it may grow to.
         first: Its first token that anybody sees.
         length: Its tokens.
         tables: Its blocks by rank.
-        stretches: Ranks of its tokens, ascending: (rank, the first token).
-        fixed: Pages promised on each rank; None: promised anywhere.
-        owed: Pages of the sum of promises that are its own (Note [Reservations] of pages.py).
-        notes: (number of a change, tokens that it left in place), both ascending (Note [What stays]).
+        spans: Ranks of its tokens, ascending: (rank, the first token).
+        reserved_by_rank: Pages promised on each rank; None: promised anywhere.
+        pages_to_open: Pages of the sum of promises that are its own (Note [Reservations] of page_allocator.py).
+        notes: (number of a change, tokens that it left in place), both ascending (Note [Unmoved tokens]).
         last: Its blocks on the rank that has the last one; none where it has no tokens.
-        full: Tokens that it may certainly grow to in its last block (Note [Ends] of pages.py).
-        most_blocks: Blocks on the rank where it has most.
+        full: Tokens that it may certainly grow to in its last block (Note [Last blocks] of page_allocator.py).
+        max_blocks_after: Blocks on the rank where it has most.
         layout: A number that it never shared with others; another one whenever its blocks change otherwise than by tokens that are
             added to the last one.
     """
 
     name: int
-    promised: int
+    reserved_tokens: int
     first: int
     length: int
-    tables: list[Table]
-    stretches: list[tuple[int, int]] = field(default_factory=list)
-    fixed: list[int] | None = None
-    owed: int = 0
+    tables: list[BlockTable]
+    spans: list[tuple[int, int]] = field(default_factory=list)
+    reserved_by_rank: list[int] | None = None
+    pages_to_open: int = 0
     notes: list[tuple[int, int]] = field(default_factory=list)
-    last: Table = field(default_factory=Table)
+    last: BlockTable = field(default_factory=BlockTable)
     full: int = 0
-    most_blocks: int = 0
+    max_blocks_after: int = 0
     layout: int = -1
 
-    def stayed(self, change: int) -> int:
-        """As `Pages.stayed`."""
+    def unmoved_tokens(self, change: int) -> int:
+        """As `PageAllocator.stayed`."""
         if not self.notes or self.notes[-1][0] <= change:
             return self.length
         later = bisect_right(self.notes, change, key=lambda note: note[0])
         return self.notes[later][1]
 
     def note(self, change: int, tokens: int) -> None:
-        """Says how many tokens a change has left in place (Note [What stays])."""
+        """Says how many tokens a change has left in place (Note [Unmoved tokens])."""
         notes = self.notes
         while notes and notes[-1][1] >= tokens:
             notes.pop()
         notes.append((change, tokens))
-        if len(notes) > MOST_NOTES:
+        if len(notes) > MAX_CHANGE_LOG:
             notes[:2] = [(notes[1][0], notes[0][1])]
 
 
-def first_stretches(stretches: Sequence[tuple[int, int]], length: int) -> list[tuple[int, int]]:
+def truncate_spans(spans: Sequence[tuple[int, int]], length: int) -> list[tuple[int, int]]:
     """The stretches of the first tokens."""
-    return list(stretches[: bisect_left(stretches, length, key=lambda stretch: stretch[1])])
+    return list(spans[: bisect_left(spans, length, key=lambda span: span[1])])
 
 
-def parting(a: Table, b: Table, same: int) -> int:
+def first_difference(a: BlockTable, b: BlockTable, same: int) -> int:
     """The first token that may be elsewhere in one of two tables than in the other; the first `same` blocks are in common."""
     rest = [(one.pages[same:], one.starts[same:], one.lengths[same:]) for one in (a, b)]
     if rest[0] == rest[1]:
-        return LONGEST
-    return min((one.starts[same] for one in (a, b) if same < len(one)), default=LONGEST)
+        return MAX_REQUEST_TOKENS
+    return min((one.starts[same] for one in (a, b) if same < len(one)), default=MAX_REQUEST_TOKENS)
 
 
-def blocks_in_common(a: Table, b: Table) -> int:
+def common_blocks(a: BlockTable, b: BlockTable) -> int:
     """How many blocks two tables begin with in common, their last ones aside."""
     low, high = 0, max(0, min(len(a), len(b)) - 1)
     while low < high:

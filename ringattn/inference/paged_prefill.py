@@ -32,32 +32,29 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from ringattn.inference.forward_batch import ForwardBatch
+from ringattn.inference.kv_pool import KVPool
 from ringattn.kernels.decode.dispatch import PageTable, decode, num_splits, parts_len, select_decode_kernel, tile_tokens
 from ringattn.kernels.interface import Score, SoftmaxState, accumulation_dtype
 from ringattn.kernels.partials.packed import finish_parts, merge_parts, views
 
-if TYPE_CHECKING:
-    from ringattn.inference.cache import PagedKVCache
-    from ringattn.inference.step import Step
-
-READS = ("auto", "pages", "copies")
+KV_ACCESS_MODES = ("auto", "pages", "copies")
 SLOWNESS = 1.6
 """How many times as long as the forward of training the decode kernel multiplies, for rows that fill its tiles."""
 FLOPS_PER_BYTE = 120.0
 """FLOP of the forward of training in the time in which a byte of the pages is copied, and half the copy read."""
-MOST_RECTANGLES = 256
+MAX_RECTANGLES = 256
 """Requests to one call of the kernel, every program of which looks at the bounds of all: more are not in place by themselves."""
 Window = tuple[int | None, int | None] | None
-Stretch = tuple[int, int, int]
+RankSpan = tuple[int, int, int]
 """(start, length, request): positions start .. start + length - 1 of the request at this place in its step."""
 
 
-def stretch_rows(counts: Sequence[int], most: int) -> int:
+def rectangle_rows(counts: Sequence[int], most: int) -> int:
     """Rows of a rectangle (Note [Rectangles]).
 
     Args:
@@ -65,13 +62,13 @@ def stretch_rows(counts: Sequence[int], most: int) -> int:
         most: Rows that share a tile.
 
     Example:
-        >>> stretch_rows([70, 3], 32), stretch_rows([5], 32), stretch_rows([33], 32)
+        >>> rectangle_rows([70, 3], 32), rectangle_rows([5], 32), rectangle_rows([33], 32)
         (24, 5, 17)
     """
     return max((-(-count // -(-count // most)) for count in counts if count), default=1)
 
 
-def is_in_place_faster(
+def is_paged_faster(
     counts: Sequence[int],
     lengths: Sequence[int],
     *,
@@ -94,11 +91,11 @@ def is_in_place_faster(
 
     Example:
         >>> sizes = {"heads": 32, "kv_heads": 8, "element_size": 2, "most": 32}
-        >>> [is_in_place_faster([count], [131072], **sizes) for count in (32, 96, 128)]
+        >>> [is_paged_faster([count], [131072], **sizes) for count in (32, 96, 128)]
         [True, True, False]
     """
-    s = stretch_rows(counts, most)
-    if sum(-(-count // s) for count in counts) > MOST_RECTANGLES:
+    s = rectangle_rows(counts, most)
+    if sum(-(-count // s) for count in counts) > MAX_RECTANGLES:
         return False
     slower = saved = 0.0
     for count, length in zip(counts, lengths, strict=True):
@@ -108,7 +105,7 @@ def is_in_place_faster(
     return slower <= saved
 
 
-def resolve_reads(wanted: str, step: Step, q: Tensor, left: int | None, fresh: bool) -> str:
+def resolve_kv_access(wanted: str, step: ForwardBatch, q: Tensor, left: int | None, fresh: bool) -> str:
     """What is read: as wanted, or by Note [In place or copied] from numbers that are equal on all ranks.
 
     Args:
@@ -126,11 +123,11 @@ def resolve_reads(wanted: str, step: Step, q: Tensor, left: int | None, fresh: b
         return "copies"
     most = tile_tokens(h, cache.kv_heads, q.device, head_dim=max(dims), kv_dtype=cache.kv_dtype)
     sizes = {"heads": h, "kv_heads": cache.kv_heads, "element_size": cache.kv_dtype.itemsize, "most": most}
-    return "pages" if is_in_place_faster(step.counts, step.lengths, left=left, **sizes) else "copies"
+    return "pages" if is_paged_faster(step.counts, step.lengths, left=left, **sizes) else "copies"
 
 
 @dataclass(frozen=True, eq=False)
-class InPlace:
+class PagedRows:
     """Rows that attend over this rank's pages (Note [Rectangles]); made once for all layers.
 
     Attributes:
@@ -149,7 +146,7 @@ class InPlace:
     rows: Tensor | None
     back: Tensor | None
 
-    def partial(self, cache: PagedKVCache, layer: int, q: Tensor, score: Score) -> Tensor:
+    def partial(self, cache: KVPool, layer: int, q: Tensor, score: Score) -> Tensor:
         """The stack of packed parts of the rectangles over this rank's keys.
 
         Args:
@@ -181,7 +178,7 @@ class InPlace:
         )
         return parts
 
-    def attend(self, cache: PagedKVCache, layer: int, q: Tensor, score: Score) -> Tensor:
+    def attend(self, cache: KVPool, layer: int, q: Tensor, score: Score) -> Tensor:
         """The finished attention of rows that see keys of this rank only: o `b s h dv` of q `b s h d`."""
         b, s, h, _ = q.shape
         parts = self.partial(cache, layer, q.flatten(0, 1), score)
@@ -192,7 +189,7 @@ class InPlace:
         found = o.flatten(0, 1)
         return (found if self.back is None else found.index_select(0, self.back)).view(b, s, h, -1)
 
-    def visit(self, cache: PagedKVCache, layer: int, q: Tensor, score: Score, carry: SoftmaxState) -> None:
+    def visit(self, cache: KVPool, layer: int, q: Tensor, score: Score, carry: SoftmaxState) -> None:
         """Writes the partial of q `b s h d` over this rank's keys into a carry."""
         b, s, h, _ = q.shape
         dv, count = cache.v_head_dim, self.lo.numel()
@@ -205,15 +202,15 @@ class InPlace:
             target.copy_(found if target is carry.acc else found.transpose(1, 2))
 
 
-def plan_in_place(
-    step: Step,
-    stretches: Sequence[Stretch],
+def plan_paged_rows(
+    step: ForwardBatch,
+    stretches: Sequence[RankSpan],
     heads: int,
     causal: bool,
     window: Window,
     chunk_len: int | None,
     device: torch.device,
-) -> InPlace | None:
+) -> PagedRows | None:
     """How rows attend over this rank's pages.
 
     Args:
@@ -236,7 +233,7 @@ def plan_in_place(
     if not total:
         return None
     dims = max(cache.head_dim, cache.v_head_dim)
-    s = stretch_rows(counts, tile_tokens(heads, cache.kv_heads, device, head_dim=dims, kv_dtype=cache.kv_dtype))
+    s = rectangle_rows(counts, tile_tokens(heads, cache.kv_heads, device, head_dim=dims, kv_dtype=cache.kv_dtype))
     here = torch.cat([torch.arange(start, start + length, device="cpu") for start, length, _ in stretches])
     numbers, owners, first = [], [], 0
     for request, count in enumerate(counts):
@@ -262,7 +259,7 @@ def plan_in_place(
     # a row before its request's first seen token is seen by nobody, and sees nothing
     hi = torch.where(positions < starts, lo, torch.maximum(lo, hi))
     lo, hi, positions = torch.stack((lo, hi, positions)).to(device, torch.int32)
-    return InPlace(
+    return PagedRows(
         _table(step, owners, device),
         lo,
         hi,
@@ -272,10 +269,10 @@ def plan_in_place(
     )
 
 
-def _table(step: Step, owners: Sequence[int], device: torch.device) -> PageTable:
+def _table(step: ForwardBatch, owners: Sequence[int], device: torch.device) -> PageTable:
     """This rank's blocks of each rectangle's request."""
     cache = step.cache
-    tables = [cache.pages.table(request, cache.ring.rank) for request in step.requests]
+    tables = [cache.allocator.table(request, cache.ring.rank) for request in step.requests]
     # a kernel wants one column at least
     found = torch.zeros(3, len(tables), max(1, *map(len, tables)), dtype=torch.int32, device="cpu")
     for i, table in enumerate(tables):

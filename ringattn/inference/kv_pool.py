@@ -1,0 +1,256 @@
+"""Memory for the keys and values of one rank, in pages.
+
+Owns the size and layout of the memory, and the checks of rows that are written to it. Refuses to know which tokens lie in which
+pages (page_allocator.py), how rows are copied (kernels/kv/pages.py) and how attention reads them (attention.py).
+
+Note [Memory]
+    All pages are allocated when the cache is made, one tensor for k and one for v, and are zero. Attention reads the rows that
+    block tables name and no others, so rows that a freed request wrote into a page, NaN included, take no part in the next
+    request's attention. NaN of a live request are contained as well (Note [Values that are not finite] of kernels/kv/pages.py).
+    Within a layer a page of one head is contiguous: decode kernels stream it.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ringattn.inference.consistency import ConsistencyChecker
+from ringattn.inference.page_allocator import PageAllocator
+from ringattn.kernels.kv import pages as rows
+from ringattn.ring import Ring
+from ringattn.tensor_checks import check_plain
+
+DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+DEFAULT_SHARE = 0.7
+"""Share of the free memory of the fullest GPU that a cache takes if neither pages nor memory are given."""
+
+
+class KVPool:
+    """Keys and values of one rank, in pages, with the page allocator of all ranks.
+
+    The arguments are those of `PagedKVCache`.
+
+    Attributes:
+        ring: The ranks.
+        pages: The page allocator.
+        consistency: The comparisons between ranks.
+        reserved_bytes: Bytes of the ring's buffers that prefills have reserved (Note [Room ahead] of prefill.py).
+        layers: Layers of the model.
+        kv_heads: Key heads.
+        head_dim: Head dim of the keys.
+        v_head_dim: Head dim of the values.
+        page_size: Tokens of a page.
+        device: Device of the pages.
+        dtype: Dtype of keys and values as attention gets and reads them.
+        kv_dtype: Dtype that pages are stored in.
+        bytes_per_token: Of all layers, k and v, and scales.
+        k: `layers pages hk page_size d`.
+        v: `layers pages hk page_size dv`.
+        k_scale: With fp8: `layers pages hk page_size` fp32, else None.
+        v_scale: With fp8: `layers pages hk page_size` fp32, else None.
+    """
+
+    def __init__(
+        self,
+        ring: Ring,
+        *,
+        layers: int,
+        kv_heads: int,
+        head_dim: int,
+        v_head_dim: int | None = None,
+        dtype: torch.dtype,
+        pages: int | None = None,
+        memory: int | None = None,
+        page_size: int = 64,
+        kv_dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        with ring.shared_refusals():
+            if device is None:
+                device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else "cpu"
+            device = torch.device(device)
+            if device.type == "cuda" and device.index is None:
+                device = torch.device("cuda", torch.cuda.current_device())
+        self.ring, self.page_size, self.device = ring, page_size, device
+        self.layers, self.kv_heads, self.dtype = layers, kv_heads, dtype
+        self.head_dim, self.v_head_dim = head_dim, head_dim if v_head_dim is None else v_head_dim
+        self.kv_dtype = dtype if kv_dtype is None else kv_dtype
+        with ring.shared_refusals():
+            self._check_sizes(pages, memory)
+            scales = 2 * torch.float32.itemsize if self.is_quantised else 0
+            row = (self.head_dim + self.v_head_dim) * self.kv_dtype.itemsize + scales
+            self.bytes_per_token = layers * kv_heads * row
+            wanted = (
+                layers,
+                kv_heads,
+                self.head_dim,
+                self.v_head_dim,
+                dtype,
+                self.kv_dtype,
+                page_size,
+                pages,
+                memory,
+                device.type,
+            )
+        ring.agree("a cache of keys and values", " ".join(map(str, wanted)))
+        least = None
+        if device.type == "cuda":
+            # what torch keeps for later is free as well
+            torch.cuda.empty_cache()
+            least = ring.least(torch.cuda.mem_get_info(device)[0])
+        page_bytes = page_size * self.bytes_per_token
+        if pages is None:
+            size = memory if memory is not None else int(DEFAULT_SHARE * (least or 0))
+            pages = size // page_bytes
+            if pages < 1:
+                raise ValueError(
+                    f"memory must hold a page of {page_size} tokens at least, {page_bytes} bytes, got {size} on each rank; "
+                    "give more memory or use smaller pages"
+                )
+        needed = pages * page_bytes
+        if least is not None and needed > least:
+            raise ValueError(
+                f"{pages} pages of {page_size} tokens need {needed} bytes on each rank, got {least} that are free on the "
+                f"fullest GPU of the ring; use at most {least // page_bytes} pages, or kv_dtype=torch.float8_e4m3fn"
+            )
+        self.allocator = PageAllocator(ring.world_size, pages, page_size, page_bytes)
+        self.consistency = ConsistencyChecker(ring)
+        self.reserved_bytes: dict[str, tuple[int, ...]] = {}
+        shape = (layers, pages, kv_heads, page_size)
+        # rows are written inside of inference mode and outside
+        with ring.shared_refusals(), torch.inference_mode(False):
+            self.k = torch.zeros(*shape, self.head_dim, dtype=self.kv_dtype, device=device)
+            self.v = torch.zeros(*shape, self.v_head_dim, dtype=self.kv_dtype, device=device)
+            self.k_scale = torch.zeros(shape, dtype=torch.float32, device=device) if self.is_quantised else None
+            self.v_scale = torch.zeros(shape, dtype=torch.float32, device=device) if self.is_quantised else None
+
+    @property
+    def is_quantised(self) -> bool:
+        """Whether rows are kept in fp8."""
+        return self.kv_dtype == rows.FP8
+
+    def check_rows(self, layer: int, shape: tuple[int, int], k: Tensor, v: Tensor) -> None:
+        """Check rows that are to be written.
+
+        Args:
+            layer: Layer of the cache.
+            shape: Batch and rows.
+            k: `batch rows hk d`.
+            v: `batch rows hk dv`.
+
+        Raises:
+            ValueError: The layer or a shape, dtype or device does not fit the cache.
+            NotImplementedError: A tensor has a meaning of its own.
+        """
+        self._check_layer(layer)
+        for name, x, dim in (("k", k, self.head_dim), ("v", v, self.v_head_dim)):
+            self._check_tensor(name, x, (*shape, self.kv_heads, dim), "the step: pass this rank's rows (step.take)")
+
+    def put_rows(
+        self, layer: int, slots: Tensor, k: Tensor, v: Tensor, *, contain: bool = False
+    ) -> tuple[Tensor, Tensor]:
+        """Write rows that were checked; see `PagedKVCache.put`.
+
+        Args:
+            layer: Layer of the cache.
+            slots: `batch rows`: page * page_size + row; -1: the row is stored on another rank.
+            k: `batch rows hk d`.
+            v: `batch rows hk dv`.
+            contain: Return copies of k and v in which rows that are not finite are changed as in the cache.
+
+        Returns:
+            K and v as given, or with `contain` the copies.
+        """
+        k, v = k.detach(), v.detach()
+        contained = (
+            (torch.empty(k.shape, dtype=k.dtype, device=k.device), torch.empty(v.shape, dtype=v.dtype, device=v.device))
+            if contain
+            else None
+        )
+        rows.put(self.k[layer], self.v[layer], k, v, slots, *self.scales(layer), contained)
+        return contained or (k, v)
+
+    def take(self, layer: int, slots: Tensor, out: tuple[Tensor, Tensor] | None = None) -> tuple[Tensor, Tensor]:
+        """Rows that are kept here, in `dtype`.
+
+        Args:
+            layer: Of which layer.
+            slots: `batch t`: page * page_size + row, none -1.
+            out: Where to write them; None: new tensors.
+
+        Returns:
+            K `batch t hk d` and v `batch t hk dv`.
+
+        Raises:
+            ValueError: The layer, or the shape, dtype or device of slots or out does not fit.
+        """
+        try:
+            self._check_layer(layer)
+            if slots.dim() != 2 or slots.dtype != torch.int64 or slots.device != self.device:
+                raise ValueError(
+                    f"slots must be `batch t` int64 on {self.device}, got {tuple(slots.shape)} {slots.dtype} on "
+                    f"{slots.device}; pass step.kept_slots"
+                )
+            shapes = [(*slots.shape, self.kv_heads, dim) for dim in (self.head_dim, self.v_head_dim)]
+            if out is None:
+                out = (
+                    torch.empty(shapes[0], dtype=self.dtype, device=self.device),
+                    torch.empty(shapes[1], dtype=self.dtype, device=self.device),
+                )
+            for name, x, shape in zip(("k", "v"), out, shapes, strict=True):
+                self._check_tensor(f"out {name}", x, shape, "the slots")
+        except (ValueError, NotImplementedError) as error:
+            self.ring.refuse(error)
+        rows.take(self.k[layer], self.v[layer], slots.contiguous(), *out, *self.scales(layer))
+        return out
+
+    def scales(self, layer: int) -> tuple[Tensor | None, Tensor | None]:
+        """The scales of a layer's keys and values: `pages hk page_size` fp32 each with fp8, else None."""
+        if self.k_scale is None or self.v_scale is None:
+            return None, None
+        return self.k_scale[layer], self.v_scale[layer]
+
+    def _check_sizes(self, pages: int | None, memory: int | None) -> None:
+        sizes = {
+            "layers": self.layers, "kv_heads": self.kv_heads, "head_dim": self.head_dim, "v_head_dim": self.v_head_dim,
+            "page_size": self.page_size, "pages": 1 if pages is None else pages, "memory": 1 if memory is None else memory,
+        }  # fmt: skip
+        for name, value in sizes.items():
+            if value < 1:
+                raise ValueError(
+                    f"{name} must be at least 1, got {value}; give the sizes of the model and of the cache"
+                )
+        if pages is not None and memory is not None:
+            raise ValueError(
+                f"pages and memory must not both be given, got {pages} and {memory}; leave one of them out"
+            )
+        if pages is None and memory is None and self.device.type != "cuda":
+            raise ValueError(f"pages or memory must be given on {self.device.type}, got neither; give one of them")
+        if self.dtype not in DTYPES:
+            raise ValueError(f"dtype must be float16, bfloat16, float32 or float64, got {self.dtype}; give the model's")
+        if self.kv_dtype not in (self.dtype, rows.FP8):
+            raise NotImplementedError(
+                f"kv_dtype must be dtype, {self.dtype}, or torch.float8_e4m3fn, got {self.kv_dtype}; leave it out"
+            )
+        if self.is_quantised and self.dtype == torch.float64:
+            raise NotImplementedError("kv_dtype must be float64 too with dtype float64, got float8_e4m3fn; use float32")
+
+    def _check_layer(self, layer: int) -> None:
+        if not 0 <= layer < self.layers:
+            raise ValueError(f"layer must be from 0 to {self.layers - 1}, got {layer}; make the cache for all layers")
+
+    def _check_tensor(self, name: str, x: Tensor, shape: tuple[int, ...], what: str) -> None:
+        if tuple(x.shape) == shape and x.dtype == self.dtype and x.device == self.device and type(x) is Tensor:
+            if x.stride(-1) == 1 or shape[-1] == 1 or not x.numel():
+                return
+            raise ValueError(f"{name} must have a contiguous last dim, got strides {x.stride()}; make it contiguous")
+        check_plain(name, x)
+        if tuple(x.shape) != shape:
+            raise ValueError(
+                f"{name} must have shape {shape}, `batch rows heads head_dim` of {what}, got {tuple(x.shape)}"
+            )
+        if x.dtype != self.dtype:
+            raise ValueError(f"{name} must have the dtype of the cache, {self.dtype}, got {x.dtype}; convert it first")
+        if x.device != self.device:
+            raise ValueError(f"{name} must be on the device of the cache, {self.device}, got {x.device}; move it there")
