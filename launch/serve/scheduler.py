@@ -209,8 +209,8 @@ class Plan:
     """One step, the same on every rank.
 
     Attributes:
-        changes: Changes of the page allocator before the step: ("add_request", cache_id, max_length), ("fork", cache_id, parent, length,
-            max_length), ("truncate", cache_id, length, max_length) or ("free", cache_id).
+        changes: Changes of the page allocator before the step: ("add_request", cache_id, max_length), ("fork", cache_id, parent,
+            length, max_length), ("truncate", cache_id, length, max_length) or ("free", cache_id).
         cache_ids: Ids in the cache of the requests that compute tokens; empty when there is nothing to compute.
         counts: Tokens of each.
         tokens: Those tokens, one request after another.

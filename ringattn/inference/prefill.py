@@ -254,7 +254,7 @@ def _reserve_ahead(
     row, gather_plan = b * hk * (d + v.shape[-1]) * k.element_size(), fused.gather_plan
     most = max(1.0, min(growth_factor, seat.budget / max(1, fused.num_bytes)))
     sizes = _reserved_bytes(reserved, "fused", (gather_plan.slot_rows * row, gather_plan.most_remote_rows * row), most)
-    gatherer.make_room(*sizes, in_flight=seat.nodes is not None)
+    gatherer.make_room(*sizes, remote_shards=seat.nodes is not None)
 
 
 def _reserved_bytes(

@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from ringattn import launch
-from ringattn.launch import doctor, train
+from ringattn.launch import doctor
 from ringattn.launch.bench import __main__ as bench
 from ringattn.launch.bench import ring as ring_bench
 from ringattn.launch.bench import workloads
@@ -29,6 +29,7 @@ from ringattn.launch.check import fault_injection as faults
 from ringattn.launch.runtime import ring_variants, session
 from ringattn.launch.runtime.distributed import REFUSED, choose_backend, resolve_device
 from ringattn.launch.runtime.session import check_numbers, check_output
+from ringattn.launch.train import cli as train_command
 from ringattn.transport.symmetric import SHARE
 from tests.drawing import figures
 from tests.launch.common import ROOT, TINY
@@ -386,13 +387,13 @@ def test_ranks_share_gpus_where_torch_is_told_that_they_may(monkeypatch: pytest.
         resolve_device("cuda", 2, 3)
 
 
-@pytest.mark.parametrize("command", [check_command, doctor, train])
+@pytest.mark.parametrize("command", [check_command, doctor, train_command])
 def test_commands_refuse_devices_that_are_not_there_in_a_line(command: Any, monkeypatch: Any, capsys: Any) -> None:
     for name, value in {"RANK": "0", "WORLD_SIZE": "1000", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1000"}.items():
         monkeypatch.setenv(name, value)
     said = "must be at most its number of GPUs, got 1000 ranks and .* or pass --device cpu"
-    if command is train:
-        assert train.main(["--device", "cuda"]) == REFUSED
+    if command is train_command:
+        assert train_command.main(["--device", "cuda"]) == REFUSED
         assert re.search(f"^error: .*{said}$", capsys.readouterr().err, re.MULTILINE)
         return
     with pytest.raises(SystemExit, match=said):

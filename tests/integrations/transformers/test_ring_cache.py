@@ -812,7 +812,7 @@ def test_a_call_that_fails_leaves_nothing_behind() -> None:
     with torch.no_grad(), RingCache(model, Ring(), max_tokens=40) as cache:
         model(tokens(20), past_key_values=cache)
         expected = model(tokens(3, seed=1), past_key_values=cache).logits
-        cache.truncate(-3)
+        cache.crop(-3)
         hook = model.model.layers[1].register_forward_pre_hook(lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             model(tokens(19, seed=2), past_key_values=cache)
