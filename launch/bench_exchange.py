@@ -23,7 +23,7 @@ from ringattn.launch.check import DTYPES
 from ringattn.launch.problems import DTypeName
 from ringattn.launch.session import Session
 from ringattn.launch.turns import time_together
-from ringattn.transport.exchange import Exchange as Exchanger
+from ringattn.transport.reduce.base import Exchange as Exchanger
 
 
 @dataclass(frozen=True)

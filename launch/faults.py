@@ -53,7 +53,7 @@ from torch.distributed import distributed_c10d
 from ringattn.launch.distributed import choose_backend, resolve_device
 from ringattn.launch.rings import SCHEDULES, ScheduleName, check_nodes
 from ringattn.launch.session import parse, table, write_json
-from ringattn.transport.symmetric import may_share_gpus
+from ringattn.transport.gpu_sharing import may_share_gpus
 
 if TYPE_CHECKING:
     import ringattn

@@ -39,7 +39,7 @@ from ringattn.launch.rings import ScheduleName, lonely_ring, make_ring
 from ringattn.launch.session import Session, describe, keeper, machine, open_session, parse, table
 from ringattn.launch.timeline import union
 from ringattn.launch.turns import capture_together, mark_now, settle, time_together
-from ringattn.transport.symmetric import may_share_gpus
+from ringattn.transport.gpu_sharing import may_share_gpus
 
 REPLAYS = 3
 """Graphs that are replayed under the profiler; the last one is looked at."""

@@ -32,7 +32,7 @@ from typing import Any, Literal
 import torch
 
 from ringattn.launch.session import Session
-from ringattn.transport.patience import Marks, await_end, mark_now
+from ringattn.transport.timeout import Marks, await_end, mark_now
 
 Timing = Literal["calls", "graph", "both"]
 TURN_MS = 40.0

@@ -37,17 +37,14 @@ from ringattn.plan.sharding import Sharding, resolve_shards
 from ringattn.ring_registry import add_ring, find_ring
 from ringattn.transport.base import Buffers, Choice, NoTransport, Seat, Transport
 from ringattn.transport.call_order import CallMark, CallOrder
-from ringattn.transport.choose import TRANSPORTS, choose
-from ringattn.transport.double import Throttled, WithinNode, group_by_host
-from ringattn.transport.exchange import AloneExchange, Exchange, GroupExchange
-from ringattn.transport.gathering import gather_rows
-from ringattn.transport.patience import Marks, Patience, mark_now
-from ringattn.transport.process_group import (
-    Agreement,
-    ProcessGroupTransport,
-    let_go,
-    resolve_group,
-)
+from ringattn.transport.consensus import Agreement
+from ringattn.transport.hierarchical import Throttled, WithinNode, group_by_host
+from ringattn.transport.process_group import ProcessGroupTransport, let_go, resolve_group
+from ringattn.transport.reduce.base import Exchange
+from ringattn.transport.reduce.stacked import AloneExchange, GroupExchange
+from ringattn.transport.row_collectives import gather_rows
+from ringattn.transport.select import TRANSPORTS, choose
+from ringattn.transport.timeout import Marks, Patience, mark_now
 
 _COUNTS: Counter[str] = Counter()
 

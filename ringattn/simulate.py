@@ -21,8 +21,8 @@ from ringattn.plan.sharding import Sharding, resolve_shards
 from ringattn.schedule.stepwise_backward import Gradients, WantedGrads
 from ringattn.schedule.validation import check_call, check_tensors, expand_bias
 from ringattn.transport.base import Seat
+from ringattn.transport.gpu_sharing import ranks_per_gpu, spare_of
 from ringattn.transport.simulated import run_ranks
-from ringattn.transport.symmetric import ranks_per_gpu, spare_of
 
 
 @dataclass(frozen=True)

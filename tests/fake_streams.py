@@ -17,8 +17,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from ringattn.transport.streams import Copy, Op, Wait, Write, Write64
-from ringattn.transport.symmetric import Region
+from ringattn.transport.copy_engine.streams import Copy, Op, Wait, Write, Write64
+from ringattn.transport.copy_engine.symmetric_memory import Region
 
 MAIN, SIDE, HERALD, OTHER = range(1, 5)
 """Lanes of a rank; the last is nobody's."""

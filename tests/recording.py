@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from ringattn.transport.patience import Marks
+from ringattn.transport.timeout import Marks
 
 
 class Reruns:

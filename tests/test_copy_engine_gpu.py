@@ -23,8 +23,8 @@ from ringattn import Ring
 from ringattn.launch.distributed import choose_backend, resolve_device
 from ringattn.plan.mask import Visibility
 from ringattn.plan.ring_plan import Collection, collect, make_plan
-from ringattn.transport.copy_engine import CopyEngineTransport
-from ringattn.transport.symmetric import may_share_gpus
+from ringattn.transport.copy_engine.transport import CopyEngineTransport
+from ringattn.transport.gpu_sharing import may_share_gpus
 
 GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
 RANKS = max(GPUS, 4) if GPUS and may_share_gpus() else GPUS

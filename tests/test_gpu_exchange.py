@@ -20,12 +20,12 @@ from torch import Tensor
 
 from ringattn import Ring
 from ringattn.kernels import parts as packed
-from ringattn.transport.exchange import Exchange
+from ringattn.transport.reduce.base import Exchange
 from tests.test_copy_engine_gpu import RANKS, SHARED, run
-from tests.test_exchange import DTYPES, add, assert_bits, draw_bits, draw_shares, side_by_side, total
 from tests.test_gpu_ring import draw as draw_attention
 from tests.test_gpu_ring import step
 from tests.test_parts import Sizes
+from tests.transport.test_reduce import DTYPES, add, assert_bits, draw_bits, draw_shares, side_by_side, total
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(RANKS < 2, reason="needs two GPUs")]
 PATIENCE = timedelta(seconds=20)

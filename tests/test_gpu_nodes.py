@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ringattn import Ring, ring_attention, simulate_ring
-from ringattn.transport.copy_engine import CopyEngineTransport
+from ringattn.transport.copy_engine.transport import CopyEngineTransport
 from tests.test_copy_engine_gpu import RANKS, SHARED, run
 from tests.test_gpu_ring import PATIENCE, PLENTY, assert_same, check_replays, draw, step
 

@@ -63,7 +63,7 @@ from ringattn.schedule.execution_plan import make_execution_plan
 from ringattn.schedule.stepwise_backward import WantedGrads, stepwise_backward
 from ringattn.schedule.stepwise_forward import stepwise_forward
 from ringattn.transport import base
-from ringattn.transport.symmetric import SHARE
+from ringattn.transport.gpu_sharing import SHARE
 
 ROOT = Path(__file__).parents[1]
 TINY = ["--heads", "4", "--kv-heads", "2", "--head-dim", "16", "--dtype", "fp32"]

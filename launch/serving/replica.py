@@ -29,7 +29,7 @@ from ringattn.inference import PagedKVCache
 from ringattn.inference.step import MOST_DECODED
 from ringattn.launch.serving.sampling import Chosen, Logprob, Sampling, choose, to_device
 from ringattn.launch.serving.scheduling import Plan
-from ringattn.transport.patience import Marks
+from ringattn.transport.timeout import Marks
 
 if TYPE_CHECKING:
     from ringattn.integrations.transformers.decoding import Recorder

@@ -22,7 +22,8 @@ from typing import NamedTuple, NoReturn
 
 import torch
 
-from ringattn.transport.process_group import Agreement, ProcessGroupTransport
+from ringattn.transport.consensus import Agreement
+from ringattn.transport.process_group import ProcessGroupTransport
 
 COMPARED = 1024
 """Calls after which ranks compare marks again where these do not travel with rows."""

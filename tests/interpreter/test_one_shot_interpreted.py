@@ -16,8 +16,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.test_exchange import add, assert_bits, draw, draw_bits, draw_shares, simulate
 from tests.test_parts import Sizes
+from tests.transport.test_reduce import add, assert_bits, draw, draw_bits, draw_shares, simulate
 
 SLOT = 4096
 Found = TypeVar("Found")

@@ -342,13 +342,13 @@ def go_down(folder: str) -> None:
     from ringattn.launch.serving.engine import Engine
     from ringattn.launch.serving.sampling import Sampling
     from ringattn.launch.serving.scheduling import Job
-    from ringattn.transport import patience
+    from ringattn.transport import timeout
 
     descriptor = os.open(f"{folder}/{Ring().rank}", os.O_WRONLY | os.O_CREAT)
     for standard in (1, 2):
         os.dup2(descriptor, standard)
     decoding.choose_recorder = lambda *_: Hung(good=1)  # pyright: ignore[reportAttributeAccessIssue]
-    patience.Patience.bound_s, run.FAREWELL_S = 0.3, 0.1  # pyright: ignore[reportAttributeAccessIssue]
+    timeout.Patience.bound_s, run.FAREWELL_S = 0.3, 0.1  # pyright: ignore[reportAttributeAccessIssue]
     serve = Engine.run
 
     def ask_first(engine: Engine) -> None:

@@ -54,7 +54,7 @@ from ringattn.inference.static import most_blocks
 from ringattn.inference.step import MOST_DECODED
 from ringattn.integrations.transformers.replacing import distance
 from ringattn.integrations.transformers.steps import forward_step
-from ringattn.transport.patience import Marks
+from ringattn.transport.timeout import Marks
 
 LEAST_BLOCKS = 1024
 """Blocks of a request on one rank for which there is room at first."""

@@ -7,8 +7,8 @@ Note [Mailboxes that grow]
     Flags and the numbers of launches lie in the control, which is made once; mailboxes come and go. They grow at the first call
     of a kind that needs more, which is the same call on all ranks and never in a capture. All ranks wait until nothing of their
     devices' work is left, so nobody stores into the old ones but graphs that were captured with them; these keep them
-    (Note [Old memory] of symmetric.py), and take turns with other calls: launches have one numbering, whatever they store into,
-    and whether they finish partials, sum, or lay columns side by side.
+    (Note [Old memory] of symmetric_memory.py), and take turns with other calls: launches have one numbering, whatever they
+    store into, and whether they finish partials, sum, or lay columns side by side.
     A slot has room for what one rank sends, in fp32 numbers, and a mailbox for two exchanges of all ranks: the columns of a
     wide output head take twice their whole width, up to a power of two.
 """
@@ -21,11 +21,11 @@ from typing import Any
 import torch
 
 from ringattn.transport.base import Choice
-from ringattn.transport.exchange import Call, Exchanging, Finish, Gather, Sum
-from ringattn.transport.process_group import Agreement
-from ringattn.transport.streams import Streams
-from ringattn.transport.symmetric import Memory, Region, aligned
-from ringattn.transport.watch import Watch
+from ringattn.transport.consensus import Agreement
+from ringattn.transport.copy_engine.streams import Streams
+from ringattn.transport.copy_engine.symmetric_memory import Memory, Region, aligned
+from ringattn.transport.copy_engine.watchdog import Watch
+from ringattn.transport.reduce.base import Call, Exchanging, Finish, Gather, Sum
 
 HALVES = 2
 SMALLEST = 2**14

@@ -22,11 +22,12 @@ from ringattn.kernels.pack import pack
 from ringattn.plan.layouts import Run, make_shards, shard_len
 from ringattn.plan.mask import Visibility
 from ringattn.plan.ring_plan import Collection, Fetch, Nodes, collect, make_plan
-from ringattn.transport import copy_engine, graph_cache, streams
 from ringattn.transport.base import Gathering, Reply
-from ringattn.transport.choose import PROBE_BYTES, measure_push, node_of
-from ringattn.transport.copy_engine import CopyEngineTransport
-from ringattn.transport.watch import PLACE, PLACES
+from ringattn.transport.copy_engine import cuda_driver, graph_cache, streams
+from ringattn.transport.copy_engine import transport as copy_engine
+from ringattn.transport.copy_engine.transport import CopyEngineTransport
+from ringattn.transport.copy_engine.watchdog import PLACE, PLACES
+from ringattn.transport.select import PROBE_BYTES, measure_push, node_of
 from tests.fake_streams import HERALD, MAIN, FakeMemory, FakeStreams, Item, Recording, World, read
 
 NAN = float("nan")
@@ -1741,8 +1742,8 @@ def test_packing_puts_keys_and_values_side_by_side(dims: tuple[int, int]) -> Non
 
 def test_a_pair_of_words_is_one_entry_of_64_bits_or_two_the_upper_one_first() -> None:
     pair = streams.Write64(64, -1, 7)
-    (one,) = streams._entries(pair, pairs=True)
+    (one,) = cuda_driver._entries(pair, pairs=True)
     assert (one.operation, one.address, one.value) == (5, 64, 7 << 32 | 0xFFFFFFFF)
     assert one.value.to_bytes(8, "little") == (0xFFFFFFFF).to_bytes(4, "little") + (7).to_bytes(4, "little")
-    two = streams._entries(pair, pairs=False)
+    two = cuda_driver._entries(pair, pairs=False)
     assert [(word.operation, word.address, word.value) for word in two] == [(2, 68, 7), (2, 64, 0xFFFFFFFF)]

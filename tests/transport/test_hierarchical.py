@@ -14,13 +14,13 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import ringattn.transport.double
+import ringattn.transport.hierarchical
 from ringattn import Ring, ring_attention, simulate_ring
 from ringattn.transport.base import Done, NoTransport
-from ringattn.transport.double import Throttled, group_by_host
+from ringattn.transport.hierarchical import Throttled, group_by_host
 from tests.cases import Attention
 from tests.pool import Pools
-from tests.test_ring import CASES, LAYOUTS, Standard, attend, attentions, simulate
+from tests.transport.test_ring import CASES, LAYOUTS, Standard, attend, attentions, simulate
 
 SHAPES = [(4, 2), (4, 4), (6, 3), (6, 2), (3, 3), (8, 4)]
 """Ranks and nodes of simulated rings."""
@@ -150,7 +150,7 @@ def test_transfers_of_a_throttled_link_queue_up_and_pass_while_others_work(monke
             return Done()
 
     clock = Clock()
-    monkeypatch.setattr(ringattn.transport.double, "time", clock)
+    monkeypatch.setattr(ringattn.transport.hierarchical, "time", clock)
     link = Throttled(Nothing(), gbps=8e-6)  # a kilobyte per second
     x = torch.zeros(5000, dtype=torch.uint8)
     first, second = (link.post([(1, x)], [(1, x[:100])], "test") for _ in range(2))
@@ -213,7 +213,7 @@ def test_wrong_options_are_refused() -> None:
 
 
 def test_examples_in_the_docstrings_hold() -> None:
-    result = doctest.testmod(ringattn.transport.double)
+    result = doctest.testmod(ringattn.transport.hierarchical)
     assert result.attempted
     assert not result.failed
 

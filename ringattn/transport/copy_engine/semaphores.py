@@ -2,7 +2,7 @@
 
 Owns the words of this rank alone: those of its device, by which its streams start and join each other and which the watch over
 the ring closes, and those in host memory, which that watch reads. Refuses to know rows, and the words between ranks
-(stations.py).
+(peer_buffers.py).
 
 Inside a capture events order the streams, and words must not: the side stream of a graph is not the ring's own, whose next
 work may be enqueued while the graph still runs, and each would take the other's signals. So what is built in a capture has
@@ -13,9 +13,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ringattn.transport.stations import take
-from ringattn.transport.streams import Op, Streams, Wait, Write, Write64
-from ringattn.transport.watch import ELSEWHERE, ERROR, GATE, KERNEL, PLACE, PLACES, PROCEED, QUIET, START, Watch
+from ringattn.transport.copy_engine.peer_buffers import take
+from ringattn.transport.copy_engine.streams import Op, Streams, Wait, Write, Write64
+from ringattn.transport.copy_engine.watchdog import (
+    ELSEWHERE,
+    ERROR,
+    GATE,
+    KERNEL,
+    PLACE,
+    PLACES,
+    PROCEED,
+    QUIET,
+    START,
+    Watch,
+)
 
 
 class Words:
@@ -32,7 +43,7 @@ class Words:
     Attributes:
         peers: The other members.
         nearest: The member before this rank.
-        gate: Nothing may be said behind it unless the ring is healthy (Note [The way out] of watch.py).
+        gate: Nothing may be said behind it unless the ring is healthy (Note [The way out] of watchdog.py).
         proceed: Likewise, the caller's stream may not go on.
     """
 

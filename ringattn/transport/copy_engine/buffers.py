@@ -24,12 +24,12 @@ import torch
 from torch import Tensor
 
 from ringattn.kernels.pack import Cleared
-from ringattn.transport.graph_cache import GraphCache
-from ringattn.transport.stations import PAYLOAD_ALIGNMENT, Far, Station
-from ringattn.transport.streams import Streams
-from ringattn.transport.symmetric import Memory, aligned
-from ringattn.transport.watch import DEVICE_WORDS, ERROR, GATE, HOST_WORDS, PROCEED, Watch
-from ringattn.transport.words import Words
+from ringattn.transport.copy_engine.graph_cache import GraphCache
+from ringattn.transport.copy_engine.peer_buffers import PAYLOAD_ALIGNMENT, Far, Station
+from ringattn.transport.copy_engine.semaphores import Words
+from ringattn.transport.copy_engine.streams import Streams
+from ringattn.transport.copy_engine.symmetric_memory import Memory, aligned
+from ringattn.transport.copy_engine.watchdog import DEVICE_WORDS, ERROR, GATE, HOST_WORDS, PROCEED, Watch
 
 T = TypeVar("T")
 S = TypeVar("S", bound=Station)
@@ -168,7 +168,7 @@ class Holdings:
         self._graphs.clear()
 
     def _retire(self, old: Any) -> None:
-        """Lets go, unless a captured graph may use it (Note [Old memory] of symmetric.py)."""
+        """Lets go, unless a captured graph may use it (Note [Old memory] of symmetric_memory.py)."""
         if self._captured:
             self.watch.territory.kept.append(old)
 

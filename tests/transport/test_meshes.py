@@ -27,7 +27,7 @@ from ringattn import Ring, Sharding, attention_reference, ring_attention
 from tests.pool import Pools
 from tests.transformer import IGNORED, Operators, Transformer, loss_sum, make_batch, make_transformer, one_process
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 SEQ_LEN = 21  # divided by nothing: shards differ in length
 Batches = list[tuple[Tensor, Tensor]]
 Gradients = dict[str, Tensor]

@@ -24,12 +24,13 @@ from ringattn.schedule import execution_plan
 from ringattn.schedule.execution_plan import ExecutionPlan, make_execution_plan
 from ringattn.schedule.fused import fused_backward, fused_forward
 from ringattn.schedule.stepwise_backward import WantedGrads
-from ringattn.transport import copy_engine, graph_cache
 from ringattn.transport.base import Seat
-from ringattn.transport.copy_engine import CopyEngineTransport
-from ringattn.transport.gather_programs import GatherPrograms
-from ringattn.transport.streams import Op
-from ringattn.transport.symmetric import Region
+from ringattn.transport.copy_engine import graph_cache
+from ringattn.transport.copy_engine import transport as copy_engine
+from ringattn.transport.copy_engine.kv_gather import GatherPrograms
+from ringattn.transport.copy_engine.streams import Op
+from ringattn.transport.copy_engine.symmetric_memory import Region
+from ringattn.transport.copy_engine.transport import CopyEngineTransport
 
 ADDRESS = 2**24
 """Integers of launches from here on are addresses: strides and sizes are smaller here."""

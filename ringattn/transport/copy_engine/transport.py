@@ -2,8 +2,8 @@
 
 Owns the calls: what each enqueues on which stream and in which order, what it leaves open, and how that is joined. Refuses to
 know devices: it speaks to `Streams` and `Memory`, so that the whole protocol also runs on a CPU, in any interleaving. Which
-words are said and waited for, and which bytes are copied, is in constant programs (gather_programs.py, home_programs.py,
-post_programs.py); where they lie in stations.py and words.py; who makes room for them in holdings.py.
+words are said and waited for, and which bytes are copied, is in constant programs (kv_gather.py, grad_return.py,
+send_recv.py); where they lie in peer_buffers.py and semaphores.py; who makes room for them in buffers.py.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from ringattn.kernels.contract import Arrivals
 from ringattn.kernels.pack import pack
 from ringattn.plan.ring_plan import Collection
 from ringattn.transport.base import Done, Gathering, Homecoming, Parcel, Pending, Reply, Transport
-from ringattn.transport.crossing import WatchedLink
-from ringattn.transport.gather_programs import Bias, GatherMemory, GatherPrograms, gather_programs, guards
-from ringattn.transport.graph_cache import SEEN, CachedCall
-from ringattn.transport.holdings import KINDS, PLAIN, REPLIES, Holdings, Lent, ordinary
-from ringattn.transport.home_programs import HomePrograms, Together, home_programs
-from ringattn.transport.one_shot import OneShotExchange
-from ringattn.transport.post_programs import PostPrograms, post_programs
-from ringattn.transport.process_group import Agreement
-from ringattn.transport.stations import MOST_GROUPS, padded, view_bytes
-from ringattn.transport.streams import Program, Streams
-from ringattn.transport.symmetric import Memory
-from ringattn.transport.watch import POSTS
+from ringattn.transport.consensus import Agreement
+from ringattn.transport.copy_engine.buffers import KINDS, PLAIN, REPLIES, Holdings, Lent, ordinary
+from ringattn.transport.copy_engine.grad_return import HomePrograms, Together, home_programs
+from ringattn.transport.copy_engine.graph_cache import SEEN, CachedCall
+from ringattn.transport.copy_engine.kv_gather import Bias, GatherMemory, GatherPrograms, gather_programs, guards
+from ringattn.transport.copy_engine.peer_buffers import MOST_GROUPS, padded, view_bytes
+from ringattn.transport.copy_engine.send_recv import PostPrograms, post_programs
+from ringattn.transport.copy_engine.streams import Program, Streams
+from ringattn.transport.copy_engine.symmetric_memory import Memory
+from ringattn.transport.copy_engine.watchdog import POSTS
+from ringattn.transport.copy_engine.watched_transport import WatchedLink
+from ringattn.transport.reduce.one_shot import OneShotExchange
 
 AIMED = 256
 """Addresses of kept rows for which one gather has its copies ready."""
@@ -304,7 +304,7 @@ class CopyEngineTransport(Holdings):
                 self._make_boxes(kind, size)
 
     def post(self, sends: Sequence[Parcel], receives: Sequence[Parcel], what: str) -> Pending:
-        """See `Transport.post`, and Note [A post] of post_programs.py."""
+        """See `Transport.post`, and Note [A post] of send_recv.py."""
         out, into = self._payloads(sends, what), self._payloads(receives, what)
         if len({kind for _, kind in out}) < len(out):
             raise RuntimeError(
@@ -604,7 +604,7 @@ class _Arriving:
         streams = here.streams
         lane = streams.main()
         if streams.capturing():
-            # a graph knows dependencies by events only; the place is written in front of the join (Note [The way out] of watch.py)
+            # a graph holds event dependencies only; the place is written before the join (Note [The way out] of watchdog.py)
             streams.launch(plan.joining if together is None else together.joining, lane)
             if plan.push is not None:
                 streams.order(streams.side, lane)

@@ -11,7 +11,7 @@ import torch
 from ringattn import Ring
 from ringattn.launch.turns import settle
 from ringattn.transport import process_group
-from ringattn.transport.patience import MOST_PAUSE_S, Marks, Patience
+from ringattn.transport.timeout import MOST_PAUSE_S, Marks, Patience
 from tests.pool import Pools
 
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ringattn.transport.base import Parcel, Pending, Transport
-from ringattn.transport.holdings import Holdings
-from ringattn.transport.streams import Program
-from ringattn.transport.watch import CROSSING, Course
+from ringattn.transport.copy_engine.buffers import Holdings
+from ringattn.transport.copy_engine.streams import Program
+from ringattn.transport.copy_engine.watchdog import CROSSING, Course
 
 
 class WatchedLink:

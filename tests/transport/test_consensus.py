@@ -18,8 +18,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUsage]
 
-from ringattn.transport.process_group import Agreement
-from ringattn.transport.symmetric import SymmetricMemory
+from ringattn.transport.consensus import Agreement
+from ringattn.transport.copy_engine.symmetric_memory import SymmetricMemory
 
 PATIENCE = timedelta(seconds=20)
 

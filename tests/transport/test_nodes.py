@@ -24,16 +24,16 @@ from ringattn.plan.ring_plan import Collection, Nodes, RankPlan, collect, make_n
 from ringattn.plan.sharding import Sharding
 from ringattn.schedule.fused_hierarchical import _Guests
 from ringattn.simulate import simulate_ring
-from ringattn.transport import choose
+from ringattn.transport import select
 from ringattn.transport.base import SPARE, Buffers, Parcel, Seat
-from ringattn.transport.choose import find_obstacle, most_on_one_gpu
+from ringattn.transport.gpu_sharing import SHARE, ranks_per_gpu, spare_of
 from ringattn.transport.process_group import name_part, resolve_group
-from ringattn.transport.symmetric import SHARE, ranks_per_gpu, spare_of
+from ringattn.transport.select import find_obstacle, most_on_one_gpu
 from tests import gathering_kernels
 from tests.fake_streams import MAIN, OTHER, Item
 from tests.pool import Pools
-from tests.test_copy_engine import Ranks, Shape, exchange, letters, picked, reserve, run_kernel, send_home
-from tests.test_gathered import CASES, PLENTY, draw, gathering
+from tests.transport.test_copy_engine import Ranks, Shape, exchange, letters, picked, reserve, run_kernel, send_home
+from tests.transport.test_kv_gather import CASES, PLENTY, draw, gathering
 
 __all__ = ["gathering"]  # a fixture
 
@@ -242,7 +242,7 @@ def test_messages_within_nodes_reach_their_ranks() -> None:
         chance = random.Random(seed)
         ranks.each(
             lambda rank, rounds=rounds, ranks=ranks, chance=chance, seed=seed: exchange(
-                ranks, rank, rounds[choose.node_of(rank, nodes, 6)], chance, lambda: seed
+                ranks, rank, rounds[select.node_of(rank, nodes, 6)], chance, lambda: seed
             )
         )
         ranks.world.drain()
@@ -405,7 +405,7 @@ def test_gpus_need_to_reach_those_of_their_node_only(monkeypatch: pytest.MonkeyP
     assert find_obstacle(0, device, found, ((0,), (1,), (2,), (3,))) == "a node of one rank has nobody within"
     found[3]["missing"] = "it has an AMD GPU"
     assert find_obstacle(0, device, found, pairs) == "ring rank 3 can not take part: it has an AMD GPU"
-    assert choose.node_of(3, pairs, 4) == (2, 3)
+    assert select.node_of(3, pairs, 4) == (2, 3)
 
 
 def test_ranks_share_a_gpu_where_torch_is_told_that_they_may(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,11 +19,11 @@ pytest.importorskip("triton")
 
 from ringattn.kernels import one_shot_triton
 from ringattn.kernels import parts as packed
-from ringattn.transport.one_shot import OneShotExchange
-from ringattn.transport.watch import Watch
+from ringattn.transport.copy_engine.watchdog import Watch
+from ringattn.transport.reduce.one_shot import OneShotExchange
 from tests.fake_streams import MAIN, FakeMemory, FakeStreams, Item, Recording, World, always
-from tests.test_exchange import DTYPES, add, assert_bits, draw, draw_shares, simulate
 from tests.test_parts import Sizes
+from tests.transport.test_reduce import DTYPES, add, assert_bits, draw, draw_shares, simulate
 
 PROGRAMS = 3
 
@@ -136,7 +136,7 @@ class Ranks:
         monkeypatch.setattr(one_shot_triton, "PROGRAMS", PROGRAMS)
         monkeypatch.setattr(one_shot_triton, "one_shot", self.launch)
         monkeypatch.setattr(one_shot_triton, "share", self.share)
-        monkeypatch.setattr("ringattn.transport.one_shot.SMALLEST", 16)
+        monkeypatch.setattr("ringattn.transport.reduce.one_shot.SMALLEST", 16)
         ends: dict[int, OneShotExchange] = {}
 
         def make(rank: int) -> None:

@@ -18,8 +18,10 @@ import torch
 
 from ringattn.plan.ring_plan import Nodes
 from ringattn.transport.base import Choice, Transport
-from ringattn.transport.process_group import Agreement, name_part
-from ringattn.transport.symmetric import SHARE, Memory, may_share_gpus, ranks_per_gpu, spare_of
+from ringattn.transport.consensus import Agreement
+from ringattn.transport.copy_engine.symmetric_memory import Memory
+from ringattn.transport.gpu_sharing import SHARE, may_share_gpus, ranks_per_gpu, spare_of
+from ringattn.transport.process_group import name_part
 
 TRANSPORTS = ("auto", "copy_engine", "process_group")
 PROBE_BYTES = 16 * 2**20
@@ -166,9 +168,9 @@ def choose(
     transport, rate, obstacle = None, 0.0, find_obstacle(rank, device, found, nodes)
     obstacle = next((text for text in agreement.share("obstacle", obstacle) if text is not None), None)
     if obstacle is None:
-        from ringattn.transport.copy_engine import CopyEngineTransport
-        from ringattn.transport.streams import CudaStreams
-        from ringattn.transport.symmetric import SymmetricMemory
+        from ringattn.transport.copy_engine.cuda_driver import CudaStreams
+        from ringattn.transport.copy_engine.symmetric_memory import SymmetricMemory
+        from ringattn.transport.copy_engine.transport import CopyEngineTransport
 
         try:
             streams = CudaStreams(device)

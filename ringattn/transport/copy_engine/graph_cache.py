@@ -25,7 +25,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ringattn.transport.streams import Program
+from ringattn.transport.copy_engine.streams import Program
 
 CAPACITY = 512
 """Calls that a ring remembers."""

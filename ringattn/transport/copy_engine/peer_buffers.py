@@ -1,7 +1,7 @@
 """Memory whose rows wait for peers: in front the words by which ranks say to each other what is there, and behind them the rows.
 
 Owns where every such word and row lies on every rank, and how a word is said and taken. Refuses to know when that is done (the
-constant programs of gather_programs.py, home_programs.py and post_programs.py), and how memory is mapped (symmetric.py).
+constant programs of kv_gather.py, grad_return.py and send_recv.py), and how memory is mapped (symmetric_memory.py).
 
 Note [Binary semaphores]
     A signal between two ranks is one 32-bit word in the memory of the rank that waits: the other side writes 1, the waiter
@@ -21,8 +21,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ringattn.transport.streams import Op, Wait, Write
-from ringattn.transport.symmetric import Memory, Region, aligned
+from ringattn.transport.copy_engine.streams import Op, Wait, Write
+from ringattn.transport.copy_engine.symmetric_memory import Memory, Region, aligned
 
 MOST_GROUPS = 8
 """Groups of heads of a gather."""

@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from ringattn import Ring
-from ringattn.transport import exchange as exchange_module
-from ringattn.transport.exchange import Exchange, SimulatedExchange
+from ringattn.transport.reduce import base as exchange_module
+from ringattn.transport.reduce.base import Exchange
+from ringattn.transport.reduce.stacked import SimulatedExchange
 from ringattn.transport.simulated import run_ranks
 from tests.pool import Pools
 from tests.test_parts import Sizes, attend, draw_parts

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from ringattn import Ring, ring_attention
 from ringattn.transport.call_order import FORWARD, CallMark, CallOrder
-from ringattn.transport.process_group import Agreement, ProcessGroupTransport
+from ringattn.transport.consensus import Agreement
+from ringattn.transport.process_group import ProcessGroupTransport
 from tests.pool import Pools
 
 CALL = r"ring_attention\(12 tokens, zigzag{}\), digest [0-9a-f]{{6}}"

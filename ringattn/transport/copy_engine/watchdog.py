@@ -49,7 +49,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ringattn.transport.streams import Streams, Write
+from ringattn.transport.copy_engine.streams import Streams, Write
 
 # words in host memory; all are written by streams, QUIET by both sides. Neighbours are often written together
 PLACE, QUIET, SIDE, SIDE_AT, HERALD, HERALD_AT = range(6)

@@ -12,51 +12,20 @@ Note [Old memory]
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from ringattn.transport.base import SPARE
-from ringattn.transport.process_group import Agreement
+from ringattn.transport.consensus import Agreement
 
 _gone: list[tuple[Tensor, Any]] = []
 """What went during a capture (Note [Old memory])."""
 
 ALIGNMENT = 256
 """Bytes that the parts of a region begin at a multiple of."""
-
-
-SHARE = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"
-"""What torch reads: 1 lets several ranks have one GPU, in whose memory they then reach each other."""
-
-
-def may_share_gpus() -> bool:
-    """Whether several ranks may have one GPU: to try what needs several where there is one, never for speed."""
-    return os.environ.get(SHARE) == "1"
-
-
-def ranks_per_gpu() -> int:
-    """How many ranks of a job may have one GPU of this host, whatever ring they are in; 1 unless they may share it."""
-    if not may_share_gpus() or not dist.is_initialized():
-        return 1
-    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "0")) or dist.get_world_size()
-    return -(-ranks // max(torch.cuda.device_count(), 1))
-
-
-def spare_of(device: torch.device, ranks: int) -> int:
-    """Multiprocessors that the kernels of a rank leave free on a GPU that so many ranks have (`Gatherer.spare`).
-
-    Kernels that wait for a peer do not let go of theirs: those of all ranks must fit at once, with `SPARE` for the copies of each.
-    """
-    if ranks == 1 or device.type != "cuda":
-        return 0
-    count: int = torch.cuda.get_device_properties(device).multi_processor_count
-    return count - max(1, count // ranks - SPARE)
 
 
 def aligned(num_bytes: int) -> int:

@@ -1,14 +1,8 @@
-"""Work in stream order that needs no SM: words that are written and waited for, and copies between devices.
+"""`Streams` on a CUDA device, by calls of the CUDA driver.
 
-Owns the calls to the CUDA driver, the streams beside the caller's own, and turning constant lists of operations into
-graphs. Refuses to know what a word or a byte means. The driver is called through ctypes, with arguments that were made
-ready before: one call then costs the host 2 microseconds, a third of what a general binding takes.
-
-Note [Order of enqueueing]
-    A wait for a word is invisible to CUDA's own scheduling, and streams may share a hardware queue. So whatever writes a
-    word that another stream of this process waits for is enqueued before the wait: sharing a queue then costs time, never
-    a deadlock. Inside a capture the same dependencies are expressed by events too, since a graph keeps only those; its branches
-    share queues as well, in the order in which they were captured.
+Owns the calls to the driver, the streams beside the caller's own, and turning constant lists of operations into graphs. Refuses
+to know the meaning of a word or a byte. The driver is called through ctypes, with arguments that were made ready before: one
+call then costs the host 2 microseconds, a third of the time of a general binding.
 """
 
 from __future__ import annotations
@@ -16,115 +10,16 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Sequence
 from ctypes import byref, c_int, c_size_t, c_uint, c_uint32, c_uint64, c_ulonglong, c_void_p
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
 import torch
 
+from ringattn.transport.copy_engine.streams import Copy, Op, Wait, Write, Write64
+
 BATCH = 200
 """Operations of one driver call; the driver takes fewer than 256."""
-MAX_PITCH = 2**31 - 1
-"""Bytes between two rows of a copy, at most."""
 WORTH_A_GRAPH = 5
 """Driver calls from which on a launch of a graph costs the host less."""
-
-
-class Write(NamedTuple):
-    """`value` is stored at `address` once all earlier work of the stream is visible to every device."""
-
-    address: int
-    value: int
-
-
-class Write64(NamedTuple):
-    """Two neighbouring words at once, which costs as much as one: `value` at `address`, a multiple of 8, and `upper` behind it."""
-
-    address: int
-    value: int
-    upper: int
-
-
-class Wait(NamedTuple):
-    """The stream goes on once the word at `address` equals `value`."""
-
-    address: int
-    value: int
-
-
-class Copy(NamedTuple):
-    """`rows` rows of `width` bytes; pitches are bytes from row to row."""
-
-    target: int
-    source: int
-    width: int
-    rows: int = 1
-    target_pitch: int = 0
-    source_pitch: int = 0
-
-
-Op = Write | Write64 | Wait | Copy
-
-
-Program = Any
-"""A constant list of operations, made ready by `Streams.compile` and enqueued many times."""
-
-
-class Streams(Protocol):
-    """What the copy engine asks of a device. A lane is a stream: `main()` is the caller's, `side` and `herald` the ring's own."""
-
-    side: int
-    herald: int
-
-    def main(self) -> int:
-        """The caller's current stream."""
-        ...
-
-    def capturing(self) -> bool:
-        """Whether the caller's stream is being captured into a graph."""
-        ...
-
-    def compile(self, ops: Sequence[Op]) -> Program:
-        """Makes a list of operations ready. What holds copies is launched in captures only, or outside of them only."""
-        ...
-
-    def launch(self, program: Program, lane: int) -> None:
-        """Enqueues a program; from its second time on as one graph where that saves calls."""
-        ...
-
-    def copy(self, target: int, source: int, num_bytes: int, lane: int) -> None:
-        """Enqueues one copy between addresses."""
-        ...
-
-    def order(self, first: int, then: int) -> None:
-        """Work enqueued later on lane `then` runs after what is on lane `first` now; CUDA sees it."""
-        ...
-
-    def call(self, work: Callable[[], object]) -> None:
-        """Enqueues torch work on the caller's stream."""
-        ...
-
-    def record(self, work: Callable[[], object]) -> Program:
-        """What work enqueues on the caller's stream, and beside it, as one program for that stream; nothing of it happens yet.
-
-        While it is recorded, `capturing` says so. Memory that work frees again belongs to all programs that are recorded here,
-        so these must be ordered on the device.
-        """
-        ...
-
-    def graph_bytes(self) -> int:
-        """Bytes of device memory that recorded programs use beside the tensors that they were given."""
-        ...
-
-    def rescue(self, ops: Sequence[Op]) -> None:
-        """Does it at once, whatever other streams wait for, from any thread, also while another thread captures."""
-        ...
-
-    def fill(self, address: int, num_bytes: int) -> None:
-        """Likewise sets all bits: NaN in every floating dtype. `num_bytes` is a multiple of 4."""
-        ...
-
-    def synchronize(self) -> None:
-        """Returns when nothing of this device's work is left."""
-        ...
 
 
 class DriverError(RuntimeError):

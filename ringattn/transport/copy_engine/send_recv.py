@@ -1,7 +1,7 @@
 """What a post comes down to: the constant programs of one rank, built once per peers; the copies between them are of the call.
 
 Owns whom a sender waits for before it fills an outbox, and when a box is left. Refuses to know what lies in a box, and when a
-program is enqueued (copy_engine.py).
+program is enqueued (copy_engine/transport.py).
 
 Note [A post]
     What goes out waits in an outbox of this rank until its reader has pulled it. There are four, however many ranks there
@@ -16,10 +16,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from ringattn.transport.stations import Station, take
-from ringattn.transport.streams import Op, Program, Wait, Write
-from ringattn.transport.watch import FETCHING, POSTED, SIDE, SIDE_AT, START, STARTING, Course
-from ringattn.transport.words import Words
+from ringattn.transport.copy_engine.peer_buffers import Station, take
+from ringattn.transport.copy_engine.semaphores import Words
+from ringattn.transport.copy_engine.streams import Op, Program, Wait, Write
+from ringattn.transport.copy_engine.watchdog import FETCHING, POSTED, SIDE, SIDE_AT, START, STARTING, Course
 
 
 @dataclass(eq=False)

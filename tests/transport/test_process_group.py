@@ -18,13 +18,8 @@ from torch.distributed import HashStore, PrefixStore, Store, TCPStore  # pyright
 
 from ringattn import Ring, ring_attention
 from ringattn.transport import process_group
-from ringattn.transport.process_group import (
-    ProcessGroupTransport,
-    _client,
-    end_communicator,
-    make_communicator,
-    raise_differences,
-)
+from ringattn.transport.consensus import raise_differences
+from ringattn.transport.process_group import ProcessGroupTransport, _client, end_communicator, make_communicator
 from tests.pool import Pools
 
 

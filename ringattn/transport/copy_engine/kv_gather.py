@@ -1,7 +1,7 @@
 """What a gather comes down to: the constant programs of one rank, built once per shape.
 
 Owns who pushes which rows to whom in which order, when a flag rises, and what is copied to be kept. Refuses to know where its
-memory comes from (holdings.py), and when a program is enqueued (copy_engine.py).
+memory comes from (buffers.py), and when a program is enqueued (copy_engine/transport.py).
 
 Note [A gather]
     Every rank has one slot, where it packs its k and v, and one far, which its peers write into.
@@ -36,7 +36,7 @@ Note [Kept rows]
     tensor of the call's own, from torch's allocator: no flag waits for that, should such a copy need an SM. The only program
     that knows its address is the herald's: there is one per address, and addresses come back, since an allocator does the same
     in every step of a training. The caller's stream joins the herald before the gather is closed, and the herald passes the
-    gate once more: what it has copied was not overwritten (Note [A push that was let go] of watch.py), and whoever is given
+    gate once more: what it has copied was not overwritten (Note [A push that was let go] of watchdog.py), and whoever is given
     the memory later finds nobody writing. A backward that has kept its rows finds flags that are always raised; a failure of
     the ring makes them negative before it lets anybody go, so that no kernel that starts later stores a number at a peer.
 """
@@ -53,9 +53,10 @@ from torch import Tensor
 from ringattn.kernels.contract import Arrivals
 from ringattn.kernels.pack import Cleared
 from ringattn.plan.ring_plan import Collection, Fetch, Reader, Rows
-from ringattn.transport.stations import Far, padded, say, take
-from ringattn.transport.streams import MAX_PITCH, Copy, Op, Program, Wait, Write
-from ringattn.transport.watch import (
+from ringattn.transport.copy_engine.peer_buffers import Far, padded, say, take
+from ringattn.transport.copy_engine.semaphores import Words
+from ringattn.transport.copy_engine.streams import MAX_PITCH, Copy, Op, Program, Wait, Write
+from ringattn.transport.copy_engine.watchdog import (
     DONE,
     HERALD,
     HERALD_AT,
@@ -67,7 +68,6 @@ from ringattn.transport.watch import (
     START,
     Course,
 )
-from ringattn.transport.words import Words
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 Owns whom a rank waits for before its kernel writes into their memory and before it reads its own, where each contribution
 lies, and what it says together with the gather of the same backward. Refuses to know kernels, and when a program is enqueued
-(copy_engine.py).
+(copy_engine/transport.py).
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ import torch
 from torch import Tensor
 
 from ringattn.plan.ring_plan import Collection
-from ringattn.transport.gather_programs import GatherPrograms
-from ringattn.transport.stations import Station, say, take, view_bytes
-from ringattn.transport.streams import Op, Program, Streams
-from ringattn.transport.watch import RECEIVING, STARTING, Course
-from ringattn.transport.words import Words
+from ringattn.transport.copy_engine.kv_gather import GatherPrograms
+from ringattn.transport.copy_engine.peer_buffers import Station, say, take, view_bytes
+from ringattn.transport.copy_engine.semaphores import Words
+from ringattn.transport.copy_engine.streams import Op, Program, Streams
+from ringattn.transport.copy_engine.watchdog import RECEIVING, STARTING, Course
 
 
 @dataclass(frozen=True)
