@@ -121,7 +121,7 @@ class Double:
         self.nodes: Nodes = make_nodes(world_size, num_nodes)
         self.ranks = Ranks(world_size, seed, nodes=self.nodes)
         self.link = Link(self.ranks)
-        self.links = [end.watched(self.link.end(rank)) for rank, end in enumerate(self.ranks.ends)]
+        self.links = [end.watch_transport(self.link.end(rank)) for rank, end in enumerate(self.ranks.ends)]
 
     def keys(self, shape: Shape, shards: Sequence[Shard], rank: int, salt: int) -> tuple[Tensor, Tensor]:
         g = torch.Generator().manual_seed(1000 * salt + rank)

@@ -127,8 +127,8 @@ class Holdings:
         self._raised: dict[int, Tensor] = {}  # by head groups: flags of rows that are there
         self._far_layout: object = None  # of the gather whose guard rows are zero in far
         here = self.watch.territory
-        words = here.free, here.full, here.room, here.home
-        for known in (*words, here.flags, here.raised, here.own, here.received, here.kept):
+        semaphores = here.free, here.full, here.room, here.home
+        for known in (*semaphores, here.flags, here.raised, here.own, here.received, here.kept):
             known.clear()
 
     def num_bytes(self) -> int:
@@ -213,10 +213,10 @@ class Holdings:
             return
         here = self.watch.territory
         for peer in self.words.peers:
-            for words in (here.free, here.room):
-                words.discard(station.free(self._rank, peer))
-            for words in (here.full, here.home):
-                words.difference_update(station.full(self._rank, peer, g) for g in range(station.groups))
+            for addresses in (here.free, here.room):
+                addresses.discard(station.free(self._rank, peer))
+            for addresses in (here.full, here.home):
+                addresses.difference_update(station.full(self._rank, peer, g) for g in range(station.groups))
 
     @ordinary
     def _local(self, old: Tensor, num_bytes: int, known: set[tuple[int, int]] | None, unit: int) -> Tensor:
@@ -297,8 +297,8 @@ class Holdings:
         else:
             self._stretches.move_to_end(stretches)
         longest = max(end - start for start, end in stretches)
-        words = Cleared(flags, self._error, far, there, longest, stretches=False)
-        return words, dataclasses.replace(words, stretches=True)
+        without = Cleared(flags, self._error, far, there, longest, stretches=False)
+        return without, dataclasses.replace(words, stretches=True)
 
     def _make_kept(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=self._memory.device)

@@ -130,8 +130,8 @@ def _entries(op: Write | Write64 | Wait, pairs: bool) -> list[_Word]:
         if pairs:
             return [_Word(_WRITE_64, op.address, (op.upper & 0xFFFFFFFF) << 32 | op.value & 0xFFFFFFFF, 0)]
         # what `value` says may be acted upon once it is there
-        words = Write(op.address + 4, op.upper), Write(op.address, op.value)
-        return [entry for word in words for entry in _entries(word, pairs)]
+        halves = Write(op.address + 4, op.upper), Write(op.address, op.value)
+        return [entry for word in halves for entry in _entries(word, pairs)]
     waits = isinstance(op, Wait)
     return [_Word(_WAIT if waits else _WRITE, op.address, op.value & 0xFFFFFFFF, _EQUAL if waits else 0)]
 
@@ -186,18 +186,18 @@ class CudaStreams:
     def compile(self, ops: Sequence[Op]) -> _Calls:
         """See `Streams.compile`."""
         calls: list[Callable[[int], None]] = []
-        words: list[_Word] = []
+        entries: list[_Word] = []
         copies = False
         for op in ops:
             if isinstance(op, Copy):
                 copies = True
-                self._flush(words, calls)
+                self._flush(entries, calls)
                 calls.append(self._copy(op))
             else:
-                words += _entries(op, self._pairs)
-                if len(words) >= BATCH:
-                    self._flush(words, calls)
-        self._flush(words, calls)
+                entries += _entries(op, self._pairs)
+                if len(entries) >= BATCH:
+                    self._flush(entries, calls)
+        self._flush(entries, calls)
         becomes_a_graph = copies and len(calls) >= WORTH_A_GRAPH and not self.capturing()
         return _Calls(calls, 1 if becomes_a_graph else -1)
 
@@ -297,13 +297,13 @@ class CudaStreams:
     def _do(self, doing: str, function: Callable[..., int], *args: Any) -> None:
         _do(self._cu, doing, function, *args)
 
-    def _flush(self, words: list[_Word], calls: list[Callable[[int], None]]) -> None:
-        if not words:
+    def _flush(self, entries: list[_Word], calls: list[Callable[[int], None]]) -> None:
+        if not entries:
             return
-        driver, count = self._cu, len(words)
-        enqueue, batch = driver.cuStreamBatchMemOp_v2, (_Word * count)(*words)
+        driver, count = self._cu, len(entries)
+        enqueue, batch = driver.cuStreamBatchMemOp_v2, (_Word * count)(*entries)
         address = ctypes.addressof(batch)
-        words.clear()
+        entries.clear()
 
         def call(lane: int, batch: Any = batch) -> None:
             del batch  # kept alive by the default

@@ -128,15 +128,15 @@ def home_programs(
     readers = [send.peer for send in collection.readers]
     course = Course(what, tuple(dict.fromkeys((*owners, *readers))), collection.first + 1)
     number = words.watch.number(course)
-    beginning: list[Op] = [words.at(number, STARTING)]
+    beginning: list[Op] = [words.report_place(number, STARTING)]
     for owner in owners:
         beginning += take(station.free(me, owner))
-    start = [*beginning, *words.at_kernel(number)]
-    telling, receiving = say([station.full(owner, me) for owner in owners]), [words.at(number, RECEIVING)]
+    start = [*beginning, *words.enter_kernel(number)]
+    telling, receiving = say([station.full(owner, me) for owner in owners]), [words.report_place(number, RECEIVING)]
     ending = list[Op]()
     for reader in readers:
         ending += take(station.full(me, reader))
-    ending += [words.proceed, *words.leave()]
+    ending += [words.proceed, *words.exit_ring()]
     if not owners and not readers:
         beginning, start, telling, receiving, ending = [], [], [], [], []
     addresses = [own.data_ptr()]

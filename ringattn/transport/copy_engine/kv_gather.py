@@ -219,16 +219,16 @@ def gather_programs(
 
     # what packs lowers the flags and the error word: each takes longer in stream order
     lowered: list[Op] = [Write(here.flag(g, fetch.step), 0) for g in range(here.groups) for fetch in fetches]
-    lowered += words.lower_error() if fetches else []
-    beginning = [*(words.side_is_free() if sides else []), *(lowered if packed is None else [])]
-    beginning += words.at_kernel(number)
-    beginning += [*(words.start(HERALD_START) if fetches else []), *(words.start(START) if sides else [])]
-    joining = [words.at(number, JOINING)]
+    lowered += words.clear_error() if fetches else []
+    beginning = [*(words.wait_copy_stream_idle() if sides else []), *(lowered if packed is None else [])]
+    beginning += words.enter_kernel(number)
+    beginning += [*(words.start_stream(HERALD_START) if fetches else []), *(words.start_stream(START) if sides else [])]
+    joining = [words.report_place(number, JOINING)]
     # in a capture it is said in front of the events by which streams join
-    ending = [*(words.take_done(DONE) if sides else []), *(words.take_done(HERALD_DONE) if fetches else [])]
+    ending = [*(words.join_stream(DONE) if sides else []), *(words.join_stream(HERALD_DONE) if fetches else [])]
     turn = [here.station.room(words.nearest, words.rank)] if fetches else []
     ending += [words.proceed, *say(turn)]
-    join = [*([] if captured else joining), *ending, *words.leave()]
+    join = [*([] if captured else joining), *ending, *words.exit_ring()]
     if not fetches and not sides:
         beginning, joining, ending, join = [], [], [], []
     return GatherPrograms(
@@ -271,11 +271,11 @@ def _push(words: Words, here: GatherMemory, collection: Collection, number: int)
     me, station, slot, bias = words.rank, here.station, here.slot, here.bias
     b, slot_rows, hk, width = slot.shape
     row = hk * width * slot.element_size()
-    push = words.lane_begins(START, SIDE, number)
+    push = words.begin_stream(START, SIDE, number)
     skipped = 0
     if collection.skipped is not None:
         (peer, owner), skipped = collection.skipped, 1
-        push += [*take(station.room(me, peer)), *say([station.room(owner, peer)]), words.note(SIDE_AT, 1)]
+        push += [*take(station.room(me, peer)), *say([station.room(owner, peer)]), words.report(SIDE_AT, 1)]
     for g in range(here.groups):
         for i, reader in enumerate(collection.readers):
             theirs = station.rows(reader.peer)
@@ -292,8 +292,8 @@ def _push(words: Words, here: GatherMemory, collection: Collection, number: int)
                 follower = reader.owners[0 if last else reader.owners.index(me) + 1]
                 push += say([station.room(follower, reader.peer)])
             if g == 0:
-                push.append(words.note(SIDE_AT, i + 1 + skipped))
-    return [*push, *words.lane_ends(SIDE, DONE)]
+                push.append(words.report(SIDE_AT, i + 1 + skipped))
+    return [*push, *words.end_stream(SIDE, DONE)]
 
 
 def _herald(
@@ -302,14 +302,14 @@ def _herald(
     """What the herald does; told an address, it copies there what is kept (Note [Kept rows])."""
     b, far_rows, hk, width = here.far.shape
     row = hk * width * here.far.element_size()
-    begins, ends = words.lane_begins(HERALD_START, HERALD, number), words.lane_ends(HERALD, HERALD_DONE)
+    begins, ends = words.begin_stream(HERALD_START, HERALD, number), words.end_stream(HERALD, HERALD_DONE)
     # between a peer's word and the flag stands nothing that can wait until the last flag
     raises, full = list[Op](), list[int]()
     for g in range(here.groups):
         for i, fetch in enumerate(fetches):
             full.append(here.station.full(words.rank, fetch.owner, g))
             raises += [Wait(full[-1], 1), words.gate, Write(here.flag(g, fetch.step), 1)]
-            raises += [words.note(HERALD_AT, i + 1)] if g == 0 else []
+            raises += [words.report(HERALD_AT, i + 1)] if g == 0 else []
     raises += [Write(word, 0) for word in full]
     mine = here.station.rows(words.rank)
 

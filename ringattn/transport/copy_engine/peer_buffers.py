@@ -53,9 +53,9 @@ class Station:
         self.num_bytes = num_bytes
         self.region: Region = memory.region(self._header + aligned(num_bytes), what)
         # nobody reads what was never written
-        words = self.region.local[: 4 * ranks * (self.groups + 1)].view(torch.int32)[ranks * self.groups :]
+        flags = self.region.local[: 4 * ranks * (self.groups + 1)].view(torch.int32)[ranks * self.groups :]
         for of in members if free is None else free:
-            words[self._place[of]] = 1
+            flags[self._place[of]] = 1
         memory.meet(f"{what} begins")
 
     def full(self, at: int, of: int, group: int = 0) -> int:
@@ -96,9 +96,9 @@ class Far(Station):
         return self.free(at, of)
 
 
-def say(words: Sequence[int]) -> list[Op]:
-    """Writes 1 to each word."""
-    return [Write(word, 1) for word in words]
+def say(addresses: Sequence[int]) -> list[Op]:
+    """Writes 1 to each address."""
+    return [Write(address, 1) for word in addresses]
 
 
 def take(word: int) -> list[Op]:

@@ -60,47 +60,47 @@ class Words:
         self._device = tuple(device)
         self._host = host
 
-    def at(self, number: int, place: int) -> Op:
+    def report_place(self, number: int, place: int) -> Op:
         """The caller's stream is at a place of a numbered course."""
-        return self.note(PLACE, number * PLACES + place)
+        return self.report(PLACE, number * PLACES + place)
 
-    def at_kernel(self, number: int) -> list[Op]:
+    def enter_kernel(self, number: int) -> list[Op]:
         """The caller's stream goes on to a kernel that may wait for rows."""
         return [self.proceed, self._both(PLACE, number * PLACES + KERNEL)]
 
-    def leave(self) -> list[Op]:
+    def exit_ring(self) -> list[Op]:
         """The caller's stream is done with the ring."""
         return [self._both(PLACE, ELSEWHERE)]
 
-    def note(self, word: int, value: int) -> Op:
+    def report(self, word: int, value: int) -> Op:
         """What the watch reads."""
         return Write(self._host + 4 * word, value)
 
-    def lower_error(self) -> list[Op]:
+    def clear_error(self) -> list[Op]:
         """No kernel has failed."""
         return [Write(self._device[ERROR], 0)]
 
-    def side_is_free(self) -> list[Op]:
+    def wait_copy_stream_idle(self) -> list[Op]:
         """The caller's stream waits until the side stream has begun what it was started for before."""
         return [] if self.streams.capturing() else [Wait(self._device[START], 0)]
 
-    def start(self, start: int) -> list[Op]:
+    def start_stream(self, start: int) -> list[Op]:
         """The caller's stream starts the one that waits for this word."""
         return [] if self.streams.capturing() else [Write(self._device[start], 1)]
 
-    def take_done(self, done: int) -> list[Op]:
+    def join_stream(self, done: int) -> list[Op]:
         """The caller's stream joins the one that ends with this word."""
         return [] if self.streams.capturing() else take(self._device[done])
 
-    def lane_begins(self, start: int, lane: int, number: int) -> list[Op]:
+    def begin_stream(self, start: int, progress: int, number: int) -> list[Op]:
         """A stream beside the caller's waits to be started, and is on a numbered course."""
         started = [] if self.streams.capturing() else take(self._device[start])
-        return [*started, self._both(lane, number)]
+        return [*started, self._both(progress, number)]
 
-    def lane_ends(self, lane: int, done: int) -> list[Op]:
+    def end_stream(self, progress: int, done: int) -> list[Op]:
         """It has done its work, and may be joined."""
         ended: list[Op] = [] if self.streams.capturing() else [Write(self._device[done], 1)]
-        return [self.gate, self.note(QUIET, 0), self.note(lane, 0), *ended]
+        return [self.gate, self.report(QUIET, 0), self.report(progress, 0), *ended]
 
     def _both(self, word: int, value: int) -> Op:
         """A note, and 0 in the word behind it."""

@@ -68,25 +68,25 @@ def post_programs(
     me, compile_ = words.rank, words.streams.compile
     course = Course(what, words.peers if out else (), stops=tuple((None, peer) for peer, _ in into))
     number = words.watch.number(course)
-    begin: list[Op] = [words.at(number, STARTING)]
+    begin: list[Op] = [words.report_place(number, STARTING)]
     for peer, kind in out:
         for other in words.peers:
             free = boxes[kind].free(me, other)
             begin += take(free) if other == peer else [Wait(free, 1)]
-    begin += [*(words.side_is_free() if into else []), words.proceed]
+    begin += [*(words.wait_copy_stream_idle() if into else []), words.proceed]
     end: list[Op] = [Write(boxes[kind].full(peer, me), 1) for peer, kind in out]
-    end += [*words.leave(), *(words.start(START) if into else [])]
+    end += [*words.exit_ring(), *(words.start_stream(START) if into else [])]
     if not out:
         begin, end = [*begin, *end], []
     sides: list[Program] = []
-    side = words.lane_begins(START, SIDE, number)
+    side = words.begin_stream(START, SIDE, number)
     for i, (peer, kind) in enumerate(into):
         sides.append(compile_([*side, *take(boxes[kind].full(me, peer))]))
-        side = [words.gate, Write(boxes[kind].free(peer, me), 1), words.note(SIDE_AT, i + 1)]
+        side = [words.gate, Write(boxes[kind].free(peer, me), 1), words.report(SIDE_AT, i + 1)]
     if into:
-        sides.append(compile_([*side, *words.lane_ends(SIDE, POSTED + index)]))
-    fetching = [words.at(number, FETCHING)]
-    join = [*fetching, *words.take_done(POSTED + index), words.proceed, *words.leave()]
+        sides.append(compile_([*side, *words.end_stream(SIDE, POSTED + index)]))
+    fetching = [words.report_place(number, FETCHING)]
+    join = [*fetching, *words.join_stream(POSTED + index), words.proceed, *words.exit_ring()]
     return PostPrograms(
         course,
         begin=compile_(begin),

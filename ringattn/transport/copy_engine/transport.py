@@ -43,7 +43,7 @@ class CopyEngineTransport(Holdings):
     """One rank's end: the calls on what it holds. Takes the arguments of `Holdings`.
 
     Args:
-        watched: Look after the ring in a thread.
+        start_watchdog: Start the thread of the watchdog.
         spare: See `Gatherer.spare`.
     """
 
@@ -56,7 +56,7 @@ class CopyEngineTransport(Holdings):
         memory: Memory,
         timeout: float,
         *,
-        watched: bool = True,
+        start_watchdog: bool = True,
         spare: int = 0,
     ) -> None:
         super().__init__(rank, members, name, streams, memory, timeout)
@@ -68,7 +68,7 @@ class CopyEngineTransport(Holdings):
         self._gathering: _Arriving | None = None
         self._homecoming: _Coming | None = None
         self._posts: list[_Fetching | None] = [None] * POSTS
-        if watched:
+        if start_watchdog:
             self.watch.start()
 
     def __del__(self) -> None:
@@ -352,7 +352,7 @@ class CopyEngineTransport(Holdings):
         self._posts[index] = pending
         return pending
 
-    def watched(self, link: Transport) -> Transport:
+    def watch_transport(self, link: Transport) -> Transport:
         """A link between nodes whose waits the watch over this node sees and names.
 
         Args:
@@ -591,9 +591,9 @@ class _Arriving:
         self.arrivals = plan.arrivals
 
     def close(self) -> None:
-        self.join()
+        self.finish()
 
-    def join(self, together: Together | None = None) -> bool:
+    def finish(self, together: Together | None = None) -> bool:
         """As `close`, together with what a homecoming says; False: it was closed before, and nothing is said."""
         plan, self._plan = self._plan, None
         if plan is None:
@@ -655,7 +655,7 @@ class _Coming:
             assert self._begun, "a homecoming begins in front of its backward"
             self._received = True
             gathering, together = self._gathering, self._together
-            if gathering is None or together is None or not gathering.join(together):
+            if gathering is None or together is None or not gathering.finish(together):
                 streams = self._transport.streams
                 streams.launch(self.plan.receive, streams.main())
         bias = self.plan.bias

@@ -126,7 +126,7 @@ class Watch:
     Args:
         rank: This rank.
         name: The ring's name.
-        words: `HOST_WORDS` int32 in host memory that the device can write.
+        progress: `HOST_WORDS` int32 in host memory that the device can write.
         control: Addresses of the words of this device, by `GATE` ...
         streams: The way to the device.
         timeout: Seconds that a ring may stand still.
@@ -138,12 +138,12 @@ class Watch:
     """
 
     def __init__(
-        self, rank: int, name: str, words: Tensor, control: tuple[int, ...], streams: Streams, timeout: float
+        self, rank: int, name: str, progress: Tensor, control: tuple[int, ...], streams: Streams, timeout: float
     ) -> None:
         self._rank = rank
         self._name = name
-        self._words = words.numpy()
-        self._keep = words
+        self._progress = progress.numpy()
+        self._keep = progress
         self._control = control
         self._streams = streams
         self._timeout = timeout
@@ -198,19 +198,19 @@ class Watch:
             if self.failure is not None:
                 self._let_out(now)
                 return
-            words = self._words
-            seen = tuple(int(words[i]) for i in (PLACE, HERALD, HERALD_AT, SIDE, SIDE_AT))
+            progress = self._progress
+            seen = tuple(int(progress[i]) for i in (PLACE, HERALD, HERALD_AT, SIDE, SIDE_AT))
             waiting = self._beside() or seen[0] % PLACES not in (ELSEWHERE, KERNEL)
-            if not waiting or not words[QUIET] or seen != self._seen:
+            if not waiting or not progress[QUIET] or seen != self._seen:
                 self._seen, self._since = seen, now
-                words[QUIET] = 1
+                progress[QUIET] = 1
             elif now - self._since > self._timeout:
                 # nobody is let go before the next look: whoever passes `proceed` at this moment has written its place by then
                 self._fail(seen, f"nothing has moved for {self._timeout:g} s")
 
     def _beside(self) -> bool:
         """Whether a stream beside the caller's is under way."""
-        return bool(self._words[SIDE] or self._words[HERALD])
+        return bool(self._progress[SIDE] or self._progress[HERALD])
 
     def _describe(self, seen: tuple[int, ...]) -> str:
         """Which call stands still, and whom it waits for."""
@@ -258,7 +258,7 @@ class Watch:
                 # words that were let go and found nobody waiting must not let anybody go later
                 self._stepping = False
                 self._streams.rescue([Write(proceed, 0), *(Write(word, 0) for word in list(here.home))])
-            place = int(self._words[PLACE]) % PLACES
+            place = int(self._progress[PLACE]) % PLACES
             if place != KERNEL:
                 self._stuck_since = None
             elif self._stuck_since is None:
@@ -295,5 +295,5 @@ class Watch:
         while True:
             time.sleep(self.interval)
             self.poll(time.monotonic())
-            if self._retired and not self._beside() and self._words[PLACE] % PLACES == ELSEWHERE:
+            if self._retired and not self._beside() and self._progress[PLACE] % PLACES == ELSEWHERE:
                 return

@@ -59,7 +59,7 @@ class _Crossing:
         if found is None:
             course = Course(self._what, self._peers, since=None)
             number = here.watch.number(course)
-            begin, end = streams.compile([here.words.at(number, CROSSING)]), streams.compile(here.words.leave())
+            begin, end = streams.compile([here.words.report_place(number, CROSSING)]), streams.compile(here.words.exit_ring())
             found = here.keep(key, (course, begin, end))
         found[0].what = self._what
         lane = streams.main()
