@@ -298,7 +298,7 @@ class Holdings:
             self._stretches.move_to_end(stretches)
         longest = max(end - start for start, end in stretches)
         without = Cleared(flags, self._error, far, there, longest, stretches=False)
-        return without, dataclasses.replace(words, stretches=True)
+        return without, dataclasses.replace(without, stretches=True)
 
     def _make_kept(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=self._memory.device)

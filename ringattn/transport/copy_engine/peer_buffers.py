@@ -98,7 +98,7 @@ class Far(Station):
 
 def say(addresses: Sequence[int]) -> list[Op]:
     """Writes 1 to each address."""
-    return [Write(address, 1) for word in addresses]
+    return [Write(address, 1) for address in addresses]
 
 
 def take(word: int) -> list[Op]:
